@@ -1,0 +1,46 @@
+"""The two ways a run ends before its time, and nothing else.
+
+Everything that is the user's to mend is a `ConfigError`; it carries *all* problems found, so that one run of the program is
+enough to learn them. Anything else is a bug or a broken machine and is left to crash with its traceback.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+EXIT_DONE, EXIT_CRASH, EXIT_CONFIG, EXIT_INTERRUPTED = 0, 1, 2, 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """One thing that is wrong with what the user typed.
+
+    flags: the names the user typed (no dashes; the dialect's names in a dialect).
+    message: a sentence with the arithmetic in it, ending in what would work.
+    nearest: for a flag, the closest values with which the whole configuration passes when only that flag is changed.
+    """
+
+    flags: Sequence[str]
+    message: str
+    nearest: Mapping[str, Sequence[object]] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return self.message
+
+
+class ConfigError(Exception):
+    """What the user typed cannot work. Raised before any model loads; `cli.main` prints it and exits with 2."""
+
+    def __init__(self, problems: Sequence[Problem] | str):
+        if isinstance(problems, str):
+            problems = [Problem(flags=(), message=problems)]
+        self.problems: tuple[Problem, ...] = tuple(problems)
+        super().__init__("\n".join(str(problem) for problem in self.problems))
+
+    def __reduce__(self):
+        return type(self), (self.problems,)
+
+
+class Interrupted(Exception):
+    """A signal asked the run to stop; its state is on disk. `cli.main` exits with 3: safe to resume."""
