@@ -1,0 +1,132 @@
+"""Megatron-Core on a machine without a GPU: the one sanctioned place that patches other people's code.
+
+Megatron-Core's schedules, DDP buffers, optimizers and MoE layers are ordinary PyTorch, but they name CUDA: as `torch.cuda.*` calls, as
+`device="cuda"`, and as type strings. `enable()` gives those names the meaning "the CPU". It is never imported where there is a GPU.
+Nothing here changes what is computed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import sys
+import types
+
+import torch
+import torch.distributed as dist
+
+_enabled = False
+
+
+class _Immediate:
+    """Stands in for torch.cuda.Stream and torch.cuda.Event: on a CPU everything is already in order, and already done."""
+
+    def __init__(self, *args, **kwargs):
+        pass
+
+    def wait_stream(self, *args):
+        pass
+
+    wait = wait_event = record = synchronize = wait_stream
+
+    def record_event(self, event=None):
+        return event or _Immediate()
+
+    def query(self):
+        return True
+
+    def elapsed_time(self, other):
+        return 0.0
+
+
+class _CpuTorch(types.ModuleType):
+    """The module `torch`, whose factories take device="cuda" to mean the CPU. Given to the few modules that say so in a literal."""
+
+    def __init__(self):
+        super().__init__("torch")
+        for name in ("zeros", "ones", "empty", "tensor", "full", "arange"):
+            setattr(self, name, self._on_cpu(getattr(torch, name)))
+
+    def __getattr__(self, name):
+        return getattr(torch, name)
+
+    @staticmethod
+    def _on_cpu(factory):
+        def create(*args, device=None, **kwargs):
+            return factory(*args, device=None if device == "cuda" else device, **kwargs)
+
+        return create
+
+
+# Modules of Megatron-Core 0.16 to 0.19 that write device="cuda" as a literal on paths this package runs.
+_LITERAL_CUDA = (
+    "megatron.core.utils",
+    "megatron.core.pipeline_parallel.schedules",
+    "megatron.core.optimizer.optimizer",
+    "megatron.core.optimizer.clip_grads",
+    "megatron.core.optimizer.grad_scaler",
+    "megatron.core.transformer.moe.moe_utils",
+)
+
+
+def _patch_cuda_calls():
+    cuda = torch.cuda
+    cuda.current_device = lambda: torch.device("cpu")  # "device=torch.cuda.current_device()" is all over Megatron
+    cuda.synchronize = cuda.empty_cache = lambda *args, **kwargs: None
+    cuda.Stream = cuda.Event = _Immediate
+    cuda.current_stream = cuda.default_stream = lambda *args: _Immediate()
+    cuda.stream = lambda stream: contextlib.nullcontext()
+    cuda.manual_seed = torch.manual_seed  # Megatron keeps one RNG state per parallel role and swaps them
+    cuda.get_rng_state = cuda.random.get_rng_state = lambda *args, **kwargs: torch.get_rng_state()
+    cuda.set_rng_state = cuda.random.set_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
+    cuda.nvtx.range_push = cuda.nvtx.range_pop = lambda *args: None
+    torch.Tensor.cuda = lambda self, *args, **kwargs: self
+    torch.Tensor.record_stream = lambda self, stream: None
+
+
+def _patch_type_strings():
+    """The optimizers sort parameters by `p.type() == "torch.cuda.FloatTensor"`: answer them, and nobody else, so."""
+    real = torch.Tensor.type
+
+    def tensor_type(self, dtype=None, non_blocking=False, **kwargs):
+        if dtype is not None:
+            return real(self, dtype, non_blocking, **kwargs)
+        name = real(self)
+        if sys._getframe(1).f_globals.get("__name__", "").startswith("megatron.core.optimizer") and ".cuda." not in name:
+            return name.replace("torch.", "torch.cuda.")
+        return name
+
+    torch.Tensor.type = tensor_type
+
+
+def _patch_megatron():
+    for name in _LITERAL_CUDA:
+        importlib.import_module(name).torch = _CpuTorch()
+    mcore_random = importlib.import_module("megatron.core.tensor_parallel.random")
+    mcore_random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
+    moe_utils = importlib.import_module("megatron.core.transformer.moe.moe_utils")
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None  # only imported with Transformer Engine, yet compared with None without it
+
+
+def _patch_gloo():
+    """gloo takes split sizes as a list; the token dispatcher passes a tensor."""
+    real = dist.all_to_all_single
+
+    def all_to_all_single(output, input, output_split_sizes=None, input_split_sizes=None, **kwargs):
+        sizes = [s.tolist() if isinstance(s, torch.Tensor) else s for s in (output_split_sizes, input_split_sizes)]
+        return real(output, input, *sizes, **kwargs)
+
+    dist.all_to_all_single = all_to_all_single
+
+
+def enable() -> None:
+    """Patches once; later calls do nothing. Must run before the first Megatron object is built."""
+    global _enabled
+    if _enabled:
+        return
+    _patch_cuda_calls()
+    _patch_type_strings()
+    _patch_megatron()
+    _patch_gloo()
+    _enabled = True
