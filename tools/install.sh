@@ -51,6 +51,11 @@ case "$device" in
     *) die "MEGATRON_GRPO_DEVICE is '$device'; it must be cpu or gpu." ;;
 esac
 
+if command -v flock >/dev/null; then
+    exec 9>"${venv%/}.lock"
+    flock --nonblock 9 || { say "another install into $venv is running: waiting for it"; flock 9; }
+fi
+
 if [ "$owned" = 0 ]; then
     [ -x "$python" ] || die "the active environment $venv has no bin/python." "Deactivate it, or activate another, and run this again."
     is_supported "$python" || die "the active environment $venv has $("$python" --version 2>&1); Python 3.11 or 3.12 is needed." \
