@@ -1,0 +1,13 @@
+"""Settings for every test process, made before torch is imported."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).resolve().parent.parent)]  # `import tests.ranks` and an uninstalled megatron_grpo work from anywhere
+
+from tests.ranks import ENVIRONMENT  # noqa: E402
+
+os.environ.update(ENVIRONMENT)
