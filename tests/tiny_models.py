@@ -1,0 +1,102 @@
+"""Small Hugging Face checkpoints on disk, made in milliseconds: transformers' own classes, random weights, a real tokenizer.
+
+The weights are drawn wide (std 0.2): with the usual 0.02 all next-token distributions of a tiny model are nearly flat, and a wrong
+weight hardly moves a log-prob.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+FAMILIES = ("qwen3", "qwen2", "llama", "qwen3_moe", "mixtral")
+SPECIAL = ("<pad>", "<bos>", "<eos>", "<unk>")
+PAD, BOS, EOS, UNK = range(4)
+
+
+def write_tiny(
+    path: str | Path,
+    family: str = "qwen3",
+    *,
+    tied: bool = False,
+    vocab: int = 128,
+    hidden: int = 64,
+    layers: int = 2,
+    heads: int = 4,
+    kv_heads: int = 2,
+    head_dim: int = 32,
+    ffn: int = 96,
+    experts: int = 4,
+    max_positions: int = 256,
+    dtype: str = "float32",
+    seed: int = 0,
+    std: float = 0.2,
+    **overrides: Any,
+) -> Path:
+    """Writes config, safetensors, generation config and tokenizer into `path`; returns it as a Path. `overrides` go to the model's config.
+
+    vLLM's CPU attention takes head sizes of 32 and multiples of it; `hidden` need not be `heads * head_dim` except for qwen2, where it is
+    made so. The vocabulary is `<pad> <bos> <eos> <unk>`, then the words "4" to str(vocab - 1): token id n decodes to "n".
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+
+    path = Path(path)
+    common = dict(
+        vocab_size=vocab, hidden_size=heads * head_dim if family == "qwen2" else hidden, intermediate_size=ffn, num_hidden_layers=layers,
+        num_attention_heads=heads, num_key_value_heads=kv_heads, max_position_embeddings=max_positions, tie_word_embeddings=tied,
+        initializer_range=std, pad_token_id=PAD, bos_token_id=BOS, eos_token_id=EOS,
+    )  # fmt: skip
+    if family != "qwen2":
+        common["head_dim"] = head_dim
+    if family == "qwen3_moe":
+        common |= dict(num_experts=experts, num_experts_per_tok=2, moe_intermediate_size=ffn, norm_topk_prob=True, decoder_sparse_step=1)
+    if family == "mixtral":
+        common |= dict(num_local_experts=experts, num_experts_per_tok=2)
+    config = AutoConfig.for_model(family, **(common | overrides))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if parameter.dim() > 1:
+                    parameter.normal_(0.0, std)
+                elif "norm" in name:
+                    parameter.uniform_(0.5, 1.5)  # ones would hide a norm that was never loaded
+                else:
+                    parameter.normal_(0.0, std)  # biases; zeros would hide them
+    model.to(getattr(torch, dtype))
+    model.generation_config = GenerationConfig(pad_token_id=PAD, bos_token_id=BOS, eos_token_id=EOS)
+    model.save_pretrained(path)
+    _write_tokenizer(path, vocab)
+    return path
+
+
+def load_tiny(path: str | Path, dtype: str = "float32") -> Any:
+    """The transformers model at `path`, in eval mode: the reference that others are compared with."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype), attn_implementation="eager").eval()
+
+
+def hf_logprobs(model: Any, token_ids: list[int], temperature: float = 1.0) -> Any:
+    """log p(token_ids[t] | token_ids[:t]) for t = 1.. as a float32 tensor [len - 1]."""
+    import torch
+
+    ids = torch.tensor([list(token_ids)])
+    with torch.no_grad():
+        logits = model(ids).logits[0, :-1].float() / temperature
+    return torch.log_softmax(logits, -1).gather(-1, ids[0, 1:, None])[:, 0]
+
+
+def _write_tokenizer(path: Path, vocab: int) -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = {**{word: n for n, word in enumerate(SPECIAL)}, **{str(n): n for n in range(len(SPECIAL), vocab)}}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>", unk_token="<unk>")
+    fast.chat_template = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
+    fast.save_pretrained(path)
