@@ -1,0 +1,54 @@
+"""Where a rank stands on the TP x CP x DP x PP grid, as arithmetic: no process group, no torch.
+
+Ranks are numbered as Megatron-Core numbers them (order "tp-cp-ep-dp-pp"): TP varies fastest, PP slowest.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """The sizes of the grid. `dp_size` is derived, never set. Sizes are checked by `batching.plan` before this is built."""
+
+    world_size: int
+    tp: int = 1
+    pp: int = 1
+    vpp: int | None = None
+    cp: int = 1
+    ep: int = 1
+    etp: int = 1
+
+    @property
+    def dp_size(self) -> int:
+        return self.world_size // (self.tp * self.pp * self.cp)
+
+    @property
+    def expert_dp_size(self) -> int:
+        return self.world_size // (self.etp * self.ep * self.pp)
+
+    @property
+    def num_chunks(self) -> int:
+        """Model chunks on one rank: 1, or `vpp` with the interleaved schedule."""
+        return self.vpp or 1
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """{"tp", "cp", "dp", "pp"} of a rank."""
+        tp, rest = rank % self.tp, rank // self.tp
+        cp, rest = rest % self.cp, rest // self.cp
+        dp, pp = rest % self.dp_size, rest // self.dp_size
+        return {"tp": tp, "cp": cp, "dp": dp, "pp": pp}
+
+    def rank_of(self, *, tp: int = 0, cp: int = 0, dp: int = 0, pp: int = 0) -> int:
+        return tp + self.tp * (cp + self.cp * (dp + self.dp_size * pp))
+
+
+def sequence_alignment(layout: Layout, sequence_parallel: bool) -> tuple[int, int]:
+    """(multiple of a sequence, multiple of the whole stream) that the layout needs, in tokens.
+
+    Context parallelism cuts every sequence into 2*cp equal chunks; sequence parallelism cuts what one CP rank holds into tp parts.
+    """
+    per_sequence = 2 * layout.cp if layout.cp > 1 else 1
+    per_stream = layout.cp * layout.tp if sequence_parallel else 1
+    return per_sequence, per_stream

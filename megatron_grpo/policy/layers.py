@@ -1,0 +1,68 @@
+"""The layers that Megatron-Core's local spec lacks: attention over a packed, context-parallel stream, and an RMSNorm for sequence parallelism.
+
+With Transformer Engine present its own layers are used, and only `te_packed` of this file matters.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.module import MegatronModule
+
+from megatron_grpo.parallel.context import all_gather
+from megatron_grpo.policy.stream import EqualSegments, PackedStream
+
+
+class PackedAttention(MegatronModule):
+    """Causal softmax attention inside each segment of the stream (grouped-query; no padding token is computed).
+
+    query [t, 1, heads, head_dim]; key, value [t, 1, groups, head_dim], of this rank's tokens and heads -> [t, 1, heads * head_dim].
+    Under context parallelism keys and values are gathered; queries stay where they are.
+    """
+
+    def __init__(self, config, layer_number, attn_mask_type, attention_type, attention_dropout=None, softmax_scale=None,
+                 cp_comm_type=None, pg_collection=None, **unused):
+        super().__init__(config)
+        self.cp_group = pg_collection.cp
+        self.softmax_scale = softmax_scale
+
+    def forward(self, query, key, value, attention_mask, attn_mask_type=None, attention_bias=None, packed_seq_params: PackedStream = None):
+        q, k, v = query.squeeze(1), key.squeeze(1), value.squeeze(1)
+        if self.cp_group.size() > 1:
+            k, v = all_gather(k, self.cp_group), all_gather(v, self.cp_group)
+        parts = [self._attend(q, k, v, segments) for segments in packed_seq_params.lengths]
+        where = torch.cat([segments.mine.flatten() for segments in packed_seq_params.lengths])
+        stream_order = torch.empty_like(where)
+        stream_order[where] = torch.arange(len(where), device=where.device)
+        return torch.cat(parts)[stream_order].unsqueeze(1)
+
+    def _attend(self, q, k, v, segments: EqualSegments):
+        if segments.key_order is None:
+            keys, values = k[segments.mine], v[segments.mine]
+        else:  # [cp, n, length / cp, ...] -> [n, length, ...], in the order of the sequence
+            keys, values = (x[:, segments.mine].transpose(0, 1).flatten(1, 2)[:, segments.key_order] for x in (k, v))
+        out = F.scaled_dot_product_attention(
+            q[segments.mine].transpose(1, 2), keys.transpose(1, 2), values.transpose(1, 2),
+            attn_mask=segments.mask, is_causal=segments.mask is None, scale=self.softmax_scale, enable_gqa=True,
+        )  # fmt: skip
+        return out.transpose(1, 2).flatten(0, 1).flatten(1, 2)
+
+
+class Norm(torch.nn.Module):
+    """RMSNorm over the last dimension. Under sequence parallelism its weight's gradient is summed over TP, which the mark asks for."""
+
+    def __init__(self, config, hidden_size, eps=1e-6, **unused):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=torch.cuda.current_device()))
+        self.weight.sequence_parallel = config.sequence_parallel
+        self.eps = eps
+
+    def forward(self, x):
+        return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
+
+
+def te_packed(packed: PackedStream) -> PackedSeqParams:
+    """The same stream in the words of Transformer Engine's attention."""
+    cu = packed.cu_seqlens
+    return PackedSeqParams(qkv_format="thd", cu_seqlens_q=cu, cu_seqlens_kv=cu, max_seqlen_q=packed.max_seqlen, max_seqlen_kv=packed.max_seqlen)

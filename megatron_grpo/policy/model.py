@@ -1,0 +1,198 @@
+"""The model of one pipeline stage: Megatron-Core's GPTModel, which answers with log-probs at the trained positions instead of logits everywhere."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from megatron.core import tensor_parallel
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron_grpo.config import ModelConfig, ParallelConfig
+from megatron_grpo.parallel.state import ParallelState
+from megatron_grpo.parallel.vocab import linear_logprobs
+from megatron_grpo.policy.layers import Norm, PackedAttention, te_packed
+from megatron_grpo.policy.stream import LocalBatch
+from megatron_grpo.weights.shape import ModelShape, rope_inverse_frequencies
+
+
+def transformer_config(shape: ModelShape, model: ModelConfig, layout: ParallelConfig, *, use_te: bool) -> TransformerConfig:
+    """Megatron-Core's configuration of one model. Fusions that need CUDA extensions are off unless Transformer Engine brings them."""
+    dtype = getattr(torch, model.torch_dtype)
+    interleaved = layout.virtual_pipeline_model_parallel_size is not None
+    moe = {}
+    if shape.num_experts:
+        moe = dict(
+            num_moe_experts=shape.num_experts,
+            moe_router_topk=shape.num_experts_per_token,
+            moe_ffn_hidden_size=shape.moe_ffn_hidden_size,
+            moe_layer_freq=list(shape.moe_layers),
+            moe_router_load_balancing_type="none",
+            moe_aux_loss_coeff=0.0,
+            moe_z_loss_coeff=model.moe_z_loss_coeff,
+            moe_token_dispatcher_type=model.moe_token_dispatcher_type,
+            moe_grouped_gemm=use_te,
+            moe_router_pre_softmax=not shape.norm_topk_prob,
+        )
+    return TransformerConfig(
+        num_layers=shape.num_layers,
+        hidden_size=shape.hidden_size,
+        num_attention_heads=shape.num_attention_heads,
+        num_query_groups=shape.num_query_groups,
+        kv_channels=shape.head_dim,
+        ffn_hidden_size=shape.ffn_hidden_size,
+        layernorm_epsilon=shape.rms_norm_eps,
+        normalization="RMSNorm",
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
+        add_qkv_bias=shape.qkv_bias,
+        qk_layernorm=shape.qk_norm,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        tensor_model_parallel_size=layout.tensor_model_parallel_size,
+        pipeline_model_parallel_size=layout.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=layout.virtual_pipeline_model_parallel_size,
+        num_layers_in_first_pipeline_stage=layout.decoder_first_pipeline_num_layers,
+        num_layers_in_last_pipeline_stage=layout.decoder_last_pipeline_num_layers,
+        context_parallel_size=layout.context_parallel_size,
+        expert_model_parallel_size=layout.expert_model_parallel_size,
+        expert_tensor_parallel_size=layout.expert_tensor_parallel_size,
+        sequence_parallel=layout.sequence_parallel,
+        params_dtype=dtype,
+        bf16=dtype is torch.bfloat16,
+        pipeline_dtype=dtype,
+        # Packed micro-batches differ in length, so each stage tells the next how much is coming.
+        variable_seq_lengths=True,
+        # With two stages "next" and "previous" are the same rank, which batched point-to-point calls cannot tell apart.
+        overlap_p2p_comm=interleaved,
+        batch_p2p_comm=not interleaved,
+        # Weights come from the checkpoint; drawing them first would only cost time.
+        perform_initialization=False,
+        masked_softmax_fusion=False,
+        gradient_accumulation_fusion=False,
+        bias_dropout_fusion=False,
+        bias_activation_fusion=False,
+        apply_rope_fusion=False,
+        persist_layer_norm=use_te,
+        recompute_granularity=model.recompute_granularity,
+        recompute_method=model.recompute_method,
+        recompute_num_layers=model.recompute_num_layers,
+        recompute_modules=list(model.recompute_modules) if model.recompute_granularity == "selective" else None,
+        # Losses are weighted sums (docs/algorithms.md): nothing may divide them by a count of micro-batches or ranks.
+        calculate_per_token_loss=True,
+        **moe,
+    )
+
+
+def layer_specs(config: TransformerConfig, *, use_te: bool, vp_stage: int | None) -> TransformerBlockSubmodules:
+    """The layers of this stage. On the local spec, with the attention and the norms of `policy.layers` in place of Megatron's."""
+    block = get_gpt_decoder_block_spec(config, use_transformer_engine=use_te, normalization="RMSNorm", vp_stage=vp_stage)
+    if use_te:
+        return block
+    for layer in block.layer_specs:
+        layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = Norm
+        attention = layer.submodules.self_attention.submodules
+        attention.core_attention = PackedAttention
+        if config.qk_layernorm:
+            attention.q_layernorm = attention.k_layernorm = Norm
+    block.layer_norm = Norm
+    return block
+
+
+class LogProbHead(tensor_parallel.ColumnParallelLinear):
+    """The output layer, asked for log-probs of given tokens. It stays Megatron's module, so its hooks and its sharding are Megatron's."""
+
+    num_valid_rows: int
+    vocab_start: int
+
+    def forward(self, hidden, weight, batch: LocalBatch, *, temperature, chunk_size, with_entropy):
+        """hidden [t or t/tp, 1, H] -> (logprobs fp32 [c], entropy fp32 [c] or None), equal on all TP ranks."""
+        if self.sequence_parallel:
+            hidden = tensor_parallel.gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True, group=self.tp_group)
+        else:
+            hidden = tensor_parallel.copy_to_tensor_model_parallel_region(hidden, group=self.tp_group)
+        return linear_logprobs(
+            hidden.squeeze(1)[batch.predict_at],
+            self.weight if weight is None else weight,
+            batch.targets,
+            temperature=temperature,
+            vocab_start=self.vocab_start,
+            num_valid_rows=self.num_valid_rows,
+            group=self.tp_group if self.tp_group.size() > 1 else None,
+            chunk_size=chunk_size,
+            with_entropy=with_entropy,
+        )
+
+
+class PolicyModel(GPTModel):
+    """One stage (or one chunk of it). Called with a LocalBatch; the last stage answers with a float32 tensor [1 or 2, c]: log-probs, entropies."""
+
+    def __init__(self, shape: ModelShape, config: TransformerConfig, *, use_te: bool, padded_vocab_size: int, first: bool, last: bool,
+                 vp_stage: int | None, temperature: float, chunk_size: int):
+        super().__init__(
+            config,
+            layer_specs(config, use_te=use_te, vp_stage=vp_stage),
+            vocab_size=padded_vocab_size,
+            max_sequence_length=shape.max_position_embeddings,
+            pre_process=first,
+            post_process=last,
+            share_embeddings_and_output_weights=shape.tied_embeddings,
+            position_embedding_type="none",  # frequencies are gathered by position in `forward`
+            vp_stage=vp_stage,
+        )  # fmt: skip
+        self.use_te, self.temperature, self.chunk_size = use_te, temperature, chunk_size
+        frequencies, self.rope_scale = rope_inverse_frequencies(shape)
+        self.inverse_frequencies = torch.tensor(frequencies, dtype=torch.float32, device=torch.cuda.current_device())
+        if last:
+            rows = padded_vocab_size // config.tensor_model_parallel_size
+            head = self.output_layer
+            head.__class__ = LogProbHead  # same weights, same hooks, another question asked of them
+            head.vocab_start = head.tp_group.rank() * rows
+            head.num_valid_rows = max(0, min(rows, shape.vocab_size - head.vocab_start))
+
+    def forward(self, batch: LocalBatch, *, with_entropy: bool = False):
+        hidden = self.embedding(input_ids=batch.token_ids, position_ids=None) if self.pre_process else None
+        positions, packed = (batch.all_positions, te_packed(batch.packed)) if self.use_te else (batch.positions, batch.packed)
+        hidden = self.decoder(
+            hidden_states=hidden,
+            attention_mask=None,
+            rotary_pos_emb=self._rotary(positions),
+            packed_seq_params=packed,
+        )
+        if not self.post_process:
+            return hidden
+        weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
+        logprobs, entropy = self.output_layer(
+            hidden, weight, batch, temperature=self.temperature, chunk_size=self.chunk_size, with_entropy=with_entropy
+        )
+        return torch.stack([logprobs, entropy]) if with_entropy else logprobs[None]
+
+    def _rotary(self, positions):
+        """Angles [t, 1, 1, head_dim], one row a token: segments may start at any position."""
+        angles = torch.outer(positions.float(), self.inverse_frequencies)
+        return torch.cat([angles, angles], dim=-1)[:, None, None, :]
+
+
+def build_chunks(shape: ModelShape, model: ModelConfig, layout: ParallelConfig, parallel: ParallelState, *, use_te: bool,
+                 padded_vocab_size: int, temperature: float) -> list[PolicyModel]:
+    """The model chunks of this rank's stage: one, or `virtual_pipeline_model_parallel_size`. Weights are not set yet."""
+    config = transformer_config(shape, model, layout, use_te=use_te)
+    chunks = []
+    for index in range(parallel.layout.num_chunks):
+        chunks.append(
+            PolicyModel(
+                shape,
+                config,
+                use_te=use_te,
+                padded_vocab_size=padded_vocab_size,
+                first=parallel.is_first_stage and index == 0,
+                last=parallel.is_last_stage and index == parallel.layout.num_chunks - 1,
+                vp_stage=index if parallel.layout.vpp else None,
+                temperature=temperature,
+                chunk_size=model.logprob_chunk_size,
+            ).to(config.params_dtype).to(parallel.device)
+        )  # fmt: skip
+    return chunks

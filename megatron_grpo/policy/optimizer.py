@@ -1,0 +1,98 @@
+"""Megatron-Core's DDP, distributed optimizer and learning-rate schedule, set up so that gradients are plain sums."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.transformer.module import MegatronModule
+
+from megatron_grpo.config import OptimizerConfig
+
+
+def wrap_for_training(chunks: Sequence[MegatronModule], cfg: OptimizerConfig) -> list[DistributedDataParallel]:
+    """Chunks in DDP, their gradients in one float32 buffer, summed (not averaged) over data and context parallel ranks."""
+    ddp_config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=cfg.use_distributed_optimizer,
+        overlap_grad_reduce=cfg.overlap_grad_reduce,
+        overlap_param_gather=cfg.overlap_param_gather,
+        average_in_collective=False,
+    )
+    config = chunks[0].config
+    # Later chunks of an interleaved stage do not overlap buckets: Megatron drains the first chunk's last.
+    wrapped = [
+        DistributedDataParallel(config, ddp_config, chunk, disable_bucketing=index > 0) for index, chunk in enumerate(chunks)
+    ]
+    config.finalize_model_grads_func = _finalize_sums
+    if cfg.overlap_grad_reduce:
+        config.no_sync_func = [w.no_sync for w in wrapped] if len(wrapped) > 1 else wrapped[0].no_sync
+        if len(wrapped) > 1:
+            config.grad_sync_func = [w.start_grad_sync for w in wrapped]
+    if cfg.overlap_param_gather and len(wrapped) > 1:
+        config.param_sync_func = [w.start_param_sync for w in wrapped]
+    return wrapped
+
+
+def _finalize_sums(model, num_tokens=None, **kwargs):
+    """Token weights already carry every denominator, so the schedule's token count must not divide the gradients again."""
+    finalize_model_grads(model, None, **kwargs)
+
+
+def build_optimizer(wrapped: Sequence[DistributedDataParallel], cfg: OptimizerConfig):
+    """AdamW with decoupled weight decay (none on biases and norms), clipping by the global norm."""
+    config = wrapped[0].config
+    optimizer = get_megatron_optimizer(
+        MegatronOptimizerConfig(
+            optimizer="adam",
+            lr=cfg.lr,
+            min_lr=cfg.min_lr,
+            weight_decay=cfg.weight_decay,
+            adam_beta1=cfg.adam_beta1,
+            adam_beta2=cfg.adam_beta2,
+            adam_eps=cfg.adam_eps,
+            clip_grad=cfg.clip_grad,
+            bf16=config.params_dtype is torch.bfloat16,
+            params_dtype=config.params_dtype,
+            use_distributed_optimizer=cfg.use_distributed_optimizer,
+            overlap_param_gather=cfg.overlap_param_gather,
+            optimizer_cpu_offload=cfg.optimizer_cpu_offload,
+            optimizer_offload_fraction=cfg.optimizer_offload_fraction if cfg.optimizer_cpu_offload else 0.0,
+        ),
+        list(wrapped),
+        **_no_decay_on_norms(wrapped),
+    )
+    config.grad_scale_func = optimizer.scale_loss
+    return optimizer
+
+
+def _no_decay_on_norms(wrapped) -> dict:
+    """Megatron's own rule (one-dimensional parameters do not decay) has to be asked for since 0.16."""
+    try:
+        from megatron.core.optimizer import ParamKey, ParamPredicate
+    except ImportError:
+        from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
+    one_dimensional = ParamKey(name="*.bias", predicate=ParamPredicate(name="one_dimensional", fn=lambda p: p.dim() == 1))
+    return {"config_overrides": {one_dimensional: {"wd_mult": 0.0}}}
+
+
+def build_scheduler(optimizer, cfg: OptimizerConfig, *, num_steps: int) -> OptimizerParamScheduler:
+    """Linear warm-up from 0, then the decay, counted in optimizer steps. The decay ends with the run."""
+    warmup = cfg.lr_warmup_iters if cfg.lr_warmup_fraction is None else round(cfg.lr_warmup_fraction * num_steps)
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=cfg.lr,
+        min_lr=min(cfg.min_lr, cfg.lr),
+        lr_warmup_steps=warmup,
+        lr_decay_steps=max(num_steps, warmup + 1),
+        lr_decay_style=cfg.lr_decay_style,
+        start_wd=cfg.weight_decay,
+        end_wd=cfg.weight_decay,
+        wd_incr_steps=num_steps,
+        wd_incr_style="constant",
+    )
