@@ -168,6 +168,8 @@ class GrpoConfig:
     advantage_estimator: str = setting("grpo", "baseline and scale",
                                        choices=["grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gdpo"])
     scale_rewards: str = setting("group", "which std divides the advantage", choices=["group", "batch", "none", "gdpo"])
+    multi_objective_aggregation: str = setting("sum_then_normalize", "TRL's spelling of gdpo: normalize_then_sum",
+                                               choices=["sum_then_normalize", "normalize_then_sum"])
     overlong_filter: bool = setting(False, "truncated completions do not train", aliases=["mask_truncated_completions"])
     exclude_dead_groups: bool = setting(False, "groups with equal rewards leave the denominator too")
     dynamic_sample: bool = setting(False, "replace groups with equal rewards by further prompts")
@@ -175,7 +177,8 @@ class GrpoConfig:
     oversample_ratio: float = setting(1.0, "sample this many times the wanted groups and keep the first wanted ones")
     rollout_importance_sampling_mode: str = setting("none", "correction for the engine mismatch",
                                                     choices=["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"])
-    rollout_importance_sampling_threshold: float = setting(2.0, "bound of that correction")
+    rollout_importance_sampling_threshold: float = setting(2.0, "upper bound of that correction")
+    rollout_importance_sampling_min: float | None = setting(None, "lower bound of that correction (default: none)")
     rollout_is_geometric: bool = setting(False, "sequence level: geometric mean instead of product")
     off_policy_sequence_mask_delta: float | None = setting(None, "drop bad sequences that drifted further than this", unit="nats",
                                                            aliases=["off_policy_mask_threshold"])

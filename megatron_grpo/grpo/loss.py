@@ -1,0 +1,200 @@
+"""The GRPO loss of one packed micro-batch, as a plain weighted sum over tokens: sum of u * (c * l + beta * kl) - coef * entropy.
+
+Read this after docs/algorithms.md. Every choice is made once, in `GrpoLoss.from_config`; `__call__` has no strings to test. All of it is
+float64: these are vectors of one number per trained token, next to hidden states they cost nothing, and the sum does not depend on how
+the batch was cut to more than 1e-15.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+import torch
+
+from megatron_grpo.config import GrpoConfig
+from megatron_grpo.grpo import objectives
+from megatron_grpo.grpo.corrections import RolloutCorrection, log_rho, off_policy_mask, rollout_correction
+from megatron_grpo.grpo.inputs import LossInputs
+from megatron_grpo.grpo.kl import KL_ESTIMATORS, KlEstimator
+from megatron_grpo.grpo.metrics import LossLogs, clip_logs, mismatch_logs
+from megatron_grpo.grpo.objectives import Objective
+from megatron_grpo.grpo.ratios import RATIOS, Ratio
+from megatron_grpo.grpo.sequences import Sequences, SumOverContext, whole_sequences
+from megatron_grpo.grpo.weights import TokenWeights, token_weights
+
+# CISPO bounds the ratio itself; clipping at 1 + 0.2 style values there would flatten every weight.
+CISPO_EPSILON_HIGH = 5.0
+
+
+def _clipped(cfg: GrpoConfig) -> Objective:
+    epsilon_high = cfg.epsilon if cfg.epsilon_high is None else cfg.epsilon_high
+    if cfg.delta is None:
+        return objectives.clipped(cfg.epsilon, epsilon_high)
+    return objectives.two_sided(cfg.epsilon, epsilon_high, cfg.delta)
+
+
+def _cispo(cfg: GrpoConfig) -> Objective:
+    return objectives.cispo(CISPO_EPSILON_HIGH if cfg.epsilon_high is None else cfg.epsilon_high)
+
+
+def _sapo(cfg: GrpoConfig) -> Objective:
+    return objectives.sapo(cfg.sapo_temperature_pos, cfg.sapo_temperature_neg)
+
+
+OBJECTIVES: dict[str, Callable[[GrpoConfig], Objective]] = {
+    "grpo": _clipped,
+    "bnpo": _clipped,
+    "dapo": _clipped,
+    "dr_grpo": _clipped,
+    "sequence_sum": _clipped,
+    "cispo": _cispo,
+    "sapo": _sapo,
+}
+
+
+class TokenWeigher(Protocol):
+    """`weights.token_weights` with everything but the batch already chosen."""
+
+    def __call__(self, loss_masks, *, is_truncated, is_dead) -> TokenWeights: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GrpoLoss:
+    """The loss of a run. Call it on each micro-batch and add up: losses and `logs.sums` over micro-batches, DP and CP ranks.
+
+    needs_entropy: pass `entropy`. needs_reference: pass `ref_logprobs`. needs_entropy_threshold: a no-grad pass over the global batch
+    must find the threshold first (`entropy.entropy_threshold`). temperature: what logits are divided by before the softmax.
+    """
+
+    token_weights: TokenWeigher
+    temperature: float
+    ratio: Ratio
+    objective: Objective
+    sequence_clip: bool  # a clip decision is one per sequence, and counted so
+    kl: KlEstimator
+    beta: float  # of the KL term in the loss; 0 where the KL is in the reward
+    use_bias_correction_kl: bool
+    entropy_coef: float
+    correction: RolloutCorrection | None
+    off_policy_delta: float | None
+    needs_entropy: bool
+    needs_entropy_threshold: bool
+    needs_reference: bool
+
+    @classmethod
+    def from_config(cls, cfg: GrpoConfig, *, max_completion_length: int, temperature: float) -> GrpoLoss:
+        """Expects settings that `check.problems` has found nothing wrong with."""
+        return cls(
+            token_weights=partial(
+                token_weights,
+                loss_type=cfg.loss_type,
+                max_completion_length=max_completion_length,
+                overlong_filter=cfg.overlong_filter,
+                exclude_dead_groups=cfg.exclude_dead_groups,
+            ),
+            temperature=temperature,
+            ratio=RATIOS[cfg.importance_sampling_level],
+            objective=OBJECTIVES[cfg.loss_type](cfg),
+            sequence_clip=cfg.importance_sampling_level != "token",
+            kl=KL_ESTIMATORS[cfg.kl_estimator],
+            beta=0.0 if cfg.kl_in_reward else cfg.beta,
+            use_bias_correction_kl=cfg.use_bias_correction_kl and not cfg.kl_in_reward,
+            entropy_coef=cfg.entropy_coef,
+            correction=_correction(cfg),
+            off_policy_delta=cfg.off_policy_sequence_mask_delta,
+            needs_entropy=cfg.log_entropy or cfg.entropy_coef != 0.0 or cfg.top_entropy_quantile < 1.0,
+            needs_entropy_threshold=cfg.top_entropy_quantile < 1.0,
+            needs_reference=cfg.beta != 0.0 and not cfg.kl_in_reward,
+        )
+
+    def __call__(
+        self,
+        tensors: LossInputs,
+        *,
+        logprobs: torch.Tensor,
+        entropy: torch.Tensor | None = None,
+        ref_logprobs: torch.Tensor | None = None,
+        entropy_threshold: float | None = None,
+        sum_over_context: SumOverContext = whole_sequences,
+    ) -> tuple[torch.Tensor, LossLogs]:
+        """Loss (0-d float64, to be summed, never averaged) and its logs.
+
+        logprobs, entropy, ref_logprobs: [C], of the policy now, and of the reference; those of a sampling distribution at `temperature`.
+        sum_over_context: see sequences.SumOverContext. Works for C = 0, where it returns a 0 that can still be back-propagated.
+        """
+        self._require(entropy, ref_logprobs, entropy_threshold)
+        sequences = Sequences(tensors.sequence, tensors.num_sequences, sum_over_context)
+        logprobs = logprobs.double()
+        constant = logprobs.detach()
+        advantages = tensors.advantages.double()
+        sampler_logprobs = tensors.sampler_logprobs.double()
+        old_logprobs = torch.where(tensors.old_logprobs.isnan(), constant, tensors.old_logprobs.double())
+
+        ratio = self.ratio(logprobs, old_logprobs, sequences)
+        per_token = self.objective(ratio, logprobs, advantages)
+
+        # c: factors that are constants of the gradient and of every denominator.
+        factor = torch.ones_like(constant)
+        mismatch = log_rho(old_logprobs, sampler_logprobs)
+        importance = None
+        if self.correction is not None:
+            importance = self.correction(mismatch, sequences)
+            factor = factor * importance.weights
+        if self.off_policy_delta is not None:
+            factor = factor * off_policy_mask(
+                self.off_policy_delta,
+                logprobs=constant,
+                old_logprobs=old_logprobs,
+                sampler_logprobs=sampler_logprobs,
+                advantages=advantages,
+                sequences=sequences,
+            )
+        if self.needs_entropy_threshold:
+            factor = factor * (entropy.detach().double() >= entropy_threshold)
+
+        loss = (tensors.weights * factor * per_token.loss).sum()
+        is_trained = (tensors.weights > 0).double()
+        sums = {"num_loss_tokens": is_trained.sum()}
+
+        if ref_logprobs is not None:
+            kl = self.kl(logprobs, ref_logprobs.double())
+            if self.use_bias_correction_kl:
+                # Samples come from the old policy; the ratio makes their mean, and its gradient, that of the current one.
+                kl = kl * ratio
+            if self.beta:
+                loss = loss + self.beta * (tensors.weights * kl).sum()
+            sums["kl"] = (is_trained * kl.detach()).sum()
+        if entropy is not None:
+            entropy_sum = (is_trained * entropy.double()).sum()
+            if self.entropy_coef:
+                loss = loss - self.entropy_coef * entropy_sum / max(tensors.num_loss_tokens, 1)
+            sums["entropy"] = entropy_sum.detach()
+
+        sums |= clip_logs(per_token, is_trained * sequences.share if self.sequence_clip else is_trained)
+        mismatch_sums, maxima = mismatch_logs(mismatch, sampler_logprobs, old_logprobs, importance, is_trained)
+        # A copy: the schedule may scale the loss in place, and a pipeline's last stage frees it.
+        return loss, LossLogs(sums={"loss": loss.detach().clone()} | sums | mismatch_sums, maxima=maxima)
+
+    def _require(self, entropy: torch.Tensor | None, ref_logprobs: torch.Tensor | None, entropy_threshold: float | None) -> None:
+        needed = (
+            ("entropy", self.needs_entropy, entropy),
+            ("ref_logprobs", self.needs_reference, ref_logprobs),
+            ("entropy_threshold", self.needs_entropy_threshold, entropy_threshold),
+        )
+        missing = [name for name, needs, given in needed if needs and given is None]
+        if missing:
+            raise ValueError(f"this loss needs {' and '.join(missing)}")
+
+
+def _correction(cfg: GrpoConfig) -> RolloutCorrection | None:
+    if cfg.rollout_importance_sampling_mode == "none":
+        return None
+    return rollout_correction(
+        cfg.rollout_importance_sampling_mode,
+        lowest=cfg.rollout_importance_sampling_min or 0.0,
+        highest=cfg.rollout_importance_sampling_threshold,
+        geometric=cfg.rollout_is_geometric,
+    )

@@ -1,0 +1,98 @@
+"""What the loss measures on the way: sums per micro-batch, and the metrics they come to once they are added up over the global batch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from megatron_grpo.grpo.corrections import Importance
+from megatron_grpo.grpo.objectives import PerToken
+from megatron_grpo.grpo.ratios import bounded
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LossLogs:
+    """0-d float64 tensors under the same names on every rank. `sums` are to be added, `maxima` compared, over micro-batches, DP and CP."""
+
+    sums: dict[str, torch.Tensor]
+    maxima: dict[str, torch.Tensor]
+
+
+def combine(logs: Iterable[LossLogs]) -> LossLogs:
+    """The logs of several micro-batches of one rank as one."""
+    logs = list(logs)
+    return LossLogs(
+        sums={name: torch.stack([one.sums[name] for one in logs]).sum() for name in logs[0].sums},
+        maxima={name: torch.stack([one.maxima[name] for one in logs]).max() for name in logs[0].maxima},
+    )
+
+
+def clip_logs(per_token: PerToken, units: torch.Tensor) -> dict[str, torch.Tensor]:
+    """units [C]: what each position counts for: 1, or 1/length of its sequence where the decision is one per sequence."""
+    low, high = per_token.is_low.double(), per_token.is_high.double()
+    return {"clip_units": units.sum(), "clip_low": (units * low).sum(), "clip_high": (units * high).sum()}
+
+
+def mismatch_logs(
+    log_rho: torch.Tensor,
+    sampler_logprobs: torch.Tensor,
+    old_logprobs: torch.Tensor,
+    importance: Importance | None,
+    is_trained: torch.Tensor,
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """How far the trainer's log-probs are from the sampler's, at the weights that sampled. (sums, maxima)
+
+    Tokens without a sampler log-prob are left out, except that the ratio that was applied to them (1) counts.
+    """
+    is_scored = is_trained * (~sampler_logprobs.isnan())
+    rho = bounded(log_rho).exp()
+    weights, units = (rho, is_trained) if importance is None else (importance.weights, importance.units * is_trained)
+    distance = log_rho.abs() * is_scored
+    sums = {
+        "num_scored_tokens": is_scored.sum(),
+        "logp_difference": distance.sum(),
+        "rollout_kl_k1": (is_scored * -log_rho).sum(),
+        "rollout_kl_k3": (is_scored * (rho - log_rho - 1.0)).sum(),
+        "sampler_logp": (is_scored * sampler_logprobs.nan_to_num()).sum(),
+        "trainer_logp": (is_scored * old_logprobs).sum(),
+        "rho": (is_scored * rho).sum(),
+        "rho_squared": (is_scored * rho * rho).sum(),
+        "importance": (units * weights).sum(),
+        "importance_units": units.sum(),
+    }
+    return sums, {"logp_difference": distance.amax() if distance.numel() else distance.new_zeros(())}
+
+
+def finish(sums: Mapping[str, float], maxima: Mapping[str, float]) -> dict[str, float]:
+    """Added-up logs of one optimizer step -> the metrics of the contract. A mean over nothing is left out rather than invented.
+
+    `sampling/*`: log-probs are natural logs; KL(rollout || trainer) by two estimators; perplexities per token; the effective sample size
+    is the share of tokens that importance weights leave, 1 when the engines agree.
+    """
+    totals = {name: float(value) for name, value in sums.items()}
+    metrics = {"loss": totals["loss"]}
+
+    def mean(name: str, numerator: str, denominator: str) -> None:
+        if numerator in totals and totals[denominator] > 0:
+            metrics[name] = totals[numerator] / totals[denominator]
+
+    mean("kl", "kl", "num_loss_tokens")
+    mean("entropy", "entropy", "num_loss_tokens")
+    mean("clip_ratio/low_mean", "clip_low", "clip_units")
+    mean("clip_ratio/high_mean", "clip_high", "clip_units")
+    if "clip_ratio/low_mean" in metrics:
+        # A token is clipped below for A < 0 or above for A > 0, never both.
+        metrics["clip_ratio/region_mean"] = metrics["clip_ratio/low_mean"] + metrics["clip_ratio/high_mean"]
+    mean("sampling/importance_sampling_ratio/mean", "importance", "importance_units")
+    mean("sampling/logp_difference/mean", "logp_difference", "num_scored_tokens")
+    mean("sampling/kl_k1", "rollout_kl_k1", "num_scored_tokens")
+    mean("sampling/kl_k3", "rollout_kl_k3", "num_scored_tokens")
+    if totals["num_scored_tokens"] > 0:
+        metrics["sampling/logp_difference/max"] = float(maxima["logp_difference"])
+        metrics["sampling/perplexity_rollout"] = math.exp(-totals["sampler_logp"] / totals["num_scored_tokens"])
+        metrics["sampling/perplexity_trainer"] = math.exp(-totals["trainer_logp"] / totals["num_scored_tokens"])
+        metrics["sampling/effective_sample_size"] = totals["rho"] ** 2 / (totals["num_scored_tokens"] * totals["rho_squared"])
+    return metrics
