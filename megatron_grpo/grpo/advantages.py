@@ -102,7 +102,7 @@ def std(values: np.ndarray, axis: int | None = None) -> np.ndarray:
 
 
 def _grpo(rewards: np.ndarray, scale_rewards: str) -> np.ndarray:
-    """R - mean(group), divided by a std (arXiv 2402.03300 eq. 3 in the text; `none` is Dr.GRPO, arXiv 2503.20783)."""
+    """R - mean(group), divided by a std (arXiv 2402.03300; `none` is Dr.GRPO, arXiv 2503.20783)."""
     centred = rewards - mean(rewards, axis=1)
     return centred / SCALES[scale_rewards](rewards)
 

@@ -12,7 +12,7 @@ from megatron_grpo.types import MicroBatch
 
 
 class StaleSampleError(RuntimeError):
-    """A sample trained by newer weights than those that sampled it has no old log-probs: its ratio would silently be 1. A bug, never the user's."""
+    """A sample trained by newer weights than sampled it has no old log-probs: its ratio would silently be 1. A bug, never the user's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -24,12 +24,12 @@ Objective = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], PerToken]
 
 
 def clipped(epsilon: float, epsilon_high: float) -> Objective:
-    """-min(r A, clip(r, 1 - epsilon, 1 + epsilon_high) A): PPO's surrogate; a larger epsilon_high is DAPO's clip-higher (arXiv 2503.14476)."""
+    """-min(r A, clip(r, 1 - epsilon, 1 + epsilon_high) A): PPO's surrogate; DAPO raises epsilon_high (arXiv 2503.14476)."""
     return two_sided(epsilon, epsilon_high, float("inf"))
 
 
 def two_sided(epsilon: float, epsilon_high: float, delta: float) -> Objective:
-    """As `clipped`, with min(r, delta) for r in the unclipped term: bounds what a negative advantage can do (INTELLECT-2, arXiv 2505.07291)."""
+    """As `clipped`, with min(r, delta) for r in the unclipped term: bounds what A < 0 can do (INTELLECT-2, arXiv 2505.07291)."""
     lowest, highest = 1.0 - epsilon, 1.0 + epsilon_high
 
     def objective(ratio: torch.Tensor, logprobs: torch.Tensor, advantages: torch.Tensor) -> PerToken:

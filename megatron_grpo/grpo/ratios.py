@@ -27,7 +27,7 @@ def token_ratio(logprobs: torch.Tensor, old_logprobs: torch.Tensor, sequences: S
 
 
 def sequence_ratio(logprobs: torch.Tensor, old_logprobs: torch.Tensor, sequences: Sequences) -> torch.Tensor:
-    """r[i] = exp(mean over t of (logp - old)), shared by the sequence's tokens (GSPO, arXiv 2507.18071 eq. 7).
+    """r[i] = exp(mean over t of (logp - old)), shared by the sequence's tokens (GSPO, arXiv 2507.18071).
 
     The gradient of every token goes through the mean, hence through the sum over context-parallel ranks.
     """
@@ -35,7 +35,7 @@ def sequence_ratio(logprobs: torch.Tensor, old_logprobs: torch.Tensor, sequences
 
 
 def sequence_token_ratio(logprobs: torch.Tensor, old_logprobs: torch.Tensor, sequences: Sequences) -> torch.Tensor:
-    """r[i,t] has the value of the sequence's ratio and the gradient of the token's log-prob (GSPO-token, arXiv 2507.18071 eq. 14)."""
+    """r[i,t] has the value of the sequence's ratio and the gradient of the token's log-prob (GSPO-token, arXiv 2507.18071)."""
     with torch.no_grad():
         value = sequence_ratio(logprobs, old_logprobs, sequences)
     return value * (logprobs - logprobs.detach()).exp()

@@ -39,9 +39,9 @@ def linear_logprobs(
     vocab_start.. of the vocabulary. targets: int64 [C], ids in the whole vocabulary. num_valid_rows: how many of this shard's rows
     are words; the rest is padding of the vocabulary and takes no part in the softmax (default: all).
 
-    The matrix products run in the dtype of the inputs, everything after them in float32. One MAX and one SUM all-reduce per chunk
-    in forward, none in backward: the gradient of `hidden` that comes back is this shard's PARTIAL sum, to be summed over `group` by the caller
-    (as Megatron's column-parallel mappings do); that of `weight` is complete. C may be 0.
+    The matrix products run in the dtype of the inputs, everything after them in float32. One MAX and one SUM all-reduce per chunk in
+    forward, none in backward: the gradient of `hidden` that comes back is this shard's PARTIAL sum, to be summed over `group` by the
+    caller (as Megatron's column-parallel mappings do); that of `weight` is complete. C may be 0.
     """
     num_rows = weight.shape[0] if num_valid_rows is None else num_valid_rows
     logprobs, entropy = _LinearLogprobs.apply(hidden, weight, targets, temperature, vocab_start, num_rows, group, chunk_size, with_entropy)
