@@ -17,7 +17,6 @@ import torch
 from megatron_grpo.config import GrpoConfig
 from megatron_grpo.grpo import objectives
 from megatron_grpo.grpo.corrections import RolloutCorrection, log_rho, off_policy_mask, rollout_correction
-from megatron_grpo.grpo.inputs import LossInputs
 from megatron_grpo.grpo.kl import KL_ESTIMATORS, KlEstimator
 from megatron_grpo.grpo.metrics import LossLogs, clip_logs, mismatch_logs
 from megatron_grpo.grpo.objectives import Objective
@@ -53,6 +52,23 @@ OBJECTIVES: dict[str, Callable[[GrpoConfig], Objective]] = {
     "cispo": _cispo,
     "sapo": _sapo,
 }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LossInputs:
+    """What the loss knows of one packed micro-batch: C trained positions of S sequences (or a context-parallel rank's part of them).
+
+    old_logprobs is NaN where a position is on-policy: there the current log-prob, held constant, is the old one. That no stale position
+    arrives here with NaN is seen to by the types: batching.collate takes stale samples as `AnchoredSample` only.
+    """
+
+    weights: torch.Tensor  # float [C], `u`; 0 where a filter took the completion out
+    advantages: torch.Tensor  # float [C]
+    sampler_logprobs: torch.Tensor  # float [C], NaN where the sampler gave none
+    old_logprobs: torch.Tensor  # float [C], or NaN
+    sequence: torch.Tensor  # int64 [C], 0..S-1
+    num_sequences: int  # S
+    num_loss_tokens: int  # over the whole global batch, all ranks: the entropy bonus is a mean over them
 
 
 class TokenWeigher(Protocol):
@@ -129,6 +145,7 @@ class GrpoLoss:
         sequences = Sequences(tensors.sequence, tensors.num_sequences, sum_over_context)
         logprobs = logprobs.double()
         constant = logprobs.detach()
+        weights = tensors.weights.double()
         advantages = tensors.advantages.double()
         sampler_logprobs = tensors.sampler_logprobs.double()
         old_logprobs = torch.where(tensors.old_logprobs.isnan(), constant, tensors.old_logprobs.double())
@@ -155,8 +172,8 @@ class GrpoLoss:
         if self.needs_entropy_threshold:
             factor = factor * (entropy.detach().double() >= entropy_threshold)
 
-        loss = (tensors.weights * factor * per_token.loss).sum()
-        is_trained = (tensors.weights > 0).double()
+        loss = (weights * factor * per_token.loss).sum()
+        is_trained = (weights > 0).double()
         sums = {"num_loss_tokens": is_trained.sum()}
 
         if ref_logprobs is not None:
@@ -165,7 +182,7 @@ class GrpoLoss:
                 # Samples come from the old policy; the ratio makes their mean, and its gradient, that of the current one.
                 kl = kl * ratio
             if self.beta:
-                loss = loss + self.beta * (tensors.weights * kl).sum()
+                loss = loss + self.beta * (weights * kl).sum()
             sums["kl"] = (is_trained * kl.detach()).sum()
         if entropy is not None:
             entropy_sum = (is_trained * entropy.double()).sum()
