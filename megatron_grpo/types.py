@@ -114,6 +114,7 @@ class MicroBatch:
     sampler_logprobs: np.ndarray  # float32 [C]
     old_logprobs: np.ndarray  # float32 [C]; NaN where the sequence is on-policy: there `logp.detach()` is the old log-prob
     rows: tuple[tuple[int, int], ...]  # (rollout, row) of each of the S sequences
+    versions: tuple[int, ...]  # that sampled each of the S sequences
     num_padding_tokens: int  # alignment only (context and sequence parallelism)
 
     @property
@@ -130,7 +131,23 @@ class GlobalBatch:
     """One optimizer step: its micro-batches on this DP rank, with token weights already fixed over the whole step."""
 
     micro_batches: tuple[MicroBatch, ...]
+    trained_at: int  # version: optimizer steps done before this one
     num_sequences: int  # N of the whole step, over all DP ranks
     num_loss_tokens: int  # sum of the loss mask over the whole step
     num_tokens: int  # tokens of the whole step, prompts included, alignment padding not
     staleness: tuple[int, ...]  # of each sequence of the whole step, in optimizer steps
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """How far a run has come. `step` counts optimizer steps done; it is also the version of the weights."""
+
+    step: int = 0
+    num_rollouts: int = 0  # sampled so far
+    num_prompts: int = 0  # drawn from the stream so far, over all epochs
+    num_tokens: int = 0  # trained on so far, prompts included
+
+    def after(self, *, num_rollouts: int = 0, num_prompts: int = 0, num_tokens: int = 0) -> Progress:
+        """One optimizer step later: what that step sampled before it, and how many tokens it trained."""
+        return Progress(step=self.step + 1, num_rollouts=self.num_rollouts + num_rollouts,
+                        num_prompts=self.num_prompts + num_prompts, num_tokens=self.num_tokens + num_tokens)

@@ -1,0 +1,400 @@
+"""Checkpoints of a real Megatron model and its distributed optimizer, on gloo ranks."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_grpo.types import AnchoredSample, Progress, Sample
+from tests.ranks import run_ranks
+
+LAYERS = 4
+
+
+class Prompts:
+    """A prompt stream as far as a checkpoint sees it."""
+
+    def __init__(self, position: int = 0):
+        self.position = position
+
+    def state_dict(self):
+        return {"position": self.position}
+
+    def load_state_dict(self, state):
+        self.position = state["position"]
+
+
+class Policy:
+    """A small GPT with Megatron's DDP and distributed optimizer; `step` moves it by a gradient that is a function of each weight alone,
+    so that every layout takes the same step."""
+
+    def __init__(self, world_size, *, tp=1, pp=1, vpp=None, bf16=False, seed=0, hidden=64, distributed=True):
+        import torch
+        from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+        from megatron.core.models.gpt import GPTModel
+        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+        from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+        from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+        from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+        from megatron.core.transformer.transformer_config import TransformerConfig
+
+        from megatron_grpo.parallel.layout import Layout
+        from megatron_grpo.parallel.state import start
+        from megatron_grpo.policy.layers import Norm
+
+        start(Layout(world_size=world_size, tp=tp, pp=pp, vpp=vpp), seed=seed)
+        from megatron.core import parallel_state as ps
+
+        dtype = torch.bfloat16 if bf16 else torch.float32
+        config = TransformerConfig(
+            num_layers=LAYERS, hidden_size=hidden, num_attention_heads=4, num_query_groups=2, ffn_hidden_size=96, kv_channels=16,
+            tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, virtual_pipeline_model_parallel_size=vpp, pipeline_dtype=dtype,
+            params_dtype=dtype, bf16=bf16, gated_linear_unit=True, activation_func=torch.nn.functional.silu, normalization="RMSNorm",
+            add_bias_linear=False, qk_layernorm=True, attention_dropout=0, hidden_dropout=0, masked_softmax_fusion=False,
+            gradient_accumulation_fusion=False, bias_dropout_fusion=False, apply_rope_fusion=False)
+        spec = get_gpt_layer_local_spec(qk_layernorm=True, normalization="RMSNorm")
+        parts = spec.submodules
+        parts.input_layernorm = parts.pre_mlp_layernorm = Norm
+        parts.self_attention.submodules.q_layernorm = parts.self_attention.submodules.k_layernorm = Norm
+        models = []
+        for stage in range(vpp or 1):
+            where = dict(ignore_virtual=False, vp_stage=stage) if vpp else {}
+            models.append(GPTModel(
+                config, TransformerBlockSubmodules([spec] * (LAYERS // pp // (vpp or 1)), Norm), vocab_size=64, max_sequence_length=64,
+                pre_process=ps.is_pipeline_first_stage(**where), post_process=ps.is_pipeline_last_stage(**where),
+                share_embeddings_and_output_weights=False, position_embedding_type="rope", **({"vp_stage": stage} if vpp else {})))
+        ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=distributed)
+        self.chunks = [DistributedDataParallel(config, ddp, model.bfloat16() if bf16 else model) for model in models]
+        self.optimizer = get_megatron_optimizer(OptimizerConfig(
+            optimizer="adam", lr=1e-2, min_lr=0.0, weight_decay=0.1, params_dtype=dtype, bf16=bf16, use_distributed_optimizer=distributed, clip_grad=0.0),
+            self.chunks)
+        self.scheduler = OptimizerParamScheduler(
+            self.optimizer, init_lr=0.0, max_lr=1e-2, min_lr=0.0, lr_warmup_steps=2, lr_decay_steps=20, lr_decay_style="linear",
+            start_wd=0.1, end_wd=0.1, wd_incr_steps=20, wd_incr_style="constant")
+
+    def step(self):
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+            for parameter in chunk.parameters():
+                parameter.main_grad.copy_(parameter.detach().float() * 0.5 + 0.01)
+        self.optimizer.step()
+        self.scheduler.step(1)
+
+    def sharded_state_dict(self, *, is_loading):
+        from megatron_grpo.policy.sharded_state import sharded_state
+
+        return sharded_state(self.chunks, self.optimizer, self.scheduler, is_loading=is_loading)
+
+    def load_sharded_state_dict(self, state):
+        from megatron_grpo.policy.sharded_state import load_state
+
+        load_state(self.chunks, self.optimizer, self.scheduler, state)
+
+
+def checkpoints(folder, **settings):
+    from megatron_grpo.checkpoint import Checkpoints
+
+    return Checkpoints(folder, **{"save_steps": 1, "save_total_limit": None, "resume": "auto"} | settings)
+
+
+def pending_samples():
+    rng = np.random.default_rng(0)
+
+    def fields(row, length):
+        return dict(row=row, rollout=2, prompt_number=7, version=3, token_ids=rng.integers(0, 64, length),
+                    loss_mask=np.arange(length) > 2, sampler_logprobs=-rng.random(length, dtype=np.float32), advantage=float(rng.normal()),
+                    is_dead=row == 1, is_truncated=False)
+
+    return [Sample(**fields(0, 5)),
+            AnchoredSample(**fields(1, 9), old_logprobs=-rng.random(9, dtype=np.float32), anchored_by="recompute"),
+            Sample(**fields(2, 4))]
+
+
+def save_after(rank, world_size, folder, steps, more, layout):
+    """`steps` optimizer steps, a checkpoint; `more` steps, another."""
+    policy = Policy(world_size, **layout)
+    keeper = checkpoints(folder)
+    for step in range(1, steps + more + 1):
+        policy.step()
+        if step in (steps, steps + more):
+            keeper.save(Progress(step=step, num_rollouts=step, num_prompts=4 * step, num_tokens=100 * step), pending_samples(),
+                        policy, Prompts(4 * step))
+
+
+def resume_and_save(rank, world_size, source, folder, more, layout):
+    """Restores under `layout`, saves at once and again after `more` steps; returns what it was told."""
+    policy, prompts = Policy(world_size, **layout, seed=1), Prompts()
+    progress, pending = checkpoints(source).restore(policy, prompts)
+    keeper = checkpoints(folder)
+    keeper.save(progress, pending, policy, prompts)
+    for _ in range(more):
+        policy.step()
+        progress = progress.after()
+    keeper.save(progress, pending, policy, prompts)
+    return progress, pending, prompts.position, policy.scheduler.num_steps, policy.optimizer.param_groups[0]["lr"]
+
+
+def tensors_of(directories):
+    """Every tensor of each checkpoint under its global name and shape, in one process."""
+
+    def read(rank, world_size):
+        import torch
+        from megatron.core import dist_checkpointing
+
+        from megatron_grpo.parallel import cpu
+
+        cpu.enable()
+        # numpy, or it would travel as storages shared by file descriptor
+        return [{name: value.float().numpy() for name, value in dist_checkpointing.load_plain_tensors(str(d)).items()
+                 if isinstance(value, torch.Tensor)} for d in directories]
+
+    return run_ranks(read, 1)[0]
+
+
+def run_of(directory, step):
+    return Path(directory) / "checkpoints" / f"iter_{step:07d}"
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A run on one rank, saved after 2 and 4 optimizer steps."""
+    folder = tmp_path_factory.mktemp("one_rank")
+    run_ranks(save_after, 1, folder, 2, 2, {})
+    return folder
+
+
+@pytest.fixture
+def copy(saved, tmp_path):
+    """A copy of that run to break."""
+    shutil.copytree(saved, tmp_path / "copy")
+    return tmp_path / "copy"
+
+
+@pytest.mark.parametrize("world_size, layout", [(2, {"tp": 2}), (2, {"pp": 2}), (2, {}), (2, {"pp": 2, "vpp": 2}), (4, {"tp": 2})],
+                         ids=["tp2", "pp2", "dp2", "pp2_vpp2", "tp2_dp2"])
+def test_a_checkpoint_of_one_rank_continues_under_another_layout_to_the_same_weights_and_moments(saved, tmp_path, world_size, layout):
+    start_from_two(saved, tmp_path / "source")
+    told = run_ranks(resume_and_save, world_size, tmp_path / "source", tmp_path / "new", 2, layout)
+    for step in (2, 4):
+        before, after = tensors_of([run_of(saved, step), run_of(tmp_path / "new", step)])
+        assert before.keys() == after.keys()
+        assert any("exp_avg_sq" in name for name in before) and any(name.startswith("decoder") for name in before)
+        for name in before:
+            assert np.array_equal(before[name], after[name]), f"{name} at step {step}"
+    progress, pending, position, num_steps, lr = told[-1]
+    assert (progress.step, progress.num_tokens, position, num_steps) == (4, 200, 8, 4)
+    assert lr == pytest.approx(1e-2 * (1 - 2 / 18))
+
+
+def start_from_two(saved, source):
+    shutil.copytree(saved, source)
+    (source / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("2\n")
+
+
+def test_a_checkpoint_of_two_tensor_and_data_parallel_ranks_each_continues_on_one(tmp_path):
+    run_ranks(save_after, 4, tmp_path / "four", 2, 0, {"tp": 2, "bf16": True})
+    run_ranks(resume_and_save, 1, tmp_path / "four", tmp_path / "one", 0, {"bf16": True})
+    before, after = tensors_of([run_of(tmp_path / "four", 2), run_of(tmp_path / "one", 2)])
+    assert before.keys() == after.keys()
+    for name in before:
+        assert np.array_equal(before[name], after[name]), name
+    main = before["optimizer.state.param.embedding.word_embeddings.weight"]
+    assert not np.array_equal(main, before["embedding.word_embeddings.weight"])  # bf16 and fp32 copies are two things
+
+
+@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
+def test_an_optimizer_that_is_not_distributed_continues_as_if_uninterrupted(tmp_path, bf16):
+    layout = {"bf16": bf16, "distributed": False}
+    run_ranks(save_after, 1, tmp_path / "one", 2, 2, layout)
+    start_from_two(tmp_path / "one", tmp_path / "source")
+    run_ranks(resume_and_save, 2, tmp_path / "source", tmp_path / "new", 2, layout)
+    before, after = tensors_of([run_of(tmp_path / "one", 4), run_of(tmp_path / "new", 4)])
+    assert before.keys() == after.keys() and any("exp_avg_sq" in name for name in before)
+    for name in before:
+        assert np.array_equal(before[name], after[name]), name
+
+
+def test_pending_samples_come_back_bit_for_bit_and_in_order(saved, tmp_path):
+    [(_, pending, *_)] = run_ranks(resume_and_save, 1, saved, tmp_path, 0, {})
+    assert_same_samples(pending, pending_samples())
+
+
+def assert_same_samples(got, wanted):
+    assert [type(sample) for sample in got] == [type(sample) for sample in wanted]
+    for one, other in zip(got, wanted, strict=True):
+        for name in one.__dataclass_fields__:
+            a, b = getattr(one, name), getattr(other, name)
+            if isinstance(b, np.ndarray):
+                assert a.dtype == b.dtype and np.array_equal(a, b), name
+            else:
+                assert type(a) is type(b) and a == b, name
+
+
+def restore_only(rank, world_size, folder, resume="auto"):
+    """The step it resumed from, and the warnings; or the sentence of the ConfigError."""
+    import logging
+
+    from megatron_grpo.errors import ConfigError
+
+    heard = []
+    handler = logging.Handler()
+    handler.emit = lambda record: heard.append(record.getMessage())
+    logging.getLogger("megatron_grpo").addHandler(handler)
+    policy = Policy(world_size, seed=1)
+    try:
+        progress, _ = checkpoints(folder, resume=resume).restore(policy, Prompts())
+    except ConfigError as error:
+        return str(error), heard
+    return progress.step, heard
+
+
+def flip_a_byte(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("harm, file, says", [
+    (flip_a_byte, "__0_0.distcp", "has changed"),
+    (lambda path: path.write_bytes(path.read_bytes()[:-10]), "__0_0.distcp", "bytes"),
+    (Path.unlink, "common.pt", "is missing"),
+    (flip_a_byte, "grpo/pending.npz", "has changed"),
+    (lambda path: path.write_text(path.read_text()[:40]), "manifest.json", "cannot be read"),
+], ids=["flipped_bit", "truncated", "missing", "flipped_bit_in_samples", "truncated_manifest"])  # fmt: skip
+def test_damage_is_named_and_the_checkpoint_before_is_used(copy, harm, file, says):
+    harm(run_of(copy, 4) / file)
+    results = run_ranks(restore_only, 2, copy)
+    assert [step for step, _ in results] == [2, 2]
+    warnings = [text for _, heard in results for text in heard if "damaged" in text]
+    assert len(warnings) == 1 and file in warnings[0] and says in warnings[0]
+
+
+def test_a_damaged_checkpoint_asked_for_by_name_is_an_error_that_names_the_file(copy):
+    flip_a_byte(run_of(copy, 4) / "__0_0.distcp")
+    for said, _ in run_ranks(restore_only, 2, copy, str(run_of(copy, 4))):
+        assert "iter_0000004/__0_0.distcp has changed" in said
+
+
+def test_only_damaged_checkpoints_are_an_error_and_not_a_fresh_run(copy):
+    for step in (2, 4):
+        flip_a_byte(run_of(copy, step) / "__0_0.distcp")
+    [(said, _)] = run_ranks(restore_only, 1, copy)
+    assert "No usable checkpoint" in said and "iter_0000002" in said and "iter_0000004" in said
+
+
+def test_an_empty_output_dir_is_a_fresh_run(tmp_path):
+    assert run_ranks(restore_only, 1, tmp_path)[0][0] == 0
+
+
+def test_the_output_dir_of_another_run_can_be_resumed_from(saved):
+    assert run_ranks(restore_only, 1, saved / "elsewhere", str(saved))[0][0] == 4
+
+
+def test_a_checkpoint_of_another_model_is_refused_with_its_directory(saved):
+    def resume_wider(rank, world_size):
+        from megatron_grpo.errors import ConfigError
+
+        with pytest.raises(ConfigError, match="iter_0000004 is undamaged but does not fit"):
+            checkpoints(saved).restore(Policy(world_size, hidden=128), Prompts())
+
+    run_ranks(resume_wider, 2)
+
+
+def test_a_rank_that_cannot_write_stops_all_ranks_and_leaves_the_older_checkpoint(tmp_path):
+    def fill_the_disk(rank, world_size):
+        import resource
+        import signal
+
+        from megatron_grpo.checkpoint import CheckpointError
+
+        policy, keeper = Policy(world_size), checkpoints(tmp_path)
+        policy.step()
+        keeper.save(Progress(step=1), [], policy, Prompts())
+        policy.step()
+        if rank == 1:  # the kernel then says "File too large", where a full disk says "No space left on device"
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
+        with pytest.raises(CheckpointError, match="step 2 failed and was removed.*complete checkpoint is step 1.*rank 1.*File too large"):
+            keeper.save(Progress(step=2), [], policy, Prompts())
+
+    run_ranks(fill_the_disk, 2)
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["iter_0000001", "latest_checkpointed_iteration.txt"]
+
+
+def test_a_first_rank_that_cannot_write_its_small_files_stops_all_ranks_too(tmp_path):
+    def fill_the_disk(rank, world_size):
+        import resource
+        import signal
+
+        from megatron_grpo.checkpoint import CheckpointError
+
+        policy = Policy(world_size)
+        policy.step()
+        if rank == 0:
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (64, resource.RLIM_INFINITY))
+        with pytest.raises(CheckpointError, match="rank 0"):
+            checkpoints(tmp_path).save(Progress(step=1), [], policy, Prompts())
+
+    run_ranks(fill_the_disk, 2)
+    assert list((tmp_path / "checkpoints").iterdir()) == []
+
+
+def test_saving_starts_no_process(tmp_path):
+    def save(rank, world_size):
+        import os
+
+        policy = Policy(world_size)
+        policy.step()
+        checkpoints(tmp_path).save(Progress(step=1), [], policy, Prompts())
+        return Path(f"/proc/self/task/{os.getpid()}/children").read_text()
+
+    assert run_ranks(save, 1) == [""]
+
+
+def test_only_the_newest_checkpoints_are_kept_and_the_pointer_names_the_last(tmp_path):
+    def save_five(rank, world_size):
+        policy, keeper = Policy(world_size), checkpoints(tmp_path, save_steps=2, save_total_limit=2)
+        for step in range(1, 9):
+            policy.step()
+            assert keeper.save_if_due(Progress(step=step), [], policy, Prompts()) == (step % 2 == 0)
+
+    run_ranks(save_five, 2)
+    names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert names == ["iter_0000006", "iter_0000008", "latest_checkpointed_iteration.txt"]
+    assert (tmp_path / "checkpoints" / "latest_checkpointed_iteration.txt").read_text() == "8\n"
+
+
+def test_a_manifest_lists_every_file_and_the_version_of_what_is_pending(saved):
+    directory = run_of(saved, 4)
+    manifest = json.loads((directory / "manifest.json").read_text())
+    files = {str(path.relative_to(directory)) for path in directory.rglob("*") if path.is_file()}
+    assert set(manifest["files"]) == files - {"manifest.json"}
+    assert manifest["versions"] == {"2": 3} and manifest["progress"]["step"] == 4
+    assert all(re.fullmatch("[0-9a-f]{64}", entry["sha256"]) for entry in manifest["files"].values())
+
+
+def test_random_generators_continue_where_the_checkpoint_was_taken(tmp_path):
+    def draw():
+        import random
+
+        import torch
+
+        return random.random(), float(np.random.random()), float(torch.rand(()))
+
+    def run(rank, world_size):
+        policy = Policy(world_size)
+        policy.step()
+        checkpoints(tmp_path).save(Progress(step=1), [], policy, Prompts())
+        uninterrupted = draw()
+        draw()
+        checkpoints(tmp_path).restore(policy, Prompts())
+        return uninterrupted, draw()
+
+    for uninterrupted, resumed in run_ranks(run, 2):
+        assert uninterrupted == resumed
