@@ -119,6 +119,7 @@ class RewardConfig:
     reward_timeout: float = setting(60.0, "longest wait for one reward function on one batch", unit="seconds")
     reward_on_error: str = setting("raise", "what a failing reward does: end the run, or count as None", choices=["raise", "none"])
     answer_column: str | None = setting(None, "column with the right answer (default: `answer`, else `solution`)")
+    accuracy_exact: bool = setting(False, "accuracy: the whole completion must equal the answer, character by character")
     math_timeout: float = setting(5.0, "math: an answer that takes longer to compare counts as wrong", unit="seconds")
     format_tags: list[str] = setting(["think", "answer"], "format: tags that must enclose a completion, in this order")
     length_target: int = setting(0, "length: the wanted length; 0 rewards brevity", unit="tokens")
