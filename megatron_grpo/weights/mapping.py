@@ -1,0 +1,198 @@
+"""Tensors from the Hugging Face layout to one rank's Megatron shards, and back, bit for bit.
+
+Knows the shape of the model and plain integers. Which ranks hold the shards, and in which order layers and experts sit on them, is the
+caller's business: names here carry *global* layer and expert numbers (`with_global_numbers` translates).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from megatron_grpo.errors import ConfigError, Problem
+from megatron_grpo.weights.families import FAMILIES
+from megatron_grpo.weights.names import NAMINGS, Cut, Entry, Packing, grouped_experts, hf_shapes, layer_entries, outer_entries
+from megatron_grpo.weights.shape import ModelShape
+
+_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+_EXPERT = re.compile(r"(mlp\.experts\.local_experts\.|mlp\.experts\.linear_fc[12]\.weight)(\d+)(.*)")
+_UNTRAINED = re.compile(r".*\.rotary_emb\.inv_freq")  # a buffer that old checkpoints carry
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What a caller needs to know to bring the shards of one parameter together."""
+
+    cut: Cut
+    is_expert: bool  # gathered over expert tensor parallelism, and held by one expert-parallel rank
+    is_buffer: bool
+    is_exported: bool  # False for the last stage's copy of a tied embedding
+
+
+def with_global_numbers(name: str, *, first_layer: int = 0, first_expert: int = 0) -> str:
+    """A parameter's name as this rank's module has it -> its name in the whole model. Numbers count from 0."""
+    match = _LAYER.fullmatch(name)
+    if match is None:
+        return name
+    rest = _EXPERT.sub(lambda m: f"{m[1]}{int(m[2]) + first_expert}{m[3]}", match[2])
+    return f"decoder.layers.{int(match[1]) + first_layer}.{rest}"
+
+
+@dataclass(frozen=True, slots=True)
+class WeightMap:
+    """The mapping of one model. Built by `for_shape`."""
+
+    shape: ModelShape
+    padded_vocab_size: int  # rows
+    outer: dict[str, Entry]
+    layers: dict[bool, dict[str, Entry]]  # by "has experts"
+
+    @classmethod
+    def for_shape(cls, shape: ModelShape, *, padded_vocab_size: int, naming: str = "local", grouped: bool | None = None) -> WeightMap:
+        """naming: a key of `names.NAMINGS`. grouped: experts live in TEGroupedMLP (default: with Transformer Engine they do)."""
+        if padded_vocab_size < shape.vocab_size:
+            raise ConfigError(f"padded_vocab_size ({padded_vocab_size}) is less than the model's vocabulary ({shape.vocab_size}).")
+        rename = NAMINGS[naming]
+        grouped = naming == "transformer_engine" if grouped is None else grouped
+        layers = {}
+        for moe in {shape.is_moe_layer(layer) for layer in range(shape.num_layers)}:
+            entries = [rename(entry, shape=shape, moe=moe) for entry in layer_entries(shape, moe=moe)]
+            entries = [grouped_experts(entry) for entry in entries] if grouped else entries
+            layers[moe] = {entry.megatron: entry for entry in entries}
+        return cls(shape, padded_vocab_size, {entry.megatron: entry for entry in outer_entries(shape)}, layers)
+
+    def megatron_names(self) -> Iterator[str]:
+        """Every parameter and buffer of the whole model on one rank, with global numbers (and `output_layer.weight` even when tied)."""
+        yield from self.outer
+        for layer in range(self.shape.num_layers):
+            for template, entry in self.layers[self.shape.is_moe_layer(layer)].items():
+                for expert in range(self.shape.moe.num_experts) if entry.is_expert else (0,):
+                    yield f"decoder.layers.{layer}.{template.format(e=expert)}"
+
+    def expected_hf_names(self) -> frozenset[str]:
+        """What a complete checkpoint holds and a complete export writes. Tied: no lm_head."""
+        return frozenset(hf_shapes(self.shape))
+
+    def check_complete(self, names: frozenset[str] | set[str]) -> None:
+        """`ConfigError` unless a checkpoint with these tensors has every one that the model needs, and none that it would ignore."""
+        expected = self.expected_hf_names()
+        missing = sorted(expected - names)
+        unused = sorted(name for name in names - expected if not self._may_be_ignored(name))
+        problems = [Problem(flags=("model",), message=f"model: the checkpoint {what} {len(some)} tensor{'s' * (len(some) > 1)}: "
+                                                      f"{', '.join(some[:5])}{', ...' if len(some) > 5 else ''}.")
+                    for what, some in (("lacks", missing), (f"is not a plain {self.shape.architecture}, it also has", unused)) if some]
+        if problems:
+            raise ConfigError(problems)
+
+    def kind(self, name: str) -> Kind:
+        entry, _, _ = self._locate(name)
+        return Kind(entry.cut, entry.is_expert, entry.is_buffer, not entry.is_copy)
+
+    def load(self, name: str, read: Callable[[str], torch.Tensor], *, tp_rank: int = 0, tp_size: int = 1, expert_tp_rank: int = 0,
+             expert_tp_size: int = 1) -> torch.Tensor:
+        """This rank's shard of Megatron parameter `name`, in the checkpoint's dtype.
+
+        read: Hugging Face name -> full tensor. A tensor of the wrong size, or one that cannot be cut so often, is a `ConfigError`.
+        """
+        entry, prefix, expert = self._locate(name)
+        tensors = []
+        for template, size in entry.hf:
+            hf_name = prefix + template.format(e=expert)
+            tensor = read(hf_name)
+            if tuple(tensor.shape) != size:
+                raise ConfigError([Problem(flags=("model",), message=f"model: {hf_name} has shape {tuple(tensor.shape)} in the checkpoint, "
+                                                                     f"but its config.json asks for {size}.")])
+            tensors.append(tensor)
+        rank, ranks = (expert_tp_rank, expert_tp_size) if entry.is_expert else (tp_rank, tp_size)
+        full = _PACK[entry.packing](tensors, self.shape)
+        if entry.cut is Cut.VOCAB:
+            full = torch.cat([full, full.new_zeros(self.padded_vocab_size - len(full), *full.shape[1:])])
+        _check_divides(name, entry.cut, full, ranks)
+        return _CUT[entry.cut](full, rank, ranks).contiguous()
+
+    def export(self, name: str, shards: Sequence[torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+        """All shards of one Megatron parameter, in rank order -> (Hugging Face name, full tensor); vocabulary padding is cut off.
+
+        A replicated parameter needs only one shard. Yields nothing for a copy (`Kind.is_exported`). The tensors may be views of `shards`.
+        """
+        entry, prefix, expert = self._locate(name)
+        if entry.is_copy:
+            return
+        full = _JOIN[entry.cut](shards)
+        if entry.cut is Cut.VOCAB:
+            full = full[: self.shape.vocab_size]
+        for (template, size), tensor in zip(entry.hf, _UNPACK[entry.packing](full, self.shape), strict=True):
+            if tuple(tensor.shape) != size:
+                raise ValueError(f"{name}: {len(shards)} shards of {tuple(shards[0].shape)} give {tuple(tensor.shape)} for {template}, "
+                                 f"not {size}")
+            yield prefix + template.format(e=expert), tensor
+
+    def _locate(self, name: str) -> tuple[Entry, str, int]:
+        """The entry of a name with global numbers, the prefix of its Hugging Face names, and its expert's number."""
+        match, entry, prefix, expert = _LAYER.fullmatch(name), self.outer.get(name), "", 0
+        if match is not None and int(match[1]) < self.shape.num_layers:
+            prefix, template = f"model.layers.{match[1]}.", match[2]
+            numbered = _EXPERT.fullmatch(template)
+            if numbered is not None:
+                expert, template = int(numbered[2]), f"{numbered[1]}{{e}}{numbered[3]}"
+            entry = self.layers[self.shape.is_moe_layer(int(match[1]))].get(template)
+            if entry is not None and entry.is_expert and expert >= self.shape.moe.num_experts:
+                entry = None
+        if entry is None:
+            raise LookupError(f"{name} is not a parameter of {self.shape.architecture} with {self.shape.num_layers} layers in this naming")
+        return entry, prefix, expert
+
+    def _may_be_ignored(self, name: str) -> bool:
+        if name == "lm_head.weight":
+            return self.shape.tied_embeddings
+        layer = re.match(r"model\.layers\.(\d+)\.", name)
+        beyond = layer is not None and int(layer[1]) >= self.shape.num_layers
+        return bool(_UNTRAINED.fullmatch(name)) or (beyond and FAMILIES[self.shape.architecture].has_prediction_layers)
+
+
+def _pack_qkv(tensors: Sequence[torch.Tensor], shape: ModelShape) -> torch.Tensor:
+    by_group = [tensor.reshape(shape.num_query_groups, -1, *tensor.shape[1:]) for tensor in tensors]
+    return torch.cat(by_group, dim=1).flatten(0, 1)
+
+
+def _unpack_qkv(full: torch.Tensor, shape: ModelShape) -> list[torch.Tensor]:
+    by_group = full.reshape(shape.num_query_groups, -1, *full.shape[1:])
+    queries = shape.query_size // shape.num_query_groups
+    return [part.flatten(0, 1) for part in by_group.split([queries, shape.head_dim, shape.head_dim], dim=1)]
+
+
+def _run(full: torch.Tensor, rank: int, ranks: int, dim: int = 0) -> torch.Tensor:
+    return full.chunk(ranks, dim)[rank]
+
+
+def _check_divides(name: str, cut: Cut, full: torch.Tensor, ranks: int) -> None:
+    rows = {Cut.REPLICATED: ranks, Cut.ROW: full.shape[-1], Cut.GATED_COLUMN: full.shape[0] // 2}.get(cut, full.shape[0])
+    if rows % ranks:
+        raise ConfigError(f"{name}: {rows} channels cannot be divided over {ranks} tensor-parallel ranks: "
+                          f"{rows} = {rows // ranks} x {ranks} + {rows % ranks}.")
+
+
+def _gate_above_up(tensors: Sequence[torch.Tensor], shape: ModelShape) -> torch.Tensor:
+    return torch.cat(list(tensors))
+
+
+def _join_gated(shards: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.cat([shard.chunk(2)[half] for half in (0, 1) for shard in shards])
+
+
+_PACK = {Packing.PLAIN: lambda tensors, shape: tensors[0], Packing.QKV: _pack_qkv, Packing.GATE_UP: _gate_above_up}
+_UNPACK = {Packing.PLAIN: lambda full, shape: [full], Packing.QKV: _unpack_qkv, Packing.GATE_UP: lambda full, shape: full.chunk(2)}
+_CUT = {Cut.REPLICATED: lambda full, rank, ranks: full,
+        # With fewer key/value heads than ranks Megatron still cuts linear_qkv into equal runs, in the middle of a group, and gathers later.
+        Cut.COLUMN: _run,
+        Cut.VOCAB: _run,
+        Cut.ROW: lambda full, rank, ranks: _run(full, rank, ranks, 1),
+        Cut.GATED_COLUMN: lambda full, rank, ranks: torch.cat([_run(half, rank, ranks) for half in full.chunk(2)])}
+_JOIN = {Cut.REPLICATED: lambda shards: shards[0],
+         Cut.COLUMN: lambda shards: torch.cat(list(shards)),
+         Cut.VOCAB: lambda shards: torch.cat(list(shards)),
+         Cut.ROW: lambda shards: torch.cat(list(shards), dim=1),
+         Cut.GATED_COLUMN: _join_gated}

@@ -1,0 +1,185 @@
+"""The table: which Hugging Face tensors make up which Megatron parameter. Names and sizes only; no tensors, no torch.
+
+A row is an `Entry`. Rows are written once, with the parameter names of Megatron's local layer spec; a naming turns them into those of the
+Transformer Engine spec.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from enum import Enum
+
+from megatron_grpo.weights.families import FAMILIES, Family
+from megatron_grpo.weights.shape import ModelShape
+from megatron_grpo.weights.sizes import MlaShape, MoeShape
+
+
+class Packing(Enum):
+    """How the Hugging Face tensors of an entry become one full (TP = 1) Megatron tensor."""
+
+    PLAIN = "the tensor itself"
+    QKV = "query, key and value, interleaved by query group: q.. k v | q.. k v | ..."
+    GATE_UP = "gate above up"
+
+
+class Cut(Enum):
+    """How the full tensor is divided over tensor-parallel ranks."""
+
+    REPLICATED = "every rank has all of it"
+    COLUMN = "equal runs of dimension 0"
+    ROW = "equal runs of dimension 1"
+    GATED_COLUMN = "gate and up are cut one by one, so that a rank has matching halves of both"
+    VOCAB = "padded with zero rows, then equal runs of dimension 0"
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One Megatron parameter. Inside a layer, both names are relative to it; `{e}` stands for the expert's number."""
+
+    megatron: str
+    hf: tuple[tuple[str, tuple[int, ...]], ...]  # (name, full size)
+    packing: Packing
+    cut: Cut
+    is_expert: bool = False  # lives on one expert-parallel rank, cut over *expert* tensor parallelism
+    is_buffer: bool = False  # not among named_parameters()
+    is_copy: bool = False  # a second home of a tensor that another entry exports
+
+
+def outer_entries(shape: ModelShape) -> Iterator[Entry]:
+    """The parameters outside the layers, with whole names."""
+    rows = (shape.vocab_size, shape.hidden_size)
+    embedding = (("model.embed_tokens.weight", rows),)
+    yield Entry("embedding.word_embeddings.weight", embedding, Packing.PLAIN, Cut.VOCAB)
+    yield Entry("decoder.final_layernorm.weight", (("model.norm.weight", (shape.hidden_size,)),), Packing.PLAIN, Cut.REPLICATED)
+    if shape.tied_embeddings:  # exists where the last pipeline stage is not the first
+        yield Entry("output_layer.weight", embedding, Packing.PLAIN, Cut.VOCAB, is_copy=True)
+    else:
+        yield Entry("output_layer.weight", (("lm_head.weight", rows),), Packing.PLAIN, Cut.VOCAB)
+
+
+def layer_entries(shape: ModelShape, *, moe: bool) -> Iterator[Entry]:
+    """The parameters of one layer, relative to `decoder.layers.N.` and `model.layers.N.`."""
+    hidden = shape.hidden_size
+    yield _norm("input_layernorm", "input_layernorm", hidden)
+    yield from _latent_attention(shape, shape.mla) if shape.mla else _attention(shape)
+    yield _norm("pre_mlp_layernorm", "post_attention_layernorm", hidden)
+    if moe:
+        yield from _experts(shape, shape.moe, FAMILIES[shape.architecture])
+    else:
+        yield from _gated_mlp("mlp", "mlp", hidden, shape.ffn_hidden_size, bias=shape.mlp_bias)
+
+
+def _attention(shape: ModelShape) -> Iterator[Entry]:
+    hidden, sizes = shape.hidden_size, {"q": shape.query_size, "k": shape.key_size, "v": shape.key_size}
+    weights = tuple((f"self_attn.{p}_proj.weight", (size, hidden)) for p, size in sizes.items())
+    yield Entry("self_attention.linear_qkv.weight", weights, Packing.QKV, Cut.COLUMN)
+    if shape.qkv_bias:
+        biases = tuple((f"self_attn.{p}_proj.bias", (size,)) for p, size in sizes.items())
+        yield Entry("self_attention.linear_qkv.bias", biases, Packing.QKV, Cut.COLUMN)
+    if shape.qk_norm:
+        yield _norm("self_attention.q_layernorm", "self_attn.q_norm", shape.head_dim)
+        yield _norm("self_attention.k_layernorm", "self_attn.k_norm", shape.head_dim)
+    yield _plain("self_attention.linear_proj.weight", "self_attn.o_proj.weight", (hidden, shape.query_size), Cut.ROW)
+    if shape.attention_out_bias:
+        yield _plain("self_attention.linear_proj.bias", "self_attn.o_proj.bias", (hidden,), Cut.REPLICATED)
+
+
+def _latent_attention(shape: ModelShape, mla: MlaShape) -> Iterator[Entry]:
+    hidden, heads, here = shape.hidden_size, shape.num_attention_heads, "self_attention"
+    query = heads * (mla.qk_head_dim + mla.qk_pos_emb_head_dim)
+    if mla.q_lora_rank:
+        yield _plain(f"{here}.linear_q_down_proj.weight", "self_attn.q_a_proj.weight", (mla.q_lora_rank, hidden), Cut.COLUMN)
+        yield _norm(f"{here}.q_layernorm", "self_attn.q_a_layernorm", mla.q_lora_rank)
+        yield _plain(f"{here}.linear_q_up_proj.weight", "self_attn.q_b_proj.weight", (query, mla.q_lora_rank), Cut.COLUMN)
+    else:
+        yield _plain(f"{here}.linear_q_proj.weight", "self_attn.q_proj.weight", (query, hidden), Cut.COLUMN)
+    down, up = mla.kv_lora_rank + mla.qk_pos_emb_head_dim, heads * (mla.qk_head_dim + mla.v_head_dim)
+    yield _plain(f"{here}.linear_kv_down_proj.weight", "self_attn.kv_a_proj_with_mqa.weight", (down, hidden), Cut.COLUMN)
+    yield _norm(f"{here}.kv_layernorm", "self_attn.kv_a_layernorm", mla.kv_lora_rank)
+    yield _plain(f"{here}.linear_kv_up_proj.weight", "self_attn.kv_b_proj.weight", (up, mla.kv_lora_rank), Cut.COLUMN)
+    yield _plain(f"{here}.linear_proj.weight", "self_attn.o_proj.weight", (hidden, heads * mla.v_head_dim), Cut.ROW)
+
+
+def _gated_mlp(megatron: str, hf: str, hidden: int, ffn: int, *, bias: bool = False, expert: bool = False,
+               names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")) -> Iterator[Entry]:
+    gate, up, down = (f"{hf}.{name}" for name in names)
+    yield Entry(f"{megatron}.linear_fc1.weight", ((f"{gate}.weight", (ffn, hidden)), (f"{up}.weight", (ffn, hidden))),
+                Packing.GATE_UP, Cut.GATED_COLUMN, expert)
+    yield Entry(f"{megatron}.linear_fc2.weight", ((f"{down}.weight", (hidden, ffn)),), Packing.PLAIN, Cut.ROW, expert)
+    if bias:
+        yield Entry(f"{megatron}.linear_fc1.bias", ((f"{gate}.bias", (ffn,)), (f"{up}.bias", (ffn,))), Packing.GATE_UP, Cut.GATED_COLUMN)
+        yield Entry(f"{megatron}.linear_fc2.bias", ((f"{down}.bias", (hidden,)),), Packing.PLAIN, Cut.REPLICATED)
+
+
+def _experts(shape: ModelShape, moe: MoeShape, family: Family) -> Iterator[Entry]:
+    hidden, block = shape.hidden_size, family.moe_block
+    yield _plain("mlp.router.weight", f"{block}.gate.weight", (moe.num_experts, hidden), Cut.REPLICATED)
+    if moe.has_expert_bias:
+        yield replace(_plain("mlp.router.expert_bias", f"{block}.gate.e_score_correction_bias", (moe.num_experts,), Cut.REPLICATED),
+                      is_buffer=True)
+    yield from _gated_mlp("mlp.experts.local_experts.{e}", f"{block}.experts.{{e}}", hidden, moe.ffn_hidden_size, expert=True,
+                          names=family.expert_names)
+    if moe.shared_ffn_hidden_size:
+        yield from _gated_mlp("mlp.shared_experts", f"{block}.shared_experts", hidden, moe.shared_ffn_hidden_size)
+
+
+def _plain(megatron: str, hf: str, size: tuple[int, ...], cut: Cut) -> Entry:
+    return Entry(megatron, ((hf, size),), Packing.PLAIN, cut)
+
+
+def _norm(megatron: str, hf: str, size: int) -> Entry:
+    return _plain(f"{megatron}.weight", f"{hf}.weight", (size,), Cut.REPLICATED)
+
+
+def num_parameters(shape: ModelShape, *, active_only: bool = False) -> int:
+    """Parameters of the whole model: tied embeddings count once, vocabulary padding does not.
+
+    active_only: without the experts that a token is not sent to.
+    """
+    total = sum(math.prod(size) for size in hf_shapes(shape).values())
+    if not active_only or shape.moe is None:
+        return total
+    idle = (shape.moe.num_experts - shape.moe.topk) * 3 * shape.hidden_size * shape.moe.ffn_hidden_size
+    return total - idle * sum(shape.moe.layers)
+
+
+def hf_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
+    """Every Hugging Face tensor of the model with its size: what a checkpoint must hold, and what an export writes."""
+    sizes = {name: size for entry in outer_entries(shape) for name, size in entry.hf}
+    for layer in range(shape.num_layers):
+        for entry in layer_entries(shape, moe=shape.is_moe_layer(layer)):
+            for number in range(shape.moe.num_experts) if entry.is_expert else (0,):
+                sizes.update({f"model.layers.{layer}.{name.format(e=number)}": size for name, size in entry.hf})
+    return sizes
+
+
+def local_naming(entry: Entry, *, shape: ModelShape, moe: bool) -> Entry:
+    """Megatron's own modules (get_gpt_layer_local_spec): the rows as they are written above."""
+    return entry
+
+
+def transformer_engine_naming(entry: Entry, *, shape: ModelShape, moe: bool) -> Entry:
+    """Transformer Engine modules (get_gpt_layer_with_transformer_engine_spec): norms live inside the linear that follows them."""
+    if shape.mla is None and entry.megatron == "input_layernorm.weight":
+        return replace(entry, megatron="self_attention.linear_qkv.layer_norm_weight")
+    if not moe and entry.megatron == "pre_mlp_layernorm.weight":
+        return replace(entry, megatron="mlp.linear_fc1.layer_norm_weight")
+    if shape.mla is not None:
+        for stream in ("q", "kv"):
+            if entry.megatron == f"self_attention.{stream}_layernorm.weight":
+                return replace(entry, megatron=f"self_attention.linear_{stream}_up_proj.layer_norm_weight")
+            if entry.megatron == f"self_attention.linear_{stream}_down_proj.weight":
+                return replace(entry, cut=Cut.REPLICATED)  # TELinear with parallel_mode="duplicated"
+    return entry
+
+
+def grouped_experts(entry: Entry) -> Entry:
+    """TEGroupedMLP: one module for all experts of a rank, with a numbered weight each."""
+    if not entry.is_expert:
+        return entry
+    return replace(entry, megatron=entry.megatron.replace("local_experts.{e}.", "") + "{e}")
+
+
+NAMINGS = {"local": local_naming, "transformer_engine": transformer_engine_naming}

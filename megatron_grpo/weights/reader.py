@@ -1,0 +1,89 @@
+"""Hugging Face safetensors on disk, one tensor at a time: nothing is read before it is asked for."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from megatron_grpo.errors import ConfigError, Problem
+from megatron_grpo.weights.families import family_of
+from megatron_grpo.weights.shape import read_config
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+# What transformers 5 calls the experts inside a model, and may write when asked to keep its own layout: all experts in one tensor.
+_FUSED = re.compile(r"(.+)\.mlp\.experts\.(gate_up_proj|down_proj)")
+
+
+def _wrong(message: str) -> ConfigError:
+    return ConfigError([Problem(flags=("model",), message=f"model: {message}")])
+
+
+class HfReader:
+    """`reader(name)` is the tensor of that name, on the CPU, in the dtype of the file. `reader.names` is all there is.
+
+    Experts that are stored in one tensor are offered one by one under their names on the Hub, so that callers know a single layout.
+    """
+
+    def __init__(self, directory: str | Path):
+        self.directory = Path(directory)
+        self.config = read_config(directory)
+        self._files: dict[str, safe_open] = {}
+        self._where = self._stored_names()  # name -> file
+        self._slices: dict[str, tuple[str, int, int, int]] = {}  # name -> stored name, expert, which part of how many
+        for name in [name for name in self._where if _FUSED.fullmatch(name)]:
+            self._offer_experts(name)
+        self.names = frozenset(self._where) - {stored for stored, *_ in self._slices.values()} | frozenset(self._slices)
+
+    def __call__(self, name: str) -> torch.Tensor:
+        if name in self._slices:
+            stored, expert, part, parts = self._slices[name]
+            both = self._open(stored).get_slice(stored)[expert]
+            return both.chunk(parts)[part]
+        if name not in self._where:
+            raise _wrong(f"{self.directory} has no tensor {name}.")
+        return self._open(name).get_tensor(name)
+
+    def _open(self, name: str) -> safe_open:
+        file = self._where[name]
+        if file not in self._files:
+            self._files[file] = _open_safetensors(self.directory / file)
+        return self._files[file]
+
+    def _stored_names(self) -> dict[str, str]:
+        index = self.directory / INDEX
+        if index.is_file():
+            where = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            absent = sorted({file for file in where.values() if not (self.directory / file).is_file()})
+            if absent:
+                raise _wrong(f"{index} names {len(set(where.values()))} files and {len(absent)} are missing: {', '.join(absent[:5])}.")
+            return where
+        single = self.directory / SINGLE
+        if not single.is_file():
+            others = sorted(path.name for path in self.directory.iterdir() if path.suffix in (".bin", ".pt", ".pth", ".gguf"))
+            hint = f" It has {others[0]}: convert it to safetensors first (transformers' save_pretrained does)." if others else ""
+            raise _wrong(f"{self.directory} has neither {SINGLE} nor {INDEX}.{hint}")
+        self._files[SINGLE] = _open_safetensors(single)
+        return dict.fromkeys(self._files[SINGLE].keys(), SINGLE)
+
+    def _offer_experts(self, stored: str) -> None:
+        family = family_of(self.config)
+        prefix, which = _FUSED.fullmatch(stored).groups()
+        parts = family.expert_names[:2] if which == "gate_up_proj" else family.expert_names[2:]
+        for expert in range(self._open(stored).get_slice(stored).get_shape()[0]):
+            for part, own_name in enumerate(parts):
+                name = f"{prefix}.{family.moe_block}.experts.{expert}.{own_name}.weight"
+                self._slices[name] = (stored, expert, part, len(parts))
+        router = f"{prefix}.mlp.gate.weight"
+        if family.moe_block != "mlp" and router in self._where:
+            self._slices[f"{prefix}.{family.moe_block}.gate.weight"] = (router, slice(None), 0, 1)
+
+
+def _open_safetensors(path: Path) -> safe_open:
+    try:
+        return safe_open(path, framework="pt")
+    except SafetensorError as error:
+        raise _wrong(f"{path} cannot be read as safetensors ({error}); it is damaged or was not downloaded completely.") from error

@@ -1,0 +1,176 @@
+"""What a model is, in numbers: read from its config.json and from nothing else.
+
+Imports no torch and no transformers, so that `plan` can use it. Both generations of the transformers config are understood: rope
+settings in `rope_scaling` + `rope_theta` (4) or `rope_parameters` (5), experts counted in `num_experts` or `num_local_experts`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_grpo.errors import ConfigError, Problem
+from megatron_grpo.weights.families import family_of
+from megatron_grpo.weights.sizes import MlaShape, MoeShape, RopeShape, yarn_mscale
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """One decoder-only model: pre-norm RMSNorm, rotary positions, SiLU-gated MLP, possibly experts.
+
+    All sizes are of the whole model, in channels, heads or rows; nothing here knows about ranks.
+    """
+
+    architecture: str
+    num_layers: int
+    hidden_size: int
+    num_attention_heads: int
+    num_query_groups: int  # key/value heads
+    head_dim: int  # Megatron's kv_channels
+    ffn_hidden_size: int
+    vocab_size: int
+    max_position_embeddings: int
+    norm_epsilon: float
+    rope: RopeShape
+    tied_embeddings: bool = False
+    qkv_bias: bool = False
+    attention_out_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    sliding_window: int | None = None  # tokens; None where no layer has one
+    moe: MoeShape | None = None
+    mla: MlaShape | None = None
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any]) -> ModelShape:
+        """The shape described by a parsed config.json. Raises `ConfigError` with everything in it that is not supported."""
+        family = family_of(config)
+        read = _Config(config)
+        architecture = config["architectures"][0]
+        heads = read.integer("num_attention_heads")
+        hidden = read.integer("hidden_size")
+        common = {
+            "architecture": architecture,
+            "num_layers": read.integer("num_hidden_layers"),
+            "hidden_size": hidden,
+            "num_attention_heads": heads,
+            "num_query_groups": config.get("num_key_value_heads") or family.defaults.get("num_key_value_heads") or heads,
+            "head_dim": config.get("head_dim") or family.defaults.get("head_dim") or hidden // max(heads, 1),
+            "ffn_hidden_size": read.integer("intermediate_size"),
+            "vocab_size": read.integer("vocab_size"),
+            "max_position_embeddings": config.get("max_position_embeddings") or 0,
+            "norm_epsilon": config.get("rms_norm_eps") or family.defaults.get("rms_norm_eps") or 1e-6,
+            "tied_embeddings": bool(config.get("tie_word_embeddings", False)),
+        }
+        read.require(config.get("hidden_act", "silu") == "silu", f"hidden_act is {config.get('hidden_act')!r}; only 'silu' is supported.")
+        read.require(not config.get("quantization_config"), "the checkpoint is quantized (quantization_config); training needs one in "
+                     "bfloat16 or float32.")
+        if not read.problems:
+            read.require(heads % common["num_query_groups"] == 0, f"num_attention_heads ({heads}) must be a multiple of "
+                         f"num_key_value_heads ({common['num_query_groups']}).")
+        read.stop_if_wrong()
+        own = family.traits(config, common)
+        merged = {**common, **own}
+        rotated = merged["mla"].qk_pos_emb_head_dim if merged.get("mla") else merged["head_dim"]
+        rope = rope_from_hf(config, rotated, family.defaults.get("rope_theta", 10000.0), read)
+        read.stop_if_wrong()
+        return cls(**merged, rope=rope)
+
+    @classmethod
+    def from_pretrained(cls, directory: str | Path) -> ModelShape:
+        """The shape of the checkpoint in `directory` (of which only config.json is read)."""
+        return cls.from_hf(read_config(directory))
+
+    @property
+    def query_size(self) -> int:
+        return self.num_attention_heads * self.head_dim
+
+    @property
+    def key_size(self) -> int:
+        return self.num_query_groups * self.head_dim
+
+    def is_moe_layer(self, layer: int) -> bool:
+        return self.moe is not None and self.moe.layers[layer]
+
+
+class _Config:
+    """Reads a config.json and remembers what was wrong with it, so that all of it is said at once."""
+
+    def __init__(self, config: Mapping[str, Any]):
+        self.config, self.problems = config, []
+
+    def require(self, condition: bool, message: str) -> None:
+        if not condition:
+            self.problems.append(Problem(flags=("model",), message=f"config.json: {message}"))
+
+    def integer(self, key: str) -> int:
+        value = self.config.get(key)
+        whole = isinstance(value, int) and not isinstance(value, bool) and value > 0
+        self.require(whole, f"{key} must be a positive whole number, it is {value!r}.")
+        return value if whole else 0
+
+    def stop_if_wrong(self) -> None:
+        if self.problems:
+            raise ConfigError(self.problems)
+
+
+def read_config(directory: str | Path) -> dict[str, Any]:
+    """The parsed config.json of a checkpoint directory."""
+    path = Path(directory) / "config.json"
+    if not path.is_file():
+        what = "has no config.json" if path.parent.is_dir() else "is not a directory"
+        raise ConfigError([Problem(flags=("model",), message=f"model: {path.parent} {what}. A Hugging Face checkpoint directory holds "
+                                                             "config.json, tokenizer files and *.safetensors.")])
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError([Problem(flags=("model",), message=f"model: {path} is not valid JSON: {error}.")]) from error
+
+
+def rope_from_hf(config: Mapping[str, Any], dim: int, default_theta: float, read: _Config) -> RopeShape | None:
+    """The rope settings of either generation of config; `None` with the problem in `read` where they cannot be served."""
+    given = dict(config.get("rope_scaling") or config.get("rope_parameters") or {})
+    kind = given.get("rope_type", given.get("type")) or "default"
+    theta = float(given.get("rope_theta") or config.get("rope_theta") or default_theta)
+    partial = given.get("partial_rotary_factor", config.get("partial_rotary_factor")) or 1.0
+    read.require(partial == 1.0, f"partial_rotary_factor is {partial}; only heads that are rotated whole are supported.")
+    read.require(dim % 2 == 0, f"a head has {dim} rotated channels; rotary positions need an even number.")
+    nested = [key for key, value in given.items() if isinstance(value, Mapping)]
+    read.require(not nested, f"rope settings that differ by layer type ({', '.join(nested)}) are not supported.")
+    known = ("default", "linear", "llama3", "yarn")
+    # dynamic and longrope change their frequencies with the length of the batch, so log-probs would depend on what is packed together.
+    read.require(kind in known, f"rope type {kind!r} is not supported. Known: {', '.join(known)}.")
+    read.require("mrope_section" not in given, "multi-axis rope (mrope_section) is not supported.")
+    needed = {"linear": ["factor"], "llama3": ["factor", "low_freq_factor", "high_freq_factor"]}.get(kind, [])
+    missing = [key for key in needed if given.get(key) is None]
+    read.require(not missing, f"rope type {kind!r} needs {', '.join(missing)}.")
+    if read.problems:
+        return None
+    longest = config.get("max_position_embeddings") or 0
+    original = config.get("original_max_position_embeddings") or given.get("original_max_position_embeddings") or longest
+    if kind == "linear":
+        return RopeShape(type=kind, dim=dim, theta=theta, factor=float(given["factor"]))
+    if kind == "llama3":
+        return RopeShape(type=kind, dim=dim, theta=theta, factor=float(given["factor"]), original_max_position_embeddings=original,
+                         low_freq_factor=float(given["low_freq_factor"]), high_freq_factor=float(given["high_freq_factor"]))
+    if kind == "yarn":
+        read.require(original > 0, "rope type 'yarn' needs original_max_position_embeddings or max_position_embeddings.")
+        if read.problems:
+            return None
+        factor = float(given.get("factor") or longest / original)
+        truncate = given.get("truncate", True)
+        return RopeShape(type=kind, dim=dim, theta=theta, factor=factor, original_max_position_embeddings=original,
+                         beta_fast=float(given.get("beta_fast") or 32), beta_slow=float(given.get("beta_slow") or 1),
+                         truncate=bool(truncate), attention_scaling=_yarn_attention_scaling(given, factor))
+    return RopeShape(type=kind, dim=dim, theta=theta)
+
+
+def _yarn_attention_scaling(given: Mapping[str, Any], factor: float) -> float:
+    if given.get("attention_factor") is not None:
+        return float(given["attention_factor"])
+    if given.get("mscale") and given.get("mscale_all_dim"):
+        return yarn_mscale(factor, given["mscale"]) / yarn_mscale(factor, given["mscale_all_dim"])
+    return yarn_mscale(factor)

@@ -1,0 +1,60 @@
+"""The parts of a model's shape that only some models have: rope scaling, experts, latent attention. Plain numbers."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+RopeType = Literal["default", "linear", "llama3", "yarn"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RopeShape:
+    """Rotary position embedding. `rope.inverse_frequencies` turns it into numbers."""
+
+    type: RopeType
+    dim: int  # rotated channels of a head
+    theta: float
+    factor: float = 1.0
+    original_max_position_embeddings: int = 0  # tokens
+    low_freq_factor: float = 1.0  # llama3
+    high_freq_factor: float = 4.0  # llama3
+    beta_fast: float = 32.0  # yarn
+    beta_slow: float = 1.0  # yarn
+    truncate: bool = True  # yarn: the ramp begins and ends at whole channels
+    attention_scaling: float = 1.0  # multiplies cos and sin
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoeShape:
+    """The expert layers. `layers[i]` says whether layer i has experts."""
+
+    layers: tuple[bool, ...]
+    num_experts: int
+    topk: int  # experts a token visits
+    ffn_hidden_size: int  # of one expert
+    norm_topk_prob: bool = True  # the chosen experts' weights sum to 1 (before scaling_factor)
+    score_function: Literal["softmax", "sigmoid"] = "softmax"
+    scaling_factor: float = 1.0
+    shared_ffn_hidden_size: int | None = None  # the expert that every token visits
+    has_expert_bias: bool = False  # a bias on the choice of experts, not on their weights
+    num_groups: int | None = None  # experts are chosen inside the best `group_topk` of `num_groups` groups
+    group_topk: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MlaShape:
+    """Multi-latent attention (DeepSeek-V2, section 2.1). Sizes are channels of one head, ranks are of the compressed streams."""
+
+    q_lora_rank: int | None
+    kv_lora_rank: int
+    qk_head_dim: int  # without position
+    qk_pos_emb_head_dim: int  # the rotated part
+    v_head_dim: int
+    softmax_scale: float  # includes yarn's mscale
+
+
+def yarn_mscale(factor: float, weight: float = 1.0) -> float:
+    """By how much attention is sharpened when a context is stretched `factor` times (YaRN, equation 22)."""
+    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0

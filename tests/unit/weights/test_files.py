@@ -1,0 +1,143 @@
+"""Safetensors in and out: sharded or not, fused experts, atomic, and loadable by transformers."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from megatron_grpo.errors import ConfigError
+from megatron_grpo.weights.names import hf_shapes
+from megatron_grpo.weights.reader import HfReader
+from megatron_grpo.weights.shape import ModelShape
+from megatron_grpo.weights.writer import HfWriter
+from tests.unit.weights.tiny import write_checkpoint
+
+
+def copy_weights(reader: HfReader, out, source, **options) -> None:
+    with HfWriter(out, source, **options) as write:
+        for name in sorted(reader.names):
+            write(name, reader(name))
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "deepseek_v3"])
+def test_experts_stored_in_one_tensor_are_read_under_their_hub_names(tmp_path, name):
+    apart = HfReader(write_checkpoint(name, tmp_path / "apart"))
+    fused = HfReader(write_checkpoint(name, tmp_path / "fused", save_original_format=False))
+    assert any("gate_up_proj" in stored for stored in load_file(tmp_path / "fused" / "model.safetensors"))
+    assert fused.names == apart.names == hf_shapes(ModelShape.from_hf(fused.config)).keys()
+    assert all(torch.equal(fused(tensor), apart(tensor)) for tensor in apart.names)
+
+
+def test_sharded_and_single_checkpoints_read_alike(tmp_path):
+    single = HfReader(write_checkpoint("qwen3", tmp_path / "single"))
+    sharded = HfReader(write_checkpoint("qwen3", tmp_path / "sharded", max_shard_size="20KB"))
+    assert (tmp_path / "sharded" / "model.safetensors.index.json").is_file()
+    assert single.names == sharded.names
+    assert all(torch.equal(single(name), sharded(name)) for name in single.names)
+
+
+@pytest.mark.parametrize("name", ["llama_tied", "qwen2", "qwen3_moe", "mixtral", "deepseek_v3"])
+@pytest.mark.parametrize("max_shard_bytes", [10**9, 20_000])
+def test_what_is_written_loads_in_transformers_with_equal_weights(tmp_path, name, max_shard_bytes):
+    source = write_checkpoint(name, tmp_path / "source")
+    copy_weights(HfReader(source), tmp_path / "out", source, max_shard_bytes=max_shard_bytes)
+    assert (tmp_path / "out" / "model.safetensors.index.json").exists() == (max_shard_bytes == 20_000)
+    theirs, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
+    original = AutoModelForCausalLM.from_pretrained(source).state_dict()
+    assert all(torch.equal(tensor, original[key]) for key, tensor in theirs.state_dict().items())
+
+
+def test_dtype_is_converted_and_declared_and_a_routing_bias_stays_float32(tmp_path):
+    source = write_checkpoint("deepseek_v3", tmp_path / "source")
+    copy_weights(HfReader(source), tmp_path / "out", source, dtype=torch.bfloat16)
+    out = HfReader(tmp_path / "out")
+    assert out.config["dtype"] == "bfloat16"
+    kinds = {name: out(name).dtype for name in out.names}
+    assert kinds.pop("model.layers.1.mlp.gate.e_score_correction_bias") is torch.float32
+    assert set(kinds.values()) == {torch.bfloat16}
+
+
+def test_an_old_config_keeps_its_own_word_for_dtype(tmp_path):
+    source = write_checkpoint("llama", tmp_path / "source")
+    config = json.loads((source / "config.json").read_text())
+    config["torch_dtype"] = config.pop("dtype")
+    (source / "config.json").write_text(json.dumps(config))
+    copy_weights(HfReader(source), tmp_path / "out", source, dtype=torch.bfloat16, config_changes={"use_cache": False})
+    written = HfReader(tmp_path / "out").config
+    assert written["torch_dtype"] == "bfloat16" and "dtype" not in written and written["use_cache"] is False
+
+
+def test_companion_files_come_along_and_foreign_weights_do_not(tmp_path):
+    source = write_checkpoint("llama", tmp_path / "source")
+    for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "chat_template.jinja", "merges.txt",
+                 "consolidated.safetensors", "pytorch_model.bin", "README.md"):
+        (source / name).write_text("{}")
+    copy_weights(HfReader(source), tmp_path / "out", source)
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {
+        "config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "tokenizer.model",
+        "chat_template.jinja", "merges.txt"}
+
+
+def test_a_failed_write_leaves_the_earlier_checkpoint_and_no_rubbish(tmp_path):
+    source = write_checkpoint("llama", tmp_path / "source")
+    reader, out = HfReader(source), tmp_path / "out"
+    copy_weights(reader, out, source)
+    before = {path.name: path.read_bytes() for path in out.iterdir()}
+    with pytest.raises(KeyboardInterrupt), HfWriter(out, source) as write:
+        write("model.norm.weight", torch.zeros(32))
+        raise KeyboardInterrupt
+    with pytest.raises(ValueError, match="20 tensors missing"), HfWriter(out, source, expected=reader.names) as write:
+        write("model.norm.weight", torch.zeros(32))
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == before
+    assert {path.name for path in tmp_path.iterdir()} == {"source", "out"}
+
+
+def test_a_directory_that_is_not_a_checkpoint_is_never_replaced(tmp_path):
+    source = write_checkpoint("llama", tmp_path / "source")
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "thesis.txt").write_text("years")
+    with pytest.raises(ConfigError, match="left alone"):
+        copy_weights(HfReader(source), tmp_path / "home", source)
+    assert (tmp_path / "home" / "thesis.txt").read_text() == "years"
+
+
+def test_a_live_parameter_may_change_after_it_was_handed_over(tmp_path):
+    source = write_checkpoint("llama", tmp_path / "source")
+    live = torch.ones(4, 6)
+    with HfWriter(tmp_path / "out", source) as write:
+        write("a", live[:2])
+        write("b", live[2:])
+        live.zero_()
+    assert all(tensor.eq(1).all() for tensor in load_file(tmp_path / "out" / "model.safetensors").values())
+
+
+def test_what_is_wrong_with_a_checkpoint_is_said_in_words(tmp_path):
+    with pytest.raises(ConfigError, match="is not a directory"):
+        HfReader(tmp_path / "nowhere")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError, match="has no config.json"):
+        HfReader(tmp_path / "empty")
+    source = write_checkpoint("llama", tmp_path / "source", max_shard_size="20KB")
+    with pytest.raises(ConfigError, match="has no tensor lm_head.bias"):
+        HfReader(source)("lm_head.bias")
+    first, second, *_ = sorted(source.glob("model-*.safetensors"))
+    second.write_bytes(second.read_bytes()[:100])
+    damaged = HfReader(source)
+    with pytest.raises(ConfigError, match="is damaged or was not downloaded completely"):
+        for name in sorted(damaged.names):
+            damaged(name)
+    first.unlink()
+    with pytest.raises(ConfigError, match=f"are missing: {first.name}"):
+        HfReader(source)
+    for path in source.glob("model*"):
+        path.unlink()
+    save_file({}, source / "consolidated.safetensors")
+    shutil.copy(source / "config.json", source / "pytorch_model.bin")
+    with pytest.raises(ConfigError, match="neither model.safetensors nor .*pytorch_model.bin: convert it"):
+        HfReader(source)

@@ -1,0 +1,107 @@
+"""config.json -> ModelShape: both generations of it, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from megatron_grpo.errors import ConfigError
+from megatron_grpo.weights.names import hf_shapes, num_parameters
+from megatron_grpo.weights.shape import ModelShape
+from tests.unit.weights.tiny import CHECKPOINTS, config_of
+
+LLAMA = {"architectures": ["LlamaForCausalLM"], "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 100,
+         "intermediate_size": 128, "max_position_embeddings": 4096}
+
+
+def test_the_shape_of_a_model_is_known_without_torch():
+    code = ("import sys, json; from megatron_grpo.weights.shape import ModelShape; from megatron_grpo.weights.names import num_parameters;"
+            "num_parameters(ModelShape.from_hf(json.loads(sys.argv[1]))); assert not {'torch', 'transformers'} & set(sys.modules)")
+    subprocess.run([sys.executable, "-c", code, json.dumps(LLAMA)], check=True)
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_parameters_are_counted_as_transformers_counts_them(name):
+    import transformers
+    from transformers import AutoModelForCausalLM
+
+    kind, fields = CHECKPOINTS[name]
+    model = AutoModelForCausalLM.from_config(getattr(transformers, kind)(**fields))
+    shape = ModelShape.from_hf(config_of(name))
+    biases_of_experts = shape.moe.num_experts * sum(shape.moe.layers) if shape.moe and shape.moe.has_expert_bias else 0  # buffers there
+    assert num_parameters(shape) == model.num_parameters() + biases_of_experts
+
+
+def test_active_parameters_leave_out_the_experts_a_token_does_not_visit():
+    shape = ModelShape.from_hf(config_of("mixtral"))  # 4 experts of 3 x 32 x 40 in each of 2 layers, 2 visited
+    assert num_parameters(shape) - num_parameters(shape, active_only=True) == 2 * 2 * 3 * 32 * 40
+
+
+def test_both_generations_of_the_config_give_one_shape():
+    old = {**LLAMA, "rope_theta": 5e5, "torch_dtype": "bfloat16", "rope_scaling": {
+        "type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 1024}}
+    new = {**LLAMA, "dtype": "bfloat16", "rope_parameters": {
+        "rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 1024}}
+    assert ModelShape.from_hf(old) == ModelShape.from_hf(new)
+    assert ModelShape.from_hf(old).rope.theta == 5e5
+    experts = config_of("qwen3_moe")
+    count = experts.pop("num_local_experts", None) or experts.pop("num_experts")
+    experts.pop("num_experts", None)
+    both = [ModelShape.from_hf({**experts, key: count}) for key in ("num_experts", "num_local_experts")]
+    assert both[0] == both[1] and both[0].moe.num_experts == 4
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe_mixed", "deepseek_v3"])
+def test_layers_with_experts_are_those_of_transformers(name):
+    shape = ModelShape.from_hf(config_of(name))
+    expected = {"qwen3_moe_mixed": (False, False, False, True), "deepseek_v3": (False, True)}[name]
+    assert shape.moe.layers == expected
+    for layer, moe in enumerate(expected):
+        assert any(hf.startswith(f"model.layers.{layer}.mlp.experts.") for hf in hf_shapes(shape)) == moe
+
+
+def test_unknown_architecture_is_refused_by_name_with_the_known_ones():
+    known = r"FalconForCausalLM is not supported. Known: DeepseekV3ForCausalLM, LlamaForCausalLM,.*adding-a-model"
+    with pytest.raises(ConfigError, match=known):
+        ModelShape.from_hf({**LLAMA, "architectures": ["FalconForCausalLM"]})
+    with pytest.raises(ConfigError, match="without `architectures`"):
+        ModelShape.from_hf({"hidden_size": 4})
+
+
+def test_everything_wrong_is_said_at_once():
+    config = {**LLAMA, "hidden_act": "gelu", "quantization_config": {"bits": 4}, "vocab_size": None, "num_hidden_layers": 0}
+    with pytest.raises(ConfigError) as error:
+        ModelShape.from_hf(config)
+    assert len(error.value.problems) == 4
+    assert all(word in str(error.value) for word in ("gelu", "quantized", "vocab_size", "num_hidden_layers"))
+
+
+@pytest.mark.parametrize("rope,word", [({"rope_type": "dynamic", "factor": 2.0}, "dynamic"), ({"type": "longrope"}, "longrope"),
+                                       ({"rope_type": "linear"}, "factor"), ({"type": "default", "mrope_section": [1, 1]}, "mrope_section"),
+                                       ({"full_attention": {"rope_type": "default"}}, "full_attention"),
+                                       ({"rope_type": "default", "partial_rotary_factor": 0.5}, "partial_rotary_factor")])
+def test_rope_that_cannot_be_served_is_refused(rope, word):
+    with pytest.raises(ConfigError, match=word):
+        ModelShape.from_hf({**LLAMA, "rope_scaling": rope})
+
+
+def test_heads_must_be_a_multiple_of_groups():
+    with pytest.raises(ConfigError, match=r"num_attention_heads \(4\) must be a multiple of num_key_value_heads \(3\)"):
+        ModelShape.from_hf({**LLAMA, "num_key_value_heads": 3})
+
+
+QWEN = {**LLAMA, "architectures": ["Qwen2ForCausalLM"], "num_key_value_heads": 4, "sliding_window": 16}
+
+
+@pytest.mark.parametrize("config,window", [
+    (QWEN, None), ({**QWEN, "use_sliding_window": True}, None),  # 28 layers come before the first windowed one
+    ({**QWEN, "use_sliding_window": True, "max_window_layers": 1}, 16),
+    ({**QWEN, "use_sliding_window": True, "max_window_layers": 1, "layer_types": ["full_attention"] * 2}, None),
+    ({**LLAMA, "architectures": ["MistralForCausalLM"], "num_key_value_heads": 4}, 4096),
+    ({**LLAMA, "architectures": ["MistralForCausalLM"], "num_key_value_heads": 4, "sliding_window": None}, None)])
+def test_a_window_counts_only_where_a_layer_has_it(config, window):
+    assert ModelShape.from_hf(config).sliding_window == window

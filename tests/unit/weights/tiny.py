@@ -1,0 +1,58 @@
+"""Tiny random checkpoints of every supported architecture, written by transformers itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import transformers
+from transformers import AutoModelForCausalLM
+
+BASE = {"vocab_size": 53, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 8,
+        "num_key_value_heads": 4, "head_dim": 6, "max_position_embeddings": 64}
+MOE = {"moe_intermediate_size": 16, "num_experts_per_tok": 2, "num_experts": 4, "norm_topk_prob": True}
+
+# name -> (config class, fields). All can be cut over 4 ranks, except where the name says otherwise.
+CHECKPOINTS: dict[str, tuple[str, dict]] = {
+    "llama": ("LlamaConfig", BASE),
+    "llama_all_biases": ("LlamaConfig", {**BASE, "attention_bias": True, "mlp_bias": True}),
+    "llama_tied": ("LlamaConfig", {**BASE, "tie_word_embeddings": True}),
+    "llama_one_group": ("LlamaConfig", {**BASE, "num_key_value_heads": 1}),
+    "llama_no_groups": ("LlamaConfig", {**BASE, "num_key_value_heads": 8}),
+    "qwen2": ("Qwen2Config", {k: v for k, v in BASE.items() if k != "head_dim"}),
+    "qwen2_tied": ("Qwen2Config", {**{k: v for k, v in BASE.items() if k != "head_dim"}, "tie_word_embeddings": True}),
+    "qwen3": ("Qwen3Config", BASE),
+    "qwen3_biases": ("Qwen3Config", {**BASE, "attention_bias": True}),
+    "qwen3_two_groups": ("Qwen3Config", {**BASE, "num_key_value_heads": 2}),
+    "qwen3_odd_for_tp1": ("Qwen3Config", {**BASE, "num_attention_heads": 15, "num_key_value_heads": 5, "intermediate_size": 33}),
+    "mistral": ("MistralConfig", BASE),
+    "qwen3_moe": ("Qwen3MoeConfig", {**BASE, **MOE}),
+    "qwen3_moe_mixed": ("Qwen3MoeConfig", {**BASE, **MOE, "num_hidden_layers": 4, "decoder_sparse_step": 2, "mlp_only_layers": [1]}),
+    "mixtral": ("MixtralConfig", {**BASE, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "deepseek_v3": ("DeepseekV3Config", {
+        **{k: v for k, v in BASE.items() if k != "head_dim"}, "num_key_value_heads": 8, "moe_intermediate_size": 16, "n_routed_experts": 4,
+        "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "kv_lora_rank": 12, "q_lora_rank": 20,
+        "qk_rope_head_dim": 4, "qk_nope_head_dim": 6, "v_head_dim": 10, "n_shared_experts": 2}),
+}
+DENSE = [name for name in CHECKPOINTS if "moe" not in name and name not in ("mixtral", "deepseek_v3")]
+EXPERTS = [name for name in CHECKPOINTS if name not in DENSE]
+
+
+def config_of(name: str) -> dict:
+    """The config.json of a tiny checkpoint, parsed."""
+    kind, fields = CHECKPOINTS[name]
+    config = getattr(transformers, kind)(**fields)
+    config.architectures = [AutoModelForCausalLM._model_mapping[type(config)].__name__]
+    return {**config.to_dict(), "architectures": config.architectures}
+
+
+def write_checkpoint(name: str, directory: Path, *, dtype: torch.dtype = torch.float32, **save) -> Path:
+    """Writes the tiny checkpoint `name` with random weights everywhere: norms, biases and the experts' bias included."""
+    kind, fields = CHECKPOINTS[name]
+    torch.manual_seed(7)
+    model = AutoModelForCausalLM.from_config(getattr(transformers, kind)(**fields)).to(dtype)
+    with torch.no_grad():
+        for tensor in [*model.parameters(), *(b for n, b in model.named_buffers() if n.endswith("e_score_correction_bias"))]:
+            tensor.normal_()
+    model.save_pretrained(directory, **save)
+    return directory
