@@ -49,16 +49,17 @@ class ShardedPolicy(Protocol):
 
 
 class PromptState(Protocol):
-    def state_dict(self) -> dict[str, Any]: ...
+    def state(self) -> dict[str, Any]: ...
 
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+    def restore(self, state: dict[str, Any]) -> None: ...
 
 
 class Checkpoints:
     """Saves and restores a run under `output_dir`/checkpoints. Every method is collective over all ranks.
 
-    save_steps: optimizer steps between checkpoints, 0 for none but those asked for with `save`. save_total_limit: how many are kept (None: all).
-    resume: "auto" takes the newest good one of this output_dir, if there is any; "never"; or a directory: a checkpoint, or one that holds them.
+    save_steps: optimizer steps between checkpoints, 0 for none but those asked for with `save`. save_total_limit: how many are kept
+    (None: all). resume: "auto" takes the newest good one of this output_dir, if there is any; "never"; or a directory: a checkpoint, or one
+    that holds them.
     """
 
     def __init__(self, output_dir: str | Path, *, save_steps: int, save_total_limit: int | None, resume: str = "auto"):
@@ -114,7 +115,7 @@ class Checkpoints:
         paths = [generators]
         if dist.get_rank() == 0:
             folder.write_durably(ours / "progress.json", json.dumps(asdict(progress)) + "\n")
-            folder.write_durably(ours / "prompts.json", json.dumps(prompts.state_dict()) + "\n")
+            folder.write_durably(ours / "prompts.json", json.dumps(prompts.state()) + "\n")
             write_samples(ours / "pending.npz", pending)
             paths += [ours / "progress.json", ours / "prompts.json", ours / "pending.npz"]
             if (self.output_dir / "config.yaml").exists():
@@ -142,7 +143,7 @@ class Checkpoints:
         with agreed(f"reading {directory / OURS}"):
             ours = directory / OURS
             progress = Progress(**json.loads((ours / "progress.json").read_text()))
-            prompts.load_state_dict(json.loads((ours / "prompts.json").read_text()))
+            prompts.restore(json.loads((ours / "prompts.json").read_text()))
             pending = read_samples(ours / "pending.npz")
             restore_random_state(ours / "rng" / f"rank_{dist.get_rank():05d}.pt")
         if directory.parent.resolve() == self.folder.path.resolve():

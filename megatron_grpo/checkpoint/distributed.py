@@ -1,7 +1,7 @@
 """The sharded part of a checkpoint: Megatron-Core's `torch_dist` format, written in this process, with errors that every rank learns of.
 
-Megatron's own writer starts a manager process and forks writers. Here that is not wanted: a process of which the launcher knows nothing outlives a
-killed run, and forking a process that holds an engine and collective threads is a gamble. The files are the same.
+Megatron's own writer starts a manager process and forks writers. Here that is not wanted: a process of which the launcher knows nothing
+outlives a killed run, and forking a process that holds an engine and collective threads is a gamble. The files are the same.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def random_state() -> dict[str, Any]:
 def restore_random_state(path: Path) -> None:
     """Sets the generators to what `random_state` returned, if this rank has a file from a run with as many ranks.
 
-    Under another number of ranks there is nothing to restore: prompts and sampling do not draw from these generators, so the run is the same.
+    Under another number of ranks there is nothing to restore: prompts and sampling do not draw from them, so it does not matter.
     """
     if not path.exists():
         return

@@ -77,7 +77,7 @@ class Folder:
         _sync_directory(self.path)
 
     def retain(self, limit: int | None, newest: int) -> None:
-        """Keeps `limit` checkpoints up to step `newest`. Later ones belong to a future that this run has not reached: they are left alone."""
+        """Keeps `limit` checkpoints up to step `newest`. Later ones, of a future that was given up, are overwritten when reached."""
         if not limit:
             return
         for step in [step for step in self.steps() if step <= newest][:-limit]:

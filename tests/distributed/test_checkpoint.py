@@ -22,10 +22,10 @@ class Prompts:
     def __init__(self, position: int = 0):
         self.position = position
 
-    def state_dict(self):
+    def state(self):
         return {"position": self.position}
 
-    def load_state_dict(self, state):
+    def restore(self, state):
         self.position = state["position"]
 
 
@@ -33,7 +33,7 @@ class Policy:
     """A small GPT with Megatron's DDP and distributed optimizer; `step` moves it by a gradient that is a function of each weight alone,
     so that every layout takes the same step."""
 
-    def __init__(self, world_size, *, tp=1, pp=1, vpp=None, bf16=False, seed=0, hidden=64, distributed=True):
+    def __init__(self, world_size, *, tp=1, pp=1, vpp=None, bf16=False, seed=0, hidden=64, distributed=True, lr=1e-2):
         import torch
         from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
         from megatron.core.models.gpt import GPTModel
@@ -71,10 +71,10 @@ class Policy:
         ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=distributed)
         self.chunks = [DistributedDataParallel(config, ddp, model.bfloat16() if bf16 else model) for model in models]
         self.optimizer = get_megatron_optimizer(OptimizerConfig(
-            optimizer="adam", lr=1e-2, min_lr=0.0, weight_decay=0.1, params_dtype=dtype, bf16=bf16, use_distributed_optimizer=distributed, clip_grad=0.0),
-            self.chunks)
+            optimizer="adam", lr=lr, min_lr=0.0, weight_decay=0.1, params_dtype=dtype, bf16=bf16, clip_grad=0.0,
+            use_distributed_optimizer=distributed), self.chunks)
         self.scheduler = OptimizerParamScheduler(
-            self.optimizer, init_lr=0.0, max_lr=1e-2, min_lr=0.0, lr_warmup_steps=2, lr_decay_steps=20, lr_decay_style="linear",
+            self.optimizer, init_lr=0.0, max_lr=lr, min_lr=0.0, lr_warmup_steps=2, lr_decay_steps=20, lr_decay_style="linear",
             start_wd=0.1, end_wd=0.1, wd_incr_steps=20, wd_incr_style="constant")
 
     def step(self):
@@ -217,6 +217,23 @@ def test_an_optimizer_that_is_not_distributed_continues_as_if_uninterrupted(tmp_
     assert before.keys() == after.keys() and any("exp_avg_sq" in name for name in before)
     for name in before:
         assert np.array_equal(before[name], after[name]), name
+
+
+def test_a_run_that_has_taken_no_step_yet_can_be_saved_and_resumed(tmp_path):
+    """As when every sample of the first global batch was filtered out."""
+    run_ranks(save_after_nothing, 2, tmp_path)
+    [(progress, *_)] = run_ranks(resume_and_save, 1, tmp_path, tmp_path / "new", 1, {})
+    assert progress.step == 2
+
+
+def save_after_nothing(rank, world_size, folder):
+    checkpoints(folder).save(Progress(step=1), [], Policy(world_size), Prompts())
+
+
+def test_a_learning_rate_given_on_resume_is_the_one_used(saved, tmp_path):
+    start_from_two(saved, tmp_path / "source")
+    [(*_, lr)] = run_ranks(resume_and_save, 1, tmp_path / "source", tmp_path / "new", 2, {"lr": 1e-3})
+    assert lr == pytest.approx(1e-3 * (1 - 2 / 18))
 
 
 def test_pending_samples_come_back_bit_for_bit_and_in_order(saved, tmp_path):
