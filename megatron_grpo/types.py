@@ -114,7 +114,6 @@ class MicroBatch:
     sampler_logprobs: np.ndarray  # float32 [C]
     old_logprobs: np.ndarray  # float32 [C]; NaN where the sequence is on-policy: there `logp.detach()` is the old log-prob
     rows: tuple[tuple[int, int], ...]  # (rollout, row) of each of the S sequences
-    versions: tuple[int, ...]  # that sampled each of the S sequences
     num_padding_tokens: int  # alignment only (context and sequence parallelism)
 
     @property
@@ -131,7 +130,6 @@ class GlobalBatch:
     """One optimizer step: its micro-batches on this DP rank, with token weights already fixed over the whole step."""
 
     micro_batches: tuple[MicroBatch, ...]
-    trained_at: int  # version: optimizer steps done before this one
     num_sequences: int  # N of the whole step, over all DP ranks
     num_loss_tokens: int  # sum of the loss mask over the whole step
     num_tokens: int  # tokens of the whole step, prompts included, alignment padding not

@@ -50,6 +50,11 @@ class ParallelState:
         return self.pp_rank == self.pp_size - 1
 
     @property
+    def speaks_for_its_rows(self) -> bool:
+        """One rank per data-parallel share: it tells the others what the loss stage found about the rows of that share."""
+        return self.is_last_stage and self.tp_rank == 0 and self.cp_rank == 0
+
+    @property
     def last_stage_rank(self) -> int:
         """Global rank, in this rank's pipeline, of the stage that owns the loss."""
         return dist.get_global_rank(self.pp_group, self.pp_size - 1)

@@ -1,4 +1,4 @@
-"""The layers that Megatron-Core's local spec lacks: attention over a packed, context-parallel stream, and an RMSNorm for sequence parallelism.
+"""What Megatron-Core's local spec lacks: attention over a packed, context-parallel stream, and an RMSNorm for sequence parallelism.
 
 With Transformer Engine present its own layers are used, and only `te_packed` of this file matters.
 """
@@ -65,4 +65,5 @@ class Norm(torch.nn.Module):
 def te_packed(packed: PackedStream) -> PackedSeqParams:
     """The same stream in the words of Transformer Engine's attention."""
     cu = packed.cu_seqlens
-    return PackedSeqParams(qkv_format="thd", cu_seqlens_q=cu, cu_seqlens_kv=cu, max_seqlen_q=packed.max_seqlen, max_seqlen_kv=packed.max_seqlen)
+    longest = packed.max_seqlen
+    return PackedSeqParams(qkv_format="thd", cu_seqlens_q=cu, cu_seqlens_kv=cu, max_seqlen_q=longest, max_seqlen_kv=longest)

@@ -1,4 +1,4 @@
-"""The model of one pipeline stage: Megatron-Core's GPTModel, which answers with log-probs at the trained positions instead of logits everywhere."""
+"""The model of one pipeline stage: Megatron-Core's GPTModel, which answers with log-probs where they are trained, not with logits."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from megatron_grpo.parallel.state import ParallelState
 from megatron_grpo.parallel.vocab import linear_logprobs
 from megatron_grpo.policy.layers import Norm, PackedAttention, te_packed
 from megatron_grpo.policy.stream import LocalBatch
-from megatron_grpo.weights.shape import ModelShape, rope_inverse_frequencies
+from megatron_grpo.weights.rope import rope_inverse_frequencies
+from megatron_grpo.weights.shape import ModelShape
 
 
 def transformer_config(shape: ModelShape, model: ModelConfig, layout: ParallelConfig, *, use_te: bool) -> TransformerConfig:
@@ -23,18 +24,17 @@ def transformer_config(shape: ModelShape, model: ModelConfig, layout: ParallelCo
     dtype = getattr(torch, model.torch_dtype)
     interleaved = layout.virtual_pipeline_model_parallel_size is not None
     moe = {}
-    if shape.num_experts:
+    if shape.moe:
         moe = dict(
-            num_moe_experts=shape.num_experts,
-            moe_router_topk=shape.num_experts_per_token,
-            moe_ffn_hidden_size=shape.moe_ffn_hidden_size,
-            moe_layer_freq=list(shape.moe_layers),
+            num_moe_experts=shape.moe.num_experts,
+            moe_router_topk=shape.moe.topk,
+            moe_ffn_hidden_size=shape.moe.ffn_hidden_size,
+            moe_layer_freq=[int(has_experts) for has_experts in shape.moe.layers],
             moe_router_load_balancing_type="none",
             moe_aux_loss_coeff=0.0,
             moe_z_loss_coeff=model.moe_z_loss_coeff,
-            moe_token_dispatcher_type=model.moe_token_dispatcher_type,
             moe_grouped_gemm=use_te,
-            moe_router_pre_softmax=not shape.norm_topk_prob,
+            moe_router_pre_softmax=not shape.moe.norm_topk_prob,
         )
     return TransformerConfig(
         num_layers=shape.num_layers,
@@ -43,7 +43,7 @@ def transformer_config(shape: ModelShape, model: ModelConfig, layout: ParallelCo
         num_query_groups=shape.num_query_groups,
         kv_channels=shape.head_dim,
         ffn_hidden_size=shape.ffn_hidden_size,
-        layernorm_epsilon=shape.rms_norm_eps,
+        layernorm_epsilon=shape.norm_epsilon,
         normalization="RMSNorm",
         gated_linear_unit=True,
         activation_func=F.silu,
@@ -65,7 +65,7 @@ def transformer_config(shape: ModelShape, model: ModelConfig, layout: ParallelCo
         bf16=dtype is torch.bfloat16,
         pipeline_dtype=dtype,
         # Packed micro-batches differ in length, so each stage tells the next how much is coming.
-        variable_seq_lengths=True,
+        variable_seq_lengths=layout.pipeline_model_parallel_size > 1,
         # With two stages "next" and "previous" are the same rank, which batched point-to-point calls cannot tell apart.
         overlap_p2p_comm=interleaved,
         batch_p2p_comm=not interleaved,
@@ -83,6 +83,8 @@ def transformer_config(shape: ModelShape, model: ModelConfig, layout: ParallelCo
         recompute_modules=list(model.recompute_modules) if model.recompute_granularity == "selective" else None,
         # Losses are weighted sums (docs/algorithms.md): nothing may divide them by a count of micro-batches or ranks.
         calculate_per_token_loss=True,
+        # Checked even where there are no experts: "allgather" does not go with lengths that vary between stages.
+        moe_token_dispatcher_type=model.moe_token_dispatcher_type,
         **moe,
     )
 
@@ -128,7 +130,7 @@ class LogProbHead(tensor_parallel.ColumnParallelLinear):
 
 
 class PolicyModel(GPTModel):
-    """One stage (or one chunk of it). Called with a LocalBatch; the last stage answers with a float32 tensor [1 or 2, c]: log-probs, entropies."""
+    """One stage, or one chunk of it. Called with a LocalBatch; the last stage answers with float32 [1 or 2, c]: log-probs, entropies."""
 
     def __init__(self, shape: ModelShape, config: TransformerConfig, *, use_te: bool, padded_vocab_size: int, first: bool, last: bool,
                  vp_stage: int | None, temperature: float, chunk_size: int):
@@ -153,7 +155,7 @@ class PolicyModel(GPTModel):
             head.vocab_start = head.tp_group.rank() * rows
             head.num_valid_rows = max(0, min(rows, shape.vocab_size - head.vocab_start))
 
-    def forward(self, batch: LocalBatch, *, with_entropy: bool = False):
+    def forward(self, batch: LocalBatch, *, with_entropy: bool = False, temperature: float | None = None):
         hidden = self.embedding(input_ids=batch.token_ids, position_ids=None) if self.pre_process else None
         positions, packed = (batch.all_positions, te_packed(batch.packed)) if self.use_te else (batch.positions, batch.packed)
         hidden = self.decoder(
@@ -166,7 +168,12 @@ class PolicyModel(GPTModel):
             return hidden
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
         logprobs, entropy = self.output_layer(
-            hidden, weight, batch, temperature=self.temperature, chunk_size=self.chunk_size, with_entropy=with_entropy
+            hidden,
+            weight,
+            batch,
+            temperature=self.temperature if temperature is None else temperature,
+            chunk_size=self.chunk_size,
+            with_entropy=with_entropy,
         )
         return torch.stack([logprobs, entropy]) if with_entropy else logprobs[None]
 

@@ -24,16 +24,18 @@ def run(
     *,
     with_entropy: bool,
     forward_only: bool,
+    temperature: float | None = None,
 ) -> list[Any]:
     """Runs every micro-batch; with `forward_only` false also its backward, and reduces gradients over ranks at the end.
 
+    temperature: divides the logits (default: the sampling temperature of the run).
     Returns what `loss` kept of each micro-batch, in order, on ranks of the last stage; an empty list elsewhere.
     """
     local = [to_local(batch, parallel) for batch in micro_batches]
 
     def step(batches: Iterator[tuple[MicroBatch, LocalBatch]], chunk: torch.nn.Module):
         batch, mine = next(batches)
-        output = chunk(mine, with_entropy=with_entropy)
+        output = chunk(mine, with_entropy=with_entropy, temperature=temperature)
 
         def finish(output: torch.Tensor):
             value, kept = loss(batch, mine, output[0], output[1] if with_entropy else None)

@@ -1,4 +1,4 @@
-"""A micro-batch as tensors on this rank's device: what context parallelism leaves of the packed stream, and how attention should read it."""
+"""A micro-batch as tensors on this rank's device: its part of the packed stream, and how attention should read it."""
 
 from __future__ import annotations
 
