@@ -112,15 +112,15 @@ def _kl(cfg: GrpoConfig) -> list[Problem]:
         found.append(
             Problem(
                 flags=("kl_in_reward", "advantage_estimator"),
-                message="kl_in_reward needs one reward to subtract from before the baseline; gdpo normalises each reward function on its own. "
-                "Put the KL in the loss (kl_in_reward false), or use another advantage_estimator.",
+                message="kl_in_reward needs one reward to subtract from before the baseline; gdpo normalises each reward function on its "
+                "own. Put the KL in the loss (kl_in_reward false), or use another advantage_estimator.",
             )
         )
     if cfg.sync_ref_model and cfg.beta == 0:
         found.append(
             Problem(
                 flags=("sync_ref_model", "beta"),
-                message="sync_ref_model moves a reference model, and with beta 0 there is none. Give a beta above 0, or leave sync_ref_model out.",
+                message="sync_ref_model moves a reference model, and with beta 0 there is none. Give a beta above 0, or leave it out.",
             )
         )
     return found
@@ -137,8 +137,8 @@ def _advantages(cfg: GrpoConfig) -> list[Problem]:
         found.append(
             Problem(
                 flags=("scale_rewards", "advantage_estimator"),
-                message=f"scale_rewards {cfg.scale_rewards} chooses the std of advantage_estimator grpo; {cfg.advantage_estimator} has its own. "
-                f"Use advantage_estimator grpo, or scale_rewards {' or '.join(allowed)}.",
+                message=f"scale_rewards {cfg.scale_rewards} chooses the std of advantage_estimator grpo; {cfg.advantage_estimator} has its "
+                f"own. Use advantage_estimator grpo, or scale_rewards {' or '.join(allowed)}.",
                 nearest={"scale_rewards": list(allowed), "advantage_estimator": ["grpo"]},
             )
         )
@@ -147,8 +147,8 @@ def _advantages(cfg: GrpoConfig) -> list[Problem]:
         found.append(
             Problem(
                 flags=("multi_objective_aggregation",),
-                message="multi_objective_aggregation normalize_then_sum is advantage_estimator gdpo under another name: it cannot be combined with "
-                f"advantage_estimator {cfg.advantage_estimator} and scale_rewards {cfg.scale_rewards}. Leave those at their defaults.",
+                message="multi_objective_aggregation normalize_then_sum is advantage_estimator gdpo under another name: it cannot be "
+                f"combined with advantage_estimator {cfg.advantage_estimator} and scale_rewards {cfg.scale_rewards}. Leave those out.",
             )
         )
     return found
@@ -191,17 +191,18 @@ def warnings(config: Config) -> list[str]:
             "Values around 5.0 are meant."
         )
     if cfg.loss_type == "sapo" and cfg.epsilon_high is not None:
-        found.append(f"sapo has no clip: epsilon_high ({cfg.epsilon_high}) does nothing. Its temperatures are sapo_temperature_pos and _neg.")
+        found.append(f"sapo has no clip: epsilon_high ({cfg.epsilon_high}) does nothing. See sapo_temperature_pos and _neg.")
     epsilon_high = cfg.epsilon if cfg.epsilon_high is None else cfg.epsilon_high
     if cfg.loss_type in CLIPPED_LOSS_TYPES:
         if cfg.delta is not None and cfg.delta <= 1 + epsilon_high:
             found.append(
-                f"delta ({cfg.delta}) is not above 1 + epsilon_high ({1 + epsilon_high:g}): it also clips positive advantages, and is not dual clip."
+                f"delta ({cfg.delta}) is not above 1 + epsilon_high ({1 + epsilon_high:g}): it also clips positive advantages, and is not "
+                "dual clip."
             )
         if cfg.importance_sampling_level != "token" and cfg.epsilon >= 0.01:
             found.append(
-                f"importance_sampling_level {cfg.importance_sampling_level}: the ratio is a mean over a sequence and hardly leaves 1; epsilon "
-                f"{cfg.epsilon} will never clip. GSPO uses about 3e-4."
+                f"importance_sampling_level {cfg.importance_sampling_level}: the ratio is a mean over a sequence and hardly leaves 1; "
+                f"epsilon {cfg.epsilon} will never clip. GSPO uses about 3e-4."
             )
     if cfg.importance_sampling_level == "sequence" and cfg.loss_type in LOSS_TYPES_OVER_TOKENS:
         found.append(

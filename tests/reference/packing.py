@@ -1,0 +1,140 @@
+"""The reference's completions as the package's inputs, and random batches of them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from megatron_grpo.config import GrpoConfig
+from megatron_grpo.grpo.entropy import entropy_threshold
+from megatron_grpo.grpo.loss import GrpoLoss, LossInputs
+from megatron_grpo.grpo.metrics import LossLogs, combine
+from megatron_grpo.grpo.weights import TokenWeights
+from tests.reference.grpo_reference import Completion
+
+MAX_COMPLETION_LENGTH = 9
+
+
+def random_batch(seed: int, num_completions: int = 8, *, dtype: torch.dtype = torch.float64, share_on_policy: float = 0.5) -> list[Completion]:
+    """Completions of 1 to 8 tokens, some stale, some truncated, some of dead groups, some tokens not trained or without sampler log-prob.
+
+    Values are rounded to `dtype` and held in float64, so that a float32 implementation starts from the same numbers.
+    """
+    rng = np.random.default_rng(seed)
+
+    def values(array, *, grad=False):
+        return torch.tensor(array, dtype=dtype).double().requires_grad_(grad)
+
+    completions = []
+    for _ in range(num_completions):
+        length = rng.integers(1, MAX_COMPLETION_LENGTH)
+        logp = -rng.exponential(1.0, length)
+        # A completion is close to its old policy, or far from it: beyond every clip range.
+        spread = rng.choice([1e-4, 0.1, 0.8])
+        mask = (rng.random(length) < 0.85).astype(float)
+        sampler = logp + rng.normal(0, 0.4, length)
+        sampler[rng.random(length) < 0.05] = np.nan
+        is_dead = bool(rng.random() < 0.2)
+        completions.append(
+            Completion(
+                mask=values(mask),
+                logp=values(logp, grad=True),
+                entropy=values(rng.exponential(1.0, length), grad=True),
+                sampler_logp=values(sampler),
+                ref_logp=values(logp + rng.normal(0, 0.5, length)),
+                old_logp=None if rng.random() < share_on_policy else values(logp + rng.normal(0, spread, length)),
+                advantage=0.0 if is_dead else float(np.float32(rng.normal())),
+                is_truncated=bool(rng.random() < 0.2),
+                is_dead=is_dead,
+            )
+        )
+    return completions
+
+
+@dataclasses.dataclass
+class Packed:
+    """One micro-batch: what GrpoLoss takes, with leaves of its own, and where each position came from."""
+
+    inputs: LossInputs
+    logprobs: torch.Tensor
+    entropy: torch.Tensor
+    ref_logprobs: torch.Tensor
+    places: list[tuple[int, int]]  # (completion, token) of each of the C positions
+
+
+def pack(completions: Sequence[Completion], weights: TokenWeights, which: Sequence[int], dtype: torch.dtype) -> Packed:
+    """The completions `which`, in this order, packed end to end. Only trained positions exist; a completion may have none."""
+    places = [(i, int(t)) for i in which for t in torch.nonzero(completions[i].mask)[:, 0]]
+    nan = float("nan")
+
+    def column(of, kind=dtype):
+        return torch.tensor([of(completions[i], i, t) for i, t in places], dtype=kind)
+
+    inputs = LossInputs(
+        weights=column(lambda c, i, t: weights.weights[i][t], torch.float64),
+        advantages=column(lambda c, i, t: c.advantage),
+        sampler_logprobs=column(lambda c, i, t: c.sampler_logp[t]),
+        old_logprobs=column(lambda c, i, t: nan if c.old_logp is None else c.old_logp[t]),
+        sequence=torch.tensor([list(which).index(i) for i, _ in places], dtype=torch.int64),
+        num_sequences=len(which),
+        num_loss_tokens=weights.num_loss_tokens,
+    )
+    return Packed(
+        inputs=inputs,
+        logprobs=column(lambda c, i, t: c.logp[t].item()).requires_grad_(),
+        entropy=column(lambda c, i, t: c.entropy[t].item()).requires_grad_(),
+        ref_logprobs=column(lambda c, i, t: c.ref_logp[t]),
+        places=places,
+    )
+
+
+def weigh(loss: GrpoLoss, completions: Sequence[Completion]) -> TokenWeights:
+    return loss.token_weights(
+        [c.mask.bool().numpy() for c in completions],
+        is_truncated=[c.is_truncated for c in completions],
+        is_dead=[c.is_dead for c in completions],
+    )
+
+
+def threshold_of(cfg: GrpoConfig, completions: Sequence[Completion], weights: TokenWeights) -> float:
+    """Over the tokens whose weight is left, as the policy gathers them."""
+    return entropy_threshold([c.entropy.detach().numpy() for c in completions], [u > 0 for u in weights.weights], cfg.top_entropy_quantile)
+
+
+def package_loss(
+    cfg: GrpoConfig, completions: Sequence[Completion], split: Sequence[Sequence[int]], dtype: torch.dtype = torch.float64
+) -> tuple[float, list[np.ndarray], list[np.ndarray], LossLogs]:
+    """The package's loss over a global batch cut into micro-batches `split`; its gradients by completion (logp, entropy); its logs."""
+    loss = GrpoLoss.from_config(cfg, max_completion_length=MAX_COMPLETION_LENGTH, temperature=1.0)
+    weights = weigh(loss, completions)
+    threshold = threshold_of(cfg, completions, weights)
+    total, logs = 0.0, []
+    grads = [[np.zeros(len(c.mask)) for c in completions] for _ in range(2)]
+    for which in split:
+        packed = pack(completions, weights, which, dtype)
+        value, log = loss(
+            packed.inputs,
+            logprobs=packed.logprobs,
+            entropy=packed.entropy if loss.needs_entropy else None,
+            ref_logprobs=packed.ref_logprobs if loss.needs_reference else None,
+            entropy_threshold=threshold,
+        )
+        value.backward()
+        total += value.item()
+        logs.append(log)
+        for leaf, grad in zip((packed.logprobs, packed.entropy), grads, strict=True):
+            if leaf.grad is not None:
+                for (i, t), g in zip(packed.places, leaf.grad.tolist(), strict=True):
+                    grad[i][t] = g
+    return total, grads[0], grads[1], combine(logs)
+
+
+def random_split(seed: int, num_completions: int) -> list[list[int]]:
+    """The completions in random order, cut into one to four micro-batches; one of them may be empty."""
+    rng = np.random.default_rng(seed)
+    order = rng.permutation(num_completions).tolist()
+    cuts = sorted(rng.integers(0, num_completions + 1, rng.integers(0, 4)).tolist())
+    return [order[a:b] for a, b in zip([0, *cuts], [*cuts, num_completions], strict=True)]

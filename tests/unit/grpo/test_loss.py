@@ -1,0 +1,225 @@
+"""GrpoLoss equals the float64 reference, for every legal combination, however the batch is cut."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_grpo.config import Config, GrpoConfig
+from megatron_grpo.grpo import check
+from megatron_grpo.grpo.loss import OBJECTIVES, GrpoLoss, LossInputs
+from megatron_grpo.grpo.ratios import RATIOS
+from tests.reference import grpo_reference as reference
+from tests.reference.packing import MAX_COMPLETION_LENGTH, pack, package_loss, random_batch, random_split, weigh
+
+LOSS_TYPES, LEVELS = tuple(OBJECTIVES), tuple(RATIOS)
+KL_MODES = {
+    "none": {},
+    "k1": {"beta": 0.3, "kl_estimator": "k1"},
+    "k2": {"beta": 0.3, "kl_estimator": "k2"},
+    "k3": {"beta": 0.3, "kl_estimator": "k3"},
+    "k2_plain": {"beta": 0.3, "kl_estimator": "k2", "use_bias_correction_kl": False},
+    "k3_plain": {"beta": 0.3, "kl_estimator": "k3", "use_bias_correction_kl": False},
+    "in_reward": {"beta": 0.3, "kl_in_reward": True},
+}
+OTHERS = {
+    "epsilon": (0.2, 0.05, 3e-4),
+    "epsilon_high": (None, 0.28, 3.0),
+    "delta": (None, 1.5, 4.0),
+    "entropy_coef": (0.0, 0.02),
+    "top_entropy_quantile": (1.0, 0.5, 0.2),
+    "overlong_filter": (False, True),
+    "exclude_dead_groups": (False, True),
+    "rollout_importance_sampling_mode": ("none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"),
+    "rollout_importance_sampling_threshold": (2.0, 1.2),
+    "rollout_importance_sampling_min": (None, 0.7),
+    "rollout_is_geometric": (False, True),
+    "off_policy_sequence_mask_delta": (None, 0.01, 0.3),
+}
+
+
+def legal(settings: dict) -> GrpoConfig | None:
+    cfg = GrpoConfig(**settings)
+    return None if check.problems(Config(grpo=cfg)) else cfg
+
+
+def random_others(rng: np.random.Generator, base: dict) -> GrpoConfig:
+    """`base` with every other setting drawn at random, until they go together."""
+    while True:
+        drawn = {name: values[rng.integers(len(values))] for name, values in OTHERS.items()}
+        if (cfg := legal({**base, **drawn})) is not None:
+            return cfg
+
+
+def expected(cfg: GrpoConfig, completions):
+    for c in completions:
+        c.logp.grad = c.entropy.grad = None
+    loss = reference.grpo_loss(completions, cfg, MAX_COMPLETION_LENGTH)
+    loss.backward()
+    return loss.item(), [c.logp.grad.numpy() * c.mask.numpy() for c in completions], [c.entropy.grad.numpy() for c in completions]
+
+
+def assert_equal(found, wanted, *, loss_rtol: float, grad_rtol: float, context) -> None:
+    assert found[0] == pytest.approx(wanted[0], rel=loss_rtol, abs=loss_rtol * 1e-2), context
+    for kind in (1, 2):
+        flat, right = np.concatenate(found[kind]), np.concatenate(wanted[kind])
+        assert np.linalg.norm(flat - right) <= grad_rtol * np.linalg.norm(right) + 1e-14, context
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_every_legal_combination_equals_the_reference_however_the_batch_is_cut(loss_type, level):
+    number = LOSS_TYPES.index(loss_type) * 10 + LEVELS.index(level)
+    rng = np.random.default_rng(number)
+    for kl_mode, kl in KL_MODES.items():
+        base = {"loss_type": loss_type, "importance_sampling_level": level, **kl}
+        for cfg in (legal(base), random_others(rng, base), random_others(rng, base)):
+            seed = int(rng.integers(1 << 30))
+            completions = random_batch(seed)
+            wanted = expected(cfg, completions)
+            found = package_loss(cfg, completions, random_split(seed, len(completions)))
+            assert_equal(found, wanted, loss_rtol=1e-11, grad_rtol=1e-11, context=(kl_mode, cfg))
+
+
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_float32_log_probs_lose_less_than_the_bar(loss_type):
+    rng = np.random.default_rng(5)
+    for level, kl in itertools.product(LEVELS, KL_MODES.values()):
+        cfg = random_others(rng, {"loss_type": loss_type, "importance_sampling_level": level, **kl})
+        seed = int(rng.integers(1 << 30))
+        completions = random_batch(seed, dtype=torch.float32)
+        wanted = expected(cfg, completions)
+        found = package_loss(cfg, completions, random_split(seed, len(completions)), torch.float32)
+        assert_equal(found, wanted, loss_rtol=1e-6, grad_rtol=1e-5, context=cfg)
+
+
+def test_gradient_does_not_depend_on_micro_batch_size():
+    completions = random_batch(3, 12)
+    cfg = legal({"loss_type": "dapo", "importance_sampling_level": "sequence_token", "beta": 0.1, "entropy_coef": 0.01, "overlong_filter": True})
+    whole = package_loss(cfg, completions, [range(12)])
+    for size in (1, 2, 3, 5):
+        cut = package_loss(cfg, completions, [range(i, min(i + size, 12)) for i in range(0, 12, size)])
+        assert_equal(cut, whole, loss_rtol=1e-12, grad_rtol=1e-12, context=size)
+
+
+def test_random_batches_reach_every_branch_they_are_meant_to():
+    """The comparison above proves nothing about a branch that no batch enters."""
+    completions = [c for seed in range(40) for c in random_batch(seed)]
+    stale = [c for c in completions if c.old_logp is not None]
+    ratios = torch.cat([(c.logp - c.old_logp).detach().exp() for c in stale])
+    assert (ratios < 0.8).any() and (ratios > 4.0).any() and ((ratios - 1).abs() < 1e-3).any()
+    assert any(c.mask.sum() == 0 for c in completions)
+    assert any(c.sampler_logp.isnan().any() for c in completions)
+    means = [reference.masked_mean((c.sampler_logp - c.logp.detach()).nan_to_num(), c.mask) for c in stale if c.advantage < 0]
+    assert min(means) < 0.01 < 0.3 < max(means)
+
+
+def test_on_policy_ratio_is_one_and_its_gradient_is_the_policy_gradient():
+    loss = GrpoLoss.from_config(GrpoConfig(), max_completion_length=4, temperature=1.0)
+    logprobs = torch.tensor([-1.0, -2.0, -0.5], requires_grad=True)
+    inputs = LossInputs(
+        weights=torch.tensor([0.25, 0.25, 0.5]),
+        advantages=torch.tensor([2.0, 2.0, -1.0]),
+        sampler_logprobs=logprobs.detach(),
+        old_logprobs=torch.full((3,), float("nan")),
+        sequence=torch.tensor([0, 0, 1]),
+        num_sequences=2,
+        num_loss_tokens=3,
+    )
+    value, _ = loss(inputs, logprobs=logprobs)
+    value.backward()
+    # -(0.25 * 2 + 0.25 * 2 - 0.5): by hand.
+    assert value.item() == -0.5
+    assert logprobs.grad.tolist() == [-0.5, -0.5, 0.5]
+
+
+def one_token(cfg: GrpoConfig, *, ratio: float, advantage: float) -> tuple[float, float]:
+    """Loss of one token with weight 1, and its gradient in the log-prob."""
+    loss = GrpoLoss.from_config(cfg, max_completion_length=1, temperature=1.0)
+    logprobs = torch.tensor([-1.0], dtype=torch.float64, requires_grad=True)
+    inputs = LossInputs(
+        weights=torch.ones(1),
+        advantages=torch.tensor([advantage], dtype=torch.float64),
+        sampler_logprobs=torch.full((1,), float("nan")),
+        old_logprobs=logprobs.detach() - np.log(ratio),
+        sequence=torch.zeros(1, dtype=torch.int64),
+        num_sequences=1,
+        num_loss_tokens=1,
+    )
+    value, _ = loss(inputs, logprobs=logprobs)
+    value.backward()
+    return value.item(), logprobs.grad.item()
+
+
+@pytest.mark.parametrize(
+    ("settings", "ratio", "advantage", "loss", "grad"),
+    [
+        # clip(1.5, 0.8, 1.2) * 2 is the smaller: flat.
+        ({}, 1.5, 2.0, -2.4, 0.0),
+        # The lower bound has its own epsilon.
+        ({"epsilon_high": 0.28}, 1.27, 1.0, -1.27, -1.27),
+        ({"epsilon_high": 0.28}, 1.5, 1.0, -1.28, 0.0),
+        ({"epsilon_high": 0.28}, 0.5, -1.0, 0.8, 0.0),
+        # A < 0 and a large ratio: unbounded without delta, flat with it.
+        ({}, 9.0, -1.0, 9.0, 9.0),
+        ({"delta": 4.0}, 9.0, -1.0, 4.0, 0.0),
+        ({"delta": 4.0}, 3.0, -1.0, 3.0, 3.0),
+        # CISPO: epsilon_high bounds r itself (5.0 by default), and the gradient never vanishes. logp = -1.
+        ({"loss_type": "cispo"}, 9.0, 2.0, 10.0, -10.0),
+        ({"loss_type": "cispo"}, 4.0, 2.0, 8.0, -8.0),
+        ({"loss_type": "cispo", "epsilon_high": 2.0}, 4.0, -1.0, -2.0, 2.0),
+        # SAPO at r = 1: -(4 / tau) / 2, slope -A.
+        ({"loss_type": "sapo"}, 1.0, 3.0, -6.0, -3.0),
+        ({"loss_type": "sapo", "sapo_temperature_neg": 2.0}, 1.0, -3.0, 3.0, 3.0),
+    ],
+)
+def test_one_token_by_hand(settings, ratio, advantage, loss, grad):
+    found = one_token(GrpoConfig(**settings), ratio=ratio, advantage=advantage)
+    assert found == (pytest.approx(loss), pytest.approx(grad, abs=1e-12))
+
+
+def test_a_log_ratio_beyond_20_is_finite_and_has_no_gradient():
+    value, grad = one_token(GrpoConfig(), ratio=np.exp(60.0), advantage=-1.0)
+    assert value == pytest.approx(np.exp(20.0)) and grad == 0.0
+
+
+def test_loss_of_a_rank_without_trained_positions_is_a_zero_that_backpropagates():
+    for loss_type, level in itertools.product(LOSS_TYPES, LEVELS):
+        cfg = GrpoConfig(loss_type=loss_type, importance_sampling_level=level, beta=0.1, entropy_coef=0.1)
+        loss = GrpoLoss.from_config(cfg, max_completion_length=4, temperature=1.0)
+        completions = random_batch(1)
+        packed = pack(completions, weigh(loss, completions), [], torch.float32)
+        value, logs = loss(packed.inputs, logprobs=packed.logprobs, entropy=packed.entropy, ref_logprobs=packed.ref_logprobs)
+        value.backward()
+        assert value.item() == 0.0 and packed.logprobs.grad.shape == (0,)
+        assert all(v.item() == 0.0 for v in (*logs.sums.values(), *logs.maxima.values()))
+
+
+def test_logs_are_copies_that_outlive_the_loss():
+    """Megatron's schedule may scale the loss it is given in place."""
+    completions = random_batch(2)
+    loss = GrpoLoss.from_config(GrpoConfig(), max_completion_length=9, temperature=1.0)
+    packed = pack(completions, weigh(loss, completions), range(8), torch.float64)
+    value, logs = loss(packed.inputs, logprobs=packed.logprobs)
+    before = logs.sums["loss"].item()
+    with torch.no_grad():
+        value *= 1000.0
+    assert logs.sums["loss"].item() == before and not logs.sums["loss"].requires_grad
+
+
+def test_a_loss_says_which_of_its_inputs_is_missing():
+    cfg = GrpoConfig(beta=0.1, top_entropy_quantile=0.2)
+    loss = GrpoLoss.from_config(cfg, max_completion_length=9, temperature=1.0)
+    completions = random_batch(2)
+    packed = pack(completions, weigh(loss, completions), range(8), torch.float64)
+    assert (loss.needs_reference, loss.needs_entropy, loss.needs_entropy_threshold) == (True, True, True)
+    with pytest.raises(ValueError, match="entropy and ref_logprobs and entropy_threshold"):
+        loss(packed.inputs, logprobs=packed.logprobs)
+
+
+def test_beta_zero_and_kl_in_reward_need_no_reference_in_the_loss():
+    for settings in ({}, {"beta": 0.1, "kl_in_reward": True}):
+        assert not GrpoLoss.from_config(GrpoConfig(**settings), max_completion_length=9, temperature=1.0).needs_reference
