@@ -1,0 +1,60 @@
+"""Owns the way from what a row holds (a string, or chat messages) to prompt tokens, and from a completion's text to what rewards see.
+
+Both follow TRL: a string is tokenised as it stands, with the special tokens the tokenizer itself adds; messages go through the model's own
+chat template. A reward gets a string back for a string, and `[{"role": "assistant", "content": ...}]` for messages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from megatron_grpo.errors import ConfigError, Problem
+
+Raw = str | Sequence[Mapping[str, Any]]
+
+
+def load_tokenizer(path: str) -> Any:
+    """The tokenizer of a Hugging Face checkpoint (directory or Hub name). Raises ConfigError where there is none."""
+    from transformers import AutoTokenizer  # a second of imports that `plan` must not pay
+
+    try:
+        return AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ConfigError([Problem(flags=("model",), message=f"model {path!r} has no tokenizer that can be loaded: {reason}")]) from error
+
+
+def encode_prompt(tokenizer: Any, raw: Raw, *, system: str | None = None, enable_thinking: bool | None = None) -> tuple[int, ...]:
+    """Token ids of one prompt, ready to be continued by the model.
+
+    raw: a string, or chat messages. `system` is put before messages that have no system message of their own; a string prompt has no
+    place for it. Messages that end with an assistant turn are left open, so that the model continues that turn (TRL's prefill).
+    """
+    if isinstance(raw, str):
+        return tuple(tokenizer(raw)["input_ids"])
+    messages = [dict(message) for message in raw]
+    if system is not None and messages[0]["role"] != "system":
+        messages.insert(0, {"role": "system", "content": system})
+    prefill = messages[-1]["role"] == "assistant"
+    options = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
+    encoded = tokenizer.apply_chat_template(
+        messages, tokenize=True, return_dict=True, add_generation_prompt=not prefill, continue_final_message=prefill, **options
+    )
+    return tuple(encoded["input_ids"])
+
+
+class PromptEncoder:
+    """`encode_prompt` with a run's settings filled in; what `PromptStream` calls. Left truncation happens here, where it is asked for."""
+
+    def __init__(self, tokenizer: Any, *, system: str | None = None, enable_thinking: bool | None = None, keep_last: int | None = None):
+        self.tokenizer, self.system, self.enable_thinking, self.keep_last = tokenizer, system, enable_thinking, keep_last
+
+    def __call__(self, raw: Raw) -> tuple[int, ...]:
+        token_ids = encode_prompt(self.tokenizer, raw, system=self.system, enable_thinking=self.enable_thinking)
+        return token_ids if self.keep_last is None else token_ids[-self.keep_last :]
+
+
+def as_completion(raw: Raw, text: str) -> str | list[dict[str, str]]:
+    """A completion in the shape that TRL's reward functions get: a string for a string prompt, one assistant message for a chat."""
+    return text if isinstance(raw, str) else [{"role": "assistant", "content": text}]

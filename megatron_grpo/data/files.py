@@ -1,0 +1,213 @@
+"""Owns reading a data set from disk or the Hub into rows: plain dicts, in file order, each with a place to name it by in an error.
+
+JSON is read with the standard library; parquet and the Hub need the extra `data`. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from megatron_grpo.errors import ConfigError, Problem
+
+SUFFIXES = (".jsonl", ".json", ".parquet")
+NAMED_ROWS = 5  # how many bad rows an error names; the rest are counted
+
+
+class Rows(Sequence[dict[str, Any]]):
+    """Rows of one or several files. `place(i)` says where row i stands, for errors: `data.jsonl line 7`, `part-1.parquet row 7`."""
+
+    def __init__(self, parts: Sequence[tuple[str, str, Sequence[dict[str, Any]], Sequence[int] | None]]):
+        # Each part: file name, "line" or "row", its rows, and the lines they stand on (None: numbered from 0).
+        self.parts = tuple(parts)
+        self.starts = [0]
+        for _, _, rows, _ in self.parts:
+            self.starts.append(self.starts[-1] + len(rows))
+
+    def __len__(self) -> int:
+        return self.starts[-1]
+
+    def _locate(self, index: int) -> tuple[int, int]:
+        if not 0 <= index < len(self):
+            raise IndexError(f"row {index} of {len(self)}")
+        part = next(p for p in range(len(self.parts)) if index < self.starts[p + 1])
+        return part, index - self.starts[part]
+
+    def __getitem__(self, index: int) -> dict[str, Any]:  # type: ignore[override]
+        part, offset = self._locate(index)
+        return self.parts[part][2][offset]
+
+    def place(self, index: int) -> str:
+        part, offset = self._locate(index)
+        name, word, _, lines = self.parts[part]
+        return f"{name} {word} {offset if lines is None else lines[offset]}"
+
+
+class _ParquetRows(Sequence[dict[str, Any]]):
+    """Rows of a table, made into Python objects one at a time: a table is several times smaller than its dicts."""
+
+    def __init__(self, table: Any):
+        self.table = table
+
+    def __len__(self) -> int:
+        return self.table.num_rows
+
+    def __getitem__(self, index: int) -> dict[str, Any]:  # type: ignore[override]
+        return self.table.slice(index, 1).to_pylist()[0]
+
+
+def read_rows(dataset: str, *, split: str = "train", flag: str = "dataset") -> Rows:
+    """All rows of `dataset`: a .jsonl, .json or .parquet file, a directory of them, or a Hub name (`name` or `name:subset`).
+
+    Raises ConfigError about `flag`: an unknown path, an unreadable file, every line that is not JSON, a data set without rows.
+    """
+    path = Path(dataset)
+    if not dataset:
+        raise _wrong(flag, f"{flag} is not given: a .jsonl, .json or .parquet file, a directory, or a Hugging Face Hub name.")
+    if path.is_dir() and (path / "state.json").is_file():
+        rows = _saved_by_datasets(path, flag)
+    elif path.exists():
+        rows = Rows([_read_file(file, name, flag) for file, name in _files(path, split, flag)])
+    elif path.suffix in SUFFIXES or dataset.startswith((".", "/", "~")):
+        raise _wrong(flag, _no_such_file(flag, path))
+    else:
+        rows = _from_hub(dataset, split, flag)
+    if not len(rows):
+        raise _wrong(flag, f"{flag} {dataset!r} has no rows.")
+    return rows
+
+
+def count_rows(dataset: str, *, split: str = "train", flag: str = "dataset") -> int | None:
+    """Rows of a local data set, without parsing them; None for a Hub name, whose size is not known without a download."""
+    path = Path(dataset)
+    if not path.exists():
+        if path.suffix in SUFFIXES or dataset.startswith((".", "/", "~")):
+            raise _wrong(flag, _no_such_file(flag, path))
+        return None
+    if path.is_dir() and (path / "state.json").is_file():
+        return len(_saved_by_datasets(path, flag))
+    total = 0
+    for file, _ in _files(path, split, flag):
+        if file.suffix == ".parquet":
+            total += _pyarrow(flag).ParquetFile(file).metadata.num_rows
+        elif _is_json_array(file):
+            total += len(_json_array(file, file.name, flag))
+        else:
+            with file.open("rb") as lines:
+                total += sum(1 for line in lines if line.strip())
+    return total
+
+
+def _wrong(flag: str, message: str) -> ConfigError:
+    return ConfigError([Problem(flags=(flag,), message=message)])
+
+
+def _no_such_file(flag: str, path: Path) -> str:
+    folder = path.parent
+    if not folder.is_dir():
+        return f"{flag} {str(path)!r} does not exist, nor does its directory."
+    beside = sorted(file.name for file in folder.iterdir() if file.suffix in SUFFIXES)[:8]
+    there = f"In its directory: {', '.join(beside)}." if beside else "Its directory has no data files."
+    return f"{flag} {str(path)!r} does not exist. {there}"
+
+
+def _files(path: Path, split: str, flag: str) -> list[tuple[Path, str]]:
+    """The data files of a path, each with the name it has in errors. In a directory with files named after the split, only those."""
+    if path.is_file():
+        if path.suffix not in SUFFIXES:
+            raise _wrong(flag, f"{flag} {str(path)!r} ends in {path.suffix or 'nothing'!r}. What can be read: {', '.join(SUFFIXES)}.")
+        return [(path, path.name)]
+    found = sorted(file for file in path.rglob("*") if file.suffix in SUFFIXES and file.is_file() and not file.name.startswith("."))
+    if not found:
+        raise _wrong(flag, f"{flag} {str(path)!r} is a directory without {', '.join(SUFFIXES)} files.")
+    of_split = [file for file in found if file.name.startswith(split) or split in file.relative_to(path).parts[:-1]]
+    return [(file, str(file.relative_to(path))) for file in of_split or found]
+
+
+def _read_file(file: Path, name: str, flag: str) -> tuple[str, str, Sequence[dict[str, Any]], Sequence[int] | None]:
+    if file.suffix == ".parquet":
+        parquet = _pyarrow(flag)
+        try:
+            return name, "row", _ParquetRows(parquet.read_table(file)), None
+        except (OSError, ValueError) as error:  # pyarrow's ArrowInvalid is a ValueError
+            raise _wrong(flag, f"{name} cannot be read as parquet: {str(error).splitlines()[0]}") from error
+    if _is_json_array(file):
+        return name, "row", _json_array(file, name, flag), None
+    rows, lines, bad = [], [], []
+    for number, text in _text_lines(file):
+        try:
+            row = json.loads(text)
+        except ValueError as error:  # JSONDecodeError, and UnicodeDecodeError for bytes that are no UTF-8
+            bad.append((number, f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)))
+            continue
+        if isinstance(row, dict):
+            rows.append(row)
+            lines.append(number)
+        else:
+            bad.append((number, f"a {type(row).__name__} where an object with named columns should be"))
+    if bad:
+        named = "; ".join(f"line {number}: {reason}" for number, reason in bad[:NAMED_ROWS])
+        raise _wrong(flag, f"{name} has {len(bad)} line(s) that are not JSON objects: {named}{'; ...' if len(bad) > NAMED_ROWS else ''}")
+    return name, "line", rows, lines
+
+
+def _text_lines(file: Path) -> Iterator[tuple[int, bytes]]:
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if line.strip():
+                yield number, line
+
+
+def _is_json_array(file: Path) -> bool:
+    """Whether a .json file holds one array. Many hold one object a line, whatever their name."""
+    if file.suffix != ".json":
+        return False
+    with file.open("rb") as content:
+        return content.read(4096).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"[")
+
+
+def _json_array(file: Path, name: str, flag: str) -> list[dict[str, Any]]:
+    try:
+        rows = json.loads(file.read_bytes())
+    except json.JSONDecodeError as error:
+        raise _wrong(flag, f"{name} line {error.lineno} column {error.colno} is not JSON: {error.msg}.") from error
+    except UnicodeDecodeError as error:
+        raise _wrong(flag, f"{name} is not UTF-8: {error}.") from error
+    bad = [index for index, row in enumerate(rows) if not isinstance(row, dict)]
+    if bad:
+        raise _wrong(flag, f"{name} has {len(bad)} entries that are not objects with named columns; the first is entry {bad[0]}.")
+    return rows
+
+
+def _pyarrow(flag: str) -> Any:
+    if find_spec("pyarrow") is None:
+        raise _wrong(flag, "Reading parquet needs the extra `data`: pip install 'megatron-grpo[data]'.")
+    from pyarrow import parquet
+
+    return parquet
+
+
+def _datasets(flag: str) -> Any:
+    if find_spec("datasets") is None:
+        raise _wrong(flag, "Reading from the Hugging Face Hub needs the extra `data`: pip install 'megatron-grpo[data]'.")
+    import datasets
+
+    return datasets
+
+
+def _saved_by_datasets(path: Path, flag: str) -> Rows:
+    return Rows([(path.name, "row", _datasets(flag).load_from_disk(str(path)), None)])
+
+
+def _from_hub(dataset: str, split: str, flag: str) -> Rows:
+    datasets = _datasets(flag)
+    name, _, subset = dataset.partition(":")
+    try:
+        loaded = datasets.load_dataset(name, subset or None, split=split)
+    except (OSError, ValueError, RuntimeError) as error:  # not found, offline, unknown split or subset: datasets has no one base for them
+        reason = str(error).strip().splitlines()[0]
+        raise _wrong(flag, f"{flag} {dataset!r} is no local path, and the Hub gave: {reason}") from error
+    return Rows([(dataset, "row", loaded, None)])

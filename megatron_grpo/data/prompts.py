@@ -1,0 +1,197 @@
+"""Owns the prompts of a run: checking every row before anything is loaded, and the seeded stream that hands them out and can be resumed.
+
+The order is a function of (seed, epoch) alone, so every rank and every layout derives the same one, and the whole state is one small dict.
+An epoch is a permutation without replacement; the next one continues where it ends, and no prompt is dropped or padded (docs/data.md).
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from megatron_grpo.config import DataConfig
+from megatron_grpo.data.chat import Raw
+from megatron_grpo.data.files import NAMED_ROWS, Rows, count_rows, read_rows
+from megatron_grpo.errors import ConfigError, Problem
+from megatron_grpo.types import Prompt
+
+__all__ = ["PromptRows", "PromptStream", "check_lengths", "count_rows", "load_rows"]
+
+_NOT_COLUMNS = frozenset({"prompt", "messages", "completion", "completions", "completion_ids", "trainer_state"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptRows:
+    """A data set whose rows are known to hold prompts. `keep` maps a prompt's row here to its row in the file."""
+
+    rows: Rows
+    keep: np.ndarray  # int64 [number of prompts]
+    longest_prompt: int | None  # tokens, after truncation; None before `check_lengths`
+
+    def __len__(self) -> int:
+        return len(self.keep)
+
+    def raw(self, index: int) -> Raw:
+        return raw_prompt(self.rows[int(self.keep[index])])
+
+    def columns(self, index: int) -> dict[str, Any]:
+        """Every column that is handed to the rewards."""
+        row = self.rows[int(self.keep[index])]
+        return {name: value for name, value in row.items() if name not in _NOT_COLUMNS}
+
+    def column_names(self) -> tuple[str, ...]:
+        """Columns of the first row: what rewards can count on."""
+        return tuple(self.columns(0))
+
+
+def load_rows(cfg: DataConfig, *, dataset: str | None = None, flag: str = "dataset") -> PromptRows:
+    """Reads the data set and checks that every row holds a prompt; no tokenizer needed.
+
+    `dataset` and `flag` stand in for cfg.dataset (the held-out set). Raises ConfigError with every kind of fault found, each counted, the
+    first rows named by file and line.
+    """
+    rows = read_rows(cfg.dataset if dataset is None else dataset, split=cfg.dataset_split, flag=flag)
+    faults: dict[str, list[int]] = {}
+    for index in range(len(rows)):
+        fault = _fault(rows[index])
+        if fault is not None:
+            faults.setdefault(fault, []).append(index)
+    if faults:
+        raise ConfigError([_problem(flag, rows, indices, fault) for fault, indices in faults.items()])
+    return PromptRows(rows=rows, keep=np.arange(len(rows)), longest_prompt=None)
+
+
+def raw_prompt(row: Mapping[str, Any]) -> Raw:
+    """`prompt`, or else `messages` without the answer they end with (a chat data set for supervised training can be used as it is)."""
+    if row.get("prompt") is not None:
+        return row["prompt"]
+    messages = row["messages"]
+    return messages[:-1] if messages[-1]["role"] == "assistant" else messages
+
+
+def check_lengths(prompts: PromptRows, encode: Callable[[Raw], Sequence[int]], cfg: DataConfig, *, flag: str = "dataset") -> PromptRows:
+    """Encodes every prompt once, and applies max_prompt_length and truncation_strategy. Returns the rows that remain.
+
+    Raises ConfigError for prompts that encode to nothing, and, with `raise`, for those that are too long.
+    """
+    limit = cfg.max_prompt_length
+    lengths = np.array([len(encode(prompts.raw(index))) for index in range(len(prompts))], dtype=np.int64)
+    empty = np.flatnonzero(lengths == 0)
+    too_long = np.flatnonzero(lengths > limit) if limit is not None else np.empty(0, dtype=np.int64)
+    problems = []
+    if len(empty):
+        problems.append(_problem(flag, prompts.rows, prompts.keep[empty], "have a prompt of no tokens"))
+    if len(too_long) and cfg.truncation_strategy == "raise":
+        longest = int(lengths.max())
+        message = f"have a prompt of more than max_prompt_length ({limit}) tokens; the longest has {longest}"
+        problem = _problem(flag, prompts.rows, prompts.keep[too_long], message)
+        advice = f" Use max_prompt_length {longest}, or truncation_strategy delete (leaves {len(prompts) - len(too_long)} rows) or left."
+        flags = ("max_prompt_length", "truncation_strategy", flag)
+        nearest = {"max_prompt_length": [longest], "truncation_strategy": ["delete", "left"]}
+        problems.append(Problem(flags=flags, message=problem.message + advice, nearest=nearest))
+    if problems:
+        raise ConfigError(problems)
+    if cfg.truncation_strategy == "delete" and len(too_long):
+        kept = np.flatnonzero(lengths <= limit)
+        if not len(kept):
+            message = f"truncation_strategy delete leaves nothing: all {len(lengths)} prompts are longer than max_prompt_length ({limit}); \
+the shortest has {int(lengths.min())} tokens."
+            nearest = {"max_prompt_length": [int(lengths.max())]}
+            raise ConfigError([Problem(flags=("max_prompt_length", flag), message=message, nearest=nearest)])
+        return PromptRows(rows=prompts.rows, keep=prompts.keep[kept], longest_prompt=int(lengths[kept].max()))
+    return PromptRows(rows=prompts.rows, keep=prompts.keep, longest_prompt=int(lengths.max()))
+
+
+def _fault(row: Mapping[str, Any]) -> str | None:
+    """What is wrong with a row, as the end of a sentence whose subject is the rows; None for a good one."""
+    prompt, messages = row.get("prompt"), row.get("messages")
+    if prompt is None and messages is None:
+        return f"have neither `prompt` nor `messages`; the first has the columns {', '.join(map(repr, row)) or '(none)'}"
+    if prompt is None and isinstance(messages, str):
+        return "have `messages` that are a string, where a list of {role, content} should be"
+    value = messages if prompt is None else prompt
+    name = "messages" if prompt is None else "prompt"
+    if isinstance(value, str):
+        return None if value else "have an empty `prompt`"
+    if not isinstance(value, Sequence):
+        return f"have a `{name}` of type {type(value).__name__}, where a string or a list of chat messages should be"
+    if not value or (prompt is None and len(value) == 1 and isinstance(value[0], Mapping) and value[0].get("role") == "assistant"):
+        return f"have `{name}` with nothing to answer"
+    for message in value:
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str) or "content" not in message:
+            return f"have a message in `{name}` without `role` or `content`"
+    return None
+
+
+def _problem(flag: str, rows: Rows, indices: Sequence[int], fault: str) -> Problem:
+    named = ", ".join(rows.place(int(index)) for index in indices[:NAMED_ROWS]) + (", ..." if len(indices) > NAMED_ROWS else "")
+    return Problem(flags=(flag,), message=f"{len(indices)} of {len(rows)} rows {fault}: {named}.")
+
+
+class PromptStream:
+    """Hands out prompts in a seeded order, without end. `number` counts them over the whole run; row and epoch follow from it."""
+
+    def __init__(self, rows: PromptRows, encode: Callable[[Raw], Sequence[int]], *, seed: int, shuffle: bool = True):
+        self.rows, self.encode, self.seed, self.shuffle = rows, encode, seed, shuffle
+        self.taken = 0
+        self._order: tuple[int, np.ndarray] = (-1, np.empty(0, dtype=np.int64))
+
+    def __len__(self) -> int:
+        """Prompts of one epoch."""
+        return len(self.rows)
+
+    def take(self, count: int) -> list[Prompt]:
+        """The next `count` prompts, going on into the next epoch where this one ends."""
+        prompts = [self._prompt(number) for number in range(self.taken, self.taken + count)]
+        self.taken += count
+        return prompts
+
+    def state(self) -> dict[str, Any]:
+        """All there is to know for going on from here, as JSON."""
+        return {"taken": self.taken, "seed": self.seed, "shuffle": self.shuffle, "num_rows": len(self), "fingerprint": self._fingerprint()}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Goes on from a saved state. Raises ConfigError where seed, order or data set are not those it was saved with."""
+        now = self.state()
+        problems = []
+        for name, flag, value in (("seed", "seed", "{}"), ("shuffle", "dataset_shuffle", "{}"), ("num_rows", "dataset", "{} rows")):
+            if state[name] != now[name]:
+                was, found = value.format(state[name]), value.format(now[name])
+                message = f"The checkpoint was made with {flag} {was}, and this run has {found}: its prompts would not be the ones that \
+the interrupted run had left. Use {was}, or start afresh in another output_dir."
+                problems.append(Problem(flags=(flag,), message=message))
+        if not problems and state["fingerprint"] != now["fingerprint"]:
+            message = f"The data set has as many rows as at the checkpoint ({len(self)}), but other ones. Restore it, or start afresh in \
+another output_dir."
+            problems.append(Problem(flags=("dataset",), message=message))
+        if problems:
+            raise ConfigError(problems)
+        self.taken = int(state["taken"])
+
+    def _prompt(self, number: int) -> Prompt:
+        epoch, place = divmod(number, len(self))
+        if self._order[0] != epoch:
+            self._order = (epoch, permutation(len(self), self.seed, epoch) if self.shuffle else np.arange(len(self)))
+        index = int(self._order[1][place])
+        raw = self.rows.raw(index)
+        token_ids = tuple(self.encode(raw))
+        return Prompt(number=number, row=int(self.rows.keep[index]), raw=raw, token_ids=token_ids, columns=self.rows.columns(index))
+
+    def _fingerprint(self) -> int:
+        """A checksum of up to 16 prompts, spread evenly: enough to notice another file under the same name."""
+        picked = sorted({round(i * (len(self) - 1) / 15) for i in range(16)})
+        return zlib.crc32(json.dumps([self.rows.raw(index) for index in picked], default=str).encode())
+
+
+def permutation(size: int, seed: int, epoch: int) -> np.ndarray:
+    """A permutation of range(size), int64, that depends on (seed, epoch) alone.
+
+    It sorts the raw stream of a counter-based generator: numpy promises that stream for ever, and does not promise `Generator.permutation`.
+    """
+    keys = np.random.Philox(key=[seed % 2**64, epoch]).random_raw(size)
+    return np.argsort(keys, kind="stable")

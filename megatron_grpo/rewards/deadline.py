@@ -1,0 +1,127 @@
+"""Owns calling somebody else's function with a deadline: in the main thread, in another thread, or on an event loop.
+
+A Python thread cannot be killed, so a synchronous function runs in the main thread and is interrupted there by a signal of its own. That
+stops Python code and waiting system calls. Code that never comes back to the interpreter (a huge power, a lock held in C) cannot be
+interrupted at all; after a grace period the process ends, with the traceback that shows where it is stuck.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import faulthandler
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
+from typing import Any
+
+# Not SIGALRM: math-verify and others set and clear that one themselves, which would clear the deadline.
+SIGNAL = signal.SIGRTMIN + 11
+GRACE = 15.0  # seconds after a deadline in which a function can be interrupted; then the process ends
+_REPEAT = 0.5  # seconds between signals to a function that swallowed the first one
+
+
+class OutOfTime(Exception):
+    """The function did not come back before its deadline."""
+
+
+class _Stop(BaseException):
+    """Raised inside a function that is out of time. No Exception, so that `except Exception` in its loop does not swallow it."""
+
+
+def call_before(seconds: float, function: Callable[[], Any]) -> Any:
+    """`function()`, or OutOfTime after `seconds`. Exceptions of the function pass through."""
+    if threading.current_thread() is threading.main_thread():
+        return _call_in_main_thread(seconds, function)
+    return _call_in_own_thread(seconds, function)
+
+
+def _call_in_main_thread(seconds: float, function: Callable[[], Any]) -> Any:
+    armed = threading.Event()
+    finished = threading.Event()
+    main = threading.main_thread().ident
+
+    def interrupt(signum: int, frame: Any) -> None:
+        if armed.is_set():
+            raise _Stop
+
+    def watch() -> None:
+        if finished.wait(seconds):
+            return
+        while not finished.wait(_REPEAT):
+            signal.pthread_kill(main, SIGNAL)
+
+    before = signal.signal(SIGNAL, interrupt)
+    watcher = threading.Thread(target=watch, name="reward-deadline", daemon=True)
+    # It runs in a thread of C and needs no interpreter lock: the one thing that still works when the function holds that lock.
+    faulthandler.dump_traceback_later(seconds + GRACE, exit=True, file=sys.__stderr__)
+    try:
+        armed.set()
+        watcher.start()
+        try:
+            return function()
+        finally:
+            armed.clear()
+    except _Stop:
+        raise OutOfTime from None
+    finally:
+        armed.clear()
+        finished.set()
+        faulthandler.cancel_dump_traceback_later()
+        watcher.join()
+        signal.signal(SIGNAL, before)
+
+
+def _call_in_own_thread(seconds: float, function: Callable[[], Any]) -> Any:
+    """Away from the main thread nothing can be interrupted: a late function is left behind in a thread that ends with the process."""
+    future: Future[Any] = Future()
+    threading.Thread(target=_fulfil, args=(future, function), name="reward", daemon=True).start()
+    try:
+        return future.result(seconds)
+    except TimeoutError:
+        if future.done():  # the function's own TimeoutError
+            raise
+        raise OutOfTime from None
+
+
+def _fulfil(future: Future[Any], function: Callable[[], Any]) -> None:
+    try:
+        future.set_result(function())
+    except BaseException as error:  # noqa: BLE001 - handed to the waiting thread, which raises it
+        future.set_exception(error)
+
+
+class EventLoop:
+    """An event loop in a thread of its own, kept between batches so that a function may keep its HTTP session."""
+
+    def __init__(self) -> None:
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def start(self, coroutine: Coroutine[Any, Any, Any], seconds: float) -> Callable[[], Any]:
+        """Starts `coroutine` at once; the returned callable waits for its result, and raises OutOfTime `seconds` after the start."""
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+            threading.Thread(target=self._loop.run_forever, name="reward-loop", daemon=True).start()
+        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        deadline = time.monotonic() + seconds
+
+        def wait() -> Any:
+            try:
+                return future.result(max(0.0, deadline - time.monotonic()))
+            except TimeoutError:
+                if future.done():
+                    raise
+                future.cancel()
+                self._replace_if_blocked()
+                raise OutOfTime from None
+
+        return wait
+
+    def _replace_if_blocked(self) -> None:
+        """A coroutine that blocks (`time.sleep` instead of `asyncio.sleep`) takes the loop with it: the next batch gets a new one."""
+        alive = threading.Event()
+        self._loop.call_soon_threadsafe(alive.set)
+        if not alive.wait(1.0):
+            self._loop = None

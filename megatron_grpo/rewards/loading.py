@@ -1,0 +1,167 @@
+"""Owns turning `--reward_funcs` into functions: built-in names, `path/to/file.py:function`, `package.module:function`."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.util
+import inspect
+import sys
+import zlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_grpo.config import Config
+from megatron_grpo.errors import ConfigError, Problem
+from megatron_grpo.rewards.protocol import RewardFunction
+
+# Name -> module with a `build(config) -> function`. A function's attribute `needs` lists the columns it cannot do without, as alternatives.
+BUILT_IN = {
+    "math": "math",
+    "accuracy": "accuracy",
+    "format": "format",
+    "length": "length",
+    "soft_overlong": "length",
+    "cosine": "cosine",
+    "repetition": "repetition",
+    "code": "code",
+    "reward_model": "reward_model",
+    "llm_judge": "llm_judge",
+}
+_MARGIN = 15.0  # seconds after which a built-in that keeps its own deadline is stopped all the same
+
+
+def load_rewards(config: Config) -> list[RewardFunction]:
+    """The reward functions of a run, in the order of `--reward_funcs`. Raises ConfigError with all that is wrong with any of them."""
+    specs, weights = config.rewards.reward_funcs, config.rewards.reward_weights
+    problems: list[Problem] = []
+    if not specs:
+        problems.append(_problem(f"reward_funcs is empty. Built in are {', '.join(BUILT_IN)}; your own is path/to/file.py:function."))
+    if weights and len(weights) != len(specs):
+        message = f"reward_weights has {len(weights)} values for {len(specs)} reward functions."
+        problems.append(Problem(flags=("reward_weights", "reward_funcs"), message=message))
+    twice = sorted({spec for spec in specs if specs.count(spec) > 1})
+    if twice:
+        problems.append(_problem(f"reward_funcs names {', '.join(twice)} more than once. A larger weight in reward_weights does the same."))
+    loaded: list[RewardFunction] = []
+    for spec, name in zip(specs, _names(specs)):
+        try:
+            loaded.append(_load(spec, name, config))
+        except ConfigError as error:
+            problems += error.problems
+    if problems:
+        close_rewards(loaded)
+        raise ConfigError(problems)
+    return loaded
+
+
+def close_rewards(functions: Sequence[RewardFunction]) -> None:
+    """Ends the processes that reward functions keep."""
+    for function in functions:
+        function.close()
+
+
+def check_columns(functions: Sequence[RewardFunction], columns: Sequence[str], *, flag: str = "dataset") -> None:
+    """Raises ConfigError for functions that need a column which the data set lacks."""
+    problems = []
+    for function in functions:
+        missing = function.missing_columns(columns)
+        if missing:
+            has = f"has {', '.join(f'`{column}`' for column in columns)}" if columns else "has none besides the prompt"
+            message = f"Reward `{function.name}` needs the column {', '.join(missing)}; the data set {has}."
+            problems.append(Problem(flags=("reward_funcs", flag), message=message))
+    if problems:
+        raise ConfigError(problems)
+
+
+def _problem(message: str, nearest: Sequence[str] = ()) -> Problem:
+    return Problem(flags=("reward_funcs",), message=message, nearest={"reward_funcs": list(nearest)} if nearest else {})
+
+
+def _fail(message: str, nearest: Sequence[str] = ()) -> ConfigError:
+    return ConfigError([_problem(message, nearest)])
+
+
+def _names(specs: Sequence[str]) -> list[str]:
+    """A name for the metrics: the function's own, and with its file or module where two would be the same."""
+    short = [spec.rpartition(":")[2] for spec in specs]
+    places = [Path(spec.rpartition(":")[0]).stem or "built_in" for spec in specs]
+    return [name if short.count(name) == 1 else f"{place}.{name}" for name, place in zip(short, places)]
+
+
+def _load(spec: str, name: str, config: Config) -> RewardFunction:
+    settings = config.rewards
+    if spec in BUILT_IN:
+        module = importlib.import_module(f"megatron_grpo.rewards.{BUILT_IN[spec]}")
+        build = getattr(module, f"build_{spec}")
+        timeout = settings.reward_timeout + _MARGIN
+        return RewardFunction(name=name, function=build(config), timeout=timeout, on_error=settings.reward_on_error, keeps_deadline=True)
+    where, colon, attribute = spec.rpartition(":")
+    if not colon:
+        nearest = difflib.get_close_matches(spec, BUILT_IN, n=1)
+        guess = f" Did you mean {nearest[0]}?" if nearest else ""
+        if spec.endswith(".py"):
+            guess = f" For a function of that file: {spec}:function."
+        raise _fail(f"There is no built-in reward {spec!r}.{guess} Built in are {', '.join(BUILT_IN)}.", nearest)
+    module = _module_of_file(Path(where)) if where.endswith(".py") else _module_of_package(where)
+    function = getattr(module, attribute, None)
+    if function is None or not callable(function):
+        raise _fail(_no_such_function(where, module, attribute))
+    if inspect.isclass(function):
+        function = _instance(function, spec)
+    return RewardFunction(name=name, function=function, timeout=settings.reward_timeout, on_error=settings.reward_on_error)
+
+
+def _instance(cls: type, spec: str) -> Callable[..., Any]:
+    """A class with `__call__`, as Megatron-SWIFT's plugins are, stands for its instance."""
+    if not any("__call__" in vars(base) for base in cls.__mro__):  # every class is callable itself: that makes an instance
+        raise _fail(f"{spec} is a class without `__call__`.")
+    try:
+        return cls()
+    except TypeError as error:
+        raise _fail(f"{spec} is a class that cannot be made without arguments: {error}.") from error
+
+
+def _module_of_file(path: Path) -> Any:
+    path = path.expanduser()
+    if not path.is_file():
+        raise _fail(f"There is no file {str(path)!r} (looked in {Path.cwd()}).")
+    path = path.resolve()
+    # One module per file, whoever asks for it; and files next to it can be imported, behind everything that is installed.
+    name = f"megatron_grpo_reward_{path.stem}_{zlib.crc32(str(path).encode()):08x}"
+    if name in sys.modules:
+        return sys.modules[name]
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # before it runs, so that dataclasses and pickles in it find their module
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:  # noqa: BLE001 - the user's file, at the edge: whatever it raises is about that file
+        del sys.modules[name]
+        raise _fail(f"{path} cannot be loaded: {type(error).__name__}: {error}.") from error
+    return module
+
+
+def _module_of_package(name: str) -> Any:
+    if "" not in sys.path and str(Path.cwd()) not in sys.path:
+        sys.path.append(str(Path.cwd()))  # as `python -m` would have it; the console command does not
+    try:
+        return importlib.import_module(name)
+    except Exception as error:  # noqa: BLE001 - the user's module, at the edge
+        raise _fail(f"module {name!r} cannot be imported: {type(error).__name__}: {error}.") from error
+
+
+def _no_such_function(where: str, module: Any, attribute: str) -> str:
+    own = [
+        name
+        for name, value in vars(module).items()
+        if callable(value) and not name.startswith("_") and getattr(value, "__module__", None) == module.__name__
+    ]
+    if not own:
+        return f"{where} has no function {attribute!r}; it has no functions at all."
+    nearest = difflib.get_close_matches(attribute, own, n=1)
+    guess = f"Did you mean {nearest[0]}? " if nearest else ""
+    return f"{where} has no function {attribute!r}. {guess}It has {', '.join(own)}."

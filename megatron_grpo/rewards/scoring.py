@@ -1,0 +1,149 @@
+"""Owns scoring one batch with all reward functions: calling them, finding the row that a failing one fails on, and the policy for failures.
+
+A function that raises, runs out of time or returns the wrong count has failed on its whole batch. It is then called again on halves of the
+batch, so that the error can name the row, and, with `--reward_on_error none`, so that only that row goes without a score.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import traceback
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron_grpo.errors import Interrupted
+from megatron_grpo.rewards import deadline
+from megatron_grpo.rewards.protocol import RewardBatch, RewardError, RewardFunction, RowFailure, Score, as_scores, text_of
+
+_LOOP = deadline.EventLoop()
+_SHORTEST_CALL = 1.0  # seconds that even a call on one row is given (a tenth of the timeout, where that is less)
+_SEARCH_BUDGET = 3.0  # the search for failing rows may take this many times the timeout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Notice:
+    """A failure that became None: said once per function and kind."""
+
+    function: str
+    kind: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scores:
+    """rows: [completions][functions]."""
+
+    rows: tuple[tuple[Score, ...], ...]
+    notices: tuple[Notice, ...]
+
+
+def score(functions: Sequence[RewardFunction], batch: RewardBatch) -> Scores:
+    """Scores of every completion by every function. The asynchronous ones all run at the same time, while the others take their turns.
+
+    Raises RewardError, about all functions that failed, where one that failed is not to be treated as None.
+    """
+    if not len(batch):
+        return Scores(rows=(), notices=())
+    waiting = {place: _start(function, batch) for place, function in enumerate(functions) if function.is_async}
+    outcomes = {place: _call(function, batch, function.timeout) for place, function in enumerate(functions) if place not in waiting}
+    outcomes |= {place: wait() for place, wait in waiting.items()}
+    columns, errors, notices = [], [], []
+    for place, function in enumerate(functions):
+        outcome = outcomes[place]
+        rows = _search(function, batch, outcome) if isinstance(outcome, RowFailure) else outcome
+        failures = [(row, value) for row, value in enumerate(rows) if isinstance(value, RowFailure)]
+        if failures and function.on_error == "raise":
+            errors.append(_sentence(function, batch, failures))
+        else:
+            for kind in dict.fromkeys(value.kind for _, value in failures):
+                alike = [failure for failure in failures if failure[1].kind == kind]
+                notices.append(Notice(function=function.name, kind=kind, message=_sentence(function, batch, alike) + " Counted as None."))
+        columns.append([None if isinstance(value, RowFailure) else value for value in rows])
+    if errors:
+        raise RewardError("\n".join(errors))
+    return Scores(rows=tuple(zip(*columns)), notices=tuple(notices))
+
+
+def _call(function: RewardFunction, batch: RewardBatch, seconds: float) -> list[Score | RowFailure] | RowFailure:
+    """One call of a function on a batch: its scores, or the failure of the whole call."""
+    if function.is_async:
+        return _start(function, batch, seconds)()
+    return _outcome(function, batch, seconds, lambda: deadline.call_before(seconds, lambda: function.function(**function.arguments(batch))))
+
+
+def _start(function: RewardFunction, batch: RewardBatch, seconds: float | None = None):
+    """Starts an asynchronous function; the returned callable waits for what `_call` would return."""
+    limit = function.timeout if seconds is None else seconds
+
+    async def call():
+        return await function.function(**function.arguments(batch))
+
+    wait = _LOOP.start(call(), limit)
+    return lambda: _outcome(function, batch, limit, wait)
+
+
+def _outcome(function: RewardFunction, batch: RewardBatch, seconds: float, call) -> list[Score | RowFailure] | RowFailure:
+    try:
+        return as_scores(call(), len(batch))
+    except deadline.OutOfTime:
+        return RowFailure(kind="timeout", reason=f"did not answer within {seconds:g} s")
+    except (Interrupted, RewardError):
+        raise
+    except Exception as error:  # noqa: BLE001 - the sandbox: whatever the user's function raises is reported about that function
+        return RowFailure(kind=type(error).__name__, reason=f"raised {type(error).__name__}: {error}{_where(error)}")
+
+
+def _where(error: Exception) -> str:
+    """The place in the user's code, innermost first frame that is not ours."""
+    own = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(own)]
+    return f" ({os.path.basename(frames[-1].filename)} line {frames[-1].lineno}, in {frames[-1].name})" if frames else ""
+
+
+def _search(function: RewardFunction, batch: RewardBatch, failure: RowFailure) -> list[Score | RowFailure]:
+    """Scores row by row after the whole call failed, found by halving. With `raise` it stops at the first it finds.
+
+    A part gets its share of the timeout; rows not reached within the budget keep the failure of the whole call. Where no
+    half fails by itself, `none` takes their scores, and `raise` reports the failure of the whole, which is then not one of a row.
+    """
+    everywhere: list[Score | RowFailure] = [failure] * len(batch)
+    if function.keeps_deadline or len(batch) == 1:
+        return everywhere
+    ends = time.monotonic() + _SEARCH_BUDGET * function.timeout
+    found = list(everywhere)
+    # First in, first out: large ranges get their scores before the search goes deep, should time run out.
+    ranges = deque([(0, len(batch) // 2), (len(batch) // 2, len(batch))])
+    while ranges and time.monotonic() < ends:
+        first, end = ranges.popleft()
+        share = max(min(_SHORTEST_CALL, function.timeout / 10), function.timeout * (end - first) / len(batch))
+        outcome = _call(function, batch.part(first, end), share)
+        if not isinstance(outcome, RowFailure):
+            found[first:end] = outcome
+        elif end - first > 1:
+            middle = (first + end) // 2
+            ranges += [(first, middle), (middle, end)]
+        else:
+            if outcome.kind == failure.kind == "timeout":
+                outcome = RowFailure(kind="timeout", reason=f"{failure.reason}, nor within {share:g} s when called for one row alone,")
+            found[first] = outcome
+            if function.on_error == "raise":
+                return [outcome if row == first else None for row in range(len(batch))]  # this row is enough to say what is wrong
+    if function.on_error == "raise" and not any(isinstance(value, RowFailure) for value in found):
+        return everywhere
+    return found
+
+
+def _sentence(function: RewardFunction, batch: RewardBatch, failures: Sequence[tuple[int, RowFailure]]) -> str:
+    row, failure = failures[0]
+    subject = f"Reward `{function.name}` {failure.reason}"
+    if len(batch) > 1 and len(failures) == len(batch) and all(value == failure for _, value in failures):
+        return f"{subject}, on all {len(batch)} rows; the first is {_row(batch, row)}."
+    more = f" It failed on {len(failures)} of {len(batch)} rows." if len(failures) > 1 else ""
+    return f"{subject} on {_row(batch, row)}.{more}"
+
+
+def _row(batch: RewardBatch, row: int, width: int = 120) -> str:
+    text = text_of(batch.completions[row])
+    return f"{batch.labels[row]}, completion {text if len(text) <= width else text[:width] + '...'!r}"
