@@ -26,6 +26,7 @@ class ModelConfig:
 
     model: str = setting("", "Hugging Face checkpoint: a directory, or a Hub name", aliases=["model_name_or_path", "load"])
     torch_dtype: str = setting("bfloat16", "training dtype", choices=["float32", "bfloat16"], aliases=["dtype"])
+    bf16: bool | None = setting(None, "another way to say torch_dtype: true is bfloat16, false is float32")
     transformer_impl: str = setting("auto", "layer spec; auto takes Transformer Engine where it is present",
                                     choices=["auto", "local", "transformer_engine"])
     padded_vocab_multiple: int = setting(128, "the vocabulary is padded to a multiple of this times TP", unit="rows",
@@ -246,7 +247,11 @@ class PlanConfig:
     plan_rollouts: int = setting(2, "rollouts the timetable shows", unit="rollouts")
     num_prompts: int | None = setting(None, "size of the data set, when it is not at hand", unit="prompts")
     gpu_memory_gb: float | None = setting(None, "memory of one GPU, to hold the estimate against", unit="GB")
-    lengths: str | None = setting(None, "file with a prompt and a completion length a line")
+    lengths: str | None = setting(None, "file with a prompt and a completion length a line", unit="tokens")
+    json: bool = setting(False, "print one JSON object instead of tables and a figure")
+    png: str | None = setting(None, "also draw the timetable into this file (needs the extra `plot`)")
+    dialect: str | None = setting(None, "read the batch sizes in another system's vocabulary (docs/batching.md); for `train` too",
+                                  choices=["trl", "skyrl", "skyrl-doc", "swift-megatron", "cs336"])
 
 
 @dataclass(kw_only=True)
@@ -266,7 +271,11 @@ class Config:
     plan: PlanConfig = field(default_factory=PlanConfig)
     # Where each value came from ("default", "run.yaml", "command line", "launcher", "derived from ..."), by setting name.
     sources: Mapping[str, str] = field(default_factory=dict)
+    # The name that the user typed for a setting (an alias, perhaps): error messages speak in the user's words.
+    typed: Mapping[str, str] = field(default_factory=dict)
+    # The batch sizes as typed in another system's vocabulary; empty without --dialect.
+    foreign: Mapping[str, int] = field(default_factory=dict)
 
     def groups(self) -> dict[str, Any]:
         """The groups by section name, in the order of --help."""
-        return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "sources"}
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("sources", "typed", "foreign")}
