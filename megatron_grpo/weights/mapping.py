@@ -7,7 +7,7 @@ caller's business: names here carry *global* layer and expert numbers (`with_glo
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -86,6 +86,21 @@ class WeightMap:
                     for what, some in (("lacks", missing), (f"is not a plain {self.shape.architecture}, it also has", unused)) if some]
         if problems:
             raise ConfigError(problems)
+
+    def buffer_names(self) -> frozenset[str]:
+        """The members of `megatron_names` that are buffers: named_parameters() does not list them."""
+        templates = {template for entries in self.layers.values() for template, entry in entries.items() if entry.is_buffer}
+        return frozenset(f"decoder.layers.{layer}.{template}" for layer in range(self.shape.num_layers) for template in templates
+                         if template in self.layers[self.shape.is_moe_layer(layer)])
+
+    def check_held(self, names: Iterable[str]) -> None:
+        """ValueError unless all ranks together hold every parameter of the model: one that no module owns would be lost without a word.
+
+        names: global names of what is held, over all ranks.
+        """
+        lost = sorted(set(self.megatron_names()) - set(names) - {name for name, entry in self.outer.items() if entry.is_copy})
+        if lost:
+            raise ValueError(f"{self.shape.architecture} needs {len(lost)} parameters that no Megatron module holds: {', '.join(lost[:5])}")
 
     def kind(self, name: str) -> Kind:
         entry, _, _ = self._locate(name)
