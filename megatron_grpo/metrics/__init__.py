@@ -1,0 +1,159 @@
+"""What a run tells: metrics.jsonl, evaluations.jsonl, completions, plots, the live line, and the services of `--report_to`.
+
+Only rank 0 tells anything; on the others every method returns at once. docs/metrics.md is the page for users.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from megatron_grpo.errors import ConfigError
+from megatron_grpo.metrics import plots
+from megatron_grpo.metrics.clock import Clock
+from megatron_grpo.metrics.display import Display
+from megatron_grpo.metrics.records import Records, plain
+from megatron_grpo.metrics.reporters import REPORTERS, Reporter, report_to_problems
+from megatron_grpo.metrics.rollout import Completions, rollout_stats
+from megatron_grpo.types import Progress
+
+__all__ = ["Clock", "Completions", "Metrics", "report_to_problems", "rollout_stats"]
+
+TRAINING_ROWS = {"reward": "reward while training", "completions/mean_length": "tokens per completion"}
+
+
+class Metrics:
+    """Records of a run. Construct it before any model loads (it raises ConfigError for a service that is not installed), `start` it
+    after restoring.
+
+    total_steps: optimizer steps of the whole run. plot_steps: optimizer steps between two refreshes of plots/, 0 for only at the end.
+    config: the resolved settings, flat, for the services. console: for tests.
+    """
+
+    def __init__(self, output_dir: str | Path, *, report_to: Sequence[str] = ("none",), rank: int = 0, total_steps: int | None = None,
+                 plot_steps: int = 0, config: Mapping[str, Any] | None = None, console: Console | None = None):
+        problems = report_to_problems(report_to)
+        if problems:
+            raise ConfigError(problems)
+        self.output_dir = Path(output_dir)
+        self.tells = rank == 0
+        self.total_steps, self.plot_steps, self.config = total_steps, plot_steps, dict(config or {})
+        self._services = [name for name in report_to if name != "none"]
+        self._reporters: list[Reporter] = []
+        self._display = Display(console)
+        self._steps, self._evaluations = Records(self.output_dir / "metrics.jsonl"), Records(self.output_dir / "evaluations.jsonl")
+        self._history: dict[str, list[tuple[int, float]]] = {}
+        self._evaluated: list[dict[str, Any]] = []
+        self._started = False
+        self._num_tokens = 0
+        self._last_log = 0.0
+
+    def start(self, progress: Progress) -> None:
+        """Begins after `progress.step` optimizer steps: what the files say beyond it, a run that was given up, is dropped."""
+        if not self.tells or self._started:
+            return
+        self._started = True
+        for record in self._steps.keep_until(progress.step):
+            self._remember(record["step"], record)
+        for record in self._evaluations.keep_until(progress.step):
+            self._remember_evaluation(record)
+        self._reporters = [REPORTERS[name](self.output_dir, self.config, progress.step + 1) for name in self._services]
+        self._num_tokens, self._last_log = progress.num_tokens, time.monotonic()
+        self._display.start(progress.step)
+
+    def log(self, progress: Progress, stats: Mapping[str, float]) -> None:
+        """One optimizer step: one line of metrics.jsonl. Adds step, num_tokens; time/step and tokens_per_second where they are missing."""
+        if not self.tells:
+            return
+        if not self._started:
+            self.start(Progress(step=progress.step - 1, num_tokens=0))
+        now = time.monotonic()
+        record = {"step": progress.step, "num_tokens": progress.num_tokens, **stats}
+        seconds = record.setdefault("time/step", now - self._last_log)
+        if progress.num_tokens > self._num_tokens and seconds > 0:
+            record.setdefault("tokens_per_second", (progress.num_tokens - self._num_tokens) / seconds)
+        self._num_tokens, self._last_log = progress.num_tokens, now
+        self._steps.append(record)
+        self._remember(progress.step, record)
+        self._report(progress.step, record)
+        if plain(record.get("reward")) is not None:  # not every optimizer step has a rollout of its own
+            self._display.show(reward=plain(record["reward"]))
+        self._display.step(progress.step, self.total_steps, seconds=seconds)
+        if self.plot_steps and progress.step % self.plot_steps == 0:
+            self.refresh_plots()
+
+    def log_evaluation(self, progress: Progress, results: Mapping[str, float]) -> None:
+        """One evaluation: one line of evaluations.jsonl. The first of `results` is the score: it is shown, plotted and compared."""
+        if not self.tells:
+            return
+        if not self._started:
+            self.start(progress)
+        record = {"step": progress.step, **results}
+        again = [old for old in self._evaluated if old["step"] == progress.step]
+        if again:  # a run resumed where it had just evaluated
+            self._evaluations.keep_until(progress.step - 1)
+            self._evaluated = [old for old in self._evaluated if old["step"] < progress.step]
+            self._history["eval"] = [point for point in self._history.get("eval", []) if point[0] < progress.step]
+        self._evaluations.append(record)
+        self._remember_evaluation({name: plain(value) for name, value in record.items()})
+        self._report(progress.step, {f"eval/{name}": value for name, value in results.items()})
+        told = "  ".join(f"{name} {value:.4g}" for name, value in results.items())
+        self._display.say(f"evaluation at step {progress.step}:  {told}")
+
+    def refresh_plots(self) -> list[Path]:
+        """Draws plots/*.png from everything logged so far."""
+        return plots.refresh(self.output_dir, self._history) if self.tells else []
+
+    def say(self, text: str) -> None:
+        """A line above the live one."""
+        if self.tells:
+            self._display.say(text)
+
+    def close(self) -> None:
+        """The end of the run, good or bad: last plots, the before/after table where there is something to compare."""
+        if not self.tells or not self._started:
+            return
+        self._started = False
+        self._display.stop()
+        self.refresh_plots()
+        self._compare()
+        for reporter in self._reporters:
+            reporter.close()
+
+    def _compare(self) -> None:
+        if len(self._evaluated) > 1:
+            before, after = self._evaluated[0], self._evaluated[-1]
+            rows = [(name, before[name], after[name]) for name in before
+                    if name != "step" and isinstance(before[name], (int, float)) and isinstance(after.get(name), (int, float))]
+            self._display.compare("Held-out prompts", (f"step {before['step']}", f"step {after['step']}"), rows)
+        rows = []
+        for name, label in TRAINING_ROWS.items():
+            values = [value for _, value in self._history.get(name, [])]
+            if len(values) >= 2:
+                few = max(1, min(10, len(values) // 2))
+                rows.append((label, sum(values[:few]) / few, sum(values[-few:]) / few))
+        if rows:
+            self._display.compare("Training", ("first rollouts", "last rollouts"), rows)
+
+    def _report(self, step: int, record: Mapping[str, Any]) -> None:
+        values = {name: plain(value) for name, value in record.items() if name != "step"}
+        finite = {name: value for name, value in values.items() if isinstance(value, (int, float))}
+        for reporter in self._reporters:
+            reporter.log(step, finite)
+
+    def _remember(self, step: int, record: Mapping[str, Any]) -> None:
+        for name in plots.PLOTTED & record.keys():
+            value = plain(record[name])
+            if value is not None:
+                self._history.setdefault(name, []).append((step, value))
+
+    def _remember_evaluation(self, record: Mapping[str, Any]) -> None:
+        self._evaluated.append(dict(record))
+        names = [name for name in record if name != "step"]
+        if names and record[names[0]] is not None:
+            self._history.setdefault("eval", []).append((record["step"], record[names[0]]))
+            self._display.show(**{names[0]: record[names[0]]})

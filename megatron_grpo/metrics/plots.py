@@ -1,0 +1,114 @@
+"""`plots/*.png`: the few curves that say whether a run is healthy, drawn from what metrics.jsonl holds."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+History = Mapping[str, Sequence[tuple[int, float]]]  # metric name -> (step, value), ascending
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plot:
+    """One picture. `curves` maps metric -> label; `stacked` ones are drawn as areas on top of each other. Without data it is not drawn."""
+
+    file: str
+    title: str
+    unit: str
+    curves: Mapping[str, str]
+    stacked: bool = False
+
+
+PLOTS = (
+    Plot(file="reward", title="Reward", unit="reward", curves={"reward": "training (mean of a rollout)", "eval": "held out"}),
+    Plot(file="length", title="Length of completions", unit="tokens",
+         curves={"completions/mean_length": "mean", "completions/max_length": "longest"}),
+    Plot(file="kl", title="KL divergence", unit="nats per token",
+         curves={"kl": "policy from reference", "sampling/kl_k3": "sampler from trainer"}),
+    Plot(file="entropy", title="Entropy of the policy", unit="nats per token", curves={"entropy": "entropy"}),
+    Plot(file="step_time", title="Time of an optimizer step", unit="seconds", stacked=True,
+         curves={f"time/{name}": name.replace("_", " ") for name in
+                 ("rollout", "reward", "old_logprobs", "ref_logprobs", "train", "weight_sync")} | {"time/step": "whole step"}),
+)
+PLOTTED = frozenset(name for plot in PLOTS for name in plot.curves)
+COLOURS = ("#2563a8", "#d1622b", "#3a8f5c", "#8a5aa8", "#b8892b", "#5b6770", "#111111")
+_warned = False
+
+
+def refresh(output_dir: Path, history: History) -> list[Path]:
+    """Draws every plot that has data; returns the files. Without matplotlib: nothing, and one warning for the whole run."""
+    global _warned
+    if importlib.util.find_spec("matplotlib") is None:
+        if not _warned:
+            logger.warning("plots/ is not drawn: matplotlib is not installed (pip install 'megatron-grpo[plot]')")
+        _warned = True
+        return []
+    return [_draw(output_dir / "plots", plot, history) for plot in PLOTS if any(history.get(name) for name in plot.curves)]
+
+
+def _draw(directory: Path, plot: Plot, history: History) -> Path:
+    # The object interface: pyplot keeps figures alive and may look for a display.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7.0, 4.0), dpi=120, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    curves = [(name, label, history[name]) for name, label in plot.curves.items() if history.get(name)]
+    if plot.stacked:
+        _stack(axes, curves)
+    else:
+        for (name, label, points), colour in zip(curves, COLOURS, strict=False):
+            _line(axes, points, label, colour, dotted=name == "eval")
+    axes.set(title=plot.title, xlabel="optimizer step", ylabel=plot.unit)
+    axes.grid(color="#e4e7ea", linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    if plot.stacked:
+        figure.legend(loc="outside right upper", frameon=False, fontsize="small")
+    elif len(plot.curves) > 1:
+        axes.legend(frameon=False, fontsize="small")
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / f"{plot.file}.png"
+    beside = directory / f".{plot.file}.new"
+    figure.savefig(beside, format="png")
+    os.replace(beside, path)
+    return path
+
+
+def _line(axes, points: Sequence[tuple[int, float]], label: str, colour: str, *, dotted: bool) -> None:
+    steps, values = zip(*points, strict=True)
+    if dotted:
+        axes.plot(steps, values, "o--", color=colour, markersize=4, linewidth=1.2, label=label)
+    elif len(values) < 20:
+        axes.plot(steps, values, "o-", color=colour, markersize=3, linewidth=1.8, label=label)
+    else:  # noisy and long: what was measured in pale, its moving mean over it
+        axes.plot(steps, values, color=colour, alpha=0.25, linewidth=1.0)
+        axes.plot(steps, _moving_mean(values, window=max(5, len(values) // 20)), color=colour, linewidth=1.8, label=label)
+
+
+def _stack(axes, curves: Sequence[tuple[str, str, Sequence[tuple[int, float]]]]) -> None:
+    """Areas for the parts, a line for `time/step`, the whole. A part that did not happen in a step took no time."""
+    steps = sorted({step for _, _, points in curves for step, _ in points})
+    parts = [(label, dict(points)) for name, label, points in curves if name != "time/step"]
+    if parts:
+        axes.stackplot(steps, [[values.get(step, 0.0) for step in steps] for _, values in parts],
+                       labels=[label for label, _ in parts], colors=COLOURS, alpha=0.8, linewidth=0)
+    for name, label, points in curves:
+        if name == "time/step":
+            axes.plot(*zip(*points, strict=True), color=COLOURS[-1], linewidth=1.0, label=label)
+    axes.set_ylim(bottom=0)
+
+
+def _moving_mean(values: Sequence[float], window: int) -> list[float]:
+    """Over the last `window` values; over fewer at the beginning."""
+    means, total = [], 0.0
+    for place, value in enumerate(values):
+        total += value - (values[place - window] if place >= window else 0.0)
+        means.append(total / min(place + 1, window))
+    return means
