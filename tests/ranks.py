@@ -14,6 +14,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -71,11 +72,17 @@ class _Zygote:
         self.socket, theirs = socket.socketpair()
         env = {**os.environ, **ENVIRONMENT}
         script = str(Path(__file__).with_name("zygote.py"))
-        self.process = subprocess.Popen([sys.executable, script, str(theirs.fileno())], env=env, pass_fds=[theirs.fileno()],
-                                        stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, start_new_session=True)  # fmt: skip
-        theirs.close()
-        self.socket.settimeout(START_TIMEOUT)
-        hello = receive(self.socket)
+        with tempfile.TemporaryFile() as log:  # pages of warnings about optional parts; shown only if the start fails
+            self.process = subprocess.Popen([sys.executable, script, str(theirs.fileno())], env=env, pass_fds=[theirs.fileno()],
+                                            stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)  # fmt: skip
+            theirs.close()
+            self.socket.settimeout(START_TIMEOUT)
+            try:
+                hello = receive(self.socket)
+            except (OSError, EOFError) as error:
+                self.close()
+                log.seek(0)
+                raise RuntimeError(f"the process to fork ranks from did not start: {log.read()[-4000:].decode(errors='replace')}") from error
         if "error" in hello:
             raise RuntimeError(hello["error"])
         self.missing: dict[str, str] = hello["missing"]

@@ -32,7 +32,9 @@ MODULES = (
     "vllm", "vllm.entrypoints.llm", "vllm.v1.engine.llm_engine", "vllm.v1.engine.core", "vllm.v1.executor.uniproc_executor",
     "vllm.v1.worker.cpu_worker", "vllm.v1.worker.cpu_model_runner", "vllm.v1.attention.backends.cpu_attn",
     "vllm.model_executor.models.qwen2", "vllm.model_executor.models.qwen3", "vllm.model_executor.models.llama",
-    "vllm.model_executor.model_loader.reload",
+    "vllm.model_executor.models.qwen3_moe", "vllm.model_executor.model_loader.reload",
+    "vllm.distributed.device_communicators.cpu_communicator", "vllm.distributed.elastic_ep.elastic_execute", "compressed_tensors",
+    "vllm.model_executor.layers.quantization.online.base", "vllm.plugins.lora_resolvers.filesystem_resolver",
 )  # fmt: skip
 GRACE_AFTER_FAILURE = 0.5  # seconds in which the other ranks of a failed run may still report their own error
 
@@ -87,7 +89,7 @@ def main(fd: int) -> None:
         try:
             request = receive(control)
         except EOFError:
-            return
+            os._exit(0)  # some library prints pages about its own leaks at a regular exit
         send(control, serve(control, request))
 
 

@@ -1,0 +1,131 @@
+"""What a rollout engine is: it answers prompts with the weights it was last given. Nothing here knows vLLM.
+
+Also the settings of one round of sampling, and the seed of one prompt: what every engine must agree on for a run to be repeatable
+whatever the number of engines.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from megatron_grpo.config import RolloutConfig
+from megatron_grpo.errors import Problem
+from megatron_grpo.types import Group, Prompt
+
+if TYPE_CHECKING:
+    import torch
+
+Gather = Callable[[Any], list[Any]]
+"""One picklable object from each rank -> the list of all of them by rank, the same on every rank. Collective."""
+
+# Completion i of a prompt is drawn with the prompt's seed + i (vLLM's rule), so prompts are this far apart.
+SEEDS_PER_PROMPT = 1024
+
+
+class WeightSyncError(RuntimeError):
+    """The engine does not hold the weights that the trainer holds. Sampling on would train on another policy's data."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingSettings:
+    """How completions are drawn. Log-probs are those of the distribution drawn from: after temperature, top-k and top-p."""
+
+    n: int  # completions per prompt
+    max_completion_length: int  # tokens
+    temperature: float = 1.0  # 0 is greedy
+    top_p: float = 1.0
+    top_k: int = 0  # 0 is off
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()  # besides the model's own end-of-text ids
+
+    @classmethod
+    def of(cls, cfg: RolloutConfig, *, num_generations: int) -> SamplingSettings:
+        return cls(n=num_generations, max_completion_length=cfg.max_completion_length, temperature=cfg.temperature, top_p=cfg.top_p,
+                   top_k=cfg.top_k, stop=tuple(cfg.stop), stop_token_ids=tuple(cfg.stop_token_ids))  # fmt: skip
+
+    def greedy(self) -> SamplingSettings:
+        """One completion per prompt, the likeliest token each time: what evaluation uses."""
+        return SamplingSettings(n=1, max_completion_length=self.max_completion_length, temperature=0.0, stop=self.stop,
+                                stop_token_ids=self.stop_token_ids)  # fmt: skip
+
+
+def prompt_seed(run_seed: int, prompt_number: int, n: int) -> int:
+    """The seed of one prompt's first completion: a function of the run's seed and the prompt's number alone.
+
+    Below 2**32, because torch's CPU generator ignores higher bits. No two of 4 million successive prompts share a seed (n <= 1024).
+    """
+    offset = int.from_bytes(hashlib.blake2b(str(run_seed).encode(), digest_size=4).digest(), "big")
+    gap = SEEDS_PER_PROMPT * -(-n // SEEDS_PER_PROMPT)
+    return (offset + prompt_number * gap) % 2**32
+
+
+class RolloutEngine(Protocol):
+    """A sampler. Every rank of the trainer holds one of these objects, and calls it at the same places of the program."""
+
+    @property
+    def version(self) -> int:
+        """The version of the weights it samples with; -1 when it holds none (asleep without weights, or after a failed push)."""
+
+    @property
+    def dtype(self) -> str:
+        """What it computes in: "float32", "bfloat16"."""
+
+    def generate(self, prompts: Sequence[Prompt], sampling: SamplingSettings, *, seed: int) -> list[Group]:
+        """Collective over all ranks: all pass the same arguments, all get the same groups, in the order of the prompts.
+
+        `seed` is the run's; each prompt derives its own (`prompt_seed`), so the groups do not depend on how many engines share the work.
+        Raises ConfigError where a prompt and its completion cannot fit, WeightSyncError where the engine holds no weights.
+        """
+
+    def update_weights(self, named: Iterable[tuple[str, torch.Tensor]], *, version: int) -> None:
+        """Replaces every weight. `named` yields (Hugging Face name, full tensor), is consumed once, and may be collective itself.
+
+        Nearly all of a layer's tensors are held until the layer is complete, so memory stays bounded when they come layer by layer, and a tensor
+        must stay as it is until this returns: do not yield views of one buffer that is used again. Raises WeightSyncError.
+        """
+
+    def probes(self) -> list[tuple[int, ...]]:
+        """Token sequences to score after a push: the same on every rank and at every call."""
+
+    def score(self, token_ids: Sequence[Sequence[int]]) -> list[list[float]]:
+        """log p(token t | tokens before t) at temperature 1 for t = 1, 2, ... of each sequence, by this rank's engine.
+
+        The last one is computed the way that sampling does, reading the prefix cache; the others never come from a cache.
+        """
+
+    def awake(self) -> AbstractContextManager[None]:
+        """Around `generate`: the engine takes the memory it needs to sample, and gives it back."""
+
+    def close(self) -> None:
+        """Frees the engine. The trainer's process groups stay."""
+
+
+def rollout_problems(cfg: RolloutConfig, *, world_size: int) -> list[Problem]:
+    """What is wrong with the rollout settings, as far as integers can tell."""
+    problems = []
+    tp = cfg.vllm_tensor_parallel_size
+    if tp < 1 or world_size % tp:
+        sizes = [size for size in range(1, world_size + 1) if world_size % size == 0]
+        problems.append(Problem(
+            flags=["vllm_tensor_parallel_size"], nearest={"vllm_tensor_parallel_size": sorted(sizes, key=lambda size: abs(size - tp))[:2]},
+            message=f"vllm_tensor_parallel_size ({tp}) must divide world_size ({world_size}): each engine is shared by that many consecutive "
+                    f"ranks. Use one of {', '.join(map(str, sizes))}."))  # fmt: skip
+    if cfg.temperature <= 0:
+        problems.append(Problem(
+            flags=["temperature"],
+            message=f"temperature ({cfg.temperature}) must be above 0: at 0 all completions of a prompt are equal and none of them has an advantage. "
+                    "Use 1.0."))  # fmt: skip
+    if not 0 < cfg.top_p <= 1:
+        problems.append(Problem(flags=["top_p"], message=f"top_p ({cfg.top_p}) must be above 0 and at most 1; 1 switches it off."))
+    if cfg.top_k < 0:
+        problems.append(Problem(flags=["top_k"], message=f"top_k ({cfg.top_k}) must be 0 (off) or a number of tokens."))
+    if cfg.max_completion_length < 1:
+        problems.append(Problem(flags=["max_completion_length"], message=f"max_completion_length ({cfg.max_completion_length}) must be at least 1."))
+    if cfg.sleep_level not in (0, 1, 2):
+        problems.append(Problem(flags=["sleep_level"], nearest={"sleep_level": [0, 1, 2]},
+                                message=f"sleep_level ({cfg.sleep_level}) must be 0 (off), 1 (weights to the host) or 2 (weights dropped)."))  # fmt: skip
+    return problems

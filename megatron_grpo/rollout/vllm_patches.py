@@ -1,0 +1,155 @@
+"""The one place that sets vLLM's environment and patches its code, so that it can live in the trainer's own processes.
+
+vLLM expects to own its process: it names its shared memory after a constant, destroys the default process group when it is freed, reseeds torch
+and rewrites environment variables. Written for vLLM 0.32; each entry says why it is there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import logging
+import os
+import re
+import warnings
+from collections.abc import Iterator
+
+import torch
+
+# Warnings without a consequence, by logger: anything else that vLLM warns of is shown. Filters sit on these loggers and not on a handler,
+# because vLLM replaces its handlers whenever it builds an engine.
+_HARMLESS = {
+    "vllm.platforms.cpu": ("Triton is not installed", "Reset SSM cache type"),  # torch operators are used instead; no such layers here
+    "vllm.triton_utils.importing": ("Triton is installed, but doesn't include CPU backend",),
+    "vllm.v1.worker.cpu_worker": ("%s is not found in LD_PRELOAD", "CPU backend doesn't allow to use `torch.set_num_threads`"),  # hints about speed
+    "vllm.engine.arg_utils": ("The global random seed is set to",),  # trainer_untouched sees to it
+    "vllm.config.vllm": ("Enforce eager set", "Inductor compilation was disabled", "Model Runner V2 requires Triton"),  # as we ask for
+    "vllm.model_executor.model_loader.reload.layerwise": ("%s: Failed to load weights", "Allocating"),  # RotaryEmbedding has none; see _load
+}
+
+
+def prepare_environment(*, on_gpu: bool) -> None:
+    """Before vLLM is imported. What the user has set for himself stays, except where an in-process engine cannot work with it."""
+    env = os.environ
+    env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine runs in this process: weights are handed over as tensors
+    env.setdefault("VLLM_NO_USAGE_STATS", "1")  # no report about the user's machine leaves it
+    env.setdefault("VLLM_LOGGING_LEVEL", "WARNING")  # its INFO lines would bury the progress line
+    env.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")  # standard output belongs to the program
+    if on_gpu:
+        return
+    env.pop("VLLM_CPU_KVCACHE_SPACE", None)  # whole GiB, all zeroed at the start, and it overrides vllm_kv_cache_memory_mb
+    env.setdefault("TORCHDYNAMO_DISABLE", "1")  # else the first request with log-probs compiles C++ with g++ for 9 s
+    if env["TORCHDYNAMO_DISABLE"] == "1":
+        import torch._dynamo.config as dynamo_config
+
+        dynamo_config.disable = True  # torch may have been imported before the variable was set
+
+
+def apply_patches(*, on_gpu: bool) -> None:
+    """After vLLM is imported, before its first engine. Calling it again changes nothing."""
+    import transformers.utils.logging as transformers_logging
+    import vllm.model_executor.models.registry as registry
+    import vllm.v1.engine.core as core
+
+    _drop_harmless_messages()
+    transformers_logging.disable_progress_bar()
+    # It looks at a model class in a fresh Python, 17 s at the first use of each architecture. That is to keep CUDA out of a process that will fork; ours will not.
+    registry._run_in_subprocess = lambda inspect: inspect()
+    # Freeing an engine destroys torch's default process group, which is the trainer's.
+    core.cleanup_dist_env_and_memory = _keep_process_groups
+    if not on_gpu:
+        from vllm.distributed.device_communicators import cpu_communicator
+
+        # It would bind all memory of the process, the trainer's too, to one NUMA node.
+        torch.ops._C.init_cpu_memory_env = lambda nodes: None
+        warnings.filterwarnings("ignore", category=FutureWarning, module="vllm.triton_utils.dispatcher")  # it looks at every name in torch
+        shm = cpu_communicator._CPUSHMDistributed
+        # The name is a constant for every torchrun job, so two jobs on a machine collide and a killed one blocks the next.
+        shm.make_group_name = staticmethod(_shared_memory_name)
+        if shm._init_cpu_shm.__name__ != "init_and_unlink":
+            shm._init_cpu_shm = _unlinking(shm._init_cpu_shm)
+
+
+def _keep_process_groups(*args: object, **kwargs: object) -> None:
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def _shared_memory_name(communicator) -> str:
+    """Unlike that of any other job alive on this machine: two jobs cannot listen at the same master address."""
+    env = os.environ
+    parts = [env.get("MASTER_ADDR", "local"), env.get("MASTER_PORT") or str(os.getpid()), communicator.unique_name, *map(str, communicator.ranks)]
+    return re.sub(r"[^A-Za-z0-9.-]", "_", f"megatron-grpo-{os.getuid()}-" + "-".join(parts))
+
+
+def _unlinking(init_cpu_shm):
+    """Segments lose their names once every rank has mapped them: they live as long as their processes, and a kill leaves none behind."""
+
+    def init_and_unlink(self) -> int:
+        # A job killed between creating and unlinking, a few milliseconds, left these; only the rank that creates a segment may remove it.
+        unlink_segments(f"{self.group_name}_{self.communicator.rank}")
+        handle = init_cpu_shm(self)  # ends with a barrier
+        unlink_segments(f"{self.group_name}_{self.communicator.rank}")
+        return handle
+
+    return init_and_unlink
+
+
+def unlink_segments(name: str) -> None:
+    for path in glob.glob(f"/dev/shm/{glob.escape(name)}"):
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
+
+
+def _drop_harmless_messages() -> None:
+    for name, starts in _HARMLESS.items():
+        logger = logging.getLogger(name)
+        if not any(isinstance(existing, _Harmless) for existing in logger.filters):
+            logger.addFilter(_Harmless(starts))
+
+
+class _Harmless(logging.Filter):
+    def __init__(self, starts: tuple[str, ...]):
+        super().__init__()
+        self.starts = starts
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return not str(record.msg).startswith(self.starts)
+
+
+@contextlib.contextmanager
+def trainer_untouched() -> Iterator[None]:
+    """Around everything that vLLM does: what it changes of the process is put back.
+
+    Building an engine reseeds torch's global generators, and sampling draws from them even when every request has a seed of its own: without this the
+    trainer's random numbers would depend on the sampler. It also overwrites LOCAL_WORLD_SIZE (with its own TP size), LD_PRELOAD (which children would inherit), and
+    `torch.set_num_threads` (with a function that only warns).
+    """
+    kept = {name: os.environ.get(name) for name in ("LOCAL_WORLD_SIZE", "LD_PRELOAD")}
+    set_num_threads = torch.set_num_threads
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    try:
+        with torch.random.fork_rng(devices=devices):
+            yield
+    finally:
+        torch.set_num_threads = set_num_threads
+        for name, value in kept.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def repack_cpu_weights(model: torch.nn.Module) -> None:
+    """After every reload on a CPU. vLLM keeps copies of some weights in the layout of its kernels, and a reload leaves these two behind, silently."""
+    head = getattr(model, "lm_head", None)
+    if head is not None and hasattr(head, "cpu_linear"):
+        from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+
+        # With tied embeddings the reload goes to the embedding, and the head samples on from its packed copy of the old one.
+        dispatch_cpu_unquantized_gemm(head, remove_weight=False)
+    for module in model.modules():
+        kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
+        if kernel is not None and hasattr(module, "w13_weight"):
+            # The kernel expects packed experts; the reload puts plain ones in their place.
+            kernel.fused_experts.process_weights_after_loading(module)
