@@ -18,7 +18,9 @@ from tests.reference.grpo_reference import Completion
 MAX_COMPLETION_LENGTH = 9
 
 
-def random_batch(seed: int, num_completions: int = 8, *, dtype: torch.dtype = torch.float64, share_on_policy: float = 0.5) -> list[Completion]:
+def random_batch(
+    seed: int, num_completions: int = 8, *, dtype: torch.dtype = torch.float64, share_on_policy: float = 0.5
+) -> list[Completion]:
     """Completions of 1 to 8 tokens, some stale, some truncated, some of dead groups, some tokens not trained or without sampler log-prob.
 
     Values are rounded to `dtype` and held in float64, so that a float32 implementation starts from the same numbers.

@@ -98,7 +98,7 @@ def test_float32_log_probs_lose_less_than_the_bar(loss_type):
 
 def test_gradient_does_not_depend_on_micro_batch_size():
     completions = random_batch(3, 12)
-    cfg = legal({"loss_type": "dapo", "importance_sampling_level": "sequence_token", "beta": 0.1, "entropy_coef": 0.01, "overlong_filter": True})
+    cfg = GrpoConfig(loss_type="dapo", importance_sampling_level="sequence_token", beta=0.1, entropy_coef=0.01, overlong_filter=True)
     whole = package_loss(cfg, completions, [range(12)])
     for size in (1, 2, 3, 5):
         cut = package_loss(cfg, completions, [range(i, min(i + size, 12)) for i in range(0, 12, size)])

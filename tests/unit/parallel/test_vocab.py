@@ -1,0 +1,225 @@
+"""Log-probs straight from hidden states: equal to torch.log_softmax, and never more logits than a chunk's."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import psutil
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron_grpo.parallel.vocab import linear_logprobs
+from tests.ranks import run_ranks
+
+POSITIONS, HIDDEN, VOCAB, PADDED = 13, 8, 37, 48  # 11 rows of padding, so that with 4 shards one has 1 word and 11 rows of padding
+TEMPERATURE = 0.7
+
+
+def make(dtype=torch.float64):
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(POSITIONS, HIDDEN, dtype=torch.float64, generator=generator).to(dtype)
+    weight = torch.randn(PADDED, HIDDEN, dtype=torch.float64, generator=generator).to(dtype)
+    targets = torch.randint(0, VOCAB, (POSITIONS,), generator=generator)
+    grads = torch.randn(2, POSITIONS, dtype=torch.float64, generator=generator)
+    return hidden, weight, targets, grads
+
+
+def expected(hidden, weight, targets, grads, with_entropy):
+    """By torch, in float64: log-probs, entropy, and the gradients of (grads . outputs)."""
+    hidden, weight = (tensor.detach().double().clone().requires_grad_() for tensor in (hidden, weight))
+    log_softmax = torch.log_softmax(hidden @ weight[:VOCAB].t() / TEMPERATURE, dim=-1)
+    logprobs = log_softmax.gather(1, targets[:, None])[:, 0]
+    entropy = -(log_softmax.exp() * log_softmax).sum(dim=-1)
+    loss = (grads[0] * logprobs).sum() + ((grads[1] * entropy).sum() if with_entropy else 0.0)
+    loss.backward()
+    return logprobs.detach(), entropy.detach(), hidden.grad, weight.grad
+
+
+def on_a_shard(rank, world_size, tensors, with_entropy, chunk_size):
+    """One tensor-parallel rank's answer: (logprobs, entropy, partial grad of hidden summed over ranks, grad of its rows)."""
+    import torch.distributed as dist
+
+    hidden, weight, targets, grads = tensors
+    rows = PADDED // world_size
+    start = rank * rows
+    hidden, shard = hidden.clone().requires_grad_(), weight[start : start + rows].clone().requires_grad_()
+    logprobs, entropy = linear_logprobs(
+        hidden,
+        shard,
+        targets,
+        temperature=TEMPERATURE,
+        vocab_start=start,
+        num_valid_rows=max(0, min(rows, VOCAB - start)),
+        group=dist.group.WORLD if world_size > 1 else None,
+        chunk_size=chunk_size,
+        with_entropy=with_entropy,
+    )
+    loss = (grads[0].to(logprobs.dtype) * logprobs).sum()
+    if with_entropy:
+        loss = loss + (grads[1].to(logprobs.dtype) * entropy).sum()
+    loss.backward()
+    grad_hidden = hidden.grad
+    if world_size > 1:
+        dist.all_reduce(grad_hidden)
+    return logprobs.detach(), None if entropy is None else entropy.detach(), grad_hidden, shard.grad
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_values_and_gradients_equal_log_softmax_at_every_tensor_parallel_size(world_size):
+    tensors = make()
+
+    def every_variant(rank, world_size):
+        variants = [(with_entropy, chunk) for with_entropy in (False, True) for chunk in (1, 5, 64)]
+        return [on_a_shard(rank, world_size, tensors, *variant) for variant in variants]
+
+    by_rank = run_ranks(every_variant, world_size) if world_size > 1 else [every_variant(0, 1)]
+    for number, answers in enumerate(zip(*by_rank, strict=True)):
+        with_entropy = number >= 3
+        logprobs, entropy, grad_hidden, grad_weight = expected(*tensors, with_entropy)
+        for found in answers:
+            torch.testing.assert_close(found[0], logprobs, rtol=0, atol=1e-13)
+            assert (found[1] is None) is not with_entropy
+            if with_entropy:
+                torch.testing.assert_close(found[1], entropy, rtol=0, atol=1e-13)
+            torch.testing.assert_close(found[2], grad_hidden, rtol=0, atol=1e-12)
+        torch.testing.assert_close(torch.cat([found[3] for found in answers]), grad_weight, rtol=0, atol=1e-12)
+
+
+def test_a_shard_of_padding_alone_takes_no_part():
+    """37 words on 6 shards of 8 rows: the last shard holds rows 40 to 47, none of them a word."""
+    tensors = make()
+    by_rank = run_ranks(lambda rank, size: on_a_shard(rank, size, tensors, True, 5), 6)
+    logprobs, entropy, grad_hidden, grad_weight = expected(*tensors, True)
+    for found in by_rank:
+        torch.testing.assert_close(found[0], logprobs, rtol=0, atol=1e-13)
+        torch.testing.assert_close(found[1], entropy, rtol=0, atol=1e-13)
+        torch.testing.assert_close(found[2], grad_hidden, rtol=0, atol=1e-12)
+    torch.testing.assert_close(torch.cat([found[3] for found in by_rank]), grad_weight, rtol=0, atol=1e-12)
+    assert by_rank[-1][3].abs().sum() == 0
+
+
+def test_gradcheck_of_both_outputs():
+    hidden, weight, targets, _ = make()
+    hidden, weight = hidden[:4].requires_grad_(), weight[:10].requires_grad_()
+
+    def both(hidden, weight):
+        return tuple(linear_logprobs(hidden, weight, targets[:4] % 9, temperature=0.6, num_valid_rows=9, chunk_size=3, with_entropy=True))
+
+    assert torch.autograd.gradcheck(both, (hidden, weight))
+
+
+def test_float32_stays_within_float32_of_float64():
+    tensors = make(torch.float32)
+    found = on_a_shard(0, 1, tensors, True, 5)
+    assert found[0].dtype == found[1].dtype == torch.float32
+    for value, right in zip(found, expected(*tensors, True), strict=True):
+        assert (value.double() - right).norm() <= 1e-6 * right.norm()
+
+
+def test_bfloat16_inputs_give_float32_log_probs_and_bfloat16_gradients():
+    tensors = make(torch.bfloat16)
+    found = on_a_shard(0, 1, tensors, True, 5)
+    logprobs, entropy, grad_hidden, grad_weight = expected(*tensors, True)
+    assert [value.dtype for value in found] == [torch.float32, torch.float32, torch.bfloat16, torch.bfloat16]
+    # The logits are bfloat16 products: up to 16, rounded to within 1/32, then divided by 0.7, twice (target, maximum). Nothing after is.
+    assert (found[0].double() - logprobs).abs().max() < 2 / 32 / TEMPERATURE
+    assert (found[2].double() - grad_hidden).norm() < 0.02 * grad_hidden.norm()
+    assert (found[3].double() - grad_weight).norm() < 0.02 * grad_weight.norm()
+
+
+def test_a_frozen_output_layer_gets_no_gradient():
+    hidden, weight, targets, _ = make()
+    hidden.requires_grad_()
+    linear_logprobs(hidden, weight, targets, temperature=1.0).logprobs.sum().backward()
+    assert weight.grad is None and hidden.grad.norm() > 0
+
+
+def test_no_positions_is_fine_and_still_reaches_the_weights():
+    hidden, weight, targets, _ = make()
+    weight.requires_grad_()
+    scores = linear_logprobs(hidden[:0], weight, targets[:0], temperature=1.0, with_entropy=True)
+    (scores.logprobs.sum() + scores.entropy.sum()).backward()
+    assert scores.logprobs.shape == scores.entropy.shape == (0,)
+    assert weight.grad.shape == weight.shape and weight.grad.abs().sum() == 0
+
+
+def test_logits_far_from_zero_do_not_overflow():
+    hidden, weight, targets, _ = make(torch.float32)
+    scores = linear_logprobs(hidden * 1e3, weight, targets, temperature=TEMPERATURE, num_valid_rows=VOCAB, with_entropy=True)
+    right = expected(hidden * 1e3, weight, targets, torch.ones(2, POSITIONS), False)[0]
+    torch.testing.assert_close(scores.logprobs.double(), right, rtol=1e-5, atol=1e-3)
+    assert scores.entropy.isfinite().all()
+
+
+class LargestTensor(TorchDispatchMode):
+    """Bytes of the largest tensor that any operation returned."""
+
+    num_bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(tensor, torch.Tensor):
+                self.num_bytes = max(self.num_bytes, tensor.untyped_storage().nbytes())
+        return result
+
+
+class TestMemory:
+    """At a vocabulary of 32,768 one float32 [tokens, vocabulary] tensor of 1,024 tokens is 128 MiB; a chunk of 32 of them is 4 MiB."""
+
+    TOKENS, WIDE, NARROW, CHUNK = 1024, 32_768, 16, 32
+    FULL = TOKENS * WIDE * 4
+    OF_A_CHUNK = CHUNK * WIDE * 4
+    WEIGHT = WIDE * NARROW * 4  # 2 MiB: the gradient of the weight is as large, and one chunk's share of it
+
+    def peak(self, run) -> int:
+        """Most bytes that this process held above what it held before, sampled every 0.2 ms."""
+        process, highest, done = psutil.Process(), 0, threading.Event()
+        before = process.memory_info().rss
+
+        def watch():
+            nonlocal highest
+            while not done.is_set():
+                highest = max(highest, process.memory_info().rss)
+                time.sleep(0.0002)
+
+        watcher = threading.Thread(target=watch)
+        watcher.start()
+        run()
+        done.set()
+        watcher.join()
+        return highest - before
+
+    def arrange(self):
+        hidden = torch.randn(self.TOKENS, self.NARROW, requires_grad=True)
+        weight = torch.randn(self.WIDE, self.NARROW, requires_grad=True)
+        targets = torch.randint(0, self.WIDE, (self.TOKENS,))
+
+        def ours():
+            scores = linear_logprobs(hidden, weight, targets, temperature=0.9, chunk_size=self.CHUNK, with_entropy=True)
+            (scores.logprobs.sum() + 0.01 * scores.entropy.sum()).backward()
+
+        def whole():
+            torch.log_softmax(hidden @ weight.t(), dim=-1).sum().backward()
+
+        return ours, whole
+
+    def test_no_tensor_is_larger_than_a_chunks_logits(self):
+        ours, whole = self.arrange()
+        with LargestTensor() as largest:
+            ours()
+        assert largest.num_bytes == self.OF_A_CHUNK
+        with LargestTensor() as largest:
+            whole()
+        assert largest.num_bytes == self.FULL
+
+    def test_peak_is_a_few_chunks_not_tokens_times_vocabulary(self):
+        ours, whole = self.arrange()
+        ours()  # threads, kernels and the allocator's first pages are not what is measured
+        bound = 4 * self.OF_A_CHUNK + 3 * self.WEIGHT
+        assert bound < self.FULL / 4
+        assert self.peak(ours) < bound
+        # The measure sees what it should: the plain way holds at least one full tensor.
+        assert self.peak(whole) > self.FULL
