@@ -1,0 +1,77 @@
+"""A sequence's tokens may lie on two context-parallel ranks: the loss and its gradients are those of one rank."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_grpo.config import GrpoConfig
+from megatron_grpo.grpo.loss import OBJECTIVES, GrpoLoss
+from megatron_grpo.grpo.metrics import finish
+from megatron_grpo.grpo.ratios import RATIOS
+from tests.ranks import run_ranks
+from tests.reference.packing import MAX_COMPLETION_LENGTH, pack, random_batch, weigh
+
+CASES = [
+    GrpoConfig(
+        loss_type=loss_type,
+        importance_sampling_level=level,
+        beta=0.2,
+        entropy_coef=0.01,
+        rollout_importance_sampling_mode=mode,
+        rollout_is_geometric=mode == "sequence_mask",
+        off_policy_sequence_mask_delta=0.05,
+    )
+    for loss_type, mode in zip(OBJECTIVES, ["none", "sequence_truncate", "sequence_mask", "token_mask"] * 2)
+    for level in RATIOS
+]
+
+
+def losses_on(positions_of, sum_over_context):
+    """Loss, gradients at the C positions (0 where another rank holds them), and logs, for every case."""
+    answers = []
+    for seed, cfg in enumerate(CASES):
+        completions = random_batch(seed)
+        loss = GrpoLoss.from_config(cfg, max_completion_length=MAX_COMPLETION_LENGTH, temperature=1.0)
+        packed = pack(completions, weigh(loss, completions), range(len(completions)), torch.float64)
+        mine = positions_of(len(packed.places))
+        cut = {f.name: getattr(packed.inputs, f.name) for f in dataclasses.fields(packed.inputs)}
+        cut = {name: value[mine] if isinstance(value, torch.Tensor) else value for name, value in cut.items()}
+        value, logs = loss(
+            type(packed.inputs)(**cut),
+            logprobs=packed.logprobs[mine],
+            entropy=packed.entropy[mine],
+            ref_logprobs=packed.ref_logprobs[mine],
+            sum_over_context=sum_over_context,
+        )
+        value.backward()
+        answers.append((value.item(), packed.logprobs.grad, packed.entropy.grad, logs))
+    return answers
+
+
+def test_loss_gradients_and_metrics_do_not_depend_on_how_context_parallelism_cuts_sequences():
+    def on_a_rank(rank, world_size):
+        import torch.distributed as dist
+
+        from megatron_grpo.parallel.context import sum_over_context
+
+        def mine(num_positions):
+            place = torch.arange(num_positions)
+            return place[(place // 2) % world_size == rank]
+
+        return losses_on(mine, lambda x: sum_over_context(x, dist.group.WORLD))
+
+    by_rank = run_ranks(on_a_rank, 2)
+    whole = losses_on(lambda n: torch.arange(n), lambda x: x)
+    for cfg, one, *parts in zip(CASES, whole, *by_rank, strict=True):
+        assert sum(part[0] for part in parts) == pytest.approx(one[0], rel=1e-12, abs=1e-14), cfg
+        for kind in (1, 2):
+            torch.testing.assert_close(sum(part[kind] for part in parts), one[kind], rtol=1e-10, atol=1e-14)
+        sums = {name: sum(part[3].sums[name].item() for part in parts) for name in one[3].sums}
+        maxima = {name: max(part[3].maxima[name].item() for part in parts) for name in one[3].maxima}
+        found, wanted = finish(sums, maxima), finish(one[3].sums, one[3].maxima)
+        assert found.keys() == wanted.keys()
+        np.testing.assert_allclose(list(found.values()), list(wanted.values()), rtol=1e-10, atol=1e-12)
