@@ -7,7 +7,7 @@ sequences are numpy arrays, and become tensors on the policy's device where a mi
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 import numpy as np
@@ -74,6 +74,17 @@ class Sample:
     is_dead: bool  # all rewards of its group are exactly equal
     is_truncated: bool  # ran into max_completion_length
 
+    def spread(self, values: np.ndarray) -> np.ndarray:
+        """One value per trained token -> float32 [T], 0 elsewhere."""
+        spread = np.zeros(len(self.token_ids), dtype=np.float32)
+        spread[self.loss_mask] = values
+        return spread
+
+    def anchored(self, logprobs: np.ndarray, by: OldLogprobs) -> AnchoredSample:
+        """The sample with the log-probs (float32 [T]) that its ratio is taken against from now on."""
+        values = {field.name: getattr(self, field.name) for field in fields(Sample)}
+        return AnchoredSample(**values, old_logprobs=logprobs, anchored_by=by)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class AnchoredSample(Sample):
@@ -134,6 +145,16 @@ class GlobalBatch:
     num_loss_tokens: int  # sum of the loss mask over the whole step
     num_tokens: int  # tokens of the whole step, prompts included, alignment padding not
     staleness: tuple[int, ...]  # of each sequence of the whole step, in optimizer steps
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        computed = sum(micro_batch.num_tokens for micro_batch in self.micro_batches)
+        padding = sum(micro_batch.num_padding_tokens for micro_batch in self.micro_batches)
+        return {
+            "staleness/mean": sum(self.staleness) / len(self.staleness),
+            "staleness/max": max(self.staleness),
+            "packing/efficiency": 1 - padding / computed,  # of this rank's share
+        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -10,21 +12,32 @@ from megatron_grpo.batching.collate import collate
 from megatron_grpo.batching.timetable import Step
 from megatron_grpo.types import GlobalBatch, Sample
 
-# All samples of a step -> (`u` of each, one entry per token; N; trained tokens).
-Weigh = Callable[[Sequence[Sample]], "tuple[list[np.ndarray], int, int]"]
 
 
-def split(
-    pending: Sequence[Sample],
-    step: Step,
-    weigh: Weigh,
-    *,
-    dp_rank: int,
-    dp_size: int,
-    micro_batch_size: int,
-    align_sequence: int = 1,
-    align_stream: int = 1,
-) -> tuple[GlobalBatch, list[Sample]]:
+class TokenWeigher(Protocol):
+    """The `u` of every sample of a step; grpo.weights.token_weights with the loss already chosen."""
+
+    def __call__(self, loss_masks: Sequence[np.ndarray], *, is_truncated: Sequence[bool], is_dead: Sequence[bool]) -> Any:
+        """An object with `weights` (float64, one entry per token of each sample), `num_sequences` and `num_loss_tokens`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cut:
+    """How a step is cut for one rank. align_*: see `parallel.layout.sequence_alignment`."""
+
+    dp_rank: int
+    dp_size: int
+    micro_batch_size: int
+    align_sequence: int = 1
+    align_stream: int = 1
+
+    @property
+    def rows_per_slice(self) -> int:
+        """Completions of one micro-step, over all data-parallel ranks."""
+        return self.micro_batch_size * self.dp_size
+
+
+def split(pending: Sequence[Sample], step: Step, weigh: TokenWeigher, cut: Cut) -> tuple[GlobalBatch, list[Sample]]:
     """This rank's share of optimizer step `step`, and the samples that later steps still need.
 
     Token weights are computed over the whole step, then cut: that is what makes the gradient independent of the cut.
@@ -33,7 +46,11 @@ def split(
     by_row = {(sample.rollout, sample.row): sample for sample in pending}
     chosen = [[by_row[micro.rollout, row] for row in range(*micro.rows)] for micro in step.micro_steps]
     everyone = [sample for samples in chosen for sample in samples]
-    weights, num_sequences, num_loss_tokens = weigh(everyone)
+    found = weigh(
+        [sample.loss_mask for sample in everyone],
+        is_truncated=[sample.is_truncated for sample in everyone],
+        is_dead=[sample.is_dead for sample in everyone],
+    )
 
     micro_batches = []
     for index, (micro, samples) in enumerate(zip(step.micro_steps, chosen, strict=True)):
@@ -43,26 +60,25 @@ def split(
                     f"row {sample.row} of rollout {sample.rollout} is {step.index - sample.version} versions old; "
                     f"the timetable says {micro.staleness}"
                 )
-        first = dp_rank * micro_batch_size
-        mine = slice(first, first + micro_batch_size)
-        begin = index * micro_batch_size * dp_size
+        mine = slice(cut.dp_rank * cut.micro_batch_size, (cut.dp_rank + 1) * cut.micro_batch_size)
+        weights = found.weights[index * cut.rows_per_slice : (index + 1) * cut.rows_per_slice]
         micro_batches.append(
             collate(
                 samples[mine],
-                weights[begin : begin + len(samples)][mine],
+                weights[mine],
                 trained_at=step.index,
-                align_sequence=align_sequence,
-                align_stream=align_stream,
+                align_sequence=cut.align_sequence,
+                align_stream=cut.align_stream,
             )
         )
     batch = GlobalBatch(
         micro_batches=tuple(micro_batches),
-        num_sequences=num_sequences,
-        num_loss_tokens=num_loss_tokens,
+        num_sequences=found.num_sequences,
+        num_loss_tokens=found.num_loss_tokens,
         num_tokens=sum(len(sample.token_ids) for sample in everyone),
         staleness=tuple(step.index - sample.version for sample in everyone),
     )
-    return batch, still_needed(pending, step, micro_batch_size * dp_size)
+    return batch, still_needed(pending, step, cut.rows_per_slice)
 
 
 def still_needed(pending: Sequence[Sample], step: Step, rows_per_slice: int) -> list[Sample]:

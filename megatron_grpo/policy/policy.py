@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_grpo.batching.collate import collate
+from megatron_grpo.batching.split import Cut
 from megatron_grpo.grpo.loss import GrpoLoss, LossInputs
 from megatron_grpo.grpo.metrics import combine, finish
 from megatron_grpo.parallel.context import sum_over_context
@@ -19,7 +20,7 @@ from megatron_grpo.parallel.state import ParallelState
 from megatron_grpo.policy import pipeline, sharded_state
 from megatron_grpo.policy.exchange import WeightExchange
 from megatron_grpo.policy.stream import LocalBatch
-from megatron_grpo.types import AnchoredSample, GlobalBatch, MicroBatch, OldLogprobs, Sample
+from megatron_grpo.types import AnchoredSample, GlobalBatch, MicroBatch, Sample
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -38,8 +39,14 @@ class Policy:
                  parallel: ParallelState, micro_batch_size: int):
         self.chunks, self.wrapped, self.optimizer, self.scheduler = chunks, wrapped, optimizer, scheduler
         self.loss, self.reference, self.exchange, self.parallel = loss, reference, exchange, parallel
-        self.micro_batch_size = micro_batch_size
-        self.align_sequence, self.align_stream = sequence_alignment(parallel.layout, parallel.sequence_parallel)
+        align_sequence, align_stream = sequence_alignment(parallel.layout, parallel.sequence_parallel)
+        self.cut = Cut(
+            dp_rank=parallel.dp_rank,
+            dp_size=parallel.dp_size,
+            micro_batch_size=micro_batch_size,
+            align_sequence=align_sequence,
+            align_stream=align_stream,
+        )
 
     # ---- scoring -------------------------------------------------------------------------------------------------------------
 
@@ -50,7 +57,7 @@ class Policy:
         """
         if not samples:
             return []
-        size, dp = self.micro_batch_size, self.parallel.dp_size
+        size, dp = self.cut.micro_batch_size, self.cut.dp_size
         rounds = -(-len(samples) // (size * dp))
         # Experts exchange tokens over data-parallel ranks, and interleaved stages want a multiple of PP: all ranks run the same number.
         multiple = self.parallel.pp_size if self.parallel.layout.vpp else 1
@@ -78,7 +85,7 @@ class Policy:
     def _unweighted(self, samples: Sequence[Sample]) -> MicroBatch:
         weights = [np.zeros(len(sample.token_ids)) for sample in samples]
         as_on_policy = [dataclasses.replace(sample, version=0) for sample in samples]
-        return collate(as_on_policy, weights, trained_at=0, align_sequence=self.align_sequence, align_stream=self.align_stream)
+        return collate(as_on_policy, weights, trained_at=0, align_sequence=self.cut.align_sequence, align_stream=self.cut.align_stream)
 
     def _whole(self, batch: MicroBatch, local: LocalBatch, values: torch.Tensor) -> np.ndarray:
         """[c] on each context-parallel rank -> [C] on all of them."""
@@ -95,7 +102,7 @@ class Policy:
 
     def anchor(self, samples: Sequence[Sample]) -> list[AnchoredSample]:
         """Samples with the log-probs that the current weights give them. The forward-only pass of batching.md section 3."""
-        return [anchored(sample, logprobs, "recompute") for sample, logprobs in zip(samples, self.score(samples), strict=True)]
+        return [sample.anchored(logprobs, "recompute") for sample, logprobs in zip(samples, self.score(samples), strict=True)]
 
     # ---- training ------------------------------------------------------------------------------------------------------------
 
@@ -195,12 +202,6 @@ class Policy:
     def resident(self):
         """The policy is in its device's memory inside this block. It always is, unless it was asked to make room for the sampler."""
         yield
-
-
-def anchored(sample: Sample, logprobs: np.ndarray, by: OldLogprobs) -> AnchoredSample:
-    """The sample with these old log-probs (float32 [T])."""
-    fields = {field.name: getattr(sample, field.name) for field in dataclasses.fields(Sample)}
-    return AnchoredSample(**fields, old_logprobs=logprobs, anchored_by=by)
 
 
 def _bare_sample(token_ids: np.ndarray) -> Sample:
