@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 
 from megatron_grpo.config import DataConfig
-from megatron_grpo.data.chat import Raw
+from megatron_grpo.data.chat import PromptEncoder, Raw
 from megatron_grpo.data.files import NAMED_ROWS, Rows, count_rows, read_rows
 from megatron_grpo.errors import ConfigError, Problem
 from megatron_grpo.types import Prompt
 
-__all__ = ["PromptRows", "PromptStream", "check_lengths", "count_rows", "load_rows"]
+__all__ = ["PromptRows", "PromptStream", "check_lengths", "count_rows", "load_rows", "open_stream"]
 
 _NOT_COLUMNS = frozenset({"prompt", "messages", "completion", "completions", "completion_ids", "trainer_state"})
 
@@ -131,6 +131,22 @@ def _fault(row: Mapping[str, Any]) -> str | None:
 def _problem(flag: str, rows: Rows, indices: Sequence[int], fault: str) -> Problem:
     named = ", ".join(rows.place(int(index)) for index in indices[:NAMED_ROWS]) + (", ..." if len(indices) > NAMED_ROWS else "")
     return Problem(flags=(flag,), message=f"{len(indices)} of {len(rows)} rows {fault}: {named}.")
+
+
+def open_stream(
+    cfg: DataConfig, tokenizer: Any, *, seed: int, dataset: str | None = None, shuffle: bool | None = None, flag: str = "dataset"
+) -> PromptStream:
+    """Reads and checks a data set, and opens its stream: all of the above in one call. `dataset`, `shuffle`, `flag`: for the held-out set."""
+    rows = load_rows(cfg, dataset=dataset, flag=flag)
+    if not getattr(tokenizer, "chat_template", None):
+        chats = [index for index in range(len(rows)) if not isinstance(rows.raw(index), str)]
+        if chats:
+            fault = "are chats, and the model's tokenizer has no chat template (a base model?); give it string prompts, or a chat model"
+            raise ConfigError([_problem(flag, rows.rows, chats, fault)])
+    keep_last = cfg.max_prompt_length if cfg.truncation_strategy == "left" else None
+    encode = PromptEncoder(tokenizer, system=cfg.system, enable_thinking=cfg.enable_thinking, keep_last=keep_last)
+    rows = check_lengths(rows, encode, cfg, flag=flag)
+    return PromptStream(rows, encode, seed=seed, shuffle=cfg.dataset_shuffle if shuffle is None else shuffle)
 
 
 class PromptStream:
