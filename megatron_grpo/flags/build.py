@@ -177,8 +177,9 @@ class _Builder:
         if launcher_world_size is not None:
             if parallel.world_size not in (None, launcher_world_size):
                 name = self.typed.get("world_size", "world_size")
-                problems.append(Problem(flags=(name,), message=f"{name} ({parallel.world_size}) differs from the number of ranks that the launcher "
-                                        f"started ({launcher_world_size}). Leave {name} out.", nearest={name: [launcher_world_size]}))
+                problems.append(Problem(
+                    flags=(name,), nearest={name: [launcher_world_size]}, message=f"{name} ({parallel.world_size}) differs from the number of "
+                    f"ranks that the launcher started ({launcher_world_size}). Leave {name} out."))
                 self.parsed.unreadable.add("world_size")
             parallel.world_size = launcher_world_size
             self.sources["world_size"] = "launcher"
