@@ -109,12 +109,14 @@ def read_inputs(cfg: Config) -> Inputs:
         eval_rows = attempt(lambda: check_lengths(eval_rows, encode, cfg.data, flag="eval_dataset")) if eval_rows else None
     plan = None
     if shape:
-        experts = shape.moe.num_experts if shape.moe else None
+        experts = shape.moe.num_experts if shape.moe else 0
         plan = attempt(lambda: BatchPlan.from_config(cfg, num_layers=shape.num_layers, num_experts=experts))
     if problems:
         close_rewards(rewards or [])
         raise ConfigError(problems)
-    timetable = Timetable.for_run(plan, cfg, num_prompts=len(rows))
+    timetable = Timetable.of_length(
+        plan, max_steps=cfg.run.max_steps, num_train_epochs=cfg.run.num_train_epochs, num_prompts=len(rows)
+    )
     return Inputs(model_path=model_path, shape=shape, plan=plan, timetable=timetable, encode=encode, rows=rows, eval_rows=eval_rows,
                   rewards=rewards)  # fmt: skip
 
@@ -281,4 +283,5 @@ def build_policy(cfg: Config, shape: ModelShape, parallel: ParallelState, *, mod
         exchange=exchange,
         parallel=parallel,
         micro_batch_size=cfg.batch.micro_batch_size,
+        beta=cfg.grpo.beta,
     )

@@ -96,6 +96,7 @@ class GrpoLoss:
     entropy_coef: float
     correction: RolloutCorrection | None
     off_policy_delta: float | None
+    top_entropy_quantile: float
     needs_entropy: bool
     needs_entropy_threshold: bool
     needs_reference: bool
@@ -121,6 +122,7 @@ class GrpoLoss:
             entropy_coef=cfg.entropy_coef,
             correction=_correction(cfg),
             off_policy_delta=cfg.off_policy_sequence_mask_delta,
+            top_entropy_quantile=cfg.top_entropy_quantile,
             needs_entropy=cfg.log_entropy or cfg.entropy_coef != 0.0 or cfg.top_entropy_quantile < 1.0,
             needs_entropy_threshold=cfg.top_entropy_quantile < 1.0,
             needs_reference=cfg.beta != 0.0 and not cfg.kl_in_reward,

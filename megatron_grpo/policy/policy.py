@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from megatron_grpo.batching.collate import collate
 from megatron_grpo.batching.split import Cut
+from megatron_grpo.grpo.entropy import entropy_threshold
 from megatron_grpo.grpo.loss import GrpoLoss, LossInputs
 from megatron_grpo.grpo.metrics import combine, finish
 from megatron_grpo.parallel.context import sum_over_context
@@ -36,9 +37,10 @@ class Policy:
     """Every method is collective: all ranks call it, with the same arguments unless it says otherwise."""
 
     def __init__(self, *, chunks, wrapped, optimizer, scheduler, loss: GrpoLoss, reference, exchange: WeightExchange,
-                 parallel: ParallelState, micro_batch_size: int):
+                 parallel: ParallelState, micro_batch_size: int, beta: float = 0.0):
         self.chunks, self.wrapped, self.optimizer, self.scheduler = chunks, wrapped, optimizer, scheduler
         self.loss, self.reference, self.exchange, self.parallel = loss, reference, exchange, parallel
+        self.beta = beta
         align_sequence, align_stream = sequence_alignment(parallel.layout, parallel.sequence_parallel)
         self.cut = Cut(
             dp_rank=parallel.dp_rank,
@@ -104,6 +106,11 @@ class Policy:
         """Samples with the log-probs that the current weights give them. The forward-only pass of batching.md section 3."""
         return [sample.anchored(logprobs, "recompute") for sample, logprobs in zip(samples, self.score(samples), strict=True)]
 
+    def kl_to_reference(self, samples: Sequence[Sample]) -> np.ndarray:
+        """beta * sum over trained tokens of (log p - log p_ref), float64 [number of samples]: what `kl_in_reward` subtracts."""
+        ours, theirs = self.score(samples), self.score(samples, model=self.reference)
+        return np.array([self.beta * (a.astype(np.float64) - b).sum() for a, b in zip(ours, theirs, strict=True)])
+
     # ---- training ------------------------------------------------------------------------------------------------------------
 
     def train_step(self, batch: GlobalBatch) -> TrainedStep:
@@ -112,13 +119,14 @@ class Policy:
         A batch in which no token trains (everything filtered) changes nothing: no gradient, no moment decay.
         """
         reference = self._reference_logprobs(batch) if self.loss.needs_reference else {}
+        threshold = self._entropy_threshold(batch) if self.loss.needs_entropy_threshold else None
         for chunk in self.wrapped:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         kept = pipeline.run(
             self.wrapped,
             batch.micro_batches,
-            lambda micro, local, logprobs, entropy: self._loss(batch, micro, local, logprobs, entropy, reference),
+            lambda micro, local, logprobs, entropy: self._loss(batch, micro, local, logprobs, entropy, reference, threshold),
             self.parallel,
             with_entropy=self.loss.needs_entropy,
             forward_only=False,
@@ -138,7 +146,7 @@ class Policy:
                 logprobs[row] = values[micro.sequence == place]
         return TrainedStep(metrics=metrics, logprobs=logprobs, was_skipped=was_skipped)
 
-    def _loss(self, batch: GlobalBatch, micro: MicroBatch, local: LocalBatch, logprobs, entropy, reference):
+    def _loss(self, batch: GlobalBatch, micro: MicroBatch, local: LocalBatch, logprobs, entropy, reference, threshold):
         held, device = torch.from_numpy(local.trained), self.parallel.device
 
         def mine(array: np.ndarray) -> torch.Tensor:
@@ -158,20 +166,36 @@ class Policy:
             logprobs=logprobs,
             entropy=entropy,
             ref_logprobs=mine(reference[id(micro)]) if reference else None,
+            entropy_threshold=threshold,
             sum_over_context=lambda x: sum_over_context(x, self.parallel.cp_group),
         )
         return loss, (logs, micro, self._whole(micro, local, logprobs))
 
     def _reference_logprobs(self, batch: GlobalBatch) -> dict[int, np.ndarray]:
-        kept = pipeline.run(
-            self.reference,
+        """[C] of each micro-batch, by its id, on ranks of the last stage."""
+        return dict(self._forward(self.reference, batch, lambda logprobs, entropy: logprobs, with_entropy=False))
+
+    def _entropy_threshold(self, batch: GlobalBatch) -> float | None:
+        """The entropy above which a token of this global batch trains; None off the last stage, where nobody asks."""
+        entropies = dict(self._forward(self.wrapped, batch, lambda logprobs, entropy: entropy, with_entropy=True))
+        if not self.parallel.is_last_stage:
+            return None
+        mine = [(entropies[id(micro)], micro.weights > 0) for micro in batch.micro_batches]
+        everyone = [pair for pairs in self.parallel.all_gather_objects(mine, self.parallel.dp_group) for pair in pairs]
+        return entropy_threshold([values for values, _ in everyone], [mask for _, mask in everyone], self.loss.top_entropy_quantile)
+
+    def _forward(self, model, batch: GlobalBatch, pick, *, with_entropy: bool) -> list[tuple[int, np.ndarray]]:
+        return pipeline.run(
+            model,
             batch.micro_batches,
-            lambda micro, local, logprobs, entropy: (logprobs.sum() * 0.0, (micro, self._whole(micro, local, logprobs))),
+            lambda micro, local, logprobs, entropy: (
+                logprobs.sum() * 0.0,
+                (id(micro), self._whole(micro, local, pick(logprobs, entropy))),
+            ),
             self.parallel,
-            with_entropy=False,
+            with_entropy=with_entropy,
             forward_only=True,
         )
-        return {id(micro): logprobs for micro, logprobs in kept}
 
     def _reduce_logs(self, logs) -> dict[str, float]:
         """Logs of this rank's micro-batches -> the step's metrics, on every rank. Only ranks of the last stage have any."""
