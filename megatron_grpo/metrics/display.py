@@ -67,7 +67,7 @@ class Display:
 
     def say(self, text: str) -> None:
         """A line that stays, above the live one."""
-        self.console.print(escape(text), soft_wrap=True)
+        self.console.print(escape(text), soft_wrap=True, highlight=False)
 
     def stop(self) -> None:
         if self._live:
@@ -104,7 +104,7 @@ class _Above(logging.Handler):
         text = escape(record.getMessage())
         if record.levelno >= logging.WARNING:
             text = f"[yellow]{record.levelname.lower()}:[/yellow] {text}"
-        self.console.print(text, soft_wrap=True)
+        self.console.print(text, soft_wrap=True, highlight=False)
 
 
 def _number(value: float) -> str:
