@@ -72,8 +72,10 @@ class ModelShape:
             read.require(heads % common["num_query_groups"] == 0, f"num_attention_heads ({heads}) must be a multiple of "
                          f"num_key_value_heads ({common['num_query_groups']}).")
         read.stop_if_wrong()
-        own = family.traits(config, common)
-        merged = {**common, **own}
+        try:
+            merged = {**common, **family.traits(config, common)}
+        except KeyError as missing:
+            raise ConfigError([Problem(flags=("model",), message=f"config.json: {architecture} needs {missing.args[0]}.")]) from missing
         rotated = merged["mla"].qk_pos_emb_head_dim if merged.get("mla") else merged["head_dim"]
         rope = rope_from_hf(config, rotated, family.defaults.get("rope_theta", 10000.0), read)
         read.stop_if_wrong()

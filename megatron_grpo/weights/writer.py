@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from megatron_grpo.errors import ConfigError, Problem
+from megatron_grpo.weights.families import family_of
 from megatron_grpo.weights.reader import INDEX, SINGLE
 from megatron_grpo.weights.shape import read_config
 
@@ -106,6 +107,8 @@ class HfWriter:
 
     def _write_config(self) -> None:
         config = {**read_config(self.source), **self.config_changes}
+        if family_of(config).has_prediction_layers and "num_nextn_predict_layers" in config:
+            config["num_nextn_predict_layers"] = 0  # they are not in the export
         written = str(max(self._dtypes, key=self._dtypes.__getitem__)).removeprefix("torch.")
         config["torch_dtype" if "torch_dtype" in config else "dtype"] = written
         (self._partial / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

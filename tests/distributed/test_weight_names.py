@@ -49,7 +49,10 @@ def build(shape: ModelShape, *, tp: int, ep: int, etp: int):
         sizes |= dict(num_moe_experts=moe.num_experts, moe_router_topk=moe.topk, moe_ffn_hidden_size=moe.ffn_hidden_size,
                       moe_layer_freq=[int(layer) for layer in moe.layers], moe_router_load_balancing_type="none",
                       moe_token_dispatcher_type="alltoall", moe_router_score_function=moe.score_function,
-                      moe_router_enable_expert_bias=moe.has_expert_bias, moe_shared_expert_intermediate_size=moe.shared_ffn_hidden_size)
+                      moe_router_enable_expert_bias=moe.has_expert_bias, moe_shared_expert_intermediate_size=moe.shared_ffn_hidden_size,
+                      moe_router_pre_softmax=not moe.norm_topk_prob, moe_router_num_groups=moe.num_groups,
+                      moe_router_group_topk=moe.group_topk,
+                      moe_router_topk_scaling_factor=moe.scaling_factor if moe.scaling_factor != 1 else None)
     kind = TransformerConfig
     if shape.mla:
         mla, kind = shape.mla, MLATransformerConfig
@@ -123,3 +126,71 @@ def test_shards_of_a_real_model_come_together_again(tmp_path, name, tp, ep, etp)
         exported.update(weights.export(parameter, [by_rank[rank] for rank in sorted(by_rank)]))
     assert exported.keys() == reader.names
     assert all(torch.equal(exported[hf_name], reader(hf_name)) for hf_name in exported)
+
+
+def project(rank, world_size, path, tp, hidden):
+    """Query, key, value and MLP output of the first layer on this rank, computed by Megatron."""
+    from megatron.core import parallel_state
+
+    reader = HfReader(path)
+    shape = ModelShape.from_hf(reader.config)
+    model = build(shape, tp=tp, ep=1, etp=1)
+    weights = WeightMap.for_shape(shape, padded_vocab_size=ROWS)
+    with torch.no_grad():
+        for name, tensor in model.named_parameters():
+            tensor.copy_(weights.load(name, reader, tp_rank=parallel_state.get_tensor_model_parallel_rank(), tp_size=tp))
+        layer = model.decoder.layers[0]
+        query, key, value = layer.self_attention.get_query_key_value_tensors(hidden)
+        out, bias = layer.mlp(hidden)
+    return query, key, value, out if bias is None else out + bias
+
+
+@pytest.mark.parametrize("name,tp", [("llama_all_biases", 1), ("llama_all_biases", 2), ("llama_one_group", 2), ("llama_one_group", 4),
+                                     ("qwen3_two_groups", 4), ("llama_no_groups", 4), ("qwen2", 2), ("qwen3", 4)])
+def test_loaded_layers_compute_what_transformers_computes(tmp_path, name, tp):
+    from transformers import AutoModelForCausalLM
+
+    path = write_checkpoint(name, tmp_path)
+    hidden = torch.randn(5, 1, 32, generator=torch.Generator().manual_seed(3))
+    ranks = run_ranks(project, tp, str(path), tp, hidden)
+    layer = AutoModelForCausalLM.from_pretrained(path).model.layers[0]
+    attention, shape = layer.self_attn, ModelShape.from_pretrained(path)
+    with torch.no_grad():
+        query, key, value = (proj(hidden).unflatten(-1, (-1, shape.head_dim))
+                             for proj in (attention.q_proj, attention.k_proj, attention.v_proj))
+        if shape.qk_norm:
+            query, key = attention.q_norm(query), attention.k_norm(key)
+        expected = layer.mlp(hidden)
+    torch.testing.assert_close(torch.cat([q for q, _, _, _ in ranks], dim=2), query)
+    repeats = max(1, tp // shape.num_query_groups)  # with fewer key/value heads than ranks, neighbours share one
+    for place, theirs in ((1, key), (2, value)):
+        torch.testing.assert_close(torch.cat([rank[place] for rank in ranks], dim=2), theirs.repeat_interleave(repeats, dim=2))
+    for *_, out in ranks:
+        torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
+
+
+def run_experts(rank, world_size, path, hidden):
+    """Output of the last layer's experts, computed by Megatron."""
+    reader = HfReader(path)
+    shape = ModelShape.from_hf(reader.config)
+    model = build(shape, tp=1, ep=1, etp=1)
+    weights = WeightMap.for_shape(shape, padded_vocab_size=ROWS)
+    buffers = {name: tensor for name, tensor in model.named_buffers() if name in weights.buffer_names()}
+    tensors = {**dict(model.named_parameters()), **buffers}
+    weights.check_held(tensors)
+    with torch.no_grad():
+        for name, tensor in tensors.items():
+            tensor.copy_(weights.load(name, reader))
+        return model.decoder.layers[-1].mlp(hidden)[0]
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "qwen3_moe_raw_weights", "mixtral", "deepseek_v3"])
+def test_loaded_experts_compute_what_transformers_computes(tmp_path, name):
+    from transformers import AutoModelForCausalLM
+
+    path = write_checkpoint(name, tmp_path)
+    hidden = torch.randn(7, 1, 32, generator=torch.Generator().manual_seed(3))
+    (ours,) = run_ranks(run_experts, 1, str(path), hidden)
+    with torch.no_grad():
+        theirs = AutoModelForCausalLM.from_pretrained(path).model.layers[-1].mlp(hidden.transpose(0, 1)).transpose(0, 1)
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4 * theirs.abs().max().item())

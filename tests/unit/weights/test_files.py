@@ -57,7 +57,7 @@ def test_dtype_is_converted_and_declared_and_a_routing_bias_stays_float32(tmp_pa
     source = write_checkpoint("deepseek_v3", tmp_path / "source")
     copy_weights(HfReader(source), tmp_path / "out", source, dtype=torch.bfloat16)
     out = HfReader(tmp_path / "out")
-    assert out.config["dtype"] == "bfloat16"
+    assert out.config["dtype"] == "bfloat16" and out.config["num_nextn_predict_layers"] == 0
     kinds = {name: out(name).dtype for name in out.names}
     assert kinds.pop("model.layers.1.mlp.gate.e_score_correction_bias") is torch.float32
     assert set(kinds.values()) == {torch.bfloat16}

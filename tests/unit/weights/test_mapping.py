@@ -164,3 +164,27 @@ def test_any_shape_that_divides_round_trips(groups, heads_per_group, half_head, 
                     for pair in weights.export(name, shards_of(weights, name, source.__getitem__, tp, 1)))
     assert exported.keys() == source.keys()
     assert all(torch.equal(exported[name], source[name]) for name in source)
+
+
+@pytest.mark.parametrize("naming,expert", [("local", "local_experts.{}.linear_fc1.weight"), ("transformer_engine", "linear_fc1.weight{}")])
+def test_expert_ranks_and_stages_together_hold_every_parameter_once(reader, naming, expert):
+    source = reader("qwen3_moe")  # 2 layers of 4 experts on 2 stages and 2 expert ranks
+    weights = WeightMap.for_shape(ModelShape.from_hf(source.config), padded_vocab_size=64, naming=naming)
+    held = []
+    for stage in range(2):
+        for expert_rank in range(2):
+            for local in range(2):
+                here = f"decoder.layers.0.mlp.experts.{expert.format(local)}"
+                name = with_global_numbers(here, first_layer=stage, first_expert=2 * expert_rank)
+                gate = source(f"model.layers.{stage}.mlp.experts.{2 * expert_rank + local}.gate_proj.weight")
+                assert torch.equal(weights.load(name, source)[: len(gate)], gate)
+                held.append(name)
+    assert sorted(held) == sorted(name for name in weights.megatron_names() if weights.kind(name).is_expert and "linear_fc1" in name)
+
+
+def test_a_parameter_that_no_module_holds_is_noticed():
+    weights = WeightMap.for_shape(ModelShape.from_hf(config_of("llama_all_biases")), padded_vocab_size=64)
+    names = set(weights.megatron_names())
+    weights.check_held(names)
+    with pytest.raises(ValueError, match="needs 2 parameters that no Megatron module holds: decoder.layers.0.self_attention.linear_proj"):
+        weights.check_held({name for name in names if not name.endswith("linear_proj.bias")})

@@ -80,6 +80,13 @@ def test_everything_wrong_is_said_at_once():
     assert all(word in str(error.value) for word in ("gelu", "quantized", "vocab_size", "num_hidden_layers"))
 
 
+def test_a_key_that_only_one_family_needs_is_missed_by_name():
+    config = config_of("deepseek_v3")
+    del config["kv_lora_rank"]
+    with pytest.raises(ConfigError, match="DeepseekV3ForCausalLM needs kv_lora_rank"):
+        ModelShape.from_hf(config)
+
+
 @pytest.mark.parametrize("rope,word", [({"rope_type": "dynamic", "factor": 2.0}, "dynamic"), ({"type": "longrope"}, "longrope"),
                                        ({"rope_type": "linear"}, "factor"), ({"type": "default", "mrope_section": [1, 1]}, "mrope_section"),
                                        ({"full_attention": {"rope_type": "default"}}, "full_attention"),

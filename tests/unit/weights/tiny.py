@@ -28,6 +28,7 @@ CHECKPOINTS: dict[str, tuple[str, dict]] = {
     "mistral": ("MistralConfig", BASE),
     "qwen3_moe": ("Qwen3MoeConfig", {**BASE, **MOE}),
     "qwen3_moe_mixed": ("Qwen3MoeConfig", {**BASE, **MOE, "num_hidden_layers": 4, "decoder_sparse_step": 2, "mlp_only_layers": [1]}),
+    "qwen3_moe_raw_weights": ("Qwen3MoeConfig", {**BASE, **MOE, "norm_topk_prob": False}),
     "mixtral": ("MixtralConfig", {**BASE, "num_local_experts": 4, "num_experts_per_tok": 2}),
     "deepseek_v3": ("DeepseekV3Config", {
         **{k: v for k, v in BASE.items() if k != "head_dim"}, "num_key_value_heads": 8, "moe_intermediate_size": 16, "n_routed_experts": 4,

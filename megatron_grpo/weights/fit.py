@@ -1,0 +1,82 @@
+"""Does a model fit a layout? Every division that would leave a rest, said before anything loads. No torch: `plan` asks too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from megatron_grpo.errors import Problem
+from megatron_grpo.weights.shape import ModelShape
+
+TP, EP, ETP = "tensor_model_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size"
+_LENGTHS = ("max_prompt_length", "max_completion_length")
+_LARGEST = 128  # ranks that are tried for `nearest`
+
+
+def layout_problems(shape: ModelShape, *, tp: int = 1, ep: int = 1, etp: int = 1,
+                    whole_down_projections: bool = False) -> list[Problem]:
+    """Problems of the sizes of this model with these parallel sizes (ranks), each with the nearest sizes that work.
+
+    whole_down_projections: Transformer Engine keeps those of multi-latent attention whole on every rank, the local spec cuts them.
+    """
+    return [*_each(TP, tp, lambda ranks: _tensor_parallel(shape, ranks, whole_down_projections)),
+            *_each(EP, ep, lambda ranks: _expert_parallel(shape, ranks)),
+            *_each(ETP, etp, lambda ranks: _expert_tensor_parallel(shape, ranks))]
+
+
+def length_problems(shape: ModelShape, longest: int, *, flags: tuple[str, ...] = _LENGTHS) -> list[Problem]:
+    """Problems of sequences of up to `longest` tokens (prompt and completion) with what the model can attend to."""
+    problems = []
+    if shape.max_position_embeddings and longest > shape.max_position_embeddings:
+        problems.append(f"sequences of up to {longest} tokens are longer than the model's max_position_embeddings "
+                        f"({shape.max_position_embeddings}).")
+    if shape.sliding_window and longest > shape.sliding_window:
+        # Up to the window's length, windowed and full attention are the same.
+        problems.append(f"the model attends to a sliding window of {shape.sliding_window} tokens, and training attends to whole sequences: "
+                        f"sequences of up to {longest} tokens would be scored differently. Use at most {shape.sliding_window} together.")
+    return [Problem(flags=flags, message=message) for message in problems]
+
+
+def _each(flag: str, ranks: int, check: Callable[[int], Iterator[str]]) -> list[Problem]:
+    messages = list(check(ranks))
+    if not messages:
+        return []
+    works = [size for size in range(1, _LARGEST + 1) if not any(check(size))]
+    nearest = ([size for size in works if size < ranks][-1:]) + ([size for size in works if size > ranks][:1])
+    use = f" Use {' or '.join(map(str, nearest))}." if nearest else ""
+    return [Problem(flags=(flag,), message=f"{flag} ({ranks}): {message}{use}", nearest={flag: nearest}) for message in messages]
+
+
+def _tensor_parallel(shape: ModelShape, tp: int, whole_down_projections: bool) -> Iterator[str]:
+    sizes = {"num_attention_heads": shape.num_attention_heads}
+    if shape.moe is None or not all(shape.moe.layers):
+        sizes["intermediate_size"] = shape.ffn_hidden_size
+    if shape.moe and shape.moe.shared_ffn_hidden_size:
+        sizes["the shared experts' width"] = shape.moe.shared_ffn_hidden_size
+    if shape.mla and not whole_down_projections:
+        sizes["kv_lora_rank + qk_rope_head_dim"] = shape.mla.kv_lora_rank + shape.mla.qk_pos_emb_head_dim
+        if shape.mla.q_lora_rank:
+            sizes["q_lora_rank"] = shape.mla.q_lora_rank
+    yield from (_rest(name, size, tp) for name, size in sizes.items() if size % tp)
+    groups, rows = shape.num_query_groups, shape.query_size + 2 * shape.key_size
+    if shape.mla is None and groups % tp and tp % groups:
+        yield f"it must divide the model's num_key_value_heads ({groups}), or be a multiple of it."
+    elif shape.mla is None and rows % tp:
+        yield _rest("the rows of query, key and value together", rows, tp)
+
+
+def _expert_parallel(shape: ModelShape, ep: int) -> Iterator[str]:
+    if ep > 1 and shape.moe is None:
+        yield f"{shape.architecture} has no experts."
+    elif ep > 1 and shape.moe.num_experts % ep:
+        yield _rest("num_experts", shape.moe.num_experts, ep)
+
+
+def _expert_tensor_parallel(shape: ModelShape, etp: int) -> Iterator[str]:
+    if etp > 1 and shape.moe is None:
+        yield f"{shape.architecture} has no experts."
+    elif etp > 1 and shape.moe.ffn_hidden_size % etp:
+        yield _rest("the experts' intermediate size", shape.moe.ffn_hidden_size, etp)
+
+
+def _rest(name: str, size: int, ranks: int) -> str:
+    return f"it must divide the model's {name} ({size}): {size} = {size // ranks} x {ranks} + {size % ranks}."
