@@ -7,7 +7,7 @@ Transformer Engine spec.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from enum import Enum
 
@@ -138,11 +138,15 @@ def num_parameters(shape: ModelShape, *, active_only: bool = False) -> int:
 
     active_only: without the experts that a token is not sent to.
     """
-    total = sum(math.prod(size) for size in hf_shapes(shape).values())
-    if not active_only or shape.moe is None:
-        return total
-    idle = (shape.moe.num_experts - shape.moe.topk) * 3 * shape.hidden_size * shape.moe.ffn_hidden_size
-    return total - idle * sum(shape.moe.layers)
+    def count(entries: Iterable[Entry], experts: int) -> int:
+        return sum(math.prod(size) * (experts if entry.is_expert else 1) for entry in entries if not entry.is_copy for _, size in entry.hf)
+
+    experts = 0 if shape.moe is None else shape.moe.topk if active_only else shape.moe.num_experts
+    num_moe = sum(shape.is_moe_layer(layer) for layer in range(shape.num_layers))
+    total = count(outer_entries(shape), experts)
+    for moe, layers in ((True, num_moe), (False, shape.num_layers - num_moe)):
+        total += layers * count(layer_entries(shape, moe=moe), experts) if layers else 0
+    return total
 
 
 def hf_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:

@@ -40,6 +40,20 @@ def test_active_parameters_leave_out_the_experts_a_token_does_not_visit():
     assert num_parameters(shape) - num_parameters(shape, active_only=True) == 2 * 2 * 3 * 32 * 40
 
 
+def test_sizes_of_published_models_are_known():
+    qwen = {"architectures": ["Qwen3MoeForCausalLM"], "vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 12288,
+            "num_hidden_layers": 94, "num_attention_heads": 64, "num_key_value_heads": 4, "head_dim": 128, "num_experts": 128,
+            "num_experts_per_tok": 8, "moe_intermediate_size": 1536, "norm_topk_prob": True}
+    shape = ModelShape.from_hf(qwen)  # Qwen3-235B-A22B
+    assert (round(num_parameters(shape) / 1e9), round(num_parameters(shape, active_only=True) / 1e9)) == (235, 22)
+    deepseek = {"architectures": ["DeepseekV3ForCausalLM"], "vocab_size": 129280, "hidden_size": 7168, "intermediate_size": 18432,
+                "num_hidden_layers": 61, "num_attention_heads": 128, "n_routed_experts": 256, "num_experts_per_tok": 8,
+                "moe_intermediate_size": 2048, "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
+                "v_head_dim": 128, "first_k_dense_replace": 3, "n_shared_experts": 1}
+    shape = ModelShape.from_hf(deepseek)  # DeepSeek-V3: 671 B, 37 B active (the embedding, which is looked up, counts as active here)
+    assert (round(num_parameters(shape) / 1e9), int(num_parameters(shape, active_only=True) / 1e9)) == (671, 37)
+
+
 def test_both_generations_of_the_config_give_one_shape():
     old = {**LLAMA, "rope_theta": 5e5, "torch_dtype": "bfloat16", "rope_scaling": {
         "type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 1024}}
