@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+import os
 from pathlib import Path
 
 import numpy as np
@@ -81,18 +80,14 @@ def test_retention_keeps_the_newest_and_leaves_a_given_up_future_alone(tmp_path)
 @pytest.mark.parametrize("moment", ["written", "renamed"])
 def test_a_writer_killed_at_any_moment_leaves_a_directory_to_resume_from(tmp_path, moment):
     write(Folder(tmp_path), 5)
-    script = f"""
-import os, pathlib
-from megatron_grpo.checkpoint import folder as module
-folder = module.Folder(pathlib.Path({str(tmp_path)!r}))
-writing = folder.begin(10)
-(writing / "file").write_bytes(b"x")
-if {moment!r} == "written":
-    pathlib.Path.rename = lambda *a: os._exit(9)
-pathlib.Path.replace = lambda *a: os._exit(9)
-folder.commit(10, {{}}, module.fingerprints(writing, ["file"]))
-"""
-    assert subprocess.run([sys.executable, "-c", script], cwd=Path(__file__).parents[2]).returncode == 9
+    child = os.fork()
+    if child == 0:
+        if moment == "written":
+            Path.rename = lambda *paths: os._exit(9)
+        Path.replace = lambda *paths: os._exit(9)
+        write(Folder(tmp_path), 10)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
     folder = Folder(tmp_path)
     assert folder.candidates() == [5] and damage_of(folder.directory(5)) == []
     assert damage_of(write(folder, 10)) == []  # and what it left is no obstacle

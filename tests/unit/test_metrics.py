@@ -18,6 +18,13 @@ from megatron_grpo.metrics import Clock, Completions, Metrics, report_to_problem
 from megatron_grpo.types import Completion, Group, Progress, Prompt, ScoredGroup
 
 
+@pytest.fixture(autouse=True)
+def runs_that_ended():
+    """Most tests stop in the middle of a run."""
+    yield
+    logging.getLogger("megatron_grpo").handlers.clear()
+
+
 def metrics_in(folder, **settings):
     return Metrics(folder, **{"console": Console(file=io.StringIO(), width=100)} | settings)
 
