@@ -69,8 +69,9 @@ def transformer_config(shape: ModelShape, model: ModelConfig, layout: ParallelCo
         # With two stages "next" and "previous" are the same rank, which batched point-to-point calls cannot tell apart.
         overlap_p2p_comm=interleaved,
         batch_p2p_comm=not interleaved,
-        # Weights come from the checkpoint; drawing them first would only cost time.
-        perform_initialization=False,
+        # Weights come from the checkpoint, but only drawing them first marks the tensor-parallel ones: without the mark they count as
+        # copies, and the gradient norm (so the clipping) sees rank 0's shards alone.
+        perform_initialization=True,
         masked_softmax_fusion=False,
         gradient_accumulation_fusion=False,
         bias_dropout_fusion=False,
