@@ -1,0 +1,162 @@
+"""Advantages: hand-checked, equal to the reference, and exact where exactness matters."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_grpo.config import Config, GrpoConfig
+from megatron_grpo.grpo import check
+from megatron_grpo.grpo.advantages import ESTIMATORS, advantages, reward_metrics
+from megatron_grpo.types import Group, Prompt, ScoredGroup
+from tests.reference import grpo_reference as reference
+
+COMBINATIONS = [
+    cfg
+    for estimator in (*ESTIMATORS, "gdpo")
+    for scale in ("group", "batch", "none", "gdpo")
+    if not check.problems(Config(grpo=(cfg := GrpoConfig(advantage_estimator=estimator, scale_rewards=scale))))
+]
+
+
+def score(rewards):
+    group = Group(prompt=Prompt(number=0, row=0, raw="", token_ids=(), columns={}), completions=(), version=0)
+    return [ScoredGroup(group=group, rewards=tuple(tuple(row) for row in rows)) for rows in rewards]
+
+
+def of(rewards, weights=(1.0,), kl_penalty=None, **config):
+    """rewards: [groups][G] for one function, or [groups][G][functions]."""
+    rows = [[row if isinstance(row, (list, tuple)) else [row] for row in group] for group in rewards]
+    return advantages(score(rows), GrpoConfig(**config), weights, kl_penalty=kl_penalty)
+
+
+def test_grpo_by_hand():
+    # mean 0.5, sample std sqrt(4 * 0.25 / 3) = 0.57735
+    assert of([[1, 0, 1, 0]]).advantages[0] == pytest.approx(np.array([1, -1, 1, -1]) * 0.5 / (0.5773502692 + 1e-4))
+
+
+def test_scale_batch_and_none_by_hand():
+    rewards = [[1, 0], [3, 0]]
+    assert of(rewards, scale_rewards="none").advantages.tolist() == [[0.5, -0.5], [1.5, -1.5]]
+    # batch: mean 1, squares 0 + 1 + 4 + 1 over 3
+    assert of(rewards, scale_rewards="batch").advantages.ravel() == pytest.approx(np.array([0.5, -0.5, 1.5, -1.5]) / (2**0.5 + 1e-4))
+
+
+def test_rloo_by_hand():
+    assert of([[1, 0, 0, 1]], advantage_estimator="rloo").advantages[0] == pytest.approx([1 - 1 / 3, -2 / 3, -2 / 3, 1 - 1 / 3])
+
+
+def test_reinforce_plus_plus_by_hand():
+    rewards = [[1, 0], [3, 0]]
+    assert of(rewards, advantage_estimator="reinforce_plus_plus").advantages.ravel() == pytest.approx(
+        np.array([0, -1, 2, -1]) / (2**0.5 + 1e-4)
+    )
+    # baseline: (0.5, -0.5, 1.5, -1.5), whose sample std is sqrt(5 / 3)
+    assert of(rewards, advantage_estimator="reinforce_plus_plus_baseline").advantages.ravel() == pytest.approx(
+        np.array([0.5, -0.5, 1.5, -1.5]) / ((5 / 3) ** 0.5 + 1e-4)
+    )
+
+
+def test_reinforce_plus_plus_needs_no_group():
+    assert of([[1], [0]], advantage_estimator="reinforce_plus_plus").advantages.ravel() == pytest.approx(
+        np.array([0.5, -0.5]) / (0.5**0.5 + 1e-4)
+    )
+
+
+def test_gdpo_gives_each_function_a_voice_that_the_sum_would_drown():
+    """Equal totals: grpo sees nothing to choose, gdpo normalises each function first (here 10 x accuracy against format, weights 1)."""
+    rewards = [[[10.0, 0.0], [9.0, 1.0], [10.0, 0.0], [9.0, 1.0]], [[10.0, 0.0], [0.0, 0.0], [0.0, 1.0], [0.0, 1.0]]]
+    assert of(rewards, (1.0, 1.0)).is_dead.tolist() == [True, False]
+    result = of(rewards, (1.0, 0.5), advantage_estimator="gdpo")
+    assert result.is_dead.tolist() == [False, False]
+    assert result.advantages[0][0] == pytest.approx(-result.advantages[0][1]) and result.advantages[0][0] > 0
+
+
+values = st.one_of(st.none(), st.sampled_from([0.0, 1.0, 0.1, 0.3]), st.floats(-5, 5, width=16))
+
+
+@st.composite
+def rollouts(draw):
+    num_groups, size, num_funcs = draw(st.integers(1, 4)), draw(st.integers(2, 5)), draw(st.integers(1, 3))
+    row = st.lists(values, min_size=num_funcs, max_size=num_funcs)
+    group = st.one_of(st.lists(row, min_size=size, max_size=size), row.map(lambda r: [r] * size))
+    rewards = draw(st.lists(group, min_size=num_groups, max_size=num_groups))
+    weights = draw(st.lists(st.sampled_from([1.0, 0.5, 2.0, -1.0]), min_size=num_funcs, max_size=num_funcs))
+    penalty = draw(st.lists(st.lists(st.floats(-1, 1, width=16), min_size=size, max_size=size), min_size=num_groups, max_size=num_groups))
+    return rewards, weights, penalty
+
+
+@settings(max_examples=150, deadline=None)
+@given(rollouts())
+def test_every_estimator_equals_the_reference(rollout):
+    rewards, weights, penalty = rollout
+    # Nothing judged: the reference has no mean to take.
+    if all(r is None for group in rewards for row in group for r in row):
+        return
+    for cfg in COMBINATIONS:
+        for kl_penalty in (None, penalty):
+            if kl_penalty is not None and "gdpo" in (cfg.advantage_estimator, cfg.scale_rewards):
+                continue
+            found = advantages(score(rewards), cfg, weights, kl_penalty=None if kl_penalty is None else np.array(kl_penalty))
+            wanted = reference.advantages(rewards, weights, cfg, kl_penalty)
+            np.testing.assert_allclose(found.advantages, wanted, rtol=1e-8, atol=1e-8)
+
+
+@pytest.mark.parametrize("cfg", [c for c in COMBINATIONS if c.advantage_estimator != "reinforce_plus_plus"], ids=str)
+def test_a_dead_group_has_advantages_of_exactly_zero(cfg):
+    """0.1 has no exact binary form: the mean of seven of them is not 0.1."""
+    rewards = np.full((2, 7, 1), 0.1)
+    rewards[1, :4] = 1.0
+    found = advantages(score(rewards.tolist()), cfg, [1.0])
+    assert found.is_dead.tolist() == [True, False]
+    if "gdpo" not in (cfg.advantage_estimator, cfg.scale_rewards):
+        assert (found.advantages[0] == 0.0).all()
+    assert np.abs(found.advantages[0]).max() < 1e-12
+
+
+def test_dead_means_exactly_equal():
+    assert of([[0.5, 0.5 + 1e-9], [0.3, 0.3], [None, 0.3], [None, None]]).is_dead.tolist() == [False, True, True, True]
+
+
+def test_the_best_completion_gets_the_largest_advantage():
+    for cfg in COMBINATIONS:
+        found = advantages(score([[[0.0], [1.0], [0.2]], [[0.5], [0.1], [0.1]]]), cfg, [1.0]).advantages
+        assert found[0].argmax() == 1 and found[1].argmax() == 0
+
+
+def test_a_completion_that_nobody_judged_is_left_out_and_gets_zero():
+    with_none = of([[[1.0, None], [0.0, None], [None, None]]], (1.0, 1.0))
+    assert with_none.advantages[0][2] == 0.0 and np.isnan(with_none.rewards[0][2])
+    assert with_none.advantages[0][:2] == pytest.approx(of([[1.0, 0.0]]).advantages[0])
+
+
+def test_a_rollout_that_nobody_judged_trains_nothing():
+    for cfg in COMBINATIONS:
+        found = advantages(score([[[None], [None]]] * 2), cfg, [1.0])
+        assert (found.advantages == 0).all() and found.is_dead.all()
+        assert reward_metrics(found, ["f"]) == {"frac_reward_zero_std": 1.0}
+
+
+def test_kl_penalty_is_subtracted_before_the_baseline():
+    penalty = np.array([[0.5, 0.0]])
+    assert of([[1, 1]], kl_penalty=penalty, scale_rewards="none").advantages.tolist() == [[-0.25, 0.25]]
+    result = of([[1, 1]], kl_penalty=penalty)
+    # What was judged is still what is reported.
+    assert result.rewards.tolist() == [[1, 1]] and result.is_dead.tolist() == [False]
+
+
+def test_reward_metrics_by_hand():
+    result = of([[[1.0, 0.0], [0.0, None]], [[1.0, 1.0], [1.0, 1.0]]], (1.0, 0.5))
+    assert reward_metrics(result, ["accuracy", "format"]) == pytest.approx(
+        {
+            "reward": (1.0 + 0.0 + 1.5 + 1.5) / 4,
+            "reward_std": 0.7071067811865476,
+            "frac_reward_zero_std": 0.5,
+            "rewards/accuracy/mean": 0.75,
+            "rewards/accuracy/std": 0.5,
+            "rewards/format/mean": 2 / 3,
+            "rewards/format/std": 0.5773502691896258,
+        }
+    )

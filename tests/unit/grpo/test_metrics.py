@@ -1,0 +1,83 @@
+"""What the loss logs: hand-checked, and the same however the batch is cut."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_grpo.config import GrpoConfig
+from megatron_grpo.grpo.loss import GrpoLoss, LossInputs
+from megatron_grpo.grpo.metrics import finish
+from tests.reference.packing import package_loss, random_batch
+
+NAN = float("nan")
+
+
+def measured(cfg=None, **tensors):
+    """Two sequences of two tokens each; the last token of the second has weight 0 (filtered out)."""
+    loss = GrpoLoss.from_config(cfg or GrpoConfig(), max_completion_length=4, temperature=1.0)
+    given = {
+        "weights": torch.tensor([0.25, 0.25, 0.5, 0.0]),
+        "advantages": torch.tensor([1.0, 1.0, -1.0, -1.0]),
+        "sampler_logprobs": torch.full((4,), NAN),
+        "old_logprobs": torch.full((4,), NAN),
+        "sequence": torch.tensor([0, 0, 1, 1]),
+        "num_sequences": 2,
+        "num_loss_tokens": 3,
+    }
+    extra = {name: tensors.pop(name) for name in ("entropy", "ref_logprobs") if name in tensors}
+    logprobs = tensors.pop("logprobs", torch.tensor([-1.0, -2.0, -3.0, -4.0], dtype=torch.float64))
+    _, logs = loss(LossInputs(**(given | tensors)), logprobs=logprobs, **extra)
+    return finish(logs.sums, logs.maxima)
+
+
+def test_mismatch_by_hand():
+    # old - sampler: log 2, unknown, -log 2; the fourth token is filtered out.
+    sampler = torch.tensor([-1.0 - math.log(2), NAN, -3.0 + math.log(2), -100.0], dtype=torch.float64)
+    found = measured(sampler_logprobs=sampler)
+    assert found["sampling/logp_difference/mean"] == pytest.approx(math.log(2))
+    assert found["sampling/logp_difference/max"] == pytest.approx(math.log(2))
+    assert found["sampling/kl_k1"] == pytest.approx(0.0, abs=1e-15)
+    assert found["sampling/kl_k3"] == pytest.approx((2 - math.log(2) - 1 + 0.5 + math.log(2) - 1) / 2)
+    assert found["sampling/importance_sampling_ratio/mean"] == pytest.approx((2 + 1 + 0.5) / 3)
+    assert found["sampling/effective_sample_size"] == pytest.approx(2.5**2 / (2 * 4.25))
+    assert found["sampling/perplexity_rollout"] == pytest.approx(math.exp(2.0))
+    assert found["sampling/perplexity_trainer"] == pytest.approx(math.exp(2.0))
+
+
+def test_without_sampler_log_probs_nothing_is_invented():
+    assert not {name for name in measured() if name.startswith("sampling/") and "ratio" not in name}
+
+
+def test_entropy_and_kl_are_means_over_trained_tokens():
+    found = measured(GrpoConfig(beta=0.1, kl_estimator="k1"), entropy=torch.tensor([1.0, 2.0, 6.0, 50.0]),
+                     ref_logprobs=torch.tensor([-1.5, -2.0, -4.0, -90.0]))  # fmt: skip
+    assert found["entropy"] == pytest.approx(3.0)
+    assert found["kl"] == pytest.approx((0.5 + 0.0 + 1.0) / 3)
+
+
+def test_clip_ratios_count_tokens_or_sequences():
+    old = torch.tensor([-1.0, -2.5, -2.0, -4.0], dtype=torch.float64)  # ratios 1, e^0.5, e^-1: above, below
+    found = measured(old_logprobs=old)
+    assert found["clip_ratio/high_mean"] == pytest.approx(1 / 3) and found["clip_ratio/low_mean"] == pytest.approx(1 / 3)
+    assert found["clip_ratio/region_mean"] == pytest.approx(2 / 3)
+    # As sequences: e^0.25 is above for the first. The second has half of itself filtered, and e^-0.5 is below.
+    found = measured(GrpoConfig(importance_sampling_level="sequence"), old_logprobs=old)
+    assert found["clip_ratio/high_mean"] == pytest.approx(1 / 1.5) and found["clip_ratio/low_mean"] == pytest.approx(0.5 / 1.5)
+
+
+def test_a_step_without_trained_tokens_reports_its_loss_alone():
+    assert measured(weights=torch.zeros(4)) == {"loss": 0.0}
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_metrics_do_not_depend_on_how_the_batch_is_cut(level):
+    cfg = GrpoConfig(beta=0.1, log_entropy=True, importance_sampling_level=level, rollout_importance_sampling_mode=f"{level}_mask")
+    completions = random_batch(7)
+    one, many = (package_loss(cfg, completions, split)[3] for split in ([range(8)], [[i] for i in (3, 1, 2, 0, 7, 6, 5, 4)]))
+    found, wanted = (finish(logs.sums, logs.maxima) for logs in (many, one))
+    assert found.keys() == wanted.keys()
+    np.testing.assert_allclose(list(found.values()), list(wanted.values()), rtol=1e-11, atol=1e-13)
