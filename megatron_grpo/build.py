@@ -124,6 +124,10 @@ def read_inputs(cfg: Config) -> Inputs:
 def check_output_dir(cfg: Config) -> None:
     """An output_dir that holds a run is continued (`--resume auto`) or cleared (`--overwrite_output_dir`), never mixed."""
     out = cfg.run.output_dir
+    if cfg.run.overwrite_output_dir and cfg.run.resume not in ("auto", "never"):
+        raise ConfigError([Problem(
+            flags=("overwrite_output_dir", "resume"),
+            message=f"overwrite_output_dir starts afresh and resume ({cfg.run.resume}) continues. Leave one of them out.")])  # fmt: skip
     if holds_run(out) and cfg.run.resume == "never" and not cfg.run.overwrite_output_dir:
         raise ConfigError([Problem(
             flags=("output_dir", "resume"),
@@ -163,7 +167,7 @@ def build_run(cfg: Config, inputs: Inputs, parallel: ParallelState, signal: Stop
     """Everything that `train.train` needs. Collective."""
     out, run_cfg = Path(cfg.run.output_dir), cfg.run
     if parallel.is_main:
-        if run_cfg.overwrite_output_dir and run_cfg.resume != "auto":
+        if run_cfg.overwrite_output_dir:
             start_afresh(out)
         out.mkdir(parents=True, exist_ok=True)
     parallel.barrier()
