@@ -11,6 +11,7 @@ from megatron.core.models.gpt import GPTModel
 
 from megatron_grpo.parallel.state import ParallelState
 from megatron_grpo.weights.mapping import WeightMap, with_global_numbers
+from megatron_grpo.weights.names import Cut
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +53,7 @@ class WeightExchange:
         """Fills every parameter from a checkpoint; `read` gives the full Hugging Face tensor of a name."""
         p = self.parallel
         for name, tensor in self.tensors(chunks).items():
+            self._mark(name, tensor)
             shard = self.map.load(
                 name, read, tp_rank=p.tp_rank, tp_size=p.tp_size, expert_tp_rank=p.etp_rank, expert_tp_size=p.etp_size
             )
@@ -59,13 +61,27 @@ class WeightExchange:
                 raise ValueError(f"{name}: Megatron holds {tuple(tensor.shape)} here, the checkpoint's share is {tuple(shard.shape)}")
             tensor.copy_(shard)
 
+    def _mark(self, name: str, tensor: torch.Tensor) -> None:
+        """Says how a parameter is shared, where Megatron's initialisation, which is skipped, would have said it."""
+        kind = self.map.kind(name)
+        if kind.cut is not Cut.REPLICATED:
+            # Without it the gradient norm counts the shards of the first TP rank only.
+            tensor.tensor_model_parallel, tensor.partition_dim, tensor.partition_stride = True, int(kind.cut is Cut.ROW), 1
+        if kind.is_expert:
+            # Megatron says so only where EP > 1; with EP 1 and ETP below TP, experts have a data-parallel group of their own as well.
+            tensor.allreduce = False
+
     @torch.no_grad()
     def named_weights(self, chunks: Sequence[GPTModel]) -> Iterator[tuple[str, torch.Tensor]]:
         """(Hugging Face name, full tensor) of every weight, on every rank, one Megatron parameter at a time.
 
         Collective. A yielded tensor is the receiver's: it is no view of a live parameter. Peak memory is one full parameter.
         """
-        mine = self.tensors(chunks)
+        return self.stream(self.tensors(chunks))
+
+    @torch.no_grad()
+    def stream(self, mine: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+        """As `named_weights`, for tensors that are sharded as the parameters they are named after: their gradients, say."""
         for owned in self._catalogue(mine):
             shards = self._gather(owned, mine.get(owned.name))
             yield from ((name, tensor.clone()) for name, tensor in self.map.export(owned.name, shards))
@@ -88,7 +104,7 @@ class WeightExchange:
         group = p.etp_group if kind.is_expert else p.tp_group
         # Every rank of the owning stage (and expert rank) takes part in the gather; a replicated parameter is its own only shard.
         holds = p.pp_rank == owned.pp_rank and (not kind.is_expert or p.ep_rank == owned.ep_rank)
-        count = 1 if kind.cut.name == "REPLICATED" else group.size()
+        count = 1 if kind.cut is Cut.REPLICATED else group.size()
         shards = [torch.empty(owned.shape, dtype=owned.dtype, device=p.device) for _ in range(count)]
         if holds:
             if count == 1:

@@ -1,0 +1,300 @@
+"""One optimizer step from a stored rollout: by the package on real ranks, and by transformers in float64 in one process.
+
+What `tests/distributed/test_*parity*.py`, `tests/gpu` and `tools/parity.py` compare. A stored rollout is numpy arrays made from a seed: tokens,
+old log-probs near the model's own, advantages. Nothing here reads the clock or samples anything.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from megatron_grpo.config import Config
+from megatron_grpo.types import Sample
+
+# Prompt and completion lengths, tokens: completions of 1 and 2 tokens, prompts of 1, and lengths that no layout divides.
+LENGTHS = ((3, 5), (1, 1), (7, 2), (2, 9), (5, 12), (1, 2), (4, 3), (11, 1))
+
+
+@dataclasses.dataclass(frozen=True)
+class Trained:
+    """losses, grad_norms: one per optimizer step. gradients: of the first step, before clipping. weights: after the last step. Hugging Face names."""
+
+    losses: list[float]
+    grad_norms: list[float]
+    gradients: dict[str, np.ndarray]
+    weights: dict[str, np.ndarray]
+
+
+def settings(**changes: Any) -> Config:
+    """A float32 configuration with `changes` of any setting, whatever its group. Sharp enough an optimizer to show a wrong gradient."""
+    cfg = Config()
+    base = dict(torch_dtype="float32", padded_vocab_multiple=4, lr=2e-3, weight_decay=0.1, clip_grad=0.5, temperature=0.9, max_completion_length=16)
+    for name, value in (base | changes).items():
+        group = next(group for group in cfg.groups().values() if hasattr(group, name))
+        setattr(group, name, value)
+    return cfg
+
+
+def stored_rollout(path: str | Path, *, num_steps: int = 1, seed: int = 0, lengths: Sequence[tuple[int, int]] = LENGTHS,
+                   vocab: int = 128, temperature: float = 0.9, stale: float = 0.5) -> list[list[Sample]]:
+    """Samples of `num_steps` global batches. `stale` is the share of rows that carry old log-probs; the others are on-policy."""
+    from tests.tiny_models import load_tiny
+
+    model, rng = load_tiny(path), np.random.default_rng(seed)
+    return [[_sample(rng, model, step, row, *lengths[row], vocab, temperature, rng.random() < stale) for row in range(len(lengths))]
+            for step in range(num_steps)]
+
+
+def _sample(rng, model, step: int, row: int, prompt: int, completion: int, vocab: int, temperature: float, is_stale: bool) -> Sample:
+    from tests.tiny_models import hf_logprobs
+
+    tokens = rng.integers(0, vocab, prompt + completion)
+    mask = np.arange(len(tokens)) >= prompt
+    if completion > 4:
+        mask[prompt + 2] = False  # a token of a tool's answer
+    near = np.zeros(len(tokens), dtype=np.float32)
+    near[1:] = hf_logprobs(model, tokens.tolist(), temperature).numpy()
+    near = np.where(mask, near, 0).astype(np.float32)
+    noise = lambda scale: np.where(mask, rng.normal(0, scale, len(tokens)), 0).astype(np.float32)  # noqa: E731
+    sample = Sample(
+        row=row, rollout=step, prompt_number=row // 2, version=step - is_stale, token_ids=tokens, loss_mask=mask,
+        sampler_logprobs=near + noise(0.1), advantage=float(rng.normal()), is_dead=False, is_truncated=row == 4,
+    )  # fmt: skip
+    return sample.anchored(near + noise(0.3), "recompute") if is_stale else sample
+
+
+# ---- the package -------------------------------------------------------------------------------------------------------------------
+
+
+def build(path: str | Path, cfg: Config, world: int):
+    """The policy under `cfg`'s layout, in a rank that has joined its job."""
+    from megatron_grpo.build import build_policy
+    from megatron_grpo.parallel.layout import Layout
+    from megatron_grpo.parallel.state import start
+    from megatron_grpo.weights.shape import ModelShape
+
+    p = cfg.parallel
+    layout = Layout(world_size=world, tp=p.tensor_model_parallel_size, pp=p.pipeline_model_parallel_size, vpp=p.virtual_pipeline_model_parallel_size,
+                    cp=p.context_parallel_size, ep=p.expert_model_parallel_size, etp=p.expert_tensor_parallel_size)  # fmt: skip
+    parallel = start(layout, sequence_parallel=p.sequence_parallel)
+    return build_policy(cfg, ModelShape.from_pretrained(path), parallel, model_path=path, num_steps=100)
+
+
+def step_of(samples: Sequence[Sample], index: int, rows_per_slice: int):
+    """The timetable's row for one global batch of these samples, in order."""
+    slices = [(first, first + rows_per_slice) for first in range(0, len(samples), rows_per_slice)]
+    micro_steps = []
+    for first, end in slices:
+        stale = {index - sample.version for sample in samples[first:end]}
+        # Real slices are of one age; these are mixed on purpose, so each row answers for itself.
+        micro_steps.append(SimpleNamespace(rollout=samples[first].rollout, rows=(first, end), staleness=_Any(stale)))
+    return SimpleNamespace(index=index, micro_steps=micro_steps, last_use=())
+
+
+class _Any(frozenset):
+    """Equal to any of its members."""
+
+    def __eq__(self, other):
+        return other in self
+
+    def __ne__(self, other):
+        return other not in self
+
+    __hash__ = frozenset.__hash__
+
+
+def train(rank: int, world: int, path: str | Path, cfg: Config, batches: Sequence[Sequence[Sample]], tamper=None) -> Trained:
+    """The package's own path: split, train_step, named_weights. tamper(policy): breaks something first (to see the comparison fail)."""
+    from megatron_grpo.batching.split import split
+
+    policy = build(path, cfg, world)
+    if tamper is not None:
+        tamper(policy)
+    gradients: dict[str, np.ndarray] = {}
+    take_step = policy.optimizer.step
+
+    def remember_gradients():
+        if not gradients:
+            gradients.update(full_gradients(policy))
+        return take_step()
+
+    policy.optimizer.step = remember_gradients
+
+    losses, norms = [], []
+    for index, samples in enumerate(batches):
+        batch, _ = split(samples, step_of(samples, index, policy.cut.rows_per_slice), policy.loss.token_weights, policy.cut)
+        metrics = policy.train_step(batch).metrics
+        losses.append(metrics["loss"])
+        norms.append(metrics["grad_norm"])
+    return Trained(losses, norms, gradients, {name: tensor.cpu().numpy() for name, tensor in policy.named_weights()})
+
+
+def full_gradients(policy) -> dict[str, np.ndarray]:
+    """Every gradient of the whole model, after the reductions of a step, under its Hugging Face name. Collective."""
+    for chunk in policy.wrapped:
+        for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]:
+            if buffer.ddp_config.use_distributed_optimizer:
+                _complete(buffer)
+    parameters = policy.exchange.tensors(policy.chunks)
+    grads = {name: tensor.main_grad for name, tensor in parameters.items() if getattr(tensor, "main_grad", None) is not None}
+    return {name: tensor.cpu().numpy() for name, tensor in policy.exchange.stream(grads)}
+
+
+def _complete(buffer) -> None:
+    """A reduce-scatter left each rank its own shard of every bucket valid: put them together in place."""
+    group = buffer.data_parallel_group
+    size = dist.get_world_size(group)
+    for bucket in buffer.buckets if size > 1 else []:
+        shards = [shard.clone() for shard in bucket.grad_data.chunk(size)]
+        dist.all_gather(shards, shards[dist.get_rank(group)].clone(), group=group)
+        bucket.grad_data.copy_(torch.cat(shards))
+
+
+# ---- transformers, in float64 ------------------------------------------------------------------------------------------------------
+
+
+def reference(path: str | Path, cfg: Config, batches: Sequence[Sequence[Sample]], *, z_loss_tokens: Mapping[int, int] | None = None) -> Trained:
+    """The same steps by transformers' model and the written-out mathematics, all in float64, one sequence at a time, AdamW by hand."""
+    from tests.tiny_models import load_tiny
+
+    model = load_tiny(path, "float64").train()
+    model.get_input_embeddings().padding_idx = None  # else the padding token, an ordinary token here, gets no gradient
+    frozen = copy.deepcopy(model) if cfg.grpo.beta else None
+    named = dict(model.named_parameters())
+    moments = {name: (torch.zeros_like(p), torch.zeros_like(p)) for name, p in named.items()}
+    o, losses, norms, first = cfg.optimizer, [], [], None
+    for index, samples in enumerate(batches):
+        model.zero_grad()
+        with _float32_means_float64():
+            loss = _reference_loss(model, frozen, cfg, samples, index)
+            loss.backward()
+        grads = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in named.items()}
+        first = first or {name: grad.numpy().copy() for name, grad in grads.items()}
+        norm = float(torch.sqrt(sum((g * g).sum() for g in grads.values())))
+        scale = min(1.0, o.clip_grad / (norm + 1e-6)) if o.clip_grad else 1.0
+        with torch.no_grad():
+            for name, p in named.items():
+                g, (m, v) = grads[name] * scale, moments[name]
+                m.lerp_(g, 1 - o.adam_beta1)
+                v.lerp_(g * g, 1 - o.adam_beta2)
+                p.mul_(1 - o.lr * (o.weight_decay if p.dim() > 1 else 0.0))
+                t = index + 1
+                p.sub_(o.lr * (m / (1 - o.adam_beta1**t)) / ((v / (1 - o.adam_beta2**t)).sqrt() + o.adam_eps))
+        losses.append(loss.item())
+        norms.append(norm)
+    return Trained(losses, norms, in_export_names(first, path), in_export_names({n: p.detach().numpy() for n, p in named.items()}, path))
+
+
+class _float32_means_float64:
+    """transformers computes norms, softmax and routing in float32 by name, whatever the model's dtype."""
+
+    def __enter__(self):
+        self.kept = torch.float32, torch.float
+        torch.float32 = torch.float = torch.float64
+
+    def __exit__(self, *error):
+        torch.float32, torch.float = self.kept
+
+
+def _reference_loss(model, frozen, cfg: Config, samples: Sequence[Sample], index: int) -> torch.Tensor:
+    from tests.reference.grpo_reference import Completion, grpo_loss, token_logprobs
+
+    completions = []
+    for s in samples:
+        at = np.flatnonzero(np.arange(len(s.token_ids)) >= np.argmax(s.loss_mask))
+        ids, targets = torch.from_numpy(s.token_ids)[None], torch.from_numpy(s.token_ids[at])
+        logp, entropy = token_logprobs(model(ids, use_cache=False).logits[0, at - 1], targets, cfg.rollout.temperature)
+        ref = torch.zeros_like(logp)
+        if frozen is not None:
+            with torch.no_grad():
+                ref, _ = token_logprobs(frozen(ids, use_cache=False).logits[0, at - 1], targets, cfg.rollout.temperature)
+        double = lambda array, at=at: torch.from_numpy(array[at].astype(np.float64))  # noqa: E731
+        completions.append(Completion(
+            mask=double(s.loss_mask), logp=logp, entropy=entropy, sampler_logp=double(s.sampler_logprobs), ref_logp=ref,
+            old_logp=None if s.version == index else double(s.old_logprobs), advantage=s.advantage, is_truncated=s.is_truncated, is_dead=s.is_dead,
+        ))  # fmt: skip
+    return grpo_loss(completions, cfg.grpo, cfg.rollout.max_completion_length)
+
+
+def in_export_names(tensors: Mapping[str, np.ndarray], path: str | Path) -> dict[str, np.ndarray]:
+    """transformers holds experts of a layer as one tensor since version 5; files, and the package, hold one tensor each."""
+    found = {}
+    for name, value in tensors.items():
+        if name.endswith("mlp.experts.gate_up_proj"):
+            gate, up, _ = _expert_names(path)
+            for e, both in enumerate(value):
+                found[_expert(name, path, e, gate)], found[_expert(name, path, e, up)] = np.split(both, 2)
+        elif name.endswith("mlp.experts.down_proj"):
+            for e, one in enumerate(value):
+                found[_expert(name, path, e, _expert_names(path)[2])] = one
+        elif name.endswith("mlp.gate.weight"):
+            found[name.replace(".mlp.", f".{_block(path)}.")] = value
+        else:
+            found[name] = value
+    return found
+
+
+def _family(path):
+    from megatron_grpo.weights.families import family_of
+    from megatron_grpo.weights.shape import read_config
+
+    return family_of(read_config(path))
+
+
+def _expert_names(path):
+    return _family(path).expert_names
+
+
+def _block(path):
+    return _family(path).moe_block
+
+
+def _expert(name: str, path, number: int, part: str) -> str:
+    return name.split(".mlp.")[0] + f".{_block(path)}.experts.{number}.{part}.weight"
+
+
+# ---- the comparison ----------------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Distance:
+    """Worst relative errors: of the loss, of the gradient norm, of any gradient tensor, of any weight; each with where it is."""
+
+    loss: float
+    grad_norm: float
+    gradient: float
+    weight: float
+    worst_gradient: str
+    worst_weight: str
+
+    def within(self, loss: float = 1e-6, gradient: float = 1e-5, weight: float = 1e-5) -> bool:
+        return self.loss <= loss and self.grad_norm <= gradient and self.gradient <= gradient and self.weight <= weight
+
+
+def distance(found: Trained, right: Trained) -> Distance:
+    """A tensor's relative error is the norm of the difference over the norm of the tensor. Raises where a tensor is missing."""
+    gradient, worst_gradient = _worst(found.gradients, right.gradients)
+    weight, worst_weight = _worst(found.weights, right.weights)
+    return Distance(_relative(found.losses[:1], right.losses[:1]), _relative(found.grad_norms[:1], right.grad_norms[:1]), gradient, weight,
+                    worst_gradient, worst_weight)  # fmt: skip
+
+
+def _relative(found, right) -> float:
+    found, right = np.asarray(found, dtype=np.float64), np.asarray(right, dtype=np.float64)
+    size = np.linalg.norm(right)
+    return float(np.linalg.norm(found - right) / size) if size else float(np.linalg.norm(found))
+
+
+def _worst(found: Mapping[str, np.ndarray], right: Mapping[str, np.ndarray]) -> tuple[float, str]:
+    if set(found) != set(right):
+        raise AssertionError(f"missing: {sorted(set(right) - set(found))[:4]}; too many: {sorted(set(found) - set(right))[:4]}")
+    return max((_relative(found[name], right[name]), name) for name in right)
