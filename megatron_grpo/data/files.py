@@ -139,7 +139,7 @@ def _read_file(file: Path, name: str, flag: str) -> tuple[str, str, Sequence[dic
     rows, lines, bad = [], [], []
     for number, text in _text_lines(file):
         try:
-            row = json.loads(text)
+            row = json.loads(text.rstrip(b"\r\n"))
         except ValueError as error:  # JSONDecodeError, and UnicodeDecodeError for bytes that are no UTF-8
             bad.append((number, f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)))
             continue

@@ -136,7 +136,10 @@ def _problem(flag: str, rows: Rows, indices: Sequence[int], fault: str) -> Probl
 def open_stream(
     cfg: DataConfig, tokenizer: Any, *, seed: int, dataset: str | None = None, shuffle: bool | None = None, flag: str = "dataset"
 ) -> PromptStream:
-    """Reads and checks a data set, and opens its stream: all of the above in one call. `dataset`, `shuffle`, `flag`: for the held-out set."""
+    """Reads and checks a data set, and opens its stream: all of the above in one call.
+
+    `dataset`, `shuffle` and `flag` stand in for the settings, for the held-out set.
+    """
     rows = load_rows(cfg, dataset=dataset, flag=flag)
     if not getattr(tokenizer, "chat_template", None):
         chats = [index for index in range(len(rows)) if not isinstance(rows.raw(index), str)]
@@ -209,5 +212,5 @@ def permutation(size: int, seed: int, epoch: int) -> np.ndarray:
 
     It sorts the raw stream of a counter-based generator: numpy promises that stream for ever, and does not promise `Generator.permutation`.
     """
-    keys = np.random.Philox(key=[seed % 2**64, epoch]).random_raw(size)
+    keys = np.random.Philox(key=np.array([seed % 2**64, epoch], dtype=np.uint64)).random_raw(size)
     return np.argsort(keys, kind="stable")

@@ -48,10 +48,10 @@ def _call_in_main_thread(seconds: float, function: Callable[[], Any]) -> Any:
             raise _Stop
 
     def watch() -> None:
-        if finished.wait(seconds):
-            return
-        while not finished.wait(_REPEAT):
+        pause = seconds
+        while not finished.wait(pause):
             signal.pthread_kill(main, SIGNAL)
+            pause = _REPEAT
 
     before = signal.signal(SIGNAL, interrupt)
     watcher = threading.Thread(target=watch, name="reward-deadline", daemon=True)

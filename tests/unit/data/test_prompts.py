@@ -1,0 +1,156 @@
+"""The stream of prompts: its order, its epochs, its resume, and the checks that every row passes before anything is loaded."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from megatron_grpo.config import DataConfig
+from megatron_grpo.data.prompts import PromptStream, check_lengths, load_rows, permutation
+from megatron_grpo.errors import ConfigError
+
+
+def rows_of(tmp_path, rows, name="data.jsonl", **settings):
+    path = tmp_path / name
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return load_rows(DataConfig(dataset=str(path), **settings))
+
+
+def encode(raw):
+    return [ord(letter) for letter in raw]
+
+
+@pytest.fixture
+def ten(tmp_path):
+    return rows_of(tmp_path, [{"prompt": chr(97 + n), "answer": n, "note": None} for n in range(10)])
+
+
+def stream(rows, **options):
+    return PromptStream(rows, encode, **{"seed": 7, **options})
+
+
+def test_every_epoch_is_a_permutation_without_replacement(ten):
+    prompts = stream(ten).take(50)
+    epochs = [[prompt.row for prompt in prompts[start : start + 10]] for start in range(0, 50, 10)]
+    assert all(sorted(epoch) == list(range(10)) for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) == 5  # each epoch has an order of its own
+
+
+def test_the_next_epoch_fills_a_rollout_that_straddles_the_end(ten):
+    source = stream(ten)
+    rollouts = [source.take(4) for _ in range(5)]
+    assert [prompt.number for rollout in rollouts for prompt in rollout] == list(range(20))
+    assert Counter(prompt.row for rollout in rollouts for prompt in rollout) == Counter({row: 2 for row in range(10)})
+
+
+def test_order_depends_on_seed_and_epoch_alone(ten):
+    whole = [prompt.row for prompt in stream(ten).take(30)]
+    source = stream(ten)
+    assert [prompt.row for size in (1, 6, 13, 10) for prompt in source.take(size)] == whole
+    assert [prompt.row for prompt in stream(ten, seed=8).take(30)] != whole
+
+
+def test_permutation_is_the_same_on_every_machine():
+    # These very numbers: a resumed run may meet another version of numpy.
+    assert permutation(8, 42, 0).tolist() == [7, 1, 6, 4, 3, 5, 0, 2]
+    assert permutation(8, 42, 1).tolist() == [4, 5, 3, 0, 2, 7, 1, 6]
+    assert sorted(permutation(1000, -3, 5).tolist()) == list(range(1000))
+
+
+def test_permutations_are_unbiased_in_their_first_place():
+    firsts = Counter(int(permutation(5, seed, 0)[0]) for seed in range(2000))
+    assert all(abs(firsts[row] - 400) < 80 for row in range(5))  # more than four standard deviations
+
+
+def test_without_shuffle_the_order_is_that_of_the_file(ten):
+    assert [prompt.row for prompt in stream(ten, shuffle=False).take(12)] == [*range(10), 0, 1]
+
+
+@pytest.mark.parametrize("stop", [0, 3, 10, 17])
+def test_a_restored_stream_goes_on_as_if_it_had_never_stopped(ten, stop):
+    uninterrupted, first, second = stream(ten), stream(ten), stream(ten)
+    expected = uninterrupted.take(25)[stop:]
+    first.take(stop)
+    second.restore(json.loads(json.dumps(first.state())))
+    assert second.take(25 - stop) == expected
+
+
+def test_state_stays_small(ten):
+    source = stream(ten)
+    source.take(1000)
+    assert len(json.dumps(source.state())) < 200
+
+
+@pytest.mark.parametrize(
+    ("change", "flag", "message"),
+    [({"seed": 8}, "seed", "seed 7, and this run has 8"), ({"shuffle": False}, "dataset_shuffle", "True, and this run has False")],
+)
+def test_restoring_under_another_order_is_refused(ten, change, flag, message):
+    with pytest.raises(ConfigError, match=message) as error:
+        stream(ten, **change).restore(stream(ten).state())
+    assert error.value.problems[0].flags == (flag,)
+
+
+def test_restoring_on_another_data_set_is_refused(ten, tmp_path):
+    fewer = rows_of(tmp_path, [{"prompt": "a"}] * 9, "fewer.jsonl")
+    other = rows_of(tmp_path, [{"prompt": chr(65 + n)} for n in range(10)], "other.jsonl")
+    with pytest.raises(ConfigError, match="10 rows, and this run has 9 rows"):
+        stream(fewer).restore(stream(ten).state())
+    with pytest.raises(ConfigError, match="but other ones"):
+        stream(other).restore(stream(ten).state())
+
+
+def test_prompts_carry_tokens_and_every_other_column(ten):
+    prompt = stream(ten, shuffle=False).take(1)[0]
+    assert (prompt.raw, prompt.token_ids, dict(prompt.columns)) == ("a", (97,), {"answer": 0, "note": None})
+
+
+def test_messages_lose_the_answer_they_end_with(tmp_path):
+    question = [{"role": "user", "content": "1+1?"}]
+    rows = rows_of(tmp_path, [{"messages": [*question, {"role": "assistant", "content": "2"}], "solution": "2"}, {"messages": question}])
+    assert [rows.raw(0), rows.raw(1)] == [question, question]
+    assert rows.columns(0) == {"solution": "2"}
+
+
+def test_rows_without_a_prompt_are_counted_and_named_by_line(tmp_path):
+    rows = [{"prompt": "fine"}] + [{"question": "?"}] * 7 + [{"prompt": 3}, {"prompt": ""}, {"prompt": []}, {"prompt": [{"role": "user"}]}]
+    with pytest.raises(ConfigError) as error:
+        rows_of(tmp_path, rows)
+    messages = [problem.message for problem in error.value.problems]
+    assert messages[0] == (
+        "7 of 12 rows have neither `prompt` nor `messages`; the first has the columns 'question': data.jsonl line 2, data.jsonl line 3, "
+        "data.jsonl line 4, data.jsonl line 5, data.jsonl line 6, ...."
+    )
+    assert [message.rpartition(": ")[2] for message in messages[1:]] == [f"data.jsonl line {line}." for line in (9, 10, 11, 12)]
+
+
+def test_prompts_that_are_too_long_are_refused_with_what_would_work(tmp_path):
+    rows = rows_of(tmp_path, [{"prompt": "a" * size} for size in (3, 9, 4, 7)])
+    with pytest.raises(ConfigError) as error:
+        check_lengths(rows, encode, DataConfig(max_prompt_length=4))
+    problem = error.value.problems[0]
+    assert "2 of 4 rows have a prompt of more than max_prompt_length (4) tokens; the longest has 9" in problem.message
+    assert ": data.jsonl line 2, data.jsonl line 4. Use max_prompt_length 9, or" in problem.message
+    assert problem.nearest["max_prompt_length"] == [9]
+    assert check_lengths(rows, encode, DataConfig(max_prompt_length=9)).longest_prompt == 9
+
+
+def test_long_prompts_can_be_deleted(tmp_path):
+    rows = rows_of(tmp_path, [{"prompt": "a" * size} for size in (3, 9, 4, 7)])
+    kept = check_lengths(rows, encode, DataConfig(max_prompt_length=4, truncation_strategy="delete"))
+    assert (len(kept), kept.longest_prompt, kept.keep.tolist()) == (2, 4, [0, 2])
+    assert sorted(prompt.row for prompt in stream(kept).take(2)) == [0, 2]  # rows keep the number they have in the file
+    with pytest.raises(ConfigError, match="leaves nothing: all 4 prompts are longer than max_prompt_length \\(2\\); the shortest has 3"):
+        check_lengths(rows, encode, DataConfig(max_prompt_length=2, truncation_strategy="delete"))
+
+
+def test_a_prompt_of_no_tokens_is_refused(ten):
+    with pytest.raises(ConfigError, match="10 of 10 rows have a prompt of no tokens"):
+        check_lengths(ten, lambda raw: [], DataConfig())
+
+
+def test_keep_is_an_array_so_that_a_million_rows_stay_small(ten):
+    assert ten.keep.dtype == np.int64
