@@ -88,10 +88,20 @@ class Sample:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class AnchoredSample(Sample):
-    """A sample with the log-probs that its ratio is taken against. A stale `Sample` without them cannot be collated."""
+    """A sample with the log-probs that its ratio is taken against. A stale `Sample` without them cannot be collated.
 
-    old_logprobs: np.ndarray  # float32 [T], 0 where loss_mask is false
+    Raises ValueError where one is missing (NaN), which the loss would read as on-policy. Only a sampler may leave out single tokens.
+    """
+
+    old_logprobs: np.ndarray  # float32 [T], 0 where loss_mask is false; NaN where anchored by a sampler that gave none
     anchored_by: OldLogprobs
+
+    def __post_init__(self) -> None:
+        missing = int(np.isnan(self.old_logprobs[self.loss_mask]).sum())
+        if missing and self.anchored_by != "rollout":
+            raise ValueError(
+                f"row {self.row} of rollout {self.rollout} has no old log-prob at {missing} of {int(self.loss_mask.sum())} trained tokens"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,45 @@
+"""A stale sample without old log-probs cannot reach the loss: its ratio would silently be 1."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_grpo.batching.collate import collate
+from megatron_grpo.config import GrpoConfig
+from megatron_grpo.grpo.loss import GrpoLoss, LossInputs
+from megatron_grpo.types import Sample
+
+NAN = float("nan")
+
+
+def sample(version: int) -> Sample:
+    return Sample(row=3, rollout=1, prompt_number=0, version=version, token_ids=np.arange(4), loss_mask=np.array([0, 0, 1, 1], bool),
+                  sampler_logprobs=np.array([0, 0, -1, -2], np.float32), advantage=1.0, is_dead=False, is_truncated=False)  # fmt: skip
+
+
+WEIGHTS = [np.array([0.0, 0.0, 0.5, 0.5])]
+
+
+def test_a_stale_sample_without_old_log_probs_cannot_be_collated():
+    assert np.isnan(collate([sample(5)], WEIGHTS, trained_at=5).old_logprobs).all()
+    with pytest.raises(ValueError, match="row 3 of rollout 1 .* version 4 .* version 5 without old log-probs"):
+        collate([sample(4)], WEIGHTS, trained_at=5)
+
+
+@pytest.mark.parametrize("by", ["recompute", "cached"])
+def test_a_sample_is_not_anchored_while_one_of_its_trained_tokens_has_no_old_log_prob(by):
+    with pytest.raises(ValueError, match="row 3 of rollout 1 has no old log-prob at 1 of 2 trained tokens"):
+        sample(4).anchored(np.array([NAN, NAN, -1.0, NAN]), by)
+    assert sample(4).anchored(np.array([NAN, NAN, -1.0, -1.0]), by).anchored_by == by
+
+
+def test_a_sampler_may_leave_out_a_token_and_its_ratio_is_then_one():
+    stale = sample(4).anchored(np.array([0, 0, -1.5, NAN], np.float32), "rollout")
+    micro = collate([stale], WEIGHTS, trained_at=5)
+    names = ("weights", "advantages", "sampler_logprobs", "old_logprobs", "sequence")
+    inputs = LossInputs(**{name: torch.from_numpy(getattr(micro, name)) for name in names}, num_sequences=1, num_loss_tokens=2)
+    loss = GrpoLoss.from_config(GrpoConfig(epsilon=9.0), max_completion_length=4, temperature=1.0)
+    value, _ = loss(inputs, logprobs=torch.tensor([-1.0, -2.0]))
+    assert value.item() == pytest.approx(-0.5 * np.exp(0.5) - 0.5 * 1.0)
