@@ -22,6 +22,7 @@ from megatron_grpo.errors import ConfigError, Problem
 from megatron_grpo.evaluate import Evaluator
 from megatron_grpo.experience import Sampler
 from megatron_grpo.export import export_hf
+from megatron_grpo.flags.write import write_config
 from megatron_grpo.grpo.loss import GrpoLoss
 from megatron_grpo.judge import judge
 from megatron_grpo.metrics import Clock, Completions, Metrics
@@ -170,6 +171,7 @@ def build_run(cfg: Config, inputs: Inputs, parallel: ParallelState, signal: Stop
         if run_cfg.overwrite_output_dir:
             start_afresh(out)
         out.mkdir(parents=True, exist_ok=True)
+        write_config(cfg, out / "config.yaml")
     parallel.barrier()
     timetable = inputs.timetable
     metrics = Metrics(out, report_to=run_cfg.report_to, rank=parallel.rank, total_steps=timetable.num_steps, plot_steps=run_cfg.save_steps)

@@ -1,0 +1,30 @@
+"""The resolved configuration as YAML that `--config` takes again."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from megatron_grpo.config import Config
+
+# What another launch may derive differently.
+_NOT_WRITTEN = ("derived", "launcher", "implied")
+
+
+def as_yaml(cfg: Config) -> str:
+    """Every setting by section, but for values that follow from others or from the launcher: the file may be used with another layout."""
+    import yaml
+
+    sections = {
+        group: {name: value for name, value in vars(section).items() if not cfg.sources.get(name, "").startswith(_NOT_WRITTEN)}
+        for group, section in cfg.groups().items()
+    }
+    return yaml.safe_dump(sections, sort_keys=False, allow_unicode=True)
+
+
+def write_config(cfg: Config, path: str | Path) -> None:
+    """Whole or not at all."""
+    path = Path(path)
+    beside = path.with_suffix(".new")
+    beside.write_text(as_yaml(cfg), encoding="utf-8")
+    os.replace(beside, path)

@@ -1,0 +1,40 @@
+"""Whole runs for the tests of this folder: a tiny model, a reward it can learn in seconds, and `megatron-grpo train` on forked ranks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from tests.tiny_models import write_tiny
+
+# Prefers even token ids: a random model scores 0.5, and a few optimizer steps move it.
+REWARD = '''
+def even(completion_ids, **columns):
+    return [sum(token % 2 == 0 for token in ids) / len(ids) for ids in completion_ids]
+'''
+
+
+def write_inputs(folder: Path, *, rows: int = 40, **model: Any) -> list[str]:
+    """Model, data and reward in `folder`; the flags that name them."""
+    write_tiny(folder / "model", "qwen3", **({"layers": 2, "tied": True, "std": 0.1} | model))
+    lines = [{"prompt": " ".join(str(4 + (7 * i + j) % 100) for j in range(3 + i % 4)), "answer": "x"} for i in range(rows)]
+    (folder / "data.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "reward.py").write_text(REWARD)
+    return [
+        *("--model", str(folder / "model")), *("--dataset", str(folder / "data.jsonl")), *("--reward_funcs", f"{folder}/reward.py:even"),
+        *("--torch_dtype", "float32"), *("--num_generations", "4"), *("--global_batch_size", "16"), *("--micro_batch_size", "4"),
+        *("--max_completion_length", "8"), *("--lr", "1e-3"), *("--vllm_kv_cache_memory_mb", "64"),
+    ]  # fmt: skip
+
+
+def train(rank: int, world_size: int, flags: list[str]) -> int:
+    """What a rank of the launcher does: the command itself. For `run_ranks`."""
+    from megatron_grpo.cli import main
+
+    return main(["train", *flags])
+
+
+def records(path: Path) -> list[dict[str, Any]]:
+    """The lines of a .jsonl file."""
+    return [json.loads(line) for line in path.read_text().splitlines()]

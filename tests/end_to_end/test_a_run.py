@@ -1,0 +1,164 @@
+"""One run from checkpoint to export, looked at from all sides."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.end_to_end.runs import records, train, write_inputs
+from tests.ranks import run_ranks
+
+STEPS = 10
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """(output_dir, flags) of a run of two data-parallel ranks, each with its own engine."""
+    folder = tmp_path_factory.mktemp("run")
+    flags = [*write_inputs(folder), *("--output_dir", str(folder / "out")), *("--max_steps", str(STEPS))]
+    flags += ["--eval_dataset", str(folder / "data.jsonl"), "--log_entropy", "true"]
+    assert run_ranks(train, 2, flags, timeout=180) == [0, 0]
+    return folder / "out", flags
+
+
+def test_the_reward_rises(run):
+    before, after = records(run[0] / "evaluations.jsonl")
+    assert (before["step"], after["step"]) == (0, STEPS)
+    assert after["even"] > before["even"] + 0.15
+
+
+def test_sampler_and_trainer_agree_at_every_step(run):
+    steps = records(run[0] / "metrics.jsonl")
+    assert [step["step"] for step in steps] == list(range(1, STEPS + 1))
+    assert max(step["sampling/logp_difference/max"] for step in steps) <= 1e-4
+    assert max(step["sampling/logp_difference/max"] for step in steps) > 0  # two engines: exactly 0 would mean that one copied the other
+
+
+def test_metrics_have_the_promised_names(run):
+    promised = """loss reward reward_std rewards/even/mean rewards/even/std frac_reward_zero_std entropy grad_norm learning_rate
+        clip_ratio/low_mean clip_ratio/high_mean clip_ratio/region_mean completions/mean_length completions/max_length
+        completions/clipped_ratio sampling/logp_difference/mean sampling/logp_difference/max sampling/importance_sampling_ratio/mean
+        staleness/mean staleness/max num_tokens time/rollout time/reward time/old_logprobs time/train time/weight_sync time/step
+        tokens_per_second packing/efficiency"""
+    first = records(run[0] / "metrics.jsonl")[0]
+    assert not [name for name in promised.split() if name not in first]
+
+
+def test_the_run_leaves_what_it_promised(run):
+    out = run[0]
+    names = {str(path.relative_to(out)) for path in out.rglob("*") if path.is_file()}
+    assert {"config.yaml", "plan.json", "metrics.jsonl", "hf/model.safetensors", "hf/config.json", "plots/reward.png"} <= names
+    assert len([name for name in names if name.startswith("completions/step_")]) == STEPS
+
+
+def test_completions_hold_every_row_with_its_reward(run):
+    import pyarrow.parquet
+
+    table = pyarrow.parquet.read_table(sorted((run[0] / "completions").iterdir())[0]).to_pydict()
+    assert len(table["completion"]) == 16
+    by_prompt = {}
+    for number, reward, advantage in zip(table["prompt_number"], table["reward"], table["advantage"], strict=True):
+        by_prompt.setdefault(number, []).append((reward, advantage))
+    for pairs in by_prompt.values():
+        rewards, advantages = np.array(pairs).T
+        expected = (rewards - rewards.mean()) / (rewards.std(ddof=1) + 1e-4)
+        np.testing.assert_allclose(advantages, expected if len(set(rewards)) > 1 else 0.0, atol=1e-9)
+
+
+def greedy_scores(rank, world_size, path: str, data: str) -> tuple[float, float]:
+    """The held-out score of a checkpoint by transformers and by vLLM, each on its own."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from megatron_grpo.config import RolloutConfig
+    from megatron_grpo.rollout.colocated import ColocatedEngine
+    from megatron_grpo.rollout.engine import SamplingSettings
+    from megatron_grpo.types import Prompt
+
+    def even(ids):
+        return sum(token % 2 == 0 for token in ids) / len(ids)
+
+    tokenizer, model = AutoTokenizer.from_pretrained(path), AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    prompts = [tokenizer(json.loads(line)["prompt"])["input_ids"] for line in Path(data).read_text().splitlines()]
+    by_transformers = []
+    for ids in prompts:
+        out = model.generate(torch.tensor([ids]), attention_mask=torch.ones(1, len(ids)), max_new_tokens=8, do_sample=False)
+        by_transformers.append(even(out[0, len(ids) :].tolist()))
+    engine = ColocatedEngine.build(RolloutConfig(vllm_kv_cache_memory_mb=64), model_path=path, dtype="float32", max_model_len=64, seed=0, rank=0,
+                                   world_size=1)  # fmt: skip
+    asked = [Prompt(number=i, row=i, raw="", token_ids=tuple(ids), columns={}) for i, ids in enumerate(prompts)]
+    groups = engine.generate(asked, SamplingSettings(n=1, max_completion_length=8).greedy(), seed=0)
+    return float(np.mean(by_transformers)), float(np.mean([even(group.completions[0].token_ids) for group in groups]))
+
+
+def test_the_export_scores_what_the_run_said(run):
+    out, flags = run
+    data = flags[flags.index("--dataset") + 1]
+    ((by_transformers, by_vllm),) = run_ranks(greedy_scores, 1, str(out / "hf"), data, timeout=120)
+    said = records(out / "evaluations.jsonl")[-1]["even"]
+    assert by_vllm == pytest.approx(said, abs=1e-9)
+    assert by_transformers == pytest.approx(said, abs=1e-9)
+
+
+def test_the_resolved_configuration_can_be_used_again(run):
+    from megatron_grpo.flags.build import resolve
+
+    again = resolve(["--config", str(run[0] / "config.yaml")], launcher_world_size=2)
+    first = resolve(run[1], launcher_world_size=2)
+    assert again.groups() == first.groups()
+
+
+def train_with_the_advantage_turned(rank, world_size, flags):
+    from megatron_grpo import experience
+
+    real = experience.with_advantages
+
+    def turned(samples, found):
+        import dataclasses
+
+        return [dataclasses.replace(sample, advantage=-sample.advantage) for sample in real(samples, found)]
+
+    experience.with_advantages = turned
+    return train(rank, world_size, flags)
+
+
+def test_a_turned_advantage_is_noticed(run, tmp_path):
+    flags = [*run[1], "--output_dir", str(tmp_path / "out")]
+    assert run_ranks(train_with_the_advantage_turned, 2, flags, timeout=180) == [0, 0]
+    before, after = records(tmp_path / "out" / "evaluations.jsonl")
+    assert after["even"] < before["even"]
+
+
+def train_without_pushing(rank, world_size, flags):
+    from megatron_grpo.rollout.colocated import ColocatedEngine
+
+    def only_says_so(self, named, *, version):
+        list(named)
+        self._version = version
+
+    ColocatedEngine.update_weights = only_says_so
+    return train(rank, world_size, flags)
+
+
+def test_a_missing_push_ends_the_run(run, tmp_path):
+    flags = [*run[1], "--output_dir", str(tmp_path / "out")]
+    assert run_ranks(train_without_pushing, 2, flags, timeout=180) == [1, 1]
+    assert not (tmp_path / "out" / "metrics.jsonl").exists()
+
+
+def test_a_missing_push_shows_in_the_metrics_where_it_is_not_verified(run, tmp_path):
+    flags = [*run[1], "--output_dir", str(tmp_path / "out"), "--verify_weight_push", "false"]
+    run_ranks(train_without_pushing, 2, flags, timeout=180)
+    steps = records(tmp_path / "out" / "metrics.jsonl")
+    assert max(step["sampling/logp_difference/max"] for step in steps) > 1e-2
+
+
+def test_wrong_settings_are_all_named_before_anything_starts(run, tmp_path):
+    flags = [*run[1], "--output_dir", str(tmp_path / "out"), "--global_batch_size", "18", "--dataset", str(tmp_path / "no.jsonl")]
+    assert run_ranks(train, 2, flags, timeout=60) == [2, 2]
+    assert not (tmp_path / "out").exists()
+
+
