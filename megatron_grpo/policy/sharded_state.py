@@ -1,15 +1,19 @@
 """What of a policy goes into a checkpoint, described so that any other layout can read it.
 
-Megatron-Core calls this a sharded state dict: every tensor carries its global name, global shape and this rank's place in it. The optimizer
-uses the "fully reshardable" form: Adam moments are cut like the parameters they belong to, not like the flat buffers of one DP layout.
+Megatron-Core calls this a sharded state dict: every tensor carries its global name, global shape and this rank's place in it. Of the
+optimizer it holds the tensors (in the "fully reshardable" form: Adam moments are cut like the parameters they belong to, not like the flat
+buffers of one DP layout) and the step count. The rest of the optimizer, such as its parameter groups, depends on the layout or is a
+setting, and comes from the run that loads.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace
+from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedBase
 
 # mem_efficient gathers the moments over gloo in host memory: the other way needs 12 bytes a parameter on the GPU, where there is no room.
 RESHARDABLE = {
@@ -32,26 +36,27 @@ def sharded_state(chunks: Sequence[Any], optimizer: Any, scheduler: Any, *, is_l
         # With a single chunk Megatron expects the chunk's own dict, not a dict of chunks.
         whole = models["model"] if len(chunks) == 1 else models
         _make_room(optimizer)
-        state["optimizer"] = optimizer.sharded_state_dict(whole, is_loading=is_loading, metadata=dict(RESHARDABLE))
-        for _, values in _parts(optimizer, state["optimizer"]):
-            if "param_state" in values and values["param_state"] is None:  # only the first rank of each DP group has gathered something
-                del values["param_state"]
+        described = optimizer.sharded_state_dict(whole, is_loading=is_loading, metadata=dict(RESHARDABLE))
+        state["optimizer"] = dict_list_map_inplace(_local_unless_sharded, described)
+        state["optimizer_step"] = _step_of(optimizer)
     if scheduler is not None:
         state["scheduler"] = scheduler.state_dict()
     return state
 
 
 def load_state(chunks: Sequence[Any], optimizer: Any, scheduler: Any, state: dict[str, Any]) -> None:
-    """Puts back what `megatron.core.dist_checkpointing.load` made of `sharded_state(..., is_loading=True)`.
-
-    Weights, moments and step counts are the checkpoint's; settings of the optimizer (learning rate, betas, weight decay) stay this run's.
-    """
+    """Puts back what `megatron.core.dist_checkpointing.load` made of `sharded_state(..., is_loading=True)`."""
     for name, chunk in _named(chunks):
         chunk.module.load_state_dict(state[name])
     if optimizer is not None:
-        _load_optimizer(optimizer, state["optimizer"])
+        _load_optimizer(optimizer, state["optimizer"], state["optimizer_step"])
     if scheduler is not None:
         scheduler.load_state_dict(state["scheduler"])
+
+
+def _local_unless_sharded(leaf: Any) -> Any:
+    """Marks a value that is neither saved nor loaded: after loading it stands where it was, as it is in this run."""
+    return leaf if isinstance(leaf, (ShardedBase, LocalNonpersistentObject)) else LocalNonpersistentObject(leaf)
 
 
 def _make_room(optimizer: Any) -> None:
@@ -66,37 +71,54 @@ def _make_room(optimizer: Any) -> None:
             part.init_state_fn(part.optimizer, part.config)
 
 
-def _load_optimizer(optimizer: Any, state: dict[str, Any]) -> None:
-    """`optimizer.load_state_dict`, with a detour for the distributed optimizer over torch's own Adam (no Transformer Engine, no Apex).
+def _load_optimizer(optimizer: Any, state: dict[Any, Any], step: int) -> None:
+    """`optimizer.load_state_dict`, with detours where torch's own Adam does the arithmetic (no Transformer Engine, no Apex).
 
-    Megatron-Core 0.16 looks for Adam's `step` among the tensors of the checkpoint, where it is not: it has it in the parameter groups.
-    And it gives all parameters the same step tensor, which torch then advances once for each of them.
+    Megatron-Core 0.16 to 0.19 then looks for the distributed optimizer's `step` among the tensors of the checkpoint, where it is not.
+    And it gives all parameters the same step tensor, which torch advances once for each of them.
     """
-    moments = [(part, values.pop("param_state")) for part, values in _parts(optimizer, state)
-               if "param_state" in values and isinstance(part.optimizer, torch.optim.Adam)]
-    settings = [[{name: value for name, value in group.items() if name not in ("params", "step")} for group in part.optimizer.param_groups]
-                for part in _chain(optimizer)]
+    chain = _chain(optimizer)
+    states = [state] if len(chain) == 1 else [state[place] for place in range(len(chain))]
+    moments = []
+    for part, values in zip(chain, states, strict=True):
+        if isinstance(part.optimizer, torch.optim.Adam):
+            if "param_state" in values:
+                moments.append((part, values.pop("param_state")))
+            else:  # not distributed
+                values.get("optimizer", values)["state"]["common_step"] = torch.tensor(float(step))
     optimizer.load_state_dict(state)
-    for part, groups in zip(_chain(optimizer), settings, strict=True):
-        for group, own in zip(part.optimizer.param_groups, groups, strict=True):
-            group.update(own)
     for part, values in moments:
-        entries = list(part.optimizer.state.values())
-        steps = [entry.pop("step") for entry in entries]
+        for entry in part.optimizer.state.values():
+            del entry["step"]
         part.load_parameter_state_from_fully_reshardable(values)
-        for entry, step in zip(entries, steps, strict=True):
-            entry["step"] = step.clone()
+    for inner in _torch_optimizers(optimizer):
+        for group in inner.param_groups:
+            if "step" in group:  # where Transformer Engine and Apex count
+                group["step"] = step
+        for entry in inner.state.values():
+            if isinstance(inner, torch.optim.Adam) or "step" in entry:
+                entry["step"] = torch.tensor(float(step))
+
+
+def _step_of(optimizer: Any) -> int:
+    """Steps that Adam has counted, for its bias correction; the same for all parameters."""
+    for inner in _torch_optimizers(optimizer):
+        for counted in [*inner.param_groups, *inner.state.values()]:
+            if "step" in counted:
+                return int(counted["step"])
+    return 0
+
+
+def _torch_optimizers(optimizer: Any) -> Iterator[torch.optim.Optimizer]:
+    """What does the arithmetic; a hybrid one (`--optimizer_cpu_offload`) has parts on the GPU and on the host."""
+    for part in _chain(optimizer):
+        yield part.optimizer
+        yield from getattr(part.optimizer, "sub_optimizers", [])
 
 
 def _chain(optimizer: Any) -> list[Any]:
-    """Dense and expert parameters have an optimizer each."""
+    """Dense and expert parameters have an optimizer each, where there is expert parallelism."""
     return getattr(optimizer, "chained_optimizers", [optimizer])
-
-
-def _parts(optimizer: Any, state: dict[Any, Any]) -> list[tuple[Any, dict[str, Any]]]:
-    """Each optimizer of the chain with its own state."""
-    chain = _chain(optimizer)
-    return [(chain[0], state)] if len(chain) == 1 else [(part, state[i]) for i, part in enumerate(chain)]
 
 
 def _named(chunks: Sequence[Any]) -> list[tuple[str, Any]]:

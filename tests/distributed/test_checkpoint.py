@@ -33,7 +33,7 @@ class Policy:
     """A small GPT with Megatron's DDP and distributed optimizer; `step` moves it by a gradient that is a function of each weight alone,
     so that every layout takes the same step."""
 
-    def __init__(self, world_size, *, tp=1, pp=1, vpp=None, bf16=False, seed=0, hidden=64, distributed=True, lr=1e-2):
+    def __init__(self, world_size, *, tp=1, pp=1, vpp=None, ep=1, experts=None, bf16=False, seed=0, hidden=64, distributed=True, lr=1e-2):
         import torch
         from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
         from megatron.core.models.gpt import GPTModel
@@ -47,7 +47,7 @@ class Policy:
         from megatron_grpo.parallel.state import start
         from megatron_grpo.policy.layers import Norm
 
-        start(Layout(world_size=world_size, tp=tp, pp=pp, vpp=vpp), seed=seed)
+        start(Layout(world_size=world_size, tp=tp, pp=pp, vpp=vpp, ep=ep), seed=seed)
         from megatron.core import parallel_state as ps
 
         dtype = torch.bfloat16 if bf16 else torch.float32
@@ -56,8 +56,10 @@ class Policy:
             tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, virtual_pipeline_model_parallel_size=vpp, pipeline_dtype=dtype,
             params_dtype=dtype, bf16=bf16, gated_linear_unit=True, activation_func=torch.nn.functional.silu, normalization="RMSNorm",
             add_bias_linear=False, qk_layernorm=True, attention_dropout=0, hidden_dropout=0, masked_softmax_fusion=False,
-            gradient_accumulation_fusion=False, bias_dropout_fusion=False, apply_rope_fusion=False)
-        spec = get_gpt_layer_local_spec(qk_layernorm=True, normalization="RMSNorm")
+            gradient_accumulation_fusion=False, bias_dropout_fusion=False, apply_rope_fusion=False, num_moe_experts=experts,
+            expert_model_parallel_size=ep, expert_tensor_parallel_size=1, moe_ffn_hidden_size=32 if experts else None,
+            moe_router_load_balancing_type="none", moe_token_dispatcher_type="alltoall")
+        spec = get_gpt_layer_local_spec(num_experts=experts, moe_grouped_gemm=False, qk_layernorm=True, normalization="RMSNorm")
         parts = spec.submodules
         parts.input_layernorm = parts.pre_mlp_layernorm = Norm
         parts.self_attention.submodules.q_layernorm = parts.self_attention.submodules.k_layernorm = Norm
@@ -189,6 +191,16 @@ def test_a_checkpoint_of_one_rank_continues_under_another_layout_to_the_same_wei
     progress, pending, position, num_steps, lr = told[-1]
     assert (progress.step, progress.num_tokens, position, num_steps) == (4, 200, 8, 4)
     assert lr == pytest.approx(1e-2 * (1 - 2 / 18))
+
+
+def test_experts_and_their_own_optimizer_continue_under_another_expert_layout(tmp_path):
+    run_ranks(save_after, 1, tmp_path / "one", 2, 2, {"experts": 4})
+    start_from_two(tmp_path / "one", tmp_path / "source")
+    run_ranks(resume_and_save, 2, tmp_path / "source", tmp_path / "new", 2, {"experts": 4, "ep": 2})
+    before, after = tensors_of([run_of(tmp_path / "one", 4), run_of(tmp_path / "new", 4)])
+    assert before.keys() == after.keys() and any("exp_avg" in name and "expert" in name for name in before)
+    for name in before:
+        assert np.array_equal(before[name], after[name]), name
 
 
 def start_from_two(saved, source):
