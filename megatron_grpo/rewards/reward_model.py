@@ -83,7 +83,8 @@ class VllmShape:
         self.model, self.field, self.encode = model, field, encode
 
     def request(self, rows: Sequence[tuple[Any, Any]]) -> Any:
-        payload = {"input": [self.encode(prompt, completion) for prompt, completion in rows]}
+        # Without activation: the number itself, as the local classifier gives it, and not its sigmoid.
+        payload = {"input": [self.encode(prompt, completion) for prompt, completion in rows], "use_activation": False}
         return {**payload, "model": self.model} if self.model else payload
 
     def scores(self, answer: Any) -> list[float]:

@@ -1,0 +1,181 @@
+"""The reward `code`: what passes, and what a program cannot do."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from megatron_grpo.config import Config
+from megatron_grpo.errors import ConfigError
+from megatron_grpo.rewards.code import program_of, read_tests
+from megatron_grpo.rewards.loading import load_rewards
+from megatron_grpo.rewards.protocol import RowFailure
+from megatron_grpo.rewards.sandbox import run_program, why_unsafe
+
+ADD = "```python\ndef add(a, b):\n    return a + b\n```"
+
+
+def code(**settings):
+    config = Config()
+    config.rewards.reward_funcs = ["code"]
+    for name, value in {"code_timeout": 2.0, **settings}.items():
+        setattr(config.rewards, name, value)
+    return load_rewards(config)[0].function
+
+
+def attempt(program, seconds=5.0, landlock=True):
+    """What a program that prints gets done."""
+    return run_program(program, as_main=True, seconds=seconds, memory_mb=512, landlock=landlock)
+
+
+def test_this_machine_can_hold_programs():
+    assert why_unsafe() is None
+
+
+def test_the_score_is_the_share_of_tests_passed():
+    tests = ["assert add(1, 2) == 3", "assert add(1, 2) == 4", "add(1)", "assert add('a', 'b') == 'ab'"]
+    assert code()(completions=[f"Here it is:\n{ADD}\nDone.", "no idea", ADD], tests=[tests, tests, None]) == [0.5, 0, None]
+    assert code(code_all_or_nothing=True)(completions=[ADD, ADD], tests=[tests, tests[:1]]) == [0, 1]
+
+
+def test_programs_that_read_and_print_are_held_to_their_output():
+    program = "```python\nn = int(input())\nprint(n * 2, ' ')\n\n```"
+    tests = [{"input": "2\n", "output": "4"}, {"input": "3", "output": "6\n"}, {"input": "x", "output": ""}, {"input": "1", "output": "3"}]
+    assert code()(completions=[program], test_cases=[tests]) == [0.5]
+
+
+@pytest.mark.parametrize(
+    ("tests", "read"),
+    [("assert 1", (["assert 1"], [])), (["a", "b"], (["a", "b"], [])), (None, ([], [])), ("", ([], [])),
+     ([{"input": 1, "output": 2}], ([], [("1", "2")])), ({"inputs": ["1"], "outputs": ["2"]}, ([], [("1", "2")])),
+     (json.dumps({"inputs": ["1"], "outputs": ["2"]}), ([], [("1", "2")])), ('["assert 1"]', (["assert 1"], []))],
+)  # fmt: skip
+def test_tests_come_in_the_usual_shapes(tests, read):
+    assert read_tests(tests) == read
+
+
+def test_tests_that_cannot_be_read_fail_their_row_only():
+    scores = code()(completions=[ADD] * 3, tests=["[broken", [3], ["assert add(1, 1) == 2"]])
+    assert [isinstance(value, RowFailure) for value in scores] == [True, True, False]
+    assert scores[2] == 1
+
+
+def test_the_last_block_is_the_program_also_when_it_was_cut_off():
+    assert program_of("```python\na\n```\nbetter:\n```py\nb\nc\n```") == "b\nc"
+    assert program_of("```\nx = 1\n") == "x = 1\n"
+    assert program_of("<think>```python\na\n```</think>print(1)") == "print(1)"
+
+
+def test_a_main_guard_does_not_run_before_tests_of_functions():
+    text = "```python\ndef f(): return 1\nif __name__ == '__main__':\n    print(f(int(input())))\n```"
+    assert code()(completions=[text], tests=[["assert f() == 1"]]) == [1]
+
+
+def test_endless_programs_lose_only_what_they_did_not_finish():
+    text = "```python\ndef f(n):\n    while n: pass\n    return 0\n```"
+    started = time.monotonic()
+    assert code(code_timeout=0.5)(completions=[text, ADD], tests=[["assert f(0) == 0", "f(1)"], ["assert add(1, 1) == 2"]]) == [0.5, 1]
+    assert time.monotonic() - started < 5
+
+
+@pytest.mark.parametrize("end", ["import os; os._exit(0)", "import sys; sys.exit(0)", "raise SystemExit", "print('1\\n' * 9)", "exit()"])
+def test_leaving_early_or_printing_verdicts_passes_nothing(end):
+    assert code()(completions=[f"```python\n{end}\n```"], tests=[["assert False"]]) == [0]
+
+
+@pytest.mark.parametrize(
+    "program",
+    ["import time; time.sleep(60)", "while True: pass", "9 ** 9 ** 9",
+     "import signal, time; signal.setitimer(signal.ITIMER_REAL, 0)\nwhile True: pass",
+     "import signal\nfor n in range(1, 32):\n    try: signal.signal(n, signal.SIG_IGN)\n    except OSError: pass\nwhile True: pass"],
+)  # fmt: skip
+def test_time_is_bounded(program):
+    started = time.monotonic()
+    outcome = attempt(program, seconds=0.5)
+    assert outcome.timed_out and not outcome.clean
+    assert time.monotonic() - started < 8
+
+
+def test_memory_is_bounded():
+    assert "MemoryError" in attempt("x = bytearray(2 << 30)").errors
+
+
+def test_output_and_files_are_bounded():
+    outcome = attempt("while True: print('x' * 100000)")
+    assert not outcome.clean and len(outcome.output) <= 16 << 20
+    assert "File too large" in attempt("f = open('big', 'wb')\nwhile True: f.write(bytes(1 << 20))").errors
+    assert "Too many open files" in attempt("fs = [open('/dev/null') for _ in range(1000)]").errors
+
+
+@pytest.mark.parametrize("landlock", [True, False])
+@pytest.mark.parametrize(
+    "action",
+    ["import socket; socket.socket()", "import socket; socket.socket(socket.AF_UNIX)",
+     "import urllib.request as u; u.urlopen('http://127.0.0.1')",
+     "import os; os.fork()", "import os; os.execv('/bin/true', ['true'])", "import subprocess; subprocess.run(['true'])",
+     f"import os; os.kill({os.getpid()}, 0)", "import os; os.kill(-1, 9)", "import os; os.killpg(0, 9)",
+     f"import resource; resource.prlimit({os.getpid()}, resource.RLIMIT_NOFILE, (9, 9))",
+     f"import os; os.sched_setaffinity({os.getpid()}, [0])",
+     "import multiprocessing as m; m.Process(target=print).start()"],
+)  # fmt: skip
+def test_a_program_reaches_neither_the_network_nor_other_processes(action, landlock):
+    outcome = attempt(action + "\nprint('done')", landlock=landlock)
+    assert outcome.output == "" and "Error" in outcome.errors
+
+
+@pytest.mark.parametrize("landlock", [True, False])
+@pytest.mark.parametrize(
+    "how",
+    ["open({path!r}, 'w')", "open({path!r}, 'a')", "os.remove({path!r})", "os.rename({path!r}, {path!r} + '2')",
+     "os.truncate({path!r}, 0)", "os.symlink({path!r}, {path!r} + '3')", "os.mkdir({path!r} + '4')"],
+)  # fmt: skip
+def test_a_program_changes_no_file_outside_its_directory(tmp_path, how, landlock):
+    path = tmp_path / "precious"
+    path.write_text("kept")
+    outcome = attempt("import os\n" + how.format(path=str(path)) + "\nprint('done')", landlock=landlock)
+    assert outcome.output == "" and not outcome.clean
+    assert path.read_text() == "kept" and len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_program_reads_no_file_of_the_run(tmp_path):
+    (tmp_path / "answers.jsonl").write_text("42")
+    for path in (tmp_path / "answers.jsonl", "/etc/passwd", f"/proc/{os.getpid()}/environ", Path(__file__)):
+        assert "PermissionError" in attempt(f"open({str(path)!r}).read(); print('done')").errors
+
+
+def test_a_program_sees_no_environment_of_ours(monkeypatch):
+    monkeypatch.setenv("SECRET_KEY", "sesame")
+    assert "sesame" not in attempt("import os; print(dict(os.environ))").output
+
+
+def test_a_program_may_use_its_own_directory_threads_and_numpy():
+    assert attempt("open('a', 'w').write('x'); print(open('a').read())").output == "x\n"
+    threads = "import threading\nt = threading.Thread(target=print, args=('x',)); t.start(); t.join()"
+    assert attempt(threads).output == "x\n"
+    assert attempt("import numpy; print(int(numpy.ones((9, 9)).sum()))", seconds=20).output == "81\n"
+    assert attempt("import asyncio\nasync def f(): return 1\nprint(asyncio.run(f()))").output == "1\n"
+
+
+def test_nothing_is_left_behind(monkeypatch, tmp_path):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    before = {child.pid for child in psutil.Process().children(recursive=True)}
+    code(code_timeout=0.3)(completions=["```python\nopen('a', 'w')\nwhile True: pass\n```"] * 3, tests=[["pass"]] * 3)
+    assert {child.pid for child in psutil.Process().children(recursive=True)} == before
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_rows_behind_the_timeout_of_the_batch_fail_by_name():
+    loop = "```python\nwhile True: pass\n```"
+    scores = code(code_timeout=30.0, reward_timeout=0.5, code_num_workers=1)(completions=[loop, ADD], tests=[["pass"], ["pass"]])
+    assert scores[0] == 0 and isinstance(scores[1], RowFailure)
+
+
+def test_impossible_limits_are_refused_together():
+    with pytest.raises(ConfigError) as error:
+        code(code_timeout=0, code_memory_mb=1, code_num_workers=0)
+    assert [problem.flags for problem in error.value.problems] == [("code_timeout",), ("code_memory_mb",), ("code_num_workers",)]

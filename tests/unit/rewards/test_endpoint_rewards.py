@@ -1,0 +1,259 @@
+"""The rewards that ask a model: `reward_model` here and over HTTP, and `llm_judge`."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+
+from megatron_grpo.config import Config
+from megatron_grpo.errors import ConfigError
+from megatron_grpo.rewards.llm_judge import read_score
+from megatron_grpo.rewards.loading import load_rewards
+from megatron_grpo.rewards.protocol import RewardBatch, RewardError, RowFailure
+from megatron_grpo.rewards.scoring import score
+from tests.unit.rewards.servers import json_server
+
+CHAT = [{"role": "user", "content": "10 11"}]
+
+
+def load(name, **settings):
+    config = Config()
+    config.rewards.reward_funcs = [name]
+    config.rewards.reward_timeout = 5.0
+    for setting, value in settings.items():
+        setattr(config.rewards, setting, value)
+    return load_rewards(config)[0]
+
+
+def judge_at(url, **settings):
+    return load("llm_judge", llm_judge_url=f"{url}/v1", llm_judge_model="judge-7b", **settings)
+
+
+def said(text):
+    return 200, {"choices": [{"message": {"role": "assistant", "content": text}}]}
+
+
+def batch(completions, **columns):
+    return RewardBatch(prompts=["p"] * len(completions), completions=completions, completion_ids=[[1]] * len(completions), columns=columns,
+                       labels=[f"row {row}" for row in range(len(completions))])  # fmt: skip
+
+
+# --- llm_judge
+
+
+@pytest.mark.parametrize(
+    ("verdict", "value"),
+    [("Good.\nScore: 7", 7), ("**Score:** 7.5/10", 7.5), ("score = 3\nFinal score: 4", 4), ("8", 8), ("I like it", None), ("", None),
+     ("Score: -1", -1), ("10 out of 10", None)],
+)  # fmt: skip
+def test_the_score_of_a_verdict(verdict, value):
+    assert read_score(verdict) == value
+
+
+def test_the_judge_reads_question_answer_and_completion_and_its_score_is_scaled(monkeypatch):
+    monkeypatch.setenv("JUDGE_KEY", "sesame")
+    requests = []
+
+    def answer(path, request, headers):
+        requests.append((path, request, headers))
+        return said("Fine. Score: 7" if "good" in request["messages"][0]["content"] else "Score: 25")
+
+    with json_server(answer) as url:
+        function = judge_at(url, llm_judge_api_key_env="JUDGE_KEY")
+        completions = [[{"role": "assistant", "content": "good {prompt}"}], "great"]
+        assert function.function(prompts=[CHAT, "why?"], completions=completions, answer=["21", None], trainer_state=None) == [0.7, 1.0]
+    path, request, headers = next(sent for sent in requests if "good" in str(sent))
+    text = request["messages"][0]["content"]
+    assert path == "/v1/chat/completions" and request["model"] == "judge-7b" and request["temperature"] == 0
+    assert headers["Authorization"] == "Bearer sesame"
+    assert "user: 10 11" in text and "21" in text and "good {prompt}" in text and "from 0 to 10" in text
+
+
+def test_the_instruction_may_be_a_file_with_columns_in_it(tmp_path):
+    (tmp_path / "judge.txt").write_text("{rubric} | {completion} | {unknown}")
+    seen = []
+
+    def answer(path, request, headers):
+        seen.append(request["messages"][0]["content"])
+        return said("Score: 1")
+
+    with json_server(answer) as url:
+        function = judge_at(url, llm_judge_prompt=str(tmp_path / "judge.txt"), llm_judge_max_score=1.0)
+        assert function.function(prompts=["p"], completions=["text"], rubric=["be kind"]) == [1.0]
+    assert seen == ["be kind | text | {unknown}"]
+
+
+def test_a_verdict_without_score_fails_its_row_only():
+    with json_server(lambda path, request, headers: said("Score: 5" if "good" in str(request) else "hm")) as url:
+        function = judge_at(url)
+        with pytest.raises(RewardError, match="`llm_judge` found no `Score: <number>` in the verdict 'hm' on row 1, completion 'bad'"):
+            score([function], batch(["good", "bad", "good"]))
+        lenient = judge_at(url, reward_on_error="none")
+        assert score([lenient], batch(["good", "bad", "good"])).rows == ((0.5,), (None,), (0.5,))
+
+
+def test_an_overloaded_endpoint_is_asked_again():
+    calls = []
+
+    def answer(path, request, headers):
+        calls.append(path)
+        return (503, "busy") if len(calls) == 1 else said("Score: 10")
+
+    with json_server(answer) as url:
+        assert judge_at(url).function(prompts=["p"], completions=["c"]) == [1.0]
+    assert len(calls) == 2
+
+
+@pytest.mark.parametrize(
+    ("reply", "reason"),
+    [((401, "no such key"), "answered 401 Unauthorized: no such key"), ((200, "<html>"), "answered something that is not JSON: <html>"),
+     ((200, {"error": "x"}), "got an answer without choices\\[0\\].message.content")],
+)  # fmt: skip
+def test_a_refusal_is_repeated_in_the_error_and_not_asked_again(reply, reason):
+    calls = []
+
+    def answer(path, request, headers):
+        calls.append(path)
+        return reply
+
+    with json_server(answer) as url:
+        with pytest.raises(RewardError, match=reason):
+            score([judge_at(url)], batch(["c"]))
+    assert len(calls) == 1
+
+
+def test_an_endpoint_that_is_not_there_fails_when_the_timeout_is_over():
+    started = time.monotonic()
+    with pytest.raises(RewardError, match="http://127.0.0.1:9/v1/chat/completions could not be reached .*Connection refused"):
+        score([judge_at("http://127.0.0.1:9", reward_timeout=1.0)], batch(["c"]))
+    assert time.monotonic() - started < 3
+
+
+def test_an_endpoint_that_hangs_costs_the_timeout_once():
+    release = threading.Event()
+
+    def answer(path, request, headers):
+        if "bad" in str(request):
+            release.wait(20)
+        return said("Score: 10")
+
+    started = time.monotonic()
+    with json_server(answer) as url:
+        function = judge_at(url, reward_timeout=1.0, reward_on_error="none")
+        assert score([function], batch(["bad", "good", "bad"])).rows == ((None,), (1.0,), (None,))
+        assert time.monotonic() - started < 4
+        release.set()
+
+
+def test_requests_are_in_flight_together():
+    barrier = threading.Barrier(6)
+
+    def answer(path, request, headers):
+        barrier.wait(5)  # passes only when all six have arrived
+        return said("Score: 10")
+
+    with json_server(answer) as url:
+        assert judge_at(url).function(prompts=["p"] * 6, completions=["c"] * 6) == [1.0] * 6
+
+
+def test_llm_judge_says_all_that_it_lacks(tmp_path):
+    (tmp_path / "blind.txt").write_text("Judge!")
+    with pytest.raises(ConfigError) as error:
+        load("llm_judge", llm_judge_prompt=str(tmp_path / "blind.txt"), llm_judge_max_score=0.0)
+    assert [problem.flags[0] for problem in error.value.problems] == [
+        "llm_judge_url", "llm_judge_model", "llm_judge_max_score", "llm_judge_prompt"]  # fmt: skip
+
+
+# --- reward_model
+
+
+@pytest.fixture(scope="module")
+def classifier(tmp_path_factory):
+    """A tiny sequence classifier with one output, and its tokenizer: token id n is the word "n"."""
+    from transformers import AutoConfig, AutoModelForSequenceClassification
+
+    from tests.tiny_models import write_tiny
+
+    path = write_tiny(tmp_path_factory.mktemp("classifier"), "qwen3")
+    config = AutoConfig.from_pretrained(path)
+    config.num_labels = 1
+    torch.manual_seed(0)
+    model = AutoModelForSequenceClassification.from_config(config)
+    torch.nn.init.normal_(model.score.weight)
+    model.save_pretrained(path)
+    return str(path)
+
+
+def by_hand(path, token_ids):
+    from transformers import AutoModelForSequenceClassification
+
+    with torch.inference_mode():
+        return AutoModelForSequenceClassification.from_pretrained(path).eval()(torch.tensor([token_ids])).logits.item()
+
+
+def test_a_classifier_scores_each_row_as_it_would_alone(classifier):
+    function = load("reward_model", reward_model=classifier, reward_model_batch_size=2).function
+    scores = function(prompts=["5 6", CHAT, "20"], completions=[" 7", [{"role": "assistant", "content": "12 13 14"}], " 21 22 23 24"])
+    expected = [by_hand(classifier, ids) for ids in ([5, 6, 7], [10, 11, 12, 13, 14], [20, 21, 22, 23, 24])]
+    assert scores == pytest.approx(expected, abs=1e-5)
+    assert len({round(value, 3) for value in scores}) == 3
+
+
+def test_texts_that_are_too_long_lose_their_beginning(classifier):
+    function = load("reward_model", reward_model=classifier, reward_model_max_length=3).function
+    assert function(prompts=["5 6 7"], completions=[" 8 9"]) == pytest.approx([by_hand(classifier, [7, 8, 9])], abs=1e-5)
+
+
+def test_a_language_model_is_refused_as_a_classifier(tmp_path):
+    from tests.tiny_models import write_tiny
+
+    with pytest.raises(ConfigError, match="has 2 outputs; a reward is one number"):
+        load("reward_model", reward_model=str(write_tiny(tmp_path, "qwen3")))
+    with pytest.raises(ConfigError, match="cannot be loaded"):
+        load("reward_model", reward_model=str(tmp_path / "nothing"))
+    with pytest.raises(ConfigError, match="needs reward_model .* or reward_model_url"):
+        load("reward_model")
+
+
+def test_a_plain_endpoint_gets_prompts_and_completions_in_batches():
+    sizes = []
+
+    def answer(path, request, headers):
+        sizes.append(len(request["prompts"]))
+        return 200, {"rewards": [len(text) for text in request["completions"]]}
+
+    with json_server(answer) as url:
+        function = load("reward_model", reward_model_url=f"{url}/score", reward_model_batch_size=2).function
+        assert function(prompts=["p"] * 5, completions=["", "a", "bb", "ccc", "dddd"]) == [0, 1, 2, 3, 4]
+    assert sorted(sizes) == [1, 2, 2]
+
+
+@pytest.mark.parametrize(
+    ("route", "entry"),
+    [("classify", lambda value: {"label": "LABEL_0", "probs": [value], "num_classes": 1}), ("pooling", lambda value: {"data": [value]}),
+     ("pooling", lambda value: {"data": [[0.0], [value]]})],
+)  # fmt: skip
+def test_vllms_routes_are_asked_without_activation_and_sorted_by_index(classifier, route, entry):
+    seen = []
+
+    def answer(path, request, headers):
+        seen.append((path, request))
+        rows = [{"index": place, **entry(float(len(ids)))} for place, ids in enumerate(request["input"])]
+        return 200, {"object": "list", "data": rows[::-1]}
+
+    with json_server(answer) as url:
+        function = load("reward_model", reward_model_url=f"{url}/{route}", reward_model=classifier).function
+        assert function(prompts=["5 6", CHAT], completions=[" 7", [{"role": "assistant", "content": "12"}]]) == [3, 3]
+    path, request = seen[0]
+    assert path == f"/{route}" and request["input"] == [[5, 6, 7], [10, 11, 12]] and request["use_activation"] is False
+
+
+def test_an_endpoint_that_miscounts_fails_its_batch():
+    with json_server(lambda path, request, headers: (200, {"rewards": [1.0]})) as url:
+        function = load("reward_model", reward_model_url=url, reward_model_batch_size=2).function
+        scores = function(prompts=["p"] * 3, completions=["c"] * 3)
+    assert [isinstance(value, RowFailure) for value in scores] == [True, True, False]
+    assert "got 1 scores for 2 completions" in scores[0].reason

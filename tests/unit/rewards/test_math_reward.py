@@ -1,0 +1,117 @@
+"""The reward `math`: what it calls equal, and that nothing a model writes can hang it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+pytest.importorskip("math_verify")
+
+from megatron_grpo.config import Config
+from megatron_grpo.rewards.loading import load_rewards
+from megatron_grpo.rewards.protocol import RewardBatch, RowFailure
+from megatron_grpo.rewards.scoring import score
+
+HANGS = "\\boxed{9^{9^{9^{9}}}}"  # sympy would evaluate it
+
+
+def load(**settings):
+    config = Config()
+    config.rewards.reward_funcs = ["math"]
+    for name, value in settings.items():
+        setattr(config.rewards, name, value)
+    return load_rewards(config)[0]
+
+
+@pytest.fixture(scope="module")
+def math_reward():
+    function = load(math_timeout=1.0).function
+    yield function
+    function.close()
+
+
+@pytest.mark.parametrize(
+    ("text", "answer", "expected"),
+    [("42", 42, 1), ("The sum is 42.", "42", 1), ("so \\boxed{42}", 42, 1), ("41", 42, 0), ("", 42, 0), ("0.5", "1/2", 1),
+     ("\\boxed{\\frac{1}{2}}", "0.5", 1), ("$\\frac{2}{4}$", "\\frac{1}{2}", 1), ("\\boxed{(1,2)}", "(1,2)", 1),
+     ("\\boxed{(1,3)}", "(1,2)", 0), ("\\boxed{\\{2,1\\}}", "\\{1,2\\}", 1), ("$x^2+2x+1$", "$(x+1)^2$", 1), ("1000", "1,000", 1),
+     ("\\boxed{-3}", "3", 0),
+     ("we get 7 and then \\boxed{8}", "7", 0), ("Paris", "paris", 1), ("Lyon", "Paris", 0), ("5+5\n#### 10", "10", 1),
+     ("10", "5+5\n#### 10", 1),
+     ("<think>\\boxed{1}</think>\\boxed{2}", "2", 1), ("10", None, None), ("7", ["8", "7"], 1)],
+)  # fmt: skip
+def test_equal_as_mathematics(math_reward, text, answer, expected):
+    assert math_reward(completions=[text], answer=[answer]) == [expected]
+
+
+def test_chats_and_the_column_solution_work_as_in_trl(math_reward):
+    completions = [[{"role": "assistant", "content": "My answer is \\boxed{\\frac{1}{3}}"}]] * 2
+    assert math_reward(completions=completions, solution=["\\frac{1}{3}", "\\frac{1}{2}"]) == [1, 0]
+
+
+def test_an_answer_that_hangs_counts_as_wrong_and_the_others_are_scored(math_reward):
+    started = time.monotonic()
+    texts = ["$\\frac{1}{2}$", HANGS, "$\\frac{3}{6}$", "\\boxed{7}"]
+    assert math_reward(completions=texts, answer=["0.5"] * 4) == [1, 0, 1, 0]
+    assert time.monotonic() - started < 30  # one deadline of a second, and the start of a new child on a busy machine
+
+
+def test_rows_behind_the_timeout_of_the_batch_fail_by_name_and_are_not_called_wrong():
+    function = load(math_timeout=30.0, reward_timeout=1.0)
+    batch = RewardBatch(prompts=["p"] * 3, completions=[HANGS, "$\\frac{1}{2}$", "7"], completion_ids=[[1]] * 3,
+                        columns={"answer": ["0.5", "0.5", "7"]}, labels=["row 0", "row 1", "row 2"])  # fmt: skip
+    scores = function.function(completions=batch.completions, **batch.columns)
+    function.close()
+    assert scores[0] == 0 and isinstance(scores[1], RowFailure) and scores[2] == 1  # the last needs no child: it is equal as text
+    assert scores[1].reason == "reached its reward_timeout of 1 s before this row,"
+
+
+def test_memory_that_an_answer_asks_for_is_bounded(math_reward):
+    assert math_reward(completions=["\\boxed{10^{10^{10}} + 1}"], answer=["5"]) == [0]
+
+
+def test_one_child_serves_many_batches(math_reward):
+    math_reward(completions=["$\\frac{1}{2}$"], answer=["0.5"])
+    first = math_reward.child._process.pid
+    math_reward(completions=["$\\frac{1}{4}$"], answer=["0.25"])
+    assert math_reward.child._process.pid == first
+
+
+def test_a_child_that_was_killed_is_replaced(math_reward):
+    math_reward(completions=["$\\frac{1}{2}$"], answer=["0.5"])
+    os.kill(math_reward.child._process.pid, signal.SIGKILL)
+    time.sleep(0.2)
+    assert math_reward(completions=["$\\frac{1}{2}$"], answer=["0.5"]) == [1]
+
+
+def test_scoring_reaches_the_child_through_the_usual_way():
+    function = load()
+    batch = RewardBatch(prompts=["p"], completions=["0.50"], completion_ids=[[1]], columns={"answer": ["1/2"]}, labels=["row 0"])
+    assert score([function], batch).rows == ((1.0,),)
+    function.close()
+
+
+@pytest.mark.parametrize("text", ["$\\frac{1}{2}$", HANGS])
+def test_the_child_dies_with_a_parent_that_is_killed(text):
+    program = (
+        "import sys, threading, time\n"
+        "from megatron_grpo.rewards.math import Math\n"
+        "reward = Math(needs=(('answer',),), row_seconds=600, batch_seconds=600)\n"
+        "reward.child._ensure_started()\n"
+        "print(reward.child._process.pid, flush=True)\n"
+        f"reward.child.ask({{'text': {text!r}, 'given': '', 'answers': ['1/3']}}, 600)\n"
+        "time.sleep(600)\n"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, env={"PYTHONPATH": ":".join(sys.path), "PATH": ""})
+    child = psutil.Process(int(parent.stdout.readline()))
+    time.sleep(0.5)
+    parent.kill()
+    parent.communicate()
+    _, alive = psutil.wait_procs([child], timeout=5)
+    assert not alive

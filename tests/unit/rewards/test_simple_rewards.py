@@ -1,0 +1,167 @@
+"""accuracy, format, length, soft_overlong, repetition and cosine, on numbers that can be checked by hand, and against TRL's."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+
+from megatron_grpo.config import Config
+from megatron_grpo.errors import ConfigError
+from megatron_grpo.rewards.answers import final_answer, last_boxed, same_answer
+from megatron_grpo.rewards.loading import close_rewards, load_rewards
+
+
+def built(name, **settings):
+    config = Config()
+    config.rewards.reward_funcs = [name]
+    for setting, value in settings.items():
+        group = next(group for group in (config.rewards, config.grpo, config.rollout) if hasattr(group, setting))
+        setattr(group, setting, value)
+    return load_rewards(config)[0].function
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [("42", "42"), ("  42\n", "42"), ("first \\boxed{1}, then \\boxed{\\frac{1}{2}}", "\\frac{1}{2}"), ("so 6*7\n#### 42", "42"),
+     ("The answer is 42.", "42."), ("Answer: Paris", "Paris"), ("<think>\\boxed{1}</think>\\boxed{2}", "2"),
+     ("<think>no</think><answer> yes </answer>", "yes"), ("\\boxed{cut", "\\boxed{cut"), ("", "")],
+)  # fmt: skip
+def test_the_final_answer_of_a_text(text, answer):
+    assert final_answer(text) == answer
+
+
+def test_a_box_ends_at_its_own_brace():
+    assert last_boxed("\\boxed{a{b}c} d}") == "a{b}c"
+    assert last_boxed("\\boxed{a{b}") is None
+
+
+@pytest.mark.parametrize(
+    ("left", "right"),
+    [("42", "42.0"), ("1,000", "1000"), ("Paris.", "paris"), ("$x^2$", "x^2"), ("007", "7"), ("a  b", "a b"), ("+3", "3")],
+)
+def test_ways_to_write_the_same_answer(left, right):
+    assert same_answer(left, right) and same_answer(right, left)
+
+
+@pytest.mark.parametrize(("left", "right"), [("42", "43"), ("4.2", "42"), ("-3", "3"), ("1,00", "100"), ("", "0"), ("x", "X y")])
+def test_different_answers_stay_different(left, right):
+    assert not same_answer(left, right)
+
+
+def test_accuracy_is_one_for_the_right_final_answer_and_none_without_one():
+    accuracy = built("accuracy")
+    texts = ["7", "it is 7", "\\boxed{7}", "the answer is 7.", "8", "7", "lyon"]
+    assert accuracy(completions=texts, answer=[7, 7, "7", "6+1 #### 7\n#### 7", 7, None, ["Paris", "Lyon"]]) == [1, 0, 1, 1, 0, None, 1]
+
+
+def test_accuracy_prefers_answer_to_solution_and_obeys_answer_column():
+    columns = {"answer": ["1"], "solution": ["2"], "label": ["3"]}
+    assert built("accuracy")(completions=["1"], **columns) == [1]
+    assert built("accuracy", answer_column="label")(completions=["3"], **columns) == [1]
+    assert built("accuracy")(completions=[[{"role": "assistant", "content": "2"}]], solution=["2"]) == [1]
+
+
+def test_exact_accuracy_compares_character_by_character():
+    assert built("accuracy", accuracy_exact=True)(completions=["7", "7 ", "\\boxed{7}"], answer=["7"] * 3) == [1, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("text", "score"),
+    [("<think>a</think><answer>b</answer>", 1), (" <think>\na\n</think>\n<answer>b</answer>\n", 1), ("<think>a</think>b", 0),
+     ("x<think>a</think><answer>b</answer>", 0), ("<think>a</think><answer>b</answer> and more", 0),
+     ("<think>a<think>b</think><answer>c</answer>", 0), ("<answer>b</answer><think>a</think>", 0),
+     ("<think>a</think><answer>b</answer><answer>c</answer>", 0), ("<think></think><answer></answer>", 1)],
+)  # fmt: skip
+def test_format_wants_each_tag_once_in_order_and_nothing_else(text, score):
+    assert built("format")(completions=[text]) == [score]
+
+
+def test_format_tags_can_be_chosen():
+    assert built("format", format_tags=["plan", "code"])(completions=["<plan>a</plan> <code>b</code>", "<think>a</think>"]) == [1, 0]
+    with pytest.raises(ConfigError, match="format_tags"):
+        built("format", format_tags=["<think>"])
+
+
+def test_length_falls_by_one_per_max_completion_length():
+    assert built("length", max_completion_length=100)(completion_ids=[[], [0] * 25, [0] * 100]) == [0, -0.25, -1]
+    assert built("length", max_completion_length=100, length_target=50)(completion_ids=[[], [0] * 50, [0] * 60]) == [-0.5, 0, -0.1]
+    with pytest.raises(ConfigError, match="length_target \\(300\\) should lie between 0 and max_completion_length \\(100\\)"):
+        built("length", max_completion_length=100, length_target=300)
+
+
+def test_soft_overlong_is_a_ramp_before_the_limit():
+    ramp = built("soft_overlong", max_completion_length=100, soft_cache_length=20)
+    assert ramp(completion_ids=[[0] * size for size in (0, 80, 81, 90, 100)]) == [0, 0, -0.05, -0.5, -1]
+    lower = built("soft_overlong", max_completion_length=100, soft_max_length=50, soft_cache_length=20)
+    assert lower(completion_ids=[[0] * size for size in (30, 40, 50)]) == [0, -0.5, -1]
+
+
+def test_soft_overlong_equals_trls():
+    rewards = pytest.importorskip("trl.rewards")
+    ids = [[0] * size for size in range(101)]
+    theirs = rewards.get_soft_overlong_punishment(max_completion_len=100, soft_punish_cache=30)(ids)
+    assert built("soft_overlong", max_completion_length=100, soft_cache_length=30)(completion_ids=ids) == pytest.approx(theirs)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [({}, "needs soft_cache_length.*it is not given. A fifth of the limit, 20"),
+     ({"soft_cache_length": 0}, "it is 0"), ({"soft_cache_length": 200}, "it is 200"),
+     ({"soft_cache_length": 10, "soft_max_length": 300}, "exceeds max_completion_length \\(100\\)")],
+)  # fmt: skip
+def test_soft_overlong_refuses_what_cannot_be_a_ramp(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        built("soft_overlong", max_completion_length=100, **settings)
+
+
+def test_repetition_is_the_share_of_n_grams_that_come_again():
+    repetition = built("repetition", repetition_n_grams=2, repetition_max_penalty=-2.0)
+    # 1 2 1 2 1: four pairs, two of them different. One token has no pair.
+    assert repetition(completion_ids=[[1, 2, 1, 2, 1], [1, 2, 3], [1], []]) == [-1, 0, 0, 0]
+
+
+def test_repetition_equals_trls():
+    rewards = pytest.importorskip("trl.rewards")
+    if not hasattr(rewards, "get_repetition_penalty_reward"):
+        pytest.skip("this TRL has no such reward")
+    draw = random.Random(0)
+    ids = [[draw.randrange(3) for _ in range(size)] for size in range(40)]
+    theirs = rewards.get_repetition_penalty_reward(ngram_size=3, max_penalty=-1.0)(ids)
+    assert built("repetition")(completion_ids=ids) == pytest.approx(theirs)
+
+
+def test_repetition_refuses_to_reward_repetition():
+    with pytest.raises(ConfigError, match="would reward repetition. Use -1"):
+        built("repetition", repetition_max_penalty=1.0)
+
+
+def test_cosine_runs_from_short_to_long_for_right_and_wrong_answers():
+    pytest.importorskip("math_verify")
+    cosine = built("cosine", cosine_max_len=100)
+    texts, ids = ["7", "7", "7", "7", "8", "8", "8"], [[0] * size for size in (0, 50, 100, 1000, 0, 100, 50)]
+    scores = cosine(completions=texts, completion_ids=ids, answer=[7] * 7)
+    cosine.close()
+    assert scores == pytest.approx([1.0, 0.75, 0.5, 0.5, -0.5, 0.0, -0.25])
+
+
+def test_cosine_equals_the_published_formula():
+    pytest.importorskip("math_verify")
+    cosine = built("cosine", cosine_max_len=64, cosine_min_len_value_correct=2.0, cosine_max_len_value_correct=1.0)
+    scores = cosine(completions=["7"] * 65, completion_ids=[[0] * size for size in range(65)], answer=[7] * 65)
+    # CosFn(t, T, min, max) = min + (max - min) (1 + cos(t pi / T)) / 2
+    assert scores == pytest.approx([1.0 + (2.0 - 1.0) * (1 + math.cos(t * math.pi / 64)) / 2 for t in range(65)])
+
+
+def test_every_built_in_reward_loads_with_what_it_needs(tmp_path):
+    pytest.importorskip("math_verify")
+    config = Config()
+    config.rewards.reward_funcs = ["math", "accuracy", "format", "length", "soft_overlong", "cosine", "repetition", "code", "reward_model",
+                                   "llm_judge"]  # fmt: skip
+    config.grpo.soft_cache_length = 32
+    config.rewards.reward_model_url = config.rewards.llm_judge_url = "http://127.0.0.1:9/"
+    config.rewards.llm_judge_model = "judge"
+    functions = load_rewards(config)
+    assert [function.name for function in functions] == config.rewards.reward_funcs
+    close_rewards(functions)
