@@ -1,8 +1,8 @@
 """The policy's weights reach the rollout engine, and the engine proves that it samples from them. Only this module knows both.
 
-A push can fail without an error: a packed copy of a tied head or of an expert stays as it was, part of a layer is lost, the KV cache of the old
-weights is continued with the new ones, or one engine of several misses it. All of them show in log-probs, and in nothing else, so after every push
-both sides score the same probe sequences.
+A push can fail without an error: a packed copy of a tied head or of an expert stays as it was, part of a layer is lost, the KV cache of
+the old weights is continued with the new ones, or one engine of several misses it. All of them show in log-probs, and in nothing else, so
+after every push both sides score the same probe sequences.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ if TYPE_CHECKING:
 
 __all__ = ["PushedPolicy", "SyncStats", "WeightSyncError", "check_weights", "sync_weights"]
 
-# float32: trainer and engine differ by their order of summation, 1e-5 on models of 50 M parameters; a stale weight shows as 1e-1 and more. So
-# the largest difference of any token is bounded.
+# float32: trainer and engine differ by their order of summation, 1e-5 on models of 50 M parameters; a stale weight shows as 1e-1 and more.
+# So the largest difference of any token is bounded.
 FLOAT32_MAX = 1e-3
-# bfloat16: single tokens differ by 0.05, and by up to 0.7 where a router's decision flips, so the bound is on means: they stay below 0.05, while stale weights or
-# a stale cache give 1 and more. The mean over tokens read through the prefix cache (one a probe) is over fewer, so it may be twice as large.
+# bfloat16: single tokens differ by 0.05, and by up to 0.7 where a router's decision flips, so the bound is on means: they stay below 0.05,
+# while stale weights or a stale cache give 1 and more. The mean over tokens read through the prefix cache (one a probe) is over fewer, so
+# it may be twice as large.
 BFLOAT16_MEAN = 0.2
 BFLOAT16_MEAN_CACHED = 0.4
 
@@ -43,7 +44,7 @@ class PushedPolicy(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyncStats:
-    """What a sync did. Differences are |trainer - engine| log-probs of the probes, in nats, over all engines; NaN where nothing was checked."""
+    """What a sync did. Differences are |trainer - engine| log-probs of the probes over all engines, in nats; NaN: nothing was checked."""
 
     version: int
     was_pushed: bool
@@ -111,9 +112,12 @@ def _problem(reports: Sequence[_Report], version: int, is_coarse: bool) -> str |
     bad_cached = [rank for rank, report in enumerate(reports) if not is_good(report.cached, BFLOAT16_MEAN_CACHED)]
     if not bad_fresh and not bad_cached:
         return None
-    bound = f"means of {BFLOAT16_MEAN} and {BFLOAT16_MEAN_CACHED}" if is_coarse else f"{FLOAT32_MAX} for any token"
+    bound = f"a mean of {BFLOAT16_MEAN} ({BFLOAT16_MEAN_CACHED} through the prefix cache)" if is_coarse else f"{FLOAT32_MAX} at some token"
     bad = sorted({*bad_fresh, *bad_cached})
-    lines = [f"the rollout engine does not sample from the weights of version {version}: probe log-probs differ from the trainer's (bound: {bound})"]
+    lines = [
+        f"the rollout engine does not sample from the weights of version {version}.",
+        f"Its log-probs of the probe sequences differ from the trainer's by more than {bound}:",
+    ]
     lines += [
         f"  rank {rank}: max {reports[rank].fresh.max():.3g}, mean {reports[rank].fresh.mean():.3g}; "
         f"through the prefix cache: max {reports[rank].cached.max():.3g}, mean {reports[rank].cached.mean():.3g}"
@@ -124,7 +128,7 @@ def _problem(reports: Sequence[_Report], version: int, is_coarse: bool) -> str |
     elif len(bad) < len(reports):
         hint = "only some ranks are wrong: their engines missed the push, or the ranks of one engine received different tensors"
     else:
-        hint = "every engine is wrong: some weight kept its old value (tied head, packed experts), arrived under a wrong name, or only in part"
+        hint = "every engine is wrong: some weight kept its old value (tied head, packed experts), or arrived under a wrong name or in part"
     return "\n".join([*lines, f"  {hint}."])
 
 

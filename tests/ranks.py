@@ -47,12 +47,14 @@ class RanksFailed(AssertionError):
         self.errors = dict(errors)
 
 
-def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60.0, env: Mapping[str, str] | None = None) -> list[Any]:
+def run_ranks(
+    fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60.0, env: Mapping[str, str] | None = None
+) -> list[Any]:
     """Runs `fn(rank, world_size, *args)` on `world_size` processes that share a gloo default group; returns their results by rank.
 
     `fn` may be a closure or a lambda: functions of test modules travel by value, so asserts inside them explain themselves.
-    `timeout` is in seconds and covers the whole run; `env` adds environment variables to the ranks (too late for those that torch reads at import).
-    Raises RanksFailed with every traceback and the tail of what each rank printed; where a rank hung, with the line it hung at.
+    `timeout` is in seconds and covers the whole run; `env` adds environment variables to the ranks (too late for those that torch reads at
+    import). Raises RanksFailed with every traceback and the tail of what each rank printed; where a rank hung, with the line it hung at.
     """
     outcomes, reason = _zygote().run(fn, world_size, args, timeout, env or {})
     if reason is None:
@@ -82,7 +84,9 @@ class _Zygote:
             except (OSError, EOFError) as error:
                 self.close()
                 log.seek(0)
-                raise RuntimeError(f"the process to fork ranks from did not start: {log.read()[-4000:].decode(errors='replace')}") from error
+                raise RuntimeError(
+                    f"the process to fork ranks from did not start: {log.read()[-4000:].decode(errors='replace')}"
+                ) from error
         if "error" in hello:
             raise RuntimeError(hello["error"])
         self.missing: dict[str, str] = hello["missing"]
@@ -120,7 +124,9 @@ def _zygote() -> _Zygote:
 
 
 def _by_value(fn: Callable, args: tuple) -> bytes:
-    """Pickles the call. A test module is not imported again in the ranks: its functions travel as code, asserts rewritten by pytest and all."""
+    """Pickles the call. A test module is not imported again in the ranks: its functions travel as code, asserts rewritten by pytest and
+    all.
+    """
     module = inspect.getmodule(inspect.unwrap(fn))
     is_test = module is not None and Path(getattr(module, "__file__", "") or "").name.startswith(("test_", "conftest"))
     if not is_test:

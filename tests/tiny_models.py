@@ -35,8 +35,9 @@ def write_tiny(
 ) -> Path:
     """Writes config, safetensors, generation config and tokenizer into `path`; returns it as a Path. `overrides` go to the model's config.
 
-    vLLM's CPU kernels take head sizes, and `ffn / TP` of experts, in multiples of 32. `hidden` need not be `heads * head_dim` except for qwen2,
-    where it is made so. The vocabulary is `<pad> <bos> <eos> <unk>`, then the words "4" to str(vocab - 1): token id n decodes to "n".
+    vLLM's CPU kernels take head sizes, and `ffn / TP` of experts, in multiples of 32. `hidden` need not be `heads * head_dim` except for
+    qwen2, where it is made so. The vocabulary is `<pad> <bos> <eos> <unk>`, then the words "4" to str(vocab - 1): token id n decodes to
+    "n".
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig

@@ -217,7 +217,7 @@ def _fork(request: dict, rank: int, port: int, listener: socket.socket, control:
         outcome = _run(request, rank, port, listener)
         try:
             blob = pickle.dumps(outcome)
-        except Exception:  # the value cannot travel: that is the test's to mend
+        except Exception:  # noqa: BLE001 - the value cannot travel: that is the test's to mend
             blob = pickle.dumps(("error", traceback.format_exc()))
         theirs.sendall(struct.pack("<Q", len(blob)) + blob)
         theirs.recv(1)  # wait until all have reported
@@ -245,7 +245,7 @@ def _run(request: dict, rank: int, port: int, listener: socket.socket) -> tuple[
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
         value = function(rank, world_size, *args)
         return "value", cloudpickle.dumps(value)
-    except BaseException:  # SystemExit of a test is a failure as well
+    except BaseException:  # noqa: BLE001 - SystemExit of a test is a failure as well
         return "error", traceback.format_exc()
 
 

@@ -1,7 +1,8 @@
 """vLLM inside the trainer's own ranks: one engine a rank, or one shared by `vllm_tensor_parallel_size` consecutive ranks.
 
-Engines share the prompts of a rollout between them; afterwards every rank holds all groups. Every rank must build its engine at the same place of the
-program, after the trainer's process group exists: vLLM takes that group as its own and makes sub-groups of it, which is collective.
+Engines share the prompts of a rollout between them; afterwards every rank holds all groups. Every rank must build its engine at the same
+place of the program, after the trainer's process group exists: vLLM takes that group as its own and makes sub-groups of it, which is
+collective.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ from megatron_grpo.errors import ConfigError, Problem
 from megatron_grpo.rollout import vllm_patches
 from megatron_grpo.rollout.engine import Gather, SamplingSettings, WeightSyncError, prompt_seed
 from megatron_grpo.rollout.exchange import gather_over_all_ranks, pack, unpack
+from megatron_grpo.rollout.vllm_options import CPU_BLOCK_SIZE, cpu_options, gpu_options, problem_of
 from megatron_grpo.types import Completion, Group, Prompt
 
 NO_WEIGHTS = -1
-CPU_BLOCK_SIZE = 32  # tokens: the smallest that vLLM's CPU attention takes; its default of 128 would share no short prompt
 PROBE_LENGTH = 2 * CPU_BLOCK_SIZE + 2  # tokens: two full blocks of the prefix cache, then the token that is read through it
 NUM_PROBES = 4
 
@@ -33,7 +34,9 @@ NUM_PROBES = 4
 class ColocatedEngine:
     """A RolloutEngine. See `megatron_grpo.rollout.engine` for what its methods promise."""
 
-    def __init__(self, llm: Any, *, rank: int, world_size: int, tensor_parallel_size: int, max_model_len: int, sleep_level: int, gather: Gather):
+    def __init__(
+        self, llm: Any, *, rank: int, world_size: int, tensor_parallel_size: int, max_model_len: int, sleep_level: int, gather: Gather
+    ):
         self._llm = llm
         self._replica, self._rank_in_engine = divmod(rank, tensor_parallel_size)
         self._num_replicas = world_size // tensor_parallel_size
@@ -59,7 +62,7 @@ class ColocatedEngine:
         vllm_patches.apply_patches(on_gpu=on_gpu)
         tp = cfg.vllm_tensor_parallel_size
         max_model_len = cfg.vllm_max_model_len or max_model_len
-        options = _gpu_options(cfg) if on_gpu else _cpu_options(cfg)
+        options = gpu_options(cfg) if on_gpu else cpu_options(cfg)
         if dist.is_initialized():
             options["distributed_executor_backend"] = "external_launcher"  # one worker in each of the launcher's ranks
         with vllm_patches.trainer_untouched():
@@ -72,9 +75,10 @@ class ColocatedEngine:
                     disable_log_stats=True, use_tqdm_on_load=False, **options,
                 )  # fmt: skip
             except ValueError as error:
-                if "KV cache" not in str(error):
+                problem = problem_of(cfg, max_model_len, on_gpu, str(error))
+                if problem is None:
                     raise
-                raise ConfigError([_kv_cache_problem(cfg, max_model_len, on_gpu, error)]) from error
+                raise ConfigError([problem]) from error
         return cls(llm, rank=rank, world_size=world_size, tensor_parallel_size=tp, max_model_len=max_model_len,
                    sleep_level=cfg.sleep_level if on_gpu else 0, gather=gather or gather_over_all_ranks)  # fmt: skip
 
@@ -88,7 +92,9 @@ class ColocatedEngine:
 
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingSettings, *, seed: int) -> list[Group]:
         if self._version == NO_WEIGHTS:
-            raise WeightSyncError("the rollout engine holds no weights: it slept at sleep_level 2, or a weight push failed. Push them first.")
+            raise WeightSyncError(
+                "the rollout engine holds no weights: it slept at sleep_level 2, or a weight push failed. Push them first."
+            )
         self._check_lengths(prompts, sampling)
         mine = prompts[self._replica :: self._num_replicas]
         requests = [(prompt.token_ids, self._params(sampling, self._request_seed(seed, prompt, sampling))) for prompt in mine]
@@ -109,8 +115,8 @@ class ColocatedEngine:
         with vllm_patches.trainer_untouched():
             (missing,) = self._llm.collective_rpc(_load, args=(named, self._repack))
         if missing:
-            raise WeightSyncError(f"the push of version {version} left {len(missing)} of the engine's weights as they were: {', '.join(missing[:8])}"
-                                  + ", ..." * (len(missing) > 8))  # fmt: skip
+            names = ", ".join(missing[:8]) + ", ..." * (len(missing) > 8)
+            raise WeightSyncError(f"the push of version {version} left {len(missing)} of the engine's weights as they were: {names}")
         self._forget_prefixes()
         self._version = version
 
@@ -203,13 +209,15 @@ class ColocatedEngine:
         longest = max((prompt for prompt in prompts), key=lambda prompt: len(prompt.token_ids), default=None)
         if longest is None:
             return
-        needed = len(longest.token_ids) + sampling.max_completion_length
+        length = len(longest.token_ids)
+        needed = length + sampling.max_completion_length
         if needed > self._max_model_len:
-            raise ConfigError([Problem(
-                flags=["vllm_max_model_len", "max_completion_length"], nearest={"vllm_max_model_len": [needed]},
-                message=f"prompt {longest.number} has {len(longest.token_ids)} tokens, and {len(longest.token_ids)} + max_completion_length "
-                        f"({sampling.max_completion_length}) = {needed} exceeds vllm_max_model_len ({self._max_model_len}). "
-                        f"Use {needed}.")])  # fmt: skip
+            message = (
+                f"prompt {longest.number} has {length} tokens, and {length} + max_completion_length ({sampling.max_completion_length}) = {needed} "
+                f"exceeds vllm_max_model_len ({self._max_model_len}). Use {needed}."
+            )
+            flags = ["vllm_max_model_len", "max_completion_length"]
+            raise ConfigError([Problem(flags=flags, nearest={"vllm_max_model_len": [needed]}, message=message)])
 
     def _check_agreement(self, everyone: Sequence[tuple[str, str, Any]]) -> None:
         if len({asked for asked, _, _ in everyone}) > 1:
@@ -217,41 +225,17 @@ class ColocatedEngine:
         for first in range(0, len(everyone), self._tensor_parallel_size):
             digests = {digest for _, digest, _ in everyone[first : first + self._tensor_parallel_size]}
             if len(digests) > 1:
-                raise RuntimeError(f"ranks {first} to {first + self._tensor_parallel_size - 1} share a vLLM engine but drew different tokens")
-
-
-def _cpu_options(cfg: RolloutConfig) -> dict[str, Any]:
-    return {
-        "enforce_eager": True,
-        "kv_cache_memory_bytes": cfg.vllm_kv_cache_memory_mb << 20,
-        "gpu_memory_utilization": 0.05,  # here a share of the machine's memory, asked for at the start whatever the KV cache takes
-        "block_size": CPU_BLOCK_SIZE,
-    }
-
-
-def _gpu_options(cfg: RolloutConfig) -> dict[str, Any]:
-    return {
-        "enforce_eager": cfg.vllm_enforce_eager,
-        "gpu_memory_utilization": cfg.vllm_gpu_memory_utilization,
-        "enable_sleep_mode": cfg.sleep_level > 0,
-    }
-
-
-def _kv_cache_problem(cfg: RolloutConfig, max_model_len: int, on_gpu: bool, error: ValueError) -> Problem:
-    flag, value = (
-        ("vllm_gpu_memory_utilization", cfg.vllm_gpu_memory_utilization) if on_gpu else ("vllm_kv_cache_memory_mb", cfg.vllm_kv_cache_memory_mb)
-    )
-    return Problem(
-        flags=[flag, "vllm_max_model_len"],
-        message=f"{flag} ({value}) leaves a KV cache that cannot hold one sequence of {max_model_len} tokens. Raise it, or lower "
-        f"max_completion_length or vllm_max_model_len. vLLM says: {error}",
-    )
+                raise RuntimeError(
+                    f"ranks {first} to {first + self._tensor_parallel_size - 1} share a vLLM engine but drew different tokens"
+                )
 
 
 def _completion(output: Any) -> Completion:
     if output.finish_reason not in ("stop", "length"):
         raise RuntimeError(f"vLLM ended a completion with finish_reason {output.finish_reason!r}")
-    return Completion(token_ids=tuple(output.token_ids), logprobs=_sampled_logprobs(output), text=output.text, finish_reason=output.finish_reason)
+    return Completion(
+        token_ids=tuple(output.token_ids), logprobs=_sampled_logprobs(output), text=output.text, finish_reason=output.finish_reason
+    )
 
 
 def _sampled_logprobs(output: Any) -> tuple[float, ...]:

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from megatron_grpo.config import RolloutConfig
-from megatron_grpo.errors import Problem
 from megatron_grpo.types import Group, Prompt
 
 if TYPE_CHECKING:
@@ -84,8 +83,8 @@ class RolloutEngine(Protocol):
     def update_weights(self, named: Iterable[tuple[str, torch.Tensor]], *, version: int) -> None:
         """Replaces every weight. `named` yields (Hugging Face name, full tensor), is consumed once, and may be collective itself.
 
-        Nearly all of a layer's tensors are held until the layer is complete, so memory stays bounded when they come layer by layer, and a tensor
-        must stay as it is until this returns: do not yield views of one buffer that is used again. Raises WeightSyncError.
+        Nearly all of a layer's tensors are held until the layer is complete, so memory stays bounded when they come layer by layer, and a
+        tensor must stay as it is until this returns: do not yield views of one buffer that is used again. Raises WeightSyncError.
         """
 
     def probes(self) -> list[tuple[int, ...]]:
@@ -102,30 +101,3 @@ class RolloutEngine(Protocol):
 
     def close(self) -> None:
         """Frees the engine. The trainer's process groups stay."""
-
-
-def rollout_problems(cfg: RolloutConfig, *, world_size: int) -> list[Problem]:
-    """What is wrong with the rollout settings, as far as integers can tell."""
-    problems = []
-    tp = cfg.vllm_tensor_parallel_size
-    if tp < 1 or world_size % tp:
-        sizes = [size for size in range(1, world_size + 1) if world_size % size == 0]
-        problems.append(Problem(
-            flags=["vllm_tensor_parallel_size"], nearest={"vllm_tensor_parallel_size": sorted(sizes, key=lambda size: abs(size - tp))[:2]},
-            message=f"vllm_tensor_parallel_size ({tp}) must divide world_size ({world_size}): each engine is shared by that many consecutive "
-                    f"ranks. Use one of {', '.join(map(str, sizes))}."))  # fmt: skip
-    if cfg.temperature <= 0:
-        problems.append(Problem(
-            flags=["temperature"],
-            message=f"temperature ({cfg.temperature}) must be above 0: at 0 all completions of a prompt are equal and none of them has an advantage. "
-                    "Use 1.0."))  # fmt: skip
-    if not 0 < cfg.top_p <= 1:
-        problems.append(Problem(flags=["top_p"], message=f"top_p ({cfg.top_p}) must be above 0 and at most 1; 1 switches it off."))
-    if cfg.top_k < 0:
-        problems.append(Problem(flags=["top_k"], message=f"top_k ({cfg.top_k}) must be 0 (off) or a number of tokens."))
-    if cfg.max_completion_length < 1:
-        problems.append(Problem(flags=["max_completion_length"], message=f"max_completion_length ({cfg.max_completion_length}) must be at least 1."))
-    if cfg.sleep_level not in (0, 1, 2):
-        problems.append(Problem(flags=["sleep_level"], nearest={"sleep_level": [0, 1, 2]},
-                                message=f"sleep_level ({cfg.sleep_level}) must be 0 (off), 1 (weights to the host) or 2 (weights dropped)."))  # fmt: skip
-    return problems

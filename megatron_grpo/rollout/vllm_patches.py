@@ -1,7 +1,7 @@
 """The one place that sets vLLM's environment and patches its code, so that it can live in the trainer's own processes.
 
-vLLM expects to own its process: it names its shared memory after a constant, destroys the default process group when it is freed, reseeds torch
-and rewrites environment variables. Written for vLLM 0.32; each entry says why it is there.
+vLLM expects to own its process: it names its shared memory after a constant, destroys the default process group when it is freed, reseeds
+torch and rewrites environment variables. Written for vLLM 0.32; each entry says why it is there.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import os
 import re
 import warnings
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -21,10 +22,18 @@ import torch
 _HARMLESS = {
     "vllm.platforms.cpu": ("Triton is not installed", "Reset SSM cache type"),  # torch operators are used instead; no such layers here
     "vllm.triton_utils.importing": ("Triton is installed, but doesn't include CPU backend",),
-    "vllm.v1.worker.cpu_worker": ("%s is not found in LD_PRELOAD", "CPU backend doesn't allow to use `torch.set_num_threads`"),  # hints about speed
+    "vllm.v1.worker.cpu_worker": (
+        "%s is not found in LD_PRELOAD",
+        "CPU backend doesn't allow to use `torch.set_num_threads`",
+    ),  # hints about speed
+    "vllm.triton_utils.dispatcher": ("Kernel %s is already registered",),  # by an earlier engine of this process
+    "vllm.platforms.interface": ("Unknown vLLM environment variable detected",),  # which an earlier engine has set
     "vllm.engine.arg_utils": ("The global random seed is set to",),  # trainer_untouched sees to it
     "vllm.config.vllm": ("Enforce eager set", "Inductor compilation was disabled", "Model Runner V2 requires Triton"),  # as we ask for
-    "vllm.model_executor.model_loader.reload.layerwise": ("%s: Failed to load weights", "Allocating"),  # RotaryEmbedding has none; see _load
+    "vllm.model_executor.model_loader.reload.layerwise": (
+        "%s: Failed to load weights",
+        "Allocating",
+    ),  # RotaryEmbedding has none; see _load
 }
 
 
@@ -48,15 +57,21 @@ def prepare_environment(*, on_gpu: bool) -> None:
 def apply_patches(*, on_gpu: bool) -> None:
     """After vLLM is imported, before its first engine. Calling it again changes nothing."""
     import transformers.utils.logging as transformers_logging
+    import vllm.distributed.parallel_state as parallel_state
     import vllm.model_executor.models.registry as registry
     import vllm.v1.engine.core as core
 
     _drop_harmless_messages()
     transformers_logging.disable_progress_bar()
-    # It looks at a model class in a fresh Python, 17 s at the first use of each architecture. That is to keep CUDA out of a process that will fork; ours will not.
+    # It looks at a model class in a fresh Python, 17 s at the first use of each architecture. That is to keep CUDA out of a process that
+    # will fork; ours will not.
     registry._run_in_subprocess = lambda inspect: inspect()
     # Freeing an engine destroys torch's default process group, which is the trainer's.
     core.cleanup_dist_env_and_memory = _keep_process_groups
+    # Only an executor with worker processes of its own reads these queues: 24 MiB of shared memory an engine, which a kill would leave
+    # behind.
+    if parallel_state.init_model_parallel_group.__name__ != "without_queue":
+        parallel_state.init_model_parallel_group = _without_queue(parallel_state.init_model_parallel_group)
     if not on_gpu:
         from vllm.distributed.device_communicators import cpu_communicator
 
@@ -75,10 +90,22 @@ def _keep_process_groups(*args: object, **kwargs: object) -> None:
         torch.cuda.empty_cache()
 
 
+def _without_queue(init_group):
+    def without_queue(*args: Any, **kwargs: Any) -> Any:
+        return init_group(*args, **{**kwargs, "use_message_queue_broadcaster": False})
+
+    return without_queue
+
+
 def _shared_memory_name(communicator) -> str:
     """Unlike that of any other job alive on this machine: two jobs cannot listen at the same master address."""
     env = os.environ
-    parts = [env.get("MASTER_ADDR", "local"), env.get("MASTER_PORT") or str(os.getpid()), communicator.unique_name, *map(str, communicator.ranks)]
+    parts = [
+        env.get("MASTER_ADDR", "local"),
+        env.get("MASTER_PORT") or str(os.getpid()),
+        communicator.unique_name,
+        *map(str, communicator.ranks),
+    ]
     return re.sub(r"[^A-Za-z0-9.-]", "_", f"megatron-grpo-{os.getuid()}-" + "-".join(parts))
 
 
@@ -121,9 +148,9 @@ class _Harmless(logging.Filter):
 def trainer_untouched() -> Iterator[None]:
     """Around everything that vLLM does: what it changes of the process is put back.
 
-    Building an engine reseeds torch's global generators, and sampling draws from them even when every request has a seed of its own: without this the
-    trainer's random numbers would depend on the sampler. It also overwrites LOCAL_WORLD_SIZE (with its own TP size), LD_PRELOAD (which children would inherit), and
-    `torch.set_num_threads` (with a function that only warns).
+    Building an engine reseeds torch's global generators, and sampling draws from them even when every request has a seed of its own:
+    without this the trainer's random numbers would depend on the sampler. It also overwrites LOCAL_WORLD_SIZE (with its own TP size),
+    LD_PRELOAD (which children would inherit), and `torch.set_num_threads` (with a function that only warns).
     """
     kept = {name: os.environ.get(name) for name in ("LOCAL_WORLD_SIZE", "LD_PRELOAD")}
     set_num_threads = torch.set_num_threads
@@ -141,7 +168,7 @@ def trainer_untouched() -> Iterator[None]:
 
 
 def repack_cpu_weights(model: torch.nn.Module) -> None:
-    """After every reload on a CPU. vLLM keeps copies of some weights in the layout of its kernels, and a reload leaves these two behind, silently."""
+    """After every reload on a CPU. vLLM keeps some weights a second time, in its kernels' layout, and a reload forgets these two."""
     head = getattr(model, "lm_head", None)
     if head is not None and hasattr(head, "cpu_linear"):
         from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm

@@ -1,0 +1,43 @@
+"""The run's settings as arguments of a vLLM engine, and vLLM's refusals as sentences about the run's settings."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from megatron_grpo.config import RolloutConfig
+from megatron_grpo.errors import Problem
+
+CPU_BLOCK_SIZE = 32  # tokens: the smallest that vLLM's CPU attention takes; its default of 128 would share no short prompt
+
+
+def cpu_options(cfg: RolloutConfig) -> dict[str, Any]:
+    return {
+        "enforce_eager": True,
+        "kv_cache_memory_bytes": cfg.vllm_kv_cache_memory_mb << 20,
+        "block_size": CPU_BLOCK_SIZE,
+    }
+
+
+def gpu_options(cfg: RolloutConfig) -> dict[str, Any]:
+    return {
+        "enforce_eager": cfg.vllm_enforce_eager,
+        "gpu_memory_utilization": cfg.vllm_gpu_memory_utilization,
+        "enable_sleep_mode": cfg.sleep_level > 0,
+    }
+
+
+def problem_of(cfg: RolloutConfig, max_model_len: int, on_gpu: bool, error: str) -> Problem | None:
+    """What a refusal of vLLM means in the user's settings; None where it is not about them."""
+    if "KV cache" in error:
+        flag = "vllm_gpu_memory_utilization" if on_gpu else "vllm_kv_cache_memory_mb"
+        return Problem(flags=[flag, "vllm_max_model_len"], message=(
+            f"{flag} ({getattr(cfg, flag)}) leaves a KV cache that cannot hold one sequence of {max_model_len} tokens. Raise it, or lower "
+            f"max_completion_length or vllm_max_model_len. vLLM says: {error}"))  # fmt: skip
+    if "derived max_model_len" in error:
+        found = re.search(r"max_position_embeddings=(\d+)", error)
+        positions = found[1] if found else "fewer"
+        return Problem(flags=["vllm_max_model_len", "max_completion_length"], message=(
+            f"prompt and completion may have {max_model_len} tokens together, but the model was made for {positions} positions. "
+            "Lower max_completion_length, max_prompt_length or vllm_max_model_len."))  # fmt: skip
+    return None

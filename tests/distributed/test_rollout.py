@@ -1,0 +1,224 @@
+"""Real vLLM engines in forked gloo ranks, compared with transformers and with each other."""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import os
+import signal
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_grpo.config import RolloutConfig
+from megatron_grpo.errors import ConfigError
+from megatron_grpo.rollout.engine import SamplingSettings
+from megatron_grpo.types import Prompt
+from tests.ranks import RanksFailed, run_ranks
+from tests.tiny_models import EOS, SPECIAL, hf_logprobs, load_tiny, write_tiny
+
+PROMPTS = [Prompt(number=i, row=i, raw="", token_ids=tuple(range(4 + i, 12 + 2 * i)), columns={}) for i in range(5)]
+SAMPLING = SamplingSettings(n=3, max_completion_length=16, temperature=0.8)
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory):
+    return write_tiny(tmp_path_factory.mktemp("model"), "qwen3", max_positions=2048)
+
+
+@contextlib.contextmanager
+def engine_at(path, rank, world_size, *, tp=1, dtype="float32", max_model_len=128, **settings):
+    """Imported late: the test process itself never loads vLLM."""
+    from megatron_grpo.rollout.colocated import ColocatedEngine
+
+    cfg = RolloutConfig(**{"vllm_kv_cache_memory_mb": 8, "vllm_max_num_seqs": 32, "vllm_tensor_parallel_size": tp} | settings)
+    yield ColocatedEngine.build(cfg, model_path=path, dtype=dtype, max_model_len=max_model_len, seed=0, rank=rank, world_size=world_size)
+
+
+def tokens_of(groups):
+    return [[completion.token_ids for completion in group.completions] for group in groups]
+
+
+def test_sampled_logprobs_equal_transformers_and_a_run_repeats(model_path):
+    def body(rank, world_size):
+        model = load_tiny(model_path)
+        with engine_at(model_path, rank, world_size) as engine:
+            before = torch.get_rng_state()
+            groups = engine.generate(PROMPTS, SAMPLING, seed=1)
+            assert torch.equal(before, torch.get_rng_state()), "sampling must not move the trainer's random numbers"
+            for prompt, group in zip(PROMPTS, groups, strict=True):
+                assert group.prompt is prompt and group.version == 0 and len(group.completions) == SAMPLING.n
+                for completion in group.completions:
+                    expected = hf_logprobs(model, prompt.token_ids + completion.token_ids, 0.8)[len(prompt.token_ids) - 1 :]
+                    torch.testing.assert_close(torch.tensor(completion.logprobs), expected, atol=1e-4, rtol=0)
+                    assert completion.finish_reason == ("stop" if completion.token_ids[-1] == EOS else "length")
+                    assert completion.text.split() == [str(token) for token in completion.token_ids if token >= len(SPECIAL)]
+            assert tokens_of(engine.generate(PROMPTS, SAMPLING, seed=1)) == tokens_of(groups)
+            assert tokens_of(engine.generate(PROMPTS[::-1], SAMPLING, seed=1)) == tokens_of(groups)[::-1]
+            assert tokens_of(engine.generate(PROMPTS[2:3], SAMPLING, seed=1)) == tokens_of(groups)[2:3]
+            other = tokens_of(engine.generate(PROMPTS, SAMPLING, seed=2))
+            assert all(one != two for one, two in zip(tokens_of(groups), other, strict=True))
+            drawn = [completion for group in tokens_of(groups) for completion in group]
+            assert len(set(drawn)) == len(drawn), "completions of a group are different draws"
+
+            for probe, scores in zip(engine.probes(), engine.score(engine.probes()), strict=True):
+                torch.testing.assert_close(torch.tensor(scores), hf_logprobs(model, probe), atol=1e-4, rtol=0)
+
+    run_ranks(body, 1)
+
+
+def test_where_a_completion_ends_and_what_it_is_drawn_from(model_path):
+    def body(rank, world_size):
+        model = load_tiny(model_path)
+        with engine_at(model_path, rank, world_size) as engine:
+            (greedy,) = engine.generate(PROMPTS[:1], SAMPLING.greedy(), seed=1)
+            ids = list(PROMPTS[0].token_ids)
+            with torch.no_grad():
+                for token in greedy.completions[0].token_ids:
+                    assert model(torch.tensor([ids])).logits[0, -1].argmax() == token
+                    ids.append(token)
+
+            tokens = greedy.completions[0].token_ids
+            last = next(token for token in tokens[3:] if token >= len(SPECIAL))
+            stopping = SamplingSettings(n=1, max_completion_length=16, temperature=0.0, stop_token_ids=(last,))
+            (group,) = engine.generate(PROMPTS[:1], stopping, seed=1)
+            assert group.completions[0].token_ids == tokens[: tokens.index(last) + 1] and group.completions[0].finish_reason == "stop"
+            by_text = SamplingSettings(n=1, max_completion_length=16, temperature=0.0, stop=(f" {last}",))
+            (group,) = engine.generate(PROMPTS[:1], by_text, seed=1)
+            assert group.completions[0].finish_reason == "stop" and f" {last}" not in group.completions[0].text
+
+            # The three likeliest tokens, renormalised: log-probs of what was drawn from, not of the whole softmax.
+            top = SamplingSettings(n=4, max_completion_length=1, temperature=0.5, top_k=3)
+            for prompt, group in zip(PROMPTS, engine.generate(PROMPTS, top, seed=3), strict=True):
+                with torch.no_grad():
+                    logits, likeliest = (model(torch.tensor([prompt.token_ids])).logits[0, -1] / 0.5).topk(3)
+                expected = dict(zip(likeliest.tolist(), logits.log_softmax(-1).tolist(), strict=True))
+                for completion in group.completions:
+                    assert completion.logprobs[0] == pytest.approx(expected[completion.token_ids[0]], abs=1e-4)
+
+            # The model's own end-of-text id ends a completion without being asked to.
+            long = SamplingSettings(n=8, max_completion_length=60, temperature=1.5)
+            ended = [c for group in engine.generate(PROMPTS, long, seed=0) for c in group.completions if c.finish_reason == "stop"]
+            assert ended and all(c.token_ids[-1] == EOS and EOS not in c.token_ids[:-1] for c in ended)
+
+    run_ranks(body, 1)
+
+
+def test_engine_at_work_prints_nothing(model_path):
+    def body(rank, world_size):
+        from safetensors.torch import load_file
+
+        with engine_at(model_path, rank, world_size, tp=2) as engine:
+            engine.generate(PROMPTS, SAMPLING, seed=1)
+            engine.update_weights(load_file(model_path / "model.safetensors").items(), version=1)
+            engine.score(engine.probes())
+            engine.close()
+        with engine_at(model_path, rank, world_size, tp=2):
+            pass
+        with open("/proc/self/fd/2") as log:
+            return log.read()
+
+    assert run_ranks(body, 2) == ["", ""]
+
+
+def test_lengths_that_cannot_fit_are_said_with_their_sum(model_path):
+    def body(rank, world_size):
+        with engine_at(model_path, rank, world_size, max_model_len=24) as engine:
+            with pytest.raises(
+                ConfigError, match=r"prompt 4 has 12 tokens, and 12 \+ max_completion_length \(16\) = 28 exceeds vllm_max_model_len \(24\)"
+            ):
+                engine.generate(PROMPTS, SAMPLING, seed=0)
+            assert all(len(probe) == 23 for probe in engine.probes())  # shorter than a cache block: still scored
+            assert all(len(scores) == 22 for scores in engine.score(engine.probes()))
+        with pytest.raises(ConfigError, match="may have 4096 tokens together, but the model was made for 2048 positions"):
+            with engine_at(model_path, rank, world_size, max_model_len=4096):
+                pass
+        with pytest.raises(
+            ConfigError, match=r"vllm_kv_cache_memory_mb \(1\) leaves a KV cache that cannot hold one sequence of 2048 tokens"
+        ):
+            with engine_at(model_path, rank, world_size, max_model_len=2048, vllm_kv_cache_memory_mb=1):
+                pass
+
+    run_ranks(body, 1)
+
+
+def test_groups_do_not_depend_on_the_layout_and_the_trainers_groups_outlive_the_engine(model_path):
+    def body(rank, world_size, tp):
+        torch.manual_seed(100 + rank)  # trainers seed their ranks differently
+        mine = dist.new_group([rank]) if world_size == 1 else dist.new_group(list(range(world_size)))
+        with engine_at(model_path, rank, world_size, tp=tp) as engine:
+            assert os.environ["LOCAL_WORLD_SIZE"] == str(world_size) and torch.initial_seed() == 100 + rank
+            groups = engine.generate(PROMPTS, SAMPLING, seed=1)
+            engine.close()
+        total = torch.ones(1)
+        for group in (None, mine):
+            dist.all_reduce(total, group=group)
+        assert total.item() == world_size**2
+        return tokens_of(groups), [[c.logprobs for c in group.completions] for group in groups], [g.prompt.number for g in groups]
+
+    ((tokens, logprobs, numbers),) = run_ranks(body, 1, 1)
+    for tp in (1, 2):
+        results = run_ranks(body, 2, tp)
+        for other_tokens, other_logprobs, other_numbers in results:
+            assert (other_tokens, other_numbers) == (tokens, numbers)
+            assert (
+                max(abs(a - b) for x, y in zip(flat(logprobs), flat(other_logprobs), strict=True) for a, b in zip(x, y, strict=True)) < 1e-4
+            )
+        assert results[0] == results[1]
+
+
+def flat(groups):
+    return [completion for group in groups for completion in group]
+
+
+def test_ranks_of_one_engine_that_draw_different_tokens_are_caught(model_path):
+    def body(rank, world_size):
+        torch.manual_seed(100 + rank)
+        with engine_at(model_path, rank, world_size, tp=2) as engine:
+            tokens = tokens_of(engine.generate(PROMPTS, SAMPLING, seed=1))
+            engine._request_seed = lambda *args: None  # the cure, switched off
+            short = SamplingSettings(n=2, max_completion_length=1, temperature=2.0)  # one token: ranks that drift apart for longer may hang
+            with pytest.raises(RuntimeError, match="ranks 0 to 1 share a vLLM engine but drew different tokens"):
+                engine.generate(PROMPTS, short, seed=1)
+            return tokens
+
+    first, second = run_ranks(body, 2)
+    assert first == second
+
+
+def test_ranks_that_ask_for_different_prompts_are_caught(model_path):
+    def body(rank, world_size):
+        with (
+            engine_at(model_path, rank, world_size) as engine,
+            pytest.raises(RuntimeError, match="ranks asked the rollout engine for different"),
+        ):
+            engine.generate(PROMPTS[rank:], SAMPLING, seed=1)
+
+    run_ranks(body, 2)
+
+
+def test_killed_job_leaves_no_shared_memory_and_left_over_segments_do_not_block_a_start(model_path):
+    before = set(glob.glob("/dev/shm/*"))
+
+    def killed(rank, world_size):
+        from megatron_grpo.rollout import vllm_patches
+
+        make_name = vllm_patches._shared_memory_name
+        name = {}
+
+        def shared_memory_name(communicator):
+            name["segment"] = f"/dev/shm/{make_name(communicator)}_{communicator.rank}"
+            with open(name["segment"], "wb") as file:  # as a job killed at the wrong millisecond leaves it
+                file.write(b"left over")
+            return make_name(communicator)
+
+        vllm_patches._shared_memory_name = shared_memory_name
+        with engine_at(model_path, rank, world_size, tp=2) as engine:
+            assert len(engine.generate(PROMPTS, SAMPLING, seed=1)) == len(PROMPTS)
+            assert "segment" in name and not os.path.exists(name["segment"])
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    with pytest.raises(RanksFailed, match="SIGKILL"):
+        run_ranks(killed, 2)
+    assert [path for path in set(glob.glob("/dev/shm/*")) - before if "megatron-grpo" in path] == []

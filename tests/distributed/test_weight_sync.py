@@ -1,0 +1,225 @@
+"""A push reaches the engine, and each way in which one fails silently is noticed: the cure is switched off, and the check must raise.
+
+The trainer is a transformers model here: what is under test is the engine and the check, not the weight mapping.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megatron_grpo.sync import WeightSyncError, check_weights, sync_weights
+from tests.distributed.test_rollout import PROMPTS, SAMPLING, engine_at
+from tests.parity_cases import build, settings
+from tests.ranks import run_ranks
+from tests.tiny_models import hf_logprobs, load_tiny, write_tiny
+
+MODELS = {"qwen3": False, "qwen3-tied": True, "qwen3_moe": False, "qwen2": False, "mixtral": False}  # name -> tied embeddings
+
+
+class HfPolicy:
+    """A checkpoint on disk, as a policy offers it."""
+
+    def __init__(self, path, dtype="float32"):
+        self.model = load_tiny(path, dtype)
+        self.tensors = load_file(path / "model.safetensors")
+
+    def named_weights(self):
+        return iter(self.tensors.items())
+
+    def score_tokens(self, sequences):
+        return [hf_logprobs(self.model, tokens).numpy() for tokens in sequences]
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    """Name -> directories of three versions of the same model."""
+    made = {}
+
+    def make(name, dtype="float32"):
+        if (name, dtype) not in made:
+            family = name.partition("-")[0]
+            directory = tmp_path_factory.mktemp("models")
+            made[name, dtype] = [write_tiny(directory / str(seed), family, tied=MODELS[name], seed=seed, dtype=dtype) for seed in range(3)]
+        return made[name, dtype]
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("name", "tp"), [("qwen3", 1), ("qwen3-tied", 1), ("qwen3-tied", 2), ("qwen3_moe", 1), ("qwen3_moe", 2), ("qwen2", 2), ("mixtral", 1)]
+)
+def test_push_is_right_and_its_own_repair_is_needed(checkpoints, name, tp):
+    paths = checkpoints(name)
+
+    def body(rank, world_size):
+        with engine_at(paths[0], rank, world_size, tp=tp) as engine:
+            policies = [HfPolicy(path) for path in paths]
+            largest, mean = check_weights(policies[0], engine, version=0)
+            assert mean <= largest < 1e-4
+            old = engine.generate(PROMPTS, SAMPLING, seed=1)
+
+            stats = sync_weights(policies[1], engine, version=1, verify=True)
+            assert stats.was_pushed and stats.num_tensors == len(policies[1].tensors) and stats.logp_difference_max < 1e-4
+            assert stats.num_bytes == sum(tensor.nbytes for tensor in policies[1].tensors.values()) and stats.seconds > 0
+            new = engine.generate(PROMPTS, SAMPLING, seed=1)
+            assert {group.version for group in new} == {1} and new != old
+            for group in new:
+                for completion in group.completions:
+                    expected = hf_logprobs(policies[1].model, group.prompt.token_ids + completion.token_ids, SAMPLING.temperature)
+                    assert np.abs(expected[len(group.prompt.token_ids) - 1 :] - np.array(completion.logprobs)).max() < 1e-4
+
+            engine._repack = lambda model: None  # the cure of stale packed weights, switched off
+            if MODELS[name] or name in ("qwen3_moe", "mixtral"):
+                with pytest.raises(WeightSyncError, match="does not sample from the weights of version 2"):
+                    sync_weights(policies[2], engine, version=2, verify=True)
+            else:
+                sync_weights(policies[2], engine, version=2, verify=True)
+            del engine._repack
+            assert sync_weights(policies[0], engine, version=3, verify=True).logp_difference_max < 1e-4
+            assert [g.completions for g in engine.generate(PROMPTS, SAMPLING, seed=1)] == [g.completions for g in old]
+
+    run_ranks(body, tp)
+
+
+def test_other_ways_to_fail_are_noticed(checkpoints):
+    paths = checkpoints("qwen3")
+
+    def body(rank, world_size):
+        with engine_at(paths[0], rank, world_size) as engine:
+            policies = [HfPolicy(path) for path in paths]
+            check_weights(policies[0], engine, version=0)
+            good = itertools.cycle(policies[1:])  # so that every push changes every weight
+            version = 0
+
+            def push(policy, verify=True):
+                nonlocal version
+                version += 1
+                return sync_weights(policy, engine, version=version, verify=verify)
+
+            def offers(named):
+                policy = next(good)
+                return type(
+                    "Offer",
+                    (),
+                    {"named_weights": lambda self: named(policy.tensors), "score_tokens": lambda self, t: policy.score_tokens(t)},
+                )()
+
+            engine._forget_prefixes = lambda: None
+            with pytest.raises(WeightSyncError, match="only tokens read through the prefix cache differ"):
+                push(next(good))
+            del engine._forget_prefixes
+            push(next(good))
+
+            def reuses_one_buffer(tensors):
+                buffer = torch.empty(max(tensor.numel() for tensor in tensors.values()))
+                for name, tensor in tensors.items():
+                    view = buffer[: tensor.numel()].view(tensor.shape)
+                    view.copy_(tensor)
+                    yield name, view
+
+            with pytest.raises(WeightSyncError, match="every engine is wrong"):
+                push(offers(reuses_one_buffer))
+            push(next(good))
+
+            with pytest.raises(WeightSyncError, match="every engine is wrong"):
+                push(offers(lambda tensors: ((n, t) for n, t in tensors.items() if "1.self_attn.k_proj" not in n)))
+            push(next(good))
+
+            with pytest.raises(WeightSyncError, match="left 1 of the engine's weights as they were: .*o_proj"):
+                push(offers(lambda tensors: ((n, t) for n, t in tensors.items() if "1.self_attn.o_proj" not in n)))
+            assert engine.version == -1
+            with pytest.raises(WeightSyncError, match="holds no weights"):
+                engine.generate(PROMPTS, SAMPLING, seed=1)
+            push(next(good))
+
+            shuffled = push(offers(lambda tensors: sorted(tensors.items(), key=lambda item: hash(item[0]) % 1009)))
+            assert shuffled.logp_difference_max < 1e-4  # order is the policy's own affair
+
+            # The engine keeps nothing of what it was given.
+            before = engine.score(engine.probes())
+            policy = HfPolicy(paths[0])
+            push(policy)
+            after = engine.score(engine.probes())
+            for tensor in policy.tensors.values():
+                tensor.fill_(float("nan"))
+            assert engine.score(engine.probes()) == after != before
+
+    run_ranks(body, 1)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_one_rank_that_got_other_weights_stops_every_rank(checkpoints, tp):
+    paths = checkpoints("qwen3-tied")
+
+    def body(rank, world_size):
+        with engine_at(paths[0], rank, world_size, tp=tp) as engine:
+            policy, other = HfPolicy(paths[1]), HfPolicy(paths[2])
+            policy.named_weights = (other if rank == 1 else policy).named_weights
+            with pytest.raises(WeightSyncError) as error:
+                sync_weights(policy, engine, version=1, verify=True)
+            return str(error.value)
+
+    first, second = run_ranks(body, 2)
+    assert first == second and "rank 1: max" in first
+    assert ("only some ranks are wrong" in first and "rank 0" not in first) if tp == 1 else "rank 0: max" in first
+
+
+def test_nothing_is_pushed_that_the_engine_has(checkpoints):
+    paths = checkpoints("qwen3")
+
+    def body(rank, world_size):
+        with engine_at(paths[0], rank, world_size) as engine:
+            stats = sync_weights(None, engine, version=0, verify=True)  # no policy is asked for anything
+            assert not stats.was_pushed and math.isnan(stats.logp_difference_max) and engine.version == 0
+            with engine.awake():
+                assert engine.generate([], SAMPLING, seed=0) == []
+            pushed = sync_weights(HfPolicy(paths[1]), engine, version=7, verify=False)
+            assert pushed.was_pushed and engine.version == 7 and math.isnan(pushed.logp_difference_max)
+
+    run_ranks(body, 1)
+
+
+def test_bfloat16_passes_and_a_stale_head_does_not(checkpoints):
+    paths = checkpoints("qwen3-tied", "bfloat16")
+
+    def body(rank, world_size):
+        with engine_at(paths[0], rank, world_size, dtype="bfloat16") as engine:
+            policies = [HfPolicy(path, "bfloat16") for path in paths]
+            assert engine.dtype == "bfloat16"
+            stats = sync_weights(policies[1], engine, version=1, verify=True)
+            engine._repack = lambda model: None
+            with pytest.raises(WeightSyncError, match="more than a mean of 0.2"):
+                sync_weights(policies[2], engine, version=2, verify=True)
+            return stats.logp_difference_mean
+
+    (mean,) = run_ranks(body, 1)
+    assert 0 < mean < 0.1
+
+
+@pytest.mark.parametrize(("layout", "engine_tp"), [({"tensor_model_parallel_size": 2}, 2), ({"pipeline_model_parallel_size": 2}, 1)])
+def test_megatron_policy_and_its_engines_agree_before_and_after_a_push(checkpoints, layout, engine_tp):
+    paths = checkpoints("qwen3-tied")
+
+    def body(rank, world_size):
+        policy = build(paths[0], settings(**layout), world_size)
+        with engine_at(paths[0], rank, world_size, tp=engine_tp) as engine:
+            largest, _ = check_weights(policy, engine, version=0)
+            assert largest < 1e-4
+            before = engine.score(engine.probes())
+            with torch.no_grad():
+                for chunk in policy.chunks:
+                    for parameter in chunk.parameters():
+                        parameter.mul_(1.1)  # the same change under every sharding
+            stats = sync_weights(policy, engine, version=1, verify=True)
+            assert stats.logp_difference_max < 1e-4
+            assert np.abs(np.array(before) - np.array(engine.score(engine.probes()))).max() > 0.1
+            return [group.completions for group in engine.generate(PROMPTS, SAMPLING, seed=1)]
+
+    first, second = run_ranks(body, 2)
+    assert first == second
