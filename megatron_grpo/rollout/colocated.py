@@ -213,8 +213,8 @@ class ColocatedEngine:
         needed = length + sampling.max_completion_length
         if needed > self._max_model_len:
             message = (
-                f"prompt {longest.number} has {length} tokens, and {length} + max_completion_length ({sampling.max_completion_length}) = {needed} "
-                f"exceeds vllm_max_model_len ({self._max_model_len}). Use {needed}."
+                f"prompt {longest.number} has {length} tokens, and {length} + max_completion_length ({sampling.max_completion_length}) = "
+                f"{needed} exceeds vllm_max_model_len ({self._max_model_len}). Use {needed}."
             )
             flags = ["vllm_max_model_len", "max_completion_length"]
             raise ConfigError([Problem(flags=flags, nearest={"vllm_max_model_len": [needed]}, message=message)])
