@@ -100,8 +100,8 @@ class Checkpoints:
         except CheckpointError as error:
             if first:
                 self.folder.abandon(step)
-            kept = f"The newest complete checkpoint is step {self._saved_step}." if self._saved_step else ""
-            raise CheckpointError(f"The checkpoint of step {step} failed and was removed. {kept} {error}") from error
+            kept = f"the last complete one is of step {self._saved_step}" if self._saved_step else "this run has written none before"
+            raise CheckpointError(f"The checkpoint of step {step} failed and was removed; {kept}. {error}") from error
         self._saved_step = step
         if first:
             self.folder.retain(self.save_total_limit, newest=step)

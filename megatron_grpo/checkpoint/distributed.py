@@ -51,13 +51,9 @@ def agreed(what: str) -> Iterator[None]:
     problems: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(problems, problem)
     if any(problems):
-        # Errors that torch has already brought to all ranks read alike everywhere: each text once.
-        texts: dict[str, list[int]] = {}
-        for rank, text in enumerate(problems):
-            if text:
-                texts.setdefault(text, []).append(rank)
-        listed = "; ".join(f"rank {', '.join(map(str, ranks))}: {text}" for text, ranks in texts.items())
-        raise CheckpointError(f"{what}: {listed}") from cause
+        # What torch has already brought to all ranks names its rank and reads alike everywhere: once is enough.
+        texts = [text if text.startswith("rank ") else f"rank {rank}: {text}" for rank, text in enumerate(problems) if text]
+        raise CheckpointError(f"{what}: {'; '.join(dict.fromkeys(texts))}") from cause
 
 
 def write_sharded(state: dict[str, Any], directory: Path) -> None:
