@@ -256,7 +256,7 @@ def padded_vocab_size(shape: ModelShape, cfg: Config) -> int:
 
 def build_policy(cfg: Config, shape: ModelShape, parallel: ParallelState, *, model_path: str | Path, num_steps: int) -> Policy:
     """The policy with the checkpoint's weights, ready to train; and its frozen reference where the loss needs one. Collective."""
-    use_te = uses_transformer_engine(cfg.model.transformer_impl)
+    use_te = uses_transformer_engine(cfg.model.transformer_impl) and shape.mla is None  # policy.latent is for the local layers
     rows = padded_vocab_size(shape, cfg)
     weight_map = WeightMap.for_shape(shape, padded_vocab_size=rows, naming="transformer_engine" if use_te else "local")
     exchange = WeightExchange(weight_map, parallel)

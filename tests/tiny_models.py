@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-FAMILIES = ("qwen3", "qwen2", "llama", "qwen3_moe", "mixtral")
+FAMILIES = ("qwen3", "qwen2", "llama", "mistral", "qwen3_moe", "mixtral", "deepseek_v3")
 SPECIAL = ("<pad>", "<bos>", "<eos>", "<unk>")
 PAD, BOS, EOS, UNK = range(4)
 
@@ -54,6 +54,10 @@ def write_tiny(
         common |= dict(num_experts=experts, num_experts_per_tok=2, moe_intermediate_size=ffn, norm_topk_prob=True, decoder_sparse_step=1)
     if family == "mixtral":
         common |= dict(num_local_experts=experts, num_experts_per_tok=2)
+    if family == "deepseek_v3":  # the first layer dense, the others with experts; all channel counts different
+        common |= dict(n_routed_experts=experts, num_experts_per_tok=2, moe_intermediate_size=ffn // 4, n_shared_experts=2, n_group=2,
+                       topk_group=1, first_k_dense_replace=1, routed_scaling_factor=1.5, kv_lora_rank=24, q_lora_rank=40, qk_nope_head_dim=12,
+                       qk_rope_head_dim=8, v_head_dim=16, num_key_value_heads=heads, head_dim=8)  # fmt: skip
     config = AutoConfig.for_model(family, **(common | overrides))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -66,6 +70,9 @@ def write_tiny(
                     parameter.uniform_(0.5, 1.5)  # ones would hide a norm that was never loaded
                 else:
                     parameter.normal_(0.0, std)  # biases; zeros would hide them
+            for name, buffer in model.named_buffers():
+                if name.endswith("e_score_correction_bias"):
+                    buffer.normal_(0.0, std)
     model.to(getattr(torch, dtype))
     model.generation_config = GenerationConfig(pad_token_id=PAD, bos_token_id=BOS, eos_token_id=EOS)
     model.save_pretrained(path)

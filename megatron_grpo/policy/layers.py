@@ -17,12 +17,13 @@ from megatron_grpo.policy.stream import EqualSegments, PackedStream
 class PackedAttention(MegatronModule):
     """Causal softmax attention inside each segment of the stream (grouped-query; no padding token is computed).
 
-    query [t, 1, heads, head_dim]; key, value [t, 1, groups, head_dim], of this rank's tokens and heads -> [t, 1, heads * head_dim].
+    query [t, 1, heads, k]; key [t, 1, groups, k]; value [t, 1, groups, v], of this rank's tokens and heads -> [t, 1, heads * v].
     Under context parallelism keys and values are gathered; queries stay where they are.
     """
 
     def __init__(self, config, layer_number, attn_mask_type, attention_type, attention_dropout=None, softmax_scale=None,
                  cp_comm_type=None, pg_collection=None, **unused):
+        """softmax_scale: multiplies the scores (default: 1 / sqrt of the query's channels)."""
         super().__init__(config)
         self.cp_group = pg_collection.cp
         self.softmax_scale = softmax_scale
@@ -60,6 +61,16 @@ class Norm(torch.nn.Module):
 
     def forward(self, x):
         return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
+
+
+def with_bias(linear: type, bias: bool) -> type:
+    """The same parallel linear layer, with a bias or without one whatever the configuration says."""
+
+    class Linear(linear):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **(kwargs | {"bias": bias}))
+
+    return Linear
 
 
 def te_packed(packed: PackedStream) -> PackedSeqParams:

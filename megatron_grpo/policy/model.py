@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 from megatron.core import tensor_parallel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from megatron_grpo.config import ModelConfig, ParallelConfig
 from megatron_grpo.parallel.state import ParallelState
 from megatron_grpo.parallel.vocab import linear_logprobs
-from megatron_grpo.policy.layers import Norm, PackedAttention, te_packed
+from megatron_grpo.policy.latent import LatentAttention, LatentNorm
+from megatron_grpo.policy.layers import Norm, PackedAttention, te_packed, with_bias
 from megatron_grpo.policy.stream import LocalBatch
 from megatron_grpo.weights.rope import rope_inverse_frequencies
 from megatron_grpo.weights.shape import ModelShape
@@ -23,7 +26,20 @@ def transformer_config(shape: ModelShape, model: ModelConfig, layout: ParallelCo
     """Megatron-Core's configuration of one model. Fusions that need CUDA extensions are off unless Transformer Engine brings them."""
     dtype = getattr(torch, model.torch_dtype)
     interleaved = layout.virtual_pipeline_model_parallel_size is not None
-    moe = {}
+    kind, moe, mla = TransformerConfig, {}, {}
+    if shape.mla:
+        kind = MLATransformerConfig
+        sharpening = math.sqrt(shape.mla.softmax_scale * math.sqrt(shape.mla.qk_head_dim + shape.mla.qk_pos_emb_head_dim))
+        mla = dict(
+            q_lora_rank=shape.mla.q_lora_rank,
+            kv_lora_rank=shape.mla.kv_lora_rank,
+            qk_head_dim=shape.mla.qk_head_dim,
+            qk_pos_emb_head_dim=shape.mla.qk_pos_emb_head_dim,
+            v_head_dim=shape.mla.v_head_dim,
+            rope_type="rope",  # angles are given; these two only say the softmax scale, (1 + 0.1 * second * log first)^2 / sqrt(channels)
+            rotary_scaling_factor=math.e,
+            mscale_all_dim=10 * (sharpening - 1),
+        )
     if shape.moe:
         moe = dict(
             num_moe_experts=shape.moe.num_experts,
@@ -35,8 +51,18 @@ def transformer_config(shape: ModelShape, model: ModelConfig, layout: ParallelCo
             moe_z_loss_coeff=model.moe_z_loss_coeff,
             moe_grouped_gemm=use_te,
             moe_router_pre_softmax=not shape.moe.norm_topk_prob,
+            moe_router_score_function=shape.moe.score_function,
+            # Sigmoid routers are computed in float32 wherever they come from; the scores of others are rounded as the sampler rounds them.
+            moe_router_dtype="fp32" if shape.moe.score_function == "sigmoid" else None,
+            moe_router_enable_expert_bias=shape.moe.has_expert_bias,
+            moe_router_bias_update_rate=0.0,  # the bias is part of the policy that samples: balancing it would move log-probs without a loss
+            moe_router_num_groups=shape.moe.num_groups if shape.moe.is_group_limited else None,
+            moe_router_group_topk=shape.moe.group_topk if shape.moe.is_group_limited else None,
+            moe_router_topk_scaling_factor=shape.moe.scaling_factor if shape.moe.scaling_factor != 1 else None,
+            moe_shared_expert_intermediate_size=shape.moe.shared_ffn_hidden_size,
         )
-    return TransformerConfig(
+    _, rope_scale = rope_inverse_frequencies(shape)
+    return kind(
         num_layers=shape.num_layers,
         hidden_size=shape.hidden_size,
         num_attention_heads=shape.num_attention_heads,
@@ -47,8 +73,11 @@ def transformer_config(shape: ModelShape, model: ModelConfig, layout: ParallelCo
         normalization="RMSNorm",
         gated_linear_unit=True,
         activation_func=F.silu,
-        add_bias_linear=False,
+        add_bias_linear=shape.mlp_bias,
         add_qkv_bias=shape.qkv_bias,
+        # A factor of cos and sin, of queries and of keys alike, is its square on every score. Latent attention, whose heads are rotated in part,
+        # takes it in `policy.latent`.
+        softmax_scale=None if shape.mla else rope_scale**2 / math.sqrt(shape.head_dim),
         qk_layernorm=shape.qk_norm,
         attention_dropout=0.0,
         hidden_dropout=0.0,
@@ -87,21 +116,31 @@ def transformer_config(shape: ModelShape, model: ModelConfig, layout: ParallelCo
         # Checked even where there are no experts: "allgather" does not go with lengths that vary between stages.
         moe_token_dispatcher_type=model.moe_token_dispatcher_type,
         **moe,
+        **mla,
     )
 
 
-def layer_specs(config: TransformerConfig, *, use_te: bool, vp_stage: int | None) -> TransformerBlockSubmodules:
+def layer_specs(shape: ModelShape, config: TransformerConfig, *, use_te: bool, vp_stage: int | None) -> TransformerBlockSubmodules:
     """The layers of this stage. On the local spec, with the attention and the norms of `policy.layers` in place of Megatron's."""
     block = get_gpt_decoder_block_spec(config, use_transformer_engine=use_te, normalization="RMSNorm", vp_stage=vp_stage)
-    if use_te:
-        return block
-    for layer in block.layer_specs:
-        layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = Norm
+    for layer in {id(layer): layer for layer in block.layer_specs}.values():  # layers of a kind share one specification
         attention = layer.submodules.self_attention.submodules
+        if not shape.mla:
+            # Megatron has one switch for the biases of the MLP and of the attention; models have them one by one.
+            attention.linear_qkv = with_bias(attention.linear_qkv, shape.qkv_bias)
+            attention.linear_proj = with_bias(attention.linear_proj, shape.attention_out_bias)
+        if use_te:
+            continue
+        layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = Norm
         attention.core_attention = PackedAttention
-        if config.qk_layernorm:
+        if shape.mla:
+            layer.submodules.self_attention.module = LatentAttention
+            layer.submodules.self_attention.params |= {"rope_scale": shape.rope.attention_scaling, "interleaved": shape.mla.interleaved}
+            attention.q_layernorm = attention.kv_layernorm = LatentNorm
+        elif shape.qk_norm:
             attention.q_layernorm = attention.k_layernorm = Norm
-    block.layer_norm = Norm
+    if not use_te:
+        block.layer_norm = Norm
     return block
 
 
@@ -137,7 +176,7 @@ class PolicyModel(GPTModel):
                  vp_stage: int | None, temperature: float, chunk_size: int):
         super().__init__(
             config,
-            layer_specs(config, use_te=use_te, vp_stage=vp_stage),
+            layer_specs(shape, config, use_te=use_te, vp_stage=vp_stage),
             vocab_size=padded_vocab_size,
             max_sequence_length=shape.max_position_embeddings,
             pre_process=first,
@@ -147,7 +186,7 @@ class PolicyModel(GPTModel):
             vp_stage=vp_stage,
         )  # fmt: skip
         self.use_te, self.temperature, self.chunk_size = use_te, temperature, chunk_size
-        frequencies, self.rope_scale = rope_inverse_frequencies(shape)
+        frequencies, _ = rope_inverse_frequencies(shape)
         self.inverse_frequencies = torch.tensor(frequencies, dtype=torch.float32, device=torch.cuda.current_device())
         if last:
             rows = padded_vocab_size // config.tensor_model_parallel_size

@@ -42,6 +42,11 @@ class MoeShape:
     num_groups: int | None = None  # experts are chosen inside the best `group_topk` of `num_groups` groups
     group_topk: int | None = None
 
+    @property
+    def is_group_limited(self) -> bool:
+        """Choosing among the best groups leaves some out; with as many to choose as there are, groups change nothing."""
+        return self.num_groups is not None and (self.group_topk or self.num_groups) < self.num_groups
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MlaShape:
@@ -53,6 +58,7 @@ class MlaShape:
     qk_pos_emb_head_dim: int  # the rotated part
     v_head_dim: int
     softmax_scale: float  # includes yarn's mscale
+    interleaved: bool = True  # the two channels of a rotation stand side by side
 
 
 def yarn_mscale(factor: float, weight: float = 1.0) -> float:
