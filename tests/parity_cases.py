@@ -1,7 +1,7 @@
 """One optimizer step from a stored rollout: by the package on real ranks, and by transformers in float64 in one process.
 
-What `tests/distributed/test_*parity*.py`, `tests/gpu` and `tools/parity.py` compare. A stored rollout is numpy arrays made from a seed: tokens,
-old log-probs near the model's own, advantages. Nothing here reads the clock or samples anything.
+What `tests/distributed/test_*parity*.py`, `tests/gpu` and `tools/parity.py` compare. A stored rollout is numpy arrays made from a seed:
+tokens, old log-probs near the model's own, advantages. Nothing here reads the clock or samples anything.
 """
 
 from __future__ import annotations
@@ -24,9 +24,64 @@ from megatron_grpo.types import Sample
 LENGTHS = ((3, 5), (1, 1), (7, 2), (2, 9), (5, 12), (1, 2), (4, 3), (11, 1))
 
 
+TP, PP, VPP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"
+CP, EP, ETP, SP = "context_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size", "sequence_parallel"
+FIRST, LAST = "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A layout (or another way to run the same step): so many ranks, and the settings that make it."""
+
+    world_size: int
+    settings: dict[str, Any]
+    needs_experts: bool = False
+
+
+# For models of four layers. The names are the rows of docs/parity.md.
+LAYOUTS = {
+    "1": Case(1, {}),
+    "TP2": Case(2, {TP: 2}),
+    "TP2 SP": Case(2, {TP: 2, SP: True}),
+    "PP2": Case(2, {PP: 2}),
+    "PP2 uneven": Case(2, {PP: 2, FIRST: 1, LAST: 3}),
+    "PP2 VPP2": Case(2, {PP: 2, VPP: 2}),
+    "CP2": Case(2, {CP: 2}),
+    "DP2": Case(2, {}),
+    "TP4 SP": Case(4, {TP: 4, SP: True}),
+    "PP4": Case(4, {PP: 4}),
+    "CP4": Case(4, {CP: 4}),
+    "DP4": Case(4, {}),
+    "TP2 SP PP2": Case(4, {TP: 2, SP: True, PP: 2}),
+    "TP2 SP PP2 VPP2": Case(4, {TP: 2, SP: True, PP: 2, VPP: 2}),
+    "TP2 CP2": Case(4, {TP: 2, CP: 2}),
+    "TP2 SP CP2": Case(4, {TP: 2, SP: True, CP: 2}),
+    "TP2 SP DP2": Case(4, {TP: 2, SP: True}),
+    "PP2 CP2": Case(4, {PP: 2, CP: 2}),
+    "PP2 VPP2 CP2": Case(4, {PP: 2, VPP: 2, CP: 2}),
+    "PP2 DP2": Case(4, {PP: 2}),
+    "PP2 VPP2 DP2": Case(4, {PP: 2, VPP: 2}),
+    "CP2 DP2": Case(4, {CP: 2}),
+    "TP2 ETP1": Case(2, {TP: 2, SP: True}, True),
+    "TP2 ETP2": Case(2, {TP: 2, SP: True, ETP: 2}, True),
+    "EP2": Case(2, {EP: 2}, True),
+    "TP2 EP2 ETP1": Case(2, {TP: 2, SP: True, EP: 2}, True),
+    "CP2 EP2": Case(2, {CP: 2, EP: 2}, True),
+    "EP4": Case(4, {EP: 4}, True),
+    "EP2 DP4": Case(4, {EP: 2}, True),
+    "TP2 EP2 ETP2": Case(4, {TP: 2, SP: True, EP: 2, ETP: 2}, True),
+    "TP2 EP2 ETP1 DP2": Case(4, {TP: 2, SP: True, EP: 2}, True),
+    "PP2 EP2": Case(4, {PP: 2, EP: 2}, True),
+    "PP2 VPP2 EP2": Case(4, {PP: 2, VPP: 2, EP: 2}, True),
+}
+
+
 @dataclasses.dataclass(frozen=True)
 class Trained:
-    """losses, grad_norms: one per optimizer step. gradients: of the first step, before clipping. weights: after the last step. Hugging Face names."""
+    """losses, grad_norms: one per optimizer step. gradients: of the first step, before clipping. weights: after the last one.
+
+    Tensors are whole, under their Hugging Face names.
+    """
 
     losses: list[float]
     grad_norms: list[float]
@@ -35,9 +90,12 @@ class Trained:
 
 
 def settings(**changes: Any) -> Config:
-    """A float32 configuration with `changes` of any setting, whatever its group. Sharp enough an optimizer to show a wrong gradient."""
+    """A float32 configuration with `changes` of any setting, whatever its group."""
     cfg = Config()
-    base = dict(torch_dtype="float32", padded_vocab_multiple=4, lr=2e-3, weight_decay=0.1, clip_grad=0.5, temperature=0.9, max_completion_length=16)
+    # Clipping always bites, so that a wrong norm shows. Adam divides a gradient by its own size: without an epsilon, elements whose
+    # gradient is rounding noise would move as far as any other, in a random direction.
+    base = dict(torch_dtype="float32", padded_vocab_multiple=4, lr=2e-3, weight_decay=0.1, clip_grad=0.5, adam_eps=1e-5, temperature=0.9,
+                max_completion_length=16)  # fmt: skip
     for name, value in (base | changes).items():
         group = next(group for group in cfg.groups().values() if hasattr(group, name))
         setattr(group, name, value)
@@ -46,7 +104,10 @@ def settings(**changes: Any) -> Config:
 
 def stored_rollout(path: str | Path, *, num_steps: int = 1, seed: int = 0, lengths: Sequence[tuple[int, int]] = LENGTHS,
                    vocab: int = 128, temperature: float = 0.9, stale: float = 0.5) -> list[list[Sample]]:
-    """Samples of `num_steps` global batches. `stale` is the share of rows that carry old log-probs; the others are on-policy."""
+    """Samples of `num_steps` global batches. `stale` is the share of rows that carry old log-probs; the others are on-policy.
+
+    Advantages have mean 0.7, not 0: a loss whose terms cancel has a large relative error and says nothing.
+    """
     from tests.tiny_models import load_tiny
 
     model, rng = load_tiny(path), np.random.default_rng(seed)
@@ -67,7 +128,7 @@ def _sample(rng, model, step: int, row: int, prompt: int, completion: int, vocab
     noise = lambda scale: np.where(mask, rng.normal(0, scale, len(tokens)), 0).astype(np.float32)  # noqa: E731
     sample = Sample(
         row=row, rollout=step, prompt_number=row // 2, version=step - is_stale, token_ids=tokens, loss_mask=mask,
-        sampler_logprobs=near + noise(0.1), advantage=float(rng.normal()), is_dead=False, is_truncated=row == 4,
+        sampler_logprobs=near + noise(0.1), advantage=float(rng.normal(0.7)), is_dead=False, is_truncated=row == 4,
     )  # fmt: skip
     return sample.anchored(near + noise(0.3), "recompute") if is_stale else sample
 
@@ -83,9 +144,8 @@ def build(path: str | Path, cfg: Config, world: int):
     from megatron_grpo.weights.shape import ModelShape
 
     p = cfg.parallel
-    layout = Layout(world_size=world, tp=p.tensor_model_parallel_size, pp=p.pipeline_model_parallel_size, vpp=p.virtual_pipeline_model_parallel_size,
-                    cp=p.context_parallel_size, ep=p.expert_model_parallel_size, etp=p.expert_tensor_parallel_size)  # fmt: skip
-    parallel = start(layout, sequence_parallel=p.sequence_parallel)
+    sizes = {name: getattr(p, flag) for name, flag in dict(tp=TP, pp=PP, vpp=VPP, cp=CP, ep=EP, etp=ETP).items()}
+    parallel = start(Layout(world_size=world, **sizes), sequence_parallel=p.sequence_parallel)
     return build_policy(cfg, ModelShape.from_pretrained(path), parallel, model_path=path, num_steps=100)
 
 
@@ -162,11 +222,13 @@ def _complete(buffer) -> None:
 # ---- transformers, in float64 ------------------------------------------------------------------------------------------------------
 
 
-def reference(path: str | Path, cfg: Config, batches: Sequence[Sequence[Sample]], *, z_loss_tokens: Mapping[int, int] | None = None) -> Trained:
+def reference(path: str | Path, cfg: Config, batches: Sequence[Sequence[Sample]]) -> Trained:
     """The same steps by transformers' model and the written-out mathematics, all in float64, one sequence at a time, AdamW by hand."""
     from tests.tiny_models import load_tiny
 
     model = load_tiny(path, "float64").train()
+    if hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("eager")  # the grouped one takes no float64
     model.get_input_embeddings().padding_idx = None  # else the padding token, an ordinary token here, gets no gradient
     frozen = copy.deepcopy(model) if cfg.grpo.beta else None
     named = dict(model.named_parameters())
@@ -220,7 +282,8 @@ def _reference_loss(model, frozen, cfg: Config, samples: Sequence[Sample], index
         double = lambda array, at=at: torch.from_numpy(array[at].astype(np.float64))  # noqa: E731
         completions.append(Completion(
             mask=double(s.loss_mask), logp=logp, entropy=entropy, sampler_logp=double(s.sampler_logprobs), ref_logp=ref,
-            old_logp=None if s.version == index else double(s.old_logprobs), advantage=s.advantage, is_truncated=s.is_truncated, is_dead=s.is_dead,
+            old_logp=None if s.version == index else double(s.old_logprobs), advantage=s.advantage, is_truncated=s.is_truncated,
+            is_dead=s.is_dead,
         ))  # fmt: skip
     return grpo_loss(completions, cfg.grpo, cfg.rollout.max_completion_length)
 

@@ -1,7 +1,7 @@
 """Context parallelism on the packed stream: which tokens a rank holds, and how keys and values of all ranks come together.
 
-Every sequence is cut into 2*cp equal chunks; rank r holds chunk r and its mirror 2*cp-1-r, so that causal work is even ("zigzag", the order that
-Megatron-Core and Transformer Engine expect). Sequences are padded to a multiple of 2*cp before they get here.
+Every sequence is cut into 2*cp equal chunks; rank r holds chunk r and its mirror 2*cp-1-r, so that causal work is even ("zigzag", the
+order that Megatron-Core and Transformer Engine expect). Sequences are padded to a multiple of 2*cp before they get here.
 """
 
 from __future__ import annotations

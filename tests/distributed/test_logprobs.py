@@ -1,0 +1,52 @@
+"""The sharded model answers what transformers answers, token by token."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tests import parity_cases as cases
+from tests.ranks import run_ranks
+from tests.tiny_models import hf_logprobs, load_tiny, write_tiny
+
+LENGTHS = (5, 9, 2, 17, 9, 8, 3)  # two of one length: they share a batched attention
+VOCAB = 125  # does not divide by anything
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    return {
+        family: write_tiny(folder / family, family, layers=4, vocab=VOCAB, tied=family in ("llama", "mixtral"), std=0.1)
+        for family in ("qwen3", "qwen2", "llama", "qwen3_moe", "mixtral")
+    }
+
+
+@pytest.fixture(scope="module")
+def sequences():
+    rng = np.random.default_rng(0)
+    return [rng.integers(0, VOCAB, length).tolist() for length in LENGTHS]
+
+
+def scores(rank, world, path, cfg, sequences):
+    return cases.build(path, cfg, world).score_tokens(sequences)
+
+
+def assert_transformers_agrees(path, sequences, layout):
+    model = load_tiny(path)
+    wanted = [hf_logprobs(model, tokens).numpy() for tokens in sequences]
+    cfg = cases.settings(micro_batch_size=2, **layout.settings)
+    for found in run_ranks(scores, layout.world_size, path, cfg, sequences):
+        assert max(np.abs(a - b).max() for a, b in zip(found, wanted, strict=True)) < 1e-5
+
+
+@pytest.mark.parametrize("name", ["1", "TP2", "PP2", "TP2 SP", "PP2 VPP2", "CP2", "DP2"])
+@pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama"])
+def test_dense_logprobs_equal_transformers(models, sequences, family, name):
+    assert_transformers_agrees(models[family], sequences, cases.LAYOUTS[name])
+
+
+@pytest.mark.parametrize("name", ["1", "TP2 SP", "PP2 VPP2", "CP2", "EP2", "TP2 EP2 ETP1", "TP2 ETP2"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
+def test_expert_logprobs_equal_transformers(models, sequences, family, name):
+    assert_transformers_agrees(models[family], sequences, cases.LAYOUTS[name])

@@ -1,0 +1,124 @@
+"""The first optimizer step from one stored rollout is the same under every cut, and a wrong one does not pass for it."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests import parity_cases as cases
+from tests.ranks import run_ranks
+from tests.tiny_models import write_tiny
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory):
+    return write_tiny(tmp_path_factory.mktemp("models") / "qwen3", "qwen3", layers=2, vocab=125, std=0.1)
+
+
+@pytest.fixture(scope="module")
+def batches(dense):
+    return cases.stored_rollout(dense, vocab=125)
+
+
+def step(dense, batches, name: str = "1", micro_batch_size: int = 2, tamper=None, **settings) -> cases.Trained:
+    layout = cases.LAYOUTS[name]
+    cfg = cases.settings(micro_batch_size=micro_batch_size, **settings, **layout.settings)
+    return run_ranks(lambda rank, world: cases.train(rank, world, dense, cfg, batches, tamper), layout.world_size)[0]
+
+
+@pytest.fixture(scope="module")
+def one_rank(dense, batches):
+    return step(dense, batches)
+
+
+@pytest.mark.parametrize("micro_batch_size", [1, 2, 4])
+@pytest.mark.parametrize("name", ["1", "TP2", "PP2", "DP2"])
+def test_loss_and_gradient_norm_do_not_depend_on_layout_or_micro_batch_size(dense, batches, one_rank, name, micro_batch_size):
+    found = step(dense, batches, name, micro_batch_size)
+    assert found.losses[0] == pytest.approx(one_rank.losses[0], rel=1e-5)
+    assert found.grad_norms[0] == pytest.approx(one_rank.grad_norms[0], rel=1e-5)
+
+
+# ---- what a comparison is worth: each of these mistakes must be seen ------------------------------------------------------------------
+
+
+def lose_a_micro_batch(policy):
+    import dataclasses
+
+    real = policy.train_step
+    policy.train_step = lambda batch: real(dataclasses.replace(batch, micro_batches=batch.micro_batches[:-1]))
+
+
+def lose_the_softmax_of_tokens_that_another_shard_owns(policy):
+    from megatron_grpo.parallel import vocab
+
+    real = vocab._LinearLogprobs.backward
+
+    def backward(ctx, grad_logprobs, grad_entropy):
+        _, owned = vocab._own_columns(ctx.saved_tensors[2], ctx.vocab_start, ctx.num_rows)
+        return real(ctx, grad_logprobs * owned, grad_entropy)
+
+    vocab._LinearLogprobs.backward = staticmethod(backward)
+
+
+def divide_by_the_number_of_micro_batches(policy):
+    real = policy._loss
+
+    def loss(batch, *args):
+        value, kept = real(batch, *args)
+        return value / len(batch.micro_batches), kept
+
+    policy._loss = loss
+
+
+def average_over_context_parallel_ranks(policy):
+    real = policy._loss
+
+    def loss(*args):
+        value, kept = real(*args)
+        return value / policy.parallel.cp_size, kept
+
+    policy._loss = loss
+
+
+def forget_context_parallel_ranks_in_a_sequence_ratio(policy):
+    from megatron_grpo.parallel import context
+
+    context._AllReduce.backward = staticmethod(lambda ctx, grad: (grad, None))
+
+
+def skip_the_sum_of_norms_over_sequence_parallel_ranks(policy):
+    import sys
+
+    # The package exports a function of the module's own name.
+    finalize = sys.modules["megatron.core.distributed.finalize_model_grads"]
+    finalize._allreduce_non_tensor_model_parallel_grads = lambda *args: None
+
+
+def count_only_the_first_tensor_parallel_shard_in_the_norm(policy):
+    for group in policy.optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.tensor_model_parallel = False
+
+
+def add_nothing_over_data_parallel_ranks(policy):
+    for chunk in policy.wrapped:
+        chunk.finish_grad_sync = lambda *args, **kwargs: None
+
+
+MISTAKES = [
+    ("1", lose_a_micro_batch, {}),
+    ("TP2", lose_the_softmax_of_tokens_that_another_shard_owns, {}),
+    ("1", divide_by_the_number_of_micro_batches, {}),
+    ("CP2", average_over_context_parallel_ranks, {}),
+    ("CP2", forget_context_parallel_ranks_in_a_sequence_ratio, {"importance_sampling_level": "sequence"}),
+    ("TP2 SP", skip_the_sum_of_norms_over_sequence_parallel_ranks, {}),
+    ("TP2", count_only_the_first_tensor_parallel_shard_in_the_norm, {}),
+    ("DP2", add_nothing_over_data_parallel_ranks, {}),
+]
+
+
+@pytest.mark.parametrize(("name", "mistake", "settings"), MISTAKES, ids=[mistake.__name__ for _, mistake, _ in MISTAKES])
+def test_a_mistake_in_the_gradient_is_seen(dense, batches, one_rank, name, mistake, settings):
+    right = step(dense, batches, **settings) if settings else one_rank
+    wrong = cases.distance(step(dense, batches, name, tamper=mistake, **settings), right)
+    assert not wrong.within(loss=1e-3, gradient=1e-3, weight=1e-3)
