@@ -36,16 +36,14 @@ class BatchPlan:
     old_logprobs: str = "auto"
 
     @classmethod
-    def from_config(cls, cfg: Config, *, num_layers: int | None = None, num_experts: int | None = None,
-                    num_attention_heads: int | None = None, num_query_groups: int | None = None) -> BatchPlan:
-        """The plan of a configuration. Pass what is known of the model (num_experts 0: it is dense).
+    def from_config(cls, cfg: Config, *, num_layers: int | None = None, num_experts: int | None = None, model: Model | None = None) -> BatchPlan:
+        """The plan of a configuration. Pass what is known of the model (num_experts 0: it is dense), or all of it as `model`.
 
         Raises ConfigError with every size that does not fit and the nearest values that do.
         """
         from megatron_grpo.validate import validate
 
-        model = Model(num_layers=num_layers, num_experts=num_experts, num_attention_heads=num_attention_heads,
-                      num_query_groups=num_query_groups)
+        model = model or Model(num_layers=num_layers, num_experts=num_experts)
         problems = size_problems(cfg, model, others_pass=not validate(cfg))
         if problems:
             raise ConfigError(problems)
@@ -116,7 +114,7 @@ def size_problems(cfg: Config, model: Model | None = None, *, others_pass: bool 
         typed = [flag for flag in flags if flag in inputs.typed or cfg.sources.get(flag, "default") != "default"]
         blamed = typed or [flag for flag in flags if flag in _SAYABLE or flag in inputs.typed] or flags
         near = {}
-        if others_pass and not unreadable and len({r.key for r in broken}) >= 1:
+        if others_pass and not unreadable:
             near = {flag: nearest(inputs, flag) for flag in flags if flag in inputs.values and _changeable(flag, cfg)}
         offered = {names[flag]: values for flag, values in near.items() if values and flag in blamed}
         rest = {names[flag]: values for flag, values in near.items() if values and flag not in blamed and flag in _SAYABLE}

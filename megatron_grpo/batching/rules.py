@@ -213,18 +213,12 @@ def _model_rules(inputs: Inputs, words: Words) -> Iterator[Rule]:
     if model.num_experts:
         yield Rule(key="experts", flags=(EP,), multiple=model.num_experts, divisor=v[EP], text=lambda:
                    f"the model's {model.num_experts} experts must be a multiple of {words.flag(EP)}: {remainder(model.num_experts, v[EP])}")
-        yield Rule(key="expert sequence", flags=(TP,), holds=v[TP] == 1 or inputs.sequence_parallel, text=lambda:
+        yield Rule(key="expert sequence", flags=(TP, "sequence_parallel"), holds=v[TP] == 1 or inputs.sequence_parallel, text=lambda:
                    f"a mixture-of-experts model with {words.flag(TP)} trains with sequence_parallel true only")
     elif model.num_experts == 0:
         yield Rule(key="dense", flags=(EP, ETP), holds=v[EP] == 1 and v[ETP] == 1, text=lambda:
                    f"{words.flag(EP)} and {words.flag(ETP)} must be 1: the model has no experts")
-    if model.num_attention_heads:
-        yield Rule(key="heads", flags=(TP,), multiple=model.num_attention_heads, divisor=v[TP], text=lambda:
-                   f"the model's {model.num_attention_heads} attention heads must be a multiple of {words.flag(TP)}: "
-                   f"{remainder(model.num_attention_heads, v[TP])}")
-    groups = model.num_query_groups
-    if groups:
-        yield Rule(key="key-value heads", flags=(TP,), holds=groups % v[TP] == 0 or v[TP] % groups == 0, text=lambda:
-                   f"the model's {groups} key-value heads and {words.flag(TP)} must divide one another")
+    for number, (flag, sentence) in enumerate(model.misfits(v[TP], v[EP], v[ETP]) if model.misfits else ()):
+        yield Rule(key=f"model {number}", flags=(flag,), holds=False, text=lambda s=sentence: s, after=("experts", "dense"))
     yield Rule(key="sequence parallel", flags=("sequence_parallel", TP), holds=v[TP] > 1 or not inputs.sequence_parallel, text=lambda:
                f"sequence_parallel needs {TP} above 1: there is nothing to cut a sequence over")

@@ -31,12 +31,14 @@ DEFAULT_GLOBAL_BATCH_SIZE = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
-    """What the rules need to know of a model; None where it is not known. num_experts 0: a dense model."""
+    """What the rules need to know of a model; None where it is not known. num_experts 0: a dense model.
+
+    misfits: (tp, ep, etp) -> (flag, sentence) for every division of the model over ranks that leaves a rest.
+    """
 
     num_layers: int | None = None
     num_experts: int | None = None
-    num_attention_heads: int | None = None
-    num_query_groups: int | None = None
+    misfits: Callable[[int, int, int], Sequence[tuple[str, str]]] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

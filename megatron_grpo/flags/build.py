@@ -128,6 +128,8 @@ class _Builder:
                 name = name.removeprefix(prefix)
             if name in self.dialect.settings:
                 return self.dialect.settings[name], None, name
+            if name in self.dialect.renames:
+                return table()[self.dialect.renames[name]], None, name
         setting = names().get(name)
         if setting is None and entry.name.startswith("no_") and entry.raw == []:
             negated = names().get(name.removeprefix("no_"))
@@ -146,7 +148,7 @@ class _Builder:
         if self.dialect is not None and entry.source != COMMAND_LINE:
             self.parsed.ignored.setdefault(entry.source, []).append(entry.name)
             return
-        own = list(self.dialect.settings) if self.dialect else []
+        own = [*self.dialect.settings, *self.dialect.renames] if self.dialect else []
         hidden = self.dialect.hides if self.dialect else ()
         known = own + [name for name, setting in names().items() if setting.name not in hidden] + ["config", "print_config"]
         section, _, last = entry.name.rpartition(".")
@@ -178,8 +180,8 @@ class _Builder:
             if parallel.world_size not in (None, launcher_world_size):
                 name = self.typed.get("world_size", "world_size")
                 problems.append(Problem(
-                    flags=(name,), nearest={name: [launcher_world_size]}, message=f"{name} ({parallel.world_size}) differs from the number of "
-                    f"ranks that the launcher started ({launcher_world_size}). Leave {name} out."))
+                    flags=(name,), nearest={name: [launcher_world_size]}, message=f"{name} ({parallel.world_size}) differs from the number "
+                    f"of ranks that the launcher started ({launcher_world_size}). Leave {name} out."))
                 self.parsed.unreadable.add("world_size")
             parallel.world_size = launcher_world_size
             self.sources["world_size"] = "launcher"

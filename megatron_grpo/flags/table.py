@@ -37,6 +37,7 @@ class Dialect:
     settings: Mapping[str, Setting] = field(default_factory=dict)
     hides: Sequence[str] = ()  # native names that mean nothing, or something else, in this vocabulary
     prefixes: Sequence[str] = ()  # sections of its files that may stand before a name: "trainer."
+    renames: Mapping[str, str] = field(default_factory=dict)  # its names for native settings other than sizes
     implies: Mapping[str, Any] = field(default_factory=dict)  # native settings that it switches on
 
 

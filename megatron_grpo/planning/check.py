@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,19 +11,22 @@ from megatron_grpo.batching.dialects import DIALECTS
 from megatron_grpo.batching.plan import BatchPlan, settle, size_problems
 from megatron_grpo.batching.sizes import Model
 from megatron_grpo.config import Config
-from megatron_grpo.errors import ConfigError
-from megatron_grpo.flags import Parsed, parse
-from megatron_grpo.planning.model import read_model_config, shape_of
+from megatron_grpo.errors import ConfigError, Problem
+from megatron_grpo.flags import Parsed, names, parse
+from megatron_grpo.grpo import check as check_grpo
+from megatron_grpo.planning.model import read_shape, rules_of
 from megatron_grpo.validate import validate
+from megatron_grpo.weights.fit import length_problems
+from megatron_grpo.weights.shape import ModelShape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checked:
-    """A configuration that passes, its sizes, and the model's config.json where it is at hand."""
+    """A configuration that passes, its sizes, and the model's shape where its config.json is at hand."""
 
     config: Config
     plan: BatchPlan
-    hf_config: dict[str, Any] | None
+    shape: ModelShape | None
     parsed: Parsed
 
 
@@ -32,14 +36,45 @@ def check(argv: Sequence[str], *, launcher_world_size: int | None = None) -> Che
 
 
 def check_parsed(parsed: Parsed) -> Checked:
+    """As `check`, from what has been parsed. The derived sizes are written into the configuration."""
     cfg = parsed.config
-    hf_config, model_problems = read_model_config(cfg.model.model)
-    shape = shape_of(hf_config) if hf_config else Model()
-    problems = [*parsed.problems, *validate(cfg, parsed.unreadable), *model_problems]
-    problems += size_problems(cfg, shape, others_pass=not problems, unreadable=parsed.unreadable)
-    if problems:
-        raise ConfigError(problems)
-    plan = BatchPlan.from_config(cfg, num_layers=shape.num_layers, num_experts=shape.num_experts,
-                                 num_attention_heads=shape.num_attention_heads, num_query_groups=shape.num_query_groups)
+    shape, model_problems = read_shape(cfg.model.model)
+    model = rules_of(shape) if shape else Model()
+    problems = [*parsed.problems, *model_problems, *_settings_problems(parsed, shape)]
+    sizes = size_problems(cfg, model, others_pass=not problems, unreadable=parsed.unreadable)
+    if problems or sizes:
+        raise ConfigError([_with_proven_values(problem, parsed, shape, model) for problem in problems] + sizes)
+    plan = BatchPlan.from_config(cfg, model=model)
     settle(cfg, plan)
-    return Checked(config=cfg, plan=plan, hf_config=hf_config, parsed=parsed)
+    return Checked(config=cfg, plan=plan, shape=shape, parsed=parsed)
+
+
+def _settings_problems(parsed: Parsed, shape: ModelShape | None) -> list[Problem]:
+    """All but those of parsing and of sizes."""
+    cfg = parsed.config
+    longest = (cfg.data.max_prompt_length or 1) + cfg.rollout.max_completion_length
+    others = [*check_grpo.problems(cfg), *(length_problems(shape, longest) if shape else ())]
+    found = [_in_typed_names(cfg, problem) for problem in others if not set(problem.flags) & parsed.unreadable]
+    return [*validate(cfg, parsed.unreadable), *found]
+
+
+def _in_typed_names(cfg: Config, problem: Problem) -> Problem:
+    return Problem(flags=tuple(cfg.typed.get(flag, flag) for flag in problem.flags), message=problem.message,
+                   nearest={cfg.typed.get(flag, flag): values for flag, values in problem.nearest.items()})
+
+
+def _with_proven_values(problem: Problem, parsed: Parsed, shape: ModelShape | None, model: Model) -> Problem:
+    """The problem with those of its nearest values with which, when only they are changed, everything passes."""
+    proven = {flag: good for flag, values in problem.nearest.items()
+              if (good := [value for value in values if _passes_with(flag, value, parsed, shape, model)])}
+    return Problem(flags=problem.flags, message=problem.message, nearest=proven)
+
+
+def _passes_with(flag: str, value: Any, parsed: Parsed, shape: ModelShape | None, model: Model) -> bool:
+    setting = names().get(flag)
+    if setting is None:
+        return False
+    left = [problem for problem in parsed.problems if list(problem.flags) != [flag] and flag not in problem.nearest]
+    changed = Parsed(config=deepcopy(parsed.config), unreadable=parsed.unreadable - {setting.name})
+    setattr(getattr(changed.config, setting.group), setting.name, None if value == "none" else value)
+    return not left and not _settings_problems(changed, shape) and not size_problems(changed.config, model, others_pass=False)

@@ -1,39 +1,68 @@
-"""What a Hugging Face config.json says about a model's sizes. Read as plain JSON: transformers would cost a second."""
+"""A model's shape from its config.json, wherever that lies on this machine. Read as plain JSON: transformers would cost a second."""
 
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from megatron_grpo.batching.sizes import Model
-from megatron_grpo.errors import Problem
+from megatron_grpo.errors import ConfigError, Problem
+from megatron_grpo.weights.fit import layout_problems
+from megatron_grpo.weights.shape import ModelShape
+
+# What a config.json means that names its type only, as one written by hand for `plan` may.
+ARCHITECTURES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM",
+                 "qwen3_moe": "Qwen3MoeForCausalLM", "mixtral": "MixtralForCausalLM", "deepseek_v3": "DeepseekV3ForCausalLM"}
 
 
-def read_model_config(model: str) -> tuple[dict[str, Any] | None, list[Problem]]:
-    """(config.json of a local checkpoint, problems). None for a name that is not a local path: a Hub name is not looked up here."""
-    path = Path(model) if model else None
-    if path is None or not path.exists():
-        return None, []
-    file = path / "config.json" if path.is_dir() else path
-    if file.suffix != ".json":
+def read_shape(model: str) -> tuple[ModelShape | None, list[Problem]]:
+    """(shape, problems) of a checkpoint directory, a config.json, or a Hub name that has been downloaded before.
+
+    (None, []) where there is nothing to read: no model is given, or a Hub name that is not on this machine. Nothing is downloaded.
+    """
+    file = find_config(model)
+    if file is None:
         return None, []
     try:
-        data = json.loads(file.read_text(encoding="utf-8"))
+        config = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        return None, [Problem(flags=("model",), message=f"model: {file} cannot be read: {error}.")]
-    if not isinstance(data, dict):
+        return None, [Problem(flags=("model",), message=f"model: {file} cannot be read as JSON: {error}.")]
+    if not isinstance(config, dict):
         return None, [Problem(flags=("model",), message=f"model: {file} does not hold a model's configuration.")]
-    return data.get("text_config") or data, []
+    try:
+        return ModelShape.from_hf(_with_architecture(config)), []
+    except ConfigError as error:
+        return None, list(error.problems)
 
 
-def shape_of(hf: dict[str, Any]) -> Model:
-    """The sizes that the rules of the layout need."""
-    heads = hf.get("num_attention_heads")
-    return Model(num_layers=hf.get("num_hidden_layers"), num_experts=num_experts(hf), num_attention_heads=heads,
-                 num_query_groups=hf.get("num_key_value_heads") or heads)
+def find_config(model: str) -> Path | None:
+    """The config.json of `model`, or None."""
+    if not model:
+        return None
+    path = Path(model)
+    if path.is_dir():
+        return path / "config.json" if (path / "config.json").is_file() else None
+    if path.is_file():
+        return path
+    home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
+    cache = Path(os.environ.get("HF_HUB_CACHE") or home / "hub")
+    snapshots = sorted((cache / f"models--{model.replace('/', '--')}" / "snapshots").glob("*/config.json"))
+    return snapshots[-1] if snapshots else None
 
 
-def num_experts(hf: dict[str, Any]) -> int:
-    """0 for a dense model."""
-    return hf.get("num_experts") or hf.get("num_local_experts") or hf.get("n_routed_experts") or 0
+def _with_architecture(config: dict[str, Any]) -> dict[str, Any]:
+    if config.get("architectures") or config.get("model_type") not in ARCHITECTURES:
+        return config
+    return {**config, "architectures": [ARCHITECTURES[config["model_type"]]]}
+
+
+def rules_of(shape: ModelShape) -> Model:
+    """What the rules of the layout need to know of it."""
+    def misfits(tp: int, ep: int, etp: int) -> Sequence[tuple[str, str]]:
+        # The nearest values that stand in these sentences are about the model alone; ours are about the whole configuration.
+        return [(problem.flags[0], problem.message.partition(" Use ")[0].rstrip(".")) for problem in layout_problems(shape, tp=tp, ep=ep, etp=etp)]
+
+    return Model(num_layers=shape.num_layers, num_experts=shape.moe.num_experts if shape.moe else 0, misfits=misfits)

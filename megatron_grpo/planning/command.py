@@ -1,0 +1,102 @@
+"""The `plan` command: check, gather, print. For people by default, for programs with `--json`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_grpo.batching.dialects import DIALECTS
+from megatron_grpo.batching.timetable import Timetable
+from megatron_grpo.errors import EXIT_CONFIG, EXIT_DONE, ConfigError
+from megatron_grpo.flags import parse
+from megatron_grpo.planning.check import Checked, check_parsed
+from megatron_grpo.planning.facts import bubble_fraction, native_flags
+from megatron_grpo.planning.output import errors_object, write_plan
+from megatron_grpo.planning.warnings import warnings_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """Everything that `plan` shows."""
+
+    checked: Checked
+    timetable: Timetable  # as long as the run, where that is known
+    num_prompts: int | None  # of the data set
+    memory: dict[str, Any] | None
+    cost: dict[str, Any] | None
+    warnings: list[str]
+
+    def rest(self) -> dict[str, Any]:
+        """The part of the JSON object after the timetable."""
+        plan, cfg = self.checked.plan, self.checked.config
+        return {"pipeline": {"bubble_fraction": bubble_fraction(plan)}, "memory": self.memory, "cost": self.cost,
+                "native_flags": native_flags(cfg, plan), "warnings": self.warnings}
+
+    def write_json(self, write: Any, *, num_rollouts: int | None = None) -> None:
+        write_plan(write, self.checked.plan, num_rollouts=num_rollouts or self.checked.config.plan.plan_rollouts, rest=self.rest())
+
+
+def make_plan(checked: Checked, *, num_prompts: int | None = None) -> Plan:
+    """The plan of a configuration that passes. num_prompts: size of the data set where the caller knows it.
+
+    Raises ConfigError where the file of lengths cannot be read.
+    """
+    cfg, plan = checked.config, checked.plan
+    if num_prompts is None:
+        num_prompts = cfg.plan.num_prompts
+    if num_prompts is None and cfg.data.dataset and Path(cfg.data.dataset).exists():
+        from megatron_grpo.data.files import count_rows
+
+        num_prompts = count_rows(cfg.data.dataset, split=cfg.data.dataset_split)
+    timetable = Timetable.of_length(plan, max_steps=cfg.run.max_steps, num_train_epochs=cfg.run.num_train_epochs, num_prompts=num_prompts)
+    lengths = memory = cost = None
+    if cfg.plan.lengths:
+        from megatron_grpo.planning.lengths import read_lengths
+
+        lengths = read_lengths(cfg.plan.lengths)
+    if checked.shape is not None or lengths:
+        from megatron_grpo.planning.cost import estimate_cost
+        from megatron_grpo.planning.memory import estimate_memory
+
+        cost = estimate_cost(checked.shape, plan, cfg, lengths)
+        memory = estimate_memory(checked.shape, plan, cfg, lengths) if checked.shape is not None else None
+    return Plan(checked=checked, timetable=timetable, num_prompts=num_prompts, memory=memory, cost=cost,
+                warnings=warnings_of(checked, timetable, memory))
+
+
+def run_plan(argv: Sequence[str], *, launcher_world_size: int | None = None) -> int:
+    """Print the plan; the exit code. Raises ConfigError, except with --json, which prints the errors as its answer."""
+    as_json = False
+    try:
+        # Without a launcher of its own, `plan` may ask about any number of ranks.
+        parsed = parse(argv, dialects=DIALECTS)
+        if launcher_world_size is not None and "world_size" not in parsed.config.typed:
+            parsed = parse(argv, launcher_world_size=launcher_world_size, dialects=DIALECTS)
+        as_json = parsed.config.plan.json
+        checked = check_parsed(parsed)
+        if parsed.print_config:
+            from megatron_grpo.flags.show import print_config
+
+            print_config(checked.config)
+            return EXIT_DONE
+        made = make_plan(checked)
+        if checked.config.plan.png:
+            from megatron_grpo.planning.png import draw_png
+
+            draw_png(made, checked.config.plan.png)
+        if as_json:
+            made.write_json(sys.stdout.write)
+        else:
+            from megatron_grpo.planning.report import print_report
+
+            print_report(made)
+        return EXIT_DONE
+    except ConfigError as error:
+        if not as_json:
+            raise
+        print(json.dumps(errors_object(error.problems), separators=(",", ":")))
+        return EXIT_CONFIG

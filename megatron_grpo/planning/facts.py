@@ -1,0 +1,54 @@
+"""What a plan means for a run, in a few numbers: old log-probs, the pipeline's bubble, its length, the flags that say it natively."""
+
+from __future__ import annotations
+
+import shlex
+from typing import Any
+
+from megatron_grpo.batching.plan import BatchPlan
+from megatron_grpo.batching.timetable import Timetable
+from megatron_grpo.config import Config
+from megatron_grpo.flags import table
+
+
+def old_logprobs_summary(plan: BatchPlan, num_rollouts: int) -> dict[str, Any]:
+    """rollouts[r]: some slice of it is trained by another version than sampled it. slices_recomputed: forward-only passes, in slices."""
+    timetable = Timetable(plan)
+    slices, passes, a = plan.micro_steps_per_rollout, plan.num_iterations, plan.gradient_accumulation_steps
+    is_stale = [((r + 1) * slices * passes - 1) // a > timetable.version_of(r) for r in range(num_rollouts)]
+    recomputed = 0
+    if plan.old_logprobs == "auto":
+        for r in range(num_rollouts):
+            # Slices are first used in order; those from the next optimizer step on are stale.
+            fresh = (timetable.version_of(r) + 1) * a - r * slices * passes
+            recomputed += max(0, slices - fresh)
+    return {"rollouts": is_stale, "slices_recomputed": recomputed, "slices_total": num_rollouts * slices}
+
+
+def bubble_fraction(plan: BatchPlan) -> float:
+    """Share of an optimizer step that a pipeline stage waits: (pp - 1) / (vpp * A + pp - 1)."""
+    return (plan.pp - 1) / ((plan.vpp or 1) * plan.gradient_accumulation_steps + plan.pp - 1)
+
+
+def native_flags(cfg: Config, plan: BatchPlan) -> str:
+    """The command line that says the same without a dialect and without defaults that may change."""
+    words = ["--world_size", str(plan.world_size)]
+    sizes = {"tensor_model_parallel_size": plan.tp, "pipeline_model_parallel_size": plan.pp, "virtual_pipeline_model_parallel_size": plan.vpp,
+             "context_parallel_size": plan.cp, "expert_model_parallel_size": plan.ep, "expert_tensor_parallel_size": plan.etp}
+    for name, value in sizes.items():
+        if value not in (None, 1):
+            words += [f"--{name}", str(value)]
+    for name in ("micro_batch_size", "global_batch_size", "generation_batch_size", "num_generations", "num_iterations"):
+        words += [f"--{name}", str(getattr(plan, name))]
+    if cfg.batch.allow_unaligned_generation:
+        words += ["--allow_unaligned_generation", "true"]
+    if cfg.batch.old_logprobs != "auto":
+        words += ["--old_logprobs", cfg.batch.old_logprobs]
+    for setting in table().values():
+        source = cfg.sources.get(setting.name, "default")
+        if setting.group in ("batch", "plan") or setting.name in ("world_size", *sizes) or source.startswith(("default", "derived", "implied")):
+            continue
+        value = getattr(getattr(cfg, setting.group), setting.name)
+        values = value if isinstance(value, list) else [value]
+        words += [f"--{setting.name}", *(str(v).lower() if isinstance(v, bool) or v is None else shlex.quote(str(v)) for v in values)]
+    return " ".join(words)

@@ -1,0 +1,77 @@
+"""Lengths of prompts and completions: from a file, or the longest that the settings allow; and how well they pack."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_grpo.batching.plan import BatchPlan
+from megatron_grpo.config import Config
+from megatron_grpo.errors import ConfigError, Problem
+
+ASSUMED_PROMPT = 512  # tokens, where neither max_prompt_length nor a file says
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """(prompt, completion) in tokens, one pair a line of the file."""
+
+    pairs: Sequence[tuple[int, int]]
+
+
+def read_lengths(path: str) -> Lengths:
+    """Two whole numbers a line, parted by blanks, a tab or a comma; blank lines and # comments are passed over. Raises ConfigError."""
+    pairs, bad = [], []
+    for number, line in enumerate(Path(path).read_text(encoding="utf-8", errors="replace").splitlines(), 1):
+        text = line.partition("#")[0].strip()
+        if not text:
+            continue
+        match = re.fullmatch(r"(\d+)[\s,]+(\d+)", text)
+        if match and int(match[1]) + int(match[2]) > 0:
+            pairs.append((int(match[1]), int(match[2])))
+        else:
+            bad.append(number)
+    if bad:
+        lines = ", ".join(map(str, bad[:5])) + (", ..." if len(bad) > 5 else "")
+        raise ConfigError([Problem(flags=("lengths",), message=f"lengths: {len(bad)} line{'s' if len(bad) > 1 else ''} of {path} do not hold a "
+                                                               f"prompt and a completion length in tokens: line {lines}.")])
+    if not pairs:
+        raise ConfigError([Problem(flags=("lengths",), message=f"lengths: {path} holds no lengths.")])
+    return Lengths(pairs)
+
+
+def sequence_tokens(cfg: Config, lengths: Lengths | None, *, longest: bool) -> tuple[int, int]:
+    """(prompt, completion) tokens of the longest sequence of the file, or of its mean; without a file, the longest that may occur."""
+    if lengths is None:
+        return cfg.data.max_prompt_length or ASSUMED_PROMPT, cfg.rollout.max_completion_length
+    if longest:
+        return max(lengths.pairs, key=sum)
+    count = len(lengths.pairs)
+    return round(sum(p for p, _ in lengths.pairs) / count), round(sum(c for _, c in lengths.pairs) / count)
+
+
+def packing(plan: BatchPlan, cfg: Config, lengths: Lengths) -> dict[str, Any]:
+    """How these lengths, taken in order as the rows of the run, fill micro-batches.
+
+    packing_efficiency: tokens / tokens with the alignment that CP and sequence parallelism need. padded_efficiency: what it would be if each
+    micro-batch were padded to its longest sequence instead. balance: mean / slowest of the DP ranks in a micro-step, by tokens.
+    """
+    size, dp = plan.micro_batch_size, plan.dp_size
+    align = 2 * plan.cp if plan.cp > 1 else 1
+    stream = plan.cp * plan.tp if cfg.parallel.sequence_parallel else 1
+    totals = [p + c for p, c in lengths.pairs]
+    tokens, computed, padded = [], 0, 0
+    for begin in range(0, len(totals), size):
+        rows = totals[begin : begin + size]
+        tokens.append(sum(rows))
+        aligned = sum(-(-row // align) * align for row in rows)
+        computed += -(-aligned // stream) * stream
+        padded += max(rows) * len(rows)
+    steps = [tokens[begin : begin + dp] for begin in range(0, len(tokens) - dp + 1, dp)]
+    balance = sum(sum(step) / (dp * max(step)) for step in steps) / len(steps) if steps else None
+    return {"sequences": len(totals), "mean_tokens_per_micro_batch": sum(tokens) / len(tokens), "min_tokens_per_micro_batch": min(tokens),
+            "max_tokens_per_micro_batch": max(tokens), "packing_efficiency": sum(tokens) / computed, "padded_efficiency": sum(tokens) / padded,
+            "balance": balance}
