@@ -37,7 +37,7 @@ __all__ = ["CheckpointError", "Checkpoints", "holds_run", "start_afresh"]
 
 logger = logging.getLogger(__name__)
 OURS = "grpo"  # what Megatron-Core knows nothing of lies in this directory of a checkpoint
-WRITTEN_BY_A_RUN = ("checkpoints", "completions", "plots", "hf", "metrics.jsonl", "evaluations.jsonl", "tensorboard")
+WRITTEN_BY_A_RUN = ("checkpoints", "completions", "plots", "hf", "metrics.jsonl", "evaluations.jsonl", "schedule.jsonl", "tensorboard")
 
 
 class ShardedPolicy(Protocol):
