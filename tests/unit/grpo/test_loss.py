@@ -223,3 +223,13 @@ def test_a_loss_says_which_of_its_inputs_is_missing():
 def test_beta_zero_and_kl_in_reward_need_no_reference_in_the_loss():
     for settings in ({}, {"beta": 0.1, "kl_in_reward": True}):
         assert not GrpoLoss.from_config(GrpoConfig(**settings), max_completion_length=9, temperature=1.0).needs_reference
+
+
+def test_a_reference_given_while_the_kl_is_in_the_reward_is_measured_and_not_trained_on():
+    completions = random_batch(6)
+    loss, plain = (GrpoLoss.from_config(GrpoConfig(beta=beta, kl_in_reward=beta > 0), max_completion_length=9, temperature=1.0)
+                   for beta in (0.3, 0.0))  # fmt: skip
+    packed = pack(completions, weigh(loss, completions), range(8), torch.float64)
+    value, logs = loss(packed.inputs, logprobs=packed.logprobs, ref_logprobs=packed.ref_logprobs)
+    assert value.item() == plain(packed.inputs, logprobs=packed.logprobs)[0].item()
+    assert logs.sums["kl"] > 0
