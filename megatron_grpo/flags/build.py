@@ -152,15 +152,15 @@ class _Builder:
         hidden = self.dialect.hides if self.dialect else ()
         known = own + [name for name, setting in names().items() if setting.name not in hidden] + ["config", "print_config"]
         section, _, last = entry.name.rpartition(".")
-        close = close_to(last or entry.name, known, limit=1)
+        close = close_to(last or entry.name, [*known, *hidden], limit=1) or close_to(last or entry.name, known, limit=1, cutoff=0.0)
         where = "" if entry.source == COMMAND_LINE else f" in {entry.source}"
-        if entry.name in names() and self.dialect:
+        if self.dialect and (entry.name in hidden or close[0] in hidden):
             hint = f" In the {self.dialect.name} dialect the batch sizes are: {', '.join(own)}."
         elif section and last in known:
             groups = sorted({setting.group for setting in table().values()})
             hint = f" {last} is a setting, but {section} is not a section; the sections are: {', '.join(groups)}."
         else:
-            hint = f" Did you mean {close[0]}?" if close else " `--help` lists every name."
+            hint = f" Did you mean {close[0]}?"
         self.parsed.problems.append(Problem(flags=(entry.name,), message=f"{entry.name}{where} is not a setting.{hint}"))
 
     def finish(self, launcher_world_size: int | None) -> None:

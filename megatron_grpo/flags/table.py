@@ -144,8 +144,8 @@ def _number(setting: Setting, word: Any, text: str) -> int | float:
     return number
 
 
-def close_to(word: str, known: Sequence[str], *, limit: int = 3) -> list[str]:
+def close_to(word: str, known: Sequence[str], *, limit: int = 3, cutoff: float = 0.6) -> list[str]:
     """The known names that resemble a word most, best first."""
     import difflib  # 8 ms that only a mistake costs
 
-    return difflib.get_close_matches(word, known, n=limit, cutoff=0.6)
+    return difflib.get_close_matches(word, known, n=limit, cutoff=cutoff)

@@ -1,0 +1,149 @@
+"""The plan for people: sizes, the figure, what it costs, what is unusual. Colours only where they are seen."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, TextIO
+
+from megatron_grpo.planning.facts import bubble_fraction, native_flags, old_logprobs_summary
+from megatron_grpo.planning.figure import draw, legend
+from megatron_grpo.planning.output import sizes_object
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from megatron_grpo.planning.command import Plan
+
+
+def print_report(made: Plan, *, file: TextIO | None = None, is_short: bool = False) -> None:
+    """Everything, or with is_short what `train` says at its start: sizes and warnings."""
+    from rich.console import Console
+
+    console = Console(file=file or sys.stdout, highlight=False, soft_wrap=False)
+    plan, cfg = made.checked.plan, made.checked.config
+    _sizes(console, made)
+    if not is_short:
+        console.rule("[bold]timetable", align="left", style="dim")
+        for line in draw(plan, cfg.plan.plan_rollouts, width=console.width):
+            console.print(line, no_wrap=True, overflow="crop")
+        for line in legend(plan):
+            console.print(line, style="dim", markup=False)
+        console.print()
+        if made.memory:
+            _memory(console, made.memory)
+        if made.cost:
+            _cost(console, made.cost)
+        if cfg.plan.dialect:
+            console.rule("[bold]the same in native flags", align="left", style="dim")
+            console.print(_to_paste(native_flags(cfg, plan), console.width), markup=False)
+            console.print()
+    if made.warnings:
+        console.rule("[bold]worth knowing", align="left", style="dim")
+        for warning in made.warnings:
+            console.print(f"• {warning}", style="yellow" if not warning.startswith(("Note", "Your", "What differs")) else "", markup=False)
+
+
+def _sizes(console: Console, made: Plan) -> None:
+    from rich.table import Table
+
+    plan = made.checked.plan
+    console.rule("[bold]sizes", align="left", style="dim")
+    sizes = sizes_object(plan)["parallel"]
+    shown = "  ".join(f"{name} {value}" for name, value in sizes.items() if value not in (None, 1) or name in ("world_size", "dp_size"))
+    console.print(shown, markup=False)
+    out = Table(box=None, pad_edge=False, show_header=False)
+    out.add_column(justify="left")
+    out.add_column(justify="right", style="bold")
+    out.add_column(style="dim")
+    for row in _size_rows(made):
+        out.add_row(*row)
+    console.print(out)
+    console.print()
+
+
+def _size_rows(made: Plan) -> Iterator[tuple[str, str, str]]:
+    plan, timetable = made.checked.plan, made.timetable
+    mbs, dp, a, group = plan.micro_batch_size, plan.dp_size, plan.gradient_accumulation_steps, plan.num_generations
+    yield "micro-step", f"{mbs * dp}", f"completions = micro_batch_size {mbs} x dp_size {dp}"
+    yield "optimizer step", f"{plan.global_batch_size}", f"completions = {a} micro-steps; {plan.num_train_prompts:g} prompts"
+    passes = f", {plan.num_iterations} passes" if plan.num_iterations > 1 else ""
+    steps = plan.steps_per_generation
+    each = f"{steps:g} optimizer step{'' if steps == 1 else 's'}" if isinstance(steps, int) else \
+        f"{plan.generation_batch_size}/{plan.global_batch_size} of an optimizer step"
+    yield "rollout", f"{plan.generation_batch_size}", f"completions = {plan.num_rollout_prompts} prompts x {group}; {each}{passes}"
+    if timetable.num_steps is not None:
+        rollouts = -(-timetable.num_steps * a // (plan.micro_steps_per_rollout * plan.num_iterations))
+        data = f" over {made.num_prompts} prompts" if made.num_prompts else ""
+        yield "run", f"{timetable.num_steps}", f"optimizer steps, {rollouts} rollouts{data}"
+    shown = made.checked.config.plan.plan_rollouts
+    old = old_logprobs_summary(plan, shown)
+    stale = [str(r) for r, is_stale in enumerate(old["rollouts"]) if is_stale]
+    who = f"; stale rollouts {', '.join(stale[:8])}{', ...' if len(stale) > 8 else ''} of {shown}" if stale else "; every row is on-policy"
+    yield "forward-only", f"{old['slices_recomputed']}", f"of {old['slices_total']} slices{who}"
+    if plan.pp > 1:
+        yield "pipeline bubble", f"{bubble_fraction(plan):.1%}", f"= (pp - 1) / (vpp x A + pp - 1), pp {plan.pp}, vpp {plan.vpp or 1}, A {a}"
+
+
+def _memory(console: Console, memory: dict[str, Any]) -> None:
+    from rich.table import Table
+
+    console.rule("[bold]memory of one rank", align="left", style="dim")
+    names = {"weights_bytes": "weights", "gradients_bytes": "gradients", "optimizer_bytes": "optimizer", "reference_bytes": "reference",
+             "activations_bytes": "activations", "logits_bytes": "logits"}
+    stages = memory["stages"] if len(memory["stages"]) <= 4 else [memory["stages"][i] for i in (0, 1, -2, -1)]
+    out = Table(box=None, pad_edge=False)
+    out.add_column("GB")
+    for stage in stages:
+        out.add_column(f"stage {stage['stage']}", justify="right")
+    for key, name in names.items():
+        if any(stage[key] for stage in stages):
+            out.add_row(name, *(gigabytes(stage[key]) for stage in stages))
+    for phase in stages[0]["phases"]:
+        peak = [stage["phases"][phase] for stage in stages]
+        out.add_row(f"peak: {phase.replace('_', ' ')}", *(gigabytes(value) for value in peak), style="bold" if phase == memory["peak_phase"] else "")
+    console.print(out)
+    sampler = memory["sampler"]
+    console.print(f"vLLM: weights {gigabytes(sampler['weights_bytes'])} GB, KV cache {gigabytes(sampler['kv_cache_bytes'])} GB "
+                  f"({sampler['kv_cache_tokens']:,} tokens)", markup=False)
+    if memory["gpu_memory_bytes"]:
+        verdict = "fits in" if memory["fits"] else "does NOT fit in"
+        console.print(f"the peak, {gigabytes(memory['peak_bytes'])} GB, {verdict} {gigabytes(memory['gpu_memory_bytes'])} GB",
+                      style="green" if memory["fits"] else "bold red", markup=False)
+    for assumption in memory["assumptions"]:
+        console.print(f"  {assumption}", style="dim", markup=False)
+    console.print()
+
+
+def _cost(console: Console, cost: dict[str, Any]) -> None:
+    console.rule("[bold]work per rollout", align="left", style="dim")
+    if "flops_per_rollout" in cost:
+        total = cost["flops_per_rollout_total"]
+        for phase, flops in cost["flops_per_rollout"].items():
+            if flops:
+                console.print(f"{phase.replace('_', ' '):<20}{flops / 1e12:>14,.2f} TFLOP {flops / total:>5.0%}", markup=False)
+        console.print(f"{'weight push':<20}{cost['weight_push_bytes'] / 1e9:>14,.2f} GB", markup=False)
+        for assumption in cost["assumptions"]:
+            console.print(f"  {assumption}", style="dim", markup=False)
+    if "packing" in cost:
+        packing = cost["packing"]
+        console.print(f"lengths: {packing['mean_tokens_per_micro_batch']:,.0f} tokens per micro-batch ({packing['min_tokens_per_micro_batch']:,} to "
+                      f"{packing['max_tokens_per_micro_batch']:,}); packed {packing['packing_efficiency']:.1%} useful, padded it would be "
+                      f"{packing['padded_efficiency']:.1%}", markup=False)
+    console.print()
+
+
+def _to_paste(flags: str, width: int) -> str:
+    """The flags on several lines, each continued with a backslash."""
+    lines = [""]
+    for flag in flags.split(" --"):
+        flag = flag if flag.startswith("--") else f"--{flag}"
+        if lines[-1] and len(lines[-1]) + len(flag) + 3 > width:
+            lines.append("")
+        lines[-1] += f"{' ' if lines[-1] else ''}{flag}"
+    return " \\\n".join(lines)
+
+
+def gigabytes(value: float) -> str:
+    """In units of 10^9 bytes; small models in three significant digits."""
+    return f"{value / 1e9:.2f}" if value >= 1e7 else f"{value / 1e9:.3g}"

@@ -1,0 +1,163 @@
+"""The timetable as people read it: which micro-steps and which ranks are shown, and the figure in a terminal.
+
+Rows are micro-steps, columns are data-parallel ranks, cells are prompt numbers. What does not fit is abridged and counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from megatron_grpo.batching.plan import BatchPlan
+from megatron_grpo.batching.timetable import MicroStep, Timetable
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+PALETTE = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#ee8866", "#44bb99", "#99aa44", "#bb88dd")
+LABELS = {"on_policy": "own forward", "recompute": "forward-only", "cached": "kept", "rollout": "sampler's"}
+MOST_ROWS, MOST_RANKS = 48, 16
+HEAD, TAIL = 3, 1  # micro-steps shown of a long stretch that belongs to one optimizer step and one pass of a rollout
+
+
+@dataclass(frozen=True, slots=True)
+class Gap:
+    """Micro-steps, or a stretch of rollouts, that are not shown."""
+
+    micro_steps: range
+
+
+def shown_rows(plan: BatchPlan, num_rollouts: int, *, most: int = MOST_ROWS) -> list[MicroStep | Gap]:
+    """Micro-steps of the first rollouts; of long stretches only the ends, and at most about `most` rows in all."""
+    timetable = Timetable(plan)
+    total = num_rollouts * plan.micro_steps_per_rollout * plan.num_iterations
+    rows: list[MicroStep | Gap] = []
+    if total <= most:
+        return [timetable.micro_step(s) for s in range(total)]
+    for stretch in _stretches(plan, total):
+        if len(rows) >= most:
+            rows.append(Gap(range(stretch.start, total)))
+            break
+        if len(stretch) <= HEAD + TAIL + 1:
+            rows += [timetable.micro_step(s) for s in stretch]
+            continue
+        rows += [timetable.micro_step(s) for s in stretch[:HEAD]]
+        rows.append(Gap(stretch[HEAD:-TAIL]))
+        rows += [timetable.micro_step(s) for s in stretch[-TAIL:]]
+    return rows
+
+
+def _stretches(plan: BatchPlan, total: int) -> Iterator[range]:
+    """Runs of micro-steps of one optimizer step and one pass over one rollout."""
+    a, w, begin = plan.gradient_accumulation_steps, plan.micro_steps_per_rollout, 0
+    while begin < total:
+        end = min(total, (begin // a + 1) * a, (begin // w + 1) * w)
+        yield range(begin, end)
+        begin = end
+
+
+def shown_ranks(dp_size: int, most: int) -> list[int | None]:
+    """DP ranks that have a column; None stands for those left out."""
+    if dp_size <= most:
+        return list(range(dp_size))
+    return [*range(max(1, most - 2)), None, dp_size - 1]
+
+
+def prompts_of(plan: BatchPlan, row: MicroStep, rank: int) -> range:
+    """Prompts that a DP rank trains in a micro-step, numbered over the run."""
+    first = row.rows[0] + rank * plan.micro_batch_size
+    last, base = first + plan.micro_batch_size - 1, row.rollout * plan.num_rollout_prompts
+    return range(base + first // plan.num_generations, base + last // plan.num_generations + 1)
+
+
+def cell(prompts: range) -> str:
+    """`7`, `7 8` or `7-12`."""
+    if len(prompts) <= 2:
+        return " ".join(map(str, prompts))
+    return f"{prompts[0]}-{prompts[-1]}"
+
+
+def widest_cell(plan: BatchPlan, rows: Sequence[MicroStep | Gap], ranks: Sequence[int | None]) -> int:
+    """Characters of the longest text in a column, its head included."""
+    cells = [cell(prompts_of(plan, row, rank)) for row in rows if isinstance(row, MicroStep) for rank in ranks if rank is not None]
+    return max(len(text) for text in (*cells, str(plan.dp_size - 1)))
+
+
+def colour(prompt: int) -> str:
+    return PALETTE[prompt % len(PALETTE)]
+
+
+def draw(plan: BatchPlan, num_rollouts: int, *, width: int = 80) -> list[Text]:
+    """The figure as styled lines, none wider than `width` columns."""
+    from rich.text import Text
+
+    rows = shown_rows(plan, num_rollouts)
+    steps = [row for row in rows if isinstance(row, MicroStep)]
+    widest = max(widest_cell(plan, rows, shown_ranks(plan.dp_size, MOST_RANKS)), 2) + 1
+    left = max(len(f"step {steps[-1].optimizer_step}"), 7) + 3 + 7
+    right = 9 + 13 + max(len(f"rollout {num_rollouts - 1}"), 14) + 2
+    ranks = shown_ranks(plan.dp_size, max(1, (width - left - right) // widest))
+    heads = "".join(("…" if rank is None else str(rank)).rjust(widest) for rank in ranks)
+    lines = [Text(f"{'optimizer':<{left - 7}}{'micro-':>6} {'DP rank':>{min(7, len(heads))}}".ljust(left + len(heads)) + "  old", style="bold"),
+             Text(f"{'step':<{left - 7}}{'step':>6} {heads}  stale log-probs     rollout", style="bold")]
+    for index, row in enumerate(rows):
+        if isinstance(row, Gap):
+            more = f"  … {len(row.micro_steps):,} more, to {row.micro_steps[-1]}"[: len(heads) + 6 + 13 + 1]
+            lines.append(Text(f"{'│':<{left - 7}}{'⋮':>6} {more:<{len(heads) + 6 + 2 + 13}}│", style="dim"))
+            continue
+        lines.append(_line(plan, rows, index, row, ranks, widest, left))
+    return lines
+
+
+def _line(plan: BatchPlan, rows: Sequence[MicroStep | Gap], index: int, row: MicroStep, ranks: Sequence[int | None], widest: int, left: int) -> Text:
+    from rich.text import Text
+
+    a, length = plan.gradient_accumulation_steps, plan.micro_steps_per_rollout * plan.num_iterations
+    stale = row.staleness > 0
+    text = Text()
+    begins, ends = row.micro_step % a == 0, row.micro_step % a == a - 1
+    bracket = bracket_of(begins, ends)
+    label = f"step {row.optimizer_step}" if begins or index == 0 else ""
+    text.append(f"{bracket} {label}".ljust(left - 7), style="bold" if label else "")
+    text.append(f"{row.micro_step:>6} ")
+    for rank in ranks:
+        if rank is None:
+            text.append("…".rjust(widest), style="dim")
+            continue
+        prompts = prompts_of(plan, row, rank)
+        text.append(cell(prompts).rjust(widest), style=colour(prompts[0]))
+    mark = f"+{row.staleness}" if stale else "·"
+    text.append(f"  {mark:>4}  {LABELS[row.old_logprobs]:<13}", style="bold yellow" if stale else "dim")
+    first, last = row.micro_step % length == 0, row.micro_step % length == length - 1
+    where = row.micro_step % length
+    note = ""
+    if where == 0:
+        note = f"rollout {row.rollout} by v{row.sampled_by_version}"
+    elif row.slice_index == 0:
+        note = f"pass {row.pass_index + 1}"
+    text.append(f"{bracket_of(first, last, right=True)} {note}".rstrip(), style="bold" if first else "")
+    if stale:
+        text.stylize("on #3a2f00")
+    return text
+
+
+def bracket_of(first: bool, last: bool, *, right: bool = False) -> str:
+    """A bracket's piece in one row."""
+    if first and last:
+        return "]" if right else "["
+    if first:
+        return "┐" if right else "┌"
+    if last:
+        return "┘" if right else "└"
+    return "│"
+
+
+def legend(plan: BatchPlan) -> list[str]:
+    """What the marks mean, in lines for people."""
+    per_cell = f"{plan.micro_batch_size} completion{'s' * (plan.micro_batch_size > 1)}"
+    return [f"cells     prompts of the {per_cell} that a rank trains ({plan.num_generations} make a group)",
+            "stale     optimizer steps between sampling and training; · is on-policy",
+            "old log-probs: own forward - of this very step, nothing to do; forward-only - an",
+            "  extra pass by the version that sampled; kept - from the slice's first training",
+            "  forward; sampler's - vLLM's own (old_logprobs rollout)"]
