@@ -14,6 +14,8 @@ CPU_BLOCK_SIZE = 32  # tokens: the smallest that vLLM's CPU attention takes; its
 def cpu_options(cfg: RolloutConfig) -> dict[str, Any]:
     return {
         "enforce_eager": True,
+        # A prompt that is cut in two makes vLLM rewind the generator of its seed, and torch's CPU generators cannot: it would crash.
+        "enable_chunked_prefill": False,
         "kv_cache_memory_bytes": cfg.vllm_kv_cache_memory_mb << 20,
         "block_size": CPU_BLOCK_SIZE,
     }

@@ -20,6 +20,7 @@ import torch
 # Warnings without a consequence, by logger: anything else that vLLM warns of is shown. Filters sit on these loggers and not on a handler,
 # because vLLM replaces its handlers whenever it builds an engine.
 _HARMLESS = {
+    "vllm.logging_utils.dump_input": ("Dumping",),  # pages of internal state before an exception, which says what it is about
     "vllm.platforms.cpu": ("Triton is not installed", "Reset SSM cache type"),  # torch operators are used instead; no such layers here
     "vllm.triton_utils.importing": ("Triton is installed, but doesn't include CPU backend",),
     "vllm.v1.worker.cpu_worker": (
@@ -28,7 +29,8 @@ _HARMLESS = {
     ),  # hints about speed
     "vllm.triton_utils.dispatcher": ("Kernel %s is already registered",),  # by an earlier engine of this process
     "vllm.platforms.interface": ("Unknown vLLM environment variable detected",),  # which an earlier engine has set
-    "vllm.engine.arg_utils": ("The global random seed is set to",),  # trainer_untouched sees to it
+    # trainer_untouched sees to the seed; vLLM itself runs without chunks on some CPUs.
+    "vllm.engine.arg_utils": ("The global random seed is set to", "This model does not officially support disabling chunked prefill"),
     "vllm.config.vllm": ("Enforce eager set", "Inductor compilation was disabled", "Model Runner V2 requires Triton"),  # as we ask for
     "vllm.model_executor.model_loader.reload.layerwise": (
         "%s: Failed to load weights",
@@ -44,6 +46,7 @@ def prepare_environment(*, on_gpu: bool) -> None:
     env.setdefault("VLLM_NO_USAGE_STATS", "1")  # no report about the user's machine leaves it
     env.setdefault("VLLM_LOGGING_LEVEL", "WARNING")  # its INFO lines would bury the progress line
     env.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")  # standard output belongs to the program
+    _drop_harmless_messages()  # some are said while vLLM is imported
     if on_gpu:
         return
     env.pop("VLLM_CPU_KVCACHE_SPACE", None)  # whole GiB, all zeroed at the start, and it overrides vllm_kv_cache_memory_mb
@@ -61,7 +64,6 @@ def apply_patches(*, on_gpu: bool) -> None:
     import vllm.model_executor.models.registry as registry
     import vllm.v1.engine.core as core
 
-    _drop_harmless_messages()
     transformers_logging.disable_progress_bar()
     # It looks at a model class in a fresh Python, 17 s at the first use of each architecture. That is to keep CUDA out of a process that
     # will fork; ours will not.

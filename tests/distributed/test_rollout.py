@@ -105,6 +105,20 @@ def test_where_a_completion_ends_and_what_it_is_drawn_from(model_path):
     run_ranks(body, 1)
 
 
+def test_completions_do_not_depend_on_how_much_fits_at_once(model_path):
+    prompts = [Prompt(number=i, row=i, raw="", token_ids=tuple(4 + (3 * i + k) % 120 for k in range(50)), columns={}) for i in range(100)]
+    sampling = SamplingSettings(n=1, max_completion_length=30)
+
+    def body(rank, world_size, **settings):
+        with engine_at(model_path, rank, world_size, vllm_max_num_seqs=128, **settings) as engine:
+            return tokens_of(engine.generate(prompts, sampling, seed=1))
+
+    # 5,000 tokens of prompts: more than vLLM computes in one step. 1 MiB of KV cache, 1,000 tokens: most sequences are begun, thrown out and begun again.
+    (roomy,) = run_ranks(lambda *args: body(*args), 1)
+    (tight,) = run_ranks(lambda *args: body(*args, vllm_kv_cache_memory_mb=1), 1)
+    assert roomy == tight
+
+
 def test_engine_at_work_prints_nothing(model_path):
     def body(rank, world_size):
         from safetensors.torch import load_file
