@@ -113,7 +113,7 @@ def test_completions_do_not_depend_on_how_much_fits_at_once(model_path):
         with engine_at(model_path, rank, world_size, vllm_max_num_seqs=128, **settings) as engine:
             return tokens_of(engine.generate(prompts, sampling, seed=1))
 
-    # 5,000 tokens of prompts: more than vLLM computes in one step. 1 MiB of KV cache, 1,000 tokens: sequences are thrown out and begun again.
+    # 5,000 tokens of prompts: more than vLLM computes in one step. A KV cache of 1,000 tokens: sequences are thrown out and begun again.
     (roomy,) = run_ranks(lambda *args: body(*args), 1)
     (tight,) = run_ranks(lambda *args: body(*args, vllm_kv_cache_memory_mb=1), 1)
     assert roomy == tight
