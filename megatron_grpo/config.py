@@ -11,9 +11,15 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 
-def setting(default: Any, help: str, *, unit: str = "", choices: Sequence[str] = (), aliases: Sequence[str] = ()) -> Any:
-    """A dataclass field that knows how to present itself. `aliases` are other names that users of TRL or Megatron type."""
-    meta = {"help": help, "unit": unit, "choices": tuple(choices), "aliases": tuple(aliases)}
+def setting(
+    default: Any, help: str, *, unit: str = "", choices: Sequence[str] = (), aliases: Sequence[str] = (),
+    refused: Mapping[str, str] | None = None,
+) -> Any:
+    """A dataclass field that knows how to present itself. `aliases` are other names that users of TRL or Megatron type.
+
+    refused: values known elsewhere and not here, with the reason, so that nobody trains something else believing it is this.
+    """
+    meta = {"help": help, "unit": unit, "choices": tuple(choices), "aliases": tuple(aliases), "refused": dict(refused or {})}
     if isinstance(default, (list, tuple)):
         values = tuple(default)
         return field(default_factory=lambda: list(values), metadata=meta)
@@ -107,7 +113,8 @@ class RolloutConfig:
     vllm_enforce_eager: bool = setting(False, "no CUDA graphs (always eager on CPU)")
     vllm_enable_prefix_caching: bool = setting(True, "share the KV cache of equal prefixes; reset at every weight push")
     sleep_level: int = setting(0, "vLLM sleep while training: 0 off, 1 weights to host, 2 weights dropped (GPU only)")
-    logp_difference_warn: float = setting(0.1, "warn when |trainer - sampler| log-prob exceeds this", unit="nats")
+    logp_difference_warn: float | None = setting(None, "warn when |trainer - sampler| log-prob of a token exceeds this (default 0.001 in float32, "
+                                                 "1.0 in bfloat16)", unit="nats")
     verify_weight_push: bool = setting(True, "after each push, compare engine and trainer on a probe prompt")
 
 
@@ -153,7 +160,12 @@ class GrpoConfig:
     """GRPO"""
 
     loss_type: str = setting("grpo", "normalisation and objective",
-                             choices=["grpo", "bnpo", "dapo", "dr_grpo", "sequence_sum", "cispo", "sapo"])
+                             choices=["grpo", "bnpo", "dapo", "dr_grpo", "sequence_sum", "cispo", "sapo"],
+                             refused={"luspo": "it weights each sequence by its length, which the token weights here do not "
+                                               "express. Nearest: sequence_sum with importance_sampling_level sequence",
+                                      "vespo": "its sequence-level gamma weights are not implemented. Nearest: cispo",
+                                      "real": "it is not implemented",
+                                      "fipo": "it is not implemented"})
     epsilon: float = setting(0.2, "clip range below 1")
     epsilon_high: float | None = setting(None, "clip range above 1 (default epsilon; cispo: bound on the ratio, default 5.0)")
     delta: float | None = setting(None, "two-sided clip: bound on the unclipped ratio", aliases=["dual_clip"])

@@ -27,6 +27,7 @@ class Setting:
     help: str = ""
     choices: Sequence[str] = ()
     aliases: Sequence[str] = ()
+    refused: Mapping[str, str] = field(default_factory=dict)  # value -> why it is not a choice here
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +60,8 @@ def table() -> Mapping[str, Setting]:
             default = f.default_factory() if f.default is MISSING else f.default
             meta = f.metadata
             rows[f.name] = Setting(name=f.name, group=section.name, kind=kind, default=default, is_list=is_list, optional=optional,
-                                   unit=meta["unit"], help=meta["help"], choices=meta["choices"], aliases=meta["aliases"])
+                                   unit=meta["unit"], help=meta["help"], choices=meta["choices"], aliases=meta["aliases"],
+                                   refused=meta["refused"])
     return rows
 
 
@@ -117,6 +119,8 @@ def _scalar(setting: Setting, word: Any) -> Any:
         raise BadValue(f"needs true or false, not {text!r}", [True, False])
     if setting.kind in ("int", "float"):
         return _number(setting, word, text)
+    if text in setting.refused:
+        raise BadValue(f"cannot be {text!r}: {setting.refused[text]}. It is one of: {', '.join(setting.choices)}")
     if setting.choices and text not in setting.choices:
         close = close_to(text, setting.choices)
         raise BadValue(f"cannot be {text!r}. It is one of: {', '.join(setting.choices)}", close)

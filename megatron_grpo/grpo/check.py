@@ -6,18 +6,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import fields
 
 from megatron_grpo.config import Config, GrpoConfig, RolloutConfig
 from megatron_grpo.errors import Problem
 
-# Known elsewhere, not here; refused by name, so that nobody trains something else believing it is this.
-REFUSED_LOSS_TYPES: Mapping[str, str] = {
-    "luspo": "it weights each sequence by its length, which the token weights here do not express yet. Nearest: sequence_sum with "
-    "importance_sampling_level sequence",
-    "vespo": "its sequence-level gamma weighting is not implemented. Nearest: cispo",
-    "real": "it is not implemented. Use one of the others",
-    "fipo": "it is not implemented. Use one of the others",
-}
+# Known elsewhere, not here, with the reason. `flags` refuses them as they are read; this is for configurations made by hand.
+REFUSED_LOSS_TYPES: Mapping[str, str] = next(f for f in fields(GrpoConfig) if f.name == "loss_type").metadata["refused"]
 
 # What scale_rewards may say next to an estimator: the default, or what the estimator does anyway.
 SCALES_OF_ESTIMATOR: Mapping[str, tuple[str, ...]] = {

@@ -10,6 +10,7 @@ import sys
 import pytest
 
 from megatron_grpo.config import Config, GrpoConfig, RolloutConfig
+from megatron_grpo.flags import parse
 from megatron_grpo.grpo import check
 
 
@@ -102,3 +103,8 @@ def test_gspo_as_its_paper_has_it_is_quiet():
 def test_checking_imports_no_torch():
     code = "import sys; import megatron_grpo.grpo.check; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_a_refused_loss_type_is_refused_with_its_reason_where_it_is_typed():
+    (problem,) = parse(["--loss_type", "vespo"]).problems
+    assert "loss_type cannot be 'vespo': its sequence-level gamma weights are not implemented. Nearest: cispo." in problem.message
