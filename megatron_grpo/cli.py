@@ -27,16 +27,19 @@ def is_first_rank() -> bool:
 
 def train(argv: list[str]) -> int:
     """The training run."""
-    from megatron_grpo.planning.check import check
+    from megatron_grpo.batching.dialects import DIALECTS
+    from megatron_grpo.flags import parse
+    from megatron_grpo.planning.check import check_parsed
 
-    checked = check(argv, launcher_world_size=launcher_world_size())
-    if checked.parsed.print_config:
-        return _print_config(checked.config)
-    if not checked.config.model.model:
-        raise ConfigError("model is not given: a directory with a Hugging Face checkpoint, or a Hub name.")
+    parsed = parse(argv, launcher_world_size=launcher_world_size(), dialects=DIALECTS)
+    if parsed.print_config:
+        return _print_config(check_parsed(parsed).config)
+    from megatron_grpo.inputs import read_everything
+
+    plan, inputs = read_everything(parsed)
     from megatron_grpo.build import run_training
 
-    return run_training(checked.config)
+    return run_training(plan, inputs)
 
 
 def plan(argv: list[str]) -> int:

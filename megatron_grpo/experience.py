@@ -47,8 +47,8 @@ def collect(
 
     dynamic_sample: groups whose rewards are all equal are replaced by groups of further prompts, at most `max_resample_times` times (DAPO,
     arXiv:2503.14476, section 3.2). A live group is never given up for another round; where live ones do not suffice, dead ones fill the
-    rollout, the oldest first. oversample_ratio: every round asks for this many times the prompts it needs; what is beyond `num_groups` is cut,
-    dead groups before live ones.
+    rollout, the oldest first. oversample_ratio: every round asks for this many times the prompts it needs; what is beyond `num_groups` is
+    cut, dead groups before live ones.
     """
     live: list[ScoredGroup] = []
     dead: list[ScoredGroup] = []
@@ -69,8 +69,8 @@ def collect(
 class Sampler:
     """Rollouts of one run: prompts in, samples with advantages out, and what there is to say about them."""
 
-    def __init__(self, *, engine: RolloutEngine, sampling: SamplingSettings, prompts: PromptStream, judge: Judge, reward_names: Sequence[str],
-                 reward_weights: Sequence[float], kl_penalty: KlPenalty | None, completions: Completions, clock: Clock, cfg: GrpoConfig,
+    def __init__(self, *, engine: RolloutEngine, sampling: SamplingSettings, prompts: PromptStream, judge: Judge,
+                 reward_names: Sequence[str], reward_weights: Sequence[float], kl_penalty: KlPenalty | None, completions: Completions, clock: Clock, cfg: GrpoConfig,
                  num_groups: int, use_sampler_logprobs: bool, seed: int):
         """judge: groups -> scored groups (collective). kl_penalty: samples -> [num_groups, G] to subtract from the rewards, or None.
         use_sampler_logprobs: stale samples take their ratio against the sampler's own log-probs (`--old_logprobs rollout`)."""

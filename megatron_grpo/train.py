@@ -51,9 +51,10 @@ def train(run: Run) -> Progress:
 
     Returns where it ended. Raises `Interrupted` after a signal, once the state is on disk.
     """
-    policy, rollout, clock = run.policy, run.rollout, run.clock
+    policy, clock = run.policy, run.clock
     progress, pending = run.checkpoints.restore(policy, run.prompts)  # a fresh run: step 0, nothing pending
     run.metrics.start(progress)
+    run.sampler.completions.start(progress)
     run.schedule_log.start(progress)
     publish(run, progress)
     evaluate_if_due(run, progress)
@@ -128,7 +129,7 @@ def report(run: Run, progress: Progress, batch: GlobalBatch, trained: TrainedSte
     if warning:
         run.metrics.say(f"WARNING: {warning}")
     if trained.was_skipped:
-        run.metrics.say(f"optimizer step {progress.step}: no token was left to train (all completions filtered); the weights did not change")
+        run.metrics.say(f"optimizer step {progress.step}: all completions were filtered, nothing was left to train")
     run.metrics.log(progress, stats | trained.metrics | batch.metrics | run.clock.take())
 
 

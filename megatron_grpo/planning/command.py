@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,6 +18,9 @@ from megatron_grpo.planning.check import Checked, check_parsed
 from megatron_grpo.planning.facts import bubble_fraction, native_flags
 from megatron_grpo.planning.output import errors_object, write_plan
 from megatron_grpo.planning.warnings import warnings_of
+
+
+MOST_SAVED = 20_000  # micro-steps in the plan.json of a run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +42,18 @@ class Plan:
 
     def write_json(self, write: Any, *, num_rollouts: int | None = None) -> None:
         write_plan(write, self.checked.plan, num_rollouts=num_rollouts or self.checked.config.plan.plan_rollouts, rest=self.rest())
+
+
+    def save(self, path: Path) -> None:
+        """The JSON object of the whole run, or of its first MOST_SAVED micro-steps' rollouts where it is longer; whole or not at all."""
+        plan = self.checked.plan
+        per_rollout = plan.micro_steps_per_rollout * plan.num_iterations
+        steps = MOST_SAVED // plan.gradient_accumulation_steps if self.timetable.num_steps is None else self.timetable.num_steps
+        micro_steps = min(steps * plan.gradient_accumulation_steps, MOST_SAVED)
+        beside = path.with_suffix(".new")
+        with beside.open("w", encoding="utf-8") as file:
+            self.write_json(file.write, num_rollouts=max(1, -(-micro_steps // per_rollout)))
+        os.replace(beside, path)
 
 
 def make_plan(checked: Checked, *, num_prompts: int | None = None) -> Plan:

@@ -95,4 +95,7 @@ def build_scheduler(optimizer, cfg: OptimizerConfig, *, num_steps: int) -> Optim
         end_wd=cfg.weight_decay,
         wd_incr_steps=num_steps,
         wd_incr_style="constant",
+        # On resume the step count comes from the checkpoint, the shape from this run's settings: a longer run decays to its own end.
+        override_opt_param_scheduler=True,
+        use_checkpoint_opt_param_scheduler=False,
     )

@@ -1,0 +1,131 @@
+"""What a run reads before any model loads: settings, model shape, data, rewards. Every fault in any of them is reported at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from megatron_grpo.checkpoint import holds_run
+from megatron_grpo.config import Config
+from megatron_grpo.data.chat import load_tokenizer
+from megatron_grpo.data.prompts import PromptStream, load_rows, open_stream
+from megatron_grpo.errors import ConfigError, Problem
+from megatron_grpo.flags import Parsed
+from megatron_grpo.metrics import report_to_problems
+from megatron_grpo.planning.check import check_parsed
+from megatron_grpo.planning.command import Plan, make_plan
+from megatron_grpo.rewards.loading import check_columns, close_rewards, load_rewards
+from megatron_grpo.rewards.protocol import RewardFunction
+from megatron_grpo.weights.shape import ModelShape
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inputs:
+    """Everything here has been looked at and can be used."""
+
+    model_path: Path
+    shape: ModelShape
+    prompts: PromptStream
+    held_out: PromptStream | None
+    rewards: list[RewardFunction]
+
+    @property
+    def longest_prompt(self) -> int:
+        """Tokens."""
+        return max(stream.rows.longest_prompt for stream in (self.prompts, self.held_out) if stream is not None)
+
+
+def read_everything(parsed: Parsed) -> tuple[Plan, Inputs]:
+    """The plan and the inputs of a training run. Raises ConfigError with all that is wrong with either."""
+    problems: list[Problem] = []
+    inputs = made = None
+    try:
+        checked = check_parsed(parsed)
+    except ConfigError as error:
+        checked, problems = None, list(error.problems)
+    try:
+        inputs = read_inputs(parsed.config)
+        if checked is not None and checked.shape is None:  # a Hub name, whose config.json has only now been fetched
+            name, parsed.config.model.model = parsed.config.model.model, str(inputs.model_path)
+            checked = check_parsed(parsed)
+            parsed.config.model.model = name
+        if checked is not None:
+            made = make_plan(checked, num_prompts=len(inputs.prompts))
+    except ConfigError as error:
+        known = {problem.message for problem in problems}
+        problems += [problem for problem in error.problems if problem.message not in known]
+    if problems:
+        if inputs is not None:
+            close_rewards(inputs.rewards)
+        raise ConfigError(problems)
+    return made, inputs
+
+
+def read_inputs(cfg: Config) -> Inputs:
+    """Reads model shape, data and rewards. Raises ConfigError with the problems of all of them at once."""
+    problems: list[Problem] = []
+
+    def attempt(read: Callable[[], Any]) -> Any:
+        try:
+            return read()
+        except ConfigError as error:
+            problems.extend(error.problems)
+            return None
+
+    attempt(partial(check_output_dir, cfg))
+    problems += report_to_problems(cfg.run.report_to)
+    model_path = attempt(partial(find_model, cfg.model.model))
+    shape = attempt(lambda: ModelShape.from_pretrained(model_path)) if model_path else None
+    tokenizer = attempt(lambda: load_tokenizer(str(model_path))) if shape else None
+    if tokenizer:
+        prompts = attempt(lambda: open_stream(cfg.data, tokenizer, seed=cfg.run.seed))
+    else:  # its rows can be looked at all the same
+        prompts = attempt(lambda: load_rows(cfg.data))
+    held_out = None
+    if cfg.eval.eval_dataset and tokenizer:
+        held_out = attempt(
+            lambda: open_stream(cfg.data, tokenizer, seed=0, dataset=cfg.eval.eval_dataset, shuffle=False, flag="eval_dataset")
+        )
+    rewards = attempt(lambda: load_rewards(cfg))
+    if rewards and prompts:
+        rows = prompts.rows if tokenizer else prompts
+        attempt(lambda: check_columns(rewards, rows.column_names()))
+    if problems:
+        close_rewards(rewards or [])
+        raise ConfigError(problems)
+    return Inputs(model_path=model_path, shape=shape, prompts=prompts, held_out=held_out, rewards=rewards)
+
+
+def check_output_dir(cfg: Config) -> None:
+    """An output_dir that holds a run is continued (`--resume auto`) or cleared (`--overwrite_output_dir`), never mixed."""
+    out = cfg.run.output_dir
+    if cfg.run.overwrite_output_dir and cfg.run.resume not in ("auto", "never"):
+        raise ConfigError([Problem(
+            flags=("overwrite_output_dir", "resume"),
+            message=f"overwrite_output_dir starts afresh and resume ({cfg.run.resume}) continues. Leave one of them out.")])  # fmt: skip
+    if holds_run(out) and cfg.run.resume == "never" and not cfg.run.overwrite_output_dir:
+        raise ConfigError([Problem(
+            flags=("output_dir", "resume"),
+            message=f"output_dir ({out}) holds an earlier run and resume is never. Use --resume auto to continue it, "
+                    "--overwrite_output_dir to replace it, or another output_dir.")])  # fmt: skip
+
+
+def find_model(name: str) -> Path:
+    """The directory of a Hugging Face checkpoint; a Hub name is fetched first."""
+    if not name:
+        raise ConfigError([Problem(flags=("model",), message="model is missing: give a Hugging Face checkpoint directory or a Hub name.")])
+    if Path(name).is_dir():
+        return Path(name)
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken"]))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ConfigError([Problem(
+            flags=("model",), message=f"model ({name}) is neither a directory here nor a model that can be fetched from the Hub: {reason}"
+        )]) from error  # fmt: skip
