@@ -110,7 +110,7 @@ class Sampler:
         return samples, stats
 
     def _generate(self, prompts: Sequence[Prompt]) -> list[Group]:
-        with self.clock("rollout"), self.engine.awake():
+        with self.clock("rollout"):
             return self.engine.generate(prompts, self.sampling, seed=self.seed)
 
     def _judge(self, groups: Sequence[Group]) -> list[ScoredGroup]:

@@ -61,10 +61,12 @@ def train(run: Run) -> Progress:
 
     for step in run.timetable.from_step(progress.step):  # one row of the timetable per optimizer step
         stats, drawn = {}, run.prompts.taken
-        for number in step.new_rollouts:
+        if step.new_rollouts:
             # SAMPLE and JUDGE   prompts -> groups -> scored groups -> samples. Afterwards every rank holds the same list.
-            samples, found = run.sampler.rollout(number)
-            pending, stats = pending + samples, found
+            with run.rollout.awake():
+                for number in step.new_rollouts:
+                    samples, stats = run.sampler.rollout(number)
+                    pending = pending + samples
 
         with policy.resident():
             # ANCHOR   log-probs that must stay still while the weights move: only where the timetable says so.
@@ -137,6 +139,8 @@ def evaluate_if_due(run: Run, progress: Progress) -> None:
     if run.evaluator.is_due(progress):
         with run.clock("eval"):
             run.metrics.log_evaluation(progress, run.evaluator.run(run.rollout))
+        if run.rollout.version != progress.step:
+            publish(run, progress)  # an engine that drops its weights when it sleeps (sleep_level 2)
 
 
 def stop_if_asked(run: Run, progress: Progress, pending: list[Sample]) -> None:
