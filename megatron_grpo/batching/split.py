@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -9,9 +10,9 @@ from typing import Any, Protocol
 import numpy as np
 
 from megatron_grpo.batching.collate import collate
+from megatron_grpo.batching.pack import pack
 from megatron_grpo.batching.timetable import Step
 from megatron_grpo.types import GlobalBatch, Sample
-
 
 
 class TokenWeigher(Protocol):
@@ -23,13 +24,16 @@ class TokenWeigher(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cut:
-    """How a step is cut for one rank. align_*: see `parallel.layout.sequence_alignment`."""
+    """How a step is cut for one rank. align_*: see `parallel.layout.sequence_alignment`. The others: see `batching.pack`."""
 
     dp_rank: int
     dp_size: int
     micro_batch_size: int
     align_sequence: int = 1
     align_stream: int = 1
+    multiple: int = 1
+    max_tokens: int | None = None  # None: micro_batch_size completions each, whatever their lengths
+    even_length: float = math.inf
 
     @property
     def rows_per_slice(self) -> int:
@@ -52,25 +56,23 @@ def split(pending: Sequence[Sample], step: Step, weigh: TokenWeigher, cut: Cut) 
         is_dead=[sample.is_dead for sample in everyone],
     )
 
-    micro_batches = []
-    for index, (micro, samples) in enumerate(zip(step.micro_steps, chosen, strict=True)):
+    for micro, samples in zip(step.micro_steps, chosen, strict=True):
         for sample in samples:
             if step.index - sample.version != micro.staleness:
                 raise ValueError(
                     f"row {sample.row} of rollout {sample.rollout} is {step.index - sample.version} versions old; "
                     f"the timetable says {micro.staleness}"
                 )
-        mine = slice(cut.dp_rank * cut.micro_batch_size, (cut.dp_rank + 1) * cut.micro_batch_size)
-        weights = found.weights[index * cut.rows_per_slice : (index + 1) * cut.rows_per_slice]
-        micro_batches.append(
-            collate(
-                samples[mine],
-                weights[mine],
-                trained_at=step.index,
-                align_sequence=cut.align_sequence,
-                align_stream=cut.align_stream,
-            )
+    micro_batches = [
+        collate(
+            [everyone[i] for i in rows],
+            [found.weights[i] for i in rows],
+            trained_at=step.index,
+            align_sequence=cut.align_sequence,
+            align_stream=cut.align_stream,
         )
+        for rows in own_rows(everyone, cut)
+    ]
     batch = GlobalBatch(
         micro_batches=tuple(micro_batches),
         num_sequences=found.num_sequences,
@@ -79,6 +81,30 @@ def split(pending: Sequence[Sample], step: Step, weigh: TokenWeigher, cut: Cut) 
         staleness=tuple(step.index - sample.version for sample in everyone),
     )
     return batch, still_needed(pending, step, cut.rows_per_slice)
+
+
+def own_rows(samples: Sequence[Sample], cut: Cut) -> list[list[int]]:
+    """Which of the samples each micro-batch of this rank holds. Every rank gets as many micro-batches, a multiple of `cut.multiple`.
+
+    As the timetable has it: slices in order, each shared out in rank order. With a token budget: rearranged (`batching.pack`).
+    ValueError where the samples do not come out even; `filled_up` sees to that where they need not be trained.
+    """
+    if cut.max_tokens is not None:
+        # The stream is rounded up at its end: a budget that is a multiple of what it is rounded to is kept all the same.
+        grain = math.lcm(cut.align_sequence, cut.align_stream)
+        budget = max(cut.max_tokens // grain * grain, grain)
+        lengths = [-(-(len(sample.token_ids) - 1) // cut.align_sequence) * cut.align_sequence for sample in samples]
+        return pack(lengths, max_tokens=budget, dp_size=cut.dp_size, multiple=cut.multiple, even_length=cut.even_length)[cut.dp_rank]
+    if len(samples) % (cut.rows_per_slice * cut.multiple):
+        raise ValueError(f"{len(samples)} samples are no multiple of {cut.rows_per_slice} x {cut.multiple}")
+    rows = np.arange(len(samples)).reshape(-1, cut.dp_size, cut.micro_batch_size)
+    return rows[:, cut.dp_rank].tolist()
+
+
+def filled_up(samples: Sequence[Sample], cut: Cut) -> list[Sample]:
+    """The samples, and the first of them again until `own_rows` comes out even."""
+    unit = cut.rows_per_slice * cut.multiple
+    return [*samples, *[samples[0]] * (-len(samples) % unit)]
 
 
 def still_needed(pending: Sequence[Sample], step: Step, rows_per_slice: int) -> list[Sample]:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_grpo.batching.collate import collate
-from megatron_grpo.batching.split import Cut
+from megatron_grpo.batching.split import Cut, filled_up, own_rows
 from megatron_grpo.grpo.entropy import entropy_threshold
 from megatron_grpo.grpo.loss import GrpoLoss, LossInputs
 from megatron_grpo.grpo.metrics import combine, finish
@@ -37,7 +37,7 @@ class Policy:
     """Every method is collective: all ranks call it, with the same arguments unless it says otherwise."""
 
     def __init__(self, *, chunks, wrapped, optimizer, scheduler, loss: GrpoLoss, reference, exchange: WeightExchange,
-                 parallel: ParallelState, micro_batch_size: int, beta: float = 0.0):
+                 parallel: ParallelState, micro_batch_size: int, max_tokens_per_micro_batch: int | None = None, beta: float = 0.0):
         self.chunks, self.wrapped, self.optimizer, self.scheduler = chunks, wrapped, optimizer, scheduler
         self.loss, self.reference, self.exchange, self.parallel = loss, reference, exchange, parallel
         self.beta = beta
@@ -48,6 +48,11 @@ class Policy:
             micro_batch_size=micro_batch_size,
             align_sequence=align_sequence,
             align_stream=align_stream,
+            # Megatron-Core's interleaved schedule runs micro-batches in groups of PP.
+            multiple=parallel.pp_size if parallel.layout.vpp else 1,
+            max_tokens=max_tokens_per_micro_batch,
+            # Per token and layer: 24 hidden^2 operations in matrices, 2 * length * hidden in causal attention.
+            even_length=12.0 * chunks[0].config.hidden_size,
         )
 
     # ---- scoring -------------------------------------------------------------------------------------------------------------
@@ -59,14 +64,9 @@ class Policy:
         """
         if not samples:
             return []
-        size, dp = self.cut.micro_batch_size, self.cut.dp_size
-        rounds = -(-len(samples) // (size * dp))
-        # Experts exchange tokens over data-parallel ranks, and interleaved stages want a multiple of PP: all ranks run the same number.
-        multiple = self.parallel.pp_size if self.parallel.layout.vpp else 1
-        rounds = -(-rounds // multiple) * multiple
-        filled = list(range(len(samples))) + [0] * (rounds * size * dp - len(samples))
-        mine = np.array(filled).reshape(rounds, dp, size)[:, self.parallel.dp_rank]
-        micro_batches = [self._unweighted([samples[i] for i in rows]) for rows in mine]
+        filled = filled_up(samples, self.cut)
+        mine = own_rows(filled, self.cut)
+        micro_batches = [self._unweighted([filled[i] for i in rows]) for rows in mine]
 
         def keep(batch: MicroBatch, local: LocalBatch, logprobs, entropy):
             return logprobs.sum() * 0.0, (batch, self._whole(batch, local, logprobs))
@@ -77,11 +77,12 @@ class Policy:
         if self.parallel.speaks_for_its_rows:
             for rows, (batch, logprobs) in zip(mine, kept, strict=True):
                 for place, i in enumerate(rows):
-                    values[int(i)] = logprobs[batch.sequence == place]
+                    values[i] = logprobs[batch.sequence == place]
         scored = [np.zeros(len(sample.token_ids), dtype=np.float32) for sample in samples]
         for found in self.parallel.all_gather_objects(values):
             for i, logprobs in found.items():
-                scored[i][samples[i].loss_mask] = logprobs
+                if i < len(samples):
+                    scored[i][samples[i].loss_mask] = logprobs
         return scored
 
     def _unweighted(self, samples: Sequence[Sample]) -> MicroBatch:

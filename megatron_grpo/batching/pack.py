@@ -1,0 +1,176 @@
+"""Whole sequences into micro-batches of at most so many tokens, shared out evenly over data-parallel ranks. Integers only; no torch.
+
+A global batch is rearranged, never changed: token weights are fixed before it gets here, so the gradient is the same (docs/parallelism.md).
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+# How far from a full micro-batch the last two sequences may end before one that merely fits is taken, in tokens.
+MOST_GAPS_TRIED = 8
+# Above, micro-batches are many to a rank, and even without further care.
+MOST_ROWS_SPREAD = 20_000
+
+
+def pack(
+    lengths: Sequence[int] | np.ndarray, *, max_tokens: int, dp_size: int = 1, multiple: int = 1, even_length: float = float("inf")
+) -> list[list[list[int]]]:
+    """[data-parallel rank][micro-batch] -> rows, every row exactly once.
+
+    lengths: tokens of each row as they will lie in the stream (alignment included). max_tokens: of one micro-batch; a longer row gets one
+    of its own. multiple: the number of micro-batches on a rank is a multiple of it (interleaved pipeline stages ask for that).
+    even_length: the length at which attention costs a token as much as everything else does; it only steers the balance.
+
+    Every rank gets as many micro-batches, and the n-th of each rank cost about the same, since ranks wait for each other there.
+    ValueError where there are too few rows for one in every micro-batch.
+    """
+    lengths = np.asarray(lengths, dtype=np.int64)
+    unit = dp_size * multiple
+    if len(lengths) < unit:
+        raise ValueError(f"{len(lengths)} sequences cannot fill {dp_size} ranks x {multiple} micro-batches")
+    cost_of_row = lengths + lengths / even_length * lengths
+    bins: list[list[int]] = []
+    costs: list[np.ndarray] = []
+    for rows in _full_bins(lengths, max_tokens):
+        bins += rows.tolist()
+        costs.append(cost_of_row[rows].sum(axis=1))
+    wanted = -(-len(bins) // unit) * unit
+    even = _spread(lengths, cost_of_row, wanted, max_tokens) if len(lengths) <= MOST_ROWS_SPREAD else None
+    if even is not None:
+        bins = even
+        cost = np.array([cost_of_row[rows].sum() for rows in bins])
+    else:
+        cost = _split_until(bins, np.concatenate(costs), cost_of_row, wanted)
+    return [[bins[i] for i in mine] for mine in _deal(cost, dp_size)]
+
+
+def _full_bins(lengths: np.ndarray, max_tokens: int) -> Iterator[np.ndarray]:
+    """Arrays [bins, rows] of bins that are filled alike.
+
+    First-fit-decreasing, one bin after another: the longest rows that fit, and the last two so that nothing is left over where such a pair
+    exists. What is found for one bin is done for as many as the rows allow, so the work grows with the number of different lengths.
+    """
+    clipped = np.clip(lengths, 1, max_tokens)
+    by_length = np.argsort(clipped, kind="stable")
+    shelf = _Shelf(np.bincount(clipped, minlength=max_tokens + 1))
+    end = np.cumsum(shelf.left).tolist()  # rows of length n are by_length[end[n] - left[n] : end[n]]
+    while shelf.longest_within(max_tokens) > 0:
+        chosen = _fill(shelf, max_tokens)
+        times = 1 + min(shelf.left[length] // count for length, count in chosen.items())
+        columns = []
+        for length, count in chosen.items():
+            size = times * count
+            columns.append(by_length[end[length] - size : end[length]].reshape(times, count))
+            end[length] -= size
+            shelf.take(length, size - count)  # _fill took the first
+        yield np.concatenate(columns, axis=1)
+
+
+class _Shelf:
+    """How many rows are left of each length, and quick answers about it."""
+
+    def __init__(self, counts: np.ndarray):
+        self.left = counts.tolist()
+        self.size = len(counts)
+        # The same flags in both directions: searches run forward through contiguous bytes.
+        self.upward = counts > 0
+        self.upward[0] = False
+        self.downward = self.upward[::-1].copy()
+
+    def take(self, length: int, count: int) -> None:
+        self.left[length] -= count
+        if not self.left[length]:
+            self.upward[length] = self.downward[self.size - 1 - length] = False
+
+    def longest_within(self, room: int) -> int:
+        """0 where nothing fits."""
+        start = self.size - 1 - room
+        place = int(self.downward[start:].argmax())
+        return room - place if self.downward[start + place] else 0
+
+    def pair(self, total: int) -> tuple[int, ...]:
+        """Two lengths of exactly this total, as equal as can be: short rows are kept for later gaps. Nothing where there are none."""
+        half = total // 2
+        if total == 2 * half and self.left[half] > 1:
+            return half, half
+        # Lengths half+1, half+2, ... against total-half-1, total-half-2, ...
+        count, other = total - half - 1, self.size - (total - half)
+        both = self.upward[half + 1 : half + 1 + count] & self.downward[other : other + count]
+        place = int(both.argmax()) if count else 0
+        return (half + 1 + place, total - half - 1 - place) if count and both[place] else ()
+
+
+def _fill(shelf: _Shelf, max_tokens: int) -> dict[int, int]:
+    """length -> how many of it, for one bin that begins with the longest row there is. Takes them from the shelf."""
+    chosen: dict[int, int] = {}
+    room = max_tokens
+    while (longest := shelf.longest_within(room)) > 0:
+        # Far from full, several of a length at a time.
+        pick = (longest,) * max(1, min(shelf.left[longest], room // longest - 2))
+        if chosen and longest < room <= 2 * longest:
+            pick = next(filter(None, map(shelf.pair, range(room, max(room - MOST_GAPS_TRIED, 1), -1))), pick)
+        for length in pick:
+            chosen[length] = chosen.get(length, 0) + 1
+            shelf.take(length, 1)
+            room -= length
+    return chosen
+
+
+def _spread(lengths: np.ndarray, cost_of_row: np.ndarray, wanted: int, max_tokens: int) -> list[list[int]] | None:
+    """So many micro-batches of nearly equal cost: the costliest row left goes to the cheapest with room. None where it ends without room.
+
+    Filling one after another leaves the last ones nearly empty; with few micro-batches to a rank, that is a rank that waits.
+    """
+    bins: list[list[int]] = [[] for _ in range(wanted)]
+    room = [max_tokens] * wanted
+    heap = [(0.0, i) for i in range(wanted)]
+    for row in np.argsort(-cost_of_row, kind="stable").tolist():
+        length, full = int(lengths[row]), []
+        while heap and room[heap[0][1]] < length and bins[heap[0][1]]:
+            full.append(heapq.heappop(heap))
+        if not heap:
+            return None
+        cost, i = heap[0]
+        bins[i].append(row)
+        room[i] -= length
+        heapq.heapreplace(heap, (cost + float(cost_of_row[row]), i))
+        for entry in full:
+            heapq.heappush(heap, entry)
+    return bins if all(bins) else None
+
+
+def _split_until(bins: list[list[int]], cost: np.ndarray, cost_of_row: np.ndarray, wanted: int) -> np.ndarray:
+    """Halves the costliest bins, in place, until there are as many as wanted; returns the cost of each."""
+    missing = wanted - len(bins)
+    heap = [(-float(cost[i]), int(i)) for i in np.argsort(-cost)[: len(bins)] if len(bins[i]) > 1] if missing else []
+    heapq.heapify(heap)
+    cost = np.concatenate([cost, np.zeros(missing)])
+    for _ in range(missing):
+        if not heap:
+            raise ValueError(f"{sum(map(len, bins))} sequences cannot fill {wanted} micro-batches")
+        _, i = heapq.heappop(heap)
+        halves = bins[i][::2], bins[i][1::2]  # rows lie sorted by length: both halves get long and short ones
+        bins[i] = halves[0]
+        bins.append(halves[1])
+        for j in (i, len(bins) - 1):
+            cost[j] = cost_of_row[bins[j]].sum()
+            if len(bins[j]) > 1:
+                heapq.heappush(heap, (-float(cost[j]), j))
+    return cost
+
+
+def _deal(cost: np.ndarray, dp_size: int) -> list[list[int]]:
+    """Bins in rounds of similar cost, the costliest of a round to the rank that has least so far."""
+    rounds = np.argsort(-cost, kind="stable").reshape(-1, dp_size)
+    total = np.zeros(dp_size)
+    for number, round_ in enumerate(rounds):
+        order = np.argsort(total, kind="stable")
+        dealt = np.empty_like(round_)
+        dealt[order] = round_
+        rounds[number] = dealt
+        total += cost[dealt]
+    return rounds.T.tolist()
