@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import logging
 import os
-import warnings
 from pathlib import Path
 
 import torch
@@ -47,7 +45,6 @@ def run_training(made: Plan, inputs: Inputs) -> int:
     cfg = made.checked.config
     if "TORCHELASTIC_RUN_ID" in os.environ:
         die_with_parent()
-    quiet_libraries()
     parallel = start_parallel(cfg, made.checked.plan)
     board = FailureBoard(dist.distributed_c10d._get_default_store())
     signal = StopSignal(board.any_failed)
@@ -75,14 +72,6 @@ def run_training(made: Plan, inputs: Inputs) -> int:
         print(f"Done: {Path(cfg.run.output_dir).resolve()}" + (" (model in hf/)" if cfg.run.export_hf else ""), flush=True)
     state.stop()
     return 0
-
-
-def quiet_libraries() -> None:
-    """Megatron-Core tells every rank of every run which optional parts are absent. They are optional."""
-    for message in (".*Apex is not installed.*", ".*Transformer Engine and Apex are not installed.*", ".*full scope is deprecated.*"):
-        warnings.filterwarnings("ignore", message=message)
-    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed|megatron")
-    logging.getLogger("transformers").setLevel(logging.ERROR)
 
 
 def start_parallel(cfg: Config, plan: BatchPlan) -> ParallelState:

@@ -34,6 +34,9 @@ def train(argv: list[str]) -> int:
     parsed = parse(argv, launcher_world_size=launcher_world_size(), dialects=DIALECTS)
     if parsed.print_config:
         return _print_config(check_parsed(parsed).config)
+    from megatron_grpo.quiet import quiet_libraries
+
+    quiet_libraries()
     from megatron_grpo.inputs import read_everything
 
     plan, inputs = read_everything(parsed)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import logging
 import sys
 import types
 
@@ -103,6 +104,8 @@ def _patch_megatron():
     for name in _LITERAL_CUDA:
         importlib.import_module(name).torch = _CpuTorch()
     mcore_random = importlib.import_module("megatron.core.tensor_parallel.random")
+    # It warns when the CPU's generator moves while it guards the GPU's: here they are one.
+    logging.getLogger(mcore_random.__name__).setLevel(logging.ERROR)
     mcore_random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
     moe_utils = importlib.import_module("megatron.core.transformer.moe.moe_utils")
     if not hasattr(moe_utils, "te_general_gemm"):
