@@ -35,16 +35,16 @@ def measured(cfg=None, **tensors):
 
 
 def test_mismatch_by_hand():
-    # old - sampler: log 2, unknown, -log 2; the fourth token is filtered out.
-    sampler = torch.tensor([-1.0 - math.log(2), NAN, -3.0 + math.log(2), -100.0], dtype=torch.float64)
+    # old - sampler: log 2, unknown, -log 4; the fourth token is filtered out.
+    sampler = torch.tensor([-1.0 - math.log(2), NAN, -3.0 + math.log(4), -100.0], dtype=torch.float64)
     found = measured(sampler_logprobs=sampler)
-    assert found["sampling/logp_difference/mean"] == pytest.approx(math.log(2))
-    assert found["sampling/logp_difference/max"] == pytest.approx(math.log(2))
-    assert found["sampling/kl_k1"] == pytest.approx(0.0, abs=1e-15)
-    assert found["sampling/kl_k3"] == pytest.approx((2 - math.log(2) - 1 + 0.5 + math.log(2) - 1) / 2)
-    assert found["sampling/importance_sampling_ratio/mean"] == pytest.approx((2 + 1 + 0.5) / 3)
-    assert found["sampling/effective_sample_size"] == pytest.approx(2.5**2 / (2 * 4.25))
-    assert found["sampling/perplexity_rollout"] == pytest.approx(math.exp(2.0))
+    assert found["sampling/logp_difference/mean"] == pytest.approx(1.5 * math.log(2))
+    assert found["sampling/logp_difference/max"] == pytest.approx(math.log(4))
+    assert found["sampling/kl_k1"] == pytest.approx(0.5 * math.log(2))
+    assert found["sampling/kl_k3"] == pytest.approx((2 - math.log(2) - 1 + 0.25 + math.log(4) - 1) / 2)
+    assert found["sampling/importance_sampling_ratio/mean"] == pytest.approx((2 + 1 + 0.25) / 3)
+    assert found["sampling/effective_sample_size"] == pytest.approx(2.25**2 / (2 * 4.0625))
+    assert found["sampling/perplexity_rollout"] == pytest.approx(math.exp((4 - math.log(2)) / 2))
     assert found["sampling/perplexity_trainer"] == pytest.approx(math.exp(2.0))
 
 
