@@ -126,7 +126,7 @@ class MicroBatch:
 
     token_ids: np.ndarray  # int64 [T]
     positions: np.ndarray  # int64 [T], restart at 0 in every sequence
-    segments: tuple[Segment, ...]  # cover the stream; alignment padding is a segment of its own
+    segments: tuple[Segment, ...]  # cover the stream; alignment padding is the end of a sequence's segment
     predict_at: np.ndarray  # int64 [C]
     targets: np.ndarray  # int64 [C]
     sequence: np.ndarray  # int64 [C], 0..S-1: which sequence a trained position belongs to
@@ -135,7 +135,11 @@ class MicroBatch:
     sampler_logprobs: np.ndarray  # float32 [C]
     old_logprobs: np.ndarray  # float32 [C]; NaN where the sequence is on-policy: there `logp.detach()` is the old log-prob
     rows: tuple[tuple[int, int], ...]  # (rollout, row) of each of the S sequences
-    num_padding_tokens: int  # alignment only (context and sequence parallelism)
+    is_padding: np.ndarray  # bool [T]: alignment only (context and sequence parallelism)
+
+    @property
+    def num_padding_tokens(self) -> int:
+        return int(self.is_padding.sum())
 
     @property
     def num_tokens(self) -> int:
@@ -155,6 +159,11 @@ class GlobalBatch:
     num_loss_tokens: int  # sum of the loss mask over the whole step
     num_tokens: int  # tokens of the whole step, prompts included, alignment padding not
     staleness: tuple[int, ...]  # of each sequence of the whole step, in optimizer steps
+
+    @property
+    def num_computed_tokens(self) -> int:
+        """Of the whole step, alignment padding not: the last token of a sequence predicts nothing and is not computed."""
+        return self.num_tokens - len(self.staleness)
 
     @property
     def metrics(self) -> dict[str, float]:

@@ -6,6 +6,7 @@ tokens, old log-probs near the model's own, advantages. Nothing here reads the c
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -236,9 +237,10 @@ def reference(path: str | Path, cfg: Config, batches: Sequence[Sequence[Sample]]
     o, losses, norms, first = cfg.optimizer, [], [], None
     for index, samples in enumerate(batches):
         model.zero_grad()
-        with _float32_means_float64():
+        with _float32_means_float64(), _router_losses(model) as per_sequence:
             loss = _reference_loss(model, frozen, cfg, samples, index)
-            loss.backward()
+            z_loss = (cfg.model.moe_z_loss_coeff or 0.0) * sum(per_sequence) / sum(len(sample.token_ids) - 1 for sample in samples)
+            (loss + z_loss).backward()
         grads = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in named.items()}
         first = first or {name: grad.numpy().copy() for name, grad in grads.items()}
         norm = float(torch.sqrt(sum((g * g).sum() for g in grads.values())))
@@ -265,6 +267,21 @@ class _float32_means_float64:
 
     def __exit__(self, *error):
         torch.float32, torch.float = self.kept
+
+
+@contextlib.contextmanager
+def _router_losses(model):
+    """The sum of logsumexp(router logits)^2 over the tokens of every sequence that goes through, but for its last token: one entry a layer."""
+    found = []
+
+    def remember(router, inputs, output):
+        logits = torch.nn.functional.linear(inputs[0].reshape(-1, router.weight.shape[1]), router.weight)
+        found.append(torch.logsumexp(logits[:-1], dim=-1).square().sum())
+
+    hooks = [module.register_forward_hook(remember) for name, module in model.named_modules() if name.endswith("mlp.gate")]
+    yield found
+    for hook in hooks:
+        hook.remove()
 
 
 def _reference_loss(model, frozen, cfg: Config, samples: Sequence[Sample], index: int) -> torch.Tensor:

@@ -38,9 +38,11 @@ def collate(
         offset += padded
 
     tokens, positions = np.zeros(offset, dtype=np.int64), np.zeros(offset, dtype=np.int64)
+    is_padding = np.ones(offset, dtype=bool)
     segments, columns = [], []
     for index, (sample, weight, start, length, padded) in enumerate(parts):
         tokens[start : start + length] = sample.token_ids[:-1]
+        is_padding[start : start + length] = False
         positions[start : start + padded] = np.arange(padded)
         segments.append(Segment(start=start, end=start + padded))
         at = np.flatnonzero(sample.loss_mask)
@@ -68,7 +70,7 @@ def collate(
         sampler_logprobs=sampler.astype(np.float32),
         old_logprobs=old.astype(np.float32),
         rows=tuple((sample.rollout, sample.row) for sample in samples),
-        num_padding_tokens=offset - sum(part[3] for part in parts),
+        is_padding=is_padding,
     )
 
 

@@ -17,6 +17,7 @@ from megatron_grpo.parallel.state import ParallelState
 from megatron_grpo.parallel.vocab import linear_logprobs
 from megatron_grpo.policy.latent import LatentAttention, LatentNorm
 from megatron_grpo.policy.layers import Norm, PackedAttention, te_packed, with_bias
+from megatron_grpo.policy.router import replace_routers
 from megatron_grpo.policy.stream import LocalBatch
 from megatron_grpo.weights.rope import rope_inverse_frequencies
 from megatron_grpo.weights.shape import ModelShape
@@ -55,7 +56,7 @@ def transformer_config(shape: ModelShape, model: ModelConfig, layout: ParallelCo
             # Sigmoid routers are computed in float32 wherever they come from; the scores of others are rounded as the sampler rounds them.
             moe_router_dtype="fp32" if shape.moe.score_function == "sigmoid" else None,
             moe_router_enable_expert_bias=shape.moe.has_expert_bias,
-            moe_router_bias_update_rate=0.0,  # the bias is part of the policy that samples: balancing it would move log-probs without a loss
+            moe_router_bias_update_rate=0.0,  # it belongs to the policy that samples: balancing would move log-probs without a loss
             moe_router_num_groups=shape.moe.num_groups if shape.moe.is_group_limited else None,
             moe_router_group_topk=shape.moe.group_topk if shape.moe.is_group_limited else None,
             moe_router_topk_scaling_factor=shape.moe.scaling_factor if shape.moe.scaling_factor != 1 else None,
@@ -75,8 +76,8 @@ def transformer_config(shape: ModelShape, model: ModelConfig, layout: ParallelCo
         activation_func=F.silu,
         add_bias_linear=shape.mlp_bias,
         add_qkv_bias=shape.qkv_bias,
-        # A factor of cos and sin, of queries and of keys alike, is its square on every score. Latent attention, whose heads are rotated in part,
-        # takes it in `policy.latent`.
+        # A factor of cos and sin, of queries and of keys alike, is its square on every score. Latent attention, whose heads are rotated in
+        # part, takes it in `policy.latent`.
         softmax_scale=None if shape.mla else rope_scale**2 / math.sqrt(shape.head_dim),
         qk_layernorm=shape.qk_norm,
         attention_dropout=0.0,
@@ -188,6 +189,7 @@ class PolicyModel(GPTModel):
         self.use_te, self.temperature, self.chunk_size = use_te, temperature, chunk_size
         frequencies, _ = rope_inverse_frequencies(shape)
         self.inverse_frequencies = torch.tensor(frequencies, dtype=torch.float32, device=torch.cuda.current_device())
+        replace_routers(self)
         if last:
             rows = padded_vocab_size // config.tensor_model_parallel_size
             head = self.output_layer
@@ -203,6 +205,7 @@ class PolicyModel(GPTModel):
             attention_mask=None,
             rotary_pos_emb=self._rotary(positions),
             packed_seq_params=packed,
+            padding_mask=self._padding(batch) if self.config.moe_z_loss_coeff else None,
         )
         if not self.post_process:
             return hidden
@@ -216,6 +219,11 @@ class PolicyModel(GPTModel):
             with_entropy=with_entropy,
         )
         return torch.stack([logprobs, entropy]) if with_entropy else logprobs[None]
+
+    def _padding(self, batch: LocalBatch):
+        """Bool [1, t or t/tp]: the tokens that a router sees and that nobody asked for."""
+        tp = self.pg_collection.tp
+        return batch.is_padding[None].chunk(tp.size(), dim=1)[tp.rank()] if self.config.sequence_parallel else batch.is_padding[None]
 
     def _rotary(self, positions):
         """Angles [t, 1, 1, head_dim], one row a token: segments may start at any position."""
@@ -240,6 +248,6 @@ def build_chunks(shape: ModelShape, model: ModelConfig, layout: ParallelConfig, 
                 vp_stage=index if parallel.layout.vpp else None,
                 temperature=temperature,
                 chunk_size=model.logprob_chunk_size,
-            ).to(config.params_dtype).to(parallel.device)
+            ).to(parallel.device)  # parameters are drawn in params_dtype; a sigmoid router's bias stays float32
         )  # fmt: skip
     return chunks

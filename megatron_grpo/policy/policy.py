@@ -20,6 +20,7 @@ from megatron_grpo.parallel.layout import sequence_alignment
 from megatron_grpo.parallel.state import ParallelState
 from megatron_grpo.policy import pipeline, sharded_state
 from megatron_grpo.policy.exchange import WeightExchange
+from megatron_grpo.policy.router import routers
 from megatron_grpo.policy.stream import LocalBatch
 from megatron_grpo.types import AnchoredSample, GlobalBatch, MicroBatch, Sample
 
@@ -121,6 +122,8 @@ class Policy:
         """
         reference = self._reference_logprobs(batch) if self.loss.needs_reference else {}
         threshold = self._entropy_threshold(batch) if self.loss.needs_entropy_threshold else None
+        for router in routers(self.chunks):
+            router.num_routed_tokens = batch.num_computed_tokens
         for chunk in self.wrapped:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()

@@ -47,6 +47,7 @@ class LocalBatch:
     token_ids: torch.Tensor  # int64 [1, t]
     positions: torch.Tensor  # int64 [t]
     all_positions: torch.Tensor  # int64 [T]: of the whole stream
+    is_padding: torch.Tensor  # bool [t]
     packed: PackedStream
     predict_at: torch.Tensor  # int64 [c], places among the t tokens
     targets: torch.Tensor  # int64 [c]
@@ -69,6 +70,7 @@ def to_local(batch: MicroBatch, parallel: ParallelState) -> LocalBatch:
         token_ids=tensor(batch.token_ids[held])[None],
         positions=tensor(batch.positions[held]),
         all_positions=tensor(batch.positions),
+        is_padding=tensor(batch.is_padding[held]),
         packed=_packed(batch, cp, rank, tensor),
         predict_at=tensor(place[batch.predict_at[trained]]),
         targets=tensor(batch.targets[trained]),
