@@ -19,6 +19,7 @@ from megatron_grpo.planning.check import check_parsed
 from megatron_grpo.planning.command import Plan, make_plan
 from megatron_grpo.rewards.loading import check_columns, close_rewards, load_rewards
 from megatron_grpo.rewards.protocol import RewardFunction
+from megatron_grpo.weights.fit import length_problems
 from megatron_grpo.weights.shape import ModelShape
 
 
@@ -93,10 +94,21 @@ def read_inputs(cfg: Config) -> Inputs:
     if rewards and prompts:
         rows = prompts.rows if tokenizer else prompts
         attempt(lambda: check_columns(rewards, rows.column_names()))
+    for stream, flag in ((prompts, "dataset"), (held_out, "eval_dataset")):
+        if tokenizer and stream:
+            problems += _lengths_of_data(cfg, shape, stream, flag)
     if problems:
         close_rewards(rewards or [])
         raise ConfigError(problems)
     return Inputs(model_path=model_path, shape=shape, prompts=prompts, held_out=held_out, rewards=rewards)
+
+
+def _lengths_of_data(cfg: Config, shape: ModelShape, stream: PromptStream, flag: str) -> list[Problem]:
+    """Sequences too long for the model, where only the data tells how long they are: `planning.check` judges what is set."""
+    longest = cfg.rollout.max_completion_length
+    if cfg.data.max_prompt_length is not None or length_problems(shape, 1 + longest):
+        return []
+    return length_problems(shape, stream.rows.longest_prompt + longest, flags=(flag, "max_completion_length"))
 
 
 def check_output_dir(cfg: Config) -> None:

@@ -56,8 +56,8 @@ def write_tiny(
         common |= dict(num_local_experts=experts, num_experts_per_tok=2)
     if family == "deepseek_v3":  # the first layer dense, the others with experts; all channel counts different
         common |= dict(n_routed_experts=experts, num_experts_per_tok=2, moe_intermediate_size=ffn // 4, n_shared_experts=2, n_group=2,
-                       topk_group=1, first_k_dense_replace=1, routed_scaling_factor=1.5, kv_lora_rank=24, q_lora_rank=40, qk_nope_head_dim=12,
-                       qk_rope_head_dim=8, v_head_dim=16, num_key_value_heads=heads, head_dim=8)  # fmt: skip
+                       topk_group=1, first_k_dense_replace=1, routed_scaling_factor=1.5, kv_lora_rank=24, q_lora_rank=40,
+                       qk_nope_head_dim=12, qk_rope_head_dim=8, v_head_dim=16, num_key_value_heads=heads, head_dim=8)  # fmt: skip
     config = AutoConfig.for_model(family, **(common | overrides))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -73,7 +73,10 @@ def write_tiny(
             for name, buffer in model.named_buffers():
                 if name.endswith("e_score_correction_bias"):
                     buffer.normal_(0.0, std)
+    kept = {name: buffer.clone() for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")}
     model.to(getattr(torch, dtype))
+    for name, buffer in kept.items():  # float32 in every checkpoint, as transformers keeps it
+        model.get_buffer(name).data = buffer
     model.generation_config = GenerationConfig(pad_token_id=PAD, bos_token_id=BOS, eos_token_id=EOS)
     model.save_pretrained(path)
     _write_tokenizer(path, vocab)

@@ -15,6 +15,7 @@ from megatron_grpo.errors import ConfigError, Problem
 from megatron_grpo.flags import Parsed, names, parse
 from megatron_grpo.grpo import check as check_grpo
 from megatron_grpo.planning.model import read_shape, rules_of
+from megatron_grpo.policy import check as check_policy
 from megatron_grpo.validate import validate
 from megatron_grpo.weights.fit import length_problems
 from megatron_grpo.weights.shape import ModelShape
@@ -53,7 +54,8 @@ def _settings_problems(parsed: Parsed, shape: ModelShape | None) -> list[Problem
     """All but those of parsing and of sizes."""
     cfg = parsed.config
     longest = (cfg.data.max_prompt_length or 1) + cfg.rollout.max_completion_length
-    others = [*check_grpo.problems(cfg), *(length_problems(shape, longest) if shape else ())]
+    of_model = [*length_problems(shape, longest), *check_policy.problems(cfg, shape)] if shape else []
+    others = [*check_grpo.problems(cfg), *of_model]
     found = [_in_typed_names(cfg, problem) for problem in others if not set(problem.flags) & parsed.unreadable]
     return [*validate(cfg, parsed.unreadable), *found]
 

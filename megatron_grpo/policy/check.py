@@ -20,11 +20,11 @@ def problems(cfg: Config, shape: ModelShape) -> list[Problem]:
 
 def _routing(moe: MoeShape) -> Iterator[str]:
     if moe.score_function == "softmax" and moe.topk == 1 and moe.norm_topk_prob:
-        yield "one expert a token (num_experts_per_tok 1) with norm_topk_prob weighs that expert 1 whatever the router says, so the router " \
+        yield "one expert a token (num_experts_per_tok 1) with norm_topk_prob weighs that expert 1 whatever the router says, so it " \
               "cannot be trained. Use a model with norm_topk_prob false, or with more experts a token."
     if moe.score_function == "sigmoid" and moe.norm_topk_prob != (moe.topk > 1):
-        yield f"Megatron-Core's sigmoid router makes the chosen experts' weights sum to 1 where there are several, and not where there is " \
-              f"one; this model has norm_topk_prob {str(moe.norm_topk_prob).lower()} with num_experts_per_tok {moe.topk}."
+        yield f"Megatron-Core's sigmoid router makes the chosen experts' weights sum to 1 where there are several, not where there " \
+              f"is one; this model has norm_topk_prob {str(moe.norm_topk_prob).lower()} with num_experts_per_tok {moe.topk}."
     if moe.is_group_limited and moe.topk // moe.group_topk != 2:
         yield f"Megatron-Core rates a group of experts by its best num_experts_per_tok / topk_group ({moe.topk} / {moe.group_topk} = " \
               f"{moe.topk // moe.group_topk}) experts, the model by its best 2; they choose alike where the quotient is 2, or where " \
@@ -34,7 +34,7 @@ def _routing(moe: MoeShape) -> Iterator[str]:
 def _latent_attention(cfg: Config) -> Iterator[Problem]:
     if cfg.model.transformer_impl == "transformer_engine":
         yield Problem(flags=("transformer_impl",), nearest={"transformer_impl": ["auto", "local"]},
-                      message="transformer_impl transformer_engine: multi-latent attention runs on the local layers only. Use auto or local.")
+                      message="transformer_impl transformer_engine: multi-latent attention has local layers only. Use auto or local.")
     if cfg.model.recompute_granularity == "selective" and "mla_up_proj" in cfg.model.recompute_modules:
         yield Problem(flags=("recompute_modules",),
                       message="recompute_modules: mla_up_proj is not one that multi-latent attention can recompute here. Leave it out.")
