@@ -55,13 +55,16 @@ def _sieve(inputs: Inputs, flag: str) -> tuple[int, int | None]:
     step, bound = 1, None
     for key in one.keys() & two.keys():
         a, b = one[key], two[key]
+        if not a.holds and (flag not in a.flags or a.needs_removal):
+            return 1, 0  # broken, and not by the value of this flag
         sides = [(a.multiple, a.divisor, b.multiple, b.divisor)]
         if a.equal:
             sides.append((a.divisor, a.multiple, b.divisor, b.multiple))
         for top, bottom, top_two, bottom_two in sides:
-            if top == 0:
-                continue
-            if top_two == 2 * top and bottom_two == bottom:
+            if top * bottom_two == top_two * bottom:
+                if bottom == 0 or top % bottom:
+                    return 1, 0  # broken whatever the value
+            elif top_two == 2 * top and bottom_two == bottom:
                 step = lcm(step, bottom // gcd(bottom, top))
             elif top_two == top and bottom_two == 2 * bottom:
                 quotient = top // bottom if top % bottom == 0 else 0

@@ -162,7 +162,7 @@ def _batch_rules(inputs: Inputs, d: Derived, words: Words) -> Iterator[Rule]:
     a, b = whole(gen, glob)
     global_after = () if inputs.given("global") else ("ranks", "micro")
     if inputs.given("window"):
-        yield Rule(key="conflict", holds=False, flags=(*products["generation"], *products["window"]), text=lambda:
+        yield Rule(key="conflict", holds=False, needs_removal=True, flags=(*products["generation"], *products["window"]), text=lambda:
                    f"{words.size('generation')} and {words.size('window')} both set the rollout. Keep one of them")
     elif inputs.given("steps"):
         steps = inputs.product("steps")

@@ -71,7 +71,7 @@ class Inputs:
 class Rule:
     """`multiple` must be a whole multiple of `divisor` (equal to it where `equal`), or, without them, `holds` must be true.
 
-    after: rules that must hold before this one means anything. reported: false for a rule that only narrows the search.
+    after: rules that must hold before this one means anything. needs_removal: no value mends it, one of the flags has to go.
     """
 
     key: str
@@ -81,6 +81,7 @@ class Rule:
     divisor: int = 1
     equal: bool = False
     holds: bool = True
+    needs_removal: bool = False
     after: Sequence[str] = ()
 
     @property
@@ -103,8 +104,12 @@ def inputs_of(cfg: Config, products: Mapping[str, Product] | None = None, model:
         values[flag] = cfg.foreign[flag] if flag in cfg.foreign else getattr(cfg.batch, flag, None) if flag in native else None
         if cfg.sources.get(flag, "default") != "default":
             typed.add(flag)
-    if "global_batch_size" in own and values["global_batch_size"] is None and values["gradient_accumulation_steps"] is None:
-        values["global_batch_size"] = DEFAULT_GLOBAL_BATCH_SIZE
+    whole_step, parts = products.get("global", ()), products.get("accumulation", ())
+    if whole_step and parts and values[whole_step[0]] is None and values[parts[0]] is None:
+        values[whole_step[0]] = DEFAULT_GLOBAL_BATCH_SIZE
+    micro = products["micro"][0]
+    if values[micro] is None and not (whole_step and values[whole_step[0]] and parts and values[parts[0]]):
+        values[micro] = 1
     if products is NATIVE and values["generation_batch_size"] is None and values["steps_per_generation"] is None:
         values["steps_per_generation"] = 1
     return Inputs(values=values, products=products, typed=frozenset(typed), aligned=not cfg.batch.allow_unaligned_generation,
