@@ -1,0 +1,150 @@
+"""Every family, and every switch that families differ in, through the real policy: log-probs, gradients and exports.
+
+tests/distributed/test_logprobs.py has the plain families in all layouts; here is what is particular.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests import parity_cases as cases
+from tests.ranks import run_ranks
+from tests.tiny_models import hf_logprobs, load_tiny, write_tiny
+
+LENGTHS = (5, 9, 2, 40, 9, 1)  # beyond the 16 positions that the stretched ropes began with
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 1e4}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
+
+# name -> (family, settings of write_tiny, layouts of cases.LAYOUTS)
+MODELS = {
+    "llama with all biases": ("llama", {"attention_bias": True, "mlp_bias": True}, ["TP2 SP", "PP2 VPP2"]),
+    "llama with biases of the attention": ("llama", {"attention_bias": True}, ["TP2"]),
+    "llama with biases of the MLP, tied": ("llama", {"mlp_bias": True, "tied": True}, ["PP2"]),
+    "qwen3 with biases": ("qwen3", {"attention_bias": True}, ["TP2 SP"]),
+    "qwen3_moe with biases": ("qwen3_moe", {"attention_bias": True}, ["EP2"]),
+    "qwen3_moe with weights that do not sum to 1": ("qwen3_moe", {"norm_topk_prob": False, "mlp_only_layers": [1]}, ["PP2 VPP2"]),
+    "qwen3 tied": ("qwen3", {"tied": True}, ["PP2 VPP2", "TP2 SP"]),
+    "mistral": ("mistral", {"sliding_window": None}, ["TP2"]),
+    "one key/value head": ("qwen3", {"kv_heads": 1}, ["TP2", "TP4 SP"]),
+    "two key/value heads, biases": ("qwen2", {"kv_heads": 2}, ["TP4 SP"]),
+    "15 heads in 5 groups": ("qwen3", {"heads": 15, "kv_heads": 5, "head_dim": 6, "hidden": 36, "ffn": 33, "vocab": 131}, ["PP2"]),
+    "6 heads in 2 groups": ("llama", {"heads": 6, "kv_heads": 2, "head_dim": 10, "hidden": 36, "ffn": 34, "vocab": 131}, ["TP2 SP"]),
+    "linear rope": ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}, ["1"]),
+    "llama3 rope": ("llama", {"rope_parameters": {**LLAMA3, "rope_theta": 5e5}}, ["CP2"]),
+    "yarn": ("qwen3", {"rope_parameters": YARN}, ["TP2 SP", "CP2"]),
+    "deepseek_v3": ("deepseek_v3", {}, ["1", "TP2 SP", "PP2 VPP2", "CP2", "TP2 EP2 ETP1"]),
+    "deepseek_v3 with yarn": ("deepseek_v3", {"rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 1.0}}, ["TP2 SP"]),
+    "deepseek_v3 with plain queries": ("deepseek_v3", {"q_lora_rank": None, "rope_interleave": False}, ["TP2 SP"]),
+}
+CASES = [(model, layout) for model, (_, _, layouts) in MODELS.items() for layout in layouts]
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory):
+    """name -> (checkpoint, sequences, transformers' log-probs of them, a stored rollout, transformers' step on it in float64)."""
+    folder = tmp_path_factory.mktemp("models")
+
+    @functools.cache
+    def prepare(name: str):
+        family, changes, _ = MODELS[name]
+        path = write_tiny(folder / name.replace("/", " "), family, **{"layers": 4, "vocab": 125, "std": 0.1, **changes})
+        sequences = sequences_of(path)
+        batches = cases.stored_rollout(path, vocab=125)
+        return path, sequences, wanted(path, sequences), batches, cases.reference(path, cases.settings(), batches)
+
+    return prepare
+
+
+def sequences_of(path) -> list[list[int]]:
+    rng = np.random.default_rng(0)
+    return [rng.integers(0, 125, length + 1).tolist() for length in LENGTHS]
+
+
+def wanted(path, sequences, dtype: str = "float32") -> list[np.ndarray]:
+    model = load_tiny(path, dtype)
+    return [hf_logprobs(model, tokens).numpy() for tokens in sequences]
+
+
+def logprobs_as_loaded(policy, path, sequences):
+    """What a policy says that has not been trained; what it exports is the checkpoint, bit for bit."""
+    from megatron_grpo.weights.reader import HfReader
+
+    read, exported = HfReader(path), dict(policy.named_weights())
+    assert exported.keys() == read.names
+    assert all(exported[name].dtype == read(name).dtype and torch.equal(exported[name], read(name)) for name in exported)
+    return policy.score_tokens(sequences)
+
+
+def score(rank, world, path, cfg, sequences):
+    return logprobs_as_loaded(cases.build(path, cfg, world), path, sequences)
+
+
+def score_and_train(rank, world, path, cfg, sequences, batches):
+    first = []
+    trained = cases.train(rank, world, path, cfg, batches, lambda policy: first.append(logprobs_as_loaded(policy, path, sequences)))
+    return first[0], trained
+
+
+@pytest.mark.parametrize(("name", "layout"), CASES, ids=[f"{name}, {layout}" for name, layout in CASES])
+def test_logprobs_gradients_and_exports_are_those_of_transformers(prepared, name, layout):
+    path, sequences, logprobs, batches, step = prepared(name)
+    where = cases.LAYOUTS[layout]
+    ranks = run_ranks(score_and_train, where.world_size, path, cases.settings(micro_batch_size=2, **where.settings), sequences, batches)
+    for found, trained in ranks:
+        assert max(np.abs(a - b).max() for a, b in zip(found, logprobs, strict=True)) < 1e-5
+        still = {name: value for name, value in trained.weights.items() if name.endswith("e_score_correction_bias")}
+        for bias, value in still.items():  # it is sampled with, and GRPO gives it no gradient
+            assert np.array_equal(value, load(path, bias))
+        moved = {name: value for name, value in trained.weights.items() if name not in still}
+        assert cases.distance(cases.Trained(trained.losses, trained.grad_norms, trained.gradients, moved), step).within()
+
+
+def load(path, name: str) -> np.ndarray:
+    from megatron_grpo.weights.reader import HfReader
+
+    return HfReader(path)(name).numpy()
+
+
+@pytest.mark.parametrize("rope", [YARN, LLAMA3, {"rope_type": "linear", "factor": 2.0}], ids=lambda rope: rope["rope_type"])
+def test_the_older_spelling_of_rope_scaling_means_the_same(tmp_path, rope):
+    path = write_tiny(tmp_path, "llama", rope_parameters={"rope_theta": 2e4, **rope}, std=0.1)
+    sequences = sequences_of(path)
+    logprobs = wanted(path, sequences)
+    file = Path(path) / "config.json"
+    config = json.loads(file.read_text())
+    given = config.pop("rope_parameters")
+    older = {"rope_theta": given.pop("rope_theta"), "rope_scaling": {"type": given.pop("rope_type"), **given}}
+    file.write_text(json.dumps(config | older))
+    (found,) = run_ranks(score, 1, path, cases.settings(), sequences)
+    assert max(np.abs(a - b).max() for a, b in zip(found, logprobs, strict=True)) < 1e-5
+
+
+@pytest.mark.parametrize("name", ["qwen3 tied", "deepseek_v3", "llama with all biases"])
+def test_bfloat16_is_as_near_to_float32_as_transformers_bfloat16_is(tmp_path, name):
+    family, changes, _ = MODELS[name]
+    path = write_tiny(tmp_path, family, layers=4, vocab=125, std=0.1, dtype="bfloat16", **changes)
+    sequences = sequences_of(path)
+    exact, theirs = (np.concatenate(wanted(path, sequences, dtype)) for dtype in ("float32", "bfloat16"))
+    cfg = cases.settings(torch_dtype="bfloat16", tensor_model_parallel_size=2, sequence_parallel=True)
+    found, _ = run_ranks(score, 2, path, cfg, sequences)
+    # Medians: a token that rounding sends to another expert is far off in both.
+    assert np.median(np.abs(np.concatenate(found) - exact)) < 1.5 * np.median(np.abs(theirs - exact))
+
+
+def test_a_bias_that_no_layer_holds_is_an_error(tmp_path):
+    path = write_tiny(tmp_path, "llama", attention_bias=True)
+
+    def lose(rank, world):
+        from megatron_grpo.policy import model
+
+        model.with_bias = lambda linear, bias: linear
+        with pytest.raises(ValueError, match=r"no Megatron module holds: .*linear_proj\.bias"):
+            cases.build(path, cases.settings(pipeline_model_parallel_size=2), world)
+
+    run_ranks(lose, 2)
