@@ -271,7 +271,7 @@ class _float32_means_float64:
 
 @contextlib.contextmanager
 def _router_losses(model):
-    """The sum of logsumexp(router logits)^2 over the tokens of every sequence that goes through, but for its last token: one entry a layer."""
+    """One entry a sequence and layer: the sum over its tokens, but for the last, of logsumexp(router logits)^2."""
     found = []
 
     def remember(router, inputs, output):

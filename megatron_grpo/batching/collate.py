@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
 
 from megatron_grpo.types import AnchoredSample, MicroBatch, Sample, Segment
+
+
+def padded_length(sample: Sample, align_sequence: int = 1) -> int:
+    """Tokens that a sample takes in the stream. Its last token predicts nothing, so it is not computed."""
+    return -(-(len(sample.token_ids) - 1) // align_sequence) * align_sequence
+
+
+def stream_length(samples: Sequence[Sample], *, align_sequence: int = 1, align_stream: int = 1) -> int:
+    """Tokens in the stream of one micro-batch."""
+    grain = math.lcm(align_sequence, align_stream)
+    return -(-sum(padded_length(sample, align_sequence) for sample in samples) // grain) * grain
 
 
 def collate(
@@ -16,31 +28,23 @@ def collate(
     trained_at: int,
     align_sequence: int = 1,
     align_stream: int = 1,
+    at_least: int = 0,
 ) -> MicroBatch:
     """Packs whole sequences end to end.
 
     weights: `u` of each sample, one entry per token. trained_at: the version whose gradient this is; a sample of that very version is
     on-policy and its old log-probs are NaN (the loss then takes the current ones). align_*: see `parallel.layout.sequence_alignment`;
-    padding goes behind a sequence, where causal attention cannot see it.
+    padding goes behind a sequence, where causal attention cannot see it, and behind the last one as a segment of its own. at_least: tokens
+    in the stream, itself aligned.
 
     Raises ValueError for a sample of an older version that carries no old log-probs: its ratio would be 1 where it is not.
     """
-    parts = []
-    offset = 0
+    total = max(stream_length(samples, align_sequence=align_sequence, align_stream=align_stream), at_least)
+    tokens, positions = np.zeros(total, dtype=np.int64), np.zeros(total, dtype=np.int64)
+    is_padding = np.ones(total, dtype=bool)
+    segments, columns, start = [], [], 0
     for index, (sample, weight) in enumerate(zip(samples, weights, strict=True)):
-        # The last token predicts nothing that is trained, so it is not computed.
-        length = len(sample.token_ids) - 1
-        padded = -(-length // align_sequence) * align_sequence
-        if index == len(samples) - 1:
-            while (offset + padded) % align_stream:
-                padded += align_sequence
-        parts.append((sample, weight, offset, length, padded))
-        offset += padded
-
-    tokens, positions = np.zeros(offset, dtype=np.int64), np.zeros(offset, dtype=np.int64)
-    is_padding = np.ones(offset, dtype=bool)
-    segments, columns = [], []
-    for index, (sample, weight, start, length, padded) in enumerate(parts):
+        length, padded = len(sample.token_ids) - 1, padded_length(sample, align_sequence)
         tokens[start : start + length] = sample.token_ids[:-1]
         is_padding[start : start + length] = False
         positions[start : start + padded] = np.arange(padded)
@@ -57,6 +61,10 @@ def collate(
                 _old_logprobs(sample, trained_at)[at],
             )
         )
+        start += padded
+    if start < total:
+        positions[start:] = np.arange(total - start)
+        segments.append(Segment(start=start, end=total))
     predict_at, targets, sequence, weight, advantage, sampler, old = (np.concatenate(column) for column in zip(*columns, strict=True))
     return MicroBatch(
         token_ids=tokens,

@@ -9,10 +9,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from megatron_grpo.batching.collate import collate
+from megatron_grpo.batching.collate import collate, padded_length, stream_length
 from megatron_grpo.batching.pack import pack
 from megatron_grpo.batching.timetable import Step
-from megatron_grpo.types import GlobalBatch, Sample
+from megatron_grpo.types import GlobalBatch, MicroBatch, Sample
 
 
 class TokenWeigher(Protocol):
@@ -34,6 +34,7 @@ class Cut:
     multiple: int = 1
     max_tokens: int | None = None  # None: micro_batch_size completions each, whatever their lengths
     even_length: float = math.inf
+    even_streams: bool = False  # the n-th micro-batches of all ranks are padded to one length
 
     @property
     def rows_per_slice(self) -> int:
@@ -63,16 +64,7 @@ def split(pending: Sequence[Sample], step: Step, weigh: TokenWeigher, cut: Cut) 
                     f"row {sample.row} of rollout {sample.rollout} is {step.index - sample.version} versions old; "
                     f"the timetable says {micro.staleness}"
                 )
-    micro_batches = [
-        collate(
-            [everyone[i] for i in rows],
-            [found.weights[i] for i in rows],
-            trained_at=step.index,
-            align_sequence=cut.align_sequence,
-            align_stream=cut.align_stream,
-        )
-        for rows in own_rows(everyone, cut)
-    ]
+    _, micro_batches = cut_up(everyone, found.weights, cut, trained_at=step.index)
     batch = GlobalBatch(
         micro_batches=tuple(micro_batches),
         num_sequences=found.num_sequences,
@@ -83,26 +75,48 @@ def split(pending: Sequence[Sample], step: Step, weigh: TokenWeigher, cut: Cut) 
     return batch, still_needed(pending, step, cut.rows_per_slice)
 
 
-def own_rows(samples: Sequence[Sample], cut: Cut) -> list[list[int]]:
-    """Which of the samples each micro-batch of this rank holds. Every rank gets as many micro-batches, a multiple of `cut.multiple`.
+def cut_up(
+    samples: Sequence[Sample], weights: Sequence[np.ndarray], cut: Cut, *, trained_at: int
+) -> tuple[list[list[int]], list[MicroBatch]]:
+    """This rank's micro-batches, and which of the samples each holds. Every rank gets as many, a multiple of `cut.multiple`.
 
     As the timetable has it: slices in order, each shared out in rank order. With a token budget: rearranged (`batching.pack`).
     ValueError where the samples do not come out even; `filled_up` sees to that where they need not be trained.
     """
+    align = {"align_sequence": cut.align_sequence, "align_stream": cut.align_stream}
+    everywhere = _rows(samples, cut)
+    mine = everywhere[cut.dp_rank]
+    longest = [0] * len(mine)
+    if cut.even_streams:
+        longest = [
+            max(stream_length([samples[i] for i in rows], **align) for rows in together) for together in zip(*everywhere, strict=True)
+        ]
+    return mine, [
+        collate([samples[i] for i in rows], [weights[i] for i in rows], trained_at=trained_at, at_least=at_least, **align)
+        for rows, at_least in zip(mine, longest, strict=True)
+    ]
+
+
+def _rows(samples: Sequence[Sample], cut: Cut) -> list[list[list[int]]]:
+    """[data-parallel rank][micro-batch] -> places in `samples`."""
     if cut.max_tokens is not None:
         # The stream is rounded up at its end: a budget that is a multiple of what it is rounded to is kept all the same.
         grain = math.lcm(cut.align_sequence, cut.align_stream)
-        budget = max(cut.max_tokens // grain * grain, grain)
-        lengths = [-(-(len(sample.token_ids) - 1) // cut.align_sequence) * cut.align_sequence for sample in samples]
-        return pack(lengths, max_tokens=budget, dp_size=cut.dp_size, multiple=cut.multiple, even_length=cut.even_length)[cut.dp_rank]
+        return pack(
+            [padded_length(sample, cut.align_sequence) for sample in samples],
+            max_tokens=max(cut.max_tokens // grain * grain, grain),
+            dp_size=cut.dp_size,
+            multiple=cut.multiple,
+            even_length=cut.even_length,
+        )
     if len(samples) % (cut.rows_per_slice * cut.multiple):
         raise ValueError(f"{len(samples)} samples are no multiple of {cut.rows_per_slice} x {cut.multiple}")
     rows = np.arange(len(samples)).reshape(-1, cut.dp_size, cut.micro_batch_size)
-    return rows[:, cut.dp_rank].tolist()
+    return rows.swapaxes(0, 1).tolist()
 
 
 def filled_up(samples: Sequence[Sample], cut: Cut) -> list[Sample]:
-    """The samples, and the first of them again until `own_rows` comes out even."""
+    """The samples, and the first of them again until `cut_up` comes out even."""
     unit = cut.rows_per_slice * cut.multiple
     return [*samples, *[samples[0]] * (-len(samples) % unit)]
 

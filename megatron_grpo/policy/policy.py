@@ -10,8 +10,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_grpo.batching.collate import collate
-from megatron_grpo.batching.split import Cut, filled_up, own_rows
+from megatron_grpo.batching.split import Cut, cut_up, filled_up
 from megatron_grpo.grpo.entropy import entropy_threshold
 from megatron_grpo.grpo.loss import GrpoLoss, LossInputs
 from megatron_grpo.grpo.metrics import combine, finish
@@ -54,6 +53,8 @@ class Policy:
             max_tokens=max_tokens_per_micro_batch,
             # Per token and layer: 24 hidden^2 operations in matrices, 2 * length * hidden in causal attention.
             even_length=12.0 * chunks[0].config.hidden_size,
+            # The all-gather dispatcher takes as many tokens from every expert-parallel rank.
+            even_streams=parallel.ep_size > 1 and chunks[0].config.moe_token_dispatcher_type == "allgather",
         )
 
     # ---- scoring -------------------------------------------------------------------------------------------------------------
@@ -66,8 +67,12 @@ class Policy:
         if not samples:
             return []
         filled = filled_up(samples, self.cut)
-        mine = own_rows(filled, self.cut)
-        micro_batches = [self._unweighted([filled[i] for i in rows]) for rows in mine]
+        mine, micro_batches = cut_up(
+            [dataclasses.replace(sample, version=0) for sample in filled],  # as if on-policy: no old log-probs are asked for
+            [np.zeros(len(sample.token_ids)) for sample in filled],
+            self.cut,
+            trained_at=0,
+        )
 
         def keep(batch: MicroBatch, local: LocalBatch, logprobs, entropy):
             return logprobs.sum() * 0.0, (batch, self._whole(batch, local, logprobs))
@@ -85,11 +90,6 @@ class Policy:
                 if i < len(samples):
                     scored[i][samples[i].loss_mask] = logprobs
         return scored
-
-    def _unweighted(self, samples: Sequence[Sample]) -> MicroBatch:
-        weights = [np.zeros(len(sample.token_ids)) for sample in samples]
-        as_on_policy = [dataclasses.replace(sample, version=0) for sample in samples]
-        return collate(as_on_policy, weights, trained_at=0, align_sequence=self.cut.align_sequence, align_stream=self.cut.align_stream)
 
     def _whole(self, batch: MicroBatch, local: LocalBatch, values: torch.Tensor) -> np.ndarray:
         """[c] on each context-parallel rank -> [C] on all of them."""
@@ -217,10 +217,18 @@ class Policy:
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(Hugging Face name, full tensor) of every weight, on every rank, as they are now."""
+        self._complete_weights()
         return self.exchange.named_weights(self.chunks)
+
+    def _complete_weights(self) -> None:
+        """With overlap_param_gather a step leaves each rank its own share of the new weights; the next forward would fetch the rest."""
+        for chunk in self.wrapped:
+            if chunk.ddp_config.overlap_param_gather:
+                chunk.start_param_sync(force_sync=True)
 
     def sharded_state_dict(self, *, is_loading: bool):
         """What a checkpoint holds of this policy; see `policy.sharded_state`."""
+        self._complete_weights()
         return sharded_state.sharded_state(self.wrapped, self.optimizer, self.scheduler, is_loading=is_loading)
 
     def load_sharded_state_dict(self, state) -> None:
