@@ -188,7 +188,7 @@ class GrpoConfig:
     exclude_dead_groups: bool = setting(False, "groups with equal rewards leave the denominator too")
     dynamic_sample: bool = setting(False, "replace groups with equal rewards by further prompts")
     max_resample_times: int = setting(3, "rounds of replacement", unit="rounds")
-    oversample_ratio: float = setting(1.0, "sample this many times the wanted groups and keep the first wanted ones")
+    oversample_ratio: float = setting(1.0, "sample this many times the wanted groups, and keep live ones before dead ones")
     rollout_importance_sampling_mode: str = setting("none", "correction for the engine mismatch",
                                                     choices=["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"])
     rollout_importance_sampling_threshold: float = setting(2.0, "upper bound of that correction")

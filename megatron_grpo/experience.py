@@ -6,14 +6,16 @@ Everything here is the same on every rank: each ends with the same list of sampl
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 
 import numpy as np
 
 from megatron_grpo.config import GrpoConfig
 from megatron_grpo.data.prompts import PromptStream
-from megatron_grpo.grpo.advantages import Advantages, advantages
+from megatron_grpo.grpo.advantages import Advantages, advantages, mean, rewards_per_func, total_rewards
 from megatron_grpo.metrics import Clock, Completions, rollout_stats
 from megatron_grpo.rollout.engine import RolloutEngine, SamplingSettings
 from megatron_grpo.types import Group, Prompt, Sample, ScoredGroup
@@ -27,13 +29,15 @@ class Harvest:
     """The scored groups of one rollout, in the order they are numbered; and what it took to get them."""
 
     scored: list[ScoredGroup]
-    num_prompts: int  # drawn from the stream
+    sampled: list[ScoredGroup]  # all that were sampled and scored, kept or not
     num_rounds: int  # 1, and one more for each time dead groups were replaced
-    num_dead_dropped: int
+    num_dead_dropped: int  # their prompts count as used
+    num_given_back: int  # prompts that will be asked again: more groups were alive than wanted
 
 
 def collect(
     take: Callable[[int], list[Prompt]],
+    give_back: Callable[[int], None],
     generate: Callable[[Sequence[Prompt]], list[Group]],
     judge: Judge,
     is_dead: Callable[[ScoredGroup], bool],
@@ -43,35 +47,44 @@ def collect(
     dynamic_sample: bool = False,
     max_resample_times: int = 3,
 ) -> Harvest:
-    """Samples and scores until there are `num_groups` groups to train on.
+    """Samples and scores until there are `num_groups` groups to train on. They keep the order of their prompts.
 
-    dynamic_sample: groups whose rewards are all equal are replaced by groups of further prompts, at most `max_resample_times` times (DAPO,
-    arXiv:2503.14476, section 3.2). A live group is never given up for another round; where live ones do not suffice, dead ones fill the
-    rollout, the oldest first. oversample_ratio: every round asks for this many times the prompts it needs; what is beyond `num_groups` is
-    cut, dead groups before live ones.
+    dynamic_sample: groups whose rewards are all equal are replaced by groups of further prompts, in at most `max_resample_times` rounds
+    (DAPO, arXiv:2503.14476, section 3.2). A live group is never given up for another round; where live ones do not suffice, dead ones fill
+    the rollout, the oldest first. oversample_ratio: every round asks for this many times the prompts it needs. What is beyond `num_groups`
+    is cut, dead groups before live ones; from the first live group that is cut on, prompts go back to the stream, so that they are asked
+    again by the next rollout: none that can teach something is lost.
     """
+    sampled: list[ScoredGroup] = []
     live: list[ScoredGroup] = []
     dead: list[ScoredGroup] = []
-    num_prompts = num_rounds = 0
+    num_rounds = 0
     while num_rounds == 0 or (dynamic_sample and len(live) < num_groups and num_rounds <= max_resample_times):
-        prompts = take(int(np.ceil((num_groups - len(live)) * oversample_ratio)))
-        for group in judge(generate(prompts)):
-            (dead if dynamic_sample and is_dead(group) else live).append(group)
-        num_prompts, num_rounds = num_prompts + len(prompts), num_rounds + 1
-    kept = [*live[:num_groups], *dead[: max(0, num_groups - len(live))]]
-    # Groups keep the order of their prompts, so that a rollout does not depend on the round in which a group was found.
-    kept.sort(key=lambda scored: scored.group.prompt.number)
-    return Harvest(
-        scored=kept, num_prompts=num_prompts, num_rounds=num_rounds, num_dead_dropped=max(0, len(dead) - max(0, num_groups - len(live)))
-    )
+        # Exact in decimals: 1.1 times 10 prompts are 11, not 12.
+        asked = math.ceil((num_groups - len(live)) * Fraction(str(oversample_ratio)))
+        found = judge(generate(take(asked)))
+        sampled += found
+        for group in found:
+            (dead if is_dead(group) else live).append(group)
+        num_rounds += 1
+    first_cut = _number(live[num_groups]) if len(live) > num_groups else _number(sampled[-1]) + 1
+    num_given_back = _number(sampled[-1]) + 1 - first_cut
+    give_back(num_given_back)
+    kept = sorted([*live[:num_groups], *dead[: max(0, num_groups - len(live))]], key=_number)
+    return Harvest(scored=kept, sampled=sampled, num_rounds=num_rounds, num_given_back=num_given_back,
+                   num_dead_dropped=len(sampled) - num_given_back - num_groups)  # fmt: skip
+
+
+def _number(scored: ScoredGroup) -> int:
+    return scored.group.prompt.number
 
 
 class Sampler:
     """Rollouts of one run: prompts in, samples with advantages out, and what there is to say about them."""
 
     def __init__(self, *, engine: RolloutEngine, sampling: SamplingSettings, prompts: PromptStream, judge: Judge,
-                 reward_names: Sequence[str], reward_weights: Sequence[float], kl_penalty: KlPenalty | None, completions: Completions, clock: Clock, cfg: GrpoConfig,
-                 num_groups: int, use_sampler_logprobs: bool, seed: int):
+                 reward_names: Sequence[str], reward_weights: Sequence[float], kl_penalty: KlPenalty | None, completions: Completions,
+                 clock: Clock, cfg: GrpoConfig, num_groups: int, use_sampler_logprobs: bool, seed: int):
         """judge: groups -> scored groups (collective). kl_penalty: samples -> [num_groups, G] to subtract from the rewards, or None.
         use_sampler_logprobs: stale samples take their ratio against the sampler's own log-probs (`--old_logprobs rollout`)."""
         self.engine, self.sampling, self.prompts, self.judge = engine, sampling, prompts, judge
@@ -84,6 +97,7 @@ class Sampler:
         cfg = self.cfg
         harvest = collect(
             self.prompts.take,
+            self.prompts.give_back,
             self._generate,
             self._judge,
             lambda scored: bool(advantages([scored], cfg, self.reward_weights).is_dead[0]),
@@ -103,11 +117,22 @@ class Sampler:
             samples = [sample.anchored(sample.sampler_logprobs, "rollout") for sample in samples]
         self.completions.write(number, harvest.scored, found)
         stats = rollout_stats(harvest.scored, found, self.reward_names)
-        if cfg.dynamic_sample:
-            stats |= {"dynamic_sample/rounds": harvest.num_rounds, "dynamic_sample/dead_groups_replaced": harvest.num_dead_dropped}
+        if cfg.dynamic_sample or cfg.oversample_ratio > 1:
+            stats |= self._selection_stats(harvest)
         if penalty is not None:
             stats["kl_in_reward"] = float(penalty.mean())
         return samples, stats
+
+    def _selection_stats(self, harvest: Harvest) -> dict[str, float]:
+        """What was kept is no fair sample of what the policy answers: `dynamic_sample/reward` is over all that was sampled."""
+        rewards = total_rewards(rewards_per_func([one.rewards for one in harvest.sampled], len(self.reward_weights)), self.reward_weights)
+        return {
+            "dynamic_sample/rounds": harvest.num_rounds,
+            "dynamic_sample/groups_sampled": len(harvest.sampled),
+            "dynamic_sample/dead_groups_replaced": harvest.num_dead_dropped,
+            "dynamic_sample/prompts_given_back": harvest.num_given_back,
+            "dynamic_sample/reward": mean(rewards).item(),
+        }
 
     def _generate(self, prompts: Sequence[Prompt]) -> list[Group]:
         with self.clock("rollout"):

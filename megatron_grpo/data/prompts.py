@@ -170,6 +170,10 @@ class PromptStream:
         self.taken += count
         return prompts
 
+    def give_back(self, count: int) -> None:
+        """The last `count` prompts were not used after all: they are the next ones again."""
+        self.taken -= count
+
     def state(self) -> dict[str, Any]:
         """All there is to know for going on from here, as JSON."""
         return {"taken": self.taken, "seed": self.seed, "shuffle": self.shuffle, "num_rows": len(self), "fingerprint": self._fingerprint()}

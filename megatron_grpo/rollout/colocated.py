@@ -21,12 +21,11 @@ import torch.distributed as dist
 from megatron_grpo.config import RolloutConfig
 from megatron_grpo.errors import ConfigError, Problem
 from megatron_grpo.rollout import vllm_patches
-from megatron_grpo.rollout.engine import Gather, SamplingSettings, WeightSyncError, prompt_seed
+from megatron_grpo.rollout.engine import NO_WEIGHTS, Gather, SamplingSettings, WeightSyncError, prompt_seed
 from megatron_grpo.rollout.exchange import gather_over_all_ranks, pack, unpack
 from megatron_grpo.rollout.vllm_options import CPU_BLOCK_SIZE, cpu_options, gpu_options, problem_of
 from megatron_grpo.types import Completion, Group, Prompt
 
-NO_WEIGHTS = -1
 PROBE_LENGTH = 2 * CPU_BLOCK_SIZE + 2  # tokens: two full blocks of the prefix cache, then the token that is read through it
 NUM_PROBES = 4
 

@@ -23,6 +23,7 @@ Gather = Callable[[Any], list[Any]]
 
 # Completion i of a prompt is drawn with the prompt's seed + i (vLLM's rule), so prompts are this far apart.
 SEEDS_PER_PROMPT = 1024
+NO_WEIGHTS = -1  # the version of an engine that holds none
 
 
 class WeightSyncError(RuntimeError):

@@ -160,3 +160,9 @@ def test_reward_metrics_by_hand():
             "rewards/format/std": 0.5773502691896258,
         }
     )
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "gdpo"])
+def test_a_function_of_weight_zero_brings_no_group_to_life(estimator):
+    watched = [[[1.0, 0.1], [1.0, 0.9]], [[1.0, 0.5], [0.0, 0.5]]]
+    assert of(watched, (1.0, 0.0), advantage_estimator=estimator).is_dead.tolist() == [True, False]

@@ -1,0 +1,207 @@
+"""Rollouts under dynamic sampling and over-sampling: what is asked, kept, given back; and what becomes of it as samples."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_grpo.config import GrpoConfig
+from megatron_grpo.experience import Sampler, collect
+from megatron_grpo.grpo.advantages import advantages
+from megatron_grpo.metrics import Clock, Completions
+from megatron_grpo.rollout.engine import SamplingSettings
+from megatron_grpo.rollout.scripted import ScriptedEngine
+from megatron_grpo.types import AnchoredSample, Completion, Prompt, ScoredGroup
+
+LIVE, DEAD = ((1.0,), (0.0,)), ((1.0,), (1.0,))
+
+
+class Stream:
+    """Numbered prompts without end, as far as `collect` and `Sampler` see the real stream."""
+
+    def __init__(self, taken: int = 0):
+        self.taken, self.asked = taken, []
+
+    def take(self, count):
+        self.asked.append(count)
+        self.taken += count
+        return [
+            Prompt(number=number, row=number, raw="", token_ids=(4, 5 + number), columns={})
+            for number in range(self.taken - count, self.taken)
+        ]
+
+    def give_back(self, count):
+        self.taken -= count
+
+
+def answer(prompt, place, version):
+    """Prompt 7's completion 1 is the tokens 71, 72, each of log-prob -0.5; it ran into the limit."""
+    return Completion(
+        token_ids=(10 * prompt.number + place, 10 * prompt.number + place + 1), logprobs=(-0.5, -0.5), text="",
+        finish_reason="length" if place else "stop",
+    )  # fmt: skip
+
+
+def harvest(stream, rewards, *, num_groups, config=None, **settings):
+    """`collect` on prompts whose groups get `rewards[number]`, by the package's own rule of what is dead."""
+    engine, weights = ScriptedEngine(answer), [1.0] * len(rewards[0][0])
+    return collect(
+        stream.take,
+        stream.give_back,
+        lambda prompts: engine.generate(prompts, SamplingSettings(n=2, max_completion_length=2), seed=0),
+        lambda groups: [ScoredGroup(group=group, rewards=rewards[group.prompt.number]) for group in groups],
+        lambda scored: bool(advantages([scored], config or GrpoConfig(), weights).is_dead[0]),
+        num_groups=num_groups,
+        **settings,
+    )
+
+
+def numbers(scored):
+    return [one.group.prompt.number for one in scored]
+
+
+def mixed(pattern: str):
+    """Rewards by prompt number, from a word such as "L..L": live or dead; dead for ever after."""
+    return {number: LIVE if number < len(pattern) and pattern[number] == "L" else DEAD for number in range(1000)}
+
+
+def test_dead_groups_are_replaced_by_further_prompts_and_no_live_one_is_given_up():
+    stream = Stream()
+    found = harvest(stream, mixed(".L.LLL..L"), num_groups=4, dynamic_sample=True)
+    assert stream.asked == [4, 2]  # two of the first four are dead
+    assert numbers(found.scored) == [1, 3, 4, 5]
+    assert (found.num_rounds, found.num_dead_dropped, found.num_given_back, stream.taken) == (2, 2, 0, 6)
+
+
+def test_after_the_last_round_the_oldest_dead_groups_fill_the_rollout():
+    stream = Stream()
+    found = harvest(stream, mixed("...L"), num_groups=3, dynamic_sample=True, max_resample_times=2)
+    assert stream.asked == [3, 3, 2]
+    assert numbers(found.scored) == [0, 1, 3]
+    assert (found.num_rounds, found.num_dead_dropped, stream.taken) == (3, 5, 8)
+
+
+def test_dead_groups_stay_where_nobody_asked_to_replace_them():
+    stream = Stream()
+    assert numbers(harvest(stream, mixed(".L"), num_groups=4).scored) == [0, 1, 2, 3]
+    assert stream.asked == [4]
+
+
+def test_oversampling_alone_prefers_live_groups_in_one_round():
+    stream = Stream()
+    found = harvest(stream, mixed(".L.L.."), num_groups=4, oversample_ratio=1.5)
+    assert stream.asked == [6]
+    assert numbers(found.scored) == [0, 1, 2, 3]  # both live ones, and the oldest dead ones
+    assert (found.num_rounds, found.num_dead_dropped, stream.taken) == (1, 2, 6)
+
+
+def test_prompts_from_the_first_live_group_that_is_cut_are_asked_again():
+    stream = Stream()
+    found = harvest(stream, mixed("L.LLL.L."), num_groups=3, oversample_ratio=2.5)
+    assert stream.asked == [8]
+    assert numbers(found.scored) == [0, 2, 3]
+    assert (found.num_given_back, found.num_dead_dropped, stream.taken) == (4, 1, 4)
+    assert numbers(found.sampled) == list(range(8))
+
+
+def test_the_share_of_further_prompts_is_exact_in_decimals():
+    stream = Stream()
+    harvest(stream, mixed("L" * 20), num_groups=10, oversample_ratio=1.1)
+    assert stream.asked == [11]  # 10 * 1.1 is 11.000000000000002 in binary
+
+
+def test_a_group_that_no_reward_function_applies_to_is_dead_and_so_is_one_with_a_single_judged_completion():
+    rewards = {0: ((None,), (None,)), 1: ((None,), (1.0,)), 2: LIVE, 3: LIVE, **{number: DEAD for number in range(4, 9)}}
+    assert numbers(harvest(Stream(), rewards, num_groups=2, dynamic_sample=True).scored) == [2, 3]
+
+
+def test_gdpo_calls_a_group_live_where_one_of_its_rewards_says_something():
+    """Equal totals, opposite rewards: nothing to learn for grpo, two things for gdpo."""
+    opposite = ((1.0, 0.0), (0.0, 1.0))
+    rewards = {0: opposite, 1: ((1.0, 0.0), (0.0, 0.0)), **{number: ((1.0, 1.0),) * 2 for number in range(2, 9)}}
+    for estimator, kept in (("grpo", [1]), ("gdpo", [0])):
+        config = GrpoConfig(advantage_estimator=estimator)
+        assert numbers(harvest(Stream(), rewards, num_groups=1, config=config, dynamic_sample=True).scored) == kept
+
+
+patterns = st.lists(st.booleans(), max_size=60)
+
+
+@given(patterns, st.integers(1, 7), st.sampled_from([1.0, 1.1, 1.5, 2.0, 3.0]), st.booleans(), st.integers(1, 4), st.integers(1, 6))
+def test_every_rollout_is_full_and_every_live_group_is_trained_exactly_once(alive, num_groups, ratio, dynamic, times, num_rollouts):
+    """Of the prompts that count as used, the live ones are exactly those that were trained: none is lost, none comes twice."""
+    rewards = mixed("".join("L" if one else "." for one in alive))
+    stream, trained = Stream(), []
+    for _ in range(num_rollouts):
+        stream.asked.clear()
+        start = stream.taken
+        found = harvest(stream, rewards, num_groups=num_groups, oversample_ratio=ratio, dynamic_sample=dynamic, max_resample_times=times)
+        kept = numbers(found.scored)
+        assert len(kept) == num_groups and kept == sorted(kept) and set(kept) <= set(range(start, stream.taken))
+        assert len(stream.asked) == found.num_rounds <= (1 + times if dynamic else 1)
+        assert stream.asked[0] == math.ceil(num_groups * Fraction(str(ratio)))
+        is_short = sum(rewards[number] is LIVE for number in kept) < num_groups
+        assert not (is_short and dynamic and found.num_rounds <= times), "stopped before the rounds were used up"
+        assert stream.taken - start == num_groups + found.num_dead_dropped
+        trained += kept
+    live = [number for number in range(stream.taken) if rewards[number] is LIVE]
+    assert [number for number in trained if rewards[number] is LIVE] == live
+    assert len(set(trained)) == len(trained)
+
+
+# ---- samples ---------------------------------------------------------------------------------------------------------------------------
+
+
+def rollout(rewards, tmp_path, *, num_groups=2, kl_penalty=None, use_sampler_logprobs=False, weights=(1.0,), number=0, **config):
+    stream = Stream()
+    sampler = Sampler(
+        engine=ScriptedEngine(answer), sampling=SamplingSettings(n=2, max_completion_length=2), prompts=stream,
+        judge=lambda groups: [ScoredGroup(group=group, rewards=rewards[group.prompt.number]) for group in groups],
+        reward_names=["r"], reward_weights=weights, kl_penalty=kl_penalty, completions=Completions(tmp_path, reward_names=["r"]),
+        clock=Clock(), cfg=GrpoConfig(**config), num_groups=num_groups, use_sampler_logprobs=use_sampler_logprobs, seed=0,
+    )  # fmt: skip
+    return sampler.rollout(number)
+
+
+def test_a_sample_is_its_prompt_and_completion_with_its_own_advantage(tmp_path):
+    samples, stats = rollout({0: LIVE, 1: DEAD}, tmp_path, number=5)
+    assert [(s.rollout, s.row, s.prompt_number) for s in samples] == [(5, 0, 0), (5, 1, 0), (5, 2, 1), (5, 3, 1)]
+    second = samples[3]
+    assert second.token_ids.tolist() == [4, 6, 11, 12] and second.loss_mask.tolist() == [False, False, True, True]
+    assert second.sampler_logprobs.tolist() == [0, 0, -0.5, -0.5]
+    assert [s.is_truncated for s in samples] == [False, True, False, True]
+    assert [s.is_dead for s in samples] == [False, False, True, True]
+    assert [s.advantage for s in samples] == pytest.approx([0.5 / (0.5**0.5 + 1e-4), -0.5 / (0.5**0.5 + 1e-4), 0, 0])
+    assert not any(isinstance(s, AnchoredSample) for s in samples)
+    assert "dynamic_sample/rounds" not in stats
+
+
+def test_a_completion_without_a_reward_trains_nothing_and_moves_no_mean(tmp_path):
+    samples, stats = rollout({0: ((None,), (None,)), 1: LIVE}, tmp_path)
+    assert [s.advantage for s in samples[:2]] == [0.0, 0.0] and samples[0].is_dead
+    assert stats["reward"] == 0.5
+
+
+def test_samplers_log_probs_are_old_log_probs_where_they_are_asked_for(tmp_path):
+    samples, _ = rollout({0: LIVE, 1: DEAD}, tmp_path, use_sampler_logprobs=True)
+    assert all(s.anchored_by == "rollout" and s.old_logprobs.tolist() == s.sampler_logprobs.tolist() for s in samples)
+
+
+def test_a_kl_penalty_is_subtracted_before_the_baseline(tmp_path):
+    penalty = np.array([0.25, 0.0, 0.5, 0.0])
+    settings = dict(scale_rewards="none", beta=1.0, kl_in_reward=True)
+    samples, stats = rollout({0: LIVE, 1: DEAD}, tmp_path, kl_penalty=lambda samples: penalty, **settings)
+    assert [s.advantage for s in samples] == pytest.approx([0.375, -0.375, -0.25, 0.25])
+    assert stats["kl_in_reward"] == pytest.approx(0.1875) and stats["reward"] == 0.75
+
+
+def test_the_mean_reward_of_all_that_was_sampled_is_told_beside_that_of_what_was_kept(tmp_path):
+    """Kept: prompts 2 and 3, reward 0.5 each. Sampled: those, and two dead groups of reward 1."""
+    _, stats = rollout({0: DEAD, 1: DEAD, 2: LIVE, 3: LIVE}, tmp_path, dynamic_sample=True)
+    assert (stats["reward"], stats["dynamic_sample/reward"]) == (0.5, 0.75)
+    assert [stats[f"dynamic_sample/{name}"] for name in ("rounds", "groups_sampled", "dead_groups_replaced")] == [2, 4, 2]
