@@ -46,6 +46,15 @@ def test_the_next_epoch_fills_a_rollout_that_straddles_the_end(ten):
     assert Counter(prompt.row for rollout in rollouts for prompt in rollout) == Counter({row: 2 for row in range(10)})
 
 
+def test_prompts_given_back_come_next_also_across_the_end_of_an_epoch(ten):
+    source = stream(ten)
+    source.take(6)
+    first = source.take(8)
+    source.give_back(5)
+    assert source.state()["taken"] == 9
+    assert [(prompt.number, prompt.row) for prompt in source.take(5)] == [(prompt.number, prompt.row) for prompt in first[3:]]
+
+
 def test_order_depends_on_seed_and_epoch_alone(ten):
     whole = [prompt.row for prompt in stream(ten).take(30)]
     source = stream(ten)
