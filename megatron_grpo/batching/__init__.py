@@ -1,1 +1,1 @@
-"""How samples become global batches and micro-batches: sizes, the timetable, the split over ranks. Pure; no process group, no torch in sizes."""
+"""How samples become global batches and micro-batches: sizes, timetable, split over ranks. Pure: no process group."""

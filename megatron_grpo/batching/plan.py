@@ -36,7 +36,9 @@ class BatchPlan:
     old_logprobs: str = "auto"
 
     @classmethod
-    def from_config(cls, cfg: Config, *, num_layers: int | None = None, num_experts: int | None = None, model: Model | None = None) -> BatchPlan:
+    def from_config(
+        cls, cfg: Config, *, num_layers: int | None = None, num_experts: int | None = None, model: Model | None = None
+    ) -> BatchPlan:
         """The plan of a configuration. Pass what is known of the model (num_experts 0: it is dense), or all of it as `model`.
 
         Raises ConfigError with every size that does not fit and the nearest values that do.
@@ -53,9 +55,21 @@ class BatchPlan:
     def of(cls, inputs: Inputs, *, old_logprobs: str = "auto") -> BatchPlan:
         """From inputs that break no rule."""
         v, d = inputs.values, derive(inputs)
-        return cls(world_size=v[WORLD], tp=v[TP], pp=v[PP], vpp=v[VPP], cp=v[CP], ep=v[EP], etp=v[ETP], micro_batch_size=d.micro.whole(),
-                   global_batch_size=d.global_batch.whole(), generation_batch_size=d.generation.whole(), num_generations=d.group,
-                   num_iterations=d.passes, old_logprobs=old_logprobs)
+        return cls(
+            world_size=v[WORLD],
+            tp=v[TP],
+            pp=v[PP],
+            vpp=v[VPP],
+            cp=v[CP],
+            ep=v[EP],
+            etp=v[ETP],
+            micro_batch_size=d.micro.whole(),
+            global_batch_size=d.global_batch.whole(),
+            generation_batch_size=d.generation.whole(),
+            num_generations=d.group,
+            num_iterations=d.passes,
+            old_logprobs=old_logprobs,
+        )
 
     @property
     def dp_size(self) -> int:
@@ -118,8 +132,13 @@ def size_problems(cfg: Config, model: Model | None = None, *, others_pass: bool 
             near = {flag: nearest(inputs, flag) for flag in flags if flag in inputs.values and _changeable(flag, cfg)}
         offered = {names[flag]: values for flag, values in near.items() if values and flag in blamed}
         rest = {names[flag]: values for flag, values in near.items() if values and flag not in blamed and flag in _SAYABLE}
-        problems.append(Problem(flags=tuple(names.get(flag, flag) for flag in blamed), nearest=offered,
-                                message=_sentence(_rename(rule.text(), cfg), offered or rest)))
+        problems.append(
+            Problem(
+                flags=tuple(names.get(flag, flag) for flag in blamed),
+                nearest=offered,
+                message=_sentence(_rename(rule.text(), cfg), offered or rest),
+            )
+        )
     return problems
 
 
@@ -148,14 +167,21 @@ def _sentence(core: str, near: dict[str, Sequence[int]]) -> str:
 
 def settle(cfg: Config, plan: BatchPlan) -> None:
     """Write the derived sizes into the configuration, so that what a run records is complete and native."""
-    values = {"micro_batch_size": plan.micro_batch_size, "global_batch_size": plan.global_batch_size,
-              "gradient_accumulation_steps": plan.gradient_accumulation_steps, "generation_batch_size": plan.generation_batch_size,
-              "num_generations": plan.num_generations, "num_iterations": plan.num_iterations}
+    values = {
+        "micro_batch_size": plan.micro_batch_size,
+        "global_batch_size": plan.global_batch_size,
+        "gradient_accumulation_steps": plan.gradient_accumulation_steps,
+        "generation_batch_size": plan.generation_batch_size,
+        "num_generations": plan.num_generations,
+        "num_iterations": plan.num_iterations,
+    }
     if isinstance(plan.steps_per_generation, int):  # a fraction follows from the other sizes and could not be typed
         values["steps_per_generation"] = plan.steps_per_generation
     sources = dict(cfg.sources)
     for name, value in values.items():
-        if name not in cfg.foreign and getattr(cfg.batch, name) != value:
-            sources[name] = f"derived from the {cfg.plan.dialect} sizes" if cfg.foreign else "derived from the other sizes"
+        if cfg.foreign:
+            sources[name] = f"derived from the {cfg.plan.dialect} sizes"
+        elif getattr(cfg.batch, name) != value:
+            sources[name] = "derived from the other sizes"
         setattr(cfg.batch, name, value)
     cfg.sources = sources

@@ -22,8 +22,12 @@ NO_GROUP_NEEDED = ("reinforce_plus_plus",)  # its baseline is the mean of the wh
 # What a size is made of: the product of the values of these flags.
 Product = Sequence[str]
 NATIVE: Mapping[str, Product] = {
-    "micro": ("micro_batch_size",), "global": ("global_batch_size",), "accumulation": ("gradient_accumulation_steps",),
-    "generation": ("generation_batch_size",), "steps": ("steps_per_generation",), "group": ("num_generations",),
+    "micro": ("micro_batch_size",),
+    "global": ("global_batch_size",),
+    "accumulation": ("gradient_accumulation_steps",),
+    "generation": ("generation_batch_size",),
+    "steps": ("steps_per_generation",),
+    "group": ("num_generations",),
     "passes": ("num_iterations",),
 }
 DEFAULT_GLOBAL_BATCH_SIZE = 16
@@ -54,8 +58,15 @@ class Inputs:
     model: Model
 
     def with_value(self, flag: str, value: int) -> Inputs:
-        return Inputs(values={**self.values, flag: value}, products=self.products, typed=self.typed | {flag}, aligned=self.aligned,
-                      needs_group=self.needs_group, sequence_parallel=self.sequence_parallel, model=self.model)
+        return Inputs(
+            values={**self.values, flag: value},
+            products=self.products,
+            typed=self.typed | {flag},
+            aligned=self.aligned,
+            needs_group=self.needs_group,
+            sequence_parallel=self.sequence_parallel,
+            model=self.model,
+        )
 
     def given(self, size: str) -> bool:
         return all(self.values.get(flag) is not None for flag in self.products.get(size, ("absent",)))
@@ -112,9 +123,15 @@ def inputs_of(cfg: Config, products: Mapping[str, Product] | None = None, model:
         values[micro] = 1
     if products is NATIVE and values["generation_batch_size"] is None and values["steps_per_generation"] is None:
         values["steps_per_generation"] = 1
-    return Inputs(values=values, products=products, typed=frozenset(typed), aligned=not cfg.batch.allow_unaligned_generation,
-                  needs_group=cfg.grpo.advantage_estimator not in NO_GROUP_NEEDED, sequence_parallel=cfg.parallel.sequence_parallel,
-                  model=model or Model())
+    return Inputs(
+        values=values,
+        products=products,
+        typed=frozenset(typed),
+        aligned=not cfg.batch.allow_unaligned_generation,
+        needs_group=cfg.grpo.advantage_estimator not in NO_GROUP_NEEDED,
+        sequence_parallel=cfg.parallel.sequence_parallel,
+        model=model or Model(),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +183,18 @@ def derive(inputs: Inputs) -> Derived:
     else:
         steps = inputs.product("steps") if inputs.given("steps") else 1
         generation = Fraction(global_batch.top * steps, global_batch.bottom)
-    accumulation = Fraction(inputs.product("accumulation")) if inputs.given("accumulation") else \
-        Fraction(global_batch.top * unit.bottom, global_batch.bottom * unit.top)
-    return Derived(ranks_per_replica=replica, unit=unit, micro=micro, global_batch=global_batch, generation=generation,
-                   accumulation=accumulation, group=inputs.product("group"), passes=inputs.product("passes"))
+    accumulation = (
+        Fraction(inputs.product("accumulation"))
+        if inputs.given("accumulation")
+        else Fraction(global_batch.top * unit.bottom, global_batch.bottom * unit.top)
+    )
+    return Derived(
+        ranks_per_replica=replica,
+        unit=unit,
+        micro=micro,
+        global_batch=global_batch,
+        generation=generation,
+        accumulation=accumulation,
+        group=inputs.product("group"),
+        passes=inputs.product("passes"),
+    )

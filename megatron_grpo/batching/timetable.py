@@ -59,8 +59,9 @@ class Timetable:
     num_steps: int | None = None
 
     @classmethod
-    def of_length(cls, plan: BatchPlan, *, max_steps: int | None = None, num_train_epochs: float | None = None,
-                  num_prompts: int | None = None) -> Timetable:
+    def of_length(
+        cls, plan: BatchPlan, *, max_steps: int | None = None, num_train_epochs: float | None = None, num_prompts: int | None = None
+    ) -> Timetable:
         """The timetable of a run: `max_steps` optimizer steps, or else so many passes (default 1) over `num_prompts` prompts.
 
         Epochs are rounded up to whole optimizer steps: the run ends with the step in which the last of those prompts has been trained
@@ -80,9 +81,17 @@ class Timetable:
         pass_index, slice_index = divmod(s % (w * mu), w)
         sampled_by = self.version_of(rollout)
         size = plan.completions_per_micro_step
-        return MicroStep(micro_step=s, optimizer_step=step, rollout=rollout, pass_index=pass_index, slice_index=slice_index,
-                         rows=(slice_index * size, (slice_index + 1) * size), sampled_by_version=sampled_by, staleness=step - sampled_by,
-                         old_logprobs=self._label(step - sampled_by, pass_index))
+        return MicroStep(
+            micro_step=s,
+            optimizer_step=step,
+            rollout=rollout,
+            pass_index=pass_index,
+            slice_index=slice_index,
+            rows=(slice_index * size, (slice_index + 1) * size),
+            sampled_by_version=sampled_by,
+            staleness=step - sampled_by,
+            old_logprobs=self._label(step - sampled_by, pass_index),
+        )
 
     def _label(self, staleness: int, pass_index: int) -> Label:
         if staleness == 0:
@@ -126,14 +135,35 @@ class Timetable:
         trained = tuple(dict.fromkeys((m.rollout, m.slice_index) for m in micro_steps))
         final = None if self.num_steps is None else self.num_steps - 1
         anchors = tuple((r, j) for r in new for j in range(w) if self.needs_anchor(r, j))
-        keeps = [] if plan.old_logprobs == "rollout" else [
-            (m.rollout, m.slice_index) for m in micro_steps
-            if m.pass_index == 0 and m.staleness == 0 and self._is_used_in(range(k + 1, (final if final is not None else 1 << 62) + 1), m)]
-        last_use = tuple((r, j) for r, j in trained if k == final or self._step_of_use(r, mu - 1, j) == k
-                         or (final is not None and not self._uses_in(range(k + 1, final + 1), r, j)))
+        keeps = (
+            []
+            if plan.old_logprobs == "rollout"
+            else [
+                (m.rollout, m.slice_index)
+                for m in micro_steps
+                if m.pass_index == 0
+                and m.staleness == 0
+                and self._is_used_in(range(k + 1, (final if final is not None else 1 << 62) + 1), m)
+            ]
+        )
+        last_use = tuple(
+            (r, j)
+            for r, j in trained
+            if k == final
+            or self._step_of_use(r, mu - 1, j) == k
+            or (final is not None and not self._uses_in(range(k + 1, final + 1), r, j))
+        )
         has_next = self.num_steps is None or k + 1 < self.num_steps
-        return Step(index=k, new_rollouts=new, num_prompts=len(new) * plan.num_rollout_prompts, micro_steps=micro_steps, anchors=anchors,
-                    keeps=tuple(keeps), last_use=last_use, next_samples=has_next and len(self.new_rollouts(k + 1)) > 0)
+        return Step(
+            index=k,
+            new_rollouts=new,
+            num_prompts=len(new) * plan.num_rollout_prompts,
+            micro_steps=micro_steps,
+            anchors=anchors,
+            keeps=tuple(keeps),
+            last_use=last_use,
+            next_samples=has_next and len(self.new_rollouts(k + 1)) > 0,
+        )
 
     def _is_used_in(self, steps: range, m: MicroStep) -> bool:
         return self._uses_in(steps, m.rollout, m.slice_index)

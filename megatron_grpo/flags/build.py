@@ -169,8 +169,11 @@ class _Builder:
             for name, value in self.dialect.implies.items():
                 setattr(getattr(config, table()[name].group), name, value)
                 self.sources.setdefault(name, f"implied by the {self.dialect.name} dialect")
-            self.foreign = {name: setting.default for name, setting in self.dialect.settings.items()
-                            if setting.default is not None and setting.group == "foreign"} | self.foreign
+            self.foreign = {
+                name: setting.default
+                for name, setting in self.dialect.settings.items()
+                if setting.default is not None and setting.group == "foreign"
+            } | self.foreign
         parallel = config.parallel
         if parallel.world_size is None and ("shell", "$NPROC_PER_NODE") in self.seen:
             source, per_node = self.seen[("shell", "$NPROC_PER_NODE")]
@@ -179,9 +182,14 @@ class _Builder:
         if launcher_world_size is not None:
             if parallel.world_size not in (None, launcher_world_size):
                 name = self.typed.get("world_size", "world_size")
-                problems.append(Problem(
-                    flags=(name,), nearest={name: [launcher_world_size]}, message=f"{name} ({parallel.world_size}) differs from the number "
-                    f"of ranks that the launcher started ({launcher_world_size}). Leave {name} out."))
+                problems.append(
+                    Problem(
+                        flags=(name,),
+                        nearest={name: [launcher_world_size]},
+                        message=f"{name} ({parallel.world_size}) differs from the number "
+                        f"of ranks that the launcher started ({launcher_world_size}). Leave {name} out.",
+                    )
+                )
                 self.parsed.unreadable.add("world_size")
             parallel.world_size = launcher_world_size
             self.sources["world_size"] = "launcher"
@@ -192,8 +200,13 @@ class _Builder:
             dtype = "bfloat16" if model.bf16 else "float32"
             if self.sources.get("torch_dtype") and model.torch_dtype != dtype:
                 name = self.typed.get("torch_dtype", "torch_dtype")
-                problems.append(Problem(flags=("bf16", name), message=f"bf16 ({str(model.bf16).lower()}) means {dtype}, but {name} is "
-                                        f"{model.torch_dtype}. Keep one of them.", nearest={name: [dtype]}))
+                problems.append(
+                    Problem(
+                        flags=("bf16", name),
+                        message=f"bf16 ({str(model.bf16).lower()}) means {dtype}, but {name} is {model.torch_dtype}. Keep one of them.",
+                        nearest={name: [dtype]},
+                    )
+                )
             model.torch_dtype = dtype
             self.sources["torch_dtype"] = "derived from bf16"
         for name in table():

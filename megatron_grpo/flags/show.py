@@ -22,10 +22,16 @@ def print_overview(commands: Mapping[str, Callable]) -> None:
 def print_help(command: str, function: Callable) -> None:
     """Every setting by group: name, type, unit, default and one line of help."""
     titles = {f.name: (f.default_factory.__doc__ or "").strip() for f in fields(Config) if f.name not in ("sources", "typed", "foreign")}
-    lines = [f"usage: megatron-grpo {command} [--config file.yaml ...] [--name value ...]", "", (function.__doc__ or "").strip(), "",
-             "Names may be written with - or _; the command line wins over files, and a later file over an earlier one.", "",
-             "  --config FILE ...         YAML, flat or in sections, or a launch script; the same names as below",
-             "  --print_config            show every value and where it came from, and stop"]
+    lines = [
+        f"usage: megatron-grpo {command} [--config file.yaml ...] [--name value ...]",
+        "",
+        (function.__doc__ or "").strip(),
+        "",
+        "Names may be written with - or _; the command line wins over files, and a later file over an earlier one.",
+        "",
+        "  --config FILE ...         YAML, flat or in sections, or a launch script; the same names as below",
+        "  --print_config            show every value and where it came from, and stop",
+    ]
     group = None
     for setting in table().values():
         if setting.group != group:
@@ -71,7 +77,7 @@ def print_config(cfg: Config) -> None:
             style = "dim" if source == "default" else "cyan" if source.startswith(("derived", "implied", "launcher")) else "green"
             out.add_row(f"  {name}", _plain(value), source, style=style)
     for name, value in cfg.foreign.items():
-        out.add_row(f"  {name} ({cfg.plan.dialect})", _plain(value), cfg.sources.get(name, "default"))
+        out.add_row(f"  {name} ({cfg.plan.dialect})", _plain(value), "as typed" if name in cfg.typed else "default")
     console.print(out)
 
 

@@ -59,9 +59,19 @@ def table() -> Mapping[str, Setting]:
             kind = f.type.removeprefix("list[").removesuffix("| None").strip().removesuffix("]")
             default = f.default_factory() if f.default is MISSING else f.default
             meta = f.metadata
-            rows[f.name] = Setting(name=f.name, group=section.name, kind=kind, default=default, is_list=is_list, optional=optional,
-                                   unit=meta["unit"], help=meta["help"], choices=meta["choices"], aliases=meta["aliases"],
-                                   refused=meta["refused"])
+            rows[f.name] = Setting(
+                name=f.name,
+                group=section.name,
+                kind=kind,
+                default=default,
+                is_list=is_list,
+                optional=optional,
+                unit=meta["unit"],
+                help=meta["help"],
+                choices=meta["choices"],
+                aliases=meta["aliases"],
+                refused=meta["refused"],
+            )
     return rows
 
 

@@ -19,6 +19,17 @@ def as_yaml(cfg: Config) -> str:
         group: {name: value for name, value in vars(section).items() if not cfg.sources.get(name, "").startswith(_NOT_WRITTEN)}
         for group, section in cfg.groups().items()
     }
+    if cfg.foreign:  # typed in another system's vocabulary: the file speaks the native one
+        sections["plan"]["dialect"] = None
+        names = (
+            "micro_batch_size",
+            "global_batch_size",
+            "generation_batch_size",
+            "num_generations",
+            "num_iterations",
+            "allow_unaligned_generation",
+        )
+        sections["batch"] |= {name: getattr(cfg.batch, name) for name in names}
     return yaml.safe_dump(sections, sort_keys=False, allow_unicode=True)
 
 

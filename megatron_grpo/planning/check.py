@@ -61,14 +61,20 @@ def _settings_problems(parsed: Parsed, shape: ModelShape | None) -> list[Problem
 
 
 def _in_typed_names(cfg: Config, problem: Problem) -> Problem:
-    return Problem(flags=tuple(cfg.typed.get(flag, flag) for flag in problem.flags), message=problem.message,
-                   nearest={cfg.typed.get(flag, flag): values for flag, values in problem.nearest.items()})
+    return Problem(
+        flags=tuple(cfg.typed.get(flag, flag) for flag in problem.flags),
+        message=problem.message,
+        nearest={cfg.typed.get(flag, flag): values for flag, values in problem.nearest.items()},
+    )
 
 
 def _with_proven_values(problem: Problem, parsed: Parsed, shape: ModelShape | None, model: Model) -> Problem:
     """The problem with those of its nearest values with which, when only they are changed, everything passes."""
-    proven = {flag: good for flag, values in problem.nearest.items()
-              if (good := [value for value in values if _passes_with(flag, value, parsed, shape, model)])}
+    proven = {
+        flag: good
+        for flag, values in problem.nearest.items()
+        if (good := [value for value in values if _passes_with(flag, value, parsed, shape, model)])
+    }
     return Problem(flags=problem.flags, message=problem.message, nearest=proven)
 
 

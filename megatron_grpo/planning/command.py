@@ -19,7 +19,6 @@ from megatron_grpo.planning.facts import bubble_fraction, native_flags
 from megatron_grpo.planning.output import errors_object, write_plan
 from megatron_grpo.planning.warnings import warnings_of
 
-
 MOST_SAVED = 20_000  # micro-steps in the plan.json of a run
 
 
@@ -37,12 +36,16 @@ class Plan:
     def rest(self) -> dict[str, Any]:
         """The part of the JSON object after the timetable."""
         plan, cfg = self.checked.plan, self.checked.config
-        return {"pipeline": {"bubble_fraction": bubble_fraction(plan)}, "memory": self.memory, "cost": self.cost,
-                "native_flags": native_flags(cfg, plan), "warnings": self.warnings}
+        return {
+            "pipeline": {"bubble_fraction": bubble_fraction(plan)},
+            "memory": self.memory,
+            "cost": self.cost,
+            "native_flags": native_flags(cfg, plan),
+            "warnings": self.warnings,
+        }
 
     def write_json(self, write: Any, *, num_rollouts: int | None = None) -> None:
         write_plan(write, self.checked.plan, num_rollouts=num_rollouts or self.checked.config.plan.plan_rollouts, rest=self.rest())
-
 
     def save(self, path: Path) -> None:
         """The JSON object of the whole run, or of its first MOST_SAVED micro-steps' rollouts where it is longer; whole or not at all."""
@@ -80,8 +83,14 @@ def make_plan(checked: Checked, *, num_prompts: int | None = None) -> Plan:
 
         cost = estimate_cost(checked.shape, plan, cfg, lengths)
         memory = estimate_memory(checked.shape, plan, cfg, lengths) if checked.shape is not None else None
-    return Plan(checked=checked, timetable=timetable, num_prompts=num_prompts, memory=memory, cost=cost,
-                warnings=warnings_of(checked, timetable, memory))
+    return Plan(
+        checked=checked,
+        timetable=timetable,
+        num_prompts=num_prompts,
+        memory=memory,
+        cost=cost,
+        warnings=warnings_of(checked, timetable, memory),
+    )
 
 
 def run_plan(argv: Sequence[str], *, launcher_world_size: int | None = None) -> int:

@@ -55,13 +55,25 @@ def _flops(shape: ModelShape, plan: BatchPlan, cfg: Config, lengths: Lengths | N
     recomputed = summary["slices_recomputed"] / summary["slices_total"]
     passes = plan.num_iterations * rows
     recompute = forward if cfg.model.recompute_granularity == "full" else 0
-    phases = {"rollout": (prompts if shares_prompts else rows) * prefill + rows * decode, "old_logprobs": round(rows * recomputed * forward),
-              "reference_logprobs": rows * forward if cfg.grpo.beta > 0 else 0, "training": passes * (3 * forward + recompute)}
+    phases = {
+        "rollout": (prompts if shares_prompts else rows) * prefill + rows * decode,
+        "old_logprobs": round(rows * recomputed * forward),
+        "reference_logprobs": rows * forward if cfg.grpo.beta > 0 else 0,
+        "training": passes * (3 * forward + recompute),
+    }
     parameters = num_parameters(shape)
-    return {"parameters": parameters, "active_parameters": num_parameters(shape, active_only=True),
-            "tokens_per_rollout": rows * (prompt + completion), "flops_per_rollout": phases, "flops_per_rollout_total": sum(phases.values()),
-            "weight_push_bytes": parameters * BYTES[cfg.model.torch_dtype],
-            "assumptions": [f"every sequence has {prompt} + {completion} tokens (" + ("the mean of the file of lengths)" if lengths else
-                            "the longest that the settings allow)"), "matrix products alone, 2 FLOPs each; causal attention at half of its square; "
-                            "a backward is twice a forward", "per rollout, over all ranks; the output layer at completion positions only",
-                            "rollout: prompts are computed once per group" if shares_prompts else "rollout: prompts are computed once per completion"]}
+    return {
+        "parameters": parameters,
+        "active_parameters": num_parameters(shape, active_only=True),
+        "tokens_per_rollout": rows * (prompt + completion),
+        "flops_per_rollout": phases,
+        "flops_per_rollout_total": sum(phases.values()),
+        "weight_push_bytes": parameters * BYTES[cfg.model.torch_dtype],
+        "assumptions": [
+            f"every sequence has {prompt} + {completion} tokens ("
+            + ("the mean of the file of lengths)" if lengths else "the longest that the settings allow)"),
+            "matrix products alone, 2 FLOPs each; causal attention at half of its square; a backward is twice a forward",
+            "per rollout, over all ranks; the output layer at completion positions only",
+            "rollout: prompts are computed once per group" if shares_prompts else "rollout: prompts are computed once per completion",
+        ],
+    }

@@ -33,8 +33,14 @@ def bubble_fraction(plan: BatchPlan) -> float:
 def native_flags(cfg: Config, plan: BatchPlan) -> str:
     """The command line that says the same without a dialect and without defaults that may change."""
     words = ["--world_size", str(plan.world_size)]
-    sizes = {"tensor_model_parallel_size": plan.tp, "pipeline_model_parallel_size": plan.pp, "virtual_pipeline_model_parallel_size": plan.vpp,
-             "context_parallel_size": plan.cp, "expert_model_parallel_size": plan.ep, "expert_tensor_parallel_size": plan.etp}
+    sizes = {
+        "tensor_model_parallel_size": plan.tp,
+        "pipeline_model_parallel_size": plan.pp,
+        "virtual_pipeline_model_parallel_size": plan.vpp,
+        "context_parallel_size": plan.cp,
+        "expert_model_parallel_size": plan.ep,
+        "expert_tensor_parallel_size": plan.etp,
+    }
     for name, value in sizes.items():
         if value not in (None, 1):
             words += [f"--{name}", str(value)]
@@ -46,7 +52,11 @@ def native_flags(cfg: Config, plan: BatchPlan) -> str:
         words += ["--old_logprobs", cfg.batch.old_logprobs]
     for setting in table().values():
         source = cfg.sources.get(setting.name, "default")
-        if setting.group in ("batch", "plan") or setting.name in ("world_size", *sizes) or source.startswith(("default", "derived", "implied")):
+        if (
+            setting.group in ("batch", "plan")
+            or setting.name in ("world_size", *sizes)
+            or source.startswith(("default", "derived", "implied"))
+        ):
             continue
         value = getattr(getattr(cfg, setting.group), setting.name)
         values = value if isinstance(value, list) else [value]

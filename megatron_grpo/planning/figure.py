@@ -99,8 +99,10 @@ def draw(plan: BatchPlan, num_rollouts: int, *, width: int = 80) -> list[Text]:
     right = 9 + 13 + max(len(f"rollout {num_rollouts - 1}"), 14) + 2
     ranks = shown_ranks(plan.dp_size, max(1, (width - left - right) // widest))
     heads = "".join(("…" if rank is None else str(rank)).rjust(widest) for rank in ranks)
-    lines = [Text(f"{'optimizer':<{left - 7}}{'micro-':>6} {'DP rank':>{min(7, len(heads))}}".ljust(left + len(heads)) + "  old", style="bold"),
-             Text(f"{'step':<{left - 7}}{'step':>6} {heads}  stale log-probs     rollout", style="bold")]
+    lines = [
+        Text(f"{'optimizer':<{left - 7}}{'micro-':>6} {'DP rank':>{min(7, len(heads))}}".ljust(left + len(heads)) + "  old", style="bold"),
+        Text(f"{'step':<{left - 7}}{'step':>6} {heads}  stale log-probs     rollout", style="bold"),
+    ]
     for index, row in enumerate(rows):
         if isinstance(row, Gap):
             more = f"  … {len(row.micro_steps):,} more, to {row.micro_steps[-1]}"[: len(heads) + 6 + 13 + 1]
@@ -110,7 +112,9 @@ def draw(plan: BatchPlan, num_rollouts: int, *, width: int = 80) -> list[Text]:
     return lines
 
 
-def _line(plan: BatchPlan, rows: Sequence[MicroStep | Gap], index: int, row: MicroStep, ranks: Sequence[int | None], widest: int, left: int) -> Text:
+def _line(
+    plan: BatchPlan, rows: Sequence[MicroStep | Gap], index: int, row: MicroStep, ranks: Sequence[int | None], widest: int, left: int
+) -> Text:
     from rich.text import Text
 
     a, length = plan.gradient_accumulation_steps, plan.micro_steps_per_rollout * plan.num_iterations
@@ -156,8 +160,10 @@ def bracket_of(first: bool, last: bool, *, right: bool = False) -> str:
 def legend(plan: BatchPlan) -> list[str]:
     """What the marks mean, in lines for people."""
     per_cell = f"{plan.micro_batch_size} completion{'s' * (plan.micro_batch_size > 1)}"
-    return [f"cells     prompts of the {per_cell} that a rank trains ({plan.num_generations} make a group)",
-            "stale     optimizer steps between sampling and training; · is on-policy",
-            "old log-probs: own forward - of this very step, nothing to do; forward-only - an",
-            "  extra pass by the version that sampled; kept - from the slice's first training",
-            "  forward; sampler's - vLLM's own (old_logprobs rollout)"]
+    return [
+        f"cells     prompts of the {per_cell} that a rank trains ({plan.num_generations} make a group)",
+        "stale     optimizer steps between sampling and training; · is on-policy",
+        "old log-probs: own forward - of this very step, nothing to do; forward-only - an",
+        "  extra pass by the version that sampled; kept - from the slice's first training",
+        "  forward; sampler's - vLLM's own (old_logprobs rollout)",
+    ]

@@ -36,8 +36,16 @@ def read_lengths(path: str) -> Lengths:
             bad.append(number)
     if bad:
         lines = ", ".join(map(str, bad[:5])) + (", ..." if len(bad) > 5 else "")
-        raise ConfigError([Problem(flags=("lengths",), message=f"lengths: {len(bad)} line{'s' if len(bad) > 1 else ''} of {path} do not hold a "
-                                                               f"prompt and a completion length in tokens: line {lines}.")])
+        raise ConfigError(
+            [
+                Problem(
+                    flags=("lengths",),
+                    message=f"lengths: {len(bad)} line{'s' if len(bad) > 1 else ''} of "
+                    f"{path} do not hold a "
+                    f"prompt and a completion length in tokens: line {lines}.",
+                )
+            ]
+        )
     if not pairs:
         raise ConfigError([Problem(flags=("lengths",), message=f"lengths: {path} holds no lengths.")])
     return Lengths(pairs)
@@ -56,8 +64,8 @@ def sequence_tokens(cfg: Config, lengths: Lengths | None, *, longest: bool) -> t
 def packing(plan: BatchPlan, cfg: Config, lengths: Lengths) -> dict[str, Any]:
     """How these lengths, taken in order as the rows of the run, fill micro-batches.
 
-    packing_efficiency: tokens / tokens with the alignment that CP and sequence parallelism need. padded_efficiency: what it would be if each
-    micro-batch were padded to its longest sequence instead. balance: mean / slowest of the DP ranks in a micro-step, by tokens.
+    packing_efficiency: tokens / tokens with the alignment that CP and sequence parallelism need. padded_efficiency: what it would be if
+    each micro-batch were padded to its longest sequence instead. balance: mean / slowest of the DP ranks in a micro-step, by tokens.
     """
     size, dp = plan.micro_batch_size, plan.dp_size
     align = 2 * plan.cp if plan.cp > 1 else 1
@@ -72,6 +80,12 @@ def packing(plan: BatchPlan, cfg: Config, lengths: Lengths) -> dict[str, Any]:
         padded += max(rows) * len(rows)
     steps = [tokens[begin : begin + dp] for begin in range(0, len(tokens) - dp + 1, dp)]
     balance = sum(sum(step) / (dp * max(step)) for step in steps) / len(steps) if steps else None
-    return {"sequences": len(totals), "mean_tokens_per_micro_batch": sum(tokens) / len(tokens), "min_tokens_per_micro_batch": min(tokens),
-            "max_tokens_per_micro_batch": max(tokens), "packing_efficiency": sum(tokens) / computed, "padded_efficiency": sum(tokens) / padded,
-            "balance": balance}
+    return {
+        "sequences": len(totals),
+        "mean_tokens_per_micro_batch": sum(tokens) / len(tokens),
+        "min_tokens_per_micro_batch": min(tokens),
+        "max_tokens_per_micro_batch": max(tokens),
+        "packing_efficiency": sum(tokens) / computed,
+        "padded_efficiency": sum(tokens) / padded,
+        "balance": balance,
+    }

@@ -48,9 +48,14 @@ def static_memory(shape: ModelShape, plan: BatchPlan, cfg: Config, stage: int, *
     owned = sum(buffer.owned_by(expert_dp_rank if buffer.holds_experts else dp_rank) for buffer in buffers) if sharded else parameters
     per_element = 2 * FP32 + (FP32 if size < FP32 else 0)
     kept = 1 - cfg.optimizer.optimizer_offload_fraction if cfg.optimizer.optimizer_cpu_offload else 1
-    return Static(num_parameters=parameters, weights_bytes=parameters * size, gradients_bytes=parameters * FP32,
-                  optimizer_bytes=round(owned * per_element * kept), padding_bytes=padding * (size + FP32),
-                  reference_bytes=parameters * size if cfg.grpo.beta > 0 else 0)
+    return Static(
+        num_parameters=parameters,
+        weights_bytes=parameters * size,
+        gradients_bytes=parameters * FP32,
+        optimizer_bytes=round(owned * per_element * kept),
+        padding_bytes=padding * (size + FP32),
+        reference_bytes=parameters * size if cfg.grpo.beta > 0 else 0,
+    )
 
 
 def estimate_memory(shape: ModelShape, plan: BatchPlan, cfg: Config, lengths: Lengths | None = None) -> dict[str, Any]:
@@ -67,15 +72,35 @@ def estimate_memory(shape: ModelShape, plan: BatchPlan, cfg: Config, lengths: Le
         activations = activation_bytes(shape, plan, cfg, stage, layers, tokens)
         forward = round(layer_bytes_per_token(shape, plan, cfg) * tokens)
         base = static.total()
-        phases = {"rollout": base + sampler["weights_bytes"] + sampler["kv_cache_bytes"], "logprobs": base + asleep + forward + logits // 2,
-                  "training": base + asleep + activations + logits, "weight_push": base + sampler["weights_bytes"] + pushed
-                  + (sampler["kv_cache_bytes"] if cfg.rollout.sleep_level == 0 else 0)}
-        stages.append({"stage": stage, "num_layers": layers, **asdict(static), "activations_bytes": activations, "logits_bytes": logits,
-                       "phases": phases})
+        phases = {
+            "rollout": base + sampler["weights_bytes"] + sampler["kv_cache_bytes"],
+            "logprobs": base + asleep + forward + logits // 2,
+            "training": base + asleep + activations + logits,
+            "weight_push": base + sampler["weights_bytes"] + pushed + (sampler["kv_cache_bytes"] if cfg.rollout.sleep_level == 0 else 0),
+        }
+        stages.append(
+            {
+                "stage": stage,
+                "num_layers": layers,
+                **asdict(static),
+                "activations_bytes": activations,
+                "logits_bytes": logits,
+                "phases": phases,
+            }
+        )
     peak, stage, phase = max((bytes_, row["stage"], phase) for row in stages for phase, bytes_ in row["phases"].items())
     gpu = round(cfg.plan.gpu_memory_gb * 1e9) if cfg.plan.gpu_memory_gb else None
-    return {"peak_bytes": peak, "peak_stage": stage, "peak_phase": phase, "gpu_memory_bytes": gpu, "fits": None if gpu is None else peak <= gpu,
-            "tokens_per_micro_batch": tokens, "sampler": sampler, "stages": stages, "assumptions": _assumptions(cfg, prompt, completion, lengths)}
+    return {
+        "peak_bytes": peak,
+        "peak_stage": stage,
+        "peak_phase": phase,
+        "gpu_memory_bytes": gpu,
+        "fits": None if gpu is None else peak <= gpu,
+        "tokens_per_micro_batch": tokens,
+        "sampler": sampler,
+        "stages": stages,
+        "assumptions": _assumptions(cfg, prompt, completion, lengths),
+    }
 
 
 def sampler_memory(shape: ModelShape, plan: BatchPlan, cfg: Config, sequence: int) -> dict[str, int]:
@@ -91,8 +116,13 @@ def sampler_memory(shape: ModelShape, plan: BatchPlan, cfg: Config, sequence: in
     kv = sequences * sequence * per_token
     if cfg.plan.gpu_memory_gb:
         kv = max(0, round(cfg.plan.gpu_memory_gb * 1e9 * cfg.rollout.vllm_gpu_memory_utilization) - weights)
-    return {"weights_bytes": weights, "kv_cache_bytes": kv, "kv_bytes_per_token": per_token, "kv_cache_tokens": kv // per_token,
-            "sequences_at_once": sequences}
+    return {
+        "weights_bytes": weights,
+        "kv_cache_bytes": kv,
+        "kv_bytes_per_token": per_token,
+        "kv_cache_tokens": kv // per_token,
+        "sequences_at_once": sequences,
+    }
 
 
 def layer_bytes_per_token(shape: ModelShape, plan: BatchPlan, cfg: Config, *, without: tuple[str, ...] = ()) -> float:
@@ -107,7 +137,10 @@ def layer_bytes_per_token(shape: ModelShape, plan: BatchPlan, cfg: Config, *, wi
     normed = 0 if "layernorm" in without else 2 * hidden
     attention = 2 * query + 2 * key + (query + key if shape.qk_norm else 0)
     if shape.moe:
-        width = shape.moe.topk * (2 * shape.hidden_size + 4 * shape.moe.ffn_hidden_size / plan.etp) + 4 * (shape.moe.shared_ffn_hidden_size or 0) / plan.tp
+        width = (
+            shape.moe.topk * (2 * shape.hidden_size + 4 * shape.moe.ffn_hidden_size / plan.etp)
+            + 4 * (shape.moe.shared_ffn_hidden_size or 0) / plan.tp
+        )
     else:
         width = 4 * shape.ffn_hidden_size / plan.tp
     return size * (residual + normed + attention + (0 if "mlp" in without or "moe" in without else width))
@@ -147,13 +180,23 @@ def _largest_tensor(shape: ModelShape) -> int:
 
 
 def _assumptions(cfg: Config, prompt: int, completion: int, lengths: Lengths | None) -> list[str]:
-    where = f"the longest of {cfg.plan.lengths}" if lengths else \
-        f"max_prompt_length {'given' if cfg.data.max_prompt_length else 'not given, taken as ' + str(prompt)}, max_completion_length"
+    where = (
+        f"the longest of {cfg.plan.lengths}"
+        if lengths
+        else f"max_prompt_length {'given' if cfg.data.max_prompt_length else 'not given, taken as ' + str(prompt)}, max_completion_length"
+    )
     kv = "what vllm_gpu_memory_utilization leaves beside its weights" if cfg.plan.gpu_memory_gb else "all its sequences at full length"
-    sleeping = {0: "vLLM keeps its memory while training", 1: "vLLM's weights wait on the host while training", 2: "vLLM drops its weights while training"}
-    return ["weights, gradients and optimizer state are exact (the optimizer's of data-parallel rank 0), Adam's step counters not counted",
-            f"every sequence has {prompt} + {completion} tokens ({where})",
-            "activations: flash attention, no dropout; what a layer's backward needs, for the micro-batches in flight",
-            f"logits: {cfg.model.logprob_chunk_size} positions at a time in float32, and their gradient",
-            f"KV cache: {kv}", sleeping[cfg.rollout.sleep_level] + f" (sleep_level {cfg.rollout.sleep_level})",
-            "not counted: CUDA context, NCCL buffers, CUDA graphs, fragmentation (commonly 3 to 6 GB a GPU)"]
+    sleeping = {
+        0: "vLLM keeps its memory while training",
+        1: "vLLM's weights wait on the host while training",
+        2: "vLLM drops its weights while training",
+    }
+    return [
+        "weights, gradients and optimizer state are exact (the optimizer's of data-parallel rank 0), Adam's step counters not counted",
+        f"every sequence has {prompt} + {completion} tokens ({where})",
+        "activations: flash attention, no dropout; what a layer's backward needs, for the micro-batches in flight",
+        f"logits: {cfg.model.logprob_chunk_size} positions at a time in float32, and their gradient",
+        f"KV cache: {kv}",
+        sleeping[cfg.rollout.sleep_level] + f" (sleep_level {cfg.rollout.sleep_level})",
+        "not counted: CUDA context, NCCL buffers, CUDA graphs, fragmentation (commonly 3 to 6 GB a GPU)",
+    ]

@@ -14,8 +14,15 @@ from megatron_grpo.weights.fit import layout_problems
 from megatron_grpo.weights.shape import ModelShape
 
 # What a config.json means that names its type only, as one written by hand for `plan` may.
-ARCHITECTURES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM",
-                 "qwen3_moe": "Qwen3MoeForCausalLM", "mixtral": "MixtralForCausalLM", "deepseek_v3": "DeepseekV3ForCausalLM"}
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
+}
 
 
 def read_shape(model: str) -> tuple[ModelShape | None, list[Problem]]:
@@ -61,8 +68,12 @@ def _with_architecture(config: dict[str, Any]) -> dict[str, Any]:
 
 def rules_of(shape: ModelShape) -> Model:
     """What the rules of the layout need to know of it."""
+
     def misfits(tp: int, ep: int, etp: int) -> Sequence[tuple[str, str]]:
         # The nearest values that stand in these sentences are about the model alone; ours are about the whole configuration.
-        return [(problem.flags[0], problem.message.partition(" Use ")[0].rstrip(".")) for problem in layout_problems(shape, tp=tp, ep=ep, etp=etp)]
+        return [
+            (problem.flags[0], problem.message.partition(" Use ")[0].rstrip("."))
+            for problem in layout_problems(shape, tp=tp, ep=ep, etp=etp)
+        ]
 
     return Model(num_layers=shape.num_layers, num_experts=shape.moe.num_experts if shape.moe else 0, misfits=misfits)

@@ -17,8 +17,18 @@ COMPACT = (",", ":")
 def sizes_object(plan: BatchPlan) -> dict[str, dict[str, Any]]:
     """The `parallel` and `batch` parts."""
     parallel = ("world_size", "tp", "pp", "vpp", "cp", "ep", "etp", "dp_size", "expert_dp_size")
-    batch = ("micro_batch_size", "gradient_accumulation_steps", "global_batch_size", "steps_per_generation", "generation_batch_size",
-             "num_generations", "num_iterations", "num_rollout_prompts", "num_train_prompts", "num_prompts_per_dp_group")
+    batch = (
+        "micro_batch_size",
+        "gradient_accumulation_steps",
+        "global_batch_size",
+        "steps_per_generation",
+        "generation_batch_size",
+        "num_generations",
+        "num_iterations",
+        "num_rollout_prompts",
+        "num_train_prompts",
+        "num_prompts_per_dp_group",
+    )
     return {"parallel": {name: getattr(plan, name) for name in parallel}, "batch": {name: getattr(plan, name) for name in batch}}
 
 
@@ -48,9 +58,11 @@ def timetable_rows(plan: BatchPlan, num_rollouts: int) -> Iterator[str]:
                 rows[j] = ",".join([f"[{x},{x + size}]" for x in range(begin, row.rows[1], size)])
             if j not in prompts:
                 prompts[j] = _prompts(plan, begin, row.rows[1], first_prompt)
-            yield (f'{{"micro_step":{s},"optimizer_step":{row.optimizer_step},"rollout":{rollout},"pass":{row.pass_index},"slice":{j},'
-                   f'"sampled_by_version":{row.sampled_by_version},"trained_at_version":{row.optimizer_step},"staleness":{row.staleness},'
-                   f'"old_logprobs":"{row.old_logprobs}","rows":[{rows[j]}],"prompts":[{prompts[j]}]}}')
+            yield (
+                f'{{"micro_step":{s},"optimizer_step":{row.optimizer_step},"rollout":{rollout},"pass":{row.pass_index},"slice":{j},'
+                f'"sampled_by_version":{row.sampled_by_version},"trained_at_version":{row.optimizer_step},"staleness":{row.staleness},'
+                f'"old_logprobs":"{row.old_logprobs}","rows":[{rows[j]}],"prompts":[{prompts[j]}]}}'
+            )
 
 
 def _prompts(plan: BatchPlan, begin: int, end: int, first_prompt: int) -> str:
@@ -58,7 +70,9 @@ def _prompts(plan: BatchPlan, begin: int, end: int, first_prompt: int) -> str:
     size, group = plan.micro_batch_size, plan.num_generations
     if group % size == 0:  # every rank holds rows of one prompt: whole stretches of ranks read the same
         numbers = range(begin // group, (end - 1) // group + 1)
-        return ",".join([",".join([f"[{p + first_prompt}]"] * ((min(end, (p + 1) * group) - max(begin, p * group)) // size)) for p in numbers])
+        return ",".join(
+            [",".join([f"[{p + first_prompt}]"] * ((min(end, (p + 1) * group) - max(begin, p * group)) // size)) for p in numbers]
+        )
     cells = []
     for x in range(begin, end, size):
         cells.append("[" + ",".join(map(str, range(x // group + first_prompt, (x + size - 1) // group + first_prompt + 1))) + "]")
@@ -66,5 +80,9 @@ def _prompts(plan: BatchPlan, begin: int, end: int, first_prompt: int) -> str:
 
 
 def errors_object(problems: Sequence[Problem]) -> dict[str, Any]:
-    return {"errors": [{"flags": list(problem.flags), "message": problem.message, "nearest": {k: list(v) for k, v in problem.nearest.items()}}
-                       for problem in problems]}
+    return {
+        "errors": [
+            {"flags": list(problem.flags), "message": problem.message, "nearest": {k: list(v) for k, v in problem.nearest.items()}}
+            for problem in problems
+        ]
+    }

@@ -16,9 +16,25 @@ from megatron_grpo.weights.names import Cut, Entry, layer_entries, outer_entries
 from megatron_grpo.weights.shape import ModelShape
 
 # Megatron-Core's modules in the order in which they are registered; gradient buffers are filled in this order, from the end.
-_ORDER = ("input_layernorm", "linear_proj", "linear_qkv", "linear_q_proj", "linear_q_down_proj", "linear_q_up_proj", "linear_kv_down_proj",
-          "linear_kv_up_proj", "q_layernorm", "k_layernorm", "kv_layernorm", "pre_mlp_layernorm", "router", "linear_fc1", "linear_fc2", "experts",
-          "shared_experts")
+_ORDER = (
+    "input_layernorm",
+    "linear_proj",
+    "linear_qkv",
+    "linear_q_proj",
+    "linear_q_down_proj",
+    "linear_q_up_proj",
+    "linear_kv_down_proj",
+    "linear_kv_up_proj",
+    "q_layernorm",
+    "k_layernorm",
+    "kv_layernorm",
+    "pre_mlp_layernorm",
+    "router",
+    "linear_fc1",
+    "linear_fc2",
+    "experts",
+    "shared_experts",
+)
 START_ALIGNMENT, BUCKET_ALIGNMENT = 64, 128  # elements
 SMALLEST_BUCKET, BUCKET_PER_RANK = 40_000_000, 1_000_000  # elements, with overlap_grad_reduce
 
@@ -138,6 +154,7 @@ class Buffer:
 
 def buffer_of(parameters: Sequence[Parameter], *, ranks: int, is_sharded: bool, bucket_size: int | None) -> Buffer:
     """How Megatron-Core places parameters in a buffer: from the last to the first, aligned where the optimizer is distributed."""
+
     def padded(value: int, multiple: int) -> int:
         return -(-value // multiple) * multiple if is_sharded else value
 

@@ -35,14 +35,26 @@ def draw_png(made: Plan, path: str) -> None:
     _heads(axes, ranks, plan.dp_size, box)
     for y, row in enumerate(rows):
         if isinstance(row, Gap):
-            axes.text(len(ranks) / 2, y + 0.5, f"… {len(row.micro_steps)} more micro-steps …", ha="center", va="center", color="0.45", fontsize=8)
+            axes.text(
+                len(ranks) / 2, y + 0.5, f"… {len(row.micro_steps)} more micro-steps …", ha="center", va="center", color="0.45", fontsize=8
+            )
         else:
             _row(axes, made, y, row, ranks, box)
     _brackets(axes, made, rows, len(ranks), box)
-    title = f"{plan.generation_batch_size} completions a rollout, {plan.global_batch_size} an optimizer step, {plan.num_generations} a prompt"
+    title = (
+        f"{plan.generation_batch_size} completions a rollout, {plan.global_batch_size} an optimizer step, {plan.num_generations} a prompt"
+    )
     axes.text(len(ranks) / 2, -0.78 / 0.3, title, ha="center", va="center", fontsize=10, fontweight="bold")
-    axes.text(-2.4 / box, len(rows) + 0.35 / 0.3, "cells: prompts, one colour each; grey · is on-policy\nyellow: trained by a later version than "
-              "the one that sampled it (+ optimizer steps),\nand where its old log-probs come from", va="center", fontsize=7.5, color="0.3")
+    axes.text(
+        -2.4 / box,
+        len(rows) + 0.35 / 0.3,
+        "cells: prompts, one colour each; grey · is on-policy\nyellow: trained by a "
+        "later version than "
+        "the one that sampled it (+ optimizer steps),\nand where its old log-probs come from",
+        va="center",
+        fontsize=7.5,
+        color="0.3",
+    )
     try:
         figure.savefig(path)
     except ValueError as error:
@@ -74,10 +86,18 @@ def _row(axes: Any, made: Plan, y: int, row: MicroStep, ranks: Sequence[int | No
         prompts = prompts_of(plan, row, rank)
         axes.add_patch(Rectangle((x + 0.05, y + 0.1), 0.9, 0.8, facecolor=colour(prompts[0]), edgecolor="none"))
         axes.text(x + 0.5, y + 0.5, cell(prompts), ha="center", va="center", fontsize=8, color="white", fontweight="bold")
-    axes.text(len(ranks) + 0.15 / box, y + 0.5, f"+{row.staleness}" if row.staleness else "·", va="center", fontsize=8,
-              color="#8a5a00" if row.staleness else "0.6", fontweight="bold")
-    axes.text(len(ranks) + 0.6 / box, y + 0.5, LABELS[row.old_logprobs], va="center", fontsize=8,
-              color="#8a5a00" if row.staleness else "0.6")
+    axes.text(
+        len(ranks) + 0.15 / box,
+        y + 0.5,
+        f"+{row.staleness}" if row.staleness else "·",
+        va="center",
+        fontsize=8,
+        color="#8a5a00" if row.staleness else "0.6",
+        fontweight="bold",
+    )
+    axes.text(
+        len(ranks) + 0.6 / box, y + 0.5, LABELS[row.old_logprobs], va="center", fontsize=8, color="#8a5a00" if row.staleness else "0.6"
+    )
 
 
 def _brackets(axes: Any, made: Plan, rows: Sequence[MicroStep | Gap], num_ranks: int, box: float) -> None:

@@ -69,8 +69,11 @@ def _size_rows(made: Plan) -> Iterator[tuple[str, str, str]]:
     yield "optimizer step", f"{plan.global_batch_size}", f"completions = {a} micro-steps; {plan.num_train_prompts:g} prompts"
     passes = f", {plan.num_iterations} passes" if plan.num_iterations > 1 else ""
     steps = plan.steps_per_generation
-    each = f"{steps:g} optimizer step{'' if steps == 1 else 's'}" if isinstance(steps, int) else \
-        f"{plan.generation_batch_size}/{plan.global_batch_size} of an optimizer step"
+    each = (
+        f"{steps:g} optimizer step{'' if steps == 1 else 's'}"
+        if isinstance(steps, int)
+        else f"{plan.generation_batch_size}/{plan.global_batch_size} of an optimizer step"
+    )
     yield "rollout", f"{plan.generation_batch_size}", f"completions = {plan.num_rollout_prompts} prompts x {group}; {each}{passes}"
     if timetable.num_steps is not None:
         rollouts = -(-timetable.num_steps * a // (plan.micro_steps_per_rollout * plan.num_iterations))
@@ -79,18 +82,27 @@ def _size_rows(made: Plan) -> Iterator[tuple[str, str, str]]:
     shown = made.checked.config.plan.plan_rollouts
     old = old_logprobs_summary(plan, shown)
     stale = [str(r) for r, is_stale in enumerate(old["rollouts"]) if is_stale]
-    who = f"; stale rollouts {', '.join(stale[:8])}{', ...' if len(stale) > 8 else ''} of {shown}" if stale else "; every row is on-policy"
+    who = "; every row is on-policy"
+    if stale:
+        who = f"; stale rollouts {', '.join(stale[:8])}{', ...' if len(stale) > 8 else ''} of {shown}"
     yield "forward-only", f"{old['slices_recomputed']}", f"of {old['slices_total']} slices{who}"
     if plan.pp > 1:
-        yield "pipeline bubble", f"{bubble_fraction(plan):.1%}", f"= (pp - 1) / (vpp x A + pp - 1), pp {plan.pp}, vpp {plan.vpp or 1}, A {a}"
+        why = f"= (pp - 1) / (vpp x A + pp - 1), pp {plan.pp}, vpp {plan.vpp or 1}, A {a}"
+        yield "pipeline bubble", f"{bubble_fraction(plan):.1%}", why
 
 
 def _memory(console: Console, memory: dict[str, Any]) -> None:
     from rich.table import Table
 
     console.rule("[bold]memory of one rank", align="left", style="dim")
-    names = {"weights_bytes": "weights", "gradients_bytes": "gradients", "optimizer_bytes": "optimizer", "reference_bytes": "reference",
-             "activations_bytes": "activations", "logits_bytes": "logits"}
+    names = {
+        "weights_bytes": "weights",
+        "gradients_bytes": "gradients",
+        "optimizer_bytes": "optimizer",
+        "reference_bytes": "reference",
+        "activations_bytes": "activations",
+        "logits_bytes": "logits",
+    }
     stages = memory["stages"] if len(memory["stages"]) <= 4 else [memory["stages"][i] for i in (0, 1, -2, -1)]
     out = Table(box=None, pad_edge=False)
     out.add_column("GB")
@@ -101,15 +113,23 @@ def _memory(console: Console, memory: dict[str, Any]) -> None:
             out.add_row(name, *(gigabytes(stage[key]) for stage in stages))
     for phase in stages[0]["phases"]:
         peak = [stage["phases"][phase] for stage in stages]
-        out.add_row(f"peak: {phase.replace('_', ' ')}", *(gigabytes(value) for value in peak), style="bold" if phase == memory["peak_phase"] else "")
+        out.add_row(
+            f"peak: {phase.replace('_', ' ')}", *(gigabytes(value) for value in peak), style="bold" if phase == memory["peak_phase"] else ""
+        )
     console.print(out)
     sampler = memory["sampler"]
-    console.print(f"vLLM: weights {gigabytes(sampler['weights_bytes'])} GB, KV cache {gigabytes(sampler['kv_cache_bytes'])} GB "
-                  f"({sampler['kv_cache_tokens']:,} tokens)", markup=False)
+    console.print(
+        f"vLLM: weights {gigabytes(sampler['weights_bytes'])} GB, KV cache {gigabytes(sampler['kv_cache_bytes'])} GB "
+        f"({sampler['kv_cache_tokens']:,} tokens)",
+        markup=False,
+    )
     if memory["gpu_memory_bytes"]:
         verdict = "fits in" if memory["fits"] else "does NOT fit in"
-        console.print(f"the peak, {gigabytes(memory['peak_bytes'])} GB, {verdict} {gigabytes(memory['gpu_memory_bytes'])} GB",
-                      style="green" if memory["fits"] else "bold red", markup=False)
+        console.print(
+            f"the peak, {gigabytes(memory['peak_bytes'])} GB, {verdict} {gigabytes(memory['gpu_memory_bytes'])} GB",
+            style="green" if memory["fits"] else "bold red",
+            markup=False,
+        )
     for assumption in memory["assumptions"]:
         console.print(f"  {assumption}", style="dim", markup=False)
     console.print()
@@ -127,9 +147,13 @@ def _cost(console: Console, cost: dict[str, Any]) -> None:
             console.print(f"  {assumption}", style="dim", markup=False)
     if "packing" in cost:
         packing = cost["packing"]
-        console.print(f"lengths: {packing['mean_tokens_per_micro_batch']:,.0f} tokens per micro-batch ({packing['min_tokens_per_micro_batch']:,} to "
-                      f"{packing['max_tokens_per_micro_batch']:,}); packed {packing['packing_efficiency']:.1%} useful, padded it would be "
-                      f"{packing['padded_efficiency']:.1%}", markup=False)
+        console.print(
+            f"lengths: {packing['mean_tokens_per_micro_batch']:,.0f} tokens per micro-batch "
+            f"({packing['min_tokens_per_micro_batch']:,} to "
+            f"{packing['max_tokens_per_micro_batch']:,}); packed {packing['packing_efficiency']:.1%} useful, padded it would be "
+            f"{packing['padded_efficiency']:.1%}",
+            markup=False,
+        )
     console.print()
 
 

@@ -19,8 +19,16 @@ BUBBLE = 0.3
 def warnings_of(checked: Checked, timetable: Timetable, memory: dict[str, Any] | None) -> list[str]:
     """All warnings of a configuration that passes."""
     cfg, plan = checked.config, checked.plan
-    return [*_dialect(checked), *_groups(plan), *_staleness(cfg, plan), *_idle(checked), *_swift(cfg, plan), *_run(cfg, timetable),
-            *check_grpo.warnings(cfg), *_memory(memory)]
+    return [
+        *_dialect(checked),
+        *_groups(plan),
+        *_staleness(cfg, plan),
+        *_idle(checked),
+        *_swift(cfg, plan),
+        *_run(cfg, timetable),
+        *check_grpo.warnings(cfg),
+        *_memory(memory),
+    ]
 
 
 def _dialect(checked: Checked) -> Iterator[str]:
@@ -38,9 +46,12 @@ def _dialect(checked: Checked) -> Iterator[str]:
 def _groups(plan: BatchPlan) -> Iterator[str]:
     size, group = plan.global_batch_size, plan.num_generations
     if size % group:
-        yield (f"A prompt's group is split over optimizer steps: global_batch_size ({size}) / num_generations ({group}) = "
-               f"{plan.num_train_prompts:g} prompts. Its advantages are still computed over the whole group; use a multiple of {group} to train "
-               "groups together.")
+        yield (
+            f"A prompt's group is split over optimizer steps: global_batch_size ({size}) / num_generations ({group}) = "
+            f"{plan.num_train_prompts:g} prompts. Its advantages are still computed over the whole group; use a multiple of "
+            f"{group} to train "
+            "groups together."
+        )
 
 
 def _staleness(cfg: Config, plan: BatchPlan) -> Iterator[str]:
@@ -50,11 +61,17 @@ def _staleness(cfg: Config, plan: BatchPlan) -> Iterator[str]:
     worst = max(((r + 1) * length - 1) // a - timetable.version_of(r) for r in range(min(a, 1000)))
     corrected = cfg.grpo.rollout_importance_sampling_mode != "none" or cfg.grpo.off_policy_sequence_mask_delta is not None
     if worst > 0 and plan.old_logprobs == "rollout" and not corrected:
-        yield ("old_logprobs rollout takes the sampler's own log-probs for stale rows, without a correction for the mismatch between sampler and "
-               "trainer. Consider --rollout_importance_sampling_mode token_truncate.")
+        yield (
+            "old_logprobs rollout takes the sampler's own log-probs for stale rows, without a correction for the mismatch "
+            "between sampler and "
+            "trainer. Consider --rollout_importance_sampling_mode token_truncate."
+        )
     elif worst > 0 and not corrected:
-        yield (f"Rows are up to {worst} optimizer step{'s' if worst > 1 else ''} stale, and nothing but the clip corrects for it. Consider "
-               "--rollout_importance_sampling_mode token_truncate, or a rollout of one optimizer step (steps_per_generation 1, num_iterations 1).")
+        yield (
+            f"Rows are up to {worst} optimizer step{'s' if worst > 1 else ''} stale, and nothing but the clip corrects for it. Consider "
+            "--rollout_importance_sampling_mode token_truncate, or a rollout of one optimizer step (steps_per_generation 1, "
+            "num_iterations 1)."
+        )
 
 
 def _idle(checked: Checked) -> Iterator[str]:
@@ -62,27 +79,42 @@ def _idle(checked: Checked) -> Iterator[str]:
     engines = plan.world_size // cfg.rollout.vllm_tensor_parallel_size
     if plan.num_rollout_prompts < engines:
         idle = (engines - plan.num_rollout_prompts) * cfg.rollout.vllm_tensor_parallel_size
-        yield (f"{idle} of {plan.world_size} ranks are idle while sampling: a rollout has {plan.num_rollout_prompts} prompts for {engines} engines. "
-               "Raise generation_batch_size, or vllm_tensor_parallel_size.")
+        yield (
+            f"{idle} of {plan.world_size} ranks are idle while sampling: a rollout has {plan.num_rollout_prompts} prompts "
+            f"for {engines} engines. "
+            "Raise generation_batch_size, or vllm_tensor_parallel_size."
+        )
     fraction = bubble_fraction(plan)
     if fraction > BUBBLE:
         pp, a, vpp = plan.pp, plan.gradient_accumulation_steps, plan.vpp or 1
-        yield (f"Pipeline stages wait {fraction:.0%} of a training step: (pp - 1) / (vpp x A + pp - 1) = {pp - 1} / ({vpp} x {a} + {pp - 1}). "
-               "Use more micro-steps (a larger global_batch_size or a smaller micro_batch_size), fewer stages, or interleaved ones.")
+        yield (
+            f"Pipeline stages wait {fraction:.0%} of a training step: (pp - 1) / (vpp x A + pp - 1) = {pp - 1} / ({vpp} x "
+            f"{a} + {pp - 1}). "
+            "Use more micro-steps (a larger global_batch_size or a smaller micro_batch_size), fewer stages, or interleaved ones."
+        )
 
 
 def _swift(cfg: Config, plan: BatchPlan) -> Iterator[str]:
     """Megatron-SWIFT's own rules about prompts, stricter than the mathematics need."""
     prompts, dp, size = plan.num_rollout_prompts, plan.dp_size, plan.micro_batch_size
     if prompts % dp:
-        yield (f"Megatron-SWIFT would refuse this configuration: its code wants generation_batch_size / num_generations ({prompts}) to be a multiple "
-               f"of dp_size ({dp}). Nothing here needs that.")
+        yield (
+            f"Megatron-SWIFT would refuse this configuration: its code wants generation_batch_size / num_generations "
+            f"({prompts}) to be a multiple "
+            f"of dp_size ({dp}). Nothing here needs that."
+        )
     elif prompts // dp % size:
-        yield (f"Megatron-SWIFT would refuse this configuration: its code wants generation_batch_size / num_generations / dp_size ({prompts // dp}) "
-               f"to be a multiple of micro_batch_size ({size}). Nothing here needs that.")
+        yield (
+            f"Megatron-SWIFT would refuse this configuration: its code wants generation_batch_size / num_generations / "
+            f"dp_size ({prompts // dp}) "
+            f"to be a multiple of micro_batch_size ({size}). Nothing here needs that."
+        )
     if plan.global_batch_size % (plan.num_generations * dp * size):
-        yield (f"Note: the Megatron-SWIFT guide asks that global_batch_size / num_generations / dp_size ({plan.num_prompts_per_dp_group:g}) be a "
-               f"multiple of micro_batch_size ({size}). Its code does not check this, and nothing here needs it.")
+        yield (
+            f"Note: the Megatron-SWIFT guide asks that global_batch_size / num_generations / dp_size "
+            f"({plan.num_prompts_per_dp_group:g}) be a "
+            f"multiple of micro_batch_size ({size}). Its code does not check this, and nothing here needs it."
+        )
 
 
 def _run(cfg: Config, timetable: Timetable) -> Iterator[str]:
@@ -91,11 +123,17 @@ def _run(cfg: Config, timetable: Timetable) -> Iterator[str]:
         yield f"max_steps ({cfg.run.max_steps}) decides the length of the run; num_train_epochs ({cfg.run.num_train_epochs:g}) is not used."
     shown = cfg.plan.plan_rollouts * plan.micro_steps_per_rollout * plan.num_iterations
     if steps is not None and steps * plan.gradient_accumulation_steps < shown:
-        yield (f"The run ends after {steps} optimizer step{'s' if steps > 1 else ''}: later rows of the timetable, of the {cfg.plan.plan_rollouts} "
-               "rollouts shown, are not reached.")
+        yield (
+            f"The run ends after {steps} optimizer step{'s' if steps > 1 else ''}: later rows of the timetable, of the "
+            f"{cfg.plan.plan_rollouts} "
+            "rollouts shown, are not reached."
+        )
 
 
 def _memory(memory: dict[str, Any] | None) -> Iterator[str]:
     if memory and memory.get("gpu_memory_bytes") and not memory["fits"]:
-        yield (f"The estimated peak ({memory['peak_bytes'] / 1e9:.1f} GB, pipeline stage {memory['peak_stage']}, {memory['peak_phase']}) does not fit in "
-               f"gpu_memory_gb ({memory['gpu_memory_bytes'] / 1e9:g}).")
+        yield (
+            f"The estimated peak ({memory['peak_bytes'] / 1e9:.1f} GB, pipeline stage {memory['peak_stage']}, "
+            f"{memory['peak_phase']}) does not fit in "
+            f"gpu_memory_gb ({memory['gpu_memory_bytes'] / 1e9:g})."
+        )

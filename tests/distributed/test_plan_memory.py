@@ -31,7 +31,7 @@ def measured(rank, world, path, cfg):
     storage = grads + (size(b.param_data for b in buffers) if cfg.optimizer.use_distributed_optimizer else size(parameters))
     state = {}
     for part in getattr(policy.optimizer, "chained_optimizers", [policy.optimizer]):
-        for owned, moments in part.optimizer.state.items():
+        for moments in part.optimizer.state.values():
             state |= {id(t): t for name, t in moments.items() if name in ("exp_avg", "exp_avg_sq")}
         if cfg.model.torch_dtype == "bfloat16":
             state |= {id(p): p for group in part.optimizer.param_groups for p in group["params"]}
@@ -39,15 +39,28 @@ def measured(rank, world, path, cfg):
     place = ps.get_data_parallel_rank(with_context_parallel=True)
     expert_place = ps.get_expert_data_parallel_rank()
     weights, gradients = size(parameters), sum(p.main_grad.nelement() * 4 for p in parameters)
-    return ps.get_pipeline_model_parallel_rank(), place, expert_place, weights, gradients, size(state.values()), storage - weights - gradients
+    return (
+        ps.get_pipeline_model_parallel_rank(),
+        place,
+        expert_place,
+        weights,
+        gradients,
+        size(state.values()),
+        storage - weights - gradients,
+    )
 
 
 CASES = {
     "one rank, float32, tied": (1, "qwen3", dict(tied=True), dict(), dict(torch_dtype="float32")),
     "tp 2": (2, "qwen3", dict(), dict(tensor_model_parallel_size=2, sequence_parallel=True), dict()),
     "pp 2, tied": (2, "qwen3", dict(tied=True), dict(pipeline_model_parallel_size=2), dict()),
-    "pp 2 uneven, dp 2": (4, "qwen2", dict(layers=3), dict(pipeline_model_parallel_size=2, decoder_first_pipeline_num_layers=1,
-                                                           decoder_last_pipeline_num_layers=2), dict()),
+    "pp 2 uneven, dp 2": (
+        4,
+        "qwen2",
+        dict(layers=3),
+        dict(pipeline_model_parallel_size=2, decoder_first_pipeline_num_layers=1, decoder_last_pipeline_num_layers=2),
+        dict(),
+    ),
     "vpp 2": (2, "llama", dict(layers=4), dict(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2), dict()),
     "dp 3, odd vocabulary": (3, "qwen3", dict(vocab=131, tied=True), dict(), dict()),
     "cp 2, dp 2, tied": (4, "qwen3", dict(tied=True), dict(context_parallel_size=2), dict()),
@@ -73,4 +86,9 @@ def test_weights_gradients_and_optimizer_state_are_equal_to_the_byte(tmp_path, n
     found = run_ranks(measured, world, str(path), cfg)
     for stage, place, expert_place, weights, gradients, optimizer, padding in found:
         told = static_memory(shape, plan, cfg, stage, dp_rank=place, expert_dp_rank=expert_place)
-        assert (told.weights_bytes, told.gradients_bytes, told.optimizer_bytes, told.padding_bytes) == (weights, gradients, optimizer, padding)
+        assert (told.weights_bytes, told.gradients_bytes, told.optimizer_bytes, told.padding_bytes) == (
+            weights,
+            gradients,
+            optimizer,
+            padding,
+        )

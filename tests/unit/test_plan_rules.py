@@ -12,10 +12,22 @@ from megatron_grpo.batching.sizes import Model
 from megatron_grpo.errors import ConfigError
 from megatron_grpo.flags import parse
 
-NAMES = {"ws": "world_size", "tp": "tensor_model_parallel_size", "pp": "pipeline_model_parallel_size", "cp": "context_parallel_size",
-         "vpp": "virtual_pipeline_model_parallel_size", "ep": "expert_model_parallel_size", "etp": "expert_tensor_parallel_size",
-         "mbs": "micro_batch_size", "gbs": "global_batch_size", "a": "gradient_accumulation_steps", "gen": "generation_batch_size",
-         "spg": "steps_per_generation", "g": "num_generations", "mu": "num_iterations"}
+NAMES = {
+    "ws": "world_size",
+    "tp": "tensor_model_parallel_size",
+    "pp": "pipeline_model_parallel_size",
+    "cp": "context_parallel_size",
+    "vpp": "virtual_pipeline_model_parallel_size",
+    "ep": "expert_model_parallel_size",
+    "etp": "expert_tensor_parallel_size",
+    "mbs": "micro_batch_size",
+    "gbs": "global_batch_size",
+    "a": "gradient_accumulation_steps",
+    "gen": "generation_batch_size",
+    "spg": "steps_per_generation",
+    "g": "num_generations",
+    "mu": "num_iterations",
+}
 
 
 def divides(a, b) -> bool:
@@ -66,17 +78,48 @@ def optional(*values):
     return st.one_of(st.none(), st.sampled_from(values))
 
 
-configurations = st.fixed_dictionaries({
-    "ws": st.sampled_from([1, 2, 3, 4, 6, 8, 12, 16, 24]), "tp": st.sampled_from([1, 1, 2, 3]), "pp": st.sampled_from([1, 1, 2, 4]),
-    "cp": st.sampled_from([1, 1, 2]), "vpp": optional(1, 2, 3), "ep": st.sampled_from([1, 1, 2]), "etp": st.sampled_from([1, 1, 2]),
-    "mbs": st.sampled_from([-32, 0, 1, 1, 2, 3, 4]), "gbs": optional(8, 12, 16, 24, 32, 48, 60), "a": optional(1, 2, 3, 4, 6),
-    "gen": optional(8, 16, 24, 36, 48, 64, 96), "spg": optional(1, 2, 3, 5), "g": st.sampled_from([1, 2, 3, 4, 5, 6, 8]),
-    "mu": st.sampled_from([1, 1, 2, 0]), "unaligned": st.booleans(), "layers": optional(4, 6, 24), "experts": optional(4, 8)})
-mostly_right = st.fixed_dictionaries({
-    "ws": st.sampled_from([1, 2, 4, 6, 8, 16]), "tp": st.sampled_from([1, 2]), "pp": st.sampled_from([1, 2]), "cp": st.just(1),
-    "vpp": st.none(), "ep": st.just(1), "etp": st.just(1), "mbs": st.sampled_from([1, 2, 3, 4]), "gbs": optional(16, 24, 32, 48, 60),
-    "a": optional(2, 4), "gen": optional(24, 48, 64, 96), "spg": optional(1, 2, 3), "g": st.sampled_from([2, 3, 4, 5, 8]),
-    "mu": st.just(1), "unaligned": st.booleans(), "layers": optional(24), "experts": st.none()})
+configurations = st.fixed_dictionaries(
+    {
+        "ws": st.sampled_from([1, 2, 3, 4, 6, 8, 12, 16, 24]),
+        "tp": st.sampled_from([1, 1, 2, 3]),
+        "pp": st.sampled_from([1, 1, 2, 4]),
+        "cp": st.sampled_from([1, 1, 2]),
+        "vpp": optional(1, 2, 3),
+        "ep": st.sampled_from([1, 1, 2]),
+        "etp": st.sampled_from([1, 1, 2]),
+        "mbs": st.sampled_from([-32, 0, 1, 1, 2, 3, 4]),
+        "gbs": optional(8, 12, 16, 24, 32, 48, 60),
+        "a": optional(1, 2, 3, 4, 6),
+        "gen": optional(8, 16, 24, 36, 48, 64, 96),
+        "spg": optional(1, 2, 3, 5),
+        "g": st.sampled_from([1, 2, 3, 4, 5, 6, 8]),
+        "mu": st.sampled_from([1, 1, 2, 0]),
+        "unaligned": st.booleans(),
+        "layers": optional(4, 6, 24),
+        "experts": optional(4, 8),
+    }
+)
+mostly_right = st.fixed_dictionaries(
+    {
+        "ws": st.sampled_from([1, 2, 4, 6, 8, 16]),
+        "tp": st.sampled_from([1, 2]),
+        "pp": st.sampled_from([1, 2]),
+        "cp": st.just(1),
+        "vpp": st.none(),
+        "ep": st.just(1),
+        "etp": st.just(1),
+        "mbs": st.sampled_from([1, 2, 3, 4]),
+        "gbs": optional(16, 24, 32, 48, 60),
+        "a": optional(2, 4),
+        "gen": optional(24, 48, 64, 96),
+        "spg": optional(1, 2, 3),
+        "g": st.sampled_from([2, 3, 4, 5, 8]),
+        "mu": st.just(1),
+        "unaligned": st.booleans(),
+        "layers": optional(24),
+        "experts": st.none(),
+    }
+)
 
 
 @settings(max_examples=1500, deadline=None)
@@ -123,14 +166,36 @@ def test_flags_named_in_a_problem_are_flags_that_were_typed(values):
 
 
 DIALECT_CASES = {
-    "trl": {"num_processes": (1, 2, 3, 4, 6), "per_device_train_batch_size": (1, 2, 3, 8), "gradient_accumulation_steps": (1, 2, 3),
-            "steps_per_generation": (None, 1, 2, 5), "generation_batch_size": (None, None, 24, 50), "num_generations": (2, 5, 8)},
-    "skyrl": {"world_size": (1, 2, 4, 6), "train_batch_size": (8, 16, 20), "policy_mini_batch_size": (4, 6, 8),
-              "micro_train_batch_size_per_gpu": (1, 2, 3), "n_samples_per_prompt": (2, 5, 8)},
-    "skyrl-doc": {"world_size": (1, 2, 4, 6), "train_batch_size": (8, 16, 20), "policy_mini_batch_size": (4, 6, 8),
-                  "micro_train_batch_size_per_gpu": (1, 2, 3), "n_samples_per_prompt": (2, 5, 8)},
-    "cs336": {"world_size": (1, 2), "train_batch_size": (None, 16, 24, 32), "gradient_accumulation_steps": (None, 2, 4, 5),
-              "micro_train_batch_size": (None, 1, 2, 3), "group_size": (2, 3, 8), "rollout_batch_size": (None, 32, 48)},
+    "trl": {
+        "num_processes": (1, 2, 3, 4, 6),
+        "per_device_train_batch_size": (1, 2, 3, 8),
+        "gradient_accumulation_steps": (1, 2, 3),
+        "steps_per_generation": (None, 1, 2, 5),
+        "generation_batch_size": (None, None, 24, 50),
+        "num_generations": (2, 5, 8),
+    },
+    "skyrl": {
+        "world_size": (1, 2, 4, 6),
+        "train_batch_size": (8, 16, 20),
+        "policy_mini_batch_size": (4, 6, 8),
+        "micro_train_batch_size_per_gpu": (1, 2, 3),
+        "n_samples_per_prompt": (2, 5, 8),
+    },
+    "skyrl-doc": {
+        "world_size": (1, 2, 4, 6),
+        "train_batch_size": (8, 16, 20),
+        "policy_mini_batch_size": (4, 6, 8),
+        "micro_train_batch_size_per_gpu": (1, 2, 3),
+        "n_samples_per_prompt": (2, 5, 8),
+    },
+    "cs336": {
+        "world_size": (1, 2),
+        "train_batch_size": (None, 16, 24, 32),
+        "gradient_accumulation_steps": (None, 2, 4, 5),
+        "micro_train_batch_size": (None, 1, 2, 3),
+        "group_size": (2, 3, 8),
+        "rollout_batch_size": (None, 32, 48),
+    },
 }
 
 
@@ -148,7 +213,10 @@ def passes_in_dialect(dialect: str, values: dict) -> bool:
     if dialect.startswith("skyrl"):
         n = v["n_samples_per_prompt"]
         mini = v["policy_mini_batch_size"] * (n if dialect == "skyrl" else 1)
-        return sizes_of(dict(ws=v["world_size"], mbs=v["micro_train_batch_size_per_gpu"], gbs=mini, gen=v["train_batch_size"] * n, g=n)) is not None
+        return (
+            sizes_of(dict(ws=v["world_size"], mbs=v["micro_train_batch_size_per_gpu"], gbs=mini, gen=v["train_batch_size"] * n, g=n))
+            is not None
+        )
     gbs, a, mbs, ws = v.get("train_batch_size"), v.get("gradient_accumulation_steps"), v.get("micro_train_batch_size"), v["world_size"]
     if mbs is None and gbs is not None and a is not None:
         if gbs % (a * ws):
@@ -204,24 +272,51 @@ def test_nearest_values_of_a_hundred_thousand_ranks_are_found_at_once():
 def test_more_than_25_kinds_of_mistake_are_each_said_once():
     """Each of these breaks one rule, and is told so in one sentence."""
     cases = [
-        ["--micro_batch_size", "0"], ["--num_generations", "1"], ["--virtual_pipeline_model_parallel_size", "1"],
+        ["--micro_batch_size", "0"],
+        ["--num_generations", "1"],
+        ["--virtual_pipeline_model_parallel_size", "1"],
         ["--world_size", "3", "--tensor_model_parallel_size", "2"],
         ["--world_size", "2", "--expert_model_parallel_size", "4"],
         ["--world_size", "2", "--vllm_tensor_parallel_size", "3"],
-        ["--micro_batch_size", "3"], ["--global_batch_size", "16", "--gradient_accumulation_steps", "3"],
-        ["--num_generations", "5"], ["--allow_unaligned_generation", "--micro_batch_size", "16", "--generation_batch_size", "24"],
-        ["--generation_batch_size", "24"], ["--generation_batch_size", "32", "--steps_per_generation", "3"],
+        ["--micro_batch_size", "3"],
+        ["--global_batch_size", "16", "--gradient_accumulation_steps", "3"],
+        ["--num_generations", "5"],
+        ["--allow_unaligned_generation", "--micro_batch_size", "16", "--generation_batch_size", "24"],
+        ["--generation_batch_size", "24"],
+        ["--generation_batch_size", "32", "--steps_per_generation", "3"],
         ["--dialect", "trl", "--generation_batch_size", "64", "--steps_per_generation", "3"],
         ["--dialect", "cs336", "--train_batch_size", "8", "--gradient_accumulation_steps", "3"],
         ["--virtual_pipeline_model_parallel_size", "2"],
-        ["--world_size", "4", "--pipeline_model_parallel_size", "4", "--virtual_pipeline_model_parallel_size", "2", "--global_batch_size", "18",
-         "--num_generations", "2"],
-        ["--decoder_first_pipeline_num_layers", "2"], ["--sequence_parallel"], ["--mirco_batch_size", "2"], ["--micro_batch_size", "x"],
-        ["--micro_batch_size"], ["--loss_type", "dap"], ["--lr", "none"], ["--sequence_parallel", "perhaps"], ["--lr", "1", "--learning_rate", "2"],
-        ["--top_p", "1.5"], ["--adam_beta1", "1"], ["--min_lr", "1"], ["--lr_warmup_iters", "2", "--lr_warmup_fraction", "0.1"],
-        ["--overlap_param_gather"], ["--recompute_method", "uniform"], ["--recompute_granularity", "full"], ["--moe_aux_loss_coeff", "0.1"],
-        ["--vllm_max_model_len", "100"], ["--reward_weights", "1"], ["--eval_steps", "3"], ["--eval_reward", "x"], ["--lengths", "/nowhere"],
-        ["--config", "/nowhere.yaml"], ["--bf16", "--torch_dtype", "float32"], ["--beta", "-1"], ["stray"],
+        (
+            "--world_size 4 --pipeline_model_parallel_size 4 --virtual_pipeline_model_parallel_size 2 "
+            "--global_batch_size 18 --num_generations 2"
+        ).split(),
+        ["--decoder_first_pipeline_num_layers", "2"],
+        ["--sequence_parallel"],
+        ["--mirco_batch_size", "2"],
+        ["--micro_batch_size", "x"],
+        ["--micro_batch_size"],
+        ["--loss_type", "dap"],
+        ["--lr", "none"],
+        ["--sequence_parallel", "perhaps"],
+        ["--lr", "1", "--learning_rate", "2"],
+        ["--top_p", "1.5"],
+        ["--adam_beta1", "1"],
+        ["--min_lr", "1"],
+        ["--lr_warmup_iters", "2", "--lr_warmup_fraction", "0.1"],
+        ["--overlap_param_gather"],
+        ["--recompute_method", "uniform"],
+        ["--recompute_granularity", "full"],
+        ["--moe_aux_loss_coeff", "0.1"],
+        ["--vllm_max_model_len", "100"],
+        ["--reward_weights", "1"],
+        ["--eval_steps", "3"],
+        ["--eval_reward", "x"],
+        ["--lengths", "/nowhere"],
+        ["--config", "/nowhere.yaml"],
+        ["--bf16", "--torch_dtype", "float32"],
+        ["--beta", "-1"],
+        ["stray"],
     ]
     from megatron_grpo.planning.check import check
 

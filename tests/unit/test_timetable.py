@@ -14,8 +14,15 @@ from megatron_grpo.batching.timetable import Timetable, epochs_of_prompts, steps
 
 def plan_of(accumulation: int, window: int, passes: int, *, unit: int = 2, dp: int = 1, old_logprobs: str = "auto") -> BatchPlan:
     """A micro-steps an optimizer step, W slices a rollout, mu passes; `unit` completions a micro-step on each of `dp` ranks."""
-    return BatchPlan(world_size=dp, micro_batch_size=unit, global_batch_size=accumulation * unit * dp, old_logprobs=old_logprobs,
-                     generation_batch_size=window * unit * dp, num_generations=2, num_iterations=passes)
+    return BatchPlan(
+        world_size=dp,
+        micro_batch_size=unit,
+        global_batch_size=accumulation * unit * dp,
+        old_logprobs=old_logprobs,
+        generation_batch_size=window * unit * dp,
+        num_generations=2,
+        num_iterations=passes,
+    )
 
 
 class Walk:
@@ -49,10 +56,18 @@ class Walk:
         return needed
 
 
-@pytest.mark.parametrize(("a", "w", "mu", "num_rollouts", "expected"), [
-    (4, 4, 1, 4, []), (3, 2, 1, 6, [1, 4]), (4, 3, 1, 8, [1, 2, 5, 6]), (3, 4, 1, 6, [0, 1, 2, 3, 4, 5]), (4, 1, 2, 4, []),
-    (4, 4, 2, 4, [0, 1, 2, 3]), (6, 4, 1, 6, [1, 4]),
-])
+@pytest.mark.parametrize(
+    ("a", "w", "mu", "num_rollouts", "expected"),
+    [
+        (4, 4, 1, 4, []),
+        (3, 2, 1, 6, [1, 4]),
+        (4, 3, 1, 8, [1, 2, 5, 6]),
+        (3, 4, 1, 6, [0, 1, 2, 3, 4, 5]),
+        (4, 1, 2, 4, []),
+        (4, 4, 2, 4, [0, 1, 2, 3]),
+        (6, 4, 1, 6, [1, 4]),
+    ],
+)
 def test_rollouts_that_straddle_an_optimizer_step_are_the_published_ones(a, w, mu, num_rollouts, expected):
     table = Timetable(plan_of(a, w, mu))
     rows = [table.micro_step(s) for s in range(num_rollouts * w * mu)]
@@ -154,8 +169,12 @@ def test_an_epoch_ends_with_the_step_that_trains_its_last_prompt_for_the_last_ti
     a, w, mu = size
     plan = plan_of(a, w, mu)
     walk = Walk(a, w, mu, num_prompts // plan.num_rollout_prompts + 2)
-    last = max(s for s, (r, i, j, *_) in enumerate(walk.rows)
-               for row in (2 * j, 2 * j + 1) if r * plan.num_rollout_prompts + row // 2 < num_prompts)
+    last = max(
+        s
+        for s, (r, i, j, *_) in enumerate(walk.rows)
+        for row in (2 * j, 2 * j + 1)
+        if r * plan.num_rollout_prompts + row // 2 < num_prompts
+    )
     assert steps_for_prompts(plan, num_prompts) == last // a + 1
 
 

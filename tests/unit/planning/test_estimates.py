@@ -1,0 +1,167 @@
+"""Memory and cost: numbers small enough to check by hand. Exact bytes against real tensors: tests/distributed/test_plan_memory.py."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from megatron_grpo.errors import ConfigError
+from megatron_grpo.planning.check import check
+from megatron_grpo.planning.command import make_plan
+from megatron_grpo.planning.cost import forward_flops
+from megatron_grpo.planning.lengths import read_lengths
+from megatron_grpo.planning.parameters import Parameter, buffer_of, chunks_of_stage, layers_of_stages
+
+TINY = dict(
+    architectures=["LlamaForCausalLM"],
+    hidden_size=8,
+    intermediate_size=16,
+    num_hidden_layers=4,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    head_dim=4,
+    vocab_size=10,
+    max_position_embeddings=4096,
+    tie_word_embeddings=False,
+)
+# Of one layer: query 8x8, key and value 4x8 each, output 8x8, gate and up 16x8 each, down 8x16; two norms of 8.
+MATRICES = 64 + 32 + 32 + 64 + 128 + 128 + 128
+
+
+@pytest.fixture
+def made(tmp_path):
+    def make(*argv, **changes):
+        (tmp_path / "config.json").write_text(json.dumps(TINY | changes))
+        return make_plan(check(["--model", str(tmp_path), *map(str, argv)]))
+
+    return make
+
+
+def test_weights_gradients_and_optimizer_by_hand(made):
+    [stage] = made("--padded_vocab_multiple", 16).memory["stages"]
+    parameters = 4 * (MATRICES + 16) + 8 + 2 * 16 * 8
+    assert stage["num_parameters"] == parameters
+    assert (stage["weights_bytes"], stage["gradients_bytes"], stage["optimizer_bytes"]) == (2 * parameters, 4 * parameters, 12 * parameters)
+    [stage] = made("--padded_vocab_multiple", 16, "--torch_dtype", "float32").memory["stages"]
+    assert (stage["weights_bytes"], stage["optimizer_bytes"]) == (4 * parameters, 8 * parameters)
+
+
+def test_a_reference_model_counts_only_where_beta_asks_for_one(made):
+    assert made().memory["stages"][0]["reference_bytes"] == 0
+    stage = made("--beta", 0.1).memory["stages"][0]
+    assert stage["reference_bytes"] == stage["weights_bytes"]
+
+
+def test_the_optimizer_is_shared_by_data_parallel_ranks(made):
+    one, four = (made("--world_size", n, "--num_generations", 4).memory["stages"][0] for n in (1, 4))
+    assert one["optimizer_bytes"] / 4.2 < four["optimizer_bytes"] < one["optimizer_bytes"] / 3.5
+    whole = made("--world_size", 4, "--num_generations", 4, "--use_distributed_optimizer", "false").memory["stages"][0]
+    assert whole["optimizer_bytes"] == one["optimizer_bytes"] and whole["padding_bytes"] == 0
+
+
+def test_uneven_and_interleaved_stages_hold_the_layers_that_megatron_gives_them(made):
+    uneven = made("--world_size", 2, "--pipeline_model_parallel_size", 2, "--decoder_first_pipeline_num_layers", 1).checked
+    assert layers_of_stages(4, uneven.plan, uneven.config) == [1, 3]
+    chunked = made("--world_size", 2, "--pipeline_model_parallel_size", 2, "--virtual_pipeline_model_parallel_size", 2).checked
+    assert [chunks_of_stage(4, chunked.plan, chunked.config, stage) for stage in (0, 1)] == [
+        [range(0, 1), range(2, 3)],
+        [range(1, 2), range(3, 4)],
+    ]
+
+
+def test_a_buffer_gives_every_element_to_exactly_one_rank():
+    parameters = [Parameter(5), Parameter(200), Parameter(64, is_shared_embedding=True), Parameter(33)]
+    buffer = buffer_of(parameters, ranks=3, is_sharded=True, bucket_size=None)
+    assert sum(buffer.owned_by(rank) for rank in range(3)) == buffer.numel_of_parameters == 302
+    assert all((end - begin) % 3 == 0 and begin % 128 == 0 for begin, end in buffer.buckets)
+
+
+def test_flops_by_hand(made):
+    shape = made().checked.shape
+    # 3 prompt and 2 completion tokens: 4 layers of matrices and of attention (2 heads of 4 channels), the output layer at 2 positions.
+    assert forward_flops(shape, 3, 2, head_positions=2) == 2 * 4 * MATRICES * 5 + 4 * 25 * (8 + 8) + 2 * 2 * 8 * 10
+
+
+def test_phases_follow_the_settings(made):
+    def phases(*argv):
+        return made(*argv).cost["flops_per_rollout"]
+
+    plain = phases()
+    assert plain["old_logprobs"] == plain["reference_logprobs"] == 0
+    assert phases("--beta", 0.1)["reference_logprobs"] * 3 == plain["training"]
+    assert phases("--steps_per_generation", 2)["old_logprobs"] == phases("--steps_per_generation", 2)["training"] // 6
+    assert phases("--num_iterations", 2)["training"] == 2 * plain["training"]
+    full = phases("--recompute_granularity", "full", "--recompute_method", "uniform", "--recompute_num_layers", 1)
+    assert full["training"] * 3 == plain["training"] * 4
+
+
+def test_recompute_and_stages_change_activations_as_they_should(made):
+    def activations(*argv):
+        return [
+            stage["activations_bytes"] for stage in made("--world_size", 2, "--pipeline_model_parallel_size", 2, *argv).memory["stages"]
+        ]
+
+    first, last = activations()
+    assert first == 2 * last, "one-forward-one-backward: the first of two stages holds two micro-batches"
+    recomputed = activations("--recompute_granularity", "full", "--recompute_method", "uniform", "--recompute_num_layers", 1)
+    assert all(a < b for a, b in zip(recomputed, (first, last)))
+
+
+def test_a_peak_beyond_the_gpu_is_said(made):
+    found = made("--gpu_memory_gb", 0.00001)
+    assert found.memory["fits"] is False and any("does not fit" in warning for warning in found.warnings)
+    assert made("--gpu_memory_gb", 80).memory["fits"] is True
+
+
+def test_experts_are_spread_over_ranks_and_only_chosen_ones_work(made):
+    moe = dict(architectures=["Qwen3MoeForCausalLM"], num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, decoder_sparse_step=1)
+    one = made("--world_size", 2, **moe).memory["stages"][0]["num_parameters"]
+    two = made("--world_size", 2, "--expert_model_parallel_size", 2, **moe).memory["stages"][0]["num_parameters"]
+    assert one - two == 4 * 2 * 3 * 8 * 16
+    cost = made(**moe).cost
+    assert cost["parameters"] - cost["active_parameters"] == 4 * 2 * 3 * 8 * 16
+
+
+def test_lengths_say_how_well_they_pack(made, tmp_path):
+    file = tmp_path / "lengths.txt"
+    file.write_text("# prompt completion\n10 10\n10, 30\n\n5\t5\n20 20\n")
+    cost = made("--lengths", file, "--micro_batch_size", 2).cost
+    assert cost["packing"] == {
+        "sequences": 4,
+        "mean_tokens_per_micro_batch": 55.0,
+        "min_tokens_per_micro_batch": 50,
+        "max_tokens_per_micro_batch": 60,
+        "packing_efficiency": 1.0,
+        "padded_efficiency": 110 / 160,
+        "balance": 1.0,
+    }
+    packed = made("--lengths", file, "--world_size", 2, "--context_parallel_size", 2).cost["packing"]
+    assert packed["packing_efficiency"] == 110 / (20 + 40 + 12 + 40)
+
+
+def test_bad_lengths_are_named_by_line(tmp_path):
+    (tmp_path / "x").write_text("1 2\nthree 4\n5\n")
+    with pytest.raises(ConfigError, match="line 2, 3"):
+        read_lengths(str(tmp_path / "x"))
+
+
+def test_a_model_that_does_not_fit_the_layout_is_refused_with_what_fits(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(TINY | dict(num_attention_heads=6, num_key_value_heads=6)))
+    with pytest.raises(ConfigError) as error:
+        check(
+            [
+                "--model",
+                str(tmp_path),
+                "--world_size",
+                "12",
+                "--tensor_model_parallel_size",
+                "4",
+                "--global_batch_size",
+                "12",
+                "--num_generations",
+                "4",
+            ]
+        )
+    for problem in error.value.problems:
+        assert problem.flags == ("tensor_model_parallel_size",) and problem.nearest == {"tensor_model_parallel_size": [2]}, problem
