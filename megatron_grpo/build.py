@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 import torch
@@ -12,7 +13,7 @@ from megatron_grpo import train
 from megatron_grpo.batching.plan import BatchPlan
 from megatron_grpo.checkpoint import Checkpoints, start_afresh
 from megatron_grpo.config import Config
-from megatron_grpo.errors import Interrupted
+from megatron_grpo.errors import Interrupted, RewardError
 from megatron_grpo.evaluate import Evaluator
 from megatron_grpo.experience import Sampler
 from megatron_grpo.export import export_hf
@@ -58,6 +59,14 @@ def run_training(made: Plan, inputs: Inputs) -> int:
             export_hf(run.policy, Path(cfg.run.output_dir) / "hf", source=inputs.model_path,
                       dtype=getattr(torch, cfg.model.torch_dtype), parallel=parallel)  # fmt: skip
     except Interrupted:
+        raise
+    except RewardError as error:
+        # Every rank has it, so none waits for another and nothing is reported: the first to leave makes the launcher end the others, and
+        # until `signal.restore` that is only noted. What it says must not come later.
+        if run is not None:
+            run.metrics.close()
+        if parallel.is_main:
+            print(f"megatron-grpo: a reward function failed, and the run ends.\n{error}", file=sys.stderr, flush=True)
         raise
     except BaseException:
         board.report()  # before any clean-up: the others may be waiting in a collective that this rank will never enter

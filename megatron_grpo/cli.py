@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from megatron_grpo import __version__
-from megatron_grpo.errors import EXIT_CONFIG, EXIT_CRASH, EXIT_DONE, EXIT_INTERRUPTED, ConfigError, Interrupted
+from megatron_grpo.errors import EXIT_CONFIG, EXIT_CRASH, EXIT_DONE, EXIT_INTERRUPTED, ConfigError, Interrupted, RewardError
 
 Command = Callable[[list[str]], int]
 
@@ -105,6 +105,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if is_first_rank():
             print(f"megatron-grpo: {error}", file=sys.stderr)
         return EXIT_INTERRUPTED
+    except RewardError:  # the user's function, not ours: `build` has said what it did
+        return EXIT_CRASH
     except KeyboardInterrupt:
         return 128 + 2
     except BrokenPipeError:  # `plan | head`: the reader has seen enough

@@ -1,7 +1,7 @@
-"""The two ways a run ends before its time, and nothing else.
+"""The ways a run ends before its time, and nothing else.
 
-Everything that is the user's to mend is a `ConfigError`; it carries *all* problems found, so that one run of the program is
-enough to learn them. Anything else is a bug or a broken machine and is left to crash with its traceback.
+What is the user's to mend is a `ConfigError`, which carries *all* problems found, so that one run of the program is enough to learn them;
+or, once the run has begun, a `RewardError`. Anything else is a bug or a broken machine and is left to crash with its traceback.
 """
 
 from __future__ import annotations
@@ -40,6 +40,10 @@ class ConfigError(Exception):
 
     def __reduce__(self):
         return type(self), (self.problems,)
+
+
+class RewardError(Exception):
+    """A reward function failed and `--reward_on_error raise` is set. The message names function, row and value; every rank raises it."""
 
 
 class Interrupted(Exception):

@@ -11,7 +11,8 @@ from itertools import accumulate
 from typing import Any
 
 from megatron_grpo.data.chat import as_completion
-from megatron_grpo.rewards.protocol import RewardBatch, RewardError, RewardFunction
+from megatron_grpo.errors import RewardError
+from megatron_grpo.rewards.protocol import RewardBatch, RewardFunction
 from megatron_grpo.rewards.scoring import Scores, score
 from megatron_grpo.types import Group, ScoredGroup
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from megatron_grpo.batching.split import in_slices, split
 from megatron_grpo.errors import Interrupted
+from megatron_grpo.grpo.check import is_truncated_sampling, truncated_sampling_warning
 from megatron_grpo.sync import check_weights, sync_weights
 
 if TYPE_CHECKING:
@@ -130,6 +131,9 @@ def report(run: Run, progress: Progress, batch: GlobalBatch, trained: TrainedSte
     warning = run.drift.warning(trained.metrics)
     if warning:
         run.metrics.say(f"WARNING: {warning}")
+    sampling = run.config.rollout
+    if progress.step == 1 and is_truncated_sampling(sampling):
+        run.metrics.say(f"WARNING: {truncated_sampling_warning(sampling, trained.metrics)}")
     if trained.was_skipped:
         run.metrics.say(f"optimizer step {progress.step}: all completions were filtered, nothing was left to train")
     run.metrics.log(progress, stats | trained.metrics | batch.metrics | run.clock.take())

@@ -16,10 +16,6 @@ from typing import Any
 Score = float | None  # None: this reward does not apply to this completion
 
 
-class RewardError(Exception):
-    """A reward function failed and `--reward_on_error raise` is set. The message names function, row and value."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowFailure:
     """A row that got no score, and why. Built-in rewards return it in place of a score; `kind` is what warnings are counted by."""

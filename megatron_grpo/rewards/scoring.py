@@ -13,9 +13,9 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron_grpo.errors import Interrupted
+from megatron_grpo.errors import Interrupted, RewardError
 from megatron_grpo.rewards import deadline
-from megatron_grpo.rewards.protocol import RewardBatch, RewardError, RewardFunction, RowFailure, Score, as_scores, text_of
+from megatron_grpo.rewards.protocol import RewardBatch, RewardFunction, RowFailure, Score, as_scores, text_of
 
 _LOOP = deadline.EventLoop()
 _SHORTEST_CALL = 1.0  # seconds that even a call on one row is given (a tenth of the timeout, where that is less)

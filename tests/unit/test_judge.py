@@ -7,8 +7,9 @@ import threading
 
 import pytest
 
+from megatron_grpo.errors import RewardError
 from megatron_grpo.judge import as_batch, judge, shares
-from megatron_grpo.rewards.protocol import RewardError, RewardFunction
+from megatron_grpo.rewards.protocol import RewardFunction
 from megatron_grpo.types import Completion, Group, Prompt
 from tests.ranks import run_ranks
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from megatron_grpo.config import Config
-from megatron_grpo.errors import ConfigError
+from megatron_grpo.errors import ConfigError, RewardError
 from megatron_grpo.rewards.llm_judge import read_score
 from megatron_grpo.rewards.loading import load_rewards
-from megatron_grpo.rewards.protocol import RewardBatch, RewardError, RowFailure
+from megatron_grpo.rewards.protocol import RewardBatch, RowFailure
 from megatron_grpo.rewards.scoring import score
 from tests.unit.rewards.servers import json_server
 

@@ -11,8 +11,8 @@ import time
 
 import pytest
 
-from megatron_grpo.errors import Interrupted
-from megatron_grpo.rewards.protocol import RewardBatch, RewardError, RewardFunction
+from megatron_grpo.errors import Interrupted, RewardError
+from megatron_grpo.rewards.protocol import RewardBatch, RewardFunction
 from megatron_grpo.rewards.scoring import score
 
 GOOD, BAD, ROWS = "1", "bad", 16
