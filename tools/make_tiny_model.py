@@ -46,7 +46,7 @@ ARCHITECTURE = dict(
     pad_token_id=PAD,
     bos_token_id=None,
 )
-WARM_UP = dict(steps=400, batch_size=128, lr=2e-3, warmup_steps=50, share_right=1 / 3)
+WARM_UP = dict(steps=1400, batch_size=32, lr=2e-3, warmup_steps=100, share_right=1 / 3)
 
 
 # ---- tokenizer ---------------------------------------------------------------------------------------------------------------
@@ -167,7 +167,7 @@ def warm_up(model, tokenizer, train: list[dict[str, str]], test: list[dict[str, 
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        if (step + 1) % 50 == 0 and step + 1 < steps:
+        if (step + 1) % 200 == 0 and step + 1 < steps:
             print(f"[model] warm-up step {step + 1}/{steps}: loss {loss.item():.3f}, {time.monotonic() - started:.0f} s", flush=True)
     score = right_share(model, tokenizer, test)
     print(f"[model] warm-up done in {time.monotonic() - started:.0f} s: {score:.1%} of {len(test)} held-out sums right (greedy)")
