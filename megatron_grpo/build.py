@@ -13,7 +13,7 @@ from megatron_grpo import train
 from megatron_grpo.batching.plan import BatchPlan
 from megatron_grpo.checkpoint import Checkpoints, start_afresh
 from megatron_grpo.config import Config
-from megatron_grpo.errors import Interrupted, RewardError
+from megatron_grpo.errors import ConfigError, Interrupted, RewardError
 from megatron_grpo.evaluate import Evaluator
 from megatron_grpo.experience import Sampler
 from megatron_grpo.export import export_hf
@@ -29,6 +29,7 @@ from megatron_grpo.parallel.layout import Layout
 from megatron_grpo.parallel.state import ParallelState
 from megatron_grpo.planning.command import Plan
 from megatron_grpo.planning.report import print_report
+from megatron_grpo.policy.check import machine_problems
 from megatron_grpo.policy.exchange import WeightExchange
 from megatron_grpo.policy.model import build_chunks
 from megatron_grpo.policy.optimizer import build_optimizer, build_scheduler, wrap_for_training
@@ -191,6 +192,9 @@ def padded_vocab_size(shape: ModelShape, cfg: Config) -> int:
 
 def build_policy(cfg: Config, shape: ModelShape, parallel: ParallelState, *, model_path: str | Path, num_steps: int) -> Policy:
     """The policy with the checkpoint's weights, ready to train; and its frozen reference where the loss needs one. Collective."""
+    has_te = uses_transformer_engine("auto")
+    if lacking := machine_problems(cfg, has_gpu=parallel.device.type == "cuda", has_transformer_engine=has_te):
+        raise ConfigError(lacking)
     use_te = uses_transformer_engine(cfg.model.transformer_impl) and shape.mla is None  # policy.latent is for the local layers
     rows = padded_vocab_size(shape, cfg)
     weight_map = WeightMap.for_shape(shape, padded_vocab_size=rows, naming="transformer_engine" if use_te else "local")
@@ -226,4 +230,5 @@ def build_policy(cfg: Config, shape: ModelShape, parallel: ParallelState, *, mod
         micro_batch_size=cfg.batch.micro_batch_size,
         max_tokens_per_micro_batch=cfg.batch.max_tokens_per_micro_batch,
         beta=cfg.grpo.beta,
+        reference_moves=cfg.grpo.sync_ref_model,
     )

@@ -15,7 +15,27 @@ def problems(cfg: Config, shape: ModelShape) -> list[Problem]:
     found = [Problem(flags=("model",), message=f"model: {message}") for message in (_routing(shape.moe) if shape.moe else ())]
     if shape.mla:
         found += _latent_attention(cfg)
+    return [*found, *_dispatch(cfg, shape), *_recompute(cfg, shape)]
+
+
+def machine_problems(cfg: Config, *, has_gpu: bool, has_transformer_engine: bool) -> list[Problem]:
+    """What this configuration asks of a machine that has it not. `train` knows the machine; `plan` may be made for another."""
+    found = []
+    model, optimizer = cfg.model, cfg.optimizer
+    if model.transformer_impl == "transformer_engine" and not has_transformer_engine:
+        found.append(_problem("transformer_impl", "transformer_engine is not installed here. Install the extra `te`, or use auto or local.",
+                              "auto", "local"))  # fmt: skip
+    if optimizer.optimizer_cpu_offload and not has_gpu:
+        found.append(_problem("optimizer_cpu_offload", "there is no GPU here: the optimizer is on the host already. Leave it out.", False))
+    fused = _fused_recompute(cfg)
+    if fused and model.transformer_impl == "auto" and not has_transformer_engine:
+        found.append(_problem("recompute_modules", f"{' and '.join(fused)} can be recomputed with Transformer Engine only, which is not "
+                              "installed here. Leave it out."))  # fmt: skip
     return found
+
+
+def _problem(flag: str, message: str, *nearest: object) -> Problem:
+    return Problem(flags=(flag,), message=f"{flag}: {message}", nearest={flag: list(nearest)} if nearest else {})
 
 
 def _routing(moe: MoeShape) -> Iterator[str]:
@@ -38,3 +58,59 @@ def _latent_attention(cfg: Config) -> Iterator[Problem]:
     if cfg.model.recompute_granularity == "selective" and "mla_up_proj" in cfg.model.recompute_modules:
         yield Problem(flags=("recompute_modules",),
                       message="recompute_modules: mla_up_proj is not one that multi-latent attention can recompute here. Leave it out.")
+
+
+def _dispatch(cfg: Config, shape: ModelShape) -> Iterator[Problem]:
+    if shape.moe and cfg.model.moe_token_dispatcher_type == "allgather" and cfg.parallel.pipeline_model_parallel_size > 1:
+        yield Problem(
+            flags=("moe_token_dispatcher_type", "pipeline_model_parallel_size"), nearest={"moe_token_dispatcher_type": ["alltoall"]},
+            message="moe_token_dispatcher_type allgather does not go with pipeline_model_parallel_size "
+            f"({cfg.parallel.pipeline_model_parallel_size}): packed micro-batches differ in length, which Megatron-Core's pipeline allows "
+            "with alltoall only.",
+        )  # fmt: skip
+
+
+RECOMPUTABLE = ("core_attn", "mlp", "moe", "shared_experts", "layernorm", "moe_act", "mla_up_proj")
+
+
+def _fused_recompute(cfg: Config) -> list[str]:
+    """Modules that only Transformer Engine's layers can recompute."""
+    chosen = cfg.model.recompute_modules if cfg.model.recompute_granularity == "selective" else ()
+    return [name for name in chosen if name in ("layernorm", "moe_act")]
+
+
+def _recompute(cfg: Config, shape: ModelShape) -> Iterator[Problem]:
+    model = cfg.model
+    if model.recompute_granularity == "selective":
+        unknown = [name for name in model.recompute_modules if name not in RECOMPUTABLE]
+        if unknown:
+            yield _problem("recompute_modules", f"{', '.join(unknown)} is none of {', '.join(RECOMPUTABLE)}.")
+        missing = [name for name in ("moe", "moe_act", "shared_experts") if name in model.recompute_modules and not shape.moe]
+        if missing:
+            yield _problem("recompute_modules", f"the model has no experts, so there is no {', '.join(missing)}. Leave it out.")
+        if "mla_up_proj" in model.recompute_modules and not shape.mla:
+            yield _problem("recompute_modules", "the model has no latent attention, so there is no mla_up_proj. Leave it out.")
+        fused = _fused_recompute(cfg)
+        if fused and model.transformer_impl == "local":
+            yield _problem("recompute_modules", f"{' and '.join(fused)} can be recomputed with Transformer Engine only, and "
+                           "transformer_impl is local. Leave it out, or use transformer_impl transformer_engine.")  # fmt: skip
+    if model.recompute_granularity == "full" and model.recompute_method == "uniform" and model.recompute_num_layers:
+        yield from _uniform_recompute(cfg, shape, model.recompute_num_layers)
+
+
+def _uniform_recompute(cfg: Config, shape: ModelShape, size: int) -> Iterator[Problem]:
+    """Megatron-Core cuts the layers of a model chunk into units of `size`, and fails where the last unit is short."""
+    p = cfg.parallel
+    ends = [n for n in (p.decoder_first_pipeline_num_layers, p.decoder_last_pipeline_num_layers) if n]
+    stages, chunks = p.pipeline_model_parallel_size - len(ends), p.virtual_pipeline_model_parallel_size or 1
+    counts = {n // chunks for n in ends} | ({(shape.num_layers - sum(ends)) // stages // chunks} if stages > 0 else set())
+    wrong = sorted(n for n in counts if n % size)
+    if wrong:
+        works = [n for n in range(max(counts), 0, -1) if all(count % n == 0 for count in counts)]
+        yield Problem(
+            flags=("recompute_num_layers",),
+            nearest={"recompute_num_layers": [n for n in works if n < size][:1] + [n for n in works if n > size][-1:]},
+            message=f"recompute_num_layers ({size}) must divide the layers of each model chunk under recompute_method uniform: "
+            f"{wrong[0]} = {wrong[0] // size} x {size} + {wrong[0] % size}. Use {' or '.join(str(n) for n in reversed(works))}, "
+            "or recompute_method block.",
+        )

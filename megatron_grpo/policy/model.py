@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from megatron.core import tensor_parallel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
@@ -114,8 +115,8 @@ def transformer_config(shape: ModelShape, model: ModelConfig, layout: ParallelCo
         recompute_modules=list(model.recompute_modules) if model.recompute_granularity == "selective" else None,
         # Losses are weighted sums (docs/algorithms.md): nothing may divide them by a count of micro-batches or ranks.
         calculate_per_token_loss=True,
-        # Checked even where there are no experts: "allgather" does not go with lengths that vary between stages.
-        moe_token_dispatcher_type=model.moe_token_dispatcher_type,
+        # Megatron checks it even where there are no experts: "allgather" does not go with lengths that vary between stages.
+        moe_token_dispatcher_type=model.moe_token_dispatcher_type if shape.moe else "alltoall",
         **moe,
         **mla,
     )
@@ -137,7 +138,8 @@ def layer_specs(shape: ModelShape, config: TransformerConfig, *, use_te: bool, v
         if shape.mla:
             layer.submodules.self_attention.module = LatentAttention
             layer.submodules.self_attention.params |= {"rope_scale": shape.rope.attention_scaling, "interleaved": shape.mla.interleaved}
-            attention.q_layernorm = attention.kv_layernorm = LatentNorm
+            attention.kv_layernorm = LatentNorm
+            attention.q_layernorm = LatentNorm if shape.mla.q_lora_rank else IdentityOp
         elif shape.qk_norm:
             attention.q_layernorm = attention.k_layernorm = Norm
     if not use_te:

@@ -1,0 +1,76 @@
+"""What Megatron-Core refuses of a layout, said as a sentence before it can."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_grpo.config import Config
+from megatron_grpo.policy.check import machine_problems, problems
+from megatron_grpo.weights.shape import ModelShape
+from tests.unit.weights.tiny import config_of
+
+PP, VPP = "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"
+FIRST, LAST = "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"
+DENSE = ModelShape.from_hf({**config_of("qwen3"), "num_hidden_layers": 12})
+EXPERTS = ModelShape.from_hf(config_of("qwen3_moe"))
+
+
+def config(**settings) -> Config:
+    cfg = Config()
+    for name, value in settings.items():
+        group = next(group for group in cfg.groups().values() if hasattr(group, name))
+        setattr(group, name, value)
+    return cfg
+
+
+def said(found) -> list[str]:
+    return [problem.message for problem in found]
+
+
+@pytest.mark.parametrize(("shape", "settings", "words"), [
+    (EXPERTS, {"moe_token_dispatcher_type": "allgather", PP: 2}, "alltoall only"),
+    (DENSE, {"recompute_granularity": "selective", "recompute_modules": ["core_atn"]}, "core_atn is none of core_attn"),
+    (DENSE, {"recompute_granularity": "selective", "recompute_modules": ["moe"]}, "no experts"),
+    (DENSE, {"recompute_granularity": "selective", "recompute_modules": ["mla_up_proj"]}, "no latent attention"),
+    (DENSE, {"recompute_granularity": "selective", "recompute_modules": ["layernorm"], "transformer_impl": "local"}, "Transformer Engine"),
+])  # fmt: skip
+def test_refused(shape, settings, words):
+    (message,) = said(problems(config(**settings), shape))
+    assert words in message
+
+
+@pytest.mark.parametrize("settings", [
+    {"moe_token_dispatcher_type": "allgather", PP: 2},  # nothing is dispatched
+    {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp"]},
+    {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 5, PP: 2},
+])  # fmt: skip
+def test_allowed_without_experts(settings):
+    assert problems(config(**settings), DENSE) == []
+
+
+@pytest.mark.parametrize(("layout", "size", "works"), [
+    ({}, 5, [4, 6]),
+    ({PP: 2}, 4, [3, 6]),
+    ({PP: 2, VPP: 2}, 2, [1, 3]),
+    ({PP: 2, FIRST: 4, LAST: 8}, 8, [4]),
+    ({PP: 4, FIRST: 2, LAST: 2}, 4, [2]),
+])  # fmt: skip
+def test_units_of_uniform_recompute_must_divide_a_chunks_layers(layout, size, works):
+    full = {"recompute_granularity": "full", "recompute_method": "uniform"}
+    (problem,) = problems(config(**layout, **full, recompute_num_layers=size), DENSE)
+    assert problem.nearest["recompute_num_layers"] == works
+    for good in works:
+        assert problems(config(**layout, **full, recompute_num_layers=good), DENSE) == []
+
+
+@pytest.mark.parametrize(("settings", "words"), [
+    ({"transformer_impl": "transformer_engine"}, "not installed here"),
+    ({"optimizer_cpu_offload": True}, "no GPU here"),
+    ({"recompute_granularity": "selective", "recompute_modules": ["layernorm"]}, "not installed here"),
+])  # fmt: skip
+def test_what_this_machine_lacks_is_said_here_and_not_by_plan(settings, words):
+    cfg = config(**settings)
+    (message,) = said(machine_problems(cfg, has_gpu=False, has_transformer_engine=False))
+    assert words in message
+    assert machine_problems(cfg, has_gpu=True, has_transformer_engine=True) == []
+    assert problems(cfg, DENSE) == []
