@@ -136,7 +136,7 @@ def size_problems(cfg: Config, model: Model | None = None, *, others_pass: bool 
             Problem(
                 flags=tuple(names.get(flag, flag) for flag in blamed),
                 nearest=offered,
-                message=_sentence(_rename(rule.text(), cfg), offered or rest),
+                message=_sentence(rule.text(), offered or rest),
             )
         )
     return problems
@@ -148,14 +148,6 @@ _SAYABLE = {flag for products in (NATIVE, *PRODUCTS.values()) for flags in produ
 
 def _changeable(flag: str, cfg: Config) -> bool:
     return not (flag == WORLD and cfg.sources.get(WORLD) == "launcher")
-
-
-def _rename(text: str, cfg: Config) -> str:
-    """Aliases as the user typed them: `num_processes (12)`, not `world_size (12)`."""
-    for native, typed in cfg.typed.items():
-        if native != typed:
-            text = text.replace(f"{native} (", f"{typed} (")
-    return text
 
 
 def _sentence(core: str, near: dict[str, Sequence[int]]) -> str:

@@ -61,10 +61,7 @@ def rules(inputs: Inputs) -> Iterator[Rule]:
         flags=(WORLD, TP, PP, CP),
         multiple=v[WORLD],
         divisor=d.ranks_per_replica,
-        text=lambda: (
-            f"{words.flag(WORLD)} must be a multiple of tp x pp x cp = {v[TP]} x {v[PP]} x {v[CP]} = {d.ranks_per_replica}: "
-            f"{remainder(v[WORLD], d.ranks_per_replica)}"
-        ),
+        text=lambda: f"{words.flag(WORLD)} must be a multiple of {words.product((TP, PP, CP))}: {remainder(v[WORLD], d.ranks_per_replica)}",
     )
     expert = v[ETP] * v[EP] * v[PP]
     if v[ETP] * v[EP] > 1:  # otherwise "ranks" has said it
@@ -73,10 +70,7 @@ def rules(inputs: Inputs) -> Iterator[Rule]:
             flags=(WORLD, ETP, EP, PP),
             multiple=v[WORLD],
             divisor=expert,
-            text=lambda: (
-                f"{words.flag(WORLD)} must be a multiple of etp x ep x pp = {v[ETP]} x {v[EP]} x {v[PP]} = {expert}: "
-                f"{remainder(v[WORLD], expert)}"
-            ),
+            text=lambda: f"{words.flag(WORLD)} must be a multiple of {words.product((ETP, EP, PP))}: {remainder(v[WORLD], expert)}",
         )
     yield Rule(
         key="engine ranks",
@@ -120,10 +114,7 @@ def _batch_rules(inputs: Inputs, d: Derived, words: Words) -> Iterator[Rule]:
             divisor=b,
             after=("ranks",),
             flags=(*products["global"], *products["accumulation"], *words.unit_flags()),
-            text=lambda: (
-                f"{words.size('global')} must equal {words.size('accumulation')} x {words.unit()}, in all "
-                f"{inputs.product('accumulation') * unit.whole()}. Leave one of the two out, or let them agree"
-            ),
+            text=lambda: f"{words.size('global')} must equal {words.accumulated()}. Leave one of the two out, or let them agree",
         )
     elif inputs.given("global"):
         a, b = whole(glob, unit)
@@ -175,8 +166,8 @@ def _batch_rules(inputs: Inputs, d: Derived, words: Words) -> Iterator[Rule]:
             divisor=b * steps,
             after=global_after,
             text=lambda: (
-                f"{words.size('generation')} must equal {words.global_batch()} x {words.size('steps')} = "
-                f"{Fraction(glob.top * steps, glob.bottom)}. Leave one of the two out, or let them agree"
+                f"{words.size('generation')} must equal {words.rollout_of_steps(Fraction(glob.top * steps, glob.bottom))}. "
+                f"Leave one of the two out, or let them agree"
             ),
             flags=(*words.generation_flags(), *words.global_flags(), *products["steps"]),
         )
@@ -202,7 +193,7 @@ def _pipeline_rules(inputs: Inputs, d: Derived, words: Words) -> Iterator[Rule]:
             key="chunks",
             flags=(VPP, PP),
             holds=v[PP] > 1,
-            text=lambda: f"{words.flag(VPP)} needs {PP} above 1: one stage has nothing to interleave with",
+            text=lambda: f"{words.flag(VPP)} needs {words.name(PP)} above 1: one stage has nothing to interleave with",
         )
         yield Rule(
             key="interleave",
@@ -211,13 +202,13 @@ def _pipeline_rules(inputs: Inputs, d: Derived, words: Words) -> Iterator[Rule]:
             after=("ranks", "batch", "micro", "chunks"),
             flags=(*words.global_flags(), *words.unit_flags(), PP, VPP),
             text=lambda: (
-                f"the interleaved schedule ({VPP} {v[VPP]}) needs a number of micro-steps per optimizer step that is a multiple of "
-                f"{words.flag(PP)}; {words.global_batch()} makes {d.accumulation}"
+                f"the interleaved schedule ({words.name(VPP)} {v[VPP]}) needs a number of micro-steps per optimizer step that is a "
+                f"multiple of {words.flag(PP)}; {words.global_batch()} makes {d.accumulation}"
             ),
         )
     ends = [flag for flag in (FIRST, LAST) if v[flag] is not None]
     if ends:
-        yield Rule(key="ends", flags=(*ends, PP), holds=v[PP] > 1, text=lambda: f"{words.flag(ends[0])} needs {PP} above 1")
+        yield Rule(key="ends", flags=(*ends, PP), holds=v[PP] > 1, text=lambda: f"{words.flag(ends[0])} needs {words.name(PP)} above 1")
     chunks = v[VPP] or 1
     for flag in ends:
         if chunks > 1:

@@ -8,7 +8,7 @@ another, cross-multiplied so that both are products of typed numbers. That is wh
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron_grpo.config import Config
 
@@ -16,7 +16,6 @@ WORLD, TP, PP, CP = "world_size", "tensor_model_parallel_size", "pipeline_model_
 VPP, EP, ETP = "virtual_pipeline_model_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size"
 VLLM_TP, FIRST, LAST = "vllm_tensor_parallel_size", "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"
 PARALLEL = (WORLD, TP, PP, CP, VPP, EP, ETP, FIRST, LAST)
-SHORT = {TP: "tp", PP: "pp", CP: "cp", EP: "ep", ETP: "etp", VPP: "vpp"}
 NO_GROUP_NEEDED = ("reinforce_plus_plus",)  # its baseline is the mean of the whole rollout
 
 # What a size is made of: the product of the values of these flags.
@@ -56,17 +55,10 @@ class Inputs:
     needs_group: bool
     sequence_parallel: bool
     model: Model
+    names: Mapping[str, str]  # what the user calls a flag, where it is an alias
 
     def with_value(self, flag: str, value: int) -> Inputs:
-        return Inputs(
-            values={**self.values, flag: value},
-            products=self.products,
-            typed=self.typed | {flag},
-            aligned=self.aligned,
-            needs_group=self.needs_group,
-            sequence_parallel=self.sequence_parallel,
-            model=self.model,
-        )
+        return replace(self, values={**self.values, flag: value}, typed=self.typed | {flag})
 
     def given(self, size: str) -> bool:
         return all(self.values.get(flag) is not None for flag in self.products.get(size, ("absent",)))
@@ -131,6 +123,7 @@ def inputs_of(cfg: Config, products: Mapping[str, Product] | None = None, model:
         needs_group=cfg.grpo.advantage_estimator not in NO_GROUP_NEEDED,
         sequence_parallel=cfg.parallel.sequence_parallel,
         model=model or Model(),
+        names=cfg.typed,
     )
 
 

@@ -41,6 +41,7 @@ def check_parsed(parsed: Parsed) -> Checked:
     cfg = parsed.config
     shape, model_problems = read_shape(cfg.model.model)
     model = rules_of(shape) if shape else Model()
+    _drop_misfits(parsed, shape)
     problems = [*parsed.problems, *model_problems, *_settings_problems(parsed, shape)]
     sizes = size_problems(cfg, model, others_pass=not problems, unreadable=parsed.unreadable)
     if problems or sizes:
@@ -58,6 +59,22 @@ def _settings_problems(parsed: Parsed, shape: ModelShape | None) -> list[Problem
     others = [*check_grpo.problems(cfg), *of_model]
     found = [_in_typed_names(cfg, problem) for problem in others if not set(problem.flags) & parsed.unreadable]
     return [*validate(cfg, parsed.unreadable), *found]
+
+
+def _drop_misfits(parsed: Parsed, shape: ModelShape | None) -> None:
+    """Settings taken over from a foreign file that do not go together here are left out and listed, for nobody typed them for us."""
+    cfg = parsed.config
+    natives = {typed: name for name, typed in cfg.typed.items()}
+    for source, taken in parsed.taken.items():
+        wrong = {flag for problem in _settings_problems(parsed, shape) for flag in problem.flags} & set(taken)
+        for typed in sorted(wrong):
+            setting = names()[natives[typed]]
+            if cfg.sources.get(setting.name) != source:
+                continue  # the command line has the last word
+            setattr(getattr(cfg, setting.group), setting.name, setting.default)
+            cfg.sources = {**cfg.sources, setting.name: "default"}
+            taken.remove(typed)
+            parsed.ignored.setdefault(source, []).append(typed)
 
 
 def _in_typed_names(cfg: Config, problem: Problem) -> Problem:

@@ -61,7 +61,8 @@ def static_memory(shape: ModelShape, plan: BatchPlan, cfg: Config, stage: int, *
 def estimate_memory(shape: ModelShape, plan: BatchPlan, cfg: Config, lengths: Lengths | None = None) -> dict[str, Any]:
     """The `memory` object of `plan --json`: every pipeline stage, every phase, the peak, and whether it fits in gpu_memory_gb."""
     prompt, completion = sequence_tokens(cfg, lengths, longest=True)
-    tokens = -(-plan.micro_batch_size * (prompt + completion) // plan.cp)
+    budget = cfg.batch.max_tokens_per_micro_batch
+    tokens = -(-max(budget, prompt + completion) // plan.cp) if budget else -(-plan.micro_batch_size * (prompt + completion) // plan.cp)
     sampler = sampler_memory(shape, plan, cfg, prompt + completion)
     asleep = {0: sampler["weights_bytes"] + sampler["kv_cache_bytes"], 1: 0, 2: 0}[cfg.rollout.sleep_level]
     pushed = 2 * _largest_tensor(shape) * BYTES[cfg.model.torch_dtype]

@@ -129,6 +129,7 @@ def test_lengths_say_how_well_they_pack(made, tmp_path):
     cost = made("--lengths", file, "--micro_batch_size", 2).cost
     assert cost["packing"] == {
         "sequences": 4,
+        "micro_batches": 2,
         "mean_tokens_per_micro_batch": 55.0,
         "min_tokens_per_micro_batch": 50,
         "max_tokens_per_micro_batch": 60,
@@ -165,3 +166,12 @@ def test_a_model_that_does_not_fit_the_layout_is_refused_with_what_fits(tmp_path
         )
     for problem in error.value.problems:
         assert problem.flags == ("tensor_model_parallel_size",) and problem.nearest == {"tensor_model_parallel_size": [2]}, problem
+
+
+def test_a_token_budget_packs_as_training_does(made, tmp_path):
+    file = tmp_path / "lengths.txt"
+    file.write_text("".join(f"10 {n}\n" for n in (90, 10, 30, 50, 20, 40, 90, 70)))
+    argv = ["--lengths", file, "--max_tokens_per_micro_batch", 100, "--global_batch_size", 8]
+    packing = made(*argv).cost["packing"]
+    assert packing["sequences"] == 8 and packing["micro_batches"] == 5 and packing["max_tokens_per_micro_batch"] == 100
+    assert made(*argv).memory["tokens_per_micro_batch"] == 100

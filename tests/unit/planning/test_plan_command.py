@@ -224,11 +224,12 @@ def test_foreign_files_are_read_and_their_other_keys_are_listed(capsys, tmp_path
     trl.write_text(
         "model_name_or_path: /nowhere/x\nper_device_train_batch_size: 4\ngradient_accumulation_steps: 2\nnum_generations: 4\n"
         "learning_rate: 1.0e-6\ngradient_checkpointing: true\nmax_steps: -1\nvllm_importance_sampling_mode: token_truncate\n"
+        "eval_steps: 100\n"
     )
     found = native(capsys, "--dialect", "trl", "--config", trl, "--num_processes", 2)
     assert found["batch"]["generation_batch_size"] == 16
     listed = next(warning for warning in found["warnings"] if "grpo.yaml" in warning)
-    assert "not used: gradient_checkpointing, max_steps" in listed and "learning_rate" in listed
+    assert "not used: gradient_checkpointing, max_steps, eval_steps" in listed and "learning_rate" in listed
     assert "--lr 1e-06" in found["native_flags"] and "--rollout_importance_sampling_mode token_truncate" in found["native_flags"]
     skyrl = tmp_path / "skyrl.yaml"
     skyrl.write_text(
