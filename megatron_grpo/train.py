@@ -81,6 +81,7 @@ def train(run: Run) -> Progress:
             progress = progress.after(
                 num_rollouts=len(step.new_rollouts), num_prompts=run.prompts.taken - drawn, num_tokens=batch.num_tokens
             )
+            move_reference_if_due(run, progress)
             # PUBLISH  the next rollout is sampled from these weights.
             if step.next_samples or run.evaluator.is_due(progress):
                 publish(run, progress)
@@ -122,6 +123,13 @@ def keep(pending: list[Sample], step: Step, logprobs, run: Run) -> list[Sample]:
         sample.anchored(sample.spread(found[row]), "cached") if (row := (sample.rollout, sample.row)) in wanted else sample
         for sample in pending
     ]
+
+
+def move_reference_if_due(run: Run, progress: Progress) -> None:
+    """The reference follows the policy, every so many optimizer steps (`--sync_ref_model`)."""
+    cfg = run.config.grpo
+    if cfg.sync_ref_model and progress.step % cfg.ref_model_sync_steps == 0:
+        run.policy.move_reference(cfg.ref_model_mixup_alpha)
 
 
 def report(run: Run, progress: Progress, batch: GlobalBatch, trained: TrainedStep, stats: dict[str, float]) -> None:

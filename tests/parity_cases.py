@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -77,6 +77,69 @@ LAYOUTS = {
 }
 
 
+# Normalisations and objectives: the columns of docs/parity.md.
+LOSSES = {
+    "grpo": {},
+    "dapo": dict(loss_type="dapo", epsilon_high=0.28, overlong_filter=True),
+    "dr_grpo": dict(loss_type="dr_grpo", beta=0.1),
+    "GSPO": dict(importance_sampling_level="sequence", epsilon=0.02, rollout_importance_sampling_mode="sequence_truncate"),
+    "cispo": dict(loss_type="cispo", entropy_coef=0.01, beta=0.05, rollout_importance_sampling_mode="token_truncate"),
+}
+# How a global batch of eight completions becomes micro-batches.
+CUTS = {
+    "1 each": dict(micro_batch_size=1),
+    "2 each": dict(micro_batch_size=2),
+    "4 each": dict(micro_batch_size=4),
+    "packed": dict(max_tokens_per_micro_batch=24),
+}
+# std: wide enough that distributions are not flat, narrow enough that float32 itself stays within 1e-5 of float64.
+MODELS = {
+    "dense": dict(family="qwen3", tied=True, layers=4, vocab=125, std=0.1),
+    "biases": dict(family="qwen2", layers=4, vocab=125, heads=4, head_dim=16, std=0.1),
+    "MoE": dict(family="qwen3_moe", layers=4, vocab=125, std=0.1),
+}
+MODEL_SETTINGS = {"MoE": dict(moe_z_loss_coeff=0.02)}
+# Other ways to run the same step, each on one layout.
+WAYS = {
+    "recompute full, uniform": ("TP2 SP", dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=2)),
+    "recompute full, block": ("PP2 VPP2", dict(recompute_granularity="full", recompute_method="block", recompute_num_layers=1)),
+    "recompute selective": ("CP2", dict(recompute_granularity="selective")),
+    "recompute selective, mlp": ("TP2 SP", dict(recompute_granularity="selective", recompute_modules=["core_attn", "mlp"])),
+    "recompute selective, moe": ("EP2", dict(recompute_granularity="selective", recompute_modules=["core_attn", "moe"])),
+    "overlapped gradient reduction": ("DP2", dict(overlap_grad_reduce=True)),
+    "overlapped gradients and parameters": ("PP2 VPP2 DP2", dict(overlap_grad_reduce=True, overlap_param_gather=True)),
+    "overlapped gradients and parameters, experts": ("EP2", dict(overlap_grad_reduce=True, overlap_param_gather=True)),
+    "optimizer not distributed": ("DP2", dict(use_distributed_optimizer=False)),
+    "optimizer not distributed, experts": ("EP2", dict(use_distributed_optimizer=False)),
+    "all-gather dispatcher, EP2": ("EP2", dict(moe_token_dispatcher_type="allgather")),
+    "all-gather dispatcher, TP2 EP2": ("TP2 EP2 ETP1", dict(moe_token_dispatcher_type="allgather")),
+}
+
+
+def is_legal(layout: Case, cut: Mapping[str, int], num_rows: int = len(LENGTHS)) -> bool:
+    """Whether this many completions make whole micro-batches, as many on every rank."""
+    s = layout.settings
+    dp = layout.world_size // (s.get(TP, 1) * s.get(PP, 1) * s.get(CP, 1))
+    return num_rows % (cut.get("micro_batch_size", 1) * dp * (s[PP] if VPP in s else 1)) == 0
+
+
+def compare(model: str, path: str | Path, layout: Case, runs: Mapping[Any, Mapping[str, Any]], batches, references) -> dict[Any, Distance]:
+    """Every run, on the same ranks one after another, against its reference: the worst rank's distance of each.
+
+    runs: settings by key; references: what each should give, by the same key.
+    """
+    from tests.ranks import run_ranks
+
+    base = MODEL_SETTINGS.get(model, {}) | layout.settings
+
+    def all_runs(rank, world):
+        parallel = join(settings(**base), world)
+        return {key: train(rank, world, path, settings(**base | run), batches, parallel=parallel) for key, run in runs.items()}
+
+    of_ranks = run_ranks(all_runs, layout.world_size, timeout=60 + 30 * len(runs))
+    return {key: worst_of([distance(found[key], references[key]) for found in of_ranks]) for key in runs}
+
+
 @dataclasses.dataclass(frozen=True)
 class Trained:
     """losses, grad_norms: one per optimizer step. gradients: of the first step, before clipping. weights: after the last one.
@@ -137,17 +200,22 @@ def _sample(rng, model, step: int, row: int, prompt: int, completion: int, vocab
 # ---- the package -------------------------------------------------------------------------------------------------------------------
 
 
-def build(path: str | Path, cfg: Config, world: int):
-    """The policy under `cfg`'s layout, in a rank that has joined its job."""
-    from megatron_grpo.build import build_policy
+def join(cfg: Config, world: int):
+    """This rank's place in the job that `cfg` lays out. Once a process."""
     from megatron_grpo.parallel.layout import Layout
     from megatron_grpo.parallel.state import start
-    from megatron_grpo.weights.shape import ModelShape
 
     p = cfg.parallel
     sizes = {name: getattr(p, flag) for name, flag in dict(tp=TP, pp=PP, vpp=VPP, cp=CP, ep=EP, etp=ETP).items()}
-    parallel = start(Layout(world_size=world, **sizes), sequence_parallel=p.sequence_parallel)
-    return build_policy(cfg, ModelShape.from_pretrained(path), parallel, model_path=path, num_steps=100)
+    return start(Layout(world_size=world, **sizes), sequence_parallel=p.sequence_parallel)
+
+
+def build(path: str | Path, cfg: Config, world: int, parallel=None):
+    """The policy under `cfg`'s layout. parallel: from `join`, where several policies share a process."""
+    from megatron_grpo.build import build_policy
+    from megatron_grpo.weights.shape import ModelShape
+
+    return build_policy(cfg, ModelShape.from_pretrained(path), parallel or join(cfg, world), model_path=path, num_steps=100)
 
 
 def step_of(samples: Sequence[Sample], index: int, rows_per_slice: int):
@@ -173,11 +241,11 @@ class _Any(frozenset):
     __hash__ = frozenset.__hash__
 
 
-def train(rank: int, world: int, path: str | Path, cfg: Config, batches: Sequence[Sequence[Sample]], tamper=None) -> Trained:
+def train(rank: int, world: int, path: str | Path, cfg: Config, batches: Sequence[Sequence[Sample]], tamper=None, parallel=None) -> Trained:
     """The package's own path: split, train_step, named_weights. tamper(policy): breaks something first (to see the comparison fail)."""
     from megatron_grpo.batching.split import split
 
-    policy = build(path, cfg, world)
+    policy = build(path, cfg, world, parallel)
     if tamper is not None:
         tamper(policy)
     gradients: dict[str, np.ndarray] = {}
@@ -223,27 +291,31 @@ def _complete(buffer) -> None:
 # ---- transformers, in float64 ------------------------------------------------------------------------------------------------------
 
 
-def reference(path: str | Path, cfg: Config, batches: Sequence[Sequence[Sample]]) -> Trained:
-    """The same steps by transformers' model and the written-out mathematics, all in float64, one sequence at a time, AdamW by hand."""
+def reference(path: str | Path, cfg: Config, batches: Sequence[Sequence[Sample]] | Callable) -> Trained:
+    """The same steps by transformers' model and the written-out mathematics, all in float64, one sequence at a time, AdamW by hand.
+
+    batches: or a function of the model, which yields each step's samples as the model stands before that step.
+    """
     from tests.tiny_models import load_tiny
 
     model = load_tiny(path, "float64").train()
     if hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("eager")  # the grouped one takes no float64
     model.get_input_embeddings().padding_idx = None  # else the padding token, an ordinary token here, gets no gradient
-    frozen = copy.deepcopy(model) if cfg.grpo.beta else None
+    frozen = frozen_copy(model) if cfg.grpo.beta else None
     named = dict(model.named_parameters())
     moments = {name: (torch.zeros_like(p), torch.zeros_like(p)) for name, p in named.items()}
     o, losses, norms, first = cfg.optimizer, [], [], None
-    for index, samples in enumerate(batches):
+    for index, samples in enumerate(batches(model) if callable(batches) else batches):
         model.zero_grad()
-        with _float32_means_float64(), _router_losses(model) as per_sequence:
+        with float32_means_float64(), _router_losses(model) as per_sequence:
             loss = _reference_loss(model, frozen, cfg, samples, index)
             z_loss = (cfg.model.moe_z_loss_coeff or 0.0) * sum(per_sequence) / sum(len(sample.token_ids) - 1 for sample in samples)
             (loss + z_loss).backward()
         grads = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in named.items()}
         first = first or {name: grad.numpy().copy() for name, grad in grads.items()}
         norm = float(torch.sqrt(sum((g * g).sum() for g in grads.values())))
+        t = index + 1
         scale = min(1.0, o.clip_grad / (norm + 1e-6)) if o.clip_grad else 1.0
         with torch.no_grad():
             for name, p in named.items():
@@ -251,14 +323,21 @@ def reference(path: str | Path, cfg: Config, batches: Sequence[Sequence[Sample]]
                 m.lerp_(g, 1 - o.adam_beta1)
                 v.lerp_(g * g, 1 - o.adam_beta2)
                 p.mul_(1 - o.lr * (o.weight_decay if p.dim() > 1 else 0.0))
-                t = index + 1
                 p.sub_(o.lr * (m / (1 - o.adam_beta1**t)) / ((v / (1 - o.adam_beta2**t)).sqrt() + o.adam_eps))
+            if cfg.grpo.sync_ref_model and t % cfg.grpo.ref_model_sync_steps == 0:
+                for old, new in zip(frozen.parameters(), model.parameters(), strict=True):
+                    old.copy_(cfg.grpo.ref_model_mixup_alpha * new + (1 - cfg.grpo.ref_model_mixup_alpha) * old)
         losses.append(loss.item())
         norms.append(norm)
     return Trained(losses, norms, in_export_names(first, path), in_export_names({n: p.detach().numpy() for n, p in named.items()}, path))
 
 
-class _float32_means_float64:
+def frozen_copy(model):
+    """The model as it is now."""
+    return copy.deepcopy(model).requires_grad_(False)
+
+
+class float32_means_float64:
     """transformers computes norms, softmax and routing in float32 by name, whatever the model's dtype."""
 
     def __enter__(self):
@@ -366,6 +445,12 @@ def distance(found: Trained, right: Trained) -> Distance:
     weight, worst_weight = _worst(found.weights, right.weights)
     return Distance(_relative(found.losses[:1], right.losses[:1]), _relative(found.grad_norms[:1], right.grad_norms[:1]), gradient, weight,
                     worst_gradient, worst_weight)  # fmt: skip
+
+
+def worst_of(distances: Sequence[Distance]) -> Distance:
+    gradient, weight = max(distances, key=lambda d: d.gradient), max(distances, key=lambda d: d.weight)
+    loss, grad_norm = max(d.loss for d in distances), max(d.grad_norm for d in distances)
+    return Distance(loss, grad_norm, gradient.gradient, weight.weight, gradient.worst_gradient, weight.worst_weight)
 
 
 def _relative(found, right) -> float:

@@ -37,10 +37,12 @@ class Policy:
     """Every method is collective: all ranks call it, with the same arguments unless it says otherwise."""
 
     def __init__(self, *, chunks, wrapped, optimizer, scheduler, loss: GrpoLoss, reference, exchange: WeightExchange,
-                 parallel: ParallelState, micro_batch_size: int, max_tokens_per_micro_batch: int | None = None, beta: float = 0.0):
+                 parallel: ParallelState, micro_batch_size: int, max_tokens_per_micro_batch: int | None = None, beta: float = 0.0,
+                 reference_moves: bool = False):
+        """reference: model chunks like `chunks`, or None. reference_moves: it is not the model that the run began with, so it is saved."""
         self.chunks, self.wrapped, self.optimizer, self.scheduler = chunks, wrapped, optimizer, scheduler
         self.loss, self.reference, self.exchange, self.parallel = loss, reference, exchange, parallel
-        self.beta = beta
+        self.beta, self.reference_moves = beta, reference_moves
         align_sequence, align_stream = sequence_alignment(parallel.layout, parallel.sequence_parallel)
         self.cut = Cut(
             dp_rank=parallel.dp_rank,
@@ -226,13 +228,23 @@ class Policy:
             if chunk.ddp_config.overlap_param_gather:
                 chunk.start_param_sync(force_sync=True)
 
+    @torch.no_grad()
+    def move_reference(self, alpha: float) -> None:
+        """reference = alpha * policy + (1 - alpha) * reference, weight by weight (TR-DPO, arXiv:2404.09656); 1 copies the policy."""
+        self._complete_weights()
+        ours = self.exchange.tensors(self.chunks)
+        for name, theirs in self.exchange.tensors(self.reference).items():
+            theirs.lerp_(ours[name].to(theirs.dtype), alpha)
+
     def sharded_state_dict(self, *, is_loading: bool):
         """What a checkpoint holds of this policy; see `policy.sharded_state`."""
         self._complete_weights()
-        return sharded_state.sharded_state(self.wrapped, self.optimizer, self.scheduler, is_loading=is_loading)
+        moving = self.reference if self.reference_moves else None
+        return sharded_state.sharded_state(self.wrapped, self.optimizer, self.scheduler, reference=moving, is_loading=is_loading)
 
     def load_sharded_state_dict(self, state) -> None:
-        sharded_state.load_state(self.wrapped, self.optimizer, self.scheduler, state)
+        moving = self.reference if self.reference_moves else None
+        sharded_state.load_state(self.wrapped, self.optimizer, self.scheduler, state, reference=moving)
 
     @contextlib.contextmanager
     def resident(self):

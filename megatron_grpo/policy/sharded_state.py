@@ -14,7 +14,9 @@ from typing import Any
 import torch
 from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace
 from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedBase
+from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 
+REFERENCE = "reference."  # before the global names of a moving reference's tensors, which are the policy's
 # mem_efficient gathers the moments over gloo in host memory: the other way needs 12 bytes a parameter on the GPU, where there is no room.
 RESHARDABLE = {
     "distrib_optim_sharding_type": "fully_reshardable",
@@ -23,11 +25,14 @@ RESHARDABLE = {
 }
 
 
-def sharded_state(chunks: Sequence[Any], optimizer: Any, scheduler: Any, *, is_loading: bool) -> dict[str, Any]:
+def sharded_state(
+    chunks: Sequence[Any], optimizer: Any, scheduler: Any, *, reference: Sequence[Any] | None = None, is_loading: bool
+) -> dict[str, Any]:
     """The sharded state dict of this rank. Collective: every rank calls it.
 
     chunks: the model chunks of this stage, each wrapped in Megatron's DistributedDataParallel (one, or `vpp` of them).
     optimizer: a MegatronOptimizer; None leaves it out. scheduler: anything with `state_dict()`; None leaves it out.
+    reference: chunks as `chunks`, but not wrapped; None leaves them out.
     is_loading: describe where to load to, instead of what to save.
     """
     models = {name: chunk.module.sharded_state_dict(metadata=dict(RESHARDABLE)) for name, chunk in _named(chunks)}
@@ -41,10 +46,16 @@ def sharded_state(chunks: Sequence[Any], optimizer: Any, scheduler: Any, *, is_l
         state["optimizer_step"] = _step_of(optimizer)
     if scheduler is not None:
         state["scheduler"] = scheduler.state_dict()
+    for name, chunk in _named(reference or ()):
+        described = chunk.sharded_state_dict(metadata=dict(RESHARDABLE))
+        add_prefix_for_sharding(described, REFERENCE)
+        state[REFERENCE + name] = described
     return state
 
 
-def load_state(chunks: Sequence[Any], optimizer: Any, scheduler: Any, state: dict[str, Any]) -> None:
+def load_state(
+    chunks: Sequence[Any], optimizer: Any, scheduler: Any, state: dict[str, Any], *, reference: Sequence[Any] | None = None
+) -> None:
     """Puts back what `megatron.core.dist_checkpointing.load` made of `sharded_state(..., is_loading=True)`."""
     for name, chunk in _named(chunks):
         chunk.module.load_state_dict(state[name])
@@ -52,6 +63,8 @@ def load_state(chunks: Sequence[Any], optimizer: Any, scheduler: Any, state: dic
         _load_optimizer(optimizer, state["optimizer"], state["optimizer_step"])
     if scheduler is not None:
         scheduler.load_state_dict(state["scheduler"])
+    for name, chunk in _named(reference or ()):
+        chunk.load_state_dict(state[REFERENCE + name])
 
 
 def _local_unless_sharded(leaf: Any) -> Any:

@@ -1,0 +1,125 @@
+"""Whole runs whose answers come from a table, in seconds and without vLLM; and the same runs by transformers in float64.
+
+The other side shares with the package the prompts' order and the rows of each step (`Timetable`, walked by tests of its own), and nothing
+else: it computes old log-probs itself, when a rollout is sampled, for every row.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from megatron_grpo.types import Completion, Prompt, Sample
+
+LONGEST = 8  # tokens of a completion
+
+
+def answers(model_path: str | Path, temperature: float) -> Callable[[Prompt, int, int], Completion]:
+    """Completions that depend on prompt and place alone. Their log-probs are the initial model's, and a little off."""
+    from tests.tiny_models import hf_logprobs, load_tiny
+
+    model = load_tiny(model_path)
+
+    def answer(prompt: Prompt, place: int, version: int) -> Completion:
+        rng = np.random.default_rng([prompt.number, place])
+        length = int(rng.integers(1, LONGEST + 1))
+        tokens = rng.integers(4, 120, length).tolist()
+        logprobs = hf_logprobs(model, [*prompt.token_ids, *tokens], temperature)[-length:].numpy() + rng.normal(0, 0.05, length)
+        return Completion(
+            token_ids=tuple(tokens), logprobs=tuple(logprobs.tolist()), text=" ".join(map(str, tokens)),
+            finish_reason="length" if length == LONGEST else "stop",
+        )  # fmt: skip
+
+    return answer
+
+
+def train(rank: int, world_size: int, flags: list[str]) -> int:
+    """`megatron-grpo train` with a scripted engine. For `run_ranks`."""
+    from megatron_grpo import build
+    from megatron_grpo.cli import main
+    from megatron_grpo.rollout.scripted import ScriptedEngine
+
+    def build_engine(cfg, inputs, parallel):
+        return ScriptedEngine(answers(inputs.model_path, cfg.rollout.temperature))
+
+    build.build_engine = build_engine
+    return main(["train", "--verify_weight_push", "false", *flags])
+
+
+# ---- the same by transformers ----------------------------------------------------------------------------------------------------------
+
+
+def expected(flags: list[str], world_size: int, score: Callable[[Completion, Prompt], float]) -> Any:
+    """`tests.parity_cases.Trained` of the run that these flags describe, with one reward function: `score`."""
+    from megatron_grpo.batching.plan import BatchPlan
+    from megatron_grpo.batching.timetable import Timetable
+    from megatron_grpo.data.chat import load_tokenizer
+    from megatron_grpo.data.prompts import open_stream
+    from megatron_grpo.flags.build import resolve
+    from tests import parity_cases as cases
+
+    cfg = resolve(flags, launcher_world_size=world_size)
+    stream = open_stream(cfg.data, load_tokenizer(cfg.model.model), seed=cfg.run.seed)
+    plan = BatchPlan.from_config(cfg)
+    answer = answers(cfg.model.model, cfg.rollout.temperature)
+
+    def batches(model) -> Iterator[list[Sample]]:
+        rollouts: dict[int, list[Sample]] = {}
+        initial = cases.frozen_copy(model)
+        for step in Timetable(plan, cfg.run.max_steps).from_step(0):
+            for number in step.new_rollouts:
+                groups = []
+                for prompt in stream.take(plan.num_rollout_prompts):
+                    groups.append((prompt, [answer(prompt, place, 0) for place in range(plan.num_generations)]))
+                rollouts[number] = rollout_of(cfg, groups, model, initial, number, step.index, score)
+            yield [rollouts[micro.rollout][row] for micro in step.micro_steps for row in range(*micro.rows)]
+
+    return cases.reference(cfg.model.model, cfg, batches)
+
+
+def rollout_of(cfg, groups, model, initial, number: int, version: int, score) -> list[Sample]:
+    """Every sample with old log-probs, which are those at the time of sampling whatever the timetable does to get them."""
+    from tests.reference import grpo_reference
+
+    samples = []
+    for prompt, completions in groups:
+        for completion in completions:
+            tokens = np.array([*prompt.token_ids, *completion.token_ids])
+            mask = np.arange(len(tokens)) >= len(prompt.token_ids)
+            sampler = np.array([0.0] * len(prompt.token_ids) + list(completion.logprobs), dtype=np.float32)
+            sample = Sample(
+                row=len(samples), rollout=number, prompt_number=prompt.number, version=version, token_ids=tokens, loss_mask=mask,
+                sampler_logprobs=sampler, advantage=0.0, is_dead=False, is_truncated=completion.finish_reason == "length",
+            )  # fmt: skip
+            old = sampler.astype(np.float64) if cfg.batch.old_logprobs == "rollout" else logprobs(model, sample, cfg.rollout.temperature)
+            samples.append(sample.anchored(old, "recompute"))
+    rewards = [[[score(completion, prompt)] for completion in completions] for prompt, completions in groups]
+    penalty = None
+    if cfg.grpo.kl_in_reward:
+        temperature = cfg.rollout.temperature
+        sums = [float((logprobs(model, s, temperature) - logprobs(initial, s, temperature)).sum()) for s in samples]
+        penalty = cfg.grpo.beta * np.array(sums).reshape(len(groups), -1)
+    advantages = grpo_reference.advantages(rewards, [1.0], cfg.grpo, penalty)
+    flat = [advantage for group in advantages for advantage in group]
+    return [dataclasses.replace(sample, advantage=advantage) for sample, advantage in zip(samples, flat, strict=True)]
+
+
+def logprobs(model, sample: Sample, temperature: float) -> np.ndarray:
+    """float64 [T], 0 where nothing trains."""
+    from tests.parity_cases import float32_means_float64
+    from tests.reference.grpo_reference import token_logprobs
+
+    with torch.no_grad(), float32_means_float64():
+        logits = model(torch.from_numpy(sample.token_ids)[None], use_cache=False).logits[0, :-1]
+        found, _ = token_logprobs(logits, torch.from_numpy(sample.token_ids[1:]), temperature)
+    return np.where(sample.loss_mask, np.concatenate([[0.0], found.numpy()]), 0.0)
+
+
+def even(completion: Completion, prompt: Prompt) -> float:
+    """What `runs.REWARD` gives."""
+    return sum(token % 2 == 0 for token in completion.token_ids) / len(completion.token_ids)
