@@ -31,6 +31,11 @@ class LatentAttention(multi_latent_attention.MLASelfAttention):
         super().__init__(*args, **kwargs)
         self.rope_scale, self.interleaved = rope_scale, interleaved
 
+    def _resolve_qk_norm_config(self, submodules):
+        """The layers that the specification names. Megatron-Core 0.19, which asks here, has no norm of keys alone on the local spec."""
+        names = ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj", "q_layernorm", "kv_layernorm")
+        return {name: getattr(submodules, name) for name in names}
+
     def forward(self, hidden_states, attention_mask, *, rotary_pos_emb, packed_seq_params, **unused):
         """hidden_states [t or t/tp, 1, H], rotary_pos_emb (angles) [t, 1, 1, rotated channels] -> ([t or t/tp, 1, H], None)."""
         query, key, value = self._project(hidden_states, rotary_pos_emb)
