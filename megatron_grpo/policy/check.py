@@ -55,9 +55,12 @@ def _latent_attention(cfg: Config) -> Iterator[Problem]:
     if cfg.model.transformer_impl == "transformer_engine":
         yield Problem(flags=("transformer_impl",), nearest={"transformer_impl": ["auto", "local"]},
                       message="transformer_impl transformer_engine: multi-latent attention has local layers only. Use auto or local.")
-    if cfg.model.recompute_granularity == "selective" and "mla_up_proj" in cfg.model.recompute_modules:
-        yield Problem(flags=("recompute_modules",),
-                      message="recompute_modules: mla_up_proj is not one that multi-latent attention can recompute here. Leave it out.")
+    chosen = cfg.model.recompute_modules if cfg.model.recompute_granularity == "selective" else ()
+    if "mla_up_proj" in chosen:
+        yield _problem("recompute_modules", "mla_up_proj is not one that multi-latent attention can recompute here. Leave it out.")
+    if cfg.model.transformer_impl == "auto" and _fused_recompute(cfg):
+        yield _problem("recompute_modules", f"{' and '.join(_fused_recompute(cfg))} can be recomputed with Transformer Engine only, and "
+                       "multi-latent attention has local layers only. Leave it out.")  # fmt: skip
 
 
 def _dispatch(cfg: Config, shape: ModelShape) -> Iterator[Problem]:
@@ -90,6 +93,9 @@ def _recompute(cfg: Config, shape: ModelShape) -> Iterator[Problem]:
             yield _problem("recompute_modules", f"the model has no experts, so there is no {', '.join(missing)}. Leave it out.")
         if "mla_up_proj" in model.recompute_modules and not shape.mla:
             yield _problem("recompute_modules", "the model has no latent attention, so there is no mla_up_proj. Leave it out.")
+        if "mlp" in model.recompute_modules and shape.mlp_bias:
+            yield _problem("recompute_modules", "Megatron-Core's backward does not end where an MLP with biases (mlp_bias) is recomputed by "
+                           "itself. Leave mlp out, or use recompute_granularity full.")  # fmt: skip
         fused = _fused_recompute(cfg)
         if fused and model.transformer_impl == "local":
             yield _problem("recompute_modules", f"{' and '.join(fused)} can be recomputed with Transformer Engine only, and "

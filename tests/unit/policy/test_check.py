@@ -52,6 +52,16 @@ def test_latent_attention_is_refused_on_transformer_engine_layers():
     assert problems(cfg, dense) == []
 
 
+@pytest.mark.parametrize(("model", "module"), [("llama_all_biases", "mlp"), ("deepseek_v3", "mla_up_proj"), ("deepseek_v3", "layernorm")])
+def test_layers_that_cannot_be_recomputed_are_refused(model, module):
+    cfg = Config()
+    cfg.model.recompute_granularity, cfg.model.recompute_modules = "selective", ["core_attn", module]
+    (problem,) = problems(cfg, ModelShape.from_hf(config_of(model)))
+    assert module in problem.message
+    cfg.model.recompute_modules = ["core_attn"]
+    assert problems(cfg, ModelShape.from_hf(config_of(model))) == []
+
+
 def test_plan_refuses_what_the_policy_cannot_compute(tmp_path):
     config = {**config_of("deepseek_v3"), "norm_topk_prob": False}
     (tmp_path / "config.json").write_text(json.dumps(config))
