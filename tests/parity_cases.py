@@ -170,7 +170,7 @@ def stored_rollout(path: str | Path, *, num_steps: int = 1, seed: int = 0, lengt
                    vocab: int = 128, temperature: float = 0.9, stale: float = 0.5) -> list[list[Sample]]:
     """Samples of `num_steps` global batches. `stale` is the share of rows that carry old log-probs; the others are on-policy.
 
-    Advantages have mean 0.7, not 0: a loss whose terms cancel has a large relative error and says nothing.
+    A third of the advantages is negative, and smaller: a loss whose terms cancel has a large relative error and says nothing.
     """
     from tests.tiny_models import load_tiny
 
@@ -190,9 +190,10 @@ def _sample(rng, model, step: int, row: int, prompt: int, completion: int, vocab
     near[1:] = hf_logprobs(model, tokens.tolist(), temperature).numpy()
     near = np.where(mask, near, 0).astype(np.float32)
     noise = lambda scale: np.where(mask, rng.normal(0, scale, len(tokens)), 0).astype(np.float32)  # noqa: E731
+    advantage = float(rng.uniform(0.5, 1.5) * (-0.4 if row % 3 == 0 else 1.0))
     sample = Sample(
         row=row, rollout=step, prompt_number=row // 2, version=step - is_stale, token_ids=tokens, loss_mask=mask,
-        sampler_logprobs=near + noise(0.1), advantage=float(rng.normal(0.7)), is_dead=False, is_truncated=row == 4,
+        sampler_logprobs=near + noise(0.1), advantage=advantage, is_dead=False, is_truncated=row == 4,
     )  # fmt: skip
     return sample.anchored(near + noise(0.3), "recompute") if is_stale else sample
 
@@ -294,7 +295,7 @@ def _complete(buffer) -> None:
 def reference(path: str | Path, cfg: Config, batches: Sequence[Sequence[Sample]] | Callable) -> Trained:
     """The same steps by transformers' model and the written-out mathematics, all in float64, one sequence at a time, AdamW by hand.
 
-    batches: or a function of the model, which yields each step's samples as the model stands before that step.
+    batches: or a function of model and KL reference, which yields each step's samples as the two stand before that step.
     """
     from tests.tiny_models import load_tiny
 
@@ -302,11 +303,11 @@ def reference(path: str | Path, cfg: Config, batches: Sequence[Sequence[Sample]]
     if hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("eager")  # the grouped one takes no float64
     model.get_input_embeddings().padding_idx = None  # else the padding token, an ordinary token here, gets no gradient
-    frozen = frozen_copy(model) if cfg.grpo.beta else None
+    frozen = copy.deepcopy(model).requires_grad_(False) if cfg.grpo.beta else None
     named = dict(model.named_parameters())
     moments = {name: (torch.zeros_like(p), torch.zeros_like(p)) for name, p in named.items()}
     o, losses, norms, first = cfg.optimizer, [], [], None
-    for index, samples in enumerate(batches(model) if callable(batches) else batches):
+    for index, samples in enumerate(batches(model, frozen) if callable(batches) else batches):
         model.zero_grad()
         with float32_means_float64(), _router_losses(model) as per_sequence:
             loss = _reference_loss(model, frozen, cfg, samples, index)
@@ -330,11 +331,6 @@ def reference(path: str | Path, cfg: Config, batches: Sequence[Sequence[Sample]]
         losses.append(loss.item())
         norms.append(norm)
     return Trained(losses, norms, in_export_names(first, path), in_export_names({n: p.detach().numpy() for n, p in named.items()}, path))
-
-
-def frozen_copy(model):
-    """The model as it is now."""
-    return copy.deepcopy(model).requires_grad_(False)
 
 
 class float32_means_float64:
