@@ -94,8 +94,8 @@ def _recompute(cfg: Config, shape: ModelShape) -> Iterator[Problem]:
         if "mla_up_proj" in model.recompute_modules and not shape.mla:
             yield _problem("recompute_modules", "the model has no latent attention, so there is no mla_up_proj. Leave it out.")
         if "mlp" in model.recompute_modules and shape.mlp_bias:
-            yield _problem("recompute_modules", "Megatron-Core's backward does not end where an MLP with biases (mlp_bias) is recomputed by "
-                           "itself. Leave mlp out, or use recompute_granularity full.")  # fmt: skip
+            yield _problem("recompute_modules", "Megatron-Core's backward does not end where an MLP with biases (mlp_bias) is recomputed "
+                           "by itself. Leave mlp out, or use recompute_granularity full.")  # fmt: skip
         fused = _fused_recompute(cfg)
         if fused and model.transformer_impl == "local":
             yield _problem("recompute_modules", f"{' and '.join(fused)} can be recomputed with Transformer Engine only, and "
