@@ -82,9 +82,10 @@ LOSSES = {
     "grpo": {},
     "dapo": dict(loss_type="dapo", epsilon_high=0.28, overlong_filter=True),
     "dr_grpo": dict(loss_type="dr_grpo", beta=0.1),
-    "GSPO": dict(importance_sampling_level="sequence", epsilon=0.02, rollout_importance_sampling_mode="sequence_truncate"),
+    "GSPO": dict(importance_sampling_level="sequence", epsilon=0.02, rollout_importance_sampling_mode="sequence_truncate",
+                 rollout_is_geometric=True),
     "cispo": dict(loss_type="cispo", entropy_coef=0.01, beta=0.05, rollout_importance_sampling_mode="token_truncate"),
-}
+}  # fmt: skip
 # How a global batch of eight completions becomes micro-batches.
 CUTS = {
     "1 each": dict(micro_batch_size=1),

@@ -68,21 +68,20 @@ def expected(flags: list[str], world_size: int, score: Callable[[Completion, Pro
     plan = BatchPlan.from_config(cfg)
     answer = answers(cfg.model.model, cfg.rollout.temperature)
 
-    def batches(model) -> Iterator[list[Sample]]:
+    def batches(model, frozen) -> Iterator[list[Sample]]:
         rollouts: dict[int, list[Sample]] = {}
-        initial = cases.frozen_copy(model)
         for step in Timetable(plan, cfg.run.max_steps).from_step(0):
             for number in step.new_rollouts:
                 groups = []
                 for prompt in stream.take(plan.num_rollout_prompts):
                     groups.append((prompt, [answer(prompt, place, 0) for place in range(plan.num_generations)]))
-                rollouts[number] = rollout_of(cfg, groups, model, initial, number, step.index, score)
+                rollouts[number] = rollout_of(cfg, groups, model, frozen, number, step.index, score)
             yield [rollouts[micro.rollout][row] for micro in step.micro_steps for row in range(*micro.rows)]
 
     return cases.reference(cfg.model.model, cfg, batches)
 
 
-def rollout_of(cfg, groups, model, initial, number: int, version: int, score) -> list[Sample]:
+def rollout_of(cfg, groups, model, frozen, number: int, version: int, score) -> list[Sample]:
     """Every sample with old log-probs, which are those at the time of sampling whatever the timetable does to get them."""
     from tests.reference import grpo_reference
 
@@ -102,7 +101,7 @@ def rollout_of(cfg, groups, model, initial, number: int, version: int, score) ->
     penalty = None
     if cfg.grpo.kl_in_reward:
         temperature = cfg.rollout.temperature
-        sums = [float((logprobs(model, s, temperature) - logprobs(initial, s, temperature)).sum()) for s in samples]
+        sums = [float((logprobs(model, s, temperature) - logprobs(frozen, s, temperature)).sum()) for s in samples]
         penalty = cfg.grpo.beta * np.array(sums).reshape(len(groups), -1)
     advantages = grpo_reference.advantages(rewards, [1.0], cfg.grpo, penalty)
     flat = [advantage for group in advantages for advantage in group]

@@ -1,0 +1,107 @@
+"""Several optimizer steps per rollout, several passes, a KL in loss or reward, a moving reference: every step is that of transformers.
+
+Answers come from a table, so both sides train on the same tokens; old log-probs are each side's own.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.end_to_end import scripted
+from tests.end_to_end.runs import records, write_inputs
+from tests.ranks import run_ranks
+
+STEPS = 5
+SIZES = ["--num_generations", "2", "--global_batch_size", "8", "--micro_batch_size", "2"]
+TWICE_TWO = ["--steps_per_generation", "2", "--num_iterations", "2"]
+UNALIGNED = ["--allow_unaligned_generation", "true", "--generation_batch_size", "12", "--num_iterations", "2"]
+MOVING = ["--beta", "0.1", "--sync_ref_model", "true", "--ref_model_sync_steps", "2"]
+TP2, PP2 = ["--tensor_model_parallel_size", "2"], ["--pipeline_model_parallel_size", "2"]
+OVERLAP = ["--overlap_grad_reduce", "true", "--overlap_param_gather", "true"]
+
+CASES = {
+    "two steps per rollout, two passes": (1, [*TWICE_TWO, "--beta", "0.1", "--kl_estimator", "k2"]),
+    "rollouts that straddle steps": (2, [*UNALIGNED, "--loss_type", "dapo"]),
+    "a token budget": (2, [*UNALIGNED, *PP2, "--max_tokens_per_micro_batch", "40", "--importance_sampling_level", "sequence"]),
+    "the sampler's own old log-probs": (2, [*UNALIGNED, *TP2, "--old_logprobs", "rollout"]),
+    "corrected for the sampler": (2, [*TWICE_TWO, *TP2, "--rollout_importance_sampling_mode", "sequence_truncate", "--loss_type", "cispo"]),
+    "a reference that follows": (2, [*TWICE_TWO, *MOVING, *PP2]),
+    "a reference that follows, in the reward": (2, [*MOVING, *TP2, "--ref_model_mixup_alpha", "1.0", "--kl_in_reward", "true"]),
+    "a reference that follows weights still on their way": (2, [*MOVING, *OVERLAP]),
+}
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    """Clipping always bites, and Adam's epsilon is so large that no element moves in the direction of its rounding error."""
+    optimizer = "--lr 2e-3 --adam_eps 1e-5 --clip_grad 0.5 --weight_decay 0.1"
+    others = f"--max_steps {STEPS} --temperature 0.9 --log_completions_steps 0"
+    return [*write_inputs(tmp_path_factory.mktemp("inputs")), *SIZES, *optimizer.split(), *others.split()]
+
+
+def weights_of(out: Path) -> dict[str, np.ndarray]:
+    from safetensors.numpy import load_file
+
+    return load_file(out / "hf" / "model.safetensors")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_step_is_that_of_transformers_in_float64(inputs, tmp_path, case):
+    world_size, changes = CASES[case]
+    flags = [*inputs, *changes, "--output_dir", str(tmp_path / "out")]
+    assert run_ranks(scripted.train, world_size, flags) == [0] * world_size
+    right, found = scripted.expected(flags, world_size, scripted.even), records(tmp_path / "out" / "metrics.jsonl")
+    assert [step["loss"] for step in found] == pytest.approx(right.losses, rel=1e-5, abs=2e-6)
+    assert [step["grad_norm"] for step in found] == pytest.approx(right.grad_norms, rel=1e-5)
+    weights = weights_of(tmp_path / "out")
+    for name, wanted in right.weights.items():
+        assert np.linalg.norm(weights[name] - wanted) <= 1e-5 * np.linalg.norm(wanted), name
+
+
+@pytest.mark.parametrize(
+    ("changes", "other"),
+    [(TWICE_TWO, ["--old_logprobs", "rollout"]), ([*TWICE_TWO, *MOVING], ["--sync_ref_model", "false"])],
+    ids=["old log-probs", "reference"],
+)
+def test_the_comparison_sees_the_difference(inputs, changes, other):
+    """Gradient norms with other old log-probs, or with a reference that follows, are far outside the tolerance above."""
+    one, two = (scripted.expected([*inputs, *changes, *more], 1, scripted.even) for more in ([], other))
+    apart = [abs(a / b - 1) for a, b in zip(one.grad_norms, two.grad_norms, strict=True)]
+    assert apart[0] < 1e-9 and max(apart) > 1e-3
+
+
+# ---- resuming ----------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def whole(inputs, tmp_path_factory):
+    out = tmp_path_factory.mktemp("whole")
+    flags = [*inputs, *UNALIGNED, *MOVING, "--save_steps", "1", "--save_total_limit", "none"]
+    assert run_ranks(scripted.train, 2, [*flags, "--output_dir", str(out)]) == [0, 0]
+    return out, flags
+
+
+@pytest.mark.parametrize("layout", [[], TP2, PP2], ids=["dp2", "tp2", "pp2"])
+def test_a_run_with_a_moving_reference_resumes_where_the_reference_was(whole, tmp_path, layout):
+    out, flags = whole
+    if layout:  # a data-parallel size of 1 has twice the micro-steps: the slices must be the same
+        flags = [*flags, *layout, "--micro_batch_size", "4"]
+    flags = [*flags, "--output_dir", str(tmp_path / "out"), "--resume", str(out / "checkpoints" / "iter_0000003")]
+    assert run_ranks(scripted.train, 2, flags) == [0, 0]
+    expected, found = records(out / "metrics.jsonl")[3:], records(tmp_path / "out" / "metrics.jsonl")
+    assert [step["step"] for step in found] == [4, 5]
+    tolerance = 1e-5 if layout else 0.0
+    for one, other in zip(expected, found, strict=True):
+        for name in ("loss", "grad_norm", "kl"):
+            assert other[name] == pytest.approx(one[name], rel=tolerance, abs=tolerance), name
+    for name, wanted in weights_of(out).items():
+        assert np.linalg.norm(weights_of(tmp_path / "out")[name] - wanted) <= tolerance * np.linalg.norm(wanted), name
+
+
+def test_a_checkpoint_without_a_moving_reference_is_not_taken_for_one_with(whole, inputs, tmp_path):
+    fixed = [*inputs, *UNALIGNED, "--beta", "0.1"]
+    assert run_ranks(scripted.train, 1, [*fixed, "--output_dir", str(tmp_path), "--max_steps", "1"]) == [0]
+    assert run_ranks(scripted.train, 1, [*inputs, *UNALIGNED, *MOVING, "--output_dir", str(tmp_path)]) == [2]
