@@ -70,7 +70,7 @@ def _deepseek_v3(config: Config, common: Config) -> dict[str, Any]:
     given = config.get("rope_scaling") or config.get("rope_parameters") or {}
     nope, rope, stretch = config["qk_nope_head_dim"], config["qk_rope_head_dim"], given.get("mscale_all_dim")
     sharper = yarn_mscale(float(given.get("factor") or 1), stretch) if stretch else 1.0
-    dense = config.get("first_k_dense_replace") or 0
+    dense = config.get("first_k_dense_replace", 3) or 0
     return {"num_query_groups": common["num_attention_heads"], "head_dim": nope + rope, "qk_norm": True,
             "mla": MlaShape(q_lora_rank=config.get("q_lora_rank"), kv_lora_rank=config["kv_lora_rank"], qk_head_dim=nope,
                             qk_pos_emb_head_dim=rope, v_head_dim=config["v_head_dim"],
@@ -79,9 +79,9 @@ def _deepseek_v3(config: Config, common: Config) -> dict[str, Any]:
             "moe": MoeShape(layers=tuple(i >= dense for i in range(common["num_layers"])), num_experts=config["n_routed_experts"],
                             topk=config["num_experts_per_tok"], ffn_hidden_size=config["moe_intermediate_size"],
                             norm_topk_prob=bool(config.get("norm_topk_prob", True)), score_function="sigmoid", has_expert_bias=True,
-                            scaling_factor=float(config.get("routed_scaling_factor") or 1),
-                            shared_ffn_hidden_size=config["moe_intermediate_size"] * (config.get("n_shared_experts") or 0) or None,
-                            num_groups=config.get("n_group"), group_topk=config.get("topk_group"))}
+                            scaling_factor=float(config.get("routed_scaling_factor", 2.5) or 1),
+                            shared_ffn_hidden_size=config["moe_intermediate_size"] * (config.get("n_shared_experts", 1) or 0) or None,
+                            num_groups=config.get("n_group", 8), group_topk=config.get("topk_group", 4))}
 
 
 def _qwen_window(config: Config, num_layers: int) -> int | None:
