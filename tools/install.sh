@@ -31,6 +31,8 @@ make_environment() {
     local base; base="$(find_python)" || exit 1
     say "making $venv with $("$base" --version) ($base)"
     rm -rf "$venv"
+    mkdir -p "$venv"
+    touch "$unfinished"  # until the packages are in
     "$base" -m venv "$venv" >&2 || die "$base cannot make virtual environments." \
         "Its 'venv' module is missing or incomplete (Debian, Ubuntu: apt-get install python3-venv)."
 }

@@ -185,7 +185,9 @@ def make_model(data: Path, folder: Path, seed: int, warm_up_steps: int) -> dict:
     """Writes the checkpoint into `folder` and returns what it was made of and how it scores."""
     import torch
     from transformers import AutoTokenizer, GenerationConfig, Qwen3Config, Qwen3ForCausalLM
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     torch.set_num_threads(1)  # sums in one order, so that the seed decides the weights
     torch.manual_seed(seed)
     train, test = read_rows(data / "train.jsonl"), read_rows(data / "test.jsonl")

@@ -11,7 +11,7 @@ here=examples/quickstart output=output/quickstart
 
 echo "[quickstart] 1/4 environment"
 bin="$(bash tools/install.sh plot)" || { echo "VERDICT: FAILED: the install did not finish, see above"; exit 1; }
-export PATH="$bin:$PATH"
+export PATH="$bin:$PATH" OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"  # torchrun's own default, without its warning
 
 echo "[quickstart] 2/4 data and model"
 python $here/make_data.py
