@@ -194,7 +194,7 @@ def _sample(rng, model, step: int, row: int, prompt: int, completion: int, vocab
     advantage = float(rng.uniform(0.5, 1.5) * (-0.4 if row % 3 == 0 else 1.0))
     sample = Sample(
         row=row, rollout=step, prompt_number=row // 2, version=step - is_stale, token_ids=tokens, loss_mask=mask,
-        sampler_logprobs=near + noise(0.1), advantage=advantage, is_dead=False, is_truncated=row == 4,
+        sampler_logprobs=near + noise(0.1), advantage=advantage, is_dead=False, is_truncated=row == 3,
     )  # fmt: skip
     return sample.anchored(near + noise(0.3), "recompute") if is_stale else sample
 

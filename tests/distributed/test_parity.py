@@ -1,0 +1,83 @@
+"""A part of tools/parity.py: losses, every gradient tensor and weights after three steps, against float64 in one process."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests import parity_cases as cases
+from tests.tiny_models import write_tiny
+
+# Each loss and each cut stands somewhere in each row; all of their combinations are the tool's business.
+RUNS = (("grpo", "1 each"), ("dapo", "packed"), ("GSPO", "2 each"))
+DENSE = ["1", "TP2 SP", "PP2 uneven", "PP2 VPP2", "CP2", "DP2", "TP2 SP CP2", "PP2 VPP2 DP2"]
+EXPERTS = ["TP2 SP", "TP2 ETP2", "CP2", "EP2", "TP2 EP2 ETP1", "PP2 VPP2 EP2"]
+WAYS = ["recompute full, uniform", "recompute selective, moe", "overlapped gradients and parameters, experts", "all-gather dispatcher, EP2"]
+
+
+@pytest.fixture(scope="module")
+def matrix(tmp_path_factory):
+    made = {}
+
+    def of(model: str):
+        if model not in made:
+            path = write_tiny(tmp_path_factory.mktemp("models") / model, **cases.MODELS[model])
+            batches = cases.stored_rollout(path, num_steps=3, vocab=125)
+            own = cases.MODEL_SETTINGS.get(model, {})
+            losses = {loss: cases.reference(path, cases.settings(**own, **cases.LOSSES[loss]), batches) for loss, _ in RUNS}
+            made[model] = path, batches, losses
+        return made[model]
+
+    return of
+
+
+def assert_equal(model: str, matrix, layout: cases.Case, **more):
+    path, batches, losses = matrix(model)
+    runs = {key: cases.LOSSES[key[0]] | cases.CUTS[key[1]] | more for key in RUNS if cases.is_legal(layout, cases.CUTS[key[1]])}
+    found = cases.compare(model, path, layout, runs, batches, {key: losses[key[0]] for key in runs})
+    assert [(key, distance) for key, distance in found.items() if not distance.within()] == []
+
+
+@pytest.mark.parametrize("name", DENSE)
+def test_dense_steps_equal_float64(matrix, name):
+    assert_equal("dense", matrix, cases.LAYOUTS[name])
+
+
+@pytest.mark.parametrize("name", EXPERTS)
+def test_steps_with_experts_and_z_loss_equal_float64(matrix, name):
+    assert_equal("MoE", matrix, cases.LAYOUTS[name])
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_other_ways_to_run_a_step_equal_float64(matrix, way):
+    layout, settings = cases.WAYS[way]
+    layout = cases.LAYOUTS[layout]
+    assert_equal("MoE" if layout.needs_experts else "dense", matrix, layout, **settings)
+
+
+SHAPES = {
+    "three groups of three heads, PP2": ("PP2", dict(heads=9, kv_heads=3)),
+    "three groups, CP2": ("CP2", dict(heads=9, kv_heads=3)),
+    "one group for two ranks": ("TP2 SP", dict(heads=4, kv_heads=1)),
+    "a prime vocabulary, TP2": ("TP2", dict(vocab=127, tied=True)),
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_odd_shapes_equal_float64(tmp_path, name):
+    layout, shape = SHAPES[name]
+    path = write_tiny(tmp_path / "model", "qwen3", **dict(layers=4, vocab=125, std=0.1) | shape)
+    batches = cases.stored_rollout(path, vocab=shape.get("vocab", 125))
+    right = cases.reference(path, cases.settings(), batches)
+    (found,) = cases.compare("dense", path, cases.LAYOUTS[layout], {"grpo": {}}, batches, {"grpo": right}).values()
+    assert found.within(), found
+
+
+@pytest.mark.parametrize("layout", ["1", "CP2", "TP2 SP", "PP2 VPP2"])
+def test_short_sequences_and_ranks_without_a_trained_token(tmp_path, layout):
+    """Two tokens in all: under CP one rank has nothing to train. One completion trains nothing at all."""
+    path = write_tiny(tmp_path / "model", "qwen3", layers=4, vocab=125, std=0.1)
+    batches = cases.stored_rollout(path, vocab=125, lengths=((1, 1), (1, 1), (1, 2), (2, 1)))
+    batches[0][1].loss_mask[:] = False
+    right = cases.reference(path, cases.settings(), batches)
+    (found,) = cases.compare("dense", path, cases.LAYOUTS[layout], {"grpo": {}}, batches, {"grpo": right}).values()
+    assert found.within(loss=1e-5), found
