@@ -1,0 +1,243 @@
+"""Loss type x importance level x KL mode x estimator: the loss and every gradient tensor of one step of a real policy, against float64.
+
+One policy per layout takes all combinations, one after the other: only its loss, the samples' advantages and the cut into micro-batches
+change, and the weights stay. The other side runs transformers' model once, and differentiates the written-out loss of each combination.
+`tests/distributed/test_combinations.py` takes every pair of choices, `tools/combinations.py` the whole product.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from megatron_grpo.config import Config, GrpoConfig
+from megatron_grpo.grpo import check
+from megatron_grpo.types import Group, Prompt, Sample, ScoredGroup
+from tests import parity_cases as cases
+from tests.reference import grpo_reference as reference
+
+LOSS_TYPES = ("grpo", "bnpo", "dapo", "dr_grpo", "sequence_sum", "cispo", "sapo")
+LEVELS = ("token", "sequence", "sequence_token")
+KL_MODES = {
+    "no KL": {},
+    "k1": {"beta": 0.3, "kl_estimator": "k1"},
+    "k2": {"beta": 0.3, "kl_estimator": "k2"},
+    "k3": {"beta": 0.3, "kl_estimator": "k3"},
+    "k2 plain": {"beta": 0.3, "kl_estimator": "k2", "use_bias_correction_kl": False},
+    "k3 plain": {"beta": 0.3, "kl_estimator": "k3", "use_bias_correction_kl": False},
+    "in reward": {"beta": 0.3, "kl_in_reward": True},
+}
+ESTIMATORS = {
+    "grpo": {},
+    "grpo, batch": {"scale_rewards": "batch"},
+    "Dr. GRPO": {"scale_rewards": "none"},
+    "rloo": {"advantage_estimator": "rloo"},
+    "reinforce++": {"advantage_estimator": "reinforce_plus_plus"},
+    "reinforce++ baseline": {"advantage_estimator": "reinforce_plus_plus_baseline"},
+    "gdpo": {"advantage_estimator": "gdpo"},
+}
+# What else may be set; drawn at random for each combination.
+OTHERS = {
+    "epsilon": (0.2, 0.05),
+    "epsilon_high": (None, 0.28, 3.0),
+    "delta": (None, 1.5),
+    "entropy_coef": (0.0, 0.02),
+    "top_entropy_quantile": (1.0, 0.5),
+    "overlong_filter": (False, True),
+    "rollout_importance_sampling_mode": ("none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"),
+    "rollout_is_geometric": (False, True),
+    "off_policy_sequence_mask_delta": (None, 0.05),
+}
+CUTS = tuple(cases.CUTS.values())
+REWARD_WEIGHTS = (1.0, 0.5)
+NAMES = ("loss type", "level", "KL", "estimator")
+MODEL = dict(family="qwen3", hidden=32, layers=2, heads=4, kv_heads=2, head_dim=8, ffn=48, vocab=60, std=0.15)
+LONGEST = 16  # max_completion_length
+
+Combination = tuple[str, str, str, str]
+
+
+def whole_product() -> list[Combination]:
+    return list(itertools.product(LOSS_TYPES, LEVELS, KL_MODES, ESTIMATORS))
+
+
+def every_pair() -> list[Combination]:
+    """49 of the 1029, in which any two choices of different kinds meet: Latin squares."""
+    kl, estimators = list(KL_MODES), list(ESTIMATORS)
+    return [(LOSS_TYPES[i], LEVELS[(i + 2 * k) % 3], kl[k], estimators[(i + k) % 7]) for i in range(7) for k in range(7)]
+
+
+def config_of(combination: Combination) -> GrpoConfig | None:
+    """The combination with other settings drawn at random, until they go together; None where the four themselves do not."""
+    loss_type, level, kl, estimator = combination
+    base = {"loss_type": loss_type, "importance_sampling_level": level, **KL_MODES[kl], **ESTIMATORS[estimator]}
+    if check.problems(Config(grpo=GrpoConfig(**base))):
+        return None
+    rng = np.random.default_rng(whole_product().index(combination))
+    while True:
+        cfg = GrpoConfig(**base, **{name: values[rng.integers(len(values))] for name, values in OTHERS.items()})
+        if not check.problems(Config(grpo=cfg)):
+            return cfg
+
+
+# ---- what is trained -------------------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Material:
+    """model, reference: checkpoints. samples: eight, of two groups, without advantages yet. rewards: [2][4][2], one of them None."""
+
+    model: Path
+    reference: Path
+    samples: list[Sample]
+    rewards: list[list[list[float | None]]]
+
+
+def material(folder: Path, seed: int = 0) -> Material:
+    from safetensors.torch import load_file, save_file
+
+    from tests.tiny_models import write_tiny
+
+    model = write_tiny(folder / "model", **MODEL)
+    shutil.copytree(model, folder / "reference")
+    generator = torch.Generator().manual_seed(seed)
+    moved = {name: w + 0.01 * torch.randn(w.shape, generator=generator) for name, w in load_file(model / "model.safetensors").items()}
+    save_file(moved, folder / "reference" / "model.safetensors", metadata={"format": "pt"})
+    (samples,) = cases.stored_rollout(model, vocab=MODEL["vocab"], seed=seed)
+    rng = np.random.default_rng(seed)
+    rewards = [[[float(rng.normal()), float(rng.normal(1.0))] for _ in range(4)] for _ in range(2)]
+    rewards[1][2][1] = None
+    samples = [dataclasses.replace(sample, prompt_number=sample.row // 4) for sample in samples]
+    return Material(model, folder / "reference", samples, rewards)
+
+
+# ---- transformers, in float64 ----------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Expected:
+    """losses, sizes [combinations]; gradients: a file of [combinations, numbers of all tensors]; penalty [8].
+
+    With centred advantages terms cancel, and no float32 computation gets a loss near 0 to a small part of itself. `sizes` is what errors
+    are held against: the loss, or if that is larger, sum |logp * dL/dlogp|, so that 1e-6 of it is what log-probs 1e-6 off would do.
+    """
+
+    names: list[str]
+    shapes: list[tuple[int, ...]]
+    losses: np.ndarray
+    sizes: np.ndarray
+    gradients: Path
+    penalty: np.ndarray
+
+
+def expect(made: Material, combinations: Sequence[Combination], folder: Path) -> Expected:
+    """What each legal combination should give. Gradients go to a file, which ranks map."""
+    from tests.tiny_models import load_tiny
+
+    model, frozen = load_tiny(made.model, "float64"), load_tiny(made.reference, "float64")
+    model.get_input_embeddings().padding_idx = None
+    named = dict(model.named_parameters())
+    completions = [_completion(model, frozen, sample) for sample in made.samples]
+    kl = np.array([float(((c.logp.detach() - c.ref_logp) * c.mask).sum()) for c in completions])
+    losses, sizes, rows = [], [], []
+    for combination in combinations:
+        cfg = config_of(combination)
+        if cfg is None:
+            losses.append(np.nan)
+            sizes.append(np.nan)
+            rows.append(np.full(sum(p.numel() for p in named.values()), np.nan))
+            continue
+        penalty = (cfg.beta * kl).reshape(2, 4) if cfg.kl_in_reward else None
+        flat = [a for group in reference.advantages(made.rewards, REWARD_WEIGHTS, cfg, penalty) for a in group]
+        batch = [dataclasses.replace(c, advantage=a) for c, a in zip(completions, flat, strict=True)]
+        loss = reference.grpo_loss(batch, cfg, LONGEST)
+        grads = torch.autograd.grad(loss, list(named.values()), retain_graph=True)
+        by_logp = torch.autograd.grad(loss, [c.logp for c in batch], retain_graph=True)
+        losses.append(loss.item())
+        sizes.append(max(abs(loss.item()), sum(float((c.logp.detach() * g).abs().sum()) for c, g in zip(batch, by_logp, strict=True))))
+        rows.append(np.concatenate([grad.numpy().ravel() for grad in grads]))
+    np.save(folder / "gradients.npy", np.array(rows))
+    shapes = [tuple(p.shape) for p in named.values()]
+    return Expected(list(named), shapes, np.array(losses), np.array(sizes), folder / "gradients.npy", 0.3 * kl)
+
+
+def _completion(model, frozen, sample: Sample) -> reference.Completion:
+    at = np.flatnonzero(np.arange(len(sample.token_ids)) >= np.argmax(sample.loss_mask))
+    ids, targets = torch.from_numpy(sample.token_ids)[None], torch.from_numpy(sample.token_ids[at])
+    with cases.float32_means_float64():
+        logp, entropy = reference.token_logprobs(model(ids, use_cache=False).logits[0, at - 1], targets, 0.9)
+        with torch.no_grad():
+            ref, _ = reference.token_logprobs(frozen(ids, use_cache=False).logits[0, at - 1], targets, 0.9)
+    double = lambda array: torch.from_numpy(array[at].astype(np.float64))  # noqa: E731
+    return reference.Completion(
+        mask=double(sample.loss_mask), logp=logp, entropy=entropy, sampler_logp=double(sample.sampler_logprobs), ref_logp=ref,
+        old_logp=None if sample.version == 0 else double(sample.old_logprobs), advantage=0.0, is_truncated=sample.is_truncated,
+    )  # fmt: skip
+
+
+# ---- the package -----------------------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Errors:
+    """Relative, of one rank: of the loss (see `Expected`), and of the worst gradient tensor, by combination; of the KL in the reward."""
+
+    loss: dict[Combination, float]
+    gradient: dict[Combination, tuple[float, str]]
+    kl_in_reward: float
+
+    def beyond(self, *, loss: float = 1e-6, gradient: float = 1e-5) -> list[tuple]:
+        wrong = [(c, error) for c, error in self.loss.items() if not error <= loss]
+        return wrong + [(c, *error) for c, error in self.gradient.items() if not error[0] <= gradient]
+
+
+def measure(rank: int, world: int, made: Material, layout: Mapping, combinations: Sequence[Combination], right: Expected,
+            tamper=None) -> Errors:
+    """This rank's errors of every legal combination. Combination i is cut in way i, modulo four. For `run_ranks`.
+
+    tamper(policy): breaks something first, to see it noticed.
+    """
+    from megatron_grpo.batching.split import split
+    from megatron_grpo.experience import with_advantages
+    from megatron_grpo.grpo.advantages import advantages
+    from megatron_grpo.grpo.loss import GrpoLoss
+    from megatron_grpo.weights.reader import HfReader
+
+    policy = cases.build(made.model, cases.settings(beta=0.3, **layout), world)
+    policy.exchange.load(policy.reference, HfReader(made.reference))
+    policy.optimizer.step = lambda: (True, 0.0, 0)  # the weights stay
+    if tamper is not None:
+        tamper(policy)
+    group = Group(prompt=Prompt(number=0, row=0, raw="", token_ids=(), columns={}), completions=(), version=0)
+    scored = [ScoredGroup(group=group, rewards=tuple(map(tuple, rows))) for rows in made.rewards]
+    kl = policy.kl_to_reference(made.samples)
+    wanted = np.load(right.gradients, mmap_mode="r")
+    uncut, losses, gradients = policy.cut, {}, {}
+    for i, combination in enumerate(combinations):
+        cfg = config_of(combination)
+        if cfg is None:
+            continue
+        found = advantages(scored, cfg, REWARD_WEIGHTS, kl_penalty=kl.reshape(2, 4) if cfg.kl_in_reward else None)
+        samples = with_advantages(made.samples, found)
+        policy.loss = GrpoLoss.from_config(cfg, max_completion_length=LONGEST, temperature=0.9)
+        sizes = CUTS[i % len(CUTS)]
+        max_tokens = sizes.get("max_tokens_per_micro_batch")
+        policy.cut = dataclasses.replace(uncut, micro_batch_size=sizes.get("micro_batch_size", 1), max_tokens=max_tokens)
+        batch, _ = split(samples, cases.step_of(samples, 0, policy.cut.rows_per_slice), policy.loss.token_weights, policy.cut)
+        loss = policy.train_step(batch).metrics["loss"]
+        losses[combination] = float(abs(loss - right.losses[i]) / right.sizes[i])
+        gradients[combination] = _worst(cases.full_gradients(policy), right, wanted[i])
+    return Errors(losses, gradients, float(np.linalg.norm(kl - right.penalty) / np.linalg.norm(right.penalty)))
+
+
+def _worst(found: Mapping[str, np.ndarray], right: Expected, wanted: np.ndarray) -> tuple[float, str]:
+    assert set(found) == set(right.names)
+    ends = np.cumsum([int(np.prod(shape)) for shape in right.shapes])
+    parts = {name: part.reshape(shape) for name, shape, part in zip(right.names, right.shapes, np.split(wanted, ends[:-1]), strict=True)}
+    return max((float(np.linalg.norm(found[name] - part) / np.linalg.norm(part)), name) for name, part in parts.items())

@@ -1,0 +1,74 @@
+"""Every legal loss, importance level, KL and estimator gives float64's loss and gradients, in every layout.
+
+Here those in which each pair of choices meets; `tools/combinations.py` runs the whole product.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from tests import combinations as every
+from tests import parity_cases as cases
+from tests.ranks import run_ranks
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory):
+    """(material, combinations, what they should give)."""
+    folder = tmp_path_factory.mktemp("combinations")
+    made, chosen = every.material(folder), every.every_pair()
+    return made, chosen, every.expect(made, chosen, folder)
+
+
+def errors(stored, layout: str, tamper=None) -> every.Errors:
+    made, chosen, right = stored
+    case = cases.LAYOUTS[layout]
+    everyone = run_ranks(lambda *rank: every.measure(*rank, made, case.settings, chosen, right, tamper), case.world_size, timeout=180)
+    assert len({tuple(found.loss.values()) for found in everyone}) == 1, "ranks report different losses"
+    return everyone[-1]
+
+
+@pytest.mark.parametrize("layout", ["1", "TP2", "PP2", "DP2", "CP2"])
+def test_every_pair_of_choices_equals_float64_however_the_batch_is_cut(stored, layout):
+    found = errors(stored, layout)
+    assert len(found.loss) > 40 and not found.beyond()
+    assert found.kl_in_reward < 1e-5
+
+
+def test_any_two_choices_of_different_kinds_meet_and_the_cuts_take_turns():
+    chosen = every.every_pair()
+    for one, two in itertools.combinations(range(4), 2):
+        kinds = [every.LOSS_TYPES, every.LEVELS, every.KL_MODES, every.ESTIMATORS]
+        assert {(c[one], c[two]) for c in chosen} == set(itertools.product(kinds[one], kinds[two])), (every.NAMES[one], every.NAMES[two])
+    drawn = [every.config_of(c) for c in chosen]
+    assert [c for c, cfg in zip(chosen, drawn, strict=True) if cfg is None] == [c for c in chosen if c[2:] == ("in reward", "gdpo")]
+    for name, values in every.OTHERS.items():
+        assert {getattr(cfg, name) for cfg in drawn if cfg} == set(values), name
+
+
+def take_each_ranks_own_entropy_threshold(policy):
+    policy.parallel = _Alone(policy.parallel)
+
+
+class _Alone:
+    """A rank that hears only itself."""
+
+    def __init__(self, parallel):
+        self._parallel = parallel
+
+    def __getattr__(self, name):
+        return getattr(self._parallel, name)
+
+    def all_gather_objects(self, mine, group=None):
+        return [mine] if group is not None else self._parallel.all_gather_objects(mine)
+
+
+def ask_the_policy_for_the_references_log_probs(policy):
+    policy.reference = policy.chunks
+
+
+@pytest.mark.parametrize("mistake", [take_each_ranks_own_entropy_threshold, ask_the_policy_for_the_references_log_probs])
+def test_a_mistake_is_seen(stored, mistake):
+    assert errors(stored, "DP2", mistake).beyond(loss=1e-4, gradient=1e-3)
