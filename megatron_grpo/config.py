@@ -51,7 +51,8 @@ class ModelConfig:
 class ParallelConfig:
     """Parallelism"""
 
-    world_size: int | None = setting(None, "ranks; given by the launcher when there is one, else 1", unit="ranks", aliases=["num_processes"])
+    world_size: int | None = setting(None, "ranks; given by the launcher when there is one, else 1", unit="ranks",
+                                     aliases=["num_processes"])
     tensor_model_parallel_size: int = setting(1, "tensor parallel (TP)", unit="ranks")
     pipeline_model_parallel_size: int = setting(1, "pipeline parallel (PP)", unit="ranks")
     virtual_pipeline_model_parallel_size: int | None = setting(None, "model chunks per pipeline stage (VPP)", unit="chunks")
@@ -69,14 +70,17 @@ class BatchConfig:
     """Batch sizes (counted in completions)"""
 
     micro_batch_size: int = setting(1, "one forward on one DP rank", unit="completions")
-    global_batch_size: int | None = setting(None, "one optimizer step (default 16, or from gradient_accumulation_steps)", unit="completions")
-    gradient_accumulation_steps: int | None = setting(None, "micro-steps in one optimizer step; instead of global_batch_size", unit="micro-steps")
+    global_batch_size: int | None = setting(None, "one optimizer step (default 16, or from gradient_accumulation_steps)",
+                                            unit="completions")
+    gradient_accumulation_steps: int | None = setting(None, "micro-steps in one optimizer step; instead of global_batch_size",
+                                                      unit="micro-steps")
     generation_batch_size: int | None = setting(None, "one rollout (default global_batch_size x steps_per_generation)", unit="completions")
     steps_per_generation: int | None = setting(None, "optimizer steps in one rollout (default 1)", unit="optimizer steps")
     num_generations: int = setting(8, "completions per prompt (group size G)", unit="completions")
     num_iterations: int = setting(1, "passes over one rollout (mu)", unit="passes")
     allow_unaligned_generation: bool = setting(False, "let a rollout straddle optimizer steps")
-    old_logprobs: str = setting("auto", "auto: forward-only passes just where needed; rollout: the sampler's own", choices=["auto", "rollout"])
+    old_logprobs: str = setting("auto", "auto: forward-only passes just where needed; rollout: the sampler's own",
+                                choices=["auto", "rollout"])
     max_tokens_per_micro_batch: int | None = setting(None, "pack whole sequences up to this, instead of micro_batch_size", unit="tokens")
 
 
@@ -113,8 +117,8 @@ class RolloutConfig:
     vllm_enforce_eager: bool = setting(False, "no CUDA graphs (always eager on CPU)")
     vllm_enable_prefix_caching: bool = setting(True, "share the KV cache of equal prefixes; reset at every weight push")
     sleep_level: int = setting(0, "vLLM sleep while training: 0 off, 1 weights to host, 2 weights dropped (GPU only)")
-    logp_difference_warn: float | None = setting(None, "warn when |trainer - sampler| log-prob of a token exceeds this (default 0.001 in float32, "
-                                                 "1.0 in bfloat16)", unit="nats")
+    logp_difference_warn: float | None = setting(None, "warn when |trainer - sampler| log-prob of a token exceeds this (default "
+                                                 "0.001 in float32, 1.0 in bfloat16)", unit="nats")
     verify_weight_push: bool = setting(True, "after each push, compare engine and trainer on a probe prompt")
 
 
@@ -209,9 +213,11 @@ class OptimizerConfig:
 
     lr: float = setting(1e-6, "peak learning rate", aliases=["learning_rate"])
     min_lr: float = setting(0.0, "learning rate at the end of the decay")
-    lr_decay_style: str = setting("constant", "shape after warm-up", choices=["constant", "linear", "cosine"], aliases=["lr_scheduler_type"])
+    lr_decay_style: str = setting("constant", "shape after warm-up", choices=["constant", "linear", "cosine"],
+                                  aliases=["lr_scheduler_type"])
     lr_warmup_iters: int = setting(0, "linear warm-up", unit="optimizer steps", aliases=["warmup_steps"])
-    lr_warmup_fraction: float | None = setting(None, "linear warm-up as a share of the run, instead of lr_warmup_iters", aliases=["warmup_ratio"])
+    lr_warmup_fraction: float | None = setting(None, "linear warm-up as a share of the run, instead of lr_warmup_iters",
+                                               aliases=["warmup_ratio"])
     weight_decay: float = setting(0.0, "decoupled weight decay")
     adam_beta1: float = setting(0.9, "")
     adam_beta2: float = setting(0.95, "")
@@ -230,7 +236,8 @@ class RunConfig:
 
     output_dir: str = setting("output", "where everything is written", aliases=["save"])
     max_steps: int | None = setting(None, "length of the run", unit="optimizer steps", aliases=["train_iters"])
-    num_train_epochs: float | None = setting(None, "length of the run, instead of max_steps (default 1)", unit="epochs", aliases=["max_epochs"])
+    num_train_epochs: float | None = setting(None, "length of the run, instead of max_steps (default 1)", unit="epochs",
+                                             aliases=["max_epochs"])
     seed: int = setting(42, "prompts, sampling and everything else")
     save_steps: int = setting(0, "checkpoint every so often; 0: only at the end", unit="optimizer steps", aliases=["save_interval"])
     save_total_limit: int | None = setting(2, "checkpoints kept", unit="checkpoints")

@@ -87,8 +87,9 @@ def greedy_scores(rank, world_size, path: str, data: str) -> tuple[float, float]
     for ids in prompts:
         out = model.generate(torch.tensor([ids]), attention_mask=torch.ones(1, len(ids)), max_new_tokens=8, do_sample=False)
         by_transformers.append(even(out[0, len(ids) :].tolist()))
-    engine = ColocatedEngine.build(RolloutConfig(vllm_kv_cache_memory_mb=64), model_path=path, dtype="float32", max_model_len=64, seed=0, rank=0,
-                                   world_size=1)  # fmt: skip
+    engine = ColocatedEngine.build(
+        RolloutConfig(vllm_kv_cache_memory_mb=64), model_path=path, dtype="float32", max_model_len=64, seed=0, rank=0, world_size=1
+    )
     asked = [Prompt(number=i, row=i, raw="", token_ids=tuple(ids), columns={}) for i, ids in enumerate(prompts)]
     groups = engine.generate(asked, SamplingSettings(n=1, max_completion_length=8).greedy(), seed=0)
     return float(np.mean(by_transformers)), float(np.mean([even(group.completions[0].token_ids) for group in groups]))

@@ -40,7 +40,8 @@ def launched(tmp_path):
     """A run of two ranks that has trained a step: (launcher, output_dir)."""
     out = tmp_path / "out"
     flags = [*write_inputs(tmp_path), *("--output_dir", str(out)), *("--max_steps", "100000"), *("--log_completions_steps", "0")]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "megatron_grpo", "train", *flags]
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    command = [*launch, "-m", "megatron_grpo", "train", *flags]
     log = (tmp_path / "log").open("wb")
     launcher = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
     try:

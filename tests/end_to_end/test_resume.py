@@ -53,7 +53,9 @@ def _exact(step: dict) -> dict:
     return {name: step[name] for name in EXACT if name in step}
 
 
-@pytest.mark.parametrize("layout", [[], ["--tensor_model_parallel_size", "2"], ["--pipeline_model_parallel_size", "2"]], ids=["dp2", "tp2", "pp2"])
+@pytest.mark.parametrize(
+    "layout", [[], ["--tensor_model_parallel_size", "2"], ["--pipeline_model_parallel_size", "2"]], ids=["dp2", "tp2", "pp2"]
+)
 def test_a_stopped_run_continues_as_if_it_had_not_been(inputs, uninterrupted, tmp_path, layout):
     _, flags = inputs
     flags = [*flags, "--output_dir", str(tmp_path / "out")]

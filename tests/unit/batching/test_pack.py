@@ -1,7 +1,6 @@
-"""Whole sequences into micro-batches: every row once, inside the budget, evenly over ranks, and fast."""
+"""Whole sequences into micro-batches: every row once, inside the budget, evenly over ranks."""
 
 from __future__ import annotations
-
 
 import numpy as np
 import pytest
