@@ -266,7 +266,7 @@ def train(rank: int, world: int, path: str | Path, cfg: Config, batches: Sequenc
         metrics = policy.train_step(batch).metrics
         losses.append(metrics["loss"])
         norms.append(metrics["grad_norm"])
-    return Trained(losses, norms, gradients, {name: tensor.cpu().numpy() for name, tensor in policy.named_weights()})
+    return Trained(losses, norms, gradients, {name: _numpy(tensor) for name, tensor in policy.named_weights()})
 
 
 def full_gradients(policy) -> dict[str, np.ndarray]:
@@ -277,7 +277,11 @@ def full_gradients(policy) -> dict[str, np.ndarray]:
                 _complete(buffer)
     parameters = policy.exchange.tensors(policy.chunks)
     grads = {name: tensor.main_grad for name, tensor in parameters.items() if getattr(tensor, "main_grad", None) is not None}
-    return {name: tensor.cpu().numpy() for name, tensor in policy.exchange.stream(grads)}
+    return {name: _numpy(tensor) for name, tensor in policy.exchange.stream(grads)}
+
+
+def _numpy(tensor: torch.Tensor) -> np.ndarray:
+    return (tensor.float() if tensor.dtype is torch.bfloat16 else tensor).cpu().numpy()
 
 
 def _complete(buffer) -> None:
