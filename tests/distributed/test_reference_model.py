@@ -1,0 +1,73 @@
+"""The reference model: absent at beta 0, a frozen copy else, and moved towards the policy where it is asked to follow."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests import parity_cases as cases
+from tests.ranks import run_ranks
+from tests.tiny_models import write_tiny
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return write_tiny(tmp_path_factory.mktemp("model"), "deepseek_v3", layers=2, vocab=60, hidden=32, ffn=32)
+
+
+@pytest.mark.parametrize(("settings", "models"), [({}, 1), ({"beta": 0.1}, 2), ({"beta": 0.1, "kl_in_reward": True}, 2)])
+def test_a_reference_is_loaded_for_a_kl_and_for_nothing_else(model, settings, models):
+    def body(rank, world_size):
+        from megatron_grpo import build
+
+        made, read, real, reader = [], [], build.build_chunks, build.HfReader
+
+        class Counting(reader):
+            def __call__(self, name):
+                read.append(name)
+                return super().__call__(name)
+
+        def counted(*args, **kwargs):
+            made.append(1)
+            return real(*args, **kwargs)
+
+        build.build_chunks, build.HfReader = counted, Counting
+        policy = cases.build(model, cases.settings(**settings), world_size)
+        assert len(made) == models
+        assert set(read.count(name) for name in set(read)) == {models}, "times that a tensor of the checkpoint is read"
+        assert (policy.reference is None) == (models == 1)
+        assert not any(parameter.requires_grad for chunk in policy.reference or () for parameter in chunk.parameters())
+        assert not any(chunk.training for chunk in policy.reference or ())
+
+    run_ranks(body, 1)
+
+
+@pytest.mark.parametrize(("layout", "overlap"), [("TP2 SP", False), ("PP2", False), ("DP2", True)])
+def test_every_weight_of_the_reference_moves_by_alpha_and_the_policy_stays(model, layout, overlap):
+    case = cases.LAYOUTS[layout]
+    more = {"overlap_grad_reduce": True, "overlap_param_gather": True} if overlap else {}
+    (samples,) = cases.stored_rollout(model, vocab=60)
+
+    def body(rank, world_size):
+        import torch
+
+        from megatron_grpo.batching.split import split
+
+        policy = cases.build(model, cases.settings(beta=0.1, sync_ref_model=True, lr=0.1, **more, **case.settings), world_size)
+        batch, _ = split(samples, cases.step_of(samples, 0, policy.cut.rows_per_slice), policy.loss.token_weights, policy.cut)
+        policy.train_step(batch)
+        before = {name: tensor.clone() for name, tensor in policy.exchange.tensors(policy.reference).items()}
+        policy.move_reference(0.25)
+        ours, theirs = policy.exchange.tensors(policy.chunks), policy.exchange.tensors(policy.reference)
+        assert any("expert_bias" in name for name in theirs) == any(".router." in name for name in theirs)
+        trained = 0
+        for name, found in theirs.items():
+            torch.testing.assert_close(found, 0.25 * ours[name] + 0.75 * before[name], rtol=1e-5, atol=1e-6)
+            trained += not torch.equal(ours[name], before[name])
+        assert trained > 0.7 * len(theirs), "the policy has moved"
+        policy.move_reference(1.0)
+        for name, found in theirs.items():
+            assert torch.equal(found, ours[name]) and found.data_ptr() != ours[name].data_ptr(), name
+        # With one weight for both, the KL is nothing.
+        return float(abs(policy.kl_to_reference(samples)).max())
+
+    assert max(run_ranks(body, case.world_size)) == 0.0
