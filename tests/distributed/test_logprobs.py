@@ -50,3 +50,17 @@ def test_dense_logprobs_equal_transformers(models, sequences, family, name):
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
 def test_expert_logprobs_equal_transformers(models, sequences, family, name):
     assert_transformers_agrees(models[family], sequences, cases.LAYOUTS[name])
+
+
+@pytest.mark.parametrize("name", ["DP2", "PP2 VPP2", "CP2"])
+def test_packed_logprobs_equal_transformers(models, sequences, name):
+    """Seven sequences over two ranks, or in pairs of micro-batches: they do not come out even, and nobody notices."""
+    layout = cases.LAYOUTS[name]
+    packed = cases.Case(layout.world_size, layout.settings | {"max_tokens_per_micro_batch": 20})
+    assert_transformers_agrees(models["qwen3"], sequences, packed)
+
+
+def test_a_vocabulary_shard_without_a_word(models, sequences):
+    """125 words padded to 256 rows: the second rank holds padding only."""
+    layout = cases.Case(2, {cases.TP: 2, "padded_vocab_multiple": 128})
+    assert_transformers_agrees(models["qwen3"], sequences, layout)
