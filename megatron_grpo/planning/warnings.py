@@ -119,6 +119,9 @@ def _swift(cfg: Config, plan: BatchPlan) -> Iterator[str]:
 
 def _run(cfg: Config, timetable: Timetable) -> Iterator[str]:
     plan, steps = timetable.plan, timetable.num_steps
+    if cfg.grpo.sync_ref_model and steps is not None and steps < cfg.grpo.ref_model_sync_steps:
+        every = cfg.grpo.ref_model_sync_steps
+        yield f"sync_ref_model never moves the reference: ref_model_sync_steps ({every}) is more than the run's {steps} optimizer steps."
     if cfg.run.max_steps is not None and cfg.run.num_train_epochs is not None:
         yield f"max_steps ({cfg.run.max_steps}) decides the length of the run; num_train_epochs ({cfg.run.num_train_epochs:g}) is not used."
     shown = cfg.plan.plan_rollouts * plan.micro_steps_per_rollout * plan.num_iterations
