@@ -256,7 +256,7 @@ def test_foreign_files_are_read_and_their_other_keys_are_listed(capsys, tmp_path
         (["--max_steps", 1], "ends after 1 optimizer step"),
         (["--dialect", "swift-megatron"], "beta is 0.0 by default here and 0.04 there"),
         (["--max_steps", 9, "--num_train_epochs", 1], "num_train_epochs (1) is not used"),
-        (["--max_steps", 9, "--beta", 0.1, "--sync_ref_model", "true"], "ref_model_sync_steps (512) is more than the run's 9 optimizer steps"),
+        (["--max_steps", 9, "--beta", 0.1, "--sync_ref_model", "true"], "(512) is more than the run's 9 optimizer steps"),
     ],
 )
 def test_what_is_legal_but_probably_not_meant_is_said(capsys, argv, part):
