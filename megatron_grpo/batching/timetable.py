@@ -119,12 +119,9 @@ class Timetable:
     def needs_anchor(self, rollout: int, slice_index: int) -> bool:
         """Its first use is stale, so only a forward-only pass at the version that sampled it can give its log-probs.
 
-        Not where the run ends before that use, and not where the sampler's own log-probs are taken instead.
+        Not where the sampler's own log-probs are taken instead. A use beyond the end of the run counts: that run may be made longer.
         """
-        if self.plan.old_logprobs == "rollout":
-            return False
-        first = self._step_of_use(rollout, 0, slice_index)
-        return first > self.version_of(rollout) and (self.num_steps is None or first < self.num_steps)
+        return self.plan.old_logprobs != "rollout" and self._step_of_use(rollout, 0, slice_index) > self.version_of(rollout)
 
     def step(self, k: int) -> Step:
         """Optimizer step k, from 0."""
@@ -133,25 +130,12 @@ class Timetable:
         new = self.new_rollouts(k)
         micro_steps = tuple(self.micro_step(s) for s in range(k * a, (k + 1) * a))
         trained = tuple(dict.fromkeys((m.rollout, m.slice_index) for m in micro_steps))
-        final = None if self.num_steps is None else self.num_steps - 1
         anchors = tuple((r, j) for r in new for j in range(w) if self.needs_anchor(r, j))
-        keeps = (
-            []
-            if plan.old_logprobs == "rollout"
-            else [
-                (m.rollout, m.slice_index)
-                for m in micro_steps
-                if m.pass_index == 0
-                and m.staleness == 0
-                and self._is_used_in(range(k + 1, (final if final is not None else 1 << 62) + 1), m)
-            ]
-        )
-        last_use = tuple(
-            (r, j)
-            for r, j in trained
-            if k == final
-            or self._step_of_use(r, mu - 1, j) == k
-            or (final is not None and not self._uses_in(range(k + 1, final + 1), r, j))
+        last_use = tuple((r, j) for r, j in trained if self._step_of_use(r, mu - 1, j) == k)
+        keeps = tuple(
+            (m.rollout, m.slice_index)
+            for m in micro_steps
+            if m.pass_index == 0 and m.staleness == 0 and plan.old_logprobs != "rollout" and (m.rollout, m.slice_index) not in last_use
         )
         has_next = self.num_steps is None or k + 1 < self.num_steps
         return Step(
@@ -160,21 +144,10 @@ class Timetable:
             num_prompts=len(new) * plan.num_rollout_prompts,
             micro_steps=micro_steps,
             anchors=anchors,
-            keeps=tuple(keeps),
+            keeps=keeps,
             last_use=last_use,
             next_samples=has_next and len(self.new_rollouts(k + 1)) > 0,
         )
-
-    def _is_used_in(self, steps: range, m: MicroStep) -> bool:
-        return self._uses_in(steps, m.rollout, m.slice_index)
-
-    def _uses_in(self, steps: range, rollout: int, slice_index: int) -> bool:
-        """Whether some pass trains the slice in one of these optimizer steps. Its uses are W micro-steps apart."""
-        plan = self.plan
-        a, w, mu = plan.gradient_accumulation_steps, plan.micro_steps_per_rollout, plan.num_iterations
-        origin = rollout * w * mu + slice_index
-        earliest = max(0, -(-(steps.start * a - origin) // w))  # the first pass at or after the first of these steps
-        return earliest < mu and (origin + earliest * w) // a < steps.stop
 
     def from_step(self, k: int) -> Iterator[Step]:
         """Optimizer steps k, k+1, ... to the end of the run; without end where its length is not known."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import islice
 
 import pytest
@@ -43,11 +44,12 @@ class Walk:
     def straddling(self) -> list[int]:
         return sorted({r for r, _, _, sampled, trained in self.rows if sampled != trained})
 
-    def forwards_needed(self, num_steps: int | None = None) -> set[tuple[int, int]]:
-        """Slices for which no training forward at the sampling version exists before they are trained by another version."""
+    def forwards_needed(self, num_steps: int) -> set[tuple[int, int]]:
+        """Slices, of rollouts sampled in so many steps, for which no training forward at the sampling version exists before they are
+        trained by another version."""
         seen, needed = set(), set()
         for r, _, j, sampled, trained in self.rows:
-            if num_steps is not None and trained >= num_steps:
+            if sampled >= num_steps:
                 break
             if sampled == trained:
                 seen.add((r, j))
@@ -119,6 +121,15 @@ def test_forward_only_passes_are_those_that_the_walk_needs_and_no_other(size, nu
 
 
 @settings(max_examples=300, deadline=None)
+@given(sizes, st.integers(1, 10))
+def test_the_last_step_is_like_any_other_so_that_a_run_can_be_made_longer(size, num_steps):
+    shorter, longer = Timetable(plan_of(*size), num_steps), Timetable(plan_of(*size), num_steps + 3)
+    for one, other in zip(shorter.from_step(0), longer.from_step(0)):
+        last = one.index == num_steps - 1
+        assert one == (replace(other, next_samples=False) if last else other)
+
+
+@settings(max_examples=300, deadline=None)
 @given(sizes, st.integers(1, 10), st.sampled_from(["auto", "rollout"]))
 def test_a_run_that_obeys_the_timetable_never_lacks_a_log_prob_and_keeps_none_too_long(size, num_steps, old_logprobs):
     """Executes the steps: samples, anchors, keeps, frees; a stale row without stored log-probs fails the walk."""
@@ -126,7 +137,8 @@ def test_a_run_that_obeys_the_timetable_never_lacks_a_log_prob_and_keeps_none_to
     table = Timetable(plan_of(a, w, mu, old_logprobs=old_logprobs), num_steps)
     pending: dict[tuple[int, int], int] = {}  # slice -> version that sampled it
     stored: dict[tuple[int, int], int] = {}  # slice -> version of its log-probs
-    uses = [(m.rollout, m.slice_index, m.optimizer_step) for step in table.from_step(0) for m in step.micro_steps]
+    walk = Walk(a, w, mu, num_steps * a // (w * mu) + 2)  # to the last use of every rollout that the run samples, and beyond
+    uses = [(r, j, trained) for r, _, j, _, trained in walk.rows]
     sampled_rollouts = 0
     for step in table.from_step(0):
         assert step.new_rollouts.start == sampled_rollouts and step.num_prompts == len(step.new_rollouts) * table.plan.num_rollout_prompts
@@ -152,7 +164,7 @@ def test_a_run_that_obeys_the_timetable_never_lacks_a_log_prob_and_keeps_none_to
             del pending[key]
             stored.pop(key, None)
         later = {(r, j) for r, j, k in uses if k > step.index}
-        assert set(stored) <= later, "log-probs are kept for later uses alone"
+        assert set(stored) <= later, "log-probs are kept for later uses alone, be they in a run made longer"
         assert step.next_samples == (step.index + 1 < num_steps and len(table.step(step.index + 1).new_rollouts) > 0)
     assert sampled_rollouts <= -(-num_steps * a // (w * mu)), "nothing is sampled that the run does not reach"
 
