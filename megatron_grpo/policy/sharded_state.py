@@ -114,12 +114,12 @@ def _load_optimizer(optimizer: Any, state: dict[Any, Any], step: int) -> None:
 
 
 def _step_of(optimizer: Any) -> int:
-    """Steps that Adam has counted, for its bias correction; the same for all parameters."""
-    for inner in _torch_optimizers(optimizer):
-        for counted in [*inner.param_groups, *inner.state.values()]:
-            if "step" in counted:
-                return int(counted["step"])
-    return 0
+    """Steps that Adam has counted, for its bias correction; the same for all parameters.
+
+    The highest count that is found: Megatron-Core leaves one in the parameter groups when it loads, which torch's Adam never advances.
+    """
+    places = (place for inner in _torch_optimizers(optimizer) for place in [*inner.param_groups, *inner.state.values()])
+    return max((int(place["step"]) for place in places if "step" in place), default=0)
 
 
 def _torch_optimizers(optimizer: Any) -> Iterator[torch.optim.Optimizer]:
