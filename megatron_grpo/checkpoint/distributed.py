@@ -18,7 +18,10 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, tensor_parallel
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, CheckpointingException, save_config
-from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedBase
+from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
+from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess, save_preprocess
 from megatron.core.dist_checkpointing.strategies.torch import (
     MCoreSavePlanner,
     _replace_state_dict_keys_with_sharded_keys,
@@ -72,9 +75,26 @@ def write_sharded(state: dict[str, Any], directory: Path) -> None:
 
 
 def read_sharded(state: dict[str, Any], directory: Path) -> dict[str, Any]:
-    """Reads into the tensors that `state` describes, under any layout. Collective."""
+    """Reads into the tensors that `state` describes, under any layout. Collective. Nothing may be lacking there, and nothing left over."""
+    with agreed(f"loading {directory} into this model"):
+        mine = {leaf.key for leaf in nested_values(load_preprocess(state)[0]) if isinstance(leaf, ShardedBase)}
+        held = {part.key for part in load_sharded_metadata(str(directory)).values()}
+    of_ranks: list[set[str]] = [set()] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, mine)
+    wanted = set().union(*of_ranks)
+    if wanted - held:
+        raise CheckpointError(f"it lacks {_some(wanted - held)}")
+    # "_extra_state" is what Transformer Engine's layers keep beside their weights: nothing, unless they compute in FP8.
+    left_over = {name for name in held - wanted if not name.endswith("_extra_state")}
+    if left_over:
+        raise CheckpointError(f"it holds {_some(left_over)}, which this run has no use for")
     with agreed(f"loading {directory} into this model"):
         return dist_checkpointing.load(state, str(directory), strict=StrictHandling.RAISE_UNEXPECTED)
+
+
+def _some(names: set[str]) -> str:
+    shown = sorted(names)[:2]
+    return ", ".join(shown) + (f" and {len(names) - len(shown)} more" if len(names) > len(shown) else "")
 
 
 def save_to(path: Path, value: Any) -> None:

@@ -231,6 +231,20 @@ def test_an_optimizer_that_is_not_distributed_continues_as_if_uninterrupted(tmp_
         assert np.array_equal(before[name], after[name]), name
 
 
+@pytest.mark.parametrize("layout", [{}, {"bf16": True}, {"distributed": False}, {"bf16": True, "distributed": False}, {"experts": 4}],
+                         ids=["fp32", "bf16", "fp32, whole", "bf16, whole", "experts"])
+def test_a_run_resumed_after_every_step_is_the_run_that_was_never_stopped(tmp_path, layout):
+    """The second resume reads what a resumed run has written."""
+    run_ranks(save_after, 1, tmp_path / "whole", 3, 0, layout)
+    run_ranks(save_after, 1, tmp_path / "one", 1, 0, layout)
+    run_ranks(resume_and_save, 1, tmp_path / "one", tmp_path / "two", 1, layout)
+    run_ranks(resume_and_save, 1, tmp_path / "two", tmp_path / "three", 1, layout)
+    before, after = tensors_of([run_of(tmp_path / "whole", 3), run_of(tmp_path / "three", 3)])
+    assert before.keys() == after.keys() and any("exp_avg_sq" in name for name in before)
+    for name in before:
+        assert np.array_equal(before[name], after[name]), name
+
+
 def test_a_run_that_has_taken_no_step_yet_can_be_saved_and_resumed(tmp_path):
     """As when every sample of the first global batch was filtered out."""
     run_ranks(save_after_nothing, 2, tmp_path)

@@ -5,6 +5,8 @@ Answers come from a table, so both sides train on the same tokens; old log-probs
 
 from __future__ import annotations
 
+import contextlib
+import io
 from pathlib import Path
 
 import numpy as np
@@ -87,9 +89,7 @@ def whole(inputs, tmp_path_factory):
 @pytest.mark.parametrize("layout", [[], TP2, PP2], ids=["dp2", "tp2", "pp2"])
 def test_a_run_with_a_moving_reference_resumes_where_the_reference_was(whole, tmp_path, layout):
     out, flags = whole
-    if layout:  # a data-parallel size of 1 has twice the micro-steps: the slices must be the same
-        flags = [*flags, *layout, "--micro_batch_size", "4"]
-    flags = [*flags, "--output_dir", str(tmp_path / "out"), "--resume", str(out / "checkpoints" / "iter_0000003")]
+    flags = [*flags, *layout, "--output_dir", str(tmp_path / "out"), "--resume", str(out / "checkpoints" / "iter_0000003")]
     assert run_ranks(scripted.train, 2, flags) == [0, 0]
     expected, found = records(out / "metrics.jsonl")[3:], records(tmp_path / "out" / "metrics.jsonl")
     assert [step["step"] for step in found] == [4, 5]
@@ -101,7 +101,38 @@ def test_a_run_with_a_moving_reference_resumes_where_the_reference_was(whole, tm
         assert np.linalg.norm(weights_of(tmp_path / "out")[name] - wanted) <= tolerance * np.linalg.norm(wanted), name
 
 
+def refused(rank: int, world_size: int, flags: list[str]) -> tuple[int, str]:
+    """The exit code of `scripted.train`, and what was said."""
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        return scripted.train(rank, world_size, flags), said.getvalue()
+
+
 def test_a_checkpoint_without_a_moving_reference_is_not_taken_for_one_with(whole, inputs, tmp_path):
     fixed = [*inputs, *UNALIGNED, "--beta", "0.1"]
     assert run_ranks(scripted.train, 1, [*fixed, "--output_dir", str(tmp_path), "--max_steps", "1"]) == [0]
-    assert run_ranks(scripted.train, 1, [*inputs, *UNALIGNED, *MOVING, "--output_dir", str(tmp_path)]) == [2]
+    [(code, said)] = run_ranks(refused, 1, [*inputs, *UNALIGNED, *MOVING, "--output_dir", str(tmp_path)])
+    assert code == 2 and "reference." in said and "does not fit" in said
+
+
+def test_a_reference_that_has_moved_is_not_forgotten(whole, inputs, tmp_path):
+    """Without --sync_ref_model the run would go on from the model that the first launch began with."""
+    out, _ = whole
+    fixed = [*inputs, *UNALIGNED, "--beta", "0.1", "--resume", str(out / "checkpoints" / "iter_0000003")]
+    [(code, said)] = run_ranks(refused, 1, [*fixed, "--output_dir", str(tmp_path)])
+    assert code == 2 and "reference." in said and "does not fit" in said
+
+
+@pytest.mark.parametrize("case", ["two steps per rollout, two passes", "rollouts that straddle steps"])
+def test_a_finished_run_made_longer_is_the_run_that_was_that_long_from_the_start(inputs, whole, tmp_path, case):
+    """Its last rollout is not used up: what is left of it, and its old log-probs, are in the checkpoint."""
+    world_size, changes = CASES[case]
+    flags = [*inputs, *changes, "--lr_decay_style", "constant"]
+    assert run_ranks(scripted.train, world_size, [*flags, "--output_dir", str(tmp_path / "long")]) == [0] * world_size
+    for steps in range(1, STEPS + 1):
+        short = [*flags, "--output_dir", str(tmp_path / "short"), "--max_steps", str(steps)]
+        assert run_ranks(scripted.train, world_size, short) == [0] * world_size
+    long, short = (records(tmp_path / name / "metrics.jsonl") for name in ("long", "short"))
+    for name in ("loss", "grad_norm", "staleness/mean"):
+        assert [step[name] for step in short] == [step[name] for step in long], name
+    for name, wanted in weights_of(tmp_path / "long").items():
+        assert np.array_equal(weights_of(tmp_path / "short")[name], wanted), name
