@@ -113,14 +113,37 @@ def _patch_megatron():
 
 
 def _patch_gloo():
-    """gloo takes split sizes as a list; the token dispatcher passes a tensor."""
-    real = dist.all_to_all_single
+    """gloo takes split sizes as a list, where the token dispatcher passes a tensor; and it gathers and scatters equal parts only, where
+    experts that are cut (expert tensor parallelism) exchange as many tokens as the router sent them."""
+    all_to_all_single, all_gather, reduce_scatter = dist.all_to_all_single, dist.all_gather, dist.reduce_scatter
 
-    def all_to_all_single(output, input, output_split_sizes=None, input_split_sizes=None, **kwargs):
+    def with_lists(output, input, output_split_sizes=None, input_split_sizes=None, **kwargs):
         sizes = [s.tolist() if isinstance(s, torch.Tensor) else s for s in (output_split_sizes, input_split_sizes)]
-        return real(output, input, *sizes, **kwargs)
+        return all_to_all_single(output, input, *sizes, **kwargs)
 
-    dist.all_to_all_single = all_to_all_single
+    def gather_unequal(tensor_list, tensor, group=None, async_op=False):
+        if _are_alike(tensor_list):
+            return all_gather(tensor_list, tensor, group, async_op)
+        longest = max(len(part) for part in tensor_list)
+        padded = [part.new_empty(longest, *part.shape[1:]) for part in tensor_list]
+        all_gather(padded, torch.cat([tensor, tensor.new_zeros(longest - len(tensor), *tensor.shape[1:])]), group)
+        for part, found in zip(tensor_list, padded, strict=True):
+            part.copy_(found[: len(part)])
+        return None
+
+    def scatter_unequal(output, input_list, op=dist.ReduceOp.SUM, group=None, async_op=False):
+        if _are_alike(input_list):
+            return reduce_scatter(output, input_list, op, group, async_op)
+        whole = torch.cat(list(input_list))
+        dist.all_reduce(whole, op, group)
+        output.copy_(whole.split([len(part) for part in input_list])[dist.get_rank(group)])
+        return None
+
+    dist.all_to_all_single, dist.all_gather, dist.reduce_scatter = with_lists, gather_unequal, scatter_unequal
+
+
+def _are_alike(tensors):
+    return len({tensor.shape for tensor in tensors}) == 1
 
 
 def enable() -> None:
