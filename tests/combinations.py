@@ -57,7 +57,7 @@ OTHERS = {
 CUTS = tuple(cases.CUTS.values())
 REWARD_WEIGHTS = (1.0, 0.5)
 NAMES = ("loss type", "level", "KL", "estimator")
-MODEL = dict(family="qwen3", hidden=32, layers=2, heads=4, kv_heads=2, head_dim=8, ffn=48, vocab=60, std=0.15)
+MODEL = dict(family="qwen3", hidden=32, layers=2, heads=4, kv_heads=2, head_dim=8, ffn=48, vocab=60, std=0.1)
 LONGEST = 16  # max_completion_length
 
 Combination = tuple[str, str, str, str]
@@ -122,16 +122,11 @@ def material(folder: Path, seed: int = 0) -> Material:
 
 @dataclasses.dataclass(frozen=True)
 class Expected:
-    """losses, sizes [combinations]; gradients: a file of [combinations, numbers of all tensors]; penalty [8].
-
-    With centred advantages terms cancel, and no float32 computation gets a loss near 0 to a small part of itself. `sizes` is what errors
-    are held against: the loss, or if that is larger, sum |logp * dL/dlogp|, so that 1e-6 of it is what log-probs 1e-6 off would do.
-    """
+    """losses [combinations]; gradients: a file of [combinations, numbers of all tensors]; penalty [8]."""
 
     names: list[str]
     shapes: list[tuple[int, ...]]
     losses: np.ndarray
-    sizes: np.ndarray
     gradients: Path
     penalty: np.ndarray
 
@@ -145,12 +140,11 @@ def expect(made: Material, combinations: Sequence[Combination], folder: Path) ->
     named = dict(model.named_parameters())
     completions = [_completion(model, frozen, sample) for sample in made.samples]
     kl = np.array([float(((c.logp.detach() - c.ref_logp) * c.mask).sum()) for c in completions])
-    losses, sizes, rows = [], [], []
+    losses, rows = [], []
     for combination in combinations:
         cfg = config_of(combination)
         if cfg is None:
             losses.append(np.nan)
-            sizes.append(np.nan)
             rows.append(np.full(sum(p.numel() for p in named.values()), np.nan))
             continue
         penalty = (cfg.beta * kl).reshape(2, 4) if cfg.kl_in_reward else None
@@ -158,13 +152,11 @@ def expect(made: Material, combinations: Sequence[Combination], folder: Path) ->
         batch = [dataclasses.replace(c, advantage=a) for c, a in zip(completions, flat, strict=True)]
         loss = reference.grpo_loss(batch, cfg, LONGEST)
         grads = torch.autograd.grad(loss, list(named.values()), retain_graph=True)
-        by_logp = torch.autograd.grad(loss, [c.logp for c in batch], retain_graph=True)
         losses.append(loss.item())
-        sizes.append(max(abs(loss.item()), sum(float((c.logp.detach() * g).abs().sum()) for c, g in zip(batch, by_logp, strict=True))))
         rows.append(np.concatenate([grad.numpy().ravel() for grad in grads]))
     np.save(folder / "gradients.npy", np.array(rows))
     shapes = [tuple(p.shape) for p in named.values()]
-    return Expected(list(named), shapes, np.array(losses), np.array(sizes), folder / "gradients.npy", 0.3 * kl)
+    return Expected(list(named), shapes, np.array(losses), folder / "gradients.npy", 0.3 * kl)
 
 
 def _completion(model, frozen, sample: Sample) -> reference.Completion:
@@ -186,7 +178,9 @@ def _completion(model, frozen, sample: Sample) -> reference.Completion:
 
 @dataclasses.dataclass(frozen=True)
 class Errors:
-    """Relative, of one rank: of the loss (see `Expected`), and of the worst gradient tensor, by combination; of the KL in the reward."""
+    """Of one rank, by combination: of the loss, relative where it is larger than 1 and absolute where it is smaller, for centred advantages
+    let terms cancel, and what is left has no small relative error in float32; of the worst gradient tensor, relative. Of the KL in the
+    reward, relative."""
 
     loss: dict[Combination, float]
     gradient: dict[Combination, tuple[float, str]]
@@ -231,7 +225,7 @@ def measure(rank: int, world: int, made: Material, layout: Mapping, combinations
         policy.cut = dataclasses.replace(uncut, micro_batch_size=sizes.get("micro_batch_size", 1), max_tokens=max_tokens)
         batch, _ = split(samples, cases.step_of(samples, 0, policy.cut.rows_per_slice), policy.loss.token_weights, policy.cut)
         loss = policy.train_step(batch).metrics["loss"]
-        losses[combination] = float(abs(loss - right.losses[i]) / right.sizes[i])
+        losses[combination] = float(abs(loss - right.losses[i]) / max(1.0, abs(right.losses[i])))
         gradients[combination] = _worst(cases.full_gradients(policy), right, wanted[i])
     return Errors(losses, gradients, float(np.linalg.norm(kl - right.penalty) / np.linalg.norm(right.penalty)))
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -98,7 +99,9 @@ MODELS = {
     "dense": dict(family="qwen3", tied=True, layers=4, vocab=125, std=0.1),
     "biases": dict(family="qwen2", layers=4, vocab=125, heads=4, head_dim=16, std=0.1),
     "MoE": dict(family="qwen3_moe", layers=4, vocab=125, std=0.1),
+    "MLA": dict(family="deepseek_v3", layers=4, vocab=125, std=0.1),
 }
+WITH_EXPERTS = ("MoE", "MLA")
 MODEL_SETTINGS = {"MoE": dict(moe_z_loss_coeff=0.02)}
 # Other ways to run the same step, each on one layout.
 WAYS = {
@@ -115,6 +118,13 @@ WAYS = {
     "all-gather dispatcher, EP2": ("EP2", dict(moe_token_dispatcher_type="allgather")),
     "all-gather dispatcher, TP2 EP2": ("TP2 EP2 ETP1", dict(moe_token_dispatcher_type="allgather")),
 }
+
+
+def suits(layout: Case, model: str) -> bool:
+    """Megatron-Core trains experts under tensor parallelism with sequence parallelism only."""
+    if model not in WITH_EXPERTS:
+        return not layout.needs_experts
+    return layout.settings.get(TP, 1) == 1 or SP in layout.settings
 
 
 def is_legal(layout: Case, cut: Mapping[str, int], num_rows: int = len(LENGTHS)) -> bool:
@@ -335,7 +345,9 @@ def reference(path: str | Path, cfg: Config, batches: Sequence[Sequence[Sample]]
                     old.copy_(cfg.grpo.ref_model_mixup_alpha * new + (1 - cfg.grpo.ref_model_mixup_alpha) * old)
         losses.append(loss.item())
         norms.append(norm)
-    return Trained(losses, norms, in_export_names(first, path), in_export_names({n: p.detach().numpy() for n, p in named.items()}, path))
+    still = {name: buffer for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")}  # exported, not trained
+    weights = {name: tensor.detach().numpy() for name, tensor in (named | still).items()}
+    return Trained(losses, norms, in_export_names(first, path), in_export_names(weights, path))
 
 
 class float32_means_float64:
@@ -435,6 +447,11 @@ class Distance:
     weight: float
     worst_gradient: str
     worst_weight: str
+
+    @classmethod
+    def failed(cls) -> Distance:
+        """Of a run that did not come to its end."""
+        return cls(math.inf, math.inf, math.inf, math.inf, "", "")
 
     def within(self, loss: float = 1e-6, gradient: float = 1e-5, weight: float = 1e-5) -> bool:
         return self.loss <= loss and self.grad_norm <= gradient and self.gradient <= gradient and self.weight <= weight
