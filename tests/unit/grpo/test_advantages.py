@@ -166,3 +166,8 @@ def test_reward_metrics_by_hand():
 def test_a_function_of_weight_zero_brings_no_group_to_life(estimator):
     watched = [[[1.0, 0.1], [1.0, 0.9]], [[1.0, 0.5], [0.0, 0.5]]]
     assert of(watched, (1.0, 0.0), advantage_estimator=estimator).is_dead.tolist() == [True, False]
+
+
+def test_gdpo_learns_from_a_group_in_which_one_function_of_two_tells_completions_apart():
+    found = of([[[1.0, 0.1], [1.0, 0.9]], [[1.0, 0.5], [1.0, 0.5]]], (1.0, 1.0), advantage_estimator="gdpo")
+    assert found.is_dead.tolist() == [False, True] and found.advantages[0, 0] < 0 < found.advantages[0, 1]

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from megatron_grpo.config import Config, GrpoConfig
-from megatron_grpo.grpo import check
+from megatron_grpo.grpo import check, corrections
 from megatron_grpo.grpo.loss import OBJECTIVES, GrpoLoss, LossInputs
 from megatron_grpo.grpo.ratios import RATIOS
+from megatron_grpo.grpo.sequences import Sequences, whole_sequences
 from tests.reference import grpo_reference as reference
 from tests.reference.packing import MAX_COMPLETION_LENGTH, pack, package_loss, random_batch, random_split, weigh
 
@@ -179,6 +180,31 @@ def one_token(cfg: GrpoConfig, *, ratio: float, advantage: float) -> tuple[float
 def test_one_token_by_hand(settings, ratio, advantage, loss, grad):
     found = one_token(GrpoConfig(**settings), ratio=ratio, advantage=advantage)
     assert found == (pytest.approx(loss), pytest.approx(grad, abs=1e-12))
+
+
+def test_the_entropy_bonus_of_a_single_token_by_hand():
+    cfg = GrpoConfig(entropy_coef=0.5)
+    loss = GrpoLoss.from_config(cfg, max_completion_length=1, temperature=1.0)
+    one = torch.tensor([1.0], dtype=torch.float64)
+    inputs = LossInputs(weights=one, advantages=0 * one, sampler_logprobs=one * float("nan"), old_logprobs=one * float("nan"),
+                        sequence=torch.zeros(1, dtype=torch.int64), num_sequences=1, num_loss_tokens=1)  # fmt: skip
+    assert loss(inputs, logprobs=-one, entropy=3 * one)[0].item() == -1.5
+
+
+@pytest.mark.parametrize("bounds", [(0.0, 1.0), (1.0, 2.0)])
+def test_a_ratio_on_its_bound_is_inside(bounds):
+    """An engine that agrees exactly is not masked by a bound of 1."""
+    correction = corrections.rollout_correction("token_mask", lowest=bounds[0], highest=bounds[1], geometric=False)
+    one_sequence = Sequences(torch.zeros(2, dtype=torch.int64), 1, whole_sequences)
+    assert correction(torch.zeros(2, dtype=torch.float64), one_sequence).weights.tolist() == [1.0, 1.0]
+
+
+def test_a_sequence_that_has_not_drifted_is_kept_by_a_delta_of_zero():
+    logprobs = torch.tensor([-1.0, -2.0], dtype=torch.float64)
+    kept = corrections.off_policy_mask(0.0, logprobs=logprobs, old_logprobs=logprobs, sampler_logprobs=logprobs,
+                                       advantages=torch.tensor([-1.0, -1.0]),
+                                       sequences=Sequences(torch.zeros(2, dtype=torch.int64), 1, whole_sequences))  # fmt: skip
+    assert kept.tolist() == [1.0, 1.0]
 
 
 def test_a_log_ratio_beyond_20_is_finite_and_has_no_gradient():

@@ -48,6 +48,27 @@ def test_mismatch_by_hand():
     assert found["sampling/perplexity_trainer"] == pytest.approx(math.exp(2.0))
 
 
+@pytest.mark.parametrize(("mode", "mean"), [("token_truncate", (1.5 + 1 + 0.25) / 3), ("sequence_truncate", (1.5 + 0.5 * 0.25) / 1.5)])
+def test_the_factor_that_was_applied_is_a_mean_over_trained_tokens_or_sequences(mode, mean):
+    """Half of the second sequence is filtered out, and its last token has no log-prob of the sampler's."""
+    sampler = torch.tensor([-1.0 - math.log(2), NAN, -3.0 + math.log(4), NAN], dtype=torch.float64)
+    found = measured(GrpoConfig(rollout_importance_sampling_mode=mode, rollout_importance_sampling_threshold=1.5), sampler_logprobs=sampler)
+    assert found["sampling/importance_sampling_ratio/mean"] == pytest.approx(mean)
+
+
+def test_one_token_has_metrics_too():
+    one = {name: torch.tensor([value]) for name, value in {"weights": 1.0, "advantages": 1.0, "old_logprobs": NAN}.items()}
+    found = measured(**one, sampler_logprobs=torch.tensor([-1.5]), logprobs=torch.tensor([-1.0]), entropy=torch.tensor([2.0]),
+                     sequence=torch.zeros(1, dtype=torch.int64), num_sequences=1, num_loss_tokens=1)  # fmt: skip
+    assert (found["entropy"], found["sampling/logp_difference/mean"], found["clip_ratio/region_mean"]) == (2.0, 0.5, 0.0)
+
+
+def test_cispo_clips_above_only():
+    old = torch.tensor([-1.0, -4.0, -1.0, -4.0], dtype=torch.float64)  # ratios 1, e^2, e^-2
+    found = measured(GrpoConfig(loss_type="cispo", epsilon_high=2.0), old_logprobs=old)
+    assert (found["clip_ratio/low_mean"], found["clip_ratio/high_mean"]) == (0.0, pytest.approx(1 / 3))
+
+
 def test_without_sampler_log_probs_nothing_is_invented():
     assert not {name for name in measured() if name.startswith("sampling/") and "ratio" not in name}
 

@@ -75,3 +75,9 @@ def test_a_completion_without_trained_tokens_counts_in_n():
     masks = [np.array([1, 1], bool), np.zeros(2, bool)]
     result = token_weights(masks, loss_type="grpo", is_truncated=(False, False), is_dead=(False, False), max_completion_length=2)
     assert result.weights[0].tolist() == [0.25, 0.25] and result.num_sequences == 2
+
+
+@pytest.mark.parametrize("loss_type", NORMALISATIONS)
+def test_a_single_token_weighs_one_and_a_constant_length_is_constant_for_it_too(loss_type):
+    result = token_weights([np.array([False, True])], loss_type=loss_type, is_truncated=[False], is_dead=[False], max_completion_length=8)
+    assert result.weights[0].tolist() == [0.0, 1 / 8 if loss_type == "dr_grpo" else 1.0]
