@@ -69,6 +69,11 @@ def test_cispo_clips_above_only():
     assert (found["clip_ratio/low_mean"], found["clip_ratio/high_mean"]) == (0.0, pytest.approx(1 / 3))
 
 
+def test_sapo_clips_nothing():
+    found = measured(GrpoConfig(loss_type="sapo"), old_logprobs=torch.tensor([-9.0, -9.0, 9.0, 9.0], dtype=torch.float64))
+    assert found["clip_ratio/region_mean"] == 0.0
+
+
 def test_without_sampler_log_probs_nothing_is_invented():
     assert not {name for name in measured() if name.startswith("sampling/") and "ratio" not in name}
 
