@@ -8,7 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megatron_grpo.checkpoint import holds_run
+from megatron_grpo.batching.timetable import Timetable
+from megatron_grpo.checkpoint import holds_run, resumes_from
 from megatron_grpo.config import Config
 from megatron_grpo.data.chat import load_tokenizer
 from megatron_grpo.data.prompts import PromptStream, load_rows, open_stream
@@ -55,6 +56,7 @@ def read_everything(parsed: Parsed) -> tuple[Plan, Inputs]:
             parsed.config.model.model = name
         if checked is not None:
             made = make_plan(checked, num_prompts=len(inputs.prompts))
+            check_resume(parsed.config, made.timetable)
     except ConfigError as error:
         known = {problem.message for problem in problems}
         problems += [problem for problem in error.problems if problem.message not in known]
@@ -123,6 +125,26 @@ def check_output_dir(cfg: Config) -> None:
             flags=("output_dir", "resume"),
             message=f"output_dir ({out}) holds an earlier run and resume is never. Use --resume auto to continue it, "
                     "--overwrite_output_dir to replace it, or another output_dir.")])  # fmt: skip
+
+
+def check_resume(cfg: Config, timetable: Timetable) -> None:
+    """A rollout that is under way is finished with the sizes it began with; between rollouts they may change."""
+    found = None if cfg.run.overwrite_output_dir else resumes_from(cfg.run.output_dir, cfg.run.resume)
+    if found is None:
+        return
+    directory, facts = found
+    step, rollouts, pending = facts["progress"]["step"], facts["progress"]["num_rollouts"], facts["num_pending"]
+    now = timetable.plan.stream_sizes
+    before = {name: value for name, value in facts.get("batch", {}).items() if now.get(name) != value}
+    if not before or (not pending and timetable.is_between_rollouts(step, rollouts)):
+        return
+    changes = ", ".join(f"{name} was {value} and is {now[name]}" for name, value in before.items())
+    uneven = f"{rollouts} rollouts are not {step} optimizer steps with them"
+    why = f"{pending} of its samples are still to be trained" if pending else uneven
+    raise ConfigError([Problem(
+        flags=(*before, "resume"), nearest={name: [value] for name, value in before.items()},
+        message=f"{changes}, and {directory} cannot be continued with other sizes: {why}. Resume with the old ones, "
+                "or begin a new run from its weights (--model OLD_OUTPUT_DIR/hf, another --output_dir).")])  # fmt: skip
 
 
 def find_model(name: str) -> Path:

@@ -112,6 +112,12 @@ class BatchPlan:
     def num_prompts_per_dp_group(self) -> int | float:
         return whole(self.global_batch_size, self.num_generations * self.dp_size)
 
+    @property
+    def stream_sizes(self) -> dict[str, int | str]:
+        """What decides which rows an optimizer step trains and where their old log-probs come from. The layout has no part in it."""
+        names = ("generation_batch_size", "global_batch_size", "num_generations", "num_iterations", "old_logprobs")
+        return {name: getattr(self, name) for name in names}
+
 
 def size_problems(cfg: Config, model: Model | None = None, *, others_pass: bool = True, unreadable: Collection[str] = ()) -> list[Problem]:
     """Everything that is wrong with the sizes, in the user's names.

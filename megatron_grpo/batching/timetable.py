@@ -149,6 +149,11 @@ class Timetable:
             next_samples=has_next and len(self.new_rollouts(k + 1)) > 0,
         )
 
+    def is_between_rollouts(self, k: int, num_rollouts: int) -> bool:
+        """Whether k optimizer steps are the whole of so many rollouts, all of their passes."""
+        plan = self.plan
+        return k * plan.gradient_accumulation_steps == num_rollouts * plan.micro_steps_per_rollout * plan.num_iterations
+
     def from_step(self, k: int) -> Iterator[Step]:
         """Optimizer steps k, k+1, ... to the end of the run; without end where its length is not known."""
         while self.num_steps is None or k < self.num_steps:

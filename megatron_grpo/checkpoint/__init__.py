@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
@@ -33,7 +33,7 @@ from megatron_grpo.checkpoint.samples import read_samples, write_samples
 from megatron_grpo.errors import ConfigError, Problem
 from megatron_grpo.types import Progress, Sample
 
-__all__ = ["CheckpointError", "Checkpoints", "holds_run", "start_afresh"]
+__all__ = ["CheckpointError", "Checkpoints", "holds_run", "resumes_from", "start_afresh"]
 
 logger = logging.getLogger(__name__)
 OURS = "grpo"  # what Megatron-Core knows nothing of lies in this directory of a checkpoint
@@ -59,13 +59,14 @@ class Checkpoints:
 
     save_steps: optimizer steps between checkpoints, 0 for none but those asked for with `save`. save_total_limit: how many are kept
     (None: all). resume: "auto" takes the newest good one of this output_dir, if there is any; "never"; or a directory: a checkpoint, or one
-    that holds them.
+    that holds them. sizes: of the run's batches, noted in each checkpoint.
     """
 
-    def __init__(self, output_dir: str | Path, *, save_steps: int, save_total_limit: int | None, resume: str = "auto"):
+    def __init__(self, output_dir: str | Path, *, save_steps: int, save_total_limit: int | None, resume: str = "auto",
+                 sizes: Mapping[str, int | str] | None = None):
         self.output_dir = Path(output_dir)
         self.folder = Folder(self.output_dir / "checkpoints")
-        self.save_steps, self.save_total_limit, self.resume = save_steps, save_total_limit, resume
+        self.save_steps, self.save_total_limit, self.resume, self.sizes = save_steps, save_total_limit, resume, dict(sizes or {})
         self._saved_step: int | None = None
 
     # -- saving ------------------------------------------------------------------------------------------------------------------------
@@ -96,7 +97,7 @@ class Checkpoints:
             files = _gather(mine)
             with agreed(f"publishing {self.folder.directory(step)}"):
                 if first:
-                    self.folder.commit(step, _facts(progress, pending), files)
+                    self.folder.commit(step, _facts(progress, pending, self.sizes), files)
         except CheckpointError as error:
             if first:
                 self.folder.abandon(step)
@@ -157,10 +158,7 @@ class Checkpoints:
         """The checkpoint to resume from, read in full and found undamaged; None for a fresh run. The same on every rank."""
         if self.resume == "never":
             return None
-        source, named = self.folder, None
-        if self.resume != "auto":
-            source, named = _named_source(Path(self.resume))
-        tries = _from_first_rank([named] if named else [source.directory(step) for step in source.candidates()])
+        tries = _from_first_rank(_candidates(self.output_dir, self.resume))
         refused = []
         for directory in tries:
             found = _damage_of(directory)
@@ -195,18 +193,33 @@ def start_afresh(output_dir: str | Path) -> None:
             path.unlink(missing_ok=True)
 
 
-def _facts(progress: Progress, pending: Sequence[Sample]) -> dict[str, Any]:
+def resumes_from(output_dir: str | Path, resume: str) -> tuple[Path, dict[str, Any]] | None:
+    """The checkpoint that a run with these settings would continue, and its manifest, neither of them checked; None where there is none.
+
+    For a first look before anything is built: `Checkpoints.restore` decides.
+    """
+    for directory in _candidates(output_dir, resume) if resume != "never" else ():
+        manifest = folder.read_manifest(directory)
+        if not isinstance(manifest, str):
+            return directory, manifest
+    return None
+
+
+def _facts(progress: Progress, pending: Sequence[Sample], sizes: Mapping[str, int | str]) -> dict[str, Any]:
     """What a person wants to know of a checkpoint without loading it; `versions` is the ledger of what is pending, by rollout."""
-    return {"format": 1, "progress": asdict(progress), "world_size": dist.get_world_size(), "torch": torch.__version__,
+    return {"format": 1, "progress": asdict(progress), "batch": dict(sizes),
+            "world_size": dist.get_world_size(), "torch": torch.__version__,
             "num_pending": len(pending), "versions": {str(sample.rollout): sample.version for sample in pending}}
 
 
-def _named_source(path: Path) -> tuple[Folder, Path | None]:
-    """What `--resume path` means: a checkpoint itself, the `checkpoints/` it lies in, or the output_dir of a run."""
-    if (path / folder.MANIFEST).exists() or path.name.startswith("iter_"):
-        return Folder(path.parent), path
+def _candidates(output_dir: str | Path, resume: str) -> list[Path]:
+    """Where to look, best first. `--resume path` names a checkpoint itself, the `checkpoints/` it lies in, or the output_dir of a run."""
+    path = Path(output_dir if resume == "auto" else resume)
+    if resume != "auto" and ((path / folder.MANIFEST).exists() or path.name.startswith("iter_")):
+        return [path]
     inner = path / "checkpoints"
-    return Folder(inner if inner.is_dir() else path), None
+    source = Folder(inner if inner.is_dir() or resume == "auto" else path)
+    return [source.directory(step) for step in source.candidates()]
 
 
 def _damage_of(directory: Path) -> list[str]:

@@ -136,3 +136,36 @@ def test_a_finished_run_made_longer_is_the_run_that_was_that_long_from_the_start
         assert [step[name] for step in short] == [step[name] for step in long], name
     for name, wanted in weights_of(tmp_path / "long").items():
         assert np.array_equal(weights_of(tmp_path / "short")[name], wanted), name
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        (["--global_batch_size", "16"], "global_batch_size was 8 and is 16"),
+        (["--num_iterations", "1", "--global_batch_size", "4"], "num_iterations was 2 and is 1"),
+        (["--old_logprobs", "rollout"], "old_logprobs was auto and is rollout"),
+    ],
+)
+def test_a_rollout_that_is_under_way_is_not_continued_with_other_sizes(whole, tmp_path, changes, says):
+    out, flags = whole
+    before = sorted(out.rglob("*"))
+    [(code, said)] = run_ranks(refused, 1, [*flags, *changes, "--output_dir", str(out), "--max_steps", "9"])
+    assert code == 2 and says in said and "8 of its samples are still to be trained" in said
+    assert sorted(out.rglob("*")) == before
+
+
+def test_between_rollouts_sizes_may_change(inputs, tmp_path):
+    flags = [*inputs, "--output_dir", str(tmp_path)]
+    assert run_ranks(scripted.train, 1, [*flags, "--max_steps", "2"]) == [0]
+    [(code, said)] = run_ranks(refused, 1, [*flags, "--max_steps", "3", "--steps_per_generation", "2"])
+    assert code == 2 and "2 rollouts are not 2 optimizer steps with them" in said
+    larger = ["--max_steps", "3", "--global_batch_size", "16", "--num_generations", "4"]
+    assert run_ranks(scripted.train, 1, [*flags, *larger]) == [0]
+    assert [(line["rollout"], len(line["rows"])) for line in map(rollout_of_line, records(tmp_path / "schedule.jsonl"))][2:] == [(2, 16)]
+
+
+def rollout_of_line(line: dict) -> dict:
+    """The only rollout of an optimizer step, and its rows."""
+    rows = [row for micro in line["rows"] for rank in micro for row in rank]
+    [number] = {rollout for rollout, _ in rows}
+    return {"rollout": number, "rows": rows}

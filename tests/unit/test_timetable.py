@@ -169,6 +169,14 @@ def test_a_run_that_obeys_the_timetable_never_lacks_a_log_prob_and_keeps_none_to
     assert sampled_rollouts <= -(-num_steps * a // (w * mu)), "nothing is sampled that the run does not reach"
 
 
+@given(sizes, st.integers(1, 30))
+def test_between_rollouts_is_where_a_step_ends_and_the_next_one_starts_a_rollout(size, steps):
+    table = Timetable(plan_of(*size))
+    row = table.micro_step(steps * table.plan.gradient_accumulation_steps)
+    begins = (row.pass_index, row.slice_index) == (0, 0)
+    assert [n for n in range(300) if table.is_between_rollouts(steps, n)] == ([row.rollout] if begins and row.rollout < 300 else [])
+
+
 def test_a_step_far_out_costs_no_more_than_the_first():
     table = Timetable(plan_of(3, 2, 1))
     far = next(table.from_step(10**9))
