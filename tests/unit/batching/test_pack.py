@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_grpo.batching import pack as pack_module
 from megatron_grpo.batching.pack import pack
 
 LENGTHS = {
@@ -31,13 +34,15 @@ def test_a_million_completions_waste_two_in_a_thousand(name):
     assert rows_of(packed) == list(range(len(lengths)))
 
 
-@given(data=st.data(), dp_size=st.integers(1, 5), multiple=st.integers(1, 3), max_tokens=st.integers(1, 60))
-@settings(max_examples=300, deadline=None)
-def test_every_row_is_in_one_micro_batch_within_the_budget(data, dp_size, multiple, max_tokens):
+@given(data=st.data(), dp_size=st.integers(1, 5), multiple=st.integers(1, 3), max_tokens=st.integers(1, 60), is_large=st.booleans())
+@settings(max_examples=500, deadline=None)
+def test_every_row_is_in_one_micro_batch_within_the_budget(data, dp_size, multiple, max_tokens, is_large):
+    """is_large: as a batch is packed that has too many rows to be spread evenly one by one."""
     unit = dp_size * multiple
     count = unit * data.draw(st.integers(1, 8))
     lengths = data.draw(st.lists(st.integers(1, 80), min_size=count, max_size=count))
-    packed = pack(lengths, max_tokens=max_tokens, dp_size=dp_size, multiple=multiple)
+    with mock.patch.object(pack_module, "MOST_ROWS_SPREAD", 0 if is_large else pack_module.MOST_ROWS_SPREAD):
+        packed = pack(lengths, max_tokens=max_tokens, dp_size=dp_size, multiple=multiple)
     assert rows_of(packed) == list(range(count))
     assert len({len(rank) for rank in packed}) == 1 and len(packed[0]) % multiple == 0
     for rows in (rows for rank in packed for rows in rank):
