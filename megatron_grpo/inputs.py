@@ -130,12 +130,12 @@ def check_output_dir(cfg: Config) -> None:
 def check_resume(cfg: Config, timetable: Timetable) -> None:
     """A rollout that is under way is finished with the sizes it began with; between rollouts they may change."""
     found = None if cfg.run.overwrite_output_dir else resumes_from(cfg.run.output_dir, cfg.run.resume)
-    if found is None:
+    if found is None or "batch" not in found[1]:
         return
     directory, facts = found
     step, rollouts, pending = facts["progress"]["step"], facts["progress"]["num_rollouts"], facts["num_pending"]
     now = timetable.plan.stream_sizes
-    before = {name: value for name, value in facts.get("batch", {}).items() if now.get(name) != value}
+    before = {name: value for name, value in facts["batch"].items() if now.get(name) != value}
     if not before or (not pending and timetable.is_between_rollouts(step, rollouts)):
         return
     changes = ", ".join(f"{name} was {value} and is {now[name]}" for name, value in before.items())
