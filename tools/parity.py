@@ -33,8 +33,9 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "parity.md")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        table = {model: Matrix(model, Path(folder)).run(args.layouts or list(cases.LAYOUTS)) for model in args.models}
-        ways = {} if args.layouts else other_ways(Path(folder))
+        matrices = {model: Matrix(model, Path(folder)) for model in args.models}
+        table = {model: matrix.run(args.layouts or list(cases.LAYOUTS)) for model, matrix in matrices.items()}
+        ways = {} if args.layouts else other_ways(matrices, Path(folder))
     everything = every_cell(table, ways)
     red = [distance for distance in everything if not distance.within(**LIMITS)]
     if not args.layouts:
@@ -54,9 +55,7 @@ class Matrix:
     def __init__(self, model: str, folder: Path):
         from tests.tiny_models import write_tiny
 
-        self.model, self.path = model, folder / model
-        if not self.path.exists():
-            write_tiny(self.path, **cases.MODELS[model])
+        self.model, self.path = model, write_tiny(folder / model, **cases.MODELS[model])
         self.batches = cases.stored_rollout(self.path, num_steps=STEPS, vocab=cases.MODELS[model]["vocab"])
         own = cases.MODEL_SETTINGS.get(model, {})
         self.references = {
@@ -87,8 +86,9 @@ class Matrix:
             return dict.fromkeys(runs, cases.Distance.failed())
 
 
-def other_ways(folder: Path) -> dict[str, cases.Distance]:
-    matrices, found = {}, {}
+def other_ways(matrices: dict[str, Matrix], folder: Path) -> dict[str, cases.Distance]:
+    """matrices: those made already, by model; what is missing is added."""
+    found = {}
     for name, (layout, chosen) in cases.WAYS.items():
         model = "MoE" if cases.LAYOUTS[layout].needs_experts else "dense"
         if model not in matrices:
