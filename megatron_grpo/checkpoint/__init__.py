@@ -198,7 +198,7 @@ def resumes_from(output_dir: str | Path, resume: str) -> tuple[Path, dict[str, A
 
     For a first look before anything is built: `Checkpoints.restore` decides.
     """
-    for directory in _candidates(output_dir, resume) if resume != "never" else ():
+    for directory in _candidates(output_dir, resume):
         manifest = folder.read_manifest(directory)
         if not isinstance(manifest, str):
             return directory, manifest
@@ -214,11 +214,16 @@ def _facts(progress: Progress, pending: Sequence[Sample], sizes: Mapping[str, in
 
 def _candidates(output_dir: str | Path, resume: str) -> list[Path]:
     """Where to look, best first. `--resume path` names a checkpoint itself, the `checkpoints/` it lies in, or the output_dir of a run."""
-    path = Path(output_dir if resume == "auto" else resume)
-    if resume != "auto" and ((path / folder.MANIFEST).exists() or path.name.startswith("iter_")):
-        return [path]
-    inner = path / "checkpoints"
-    source = Folder(inner if inner.is_dir() or resume == "auto" else path)
+    if resume == "never":
+        return []
+    if resume == "auto":
+        source = Folder(Path(output_dir) / "checkpoints")
+    else:
+        path = Path(resume)
+        if (path / folder.MANIFEST).exists() or path.name.startswith("iter_"):
+            return [path]
+        inner = path / "checkpoints"
+        source = Folder(inner if inner.is_dir() else path)
     return [source.directory(step) for step in source.candidates()]
 
 
