@@ -77,12 +77,22 @@ def config_of(combination: Combination) -> GrpoConfig | None:
     """The combination with other settings drawn at random, until they go together; None where the four themselves do not."""
     loss_type, level, kl, estimator = combination
     base = {"loss_type": loss_type, "importance_sampling_level": level, **KL_MODES[kl], **ESTIMATORS[estimator]}
-    if check.problems(Config(grpo=GrpoConfig(**base))):
+    if legal(base) is None:
         return None
-    rng = np.random.default_rng(whole_product().index(combination))
+    return random_others(np.random.default_rng(whole_product().index(combination)), base, OTHERS)
+
+
+def legal(settings: Mapping) -> GrpoConfig | None:
+    """What these settings say, or None where they do not go together."""
+    cfg = GrpoConfig(**settings)
+    return None if check.problems(Config(grpo=cfg)) else cfg
+
+
+def random_others(rng: np.random.Generator, base: Mapping, others: Mapping[str, Sequence]) -> GrpoConfig:
+    """`base` with every setting of `others` drawn at random, until they go together."""
     while True:
-        cfg = GrpoConfig(**base, **{name: values[rng.integers(len(values))] for name, values in OTHERS.items()})
-        if not check.problems(Config(grpo=cfg)):
+        drawn = {name: values[rng.integers(len(values))] for name, values in others.items()}
+        if (cfg := legal({**base, **drawn})) is not None:
             return cfg
 
 

@@ -8,24 +8,16 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_grpo.config import Config, GrpoConfig
-from megatron_grpo.grpo import check, corrections
+from megatron_grpo.config import GrpoConfig
+from megatron_grpo.grpo import corrections
 from megatron_grpo.grpo.loss import OBJECTIVES, GrpoLoss, LossInputs
 from megatron_grpo.grpo.ratios import RATIOS
 from megatron_grpo.grpo.sequences import Sequences, whole_sequences
+from tests.combinations import KL_MODES, legal, random_others
 from tests.reference import grpo_reference as reference
 from tests.reference.packing import MAX_COMPLETION_LENGTH, pack, package_loss, random_batch, random_split, weigh
 
 LOSS_TYPES, LEVELS = tuple(OBJECTIVES), tuple(RATIOS)
-KL_MODES = {
-    "none": {},
-    "k1": {"beta": 0.3, "kl_estimator": "k1"},
-    "k2": {"beta": 0.3, "kl_estimator": "k2"},
-    "k3": {"beta": 0.3, "kl_estimator": "k3"},
-    "k2_plain": {"beta": 0.3, "kl_estimator": "k2", "use_bias_correction_kl": False},
-    "k3_plain": {"beta": 0.3, "kl_estimator": "k3", "use_bias_correction_kl": False},
-    "in_reward": {"beta": 0.3, "kl_in_reward": True},
-}
 OTHERS = {
     "epsilon": (0.2, 0.05, 3e-4),
     "epsilon_high": (None, 0.28, 3.0),
@@ -40,19 +32,6 @@ OTHERS = {
     "rollout_is_geometric": (False, True),
     "off_policy_sequence_mask_delta": (None, 0.01, 0.3),
 }
-
-
-def legal(settings: dict) -> GrpoConfig | None:
-    cfg = GrpoConfig(**settings)
-    return None if check.problems(Config(grpo=cfg)) else cfg
-
-
-def random_others(rng: np.random.Generator, base: dict) -> GrpoConfig:
-    """`base` with every other setting drawn at random, until they go together."""
-    while True:
-        drawn = {name: values[rng.integers(len(values))] for name, values in OTHERS.items()}
-        if (cfg := legal({**base, **drawn})) is not None:
-            return cfg
 
 
 def expected(cfg: GrpoConfig, completions):
@@ -77,7 +56,7 @@ def test_every_legal_combination_equals_the_reference_however_the_batch_is_cut(l
     rng = np.random.default_rng(number)
     for kl_mode, kl in KL_MODES.items():
         base = {"loss_type": loss_type, "importance_sampling_level": level, **kl}
-        for cfg in (legal(base), random_others(rng, base), random_others(rng, base)):
+        for cfg in (legal(base), random_others(rng, base, OTHERS), random_others(rng, base, OTHERS)):
             seed = int(rng.integers(1 << 30))
             completions = random_batch(seed)
             wanted = expected(cfg, completions)
@@ -89,7 +68,7 @@ def test_every_legal_combination_equals_the_reference_however_the_batch_is_cut(l
 def test_float32_log_probs_lose_less_than_the_bar(loss_type):
     rng = np.random.default_rng(5)
     for level, kl in itertools.product(LEVELS, KL_MODES.values()):
-        cfg = random_others(rng, {"loss_type": loss_type, "importance_sampling_level": level, **kl})
+        cfg = random_others(rng, {"loss_type": loss_type, "importance_sampling_level": level, **kl}, OTHERS)
         seed = int(rng.integers(1 << 30))
         completions = random_batch(seed, dtype=torch.float32)
         wanted = expected(cfg, completions)
