@@ -10,14 +10,11 @@ import torch
 import torch.distributed as dist
 
 from megatron_grpo import train
-from megatron_grpo.batching.plan import BatchPlan
 from megatron_grpo.checkpoint import Checkpoints, start_afresh
-from megatron_grpo.config import Config
 from megatron_grpo.errors import ConfigError, Interrupted, RewardError
 from megatron_grpo.evaluate import Evaluator
 from megatron_grpo.experience import Sampler
 from megatron_grpo.export import export_hf
-from megatron_grpo.flags.write import write_config
 from megatron_grpo.grpo.loss import GrpoLoss
 from megatron_grpo.inputs import Inputs
 from megatron_grpo.judge import judge
@@ -29,14 +26,17 @@ from megatron_grpo.parallel.layout import Layout
 from megatron_grpo.parallel.state import ParallelState
 from megatron_grpo.planning.command import Plan
 from megatron_grpo.planning.report import print_report
-from megatron_grpo.policy.check import machine_problems
 from megatron_grpo.policy.exchange import WeightExchange
 from megatron_grpo.policy.model import build_chunks
 from megatron_grpo.policy.optimizer import build_optimizer, build_scheduler, wrap_for_training
 from megatron_grpo.policy.policy import Policy
+from megatron_grpo.policy.refused import machine_problems
 from megatron_grpo.rewards.loading import close_rewards
 from megatron_grpo.rollout.engine import RolloutEngine, SamplingSettings
-from megatron_grpo.signals import FailureBoard, StopSignal, die_with_parent
+from megatron_grpo.run.signals import FailureBoard, StopSignal, die_with_parent
+from megatron_grpo.settings.config import Config
+from megatron_grpo.settings.write import write_config
+from megatron_grpo.sizing.batch_sizes import BatchSizes
 from megatron_grpo.weights.mapping import WeightMap
 from megatron_grpo.weights.reader import HfReader
 from megatron_grpo.weights.shape import ModelShape
@@ -84,7 +84,7 @@ def run_training(made: Plan, inputs: Inputs) -> int:
     return 0
 
 
-def start_parallel(cfg: Config, plan: BatchPlan) -> ParallelState:
+def start_parallel(cfg: Config, plan: BatchSizes) -> ParallelState:
     """Joins the job, on the grid that the plan describes. Collective."""
     layout = Layout(world_size=plan.world_size, tp=plan.tp, pp=plan.pp, vpp=plan.vpp, cp=plan.cp, ep=plan.ep, etp=plan.etp)
     return state.start(
@@ -202,14 +202,10 @@ def build_policy(cfg: Config, shape: ModelShape, parallel: ParallelState, *, mod
     exchange = WeightExchange(weight_map, parallel)
     reader = HfReader(model_path)
     weight_map.check_complete(reader.names)
-    loss = GrpoLoss.from_config(
-        cfg.grpo, max_completion_length=cfg.rollout.max_completion_length, temperature=cfg.rollout.temperature
-    )
+    loss = GrpoLoss.from_config(cfg.grpo, max_completion_length=cfg.rollout.max_completion_length, temperature=cfg.rollout.temperature)
 
     def loaded_chunks():
-        chunks = build_chunks(
-            shape, cfg.model, cfg.parallel, parallel, use_te=use_te, padded_vocab_size=rows, temperature=loss.temperature
-        )
+        chunks = build_chunks(shape, cfg.model, cfg.parallel, parallel, use_te=use_te, padded_vocab_size=rows, temperature=loss.temperature)
         exchange.load(chunks, reader)
         return chunks
 

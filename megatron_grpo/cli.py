@@ -27,14 +27,14 @@ def is_first_rank() -> bool:
 
 def train(argv: list[str]) -> int:
     """The training run."""
-    from megatron_grpo.batching.dialects import DIALECTS
-    from megatron_grpo.flags import parse
     from megatron_grpo.planning.check import check_parsed
+    from megatron_grpo.settings import parse
+    from megatron_grpo.sizing.dialects import DIALECTS
 
     parsed = parse(argv, launcher_world_size=launcher_world_size(), dialects=DIALECTS)
     if parsed.print_config:
         return _print_config(check_parsed(parsed).config)
-    from megatron_grpo.quiet import quiet_libraries
+    from megatron_grpo.run.quiet import quiet_libraries
 
     quiet_libraries()
     from megatron_grpo.inputs import read_everything
@@ -57,7 +57,7 @@ COMMANDS: dict[str, Command] = {"train": train, "plan": plan}
 
 def _print_config(config: object) -> int:
     if is_first_rank():
-        from megatron_grpo.flags.show import print_config
+        from megatron_grpo.settings.show import print_config
 
         print_config(config)
     return EXIT_DONE
@@ -77,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or words[0] in ("-h", "--help", "help"):
-        from megatron_grpo.flags.show import print_overview
+        from megatron_grpo.settings.show import print_overview
 
         print_overview(COMMANDS)
         return EXIT_DONE if words else EXIT_CONFIG
@@ -87,13 +87,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     command, rest = words[0], words[1:]
     try:
         if command not in COMMANDS:
-            from megatron_grpo.flags.table import close_to
+            from megatron_grpo.settings.table import close_to
 
             close = close_to(command, list(COMMANDS), limit=1)
             hint = f"Did you mean {close[0]}?" if close else f"The commands are: {', '.join(COMMANDS)}."
             raise ConfigError(f"{command!r} is not a command. {hint}")
         if any(word in ("-h", "--help") for word in rest):
-            from megatron_grpo.flags.show import print_help
+            from megatron_grpo.settings.show import print_help
 
             print_help(command, COMMANDS[command])
             return EXIT_DONE

@@ -13,8 +13,17 @@ from megatron_grpo.types import Group, Progress, Prompt, ScoredGroup
 class Evaluator:
     """Scores the sampler's current weights on a fixed list of prompts. Without prompts it is never due."""
 
-    def __init__(self, prompts: Sequence[Prompt], judge: Callable[[Sequence[Group]], list[ScoredGroup]], reward_names: Sequence[str],
-                 sampling: SamplingSettings, *, score: str, every: int, last_step: int):
+    def __init__(
+        self,
+        prompts: Sequence[Prompt],
+        judge: Callable[[Sequence[Group]], list[ScoredGroup]],
+        reward_names: Sequence[str],
+        sampling: SamplingSettings,
+        *,
+        score: str,
+        every: int,
+        last_step: int,
+    ):
         """score: the reward function that counts. every: optimizer steps between evaluations, 0 for only the first and the last."""
         self.prompts, self.judge, self.reward_names = list(prompts), judge, list(reward_names)
         self.sampling = sampling.greedy()

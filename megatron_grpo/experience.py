@@ -13,11 +13,11 @@ from fractions import Fraction
 
 import numpy as np
 
-from megatron_grpo.config import GrpoConfig
 from megatron_grpo.data.prompts import PromptStream
 from megatron_grpo.grpo.advantages import Advantages, advantages, mean, rewards_per_func, total_rewards
 from megatron_grpo.metrics import Clock, Completions, rollout_stats
 from megatron_grpo.rollout.engine import RolloutEngine, SamplingSettings
+from megatron_grpo.settings.config import GrpoConfig
 from megatron_grpo.types import Group, Prompt, Sample, ScoredGroup
 
 Judge = Callable[[Sequence[Group]], list[ScoredGroup]]
@@ -82,9 +82,23 @@ def _number(scored: ScoredGroup) -> int:
 class Sampler:
     """Rollouts of one run: prompts in, samples with advantages out, and what there is to say about them."""
 
-    def __init__(self, *, engine: RolloutEngine, sampling: SamplingSettings, prompts: PromptStream, judge: Judge,
-                 reward_names: Sequence[str], reward_weights: Sequence[float], kl_penalty: KlPenalty | None, completions: Completions,
-                 clock: Clock, cfg: GrpoConfig, num_groups: int, use_sampler_logprobs: bool, seed: int):
+    def __init__(
+        self,
+        *,
+        engine: RolloutEngine,
+        sampling: SamplingSettings,
+        prompts: PromptStream,
+        judge: Judge,
+        reward_names: Sequence[str],
+        reward_weights: Sequence[float],
+        kl_penalty: KlPenalty | None,
+        completions: Completions,
+        clock: Clock,
+        cfg: GrpoConfig,
+        num_groups: int,
+        use_sampler_logprobs: bool,
+        seed: int,
+    ):
         """judge: groups -> scored groups (collective). kl_penalty: samples -> [num_groups, G] to subtract from the rewards, or None.
         use_sampler_logprobs: stale samples take their ratio against the sampler's own log-probs (`--old_logprobs rollout`)."""
         self.engine, self.sampling, self.prompts, self.judge = engine, sampling, prompts, judge

@@ -10,16 +10,16 @@ from typing import Any
 
 from megatron_grpo.batching.timetable import Timetable
 from megatron_grpo.checkpoint import holds_run, resumes_from
-from megatron_grpo.config import Config
 from megatron_grpo.data.chat import load_tokenizer
 from megatron_grpo.data.prompts import PromptStream, load_rows, open_stream
 from megatron_grpo.errors import ConfigError, Problem
-from megatron_grpo.flags import Parsed
 from megatron_grpo.metrics import report_to_problems
 from megatron_grpo.planning.check import check_parsed
 from megatron_grpo.planning.command import Plan, make_plan
 from megatron_grpo.rewards.loading import check_columns, close_rewards, load_rewards
 from megatron_grpo.rewards.protocol import RewardFunction
+from megatron_grpo.settings import Parsed
+from megatron_grpo.settings.config import Config
 from megatron_grpo.weights.fit import length_problems
 from megatron_grpo.weights.shape import ModelShape
 

@@ -49,9 +49,7 @@ def judge(
     _warn_once(rewards, everyone, aloud=rank == 0)
     rows = [row for result in everyone for row in result.rows]
     ends = list(accumulate(len(group.completions) for group in groups))
-    return [
-        ScoredGroup(group=group, rewards=tuple(rows[end - len(group.completions) : end])) for group, end in zip(groups, ends)
-    ]
+    return [ScoredGroup(group=group, rewards=tuple(rows[end - len(group.completions) : end])) for group, end in zip(groups, ends)]
 
 
 def shares(num_groups: int, world_size: int) -> list[int]:

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
+from megatron_grpo.rollout.completions import gather_over_all_ranks
 from megatron_grpo.rollout.engine import RolloutEngine, WeightSyncError
-from megatron_grpo.rollout.exchange import gather_over_all_ranks
 
 if TYPE_CHECKING:
     import torch

@@ -7,13 +7,12 @@ from typing import TYPE_CHECKING
 
 from megatron_grpo.batching.split import in_slices, split
 from megatron_grpo.errors import Interrupted
-from megatron_grpo.grpo.check import is_truncated_sampling, truncated_sampling_warning
+from megatron_grpo.grpo.refused import is_truncated_sampling, truncated_sampling_warning
 from megatron_grpo.sync import check_weights, sync_weights
 
 if TYPE_CHECKING:
     from megatron_grpo.batching.timetable import Step, Timetable
     from megatron_grpo.checkpoint import Checkpoints
-    from megatron_grpo.config import Config
     from megatron_grpo.data.prompts import PromptStream
     from megatron_grpo.evaluate import Evaluator
     from megatron_grpo.experience import Sampler
@@ -23,7 +22,8 @@ if TYPE_CHECKING:
     from megatron_grpo.parallel.state import ParallelState
     from megatron_grpo.policy.policy import Policy, TrainedStep
     from megatron_grpo.rollout.engine import RolloutEngine
-    from megatron_grpo.signals import StopSignal
+    from megatron_grpo.run.signals import StopSignal
+    from megatron_grpo.settings.config import Config
     from megatron_grpo.types import GlobalBatch, Progress, Sample
 
 

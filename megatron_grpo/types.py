@@ -187,5 +187,9 @@ class Progress:
 
     def after(self, *, num_rollouts: int = 0, num_prompts: int = 0, num_tokens: int = 0) -> Progress:
         """One optimizer step later: what that step sampled before it, and how many tokens it trained."""
-        return Progress(step=self.step + 1, num_rollouts=self.num_rollouts + num_rollouts,
-                        num_prompts=self.num_prompts + num_prompts, num_tokens=self.num_tokens + num_tokens)
+        return Progress(
+            step=self.step + 1,
+            num_rollouts=self.num_rollouts + num_rollouts,
+            num_prompts=self.num_prompts + num_prompts,
+            num_tokens=self.num_tokens + num_tokens,
+        )

@@ -16,8 +16,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from megatron_grpo.config import Config, GrpoConfig
-from megatron_grpo.grpo import check
+from megatron_grpo.grpo import refused
+from megatron_grpo.settings.config import Config, GrpoConfig
 from megatron_grpo.types import Group, Prompt, Sample, ScoredGroup
 from tests import parity_cases as cases
 from tests.reference import grpo_reference as reference
@@ -85,7 +85,7 @@ def config_of(combination: Combination) -> GrpoConfig | None:
 def legal(settings: Mapping) -> GrpoConfig | None:
     """What these settings say, or None where they do not go together."""
     cfg = GrpoConfig(**settings)
-    return None if check.problems(Config(grpo=cfg)) else cfg
+    return None if refused.problems(Config(grpo=cfg)) else cfg
 
 
 def random_others(rng: np.random.Generator, base: Mapping, others: Mapping[str, Sequence]) -> GrpoConfig:
@@ -205,8 +205,9 @@ class Errors:
         return wrong + [(c, *error) for c, error in self.gradient.items() if not error[0] <= gradient]
 
 
-def measure(rank: int, world: int, made: Material, layout: Mapping, combinations: Sequence[Combination], right: Expected,
-            tamper=None) -> Errors:
+def measure(
+    rank: int, world: int, made: Material, layout: Mapping, combinations: Sequence[Combination], right: Expected, tamper=None
+) -> Errors:
     """This rank's errors of every legal combination. Combination i is cut in way i, modulo four. For `run_ranks`.
 
     tamper(policy): breaks something first, to see it noticed.

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_grpo.config import Config
+from megatron_grpo.settings.config import Config
 from megatron_grpo.types import Sample
 
 # Prompt and completion lengths, tokens: completions of 1 and 2 tokens, prompts of 1, and lengths that no layout divides.
@@ -177,8 +177,16 @@ def settings(**changes: Any) -> Config:
     return cfg
 
 
-def stored_rollout(path: str | Path, *, num_steps: int = 1, seed: int = 0, lengths: Sequence[tuple[int, int]] = LENGTHS,
-                   vocab: int = 128, temperature: float = 0.9, stale: float = 0.5) -> list[list[Sample]]:
+def stored_rollout(
+    path: str | Path,
+    *,
+    num_steps: int = 1,
+    seed: int = 0,
+    lengths: Sequence[tuple[int, int]] = LENGTHS,
+    vocab: int = 128,
+    temperature: float = 0.9,
+    stale: float = 0.5,
+) -> list[list[Sample]]:
     """Samples of `num_steps` global batches. `stale` is the share of rows that carry old log-probs; the others are on-policy.
 
     A third of the advantages is negative, and smaller: a loss whose terms cancel has a large relative error and says nothing.
@@ -186,8 +194,10 @@ def stored_rollout(path: str | Path, *, num_steps: int = 1, seed: int = 0, lengt
     from tests.tiny_models import load_tiny
 
     model, rng = load_tiny(path), np.random.default_rng(seed)
-    return [[_sample(rng, model, step, row, *lengths[row], vocab, temperature, rng.random() < stale) for row in range(len(lengths))]
-            for step in range(num_steps)]
+    return [
+        [_sample(rng, model, step, row, *lengths[row], vocab, temperature, rng.random() < stale) for row in range(len(lengths))]
+        for step in range(num_steps)
+    ]
 
 
 def _sample(rng, model, step: int, row: int, prompt: int, completion: int, vocab: int, temperature: float, is_stale: bool) -> Sample:

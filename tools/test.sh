@@ -39,6 +39,7 @@ check() {
 if [ $# = 0 ]; then
     fetch_newest_core
     check style ruff check .
+    check format ruff format --check .
     check floors lint-imports
     check tests python -m pytest -n 2
 else

@@ -1,6 +1,6 @@
 """Says whether a quickstart run did what it promises. Exit code 0: yes; 1: no, and why.
 
-    python examples/quickstart/verdict.py output/quickstart
+python examples/quickstart/verdict.py output/quickstart
 """
 
 from __future__ import annotations

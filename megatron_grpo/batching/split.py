@@ -23,7 +23,7 @@ class TokenWeigher(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cut:
+class BatchCut:
     """How a step is cut for one rank. align_*: see `parallel.layout.sequence_alignment`. The others: see `batching.pack`."""
 
     dp_rank: int
@@ -42,7 +42,7 @@ class Cut:
         return self.micro_batch_size * self.dp_size
 
 
-def split(pending: Sequence[Sample], step: Step, weigh: TokenWeigher, cut: Cut) -> tuple[GlobalBatch, list[Sample]]:
+def split(pending: Sequence[Sample], step: Step, weigh: TokenWeigher, cut: BatchCut) -> tuple[GlobalBatch, list[Sample]]:
     """This rank's share of optimizer step `step`, and the samples that later steps still need.
 
     Token weights are computed over the whole step, then cut: that is what makes the gradient independent of the cut.
@@ -76,7 +76,7 @@ def split(pending: Sequence[Sample], step: Step, weigh: TokenWeigher, cut: Cut) 
 
 
 def cut_up(
-    samples: Sequence[Sample], weights: Sequence[np.ndarray], cut: Cut, *, trained_at: int
+    samples: Sequence[Sample], weights: Sequence[np.ndarray], cut: BatchCut, *, trained_at: int
 ) -> tuple[list[list[int]], list[MicroBatch]]:
     """This rank's micro-batches, and which of the samples each holds. Every rank gets as many, a multiple of `cut.multiple`.
 
@@ -97,7 +97,7 @@ def cut_up(
     ]
 
 
-def _rows(samples: Sequence[Sample], cut: Cut) -> list[list[list[int]]]:
+def _rows(samples: Sequence[Sample], cut: BatchCut) -> list[list[list[int]]]:
     """[data-parallel rank][micro-batch] -> places in `samples`."""
     if cut.max_tokens is not None:
         # The stream is rounded up at its end: a budget that is a multiple of what it is rounded to is kept all the same.
@@ -115,7 +115,7 @@ def _rows(samples: Sequence[Sample], cut: Cut) -> list[list[list[int]]]:
     return rows.swapaxes(0, 1).tolist()
 
 
-def filled_up(samples: Sequence[Sample], cut: Cut) -> list[Sample]:
+def filled_up(samples: Sequence[Sample], cut: BatchCut) -> list[Sample]:
     """The samples, and the first of them again until `cut_up` comes out even."""
     unit = cut.rows_per_slice * cut.multiple
     return [*samples, *[samples[0]] * (-len(samples) % unit)]

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron_grpo.batching.plan import BatchPlan
+from megatron_grpo.sizing.batch_sizes import BatchSizes
 
 Label = Literal["on_policy", "recompute", "cached", "rollout"]
 
@@ -55,12 +55,12 @@ class Step:
 class Timetable:
     """The run as rows. `num_steps` is its length in optimizer steps, None where it is not known (or not limited)."""
 
-    plan: BatchPlan
+    plan: BatchSizes
     num_steps: int | None = None
 
     @classmethod
     def of_length(
-        cls, plan: BatchPlan, *, max_steps: int | None = None, num_train_epochs: float | None = None, num_prompts: int | None = None
+        cls, plan: BatchSizes, *, max_steps: int | None = None, num_train_epochs: float | None = None, num_prompts: int | None = None
     ) -> Timetable:
         """The timetable of a run: `max_steps` optimizer steps, or else so many passes (default 1) over `num_prompts` prompts.
 
@@ -169,7 +169,7 @@ def epochs_of_prompts(num_train_epochs: float, num_prompts: int) -> int:
     return -(-prompts.numerator // prompts.denominator)
 
 
-def steps_for_prompts(plan: BatchPlan, num_prompts: int) -> int:
+def steps_for_prompts(plan: BatchSizes, num_prompts: int) -> int:
     """Optimizer steps until each of the first `num_prompts` prompts of the run has been trained `num_iterations` times."""
     a, w, mu = plan.gradient_accumulation_steps, plan.micro_steps_per_rollout, plan.num_iterations
     full, rest = divmod(num_prompts, plan.num_rollout_prompts)

@@ -62,8 +62,15 @@ class Checkpoints:
     that holds them. sizes: of the run's batches, noted in each checkpoint.
     """
 
-    def __init__(self, output_dir: str | Path, *, save_steps: int, save_total_limit: int | None, resume: str = "auto",
-                 sizes: Mapping[str, int | str] | None = None):
+    def __init__(
+        self,
+        output_dir: str | Path,
+        *,
+        save_steps: int,
+        save_total_limit: int | None,
+        resume: str = "auto",
+        sizes: Mapping[str, int | str] | None = None,
+    ):
         self.output_dir = Path(output_dir)
         self.folder = Folder(self.output_dir / "checkpoints")
         self.save_steps, self.save_total_limit, self.resume, self.sizes = save_steps, save_total_limit, resume, dict(sizes or {})
@@ -138,9 +145,17 @@ class Checkpoints:
         try:
             policy.load_sharded_state_dict(read_sharded(policy.sharded_state_dict(is_loading=True), directory))
         except CheckpointError as error:
-            raise ConfigError([Problem(flags=("resume",), message=(
-                f"{directory} is undamaged but does not fit this run's model or optimizer: {error}. "
-                "Resume with the model and optimizer settings in its grpo/config.yaml."))]) from error
+            raise ConfigError(
+                [
+                    Problem(
+                        flags=("resume",),
+                        message=(
+                            f"{directory} is undamaged but does not fit this run's model or optimizer: {error}. "
+                            "Resume with the model and optimizer settings in its grpo/config.yaml."
+                        ),
+                    )
+                ]
+            ) from error
         with agreed(f"reading {directory / OURS}"):
             ours = directory / OURS
             progress = Progress(**json.loads((ours / "progress.json").read_text()))
@@ -168,13 +183,31 @@ class Checkpoints:
             if directory is not tries[-1] and dist.get_rank() == 0:
                 logger.warning("checkpoint %s is damaged, trying the one before it: %s", directory, refused[-1])
         if refused:
-            raise ConfigError([Problem(flags=("resume",), message=(
-                f"No usable checkpoint to resume from: {'. '.join(refused)}. "
-                "Restore the files, name another checkpoint with --resume, or begin again with --resume never --overwrite_output_dir."))])
+            raise ConfigError(
+                [
+                    Problem(
+                        flags=("resume",),
+                        message=(
+                            f"No usable checkpoint to resume from: {'. '.join(refused)}. "
+                            "Restore the files, name another checkpoint with --resume, or begin again with "
+                            "--resume never --overwrite_output_dir."
+                        ),
+                    )
+                ]
+            )
         if self.resume != "auto":
-            raise ConfigError([Problem(flags=("resume",), message=(
-                f"resume ({self.resume}) holds no checkpoint: expected a directory with {folder.MANIFEST}, or one with iter_* in it. "
-                "Use auto to begin afresh where there is none."))])
+            raise ConfigError(
+                [
+                    Problem(
+                        flags=("resume",),
+                        message=(
+                            f"resume ({self.resume}) holds no checkpoint: expected a directory with {folder.MANIFEST}, "
+                            "or one with iter_* in it. "
+                            "Use auto to begin afresh where there is none."
+                        ),
+                    )
+                ]
+            )
         return None
 
 
@@ -207,9 +240,15 @@ def resumes_from(output_dir: str | Path, resume: str) -> tuple[Path, dict[str, A
 
 def _facts(progress: Progress, pending: Sequence[Sample], sizes: Mapping[str, int | str]) -> dict[str, Any]:
     """What a person wants to know of a checkpoint without loading it; `versions` is the ledger of what is pending, by rollout."""
-    return {"format": 1, "progress": asdict(progress), "batch": dict(sizes),
-            "world_size": dist.get_world_size(), "torch": torch.__version__,
-            "num_pending": len(pending), "versions": {str(sample.rollout): sample.version for sample in pending}}
+    return {
+        "format": 1,
+        "progress": asdict(progress),
+        "batch": dict(sizes),
+        "world_size": dist.get_world_size(),
+        "torch": torch.__version__,
+        "num_pending": len(pending),
+        "versions": {str(sample.rollout): sample.version for sample in pending},
+    }
 
 
 def _candidates(output_dir: str | Path, resume: str) -> list[Path]:
@@ -232,7 +271,7 @@ def _damage_of(directory: Path) -> list[str]:
     [manifest] = _from_first_rank([folder.read_manifest(directory)])
     if isinstance(manifest, str):
         return [manifest]
-    names = sorted(manifest["files"])[dist.get_rank()::dist.get_world_size()]
+    names = sorted(manifest["files"])[dist.get_rank() :: dist.get_world_size()]
     found: list[list[str]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(found, folder.damage(directory, {name: manifest["files"][name] for name in names}))
     return [sentence for sentences in found for sentence in sentences]

@@ -69,9 +69,11 @@ def write_sharded(state: dict[str, Any], directory: Path) -> None:
             save_config(CheckpointingConfig("torch_dist", 1), str(directory))
     with agreed(f"writing {directory}"):
         by_global_name, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, True)
-        save_torch_dist(mcore_to_pyt_state_dict(by_global_name, False),
-                        storage_writer=_Writer(directory, single_file_per_rank=True, sync_files=True, thread_count=1),
-                        planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False))
+        save_torch_dist(
+            mcore_to_pyt_state_dict(by_global_name, False),
+            storage_writer=_Writer(directory, single_file_per_rank=True, sync_files=True, thread_count=1),
+            planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
+        )
 
 
 def read_sharded(state: dict[str, Any], directory: Path) -> dict[str, Any]:

@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from megatron_grpo.config import DataConfig
 from megatron_grpo.data.chat import PromptEncoder, Raw
 from megatron_grpo.data.files import NAMED_ROWS, Rows, count_rows, read_rows
 from megatron_grpo.errors import ConfigError, Problem
+from megatron_grpo.settings.config import DataConfig
 from megatron_grpo.types import Prompt
 
 __all__ = ["PromptRows", "PromptStream", "check_lengths", "count_rows", "load_rows", "open_stream"]

@@ -14,7 +14,6 @@ from typing import Protocol
 
 import torch
 
-from megatron_grpo.config import GrpoConfig
 from megatron_grpo.grpo import objectives
 from megatron_grpo.grpo.corrections import RolloutCorrection, log_rho, off_policy_mask, rollout_correction
 from megatron_grpo.grpo.kl import KL_ESTIMATORS, KlEstimator
@@ -22,7 +21,8 @@ from megatron_grpo.grpo.metrics import LossLogs, clip_logs, mismatch_logs
 from megatron_grpo.grpo.objectives import Objective
 from megatron_grpo.grpo.ratios import RATIOS, Ratio
 from megatron_grpo.grpo.sequences import Sequences, SumOverContext, whole_sequences
-from megatron_grpo.grpo.weights import TokenWeights, token_weights
+from megatron_grpo.grpo.token_weights import TokenWeights, token_weights
+from megatron_grpo.settings.config import GrpoConfig
 
 # CISPO bounds the ratio itself; clipping at 1 + 0.2 style values there would flatten every weight.
 CISPO_EPSILON_HIGH = 5.0

@@ -34,8 +34,17 @@ class Metrics:
     config: the resolved settings, flat, for the services. console: for tests.
     """
 
-    def __init__(self, output_dir: str | Path, *, report_to: Sequence[str] = ("none",), rank: int = 0, total_steps: int | None = None,
-                 plot_steps: int = 0, config: Mapping[str, Any] | None = None, console: Console | None = None):
+    def __init__(
+        self,
+        output_dir: str | Path,
+        *,
+        report_to: Sequence[str] = ("none",),
+        rank: int = 0,
+        total_steps: int | None = None,
+        plot_steps: int = 0,
+        config: Mapping[str, Any] | None = None,
+        console: Console | None = None,
+    ):
         problems = report_to_problems(report_to)
         if problems:
             raise ConfigError(problems)
@@ -127,8 +136,11 @@ class Metrics:
     def _compare(self) -> None:
         if len(self._evaluated) > 1:
             before, after = self._evaluated[0], self._evaluated[-1]
-            rows = [(name, before[name], after[name]) for name in before
-                    if name != "step" and isinstance(before[name], (int, float)) and isinstance(after.get(name), (int, float))]
+            rows = [
+                (name, before[name], after[name])
+                for name in before
+                if name != "step" and isinstance(before[name], (int, float)) and isinstance(after.get(name), (int, float))
+            ]
             self._display.compare("Held-out prompts", (f"step {before['step']}", f"step {after['step']}"), rows)
         rows = []
         for name, label in TRAINING_ROWS.items():

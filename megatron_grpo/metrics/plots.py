@@ -26,14 +26,29 @@ class Plot:
 
 PLOTS = (
     Plot(file="reward", title="Reward", unit="reward", curves={"reward": "training (mean of a rollout)", "eval": "held out"}),
-    Plot(file="length", title="Length of completions", unit="tokens",
-         curves={"completions/mean_length": "mean", "completions/max_length": "longest"}),
-    Plot(file="kl", title="KL divergence", unit="nats per token",
-         curves={"kl": "policy from reference", "sampling/kl_k3": "sampler from trainer"}),
+    Plot(
+        file="length",
+        title="Length of completions",
+        unit="tokens",
+        curves={"completions/mean_length": "mean", "completions/max_length": "longest"},
+    ),
+    Plot(
+        file="kl",
+        title="KL divergence",
+        unit="nats per token",
+        curves={"kl": "policy from reference", "sampling/kl_k3": "sampler from trainer"},
+    ),
     Plot(file="entropy", title="Entropy of the policy", unit="nats per token", curves={"entropy": "entropy"}),
-    Plot(file="step_time", title="Time of an optimizer step", unit="seconds", stacked=True,
-         curves={f"time/{name}": name.replace("_", " ") for name in
-                 ("rollout", "reward", "old_logprobs", "ref_logprobs", "train", "weight_sync")} | {"time/step": "whole step"}),
+    Plot(
+        file="step_time",
+        title="Time of an optimizer step",
+        unit="seconds",
+        stacked=True,
+        curves={
+            f"time/{name}": name.replace("_", " ") for name in ("rollout", "reward", "old_logprobs", "ref_logprobs", "train", "weight_sync")
+        }
+        | {"time/step": "whole step"},
+    ),
 )
 PLOTTED = frozenset(name for plot in PLOTS for name in plot.curves)
 COLOURS = ("#2563a8", "#d1622b", "#3a8f5c", "#8a5aa8", "#b8892b", "#5b6770", "#111111")
@@ -97,8 +112,14 @@ def _stack(axes, curves: Sequence[tuple[str, str, Sequence[tuple[int, float]]]])
     steps = sorted({step for _, _, points in curves for step, _ in points})
     parts = [(label, dict(points)) for name, label, points in curves if name != "time/step"]
     if parts:
-        axes.stackplot(steps, [[values.get(step, 0.0) for step in steps] for _, values in parts],
-                       labels=[label for label, _ in parts], colors=COLOURS, alpha=0.8, linewidth=0)
+        axes.stackplot(
+            steps,
+            [[values.get(step, 0.0) for step in steps] for _, values in parts],
+            labels=[label for label, _ in parts],
+            colors=COLOURS,
+            alpha=0.8,
+            linewidth=0,
+        )
     for name, label, points in curves:
         if name == "time/step":
             axes.plot(*zip(*points, strict=True), color=COLOURS[-1], linewidth=1.0, label=label)

@@ -41,8 +41,13 @@ class Wandb:
     def __init__(self, output_dir: Path, config: Mapping[str, Any], first_step: int):
         import wandb
 
-        self.run = wandb.init(project=os.environ.get("WANDB_PROJECT", "megatron-grpo"), name=os.environ.get("WANDB_NAME", output_dir.name),
-                              dir=str(output_dir), config=dict(config), resume="allow")
+        self.run = wandb.init(
+            project=os.environ.get("WANDB_PROJECT", "megatron-grpo"),
+            name=os.environ.get("WANDB_NAME", output_dir.name),
+            dir=str(output_dir),
+            config=dict(config),
+            resume="allow",
+        )
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self.run.log(dict(values), step=step)
@@ -58,8 +63,12 @@ class Swanlab:
         import swanlab
 
         self.swanlab = swanlab
-        swanlab.init(project=os.environ.get("SWANLAB_PROJECT", "megatron-grpo"), experiment_name=output_dir.name,
-                     logdir=str(output_dir / "swanlab"), config=dict(config))
+        swanlab.init(
+            project=os.environ.get("SWANLAB_PROJECT", "megatron-grpo"),
+            experiment_name=output_dir.name,
+            logdir=str(output_dir / "swanlab"),
+            config=dict(config),
+        )
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self.swanlab.log(dict(values), step=step)
@@ -99,6 +108,10 @@ def report_to_problems(report_to: Sequence[str]) -> list[Problem]:
             hint = f"did you mean {close[0]}?" if close else f"use {', '.join(REPORTERS)} or none."
             problems.append(Problem(flags=("report_to",), message=f"report_to {name} is unknown: {hint}", nearest={"report_to": close}))
         elif importlib.util.find_spec(name) is None:
-            problems.append(Problem(flags=("report_to",), message=(
-                f"report_to {name} needs the package {name}, which is not installed: pip install 'megatron-grpo[{name}]'.")))
+            problems.append(
+                Problem(
+                    flags=("report_to",),
+                    message=(f"report_to {name} needs the package {name}, which is not installed: pip install 'megatron-grpo[{name}]'."),
+                )
+            )
     return problems

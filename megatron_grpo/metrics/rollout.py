@@ -34,8 +34,12 @@ def rollout_stats(scored: Sequence[ScoredGroup], judged: Judged, reward_names: S
         values = judged.rewards_per_func[..., place]
         stats |= {f"rewards/{name}/mean": _mean(values), f"rewards/{name}/std": _std(values)}
     stats["frac_reward_zero_std"] = _mean(judged.is_dead)
-    stats |= {"completions/mean_length": _mean(lengths), "completions/min_length": float(lengths.min()),
-              "completions/max_length": float(lengths.max()), "completions/clipped_ratio": _mean(is_clipped)}
+    stats |= {
+        "completions/mean_length": _mean(lengths),
+        "completions/min_length": float(lengths.min()),
+        "completions/max_length": float(lengths.max()),
+        "completions/clipped_ratio": _mean(is_clipped),
+    }
     return stats
 
 

@@ -7,16 +7,16 @@ from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_grpo.batching.dialects import DIALECTS
-from megatron_grpo.batching.plan import BatchPlan, settle, size_problems
-from megatron_grpo.batching.sizes import Model
-from megatron_grpo.config import Config
 from megatron_grpo.errors import ConfigError, Problem
-from megatron_grpo.flags import Parsed, names, parse
-from megatron_grpo.grpo import check as check_grpo
+from megatron_grpo.grpo import refused as refused_grpo
 from megatron_grpo.planning.model import read_shape, rules_of
-from megatron_grpo.policy import check as check_policy
-from megatron_grpo.validate import validate
+from megatron_grpo.policy import refused as refused_policy
+from megatron_grpo.settings import Parsed, names, parse
+from megatron_grpo.settings.checks import validate
+from megatron_grpo.settings.config import Config
+from megatron_grpo.sizing.batch_sizes import BatchSizes, settle, size_problems
+from megatron_grpo.sizing.dialects import DIALECTS
+from megatron_grpo.sizing.sizes import Model
 from megatron_grpo.weights.fit import length_problems
 from megatron_grpo.weights.shape import ModelShape
 
@@ -26,7 +26,7 @@ class Checked:
     """A configuration that passes, its sizes, and the model's shape where its config.json is at hand."""
 
     config: Config
-    plan: BatchPlan
+    plan: BatchSizes
     shape: ModelShape | None
     parsed: Parsed
 
@@ -46,7 +46,7 @@ def check_parsed(parsed: Parsed) -> Checked:
     sizes = size_problems(cfg, model, others_pass=not problems, unreadable=parsed.unreadable)
     if problems or sizes:
         raise ConfigError([_with_proven_values(problem, parsed, shape, model) for problem in problems] + sizes)
-    plan = BatchPlan.from_config(cfg, model=model)
+    plan = BatchSizes.from_config(cfg, model=model)
     settle(cfg, plan)
     return Checked(config=cfg, plan=plan, shape=shape, parsed=parsed)
 
@@ -55,8 +55,8 @@ def _settings_problems(parsed: Parsed, shape: ModelShape | None) -> list[Problem
     """All but those of parsing and of sizes."""
     cfg = parsed.config
     longest = (cfg.data.max_prompt_length or 1) + cfg.rollout.max_completion_length
-    of_model = [*length_problems(shape, longest), *check_policy.problems(cfg, shape)] if shape else []
-    others = [*check_grpo.problems(cfg), *of_model]
+    of_model = [*length_problems(shape, longest), *refused_policy.problems(cfg, shape)] if shape else []
+    others = [*refused_grpo.problems(cfg), *of_model]
     found = [_in_typed_names(cfg, problem) for problem in others if not set(problem.flags) & parsed.unreadable]
     return [*validate(cfg, parsed.unreadable), *found]
 

@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_grpo.batching.dialects import DIALECTS
 from megatron_grpo.batching.timetable import Timetable
 from megatron_grpo.errors import EXIT_CONFIG, EXIT_DONE, ConfigError
-from megatron_grpo.flags import parse
 from megatron_grpo.planning.check import Checked, check_parsed
 from megatron_grpo.planning.facts import bubble_fraction, native_flags
 from megatron_grpo.planning.output import errors_object, write_plan
 from megatron_grpo.planning.warnings import warnings_of
+from megatron_grpo.settings import parse
+from megatron_grpo.sizing.dialects import DIALECTS
 
 MOST_SAVED = 20_000  # micro-steps in the plan.json of a run
 
@@ -104,7 +104,7 @@ def run_plan(argv: Sequence[str], *, launcher_world_size: int | None = None) -> 
         as_json = parsed.config.plan.json
         checked = check_parsed(parsed)
         if parsed.print_config:
-            from megatron_grpo.flags.show import print_config
+            from megatron_grpo.settings.show import print_config
 
             print_config(checked.config)
             return EXIT_DONE

@@ -5,16 +5,16 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from megatron_grpo.batching.plan import BatchPlan
-from megatron_grpo.config import Config
 from megatron_grpo.planning.facts import old_logprobs_summary
 from megatron_grpo.planning.lengths import Lengths, packing, sequence_tokens
 from megatron_grpo.planning.memory import BYTES
+from megatron_grpo.settings.config import Config
+from megatron_grpo.sizing.batch_sizes import BatchSizes
 from megatron_grpo.weights.names import layer_entries, num_parameters
 from megatron_grpo.weights.shape import ModelShape
 
 
-def estimate_cost(shape: ModelShape | None, plan: BatchPlan, cfg: Config, lengths: Lengths | None) -> dict[str, Any]:
+def estimate_cost(shape: ModelShape | None, plan: BatchSizes, cfg: Config, lengths: Lengths | None) -> dict[str, Any]:
     """The `cost` object of `plan --json`. Without a model, only what the lengths say."""
     cost: dict[str, Any] = {}
     if shape is not None:
@@ -43,7 +43,7 @@ def _layer_products(shape: ModelShape, moe: bool) -> int:
     return total
 
 
-def _flops(shape: ModelShape, plan: BatchPlan, cfg: Config, lengths: Lengths | None) -> dict[str, Any]:
+def _flops(shape: ModelShape, plan: BatchSizes, cfg: Config, lengths: Lengths | None) -> dict[str, Any]:
     prompt, completion = sequence_tokens(cfg, lengths, longest=False)
     rows, prompts = plan.generation_batch_size, plan.num_rollout_prompts
     forward = forward_flops(shape, prompt, completion, head_positions=completion)

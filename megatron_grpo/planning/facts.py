@@ -5,13 +5,13 @@ from __future__ import annotations
 import shlex
 from typing import Any
 
-from megatron_grpo.batching.plan import BatchPlan
 from megatron_grpo.batching.timetable import Timetable
-from megatron_grpo.config import Config
-from megatron_grpo.flags import table
+from megatron_grpo.settings import table
+from megatron_grpo.settings.config import Config
+from megatron_grpo.sizing.batch_sizes import BatchSizes
 
 
-def old_logprobs_summary(plan: BatchPlan, num_rollouts: int) -> dict[str, Any]:
+def old_logprobs_summary(plan: BatchSizes, num_rollouts: int) -> dict[str, Any]:
     """rollouts[r]: some slice of it is trained by another version than sampled it. slices_recomputed: forward-only passes, in slices."""
     timetable = Timetable(plan)
     slices, passes, a = plan.micro_steps_per_rollout, plan.num_iterations, plan.gradient_accumulation_steps
@@ -25,12 +25,12 @@ def old_logprobs_summary(plan: BatchPlan, num_rollouts: int) -> dict[str, Any]:
     return {"rollouts": is_stale, "slices_recomputed": recomputed, "slices_total": num_rollouts * slices}
 
 
-def bubble_fraction(plan: BatchPlan) -> float:
+def bubble_fraction(plan: BatchSizes) -> float:
     """Share of an optimizer step that a pipeline stage waits: (pp - 1) / (vpp * A + pp - 1)."""
     return (plan.pp - 1) / ((plan.vpp or 1) * plan.gradient_accumulation_steps + plan.pp - 1)
 
 
-def native_flags(cfg: Config, plan: BatchPlan) -> str:
+def native_flags(cfg: Config, plan: BatchSizes) -> str:
     """The command line that says the same without a dialect and without defaults that may change."""
     words = ["--world_size", str(plan.world_size)]
     sizes = {

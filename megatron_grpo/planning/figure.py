@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from megatron_grpo.batching.plan import BatchPlan
 from megatron_grpo.batching.timetable import MicroStep, Timetable
+from megatron_grpo.sizing.batch_sizes import BatchSizes
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -28,7 +28,7 @@ class Gap:
     micro_steps: range
 
 
-def shown_rows(plan: BatchPlan, num_rollouts: int, *, most: int = MOST_ROWS) -> list[MicroStep | Gap]:
+def shown_rows(plan: BatchSizes, num_rollouts: int, *, most: int = MOST_ROWS) -> list[MicroStep | Gap]:
     """Micro-steps of the first rollouts; of long stretches only the ends, and at most about `most` rows in all."""
     timetable = Timetable(plan)
     total = num_rollouts * plan.micro_steps_per_rollout * plan.num_iterations
@@ -48,7 +48,7 @@ def shown_rows(plan: BatchPlan, num_rollouts: int, *, most: int = MOST_ROWS) -> 
     return rows
 
 
-def _stretches(plan: BatchPlan, total: int) -> Iterator[range]:
+def _stretches(plan: BatchSizes, total: int) -> Iterator[range]:
     """Runs of micro-steps of one optimizer step and one pass over one rollout."""
     a, w, begin = plan.gradient_accumulation_steps, plan.micro_steps_per_rollout, 0
     while begin < total:
@@ -64,7 +64,7 @@ def shown_ranks(dp_size: int, most: int) -> list[int | None]:
     return [*range(max(1, most - 2)), None, dp_size - 1]
 
 
-def prompts_of(plan: BatchPlan, row: MicroStep, rank: int) -> range:
+def prompts_of(plan: BatchSizes, row: MicroStep, rank: int) -> range:
     """Prompts that a DP rank trains in a micro-step, numbered over the run."""
     first = row.rows[0] + rank * plan.micro_batch_size
     last, base = first + plan.micro_batch_size - 1, row.rollout * plan.num_rollout_prompts
@@ -78,7 +78,7 @@ def cell(prompts: range) -> str:
     return f"{prompts[0]}-{prompts[-1]}"
 
 
-def widest_cell(plan: BatchPlan, rows: Sequence[MicroStep | Gap], ranks: Sequence[int | None]) -> int:
+def widest_cell(plan: BatchSizes, rows: Sequence[MicroStep | Gap], ranks: Sequence[int | None]) -> int:
     """Characters of the longest text in a column, its head included."""
     cells = [cell(prompts_of(plan, row, rank)) for row in rows if isinstance(row, MicroStep) for rank in ranks if rank is not None]
     return max(len(text) for text in (*cells, str(plan.dp_size - 1)))
@@ -88,7 +88,7 @@ def colour(prompt: int) -> str:
     return PALETTE[prompt % len(PALETTE)]
 
 
-def draw(plan: BatchPlan, num_rollouts: int, *, width: int = 80) -> list[Text]:
+def draw(plan: BatchSizes, num_rollouts: int, *, width: int = 80) -> list[Text]:
     """The figure as styled lines, none wider than `width` columns."""
     from rich.text import Text
 
@@ -113,7 +113,7 @@ def draw(plan: BatchPlan, num_rollouts: int, *, width: int = 80) -> list[Text]:
 
 
 def _line(
-    plan: BatchPlan, rows: Sequence[MicroStep | Gap], index: int, row: MicroStep, ranks: Sequence[int | None], widest: int, left: int
+    plan: BatchSizes, rows: Sequence[MicroStep | Gap], index: int, row: MicroStep, ranks: Sequence[int | None], widest: int, left: int
 ) -> Text:
     from rich.text import Text
 
@@ -157,7 +157,7 @@ def bracket_of(first: bool, last: bool, *, right: bool = False) -> str:
     return "│"
 
 
-def legend(plan: BatchPlan) -> list[str]:
+def legend(plan: BatchSizes) -> list[str]:
     """What the marks mean, in lines for people."""
     per_cell = f"{plan.micro_batch_size} completion{'s' * (plan.micro_batch_size > 1)}"
     return [

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_grpo.batching.plan import BatchPlan
-from megatron_grpo.config import Config
 from megatron_grpo.errors import ConfigError, Problem
+from megatron_grpo.settings.config import Config
+from megatron_grpo.sizing.batch_sizes import BatchSizes
 
 ASSUMED_PROMPT = 512  # tokens, where neither max_prompt_length nor a file says
 
@@ -61,7 +61,7 @@ def sequence_tokens(cfg: Config, lengths: Lengths | None, *, longest: bool) -> t
     return round(sum(p for p, _ in lengths.pairs) / count), round(sum(c for _, c in lengths.pairs) / count)
 
 
-def packing(plan: BatchPlan, cfg: Config, lengths: Lengths) -> dict[str, Any]:
+def packing(plan: BatchSizes, cfg: Config, lengths: Lengths) -> dict[str, Any]:
     """How these lengths, taken in order as the rows of the run, fill micro-batches.
 
     packing_efficiency: tokens / tokens with the alignment that CP and sequence parallelism need. padded_efficiency: what it would be if
@@ -88,14 +88,14 @@ def packing(plan: BatchPlan, cfg: Config, lengths: Lengths) -> dict[str, Any]:
     }
 
 
-def _by_count(totals: Sequence[int], plan: BatchPlan) -> list[list[Sequence[int]]]:
+def _by_count(totals: Sequence[int], plan: BatchSizes) -> list[list[Sequence[int]]]:
     """[micro-step][DP rank] -> lengths: micro_batch_size rows each, in order."""
     size, dp = plan.micro_batch_size, plan.dp_size
     micro_batches = [totals[begin : begin + size] for begin in range(0, len(totals), size)]
     return [micro_batches[begin : begin + dp] for begin in range(0, len(micro_batches), dp)]
 
 
-def _by_tokens(totals: Sequence[int], plan: BatchPlan, cfg: Config, align: int) -> list[list[Sequence[int]]]:
+def _by_tokens(totals: Sequence[int], plan: BatchSizes, cfg: Config, align: int) -> list[list[Sequence[int]]]:
     """The same, packed up to max_tokens_per_micro_batch within each global batch, as training does it."""
     from megatron_grpo.batching.pack import pack  # numpy, which other plans do without
 

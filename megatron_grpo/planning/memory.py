@@ -7,10 +7,10 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from megatron_grpo.batching.plan import BatchPlan
-from megatron_grpo.config import Config
 from megatron_grpo.planning.lengths import Lengths, sequence_tokens
 from megatron_grpo.planning.parameters import buffers_of_stage, layers_of_stages, padded_vocab
+from megatron_grpo.settings.config import Config
+from megatron_grpo.sizing.batch_sizes import BatchSizes
 from megatron_grpo.weights.names import num_parameters
 from megatron_grpo.weights.shape import ModelShape
 
@@ -34,7 +34,7 @@ class Static:
         return self.weights_bytes + self.gradients_bytes + self.optimizer_bytes + self.padding_bytes + self.reference_bytes
 
 
-def static_memory(shape: ModelShape, plan: BatchPlan, cfg: Config, stage: int, *, dp_rank: int = 0, expert_dp_rank: int = 0) -> Static:
+def static_memory(shape: ModelShape, plan: BatchSizes, cfg: Config, stage: int, *, dp_rank: int = 0, expert_dp_rank: int = 0) -> Static:
     """The bytes of weights, gradients and optimizer state of a rank on pipeline stage `stage`.
 
     dp_rank, expert_dp_rank: its place among the ranks that share a buffer, of dense parameters (data and context parallel together) and of
@@ -58,7 +58,7 @@ def static_memory(shape: ModelShape, plan: BatchPlan, cfg: Config, stage: int, *
     )
 
 
-def estimate_memory(shape: ModelShape, plan: BatchPlan, cfg: Config, lengths: Lengths | None = None) -> dict[str, Any]:
+def estimate_memory(shape: ModelShape, plan: BatchSizes, cfg: Config, lengths: Lengths | None = None) -> dict[str, Any]:
     """The `memory` object of `plan --json`: every pipeline stage, every phase, the peak, and whether it fits in gpu_memory_gb."""
     prompt, completion = sequence_tokens(cfg, lengths, longest=True)
     budget = cfg.batch.max_tokens_per_micro_batch
@@ -104,7 +104,7 @@ def estimate_memory(shape: ModelShape, plan: BatchPlan, cfg: Config, lengths: Le
     }
 
 
-def sampler_memory(shape: ModelShape, plan: BatchPlan, cfg: Config, sequence: int) -> dict[str, int]:
+def sampler_memory(shape: ModelShape, plan: BatchSizes, cfg: Config, sequence: int) -> dict[str, int]:
     """vLLM's share on one rank. The KV cache is what vllm_gpu_memory_utilization leaves, or else what its sequences can need at most."""
     size = BYTES[cfg.rollout.vllm_dtype or cfg.model.torch_dtype]
     tp = cfg.rollout.vllm_tensor_parallel_size
@@ -126,7 +126,7 @@ def sampler_memory(shape: ModelShape, plan: BatchPlan, cfg: Config, sequence: in
     }
 
 
-def layer_bytes_per_token(shape: ModelShape, plan: BatchPlan, cfg: Config, *, without: tuple[str, ...] = ()) -> float:
+def layer_bytes_per_token(shape: ModelShape, plan: BatchSizes, cfg: Config, *, without: tuple[str, ...] = ()) -> float:
     """Bytes that the backward of one layer needs, per token: inputs of its matrix products, norms and attention (flash: no scores).
 
     without: parts that selective recompute drops ("mlp", "layernorm").
@@ -147,7 +147,7 @@ def layer_bytes_per_token(shape: ModelShape, plan: BatchPlan, cfg: Config, *, wi
     return size * (residual + normed + attention + (0 if "mlp" in without or "moe" in without else width))
 
 
-def activation_bytes(shape: ModelShape, plan: BatchPlan, cfg: Config, stage: int, layers: int, tokens: int) -> int:
+def activation_bytes(shape: ModelShape, plan: BatchSizes, cfg: Config, stage: int, layers: int, tokens: int) -> int:
     """Activations of the micro-batches that a stage has in flight (1F1B, or interleaved)."""
     model = cfg.model
     full = layer_bytes_per_token(shape, plan, cfg)
@@ -170,7 +170,7 @@ def activation_bytes(shape: ModelShape, plan: BatchPlan, cfg: Config, stage: int
     return round(tokens * (stored * in_flight + working))
 
 
-def logits_bytes(shape: ModelShape, plan: BatchPlan, cfg: Config, completion: int) -> int:
+def logits_bytes(shape: ModelShape, plan: BatchSizes, cfg: Config, completion: int) -> int:
     """Logits and their gradient exist for one chunk of completion positions at a time, in float32, cut over TP."""
     positions = min(cfg.model.logprob_chunk_size, plan.micro_batch_size * completion)
     return 2 * positions * padded_vocab(shape, plan, cfg) // plan.tp * FP32

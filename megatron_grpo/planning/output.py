@@ -6,15 +6,15 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from megatron_grpo.batching.plan import BatchPlan
 from megatron_grpo.batching.timetable import Timetable
 from megatron_grpo.errors import Problem
 from megatron_grpo.planning.facts import old_logprobs_summary
+from megatron_grpo.sizing.batch_sizes import BatchSizes
 
 COMPACT = (",", ":")
 
 
-def sizes_object(plan: BatchPlan) -> dict[str, dict[str, Any]]:
+def sizes_object(plan: BatchSizes) -> dict[str, dict[str, Any]]:
     """The `parallel` and `batch` parts."""
     parallel = ("world_size", "tp", "pp", "vpp", "cp", "ep", "etp", "dp_size", "expert_dp_size")
     batch = (
@@ -32,7 +32,7 @@ def sizes_object(plan: BatchPlan) -> dict[str, dict[str, Any]]:
     return {"parallel": {name: getattr(plan, name) for name in parallel}, "batch": {name: getattr(plan, name) for name in batch}}
 
 
-def write_plan(write: Callable[[str], Any], plan: BatchPlan, *, num_rollouts: int, rest: Mapping[str, Any]) -> None:
+def write_plan(write: Callable[[str], Any], plan: BatchSizes, *, num_rollouts: int, rest: Mapping[str, Any]) -> None:
     """The whole object. `rest` follows the timetable: pipeline, memory, cost, native_flags, warnings."""
     head = {**sizes_object(plan), "old_logprobs": old_logprobs_summary(plan, num_rollouts)}
     write(json.dumps(head, separators=COMPACT)[:-1] + ',"timetable":[')
@@ -43,7 +43,7 @@ def write_plan(write: Callable[[str], Any], plan: BatchPlan, *, num_rollouts: in
     write("]," + json.dumps(rest, separators=COMPACT)[1:] + "\n")
 
 
-def timetable_rows(plan: BatchPlan, num_rollouts: int) -> Iterator[str]:
+def timetable_rows(plan: BatchSizes, num_rollouts: int) -> Iterator[str]:
     """JSON objects, one per micro-step of the first rollouts, in micro-step order."""
     timetable = Timetable(plan)
     slices, passes, size = plan.micro_steps_per_rollout, plan.num_iterations, plan.micro_batch_size
@@ -65,7 +65,7 @@ def timetable_rows(plan: BatchPlan, num_rollouts: int) -> Iterator[str]:
             )
 
 
-def _prompts(plan: BatchPlan, begin: int, end: int, first_prompt: int) -> str:
+def _prompts(plan: BatchSizes, begin: int, end: int, first_prompt: int) -> str:
     """For each DP rank the distinct prompts of its rows, numbered over the run."""
     size, group = plan.micro_batch_size, plan.num_generations
     if group % size == 0:  # every rank holds rows of one prompt: whole stretches of ranks read the same

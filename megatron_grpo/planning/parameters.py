@@ -10,9 +10,9 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from megatron_grpo.batching.plan import BatchPlan
-from megatron_grpo.config import Config
-from megatron_grpo.weights.names import Cut, Entry, layer_entries, outer_entries
+from megatron_grpo.settings.config import Config
+from megatron_grpo.sizing.batch_sizes import BatchSizes
+from megatron_grpo.weights.names import Entry, ShardCut, layer_entries, outer_entries
 from megatron_grpo.weights.shape import ModelShape
 
 # Megatron-Core's modules in the order in which they are registered; gradient buffers are filled in this order, from the end.
@@ -48,13 +48,13 @@ class Parameter:
     is_shared_embedding: bool = False  # two stages hold it
 
 
-def padded_vocab(shape: ModelShape, plan: BatchPlan, cfg: Config) -> int:
+def padded_vocab(shape: ModelShape, plan: BatchSizes, cfg: Config) -> int:
     """Rows of the embedding over all TP ranks."""
     multiple = cfg.model.padded_vocab_multiple * plan.tp
     return -(-shape.vocab_size // multiple) * multiple
 
 
-def layers_of_stages(num_layers: int, plan: BatchPlan, cfg: Config) -> list[int]:
+def layers_of_stages(num_layers: int, plan: BatchSizes, cfg: Config) -> list[int]:
     """Layers of each pipeline stage, over all its chunks."""
     first, last = cfg.parallel.decoder_first_pipeline_num_layers, cfg.parallel.decoder_last_pipeline_num_layers
     ends = (first or 0) + (last or 0)
@@ -67,7 +67,7 @@ def layers_of_stages(num_layers: int, plan: BatchPlan, cfg: Config) -> list[int]
     return counts
 
 
-def chunks_of_stage(num_layers: int, plan: BatchPlan, cfg: Config, stage: int) -> list[range]:
+def chunks_of_stage(num_layers: int, plan: BatchSizes, cfg: Config, stage: int) -> list[range]:
     """Global numbers of the layers of each model chunk of a stage: one range, or `vpp` of them."""
     counts, chunks = layers_of_stages(num_layers, plan, cfg), plan.vpp or 1
     begin, found = 0, []
@@ -79,7 +79,7 @@ def chunks_of_stage(num_layers: int, plan: BatchPlan, cfg: Config, stage: int) -
     return found
 
 
-def parameters_of_chunk(shape: ModelShape, plan: BatchPlan, cfg: Config, stage: int, chunk: int) -> list[Parameter]:
+def parameters_of_chunk(shape: ModelShape, plan: BatchSizes, cfg: Config, stage: int, chunk: int) -> list[Parameter]:
     """The parameters of one model chunk of a rank, in the order of `named_parameters()`."""
     chunks = plan.vpp or 1
     is_first, is_last = stage == 0 and chunk == 0, stage == plan.pp - 1 and chunk == chunks - 1
@@ -98,7 +98,7 @@ def parameters_of_chunk(shape: ModelShape, plan: BatchPlan, cfg: Config, stage: 
     return found
 
 
-def _layer(shape: ModelShape, plan: BatchPlan, moe: bool) -> Iterator[Parameter]:
+def _layer(shape: ModelShape, plan: BatchSizes, moe: bool) -> Iterator[Parameter]:
     entries = [entry for entry in layer_entries(shape, moe=moe) if not entry.is_buffer]
     ordered = sorted(entries, key=_place)
     outside = [entry for entry in ordered if not entry.is_expert]
@@ -117,10 +117,10 @@ def _place(entry: Entry) -> tuple[int, bool]:
     return next((i for i, name in enumerate(_ORDER) if name in parts), len(_ORDER)), parts[-1] == "bias"
 
 
-def numel_of(entry: Entry, plan: BatchPlan) -> int:
+def numel_of(entry: Entry, plan: BatchSizes) -> int:
     """Elements of this rank's shard of an entry inside a layer."""
     total = sum(math.prod(size) for _, size in entry.hf)
-    if entry.cut is Cut.REPLICATED:
+    if entry.cut is ShardCut.REPLICATED:
         return total
     return total // (plan.etp if entry.is_expert else plan.tp)
 
@@ -180,7 +180,7 @@ def buffer_of(parameters: Sequence[Parameter], *, ranks: int, is_sharded: bool, 
     return Buffer(places, buckets, ranks, holds_experts=any(parameter.in_expert_buffer for parameter in parameters))
 
 
-def buffers_of_stage(shape: ModelShape, plan: BatchPlan, cfg: Config, stage: int) -> list[Buffer]:
+def buffers_of_stage(shape: ModelShape, plan: BatchSizes, cfg: Config, stage: int) -> list[Buffer]:
     """All gradient buffers of a rank of this stage: per model chunk one for dense parameters and, with EP, one for experts."""
     is_sharded = cfg.optimizer.use_distributed_optimizer
     found = []

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from megatron_grpo.batching.dialects import explain
-from megatron_grpo.batching.plan import BatchPlan
 from megatron_grpo.batching.timetable import Timetable
-from megatron_grpo.config import Config
-from megatron_grpo.grpo import check as check_grpo
+from megatron_grpo.grpo import refused as refused_grpo
 from megatron_grpo.planning.check import Checked
 from megatron_grpo.planning.facts import bubble_fraction
+from megatron_grpo.settings.config import Config
+from megatron_grpo.sizing.batch_sizes import BatchSizes
+from megatron_grpo.sizing.dialects import explain
 
 BUBBLE = 0.3
 
@@ -26,7 +26,7 @@ def warnings_of(checked: Checked, timetable: Timetable, memory: dict[str, Any] |
         *_idle(checked),
         *_swift(cfg, plan),
         *_run(cfg, timetable),
-        *check_grpo.warnings(cfg),
+        *refused_grpo.warnings(cfg),
         *_memory(memory),
     ]
 
@@ -43,7 +43,7 @@ def _dialect(checked: Checked) -> Iterator[str]:
         yield f"{source} holds keys that have nothing to do with batches; {'; '.join(parts)}."
 
 
-def _groups(plan: BatchPlan) -> Iterator[str]:
+def _groups(plan: BatchSizes) -> Iterator[str]:
     size, group = plan.global_batch_size, plan.num_generations
     if size % group:
         yield (
@@ -54,7 +54,7 @@ def _groups(plan: BatchPlan) -> Iterator[str]:
         )
 
 
-def _staleness(cfg: Config, plan: BatchPlan) -> Iterator[str]:
+def _staleness(cfg: Config, plan: BatchSizes) -> Iterator[str]:
     timetable = Timetable(plan)
     # Staleness repeats after lcm(A, W * mu) micro-steps; the first rollouts show the worst case.
     length, a = plan.micro_steps_per_rollout * plan.num_iterations, plan.gradient_accumulation_steps
@@ -94,7 +94,7 @@ def _idle(checked: Checked) -> Iterator[str]:
         )
 
 
-def _swift(cfg: Config, plan: BatchPlan) -> Iterator[str]:
+def _swift(cfg: Config, plan: BatchSizes) -> Iterator[str]:
     """Megatron-SWIFT's own rules about prompts, stricter than the mathematics need."""
     prompts, dp, size = plan.num_rollout_prompts, plan.dp_size, plan.micro_batch_size
     if prompts % dp:

@@ -13,13 +13,13 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-from megatron_grpo.config import ModelConfig, ParallelConfig
 from megatron_grpo.parallel.state import ParallelState
 from megatron_grpo.parallel.vocab import linear_logprobs
 from megatron_grpo.policy.latent import LatentAttention, LatentNorm
 from megatron_grpo.policy.layers import Norm, PackedAttention, te_packed, with_bias
 from megatron_grpo.policy.router import replace_routers
 from megatron_grpo.policy.stream import LocalBatch
+from megatron_grpo.settings.config import ModelConfig, ParallelConfig
 from megatron_grpo.weights.rope import rope_inverse_frequencies
 from megatron_grpo.weights.shape import ModelShape
 
@@ -175,8 +175,19 @@ class LogProbHead(tensor_parallel.ColumnParallelLinear):
 class PolicyModel(GPTModel):
     """One stage, or one chunk of it. Called with a LocalBatch; the last stage answers with float32 [1 or 2, c]: log-probs, entropies."""
 
-    def __init__(self, shape: ModelShape, config: TransformerConfig, *, use_te: bool, padded_vocab_size: int, first: bool, last: bool,
-                 vp_stage: int | None, temperature: float, chunk_size: int):
+    def __init__(
+        self,
+        shape: ModelShape,
+        config: TransformerConfig,
+        *,
+        use_te: bool,
+        padded_vocab_size: int,
+        first: bool,
+        last: bool,
+        vp_stage: int | None,
+        temperature: float,
+        chunk_size: int,
+    ):
         super().__init__(
             config,
             layer_specs(shape, config, use_te=use_te, vp_stage=vp_stage),
@@ -233,8 +244,16 @@ class PolicyModel(GPTModel):
         return torch.cat([angles, angles], dim=-1)[:, None, None, :]
 
 
-def build_chunks(shape: ModelShape, model: ModelConfig, layout: ParallelConfig, parallel: ParallelState, *, use_te: bool,
-                 padded_vocab_size: int, temperature: float) -> list[PolicyModel]:
+def build_chunks(
+    shape: ModelShape,
+    model: ModelConfig,
+    layout: ParallelConfig,
+    parallel: ParallelState,
+    *,
+    use_te: bool,
+    padded_vocab_size: int,
+    temperature: float,
+) -> list[PolicyModel]:
     """The model chunks of this rank's stage: one, or `virtual_pipeline_model_parallel_size`. Weights are not set yet."""
     config = transformer_config(shape, model, layout, use_te=use_te)
     chunks = []

@@ -11,7 +11,7 @@ from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.module import MegatronModule
 
-from megatron_grpo.config import OptimizerConfig
+from megatron_grpo.settings.config import OptimizerConfig
 
 
 def wrap_for_training(chunks: Sequence[MegatronModule], cfg: OptimizerConfig) -> list[DistributedDataParallel]:
@@ -25,9 +25,7 @@ def wrap_for_training(chunks: Sequence[MegatronModule], cfg: OptimizerConfig) ->
     )
     config = chunks[0].config
     # Later chunks of an interleaved stage do not overlap buckets: Megatron drains the first chunk's last.
-    wrapped = [
-        DistributedDataParallel(config, ddp_config, chunk, disable_bucketing=index > 0) for index, chunk in enumerate(chunks)
-    ]
+    wrapped = [DistributedDataParallel(config, ddp_config, chunk, disable_bucketing=index > 0) for index, chunk in enumerate(chunks)]
     config.finalize_model_grads_func = _finalize_sums
     if cfg.overlap_grad_reduce:
         config.no_sync_func = [w.no_sync for w in wrapped] if len(wrapped) > 1 else wrapped[0].no_sync

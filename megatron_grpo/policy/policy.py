@@ -10,7 +10,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_grpo.batching.split import Cut, cut_up, filled_up
+from megatron_grpo.batching.split import BatchCut, cut_up, filled_up
 from megatron_grpo.grpo.entropy import entropy_threshold
 from megatron_grpo.grpo.loss import GrpoLoss, LossInputs
 from megatron_grpo.grpo.metrics import combine, finish
@@ -36,15 +36,28 @@ class TrainedStep:
 class Policy:
     """Every method is collective: all ranks call it, with the same arguments unless it says otherwise."""
 
-    def __init__(self, *, chunks, wrapped, optimizer, scheduler, loss: GrpoLoss, reference, exchange: WeightExchange,
-                 parallel: ParallelState, micro_batch_size: int, max_tokens_per_micro_batch: int | None = None, beta: float = 0.0,
-                 reference_moves: bool = False):
+    def __init__(
+        self,
+        *,
+        chunks,
+        wrapped,
+        optimizer,
+        scheduler,
+        loss: GrpoLoss,
+        reference,
+        exchange: WeightExchange,
+        parallel: ParallelState,
+        micro_batch_size: int,
+        max_tokens_per_micro_batch: int | None = None,
+        beta: float = 0.0,
+        reference_moves: bool = False,
+    ):
         """reference: model chunks like `chunks`, or None. reference_moves: it is not the model that the run began with, so it is saved."""
         self.chunks, self.wrapped, self.optimizer, self.scheduler = chunks, wrapped, optimizer, scheduler
         self.loss, self.reference, self.exchange, self.parallel = loss, reference, exchange, parallel
         self.beta, self.reference_moves = beta, reference_moves
         align_sequence, align_stream = sequence_alignment(parallel.layout, parallel.sequence_parallel)
-        self.cut = Cut(
+        self.cut = BatchCut(
             dp_rank=parallel.dp_rank,
             dp_size=parallel.dp_size,
             micro_batch_size=micro_batch_size,

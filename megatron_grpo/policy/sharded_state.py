@@ -79,7 +79,10 @@ def _make_room(optimizer: Any) -> None:
             for parameter in (p for group in part.optimizer.param_groups for p in group["params"]):
                 if not part.optimizer.state[parameter]:
                     part.optimizer.state[parameter] = {
-                        "step": torch.tensor(0.0), "exp_avg": torch.zeros_like(parameter), "exp_avg_sq": torch.zeros_like(parameter)}
+                        "step": torch.tensor(0.0),
+                        "exp_avg": torch.zeros_like(parameter),
+                        "exp_avg_sq": torch.zeros_like(parameter),
+                    }
         elif part.init_state_fn is not None and not part.optimizer.state:
             part.init_state_fn(part.optimizer, part.config)
 

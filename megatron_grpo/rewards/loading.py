@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_grpo.config import Config
 from megatron_grpo.errors import ConfigError, Problem
 from megatron_grpo.rewards.protocol import RewardFunction
+from megatron_grpo.settings.config import Config
 
 # Name -> module with a `build(config) -> function`. A function's attribute `needs` lists the columns it cannot do without, as alternatives.
 BUILT_IN = {
@@ -93,7 +93,7 @@ def _names(specs: Sequence[str]) -> list[str]:
 def _load(spec: str, name: str, config: Config) -> RewardFunction:
     settings = config.rewards
     if spec in BUILT_IN:
-        module = importlib.import_module(f"megatron_grpo.rewards.{BUILT_IN[spec]}")
+        module = importlib.import_module(f"megatron_grpo.rewards.builtin.{BUILT_IN[spec]}")
         build = getattr(module, f"build_{spec}")
         timeout = settings.reward_timeout + _MARGIN
         return RewardFunction(name=name, function=build(config), timeout=timeout, on_error=settings.reward_on_error, keeps_deadline=True)

@@ -18,12 +18,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_grpo.config import RolloutConfig
 from megatron_grpo.errors import ConfigError, Problem
 from megatron_grpo.rollout import vllm_patches
+from megatron_grpo.rollout.completions import gather_over_all_ranks, to_arrays, to_completions
 from megatron_grpo.rollout.engine import NO_WEIGHTS, Gather, SamplingSettings, WeightSyncError, prompt_seed
-from megatron_grpo.rollout.exchange import gather_over_all_ranks, pack, unpack
 from megatron_grpo.rollout.vllm_options import CPU_BLOCK_SIZE, cpu_options, gpu_options, problem_of
+from megatron_grpo.settings.config import RolloutConfig
 from megatron_grpo.types import Completion, Group, Prompt
 
 PROBE_LENGTH = 2 * CPU_BLOCK_SIZE + 2  # tokens: two full blocks of the prefix cache, then the token that is read through it
@@ -97,12 +97,12 @@ class ColocatedEngine:
         self._check_lengths(prompts, sampling)
         mine = prompts[self._replica :: self._num_replicas]
         requests = [(prompt.token_ids, self._params(sampling, self._request_seed(seed, prompt, sampling))) for prompt in mine]
-        packed = pack([[_completion(output) for output in answer.outputs] for answer in self._run(requests)])
+        packed = to_arrays([[_completion(output) for output in answer.outputs] for answer in self._run(requests)])
         asked = hashlib.blake2b(repr((sampling, seed, [(p.number, p.token_ids) for p in prompts])).encode(), digest_size=16).hexdigest()
         # Only one rank of each engine sends its completions: the others hold the same, and their digests prove it.
         everyone = self._gather((asked, packed.digest(), packed if self._rank_in_engine == 0 else None))
         self._check_agreement(everyone)
-        by_replica = [unpack(parts) for _, _, parts in everyone if parts is not None]
+        by_replica = [to_completions(parts) for _, _, parts in everyone if parts is not None]
         return [
             Group(prompt=prompt, completions=by_replica[i % self._num_replicas][i // self._num_replicas], version=self._version)
             for i, prompt in enumerate(prompts)

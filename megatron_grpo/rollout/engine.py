@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from megatron_grpo.config import RolloutConfig
+from megatron_grpo.settings.config import RolloutConfig
 from megatron_grpo.types import Group, Prompt
 
 if TYPE_CHECKING:

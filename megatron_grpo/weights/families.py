@@ -53,17 +53,31 @@ def _qwen3_moe(config: Config, common: Config) -> dict[str, Any]:
     bias, layers = bool(config.get("attention_bias", False)), common["num_layers"]
     step, dense = config.get("decoder_sparse_step") or 1, config.get("mlp_only_layers") or ()
     experts = config.get("num_experts", config.get("num_local_experts")) or 128
-    return {"qkv_bias": bias, "attention_out_bias": bias, "qk_norm": True,
-            "sliding_window": config.get("sliding_window", 4096) if config.get("use_sliding_window") else None,
-            "moe": MoeShape(layers=tuple(i not in dense and (i + 1) % step == 0 for i in range(layers)), num_experts=experts,
-                            topk=config.get("num_experts_per_tok") or 8, ffn_hidden_size=config.get("moe_intermediate_size") or 768,
-                            norm_topk_prob=bool(config.get("norm_topk_prob", False)))}
+    return {
+        "qkv_bias": bias,
+        "attention_out_bias": bias,
+        "qk_norm": True,
+        "sliding_window": config.get("sliding_window", 4096) if config.get("use_sliding_window") else None,
+        "moe": MoeShape(
+            layers=tuple(i not in dense and (i + 1) % step == 0 for i in range(layers)),
+            num_experts=experts,
+            topk=config.get("num_experts_per_tok") or 8,
+            ffn_hidden_size=config.get("moe_intermediate_size") or 768,
+            norm_topk_prob=bool(config.get("norm_topk_prob", False)),
+        ),
+    }
 
 
 def _mixtral(config: Config, common: Config) -> dict[str, Any]:
-    return {"sliding_window": config.get("sliding_window"),
-            "moe": MoeShape(layers=(True,) * common["num_layers"], num_experts=config.get("num_local_experts") or 8,
-                            topk=config.get("num_experts_per_tok") or 2, ffn_hidden_size=common["ffn_hidden_size"])}
+    return {
+        "sliding_window": config.get("sliding_window"),
+        "moe": MoeShape(
+            layers=(True,) * common["num_layers"],
+            num_experts=config.get("num_local_experts") or 8,
+            topk=config.get("num_experts_per_tok") or 2,
+            ffn_hidden_size=common["ffn_hidden_size"],
+        ),
+    }
 
 
 def _deepseek_v3(config: Config, common: Config) -> dict[str, Any]:
@@ -71,17 +85,33 @@ def _deepseek_v3(config: Config, common: Config) -> dict[str, Any]:
     nope, rope, stretch = config["qk_nope_head_dim"], config["qk_rope_head_dim"], given.get("mscale_all_dim")
     sharper = yarn_mscale(float(given.get("factor") or 1), stretch) if stretch else 1.0
     dense = config.get("first_k_dense_replace", 3) or 0
-    return {"num_query_groups": common["num_attention_heads"], "head_dim": nope + rope, "qk_norm": True,
-            "mla": MlaShape(q_lora_rank=config.get("q_lora_rank"), kv_lora_rank=config["kv_lora_rank"], qk_head_dim=nope,
-                            qk_pos_emb_head_dim=rope, v_head_dim=config["v_head_dim"],
-                            softmax_scale=sharper * sharper / (nope + rope) ** 0.5,
-                            interleaved=bool(config.get("rope_interleave", True))),
-            "moe": MoeShape(layers=tuple(i >= dense for i in range(common["num_layers"])), num_experts=config["n_routed_experts"],
-                            topk=config["num_experts_per_tok"], ffn_hidden_size=config["moe_intermediate_size"],
-                            norm_topk_prob=bool(config.get("norm_topk_prob", True)), score_function="sigmoid", has_expert_bias=True,
-                            scaling_factor=float(config.get("routed_scaling_factor", 2.5) or 1),
-                            shared_ffn_hidden_size=config["moe_intermediate_size"] * (config.get("n_shared_experts", 1) or 0) or None,
-                            num_groups=config.get("n_group", 8), group_topk=config.get("topk_group", 4))}
+    return {
+        "num_query_groups": common["num_attention_heads"],
+        "head_dim": nope + rope,
+        "qk_norm": True,
+        "mla": MlaShape(
+            q_lora_rank=config.get("q_lora_rank"),
+            kv_lora_rank=config["kv_lora_rank"],
+            qk_head_dim=nope,
+            qk_pos_emb_head_dim=rope,
+            v_head_dim=config["v_head_dim"],
+            softmax_scale=sharper * sharper / (nope + rope) ** 0.5,
+            interleaved=bool(config.get("rope_interleave", True)),
+        ),
+        "moe": MoeShape(
+            layers=tuple(i >= dense for i in range(common["num_layers"])),
+            num_experts=config["n_routed_experts"],
+            topk=config["num_experts_per_tok"],
+            ffn_hidden_size=config["moe_intermediate_size"],
+            norm_topk_prob=bool(config.get("norm_topk_prob", True)),
+            score_function="sigmoid",
+            has_expert_bias=True,
+            scaling_factor=float(config.get("routed_scaling_factor", 2.5) or 1),
+            shared_ffn_hidden_size=config["moe_intermediate_size"] * (config.get("n_shared_experts", 1) or 0) or None,
+            num_groups=config.get("n_group", 8),
+            group_topk=config.get("topk_group", 4),
+        ),
+    }
 
 
 def _qwen_window(config: Config, num_layers: int) -> int | None:
@@ -99,8 +129,12 @@ FAMILIES: dict[str, Family] = {
     "Qwen2ForCausalLM": Family(traits=_qwen2),
     "Qwen3ForCausalLM": Family(traits=_qwen3, defaults={"head_dim": 128}),
     "Qwen3MoeForCausalLM": Family(traits=_qwen3_moe, defaults={"num_key_value_heads": 4}),
-    "MixtralForCausalLM": Family(traits=_mixtral, defaults={"num_key_value_heads": 8, "rope_theta": 1e6, "rms_norm_eps": 1e-5},
-                                 moe_block="block_sparse_moe", expert_names=("w1", "w3", "w2")),
+    "MixtralForCausalLM": Family(
+        traits=_mixtral,
+        defaults={"num_key_value_heads": 8, "rope_theta": 1e6, "rms_norm_eps": 1e-5},
+        moe_block="block_sparse_moe",
+        expert_names=("w1", "w3", "w2"),
+    ),
     "DeepseekV3ForCausalLM": Family(traits=_deepseek_v3, has_prediction_layers=True),
 }
 
@@ -111,5 +145,12 @@ def family_of(config: Config) -> Family:
     if len(names) == 1 and names[0] in FAMILIES:
         return FAMILIES[names[0]]
     what = f"the architecture {names[0]}" if names else "a config.json without `architectures`"
-    raise ConfigError([Problem(flags=("model",), message=f"model: {what} is not supported. Known: {', '.join(sorted(FAMILIES))}. "
-                                                         "docs/adding-a-model.md shows how to add one.")])
+    raise ConfigError(
+        [
+            Problem(
+                flags=("model",),
+                message=f"model: {what} is not supported. Known: {', '.join(sorted(FAMILIES))}. "
+                "docs/adding-a-model.md shows how to add one.",
+            )
+        ]
+    )

@@ -12,27 +12,31 @@ _LENGTHS = ("max_prompt_length", "max_completion_length")
 _LARGEST = 128  # ranks that are tried for `nearest`
 
 
-def layout_problems(shape: ModelShape, *, tp: int = 1, ep: int = 1, etp: int = 1,
-                    whole_down_projections: bool = False) -> list[Problem]:
+def layout_problems(shape: ModelShape, *, tp: int = 1, ep: int = 1, etp: int = 1, whole_down_projections: bool = False) -> list[Problem]:
     """Problems of the sizes of this model with these parallel sizes (ranks), each with the nearest sizes that work.
 
     whole_down_projections: Transformer Engine keeps those of multi-latent attention whole on every rank, the local spec cuts them.
     """
-    return [*_each(TP, tp, lambda ranks: _tensor_parallel(shape, ranks, whole_down_projections)),
-            *_each(EP, ep, lambda ranks: _expert_parallel(shape, ranks)),
-            *_each(ETP, etp, lambda ranks: _expert_tensor_parallel(shape, ranks))]
+    return [
+        *_each(TP, tp, lambda ranks: _tensor_parallel(shape, ranks, whole_down_projections)),
+        *_each(EP, ep, lambda ranks: _expert_parallel(shape, ranks)),
+        *_each(ETP, etp, lambda ranks: _expert_tensor_parallel(shape, ranks)),
+    ]
 
 
 def length_problems(shape: ModelShape, longest: int, *, flags: tuple[str, ...] = _LENGTHS) -> list[Problem]:
     """Problems of sequences of up to `longest` tokens (prompt and completion) with what the model can attend to."""
     problems = []
     if shape.max_position_embeddings and longest > shape.max_position_embeddings:
-        problems.append(f"sequences of up to {longest} tokens are longer than the model's max_position_embeddings "
-                        f"({shape.max_position_embeddings}).")
+        problems.append(
+            f"sequences of up to {longest} tokens are longer than the model's max_position_embeddings ({shape.max_position_embeddings})."
+        )
     if shape.sliding_window and longest > shape.sliding_window:
         # Up to the window's length, windowed and full attention are the same.
-        problems.append(f"the model attends to a sliding window of {shape.sliding_window} tokens, and training attends to whole sequences: "
-                        f"sequences of up to {longest} tokens would be scored differently. Use at most {shape.sliding_window} together.")
+        problems.append(
+            f"the model attends to a sliding window of {shape.sliding_window} tokens, and training attends to whole sequences: "
+            f"sequences of up to {longest} tokens would be scored differently. Use at most {shape.sliding_window} together."
+        )
     return [Problem(flags=flags, message=message) for message in problems]
 
 

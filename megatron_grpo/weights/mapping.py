@@ -14,7 +14,7 @@ import torch
 
 from megatron_grpo.errors import ConfigError, Problem
 from megatron_grpo.weights.families import FAMILIES
-from megatron_grpo.weights.names import NAMINGS, Cut, Entry, Packing, grouped_experts, hf_shapes, layer_entries, outer_entries
+from megatron_grpo.weights.names import NAMINGS, Entry, Packing, ShardCut, grouped_experts, hf_shapes, layer_entries, outer_entries
 from megatron_grpo.weights.shape import ModelShape
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
@@ -26,7 +26,7 @@ _UNTRAINED = re.compile(r".*\.rotary_emb\.inv_freq")  # a buffer that old checkp
 class Kind:
     """What a caller needs to know to bring the shards of one parameter together."""
 
-    cut: Cut
+    cut: ShardCut
     is_expert: bool  # gathered over expert tensor parallelism, and held by one expert-parallel rank
     is_buffer: bool
     is_exported: bool  # False for the last stage's copy of a tied embedding
@@ -81,17 +81,27 @@ class WeightMap:
         expected = self.expected_hf_names()
         missing = sorted(expected - names)
         unused = sorted(name for name in names - expected if not self._may_be_ignored(name))
-        problems = [Problem(flags=("model",), message=f"model: the checkpoint {what} {len(some)} tensor{'s' * (len(some) > 1)}: "
-                                                      f"{', '.join(some[:5])}{', ...' if len(some) > 5 else ''}.")
-                    for what, some in (("lacks", missing), (f"is not a plain {self.shape.architecture}, it also has", unused)) if some]
+        problems = [
+            Problem(
+                flags=("model",),
+                message=f"model: the checkpoint {what} {len(some)} tensor{'s' * (len(some) > 1)}: "
+                f"{', '.join(some[:5])}{', ...' if len(some) > 5 else ''}.",
+            )
+            for what, some in (("lacks", missing), (f"is not a plain {self.shape.architecture}, it also has", unused))
+            if some
+        ]
         if problems:
             raise ConfigError(problems)
 
     def buffer_names(self) -> frozenset[str]:
         """The members of `megatron_names` that are buffers: named_parameters() does not list them."""
         templates = {template for entries in self.layers.values() for template, entry in entries.items() if entry.is_buffer}
-        return frozenset(f"decoder.layers.{layer}.{template}" for layer in range(self.shape.num_layers) for template in templates
-                         if template in self.layers[self.shape.is_moe_layer(layer)])
+        return frozenset(
+            f"decoder.layers.{layer}.{template}"
+            for layer in range(self.shape.num_layers)
+            for template in templates
+            if template in self.layers[self.shape.is_moe_layer(layer)]
+        )
 
     def check_held(self, names: Iterable[str]) -> None:
         """ValueError unless all ranks together hold every parameter of the model: one that no module owns would be lost without a word.
@@ -106,8 +116,16 @@ class WeightMap:
         entry, _, _ = self._locate(name)
         return Kind(entry.cut, entry.is_expert, entry.is_buffer, not entry.is_copy)
 
-    def load(self, name: str, read: Callable[[str], torch.Tensor], *, tp_rank: int = 0, tp_size: int = 1, expert_tp_rank: int = 0,
-             expert_tp_size: int = 1) -> torch.Tensor:
+    def load(
+        self,
+        name: str,
+        read: Callable[[str], torch.Tensor],
+        *,
+        tp_rank: int = 0,
+        tp_size: int = 1,
+        expert_tp_rank: int = 0,
+        expert_tp_size: int = 1,
+    ) -> torch.Tensor:
         """This rank's shard of Megatron parameter `name`, in the checkpoint's dtype.
 
         read: Hugging Face name -> full tensor. A tensor of the wrong size, or one that cannot be cut so often, is a `ConfigError`.
@@ -118,12 +136,19 @@ class WeightMap:
             hf_name = prefix + template.format(e=expert)
             tensor = read(hf_name)
             if tuple(tensor.shape) != size:
-                raise ConfigError([Problem(flags=("model",), message=f"model: {hf_name} has shape {tuple(tensor.shape)} in the checkpoint, "
-                                                                     f"but its config.json asks for {size}.")])
+                raise ConfigError(
+                    [
+                        Problem(
+                            flags=("model",),
+                            message=f"model: {hf_name} has shape {tuple(tensor.shape)} in the checkpoint, "
+                            f"but its config.json asks for {size}.",
+                        )
+                    ]
+                )
             tensors.append(tensor)
         rank, ranks = (expert_tp_rank, expert_tp_size) if entry.is_expert else (tp_rank, tp_size)
         full = _PACK[entry.packing](tensors, self.shape)
-        if entry.cut is Cut.VOCAB:
+        if entry.cut is ShardCut.VOCAB:
             full = torch.cat([full, full.new_zeros(self.padded_vocab_size - len(full), *full.shape[1:])])
         _check_divides(name, entry.cut, full, ranks)
         return _CUT[entry.cut](full, rank, ranks).contiguous()
@@ -137,12 +162,13 @@ class WeightMap:
         if entry.is_copy:
             return
         full = _JOIN[entry.cut](shards)
-        if entry.cut is Cut.VOCAB:
+        if entry.cut is ShardCut.VOCAB:
             full = full[: self.shape.vocab_size]
         for (template, size), tensor in zip(entry.hf, _UNPACK[entry.packing](full, self.shape), strict=True):
             if tuple(tensor.shape) != size:
-                raise ValueError(f"{name}: {len(shards)} shards of {tuple(shards[0].shape)} give {tuple(tensor.shape)} for {template}, "
-                                 f"not {size}")
+                raise ValueError(
+                    f"{name}: {len(shards)} shards of {tuple(shards[0].shape)} give {tuple(tensor.shape)} for {template}, not {size}"
+                )
             yield prefix + template.format(e=expert), tensor
 
     def _locate(self, name: str) -> tuple[Entry, str, int]:
@@ -183,11 +209,13 @@ def _run(full: torch.Tensor, rank: int, ranks: int, dim: int = 0) -> torch.Tenso
     return full.chunk(ranks, dim)[rank]
 
 
-def _check_divides(name: str, cut: Cut, full: torch.Tensor, ranks: int) -> None:
-    rows = {Cut.REPLICATED: ranks, Cut.ROW: full.shape[-1], Cut.GATED_COLUMN: full.shape[0] // 2}.get(cut, full.shape[0])
+def _check_divides(name: str, cut: ShardCut, full: torch.Tensor, ranks: int) -> None:
+    rows = {ShardCut.REPLICATED: ranks, ShardCut.ROW: full.shape[-1], ShardCut.GATED_COLUMN: full.shape[0] // 2}.get(cut, full.shape[0])
     if rows % ranks:
-        raise ConfigError(f"{name}: {rows} channels cannot be divided over {ranks} tensor-parallel ranks: "
-                          f"{rows} = {rows // ranks} x {ranks} + {rows % ranks}.")
+        raise ConfigError(
+            f"{name}: {rows} channels cannot be divided over {ranks} tensor-parallel ranks: "
+            f"{rows} = {rows // ranks} x {ranks} + {rows % ranks}."
+        )
 
 
 def _gate_above_up(tensors: Sequence[torch.Tensor], shape: ModelShape) -> torch.Tensor:
@@ -200,14 +228,18 @@ def _join_gated(shards: Sequence[torch.Tensor]) -> torch.Tensor:
 
 _PACK = {Packing.PLAIN: lambda tensors, shape: tensors[0], Packing.QKV: _pack_qkv, Packing.GATE_UP: _gate_above_up}
 _UNPACK = {Packing.PLAIN: lambda full, shape: [full], Packing.QKV: _unpack_qkv, Packing.GATE_UP: lambda full, shape: full.chunk(2)}
-_CUT = {Cut.REPLICATED: lambda full, rank, ranks: full,
-        # With fewer key/value heads than ranks Megatron still cuts linear_qkv into equal runs, in the middle of a group, and gathers later.
-        Cut.COLUMN: _run,
-        Cut.VOCAB: _run,
-        Cut.ROW: lambda full, rank, ranks: _run(full, rank, ranks, 1),
-        Cut.GATED_COLUMN: lambda full, rank, ranks: torch.cat([_run(half, rank, ranks) for half in full.chunk(2)])}
-_JOIN = {Cut.REPLICATED: lambda shards: shards[0],
-         Cut.COLUMN: lambda shards: torch.cat(list(shards)),
-         Cut.VOCAB: lambda shards: torch.cat(list(shards)),
-         Cut.ROW: lambda shards: torch.cat(list(shards), dim=1),
-         Cut.GATED_COLUMN: _join_gated}
+_CUT = {
+    ShardCut.REPLICATED: lambda full, rank, ranks: full,
+    # With fewer key/value heads than ranks Megatron still cuts linear_qkv into equal runs, in the middle of a group, and gathers later.
+    ShardCut.COLUMN: _run,
+    ShardCut.VOCAB: _run,
+    ShardCut.ROW: lambda full, rank, ranks: _run(full, rank, ranks, 1),
+    ShardCut.GATED_COLUMN: lambda full, rank, ranks: torch.cat([_run(half, rank, ranks) for half in full.chunk(2)]),
+}
+_JOIN = {
+    ShardCut.REPLICATED: lambda shards: shards[0],
+    ShardCut.COLUMN: lambda shards: torch.cat(list(shards)),
+    ShardCut.VOCAB: lambda shards: torch.cat(list(shards)),
+    ShardCut.ROW: lambda shards: torch.cat(list(shards), dim=1),
+    ShardCut.GATED_COLUMN: _join_gated,
+}

@@ -24,7 +24,7 @@ class Packing(Enum):
     GATE_UP = "gate above up"
 
 
-class Cut(Enum):
+class ShardCut(Enum):
     """How the full tensor is divided over tensor-parallel ranks."""
 
     REPLICATED = "every rank has all of it"
@@ -41,7 +41,7 @@ class Entry:
     megatron: str
     hf: tuple[tuple[str, tuple[int, ...]], ...]  # (name, full size)
     packing: Packing
-    cut: Cut
+    cut: ShardCut
     is_expert: bool = False  # lives on one expert-parallel rank, cut over *expert* tensor parallelism
     is_buffer: bool = False  # not among named_parameters()
     is_copy: bool = False  # a second home of a tensor that another entry exports
@@ -51,12 +51,12 @@ def outer_entries(shape: ModelShape) -> Iterator[Entry]:
     """The parameters outside the layers, with whole names."""
     rows = (shape.vocab_size, shape.hidden_size)
     embedding = (("model.embed_tokens.weight", rows),)
-    yield Entry("embedding.word_embeddings.weight", embedding, Packing.PLAIN, Cut.VOCAB)
-    yield Entry("decoder.final_layernorm.weight", (("model.norm.weight", (shape.hidden_size,)),), Packing.PLAIN, Cut.REPLICATED)
+    yield Entry("embedding.word_embeddings.weight", embedding, Packing.PLAIN, ShardCut.VOCAB)
+    yield Entry("decoder.final_layernorm.weight", (("model.norm.weight", (shape.hidden_size,)),), Packing.PLAIN, ShardCut.REPLICATED)
     if shape.tied_embeddings:  # exists where the last pipeline stage is not the first
-        yield Entry("output_layer.weight", embedding, Packing.PLAIN, Cut.VOCAB, is_copy=True)
+        yield Entry("output_layer.weight", embedding, Packing.PLAIN, ShardCut.VOCAB, is_copy=True)
     else:
-        yield Entry("output_layer.weight", (("lm_head.weight", rows),), Packing.PLAIN, Cut.VOCAB)
+        yield Entry("output_layer.weight", (("lm_head.weight", rows),), Packing.PLAIN, ShardCut.VOCAB)
 
 
 def layer_entries(shape: ModelShape, *, moe: bool) -> Iterator[Entry]:
@@ -74,63 +74,81 @@ def layer_entries(shape: ModelShape, *, moe: bool) -> Iterator[Entry]:
 def _attention(shape: ModelShape) -> Iterator[Entry]:
     hidden, sizes = shape.hidden_size, {"q": shape.query_size, "k": shape.key_size, "v": shape.key_size}
     weights = tuple((f"self_attn.{p}_proj.weight", (size, hidden)) for p, size in sizes.items())
-    yield Entry("self_attention.linear_qkv.weight", weights, Packing.QKV, Cut.COLUMN)
+    yield Entry("self_attention.linear_qkv.weight", weights, Packing.QKV, ShardCut.COLUMN)
     if shape.qkv_bias:
         biases = tuple((f"self_attn.{p}_proj.bias", (size,)) for p, size in sizes.items())
-        yield Entry("self_attention.linear_qkv.bias", biases, Packing.QKV, Cut.COLUMN)
+        yield Entry("self_attention.linear_qkv.bias", biases, Packing.QKV, ShardCut.COLUMN)
     if shape.qk_norm:
         yield _norm("self_attention.q_layernorm", "self_attn.q_norm", shape.head_dim)
         yield _norm("self_attention.k_layernorm", "self_attn.k_norm", shape.head_dim)
-    yield _plain("self_attention.linear_proj.weight", "self_attn.o_proj.weight", (hidden, shape.query_size), Cut.ROW)
+    yield _plain("self_attention.linear_proj.weight", "self_attn.o_proj.weight", (hidden, shape.query_size), ShardCut.ROW)
     if shape.attention_out_bias:
-        yield _plain("self_attention.linear_proj.bias", "self_attn.o_proj.bias", (hidden,), Cut.REPLICATED)
+        yield _plain("self_attention.linear_proj.bias", "self_attn.o_proj.bias", (hidden,), ShardCut.REPLICATED)
 
 
 def _latent_attention(shape: ModelShape, mla: MlaShape) -> Iterator[Entry]:
     hidden, heads, here = shape.hidden_size, shape.num_attention_heads, "self_attention"
     query = heads * (mla.qk_head_dim + mla.qk_pos_emb_head_dim)
     if mla.q_lora_rank:
-        yield _plain(f"{here}.linear_q_down_proj.weight", "self_attn.q_a_proj.weight", (mla.q_lora_rank, hidden), Cut.COLUMN)
+        yield _plain(f"{here}.linear_q_down_proj.weight", "self_attn.q_a_proj.weight", (mla.q_lora_rank, hidden), ShardCut.COLUMN)
         yield _norm(f"{here}.q_layernorm", "self_attn.q_a_layernorm", mla.q_lora_rank)
-        yield _plain(f"{here}.linear_q_up_proj.weight", "self_attn.q_b_proj.weight", (query, mla.q_lora_rank), Cut.COLUMN)
+        yield _plain(f"{here}.linear_q_up_proj.weight", "self_attn.q_b_proj.weight", (query, mla.q_lora_rank), ShardCut.COLUMN)
     else:
-        yield _plain(f"{here}.linear_q_proj.weight", "self_attn.q_proj.weight", (query, hidden), Cut.COLUMN)
+        yield _plain(f"{here}.linear_q_proj.weight", "self_attn.q_proj.weight", (query, hidden), ShardCut.COLUMN)
     down, up = mla.kv_lora_rank + mla.qk_pos_emb_head_dim, heads * (mla.qk_head_dim + mla.v_head_dim)
-    yield _plain(f"{here}.linear_kv_down_proj.weight", "self_attn.kv_a_proj_with_mqa.weight", (down, hidden), Cut.COLUMN)
+    yield _plain(f"{here}.linear_kv_down_proj.weight", "self_attn.kv_a_proj_with_mqa.weight", (down, hidden), ShardCut.COLUMN)
     yield _norm(f"{here}.kv_layernorm", "self_attn.kv_a_layernorm", mla.kv_lora_rank)
-    yield _plain(f"{here}.linear_kv_up_proj.weight", "self_attn.kv_b_proj.weight", (up, mla.kv_lora_rank), Cut.COLUMN)
-    yield _plain(f"{here}.linear_proj.weight", "self_attn.o_proj.weight", (hidden, heads * mla.v_head_dim), Cut.ROW)
+    yield _plain(f"{here}.linear_kv_up_proj.weight", "self_attn.kv_b_proj.weight", (up, mla.kv_lora_rank), ShardCut.COLUMN)
+    yield _plain(f"{here}.linear_proj.weight", "self_attn.o_proj.weight", (hidden, heads * mla.v_head_dim), ShardCut.ROW)
 
 
-def _gated_mlp(megatron: str, hf: str, hidden: int, ffn: int, *, bias: bool = False, expert: bool = False,
-               names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")) -> Iterator[Entry]:
+def _gated_mlp(
+    megatron: str,
+    hf: str,
+    hidden: int,
+    ffn: int,
+    *,
+    bias: bool = False,
+    expert: bool = False,
+    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+) -> Iterator[Entry]:
     gate, up, down = (f"{hf}.{name}" for name in names)
-    yield Entry(f"{megatron}.linear_fc1.weight", ((f"{gate}.weight", (ffn, hidden)), (f"{up}.weight", (ffn, hidden))),
-                Packing.GATE_UP, Cut.GATED_COLUMN, expert)
-    yield Entry(f"{megatron}.linear_fc2.weight", ((f"{down}.weight", (hidden, ffn)),), Packing.PLAIN, Cut.ROW, expert)
+    yield Entry(
+        f"{megatron}.linear_fc1.weight",
+        ((f"{gate}.weight", (ffn, hidden)), (f"{up}.weight", (ffn, hidden))),
+        Packing.GATE_UP,
+        ShardCut.GATED_COLUMN,
+        expert,
+    )
+    yield Entry(f"{megatron}.linear_fc2.weight", ((f"{down}.weight", (hidden, ffn)),), Packing.PLAIN, ShardCut.ROW, expert)
     if bias:
-        yield Entry(f"{megatron}.linear_fc1.bias", ((f"{gate}.bias", (ffn,)), (f"{up}.bias", (ffn,))), Packing.GATE_UP, Cut.GATED_COLUMN)
-        yield Entry(f"{megatron}.linear_fc2.bias", ((f"{down}.bias", (hidden,)),), Packing.PLAIN, Cut.REPLICATED)
+        yield Entry(
+            f"{megatron}.linear_fc1.bias", ((f"{gate}.bias", (ffn,)), (f"{up}.bias", (ffn,))), Packing.GATE_UP, ShardCut.GATED_COLUMN
+        )
+        yield Entry(f"{megatron}.linear_fc2.bias", ((f"{down}.bias", (hidden,)),), Packing.PLAIN, ShardCut.REPLICATED)
 
 
 def _experts(shape: ModelShape, moe: MoeShape, family: Family) -> Iterator[Entry]:
     hidden, block = shape.hidden_size, family.moe_block
-    yield _plain("mlp.router.weight", f"{block}.gate.weight", (moe.num_experts, hidden), Cut.REPLICATED)
+    yield _plain("mlp.router.weight", f"{block}.gate.weight", (moe.num_experts, hidden), ShardCut.REPLICATED)
     if moe.has_expert_bias:
-        yield replace(_plain("mlp.router.expert_bias", f"{block}.gate.e_score_correction_bias", (moe.num_experts,), Cut.REPLICATED),
-                      is_buffer=True)
-    yield from _gated_mlp("mlp.experts.local_experts.{e}", f"{block}.experts.{{e}}", hidden, moe.ffn_hidden_size, expert=True,
-                          names=family.expert_names)
+        yield replace(
+            _plain("mlp.router.expert_bias", f"{block}.gate.e_score_correction_bias", (moe.num_experts,), ShardCut.REPLICATED),
+            is_buffer=True,
+        )
+    yield from _gated_mlp(
+        "mlp.experts.local_experts.{e}", f"{block}.experts.{{e}}", hidden, moe.ffn_hidden_size, expert=True, names=family.expert_names
+    )
     if moe.shared_ffn_hidden_size:
         yield from _gated_mlp("mlp.shared_experts", f"{block}.shared_experts", hidden, moe.shared_ffn_hidden_size)
 
 
-def _plain(megatron: str, hf: str, size: tuple[int, ...], cut: Cut) -> Entry:
+def _plain(megatron: str, hf: str, size: tuple[int, ...], cut: ShardCut) -> Entry:
     return Entry(megatron, ((hf, size),), Packing.PLAIN, cut)
 
 
 def _norm(megatron: str, hf: str, size: int) -> Entry:
-    return _plain(f"{megatron}.weight", f"{hf}.weight", (size,), Cut.REPLICATED)
+    return _plain(f"{megatron}.weight", f"{hf}.weight", (size,), ShardCut.REPLICATED)
 
 
 def num_parameters(shape: ModelShape, *, active_only: bool = False) -> int:
@@ -138,6 +156,7 @@ def num_parameters(shape: ModelShape, *, active_only: bool = False) -> int:
 
     active_only: without the experts that a token is not sent to.
     """
+
     def count(entries: Iterable[Entry], experts: int) -> int:
         return sum(math.prod(size) * (experts if entry.is_expert else 1) for entry in entries if not entry.is_copy for _, size in entry.hf)
 
@@ -175,7 +194,7 @@ def transformer_engine_naming(entry: Entry, *, shape: ModelShape, moe: bool) -> 
             if entry.megatron == f"self_attention.{stream}_layernorm.weight":
                 return replace(entry, megatron=f"self_attention.linear_{stream}_up_proj.layer_norm_weight")
             if entry.megatron == f"self_attention.linear_{stream}_down_proj.weight":
-                return replace(entry, cut=Cut.REPLICATED)  # TELinear with parallel_mode="duplicated"
+                return replace(entry, cut=ShardCut.REPLICATED)  # TELinear with parallel_mode="duplicated"
     return entry
 
 

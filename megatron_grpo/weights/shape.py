@@ -66,11 +66,15 @@ class ModelShape:
             "tied_embeddings": bool(config.get("tie_word_embeddings", False)),
         }
         read.require(config.get("hidden_act", "silu") == "silu", f"hidden_act is {config.get('hidden_act')!r}; only 'silu' is supported.")
-        read.require(not config.get("quantization_config"), "the checkpoint is quantized (quantization_config); training needs one in "
-                     "bfloat16 or float32.")
+        read.require(
+            not config.get("quantization_config"),
+            "the checkpoint is quantized (quantization_config); training needs one in bfloat16 or float32.",
+        )
         if not read.problems:
-            read.require(heads % common["num_query_groups"] == 0, f"num_attention_heads ({heads}) must be a multiple of "
-                         f"num_key_value_heads ({common['num_query_groups']}).")
+            read.require(
+                heads % common["num_query_groups"] == 0,
+                f"num_attention_heads ({heads}) must be a multiple of num_key_value_heads ({common['num_query_groups']}).",
+            )
         read.stop_if_wrong()
         try:
             merged = {**common, **family.traits(config, common)}
@@ -124,8 +128,15 @@ def read_config(directory: str | Path) -> dict[str, Any]:
     path = Path(directory) / "config.json"
     if not path.is_file():
         what = "has no config.json" if path.parent.is_dir() else "is not a directory"
-        raise ConfigError([Problem(flags=("model",), message=f"model: {path.parent} {what}. A Hugging Face checkpoint directory holds "
-                                                             "config.json, tokenizer files and *.safetensors.")])
+        raise ConfigError(
+            [
+                Problem(
+                    flags=("model",),
+                    message=f"model: {path.parent} {what}. A Hugging Face checkpoint directory holds "
+                    "config.json, tokenizer files and *.safetensors.",
+                )
+            ]
+        )
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -156,17 +167,32 @@ def rope_from_hf(config: Mapping[str, Any], dim: int, default_theta: float, read
     if kind == "linear":
         return RopeShape(type=kind, dim=dim, theta=theta, factor=float(given["factor"]))
     if kind == "llama3":
-        return RopeShape(type=kind, dim=dim, theta=theta, factor=float(given["factor"]), original_max_position_embeddings=original,
-                         low_freq_factor=float(given["low_freq_factor"]), high_freq_factor=float(given["high_freq_factor"]))
+        return RopeShape(
+            type=kind,
+            dim=dim,
+            theta=theta,
+            factor=float(given["factor"]),
+            original_max_position_embeddings=original,
+            low_freq_factor=float(given["low_freq_factor"]),
+            high_freq_factor=float(given["high_freq_factor"]),
+        )
     if kind == "yarn":
         read.require(original > 0, "rope type 'yarn' needs original_max_position_embeddings or max_position_embeddings.")
         if read.problems:
             return None
         factor = float(given.get("factor") or longest / original)
         truncate = given.get("truncate", True)
-        return RopeShape(type=kind, dim=dim, theta=theta, factor=factor, original_max_position_embeddings=original,
-                         beta_fast=float(given.get("beta_fast") or 32), beta_slow=float(given.get("beta_slow") or 1),
-                         truncate=bool(truncate), attention_scaling=_yarn_attention_scaling(given, factor))
+        return RopeShape(
+            type=kind,
+            dim=dim,
+            theta=theta,
+            factor=factor,
+            original_max_position_embeddings=original,
+            beta_fast=float(given.get("beta_fast") or 32),
+            beta_slow=float(given.get("beta_slow") or 1),
+            truncate=bool(truncate),
+            attention_scaling=_yarn_attention_scaling(given, factor),
+        )
     return RopeShape(type=kind, dim=dim, theta=theta)
 
 

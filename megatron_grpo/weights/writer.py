@@ -18,8 +18,21 @@ from megatron_grpo.weights.reader import INDEX, SINGLE
 from megatron_grpo.weights.shape import read_config
 
 # What makes a directory loadable besides its weights. Named one by one, since model directories also hold other formats and pictures.
-COMPANIONS = ("generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.tiktoken",
-              "spiece.model", "sentencepiece*.model", "tekken.json", "chat_template*", "processor_config.json", "preprocessor_config.json")
+COMPANIONS = (
+    "generation_config.json",
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "*.tiktoken",
+    "spiece.model",
+    "sentencepiece*.model",
+    "tekken.json",
+    "chat_template*",
+    "processor_config.json",
+    "preprocessor_config.json",
+)
 _FLOAT32 = (".e_score_correction_bias",)  # added to scores that differ in the third digit
 
 
@@ -31,8 +44,16 @@ class HfWriter:
     which is replaced, or an empty directory, but nothing else. `expected`: names that must all have been written.
     """
 
-    def __init__(self, out: str | Path, source: str | Path, *, dtype: torch.dtype | None = None, max_shard_bytes: int = 5 * 1000**3,
-                 expected: frozenset[str] | None = None, config_changes: Mapping[str, Any] | None = None):
+    def __init__(
+        self,
+        out: str | Path,
+        source: str | Path,
+        *,
+        dtype: torch.dtype | None = None,
+        max_shard_bytes: int = 5 * 1000**3,
+        expected: frozenset[str] | None = None,
+        config_changes: Mapping[str, Any] | None = None,
+    ):
         self.out, self.source = Path(out), Path(source)
         self.dtype, self.max_shard_bytes, self.expected = dtype, max_shard_bytes, expected
         self.config_changes = dict(config_changes or {})
@@ -45,8 +66,14 @@ class HfWriter:
 
     def __enter__(self) -> HfWriter:
         if self.out.exists() and (not self.out.is_dir() or (any(self.out.iterdir()) and not (self.out / "config.json").is_file())):
-            raise ConfigError([Problem(flags=("output_dir",), message=f"{self.out} exists and is not a Hugging Face checkpoint; it is left "
-                                                                      "alone. Name another directory.")])
+            raise ConfigError(
+                [
+                    Problem(
+                        flags=("output_dir",),
+                        message=f"{self.out} exists and is not a Hugging Face checkpoint; it is left alone. Name another directory.",
+                    )
+                ]
+            )
         shutil.rmtree(self._partial, ignore_errors=True)
         self._partial.mkdir(parents=True)
         return self
@@ -81,8 +108,9 @@ class HfWriter:
         missing = sorted((self.expected or frozenset()) - self._sizes.keys())
         extra = sorted(self._sizes.keys() - self.expected) if self.expected is not None else []
         if missing or extra:
-            raise ValueError(f"incomplete export to {self.out}: {len(missing)} tensors missing {missing[:3]}, "
-                             f"{len(extra)} unknown {extra[:3]}")
+            raise ValueError(
+                f"incomplete export to {self.out}: {len(missing)} tensors missing {missing[:3]}, {len(extra)} unknown {extra[:3]}"
+            )
         self._flush()
         self._name_shards()
         self._write_config()

@@ -22,8 +22,8 @@ def build(name, model, rank, world_size):
         from tests.end_to_end.scripted import answers
 
         return ScriptedEngine(answers(model, 1.0))
-    from megatron_grpo.config import RolloutConfig
     from megatron_grpo.rollout.colocated import ColocatedEngine
+    from megatron_grpo.settings.config import RolloutConfig
 
     cfg = RolloutConfig(vllm_kv_cache_memory_mb=8, vllm_max_num_seqs=32)
     return ColocatedEngine.build(cfg, model_path=model, dtype="float32", max_model_len=128, seed=0, rank=rank, world_size=world_size)

@@ -52,13 +52,36 @@ class Policy:
 
         dtype = torch.bfloat16 if bf16 else torch.float32
         config = TransformerConfig(
-            num_layers=LAYERS, hidden_size=hidden, num_attention_heads=4, num_query_groups=2, ffn_hidden_size=96, kv_channels=16,
-            tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, virtual_pipeline_model_parallel_size=vpp, pipeline_dtype=dtype,
-            params_dtype=dtype, bf16=bf16, gated_linear_unit=True, activation_func=torch.nn.functional.silu, normalization="RMSNorm",
-            add_bias_linear=False, qk_layernorm=True, attention_dropout=0, hidden_dropout=0, masked_softmax_fusion=False,
-            gradient_accumulation_fusion=False, bias_dropout_fusion=False, apply_rope_fusion=False, num_moe_experts=experts,
-            expert_model_parallel_size=ep, expert_tensor_parallel_size=1, moe_ffn_hidden_size=32 if experts else None,
-            moe_router_load_balancing_type="none", moe_token_dispatcher_type="alltoall")
+            num_layers=LAYERS,
+            hidden_size=hidden,
+            num_attention_heads=4,
+            num_query_groups=2,
+            ffn_hidden_size=96,
+            kv_channels=16,
+            tensor_model_parallel_size=tp,
+            pipeline_model_parallel_size=pp,
+            virtual_pipeline_model_parallel_size=vpp,
+            pipeline_dtype=dtype,
+            params_dtype=dtype,
+            bf16=bf16,
+            gated_linear_unit=True,
+            activation_func=torch.nn.functional.silu,
+            normalization="RMSNorm",
+            add_bias_linear=False,
+            qk_layernorm=True,
+            attention_dropout=0,
+            hidden_dropout=0,
+            masked_softmax_fusion=False,
+            gradient_accumulation_fusion=False,
+            bias_dropout_fusion=False,
+            apply_rope_fusion=False,
+            num_moe_experts=experts,
+            expert_model_parallel_size=ep,
+            expert_tensor_parallel_size=1,
+            moe_ffn_hidden_size=32 if experts else None,
+            moe_router_load_balancing_type="none",
+            moe_token_dispatcher_type="alltoall",
+        )
         spec = get_gpt_layer_local_spec(num_experts=experts, moe_grouped_gemm=False, qk_layernorm=True, normalization="RMSNorm")
         parts = spec.submodules
         parts.input_layernorm = parts.pre_mlp_layernorm = Norm
@@ -66,18 +89,47 @@ class Policy:
         models = []
         for stage in range(vpp or 1):
             where = dict(ignore_virtual=False, vp_stage=stage) if vpp else {}
-            models.append(GPTModel(
-                config, TransformerBlockSubmodules([spec] * (LAYERS // pp // (vpp or 1)), Norm), vocab_size=64, max_sequence_length=64,
-                pre_process=ps.is_pipeline_first_stage(**where), post_process=ps.is_pipeline_last_stage(**where),
-                share_embeddings_and_output_weights=False, position_embedding_type="rope", **({"vp_stage": stage} if vpp else {})))
+            models.append(
+                GPTModel(
+                    config,
+                    TransformerBlockSubmodules([spec] * (LAYERS // pp // (vpp or 1)), Norm),
+                    vocab_size=64,
+                    max_sequence_length=64,
+                    pre_process=ps.is_pipeline_first_stage(**where),
+                    post_process=ps.is_pipeline_last_stage(**where),
+                    share_embeddings_and_output_weights=False,
+                    position_embedding_type="rope",
+                    **({"vp_stage": stage} if vpp else {}),
+                )
+            )
         ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=distributed)
         self.chunks = [DistributedDataParallel(config, ddp, model.bfloat16() if bf16 else model) for model in models]
-        self.optimizer = get_megatron_optimizer(OptimizerConfig(
-            optimizer="adam", lr=lr, min_lr=0.0, weight_decay=0.1, params_dtype=dtype, bf16=bf16, clip_grad=0.0,
-            use_distributed_optimizer=distributed), self.chunks)
+        self.optimizer = get_megatron_optimizer(
+            OptimizerConfig(
+                optimizer="adam",
+                lr=lr,
+                min_lr=0.0,
+                weight_decay=0.1,
+                params_dtype=dtype,
+                bf16=bf16,
+                clip_grad=0.0,
+                use_distributed_optimizer=distributed,
+            ),
+            self.chunks,
+        )
         self.scheduler = OptimizerParamScheduler(
-            self.optimizer, init_lr=0.0, max_lr=lr, min_lr=0.0, lr_warmup_steps=2, lr_decay_steps=20, lr_decay_style="linear",
-            start_wd=0.1, end_wd=0.1, wd_incr_steps=20, wd_incr_style="constant")
+            self.optimizer,
+            init_lr=0.0,
+            max_lr=lr,
+            min_lr=0.0,
+            lr_warmup_steps=2,
+            lr_decay_steps=20,
+            lr_decay_style="linear",
+            start_wd=0.1,
+            end_wd=0.1,
+            wd_incr_steps=20,
+            wd_incr_style="constant",
+        )
 
     def step(self):
         for chunk in self.chunks:
@@ -108,13 +160,24 @@ def pending_samples():
     rng = np.random.default_rng(0)
 
     def fields(row, length):
-        return dict(row=row, rollout=2, prompt_number=7, version=3, token_ids=rng.integers(0, 64, length),
-                    loss_mask=np.arange(length) > 2, sampler_logprobs=-rng.random(length, dtype=np.float32), advantage=float(rng.normal()),
-                    is_dead=row == 1, is_truncated=False)
+        return dict(
+            row=row,
+            rollout=2,
+            prompt_number=7,
+            version=3,
+            token_ids=rng.integers(0, 64, length),
+            loss_mask=np.arange(length) > 2,
+            sampler_logprobs=-rng.random(length, dtype=np.float32),
+            advantage=float(rng.normal()),
+            is_dead=row == 1,
+            is_truncated=False,
+        )
 
-    return [Sample(**fields(0, 5)),
-            AnchoredSample(**fields(1, 9), old_logprobs=-rng.random(9, dtype=np.float32), anchored_by="recompute"),
-            Sample(**fields(2, 4))]
+    return [
+        Sample(**fields(0, 5)),
+        AnchoredSample(**fields(1, 9), old_logprobs=-rng.random(9, dtype=np.float32), anchored_by="recompute"),
+        Sample(**fields(2, 4)),
+    ]
 
 
 def save_after(rank, world_size, folder, steps, more, layout):
@@ -124,8 +187,12 @@ def save_after(rank, world_size, folder, steps, more, layout):
     for step in range(1, steps + more + 1):
         policy.step()
         if step in (steps, steps + more):
-            keeper.save(Progress(step=step, num_rollouts=step, num_prompts=4 * step, num_tokens=100 * step), pending_samples(),
-                        policy, Prompts(4 * step))
+            keeper.save(
+                Progress(step=step, num_rollouts=step, num_prompts=4 * step, num_tokens=100 * step),
+                pending_samples(),
+                policy,
+                Prompts(4 * step),
+            )
 
 
 def resume_and_save(rank, world_size, source, folder, more, layout):
@@ -152,8 +219,14 @@ def tensors_of(directories):
 
         cpu.enable()
         # numpy, or it would travel as storages shared by file descriptor
-        return [{name: value.float().numpy() for name, value in dist_checkpointing.load_plain_tensors(str(d)).items()
-                 if isinstance(value, torch.Tensor)} for d in directories]
+        return [
+            {
+                name: value.float().numpy()
+                for name, value in dist_checkpointing.load_plain_tensors(str(d)).items()
+                if isinstance(value, torch.Tensor)
+            }
+            for d in directories
+        ]
 
     return run_ranks(read, 1)[0]
 
@@ -177,8 +250,11 @@ def copy(saved, tmp_path):
     return tmp_path / "copy"
 
 
-@pytest.mark.parametrize("world_size, layout", [(2, {"tp": 2}), (2, {"pp": 2}), (2, {}), (2, {"pp": 2, "vpp": 2}), (4, {"tp": 2})],
-                         ids=["tp2", "pp2", "dp2", "pp2_vpp2", "tp2_dp2"])
+@pytest.mark.parametrize(
+    "world_size, layout",
+    [(2, {"tp": 2}), (2, {"pp": 2}), (2, {}), (2, {"pp": 2, "vpp": 2}), (4, {"tp": 2})],
+    ids=["tp2", "pp2", "dp2", "pp2_vpp2", "tp2_dp2"],
+)
 def test_a_checkpoint_of_one_rank_continues_under_another_layout_to_the_same_weights_and_moments(saved, tmp_path, world_size, layout):
     start_from_two(saved, tmp_path / "source")
     told = run_ranks(resume_and_save, world_size, tmp_path / "source", tmp_path / "new", 2, layout)
@@ -231,8 +307,11 @@ def test_an_optimizer_that_is_not_distributed_continues_as_if_uninterrupted(tmp_
         assert np.array_equal(before[name], after[name]), name
 
 
-@pytest.mark.parametrize("layout", [{}, {"bf16": True}, {"distributed": False}, {"bf16": True, "distributed": False}, {"experts": 4}],
-                         ids=["fp32", "bf16", "fp32, whole", "bf16, whole", "experts"])
+@pytest.mark.parametrize(
+    "layout",
+    [{}, {"bf16": True}, {"distributed": False}, {"bf16": True, "distributed": False}, {"experts": 4}],
+    ids=["fp32", "bf16", "fp32, whole", "bf16, whole", "experts"],
+)
 def test_a_run_resumed_after_every_step_is_the_run_that_was_never_stopped(tmp_path, layout):
     """The second resume reads what a resumed run has written."""
     run_ranks(save_after, 1, tmp_path / "whole", 3, 0, layout)

@@ -1,7 +1,7 @@
 """The other end of the megatron-core range, which does not install on this Python: its unpacked wheel on the path of a fresh process.
 
-    pip download megatron-core==0.19.2 --no-deps --python-version 3.12 --only-binary=:all: && unzip -d core megatron_core-*.whl
-    MEGATRON_GRPO_EXTRA_CORE=core pytest tests/distributed/test_newer_core.py
+pip download megatron-core==0.19.2 --no-deps --python-version 3.12 --only-binary=:all: && unzip -d core megatron_core-*.whl
+MEGATRON_GRPO_EXTRA_CORE=core pytest tests/distributed/test_newer_core.py
 """
 
 from __future__ import annotations

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_grpo.batching.plan import BatchPlan
-from megatron_grpo.config import Config
 from megatron_grpo.planning.memory import static_memory
+from megatron_grpo.settings.config import Config
+from megatron_grpo.sizing.batch_sizes import BatchSizes
 from megatron_grpo.weights.shape import ModelShape
 from tests.parity_cases import build
 from tests.ranks import run_ranks
@@ -82,7 +82,7 @@ def test_weights_gradients_and_optimizer_state_are_equal_to_the_byte(tmp_path, n
         setattr(cfg.model if setting == "torch_dtype" else cfg.optimizer, setting, value)
     cfg.batch.global_batch_size, cfg.batch.num_generations = 2 * world * 2, 2 * world
     shape = ModelShape.from_pretrained(path)
-    plan = BatchPlan.from_config(cfg, num_layers=shape.num_layers, num_experts=shape.moe.num_experts if shape.moe else 0)
+    plan = BatchSizes.from_config(cfg, num_layers=shape.num_layers, num_experts=shape.moe.num_experts if shape.moe else 0)
     found = run_ranks(measured, world, str(path), cfg)
     for stage, place, expert_place, weights, gradients, optimizer, padding in found:
         told = static_memory(shape, plan, cfg, stage, dp_rank=place, expert_dp_rank=expert_place)

@@ -11,9 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_grpo.config import RolloutConfig
 from megatron_grpo.errors import ConfigError
 from megatron_grpo.rollout.engine import SamplingSettings
+from megatron_grpo.settings.config import RolloutConfig
 from megatron_grpo.types import Prompt
 from tests.ranks import RanksFailed, run_ranks
 from tests.tiny_models import EOS, SPECIAL, hf_logprobs, load_tiny, write_tiny

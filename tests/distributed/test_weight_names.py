@@ -39,34 +39,69 @@ def build(shape: ModelShape, *, tp: int, ep: int, etp: int):
 
     parallel_state.initialize_model_parallel(tp, expert_model_parallel_size=ep, expert_tensor_parallel_size=etp)
     tensor_parallel.random.model_parallel_cuda_manual_seed(1)
-    sizes = dict(num_layers=shape.num_layers, hidden_size=shape.hidden_size, num_attention_heads=shape.num_attention_heads,
-                 num_query_groups=shape.num_query_groups, kv_channels=shape.head_dim, ffn_hidden_size=shape.ffn_hidden_size,
-                 tensor_model_parallel_size=tp, expert_model_parallel_size=ep, expert_tensor_parallel_size=etp, gated_linear_unit=True,
-                 activation_func=torch.nn.functional.silu, normalization="RMSNorm", qk_layernorm=shape.qk_norm, add_qkv_bias=shape.qkv_bias,
-                 add_bias_linear=shape.mlp_bias, gradient_accumulation_fusion=False, bias_dropout_fusion=False, masked_softmax_fusion=False)
+    sizes = dict(
+        num_layers=shape.num_layers,
+        hidden_size=shape.hidden_size,
+        num_attention_heads=shape.num_attention_heads,
+        num_query_groups=shape.num_query_groups,
+        kv_channels=shape.head_dim,
+        ffn_hidden_size=shape.ffn_hidden_size,
+        tensor_model_parallel_size=tp,
+        expert_model_parallel_size=ep,
+        expert_tensor_parallel_size=etp,
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        normalization="RMSNorm",
+        qk_layernorm=shape.qk_norm,
+        add_qkv_bias=shape.qkv_bias,
+        add_bias_linear=shape.mlp_bias,
+        gradient_accumulation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+    )
     if shape.moe:
         moe = shape.moe
-        sizes |= dict(num_moe_experts=moe.num_experts, moe_router_topk=moe.topk, moe_ffn_hidden_size=moe.ffn_hidden_size,
-                      moe_layer_freq=[int(layer) for layer in moe.layers], moe_router_load_balancing_type="none",
-                      moe_token_dispatcher_type="alltoall", moe_router_score_function=moe.score_function,
-                      moe_router_enable_expert_bias=moe.has_expert_bias, moe_shared_expert_intermediate_size=moe.shared_ffn_hidden_size,
-                      moe_router_pre_softmax=not moe.norm_topk_prob, moe_router_num_groups=moe.num_groups,
-                      moe_router_group_topk=moe.group_topk,
-                      moe_router_topk_scaling_factor=moe.scaling_factor if moe.scaling_factor != 1 else None)
+        sizes |= dict(
+            num_moe_experts=moe.num_experts,
+            moe_router_topk=moe.topk,
+            moe_ffn_hidden_size=moe.ffn_hidden_size,
+            moe_layer_freq=[int(layer) for layer in moe.layers],
+            moe_router_load_balancing_type="none",
+            moe_token_dispatcher_type="alltoall",
+            moe_router_score_function=moe.score_function,
+            moe_router_enable_expert_bias=moe.has_expert_bias,
+            moe_shared_expert_intermediate_size=moe.shared_ffn_hidden_size,
+            moe_router_pre_softmax=not moe.norm_topk_prob,
+            moe_router_num_groups=moe.num_groups,
+            moe_router_group_topk=moe.group_topk,
+            moe_router_topk_scaling_factor=moe.scaling_factor if moe.scaling_factor != 1 else None,
+        )
     kind = TransformerConfig
     if shape.mla:
         mla, kind = shape.mla, MLATransformerConfig
         # Megatron-Core believes that it has Transformer Engine whenever its own wrapper of it can be imported.
         sys.modules[MLASelfAttention.__module__].HAVE_TE = False
-        sizes |= dict(q_lora_rank=mla.q_lora_rank, kv_lora_rank=mla.kv_lora_rank, qk_head_dim=mla.qk_head_dim, v_head_dim=mla.v_head_dim,
-                      qk_pos_emb_head_dim=mla.qk_pos_emb_head_dim, multi_latent_attention=True)
+        sizes |= dict(
+            q_lora_rank=mla.q_lora_rank,
+            kv_lora_rank=mla.kv_lora_rank,
+            qk_head_dim=mla.qk_head_dim,
+            v_head_dim=mla.v_head_dim,
+            qk_pos_emb_head_dim=mla.qk_pos_emb_head_dim,
+            multi_latent_attention=True,
+        )
     config = kind(**sizes)
     spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm")
     if shape.mla:  # Megatron's own attention core cannot be built with it on the local spec; it has no parameters
         for layer in spec.layer_specs:
             layer.submodules.self_attention.submodules.core_attention = NoCore
-    return GPTModel(config, spec, vocab_size=ROWS, max_sequence_length=64, position_embedding_type="none" if shape.mla else "rope",
-                    share_embeddings_and_output_weights=shape.tied_embeddings)
+    return GPTModel(
+        config,
+        spec,
+        vocab_size=ROWS,
+        max_sequence_length=64,
+        position_embedding_type="none" if shape.mla else "rope",
+        share_embeddings_and_output_weights=shape.tied_embeddings,
+    )
 
 
 def fill_and_report(rank, world_size, path, tp, ep, etp):
@@ -83,8 +118,14 @@ def fill_and_report(rank, world_size, path, tp, ep, etp):
         name = with_global_numbers(local, first_expert=parallel_state.get_expert_model_parallel_rank() * experts)
         if not isinstance(tensor, torch.nn.Parameter) and not name.endswith("expert_bias"):
             continue
-        shard = weights.load(name, reader, tp_rank=parallel_state.get_tensor_model_parallel_rank(), tp_size=tp,
-                             expert_tp_rank=parallel_state.get_expert_tensor_parallel_rank(), expert_tp_size=etp)
+        shard = weights.load(
+            name,
+            reader,
+            tp_rank=parallel_state.get_tensor_model_parallel_rank(),
+            tp_size=tp,
+            expert_tp_rank=parallel_state.get_expert_tensor_parallel_rank(),
+            expert_tp_size=etp,
+        )
         assert shard.shape == tensor.shape, (name, shard.shape, tensor.shape)
         with torch.no_grad():
             tensor.copy_(shard)
@@ -99,7 +140,7 @@ SINGLE = [name for name in CHECKPOINTS if name != "qwen3_biases"]
 @pytest.mark.parametrize("name", SINGLE)
 def test_every_parameter_of_a_real_model_is_known_and_fits(tmp_path, name):
     path = write_checkpoint(name, tmp_path)
-    (_, _, held), = run_ranks(fill_and_report, 1, str(path), 1, 1, 1)
+    ((_, _, held),) = run_ranks(fill_and_report, 1, str(path), 1, 1, 1)
     weights = WeightMap.for_shape(ModelShape.from_pretrained(path), padded_vocab_size=ROWS)
     weights.check_held(held)
     reader = HfReader(path)
@@ -108,9 +149,18 @@ def test_every_parameter_of_a_real_model_is_known_and_fits(tmp_path, name):
     assert all(torch.equal(exported[name], reader(name)) for name in exported)
 
 
-@pytest.mark.parametrize("name,tp,ep,etp", [("llama_all_biases", 2, 1, 1), ("llama_one_group", 4, 1, 1), ("qwen3_two_groups", 4, 1, 1),
-                                            ("qwen3_moe_mixed", 2, 2, 1), ("mixtral", 2, 1, 2), ("mixtral", 2, 2, 2),
-                                            ("deepseek_v3", 2, 2, 1)])
+@pytest.mark.parametrize(
+    "name,tp,ep,etp",
+    [
+        ("llama_all_biases", 2, 1, 1),
+        ("llama_one_group", 4, 1, 1),
+        ("qwen3_two_groups", 4, 1, 1),
+        ("qwen3_moe_mixed", 2, 2, 1),
+        ("mixtral", 2, 1, 2),
+        ("mixtral", 2, 2, 2),
+        ("deepseek_v3", 2, 2, 1),
+    ],
+)
 def test_shards_of_a_real_model_come_together_again(tmp_path, name, tp, ep, etp):
     path = write_checkpoint(name, tmp_path)
     ranks = run_ranks(fill_and_report, max(tp, ep * etp), str(path), tp, ep, etp)
@@ -145,8 +195,19 @@ def project(rank, world_size, path, tp, hidden):
     return query, key, value, out if bias is None else out + bias
 
 
-@pytest.mark.parametrize("name,tp", [("llama_all_biases", 1), ("llama_all_biases", 2), ("llama_one_group", 2), ("llama_one_group", 4),
-                                     ("qwen3_two_groups", 4), ("llama_no_groups", 4), ("qwen2", 2), ("qwen3", 4)])
+@pytest.mark.parametrize(
+    "name,tp",
+    [
+        ("llama_all_biases", 1),
+        ("llama_all_biases", 2),
+        ("llama_one_group", 2),
+        ("llama_one_group", 4),
+        ("qwen3_two_groups", 4),
+        ("llama_no_groups", 4),
+        ("qwen2", 2),
+        ("qwen3", 4),
+    ],
+)
 def test_loaded_layers_compute_what_transformers_computes(tmp_path, name, tp):
     from transformers import AutoModelForCausalLM
 
@@ -156,8 +217,9 @@ def test_loaded_layers_compute_what_transformers_computes(tmp_path, name, tp):
     layer = AutoModelForCausalLM.from_pretrained(path).model.layers[0]
     attention, shape = layer.self_attn, ModelShape.from_pretrained(path)
     with torch.no_grad():
-        query, key, value = (proj(hidden).unflatten(-1, (-1, shape.head_dim))
-                             for proj in (attention.q_proj, attention.k_proj, attention.v_proj))
+        query, key, value = (
+            proj(hidden).unflatten(-1, (-1, shape.head_dim)) for proj in (attention.q_proj, attention.k_proj, attention.v_proj)
+        )
         if shape.qk_norm:
             query, key = attention.q_norm(query), attention.k_norm(key)
         expected = layer.mlp(hidden)

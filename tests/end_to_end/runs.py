@@ -9,10 +9,10 @@ from typing import Any
 from tests.tiny_models import write_tiny
 
 # Prefers even token ids: a random model scores 0.5, and a few optimizer steps move it.
-REWARD = '''
+REWARD = """
 def even(completion_ids, **columns):
     return [sum(token % 2 == 0 for token in ids) / len(ids) for ids in completion_ids]
-'''
+"""
 
 
 def write_inputs(folder: Path, *, rows: int = 40, **model: Any) -> list[str]:

@@ -73,9 +73,9 @@ def greedy_scores(rank, world_size, path: str, data: str) -> tuple[float, float]
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from megatron_grpo.config import RolloutConfig
     from megatron_grpo.rollout.colocated import ColocatedEngine
     from megatron_grpo.rollout.engine import SamplingSettings
+    from megatron_grpo.settings.config import RolloutConfig
     from megatron_grpo.types import Prompt
 
     def even(ids):
@@ -105,7 +105,7 @@ def test_the_export_scores_what_the_run_said(run):
 
 
 def test_the_resolved_configuration_can_be_used_again(run):
-    from megatron_grpo.flags.build import resolve
+    from megatron_grpo.settings.parse import resolve
 
     again = resolve(["--config", str(run[0] / "config.yaml")], launcher_world_size=2)
     first = resolve(run[1], launcher_world_size=2)
@@ -161,5 +161,3 @@ def test_wrong_settings_are_all_named_before_anything_starts(run, tmp_path):
     flags = [*run[1], "--output_dir", str(tmp_path / "out"), "--global_batch_size", "18", "--dataset", str(tmp_path / "no.jsonl")]
     assert run_ranks(train, 2, flags, timeout=60) == [2, 2]
     assert not (tmp_path / "out").exists()
-
-

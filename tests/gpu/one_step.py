@@ -1,6 +1,6 @@
 """Runs under torchrun on real GPUs: optimizer steps from a stored rollout, as the package takes them; each rank writes what it found.
 
-    torchrun --nproc_per_node 2 -m tests.gpu.one_step job.pkl out
+torchrun --nproc_per_node 2 -m tests.gpu.one_step job.pkl out
 """
 
 from __future__ import annotations

@@ -238,9 +238,7 @@ def gdpo(rewards, weights):
     for group in rewards:
         columns = [judged(column) for column in zip(*group, strict=True)]
         for row in group:
-            normalised = [
-                None if r is None else (r - mean(column)) / (std(column) + 1e-4) for r, column in zip(row, columns, strict=True)
-            ]
+            normalised = [None if r is None else (r - mean(column)) / (std(column) + 1e-4) for r, column in zip(row, columns, strict=True)]
             sums.append(total(normalised, weights))
     batch = judged(sums)
     flat = [0.0 if x is None else (x - mean(batch)) / (std(batch) + 1e-4) for x in sums]

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from megatron_grpo.config import GrpoConfig
 from megatron_grpo.grpo.entropy import entropy_threshold
 from megatron_grpo.grpo.loss import GrpoLoss, LossInputs
 from megatron_grpo.grpo.metrics import LossLogs, combine
-from megatron_grpo.grpo.weights import TokenWeights
+from megatron_grpo.grpo.token_weights import TokenWeights
+from megatron_grpo.settings.config import GrpoConfig
 from tests.reference.grpo_reference import Completion
 
 MAX_COMPLETION_LENGTH = 9

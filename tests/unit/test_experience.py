@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_grpo.config import GrpoConfig
 from megatron_grpo.experience import Sampler, collect
 from megatron_grpo.grpo.advantages import advantages
 from megatron_grpo.metrics import Clock, Completions
 from megatron_grpo.rollout.engine import SamplingSettings
 from megatron_grpo.rollout.scripted import ScriptedEngine
+from megatron_grpo.settings.config import GrpoConfig
 from megatron_grpo.types import AnchoredSample, Completion, Prompt, ScoredGroup
 
 LIVE, DEAD = ((1.0,), (0.0,)), ((1.0,), (1.0,))

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_grpo.config import Config, GrpoConfig
-from megatron_grpo.grpo import check
+from megatron_grpo.grpo import refused
 from megatron_grpo.grpo.advantages import ESTIMATORS, advantages, reward_metrics
+from megatron_grpo.settings.config import Config, GrpoConfig
 from megatron_grpo.types import Group, Prompt, ScoredGroup
 from tests.reference import grpo_reference as reference
 
@@ -17,7 +17,7 @@ COMBINATIONS = [
     cfg
     for estimator in (*ESTIMATORS, "gdpo")
     for scale in ("group", "batch", "none", "gdpo")
-    if not check.problems(Config(grpo=(cfg := GrpoConfig(advantage_estimator=estimator, scale_rewards=scale))))
+    if not refused.problems(Config(grpo=(cfg := GrpoConfig(advantage_estimator=estimator, scale_rewards=scale))))
 ]
 
 

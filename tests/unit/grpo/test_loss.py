@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_grpo.config import GrpoConfig
 from megatron_grpo.grpo import corrections
 from megatron_grpo.grpo.loss import OBJECTIVES, GrpoLoss, LossInputs
 from megatron_grpo.grpo.ratios import RATIOS
 from megatron_grpo.grpo.sequences import Sequences, whole_sequences
+from megatron_grpo.settings.config import GrpoConfig
 from tests.combinations import KL_MODES, legal, random_others
 from tests.reference import grpo_reference as reference
 from tests.reference.packing import MAX_COMPLETION_LENGTH, pack, package_loss, random_batch, random_split, weigh

@@ -6,9 +6,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_grpo.config import RolloutConfig
+from megatron_grpo.rollout.completions import to_arrays, to_completions
 from megatron_grpo.rollout.engine import SamplingSettings, prompt_seed
-from megatron_grpo.rollout.exchange import pack, unpack
+from megatron_grpo.settings.config import RolloutConfig
 from megatron_grpo.types import Completion
 
 completions = st.builds(
@@ -22,12 +22,12 @@ completions = st.builds(
 
 @given(st.lists(st.lists(completions, max_size=3).map(tuple), max_size=4))
 def test_packing_loses_nothing(groups):
-    assert unpack(pack(groups)) == groups
+    assert to_completions(to_arrays(groups)) == groups
 
 
 def test_digest_sees_a_token_and_where_a_completion_ends_but_not_the_last_bit_of_a_logprob():
     def digest(*token_ids, logprob=-1.0):
-        return pack(
+        return to_arrays(
             [[Completion(token_ids=ids, logprobs=(logprob,) * len(ids), text="", finish_reason="stop") for ids in token_ids]]
         ).digest()
 
@@ -59,5 +59,5 @@ def test_greedy_keeps_where_to_stop():
 
 def test_packed_arrays_are_small():
     group = [Completion(token_ids=tuple(range(1000)), logprobs=(-0.5,) * 1000, text="", finish_reason="length")] * 4
-    packed = pack([group])
+    packed = to_arrays([group])
     assert packed.token_ids.nbytes + packed.logprobs.nbytes == 4 * 1000 * 8 and packed.logprobs.dtype == np.float32

@@ -24,8 +24,11 @@ def test_the_worked_example_reads_cuts_and_writes_a_model(tmp_path):
     before = dict(families.FAMILIES)
     try:
         exec(block, {})
-        model = transformers.Dots1ForCausalLM(transformers.Dots1Config(
-            **BASE, moe_intermediate_size=16, n_routed_experts=4, n_shared_experts=2, num_experts_per_tok=2, first_k_dense_replace=1))
+        model = transformers.Dots1ForCausalLM(
+            transformers.Dots1Config(
+                **BASE, moe_intermediate_size=16, n_routed_experts=4, n_shared_experts=2, num_experts_per_tok=2, first_k_dense_replace=1
+            )
+        )
         model.save_pretrained(tmp_path)
         reader = HfReader(tmp_path)
         shape = ModelShape.from_hf(reader.config)

@@ -75,13 +75,28 @@ def test_an_old_config_keeps_its_own_word_for_dtype(tmp_path):
 
 def test_companion_files_come_along_and_foreign_weights_do_not(tmp_path):
     source = write_checkpoint("llama", tmp_path / "source")
-    for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "chat_template.jinja", "merges.txt",
-                 "consolidated.safetensors", "pytorch_model.bin", "README.md"):
+    for name in (
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "tokenizer.model",
+        "chat_template.jinja",
+        "merges.txt",
+        "consolidated.safetensors",
+        "pytorch_model.bin",
+        "README.md",
+    ):
         (source / name).write_text("{}")
     copy_weights(HfReader(source), tmp_path / "out", source)
     assert {path.name for path in (tmp_path / "out").iterdir()} == {
-        "config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "tokenizer.model",
-        "chat_template.jinja", "merges.txt"}
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "tokenizer.model",
+        "chat_template.jinja",
+        "merges.txt",
+    }
 
 
 def test_a_failed_write_leaves_the_earlier_checkpoint_and_no_rubbish(tmp_path):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from megatron_grpo.errors import ConfigError
 from megatron_grpo.weights.mapping import WeightMap, with_global_numbers
-from megatron_grpo.weights.names import Cut, hf_shapes
+from megatron_grpo.weights.names import ShardCut, hf_shapes
 from megatron_grpo.weights.reader import HfReader
 from megatron_grpo.weights.shape import ModelShape
 from tests.unit.weights.tiny import CHECKPOINTS, config_of, write_checkpoint
@@ -61,9 +61,9 @@ def test_vocabulary_padding_is_zero_and_never_exported(reader):
     weights = WeightMap.for_shape(ModelShape.from_hf(source.config), padded_vocab_size=64)
     shards = shards_of(weights, "output_layer.weight", source, 4, 1)
     assert [tuple(shard.shape) for shard in shards] == [(16, 32)] * 4
-    assert not shards[3][53 - 48:].any()
-    shards[3][53 - 48:] = 1.0  # the optimizer may have moved them
-    (_, tensor), = weights.export("output_layer.weight", shards)
+    assert not shards[3][53 - 48 :].any()
+    shards[3][53 - 48 :] = 1.0  # the optimizer may have moved them
+    ((_, tensor),) = weights.export("output_layer.weight", shards)
     assert torch.equal(tensor, source("lm_head.weight"))
 
 
@@ -92,24 +92,37 @@ def test_kind_says_how_to_gather():
     shape = ModelShape.from_hf(config_of("deepseek_v3"))
     weights = WeightMap.for_shape(shape, padded_vocab_size=64)
     expert = weights.kind("decoder.layers.1.mlp.experts.local_experts.3.linear_fc1.weight")
-    assert (expert.is_expert, expert.cut) == (True, Cut.GATED_COLUMN)
+    assert (expert.is_expert, expert.cut) == (True, ShardCut.GATED_COLUMN)
     shared = weights.kind("decoder.layers.1.mlp.shared_experts.linear_fc2.weight")
-    assert (shared.is_expert, shared.cut) == (False, Cut.ROW)
+    assert (shared.is_expert, shared.cut) == (False, ShardCut.ROW)
     assert weights.kind("decoder.layers.1.mlp.router.expert_bias").is_buffer
 
 
 def test_local_numbers_become_global_ones():
-    assert with_global_numbers("decoder.layers.1.mlp.experts.local_experts.0.linear_fc1.weight", first_layer=6, first_expert=4) == \
-        "decoder.layers.7.mlp.experts.local_experts.4.linear_fc1.weight"
-    assert with_global_numbers("decoder.layers.0.mlp.experts.linear_fc2.weight3", first_expert=4) == \
-        "decoder.layers.0.mlp.experts.linear_fc2.weight7"
-    assert with_global_numbers("decoder.layers.0.mlp.linear_fc2.weight", first_layer=2, first_expert=4) == \
-        "decoder.layers.2.mlp.linear_fc2.weight"
+    assert (
+        with_global_numbers("decoder.layers.1.mlp.experts.local_experts.0.linear_fc1.weight", first_layer=6, first_expert=4)
+        == "decoder.layers.7.mlp.experts.local_experts.4.linear_fc1.weight"
+    )
+    assert (
+        with_global_numbers("decoder.layers.0.mlp.experts.linear_fc2.weight3", first_expert=4)
+        == "decoder.layers.0.mlp.experts.linear_fc2.weight7"
+    )
+    assert (
+        with_global_numbers("decoder.layers.0.mlp.linear_fc2.weight", first_layer=2, first_expert=4)
+        == "decoder.layers.2.mlp.linear_fc2.weight"
+    )
     assert with_global_numbers("embedding.word_embeddings.weight", first_layer=2) == "embedding.word_embeddings.weight"
 
 
-@pytest.mark.parametrize("name", ["decoder.layers.2.input_layernorm.weight", "decoder.layers.0.self_attention.linear_q.weight",
-                                  "decoder.layers.0.mlp.experts.local_experts.4.linear_fc1.weight", "mtp.layers.0.weight"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "decoder.layers.2.input_layernorm.weight",
+        "decoder.layers.0.self_attention.linear_q.weight",
+        "decoder.layers.0.mlp.experts.local_experts.4.linear_fc1.weight",
+        "mtp.layers.0.weight",
+    ],
+)
 def test_a_parameter_that_the_model_does_not_have_is_refused(name):
     weights = WeightMap.for_shape(ModelShape.from_hf(config_of("qwen3_moe")), padded_vocab_size=64)
     with pytest.raises(LookupError, match="is not a parameter of Qwen3MoeForCausalLM"):
@@ -151,17 +164,37 @@ def test_a_size_that_does_not_divide_says_the_arithmetic(reader):
 
 
 @settings(max_examples=60, deadline=None)
-@given(groups=st.integers(1, 5), heads_per_group=st.integers(1, 5), half_head=st.integers(1, 3), ffn=st.integers(1, 7),
-       tp=st.integers(1, 4), vocab=st.integers(1, 40), tied=st.booleans(), biases=st.booleans())
+@given(
+    groups=st.integers(1, 5),
+    heads_per_group=st.integers(1, 5),
+    half_head=st.integers(1, 3),
+    ffn=st.integers(1, 7),
+    tp=st.integers(1, 4),
+    vocab=st.integers(1, 40),
+    tied=st.booleans(),
+    biases=st.booleans(),
+)
 def test_any_shape_that_divides_round_trips(groups, heads_per_group, half_head, ffn, tp, vocab, tied, biases):
-    shape = ModelShape.from_hf({"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1, "hidden_size": 3, "head_dim": 2 * half_head,
-                                "num_attention_heads": groups * heads_per_group * tp, "num_key_value_heads": groups * tp,
-                                "vocab_size": vocab, "intermediate_size": ffn * tp, "tie_word_embeddings": tied,
-                                "attention_bias": biases, "mlp_bias": biases})
+    shape = ModelShape.from_hf(
+        {
+            "architectures": ["LlamaForCausalLM"],
+            "num_hidden_layers": 1,
+            "hidden_size": 3,
+            "head_dim": 2 * half_head,
+            "num_attention_heads": groups * heads_per_group * tp,
+            "num_key_value_heads": groups * tp,
+            "vocab_size": vocab,
+            "intermediate_size": ffn * tp,
+            "tie_word_embeddings": tied,
+            "attention_bias": biases,
+            "mlp_bias": biases,
+        }
+    )
     weights = WeightMap.for_shape(shape, padded_vocab_size=-(-vocab // tp) * tp)
     source = {name: torch.rand(size) for name, size in hf_shapes(shape).items()}
-    exported = dict(pair for name in weights.megatron_names()
-                    for pair in weights.export(name, shards_of(weights, name, source.__getitem__, tp, 1)))
+    exported = dict(
+        pair for name in weights.megatron_names() for pair in weights.export(name, shards_of(weights, name, source.__getitem__, tp, 1))
+    )
     assert exported.keys() == source.keys()
     assert all(torch.equal(exported[name], source[name]) for name in source)
 

@@ -15,14 +15,33 @@ from tests.unit.weights.tiny import CHECKPOINTS, config_of
 SCALINGS = {
     "default": {"rope_type": "default", "rope_theta": 1e6},
     "linear": {"rope_type": "linear", "factor": 2.5, "rope_theta": 10000.0},
-    "llama3": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_theta": 5e5,
-               "original_max_position_embeddings": 8192},
+    "llama3": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "rope_theta": 5e5,
+        "original_max_position_embeddings": 8192,
+    },
     "yarn": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e6, "original_max_position_embeddings": 32768},
-    "yarn_untruncated": {"rope_type": "yarn", "factor": 32.0, "rope_theta": 150000.0, "original_max_position_embeddings": 4096,
-                         "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False},
+    "yarn_untruncated": {
+        "rope_type": "yarn",
+        "factor": 32.0,
+        "rope_theta": 150000.0,
+        "original_max_position_embeddings": 4096,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+    },
     "yarn_attention_factor": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "attention_factor": 0.7},
-    "yarn_mscale": {"rope_type": "yarn", "factor": 40.0, "rope_theta": 1e4, "mscale": 1.0, "mscale_all_dim": 0.7,
-                    "original_max_position_embeddings": 4096},
+    "yarn_mscale": {
+        "rope_type": "yarn",
+        "factor": 40.0,
+        "rope_theta": 1e4,
+        "mscale": 1.0,
+        "mscale_all_dim": 0.7,
+        "original_max_position_embeddings": 4096,
+    },
 }
 
 
@@ -45,8 +64,17 @@ def test_defaults_of_each_family_are_those_of_transformers(name):
 
 
 def test_latent_attention_rotates_its_own_part_and_sharpens_its_softmax():
-    config = {**config_of("deepseek_v3"), "rope_parameters": {"rope_type": "yarn", "factor": 40.0, "rope_theta": 1e4, "mscale": 1.0,
-                                                              "mscale_all_dim": 1.0, "original_max_position_embeddings": 32}}
+    config = {
+        **config_of("deepseek_v3"),
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "factor": 40.0,
+            "rope_theta": 1e4,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "original_max_position_embeddings": 32,
+        },
+    }
     theirs, shape = AutoConfig.for_model(**config), ModelShape.from_hf(config)
     ours, _ = rope_inverse_frequencies(shape)
     assert torch.equal(torch.from_numpy(ours), DeepseekV3RotaryEmbedding(theirs).inv_freq)

@@ -13,13 +13,22 @@ from megatron_grpo.weights.names import hf_shapes, num_parameters
 from megatron_grpo.weights.shape import ModelShape
 from tests.unit.weights.tiny import CHECKPOINTS, config_of
 
-LLAMA = {"architectures": ["LlamaForCausalLM"], "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 100,
-         "intermediate_size": 128, "max_position_embeddings": 4096}
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 100,
+    "intermediate_size": 128,
+    "max_position_embeddings": 4096,
+}
 
 
 def test_the_shape_of_a_model_is_known_without_torch():
-    code = ("import sys, json; from megatron_grpo.weights.shape import ModelShape; from megatron_grpo.weights.names import num_parameters;"
-            "num_parameters(ModelShape.from_hf(json.loads(sys.argv[1]))); assert not {'torch', 'transformers'} & set(sys.modules)")
+    code = (
+        "import sys, json; from megatron_grpo.weights.shape import ModelShape; from megatron_grpo.weights.names import num_parameters;"
+        "num_parameters(ModelShape.from_hf(json.loads(sys.argv[1]))); assert not {'torch', 'transformers'} & set(sys.modules)"
+    )
     subprocess.run([sys.executable, "-c", code, json.dumps(LLAMA)], check=True)
 
 
@@ -41,25 +50,69 @@ def test_active_parameters_leave_out_the_experts_a_token_does_not_visit():
 
 
 def test_sizes_of_published_models_are_known():
-    qwen = {"architectures": ["Qwen3MoeForCausalLM"], "vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 12288,
-            "num_hidden_layers": 94, "num_attention_heads": 64, "num_key_value_heads": 4, "head_dim": 128, "num_experts": 128,
-            "num_experts_per_tok": 8, "moe_intermediate_size": 1536, "norm_topk_prob": True}
+    qwen = {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "vocab_size": 151936,
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 94,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 1536,
+        "norm_topk_prob": True,
+    }
     shape = ModelShape.from_hf(qwen)  # Qwen3-235B-A22B
     assert (round(num_parameters(shape) / 1e9), round(num_parameters(shape, active_only=True) / 1e9)) == (235, 22)
-    deepseek = {"architectures": ["DeepseekV3ForCausalLM"], "vocab_size": 129280, "hidden_size": 7168, "intermediate_size": 18432,
-                "num_hidden_layers": 61, "num_attention_heads": 128, "n_routed_experts": 256, "num_experts_per_tok": 8,
-                "moe_intermediate_size": 2048, "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
-                "v_head_dim": 128, "first_k_dense_replace": 3, "n_shared_experts": 1}
+    deepseek = {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "vocab_size": 129280,
+        "hidden_size": 7168,
+        "intermediate_size": 18432,
+        "num_hidden_layers": 61,
+        "num_attention_heads": 128,
+        "n_routed_experts": 256,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 2048,
+        "q_lora_rank": 1536,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "first_k_dense_replace": 3,
+        "n_shared_experts": 1,
+    }
     shape = ModelShape.from_hf(deepseek)  # DeepSeek-V3: 671 B, 37 B active (the embedding, which is looked up, counts as active here)
     assert (round(num_parameters(shape) / 1e9), int(num_parameters(shape, active_only=True) / 1e9)) == (671, 37)
 
 
 def test_both_generations_of_the_config_give_one_shape():
-    old = {**LLAMA, "rope_theta": 5e5, "torch_dtype": "bfloat16", "rope_scaling": {
-        "type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 1024}}
-    new = {**LLAMA, "dtype": "bfloat16", "rope_parameters": {
-        "rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 1024}}
+    old = {
+        **LLAMA,
+        "rope_theta": 5e5,
+        "torch_dtype": "bfloat16",
+        "rope_scaling": {
+            "type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 1024,
+        },
+    }
+    new = {
+        **LLAMA,
+        "dtype": "bfloat16",
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "rope_theta": 5e5,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 1024,
+        },
+    }
     assert ModelShape.from_hf(old) == ModelShape.from_hf(new)
     assert ModelShape.from_hf(old).rope.theta == 5e5
     experts = config_of("qwen3_moe")
@@ -101,10 +154,17 @@ def test_a_key_that_only_one_family_needs_is_missed_by_name():
         ModelShape.from_hf(config)
 
 
-@pytest.mark.parametrize("rope,word", [({"rope_type": "dynamic", "factor": 2.0}, "dynamic"), ({"type": "longrope"}, "longrope"),
-                                       ({"rope_type": "linear"}, "factor"), ({"type": "default", "mrope_section": [1, 1]}, "mrope_section"),
-                                       ({"full_attention": {"rope_type": "default"}}, "full_attention"),
-                                       ({"rope_type": "default", "partial_rotary_factor": 0.5}, "partial_rotary_factor")])
+@pytest.mark.parametrize(
+    "rope,word",
+    [
+        ({"rope_type": "dynamic", "factor": 2.0}, "dynamic"),
+        ({"type": "longrope"}, "longrope"),
+        ({"rope_type": "linear"}, "factor"),
+        ({"type": "default", "mrope_section": [1, 1]}, "mrope_section"),
+        ({"full_attention": {"rope_type": "default"}}, "full_attention"),
+        ({"rope_type": "default", "partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+    ],
+)
 def test_rope_that_cannot_be_served_is_refused(rope, word):
     with pytest.raises(ConfigError, match=word):
         ModelShape.from_hf({**LLAMA, "rope_scaling": rope})
@@ -118,11 +178,16 @@ def test_heads_must_be_a_multiple_of_groups():
 QWEN = {**LLAMA, "architectures": ["Qwen2ForCausalLM"], "num_key_value_heads": 4, "sliding_window": 16}
 
 
-@pytest.mark.parametrize("config,window", [
-    (QWEN, None), ({**QWEN, "use_sliding_window": True}, None),  # 28 layers come before the first windowed one
-    ({**QWEN, "use_sliding_window": True, "max_window_layers": 1}, 16),
-    ({**QWEN, "use_sliding_window": True, "max_window_layers": 1, "layer_types": ["full_attention"] * 2}, None),
-    ({**LLAMA, "architectures": ["MistralForCausalLM"], "num_key_value_heads": 4}, 4096),
-    ({**LLAMA, "architectures": ["MistralForCausalLM"], "num_key_value_heads": 4, "sliding_window": None}, None)])
+@pytest.mark.parametrize(
+    "config,window",
+    [
+        (QWEN, None),
+        ({**QWEN, "use_sliding_window": True}, None),  # 28 layers come before the first windowed one
+        ({**QWEN, "use_sliding_window": True, "max_window_layers": 1}, 16),
+        ({**QWEN, "use_sliding_window": True, "max_window_layers": 1, "layer_types": ["full_attention"] * 2}, None),
+        ({**LLAMA, "architectures": ["MistralForCausalLM"], "num_key_value_heads": 4}, 4096),
+        ({**LLAMA, "architectures": ["MistralForCausalLM"], "num_key_value_heads": 4, "sliding_window": None}, None),
+    ],
+)
 def test_a_window_counts_only_where_a_layer_has_it(config, window):
     assert ModelShape.from_hf(config).sliding_window == window

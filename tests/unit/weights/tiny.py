@@ -8,8 +8,16 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
-BASE = {"vocab_size": 53, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 8,
-        "num_key_value_heads": 4, "head_dim": 6, "max_position_embeddings": 64}
+BASE = {
+    "vocab_size": 53,
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 6,
+    "max_position_embeddings": 64,
+}
 MOE = {"moe_intermediate_size": 16, "num_experts_per_tok": 2, "num_experts": 4, "norm_topk_prob": True}
 
 # name -> (config class, fields). All can be cut over 4 ranks, except where the name says otherwise.
@@ -30,10 +38,25 @@ CHECKPOINTS: dict[str, tuple[str, dict]] = {
     "qwen3_moe_mixed": ("Qwen3MoeConfig", {**BASE, **MOE, "num_hidden_layers": 4, "decoder_sparse_step": 2, "mlp_only_layers": [1]}),
     "qwen3_moe_raw_weights": ("Qwen3MoeConfig", {**BASE, **MOE, "norm_topk_prob": False}),
     "mixtral": ("MixtralConfig", {**BASE, "num_local_experts": 4, "num_experts_per_tok": 2}),
-    "deepseek_v3": ("DeepseekV3Config", {
-        **{k: v for k, v in BASE.items() if k != "head_dim"}, "num_key_value_heads": 8, "moe_intermediate_size": 16, "n_routed_experts": 4,
-        "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "kv_lora_rank": 12, "q_lora_rank": 20,
-        "qk_rope_head_dim": 4, "qk_nope_head_dim": 6, "v_head_dim": 10, "n_shared_experts": 2}),
+    "deepseek_v3": (
+        "DeepseekV3Config",
+        {
+            **{k: v for k, v in BASE.items() if k != "head_dim"},
+            "num_key_value_heads": 8,
+            "moe_intermediate_size": 16,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "n_group": 2,
+            "topk_group": 1,
+            "first_k_dense_replace": 1,
+            "kv_lora_rank": 12,
+            "q_lora_rank": 20,
+            "qk_rope_head_dim": 4,
+            "qk_nope_head_dim": 6,
+            "v_head_dim": 10,
+            "n_shared_experts": 2,
+        },
+    ),
 }
 DENSE = [name for name in CHECKPOINTS if "moe" not in name and name not in ("mixtral", "deepseek_v3")]
 EXPERTS = [name for name in CHECKPOINTS if name not in DENSE]

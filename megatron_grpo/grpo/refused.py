@@ -1,0 +1,228 @@
+"""Which of the settings of the mathematics go together. No torch here: `plan` asks too.
+
+`problems` are refused before anything starts; `warnings` are legal and probably not what was meant.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+
+from megatron_grpo.errors import Problem
+from megatron_grpo.settings.config import Config, GrpoConfig, RolloutConfig
+
+# Known elsewhere, not here, with the reason. `flags` refuses them as they are read; this is for configurations made by hand.
+REFUSED_LOSS_TYPES: Mapping[str, str] = next(f for f in fields(GrpoConfig) if f.name == "loss_type").metadata["refused"]
+
+# What scale_rewards may say next to an estimator: the default, or what the estimator does anyway.
+SCALES_OF_ESTIMATOR: Mapping[str, tuple[str, ...]] = {
+    "grpo": ("group", "batch", "none", "gdpo"),
+    "rloo": ("group", "none"),
+    "reinforce_plus_plus": ("group", "batch"),
+    "reinforce_plus_plus_baseline": ("group", "batch"),
+    "gdpo": ("group", "gdpo"),
+}
+CLIPPED_LOSS_TYPES = ("grpo", "bnpo", "dapo", "dr_grpo", "sequence_sum")
+# These add tokens up, so a ratio shared by a whole sequence counts once per token.
+LOSS_TYPES_OVER_TOKENS = ("bnpo", "dapo", "dr_grpo", "cispo", "sequence_sum")
+
+
+def problems(config: Config) -> list[Problem]:
+    """Every combination that has no meaning, each with its reason. Values outside a setting's `choices` are for `cli` to name."""
+    cfg = config.grpo
+    found = [*_ranges(cfg), *_objective(cfg), *_kl(cfg), *_advantages(cfg), *_corrections(cfg)]
+    temperature = config.rollout.temperature
+    if temperature <= 0:
+        found.append(
+            Problem(
+                flags=("temperature",),
+                message=f"temperature ({temperature}) must be above 0: training log-probs are those of logits / temperature. Use 1.0.",
+            )
+        )
+    return found
+
+
+def _ranges(cfg: GrpoConfig) -> list[Problem]:
+    rules = (
+        ("epsilon", cfg.epsilon > 0, "above 0"),
+        ("epsilon_high", cfg.epsilon_high is None or cfg.epsilon_high > 0, "above 0"),
+        ("delta", cfg.delta is None or cfg.delta > 1, "above 1: it bounds the ratio, which starts at 1"),
+        ("sapo_temperature_pos", cfg.sapo_temperature_pos > 0, "above 0"),
+        ("sapo_temperature_neg", cfg.sapo_temperature_neg > 0, "above 0"),
+        ("beta", cfg.beta >= 0, "at least 0"),
+        ("top_entropy_quantile", 0 < cfg.top_entropy_quantile <= 1, "above 0 and at most 1: it is the share of tokens that train"),
+        ("rollout_importance_sampling_threshold", cfg.rollout_importance_sampling_threshold > 0, "above 0"),
+        (
+            "rollout_importance_sampling_min",
+            cfg.rollout_importance_sampling_min is None
+            or 0 <= cfg.rollout_importance_sampling_min < cfg.rollout_importance_sampling_threshold,
+            f"at least 0 and below rollout_importance_sampling_threshold ({cfg.rollout_importance_sampling_threshold})",
+        ),
+        (
+            "off_policy_sequence_mask_delta",
+            cfg.off_policy_sequence_mask_delta is None or cfg.off_policy_sequence_mask_delta >= 0,
+            "at least 0",
+        ),
+        ("ref_model_sync_steps", cfg.ref_model_sync_steps >= 1, "at least 1"),
+        ("ref_model_mixup_alpha", 0 < cfg.ref_model_mixup_alpha <= 1, "above 0 and at most 1"),
+        ("max_resample_times", cfg.max_resample_times >= 1, "at least 1"),
+        ("oversample_ratio", cfg.oversample_ratio >= 1, "at least 1"),
+    )
+    return [Problem(flags=(name,), message=f"{name} ({getattr(cfg, name)}) must be {rule}.") for name, holds, rule in rules if not holds]
+
+
+def _objective(cfg: GrpoConfig) -> list[Problem]:
+    found = []
+    if cfg.loss_type in REFUSED_LOSS_TYPES:
+        found.append(Problem(flags=("loss_type",), message=f"loss_type {cfg.loss_type} is refused: {REFUSED_LOSS_TYPES[cfg.loss_type]}."))
+    elif cfg.delta is not None and cfg.loss_type not in CLIPPED_LOSS_TYPES:
+        found.append(
+            Problem(
+                flags=("delta", "loss_type"),
+                message=f"delta ({cfg.delta}) bounds the unclipped term of the clipped surrogate, and loss_type {cfg.loss_type} has none. "
+                f"Leave delta out, or use loss_type {', '.join(CLIPPED_LOSS_TYPES)}.",
+            )
+        )
+    return found
+
+
+def _kl(cfg: GrpoConfig) -> list[Problem]:
+    found = []
+    if cfg.beta > 0 and not cfg.kl_in_reward and cfg.kl_estimator == "k1" and not cfg.use_bias_correction_kl:
+        found.append(
+            Problem(
+                flags=("kl_estimator", "use_bias_correction_kl"),
+                message="kl_estimator k1 in the loss without use_bias_correction_kl has a gradient of zero mean: it would only add noise. "
+                "Set use_bias_correction_kl true, or use k2 or k3, or kl_in_reward.",
+            )
+        )
+    if cfg.kl_in_reward and cfg.beta == 0:
+        found.append(
+            Problem(
+                flags=("kl_in_reward", "beta"),
+                message="kl_in_reward subtracts beta x KL from the reward, and beta is 0. Give a beta above 0, for example 0.04.",
+            )
+        )
+    if cfg.kl_in_reward and _is_gdpo(cfg):
+        found.append(
+            Problem(
+                flags=("kl_in_reward", "advantage_estimator"),
+                message="kl_in_reward needs one reward to subtract from before the baseline; gdpo normalises each reward function on its "
+                "own. Put the KL in the loss (kl_in_reward false), or use another advantage_estimator.",
+            )
+        )
+    if cfg.sync_ref_model and cfg.beta == 0:
+        found.append(
+            Problem(
+                flags=("sync_ref_model", "beta"),
+                message="sync_ref_model moves a reference model, and with beta 0 there is none. Give a beta above 0, or leave it out.",
+            )
+        )
+    return found
+
+
+def _is_gdpo(cfg: GrpoConfig) -> bool:
+    return "gdpo" in (cfg.advantage_estimator, cfg.scale_rewards) or cfg.multi_objective_aggregation == "normalize_then_sum"
+
+
+def _advantages(cfg: GrpoConfig) -> list[Problem]:
+    found = []
+    allowed = SCALES_OF_ESTIMATOR.get(cfg.advantage_estimator, (cfg.scale_rewards,))
+    if cfg.scale_rewards not in allowed:
+        found.append(
+            Problem(
+                flags=("scale_rewards", "advantage_estimator"),
+                message=f"scale_rewards {cfg.scale_rewards} chooses the std of advantage_estimator grpo; {cfg.advantage_estimator} has its "
+                f"own. Use advantage_estimator grpo, or scale_rewards {' or '.join(allowed)}.",
+                nearest={"scale_rewards": list(allowed), "advantage_estimator": ["grpo"]},
+            )
+        )
+    summed_late = cfg.multi_objective_aggregation == "normalize_then_sum"
+    if summed_late and (cfg.advantage_estimator not in ("grpo", "gdpo") or cfg.scale_rewards not in ("group", "gdpo")):
+        found.append(
+            Problem(
+                flags=("multi_objective_aggregation",),
+                message="multi_objective_aggregation normalize_then_sum is advantage_estimator gdpo under another name: it cannot be "
+                f"combined with advantage_estimator {cfg.advantage_estimator} and scale_rewards {cfg.scale_rewards}. Leave those out.",
+            )
+        )
+    return found
+
+
+def _corrections(cfg: GrpoConfig) -> list[Problem]:
+    found = []
+    mode = cfg.rollout_importance_sampling_mode
+    if cfg.rollout_is_geometric and not mode.startswith("sequence_"):
+        found.append(
+            Problem(
+                flags=("rollout_is_geometric", "rollout_importance_sampling_mode"),
+                message=f"rollout_is_geometric is about a whole sequence's ratio, and rollout_importance_sampling_mode is {mode}. "
+                "Use sequence_truncate or sequence_mask, or leave it out.",
+            )
+        )
+    if cfg.rollout_importance_sampling_min is not None and mode == "none":
+        found.append(
+            Problem(
+                flags=("rollout_importance_sampling_min", "rollout_importance_sampling_mode"),
+                message=f"rollout_importance_sampling_min ({cfg.rollout_importance_sampling_min}) bounds a correction that is off. "
+                "Choose a rollout_importance_sampling_mode, or leave it out.",
+            )
+        )
+    return found
+
+
+def warnings(config: Config) -> list[str]:
+    """Legal, and worth a line before the run."""
+    cfg = config.grpo
+    found = []
+    if cfg.loss_type == "cispo" and cfg.epsilon_high is None:
+        found.append(
+            "cispo: epsilon_high is not given; 5.0 is used. TRL and Megatron-SWIFT would fall back to epsilon 0.2 here, which bounds every "
+            "ratio to 0.2 and so makes all weights equal."
+        )
+    if cfg.loss_type == "cispo" and cfg.epsilon_high is not None and cfg.epsilon_high <= 1:
+        found.append(
+            f"cispo: epsilon_high ({cfg.epsilon_high}) bounds the ratio itself, which is near 1: every weight becomes {cfg.epsilon_high}. "
+            "Values around 5.0 are meant."
+        )
+    if cfg.loss_type == "sapo" and cfg.epsilon_high is not None:
+        found.append(f"sapo has no clip: epsilon_high ({cfg.epsilon_high}) does nothing. See sapo_temperature_pos and _neg.")
+    epsilon_high = cfg.epsilon if cfg.epsilon_high is None else cfg.epsilon_high
+    if cfg.loss_type in CLIPPED_LOSS_TYPES:
+        if cfg.delta is not None and cfg.delta <= 1 + epsilon_high:
+            found.append(
+                f"delta ({cfg.delta}) is not above 1 + epsilon_high ({1 + epsilon_high:g}): it also clips positive advantages, and is not "
+                "dual clip."
+            )
+        if cfg.importance_sampling_level != "token" and cfg.epsilon >= 0.01:
+            found.append(
+                f"importance_sampling_level {cfg.importance_sampling_level}: the ratio is a mean over a sequence and hardly leaves 1; "
+                f"epsilon {cfg.epsilon} will never clip. GSPO uses about 3e-4."
+            )
+    if cfg.importance_sampling_level == "sequence" and cfg.loss_type in LOSS_TYPES_OVER_TOKENS:
+        found.append(
+            f"importance_sampling_level sequence with loss_type {cfg.loss_type} counts a sequence once per token: long ones weigh more. "
+            "GSPO is loss_type grpo."
+        )
+    if cfg.advantage_estimator == "reinforce_plus_plus" and (cfg.exclude_dead_groups or cfg.dynamic_sample):
+        found.append(
+            "reinforce_plus_plus compares with the whole batch: a group with equal rewards still says something there, and is taken out."
+        )
+    if is_truncated_sampling(config.rollout):
+        found.append(truncated_sampling_warning(config.rollout))
+    return found
+
+
+def is_truncated_sampling(rollout: RolloutConfig) -> bool:
+    return rollout.top_p < 1 or rollout.top_k > 0
+
+
+def truncated_sampling_warning(rollout: RolloutConfig, metrics: Mapping[str, float] | None = None) -> str:
+    """Said before the run, and again with `metrics` of the first step, when the size of the bias has been measured."""
+    how = " and ".join(
+        text for text, on in ((f"top_p {rollout.top_p}", rollout.top_p < 1), (f"top_k {rollout.top_k}", rollout.top_k > 0)) if on
+    )
+    said = f"{how}: the sampler's log-probs are renormalised over the tokens it kept, the trainer's are over all of them."
+    if metrics is None or "sampling/kl_k1" not in metrics:
+        return f"{said} Ratios between the two are biased; sampling/kl_k1 will say by how much."
+    return f"{said} Measured: {metrics['sampling/kl_k1']:.4g} nats per token (sampling/kl_k1; about 0 without truncation)."

@@ -1,0 +1,77 @@
+"""Token weights `u`: how much each trained token counts, fixed once per global batch, before it is cut for ranks and micro-batches.
+
+Because the loss is the plain sum of `u * c * l`, no reduction afterwards divides by anything: not by micro-batches, not by ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TokenWeights:
+    """weights: one float64 array per sample, as long as its mask. Zero weights everywhere (`is_empty`): skip the step and say so."""
+
+    weights: list[np.ndarray]
+    num_sequences: int  # N: completions that count, over the whole global batch
+    num_loss_tokens: int  # sum of the masks that are left
+
+    @property
+    def is_empty(self) -> bool:
+        return self.num_loss_tokens == 0
+
+
+def token_weights(
+    loss_masks: Sequence[np.ndarray],
+    *,
+    loss_type: str,
+    is_truncated: Sequence[bool],
+    is_dead: Sequence[bool],
+    max_completion_length: int,
+    overlong_filter: bool = False,
+    exclude_dead_groups: bool = False,
+) -> TokenWeights:
+    """`u` of every sample of one global batch, all data-parallel ranks together.
+
+    loss_masks: bool [T_i] each. `overlong_filter` empties the mask of a truncated completion, which still counts in N;
+    `exclude_dead_groups` takes the completions of dead groups out of N as well.
+    """
+    counts = [not (exclude_dead_groups and dead) for dead in is_dead]
+    trains = [count and not (overlong_filter and truncated) for count, truncated in zip(counts, is_truncated, strict=True)]
+    masks = [np.asarray(mask, dtype=np.float64) * train for mask, train in zip(loss_masks, trains, strict=True)]
+    num_sequences = sum(counts)
+    num_loss_tokens = int(sum(mask.sum() for mask in masks))
+    norm = NORMALISATIONS[loss_type]
+    weights = [mask / norm(max(num_sequences, 1), max(num_loss_tokens, 1), max(mask.sum(), 1.0), max_completion_length) for mask in masks]
+    return TokenWeights(weights=weights, num_sequences=num_sequences, num_loss_tokens=num_loss_tokens)
+
+
+def _mean_of_sequence_means(num_sequences: int, num_loss_tokens: int, own_tokens: float, max_completion_length: int) -> float:
+    return num_sequences * own_tokens
+
+
+def _mean_over_tokens(num_sequences: int, num_loss_tokens: int, own_tokens: float, max_completion_length: int) -> float:
+    return num_loss_tokens
+
+
+def _constant_length(num_sequences: int, num_loss_tokens: int, own_tokens: float, max_completion_length: int) -> float:
+    return num_sequences * max_completion_length
+
+
+def _sum_per_sequence(num_sequences: int, num_loss_tokens: int, own_tokens: float, max_completion_length: int) -> float:
+    return num_sequences
+
+
+# loss_type -> what a trained token's weight is one over.
+NORMALISATIONS: dict[str, Callable[[int, int, float, int], float]] = {
+    "grpo": _mean_of_sequence_means,
+    "sapo": _mean_of_sequence_means,
+    "dapo": _mean_over_tokens,
+    "bnpo": _mean_over_tokens,
+    "cispo": _mean_over_tokens,
+    "dr_grpo": _constant_length,
+    "sequence_sum": _sum_per_sequence,
+}

@@ -1,0 +1,131 @@
+"""What Megatron-Core cannot compute of a model, or of a model in a layout, said before anything loads. No torch: `plan` asks too."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron_grpo.errors import Problem
+from megatron_grpo.settings.config import Config
+from megatron_grpo.weights.shape import ModelShape
+from megatron_grpo.weights.sizes import MoeShape
+
+
+def problems(cfg: Config, shape: ModelShape) -> list[Problem]:
+    """Everything that stands between this configuration and this model, besides divisions (`weights.fit`) and batch sizes."""
+    found = [Problem(flags=("model",), message=f"model: {message}") for message in (_routing(shape.moe) if shape.moe else ())]
+    if shape.mla:
+        found += _latent_attention(cfg)
+    return [*found, *_dispatch(cfg, shape), *_recompute(cfg, shape)]
+
+
+def machine_problems(cfg: Config, *, has_gpu: bool, has_transformer_engine: bool) -> list[Problem]:
+    """What this configuration asks of a machine that has it not. `train` knows the machine; `plan` may be made for another."""
+    found = []
+    model, optimizer = cfg.model, cfg.optimizer
+    if model.transformer_impl == "transformer_engine" and not has_transformer_engine:
+        found.append(_problem("transformer_impl", "transformer_engine is not installed here. Install the extra `te`, or use auto or local.",
+                              "auto", "local"))  # fmt: skip
+    if optimizer.optimizer_cpu_offload and not has_gpu:
+        found.append(_problem("optimizer_cpu_offload", "there is no GPU here: the optimizer is on the host already. Leave it out.", False))
+    fused = _fused_recompute(cfg)
+    if fused and model.transformer_impl == "auto" and not has_transformer_engine:
+        found.append(_problem("recompute_modules", f"{' and '.join(fused)} can be recomputed with Transformer Engine only, which is not "
+                              "installed here. Leave it out."))  # fmt: skip
+    return found
+
+
+def _problem(flag: str, message: str, *nearest: object) -> Problem:
+    return Problem(flags=(flag,), message=f"{flag}: {message}", nearest={flag: list(nearest)} if nearest else {})
+
+
+def _routing(moe: MoeShape) -> Iterator[str]:
+    if moe.score_function == "softmax" and moe.topk == 1 and moe.norm_topk_prob:
+        yield (
+            "one expert a token (num_experts_per_tok 1) with norm_topk_prob weighs that expert 1 whatever the router says, so it "
+            "cannot be trained. Use a model with norm_topk_prob false, or with more experts a token."
+        )
+    if moe.score_function == "sigmoid" and moe.norm_topk_prob != (moe.topk > 1):
+        yield (
+            f"Megatron-Core's sigmoid router makes the chosen experts' weights sum to 1 where there are several, not where there "
+            f"is one; this model has norm_topk_prob {str(moe.norm_topk_prob).lower()} with num_experts_per_tok {moe.topk}."
+        )
+    if moe.is_group_limited and moe.topk // moe.group_topk != 2:
+        yield (
+            f"Megatron-Core rates a group of experts by its best num_experts_per_tok / topk_group ({moe.topk} / {moe.group_topk} = "
+            f"{moe.topk // moe.group_topk}) experts, the model by its best 2; they choose alike where the quotient is 2, or where "
+            f"topk_group is n_group ({moe.num_groups})."
+        )
+
+
+def _latent_attention(cfg: Config) -> Iterator[Problem]:
+    if cfg.model.transformer_impl == "transformer_engine":
+        yield Problem(
+            flags=("transformer_impl",),
+            nearest={"transformer_impl": ["auto", "local"]},
+            message="transformer_impl transformer_engine: multi-latent attention has local layers only. Use auto or local.",
+        )
+    chosen = cfg.model.recompute_modules if cfg.model.recompute_granularity == "selective" else ()
+    if "mla_up_proj" in chosen:
+        yield _problem("recompute_modules", "mla_up_proj is not one that multi-latent attention can recompute here. Leave it out.")
+    if cfg.model.transformer_impl == "auto" and _fused_recompute(cfg):
+        yield _problem("recompute_modules", f"{' and '.join(_fused_recompute(cfg))} can be recomputed with Transformer Engine only, and "
+                       "multi-latent attention has local layers only. Leave it out.")  # fmt: skip
+
+
+def _dispatch(cfg: Config, shape: ModelShape) -> Iterator[Problem]:
+    if shape.moe and cfg.model.moe_token_dispatcher_type == "allgather" and cfg.parallel.pipeline_model_parallel_size > 1:
+        yield Problem(
+            flags=("moe_token_dispatcher_type", "pipeline_model_parallel_size"), nearest={"moe_token_dispatcher_type": ["alltoall"]},
+            message="moe_token_dispatcher_type allgather does not go with pipeline_model_parallel_size "
+            f"({cfg.parallel.pipeline_model_parallel_size}): packed micro-batches differ in length, which Megatron-Core's pipeline allows "
+            "with alltoall only.",
+        )  # fmt: skip
+
+
+RECOMPUTABLE = ("core_attn", "mlp", "moe", "shared_experts", "layernorm", "moe_act", "mla_up_proj")
+
+
+def _fused_recompute(cfg: Config) -> list[str]:
+    """Modules that only Transformer Engine's layers can recompute."""
+    chosen = cfg.model.recompute_modules if cfg.model.recompute_granularity == "selective" else ()
+    return [name for name in chosen if name in ("layernorm", "moe_act")]
+
+
+def _recompute(cfg: Config, shape: ModelShape) -> Iterator[Problem]:
+    model = cfg.model
+    if model.recompute_granularity == "selective":
+        unknown = [name for name in model.recompute_modules if name not in RECOMPUTABLE]
+        if unknown:
+            yield _problem("recompute_modules", f"{', '.join(unknown)} is none of {', '.join(RECOMPUTABLE)}.")
+        missing = [name for name in ("moe", "moe_act", "shared_experts") if name in model.recompute_modules and not shape.moe]
+        if missing:
+            yield _problem("recompute_modules", f"the model has no experts, so there is no {', '.join(missing)}. Leave it out.")
+        if "mla_up_proj" in model.recompute_modules and not shape.mla:
+            yield _problem("recompute_modules", "the model has no latent attention, so there is no mla_up_proj. Leave it out.")
+        if "mlp" in model.recompute_modules and shape.mlp_bias:
+            yield _problem("recompute_modules", "Megatron-Core's backward does not end where an MLP with biases (mlp_bias) is recomputed "
+                           "by itself. Leave mlp out, or use recompute_granularity full.")  # fmt: skip
+        fused = _fused_recompute(cfg)
+        if fused and model.transformer_impl == "local":
+            yield _problem("recompute_modules", f"{' and '.join(fused)} can be recomputed with Transformer Engine only, and "
+                           "transformer_impl is local. Leave it out, or use transformer_impl transformer_engine.")  # fmt: skip
+    if model.recompute_granularity == "full" and model.recompute_method == "uniform" and model.recompute_num_layers:
+        yield from _uniform_recompute(cfg, shape, model.recompute_num_layers)
+
+
+def _uniform_recompute(cfg: Config, shape: ModelShape, size: int) -> Iterator[Problem]:
+    """Megatron-Core cuts the layers of a model chunk into units of `size`, and fails where the last unit is short."""
+    p = cfg.parallel
+    ends = [n for n in (p.decoder_first_pipeline_num_layers, p.decoder_last_pipeline_num_layers) if n]
+    stages, chunks = p.pipeline_model_parallel_size - len(ends), p.virtual_pipeline_model_parallel_size or 1
+    counts = {n // chunks for n in ends} | ({(shape.num_layers - sum(ends)) // stages // chunks} if stages > 0 else set())
+    wrong = sorted(n for n in counts if n % size)
+    if wrong:
+        works = [n for n in range(max(counts), 0, -1) if all(count % n == 0 for count in counts)]
+        yield Problem(
+            flags=("recompute_num_layers",),
+            nearest={"recompute_num_layers": [n for n in works if n < size][:1] + [n for n in works if n > size][-1:]},
+            message=f"recompute_num_layers ({size}) must divide the layers of each model chunk under recompute_method uniform: "
+            f"{wrong[0]} = {wrong[0] // size} x {size} + {wrong[0] % size}. Use {' or '.join(str(n) for n in reversed(works))}, "
+            "or recompute_method block.",
+        )

@@ -1,0 +1,128 @@
+"""The reward `code`: the share of a row's tests that the Python program in the completion passes; None where the row has no tests.
+
+The program is the last fenced block of the completion. Tests are snippets with `assert` that run after it in its namespace, or pairs of
+standard input and expected output. Every program runs in a sandbox (sandbox.py) with limits on time, memory, files and network.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from megatron_grpo.errors import ConfigError, Problem
+from megatron_grpo.rewards.builtin.sandbox import Outcome, run_program, why_unsafe
+from megatron_grpo.rewards.protocol import RowFailure, Score, text_of
+from megatron_grpo.settings.config import Config
+
+COLUMNS = ("tests", "test_list", "test_cases")
+_FENCE = re.compile(r"```[ \t]*(?:python|py|python3)?[ \t]*\n(.*?)(?:\n```|\Z)", re.DOTALL | re.IGNORECASE)
+
+
+class Code:
+    needs = (COLUMNS,)
+
+    def __init__(self, *, seconds: float, memory_mb: int, workers: int, all_or_nothing: bool, batch_seconds: float):
+        self.seconds, self.memory_mb, self.workers = seconds, memory_mb, workers
+        self.all_or_nothing, self.batch_seconds = all_or_nothing, batch_seconds
+
+    def __call__(self, completions: list[Any], **columns: Any) -> list[Score | RowFailure]:
+        deadline = time.monotonic() + self.batch_seconds
+        tests = next(columns[name] for name in COLUMNS if name in columns)
+        with ThreadPoolExecutor(self.workers, thread_name_prefix="reward-code") as pool:
+            return list(pool.map(lambda row: self._score(text_of(row[0]), row[1], deadline), zip(completions, tests)))
+
+    def _score(self, text: str, tests: Any, deadline: float) -> Score | RowFailure:
+        try:
+            snippets, pairs = read_tests(tests)
+        except ValueError as error:
+            return RowFailure(kind="tests", reason=f"cannot read the tests of this row ({error})")
+        if not snippets and not pairs:
+            return None
+        program = program_of(text)
+        passed = 0
+        if snippets:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return self._late()
+            passed += sum(self._run(program, left, tests=snippets).passed)
+        for given, expected in pairs:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return self._late()
+            outcome = self._run(program, left, standard_input=given, as_main=True)
+            passed += outcome.clean and lines_of(outcome.output) == lines_of(expected)
+        share = passed / (len(snippets) + len(pairs))
+        return float(share == 1) if self.all_or_nothing else share
+
+    def _run(self, program: str, left: float, **options: Any) -> Outcome:
+        return run_program(program, seconds=min(self.seconds, left), memory_mb=self.memory_mb, **options)
+
+    def _late(self) -> RowFailure:
+        return RowFailure(kind="timeout", reason=f"reached its reward_timeout of {self.batch_seconds:g} s before this row,")
+
+
+def program_of(text: str) -> str:
+    """The last fenced block of a text, also one that was cut off; without any, all that stands after the last `</think>`."""
+    text = text.rpartition("</think>")[2]
+    blocks = _FENCE.findall(text)
+    return blocks[-1] if blocks else text
+
+
+def read_tests(tests: Any) -> tuple[list[str], list[tuple[str, str]]]:
+    """Snippets, and (standard input, expected output) pairs. Takes one snippet, a list of either kind, {"inputs": [...], "outputs": [...]},
+    or any of these as JSON. Raises ValueError for anything else.
+    """
+    if isinstance(tests, str):
+        if tests.lstrip()[:1] not in ("[", "{"):
+            return ([tests] if tests.strip() else []), []
+        tests = json.loads(tests)
+    if tests is None:
+        return [], []
+    if isinstance(tests, Mapping):
+        if not {"inputs", "outputs"} <= set(tests):
+            raise ValueError(f"an object with {sorted(tests)}, where inputs and outputs should be")
+        if len(tests["inputs"]) != len(tests["outputs"]):
+            raise ValueError(f"{len(tests['inputs'])} inputs and {len(tests['outputs'])} outputs")
+        return [], [(str(given), str(expected)) for given, expected in zip(tests["inputs"], tests["outputs"])]
+    snippets, pairs = [], []
+    for test in tests:
+        if isinstance(test, str):
+            snippets.append(test)
+        elif isinstance(test, Mapping) and "output" in test:
+            pairs.append((str(test.get("input") or ""), str(test["output"])))
+        else:
+            raise ValueError(f"a test {test!r}, where a snippet or an object with input and output should be")
+    return snippets, pairs
+
+
+def lines_of(output: str) -> list[str]:
+    """Output as it is compared: lines without trailing space, without empty lines at the end."""
+    return [line.rstrip() for line in output.rstrip().splitlines()]
+
+
+def build_code(config: Config) -> Code:
+    """Raises ConfigError for impossible limits, and on a machine that cannot hold programs."""
+    settings = config.rewards
+    problems = []
+    for name, least in (("code_timeout", 0.1), ("code_memory_mb", 64), ("code_num_workers", 1)):
+        value = getattr(settings, name)
+        if value < least:
+            message = f"{name} ({value:g}) should be at least {least:g}."
+            problems.append(Problem(flags=(name,), message=message, nearest={name: [least]}))
+    reason = None if problems else why_unsafe()
+    if reason is not None:
+        message = f"Reward `code` cannot hold programs on this machine: {reason}. It needs Linux with seccomp, on x86_64 or aarch64."
+        problems.append(Problem(flags=("reward_funcs",), message=message))
+    if problems:
+        raise ConfigError(problems)
+    return Code(
+        seconds=settings.code_timeout,
+        memory_mb=settings.code_memory_mb,
+        workers=settings.code_num_workers,
+        all_or_nothing=settings.code_all_or_nothing,
+        batch_seconds=settings.reward_timeout,
+    )

@@ -1,0 +1,184 @@
+"""The reward `reward_model`: the score of a sequence classifier, loaded here with transformers or asked over HTTP.
+
+The classifier reads the conversation through its own chat template (or, for string prompts, prompt and completion end to end) and must have
+one output; that number, unscaled, is the reward. Endpoints: vLLM's `/classify` and `/pooling`, or any other URL that answers
+`{"prompts": [...], "completions": [...]}` with `{"rewards": [...]}`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from megatron_grpo.errors import ConfigError, Problem
+from megatron_grpo.rewards.builtin.endpoint import Unanswered, ask_all, post_json
+from megatron_grpo.rewards.protocol import RowFailure, Score, text_of
+from megatron_grpo.settings.config import Config, RewardConfig
+
+
+class LocalClassifier:
+    """One copy of the classifier in this process, loaded at the first batch. It takes a GPU where there is one."""
+
+    def __init__(self, path: str, *, batch_size: int, max_length: int):
+        self.path, self.batch_size, self.max_length = path, batch_size, max_length
+        self._loaded: tuple[Any, Any, Any] | None = None
+
+    def __call__(self, prompts: list[Any], completions: list[Any], **columns: Any) -> list[Score]:
+        model, tokenizer, torch = self._load()
+        scores: list[Score] = []
+        for start in range(0, len(prompts), self.batch_size):
+            rows = slice(start, start + self.batch_size)
+            texts = [conversation_ids(tokenizer, *row)[-self.max_length :] for row in zip(prompts[rows], completions[rows])]
+            padded = tokenizer.pad({"input_ids": texts}, padding=True, return_tensors="pt").to(model.device)
+            with torch.inference_mode():
+                scores += model(**padded).logits[:, 0].float().tolist()
+        return scores
+
+    def _load(self) -> tuple[Any, Any, Any]:
+        if self._loaded is None:
+            import torch
+            from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+            tokenizer = AutoTokenizer.from_pretrained(self.path)
+            model = AutoModelForSequenceClassification.from_pretrained(self.path)
+            if tokenizer.pad_token is None:
+                tokenizer.pad_token = tokenizer.eos_token
+            if model.config.pad_token_id is None:  # without it the model scores the last position, padding or not
+                model.config.pad_token_id = tokenizer.pad_token_id
+            self._loaded = model.eval().to("cuda" if torch.cuda.is_available() else "cpu"), tokenizer, torch
+        return self._loaded
+
+    def close(self) -> None:
+        self._loaded = None
+
+
+def conversation_ids(tokenizer: Any, prompt: Any, completion: Any) -> list[int]:
+    """Tokens of prompt and completion as the classifier was trained to read them."""
+    if isinstance(prompt, str):
+        return tokenizer(prompt + text_of(completion))["input_ids"]
+    encoded = tokenizer.apply_chat_template([*prompt, *completion], tokenize=True, return_dict=True)
+    return list(encoded["input_ids"])
+
+
+class Shape(Protocol):
+    """How an endpoint is asked for the scores of some rows, and where they stand in its answer."""
+
+    def request(self, rows: Sequence[tuple[Any, Any]]) -> Any: ...
+
+    def scores(self, answer: Any) -> list[float]: ...
+
+
+class PlainShape:
+    def request(self, rows: Sequence[tuple[Any, Any]]) -> Any:
+        return {"prompts": [prompt for prompt, _ in rows], "completions": [completion for _, completion in rows]}
+
+    def scores(self, answer: Any) -> list[float]:
+        return [float(score) for score in (answer["rewards"] if isinstance(answer, Mapping) else answer)]
+
+
+class VllmShape:
+    """vLLM's pooling routes: texts in; `data[i].probs` (classify) or `data[i].data` (pooling) out."""
+
+    def __init__(self, model: str | None, field: str, encode: Any):
+        self.model, self.field, self.encode = model, field, encode
+
+    def request(self, rows: Sequence[tuple[Any, Any]]) -> Any:
+        # Without activation: the number itself, as the local classifier gives it, and not its sigmoid.
+        payload = {"input": [self.encode(prompt, completion) for prompt, completion in rows], "use_activation": False}
+        return {**payload, "model": self.model} if self.model else payload
+
+    def scores(self, answer: Any) -> list[float]:
+        return [_last_number(entry[self.field]) for entry in sorted(answer["data"], key=lambda entry: entry["index"])]
+
+
+class RemoteClassifier:
+    def __init__(self, url: str, shape: Shape, *, batch_size: int, concurrency: int, seconds: float):
+        self.url, self.shape, self.batch_size, self.concurrency, self.seconds = url, shape, batch_size, concurrency, seconds
+
+    def __call__(self, prompts: list[Any], completions: list[Any], **columns: Any) -> list[Score | RowFailure]:
+        rows = list(zip(prompts, completions))
+        parts = [rows[start : start + self.batch_size] for start in range(0, len(rows), self.batch_size)]
+        answers = ask_all(self._ask, parts, concurrency=self.concurrency, seconds=self.seconds)
+        scores: list[Score | RowFailure] = []
+        for part, answer in zip(parts, answers):
+            scores += [answer] * len(part) if isinstance(answer, RowFailure) else answer
+        return scores
+
+    def _ask(self, rows: Sequence[tuple[Any, Any]], deadline: float) -> list[float]:
+        answer = post_json(self.url, self.shape.request(rows), deadline)
+        try:
+            scores = self.shape.scores(answer)
+        except (KeyError, TypeError, ValueError, IndexError):
+            raise Unanswered(f"got an answer without scores from {self.url}: {str(answer)[:200]}") from None
+        if len(scores) != len(rows):
+            raise Unanswered(f"got {len(scores)} scores for {len(rows)} completions from {self.url}")
+        return scores
+
+
+def _last_number(values: Any) -> float:
+    """A score, alone or in a list of one; of a score per token, the last."""
+    while isinstance(values, list):
+        values = values[-1]
+    return float(values)
+
+
+def build_reward_model(config: Config) -> LocalClassifier | RemoteClassifier:
+    settings = config.rewards
+    problems = []
+    if not settings.reward_model and not settings.reward_model_url:
+        message = "Reward `reward_model` needs reward_model (a sequence classifier to load) or reward_model_url (an endpoint to ask)."
+        problems.append(Problem(flags=("reward_model", "reward_model_url"), message=message))
+    if settings.reward_model_url and not settings.reward_model_url.startswith(("http://", "https://")):
+        message = f"reward_model_url {settings.reward_model_url!r} should begin with http:// or https://."
+        problems.append(Problem(flags=("reward_model_url",), message=message))
+    if settings.reward_model_batch_size < 1:
+        problems.append(Problem(flags=("reward_model_batch_size",), message="reward_model_batch_size should be 1 or more sequences."))
+    if not problems and settings.reward_model and not settings.reward_model_url:
+        problems += _unusable(settings.reward_model)
+    if problems:
+        raise ConfigError(problems)
+    if settings.reward_model_url:
+        return RemoteClassifier(
+            settings.reward_model_url,
+            _shape(settings),
+            batch_size=settings.reward_model_batch_size,
+            concurrency=settings.reward_concurrency,
+            seconds=settings.reward_timeout,
+        )
+    return LocalClassifier(settings.reward_model, batch_size=settings.reward_model_batch_size, max_length=settings.reward_model_max_length)
+
+
+def _unusable(path: str) -> list[Problem]:
+    """What is wrong with a classifier, as far as its configuration file says."""
+    from transformers import AutoConfig
+
+    try:
+        outputs = AutoConfig.from_pretrained(path).num_labels
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        return [Problem(flags=("reward_model",), message=f"reward_model {path!r} cannot be loaded: {reason}")]
+    if outputs != 1:
+        message = f"reward_model {path!r} has {outputs} outputs; a reward is one number, so it needs a classifier with num_labels 1."
+        return [Problem(flags=("reward_model",), message=message)]
+    return []
+
+
+def _shape(settings: RewardConfig) -> Shape:
+    """vLLM's routes are told by their names. They take text, so chats go through the template of `reward_model`, where that is given."""
+    route = settings.reward_model_url.rstrip("/").rpartition("/")[2]
+    field = {"classify": "probs", "pooling": "data"}.get(route)
+    if field is None:
+        return PlainShape()
+    if settings.reward_model is None:
+        return VllmShape(None, field, _plain_text)
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(settings.reward_model)
+    longest = settings.reward_model_max_length
+    return VllmShape(settings.reward_model, field, lambda prompt, completion: conversation_ids(tokenizer, prompt, completion)[-longest:])
+
+
+def _plain_text(prompt: Any, completion: Any) -> str:
+    if isinstance(prompt, str):
+        return prompt + text_of(completion)
+    return "\n".join(f"{message['role']}: {message['content']}" for message in [*prompt, *completion])

@@ -1,0 +1,1 @@
+"""The life of one process: signals, failure reports, what libraries may say."""

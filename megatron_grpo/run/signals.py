@@ -1,0 +1,114 @@
+"""Signals that end a run: asked politely it finishes its optimizer step, saves and leaves; and no rank outlives its launcher.
+
+SIGTERM, SIGINT, SIGUSR1             a flag, read once an optimizer step; all ranks stop after the same one (exit 3: safe to resume)
+again, 2 s later or more             the process dies at once, wherever it is
+SIGTERM because another rank failed  the process dies at once: the step it is in can never finish
+the launcher is killed               the kernel kills this process too (`die_with_parent`)
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+# Ctrl-C reaches the whole terminal job, and torchrun then passes it on to its workers: one wish, heard twice. So does `scancel`.
+ECHO_SECONDS = 2.0
+
+
+class FailureBoard:
+    """Tells the ranks of a job that one of them has failed. store: the job's torch.distributed store.
+
+    A launcher says "stop" to the others in the same words whether somebody wants the run saved or a rank is dead.
+    """
+
+    KEY = "megatron_grpo/failed"
+
+    def __init__(self, store: Any):
+        self._store = store.clone()  # a connection of its own: the main thread may be waiting on the other one
+
+    def report(self) -> None:
+        """This rank has failed and is about to leave."""
+        self._store.set(self.KEY, "1")
+
+    def any_failed(self) -> bool:
+        try:
+            return self._store.check([self.KEY])
+        except RuntimeError:  # the store has gone, and with it the job
+            return True
+
+
+class StopSignal:
+    """Remembers that somebody asked this process to stop. One a process, made in its main thread, for as long as it trains.
+
+    any_failed: whether a rank has reported its failure.
+    """
+
+    def __init__(self, any_failed: Callable[[], bool] = lambda: False):
+        self.received: signal.Signals | None = None
+        self._any_failed = any_failed
+        self._since = 0.0
+        # Python runs handlers when its main thread next comes by. Inside a collective that never ends it does not, so a thread listens.
+        self._heard, self._tell = os.pipe()
+        os.set_blocking(self._tell, False)
+        self._wakeup_before = signal.set_wakeup_fd(self._tell, warn_on_full_buffer=False)
+        self._before = {number: signal.signal(number, lambda number, frame: None) for number in STOPPING}
+        self._pid = os.getpid()
+        os.register_at_fork(after_in_child=self._in_child)
+        threading.Thread(target=self._listen, name="signals", daemon=True).start()
+
+    def agreed(self, all_reduce_max: Callable[[float], float]) -> bool:
+        """Whether any rank was asked to stop. Collective: once an optimizer step on every rank, so that none saves alone."""
+        return all_reduce_max(0.0 if self.received is None else 1.0) > 0
+
+    def restore(self) -> None:
+        """Gives the signals back to whoever had them."""
+        self._pid = -1
+        signal.set_wakeup_fd(self._wakeup_before)
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        os.close(self._tell)  # the thread reads the end of the pipe and leaves
+
+    def _listen(self) -> None:
+        while numbers := os.read(self._heard, 64):
+            for number in numbers:
+                if number in STOPPING:
+                    self._hear(signal.Signals(number))
+        os.close(self._heard)
+
+    def _hear(self, number: signal.Signals) -> None:
+        if number == signal.SIGTERM and self._any_failed():
+            os._exit(1)
+        if self.received is None:
+            self._since, self.received = time.monotonic(), number
+        elif time.monotonic() - self._since >= ECHO_SECONDS:
+            os._exit(128 + number)
+
+    def _in_child(self) -> None:
+        """A forked child (a reward function's, say) would tell our pipe of its own signals, and not die of them."""
+        if self._pid == os.getppid():
+            signal.set_wakeup_fd(-1)
+            for number in STOPPING:
+                signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+
+
+def die_with_parent() -> None:
+    """From now on the kernel kills this process when its parent dies (Linux; elsewhere this does nothing).
+
+    For processes that a launcher started, such as torchrun's workers: a launcher killed with SIGKILL cannot end them itself. Not for a
+    process that somebody started from a shell: it would die with the shell.
+    """
+    if sys.platform != "linux":
+        return
+    pr_set_pdeathsig = 1
+    parent = os.getppid()
+    if ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    if os.getppid() != parent:  # it died before the kernel was asked
+        os.kill(os.getpid(), signal.SIGKILL)

@@ -1,0 +1,328 @@
+"""Every setting of a run: its name, type, unit, default and one line of help. Nothing here imports torch.
+
+Names are Megatron-SWIFT's where it has one, else TRL's or Megatron-Core's. The groups below are the groups of `--help` and may be used as
+sections of a YAML file; the names are unique over all groups, so a flat file works as well. `cli` turns these dataclasses into flags.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+
+def setting(
+    default: Any,
+    help: str,
+    *,
+    unit: str = "",
+    choices: Sequence[str] = (),
+    aliases: Sequence[str] = (),
+    refused: Mapping[str, str] | None = None,
+) -> Any:
+    """A dataclass field that knows how to present itself. `aliases` are other names that users of TRL or Megatron type.
+
+    refused: values known elsewhere and not here, with the reason, so that nobody trains something else believing it is this.
+    """
+    meta = {"help": help, "unit": unit, "choices": tuple(choices), "aliases": tuple(aliases), "refused": dict(refused or {})}
+    if isinstance(default, (list, tuple)):
+        values = tuple(default)
+        return field(default_factory=lambda: list(values), metadata=meta)
+    return field(default=default, metadata=meta)
+
+
+@dataclass(kw_only=True)
+class ModelConfig:
+    """Model"""
+
+    model: str = setting("", "Hugging Face checkpoint: a directory, or a Hub name", aliases=["model_name_or_path", "load"])
+    torch_dtype: str = setting("bfloat16", "training dtype", choices=["float32", "bfloat16"], aliases=["dtype"])
+    bf16: bool | None = setting(None, "another way to say torch_dtype: true is bfloat16, false is float32")
+    transformer_impl: str = setting(
+        "auto", "layer spec; auto takes Transformer Engine where it is present", choices=["auto", "local", "transformer_engine"]
+    )
+    padded_vocab_multiple: int = setting(
+        128, "the vocabulary is padded to a multiple of this times TP", unit="rows", aliases=["make_vocab_size_divisible_by"]
+    )
+    recompute_granularity: str | None = setting(None, "activation recompute", choices=["full", "selective"])
+    recompute_method: str | None = setting(None, "which layers full recompute covers", choices=["uniform", "block"])
+    recompute_num_layers: int | None = setting(None, "layers per recompute unit (uniform) or recomputed per stage (block)", unit="layers")
+    recompute_modules: list[str] = setting(["core_attn"], "what selective recompute covers")
+    logprob_chunk_size: int = setting(1024, "positions whose logits exist at one time", unit="tokens")
+    moe_aux_loss_coeff: float = setting(0.0, "load-balancing loss; only 0 is independent of the layout, others are refused")
+    moe_z_loss_coeff: float | None = setting(None, "router z-loss, normalised over the global batch")
+    moe_token_dispatcher_type: str = setting("alltoall", "how tokens travel to experts", choices=["alltoall", "allgather"])
+
+
+@dataclass(kw_only=True)
+class ParallelConfig:
+    """Parallelism"""
+
+    world_size: int | None = setting(
+        None, "ranks; given by the launcher when there is one, else 1", unit="ranks", aliases=["num_processes"]
+    )
+    tensor_model_parallel_size: int = setting(1, "tensor parallel (TP)", unit="ranks")
+    pipeline_model_parallel_size: int = setting(1, "pipeline parallel (PP)", unit="ranks")
+    virtual_pipeline_model_parallel_size: int | None = setting(None, "model chunks per pipeline stage (VPP)", unit="chunks")
+    decoder_first_pipeline_num_layers: int | None = setting(None, "layers of the first stage, when stages are uneven", unit="layers")
+    decoder_last_pipeline_num_layers: int | None = setting(None, "layers of the last stage, when stages are uneven", unit="layers")
+    context_parallel_size: int = setting(1, "context parallel (CP)", unit="ranks")
+    expert_model_parallel_size: int = setting(1, "expert parallel (EP)", unit="ranks")
+    expert_tensor_parallel_size: int = setting(1, "tensor parallel inside an expert (ETP)", unit="ranks")
+    sequence_parallel: bool = setting(False, "shard norms and residuals over TP ranks")
+    distributed_timeout_minutes: float = setting(10.0, "a collective that waits longer ends the run", unit="minutes")
+
+
+@dataclass(kw_only=True)
+class BatchConfig:
+    """Batch sizes (counted in completions)"""
+
+    micro_batch_size: int = setting(1, "one forward on one DP rank", unit="completions")
+    global_batch_size: int | None = setting(
+        None, "one optimizer step (default 16, or from gradient_accumulation_steps)", unit="completions"
+    )
+    gradient_accumulation_steps: int | None = setting(
+        None, "micro-steps in one optimizer step; instead of global_batch_size", unit="micro-steps"
+    )
+    generation_batch_size: int | None = setting(None, "one rollout (default global_batch_size x steps_per_generation)", unit="completions")
+    steps_per_generation: int | None = setting(None, "optimizer steps in one rollout (default 1)", unit="optimizer steps")
+    num_generations: int = setting(8, "completions per prompt (group size G)", unit="completions")
+    num_iterations: int = setting(1, "passes over one rollout (mu)", unit="passes")
+    allow_unaligned_generation: bool = setting(False, "let a rollout straddle optimizer steps")
+    old_logprobs: str = setting(
+        "auto", "auto: forward-only passes just where needed; rollout: the sampler's own", choices=["auto", "rollout"]
+    )
+    max_tokens_per_micro_batch: int | None = setting(None, "pack whole sequences up to this, instead of micro_batch_size", unit="tokens")
+
+
+@dataclass(kw_only=True)
+class DataConfig:
+    """Data"""
+
+    dataset: str = setting("", "prompts: .jsonl, .json, .parquet, a directory, or a Hub name")
+    dataset_split: str = setting("train", "split, where the data set has several")
+    max_prompt_length: int | None = setting(None, "longer prompts are refused or dropped (see truncation_strategy)", unit="tokens")
+    truncation_strategy: str = setting("raise", "what happens to a prompt that is too long", choices=["raise", "delete", "left"])
+    system: str | None = setting(None, "system message put before a chat prompt that has none")
+    enable_thinking: bool | None = setting(None, "handed to the chat template where it knows it")
+    dataset_shuffle: bool = setting(True, "seeded permutation per epoch; false keeps file order")
+
+
+@dataclass(kw_only=True)
+class RolloutConfig:
+    """Rollout (vLLM)"""
+
+    vllm_mode: str = setting("colocate", "where the sampler lives", choices=["colocate"])
+    max_completion_length: int = setting(256, "longest completion", unit="tokens")
+    temperature: float = setting(1.0, "sampling temperature; training log-probs use the same")
+    top_p: float = setting(1.0, "nucleus sampling")
+    top_k: int = setting(0, "top-k sampling, 0 is off", unit="tokens")
+    stop: list[str] = setting([], "strings that end a completion", aliases=["stop_words"])
+    stop_token_ids: list[int] = setting([], "token ids that end a completion, besides the model's own end-of-text ids")
+    vllm_tensor_parallel_size: int = setting(1, "ranks that share one engine", unit="ranks")
+    vllm_gpu_memory_utilization: float = setting(0.4, "share of GPU memory for the engine (GPU only)")
+    vllm_kv_cache_memory_mb: int = setting(256, "KV cache of one engine (CPU only)", unit="MiB")
+    vllm_max_model_len: int | None = setting(None, "prompt + completion; default: longest prompt + max_completion_length", unit="tokens")
+    vllm_max_num_seqs: int = setting(256, "sequences decoded together", unit="sequences")
+    vllm_dtype: str | None = setting(None, "sampling dtype (default: torch_dtype)", choices=["float32", "bfloat16"])
+    vllm_enforce_eager: bool = setting(False, "no CUDA graphs (always eager on CPU)")
+    vllm_enable_prefix_caching: bool = setting(True, "share the KV cache of equal prefixes; reset at every weight push")
+    sleep_level: int = setting(0, "vLLM sleep while training: 0 off, 1 weights to host, 2 weights dropped (GPU only)")
+    logp_difference_warn: float | None = setting(
+        None, "warn when |trainer - sampler| log-prob of a token exceeds this (default 0.001 in float32, 1.0 in bfloat16)", unit="nats"
+    )
+    verify_weight_push: bool = setting(True, "after each push, compare engine and trainer on a probe prompt")
+
+
+@dataclass(kw_only=True)
+class RewardConfig:
+    """Rewards"""
+
+    reward_funcs: list[str] = setting([], "built-in names, path/to/file.py:function, or package.module:function")
+    reward_weights: list[float] = setting([], "one weight per reward function (default 1 each)")
+    reward_timeout: float = setting(60.0, "longest wait for one reward function on one batch", unit="seconds")
+    reward_on_error: str = setting("raise", "what a failing reward does: end the run, or count as None", choices=["raise", "none"])
+    answer_column: str | None = setting(None, "column with the right answer (default: `answer`, else `solution`)")
+    accuracy_exact: bool = setting(False, "accuracy: the whole completion must equal the answer, character by character")
+    math_timeout: float = setting(5.0, "math: an answer that takes longer to compare counts as wrong", unit="seconds")
+    format_tags: list[str] = setting(["think", "answer"], "format: tags that must enclose a completion, in this order")
+    length_target: int = setting(0, "length: the wanted length; 0 rewards brevity", unit="tokens")
+    cosine_min_len_value_wrong: float = setting(-0.5, "cosine: reward of a wrong answer of length 0")
+    cosine_max_len_value_wrong: float = setting(0.0, "cosine: reward of a wrong answer of length cosine_max_len")
+    cosine_min_len_value_correct: float = setting(1.0, "cosine: reward of a right answer of length 0")
+    cosine_max_len_value_correct: float = setting(0.5, "cosine: reward of a right answer of length cosine_max_len")
+    cosine_max_len: int | None = setting(None, "cosine: where the curve ends (default max_completion_length)", unit="tokens")
+    repetition_n_grams: int = setting(3, "repetition: length of the n-grams", unit="tokens")
+    repetition_max_penalty: float = setting(-1.0, "repetition: reward of a completion that only repeats itself")
+    code_timeout: float = setting(10.0, "code: wall-clock and CPU time of one program", unit="seconds")
+    code_memory_mb: int = setting(512, "code: memory of one program", unit="MiB")
+    code_num_workers: int = setting(2, "code: programs run at one time by one rank", unit="processes")
+    code_all_or_nothing: bool = setting(False, "code: 1 for all tests and else 0, instead of the share of tests passed")
+    reward_model: str | None = setting(None, "reward_model: sequence classifier, a directory or Hub name (one copy per rank)")
+    reward_model_url: str | None = setting(None, "reward_model: HTTP endpoint instead; vLLM's /classify and /pooling, or plain JSON")
+    reward_model_batch_size: int = setting(8, "reward_model: sequences per forward, or per request", unit="sequences")
+    reward_model_max_length: int = setting(2048, "reward_model: longer texts are cut on the left", unit="tokens")
+    llm_judge_url: str | None = setting(None, "llm_judge: base URL of an OpenAI-compatible endpoint, such as http://127.0.0.1:8000/v1")
+    llm_judge_model: str | None = setting(None, "llm_judge: model name at that endpoint")
+    llm_judge_prompt: str | None = setting(None, "llm_judge: file with the instruction; {prompt}, {completion}, {answer} are filled in")
+    llm_judge_max_score: float = setting(10.0, "llm_judge: the score that counts as reward 1")
+    llm_judge_max_tokens: int = setting(512, "llm_judge: longest verdict", unit="tokens")
+    llm_judge_api_key_env: str = setting("OPENAI_API_KEY", "llm_judge: environment variable that holds the key; unset sends none")
+    reward_concurrency: int = setting(16, "reward_model, llm_judge: requests in flight at one time, per rank", unit="requests")
+
+
+@dataclass(kw_only=True)
+class GrpoConfig:
+    """GRPO"""
+
+    loss_type: str = setting(
+        "grpo",
+        "normalisation and objective",
+        choices=["grpo", "bnpo", "dapo", "dr_grpo", "sequence_sum", "cispo", "sapo"],
+        refused={
+            "luspo": "it weights each sequence by its length, which the token weights here do not "
+            "express. Nearest: sequence_sum with importance_sampling_level sequence",
+            "vespo": "its sequence-level gamma weights are not implemented. Nearest: cispo",
+            "real": "it is not implemented",
+            "fipo": "it is not implemented",
+        },
+    )
+    epsilon: float = setting(0.2, "clip range below 1")
+    epsilon_high: float | None = setting(None, "clip range above 1 (default epsilon; cispo: bound on the ratio, default 5.0)")
+    delta: float | None = setting(None, "two-sided clip: bound on the unclipped ratio", aliases=["dual_clip"])
+    importance_sampling_level: str = setting("token", "what the ratio is taken over", choices=["token", "sequence", "sequence_token"])
+    sapo_temperature_pos: float = setting(1.0, "SAPO temperature for positive advantages", aliases=["tau_pos"])
+    sapo_temperature_neg: float = setting(1.05, "SAPO temperature for negative advantages", aliases=["tau_neg"])
+    beta: float = setting(0.0, "KL coefficient; 0 loads no reference model")
+    kl_estimator: str = setting("k3", "per-token KL estimate", choices=["k1", "k2", "k3"])
+    use_bias_correction_kl: bool = setting(True, "multiply the KL by the ratio, differentiably")
+    kl_in_reward: bool = setting(False, "subtract the KL from the reward instead of adding it to the loss")
+    entropy_coef: float = setting(0.0, "entropy bonus")
+    log_entropy: bool = setting(False, "compute and log the entropy even where nothing needs it")
+    top_entropy_quantile: float = setting(1.0, "train only the tokens in this top share of entropy, over the global batch")
+    advantage_estimator: str = setting(
+        "grpo", "baseline and scale", choices=["grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gdpo"]
+    )
+    scale_rewards: str = setting("group", "which std divides the advantage", choices=["group", "batch", "none", "gdpo"])
+    multi_objective_aggregation: str = setting(
+        "sum_then_normalize", "TRL's spelling of gdpo: normalize_then_sum", choices=["sum_then_normalize", "normalize_then_sum"]
+    )
+    overlong_filter: bool = setting(False, "truncated completions do not train", aliases=["mask_truncated_completions"])
+    exclude_dead_groups: bool = setting(False, "groups with equal rewards leave the denominator too")
+    dynamic_sample: bool = setting(False, "replace groups with equal rewards by further prompts")
+    max_resample_times: int = setting(3, "rounds of replacement", unit="rounds")
+    oversample_ratio: float = setting(1.0, "sample this many times the wanted groups, and keep live ones before dead ones")
+    rollout_importance_sampling_mode: str = setting(
+        "none", "correction for the engine mismatch", choices=["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
+    )
+    rollout_importance_sampling_threshold: float = setting(2.0, "upper bound of that correction")
+    rollout_importance_sampling_min: float | None = setting(None, "lower bound of that correction (default: none)")
+    rollout_is_geometric: bool = setting(False, "sequence level: geometric mean instead of product")
+    off_policy_sequence_mask_delta: float | None = setting(
+        None, "drop bad sequences that drifted further than this", unit="nats", aliases=["off_policy_mask_threshold"]
+    )
+    sync_ref_model: bool = setting(False, "move the reference towards the policy")
+    ref_model_sync_steps: int = setting(512, "how often", unit="optimizer steps")
+    ref_model_mixup_alpha: float = setting(0.6, "ref = alpha * policy + (1 - alpha) * ref")
+    soft_max_length: int | None = setting(None, "soft_overlong: hard limit (default max_completion_length)", unit="tokens")
+    soft_cache_length: int | None = setting(None, "soft_overlong: width of the penalty ramp", unit="tokens")
+
+
+@dataclass(kw_only=True)
+class OptimizerConfig:
+    """Optimizer"""
+
+    lr: float = setting(1e-6, "peak learning rate", aliases=["learning_rate"])
+    min_lr: float = setting(0.0, "learning rate at the end of the decay")
+    lr_decay_style: str = setting(
+        "constant", "shape after warm-up", choices=["constant", "linear", "cosine"], aliases=["lr_scheduler_type"]
+    )
+    lr_warmup_iters: int = setting(0, "linear warm-up", unit="optimizer steps", aliases=["warmup_steps"])
+    lr_warmup_fraction: float | None = setting(
+        None, "linear warm-up as a share of the run, instead of lr_warmup_iters", aliases=["warmup_ratio"]
+    )
+    weight_decay: float = setting(0.0, "decoupled weight decay")
+    adam_beta1: float = setting(0.9, "")
+    adam_beta2: float = setting(0.95, "")
+    adam_eps: float = setting(1e-8, "", aliases=["adam_epsilon"])
+    clip_grad: float = setting(1.0, "gradient norm is clipped to this; 0 is off", aliases=["max_grad_norm"])
+    use_distributed_optimizer: bool = setting(True, "shard optimizer state over DP ranks")
+    overlap_grad_reduce: bool = setting(False, "reduce gradients while the backward runs")
+    overlap_param_gather: bool = setting(False, "gather parameters while the forward runs")
+    optimizer_cpu_offload: bool = setting(False, "keep optimizer state on the host (GPU only)")
+    optimizer_offload_fraction: float = setting(1.0, "share of it kept there")
+
+
+@dataclass(kw_only=True)
+class RunConfig:
+    """Run"""
+
+    output_dir: str = setting("output", "where everything is written", aliases=["save"])
+    max_steps: int | None = setting(None, "length of the run", unit="optimizer steps", aliases=["train_iters"])
+    num_train_epochs: float | None = setting(
+        None, "length of the run, instead of max_steps (default 1)", unit="epochs", aliases=["max_epochs"]
+    )
+    seed: int = setting(42, "prompts, sampling and everything else")
+    save_steps: int = setting(0, "checkpoint every so often; 0: only at the end", unit="optimizer steps", aliases=["save_interval"])
+    save_total_limit: int | None = setting(2, "checkpoints kept", unit="checkpoints")
+    resume: str = setting(
+        "auto", "auto: from the newest checkpoint in output_dir; never; or a checkpoint directory", aliases=["resume_from_checkpoint"]
+    )
+    report_to: list[str] = setting(["none"], "where metrics go besides metrics.jsonl: tensorboard, wandb, swanlab, mlflow, none")
+    log_completions_steps: int = setting(1, "write completions/ every so many rollouts; 0: never", unit="rollouts")
+    overwrite_output_dir: bool = setting(False, "start afresh in an output_dir that holds another run")
+    export_hf: bool = setting(True, "write hf/ at the end")
+
+
+@dataclass(kw_only=True)
+class EvalConfig:
+    """Evaluation"""
+
+    eval_dataset: str = setting("", "held-out prompts, scored greedily with the reward functions")
+    eval_steps: int = setting(0, "how often; 0: only before and after", unit="optimizer steps")
+    eval_num_prompts: int | None = setting(None, "use the first so many", unit="prompts")
+    eval_reward: str | None = setting(None, "the reward function that is the score (default: the first)")
+
+
+@dataclass(kw_only=True)
+class PlanConfig:
+    """Plan (what `plan` prints)"""
+
+    plan_rollouts: int = setting(2, "rollouts the timetable shows", unit="rollouts")
+    num_prompts: int | None = setting(None, "size of the data set, when it is not at hand", unit="prompts")
+    gpu_memory_gb: float | None = setting(None, "memory of one GPU, to hold the estimate against", unit="GB")
+    lengths: str | None = setting(None, "file with a prompt and a completion length a line", unit="tokens")
+    json: bool = setting(False, "print one JSON object instead of tables and a figure")
+    png: str | None = setting(None, "also draw the timetable into this file (needs the extra `plot`)")
+    dialect: str | None = setting(
+        None,
+        "read the batch sizes in another system's vocabulary (docs/batching.md); for `train` too",
+        choices=["trl", "skyrl", "skyrl-doc", "swift-megatron", "cs336"],
+    )
+
+
+@dataclass(kw_only=True)
+class Config:
+    """The whole of it, in groups."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    batch: BatchConfig = field(default_factory=BatchConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    rewards: RewardConfig = field(default_factory=RewardConfig)
+    grpo: GrpoConfig = field(default_factory=GrpoConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    run: RunConfig = field(default_factory=RunConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    plan: PlanConfig = field(default_factory=PlanConfig)
+    # Where each value came from ("default", "run.yaml", "command line", "launcher", "derived from ..."), by setting name.
+    sources: Mapping[str, str] = field(default_factory=dict)
+    # The name that the user typed for a setting (an alias, perhaps): error messages speak in the user's words.
+    typed: Mapping[str, str] = field(default_factory=dict)
+    # The batch sizes as typed in another system's vocabulary; empty without --dialect.
+    foreign: Mapping[str, int] = field(default_factory=dict)
+
+    def groups(self) -> dict[str, Any]:
+        """The groups by section name, in the order of --help."""
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("sources", "typed", "foreign")}

@@ -1,0 +1,154 @@
+"""From a command line and configuration files to a list of `name, raw value, where it stood`; nothing is interpreted yet."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_grpo.errors import Problem
+from megatron_grpo.settings.table import canonical, table
+
+COMMAND_LINE = "command line"
+_FLAG = re.compile(r"--[A-Za-z]")
+_ASSIGNMENT = re.compile(r"[A-Za-z_][\w.]*=")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """One setting as it was typed. `raw` is a list of words from a command line, or whatever YAML made of it."""
+
+    name: str  # canonical, dots and all: "micro_batch_size", "trainer.train_batch_size"
+    raw: Any
+    source: str  # "command line" or the file's name
+
+
+def read_words(words: Sequence[str], *, source: str = COMMAND_LINE, lenient: bool = False) -> tuple[list[Entry], list[Problem]]:
+    """Flags with what follows them. `a.b=c` without dashes is read too where the name has a dot (Hydra's overrides).
+
+    lenient: words that belong to no flag are passed over (the program's name in a shell script) instead of reported.
+    """
+    entries: list[Entry] = []
+    problems: list[Problem] = []
+    current: list[str] | None = None
+    for word in words:
+        if _FLAG.match(word):
+            name, equals, value = word.partition("=")
+            current = [value] if equals else []
+            entries.append(Entry(name=canonical(name), raw=current, source=source))
+            if equals:
+                current = None
+        elif "." in word.partition("=")[0] and _ASSIGNMENT.match(word) and not (current is not None and not current):
+            name, _, value = word.lstrip("+").partition("=")
+            entries.append(Entry(name=canonical(name), raw=[value], source=source))
+            current = None
+        elif current is not None:
+            current.append(word)
+        elif not lenient:
+            after = f" after {entries[-1].name}" if entries else ""
+            problems.append(Problem(flags=(word,), message=f"{word!r}{after} belongs to no flag. A flag begins with two dashes."))
+    return entries, problems
+
+
+def read_file(path: str) -> tuple[list[Entry], list[Problem]]:
+    """A YAML file, or a shell script whose last command holds the flags."""
+    file = Path(path)
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
+        return [], [Problem(flags=("config",), message=f"config {path} cannot be read: {reason}.")]
+    if file.suffix in (".sh", ".bash") or text.startswith("#!"):
+        return read_script(text, source=file.name)
+    return read_yaml(text, source=file.name)
+
+
+def read_yaml(text: str, *, source: str) -> tuple[list[Entry], list[Problem]]:
+    """Keys, flat or in sections. Sections named after a group of settings disappear; others stay as `section.key`."""
+    import yaml
+
+    try:
+        root = yaml.compose(text, Loader=yaml.SafeLoader)  # nodes, not a dict: a dict would hide a key that stands twice
+        data = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        where = getattr(error, "problem_mark", None)
+        place = f" line {where.line + 1}" if where else ""
+        return [], [Problem(flags=("config",), message=f"{source}{place} is not YAML: {getattr(error, 'problem', error)}.")]
+    if data is None:
+        return [], []
+    if not isinstance(data, dict):
+        return [], [Problem(flags=("config",), message=f"{source} must hold `name: value` lines, not a {type(data).__name__}.")]
+    problems = [Problem(flags=(key,), message=f"{key} stands twice in {source}. Keep one of them.") for key in _repeated(root)]
+    groups = {setting.group for setting in table().values()}
+    entries: list[Entry] = []
+
+    def walk(mapping: dict, prefix: str) -> None:
+        for key, value in mapping.items():
+            name = prefix + canonical(str(key))
+            if isinstance(value, dict):
+                walk(value, "" if not prefix and name in groups else f"{name}.")
+            else:
+                entries.append(Entry(name=name, raw=value, source=source))
+
+    walk(data, "")
+    return entries, problems
+
+
+def _repeated(root: Any) -> list[str]:
+    import yaml
+
+    found, stack = [], [root]
+    while stack:
+        node = stack.pop()
+        if isinstance(node, yaml.SequenceNode):
+            stack += node.value
+        if isinstance(node, yaml.MappingNode):
+            seen = set()
+            for key, value in node.value:
+                if isinstance(key, yaml.ScalarNode):
+                    if key.value in seen and key.value != "<<":
+                        found.append(canonical(key.value))
+                    seen.add(key.value)
+                stack.append(value)
+    return found
+
+
+def read_script(text: str, *, source: str) -> tuple[list[Entry], list[Problem]]:
+    """The flags of a launch script: `NPROC_PER_NODE=8 megatron rlhf --micro_batch_size 1 ...`.
+
+    Only what a flag list needs of the shell: comments, line continuations, quotes, and variables the script itself assigns. Assigned
+    variables become entries named `$NAME`, so that a dialect can find the number of ranks.
+    """
+    import shlex
+
+    lines = [line for line in text.replace("\\\r\n", "\\\n").splitlines() if not line.lstrip().startswith("#")]
+    joined = "\n".join(lines).replace("\\\n", " ")
+    variables: dict[str, str] = {}
+    entries: list[Entry] = []
+
+    def expand(word: str) -> str:
+        def value(match: re.Match) -> str:
+            name, default = match[1] or match[3], match[2]
+            return variables.get(name, default if default is not None else match[0])
+
+        return re.sub(r"\$\{(\w+)(?::?-([^}]*))?\}|\$(\w+)", value, word)
+
+    for line in joined.splitlines():
+        try:
+            words = [expand(word) for word in shlex.split(line, comments=True)]
+        except ValueError as error:
+            return [], [Problem(flags=("config",), message=f"{source} cannot be read as a shell script: {error} in {line.strip()[:60]!r}.")]
+        words = words[1:] if words[:1] == ["export"] else words
+        while words and re.match(r"[A-Za-z_]\w*=", words[0]):
+            name, _, value = words.pop(0).partition("=")
+            variables[name] = value
+        entries += read_words([part for word in words for part in _unquoted(word)], source=source, lenient=True)[0]
+    entries += [Entry(name=f"${name}", raw=[value], source=source) for name, value in variables.items()]
+    return entries, []
+
+
+def _unquoted(word: str) -> list[str]:
+    """An expanded variable may hold several flags: ARGS="--tp 2 --pp 2"; run $ARGS."""
+    return word.split() if word.startswith("--") and " " in word else [word]

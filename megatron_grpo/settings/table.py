@@ -1,0 +1,165 @@
+"""The settings of `config.py` as a table that a parser can use, and how one value is read. No torch here."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields
+from functools import cache
+from typing import Any
+
+from megatron_grpo.settings.config import Config
+
+TRUE, FALSE, NONE = ("true", "yes", "on", "1"), ("false", "no", "off", "0"), ("none", "null")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """One row: a flag, and equally a key of a configuration file."""
+
+    name: str
+    group: str
+    kind: str  # "int", "float", "bool" or "str"
+    default: Any = None
+    is_list: bool = False
+    optional: bool = False
+    unit: str = ""
+    help: str = ""
+    choices: Sequence[str] = ()
+    aliases: Sequence[str] = ()
+    refused: Mapping[str, str] = field(default_factory=dict)  # value -> why it is not a choice here
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dialect:
+    """Another system's vocabulary: names that replace native ones. Their values end in `Config.foreign`, as typed."""
+
+    name: str
+    settings: Mapping[str, Setting] = field(default_factory=dict)
+    hides: Sequence[str] = ()  # native names that mean nothing, or something else, in this vocabulary
+    prefixes: Sequence[str] = ()  # sections of its files that may stand before a name: "trainer."
+    renames: Mapping[str, str] = field(default_factory=dict)  # its names for native settings other than sizes
+    implies: Mapping[str, Any] = field(default_factory=dict)  # native settings that it switches on
+
+
+def canonical(name: str) -> str:
+    """`--micro-batch-size` and `micro_batch_size` are one name."""
+    return name.lstrip("-").replace("-", "_")
+
+
+@cache
+def table() -> Mapping[str, Setting]:
+    """Every setting by its name, in the order of `config.py`."""
+    rows = {}
+    for section in fields(Config):
+        if section.name in ("sources", "typed", "foreign"):
+            continue
+        for f in fields(section.default_factory):
+            optional, is_list = f.type.endswith("| None"), f.type.startswith("list[")
+            kind = f.type.removeprefix("list[").removesuffix("| None").strip().removesuffix("]")
+            default = f.default_factory() if f.default is MISSING else f.default
+            meta = f.metadata
+            rows[f.name] = Setting(
+                name=f.name,
+                group=section.name,
+                kind=kind,
+                default=default,
+                is_list=is_list,
+                optional=optional,
+                unit=meta["unit"],
+                help=meta["help"],
+                choices=meta["choices"],
+                aliases=meta["aliases"],
+                refused=meta["refused"],
+            )
+    return rows
+
+
+@cache
+def names() -> Mapping[str, Setting]:
+    """Every setting by each of its names, aliases too."""
+    return table() | {alias: setting for setting in table().values() for alias in setting.aliases}
+
+
+class BadValue(ValueError):
+    """A value that a setting cannot have. `suggestions` are values that it can have."""
+
+    def __init__(self, message: str, suggestions: Sequence[Any] = ()):
+        super().__init__(message)
+        self.suggestions = list(suggestions)
+
+
+def read_value(setting: Setting, raw: Any) -> Any:
+    """The value of a setting from what stood after a flag (a list of words) or after a YAML key (anything).
+
+    Raises BadValue with a phrase that completes "<name> ...".
+    """
+    words = list(raw) if isinstance(raw, (list, tuple)) else [raw]
+    if setting.is_list:
+        if words in ([None], ["none"]) and "none" not in setting.choices and setting.default != ["none"]:
+            words = []
+        return [_scalar(setting, word) for word in words]
+    if not words and setting.kind == "bool":
+        return True
+    if len(words) != 1:
+        given = " ".join(map(str, words))
+        raise BadValue(f"takes one value, not {len(words)} ({given})" if words else "needs a value")
+    word = words[0]
+    if word is None or (isinstance(word, str) and word.lower() in NONE and word not in setting.choices):
+        if setting.optional:
+            return None
+        if word is None or setting.kind != "str":
+            raise BadValue(f"cannot be none: it needs {_article(setting)}")
+    return _scalar(setting, word)
+
+
+def _article(setting: Setting) -> str:
+    return {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "a word"}[setting.kind]
+
+
+def _scalar(setting: Setting, word: Any) -> Any:
+    if isinstance(word, (dict, list, tuple)) or word is None:
+        raise BadValue(f"needs {_article(setting)}, not {word!r}")
+    text = ("true" if word else "false") if isinstance(word, bool) else str(word).strip()
+    if setting.kind == "bool":
+        if text.lower() in TRUE:
+            return True
+        if text.lower() in FALSE:
+            return False
+        raise BadValue(f"needs true or false, not {text!r}", [True, False])
+    if setting.kind in ("int", "float"):
+        return _number(setting, word, text)
+    if text in setting.refused:
+        raise BadValue(f"cannot be {text!r}: {setting.refused[text]}. It is one of: {', '.join(setting.choices)}")
+    if setting.choices and text not in setting.choices:
+        close = close_to(text, setting.choices)
+        raise BadValue(f"cannot be {text!r}. It is one of: {', '.join(setting.choices)}", close)
+    return text
+
+
+def _number(setting: Setting, word: Any, text: str) -> int | float:
+    bad = BadValue(f"needs {_article(setting)}, not {text!r}")
+    if isinstance(word, bool):
+        raise bad
+    try:
+        if setting.kind == "int":
+            try:
+                return int(text)
+            except ValueError:
+                number = float(text)  # 1e3 and 4.0 are whole numbers too
+                if number != int(number):
+                    raise bad from None
+                return int(number)
+        number = float(text)  # PyYAML reads 1e-6 as a string: this is where it becomes a number
+    except (ValueError, OverflowError):
+        raise bad from None
+    if math.isnan(number):
+        raise bad
+    return number
+
+
+def close_to(word: str, known: Sequence[str], *, limit: int = 3, cutoff: float = 0.6) -> list[str]:
+    """The known names that resemble a word most, best first."""
+    import difflib  # 8 ms that only a mistake costs
+
+    return difflib.get_close_matches(word, known, n=limit, cutoff=cutoff)

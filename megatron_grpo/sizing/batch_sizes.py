@@ -1,0 +1,185 @@
+"""BatchSizes: all the integers, checked. How a rollout divides into optimizer steps, micro-steps and DP ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from megatron_grpo.errors import ConfigError, Problem
+from megatron_grpo.settings.config import Config
+from megatron_grpo.sizing.dialects import PRODUCTS
+from megatron_grpo.sizing.nearest import broken_rules, nearest
+from megatron_grpo.sizing.sizes import CP, EP, ETP, NATIVE, PP, TP, VPP, WORLD, Model, TypedSizes, derive, inputs_of
+
+
+def whole(top: int, bottom: int) -> int | float:
+    """top / bottom, an int where it is whole."""
+    return top // bottom if top % bottom == 0 else top / bottom
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchSizes:
+    """Every size of docs/batching.md section 1. Counted in completions unless a name says prompts, steps or ranks."""
+
+    world_size: int = 1
+    tp: int = 1
+    pp: int = 1
+    vpp: int | None = None
+    cp: int = 1
+    ep: int = 1
+    etp: int = 1
+    micro_batch_size: int = 1
+    global_batch_size: int
+    generation_batch_size: int
+    num_generations: int
+    num_iterations: int = 1
+    old_logprobs: str = "auto"
+
+    @classmethod
+    def from_config(
+        cls, cfg: Config, *, num_layers: int | None = None, num_experts: int | None = None, model: Model | None = None
+    ) -> BatchSizes:
+        """The plan of a configuration. Pass what is known of the model (num_experts 0: it is dense), or all of it as `model`.
+
+        Raises ConfigError with every size that does not fit and the nearest values that do.
+        """
+        from megatron_grpo.settings.checks import validate
+
+        model = model or Model(num_layers=num_layers, num_experts=num_experts)
+        problems = size_problems(cfg, model, others_pass=not validate(cfg))
+        if problems:
+            raise ConfigError(problems)
+        return cls.of(inputs_of(cfg, PRODUCTS.get(cfg.plan.dialect or ""), model), old_logprobs=cfg.batch.old_logprobs)
+
+    @classmethod
+    def of(cls, inputs: TypedSizes, *, old_logprobs: str = "auto") -> BatchSizes:
+        """From inputs that break no rule."""
+        v, d = inputs.values, derive(inputs)
+        return cls(
+            world_size=v[WORLD],
+            tp=v[TP],
+            pp=v[PP],
+            vpp=v[VPP],
+            cp=v[CP],
+            ep=v[EP],
+            etp=v[ETP],
+            micro_batch_size=d.micro.whole(),
+            global_batch_size=d.global_batch.whole(),
+            generation_batch_size=d.generation.whole(),
+            num_generations=d.group,
+            num_iterations=d.passes,
+            old_logprobs=old_logprobs,
+        )
+
+    @property
+    def dp_size(self) -> int:
+        return self.world_size // (self.tp * self.pp * self.cp)
+
+    @property
+    def expert_dp_size(self) -> int:
+        return self.world_size // (self.etp * self.ep * self.pp)
+
+    @property
+    def completions_per_micro_step(self) -> int:
+        """Over all DP ranks."""
+        return self.micro_batch_size * self.dp_size
+
+    @property
+    def gradient_accumulation_steps(self) -> int:
+        """A: micro-steps in one optimizer step."""
+        return self.global_batch_size // self.completions_per_micro_step
+
+    @property
+    def micro_steps_per_rollout(self) -> int:
+        """W: micro-steps in one pass over a rollout, which are also its slices."""
+        return self.generation_batch_size // self.completions_per_micro_step
+
+    @property
+    def steps_per_generation(self) -> int | float:
+        """Global batches in one rollout; not whole only with allow_unaligned_generation."""
+        return whole(self.generation_batch_size, self.global_batch_size)
+
+    @property
+    def num_rollout_prompts(self) -> int:
+        return self.generation_batch_size // self.num_generations
+
+    @property
+    def num_train_prompts(self) -> int | float:
+        """Prompts in one optimizer step; may be a fraction, for a group may straddle optimizer steps."""
+        return whole(self.global_batch_size, self.num_generations)
+
+    @property
+    def num_prompts_per_dp_group(self) -> int | float:
+        return whole(self.global_batch_size, self.num_generations * self.dp_size)
+
+    @property
+    def stream_sizes(self) -> dict[str, int | str]:
+        """What decides which rows an optimizer step trains and where their old log-probs come from. The layout has no part in it."""
+        names = ("generation_batch_size", "global_batch_size", "num_generations", "num_iterations", "old_logprobs")
+        return {name: getattr(self, name) for name in names}
+
+
+def size_problems(cfg: Config, model: Model | None = None, *, others_pass: bool = True, unreadable: Collection[str] = ()) -> list[Problem]:
+    """Everything that is wrong with the sizes, in the user's names.
+
+    others_pass: the rest of the configuration is sound, so that a change of one size can make the whole of it pass; otherwise no
+    nearest values are offered. unreadable: settings whose values could not be read; rules about them are not judged.
+    """
+    inputs = inputs_of(cfg, PRODUCTS.get(cfg.plan.dialect or ""), model)
+    broken = [rule for rule in broken_rules(inputs) if not set(rule.flags) & set(unreadable)]
+    names = {flag: cfg.typed.get(flag, flag) for flag in inputs.values}
+    problems = []
+    for rule in broken:
+        flags = list(dict.fromkeys(flag for flag in rule.flags if inputs.values.get(flag) is not None or flag == "sequence_parallel"))
+        typed = [flag for flag in flags if flag in inputs.typed or cfg.sources.get(flag, "default") != "default"]
+        blamed = typed or [flag for flag in flags if flag in _SAYABLE or flag in inputs.typed] or flags
+        near = {}
+        if others_pass and not unreadable:
+            near = {flag: nearest(inputs, flag) for flag in flags if flag in inputs.values and _changeable(flag, cfg)}
+        offered = {names[flag]: values for flag, values in near.items() if values and flag in blamed}
+        rest = {names[flag]: values for flag, values in near.items() if values and flag not in blamed and flag in _SAYABLE}
+        problems.append(
+            Problem(
+                flags=tuple(names.get(flag, flag) for flag in blamed),
+                nearest=offered,
+                message=_sentence(rule.text(), offered or rest),
+            )
+        )
+    return problems
+
+
+# Sizes that a user may want to give when a default of theirs does not fit.
+_SAYABLE = {flag for products in (NATIVE, *PRODUCTS.values()) for flags in products.values() for flag in flags}
+
+
+def _changeable(flag: str, cfg: Config) -> bool:
+    return not (flag == WORLD and cfg.sources.get(WORLD) == "launcher")
+
+
+def _sentence(core: str, near: dict[str, Sequence[int]]) -> str:
+    if not near:
+        return f"{core}."
+    ways = [f"{flag} {' or '.join(map(str, values))}" for flag, values in near.items()]
+    return f"{core}. Use {', or '.join(ways)}."
+
+
+def settle(cfg: Config, plan: BatchSizes) -> None:
+    """Write the derived sizes into the configuration, so that what a run records is complete and native."""
+    values = {
+        "micro_batch_size": plan.micro_batch_size,
+        "global_batch_size": plan.global_batch_size,
+        "gradient_accumulation_steps": plan.gradient_accumulation_steps,
+        "generation_batch_size": plan.generation_batch_size,
+        "num_generations": plan.num_generations,
+        "num_iterations": plan.num_iterations,
+    }
+    if isinstance(plan.steps_per_generation, int):  # a fraction follows from the other sizes and could not be typed
+        values["steps_per_generation"] = plan.steps_per_generation
+    sources = dict(cfg.sources)
+    for name, value in values.items():
+        if cfg.foreign:
+            sources[name] = f"derived from the {cfg.plan.dialect} sizes"
+        elif getattr(cfg.batch, name) != value:
+            sources[name] = "derived from the other sizes"
+        setattr(cfg.batch, name, value)
+    cfg.sources = sources

@@ -1,0 +1,282 @@
+"""The rules themselves, each with its sentence. docs/batching.md states them in a table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron_grpo.sizing.sizes import (
+    CP,
+    EP,
+    ETP,
+    FIRST,
+    LAST,
+    PP,
+    TP,
+    VLLM_TP,
+    VPP,
+    WORLD,
+    Derived,
+    Fraction,
+    Rule,
+    TypedSizes,
+    derive,
+)
+from megatron_grpo.sizing.words import Words, remainder
+
+
+def minimum(inputs: TypedSizes, flag: str) -> int:
+    """The least value a flag may have. A group of one has nothing to compare with; one chunk a stage is not interleaved."""
+    if flag == VPP:
+        return 2
+    if flag in inputs.products["group"] and inputs.needs_group:
+        return 2
+    return 1
+
+
+def lower_bounds(inputs: TypedSizes) -> Iterator[Rule]:
+    """Python's -32 % 8 == 0 is why these come first, and why nothing else is checked while one is broken."""
+    for flag, value in inputs.values.items():
+        if value is None:
+            continue
+        least = minimum(inputs, flag)
+        why = {
+            2: {VPP: " (leave it out for a plain pipeline)"}.get(
+                flag, " (the advantage compares completions of one prompt; only advantage_estimator reinforce_plus_plus needs no group)"
+            )
+        }.get(least, "")
+        yield Rule(
+            key=f"least {flag}",
+            flags=(flag,),
+            holds=value >= least,
+            text=lambda f=flag, n=least, w=why, x=value: f"{f} must be at least {n}, not {x}{w}",
+        )
+
+
+def rules(inputs: TypedSizes) -> Iterator[Rule]:
+    """Every rule between sizes; assumes that `lower_bounds` hold."""
+    v, d = inputs.values, derive(inputs)
+    words = Words(inputs, d)
+    yield Rule(
+        key="ranks",
+        flags=(WORLD, TP, PP, CP),
+        multiple=v[WORLD],
+        divisor=d.ranks_per_replica,
+        text=lambda: f"{words.flag(WORLD)} must be a multiple of {words.product((TP, PP, CP))}: {remainder(v[WORLD], d.ranks_per_replica)}",
+    )
+    expert = v[ETP] * v[EP] * v[PP]
+    if v[ETP] * v[EP] > 1:  # otherwise "ranks" has said it
+        yield Rule(
+            key="expert ranks",
+            flags=(WORLD, ETP, EP, PP),
+            multiple=v[WORLD],
+            divisor=expert,
+            text=lambda: f"{words.flag(WORLD)} must be a multiple of {words.product((ETP, EP, PP))}: {remainder(v[WORLD], expert)}",
+        )
+    yield Rule(
+        key="engine ranks",
+        flags=(WORLD, VLLM_TP),
+        multiple=v[WORLD],
+        divisor=v[VLLM_TP],
+        text=lambda: (
+            f"{words.flag(WORLD)} must be a multiple of {words.flag(VLLM_TP)}, the ranks that share one engine: "
+            f"{remainder(v[WORLD], v[VLLM_TP])}"
+        ),
+    )
+    yield from _batch_rules(inputs, d, words)
+    yield from _pipeline_rules(inputs, d, words)
+    yield from _model_rules(inputs, words)
+
+
+def _batch_rules(inputs: TypedSizes, d: Derived, words: Words) -> Iterator[Rule]:
+    products, unit, glob, gen = inputs.products, d.unit, d.global_batch, d.generation
+
+    def whole(a: Fraction, b: Fraction) -> tuple[int, int]:
+        return a.top * b.bottom, a.bottom * b.top
+
+    if not inputs.given("micro"):
+        yield Rule(
+            key="micro",
+            flags=(*products["global"], *products["accumulation"], WORLD, TP, PP, CP),
+            multiple=d.micro.top,
+            divisor=d.micro.bottom,
+            after=("ranks",),
+            text=lambda: (
+                f"{words.size('global')} must be a multiple of "
+                f"{words.size('accumulation')} x {words.dp()}: a micro-batch would hold {d.micro} completions"
+            ),
+        )
+    elif inputs.given("global") and inputs.given("accumulation"):
+        a, b = whole(glob, Fraction(inputs.product("accumulation") * unit.top, unit.bottom))
+        yield Rule(
+            key="batch",
+            equal=True,
+            multiple=a,
+            divisor=b,
+            after=("ranks",),
+            flags=(*products["global"], *products["accumulation"], *words.unit_flags()),
+            text=lambda: f"{words.size('global')} must equal {words.accumulated()}. Leave one of the two out, or let them agree",
+        )
+    elif inputs.given("global"):
+        a, b = whole(glob, unit)
+        yield Rule(
+            key="batch",
+            multiple=a,
+            divisor=b,
+            after=("ranks",),
+            flags=(*products["global"], *words.unit_flags()),
+            text=lambda: f"{words.size('global')} must be a multiple of {words.unit()}: {remainder(glob.whole(), unit.whole())}",
+        )
+    a, b = whole(gen, Fraction(d.group))
+    group_after = () if inputs.given("generation") or (inputs.given("global") and not inputs.given("window")) else ("ranks",)
+    yield Rule(
+        key="group",
+        multiple=a,
+        divisor=b,
+        flags=(*words.generation_flags(), *products["group"]),
+        after=group_after,
+        text=lambda: f"{words.generation()} must be a multiple of {words.size('group')}: {remainder(gen.whole(), d.group)}",
+    )
+    if not inputs.given("generation"):
+        return
+    a, b = whole(gen, unit)
+    yield Rule(
+        key="window",
+        multiple=a,
+        divisor=b,
+        after=("ranks", "micro"),
+        flags=(*words.generation_flags(), *words.unit_flags()),
+        text=lambda: f"{words.size('generation')} must be a multiple of {words.unit()}: {remainder(gen.whole(), unit.whole())}",
+    )
+    a, b = whole(gen, glob)
+    global_after = () if inputs.given("global") else ("ranks", "micro")
+    if inputs.given("window"):
+        yield Rule(
+            key="conflict",
+            holds=False,
+            needs_removal=True,
+            flags=(*products["generation"], *products["window"]),
+            text=lambda: f"{words.size('generation')} and {words.size('window')} both set the rollout. Keep one of them",
+        )
+    elif inputs.given("steps"):
+        steps = inputs.product("steps")
+        yield Rule(
+            key="steps",
+            equal=True,
+            multiple=a,
+            divisor=b * steps,
+            after=global_after,
+            text=lambda: (
+                f"{words.size('generation')} must equal {words.rollout_of_steps(Fraction(glob.top * steps, glob.bottom))}. "
+                f"Leave one of the two out, or let them agree"
+            ),
+            flags=(*words.generation_flags(), *words.global_flags(), *products["steps"]),
+        )
+    elif inputs.aligned:
+        yield Rule(
+            key="aligned",
+            multiple=a,
+            divisor=b,
+            after=global_after,
+            flags=(*words.generation_flags(), *words.global_flags()),
+            text=lambda: (
+                f"{words.size('generation')} must be a multiple of {words.global_batch()}: "
+                f"{remainder(gen.whole(), glob.whole())}"
+                f" (allow_unaligned_generation lifts this)"
+            ),
+        )
+
+
+def _pipeline_rules(inputs: TypedSizes, d: Derived, words: Words) -> Iterator[Rule]:
+    v, layers = inputs.values, inputs.model.num_layers
+    if v[VPP] is not None:
+        yield Rule(
+            key="chunks",
+            flags=(VPP, PP),
+            holds=v[PP] > 1,
+            text=lambda: f"{words.flag(VPP)} needs {words.name(PP)} above 1: one stage has nothing to interleave with",
+        )
+        yield Rule(
+            key="interleave",
+            multiple=d.accumulation.top,
+            divisor=d.accumulation.bottom * v[PP],
+            after=("ranks", "batch", "micro", "chunks"),
+            flags=(*words.global_flags(), *words.unit_flags(), PP, VPP),
+            text=lambda: (
+                f"the interleaved schedule ({words.name(VPP)} {v[VPP]}) needs a number of micro-steps per optimizer step that is a "
+                f"multiple of {words.flag(PP)}; {words.global_batch()} makes {d.accumulation}"
+            ),
+        )
+    ends = [flag for flag in (FIRST, LAST) if v[flag] is not None]
+    if ends:
+        yield Rule(key="ends", flags=(*ends, PP), holds=v[PP] > 1, text=lambda: f"{words.flag(ends[0])} needs {words.name(PP)} above 1")
+    chunks = v[VPP] or 1
+    for flag in ends:
+        if chunks > 1:
+            yield Rule(
+                key=f"chunked {flag}",
+                flags=(flag, VPP),
+                multiple=v[flag],
+                divisor=chunks,
+                text=lambda f=flag: f"{words.flag(f)} must be a multiple of {words.flag(VPP)}: {remainder(v[f], chunks)}",
+            )
+    if layers is None or not layers:
+        return
+    if not ends:
+        yield Rule(
+            key="layers",
+            flags=(PP, VPP),
+            multiple=layers,
+            divisor=v[PP] * chunks,
+            text=lambda: (
+                f"the model's {layers} layers must be a multiple of pp{' x vpp' if chunks > 1 else ''} = {v[PP]}"
+                f"{f' x {chunks} = {v[PP] * chunks}' if chunks > 1 else ''}: {remainder(layers, v[PP] * chunks)}"
+            ),
+        )
+        return
+    middle, stages = layers - sum(v[flag] for flag in ends), v[PP] - len(ends)
+    fits = middle % (stages * chunks) == 0 and middle > 0 if stages > 0 else middle == 0
+    yield Rule(
+        key="layers",
+        flags=(*ends, PP, VPP),
+        holds=fits,
+        after=("ends",),
+        text=lambda: (
+            f"the model's {layers} layers less {' and '.join(words.flag(flag) for flag in ends)} leave {middle} for {stages} stages"
+            f"{f' of {chunks} chunks' if chunks > 1 else ''}, which does not divide"
+        ),
+    )
+
+
+def _model_rules(inputs: TypedSizes, words: Words) -> Iterator[Rule]:
+    v, model = inputs.values, inputs.model
+    if model.num_experts:
+        yield Rule(
+            key="experts",
+            flags=(EP,),
+            multiple=model.num_experts,
+            divisor=v[EP],
+            text=lambda: (
+                f"the model's {model.num_experts} experts must be a multiple of {words.flag(EP)}: {remainder(model.num_experts, v[EP])}"
+            ),
+        )
+        yield Rule(
+            key="expert sequence",
+            flags=(TP, "sequence_parallel"),
+            holds=v[TP] == 1 or inputs.sequence_parallel,
+            text=lambda: f"a mixture-of-experts model with {words.flag(TP)} trains with sequence_parallel true only",
+        )
+    elif model.num_experts == 0:
+        yield Rule(
+            key="dense",
+            flags=(EP, ETP),
+            holds=v[EP] == 1 and v[ETP] == 1,
+            text=lambda: f"{words.flag(EP)} and {words.flag(ETP)} must be 1: the model has no experts",
+        )
+    for number, (flag, sentence) in enumerate(model.misfits(v[TP], v[EP], v[ETP]) if model.misfits else ()):
+        yield Rule(key=f"model {number}", flags=(flag,), holds=False, text=lambda s=sentence: s, after=("experts", "dense"))
+    yield Rule(
+        key="sequence parallel",
+        flags=("sequence_parallel", TP),
+        holds=v[TP] > 1 or not inputs.sequence_parallel,
+        text=lambda: f"sequence_parallel needs {TP} above 1: there is nothing to cut a sequence over",
+    )

@@ -1,0 +1,110 @@
+"""Which settings go together: each refusal gives its reason, and what is legal passes."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import subprocess
+import sys
+
+import pytest
+
+from megatron_grpo.grpo import refused
+from megatron_grpo.settings import parse
+from megatron_grpo.settings.config import Config, GrpoConfig, RolloutConfig
+
+
+def config(temperature=1.0, top_p=1.0, top_k=0, **grpo):
+    return Config(grpo=GrpoConfig(**grpo), rollout=RolloutConfig(temperature=temperature, top_p=top_p, top_k=top_k))
+
+
+def test_the_defaults_are_legal_and_quiet():
+    assert refused.problems(Config()) == [] and refused.warnings(Config()) == []
+
+
+def test_every_choice_of_every_setting_is_legal_alone():
+    for field in dataclasses.fields(GrpoConfig):
+        for choice in field.metadata["choices"]:
+            assert refused.problems(config(**{field.name: choice})) == [], (field.name, choice)
+
+
+@pytest.mark.parametrize(
+    ("settings", "flag", "reason"),
+    [
+        ({"loss_type": "luspo"}, "loss_type", "luspo is refused: .* sequence_sum"),
+        ({"loss_type": "vespo"}, "loss_type", "vespo is refused"),
+        ({"loss_type": "real"}, "loss_type", "real is refused"),
+        ({"loss_type": "fipo"}, "loss_type", "fipo is refused"),
+        ({"beta": 0.1, "kl_estimator": "k1", "use_bias_correction_kl": False}, "kl_estimator", "zero mean"),
+        ({"loss_type": "cispo", "delta": 4.0}, "delta", "loss_type cispo has none"),
+        ({"loss_type": "sapo", "delta": 4.0}, "delta", "loss_type sapo has none"),
+        ({"delta": 0.9}, "delta", r"delta \(0.9\) must be above 1"),
+        ({"kl_in_reward": True}, "kl_in_reward", "beta is 0"),
+        ({"kl_in_reward": True, "beta": 0.1, "advantage_estimator": "gdpo"}, "kl_in_reward", "one reward"),
+        ({"kl_in_reward": True, "beta": 0.1, "scale_rewards": "gdpo"}, "kl_in_reward", "one reward"),
+        ({"sync_ref_model": True}, "sync_ref_model", "there is none"),
+        ({"advantage_estimator": "rloo", "scale_rewards": "batch"}, "scale_rewards", "rloo has its own"),
+        ({"multi_objective_aggregation": "normalize_then_sum", "advantage_estimator": "rloo"}, "multi_objective_aggregation", "gdpo"),
+        ({"multi_objective_aggregation": "normalize_then_sum", "scale_rewards": "none"}, "multi_objective_aggregation", "gdpo"),
+        ({"rollout_is_geometric": True}, "rollout_is_geometric", "whole sequence"),
+        ({"rollout_is_geometric": True, "rollout_importance_sampling_mode": "token_mask"}, "rollout_is_geometric", "token_mask"),
+        ({"rollout_importance_sampling_min": 0.5}, "rollout_importance_sampling_min", "is off"),
+        (
+            {"rollout_importance_sampling_min": 3.0, "rollout_importance_sampling_mode": "token_mask"},
+            "rollout_importance_sampling_min",
+            r"below rollout_importance_sampling_threshold \(2.0\)",
+        ),
+        ({"top_entropy_quantile": 0.0}, "top_entropy_quantile", "share of tokens"),
+        ({"epsilon": 0.0}, "epsilon", "above 0"),
+        ({"beta": -0.1}, "beta", "at least 0"),
+        ({"temperature": 0.0}, "temperature", "logits / temperature"),
+    ],
+)
+def test_refused_with_a_reason(settings, flag, reason):
+    (problem,) = refused.problems(config(**settings))
+    assert flag in problem.flags
+    assert re.search(reason, problem.message), problem.message
+
+
+def test_all_problems_are_reported_together():
+    found = refused.problems(config(loss_type="vespo", kl_in_reward=True, epsilon=-1.0, temperature=0.0))
+    assert len(found) == 4
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"loss_type": "cispo"}, "5.0 is used"),
+        ({"loss_type": "cispo", "epsilon_high": 0.2}, "every weight becomes 0.2"),
+        ({"loss_type": "sapo", "epsilon_high": 0.28}, "no clip"),
+        ({"delta": 1.1}, "not above 1 \\+ epsilon_high"),
+        ({"importance_sampling_level": "sequence"}, "3e-4"),
+        ({"importance_sampling_level": "sequence", "epsilon": 3e-4, "loss_type": "dapo"}, "once per token"),
+        ({"advantage_estimator": "reinforce_plus_plus", "exclude_dead_groups": True}, "whole batch"),
+        ({"top_p": 0.9}, "top_p 0.9: .*sampling/kl_k1 will say"),
+        ({"top_p": 0.9, "top_k": 50}, "top_p 0.9 and top_k 50"),
+    ],
+)
+def test_warned_about(settings, says):
+    assert refused.problems(config(**settings)) == []
+    (warning,) = refused.warnings(config(**settings))
+    assert re.search(says, warning), warning
+
+
+def test_the_bias_of_truncated_sampling_is_named_once_it_is_measured():
+    said = refused.truncated_sampling_warning(RolloutConfig(top_p=0.9), {"sampling/kl_k1": 0.05123})
+    assert "0.05123 nats per token" in said
+
+
+def test_gspo_as_its_paper_has_it_is_quiet():
+    assert refused.warnings(config(importance_sampling_level="sequence", epsilon=3e-4, epsilon_high=4e-4)) == []
+
+
+def test_checking_imports_no_torch():
+    code = "import sys; import megatron_grpo.grpo.refused; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_a_refused_loss_type_is_refused_with_its_reason_where_it_is_typed():
+    (problem,) = parse(["--loss_type", "vespo"]).problems
+    assert "loss_type cannot be 'vespo': its sequence-level gamma weights are not implemented. Nearest: cispo." in problem.message

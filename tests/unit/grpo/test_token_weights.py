@@ -1,0 +1,83 @@
+"""Token weights: hand-checked, and the filters act on what they say."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from megatron_grpo.grpo.token_weights import NORMALISATIONS, token_weights
+
+# Three completions with 2, 1 and 4 trained tokens; prompt positions and a tool's answer are not trained.
+MASKS = [np.array([0, 1, 1], bool), np.array([0, 0, 1], bool), np.array([0, 1, 1, 0, 1, 1], bool)]
+
+
+def weigh(loss_type, *, is_truncated=(False,) * 3, is_dead=(False,) * 3, **settings):
+    return token_weights(MASKS, loss_type=loss_type, is_truncated=is_truncated, is_dead=is_dead, max_completion_length=10, **settings)
+
+
+def per_token(result):
+    """The weight of a trained token of each completion, which is the same for all of them."""
+    found = []
+    for weights, mask in zip(result.weights, MASKS, strict=True):
+        assert (weights[~mask] == 0).all() and len(set(weights[mask])) == 1
+        found.append(float(weights[mask][0]))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("loss_type", "expected"),
+    [
+        ("grpo", [1 / 6, 1 / 3, 1 / 12]),
+        ("sapo", [1 / 6, 1 / 3, 1 / 12]),
+        ("dapo", [1 / 7] * 3),
+        ("bnpo", [1 / 7] * 3),
+        ("cispo", [1 / 7] * 3),
+        ("dr_grpo", [1 / 30] * 3),
+        ("sequence_sum", [1 / 3] * 3),
+    ],
+)
+def test_weight_of_a_token_by_hand(loss_type, expected):
+    result = weigh(loss_type)
+    assert per_token(result) == pytest.approx(expected, rel=1e-15)
+    assert (result.num_sequences, result.num_loss_tokens, result.is_empty) == (3, 7, False)
+
+
+def test_overlong_filter_empties_the_mask_and_keeps_n():
+    result = weigh("grpo", is_truncated=(False, False, True), overlong_filter=True)
+    assert per_token(result) == pytest.approx([1 / 6, 1 / 3, 0.0])
+    assert (result.num_sequences, result.num_loss_tokens) == (3, 3)
+    assert per_token(weigh("dapo", is_truncated=(False, False, True), overlong_filter=True)) == pytest.approx([1 / 3, 1 / 3, 0.0])
+
+
+def test_dead_groups_leave_n_too():
+    result = weigh("grpo", is_dead=(False, False, True), exclude_dead_groups=True)
+    assert per_token(result) == pytest.approx([1 / 4, 1 / 2, 0.0])
+    assert (result.num_sequences, result.num_loss_tokens) == (2, 3)
+
+
+def test_flags_without_their_filter_change_nothing():
+    result = weigh("grpo", is_truncated=(True,) * 3, is_dead=(True,) * 3)
+    assert per_token(result) == per_token(weigh("grpo"))
+
+
+@pytest.mark.parametrize("loss_type", NORMALISATIONS)
+def test_a_batch_with_nothing_left_says_so_and_has_zero_weights(loss_type):
+    for settings in (
+        {"is_dead": (True,) * 3, "exclude_dead_groups": True},
+        {"is_truncated": (True,) * 3, "overlong_filter": True},
+    ):
+        result = weigh(loss_type, **settings)
+        assert result.is_empty and result.num_loss_tokens == 0
+        assert all((weights == 0).all() for weights in result.weights)
+
+
+def test_a_completion_without_trained_tokens_counts_in_n():
+    masks = [np.array([1, 1], bool), np.zeros(2, bool)]
+    result = token_weights(masks, loss_type="grpo", is_truncated=(False, False), is_dead=(False, False), max_completion_length=2)
+    assert result.weights[0].tolist() == [0.25, 0.25] and result.num_sequences == 2
+
+
+@pytest.mark.parametrize("loss_type", NORMALISATIONS)
+def test_a_single_token_weighs_one_and_a_constant_length_is_constant_for_it_too(loss_type):
+    result = token_weights([np.array([False, True])], loss_type=loss_type, is_truncated=[False], is_dead=[False], max_completion_length=8)
+    assert result.weights[0].tolist() == [0.0, 1 / 8 if loss_type == "dr_grpo" else 1.0]

@@ -1,0 +1,257 @@
+"""What a run tells: records that survive kills and resumes, completions, plots, the live line, and services."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import re
+import time
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from megatron_grpo.errors import ConfigError
+from megatron_grpo.metrics import Clock, Completions, Metrics, report_to_problems, rollout_stats
+from megatron_grpo.types import Completion, Group, Progress, Prompt, ScoredGroup
+
+
+@pytest.fixture(autouse=True)
+def runs_that_ended():
+    """Most tests stop in the middle of a run."""
+    yield
+    logging.getLogger("megatron_grpo").handlers.clear()
+
+
+def metrics_in(folder, **settings):
+    return Metrics(folder, **{"console": Console(file=io.StringIO(), width=100)} | settings)
+
+
+def told_by(metrics):
+    return metrics._display.console.file.getvalue()
+
+
+def run(metrics, first, last, **stats):
+    progress = Progress(step=first - 1, num_tokens=100 * (first - 1))
+    metrics.start(progress)
+    for _ in range(first, last + 1):
+        progress = progress.after(num_tokens=100)
+        metrics.log(progress, {"reward": progress.step / 10, "loss": 0.5} | stats)
+    return progress
+
+
+def records(folder, name="metrics.jsonl"):
+    return [json.loads(line) for line in (folder / name).read_text().splitlines()]
+
+
+def test_every_optimizer_step_is_one_line(tmp_path):
+    run(metrics_in(tmp_path), 1, 3)
+    told = [(record["step"], record["num_tokens"], record["reward"]) for record in records(tmp_path)]
+    assert told == [(1, 100, 0.1), (2, 200, 0.2), (3, 300, 0.3)]
+    assert all(record["time/step"] > 0 and record["tokens_per_second"] > 0 for record in records(tmp_path))
+
+
+def test_a_resumed_run_drops_the_records_of_steps_it_takes_again(tmp_path):
+    run(metrics_in(tmp_path), 1, 5, note=1.0)
+    run(metrics_in(tmp_path), 4, 6, note=2.0)
+    assert [(record["step"], record["note"]) for record in records(tmp_path)] == [(1, 1), (2, 1), (3, 1), (4, 2), (5, 2), (6, 2)]
+
+
+def test_a_line_cut_short_by_a_kill_is_dropped(tmp_path):
+    run(metrics_in(tmp_path), 1, 2)
+    with (tmp_path / "metrics.jsonl").open("a") as stream:
+        stream.write('{"step": 3, "rew')
+    run(metrics_in(tmp_path), 3, 3)
+    assert [record["step"] for record in records(tmp_path)] == [1, 2, 3]
+
+
+def test_numbers_that_json_lacks_are_null_and_numpys_are_plain(tmp_path):
+    metrics = metrics_in(tmp_path)
+    metrics.log(Progress(step=1), {"kl": float("nan"), "loss": float("inf"), "a": np.float32(0.5), "b": np.int64(7)})
+    [record] = records(tmp_path)
+    assert (record["kl"], record["loss"], record["a"], record["b"]) == (None, None, 0.5, 7)
+
+
+def test_other_ranks_write_and_print_nothing(tmp_path):
+    metrics = metrics_in(tmp_path, rank=1, plot_steps=1)
+    progress = run(metrics, 1, 2)
+    metrics.log_evaluation(progress, {"accuracy": 1.0})
+    metrics.close()
+    assert list(tmp_path.iterdir()) == [] and told_by(metrics) == ""
+
+
+def test_the_table_at_the_end_compares_the_first_and_the_last_evaluation_also_after_a_resume(tmp_path):
+    first = metrics_in(tmp_path)
+    first.start(Progress())
+    first.log_evaluation(Progress(), {"accuracy": 0.25, "mean_length": 9.0})
+    progress = run(first, 1, 2)
+    first.log_evaluation(progress, {"accuracy": 0.5, "mean_length": 8.0})
+    second = metrics_in(tmp_path)
+    progress = run(second, 3, 4)
+    second.log_evaluation(progress, {"accuracy": 0.75, "mean_length": 7.0})
+    second.close()
+    assert re.search(r"step 0 .*step 4 .*change", told_by(second))
+    assert re.search(r"accuracy .*0\.25.*0\.75.*\+0\.5", told_by(second))
+    assert [record["step"] for record in records(tmp_path, "evaluations.jsonl")] == [0, 2, 4]
+
+
+def test_an_evaluation_repeated_at_the_same_step_replaces_the_first(tmp_path):
+    metrics = metrics_in(tmp_path)
+    for accuracy in (0.1, 0.2):
+        metrics.log_evaluation(Progress(step=3), {"accuracy": accuracy})
+    assert records(tmp_path, "evaluations.jsonl") == [{"step": 3, "accuracy": 0.2}]
+
+
+def test_a_pipe_gets_plain_lines_now_and_then_and_always_the_last(tmp_path):
+    metrics = metrics_in(tmp_path, total_steps=50)
+    run(metrics, 1, 50)
+    lines = [line for line in told_by(metrics).splitlines() if line.startswith("step")]
+    assert len(lines) == 2 and lines[0].startswith("step 1/50  reward 0.1") and lines[1].startswith("step 50/50  reward 5")
+    assert "\x1b" not in told_by(metrics)
+
+
+def test_a_terminal_gets_one_line_that_is_redrawn_with_warnings_above_it(tmp_path):
+    console = Console(file=io.StringIO(), width=120, force_terminal=True, _environ={})
+    metrics = metrics_in(tmp_path, total_steps=4, console=console)
+    run(metrics, 1, 2)
+    logging.getLogger("megatron_grpo.somewhere").warning("that is [odd]")
+    metrics.close()
+    told = told_by(metrics)
+    assert "2/4" in told and "s/step" in told and "left" in told
+    assert "\x1b[2K" in told and "that is [odd]" in told
+    assert logging.getLogger("megatron_grpo").handlers == []
+
+
+def test_plots_are_pictures_of_what_was_logged(tmp_path):
+    from PIL import Image
+
+    metrics = metrics_in(tmp_path, plot_steps=30)
+    metrics.log_evaluation(Progress(), {"accuracy": 0.2})
+    run(metrics, 1, 30, entropy=0.5, **{"completions/mean_length": 3.0, "time/rollout": 0.1, "time/train": 0.2, "kl": float("nan")})
+    assert sorted(path.name for path in (tmp_path / "plots").iterdir()) == ["entropy.png", "length.png", "reward.png", "step_time.png"]
+    for path in (tmp_path / "plots").iterdir():
+        colours = np.asarray(Image.open(path).convert("RGB")).reshape(-1, 3)
+        assert len(np.unique(colours, axis=0)) > 20, path.name
+
+
+def test_without_matplotlib_a_run_goes_on_and_is_warned_once(tmp_path, monkeypatch, caplog):
+    import importlib.util
+
+    from megatron_grpo.metrics import plots
+
+    monkeypatch.setattr(plots, "_warned", False)
+    real = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "matplotlib" else real(name, *rest))
+    metrics = metrics_in(tmp_path, plot_steps=1)
+    run(metrics, 1, 3)
+    [warning] = caplog.records
+    assert "matplotlib is not installed (pip install 'megatron-grpo[plot]')" in warning.message
+
+
+def test_a_service_that_is_not_installed_is_an_error_that_names_its_extra(tmp_path, monkeypatch):
+    import importlib.util
+
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None)
+    with pytest.raises(ConfigError, match=re.escape("pip install 'megatron-grpo[wandb]'")):
+        metrics_in(tmp_path, report_to=["wandb"])
+
+
+def test_an_unknown_service_is_an_error_that_suggests_the_nearest():
+    [problem] = report_to_problems(["tensorbord", "none"])
+    assert "did you mean tensorboard" in problem.message and problem.nearest == {"report_to": ["tensorboard"]}
+
+
+def test_tensorboard_gets_the_finite_numbers_of_every_step(tmp_path):
+    loader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    metrics = metrics_in(tmp_path, report_to=["tensorboard"])
+    progress = run(metrics, 1, 3, kl=float("nan"))
+    metrics.log_evaluation(progress, {"accuracy": 0.5})
+    metrics.close()
+    events = loader.EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [(event.step, pytest.approx(event.value)) for event in events.Scalars("reward")] == [(1, 0.1), (2, 0.2), (3, 0.3)]
+    tags = events.Tags()["scalars"]
+    assert "eval/accuracy" in tags and "kl" not in tags and "step" not in tags
+
+
+def test_a_clock_adds_up_blocks_of_one_name_and_begins_again():
+    clock = Clock()
+    for _ in range(2):
+        with clock("rollout"):
+            time.sleep(0.02)
+    with pytest.raises(ValueError), clock("train"):
+        raise ValueError
+    taken = clock.take()
+    assert 0.04 <= taken["time/rollout"] < 0.2 and "time/train" in taken
+    assert clock.take() == {}
+
+
+@dataclass
+class Judged:
+    advantages: np.ndarray
+    rewards: np.ndarray
+    rewards_per_func: np.ndarray
+    is_dead: np.ndarray
+
+
+def rollout_of_two(version=4):
+    """Two prompts, two completions each, two reward functions, one of which does not apply to the last completion."""
+
+    def group(number, raw, lengths, rewards):
+        completions = tuple(
+            Completion(token_ids=tuple(range(n)), logprobs=(0.0,) * n, text="x" * n, finish_reason=why) for n, why in lengths
+        )
+        prompt = Prompt(number=number, row=number + 10, raw=raw, token_ids=(1, 2, 3), columns={})
+        return ScoredGroup(group=Group(prompt=prompt, completions=completions, version=version), rewards=rewards)
+
+    scored = [
+        group(0, "one?", [(2, "stop"), (4, "length")], ((1.0, 0.0), (0.0, 1.0))),
+        group(1, [{"role": "user", "content": "zwei?"}], [(1, "stop"), (3, "stop")], ((1.0, 0.5), (1.0, None))),
+    ]
+    nan = float("nan")
+    return scored, Judged(
+        advantages=np.array([[1.0, -1.0], [0.5, -0.5]]),
+        rewards=np.array([[1.0, 1.0], [1.5, 1.0]]),
+        rewards_per_func=np.array([[[1, 0], [0, 1]], [[1, 0.5], [1, nan]]]),
+        is_dead=np.array([True, False]),
+    )
+
+
+def test_rollout_stats_by_hand():
+    stats = rollout_stats(*rollout_of_two(), ["right", "short"])
+    assert stats == pytest.approx({
+        "reward": 4.5 / 4, "reward_std": (0 + 0.5 / 2**0.5) / 2, "rewards/right/mean": 0.75, "rewards/right/std": 0.5,
+        "rewards/short/mean": 0.5, "rewards/short/std": 0.5, "frac_reward_zero_std": 0.5, "completions/mean_length": 2.5,
+        "completions/min_length": 1, "completions/max_length": 4, "completions/clipped_ratio": 0.25})  # fmt: skip
+
+
+def test_completions_are_a_table_with_a_row_each(tmp_path):
+    import pyarrow.parquet
+
+    path = Completions(tmp_path, reward_names=["right", "short"]).write(9, *rollout_of_two(version=4))
+    assert path == tmp_path / "completions" / "step_000004.parquet"
+    rows = pyarrow.parquet.read_table(path).to_pylist()
+    assert len(rows) == 4
+    assert rows[1] == {
+        "rollout": 9, "version": 4, "prompt_number": 0, "dataset_row": 10, "generation": 1, "prompt": "one?", "completion": "xxxx",
+        "reward": 1.0, "rewards/right": 0.0, "rewards/short": 1.0, "advantage": -1.0, "num_prompt_tokens": 3, "num_completion_tokens": 4,
+        "finish_reason": "length"}  # fmt: skip
+    assert rows[3]["rewards/short"] is None and json.loads(rows[3]["prompt"]) == [{"role": "user", "content": "zwei?"}]
+
+
+def test_rollouts_of_one_version_do_not_overwrite_each_other_and_a_resume_forgets_later_ones(tmp_path):
+    writer = Completions(tmp_path, reward_names=["right", "short"])
+    for rollout, version in enumerate((0, 1, 1, 2)):
+        writer.write(rollout, *rollout_of_two(version))
+    names = ["step_000000.parquet", "step_000001.parquet", "step_000001_1.parquet", "step_000002.parquet"]
+    assert sorted(path.name for path in (tmp_path / "completions").iterdir()) == names
+    writer.start(Progress(step=1))
+    assert [path.name for path in (tmp_path / "completions").iterdir()] == names[:1]
+
+
+def test_completions_are_written_as_often_as_asked(tmp_path):
+    for every, expected in ((0, []), (2, [0, 2])):
+        writer = Completions(tmp_path / str(every), reward_names=["right", "short"], every=every)
+        assert [rollout for rollout in range(4) if writer.write(rollout, *rollout_of_two(rollout))] == expected

@@ -1,0 +1,327 @@
+"""Sizes, their rules and the nearest values, against rules written out naively and against trying every value."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_grpo.errors import ConfigError
+from megatron_grpo.settings import parse
+from megatron_grpo.sizing.batch_sizes import BatchSizes, size_problems
+from megatron_grpo.sizing.dialects import DIALECTS
+from megatron_grpo.sizing.sizes import Model
+
+NAMES = {
+    "ws": "world_size",
+    "tp": "tensor_model_parallel_size",
+    "pp": "pipeline_model_parallel_size",
+    "cp": "context_parallel_size",
+    "vpp": "virtual_pipeline_model_parallel_size",
+    "ep": "expert_model_parallel_size",
+    "etp": "expert_tensor_parallel_size",
+    "mbs": "micro_batch_size",
+    "gbs": "global_batch_size",
+    "a": "gradient_accumulation_steps",
+    "gen": "generation_batch_size",
+    "spg": "steps_per_generation",
+    "g": "num_generations",
+    "mu": "num_iterations",
+}
+
+
+def divides(a, b) -> bool:
+    return b > 0 and a % b == 0
+
+
+def sizes_of(v: dict) -> dict | None:
+    """Native sizes by the definitions of docs/batching.md section 1, written down without any cleverness; None when a rule is broken."""
+    v = {"ws": 1, "tp": 1, "pp": 1, "cp": 1, "ep": 1, "etp": 1, "mbs": 1, "g": 8, "mu": 1} | {k: x for k, x in v.items() if x is not None}
+    if any(x < 1 for k, x in v.items() if k not in ("layers", "experts", "unaligned")) or v["g"] < 2:
+        return None
+    if not divides(v["ws"], v["tp"] * v["pp"] * v["cp"]) or not divides(v["ws"], v["etp"] * v["ep"] * v["pp"]):
+        return None
+    unit = v["mbs"] * v["ws"] // (v["tp"] * v["pp"] * v["cp"])
+    if "gbs" not in v:
+        v["gbs"] = v["a"] * unit if "a" in v else 16
+    if not divides(v["gbs"], unit) or v.get("a", v["gbs"] // unit) != v["gbs"] // unit:
+        return None
+    if "gen" not in v:
+        v["gen"] = v["gbs"] * v.get("spg", 1)
+    if not divides(v["gen"], v["g"]) or not divides(v["gen"], unit):
+        return None
+    if "spg" in v and v["gen"] != v["gbs"] * v["spg"]:
+        return None
+    if not v.get("unaligned") and not divides(v["gen"], v["gbs"]):
+        return None
+    if "vpp" in v and (v["vpp"] < 2 or v["pp"] < 2 or not divides(v["gbs"] // unit, v["pp"])):
+        return None
+    if v.get("layers") and not divides(v["layers"], v["pp"] * v.get("vpp", 1)):
+        return None
+    if v.get("experts") and (not divides(v["experts"], v["ep"]) or v["tp"] > 1):  # sequence_parallel is off throughout
+        return None
+    return v
+
+
+def argv_of(values: dict) -> list[str]:
+    words = [word for key, value in values.items() if key in NAMES and value is not None for word in (f"--{NAMES[key]}", str(value))]
+    return words + (["--allow_unaligned_generation"] if values.get("unaligned") else [])
+
+
+def problems_of(values: dict):
+    parsed = parse(argv_of(values), dialects=DIALECTS)
+    assert not parsed.problems
+    return size_problems(parsed.config, Model(num_layers=values.get("layers"), num_experts=values.get("experts"))), parsed.config
+
+
+def optional(*values):
+    return st.one_of(st.none(), st.sampled_from(values))
+
+
+configurations = st.fixed_dictionaries(
+    {
+        "ws": st.sampled_from([1, 2, 3, 4, 6, 8, 12, 16, 24]),
+        "tp": st.sampled_from([1, 1, 2, 3]),
+        "pp": st.sampled_from([1, 1, 2, 4]),
+        "cp": st.sampled_from([1, 1, 2]),
+        "vpp": optional(1, 2, 3),
+        "ep": st.sampled_from([1, 1, 2]),
+        "etp": st.sampled_from([1, 1, 2]),
+        "mbs": st.sampled_from([-32, 0, 1, 1, 2, 3, 4]),
+        "gbs": optional(8, 12, 16, 24, 32, 48, 60),
+        "a": optional(1, 2, 3, 4, 6),
+        "gen": optional(8, 16, 24, 36, 48, 64, 96),
+        "spg": optional(1, 2, 3, 5),
+        "g": st.sampled_from([1, 2, 3, 4, 5, 6, 8]),
+        "mu": st.sampled_from([1, 1, 2, 0]),
+        "unaligned": st.booleans(),
+        "layers": optional(4, 6, 24),
+        "experts": optional(4, 8),
+    }
+)
+mostly_right = st.fixed_dictionaries(
+    {
+        "ws": st.sampled_from([1, 2, 4, 6, 8, 16]),
+        "tp": st.sampled_from([1, 2]),
+        "pp": st.sampled_from([1, 2]),
+        "cp": st.just(1),
+        "vpp": st.none(),
+        "ep": st.just(1),
+        "etp": st.just(1),
+        "mbs": st.sampled_from([1, 2, 3, 4]),
+        "gbs": optional(16, 24, 32, 48, 60),
+        "a": optional(2, 4),
+        "gen": optional(24, 48, 64, 96),
+        "spg": optional(1, 2, 3),
+        "g": st.sampled_from([2, 3, 4, 5, 8]),
+        "mu": st.just(1),
+        "unaligned": st.booleans(),
+        "layers": optional(24),
+        "experts": st.none(),
+    }
+)
+
+
+@settings(max_examples=1500, deadline=None)
+@given(st.one_of(configurations, mostly_right))
+def test_a_configuration_passes_exactly_when_the_written_rules_hold(values):
+    problems, cfg = problems_of(values)
+    expected = sizes_of(values)
+    assert (not problems) == (expected is not None), (values, problems)
+    if expected is None:
+        return
+    plan = BatchSizes.from_config(cfg, num_layers=values["layers"], num_experts=values["experts"])
+    assert (plan.global_batch_size, plan.generation_batch_size, plan.num_generations) == (expected["gbs"], expected["gen"], expected["g"])
+    assert plan.global_batch_size == plan.gradient_accumulation_steps * plan.micro_batch_size * plan.dp_size
+    assert plan.micro_steps_per_rollout * plan.micro_batch_size * plan.dp_size == plan.generation_batch_size
+    assert plan.num_rollout_prompts * plan.num_generations == plan.generation_batch_size
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.one_of(configurations, mostly_right))
+def test_the_nearest_values_are_those_that_trying_every_value_finds(values):
+    problems, cfg = problems_of(values)
+    key_of = {name: key for key, name in NAMES.items()}
+    for problem in problems:
+        assert problem.flags and problem.message.endswith(".")
+        for flag in problem.flags:
+            if flag not in key_of:
+                continue
+            key = key_of[flag]
+            present = values[key]
+            limit = 130
+            below = next((x for x in range(present - 1, 0, -1) if sizes_of({**values, key: x})), None)
+            above = next((x for x in range(max(present, 0) + 1, limit) if sizes_of({**values, key: x})), None)
+            offered = [x for x in problem.nearest.get(flag, []) if x < limit]
+            assert offered == [x for x in (below, above) if x is not None], (flag, values, problem)
+
+
+@settings(max_examples=150, deadline=None)
+@given(mostly_right)
+def test_flags_named_in_a_problem_are_flags_that_were_typed(values):
+    problems, cfg = problems_of(values)
+    typed = {NAMES[key] for key, value in values.items() if key in NAMES and value is not None}
+    for problem in problems:
+        assert set(problem.flags) <= typed and set(problem.nearest) <= set(problem.flags)
+
+
+DIALECT_CASES = {
+    "trl": {
+        "num_processes": (1, 2, 3, 4, 6),
+        "per_device_train_batch_size": (1, 2, 3, 8),
+        "gradient_accumulation_steps": (1, 2, 3),
+        "steps_per_generation": (None, 1, 2, 5),
+        "generation_batch_size": (None, None, 24, 50),
+        "num_generations": (2, 5, 8),
+    },
+    "skyrl": {
+        "world_size": (1, 2, 4, 6),
+        "train_batch_size": (8, 16, 20),
+        "policy_mini_batch_size": (4, 6, 8),
+        "micro_train_batch_size_per_gpu": (1, 2, 3),
+        "n_samples_per_prompt": (2, 5, 8),
+    },
+    "skyrl-doc": {
+        "world_size": (1, 2, 4, 6),
+        "train_batch_size": (8, 16, 20),
+        "policy_mini_batch_size": (4, 6, 8),
+        "micro_train_batch_size_per_gpu": (1, 2, 3),
+        "n_samples_per_prompt": (2, 5, 8),
+    },
+    "cs336": {
+        "world_size": (1, 2),
+        "train_batch_size": (None, 16, 24, 32),
+        "gradient_accumulation_steps": (None, 2, 4, 5),
+        "micro_train_batch_size": (None, 1, 2, 3),
+        "group_size": (2, 3, 8),
+        "rollout_batch_size": (None, 32, 48),
+    },
+}
+
+
+def passes_in_dialect(dialect: str, values: dict) -> bool:
+    """Each system's own arithmetic, then the native rules on what comes out."""
+    v = {key: value for key, value in values.items() if value is not None}
+    if any(value < 1 for value in v.values()):
+        return False
+    if dialect == "trl":
+        ws, mbs, a = v["num_processes"], v["per_device_train_batch_size"], v["gradient_accumulation_steps"]
+        if "generation_batch_size" in v and "steps_per_generation" in v:
+            return False
+        gen = v.get("generation_batch_size", mbs * ws * v.get("steps_per_generation", a))
+        return sizes_of(dict(ws=ws, mbs=mbs, a=a, gen=gen, g=v["num_generations"], unaligned=True)) is not None
+    if dialect.startswith("skyrl"):
+        n = v["n_samples_per_prompt"]
+        mini = v["policy_mini_batch_size"] * (n if dialect == "skyrl" else 1)
+        return (
+            sizes_of(dict(ws=v["world_size"], mbs=v["micro_train_batch_size_per_gpu"], gbs=mini, gen=v["train_batch_size"] * n, g=n))
+            is not None
+        )
+    gbs, a, mbs, ws = v.get("train_batch_size"), v.get("gradient_accumulation_steps"), v.get("micro_train_batch_size"), v["world_size"]
+    if mbs is None and gbs is not None and a is not None:
+        if gbs % (a * ws):
+            return False
+        mbs = gbs // (a * ws)
+    return sizes_of(dict(ws=ws, mbs=mbs, gbs=gbs, a=a, gen=v.get("rollout_batch_size"), g=v["group_size"])) is not None
+
+
+def dialect_argv(dialect: str, values: dict) -> list[str]:
+    return ["--dialect", dialect, *(word for key, value in values.items() if value is not None for word in (f"--{key}", str(value)))]
+
+
+@pytest.mark.parametrize("dialect", DIALECT_CASES)
+@settings(max_examples=300, deadline=None)
+@given(data=st.data())
+def test_dialects_pass_and_are_mended_in_their_own_names(dialect, data):
+    values = {key: data.draw(st.sampled_from(choices), label=key) for key, choices in DIALECT_CASES[dialect].items()}
+    parsed = parse(dialect_argv(dialect, values), dialects=DIALECTS)
+    assert not parsed.problems
+    problems = size_problems(parsed.config)
+    assert (not problems) == passes_in_dialect(dialect, values), (values, problems)
+    for problem in problems:
+        assert set(problem.nearest) <= set(problem.flags) <= set(values), problem
+        for flag in problem.flags:
+            present, limit = values[flag], 100
+            below = next((x for x in range(present - 1, 0, -1) if passes_in_dialect(dialect, {**values, flag: x})), None)
+            above = next((x for x in range(present + 1, limit) if passes_in_dialect(dialect, {**values, flag: x})), None)
+            offered = [x for x in problem.nearest.get(flag, []) if x < limit]
+            assert offered == [x for x in (below, above) if x is not None], (flag, values, problem)
+
+
+def test_the_message_shows_the_arithmetic_and_what_works():
+    with pytest.raises(ConfigError) as error:
+        BatchSizes.from_config(parse(["--global_batch_size", "64", "--generation_batch_size", "96"], dialects=DIALECTS).config)
+    [problem] = error.value.problems
+    assert problem.message.startswith("generation_batch_size (96) must be a multiple of global_batch_size (64): 96 = 1 x 64 + 32")
+    assert "generation_batch_size 64 or 128" in problem.message
+    assert problem.nearest == {"generation_batch_size": [64, 128], "global_batch_size": [48, 96]}
+
+
+def test_two_independent_problems_are_both_said_and_neither_offers_what_would_not_be_enough():
+    problems, _ = problems_of({"ws": 7, "tp": 2, "gbs": 30, "gen": 64, "g": 7})
+    assert len(problems) >= 3
+    assert not any(problem.nearest for problem in problems)
+
+
+def test_nearest_values_of_a_hundred_thousand_ranks_are_found_at_once():
+    problems, _ = problems_of({"ws": 100_000, "mbs": 3, "gbs": 1_000_000, "g": 8})
+    assert problems[0].nearest["global_batch_size"] == [900_000, 1_200_000]
+    assert problems[0].nearest["micro_batch_size"] == [2, 5]
+
+
+def test_more_than_25_kinds_of_mistake_are_each_said_once():
+    """Each of these breaks one rule, and is told so in one sentence."""
+    cases = [
+        ["--micro_batch_size", "0"],
+        ["--num_generations", "1"],
+        ["--virtual_pipeline_model_parallel_size", "1"],
+        ["--world_size", "3", "--tensor_model_parallel_size", "2"],
+        ["--world_size", "2", "--expert_model_parallel_size", "4"],
+        ["--world_size", "2", "--vllm_tensor_parallel_size", "3"],
+        ["--micro_batch_size", "3"],
+        ["--global_batch_size", "16", "--gradient_accumulation_steps", "3"],
+        ["--num_generations", "5"],
+        ["--allow_unaligned_generation", "--micro_batch_size", "16", "--generation_batch_size", "24"],
+        ["--generation_batch_size", "24"],
+        ["--generation_batch_size", "32", "--steps_per_generation", "3"],
+        ["--dialect", "trl", "--generation_batch_size", "64", "--steps_per_generation", "3"],
+        ["--dialect", "cs336", "--train_batch_size", "8", "--gradient_accumulation_steps", "3"],
+        ["--virtual_pipeline_model_parallel_size", "2"],
+        (
+            "--world_size 4 --pipeline_model_parallel_size 4 --virtual_pipeline_model_parallel_size 2 "
+            "--global_batch_size 18 --num_generations 2"
+        ).split(),
+        ["--decoder_first_pipeline_num_layers", "2"],
+        ["--sequence_parallel"],
+        ["--mirco_batch_size", "2"],
+        ["--micro_batch_size", "x"],
+        ["--micro_batch_size"],
+        ["--loss_type", "dap"],
+        ["--lr", "none"],
+        ["--sequence_parallel", "perhaps"],
+        ["--lr", "1", "--learning_rate", "2"],
+        ["--top_p", "1.5"],
+        ["--adam_beta1", "1"],
+        ["--min_lr", "1"],
+        ["--lr_warmup_iters", "2", "--lr_warmup_fraction", "0.1"],
+        ["--overlap_param_gather"],
+        ["--recompute_method", "uniform"],
+        ["--recompute_granularity", "full"],
+        ["--moe_aux_loss_coeff", "0.1"],
+        ["--vllm_max_model_len", "100"],
+        ["--reward_weights", "1"],
+        ["--eval_steps", "3"],
+        ["--eval_reward", "x"],
+        ["--lengths", "/nowhere"],
+        ["--config", "/nowhere.yaml"],
+        ["--bf16", "--torch_dtype", "float32"],
+        ["--beta", "-1"],
+        ["stray"],
+    ]
+    from megatron_grpo.planning.check import check
+
+    for argv in cases:
+        with pytest.raises(ConfigError) as error:
+            check(argv)
+        assert len(error.value.problems) == 1, (argv, [str(problem) for problem in error.value.problems])
+    assert len(cases) >= 25

@@ -1,0 +1,81 @@
+"""What Megatron-Core cannot compute is refused in `plan` and in `train` alike, before a model loads."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+
+from megatron_grpo.errors import ConfigError
+from megatron_grpo.inputs import read_everything
+from megatron_grpo.planning.check import check
+from megatron_grpo.policy.refused import problems
+from megatron_grpo.settings import parse
+from megatron_grpo.settings.config import Config
+from megatron_grpo.weights.shape import ModelShape
+from tests.tiny_models import write_tiny
+from tests.unit.weights.tiny import config_of
+
+DEEPSEEK = ModelShape.from_hf(config_of("deepseek_v3"))
+
+
+def refused(config: Config | None = None, shape: ModelShape = DEEPSEEK, **moe) -> list[str]:
+    shape = dataclasses.replace(shape, moe=dataclasses.replace(shape.moe, **moe))
+    return [problem.message for problem in problems(config or Config(), shape)]
+
+
+def test_models_that_megatron_computes_pass():
+    for name in ("qwen3_moe", "qwen3_moe_raw_weights", "mixtral", "deepseek_v3"):
+        assert refused(shape=ModelShape.from_hf(config_of(name))) == []
+    assert refused(num_groups=4, group_topk=4, topk=3) == []  # all groups: no choice among them
+    assert refused(topk=1, norm_topk_prob=False, num_groups=None, group_topk=None) == []
+
+
+@pytest.mark.parametrize(("changes", "words"), [
+    ({"norm_topk_prob": False}, "sum to 1"),
+    ({"topk": 1, "num_groups": None, "group_topk": None}, "num_experts_per_tok 1"),
+    ({"num_groups": 4, "group_topk": 2}, "(2 / 2 = 1)"),
+    ({"score_function": "softmax", "topk": 1, "num_groups": None, "group_topk": None}, "cannot be trained"),
+])  # fmt: skip
+def test_a_router_that_megatron_computes_otherwise_is_refused(changes, words):
+    (message,) = refused(**changes)
+    assert words in message
+
+
+def test_latent_attention_is_refused_on_transformer_engine_layers():
+    cfg = Config()
+    cfg.model.transformer_impl = "transformer_engine"
+    (message,) = refused(cfg)
+    assert "multi-latent attention" in message
+    dense = ModelShape.from_hf(config_of("qwen3"))
+    assert problems(cfg, dense) == []
+
+
+@pytest.mark.parametrize(("model", "module"), [("llama_all_biases", "mlp"), ("deepseek_v3", "mla_up_proj"), ("deepseek_v3", "layernorm")])
+def test_layers_that_cannot_be_recomputed_are_refused(model, module):
+    cfg = Config()
+    cfg.model.recompute_granularity, cfg.model.recompute_modules = "selective", ["core_attn", module]
+    (problem,) = problems(cfg, ModelShape.from_hf(config_of(model)))
+    assert module in problem.message
+    cfg.model.recompute_modules = ["core_attn"]
+    assert problems(cfg, ModelShape.from_hf(config_of(model))) == []
+
+
+def test_plan_refuses_what_the_policy_cannot_compute(tmp_path):
+    config = {**config_of("deepseek_v3"), "norm_topk_prob": False}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match="sum to 1"):
+        check(["--model", str(tmp_path), "--max_completion_length", "8"])
+
+
+def test_a_prompt_too_long_for_the_model_is_named_with_every_other_problem(tmp_path):
+    write_tiny(tmp_path / "model", max_positions=16)
+    (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": " ".join(["7"] * 10)}) + "\n")
+    argv = ["--model", str(tmp_path / "model"), "--dataset", str(tmp_path / "prompts.jsonl"), "--reward_funcs", "length", "--max_steps",
+            "1", "--max_completion_length", "8", "--output_dir", str(tmp_path / "out"), "--tensor_model_parallel_size", "3"]  # fmt: skip
+    with pytest.raises(ConfigError) as refusal:
+        read_everything(parse(argv, launcher_world_size=3))
+    said = str(refusal.value)
+    assert "18 tokens are longer than the model's max_position_embeddings (16)" in said
+    assert "num_attention_heads" in said

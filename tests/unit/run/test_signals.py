@@ -1,0 +1,196 @@
+"""Stopping politely, stopping at once, and not outliving a launcher: on real processes and real signals."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+LOOP = """
+import sys, time
+from megatron_grpo.run.signals import StopSignal
+stop = StopSignal({argument})
+print("ready", flush=True)
+while not stop.agreed(lambda flag: flag):
+    time.sleep(0.02)
+time.sleep({save_seconds})
+print("saved", flush=True)
+sys.exit(3)
+"""
+BLOCKED = """
+import threading
+from megatron_grpo.run.signals import StopSignal
+stop = StopSignal({argument})
+print("ready", flush=True)
+lock = threading.Lock(); lock.acquire(); lock.acquire()
+"""
+
+
+def start(script: str, **values: object) -> subprocess.Popen:
+    """The script, once it says that it is ready."""
+    code = script.format(**{"argument": "", "save_seconds": 0} | values)
+    process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "ready\n"
+    return process
+
+
+def rest_of(process: subprocess.Popen, timeout: float = 10) -> tuple[str, int]:
+    try:
+        process.wait(timeout)
+    finally:
+        process.kill()
+    return process.stdout.read(), process.returncode
+
+
+def is_alive(pid: int) -> bool:
+    """Zombies are dead."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def gone_within(pid: int, seconds: float) -> bool:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if not is_alive(pid):
+            return True
+        time.sleep(0.02)
+    return False
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+def test_a_signal_lets_the_step_finish_and_the_run_save(number):
+    process = start(LOOP)
+    process.send_signal(number)
+    assert rest_of(process) == ("saved\n", 3)
+
+
+def test_the_echo_of_a_signal_by_the_launcher_does_not_cut_the_save_short():
+    process = start(LOOP, save_seconds=0.5)
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.1)
+    process.send_signal(signal.SIGTERM)
+    assert rest_of(process) == ("saved\n", 3)
+
+
+def test_a_second_signal_ends_a_process_that_never_comes_to_the_flag():
+    process = start(BLOCKED)
+    process.send_signal(signal.SIGTERM)
+    time.sleep(2.2)
+    assert process.poll() is None
+    process.send_signal(signal.SIGTERM)
+    assert rest_of(process, timeout=2)[1] == 128 + signal.SIGTERM
+
+
+def test_a_process_asked_to_stop_because_another_failed_leaves_at_once():
+    process = start(BLOCKED, argument="lambda: True")
+    process.send_signal(signal.SIGTERM)
+    assert rest_of(process, timeout=2)[1] == 1
+
+
+def test_a_forked_child_dies_of_its_own_signal_and_the_parent_is_not_told():
+    script = """
+import os, signal, time
+from megatron_grpo.run.signals import StopSignal
+stop = StopSignal()
+child = os.fork()
+if child == 0:
+    time.sleep(30)
+    os._exit(0)
+time.sleep(0.2)
+os.kill(child, signal.SIGTERM)
+_, status = os.waitpid(child, 0)
+time.sleep(0.2)
+print("ready", flush=True)
+print(os.waitstatus_to_exitcode(status), stop.received)
+"""
+    assert rest_of(start(script)) == ("-15 None\n", 0)
+
+
+def test_restore_gives_the_signals_back():
+    script = """
+import os, signal, threading, time
+from megatron_grpo.run.signals import StopSignal
+before = threading.active_count()
+StopSignal().restore()
+time.sleep(0.1)
+print("ready", flush=True)
+print(threading.active_count() - before, flush=True)
+os.kill(os.getpid(), signal.SIGTERM)
+time.sleep(5)
+"""
+    assert rest_of(start(script)) == ("0\n", -signal.SIGTERM)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="prctl is Linux's")
+def test_a_worker_dies_with_a_launcher_that_was_killed():
+    script = """
+import subprocess, sys, time
+worker = "from megatron_grpo.run.signals import die_with_parent; import time; die_with_parent(); print('up', flush=True); time.sleep(60)"
+process = subprocess.Popen([sys.executable, "-c", worker], stdout=subprocess.PIPE)
+process.stdout.readline()
+print("ready", flush=True)
+print(process.pid, flush=True)
+time.sleep(60)
+"""
+    launcher = start(script)
+    worker = int(launcher.stdout.readline())
+    assert is_alive(worker)
+    launcher.kill()
+    launcher.wait()
+    assert gone_within(worker, 2)
+
+
+# -- under torchrun -----------------------------------------------------------------------------------------------------------------------
+
+WORKER = """
+import os, sys, threading, time
+import torch.distributed as dist
+from megatron_grpo.run.signals import FailureBoard, StopSignal, die_with_parent
+die_with_parent()
+dist.init_process_group("gloo")
+rank, folder = dist.get_rank(), sys.argv[1]
+board = FailureBoard(dist.distributed_c10d._get_default_store())
+stop = StopSignal(board.any_failed)
+open(f"{folder}/{rank}", "w").write(str(os.getpid()))
+if sys.argv[2] == "fail" and rank == 1:
+    while len(os.listdir(folder)) < 3: time.sleep(0.01)
+    board.report()
+    sys.exit(1)
+lock = threading.Lock(); lock.acquire(); lock.acquire()  # a collective that the failed rank never joins
+"""
+
+
+def torchrun(folder: Path, what: str) -> tuple[subprocess.Popen, list[int]]:
+    """torchrun with two workers, once both have joined; and their process ids."""
+    (folder / "worker.py").write_text(WORKER)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "worker.py", str(folder), what]
+    process = subprocess.Popen(command, cwd=folder, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    end = time.monotonic() + 60
+    files = [folder / "0", folder / "1"]
+    while not all(file.exists() and file.read_text() for file in files):
+        assert time.monotonic() < end and process.poll() is None
+        time.sleep(0.05)
+    return process, [int(file.read_text()) for file in files]
+
+
+def test_no_rank_outlives_a_torchrun_that_was_killed(tmp_path):
+    launcher, workers = torchrun(tmp_path, "wait")
+    assert all(map(is_alive, workers))
+    launcher.kill()
+    launcher.wait()
+    assert all(gone_within(worker, 2) for worker in workers)
+
+
+def test_a_rank_that_waits_for_a_failed_one_is_gone_in_seconds_and_not_after_the_grace_of_thirty(tmp_path):
+    launcher, workers = torchrun(tmp_path, "fail")
+    assert launcher.wait(timeout=15) != 0
+    assert not any(map(is_alive, workers))
