@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -11,39 +13,49 @@ import torch.distributed as dist
 
 from megatron_grpo import train
 from megatron_grpo.checkpoint import Checkpoints, start_afresh
+from megatron_grpo.clock import Clock
 from megatron_grpo.errors import ConfigError, Interrupted, RewardError
 from megatron_grpo.evaluate import Evaluator
-from megatron_grpo.experience import Sampler
 from megatron_grpo.export import export_hf
 from megatron_grpo.grpo.loss import GrpoLoss
+from megatron_grpo.grpo.refused import is_truncated_sampling, truncated_sampling_warning
 from megatron_grpo.inputs import Inputs
-from megatron_grpo.judge import judge
-from megatron_grpo.metrics import Clock, Completions, Metrics
+from megatron_grpo.judge import Judge
+from megatron_grpo.metrics import Completions, Metrics
 from megatron_grpo.metrics.drift import DriftWatch
+from megatron_grpo.metrics.journal import Journal, watch_drift
 from megatron_grpo.metrics.schedule import ScheduleLog
-from megatron_grpo.parallel import state
+from megatron_grpo.parallel import collectives, state
 from megatron_grpo.parallel.layout import Layout
 from megatron_grpo.parallel.state import ParallelState
 from megatron_grpo.planning.command import Plan
 from megatron_grpo.planning.report import print_report
 from megatron_grpo.policy.exchange import WeightExchange
+from megatron_grpo.policy.guard import FiniteGuard, Guard
 from megatron_grpo.policy.model import build_chunks
-from megatron_grpo.policy.optimizer import build_optimizer, build_scheduler, wrap_for_training
-from megatron_grpo.policy.policy import Policy
+from megatron_grpo.policy.optimizer import Trainable
+from megatron_grpo.policy.policy import Policy, cut_for
+from megatron_grpo.policy.reference import FollowingReference, FrozenReference, Reference
 from megatron_grpo.policy.refused import machine_problems
+from megatron_grpo.policy.scorer import Scorer
 from megatron_grpo.rewards.loading import close_rewards
-from megatron_grpo.rollout.engine import RolloutEngine, SamplingSettings
+from megatron_grpo.rollout.engine import Engine, SamplingSettings
+from megatron_grpo.rollouts import Asker, KlPenalty, Rollouts
 from megatron_grpo.run.signals import FailureBoard, StopSignal, die_with_parent
-from megatron_grpo.settings.config import Config
+from megatron_grpo.settings.config import Config, GrpoConfig
 from megatron_grpo.settings.write import write_config
 from megatron_grpo.sizing.batch_sizes import BatchSizes
+from megatron_grpo.sync import Publisher
 from megatron_grpo.weights.mapping import WeightMap
 from megatron_grpo.weights.reader import HfReader
 from megatron_grpo.weights.shape import ModelShape
 
 
-def run_training(made: Plan, inputs: Inputs) -> int:
-    """`megatron-grpo train`, on this rank, with settings and inputs that have been checked. Returns the exit code."""
+def run_training(made: Plan, inputs: Inputs, **parts) -> int:
+    """`megatron-grpo train`, on this rank, with settings and inputs that have been checked. Returns the exit code.
+
+    parts: for `build_run`.
+    """
     cfg = made.checked.config
     if "TORCHELASTIC_RUN_ID" in os.environ:
         die_with_parent()
@@ -54,7 +66,7 @@ def run_training(made: Plan, inputs: Inputs) -> int:
     try:
         if parallel.is_main:
             print_report(made, is_short=True)
-        run = build_run(made, inputs, parallel, signal)
+        run = build_run(made, inputs, parallel, signal, **parts)
         train.train(run)
         if cfg.run.export_hf:
             export_hf(run.policy, Path(cfg.run.output_dir) / "hf", source=inputs.model_path,
@@ -65,7 +77,7 @@ def run_training(made: Plan, inputs: Inputs) -> int:
         # Every rank has it, so none waits for another and nothing is reported: the first to leave makes the launcher end the others, and
         # until `signal.restore` that is only noted. What it says must not come later.
         if run is not None:
-            run.metrics.close()
+            run.journal.close()
         if parallel.is_main:
             print(f"megatron-grpo: a reward function failed, and the run ends.\n{error}", file=sys.stderr, flush=True)
         raise
@@ -74,8 +86,8 @@ def run_training(made: Plan, inputs: Inputs) -> int:
         raise
     finally:
         if run is not None:
-            run.metrics.close()
-            run.rollout.close()
+            run.journal.close()
+            run.engine.close()
         close_rewards(inputs.rewards)
         signal.restore()
     if parallel.is_main:
@@ -95,8 +107,20 @@ def start_parallel(cfg: Config, plan: BatchSizes) -> ParallelState:
     )
 
 
-def build_run(made: Plan, inputs: Inputs, parallel: ParallelState, signal: StopSignal) -> train.Run:
-    """Everything that `train.train` needs. Collective."""
+def build_run(
+    made: Plan,
+    inputs: Inputs,
+    parallel: ParallelState,
+    stop: StopSignal,
+    *,
+    engine: MakeEngine | None = None,
+    reference: MakeReference | None = None,
+    guard: Guard | None = None,
+) -> train.Run:
+    """Everything that `train.train` needs. Collective.
+
+    engine, reference, guard: parts written elsewhere, instead of those that the settings name.
+    """
     cfg, timetable = made.checked.config, made.timetable
     out, run_cfg = Path(cfg.run.output_dir), cfg.run
     if parallel.is_main:
@@ -105,64 +129,101 @@ def build_run(made: Plan, inputs: Inputs, parallel: ParallelState, signal: StopS
         out.mkdir(parents=True, exist_ok=True)
         write_config(cfg, out / "config.yaml")
         made.save(out / "plan.json")
-    parallel.barrier()
+    collectives.wait_for_all()
+    clock, judge = Clock(), Judge(inputs.rewards, cfg.rewards.reward_weights)
+    journal = build_journal(made, judge, parallel, clock)  # before any model loads: a service that is not installed is an error
+    policy = build_policy(
+        cfg,
+        inputs.shape,
+        parallel,
+        model_path=inputs.model_path,
+        num_steps=timetable.num_steps,
+        clock=clock,
+        reference=reference,
+        guard=guard,
+    )
+    sampler = (engine or ENGINES[cfg.rollout.vllm_mode])(cfg, inputs, parallel)
+    sampling = SamplingSettings.of(cfg.rollout, num_generations=cfg.batch.num_generations)
+    held_out = []
+    if inputs.held_out is not None:
+        held_out = inputs.held_out.take(min(len(inputs.held_out), cfg.eval.eval_num_prompts or len(inputs.held_out)))
+    penalty = None
+    if cfg.grpo.kl_in_reward and policy.reference is not None:
+        penalty = KlPenalty(policy=policy, reference=policy.reference, beta=cfg.grpo.beta)
+    return train.Run(
+        timetable=timetable,
+        parallel=parallel,
+        policy=policy,
+        engine=sampler,
+        publisher=Publisher(policy, sampler, verify=cfg.rollout.verify_weight_push),
+        rollouts=Rollouts(
+            Asker(sampler, judge, sampling=sampling, seed=run_cfg.seed, clock=clock),
+            inputs.prompts,
+            cfg=cfg.grpo,
+            num_groups=made.checked.plan.num_rollout_prompts,
+            use_sampler_logprobs=cfg.batch.old_logprobs == "rollout",
+            penalty=penalty,
+            cut=policy.cut,
+            parallel=parallel,
+            journal=journal,
+        ),
+        prompts=inputs.prompts,
+        checkpoints=Checkpoints(
+            out,
+            save_steps=run_cfg.save_steps,
+            save_total_limit=run_cfg.save_total_limit,
+            resume=run_cfg.resume,
+            sizes=timetable.plan.stream_sizes,
+        ),
+        evaluator=Evaluator(
+            held_out,
+            sampler,
+            judge,
+            sampling,
+            score=cfg.eval.eval_reward or judge.names[0],
+            every=cfg.eval.eval_steps,
+            last_step=timetable.num_steps,
+        ),
+        journal=journal,
+        stop=stop,
+    )
+
+
+def build_journal(made: Plan, judge: Judge, parallel: ParallelState, clock: Clock) -> Journal:
+    """What the run tells, and to whom."""
+    cfg, out, run_cfg = made.checked.config, Path(made.checked.config.run.output_dir), made.checked.config.run
     metrics = Metrics(
         out,
         report_to=run_cfg.report_to,
         rank=parallel.rank,
-        total_steps=timetable.num_steps,
+        total_steps=made.timetable.num_steps,
         plot_steps=run_cfg.save_steps,
         config={name: value for section in cfg.groups().values() for name, value in vars(section).items()},
     )
-    policy = build_policy(cfg, inputs.shape, parallel, model_path=inputs.model_path, num_steps=timetable.num_steps)
-    sampling = SamplingSettings.of(cfg.rollout, num_generations=cfg.batch.num_generations)
-    engine = build_engine(cfg, inputs, parallel)
-    clock = Clock()
-    names = [function.name for function in inputs.rewards]
+    drift = DriftWatch(bound=cfg.rollout.logp_difference_warn, dtype=cfg.model.torch_dtype)
 
-    def score(groups):
-        return judge(groups, inputs.rewards, rank=parallel.rank, world_size=parallel.world_size, share=parallel.all_gather_objects)
+    def truncated(progress, found):
+        return truncated_sampling_warning(cfg.rollout, found) if progress.step == 1 and is_truncated_sampling(cfg.rollout) else None
 
-    held_out = []
-    if inputs.held_out is not None:
-        held_out = inputs.held_out.take(min(len(inputs.held_out), cfg.eval.eval_num_prompts or len(inputs.held_out)))
-    sampler = Sampler(
-        engine=engine,
-        sampling=sampling,
-        prompts=inputs.prompts,
-        judge=score,
-        reward_names=names,
-        reward_weights=cfg.rewards.reward_weights or [1.0] * len(names),
-        kl_penalty=policy.kl_to_reference if cfg.grpo.kl_in_reward and cfg.grpo.beta else None,
-        completions=Completions(out, reward_names=names, every=run_cfg.log_completions_steps, rank=parallel.rank),
+    return Journal(
+        metrics,
+        ScheduleLog(out, rank=parallel.rank),
+        Completions(out, reward_names=judge.names, every=run_cfg.log_completions_steps, rank=parallel.rank),
         clock=clock,
-        cfg=cfg.grpo,
-        num_groups=made.checked.plan.num_rollout_prompts,
-        use_sampler_logprobs=cfg.batch.old_logprobs == "rollout",
-        seed=run_cfg.seed,
+        reward_weights=judge.weights,
+        tells_selection=cfg.grpo.dynamic_sample or cfg.grpo.oversample_ratio > 1,
+        share=partial(collectives.share, group=parallel.dp_group),
+        watches=[watch_drift(drift), truncated],
     )
-    return train.Run(
-        config=cfg,
-        timetable=timetable,
-        parallel=parallel,
-        policy=policy,
-        rollout=engine,
-        sampler=sampler,
-        prompts=inputs.prompts,
-        checkpoints=Checkpoints(out, save_steps=run_cfg.save_steps, save_total_limit=run_cfg.save_total_limit, resume=run_cfg.resume,
-                                sizes=timetable.plan.stream_sizes),
-        evaluator=Evaluator(held_out, score, names, sampling, score=cfg.eval.eval_reward or names[0], every=cfg.eval.eval_steps,
-                            last_step=timetable.num_steps),
-        metrics=metrics,
-        schedule_log=ScheduleLog(out, rank=parallel.rank),
-        drift=DriftWatch(bound=cfg.rollout.logp_difference_warn, dtype=cfg.model.torch_dtype),
-        clock=clock,
-        signal=signal,
-    )  # fmt: skip
 
 
-def build_engine(cfg: Config, inputs: Inputs, parallel: ParallelState) -> RolloutEngine:
-    """The sampler that `vllm_mode` names. Collective."""
+# ---- which sampler ---------------------------------------------------------------------------------------------------------------------
+
+MakeEngine = Callable[[Config, Inputs, ParallelState], Engine]
+
+
+def build_colocated(cfg: Config, inputs: Inputs, parallel: ParallelState) -> Engine:
+    """vLLM inside the trainer's own ranks. Collective."""
     from megatron_grpo.rollout.colocated import ColocatedEngine
 
     return ColocatedEngine.build(
@@ -174,6 +235,27 @@ def build_engine(cfg: Config, inputs: Inputs, parallel: ParallelState) -> Rollou
         rank=parallel.rank,
         world_size=parallel.world_size,
     )
+
+
+ENGINES: dict[str, MakeEngine] = {"colocate": build_colocated}  # by vllm_mode
+
+# ---- which reference -------------------------------------------------------------------------------------------------------------------
+
+Tensors = Callable[[], dict[str, torch.Tensor]]
+MakeReference = Callable[[GrpoConfig, Scorer, Tensors], Reference]  # settings; the model that the run began with; its tensors
+
+
+def build_frozen(cfg: GrpoConfig, initial: Scorer, tensors: Tensors) -> Reference:
+    return FrozenReference(initial.model, initial.parallel, initial.cut)
+
+
+def build_following(cfg: GrpoConfig, initial: Scorer, tensors: Tensors) -> Reference:
+    return FollowingReference(initial, tensors=tensors, every=cfg.ref_model_sync_steps, alpha=cfg.ref_model_mixup_alpha)
+
+
+REFERENCES: dict[bool, MakeReference] = {False: build_frozen, True: build_following}  # by sync_ref_model
+
+# ---- the policy ------------------------------------------------------------------------------------------------------------------------
 
 
 def uses_transformer_engine(transformer_impl: str) -> bool:
@@ -191,8 +273,18 @@ def padded_vocab_size(shape: ModelShape, cfg: Config) -> int:
     return -(-shape.vocab_size // multiple) * multiple
 
 
-def build_policy(cfg: Config, shape: ModelShape, parallel: ParallelState, *, model_path: str | Path, num_steps: int) -> Policy:
-    """The policy with the checkpoint's weights, ready to train; and its frozen reference where the loss needs one. Collective."""
+def build_policy(
+    cfg: Config,
+    shape: ModelShape,
+    parallel: ParallelState,
+    *,
+    model_path: str | Path,
+    num_steps: int,
+    clock: Clock | None = None,
+    reference: MakeReference | None = None,
+    guard: Guard | None = None,
+) -> Policy:
+    """The policy with the checkpoint's weights, ready to train; and its reference where one is asked for. Collective."""
     has_te = uses_transformer_engine("auto")
     if lacking := machine_problems(cfg, has_gpu=parallel.device.type == "cuda", has_transformer_engine=has_te):
         raise ConfigError(lacking)
@@ -209,23 +301,25 @@ def build_policy(cfg: Config, shape: ModelShape, parallel: ParallelState, *, mod
         exchange.load(chunks, reader)
         return chunks
 
-    chunks = loaded_chunks()
-    wrapped = wrap_for_training(chunks, cfg.optimizer)
-    optimizer = build_optimizer(wrapped, cfg.optimizer)
-    reference = None
+    model = Trainable.of(loaded_chunks(), cfg.optimizer, num_steps=num_steps)
+    cut = cut_for(
+        parallel,
+        model.chunks[0].config,
+        micro_batch_size=cfg.batch.micro_batch_size,
+        max_tokens=cfg.batch.max_tokens_per_micro_batch,
+    )
+    held_to = None
     if cfg.grpo.beta:
-        reference = [chunk.eval().requires_grad_(False) for chunk in loaded_chunks()]
+        initial = [chunk.eval().requires_grad_(False) for chunk in loaded_chunks()]
+        make = reference or REFERENCES[cfg.grpo.sync_ref_model]
+        held_to = make(cfg.grpo, Scorer(initial, parallel, cut), partial(exchange.tensors, initial))
     return Policy(
-        chunks=chunks,
-        wrapped=wrapped,
-        optimizer=optimizer,
-        scheduler=build_scheduler(optimizer, cfg.optimizer, num_steps=num_steps),
+        model,
         loss=loss,
-        reference=reference,
+        reference=held_to,
+        guard=guard or FiniteGuard(),
         exchange=exchange,
         parallel=parallel,
-        micro_batch_size=cfg.batch.micro_batch_size,
-        max_tokens_per_micro_batch=cfg.batch.max_tokens_per_micro_batch,
-        beta=cfg.grpo.beta,
-        reference_moves=cfg.grpo.sync_ref_model,
+        cut=cut,
+        clock=clock,
     )

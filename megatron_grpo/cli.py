@@ -8,11 +8,12 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from megatron_grpo import __version__
 from megatron_grpo.errors import EXIT_CONFIG, EXIT_CRASH, EXIT_DONE, EXIT_INTERRUPTED, ConfigError, Interrupted, RewardError
 
-Command = Callable[[list[str]], int]
+Command = Callable[..., int]
 
 
 def launcher_world_size() -> int | None:
@@ -25,8 +26,8 @@ def is_first_rank() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-def train(argv: list[str]) -> int:
-    """The training run."""
+def train(argv: list[str], **parts: Any) -> int:
+    """The training run. parts: for `build.build_run`."""
     from megatron_grpo.planning.check import check_parsed
     from megatron_grpo.settings import parse
     from megatron_grpo.sizing.dialects import DIALECTS
@@ -42,7 +43,7 @@ def train(argv: list[str]) -> int:
     plan, inputs = read_everything(parsed)
     from megatron_grpo.build import run_training
 
-    return run_training(plan, inputs)
+    return run_training(plan, inputs, **parts)
 
 
 def plan(argv: list[str]) -> int:
@@ -73,8 +74,11 @@ def report(error: ConfigError) -> None:
         print(f"  {number}. {problem}", file=sys.stderr)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code."""
+def main(argv: Sequence[str] | None = None, **parts: Any) -> int:
+    """Run one command and return its exit code.
+
+    parts: a sampler, a reference or a guard written elsewhere, for `train`; `build.build_run` says which there are.
+    """
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or words[0] in ("-h", "--help", "help"):
         from megatron_grpo.settings.show import print_overview
@@ -97,7 +101,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
             print_help(command, COMMANDS[command])
             return EXIT_DONE
-        return COMMANDS[command](rest)
+        return COMMANDS[command](rest, **parts)
     except ConfigError as error:
         report(error)
         return EXIT_CONFIG

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
-from megatron_grpo.rollout.engine import RolloutEngine, SamplingSettings
-from megatron_grpo.types import Group, Progress, Prompt, ScoredGroup
+from megatron_grpo.judge import Judge
+from megatron_grpo.parallel import collectives
+from megatron_grpo.rollout.engine import Sampler, SamplingSettings
+from megatron_grpo.types import Progress, Prompt
 
 
 class Evaluator:
@@ -16,8 +18,8 @@ class Evaluator:
     def __init__(
         self,
         prompts: Sequence[Prompt],
-        judge: Callable[[Sequence[Group]], list[ScoredGroup]],
-        reward_names: Sequence[str],
+        sampler: Sampler,
+        judge: Judge,
         sampling: SamplingSettings,
         *,
         score: str,
@@ -25,8 +27,7 @@ class Evaluator:
         last_step: int,
     ):
         """score: the reward function that counts. every: optimizer steps between evaluations, 0 for only the first and the last."""
-        self.prompts, self.judge, self.reward_names = list(prompts), judge, list(reward_names)
-        self.sampling = sampling.greedy()
+        self.prompts, self.sampler, self.judge, self.sampling = list(prompts), sampler, judge, sampling.greedy()
         self.score, self.every, self.last_step = score, every, last_step
 
     def is_due(self, progress: Progress) -> bool:
@@ -35,14 +36,19 @@ class Evaluator:
         between = self.every > 0 and step % self.every == 0
         return bool(self.prompts) and (step == 0 or step == self.last_step or between)
 
-    def run(self, rollout: RolloutEngine) -> dict[str, float]:
+    def run(self) -> dict[str, float]:
         """{reward name: mean over the prompts to which it applies, ..., "mean_length": tokens}; the score first. Collective."""
-        with rollout.awake():
-            groups = rollout.generate(self.prompts, self.sampling, seed=0)
-        scored = self.judge(groups)
-        rewards = np.array([[np.nan if value is None else value for value in group.rewards[0]] for group in scored], dtype=np.float64)
+        with self.sampler.awake():
+            groups = self.sampler.generate(self.prompts, self.sampling, seed=0)
+        numbers = {prompt.number: place for place, prompt in enumerate(self.prompts)}
+        places = [numbers[group.prompt.number] for group in groups]
+        scored = self.judge(groups, places=places)
+        mine = {place: (one.rewards[0], one.group.completions[0].num_drawn) for place, one in zip(places, scored, strict=True)}
+        found = {place: row for part in collectives.share(mine) for place, row in part.items()}
+        ordered = [found[place] for place in range(len(self.prompts))]
+        rewards = np.array([[np.nan if value is None else value for value in row] for row, _ in ordered], dtype=np.float64)
         means = {
-            name: float(np.nanmean(column)) for name, column in zip(self.reward_names, rewards.T, strict=True) if not np.isnan(column).all()
+            name: float(np.nanmean(column)) for name, column in zip(self.judge.names, rewards.T, strict=True) if not np.isnan(column).all()
         }
         first = {self.score: means[self.score]} if self.score in means else {}
-        return first | means | {"mean_length": float(np.mean([len(group.completions[0].token_ids) for group in groups]))}
+        return first | means | {"mean_length": float(np.mean([length for _, length in ordered]))}

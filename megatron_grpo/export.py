@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from megatron_grpo.parallel import collectives
 from megatron_grpo.parallel.state import ParallelState
 from megatron_grpo.policy.policy import Policy
 from megatron_grpo.weights.writer import HfWriter
@@ -23,4 +24,4 @@ def export_hf(policy: Policy, out: str | Path, *, source: str | Path, dtype: tor
     else:
         for _ in policy.named_weights():
             pass
-    parallel.barrier()
+    collectives.wait_for_all()

@@ -1,4 +1,4 @@
-"""Owns the step from groups to scored groups: every rank scores its share, and all end with the same list.
+"""Owns the step from groups to scored groups: every rank scores its own.
 
 What goes wrong on one rank travels to the others as a value and is raised on all of them: no rank is left waiting in a collective.
 """
@@ -6,81 +6,80 @@ What goes wrong on one rank travels to the others as a value and is raised on al
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
 
 from megatron_grpo.data.chat import as_completion
 from megatron_grpo.errors import RewardError
+from megatron_grpo.parallel import collectives
 from megatron_grpo.rewards.protocol import RewardBatch, RewardFunction
-from megatron_grpo.rewards.scoring import Scores, score
+from megatron_grpo.rewards.scoring import Notice, Scores, score
 from megatron_grpo.types import Group, ScoredGroup
 
 _LOG = logging.getLogger(__name__)
 
 
-def judge(
-    groups: Sequence[Group],
-    rewards: Sequence[RewardFunction],
-    *,
-    rank: int = 0,
-    world_size: int = 1,
-    share: Callable[[Any], Sequence[Any]] | None = None,
-    trainer_state: Any = None,
-) -> list[ScoredGroup]:
-    """Scores every completion of every group with every reward function.
+class Judge:
+    """The reward functions of a run. Every rank judges the groups that it was given; collective all the same."""
 
-    groups: the same list on every rank. share: gives this rank's object to all and returns all ranks' objects in rank order (a collective);
-    not needed where world_size is 1. trainer_state: handed to the functions that ask for it.
-    Raises RewardError, with the same message on every rank.
-    """
-    bounds = shares(len(groups), world_size)
-    first_row = sum(len(group.completions) for group in groups[: bounds[rank]])
-    batch = as_batch(groups[bounds[rank] : bounds[rank + 1]], first_row=first_row, trainer_state=trainer_state)
-    local: Scores | RewardError
-    try:
-        local = score(rewards, batch)
-    except RewardError as error:
-        local = error
-    everyone = [local] if world_size == 1 else list(share(local))
-    errors = [str(result) for result in everyone if isinstance(result, RewardError)]
-    if errors:
-        raise RewardError("\n".join(errors))
-    _warn_once(rewards, everyone, aloud=rank == 0)
-    rows = [row for result in everyone for row in result.rows]
-    ends = list(accumulate(len(group.completions) for group in groups))
-    return [ScoredGroup(group=group, rewards=tuple(rows[end - len(group.completions) : end])) for group, end in zip(groups, ends)]
+    def __init__(self, functions: Sequence[RewardFunction], weights: Sequence[float] = ()):
+        """weights: one per function, or none for 1 each."""
+        self.functions, self.weights = list(functions), list(weights) or [1.0] * len(functions)
+
+    @property
+    def names(self) -> list[str]:
+        return [function.name for function in self.functions]
+
+    def __call__(self, groups: Sequence[Group], *, places: Sequence[int] | None = None, trainer_state: Any = None) -> list[ScoredGroup]:
+        """Scores every completion of this rank's groups with every function.
+
+        places: of each group among all that were sampled together (default: as they come here); an error names rows by it.
+        trainer_state: handed to the functions that ask for it. Raises RewardError, with the same message on every rank.
+        """
+        batch = as_batch(groups, places=places, trainer_state=trainer_state)
+        local: Scores | RewardError
+        try:
+            local = score(self.functions, batch)
+        except RewardError as error:
+            local = error
+        self._agree(local)
+        assert isinstance(local, Scores)
+        ends = list(accumulate(len(group.completions) for group in groups))
+        return [ScoredGroup(group=group, rewards=tuple(local.rows[end - len(group.completions) : end])) for group, end in zip(groups, ends)]
+
+    def _agree(self, local: Scores | RewardError) -> None:
+        """What went wrong anywhere is raised everywhere; what is to be said is said once, by one rank."""
+        everyone = collectives.share(str(local) if isinstance(local, RewardError) else local.notices)
+        errors = [found for found in everyone if isinstance(found, str)]
+        if errors:
+            raise RewardError("\n".join(errors))
+        _warn_once(self.functions, [notice for notices in everyone for notice in notices], aloud=collectives.rank() == 0)
 
 
-def shares(num_groups: int, world_size: int) -> list[int]:
-    """Where each rank's groups begin, and the end: whole groups, as even as they come."""
-    return [num_groups * rank // world_size for rank in range(world_size + 1)]
-
-
-def as_batch(groups: Sequence[Group], *, first_row: int = 0, trainer_state: Any = None) -> RewardBatch:
-    """Completions of all groups in TRL's shape. A column that a row lacks is None there.
-
-    first_row: the row of the rollout at which these groups begin.
-    """
+def as_batch(groups: Sequence[Group], *, places: Sequence[int] | None = None, trainer_state: Any = None) -> RewardBatch:
+    """Completions of all groups in TRL's shape. A column that a row lacks is None there. places: see `Judge`."""
     names = list(dict.fromkeys(name for group in groups for name in group.prompt.columns))
-    pairs = [(group.prompt, place, completion) for group in groups for place, completion in enumerate(group.completions)]
+    places = range(len(groups)) if places is None else places
+    rows = [
+        (group.prompt, place * len(group.completions) + number, number, completion)
+        for group, place in zip(groups, places, strict=True)
+        for number, completion in enumerate(group.completions)
+    ]
     return RewardBatch(
-        prompts=[prompt.raw for prompt, _, _ in pairs],
-        completions=[as_completion(prompt.raw, completion.text) for prompt, _, completion in pairs],
-        completion_ids=[completion.token_ids for _, _, completion in pairs],
-        columns={name: [prompt.columns.get(name) for prompt, _, _ in pairs] for name in names},
-        labels=[
-            f"row {first_row + row} of the rollout (data-set row {prompt.row}, completion number {place})"
-            for row, (prompt, place, _) in enumerate(pairs)
-        ],
+        prompts=[prompt.raw for prompt, *_ in rows],
+        completions=[as_completion(prompt.raw, completion.text) for prompt, _, _, completion in rows],
+        completion_ids=[completion.answer_ids for *_, completion in rows],
+        columns={name: [prompt.columns.get(name) for prompt, *_ in rows] for name in names},
+        labels=[f"row {row} of the rollout (data-set row {prompt.row}, completion number {number})" for prompt, row, number, _ in rows],
         trainer_state=trainer_state,
     )
 
 
-def _warn_once(rewards: Sequence[RewardFunction], everyone: Sequence[Scores], *, aloud: bool) -> None:
-    """One line per function and kind of failure, for the whole run, from one rank."""
-    by_name = {function.name: function for function in rewards}
-    for notice in (notice for result in everyone for notice in result.notices):
+def _warn_once(functions: Sequence[RewardFunction], notices: Sequence[Notice], *, aloud: bool) -> None:
+    """One line per function and kind of failure, for the whole run."""
+    by_name = {function.name: function for function in functions}
+    for notice in notices:
         warned = by_name[notice.function].warned
         if notice.kind not in warned:
             warned.add(notice.kind)

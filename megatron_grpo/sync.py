@@ -7,20 +7,22 @@ after every push both sides score the same probe sequences.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from megatron_grpo.rollout.completions import gather_over_all_ranks
-from megatron_grpo.rollout.engine import RolloutEngine, WeightSyncError
+from megatron_grpo.parallel import collectives
+from megatron_grpo.rollout.engine import WeightHolder, WeightSyncError
+from megatron_grpo.types import Sequence, whole
+from megatron_grpo.weights.update import WeightUpdate
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["PushedPolicy", "SyncStats", "WeightSyncError", "check_weights", "sync_weights"]
+__all__ = ["Publisher", "PushedPolicy", "SyncStats", "WeightSyncError", "check_weights", "push"]
 
 # float32: trainer and engine differ by their order of summation, 1e-5 on models of 50 M parameters; a stale weight shows as 1e-1 and more.
 # So the largest difference of any token is bounded.
@@ -35,55 +37,73 @@ BFLOAT16_MEAN_CACHED = 0.4
 class PushedPolicy(Protocol):
     """What the policy offers to be pushed and checked. Both are collective over all ranks."""
 
-    def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(Hugging Face name, full tensor), on every rank, layer by layer."""
+    def update(self, version: int) -> WeightUpdate:
+        """What a holder needs to hold the policy's weights, which are those of `version`."""
 
-    def score_tokens(self, sequences: Sequence[Sequence[int]]) -> list[np.ndarray]:
-        """log p(token t | before) at temperature 1 for t = 1, 2, ... of each sequence; the same on every rank."""
+    def score(self, sequences: SequenceOf[Sequence], *, temperature: float | None = None) -> list[np.ndarray]:
+        """Log-probs of the masked tokens, float32 [T]; the same on every rank."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyncStats:
-    """What a sync did. Differences are |trainer - engine| log-probs of the probes over all engines, in nats; NaN: nothing was checked."""
+    """What a push did. Differences are |trainer - engine| log-probs of the probes over all engines, in nats; NaN: nothing was checked."""
 
-    version: int
-    was_pushed: bool
     num_tensors: int = 0
     num_bytes: int = 0
-    seconds: float = 0.0
     logp_difference_max: float = float("nan")
     logp_difference_mean: float = float("nan")
 
 
-def sync_weights(policy: PushedPolicy, rollout: RolloutEngine, *, version: int, verify: bool) -> SyncStats:
-    """Gives `rollout` the policy's weights, unless it has this version already. Collective over all ranks.
+class Publisher:
+    """Sees to it that the holder has the policy's weights, and has shown that it does.
 
-    verify: compare log-probs afterwards. Raises WeightSyncError, on every rank, where some engine does not hold what the trainer holds.
+    verify: compare log-probs after every push, and once before the first: the engine read the checkpoint by itself, and the two readings of
+    it must agree.
     """
-    if rollout.version == version:
-        return SyncStats(version=version, was_pushed=False)
-    start = time.perf_counter()
-    counted = _Counted(policy.named_weights())
-    rollout.update_weights(counted, version=version)
+
+    def __init__(self, policy: PushedPolicy, holder: WeightHolder, *, verify: bool):
+        self.policy, self.holder, self.verify = policy, holder, verify
+        self._is_proven = not verify
+
+    def publish(self, version: int) -> SyncStats | None:
+        """Pushes, unless the holder has this version; None where nothing was to be done. Collective over all ranks.
+
+        Raises WeightSyncError, on every rank, where some engine does not hold what the trainer holds.
+        """
+        if self.holder.version == version and self._is_proven:
+            return None
+        stats = SyncStats()
+        if self.holder.version != version:
+            stats = push(self.policy, self.holder, version=version, verify=self.verify)
+        else:
+            check_weights(self.policy, self.holder, version=version)
+        self._is_proven = True
+        return stats
+
+
+def push(policy: PushedPolicy, holder: WeightHolder, *, version: int, verify: bool) -> SyncStats:
+    """Gives the holder the policy's weights. Collective over all ranks. verify: compare log-probs afterwards."""
+    update = policy.update(version)
+    counted = _Counted(update.tensors)
+    holder.take(replace(update, tensors=counted))
     largest = mean = float("nan")
     if verify:
-        largest, mean = check_weights(policy, rollout, version=version, is_coarse=counted.has_half_precision)
-    return SyncStats(version=version, was_pushed=True, num_tensors=counted.num_tensors, num_bytes=counted.num_bytes,
-                     seconds=time.perf_counter() - start, logp_difference_max=largest, logp_difference_mean=mean)  # fmt: skip
+        largest, mean = check_weights(policy, holder, version=version, is_coarse=counted.has_half_precision)
+    return SyncStats(num_tensors=counted.num_tensors, num_bytes=counted.num_bytes, logp_difference_max=largest, logp_difference_mean=mean)
 
 
-def check_weights(policy: PushedPolicy, rollout: RolloutEngine, *, version: int, is_coarse: bool = False) -> tuple[float, float]:
+def check_weights(policy: PushedPolicy, holder: WeightHolder, *, version: int, is_coarse: bool = False) -> tuple[float, float]:
     """Compares what trainer and engines make of the probes; (max, mean) difference over all engines, in nats. Collective over all ranks.
 
     Once before the first rollout it proves that the checkpoint means the same to both. is_coarse: the trainer is not float32.
     Raises WeightSyncError on every rank, with the numbers.
     """
-    probes = rollout.probes()
-    expected = policy.score_tokens(probes)
-    differences = [np.abs(np.asarray(theirs) - ours) for theirs, ours in zip(rollout.score(probes), expected, strict=True)]
+    probes = holder.probes()
+    expected = [scored[1:] for scored in policy.score([whole(probe) for probe in probes], temperature=1.0)]
+    differences = [np.abs(np.asarray(theirs) - ours) for theirs, ours in zip(holder.score(probes), expected, strict=True)]
     fresh, cached = np.concatenate([d[:-1] for d in differences]), np.array([d[-1] for d in differences])
-    reports = gather_over_all_ranks(_Report(version=rollout.version, fresh=fresh, cached=cached))
-    problem = _problem(reports, version, is_coarse or rollout.dtype != "float32")
+    reports = collectives.share(_Report(version=holder.version, fresh=fresh, cached=cached))
+    problem = _problem(reports, version, is_coarse or holder.dtype != "float32")
     if problem:
         raise WeightSyncError(problem)
     every = np.concatenate([np.concatenate([report.fresh, report.cached]) for report in reports])

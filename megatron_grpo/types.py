@@ -1,18 +1,32 @@
 """The nouns of a run. A stage takes one and returns the next: Prompt -> Group -> ScoredGroup -> Sample -> GlobalBatch.
 
-All are frozen, slotted and keyword-only: a stage cannot fill in what an earlier one left out. No torch here: token
-sequences are numpy arrays, and become tensors on the policy's device where a micro-batch is run.
+All are frozen, slotted and keyword-only: a stage cannot fill in what an earlier one left out. No torch here: token sequences are numpy
+arrays, and become tensors on the policy's device where a micro-batch is run. T counts the tokens of one sequence (of the packed stream in a
+micro-batch), C its trained positions, S the sequences in a micro-batch. Log-probs are natural logs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
 OldLogprobs = Literal["on_policy", "recompute", "cached", "rollout"]
+RowKey = tuple[int, int]  # (rollout, row)
+
+
+class Picture(Protocol):
+    """What a picture is, without its place: several contexts may show one picture at several places."""
+
+    key: str
+    grid: tuple[int, int, int]
+    merge: int
+
+    def patches(self) -> np.ndarray:
+        """float32 [n, channels]."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,28 +35,107 @@ class Prompt:
 
     number: int  # place in the run's stream of prompts, from 0, over all epochs: this is what `plan` prints
     row: int  # row in the data set
-    raw: str | Sequence[Mapping[str, Any]]  # what the data set holds: a string, or chat messages
+    raw: str | SequenceOf[Mapping[str, Any]]  # what the data set holds: a string, or chat messages
     token_ids: tuple[int, ...]
     columns: Mapping[str, Any]  # every other column of the row, by name
+    pictures: tuple[tuple[int, Picture], ...] = ()  # (place in token_ids, picture)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Sequence:
+    """What can be scored: tokens, and which of them to score. It knows of no advantage and no loss.
+
+    A context is a stretch that attends causally from its own beginning; `starts` says where they begin. The first token of a context is
+    never scored, for nothing predicts it.
+    """
+
+    token_ids: np.ndarray  # int64 [T]
+    mask: np.ndarray  # bool [T]
+    starts: tuple[int, ...] = (0,)
+    shown: tuple[tuple[int, Picture], ...] = ()  # (place in token_ids, picture), ascending
+    experts: np.ndarray | None = None  # int16 [T, MoE layers, k]: where the sampler routed each token; -1 routes freely
+    kept_at: np.ndarray | None = None  # int64 [masked + 1]: where each masked token's kept words begin in kept_ids
+    kept_ids: np.ndarray | None = None  # int32 [m]: the words that top-k, top-p or a grammar left
+
+    @property
+    def contexts(self) -> tuple[RowKey, ...]:
+        """(begin, end) of each, in tokens."""
+        return tuple(zip(self.starts, (*self.starts[1:], len(self.token_ids)), strict=True))
+
+    @property
+    def num_masked(self) -> int:
+        return int(self.mask.sum())
+
+    def spread(self, values: np.ndarray) -> np.ndarray:
+        """One value per masked token -> float32 [T], 0 elsewhere."""
+        spread = np.zeros(len(self.token_ids), dtype=np.float32)
+        spread[self.mask] = values
+        return spread
+
+
+def whole(tokens: SequenceOf[int]) -> Sequence:
+    """A sequence of one context in which every token but the first is to be scored."""
+    token_ids = np.asarray(tokens, dtype=np.int64)
+    return Sequence(token_ids=token_ids, mask=np.arange(len(token_ids)) > 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Completion:
-    """One sampled response. `logprobs[t]` is the sampler's own log-probability of `token_ids[t]` (natural log)."""
+    """One sampled response, behind what it answers. `sequence.mask` marks the tokens that the sampler drew itself."""
 
-    token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
+    sequence: Sequence
+    logprobs: np.ndarray  # float32 [T], the sampler's own of each drawn token; 0 elsewhere
     text: str
-    finish_reason: Literal["stop", "length"]
+    ended: str  # "stop" or "length"; an episode has further reasons
+    versions: tuple[tuple[int, int, int], ...]  # (weights version, begin, end) of each stretch, in tokens of the sequence
+
+    @property
+    def version(self) -> int:
+        """The oldest weights that drew any of it."""
+        return min(version for version, _, _ in self.versions)
+
+    @property
+    def answer_ids(self) -> tuple[int, ...]:
+        """What follows the opening in the last context: the drawn tokens of a single answer."""
+        begin, end = self.sequence.contexts[-1]
+        drawn = np.flatnonzero(self.sequence.mask[begin:end])
+        return tuple(self.sequence.token_ids[begin + int(drawn[0]) : end].tolist()) if len(drawn) else ()
+
+    @property
+    def num_drawn(self) -> int:
+        return self.sequence.num_masked
+
+
+def answered(
+    prompt_ids: SequenceOf[int], token_ids: SequenceOf[int], logprobs: SequenceOf[float], *, text: str, ended: str, version: int
+) -> Completion:
+    """The completion that is one answer to one prompt. Raises ValueError where tokens and log-probs are not as many."""
+    if len(token_ids) != len(logprobs):
+        raise ValueError(f"{len(logprobs)} log-probs for {len(token_ids)} tokens")
+    opening = len(prompt_ids)
+    tokens = np.array([*prompt_ids, *token_ids], dtype=np.int64)
+    values = np.zeros(len(tokens), dtype=np.float32)
+    values[opening:] = logprobs
+    return Completion(
+        sequence=Sequence(token_ids=tokens, mask=np.arange(len(tokens)) >= opening),
+        logprobs=values,
+        text=text,
+        ended=ended,
+        versions=((version, opening, len(tokens)),),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """A prompt with its `num_generations` completions and the weights version that produced them."""
+    """A prompt with its `num_generations` completions."""
 
     prompt: Prompt
     completions: tuple[Completion, ...]
-    version: int
+    prefix: int = 0  # computed tokens that every context of every completion begins with
+
+    @property
+    def version(self) -> int:
+        return min(completion.version for completion in self.completions)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,29 +149,66 @@ class ScoredGroup:
     rewards: tuple[tuple[float | None, ...], ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Sample:
-    """One trainable sequence. Arrays have one entry per token of `token_ids` (prompt, then completion).
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """What every rank knows of a scored group: numbers and flags. Its tokens and texts stay where it was judged."""
 
-    loss_mask[t] says that token t is trained (never true at t = 0); sampler_logprobs[t] is 0 where it is not.
-    """
-
-    row: int  # row inside its rollout: prompt row // G, generation row % G
-    rollout: int
     prompt_number: int
+    version: int
+    prefix: int
+    rewards: tuple[tuple[float | None, ...], ...]  # [G][num_reward_funcs]
+    contexts: tuple[tuple[int, ...], ...]  # [G]: tokens of each context
+    num_drawn: tuple[int, ...]  # [G]
+    is_truncated: tuple[bool, ...]  # [G]: ended by the limit of its length
+
+    @classmethod
+    def of(cls, scored: ScoredGroup) -> Verdict:
+        group = scored.group
+        return cls(
+            prompt_number=group.prompt.number,
+            version=group.version,
+            prefix=group.prefix,
+            rewards=scored.rewards,
+            contexts=tuple(tuple(end - begin for begin, end in one.sequence.contexts) for one in group.completions),
+            num_drawn=tuple(one.num_drawn for one in group.completions),
+            is_truncated=tuple(one.ended == "length" for one in group.completions),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Harvest:
+    """The verdicts of one rollout, in the order their groups are numbered; and what it took to get them."""
+
+    kept: list[Verdict]
+    sampled: list[Verdict]  # all that were sampled and judged, kept or not
+    num_rounds: int  # 1, and one more for each time dead groups were replaced
+    num_dead_dropped: int  # their prompts count as used
+    num_given_back: int  # prompts that will be asked again: more groups were alive than wanted
+
+    @property
+    def num_prompts(self) -> int:
+        """Drawn from the stream, less those given back."""
+        return len(self.sampled) - self.num_given_back
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Sample(Sequence):
+    """One trainable sequence: its tokens, what they are worth, and who drew them."""
+
+    rollout: int
+    row: int  # row inside its rollout: prompt row // G, generation row % G
+    prompt_number: int
+    prefix: int = 0  # of its group
     version: int  # the weights that sampled it
-    token_ids: np.ndarray  # int64 [T]
-    loss_mask: np.ndarray  # bool [T]
-    sampler_logprobs: np.ndarray  # float32 [T]
+    fresh_at: int  # the version at which its ratio is 1 without old log-probs
+    sampler_logprobs: np.ndarray  # float32 [T], 0 where the mask is false, NaN where the sampler gave none
     advantage: float
     is_dead: bool  # all rewards of its group are exactly equal
     is_truncated: bool  # ran into max_completion_length
 
-    def spread(self, values: np.ndarray) -> np.ndarray:
-        """One value per trained token -> float32 [T], 0 elsewhere."""
-        spread = np.zeros(len(self.token_ids), dtype=np.float32)
-        spread[self.loss_mask] = values
-        return spread
+    @property
+    def key(self) -> RowKey:
+        return self.rollout, self.row
 
     def anchored(self, logprobs: np.ndarray, by: OldLogprobs) -> AnchoredSample:
         """The sample with the log-probs (float32 [T]) that its ratio is taken against from now on."""
@@ -93,49 +223,94 @@ class AnchoredSample(Sample):
     Raises ValueError where one is missing (NaN), which the loss would read as on-policy. Only a sampler may leave out single tokens.
     """
 
-    old_logprobs: np.ndarray  # float32 [T], 0 where loss_mask is false; NaN where anchored by a sampler that gave none
+    old_logprobs: np.ndarray  # float32 [T], 0 where the mask is false; NaN where anchored by a sampler that gave none
     anchored_by: OldLogprobs
 
     def __post_init__(self) -> None:
-        missing = int(np.isnan(self.old_logprobs[self.loss_mask]).sum())
+        missing = int(np.isnan(self.old_logprobs[self.mask]).sum())
         if missing and self.anchored_by != "rollout":
             raise ValueError(
-                f"row {self.row} of rollout {self.rollout} has no old log-prob at {missing} of {int(self.loss_mask.sum())} trained tokens"
+                f"row {self.row} of rollout {self.rollout} has no old log-prob at {missing} of {int(self.mask.sum())} trained tokens"
             )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """What every rank knows of a row that waits to be trained. Its `Sample` is with the ranks of one data-parallel share, its home."""
+
+    rollout: int
+    row: int
+    version: int
+    fresh_at: int
+    prefix: int = 0
+    contexts: tuple[int, ...]  # tokens of each
+    num_masked: int
+    is_dead: bool
+    is_truncated: bool
+    home: int  # data-parallel rank
+
+    @property
+    def key(self) -> RowKey:
+        return self.rollout, self.row
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.contexts)
+
+    @classmethod
+    def of(cls, sample: Sample, *, home: int) -> Row:
+        names = ("rollout", "row", "version", "fresh_at", "prefix", "num_masked", "is_dead", "is_truncated")
+        contexts = tuple(end - begin for begin, end in sample.contexts)
+        return cls(**{name: getattr(sample, name) for name in names}, contexts=contexts, home=home)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rollout:
+    """What one number of the timetable yields. `rows` is the same on every rank; `samples` are those whose home this rank is."""
+
+    number: int
+    rows: tuple[Row, ...]
+    samples: Mapping[RowKey, Sample]
+    num_prompts: int  # drawn from the stream, less those given back
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
     """A stretch of the packed stream that attends causally to itself, and to its parent where it has one.
 
-    start, end: in tokens of the whole stream (before context parallelism cuts it). parent: index of a segment, or -1.
+    start, end: in tokens of the whole stream (before context parallelism cuts it). parent: index of a segment, or -1. length: tokens before
+    its alignment padding; 0 is a segment of padding.
     """
 
     start: int
     end: int
     parent: int = -1
+    length: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class MicroBatch:
     """The arrays of one forward pass: sequences packed end to end, `[sequence | sequence | ...]`, in numpy.
 
-    T tokens in the stream, C trained positions in it, S sequences. `predict_at[c]` is the place in the stream whose hidden state
-    predicts `targets[c]`. Everything indexed by C is in stream order.
+    `predict_at[c]` is the place in the stream whose hidden state predicts `targets[c]`. What is indexed by C goes row by row, and in a
+    row token by token.
     """
 
+    number: int  # its place in the pass
     token_ids: np.ndarray  # int64 [T]
-    positions: np.ndarray  # int64 [T], restart at 0 in every sequence
-    segments: tuple[Segment, ...]  # cover the stream: one a sequence, its alignment padding included; and one of padding, perhaps
+    positions: np.ndarray  # int64 [T], restart at 0 in every context
+    multiplicity: np.ndarray  # int64 [T]: contexts that a token stands for; 0 is alignment padding
+    segments: tuple[Segment, ...]  # cover the stream
     predict_at: np.ndarray  # int64 [C]
     targets: np.ndarray  # int64 [C]
     sequence: np.ndarray  # int64 [C], 0..S-1: which sequence a trained position belongs to
-    weights: np.ndarray  # float64 [C], `u` of algorithms section 1, fixed over the whole global batch
-    advantages: np.ndarray  # float32 [C]
-    sampler_logprobs: np.ndarray  # float32 [C]
-    old_logprobs: np.ndarray  # float32 [C]; NaN where the sequence is on-policy: there `logp.detach()` is the old log-prob
-    rows: tuple[tuple[int, int], ...]  # (rollout, row) of each of the S sequences
-    is_padding: np.ndarray  # bool [T]: alignment only (context and sequence parallelism)
+    num_sequences: int  # S
+    num_contexts: int
+
+    @property
+    def is_padding(self) -> np.ndarray:
+        """bool [T]: alignment only (context and sequence parallelism)."""
+        return self.multiplicity == 0
 
     @property
     def num_padding_tokens(self) -> int:
@@ -145,25 +320,35 @@ class MicroBatch:
     def num_tokens(self) -> int:
         return len(self.token_ids)
 
-    @property
-    def num_sequences(self) -> int:
-        return len(self.rows)
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TrainingMicroBatch(MicroBatch):
+    """A micro-batch with what its loss needs."""
+
+    rows: tuple[RowKey, ...]  # of each of the S sequences
+    weights: np.ndarray  # float64 [C], `u` of algorithms section 1, fixed over the whole global batch
+    advantages: np.ndarray  # float32 [C]
+    sampler_logprobs: np.ndarray  # float32 [C]; NaN where the sampler gave none
+    old_logprobs: np.ndarray  # float32 [C]; NaN where the sequence is on-policy: there `logp.detach()` is the old log-prob
+    is_compared: np.ndarray  # bool [C]: old log-probs are the trainer's own, so that they can be held against the sampler's
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class GlobalBatch:
-    """One optimizer step: its micro-batches on this DP rank, with token weights already fixed over the whole step."""
+    """One optimizer step: its micro-batches on this data-parallel rank, with token weights already fixed over the whole step."""
 
-    micro_batches: tuple[MicroBatch, ...]
-    num_sequences: int  # N of the whole step, over all DP ranks
-    num_loss_tokens: int  # sum of the loss mask over the whole step
+    step: int  # optimizer steps done before it
+    micro_batches: tuple[TrainingMicroBatch, ...]
+    num_sequences: int  # N of the whole step, over all data-parallel ranks
+    num_loss_tokens: int  # sum of the masks over the whole step
     num_tokens: int  # tokens of the whole step, prompts included, alignment padding not
+    num_contexts: int  # of the whole step
     staleness: tuple[int, ...]  # of each sequence of the whole step, in optimizer steps
 
     @property
     def num_computed_tokens(self) -> int:
-        """Of the whole step, alignment padding not: the last token of a sequence predicts nothing and is not computed."""
-        return self.num_tokens - len(self.staleness)
+        """Of the whole step, alignment padding not: the last token of a context predicts nothing and is not computed."""
+        return self.num_tokens - self.num_contexts
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -172,7 +357,7 @@ class GlobalBatch:
         return {
             "staleness/mean": sum(self.staleness) / len(self.staleness),
             "staleness/max": max(self.staleness),
-            "packing/efficiency": 1 - padding / computed,  # of this rank's share
+            "packing/efficiency": 1 - padding / max(computed, 1),  # of this rank's share
         }
 
 
@@ -185,11 +370,11 @@ class Progress:
     num_prompts: int = 0  # drawn from the stream so far, over all epochs
     num_tokens: int = 0  # trained on so far, prompts included
 
-    def after(self, *, num_rollouts: int = 0, num_prompts: int = 0, num_tokens: int = 0) -> Progress:
-        """One optimizer step later: what that step sampled before it, and how many tokens it trained."""
+    def after(self, found: SequenceOf[Rollout], batch: GlobalBatch) -> Progress:
+        """One optimizer step later: what that step sampled before it, and what it trained."""
         return Progress(
             step=self.step + 1,
-            num_rollouts=self.num_rollouts + num_rollouts,
-            num_prompts=self.num_prompts + num_prompts,
-            num_tokens=self.num_tokens + num_tokens,
+            num_rollouts=self.num_rollouts + len(found),
+            num_prompts=self.num_prompts + sum(rollout.num_prompts for rollout in found),
+            num_tokens=self.num_tokens + batch.num_tokens,
         )

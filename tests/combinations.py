@@ -174,7 +174,7 @@ def expect(made: Material, combinations: Sequence[Combination], folder: Path) ->
 
 
 def _completion(model, frozen, sample: Sample) -> reference.Completion:
-    at = np.flatnonzero(np.arange(len(sample.token_ids)) >= np.argmax(sample.loss_mask))
+    at = np.flatnonzero(np.arange(len(sample.token_ids)) >= np.argmax(sample.mask))
     ids, targets = torch.from_numpy(sample.token_ids)[None], torch.from_numpy(sample.token_ids[at])
     with cases.float32_means_float64():
         logp, entropy = reference.token_logprobs(model(ids, use_cache=False).logits[0, at - 1], targets, 0.9)
@@ -182,7 +182,7 @@ def _completion(model, frozen, sample: Sample) -> reference.Completion:
             ref, _ = reference.token_logprobs(frozen(ids, use_cache=False).logits[0, at - 1], targets, 0.9)
     double = lambda array: torch.from_numpy(array[at].astype(np.float64))  # noqa: E731
     return reference.Completion(
-        mask=double(sample.loss_mask), logp=logp, entropy=entropy, sampler_logp=double(sample.sampler_logprobs), ref_logp=ref,
+        mask=double(sample.mask), logp=logp, entropy=entropy, sampler_logp=double(sample.sampler_logprobs), ref_logp=ref,
         old_logp=None if sample.version == 0 else double(sample.old_logprobs), advantage=0.0, is_truncated=sample.is_truncated,
     )  # fmt: skip
 
@@ -238,7 +238,7 @@ def measure(
         sizes = CUTS[i % len(CUTS)]
         max_tokens = sizes.get("max_tokens_per_micro_batch")
         policy.cut = dataclasses.replace(uncut, micro_batch_size=sizes.get("micro_batch_size", 1), max_tokens=max_tokens)
-        batch, _ = split(samples, cases.step_of(samples, 0, policy.cut.rows_per_slice), policy.loss.token_weights, policy.cut)
+        batch = cases.batch_of(policy, samples, 0)
         loss = policy.train_step(batch).metrics["loss"]
         losses[combination] = float(abs(loss - right.losses[i]) / max(1.0, abs(right.losses[i])))
         gradients[combination] = _worst(cases.full_gradients(policy), right, wanted[i])

@@ -213,7 +213,7 @@ def _sample(rng, model, step: int, row: int, prompt: int, completion: int, vocab
     noise = lambda scale: np.where(mask, rng.normal(0, scale, len(tokens)), 0).astype(np.float32)  # noqa: E731
     advantage = float(rng.uniform(0.5, 1.5) * (-0.4 if row % 3 == 0 else 1.0))
     sample = Sample(
-        row=row, rollout=step, prompt_number=row // 2, version=step - is_stale, token_ids=tokens, loss_mask=mask,
+        row=row, rollout=step, prompt_number=row // 2, version=step - is_stale, fresh_at=step - is_stale, token_ids=tokens, mask=mask,
         sampler_logprobs=near + noise(0.1), advantage=advantage, is_dead=False, is_truncated=row == 3,
     )  # fmt: skip
     return sample.anchored(near + noise(0.3), "recompute") if is_stale else sample
@@ -265,8 +265,6 @@ class _Any(frozenset):
 
 def train(rank: int, world: int, path: str | Path, cfg: Config, batches: Sequence[Sequence[Sample]], tamper=None, parallel=None) -> Trained:
     """The package's own path: split, train_step, named_weights. tamper(policy): breaks something first (to see the comparison fail)."""
-    from megatron_grpo.batching.split import split
-
     policy = build(path, cfg, world, parallel)
     if tamper is not None:
         tamper(policy)
@@ -282,11 +280,19 @@ def train(rank: int, world: int, path: str | Path, cfg: Config, batches: Sequenc
 
     losses, norms = [], []
     for index, samples in enumerate(batches):
-        batch, _ = split(samples, step_of(samples, index, policy.cut.rows_per_slice), policy.loss.token_weights, policy.cut)
-        metrics = policy.train_step(batch).metrics
+        metrics = policy.train_step(batch_of(policy, samples, index)).metrics
         losses.append(metrics["loss"])
         norms.append(metrics["grad_norm"])
     return Trained(losses, norms, gradients, {name: _numpy(tensor) for name, tensor in policy.named_weights()})
+
+
+def batch_of(policy, samples: Sequence[Sample], index: int):
+    """This rank's share of one global batch of these samples, as the loop cuts it."""
+    from megatron_grpo.pending import Pending
+
+    pending = Pending(parallel=policy.parallel).restored(samples if policy.parallel.is_main else [], policy.cut)
+    step = step_of(samples, index, policy.cut.rows_per_slice)
+    return pending.batch(step, weigh=policy.loss.token_weights, cut=policy.cut)[1]
 
 
 def full_gradients(policy) -> dict[str, np.ndarray]:
@@ -391,7 +397,7 @@ def _reference_loss(model, frozen, cfg: Config, samples: Sequence[Sample], index
 
     completions = []
     for s in samples:
-        at = np.flatnonzero(np.arange(len(s.token_ids)) >= np.argmax(s.loss_mask))
+        at = np.flatnonzero(np.arange(len(s.token_ids)) >= np.argmax(s.mask))
         ids, targets = torch.from_numpy(s.token_ids)[None], torch.from_numpy(s.token_ids[at])
         logp, entropy = token_logprobs(model(ids, use_cache=False).logits[0, at - 1], targets, cfg.rollout.temperature)
         ref = torch.zeros_like(logp)
@@ -400,7 +406,7 @@ def _reference_loss(model, frozen, cfg: Config, samples: Sequence[Sample], index
                 ref, _ = token_logprobs(frozen(ids, use_cache=False).logits[0, at - 1], targets, cfg.rollout.temperature)
         double = lambda array, at=at: torch.from_numpy(array[at].astype(np.float64))  # noqa: E731
         completions.append(Completion(
-            mask=double(s.loss_mask), logp=logp, entropy=entropy, sampler_logp=double(s.sampler_logprobs), ref_logp=ref,
+            mask=double(s.mask), logp=logp, entropy=entropy, sampler_logp=double(s.sampler_logprobs), ref_logp=ref,
             old_logp=None if s.version == index else double(s.old_logprobs), advantage=s.advantage, is_truncated=s.is_truncated,
             is_dead=s.is_dead,
         ))  # fmt: skip

@@ -42,13 +42,14 @@ class Step:
     """
 
     index: int  # optimizer steps done before it; also the version of the weights that it starts from
-    new_rollouts: range
-    num_prompts: int  # to draw for the new rollouts
+    launches: range  # rollouts that begin to be sampled just before it
+    arriving: range  # rollouts that an earlier step launched and that come in before this one
+    immediate: range  # rollouts that come in before the very step that launches them
+    num_prompts: int  # to draw for what is launched
     micro_steps: tuple[MicroStep, ...]
     anchors: tuple[tuple[int, int], ...]  # forward-only pass before this step, at its version: slices whose first use will be stale
     keeps: tuple[tuple[int, int], ...]  # log-probs of this step's training forward are kept: stale uses follow
     last_use: tuple[tuple[int, int], ...]  # not needed after this step
-    next_samples: bool  # a later step exists and begins with new rollouts
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,16 +138,16 @@ class Timetable:
             for m in micro_steps
             if m.pass_index == 0 and m.staleness == 0 and plan.old_logprobs != "rollout" and (m.rollout, m.slice_index) not in last_use
         )
-        has_next = self.num_steps is None or k + 1 < self.num_steps
         return Step(
             index=k,
-            new_rollouts=new,
+            launches=new,
+            arriving=range(new.start, new.start),
+            immediate=new,
             num_prompts=len(new) * plan.num_rollout_prompts,
             micro_steps=micro_steps,
             anchors=anchors,
             keeps=keeps,
             last_use=last_use,
-            next_samples=has_next and len(self.new_rollouts(k + 1)) > 0,
         )
 
     def is_between_rollouts(self, k: int, num_rollouts: int) -> bool:

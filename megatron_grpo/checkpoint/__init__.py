@@ -12,7 +12,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -31,7 +31,10 @@ from megatron_grpo.checkpoint.distributed import (
 from megatron_grpo.checkpoint.folder import Folder
 from megatron_grpo.checkpoint.samples import read_samples, write_samples
 from megatron_grpo.errors import ConfigError, Problem
-from megatron_grpo.types import Progress, Sample
+from megatron_grpo.types import Progress, Row, Sample
+
+if TYPE_CHECKING:
+    from megatron_grpo.batching.split import BatchCut
 
 __all__ = ["CheckpointError", "Checkpoints", "holds_run", "resumes_from", "start_afresh"]
 
@@ -46,6 +49,18 @@ class ShardedPolicy(Protocol):
     def sharded_state_dict(self, *, is_loading: bool) -> dict[str, Any]: ...
 
     def load_sharded_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class Pending(Protocol):
+    """The rows that wait to be trained; `megatron_grpo.pending`."""
+
+    rows: Mapping[Any, Row]
+
+    def __len__(self) -> int: ...
+
+    def to_save(self) -> list[Sample]: ...
+
+    def restored(self, samples: Sequence[Sample], cut: BatchCut) -> Pending: ...
 
 
 class PromptState(Protocol):
@@ -78,14 +93,13 @@ class Checkpoints:
 
     # -- saving ------------------------------------------------------------------------------------------------------------------------
 
-    def save_if_due(self, progress: Progress, pending: Sequence[Sample], policy: ShardedPolicy, prompts: PromptState) -> bool:
+    def save_if_due(self, progress: Progress, pending: Pending, policy: ShardedPolicy, prompts: PromptState) -> bool:
         """Saves after every `save_steps` optimizer steps; says whether it did."""
         due = self.save_steps > 0 and progress.step % self.save_steps == 0
         return due and self.save(progress, pending, policy, prompts)
 
-    def save(self, progress: Progress, pending: Sequence[Sample], policy: ShardedPolicy, prompts: PromptState) -> bool:
-        """Writes one checkpoint, unless this step has just been saved. `pending` is the same list on every rank.
-
+    def save(self, progress: Progress, pending: Pending, policy: ShardedPolicy, prompts: PromptState) -> bool:
+        """Writes one checkpoint, unless this step has just been saved.
         Raises CheckpointError on every rank, and leaves no partial directory, when any rank cannot write.
         """
         step = progress.step
@@ -115,17 +129,20 @@ class Checkpoints:
             self.folder.retain(self.save_total_limit, newest=step)
         return True
 
-    def _write_ours(self, ours: Path, progress: Progress, pending: Sequence[Sample], prompts: PromptState) -> list[str]:
+    def _write_ours(self, ours: Path, progress: Progress, pending: Pending, prompts: PromptState) -> list[str]:
         """Writes what is not sharded; returns the names, relative to the checkpoint, of the files of this rank."""
         (ours / "rng").mkdir(parents=True, exist_ok=True)
         generators = ours / "rng" / f"rank_{dist.get_rank():05d}.pt"
         save_to(generators, random_state())
         paths = [generators]
+        if rows := pending.to_save():
+            (ours / "pending").mkdir(exist_ok=True)
+            paths.append(ours / "pending" / f"rank_{dist.get_rank():05d}.npz")
+            write_samples(paths[-1], rows)
         if dist.get_rank() == 0:
             folder.write_durably(ours / "progress.json", json.dumps(asdict(progress)) + "\n")
             folder.write_durably(ours / "prompts.json", json.dumps(prompts.state()) + "\n")
-            write_samples(ours / "pending.npz", pending)
-            paths += [ours / "progress.json", ours / "prompts.json", ours / "pending.npz"]
+            paths += [ours / "progress.json", ours / "prompts.json"]
             if (self.output_dir / "config.yaml").exists():
                 paths.append(Path(shutil.copy(self.output_dir / "config.yaml", ours / "config.yaml")))
         for path in paths:
@@ -134,14 +151,16 @@ class Checkpoints:
 
     # -- restoring ---------------------------------------------------------------------------------------------------------------------
 
-    def restore(self, policy: ShardedPolicy, prompts: PromptState) -> tuple[Progress, list[Sample]]:
+    def restore(self, policy: ShardedPolicy, prompts: PromptState, nothing: Pending, cut: BatchCut) -> tuple[Progress, Pending]:
         """Puts the run back to where its checkpoint was taken; a fresh run is at step 0 with nothing pending.
+
+        nothing: what is pending then. cut: says which rank is home to which row.
 
         Raises ConfigError where a checkpoint was asked for and is damaged, or where there are checkpoints and all of them are.
         """
         directory = self._choose()
         if directory is None:
-            return Progress(), []
+            return Progress(), nothing
         try:
             policy.load_sharded_state_dict(read_sharded(policy.sharded_state_dict(is_loading=True), directory))
         except CheckpointError as error:
@@ -160,8 +179,9 @@ class Checkpoints:
             ours = directory / OURS
             progress = Progress(**json.loads((ours / "progress.json").read_text()))
             prompts.restore(json.loads((ours / "prompts.json").read_text()))
-            pending = read_samples(ours / "pending.npz")
+            mine = [sample for path in _pending_files(ours)[dist.get_rank() :: dist.get_world_size()] for sample in read_samples(path)]
             restore_random_state(ours / "rng" / f"rank_{dist.get_rank():05d}.pt")
+        pending = nothing.restored(mine, cut)
         if directory.parent.resolve() == self.folder.path.resolve():
             self._saved_step = progress.step
         if dist.get_rank() == 0:
@@ -238,7 +258,7 @@ def resumes_from(output_dir: str | Path, resume: str) -> tuple[Path, dict[str, A
     return None
 
 
-def _facts(progress: Progress, pending: Sequence[Sample], sizes: Mapping[str, int | str]) -> dict[str, Any]:
+def _facts(progress: Progress, pending: Pending, sizes: Mapping[str, int | str]) -> dict[str, Any]:
     """What a person wants to know of a checkpoint without loading it; `versions` is the ledger of what is pending, by rollout."""
     return {
         "format": 1,
@@ -247,7 +267,7 @@ def _facts(progress: Progress, pending: Sequence[Sample], sizes: Mapping[str, in
         "world_size": dist.get_world_size(),
         "torch": torch.__version__,
         "num_pending": len(pending),
-        "versions": {str(sample.rollout): sample.version for sample in pending},
+        "versions": {str(row.rollout): row.version for row in pending.rows.values()},
     }
 
 
@@ -264,6 +284,11 @@ def _candidates(output_dir: str | Path, resume: str) -> list[Path]:
         inner = path / "checkpoints"
         source = Folder(inner if inner.is_dir() else path)
     return [source.directory(step) for step in source.candidates()]
+
+
+def _pending_files(ours: Path) -> list[Path]:
+    """Each rank that held rows wrote one; the first format had one for all."""
+    return [path for path in (ours / "pending.npz",) if path.exists()] + sorted((ours / "pending").glob("rank_*.npz"))
 
 
 def _damage_of(directory: Path) -> list[str]:

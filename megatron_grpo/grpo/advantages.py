@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_grpo.settings.config import GrpoConfig
-from megatron_grpo.types import ScoredGroup
 
 # Added to a std before dividing by it, as TRL and Megatron-SWIFT do.
 STD_EPSILON = 1e-4
+Rewards = Sequence[Sequence["float | None"]]  # of one group: [G][num_reward_funcs]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -32,17 +32,24 @@ class Advantages:
     rewards_per_func: np.ndarray
     is_dead: np.ndarray
 
+    @classmethod
+    def of_all(cls, parts: Sequence[Advantages]) -> Advantages:
+        """Those of several rollouts as one."""
+        names = ("advantages", "rewards", "rewards_per_func", "is_dead")
+        return cls(**{name: np.concatenate([getattr(part, name) for part in parts]) for name in names})
+
 
 def advantages(
-    scored: Sequence[ScoredGroup], cfg: GrpoConfig, reward_weights: Sequence[float], *, kl_penalty: np.ndarray | None = None
+    rewards: Sequence[Rewards], cfg: GrpoConfig, reward_weights: Sequence[float], *, kl_penalty: np.ndarray | None = None
 ) -> Advantages:
     """Advantages of one rollout.
 
+    rewards: of each group, [G][num_reward_funcs], `None` where a function does not apply.
     kl_penalty: float [num_groups, G], `beta * sum over tokens of (old - ref)`, subtracted from the reward before the baseline
-    (`--kl_in_reward`; the `gdpo` estimator has no single reward to subtract it from and `check.problems` refuses the pair).
-    A group may be short of no completion: all groups have the same size.
+    (`--kl_in_reward`; the `gdpo` estimator has no single reward to subtract it from and `refused.problems` refuses the pair).
+    All groups must have the same number of completions.
     """
-    per_func = rewards_per_func([group.rewards for group in scored], len(reward_weights))
+    per_func = rewards_per_func(rewards, len(reward_weights))
     totals = total_rewards(per_func, reward_weights)
     estimator = name_of_estimator(cfg)
     if estimator == "gdpo":
@@ -53,11 +60,12 @@ def advantages(
             advantages=_gdpo(per_func, reward_weights), rewards=totals, rewards_per_func=per_func, is_dead=are_equal(counted).all(axis=1)
         )
     judged = totals if kl_penalty is None else totals - kl_penalty
-    is_dead = are_equal(judged[:, :, None])[:, 0]
     values = ESTIMATORS[estimator](judged, cfg.scale_rewards)
     if estimator in NEEDS_GROUP:
-        # The mean of equal floats may miss their value by an ulp; a dead group says exactly nothing.
-        values[is_dead] = 0.0
+        # The mean of equal floats may miss their value by an ulp; a group of equals says exactly nothing.
+        values[are_equal(judged[:, :, None])[:, 0]] = 0.0
+    # Dead by its rewards: a penalty makes no two completions equal.
+    is_dead = are_equal(totals[:, :, None])[:, 0]
     return Advantages(advantages=np.nan_to_num(values, nan=0.0), rewards=totals, rewards_per_func=per_func, is_dead=is_dead)
 
 
@@ -68,7 +76,7 @@ def name_of_estimator(cfg: GrpoConfig) -> str:
     return cfg.advantage_estimator
 
 
-def rewards_per_func(rewards: Sequence[Sequence[Sequence[float | None]]], num_reward_funcs: int) -> np.ndarray:
+def rewards_per_func(rewards: Sequence[Rewards], num_reward_funcs: int) -> np.ndarray:
     """[num_groups][G][num_reward_funcs] with `None` -> float64 array with NaN."""
     values = [[[np.nan if value is None else float(value) for value in row] for row in group] for group in rewards]
     return np.asarray(values, dtype=np.float64).reshape(len(values), -1, num_reward_funcs)

@@ -17,7 +17,7 @@ import torch
 from megatron_grpo.grpo import objectives
 from megatron_grpo.grpo.corrections import RolloutCorrection, log_rho, off_policy_mask, rollout_correction
 from megatron_grpo.grpo.kl import KL_ESTIMATORS, KlEstimator
-from megatron_grpo.grpo.metrics import LossLogs, clip_logs, mismatch_logs
+from megatron_grpo.grpo.metrics import LossLogs, clip_extremes, clip_logs, mismatch_logs
 from megatron_grpo.grpo.objectives import Objective
 from megatron_grpo.grpo.ratios import RATIOS, Ratio
 from megatron_grpo.grpo.sequences import Sequences, SumOverContext, whole_sequences
@@ -66,15 +66,16 @@ class LossInputs:
     advantages: torch.Tensor  # float [C]
     sampler_logprobs: torch.Tensor  # float [C], NaN where the sampler gave none
     old_logprobs: torch.Tensor  # float [C], or NaN
+    is_compared: torch.Tensor  # bool [C]: old log-probs are the trainer's own, and say something when held against the sampler's
     sequence: torch.Tensor  # int64 [C], 0..S-1
     num_sequences: int  # S
     num_loss_tokens: int  # over the whole global batch, all ranks: the entropy bonus is a mean over them
 
 
 class TokenWeigher(Protocol):
-    """`weights.token_weights` with everything but the batch already chosen."""
+    """`token_weights.token_weights` with everything but the batch already chosen."""
 
-    def __call__(self, loss_masks, *, is_truncated, is_dead) -> TokenWeights: ...
+    def __call__(self, num_masked, *, is_truncated, is_dead) -> TokenWeights: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +104,7 @@ class GrpoLoss:
 
     @classmethod
     def from_config(cls, cfg: GrpoConfig, *, max_completion_length: int, temperature: float) -> GrpoLoss:
-        """Expects settings that `check.problems` has found nothing wrong with."""
+        """Expects settings that `refused.problems` has found nothing wrong with."""
         return cls(
             token_weights=partial(
                 token_weights,
@@ -192,10 +193,12 @@ class GrpoLoss:
                 loss = loss - self.entropy_coef * entropy_sum / max(tensors.num_loss_tokens, 1)
             sums["entropy"] = entropy_sum.detach()
 
-        sums |= clip_logs(per_token, is_trained * sequences.share if self.sequence_clip else is_trained)
-        mismatch_sums, maxima = mismatch_logs(mismatch, sampler_logprobs, old_logprobs, importance, is_trained)
+        clips = clip_logs(per_token, is_trained * sequences.share if self.sequence_clip else is_trained)
+        is_scored = is_trained * tensors.is_compared * (~sampler_logprobs.isnan())
+        mismatch_sums, maxima = mismatch_logs(mismatch, sampler_logprobs, old_logprobs, importance, is_trained, is_scored)
+        sums, maxima = sums | clips | mismatch_sums, maxima | clip_extremes(clips, sum_over_context)
         # A copy: the schedule may scale the loss in place, and a pipeline's last stage frees it.
-        return loss, LossLogs(sums={"loss": loss.detach().clone()} | sums | mismatch_sums, maxima=maxima)
+        return loss, LossLogs(sums={"loss": loss.detach().clone()} | sums, maxima=maxima)
 
     def _require(self, entropy: torch.Tensor | None, ref_logprobs: torch.Tensor | None, entropy_threshold: float | None) -> None:
         needed = (

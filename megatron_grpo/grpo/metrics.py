@@ -11,6 +11,7 @@ import torch
 from megatron_grpo.grpo.corrections import Importance
 from megatron_grpo.grpo.objectives import PerToken
 from megatron_grpo.grpo.ratios import bounded
+from megatron_grpo.grpo.sequences import SumOverContext
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -36,18 +37,30 @@ def clip_logs(per_token: PerToken, units: torch.Tensor) -> dict[str, torch.Tenso
     return {"clip_units": units.sum(), "clip_low": (units * low).sum(), "clip_high": (units * high).sum()}
 
 
+def clip_extremes(clips: Mapping[str, torch.Tensor], sum_over_context: SumOverContext) -> dict[str, torch.Tensor]:
+    """The clipped shares of this one micro-batch, of which the step's metrics name the smallest and the largest, as TRL's do.
+
+    Unlike every other metric they depend on how a batch is cut. The smaller one is negated, since extremes are compared by their maximum.
+    """
+    units, low, high = sum_over_context(torch.stack([clips["clip_units"], clips["clip_low"], clips["clip_high"]]))
+    nothing = torch.full_like(units, -math.inf)
+    share = lambda part: torch.where(units > 0, part / units.clamp(min=1e-300), nothing)  # noqa: E731
+    return {"clip_low": share(-low), "clip_high": share(high)}
+
+
 def mismatch_logs(
     log_rho: torch.Tensor,
     sampler_logprobs: torch.Tensor,
     old_logprobs: torch.Tensor,
     importance: Importance | None,
     is_trained: torch.Tensor,
+    is_scored: torch.Tensor,
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """How far the trainer's log-probs are from the sampler's, at the weights that sampled. (sums, maxima)
 
-    Tokens without a sampler log-prob are left out, except that the ratio that was applied to them (1) counts.
+    is_scored: 1 where there are log-probs of both to compare, else 0. The others are left out, except that the ratio that was applied
+    to them (1) counts.
     """
-    is_scored = is_trained * (~sampler_logprobs.isnan())
     rho = bounded(log_rho).exp()
     weights, units = (rho, is_trained) if importance is None else (importance.weights, importance.units * is_trained)
     distance = log_rho.abs() * is_scored
@@ -86,6 +99,7 @@ def finish(sums: Mapping[str, float], maxima: Mapping[str, float]) -> dict[str, 
     if "clip_ratio/low_mean" in metrics:
         # A token is clipped below for A < 0 or above for A > 0, never both.
         metrics["clip_ratio/region_mean"] = metrics["clip_ratio/low_mean"] + metrics["clip_ratio/high_mean"]
+        metrics["clip_ratio/low_min"], metrics["clip_ratio/high_max"] = -float(maxima["clip_low"]), float(maxima["clip_high"])
     mean("sampling/importance_sampling_ratio/mean", "importance", "importance_units")
     mean("sampling/logp_difference/mean", "logp_difference", "num_scored_tokens")
     mean("sampling/kl_k1", "rollout_kl_k1", "num_scored_tokens")

@@ -13,9 +13,9 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TokenWeights:
-    """weights: one float64 array per sample, as long as its mask. Zero weights everywhere (`is_empty`): skip the step and say so."""
+    """weights: float64 [rows], what each trained token of a row counts. All zero (`is_empty`): skip the step and say so."""
 
-    weights: list[np.ndarray]
+    weights: np.ndarray
     num_sequences: int  # N: completions that count, over the whole global batch
     num_loss_tokens: int  # sum of the masks that are left
 
@@ -25,7 +25,7 @@ class TokenWeights:
 
 
 def token_weights(
-    loss_masks: Sequence[np.ndarray],
+    num_masked: Sequence[int],
     *,
     loss_type: str,
     is_truncated: Sequence[bool],
@@ -34,39 +34,38 @@ def token_weights(
     overlong_filter: bool = False,
     exclude_dead_groups: bool = False,
 ) -> TokenWeights:
-    """`u` of every sample of one global batch, all data-parallel ranks together.
+    """`u` of every row of one global batch, all data-parallel ranks together: one number a row, from integers and flags alone.
 
-    loss_masks: bool [T_i] each. `overlong_filter` empties the mask of a truncated completion, which still counts in N;
+    num_masked: trained tokens of each row. `overlong_filter` empties the mask of a truncated completion, which still counts in N;
     `exclude_dead_groups` takes the completions of dead groups out of N as well.
     """
     counts = [not (exclude_dead_groups and dead) for dead in is_dead]
     trains = [count and not (overlong_filter and truncated) for count, truncated in zip(counts, is_truncated, strict=True)]
-    masks = [np.asarray(mask, dtype=np.float64) * train for mask, train in zip(loss_masks, trains, strict=True)]
-    num_sequences = sum(counts)
-    num_loss_tokens = int(sum(mask.sum() for mask in masks))
+    own = [int(num) * train for num, train in zip(num_masked, trains, strict=True)]
+    num_sequences, num_loss_tokens = sum(counts), sum(own)
     norm = NORMALISATIONS[loss_type]
-    weights = [mask / norm(max(num_sequences, 1), max(num_loss_tokens, 1), max(mask.sum(), 1.0), max_completion_length) for mask in masks]
-    return TokenWeights(weights=weights, num_sequences=num_sequences, num_loss_tokens=num_loss_tokens)
+    weights = [float(num > 0) / norm(max(num_sequences, 1), max(num_loss_tokens, 1), max(num, 1), max_completion_length) for num in own]
+    return TokenWeights(weights=np.array(weights, dtype=np.float64), num_sequences=num_sequences, num_loss_tokens=num_loss_tokens)
 
 
-def _mean_of_sequence_means(num_sequences: int, num_loss_tokens: int, own_tokens: float, max_completion_length: int) -> float:
+def _mean_of_sequence_means(num_sequences: int, num_loss_tokens: int, own_tokens: int, max_completion_length: int) -> float:
     return num_sequences * own_tokens
 
 
-def _mean_over_tokens(num_sequences: int, num_loss_tokens: int, own_tokens: float, max_completion_length: int) -> float:
+def _mean_over_tokens(num_sequences: int, num_loss_tokens: int, own_tokens: int, max_completion_length: int) -> float:
     return num_loss_tokens
 
 
-def _constant_length(num_sequences: int, num_loss_tokens: int, own_tokens: float, max_completion_length: int) -> float:
+def _constant_length(num_sequences: int, num_loss_tokens: int, own_tokens: int, max_completion_length: int) -> float:
     return num_sequences * max_completion_length
 
 
-def _sum_per_sequence(num_sequences: int, num_loss_tokens: int, own_tokens: float, max_completion_length: int) -> float:
+def _sum_per_sequence(num_sequences: int, num_loss_tokens: int, own_tokens: int, max_completion_length: int) -> float:
     return num_sequences
 
 
 # loss_type -> what a trained token's weight is one over.
-NORMALISATIONS: dict[str, Callable[[int, int, float, int], float]] = {
+NORMALISATIONS: dict[str, Callable[[int, int, int, int], float]] = {
     "grpo": _mean_of_sequence_means,
     "sapo": _mean_of_sequence_means,
     "dapo": _mean_over_tokens,

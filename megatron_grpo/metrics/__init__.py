@@ -14,14 +14,13 @@ from rich.console import Console
 
 from megatron_grpo.errors import ConfigError
 from megatron_grpo.metrics import plots
-from megatron_grpo.metrics.clock import Clock
 from megatron_grpo.metrics.display import Display
 from megatron_grpo.metrics.records import Records, plain
 from megatron_grpo.metrics.reporters import REPORTERS, Reporter, report_to_problems
-from megatron_grpo.metrics.rollout import Completions, rollout_stats
+from megatron_grpo.metrics.rollout import Completions
 from megatron_grpo.types import Progress
 
-__all__ = ["Clock", "Completions", "Metrics", "report_to_problems", "rollout_stats"]
+__all__ = ["Completions", "Metrics", "report_to_problems"]
 
 TRAINING_ROWS = {"reward": "reward while training", "completions/mean_length": "tokens per completion"}
 

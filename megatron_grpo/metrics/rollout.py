@@ -5,55 +5,58 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
-from megatron_grpo.types import Progress, ScoredGroup
+from megatron_grpo.grpo.advantages import Advantages, mean, reward_metrics, rewards_per_func, total_rewards
+from megatron_grpo.parallel import collectives
+from megatron_grpo.types import Harvest, Progress, ScoredGroup
 
 logger = logging.getLogger(__name__)
 
 
-class Judged(Protocol):
-    """What is read of `grpo.advantages`' result: arrays [num_groups, G], and [num_groups, G, num_reward_funcs]."""
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class JudgedRollout:
+    """One rollout as the journal hears of it. `held`: {place among the kept groups: scored group} of those that this rank judged."""
 
-    advantages: np.ndarray
-    rewards: np.ndarray
-    rewards_per_func: np.ndarray
-    is_dead: np.ndarray
+    number: int
+    harvest: Harvest
+    advantages: Advantages
+    penalty: np.ndarray | None  # float64 [num_groups, G]: what `kl_in_reward` subtracted
+    held: Mapping[int, ScoredGroup]
 
 
-def rollout_stats(scored: Sequence[ScoredGroup], judged: Judged, reward_names: Sequence[str]) -> dict[str, float]:
-    """Metrics of one rollout, named and defined as in TRL: standard deviations divide by n - 1; `reward_std` is a mean over groups."""
-    lengths = np.array([len(completion.token_ids) for one in scored for completion in one.group.completions])
-    is_clipped = np.array([completion.finish_reason == "length" for one in scored for completion in one.group.completions])
-    stats = {"reward": _mean(judged.rewards), "reward_std": _mean([_std(group) for group in judged.rewards])}
-    for place, name in enumerate(reward_names):
-        values = judged.rewards_per_func[..., place]
-        stats |= {f"rewards/{name}/mean": _mean(values), f"rewards/{name}/std": _std(values)}
-    stats["frac_reward_zero_std"] = _mean(judged.is_dead)
-    stats |= {
-        "completions/mean_length": _mean(lengths),
+def rollout_stats(rollouts: Sequence[JudgedRollout], reward_names: Sequence[str]) -> dict[str, float]:
+    """Metrics of the rollouts of one optimizer step, named and defined as in TRL: over all of their completions together."""
+    kept = [verdict for one in rollouts for verdict in one.harvest.kept]
+    lengths = np.array([length for verdict in kept for length in verdict.num_drawn])
+    is_clipped = np.array([clipped for verdict in kept for clipped in verdict.is_truncated])
+    stats = reward_metrics(Advantages.of_all([one.advantages for one in rollouts]), reward_names) | {
+        "completions/mean_length": float(lengths.mean()),
         "completions/min_length": float(lengths.min()),
         "completions/max_length": float(lengths.max()),
-        "completions/clipped_ratio": _mean(is_clipped),
+        "completions/clipped_ratio": float(is_clipped.mean()),
     }
-    return stats
+    penalties = [one.penalty for one in rollouts if one.penalty is not None]
+    return stats | ({"kl_in_reward": float(np.concatenate(penalties).mean())} if penalties else {})
 
 
-def _mean(values: Any) -> float:
-    """Over what is not NaN; NaN over nothing."""
-    values = np.asarray(values, dtype=np.float64)
-    values = values[~np.isnan(values)]
-    return float(values.mean()) if values.size else float("nan")
-
-
-def _std(values: Any) -> float:
-    values = np.asarray(values, dtype=np.float64)
-    values = values[~np.isnan(values)]
-    return float(values.std(ddof=1)) if values.size > 1 else 0.0 if values.size else float("nan")
+def selection_stats(rollouts: Sequence[JudgedRollout], reward_weights: Sequence[float]) -> dict[str, float]:
+    """What was kept is no fair sample of what the policy answers: `dynamic_sample/reward` is over all that was sampled."""
+    harvests = [one.harvest for one in rollouts]
+    sampled = [verdict for one in harvests for verdict in one.sampled]
+    rewards = total_rewards(rewards_per_func([verdict.rewards for verdict in sampled], len(reward_weights)), reward_weights)
+    return {
+        "dynamic_sample/rounds": sum(one.num_rounds for one in harvests),
+        "dynamic_sample/groups_sampled": len(sampled),
+        "dynamic_sample/dead_groups_replaced": sum(one.num_dead_dropped for one in harvests),
+        "dynamic_sample/prompts_given_back": sum(one.num_given_back for one in harvests),
+        "dynamic_sample/reward": mean(rewards).item(),
+    }
 
 
 class Completions:
@@ -75,16 +78,21 @@ class Completions:
                 if int(path.stem.split("_")[1]) >= progress.step:
                     path.unlink()
 
-    def write(self, rollout: int, scored: Sequence[ScoredGroup], judged: Judged) -> Path | None:
-        """Writes a rollout when it is due; returns the file. rollout: its number, from 0; groups in the order of `judged`'s rows."""
-        if self.rank or not self.every or rollout % self.every:
+    def write(self, judged: JudgedRollout) -> Path | None:
+        """Writes a rollout when it is due; returns the file, on rank 0. Collective: each rank describes the groups that it judged."""
+        if not self.every or judged.number % self.every:
+            return None
+        described = collectives.to_first([self._columns(place, one, judged) for place, one in judged.held.items()])
+        if described is None:
             return None
         import pyarrow
         import pyarrow.parquet
 
-        table = pyarrow.table(self._columns(rollout, scored, judged))
+        groups = [columns for part in described for columns in part]
+        groups.sort(key=lambda columns: columns["prompt_number"][0])
+        table = pyarrow.table({name: [value for columns in groups for value in columns[name]] for name in groups[0]})
         self.directory.mkdir(parents=True, exist_ok=True)
-        version = scored[0].group.version
+        version = judged.harvest.kept[0].version
         place = self._latest[1] if self._latest[0] == version else 0
         self._latest = (version, place + 1)
         path = self.directory / f"step_{version:06d}{f'_{place}' if place else ''}.parquet"
@@ -93,25 +101,27 @@ class Completions:
         os.replace(beside, path)  # so that a reader never meets half a file
         return path
 
-    def _columns(self, rollout: int, scored: Sequence[ScoredGroup], judged: Judged) -> dict[str, list[Any]]:
-        rows = [(one.group, place, completion) for one in scored for place, completion in enumerate(one.group.completions)]
+    def _columns(self, place: int, scored: ScoredGroup, judged: JudgedRollout) -> dict[str, list[Any]]:
+        """The rows of one group."""
+        group, found = scored.group, judged.advantages
+        completions = group.completions
         columns: dict[str, list[Any]] = {
-            "rollout": [rollout] * len(rows),
-            "version": [group.version for group, _, _ in rows],
-            "prompt_number": [group.prompt.number for group, _, _ in rows],
-            "dataset_row": [group.prompt.row for group, _, _ in rows],
-            "generation": [place for _, place, _ in rows],
-            "prompt": [_text(group.prompt.raw) for group, _, _ in rows],
-            "completion": [completion.text for _, _, completion in rows],
-            "reward": _nullable(judged.rewards),
+            "rollout": [judged.number] * len(completions),
+            "version": [completion.version for completion in completions],
+            "prompt_number": [group.prompt.number] * len(completions),
+            "dataset_row": [group.prompt.row] * len(completions),
+            "generation": list(range(len(completions))),
+            "prompt": [_text(group.prompt.raw)] * len(completions),
+            "completion": [completion.text for completion in completions],
+            "reward": _nullable(found.rewards[place]),
         }
-        for place, name in enumerate(self.reward_names):
-            columns[f"rewards/{name}"] = _nullable(judged.rewards_per_func[..., place])
+        for k, name in enumerate(self.reward_names):
+            columns[f"rewards/{name}"] = _nullable(found.rewards_per_func[place, :, k])
         return columns | {
-            "advantage": _nullable(judged.advantages),
-            "num_prompt_tokens": [len(group.prompt.token_ids) for group, _, _ in rows],
-            "num_completion_tokens": [len(completion.token_ids) for _, _, completion in rows],
-            "finish_reason": [completion.finish_reason for _, _, completion in rows],
+            "advantage": _nullable(found.advantages[place]),
+            "num_prompt_tokens": [len(group.prompt.token_ids)] * len(completions),
+            "num_completion_tokens": [completion.num_drawn for completion in completions],
+            "finish_reason": [completion.ended for completion in completions],
         }
 
 

@@ -43,6 +43,10 @@ class Layout:
     def rank_of(self, *, tp: int = 0, cp: int = 0, dp: int = 0, pp: int = 0) -> int:
         return tp + self.tp * (cp + self.cp * (dp + self.dp_size * pp))
 
+    def ranks_of_share(self, dp: int) -> list[int]:
+        """The ranks that train one data-parallel share together, the first of the first stage first."""
+        return [self.rank_of(tp=tp, cp=cp, dp=dp, pp=pp) for pp in range(self.pp) for cp in range(self.cp) for tp in range(self.tp)]
+
 
 def sequence_alignment(layout: Layout, sequence_parallel: bool) -> tuple[int, int]:
     """(multiple of a sequence, multiple of the whole stream) that the layout needs, in tokens.

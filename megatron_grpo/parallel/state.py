@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_grpo.parallel import collectives
 from megatron_grpo.parallel.layout import Layout
 
 
@@ -50,6 +51,11 @@ class ParallelState:
         return self.pp_rank == self.pp_size - 1
 
     @property
+    def is_first_of_share(self) -> bool:
+        """One rank per data-parallel share: it sends and saves the rows whose home the share is."""
+        return self.is_first_stage and self.tp_rank == 0 and self.cp_rank == 0
+
+    @property
     def speaks_for_its_rows(self) -> bool:
         """One rank per data-parallel share: it tells the others what the loss stage found about the rows of that share."""
         return self.is_last_stage and self.tp_rank == 0 and self.cp_rank == 0
@@ -59,33 +65,9 @@ class ParallelState:
         """Global rank, in this rank's pipeline, of the stage that owns the loss."""
         return dist.get_global_rank(self.pp_group, self.pp_size - 1)
 
-    def all_gather_objects(self, value: Any, group: Any = None) -> list[Any]:
-        """Every rank's `value`, in rank order of the group (default: all ranks)."""
-        size = dist.get_world_size(group)
-        if size == 1:
-            return [value]
-        values: list[Any] = [None] * size
-        dist.all_gather_object(values, value, group=group)
-        return values
-
-    def broadcast_from_last_stage(self, value: Any) -> Any:
-        if self.pp_size == 1:
-            return value
-        box = [value]
-        dist.broadcast_object_list(box, src=self.last_stage_rank, group=self.pp_group)
-        return box[0]
-
-    def all_reduce_max(self, number: float) -> float:
-        """Over all ranks."""
-        if self.world_size == 1:
-            return number
-        tensor = torch.tensor([number], dtype=torch.float64, device=self.device)
-        dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
-        return float(tensor)
-
-    def barrier(self) -> None:
-        if self.world_size > 1:
-            dist.barrier()
+    def from_last_stage(self, value: Any) -> Any:
+        """What this rank's pipeline knows where the loss is, on all of its stages."""
+        return collectives.from_rank(value, self.last_stage_rank, self.pp_group)
 
 
 def start(layout: Layout, *, sequence_parallel: bool = False, seed: int = 0, timeout_minutes: float = 10.0) -> ParallelState:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
@@ -12,6 +15,23 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.module import MegatronModule
 
 from megatron_grpo.settings.config import OptimizerConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Trainable:
+    """This stage's model chunks and what Megatron-Core puts around them."""
+
+    chunks: Sequence[MegatronModule]
+    wrapped: Sequence[DistributedDataParallel]
+    optimizer: Any
+    scheduler: OptimizerParamScheduler
+
+    @classmethod
+    def of(cls, chunks: Sequence[MegatronModule], cfg: OptimizerConfig, *, num_steps: int) -> Trainable:
+        """num_steps: length of the run, in optimizer steps."""
+        wrapped = wrap_for_training(chunks, cfg)
+        optimizer = build_optimizer(wrapped, cfg)
+        return cls(chunks=chunks, wrapped=wrapped, optimizer=optimizer, scheduler=build_scheduler(optimizer, cfg, num_steps=num_steps))
 
 
 def wrap_for_training(chunks: Sequence[MegatronModule], cfg: OptimizerConfig) -> list[DistributedDataParallel]:
@@ -66,6 +86,15 @@ def build_optimizer(wrapped: Sequence[DistributedDataParallel], cfg: OptimizerCo
     )
     config.grad_scale_func = optimizer.scale_loss
     return optimizer
+
+
+@torch.no_grad()
+def gradient_norm(optimizer: Any) -> float:
+    """The norm of the gradient that `optimizer.step` would use, over all ranks and before clipping; inf where Megatron found one.
+
+    `step` prepares the gradient again, to the same values: copying and measuring it twice is what judging it first costs.
+    """
+    return math.inf if optimizer.prepare_grads() else float(optimizer.get_grad_norm())
 
 
 def _no_decay_on_norms(wrapped) -> dict:

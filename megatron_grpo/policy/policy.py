@@ -1,36 +1,63 @@
-"""The sharded model in training, as the loop sees it: it scores tokens, takes a step, and streams its weights as Hugging Face has them."""
+"""The sharded model in training, as the loop sees it: it scores sequences, takes a step, and yields its weights."""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
-from megatron_grpo.batching.split import BatchCut, cut_up, filled_up
+from megatron_grpo.batching.collate import Alignment
+from megatron_grpo.batching.split import BatchCut
+from megatron_grpo.clock import Clock
 from megatron_grpo.grpo.entropy import entropy_threshold
 from megatron_grpo.grpo.loss import GrpoLoss, LossInputs
 from megatron_grpo.grpo.metrics import combine, finish
+from megatron_grpo.parallel import collectives
 from megatron_grpo.parallel.context import sum_over_context
 from megatron_grpo.parallel.layout import sequence_alignment
 from megatron_grpo.parallel.state import ParallelState
 from megatron_grpo.policy import pipeline, sharded_state
 from megatron_grpo.policy.exchange import WeightExchange
+from megatron_grpo.policy.guard import Gradient, Guard
+from megatron_grpo.policy.optimizer import Trainable, gradient_norm
+from megatron_grpo.policy.reference import Reference
 from megatron_grpo.policy.router import routers
+from megatron_grpo.policy.scorer import Scorer
 from megatron_grpo.policy.stream import LocalBatch
-from megatron_grpo.types import AnchoredSample, GlobalBatch, MicroBatch, Sample
+from megatron_grpo.types import GlobalBatch, MicroBatch, RowKey, Sequence, TrainingMicroBatch
+from megatron_grpo.weights.update import WeightUpdate
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TrainedStep:
-    """What one optimizer step says of itself. logprobs: of this rank's rows, at the trained positions; empty off the last stage."""
+    """What one optimizer step says of itself. logprobs: of this share's rows, at the trained positions; empty off the last stage."""
 
     metrics: dict[str, float]
-    logprobs: Mapping[tuple[int, int], np.ndarray]
-    was_skipped: bool
+    logprobs: Mapping[RowKey, np.ndarray]
+    skipped: str | None = None  # why the optimizer did not act
+
+
+def cut_for(parallel: ParallelState, megatron: Any, *, micro_batch_size: int, max_tokens: int | None) -> BatchCut:
+    """How this layout and this model want batches cut. megatron: Megatron-Core's configuration of the model."""
+    sequence, stream = sequence_alignment(parallel.layout, parallel.sequence_parallel)
+    return BatchCut(
+        dp_size=parallel.dp_size,
+        micro_batch_size=micro_batch_size,
+        alignment=Alignment(sequence=sequence, stream=stream),
+        # Megatron-Core's interleaved schedule runs micro-batches in groups of PP.
+        multiple=parallel.pp_size if parallel.layout.vpp else 1,
+        max_tokens=max_tokens,
+        # Per token and layer: 24 hidden^2 operations in matrices, 2 * length * hidden in causal attention.
+        even_length=12.0 * megatron.hidden_size,
+        # The all-gather dispatcher takes as many tokens from every expert-parallel rank.
+        even_streams=parallel.ep_size > 1 and megatron.moe_token_dispatcher_type == "allgather",
+    )
 
 
 class Policy:
@@ -38,95 +65,31 @@ class Policy:
 
     def __init__(
         self,
+        model: Trainable,
         *,
-        chunks,
-        wrapped,
-        optimizer,
-        scheduler,
         loss: GrpoLoss,
-        reference,
+        reference: Reference | None,
+        guard: Guard,
         exchange: WeightExchange,
         parallel: ParallelState,
-        micro_batch_size: int,
-        max_tokens_per_micro_batch: int | None = None,
-        beta: float = 0.0,
-        reference_moves: bool = False,
+        cut: BatchCut,
+        clock: Clock | None = None,
     ):
-        """reference: model chunks like `chunks`, or None. reference_moves: it is not the model that the run began with, so it is saved."""
-        self.chunks, self.wrapped, self.optimizer, self.scheduler = chunks, wrapped, optimizer, scheduler
-        self.loss, self.reference, self.exchange, self.parallel = loss, reference, exchange, parallel
-        self.beta, self.reference_moves = beta, reference_moves
-        align_sequence, align_stream = sequence_alignment(parallel.layout, parallel.sequence_parallel)
-        self.cut = BatchCut(
-            dp_rank=parallel.dp_rank,
-            dp_size=parallel.dp_size,
-            micro_batch_size=micro_batch_size,
-            align_sequence=align_sequence,
-            align_stream=align_stream,
-            # Megatron-Core's interleaved schedule runs micro-batches in groups of PP.
-            multiple=parallel.pp_size if parallel.layout.vpp else 1,
-            max_tokens=max_tokens_per_micro_batch,
-            # Per token and layer: 24 hidden^2 operations in matrices, 2 * length * hidden in causal attention.
-            even_length=12.0 * chunks[0].config.hidden_size,
-            # The all-gather dispatcher takes as many tokens from every expert-parallel rank.
-            even_streams=parallel.ep_size > 1 and chunks[0].config.moe_token_dispatcher_type == "allgather",
-        )
+        """reference: None where neither loss nor reward asks for one. clock: told what the parts of a step take."""
+        self.chunks, self.wrapped, self.optimizer, self.scheduler = model.chunks, model.wrapped, model.optimizer, model.scheduler
+        self.loss, self.reference, self.guard = loss, reference, guard
+        self.exchange, self.parallel, self.cut, self.clock = exchange, parallel, cut, clock or Clock()
+        self.scorer = Scorer(self.wrapped, parallel, cut)
 
     # ---- scoring -------------------------------------------------------------------------------------------------------------
 
-    def score(self, samples: Sequence[Sample], *, model=None, temperature: float | None = None) -> list[np.ndarray]:
-        """Log-probs of the trained tokens of each sample, float32 [T], 0 where the loss mask is false. Every rank gets all of them.
+    def score(self, sequences: SequenceOf[Sequence], *, temperature: float | None = None) -> list[np.ndarray]:
+        """Log-probs of the masked tokens of a few sequences; see `Scorer.score`."""
+        return self.scorer.score(sequences, temperature=temperature)
 
-        Samples are spread over data-parallel ranks. model: the chunks to ask (default: the policy). temperature: instead of the sampler's.
-        """
-        if not samples:
-            return []
-        filled = filled_up(samples, self.cut)
-        mine, micro_batches = cut_up(
-            [dataclasses.replace(sample, version=0) for sample in filled],  # as if on-policy: no old log-probs are asked for
-            [np.zeros(len(sample.token_ids)) for sample in filled],
-            self.cut,
-            trained_at=0,
-        )
-
-        def keep(batch: MicroBatch, local: LocalBatch, logprobs, entropy):
-            return logprobs.sum() * 0.0, (batch, self._whole(batch, local, logprobs))
-
-        kept = pipeline.run(model or self.wrapped, micro_batches, keep, self.parallel, with_entropy=False, forward_only=True,
-                            temperature=temperature)  # fmt: skip
-        values = {}
-        if self.parallel.speaks_for_its_rows:
-            for rows, (batch, logprobs) in zip(mine, kept, strict=True):
-                for place, i in enumerate(rows):
-                    values[i] = logprobs[batch.sequence == place]
-        scored = [np.zeros(len(sample.token_ids), dtype=np.float32) for sample in samples]
-        for found in self.parallel.all_gather_objects(values):
-            for i, logprobs in found.items():
-                if i < len(samples):
-                    scored[i][samples[i].loss_mask] = logprobs
-        return scored
-
-    def _whole(self, batch: MicroBatch, local: LocalBatch, values: torch.Tensor) -> np.ndarray:
-        """[c] on each context-parallel rank -> [C] on all of them."""
-        whole = torch.zeros(len(batch.targets), device=self.parallel.device)
-        whole[torch.from_numpy(local.trained).to(whole.device)] = values.detach().float()
-        if self.parallel.cp_size > 1:
-            dist.all_reduce(whole, group=self.parallel.cp_group)
-        return whole.cpu().numpy()
-
-    def score_tokens(self, sequences: Sequence[Sequence[int]]) -> list[np.ndarray]:
-        """Teacher-forced log-probs at temperature 1 of every token but the first: float32 [len - 1] per sequence."""
-        samples = [_bare_sample(np.asarray(tokens, dtype=np.int64)) for tokens in sequences]
-        return [scored[1:] for scored in self.score(samples, temperature=1.0)]
-
-    def anchor(self, samples: Sequence[Sample]) -> list[AnchoredSample]:
-        """Samples with the log-probs that the current weights give them. The forward-only pass of batching.md section 3."""
-        return [sample.anchored(logprobs, "recompute") for sample, logprobs in zip(samples, self.score(samples), strict=True)]
-
-    def kl_to_reference(self, samples: Sequence[Sample]) -> np.ndarray:
-        """beta * sum over trained tokens of (log p - log p_ref), float64 [number of samples]: what `kl_in_reward` subtracts."""
-        ours, theirs = self.score(samples), self.score(samples, model=self.reference)
-        return np.array([self.beta * (a.astype(np.float64) - b).sum() for a, b in zip(ours, theirs, strict=True)])
+    def logprobs(self, micro_batches: SequenceOf[MicroBatch]) -> list[np.ndarray]:
+        """float32 [C] of each of this share's micro-batches, by the weights as they are, on every rank of the share."""
+        return self.scorer.logprobs(micro_batches)
 
     # ---- training ------------------------------------------------------------------------------------------------------------
 
@@ -135,37 +98,41 @@ class Policy:
 
         A batch in which no token trains (everything filtered) changes nothing: no gradient, no moment decay.
         """
-        reference = self._reference_logprobs(batch) if self.loss.needs_reference else {}
+        with self.clock("ref_logprobs"):
+            reference = self.reference.last_stage_logprobs(batch.micro_batches) if self.loss.needs_reference else []
         threshold = self._entropy_threshold(batch) if self.loss.needs_entropy_threshold else None
         for router in routers(self.chunks):
             router.num_routed_tokens = batch.num_computed_tokens
         for chunk in self.wrapped:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        kept = pipeline.run(
-            self.wrapped,
-            batch.micro_batches,
-            lambda micro, local, logprobs, entropy: self._loss(batch, micro, local, logprobs, entropy, reference, threshold),
-            self.parallel,
-            with_entropy=self.loss.needs_entropy,
-            forward_only=False,
-        )
+        loss = partial(self._loss, batch, reference, threshold)
+        kept = pipeline.train(self.wrapped, batch.micro_batches, loss, self.parallel, with_entropy=self.loss.needs_entropy)
         metrics = self._reduce_logs([logs for logs, *_ in kept])
         metrics["learning_rate"] = self.optimizer.param_groups[0]["lr"]
-        was_skipped = batch.num_loss_tokens == 0
-        if not was_skipped:
-            _, grad_norm, _ = self.optimizer.step()
-            if not np.isfinite(grad_norm):
-                raise FloatingPointError(f"the gradient norm is {grad_norm}: these weights are lost; resume from the last checkpoint")
-            metrics["grad_norm"] = float(grad_norm)
+        skipped = "all completions were filtered, nothing was left to train" if batch.num_loss_tokens == 0 else None
+        if skipped is None:
+            metrics["grad_norm"] = gradient_norm(self.optimizer)
+            if self.guard.allows(Gradient(step=batch.step, norm=metrics["grad_norm"])):
+                self.optimizer.step()
+            else:
+                skipped = f"the gradient was refused (norm {metrics['grad_norm']:.4g})"
         self.scheduler.step(increment=1)
-        logprobs = {}
-        for _, micro, values in kept:
-            for place, row in enumerate(micro.rows):
-                logprobs[row] = values[micro.sequence == place]
-        return TrainedStep(metrics=metrics, logprobs=logprobs, was_skipped=was_skipped)
+        if self.reference is not None:
+            self.reference.after_step(batch.step + 1, self.tensors)
+        logprobs = {row: values[micro.sequence == place] for _, micro, values in kept for place, row in enumerate(micro.rows)}
+        return TrainedStep(metrics=metrics, logprobs=logprobs, skipped=skipped)
 
-    def _loss(self, batch: GlobalBatch, micro: MicroBatch, local: LocalBatch, logprobs, entropy, reference, threshold):
+    def _loss(
+        self,
+        batch: GlobalBatch,
+        reference: SequenceOf[np.ndarray],
+        threshold: float | None,
+        micro: TrainingMicroBatch,
+        local: LocalBatch,
+        logprobs: torch.Tensor,
+        entropy: torch.Tensor | None,
+    ):
         held, device = torch.from_numpy(local.trained), self.parallel.device
 
         def mine(array: np.ndarray) -> torch.Tensor:
@@ -176,6 +143,7 @@ class Policy:
             advantages=mine(micro.advantages),
             sampler_logprobs=mine(micro.sampler_logprobs),
             old_logprobs=mine(micro.old_logprobs),
+            is_compared=mine(micro.is_compared),
             sequence=mine(micro.sequence),
             num_sequences=micro.num_sequences,
             num_loss_tokens=batch.num_loss_tokens,
@@ -184,91 +152,65 @@ class Policy:
             inputs,
             logprobs=logprobs,
             entropy=entropy,
-            ref_logprobs=mine(reference[id(micro)]) if reference else None,
+            ref_logprobs=mine(reference[micro.number]) if reference else None,
             entropy_threshold=threshold,
             sum_over_context=lambda x: sum_over_context(x, self.parallel.cp_group),
         )
-        return loss, (logs, micro, self._whole(micro, local, logprobs))
-
-    def _reference_logprobs(self, batch: GlobalBatch) -> dict[int, np.ndarray]:
-        """[C] of each micro-batch, by its id, on ranks of the last stage."""
-        return dict(self._forward(self.reference, batch, lambda logprobs, entropy: logprobs, with_entropy=False))
+        return loss, (logs, micro, self.scorer.whole(micro, local, logprobs))
 
     def _entropy_threshold(self, batch: GlobalBatch) -> float | None:
         """The entropy above which a token of this global batch trains; None off the last stage, where nobody asks."""
-        entropies = dict(self._forward(self.wrapped, batch, lambda logprobs, entropy: entropy, with_entropy=True))
+        entropies = self.scorer.last_stage_entropies(batch.micro_batches)
         if not self.parallel.is_last_stage:
             return None
-        mine = [(entropies[id(micro)], micro.weights > 0) for micro in batch.micro_batches]
-        everyone = [pair for pairs in self.parallel.all_gather_objects(mine, self.parallel.dp_group) for pair in pairs]
+        mine = [(values, micro.weights > 0) for values, micro in zip(entropies, batch.micro_batches, strict=True)]
+        everyone = [pair for pairs in collectives.share(mine, self.parallel.dp_group) for pair in pairs]
         return entropy_threshold([values for values, _ in everyone], [mask for _, mask in everyone], self.loss.top_entropy_quantile)
-
-    def _forward(self, model, batch: GlobalBatch, pick, *, with_entropy: bool) -> list[tuple[int, np.ndarray]]:
-        return pipeline.run(
-            model,
-            batch.micro_batches,
-            lambda micro, local, logprobs, entropy: (
-                logprobs.sum() * 0.0,
-                (id(micro), self._whole(micro, local, pick(logprobs, entropy))),
-            ),
-            self.parallel,
-            with_entropy=with_entropy,
-            forward_only=True,
-        )
 
     def _reduce_logs(self, logs) -> dict[str, float]:
         """Logs of this rank's micro-batches -> the step's metrics, on every rank. Only ranks of the last stage have any."""
         metrics = None
         if self.parallel.is_last_stage:
-            mine = combine(logs)
-            names, sums = list(mine.sums), torch.stack(list(mine.sums.values())).to(self.parallel.device)
-            tops, maxima = list(mine.maxima), torch.stack(list(mine.maxima.values())).to(self.parallel.device)
-            dist.all_reduce(sums, group=self.parallel.dp_cp_group)
-            dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=self.parallel.dp_cp_group)
-            metrics = finish(dict(zip(names, sums.tolist(), strict=True)), dict(zip(tops, maxima.tolist(), strict=True)))
-        return self.parallel.broadcast_from_last_stage(metrics)
+            mine, group = combine(logs), self.parallel.dp_cp_group
+            sums = collectives.add_(torch.stack(list(mine.sums.values())).to(self.parallel.device), group).tolist()
+            maxima = collectives.max_(torch.stack(list(mine.maxima.values())).to(self.parallel.device), group).tolist()
+            metrics = finish(dict(zip(mine.sums, sums, strict=True)), dict(zip(mine.maxima, maxima, strict=True)))
+        return self.parallel.from_last_stage(metrics)
 
     # ---- weights -------------------------------------------------------------------------------------------------------------
 
+    def update(self, version: int) -> WeightUpdate:
+        """What a sampler needs to hold this policy's weights, which are those of `version`."""
+        return WeightUpdate(kind="weights", version=version, tensors=self.named_weights())
+
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(Hugging Face name, full tensor) of every weight, on every rank, as they are now."""
-        self._complete_weights()
-        return self.exchange.named_weights(self.chunks)
+        return self.exchange.stream(self.tensors())
 
-    def _complete_weights(self) -> None:
-        """With overlap_param_gather a step leaves each rank its own share of the new weights; the next forward would fetch the rest."""
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """This rank's parameters under their names in the whole model, complete."""
         for chunk in self.wrapped:
+            # With overlap_param_gather a step leaves each rank its own share of the new weights; the next forward would fetch the rest.
             if chunk.ddp_config.overlap_param_gather:
                 chunk.start_param_sync(force_sync=True)
-
-    @torch.no_grad()
-    def move_reference(self, alpha: float) -> None:
-        """reference = alpha * policy + (1 - alpha) * reference, weight by weight (TR-DPO, arXiv:2404.09656); 1 copies the policy."""
-        self._complete_weights()
-        ours = self.exchange.tensors(self.chunks)
-        for name, theirs in self.exchange.tensors(self.reference).items():
-            theirs.lerp_(ours[name].to(theirs.dtype), alpha)
+        return self.exchange.tensors(self.chunks)
 
     def sharded_state_dict(self, *, is_loading: bool):
         """What a checkpoint holds of this policy; see `policy.sharded_state`."""
-        self._complete_weights()
-        moving = self.reference if self.reference_moves else None
-        return sharded_state.sharded_state(self.wrapped, self.optimizer, self.scheduler, reference=moving, is_loading=is_loading)
+        self.tensors()  # complete, before they are described
+        return sharded_state.sharded_state(self.wrapped, self.optimizer, self.scheduler, reference=self._saved_reference(),
+                                           is_loading=is_loading)  # fmt: skip
 
     def load_sharded_state_dict(self, state) -> None:
-        moving = self.reference if self.reference_moves else None
-        sharded_state.load_state(self.wrapped, self.optimizer, self.scheduler, state, reference=moving)
+        sharded_state.load_state(self.wrapped, self.optimizer, self.scheduler, state, reference=self._saved_reference())
+
+    def _saved_reference(self) -> SequenceOf[Any] | None:
+        return (self.reference.saved_chunks or None) if self.reference is not None else None
 
     @contextlib.contextmanager
-    def resident(self):
-        """The policy is in its device's memory inside this block. It always is, unless it was asked to make room for the sampler."""
+    def resident(self, part: Literal["weights", "all"]):
+        """What the block needs is in the device's memory: the weights alone, or what a step and a checkpoint need besides.
+
+        It always is, unless the policy was asked to make room for the sampler.
+        """
         yield
-
-
-def _bare_sample(token_ids: np.ndarray) -> Sample:
-    mask = np.ones(len(token_ids), dtype=bool)
-    mask[0] = False
-    return Sample(
-        row=0, rollout=0, prompt_number=0, version=0, token_ids=token_ids, loss_mask=mask,
-        sampler_logprobs=np.zeros(len(token_ids), dtype=np.float32), advantage=0.0, is_dead=False, is_truncated=False,
-    )  # fmt: skip

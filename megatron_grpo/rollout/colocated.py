@@ -16,39 +16,36 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from megatron_grpo.errors import ConfigError, Problem
+from megatron_grpo.parallel import collectives
 from megatron_grpo.rollout import vllm_patches
-from megatron_grpo.rollout.completions import gather_over_all_ranks, to_arrays, to_completions
-from megatron_grpo.rollout.engine import NO_WEIGHTS, Gather, SamplingSettings, WeightSyncError, prompt_seed
+from megatron_grpo.rollout.engine import NO_WEIGHTS, SamplingSettings, WeightSyncError, prompt_seed
 from megatron_grpo.rollout.vllm_options import CPU_BLOCK_SIZE, cpu_options, gpu_options, problem_of
 from megatron_grpo.settings.config import RolloutConfig
-from megatron_grpo.types import Completion, Group, Prompt
+from megatron_grpo.types import Completion, Group, Prompt, answered
+from megatron_grpo.weights.update import WeightUpdate
 
 PROBE_LENGTH = 2 * CPU_BLOCK_SIZE + 2  # tokens: two full blocks of the prefix cache, then the token that is read through it
 NUM_PROBES = 4
 
 
 class ColocatedEngine:
-    """A RolloutEngine. See `megatron_grpo.rollout.engine` for what its methods promise."""
+    """An `Engine`. See `megatron_grpo.rollout.engine` for what its methods promise."""
 
-    def __init__(
-        self, llm: Any, *, rank: int, world_size: int, tensor_parallel_size: int, max_model_len: int, sleep_level: int, gather: Gather
-    ):
+    def __init__(self, llm: Any, *, rank: int, world_size: int, tensor_parallel_size: int, max_model_len: int, sleep_level: int):
         self._llm = llm
         self._replica, self._rank_in_engine = divmod(rank, tensor_parallel_size)
         self._num_replicas = world_size // tensor_parallel_size
         self._tensor_parallel_size = tensor_parallel_size
         self._max_model_len = max_model_len
         self._sleep_level = sleep_level
-        self._gather = gather
         self._version = 0
         self._asleep: set[str] = set()  # of "weights" and "kv_cache": vLLM's names for what sleep takes away
 
     @classmethod
-    def build(cls, cfg: RolloutConfig, *, model_path: str | Path, dtype: str, max_model_len: int, seed: int, rank: int, world_size: int,
-              gather: Gather | None = None) -> ColocatedEngine:  # fmt: skip
+    def build(cls, cfg: RolloutConfig, *, model_path: str | Path, dtype: str, max_model_len: int, seed: int, rank: int, world_size: int
+              ) -> ColocatedEngine:  # fmt: skip
         """Loads the model at `model_path` (version 0: nothing needs to be pushed before the first rollout). Collective over all ranks.
 
         dtype: "float32" or "bfloat16"; `vllm_dtype` of the settings goes before it. max_model_len: prompt + completion, in tokens;
@@ -62,7 +59,7 @@ class ColocatedEngine:
         tp = cfg.vllm_tensor_parallel_size
         max_model_len = cfg.vllm_max_model_len or max_model_len
         options = gpu_options(cfg) if on_gpu else cpu_options(cfg)
-        if dist.is_initialized():
+        if collectives.has_job():
             options["distributed_executor_backend"] = "external_launcher"  # one worker in each of the launcher's ranks
         with vllm_patches.trainer_untouched():
             try:
@@ -79,7 +76,7 @@ class ColocatedEngine:
                     raise
                 raise ConfigError([problem]) from error
         return cls(llm, rank=rank, world_size=world_size, tensor_parallel_size=tp, max_model_len=max_model_len,
-                   sleep_level=cfg.sleep_level if on_gpu else 0, gather=gather or gather_over_all_ranks)  # fmt: skip
+                   sleep_level=cfg.sleep_level if on_gpu else 0)  # fmt: skip
 
     @property
     def version(self) -> int:
@@ -97,27 +94,23 @@ class ColocatedEngine:
         self._check_lengths(prompts, sampling)
         mine = prompts[self._replica :: self._num_replicas]
         requests = [(prompt.token_ids, self._params(sampling, self._request_seed(seed, prompt, sampling))) for prompt in mine]
-        packed = to_arrays([[_completion(output) for output in answer.outputs] for answer in self._run(requests)])
-        asked = hashlib.blake2b(repr((sampling, seed, [(p.number, p.token_ids) for p in prompts])).encode(), digest_size=16).hexdigest()
-        # Only one rank of each engine sends its completions: the others hold the same, and their digests prove it.
-        everyone = self._gather((asked, packed.digest(), packed if self._rank_in_engine == 0 else None))
-        self._check_agreement(everyone)
-        by_replica = [to_completions(parts) for _, _, parts in everyone if parts is not None]
-        return [
-            Group(prompt=prompt, completions=by_replica[i % self._num_replicas][i // self._num_replicas], version=self._version)
-            for i, prompt in enumerate(prompts)
-        ]
+        answers = [[_completion(prompt, output, self._version) for output in answer.outputs]
+                   for prompt, answer in zip(mine, self._run(requests), strict=True)]  # fmt: skip
+        self._check_agreement((prompts, sampling, seed), answers)
+        # The ranks of one engine hold the same groups, and judge every so many of them.
+        share = slice(self._rank_in_engine, None, self._tensor_parallel_size)
+        return [Group(prompt=prompt, completions=tuple(found)) for prompt, found in list(zip(mine, answers, strict=True))[share]]
 
-    def update_weights(self, named: Iterable[tuple[str, torch.Tensor]], *, version: int) -> None:
+    def take(self, update: WeightUpdate) -> None:
         self._version = NO_WEIGHTS  # until all of it has arrived
         self._wake("weights")
         with vllm_patches.trainer_untouched():
-            (missing,) = self._llm.collective_rpc(_load, args=(named, self._repack))
+            (missing,) = self._llm.collective_rpc(_load, args=(update.tensors, self._repack))
         if missing:
             names = ", ".join(missing[:8]) + ", ..." * (len(missing) > 8)
-            raise WeightSyncError(f"the push of version {version} left {len(missing)} of the engine's weights as they were: {names}")
+            raise WeightSyncError(f"the push of version {update.version} left {len(missing)} of the engine's weights as they were: {names}")
         self._forget_prefixes()
-        self._version = version
+        self._version = update.version
 
     def probes(self) -> list[tuple[int, ...]]:
         tokenizer = self._llm.get_tokenizer()
@@ -218,23 +211,33 @@ class ColocatedEngine:
             flags = ["vllm_max_model_len", "max_completion_length"]
             raise ConfigError([Problem(flags=flags, nearest={"vllm_max_model_len": [needed]}, message=message)])
 
-    def _check_agreement(self, everyone: Sequence[tuple[str, str, Any]]) -> None:
-        if len({asked for asked, _, _ in everyone}) > 1:
+    def _check_agreement(self, asked: tuple[Sequence[Prompt], SamplingSettings, int], answers: Sequence[Sequence[Completion]]) -> None:
+        """All ranks asked for the same, and the ranks of one engine drew the same tokens. Log-probs may differ in their last bit."""
+        prompts, sampling, seed = asked
+        question = _digest(repr((sampling, seed, [(prompt.number, prompt.token_ids) for prompt in prompts])).encode())
+        drawn = _digest(*(one.sequence.token_ids.tobytes() for found in answers for one in found))
+        everyone = collectives.share((question, drawn))
+        if len({question for question, _ in everyone}) > 1:
             raise RuntimeError("ranks asked the rollout engine for different prompts, settings or seeds; generate is collective")
         for first in range(0, len(everyone), self._tensor_parallel_size):
-            digests = {digest for _, digest, _ in everyone[first : first + self._tensor_parallel_size]}
-            if len(digests) > 1:
+            if len({drawn for _, drawn in everyone[first : first + self._tensor_parallel_size]}) > 1:
                 raise RuntimeError(
                     f"ranks {first} to {first + self._tensor_parallel_size - 1} share a vLLM engine but drew different tokens"
                 )
 
 
-def _completion(output: Any) -> Completion:
+def _digest(*parts: bytes) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    for part in parts:
+        digest.update(len(part).to_bytes(8, "big") + part)
+    return digest.hexdigest()
+
+
+def _completion(prompt: Prompt, output: Any, version: int) -> Completion:
     if output.finish_reason not in ("stop", "length"):
         raise RuntimeError(f"vLLM ended a completion with finish_reason {output.finish_reason!r}")
-    return Completion(
-        token_ids=tuple(output.token_ids), logprobs=_sampled_logprobs(output), text=output.text, finish_reason=output.finish_reason
-    )
+    logprobs = _sampled_logprobs(output)
+    return answered(prompt.token_ids, output.token_ids, logprobs, text=output.text, ended=output.finish_reason, version=version)
 
 
 def _sampled_logprobs(output: Any) -> tuple[float, ...]:

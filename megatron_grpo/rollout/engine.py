@@ -1,4 +1,4 @@
-"""What a rollout engine is: it answers prompts with the weights it was last given. Nothing here knows vLLM.
+"""What a rollout engine is, as the two jobs it has: it answers prompts, and it holds weights. Nothing here knows vLLM.
 
 Also the settings of one round of sampling, and the seed of one prompt: what every engine must agree on for a run to be repeatable
 whatever the number of engines.
@@ -7,19 +7,14 @@ whatever the number of engines.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Protocol
 
 from megatron_grpo.settings.config import RolloutConfig
 from megatron_grpo.types import Group, Prompt
-
-if TYPE_CHECKING:
-    import torch
-
-Gather = Callable[[Any], list[Any]]
-"""One picklable object from each rank -> the list of all of them by rank, the same on every rank. Collective."""
+from megatron_grpo.weights.update import WeightUpdate
 
 # Completion i of a prompt is drawn with the prompt's seed + i (vLLM's rule), so prompts are this far apart.
 SEEDS_PER_PROMPT = 1024
@@ -63,8 +58,23 @@ def prompt_seed(run_seed: int, prompt_number: int, n: int) -> int:
     return (offset + prompt_number * gap) % 2**32
 
 
-class RolloutEngine(Protocol):
-    """A sampler. Every rank of the trainer holds one of these objects, and calls it at the same places of the program."""
+class Sampler(Protocol):
+    """Answers prompts. Every rank of the trainer holds one of these objects, and calls it at the same places of the program."""
+
+    def generate(self, prompts: Sequence[Prompt], sampling: SamplingSettings, *, seed: int) -> list[Group]:
+        """Collective over all ranks, which pass the same arguments. Returns the groups that this rank is to judge.
+
+        Each group is whole and on one rank; a rank's groups keep the order of the prompts. `seed` is the run's; each prompt derives its own
+        (`prompt_seed`), so a group does not depend on how many engines share the work, nor on the rank that it ends on.
+        Raises ConfigError where a prompt and its completion cannot fit, WeightSyncError where the engine holds no weights.
+        """
+
+    def awake(self) -> AbstractContextManager[None]:
+        """Around `generate`: the engine takes the memory it needs to sample, and gives it back."""
+
+
+class WeightHolder(Protocol):
+    """Holds weights of a version, takes updates, and proves what it holds."""
 
     @property
     def version(self) -> int:
@@ -74,18 +84,10 @@ class RolloutEngine(Protocol):
     def dtype(self) -> str:
         """What it computes in: "float32", "bfloat16"."""
 
-    def generate(self, prompts: Sequence[Prompt], sampling: SamplingSettings, *, seed: int) -> list[Group]:
-        """Collective over all ranks: all pass the same arguments, all get the same groups, in the order of the prompts.
+    def take(self, update: WeightUpdate) -> None:
+        """Holds the update's version from now on. Raises WeightSyncError.
 
-        `seed` is the run's; each prompt derives its own (`prompt_seed`), so the groups do not depend on how many engines share the work.
-        Raises ConfigError where a prompt and its completion cannot fit, WeightSyncError where the engine holds no weights.
-        """
-
-    def update_weights(self, named: Iterable[tuple[str, torch.Tensor]], *, version: int) -> None:
-        """Replaces every weight. `named` yields (Hugging Face name, full tensor), is consumed once, and may be collective itself.
-
-        Nearly all of a layer's tensors are held until the layer is complete, so memory stays bounded when they come layer by layer, and a
-        tensor must stay as it is until this returns: do not yield views of one buffer that is used again. Raises WeightSyncError.
+        Nearly all of a layer's tensors are held until the layer is complete, so memory stays bounded when they come layer by layer.
         """
 
     def probes(self) -> list[tuple[int, ...]]:
@@ -97,8 +99,9 @@ class RolloutEngine(Protocol):
         The last one is computed the way that sampling does, reading the prefix cache; the others never come from a cache.
         """
 
-    def awake(self) -> AbstractContextManager[None]:
-        """Around `generate`: the engine takes the memory it needs to sample, and gives it back."""
+
+class Engine(Sampler, WeightHolder, Protocol):
+    """Both jobs in one."""
 
     def close(self) -> None:
         """Frees the engine. The trainer's process groups stay."""

@@ -1,23 +1,21 @@
-"""A rollout engine that answers from a table, for tests: no vLLM, no model, no time. Its promises are those of `rollout.engine`."""
+"""An engine that answers from a table, for tests: no vLLM, no model, no time. Its promises are those of `rollout.engine`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
+from megatron_grpo.parallel import collectives
 from megatron_grpo.rollout.engine import NO_WEIGHTS, SamplingSettings, WeightSyncError
 from megatron_grpo.types import Completion, Group, Prompt
-
-if TYPE_CHECKING:
-    import torch
+from megatron_grpo.weights.update import WeightUpdate
 
 Answer = Callable[[Prompt, int, int], Completion]
 """(prompt, place in its group, version of the weights) -> the completion. The same on every rank."""
 
 
 class ScriptedEngine:
-    """A RolloutEngine whose weights are a number: it takes what is pushed, and does not look at it.
+    """An `Engine` whose weights are a number: it takes what is pushed, and does not look at it.
 
     score: log-probs of one token sequence, from its second token on, for tests in which the check after a push matters. Without it
     every token has log-prob 0, so a run needs `--verify_weight_push false`.
@@ -35,17 +33,17 @@ class ScriptedEngine:
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingSettings, *, seed: int) -> list[Group]:
         if self._version == NO_WEIGHTS:
             raise WeightSyncError("the scripted engine holds no weights: a weight push failed.")
+        mine = prompts[collectives.rank() :: collectives.num_ranks()]
         return [
-            Group(prompt=prompt, completions=tuple(self._answer(prompt, place, self._version) for place in range(sampling.n)),
-                  version=self._version)
-            for prompt in prompts
-        ]  # fmt: skip
+            Group(prompt=prompt, completions=tuple(self._answer(prompt, place, self._version) for place in range(sampling.n)))
+            for prompt in mine
+        ]
 
-    def update_weights(self, named: Iterable[tuple[str, torch.Tensor]], *, version: int) -> None:
+    def take(self, update: WeightUpdate) -> None:
         self._version = NO_WEIGHTS  # until all of it has arrived
-        for _ in named:
+        for _ in update.tensors:
             pass
-        self._version = version
+        self._version = update.version
 
     def probes(self) -> list[tuple[int, ...]]:
         return [(4, 5, 6, 7), (7, 6, 5, 4)]

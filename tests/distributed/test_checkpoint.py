@@ -166,7 +166,7 @@ def pending_samples():
             prompt_number=7,
             version=3,
             token_ids=rng.integers(0, 64, length),
-            loss_mask=np.arange(length) > 2,
+            mask=np.arange(length) > 2,
             sampler_logprobs=-rng.random(length, dtype=np.float32),
             advantage=float(rng.normal()),
             is_dead=row == 1,

@@ -80,7 +80,7 @@ def test_short_sequences_and_ranks_without_a_trained_token(tmp_path, layout):
     """Two tokens in all: under CP one rank has nothing to train. One completion trains nothing at all."""
     path = write_tiny(tmp_path / "model", "qwen3", layers=4, vocab=125, std=0.1)
     batches = cases.stored_rollout(path, vocab=125, lengths=((1, 1), (1, 1), (1, 2), (2, 1)))
-    batches[0][1].loss_mask[:] = False
+    batches[0][1].mask[:] = False
     right = cases.reference(path, cases.settings(), batches)
     (found,) = cases.compare("dense", path, cases.LAYOUTS[layout], {"grpo": {}}, batches, {"grpo": right}).values()
     assert found.within(loss=1e-5), found

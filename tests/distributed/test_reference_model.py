@@ -53,7 +53,7 @@ def test_every_weight_of_the_reference_moves_by_alpha_and_the_policy_stays(model
         from megatron_grpo.batching.split import split
 
         policy = cases.build(model, cases.settings(beta=0.1, sync_ref_model=True, lr=0.1, **more, **case.settings), world_size)
-        batch, _ = split(samples, cases.step_of(samples, 0, policy.cut.rows_per_slice), policy.loss.token_weights, policy.cut)
+        batch = cases.batch_of(policy, samples, 0)
         policy.train_step(batch)
         before = {name: tensor.clone() for name, tensor in policy.exchange.tensors(policy.reference).items()}
         policy.move_reference(0.25)

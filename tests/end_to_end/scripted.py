@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron_grpo.types import Completion, Prompt, Sample
+from megatron_grpo.types import Completion, Prompt, Sample, answered
 
 LONGEST = 8  # tokens of a completion
 
@@ -30,25 +30,21 @@ def answers(model_path: str | Path, temperature: float) -> Callable[[Prompt, int
         length = int(rng.integers(1, LONGEST + 1))
         tokens = rng.integers(4, 120, length).tolist()
         logprobs = hf_logprobs(model, [*prompt.token_ids, *tokens], temperature)[-length:].numpy() + rng.normal(0, 0.05, length)
-        return Completion(
-            token_ids=tuple(tokens), logprobs=tuple(logprobs.tolist()), text=" ".join(map(str, tokens)),
-            finish_reason="length" if length == LONGEST else "stop",
-        )  # fmt: skip
+        ended = "length" if length == LONGEST else "stop"
+        return answered(prompt.token_ids, tokens, logprobs, text=" ".join(map(str, tokens)), ended=ended, version=version)
 
     return answer
 
 
 def train(rank: int, world_size: int, flags: list[str]) -> int:
     """`megatron-grpo train` with a scripted engine. For `run_ranks`."""
-    from megatron_grpo import build
     from megatron_grpo.cli import main
     from megatron_grpo.rollout.scripted import ScriptedEngine
 
-    def build_engine(cfg, inputs, parallel):
+    def engine(cfg, inputs, parallel):
         return ScriptedEngine(answers(inputs.model_path, cfg.rollout.temperature))
 
-    build.build_engine = build_engine
-    return main(["train", "--verify_weight_push", "false", *flags])
+    return main(["train", "--verify_weight_push", "false", *flags], engine=engine)
 
 
 # ---- the same by transformers ----------------------------------------------------------------------------------------------------------
@@ -71,7 +67,7 @@ def expected(flags: list[str], world_size: int, score: Callable[[Completion, Pro
     def batches(model, frozen) -> Iterator[list[Sample]]:
         rollouts: dict[int, list[Sample]] = {}
         for step in Timetable(plan, cfg.run.max_steps).from_step(0):
-            for number in step.new_rollouts:
+            for number in step.launches:
                 groups = []
                 for prompt in stream.take(plan.num_rollout_prompts):
                     groups.append((prompt, [answer(prompt, place, 0) for place in range(plan.num_generations)]))
@@ -88,12 +84,11 @@ def rollout_of(cfg, groups, model, frozen, number: int, version: int, score) -> 
     samples = []
     for prompt, completions in groups:
         for completion in completions:
-            tokens = np.array([*prompt.token_ids, *completion.token_ids])
-            mask = np.arange(len(tokens)) >= len(prompt.token_ids)
-            sampler = np.array([0.0] * len(prompt.token_ids) + list(completion.logprobs), dtype=np.float32)
+            sequence, sampler = completion.sequence, completion.logprobs
             sample = Sample(
-                row=len(samples), rollout=number, prompt_number=prompt.number, version=version, token_ids=tokens, loss_mask=mask,
-                sampler_logprobs=sampler, advantage=0.0, is_dead=False, is_truncated=completion.finish_reason == "length",
+                row=len(samples), rollout=number, prompt_number=prompt.number, version=version, fresh_at=version,
+                token_ids=sequence.token_ids, mask=sequence.mask, sampler_logprobs=sampler, advantage=0.0, is_dead=False,
+                is_truncated=completion.ended == "length",
             )  # fmt: skip
             old = sampler.astype(np.float64) if cfg.batch.old_logprobs == "rollout" else logprobs(model, sample, cfg.rollout.temperature)
             samples.append(sample.anchored(old, "recompute"))
@@ -116,9 +111,9 @@ def logprobs(model, sample: Sample, temperature: float) -> np.ndarray:
     with torch.no_grad(), float32_means_float64():
         logits = model(torch.from_numpy(sample.token_ids)[None], use_cache=False).logits[0, :-1]
         found, _ = token_logprobs(logits, torch.from_numpy(sample.token_ids[1:]), temperature)
-    return np.where(sample.loss_mask, np.concatenate([[0.0], found.numpy()]), 0.0)
+    return np.where(sample.mask, np.concatenate([[0.0], found.numpy()]), 0.0)
 
 
 def even(completion: Completion, prompt: Prompt) -> float:
     """What `runs.REWARD` gives."""
-    return sum(token % 2 == 0 for token in completion.token_ids) / len(completion.token_ids)
+    return sum(token % 2 == 0 for token in completion.answer_ids) / completion.num_drawn

@@ -92,7 +92,7 @@ def greedy_scores(rank, world_size, path: str, data: str) -> tuple[float, float]
     )
     asked = [Prompt(number=i, row=i, raw="", token_ids=tuple(ids), columns={}) for i, ids in enumerate(prompts)]
     groups = engine.generate(asked, SamplingSettings(n=1, max_completion_length=8).greedy(), seed=0)
-    return float(np.mean(by_transformers)), float(np.mean([even(group.completions[0].token_ids) for group in groups]))
+    return float(np.mean(by_transformers)), float(np.mean([even(group.completions[0].answer_ids) for group in groups]))
 
 
 def test_the_export_scores_what_the_run_said(run):
@@ -113,16 +113,10 @@ def test_the_resolved_configuration_can_be_used_again(run):
 
 
 def train_with_the_advantage_turned(rank, world_size, flags):
-    from megatron_grpo import experience
+    from megatron_grpo.grpo.advantages import ESTIMATORS
 
-    real = experience.with_advantages
-
-    def turned(samples, found):
-        import dataclasses
-
-        return [dataclasses.replace(sample, advantage=-sample.advantage) for sample in real(samples, found)]
-
-    experience.with_advantages = turned
+    real = ESTIMATORS["grpo"]
+    ESTIMATORS["grpo"] = lambda rewards, scale: -real(rewards, scale)
     return train(rank, world_size, flags)
 
 
@@ -136,11 +130,11 @@ def test_a_turned_advantage_is_noticed(run, tmp_path):
 def train_without_pushing(rank, world_size, flags):
     from megatron_grpo.rollout.colocated import ColocatedEngine
 
-    def only_says_so(self, named, *, version):
-        list(named)
-        self._version = version
+    def only_says_so(self, update):
+        list(update.tensors)
+        self._version = update.version
 
-    ColocatedEngine.update_weights = only_says_so
+    ColocatedEngine.take = only_says_so
     return train(rank, world_size, flags)
 
 

@@ -109,7 +109,7 @@ def sample(kind=Sample, **fields):
         prompt_number=2,
         version=3,
         token_ids=np.arange(4),
-        loss_mask=np.array([False, False, True, True]),
+        mask=np.array([False, False, True, True]),
         sampler_logprobs=np.array([0, 0, -0.1, -1e-30], dtype=np.float32),
         advantage=0.1 + 0.2,
         is_dead=False,

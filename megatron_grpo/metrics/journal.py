@@ -1,0 +1,88 @@
+"""All that a run tells: metrics, which rows were trained, completions, where the time went, and what a person should be warned about."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+from megatron_grpo.clock import Clock
+from megatron_grpo.metrics import Metrics
+from megatron_grpo.metrics.drift import DriftWatch
+from megatron_grpo.metrics.rollout import Completions, JudgedRollout, rollout_stats, selection_stats
+from megatron_grpo.metrics.schedule import ScheduleLog
+from megatron_grpo.types import GlobalBatch, Progress
+
+# Metrics of the step just taken -> what to warn about, if anything.
+Watch = Callable[[Progress, Mapping[str, float]], "str | None"]
+
+
+class Trained(Protocol):
+    """What an optimizer step says of itself."""
+
+    metrics: dict[str, float]
+    skipped: str | None
+
+
+class Journal:
+    """One a rank; rank 0's is heard. Collective where it says so.
+
+    tells_selection: rollouts choose among what they sample. share: one object per data-parallel rank -> all of them, by rank (collective).
+    watches: further warnings, asked after every step.
+    """
+
+    def __init__(
+        self,
+        metrics: Metrics,
+        schedule: ScheduleLog,
+        completions: Completions,
+        *,
+        clock: Clock,
+        reward_weights: Sequence[float],
+        tells_selection: bool,
+        share: Callable[[Any], list[Any]],
+        watches: Sequence[Watch] = (),
+    ):
+        self.metrics, self.schedule, self.completions, self.clock = metrics, schedule, completions, clock
+        self.reward_weights, self.tells_selection = reward_weights, tells_selection
+        self._share, self._watches = share, watches
+        self._heard: list[JudgedRollout] = []
+
+    def start(self, progress: Progress) -> None:
+        """Begins after `progress.step` optimizer steps: what the files say beyond it, a run that was given up, is dropped."""
+        self.metrics.start(progress)
+        self.completions.start(progress)
+        self.schedule.start(progress)
+
+    def rollout(self, judged: JudgedRollout) -> None:
+        """A rollout has come in. Collective."""
+        self._heard.append(judged)
+        self.completions.write(judged)
+
+    def step(self, progress: Progress, batch: GlobalBatch, trained: Trained) -> None:
+        """An optimizer step has been taken; `progress` counts it. Collective."""
+        rows = [micro_batch.rows for micro_batch in batch.micro_batches]
+        self.schedule.record(progress, batch, self._share(rows))
+        for watch in self._watches:
+            warning = watch(progress, trained.metrics)
+            if warning:
+                self.metrics.say(f"WARNING: {warning}")
+        if trained.skipped:
+            self.metrics.say(f"optimizer step {progress.step}: {trained.skipped}")
+        stats: dict[str, float] = {}
+        if self._heard:
+            stats = rollout_stats(self._heard, self.completions.reward_names)
+            if self.tells_selection:
+                stats |= selection_stats(self._heard, self.reward_weights)
+        self._heard = []
+        self.metrics.log(progress, stats | trained.metrics | batch.metrics | self.clock.take())
+
+    def evaluation(self, progress: Progress, results: Mapping[str, float]) -> None:
+        self.metrics.log_evaluation(progress, results)
+
+    def close(self) -> None:
+        """The end of the run, good or bad."""
+        self.metrics.close()
+
+
+def watch_drift(drift: DriftWatch) -> Watch:
+    return lambda progress, metrics: drift.warning(metrics)

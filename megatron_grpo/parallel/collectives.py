@@ -1,0 +1,154 @@
+"""Everything that travels between ranks, under names that say who gets what. With `state`, the only importer of torch.distributed.
+
+A process without a process group is a job of one rank: every function then gives back what it was given. Objects are pickled, so they come
+from this job's own ranks only. A function without `group` is collective over all ranks.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+Group = Any  # a torch.distributed.ProcessGroup; None is all ranks
+
+
+def rank() -> int:
+    """This process's place among all ranks."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def num_ranks(group: Group = None) -> int:
+    return dist.get_world_size(group) if dist.is_initialized() else 1
+
+
+def has_job() -> bool:
+    """Whether this process has joined other ranks, or a job of one."""
+    return dist.is_initialized()
+
+
+# ---- objects ---------------------------------------------------------------------------------------------------------------------------
+
+
+def share(value: Any, group: Group = None) -> list[Any]:
+    """Every rank's `value`, in rank order of the group, on every rank of it. For integers, flags, rewards and sentences."""
+    size = num_ranks(group)
+    if size == 1:
+        return [value]
+    values: list[Any] = [None] * size
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def to_first(value: Any) -> list[Any] | None:
+    """Every rank's `value`, in rank order, on rank 0; None elsewhere. For what a file will hold: texts, records."""
+    if num_ranks() == 1:
+        return [value]
+    values: list[Any] | None = [None] * num_ranks() if rank() == 0 else None
+    dist.gather_object(value, values, dst=0)
+    return values
+
+
+def from_first(value: Any) -> Any:
+    """Rank 0's `value`, on every rank."""
+    return from_rank(value, 0)
+
+
+def from_rank(value: Any, source: int, group: Group = None) -> Any:
+    """The `value` of one rank, on every rank of the group. source: its number among all ranks."""
+    if num_ranks(group) == 1:
+        return value
+    box = [value]
+    dist.broadcast_object_list(box, src=source, group=group)
+    return box[0]
+
+
+def exchange(parts: Mapping[int, Any]) -> list[Any]:
+    """Sends `parts[r]` to rank r, and to nobody else; returns what this rank was sent, in the order of the senders.
+
+    For what few ranks need: tokens and log-probs go to those who train them. What a rank sends to itself is not copied.
+    """
+    me, size = rank(), num_ranks()
+    if size == 1:
+        return [parts[0]] if 0 in parts else []
+    outgoing = [pickle.dumps(parts[r], protocol=5) if r in parts and r != me else b"" for r in range(size)]
+    device = device_of_messages()
+    sizes = torch.tensor([len(part) for part in outgoing], dtype=torch.int64, device=device)
+    incoming = torch.empty_like(sizes)
+    dist.all_to_all_single(incoming, sizes)
+    sent = torch.frombuffer(bytearray(b"".join(outgoing)) or bytearray(1), dtype=torch.uint8)[: int(sizes.sum())].to(device)
+    received = torch.empty(int(incoming.sum()), dtype=torch.uint8, device=device)
+    dist.all_to_all_single(received, sent, incoming.tolist(), sizes.tolist())
+    found = []
+    for source, part in enumerate(received.cpu().split(incoming.tolist())):
+        if source == me and me in parts:
+            found.append(parts[me])
+        elif len(part):
+            found.append(pickle.loads(part.numpy().tobytes()))
+    return found
+
+
+def device_of_messages() -> torch.device:
+    """Where a tensor must lie to travel: NCCL sends from the GPU alone."""
+    return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
+
+
+# ---- numbers ---------------------------------------------------------------------------------------------------------------------------
+
+
+def largest(number: float) -> float:
+    """Over all ranks."""
+    if num_ranks() == 1:
+        return number
+    tensor = torch.tensor([number], dtype=torch.float64, device=device_of_messages())
+    dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+    return float(tensor)
+
+
+def wait_for_all() -> None:
+    """Returns once every rank is here."""
+    if num_ranks() > 1:
+        dist.barrier()
+
+
+# ---- tensors ---------------------------------------------------------------------------------------------------------------------------
+
+
+def add_(tensor: torch.Tensor, group: Group) -> torch.Tensor:
+    """The sum over the group, in place. Raises ValueError for a tensor whose elements do not lie in order: a copy would get the sum."""
+    if num_ranks(group) > 1:
+        _require_order(tensor)
+        dist.all_reduce(tensor, group=group)
+    return tensor
+
+
+def max_(tensor: torch.Tensor, group: Group) -> torch.Tensor:
+    """The largest over the group, element by element, in place."""
+    if num_ranks(group) > 1:
+        _require_order(tensor)
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=group)
+    return tensor
+
+
+def _require_order(tensor: torch.Tensor) -> None:
+    if not tensor.is_contiguous():
+        raise ValueError(f"a tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()} is not contiguous")
+
+
+def gather(tensor: torch.Tensor, group: Group) -> list[torch.Tensor]:
+    """Every rank's tensor, in rank order; all have one shape."""
+    if num_ranks(group) == 1:
+        return [tensor]
+    parts = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(num_ranks(group))]
+    dist.all_gather(parts, tensor.contiguous(), group=group)
+    return parts
+
+
+def from_member_(tensor: torch.Tensor, member: int, group: Group) -> torch.Tensor:
+    """The tensor of one member of the group (its place in it), on all of them, in place."""
+    if num_ranks(group) > 1:
+        dist.broadcast(tensor, src=dist.get_global_rank(group, member), group=group)
+    return tensor

@@ -1,0 +1,213 @@
+"""Owns the rows that wait to be trained, by (rollout, row): what every rank knows of them, and the samples that this rank holds.
+
+Every rank has the same `rows`: integers and flags. A sample is with the ranks of one data-parallel share, its home, and travels only when
+another share is to score or train it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import numpy as np
+
+from megatron_grpo.batching.collate import collate, collate_samples
+from megatron_grpo.batching.split import BatchCut, Share, deal, deal_filled
+from megatron_grpo.batching.timetable import Step
+from megatron_grpo.parallel import collectives
+from megatron_grpo.parallel.state import ParallelState
+from megatron_grpo.types import GlobalBatch, MicroBatch, Rollout, Row, RowKey, Sample, Sequence
+
+
+class TokenWeigher(Protocol):
+    """`u` of every row of a step; `grpo.token_weights` with the loss already chosen."""
+
+    def __call__(self, num_masked: SequenceOf[int], *, is_truncated: SequenceOf[bool], is_dead: SequenceOf[bool]) -> Any:
+        """An object with `weights` (float64 [rows]), `num_sequences` and `num_loss_tokens`."""
+
+
+class Scorer(Protocol):
+    """What scores micro-batches: the policy or its reference."""
+
+    def logprobs(self, micro_batches: SequenceOf[MicroBatch]) -> list[np.ndarray]:
+        """float32 [C] of each of this share's micro-batches, on every rank of the share. Collective."""
+
+
+def deliver(items: Mapping[RowKey, tuple[int, Any]], parallel: ParallelState) -> dict[RowKey, Any]:
+    """{row: (data-parallel rank, item)} -> {row: item} on every rank of that share. Each row is handed in by one rank. Collective."""
+    parts: dict[int, list[tuple[RowKey, Any]]] = {}
+    for key, (home, item) in items.items():
+        for rank in parallel.layout.ranks_of_share(home):
+            parts.setdefault(rank, []).append((key, item))
+    return {key: item for part in collectives.exchange(parts) for key, item in part}
+
+
+def score_rows(
+    sequences: Mapping[RowKey, Sequence], contexts: Mapping[RowKey, SequenceOf[int]], homes: Mapping[RowKey, int], *, scorer: Scorer,
+    cut: BatchCut, parallel: ParallelState,
+) -> tuple[dict[RowKey, int], dict[RowKey, Sequence], dict[RowKey, np.ndarray]]:  # fmt: skip
+    """Log-probs of rows that lie on several shares, wherever the cut has them scored: (new homes, what this rank then holds, log-probs).
+
+    sequences: those that this rank holds. contexts, homes: of all rows, the same on every rank. Log-probs are float32 [T], 0 where the mask
+    is false. Collective.
+    """
+    keys = list(contexts)
+    dealt = deal_filled(list(contexts.values()), cut)
+    filled = [*keys, *[keys[0]] * (sum(len(share.rows) for mine in dealt for share in mine) - len(keys))]
+    # A row that fills up is scored where it is dealt to again: its sequence must be there, and its result is not needed.
+    wanted = {key: set() for key in keys}
+    new_homes: dict[RowKey, int] = {}
+    for home, mine in enumerate(dealt):
+        for share in mine:
+            for i in share.rows:
+                wanted[filled[i]].add(home)
+                if i < len(keys):
+                    new_homes[filled[i]] = home
+    held = _spread(sequences, homes, wanted, parallel)
+    mine = dealt[parallel.dp_rank]
+    micro_batches = [
+        collate([held[filled[i]] for i in share.rows], number=number, alignment=cut.alignment, at_least=share.at_least)
+        for number, share in enumerate(mine)
+    ]
+    found: dict[RowKey, np.ndarray] = {}
+    for share, micro, values in zip(mine, micro_batches, scorer.logprobs(micro_batches), strict=True):
+        for place, i in enumerate(share.rows):
+            if i < len(keys):
+                found[keys[i]] = held[keys[i]].spread(values[micro.sequence == place])
+    return new_homes, {key: held[key] for key in found}, found
+
+
+def _spread(items: Mapping[RowKey, Any], homes: Mapping[RowKey, int], wanted: Mapping[RowKey, set[int]], parallel: ParallelState) -> dict:
+    """Each row's item on every share that wants it. The first rank of its home sends it; what already lies there does not travel."""
+    kept = {key: items[key] for key, shares in wanted.items() if parallel.dp_rank in shares and homes[key] == parallel.dp_rank}
+    if all(shares <= {homes[key]} for key, shares in wanted.items()):
+        return kept
+    parts: dict[int, list[tuple[RowKey, Any]]] = {}
+    if parallel.is_first_of_share:
+        for key, shares in wanted.items():
+            if homes[key] == parallel.dp_rank:
+                for share in shares - {parallel.dp_rank}:
+                    for rank in parallel.layout.ranks_of_share(share):
+                        parts.setdefault(rank, []).append((key, items[key]))
+    return kept | {key: item for part in collectives.exchange(parts) for key, item in part}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pending:
+    """Rows in the order in which they came. Every method that returns a `Pending` is collective, and leaves this one as it was."""
+
+    parallel: ParallelState
+    rows: Mapping[RowKey, Row] = field(default_factory=dict)
+    samples: Mapping[RowKey, Sample] = field(default_factory=dict)  # those whose home this rank is
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def add(self, rollouts: Iterable[Rollout]) -> Pending:
+        """With what has come in."""
+        rows, samples = dict(self.rows), dict(self.samples)
+        for rollout in rollouts:
+            rows |= {row.key: row for row in rollout.rows}
+            samples |= rollout.samples
+        return replace(self, rows=rows, samples=samples)
+
+    def anchored(self, scorer: Scorer, step: Step, cut: BatchCut) -> Pending:
+        """Log-probs by the weights as they are, for the slices whose first use will be stale (batching.md section 3)."""
+        due = self._in_slices(step.anchors, cut)
+        if not due:
+            return self
+        homes, held, found = score_rows(
+            {key: self.samples[key] for key in due if key in self.samples},
+            {key: self.rows[key].contexts for key in due},
+            {key: self.rows[key].home for key in due},
+            scorer=scorer,
+            cut=cut,
+            parallel=self.parallel,
+        )
+        anchored = {key: sample.anchored(found[key], "recompute") for key, sample in held.items()}
+        return self._moved(homes, anchored)
+
+    def batch(self, step: Step, *, weigh: TokenWeigher, cut: BatchCut) -> tuple[Pending, GlobalBatch]:
+        """This rank's share of an optimizer step, and the rows where they then are. The only place where rows are cut for training.
+
+        Token weights are fixed over the whole step, then cut: that is what makes the gradient independent of the cut.
+        Raises KeyError where the timetable asks for a row that was never sampled, ValueError where a row's version contradicts it.
+        """
+        rows = [self.rows[micro.rollout, row] for micro in step.micro_steps for row in range(*micro.rows)]
+        _check_versions(step, self.rows)
+        found = weigh(
+            [row.num_masked for row in rows], is_truncated=[row.is_truncated for row in rows], is_dead=[row.is_dead for row in rows]
+        )
+        dealt = deal([row.contexts for row in rows], cut)
+        homes = {rows[i].key: home for home, mine in enumerate(dealt) for share in mine for i in share.rows}
+        keys = [row.key for row in rows]
+        held = _spread(self.samples, {key: self.rows[key].home for key in keys}, {key: {homes[key]} for key in keys}, self.parallel)
+        micro_batches = [
+            self._micro_batch([held[keys[i]] for i in share.rows], [found.weights[i] for i in share.rows], share, number, step.index, cut)
+            for number, share in enumerate(dealt[self.parallel.dp_rank])
+        ]
+        batch = GlobalBatch(
+            step=step.index,
+            micro_batches=tuple(micro_batches),
+            num_sequences=found.num_sequences,
+            num_loss_tokens=found.num_loss_tokens,
+            num_tokens=sum(row.num_tokens for row in rows),
+            num_contexts=sum(len(row.contexts) for row in rows),
+            staleness=tuple(step.index - row.version for row in rows),
+        )
+        return self._moved(homes, held), batch
+
+    def _micro_batch(self, samples, weights, share: Share, number: int, trained_at: int, cut: BatchCut):
+        return collate_samples(samples, weights, trained_at=trained_at, number=number, alignment=cut.alignment, at_least=share.at_least)
+
+    def after(self, step: Step, logprobs: Mapping[RowKey, np.ndarray], cut: BatchCut) -> Pending:
+        """Without what `step` has used up; with the log-probs of its training forward, where later passes take their ratio against them.
+
+        logprobs: [masked] of this share's rows, on the ranks of the last pipeline stage; empty elsewhere.
+        """
+        keeps = set(self._in_slices(step.keeps, cut))
+        samples = dict(self.samples)
+        if keeps:
+            mine = {key: values for key, values in logprobs.items() if key in keeps}
+            for key, values in self.parallel.from_last_stage(mine).items():
+                samples[key] = samples[key].anchored(samples[key].spread(values), "cached")
+        done = set(self._in_slices(step.last_use, cut))
+        return replace(
+            self,
+            rows={key: row for key, row in self.rows.items() if key not in done},
+            samples={key: sample for key, sample in samples.items() if key not in done},
+        )
+
+    def to_save(self) -> list[Sample]:
+        """The samples that this rank writes: each is written by one rank."""
+        return [self.samples[key] for key in self.rows if key in self.samples] if self.parallel.is_first_of_share else []
+
+    def restored(self, samples: SequenceOf[Sample], cut: BatchCut) -> Pending:
+        """As it was when saved. samples: those that this rank has read; every one is read by one rank."""
+        mine = [Row.of(sample, home=cut.home_of(sample.row)) for sample in samples]
+        rows = {row.key: row for rows in collectives.share(mine) for row in rows}
+        held = deliver({row.key: (row.home, sample) for row, sample in zip(mine, samples, strict=True)}, self.parallel)
+        return replace(self, rows=dict(sorted(rows.items())), samples=held)
+
+    def _in_slices(self, slices: SequenceOf[tuple[int, int]], cut: BatchCut) -> list[RowKey]:
+        """The rows of the given (rollout, slice) pairs, in order."""
+        wanted = set(slices)
+        return [key for key in self.rows if (key[0], key[1] // cut.rows_per_slice) in wanted]
+
+    def _moved(self, homes: Mapping[RowKey, int], held: Mapping[RowKey, Sample]) -> Pending:
+        """With other homes for some rows, whose samples this rank holds where it is the home."""
+        rows = {key: replace(row, home=homes[key]) if homes.get(key, row.home) != row.home else row for key, row in self.rows.items()}
+        stay = {key: sample for key, sample in self.samples.items() if key not in homes}
+        return replace(self, rows=rows, samples=stay | dict(held))
+
+
+def _check_versions(step: Step, rows: Mapping[RowKey, Row]) -> None:
+    for micro in step.micro_steps:
+        for row in (rows[micro.rollout, row] for row in range(*micro.rows)):
+            if step.index - row.version != micro.staleness:
+                raise ValueError(
+                    f"row {row.row} of rollout {row.rollout} is {step.index - row.version} versions old; "
+                    f"the timetable says {micro.staleness}"
+                )

@@ -1,0 +1,63 @@
+"""Who the KL is measured against. One is chosen in `build`; the policy asks it, and tells it of every optimizer step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from megatron_grpo.policy.scorer import Scorer
+from megatron_grpo.types import MicroBatch
+
+# This rank's parameters under their names in the whole model, as they are now.
+Tensors = Callable[[], dict[str, torch.Tensor]]
+
+
+class Reference(Protocol):
+    """Log-probs that the policy is held to. Every method is collective."""
+
+    def logprobs(self, micro_batches: SequenceOf[MicroBatch]) -> list[np.ndarray]:
+        """float32 [C] of each of this share's micro-batches, on every rank of the share."""
+
+    def last_stage_logprobs(self, micro_batches: SequenceOf[MicroBatch]) -> list[np.ndarray]:
+        """As `logprobs`, on ranks of the last pipeline stage alone; an empty list elsewhere."""
+
+    def after_step(self, step: int, policy: Tensors) -> None:
+        """The policy has taken an optimizer step, its `step`-th."""
+
+    @property
+    def saved_chunks(self) -> SequenceOf[Any]:
+        """Model chunks that a checkpoint must hold, because nothing else does."""
+
+
+class FrozenReference(Scorer):
+    """The model that the run began with."""
+
+    saved_chunks: SequenceOf[Any] = ()
+
+    def after_step(self, step: int, policy: Tensors) -> None:
+        """Stays."""
+
+
+class FollowingReference(Scorer):
+    """reference = alpha * policy + (1 - alpha) * reference, weight by weight, every so many steps (TR-DPO, arXiv:2404.09656)."""
+
+    def __init__(self, scorer: Scorer, *, tensors: Tensors, every: int, alpha: float):
+        """tensors: of the reference. every: in optimizer steps. alpha: 1 copies the policy."""
+        super().__init__(scorer.model, scorer.parallel, scorer.cut)
+        self._tensors, self._every, self._alpha = tensors, every, alpha
+
+    @property
+    def saved_chunks(self) -> SequenceOf[Any]:
+        return self.model
+
+    @torch.no_grad()
+    def after_step(self, step: int, policy: Tensors) -> None:
+        if step % self._every:
+            return
+        ours = policy()
+        for name, theirs in self._tensors().items():
+            theirs.lerp_(ours[name].to(theirs.dtype), self._alpha)
