@@ -25,6 +25,7 @@ from megatron_grpo.pending import Scorer, deliver, score_rows
 from megatron_grpo.rollout.engine import Sampler, SamplingSettings
 from megatron_grpo.settings.config import GrpoConfig
 from megatron_grpo.types import Completion, Harvest, Prompt, Rollout, Row, RowKey, Sample, ScoredGroup, Verdict
+from megatron_grpo.types import Sequence as Scored
 
 
 def harvest(
@@ -114,11 +115,10 @@ class KlPenalty:
     beta: float
 
     def __call__(
-        self, held: Mapping[RowKey, Completion], contexts: Mapping[RowKey, Sequence[int]], homes: Mapping[RowKey, int], *,
+        self, sequences: Mapping[RowKey, Scored], contexts: Mapping[RowKey, Sequence[int]], homes: Mapping[RowKey, int], *,
         cut: BatchCut, parallel: ParallelState,
     ) -> dict[RowKey, float]:  # fmt: skip
-        """Of every row, on every rank. held: what this rank holds. contexts, homes: of all rows. Collective."""
-        sequences = {key: completion.sequence for key, completion in held.items()}
+        """Of every row, on every rank. sequences: those that this rank holds. contexts, homes: of all rows. Collective."""
         ours, theirs = (
             score_rows(sequences, contexts, homes, scorer=scorer, cut=cut, parallel=parallel)[2] for scorer in (self.policy, self.reference)
         )
@@ -197,7 +197,8 @@ class Rollouts:
         penalty = None
         if self.penalty is not None:
             with self.asker.clock("ref_logprobs"):
-                of_rows = self.penalty(held, contexts, homes, cut=self.cut, parallel=self.parallel)
+                sequences = {key: completion.sequence for key, completion in held.items()}
+                of_rows = self.penalty(sequences, contexts, homes, cut=self.cut, parallel=self.parallel)
                 penalty = np.array([of_rows[key] for key in contexts]).reshape(len(kept), group_size)
         found = advantages([verdict.rewards for verdict in kept], self.cfg, self.asker.judge.weights, kl_penalty=penalty)
         self.journal.rollout(JudgedRollout(number=number, harvest=reaped, advantages=found, penalty=penalty, held=mine))

@@ -18,7 +18,7 @@ import torch
 
 from megatron_grpo.grpo import refused
 from megatron_grpo.settings.config import Config, GrpoConfig
-from megatron_grpo.types import Group, Prompt, Sample, ScoredGroup
+from megatron_grpo.types import Sample
 from tests import parity_cases as cases
 from tests.reference import grpo_reference as reference
 
@@ -212,28 +212,27 @@ def measure(
 
     tamper(policy): breaks something first, to see it noticed.
     """
-    from megatron_grpo.batching.split import split
-    from megatron_grpo.experience import with_advantages
     from megatron_grpo.grpo.advantages import advantages
     from megatron_grpo.grpo.loss import GrpoLoss
     from megatron_grpo.weights.reader import HfReader
 
     policy = cases.build(made.model, cases.settings(beta=0.3, **layout), world)
-    policy.exchange.load(policy.reference, HfReader(made.reference))
+    policy.exchange.load(policy.reference.model, HfReader(made.reference))
     policy.optimizer.step = lambda: (True, 0.0, 0)  # the weights stay
     if tamper is not None:
         tamper(policy)
-    group = Group(prompt=Prompt(number=0, row=0, raw="", token_ids=(), columns={}), completions=(), version=0)
-    scored = [ScoredGroup(group=group, rewards=tuple(map(tuple, rows))) for rows in made.rewards]
-    kl = policy.kl_to_reference(made.samples)
+    kl = kl_to_reference(policy, made.samples, beta=0.3)
     wanted = np.load(right.gradients, mmap_mode="r")
     uncut, losses, gradients = policy.cut, {}, {}
     for i, combination in enumerate(combinations):
         cfg = config_of(combination)
         if cfg is None:
             continue
-        found = advantages(scored, cfg, REWARD_WEIGHTS, kl_penalty=kl.reshape(2, 4) if cfg.kl_in_reward else None)
-        samples = with_advantages(made.samples, found)
+        found = advantages(made.rewards, cfg, REWARD_WEIGHTS, kl_penalty=kl.reshape(2, 4) if cfg.kl_in_reward else None)
+        samples = [
+            dataclasses.replace(sample, advantage=float(found.advantages.flat[i]), is_dead=bool(found.is_dead[i // 4]))
+            for i, sample in enumerate(made.samples)
+        ]
         policy.loss = GrpoLoss.from_config(cfg, max_completion_length=LONGEST, temperature=0.9)
         sizes = CUTS[i % len(CUTS)]
         max_tokens = sizes.get("max_tokens_per_micro_batch")
@@ -243,6 +242,19 @@ def measure(
         losses[combination] = float(abs(loss - right.losses[i]) / max(1.0, abs(right.losses[i])))
         gradients[combination] = _worst(cases.full_gradients(policy), right, wanted[i])
     return Errors(losses, gradients, float(np.linalg.norm(kl - right.penalty) / np.linalg.norm(right.penalty)))
+
+
+def kl_to_reference(policy, samples: Sequence[Sample], *, beta: float) -> np.ndarray:
+    """What `--kl_in_reward` subtracts, of each row, as a run computes it. Collective."""
+    from megatron_grpo.pending import Pending
+    from megatron_grpo.rollouts import KlPenalty
+
+    pending = Pending(parallel=policy.parallel).restored(samples if policy.parallel.is_main else [], policy.cut)
+    contexts, homes = ({key: getattr(row, name) for key, row in pending.rows.items()} for name in ("contexts", "home"))
+    found = KlPenalty(policy=policy, reference=policy.reference, beta=beta)(
+        pending.samples, contexts, homes, cut=policy.cut, parallel=policy.parallel
+    )
+    return np.array([found[sample.key] for sample in samples])
 
 
 def _worst(found: Mapping[str, np.ndarray], right: Expected, wanted: np.ndarray) -> tuple[float, str]:

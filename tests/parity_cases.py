@@ -295,6 +295,13 @@ def batch_of(policy, samples: Sequence[Sample], index: int):
     return pending.batch(step, weigh=policy.loss.token_weights, cut=policy.cut)[1]
 
 
+def score_tokens(policy, sequences: Sequence[Sequence[int]]) -> list[np.ndarray]:
+    """Teacher-forced log-probs at temperature 1 of every token but the first."""
+    from megatron_grpo.types import whole
+
+    return [scored[1:] for scored in policy.score([whole(tokens) for tokens in sequences], temperature=1.0)]
+
+
 def full_gradients(policy) -> dict[str, np.ndarray]:
     """Every gradient of the whole model, after the reductions of a step, under its Hugging Face name. Collective."""
     for chunk in policy.wrapped:

@@ -1,4 +1,4 @@
-"""What `rollout.engine.RolloutEngine` promises, kept by every engine there is."""
+"""What the protocols of `rollout.engine` promise, kept by every engine there is."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def sampling(n=3):
 
 
 @pytest.mark.parametrize("name", ENGINES)
-def test_groups_are_whole_in_the_order_of_their_prompts_and_the_same_on_every_rank(model, name):
+def test_each_group_is_whole_on_one_rank_in_the_order_of_the_prompts(model, name):
     def body(rank, world_size):
         engine = build(name, model, rank, world_size)
         assert engine.version == 0 and engine.dtype == "float32"
@@ -53,20 +53,29 @@ def test_groups_are_whole_in_the_order_of_their_prompts_and_the_same_on_every_ra
             further = engine.generate(prompts(5), sampling(), seed=1)
             assert engine.generate([], sampling(), seed=1) == []
             reversed_groups = engine.generate(asked[::-1], sampling(), seed=1)
-            (greedy,) = engine.generate(asked[:1], sampling().greedy(), seed=1)
+            greedy = engine.generate(asked[:1], sampling().greedy(), seed=1)
         assert engine.version == 0
-        for prompt, group in zip(asked, groups, strict=True):
-            assert group.prompt is prompt and group.version == 0 and len(group.completions) == 3
+        by_number = {prompt.number: prompt for prompt in asked}
+        for group in groups:
+            assert group.prompt is by_number[group.prompt.number] and group.version == 0 and len(group.completions) == 3
             for completion in group.completions:
-                assert 1 <= len(completion.token_ids) == len(completion.logprobs) <= 8 and max(completion.logprobs) < 0
-                assert all(type(token) is int for token in completion.token_ids) and completion.finish_reason in ("stop", "length")
-        tokens = [[completion.token_ids for completion in group.completions] for group in [*groups, *further]]
-        assert [[c.token_ids for c in group.completions] for group in reversed_groups] == tokens[:5][::-1]
-        assert len({ids for group in tokens for ids in group}) == 18 and len(greedy.completions) == 1
-        return tokens
+                opening, drawn = len(group.prompt.token_ids), completion.answer_ids
+                assert tuple(completion.sequence.token_ids[:opening].tolist()) == group.prompt.token_ids
+                assert 1 <= len(drawn) == completion.num_drawn <= 8 and completion.ended in ("stop", "length")
+                assert completion.versions == ((0, opening, opening + len(drawn)),)
+                assert completion.logprobs.dtype == "float32" and (completion.logprobs[opening:] < 0).all()
+                assert not completion.logprobs[:opening].any()
+        return [
+            {g.prompt.number: [c.answer_ids for c in g.completions] for g in some} for some in (groups, further, reversed_groups, greedy)
+        ]
 
     first, second = run_ranks(body, 2)
-    assert first == second
+    groups, further, reversed_groups, greedy = ({**one, **other} for one, other in zip(first, second, strict=True))
+    assert [len(one) + len(other) for one, other in zip(first, second, strict=True)] == [5, 1, 5, 1]
+    assert all(list(rank[0]) == sorted(rank[0]) and list(rank[2]) == sorted(rank[2], reverse=True) for rank in (first, second))
+    assert all(first[0]) and groups.keys() == set(range(5)) and reversed_groups == groups
+    assert len({ids for some in (groups, further) for group in some.values() for ids in group}) == 18
+    assert [len(group) for group in greedy.values()] == [1]
 
 
 @pytest.mark.parametrize("name", ENGINES)
@@ -75,6 +84,7 @@ def test_pushed_weights_are_consumed_once_and_become_the_version(model, name):
         from safetensors.torch import load_file
 
         from megatron_grpo.rollout.engine import WeightSyncError
+        from megatron_grpo.weights.update import WeightUpdate
 
         engine, weights = build(name, model, rank, world_size), load_file(model / "model.safetensors")
         probes = engine.probes()
@@ -87,7 +97,10 @@ def test_pushed_weights_are_consumed_once_and_become_the_version(model, name):
                 consumed.append(name)
                 yield name, tensor
 
-        engine.update_weights(stream(), version=7)
+        def update(version, fail_after=None):
+            return WeightUpdate(kind="weights", version=version, tensors=stream(fail_after))
+
+        engine.take(update(7))
         assert consumed == list(weights) and engine.version == 7
         with engine.awake():
             assert [group.version for group in engine.generate(prompts(1, 2), sampling(), seed=0)] == [7, 7]
@@ -95,7 +108,7 @@ def test_pushed_weights_are_consumed_once_and_become_the_version(model, name):
         assert [len(scores) for scores in engine.score(probes)] == [len(probe) - 1 for probe in probes]
 
         with pytest.raises(RuntimeError, match="a rank of the trainer failed"):
-            engine.update_weights(stream(fail_after=3), version=8)
+            engine.take(update(8, fail_after=3))
         assert engine.version == -1
         with pytest.raises(WeightSyncError, match="no weights"):
             engine.generate(prompts(1), sampling(), seed=0)

@@ -165,6 +165,7 @@ def pending_samples():
             rollout=2,
             prompt_number=7,
             version=3,
+            fresh_at=3,
             token_ids=rng.integers(0, 64, length),
             mask=np.arange(length) > 2,
             sampler_logprobs=-rng.random(length, dtype=np.float32),

@@ -49,24 +49,18 @@ def test_any_two_choices_of_different_kinds_meet_and_the_cuts_take_turns():
 
 
 def take_each_ranks_own_entropy_threshold(policy):
-    policy.parallel = _Alone(policy.parallel)
+    import types
 
+    from megatron_grpo.policy import policy as module
 
-class _Alone:
-    """A rank that hears only itself."""
-
-    def __init__(self, parallel):
-        self._parallel = parallel
-
-    def __getattr__(self, name):
-        return getattr(self._parallel, name)
-
-    def all_gather_objects(self, mine, group=None):
-        return [mine] if group is not None else self._parallel.all_gather_objects(mine)
+    # A rank that hears only itself of its group.
+    alone = types.SimpleNamespace(**vars(module.collectives))
+    alone.share = lambda value, group=None: [value]
+    module.collectives = alone
 
 
 def ask_the_policy_for_the_references_log_probs(policy):
-    policy.reference = policy.chunks
+    policy.reference = policy.scorer
 
 
 @pytest.mark.parametrize("mistake", [take_each_ranks_own_entropy_threshold, ask_the_policy_for_the_references_log_probs])

@@ -78,7 +78,7 @@ def logprobs_as_loaded(policy, path, sequences):
     read, exported = HfReader(path), dict(policy.named_weights())
     assert exported.keys() == read.names
     assert all(exported[name].dtype == read(name).dtype and torch.equal(exported[name], read(name)) for name in exported)
-    return policy.score_tokens(sequences)
+    return cases.score_tokens(policy, sequences)
 
 
 def score(rank, world, path, cfg, sequences):

@@ -29,7 +29,7 @@ def sequences():
 
 
 def scores(rank, world, path, cfg, sequences):
-    return cases.build(path, cfg, world).score_tokens(sequences)
+    return cases.score_tokens(cases.build(path, cfg, world), sequences)
 
 
 def assert_transformers_agrees(path, sequences, layout):

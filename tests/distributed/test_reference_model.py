@@ -35,8 +35,9 @@ def test_a_reference_is_loaded_for_a_kl_and_for_nothing_else(model, settings, mo
         assert len(made) == models
         assert set(read.count(name) for name in set(read)) == {models}, "times that a tensor of the checkpoint is read"
         assert (policy.reference is None) == (models == 1)
-        assert not any(parameter.requires_grad for chunk in policy.reference or () for parameter in chunk.parameters())
-        assert not any(chunk.training for chunk in policy.reference or ())
+        chunks = policy.reference.model if policy.reference else ()
+        assert not any(parameter.requires_grad for chunk in chunks for parameter in chunk.parameters())
+        assert not any(chunk.training for chunk in chunks)
 
     run_ranks(body, 1)
 
@@ -50,24 +51,29 @@ def test_every_weight_of_the_reference_moves_by_alpha_and_the_policy_stays(model
     def body(rank, world_size):
         import torch
 
-        from megatron_grpo.batching.split import split
+        from tests.combinations import kl_to_reference
 
-        policy = cases.build(model, cases.settings(beta=0.1, sync_ref_model=True, lr=0.1, **more, **case.settings), world_size)
+        policy = cases.build(model, cases.settings(beta=0.1, sync_ref_model=True, lr=0.1, ref_model_sync_steps=2,
+                                                  ref_model_mixup_alpha=0.25, **more, **case.settings), world_size)  # fmt: skip
         batch = cases.batch_of(policy, samples, 0)
         policy.train_step(batch)
-        before = {name: tensor.clone() for name, tensor in policy.exchange.tensors(policy.reference).items()}
-        policy.move_reference(0.25)
-        ours, theirs = policy.exchange.tensors(policy.chunks), policy.exchange.tensors(policy.reference)
+        before = {name: tensor.clone() for name, tensor in policy.exchange.tensors(policy.reference.model).items()}
+        assert policy.reference.saved_chunks
+        policy.reference.after_step(3, policy.tensors)
+        assert all(torch.equal(found, before[name]) for name, found in policy.exchange.tensors(policy.reference.model).items())
+        policy.reference.after_step(2, policy.tensors)
+        ours, theirs = policy.tensors(), policy.exchange.tensors(policy.reference.model)
         assert any("expert_bias" in name for name in theirs) == any(".router." in name for name in theirs)
         trained = 0
         for name, found in theirs.items():
             torch.testing.assert_close(found, 0.25 * ours[name] + 0.75 * before[name], rtol=1e-5, atol=1e-6)
             trained += not torch.equal(ours[name], before[name])
         assert trained > 0.7 * len(theirs), "the policy has moved"
-        policy.move_reference(1.0)
+        policy.reference._alpha = 1.0
+        policy.reference.after_step(4, policy.tensors)
         for name, found in theirs.items():
             assert torch.equal(found, ours[name]) and found.data_ptr() != ours[name].data_ptr(), name
         # With one weight for both, the KL is nothing.
-        return float(abs(policy.kl_to_reference(samples)).max())
+        return float(abs(kl_to_reference(policy, samples, beta=0.1)).max())
 
     assert max(run_ranks(body, case.world_size)) == 0.0

@@ -13,8 +13,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megatron_grpo.sync import WeightSyncError, check_weights, sync_weights
-from tests.distributed.test_rollout import PROMPTS, SAMPLING, engine_at
+from megatron_grpo.sync import Publisher, WeightSyncError, check_weights, push
+from megatron_grpo.weights.update import WeightUpdate
+from tests.distributed.test_rollout import PROMPTS, SAMPLING, engine_at, tokens_of
 from tests.parity_cases import build, settings
 from tests.ranks import run_ranks
 from tests.tiny_models import hf_logprobs, load_tiny, write_tiny
@@ -26,14 +27,18 @@ class HfPolicy:
     """A checkpoint on disk, as a policy offers it."""
 
     def __init__(self, path, dtype="float32"):
-        self.model = load_tiny(path, dtype)
+        self.path, self.model = path, load_tiny(path, dtype)
         self.tensors = load_file(path / "model.safetensors")
 
-    def named_weights(self):
+    def stream(self):
         return iter(self.tensors.items())
 
-    def score_tokens(self, sequences):
-        return [hf_logprobs(self.model, tokens).numpy() for tokens in sequences]
+    def update(self, version):
+        return WeightUpdate(kind="weights", version=version, tensors=self.stream())
+
+    def score(self, sequences, *, temperature=None):
+        assert temperature == 1.0
+        return [np.concatenate([[0.0], hf_logprobs(self.model, one.token_ids.tolist()).numpy()]) for one in sequences]
 
 
 @pytest.fixture(scope="module")
@@ -64,25 +69,25 @@ def test_push_is_right_and_its_own_repair_is_needed(checkpoints, name, tp):
             assert mean <= largest < 1e-4
             old = engine.generate(PROMPTS, SAMPLING, seed=1)
 
-            stats = sync_weights(policies[1], engine, version=1, verify=True)
-            assert stats.was_pushed and stats.num_tensors == len(policies[1].tensors) and stats.logp_difference_max < 1e-4
-            assert stats.num_bytes == sum(tensor.nbytes for tensor in policies[1].tensors.values()) and stats.seconds > 0
+            stats = push(policies[1], engine, version=1, verify=True)
+            assert stats.num_tensors == len(policies[1].tensors) and stats.logp_difference_max < 1e-4
+            assert stats.num_bytes == sum(tensor.nbytes for tensor in policies[1].tensors.values())
             new = engine.generate(PROMPTS, SAMPLING, seed=1)
-            assert {group.version for group in new} == {1} and new != old
+            assert {group.version for group in new} == {1} and tokens_of(new) != tokens_of(old)
             for group in new:
                 for completion in group.completions:
-                    expected = hf_logprobs(policies[1].model, group.prompt.token_ids + completion.token_ids, SAMPLING.temperature)
-                    assert np.abs(expected[len(group.prompt.token_ids) - 1 :] - np.array(completion.logprobs)).max() < 1e-4
+                    expected = hf_logprobs(policies[1].model, completion.sequence.token_ids.tolist(), SAMPLING.temperature)
+                    assert np.abs(expected.numpy() - completion.logprobs[1:])[completion.sequence.mask[1:]].max() < 1e-4
 
             engine._repack = lambda model: None  # the cure of stale packed weights, switched off
             if MODELS[name] or name in ("qwen3_moe", "mixtral"):
                 with pytest.raises(WeightSyncError, match="does not sample from the weights of version 2"):
-                    sync_weights(policies[2], engine, version=2, verify=True)
+                    push(policies[2], engine, version=2, verify=True)
             else:
-                sync_weights(policies[2], engine, version=2, verify=True)
+                push(policies[2], engine, version=2, verify=True)
             del engine._repack
-            assert sync_weights(policies[0], engine, version=3, verify=True).logp_difference_max < 1e-4
-            assert [g.completions for g in engine.generate(PROMPTS, SAMPLING, seed=1)] == [g.completions for g in old]
+            assert push(policies[0], engine, version=3, verify=True).logp_difference_max < 1e-4
+            assert tokens_of(engine.generate(PROMPTS, SAMPLING, seed=1)) == tokens_of(old)
 
     run_ranks(body, tp)
 
@@ -97,24 +102,22 @@ def test_other_ways_to_fail_are_noticed(checkpoints):
             good = itertools.cycle(policies[1:])  # so that every push changes every weight
             version = 0
 
-            def push(policy, verify=True):
+            def give(policy, verify=True):
                 nonlocal version
                 version += 1
-                return sync_weights(policy, engine, version=version, verify=verify)
+                return push(policy, engine, version=version, verify=verify)
 
             def offers(named):
                 policy = next(good)
-                return type(
-                    "Offer",
-                    (),
-                    {"named_weights": lambda self: named(policy.tensors), "score_tokens": lambda self, t: policy.score_tokens(t)},
-                )()
+                offer = HfPolicy(policy.path)
+                offer.stream = lambda: named(policy.tensors)
+                return offer
 
             engine._forget_prefixes = lambda: None
             with pytest.raises(WeightSyncError, match="only tokens read through the prefix cache differ"):
-                push(next(good))
+                give(next(good))
             del engine._forget_prefixes
-            push(next(good))
+            give(next(good))
 
             def reuses_one_buffer(tensors):
                 buffer = torch.empty(max(tensor.numel() for tensor in tensors.values()))
@@ -124,27 +127,27 @@ def test_other_ways_to_fail_are_noticed(checkpoints):
                     yield name, view
 
             with pytest.raises(WeightSyncError, match="every engine is wrong"):
-                push(offers(reuses_one_buffer))
-            push(next(good))
+                give(offers(reuses_one_buffer))
+            give(next(good))
 
             with pytest.raises(WeightSyncError, match="every engine is wrong"):
-                push(offers(lambda tensors: ((n, t) for n, t in tensors.items() if "1.self_attn.k_proj" not in n)))
-            push(next(good))
+                give(offers(lambda tensors: ((n, t) for n, t in tensors.items() if "1.self_attn.k_proj" not in n)))
+            give(next(good))
 
             with pytest.raises(WeightSyncError, match="left 1 of the engine's weights as they were: .*o_proj"):
-                push(offers(lambda tensors: ((n, t) for n, t in tensors.items() if "1.self_attn.o_proj" not in n)))
+                give(offers(lambda tensors: ((n, t) for n, t in tensors.items() if "1.self_attn.o_proj" not in n)))
             assert engine.version == -1
             with pytest.raises(WeightSyncError, match="holds no weights"):
                 engine.generate(PROMPTS, SAMPLING, seed=1)
-            push(next(good))
+            give(next(good))
 
-            shuffled = push(offers(lambda tensors: sorted(tensors.items(), key=lambda item: hash(item[0]) % 1009)))
+            shuffled = give(offers(lambda tensors: sorted(tensors.items(), key=lambda item: hash(item[0]) % 1009)))
             assert shuffled.logp_difference_max < 1e-4  # order is the policy's own affair
 
             # The engine keeps nothing of what it was given.
             before = engine.score(engine.probes())
             policy = HfPolicy(paths[0])
-            push(policy)
+            give(policy)
             after = engine.score(engine.probes())
             for tensor in policy.tensors.values():
                 tensor.fill_(float("nan"))
@@ -160,9 +163,9 @@ def test_one_rank_that_got_other_weights_stops_every_rank(checkpoints, tp):
     def body(rank, world_size):
         with engine_at(paths[0], rank, world_size, tp=tp) as engine:
             policy, other = HfPolicy(paths[1]), HfPolicy(paths[2])
-            policy.named_weights = (other if rank == 1 else policy).named_weights
+            policy.stream = (other if rank == 1 else policy).stream
             with pytest.raises(WeightSyncError) as error:
-                sync_weights(policy, engine, version=1, verify=True)
+                push(policy, engine, version=1, verify=True)
             return str(error.value)
 
     first, second = run_ranks(body, 2)
@@ -175,12 +178,16 @@ def test_nothing_is_pushed_that_the_engine_has(checkpoints):
 
     def body(rank, world_size):
         with engine_at(paths[0], rank, world_size) as engine:
-            stats = sync_weights(None, engine, version=0, verify=True)  # no policy is asked for anything
-            assert not stats.was_pushed and math.isnan(stats.logp_difference_max) and engine.version == 0
+            assert Publisher(None, engine, verify=False).publish(0) is None  # no policy is asked for anything
+            first = Publisher(HfPolicy(paths[0]), engine, verify=True)
+            assert first.publish(0).num_tensors == 0 and engine.version == 0  # the engine read the checkpoint by itself: looked at once
+            assert first.publish(0) is None
+            with pytest.raises(WeightSyncError, match="does not sample from the weights of version 0"):
+                Publisher(HfPolicy(paths[1]), engine, verify=True).publish(0)
             with engine.awake():
                 assert engine.generate([], SAMPLING, seed=0) == []
-            pushed = sync_weights(HfPolicy(paths[1]), engine, version=7, verify=False)
-            assert pushed.was_pushed and engine.version == 7 and math.isnan(pushed.logp_difference_max)
+            pushed = push(HfPolicy(paths[1]), engine, version=7, verify=False)
+            assert pushed.num_tensors and engine.version == 7 and math.isnan(pushed.logp_difference_max)
 
     run_ranks(body, 1)
 
@@ -192,10 +199,10 @@ def test_bfloat16_passes_and_a_stale_head_does_not(checkpoints):
         with engine_at(paths[0], rank, world_size, dtype="bfloat16") as engine:
             policies = [HfPolicy(path, "bfloat16") for path in paths]
             assert engine.dtype == "bfloat16"
-            stats = sync_weights(policies[1], engine, version=1, verify=True)
+            stats = push(policies[1], engine, version=1, verify=True)
             engine._repack = lambda model: None
             with pytest.raises(WeightSyncError, match="more than a mean of 0.2"):
-                sync_weights(policies[2], engine, version=2, verify=True)
+                push(policies[2], engine, version=2, verify=True)
             return stats.logp_difference_mean
 
     (mean,) = run_ranks(body, 1)
@@ -216,10 +223,10 @@ def test_megatron_policy_and_its_engines_agree_before_and_after_a_push(checkpoin
                 for chunk in policy.chunks:
                     for parameter in chunk.parameters():
                         parameter.mul_(1.1)  # the same change under every sharding
-            stats = sync_weights(policy, engine, version=1, verify=True)
+            stats = push(policy, engine, version=1, verify=True)
             assert stats.logp_difference_max < 1e-4
             assert np.abs(np.array(before) - np.array(engine.score(engine.probes()))).max() > 0.1
-            return [group.completions for group in engine.generate(PROMPTS, SAMPLING, seed=1)]
+            return tokens_of(engine.generate(PROMPTS, SAMPLING, seed=1))
 
     first, second = run_ranks(body, 2)
-    assert first == second
+    assert len(first) + len(second) == len(PROMPTS)

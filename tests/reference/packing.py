@@ -76,10 +76,11 @@ def pack(completions: Sequence[Completion], weights: TokenWeights, which: Sequen
         return torch.tensor([of(completions[i], i, t) for i, t in places], dtype=kind)
 
     inputs = LossInputs(
-        weights=column(lambda c, i, t: weights.weights[i][t], torch.float64),
+        weights=column(lambda c, i, t: weights.weights[i], torch.float64),
         advantages=column(lambda c, i, t: c.advantage),
         sampler_logprobs=column(lambda c, i, t: c.sampler_logp[t]),
         old_logprobs=column(lambda c, i, t: nan if c.old_logp is None else c.old_logp[t]),
+        is_compared=torch.ones(len(places), dtype=torch.bool),
         sequence=torch.tensor([list(which).index(i) for i, _ in places], dtype=torch.int64),
         num_sequences=len(which),
         num_loss_tokens=weights.num_loss_tokens,
@@ -95,7 +96,7 @@ def pack(completions: Sequence[Completion], weights: TokenWeights, which: Sequen
 
 def weigh(loss: GrpoLoss, completions: Sequence[Completion]) -> TokenWeights:
     return loss.token_weights(
-        [c.mask.bool().numpy() for c in completions],
+        [int(c.mask.sum()) for c in completions],
         is_truncated=[c.is_truncated for c in completions],
         is_dead=[c.is_dead for c in completions],
     )
@@ -103,7 +104,8 @@ def weigh(loss: GrpoLoss, completions: Sequence[Completion]) -> TokenWeights:
 
 def threshold_of(cfg: GrpoConfig, completions: Sequence[Completion], weights: TokenWeights) -> float:
     """Over the tokens whose weight is left, as the policy gathers them."""
-    return entropy_threshold([c.entropy.detach().numpy() for c in completions], [u > 0 for u in weights.weights], cfg.top_entropy_quantile)
+    masks = [c.mask.bool().numpy() & (u > 0) for c, u in zip(completions, weights.weights, strict=True)]
+    return entropy_threshold([c.entropy.detach().numpy() for c in completions], masks, cfg.top_entropy_quantile)
 
 
 def package_loss(

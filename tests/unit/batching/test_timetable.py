@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import islice
 
 import pytest
@@ -89,7 +88,7 @@ def test_two_forward_only_passes_where_the_other_rules_take_twelve_and_four():
 def test_the_worked_check_recomputes_exactly_the_two_stale_slices():
     table = Timetable(plan_of(4, 3, 1))
     first = table.step(0)
-    assert first.new_rollouts == range(0, 2)
+    assert first.launches == first.immediate == range(0, 2) and not first.arriving
     assert first.anchors == ((1, 1), (1, 2))
     assert [(m.rollout, m.slice_index, m.staleness) for m in table.step(1).micro_steps][:2] == [(1, 1, 1), (1, 2, 1)]
 
@@ -125,8 +124,7 @@ def test_forward_only_passes_are_those_that_the_walk_needs_and_no_other(size, nu
 def test_the_last_step_is_like_any_other_so_that_a_run_can_be_made_longer(size, num_steps):
     shorter, longer = Timetable(plan_of(*size), num_steps), Timetable(plan_of(*size), num_steps + 3)
     for one, other in zip(shorter.from_step(0), longer.from_step(0)):
-        last = one.index == num_steps - 1
-        assert one == (replace(other, next_samples=False) if last else other)
+        assert one == other
 
 
 @settings(max_examples=300, deadline=None)
@@ -141,9 +139,9 @@ def test_a_run_that_obeys_the_timetable_never_lacks_a_log_prob_and_keeps_none_to
     uses = [(r, j, trained) for r, _, j, _, trained in walk.rows]
     sampled_rollouts = 0
     for step in table.from_step(0):
-        assert step.new_rollouts.start == sampled_rollouts and step.num_prompts == len(step.new_rollouts) * table.plan.num_rollout_prompts
-        sampled_rollouts = step.new_rollouts.stop
-        pending |= {(r, j): step.index for r in step.new_rollouts for j in range(w)}
+        assert step.launches.start == sampled_rollouts and step.num_prompts == len(step.launches) * table.plan.num_rollout_prompts
+        sampled_rollouts = step.launches.stop
+        pending |= {(r, j): step.index for r in step.launches for j in range(w)}
         for anchor in step.anchors:
             assert pending[anchor] == step.index, "a forward-only pass runs at the version that sampled its rollout"
             stored[anchor] = step.index
@@ -165,7 +163,6 @@ def test_a_run_that_obeys_the_timetable_never_lacks_a_log_prob_and_keeps_none_to
             stored.pop(key, None)
         later = {(r, j) for r, j, k in uses if k > step.index}
         assert set(stored) <= later, "log-probs are kept for later uses alone, be they in a run made longer"
-        assert step.next_samples == (step.index + 1 < num_steps and len(table.step(step.index + 1).new_rollouts) > 0)
     assert sampled_rollouts <= -(-num_steps * a // (w * mu)), "nothing is sampled that the run does not reach"
 
 

@@ -107,6 +107,7 @@ def sample(kind=Sample, **fields):
         row=0,
         rollout=1,
         prompt_number=2,
+        fresh_at=3,
         version=3,
         token_ids=np.arange(4),
         mask=np.array([False, False, True, True]),

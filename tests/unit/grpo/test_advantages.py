@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from megatron_grpo.grpo import refused
 from megatron_grpo.grpo.advantages import ESTIMATORS, advantages, reward_metrics
 from megatron_grpo.settings.config import Config, GrpoConfig
-from megatron_grpo.types import Group, Prompt, ScoredGroup
 from tests.reference import grpo_reference as reference
 
 COMBINATIONS = [
@@ -21,15 +20,10 @@ COMBINATIONS = [
 ]
 
 
-def score(rewards):
-    group = Group(prompt=Prompt(number=0, row=0, raw="", token_ids=(), columns={}), completions=(), version=0)
-    return [ScoredGroup(group=group, rewards=tuple(tuple(row) for row in rows)) for rows in rewards]
-
-
 def of(rewards, weights=(1.0,), kl_penalty=None, **config):
     """rewards: [groups][G] for one function, or [groups][G][functions]."""
     rows = [[row if isinstance(row, (list, tuple)) else [row] for row in group] for group in rewards]
-    return advantages(score(rows), GrpoConfig(**config), weights, kl_penalty=kl_penalty)
+    return advantages((rows), GrpoConfig(**config), weights, kl_penalty=kl_penalty)
 
 
 def test_grpo_by_hand():
@@ -99,7 +93,7 @@ def test_every_estimator_equals_the_reference(rollout):
         for kl_penalty in (None, penalty):
             if kl_penalty is not None and "gdpo" in (cfg.advantage_estimator, cfg.scale_rewards):
                 continue
-            found = advantages(score(rewards), cfg, weights, kl_penalty=None if kl_penalty is None else np.array(kl_penalty))
+            found = advantages((rewards), cfg, weights, kl_penalty=None if kl_penalty is None else np.array(kl_penalty))
             wanted = reference.advantages(rewards, weights, cfg, kl_penalty)
             np.testing.assert_allclose(found.advantages, wanted, rtol=1e-8, atol=1e-8)
 
@@ -109,7 +103,7 @@ def test_a_dead_group_has_advantages_of_exactly_zero(cfg):
     """0.1 has no exact binary form: the mean of seven of them is not 0.1."""
     rewards = np.full((2, 7, 1), 0.1)
     rewards[1, :4] = 1.0
-    found = advantages(score(rewards.tolist()), cfg, [1.0])
+    found = advantages((rewards.tolist()), cfg, [1.0])
     assert found.is_dead.tolist() == [True, False]
     if "gdpo" not in (cfg.advantage_estimator, cfg.scale_rewards):
         assert (found.advantages[0] == 0.0).all()
@@ -122,7 +116,7 @@ def test_dead_means_exactly_equal():
 
 def test_the_best_completion_gets_the_largest_advantage():
     for cfg in COMBINATIONS:
-        found = advantages(score([[[0.0], [1.0], [0.2]], [[0.5], [0.1], [0.1]]]), cfg, [1.0]).advantages
+        found = advantages(([[[0.0], [1.0], [0.2]], [[0.5], [0.1], [0.1]]]), cfg, [1.0]).advantages
         assert found[0].argmax() == 1 and found[1].argmax() == 0
 
 
@@ -134,7 +128,7 @@ def test_a_completion_that_nobody_judged_is_left_out_and_gets_zero():
 
 def test_a_rollout_that_nobody_judged_trains_nothing():
     for cfg in COMBINATIONS:
-        found = advantages(score([[[None], [None]]] * 2), cfg, [1.0])
+        found = advantages(([[[None], [None]]] * 2), cfg, [1.0])
         assert (found.advantages == 0).all() and found.is_dead.all()
         assert reward_metrics(found, ["f"]) == {"frac_reward_zero_std": 1.0}
 
@@ -143,8 +137,8 @@ def test_kl_penalty_is_subtracted_before_the_baseline():
     penalty = np.array([[0.5, 0.0]])
     assert of([[1, 1]], kl_penalty=penalty, scale_rewards="none").advantages.tolist() == [[-0.25, 0.25]]
     result = of([[1, 1]], kl_penalty=penalty)
-    # What was judged is still what is reported.
-    assert result.rewards.tolist() == [[1, 1]] and result.is_dead.tolist() == [False]
+    # Rewards alone are reported, and say whether a group is dead.
+    assert result.rewards.tolist() == [[1, 1]] and result.is_dead.tolist() == [True]
 
 
 def test_reward_metrics_by_hand():

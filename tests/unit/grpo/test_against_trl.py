@@ -18,7 +18,6 @@ from megatron_grpo.grpo import advantages as ours
 from megatron_grpo.grpo.loss import GrpoLoss
 from megatron_grpo.grpo.metrics import finish
 from megatron_grpo.settings.config import GrpoConfig
-from megatron_grpo.types import Group, Prompt, ScoredGroup
 from tests.reference.grpo_reference import Completion
 from tests.reference.packing import MAX_COMPLETION_LENGTH, pack, random_batch, threshold_of, weigh
 
@@ -131,11 +130,8 @@ def make_rewards(seed, num_funcs):
 
 
 def score(rewards):
-    prompt = Prompt(number=0, row=0, raw="", token_ids=(5,), columns={})
-    group = Group(prompt=prompt, completions=(), version=0)
-    return [
-        ScoredGroup(group=group, rewards=tuple(tuple(None if math.isnan(r) else float(r) for r in row) for row in rows)) for rows in rewards
-    ]
+    """As reward functions give them."""
+    return [[[None if math.isnan(r) else float(r) for r in row] for row in rows] for rows in rewards]
 
 
 def assert_same(

@@ -14,7 +14,6 @@ import torch
 from megatron_grpo.grpo import refused
 from megatron_grpo.grpo.advantages import advantages
 from megatron_grpo.settings.config import Config, GrpoConfig
-from megatron_grpo.types import Group, Prompt, ScoredGroup
 from tests.reference.grpo_reference import Completion
 from tests.reference.packing import package_loss
 
@@ -56,9 +55,7 @@ def test_loss_and_gradients_are_the_published_ones(case, monkeypatch):
 
 @pytest.mark.parametrize("case", GOLDEN["advantages"], ids=lambda case: "-".join(map(str, case["settings"].values())))
 def test_advantages_are_the_published_ones(case):
-    group = Group(prompt=Prompt(number=0, row=0, raw="", token_ids=(), columns={}), completions=(), version=0)
-    scored = [ScoredGroup(group=group, rewards=tuple(map(tuple, rows))) for rows in GOLDEN["rewards"]]
-    found = advantages(scored, GrpoConfig(**case["settings"]), GOLDEN["reward_weights"])
+    found = advantages(GOLDEN["rewards"], GrpoConfig(**case["settings"]), GOLDEN["reward_weights"])
     np.testing.assert_allclose(found.advantages, case["advantages"], rtol=1e-10, atol=1e-12)
 
 

@@ -105,6 +105,7 @@ def test_on_policy_ratio_is_one_and_its_gradient_is_the_policy_gradient():
         advantages=torch.tensor([2.0, 2.0, -1.0]),
         sampler_logprobs=logprobs.detach(),
         old_logprobs=torch.full((3,), float("nan")),
+        is_compared=torch.ones(3, dtype=torch.bool),
         sequence=torch.tensor([0, 0, 1]),
         num_sequences=2,
         num_loss_tokens=3,
@@ -125,6 +126,7 @@ def one_token(cfg: GrpoConfig, *, ratio: float, advantage: float) -> tuple[float
         advantages=torch.tensor([advantage], dtype=torch.float64),
         sampler_logprobs=torch.full((1,), float("nan")),
         old_logprobs=logprobs.detach() - np.log(ratio),
+        is_compared=torch.ones(1, dtype=torch.bool),
         sequence=torch.zeros(1, dtype=torch.int64),
         num_sequences=1,
         num_loss_tokens=1,
@@ -166,7 +168,7 @@ def test_the_entropy_bonus_of_a_single_token_by_hand():
     loss = GrpoLoss.from_config(cfg, max_completion_length=1, temperature=1.0)
     one = torch.tensor([1.0], dtype=torch.float64)
     inputs = LossInputs(weights=one, advantages=0 * one, sampler_logprobs=one * float("nan"), old_logprobs=one * float("nan"),
-                        sequence=torch.zeros(1, dtype=torch.int64), num_sequences=1, num_loss_tokens=1)  # fmt: skip
+                        is_compared=one > 0, sequence=torch.zeros(1, dtype=torch.int64), num_sequences=1, num_loss_tokens=1)  # fmt: skip
     assert loss(inputs, logprobs=-one, entropy=3 * one)[0].item() == -1.5
 
 
@@ -200,7 +202,9 @@ def test_loss_of_a_rank_without_trained_positions_is_a_zero_that_backpropagates(
         value, logs = loss(packed.inputs, logprobs=packed.logprobs, entropy=packed.entropy, ref_logprobs=packed.ref_logprobs)
         value.backward()
         assert value.item() == 0.0 and packed.logprobs.grad.shape == (0,)
-        assert all(v.item() == 0.0 for v in (*logs.sums.values(), *logs.maxima.values()))
+        assert all(v.item() == 0.0 for v in logs.sums.values())
+        nothing = {"logp_difference": 0.0, "clip_low": -np.inf, "clip_high": -np.inf}  # smaller than what any other rank may have
+        assert {name: v.item() for name, v in logs.maxima.items()} == nothing
 
 
 def test_logs_are_copies_that_outlive_the_loss():

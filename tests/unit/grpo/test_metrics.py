@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_grpo.grpo.loss import GrpoLoss, LossInputs
-from megatron_grpo.grpo.metrics import finish
+from megatron_grpo.grpo.metrics import combine, finish
 from megatron_grpo.settings.config import GrpoConfig
 from tests.reference.packing import package_loss, random_batch
 
@@ -24,6 +24,7 @@ def measured(cfg=None, **tensors):
         "advantages": torch.tensor([1.0, 1.0, -1.0, -1.0]),
         "sampler_logprobs": torch.full((4,), NAN),
         "old_logprobs": torch.full((4,), NAN),
+        "is_compared": torch.ones(4, dtype=torch.bool),
         "sequence": torch.tensor([0, 0, 1, 1]),
         "num_sequences": 2,
         "num_loss_tokens": 3,
@@ -59,7 +60,8 @@ def test_the_factor_that_was_applied_is_a_mean_over_trained_tokens_or_sequences(
 def test_one_token_has_metrics_too():
     one = {name: torch.tensor([value]) for name, value in {"weights": 1.0, "advantages": 1.0, "old_logprobs": NAN}.items()}
     found = measured(**one, sampler_logprobs=torch.tensor([-1.5]), logprobs=torch.tensor([-1.0]), entropy=torch.tensor([2.0]),
-                     sequence=torch.zeros(1, dtype=torch.int64), num_sequences=1, num_loss_tokens=1)  # fmt: skip
+                     is_compared=torch.ones(1, dtype=torch.bool), sequence=torch.zeros(1, dtype=torch.int64), num_sequences=1,
+                     num_loss_tokens=1)  # fmt: skip
     assert (found["entropy"], found["sampling/logp_difference/mean"], found["clip_ratio/region_mean"]) == (2.0, 0.5, 0.0)
 
 
@@ -95,6 +97,38 @@ def test_clip_ratios_count_tokens_or_sequences():
     assert found["clip_ratio/high_mean"] == pytest.approx(1 / 1.5) and found["clip_ratio/low_mean"] == pytest.approx(0.5 / 1.5)
 
 
+def test_the_samplers_own_log_probs_are_no_measure_of_the_sampler():
+    """`--old_logprobs rollout`: the second of two stale sequences takes its ratio against them; they differ from themselves by nothing."""
+    sampler = torch.tensor([-1.5, -2.0, -3.0, -4.0], dtype=torch.float64)
+    given = dict(sampler_logprobs=sampler, old_logprobs=torch.tensor([-1.0, -1.0, -3.0, -4.0]), weights=torch.full((4,), 0.25))
+    found = measured(**given, is_compared=torch.tensor([True, True, False, False]))
+    assert (found["sampling/logp_difference/mean"], found["sampling/logp_difference/max"]) == (0.75, 1.0)
+    assert measured(**given)["sampling/logp_difference/mean"] == 0.375
+
+
+def test_the_extremes_of_clipping_are_those_of_single_micro_batches():
+    loss = GrpoLoss.from_config(GrpoConfig(), max_completion_length=4, temperature=1.0)
+    logs = []
+    for ratios in ([1.0, 2.0], [2.0, 2.0], [0.5, 1.0]):  # clipped above: 1/2, 1, 0; below: 0, 0, 1/2
+        inputs = LossInputs(
+            weights=torch.full((2,), 1 / 6),
+            advantages=torch.tensor([1.0, 1.0]) if max(ratios) > 1 else torch.tensor([-1.0, -1.0]),
+            sampler_logprobs=torch.full((2,), NAN),
+            old_logprobs=-1.0 - torch.tensor(ratios).log(),
+            is_compared=torch.ones(2, dtype=torch.bool),
+            sequence=torch.tensor([0, 0]),
+            num_sequences=1,
+            num_loss_tokens=6,
+        )
+        logs.append(loss(inputs, logprobs=torch.full((2,), -1.0, dtype=torch.float64))[1])
+    together = combine(logs)
+    found = finish(together.sums, together.maxima)
+    assert (found["clip_ratio/high_max"], found["clip_ratio/low_min"]) == (1.0, 0.0)
+    assert found["clip_ratio/high_mean"] == pytest.approx(3 / 6) and found["clip_ratio/low_mean"] == pytest.approx(1 / 6)
+    alone = finish(logs[2].sums, logs[2].maxima)
+    assert alone["clip_ratio/low_min"] == 0.5
+
+
 def test_a_step_without_trained_tokens_reports_its_loss_alone():
     assert measured(weights=torch.zeros(4)) == {"loss": 0.0}
 
@@ -106,4 +140,6 @@ def test_metrics_do_not_depend_on_how_the_batch_is_cut(level):
     one, many = (package_loss(cfg, completions, split)[3] for split in ([range(8)], [[i] for i in (3, 1, 2, 0, 7, 6, 5, 4)]))
     found, wanted = (finish(logs.sums, logs.maxima) for logs in (many, one))
     assert found.keys() == wanted.keys()
+    for name in ("clip_ratio/low_min", "clip_ratio/high_max"):  # of single micro-batches, as TRL's are
+        assert found.pop(name) <= wanted.pop(name) if name.endswith("min") else found.pop(name) >= wanted.pop(name)
     np.testing.assert_allclose(list(found.values()), list(wanted.values()), rtol=1e-11, atol=1e-13)

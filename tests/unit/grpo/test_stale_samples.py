@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_grpo.batching.collate import collate
+from megatron_grpo.batching.collate import collate_samples as collate
 from megatron_grpo.grpo.loss import GrpoLoss, LossInputs
 from megatron_grpo.settings.config import GrpoConfig
 from megatron_grpo.types import Sample
@@ -15,11 +15,12 @@ NAN = float("nan")
 
 
 def sample(version: int) -> Sample:
-    return Sample(row=3, rollout=1, prompt_number=0, version=version, token_ids=np.arange(4), mask=np.array([0, 0, 1, 1], bool),
+    return Sample(row=3, rollout=1, prompt_number=0, version=version, fresh_at=version, token_ids=np.arange(4),
+                  mask=np.array([0, 0, 1, 1], bool),
                   sampler_logprobs=np.array([0, 0, -1, -2], np.float32), advantage=1.0, is_dead=False, is_truncated=False)  # fmt: skip
 
 
-WEIGHTS = [np.array([0.0, 0.0, 0.5, 0.5])]
+WEIGHTS = [0.5]
 
 
 def test_a_stale_sample_without_old_log_probs_cannot_be_collated():
@@ -38,7 +39,8 @@ def test_a_sample_is_not_anchored_while_one_of_its_trained_tokens_has_no_old_log
 def test_a_sampler_may_leave_out_a_token_and_its_ratio_is_then_one():
     stale = sample(4).anchored(np.array([0, 0, -1.5, NAN], np.float32), "rollout")
     micro = collate([stale], WEIGHTS, trained_at=5)
-    names = ("weights", "advantages", "sampler_logprobs", "old_logprobs", "sequence")
+    names = ("weights", "advantages", "sampler_logprobs", "old_logprobs", "is_compared", "sequence")
+    assert not micro.is_compared.any(), "the sampler's log-probs are no measure of the sampler"
     inputs = LossInputs(**{name: torch.from_numpy(getattr(micro, name)) for name in names}, num_sequences=1, num_loss_tokens=2)
     loss = GrpoLoss.from_config(GrpoConfig(epsilon=9.0), max_completion_length=4, temperature=1.0)
     value, _ = loss(inputs, logprobs=torch.tensor([-1.0, -2.0]))

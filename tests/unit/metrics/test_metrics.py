@@ -7,15 +7,18 @@ import json
 import logging
 import re
 import time
-from dataclasses import dataclass
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from rich.console import Console
 
+from megatron_grpo.clock import Clock
 from megatron_grpo.errors import ConfigError
-from megatron_grpo.metrics import Clock, Completions, Metrics, report_to_problems, rollout_stats
-from megatron_grpo.types import Completion, Group, Progress, Prompt, ScoredGroup
+from megatron_grpo.grpo.advantages import Advantages
+from megatron_grpo.metrics import Completions, Metrics, report_to_problems
+from megatron_grpo.metrics.rollout import JudgedRollout, rollout_stats
+from megatron_grpo.types import Group, Harvest, Progress, Prompt, ScoredGroup, Verdict, answered
 
 
 @pytest.fixture(autouse=True)
@@ -37,7 +40,7 @@ def run(metrics, first, last, **stats):
     progress = Progress(step=first - 1, num_tokens=100 * (first - 1))
     metrics.start(progress)
     for _ in range(first, last + 1):
-        progress = progress.after(num_tokens=100)
+        progress = replace(progress, step=progress.step + 1, num_tokens=progress.num_tokens + 100)
         metrics.log(progress, {"reward": progress.step / 10, "loss": 0.5} | stats)
     return progress
 
@@ -188,41 +191,58 @@ def test_a_clock_adds_up_blocks_of_one_name_and_begins_again():
     assert clock.take() == {}
 
 
-@dataclass
-class Judged:
-    advantages: np.ndarray
-    rewards: np.ndarray
-    rewards_per_func: np.ndarray
-    is_dead: np.ndarray
+def test_a_block_inside_another_takes_its_time_from_that_one():
+    clock = Clock()
+    began = time.perf_counter()
+    with clock("train"):
+        time.sleep(0.01)
+        with clock("ref_logprobs"):
+            time.sleep(0.02)
+        time.sleep(0.01)
+    whole, taken = time.perf_counter() - began, clock.take()
+    assert taken["time/ref_logprobs"] >= 0.02 and taken["time/train"] >= 0.02
+    assert sum(taken.values()) <= whole
 
 
-def rollout_of_two(version=4):
+def rollout_of_two(version=4, number=0):
     """Two prompts, two completions each, two reward functions, one of which does not apply to the last completion."""
 
     def group(number, raw, lengths, rewards):
-        completions = tuple(
-            Completion(token_ids=tuple(range(n)), logprobs=(0.0,) * n, text="x" * n, finish_reason=why) for n, why in lengths
-        )
+        completions = tuple(answered((1, 2, 3), range(n), (0.0,) * n, text="x" * n, ended=why, version=version) for n, why in lengths)
         prompt = Prompt(number=number, row=number + 10, raw=raw, token_ids=(1, 2, 3), columns={})
-        return ScoredGroup(group=Group(prompt=prompt, completions=completions, version=version), rewards=rewards)
+        return ScoredGroup(group=Group(prompt=prompt, completions=completions), rewards=rewards)
 
     scored = [
         group(0, "one?", [(2, "stop"), (4, "length")], ((1.0, 0.0), (0.0, 1.0))),
         group(1, [{"role": "user", "content": "zwei?"}], [(1, "stop"), (3, "stop")], ((1.0, 0.5), (1.0, None))),
     ]
     nan = float("nan")
-    return scored, Judged(
+    found = Advantages(
         advantages=np.array([[1.0, -1.0], [0.5, -0.5]]),
         rewards=np.array([[1.0, 1.0], [1.5, 1.0]]),
         rewards_per_func=np.array([[[1, 0], [0, 1]], [[1, 0.5], [1, nan]]]),
         is_dead=np.array([True, False]),
     )
+    verdicts = [Verdict.of(one) for one in scored]
+    reaped = Harvest(kept=verdicts, sampled=verdicts, num_rounds=1, num_dead_dropped=0, num_given_back=0)
+    return JudgedRollout(number=number, harvest=reaped, advantages=found, penalty=None, held=dict(enumerate(scored)))
+
+
+def test_the_stats_of_a_step_are_over_all_completions_of_all_its_rollouts():
+    from dataclasses import replace
+
+    one = rollout_of_two()
+    other = replace(one, advantages=replace(one.advantages, rewards=one.advantages.rewards + 10), penalty=np.full((2, 2), 0.5))
+    stats = rollout_stats([one, other], ["right", "short"])
+    rewards = np.array([1.0, 1.0, 1.5, 1.0, 11.0, 11.0, 11.5, 11.0])
+    assert (stats["reward"], stats["reward_std"]) == pytest.approx((rewards.mean(), rewards.std(ddof=1)))
+    assert stats["completions/mean_length"] == 2.5 and stats["kl_in_reward"] == 0.5
 
 
 def test_rollout_stats_by_hand():
-    stats = rollout_stats(*rollout_of_two(), ["right", "short"])
+    stats = rollout_stats([rollout_of_two()], ["right", "short"])
     assert stats == pytest.approx({
-        "reward": 4.5 / 4, "reward_std": (0 + 0.5 / 2**0.5) / 2, "rewards/right/mean": 0.75, "rewards/right/std": 0.5,
+        "reward": 4.5 / 4, "reward_std": 0.25, "rewards/right/mean": 0.75, "rewards/right/std": 0.5,
         "rewards/short/mean": 0.5, "rewards/short/std": 0.5, "frac_reward_zero_std": 0.5, "completions/mean_length": 2.5,
         "completions/min_length": 1, "completions/max_length": 4, "completions/clipped_ratio": 0.25})  # fmt: skip
 
@@ -230,7 +250,7 @@ def test_rollout_stats_by_hand():
 def test_completions_are_a_table_with_a_row_each(tmp_path):
     import pyarrow.parquet
 
-    path = Completions(tmp_path, reward_names=["right", "short"]).write(9, *rollout_of_two(version=4))
+    path = Completions(tmp_path, reward_names=["right", "short"]).write(rollout_of_two(version=4, number=9))
     assert path == tmp_path / "completions" / "step_000004.parquet"
     rows = pyarrow.parquet.read_table(path).to_pylist()
     assert len(rows) == 4
@@ -244,7 +264,7 @@ def test_completions_are_a_table_with_a_row_each(tmp_path):
 def test_rollouts_of_one_version_do_not_overwrite_each_other_and_a_resume_forgets_later_ones(tmp_path):
     writer = Completions(tmp_path, reward_names=["right", "short"])
     for rollout, version in enumerate((0, 1, 1, 2)):
-        writer.write(rollout, *rollout_of_two(version))
+        writer.write(rollout_of_two(version, rollout))
     names = ["step_000000.parquet", "step_000001.parquet", "step_000001_1.parquet", "step_000002.parquet"]
     assert sorted(path.name for path in (tmp_path / "completions").iterdir()) == names
     writer.start(Progress(step=1))
@@ -254,4 +274,4 @@ def test_rollouts_of_one_version_do_not_overwrite_each_other_and_a_resume_forget
 def test_completions_are_written_as_often_as_asked(tmp_path):
     for every, expected in ((0, []), (2, [0, 2])):
         writer = Completions(tmp_path / str(every), reward_names=["right", "short"], every=every)
-        assert [rollout for rollout in range(4) if writer.write(rollout, *rollout_of_two(rollout))] == expected
+        assert [rollout for rollout in range(4) if writer.write(rollout_of_two(rollout, rollout))] == expected

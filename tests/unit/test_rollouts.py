@@ -5,24 +5,27 @@ from __future__ import annotations
 import math
 from fractions import Fraction
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_grpo.experience import Sampler, collect
+from megatron_grpo.batching.split import BatchCut
+from megatron_grpo.clock import Clock
 from megatron_grpo.grpo.advantages import advantages
-from megatron_grpo.metrics import Clock, Completions
+from megatron_grpo.metrics.rollout import rollout_stats, selection_stats
+from megatron_grpo.parallel.layout import Layout
 from megatron_grpo.rollout.engine import SamplingSettings
 from megatron_grpo.rollout.scripted import ScriptedEngine
+from megatron_grpo.rollouts import Asker, Rollouts
+from megatron_grpo.rollouts import harvest as collect
 from megatron_grpo.settings.config import GrpoConfig
-from megatron_grpo.types import AnchoredSample, Completion, Prompt, ScoredGroup
+from megatron_grpo.types import AnchoredSample, Prompt, ScoredGroup, Verdict, answered
 
 LIVE, DEAD = ((1.0,), (0.0,)), ((1.0,), (1.0,))
 
 
 class Stream:
-    """Numbered prompts without end, as far as `collect` and `Sampler` see the real stream."""
+    """Numbered prompts without end, as far as `harvest` and `Rollouts` see the real stream."""
 
     def __init__(self, taken: int = 0):
         self.taken, self.asked = taken, []
@@ -41,28 +44,32 @@ class Stream:
 
 def answer(prompt, place, version):
     """Prompt 7's completion 1 is the tokens 71, 72, each of log-prob -0.5; it ran into the limit."""
-    return Completion(
-        token_ids=(10 * prompt.number + place, 10 * prompt.number + place + 1), logprobs=(-0.5, -0.5), text="",
-        finish_reason="length" if place else "stop",
-    )  # fmt: skip
+    tokens = (10 * prompt.number + place, 10 * prompt.number + place + 1)
+    return answered(prompt.token_ids, tokens, (-0.5, -0.5), text="", ended="length" if place else "stop", version=version)
+
+
+SAMPLING = SamplingSettings(n=2, max_completion_length=2)
+
+
+def scored_by(rewards, groups):
+    return [ScoredGroup(group=group, rewards=rewards[group.prompt.number]) for group in groups]
 
 
 def harvest(stream, rewards, *, num_groups, config=None, **settings):
-    """`collect` on prompts whose groups get `rewards[number]`, by the package's own rule of what is dead."""
+    """`harvest` on prompts whose groups get `rewards[number]`, by the package's own rule of what is dead."""
     engine, weights = ScriptedEngine(answer), [1.0] * len(rewards[0][0])
     return collect(
         stream.take,
         stream.give_back,
-        lambda prompts: engine.generate(prompts, SamplingSettings(n=2, max_completion_length=2), seed=0),
-        lambda groups: [ScoredGroup(group=group, rewards=rewards[group.prompt.number]) for group in groups],
-        lambda scored: bool(advantages([scored], config or GrpoConfig(), weights).is_dead[0]),
+        lambda prompts: [Verdict.of(one) for one in scored_by(rewards, engine.generate(prompts, SAMPLING, seed=0))],
+        lambda verdict: bool(advantages([verdict.rewards], config or GrpoConfig(), weights).is_dead[0]),
         num_groups=num_groups,
         **settings,
     )
 
 
-def numbers(scored):
-    return [one.group.prompt.number for one in scored]
+def numbers(verdicts):
+    return [verdict.prompt_number for verdict in verdicts]
 
 
 def mixed(pattern: str):
@@ -74,7 +81,7 @@ def test_dead_groups_are_replaced_by_further_prompts_and_no_live_one_is_given_up
     stream = Stream()
     found = harvest(stream, mixed(".L.LLL..L"), num_groups=4, dynamic_sample=True)
     assert stream.asked == [4, 2]  # two of the first four are dead
-    assert numbers(found.scored) == [1, 3, 4, 5]
+    assert numbers(found.kept) == [1, 3, 4, 5]
     assert (found.num_rounds, found.num_dead_dropped, found.num_given_back, stream.taken) == (2, 2, 0, 6)
 
 
@@ -82,13 +89,13 @@ def test_after_the_last_round_the_oldest_dead_groups_fill_the_rollout():
     stream = Stream()
     found = harvest(stream, mixed("...L"), num_groups=3, dynamic_sample=True, max_resample_times=2)
     assert stream.asked == [3, 3, 2]
-    assert numbers(found.scored) == [0, 1, 3]
+    assert numbers(found.kept) == [0, 1, 3]
     assert (found.num_rounds, found.num_dead_dropped, stream.taken) == (3, 5, 8)
 
 
 def test_dead_groups_stay_where_nobody_asked_to_replace_them():
     stream = Stream()
-    assert numbers(harvest(stream, mixed(".L"), num_groups=4).scored) == [0, 1, 2, 3]
+    assert numbers(harvest(stream, mixed(".L"), num_groups=4).kept) == [0, 1, 2, 3]
     assert stream.asked == [4]
 
 
@@ -96,7 +103,7 @@ def test_oversampling_alone_prefers_live_groups_in_one_round():
     stream = Stream()
     found = harvest(stream, mixed(".L.L.."), num_groups=4, oversample_ratio=1.5)
     assert stream.asked == [6]
-    assert numbers(found.scored) == [0, 1, 2, 3]  # both live ones, and the oldest dead ones
+    assert numbers(found.kept) == [0, 1, 2, 3]  # both live ones, and the oldest dead ones
     assert (found.num_rounds, found.num_dead_dropped, stream.taken) == (1, 2, 6)
 
 
@@ -104,7 +111,7 @@ def test_prompts_from_the_first_live_group_that_is_cut_are_asked_again():
     stream = Stream()
     found = harvest(stream, mixed("L.LLL.L."), num_groups=3, oversample_ratio=2.5)
     assert stream.asked == [8]
-    assert numbers(found.scored) == [0, 2, 3]
+    assert numbers(found.kept) == [0, 2, 3]
     assert (found.num_given_back, found.num_dead_dropped, stream.taken) == (4, 1, 4)
     assert numbers(found.sampled) == list(range(8))
 
@@ -117,7 +124,7 @@ def test_the_share_of_further_prompts_is_exact_in_decimals():
 
 def test_a_group_that_no_reward_function_applies_to_is_dead_and_so_is_one_with_a_single_judged_completion():
     rewards = {0: ((None,), (None,)), 1: ((None,), (1.0,)), 2: LIVE, 3: LIVE, **{number: DEAD for number in range(4, 9)}}
-    assert numbers(harvest(Stream(), rewards, num_groups=2, dynamic_sample=True).scored) == [2, 3]
+    assert numbers(harvest(Stream(), rewards, num_groups=2, dynamic_sample=True).kept) == [2, 3]
 
 
 def test_gdpo_calls_a_group_live_where_one_of_its_rewards_says_something():
@@ -126,7 +133,7 @@ def test_gdpo_calls_a_group_live_where_one_of_its_rewards_says_something():
     rewards = {0: opposite, 1: ((1.0, 0.0), (0.0, 0.0)), **{number: ((1.0, 1.0),) * 2 for number in range(2, 9)}}
     for estimator, kept in (("grpo", [1]), ("gdpo", [0])):
         config = GrpoConfig(advantage_estimator=estimator)
-        assert numbers(harvest(Stream(), rewards, num_groups=1, config=config, dynamic_sample=True).scored) == kept
+        assert numbers(harvest(Stream(), rewards, num_groups=1, config=config, dynamic_sample=True).kept) == kept
 
 
 patterns = st.lists(st.booleans(), max_size=60)
@@ -141,7 +148,7 @@ def test_every_rollout_is_full_and_every_live_group_is_trained_exactly_once(aliv
         stream.asked.clear()
         start = stream.taken
         found = harvest(stream, rewards, num_groups=num_groups, oversample_ratio=ratio, dynamic_sample=dynamic, max_resample_times=times)
-        kept = numbers(found.scored)
+        kept = numbers(found.kept)
         assert len(kept) == num_groups and kept == sorted(kept) and set(kept) <= set(range(start, stream.taken))
         assert len(stream.asked) == found.num_rounds <= (1 + times if dynamic else 1)
         assert stream.asked[0] == math.ceil(num_groups * Fraction(str(ratio)))
@@ -157,51 +164,89 @@ def test_every_rollout_is_full_and_every_live_group_is_trained_exactly_once(aliv
 # ---- samples ---------------------------------------------------------------------------------------------------------------------------
 
 
-def rollout(rewards, tmp_path, *, num_groups=2, kl_penalty=None, use_sampler_logprobs=False, weights=(1.0,), number=0, **config):
-    stream = Stream()
-    sampler = Sampler(
-        engine=ScriptedEngine(answer), sampling=SamplingSettings(n=2, max_completion_length=2), prompts=stream,
-        judge=lambda groups: [ScoredGroup(group=group, rewards=rewards[group.prompt.number]) for group in groups],
-        reward_names=["r"], reward_weights=weights, kl_penalty=kl_penalty, completions=Completions(tmp_path, reward_names=["r"]),
-        clock=Clock(), cfg=GrpoConfig(**config), num_groups=num_groups, use_sampler_logprobs=use_sampler_logprobs, seed=0,
+class OneRank:
+    """The place of the only rank of a job."""
+
+    layout = Layout(world_size=1)
+    dp_rank, is_first_of_share = 0, True
+
+
+class Heard(list):
+    """A journal that remembers."""
+
+    rollout = list.append
+
+
+class Judge:
+    """Gives what a table says."""
+
+    names, weights = ["r"], [1.0]
+
+    def __init__(self, rewards):
+        self.rewards = rewards
+
+    def __call__(self, groups, *, places):
+        return scored_by(self.rewards, groups)
+
+
+def rollout(rewards, *, num_groups=2, penalty=None, use_sampler_logprobs=False, number=0, **config):
+    """(samples in row order, metrics, rows) of one rollout."""
+    heard, cfg = Heard(), GrpoConfig(**config)
+    rollouts = Rollouts(
+        Asker(ScriptedEngine(answer), Judge(rewards), sampling=SAMPLING, seed=0, clock=Clock()), Stream(), cfg=cfg, num_groups=num_groups,
+        use_sampler_logprobs=use_sampler_logprobs, penalty=penalty, cut=BatchCut(dp_size=1, micro_batch_size=1), parallel=OneRank(),
+        journal=heard,
     )  # fmt: skip
-    return sampler.rollout(number)
+    rollouts.launch(number)
+    (found,) = rollouts.collect([number])
+    assert rollouts.collect([]) == []
+    with pytest.raises(KeyError, match="never launched"):
+        rollouts.collect([number])
+    stats = rollout_stats(heard, ["r"]) | (selection_stats(heard, [1.0]) if cfg.dynamic_sample else {})
+    assert [row.key for row in found.rows] == list(found.samples)
+    return list(found.samples.values()), stats, found.rows
 
 
-def test_a_sample_is_its_prompt_and_completion_with_its_own_advantage(tmp_path):
-    samples, stats = rollout({0: LIVE, 1: DEAD}, tmp_path, number=5)
+def test_a_sample_is_its_prompt_and_completion_with_its_own_advantage():
+    samples, stats, rows = rollout({0: LIVE, 1: DEAD}, number=5)
     assert [(s.rollout, s.row, s.prompt_number) for s in samples] == [(5, 0, 0), (5, 1, 0), (5, 2, 1), (5, 3, 1)]
     second = samples[3]
-    assert second.token_ids.tolist() == [4, 6, 11, 12] and second.loss_mask.tolist() == [False, False, True, True]
+    assert second.token_ids.tolist() == [4, 6, 11, 12] and second.mask.tolist() == [False, False, True, True]
     assert second.sampler_logprobs.tolist() == [0, 0, -0.5, -0.5]
     assert [s.is_truncated for s in samples] == [False, True, False, True]
     assert [s.is_dead for s in samples] == [False, False, True, True]
     assert [s.advantage for s in samples] == pytest.approx([0.5 / (0.5**0.5 + 1e-4), -0.5 / (0.5**0.5 + 1e-4), 0, 0])
     assert not any(isinstance(s, AnchoredSample) for s in samples)
+    assert [(row.contexts, row.num_masked, row.is_dead, row.is_truncated) for row in rows] == [
+        ((4,), 2, False, False), ((4,), 2, False, True), ((4,), 2, True, False), ((4,), 2, True, True)]  # fmt: skip
     assert "dynamic_sample/rounds" not in stats
 
 
-def test_a_completion_without_a_reward_trains_nothing_and_moves_no_mean(tmp_path):
-    samples, stats = rollout({0: ((None,), (None,)), 1: LIVE}, tmp_path)
+def test_a_completion_without_a_reward_trains_nothing_and_moves_no_mean():
+    samples, stats, _ = rollout({0: ((None,), (None,)), 1: LIVE})
     assert [s.advantage for s in samples[:2]] == [0.0, 0.0] and samples[0].is_dead
     assert stats["reward"] == 0.5
 
 
-def test_samplers_log_probs_are_old_log_probs_where_they_are_asked_for(tmp_path):
-    samples, _ = rollout({0: LIVE, 1: DEAD}, tmp_path, use_sampler_logprobs=True)
+def test_samplers_log_probs_are_old_log_probs_where_they_are_asked_for():
+    samples, *_ = rollout({0: LIVE, 1: DEAD}, use_sampler_logprobs=True)
     assert all(s.anchored_by == "rollout" and s.old_logprobs.tolist() == s.sampler_logprobs.tolist() for s in samples)
 
 
-def test_a_kl_penalty_is_subtracted_before_the_baseline(tmp_path):
-    penalty = np.array([0.25, 0.0, 0.5, 0.0])
+def test_a_kl_penalty_is_subtracted_before_the_baseline_and_makes_no_dead_group_live():
+    def penalty(sequences, contexts, homes, **where):
+        assert [one.token_ids.tolist()[-1] for one in sequences.values()] == [1, 2, 11, 12]
+        return dict(zip(contexts, (0.25, 0.0, 0.5, 0.0), strict=True))
+
     settings = dict(scale_rewards="none", beta=1.0, kl_in_reward=True)
-    samples, stats = rollout({0: LIVE, 1: DEAD}, tmp_path, kl_penalty=lambda samples: penalty, **settings)
+    samples, stats, _ = rollout({0: LIVE, 1: DEAD}, penalty=penalty, **settings)
     assert [s.advantage for s in samples] == pytest.approx([0.375, -0.375, -0.25, 0.25])
+    assert [s.is_dead for s in samples] == [False, False, True, True], "dead by their rewards, before the penalty"
     assert stats["kl_in_reward"] == pytest.approx(0.1875) and stats["reward"] == 0.75
 
 
-def test_the_mean_reward_of_all_that_was_sampled_is_told_beside_that_of_what_was_kept(tmp_path):
+def test_the_mean_reward_of_all_that_was_sampled_is_told_beside_that_of_what_was_kept():
     """Kept: prompts 2 and 3, reward 0.5 each. Sampled: those, and two dead groups of reward 1."""
-    _, stats = rollout({0: DEAD, 1: DEAD, 2: LIVE, 3: LIVE}, tmp_path, dynamic_sample=True)
+    _, stats, _ = rollout({0: DEAD, 1: DEAD, 2: LIVE, 3: LIVE}, dynamic_sample=True)
     assert (stats["reward"], stats["dynamic_sample/reward"]) == (0.5, 0.75)
     assert [stats[f"dynamic_sample/{name}"] for name in ("rounds", "groups_sampled", "dead_groups_replaced")] == [2, 4, 2]
