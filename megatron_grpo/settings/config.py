@@ -7,7 +7,7 @@ sections of a YAML file; the names are unique over all groups, so a flat file wo
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 
@@ -31,7 +31,7 @@ def setting(
     return field(default=default, metadata=meta)
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """Model"""
 
@@ -54,7 +54,7 @@ class ModelConfig:
     moe_token_dispatcher_type: str = setting("alltoall", "how tokens travel to experts", choices=["alltoall", "allgather"])
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
     """Parallelism"""
 
@@ -73,7 +73,7 @@ class ParallelConfig:
     distributed_timeout_minutes: float = setting(10.0, "a collective that waits longer ends the run", unit="minutes")
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class BatchConfig:
     """Batch sizes (counted in completions)"""
 
@@ -95,7 +95,7 @@ class BatchConfig:
     max_tokens_per_micro_batch: int | None = setting(None, "pack whole sequences up to this, instead of micro_batch_size", unit="tokens")
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class DataConfig:
     """Data"""
 
@@ -108,7 +108,7 @@ class DataConfig:
     dataset_shuffle: bool = setting(True, "seeded permutation per epoch; false keeps file order")
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class RolloutConfig:
     """Rollout (vLLM)"""
 
@@ -134,7 +134,7 @@ class RolloutConfig:
     verify_weight_push: bool = setting(True, "after each push, compare engine and trainer on a probe prompt")
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class RewardConfig:
     """Rewards"""
 
@@ -171,7 +171,7 @@ class RewardConfig:
     reward_concurrency: int = setting(16, "reward_model, llm_judge: requests in flight at one time, per rank", unit="requests")
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class GrpoConfig:
     """GRPO"""
 
@@ -228,7 +228,7 @@ class GrpoConfig:
     soft_cache_length: int | None = setting(None, "soft_overlong: width of the penalty ramp", unit="tokens")
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
     """Optimizer"""
 
@@ -253,7 +253,7 @@ class OptimizerConfig:
     optimizer_offload_fraction: float = setting(1.0, "share of it kept there")
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """Run"""
 
@@ -274,7 +274,7 @@ class RunConfig:
     export_hf: bool = setting(True, "write hf/ at the end")
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class EvalConfig:
     """Evaluation"""
 
@@ -284,7 +284,7 @@ class EvalConfig:
     eval_reward: str | None = setting(None, "the reward function that is the score (default: the first)")
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class PlanConfig:
     """Plan (what `plan` prints)"""
 
@@ -301,9 +301,9 @@ class PlanConfig:
     )
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Config:
-    """The whole of it, in groups."""
+    """The whole of it, in groups. Never written to: who needs another value makes another configuration (`with_values`)."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
@@ -326,3 +326,17 @@ class Config:
     def groups(self) -> dict[str, Any]:
         """The groups by section name, in the order of --help."""
         return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("sources", "typed", "foreign")}
+
+    def with_values(self, values: Mapping[str, Any], *, sources: Mapping[str, str] | None = None) -> Config:
+        """The same configuration with other values of some settings, by name, whichever group they stand in.
+
+        sources: where those values come from, by name. Raises KeyError for a name that is no setting.
+        """
+        left, changed = dict(values), {}
+        for group, section in self.groups().items():
+            own = {name: left.pop(name) for name in vars(section) if name in left}
+            if own:
+                changed[group] = replace(section, **own)
+        if left:
+            raise KeyError(f"no setting is called {', '.join(left)}")
+        return replace(self, **changed, sources={**self.sources, **(sources or {})})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megatron_grpo.errors import ConfigError, Problem
@@ -16,7 +16,7 @@ from megatron_grpo.settings.table import BadValue, Dialect, Setting, close_to, n
 class Parsed:
     """A configuration, what is wrong with it, and the settings whose values could not be read (they hold their defaults)."""
 
-    config: Config
+    config: Config = field(default_factory=Config)
     problems: list[Problem] = field(default_factory=list)
     unreadable: set[str] = field(default_factory=set)
     ignored: dict[str, list[str]] = field(default_factory=dict)  # keys of a foreign file that mean nothing here, by file
@@ -49,12 +49,11 @@ def parse(argv: Sequence[str], *, launcher_world_size: int | None = None, dialec
         problems += file_problems
     entries += [entry for entry in typed_entries if entry.name not in own]
 
-    builder = _Builder(Parsed(config=Config(), problems=problems), _dialect_of(entries, dialects or {}))
+    print_config = any(entry.name == "print_config" and entry.raw[:1] != ["false"] for entry in typed_entries)
+    builder = _Builder(Parsed(problems=problems, print_config=print_config), _dialect_of(entries, dialects or {}))
     for entry in entries:
         builder.take(entry)
-    builder.finish(launcher_world_size)
-    builder.parsed.print_config = any(entry.name == "print_config" and entry.raw[:1] != ["false"] for entry in typed_entries)
-    return builder.parsed
+    return builder.finish(launcher_world_size)
 
 
 def _dialect_of(entries: Sequence[Entry], dialects: Mapping[str, Dialect]) -> Dialect | None:
@@ -70,6 +69,7 @@ def _dialect_of(entries: Sequence[Entry], dialects: Mapping[str, Dialect]) -> Di
 class _Builder:
     def __init__(self, parsed: Parsed, dialect: Dialect | None):
         self.parsed, self.dialect = parsed, dialect
+        self.values: dict[str, Any] = {}  # by setting; a size in another vocabulary is in `foreign`
         self.sources: dict[str, str] = {}
         self.typed: dict[str, str] = {}
         self.foreign: dict[str, int] = {}
@@ -116,7 +116,7 @@ class _Builder:
         if self.dialect is not None and setting.name in self.dialect.settings:
             self.foreign[setting.name] = value
         else:
-            setattr(getattr(self.parsed.config, setting.group), setting.name, value)
+            self.values[setting.name] = value
         self.sources[setting.name] = source
         self.typed[setting.name] = typed
 
@@ -163,55 +163,64 @@ class _Builder:
             hint = f" Did you mean {close[0]}?"
         self.parsed.problems.append(Problem(flags=(entry.name,), message=f"{entry.name}{where} is not a setting.{hint}"))
 
-    def finish(self, launcher_world_size: int | None) -> None:
-        config, problems = self.parsed.config, self.parsed.problems
+    def finish(self, launcher_world_size: int | None) -> Parsed:
+        """The configuration is made here, once, from everything that was taken."""
         if self.dialect:
             for name, value in self.dialect.implies.items():
-                setattr(getattr(config, table()[name].group), name, value)
+                self.values[name] = value
                 self.sources.setdefault(name, f"implied by the {self.dialect.name} dialect")
             self.foreign = {
                 name: setting.default
                 for name, setting in self.dialect.settings.items()
                 if setting.default is not None and setting.group == "foreign"
             } | self.foreign
-        parallel = config.parallel
-        if parallel.world_size is None and ("shell", "$NPROC_PER_NODE") in self.seen:
+        self._world_size(launcher_world_size)
+        self._dtype()
+        sources = {name: self.sources.get(name, "default") for name in {**table(), **self.sources}}
+        config = Config().with_values(self.values, sources=sources)
+        return replace(self.parsed, config=replace(config, typed=self.typed, foreign=self.foreign))
+
+    def _world_size(self, launcher: int | None) -> None:
+        """The launcher knows; without one, what was typed; else what a script gives to its own launcher; else 1."""
+        asked = self.values.get("world_size")
+        if asked is None and ("shell", "$NPROC_PER_NODE") in self.seen:
             source, per_node = self.seen[("shell", "$NPROC_PER_NODE")]
-            parallel.world_size = per_node * self.seen.get(("shell", "$NNODES"), ("", 1))[1]
+            asked = per_node * self.seen.get(("shell", "$NNODES"), ("", 1))[1]
             self.sources["world_size"] = f"{source} (NPROC_PER_NODE x NNODES)"
-        if launcher_world_size is not None:
-            if parallel.world_size not in (None, launcher_world_size):
+        if launcher is not None:
+            if asked not in (None, launcher):
                 name = self.typed.get("world_size", "world_size")
-                problems.append(
+                self.parsed.problems.append(
                     Problem(
                         flags=(name,),
-                        nearest={name: [launcher_world_size]},
-                        message=f"{name} ({parallel.world_size}) differs from the number "
-                        f"of ranks that the launcher started ({launcher_world_size}). Leave {name} out.",
+                        nearest={name: [launcher]},
+                        message=f"{name} ({asked}) differs from the number of ranks that the launcher started ({launcher}). "
+                        f"Leave {name} out.",
                     )
                 )
                 self.parsed.unreadable.add("world_size")
-            parallel.world_size = launcher_world_size
+            asked = launcher
             self.sources["world_size"] = "launcher"
-        elif parallel.world_size is None:
-            parallel.world_size = 1
-        model = config.model
-        if model.bf16 is not None:
-            dtype = "bfloat16" if model.bf16 else "float32"
-            if self.sources.get("torch_dtype") and model.torch_dtype != dtype:
-                name = self.typed.get("torch_dtype", "torch_dtype")
-                problems.append(
-                    Problem(
-                        flags=("bf16", name),
-                        message=f"bf16 ({str(model.bf16).lower()}) means {dtype}, but {name} is {model.torch_dtype}. Keep one of them.",
-                        nearest={name: [dtype]},
-                    )
+        self.values["world_size"] = 1 if asked is None else asked
+
+    def _dtype(self) -> None:
+        """`bf16` is another way to say torch_dtype."""
+        bf16 = self.values.get("bf16")
+        if bf16 is None:
+            return
+        dtype = "bfloat16" if bf16 else "float32"
+        typed = self.values.get("torch_dtype", dtype)
+        if typed != dtype:
+            name = self.typed["torch_dtype"]
+            self.parsed.problems.append(
+                Problem(
+                    flags=("bf16", name),
+                    message=f"bf16 ({str(bf16).lower()}) means {dtype}, but {name} is {typed}. Keep one of them.",
+                    nearest={name: [dtype]},
                 )
-            model.torch_dtype = dtype
-            self.sources["torch_dtype"] = "derived from bf16"
-        for name in table():
-            self.sources.setdefault(name, "default")
-        config.sources, config.typed, config.foreign = self.sources, self.typed, self.foreign
+            )
+        self.values["torch_dtype"] = dtype
+        self.sources["torch_dtype"] = "derived from bf16"
 
 
 _SIZE_GROUPS = ("parallel", "batch")

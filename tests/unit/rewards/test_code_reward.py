@@ -21,11 +21,7 @@ ADD = "```python\ndef add(a, b):\n    return a + b\n```"
 
 
 def code(**settings):
-    config = Config()
-    config.rewards.reward_funcs = ["code"]
-    for name, value in {"code_timeout": 2.0, **settings}.items():
-        setattr(config.rewards, name, value)
-    return load_rewards(config)[0].function
+    return load_rewards(Config().with_values({"reward_funcs": ["code"], "code_timeout": 2.0, **settings}))[0].function
 
 
 def attempt(program, seconds=5.0, landlock=True):

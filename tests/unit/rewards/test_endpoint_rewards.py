@@ -20,12 +20,7 @@ CHAT = [{"role": "user", "content": "10 11"}]
 
 
 def load(name, **settings):
-    config = Config()
-    config.rewards.reward_funcs = [name]
-    config.rewards.reward_timeout = 5.0
-    for setting, value in settings.items():
-        setattr(config.rewards, setting, value)
-    return load_rewards(config)[0]
+    return load_rewards(Config().with_values({"reward_funcs": [name], "reward_timeout": 5.0, **settings}))[0]
 
 
 def judge_at(url, **settings):
