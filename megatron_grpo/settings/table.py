@@ -8,7 +8,7 @@ from dataclasses import MISSING, dataclass, field, fields
 from functools import cache
 from typing import Any
 
-from megatron_grpo.settings.config import Config
+from megatron_grpo.settings.config import Config, Range
 
 TRUE, FALSE, NONE = ("true", "yes", "on", "1"), ("false", "no", "off", "0"), ("none", "null")
 
@@ -28,6 +28,7 @@ class Setting:
     choices: Sequence[str] = ()
     aliases: Sequence[str] = ()
     refused: Mapping[str, str] = field(default_factory=dict)  # value -> why it is not a choice here
+    range: Range = Range()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +72,7 @@ def table() -> Mapping[str, Setting]:
                 choices=meta["choices"],
                 aliases=meta["aliases"],
                 refused=meta["refused"],
+                range=meta["range"],
             )
     return rows
 
@@ -153,7 +155,7 @@ def _number(setting: Setting, word: Any, text: str) -> int | float:
         number = float(text)  # PyYAML reads 1e-6 as a string: this is where it becomes a number
     except (ValueError, OverflowError):
         raise bad from None
-    if math.isnan(number):
+    if not math.isfinite(number):
         raise bad
     return number
 
