@@ -351,8 +351,8 @@ class PlanConfig:
     png: str | None = setting(None, "also draw the timetable into this file (needs the extra `plot`)")
     dialect: str | None = setting(
         None,
-        "read the batch sizes in another system's vocabulary (docs/batching.md); for `train` too",
-        choices=["trl", "skyrl", "skyrl-doc", "swift-megatron", "cs336"],
+        "read names, sizes and defaults as another system means them (docs/configuration.md); swift is swift-megatron",
+        choices=["trl", "skyrl", "skyrl-doc", "swift-megatron", "swift", "cs336"],
     )
 
 

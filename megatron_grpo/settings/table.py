@@ -31,18 +31,6 @@ class Setting:
     range: Range = Range()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Dialect:
-    """Another system's vocabulary: names that replace native ones. Their values end in `Config.foreign`, as typed."""
-
-    name: str
-    settings: Mapping[str, Setting] = field(default_factory=dict)
-    hides: Sequence[str] = ()  # native names that mean nothing, or something else, in this vocabulary
-    prefixes: Sequence[str] = ()  # sections of its files that may stand before a name: "trainer."
-    renames: Mapping[str, str] = field(default_factory=dict)  # its names for native settings other than sizes
-    implies: Mapping[str, Any] = field(default_factory=dict)  # native settings that it switches on
-
-
 def canonical(name: str) -> str:
     """`--micro-batch-size` and `micro_batch_size` are one name."""
     return name.lstrip("-").replace("-", "_")
