@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -51,9 +51,8 @@ def read_everything(parsed: Parsed) -> tuple[Plan, Inputs]:
     try:
         inputs = read_inputs(parsed.config)
         if checked is not None and checked.shape is None:  # a Hub name, whose config.json has only now been fetched
-            name, parsed.config.model.model = parsed.config.model.model, str(inputs.model_path)
-            checked = check_parsed(parsed)
-            parsed.config.model.model = name
+            here = check_parsed(replace(parsed, config=parsed.config.with_values({"model": str(inputs.model_path)})))
+            checked = replace(here, config=here.config.with_values({"model": parsed.config.model.model}))
         if checked is not None:
             made = make_plan(checked, num_prompts=len(inputs.prompts))
             check_resume(parsed.config, made.timetable)

@@ -166,15 +166,11 @@ class Trained:
 
 def settings(**changes: Any) -> Config:
     """A float32 configuration with `changes` of any setting, whatever its group."""
-    cfg = Config()
     # Clipping always bites, so that a wrong norm shows. Adam divides a gradient by its own size: without an epsilon, elements whose
     # gradient is rounding noise would move as far as any other, in a random direction.
     base = dict(torch_dtype="float32", padded_vocab_multiple=4, lr=2e-3, weight_decay=0.1, clip_grad=0.5, adam_eps=1e-5, temperature=0.9,
                 max_completion_length=16)  # fmt: skip
-    for name, value in (base | changes).items():
-        group = next(group for group in cfg.groups().values() if hasattr(group, name))
-        setattr(group, name, value)
-    return cfg
+    return Config().with_values(base | changes)
 
 
 def stored_rollout(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +13,7 @@ from megatron_grpo.policy import refused as refused_policy
 from megatron_grpo.settings import Parsed, names, parse
 from megatron_grpo.settings.checks import validate
 from megatron_grpo.settings.config import Config
-from megatron_grpo.sizing.batch_sizes import BatchSizes, settle, size_problems
+from megatron_grpo.sizing.batch_sizes import BatchSizes, settled, size_problems
 from megatron_grpo.sizing.dialects import DIALECTS
 from megatron_grpo.sizing.sizes import Model
 from megatron_grpo.weights.fit import length_problems
@@ -37,18 +36,16 @@ def check(argv: Sequence[str], *, launcher_world_size: int | None = None) -> Che
 
 
 def check_parsed(parsed: Parsed) -> Checked:
-    """As `check`, from what has been parsed. The derived sizes are written into the configuration."""
-    cfg = parsed.config
-    shape, model_problems = read_shape(cfg.model.model)
+    """As `check`, from what has been parsed. The configuration of the result holds the derived sizes too."""
+    shape, model_problems = read_shape(parsed.config.model.model)
     model = rules_of(shape) if shape else Model()
-    _drop_misfits(parsed, shape)
+    cfg = parsed.config
     problems = [*parsed.problems, *model_problems, *_settings_problems(parsed, shape)]
     sizes = size_problems(cfg, model, others_pass=not problems, unreadable=parsed.unreadable)
     if problems or sizes:
         raise ConfigError([_with_proven_values(problem, parsed, shape, model) for problem in problems] + sizes)
     plan = BatchSizes.from_config(cfg, model=model)
-    settle(cfg, plan)
-    return Checked(config=cfg, plan=plan, shape=shape, parsed=parsed)
+    return Checked(config=settled(cfg, plan), plan=plan, shape=shape, parsed=parsed)
 
 
 def _settings_problems(parsed: Parsed, shape: ModelShape | None) -> list[Problem]:
@@ -59,22 +56,6 @@ def _settings_problems(parsed: Parsed, shape: ModelShape | None) -> list[Problem
     others = [*refused_grpo.problems(cfg), *of_model]
     found = [_in_typed_names(cfg, problem) for problem in others if not set(problem.flags) & parsed.unreadable]
     return [*validate(cfg, parsed.unreadable), *found]
-
-
-def _drop_misfits(parsed: Parsed, shape: ModelShape | None) -> None:
-    """Settings taken over from a foreign file that do not go together here are left out and listed, for nobody typed them for us."""
-    cfg = parsed.config
-    natives = {typed: name for name, typed in cfg.typed.items()}
-    for source, taken in parsed.taken.items():
-        wrong = {flag for problem in _settings_problems(parsed, shape) for flag in problem.flags} & set(taken)
-        for typed in sorted(wrong):
-            setting = names()[natives[typed]]
-            if cfg.sources.get(setting.name) != source:
-                continue  # the command line has the last word
-            setattr(getattr(cfg, setting.group), setting.name, setting.default)
-            cfg.sources = {**cfg.sources, setting.name: "default"}
-            taken.remove(typed)
-            parsed.ignored.setdefault(source, []).append(typed)
 
 
 def _in_typed_names(cfg: Config, problem: Problem) -> Problem:
@@ -100,6 +81,6 @@ def _passes_with(flag: str, value: Any, parsed: Parsed, shape: ModelShape | None
     if setting is None:
         return False
     left = [problem for problem in parsed.problems if list(problem.flags) != [flag] and flag not in problem.nearest]
-    changed = Parsed(config=deepcopy(parsed.config), unreadable=parsed.unreadable - {setting.name})
-    setattr(getattr(changed.config, setting.group), setting.name, None if value == "none" else value)
+    config = parsed.config.with_values({setting.name: None if value == "none" else value})
+    changed = Parsed(config=config, unreadable=parsed.unreadable - {setting.name})
     return not left and not _settings_problems(changed, shape) and not size_problems(changed.config, model, others_pass=False)

@@ -15,7 +15,7 @@ from megatron_grpo.errors import EXIT_CONFIG, EXIT_DONE, ConfigError
 from megatron_grpo.planning.check import Checked, check_parsed
 from megatron_grpo.planning.facts import bubble_fraction, native_flags
 from megatron_grpo.planning.output import errors_object, write_plan
-from megatron_grpo.planning.warnings import warnings_of
+from megatron_grpo.planning.warnings import defaults_of, warnings_of
 from megatron_grpo.settings import parse
 from megatron_grpo.sizing.dialects import DIALECTS
 
@@ -41,7 +41,7 @@ class Plan:
             "memory": self.memory,
             "cost": self.cost,
             "native_flags": native_flags(cfg, plan),
-            "warnings": self.warnings,
+            "warnings": [*self.warnings, *defaults_of(self.checked)],
         }
 
     def write_json(self, write: Any, *, num_rollouts: int | None = None) -> None:

@@ -163,8 +163,8 @@ def _sentence(core: str, near: dict[str, Sequence[int]]) -> str:
     return f"{core}. Use {', or '.join(ways)}."
 
 
-def settle(cfg: Config, plan: BatchSizes) -> None:
-    """Write the derived sizes into the configuration, so that what a run records is complete and native."""
+def settled(cfg: Config, plan: BatchSizes) -> Config:
+    """The configuration with the derived sizes in it, so that what a run records is complete and native."""
     values = {
         "micro_batch_size": plan.micro_batch_size,
         "global_batch_size": plan.global_batch_size,
@@ -175,11 +175,10 @@ def settle(cfg: Config, plan: BatchSizes) -> None:
     }
     if isinstance(plan.steps_per_generation, int):  # a fraction follows from the other sizes and could not be typed
         values["steps_per_generation"] = plan.steps_per_generation
-    sources = dict(cfg.sources)
+    sources = {}
     for name, value in values.items():
         if cfg.foreign:
             sources[name] = f"derived from the {cfg.plan.dialect} sizes"
         elif getattr(cfg.batch, name) != value:
             sources[name] = "derived from the other sizes"
-        setattr(cfg.batch, name, value)
-    cfg.sources = sources
+    return cfg.with_values(values, sources=sources)

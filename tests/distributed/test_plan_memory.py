@@ -74,13 +74,8 @@ CASES = {
 def test_weights_gradients_and_optimizer_state_are_equal_to_the_byte(tmp_path, name):
     world, family, model, layout, settings = CASES[name]
     path = write_tiny(tmp_path, family, **model)
-    cfg = Config()
-    cfg.parallel.world_size = world
-    for setting, value in layout.items():
-        setattr(cfg.parallel, setting, value)
-    for setting, value in settings.items():
-        setattr(cfg.model if setting == "torch_dtype" else cfg.optimizer, setting, value)
-    cfg.batch.global_batch_size, cfg.batch.num_generations = 2 * world * 2, 2 * world
+    sizes = {"world_size": world, "global_batch_size": 2 * world * 2, "num_generations": 2 * world}
+    cfg = Config().with_values({**layout, **settings, **sizes})
     shape = ModelShape.from_pretrained(path)
     plan = BatchSizes.from_config(cfg, num_layers=shape.num_layers, num_experts=shape.moe.num_experts if shape.moe else 0)
     found = run_ranks(measured, world, str(path), cfg)

@@ -16,11 +16,7 @@ EXPERTS = ModelShape.from_hf(config_of("qwen3_moe"))
 
 
 def config(**settings) -> Config:
-    cfg = Config()
-    for name, value in settings.items():
-        group = next(group for group in cfg.groups().values() if hasattr(group, name))
-        setattr(group, name, value)
-    return cfg
+    return Config().with_values(settings)
 
 
 def said(found) -> list[str]:

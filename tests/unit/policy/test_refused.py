@@ -44,8 +44,7 @@ def test_a_router_that_megatron_computes_otherwise_is_refused(changes, words):
 
 
 def test_latent_attention_is_refused_on_transformer_engine_layers():
-    cfg = Config()
-    cfg.model.transformer_impl = "transformer_engine"
+    cfg = Config().with_values({"transformer_impl": "transformer_engine"})
     (message,) = refused(cfg)
     assert "multi-latent attention" in message
     dense = ModelShape.from_hf(config_of("qwen3"))
@@ -54,12 +53,11 @@ def test_latent_attention_is_refused_on_transformer_engine_layers():
 
 @pytest.mark.parametrize(("model", "module"), [("llama_all_biases", "mlp"), ("deepseek_v3", "mla_up_proj"), ("deepseek_v3", "layernorm")])
 def test_layers_that_cannot_be_recomputed_are_refused(model, module):
-    cfg = Config()
-    cfg.model.recompute_granularity, cfg.model.recompute_modules = "selective", ["core_attn", module]
+    cfg = Config().with_values({"recompute_granularity": "selective", "recompute_modules": ["core_attn", module]})
     (problem,) = problems(cfg, ModelShape.from_hf(config_of(model)))
     assert module in problem.message
-    cfg.model.recompute_modules = ["core_attn"]
-    assert problems(cfg, ModelShape.from_hf(config_of(model))) == []
+    good = cfg.with_values({"recompute_modules": ["core_attn"]})
+    assert problems(good, ModelShape.from_hf(config_of(model))) == []
 
 
 def test_plan_refuses_what_the_policy_cannot_compute(tmp_path):

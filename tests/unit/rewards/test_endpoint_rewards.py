@@ -20,12 +20,7 @@ CHAT = [{"role": "user", "content": "10 11"}]
 
 
 def load(name, **settings):
-    config = Config()
-    config.rewards.reward_funcs = [name]
-    config.rewards.reward_timeout = 5.0
-    for setting, value in settings.items():
-        setattr(config.rewards, setting, value)
-    return load_rewards(config)[0]
+    return load_rewards(Config().with_values({"reward_funcs": [name], "reward_timeout": 5.0, **settings}))[0]
 
 
 def judge_at(url, **settings):
@@ -162,9 +157,9 @@ def test_requests_are_in_flight_together():
 def test_llm_judge_says_all_that_it_lacks(tmp_path):
     (tmp_path / "blind.txt").write_text("Judge!")
     with pytest.raises(ConfigError) as error:
-        load("llm_judge", llm_judge_prompt=str(tmp_path / "blind.txt"), llm_judge_max_score=0.0)
+        load("llm_judge", llm_judge_prompt=str(tmp_path / "blind.txt"))
     assert [problem.flags[0] for problem in error.value.problems] == [
-        "llm_judge_url", "llm_judge_model", "llm_judge_max_score", "llm_judge_prompt"]  # fmt: skip
+        "llm_judge_url", "llm_judge_model", "llm_judge_prompt"]  # fmt: skip
 
 
 # --- reward_model

@@ -22,11 +22,7 @@ HANGS = "\\boxed{9^{9^{9^{9}}}}"  # sympy would evaluate it
 
 
 def load(**settings):
-    config = Config()
-    config.rewards.reward_funcs = ["math"]
-    for name, value in settings.items():
-        setattr(config.rewards, name, value)
-    return load_rewards(config)[0]
+    return load_rewards(Config().with_values({"reward_funcs": ["math"], **settings}))[0]
 
 
 @pytest.fixture(scope="module")

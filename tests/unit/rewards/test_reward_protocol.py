@@ -25,11 +25,7 @@ def batch(completions=("a", "b"), **columns):
 
 
 def load(*specs, **settings):
-    config = Config()
-    config.rewards.reward_funcs = list(specs)
-    for name, value in settings.items():
-        setattr(config.rewards, name, value)
-    return load_rewards(config)
+    return load_rewards(Config().with_values({"reward_funcs": list(specs), **settings}))
 
 
 @pytest.mark.parametrize(
