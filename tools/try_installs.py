@@ -31,14 +31,18 @@ NOBODY = "http://127.0.0.1:9/"  # the discard port: a connection is refused at o
 HEADINGS = ("way", "taken", "Python", "install s", "GB", "torch", *MODULES, "quickstart")
 
 
+class QuietHandler(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, *_):
+        pass
+
+
 @contextlib.contextmanager
 def served(wheels: list[Path], folder: Path) -> Iterator[str]:
     """A package index on 127.0.0.1 that has these wheels of torch and nothing else. Yields its address."""
     (folder / "torch").mkdir(parents=True)
     for wheel in wheels:
         (folder / "torch" / wheel.name).symlink_to(wheel)
-    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=folder)
-    handler.func.log_message = lambda *_: None
+    handler = functools.partial(QuietHandler, directory=folder)
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}"
@@ -112,7 +116,6 @@ def main() -> int:
                 continue
             print(f"[try] way {way}, {python}", flush=True)
             with contextlib.ExitStack() as stack:
-                # What pip makes while it builds belongs to the environment of the try: deleted with it.
                 folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="try-install-")))
                 index = NOBODY if way == 3 else None
                 if way == 2 and wheels:
