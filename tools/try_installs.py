@@ -1,0 +1,133 @@
+"""Tries the three ways of tools/install.sh to a CPU stack, each in an empty environment, and prints what came of them.
+
+    python tools/try_installs.py --python python3.11 python3.12 --wheels FOLDER --quickstart
+
+Each try is a fresh clone of this checkout's last commit, an empty home, and a pip without settings or cache: what somebody has who meets
+the project for the first time. FOLDER holds CPU builds of torch (torch-*+cpu-*.whl). Way 1 gives it to pip as PIP_FIND_LINKS; way 2 serves
+it on 127.0.0.1 in the place of PyTorch's index, which is asked itself where FOLDER has no wheel for that Python; way 3 has neither.
+The proxies and certificates of the shell are kept. A try downloads 1 to 3 GB and needs up to 10 GB of disk until it is deleted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import http.server
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+MODULES = ("torch", "transformers", "megatron.core", "vllm", "megatron_grpo")
+KEPT = re.compile(r"PATH|LANG|TMPDIR|.*(CERT|SSL|CA_BUNDLE|_CERTS_FILE).*|(HTTPS?|NO|ALL)_PROXY", re.IGNORECASE)
+NOBODY = "http://127.0.0.1:9/"  # the discard port: a connection is refused at once
+HEADINGS = ("way", "taken", "Python", "install s", "GB", "torch", *MODULES, "quickstart")
+
+
+class QuietHandler(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, *_):
+        pass
+
+
+@contextlib.contextmanager
+def served(wheels: list[Path], folder: Path) -> Iterator[str]:
+    """A package index on 127.0.0.1 that has these wheels of torch and nothing else. Yields its address."""
+    (folder / "torch").mkdir(parents=True)
+    for wheel in wheels:
+        (folder / "torch" / wheel.name).symlink_to(wheel)
+    handler = functools.partial(QuietHandler, directory=folder)
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+def output_of(command: list[str], environment: dict[str, str], folder: Path) -> tuple[bool, str]:
+    """Runs the command and shows what it says. Returns whether it ended well, and its last 200 lines."""
+    process = subprocess.Popen(
+        command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
+    )
+    lines = []
+    for line in process.stdout:
+        print("    " + line, end="", flush=True)
+        lines = [*lines[-199:], line]
+    return process.wait() == 0, "".join(lines)
+
+
+def try_one(way: int, python: str, wheels: list[Path], index: str | None, quickstart: bool, folder: Path) -> list[str]:
+    """Installs in `folder` and returns a row of the table. `wheels` fit this Python; `index` stands for PyTorch's."""
+    checkout = folder / "checkout"
+    subprocess.run(["git", "clone", "--quiet", str(ROOT), str(checkout)], check=True)
+    environment = {name: value for name, value in os.environ.items() if KEPT.fullmatch(name)}
+    environment |= {"HOME": str(folder), "PIP_CONFIG_FILE": os.devnull, "PIP_NO_CACHE_DIR": "1", "MEGATRON_GRPO_DEVICE": "cpu"}
+    environment |= {"MEGATRON_GRPO_PYTHON": python}
+    if way == 1:
+        environment["PIP_FIND_LINKS"] = str(wheels[0].parent)
+    if index is not None:
+        environment["MEGATRON_GRPO_TORCH_INDEX"] = index
+
+    started = time.monotonic()
+    installed, said = output_of(["bash", "tools/install.sh", "plot"], environment, checkout)
+    seconds = time.monotonic() - started
+    taken = re.search(r"ready after \d+ s, by way (\d)", said)
+    size = subprocess.run(["du", "-s", "-B1000000", str(checkout / ".venv")], capture_output=True, text=True, check=True).stdout.split()[0]
+
+    def runs(code: str) -> tuple[bool, str]:
+        command = [str(checkout / ".venv/bin/python"), "-W", "ignore", "-c", code]
+        done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True)
+        return done.returncode == 0, done.stdout.strip()
+
+    row = [str(way), taken[1] if taken else "none", ".".join(python_version(python)), f"{seconds:.0f}", f"{int(size) / 1000:.1f}"]
+    row.append(runs("import importlib.metadata as m; print(m.version('torch'))")[1] or "none")
+    row += ["yes" if runs(f"import {module}")[0] else "NO" for module in MODULES]
+    if not (quickstart and installed):
+        return [*row, "not run" if installed else "NO"]
+    passed, said = output_of(["bash", "examples/quickstart/run.sh"], environment, checkout)
+    return [*row, "passed" if passed and "VERDICT: PASSED" in said else "NO"]
+
+
+def python_version(python: str) -> list[str]:
+    code = "import sys; print(*sys.version_info[:3])"
+    return subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--python", nargs="+", default=["python3.11", "python3.12"])
+    parser.add_argument("--way", nargs="+", type=int, choices=(1, 2, 3), default=[1, 2, 3])
+    parser.add_argument("--wheels", type=Path, help="folder with CPU builds of torch; without it, way 1 is not tried")
+    parser.add_argument("--quickstart", action="store_true", help="run the quickstart in each environment too")
+    args = parser.parse_args()
+
+    rows, skipped = [], []
+    for python in args.python:
+        tag = "cp" + "".join(python_version(python)[:2])
+        wheels = sorted(args.wheels.resolve().glob(f"torch-*+cpu-{tag}-*.whl")) if args.wheels else []
+        for way in args.way:
+            if way == 1 and not wheels:
+                skipped.append(f"way 1 was not tried with {python}: no wheel torch-*+cpu-{tag}-*.whl in --wheels {args.wheels}")
+                continue
+            print(f"[try] way {way}, {python}", flush=True)
+            with contextlib.ExitStack() as stack:
+                folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="try-install-")))
+                index = NOBODY if way == 3 else None
+                if way == 2 and wheels:
+                    index = stack.enter_context(served(wheels, folder / "index"))
+                rows.append(try_one(way, python, wheels, index, args.quickstart, folder))
+
+    widths = [max(map(len, column)) for column in zip(HEADINGS, *rows, strict=True)]
+    for row in [HEADINGS, ["-" * width for width in widths], *rows]:
+        print("| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |")
+    print(*skipped, sep="\n")
+    return 1 if not rows or any("NO" in row or "none" in row for row in rows) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
