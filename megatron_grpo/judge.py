@@ -12,7 +12,7 @@ from typing import Any
 
 from megatron_grpo.data.chat import as_completion
 from megatron_grpo.errors import RewardError
-from megatron_grpo.rewards.protocol import RewardBatch, RewardFunction
+from megatron_grpo.rewards.protocol import RewardBatch, RewardFunction, Score
 from megatron_grpo.rewards.scoring import Scores, score
 from megatron_grpo.types import Group, ScoredGroup
 
@@ -48,6 +48,7 @@ def judge(
         raise RewardError("\n".join(errors))
     _warn_once(rewards, everyone, aloud=rank == 0)
     rows = [row for result in everyone for row in result.rows]
+    _warn_of_sameness(rewards, rows, aloud=rank == 0)
     ends = list(accumulate(len(group.completions) for group in groups))
     return [ScoredGroup(group=group, rewards=tuple(rows[end - len(group.completions) : end])) for group, end in zip(groups, ends)]
 
@@ -86,3 +87,13 @@ def _warn_once(rewards: Sequence[RewardFunction], everyone: Sequence[Scores], *,
             warned.add(notice.kind)
             if aloud:
                 _LOG.warning("%s Further failures of this kind (%s) are not reported.", notice.message, notice.kind)
+
+
+def _warn_of_sameness(rewards: Sequence[RewardFunction], rows: Sequence[Sequence[Score]], *, aloud: bool) -> None:
+    """One line, once, for a function that has given nothing, or one value, as long as the run has lasted."""
+    for function, scores in zip(rewards, zip(*rows)):
+        sentence = function.watch.take(scores)
+        if sentence is not None and "same" not in function.warned:
+            function.warned.add("same")
+            if aloud:
+                _LOG.warning("Reward `%s` %s", function.name, sentence)

@@ -5,6 +5,7 @@ Sizes of batches and layouts are `sizing/rules.py`; the mathematics are `grpo/re
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
@@ -56,11 +57,17 @@ RANGES: dict[str, tuple[float | None, float | None, bool]] = {
     "num_prompts": (1, None, True),
     "gpu_memory_gb": (0, None, False),
 }
+LARGEST_WEIGHT = 1e6  # times the largest reward (rewards.protocol), still a number whose square is one
 BELOW_ONE = ("adam_beta1", "adam_beta2")
 
 
 def value_problem(name: str, value: Any) -> tuple[str, list[Any]] | None:
     """(how the value must be, the nearest value that is so, where there is one), or None."""
+    numbers = value if isinstance(value, list) else [value]
+    if any(isinstance(number, float) and not math.isfinite(number) for number in numbers):
+        return "finite", []
+    if name == "reward_weights" and any(abs(weight) > LARGEST_WEIGHT for weight in numbers):
+        return f"at most {LARGEST_WEIGHT:g} each", []
     if value is None or isinstance(value, (str, bool, list)):
         return None
     if name in BELOW_ONE:
