@@ -74,8 +74,12 @@ def report(error: ConfigError) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code."""
-    words = list(sys.argv[1:] if argv is None else argv)
+    """Run one command and return its exit code. Without `argv` this is the program itself, and the command runs in a child of it."""
+    if argv is None:
+        from megatron_grpo.run.guard import guarded
+
+        return guarded(lambda: main(sys.argv[1:]))
+    words = list(argv)
     if not words or words[0] in ("-h", "--help", "help"):
         from megatron_grpo.settings.show import print_overview
 
