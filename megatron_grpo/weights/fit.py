@@ -8,6 +8,7 @@ from megatron_grpo.errors import Problem
 from megatron_grpo.weights.shape import ModelShape
 
 TP, EP, ETP = "tensor_model_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size"
+VLLM_TP = "vllm_tensor_parallel_size"
 _LENGTHS = ("max_prompt_length", "max_completion_length")
 _LARGEST = 128  # ranks that are tried for `nearest`
 
@@ -22,6 +23,11 @@ def layout_problems(shape: ModelShape, *, tp: int = 1, ep: int = 1, etp: int = 1
         *_each(EP, ep, lambda ranks: _expert_parallel(shape, ranks)),
         *_each(ETP, etp, lambda ranks: _expert_tensor_parallel(shape, ranks)),
     ]
+
+
+def engine_problems(shape: ModelShape, ranks: int) -> list[Problem]:
+    """Problems of sharing one vLLM engine among `ranks`: it cuts heads as Megatron does, and says so only as it starts."""
+    return _each(VLLM_TP, ranks, lambda ranks: _engine_parallel(shape, ranks))
 
 
 def length_problems(shape: ModelShape, longest: int, *, flags: tuple[str, ...] = _LENGTHS) -> list[Problem]:
@@ -66,6 +72,16 @@ def _tensor_parallel(shape: ModelShape, tp: int, whole_down_projections: bool) -
         yield f"it must divide the model's num_key_value_heads ({groups}), or be a multiple of it."
     elif shape.mla is None and rows % tp:
         yield _rest("the rows of query, key and value together", rows, tp)
+
+
+def _engine_parallel(shape: ModelShape, tp: int) -> Iterator[str]:
+    sizes = {"num_attention_heads": shape.num_attention_heads}
+    if shape.moe is None or not all(shape.moe.layers):
+        sizes["intermediate_size"] = shape.ffn_hidden_size
+    yield from (_rest(name, size, tp) for name, size in sizes.items() if size % tp)
+    groups = shape.num_query_groups
+    if shape.mla is None and groups % tp and tp % groups:
+        yield f"it must divide the model's num_key_value_heads ({groups}), or be a multiple of it."
 
 
 def _expert_parallel(shape: ModelShape, ep: int) -> Iterator[str]:
