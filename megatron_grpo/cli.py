@@ -47,9 +47,10 @@ def train(argv: list[str]) -> int:
 
 def plan(argv: list[str]) -> int:
     """Checks the whole configuration and prints the timetable, memory and cost of a run. Needs no GPU and no launcher."""
+    from megatron_grpo.inputs import look_at_everything
     from megatron_grpo.planning.command import run_plan
 
-    return run_plan(argv, launcher_world_size=launcher_world_size())
+    return run_plan(argv, look_at_everything, launcher_world_size=launcher_world_size())
 
 
 COMMANDS: dict[str, Command] = {"train": train, "plan": plan}

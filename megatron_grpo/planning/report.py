@@ -38,6 +38,10 @@ def print_report(made: Plan, *, file: TextIO | None = None, is_short: bool = Fal
             console.rule("[bold]the same in native flags", align="left", style="dim")
             console.print(_to_paste(native_flags(cfg, plan), console.width), markup=False)
             console.print()
+    if made.not_checked:
+        console.rule("[bold]not checked", align="left", style="dim")
+        for part in made.not_checked:
+            console.print(f"• {part}", style="dim", markup=False)
     if made.warnings:
         console.rule("[bold]worth knowing", align="left", style="dim")
         for warning in made.warnings:

@@ -9,7 +9,7 @@ import inspect
 import logging
 import sys
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +36,11 @@ BUILT_IN = {
 _MARGIN = 15.0  # seconds after which a built-in that keeps its own deadline is stopped all the same
 
 
-def load_rewards(config: Config) -> list[RewardFunction]:
-    """The reward functions of a run, in the order of `--reward_funcs`. Raises ConfigError with all that is wrong with any of them."""
+def load_rewards(config: Config, *, left_out: Collection[str] = ()) -> list[RewardFunction]:
+    """The reward functions of a run, in the order of `--reward_funcs`; without those in `left_out`, which are not looked at.
+
+    Raises ConfigError with all that is wrong with any of them.
+    """
     specs = config.rewards.reward_funcs
     problems: list[Problem] = []
     if not specs:
@@ -48,9 +51,8 @@ def load_rewards(config: Config) -> list[RewardFunction]:
     loaded: dict[str, RewardFunction] = {}
     here = Path.cwd()
     names = dict(zip(specs, _names(specs)))
-    for spec in sorted(
-        names, key=lambda spec: spec not in BUILT_IN
-    ):  # a user's file may change the directory, or sys.path, as it is loaded
+    asked = [spec for spec in names if spec not in left_out]
+    for spec in sorted(asked, key=lambda spec: spec not in BUILT_IN):  # the user's files last: one may change directory or sys.path
         try:
             loaded[spec] = _load(spec, names[spec], config, here)
         except ConfigError as error:
@@ -58,7 +60,7 @@ def load_rewards(config: Config) -> list[RewardFunction]:
     if problems:
         close_rewards(list(loaded.values()))
         raise ConfigError(problems)
-    return [loaded[spec] for spec in specs]
+    return [loaded[spec] for spec in specs if spec in loaded]
 
 
 def close_rewards(functions: Sequence[RewardFunction]) -> None:
