@@ -77,25 +77,23 @@ def look_at_everything(parsed: Parsed) -> Plan:
 
 def _left_out(cfg: Config) -> dict[str, str]:
     """What `plan` does not look at, by part, each as it is told. It needs neither inputs nor a network, and answers at once."""
-    parts = {"machine": "this machine: GPUs, memory, Transformer Engine"}
-    model = cfg.model.model
+    model, rewards = cfg.model.model, cfg.rewards
+    parts = {"machine": "this machine's GPUs and memory", "tokenizer": "the tokenizer (chat template, prompt lengths in tokens)"}
     if not model:
-        parts |= {"model": "the model: none is given"}
+        parts |= {"model": "the model (none given)"}
     elif Path(model).is_file() or _is_elsewhere(cfg, "model", model):
-        parts |= {"model": f"the model's weights: {model} is {'its configuration' if Path(model).is_file() else 'not on this machine'}"}
+        parts |= {"model": f"the model's weights ({model} is {'its configuration' if Path(model).is_file() else 'not on this machine'})"}
     elif Path(model).is_dir() and not any(Path(model).glob("*.safetensors*")) and not any(Path(model).glob("tokenizer*")):
-        parts |= {"weights": f"the model's weights: {model} holds its configuration alone"}
-    parts |= {"tokenizer": "the tokenizer: the chat template, and how many tokens a prompt has"}
+        parts |= {"weights": f"the model's weights ({model} holds its configuration alone)"}
     for flag, name in (("dataset", cfg.data.dataset), ("eval_dataset", cfg.eval.eval_dataset)):
         if _is_elsewhere(cfg, flag, name):
-            parts |= {flag: f"the rows of {flag}: {name} is not on this machine"}
+            parts |= {flag: f"the rows of {flag} ({name} is not on this machine)"}
     if not cfg.data.dataset:
-        parts |= {"dataset": "the data set: none is given"}
-    rewards = cfg.rewards
+        parts |= {"dataset": "the data set (none given)"}
     if not rewards.reward_funcs:
-        parts |= {"rewards": "the reward functions: none is given"}
+        parts |= {"rewards": "reward functions (none given)"}
     if "reward_model" in rewards.reward_funcs and _is_elsewhere(cfg, "reward_model", rewards.reward_model):
-        parts |= {"reward_model": f"the classifier of the reward reward_model: {rewards.reward_model} is not on this machine"}
+        parts |= {"reward_model": f"the classifier of the reward reward_model ({rewards.reward_model} is not on this machine)"}
     return parts
 
 

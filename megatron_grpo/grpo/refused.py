@@ -28,47 +28,9 @@ LOSS_TYPES_OVER_TOKENS = ("bnpo", "dapo", "dr_grpo", "cispo", "sequence_sum")
 
 
 def problems(config: Config) -> list[Problem]:
-    """Every combination that has no meaning, each with its reason. Values outside a setting's `choices` are for `cli` to name."""
+    """Every combination that has no meaning, each with its reason. What a single value may be stands beside it, in `settings.config`."""
     cfg = config.grpo
-    found = [*_ranges(cfg), *_objective(cfg), *_kl(cfg), *_advantages(cfg), *_corrections(cfg)]
-    temperature = config.rollout.temperature
-    if temperature <= 0:
-        found.append(
-            Problem(
-                flags=("temperature",),
-                message=f"temperature ({temperature}) must be above 0: training log-probs are those of logits / temperature. Use 1.0.",
-            )
-        )
-    return found
-
-
-def _ranges(cfg: GrpoConfig) -> list[Problem]:
-    rules = (
-        ("epsilon", cfg.epsilon > 0, "above 0"),
-        ("epsilon_high", cfg.epsilon_high is None or cfg.epsilon_high > 0, "above 0"),
-        ("delta", cfg.delta is None or cfg.delta > 1, "above 1: it bounds the ratio, which starts at 1"),
-        ("sapo_temperature_pos", cfg.sapo_temperature_pos > 0, "above 0"),
-        ("sapo_temperature_neg", cfg.sapo_temperature_neg > 0, "above 0"),
-        ("beta", cfg.beta >= 0, "at least 0"),
-        ("top_entropy_quantile", 0 < cfg.top_entropy_quantile <= 1, "above 0 and at most 1: it is the share of tokens that train"),
-        ("rollout_importance_sampling_threshold", cfg.rollout_importance_sampling_threshold > 0, "above 0"),
-        (
-            "rollout_importance_sampling_min",
-            cfg.rollout_importance_sampling_min is None
-            or 0 <= cfg.rollout_importance_sampling_min < cfg.rollout_importance_sampling_threshold,
-            f"at least 0 and below rollout_importance_sampling_threshold ({cfg.rollout_importance_sampling_threshold})",
-        ),
-        (
-            "off_policy_sequence_mask_delta",
-            cfg.off_policy_sequence_mask_delta is None or cfg.off_policy_sequence_mask_delta >= 0,
-            "at least 0",
-        ),
-        ("ref_model_sync_steps", cfg.ref_model_sync_steps >= 1, "at least 1"),
-        ("ref_model_mixup_alpha", 0 < cfg.ref_model_mixup_alpha <= 1, "above 0 and at most 1"),
-        ("max_resample_times", cfg.max_resample_times >= 1, "at least 1"),
-        ("oversample_ratio", cfg.oversample_ratio >= 1, "at least 1"),
-    )
-    return [Problem(flags=(name,), message=f"{name} ({getattr(cfg, name)}) must be {rule}.") for name, holds, rule in rules if not holds]
+    return [*_objective(cfg), *_kl(cfg), *_advantages(cfg), *_corrections(cfg)]
 
 
 def _objective(cfg: GrpoConfig) -> list[Problem]:
@@ -158,6 +120,14 @@ def _corrections(cfg: GrpoConfig) -> list[Problem]:
                 flags=("rollout_is_geometric", "rollout_importance_sampling_mode"),
                 message=f"rollout_is_geometric is about a whole sequence's ratio, and rollout_importance_sampling_mode is {mode}. "
                 "Use sequence_truncate or sequence_mask, or leave it out.",
+            )
+        )
+    least, most = cfg.rollout_importance_sampling_min, cfg.rollout_importance_sampling_threshold
+    if least is not None and least >= most:
+        found.append(
+            Problem(
+                flags=("rollout_importance_sampling_min", "rollout_importance_sampling_threshold"),
+                message=f"rollout_importance_sampling_min ({least}) must be below rollout_importance_sampling_threshold ({most}).",
             )
         )
     if cfg.rollout_importance_sampling_min is not None and mode == "none":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from megatron_grpo.errors import ConfigError, Problem
@@ -39,7 +39,6 @@ def check_parsed(parsed: Parsed) -> Checked:
     """As `check`, from what has been parsed. The configuration of the result holds the derived sizes too."""
     shape, model_problems = read_shape(parsed.config.model.model)
     model = rules_of(shape) if shape else Model()
-    parsed = _without_misfits(parsed, shape)
     cfg = parsed.config
     problems = [*parsed.problems, *model_problems, *_settings_problems(parsed, shape)]
     sizes = size_problems(cfg, model, others_pass=not problems, unreadable=parsed.unreadable)
@@ -60,22 +59,6 @@ def _settings_problems(parsed: Parsed, shape: ModelShape | None) -> list[Problem
     others = [*refused_grpo.problems(cfg), *of_model]
     found = [_in_typed_names(cfg, problem) for problem in others if not set(problem.flags) & parsed.unreadable]
     return [*validate(cfg, parsed.unreadable), *found]
-
-
-def _without_misfits(parsed: Parsed, shape: ModelShape | None) -> Parsed:
-    """Settings taken over from a foreign file that do not go together here are left out and listed, for nobody typed them for us."""
-    natives = {typed: name for name, typed in parsed.config.typed.items()}
-    for source, taken in parsed.taken.items():
-        wrong = {flag for problem in _settings_problems(parsed, shape) for flag in problem.flags} & set(taken)
-        for typed in sorted(wrong):
-            setting = names()[natives[typed]]
-            if parsed.config.sources.get(setting.name) != source:
-                continue  # the command line has the last word
-            config = parsed.config.with_values({setting.name: setting.default}, sources={setting.name: "default"})
-            parsed = replace(parsed, config=config)
-            taken.remove(typed)
-            parsed.ignored.setdefault(source, []).append(typed)
-    return parsed
 
 
 def _in_typed_names(cfg: Config, problem: Problem) -> Problem:

@@ -15,7 +15,7 @@ from megatron_grpo.errors import EXIT_CONFIG, EXIT_DONE, ConfigError
 from megatron_grpo.planning.check import Checked, check_parsed
 from megatron_grpo.planning.facts import bubble_fraction, native_flags
 from megatron_grpo.planning.output import errors_object, write_plan
-from megatron_grpo.planning.warnings import warnings_of
+from megatron_grpo.planning.warnings import defaults_of, warnings_of
 from megatron_grpo.settings import Parsed, parse
 from megatron_grpo.sizing.dialects import DIALECTS
 
@@ -42,7 +42,7 @@ class Plan:
             "memory": self.memory,
             "cost": self.cost,
             "native_flags": native_flags(cfg, plan),
-            "warnings": self.warnings,
+            "warnings": [*self.warnings, *defaults_of(self.checked)],
         }
 
     def write_json(self, write: Any, *, num_rollouts: int | None = None) -> None:
@@ -114,8 +114,8 @@ def run_plan(argv: Sequence[str], look_at: Callable[[Parsed], Plan], *, launcher
             draw_png(made, png)
         if as_json:
             made.write_json(sys.stdout.write)
-            for part in made.not_checked:  # the object has the keys that it always had
-                print(f"not checked: {part}", file=sys.stderr)
+            if made.not_checked:  # the object has the keys that it always had
+                print(f"Not checked: {'; '.join(made.not_checked)}.", file=sys.stderr)
         else:
             from megatron_grpo.planning.report import print_report
 

@@ -38,14 +38,27 @@ def print_report(made: Plan, *, file: TextIO | None = None, is_short: bool = Fal
             console.rule("[bold]the same in native flags", align="left", style="dim")
             console.print(_to_paste(native_flags(cfg, plan), console.width), markup=False)
             console.print()
+    if made.checked.parsed.defaults:
+        _defaults(console, made)
     if made.not_checked:
-        console.rule("[bold]not checked", align="left", style="dim")
-        for part in made.not_checked:
-            console.print(f"• {part}", style="dim", markup=False)
+        console.print(f"Not checked: {'; '.join(made.not_checked)}.", style="dim", markup=False)
     if made.warnings:
         console.rule("[bold]worth knowing", align="left", style="dim")
         for warning in made.warnings:
             console.print(f"• {warning}", style="yellow" if not warning.startswith(("Note", "Your", "What differs")) else "", markup=False)
+
+
+def _defaults(console: Console, made: Plan) -> None:
+    from rich.table import Table
+
+    console.rule(f"[bold]defaults that differ in {made.checked.config.plan.dialect}, and were not typed", align="left", style="dim")
+    out = Table(box=None, pad_edge=False)
+    for name in ("name", "theirs", "ours", "used"):
+        out.add_column(name, overflow="fold")
+    for row in made.checked.parsed.defaults:
+        out.add_row(row.name, row.theirs, row.ours, row.used)
+    console.print(out, markup=False)
+    console.print()
 
 
 def _sizes(console: Console, made: Plan) -> None:

@@ -36,11 +36,14 @@ def _dialect(checked: Checked) -> Iterator[str]:
     if not cfg.plan.dialect:
         return
     yield from explain(cfg.plan.dialect, checked.plan, cfg.foreign, max_steps=cfg.run.max_steps)
-    for source in dict.fromkeys((*parsed.taken, *parsed.ignored)):
-        taken, ignored = parsed.taken.get(source, []), parsed.ignored.get(source, [])
-        parts = [f"taken over, because they mean the same here: {', '.join(taken)}"] if taken else []
-        parts += [f"not used: {', '.join(ignored)}"] if ignored else []
-        yield f"{source} holds keys that have nothing to do with batches; {'; '.join(parts)}."
+    yield from parsed.notes
+    for source, names in parsed.aside.items():
+        yield f"Note: {source} holds names that change neither what is sampled nor what is trained here, set aside: {', '.join(names)}."
+
+
+def defaults_of(checked: Checked) -> list[str]:
+    """The defaults of a dialect that nobody typed and that are not ours, for programs; people get a table."""
+    return [f"{row.name} is {row.ours} by default here and {row.theirs} there; {row.used} is used." for row in checked.parsed.defaults]
 
 
 def _groups(plan: BatchSizes) -> Iterator[str]:

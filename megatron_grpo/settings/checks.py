@@ -5,85 +5,27 @@ Sizes of batches and layouts are `sizing/rules.py`; the mathematics are `grpo/re
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
 from megatron_grpo.errors import Problem
 from megatron_grpo.settings.config import Config
+from megatron_grpo.settings.table import table
 
-# name: (least, greatest, the least itself is allowed); None is no bound.
-RANGES: dict[str, tuple[float | None, float | None, bool]] = {
-    "padded_vocab_multiple": (1, None, True),
-    "logprob_chunk_size": (1, None, True),
-    "recompute_num_layers": (1, None, True),
-    "moe_z_loss_coeff": (0, None, True),
-    "distributed_timeout_minutes": (0, None, False),
-    "max_tokens_per_micro_batch": (1, None, True),
-    "max_prompt_length": (1, None, True),
-    "max_completion_length": (1, None, True),
-    "top_p": (0, 1, False),
-    "top_k": (0, None, True),
-    "vllm_gpu_memory_utilization": (0, 1, False),
-    "vllm_kv_cache_memory_mb": (1, None, True),
-    "vllm_max_model_len": (1, None, True),
-    "vllm_max_num_seqs": (1, None, True),
-    "sleep_level": (0, 2, True),
-    "logp_difference_warn": (0, None, False),
-    "reward_timeout": (0, None, False),
-    "math_timeout": (0, None, False),
-    "code_timeout": (0, None, False),
-    "code_memory_mb": (1, None, True),
-    "code_num_workers": (1, None, True),
-    "reward_concurrency": (1, None, True),
-    "lr": (0, None, True),
-    "min_lr": (0, None, True),
-    "lr_warmup_iters": (0, None, True),
-    "lr_warmup_fraction": (0, 1, True),
-    "weight_decay": (0, None, True),
-    "adam_eps": (0, None, False),
-    "clip_grad": (0, None, True),
-    "optimizer_offload_fraction": (0, 1, True),
-    "max_steps": (1, None, True),
-    "num_train_epochs": (0, None, False),
-    "seed": (0, 2**32 - 1, True),
-    "save_steps": (0, None, True),
-    "save_total_limit": (1, None, True),
-    "log_completions_steps": (0, None, True),
-    "eval_steps": (0, None, True),
-    "eval_num_prompts": (1, None, True),
-    "plan_rollouts": (1, None, True),
-    "num_prompts": (1, None, True),
-    "gpu_memory_gb": (0, None, False),
-}
 LARGEST_WEIGHT = 1e6  # times the largest reward (rewards.protocol), still a number whose square is one
-BELOW_ONE = ("adam_beta1", "adam_beta2")
 
 
 def value_problem(name: str, value: Any) -> tuple[str, list[Any]] | None:
     """(how the value must be, the nearest value that is so, where there is one), or None."""
-    numbers = value if isinstance(value, list) else [value]
-    if any(isinstance(number, float) and not math.isfinite(number) for number in numbers):
-        return "finite", []
-    if name == "reward_weights" and any(abs(weight) > LARGEST_WEIGHT for weight in numbers):
+    if name == "reward_weights" and any(abs(weight) > LARGEST_WEIGHT for weight in value):
         return f"at most {LARGEST_WEIGHT:g} each", []
     if value is None or isinstance(value, (str, bool, list)):
         return None
-    if name in BELOW_ONE:
-        return None if 0 <= value < 1 else ("at least 0 and below 1", [] if value >= 1 else [0.0])
-    if name not in RANGES:
+    allowed = table()[name].range
+    if allowed.admits(value):
         return None
-    least, most, inclusive = RANGES[name]
-    above = least is None or value > least or (inclusive and value == least)
-    if above and (most is None or value <= most):
-        return None
-    kind = type(value)
-    low = f"at least {least}" if inclusive else f"above {least}"
-    text = low if most is None else f"{low} and at most {most}"
-    if not above:
-        return text, [kind(least)] if inclusive else []
-    return text, [kind(most)]
+    return str(allowed), [type(value)(near) for near in allowed.nearest(value)]
 
 
 def validate(cfg: Config, unreadable: Collection[str] = ()) -> list[Problem]:

@@ -11,6 +11,35 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Range:
+    """The numbers that a setting may be; None is no bound. Sizes that must divide are the business of `sizing`."""
+
+    at_least: float | None = None
+    above: float | None = None
+    at_most: float | None = None
+    below: float | None = None
+
+    def __str__(self) -> str:
+        bounds = {"at least": self.at_least, "above": self.above, "at most": self.at_most, "below": self.below}
+        return " and ".join(f"{words} {bound}" for words, bound in bounds.items() if bound is not None)
+
+    def admits(self, value: float) -> bool:
+        return (
+            (self.at_least is None or value >= self.at_least)
+            and (self.above is None or value > self.above)
+            and (self.at_most is None or value <= self.at_most)
+            and (self.below is None or value < self.below)
+        )
+
+    def nearest(self, value: float) -> list[float]:
+        """The closest number inside, where there is one."""
+        for bound, is_beyond in ((self.at_least, lambda edge: value < edge), (self.at_most, lambda edge: value > edge)):
+            if bound is not None and is_beyond(bound):
+                return [bound]
+        return []
+
+
 def setting(
     default: Any,
     help: str,
@@ -19,12 +48,21 @@ def setting(
     choices: Sequence[str] = (),
     aliases: Sequence[str] = (),
     refused: Mapping[str, str] | None = None,
+    **bounds: float,
 ) -> Any:
     """A dataclass field that knows how to present itself. `aliases` are other names that users of TRL or Megatron type.
 
     refused: values known elsewhere and not here, with the reason, so that nobody trains something else believing it is this.
+    bounds: the range of a number, see `Range`. It stands nowhere else.
     """
-    meta = {"help": help, "unit": unit, "choices": tuple(choices), "aliases": tuple(aliases), "refused": dict(refused or {})}
+    meta = {
+        "help": help,
+        "unit": unit,
+        "choices": tuple(choices),
+        "aliases": tuple(aliases),
+        "refused": dict(refused or {}),
+        "range": Range(**bounds),
+    }
     if isinstance(default, (list, tuple)):
         values = tuple(default)
         return field(default_factory=lambda: list(values), metadata=meta)
@@ -42,15 +80,17 @@ class ModelConfig:
         "auto", "layer spec; auto takes Transformer Engine where it is present", choices=["auto", "local", "transformer_engine"]
     )
     padded_vocab_multiple: int = setting(
-        128, "the vocabulary is padded to a multiple of this times TP", unit="rows", aliases=["make_vocab_size_divisible_by"]
+        128, "the vocabulary is padded to a multiple of this times TP", unit="rows", aliases=["make_vocab_size_divisible_by"], at_least=1
     )
     recompute_granularity: str | None = setting(None, "activation recompute", choices=["full", "selective"])
     recompute_method: str | None = setting(None, "which layers full recompute covers", choices=["uniform", "block"])
-    recompute_num_layers: int | None = setting(None, "layers per recompute unit (uniform) or recomputed per stage (block)", unit="layers")
+    recompute_num_layers: int | None = setting(
+        None, "layers per recompute unit (uniform) or recomputed per stage (block)", unit="layers", at_least=1
+    )
     recompute_modules: list[str] = setting(["core_attn"], "what selective recompute covers")
-    logprob_chunk_size: int = setting(1024, "positions whose logits exist at one time", unit="tokens")
+    logprob_chunk_size: int = setting(1024, "positions whose logits exist at one time", unit="tokens", at_least=1)
     moe_aux_loss_coeff: float = setting(0.0, "load-balancing loss; only 0 is independent of the layout, others are refused")
-    moe_z_loss_coeff: float | None = setting(None, "router z-loss, normalised over the global batch")
+    moe_z_loss_coeff: float | None = setting(None, "router z-loss, normalised over the global batch", at_least=0)
     moe_token_dispatcher_type: str = setting("alltoall", "how tokens travel to experts", choices=["alltoall", "allgather"])
 
 
@@ -70,7 +110,7 @@ class ParallelConfig:
     expert_model_parallel_size: int = setting(1, "expert parallel (EP)", unit="ranks")
     expert_tensor_parallel_size: int = setting(1, "tensor parallel inside an expert (ETP)", unit="ranks")
     sequence_parallel: bool = setting(False, "shard norms and residuals over TP ranks")
-    distributed_timeout_minutes: float = setting(10.0, "a collective that waits longer ends the run", unit="minutes")
+    distributed_timeout_minutes: float = setting(10.0, "a collective that waits longer ends the run", unit="minutes", above=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +132,9 @@ class BatchConfig:
     old_logprobs: str = setting(
         "auto", "auto: forward-only passes just where needed; rollout: the sampler's own", choices=["auto", "rollout"]
     )
-    max_tokens_per_micro_batch: int | None = setting(None, "pack whole sequences up to this, instead of micro_batch_size", unit="tokens")
+    max_tokens_per_micro_batch: int | None = setting(
+        None, "pack whole sequences up to this, instead of micro_batch_size", unit="tokens", at_least=1
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +143,9 @@ class DataConfig:
 
     dataset: str = setting("", "prompts: .jsonl, .json, .parquet, a directory, or a Hub name")
     dataset_split: str = setting("train", "split, where the data set has several")
-    max_prompt_length: int | None = setting(None, "longer prompts are refused or dropped (see truncation_strategy)", unit="tokens")
+    max_prompt_length: int | None = setting(
+        None, "longer prompts are refused or dropped (see truncation_strategy)", unit="tokens", at_least=1
+    )
     truncation_strategy: str = setting("raise", "what happens to a prompt that is too long", choices=["raise", "delete", "left"])
     system: str | None = setting(None, "system message put before a chat prompt that has none")
     enable_thinking: bool | None = setting(None, "handed to the chat template where it knows it")
@@ -113,23 +157,30 @@ class RolloutConfig:
     """Rollout (vLLM)"""
 
     vllm_mode: str = setting("colocate", "where the sampler lives", choices=["colocate"])
-    max_completion_length: int = setting(256, "longest completion", unit="tokens")
-    temperature: float = setting(1.0, "sampling temperature; training log-probs use the same")
-    top_p: float = setting(1.0, "nucleus sampling")
-    top_k: int = setting(0, "top-k sampling, 0 is off", unit="tokens")
+    max_completion_length: int = setting(256, "longest completion", unit="tokens", at_least=1)
+    temperature: float = setting(1.0, "sampling temperature; training log-probs use the same", above=0)
+    top_p: float = setting(1.0, "nucleus sampling", above=0, at_most=1)
+    top_k: int = setting(0, "top-k sampling, 0 is off", unit="tokens", at_least=0)
     stop: list[str] = setting([], "strings that end a completion", aliases=["stop_words"])
     stop_token_ids: list[int] = setting([], "token ids that end a completion, besides the model's own end-of-text ids")
     vllm_tensor_parallel_size: int = setting(1, "ranks that share one engine", unit="ranks")
-    vllm_gpu_memory_utilization: float = setting(0.4, "share of GPU memory for the engine (GPU only)")
-    vllm_kv_cache_memory_mb: int = setting(256, "KV cache of one engine (CPU only)", unit="MiB")
-    vllm_max_model_len: int | None = setting(None, "prompt + completion; default: longest prompt + max_completion_length", unit="tokens")
-    vllm_max_num_seqs: int = setting(256, "sequences decoded together", unit="sequences")
+    vllm_gpu_memory_utilization: float = setting(0.4, "share of GPU memory for the engine (GPU only)", above=0, at_most=1)
+    vllm_kv_cache_memory_mb: int = setting(256, "KV cache of one engine (CPU only)", unit="MiB", at_least=1)
+    vllm_max_model_len: int | None = setting(
+        None, "prompt + completion; default: longest prompt + max_completion_length", unit="tokens", at_least=1
+    )
+    vllm_max_num_seqs: int = setting(256, "sequences decoded together", unit="sequences", at_least=1)
     vllm_dtype: str | None = setting(None, "sampling dtype (default: torch_dtype)", choices=["float32", "bfloat16"])
     vllm_enforce_eager: bool = setting(False, "no CUDA graphs (always eager on CPU)")
     vllm_enable_prefix_caching: bool = setting(True, "share the KV cache of equal prefixes; reset at every weight push")
-    sleep_level: int = setting(0, "vLLM sleep while training: 0 off, 1 weights to host, 2 weights dropped (GPU only)")
+    sleep_level: int = setting(
+        0, "vLLM sleep while training: 0 off, 1 weights to host, 2 weights dropped (GPU only)", at_least=0, at_most=2
+    )
     logp_difference_warn: float | None = setting(
-        None, "warn when |trainer - sampler| log-prob of a token exceeds this (default 0.001 in float32, 1.0 in bfloat16)", unit="nats"
+        None,
+        "warn when |trainer - sampler| log-prob of a token exceeds this (default 0.001 in float32, 1.0 in bfloat16)",
+        unit="nats",
+        above=0,
     )
     verify_weight_push: bool = setting(True, "after each push, compare engine and trainer on a probe prompt")
 
@@ -140,35 +191,35 @@ class RewardConfig:
 
     reward_funcs: list[str] = setting([], "built-in names, path/to/file.py:function, or package.module:function")
     reward_weights: list[float] = setting([], "one weight per reward function (default 1 each)")
-    reward_timeout: float = setting(60.0, "longest wait for one reward function on one batch", unit="seconds")
+    reward_timeout: float = setting(60.0, "longest wait for one reward function on one batch", unit="seconds", above=0)
     reward_on_error: str = setting("raise", "what a failing reward does: end the run, or count as None", choices=["raise", "none"])
     answer_column: str | None = setting(None, "column with the right answer (default: `answer`, else `solution`)")
     accuracy_exact: bool = setting(False, "accuracy: the whole completion must equal the answer, character by character")
-    math_timeout: float = setting(5.0, "math: an answer that takes longer to compare counts as wrong", unit="seconds")
+    math_timeout: float = setting(5.0, "math: an answer that takes longer to compare counts as wrong", unit="seconds", above=0)
     format_tags: list[str] = setting(["think", "answer"], "format: tags that must enclose a completion, in this order")
-    length_target: int = setting(0, "length: the wanted length; 0 rewards brevity", unit="tokens")
+    length_target: int = setting(0, "length: the wanted length; 0 rewards brevity", unit="tokens", at_least=0)
     cosine_min_len_value_wrong: float = setting(-0.5, "cosine: reward of a wrong answer of length 0")
     cosine_max_len_value_wrong: float = setting(0.0, "cosine: reward of a wrong answer of length cosine_max_len")
     cosine_min_len_value_correct: float = setting(1.0, "cosine: reward of a right answer of length 0")
     cosine_max_len_value_correct: float = setting(0.5, "cosine: reward of a right answer of length cosine_max_len")
-    cosine_max_len: int | None = setting(None, "cosine: where the curve ends (default max_completion_length)", unit="tokens")
-    repetition_n_grams: int = setting(3, "repetition: length of the n-grams", unit="tokens")
-    repetition_max_penalty: float = setting(-1.0, "repetition: reward of a completion that only repeats itself")
-    code_timeout: float = setting(10.0, "code: wall-clock and CPU time of one program", unit="seconds")
-    code_memory_mb: int = setting(512, "code: memory of one program", unit="MiB")
-    code_num_workers: int = setting(2, "code: programs run at one time by one rank", unit="processes")
+    cosine_max_len: int | None = setting(None, "cosine: where the curve ends (default max_completion_length)", unit="tokens", at_least=1)
+    repetition_n_grams: int = setting(3, "repetition: length of the n-grams", unit="tokens", at_least=1)
+    repetition_max_penalty: float = setting(-1.0, "repetition: reward of a completion that only repeats itself", at_most=0)
+    code_timeout: float = setting(10.0, "code: wall-clock and CPU time of one program", unit="seconds", at_least=0.1)
+    code_memory_mb: int = setting(512, "code: memory of one program", unit="MiB", at_least=64)
+    code_num_workers: int = setting(2, "code: programs run at one time by one rank", unit="processes", at_least=1)
     code_all_or_nothing: bool = setting(False, "code: 1 for all tests and else 0, instead of the share of tests passed")
     reward_model: str | None = setting(None, "reward_model: sequence classifier, a directory or Hub name (one copy per rank)")
     reward_model_url: str | None = setting(None, "reward_model: HTTP endpoint instead; vLLM's /classify and /pooling, or plain JSON")
-    reward_model_batch_size: int = setting(8, "reward_model: sequences per forward, or per request", unit="sequences")
-    reward_model_max_length: int = setting(2048, "reward_model: longer texts are cut on the left", unit="tokens")
+    reward_model_batch_size: int = setting(8, "reward_model: sequences per forward, or per request", unit="sequences", at_least=1)
+    reward_model_max_length: int = setting(2048, "reward_model: longer texts are cut on the left", unit="tokens", at_least=1)
     llm_judge_url: str | None = setting(None, "llm_judge: base URL of an OpenAI-compatible endpoint, such as http://127.0.0.1:8000/v1")
     llm_judge_model: str | None = setting(None, "llm_judge: model name at that endpoint")
     llm_judge_prompt: str | None = setting(None, "llm_judge: file with the instruction; {prompt}, {completion}, {answer} are filled in")
-    llm_judge_max_score: float = setting(10.0, "llm_judge: the score that counts as reward 1")
-    llm_judge_max_tokens: int = setting(512, "llm_judge: longest verdict", unit="tokens")
+    llm_judge_max_score: float = setting(10.0, "llm_judge: the score that counts as reward 1", above=0)
+    llm_judge_max_tokens: int = setting(512, "llm_judge: longest verdict", unit="tokens", at_least=1)
     llm_judge_api_key_env: str = setting("OPENAI_API_KEY", "llm_judge: environment variable that holds the key; unset sends none")
-    reward_concurrency: int = setting(16, "reward_model, llm_judge: requests in flight at one time, per rank", unit="requests")
+    reward_concurrency: int = setting(16, "reward_model, llm_judge: requests in flight at one time, per rank", unit="requests", at_least=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,19 +238,21 @@ class GrpoConfig:
             "fipo": "it is not implemented",
         },
     )
-    epsilon: float = setting(0.2, "clip range below 1")
-    epsilon_high: float | None = setting(None, "clip range above 1 (default epsilon; cispo: bound on the ratio, default 5.0)")
-    delta: float | None = setting(None, "two-sided clip: bound on the unclipped ratio", aliases=["dual_clip"])
+    epsilon: float = setting(0.2, "clip range below 1", above=0)
+    epsilon_high: float | None = setting(None, "clip range above 1 (default epsilon; cispo: bound on the ratio, default 5.0)", above=0)
+    delta: float | None = setting(None, "two-sided clip: bound on the unclipped ratio", aliases=["dual_clip"], above=1)
     importance_sampling_level: str = setting("token", "what the ratio is taken over", choices=["token", "sequence", "sequence_token"])
-    sapo_temperature_pos: float = setting(1.0, "SAPO temperature for positive advantages", aliases=["tau_pos"])
-    sapo_temperature_neg: float = setting(1.05, "SAPO temperature for negative advantages", aliases=["tau_neg"])
-    beta: float = setting(0.0, "KL coefficient; 0 loads no reference model")
+    sapo_temperature_pos: float = setting(1.0, "SAPO temperature for positive advantages", aliases=["tau_pos"], above=0)
+    sapo_temperature_neg: float = setting(1.05, "SAPO temperature for negative advantages", aliases=["tau_neg"], above=0)
+    beta: float = setting(0.0, "KL coefficient; 0 loads no reference model", at_least=0)
     kl_estimator: str = setting("k3", "per-token KL estimate", choices=["k1", "k2", "k3"])
     use_bias_correction_kl: bool = setting(True, "multiply the KL by the ratio, differentiably")
     kl_in_reward: bool = setting(False, "subtract the KL from the reward instead of adding it to the loss")
     entropy_coef: float = setting(0.0, "entropy bonus")
     log_entropy: bool = setting(False, "compute and log the entropy even where nothing needs it")
-    top_entropy_quantile: float = setting(1.0, "train only the tokens in this top share of entropy, over the global batch")
+    top_entropy_quantile: float = setting(
+        1.0, "train only the tokens in this top share of entropy, over the global batch", above=0, at_most=1
+    )
     advantage_estimator: str = setting(
         "grpo", "baseline and scale", choices=["grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gdpo"]
     )
@@ -210,47 +263,47 @@ class GrpoConfig:
     overlong_filter: bool = setting(False, "truncated completions do not train", aliases=["mask_truncated_completions"])
     exclude_dead_groups: bool = setting(False, "groups with equal rewards leave the denominator too")
     dynamic_sample: bool = setting(False, "replace groups with equal rewards by further prompts")
-    max_resample_times: int = setting(3, "rounds of replacement", unit="rounds")
-    oversample_ratio: float = setting(1.0, "sample this many times the wanted groups, and keep live ones before dead ones")
+    max_resample_times: int = setting(3, "rounds of replacement", unit="rounds", at_least=1)
+    oversample_ratio: float = setting(1.0, "sample this many times the wanted groups, and keep live ones before dead ones", at_least=1)
     rollout_importance_sampling_mode: str = setting(
         "none", "correction for the engine mismatch", choices=["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
     )
-    rollout_importance_sampling_threshold: float = setting(2.0, "upper bound of that correction")
-    rollout_importance_sampling_min: float | None = setting(None, "lower bound of that correction (default: none)")
+    rollout_importance_sampling_threshold: float = setting(2.0, "upper bound of that correction", above=0)
+    rollout_importance_sampling_min: float | None = setting(None, "lower bound of that correction (default: none)", at_least=0)
     rollout_is_geometric: bool = setting(False, "sequence level: geometric mean instead of product")
     off_policy_sequence_mask_delta: float | None = setting(
-        None, "drop bad sequences that drifted further than this", unit="nats", aliases=["off_policy_mask_threshold"]
+        None, "drop bad sequences that drifted further than this", unit="nats", aliases=["off_policy_mask_threshold"], at_least=0
     )
     sync_ref_model: bool = setting(False, "move the reference towards the policy")
-    ref_model_sync_steps: int = setting(512, "how often", unit="optimizer steps")
-    ref_model_mixup_alpha: float = setting(0.6, "ref = alpha * policy + (1 - alpha) * ref")
-    soft_max_length: int | None = setting(None, "soft_overlong: hard limit (default max_completion_length)", unit="tokens")
-    soft_cache_length: int | None = setting(None, "soft_overlong: width of the penalty ramp", unit="tokens")
+    ref_model_sync_steps: int = setting(512, "how often", unit="optimizer steps", at_least=1)
+    ref_model_mixup_alpha: float = setting(0.6, "ref = alpha * policy + (1 - alpha) * ref", above=0, at_most=1)
+    soft_max_length: int | None = setting(None, "soft_overlong: hard limit (default max_completion_length)", unit="tokens", at_least=1)
+    soft_cache_length: int | None = setting(None, "soft_overlong: width of the penalty ramp", unit="tokens", at_least=1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
     """Optimizer"""
 
-    lr: float = setting(1e-6, "peak learning rate", aliases=["learning_rate"])
-    min_lr: float = setting(0.0, "learning rate at the end of the decay")
+    lr: float = setting(1e-6, "peak learning rate", aliases=["learning_rate"], at_least=0)
+    min_lr: float = setting(0.0, "learning rate at the end of the decay", at_least=0)
     lr_decay_style: str = setting(
         "constant", "shape after warm-up", choices=["constant", "linear", "cosine"], aliases=["lr_scheduler_type"]
     )
-    lr_warmup_iters: int = setting(0, "linear warm-up", unit="optimizer steps", aliases=["warmup_steps"])
+    lr_warmup_iters: int = setting(0, "linear warm-up", unit="optimizer steps", aliases=["warmup_steps"], at_least=0)
     lr_warmup_fraction: float | None = setting(
-        None, "linear warm-up as a share of the run, instead of lr_warmup_iters", aliases=["warmup_ratio"]
+        None, "linear warm-up as a share of the run, instead of lr_warmup_iters", aliases=["warmup_ratio"], at_least=0, at_most=1
     )
-    weight_decay: float = setting(0.0, "decoupled weight decay")
-    adam_beta1: float = setting(0.9, "")
-    adam_beta2: float = setting(0.95, "")
-    adam_eps: float = setting(1e-8, "", aliases=["adam_epsilon"])
-    clip_grad: float = setting(1.0, "gradient norm is clipped to this; 0 is off", aliases=["max_grad_norm"])
+    weight_decay: float = setting(0.0, "decoupled weight decay", at_least=0)
+    adam_beta1: float = setting(0.9, "", at_least=0, below=1)
+    adam_beta2: float = setting(0.95, "", at_least=0, below=1)
+    adam_eps: float = setting(1e-8, "", aliases=["adam_epsilon"], above=0)
+    clip_grad: float = setting(1.0, "gradient norm is clipped to this; 0 is off", aliases=["max_grad_norm"], at_least=0)
     use_distributed_optimizer: bool = setting(True, "shard optimizer state over DP ranks")
     overlap_grad_reduce: bool = setting(False, "reduce gradients while the backward runs")
     overlap_param_gather: bool = setting(False, "gather parameters while the forward runs")
     optimizer_cpu_offload: bool = setting(False, "keep optimizer state on the host (GPU only)")
-    optimizer_offload_fraction: float = setting(1.0, "share of it kept there")
+    optimizer_offload_fraction: float = setting(1.0, "share of it kept there", at_least=0, at_most=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -258,18 +311,20 @@ class RunConfig:
     """Run"""
 
     output_dir: str = setting("output", "where everything is written", aliases=["save"])
-    max_steps: int | None = setting(None, "length of the run", unit="optimizer steps", aliases=["train_iters"])
+    max_steps: int | None = setting(None, "length of the run", unit="optimizer steps", aliases=["train_iters"], at_least=1)
     num_train_epochs: float | None = setting(
-        None, "length of the run, instead of max_steps (default 1)", unit="epochs", aliases=["max_epochs"]
+        None, "length of the run, instead of max_steps (default 1)", unit="epochs", aliases=["max_epochs"], above=0
     )
-    seed: int = setting(42, "prompts, sampling and everything else")
-    save_steps: int = setting(0, "checkpoint every so often; 0: only at the end", unit="optimizer steps", aliases=["save_interval"])
-    save_total_limit: int | None = setting(2, "checkpoints kept", unit="checkpoints")
+    seed: int = setting(42, "prompts, sampling and everything else", at_least=0, at_most=2**32 - 1)
+    save_steps: int = setting(
+        0, "checkpoint every so often; 0: only at the end", unit="optimizer steps", aliases=["save_interval"], at_least=0
+    )
+    save_total_limit: int | None = setting(2, "checkpoints kept", unit="checkpoints", at_least=1)
     resume: str = setting(
         "auto", "auto: from the newest checkpoint in output_dir; never; or a checkpoint directory", aliases=["resume_from_checkpoint"]
     )
     report_to: list[str] = setting(["none"], "where metrics go besides metrics.jsonl: tensorboard, wandb, swanlab, mlflow, none")
-    log_completions_steps: int = setting(1, "write completions/ every so many rollouts; 0: never", unit="rollouts")
+    log_completions_steps: int = setting(1, "write completions/ every so many rollouts; 0: never", unit="rollouts", at_least=0)
     overwrite_output_dir: bool = setting(False, "start afresh in an output_dir that holds another run")
     export_hf: bool = setting(True, "write hf/ at the end")
 
@@ -279,8 +334,8 @@ class EvalConfig:
     """Evaluation"""
 
     eval_dataset: str = setting("", "held-out prompts, scored greedily with the reward functions")
-    eval_steps: int = setting(0, "how often; 0: only before and after", unit="optimizer steps")
-    eval_num_prompts: int | None = setting(None, "use the first so many", unit="prompts")
+    eval_steps: int = setting(0, "how often; 0: only before and after", unit="optimizer steps", at_least=0)
+    eval_num_prompts: int | None = setting(None, "use the first so many", unit="prompts", at_least=1)
     eval_reward: str | None = setting(None, "the reward function that is the score (default: the first)")
 
 
@@ -288,16 +343,16 @@ class EvalConfig:
 class PlanConfig:
     """Plan (what `plan` prints)"""
 
-    plan_rollouts: int = setting(2, "rollouts the timetable shows", unit="rollouts")
-    num_prompts: int | None = setting(None, "size of the data set, when it is not at hand", unit="prompts")
-    gpu_memory_gb: float | None = setting(None, "memory of one GPU, to hold the estimate against", unit="GB")
+    plan_rollouts: int = setting(2, "rollouts the timetable shows", unit="rollouts", at_least=1)
+    num_prompts: int | None = setting(None, "size of the data set, when it is not at hand", unit="prompts", at_least=1)
+    gpu_memory_gb: float | None = setting(None, "memory of one GPU, to hold the estimate against", unit="GB", above=0)
     lengths: str | None = setting(None, "file with a prompt and a completion length a line", unit="tokens")
     json: bool = setting(False, "print one JSON object instead of tables and a figure")
     png: str | None = setting(None, "also draw the timetable into this file (needs the extra `plot`)")
     dialect: str | None = setting(
         None,
-        "read the batch sizes in another system's vocabulary (docs/batching.md); for `train` too",
-        choices=["trl", "skyrl", "skyrl-doc", "swift-megatron", "cs336"],
+        "read names, sizes and defaults as another system means them (docs/configuration.md); swift is swift-megatron",
+        choices=["trl", "skyrl", "skyrl-doc", "swift-megatron", "swift", "cs336"],
     )
 
 

@@ -8,20 +8,34 @@ from typing import Any
 
 from megatron_grpo.errors import ConfigError, Problem
 from megatron_grpo.settings.config import Config
+from megatron_grpo.settings.foreign import Change, Dialect, Foreign, shown, words_of
 from megatron_grpo.settings.read import COMMAND_LINE, Entry, read_file, read_words
-from megatron_grpo.settings.table import BadValue, Dialect, Setting, close_to, names, read_value, table
+from megatron_grpo.settings.remedies import ALIKE, reads_as, remedy
+from megatron_grpo.settings.table import BadValue, Setting, close_to, names, read_value, table
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForeignDefault:
+    """A default of another system that differs from ours and that nobody typed: `used` is one of the two."""
+
+    name: str
+    theirs: str
+    ours: str
+    used: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Parsed:
     """A configuration, what is wrong with it, and the settings whose values could not be read (they hold their defaults)."""
 
     config: Config = field(default_factory=Config)
     problems: list[Problem] = field(default_factory=list)
     unreadable: set[str] = field(default_factory=set)
-    ignored: dict[str, list[str]] = field(default_factory=dict)  # keys of a foreign file that mean nothing here, by file
-    taken: dict[str, list[str]] = field(default_factory=dict)  # keys of a foreign file, not about batches, that mean the same here
     print_config: bool = False
+    # Of a dialect: names that change nothing and were set aside, by source; what was read as something else; defaults that differ.
+    aside: dict[str, list[str]] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    defaults: list[ForeignDefault] = field(default_factory=list)
 
 
 def resolve(argv: Sequence[str], *, launcher_world_size: int | None = None, dialects: Mapping[str, Dialect] | None = None) -> Config:
@@ -50,7 +64,9 @@ def parse(argv: Sequence[str], *, launcher_world_size: int | None = None, dialec
     entries += [entry for entry in typed_entries if entry.name not in own]
 
     print_config = any(entry.name == "print_config" and entry.raw[:1] != ["false"] for entry in typed_entries)
-    builder = _Builder(Parsed(problems=problems, print_config=print_config), _dialect_of(entries, dialects or {}))
+    builder = _Builder(Parsed(problems=problems, print_config=print_config), _dialect_of(entries, dialects or {}), dialects or {})
+    for entry in entries:
+        builder.hear(entry)
     for entry in entries:
         builder.take(entry)
     return builder.finish(launcher_world_size)
@@ -67,52 +83,75 @@ def _dialect_of(entries: Sequence[Entry], dialects: Mapping[str, Dialect]) -> Di
 
 
 class _Builder:
-    def __init__(self, parsed: Parsed, dialect: Dialect | None):
-        self.parsed, self.dialect = parsed, dialect
+    """Takes entries one by one and makes the configuration of them at the end."""
+
+    def __init__(self, parsed: Parsed, dialect: Dialect | None, dialects: Mapping[str, Dialect]):
+        self.parsed, self.dialect, self.dialects = parsed, dialect, dialects
+        self.first = len(parsed.problems)  # those of the files themselves come before all others
         self.values: dict[str, Any] = {}  # by setting; a size in another vocabulary is in `foreign`
         self.sources: dict[str, str] = {}
         self.typed: dict[str, str] = {}
         self.foreign: dict[str, int] = {}
+        self.given: dict[str, list[str]] = {}  # every name of another system with its words, as typed
         self.seen: dict[tuple[str, str], tuple[str, Any]] = {}  # (source, setting) -> (name typed, value)
+        self.unknown: dict[str, list[str]] = {}  # by source
+        self.lacking: dict[str, list[tuple[str, str]]] = {}  # sentence -> (name, words) that it refuses
+
+    def hear(self, entry: Entry) -> None:
+        """Names that are read together need each other's words, whichever comes first."""
+        if self.dialect:
+            self.given[self.dialect.row(entry.name)[0]] = words_of(entry.raw) or ["true"]
 
     def take(self, entry: Entry) -> None:
-        setting, value, name = self._find(entry)
-        if name.startswith("$"):
-            self._shell_variable(name, entry)
+        row = self.dialect.row(entry.name)[1] if self.dialect else None
+        if entry.name.startswith("$") and row is None:
+            self._of_a_script(entry)
             return
+        if row is not None and not row.native:
+            self._take_foreign(entry, row)
+            return
+        setting, value, name = self._find(entry, row)
         if setting is None:
-            self._unknown(entry)
+            self.unknown.setdefault(entry.source, []).append(entry.name)
             return
-        foreign_setting = self.dialect is not None and setting.name in self.dialect.settings
-        # In a foreign file a key that is not about batches may mean something else: taken where it fits, else listed, never refused.
-        is_guest = self.dialect is not None and entry.source != COMMAND_LINE and not foreign_setting and setting.group not in _SIZE_GROUPS
+        raw = entry.raw
+        if row is not None and row.values:
+            raw = [row.values.get(word.lower(), word) for word in words_of(raw)]
         try:
-            value = value if value is not None else read_value(setting, entry.raw)
-            if is_guest:
-                from megatron_grpo.settings.checks import value_problem
-
-                if value_problem(setting.name, value):
-                    raise BadValue("out of range")
+            value = value if value is not None else read_value(setting, raw)
         except BadValue as bad:
-            if is_guest:
-                self.parsed.ignored.setdefault(entry.source, []).append(entry.name)
-                return
-            where = "" if entry.source == COMMAND_LINE else f" ({entry.source})"
-            nearest = {name: bad.suggestions} if bad.suggestions else {}
-            self.parsed.problems.append(Problem(flags=(name,), message=f"{name}{where} {bad}.", nearest=nearest))
-            self.parsed.unreadable.add(setting.name)
+            self._bad(name, setting.name, entry.source, bad)
             return
-        if is_guest:
-            self.parsed.taken.setdefault(entry.source, []).append(name)
-        key = (entry.source, setting.name)
-        earlier = self.seen.get(key)
-        if earlier and earlier[0] != name and earlier[1] != value:
-            message = f"{earlier[0]} ({earlier[1]}) and {name} ({value}) are one setting with two values. Keep one of them."
-            self.parsed.problems.append(Problem(flags=(earlier[0], name), message=message))
-        self.seen[key] = (name, value)
         self._set(setting, value, source=entry.source, typed=name)
 
+    def _take_foreign(self, entry: Entry, row: Foreign) -> None:
+        """A name that is read by a function, refused, or set aside."""
+        words = words_of(entry.raw) or ["true"]
+        if row.read is not None:
+            try:
+                for native, raw in row.read(words, self.given).items():
+                    setting = table()[native]
+                    self._set(setting, read_value(setting, raw), source=entry.source, typed=entry.name)
+            except BadValue as bad:
+                self._bad(entry.name, entry.name, entry.source, bad)
+        elif row.lacks and " ".join(words).lower() not in row.off:
+            self.lacking.setdefault(row.lacks, []).append((entry.name, " ".join(words)))
+        else:
+            self.parsed.aside.setdefault(entry.source, []).append(entry.name)
+
+    def _bad(self, name: str, setting: str, source: str, bad: BadValue) -> None:
+        where = "" if source == COMMAND_LINE else f" ({source})"
+        nearest = {name: bad.suggestions} if bad.suggestions else {}
+        self.parsed.problems.append(Problem(flags=(name,), message=f"{name}{where} {bad}.", nearest=nearest))
+        self.parsed.unreadable.add(setting)
+
     def _set(self, setting: Setting, value: Any, *, source: str, typed: str) -> None:
+        key = (source, setting.name)
+        earlier = self.seen.get(key)
+        if earlier and earlier[0] != typed and earlier[1] != value:
+            message = f"{earlier[0]} ({shown(earlier[1])}) and {typed} ({shown(value)}) are one setting with two values. Keep one of them."
+            self.parsed.problems.append(Problem(flags=(earlier[0], typed), message=message))
+        self.seen[key] = (typed, value)
         if self.dialect is not None and setting.name in self.dialect.settings:
             self.foreign[setting.name] = value
         else:
@@ -120,18 +159,17 @@ class _Builder:
         self.sources[setting.name] = source
         self.typed[setting.name] = typed
 
-    def _find(self, entry: Entry) -> tuple[Setting | None, Any, str]:
+    def _find(self, entry: Entry, row: Foreign | None) -> tuple[Setting | None, Any, str]:
         """(setting, value when the name itself says it, the name as the user knows it)."""
         name = entry.name
         if self.dialect:
-            for prefix in self.dialect.prefixes:
-                name = name.removeprefix(prefix)
-            if name in self.dialect.settings:
-                return self.dialect.settings[name], None, name
-            if name in self.dialect.renames:
-                return table()[self.dialect.renames[name]], None, name
+            size = self.dialect.size(name)
+            if size is not None:
+                return self.dialect.settings[size], None, size
+            if row is not None:
+                return table()[row.native], None, name
         setting = names().get(name)
-        if setting is None and entry.name.startswith("no_") and entry.raw == []:
+        if setting is None and name.startswith("no_") and entry.raw == []:
             negated = names().get(name.removeprefix("no_"))
             if negated is not None and negated.kind == "bool":
                 return negated, False, name
@@ -139,46 +177,85 @@ class _Builder:
             return None, None, name
         return setting, None, name
 
-    def _shell_variable(self, name: str, entry: Entry) -> None:
-        """A script's own launcher says how many ranks it starts."""
-        if name in ("$NPROC_PER_NODE", "$NNODES") and entry.raw[0].isdigit():
-            self.seen[("shell", name)] = (entry.source, int(entry.raw[0]))
+    def _of_a_script(self, entry: Entry) -> None:
+        """A script's own launcher says how many ranks it starts; a script may hold more commands than one."""
+        if entry.name == "$other":
+            self.parsed.notes.append(f"{entry.source}: the flags of its last command are read, not those of {entry.raw[0]}.")
+        elif entry.name in ("$NPROC_PER_NODE", "$NNODES") and entry.raw[0].isdigit():
+            self.seen[("shell", entry.name)] = (entry.source, int(entry.raw[0]))
 
-    def _unknown(self, entry: Entry) -> None:
-        if self.dialect is not None and entry.source != COMMAND_LINE:
-            self.parsed.ignored.setdefault(entry.source, []).append(entry.name)
-            return
-        own = [*self.dialect.settings, *self.dialect.renames] if self.dialect else []
-        hidden = self.dialect.hides if self.dialect else ()
-        known = own + [name for name, setting in names().items() if setting.name not in hidden] + ["config", "print_config"]
-        section, _, last = entry.name.rpartition(".")
-        close = close_to(last or entry.name, [*known, *hidden], limit=1) or close_to(last or entry.name, known, limit=1, cutoff=0.0)
-        where = "" if entry.source == COMMAND_LINE else f" in {entry.source}"
-        if self.dialect and (entry.name in hidden or close[0] in hidden):
-            hint = f" In the {self.dialect.name} dialect the batch sizes are: {', '.join(own)}."
-        elif section and last in known:
-            groups = sorted({setting.group for setting in table().values()})
-            hint = f" {last} is a setting, but {section} is not a section; the sections are: {', '.join(groups)}."
-        else:
-            hint = f" Did you mean {close[0]}?"
-        self.parsed.problems.append(Problem(flags=(entry.name,), message=f"{entry.name}{where} is not a setting.{hint}"))
+    def _report_unknown(self) -> None:
+        """A file full of another system's names is one mistake; any other name is one each, with what to type instead."""
+        problems: list[Problem] = []
+        for source, unknown in self.unknown.items():
+            where = "" if source == COMMAND_LINE else f" in {source}"
+            found = reads_as(unknown, self.dialects) if self.dialect is None else None
+            if found:
+                dialect, known = found
+                what = "This command line" if source == COMMAND_LINE else source
+                some = ", ".join(known[:4]) + (f" and {len(known) - 4} more" if len(known) > 4 else "")
+                message = f"{what} reads as a {dialect.title} file ({some}): add `--dialect {dialect.name}`."
+                problems.append(Problem(flags=tuple(known), message=message))
+            for name in unknown if not found else [name for name in unknown if name not in found[1]]:
+                problems.append(Problem(flags=(name,), message=f"{name}{where} is not a setting.{self._hint(name)}"))
+        self.parsed.problems[self.first : self.first] = problems
+
+    def _hint(self, name: str) -> str:
+        if self.dialect is None:
+            return remedy(name, self.dialects)
+        sizes = list(self.dialect.settings)
+        close = close_to(name, [*sizes, *self.dialect.hides], limit=1, cutoff=ALIKE)
+        if sizes and close:
+            return f" In the {self.dialect.name} dialect the batch sizes are: {', '.join(sizes)}."
+        found = remedy(name, self.dialects, hidden=self.dialect.hides)
+        return f"{found} Nor is it a {self.dialect.title} name that is known here, so it may change what is trained."
+
+    def _report_lacking(self) -> None:
+        for sentence, asked in self.lacking.items():
+            said = ", ".join(f"{name} ({words})" for name, words in asked)
+            self.parsed.problems.append(Problem(flags=tuple(name for name, _ in asked), message=f"{said}: {sentence}."))
 
     def finish(self, launcher_world_size: int | None) -> Parsed:
         """The configuration is made here, once, from everything that was taken."""
+        self._report_unknown()
+        self._report_lacking()
         if self.dialect:
-            for name, value in self.dialect.implies.items():
-                self.values[name] = value
-                self.sources.setdefault(name, f"implied by the {self.dialect.name} dialect")
-            self.foreign = {
-                name: setting.default
-                for name, setting in self.dialect.settings.items()
-                if setting.default is not None and setting.group == "foreign"
-            } | self.foreign
+            self._settle_dialect(self.dialect)
         self._world_size(launcher_world_size)
         self._dtype()
         sources = {name: self.sources.get(name, "default") for name in {**table(), **self.sources}}
         config = Config().with_values(self.values, sources=sources)
         return replace(self.parsed, config=replace(config, typed=self.typed, foreign=self.foreign))
+
+    def _settle_dialect(self, dialect: Dialect) -> None:
+        """What follows from several names at once, and the defaults that nobody typed."""
+        self.values["dialect"] = dialect.name
+        for name, value in dialect.implies.items():
+            self.values[name] = value
+            self.sources.setdefault(name, f"implied by the {dialect.name} dialect")
+        try:
+            for change in dialect.settle(dict(self.values), self.given) if dialect.settle else ():
+                self._change(change, dialect)
+        except (BadValue, ValueError) as bad:  # ValueError: a number that is none, of names that are read together
+            self.parsed.problems.append(Problem(flags=("dialect",), message=f"{bad}."))
+        for row in dialect.defaults:
+            ours = {name: table()[name].default for name in row.native}
+            if row.name in self.given or set(row.native) & set(self.values) or (row.native and ours == dict(row.native)):
+                continue
+            kept = row.ours or shown(ours[row.name] if row.name in ours else list(ours.values())[0])
+            self.parsed.defaults.append(
+                ForeignDefault(name=row.name, theirs=row.theirs, ours=kept, used=row.theirs if row.native else kept)
+            )
+            for name, value in row.native.items():
+                self.values[name], self.sources[name] = value, f"{dialect.title}'s default"
+        self.foreign = {name: setting.default for name, setting in dialect.settings.items() if setting.default is not None} | self.foreign
+
+    def _change(self, change: Change, dialect: Dialect) -> None:
+        for name, value in change.values.items():
+            self.values[name] = table()[name].default if value is None else value
+            self.sources[name] = f"{dialect.title}'s reading"
+        if change.note:
+            self.parsed.notes.append(change.note)
 
     def _world_size(self, launcher: int | None) -> None:
         """The launcher knows; without one, what was typed; else what a script gives to its own launcher; else 1."""
@@ -221,6 +298,3 @@ class _Builder:
             )
         self.values["torch_dtype"] = dtype
         self.sources["torch_dtype"] = "derived from bf16"
-
-
-_SIZE_GROUPS = ("parallel", "batch")

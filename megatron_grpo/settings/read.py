@@ -116,39 +116,11 @@ def _repeated(root: Any) -> list[str]:
 
 
 def read_script(text: str, *, source: str) -> tuple[list[Entry], list[Problem]]:
-    """The flags of a launch script: `NPROC_PER_NODE=8 megatron rlhf --micro_batch_size 1 ...`.
+    """The flags of a launch script. Its variables become entries named `$NAME`, so that the number of ranks can be found."""
+    from megatron_grpo.settings.script import read_shell
 
-    Only what a flag list needs of the shell: comments, line continuations, quotes, and variables the script itself assigns. Assigned
-    variables become entries named `$NAME`, so that a dialect can find the number of ranks.
-    """
-    import shlex
-
-    lines = [line for line in text.replace("\\\r\n", "\\\n").splitlines() if not line.lstrip().startswith("#")]
-    joined = "\n".join(lines).replace("\\\n", " ")
-    variables: dict[str, str] = {}
-    entries: list[Entry] = []
-
-    def expand(word: str) -> str:
-        def value(match: re.Match) -> str:
-            name, default = match[1] or match[3], match[2]
-            return variables.get(name, default if default is not None else match[0])
-
-        return re.sub(r"\$\{(\w+)(?::?-([^}]*))?\}|\$(\w+)", value, word)
-
-    for line in joined.splitlines():
-        try:
-            words = [expand(word) for word in shlex.split(line, comments=True)]
-        except ValueError as error:
-            return [], [Problem(flags=("config",), message=f"{source} cannot be read as a shell script: {error} in {line.strip()[:60]!r}.")]
-        words = words[1:] if words[:1] == ["export"] else words
-        while words and re.match(r"[A-Za-z_]\w*=", words[0]):
-            name, _, value = words.pop(0).partition("=")
-            variables[name] = value
-        entries += read_words([part for word in words for part in _unquoted(word)], source=source, lenient=True)[0]
-    entries += [Entry(name=f"${name}", raw=[value], source=source) for name, value in variables.items()]
-    return entries, []
-
-
-def _unquoted(word: str) -> list[str]:
-    """An expanded variable may hold several flags: ARGS="--tp 2 --pp 2"; run $ARGS."""
-    return word.split() if word.startswith("--") and " " in word else [word]
+    script = read_shell(text, source=source)
+    entries = read_words(script.words, source=source, lenient=True)[0]
+    entries += [Entry(name=f"${name}", raw=[value], source=source) for name, value in script.variables.items()]
+    entries += [Entry(name="$other", raw=[program], source=source) for program in script.others]
+    return entries, script.problems

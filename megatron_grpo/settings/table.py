@@ -8,7 +8,7 @@ from dataclasses import MISSING, dataclass, field, fields
 from functools import cache
 from typing import Any
 
-from megatron_grpo.settings.config import Config
+from megatron_grpo.settings.config import Config, Range
 
 TRUE, FALSE, NONE = ("true", "yes", "on", "1"), ("false", "no", "off", "0"), ("none", "null")
 
@@ -28,18 +28,7 @@ class Setting:
     choices: Sequence[str] = ()
     aliases: Sequence[str] = ()
     refused: Mapping[str, str] = field(default_factory=dict)  # value -> why it is not a choice here
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Dialect:
-    """Another system's vocabulary: names that replace native ones. Their values end in `Config.foreign`, as typed."""
-
-    name: str
-    settings: Mapping[str, Setting] = field(default_factory=dict)
-    hides: Sequence[str] = ()  # native names that mean nothing, or something else, in this vocabulary
-    prefixes: Sequence[str] = ()  # sections of its files that may stand before a name: "trainer."
-    renames: Mapping[str, str] = field(default_factory=dict)  # its names for native settings other than sizes
-    implies: Mapping[str, Any] = field(default_factory=dict)  # native settings that it switches on
+    range: Range = Range()
 
 
 def canonical(name: str) -> str:
@@ -71,6 +60,7 @@ def table() -> Mapping[str, Setting]:
                 choices=meta["choices"],
                 aliases=meta["aliases"],
                 refused=meta["refused"],
+                range=meta["range"],
             )
     return rows
 
@@ -153,7 +143,7 @@ def _number(setting: Setting, word: Any, text: str) -> int | float:
         number = float(text)  # PyYAML reads 1e-6 as a string: this is where it becomes a number
     except (ValueError, OverflowError):
         raise bad from None
-    if math.isnan(number):
+    if not math.isfinite(number):
         raise bad
     return number
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from megatron_grpo.errors import ConfigError, Problem
 from megatron_grpo.rewards.builtin.math import Math, build_math
 from megatron_grpo.rewards.protocol import RowFailure, Score
 from megatron_grpo.settings.config import Config
@@ -37,8 +36,6 @@ class Cosine:
 def build_cosine(config: Config) -> Cosine:
     settings = config.rewards
     max_length = config.rollout.max_completion_length if settings.cosine_max_len is None else settings.cosine_max_len
-    if max_length < 1:
-        raise ConfigError([Problem(flags=("cosine_max_len",), message=f"cosine_max_len ({max_length}) should be 1 or more tokens.")])
     return Cosine(
         build_math(config),
         right=(settings.cosine_min_len_value_correct, settings.cosine_max_len_value_correct),

@@ -95,8 +95,6 @@ def build_llm_judge(config: Config) -> LlmJudge:
     if not settings.llm_judge_model:
         message = "Reward `llm_judge` needs llm_judge_model, the name of the model at llm_judge_url."
         problems.append(Problem(flags=("llm_judge_model",), message=message))
-    if settings.llm_judge_max_score <= 0:
-        problems.append(Problem(flags=("llm_judge_max_score",), message="llm_judge_max_score should be above 0; 10 is usual."))
     prompt = DEFAULT_PROMPT
     if settings.llm_judge_prompt is not None:
         path = Path(settings.llm_judge_prompt).expanduser()

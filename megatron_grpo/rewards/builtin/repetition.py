@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_grpo.errors import ConfigError, Problem
 from megatron_grpo.settings.config import Config
 
 
@@ -28,13 +27,4 @@ class Repetition:
 
 
 def build_repetition(config: Config) -> Repetition:
-    n, max_penalty = config.rewards.repetition_n_grams, config.rewards.repetition_max_penalty
-    problems = []
-    if n < 1:
-        problems.append(Problem(flags=("repetition_n_grams",), message=f"repetition_n_grams ({n}) should be 1 or more tokens; 3 is usual."))
-    if max_penalty > 0:
-        message = f"repetition_max_penalty ({max_penalty:g}) would reward repetition. Use {-max_penalty:g}."
-        problems.append(Problem(flags=("repetition_max_penalty",), message=message, nearest={"repetition_max_penalty": [-max_penalty]}))
-    if problems:
-        raise ConfigError(problems)
-    return Repetition(n=n, max_penalty=max_penalty)
+    return Repetition(n=config.rewards.repetition_n_grams, max_penalty=config.rewards.repetition_max_penalty)

@@ -133,8 +133,6 @@ def build_reward_model(config: Config) -> LocalClassifier | RemoteClassifier:
     if settings.reward_model_url and not settings.reward_model_url.startswith(("http://", "https://")):
         message = f"reward_model_url {settings.reward_model_url!r} should begin with http:// or https://."
         problems.append(Problem(flags=("reward_model_url",), message=message))
-    if settings.reward_model_batch_size < 1:
-        problems.append(Problem(flags=("reward_model_batch_size",), message="reward_model_batch_size should be 1 or more sequences."))
     if not problems and settings.reward_model and not settings.reward_model_url:
         problems += _unusable(settings.reward_model)
     if problems:

@@ -331,7 +331,7 @@ def test_more_than_25_kinds_of_mistake_are_each_said_once():
 def test_a_size_of_zero_hides_no_other_mistake(zero):
     from megatron_grpo.planning.check import check
 
-    others = "--world_size 6 --tensor_model_parallel_size 4 --generation_batch_size 12 --num_generations 5 --lr inf".split()
+    others = "--world_size 6 --tensor_model_parallel_size 4 --generation_batch_size 12 --num_generations 5 --clip_grad=-1".split()
     with pytest.raises(ConfigError) as error:
         check([*zero.split(), *others])
     said = [problem.message for problem in error.value.problems]
@@ -340,7 +340,7 @@ def test_a_size_of_zero_hides_no_other_mistake(zero):
         f"{flag} must be at least 1, not",
         "world_size (6) must be a multiple of tensor_model_parallel_size",
         "generation_batch_size (12) must be a multiple of num_generations (5)",
-        "lr (inf) must be finite",
+        "clip_grad (-1.0) must be at least 0",
     ):
         assert any(message.startswith(begin) for message in said), (begin, said)
     assert len(said) == len(set(said))

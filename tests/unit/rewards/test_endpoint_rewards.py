@@ -157,9 +157,9 @@ def test_requests_are_in_flight_together():
 def test_llm_judge_says_all_that_it_lacks(tmp_path):
     (tmp_path / "blind.txt").write_text("Judge!")
     with pytest.raises(ConfigError) as error:
-        load("llm_judge", llm_judge_prompt=str(tmp_path / "blind.txt"), llm_judge_max_score=0.0)
+        load("llm_judge", llm_judge_prompt=str(tmp_path / "blind.txt"))
     assert [problem.flags[0] for problem in error.value.problems] == [
-        "llm_judge_url", "llm_judge_model", "llm_judge_max_score", "llm_judge_prompt"]  # fmt: skip
+        "llm_judge_url", "llm_judge_model", "llm_judge_prompt"]  # fmt: skip
 
 
 # --- reward_model

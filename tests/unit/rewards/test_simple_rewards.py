@@ -127,11 +127,6 @@ def test_repetition_equals_trls():
     assert built("repetition")(completion_ids=ids) == pytest.approx(theirs)
 
 
-def test_repetition_refuses_to_reward_repetition():
-    with pytest.raises(ConfigError, match="would reward repetition. Use -1"):
-        built("repetition", repetition_max_penalty=1.0)
-
-
 def test_cosine_runs_from_short_to_long_for_right_and_wrong_answers():
     pytest.importorskip("math_verify")
     cosine = built("cosine", cosine_max_len=100)

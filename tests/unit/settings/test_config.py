@@ -7,7 +7,8 @@ from dataclasses import FrozenInstanceError
 import pytest
 
 from megatron_grpo.planning.check import check, check_parsed
-from megatron_grpo.settings import parse
+from megatron_grpo.settings import parse, table
+from megatron_grpo.settings.checks import validate
 from megatron_grpo.settings.config import Config
 from megatron_grpo.sizing.dialects import DIALECTS
 
@@ -37,3 +38,42 @@ def test_a_check_leaves_what_was_parsed_as_it_was():
     assert (parsed.config.batch.steps_per_generation, checked.config.batch.steps_per_generation) == (None, 2)
     assert parsed.config.groups() == parse(["--generation_batch_size", "32"], dialects=DIALECTS).config.groups()
     assert check(["--generation_batch_size", "32"]).config == checked.config
+
+
+@pytest.mark.parametrize(
+    ("name", "bad", "edge"),
+    [
+        ("delta", 1.0, None),
+        ("epsilon", 0.0, None),
+        ("beta", -0.1, 0.0),
+        ("top_entropy_quantile", 0.0, None),
+        ("top_entropy_quantile", 1.5, 1.0),
+        ("temperature", 0.0, None),
+        ("adam_beta2", 1.0, None),
+        ("adam_beta1", -0.5, 0.0),
+        ("code_timeout", 0.01, 0.1),
+        ("code_memory_mb", 1, 64),
+        ("code_num_workers", 0, 1),
+        ("repetition_n_grams", 0, 1),
+        ("repetition_max_penalty", 1.0, 0.0),
+        ("llm_judge_max_score", 0.0, None),
+        ("cosine_max_len", 0, 1),
+        ("seed", 2**32, 2**32 - 1),
+    ],
+)
+def test_a_value_outside_its_range_is_refused_and_the_edge_of_the_range_is_offered_where_it_is_legal(name, bad, edge):
+    (problem,) = validate(Config().with_values({name: bad}))
+    assert problem.flags == (name,) and f"{name} ({bad}) must be {table()[name].range}" in problem.message
+    assert problem.nearest == ({} if edge is None else {name: [edge]})
+
+
+def test_every_default_is_inside_its_own_range():
+    for setting in table().values():
+        if isinstance(setting.default, (int, float)) and not isinstance(setting.default, bool):
+            assert setting.range.admits(setting.default), setting.name
+
+
+@pytest.mark.parametrize("word", ["inf", "-inf", "nan", "1e999"])
+def test_a_number_is_finite(word):
+    (problem,) = parse(["--lr", word]).problems
+    assert f"lr needs a number, not '{word}'" in problem.message

@@ -198,7 +198,7 @@ megatron rlhf \\
     assert not parsed.problems
     assert (cfg.model.model, cfg.batch.micro_batch_size, cfg.batch.global_batch_size) == ("/models/qwen", 2, 32)
     assert (cfg.parallel.tensor_model_parallel_size, cfg.parallel.world_size) == (2, 4)
-    assert parsed.ignored == {"run.sh": ["packing"]}
+    assert parsed.aside == {"run.sh": ["packing"]}
 
 
 def test_help_and_plan_import_neither_torch_nor_numpy():

@@ -1,0 +1,138 @@
+"""What a name of another system is here. The tables of the systems stand in `sizing.dialects`; this is what they are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron_grpo.settings.table import Setting
+
+# (words after the name, all foreign names of this run with their words) -> what that is in native settings, not yet read.
+Reader = Callable[[Sequence[str], Mapping[str, Sequence[str]]], Mapping[str, Any]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Foreign:
+    """A name of another system: translated (`native` or `read`), refused (`lacks`), or set aside because it changes nothing (neither).
+
+    values: words that are spelt otherwise here; all others are read as they stand.
+    lacks: the sentence that refuses it, but where its value is one of `off`.
+    hint: what to type instead, for someone who typed the name without the dialect.
+    """
+
+    native: str = ""
+    values: Mapping[str, str] = field(default_factory=dict)
+    read: Reader | None = None
+    lacks: str = ""
+    off: Sequence[str] = ()
+    hint: str = ""
+
+
+OFF = ("none", "null", "false", "", "[]", "{}")  # nobody asks for anything with these
+SET_ASIDE = Foreign()
+
+
+def same(native: str, values: Mapping[str, str] | None = None) -> Foreign:
+    """Another name for `native`."""
+    return Foreign(native=native, values=values or {})
+
+
+def reads(read: Reader, hint: str) -> Foreign:
+    return Foreign(read=read, hint=hint)
+
+
+def lacks(sentence: str, *off: str) -> Foreign:
+    """Asks for what is not there, unless its value is one of `off` or of OFF."""
+    return Foreign(lacks=sentence, off=(*OFF, *off))
+
+
+def only(value: str, sentence: str) -> Foreign:
+    """Changes nothing with this value; with every other, `false` and `none` included, the sentence refuses it."""
+    return Foreign(lacks=sentence, off=(value,))
+
+
+def aside(*names: str) -> dict[str, Foreign]:
+    return {name: SET_ASIDE for name in names}
+
+
+def not_there(sentence: str, *names: str) -> dict[str, Foreign]:
+    return {name: lacks(sentence) for name in names}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Default:
+    """A default of another system that is not ours. With `native` theirs is used, for it is what the user's files rely on; else ours."""
+
+    name: str
+    theirs: str
+    native: Mapping[str, Any] = field(default_factory=dict)
+    ours: str = ""
+
+
+def default(name: str, theirs: Any, **native: Any) -> Default:
+    """theirs: as they write it. native: what that is here; without it, the setting of the same name."""
+    return Default(name=name, theirs=shown(theirs), native=native or {name: theirs})
+
+
+def kept(name: str, theirs: Any, ours: Any) -> Default:
+    """A default that cannot be taken over, or that changes nothing that is trained."""
+    return Default(name=name, theirs=shown(theirs), ours=shown(ours))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """What follows from several names at once: settings to be set (or left at their defaults, with None), and why."""
+
+    values: Mapping[str, Any]
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dialect:
+    """Another system's vocabulary: its sizes, whose values end in `Config.foreign` as typed, and all its other names."""
+
+    name: str
+    title: str  # "Megatron-SWIFT"
+    settings: Mapping[str, Setting] = field(default_factory=dict)
+    hides: Sequence[str] = ()  # native names that mean nothing, or something else, in this vocabulary
+    prefixes: Sequence[str] = ()  # sections of its files that may stand before the name of a size: "trainer."
+    sections: Sequence[str] = ()  # sections that are left out in the keys of `names`
+    names: Mapping[str, Foreign] = field(default_factory=dict)
+    defaults: Sequence[Default] = ()
+    implies: Mapping[str, Any] = field(default_factory=dict)  # native settings that it switches on
+    # (native values, foreign names with their words) -> what changes once everything has been read
+    settle: Callable[[Mapping[str, Any], Mapping[str, Sequence[str]]], Iterable[Change]] | None = None
+
+    def row(self, name: str) -> tuple[str, Foreign | None]:
+        """A name without its section, and what it is here."""
+        for section in self.sections:
+            if name.startswith(section):
+                name = name.removeprefix(section)
+                break
+        return name, self.names.get(name)
+
+    def size(self, name: str) -> str | None:
+        """The name of a size without its section, where it is one."""
+        for prefix in self.prefixes:
+            name = name.removeprefix(prefix)
+        return name if name in self.settings else None
+
+    def knows(self, name: str) -> bool:
+        return self.size(name) is not None or self.row(name)[1] is not None
+
+
+def words_of(raw: Any) -> list[str]:
+    """What stood after a flag or a YAML key, as words."""
+    return [shown(word) for word in raw] if isinstance(raw, (list, tuple)) else [shown(raw)]
+
+
+def shown(value: Any) -> str:
+    """A value as one would type it."""
+    if isinstance(value, (list, tuple)):
+        return " ".join(map(shown, value))
+    return (
+        {None: "none", True: "true", False: "false"}.get(value, str(value))
+        if value is None or value is True or value is False
+        else str(value)
+    )

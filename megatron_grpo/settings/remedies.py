@@ -1,0 +1,134 @@
+"""What to type instead of a name that is no setting. A table of names comes before any likeness, and silence before a harmful guess."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+from megatron_grpo.settings.foreign import Dialect
+from megatron_grpo.settings.table import close_to, names, table
+
+ALIKE = 0.8  # difflib's ratio above which two names are taken for one with a slip of the finger
+
+# Names of other systems, of launchers and of habit, that mean a setting here. Those of the dialects need no line of their own.
+SAME_AS: Mapping[str, str] = {
+    **{short: f"{name}_parallel_size" for short, name in (
+        ("tp", "tensor_model"), ("pp", "pipeline_model"), ("vpp", "virtual_pipeline_model"), ("cp", "context"), ("ep", "expert_model"),
+        ("etp", "expert_tensor"), ("tp_size", "tensor_model"), ("pp_size", "pipeline_model"), ("cp_size", "context"),
+        ("ep_size", "expert_model"), ("tensor_parallel_size", "tensor_model"), ("tensor_parallel", "tensor_model"),
+        ("pipeline_parallel_size", "pipeline_model"), ("pipeline_parallel", "pipeline_model"), ("expert_parallel_size", "expert_model"),
+        ("context_parallel", "context"), ("num_virtual_stages", "virtual_pipeline_model"),
+    )},
+    "sp": "sequence_parallel", "mbs": "micro_batch_size", "gbs": "global_batch_size", "group_size": "num_generations",
+    "per_device_train_batch_size": "micro_batch_size", "micro_train_batch_size_per_gpu": "micro_batch_size",
+    "micro_train_batch_size": "micro_batch_size", "ppo_micro_batch_size_per_gpu": "micro_batch_size",
+    "train_batch_size": "generation_batch_size", "rollout_batch_size": "generation_batch_size",
+    "policy_mini_batch_size": "global_batch_size", "ppo_mini_batch_size": "global_batch_size", "mini_batch_size": "global_batch_size",
+    "n_samples_per_prompt": "num_generations", "num_return_sequences": "num_generations", "rollout.n": "num_generations",
+    "update_epochs_per_batch": "num_iterations", "ppo_epochs": "num_iterations", "num_ppo_epochs": "num_iterations",
+    "epochs_per_rollout_batch": "num_iterations", "grad_accum": "gradient_accumulation_steps",
+    "n_gpus_per_node": "world_size", "nproc_per_node": "world_size", "num_gpus": "world_size", "nnodes": "world_size",
+    "max_new_tokens": "max_completion_length", "max_response_length": "max_completion_length", "response_length": "max_completion_length",
+    "max_tokens": "max_completion_length", "max_generate_length": "max_completion_length", "max_length": "max_prompt_length",
+    "prompt_length": "max_prompt_length", "max_seq_length": "max_prompt_length", "max_model_len": "vllm_max_model_len",
+    "gpu_memory_utilization": "vllm_gpu_memory_utilization", "max_num_seqs": "vllm_max_num_seqs", "enforce_eager": "vllm_enforce_eager",
+    "enable_prefix_caching": "vllm_enable_prefix_caching", "tensor_model_parallel_size_rollout": "vllm_tensor_parallel_size",
+    "kl_coef": "beta", "kl_loss_coef": "beta", "kl_coeff": "beta", "kl_beta": "beta", "kl_penalty": "kl_estimator",
+    "kl_loss_type": "kl_estimator", "kl_estimator_type": "kl_estimator", "use_kl_in_reward": "kl_in_reward",
+    "entropy_coeff": "entropy_coef", "entropy_loss_coef": "entropy_coef", "ent_coef": "entropy_coef",
+    "clip_ratio": "epsilon", "clip_ratio_low": "epsilon", "clip_eps": "epsilon", "cliprange": "epsilon", "eps_clip": "epsilon",
+    "eps_clip_low": "epsilon", "clip_range": "epsilon", "clip_ratio_high": "epsilon_high", "eps_clip_high": "epsilon_high",
+    "clip_ratio_c": "delta", "loss_agg_mode": "loss_type", "loss_reduction": "loss_type", "adv_estimator": "advantage_estimator",
+    "norm_adv_by_std_in_grpo": "scale_rewards", "grpo_norm_by_std": "scale_rewards", "temperature_sampling": "temperature",
+    "tis_imp_ratio_cap": "rollout_importance_sampling_threshold", "use_tis": "rollout_importance_sampling_mode",
+    "rollout_is_threshold": "rollout_importance_sampling_threshold", "rollout_is": "rollout_importance_sampling_mode",
+    "filter_groups": "dynamic_sample", "apply_overlong_filtering": "overlong_filter",
+    "warmup_iters": "lr_warmup_iters", "num_warmup_steps": "lr_warmup_iters", "lr_warmup_steps": "lr_warmup_iters",
+    "lr_warmup_steps_ratio": "lr_warmup_fraction", "lr_scheduler": "lr_decay_style", "scheduler": "lr_decay_style",
+    "grad_clip": "clip_grad", "gradient_clipping": "clip_grad", "betas": "adam_beta1", "wd": "weight_decay",
+    "total_epochs": "num_train_epochs", "epochs": "num_train_epochs", "total_training_steps": "max_steps",
+    "num_train_steps": "max_steps", "max_iters": "max_steps", "num_steps": "max_steps", "steps": "max_steps",
+    "save_freq": "save_steps", "ckpt_interval": "save_steps", "test_freq": "eval_steps", "eval_interval": "eval_steps",
+    "default_local_dir": "output_dir", "save_dir": "output_dir", "checkpoint_dir": "output_dir", "log_dir": "output_dir",
+    "logger": "report_to", "use_wandb": "report_to", "random_seed": "seed",
+    "train_files": "dataset", "train_data": "dataset", "data_path": "dataset", "train_dataset": "dataset", "train_file": "dataset",
+    "val_files": "eval_dataset", "val_data": "eval_dataset", "val_dataset": "eval_dataset", "dataset_path": "dataset",
+    "system_prompt": "system", "model_path": "model", "model_name": "model", "pretrained_model_name_or_path": "model", "hf_model": "model",
+    "reward_func": "reward_funcs", "reward_function": "reward_funcs", "reward_functions": "reward_funcs",
+    "custom_reward_function": "reward_funcs",
+    "activation_checkpointing": "recompute_granularity", "enable_gradient_checkpointing": "recompute_granularity",
+    "param_offload": "sleep_level", "optimizer_offload": "optimizer_cpu_offload", "resume_mode": "resume", "resume_from": "resume",
+    "distributed_timeout": "distributed_timeout_minutes", "timeout": "distributed_timeout_minutes", "precision": "torch_dtype",
+}  # fmt: skip
+
+
+# Names without a setting of their own, and what does it here.
+SAID_WITH: Mapping[str, str] = {
+    "use_kl_loss": "a beta above 0 puts the KL into the loss.",
+    "use_vllm": "sampling is always by vLLM: leave it out.",
+    "use_dynamic_bsz": "max_tokens_per_micro_batch packs sequences up to so many tokens.",
+    "ppo_max_token_len_per_gpu": "max_tokens_per_micro_batch packs sequences up to so many tokens.",
+    "filter_overlong_prompts": "truncation_strategy delete drops prompts above max_prompt_length.",
+    "truncation": "truncation_strategy says what happens to prompts above max_prompt_length.",
+    "free_cache_engine": "sleep_level frees the engine's memory while training.",
+    "n": "num_generations is the number of completions of a prompt.",
+    "log_prob_micro_batch_size_per_gpu": "forward passes are cut as training is: leave it out.",
+    "ppo_micro_batch_size": "micro_batch_size counts the completions of one forward on one DP rank.",
+    "use_remove_padding": "sequences are always packed: leave it out.",
+    "critic_warmup": "there is no critic: leave it out.",
+    "experiment_name": "it changes nothing that is trained: leave it out.",
+    "val_before_train": "evaluation runs before and after a run where there is an eval_dataset: leave it out.",
+    "dp": "dp_size follows from world_size / (TP x PP x CP): leave it out.",
+    "dp_size": "dp_size follows from world_size / (TP x PP x CP): leave it out.",
+    "data_parallel_size": "dp_size follows from world_size / (TP x PP x CP): leave it out.",
+    "flash_attn": "kernels are chosen by transformer_impl: leave it out.",
+    "use_flash_attn": "kernels are chosen by transformer_impl: leave it out.",
+}
+
+
+def remedy(name: str, dialects: Mapping[str, Dialect], *, hidden: Collection[str] = ()) -> str:
+    """A sentence, with a space before it, on what to type instead of an unknown name. hidden: settings that go by other names just now."""
+    last = name.rpartition(".")[2]
+    for key in (name, ".".join(name.split(".")[-2:]), last):
+        found = _from_tables(key, dialects, hidden)
+        if found:
+            return found
+    return _alike(name, last, hidden)
+
+
+def _from_tables(name: str, dialects: Mapping[str, Dialect], hidden: Collection[str]) -> str:
+    if name in SAID_WITH:
+        return f" {SAID_WITH[name][0].upper()}{SAID_WITH[name][1:]}"
+    if name in SAME_AS and SAME_AS[name] not in hidden:
+        return f" Here it is called {SAME_AS[name]}."
+    for dialect in dialects.values():
+        row = dialect.row(name)[1]
+        if row is None:
+            continue
+        if row.native:
+            return f" {dialect.title}'s {name} is called {row.native} here." if row.native != name else ""
+        if row.hint:
+            return f" {dialect.title}'s {name} is said here with {row.hint}."
+        if row.lacks:
+            return f" It is {dialect.title}'s: {row.lacks}. Leave it out."
+        if row.read is None:
+            return f" It is {dialect.title}'s and changes nothing that is sampled or trained here. Leave it out."
+    return ""
+
+
+def _alike(name: str, last: str, hidden: Collection[str]) -> str:
+    known = [known for known, setting in names().items() if setting.name not in hidden]
+    if last != name and last in known:
+        groups = sorted({setting.group for setting in table().values()})
+        return f" {last} is a setting, but {name.rpartition('.')[0]} is not a section; the sections are: {', '.join(groups)}."
+    close = close_to(last, [*known, "config", "print_config"], limit=1, cutoff=ALIKE)
+    return f" Did you mean {close[0]}?" if close else " `megatron-grpo train --help` lists all settings."
+
+
+def reads_as(unknown: Sequence[str], dialects: Mapping[str, Dialect]) -> tuple[Dialect, list[str]] | None:
+    """The dialect that most of these names, three at least, are words of; and which they are."""
+    best: tuple[Dialect, list[str]] | None = None
+    for dialect in dialects.values():
+        known = [name for name in unknown if dialect.knows(name)]
+        if best is None or len(known) > len(best[1]):
+            best = dialect, known
+    return best if best and len(best[1]) >= 3 and 2 * len(best[1]) > len(unknown) else None

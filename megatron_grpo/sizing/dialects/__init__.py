@@ -1,0 +1,61 @@
+"""The vocabularies of other systems: their batch sizes as products of their own flags, and what each of their other names is here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from megatron_grpo.settings.foreign import Dialect
+from megatron_grpo.sizing.dialects.cs336 import CS336
+from megatron_grpo.sizing.dialects.explain import explain
+from megatron_grpo.sizing.dialects.skyrl import SKYRL, SKYRL_DOC
+from megatron_grpo.sizing.dialects.swift import SWIFT
+from megatron_grpo.sizing.dialects.trl import TRL
+from megatron_grpo.sizing.sizes import NATIVE, Product
+
+__all__ = ["DIALECTS", "PRODUCTS", "explain"]
+
+# By what --dialect takes; `swift` is short for `swift-megatron`.
+DIALECTS: Mapping[str, Dialect] = {
+    "trl": TRL,
+    "skyrl": SKYRL,
+    "skyrl-doc": SKYRL_DOC,
+    "swift-megatron": SWIFT,
+    "swift": SWIFT,
+    "cs336": CS336,
+}
+
+PRODUCTS: Mapping[str, Mapping[str, Product]] = {
+    "trl": {
+        "micro": ("per_device_train_batch_size",),
+        "accumulation": ("gradient_accumulation_steps",),
+        "window": ("steps_per_generation",),
+        "generation": ("generation_batch_size",),
+        "group": ("num_generations",),
+        "passes": ("num_iterations",),
+    },
+    # What SkyRL's code does: a mini-batch is counted in prompts.
+    "skyrl": {
+        "micro": ("micro_train_batch_size_per_gpu",),
+        "global": ("policy_mini_batch_size", "n_samples_per_prompt"),
+        "generation": ("train_batch_size", "n_samples_per_prompt"),
+        "group": ("n_samples_per_prompt",),
+        "passes": ("update_epochs_per_batch",),
+    },
+    # What SkyRL's guide says: a mini-batch is counted in completions.
+    "skyrl-doc": {
+        "micro": ("micro_train_batch_size_per_gpu",),
+        "global": ("policy_mini_batch_size",),
+        "generation": ("train_batch_size", "n_samples_per_prompt"),
+        "group": ("n_samples_per_prompt",),
+        "passes": ("update_epochs_per_batch",),
+    },
+    "swift-megatron": NATIVE,
+    "cs336": {
+        "micro": ("micro_train_batch_size",),
+        "global": ("train_batch_size",),
+        "accumulation": ("gradient_accumulation_steps",),
+        "generation": ("rollout_batch_size",),
+        "group": ("group_size",),
+        "passes": ("epochs_per_rollout_batch",),
+    },
+}

@@ -1,0 +1,266 @@
+"""Megatron-SWIFT: `megatron rlhf --rlhf_type grpo`. Sizes have the same names and meanings; much else does not.
+
+Source: its MegatronArguments, RLHFMegatronArgumentsMixin and BaseArguments, and what its GRPO trainer does with them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_grpo.settings.foreign import Change, Default, Dialect, Foreign, aside, default, kept, lacks, not_there, only, reads, same
+from megatron_grpo.settings.table import BadValue
+from megatron_grpo.sizing.dialects import features
+
+_REWARDS = {"accuracy": "math", "format": "format", "cosine": "cosine", "repetition": "repetition", "soft_overlong": "soft_overlong"}
+_UNREAD_REWARDS = ("react_format", "toolbench", "math", "gym_reward")
+
+
+def _system(words: Sequence[str], given: Mapping[str, Sequence[str]]) -> Mapping[str, Any]:
+    """A name that ends in .txt is a file; in a text, \\n is a line break."""
+    (text,) = words
+    if not text.endswith(".txt"):
+        return {"system": text.replace("\\n", "\n")}
+    try:
+        return {"system": Path(text).read_text(encoding="utf-8")}
+    except OSError as error:
+        raise BadValue(f"({text}) names a file in Megatron-SWIFT, which cannot be read here: {error.strerror}") from None
+
+
+def _reward_funcs(words: Sequence[str], given: Mapping[str, Sequence[str]]) -> Mapping[str, Any]:
+    unread = [word for word in words if word not in _REWARDS and ":" not in word]
+    if unread:
+        plugin = " ".join(given.get("external_plugins", ())) or "path/to/file.py"
+        raise BadValue(
+            f"({', '.join(unread)}) is a reward function of Megatron-SWIFT or of a plugin of its own, and not there. Name a function as "
+            f"{plugin}:function; {', '.join(_REWARDS)} are translated"
+        )
+    return {"reward_funcs": [_REWARDS.get(word, word) for word in words]}
+
+
+def _dataset(native: str) -> Foreign:
+    def read(words: Sequence[str], given: Mapping[str, Sequence[str]]) -> Mapping[str, Any]:
+        if len(words) != 1:
+            raise BadValue(f"({' '.join(words)}) names {len(words)} data sets; one file, directory or Hub name is taken here")
+        (name,) = words
+        if Path(name).exists():
+            return {native: name}
+        plain, _, count = name.rpartition("#")
+        if plain and count.isdigit():
+            raise BadValue(
+                f"({name}) asks for {count} rows that Megatron-SWIFT's generator draws; drawing rows is not there. "
+                f"Write {count} rows of {plain} to a .jsonl file and give that"
+            )
+        name = name.removeprefix("hf::").removeprefix("HF::")
+        if "::" in name or ":" in name:
+            raise BadValue(f"({words[0]}) names a hub or a subset; a file, a directory or a plain Hub name is taken here")
+        return {native: name}
+
+    return reads(read, f"the same name here, {native}, without `#` and `:`")
+
+
+def _minutes(words: Sequence[str], given: Mapping[str, Sequence[str]]) -> Mapping[str, Any]:
+    try:
+        return {"distributed_timeout_minutes": float(words[0]) / 60}
+    except (ValueError, IndexError):
+        raise BadValue(f"needs seconds, not {' '.join(words)!r}") from None
+
+
+NAMES: Mapping[str, Foreign] = {
+    # The same under another name, or with other words for its values.
+    "train_iters": same("max_steps"),
+    "val_dataset": _dataset("eval_dataset"),
+    "dataset": _dataset("dataset"),
+    "max_length": same("max_prompt_length"),
+    "truncation_strategy": Foreign(native="truncation_strategy"),
+    "system": reads(_system, "system takes the text itself"),
+    "reward_funcs": reads(_reward_funcs, "reward_funcs"),
+    "top_k": same("top_k", {"-1": "0"}),
+    "recompute_granularity": same("recompute_granularity"),
+    "vllm_max_num_seqs": same("vllm_max_num_seqs"),
+    "ddp_timeout": reads(_minutes, "distributed_timeout_minutes"),
+    "rollout_importance_sampling_mode": same("rollout_importance_sampling_mode"),
+    "val_dataset_shuffle": only("false", features.EVALUATION),
+    # Asked for, and not there.
+    "rlhf_type": only("grpo", features.OTHER_TASK),
+    "task_type": only("causal_lm", features.OTHER_TASK),
+    "vllm_mode": only("colocate", features.SERVER),
+    "use_vllm": only("true", "sampling is by vLLM alone"),
+    "use_ray": lacks("Ray is not used: ranks are started by torchrun"),
+    "tuner_type": only("full", features.LORA),
+    "train_type": only("full", features.LORA),
+    "finetune": only("true", features.RESUMED_ELSEWHERE),
+    "optimizer": only("adam", features.OTHER_OPTIMIZER),
+    "weight_decay_incr_style": only("constant", "weight_decay is constant here"),
+    "lr_warmup_init": lacks("warm-up begins at 0 here", "0", "0.0"),
+    "lr_decay_iters": lacks("the learning rate decays over the whole run here"),
+    "freeze_parameters_ratio": lacks(features.FREEZING, "0", "0.0"),
+    "repetition_penalty": lacks(features.SAMPLING, "1", "1.0"),
+    "router_replay_mode": lacks(features.REPLAY, "disabled"),
+    "split_dataset_ratio": lacks("give held-out prompts as eval_dataset", "0", "0.0"),
+    "num_generations_eval": lacks(features.EVALUATION),
+    "loss_scale": only("last_round", "the loss covers the completion, whole and alone"),
+    "calculate_per_token_loss": lacks("loss_type says what the loss is averaged over"),
+    "moe_router_load_balancing_type": lacks("load-balancing losses depend on the layout"),
+    "save_strategy": only("steps", features.EPOCH),
+    "ddp_backend": only("nccl", "the backend follows from the machine"),
+    "cp_partition_mode": only("zigzag", "context parallelism is zigzag here"),
+    "main_grads_dtype": only("fp32", "gradients and optimizer state are float32 here"),
+    "main_params_dtype": only("fp32", "gradients and optimizer state are float32 here"),
+    "exp_avg_dtype": only("fp32", "gradients and optimizer state are float32 here"),
+    "exp_avg_sq_dtype": only("fp32", "gradients and optimizer state are float32 here"),
+    "$MAX_PIXELS": lacks(features.IMAGES),  # set before the command
+    "freeze_vit": only("true", features.IMAGES),
+    "freeze_aligner": only("true", features.IMAGES),
+    "template_backend": only("jinja", "prompts are written by the model's own chat template"),
+    "use_chat_template": only("true", "chat prompts are written by the model's own chat template; a string prompt is taken as it stands"),
+    "mtp_num_layers": lacks(features.MTP, "0"),
+    "label_smoothing": lacks(features.OTHER_TASK, "0", "0.0"),
+    "teacher_kl_coef": lacks(features.TEACHER),
+    "completion_length_limit_scope": lacks(features.TURNS),
+    "external_plugins": lacks(features.PLUGINS),
+    "accumulate_allreduce_grads_in_fp32": only("true", "gradients are float32 here"),
+    "attention_softmax_in_fp32": only("true", "the softmax of attention is float32 here"),
+    **not_there(
+        features.LORA,
+        *("lora_rank", "lora_alpha", "lora_dropout", "lora_bias", "lora_dtype", "use_rslora", "target_modules", "target_regex"),
+        *("modules_to_save", "adapters", "ref_adapters", "mcore_adapter", "mcore_ref_adapter", "vllm_enable_lora", "use_swift_lora"),
+    ),
+    **not_there(
+        features.SERVER,
+        *("vllm_server_base_url", "vllm_server_host", "vllm_server_port", "vllm_server_timeout", "vllm_server_group_port"),
+        *("vllm_data_parallel_size",),
+    ),
+    **not_there(
+        features.TURNS,
+        *("multi_turn_scheduler", "max_turns", "use_gym_env", "gym_env", "vllm_server_pass_dataset", "agent_template"),
+    ),
+    **not_there(
+        features.IMAGES,
+        *("vit_lr", "aligner_lr", "vit_gradient_checkpointing", "vit_gradient_checkpointing_kwargs", "vit_attn_impl", "max_pixels"),
+        *("vllm_limit_mm_per_prompt", "vllm_mm_processor_cache_gb", "norm_bbox"),
+    ),
+    **not_there(
+        features.TEACHER,
+        *("teacher_model", "teacher_model_type", "teacher_model_revision", "teacher_model_server", "teacher_tag_key", "teacher_adapters"),
+        *("offload_teacher_model", "gkd_logits_topk", "seq_kd", "lmbda", "sft_alpha"),
+    ),
+    **not_there(
+        features.QUANTIZED,
+        *("fp16", "fp8_format", "fp8_param_gather", "fp4_format", "fp4_param_gather", "quant_method", "quant_bits"),
+    ),
+    **not_there(
+        features.FREEZING,
+        *("freeze_llm", "freeze_parameters", "freeze_parameters_regex", "trainable_parameters", "trainable_parameters_regex"),
+    ),
+    **not_there(features.OTHER_LOSS, "real_tau", "fipo_decay_rate", "fipo_clip_range", "fipo_clip_high_only", "fipo_safety_threshold"),
+    **not_there(features.OTHER_LOSS, "rpo_alpha", "reference_free", "enable_dft_loss", "enable_channel_loss"),
+    **not_there(features.AHEAD, "async_generate"),
+    **not_there(features.DROPS_TOKENS, "moe_expert_capacity_factor", "moe_pad_expert_input_to_capacity"),
+    **not_there(features.PLUGINS, "custom_register_path", "callbacks", "reward_model_plugin", "custom_dataset_info"),
+    **not_there(
+        "a reward model is the reward function reward_model: reward_funcs reward_model, and reward_model its directory", "reward_model"
+    ),
+    **not_there(features.STREAMING, "streaming", "cached_dataset", "cached_val_dataset", "interleave_prob", "columns"),
+    **not_there(features.RESUMED_ELSEWHERE, "mcore_model", "load_args"),
+    **not_there("the reference model is the model as it was at the start", "ref_model", "mcore_ref_model"),
+    **not_there(features.VERSIONS, "model_revision", "rope_scaling", "new_special_tokens", "model_kwargs", "megatron_extra_kwargs"),
+    **not_there(features.VERSIONS, "perform_initialization", "init_strategy", "language_model_only"),
+    **not_there("the start and end of weight_decay are weight_decay", "start_weight_decay", "end_weight_decay"),
+    **not_there(
+        "stages are cut by decoder_first_pipeline_num_layers and decoder_last_pipeline_num_layers", "pipeline_model_parallel_layout"
+    ),
+    **not_there("stages are cut by layers alone", "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
+    **not_there("prompts are written by the model's own chat template", "template", "response_prefix", "preserve_thinking"),
+    **not_there(features.SHARDED_ELSEWHERE, "use_megatron_fsdp", "deepspeed", "fsdp"),
+    **not_there(features.OTHER_OPTIMIZER, "apply_wd_to_qk_layernorm"),
+    # Kernels, workers, memory, logs, formats: neither what is sampled nor what is trained depends on them.
+    **aside(
+        *("attention_backend", "attn_impl", "experts_impl", "masked_softmax_fusion", "bias_dropout_fusion", "bias_activation_fusion"),
+        *("apply_rope_fusion", "gradient_accumulation_fusion", "cross_entropy_loss_fusion", "cross_entropy_fusion_impl"),
+        *("moe_grouped_gemm", "moe_permute_fusion", "moe_shared_expert_overlap", "moe_enable_deepep", "moe_router_dtype"),
+        *("overlap_p2p_comm", "batch_p2p_comm", "align_param_gather", "align_grad_reduce", "tp_comm_overlap", "nccl_comm_warmup"),
+        *("overlap_param_gather_with_optimizer_step", "microbatch_group_size_per_vp_stage", "cp_comm_type"),
+        *("use_precision_aware_optimizer", "optimizer_cuda_graph", "deterministic_mode", "manual_gc", "manual_gc_steps", "manual_gc_eval"),
+        *("offload_model", "offload_optimizer", "offload_bridge", "move_model_batches", "device_map", "max_memory"),
+        *("padding_free", "mlp_padding_free", "packing", "packing_length", "packing_num_proc", "packing_strategy", "padding_side"),
+        *("dataloader_num_workers", "dataloader_pin_memory", "dataloader_persistent_workers", "dataloader_prefetch_factor"),
+        *("dataset_num_proc", "load_from_cache_file", "download_mode", "lazy_tokenize", "strict", "remove_unused_columns"),
+        *("train_dataloader_shuffle", "data_sharding", "data_seed", "group_by_length", "te_rng_tracker", "data_parallel_random_init"),
+        *("use_cpu_initialization", "check_model", "model_type", "local_repo_path", "use_hf", "hub_token", "bridge_backend"),
+        *("save_safetensors", "save_missing_weights", "no_save_optim", "no_save_rng", "no_load_optim", "no_load_rng", "async_save"),
+        *("use_persistent_ckpt_worker", "dist_ckpt_save_pre_mcore_014", "dist_ckpt_optim_fully_reshardable"),
+        *("distrib_optim_fully_reshardable_mem_efficient", "max_shard_size", "merge_lora", "create_checkpoint_symlink", "add_version"),
+        *("logging_steps", "log_completions", "log_rollout_offpolicy_metrics", "wandb_log_unique_prompts", "tensorboard_dir"),
+        *("tensorboard_queue_size", "wandb_project", "wandb_exp_name", "swanlab_project", "swanlab_exp_name", "metric_for_best_model"),
+        *("greater_is_better", "local_rank", "vllm_disable_cascade_attn", "ignore_args_error", "ray_exp_name"),
+        *("moe_token_drop_policy", "fp8_recipe", "fp8_amax_history_len", "fp8_amax_compute_algo", "fp4_recipe", "mtp_loss_scaling_factor"),
+    ),
+}
+
+DEFAULTS: Sequence[Default] = (
+    default("beta", 0.04),
+    default("lr", 1e-5),
+    default("lr_decay_style", "cosine"),
+    default("weight_decay", 0.1),
+    default("temperature", 0.9),
+    default("max_completion_length", 512),
+    default("truncation_strategy", "left"),
+    Default(name="use_bias_correction_kl", theirs="it has none", native={"use_bias_correction_kl": False}),
+    default("recompute_granularity", "selective"),
+    default("vllm_gpu_memory_utilization", 0.9),
+    default("save_steps", 500),
+    Default(name="save_total_limit", theirs="none", native={"save_total_limit": None}),
+    kept("report_to", "tensorboard", "none"),
+    kept("use_hf", "false (ModelScope's hub)", "true (Hugging Face's hub)"),
+)
+
+
+def settle(values: Mapping[str, Any], given: Mapping[str, Sequence[str]]) -> Iterator[Change]:
+    """What Megatron-SWIFT makes of several names together."""
+    if "max_steps" in values and "num_train_epochs" in values:
+        yield Change(
+            values={"max_steps": None},
+            note=f"num_train_epochs ({values['num_train_epochs']:g}) decides the length of the run: Megatron-SWIFT works train_iters "
+            f"({values['max_steps']}) out anew where both are given.",
+        )
+    if values.get("eval_steps") and not values.get("eval_dataset"):
+        yield Change(
+            values={"eval_steps": None},
+            note=f"eval_steps ({values['eval_steps']}) does nothing without a val_dataset, here as there.",
+        )
+    if values.get("sequence_parallel") and values.get("tensor_model_parallel_size", 1) == 1:
+        yield Change(values={"sequence_parallel": None}, note="sequence_parallel does nothing without tensor parallelism, here as there.")
+    yield from _advantages(values)
+    mode = values.get("rollout_importance_sampling_mode", "none")
+    if mode.startswith("sequence_"):
+        rest = " It then weighs each token by its own ratio; here all tokens carry the sequence's." if mode == "sequence_mask" else ""
+        yield Change(
+            values={"rollout_is_geometric": True},
+            note=f"rollout_importance_sampling_mode {mode} takes the geometric mean over a sequence in Megatron-SWIFT: "
+            f"rollout_is_geometric true.{rest}",
+        )
+    if values.get("loss_type") == "cispo" and values.get("epsilon_high") is None:
+        yield Change(values={"epsilon_high": values.get("epsilon", 0.2)})
+    if "repetition" in values.get("reward_funcs", ()):
+        yield Change(values={}, note="The reward repetition counts n-grams of tokens here, of words in Megatron-SWIFT.")
+
+
+def _advantages(values: Mapping[str, Any]) -> Iterator[Change]:
+    """Its reinforce_plus_plus subtracts the group's mean and divides by the std that scale_rewards names; its guide says `batch`."""
+    estimator, scale = values.get("advantage_estimator"), values.get("scale_rewards")
+    if estimator == "reinforce_plus_plus":
+        if scale in (None, "batch"):
+            to = {"advantage_estimator": "reinforce_plus_plus_baseline", "scale_rewards": "batch"}
+        else:
+            to = {"advantage_estimator": "grpo"}
+        said = ", ".join(f"{name} {value}" for name, value in to.items())
+        yield Change(values=to, note=f"advantage_estimator reinforce_plus_plus of Megatron-SWIFT is {said} here.")
+    elif estimator == "rloo" and scale not in (None, "none"):
+        raise BadValue(
+            f"advantage_estimator rloo with scale_rewards {scale} divides by a std; rloo is not scaled here. Use scale_rewards none"
+        )
+
+
+SWIFT = Dialect(name="swift-megatron", title="Megatron-SWIFT", names=NAMES, defaults=DEFAULTS, settle=settle)

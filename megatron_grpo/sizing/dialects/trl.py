@@ -1,0 +1,202 @@
+"""TRL: `trl grpo`, GRPOConfig and the TrainingArguments of transformers beneath it, ModelConfig and the data arguments of its script."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from megatron_grpo.settings.foreign import (
+    SET_ASIDE,
+    Change,
+    Default,
+    Dialect,
+    Foreign,
+    aside,
+    default,
+    kept,
+    lacks,
+    not_there,
+    only,
+    reads,
+    same,
+)
+from megatron_grpo.settings.table import FALSE, TRUE, BadValue
+from megatron_grpo.sizing.dialects import features
+from megatron_grpo.sizing.dialects.vocabulary import NATIVE_SIZES, size, sizes
+
+_REWARDS = {"accuracy_reward": "math", "get_soft_overlong_punishment": "soft_overlong"}
+_FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+
+
+def _is_on(words: Sequence[str]) -> bool:
+    word = (words[0] if words else "true").lower()
+    if word not in (*TRUE, *FALSE):
+        raise BadValue(f"needs true or false, not {word!r}")
+    return word in TRUE
+
+
+def _recompute(words: Sequence[str], given: Mapping[str, Sequence[str]]) -> Mapping[str, Any]:
+    return _FULL if _is_on(words) else {"recompute_granularity": None}
+
+
+def _sleep(words: Sequence[str], given: Mapping[str, Sequence[str]]) -> Mapping[str, Any]:
+    return {"sleep_level": 2 if _is_on(words) else 0}
+
+
+def _correction(words: Sequence[str], given: Mapping[str, Sequence[str]]) -> Mapping[str, Any]:
+    return {} if _is_on(words) else {"rollout_importance_sampling_mode": "none"}
+
+
+def _reward_funcs(words: Sequence[str], given: Mapping[str, Sequence[str]]) -> Mapping[str, Any]:
+    unread = [word for word in words if word not in _REWARDS and "." not in word and ":" not in word]
+    if unread:
+        raise BadValue(
+            f"({', '.join(unread)}) is a reward function of TRL that is not there. Name a function as path/to/file.py:function or "
+            f"package.module:function; {', '.join(_REWARDS)} are translated"
+        )
+    found: dict[str, Any] = {"reward_funcs": [_REWARDS.get(word, word if ":" in word else ":".join(word.rsplit(".", 1))) for word in words]}
+    if "get_soft_overlong_punishment" in words:  # its script builds it with these
+        found |= {"soft_max_length": 1280, "soft_cache_length": 256}
+    return found
+
+
+def _no_limit(words: Sequence[str], given: Mapping[str, Sequence[str]]) -> Mapping[str, Any]:
+    return {} if words in (["-1"], ["-1.0"]) else {"max_steps": list(words)}
+
+
+NAMES: Mapping[str, Foreign] = {
+    "max_steps": reads(_no_limit, "max_steps; leave it out where there is no limit"),
+    "scale_rewards": same("scale_rewards", {"true": "group", "false": "none"}),
+    "lr_scheduler_type": same("lr_decay_style", {"constant_with_warmup": "constant"}),
+    "vllm_max_model_length": same("vllm_max_model_len"),
+    "shuffle_dataset": same("dataset_shuffle"),
+    "dataset_name": same("dataset"),
+    "dataset_train_split": same("dataset_split"),
+    "router_aux_loss_coef": same("moe_aux_loss_coeff"),
+    "vllm_importance_sampling_mode": same("rollout_importance_sampling_mode"),
+    "vllm_importance_sampling_cap": same("rollout_importance_sampling_threshold"),
+    "vllm_importance_sampling_clip_max": same("rollout_importance_sampling_threshold"),
+    "vllm_importance_sampling_clip_min": same("rollout_importance_sampling_min"),
+    "vllm_importance_sampling_correction": reads(_correction, "rollout_importance_sampling_mode"),
+    "vllm_enable_sleep_mode": reads(_sleep, "sleep_level 2"),
+    "gradient_checkpointing": reads(_recompute, "recompute_granularity full, recompute_method uniform, recompute_num_layers 1"),
+    "reward_funcs": reads(_reward_funcs, "reward_funcs"),
+    "reward_model_name_or_path": lacks(
+        "a reward model is the reward function reward_model here: reward_funcs reward_model, and its directory"
+    ),
+    "chat_template_kwargs.enable_thinking": same("enable_thinking"),
+    "model_init_kwargs.torch_dtype": same("torch_dtype"),
+    "model_init_kwargs.dtype": same("torch_dtype"),
+    "model_init_kwargs.attn_implementation": SET_ASIDE,
+    "model_init_kwargs.use_cache": SET_ASIDE,
+    # Asked for, and not there.
+    "use_vllm": only("true", "sampling is by vLLM alone"),
+    "vllm_mode": only("colocate", features.SERVER),
+    "use_peft": lacks(features.LORA),
+    "eval_strategy": lacks(features.EPOCH, "no", "steps"),
+    "evaluation_strategy": lacks(features.EPOCH, "no", "steps"),
+    "save_strategy": lacks(features.EPOCH, "steps"),
+    "optim": lacks(features.OTHER_OPTIMIZER, "adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused"),
+    "min_p": lacks(features.SAMPLING, "0", "0.0"),
+    "repetition_penalty": lacks(features.SAMPLING, "1", "1.0"),
+    "model_revision": lacks(features.VERSIONS, "main"),
+    "trust_remote_code": lacks("code of a checkpoint is not run"),
+    "model_init_kwargs.trust_remote_code": lacks("code of a checkpoint is not run"),
+    "vllm_model_impl": only("vllm", "vLLM's own models sample"),
+    "cast_lm_head_to_fp32": lacks("log-probs are computed in float32 from the head as it is"),
+    "entropy_coef_min": lacks("the entropy coefficient is constant"),
+    "dataset_config": lacks(features.STREAMING),
+    "label_smoothing_factor": lacks(features.OTHER_TASK, "0", "0.0"),
+    "neftune_noise_alpha": lacks("no noise is added to embeddings"),
+    "lr_scheduler_kwargs": lacks("lr_decay_style with min_lr, lr_warmup_iters and lr_warmup_fraction says all of the schedule"),
+    "num_generations_eval": lacks(features.EVALUATION),
+    "resume_from_checkpoint": same("resume", {"true": "auto", "false": "never"}),
+    "config_file": lacks("accelerate's own file is not read: give its num_processes"),
+    **not_there(features.LORA, "lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_target_parameters"),
+    **not_there(features.LORA, "lora_modules_to_save", "lora_task_type", "use_rslora", "use_dora", "peft_config"),
+    **not_there(features.SERVER, "vllm_server_base_url", "vllm_server_host", "vllm_server_port", "vllm_server_timeout", "vllm_group_port"),
+    **not_there(features.TURNS, "max_tool_calling_iterations", "tools", "environment_factory", "rollout_func"),
+    **not_there(features.QUANTIZED, "fp16", "load_in_8bit", "load_in_4bit", "bnb_4bit_quant_type", "use_bnb_nested_quant"),
+    **not_there(features.QUANTIZED, "bnb_4bit_quant_storage"),
+    **not_there(features.OTHER_LOSS, "vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"),
+    **not_there("the entropy coefficient is constant", "use_adaptive_entropy", "entropy_coef_max", "entropy_coef_delta", "entropy_target"),
+    **not_there(features.SHARDED_ELSEWHERE, "deepspeed", "fsdp", "fsdp_config", "parallelism_config", "accelerator_config"),
+    **not_there(features.SAMPLING, "generation_kwargs", "vllm_structured_outputs_regex", "vllm_guided_decoding_regex"),
+    **not_there("sampling is by vLLM alone", "use_transformers_continuous_batching", "use_transformers_paged", "cache_implementation"),
+    **not_there("sampling is by vLLM alone", "transformers_continuous_batching_config"),
+    **not_there(features.STREAMING, "datasets", "dataset_streaming", "streaming"),
+    **not_there(features.EPOCH, "auto_find_batch_size", "load_best_model_at_end"),
+    **not_there("optimizers are built in", "optim_args", "optim_target_modules"),
+    **aside(
+        *("logging_steps", "logging_strategy", "logging_dir", "logging_first_step", "log_completions", "num_completions_to_print"),
+        *("log_unique_prompts", "log_multimodal", "log_completions_hub_repo", "wandb_log_unique_prompts", "run_name", "project"),
+        *("disable_tqdm", "log_level", "log_level_replica", "include_num_input_tokens_seen", "trackio_space_id"),
+        *("push_to_hub", "hub_model_id", "hub_token", "hub_strategy", "hub_private_repo", "hub_always_push", "save_safetensors"),
+        *("save_only_model", "save_on_each_node", "dataloader_num_workers", "dataloader_pin_memory", "dataloader_persistent_workers"),
+        *(
+            "dataloader_prefetch_factor",
+            "dataloader_drop_last",
+            "dataset_num_proc",
+            "remove_unused_columns",
+            "data_seed",
+            "full_determinism",
+        ),
+        *("gradient_checkpointing_kwargs", "ds3_gather_for_generation", "disable_dropout", "use_liger_kernel", "use_liger_loss"),
+        *("liger_kernel_config", "torch_compile", "torch_empty_cache_steps", "tf32", "pad_to_multiple_of", "attn_implementation"),
+        *("ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_backend", "ddp_timeout", "ignore_bias_buffers", "local_rank"),
+        *("do_train", "do_eval", "do_predict", "per_device_eval_batch_size", "dataset_test_split", "overwrite_output_dir_on_start"),
+        *("metric_for_best_model", "greater_is_better", "use_cache", "average_tokens_across_devices", "prediction_loss_only"),
+        *("mixed_precision", "machine_rank", "main_process_ip", "main_process_port", "num_machines", "rdzv_backend"),
+    ),
+}
+
+DEFAULTS: Sequence[Default] = (
+    default("loss_type", "dapo"),
+    Default(name="vllm_importance_sampling_mode", theirs="sequence_mask", native={"rollout_importance_sampling_mode": "sequence_mask"}),
+    Default(name="vllm_importance_sampling_clip_max", theirs="3.0", native={"rollout_importance_sampling_threshold": 3.0}),
+    default("use_bias_correction_kl", False),
+    default("lr_scheduler_type", "linear", lr_decay_style="linear"),
+    default("adam_beta2", 0.999),
+    default("num_train_epochs", 3.0),
+    default("max_completion_length", 512),
+    default("gradient_checkpointing", True, **_FULL),
+    default("vllm_gpu_memory_utilization", 0.3),
+    default("save_steps", 500),
+    Default(name="save_total_limit", theirs="none", native={"save_total_limit": None}),
+    kept("use_vllm", False, True),
+)
+
+
+def settle(values: Mapping[str, Any], given: Mapping[str, Sequence[str]]) -> Iterator[Change]:
+    """What TRL makes of several names together."""
+    if "max_prompt_length" in values and "truncation_strategy" not in values:
+        yield Change(
+            values={"truncation_strategy": "left"}, note="max_prompt_length: TRL cuts longer prompts on the left; so is done here."
+        )
+    off = given.get("eval_strategy", given.get("evaluation_strategy", ["no"])) == ["no"]
+    if values.get("eval_steps") and (off or not values.get("eval_dataset")):
+        why = "eval_strategy is no" if off else "there is no eval_dataset"
+        yield Change(values={"eval_steps": None}, note=f"eval_steps ({values['eval_steps']}) does nothing: {why}.")
+    if values.get("loss_type") == "cispo" and values.get("epsilon_high") is None:
+        yield Change(values={"epsilon_high": values.get("epsilon", 0.2)})
+    if values.get("rollout_importance_sampling_mode") == "none":  # the bounds of a correction that is off
+        yield Change(values={"rollout_importance_sampling_min": None})
+
+
+TRL = Dialect(
+    name="trl",
+    title="TRL",
+    hides=NATIVE_SIZES,
+    implies={"allow_unaligned_generation": True},
+    names=NAMES,
+    defaults=DEFAULTS,
+    settle=settle,
+    settings=sizes(
+        size("per_device_train_batch_size", 8, "completions in one forward on one DP rank"),
+        size("gradient_accumulation_steps", 1, "micro-steps in one optimizer step"),
+        size("steps_per_generation", None, "micro-steps in one pass over a rollout (default gradient_accumulation_steps)"),
+        size("generation_batch_size", None, "completions in one rollout, instead of steps_per_generation"),
+        size("num_generations", 8, "completions per prompt"),
+        size("num_iterations", 1, "passes over one rollout"),
+    ),
+)
