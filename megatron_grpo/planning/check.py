@@ -54,8 +54,10 @@ def _settings_problems(parsed: Parsed, shape: ModelShape | None) -> list[Problem
     longest = (cfg.data.max_prompt_length or 1) + cfg.rollout.max_completion_length
     of_model = []
     if shape:
-        engine_ranks = max(1, cfg.rollout.vllm_tensor_parallel_size)  # less is for the sizes to say
-        of_model = [*length_problems(shape, longest), *engine_problems(shape, engine_ranks), *refused_policy.problems(cfg, shape)]
+        # Less than one is for the sizes to say.
+        engine_ranks, world_size = max(1, cfg.rollout.vllm_tensor_parallel_size), max(1, cfg.parallel.world_size or 1)
+        engine = engine_problems(shape, engine_ranks, world_size=world_size)
+        of_model = [*length_problems(shape, longest), *engine, *refused_policy.problems(cfg, shape)]
     others = [*refused_grpo.problems(cfg), *of_model]
     found = [_in_typed_names(cfg, problem) for problem in others if not set(problem.flags) & parsed.unreadable]
     return [*validate(cfg, parsed.unreadable), *found]

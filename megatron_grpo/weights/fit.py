@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from megatron_grpo.errors import Problem
 from megatron_grpo.weights.shape import ModelShape
@@ -25,9 +25,10 @@ def layout_problems(shape: ModelShape, *, tp: int = 1, ep: int = 1, etp: int = 1
     ]
 
 
-def engine_problems(shape: ModelShape, ranks: int) -> list[Problem]:
-    """Problems of sharing one vLLM engine among `ranks`: it cuts heads as Megatron does, and says so only as it starts."""
-    return _each(VLLM_TP, ranks, lambda ranks: _engine_parallel(shape, ranks))
+def engine_problems(shape: ModelShape, ranks: int, *, world_size: int) -> list[Problem]:
+    """Problems of sharing one vLLM engine among `ranks` of `world_size`: it cuts heads as Megatron does, and says so only as it starts."""
+    among = [size for size in range(1, world_size + 1) if world_size % size == 0]
+    return _each(VLLM_TP, ranks, lambda ranks: _engine_parallel(shape, ranks), among=among)
 
 
 def length_problems(shape: ModelShape, longest: int, *, flags: tuple[str, ...] = _LENGTHS) -> list[Problem]:
@@ -46,11 +47,11 @@ def length_problems(shape: ModelShape, longest: int, *, flags: tuple[str, ...] =
     return [Problem(flags=flags, message=message) for message in problems]
 
 
-def _each(flag: str, ranks: int, check: Callable[[int], Iterator[str]]) -> list[Problem]:
+def _each(flag: str, ranks: int, check: Callable[[int], Iterator[str]], *, among: Iterable[int] = range(1, _LARGEST + 1)) -> list[Problem]:
     messages = list(check(ranks))
     if not messages:
         return []
-    works = [size for size in range(1, _LARGEST + 1) if not any(check(size))]
+    works = [size for size in among if not any(check(size))]
     nearest = ([size for size in works if size < ranks][-1:]) + ([size for size in works if size > ranks][:1])
     use = f" Use {' or '.join(map(str, nearest))}." if nearest else ""
     return [Problem(flags=(flag,), message=f"{flag} ({ranks}): {message}{use}", nearest={flag: nearest}) for message in messages]
