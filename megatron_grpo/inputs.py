@@ -6,7 +6,9 @@ names, and says so. Nothing here imports torch before it has to.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+import sys
+from collections.abc import Callable, Collection, Mapping
+from contextlib import redirect_stdout
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -60,17 +62,16 @@ class Found:
 
 def read_everything(parsed: Parsed) -> tuple[Plan, Inputs]:
     """For `train`: the plan and the inputs of a run. Raises ConfigError with all that is wrong with either."""
-    # Taken now: a reward function's file may change the directory as it is loaded, or later.
-    paths = {"output_dir": _absolute(parsed.config.run.output_dir), "resume": _absolute(parsed.config.run.resume)}
     made, found = _look_at(parsed, {})
-    made = replace(made, checked=replace(made.checked, config=made.checked.config.with_values(paths)))
-    return made, Inputs(**{name: getattr(found, name) for name in Inputs.__dataclass_fields__})
+    inputs = Inputs(model_path=found.model_path, shape=found.shape, prompts=found.prompts, held_out=found.held_out, rewards=found.rewards)
+    return made, inputs
 
 
 def look_at_everything(parsed: Parsed) -> Plan:
     """For `plan`: the plan alone, with what was not looked at. Raises ConfigError with all that `train` would refuse of the rest."""
     left_out = _left_out(parsed.config)
-    made, found = _look_at(parsed, left_out)
+    with redirect_stdout(sys.stderr):  # a reward function's file may print as it is loaded, and stdout is for the plan
+        made, found = _look_at(parsed, left_out)
     close_rewards(found.rewards)
     return replace(made, not_checked=tuple(left_out.values()))
 
@@ -103,9 +104,10 @@ def _is_elsewhere(cfg: Config, name: str, value: str | None) -> bool:
     return bool(value) and not Path(value).exists() and (is_guest or not is_path(value))
 
 
-def _absolute(path: str) -> str:
-    """A path that stays the same wherever the process goes; words that stand for no path as they are."""
-    return path if path in ("auto", "never") else str(Path(path).absolute())
+def _absolute_paths(cfg: Config) -> dict[str, str]:
+    """Settings whose paths are used after the user's code has run, which may change the directory; as they have to be then."""
+    paths = {"output_dir": cfg.run.output_dir, "resume": cfg.run.resume, "lengths": cfg.plan.lengths, "png": cfg.plan.png}
+    return {name: str(Path(path).absolute()) for name, path in paths.items() if path not in (None, "auto", "never")}
 
 
 class _Problems(list[Problem]):
@@ -126,24 +128,25 @@ class _Problems(list[Problem]):
 
 def _look_at(parsed: Parsed, left_out: Collection[str]) -> tuple[Plan, Found]:
     """Settings first, then what they name, then whether the two go together."""
-    problems = _Problems()
+    problems, paths = _Problems(), _absolute_paths(parsed.config)
     checked = problems.attempt(lambda: check_parsed(parsed))
     found = problems.attempt(lambda: read_inputs(parsed.config, left_out))
     made = None
     if checked is not None and found is not None:
-        made = problems.attempt(lambda: _plan_of(parsed, checked, found))
+        made = problems.attempt(lambda: _plan_of(parsed, checked, found, paths))
     if problems:
         close_rewards(found.rewards if found is not None else [])
         raise ConfigError(problems)
     return made, found
 
 
-def _plan_of(parsed: Parsed, checked: Checked, found: Found) -> Plan:
+def _plan_of(parsed: Parsed, checked: Checked, found: Found, paths: Mapping[str, str]) -> Plan:
     if checked.shape is None and found.model_path is not None:  # a Hub name, whose config.json has only now been fetched
         here = check_parsed(replace(parsed, config=parsed.config.with_values({"model": str(found.model_path)})))
         checked = replace(here, config=here.config.with_values({"model": parsed.config.model.model}))
+    checked = replace(checked, config=checked.config.with_values(paths))
     made = make_plan(checked, num_prompts=None if found.prompts is None else len(found.prompts))
-    check_resume(parsed.config, made.timetable)
+    check_resume(checked.config, made.timetable)
     return made
 
 

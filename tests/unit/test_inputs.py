@@ -109,10 +109,15 @@ def test_what_only_the_machine_of_the_run_has_is_left_out_and_named(good, tmp_pa
     assert "the rows of dataset (someone/prompts is not on this machine)" in found.not_checked
 
 
-def test_paths_of_a_run_stay_where_they_were_when_a_reward_changes_the_directory(good, tmp_path, monkeypatch):
+def test_paths_of_a_run_stay_where_they_were_when_a_reward_changes_the_directory(good, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "moves.py").write_text("import os\nos.chdir('/')\ndef f(completions): return []\n")
+    (tmp_path / "moves.py").write_text("import os\nprint('hello')\nos.chdir('/')\ndef f(completions): return []\n")
     os.symlink(good["model"], tmp_path / "model")
+    write(tmp_path / "lengths", "3 4\n")
+    assert look_at_everything(parsed(good | {"lengths": "lengths", "reward_funcs": "moves.py:f"})).cost is not None
+    assert capsys.readouterr().out == "", "stdout is for the plan"
+    sys.modules.pop(next(name for name in sys.modules if "_reward_moves_" in name))
+    os.chdir(tmp_path)
     made, inputs = read_everything(parsed(good | {"model": "model", "output_dir": "out", "reward_funcs": "moves.py:f"}))
     assert os.getcwd() == "/"
     assert made.checked.config.run.output_dir == str(tmp_path / "out") and made.checked.config.run.resume == "auto"
