@@ -48,9 +48,10 @@ def train(argv: list[str], **parts: Any) -> int:
 
 def plan(argv: list[str]) -> int:
     """Checks the whole configuration and prints the timetable, memory and cost of a run. Needs no GPU and no launcher."""
+    from megatron_grpo.inputs import look_at_everything
     from megatron_grpo.planning.command import run_plan
 
-    return run_plan(argv, launcher_world_size=launcher_world_size())
+    return run_plan(argv, look_at_everything, launcher_world_size=launcher_world_size())
 
 
 COMMANDS: dict[str, Command] = {"train": train, "plan": plan}
@@ -75,11 +76,15 @@ def report(error: ConfigError) -> None:
 
 
 def main(argv: Sequence[str] | None = None, **parts: Any) -> int:
-    """Run one command and return its exit code.
+    """Run one command and return its exit code. Without `argv` this is the program itself, and the command runs in a child of it.
 
     parts: a sampler, a reference or a guard written elsewhere, for `train`; `build.build_run` says which there are.
     """
-    words = list(sys.argv[1:] if argv is None else argv)
+    if argv is None:
+        from megatron_grpo.run.supervisor import supervised
+
+        return supervised(lambda: main(sys.argv[1:], **parts))
+    words = list(argv)
     if not words or words[0] in ("-h", "--help", "help"):
         from megatron_grpo.settings.show import print_overview
 

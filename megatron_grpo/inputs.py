@@ -1,27 +1,36 @@
-"""What a run reads before any model loads: settings, model shape, data, rewards. Every fault in any of them is reported at once."""
+"""What is looked at before any model loads: settings, output_dir, model, data, rewards. Every fault in any of them is reported at once.
+
+This is the one list, for `train` and for `plan`, so that the two cannot come to different answers. `plan` leaves out what `_left_out`
+names, and says so. Nothing here imports torch before it has to.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Collection, Mapping
+from contextlib import redirect_stdout
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_grpo.batching.timetable import Timetable
-from megatron_grpo.checkpoint import holds_run, resumes_from
 from megatron_grpo.data.chat import load_tokenizer
-from megatron_grpo.data.prompts import PromptStream, load_rows, open_stream
+from megatron_grpo.data.files import is_path
 from megatron_grpo.errors import ConfigError, Problem
-from megatron_grpo.metrics import report_to_problems
-from megatron_grpo.planning.check import check_parsed
+from megatron_grpo.planning.check import Checked, check_parsed
 from megatron_grpo.planning.command import Plan, make_plan
 from megatron_grpo.rewards.loading import check_columns, close_rewards, load_rewards
 from megatron_grpo.rewards.protocol import RewardFunction
 from megatron_grpo.settings import Parsed
 from megatron_grpo.settings.config import Config
+from megatron_grpo.settings.read import COMMAND_LINE
 from megatron_grpo.weights.fit import length_problems
 from megatron_grpo.weights.shape import ModelShape
+from megatron_grpo.weights.stored import stored_names
+
+if TYPE_CHECKING:
+    from megatron_grpo.data.prompts import PromptRows, PromptStream
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,68 +49,160 @@ class Inputs:
         return max(stream.rows.longest_prompt for stream in (self.prompts, self.held_out) if stream is not None)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """What was looked at and is right, as far as it was to be looked at."""
+
+    model_path: Path | None
+    shape: ModelShape | None
+    prompts: PromptStream | PromptRows | None
+    held_out: PromptStream | PromptRows | None
+    rewards: list[RewardFunction]
+
+
 def read_everything(parsed: Parsed) -> tuple[Plan, Inputs]:
-    """The plan and the inputs of a training run. Raises ConfigError with all that is wrong with either."""
-    problems: list[Problem] = []
-    inputs = made = None
-    try:
-        checked = check_parsed(parsed)
-    except ConfigError as error:
-        checked, problems = None, list(error.problems)
-    try:
-        inputs = read_inputs(parsed.config)
-        if checked is not None and checked.shape is None:  # a Hub name, whose config.json has only now been fetched
-            here = check_parsed(replace(parsed, config=parsed.config.with_values({"model": str(inputs.model_path)})))
-            checked = replace(here, config=here.config.with_values({"model": parsed.config.model.model}))
-        if checked is not None:
-            made = make_plan(checked, num_prompts=len(inputs.prompts))
-            check_resume(parsed.config, made.timetable)
-    except ConfigError as error:
-        known = {problem.message for problem in problems}
-        problems += [problem for problem in error.problems if problem.message not in known]
-    if problems:
-        if inputs is not None:
-            close_rewards(inputs.rewards)
-        raise ConfigError(problems)
+    """For `train`: the plan and the inputs of a run. Raises ConfigError with all that is wrong with either."""
+    made, found = _look_at(parsed, {})
+    inputs = Inputs(model_path=found.model_path, shape=found.shape, prompts=found.prompts, held_out=found.held_out, rewards=found.rewards)
     return made, inputs
 
 
-def read_inputs(cfg: Config) -> Inputs:
-    """Reads model shape, data and rewards. Raises ConfigError with the problems of all of them at once."""
-    problems: list[Problem] = []
+def look_at_everything(parsed: Parsed) -> Plan:
+    """For `plan`: the plan alone, with what was not looked at. Raises ConfigError with all that `train` would refuse of the rest."""
+    left_out = _left_out(parsed.config)
+    with redirect_stdout(sys.stderr):  # a reward function's file may print as it is loaded, and stdout is for the plan
+        made, found = _look_at(parsed, left_out)
+    close_rewards(found.rewards)
+    return replace(made, not_checked=tuple(left_out.values()))
 
-    def attempt(read: Callable[[], Any]) -> Any:
+
+def _left_out(cfg: Config) -> dict[str, str]:
+    """What `plan` does not look at, by part, each as it is told. It needs neither inputs nor a network, and answers at once."""
+    model, rewards = cfg.model.model, cfg.rewards
+    parts = {"machine": "this machine's GPUs and memory", "tokenizer": "the tokenizer (chat template, prompt lengths in tokens)"}
+    if not model:
+        parts |= {"model": "the model (none given)"}
+    elif Path(model).is_file() or _is_elsewhere(cfg, "model", model):
+        parts |= {"model": f"the model's weights ({model} is {'its configuration' if Path(model).is_file() else 'not on this machine'})"}
+    elif Path(model).is_dir() and not any(Path(model).glob("*.safetensors*")) and not any(Path(model).glob("tokenizer*")):
+        parts |= {"weights": f"the model's weights ({model} holds its configuration alone)"}
+    for flag, name in (("dataset", cfg.data.dataset), ("eval_dataset", cfg.eval.eval_dataset)):
+        if _is_elsewhere(cfg, flag, name):
+            parts |= {flag: f"the rows of {flag} ({name} is not on this machine)"}
+    if not cfg.data.dataset:
+        parts |= {"dataset": "the data set (none given)"}
+    if not rewards.reward_funcs:
+        parts |= {"rewards": "reward functions (none given)"}
+    if "reward_model" in rewards.reward_funcs and _is_elsewhere(cfg, "reward_model", rewards.reward_model):
+        parts |= {"reward_model": f"the classifier of the reward reward_model ({rewards.reward_model} is not on this machine)"}
+    return parts
+
+
+def _is_elsewhere(cfg: Config, name: str, value: str | None) -> bool:
+    """Whether a setting names something that only the machine of the run may have: on the Hub, or at a path of a foreign file."""
+    is_guest = cfg.plan.dialect is not None and cfg.sources.get(name) != COMMAND_LINE
+    return bool(value) and not Path(value).exists() and (is_guest or not is_path(value))
+
+
+def _absolute_paths(cfg: Config) -> dict[str, str]:
+    """Settings whose paths are used after the user's code has run, which may change the directory; as they have to be then."""
+    paths = {"output_dir": cfg.run.output_dir, "resume": cfg.run.resume, "lengths": cfg.plan.lengths, "png": cfg.plan.png}
+    return {name: str(Path(path).absolute()) for name, path in paths.items() if path not in (None, "auto", "never")}
+
+
+class _Problems(list[Problem]):
+    """All that is found wrong, each thing once."""
+
+    def attempt(self, read: Callable[[], Any]) -> Any:
+        """What `read` gives, or None."""
         try:
             return read()
         except ConfigError as error:
-            problems.extend(error.problems)
+            self.add(error.problems)
             return None
 
-    attempt(partial(check_output_dir, cfg))
-    problems += report_to_problems(cfg.run.report_to)
-    model_path = attempt(partial(find_model, cfg.model.model))
-    shape = attempt(lambda: ModelShape.from_pretrained(model_path)) if model_path else None
-    tokenizer = attempt(lambda: load_tokenizer(str(model_path))) if shape else None
-    if tokenizer:
-        prompts = attempt(lambda: open_stream(cfg.data, tokenizer, seed=cfg.run.seed))
-    else:  # its rows can be looked at all the same
-        prompts = attempt(lambda: load_rows(cfg.data))
-    held_out = None
-    if cfg.eval.eval_dataset and tokenizer:
-        held_out = attempt(
-            lambda: open_stream(cfg.data, tokenizer, seed=0, dataset=cfg.eval.eval_dataset, shuffle=False, flag="eval_dataset")
-        )
-    rewards = attempt(lambda: load_rewards(cfg))
+    def add(self, found: Collection[Problem]) -> None:
+        known = {problem.message for problem in self}
+        self += [problem for problem in found if problem.message not in known]
+
+
+def _look_at(parsed: Parsed, left_out: Collection[str]) -> tuple[Plan, Found]:
+    """Settings first, then what they name, then whether the two go together."""
+    problems, paths = _Problems(), _absolute_paths(parsed.config)
+    checked = problems.attempt(lambda: check_parsed(parsed))
+    found = problems.attempt(lambda: read_inputs(parsed.config, left_out))
+    made = None
+    if checked is not None and found is not None:
+        made = problems.attempt(lambda: _plan_of(parsed, checked, found, paths))
+    if problems:
+        close_rewards(found.rewards if found is not None else [])
+        raise ConfigError(problems)
+    return made, found
+
+
+def _plan_of(parsed: Parsed, checked: Checked, found: Found, paths: Mapping[str, str]) -> Plan:
+    if checked.shape is None and found.model_path is not None:  # a Hub name, whose config.json has only now been fetched
+        here = check_parsed(replace(parsed, config=parsed.config.with_values({"model": str(found.model_path)})))
+        checked = replace(here, config=here.config.with_values({"model": parsed.config.model.model}))
+    checked = replace(checked, config=checked.config.with_values(paths))
+    made = make_plan(checked, num_prompts=None if found.prompts is None else len(found.prompts))
+    check_resume(checked.config, made.timetable)
+    return made
+
+
+def read_inputs(cfg: Config, left_out: Collection[str] = ()) -> Found:
+    """Reads model shape, data and rewards. Raises ConfigError with the problems of all of them at once.
+
+    left_out: of the names in `_left_out`. The user's own code runs last: it may change the directory.
+    """
+    problems = _Problems()
+    problems.attempt(partial(check_output_dir, cfg))
+    problems.attempt(partial(check_report_to, cfg))
+    model_path = shape = tokenizer = None
+    if "model" not in left_out:
+        model_path = problems.attempt(partial(find_model, cfg.model.model))
+        shape = problems.attempt(lambda: ModelShape.from_pretrained(model_path)) if model_path else None
+    if shape and "weights" not in left_out:
+        problems.attempt(lambda: stored_names(model_path))
+    if shape and "tokenizer" not in left_out:
+        tokenizer = problems.attempt(lambda: load_tokenizer(str(model_path)))
+    prompts = held_out = None
+    if "dataset" not in left_out:
+        prompts = problems.attempt(lambda: _read_data(cfg, tokenizer, "dataset"))
+    if cfg.eval.eval_dataset and "eval_dataset" not in left_out:
+        held_out = problems.attempt(lambda: _read_data(cfg, tokenizer, "eval_dataset"))
+    rewards = [] if "rewards" in left_out else problems.attempt(partial(load_rewards, cfg, left_out=left_out))
     if rewards and prompts:
-        rows = prompts.rows if tokenizer else prompts
-        attempt(lambda: check_columns(rewards, rows.column_names()))
+        problems.attempt(lambda: check_columns(rewards, (prompts.rows if tokenizer else prompts).column_names()))
     for stream, flag in ((prompts, "dataset"), (held_out, "eval_dataset")):
         if tokenizer and stream:
-            problems += _lengths_of_data(cfg, shape, stream, flag)
+            problems.add(_lengths_of_data(cfg, shape, stream, flag))
     if problems:
         close_rewards(rewards or [])
         raise ConfigError(problems)
-    return Inputs(model_path=model_path, shape=shape, prompts=prompts, held_out=held_out, rewards=rewards)
+    return Found(model_path=model_path, shape=shape, prompts=prompts, held_out=held_out, rewards=rewards)
+
+
+def _read_data(cfg: Config, tokenizer: Any, flag: str) -> PromptStream | PromptRows:
+    """A data set as a stream of prompts; without a tokenizer its rows, which can be looked at all the same."""
+    from megatron_grpo.data.prompts import load_rows, open_stream
+
+    held_out = flag == "eval_dataset"
+    dataset = cfg.eval.eval_dataset if held_out else cfg.data.dataset
+    if not tokenizer:
+        return load_rows(cfg.data, dataset=dataset, flag=flag)
+    options = {"seed": 0, "shuffle": False} if held_out else {"seed": cfg.run.seed}
+    return open_stream(cfg.data, tokenizer, dataset=dataset, flag=flag, **options)
+
+
+def check_report_to(cfg: Config) -> None:
+    """Services that are known and installed."""
+    if set(cfg.run.report_to) <= {"none"}:
+        return
+    from megatron_grpo.metrics import report_to_problems
+
+    if problems := report_to_problems(cfg.run.report_to):
+        raise ConfigError(problems)
 
 
 def _lengths_of_data(cfg: Config, shape: ModelShape, stream: PromptStream, flag: str) -> list[Problem]:
@@ -119,6 +220,10 @@ def check_output_dir(cfg: Config) -> None:
         raise ConfigError([Problem(
             flags=("overwrite_output_dir", "resume"),
             message=f"overwrite_output_dir starts afresh and resume ({cfg.run.resume}) continues. Leave one of them out.")])  # fmt: skip
+    if not Path(out).exists():
+        return
+    from megatron_grpo.checkpoint import holds_run  # imports torch
+
     if holds_run(out) and cfg.run.resume == "never" and not cfg.run.overwrite_output_dir:
         raise ConfigError([Problem(
             flags=("output_dir", "resume"),
@@ -128,6 +233,10 @@ def check_output_dir(cfg: Config) -> None:
 
 def check_resume(cfg: Config, timetable: Timetable) -> None:
     """A rollout that is under way is finished with the sizes it began with; between rollouts they may change."""
+    if cfg.run.resume in ("auto", "never") and not Path(cfg.run.output_dir).exists():
+        return
+    from megatron_grpo.checkpoint import resumes_from  # imports torch
+
     found = None if cfg.run.overwrite_output_dir else resumes_from(cfg.run.output_dir, cfg.run.resume)
     if found is None or "batch" not in found[1]:
         return
@@ -150,8 +259,17 @@ def find_model(name: str) -> Path:
     """The directory of a Hugging Face checkpoint; a Hub name is fetched first."""
     if not name:
         raise ConfigError([Problem(flags=("model",), message="model is missing: give a Hugging Face checkpoint directory or a Hub name.")])
-    if Path(name).is_dir():
-        return Path(name)
+    path = Path(name)
+    if path.is_dir():
+        return path.absolute()
+    if is_path(name):
+        what = "is a file" if path.is_file() else "does not exist"
+        beside = sorted(config.parent.name for config in path.parent.glob("*/config.json"))[:8]
+        there = f" In {path.parent}: {', '.join(beside)}." if beside else ""
+        raise ConfigError([Problem(
+            flags=("model",),
+            message=f"model ({name}) {what}. It is a directory with config.json, tokenizer files and *.safetensors, or a Hub name.{there}"
+        )])  # fmt: skip
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 

@@ -13,7 +13,7 @@ from typing import Any
 from megatron_grpo.data.chat import as_completion
 from megatron_grpo.errors import RewardError
 from megatron_grpo.parallel import collectives
-from megatron_grpo.rewards.protocol import RewardBatch, RewardFunction
+from megatron_grpo.rewards.protocol import RewardBatch, RewardFunction, Score
 from megatron_grpo.rewards.scoring import Notice, Scores, score
 from megatron_grpo.types import Group, ScoredGroup
 
@@ -47,6 +47,18 @@ class Judge:
         assert isinstance(local, Scores)
         ends = list(accumulate(len(group.completions) for group in groups))
         return [ScoredGroup(group=group, rewards=tuple(local.rows[end - len(group.completions) : end])) for group, end in zip(groups, ends)]
+
+    def warn_of_sameness(self, rows: Sequence[Sequence[Score]]) -> None:
+        """One line, once, for a function that has given nothing, or one value, as long as the run has lasted.
+
+        rows: [completions][functions], of all that was sampled together; the same on every rank.
+        """
+        for function, scores in zip(self.functions, zip(*rows)):
+            sentence = function.watch.take(scores)
+            if sentence is not None and "same" not in function.warned:
+                function.warned.add("same")
+                if collectives.rank() == 0:
+                    _LOG.warning("Reward `%s` %s", function.name, sentence)
 
     def _agree(self, local: Scores | RewardError) -> None:
         """What went wrong anywhere is raised everywhere; what is to be said is said once, by one rank."""

@@ -91,6 +91,7 @@ class Asker:
             scored = self.judge(groups, places=[places[group.prompt.number] for group in groups])
             mine = [Verdict.of(one) for one in scored]
             verdicts = {verdict.prompt_number: verdict for part in collectives.share(mine) for verdict in part}
+        self.judge.warn_of_sameness([row for verdict in verdicts.values() for row in verdict.rewards])
         self._held |= {one.group.prompt.number: one for one in scored}
         return [verdicts[prompt.number] for prompt in prompts]
 

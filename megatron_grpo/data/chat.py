@@ -33,7 +33,7 @@ def encode_prompt(tokenizer: Any, raw: Raw, *, system: str | None = None, enable
     """
     if isinstance(raw, str):
         return tuple(tokenizer(raw)["input_ids"])
-    messages = [dict(message) for message in raw]
+    messages = [dict(message) | {"content": text_of_parts(message["content"])} for message in raw]
     if system is not None and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": system})
     prefill = messages[-1]["role"] == "assistant"
@@ -42,6 +42,14 @@ def encode_prompt(tokenizer: Any, raw: Raw, *, system: str | None = None, enable
         messages, tokenize=True, return_dict=True, add_generation_prompt=not prefill, continue_final_message=prefill, **options
     )
     return tuple(encoded["input_ids"])
+
+
+def text_of_parts(content: Any) -> Any:
+    """Content given in parts, which are all text (`data.prompts` has looked), as one string: joined by newlines, as vLLM does.
+
+    Most chat templates of text models drop a list without a word.
+    """
+    return "\n".join(part["text"] for part in content) if isinstance(content, (list, tuple)) else content
 
 
 class PromptEncoder:

@@ -71,7 +71,7 @@ def read_rows(dataset: str, *, split: str = "train", flag: str = "dataset") -> R
         rows = _saved_by_datasets(path, flag)
     elif path.exists():
         rows = Rows([_read_file(file, name, flag) for file, name in _files(path, split, flag)])
-    elif path.suffix in SUFFIXES or dataset.startswith((".", "/", "~")):
+    elif is_path(dataset):
         raise _wrong(flag, _no_such_file(flag, path))
     else:
         rows = _from_hub(dataset, split, flag)
@@ -80,25 +80,9 @@ def read_rows(dataset: str, *, split: str = "train", flag: str = "dataset") -> R
     return rows
 
 
-def count_rows(dataset: str, *, split: str = "train", flag: str = "dataset") -> int | None:
-    """Rows of a local data set, without parsing them; None for a Hub name, whose size is not known without a download."""
-    path = Path(dataset)
-    if not path.exists():
-        if path.suffix in SUFFIXES or dataset.startswith((".", "/", "~")):
-            raise _wrong(flag, _no_such_file(flag, path))
-        return None
-    if path.is_dir() and (path / "state.json").is_file():
-        return len(_saved_by_datasets(path, flag))
-    total = 0
-    for file, _ in _files(path, split, flag):
-        if file.suffix == ".parquet":
-            total += _pyarrow(flag).ParquetFile(file).metadata.num_rows
-        elif _is_json_array(file):
-            total += len(_json_array(file, file.name, flag))
-        else:
-            with file.open("rb") as lines:
-                total += sum(1 for line in lines if line.strip())
-    return total
+def is_path(name: str) -> bool:
+    """Whether a name can only be a path on this machine, there or not: one on the Hub is `name` or `owner/name`."""
+    return name.startswith((".", "/", "~")) or name.count("/") > 1 or Path(name).suffix in SUFFIXES
 
 
 def _wrong(flag: str, message: str) -> ConfigError:

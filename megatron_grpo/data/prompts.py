@@ -15,13 +15,14 @@ from typing import Any
 import numpy as np
 
 from megatron_grpo.data.chat import PromptEncoder, Raw
-from megatron_grpo.data.files import NAMED_ROWS, Rows, count_rows, read_rows
+from megatron_grpo.data.files import NAMED_ROWS, Rows, read_rows
 from megatron_grpo.errors import ConfigError, Problem
 from megatron_grpo.settings.config import DataConfig
 from megatron_grpo.types import Prompt
 
-__all__ = ["PromptRows", "PromptStream", "check_lengths", "count_rows", "load_rows", "open_stream"]
+__all__ = ["PromptRows", "PromptStream", "check_lengths", "load_rows", "open_stream"]
 
+_MEDIA = ("images", "videos", "audios")  # columns that mean this wherever rows with them are trained on
 _NOT_COLUMNS = frozenset({"prompt", "messages", "completion", "completions", "completion_ids", "trainer_state"})
 
 
@@ -80,7 +81,7 @@ def check_lengths(prompts: PromptRows, encode: Callable[[Raw], Sequence[int]], c
     Raises ConfigError for prompts that encode to nothing, and, with `raise`, for those that are too long.
     """
     limit = cfg.max_prompt_length
-    lengths = np.array([len(encode(prompts.raw(index))) for index in range(len(prompts))], dtype=np.int64)
+    lengths = _lengths(prompts, encode, flag)
     empty = np.flatnonzero(lengths == 0)
     too_long = np.flatnonzero(lengths > limit) if limit is not None else np.empty(0, dtype=np.int64)
     problems = []
@@ -107,9 +108,27 @@ the shortest has {int(lengths.min())} tokens."
     return PromptRows(rows=prompts.rows, keep=prompts.keep, longest_prompt=int(lengths.max()))
 
 
+def _lengths(prompts: PromptRows, encode: Callable[[Raw], Sequence[int]], flag: str) -> np.ndarray:
+    """Tokens of each prompt, int64 [rows]. Raises ConfigError for prompts that the chat template refuses."""
+    lengths, refused = np.zeros(len(prompts), dtype=np.int64), {}
+    for index in range(len(prompts)):
+        try:
+            lengths[index] = len(encode(prompts.raw(index)))
+        except Exception as error:  # noqa: BLE001 - a chat template is the model's program: what it raises is about the row that it was given
+            refused.setdefault(f"are refused by the model's tokenizer or chat template ({type(error).__name__}: {error})", []).append(index)
+    if refused:
+        raise ConfigError([_problem(flag, prompts.rows, prompts.keep[indices], fault) for fault, indices in refused.items()])
+    return lengths
+
+
 def _fault(row: Mapping[str, Any]) -> str | None:
     """What is wrong with a row, as the end of a sentence whose subject is the rows; None for a good one."""
     prompt, messages = row.get("prompt"), row.get("messages")
+    seen = [name for name in _MEDIA if row.get(name)]
+    if seen:
+        return (
+            f"have something in `{'`, `'.join(seen)}`, which the model would not see: training is on text alone, so leave that column out"
+        )
     if prompt is None and messages is None:
         return f"have neither `prompt` nor `messages`; the first has the columns {', '.join(map(repr, row)) or '(none)'}"
     if prompt is None and isinstance(messages, str):
@@ -125,6 +144,24 @@ def _fault(row: Mapping[str, Any]) -> str | None:
     for message in value:
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str) or "content" not in message:
             return f"have a message in `{name}` without `role` or `content`"
+        if fault := _content_fault(message):
+            return f"have a message in `{name}` {fault}"
+    return None
+
+
+def _content_fault(message: Mapping[str, Any]) -> str | None:
+    """What a chat template for text would leave out, or print as Python prints it."""
+    content = message["content"]
+    if isinstance(content, str) or (content is None and message.get("tool_calls")):
+        return None
+    if not isinstance(content, Sequence):
+        return f"whose `content` is of type {type(content).__name__}, where a string or a list of text parts should be"
+    kinds = [part.get("type") if isinstance(part, Mapping) else type(part).__name__ for part in content]
+    strange = sorted({str(kind) for kind in kinds if kind != "text"})
+    if strange:
+        return f"with a part of type {', '.join(strange)}, which the model would not see: training is on text alone"
+    if not all(isinstance(part.get("text"), str) for part in content):
+        return "with a text part without `text`"
     return None
 
 

@@ -16,7 +16,7 @@ from megatron_grpo.settings.config import Config
 from megatron_grpo.sizing.batch_sizes import BatchSizes, settled, size_problems
 from megatron_grpo.sizing.dialects import DIALECTS
 from megatron_grpo.sizing.sizes import Model
-from megatron_grpo.weights.fit import length_problems
+from megatron_grpo.weights.fit import engine_problems, length_problems
 from megatron_grpo.weights.shape import ModelShape
 
 
@@ -52,7 +52,12 @@ def _settings_problems(parsed: Parsed, shape: ModelShape | None) -> list[Problem
     """All but those of parsing and of sizes."""
     cfg = parsed.config
     longest = (cfg.data.max_prompt_length or 1) + cfg.rollout.max_completion_length
-    of_model = [*length_problems(shape, longest), *refused_policy.problems(cfg, shape)] if shape else []
+    of_model = []
+    if shape:
+        # Less than one is for the sizes to say.
+        engine_ranks, world_size = max(1, cfg.rollout.vllm_tensor_parallel_size), max(1, cfg.parallel.world_size or 1)
+        engine = engine_problems(shape, engine_ranks, world_size=world_size)
+        of_model = [*length_problems(shape, longest), *engine, *refused_policy.problems(cfg, shape)]
     others = [*refused_grpo.problems(cfg), *of_model]
     found = [_in_typed_names(cfg, problem) for problem in others if not set(problem.flags) & parsed.unreadable]
     return [*validate(cfg, parsed.unreadable), *found]

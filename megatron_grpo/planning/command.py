@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from megatron_grpo.planning.check import Checked, check_parsed
 from megatron_grpo.planning.facts import bubble_fraction, native_flags
 from megatron_grpo.planning.output import errors_object, write_plan
 from megatron_grpo.planning.warnings import defaults_of, warnings_of
-from megatron_grpo.settings import parse
+from megatron_grpo.settings import Parsed, parse
 from megatron_grpo.sizing.dialects import DIALECTS
 
 MOST_SAVED = 20_000  # micro-steps in the plan.json of a run
@@ -32,6 +32,7 @@ class Plan:
     memory: dict[str, Any] | None
     cost: dict[str, Any] | None
     warnings: list[str]
+    not_checked: tuple[str, ...] = ()  # what `train` would look at besides
 
     def rest(self) -> dict[str, Any]:
         """The part of the JSON object after the timetable."""
@@ -67,10 +68,6 @@ def make_plan(checked: Checked, *, num_prompts: int | None = None) -> Plan:
     cfg, plan = checked.config, checked.plan
     if num_prompts is None:
         num_prompts = cfg.plan.num_prompts
-    if num_prompts is None and cfg.data.dataset and Path(cfg.data.dataset).exists():
-        from megatron_grpo.data.files import count_rows
-
-        num_prompts = count_rows(cfg.data.dataset, split=cfg.data.dataset_split)
     timetable = Timetable.of_length(plan, max_steps=cfg.run.max_steps, num_train_epochs=cfg.run.num_train_epochs, num_prompts=num_prompts)
     lengths = memory = cost = None
     if cfg.plan.lengths:
@@ -93,8 +90,11 @@ def make_plan(checked: Checked, *, num_prompts: int | None = None) -> Plan:
     )
 
 
-def run_plan(argv: Sequence[str], *, launcher_world_size: int | None = None) -> int:
-    """Print the plan; the exit code. Raises ConfigError, except with --json, which prints the errors as its answer."""
+def run_plan(argv: Sequence[str], look_at: Callable[[Parsed], Plan], *, launcher_world_size: int | None = None) -> int:
+    """Print the plan; the exit code. Raises ConfigError, except with --json, which prints the errors as its answer.
+
+    look_at: makes the plan of what was parsed, and looks at what it names (`inputs.look_at_everything`).
+    """
     as_json = False
     try:
         # Without a launcher of its own, `plan` may ask about any number of ranks.
@@ -102,19 +102,20 @@ def run_plan(argv: Sequence[str], *, launcher_world_size: int | None = None) -> 
         if launcher_world_size is not None and "world_size" not in parsed.config.typed:
             parsed = parse(argv, launcher_world_size=launcher_world_size, dialects=DIALECTS)
         as_json = parsed.config.plan.json
-        checked = check_parsed(parsed)
         if parsed.print_config:
             from megatron_grpo.settings.show import print_config
 
-            print_config(checked.config)
+            print_config(check_parsed(parsed).config)
             return EXIT_DONE
-        made = make_plan(checked)
-        if checked.config.plan.png:
+        made = look_at(parsed)
+        if png := made.checked.config.plan.png:
             from megatron_grpo.planning.png import draw_png
 
-            draw_png(made, checked.config.plan.png)
+            draw_png(made, png)
         if as_json:
             made.write_json(sys.stdout.write)
+            if made.not_checked:  # the object has the keys that it always had
+                print(f"Not checked: {'; '.join(made.not_checked)}.", file=sys.stderr)
         else:
             from megatron_grpo.planning.report import print_report
 

@@ -36,7 +36,7 @@ def read_shape(model: str) -> tuple[ModelShape | None, list[Problem]]:
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        return None, [Problem(flags=("model",), message=f"model: {file} cannot be read as JSON: {error}.")]
+        return None, [Problem(flags=("model",), message=f"model: {file} is not valid JSON: {error}.")]
     if not isinstance(config, dict):
         return None, [Problem(flags=("model",), message=f"model: {file} does not hold a model's configuration.")]
     try:

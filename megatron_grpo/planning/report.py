@@ -40,6 +40,8 @@ def print_report(made: Plan, *, file: TextIO | None = None, is_short: bool = Fal
             console.print()
     if made.checked.parsed.defaults:
         _defaults(console, made)
+    if made.not_checked:
+        console.print(f"Not checked: {'; '.join(made.not_checked)}.", style="dim", markup=False)
     if made.warnings:
         console.rule("[bold]worth knowing", align="left", style="dim")
         for warning in made.warnings:

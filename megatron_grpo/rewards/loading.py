@@ -6,15 +6,19 @@ import difflib
 import importlib
 import importlib.util
 import inspect
+import logging
 import sys
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 from megatron_grpo.errors import ConfigError, Problem
+from megatron_grpo.rewards.contained import AskedToEnd, contained
 from megatron_grpo.rewards.protocol import RewardFunction
 from megatron_grpo.settings.config import Config
+
+_LOG = logging.getLogger(__name__)
 
 # Name -> module with a `build(config) -> function`. A function's attribute `needs` lists the columns it cannot do without, as alternatives.
 BUILT_IN = {
@@ -32,28 +36,31 @@ BUILT_IN = {
 _MARGIN = 15.0  # seconds after which a built-in that keeps its own deadline is stopped all the same
 
 
-def load_rewards(config: Config) -> list[RewardFunction]:
-    """The reward functions of a run, in the order of `--reward_funcs`. Raises ConfigError with all that is wrong with any of them."""
-    specs, weights = config.rewards.reward_funcs, config.rewards.reward_weights
+def load_rewards(config: Config, *, left_out: Collection[str] = ()) -> list[RewardFunction]:
+    """The reward functions of a run, in the order of `--reward_funcs`; without those in `left_out`, which are not looked at.
+
+    Raises ConfigError with all that is wrong with any of them.
+    """
+    specs = config.rewards.reward_funcs
     problems: list[Problem] = []
     if not specs:
         problems.append(_problem(f"reward_funcs is empty. Built in are {', '.join(BUILT_IN)}; your own is path/to/file.py:function."))
-    if weights and len(weights) != len(specs):
-        message = f"reward_weights has {len(weights)} values for {len(specs)} reward functions."
-        problems.append(Problem(flags=("reward_weights", "reward_funcs"), message=message))
     twice = sorted({spec for spec in specs if specs.count(spec) > 1})
     if twice:
         problems.append(_problem(f"reward_funcs names {', '.join(twice)} more than once. A larger weight in reward_weights does the same."))
-    loaded: list[RewardFunction] = []
-    for spec, name in zip(specs, _names(specs)):
+    loaded: dict[str, RewardFunction] = {}
+    here = Path.cwd()
+    names = dict(zip(specs, _names(specs)))
+    asked = [spec for spec in names if spec not in left_out]
+    for spec in sorted(asked, key=lambda spec: spec not in BUILT_IN):  # the user's files last: one may change directory or sys.path
         try:
-            loaded.append(_load(spec, name, config))
+            loaded[spec] = _load(spec, names[spec], config, here)
         except ConfigError as error:
             problems += error.problems
     if problems:
-        close_rewards(loaded)
+        close_rewards(list(loaded.values()))
         raise ConfigError(problems)
-    return loaded
+    return [loaded[spec] for spec in specs if spec in loaded]
 
 
 def close_rewards(functions: Sequence[RewardFunction]) -> None:
@@ -90,7 +97,7 @@ def _names(specs: Sequence[str]) -> list[str]:
     return [name if short.count(name) == 1 else f"{place}.{name}" for name, place in zip(short, places)]
 
 
-def _load(spec: str, name: str, config: Config) -> RewardFunction:
+def _load(spec: str, name: str, config: Config, here: Path) -> RewardFunction:
     settings = config.rewards
     if spec in BUILT_IN:
         module = importlib.import_module(f"megatron_grpo.rewards.builtin.{BUILT_IN[spec]}")
@@ -104,12 +111,16 @@ def _load(spec: str, name: str, config: Config) -> RewardFunction:
         if spec.endswith(".py"):
             guess = f" For a function of that file: {spec}:function."
         raise _fail(f"There is no built-in reward {spec!r}.{guess} Built in are {', '.join(BUILT_IN)}.", nearest)
-    module = _module_of_file(Path(where)) if where.endswith(".py") else _module_of_package(where)
+    module = _module_of_file(Path(where), here) if where.endswith(".py") else _module_of_package(where, here)
     function = getattr(module, attribute, None)
     if function is None or not callable(function):
         raise _fail(_no_such_function(where, module, attribute))
     if inspect.isclass(function):
         function = _instance(function, spec)
+    try:
+        inspect.signature(function)
+    except ValueError as error:  # some that are written in C
+        raise _fail(f"{spec} does not say which arguments it takes: {error}. Wrap it in a function of your own.") from error
     return RewardFunction(name=name, function=function, timeout=settings.reward_timeout, on_error=settings.reward_on_error)
 
 
@@ -117,17 +128,29 @@ def _instance(cls: type, spec: str) -> Callable[..., Any]:
     """A class with `__call__`, as Megatron-SWIFT's plugins are, stands for its instance."""
     if not any("__call__" in vars(base) for base in cls.__mro__):  # every class is callable itself: that makes an instance
         raise _fail(f"{spec} is a class without `__call__`.")
+    return _users(cls, f"{spec} is a class that cannot be made without arguments")
+
+
+def _users(call: Callable[[], Any], what: str) -> Any:
+    """`call()`, which runs the user's code. Raises ConfigError, beginning with `what`, with whatever it raises."""
+    told: list[str] = []
     try:
-        return cls()
-    except TypeError as error:
-        raise _fail(f"{spec} is a class that cannot be made without arguments: {error}.") from error
+        with contained(told):
+            return call()
+    except AskedToEnd as error:
+        raise _fail(f"{what}: it asks the process to end with {error}.") from error
+    except Exception as error:  # noqa: BLE001 - the user's code, at the edge: whatever it raises is about that code
+        raise _fail(f"{what}: {type(error).__name__}: {error}.") from error
+    finally:
+        for sentence in told:
+            _LOG.warning("%s, as it is loaded, %s", what.partition(" ")[0], sentence)
 
 
-def _module_of_file(path: Path) -> Any:
+def _module_of_file(path: Path, here: Path) -> Any:
     path = path.expanduser()
-    if not path.is_file():
-        raise _fail(f"There is no file {str(path)!r} (looked in {Path.cwd()}).")
-    path = path.resolve()
+    if not (here / path).is_file():
+        raise _fail(f"There is no file {str(path)!r} (looked in {here}).")
+    path = (here / path).resolve()
     # One module per file, whoever asks for it; and files next to it can be imported, behind everything that is installed.
     name = f"megatron_grpo_reward_{path.stem}_{zlib.crc32(str(path).encode()):08x}"
     if name in sys.modules:
@@ -138,20 +161,17 @@ def _module_of_file(path: Path) -> Any:
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # before it runs, so that dataclasses and pickles in it find their module
     try:
-        spec.loader.exec_module(module)
-    except Exception as error:  # noqa: BLE001 - the user's file, at the edge: whatever it raises is about that file
+        _users(lambda: spec.loader.exec_module(module), f"{path} cannot be loaded")
+    except ConfigError:
         del sys.modules[name]
-        raise _fail(f"{path} cannot be loaded: {type(error).__name__}: {error}.") from error
+        raise
     return module
 
 
-def _module_of_package(name: str) -> Any:
-    if "" not in sys.path and str(Path.cwd()) not in sys.path:
-        sys.path.append(str(Path.cwd()))  # as `python -m` would have it; the console command does not
-    try:
-        return importlib.import_module(name)
-    except Exception as error:  # noqa: BLE001 - the user's module, at the edge
-        raise _fail(f"module {name!r} cannot be imported: {type(error).__name__}: {error}.") from error
+def _module_of_package(name: str, here: Path) -> Any:
+    if str(here) not in sys.path:
+        sys.path.append(str(here))  # as `python -m` would have it; the console command does not
+    return _users(lambda: importlib.import_module(name), f"module {name!r} cannot be imported")
 
 
 def _no_such_function(where: str, module: Any, attribute: str) -> str:

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 Score = float | None  # None: this reward does not apply to this completion
+# A larger one has no square in a sum of floats, and as an advantage no place in a float32: advantages would be 0, infinite or NaN.
+LARGEST = 1e30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +55,36 @@ class RewardBatch:
         )
 
 
+@dataclass(kw_only=True)
+class Watch:
+    """What one function has given in this run so far, for the one thing that no single batch shows: that it is always the same."""
+
+    batches: int = 0
+    rows: int = 0
+    scored: int = 0  # rows that were not None
+    lowest: float = math.inf
+    highest: float = -math.inf
+
+    def take(self, scores: Sequence[Score]) -> str | None:
+        """Counts one batch, of all ranks; the end of a sentence that begins with the function where it has not told a row from another."""
+        given = [score for score in scores if score is not None]
+        self.batches, self.rows, self.scored = self.batches + 1, self.rows + len(scores), self.scored + len(given)
+        self.lowest, self.highest = min([self.lowest, *given]), max([self.highest, *given])
+        if self.batches < ENOUGH_BATCHES or self.rows < ENOUGH_ROWS:
+            return None
+        if not self.scored:
+            said = f"has given None for all {self.rows} completions so far"
+            return f"{said}: it takes no part in the run. Does it find the columns it looks for?"
+        if self.scored >= ENOUGH_ROWS and self.lowest == self.highest:
+            return (
+                f"has given {self.lowest:g} for all {self.scored} completions that it judged so far: it teaches nothing while that is so."
+            )
+        return None
+
+
+ENOUGH_BATCHES, ENOUGH_ROWS = 2, 8  # before anything is said of a function that is always the same
+
+
 @dataclass(frozen=True, kw_only=True)
 class RewardFunction:
     """A function that judges, with the name it has in the metrics and how its failures are treated.
@@ -67,6 +99,7 @@ class RewardFunction:
     on_error: str = "raise"
     keeps_deadline: bool = False
     warned: set[str] = field(default_factory=set)  # kinds of failure already warned about
+    watch: Watch = field(default_factory=Watch)
 
     @property
     def is_async(self) -> bool:
@@ -122,14 +155,16 @@ def text_of(completion: Any) -> str:
 def as_scores(returned: Any, count: int) -> list[Score | RowFailure] | RowFailure:
     """What a reward function returned, row by row; one RowFailure for all where it is no list of `count` values.
 
-    Numbers of any library and booleans are scores (True is 1, as in TRL). NaN, infinities, strings and the rest are failures of their row.
+    Numbers of any library and booleans are scores (True is 1, as in TRL). NaN, infinities, numbers beyond LARGEST, strings and the rest are
+    failures of their row.
     """
     if hasattr(returned, "tolist"):  # a numpy array or a tensor
         returned = returned.tolist()
     if isinstance(returned, (str, bytes, Mapping)) or not isinstance(returned, Sequence):
         return RowFailure(kind="type", reason=f"returned {_shown(returned)} where a list of {count} numbers should be")
     if len(returned) != count:
-        return RowFailure(kind="count", reason=f"returned {len(returned)} values for {count} completions")
+        given = f"{len(returned)} value{'s' if len(returned) != 1 else ''}"
+        return RowFailure(kind="count", reason=f"returned {given} for {count} completion{'s' if count != 1 else ''}")
     return [as_score(value) for value in returned]
 
 
@@ -142,9 +177,14 @@ def as_score(value: Any) -> Score | RowFailure:
         value = value.item() if (size() if callable(size) else value.size) == 1 else value
     if not isinstance(value, numbers.Real) and not type(value).__name__ == "bool":  # numpy's bool is registered as no number
         return RowFailure(kind="type", reason=f"returned {_shown(value)} where a number or None should be")
-    score = float(value)
+    try:
+        score = float(value)
+    except OverflowError:  # Python's integers have no end
+        score = math.inf if value > 0 else -math.inf
     if not math.isfinite(score):
         return RowFailure(kind="not finite", reason=f"returned {score}")
+    if abs(score) > LARGEST:
+        return RowFailure(kind="too large", reason=f"returned {score:g}, beyond the {LARGEST:g} up to which rewards can be averaged,")
     return score
 
 

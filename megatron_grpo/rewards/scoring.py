@@ -1,7 +1,8 @@
 """Owns scoring one batch with all reward functions: calling them, finding the row that a failing one fails on, and the policy for failures.
 
 A function that raises, runs out of time or returns the wrong count has failed on its whole batch. It is then called again on halves of the
-batch, so that the error can name the row, and, with `--reward_on_error none`, so that only that row goes without a score.
+batch, so that the error can name the row, and, with `--reward_on_error none`, so that only that row goes without a score. What it did
+first is said first: a function that counts or remembers may fail otherwise on a part.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 
 from megatron_grpo.errors import Interrupted, RewardError
 from megatron_grpo.rewards import deadline
+from megatron_grpo.rewards.contained import AskedToEnd, contained
 from megatron_grpo.rewards.protocol import RewardBatch, RewardFunction, RowFailure, Score, as_scores, text_of
 
 _LOOP = deadline.EventLoop()
@@ -24,7 +26,7 @@ _SEARCH_BUDGET = 3.0  # the search for failing rows may take this many times the
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Notice:
-    """A failure that became None: said once per function and kind."""
+    """A failure that became None, or something else that a function did: said once per function and kind."""
 
     function: str
     kind: str
@@ -46,13 +48,17 @@ def score(functions: Sequence[RewardFunction], batch: RewardBatch) -> Scores:
     """
     if not len(batch):
         return Scores(rows=(), notices=())
-    waiting = {place: _start(function, batch) for place, function in enumerate(functions) if function.is_async}
-    outcomes = {place: _call(function, batch, function.timeout) for place, function in enumerate(functions) if place not in waiting}
+    told: list[list[str]] = [[] for _ in functions]
+    waiting = {place: _start(function, batch, told[place]) for place, function in enumerate(functions) if function.is_async}
+    outcomes = {
+        place: _call(function, batch, told[place], function.timeout) for place, function in enumerate(functions) if place not in waiting
+    }
     outcomes |= {place: wait() for place, wait in waiting.items()}
     columns, errors, notices = [], [], []
     for place, function in enumerate(functions):
         outcome = outcomes[place]
-        rows = _search(function, batch, outcome) if isinstance(outcome, RowFailure) else outcome
+        rows = _search(function, batch, outcome, told[place]) if isinstance(outcome, RowFailure) else outcome
+        notices += [Notice(function=function.name, kind=text, message=f"Reward `{function.name}` {text}") for text in set(told[place])]
         failures = [(row, value) for row, value in enumerate(rows) if isinstance(value, RowFailure)]
         if failures and function.on_error == "raise":
             errors.append(_sentence(function, batch, failures))
@@ -66,19 +72,25 @@ def score(functions: Sequence[RewardFunction], batch: RewardBatch) -> Scores:
     return Scores(rows=tuple(zip(*columns)), notices=tuple(notices))
 
 
-def _call(function: RewardFunction, batch: RewardBatch, seconds: float) -> list[Score | RowFailure] | RowFailure:
-    """One call of a function on a batch: its scores, or the failure of the whole call."""
+def _call(function: RewardFunction, batch: RewardBatch, told: list[str], seconds: float) -> list[Score | RowFailure] | RowFailure:
+    """One call of a function on a batch: its scores, or the failure of the whole call. told: gets what else it did."""
     if function.is_async:
-        return _start(function, batch, seconds)()
-    return _outcome(function, batch, seconds, lambda: deadline.call_before(seconds, lambda: function.function(**function.arguments(batch))))
+        return _start(function, batch, told, seconds)()
+
+    def call():
+        with contained(told):
+            return function.function(**function.arguments(batch))
+
+    return _outcome(function, batch, seconds, lambda: deadline.call_before(seconds, call))
 
 
-def _start(function: RewardFunction, batch: RewardBatch, seconds: float | None = None):
+def _start(function: RewardFunction, batch: RewardBatch, told: list[str], seconds: float | None = None):
     """Starts an asynchronous function; the returned callable waits for what `_call` would return."""
     limit = function.timeout if seconds is None else seconds
 
     async def call():
-        return await function.function(**function.arguments(batch))
+        with contained(told):
+            return await function.function(**function.arguments(batch))
 
     wait = _LOOP.start(call(), limit)
     return lambda: _outcome(function, batch, limit, wait)
@@ -91,18 +103,20 @@ def _outcome(function: RewardFunction, batch: RewardBatch, seconds: float, call)
         return RowFailure(kind="timeout", reason=f"did not answer within {seconds:g} s")
     except (Interrupted, RewardError):
         raise
+    except AskedToEnd as error:
+        return RowFailure(kind="end", reason=f"asked the process to end with {error}{_where(error.__cause__)}")
     except Exception as error:  # noqa: BLE001 - the sandbox: whatever the user's function raises is reported about that function
         return RowFailure(kind=type(error).__name__, reason=f"raised {type(error).__name__}: {error}{_where(error)}")
 
 
-def _where(error: Exception) -> str:
+def _where(error: BaseException) -> str:
     """The place in the user's code, innermost first frame that is not ours."""
     own = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(own)]
     return f" ({os.path.basename(frames[-1].filename)} line {frames[-1].lineno}, in {frames[-1].name})" if frames else ""
 
 
-def _search(function: RewardFunction, batch: RewardBatch, failure: RowFailure) -> list[Score | RowFailure]:
+def _search(function: RewardFunction, batch: RewardBatch, failure: RowFailure, told: list[str]) -> list[Score | RowFailure]:
     """Scores row by row after the whole call failed, found by halving. With `raise` it stops at the first it finds.
 
     A part gets its share of the timeout; rows not reached within the budget keep the failure of the whole call. Where no
@@ -118,21 +132,28 @@ def _search(function: RewardFunction, batch: RewardBatch, failure: RowFailure) -
     while ranges and time.monotonic() < ends:
         first, end = ranges.popleft()
         share = max(min(_SHORTEST_CALL, function.timeout / 10), function.timeout * (end - first) / len(batch))
-        outcome = _call(function, batch.part(first, end), share)
+        outcome = _call(function, batch.part(first, end), told, share)
         if not isinstance(outcome, RowFailure):
             found[first:end] = outcome
         elif end - first > 1:
             middle = (first + end) // 2
             ranges += [(first, middle), (middle, end)]
         else:
-            if outcome.kind == failure.kind == "timeout":
-                outcome = RowFailure(kind="timeout", reason=f"{failure.reason}, nor within {share:g} s when called for one row alone,")
-            found[first] = outcome
+            found[first] = outcome = _of_one_row(failure, outcome, share)
             if function.on_error == "raise":
                 return [outcome if row == first else None for row in range(len(batch))]  # this row is enough to say what is wrong
     if function.on_error == "raise" and not any(isinstance(value, RowFailure) for value in found):
         return everywhere
     return found
+
+
+def _of_one_row(failure: RowFailure, alone: RowFailure, seconds: float) -> RowFailure:
+    """A row's failure, after that of the whole batch where the two differ. seconds: what the row was given."""
+    if alone.reason == failure.reason:
+        return alone
+    if alone.kind == failure.kind == "timeout":
+        return RowFailure(kind="timeout", reason=f"{failure.reason}, nor within {seconds:g} s when called for one row alone,")
+    return RowFailure(kind=failure.kind, reason=f"{failure.reason}; called again for one row alone it {alone.reason},")
 
 
 def _sentence(function: RewardFunction, batch: RewardBatch, failures: Sequence[tuple[int, RowFailure]]) -> str:

@@ -13,9 +13,13 @@ from megatron_grpo.errors import Problem
 from megatron_grpo.settings.config import Config
 from megatron_grpo.settings.table import table
 
+LARGEST_WEIGHT = 1e6  # times the largest reward (rewards.protocol), still a number whose square is one
+
 
 def value_problem(name: str, value: Any) -> tuple[str, list[Any]] | None:
     """(how the value must be, the nearest value that is so, where there is one), or None."""
+    if name == "reward_weights" and any(abs(weight) > LARGEST_WEIGHT for weight in value):
+        return f"at most {LARGEST_WEIGHT:g} each", []
     if value is None or isinstance(value, (str, bool, list)):
         return None
     allowed = table()[name].range

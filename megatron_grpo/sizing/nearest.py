@@ -14,15 +14,19 @@ MOST_CANDIDATES = 5_000
 
 
 def broken_rules(inputs: TypedSizes) -> list:
-    """The rules that these inputs break, without those that only follow from another broken one."""
+    """The rules that these inputs break, without those that only follow from another broken one.
+
+    A size that is too small hides only the rules it has a part in: the others are judged with the least it may be in its place.
+    """
     below = [rule for rule in lower_bounds(inputs) if rule.broken]
-    if below:
-        return below
+    too_small = {flag for rule in below for flag in rule.flags}
+    for flag in too_small:
+        inputs = inputs.with_value(flag, minimum(inputs, flag))
     broken: dict[str, object] = {}
     for rule in rules(inputs):
         if rule.broken and not any(key in broken for key in rule.after):
             broken[rule.key] = rule
-    return list(broken.values())
+    return below + [rule for rule in broken.values() if not too_small & set(rule.flags)]
 
 
 def nearest(inputs: TypedSizes, flag: str) -> list[int]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from megatron_grpo.errors import Problem
 from megatron_grpo.weights.shape import ModelShape
 
 TP, EP, ETP = "tensor_model_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size"
+VLLM_TP = "vllm_tensor_parallel_size"
 _LENGTHS = ("max_prompt_length", "max_completion_length")
 _LARGEST = 128  # ranks that are tried for `nearest`
 
@@ -22,6 +23,12 @@ def layout_problems(shape: ModelShape, *, tp: int = 1, ep: int = 1, etp: int = 1
         *_each(EP, ep, lambda ranks: _expert_parallel(shape, ranks)),
         *_each(ETP, etp, lambda ranks: _expert_tensor_parallel(shape, ranks)),
     ]
+
+
+def engine_problems(shape: ModelShape, ranks: int, *, world_size: int) -> list[Problem]:
+    """Problems of sharing one vLLM engine among `ranks` of `world_size`: it cuts heads as Megatron does, and says so only as it starts."""
+    among = [size for size in range(1, world_size + 1) if world_size % size == 0]
+    return _each(VLLM_TP, ranks, lambda ranks: _engine_parallel(shape, ranks), among=among)
 
 
 def length_problems(shape: ModelShape, longest: int, *, flags: tuple[str, ...] = _LENGTHS) -> list[Problem]:
@@ -40,11 +47,11 @@ def length_problems(shape: ModelShape, longest: int, *, flags: tuple[str, ...] =
     return [Problem(flags=flags, message=message) for message in problems]
 
 
-def _each(flag: str, ranks: int, check: Callable[[int], Iterator[str]]) -> list[Problem]:
+def _each(flag: str, ranks: int, check: Callable[[int], Iterator[str]], *, among: Iterable[int] = range(1, _LARGEST + 1)) -> list[Problem]:
     messages = list(check(ranks))
     if not messages:
         return []
-    works = [size for size in range(1, _LARGEST + 1) if not any(check(size))]
+    works = [size for size in among if not any(check(size))]
     nearest = ([size for size in works if size < ranks][-1:]) + ([size for size in works if size > ranks][:1])
     use = f" Use {' or '.join(map(str, nearest))}." if nearest else ""
     return [Problem(flags=(flag,), message=f"{flag} ({ranks}): {message}{use}", nearest={flag: nearest}) for message in messages]
@@ -66,6 +73,16 @@ def _tensor_parallel(shape: ModelShape, tp: int, whole_down_projections: bool) -
         yield f"it must divide the model's num_key_value_heads ({groups}), or be a multiple of it."
     elif shape.mla is None and rows % tp:
         yield _rest("the rows of query, key and value together", rows, tp)
+
+
+def _engine_parallel(shape: ModelShape, tp: int) -> Iterator[str]:
+    sizes = {"num_attention_heads": shape.num_attention_heads}
+    if shape.moe is None or not all(shape.moe.layers):
+        sizes["intermediate_size"] = shape.ffn_hidden_size
+    yield from (_rest(name, size, tp) for name, size in sizes.items() if size % tp)
+    groups = shape.num_query_groups
+    if shape.mla is None and groups % tp and tp % groups:
+        yield f"it must divide the model's num_key_value_heads ({groups}), or be a multiple of it."
 
 
 def _expert_parallel(shape: ModelShape, ep: int) -> Iterator[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 
@@ -12,8 +11,8 @@ from safetensors import SafetensorError, safe_open
 from megatron_grpo.errors import ConfigError, Problem
 from megatron_grpo.weights.families import family_of
 from megatron_grpo.weights.shape import read_config
+from megatron_grpo.weights.stored import stored_names
 
-INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 # What transformers 5 calls the experts inside a model, and may write when asked to keep its own layout: all experts in one tensor.
 _FUSED = re.compile(r"(.+)\.mlp\.experts\.(gate_up_proj|down_proj)")
 
@@ -32,7 +31,7 @@ class HfReader:
         self.directory = Path(directory)
         self.config = read_config(directory)
         self._files: dict[str, safe_open] = {}
-        self._where = self._stored_names()  # name -> file
+        self._where = stored_names(directory)  # name -> file
         self._slices: dict[str, tuple[str, int, int, int]] = {}  # name -> stored name, expert, which part of how many
         for name in [name for name in self._where if _FUSED.fullmatch(name)]:
             self._offer_experts(name)
@@ -52,22 +51,6 @@ class HfReader:
         if file not in self._files:
             self._files[file] = _open_safetensors(self.directory / file)
         return self._files[file]
-
-    def _stored_names(self) -> dict[str, str]:
-        index = self.directory / INDEX
-        if index.is_file():
-            where = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-            absent = sorted({file for file in where.values() if not (self.directory / file).is_file()})
-            if absent:
-                raise _wrong(f"{index} names {len(set(where.values()))} files and {len(absent)} are missing: {', '.join(absent[:5])}.")
-            return where
-        single = self.directory / SINGLE
-        if not single.is_file():
-            others = sorted(path.name for path in self.directory.iterdir() if path.suffix in (".bin", ".pt", ".pth", ".gguf"))
-            hint = f" It has {others[0]}: convert it to safetensors first (transformers' save_pretrained does)." if others else ""
-            raise _wrong(f"{self.directory} has neither {SINGLE} nor {INDEX}.{hint}")
-        self._files[SINGLE] = _open_safetensors(single)
-        return dict.fromkeys(self._files[SINGLE].keys(), SINGLE)
 
     def _offer_experts(self, stored: str) -> None:
         family = family_of(self.config)

@@ -14,8 +14,8 @@ from safetensors.torch import save_file
 
 from megatron_grpo.errors import ConfigError, Problem
 from megatron_grpo.weights.families import family_of
-from megatron_grpo.weights.reader import INDEX, SINGLE
 from megatron_grpo.weights.shape import read_config
+from megatron_grpo.weights.stored import INDEX, SINGLE
 
 # What makes a directory loadable besides its weights. Named one by one, since model directories also hold other formats and pictures.
 COMPANIONS = (

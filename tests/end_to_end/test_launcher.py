@@ -79,3 +79,14 @@ def test_a_rank_that_dies_takes_the_others_with_it(launched, tmp_path):
     os.kill(ranks[-1], signal.SIGKILL)
     assert launcher.wait(60) != 0
     wait_for(lambda: not processes_of(tmp_path), "the end of every rank", 10)
+
+
+def test_a_rank_that_leaves_in_silence_does_not_pass_for_done(tmp_path):
+    """`os._exit(0)` in a reward function's file: without the guard, torchrun says nothing and exits with 0."""
+    (tmp_path / "reward.py").write_text("import os\nos._exit(0)\n")
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "megatron_grpo", "train"]
+    ended = subprocess.run(
+        [*launch, "--reward_funcs", f"{tmp_path}/reward.py:f"], capture_output=True, text=True, timeout=LONG, cwd=tmp_path
+    )
+    assert ended.returncode == 1
+    assert "left with exit code 0 before its command had ended" in ended.stderr

@@ -87,3 +87,36 @@ def test_rewards_see_prompts_completions_and_columns_as_in_trl():
     assert batch.completions == [[{"role": "assistant", "content": "a"}], [{"role": "assistant", "content": "b"}], "c"]
     assert batch.columns == {"answer": [2, 2, None], "level": [None, None, "hard"]}
     assert batch.trainer_state == "state"
+
+
+def warnings_of(caplog, function, batches):
+    """What is said while `function` judges `batches` rollouts of eight completions."""
+    groups = [group(number, ["1", "2", "3", "4"]) for number in range(2)]
+    with caplog.at_level(logging.WARNING):
+        for _ in range(batches):
+            judge = Judge([function])
+            judge.warn_of_sameness([row for one in judge(groups) for row in one.rewards])
+    return [record.message for record in caplog.records]
+
+
+def test_a_reward_that_never_applies_is_said_once(caplog):
+    def never(completions):
+        return [None] * len(completions)
+
+    assert warnings_of(caplog, reward(never), 1) == []
+    assert warnings_of(caplog, reward(never), 5) == [
+        "Reward `never` has given None for all 16 completions so far: it takes no part in the run. Does it find the columns it looks for?"
+    ]
+
+
+def test_a_reward_that_tells_nothing_apart_is_said_once(caplog):
+    def constant(completions):
+        return [0.5] * len(completions)
+
+    assert warnings_of(caplog, reward(constant), 5) == [
+        "Reward `constant` has given 0.5 for all 16 completions that it judged so far: it teaches nothing while that is so."
+    ]
+
+
+def test_nothing_is_said_of_a_reward_that_tells_completions_apart_once(caplog):
+    assert warnings_of(caplog, reward(value), 5) == []

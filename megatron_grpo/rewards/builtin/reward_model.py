@@ -7,7 +7,9 @@ one output; that number, unscaled, is the reward. Endpoints: vLLM's `/classify` 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 from megatron_grpo.errors import ConfigError, Problem
@@ -143,15 +145,15 @@ def build_reward_model(config: Config) -> LocalClassifier | RemoteClassifier:
             concurrency=settings.reward_concurrency,
             seconds=settings.reward_timeout,
         )
-    return LocalClassifier(settings.reward_model, batch_size=settings.reward_model_batch_size, max_length=settings.reward_model_max_length)
+    here = Path(settings.reward_model)  # loaded later: another reward function may have changed the directory by then
+    path = str(here.absolute()) if here.exists() else settings.reward_model
+    return LocalClassifier(path, batch_size=settings.reward_model_batch_size, max_length=settings.reward_model_max_length)
 
 
 def _unusable(path: str) -> list[Problem]:
     """What is wrong with a classifier, as far as its configuration file says."""
-    from transformers import AutoConfig
-
     try:
-        outputs = AutoConfig.from_pretrained(path).num_labels
+        outputs = _num_outputs(path)
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         return [Problem(flags=("reward_model",), message=f"reward_model {path!r} cannot be loaded: {reason}")]
@@ -159,6 +161,17 @@ def _unusable(path: str) -> list[Problem]:
         message = f"reward_model {path!r} has {outputs} outputs; a reward is one number, so it needs a classifier with num_labels 1."
         return [Problem(flags=("reward_model",), message=message)]
     return []
+
+
+def _num_outputs(path: str) -> int:
+    """Of a directory, read as plain JSON: `plan` asks too, and transformers would cost it seconds."""
+    file = Path(path) / "config.json"
+    if file.is_file():
+        config = json.loads(file.read_text(encoding="utf-8"))
+        return int(config.get("num_labels") or len(config.get("id2label") or {}) or 2)  # transformers leaves out its default
+    from transformers import AutoConfig
+
+    return AutoConfig.from_pretrained(path).num_labels
 
 
 def _shape(settings: RewardConfig) -> Shape:

@@ -98,3 +98,8 @@ def test_a_directory_without_tokenizer_is_a_config_error(tmp_path):
 def test_a_saved_tokenizer_is_loaded_as_it_was(tokenizer, tmp_path):
     tokenizer.save_pretrained(tmp_path)
     assert encode_prompt(load_tokenizer(str(tmp_path)), HELLO) == encode_prompt(tokenizer, HELLO)
+
+
+def test_content_in_text_parts_reads_as_one_string(tokenizer):
+    parts = [{"role": "user", "content": [{"type": "text", "text": "hello"}, {"type": "text", "text": "there"}]}]
+    assert encode_prompt(tokenizer, parts) == encode_prompt(tokenizer, HELLO)

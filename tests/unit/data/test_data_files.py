@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from megatron_grpo.data.files import count_rows, read_rows
+from megatron_grpo.data.files import read_rows
 from megatron_grpo.errors import ConfigError
 
 ROWS = [{"prompt": f"{n}+1=", "answer": n + 1} for n in range(7)]
@@ -39,7 +39,6 @@ FORMATS = [("a.jsonl", write_jsonl), ("a.json", write_json), ("b.json", write_js
 def test_every_format_holds_the_same_rows(tmp_path, name, write):
     dataset = write(tmp_path / name)
     assert list(read_rows(dataset)) == ROWS
-    assert count_rows(dataset) == len(ROWS)
 
 
 def test_a_directory_is_its_files_in_order_of_name(tmp_path):
@@ -47,7 +46,6 @@ def test_a_directory_is_its_files_in_order_of_name(tmp_path):
     write_parquet(tmp_path / "a.parquet", ROWS[:3])
     rows = read_rows(str(tmp_path))
     assert list(rows) == ROWS
-    assert count_rows(str(tmp_path)) == len(ROWS)
     assert (rows.place(2), rows.place(3)) == ("a.parquet row 2", "b.jsonl line 1")
 
 
@@ -56,20 +54,18 @@ def test_of_a_directory_with_splits_only_the_wanted_one_is_read(tmp_path):
     write_jsonl(tmp_path / "test-0.jsonl", ROWS[4:])
     assert list(read_rows(str(tmp_path))) == ROWS[:4]
     assert list(read_rows(str(tmp_path), split="test")) == ROWS[4:]
-    assert count_rows(str(tmp_path), split="test") == 3
 
 
 def test_a_data_set_saved_by_the_datasets_library_can_be_read(tmp_path):
     datasets = pytest.importorskip("datasets")
     datasets.Dataset.from_list(ROWS).save_to_disk(str(tmp_path / "saved"))
     assert list(read_rows(str(tmp_path / "saved"))) == ROWS
-    assert count_rows(str(tmp_path / "saved")) == len(ROWS)
 
 
 def test_blank_lines_are_no_rows_but_count_as_lines(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"prompt": "a"}\n\n{"prompt": "b"}\n')
     rows = read_rows(str(tmp_path / "a.jsonl"))
-    assert len(rows) == count_rows(str(tmp_path / "a.jsonl")) == 2
+    assert len(rows) == 2
     assert rows.place(1) == "a.jsonl line 3"
 
 
@@ -118,22 +114,21 @@ def test_a_truncated_parquet_file_is_a_config_error(tmp_path):
         read_rows(str(path))
 
 
-def test_a_hub_name_is_not_counted_and_an_unreachable_one_is_a_config_error(tmp_path, monkeypatch):
+def test_a_hub_name_that_cannot_be_reached_is_a_config_error(tmp_path, monkeypatch):
     pytest.importorskip("datasets")
     monkeypatch.chdir(tmp_path)
-    assert count_rows("someone/some-prompts") is None
     with pytest.raises(ConfigError, match="is no local path, and the Hub gave: "):  # the test environment is offline
         read_rows("someone/some-prompts")
 
 
-def test_counting_rows_imports_neither_torch_nor_transformers(tmp_path):
+def test_reading_rows_imports_neither_torch_nor_transformers(tmp_path):
     dataset = write_jsonl(tmp_path / "a.jsonl")
     program = (
         "import sys\n"
-        "from megatron_grpo.data.prompts import count_rows, load_rows\n"
+        "from megatron_grpo.data.prompts import load_rows\n"
         "from megatron_grpo.rewards.loading import load_rewards\n"
         "import megatron_grpo.judge\n"
-        f"assert count_rows({dataset!r}) == 7\n"
+        f"from megatron_grpo.settings.config import DataConfig\nassert len(load_rows(DataConfig(dataset={dataset!r}))) == 7\n"
         "heavy = [name for name in ('torch', 'transformers', 'datasets', 'pyarrow', 'sympy') if name in sys.modules]\n"
         "assert not heavy, heavy\n"
     )

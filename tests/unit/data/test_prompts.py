@@ -163,3 +163,43 @@ def test_a_prompt_of_no_tokens_is_refused(ten):
 
 def test_keep_is_an_array_so_that_a_million_rows_stay_small(ten):
     assert ten.keep.dtype == np.int64
+
+
+IMAGE = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What is this?"}]}]
+
+
+@pytest.mark.parametrize(
+    ("row", "fault"),
+    [
+        ({"prompt": IMAGE}, "with a part of type image, which the model would not see: training is on text alone"),
+        ({"messages": IMAGE}, "a message in `messages` with a part of type image"),
+        ({"prompt": "What is this?", "images": ["cat.png"]}, "have something in `images`, which the model would not see"),
+        ({"prompt": "What is this?", "videos": ["cat.mp4"]}, "have something in `videos`"),
+        ({"prompt": [{"role": "user", "content": None}]}, "whose `content` is of type NoneType"),
+        ({"prompt": [{"role": "user", "content": 7}]}, "whose `content` is of type int, where a string or a list of text parts should be"),
+        ({"prompt": [{"role": "user", "content": [{"type": "text"}]}]}, "with a text part without `text`"),
+        ({"prompt": [{"role": "user", "content": ["bare"]}]}, "with a part of type str"),
+    ],
+)
+def test_what_a_text_model_would_not_see_is_refused(tmp_path, row, fault):
+    with pytest.raises(ConfigError, match="1 of 2 rows have ") as error:
+        rows_of(tmp_path, [{"prompt": "fine"}, row])
+    assert fault in str(error.value) and str(error.value).endswith("data.jsonl line 2.")
+
+
+def test_an_empty_column_of_images_and_an_answer_of_tool_calls_are_no_fault(tmp_path):
+    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
+    chat = [{"role": "user", "content": "f?"}, call, {"role": "tool", "content": "1"}]
+    assert len(rows_of(tmp_path, [{"prompt": "a", "images": []}, {"prompt": "b", "images": None}, {"prompt": chat}])) == 3
+
+
+def test_prompts_that_the_chat_template_refuses_are_named_with_its_reason(tmp_path):
+    def encode(raw):
+        if raw == "odd":
+            raise ValueError("roles must alternate")
+        return [1]
+
+    with pytest.raises(
+        ConfigError, match=r"2 of 3 rows are refused by .*ValueError: roles must alternate\): data.jsonl line 1, .* line 3."
+    ):
+        check_lengths(rows_of(tmp_path, [{"prompt": "odd"}, {"prompt": "even"}, {"prompt": "odd"}]), encode, DataConfig())

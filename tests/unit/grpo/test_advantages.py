@@ -165,3 +165,17 @@ def test_a_function_of_weight_zero_brings_no_group_to_life(estimator):
 def test_gdpo_learns_from_a_group_in_which_one_function_of_two_tells_completions_apart():
     found = of([[[1.0, 0.1], [1.0, 0.9]], [[1.0, 0.5], [1.0, 0.5]]], (1.0, 1.0), advantage_estimator="gdpo")
     assert found.is_dead.tolist() == [False, True] and found.advantages[0, 0] < 0 < found.advantages[0, 1]
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gdpo"])
+def test_the_largest_rewards_that_are_let_in_have_finite_advantages(estimator):
+    """The protocol refuses more than LARGEST and the settings weights of more than LARGEST_WEIGHT: their squares still add up."""
+    from megatron_grpo.rewards.protocol import LARGEST
+    from megatron_grpo.settings.checks import LARGEST_WEIGHT
+
+    rewards = np.array([[[LARGEST], [-LARGEST]], [[LARGEST], [1.0]]])
+    weights = [LARGEST_WEIGHT]
+    with np.errstate(over="raise", invalid="raise"):
+        found = advantages(rewards.tolist(), GrpoConfig(advantage_estimator=estimator), weights)
+    assert np.isfinite(found.advantages).all() and found.advantages[0, 0] > found.advantages[0, 1]
+    assert np.isfinite(found.advantages.astype(np.float32)).all()

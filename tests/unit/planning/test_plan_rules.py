@@ -325,3 +325,22 @@ def test_more_than_25_kinds_of_mistake_are_each_said_once():
             check(argv)
         assert len(error.value.problems) == 1, (argv, [str(problem) for problem in error.value.problems])
     assert len(cases) >= 25
+
+
+@pytest.mark.parametrize("zero", ["--micro_batch_size 0", "--num_iterations 0", "--vllm_tensor_parallel_size -1"])
+def test_a_size_of_zero_hides_no_other_mistake(zero):
+    from megatron_grpo.planning.check import check
+
+    others = "--world_size 6 --tensor_model_parallel_size 4 --generation_batch_size 12 --num_generations 5 --clip_grad=-1".split()
+    with pytest.raises(ConfigError) as error:
+        check([*zero.split(), *others])
+    said = [problem.message for problem in error.value.problems]
+    flag = zero.split()[0][2:]
+    for begin in (
+        f"{flag} must be at least 1, not",
+        "world_size (6) must be a multiple of tensor_model_parallel_size",
+        "generation_batch_size (12) must be a multiple of num_generations (5)",
+        "clip_grad (-1.0) must be at least 0",
+    ):
+        assert any(message.startswith(begin) for message in said), (begin, said)
+    assert len(said) == len(set(said))

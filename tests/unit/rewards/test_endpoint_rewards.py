@@ -189,17 +189,23 @@ def by_hand(path, token_ids):
         return AutoModelForSequenceClassification.from_pretrained(path).eval()(torch.tensor([token_ids])).logits.item()
 
 
+def within_rounding(expected):
+    """A score adds terms that are larger than itself, in an order that padding and the number of threads choose: float32's roundings count
+    against the largest. A row that saw its padding, or lost a token, is off by more than a tenth of it."""
+    return pytest.approx(expected, abs=1000 * torch.finfo(torch.float32).eps * max(map(abs, expected)))
+
+
 def test_a_classifier_scores_each_row_as_it_would_alone(classifier):
     function = load("reward_model", reward_model=classifier, reward_model_batch_size=2).function
     scores = function(prompts=["5 6", CHAT, "20"], completions=[" 7", [{"role": "assistant", "content": "12 13 14"}], " 21 22 23 24"])
     expected = [by_hand(classifier, ids) for ids in ([5, 6, 7], [10, 11, 12, 13, 14], [20, 21, 22, 23, 24])]
-    assert scores == pytest.approx(expected, abs=1e-5)
+    assert scores == within_rounding(expected)
     assert len({round(value, 3) for value in scores}) == 3
 
 
 def test_texts_that_are_too_long_lose_their_beginning(classifier):
     function = load("reward_model", reward_model=classifier, reward_model_max_length=3).function
-    assert function(prompts=["5 6 7"], completions=[" 8 9"]) == pytest.approx([by_hand(classifier, [7, 8, 9])], abs=1e-5)
+    assert function(prompts=["5 6 7"], completions=[" 8 9"]) == within_rounding([by_hand(classifier, [7, 8, 9])])
 
 
 def test_a_language_model_is_refused_as_a_classifier(tmp_path):

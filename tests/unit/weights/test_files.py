@@ -142,11 +142,11 @@ def test_what_is_wrong_with_a_checkpoint_is_said_in_words(tmp_path):
     with pytest.raises(ConfigError, match="has no tensor lm_head.bias"):
         HfReader(source)("lm_head.bias")
     first, second, *_ = sorted(source.glob("model-*.safetensors"))
-    second.write_bytes(second.read_bytes()[:100])
-    damaged = HfReader(source)
-    with pytest.raises(ConfigError, match="is damaged or was not downloaded completely"):
-        for name in sorted(damaged.names):
-            damaged(name)
+    whole = second.read_bytes()
+    for damaged in (whole[:100], whole[:-1], b"<html>" + whole, b""):
+        second.write_bytes(damaged)
+        with pytest.raises(ConfigError, match=f"{second.name} .*is damaged or was not downloaded completely"):
+            HfReader(source)
     first.unlink()
     with pytest.raises(ConfigError, match=f"are missing: {first.name}"):
         HfReader(source)

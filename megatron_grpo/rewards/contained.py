@@ -1,0 +1,84 @@
+"""Owns what a user's code may not do to the process it runs in: end it, go on in a fork of it, close its output.
+
+`os._exit`, or a crash in C, cannot be held from inside; `run.supervisor` sees from outside that a process left too early.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from types import TracebackType
+
+_OUTPUTS = {1: "stdout", 2: "stderr"}
+
+
+class AskedToEnd(Exception):
+    """The code raised SystemExit, or a KeyboardInterrupt of its own: it would have ended the run, with exit code 0 perhaps."""
+
+
+class contained:  # noqa: N801 - read as `with contained(...)`
+    """User's code runs inside: `with contained(told): f()`. Raises AskedToEnd for what would have ended this process.
+
+    A child that the code forked does not come out of the block: there would be two of this run. Where the code closed stdout or stderr,
+    it is opened again: what is written there next would end the run, or land in whatever file was opened in its place. told: gets a
+    sentence without its subject for each of these.
+    """
+
+    def __init__(self, told: list[str]):
+        self.told = told
+
+    def __enter__(self) -> contained:
+        self._process = os.getpid()
+        self._copies = {fd: copy for fd in _OUTPUTS if (copy := _copy_of(fd)) is not None}
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if os.getpid() != self._process:
+            _end_child(error)
+        for fd, copy in self._copies.items():
+            if _open_again(fd, copy):
+                self.told.append(f"closed {_OUTPUTS[fd]}; it was opened again.")
+            os.close(copy)
+        if isinstance(error, SystemExit) or (isinstance(error, KeyboardInterrupt) and not _may_come_from_the_keyboard()):
+            raise AskedToEnd(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__) from error
+
+
+def _copy_of(fd: int) -> int | None:
+    try:
+        return os.dup(fd)
+    except OSError:  # closed before, or no descriptors are left
+        return None
+
+
+def _open_again(fd: int, copy: int) -> bool:
+    """Whether it was closed: as a descriptor, or as Python's stream on it."""
+    name, was_closed = _OUTPUTS[fd], False
+    try:
+        os.fstat(fd)
+    except OSError:
+        os.dup2(copy, fd)
+        was_closed = True
+    stream = getattr(sys, name)
+    if stream is not None and stream.closed:
+        setattr(sys, name, open(fd, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False))
+        was_closed = True
+    return was_closed
+
+
+def _may_come_from_the_keyboard() -> bool:
+    """A run has handlers of its own (`run.signals`); where Python's is in place, Ctrl-C raises in the main thread, wherever that is."""
+    is_default = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    return is_default and threading.current_thread() is threading.main_thread()
+
+
+def _end_child(error: BaseException | None) -> None:
+    if isinstance(error, SystemExit):
+        os._exit(error.code if isinstance(error.code, int) else 0 if error.code is None else 1)
+    how = "returned" if error is None else f"raised {type(error).__name__}: {error}"
+    what = f"megatron-grpo: process {os.getpid()}, which a reward function forked, {how} instead of leaving with os._exit. It ends here.\n"
+    try:
+        os.write(2, what.encode())
+    finally:
+        os._exit(1)

@@ -1,0 +1,82 @@
+"""A small parent for the program: no process that leaves before its command has ended is taken for one that is done.
+
+A user's reward function runs inside a rank. `os._exit(0)` there, or in a library, cannot be held from inside, and a launcher believes exit
+code 0. So the program forks first, before anything is imported: the child does all the work, and the parent, a few megabytes of Python,
+waits for it. It passes signals on, ends as the child ends, and turns an exit code 0 that nobody meant into 1.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import sys
+from collections.abc import Callable
+
+from megatron_grpo.errors import EXIT_CRASH
+from megatron_grpo.run.signals import die_with_parent
+
+_PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
+_SENT_BY_THE_KERNEL = 0x80  # SI_KERNEL: from the terminal, which tells the child as well
+
+
+def supervised(command: Callable[[], int]) -> int:
+    """`command()` in a child of this process; returns, in both, what the process should exit with. Linux; elsewhere it is called here."""
+    if sys.platform != "linux":
+        return command()
+    ended, says_end = os.pipe()
+    os.set_blocking(ended, False)  # a process that the child leaves behind may hold the other end
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {*_PASSED_ON, signal.SIGCHLD})
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    child = os.fork()
+    if not child:
+        os.close(ended)
+        die_with_parent()
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        code = command()
+        os.write(says_end, b".")
+        return code
+    os.close(says_end)
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        die_with_parent()
+    status = _wait_for(child)
+    if status < 0:
+        _die_of(-status, mask)
+    if status == 0 and not _has_said_so(ended):
+        print(f"megatron-grpo: {_who()} left with exit code 0 before its command had ended, so it exits with {EXIT_CRASH}. Something in it "
+              "called os._exit, a reward function perhaps, or replaced the process.", file=sys.stderr, flush=True)  # fmt: skip
+        return EXIT_CRASH
+    return status
+
+
+def _wait_for(child: int) -> int:
+    """The exit code of `child`, negative for a signal. Until then signals to this process are the child's."""
+    while True:
+        heard = signal.sigwaitinfo({*_PASSED_ON, signal.SIGCHLD})
+        if heard.si_signo != signal.SIGCHLD:
+            if heard.si_code != _SENT_BY_THE_KERNEL:
+                os.kill(child, heard.si_signo)
+            continue
+        pid, status = os.waitpid(child, os.WNOHANG)
+        if pid:
+            return os.waitstatus_to_exitcode(status)
+
+
+def _has_said_so(ended: int) -> bool:
+    try:
+        return bool(os.read(ended, 1))
+    except BlockingIOError:
+        return False
+
+
+def _die_of(number: int, mask: set[signal.Signals]) -> None:
+    """As the child did, so that a launcher or a shell sees what happened."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the child's core file is the one to look at
+    if number != signal.SIGKILL:
+        signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask - {number})
+    os.kill(os.getpid(), number)
+
+
+def _who() -> str:
+    return f"rank {os.environ['RANK']}" if "RANK" in os.environ else "the process"

@@ -1,0 +1,58 @@
+"""Which tensors a Hugging Face checkpoint holds, and in which files. Read from the headers alone, without torch: `plan` asks too."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from megatron_grpo.errors import ConfigError, Problem
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+_LONGEST_HEADER = 100_000_000  # bytes; safetensors' own limit
+
+
+def stored_names(directory: str | Path) -> dict[str, str]:
+    """Tensor name -> file name. Raises ConfigError where files are missing, damaged or of another format."""
+    directory = Path(directory)
+    index = directory / INDEX
+    if index.is_file():
+        where = _index(index)
+        files = sorted(set(where.values()))
+        if absent := [file for file in files if not (directory / file).is_file()]:
+            raise _wrong(f"{index} names {len(files)} files and {len(absent)} are missing: {', '.join(absent[:5])}.")
+        for file in files:
+            _names_in(directory / file)
+        return where
+    single = directory / SINGLE
+    if not single.is_file():
+        others = sorted(path.name for path in directory.iterdir() if path.suffix in (".bin", ".pt", ".pth", ".gguf"))
+        hint = f" It has {others[0]}: convert it to safetensors first (transformers' save_pretrained does)." if others else ""
+        raise _wrong(f"{directory} has neither {SINGLE} nor {INDEX}.{hint}")
+    return dict.fromkeys(_names_in(single), SINGLE)
+
+
+def _index(path: Path) -> dict[str, str]:
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8"))["weight_map"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise _wrong(f"{path} is not the index of a checkpoint: {type(error).__name__}: {error}.") from error
+
+
+def _names_in(path: Path) -> list[str]:
+    """Eight bytes of length, a JSON header with the place of each tensor, and the tensors, to the last byte of the file."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        try:
+            header = json.loads(file.read(length)) if length <= min(size, _LONGEST_HEADER) else None
+            tensors = {name: entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"}
+        except (ValueError, AttributeError, KeyError, TypeError, IndexError):
+            raise _wrong(f"{path} cannot be read as safetensors; it is damaged or was not downloaded completely.") from None
+    wanted = 8 + length + max(tensors.values(), default=0)
+    if size != wanted:
+        raise _wrong(f"{path} has {size} bytes where its header says {wanted}; it is damaged or was not downloaded completely.")
+    return list(tensors)
+
+
+def _wrong(message: str) -> ConfigError:
+    return ConfigError([Problem(flags=("model",), message=f"model: {message}")])

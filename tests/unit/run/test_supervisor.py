@@ -1,0 +1,82 @@
+"""A process that leaves before its command has ended is not done, whatever its exit code says; and nothing else changes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+SECONDS = 120  # for a process that starts, on a machine that may be busy
+
+
+def start(body: str) -> subprocess.Popen:
+    """A program whose supervised command is `body`; it reads its own signals from the terminal's group, as a shell's job does."""
+    program = "import os, signal, sys, time\nfrom megatron_grpo.run.supervisor import supervised\n"
+    program += "def command():\n" + "".join(f"    {line}\n" for line in body.splitlines()) + "raise SystemExit(supervised(command))\n"
+    environment = {name: value for name, value in os.environ.items() if name != "RANK"} | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    return subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment,
+                            start_new_session=True)  # fmt: skip
+
+
+def end(process: subprocess.Popen) -> tuple[int, str, str]:
+    out, err = process.communicate(timeout=SECONDS)
+    return process.returncode, out, err
+
+
+@pytest.mark.parametrize("code", [0, 1, 2, 3])
+def test_a_command_that_ends_ends_the_program_with_its_exit_code(code):
+    assert end(start(f"print('done')\nreturn {code}")) == (code, "done\n", "")
+
+
+@pytest.mark.parametrize("how", ["os._exit(0)", "sys.exit(0)", "os.execv('/bin/true', ['true'])"])
+def test_leaving_early_with_0_is_exit_code_1(how):
+    code, _, said = end(start(f"{how}\nreturn 0"))
+    assert code == 1
+    assert said.startswith("megatron-grpo: the process left with exit code 0 before its command had ended, so it exits with 1.")
+
+
+def test_a_process_that_is_left_behind_holds_nothing_up():
+    code, _, said = end(start("if os.fork() == 0:\n    os.close(1), os.close(2), time.sleep(3), os._exit(0)\nos._exit(0)"))
+    assert code == 1 and "before its command had ended" in said
+
+
+def test_other_codes_and_signals_are_the_childs():
+    assert end(start("os._exit(7)"))[0] == 7
+    assert end(start("os.kill(os.getpid(), signal.SIGKILL)"))[0] == -signal.SIGKILL
+    assert end(start("os.kill(os.getpid(), signal.SIGABRT)"))[0] == -signal.SIGABRT
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+def test_a_signal_to_the_program_reaches_the_command_once(number):
+    process = start(
+        "heard = []\n"
+        f"signal.signal({int(number)}, lambda number, frame: heard.append(number))\n"
+        "print('ready', flush=True)\n"
+        "while not heard: time.sleep(0.01)\n"
+        "time.sleep(0.3)\n"
+        "print(heard)\n"
+        "return 3"
+    )
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(number)
+    assert end(process) == (3, f"[{int(number)}]\n", "")
+
+
+def test_no_child_outlives_the_program():
+    process = start("print(os.getpid(), flush=True)\ntime.sleep(1000)")
+    child = int(process.stdout.readline())
+    assert child != process.pid
+    process.kill()
+    process.wait(SECONDS)
+    for _ in range(SECONDS * 10):
+        state = Path(f"/proc/{child}/stat")
+        if not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z":
+            return
+        time.sleep(0.1)
+    os.kill(child, signal.SIGKILL)
+    raise AssertionError("the child was still there")

@@ -1,0 +1,136 @@
+"""`plan` and `train` look at one list: what one refuses the other refuses, in the same words, all of it at once."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from megatron_grpo.errors import ConfigError
+from megatron_grpo.inputs import look_at_everything, read_everything
+from megatron_grpo.rewards.loading import close_rewards
+from megatron_grpo.settings import parse
+from megatron_grpo.sizing.dialects import DIALECTS
+from tests.tiny_models import write_tiny
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory):
+    """Flags of a run that is right, in a folder of its own: {flag: value}."""
+    folder = tmp_path_factory.mktemp("inputs")
+    model = write_tiny(folder / "model", "qwen3")
+    (folder / "data.jsonl").write_text("".join(json.dumps({"prompt": f"5 {n}", "answer": n}) + "\n" for n in range(6, 16)))
+    (folder / "reward.py").write_text(
+        "def good(completions, answer): return [0.0] * len(completions)\ndef wants(completions, hint): return [0.0] * len(completions)\n"
+    )
+    return {"model": str(model), "dataset": str(folder / "data.jsonl"), "reward_funcs": f"{folder}/reward.py:good",
+            "output_dir": str(folder / "out"), "max_completion_length": "8", "num_generations": "4"}  # fmt: skip
+
+
+def parsed(flags):
+    return parse([word for name, value in flags.items() for word in (f"--{name}", *str(value).split())], dialects=DIALECTS)
+
+
+def refused(look, flags) -> list[str]:
+    try:
+        look(parsed(flags))
+    except ConfigError as error:
+        return [problem.message for problem in error.problems]
+    return []
+
+
+def test_what_is_right_passes_both_and_plan_says_what_it_left_out(good):
+    made, inputs = read_everything(parsed(good))
+    close_rewards(inputs.rewards)
+    planned = look_at_everything(parsed(good))
+    assert planned.not_checked == ("this machine's GPUs and memory", "the tokenizer (chat template, prompt lengths in tokens)")
+    assert made.not_checked == ()
+    assert (made.num_prompts, planned.num_prompts, planned.timetable) == (10, 10, made.timetable)
+
+
+def write(path, text):
+    path.write_text(text)
+    return path
+
+
+def damaged(good, tmp_path):
+    """A model whose only file of weights ends too early."""
+    for file in os.listdir(good["model"]):
+        content = open(os.path.join(good["model"], file), "rb").read()
+        (tmp_path / file).write_bytes(content[:-10] if file.endswith(".safetensors") else content)
+    return tmp_path
+
+
+# name: (flags that replace good ones, what is said)
+BAD = {
+    "no such model": (lambda good, at: {"model": "/no/such/model"}, "model (/no/such/model) does not exist."),
+    "a model that is cut short": (lambda good, at: {"model": damaged(good, at)}, "it is damaged or was not downloaded completely."),
+    "no such reward file": (lambda good, at: {"reward_funcs": "gone.py:f"}, "There is no file 'gone.py'"),
+    "no such reward function": (lambda good, at: {"reward_funcs": good["reward_funcs"] + "ly"}, "no function 'goodly'. Did you mean good?"),
+    "no such built-in": (lambda good, at: {"reward_funcs": "lenght"}, "There is no built-in reward 'lenght'. Did you mean length?"),
+    "a file that exits": (
+        lambda good, at: {"reward_funcs": f"{write(at / 'leaves.py', 'import sys; sys.exit(0)')}:f"}, "to end with SystemExit: 0."),
+    "a column that is missing": (
+        lambda good, at: {"reward_funcs": good["reward_funcs"].replace("good", "wants")}, "needs the column `hint`; the data set"),
+    "weights for fewer functions": (lambda good, at: {"reward_weights": "1 2"}, "reward_weights has 2 values for 1 reward_funcs"),
+    "no such data": (lambda good, at: {"dataset": str(at / "gone.jsonl")}, "gone.jsonl' does not exist."),
+    "rows that are no prompts": (lambda good, at: {"dataset": write(at / "d.jsonl", '{"text": "a"}\n')}, "neither `prompt` nor `messages`"),
+    "rows with images": (
+        lambda good, at: {"dataset": write(at / "d.jsonl", '{"prompt": "a", "images": ["b.png"]}\n')}, "which the model would not see"),
+    "no held-out data": (lambda good, at: {"eval_dataset": str(at / "gone.jsonl")}, "eval_dataset"),
+    "an unknown service": (lambda good, at: {"report_to": "tensorbord"}, "tensorbord"),
+    "heads that vLLM cannot share": (
+        lambda good, at: {"world_size": 3, "vllm_tensor_parallel_size": 3, "global_batch_size": 12}, "vllm_tensor_parallel_size (3): "),
+    "a run that is there": (lambda good, at: {"output_dir": (write(at / "metrics.jsonl", "{}\n").parent), "resume": "never"},
+                            "holds an earlier run and resume is never"),
+    "two ways to begin": (lambda good, at: {"overwrite_output_dir": "true", "resume": str(at)}, "Leave one of them out."),
+    "a zero among it all": (lambda good, at: {"micro_batch_size": 0, "dataset": "gone.jsonl", "reward_funcs": "lenght"},
+                            "micro_batch_size must be at least 1, not 0"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_plan_and_train_refuse_the_same(good, tmp_path, name):
+    change, said = BAD[name]
+    flags = good | change(good, tmp_path)
+    by_plan, by_train = refused(look_at_everything, flags), refused(read_everything, flags)
+    assert by_plan == by_train
+    assert any(said in message for message in by_plan), by_plan
+    assert len(by_plan) == {"a zero among it all": 3, "heads that vLLM cannot share": 3}.get(name, 1)  # the latter: by heads, width, groups
+
+
+def test_what_only_the_machine_of_the_run_has_is_left_out_and_named(good, tmp_path):
+    foreign = write(tmp_path / "grpo.yaml", "model_name_or_path: /data/models/qwen\nper_device_train_batch_size: 4\nnum_generations: 4\n")
+    found = look_at_everything(parsed({"dialect": "trl", "config": foreign, "dataset": "someone/prompts"}))
+    assert "the model's weights (/data/models/qwen is not on this machine)" in found.not_checked
+    assert "the rows of dataset (someone/prompts is not on this machine)" in found.not_checked
+
+
+def test_paths_of_a_run_stay_where_they_were_when_a_reward_changes_the_directory(good, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "moves.py").write_text("import os\nprint('hello')\nos.chdir('/')\ndef f(completions): return []\n")
+    os.symlink(good["model"], tmp_path / "model")
+    write(tmp_path / "lengths", "3 4\n")
+    assert look_at_everything(parsed(good | {"lengths": "lengths", "reward_funcs": "moves.py:f"})).cost is not None
+    assert capsys.readouterr().out == "", "stdout is for the plan"
+    sys.modules.pop(next(name for name in sys.modules if "_reward_moves_" in name))
+    os.chdir(tmp_path)
+    made, inputs = read_everything(parsed(good | {"model": "model", "output_dir": "out", "reward_funcs": "moves.py:f"}))
+    assert os.getcwd() == "/"
+    assert made.checked.config.run.output_dir == str(tmp_path / "out") and made.checked.config.run.resume == "auto"
+    assert inputs.model_path == tmp_path / "model"
+
+
+def test_a_plan_with_everything_named_imports_no_torch(good):
+    program = (
+        "import sys; from megatron_grpo.cli import main; "
+        f"code = main(['plan', '--json', *{[word for name, value in good.items() for word in ('--' + name, value)]!r}]); "
+        "heavy = [name for name in ('torch', 'transformers', 'megatron', 'vllm') if name in sys.modules]; "
+        "sys.exit(f'{code} {heavy}' if code or heavy else 0)"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, timeout=120,
+                           env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})  # fmt: skip
+    assert ended.returncode == 0, ended.stderr
