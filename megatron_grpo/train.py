@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from megatron_grpo.batching.split import in_slices, split
 from megatron_grpo.errors import Interrupted
@@ -11,6 +11,8 @@ from megatron_grpo.grpo.refused import is_truncated_sampling, truncated_sampling
 from megatron_grpo.sync import check_weights, sync_weights
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from megatron_grpo.batching.timetable import Step, Timetable
     from megatron_grpo.checkpoint import Checkpoints
     from megatron_grpo.data.prompts import PromptStream
@@ -22,9 +24,14 @@ if TYPE_CHECKING:
     from megatron_grpo.parallel.state import ParallelState
     from megatron_grpo.policy.policy import Policy, TrainedStep
     from megatron_grpo.rollout.engine import RolloutEngine
-    from megatron_grpo.run.signals import StopSignal
     from megatron_grpo.settings.config import Config
     from megatron_grpo.types import GlobalBatch, Progress, Sample
+
+
+class StopRequest(Protocol):
+    """Whether somebody asked this run to stop: the life of the process is `run`'s, and the loop knows only this of it."""
+
+    def agreed(self, all_reduce_max: Callable[[float], float]) -> bool: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +51,7 @@ class Run:
     schedule_log: ScheduleLog
     drift: DriftWatch
     clock: Clock
-    signal: StopSignal
+    signal: StopRequest
 
 
 def train(run: Run) -> Progress:

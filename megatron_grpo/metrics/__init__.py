@@ -122,14 +122,18 @@ class Metrics:
         if self.tells:
             self._display.say(text)
 
-    def close(self) -> None:
-        """The end of the run, good or bad: last plots, the before/after table where there is something to compare."""
+    def close(self, *, summary: bool = True) -> None:
+        """The end of the run, good or bad: last plots, and the before/after table where there is something to compare.
+
+        summary: False for a run that failed, which has nothing to be proud of.
+        """
         if not self.tells or not self._started:
             return
         self._started = False
         self._display.stop()
         self.refresh_plots()
-        self._compare()
+        if summary:
+            self._compare()
         for reporter in self._reporters:
             reporter.close()
 
