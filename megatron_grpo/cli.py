@@ -116,6 +116,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_DONE
     except (Exception, SystemExit) as error:  # noqa: BLE001 - the one place where every way to end is said and counted
+        if isinstance(error, SystemExit) and isinstance(error.__context__, BrokenPipeError):
+            return EXIT_DONE  # rich leaves like this, with standard output put aside
         from megatron_grpo.run.failures import report
 
         return report(error)

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
+from megatron_grpo.metrics.courtesy import Courtesy
 from megatron_grpo.types import Progress, ScoredGroup
-
-logger = logging.getLogger(__name__)
 
 
 class Judged(Protocol):
@@ -67,18 +66,28 @@ class Completions:
         self.directory = Path(output_dir) / "completions"
         self.reward_names, self.every, self.rank = tuple(reward_names), every, rank
         self._latest = (-1, 0)  # version, and how many files it has
+        self._courtesy = Courtesy()
 
     def start(self, progress: Progress) -> None:
         """Forgets what a resumed run has not sampled yet."""
         if self.rank == 0:
             for path in self.directory.glob("step_*.parquet"):
-                if int(path.stem.split("_")[1]) >= progress.step:
+                ours = re.fullmatch(r"step_(\d{6,})(_\d+)?", path.stem)  # other files there are somebody else's
+                if ours and int(ours[1]) >= progress.step:
                     path.unlink()
 
     def write(self, rollout: int, scored: Sequence[ScoredGroup], judged: Judged) -> Path | None:
-        """Writes a rollout when it is due; returns the file. rollout: its number, from 0; groups in the order of `judged`'s rows."""
+        """Writes a rollout when it is due; returns the file. rollout: its number, from 0; groups in the order of `judged`'s rows.
+
+        A table that cannot be written is a warning: the run does not need it.
+        """
         if self.rank or not self.every or rollout % self.every:
             return None
+        with self._courtesy(f"the table of completions in {self.directory}"):
+            return self._write(rollout, scored, judged)
+        return None
+
+    def _write(self, rollout: int, scored: Sequence[ScoredGroup], judged: Judged) -> Path:
         import pyarrow
         import pyarrow.parquet
 

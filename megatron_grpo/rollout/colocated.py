@@ -18,6 +18,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from megatron_grpo.cleanup import CleanUp
 from megatron_grpo.errors import ConfigError, Problem
 from megatron_grpo.rollout import vllm_patches
 from megatron_grpo.rollout.completions import gather_over_all_ranks, to_arrays, to_completions
@@ -148,14 +149,15 @@ class ColocatedEngine:
     def awake(self) -> Iterator[None]:
         """Does nothing on a CPU and at sleep_level 0. At sleep_level 2 the weights are gone afterwards, and `version` says so."""
         self._wake("weights", "kv_cache")
-        try:
+        with CleanUp(self._sleep):  # an engine that failed may fail to sleep too: the first error is the one to hear
             yield
-        finally:
-            if self._sleep_level:
-                self._llm.sleep(level=self._sleep_level)
-                self._asleep = {"weights", "kv_cache"}
-                if self._sleep_level == 2:
-                    self._version = NO_WEIGHTS
+
+    def _sleep(self) -> None:
+        if self._sleep_level:
+            self._llm.sleep(level=self._sleep_level)
+            self._asleep = {"weights", "kv_cache"}
+            if self._sleep_level == 2:
+                self._version = NO_WEIGHTS
 
     def close(self) -> None:
         if self._llm is not None:

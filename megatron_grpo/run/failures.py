@@ -14,6 +14,8 @@ import signal
 import sys
 import time
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 
@@ -38,9 +40,13 @@ def report(error: BaseException) -> int:
 
 
 def tell(text: str) -> None:
-    """For torchrun's report and, once a job, for the person."""
-    note(text)
-    say_once(text)
+    """For torchrun's report and for the person: what every rank may know is said once on each machine, by whichever rank comes first."""
+    with _turn(text) as is_first:
+        if is_first:
+            note(text)
+            print(text, file=sys.stderr, flush=True)
+        else:
+            note("This rank ends for the same reason as the first one.", seconds_later=1)
 
 
 def told(error: BaseException) -> tuple[str | None, int]:
@@ -65,55 +71,49 @@ def told(error: BaseException) -> tuple[str | None, int]:
 # -- once a job ---------------------------------------------------------------------------------------------------------------------------
 
 
-def say_once(text: str) -> None:
-    """Prints a text that every rank may know, once on each machine, whichever rank comes first.
+@contextmanager
+def _turn(text: str) -> Iterator[bool]:
+    """Whether this rank is the one to say `text`. No other rank leaves this block before it has been said.
 
-    The ranks share a file, and whoever holds its lock reads what has been said. Nobody leaves before it has been: the first rank that
-    leaves with an error makes the launcher end all others. If the speaker dies with the lock, the kernel frees it, and the next one speaks.
-    Where ranks share no file the first of each machine speaks.
+    The ranks share a file, and whoever holds its lock reads what has been said. It is not enough that rank 0 speaks: the first rank that
+    leaves with an error makes the launcher end all others, and rank 0 may be late. If the speaker dies with the lock, the kernel frees it,
+    and the next one speaks. Where ranks share no file the first of each machine speaks.
     """
     launched = launcher.read()
-    stream = None
-    if launched.said is not None:
-        try:
-            stream = launched.said.open("a+")
-        except OSError:  # twice is better than not at all
-            pass
-    if stream is None:
-        if launched.said is not None or launched.speaks:
-            _print(text)
+    if launched.said is None:
+        yield launched.speaks
         return
-    stopping = {signal.SIGTERM, signal.SIGINT}
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, stopping)  # not killed between the words and their mark
     try:
-        with stream:
-            fcntl.flock(stream, fcntl.LOCK_EX)
-            mark = hashlib.sha256(text.encode()).hexdigest()
-            stream.seek(0)
-            if mark not in stream.read().split():
-                _print(text)
-                stream.write(mark + "\n")
-                stream.flush()
-    except OSError:  # the disk is full, say: that may be the very news
-        _print(text)
+        stream = launched.said.open("a+")
+    except OSError:  # twice is better than not at all
+        yield True
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})  # not killed between the words and their mark
+    try:
+        fcntl.flock(stream, fcntl.LOCK_EX)
+        mark = hashlib.sha256(text.encode()).hexdigest()
+        stream.seek(0)
+        is_first = mark not in stream.read().split()
+        yield is_first
+        if is_first:
+            stream.write(mark + "\n")
     finally:
+        with suppress(OSError):  # the disk is full, say: that may be the very news
+            stream.close()
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _print(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+def note(text: str, *, seconds_later: int = 0) -> None:
+    """Writes torchrun's error file, in the form that `torch.distributed.elastic` reads: its report shows the earliest as Root Cause.
 
-
-def note(text: str) -> None:
-    """Writes torchrun's error file, in the form that `torch.distributed.elastic` reads: its report shows the earliest as Root Cause."""
+    Its clock has whole seconds: seconds_later makes sure that a rank which only follows is not taken for the first.
+    """
     path = launcher.read().error_file
     if path is None or path.exists():
         return
-    facts = {"py_callstack": text, "timestamp": str(int(time.time()))}
-    try:
+    facts = {"py_callstack": text, "timestamp": str(int(time.time()) + seconds_later)}
+    with suppress(OSError):  # a report that cannot be written must not hide what it reports
         path.write_text(json.dumps({"message": {"message": text, "extraInfo": facts}}))
-    except OSError:  # a report that cannot be written must not hide what it reports
-        pass
 
 
 # -- what a machine refuses ---------------------------------------------------------------------------------------------------------------

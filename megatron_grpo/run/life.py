@@ -49,8 +49,8 @@ def run_training(made: Plan, inputs: Inputs) -> int:
             peers.report_failure()
             if lost:
                 raise RunError(lost) from error
-            if isinstance(error, BrokenPipeError):
-                raise RunError("whoever read the output of this command has gone (a closed pipe), and the run ends.") from error
+            if isinstance(error, BrokenPipeError) or isinstance(error.__context__, BrokenPipeError):  # rich makes SystemExit of it
+                raise RunError("whoever read the output of this command has gone (a closed pipe).") from error
             raise
         peers.report_done()
     if parallel.is_main:
