@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import sys
 import time
 from collections.abc import Callable
@@ -148,43 +149,53 @@ def meet(
     store = _store_of_the_job(launched, end, every, say)
     store.set_timeout(timeout)
     store.set(f"here/{launched.rank}", "1")
-    missing = list(range(launched.world_size))
+    missing, next_word = list(range(launched.world_size)), time.monotonic() + every
     while missing := [rank for rank in missing if not store.check([f"here/{rank}"])]:
-        _check_the_time(missing, launched, end, timeout)
-        try:
-            store.wait([f"here/{rank}" for rank in missing], timedelta(seconds=every))
-        except dist.DistStoreError:  # still not all of them
-            missing = [rank for rank in missing if not store.check([f"here/{rank}"])]
-            first_here = next(rank for rank in range(launched.world_size) if rank not in missing)
-            if missing and launched.rank == first_here:
+        now = time.monotonic()
+        if now >= end:
+            minutes = timeout.total_seconds() / 60
+            raise RunError(
+                f"{_waiting_for(missing, launched)} in vain for {minutes:g} minutes (distributed_timeout_minutes): the run ends."
+            )
+        if now >= next_word:
+            next_word = now + every
+            if launched.rank == next(rank for rank in range(launched.world_size) if rank not in missing):  # the first that is here
                 say(_waiting_for(missing, launched))
+        time.sleep(min(0.2, every))  # `store.wait` with a time limit would write two lines of C++ for each
     return store
 
 
 def _store_of_the_job(launched: Launched, end: float, every: float, say: Callable[[str], None]) -> dist.PrefixStore:
     """Where torchrun holds a store, that one; else rank 0 opens one for all."""
     hosts = launched.rank == 0 and not launched.launcher_holds_store
+    if not hosts:
+        _wait_for_the_host(launched, end, every, say)
+    try:
+        store = dist.TCPStore(
+            launched.address, launched.port, is_master=hosts, wait_for_workers=False, multi_tenant=hosts and launched.is_launched,
+            timeout=timedelta(seconds=max(30.0, every)),
+        )  # fmt: skip
+    except dist.DistNetworkError as error:
+        raise ConfigError(f"rank {launched.rank} cannot open port {launched.port} of {launched.address} (MASTER_ADDR, MASTER_PORT), "
+                          f"where the ranks meet: {str(error).splitlines()[0]}. Use another MASTER_PORT.") from error  # fmt: skip
+    return dist.PrefixStore(f"megatron_grpo/attempt_{launched.attempt}", store)
+
+
+def _wait_for_the_host(launched: Launched, end: float, every: float, say: Callable[[str], None]) -> None:
+    """Until somebody listens where the ranks meet. TCPStore waits too, with a page of C++ for each try and no word of whom it waits for."""
+    next_word = time.monotonic() + every
     while True:
         try:
-            store = dist.TCPStore(
-                launched.address, launched.port, is_master=hosts, wait_for_workers=False, multi_tenant=hosts and launched.is_launched,
-                timeout=timedelta(seconds=every),
-            )  # fmt: skip
-            return dist.PrefixStore(f"megatron_grpo/attempt_{launched.attempt}", store)
-        except (dist.DistNetworkError, dist.DistStoreError) as error:
-            if hosts:
-                raise ConfigError(f"rank 0 cannot open port {launched.port} of {launched.address} (MASTER_ADDR, MASTER_PORT), "
-                                  f"where the ranks meet: {str(error).splitlines()[0]}. Use another MASTER_PORT.") from error  # fmt: skip
-            if time.monotonic() > end:
-                raise RunError(f"nobody answers at {launched.address}:{launched.port}, where rank 0 should be.") from None
-            if launched.speaks or launched.rank == 1:
-                say(_waiting_for([0], launched))
-
-
-def _check_the_time(missing: list[int], launched: Launched, end: float, timeout: timedelta) -> None:
-    if time.monotonic() > end:
-        minutes = timeout.total_seconds() / 60
-        raise RunError(f"{_waiting_for(missing, launched)} in vain for {minutes:g} minutes (distributed_timeout_minutes): the run ends.")
+            socket.create_connection((launched.address, launched.port), timeout=every).close()
+            return
+        except OSError as error:
+            now = time.monotonic()
+            if now >= next_word and (launched.speaks or launched.rank == 1):
+                say(f"{_waiting_for([0], launched)}: {error.strerror or error}")
+                next_word = now + every
+            if now >= end:
+                raise RunError(f"nobody answers at {launched.address}:{launched.port}, where rank 0 should be: {error}.") from None
+            time.sleep(min(0.2, every))
 
 
 def _waiting_for(missing: list[int], launched: Launched) -> str:

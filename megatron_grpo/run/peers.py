@@ -109,6 +109,6 @@ class Peers:
         if not found:
             return ""
         return (
-            f"{'; '.join(found)}, and the run cannot go on without it. "
-            "Signal 9 that nobody sent is the kernel's, short of memory (dmesg says so). Start the same command again to resume."
+            f"{'; '.join(found)}, and the run cannot go on. The launcher's report names the signal; 9 that nobody sent is the kernel's, "
+            "short of memory (dmesg says so). The same command resumes from the last checkpoint."
         )
