@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from megatron_grpo import train
 from megatron_grpo.checkpoint import Checkpoints, start_afresh
 from megatron_grpo.clock import Clock
-from megatron_grpo.errors import ConfigError, Interrupted, RewardError
+from megatron_grpo.errors import ConfigError
 from megatron_grpo.evaluate import Evaluator
-from megatron_grpo.export import export_hf
 from megatron_grpo.grpo.loss import GrpoLoss
 from megatron_grpo.grpo.refused import is_truncated_sampling, truncated_sampling_warning
 from megatron_grpo.inputs import Inputs
@@ -25,11 +21,9 @@ from megatron_grpo.metrics import Completions, Metrics
 from megatron_grpo.metrics.drift import DriftWatch
 from megatron_grpo.metrics.journal import Journal, watch_drift
 from megatron_grpo.metrics.schedule import ScheduleLog
-from megatron_grpo.parallel import collectives, state
-from megatron_grpo.parallel.layout import Layout
+from megatron_grpo.parallel import collectives
 from megatron_grpo.parallel.state import ParallelState
 from megatron_grpo.planning.command import Plan
-from megatron_grpo.planning.report import print_report
 from megatron_grpo.policy.exchange import WeightExchange
 from megatron_grpo.policy.guard import FiniteGuard, Guard
 from megatron_grpo.policy.model import build_chunks
@@ -38,80 +32,21 @@ from megatron_grpo.policy.policy import Policy, cut_for
 from megatron_grpo.policy.reference import FollowingReference, FrozenReference, Reference
 from megatron_grpo.policy.refused import machine_problems
 from megatron_grpo.policy.scorer import Scorer
-from megatron_grpo.rewards.loading import close_rewards
 from megatron_grpo.rollout.engine import Engine, SamplingSettings
 from megatron_grpo.rollouts import Asker, KlPenalty, Rollouts
-from megatron_grpo.run.signals import FailureBoard, StopSignal, die_with_parent
 from megatron_grpo.settings.config import Config, GrpoConfig
 from megatron_grpo.settings.write import write_config
-from megatron_grpo.sizing.batch_sizes import BatchSizes
 from megatron_grpo.sync import Publisher
 from megatron_grpo.weights.mapping import WeightMap
 from megatron_grpo.weights.reader import HfReader
 from megatron_grpo.weights.shape import ModelShape
 
 
-def run_training(made: Plan, inputs: Inputs, **parts) -> int:
-    """`megatron-grpo train`, on this rank, with settings and inputs that have been checked. Returns the exit code.
-
-    parts: for `build_run`.
-    """
-    cfg = made.checked.config
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        die_with_parent()
-    parallel = start_parallel(cfg, made.checked.plan)
-    board = FailureBoard(dist.distributed_c10d._get_default_store())
-    signal = StopSignal(board.any_failed)
-    run = None
-    try:
-        if parallel.is_main:
-            print_report(made, is_short=True)
-        run = build_run(made, inputs, parallel, signal, **parts)
-        train.train(run)
-        if cfg.run.export_hf:
-            export_hf(run.policy, Path(cfg.run.output_dir) / "hf", source=inputs.model_path,
-                      dtype=getattr(torch, cfg.model.torch_dtype), parallel=parallel)  # fmt: skip
-    except Interrupted:
-        raise
-    except RewardError as error:
-        # Every rank has it, so none waits for another and nothing is reported: the first to leave makes the launcher end the others, and
-        # until `signal.restore` that is only noted. What it says must not come later.
-        if run is not None:
-            run.journal.close()
-        if parallel.is_main:
-            print(f"megatron-grpo: a reward function failed, and the run ends.\n{error}", file=sys.stderr, flush=True)
-        raise
-    except BaseException:
-        board.report()  # before any clean-up: the others may be waiting in a collective that this rank will never enter
-        raise
-    finally:
-        if run is not None:
-            run.journal.close()
-            run.engine.close()
-        close_rewards(inputs.rewards)
-        signal.restore()
-    if parallel.is_main:
-        print(f"Done: {Path(cfg.run.output_dir).resolve()}" + (" (model in hf/)" if cfg.run.export_hf else ""), flush=True)
-    state.stop()
-    return 0
-
-
-def start_parallel(cfg: Config, plan: BatchSizes) -> ParallelState:
-    """Joins the job, on the grid that the plan describes. Collective."""
-    layout = Layout(world_size=plan.world_size, tp=plan.tp, pp=plan.pp, vpp=plan.vpp, cp=plan.cp, ep=plan.ep, etp=plan.etp)
-    return state.start(
-        layout,
-        sequence_parallel=cfg.parallel.sequence_parallel,
-        seed=cfg.run.seed,
-        timeout_minutes=cfg.parallel.distributed_timeout_minutes,
-    )
-
-
 def build_run(
     made: Plan,
     inputs: Inputs,
     parallel: ParallelState,
-    stop: StopSignal,
+    stop: train.StopRequest,
     *,
     engine: MakeEngine | None = None,
     reference: MakeReference | None = None,

@@ -5,25 +5,19 @@ Exit codes: 0 done; 2 the configuration is wrong and nothing was started; 3 inte
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from megatron_grpo import __version__
-from megatron_grpo.errors import EXIT_CONFIG, EXIT_CRASH, EXIT_DONE, EXIT_INTERRUPTED, ConfigError, Interrupted, RewardError
+from megatron_grpo import __version__, launcher
+from megatron_grpo.errors import EXIT_CONFIG, EXIT_DONE, ConfigError, Problem
+
+if TYPE_CHECKING:
+    from megatron_grpo.settings.config import Config
 
 Command = Callable[..., int]
-
-
-def launcher_world_size() -> int | None:
-    """The number of ranks that torchrun (or another launcher) started; None without a launcher."""
-    return int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ and "WORLD_SIZE" in os.environ else None
-
-
-def is_first_rank() -> bool:
-    """Before any process group exists: every rank parses the same flags, one of them speaks."""
-    return os.environ.get("RANK", "0") == "0"
 
 
 def train(argv: list[str], **parts: Any) -> int:
@@ -32,18 +26,44 @@ def train(argv: list[str], **parts: Any) -> int:
     from megatron_grpo.settings import parse
     from megatron_grpo.sizing.dialects import DIALECTS
 
-    parsed = parse(argv, launcher_world_size=launcher_world_size(), dialects=DIALECTS)
+    launched, asked = launcher.read(), launcher.number_asked_for()
+    world_size = launched.world_size if launched.is_launched else asked and asked[1]
+    parsed = parse(argv, launcher_world_size=world_size, dialects=DIALECTS)
+    if world_size is None and (asked := _model_parallel(parsed.config)):
+        parsed = parse(argv, launcher_world_size=asked[1], dialects=DIALECTS)
     if parsed.print_config:
         return _print_config(check_parsed(parsed).config)
+    parsed.problems += launched.problems
+    if not launched.is_launched and not launched.problems:
+        parsed.problems += _not_launched(argv, parsed.config, asked)
     from megatron_grpo.run.quiet import quiet_libraries
 
     quiet_libraries()
     from megatron_grpo.inputs import read_everything
 
     plan, inputs = read_everything(parsed)
-    from megatron_grpo.build import run_training
+    from megatron_grpo.run.life import run_training
 
     return run_training(plan, inputs, **parts)
+
+
+def _model_parallel(config: Config) -> tuple[str, int] | None:
+    """What asks for more than one process where nobody said how many: the sizes that one copy of the model is cut into."""
+    parallel = config.parallel
+    names = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+    sizes = {config.typed.get(name, name): getattr(parallel, name) for name in names if getattr(parallel, name) > 1}
+    if not sizes or config.sources.get("world_size") != "default":
+        return None
+    return " x ".join(f"{name} ({size})" for name, size in sizes.items()), math.prod(sizes.values())
+
+
+def _not_launched(argv: list[str], config: Config, asked: tuple[str, int] | None) -> list[Problem]:
+    """One process where the environment or the configuration says that there should be more."""
+    if asked is None and config.parallel.world_size != 1:
+        name, number = config.typed.get("world_size", "world_size"), config.parallel.world_size
+        source = config.sources.get("world_size", "")
+        asked = (f"{name} ({number})" if "NPROC_PER_NODE" not in source else f"NPROC_PER_NODE of {source}", number)
+    return [launcher.not_launched_problem(asked[0], asked[1], argv)] if asked else []
 
 
 def plan(argv: list[str]) -> int:
@@ -51,28 +71,19 @@ def plan(argv: list[str]) -> int:
     from megatron_grpo.inputs import look_at_everything
     from megatron_grpo.planning.command import run_plan
 
-    return run_plan(argv, look_at_everything, launcher_world_size=launcher_world_size())
+    launched = launcher.read()
+    return run_plan(argv, look_at_everything, launcher_world_size=launched.world_size if launched.is_launched else None)
 
 
 COMMANDS: dict[str, Command] = {"train": train, "plan": plan}
 
 
 def _print_config(config: object) -> int:
-    if is_first_rank():
+    if launcher.read().rank == 0:
         from megatron_grpo.settings.show import print_config
 
         print_config(config)
     return EXIT_DONE
-
-
-def report(error: ConfigError) -> None:
-    """All problems, numbered, to standard error."""
-    if not is_first_rank():
-        return
-    count = len(error.problems)
-    print(f"megatron-grpo: {count} problem{'s' if count > 1 else ''} in the configuration; nothing was started.", file=sys.stderr)
-    for number, problem in enumerate(error.problems, 1):
-        print(f"  {number}. {problem}", file=sys.stderr)
 
 
 def main(argv: Sequence[str] | None = None, **parts: Any) -> int:
@@ -107,23 +118,14 @@ def main(argv: Sequence[str] | None = None, **parts: Any) -> int:
             print_help(command, COMMANDS[command])
             return EXIT_DONE
         return COMMANDS[command](rest, **parts)
-    except ConfigError as error:
-        report(error)
-        return EXIT_CONFIG
-    except Interrupted as error:
-        if is_first_rank():
-            print(f"megatron-grpo: {error}", file=sys.stderr)
-        return EXIT_INTERRUPTED
-    except RewardError:  # the user's function, not ours: `build` has said what it did
-        return EXIT_CRASH
     except KeyboardInterrupt:
         return 128 + 2
-    except BrokenPipeError:  # `plan | head`: the reader has seen enough
+    except BrokenPipeError:  # `plan | head`: the reader has seen enough; a training run that loses its reader is a RunError
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_DONE
-    except Exception as error:  # noqa: BLE001 - the one place: says what happened in a line, keeps the traceback
-        import traceback
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - the one place where every way to end is said and counted
+        if isinstance(error, SystemExit) and isinstance(error.__context__, BrokenPipeError):
+            return EXIT_DONE  # rich leaves like this, with standard output put aside
+        from megatron_grpo.run.failures import report
 
-        traceback.print_exc()
-        print(f"megatron-grpo: rank {os.environ.get('RANK', '0')}: {type(error).__name__}: {error}", file=sys.stderr)
-        return EXIT_CRASH
+        return report(error)

@@ -1,7 +1,8 @@
 """The ways a run ends before its time, and nothing else.
 
 What is the user's to mend is a `ConfigError`, which carries *all* problems found, so that one run of the program is enough to learn them;
-or, once the run has begun, a `RewardError`. Anything else is a bug or a broken machine and is left to crash with its traceback.
+or, once the run has begun, a `RewardError`. What a machine refused and a sentence explains is a `RunError`. Anything else is a bug and is
+left to crash with its traceback.
 """
 
 from __future__ import annotations
@@ -44,6 +45,10 @@ class ConfigError(Exception):
 
 class RewardError(Exception):
     """A reward function failed and `--reward_on_error raise` is set. The message names function, row and value; every rank raises it."""
+
+
+class RunError(Exception):
+    """A run that had begun cannot go on, for a reason outside the program that the message says in full: a peer died, a disk is full."""
 
 
 class Interrupted(Exception):

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from megatron_grpo.errors import Interrupted
 from megatron_grpo.parallel import collectives
 from megatron_grpo.pending import Pending
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from megatron_grpo.batching.timetable import Timetable
     from megatron_grpo.checkpoint import Checkpoints
     from megatron_grpo.data.prompts import PromptStream
@@ -19,9 +21,14 @@ if TYPE_CHECKING:
     from megatron_grpo.policy.policy import Policy
     from megatron_grpo.rollout.engine import Engine
     from megatron_grpo.rollouts import Rollouts
-    from megatron_grpo.run.signals import StopSignal
     from megatron_grpo.sync import Publisher
     from megatron_grpo.types import Progress
+
+
+class StopRequest(Protocol):
+    """Whether somebody asked this run to stop: the life of the process is `run`'s, and the loop knows only this of it."""
+
+    def agreed(self, all_reduce_max: Callable[[float], float]) -> bool: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +45,7 @@ class Run:
     checkpoints: Checkpoints
     evaluator: Evaluator
     journal: Journal
-    stop: StopSignal
+    stop: StopRequest
 
 
 def train(run: Run) -> Progress:

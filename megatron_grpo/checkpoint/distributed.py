@@ -32,11 +32,13 @@ from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import save as save_torch_dist
 
+from megatron_grpo.errors import RunError
+
 # What writing and reading may raise. torch's CheckpointException is a BaseException; torch.save reports a full disk as RuntimeError.
 FAILURES = (OSError, RuntimeError, ValueError, KeyError, CheckpointException, CheckpointingException)
 
 
-class CheckpointError(Exception):
+class CheckpointError(RunError):
     """A checkpoint could not be written or read. Raised on every rank, with what went wrong on each."""
 
 

@@ -14,6 +14,7 @@ from rich.console import Console
 
 from megatron_grpo.errors import ConfigError
 from megatron_grpo.metrics import plots
+from megatron_grpo.metrics.courtesy import Courtesy
 from megatron_grpo.metrics.display import Display
 from megatron_grpo.metrics.records import Records, plain
 from megatron_grpo.metrics.reporters import REPORTERS, Reporter, report_to_problems
@@ -51,8 +52,9 @@ class Metrics:
         self.tells = rank == 0
         self.total_steps, self.plot_steps, self.config = total_steps, plot_steps, dict(config or {})
         self._services = [name for name in report_to if name != "none"]
-        self._reporters: list[Reporter] = []
+        self._reporters: dict[str, Reporter] = {}
         self._display = Display(console)
+        self._courtesy = Courtesy()
         self._steps, self._evaluations = Records(self.output_dir / "metrics.jsonl"), Records(self.output_dir / "evaluations.jsonl")
         self._history: dict[str, list[tuple[int, float]]] = {}
         self._evaluated: list[dict[str, Any]] = []
@@ -69,7 +71,9 @@ class Metrics:
             self._remember(record["step"], record)
         for record in self._evaluations.keep_until(progress.step):
             self._remember_evaluation(record)
-        self._reporters = [REPORTERS[name](self.output_dir, self.config, progress.step + 1) for name in self._services]
+        for name in self._services:
+            with self._courtesy(name):
+                self._reporters[name] = REPORTERS[name](self.output_dir, self.config, progress.step + 1)
         self._num_tokens, self._last_log = progress.num_tokens, time.monotonic()
         self._display.start(progress.step)
 
@@ -114,23 +118,31 @@ class Metrics:
 
     def refresh_plots(self) -> list[Path]:
         """Draws plots/*.png from everything logged so far."""
-        return plots.refresh(self.output_dir, self._history) if self.tells else []
+        with self._courtesy("plots"):
+            return plots.refresh(self.output_dir, self._history) if self.tells else []
+        return []
 
     def say(self, text: str) -> None:
         """A line above the live one."""
         if self.tells:
             self._display.say(text)
 
-    def close(self) -> None:
-        """The end of the run, good or bad: last plots, the before/after table where there is something to compare."""
+    def close(self, *, summary: bool = True) -> None:
+        """The end of the run, good or bad: last plots, and the before/after table where there is something to compare.
+
+        summary: False for a run that failed, which has nothing to be proud of.
+        """
         if not self.tells or not self._started:
             return
         self._started = False
         self._display.stop()
         self.refresh_plots()
-        self._compare()
-        for reporter in self._reporters:
-            reporter.close()
+        if summary:
+            self._compare()
+        for name, reporter in self._reporters.items():
+            with self._courtesy(name):
+                reporter.close()
+        self._courtesy.summary()
 
     def _compare(self) -> None:
         if len(self._evaluated) > 1:
@@ -153,8 +165,9 @@ class Metrics:
     def _report(self, step: int, record: Mapping[str, Any]) -> None:
         values = {name: plain(value) for name, value in record.items() if name != "step"}
         finite = {name: value for name, value in values.items() if isinstance(value, (int, float))}
-        for reporter in self._reporters:
-            reporter.log(step, finite)
+        for name, reporter in self._reporters.items():
+            with self._courtesy(name):
+                reporter.log(step, finite)
 
     def _remember(self, step: int, record: Mapping[str, Any]) -> None:
         for name in plots.PLOTTED & record.keys():

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import sys
 import time
 from collections.abc import Sequence
 
@@ -16,11 +18,18 @@ from rich.text import Text
 SECONDS_BETWEEN_LINES = 10.0
 
 
+class _Terminal(Console):
+    def on_broken_pipe(self) -> None:
+        """Whoever read this has gone (`train | head`). The run goes on; rich would end it."""
+        self.quiet = True
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 class Display:
     """The progress of one run on one console. On a terminal one line that is redrawn; elsewhere plain lines, now and then."""
 
     def __init__(self, console: Console | None = None):
-        self.console = console or Console(highlight=False)
+        self.console = console or _Terminal(highlight=False)
         self._live: Live | None = None
         self._handler: logging.Handler | None = None
         self._last_line = float("-inf")

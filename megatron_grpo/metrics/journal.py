@@ -79,9 +79,9 @@ class Journal:
     def evaluation(self, progress: Progress, results: Mapping[str, float]) -> None:
         self.metrics.log_evaluation(progress, results)
 
-    def close(self) -> None:
-        """The end of the run, good or bad."""
-        self.metrics.close()
+    def close(self, *, summary: bool = True) -> None:
+        """The end of the run. summary: it ended well enough to be compared with its beginning."""
+        self.metrics.close(summary=summary)
 
 
 def watch_drift(drift: DriftWatch) -> Watch:

@@ -37,8 +37,11 @@ class Records:
         """NaN and infinity become null: JSON has no word for them."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         line = json.dumps({name: plain(value) for name, value in record.items()}, allow_nan=False) + "\n"
-        with self.path.open("a") as stream:
-            stream.write(line)
+        try:
+            with self.path.open("a") as stream:
+                stream.write(line)
+        except OSError as error:  # a full disk does not say which file it was
+            raise OSError(error.errno, error.strerror, str(self.path)) from error
 
 
 def plain(value: Any) -> Any:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,10 +13,9 @@ from typing import Any
 import numpy as np
 
 from megatron_grpo.grpo.advantages import Advantages, mean, reward_metrics, rewards_per_func, total_rewards
+from megatron_grpo.metrics.courtesy import Courtesy
 from megatron_grpo.parallel import collectives
 from megatron_grpo.types import Harvest, Progress, ScoredGroup
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -70,29 +69,37 @@ class Completions:
         self.directory = Path(output_dir) / "completions"
         self.reward_names, self.every, self.rank = tuple(reward_names), every, rank
         self._latest = (-1, 0)  # version, and how many files it has
+        self._courtesy = Courtesy()
 
     def start(self, progress: Progress) -> None:
         """Forgets what a resumed run has not sampled yet."""
         if self.rank == 0:
             for path in self.directory.glob("step_*.parquet"):
-                if int(path.stem.split("_")[1]) >= progress.step:
+                ours = re.fullmatch(r"step_(\d{6,})(_\d+)?", path.stem)  # other files there are somebody else's
+                if ours and int(ours[1]) >= progress.step:
                     path.unlink()
 
     def write(self, judged: JudgedRollout) -> Path | None:
-        """Writes a rollout when it is due; returns the file, on rank 0. Collective: each rank describes the groups that it judged."""
+        """Writes a rollout when it is due; returns the file, on rank 0. Collective: each rank describes the groups that it judged.
+
+        A table that cannot be written is a warning: the run does not need it.
+        """
         if not self.every or judged.number % self.every:
             return None
         described = collectives.to_first([self._columns(place, one, judged) for place, one in judged.held.items()])
         if described is None:
             return None
+        with self._courtesy(f"the table of completions in {self.directory}"):
+            return self._write([columns for part in described for columns in part], judged.harvest.kept[0].version)
+        return None
+
+    def _write(self, groups: list[dict[str, list[Any]]], version: int) -> Path:
         import pyarrow
         import pyarrow.parquet
 
-        groups = [columns for part in described for columns in part]
         groups.sort(key=lambda columns: columns["prompt_number"][0])
         table = pyarrow.table({name: [value for columns in groups for value in columns[name]] for name in groups[0]})
         self.directory.mkdir(parents=True, exist_ok=True)
-        version = judged.harvest.kept[0].version
         place = self._latest[1] if self._latest[0] == version else 0
         self._latest = (version, place + 1)
         path = self.directory / f"step_{version:06d}{f'_{place}' if place else ''}.parquet"

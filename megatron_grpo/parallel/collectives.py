@@ -30,6 +30,11 @@ def has_job() -> bool:
     return dist.is_initialized()
 
 
+def store() -> Any:
+    """The job's key-value store, through which ranks can speak while a collective hangs."""
+    return dist.distributed_c10d._get_default_store()
+
+
 # ---- objects ---------------------------------------------------------------------------------------------------------------------------
 
 

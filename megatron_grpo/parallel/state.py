@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-import os
+import socket
+import sys
+import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from megatron_grpo import launcher
+from megatron_grpo.errors import ConfigError, RunError
+from megatron_grpo.launcher import Launched
 from megatron_grpo.parallel import collectives
 from megatron_grpo.parallel.layout import Layout
+
+SECONDS_BETWEEN_WORDS = 10.0  # of a rank that waits for others
 
 
 class ParallelState:
@@ -71,13 +79,15 @@ class ParallelState:
 
 
 def start(layout: Layout, *, sequence_parallel: bool = False, seed: int = 0, timeout_minutes: float = 10.0) -> ParallelState:
-    """Joins the launcher's job (RANK and friends in the environment) and builds every group. Call once a process.
+    """Joins the launcher's job and builds every group. Call once a process.
 
-    A single process without a launcher is a job of one rank. Uses NCCL with a GPU, else gloo and `parallel.cpu`.
+    A single process without a launcher is a job of one rank. Uses NCCL with a GPU, else gloo and `parallel.cpu`. Says who is missing while
+    it waits; raises RunError where a rank does not come within `timeout_minutes`.
     """
+    launched = launcher.read()
     has_gpu = torch.cuda.is_available()
     if has_gpu:
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        device = torch.device("cuda", launched.local_rank)
         torch.cuda.set_device(device)
     else:
         from megatron_grpo.parallel import cpu
@@ -85,8 +95,13 @@ def start(layout: Layout, *, sequence_parallel: bool = False, seed: int = 0, tim
         cpu.enable()
         device = torch.device("cpu")
     if not dist.is_initialized():
-        _environment_of_a_single_process()
-        dist.init_process_group("nccl" if has_gpu else "gloo", timeout=timedelta(minutes=timeout_minutes))
+        timeout = timedelta(minutes=timeout_minutes)
+        store = meet(launched, timeout=timeout)
+        if not launched.is_launched:
+            launcher.become_single(store.underlying_store.port)
+        dist.init_process_group(
+            "nccl" if has_gpu else "gloo", store=store, rank=launched.rank, world_size=launched.world_size, timeout=timeout
+        )
 
     from megatron.core import parallel_state as mpu
     from megatron.core import tensor_parallel
@@ -104,15 +119,75 @@ def start(layout: Layout, *, sequence_parallel: bool = False, seed: int = 0, tim
     return ParallelState(layout, device=device, sequence_parallel=sequence_parallel)
 
 
-def _environment_of_a_single_process() -> None:
-    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}.items():
-        os.environ.setdefault(name, value)
-    if "MASTER_PORT" not in os.environ:
-        import socket
+def meet(
+    launched: Launched, *, timeout: timedelta, every: float = SECONDS_BETWEEN_WORDS, say: Callable[[str], None] | None = None
+) -> dist.PrefixStore:
+    """The job's store, once every rank has reached it. Says every so many seconds who has not. Raises RunError after `timeout`.
 
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            os.environ["MASTER_PORT"] = str(probe.getsockname()[1])
+    `init_process_group` would wait just as long, without a word.
+    """
+    say = say or _say
+    end = time.monotonic() + timeout.total_seconds()
+    store = _store_of_the_job(launched, end, every, say)
+    store.set_timeout(timeout)
+    store.set(f"here/{launched.rank}", "1")
+    missing, next_word = list(range(launched.world_size)), time.monotonic() + every
+    while missing := [rank for rank in missing if not store.check([f"here/{rank}"])]:
+        now = time.monotonic()
+        if now >= end:
+            minutes = timeout.total_seconds() / 60
+            raise RunError(
+                f"{_waiting_for(missing, launched)} in vain for {minutes:g} minutes (distributed_timeout_minutes): the run ends."
+            )
+        if now >= next_word:
+            next_word = now + every
+            if launched.rank == next(rank for rank in range(launched.world_size) if rank not in missing):  # the first that is here
+                say(_waiting_for(missing, launched))
+        time.sleep(min(0.2, every))  # `store.wait` with a time limit would write two lines of C++ for each
+    return store
+
+
+def _store_of_the_job(launched: Launched, end: float, every: float, say: Callable[[str], None]) -> dist.PrefixStore:
+    """Where torchrun holds a store, that one; else rank 0 opens one for all."""
+    hosts = launched.rank == 0 and not launched.launcher_holds_store
+    if not hosts:
+        _wait_for_the_host(launched, end, every, say)
+    try:
+        store = dist.TCPStore(
+            launched.address, launched.port, is_master=hosts, wait_for_workers=False, multi_tenant=hosts and launched.is_launched,
+            timeout=timedelta(seconds=max(30.0, every)),
+        )  # fmt: skip
+    except dist.DistNetworkError as error:
+        raise ConfigError(f"rank {launched.rank} cannot open port {launched.port} of {launched.address} (MASTER_ADDR, MASTER_PORT), "
+                          f"where the ranks meet: {str(error).splitlines()[0]}. Use another MASTER_PORT.") from error  # fmt: skip
+    return dist.PrefixStore(f"megatron_grpo/attempt_{launched.attempt}", store)
+
+
+def _wait_for_the_host(launched: Launched, end: float, every: float, say: Callable[[str], None]) -> None:
+    """Until somebody listens where the ranks meet. TCPStore waits too, with a page of C++ for each try and no word of whom it waits for."""
+    next_word = time.monotonic() + every
+    while True:
+        try:
+            socket.create_connection((launched.address, launched.port), timeout=every).close()
+            return
+        except OSError as error:
+            now = time.monotonic()
+            if now >= next_word and (launched.speaks or launched.rank == 1):
+                say(f"{_waiting_for([0], launched)}: {error.strerror or error}")
+                next_word = now + every
+            if now >= end:
+                raise RunError(f"nobody answers at {launched.address}:{launched.port}, where rank 0 should be: {error}.") from None
+            time.sleep(min(0.2, every))
+
+
+def _waiting_for(missing: list[int], launched: Launched) -> str:
+    some = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
+    where = f"{launched.address}:{launched.port}"
+    return f"waiting for {len(missing)} of {launched.world_size} ranks at {where} (rank{'s' if len(missing) > 1 else ''} {some})"
+
+
+def _say(text: str) -> None:
+    print(f"megatron-grpo: {text}", file=sys.stderr, flush=True)
 
 
 def stop() -> None:

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from megatron_grpo.cleanup import CleanUp
 from megatron_grpo.errors import ConfigError, Problem
 from megatron_grpo.parallel import collectives
 from megatron_grpo.rollout import vllm_patches
@@ -141,14 +142,15 @@ class ColocatedEngine:
     def awake(self) -> Iterator[None]:
         """Does nothing on a CPU and at sleep_level 0. At sleep_level 2 the weights are gone afterwards, and `version` says so."""
         self._wake("weights", "kv_cache")
-        try:
+        with CleanUp(self._sleep):  # an engine that failed may fail to sleep too: the first error is the one to hear
             yield
-        finally:
-            if self._sleep_level:
-                self._llm.sleep(level=self._sleep_level)
-                self._asleep = {"weights", "kv_cache"}
-                if self._sleep_level == 2:
-                    self._version = NO_WEIGHTS
+
+    def _sleep(self) -> None:
+        if self._sleep_level:
+            self._llm.sleep(level=self._sleep_level)
+            self._asleep = {"weights", "kv_cache"}
+            if self._sleep_level == 2:
+                self._version = NO_WEIGHTS
 
     def close(self) -> None:
         if self._llm is not None:

@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 
+from megatron_grpo import launcher
+
 # Warnings without a consequence, by logger: anything else that vLLM warns of is shown. Filters sit on these loggers and not on a handler,
 # because vLLM replaces its handlers whenever it builds an engine.
 _HARMLESS = {
@@ -101,13 +103,8 @@ def _without_queue(init_group):
 
 def _shared_memory_name(communicator) -> str:
     """Unlike that of any other job alive on this machine: two jobs cannot listen at the same master address."""
-    env = os.environ
-    parts = [
-        env.get("MASTER_ADDR", "local"),
-        env.get("MASTER_PORT") or str(os.getpid()),
-        communicator.unique_name,
-        *map(str, communicator.ranks),
-    ]
+    job = launcher.read()
+    parts = [job.address, str(job.port or os.getpid()), communicator.unique_name, *map(str, communicator.ranks)]
     return re.sub(r"[^A-Za-z0-9.-]", "_", f"megatron-grpo-{os.getuid()}-" + "-".join(parts))
 
 

@@ -15,44 +15,22 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
 
 STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 # Ctrl-C reaches the whole terminal job, and torchrun then passes it on to its workers: one wish, heard twice. So does `scancel`.
 ECHO_SECONDS = 2.0
 
 
-class FailureBoard:
-    """Tells the ranks of a job that one of them has failed. store: the job's torch.distributed store.
-
-    A launcher says "stop" to the others in the same words whether somebody wants the run saved or a rank is dead.
-    """
-
-    KEY = "megatron_grpo/failed"
-
-    def __init__(self, store: Any):
-        self._store = store.clone()  # a connection of its own: the main thread may be waiting on the other one
-
-    def report(self) -> None:
-        """This rank has failed and is about to leave."""
-        self._store.set(self.KEY, "1")
-
-    def any_failed(self) -> bool:
-        try:
-            return self._store.check([self.KEY])
-        except RuntimeError:  # the store has gone, and with it the job
-            return True
-
-
 class StopSignal:
     """Remembers that somebody asked this process to stop. One a process, made in its main thread, for as long as it trains.
 
-    any_failed: whether a rank has reported its failure.
+    leave_if_doomed: called when SIGTERM arrives, which a launcher sends in both cases. It ends the process if a rank has failed, and
+    returns if the run is to be saved.
     """
 
-    def __init__(self, any_failed: Callable[[], bool] = lambda: False):
+    def __init__(self, leave_if_doomed: Callable[[], object] = lambda: None):
         self.received: signal.Signals | None = None
-        self._any_failed = any_failed
+        self._leave_if_doomed = leave_if_doomed
         self._since = 0.0
         # Python runs handlers when its main thread next comes by. Inside a collective that never ends it does not, so a thread listens.
         self._heard, self._tell = os.pipe()
@@ -83,8 +61,8 @@ class StopSignal:
         os.close(self._heard)
 
     def _hear(self, number: signal.Signals) -> None:
-        if number == signal.SIGTERM and self._any_failed():
-            os._exit(1)
+        if number == signal.SIGTERM:
+            self._leave_if_doomed()
         if self.received is None:
             self._since, self.received = time.monotonic(), number
         elif time.monotonic() - self._since >= ECHO_SECONDS:

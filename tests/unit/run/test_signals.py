@@ -24,7 +24,7 @@ print("saved", flush=True)
 sys.exit(3)
 """
 BLOCKED = """
-import threading
+import os, threading
 from megatron_grpo.run.signals import StopSignal
 stop = StopSignal({argument})
 print("ready", flush=True)
@@ -90,7 +90,7 @@ def test_a_second_signal_ends_a_process_that_never_comes_to_the_flag():
 
 
 def test_a_process_asked_to_stop_because_another_failed_leaves_at_once():
-    process = start(BLOCKED, argument="lambda: True")
+    process = start(BLOCKED, argument="lambda: os._exit(1)")
     process.send_signal(signal.SIGTERM)
     assert rest_of(process, timeout=2)[1] == 1
 
@@ -153,16 +153,21 @@ time.sleep(60)
 WORKER = """
 import os, sys, threading, time
 import torch.distributed as dist
-from megatron_grpo.run.signals import FailureBoard, StopSignal, die_with_parent
+from functools import partial
+from megatron_grpo.run.life import leave_if_doomed
+from megatron_grpo.run.peers import Peers, Process
+from megatron_grpo.run.signals import StopSignal, die_with_parent
 die_with_parent()
 dist.init_process_group("gloo")
 rank, folder = dist.get_rank(), sys.argv[1]
-board = FailureBoard(dist.distributed_c10d._get_default_store())
-stop = StopSignal(board.any_failed)
+processes = [None, None]
+dist.all_gather_object(processes, Process.mine())
+peers = Peers(dist.distributed_c10d._get_default_store(), rank=rank, processes=processes)
+stop = StopSignal(partial(leave_if_doomed, peers))
 open(f"{folder}/{rank}", "w").write(str(os.getpid()))
 if sys.argv[2] == "fail" and rank == 1:
     while len(os.listdir(folder)) < 3: time.sleep(0.01)
-    board.report()
+    peers.report_failure()
     sys.exit(1)
 lock = threading.Lock(); lock.acquire(); lock.acquire()  # a collective that the failed rank never joins
 """

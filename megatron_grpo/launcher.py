@@ -1,0 +1,143 @@
+"""What the environment says about the processes of this job: the one place that reads RANK, WORLD_SIZE and what launchers add to them.
+
+torchrun, and whoever starts ranks as it does, sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT. Everything else here is for
+the sentence that a user reads who started one process where many were meant.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_grpo.errors import Problem
+
+# Launchers that start many processes and do not say so in RANK: without RANK each of them would train a whole run of its own.
+_COUNTS = ("WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launched:
+    """This process as its launcher sees it. A process that nobody launched is rank 0 of 1.
+
+    said: a file that the ranks of one attempt on one machine share, where that is known; they note in it what has been said.
+    error_file: where torchrun looks for the reason of a failure. problems: what is wrong with the environment itself.
+    """
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    is_launched: bool = False
+    by_torchrun: bool = False
+    address: str = "127.0.0.1"
+    port: int = 0
+    attempt: int = 0
+    launcher_holds_store: bool = False
+    said: Path | None = None
+    error_file: Path | None = None
+    problems: tuple[Problem, ...] = ()
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this rank talks to people where ranks cannot agree on who does: the first one of each machine."""
+        return self.rank == 0 or (self.is_launched and self.local_rank == 0)
+
+
+def read(env: Mapping[str, str] | None = None) -> Launched:
+    """The facts; never raises, so that a report of what is wrong with them can be made."""
+    env = os.environ if env is None else env
+    said, error_file = _shared_file(env), env.get("TORCHELASTIC_ERROR_FILE")
+    common = {"said": said, "error_file": Path(error_file) if error_file else None}
+    if "RANK" not in env:
+        return Launched(**common)
+    wanted = {"RANK": -1, "WORLD_SIZE": -1, "LOCAL_RANK": 0, "MASTER_PORT": 0, "TORCHELASTIC_RESTART_COUNT": 0}
+    numbers, wrong = {}, []
+    for name, default in wanted.items():
+        text = env.get(name, str(default))
+        if not text.strip().lstrip("-").isdigit() or (default == -1 and int(text) < 0):
+            wrong.append(f"{name} is {env[name]!r}" if name in env else f"{name} is not set")
+        else:
+            numbers[name] = int(text)
+    if not wrong and numbers["RANK"] >= numbers["WORLD_SIZE"]:
+        wrong.append(f"RANK is {numbers['RANK']} and WORLD_SIZE {numbers['WORLD_SIZE']}: ranks go from 0 to {numbers['WORLD_SIZE'] - 1}")
+    if not wrong and numbers["WORLD_SIZE"] > 1:
+        wrong += [f"{name} is not set" for name in ("MASTER_ADDR", "MASTER_PORT") if name not in env]
+    if wrong:
+        message = f"RANK is set, as by a launcher, but {'; '.join(wrong)}. Start the job with torchrun."
+        return Launched(**common, problems=(Problem(flags=(), message=message),))
+    return Launched(
+        **common,
+        rank=numbers["RANK"],
+        world_size=numbers["WORLD_SIZE"],
+        local_rank=numbers["LOCAL_RANK"],
+        is_launched=True,
+        by_torchrun="TORCHELASTIC_RUN_ID" in env,
+        address=env.get("MASTER_ADDR", "127.0.0.1"),
+        port=numbers["MASTER_PORT"],
+        attempt=numbers["TORCHELASTIC_RESTART_COUNT"],
+        launcher_holds_store=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+    )
+
+
+def _shared_file(env: Mapping[str, str]) -> Path | None:
+    """torchrun makes a fresh folder for each attempt on each machine; a Slurm step has a number that no other has."""
+    if "TORCHELASTIC_ERROR_FILE" in env:  # .../attempt_0/<local rank>/error.json
+        return Path(env["TORCHELASTIC_ERROR_FILE"]).parent.parent / "megatron_grpo.said"
+    if "SLURM_JOB_ID" in env and "SLURM_STEP_ID" in env:
+        step = f"{env['SLURM_JOB_ID']}.{env['SLURM_STEP_ID']}.{env.get('SLURM_RESTART_COUNT', '0')}"
+        return Path(tempfile.gettempdir()) / f"megatron_grpo.{os.getuid()}.{step}.said"
+    return None
+
+
+def number_asked_for(env: Mapping[str, str] | None = None) -> tuple[str, int] | None:
+    """Without RANK: who says that there should be more than one process, and how many. None where nobody does."""
+    env = os.environ if env is None else env
+    if "RANK" in env:
+        return None
+    if _count(env, "NPROC_PER_NODE") * _count(env, "NNODES") > 1 and "NPROC_PER_NODE" in env:
+        number = _count(env, "NPROC_PER_NODE") * _count(env, "NNODES")
+        nodes = f", NNODES {env['NNODES']}" if _count(env, "NNODES") > 1 else ""
+        return f"NPROC_PER_NODE ({env['NPROC_PER_NODE']}{nodes})", number
+    return next(((f"{name} ({env[name]})", _count(env, name)) for name in _COUNTS if _count(env, name) > 1), None)
+
+
+def torchrun_line(argv: Sequence[str], world_size: int, env: Mapping[str, str] | None = None) -> str:
+    """The command that starts `world_size` ranks of `megatron-grpo train` with the user's own words."""
+    env = os.environ if env is None else env
+    nodes = _count(env, "SLURM_NNODES") if "SLURM_NTASKS" in env else _count(env, "NNODES")
+    if world_size % nodes:
+        nodes = 1
+    launcher = f"torchrun --nproc_per_node {world_size // nodes}"
+    if nodes > 1 and "SLURM_NTASKS" in env:
+        first = "$(scontrol show hostnames $SLURM_JOB_NODELIST | head -1)"
+        launcher = f"srun --ntasks {nodes} --ntasks-per-node 1 torchrun --nnodes {nodes} --nproc_per_node {world_size // nodes}"
+        launcher += f" --rdzv_backend c10d --rdzv_id $SLURM_JOB_ID --rdzv_endpoint {first}:29500"
+    elif nodes > 1:
+        launcher += f" --nnodes {nodes} --node_rank THIS_NODE --master_addr FIRST_NODE --master_port 29500"
+    elif "SLURM_NTASKS" in env:
+        launcher = f"srun --ntasks 1 {launcher}"
+    return f"{launcher} -m megatron_grpo train {shlex.join(argv)}"
+
+
+def not_launched_problem(asked: str, world_size: int, argv: Sequence[str]) -> Problem:
+    """Refused: one process of a job that was meant to have `world_size`. asked: who says so, with its value."""
+    message = (
+        f"{asked} means {world_size} processes, and this one was started without a launcher: "
+        f"alone it would train 1/{world_size} of each batch. Start all of them with\n    {torchrun_line(argv, world_size)}"
+    )
+    return Problem(flags=(asked.split(" ")[0],), message=message)
+
+
+def become_single(port: int) -> None:
+    """Writes the environment of a job of one rank: libraries read it. port: of this process's own store."""
+    facts = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    for name, value in facts.items():
+        os.environ.setdefault(name, value)
+
+
+def _count(env: Mapping[str, str], name: str) -> int:
+    """1 where it is not a number."""
+    return int(env[name]) if env.get(name, "").strip().isdigit() and int(env[name]) else 1

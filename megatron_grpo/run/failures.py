@@ -1,0 +1,178 @@
+"""How a failure is told: to the person, once for the whole job; to torchrun, for its report; to the shell, as an exit code."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import re
+import resource
+import shutil
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import TracebackType
+
+from megatron_grpo import launcher
+from megatron_grpo.errors import EXIT_CONFIG, EXIT_CRASH, EXIT_INTERRUPTED, ConfigError, Interrupted, RewardError, RunError
+
+PREFIX = "megatron-grpo: "
+
+
+def report(error: BaseException) -> int:
+    """Says why this process ends and returns its exit code. What all ranks know alike is said once; a crash by each rank that has one."""
+    text, code = told(error)
+    if text is not None:
+        tell(text)
+        return code
+    trace = traceback.format_exc()
+    rank = launcher.read().rank
+    line = f"{PREFIX}rank {rank}: {type(error).__name__}: {error}"
+    note(f"{line}\n{trace}")
+    print(f"{trace}{line}", file=sys.stderr, flush=True)
+    return code
+
+
+def tell(text: str) -> None:
+    """For torchrun's report and for the person: what every rank may know is said once on each machine, by whichever rank comes first."""
+    with _turn(text) as is_first:
+        if is_first:
+            note(text)
+            print(text, file=sys.stderr, flush=True)
+        else:
+            note("This rank ends for the same reason as the first one.", seconds_later=1)
+
+
+def told(error: BaseException) -> tuple[str | None, int]:
+    """(what to say, exit code). None: nobody but a programmer can use it, and its traceback is needed."""
+    if isinstance(error, ConfigError):
+        count = len(error.problems)
+        lines = [f"{PREFIX}{count} problem{'s' if count > 1 else ''} in the configuration; nothing was started."]
+        lines += [f"  {number}. {problem}" for number, problem in enumerate(error.problems, 1)]
+        return "\n".join(lines), EXIT_CONFIG
+    if isinstance(error, Interrupted):
+        return f"{PREFIX}{error}", EXIT_INTERRUPTED
+    if isinstance(error, RewardError):
+        return f"{PREFIX}a reward function failed, and the run ends.\n{error}", EXIT_CRASH
+    if isinstance(error, RunError):
+        return f"{PREFIX}{error}", EXIT_CRASH
+    if isinstance(error, SystemExit):
+        return f"{PREFIX}something called sys.exit({error.code!r}) before the run was done.{_where(error)}", EXIT_CRASH
+    sentence = machine_sentence(error)
+    return (f"{PREFIX}{sentence}" if sentence else None), EXIT_CRASH
+
+
+# -- once a job ---------------------------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _turn(text: str) -> Iterator[bool]:
+    """Whether this rank is the one to say `text`. No other rank leaves this block before it has been said.
+
+    The ranks share a file, and whoever holds its lock reads what has been said. It is not enough that rank 0 speaks: the first rank that
+    leaves with an error makes the launcher end all others, and rank 0 may be late. If the speaker dies with the lock, the kernel frees it,
+    and the next one speaks. Where ranks share no file the first of each machine speaks.
+    """
+    launched = launcher.read()
+    if launched.said is None:
+        yield launched.speaks
+        return
+    try:
+        stream = launched.said.open("a+")
+    except OSError:  # twice is better than not at all
+        yield True
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})  # not killed between the words and their mark
+    try:
+        fcntl.flock(stream, fcntl.LOCK_EX)
+        mark = hashlib.sha256(text.encode()).hexdigest()
+        stream.seek(0)
+        is_first = mark not in stream.read().split()
+        yield is_first
+        if is_first:
+            stream.write(mark + "\n")
+    finally:
+        with suppress(OSError):  # the disk is full, say: that may be the very news
+            stream.close()
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def note(text: str, *, seconds_later: int = 0) -> None:
+    """Writes torchrun's error file, in the form that `torch.distributed.elastic` reads: its report shows the earliest as Root Cause.
+
+    Its clock has whole seconds: seconds_later makes sure that a rank which only follows is not taken for the first.
+    """
+    path = launcher.read().error_file
+    if path is None or path.exists():
+        return
+    facts = {"py_callstack": text, "timestamp": str(int(time.time()) + seconds_later)}
+    with suppress(OSError):  # a report that cannot be written must not hide what it reports
+        path.write_text(json.dumps({"message": {"message": text, "extraInfo": facts}}))
+
+
+# -- what a machine refuses ---------------------------------------------------------------------------------------------------------------
+
+_BY_TEXT = {  # how libraries spell them that raise something else than OSError
+    "No space left on device": errno.ENOSPC,
+    "Disk quota exceeded": errno.EDQUOT,
+    "Too many open files": errno.EMFILE,
+    "Read-only file system": errno.EROFS,
+}
+
+
+def machine_sentence(error: BaseException) -> str | None:
+    """What the machine refused and what helps, for errors that a user can mend; None for all others."""
+    number = error.errno if isinstance(error, OSError) else None
+    if number is None:
+        number = next((number for text, number in _BY_TEXT.items() if text in str(error)), None)
+    path = error.filename if isinstance(error, OSError) else None
+    if path is None and (found := re.search(r"(/[\w./+-]+)", str(error))) and not isinstance(error, OSError):
+        path = found[1].rstrip(".")
+    what = f"{path}" if path else "a file"
+    where = _where(error)
+    if "/dev/shm" in str(path) or (number == errno.ENOSPC and "shared memory" in str(error)):
+        size = _mebibytes("/dev/shm")
+        return f"shared memory is full: /dev/shm has {size}. Give it more (docker run --shm-size 16g).{where}"
+    if number in (errno.ENOSPC, errno.EDQUOT):
+        free = f" ({_mebibytes(path)})" if path and _folder_of(path) else ""
+        return f"no space is left on the disk for {what}{free}. Free some, then start the same command again.{where}"
+    if number in (errno.EROFS, errno.EACCES, errno.EPERM):
+        return f"{what} cannot be written or read: {os.strerror(number)}.{where}"
+    if number in (errno.EMFILE, errno.ENFILE):
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        return f"this process may have {soft} files open, and needs more. Say `ulimit -n {max(hard, 65536)}` before the command.{where}"
+    if number in (errno.ENOTDIR, errno.EISDIR, errno.EEXIST):
+        return f"{what} is in the way: {os.strerror(number)}.{where}"
+    if number in (errno.EIO, errno.ESTALE):
+        return f"the file system of {what} fails: {os.strerror(number)}.{where}"
+    return None
+
+
+def _where(error: BaseException) -> str:
+    """The last place in this package that the error passed, for whoever wants to look."""
+    trace: TracebackType | None = error.__traceback__
+    place = ""
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        if "/megatron_grpo/" in code.co_filename and not code.co_filename.endswith(("run/failures.py", "cli.py")):
+            place = f" (megatron_grpo/{code.co_filename.rpartition('/megatron_grpo/')[2]}:{trace.tb_lineno}, {code.co_name})"
+        trace = trace.tb_next
+    return place
+
+
+def _folder_of(path: str) -> Path | None:
+    return next((folder for folder in (Path(path), *Path(path).parents) if folder.is_dir()), None)
+
+
+def _mebibytes(path: str) -> str:
+    folder = _folder_of(path)
+    if folder is None:
+        return "nothing"
+    usage = shutil.disk_usage(folder)
+    return f"{usage.total / 2**20:.0f} MiB, {usage.free / 2**20:.1f} MiB of them free"

@@ -1,0 +1,117 @@
+"""The life of one training process: it joins the job, takes the output_dir, trains, and leaves without hiding why."""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_grpo import launcher, train
+from megatron_grpo.build import build_run
+from megatron_grpo.cleanup import CleanUp
+from megatron_grpo.errors import EXIT_CRASH, EXIT_DONE, ConfigError, Interrupted, RunError
+from megatron_grpo.export import export_hf
+from megatron_grpo.inputs import Inputs
+from megatron_grpo.parallel import collectives, state
+from megatron_grpo.parallel.layout import Layout
+from megatron_grpo.parallel.state import ParallelState
+from megatron_grpo.planning.command import Plan
+from megatron_grpo.planning.report import print_report
+from megatron_grpo.rewards.loading import close_rewards
+from megatron_grpo.run.failures import PREFIX, tell
+from megatron_grpo.run.lock import OutputLock
+from megatron_grpo.run.peers import Peers, Process
+from megatron_grpo.run.signals import StopSignal, die_with_parent
+from megatron_grpo.settings.config import Config
+from megatron_grpo.sizing.batch_sizes import BatchSizes
+
+
+def run_training(made: Plan, inputs: Inputs, **parts: Any) -> int:
+    """`megatron-grpo train`, on this rank, with settings and inputs that have been checked. Returns the exit code.
+
+    parts: for `build.build_run`.
+    """
+    cfg = made.checked.config
+    if launcher.read().by_torchrun:
+        die_with_parent()
+    with CleanUp(partial(close_rewards, inputs.rewards)) as clean_up:
+        parallel = start_parallel(cfg, made.checked.plan)
+        peers = Peers(collectives.store(), rank=parallel.rank, processes=collectives.share(Process.mine()))
+        signal = StopSignal(partial(leave_if_doomed, peers))
+        clean_up.add(signal.restore)
+        try:
+            take_output_dir(cfg, parallel, clean_up)
+            train_and_export(made, inputs, parallel, signal, clean_up, parts)
+        except Interrupted:  # all ranks alike, and none of them failed
+            raise
+        except BaseException as error:
+            lost = peers.explain(error)
+            peers.report_failure()
+            if lost:
+                raise RunError(lost) from error
+            if isinstance(error, BrokenPipeError) or isinstance(error.__context__, BrokenPipeError):  # rich makes SystemExit of it
+                raise RunError("whoever read the output of this command has gone (a closed pipe).") from error
+            raise
+        peers.report_done()
+    if parallel.is_main:
+        print(f"Done: {Path(cfg.run.output_dir).resolve()}" + (" (model in hf/)" if cfg.run.export_hf else ""), flush=True)
+    state.stop()
+    return EXIT_DONE
+
+
+def train_and_export(made: Plan, inputs: Inputs, parallel: ParallelState, signal: StopSignal, clean_up: CleanUp, parts) -> None:
+    """The run itself. Collective. clean_up: gets what this opens."""
+    cfg = made.checked.config
+    if parallel.is_main:
+        print_report(made, is_short=True)
+    run = build_run(made, inputs, parallel, signal, **parts)
+    clean_up.add(run.engine.close)
+    try:
+        train.train(run)
+        if cfg.run.export_hf:
+            export_hf(run.policy, Path(cfg.run.output_dir) / "hf", source=inputs.model_path,
+                      dtype=getattr(torch, cfg.model.torch_dtype), parallel=parallel)  # fmt: skip
+    except Interrupted:
+        clean_up.add(run.journal.close)
+        raise
+    except BaseException:
+        clean_up.add(partial(run.journal.close, summary=False))  # a run that failed has nothing to be proud of
+        raise
+    clean_up.add(run.journal.close)
+
+
+def take_output_dir(cfg: Config, parallel: ParallelState, clean_up: CleanUp) -> None:
+    """Before anything is written there: the main rank locks it, and all ranks learn whether it could. Collective."""
+    refusal = None
+    if parallel.is_main:
+        try:
+            clean_up.add(OutputLock.take(cfg.run.output_dir).release)
+        except ConfigError as error:
+            refusal = error
+    refusal = collectives.from_first(refusal)
+    if refusal is not None:
+        raise refusal
+
+
+def leave_if_doomed(peers: Peers) -> None:
+    """The launcher ends this process because another has failed: the step that it is in can never finish, so it goes at once."""
+    why = peers.why_doomed()
+    if why is None:
+        return
+    if why:
+        tell(f"{PREFIX}{why}")
+    os._exit(EXIT_CRASH)
+
+
+def start_parallel(cfg: Config, plan: BatchSizes) -> ParallelState:
+    """Joins the job, on the grid that the plan describes. Collective."""
+    layout = Layout(world_size=plan.world_size, tp=plan.tp, pp=plan.pp, vpp=plan.vpp, cp=plan.cp, ep=plan.ep, etp=plan.etp)
+    return state.start(
+        layout,
+        sequence_parallel=cfg.parallel.sequence_parallel,
+        seed=cfg.run.seed,
+        timeout_minutes=cfg.parallel.distributed_timeout_minutes,
+    )

@@ -1,0 +1,118 @@
+"""One run at a time in an output_dir. The kernel holds the lock and frees it when its owner dies, however it dies."""
+
+from __future__ import annotations
+
+import datetime
+import errno
+import fcntl
+import json
+import logging
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+from megatron_grpo.errors import ConfigError, Problem
+from megatron_grpo.run.peers import Process
+
+logger = logging.getLogger(__name__)
+NAME = "run.lock"
+# Some network file systems have no locks. There the note in the file has to do.
+_NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
+
+
+class OutputLock:
+    """Holds `output_dir`/run.lock until `release` or the end of this process. In the file stands who holds it: host, pid, start.
+
+    On a network file system with locks a run on another host is seen too. The file stays when the lock goes: a lock on a file that somebody
+    may delete and make again is none.
+    """
+
+    def __init__(self, path: Path, handle: int):
+        self.path, self._handle = path, handle
+        # A forked child (a reward function's, say) would share the lock, and hold it when this process is dead.
+        os.register_at_fork(after_in_child=self._in_child)
+
+    @classmethod
+    def take(cls, output_dir: str | Path) -> OutputLock:
+        """Makes the folder if need be. Raises ConfigError if another run holds it, or if nothing can be written there."""
+        path = Path(output_dir) / NAME
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        except FileExistsError:
+            raise _refusal(f"output_dir ({output_dir}) is a file. Name a folder, or one that does not exist yet.") from None
+        except OSError as error:
+            raise _refusal(f"output_dir ({output_dir}) cannot be written: {error.strerror}. Name another one.") from error
+        try:
+            _lock(handle, path)
+            owner = _owner(handle)
+            if owner.get("host") not in (None, socket.gethostname()):
+                logger.warning("%s was left by a run on %s (pid %s), which has ended", path, owner["host"], owner.get("pid"))
+            _write(handle, _note_of_this_process())
+        except ConfigError:
+            os.close(handle)
+            raise
+        except OSError as error:
+            os.close(handle)
+            raise _refusal(f"output_dir ({output_dir}) cannot be written: {error.strerror}. Name another one.") from error
+        return cls(path, handle)
+
+    def release(self) -> None:
+        if self._handle >= 0:
+            try:
+                os.ftruncate(self._handle, 0)
+            finally:
+                os.close(self._handle)
+                self._handle = -1
+
+    def _in_child(self) -> None:
+        if self._handle >= 0:
+            os.close(self._handle)
+            self._handle = -1
+
+
+def _lock(handle: int, path: Path) -> None:
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise _held(path, _owner(handle)) from None
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+        owner, mine = _owner(handle), Process.mine()
+        alive = Process(mine.host, mine.machine, owner.get("pid", 0), owner.get("started_ticks", "")).death() is None
+        if owner.get("machine") == mine.machine and alive:
+            raise _held(path, owner) from None
+        logger.warning("%s: this file system has no locks (%s), so two runs here could not be told apart", path, error.strerror)
+
+
+def _held(path: Path, owner: dict[str, Any]) -> ConfigError:
+    who = "another run, which has just begun"
+    if owner:
+        who = f"another run: pid {owner['pid']} on {owner['host']}, since {owner['started']}"
+    return _refusal(f"output_dir ({path.parent}) is in use by {who}. Wait for its end, stop it, or name another output_dir.")
+
+
+def _refusal(message: str) -> ConfigError:
+    return ConfigError([Problem(flags=("output_dir",), message=message)])
+
+
+def _note_of_this_process() -> dict[str, Any]:
+    mine = Process.mine()
+    now = datetime.datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")
+    return {"host": mine.host, "pid": mine.pid, "started": now, "machine": mine.machine, "started_ticks": mine.started}
+
+
+def _owner(handle: int) -> dict[str, Any]:
+    """Who wrote the note; {} where there is none, or half of one."""
+    try:
+        found = json.loads(os.pread(handle, 4096, 0))
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) and {"host", "pid", "started"} <= found.keys() else {}
+
+
+def _write(handle: int, facts: dict[str, Any]) -> None:
+    os.ftruncate(handle, 0)
+    os.pwrite(handle, json.dumps(facts).encode() + b"\n", 0)

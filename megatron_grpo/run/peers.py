@@ -1,0 +1,114 @@
+"""What a rank knows of the other ranks' end: who reported a failure, and who died without a word."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+# What gloo, NCCL and the store say when the other end has gone.
+_LOST = re.compile(r"connection (was )?(closed|reset|refused)|broken pipe|gloo|nccl|socket timeout|\brecv\b", re.IGNORECASE)
+SECONDS_TO_LEARN = 3.0  # from a broken connection until the death behind it shows
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """A rank's process. machine: what two processes share that can see each other's ids. started: in ticks, so that an id used again is
+    another process."""
+
+    host: str
+    machine: str
+    pid: int
+    started: str
+
+    @classmethod
+    def mine(cls) -> Process:
+        try:
+            namespace = os.readlink("/proc/self/ns/pid")
+        except OSError:  # no Linux
+            namespace = ""
+        host = socket.gethostname()
+        return cls(host, f"{host} {namespace}", os.getpid(), (_stat(os.getpid()) or [""] * 20)[19])
+
+    def death(self) -> str | None:
+        """How the process ended, as far as this one can see: None while it lives."""
+        fields = _stat(self.pid)
+        if fields is None:
+            return None if not Path("/proc/self/stat").exists() else "died"
+        if fields[19] != self.started:
+            return "died"
+        if fields[0] not in ("Z", "X"):
+            return None
+        number = int(fields[49]) & 0x7F if len(fields) > 49 else 0  # shown to its owner until the launcher has taken it
+        return f"died (signal {number}, {signal.Signals(number).name})" if number else "died"
+
+
+def _stat(pid: int) -> list[str] | None:
+    """The fields of /proc/PID/stat from the third one, the state, on."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    except OSError:
+        return None
+
+
+class Peers:
+    """The ranks of a job, as this one sees them. store: the job's torch.distributed store. processes: of all ranks, in their order."""
+
+    def __init__(self, store: Any, *, rank: int, processes: Sequence[Process]):
+        self._store = store.clone()  # a connection of its own: the main thread may be waiting on the other one
+        self._rank, self._processes = rank, processes
+
+    def report_failure(self) -> None:
+        """This rank has failed and is about to leave: said before any clean-up, for others may wait in a collective that it never joins."""
+        try:
+            self._store.set("megatron_grpo/failed", "1")
+        except RuntimeError:  # the store has gone, and nobody is left to tell
+            pass
+
+    def report_done(self) -> None:
+        """This rank has nothing left to do with the others."""
+        self._store.set(f"megatron_grpo/done/{self._rank}", "1")
+
+    def why_doomed(self) -> str | None:
+        """Why this rank cannot go on: a sentence about a dead peer, "" about one that has reported for itself, None while all is well."""
+        try:
+            reported = self._store.check(["megatron_grpo/failed"])
+        except RuntimeError:  # the store has gone, and with it the job
+            return self._deaths(is_done=lambda rank: False) or ""
+        deaths = self._deaths(is_done=lambda rank: self._store.check([f"megatron_grpo/done/{rank}"]))
+        return deaths or ("" if reported else None)
+
+    def explain(self, error: BaseException) -> str | None:
+        """What an error says that only tells of another rank's end: a sentence; None if it is this rank's own."""
+        if not isinstance(error, RuntimeError) or not _LOST.search(str(error)):
+            return None
+        end = time.monotonic() + SECONDS_TO_LEARN
+        while (why := self.why_doomed()) is None and time.monotonic() < end:
+            time.sleep(0.05)
+        if why:
+            return why
+        if why == "":
+            return f"rank {self._rank} leaves: another rank has failed and says why."
+        others = sorted({process.host for process in self._processes} - {self._processes[self._rank].host})
+        if others:
+            error.add_note(f"All ranks of this machine live; look at {', '.join(others)}.")
+        return None
+
+    def _deaths(self, is_done: Any) -> str:
+        mine = self._processes[self._rank]
+        found = []
+        for rank, process in enumerate(self._processes):
+            if rank != self._rank and process.machine == mine.machine and (how := process.death()) and not is_done(rank):
+                found.append(f"rank {rank} {how} without a word (process {process.pid} on {process.host})")
+        if not found:
+            return ""
+        return (
+            f"{'; '.join(found)}, and the run cannot go on. The launcher's report names the signal; 9 that nobody sent is the kernel's, "
+            "short of memory (dmesg says so). The same command resumes from the last checkpoint."
+        )

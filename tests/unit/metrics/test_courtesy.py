@@ -1,0 +1,97 @@
+"""What serves only those who watch cannot end a run."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from megatron_grpo.metrics import Completions, Metrics, reporters
+from megatron_grpo.types import Progress
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+class Broken:
+    """A service that is gone from its second word on."""
+
+    def __init__(self, output_dir, config, first_step):
+        self.logged = 0
+
+    def log(self, step, values):
+        self.logged += 1
+        if self.logged > 1:
+            raise ConnectionError("nobody there")
+
+    def close(self):
+        raise SystemExit(1)
+
+
+def log_steps(metrics: Metrics, number: int):
+    metrics.start(Progress())
+    for step in range(1, number + 1):
+        metrics.log(Progress(step=step, num_tokens=step), {"reward": 1.0})
+
+
+def test_a_service_that_fails_is_said_once_and_counted_and_the_run_goes_on(tmp_path, monkeypatch, caplog):
+    monkeypatch.setitem(reporters.REPORTERS, "tensorboard", Broken)
+    metrics = Metrics(tmp_path, report_to=["tensorboard"])
+    log_steps(metrics, 4)
+    metrics.close()
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 4
+    said = [record.getMessage() for record in caplog.records]
+    assert said == ["tensorboard failed, and the run goes on without it: ConnectionError: nobody there", "tensorboard failed 4 times"]
+
+
+def test_plots_that_cannot_be_drawn_are_a_warning(tmp_path, caplog):
+    (tmp_path / "plots").write_text("in the way")
+    metrics = Metrics(tmp_path, plot_steps=1)
+    log_steps(metrics, 2)
+    metrics.close()
+    assert "plots failed, and the run goes on without it: FileExistsError" in caplog.text
+
+
+def test_a_run_that_failed_ends_without_a_summary(tmp_path, capsys):
+    metrics = Metrics(tmp_path)
+    log_steps(metrics, 4)
+    metrics.close(summary=False)
+    assert "reward while training" not in capsys.readouterr().out
+
+
+def test_foreign_files_among_the_completions_stay(tmp_path):
+    folder = tmp_path / "completions"
+    folder.mkdir()
+    for name in ("step_mine.parquet", "step_000003.parquet", "step_000003_1.parquet", "step_000001.parquet", "step_.parquet"):
+        (folder / name).write_text("")
+    Completions(tmp_path, reward_names=["r"]).start(Progress(step=2))
+    assert sorted(path.name for path in folder.iterdir()) == ["step_.parquet", "step_000001.parquet", "step_mine.parquet"]
+
+
+def test_a_table_that_cannot_be_written_is_a_warning(tmp_path, caplog):
+    (tmp_path / "completions").write_text("in the way")
+    assert Completions(tmp_path, reward_names=["r"]).write(0, [], None) is None
+    assert "the run goes on without it" in caplog.text
+
+
+def test_a_reader_that_leaves_does_not_end_the_run(tmp_path):
+    script = f"""
+import sys
+from pathlib import Path
+from megatron_grpo.metrics import Metrics
+from megatron_grpo.types import Progress
+metrics = Metrics({str(tmp_path)!r})
+metrics.start(Progress())
+sys.stdin.readline()  # the reader has gone
+for step in range(1, 4):
+    metrics.log(Progress(step=step, num_tokens=step), {{"reward": 1.0}})
+    metrics.say("a line")
+metrics.close()
+sys.exit(7)
+"""
+    process = subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+                               env={**os.environ, "PYTHONPATH": str(ROOT)})  # fmt: skip
+    process.stdout.close()
+    process.communicate("go\n")
+    assert process.returncode == 7
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3

@@ -1,0 +1,59 @@
+"""Ranks that wait for each other say for whom."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from datetime import timedelta
+
+import pytest
+
+from megatron_grpo.errors import ConfigError, RunError
+from megatron_grpo.launcher import Launched
+from megatron_grpo.parallel.state import meet
+
+
+def launched(rank: int, port: int, world_size: int = 2) -> Launched:
+    return Launched(rank=rank, world_size=world_size, local_rank=rank, is_launched=True, port=port)
+
+
+@pytest.fixture
+def port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def test_a_rank_that_never_comes_is_named_and_then_ends_the_run(port):
+    said = []
+    with pytest.raises(RunError, match=r"waiting for 2 of 3 ranks .* in vain for 0\.01 minutes \(distributed_timeout_minutes\)"):
+        meet(launched(0, port, 3), timeout=timedelta(minutes=0.01), every=0.2, say=said.append)
+    assert f"waiting for 2 of 3 ranks at 127.0.0.1:{port} (ranks 1, 2)" in said
+
+
+def test_the_others_say_it_when_rank_0_is_the_one_that_never_comes(port):
+    said = []
+    with pytest.raises(RunError, match="where rank 0 should be"):
+        meet(launched(1, port), timeout=timedelta(seconds=0.5), every=0.2, say=said.append)
+    assert set(said) == {f"waiting for 1 of 2 ranks at 127.0.0.1:{port} (rank 0): Connection refused"}
+
+
+def test_a_late_rank_is_waited_for(port):
+    missed, stores = threading.Event(), []
+
+    def late():
+        missed.wait(60)
+        stores.append(meet(launched(1, port), timeout=timedelta(seconds=60), every=0.2, say=lambda text: None))
+
+    thread = threading.Thread(target=late)
+    thread.start()
+    first = meet(launched(0, port), timeout=timedelta(seconds=60), every=0.2, say=lambda text: missed.set())
+    thread.join()
+    stores[0].set("key", "value")
+    assert missed.is_set() and first.get("key") == b"value"
+
+
+def test_a_port_that_is_taken_is_a_sentence(port):
+    with socket.create_server(("127.0.0.1", port)):
+        with pytest.raises(ConfigError, match=f"cannot open port {port} .* Use another MASTER_PORT"):
+            meet(launched(0, port), timeout=timedelta(seconds=5), every=0.2)

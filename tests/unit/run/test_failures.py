@@ -1,0 +1,109 @@
+"""How an end is told: once a job, to torchrun in its own format, as a sentence where a user can help it, and with the right exit code."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_grpo.errors import ConfigError, Interrupted, RewardError, RunError
+from megatron_grpo.run.failures import machine_sentence, report
+
+ROOT = Path(__file__).resolve().parents[3]
+SPEAKER = """
+import sys, time
+from megatron_grpo.errors import ConfigError
+from megatron_grpo.run.failures import report
+sys.exit(report(ConfigError(sys.argv[1])))
+"""
+
+
+def job(folder: Path, texts: list[str]) -> list[subprocess.CompletedProcess]:
+    """One process a text, all at once, as ranks of one attempt of torchrun."""
+    running = []
+    for rank, text in enumerate(texts):
+        error_file = folder / "attempt_0" / str(rank) / "error.json"
+        error_file.parent.mkdir(parents=True)
+        env = {**os.environ, "RANK": str(rank), "WORLD_SIZE": str(len(texts)), "LOCAL_RANK": str(rank), "MASTER_ADDR": "x",
+               "MASTER_PORT": "1", "TORCHELASTIC_ERROR_FILE": str(error_file)}  # fmt: skip
+        running.append(subprocess.Popen([sys.executable, "-c", SPEAKER, text], cwd=ROOT, env=env, stderr=subprocess.PIPE, text=True))
+    return [(process.communicate()[1], process.returncode) for process in running]
+
+
+def test_what_all_ranks_know_is_said_by_one_and_all_leave_with_2(tmp_path):
+    ended = job(tmp_path, ["no model"] * 4)
+    assert [code for _, code in ended] == [2] * 4
+    assert sum("no model" in said for said, _ in ended) == 1
+
+
+def test_what_only_one_rank_knows_is_said_too(tmp_path):
+    ended = job(tmp_path, ["no model", "no data here"])
+    assert "no model" in ended[0][0] and "no data here" in ended[1][0]
+
+
+def test_torchrun_takes_the_rank_that_spoke_for_the_root_cause(tmp_path):
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+    ended = job(tmp_path, ["no model"] * 4)
+    [speaker] = [rank for rank, (said, _) in enumerate(ended) if said]
+    files = {rank: str(tmp_path / "attempt_0" / str(rank) / "error.json") for rank in range(4)}
+    failures = {rank: ProcessFailure(local_rank=rank, pid=1, exitcode=2, error_file=file) for rank, file in files.items()}
+    told = ChildFailedError("job", failures)
+    assert told.get_first_failure()[0] == speaker
+    assert "no model" in str(told).partition("Root Cause")[2]
+    assert str(told).count("no model") == 1
+
+
+@pytest.mark.parametrize(
+    "error, code, said",
+    [
+        (ConfigError("lr is wrong."), 2, "megatron-grpo: 1 problem in the configuration; nothing was started.\n  1. lr is wrong."),
+        (Interrupted("stopped after step 3"), 3, "megatron-grpo: stopped after step 3"),
+        (RewardError("f failed on row 2"), 1, "megatron-grpo: a reward function failed, and the run ends.\nf failed on row 2"),
+        (RunError("rank 1 died"), 1, "megatron-grpo: rank 1 died"),
+        (SystemExit(0), 1, "sys.exit(0) before the run was done"),
+    ],
+)
+def test_exit_codes(capsys, error, code, said):
+    assert report(error) == code
+    told = capsys.readouterr().err
+    assert said in told and "Traceback" not in told
+
+
+def test_a_bug_keeps_its_traceback_and_torchrun_gets_it(tmp_path, monkeypatch, capsys):
+    error_file = tmp_path / "attempt_0" / "0" / "error.json"
+    error_file.parent.mkdir(parents=True)
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(error_file))
+    try:
+        {}["missing"]
+    except KeyError as error:
+        assert report(error) == 1
+    assert "Traceback" in capsys.readouterr().err
+    assert "Traceback" in json.loads(error_file.read_text())["message"]["extraInfo"]["py_callstack"]
+
+
+@pytest.mark.parametrize(
+    "error, said",
+    [
+        (OSError(errno.ENOSPC, "No space left on device", "/tmp/x/metrics.jsonl"), "no space is left on the disk for /tmp/x/metrics.jsonl"),
+        (RuntimeError("unable to write to file </torch_1>: No space left on device (28)"), "no space is left"),
+        (OSError(errno.EROFS, "Read-only file system", "/x"), "/x cannot be written or read: Read-only file system"),
+        (OSError(errno.EACCES, "Permission denied", "/x"), "/x cannot be written or read: Permission denied"),
+        (OSError(errno.EMFILE, "Too many open files"), "Say `ulimit -n"),
+        (RuntimeError("pipe failed: Too many open files"), "Say `ulimit -n"),
+        (FileExistsError(errno.EEXIST, "File exists", "/x/hf"), "/x/hf is in the way"),
+        (OSError(errno.ENOSPC, "No space left on device", "/dev/shm/nccl-1"), "docker run --shm-size"),
+    ],
+)
+def test_what_a_machine_refuses_is_a_sentence(error, said):
+    assert said in machine_sentence(error)
+
+
+@pytest.mark.parametrize("error", [KeyError("x"), FileNotFoundError(errno.ENOENT, "No such file", "/x"), RuntimeError("shapes differ")])
+def test_what_may_be_our_own_fault_is_none(error):
+    assert machine_sentence(error) is None

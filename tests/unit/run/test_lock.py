@@ -1,0 +1,125 @@
+"""Two runs in one output_dir: on real processes, locks and file systems."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from megatron_grpo.errors import ConfigError
+from megatron_grpo.run.lock import NAME, OutputLock
+
+ROOT = Path(__file__).resolve().parents[3]
+HOLDER = """
+import os, sys, time
+from megatron_grpo.run.lock import OutputLock
+lock = OutputLock.take(sys.argv[1])
+if "fork" in sys.argv and os.fork() == 0:
+    os.write(1, b"%d\n" % os.getpid())  # in one piece, whoever else writes
+    time.sleep(60)
+os.write(1, b"held\n")
+time.sleep(60)
+"""
+
+
+@contextmanager
+def holder(out: Path, *words: str, lines: int = 1):
+    process = subprocess.Popen([sys.executable, "-c", HOLDER, str(out), *words], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    try:
+        yield process, [process.stdout.readline().strip() for _ in range(lines)]
+    finally:
+        process.kill()
+        process.wait()
+
+
+@contextmanager
+def mounted(folder: Path, options: str):
+    folder.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", options, "none", str(folder)], capture_output=True).returncode:
+        pytest.skip("this user may not mount a file system")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_the_second_run_is_refused_and_learns_who_the_first_is(tmp_path):
+    with holder(tmp_path) as (first, _):
+        before = (tmp_path / NAME).read_bytes()
+        with pytest.raises(ConfigError) as caught:
+            OutputLock.take(tmp_path)
+        assert (tmp_path / NAME).read_bytes() == before
+    facts = json.loads(before)
+    assert facts["pid"] == first.pid
+    for part in (f"pid {first.pid} on {facts['host']}", facts["started"], str(tmp_path)):
+        assert part in str(caught.value)
+
+
+def test_a_lock_that_died_with_its_owner_does_not_hold(tmp_path):
+    with holder(tmp_path) as (first, _):
+        first.kill()
+        first.wait()
+        OutputLock.take(tmp_path).release()
+
+
+def test_a_child_that_outlives_its_run_does_not_hold_the_lock(tmp_path):
+    with holder(tmp_path, "fork", lines=2) as (first, said):
+        child = int(next(line for line in said if line.isdigit()))
+        try:
+            first.kill()
+            first.wait()
+            os.kill(child, 0)
+            OutputLock.take(tmp_path).release()
+        finally:
+            os.kill(child, signal.SIGKILL)
+
+
+def test_a_run_that_ended_leaves_no_name_behind(tmp_path):
+    OutputLock.take(tmp_path / "new").release()
+    assert (tmp_path / "new" / NAME).read_bytes() == b""
+    OutputLock.take(tmp_path / "new").release()
+
+
+def test_what_a_dead_run_on_another_host_left_is_said_and_taken_over(tmp_path, caplog):
+    (tmp_path / NAME).write_text(json.dumps({"host": "elsewhere", "pid": 7, "started": "2026-01-01"}))
+    OutputLock.take(tmp_path).release()
+    assert "elsewhere (pid 7)" in caplog.text
+
+
+@pytest.mark.parametrize("where", ["file", "file/below"])
+def test_an_output_dir_that_is_a_file_is_refused(tmp_path, where):
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(ConfigError, match="is a file|Not a directory"):
+        OutputLock.take(tmp_path / where)
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+@pytest.mark.parametrize("options, said", [("ro", "Read-only file system"), ("size=4k", "No space left on device")])
+def test_an_output_dir_that_cannot_be_written_is_refused(tmp_path, options, said):
+    with mounted(tmp_path / "disk", options) as disk:
+        if "size" in options:
+            (disk / "full").write_bytes(b"x" * 4096)
+        with pytest.raises(ConfigError, match=f"cannot be written: {said}"):
+            OutputLock.take(disk)
+
+
+def test_without_locks_in_the_file_system_the_note_of_a_living_process_holds(tmp_path, monkeypatch, caplog):
+    import errno
+
+    def no_locks(*args):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    with holder(tmp_path) as (first, _):
+        monkeypatch.setattr("fcntl.flock", no_locks)
+        with pytest.raises(ConfigError, match=f"pid {first.pid} "):
+            OutputLock.take(tmp_path)
+        first.kill()
+        first.wait()
+        OutputLock.take(tmp_path).release()
+    assert "has no locks" in caplog.text

@@ -1,0 +1,67 @@
+"""Who has died, as the other ranks of a machine can see it."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+import time
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from megatron_grpo.run.peers import Peers, Process, _stat
+
+GLOO = RuntimeError("[pair.cc:525] Connection closed by peer [127.0.0.1]:1")
+
+
+def process_of(child: subprocess.Popen) -> Process:
+    mine = Process.mine()
+    return dataclasses.replace(mine, pid=child.pid, started=_stat(child.pid)[19])
+
+
+@pytest.fixture
+def job():
+    """(what rank 0 sees of the job, rank 1's process)."""
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=10))
+    yield Peers(dist.PrefixStore("x", store), rank=0, processes=[Process.mine(), process_of(child)]), child
+    child.kill()
+    child.wait()
+
+
+def test_all_is_well_while_all_live(job):
+    peers, _ = job
+    assert peers.why_doomed() is None
+
+
+def test_a_killed_rank_is_named_with_its_signal_until_its_launcher_has_taken_it(job):
+    peers, child = job
+    child.kill()
+    while peers.why_doomed() is None:
+        time.sleep(0.01)
+    assert f"rank 1 died (signal 9, SIGKILL) without a word (process {child.pid} " in peers.why_doomed()
+    child.wait()
+    assert f"rank 1 died without a word (process {child.pid} " in peers.explain(GLOO)
+
+
+def test_a_rank_that_was_done_before_it_left_is_no_death(job):
+    peers, child = job
+    others = Peers(peers._store, rank=1, processes=peers._processes)
+    others.report_done()
+    child.kill()
+    child.wait()
+    assert peers.why_doomed() is None
+
+
+def test_a_rank_that_says_itself_why_it_failed_is_not_explained_again(job):
+    peers, _ = job
+    Peers(peers._store, rank=1, processes=peers._processes).report_failure()
+    assert peers.why_doomed() == ""
+    assert "another rank has failed and says why" in peers.explain(GLOO)
+
+
+@pytest.mark.parametrize("error", [ValueError("Connection closed by peer"), RuntimeError("shapes differ")])
+def test_an_error_of_this_rank_is_its_own(job, error):
+    assert job[0].explain(error) is None
