@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
+from megatron_grpo.files import written_whole
 from megatron_grpo.types import Progress, ScoredGroup
 
 logger = logging.getLogger(__name__)
@@ -88,9 +88,8 @@ class Completions:
         place = self._latest[1] if self._latest[0] == version else 0
         self._latest = (version, place + 1)
         path = self.directory / f"step_{version:06d}{f'_{place}' if place else ''}.parquet"
-        beside = path.with_suffix(".new")
-        pyarrow.parquet.write_table(table, beside)
-        os.replace(beside, path)  # so that a reader never meets half a file
+        with written_whole(path) as stream:
+            pyarrow.parquet.write_table(table, stream)
         return path
 
     def _columns(self, rollout: int, scored: Sequence[ScoredGroup], judged: Judged) -> dict[str, list[Any]]:
