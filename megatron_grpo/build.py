@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_grpo import train
-from megatron_grpo.checkpoint import Checkpoints, start_afresh
+from megatron_grpo.checkpoint.resume import start_afresh
+from megatron_grpo.checkpoint.saving import Checkpoints
 from megatron_grpo.errors import ConfigError, Interrupted, RewardError
 from megatron_grpo.evaluate import Evaluator
 from megatron_grpo.experience import Sampler
@@ -99,8 +100,10 @@ def build_run(made: Plan, inputs: Inputs, parallel: ParallelState, signal: StopS
     """Everything that `train.train` needs. Collective."""
     cfg, timetable = made.checked.config, made.timetable
     out, run_cfg = Path(cfg.run.output_dir), cfg.run
+    checkpoints = Checkpoints(inputs.resume, save_steps=run_cfg.save_steps, save_total_limit=run_cfg.save_total_limit)
+    checkpoints.choose()  # before anything in output_dir is overwritten
     if parallel.is_main:
-        if run_cfg.overwrite_output_dir:
+        if inputs.resume.wipes:
             start_afresh(out)
         out.mkdir(parents=True, exist_ok=True)
         write_config(cfg, out / "config.yaml")
@@ -149,8 +152,7 @@ def build_run(made: Plan, inputs: Inputs, parallel: ParallelState, signal: StopS
         rollout=engine,
         sampler=sampler,
         prompts=inputs.prompts,
-        checkpoints=Checkpoints(out, save_steps=run_cfg.save_steps, save_total_limit=run_cfg.save_total_limit, resume=run_cfg.resume,
-                                sizes=timetable.plan.stream_sizes),
+        checkpoints=checkpoints,
         evaluator=Evaluator(held_out, score, names, sampling, score=cfg.eval.eval_reward or names[0], every=cfg.eval.eval_steps,
                             last_step=timetable.num_steps),
         metrics=metrics,

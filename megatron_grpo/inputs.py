@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megatron_grpo.batching.timetable import Timetable
-from megatron_grpo.checkpoint import holds_run, resumes_from
+from megatron_grpo.checkpoint.content import content_of
+from megatron_grpo.checkpoint.resume import Resume, find_checkpoints, judge_resume
 from megatron_grpo.data.chat import load_tokenizer
 from megatron_grpo.data.prompts import PromptStream, load_rows, open_stream
 from megatron_grpo.errors import ConfigError, Problem
@@ -33,6 +33,7 @@ class Inputs:
     prompts: PromptStream
     held_out: PromptStream | None
     rewards: list[RewardFunction]
+    resume: Resume | None = None  # how the run begins; None until all else is known to be right
 
     @property
     def longest_prompt(self) -> int:
@@ -56,7 +57,8 @@ def read_everything(parsed: Parsed) -> tuple[Plan, Inputs]:
             parsed.config.model.model = name
         if checked is not None:
             made = make_plan(checked, num_prompts=len(inputs.prompts))
-            check_resume(parsed.config, made.timetable)
+            content = content_of(parsed.config, model_path=inputs.model_path, rows=inputs.prompts.rows)
+            inputs = replace(inputs, resume=judge_resume(parsed.config, made.timetable, content, inputs.prompts))
     except ConfigError as error:
         known = {problem.message for problem in problems}
         problems += [problem for problem in error.problems if problem.message not in known]
@@ -78,7 +80,7 @@ def read_inputs(cfg: Config) -> Inputs:
             problems.extend(error.problems)
             return None
 
-    attempt(partial(check_output_dir, cfg))
+    attempt(partial(find_checkpoints, cfg.run.output_dir, cfg.run.resume, overwrites=cfg.run.overwrite_output_dir))
     problems += report_to_problems(cfg.run.report_to)
     model_path = attempt(partial(find_model, cfg.model.model))
     shape = attempt(lambda: ModelShape.from_pretrained(model_path)) if model_path else None
@@ -111,40 +113,6 @@ def _lengths_of_data(cfg: Config, shape: ModelShape, stream: PromptStream, flag:
     if cfg.data.max_prompt_length is not None or length_problems(shape, 1 + longest):
         return []
     return length_problems(shape, stream.rows.longest_prompt + longest, flags=(flag, "max_completion_length"))
-
-
-def check_output_dir(cfg: Config) -> None:
-    """An output_dir that holds a run is continued (`--resume auto`) or cleared (`--overwrite_output_dir`), never mixed."""
-    out = cfg.run.output_dir
-    if cfg.run.overwrite_output_dir and cfg.run.resume not in ("auto", "never"):
-        raise ConfigError([Problem(
-            flags=("overwrite_output_dir", "resume"),
-            message=f"overwrite_output_dir starts afresh and resume ({cfg.run.resume}) continues. Leave one of them out.")])  # fmt: skip
-    if holds_run(out) and cfg.run.resume == "never" and not cfg.run.overwrite_output_dir:
-        raise ConfigError([Problem(
-            flags=("output_dir", "resume"),
-            message=f"output_dir ({out}) holds an earlier run and resume is never. Use --resume auto to continue it, "
-                    "--overwrite_output_dir to replace it, or another output_dir.")])  # fmt: skip
-
-
-def check_resume(cfg: Config, timetable: Timetable) -> None:
-    """A rollout that is under way is finished with the sizes it began with; between rollouts they may change."""
-    found = None if cfg.run.overwrite_output_dir else resumes_from(cfg.run.output_dir, cfg.run.resume)
-    if found is None or "batch" not in found[1]:
-        return
-    directory, facts = found
-    step, rollouts, pending = facts["progress"]["step"], facts["progress"]["num_rollouts"], facts["num_pending"]
-    now = timetable.plan.stream_sizes
-    before = {name: value for name, value in facts["batch"].items() if now.get(name) != value}
-    if not before or (not pending and timetable.is_between_rollouts(step, rollouts)):
-        return
-    changes = ", ".join(f"{name} was {value} and is {now[name]}" for name, value in before.items())
-    uneven = f"{rollouts} rollouts are not {step} optimizer steps with them"
-    why = f"{pending} of its samples are still to be trained" if pending else uneven
-    raise ConfigError([Problem(
-        flags=(*before, "resume"), nearest={name: [value] for name, value in before.items()},
-        message=f"{changes}, and {directory} cannot be continued with other sizes: {why}. Resume with the old ones, "
-                "or begin a new run from its weights (--model OLD_OUTPUT_DIR/hf, another --output_dir).")])  # fmt: skip
 
 
 def find_model(name: str) -> Path:

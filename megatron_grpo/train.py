@@ -12,7 +12,7 @@ from megatron_grpo.sync import check_weights, sync_weights
 
 if TYPE_CHECKING:
     from megatron_grpo.batching.timetable import Step, Timetable
-    from megatron_grpo.checkpoint import Checkpoints
+    from megatron_grpo.checkpoint.saving import Checkpoints
     from megatron_grpo.data.prompts import PromptStream
     from megatron_grpo.evaluate import Evaluator
     from megatron_grpo.experience import Sampler
