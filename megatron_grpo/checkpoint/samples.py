@@ -115,7 +115,7 @@ def _of_arrays(values: list[np.ndarray], name: str) -> dict[str, np.ndarray]:
     dtype = flat.dtype
     if dtype == np.int64 and (not len(flat) or (flat.min() >= -(2**31) and flat.max() < 2**31)):
         flat = flat.astype(np.int32)
-    shapes = np.array([value.shape for value in values], dtype=np.int64).reshape(len(values), -1)
+    shapes = np.array([value.shape for value in values], dtype=np.int64).reshape(len(values), max(dimensions, default=0))
     return {"": flat, ".shapes": shapes, ".dtype": np.array(str(dtype))}
 
 
