@@ -141,13 +141,14 @@ def find_checkpoints(
     if newest and restart:  # the first start met none there: the next lines see to it
         note = f"resume ({resume}) is set aside: this is a restart ({restart}), and it continues from its own checkpoints."
         return _candidates(replace(found, notes=(note,)))
+    found = _candidates(replace(found, asked=asked))
     if newest:
         raise _wrong(
             ("resume", "output_dir"),
             f"output_dir ({out}) holds {newest.directory}, and resume ({resume}) names a checkpoint of another run. Use --resume auto to "
             "continue the one in output_dir, or another output_dir.",
         )
-    return _candidates(replace(found, asked=asked))
+    return found
 
 
 def _candidates(resume: Resume) -> Resume:
