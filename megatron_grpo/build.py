@@ -9,7 +9,8 @@ from pathlib import Path
 import torch
 
 from megatron_grpo import train
-from megatron_grpo.checkpoint import Checkpoints, start_afresh
+from megatron_grpo.checkpoint.resume import start_afresh
+from megatron_grpo.checkpoint.saving import Checkpoints
 from megatron_grpo.clock import Clock
 from megatron_grpo.errors import ConfigError
 from megatron_grpo.evaluate import Evaluator
@@ -58,8 +59,10 @@ def build_run(
     """
     cfg, timetable = made.checked.config, made.timetable
     out, run_cfg = Path(cfg.run.output_dir), cfg.run
+    checkpoints = Checkpoints(inputs.resume, save_steps=run_cfg.save_steps, save_total_limit=run_cfg.save_total_limit)
+    checkpoints.choose()  # before anything in output_dir is overwritten
     if parallel.is_main:
-        if run_cfg.overwrite_output_dir:
+        if inputs.resume.wipes:
             start_afresh(out)
         out.mkdir(parents=True, exist_ok=True)
         write_config(cfg, out / "config.yaml")
@@ -103,13 +106,7 @@ def build_run(
             journal=journal,
         ),
         prompts=inputs.prompts,
-        checkpoints=Checkpoints(
-            out,
-            save_steps=run_cfg.save_steps,
-            save_total_limit=run_cfg.save_total_limit,
-            resume=run_cfg.resume,
-            sizes=timetable.plan.stream_sizes,
-        ),
+        checkpoints=checkpoints,
         evaluator=Evaluator(
             held_out,
             sampler,

@@ -9,12 +9,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Collection, Mapping
 from contextlib import redirect_stdout
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_grpo.batching.timetable import Timetable
+from megatron_grpo.checkpoint.content import content_of
+from megatron_grpo.checkpoint.resume import Resume, find_checkpoints, judge_resume
 from megatron_grpo.data.chat import load_tokenizer
 from megatron_grpo.data.files import is_path
 from megatron_grpo.errors import ConfigError, Problem
@@ -42,6 +43,7 @@ class Inputs:
     prompts: PromptStream
     held_out: PromptStream | None
     rewards: list[RewardFunction]
+    resume: Resume  # how the run begins
 
     @property
     def longest_prompt(self) -> int:
@@ -62,16 +64,15 @@ class Found:
 
 def read_everything(parsed: Parsed) -> tuple[Plan, Inputs]:
     """For `train`: the plan and the inputs of a run. Raises ConfigError with all that is wrong with either."""
-    made, found = _look_at(parsed, {})
-    inputs = Inputs(model_path=found.model_path, shape=found.shape, prompts=found.prompts, held_out=found.held_out, rewards=found.rewards)
-    return made, inputs
+    made, found, resume = _look_at(parsed, {})
+    return made, Inputs(**{field.name: getattr(found, field.name) for field in fields(Found)}, resume=resume)
 
 
 def look_at_everything(parsed: Parsed) -> Plan:
     """For `plan`: the plan alone, with what was not looked at. Raises ConfigError with all that `train` would refuse of the rest."""
     left_out = _left_out(parsed.config)
     with redirect_stdout(sys.stderr):  # a reward function's file may print as it is loaded, and stdout is for the plan
-        made, found = _look_at(parsed, left_out)
+        made, found, _ = _look_at(parsed, left_out)
     close_rewards(found.rewards)
     return replace(made, not_checked=tuple(left_out.values()))
 
@@ -126,28 +127,31 @@ class _Problems(list[Problem]):
         self += [problem for problem in found if problem.message not in known]
 
 
-def _look_at(parsed: Parsed, left_out: Collection[str]) -> tuple[Plan, Found]:
+def _look_at(parsed: Parsed, left_out: Collection[str]) -> tuple[Plan, Found, Resume]:
     """Settings first, then what they name, then whether the two go together."""
     problems, paths = _Problems(), _absolute_paths(parsed.config)
     checked = problems.attempt(lambda: check_parsed(parsed))
     found = problems.attempt(lambda: read_inputs(parsed.config, left_out))
-    made = None
+    both = None
     if checked is not None and found is not None:
-        made = problems.attempt(lambda: _plan_of(parsed, checked, found, paths))
+        both = problems.attempt(lambda: _plan_of(parsed, checked, found, paths))
     if problems:
         close_rewards(found.rewards if found is not None else [])
         raise ConfigError(problems)
-    return made, found
+    made, resume = both
+    return made, found, resume
 
 
-def _plan_of(parsed: Parsed, checked: Checked, found: Found, paths: Mapping[str, str]) -> Plan:
+def _plan_of(parsed: Parsed, checked: Checked, found: Found, paths: Mapping[str, str]) -> tuple[Plan, Resume]:
     if checked.shape is None and found.model_path is not None:  # a Hub name, whose config.json has only now been fetched
         here = check_parsed(replace(parsed, config=parsed.config.with_values({"model": str(found.model_path)})))
         checked = replace(here, config=here.config.with_values({"model": parsed.config.model.model}))
     checked = replace(checked, config=checked.config.with_values(paths))
     made = make_plan(checked, num_prompts=None if found.prompts is None else len(found.prompts))
-    check_resume(checked.config, made.timetable)
-    return made
+    is_stream = hasattr(found.prompts, "problems_with")
+    rows = found.prompts.rows if is_stream else found.prompts
+    content = content_of(checked.config, model_path=found.model_path, rows=rows)
+    return made, judge_resume(checked.config, made.timetable, content, found.prompts if is_stream else None)
 
 
 def read_inputs(cfg: Config, left_out: Collection[str] = ()) -> Found:
@@ -156,7 +160,7 @@ def read_inputs(cfg: Config, left_out: Collection[str] = ()) -> Found:
     left_out: of the names in `_left_out`. The user's own code runs last: it may change the directory.
     """
     problems = _Problems()
-    problems.attempt(partial(check_output_dir, cfg))
+    problems.attempt(partial(find_checkpoints, cfg.run.output_dir, cfg.run.resume, overwrites=cfg.run.overwrite_output_dir))
     problems.attempt(partial(check_report_to, cfg))
     model_path = shape = tokenizer = None
     if "model" not in left_out:
@@ -211,48 +215,6 @@ def _lengths_of_data(cfg: Config, shape: ModelShape, stream: PromptStream, flag:
     if cfg.data.max_prompt_length is not None or length_problems(shape, 1 + longest):
         return []
     return length_problems(shape, stream.rows.longest_prompt + longest, flags=(flag, "max_completion_length"))
-
-
-def check_output_dir(cfg: Config) -> None:
-    """An output_dir that holds a run is continued (`--resume auto`) or cleared (`--overwrite_output_dir`), never mixed."""
-    out = cfg.run.output_dir
-    if cfg.run.overwrite_output_dir and cfg.run.resume not in ("auto", "never"):
-        raise ConfigError([Problem(
-            flags=("overwrite_output_dir", "resume"),
-            message=f"overwrite_output_dir starts afresh and resume ({cfg.run.resume}) continues. Leave one of them out.")])  # fmt: skip
-    if not Path(out).exists():
-        return
-    from megatron_grpo.checkpoint import holds_run  # imports torch
-
-    if holds_run(out) and cfg.run.resume == "never" and not cfg.run.overwrite_output_dir:
-        raise ConfigError([Problem(
-            flags=("output_dir", "resume"),
-            message=f"output_dir ({out}) holds an earlier run and resume is never. Use --resume auto to continue it, "
-                    "--overwrite_output_dir to replace it, or another output_dir.")])  # fmt: skip
-
-
-def check_resume(cfg: Config, timetable: Timetable) -> None:
-    """A rollout that is under way is finished with the sizes it began with; between rollouts they may change."""
-    if cfg.run.resume in ("auto", "never") and not Path(cfg.run.output_dir).exists():
-        return
-    from megatron_grpo.checkpoint import resumes_from  # imports torch
-
-    found = None if cfg.run.overwrite_output_dir else resumes_from(cfg.run.output_dir, cfg.run.resume)
-    if found is None or "batch" not in found[1]:
-        return
-    directory, facts = found
-    step, rollouts, pending = facts["progress"]["step"], facts["progress"]["num_rollouts"], facts["num_pending"]
-    now = timetable.plan.stream_sizes
-    before = {name: value for name, value in facts["batch"].items() if now.get(name) != value}
-    if not before or (not pending and timetable.is_between_rollouts(step, rollouts)):
-        return
-    changes = ", ".join(f"{name} was {value} and is {now[name]}" for name, value in before.items())
-    uneven = f"{rollouts} rollouts are not {step} optimizer steps with them"
-    why = f"{pending} of its samples are still to be trained" if pending else uneven
-    raise ConfigError([Problem(
-        flags=(*before, "resume"), nearest={name: [value] for name, value in before.items()},
-        message=f"{changes}, and {directory} cannot be continued with other sizes: {why}. Resume with the old ones, "
-                "or begin a new run from its weights (--model OLD_OUTPUT_DIR/hf, another --output_dir).")])  # fmt: skip
 
 
 def find_model(name: str) -> Path:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from megatron_grpo.batching.timetable import Timetable
-    from megatron_grpo.checkpoint import Checkpoints
+    from megatron_grpo.checkpoint.saving import Checkpoints
     from megatron_grpo.data.prompts import PromptStream
     from megatron_grpo.evaluate import Evaluator
     from megatron_grpo.metrics.journal import Journal
@@ -106,4 +106,4 @@ def stop_if_asked(run: Run, progress: Progress, pending: Pending) -> None:
     """A signal to any rank stops all of them here, where the state is whole."""
     if run.stop.agreed(collectives.largest):
         run.checkpoints.save(progress, pending, run.policy, run.prompts)
-        raise Interrupted(f"stopped by a signal after optimizer step {progress.step}; saved in {run.checkpoints.output_dir}")
+        raise Interrupted(f"stopped by a signal after optimizer step {progress.step}; saved in {run.checkpoints.resume.output_dir}")

@@ -1,7 +1,7 @@
 """Checkpoint directories as files: complete or absent, and checked byte for byte. No torch, no processes.
 
-    checkpoints/latest_checkpointed_iteration.txt    the step to resume from; written last
-    checkpoints/iter_0000010/manifest.json           size and SHA-256 of every other file
+    checkpoints/latest_checkpointed_iteration.txt    the step written last; for people and Megatron's own tools
+    checkpoints/iter_0000010/manifest.json           what it is of, and size and SHA-256 of every other file (manifest.py)
     checkpoints/.writing_iter_0000010/               one that is being written, or whose writer died
 
 A directory gets its name `iter_*` by one rename, when everything in it is on the disk.
@@ -11,20 +11,21 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from megatron_grpo.checkpoint.manifest import MANIFEST, Manifest, read_manifest
+from megatron_grpo.files import sync, write_whole
+
 POINTER = "latest_checkpointed_iteration.txt"  # Megatron-LM's name for it
-MANIFEST = "manifest.json"
 WRITING, TRASH = ".writing_", ".trash_"
 
 
 class Folder:
-    """The `checkpoints/` of one run. Every method but `fingerprints` and `damage` is for one rank only."""
+    """The `checkpoints/` of one run. What writes is for one rank only."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -37,14 +38,28 @@ class Folder:
         names = [entry.name for entry in self.path.iterdir()] if self.path.is_dir() else []
         return sorted(int(match[1]) for match in (re.fullmatch(r"iter_(\d{7,})", name) for name in names) if match)
 
-    def candidates(self) -> list[int]:
-        """Steps to try on resume, best first: what the pointer names, then older ones; without a readable pointer, all."""
-        steps = self.steps()[::-1]
+    def candidates(self) -> list[Manifest | str]:
+        """The checkpoint written last, then the ones before it; first of all a sentence for each that cannot be read.
+
+        "Last" goes by the number of the save. Steps would lead back into a future that was given up; the pointer is one save behind if a
+        run is killed between the two renames of `commit`.
+        """
+        found = [read_manifest(self.directory(step)) for step in self.steps()]
+        whole = sorted((one for one in found if isinstance(one, Manifest)), key=lambda one: (one.save_number, one.step), reverse=True)
+        return [*(one for one in found if isinstance(one, str)), *whole]
+
+    def pointer(self) -> int | str | None:
+        """The step that the pointer names; a sentence where it cannot be read; None without one."""
+        path = self.path / POINTER
         try:
-            latest = int((self.path / POINTER).read_text())
-        except (FileNotFoundError, ValueError):
-            return steps
-        return [step for step in steps if step <= latest]
+            text = path.read_text()
+        except FileNotFoundError:
+            return None
+        except IsADirectoryError:
+            return f"{path} is a folder, where a file with a step should be"
+        except (OSError, UnicodeDecodeError) as error:
+            return f"{path} cannot be read ({error})"
+        return int(text) if text.strip().isdecimal() else f"{path} holds {text[:20]!r}, where a step should be"
 
     def begin(self, step: int) -> Path:
         """An empty directory to write into; what dead writers left is removed."""
@@ -64,17 +79,16 @@ class Folder:
     def commit(self, step: int, facts: Mapping[str, Any], files: Mapping[str, Mapping[str, Any]]) -> None:
         """Manifest, then the directory's name, then the pointer, each on the disk before the next."""
         writing, target = self.being_written(step), self.directory(step)
-        write_durably(writing / MANIFEST, json.dumps({**facts, "step": step, "files": dict(sorted(files.items()))}, indent=1) + "\n")
+        before = [one.save_number for one in self.candidates() if isinstance(one, Manifest)]
+        manifest = {**facts, "step": step, "save_number": max(before, default=0) + 1, "files": dict(sorted(files.items()))}
+        write_whole(writing / MANIFEST, json.dumps(manifest, indent=1) + "\n", durable=True)
         for directory in {(writing / name).parent for name in files} | {writing}:
-            _sync_directory(directory)
+            sync(directory)
         if target.exists():  # a damaged one, or one of a future that was given up by resuming from before it
             target.rename(self.path / f"{TRASH}{target.name}")
         writing.rename(target)
-        _sync_directory(self.path)
-        new_pointer = self.path / f"{WRITING}{POINTER}"
-        write_durably(new_pointer, f"{step}\n")
-        new_pointer.replace(self.path / POINTER)
-        _sync_directory(self.path)
+        sync(self.path)
+        write_whole(self.path / POINTER, f"{step}\n", durable=True)
 
     def retain(self, limit: int | None, newest: int) -> None:
         """Keeps `limit` checkpoints up to step `newest`. Later ones, of a future that was given up, are overwritten when reached."""
@@ -95,21 +109,11 @@ def fingerprints(root: Path, names: Iterable[str]) -> dict[str, dict[str, Any]]:
     return {name: {"bytes": (root / name).stat().st_size, "sha256": _sha256(root / name)} for name in names}
 
 
-def read_manifest(directory: Path) -> dict[str, Any] | str:
-    """The manifest, or a sentence that says why it cannot be read."""
-    path = directory / MANIFEST
-    try:
-        manifest = json.loads(path.read_text())
-        manifest["files"].items()
-    except FileNotFoundError:
-        return f"{path} is missing"
-    except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
-        return f"{path} cannot be read ({error})"
-    return manifest
+def damage(directory: Path, files: Mapping[str, Mapping[str, Any]], *, read_bytes: bool = True) -> list[str]:
+    """What is wrong with the given files of a checkpoint, a sentence each; empty when every byte is as it was written.
 
-
-def damage(directory: Path, files: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """What is wrong with the given files of a checkpoint, a sentence each; empty when every byte is as it was written."""
+    read_bytes: false looks at the sizes alone, which costs nothing.
+    """
     found = []
     for name, written in files.items():
         path = directory / name
@@ -117,34 +121,13 @@ def damage(directory: Path, files: Mapping[str, Mapping[str, Any]]) -> list[str]
             size = path.stat().st_size
             if size != written["bytes"]:
                 found.append(f"{path} has {size} bytes, {written['bytes']} were written")
-            elif _sha256(path) != written["sha256"]:
+            elif read_bytes and _sha256(path) != written["sha256"]:
                 found.append(f"{path} has changed since it was written (its SHA-256 differs)")
         except FileNotFoundError:
             found.append(f"{path} is missing")
         except OSError as error:
             found.append(f"{path} cannot be read ({error.strerror})")
     return found
-
-
-def write_durably(path: Path, text: str) -> None:
-    """The text is on the disk when this returns."""
-    with path.open("w") as stream:
-        stream.write(text)
-        stream.flush()
-        os.fsync(stream.fileno())
-
-
-def sync_file(path: Path) -> None:
-    with path.open("rb") as stream:
-        os.fsync(stream.fileno())
-
-
-def _sync_directory(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _sha256(path: Path) -> str:

@@ -1,61 +1,200 @@
-"""Pending samples in a checkpoint: a list of `Sample` in one .npz file without pickles, bit for bit.
+"""Pending samples in a checkpoint: a list of `Sample` in one .npz file without pickles, bit for bit. No torch.
 
-Written from the fields of the dataclasses, so a field added to `Sample` or a new kind of it needs nothing here.
+Written from the fields of the dataclasses and their type hints, so that a new field needs nothing here: an array of any shape, a tuple of
+integers, a number, a string; each of them, or None. A file that lacks a field has its default; one that has a field more is refused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import fields
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import MISSING, fields
 from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import numpy as np
 
+from megatron_grpo import __version__
 from megatron_grpo.types import Sample
 
+FORMAT = 2
+HEADER = "header"  # JSON: format, the version that wrote it, and per kind of sample the column type of each field
+NOT_SAVED = ("shown",)  # pictures: the prompt's number leads to them again
+# What format 1 called otherwise, and what it did not know: then a sample was always fresh at the version that sampled it.
+RENAMED, DERIVED = {"loss_mask": "mask"}, {"fresh_at": "version"}
+_SCALARS = {int: np.int64, float: np.float64, bool: np.bool_, str: np.str_}
 
-def write_samples(path: Path, samples: Sequence[Sample]) -> None:
-    """One array per field and kind of sample; arrays of tokens are laid end to end, with their lengths beside them."""
+
+class UnknownSamples(ValueError):
+    """The file is whole, and says something that this version does not know."""
+
+
+def write_samples(path: Path, samples: Sequence[Any]) -> None:
+    """Columns of each kind of sample in the order of the list; `kinds` says which sample is of which kind."""
     arrays: dict[str, np.ndarray] = {"kinds": np.array([type(sample).__name__ for sample in samples], dtype=np.str_)}
+    types: dict[str, dict[str, str]] = {}
     for kind in dict.fromkeys(type(sample) for sample in samples):
         mine = [sample for sample in samples if type(sample) is kind]
-        for field in fields(kind):
-            values = [getattr(sample, field.name) for sample in mine]
-            key = f"{kind.__name__}.{field.name}"
-            if isinstance(values[0], np.ndarray):
-                arrays[key] = np.concatenate(values)
-                arrays[f"{key}.lengths"] = np.array([len(value) for value in values], dtype=np.int64)
-            else:
-                arrays[key] = np.array(values)
-            if arrays[key].dtype == object:
-                raise TypeError(f"{key} holds {values[0]!r}, which numpy can only pickle")
+        types[kind.__name__] = column_types(kind)
+        for name, column in types[kind.__name__].items():
+            values = [getattr(sample, name) for sample in mine]
+            arrays |= {f"{kind.__name__}.{name}{part}": array for part, array in _columns(column, values, name).items()}
+    header = {"format": FORMAT, "written_by": f"megatron_grpo {__version__}", "kinds": types}
     with path.open("wb") as stream:
-        np.savez(stream, allow_pickle=False, **arrays)
+        np.savez(stream, allow_pickle=False, **{HEADER: np.array(json.dumps(header))}, **arrays)
 
 
-def read_samples(path: Path) -> list[Sample]:
-    """What `write_samples` wrote, in the same order."""
-    with np.load(path, allow_pickle=False) as arrays:
-        kinds = [str(name) for name in arrays["kinds"]]
-        known = {kind.__name__: kind for kind in _kinds(Sample)}
-        made = {name: iter(list(_samples(known[name], arrays))) for name in dict.fromkeys(kinds)}
-        return [next(made[name]) for name in kinds]
+def read_samples(path: Path, kind: type = Sample) -> list[Any]:
+    """What `write_samples` wrote, in the same order: samples of `kind` and of the kinds below it. Raises UnknownSamples."""
+    with np.load(path, allow_pickle=False) as file:
+        arrays = dict(file)
+    header = _header(path, arrays, kind)
+    known = {one.__name__: one for one in _kinds(kind)}
+    read = _rows if header["format"] > 1 else _rows_of_format_1
+    made = {name: iter(list(read(path, known[name], arrays))) for name in header["kinds"]}
+    return [next(made[str(name)]) for name in arrays["kinds"]]
 
 
-def _samples(kind: type[Sample], arrays: np.lib.npyio.NpzFile) -> Iterator[Sample]:
+def unreadable(path: Path, kind: type = Sample) -> str | None:
+    """Why this version cannot read a whole file of samples, from its header alone."""
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            _header(path, dict.fromkeys(file.files) | {name: file[name] for name in (HEADER, "kinds") if name in file}, kind)
+    except UnknownSamples as error:
+        return str(error)
+    return None
+
+
+def column_types(kind: type) -> dict[str, str]:
+    """The column type of each field that is saved: "array", "integers", "int", "float", "bool", "str", and with "?" where None may stand.
+
+    Raises TypeError for a field of another type: it would be lost.
+    """
+    hints = get_type_hints(kind)
+    return {field.name: _column_type(kind, field.name, hints[field.name]) for field in fields(kind) if field.name not in NOT_SAVED}
+
+
+def _column_type(kind: type, name: str, hint: Any) -> str:
+    if get_origin(hint) in (Union, UnionType) and NoneType in get_args(hint):
+        [inner] = [one for one in get_args(hint) if one is not NoneType]
+        return _column_type(kind, name, inner) + "?"
+    if hint is np.ndarray or get_origin(hint) is np.ndarray:
+        return "array"
+    if get_origin(hint) is tuple and get_args(hint) == (int, ...):
+        return "integers"
+    if get_origin(hint) is Literal and all(isinstance(one, str) for one in get_args(hint)):
+        return "str"
+    if hint in _SCALARS:
+        return hint.__name__
+    raise TypeError(f"{kind.__name__}.{name} is {hint}: a checkpoint holds arrays, tuples of integers, numbers and strings")
+
+
+# -- one column: the arrays of one field, by what is added to its name ---------------------------------------------------------------------
+
+
+def _columns(column: str, values: list[Any], name: str) -> dict[str, np.ndarray]:
+    parts = {}
+    if column.endswith("?"):
+        parts[".present"] = np.array([value is not None for value in values], dtype=np.bool_)
+        column, values = column[:-1], [value for value in values if value is not None]
+    if column == "array":
+        return parts | _of_arrays(values, name)
+    if column == "integers":
+        return parts | _of_arrays([np.array(value, dtype=np.int64) for value in values], name)
+    kind = {"int": int, "float": float, "bool": bool, "str": str}[column]
+    return parts | {"": np.array([kind(value) for value in values], dtype=_SCALARS[kind])}
+
+
+def _of_arrays(values: list[np.ndarray], name: str) -> dict[str, np.ndarray]:
+    """Laid end to end, with their shapes. int64 is written as int32 where it fits: token ids always do."""
+    dtypes, dimensions = {value.dtype for value in values}, {value.ndim for value in values}
+    if len(dtypes) > 1 or len(dimensions) > 1 or any(dtype.hasobject for dtype in dtypes):
+        raise TypeError(f"{name} has arrays of {sorted(map(str, dtypes))} with {sorted(dimensions)} dimensions: one of each can be written")
+    flat = np.concatenate([value.ravel() for value in values]) if values else np.empty(0)
+    dtype = flat.dtype
+    if dtype == np.int64 and (not len(flat) or (flat.min() >= -(2**31) and flat.max() < 2**31)):
+        flat = flat.astype(np.int32)
+    shapes = np.array([value.shape for value in values], dtype=np.int64).reshape(len(values), max(dimensions, default=0))
+    return {"": flat, ".shapes": shapes, ".dtype": np.array(str(dtype))}
+
+
+def _values(column: str, part: Mapping[str, np.ndarray]) -> list[Any]:
+    """The inverse of `_columns`."""
+    if column.endswith("?"):
+        there = iter(_values(column[:-1], part))
+        return [next(there) if is_there else None for is_there in part[".present"]]
+    if column not in ("array", "integers"):
+        return part[""].tolist()
+    shapes = [tuple(shape) for shape in part[".shapes"].tolist()]
+    ends = np.cumsum([int(np.prod(shape)) for shape in shapes], dtype=np.int64)
+    flat = part[""].astype(str(part[".dtype"]), copy=False)
+    arrays = [one.reshape(shape) for one, shape in zip(np.split(flat, ends[:-1]), shapes)] if shapes else []
+    return arrays if column == "array" else [tuple(one.tolist()) for one in arrays]
+
+
+# -- reading -------------------------------------------------------------------------------------------------------------------------------
+
+
+def _header(path: Path, arrays: Mapping[str, Any], kind: type) -> dict[str, Any]:
+    """The header, whose every kind and field this version knows."""
+    if HEADER in arrays:
+        header = json.loads(str(arrays[HEADER]))
+    else:
+        kinds = dict.fromkeys(map(str, arrays["kinds"]))
+        names = {name: [key.split(".")[1] for key in arrays if key.startswith(f"{name}.") and key.count(".") == 1] for name in kinds}
+        header = {"format": 1, "written_by": "megatron_grpo 0.1.0", "kinds": {name: dict.fromkeys(names[name], "") for name in kinds}}
+    says, this = f"{path} was written by {header['written_by']} and has", f"megatron_grpo {__version__}"
+    if header["format"] not in (1, FORMAT):
+        raise UnknownSamples(f"{says} format {header['format']}; {this} reads formats 1 and {FORMAT}")
+    known = {one.__name__: one for one in _kinds(kind)}
+    for name, columns in header["kinds"].items():
+        if name not in known:
+            raise UnknownSamples(f"{says} samples of the kind {name}, which {this} does not know")
+        mine = column_types(known[name])
+        for column, its_type in columns.items():
+            if (column if header["format"] > 1 else RENAMED.get(column, column)) not in mine and column not in mine:
+                raise UnknownSamples(f"{says} the field {name}.{column}, which {this} does not know")
+            if its_type and mine[column] not in (its_type, f"{its_type}?"):
+                raise UnknownSamples(f"{says} {name}.{column} as {its_type}; in {this} it is {mine[column]}")
+    return header
+
+
+def _rows(path: Path, kind: type, arrays: Mapping[str, np.ndarray]) -> Iterator[Any]:
+    types = json.loads(str(arrays[HEADER]))["kinds"][kind.__name__]
     columns = {}
+    for name, column in types.items():
+        key = f"{kind.__name__}.{name}"
+        part = {ending: arrays[key + ending] for ending in ("", ".shapes", ".dtype", ".present") if key + ending in arrays}
+        columns[name] = _values(column, part)
+    yield from _made(path, kind, columns)
+
+
+def _rows_of_format_1(path: Path, kind: type, arrays: Mapping[str, np.ndarray]) -> Iterator[Any]:
+    columns: dict[str, list[Any]] = {}
+    mine = column_types(kind)
+    for key, values in arrays.items():
+        if not key.startswith(f"{kind.__name__}.") or key.count(".") > 1:
+            continue
+        name = key.split(".")[1]
+        is_array = f"{key}.lengths" in arrays
+        rows = np.split(values, np.cumsum(arrays[f"{key}.lengths"])[:-1]) if is_array else values.tolist()
+        columns[name if name in mine else RENAMED[name]] = rows
+    for name, source in DERIVED.items():
+        if name in mine and name not in columns:
+            columns[name] = columns[source]
+    yield from _made(path, kind, columns)
+
+
+def _made(path: Path, kind: type, columns: Mapping[str, Sequence[Any]]) -> Iterator[Any]:
     for field in fields(kind):
-        key = f"{kind.__name__}.{field.name}"
-        values = arrays[key]
-        if f"{key}.lengths" in arrays:
-            columns[field.name] = np.split(values, np.cumsum(arrays[f"{key}.lengths"])[:-1])
-        else:
-            columns[field.name] = values.tolist()
+        if field.name not in columns and field.default is MISSING and field.default_factory is MISSING:
+            raise UnknownSamples(f"{path} lacks {kind.__name__}.{field.name}, which has no default in megatron_grpo {__version__}")
     for row in zip(*columns.values(), strict=True):
         yield kind(**dict(zip(columns, row, strict=True)))
 
 
-def _kinds(kind: type[Sample]) -> Iterator[type[Sample]]:
+def _kinds(kind: type) -> Iterator[type]:
     yield kind
     for narrower in kind.__subclasses__():
         yield from _kinds(narrower)

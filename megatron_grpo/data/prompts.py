@@ -6,6 +6,7 @@ An epoch is a permutation without replacement; the next one continues where it e
 
 from __future__ import annotations
 
+import hashlib
 import json
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -45,9 +46,26 @@ class PromptRows:
         row = self.rows[int(self.keep[index])]
         return {name: value for name, value in row.items() if name not in _NOT_COLUMNS}
 
+    def fingerprint(self) -> str:
+        """SHA-256 of all rows in their order, all columns, those too that were left out for their length."""
+        digest = hashlib.sha256()
+        for row in self.rows:
+            digest.update(json.dumps(row, sort_keys=True, default=_described).encode() + b"\n")
+        return digest.hexdigest()
+
     def column_names(self) -> tuple[str, ...]:
         """Columns of the first row: what rewards can count on."""
         return tuple(self.columns(0))
+
+
+def _described(value: Any) -> str:
+    """What JSON has no word for, in words that are the same in every process: not the address of an object."""
+    if isinstance(value, (bytes, bytearray)):
+        return hashlib.sha256(value).hexdigest()
+    if hasattr(value, "tobytes"):  # an array, a decoded picture
+        return f"{type(value).__name__} {getattr(value, 'size', '')} {hashlib.sha256(value.tobytes()).hexdigest()}"
+    text = str(value)
+    return type(value).__name__ if f"at {id(value):#x}" in text.lower() else text
 
 
 def load_rows(cfg: DataConfig, *, dataset: str | None = None, flag: str = "dataset") -> PromptRows:
@@ -217,6 +235,13 @@ class PromptStream:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Goes on from a saved state. Raises ConfigError where seed, order or data set are not those it was saved with."""
+        problems = self.problems_with(state)
+        if problems:
+            raise ConfigError(problems)
+        self.taken = int(state["taken"])
+
+    def problems_with(self, state: Mapping[str, Any]) -> list[Problem]:
+        """Why this stream cannot go on from a saved state; empty where it can."""
         now = self.state()
         problems = []
         for name, flag, value in (("seed", "seed", "{}"), ("shuffle", "dataset_shuffle", "{}"), ("num_rows", "dataset", "{} rows")):
@@ -229,9 +254,7 @@ the interrupted run had left. Use {was}, or start afresh in another output_dir."
             message = f"The data set has as many rows as at the checkpoint ({len(self)}), but other ones. Restore it, or start afresh in \
 another output_dir."
             problems.append(Problem(flags=("dataset",), message=message))
-        if problems:
-            raise ConfigError(problems)
-        self.taken = int(state["taken"])
+        return problems
 
     def _prompt(self, number: int) -> Prompt:
         epoch, place = divmod(number, len(self))

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from megatron_grpo.files import written_whole
 
 logger = logging.getLogger(__name__)
 History = Mapping[str, Sequence[tuple[int, float]]]  # metric name -> (step, value), ascending
@@ -90,9 +91,8 @@ def _draw(directory: Path, plot: Plot, history: History) -> Path:
         axes.legend(frameon=False, fontsize="small")
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / f"{plot.file}.png"
-    beside = directory / f".{plot.file}.new"
-    figure.savefig(beside, format="png")
-    os.replace(beside, path)
+    with written_whole(path) as stream:
+        figure.savefig(stream, format="png")
     return path
 
 

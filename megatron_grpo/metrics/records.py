@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from megatron_grpo.files import written_whole
 
 
 class Records:
@@ -28,9 +29,8 @@ class Records:
                 kept.append((line, record))
         whole = b"".join(line for line, _ in kept)
         if whole != content:
-            beside = self.path.with_name(f".{self.path.name}.new")
-            beside.write_bytes(whole)
-            os.replace(beside, self.path)
+            with written_whole(self.path) as stream:
+                stream.write(whole)
         return [record for _, record in kept]
 
     def append(self, record: Mapping[str, Any]) -> None:

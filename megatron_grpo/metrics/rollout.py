@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from megatron_grpo.files import written_whole
 from megatron_grpo.grpo.advantages import Advantages, mean, reward_metrics, rewards_per_func, total_rewards
 from megatron_grpo.metrics.courtesy import Courtesy
 from megatron_grpo.parallel import collectives
@@ -103,9 +103,8 @@ class Completions:
         place = self._latest[1] if self._latest[0] == version else 0
         self._latest = (version, place + 1)
         path = self.directory / f"step_{version:06d}{f'_{place}' if place else ''}.parquet"
-        beside = path.with_suffix(".new")
-        pyarrow.parquet.write_table(table, beside)
-        os.replace(beside, path)  # so that a reader never meets half a file
+        with written_whole(path) as stream:
+            pyarrow.parquet.write_table(table, stream)
         return path
 
     def _columns(self, place: int, scored: ScoredGroup, judged: JudgedRollout) -> dict[str, list[Any]]:

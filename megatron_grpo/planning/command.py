@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import io
 import json
-import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,6 +12,7 @@ from typing import Any
 
 from megatron_grpo.batching.timetable import Timetable
 from megatron_grpo.errors import EXIT_CONFIG, EXIT_DONE, ConfigError
+from megatron_grpo.files import written_whole
 from megatron_grpo.planning.check import Checked, check_parsed
 from megatron_grpo.planning.facts import bubble_fraction, native_flags
 from megatron_grpo.planning.output import errors_object, write_plan
@@ -54,10 +55,8 @@ class Plan:
         per_rollout = plan.micro_steps_per_rollout * plan.num_iterations
         steps = MOST_SAVED // plan.gradient_accumulation_steps if self.timetable.num_steps is None else self.timetable.num_steps
         micro_steps = min(steps * plan.gradient_accumulation_steps, MOST_SAVED)
-        beside = path.with_suffix(".new")
-        with beside.open("w", encoding="utf-8") as file:
+        with written_whole(path) as stream, io.TextIOWrapper(stream, encoding="utf-8") as file:
             self.write_json(file.write, num_rollouts=max(1, -(-micro_steps // per_rollout)))
-        os.replace(beside, path)
 
 
 def make_plan(checked: Checked, *, num_prompts: int | None = None) -> Plan:

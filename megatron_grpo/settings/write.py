@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
+from megatron_grpo.files import write_whole
 from megatron_grpo.settings.config import Config
 
 # What another launch may derive differently.
@@ -35,7 +35,4 @@ def as_yaml(cfg: Config) -> str:
 
 def write_config(cfg: Config, path: str | Path) -> None:
     """Whole or not at all."""
-    path = Path(path)
-    beside = path.with_suffix(".new")
-    beside.write_text(as_yaml(cfg), encoding="utf-8")
-    os.replace(beside, path)
+    write_whole(path, as_yaml(cfg))

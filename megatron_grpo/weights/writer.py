@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from megatron_grpo.errors import ConfigError, Problem
+from megatron_grpo.files import sync
 from megatron_grpo.weights.families import family_of
 from megatron_grpo.weights.shape import read_config
 from megatron_grpo.weights.stored import INDEX, SINGLE
@@ -119,8 +120,8 @@ class HfWriter:
                 if path.is_file():
                     shutil.copyfile(path, self._partial / path.name)
         for path in self._partial.iterdir():
-            _sync(path)
-        _sync(self._partial)
+            sync(path)
+        sync(self._partial)
         self._put_in_place()
 
     def _name_shards(self) -> None:
@@ -146,13 +147,5 @@ class HfWriter:
         if self.out.exists():
             os.replace(self.out, old)  # a directory can only be renamed onto an empty one
         os.replace(self._partial, self.out)
-        _sync(self.out.parent)
+        sync(self.out.parent)
         shutil.rmtree(old, ignore_errors=True)
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

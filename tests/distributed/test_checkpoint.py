@@ -150,10 +150,11 @@ class Policy:
         load_state(self.chunks, self.optimizer, self.scheduler, state)
 
 
-def checkpoints(folder, **settings):
-    from megatron_grpo.checkpoint import Checkpoints
+def checkpoints(folder, resume="auto", **settings):
+    from megatron_grpo.checkpoint.resume import find_checkpoints
+    from megatron_grpo.checkpoint.saving import Checkpoints
 
-    return Checkpoints(folder, **{"save_steps": 1, "save_total_limit": None, "resume": "auto"} | settings)
+    return Checkpoints(find_checkpoints(folder, resume), **{"save_steps": 1, "save_total_limit": None} | settings)
 
 
 def pending_samples():
@@ -181,6 +182,11 @@ def pending_samples():
     ]
 
 
+def restored(keeper, policy, prompts):
+    keeper.choose()
+    return keeper.restore(policy, prompts)
+
+
 def save_after(rank, world_size, folder, steps, more, layout):
     """`steps` optimizer steps, a checkpoint; `more` steps, another."""
     policy = Policy(world_size, **layout)
@@ -199,7 +205,7 @@ def save_after(rank, world_size, folder, steps, more, layout):
 def resume_and_save(rank, world_size, source, folder, more, layout):
     """Restores under `layout`, saves at once and again after `more` steps; returns what it was told."""
     policy, prompts = Policy(world_size, **layout, seed=1), Prompts()
-    progress, pending = checkpoints(source).restore(policy, prompts)
+    progress, pending = restored(checkpoints(source), policy, prompts)
     keeper = checkpoints(folder)
     keeper.save(progress, pending, policy, prompts)
     for _ in range(more):
@@ -281,8 +287,7 @@ def test_experts_and_their_own_optimizer_continue_under_another_expert_layout(tm
 
 
 def start_from_two(saved, source):
-    shutil.copytree(saved, source)
-    (source / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("2\n")
+    shutil.copytree(saved, source, ignore=lambda folder, names: {"iter_0000004"} & set(names))
 
 
 def test_a_checkpoint_of_two_tensor_and_data_parallel_ranks_each_continues_on_one(tmp_path):
@@ -359,18 +364,13 @@ def assert_same_samples(got, wanted):
 
 
 def restore_only(rank, world_size, folder, resume="auto"):
-    """The step it resumed from, and the warnings; or the sentence of the ConfigError."""
-    import logging
-
+    """The step it resumed from, and the lines it said; or the sentence of the ConfigError."""
     from megatron_grpo.errors import ConfigError
 
     heard = []
-    handler = logging.Handler()
-    handler.emit = lambda record: heard.append(record.getMessage())
-    logging.getLogger("megatron_grpo").addHandler(handler)
     policy = Policy(world_size, seed=1)
     try:
-        progress, _ = checkpoints(folder, resume=resume).restore(policy, Prompts())
+        progress, _ = restored(checkpoints(folder, resume, say=heard.append), policy, Prompts())
     except ConfigError as error:
         return str(error), heard
     return progress.step, heard
@@ -393,7 +393,7 @@ def test_damage_is_named_and_the_checkpoint_before_is_used(copy, harm, file, say
     harm(run_of(copy, 4) / file)
     results = run_ranks(restore_only, 2, copy)
     assert [step for step, _ in results] == [2, 2]
-    warnings = [text for _, heard in results for text in heard if "damaged" in text]
+    warnings = [text for _, heard in results for text in heard if "damaged" in text or "passed over" in text]
     assert len(warnings) == 1 and file in warnings[0] and says in warnings[0]
 
 
@@ -423,7 +423,7 @@ def test_a_checkpoint_of_another_model_is_refused_with_its_directory(saved):
         from megatron_grpo.errors import ConfigError
 
         with pytest.raises(ConfigError, match="iter_0000004 is undamaged but does not fit"):
-            checkpoints(saved).restore(Policy(world_size, hidden=128), Prompts())
+            restored(checkpoints(saved), Policy(world_size, hidden=128), Prompts())
 
     run_ranks(resume_wider, 2)
 
@@ -433,7 +433,7 @@ def test_a_rank_that_cannot_write_stops_all_ranks_and_leaves_the_older_checkpoin
         import resource
         import signal
 
-        from megatron_grpo.checkpoint import CheckpointError
+        from megatron_grpo.checkpoint.saving import CheckpointError
 
         policy, keeper = Policy(world_size), checkpoints(tmp_path)
         policy.step()
@@ -455,7 +455,7 @@ def test_a_first_rank_that_cannot_write_its_small_files_stops_all_ranks_too(tmp_
         import resource
         import signal
 
-        from megatron_grpo.checkpoint import CheckpointError
+        from megatron_grpo.checkpoint.saving import CheckpointError
 
         policy = Policy(world_size)
         policy.step()
@@ -517,7 +517,7 @@ def test_random_generators_continue_where_the_checkpoint_was_taken(tmp_path):
         checkpoints(tmp_path).save(Progress(step=1), [], policy, Prompts())
         uninterrupted = draw()
         draw()
-        checkpoints(tmp_path).restore(policy, Prompts())
+        restored(checkpoints(tmp_path), policy, Prompts())
         return uninterrupted, draw()
 
     for uninterrupted, resumed in run_ranks(run, 2):

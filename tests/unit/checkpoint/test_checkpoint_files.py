@@ -1,4 +1,4 @@
-"""Checkpoint directories and pending samples as files, without a model."""
+"""Checkpoint directories as files, without a model."""
 
 from __future__ import annotations
 
@@ -6,31 +6,35 @@ import json
 import os
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from megatron_grpo.checkpoint.folder import Folder, damage, fingerprints, read_manifest
-from megatron_grpo.checkpoint.samples import read_samples, write_samples
-from megatron_grpo.types import AnchoredSample, Sample
+from megatron_grpo.checkpoint.folder import Folder, damage, fingerprints
+from megatron_grpo.checkpoint.manifest import Origin, facts, read_manifest
+from megatron_grpo.types import Progress
 
 
 def write(folder: Folder, step: int, content: bytes = b"weights") -> Path:
     writing = folder.begin(step)
     (writing / "inner").mkdir()
     (writing / "inner" / "file").write_bytes(content)
-    folder.commit(step, {"format": 1}, fingerprints(writing, ["inner/file"]))
+    said = facts(Origin(), Progress(step=step), world_size=1, torch="2", num_pending=0, versions={})
+    folder.commit(step, said, fingerprints(writing, ["inner/file"]))
     return folder.directory(step)
 
 
 def damage_of(directory: Path) -> list[str]:
-    return damage(directory, read_manifest(directory)["files"])
+    return damage(directory, read_manifest(directory).files)
+
+
+def steps_to_try(folder: Folder) -> list[int]:
+    return [one.step for one in folder.candidates()]
 
 
 def test_a_checkpoint_just_written_is_undamaged_and_the_one_to_resume_from(tmp_path):
     folder = Folder(tmp_path / "checkpoints")
     for step in (5, 10):
         assert damage_of(write(folder, step)) == []
-    assert folder.candidates() == [10, 5]
+    assert steps_to_try(folder) == [10, 5]
 
 
 @pytest.mark.parametrize("place", [0, 3, 6])
@@ -42,21 +46,20 @@ def test_every_flipped_bit_is_found(tmp_path, place):
     assert damage_of(directory) == [f"{directory}/inner/file has changed since it was written (its SHA-256 differs)"]
 
 
-def test_a_pointer_set_back_by_hand_leads_to_the_older_checkpoint(tmp_path):
+def test_the_checkpoint_written_last_comes_first_also_where_the_run_went_back(tmp_path):
+    """Step 15 is of a future that was given up by resuming from 5; its directory is there until the run reaches it again."""
     folder = Folder(tmp_path)
-    for step in (5, 10, 15):
+    for step in (5, 10, 15, 10):
         write(folder, step)
-    (tmp_path / "latest_checkpointed_iteration.txt").write_text("10\n")
-    assert folder.candidates() == [10, 5]
+    assert steps_to_try(folder) == [10, 15, 5]
 
 
-@pytest.mark.parametrize("harm", [lambda path: path.unlink(), lambda path: path.write_text("")])
-def test_without_a_readable_pointer_the_newest_is_tried_first(tmp_path, harm):
-    folder = Folder(tmp_path)
-    for step in (5, 10):
-        write(folder, step)
-    harm(tmp_path / "latest_checkpointed_iteration.txt")
-    assert folder.candidates() == [10, 5]
+@pytest.mark.parametrize("content, found", [(None, None), ("5\n", 5), ("", "holds ''"), ("latest", "holds 'latest'")])
+def test_a_pointer_is_a_step_or_a_sentence(tmp_path, content, found):
+    if content is not None:
+        (tmp_path / "latest_checkpointed_iteration.txt").write_text(content)
+    pointer = Folder(tmp_path).pointer()
+    assert found in pointer if isinstance(found, str) else pointer == found
 
 
 def test_an_existing_checkpoint_of_the_same_step_is_replaced(tmp_path):
@@ -77,67 +80,54 @@ def test_retention_keeps_the_newest_and_leaves_a_given_up_future_alone(tmp_path)
     assert folder.steps() == [4, 6, 8, 10]
 
 
-@pytest.mark.parametrize("moment", ["written", "renamed"])
-def test_a_writer_killed_at_any_moment_leaves_a_directory_to_resume_from(tmp_path, moment):
+@pytest.mark.parametrize("moment, left", [("manifest.json", [5]), ("iter_0000010", [5]), ("latest_checkpointed_iteration.txt", [10, 5])])
+def test_a_writer_killed_at_any_rename_leaves_a_directory_to_resume_from(tmp_path, moment, left):
+    """Between the last two the new checkpoint is whole, and the pointer names the one before it."""
     write(Folder(tmp_path), 5)
     child = os.fork()
     if child == 0:
-        if moment == "written":
-            Path.rename = lambda *paths: os._exit(9)
-        Path.replace = lambda *paths: os._exit(9)
+
+        def stop(rename):
+            return lambda source, target: os._exit(9) if Path(target).name == moment else rename(source, target)
+
+        os.replace, Path.rename = stop(os.replace), stop(Path.rename)
         write(Folder(tmp_path), 10)
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
     folder = Folder(tmp_path)
-    assert folder.candidates() == [5] and damage_of(folder.directory(5)) == []
+    assert steps_to_try(folder) == left and all(damage_of(folder.directory(step)) == [] for step in left)
+    assert folder.pointer() == 5
     assert damage_of(write(folder, 10)) == []  # and what it left is no obstacle
     folder.sweep()
-    assert not list(tmp_path.glob(".*"))
+    assert not [path for path in tmp_path.glob(".*") if path.is_dir()]
 
 
 def test_a_manifest_that_cannot_be_read_is_a_sentence(tmp_path):
     assert "is missing" in read_manifest(tmp_path)
-    for content in ("", "[]", "{}", "\x00"):
+    for content in ("", "[]", "{}", "\x00", "3"):
         (tmp_path / "manifest.json").write_text(content)
         assert "cannot be read" in read_manifest(tmp_path)
 
 
-def sample(kind=Sample, **fields):
-    common = dict(
-        row=0,
-        rollout=1,
-        prompt_number=2,
-        fresh_at=3,
-        version=3,
-        token_ids=np.arange(4),
-        mask=np.array([False, False, True, True]),
-        sampler_logprobs=np.array([0, 0, -0.1, -1e-30], dtype=np.float32),
-        advantage=0.1 + 0.2,
-        is_dead=False,
-        is_truncated=True,
-    )
-    return kind(**common | fields)
-
-
-@pytest.mark.parametrize("samples", [
-    [],
-    [sample()],
-    [sample(AnchoredSample, old_logprobs=np.zeros(4, np.float32), anchored_by="cached"), sample(row=7), sample(row=8, advantage=-1.5)],
-    [sample(AnchoredSample, old_logprobs=np.full(4, -2, np.float32), anchored_by="rollout", row=1)] * 3,
-], ids=["none", "one", "mixed", "anchored"])  # fmt: skip
-def test_samples_survive_a_file_bit_for_bit(tmp_path, samples):
-    write_samples(tmp_path / "pending.npz", samples)
-    back = read_samples(tmp_path / "pending.npz")
-    assert [type(one) for one in back] == [type(one) for one in samples]
-    for one, other in zip(back, samples):
-        for name in one.__dataclass_fields__:
-            a, b = getattr(one, name), getattr(other, name)
-            same = a.dtype == b.dtype and np.array_equal(a, b) if isinstance(b, np.ndarray) else (type(a), a) == (type(b), b)
-            assert same, name
+@pytest.mark.parametrize("change, says", [
+    ({"format": 3}, "is of format 3, written by megatron_grpo 0.1.0; megatron_grpo 0.1.0 reads formats 1 and 2"),
+    ({"colour": "red"}, "has the field 'colour', which megatron_grpo 0.1.0 does not know"),
+    ({"files": {}}, "lists no files"),
+    ({"files": {"common.pt": 7}}, "lacks size or SHA-256 of common.pt"),
+    ({"num_pending": "few"}, "`num_pending` is 'few'"),
+    ({"progress": {"step": 5, "laps": 1}}, "`progress` holds step, num_rollouts"),
+    ({"progress": {"step": 6}}, "`step` is 5, `progress` says 6"),
+    ({"step": 6, "progress": {"step": 6}}, "is of step 6, which is not what its folder says"),
+], ids=["format", "field", "no files", "file", "count", "progress", "two steps", "other folder"])  # fmt: skip
+def test_a_manifest_with_something_unknown_or_impossible_is_a_sentence(tmp_path, change, says):
+    directory = write(Folder(tmp_path), 5)
+    manifest = json.loads((directory / "manifest.json").read_text())
+    (directory / "manifest.json").write_text(json.dumps(manifest | change))
+    assert says in read_manifest(directory)
 
 
 def test_holds_run_and_start_afresh_know_only_what_a_run_writes(tmp_path):
-    from megatron_grpo.checkpoint import holds_run, start_afresh
+    from megatron_grpo.checkpoint.resume import holds_run, start_afresh
 
     (tmp_path / "notes.txt").write_text("mine")
     assert not holds_run(tmp_path)

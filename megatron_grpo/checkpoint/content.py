@@ -1,0 +1,85 @@
+"""Fingerprints of what the settings only name: model, vocabulary, chat template, data set, reward files. No torch.
+
+Of weights a sample is read, so that it takes a second for any model; of all else every byte.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from megatron_grpo.settings.config import Config
+
+VOCABULARY = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt", "merges.txt", "tekken.json")
+TEMPLATE = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "generation_config.json", "chat_template.*")
+SAMPLES, SAMPLE_BYTES = 256, 4096  # of each file of weights, spread evenly; the first and the last bytes are among them
+SHOWN = 12  # digits of a fingerprint
+
+
+def content_of(cfg: Config, *, model_path: Path | None = None, rows: Any = None) -> dict[str, str]:
+    """Name -> fingerprint of everything that is at hand. rows: `PromptRows` of the training set."""
+    found: dict[str, str] = {}
+    if model_path is not None and model_path.is_dir():
+        found["model"] = model_fingerprint(model_path)
+        for name, files in (("vocabulary", [*VOCABULARY, "*.tiktoken"]), ("chat template and special tokens", TEMPLATE)):
+            found[name] = _of_files(path for pattern in files for path in sorted(model_path.glob(pattern)))
+    if rows is not None:
+        found["data set"] = f"{len(rows.rows)} rows, {rows.fingerprint()[:SHOWN]}"
+    for spec in cfg.rewards.reward_funcs:
+        path = _source(spec)
+        if path is not None:
+            found[f"reward {spec}"] = _of_files([path])
+    if cfg.rewards.llm_judge_prompt and Path(cfg.rewards.llm_judge_prompt).is_file():
+        found["text of llm_judge_prompt"] = _of_files([Path(cfg.rewards.llm_judge_prompt)])
+    return found
+
+
+def model_fingerprint(directory: Path) -> str:
+    """Of config.json and of a sample of each file of weights, under whatever names they lie."""
+    config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    # What differs between two copies of a model, and what transformers adds when it saves one.
+    for name in ("_name_or_path", "transformers_version", "torch_dtype", "dtype"):
+        config.pop(name, None)
+    weights = sorted(_sample(path) for path in directory.glob("*.safetensors"))
+    digest = hashlib.sha256(json.dumps([config, weights], sort_keys=True).encode())
+    return f"{config.get('model_type', 'model')} {digest.hexdigest()[:SHOWN]}"
+
+
+def _sample(path: Path) -> str:
+    size, digest = path.stat().st_size, hashlib.sha256()
+    with path.open("rb") as stream:
+        if size <= SAMPLES * SAMPLE_BYTES:
+            digest.update(stream.read())
+        else:
+            for place in range(SAMPLES):
+                stream.seek(place * (size - SAMPLE_BYTES) // (SAMPLES - 1))
+                digest.update(stream.read(SAMPLE_BYTES))
+    return f"{size} {digest.hexdigest()}"
+
+
+def _of_files(paths: Iterable[Path]) -> str:
+    """Of the bytes of files, and of their names within their folder."""
+    digest = hashlib.sha256()
+    for path in paths:
+        digest.update(f"{path.name} {path.stat().st_size} ".encode() + path.read_bytes())
+    return digest.hexdigest()[:SHOWN]
+
+
+def _source(spec: str) -> Path | None:
+    """The file of `path/to/file.py:function` or `package.module:function`; None for a built-in, and where there is none."""
+    where, colon, _ = spec.rpartition(":")
+    if not colon:
+        return None
+    if where.endswith(".py"):
+        path = Path(where).expanduser()
+    else:
+        try:
+            found = find_spec(where)
+        except (ImportError, ValueError):  # it says so itself where it is loaded
+            return None
+        path = Path(found.origin) if found is not None and found.origin else Path()
+    return path if path.is_file() else None

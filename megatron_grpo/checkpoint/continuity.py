@@ -1,0 +1,156 @@
+"""What may change between a checkpoint and the run that continues it: a verdict for every setting. No torch.
+
+refused    the checkpoint cannot be continued with another value
+between    may change where no rollout is under way, and is said; refused where rows wait that were sampled with the old value
+said       may change; printed once, as a difference, for the run is another one from here on
+free       changes where and how fast the same is computed, or what is written beside it; nothing is said
+
+What a setting only names (a model, a data set, a reward file) is compared by its content.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_grpo.checkpoint.manifest import Manifest, Origin
+from megatron_grpo.errors import Problem
+
+_TABLE = {
+    "refused": """
+        torch_dtype seed dataset_shuffle sync_ref_model
+    """,
+    "between": """
+        generation_batch_size global_batch_size num_generations num_iterations old_logprobs temperature
+    """,
+    "said": """
+        model transformer_impl moe_aux_loss_coeff moe_z_loss_coeff
+        dataset dataset_split max_prompt_length truncation_strategy system enable_thinking
+        vllm_mode max_completion_length top_p top_k stop stop_token_ids vllm_dtype
+        reward_funcs reward_weights reward_timeout reward_on_error answer_column accuracy_exact math_timeout format_tags length_target
+        cosine_min_len_value_wrong cosine_max_len_value_wrong cosine_min_len_value_correct cosine_max_len_value_correct cosine_max_len
+        repetition_n_grams repetition_max_penalty code_timeout code_memory_mb code_all_or_nothing reward_model reward_model_url
+        reward_model_max_length llm_judge_url llm_judge_model llm_judge_prompt llm_judge_max_score llm_judge_max_tokens
+        loss_type epsilon epsilon_high delta importance_sampling_level sapo_temperature_pos sapo_temperature_neg beta kl_estimator
+        use_bias_correction_kl kl_in_reward entropy_coef top_entropy_quantile advantage_estimator scale_rewards
+        multi_objective_aggregation overlong_filter exclude_dead_groups dynamic_sample max_resample_times oversample_ratio
+        rollout_importance_sampling_mode rollout_importance_sampling_threshold rollout_importance_sampling_min rollout_is_geometric
+        off_policy_sequence_mask_delta ref_model_sync_steps ref_model_mixup_alpha soft_max_length soft_cache_length
+        lr min_lr lr_decay_style lr_warmup_iters lr_warmup_fraction weight_decay adam_beta1 adam_beta2 adam_eps clip_grad
+        max_steps num_train_epochs eval_dataset eval_num_prompts eval_reward
+    """,
+    "free": """
+        bf16 padded_vocab_multiple recompute_granularity recompute_method recompute_num_layers recompute_modules logprob_chunk_size
+        moe_token_dispatcher_type
+        world_size tensor_model_parallel_size pipeline_model_parallel_size virtual_pipeline_model_parallel_size
+        decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers context_parallel_size expert_model_parallel_size
+        expert_tensor_parallel_size sequence_parallel distributed_timeout_minutes
+        micro_batch_size gradient_accumulation_steps steps_per_generation allow_unaligned_generation max_tokens_per_micro_batch
+        vllm_tensor_parallel_size vllm_gpu_memory_utilization vllm_kv_cache_memory_mb vllm_max_model_len vllm_max_num_seqs
+        vllm_enforce_eager vllm_enable_prefix_caching sleep_level logp_difference_warn verify_weight_push
+        code_num_workers reward_model_batch_size reward_concurrency llm_judge_api_key_env log_entropy
+        use_distributed_optimizer overlap_grad_reduce overlap_param_gather optimizer_cpu_offload optimizer_offload_fraction
+        output_dir save_steps save_total_limit resume report_to log_completions_steps overwrite_output_dir export_hf eval_steps
+        plan_rollouts num_prompts gpu_memory_gb lengths json png dialect
+    """,
+}  # bf16 is another spelling of torch_dtype; of the sizes, those are compared that decide which rows a step trains
+VERDICTS: Mapping[str, str] = {name: verdict for verdict, names in _TABLE.items() for name in names.split()}
+CONTENT: Mapping[str, str] = {"model": "refused", "vocabulary": "refused", "data set": "refused"}  # everything else is said
+_FLAGS = {"model": "model", "vocabulary": "model", "data set": "dataset"}
+_WHY = {
+    "torch_dtype": "the weights and moments of one are not those of the other",
+    "seed": "the prompts that are left would come in another order",
+    "dataset_shuffle": "the prompts that are left would come in another order",
+    "sync_ref_model": "only a run whose reference moves keeps it in its checkpoints",
+    "beta": "only a run whose reference moves keeps it in its checkpoints",
+    "model": "the weights, and the reference that the KL is measured against, would be of two models",
+    "vocabulary": "the same token ids would be other words",
+    "data set": "the prompts that are left would be other ones",
+}
+_OF_THE_REFERENCE = ("sync_ref_model", "beta")  # between two values that agree in `_keeps_reference` they are only said
+NEW_RUN = "or begin a new run in another --output_dir"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """A setting or a content that is not what it was. `verdict` as in the table."""
+
+    name: str
+    was: Any
+    now: Any
+    verdict: str
+
+    def __str__(self) -> str:
+        return f"{self.name}  {_plain(self.was)} -> {_plain(self.now)}"
+
+
+def changes_since(before: Origin, now: Origin) -> list[Change]:
+    """All that differs and is not free. What either side does not know is not compared."""
+    return [*_settings(before, now), *_contents(before, now)]
+
+
+def _settings(before: Origin, now: Origin) -> Iterator[Change]:
+    # Sizes are compared as they were worked out: a run may have typed the same ones in other words.
+    was, are = {**before.settings, **before.sizes}, {**now.settings, **now.sizes}
+    for name, value in are.items():
+        verdict = VERDICTS.get(name, "said")
+        if name in _OF_THE_REFERENCE:
+            verdict = "refused" if _keeps_reference(was) != _keeps_reference(are) else "said"
+        if name in was and was[name] != value and verdict != "free":
+            yield Change(name=name, was=was[name], now=value, verdict=verdict)
+    if are:
+        for name in was.keys() - are.keys() - VERDICTS.keys():  # a setting of the version that wrote it
+            yield Change(name=name, was=was[name], now="(unknown here)", verdict="said")
+
+
+def _keeps_reference(settings: Mapping[str, Any]) -> bool:
+    """A reference that moves is part of a checkpoint; any other is the model that the run began with."""
+    return bool(settings.get("sync_ref_model") and settings.get("beta"))
+
+
+def _contents(before: Origin, now: Origin) -> Iterator[Change]:
+    for name, value in now.content.items():
+        if before.content.get(name, value) != value:
+            yield Change(name=name, was=before.content[name], now=value, verdict=CONTENT.get(name, "said"))
+
+
+def problems_of(changes: list[Change], manifest: Manifest, *, is_between_rollouts: bool, typed: Mapping[str, str]) -> list[Problem]:
+    """The changes that this checkpoint cannot be continued with, in the user's names. is_between_rollouts: in the sizes of this run."""
+    problems = [_refusal(change, manifest, typed) for change in changes if change.verdict == "refused"]
+    sizes = [change for change in changes if change.verdict == "between" and change.name in manifest.origin.sizes]
+    others = [change for change in changes if change.verdict == "between" and change not in sizes]
+    stuck = [*(others if manifest.num_pending else []), *(sizes if manifest.num_pending or not is_between_rollouts else [])]
+    if stuck:
+        pending, step = manifest.num_pending, manifest.step
+        uneven = f"{manifest.progress.num_rollouts} rollouts are not {step} optimizer steps with them"
+        why = f"{pending} of its samples are still to be trained" if pending else uneven
+        names = [typed.get(change.name, change.name) for change in stuck]
+        told = ", ".join(f"{name} was {_plain(change.was)} and is {_plain(change.now)}" for name, change in zip(names, stuck))
+        what = "sizes" if not set(stuck) & set(others) else "values"
+        problems.append(Problem(
+            flags=(*names, "resume"), nearest={name: [change.was] for name, change in zip(names, stuck)},
+            message=f"{told}, and {manifest.directory} cannot be continued with other {what}: {why}. Resume with the old ones, "
+                    "or begin a new run from its weights (--model OLD_OUTPUT_DIR/hf, another --output_dir)."))  # fmt: skip
+    return problems
+
+
+def _refusal(change: Change, manifest: Manifest, typed: Mapping[str, str]) -> Problem:
+    setting = _FLAGS.get(change.name, change.name)
+    name = typed.get(setting, setting)
+    if change.name in CONTENT:
+        told, use = f"The {change.name} ({change.now}) is not the one of {manifest.directory} ({change.was})", f"Restore it (--{name})"
+        nearest = {}
+    else:
+        told = f"{name} is {_plain(change.now)}, and was {_plain(change.was)} for {manifest.directory}"
+        use, nearest = f"Use {name} {_plain(change.was)}", {name: [change.was]}
+    why = _WHY.get(change.name, "")
+    return Problem(flags=(name, "resume"), message=f"{told}: {why}. {use}, {NEW_RUN}.", nearest=nearest)
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, (list, tuple)):
+        return " ".join(map(str, value)) or "(none)"
+    return "none" if value is None else str(value) or '""'

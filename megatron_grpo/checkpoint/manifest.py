@@ -1,0 +1,139 @@
+"""`manifest.json`: what a checkpoint is of, what it was made with, and which files belong to it. No torch.
+
+Format 1 knew neither settings nor contents (they lay in grpo/config.yaml, without the values that follow from others), nor who wrote it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from megatron_grpo import __version__
+from megatron_grpo.types import Progress
+
+MANIFEST = "manifest.json"
+CONFIG = "grpo/config.yaml"
+FORMAT = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Origin:
+    """What a run is made of: its checkpoints say so, and a run that continues one is compared with it.
+
+    settings: every setting by name; a checkpoint of format 1 lacks those that followed from others. content: fingerprints of what the
+    settings only name, such as the rows of the data set. sizes: `BatchSizes.stream_sizes`. job: ids that a scheduler gave it, by variable.
+    """
+
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    content: Mapping[str, str] = field(default_factory=dict)
+    sizes: Mapping[str, int | str] = field(default_factory=dict)
+    job: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """A checkpoint without what it holds. save_number: 1 for the first save of its folder, and so on; 0 in format 1."""
+
+    directory: Path
+    format: int
+    progress: Progress
+    num_pending: int
+    save_number: int
+    origin: Origin
+    files: Mapping[str, Mapping[str, Any]]
+
+    @property
+    def step(self) -> int:
+        return self.progress.step
+
+
+# Field -> the type it must have. `torch`, `world_size` and `versions` (of what is pending, by rollout) are for people.
+_COMMON = {"format": int, "step": int, "progress": dict, "batch": dict, "world_size": int, "torch": str, "num_pending": int,
+           "versions": dict, "files": dict}  # fmt: skip
+_FIELDS = {1: _COMMON, 2: _COMMON | {"written_by": str, "save_number": int, "settings": dict, "content": dict, "job": dict}}
+
+
+def facts(origin: Origin, progress: Progress, **more: Any) -> dict[str, Any]:
+    """What a new manifest says besides its step, number and files."""
+    return {
+        "format": FORMAT,
+        "written_by": f"megatron_grpo {__version__}",
+        "progress": asdict(progress),
+        "batch": dict(origin.sizes),
+        "settings": dict(origin.settings),
+        "content": dict(origin.content),
+        "job": dict(origin.job),
+        **more,
+    }
+
+
+def read_manifest(directory: Path) -> Manifest | str:
+    """The manifest of a checkpoint, or a sentence that says why it cannot be used."""
+    path = directory / MANIFEST
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return f"{path} is missing"
+    except (ValueError, OSError) as error:
+        return f"{path} cannot be read ({error})"
+    wrong = _fault(found)
+    if wrong is None and directory.name.startswith("iter_") and directory.name != f"iter_{found['step']:07d}":
+        wrong = f"is of step {found['step']}, which is not what its folder says"
+    if wrong is not None:
+        return f"{path} {wrong}"
+    settings = found["settings"] if found["format"] > 1 else _settings_of_format_1(directory / CONFIG)
+    if isinstance(settings, str):
+        return settings
+    return Manifest(
+        directory=directory,
+        format=found["format"],
+        progress=Progress(**found["progress"]),
+        num_pending=found["num_pending"],
+        save_number=found.get("save_number", 0),
+        origin=Origin(settings=settings, content=found.get("content", {}), sizes=found["batch"], job=found.get("job", {})),
+        files=found["files"],
+    )
+
+
+def _fault(found: Any) -> str | None:
+    """What is wrong with a manifest, as the end of a sentence whose subject is the file."""
+    if not isinstance(found, dict) or not isinstance(found.get("format"), int):
+        return "cannot be read (it is no object with a `format`)"
+    if found["format"] not in _FIELDS:
+        writer = found.get("written_by", "another version")
+        return f"is of format {found['format']}, written by {writer}; megatron_grpo {__version__} reads formats 1 and {FORMAT}"
+    known = _FIELDS[found["format"]]
+    unknown = sorted(found.keys() - known.keys())
+    if unknown:
+        return f"has the field {unknown[0]!r}, which megatron_grpo {__version__} does not know in format {found['format']}"
+    bad = [name for name, kind in known.items() if not isinstance(found.get(name), kind)]
+    if bad:
+        return f"cannot be read (`{bad[0]}` is {'missing' if bad[0] not in found else repr(found[bad[0]])[:40]})"
+    counts = [found["step"], found["num_pending"], *found["progress"].values()]
+    names = [one.name for one in fields(Progress)]
+    if not found["progress"].keys() <= set(names) or not all(type(count) is int for count in counts):
+        return f"cannot be read (`progress` holds {', '.join(names)}, all whole numbers, and nothing else)"
+    if found["progress"].get("step") != found["step"]:
+        return f"cannot be read (`step` is {found['step']}, `progress` says {found['progress'].get('step')})"
+    if not found["files"]:
+        return "lists no files"
+    for name, entry in found["files"].items():
+        if not isinstance(entry, dict) or not isinstance(entry.get("bytes"), int) or not isinstance(entry.get("sha256"), str):
+            return f"cannot be read (it lacks size or SHA-256 of {name})"
+    return None
+
+
+def _settings_of_format_1(path: Path) -> dict[str, Any] | str:
+    """Settings from the copy of config.yaml; none where there is no copy."""
+    import yaml
+
+    try:
+        sections = yaml.safe_load(path.read_text(encoding="utf-8"))
+        return {name: value for section in sections.values() for name, value in section.items()}
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, AttributeError, yaml.YAMLError) as error:
+        return f"{path} cannot be read ({' '.join(str(error).split())})"

@@ -1,0 +1,283 @@
+"""Which checkpoint a run continues: judged before a process group, a model or an engine exists, and before anything is written. No torch.
+
+`judge_resume` is the whole of it. It reads names, sizes and manifests; that every byte is as it was written is for `Checkpoints.choose`,
+which deals the files out over the ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from megatron_grpo.checkpoint.continuity import Change, changes_since, problems_of
+from megatron_grpo.checkpoint.folder import POINTER, Folder, damage
+from megatron_grpo.checkpoint.manifest import MANIFEST, Manifest, Origin, read_manifest
+from megatron_grpo.checkpoint.samples import unreadable
+from megatron_grpo.errors import ConfigError, Problem
+
+if TYPE_CHECKING:
+    from megatron_grpo.batching.timetable import Timetable
+    from megatron_grpo.settings.config import Config
+
+OURS = "grpo"  # what Megatron-Core knows nothing of lies in this directory of a checkpoint
+WRITTEN_BY_A_RUN = ("checkpoints", "completions", "plots", "hf", "metrics.jsonl", "evaluations.jsonl", "schedule.jsonl", "tensorboard")
+RESTARTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
+PENDING = "pending"  # the folder of the rows that wait
+JOBS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "TORCHELASTIC_RUN_ID")  # torchrun without an id of its own says "none"
+
+
+class Prompts(Protocol):
+    """What is asked of `data.prompts.PromptStream`."""
+
+    def problems_with(self, state: Mapping[str, Any]) -> list[Problem]: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """A checkpoint that is there by its manifest: what has changed since, and why this run cannot continue it, if it cannot."""
+
+    manifest: Manifest
+    changes: tuple[Change, ...] = ()
+    problems: tuple[Problem, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resume:
+    """How a run begins: with the first of `candidates` that is undamaged, best first; without any, afresh.
+
+    origin: what this run is made of, for its own checkpoints. wipes: what an earlier run left is removed first. asked: the path given with
+    --resume, "" without one. num_steps: optimizer steps of the whole run, where known. notes: what a person should hear, a line each.
+    """
+
+    output_dir: Path
+    candidates: tuple[Candidate, ...] = ()
+    origin: Origin = Origin()
+    wipes: bool = False
+    asked: str = ""
+    num_steps: int | None = None
+    notes: tuple[str, ...] = ()
+
+    def lines(self, chosen: Candidate) -> list[str]:
+        """What is said of the checkpoint that the run continues."""
+        manifest, total = chosen.manifest, self.num_steps
+        pending = f", {manifest.num_pending} sampled completions wait to be trained" if manifest.num_pending else ""
+        lines = [f"Resuming from {manifest.directory}: {manifest.step}{f' of {total}' if total else ''} optimizer steps done{pending}."]
+        if chosen.changes:
+            lines += ["Changed since that checkpoint:", *(f"  {change}" for change in chosen.changes)]
+        if manifest.format == 1:
+            lines.append(
+                "It is of format 1, which does not say what model, data set and rewards held: that they are the same is not checked."
+            )
+        if total is not None and manifest.step >= total:
+            more = "A larger --max_steps (or --num_train_epochs) continues it."
+            lines.append(f"Nothing is left to do: the run is {total} optimizer steps long. {more}")
+        return lines
+
+
+def judge_resume(
+    cfg: Config, timetable: Timetable, content: Mapping[str, str], prompts: Prompts | None = None, environ: Mapping[str, str] = os.environ
+) -> Resume:
+    """How a run with these settings begins. Raises ConfigError with all that forbids it; writes nothing.
+
+    content: `content.content_of` this run. prompts: its stream, where the data set has been read.
+    """
+    origin = Origin(settings=settings_of(cfg), content=dict(content), sizes=timetable.plan.stream_sizes, job=job_of(environ))
+    resume = find_checkpoints(cfg.run.output_dir, cfg.run.resume, overwrites=cfg.run.overwrite_output_dir, origin=origin, environ=environ)
+    judged = []
+    for candidate in resume.candidates:
+        manifest = candidate.manifest
+        changes = changes_since(manifest.origin, origin)
+        between = timetable.is_between_rollouts(manifest.step, manifest.progress.num_rollouts)
+        problems = problems_of(changes, manifest, is_between_rollouts=between, typed=cfg.typed)
+        problems += _problems_inside(manifest, prompts, named={flag for problem in problems for flag in problem.flags})
+        judged.append(Candidate(manifest=manifest, changes=tuple(changes), problems=tuple(problems)))
+    if judged and judged[0].problems:
+        raise ConfigError(judged[0].problems)
+    return replace(resume, candidates=tuple(judged), num_steps=timetable.num_steps)
+
+
+def find_checkpoints(
+    output_dir: str | Path,
+    resume: str = "auto",
+    *,
+    overwrites: bool = False,
+    origin: Origin | None = None,
+    environ: Mapping[str, str] = os.environ,
+) -> Resume:
+    """The checkpoints that `--resume` names, those with missing or cut files left out. Raises ConfigError if it names one in vain.
+
+    What is to be cleared, or must not be continued, is not: at a restart, a job continues what it has written itself.
+    """
+    out, origin = Path(output_dir), origin or Origin(job=job_of(environ))
+    found = Resume(output_dir=out, origin=origin)
+    restart, own = restart_of(environ), _written_by(origin.job, out)
+    asked = "" if resume in ("auto", "never") else resume
+    if overwrites and asked:
+        raise _wrong(
+            ("overwrite_output_dir", "resume"),
+            f"overwrite_output_dir starts afresh and resume ({resume}) continues. Leave one of them out.",
+        )
+    if overwrites or resume == "never":
+        what = "overwrite_output_dir" if overwrites else "resume never"
+        if restart or own:
+            _refuse_another_job(found, restart, what)
+            because = f"this is a restart ({restart})" if restart else f"this very job ({own}) wrote the checkpoints of {out}"
+            note = f"{what} is set aside: {because}, and a job continues its own run. Another output_dir begins a new one."
+            return _candidates(replace(found, notes=(note,)))
+        if overwrites:
+            return replace(found, wipes=True)
+        if holds_run(out):
+            raise _wrong(
+                ("output_dir", "resume"),
+                f"output_dir ({out}) holds an earlier run and resume is never. Use --resume auto to continue it, "
+                "--overwrite_output_dir to replace it, or another output_dir.",
+            )
+        return found
+    newest = _newest(out) if asked and not Path(asked).resolve().is_relative_to(out.resolve()) else None
+    if newest and restart:  # the first start met none there: the next lines see to it
+        note = f"resume ({resume}) is set aside: this is a restart ({restart}), and it continues from its own checkpoints."
+        return _candidates(replace(found, notes=(note,)))
+    found = _candidates(replace(found, asked=asked))
+    if newest:
+        raise _wrong(
+            ("resume", "output_dir"),
+            f"output_dir ({out}) holds {newest.directory}, and resume ({resume}) names a checkpoint of another run. Use --resume auto to "
+            "continue the one in output_dir, or another output_dir.",
+        )
+    return found
+
+
+def _candidates(resume: Resume) -> Resume:
+    """With what lies where `asked` points, or else in output_dir."""
+    source = Path(resume.asked) if resume.asked else resume.output_dir
+    if source.exists() and not source.is_dir():
+        raise _wrong(("resume" if resume.asked else "output_dir",), f"{source} is a file, where a directory should be.")
+    is_checkpoint = bool(resume.asked) and ((source / MANIFEST).exists() or source.name.startswith("iter_"))
+    inner = source / "checkpoints"
+    folder = Folder(inner if inner.is_dir() or not resume.asked else source)
+    pointer = None if is_checkpoint else folder.pointer()
+    found = [read_manifest(source)] if is_checkpoint else folder.candidates()
+    refused, candidates, notes = [], [], list(resume.notes)
+    for one in found:
+        faults = [one] if isinstance(one, str) else damage(one.directory, one.files, read_bytes=False)
+        if faults:
+            refused.append(several(faults))
+        else:
+            candidates.append(Candidate(manifest=one))
+    if isinstance(pointer, str):
+        raise _wrong(("resume",), f"{pointer}. Remove it: the checkpoints beside it are found without.")
+    if not candidates and refused:
+        raise unusable(refused)
+    if not candidates and pointer is not None:
+        raise _wrong(
+            ("resume", "output_dir"),
+            f"{folder.path / POINTER} names step {pointer}, and there is no checkpoint beside it. Restore {folder.directory(pointer)}, "
+            "or begin again with --resume never --overwrite_output_dir.",
+        )
+    if not candidates and resume.asked:
+        raise _wrong(
+            ("resume",),
+            f"resume ({resume.asked}) holds no checkpoint: expected a directory with {MANIFEST}, or one with iter_* in it. "
+            "Use auto to begin afresh where there is none.",
+        )
+    if candidates and pointer not in (None, candidates[0].manifest.step):
+        used = candidates[0].manifest.directory
+        notes.append(f"{folder.path / POINTER} names step {pointer}; {used} was written last, and is used. --resume names another one.")
+    if not candidates and holds_run(resume.output_dir):
+        notes.append(f"{resume.output_dir} holds records of a run and no checkpoint: the run begins afresh, and replaces them.")
+    notes += [f"WARNING: a checkpoint is passed over: {text}." for text in refused]
+    return replace(resume, candidates=tuple(candidates), notes=tuple(notes))
+
+
+def _problems_inside(manifest: Manifest, prompts: Prompts | None, named: set[str]) -> list[Problem]:
+    """What the small files of a checkpoint say against continuing it. A file that cannot be read is damaged, which `choose` says."""
+    problems = []
+    ours = manifest.directory / OURS
+    try:
+        for text in filter(None, map(unreadable, pending_files(ours))):
+            problems.append(Problem(flags=("resume",), message=f"{text}. Resume with the version that wrote it."))
+        if prompts is not None:
+            problems += prompts.problems_with(json.loads((ours / "prompts.json").read_text(encoding="utf-8")))
+    except (OSError, ValueError, KeyError, EOFError):
+        pass
+    return [problem for problem in problems if not set(problem.flags) & (named - {"resume"})]
+
+
+def pending_files(ours: Path) -> list[Path]:
+    """The rows that wait: each rank that was home to some wrote a file. The first format had one file for all."""
+    return [path for path in (ours / "pending.npz",) if path.exists()] + sorted((ours / PENDING).glob("rank_*.npz"))
+
+
+def holds_run(output_dir: str | Path) -> bool:
+    """Whether `output_dir` holds what an earlier run wrote."""
+    return any((Path(output_dir) / name).exists() for name in WRITTEN_BY_A_RUN)
+
+
+def start_afresh(output_dir: str | Path) -> None:
+    """Removes what an earlier run wrote to `output_dir`, and nothing else. For one rank, before anything is built."""
+    for name in WRITTEN_BY_A_RUN:
+        path = Path(output_dir) / name
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+
+
+def settings_of(cfg: Config) -> dict[str, Any]:
+    """Every setting by name."""
+    return {name: value for section in cfg.groups().values() for name, value in vars(section).items()}
+
+
+def job_of(environ: Mapping[str, str]) -> dict[str, str]:
+    """The ids that a scheduler gave this job; a restarted job has the same."""
+    return {name: environ[name] for name in JOBS if environ.get(name, "none") not in ("", "none")}
+
+
+def restart_of(environ: Mapping[str, str]) -> str:
+    """The counter that says that this job has been restarted, as `NAME=2`; "" where it has not."""
+    return next((f"{name}={environ[name]}" for name in RESTARTS if environ.get(name, "0") not in ("", "0")), "")
+
+
+def unusable(refused: list[str]) -> ConfigError:
+    """Every checkpoint was refused, for these reasons."""
+    return _wrong(
+        ("resume",),
+        f"No usable checkpoint to resume from: {'. '.join(refused)}. Restore the files, name another checkpoint with --resume, "
+        "or begin again with --resume never --overwrite_output_dir.",
+    )
+
+
+def several(faults: list[str]) -> str:
+    return f"{'; '.join(faults[:3])}{f' and {len(faults) - 3} more files' if len(faults) > 3 else ''}"
+
+
+def _newest(out: Path) -> Manifest | None:
+    return next((one for one in Folder(out / "checkpoints").candidates() if isinstance(one, Manifest)), None)
+
+
+def _written_by(job: Mapping[str, str], out: Path) -> str:
+    """The id by which the newest checkpoint of `out` is of this very job, as `NAME=2`; "" where it is not."""
+    newest = _newest(out)
+    return next((f"{name}={value}" for name, value in job.items() if newest and newest.origin.job.get(name) == value), "")
+
+
+def _refuse_another_job(found: Resume, restart: str, what: str) -> None:
+    """A restart that meets the checkpoints of another job can neither continue them nor remove them."""
+    newest, job = _newest(found.output_dir), found.origin.job
+    theirs = newest.origin.job if newest else {}
+    other = next((name for name in job if name in theirs and theirs[name] != job[name]), None)
+    if other and not _written_by(job, found.output_dir):
+        raise _wrong(
+            ("output_dir", "resume"),
+            f"{what} removes nothing at a restart ({restart}), and {newest.directory} was written by another job ({other}="
+            f"{theirs[other]}, not {job[other]}). Remove it yourself, or use another output_dir.",
+        )
+
+
+def _wrong(flags: tuple[str, ...], message: str) -> ConfigError:
+    return ConfigError([Problem(flags=flags, message=message)])

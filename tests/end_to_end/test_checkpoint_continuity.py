@@ -1,0 +1,158 @@
+"""`megatron-grpo train` started again: what it says, what it refuses before a model loads, and that it overwrites nothing until then."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from tests.end_to_end.runs import records, write_inputs
+from tests.ranks import run_ranks
+
+FORMAT_1 = Path(__file__).parents[1] / "data" / "format_1.tar.xz"
+SMALL = dict(layers=1, hidden=8, heads=2, kv_heads=2, head_dim=8, ffn=8)
+
+
+def heard(rank, world_size, flags):
+    """The exit code, and everything printed; a model that is built although the configuration is wrong is a failure."""
+    import contextlib
+    import io
+
+    from tests.end_to_end import scripted
+
+    told = io.StringIO()
+    with contextlib.redirect_stdout(told), contextlib.redirect_stderr(told):
+        code = scripted.train(rank, world_size, flags)
+    return code, told.getvalue()
+
+
+def refused(rank, world_size, flags):
+    from megatron_grpo import build
+
+    def no_model(*args, **kwargs):
+        raise AssertionError("a model was built")
+
+    build.build_policy = no_model
+    return heard(rank, world_size, flags)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A run of four steps, two to a rollout and two rollouts, with checkpoints after 2, 3 (a rollout under way) and 4."""
+    folder = tmp_path_factory.mktemp("finished")
+    flags = [*write_inputs(folder, rows=12, **SMALL), *("--num_generations", "2"), *("--global_batch_size", "8")]
+    flags += ["--steps_per_generation", "2", "--save_steps", "1", "--save_total_limit", "3", "--export_hf", "false"]
+    flags += ["--log_completions_steps", "0"]
+    [(code, told)] = run_ranks(heard, 1, [*flags, "--max_steps", "4", "--output_dir", str(folder / "out")])
+    assert code == 0, told
+    return folder, flags
+
+
+@pytest.fixture
+def run(finished, tmp_path):
+    """A copy of that run, and its flags."""
+    folder, flags = finished
+    shutil.copytree(folder, tmp_path / "run")
+    return tmp_path / "run" / "out", [
+        *(flag.replace(str(folder), str(tmp_path / "run")) for flag in flags),
+        *("--output_dir", str(tmp_path / "run" / "out")),
+    ]
+
+
+def everything_in(out: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in out.rglob("*") if path.is_file()}
+
+
+def test_a_finished_run_started_again_says_that_nothing_is_left(run):
+    out, flags = run
+    before = (out / "metrics.jsonl").read_text()
+    [(code, told)] = run_ranks(heard, 1, [*flags, "--max_steps", "4"])
+    assert code == 0 and (out / "metrics.jsonl").read_text() == before
+    assert f"Resuming from {out}/checkpoints/iter_0000004: 4 of 4 optimizer steps done." in told
+    assert told.count("Nothing is left to do: the run is 4 optimizer steps long.") == 1
+
+
+def test_what_changed_is_printed_once_by_one_rank_and_the_run_goes_on(run):
+    out, flags = run
+    results = run_ranks(heard, 2, [*flags, "--max_steps", "5", "--lr", "5e-4", "--epsilon", "0.1"])
+    assert [code for code, _ in results] == [0, 0], results
+    told = "".join(text for _, text in results)
+    for line in ("Changed since that checkpoint:", "  lr  0.001 -> 0.0005", "  epsilon  0.2 -> 0.1", "  max_steps  4 -> 5"):
+        assert told.count(line + "\n") == 1
+    assert [record["step"] for record in records(out / "metrics.jsonl")] == [1, 2, 3, 4, 5]
+
+
+def other_model(folder, out):
+    from tests.tiny_models import write_tiny
+
+    write_tiny(folder / "model", "qwen3", tied=True, std=0.1, seed=7, **SMALL)
+
+
+def other_words(folder, out):
+    path = folder / "model" / "tokenizer.json"
+    path.write_text(path.read_text().replace('"11":11', '"x":11').replace('"11": 11', '"x": 11'))
+
+
+def other_column(folder, out):
+    lines = (folder / "data.jsonl").read_text().splitlines()
+    lines[5] = json.dumps(json.loads(lines[5]) | {"answer": "y"})
+    (folder / "data.jsonl").write_text("\n".join(lines) + "\n")
+
+
+def flipped_byte(folder, out):
+    for path in out.glob("checkpoints/iter_*/common.pt"):
+        path.write_bytes(path.read_bytes()[:-1] + b"?")
+
+
+def nothing(folder, out):
+    pass
+
+
+@pytest.mark.parametrize("harm, flags, says", [
+    (other_model, [], "The model ("),
+    (other_words, [], "The vocabulary ("),
+    (other_column, [], "The data set (12 rows, "),
+    (flipped_byte, [], "No usable checkpoint to resume from"),
+    (nothing, ["--seed", "7"], "seed is 7, and was 42"),
+    (nothing, ["--resume", "{out}/checkpoints/iter_0000003", "--temperature", "0.5"], "temperature was 1.0 and is 0.5"),
+    (nothing, ["--resume", "{out}/../elsewhere"], "holds no checkpoint"),
+], ids=["model", "vocabulary", "data", "bytes", "seed", "temperature within a rollout", "path"])  # fmt: skip
+def test_what_cannot_be_continued_is_refused_before_a_model_loads_and_leaves_output_dir_as_it_is(run, harm, flags, says):
+    out, given = run
+    harm(out.parent, out)
+    before = everything_in(out)
+    [(code, told)] = run_ranks(refused, 1, [*given, "--max_steps", "6", "--lr", "0.5", *(flag.format(out=out) for flag in flags)])
+    assert code == 2 and says in told and "Traceback" not in told, told
+    assert everything_in(out) == before
+
+
+def test_a_restart_does_not_overwrite(run):
+    out, flags = run
+    [(code, told)] = run_ranks(
+        heard, 1, [*flags, "--max_steps", "5", "--overwrite_output_dir", "true"], env={"TORCHELASTIC_RESTART_COUNT": "1"}
+    )
+    assert code == 0 and "overwrite_output_dir is set aside: this is a restart (TORCHELASTIC_RESTART_COUNT=1)" in told
+    assert "Resuming from" in told and [record["step"] for record in records(out / "metrics.jsonl")] == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("case, world_size", [("one_rank", 1), ("two_ranks", 2)])
+def test_a_checkpoint_of_format_1_continues_as_the_code_that_wrote_it_did(tmp_path, monkeypatch, case, world_size):
+    """In the middle of a rollout; expected.json holds what that code trained next. tests/data/make_format_1.py made it."""
+    with tarfile.open(FORMAT_1) as tar:
+        tar.extractall(tmp_path, filter="data")
+    monkeypatch.chdir(tmp_path)  # paths in the files are relative
+    flags, expected = (json.loads(Path(name).read_text())[case] for name in ("flags.json", "expected.json"))
+    results = run_ranks(heard, world_size, flags)
+    assert [code for code, _ in results] == [0] * world_size, results
+    told = results[0][1]
+    assert "iter_0000004: 4 of 6 optimizer steps done, 12 sampled completions wait to be trained." in told
+    assert "of format 1" in told and "  max_steps  4 -> 6" in told
+    found = records(tmp_path / case / "metrics.jsonl")
+    assert [step["step"] for step in found] == [5, 6]
+    for step, wanted in zip(found, expected, strict=True):
+        for name, value in wanted.items():
+            # To the bit on the machine that made it; another one may add in another order.
+            assert step[name] == pytest.approx(value, rel=1e-5, abs=1e-9), name

@@ -1,0 +1,273 @@
+"""Which checkpoint a run continues, and what may have changed since: judged from files, without a model."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_grpo.batching.timetable import Timetable
+from megatron_grpo.checkpoint.continuity import CONTENT, VERDICTS, changes_since
+from megatron_grpo.checkpoint.folder import POINTER, Folder, fingerprints
+from megatron_grpo.checkpoint.manifest import Origin, facts
+from megatron_grpo.checkpoint.resume import find_checkpoints, judge_resume, settings_of
+from megatron_grpo.errors import ConfigError
+from megatron_grpo.settings.parse import resolve
+from megatron_grpo.settings.table import table
+from megatron_grpo.sizing.batch_sizes import BatchSizes, settle
+from megatron_grpo.types import Progress
+
+CONTENTS = {"model": "qwen3 1a", "vocabulary": "2b", "data set": "40 rows, 3c", "reward r.py:f": "4d"}
+SIZES = ["--global_batch_size", "8", "--num_generations", "4", "--steps_per_generation", "2"]
+
+
+def settled(out: Path, *flags: str):
+    cfg = resolve(["--output_dir", str(out), "--max_steps", "9", *SIZES, *flags])
+    sizes = BatchSizes.from_config(cfg)
+    settle(cfg, sizes)
+    return cfg, Timetable.of_length(sizes, max_steps=cfg.run.max_steps)
+
+
+def saved(out: Path, step: int, *flags: str, pending: int = 0, num_rollouts: int | None = None, **origin) -> Path:
+    """A checkpoint with one small file, as a run with these flags would describe it."""
+    cfg, timetable = settled(out, *flags)
+    folder = Folder(out / "checkpoints")
+    writing = folder.begin(step)
+    (writing / "common.pt").write_bytes(b"weights")
+    progress = Progress(step=step, num_rollouts=-(-step // 2) if num_rollouts is None else num_rollouts)
+    known = {"settings": settings_of(cfg), "content": CONTENTS, "sizes": timetable.plan.stream_sizes} | origin
+    said = facts(Origin(**known), progress, world_size=1, torch="2", num_pending=pending, versions={})
+    folder.commit(step, said, fingerprints(writing, ["common.pt"]))
+    return folder.directory(step)
+
+
+def judged(out: Path, *flags: str, content=CONTENTS, environ=None):
+    return judge_resume(*settled(out, *flags), content, environ=environ or {})
+
+
+def refusal(call, *args, **more) -> str:
+    with pytest.raises(ConfigError) as error:
+        call(*args, **more)
+    return str(error.value)
+
+
+def step_of(resume) -> int | None:
+    return resume.candidates[0].manifest.step if resume.candidates else None
+
+
+# -- what may change -----------------------------------------------------------------------------------------------------------------------
+
+
+def test_every_setting_has_exactly_one_verdict():
+    from megatron_grpo.checkpoint.continuity import _TABLE
+
+    listed = [name for names in _TABLE.values() for name in names.split()]
+    assert sorted(listed) == sorted(table())  # none twice, none forgotten, none that is gone
+
+
+def test_nothing_is_said_of_a_run_that_is_as_it_was(tmp_path):
+    saved(tmp_path, 4)
+    resume = judged(tmp_path)
+    assert resume.candidates[0].changes == () and resume.notes == ()
+    assert resume.lines(resume.candidates[0]) == [f"Resuming from {tmp_path}/checkpoints/iter_0000004: 4 of 9 optimizer steps done."]
+
+
+@pytest.mark.parametrize("name", ["seed", "dataset_shuffle", "torch_dtype"])
+def test_what_must_not_change_is_refused_with_both_values(tmp_path, name):
+    was, now = {"seed": ("42", "43"), "dataset_shuffle": ("true", "false"), "torch_dtype": ("bfloat16", "float32")}[name]
+    saved(tmp_path, 4)
+    assert f"{name} is {now}, and was {was} for {tmp_path}/checkpoints/iter_0000004" in refusal(judged, tmp_path, f"--{name}", now)
+
+
+MOVING = ["--beta", "0.1", "--sync_ref_model", "true"]
+
+
+@pytest.mark.parametrize("flags, verdict", [(MOVING[2:], None), (MOVING[:2], None), (MOVING, "sync_ref_model is true")])
+def test_a_reference_in_the_checkpoint_must_be_wanted_and_a_wanted_one_be_there(tmp_path, flags, verdict):
+    saved(tmp_path, 4)
+    if verdict:
+        assert verdict in refusal(judged, tmp_path, *flags)
+    else:
+        assert len(judged(tmp_path, *flags).candidates[0].changes) == 1
+
+
+@pytest.mark.parametrize("name, says", [("model", "another"), ("vocabulary", "another"), ("data set", "41 rows, 9f")])
+def test_another_model_vocabulary_or_data_set_is_refused(tmp_path, name, says):
+    saved(tmp_path, 4)
+    told = refusal(judged, tmp_path, content={**CONTENTS, name: says})
+    assert f"The {name} ({says}) is not the one of {tmp_path}/checkpoints/iter_0000004 ({CONTENTS[name]})" in told
+
+
+def test_what_may_change_is_a_difference_that_is_said(tmp_path):
+    saved(tmp_path, 4)
+    flags = ["--lr", "1e-4", "--loss_type", "dapo", "--temperature", "0.7", "--max_completion_length", "9", "--save_steps", "7"]
+    resume = judged(tmp_path, *flags, content={**CONTENTS, "reward r.py:f": "5e"})
+    assert resume.lines(resume.candidates[0])[1:] == [
+        "Changed since that checkpoint:",
+        "  max_completion_length  256 -> 9",
+        "  temperature  1.0 -> 0.7",
+        "  loss_type  grpo -> dapo",
+        "  lr  1e-06 -> 0.0001",
+        "  reward r.py:f  4d -> 5e",
+    ]
+
+
+def test_sizes_and_temperature_may_change_between_rollouts_and_not_while_rows_wait(tmp_path):
+    saved(tmp_path / "between", 4)
+    saved(tmp_path / "within", 5, pending=8)
+    changes = ["--global_batch_size", "4", "--temperature", "0.5"]
+    assert {"global_batch_size", "temperature"} <= {change.name for change in judged(tmp_path / "between", *changes).candidates[0].changes}
+    told = refusal(judged, tmp_path / "within", *changes)
+    assert "temperature was 1.0 and is 0.5" in told and "8 of its samples are still to be trained" in told
+    assert "temperature was 1.0" in refusal(judged, tmp_path / "within", "--temperature", "0.5")
+    assert step_of(judged(tmp_path / "within")) == 5
+
+
+def test_another_layout_is_no_change(tmp_path):
+    saved(tmp_path, 4)
+    layout = "--world_size 4 --tensor_model_parallel_size 2 --micro_batch_size 2 --max_tokens_per_micro_batch 900".split()
+    assert judged(tmp_path, *layout).candidates[0].changes == ()
+
+
+def test_a_run_that_has_reached_its_end_says_that_nothing_is_left(tmp_path):
+    saved(tmp_path, 9)
+    resume = judged(tmp_path)
+    assert "Nothing is left to do: the run is 9 optimizer steps long." in resume.lines(resume.candidates[0])[-1]
+
+
+def test_contents_are_either_refused_or_said():
+    before, now = Origin(content=dict(a="1", model="1", gone="1")), Origin(content=dict(a="2", model="2", new="1"))
+    assert {change.name: change.verdict for change in changes_since(before, now)} == {"a": "said", "model": "refused"}
+    assert set(CONTENT.values()) == {"refused"} and set(VERDICTS.values()) == {"refused", "between", "said", "free"}
+
+
+# -- which checkpoint ----------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_whole_newer_checkpoint_is_used_beside_an_older_pointer_and_it_is_said(tmp_path):
+    for step in (2, 4):
+        saved(tmp_path, step)
+    (tmp_path / "checkpoints" / POINTER).write_text("2\n")
+    resume = judged(tmp_path)
+    assert step_of(resume) == 4 and "names step 2" in resume.notes[0] and "iter_0000004 was written last" in resume.notes[0]
+
+
+def test_a_pointer_that_names_a_missing_step_leads_to_the_newest_whole_one(tmp_path):
+    saved(tmp_path, 4)
+    for step in ("9", "1"):
+        (tmp_path / "checkpoints" / POINTER).write_text(step)
+        resume = judged(tmp_path)
+        assert step_of(resume) == 4 and f"names step {step}" in resume.notes[0]
+
+
+def test_a_pointer_without_any_checkpoint_is_an_error_and_not_a_fresh_run(tmp_path):
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / POINTER).write_text("4")
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1}) + "\n")
+    assert "names step 4, and there is no checkpoint beside it" in refusal(judged, tmp_path)
+
+
+def test_a_pointer_that_is_a_folder_and_an_output_dir_that_is_a_file_are_sentences(tmp_path):
+    saved(tmp_path / "out", 4)
+    (tmp_path / "out" / "checkpoints" / POINTER).unlink()
+    (tmp_path / "out" / "checkpoints" / POINTER).mkdir()
+    assert "is a folder" in refusal(judged, tmp_path / "out")
+    (tmp_path / "file").write_text("")
+    assert "is a file, where a directory should be" in refusal(judged, tmp_path / "file")
+    assert "is a file, where a directory should be" in refusal(judged, tmp_path / "new", "--resume", str(tmp_path / "file"))
+
+
+@pytest.mark.parametrize("harm, says", [
+    (lambda path: (path / "common.pt").write_bytes(b"we"), "has 2 bytes, 7 were written"),
+    (lambda path: (path / "common.pt").unlink(), "is missing"),
+    (lambda path: (path / "manifest.json").write_text("{}"), "cannot be read"),
+], ids=["cut", "missing", "manifest"])  # fmt: skip
+def test_what_can_be_seen_of_damage_is_seen_before_anything_starts(tmp_path, harm, says):
+    for step in (2, 4):
+        saved(tmp_path, step)
+    harm(tmp_path / "checkpoints" / "iter_0000004")
+    resume = judged(tmp_path)
+    assert step_of(resume) == 2 and any("passed over" in note and says in note for note in resume.notes)
+    assert says in refusal(judged, tmp_path / "new", "--resume", str(tmp_path / "checkpoints" / "iter_0000004"))
+    harm(tmp_path / "checkpoints" / "iter_0000002")
+    assert "No usable checkpoint" in refusal(judged, tmp_path)
+
+
+def test_a_run_without_checkpoints_says_that_its_records_are_replaced(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1}) + "\n")
+    resume = judged(tmp_path)
+    assert step_of(resume) is None and "holds records of a run and no checkpoint" in resume.notes[0]
+
+
+def test_another_runs_checkpoint_is_not_continued_into_a_folder_that_holds_a_run(tmp_path):
+    saved(tmp_path / "theirs", 4)
+    saved(tmp_path / "mine", 2)
+    other = ["--resume", str(tmp_path / "theirs")]
+    assert step_of(judged(tmp_path / "new", *other)) == 4
+    told = refusal(judged, tmp_path / "mine", *other)
+    assert "iter_0000002" in told and "names a checkpoint of another run" in told
+    assert step_of(judged(tmp_path / "theirs", "--resume", str(tmp_path / "theirs" / "checkpoints" / "iter_0000004"))) == 4
+
+
+def test_resume_never_and_overwrite_say_what_they_mean(tmp_path):
+    saved(tmp_path, 4)
+    assert "holds an earlier run and resume is never" in refusal(judged, tmp_path, "--resume", "never")
+    for resume in ("never", "auto"):
+        found = judged(tmp_path, "--resume", resume, "--overwrite_output_dir", "true")
+        assert found.wipes and not found.candidates
+    assert "starts afresh and resume" in refusal(judged, tmp_path, "--resume", str(tmp_path), "--overwrite_output_dir", "true")
+
+
+# -- restarts ------------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("flags", [["--overwrite_output_dir", "true"], ["--resume", "never"]], ids=["overwrite", "never"])
+@pytest.mark.parametrize("environ", [
+    {"TORCHELASTIC_RESTART_COUNT": "1"},
+    {"SLURM_RESTART_COUNT": "2", "SLURM_JOB_ID": "77"},
+    {"SLURM_JOB_ID": "77"},
+    {"TORCHELASTIC_RUN_ID": "abc", "TORCHELASTIC_RESTART_COUNT": "0"},
+], ids=["elastic", "requeued", "this job", "this launch"])  # fmt: skip
+def test_a_restart_removes_nothing_and_goes_on(tmp_path, flags, environ):
+    saved(tmp_path, 4, job={"SLURM_JOB_ID": "77", "TORCHELASTIC_RUN_ID": "abc"})
+    resume = judged(tmp_path, *flags, environ=environ)
+    assert not resume.wipes and step_of(resume) == 4
+    assert "is set aside" in resume.notes[0] and "continues its own run" in resume.notes[0]
+
+
+@pytest.mark.parametrize("environ", [{}, {"SLURM_JOB_ID": "78"}, {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": "0"}])
+def test_a_first_start_of_another_job_still_overwrites(tmp_path, environ):
+    saved(tmp_path, 4, job={"SLURM_JOB_ID": "77", "TORCHELASTIC_RUN_ID": "none"})
+    assert judged(tmp_path, "--overwrite_output_dir", "true", environ=environ).wipes
+
+
+def test_a_restart_before_the_first_checkpoint_does_not_continue_the_run_that_was_to_be_replaced(tmp_path):
+    saved(tmp_path, 4, job={"SLURM_JOB_ID": "77"})
+    environ = {"SLURM_JOB_ID": "78", "SLURM_RESTART_COUNT": "1"}
+    told = refusal(judged, tmp_path, "--overwrite_output_dir", "true", environ=environ)
+    assert "was written by another job (SLURM_JOB_ID=77, not 78)" in told
+
+
+def test_a_restart_of_a_run_that_began_from_another_continues_from_its_own_checkpoints(tmp_path):
+    saved(tmp_path / "theirs", 4)
+    saved(tmp_path / "mine", 6)
+    resume = judged(tmp_path / "mine", "--resume", str(tmp_path / "theirs"), environ={"TORCHELASTIC_RESTART_COUNT": "1"})
+    assert step_of(resume) == 6 and "is set aside" in resume.notes[0]
+
+
+def test_a_checkpoint_records_the_job_that_wrote_it(tmp_path):
+    environ = {"SLURM_JOB_ID": "77", "TORCHELASTIC_RUN_ID": "none", "HOME": "/"}
+    assert judged(tmp_path, environ=environ).origin.job == {"SLURM_JOB_ID": "77"}
+
+
+def test_judging_needs_no_torch(tmp_path):
+    code = "import sys, megatron_grpo.checkpoint.resume, megatron_grpo.checkpoint.content; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_find_checkpoints_alone_says_where_a_run_would_go_on(tmp_path):
+    saved(tmp_path, 4)
+    assert step_of(find_checkpoints(tmp_path, environ={})) == 4

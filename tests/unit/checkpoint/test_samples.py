@@ -1,0 +1,213 @@
+"""Pending samples as a file: every field of every kind, to the bit; nothing that is not understood is read."""
+
+from __future__ import annotations
+
+import io
+import json
+import tarfile
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import pytest
+
+from megatron_grpo.checkpoint import samples as file_of_samples
+from megatron_grpo.checkpoint.samples import UnknownSamples, column_types, read_samples, unreadable, write_samples
+from megatron_grpo.types import AnchoredSample, Sample
+
+FORMAT_1 = Path(__file__).parents[2] / "data" / "format_1.tar.xz"
+
+
+def sample(kind=Sample, **changes):
+    mask = "loss_mask" if "loss_mask" in kind.__dataclass_fields__ else "mask"
+    common = dict(
+        row=0,
+        rollout=1,
+        prompt_number=2,
+        version=3,
+        token_ids=np.arange(4),
+        sampler_logprobs=np.array([0, 0, -0.1, -1e-30], dtype=np.float32),
+        advantage=0.1 + 0.2,
+        is_dead=False,
+        is_truncated=True,
+        **{mask: np.array([False, False, True, True])},
+    )
+    known = kind.__dataclass_fields__
+    return kind(**{name: value for name, value in ({"fresh_at": 3} | common | changes).items() if name in known})
+
+
+def assert_same(back, samples):
+    assert [type(one) for one in back] == [type(one) for one in samples]
+    for one, other in zip(back, samples):
+        for name in one.__dataclass_fields__:
+            a, b = getattr(one, name), getattr(other, name)
+            if isinstance(b, np.ndarray):
+                assert a.dtype == b.dtype and np.array_equal(a, b, equal_nan=b.dtype.kind == "f"), name
+            else:
+                assert (type(a), a) == (type(b), b), name
+
+
+@pytest.mark.parametrize("samples", [
+    [],
+    [sample()],
+    [sample(AnchoredSample, old_logprobs=np.zeros(4, np.float32), anchored_by="cached"), sample(row=7), sample(row=8, advantage=-1.5)],
+    [sample(AnchoredSample, old_logprobs=np.full(4, -2, np.float32), anchored_by="rollout", row=1)] * 3,
+    [sample(AnchoredSample, old_logprobs=np.array([0, 0, np.nan, -1], np.float32), anchored_by="rollout")],
+], ids=["none", "one", "mixed", "anchored", "without some log-probs"])  # fmt: skip
+def test_samples_survive_a_file_bit_for_bit(tmp_path, samples):
+    write_samples(tmp_path / "pending.npz", samples)
+    assert_same(read_samples(tmp_path / "pending.npz"), samples)
+    assert unreadable(tmp_path / "pending.npz") is None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Row:
+    """A family of its own, with every type that a field may have."""
+
+    number: int
+    token_ids: np.ndarray
+    mask: np.ndarray
+    starts: tuple[int, ...] = (0,)
+    shown: tuple = ()  # pictures
+    experts: np.ndarray | None = None  # [T, layers, k]
+    kept_at: np.ndarray | None = None
+    where: Literal["here", "there"] = "here"
+    factor: float = 1.0
+    is_dead: bool = False
+    limit: int | None = None
+    version: int = 0
+    fresh_at: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class MarkedRow(Row):
+    marks: np.ndarray
+
+
+def row(length, kind=Row, **changes):
+    return kind(**{"number": length, "token_ids": np.arange(length) + 2**31 - 1 - length, "mask": np.arange(length) > 1} | changes)
+
+
+EVERYTHING = [
+    row(5, starts=(0, 2, 4), experts=np.arange(20, dtype=np.int16).reshape(5, 2, 2), where="there"),
+    row(3, starts=(0, 1), factor=float("-inf")),
+    row(0, starts=(), experts=np.empty((0, 2, 2), np.int16), limit=3),
+    row(4, MarkedRow, marks=np.zeros((4, 1)), kept_at=np.array([0, 2**40]), is_dead=True),
+    row(2, limit=0, factor=0.1),
+]
+
+
+def test_ragged_tuples_arrays_of_any_shape_and_fields_that_are_none_survive(tmp_path):
+    write_samples(tmp_path / "file", EVERYTHING)
+    assert_same(read_samples(tmp_path / "file", Row), EVERYTHING)
+    equal = [row(3, starts=(0, 1)), row(4, starts=(0, 2))]  # one shape: numpy would make a table of them
+    write_samples(tmp_path / "file", equal)
+    assert_same(read_samples(tmp_path / "file", Row), equal)
+
+
+def test_token_ids_take_four_bytes_in_the_file_and_eight_in_memory(tmp_path):
+    write_samples(tmp_path / "file", EVERYTHING)
+    with np.load(tmp_path / "file") as arrays:
+        assert arrays["Row.token_ids"].dtype == np.int32 and arrays["MarkedRow.kept_at"].dtype == np.int64
+    assert read_samples(tmp_path / "file", Row)[0].token_ids.dtype == np.int64
+
+
+def test_pictures_are_not_saved(tmp_path):
+    write_samples(tmp_path / "file", [row(3, shown=((0, object()),))])
+    assert read_samples(tmp_path / "file", Row)[0].shown == ()
+
+
+def change_header(path, change):
+    with np.load(path) as file:
+        arrays = dict(file)
+    header = json.loads(str(arrays["header"]))
+    change(header)
+    with path.open("wb") as stream:
+        np.savez(stream, **arrays | {"header": np.array(json.dumps(header))})
+
+
+def test_a_field_that_the_file_lacks_has_its_default(tmp_path):
+    write_samples(tmp_path / "file", [row(3, where="there", starts=(0, 1))])
+    change_header(tmp_path / "file", lambda header: [header["kinds"]["Row"].pop(name) for name in ("where", "starts")])
+    [back] = read_samples(tmp_path / "file", Row)
+    assert (back.where, back.starts) == ("here", (0,))
+    change_header(tmp_path / "file", lambda header: header["kinds"]["Row"].pop("number"))
+    with pytest.raises(UnknownSamples, match="lacks Row.number, which has no default"):
+        read_samples(tmp_path / "file", Row)
+
+
+@pytest.mark.parametrize("change, says", [
+    (lambda header: header["kinds"]["Row"].update(colour="str"), "the field Row.colour, which megatron_grpo 0.1.0 does not know"),
+    (lambda header: header["kinds"].update(Column={}), "samples of the kind Column, which"),
+    (lambda header: header["kinds"]["Row"].update(number="str"), "Row.number as str; in megatron_grpo 0.1.0 it is int"),
+    (lambda header: header.update(format=3), "has format 3; megatron_grpo 0.1.0 reads formats 1 and 2"),
+], ids=["field", "kind", "type", "format"])  # fmt: skip
+def test_what_is_not_known_is_refused_with_its_name_and_the_version_that_wrote_it(tmp_path, change, says):
+    write_samples(tmp_path / "file", [row(3)])
+    change_header(tmp_path / "file", lambda header: (header.update(written_by="megatron_grpo 7.0"), change(header)))
+    for read in (lambda: read_samples(tmp_path / "file", Row), lambda: _raise(unreadable(tmp_path / "file", Row))):
+        with pytest.raises(UnknownSamples, match="was written by megatron_grpo 7.0 and has") as told:
+            read()
+        assert says in str(told.value)
+
+
+def _raise(sentence):
+    raise UnknownSamples(sentence)
+
+
+def test_a_field_of_a_type_that_a_file_cannot_hold_is_an_error_and_not_lost():
+    @dataclass
+    class Odd:
+        table: dict
+
+    Odd.__annotations__["table"] = dict
+    with pytest.raises(TypeError, match="Odd.table"):
+        column_types(Odd)
+    with pytest.raises(TypeError, match="experts has arrays of"):
+        write_samples(Path("never"), [row(1, experts=np.zeros(1)), row(1, experts=np.zeros((1, 1)))])
+
+
+def test_every_field_of_todays_samples_can_be_saved():
+    for kind in (Sample, AnchoredSample):
+        assert column_types(kind).keys() == {field.name for field in fields(kind)} - set(file_of_samples.NOT_SAVED)
+
+
+# -- format 1 ------------------------------------------------------------------------------------------------------------------------------
+
+
+def write_format_1(path, samples):
+    """What 5dcdde2 did with fields that are arrays and scalars, `mask` under its old name and without what came later."""
+    arrays = {"kinds": np.array([type(one).__name__ for one in samples], dtype=np.str_)}
+    for kind in dict.fromkeys(map(type, samples)):
+        for name in ("number", "token_ids", "mask", "version", *(("marks",) if kind is MarkedRow else ())):
+            values = [getattr(one, name) for one in samples if type(one) is kind]
+            key = f"{kind.__name__}.{'loss_mask' if name == 'mask' else name}"
+            if isinstance(values[0], np.ndarray):
+                arrays |= {key: np.concatenate(values), f"{key}.lengths": np.array([len(value) for value in values], dtype=np.int64)}
+            else:
+                arrays[key] = np.array(values)
+    with path.open("wb") as stream:
+        np.savez(stream, **arrays)
+
+
+def test_a_file_of_format_1_is_read_under_the_new_names_and_its_rows_were_fresh_when_sampled(tmp_path):
+    rows = [row(3, version=4, fresh_at=4), row(5, MarkedRow, marks=np.ones(5), version=2, fresh_at=2), row(2, version=5, fresh_at=5)]
+    write_format_1(tmp_path / "file", rows)
+    assert_same(read_samples(tmp_path / "file", Row), rows)
+    assert unreadable(tmp_path / "file", Row) is None
+
+
+@pytest.mark.parametrize("case", ["one_rank", "two_ranks"])
+def test_a_file_that_5dcdde2_wrote_is_read(tmp_path, case):
+    with tarfile.open(FORMAT_1) as tar:
+        content = tar.extractfile(f"{case}/checkpoints/iter_0000004/grpo/pending.npz").read()
+    (tmp_path / "file").write_bytes(content)
+    rows = read_samples(tmp_path / "file")
+    assert len(rows) == 12 and {type(one) for one in rows} == {AnchoredSample}
+    with np.load(io.BytesIO(content)) as written:
+        assert np.array_equal(np.concatenate([one.token_ids for one in rows]), written["AnchoredSample.token_ids"])
+        assert np.array_equal(np.concatenate([one.old_logprobs for one in rows]), written["AnchoredSample.old_logprobs"])
+        assert {one.anchored_by for one in rows} == set(written["AnchoredSample.anchored_by"].tolist())
+        masks = [one.mask if hasattr(one, "mask") else one.loss_mask for one in rows]
+        assert np.array_equal(np.concatenate(masks), written["AnchoredSample.loss_mask"])
