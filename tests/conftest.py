@@ -11,3 +11,9 @@ sys.path[:0] = [str(Path(__file__).resolve().parent.parent)]  # `import tests.ra
 from tests.ranks import ENVIRONMENT  # noqa: E402
 
 os.environ.update(ENVIRONMENT)
+
+from hypothesis import HealthCheck, settings  # noqa: E402
+
+# A claim holds on a slow machine too: no example has to be ready in time.
+settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any machine")
