@@ -59,6 +59,7 @@ REWARD_WEIGHTS = (1.0, 0.5)
 NAMES = ("loss type", "level", "KL", "estimator")
 MODEL = dict(family="qwen3", hidden=32, layers=2, heads=4, kv_heads=2, head_dim=8, ffn=48, vocab=60, std=0.12)
 LONGEST = 16  # max_completion_length
+GROUPS: cases.Groups = ((5, (5, 1, 2, 9)), (1, (12, 2, 3, 1)))
 
 Combination = tuple[str, str, str, str]
 
@@ -123,11 +124,10 @@ def material(folder: Path, seed: int = 0) -> Material:
     generator = torch.Generator().manual_seed(seed)
     moved = {name: w + 0.01 * torch.randn(w.shape, generator=generator) for name, w in weights.items()}
     save_file(moved, folder / "reference" / "model.safetensors", metadata={"format": "pt"})
-    (samples,) = cases.stored_rollout(model, vocab=MODEL["vocab"], seed=seed)
+    (samples,) = cases.stored_rollout(model, vocab=MODEL["vocab"], seed=seed, groups=GROUPS)
     rng = np.random.default_rng(seed)
     rewards = [[[float(rng.normal()), float(rng.normal(1.0))] for _ in range(4)] for _ in range(2)]
     rewards[1][2][1] = None
-    samples = [dataclasses.replace(sample, prompt_number=sample.row // 4) for sample in samples]
     return Material(model, folder / "reference", samples, rewards)
 
 
