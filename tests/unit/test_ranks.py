@@ -7,10 +7,10 @@ import signal
 import time
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 import torch
 import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tests.ranks import RanksFailed, run_ranks
 
