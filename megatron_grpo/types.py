@@ -126,7 +126,7 @@ class MicroBatch:
 
     token_ids: np.ndarray  # int64 [T]
     positions: np.ndarray  # int64 [T], restart at 0 in every sequence
-    segments: tuple[Segment, ...]  # cover the stream: one a sequence, its alignment padding included; and one of padding, perhaps
+    segments: tuple[Segment, ...]  # cover the stream: one a sequence of two tokens or more, padded; and one of padding, perhaps
     predict_at: np.ndarray  # int64 [C]
     targets: np.ndarray  # int64 [C]
     sequence: np.ndarray  # int64 [C], 0..S-1: which sequence a trained position belongs to

@@ -16,9 +16,9 @@ def padded_length(sample: Sample, align_sequence: int = 1) -> int:
 
 
 def stream_length(samples: Sequence[Sample], *, align_sequence: int = 1, align_stream: int = 1) -> int:
-    """Tokens in the stream of one micro-batch."""
+    """Tokens in the stream of one micro-batch. Never 0: where no sample has anything to compute, a stretch of padding is computed."""
     grain = math.lcm(align_sequence, align_stream)
-    return -(-sum(padded_length(sample, align_sequence) for sample in samples) // grain) * grain
+    return max(-(-sum(padded_length(sample, align_sequence) for sample in samples) // grain), 1) * grain
 
 
 def collate(
@@ -48,7 +48,8 @@ def collate(
         tokens[start : start + length] = sample.token_ids[:-1]
         is_padding[start : start + length] = False
         positions[start : start + padded] = np.arange(padded)
-        segments.append(Segment(start=start, end=start + padded))
+        if padded:  # a prompt of one token and no completion computes nothing
+            segments.append(Segment(start=start, end=start + padded))
         at = np.flatnonzero(sample.loss_mask)
         columns.append(
             (
