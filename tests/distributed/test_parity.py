@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests import parity_cases as cases
+from tests.ranks import run_ranks
 from tests.tiny_models import write_tiny
 
 # Each loss and each cut stands somewhere in each row; all of their combinations are the tool's business.
@@ -96,3 +97,39 @@ def test_short_sequences_and_ranks_without_a_trained_token(tmp_path, layout):
     right = cases.reference(path, cases.settings(), batches)
     (found,) = cases.compare("dense", path, cases.LAYOUTS[layout], {"grpo": {}}, batches, {"grpo": right}).values()
     assert found.within(loss=1e-5), found
+
+
+# Prompts of one token with empty completions: nothing to compute. One or two of them make a micro-batch.
+EMPTY = ((1, (0, 0, 2, 0)), (3, (0, 1)), (1, (0, 0)))
+WITH_EMPTY = ["1", "TP2", "TP2 SP", "PP2", "PP2 VPP2", "CP2", "TP2 SP CP2", "EP2"]
+
+
+@pytest.mark.parametrize("name", WITH_EMPTY)
+def test_a_micro_batch_without_a_token_trains_nothing(tmp_path, name):
+    layout = cases.LAYOUTS[name]
+    model = "MoE" if layout.needs_experts else "dense"
+    path = write_tiny(tmp_path / "model", **cases.MODELS[model])
+    batches = cases.stored_rollout(path, vocab=125, groups=EMPTY, stale=0.3)
+    right = cases.reference(path, cases.settings(**cases.MODEL_SETTINGS.get(model, {}), **cases.LOSSES["GSPO"]), batches)
+    runs = {cut: cases.LOSSES["GSPO"] | sizes for cut, sizes in cases.CUTS.items() if cases.is_legal(layout, sizes)}
+    found = cases.compare(model, path, layout, runs, batches, dict.fromkeys(runs, right))
+    assert [(key, distance) for key, distance in found.items() if not distance.within(loss=1e-5)] == []
+
+
+@pytest.mark.parametrize("name", ["PP2 VPP2", "EP2"])
+def test_a_global_batch_without_a_token_skips_its_step_and_a_sequence_of_one_token_has_no_log_prob(tmp_path, name):
+    from megatron_grpo.batching.split import split
+
+    layout = cases.LAYOUTS[name]
+    model = "MoE" if layout.needs_experts else "dense"
+    path = write_tiny(tmp_path / "model", **cases.MODELS[model])
+    (samples,) = cases.stored_rollout(path, vocab=125, groups=((1, (0,) * 8),), stale=0)
+
+    def body(rank, world):
+        policy = cases.build(path, cases.settings(**cases.MODEL_SETTINGS.get(model, {}), **layout.settings), world)
+        batch, _ = split(samples, cases.step_of(samples, 0, policy.cut.rows_per_slice), policy.loss.token_weights, policy.cut)
+        trained = policy.train_step(batch)
+        lengths = [len(scored) for scored in policy.score_tokens([[5], [5, 6, 7]])]
+        return trained.was_skipped, trained.metrics["loss"], batch.metrics["packing/efficiency"], lengths
+
+    assert run_ranks(body, layout.world_size) == [(True, 0.0, 0.0, [0, 2])] * layout.world_size
