@@ -17,6 +17,7 @@ from megatron_grpo.data.prompts import PromptStream
 from megatron_grpo.grpo.advantages import Advantages, advantages, mean, rewards_per_func, total_rewards
 from megatron_grpo.metrics import Clock, Completions, rollout_stats
 from megatron_grpo.rollout.engine import RolloutEngine, SamplingSettings
+from megatron_grpo.rollout.logprobs import is_refused
 from megatron_grpo.settings.config import GrpoConfig
 from megatron_grpo.types import Group, Prompt, Sample, ScoredGroup
 
@@ -133,6 +134,7 @@ class Sampler:
         stats = rollout_stats(harvest.scored, found, self.reward_names)
         if cfg.dynamic_sample or cfg.oversample_ratio > 1:
             stats |= self._selection_stats(harvest)
+        stats["sampling/refused_completions"] = sum(is_refused(one) for each in harvest.sampled for one in each.group.completions)
         if penalty is not None:
             stats["kl_in_reward"] = float(penalty.mean())
         return samples, stats
@@ -163,7 +165,8 @@ def to_samples(scored: Sequence[ScoredGroup], *, rollout: int) -> list[Sample]:
     for scored_group in scored:
         group = scored_group.group
         for completion in group.completions:
-            prompt, tokens = group.prompt.token_ids, completion.token_ids
+            prompt, tokens, refused = group.prompt.token_ids, completion.token_ids, is_refused(completion)
+            logprobs = [0.0] * len(tokens) if refused else completion.logprobs
             samples.append(
                 Sample(
                     row=len(samples),
@@ -171,8 +174,8 @@ def to_samples(scored: Sequence[ScoredGroup], *, rollout: int) -> list[Sample]:
                     prompt_number=group.prompt.number,
                     version=group.version,
                     token_ids=np.array([*prompt, *tokens], dtype=np.int64),
-                    loss_mask=np.arange(len(prompt) + len(tokens)) >= len(prompt),
-                    sampler_logprobs=np.array([0.0] * len(prompt) + list(completion.logprobs), dtype=np.float32),
+                    loss_mask=(np.arange(len(prompt) + len(tokens)) >= len(prompt)) & (not refused),
+                    sampler_logprobs=np.array([*[0.0] * len(prompt), *logprobs], dtype=np.float32),
                     advantage=0.0,
                     is_dead=False,
                     is_truncated=completion.finish_reason == "length",

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import hashlib
+import logging
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,9 +23,12 @@ from megatron_grpo.errors import ConfigError, Problem
 from megatron_grpo.rollout import vllm_patches
 from megatron_grpo.rollout.completions import gather_over_all_ranks, to_arrays, to_completions
 from megatron_grpo.rollout.engine import NO_WEIGHTS, Gather, SamplingSettings, WeightSyncError, prompt_seed
+from megatron_grpo.rollout.logprobs import refuse_impossible
 from megatron_grpo.rollout.vllm_options import CPU_BLOCK_SIZE, cpu_options, gpu_options, problem_of
 from megatron_grpo.settings.config import RolloutConfig
 from megatron_grpo.types import Completion, Group, Prompt
+
+logger = logging.getLogger(__name__)
 
 PROBE_LENGTH = 2 * CPU_BLOCK_SIZE + 2  # tokens: two full blocks of the prefix cache, then the token that is read through it
 NUM_PROBES = 4
@@ -103,10 +107,13 @@ class ColocatedEngine:
         everyone = self._gather((asked, packed.digest(), packed if self._rank_in_engine == 0 else None))
         self._check_agreement(everyone)
         by_replica = [to_completions(parts) for _, _, parts in everyone if parts is not None]
-        return [
+        groups, warning = refuse_impossible([
             Group(prompt=prompt, completions=by_replica[i % self._num_replicas][i // self._num_replicas], version=self._version)
             for i, prompt in enumerate(prompts)
-        ]
+        ])  # fmt: skip
+        if warning and self._replica == self._rank_in_engine == 0:
+            logger.warning(warning)
+        return groups
 
     def update_weights(self, named: Iterable[tuple[str, torch.Tensor]], *, version: int) -> None:
         self._version = NO_WEIGHTS  # until all of it has arrived

@@ -78,6 +78,7 @@ class RolloutEngine(Protocol):
         """Collective over all ranks: all pass the same arguments, all get the same groups, in the order of the prompts.
 
         `seed` is the run's; each prompt derives its own (`prompt_seed`), so the groups do not depend on how many engines share the work.
+        A completion with a log-prob that no distribution has comes without any (`rollout.logprobs`); ImpossibleLogprobs where all are such.
         Raises ConfigError where a prompt and its completion cannot fit, WeightSyncError where the engine holds no weights.
         """
 

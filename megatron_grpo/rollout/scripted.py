@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from megatron_grpo.rollout.engine import NO_WEIGHTS, SamplingSettings, WeightSyncError
+from megatron_grpo.rollout.logprobs import refuse_impossible
 from megatron_grpo.types import Completion, Group, Prompt
 
 if TYPE_CHECKING:
@@ -35,11 +36,12 @@ class ScriptedEngine:
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingSettings, *, seed: int) -> list[Group]:
         if self._version == NO_WEIGHTS:
             raise WeightSyncError("the scripted engine holds no weights: a weight push failed.")
-        return [
+        groups, _ = refuse_impossible([
             Group(prompt=prompt, completions=tuple(self._answer(prompt, place, self._version) for place in range(sampling.n)),
                   version=self._version)
             for prompt in prompts
-        ]  # fmt: skip
+        ])  # fmt: skip
+        return groups
 
     def update_weights(self, named: Iterable[tuple[str, torch.Tensor]], *, version: int) -> None:
         self._version = NO_WEIGHTS  # until all of it has arrived

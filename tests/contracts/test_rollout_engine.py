@@ -70,6 +70,48 @@ def test_groups_are_whole_in_the_order_of_their_prompts_and_the_same_on_every_ra
 
 
 @pytest.mark.parametrize("name", ENGINES)
+def test_impossible_log_probs_are_refused_completion_by_completion_and_a_whole_rollout_of_them_stops(model, name):
+    def body(rank, world_size):
+        from megatron_grpo.rollout import colocated
+        from megatron_grpo.rollout.logprobs import ImpossibleLogprobs, is_refused
+
+        def breaks(real, places):
+            """Every so many of the log-probs asked for begin with NaN."""
+            calls = []
+
+            def logprobs(*args):
+                calls.append(0)
+                return (float("nan"), *real(*args)[1:]) if len(calls) % 3 in places else real(*args)
+
+            return logprobs
+
+        engine = build(name, model, rank, world_size)
+        if name == "scripted":
+            import dataclasses
+
+            answer = engine._answer
+
+            def breaking(places):
+                changed = breaks(lambda *args: answer(*args).logprobs, places)
+                engine._answer = lambda *args: dataclasses.replace(answer(*args), logprobs=changed(*args))
+        else:
+            real = colocated._sampled_logprobs
+
+            def breaking(places):
+                colocated._sampled_logprobs = breaks(real, places)
+
+        with engine.awake():
+            breaking({2})
+            groups = engine.generate(prompts(0, 1), sampling(), seed=1)
+            assert [[is_refused(one) for one in group.completions] for group in groups] == [[False, True, False]] * 2
+            breaking({0, 1, 2})
+            with pytest.raises(ImpossibleLogprobs, match="6 of 6 completions.*completion 0 of prompt 0"):
+                engine.generate(prompts(0, 1), sampling(), seed=1)
+
+    run_ranks(body, 1)
+
+
+@pytest.mark.parametrize("name", ENGINES)
 def test_pushed_weights_are_consumed_once_and_become_the_version(model, name):
     def body(rank, world_size):
         from safetensors.torch import load_file

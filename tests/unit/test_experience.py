@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from fractions import Fraction
 
@@ -157,7 +158,8 @@ def test_every_rollout_is_full_and_every_live_group_is_trained_exactly_once(aliv
 # ---- samples ---------------------------------------------------------------------------------------------------------------------------
 
 
-def rollout(rewards, tmp_path, *, num_groups=2, kl_penalty=None, use_sampler_logprobs=False, weights=(1.0,), number=0, **config):
+def rollout(rewards, tmp_path, *, num_groups=2, kl_penalty=None, use_sampler_logprobs=False, weights=(1.0,), number=0, answer=answer,
+            **config):  # fmt: skip
     stream = Stream()
     sampler = Sampler(
         engine=ScriptedEngine(answer), sampling=SamplingSettings(n=2, max_completion_length=2), prompts=stream,
@@ -185,6 +187,19 @@ def test_a_completion_without_a_reward_trains_nothing_and_moves_no_mean(tmp_path
     samples, stats = rollout({0: ((None,), (None,)), 1: LIVE}, tmp_path)
     assert [s.advantage for s in samples[:2]] == [0.0, 0.0] and samples[0].is_dead
     assert stats["reward"] == 0.5
+
+
+def test_a_completion_with_an_impossible_log_prob_trains_nothing_and_is_counted(tmp_path):
+    def broken(prompt, place, version):
+        one = answer(prompt, place, version)
+        return dataclasses.replace(one, logprobs=(-0.5, [-math.inf, 0.3][prompt.number])) if place else one
+
+    for use_sampler_logprobs in (False, True):
+        samples, stats = rollout({0: LIVE, 1: LIVE}, tmp_path, use_sampler_logprobs=use_sampler_logprobs, answer=broken)
+        assert [s.loss_mask.tolist() for s in samples] == [[False, False, True, True], [False] * 4] * 2
+        assert all(np.isfinite(s.sampler_logprobs).all() for s in samples)
+        assert stats["sampling/refused_completions"] == 2
+    assert rollout({0: LIVE, 1: LIVE}, tmp_path)[1]["sampling/refused_completions"] == 0
 
 
 def test_samplers_log_probs_are_old_log_probs_where_they_are_asked_for(tmp_path):
