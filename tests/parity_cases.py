@@ -486,8 +486,9 @@ def distance(found: Trained, right: Trained) -> Distance:
     """A tensor's relative error is the norm of the difference over the norm of the tensor. Raises where a tensor is missing."""
     gradient, worst_gradient = _worst(found.gradients, right.gradients)
     weight, worst_weight = _worst(found.weights, right.weights)
-    return Distance(_relative(found.losses[:1], right.losses[:1]), _relative(found.grad_norms[:1], right.grad_norms[:1]), gradient, weight,
-                    worst_gradient, worst_weight)  # fmt: skip
+    loss = relative_error(found.losses[:1], right.losses[:1])
+    grad_norm = relative_error(found.grad_norms[:1], right.grad_norms[:1])
+    return Distance(loss, grad_norm, gradient, weight, worst_gradient, worst_weight)
 
 
 def worst_of(distances: Sequence[Distance]) -> Distance:
@@ -496,7 +497,8 @@ def worst_of(distances: Sequence[Distance]) -> Distance:
     return Distance(loss, grad_norm, gradient.gradient, weight.weight, gradient.worst_gradient, weight.worst_weight)
 
 
-def _relative(found, right) -> float:
+def relative_error(found, right) -> float:
+    """Of a vector or a tensor, by its norm; absolute where it should be 0."""
     found, right = np.asarray(found, dtype=np.float64), np.asarray(right, dtype=np.float64)
     size = np.linalg.norm(right)
     return float(np.linalg.norm(found - right) / size) if size else float(np.linalg.norm(found))
@@ -505,4 +507,4 @@ def _relative(found, right) -> float:
 def _worst(found: Mapping[str, np.ndarray], right: Mapping[str, np.ndarray]) -> tuple[float, str]:
     if set(found) != set(right):
         raise AssertionError(f"missing: {sorted(set(right) - set(found))[:4]}; too many: {sorted(set(found) - set(right))[:4]}")
-    return max((_relative(found[name], right[name]), name) for name in right)
+    return max((relative_error(found[name], right[name]), name) for name in right)
