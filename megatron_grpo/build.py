@@ -39,7 +39,7 @@ from megatron_grpo.settings.config import Config, GrpoConfig
 from megatron_grpo.settings.write import write_config
 from megatron_grpo.sync import Publisher
 from megatron_grpo.weights.mapping import WeightMap
-from megatron_grpo.weights.reader import HfReader
+from megatron_grpo.weights.reader import HfReader, check_tied_head
 from megatron_grpo.weights.shape import ModelShape
 
 
@@ -226,6 +226,7 @@ def build_policy(
     exchange = WeightExchange(weight_map, parallel)
     reader = HfReader(model_path)
     weight_map.check_complete(reader.names)
+    check_tied_head(reader)
     loss = GrpoLoss.from_config(cfg.grpo, max_completion_length=cfg.rollout.max_completion_length, temperature=cfg.rollout.temperature)
 
     def loaded_chunks():

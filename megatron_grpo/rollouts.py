@@ -5,6 +5,7 @@ What every rank needs travels to every rank: rewards, integers, flags. Tokens an
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,9 +24,12 @@ from megatron_grpo.parallel import collectives
 from megatron_grpo.parallel.state import ParallelState
 from megatron_grpo.pending import Scorer, deliver, score_rows
 from megatron_grpo.rollout.engine import Sampler, SamplingSettings
+from megatron_grpo.rollout.logprobs import refuse_impossible, warning_of
 from megatron_grpo.settings.config import GrpoConfig
 from megatron_grpo.types import Completion, Harvest, Prompt, Rollout, Row, RowKey, Sample, ScoredGroup, Verdict
 from megatron_grpo.types import Sequence as Scored
+
+logger = logging.getLogger(__name__)
 
 
 def harvest(
@@ -83,9 +87,13 @@ class Asker:
         self._held: dict[int, ScoredGroup] = {}  # by the prompt's number
 
     def __call__(self, prompts: Sequence[Prompt]) -> list[Verdict]:
-        """In the order of the prompts. Collective; raises RewardError on every rank."""
+        """In the order of the prompts. Collective; raises RewardError, or ImpossibleLogprobs, on every rank."""
         with self.clock("rollout"):
-            groups = self.sampler.generate(prompts, self.sampling, seed=self.seed)
+            groups, impossible = refuse_impossible(self.sampler.generate(prompts, self.sampling, seed=self.seed))
+            impossible = [sentence for part in collectives.share(impossible) for sentence in part]
+            warning = warning_of(impossible, self.sampling.n * len(prompts))
+            if warning and collectives.rank() == 0:
+                logger.warning(warning)
         places = {prompt.number: place for place, prompt in enumerate(prompts)}
         with self.clock("reward"):
             scored = self.judge(groups, places=[places[group.prompt.number] for group in groups])
@@ -209,7 +217,7 @@ class Rollouts:
 
     def _sample(self, key: RowKey, completion: Completion, verdict: Verdict, found: Advantages) -> Sample:
         place, member = divmod(key[1], len(verdict.rewards))
-        sequence = completion.sequence
+        sequence, trains = completion.sequence, not completion.is_refused
         sample = Sample(
             rollout=key[0],
             row=key[1],
@@ -218,13 +226,13 @@ class Rollouts:
             version=verdict.version,
             fresh_at=verdict.version,
             token_ids=sequence.token_ids,
-            mask=sequence.mask,
+            mask=sequence.mask & trains,
             starts=sequence.starts,
             shown=sequence.shown,
             experts=sequence.experts,
             kept_at=sequence.kept_at,
             kept_ids=sequence.kept_ids,
-            sampler_logprobs=completion.logprobs,
+            sampler_logprobs=completion.logprobs if trains else np.zeros_like(completion.logprobs),
             advantage=float(found.advantages[place, member]),
             is_dead=bool(found.is_dead[place]),
             is_truncated=completion.ended == "length",
@@ -240,7 +248,7 @@ def _row(key: RowKey, verdict: Verdict, member: int, found: Advantages, home: in
         fresh_at=verdict.version,
         prefix=verdict.prefix,
         contexts=verdict.contexts[member],
-        num_masked=verdict.num_drawn[member],
+        num_masked=0 if verdict.is_refused[member] else verdict.num_drawn[member],
         is_dead=bool(found.is_dead[key[1] // len(verdict.rewards)]),
         is_truncated=verdict.is_truncated[member],
         home=home,

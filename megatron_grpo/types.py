@@ -105,6 +105,11 @@ class Completion:
     def num_drawn(self) -> int:
         return self.sequence.num_masked
 
+    @property
+    def is_refused(self) -> bool:
+        """Its log-probs were those of no distribution (`rollout.logprobs`): nothing of it is trained, and it counts all the same."""
+        return bool(np.isnan(self.logprobs).any())
+
 
 def answered(
     prompt_ids: SequenceOf[int], token_ids: SequenceOf[int], logprobs: SequenceOf[float], *, text: str, ended: str, version: int
@@ -160,6 +165,7 @@ class Verdict:
     contexts: tuple[tuple[int, ...], ...]  # [G]: tokens of each context
     num_drawn: tuple[int, ...]  # [G]
     is_truncated: tuple[bool, ...]  # [G]: ended by the limit of its length
+    is_refused: tuple[bool, ...]  # [G]: its log-probs were those of no distribution
 
     @classmethod
     def of(cls, scored: ScoredGroup) -> Verdict:
@@ -172,6 +178,7 @@ class Verdict:
             contexts=tuple(tuple(end - begin for begin, end in one.sequence.contexts) for one in group.completions),
             num_drawn=tuple(one.num_drawn for one in group.completions),
             is_truncated=tuple(one.ended == "length" for one in group.completions),
+            is_refused=tuple(one.is_refused for one in group.completions),
         )
 
 

@@ -2,7 +2,7 @@
 
 One policy per layout takes all combinations, one after the other: only its loss, the samples' advantages and the cut into micro-batches
 change, and the weights stay. The other side runs transformers' model once, and differentiates the written-out loss of each combination.
-`tests/distributed/test_combinations.py` takes every pair of choices, `tools/combinations.py` the whole product.
+`tests/distributed/test_combinations.py` takes every pair of choices, `tools/combinations.py` the whole product, or runs drawn at random.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -59,8 +59,11 @@ REWARD_WEIGHTS = (1.0, 0.5)
 NAMES = ("loss type", "level", "KL", "estimator")
 MODEL = dict(family="qwen3", hidden=32, layers=2, heads=4, kv_heads=2, head_dim=8, ffn=48, vocab=60, std=0.12)
 LONGEST = 16  # max_completion_length
+GROUPS: cases.Groups = ((5, (5, 1, 2, 9)), (1, (12, 2, 3, 1)))
 
 Combination = tuple[str, str, str, str]
+# By any key, in order: what to train, or None where the settings do not go together, and how to cut it.
+Runs = Mapping[Hashable, tuple[GrpoConfig | None, Mapping[str, int]]]
 
 
 def whole_product() -> list[Combination]:
@@ -82,6 +85,11 @@ def config_of(combination: Combination) -> GrpoConfig | None:
     return random_others(np.random.default_rng(whole_product().index(combination)), base, OTHERS)
 
 
+def runs_of(combinations: Sequence[Combination]) -> Runs:
+    """Combination i is cut in way i, modulo four."""
+    return {combination: (config_of(combination), CUTS[i % len(CUTS)]) for i, combination in enumerate(combinations)}
+
+
 def legal(settings: Mapping) -> GrpoConfig | None:
     """What these settings say, or None where they do not go together."""
     cfg = GrpoConfig(**settings)
@@ -101,7 +109,7 @@ def random_others(rng: np.random.Generator, base: Mapping, others: Mapping[str, 
 
 @dataclasses.dataclass(frozen=True)
 class Material:
-    """model, reference: checkpoints. samples: eight, of two groups, without advantages yet. rewards: [2][4][2], one of them None."""
+    """model, reference: checkpoints. samples: eight, group by group, without advantages yet. rewards: [groups][G][2], some of them None."""
 
     model: Path
     reference: Path
@@ -109,25 +117,26 @@ class Material:
     rewards: list[list[list[float | None]]]
 
 
-def material(folder: Path, seed: int = 0) -> Material:
+def material(folder: Path, seed: int = 0, groups: cases.Groups = GROUPS, **shape) -> Material:
+    """shape: of the model, where it is not MODEL's."""
     from safetensors.torch import load_file, save_file
 
     from tests.tiny_models import write_tiny
 
-    model = write_tiny(folder / "model", **MODEL)
+    model = write_tiny(folder / "model", **MODEL | shape, seed=seed)
     shutil.copytree(model, folder / "reference")
     weights = load_file(model / "model.safetensors")
     # Log-probs carry float32's rounding of the logits: smaller ones leave the loss, where advantages let terms cancel, more of its digits.
-    weights["lm_head.weight"] *= 0.5
+    if "lm_head.weight" in weights:
+        weights["lm_head.weight"] *= 0.5
     save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
     generator = torch.Generator().manual_seed(seed)
     moved = {name: w + 0.01 * torch.randn(w.shape, generator=generator) for name, w in weights.items()}
     save_file(moved, folder / "reference" / "model.safetensors", metadata={"format": "pt"})
-    (samples,) = cases.stored_rollout(model, vocab=MODEL["vocab"], seed=seed)
+    (samples,) = cases.stored_rollout(model, vocab=MODEL["vocab"], seed=seed, groups=groups)
     rng = np.random.default_rng(seed)
-    rewards = [[[float(rng.normal()), float(rng.normal(1.0))] for _ in range(4)] for _ in range(2)]
-    rewards[1][2][1] = None
-    samples = [dataclasses.replace(sample, prompt_number=sample.row // 4) for sample in samples]
+    rewards = [[[float(rng.normal()), float(rng.normal(1.0))] for _ in completions] for _, completions in groups]
+    rewards[-1][-2][1] = None
     return Material(model, folder / "reference", samples, rewards)
 
 
@@ -136,7 +145,7 @@ def material(folder: Path, seed: int = 0) -> Material:
 
 @dataclasses.dataclass(frozen=True)
 class Expected:
-    """losses [combinations]; gradients: a file of [combinations, numbers of all tensors]; penalty [8]."""
+    """losses [runs]; gradients: a file of [runs, numbers of all tensors]; penalty [8]: of the KL in the reward, at a beta of 0.3."""
 
     names: list[str]
     shapes: list[tuple[int, ...]]
@@ -145,8 +154,8 @@ class Expected:
     penalty: np.ndarray
 
 
-def expect(made: Material, combinations: Sequence[Combination], folder: Path) -> Expected:
-    """What each legal combination should give. Gradients go to a file, which ranks map."""
+def expect(made: Material, runs: Runs, folder: Path) -> Expected:
+    """What each run should give, NaN where its settings do not go together. Gradients go to a file, which ranks map."""
     from tests.tiny_models import load_tiny
 
     model, frozen = load_tiny(made.model, "float64"), load_tiny(made.reference, "float64")
@@ -155,13 +164,12 @@ def expect(made: Material, combinations: Sequence[Combination], folder: Path) ->
     completions = [_completion(model, frozen, sample) for sample in made.samples]
     kl = np.array([float(((c.logp.detach() - c.ref_logp) * c.mask).sum()) for c in completions])
     losses, rows = [], []
-    for combination in combinations:
-        cfg = config_of(combination)
+    for cfg, _ in runs.values():
         if cfg is None:
             losses.append(np.nan)
             rows.append(np.full(sum(p.numel() for p in named.values()), np.nan))
             continue
-        penalty = (cfg.beta * kl).reshape(2, 4) if cfg.kl_in_reward else None
+        penalty = (cfg.beta * kl).reshape(len(made.rewards), -1) if cfg.kl_in_reward else None
         flat = [a for group in reference.advantages(made.rewards, REWARD_WEIGHTS, cfg, penalty) for a in group]
         batch = [dataclasses.replace(c, advantage=a) for c, a in zip(completions, flat, strict=True)]
         loss = reference.grpo_loss(batch, cfg, LONGEST)
@@ -192,26 +200,21 @@ def _completion(model, frozen, sample: Sample) -> reference.Completion:
 
 @dataclasses.dataclass(frozen=True)
 class Errors:
-    """Of one rank, by combination: of the loss, relative where it is larger than 1 and absolute where it is smaller, for centred advantages
+    """Of one rank, by run: of the loss, relative where it is larger than 1 and absolute where it is smaller, for centred advantages
     let terms cancel, and what is left has no small relative error in float32; of the worst gradient tensor, relative. Of the KL in the
     reward, relative."""
 
-    loss: dict[Combination, float]
-    gradient: dict[Combination, tuple[float, str]]
+    loss: dict[Hashable, float]
+    gradient: dict[Hashable, tuple[float, str]]
     kl_in_reward: float
 
     def beyond(self, *, loss: float = 1e-6, gradient: float = 1e-5) -> list[tuple]:
-        wrong = [(c, error) for c, error in self.loss.items() if not error <= loss]
-        return wrong + [(c, *error) for c, error in self.gradient.items() if not error[0] <= gradient]
+        wrong = [(key, error) for key, error in self.loss.items() if not error <= loss]
+        return wrong + [(key, *error) for key, error in self.gradient.items() if not error[0] <= gradient]
 
 
-def measure(
-    rank: int, world: int, made: Material, layout: Mapping, combinations: Sequence[Combination], right: Expected, tamper=None
-) -> Errors:
-    """This rank's errors of every legal combination. Combination i is cut in way i, modulo four. For `run_ranks`.
-
-    tamper(policy): breaks something first, to see it noticed.
-    """
+def measure(rank: int, world: int, made: Material, layout: Mapping, runs: Runs, right: Expected, tamper=None) -> Errors:
+    """This rank's errors of every legal run. For `run_ranks`. tamper(policy): breaks something first, to see it noticed."""
     from megatron_grpo.grpo.advantages import advantages
     from megatron_grpo.grpo.loss import GrpoLoss
     from megatron_grpo.weights.reader import HfReader
@@ -224,23 +227,23 @@ def measure(
     kl = kl_to_reference(policy, made.samples, beta=0.3)
     wanted = np.load(right.gradients, mmap_mode="r")
     uncut, losses, gradients = policy.cut, {}, {}
-    for i, combination in enumerate(combinations):
-        cfg = config_of(combination)
+    for i, (key, (cfg, sizes)) in enumerate(runs.items()):
         if cfg is None:
             continue
-        found = advantages(made.rewards, cfg, REWARD_WEIGHTS, kl_penalty=kl.reshape(2, 4) if cfg.kl_in_reward else None)
+        groups = len(made.rewards)
+        found = advantages(made.rewards, cfg, REWARD_WEIGHTS, kl_penalty=kl.reshape(groups, -1) if cfg.kl_in_reward else None)
+        values, dead = found.advantages.ravel(), np.repeat(found.is_dead, found.advantages.shape[1])
         samples = [
-            dataclasses.replace(sample, advantage=float(found.advantages.flat[i]), is_dead=bool(found.is_dead[i // 4]))
-            for i, sample in enumerate(made.samples)
+            dataclasses.replace(sample, advantage=float(value), is_dead=bool(is_dead))
+            for sample, value, is_dead in zip(made.samples, values, dead, strict=True)
         ]
         policy.loss = GrpoLoss.from_config(cfg, max_completion_length=LONGEST, temperature=0.9)
-        sizes = CUTS[i % len(CUTS)]
         max_tokens = sizes.get("max_tokens_per_micro_batch")
         policy.cut = dataclasses.replace(uncut, micro_batch_size=sizes.get("micro_batch_size", 1), max_tokens=max_tokens)
         batch = cases.batch_of(policy, samples, 0)
         loss = policy.train_step(batch).metrics["loss"]
-        losses[combination] = float(abs(loss - right.losses[i]) / max(1.0, abs(right.losses[i])))
-        gradients[combination] = _worst(cases.full_gradients(policy), right, wanted[i])
+        losses[key] = float(abs(loss - right.losses[i]) / max(1.0, abs(right.losses[i])))
+        gradients[key] = _worst(cases.full_gradients(policy), right, wanted[i])
     return Errors(losses, gradients, float(np.linalg.norm(kl - right.penalty) / np.linalg.norm(right.penalty)))
 
 
@@ -261,4 +264,28 @@ def _worst(found: Mapping[str, np.ndarray], right: Expected, wanted: np.ndarray)
     assert set(found) == set(right.names)
     ends = np.cumsum([int(np.prod(shape)) for shape in right.shapes])
     parts = {name: part.reshape(shape) for name, shape, part in zip(right.names, right.shapes, np.split(wanted, ends[:-1]), strict=True)}
-    return max((float(np.linalg.norm(found[name] - part) / np.linalg.norm(part)), name) for name, part in parts.items())
+    return max((cases.relative_error(found[name], part), name) for name, part in parts.items())
+
+
+# ---- runs drawn at random --------------------------------------------------------------------------------------------------------------
+
+RANDOM_OTHERS = OTHERS | {"top_entropy_quantile": (1.0, 1.0, 1.0, 0.1, 0.2, 0.3, 0.5, 0.7, 0.9)}
+RANDOM_SHAPES = ({}, {"tied": True}, {"kv_heads": 4}, {"family": "qwen2", "heads": 4})
+
+
+def random_groups(rng: np.random.Generator) -> cases.Groups:
+    """Eight completions: two, four or eight of each prompt, now and then an empty one."""
+    size = int(rng.choice([2, 4, 8]))
+    return [(int(rng.integers(1, 12)), rng.integers(0, 13, size).tolist()) for _ in range(cases.NUM_ROWS // size)]
+
+
+def random_runs(rng: np.random.Generator, layout: cases.Case, count: int) -> Runs:
+    """By number; all of them legal."""
+    runs: dict[Hashable, tuple[GrpoConfig, Mapping[str, int]]] = {}
+    product, cuts = whole_product(), [cut for cut in CUTS if cases.is_legal(layout, cut)]
+    while len(runs) < count:
+        loss_type, level, kl, estimator = product[rng.integers(len(product))]
+        base = {"loss_type": loss_type, "importance_sampling_level": level, **KL_MODES[kl], **ESTIMATORS[estimator]}
+        if legal(base) is not None:
+            runs[len(runs)] = random_others(rng, base, RANDOM_OTHERS), cuts[rng.integers(len(cuts))]
+    return runs

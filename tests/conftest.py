@@ -14,6 +14,12 @@ from tests.ranks import ENVIRONMENT  # noqa: E402
 
 os.environ.update(ENVIRONMENT)
 
+from hypothesis import HealthCheck, settings  # noqa: E402
+
+# A claim holds on a slow machine too: no example has to be ready in time.
+settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any machine")
+
 
 def pytest_report_header() -> str:
     """The stack that these tests run: a result that depends on it can be told from one that does not."""

@@ -22,8 +22,11 @@ import torch.distributed as dist
 from megatron_grpo.settings.config import Config
 from megatron_grpo.types import Sample
 
-# Prompt and completion lengths, tokens: completions of 1 and 2 tokens, prompts of 1, and lengths that no layout divides.
-LENGTHS = ((3, 5), (1, 1), (7, 2), (2, 9), (5, 12), (1, 2), (4, 3), (11, 1))
+# Groups as a rollout has them: (tokens of the prompt, tokens of each completion of it). Completions of 1 and 2 tokens, a prompt of 1, and
+# lengths that no layout divides. The completions of a group share the context of their first token, so its entropy too.
+Groups = Sequence[tuple[int, Sequence[int]]]
+GROUPS: Groups = ((3, (5, 1)), (1, (2, 12)), (7, (2, 9)), (11, (1, 3)))
+NUM_ROWS = 8
 
 
 TP, PP, VPP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"
@@ -49,6 +52,7 @@ LAYOUTS = {
     "PP2 uneven": Case(2, {PP: 2, FIRST: 1, LAST: 3}),
     "PP2 VPP2": Case(2, {PP: 2, VPP: 2}),
     "CP2": Case(2, {CP: 2}),
+    "CP3": Case(3, {CP: 3}),
     "DP2": Case(2, {}),
     "TP4 SP": Case(4, {TP: 4, SP: True}),
     "PP4": Case(4, {PP: 4}),
@@ -86,6 +90,8 @@ LOSSES = {
     "GSPO": dict(importance_sampling_level="sequence", epsilon=0.02, rollout_importance_sampling_mode="sequence_truncate",
                  rollout_is_geometric=True),
     "cispo": dict(loss_type="cispo", entropy_coef=0.01, beta=0.05, rollout_importance_sampling_mode="token_truncate"),
+    # In the first step the lowest entropy that trains is that of a group's first token: its completions tie.
+    "top entropy": dict(loss_type="dapo", top_entropy_quantile=0.8),
 }  # fmt: skip
 # How a global batch of eight completions becomes micro-batches.
 CUTS = {
@@ -127,7 +133,7 @@ def suits(layout: Case, model: str) -> bool:
     return layout.settings.get(TP, 1) == 1 or SP in layout.settings
 
 
-def is_legal(layout: Case, cut: Mapping[str, int], num_rows: int = len(LENGTHS)) -> bool:
+def is_legal(layout: Case, cut: Mapping[str, int], num_rows: int = NUM_ROWS) -> bool:
     """Whether this many completions make whole micro-batches, as many on every rank."""
     s = layout.settings
     dp = layout.world_size // (s.get(TP, 1) * s.get(PP, 1) * s.get(CP, 1))
@@ -178,7 +184,7 @@ def stored_rollout(
     *,
     num_steps: int = 1,
     seed: int = 0,
-    lengths: Sequence[tuple[int, int]] = LENGTHS,
+    groups: Groups = GROUPS,
     vocab: int = 128,
     temperature: float = 0.9,
     stale: float = 0.5,
@@ -190,16 +196,25 @@ def stored_rollout(
     from tests.tiny_models import load_tiny
 
     model, rng = load_tiny(path), np.random.default_rng(seed)
-    return [
-        [_sample(rng, model, step, row, *lengths[row], vocab, temperature, rng.random() < stale) for row in range(len(lengths))]
-        for step in range(num_steps)
-    ]
+    steps = []
+    for step in range(num_steps):
+        samples: list[Sample] = []
+        for number, (length, completions) in enumerate(groups):
+            prompt = rng.integers(0, vocab, length)
+            for completion in completions:
+                is_stale, place = rng.random() < stale, (step, len(samples), number)
+                samples.append(_sample(rng, model, place, prompt, rng.integers(0, vocab, completion), temperature, is_stale))
+        steps.append(samples)
+    return steps
 
 
-def _sample(rng, model, step: int, row: int, prompt: int, completion: int, vocab: int, temperature: float, is_stale: bool) -> Sample:
+def _sample(rng, model, place: tuple[int, int, int], prompt, completion, temperature: float, is_stale: bool) -> Sample:
+    """place: (step, row, number of the prompt)."""
     from tests.tiny_models import hf_logprobs
 
-    tokens = rng.integers(0, vocab, prompt + completion)
+    step, row, prompt_number = place
+    tokens = np.concatenate([prompt, completion])
+    prompt, completion = len(prompt), len(completion)
     mask = np.arange(len(tokens)) >= prompt
     if completion > 4:
         mask[prompt + 2] = False  # a token of a tool's answer
@@ -209,7 +224,7 @@ def _sample(rng, model, step: int, row: int, prompt: int, completion: int, vocab
     noise = lambda scale: np.where(mask, rng.normal(0, scale, len(tokens)), 0).astype(np.float32)  # noqa: E731
     advantage = float(rng.uniform(0.5, 1.5) * (-0.4 if row % 3 == 0 else 1.0))
     sample = Sample(
-        row=row, rollout=step, prompt_number=row // 2, version=step - is_stale, fresh_at=step - is_stale, token_ids=tokens, mask=mask,
+        row=row, rollout=step, prompt_number=prompt_number, version=step - is_stale, fresh_at=step - is_stale, token_ids=tokens, mask=mask,
         sampler_logprobs=near + noise(0.1), advantage=advantage, is_dead=False, is_truncated=row == 3,
     )  # fmt: skip
     return sample.anchored(near + noise(0.3), "recompute") if is_stale else sample
@@ -480,8 +495,9 @@ def distance(found: Trained, right: Trained) -> Distance:
     """A tensor's relative error is the norm of the difference over the norm of the tensor. Raises where a tensor is missing."""
     gradient, worst_gradient = _worst(found.gradients, right.gradients)
     weight, worst_weight = _worst(found.weights, right.weights)
-    return Distance(_relative(found.losses[:1], right.losses[:1]), _relative(found.grad_norms[:1], right.grad_norms[:1]), gradient, weight,
-                    worst_gradient, worst_weight)  # fmt: skip
+    loss = relative_error(found.losses[:1], right.losses[:1])
+    grad_norm = relative_error(found.grad_norms[:1], right.grad_norms[:1])
+    return Distance(loss, grad_norm, gradient, weight, worst_gradient, worst_weight)
 
 
 def worst_of(distances: Sequence[Distance]) -> Distance:
@@ -490,7 +506,8 @@ def worst_of(distances: Sequence[Distance]) -> Distance:
     return Distance(loss, grad_norm, gradient.gradient, weight.weight, gradient.worst_gradient, weight.worst_weight)
 
 
-def _relative(found, right) -> float:
+def relative_error(found, right) -> float:
+    """Of a vector or a tensor, by its norm; absolute where it should be 0."""
     found, right = np.asarray(found, dtype=np.float64), np.asarray(right, dtype=np.float64)
     size = np.linalg.norm(right)
     return float(np.linalg.norm(found - right) / size) if size else float(np.linalg.norm(found))
@@ -499,4 +516,4 @@ def _relative(found, right) -> float:
 def _worst(found: Mapping[str, np.ndarray], right: Mapping[str, np.ndarray]) -> tuple[float, str]:
     if set(found) != set(right):
         raise AssertionError(f"missing: {sorted(set(right) - set(found))[:4]}; too many: {sorted(set(found) - set(right))[:4]}")
-    return max((_relative(found[name], right[name]), name) for name in right)
+    return max((relative_error(found[name], right[name]), name) for name in right)

@@ -1,10 +1,14 @@
 """Every loss type x importance level x KL mode x advantage estimator, on a real policy in several layouts, against one float64 reference.
 
     python tools/combinations.py [--layouts 1 TP2 PP2 DP2 CP2]
+    python tools/combinations.py --random 200 [--seed 0]
 
 Each of about a thousand legal combinations has other settings (clip ranges, corrections, filters, entropy) drawn at random, and is cut into
 micro-batches of 1, 2 or 4 completions or packed, in turn. Prints the worst loss and the worst gradient tensor of each layout; ends with 1
 where one is off by more than 1e-6 or 1e-5. Takes some minutes on two cores. CI runs a part of it: tests/distributed/test_combinations.py.
+
+--random N: that many runs in which everything is drawn: model, groups, rewards, layout, combination, other settings, cut. There a loss
+may be off by 5e-6: its terms cancel in some of them.
 """
 
 from __future__ import annotations
@@ -19,29 +23,68 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: ranks share the cores
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import numpy as np  # noqa: E402
+
+from megatron_grpo.settings.config import GrpoConfig  # noqa: E402
 from tests import combinations as every  # noqa: E402
 from tests import parity_cases as cases  # noqa: E402
 from tests.ranks import run_ranks  # noqa: E402
+
+RUNS_OF_ONE_MODEL = 10
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layouts", nargs="+", default=["1", "TP2", "PP2", "DP2", "CP2"], choices=cases.LAYOUTS, metavar="LAYOUT")
+    parser.add_argument("--random", type=int, default=0, metavar="N")
+    parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    chosen, is_good = every.whole_product(), True
+    return at_random(args.random, args.seed) if args.random else product(args.layouts)
+
+
+def product(layouts: list[str]) -> int:
+    runs, is_good = every.runs_of(every.whole_product()), True
     with tempfile.TemporaryDirectory() as name:
         made = every.material(Path(name))
-        right = every.expect(made, chosen, Path(name))
-        for layout in args.layouts:
-            start, case = time.perf_counter(), cases.LAYOUTS[layout]
-            found = run_ranks(every.measure, case.world_size, made, case.settings, chosen, right, timeout=3600)[-1]
-            loss, gradient = max(found.loss.values()), max(found.gradient.values())
-            print(f"{layout:<8} {len(found.loss)} combinations  loss {loss:.1e}  gradient {gradient[0]:.1e} ({gradient[1]})  "
-                  f"{time.perf_counter() - start:.0f} s", flush=True)  # fmt: skip
-            for wrong in found.beyond():
-                print(f"    {wrong}")
-            is_good &= not found.beyond()
+        right = every.expect(made, runs, Path(name))
+        for layout in layouts:
+            is_good &= measured(layout, made, runs, right, bar=1e-6)[2]
     return 0 if is_good else 1
+
+
+def at_random(count: int, seed: int) -> int:
+    worst_loss, worst_gradient, is_good, done, with_quantile = 0.0, 0.0, True, 0, 0
+    while done < count:
+        rng = np.random.default_rng([seed, done])
+        layout = str(rng.choice([name for name, case in cases.LAYOUTS.items() if not case.needs_experts]))
+        shape = every.RANDOM_SHAPES[rng.integers(len(every.RANDOM_SHAPES))]
+        groups = every.random_groups(rng)
+        runs = every.random_runs(rng, cases.LAYOUTS[layout], min(RUNS_OF_ONE_MODEL, count - done))
+        with tempfile.TemporaryDirectory() as name:
+            made = every.material(Path(name), int(rng.integers(1000)), groups, layers=4, **shape)
+            right = every.expect(made, runs, Path(name))
+            print(f"{done:4} {shape} {groups}")
+            loss, gradient, good = measured(layout, made, runs, right, bar=5e-6)
+        worst_loss, worst_gradient, is_good = max(worst_loss, loss), max(worst_gradient, gradient), is_good and good
+        done += len(runs)
+        with_quantile += sum(cfg.top_entropy_quantile < 1 for cfg, _ in runs.values())
+    print(f"{done} runs, {with_quantile} with an entropy quantile: worst loss {worst_loss:.1e}, worst gradient {worst_gradient:.1e}")
+    return 0 if is_good else 1
+
+
+def measured(layout: str, made: every.Material, runs: every.Runs, right: every.Expected, *, bar: float) -> tuple[float, float, bool]:
+    """(worst loss, worst gradient, whether all is well), and a line about it. bar: by how much a loss may be off."""
+    start, case = time.perf_counter(), cases.LAYOUTS[layout]
+    found = run_ranks(every.measure, case.world_size, made, case.settings, runs, right, timeout=3600)[-1]
+    loss, gradient = max(found.loss.values()), max(found.gradient.values())
+    print(f"{layout:<16} {len(found.loss)} combinations  loss {loss:.1e}  gradient {gradient[0]:.1e} ({gradient[1]})  "
+          f"{time.perf_counter() - start:.0f} s", flush=True)  # fmt: skip
+    beyond = found.beyond(loss=bar)
+    for key, *wrong in beyond:
+        cfg, cut = runs[key]
+        chosen = {name: value for name, value in vars(cfg).items() if value != getattr(GrpoConfig(), name)}
+        print(f"    {key}: {wrong} {chosen} {cut}")
+    return loss, gradient[0], not beyond
 
 
 if __name__ == "__main__":

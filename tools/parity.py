@@ -114,10 +114,10 @@ def page(table, ways) -> str:
         "relative error of any gradient tensor** (norm of the difference over norm of the tensor) in float32 on gloo ranks, against "
         "transformers' model and the written-out mathematics in float64 in one process, over every way to cut the batch into "
         f"micro-batches ({', '.join(cases.CUTS)}). What float32 itself costs is the row `1`: one rank, nothing sharded.", "",
-        "Eight completions of 1 to 12 tokens behind prompts of 1 to 11; a vocabulary of 125; half the completions stale, some tokens not "
-        f"trained; {STEPS} AdamW steps with clipping and weight decay. Models of four layers: dense (Qwen3, tied embeddings), biases "
-        "(Qwen2), MoE (Qwen3-MoE, four experts, two a token, with z-loss), MLA (DeepSeek-V3: latent attention, one dense layer, shared "
-        "experts, sigmoid router). `python tools/parity.py` makes this page; a part of it is a test.", "",
+        "Eight completions of 1 to 12 tokens, two of each of four prompts of 1 to 11; a vocabulary of 125; half the completions stale, "
+        f"some tokens not trained; {STEPS} AdamW steps with clipping and weight decay. Models of four layers: dense (Qwen3, tied "
+        "embeddings), biases (Qwen2), MoE (Qwen3-MoE, four experts, two a token, with z-loss), MLA (DeepSeek-V3: latent attention, one "
+        "dense layer, shared experts, sigmoid router). `python tools/parity.py` makes this page; a part of it is a test.", "",
         "SP: sequence parallel. VPP: interleaved stages. EP, ETP: expert parallel, expert tensor parallel. DPn: that many data-parallel "
         "ranks, with the distributed optimizer.", "",
         f"Made with megatron-core {megatron.core.__version__}, torch {torch.__version__}, transformers {transformers.__version__}. "

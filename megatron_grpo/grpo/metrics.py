@@ -13,6 +13,8 @@ from megatron_grpo.grpo.objectives import PerToken
 from megatron_grpo.grpo.ratios import bounded
 from megatron_grpo.grpo.sequences import SumOverContext
 
+LARGEST_EXPONENT = 709.0  # exp of a little more is too large for float64
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LossLogs:
@@ -106,7 +108,12 @@ def finish(sums: Mapping[str, float], maxima: Mapping[str, float]) -> dict[str, 
     mean("sampling/kl_k3", "rollout_kl_k3", "num_scored_tokens")
     if totals["num_scored_tokens"] > 0:
         metrics["sampling/logp_difference/max"] = float(maxima["logp_difference"])
-        metrics["sampling/perplexity_rollout"] = math.exp(-totals["sampler_logp"] / totals["num_scored_tokens"])
-        metrics["sampling/perplexity_trainer"] = math.exp(-totals["trainer_logp"] / totals["num_scored_tokens"])
+        metrics["sampling/perplexity_rollout"] = _perplexity(totals["sampler_logp"] / totals["num_scored_tokens"])
+        metrics["sampling/perplexity_trainer"] = _perplexity(totals["trainer_logp"] / totals["num_scored_tokens"])
         metrics["sampling/effective_sample_size"] = totals["rho"] ** 2 / (totals["num_scored_tokens"] * totals["rho_squared"])
     return metrics
+
+
+def _perplexity(mean_logprob: float) -> float:
+    """exp(-mean log-prob), infinite where that is no float64. A metric never ends a run."""
+    return math.exp(-mean_logprob) if mean_logprob > -LARGEST_EXPONENT else math.inf

@@ -39,6 +39,7 @@ def rollout_stats(rollouts: Sequence[JudgedRollout], reward_names: Sequence[str]
         "completions/min_length": float(lengths.min()),
         "completions/max_length": float(lengths.max()),
         "completions/clipped_ratio": float(is_clipped.mean()),
+        "sampling/refused_completions": sum(sum(verdict.is_refused) for one in rollouts for verdict in one.harvest.sampled),
     }
     penalties = [one.penalty for one in rollouts if one.penalty is not None]
     return stats | ({"kl_in_reward": float(np.concatenate(penalties).mean())} if penalties else {})

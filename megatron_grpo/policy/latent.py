@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import torch
 from megatron.core.models.gpt.gpt_layer_specs import HAVE_TE
-from megatron.core.tensor_parallel import (
-    copy_to_tensor_model_parallel_region,
-    gather_from_tensor_model_parallel_region,
-    scatter_to_sequence_parallel_region,
-)
+from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region, scatter_to_sequence_parallel_region
 from megatron.core.transformer import multi_latent_attention
 
+from megatron_grpo.parallel.tensor import copy_to_ranks
 from megatron_grpo.policy.layers import Norm
 
 # Megatron-Core 0.16 believes that it has Transformer Engine wherever its own wrapper of it can be imported, which is everywhere, and then
@@ -57,7 +54,7 @@ class LatentAttention(multi_latent_attention.MLASelfAttention):
         key, value = key_value.unflatten(-1, (heads, -1)).split([c.qk_head_dim, c.v_head_dim], dim=-1)
         query, turning_query = query.unflatten(-1, (heads, -1)).split([c.qk_head_dim, c.qk_pos_emb_head_dim], dim=-1)
         # Each rank's heads use the shared key, so its gradient is the sum over ranks.
-        shared_key = copy_to_tensor_model_parallel_region(shared_key, group=self.tp_group).unsqueeze(2)
+        shared_key = copy_to_ranks(shared_key, self.tp_group).unsqueeze(2)
         turned_key = self._turn(shared_key, angles).expand(-1, -1, heads, -1)
         return torch.cat([query, self._turn(turning_query, angles)], dim=-1), torch.cat([key, turned_key], dim=-1), value
 

@@ -14,6 +14,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from megatron_grpo.parallel.state import ParallelState
+from megatron_grpo.parallel.tensor import copy_to_ranks
 from megatron_grpo.parallel.vocab import linear_logprobs
 from megatron_grpo.policy.latent import LatentAttention, LatentNorm
 from megatron_grpo.policy.layers import Norm, PackedAttention, te_packed, with_bias
@@ -158,7 +159,7 @@ class LogProbHead(tensor_parallel.ColumnParallelLinear):
         if self.sequence_parallel:
             hidden = tensor_parallel.gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True, group=self.tp_group)
         else:
-            hidden = tensor_parallel.copy_to_tensor_model_parallel_region(hidden, group=self.tp_group)
+            hidden = copy_to_ranks(hidden, self.tp_group)
         return linear_logprobs(
             hidden.squeeze(1)[batch.predict_at],
             self.weight if weight is None else weight,

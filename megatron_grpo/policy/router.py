@@ -27,7 +27,8 @@ class PolicyRouter(TopKRouter):
         per_token = torch.logsumexp(logits.float() if logits.dtype is torch.bfloat16 else logits, dim=-1).square()
         if padding_mask is not None:
             per_token = per_token.masked_fill(padding_mask, 0.0)
-        return _WithLoss.apply(logits, self.config.moe_z_loss_coeff / self.num_routed_tokens * per_token.sum())
+        # 0 where no sequence of the global batch has a token to compute: then all here is padding.
+        return _WithLoss.apply(logits, self.config.moe_z_loss_coeff / max(self.num_routed_tokens, 1) * per_token.sum())
 
     def _apply_expert_bias(self, routing_map, padding_mask=None) -> None:
         """Counts what a bias would be balanced by. It is not: the bias is part of the policy that samples (see `model`)."""

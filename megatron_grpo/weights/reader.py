@@ -65,6 +65,28 @@ class HfReader:
             self._slices[f"{prefix}.{family.moe_block}.gate.weight"] = (router, slice(None), 0, 1)
 
 
+def check_tied_head(reader: HfReader) -> None:
+    """`ConfigError` where config.json says that the head is the embedding and the checkpoint ships another one.
+
+    vLLM (0.32) and transformers (5) then take the head that is there: the sampler would be another model than the policy.
+    """
+    embedding, head = "model.embed_tokens.weight", "lm_head.weight"
+    if not reader.config.get("tie_word_embeddings") or not {embedding, head} <= reader.names:
+        return
+    one, other = reader(embedding), reader(head)
+    if torch.equal(one, other):
+        return
+    if one.shape == other.shape:
+        differences = (one.float() - other.float()).abs()
+        how = f"{int((differences.amax(dim=1) > 0).sum()):,} of {len(one):,} rows differ, by up to {float(differences.max()):.2g}"
+    else:
+        how = f"their shapes are {tuple(other.shape)} and {tuple(one.shape)}"
+    raise _wrong(
+        f"config.json says tie_word_embeddings, but {head} is not {embedding}: {how}. vLLM and transformers use the head that is there. "
+        f"Set tie_word_embeddings to false in {reader.directory / 'config.json'} to train both, or remove {head} to train them as one."
+    )
+
+
 def _open_safetensors(path: Path) -> safe_open:
     try:
         return safe_open(path, framework="pt")

@@ -16,16 +16,16 @@ from tests.ranks import run_ranks
 
 @pytest.fixture(scope="module")
 def stored(tmp_path_factory):
-    """(material, combinations, what they should give)."""
+    """(material, runs, what they should give)."""
     folder = tmp_path_factory.mktemp("combinations")
-    made, chosen = every.material(folder), every.every_pair()
-    return made, chosen, every.expect(made, chosen, folder)
+    made, runs = every.material(folder), every.runs_of(every.every_pair())
+    return made, runs, every.expect(made, runs, folder)
 
 
 def errors(stored, layout: str, tamper=None) -> every.Errors:
-    made, chosen, right = stored
+    made, runs, right = stored
     case = cases.LAYOUTS[layout]
-    everyone = run_ranks(lambda *rank: every.measure(*rank, made, case.settings, chosen, right, tamper), case.world_size, timeout=180)
+    everyone = run_ranks(lambda *rank: every.measure(*rank, made, case.settings, runs, right, tamper), case.world_size, timeout=180)
     assert len({tuple(found.loss.values()) for found in everyone}) == 1, "ranks report different losses"
     return everyone[-1]
 

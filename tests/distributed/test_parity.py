@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 
 from tests import parity_cases as cases
+from tests.ranks import run_ranks
 from tests.tiny_models import write_tiny
 
 # Each loss and each cut stands somewhere in each row; all of their combinations are the tool's business.
-RUNS = (("grpo", "1 each"), ("dapo", "packed"), ("GSPO", "2 each"))
+RUNS = (("grpo", "1 each"), ("dapo", "packed"), ("GSPO", "2 each"), ("top entropy", "1 each"))
 DENSE = ["1", "TP2 SP", "PP2 uneven", "PP2 VPP2", "CP2", "DP2", "TP2 SP CP2", "PP2 VPP2 DP2"]
 EXPERTS = ["TP2 SP", "TP2 ETP2", "CP2", "EP2", "TP2 EP2 ETP1", "TP2 EP2 ETP2", "PP2 VPP2 EP2"]
 WAYS = ["recompute full, uniform", "recompute selective, moe", "overlapped gradients and parameters, experts", "all-gather dispatcher, EP2"]
@@ -75,12 +76,58 @@ def test_odd_shapes_equal_float64(tmp_path, name):
     assert found.within(), found
 
 
+@pytest.mark.parametrize("layout", ["1", "CP3"])
+def test_first_tokens_of_a_group_train_together_however_the_batch_is_cut(tmp_path, layout):
+    """Their entropies differ by rounding alone, and each quantile here falls on a group's first tokens."""
+    path = write_tiny(tmp_path / "model", "qwen3", layers=2, vocab=125, std=0.3)
+    batches = cases.stored_rollout(path, vocab=125, groups=((3, (1, 1, 2, 1)), (5, (2, 1, 1, 1))))
+    losses = {quantile: dict(loss_type="dapo", top_entropy_quantile=quantile) for quantile in (0.1, 0.2, 0.3, 0.7, 0.8, 0.9)}
+    right = {quantile: cases.reference(path, cases.settings(**loss), batches) for quantile, loss in losses.items()}
+    runs = {(quantile, cut): losses[quantile] | sizes for quantile in losses for cut, sizes in cases.CUTS.items()}
+    found = cases.compare("dense", path, cases.LAYOUTS[layout], runs, batches, {key: right[key[0]] for key in runs})
+    assert [(key, distance) for key, distance in found.items() if not distance.within(loss=1e-5)] == []
+
+
 @pytest.mark.parametrize("layout", ["1", "CP2", "TP2 SP", "PP2 VPP2"])
 def test_short_sequences_and_ranks_without_a_trained_token(tmp_path, layout):
     """Two tokens in all: under CP one rank has nothing to train. One completion trains nothing at all."""
     path = write_tiny(tmp_path / "model", "qwen3", layers=4, vocab=125, std=0.1)
-    batches = cases.stored_rollout(path, vocab=125, lengths=((1, 1), (1, 1), (1, 2), (2, 1)))
+    batches = cases.stored_rollout(path, vocab=125, groups=((1, (1, 1)), (1, (2,)), (2, (1,))))
     batches[0][1].mask[:] = False
     right = cases.reference(path, cases.settings(), batches)
     (found,) = cases.compare("dense", path, cases.LAYOUTS[layout], {"grpo": {}}, batches, {"grpo": right}).values()
     assert found.within(loss=1e-5), found
+
+
+# Prompts of one token with empty completions: nothing to compute. One or two of them make a micro-batch.
+EMPTY = ((1, (0, 0, 2, 0)), (3, (0, 1)), (1, (0, 0)))
+WITH_EMPTY = ["1", "TP2", "TP2 SP", "PP2", "PP2 VPP2", "CP2", "TP2 SP CP2", "EP2"]
+
+
+@pytest.mark.parametrize("name", WITH_EMPTY)
+def test_a_micro_batch_without_a_token_trains_nothing(tmp_path, name):
+    layout = cases.LAYOUTS[name]
+    model = "MoE" if layout.needs_experts else "dense"
+    path = write_tiny(tmp_path / "model", **cases.MODELS[model])
+    batches = cases.stored_rollout(path, vocab=125, groups=EMPTY, stale=0.3)
+    right = cases.reference(path, cases.settings(**cases.MODEL_SETTINGS.get(model, {}), **cases.LOSSES["GSPO"]), batches)
+    runs = {cut: cases.LOSSES["GSPO"] | sizes for cut, sizes in cases.CUTS.items() if cases.is_legal(layout, sizes)}
+    found = cases.compare(model, path, layout, runs, batches, dict.fromkeys(runs, right))
+    assert [(key, distance) for key, distance in found.items() if not distance.within(loss=1e-5)] == []
+
+
+@pytest.mark.parametrize("name", ["PP2 VPP2", "EP2"])
+def test_a_global_batch_without_a_token_skips_its_step_and_a_sequence_of_one_token_has_no_log_prob(tmp_path, name):
+    layout = cases.LAYOUTS[name]
+    model = "MoE" if layout.needs_experts else "dense"
+    path = write_tiny(tmp_path / "model", **cases.MODELS[model])
+    (samples,) = cases.stored_rollout(path, vocab=125, groups=((1, (0,) * 8),), stale=0)
+
+    def body(rank, world):
+        policy = cases.build(path, cases.settings(**cases.MODEL_SETTINGS.get(model, {}), **layout.settings), world)
+        batch = cases.batch_of(policy, samples, 0)
+        trained = policy.train_step(batch)
+        lengths = [len(scored) for scored in cases.score_tokens(policy, [[5], [5, 6, 7]])]
+        return trained.skipped is not None, trained.metrics["loss"], batch.metrics["packing/efficiency"], lengths
+
+    assert run_ranks(body, layout.world_size) == [(True, 0.0, 0.0, [0, 2])] * layout.world_size

@@ -30,6 +30,7 @@ def answers(model_path: str | Path, temperature: float) -> Callable[[Prompt, int
         length = int(rng.integers(1, LONGEST + 1))
         tokens = rng.integers(4, 120, length).tolist()
         logprobs = hf_logprobs(model, [*prompt.token_ids, *tokens], temperature)[-length:].numpy() + rng.normal(0, 0.05, length)
+        logprobs = np.minimum(logprobs, 0.0)  # a likely token's is a little off on one side only
         ended = "length" if length == LONGEST else "stop"
         return answered(prompt.token_ids, tokens, logprobs, text=" ".join(map(str, tokens)), ended=ended, version=version)
 

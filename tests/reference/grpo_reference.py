@@ -119,7 +119,10 @@ def kl(c, r, s):
 
 
 def entropy_kept(completions, s):
-    """Top-entropy mask of each counted completion: one quantile over all trained tokens of the global batch."""
+    """Top-entropy mask of each counted completion: one quantile over all trained tokens of the global batch.
+
+    What lies below the lowest token kept by no more than a thousandth of it (or 1e-5 nats) ties with it, and is kept as well.
+    """
     batch = counted(completions, s)
     if s.top_entropy_quantile >= 1.0:
         return [torch.ones_like(m) for _, m in batch]
@@ -129,7 +132,8 @@ def entropy_kept(completions, s):
     place = round((len(everything) - 1) * (1.0 - s.top_entropy_quantile), 9)
     below, above = everything[math.floor(place)], everything[math.ceil(place)]
     threshold = below + (above - below) * (place - math.floor(place))
-    return [(c.entropy.detach() >= threshold).double() for c, _ in batch]
+    lowest = min(h for h in everything if h >= threshold)
+    return [(c.entropy.detach() >= lowest - max(1e-3 * lowest, 1e-5)).double() for c, _ in batch]
 
 
 # ---------------------------------------------------------------------------------------------------------------------------------

@@ -23,15 +23,18 @@ def random_batch(
 ) -> list[Completion]:
     """Completions of 1 to 8 tokens, some stale, some truncated, some of dead groups, some tokens not trained or without sampler log-prob.
 
+    Four completions are a group: the entropies of their first tokens, which have one context, are equal but for rounding.
     Values are rounded to `dtype` and held in float64, so that a float32 implementation starts from the same numbers.
     """
-    rng = np.random.default_rng(seed)
+    rng, of_groups = np.random.default_rng(seed), np.random.default_rng([seed, 1])
+    first_entropies = np.repeat(of_groups.exponential(1.0, -(-num_completions // 4)), 4)[:num_completions]
+    first_entropies *= 1 + of_groups.uniform(-1e-6, 1e-6, num_completions)
 
     def values(array, *, grad=False):
         return torch.tensor(array, dtype=dtype).double().requires_grad_(grad)
 
     completions = []
-    for _ in range(num_completions):
+    for row in range(num_completions):
         length = rng.integers(1, MAX_COMPLETION_LENGTH)
         logp = -rng.exponential(1.0, length)
         # A completion is close to its old policy, or far from it: beyond every clip range.
@@ -44,7 +47,7 @@ def random_batch(
             Completion(
                 mask=values(mask),
                 logp=values(logp, grad=True),
-                entropy=values(rng.exponential(1.0, length), grad=True),
+                entropy=values([first_entropies[row], *rng.exponential(1.0, length)[1:]], grad=True),
                 sampler_logp=values(sampler),
                 ref_logp=values(logp + rng.normal(0, 0.5, length)),
                 old_logp=None if rng.random() < share_on_policy else values(logp + rng.normal(0, spread, length)),

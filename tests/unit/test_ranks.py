@@ -9,6 +9,8 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tests.ranks import RanksFailed, run_ranks
 
@@ -83,3 +85,9 @@ def _is_running(pid: int) -> bool:
             return file.read().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
+
+
+@settings(max_examples=2)
+@given(st.booleans())
+def test_an_example_that_a_busy_machine_makes_slow_does_not_fail(_):
+    time.sleep(0.25)  # hypothesis ends a test after 0.2 s by default

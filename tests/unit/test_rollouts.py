@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from fractions import Fraction
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,6 +17,7 @@ from megatron_grpo.grpo.advantages import advantages
 from megatron_grpo.metrics.rollout import rollout_stats, selection_stats
 from megatron_grpo.parallel.layout import Layout
 from megatron_grpo.rollout.engine import SamplingSettings
+from megatron_grpo.rollout.logprobs import ImpossibleLogprobs
 from megatron_grpo.rollout.scripted import ScriptedEngine
 from megatron_grpo.rollouts import Asker, Rollouts
 from megatron_grpo.rollouts import harvest as collect
@@ -188,8 +191,11 @@ class Judge:
     def __call__(self, groups, *, places):
         return scored_by(self.rewards, groups)
 
+    def warn_of_sameness(self, rows):
+        assert all(len(row) == 1 for row in rows)
 
-def rollout(rewards, *, num_groups=2, penalty=None, use_sampler_logprobs=False, number=0, **config):
+
+def rollout(rewards, *, num_groups=2, penalty=None, use_sampler_logprobs=False, number=0, answer=answer, **config):
     """(samples in row order, metrics, rows) of one rollout."""
     heard, cfg = Heard(), GrpoConfig(**config)
     rollouts = Rollouts(
@@ -226,6 +232,29 @@ def test_a_completion_without_a_reward_trains_nothing_and_moves_no_mean():
     samples, stats, _ = rollout({0: ((None,), (None,)), 1: LIVE})
     assert [s.advantage for s in samples[:2]] == [0.0, 0.0] and samples[0].is_dead
     assert stats["reward"] == 0.5
+
+
+def test_a_completion_with_an_impossible_log_prob_trains_nothing_and_is_counted(caplog):
+    def broken(prompt, place, version):
+        one = answer(prompt, place, version)
+        return replace(one, logprobs=np.float32([0, 0, -0.5, [-math.inf, 0.3][prompt.number]])) if place else one
+
+    for use_sampler_logprobs in (False, True):
+        samples, stats, rows = rollout({0: LIVE, 1: LIVE}, use_sampler_logprobs=use_sampler_logprobs, answer=broken)
+        assert [s.mask.tolist() for s in samples] == [[False, False, True, True], [False] * 4] * 2
+        assert [row.num_masked for row in rows] == [2, 0, 2, 0]
+        assert all(np.isfinite(s.sampler_logprobs).all() for s in samples)
+        assert stats["sampling/refused_completions"] == 2
+    assert "2 of 4 completions have a log-prob that no distribution has (the first: completion 1 of prompt 0" in caplog.text
+    assert rollout({0: LIVE, 1: LIVE})[1]["sampling/refused_completions"] == 0
+
+
+def test_where_every_completion_is_refused_the_run_ends():
+    def broken(prompt, place, version):
+        return replace(answer(prompt, place, version), logprobs=np.float32([0, 0, math.nan, -1.0]))
+
+    with pytest.raises(ImpossibleLogprobs, match="4 of 4 completions .*completion 0 of prompt 0 .*token 1 of 2: nan.*are broken"):
+        rollout({0: LIVE, 1: LIVE}, answer=broken)
 
 
 def test_samplers_log_probs_are_old_log_probs_where_they_are_asked_for():

@@ -35,7 +35,7 @@ def test_a_million_completions_waste_two_in_a_thousand(name):
 
 
 @given(data=st.data(), dp_size=st.integers(1, 5), multiple=st.integers(1, 3), max_tokens=st.integers(1, 60), is_large=st.booleans())
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 def test_every_row_is_in_one_micro_batch_within_the_budget(data, dp_size, multiple, max_tokens, is_large):
     """is_large: as a batch is packed that has too many rows to be spread evenly one by one."""
     unit = dp_size * multiple

@@ -96,7 +96,7 @@ def test_the_worked_check_recomputes_exactly_the_two_stale_slices():
 sizes = st.tuples(st.integers(1, 9), st.integers(1, 9), st.integers(1, 4))
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(sizes, st.integers(1, 12))
 def test_every_row_is_where_the_walk_puts_it(size, num_rollouts):
     a, w, mu = size
@@ -108,7 +108,7 @@ def test_every_row_is_where_the_walk_puts_it(size, num_rollouts):
         assert row.rows == (slice_index * 2, slice_index * 2 + 2)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(sizes, st.integers(1, 12))
 def test_forward_only_passes_are_those_that_the_walk_needs_and_no_other(size, num_steps):
     a, w, mu = size
@@ -119,7 +119,7 @@ def test_forward_only_passes_are_those_that_the_walk_needs_and_no_other(size, nu
     assert set(anchors) == walk.forwards_needed(num_steps)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(sizes, st.integers(1, 10))
 def test_the_last_step_is_like_any_other_so_that_a_run_can_be_made_longer(size, num_steps):
     shorter, longer = Timetable(plan_of(*size), num_steps), Timetable(plan_of(*size), num_steps + 3)
@@ -127,7 +127,7 @@ def test_the_last_step_is_like_any_other_so_that_a_run_can_be_made_longer(size, 
         assert one == other
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(sizes, st.integers(1, 10), st.sampled_from(["auto", "rollout"]))
 def test_a_run_that_obeys_the_timetable_never_lacks_a_log_prob_and_keeps_none_too_long(size, num_steps, old_logprobs):
     """Executes the steps: samples, anchors, keeps, frees; a stale row without stored log-probs fails the walk."""
@@ -180,7 +180,7 @@ def test_a_step_far_out_costs_no_more_than_the_first():
     assert far.index == 10**9 and [s.index for s in islice(table.from_step(10**9 + 1), 2)] == [10**9 + 1, 10**9 + 2]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(sizes, st.integers(1, 40))
 def test_an_epoch_ends_with_the_step_that_trains_its_last_prompt_for_the_last_time(size, num_prompts):
     a, w, mu = size

@@ -82,7 +82,7 @@ def rollouts(draw):
     return rewards, weights, penalty
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(rollouts())
 def test_every_estimator_equals_the_reference(rollout):
     rewards, weights, penalty = rollout

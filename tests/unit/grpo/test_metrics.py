@@ -71,6 +71,14 @@ def test_cispo_clips_above_only():
     assert (found["clip_ratio/low_mean"], found["clip_ratio/high_mean"]) == (0.0, pytest.approx(1 / 3))
 
 
+def test_log_probs_below_what_float64_can_exponentiate_end_no_run():
+    """exp(709.8) is too large for float64: a perplexity is infinite then."""
+    found = measured(logprobs=torch.full((4,), -709.8, dtype=torch.float64), sampler_logprobs=torch.full((4,), -1.0e6))
+    assert found["sampling/perplexity_trainer"] == found["sampling/perplexity_rollout"] == math.inf
+    found = measured(logprobs=torch.full((4,), -700.0, dtype=torch.float64), sampler_logprobs=torch.full((4,), -700.0))
+    assert found["sampling/perplexity_trainer"] == pytest.approx(math.exp(700.0))
+
+
 def test_sapo_clips_nothing():
     found = measured(GrpoConfig(loss_type="sapo"), old_logprobs=torch.tensor([-9.0, -9.0, 9.0, 9.0], dtype=torch.float64))
     assert found["clip_ratio/region_mean"] == 0.0

@@ -128,7 +128,7 @@ def walk(batch: dict, parallel: dict, num_rollouts: int, old_logprobs: str):
                     version, done = version + 1, 0
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(
     dp=st.integers(1, 4),
     mbs=st.integers(1, 6),

@@ -122,7 +122,7 @@ mostly_right = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=1500, deadline=None)
+@settings(max_examples=1500)
 @given(st.one_of(configurations, mostly_right))
 def test_a_configuration_passes_exactly_when_the_written_rules_hold(values):
     problems, cfg = problems_of(values)
@@ -137,7 +137,7 @@ def test_a_configuration_passes_exactly_when_the_written_rules_hold(values):
     assert plan.num_rollout_prompts * plan.num_generations == plan.generation_batch_size
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.one_of(configurations, mostly_right))
 def test_the_nearest_values_are_those_that_trying_every_value_finds(values):
     problems, cfg = problems_of(values)
@@ -156,7 +156,7 @@ def test_the_nearest_values_are_those_that_trying_every_value_finds(values):
             assert offered == [x for x in (below, above) if x is not None], (flag, values, problem)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(mostly_right)
 def test_flags_named_in_a_problem_are_flags_that_were_typed(values):
     problems, cfg = problems_of(values)
@@ -230,7 +230,7 @@ def dialect_argv(dialect: str, values: dict) -> list[str]:
 
 
 @pytest.mark.parametrize("dialect", DIALECT_CASES)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(data=st.data())
 def test_dialects_pass_and_are_mended_in_their_own_names(dialect, data):
     values = {key: data.draw(st.sampled_from(choices), label=key) for key, choices in DIALECT_CASES[dialect].items()}

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from megatron_grpo.errors import ConfigError
 from megatron_grpo.weights.names import hf_shapes
-from megatron_grpo.weights.reader import HfReader
+from megatron_grpo.weights.reader import HfReader, check_tied_head
 from megatron_grpo.weights.shape import ModelShape
 from megatron_grpo.weights.writer import HfWriter
 from tests.unit.weights.tiny import write_checkpoint
@@ -156,3 +156,43 @@ def test_what_is_wrong_with_a_checkpoint_is_said_in_words(tmp_path):
     shutil.copy(source / "config.json", source / "pytorch_model.bin")
     with pytest.raises(ConfigError, match="neither model.safetensors nor .*pytorch_model.bin: convert it"):
         HfReader(source)
+
+
+def with_head(tmp_path, name: str, change):
+    """The tiny checkpoint `name` with lm_head.weight = change(embedding) in its file."""
+    path = write_checkpoint(name, tmp_path / "model")
+    weights = load_file(path / "model.safetensors")
+    weights["lm_head.weight"] = change(weights["model.embed_tokens.weight"]).clone()
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    return path
+
+
+def test_a_tied_checkpoint_that_ships_another_head_is_refused_by_name(tmp_path):
+    def moved(embedding):
+        return torch.cat([embedding[:3], embedding[3:] + 0.25])
+
+    path = with_head(tmp_path, "llama_tied", moved)
+    theirs = AutoModelForCausalLM.from_pretrained(path)
+    assert not torch.equal(theirs.lm_head.weight, theirs.model.embed_tokens.weight), "transformers uses the head that is there"
+    with pytest.raises(ConfigError, match="tie_word_embeddings.*50 of 53 rows differ, by up to 0.25.*to false.*or remove lm_head.weight"):
+        check_tied_head(HfReader(path))
+    with pytest.raises(ConfigError, match=r"their shapes are \(60, 32\) and \(53, 32\)"):
+        check_tied_head(HfReader(with_head(tmp_path / "longer", "llama_tied", lambda embedding: torch.zeros(60, 32))))
+
+
+@pytest.mark.parametrize(("name", "change"), [("llama_tied", lambda w: w), ("qwen2", lambda w: -w)])
+def test_a_copy_of_the_embedding_and_an_untied_head_are_as_they_should_be(tmp_path, name, change):
+    check_tied_head(HfReader(with_head(tmp_path, name, change)))
+
+
+def test_the_policy_is_not_built_on_a_head_that_it_would_ignore(tmp_path):
+    from tests import parity_cases as cases
+    from tests.ranks import run_ranks
+
+    path = with_head(tmp_path, "qwen2_tied", lambda embedding: 2 * embedding)
+
+    def body(rank, world):
+        with pytest.raises(ConfigError, match="53 of 53 rows differ"):
+            cases.build(path, cases.settings(), world)
+
+    run_ranks(body, 1)

@@ -163,7 +163,7 @@ def test_a_size_that_does_not_divide_says_the_arithmetic(reader):
         weights.load("embedding.word_embeddings.weight", reader("llama"), tp_size=2)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     groups=st.integers(1, 5),
     heads_per_group=st.integers(1, 5),

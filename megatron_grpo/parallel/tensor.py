@@ -1,0 +1,29 @@
+"""Tensor parallelism: what every rank of a group uses, and each has a part of the gradient of."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+
+class _CopyToRanks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor):
+        # A copy in memory of its own: collectives take dense tensors only, and the gradient may be someone else's.
+        total = grad.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=ctx.group)
+        return total, None
+
+
+def copy_to_ranks(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """`x`, the same on every rank of `group`; its gradient is the sum of what the ranks say of it.
+
+    In place of Megatron-Core's copy_to_tensor_model_parallel_region, which in 0.16 loses the sum where the gradient is not contiguous: it
+    reduces a contiguous copy and returns the original (`tensor_parallel/mappings.py`, `_reduce`; mended in 0.19).
+    """
+    return _CopyToRanks.apply(x, group) if group.size() > 1 else x

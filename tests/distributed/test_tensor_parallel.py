@@ -1,0 +1,28 @@
+"""What tensor-parallel ranks share: the gradient is the sum over them, however it lies in memory."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from megatron_grpo.parallel.tensor import copy_to_ranks
+from tests.ranks import run_ranks
+
+
+def gradient(rank: int, world: int) -> tuple[list, list, bool]:
+    """Of x under a weight of rank + 1: the gradient arrives as it is, and transposed."""
+    found, weight = [], torch.arange(6.0).reshape(2, 3) * (rank + 1)
+    for use in (lambda y: (y * weight).sum(), lambda y: (y.t() * weight.t().contiguous()).sum()):
+        x = torch.ones(2, 3, requires_grad=True)
+        use(copy_to_ranks(x, dist.group.WORLD)).backward()
+        found.append(x.grad.tolist())
+    return found[0], found[1], torch.equal(weight, torch.arange(6.0).reshape(2, 3) * (rank + 1))
+
+
+def test_a_gradient_is_summed_over_ranks_also_where_it_is_transposed():
+    summed = [[0.0, 3.0, 6.0], [9.0, 12.0, 15.0]]  # (1 + 2) times 0..5
+    assert run_ranks(gradient, 2) == [(summed, summed, True)] * 2
+
+
+def test_one_rank_alone_has_nothing_to_sum():
+    assert run_ranks(gradient, 1) == [([[0, 1, 2], [3, 4, 5]], [[0, 1, 2], [3, 4, 5]], True)]
