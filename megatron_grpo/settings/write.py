@@ -19,8 +19,9 @@ def as_yaml(cfg: Config) -> str:
         group: {name: value for name, value in vars(section).items() if not cfg.sources.get(name, "").startswith(_NOT_WRITTEN)}
         for group, section in cfg.groups().items()
     }
-    if cfg.foreign:  # typed in another system's vocabulary: the file speaks the native one
+    if cfg.plan.dialect:  # everything has been translated: the file speaks the native vocabulary
         sections["plan"]["dialect"] = None
+    if cfg.foreign:
         names = (
             "micro_batch_size",
             "global_batch_size",

@@ -12,9 +12,10 @@ from typing import Any
 from megatron_grpo.settings.foreign import Change, Default, Dialect, Foreign, aside, default, kept, lacks, not_there, only, reads, same
 from megatron_grpo.settings.table import BadValue
 from megatron_grpo.sizing.dialects import features
+from megatron_grpo.sizing.dialects.vocabulary import BUILT_IN_REWARDS
 
 _REWARDS = {"accuracy": "math", "format": "format", "cosine": "cosine", "repetition": "repetition", "soft_overlong": "soft_overlong"}
-_UNREAD_REWARDS = ("react_format", "toolbench", "math", "gym_reward")
+_ONLY_OURS = tuple(name for name in BUILT_IN_REWARDS if name not in (*_REWARDS, "math"))  # its `math` is another one
 
 
 def _system(words: Sequence[str], given: Mapping[str, Sequence[str]]) -> Mapping[str, Any]:
@@ -29,7 +30,7 @@ def _system(words: Sequence[str], given: Mapping[str, Sequence[str]]) -> Mapping
 
 
 def _reward_funcs(words: Sequence[str], given: Mapping[str, Sequence[str]]) -> Mapping[str, Any]:
-    unread = [word for word in words if word not in _REWARDS and ":" not in word]
+    unread = [word for word in words if word not in (*_REWARDS, *_ONLY_OURS) and ":" not in word]
     if unread:
         plugin = " ".join(given.get("external_plugins", ())) or "path/to/file.py"
         raise BadValue(
@@ -83,6 +84,7 @@ NAMES: Mapping[str, Foreign] = {
     "rollout_importance_sampling_mode": same("rollout_importance_sampling_mode"),
     "val_dataset_shuffle": only("false", features.EVALUATION),
     # Asked for, and not there.
+    "resume_from_checkpoint": lacks(features.RESUMED_ELSEWHERE),
     "rlhf_type": only("grpo", features.OTHER_TASK),
     "task_type": only("causal_lm", features.OTHER_TASK),
     "vllm_mode": only("colocate", features.SERVER),

@@ -22,7 +22,7 @@ from megatron_grpo.settings.foreign import (
 )
 from megatron_grpo.settings.table import FALSE, TRUE, BadValue
 from megatron_grpo.sizing.dialects import features
-from megatron_grpo.sizing.dialects.vocabulary import NATIVE_SIZES, size, sizes
+from megatron_grpo.sizing.dialects.vocabulary import BUILT_IN_REWARDS, NATIVE_SIZES, size, sizes
 
 _REWARDS = {"accuracy_reward": "math", "get_soft_overlong_punishment": "soft_overlong"}
 _FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
@@ -48,7 +48,7 @@ def _correction(words: Sequence[str], given: Mapping[str, Sequence[str]]) -> Map
 
 
 def _reward_funcs(words: Sequence[str], given: Mapping[str, Sequence[str]]) -> Mapping[str, Any]:
-    unread = [word for word in words if word not in _REWARDS and "." not in word and ":" not in word]
+    unread = [word for word in words if word not in (*_REWARDS, *BUILT_IN_REWARDS) and not {".", ":"} & set(word)]
     if unread:
         raise BadValue(
             f"({', '.join(unread)}) is a reward function of TRL that is not there. Name a function as path/to/file.py:function or "

@@ -208,3 +208,20 @@ def test_every_row_of_a_table_leads_to_a_setting_a_sentence_or_nothing(dialect):
         assert sum(map(bool, (row.native, row.read, row.lacks))) <= 1, name
     for row in DIALECTS[dialect].defaults:
         assert set(row.native) <= set(table()), row.name
+
+
+def test_the_rewards_that_are_built_in_are_known_to_the_dialects():
+    from megatron_grpo.rewards.loading import BUILT_IN
+    from megatron_grpo.sizing.dialects.vocabulary import BUILT_IN_REWARDS
+
+    assert set(BUILT_IN_REWARDS) == set(BUILT_IN)
+
+
+def test_what_a_run_records_is_native(tmp_path):
+    """The recorded file was read again in the dialect, where its translated words mean something else."""
+    from megatron_grpo.settings.write import as_yaml
+
+    cfg = read("swift", "--reward_funcs", "accuracy", "--advantage_estimator", "reinforce_plus_plus")
+    (tmp_path / "config.yaml").write_text(as_yaml(cfg))
+    again = check(["--config", str(tmp_path / "config.yaml")]).config
+    assert again.plan.dialect is None and again.rewards == cfg.rewards and again.grpo == cfg.grpo and again.optimizer == cfg.optimizer
