@@ -116,6 +116,10 @@ def _lengths_of_data(cfg: Config, shape: ModelShape, stream: PromptStream, flag:
 def check_output_dir(cfg: Config) -> None:
     """An output_dir that holds a run is continued (`--resume auto`) or cleared (`--overwrite_output_dir`), never mixed."""
     out = cfg.run.output_dir
+    in_the_way = next((path for path in (Path(out), *Path(out).parents) if path.exists() and not path.is_dir()), None)
+    if in_the_way:
+        where = "is a file" if in_the_way == Path(out) else f"cannot be made: {in_the_way} is a file"
+        raise ConfigError([Problem(flags=("output_dir",), message=f"output_dir ({out}) {where}. Name a folder.")])
     if cfg.run.overwrite_output_dir and cfg.run.resume not in ("auto", "never"):
         raise ConfigError([Problem(
             flags=("overwrite_output_dir", "resume"),
