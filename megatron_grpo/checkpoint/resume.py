@@ -114,6 +114,10 @@ def find_checkpoints(
     What is to be cleared, or must not be continued, is not: at a restart, a job continues what it has written itself.
     """
     out, origin = Path(output_dir), origin or Origin(job=job_of(environ))
+    in_the_way = next((path for path in (out, *out.parents) if path.exists() and not path.is_dir()), None)
+    if in_the_way:
+        where = "is a file" if in_the_way == out else f"cannot be made: {in_the_way} is a file"
+        raise _wrong(("output_dir",), f"output_dir ({out}) {where}. Name a folder.")
     found = Resume(output_dir=out, origin=origin)
     restart, own = restart_of(environ), _written_by(origin.job, out)
     asked = "" if resume in ("auto", "never") else resume

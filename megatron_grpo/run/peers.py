@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import socket
 import time
@@ -14,6 +15,7 @@ from typing import Any
 
 # What gloo, NCCL and the store say when the other end has gone.
 _LOST = re.compile(r"connection (was )?(closed|reset|refused)|broken pipe|gloo|nccl|socket timeout|\brecv\b", re.IGNORECASE)
+SHARED_MEMORY = "/dev/shm"
 SECONDS_TO_LEARN = 3.0  # from a broken connection until the death behind it shows
 
 
@@ -108,7 +110,11 @@ class Peers:
                 found.append(f"rank {rank} {how} without a word (process {process.pid} on {process.host})")
         if not found:
             return ""
-        return (
-            f"{'; '.join(found)}, and the run cannot go on. The launcher's report names the signal; 9 that nobody sent is the kernel's, "
-            "short of memory (dmesg says so). The same command resumes from the last checkpoint."
-        )
+        return f"{'; '.join(found)}, and the run cannot go on. {_likely_cause()} The same command resumes from the last checkpoint."
+
+
+def _likely_cause() -> str:
+    """Whoever touches shared memory that is not there gets SIGBUS, which no program can turn into a sentence of its own."""
+    if Path(SHARED_MEMORY).is_dir() and (usage := shutil.disk_usage(SHARED_MEMORY)).free < 2**20:
+        return f"Shared memory is full: {SHARED_MEMORY} has {usage.total / 2**20:.0f} MiB; give it more (docker run --shm-size 16g)."
+    return "The launcher's report names the signal; 9 that nobody sent is the kernel's, short of memory (dmesg says so)."

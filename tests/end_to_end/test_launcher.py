@@ -1,8 +1,10 @@
-"""Under a real torchrun: however a run ends, no process of it is left."""
+"""Under a real torchrun: however a run ends, no process of it is left, and the reason is said, once."""
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -73,12 +75,51 @@ def test_a_terminated_run_saves_and_leaves(launched, tmp_path):
     assert int(saved[0].name.removeprefix("iter_")) == records(out / "metrics.jsonl")[-1]["step"]
 
 
-def test_a_rank_that_dies_takes_the_others_with_it(launched, tmp_path):
+def test_a_rank_that_dies_takes_the_others_with_it_and_is_named(launched, tmp_path):
     launcher, _ = launched
     ranks = [pid for pid in processes_of(tmp_path) if pid != launcher.pid]
     os.kill(ranks[-1], signal.SIGKILL)
     assert launcher.wait(60) != 0
     wait_for(lambda: not processes_of(tmp_path), "the end of every rank", 10)
+    ours = (tmp_path / "log").read_text().partition("Traceback (most recent call last)")[0]  # then follows torchrun's own report
+    assert re.search(rf"^megatron-grpo: rank [01] died .*without a word \(process {ranks[-1]} on ", ours, re.MULTILINE)
+    assert ours.count("without a word") == 1
+    assert "RuntimeError" not in ours and "reward while training" not in ours
+
+
+def test_a_second_run_in_the_same_folder_is_refused_and_touches_nothing(launched, tmp_path):
+    launcher, out = launched
+    before = {name: (out / name).read_bytes() for name in ("config.yaml", "plan.json", "run.lock")}
+    flags = [*write_inputs(tmp_path / "second"), "--output_dir", str(out), "--overwrite_output_dir", "true"]
+    second = subprocess.run([sys.executable, "-m", "megatron_grpo", "train", *flags], capture_output=True, text=True)
+    assert second.returncode == 2, second.stderr[-4000:]
+    main_rank = json.loads(before["run.lock"])["pid"]
+    assert main_rank in processes_of(tmp_path)
+    assert f"is in use by another run: pid {main_rank} on " in second.stderr
+    assert {name: (out / name).read_bytes() for name in before} == before
+    assert records(out / "metrics.jsonl")[0]["step"] == 1
+    assert launcher.poll() is None
+
+
+LATE = """
+import os, sys, time
+if os.environ["RANK"] == os.environ["LATE"]:
+    time.sleep(3)
+from megatron_grpo.cli import main
+sys.exit(main(["train", *sys.argv[1:]]))
+"""
+
+
+@pytest.mark.parametrize("late", ["0", "1", "none"])
+def test_a_configuration_error_is_said_once_and_is_the_root_cause_whichever_rank_is_late(tmp_path, late):
+    (tmp_path / "late.py").write_text(LATE)
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(tmp_path / "late.py")]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2]), "LATE": late}
+    ended = subprocess.run([*launch, "--micro_batch_size", "two"], capture_output=True, text=True, env=environment)
+    ours, _, report = ended.stderr.partition("Traceback (most recent call last)")
+    assert ended.returncode != 0
+    assert ours.count("micro_batch_size") == report.count("micro_batch_size") == 1
+    assert "micro_batch_size" in report.partition("Root Cause")[2]
 
 
 def test_a_rank_that_leaves_in_silence_does_not_pass_for_done(tmp_path):

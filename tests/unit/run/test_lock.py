@@ -16,7 +16,7 @@ from megatron_grpo.errors import ConfigError
 from megatron_grpo.run.lock import NAME, OutputLock
 
 ROOT = Path(__file__).resolve().parents[3]
-HOLDER = """
+HOLDER = r"""
 import os, sys, time
 from megatron_grpo.run.lock import OutputLock
 lock = OutputLock.take(sys.argv[1])

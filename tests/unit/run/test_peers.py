@@ -65,3 +65,17 @@ def test_a_rank_that_says_itself_why_it_failed_is_not_explained_again(job):
 @pytest.mark.parametrize("error", [ValueError("Connection closed by peer"), RuntimeError("shapes differ")])
 def test_an_error_of_this_rank_is_its_own(job, error):
     assert job[0].explain(error) is None
+
+
+def test_where_shared_memory_is_full_a_death_is_put_down_to_it(job, tmp_path, monkeypatch):
+    peers, child = job
+    (tmp_path / "shm").mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "none", str(tmp_path / "shm")], capture_output=True).returncode:
+        pytest.skip("this user may not mount a file system")
+    try:
+        monkeypatch.setattr("megatron_grpo.run.peers.SHARED_MEMORY", str(tmp_path / "shm"))
+        child.kill()
+        child.wait()
+        assert "shm has 0 MiB; give it more (docker run --shm-size 16g)" in peers.why_doomed()
+    finally:
+        subprocess.run(["umount", str(tmp_path / "shm")], check=True)

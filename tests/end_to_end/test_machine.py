@@ -1,0 +1,73 @@
+"""What a machine refuses in mid-run is a sentence and an exit code, and what a run can do without does not end it."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.end_to_end import scripted
+from tests.end_to_end.runs import records, write_inputs
+from tests.ranks import run_ranks
+
+
+@contextmanager
+def small_disk(folder: Path, size: str):
+    folder.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "none", str(folder)], capture_output=True).returncode:
+        pytest.skip("this user may not mount a file system")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)
+
+
+def train_and_write_down(rank: int, world_size: int, flags: list[str], log: str) -> int:
+    handle = os.open(log, os.O_WRONLY | os.O_CREAT)
+    os.dup2(handle, 1)
+    os.dup2(handle, 2)
+    return scripted.train(rank, world_size, flags)
+
+
+def run(folder: Path, out: Path, *more: str) -> tuple[int, str]:
+    """Exit code and what was said."""
+    flags = [*write_inputs(folder), *("--output_dir", str(out)), *("--max_steps", "40"), *more]
+    [code] = run_ranks(train_and_write_down, 1, flags, str(folder / "log"), timeout=120)
+    return code, (folder / "log").read_text()
+
+
+@pytest.mark.parametrize(
+    "size, said",
+    [
+        ("60k", r"megatron-grpo: no space is left on the disk for \S+\.jsonl \(0 MiB, 0\.0 MiB of them free\)"),
+        ("160k", r"megatron-grpo: The checkpoint of step 40 failed and was removed.*No space left on device"),
+    ],
+)
+def test_a_full_disk_is_a_sentence(tmp_path, size, said):
+    with small_disk(tmp_path / "disk", size) as disk:
+        code, told = run(tmp_path, disk / "out", "--log_completions_steps", "0")
+    assert code == 1
+    assert re.search(said, told), told[-3000:]
+    assert "Traceback" not in told and "Done" not in told and "reward while training" not in told
+
+
+def test_tables_and_plots_that_cannot_be_written_do_not_end_a_run(tmp_path):
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "completions").write_text("in the way")
+    (out / "plots").write_text("in the way")
+    code, told = run(tmp_path, out, "--max_steps", "2", "--resume", "auto")
+    assert code == 0
+    assert len(records(out / "metrics.jsonl")) == 2
+    assert told.count("and the run goes on without it") == 2
+
+
+def test_an_output_dir_that_is_a_file_is_exit_2(tmp_path):
+    (tmp_path / "out").write_text("mine")
+    code, told = run(tmp_path, tmp_path / "out")
+    assert code == 2
+    assert "is a file" in told and (tmp_path / "out").read_text() == "mine"
