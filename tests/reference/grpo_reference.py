@@ -121,7 +121,7 @@ def kl(c, r, s):
 def entropy_kept(completions, s):
     """Top-entropy mask of each counted completion: one quantile over all trained tokens of the global batch.
 
-    What lies below the lowest token kept by no more than a thousandth of it (or 1e-5 nats) ties with it, and is kept as well.
+    What lies below the lowest token kept by no more than 1e-4 of it (or 1e-5 nats) ties with it, and is kept as well.
     """
     batch = counted(completions, s)
     if s.top_entropy_quantile >= 1.0:
@@ -133,7 +133,7 @@ def entropy_kept(completions, s):
     below, above = everything[math.floor(place)], everything[math.ceil(place)]
     threshold = below + (above - below) * (place - math.floor(place))
     lowest = min(h for h in everything if h >= threshold)
-    return [(c.entropy.detach() >= lowest - max(1e-3 * lowest, 1e-5)).double() for c, _ in batch]
+    return [(c.entropy.detach() >= lowest - max(1e-4 * lowest, 1e-5)).double() for c, _ in batch]
 
 
 # ---------------------------------------------------------------------------------------------------------------------------------
