@@ -17,7 +17,8 @@ from megatron_grpo.checkpoint.resume import find_checkpoints, judge_resume, sett
 from megatron_grpo.errors import ConfigError
 from megatron_grpo.settings.parse import resolve
 from megatron_grpo.settings.table import table
-from megatron_grpo.sizing.batch_sizes import BatchSizes, settle
+from megatron_grpo.sizing.batch_sizes import BatchSizes
+from megatron_grpo.sizing.batch_sizes import settled as with_sizes
 from megatron_grpo.types import Progress
 
 CONTENTS = {"model": "qwen3 1a", "vocabulary": "2b", "data set": "40 rows, 3c", "reward r.py:f": "4d"}
@@ -27,8 +28,7 @@ SIZES = ["--global_batch_size", "8", "--num_generations", "4", "--steps_per_gene
 def settled(out: Path, *flags: str):
     cfg = resolve(["--output_dir", str(out), "--max_steps", "9", *SIZES, *flags])
     sizes = BatchSizes.from_config(cfg)
-    settle(cfg, sizes)
-    return cfg, Timetable.of_length(sizes, max_steps=cfg.run.max_steps)
+    return with_sizes(cfg, sizes), Timetable.of_length(sizes, max_steps=cfg.run.max_steps)
 
 
 def saved(out: Path, step: int, *flags: str, pending: int = 0, num_rollouts: int | None = None, **origin) -> Path:
