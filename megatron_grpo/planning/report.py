@@ -54,9 +54,9 @@ def _defaults(console: Console, made: Plan) -> None:
     console.rule(f"[bold]defaults that differ in {made.checked.config.plan.dialect}, and were not typed", align="left", style="dim")
     out = Table(box=None, pad_edge=False)
     for name in ("name", "theirs", "ours", "used"):
-        out.add_column(name, overflow="fold")
+        out.add_column(name, overflow="fold", no_wrap=name == "name")
     for row in made.checked.parsed.defaults:
-        out.add_row(row.name, row.theirs, row.ours, row.used)
+        out.add_row(row.name.rpartition(".")[2], row.theirs, row.ours, row.used)
     console.print(out, markup=False)
     console.print()
 

@@ -38,7 +38,8 @@ def _dialect(checked: Checked) -> Iterator[str]:
     yield from explain(cfg.plan.dialect, checked.plan, cfg.foreign, max_steps=cfg.run.max_steps)
     yield from parsed.notes
     for source, names in parsed.aside.items():
-        yield f"Note: {source} holds names that change neither what is sampled nor what is trained here, set aside: {', '.join(names)}."
+        why = "as they are set, they change neither what is sampled nor what is trained here"
+        yield f"Note: names of {source} were set aside, for {why}: {', '.join(names)}."
 
 
 def defaults_of(checked: Checked) -> list[str]:

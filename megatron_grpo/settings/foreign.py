@@ -82,10 +82,14 @@ def kept(name: str, theirs: Any, ours: Any) -> Default:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """What follows from several names at once: settings to be set (or left at their defaults, with None), and why."""
+    """What follows from several names at once: settings to be set (or left at their defaults, with None), and why.
+
+    untyped: (name, their default) where none of those names was typed; it then stands in the table of defaults, on its first setting.
+    """
 
     values: Mapping[str, Any]
     note: str = ""
+    untyped: tuple[str, str] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

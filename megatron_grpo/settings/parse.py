@@ -131,7 +131,8 @@ class _Builder:
             try:
                 for native, raw in row.read(words, self.given).items():
                     setting = table()[native]
-                    self._set(setting, read_value(setting, raw), source=entry.source, typed=entry.name)
+                    is_text = isinstance(raw, str) and setting.kind == "str" and not setting.choices and not setting.is_list
+                    self._set(setting, raw if is_text else read_value(setting, raw), source=entry.source, typed=entry.name)
             except BadValue as bad:
                 self._bad(entry.name, entry.name, entry.source, bad)
         elif row.lacks and " ".join(words).lower() not in row.off:
@@ -242,7 +243,7 @@ class _Builder:
             ours = {name: table()[name].default for name in row.native}
             if row.name in self.given or set(row.native) & set(self.values) or (row.native and ours == dict(row.native)):
                 continue
-            kept = row.ours or shown(ours[row.name] if row.name in ours else list(ours.values())[0])
+            kept = row.ours or shown(next(iter(ours.values())))
             self.parsed.defaults.append(
                 ForeignDefault(name=row.name, theirs=row.theirs, ours=kept, used=row.theirs if row.native else kept)
             )
@@ -254,7 +255,11 @@ class _Builder:
         for name, value in change.values.items():
             self.values[name] = table()[name].default if value is None else value
             self.sources[name] = f"{dialect.title}'s reading"
-        if change.note:
+        if change.untyped:
+            (theirs_name, theirs), (native, value) = change.untyped, next(iter(change.values.items()))
+            ours, used = shown(table()[native].default), f"{native} {shown(value)}"
+            self.parsed.defaults.append(ForeignDefault(name=theirs_name, theirs=theirs, ours=ours, used=used))
+        elif change.note:
             self.parsed.notes.append(change.note)
 
     def _world_size(self, launcher: int | None) -> None:

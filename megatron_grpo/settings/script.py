@@ -133,7 +133,7 @@ def _without_launcher(words: list[str], variables: MutableMapping[str, str]) -> 
     if not any(word.rpartition("/")[2] in _LAUNCHERS for word in words[:3]):
         return words
     start = next((place for place, word in enumerate(words) if word == "-m" and place > 2 or word.endswith(".py")), 0)
-    for word, following in zip(words[:start], words[1:start]):
+    for word, following in zip(words[:start], words[1:]):
         name, _, value = word.partition("=")
         variable = _OF_LAUNCHERS.get(name.replace("-", "_").strip("_"))
         if variable:

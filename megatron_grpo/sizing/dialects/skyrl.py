@@ -116,6 +116,8 @@ NAMES: Mapping[str, Foreign] = {
     "chat_template_kwargs.enable_thinking": same("enable_thinking"),
     "data.train_data": _dataset("dataset"),
     "data.val_data": _dataset("eval_dataset"),
+    "train_data": _dataset("dataset"),  # a file's section `data` is one of ours too, and disappears
+    "val_data": _dataset("eval_dataset"),
     "epochs": same("num_train_epochs"),
     "max_training_steps": same("max_steps"),
     "ckpt_interval": _forever("save_steps"),
@@ -262,7 +264,7 @@ DEFAULTS: Sequence[Default] = (
     Default(name="use_bias_correction_kl", theirs="it has none", native={"use_bias_correction_kl": False}),
     default(
         f"{_POLICY}transformer_config_kwargs.recompute_granularity",
-        "full (uniform, 1)",
+        "full",
         recompute_granularity="full",
         recompute_method="uniform",
         recompute_num_layers=1,
@@ -291,13 +293,20 @@ def settle(values: Mapping[str, Any], given: Mapping[str, Sequence[str]]) -> Ite
         if kind == "cispo":
             loss = {**loss, "epsilon_high": 1 + float(_text(given, f"{_ALGORITHM}cispo.cispo_eps_clip_high", "4.0"))}
         said = ", ".join(f"{name} {value}" for name, value in loss.items())
-        yield Change(values=loss, note=f"policy_loss_type {kind} with loss_reduction {reduction} is {said} here.")
+        typed = {f"{_ALGORITHM}policy_loss_type", f"{_ALGORITHM}loss_reduction"} & set(given)
+        yield Change(
+            values=loss,
+            note=f"policy_loss_type {kind} with loss_reduction {reduction} is {said} here.",
+            untyped=None if typed else ("algorithm.loss_reduction", reduction),
+        )
     if "beta" not in values:
         in_loss, in_reward = _is_true(given, f"{_ALGORITHM}use_kl_loss", "true"), _is_true(given, f"{_ALGORITHM}use_kl_in_reward", "false")
+        typed = {f"{_ALGORITHM}{name}" for name in ("use_kl_loss", "use_kl_in_reward", "kl_loss_coef")} & set(given)
         beta = float(_text(given, f"{_ALGORITHM}kl_loss_coef", "0.001")) if in_loss or in_reward else 0.0
         yield Change(
             values={"beta": beta, "kl_in_reward": in_reward and beta > 0},
             note=f"use_kl_loss ({str(in_loss).lower()}) and kl_loss_coef make beta {beta:g} here.",
+            untyped=None if typed else ("algorithm.kl_loss_coef", f"{beta:g}"),
         )
     if _is_true(given, f"{_ALGORITHM}use_entropy_loss", "false"):
         yield Change(values={"entropy_coef": float(_text(given, f"{_ALGORITHM}entropy_loss_coef", "0.01"))})

@@ -1,0 +1,210 @@
+"""What another system's file asks for happens here, or a sentence says why not; nothing of it is dropped in silence."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from megatron_grpo.cli import main
+from megatron_grpo.errors import ConfigError
+from megatron_grpo.planning.check import check, check_parsed
+from megatron_grpo.settings import parse, table
+from megatron_grpo.sizing.dialects import DIALECTS
+
+
+def read(dialect: str, *words: str):
+    """The configuration that a command line makes in a dialect."""
+    return check(["--dialect", dialect, *words]).config
+
+
+def refused(dialect: str, *words: str) -> str:
+    with pytest.raises(ConfigError) as error:
+        check(["--dialect", dialect, *words])
+    return "\n".join(problem.message for problem in error.value.problems)
+
+
+def value(cfg, name: str):
+    return getattr(getattr(cfg, table()[name].group), name)
+
+
+SWIFT_SCRIPT = """
+NPROC_PER_NODE=4 \\
+megatron rlhf \\
+    --rlhf_type grpo --model /nowhere/model --tuner_type full --use_vllm true --vllm_mode colocate \\
+    --dataset rows.jsonl --num_train_epochs 1 --train_iters 100 --eval_steps 1000 \\
+    --global_batch_size 32 --micro_batch_size 2 --num_generations 8 --steps_per_generation 2 \\
+    --reward_funcs accuracy format --max_length 512 --max_completion_length 1024 --top_k -1 \\
+    --loss_type grpo --importance_sampling_level sequence --epsilon 3e-4 --epsilon_high 4e-4 --lr 1e-6 \\
+    --offload_model true --finetune --no_save_optim --dataloader_num_workers 8 --attention_backend flash \\
+    --recompute_granularity selective --sequence_parallel true --log_completions true --report_to wandb
+"""
+
+
+def test_a_megatron_swift_script_is_understood_in_full(tmp_path):
+    script = tmp_path / "grpo.sh"
+    script.write_text(SWIFT_SCRIPT)
+    checked = check(["--config", str(script), "--dialect", "swift"])
+    cfg, parsed = checked.config, checked.parsed
+    assert (cfg.parallel.world_size, cfg.batch.generation_batch_size, cfg.plan.dialect) == (4, 64, "swift-megatron")
+    assert (cfg.rewards.reward_funcs, cfg.data.max_prompt_length, cfg.rollout.top_k) == (["math", "format"], 512, 0)
+    assert (cfg.run.max_steps, cfg.run.num_train_epochs, cfg.eval.eval_steps) == (None, 1.0, 0), "its epochs decide; no val_dataset"
+    assert not cfg.parallel.sequence_parallel, "without tensor parallelism it is off there too"
+    assert "num_train_epochs (1) decides" in " ".join(parsed.notes)
+    assert set(parsed.aside["grpo.sh"]) >= {"offload_model", "no_save_optim", "dataloader_num_workers", "attention_backend"}
+    assert not set(parsed.aside["grpo.sh"]) & {"reward_funcs", "lr", "epsilon", "top_k", "max_length"}
+
+
+def test_each_default_that_differs_and_was_not_typed_is_used_and_shown_once(tmp_path, capsys):
+    cfg = read("swift")
+    for name, theirs in {"beta": 0.04, "lr": 1e-5, "lr_decay_style": "cosine", "weight_decay": 0.1, "temperature": 0.9}.items():
+        assert value(cfg, name) == theirs
+        assert cfg.sources[name] == "Megatron-SWIFT's default"
+    assert main(["plan", "--dialect", "swift", "--weight_decay", "0.0"]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert rows.count(["beta", "0.04", "0.0", "0.04"]) == 1 and rows.count(["lr_decay_style", "cosine", "constant", "cosine"]) == 1
+    assert rows.count(["report_to", "tensorboard", "none", "none"]) == 1, "where ours is used, the table says so"
+    assert not any(row[:1] == ["weight_decay"] for row in rows), "it was typed"
+    assert value(read("swift", "--beta", "0.0"), "beta") == 0.0
+
+
+@pytest.mark.parametrize("dialect", ["trl", "skyrl", "skyrl-doc", "swift", "cs336"])
+def test_the_table_of_defaults_is_true(dialect):
+    """What it says is used is what the configuration holds, and every row differs from ours."""
+    sizes = ["--train_batch_size", "16"] if dialect == "cs336" else []
+    parsed = parse(["--dialect", dialect, *sizes], dialects=DIALECTS)
+    cfg = check_parsed(parsed).config
+    shown = {row.name: row for row in parsed.defaults}
+    for row in DIALECTS[dialect].defaults:
+        if not row.native:
+            assert shown[row.name].used == shown[row.name].ours == row.ours
+            continue
+        assert {name: value(cfg, name) for name in row.native} == dict(row.native)
+        assert any(table()[name].default != value for name, value in row.native.items()), row.name
+        assert shown[row.name].used == row.theirs
+
+
+@pytest.mark.parametrize(
+    ("dialect", "words", "said"),
+    [
+        ("swift", "--loss_type real", "loss_type cannot be 'real'"),
+        ("swift", "--vllm_mode server --vllm_server_host h", "vllm_mode (server), vllm_server_host (h): a separate rollout"),
+        ("swift", "--tuner_type lora --lora_rank 8", "tuner_type (lora), lora_rank (8): LoRA is not there yet"),
+        ("swift", "--multi_turn_scheduler x --max_turns 3", "multi_turn_scheduler (x), max_turns (3): multi-turn environments"),
+        ("swift", "--external_plugins plugin.py", "external_plugins (plugin.py): plugin files are not loaded"),
+        ("swift", "--reward_funcs my_orm --external_plugins plugin.py", "(my_orm) is a reward function of Megatron-SWIFT"),
+        ("swift", "--dataset name#10000", "10000 rows that Megatron-SWIFT's generator draws"),
+        ("swift", "--dataset a.jsonl b.jsonl", "names 2 data sets"),
+        ("swift", "--dataset org/name:subset", "names a hub or a subset"),
+        ("swift", "--system /nowhere/prompt.txt", "names a file in Megatron-SWIFT"),
+        ("swift", "--teacher_model x", "distillation"),
+        ("swift", "--finetune false", "finetune (false): checkpoints of another system are not read"),
+        ("swift", "--moe_expert_capacity_factor 2", "a capacity that drops some"),
+        ("swift", "--fp8_format hybrid", "fp8"),
+        ("swift", "--router_replay_mode R3", "router replay"),
+        ("swift", "--optimizer muon", "the optimizer is AdamW"),
+        ("swift", "--rlhf_type dpo", "only GRPO"),
+        ("swift", "--advantage_estimator rloo --scale_rewards group", "divides by a std"),
+        ("swift", "--some_new_flag 1", "Nor is it a Megatron-SWIFT name"),
+        ("trl", "--use_peft true --lora_r 8", "LoRA is not there yet"),
+        ("trl", "--use_vllm false", "sampling is by vLLM alone"),
+        ("trl", "--vllm_mode server", "a separate rollout server"),
+        ("trl", "--loss_type vespo", "loss_type cannot be 'vespo'"),
+        ("trl", "--optim adafactor", "the optimizer is AdamW"),
+        ("trl", "--deepspeed zero3.json", "Megatron shards"),
+        ("trl", "--min_p 0.1", "min_p (0.1): sampling is by temperature"),
+        ("trl", "--reward_funcs think_format_reward", "(think_format_reward) is a reward function of TRL"),
+        ("trl", "--save_strategy epoch", "counted in optimizer steps"),
+        ("trl", "--use_adaptive_entropy true", "the entropy coefficient is constant"),
+        ("skyrl", "trainer.policy.model.lora.rank=8", "LoRA is not there yet"),
+        ("skyrl", "trainer.algorithm.advantage_estimator=gae", "advantage_estimator (gae)"),
+        ("skyrl", "trainer.algorithm.policy_loss_type=clip_cov", "policy_loss_type (clip_cov)"),
+        ("skyrl", "trainer.algorithm.loss_reduction=prompt_mean", "loss_reduction (prompt_mean)"),
+        ("skyrl", "trainer.placement.colocate_all=false", "a separate rollout server"),
+        ("skyrl", "trainer.fully_async.enabled=true", "sampling ahead of training"),
+        ("skyrl", "generator.max_turns=4", "multi-turn"),
+        ("skyrl", "environment.env_class=gsm8k", "rewards come from reward_funcs"),
+        ("skyrl", "trainer.strategy=fsdp2", "Megatron shards"),
+    ],
+)  # fmt: skip
+def test_what_is_not_there_is_refused_by_name_and_feature(dialect, words, said):
+    assert said in refused(dialect, *words.split())
+
+
+@pytest.mark.parametrize(
+    ("dialect", "words", "values"),
+    [
+        ("swift", "--rollout_importance_sampling_mode sequence_truncate", {"rollout_is_geometric": True}),
+        ("swift", "--rollout_importance_sampling_mode token_truncate", {"rollout_is_geometric": False}),
+        ("swift", "--advantage_estimator reinforce_plus_plus", {"advantage_estimator": "reinforce_plus_plus_baseline"}),
+        ("swift", "--advantage_estimator reinforce_plus_plus --scale_rewards group", {"advantage_estimator": "grpo"}),
+        ("swift", "--loss_type cispo", {"epsilon_high": 0.2}),
+        ("swift", "--loss_type cispo --epsilon_high 5", {"epsilon_high": 5.0}),
+        ("swift", "--system a\\nb", {"system": "a\nb"}),
+        ("swift", "--ddp_timeout 1800", {"distributed_timeout_minutes": 30.0}),
+        ("swift", "--train_iters 7", {"max_steps": 7}),
+        ("trl", "--scale_rewards false", {"scale_rewards": "none"}),
+        ("trl", "--scale_rewards true", {"scale_rewards": "group"}),
+        ("trl", "--scale_rewards batch", {"scale_rewards": "batch"}),
+        ("trl", "--max_steps -1", {"max_steps": None, "num_train_epochs": 3.0}),
+        ("trl", "--max_steps 5", {"max_steps": 5}),
+        ("trl", "", {"loss_type": "dapo", "rollout_importance_sampling_mode": "sequence_mask",
+                     "rollout_importance_sampling_threshold": 3.0, "rollout_is_geometric": False, "adam_beta2": 0.999}),
+        ("trl", "--vllm_importance_sampling_clip_max 5", {"rollout_importance_sampling_threshold": 5.0}),
+        ("trl", "--vllm_importance_sampling_correction false", {"rollout_importance_sampling_mode": "none"}),
+        ("trl", "--gradient_checkpointing false", {"recompute_granularity": None}),
+        ("trl", "--lr_scheduler_type constant_with_warmup", {"lr_decay_style": "constant"}),
+        ("trl", "--max_prompt_length 64", {"truncation_strategy": "left"}),
+        ("trl", "--reward_funcs accuracy_reward pack.age.fn", {"reward_funcs": ["math", "pack.age:fn"]}),
+        ("trl", "--reward_funcs get_soft_overlong_punishment",
+         {"reward_funcs": ["soft_overlong"], "soft_max_length": 1280, "soft_cache_length": 256}),
+        ("skyrl", "trainer.policy.optimizer_config.lr=3e-6 trainer.policy.optimizer_config.adam_betas=[0.8,0.9]",
+         {"lr": 3e-6, "adam_beta1": 0.8, "adam_beta2": 0.9}),
+        ("skyrl", "trainer.algorithm.eps_clip_low=0.1 trainer.algorithm.eps_clip_high=0.3", {"epsilon": 0.1, "epsilon_high": 0.3}),
+        ("skyrl", "", {"beta": 0.001, "kl_in_reward": False, "loss_type": "dapo", "max_completion_length": 1024}),
+        ("skyrl", "trainer.algorithm.use_kl_loss=false", {"beta": 0.0}),
+        ("skyrl", "trainer.algorithm.use_kl_in_reward=true trainer.algorithm.use_kl_loss=false", {"beta": 0.001, "kl_in_reward": True}),
+        ("skyrl", "trainer.algorithm.policy_loss_type=dual_clip", {"loss_type": "dapo", "delta": 3.0}),
+        ("skyrl", "trainer.algorithm.policy_loss_type=gspo trainer.algorithm.loss_reduction=sequence_mean",
+         {"loss_type": "grpo", "importance_sampling_level": "sequence_token"}),
+        ("skyrl", "trainer.algorithm.policy_loss_type=cispo", {"loss_type": "cispo", "epsilon_high": 5.0}),
+        ("skyrl", "trainer.algorithm.grpo_norm_by_std=false", {"scale_rewards": "none"}),
+        ("skyrl", "trainer.algorithm.use_tis=true trainer.algorithm.tis_imp_ratio_cap=3",
+         {"rollout_importance_sampling_mode": "token_truncate", "rollout_importance_sampling_threshold": 3.0}),
+        ("skyrl", "trainer.placement.policy_num_nodes=2 trainer.placement.policy_num_gpus_per_node=4 "
+                  "trainer.policy.megatron_config.tensor_model_parallel_size=2",
+         {"world_size": 8, "tensor_model_parallel_size": 2, "sequence_parallel": True, "expert_tensor_parallel_size": 2}),
+        ("skyrl", "generator.sampling_params.top_k=-1 generator.sampling_params.temperature=0.7", {"top_k": 0, "temperature": 0.7}),
+        ("skyrl", "environment.env_class=gsm8k --reward_funcs math", {"reward_funcs": ["math"]}),
+    ],
+)  # fmt: skip
+def test_what_is_said_otherwise_there_is_translated(dialect, words, values):
+    cfg = read(dialect, *words.split())
+    assert {name: value(cfg, name) for name in values} == values
+
+
+def test_a_system_prompt_in_a_file_is_read(tmp_path):
+    (tmp_path / "prompt.txt").write_text("Think first.\n")
+    assert read("swift", "--system", str(tmp_path / "prompt.txt")).data.system == "Think first.\n"
+
+
+def test_translated_words_are_native_flags_that_mean_the_same(capsys, tmp_path):
+    script = tmp_path / "grpo.sh"
+    script.write_text(SWIFT_SCRIPT.replace("rows.jsonl", "/nowhere/rows.jsonl"))
+    import shlex
+
+    assert main(["plan", "--json", "--dialect", "swift", "--config", str(script)]) == 0
+    there = json.loads(capsys.readouterr().out)
+    assert main(["plan", "--json", *shlex.split(there["native_flags"])]) == 0
+    here = json.loads(capsys.readouterr().out)
+    assert here["native_flags"] == there["native_flags"] and here["timetable"] == there["timetable"]
+    assert "--lr_decay_style cosine" in there["native_flags"] and "--beta 0.04" in there["native_flags"]
+
+
+@pytest.mark.parametrize("dialect", ["trl", "skyrl", "swift", "cs336"])
+def test_every_row_of_a_table_leads_to_a_setting_a_sentence_or_nothing(dialect):
+    for name, row in DIALECTS[dialect].names.items():
+        assert not row.native or row.native in table(), name
+        assert sum(map(bool, (row.native, row.read, row.lacks))) <= 1, name
+    for row in DIALECTS[dialect].defaults:
+        assert set(row.native) <= set(table()), row.name
