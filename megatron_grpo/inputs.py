@@ -20,7 +20,7 @@ from megatron_grpo.data.files import is_path
 from megatron_grpo.errors import ConfigError, Problem
 from megatron_grpo.planning.check import Checked, check_parsed
 from megatron_grpo.planning.command import Plan, make_plan
-from megatron_grpo.rewards.loading import check_columns, close_rewards, load_rewards
+from megatron_grpo.rewards.loading import check_columns, close_rewards, load_rewards, may_be_here
 from megatron_grpo.rewards.protocol import RewardFunction
 from megatron_grpo.settings import Parsed
 from megatron_grpo.settings.config import Config
@@ -95,13 +95,22 @@ def _left_out(cfg: Config) -> dict[str, str]:
         parts |= {"rewards": "reward functions (none given)"}
     if "reward_model" in rewards.reward_funcs and _is_elsewhere(cfg, "reward_model", rewards.reward_model):
         parts |= {"reward_model": f"the classifier of the reward reward_model ({rewards.reward_model} is not on this machine)"}
+    if _is_guest(cfg, "reward_funcs"):
+        absent = [spec for spec in rewards.reward_funcs if not may_be_here(spec)]
+        parts |= {spec: f"the reward {spec} (not on this machine)" for spec in absent}
+    if _is_guest(cfg, "report_to"):
+        parts |= {"report_to": f"whether {' and '.join(cfg.run.report_to)} can be reported to"}
     return parts
+
+
+def _is_guest(cfg: Config, name: str) -> bool:
+    """Whether a setting comes from a foreign file, which was written for another machine."""
+    return cfg.plan.dialect is not None and cfg.sources.get(name, "default") not in (COMMAND_LINE, "default")
 
 
 def _is_elsewhere(cfg: Config, name: str, value: str | None) -> bool:
     """Whether a setting names something that only the machine of the run may have: on the Hub, or at a path of a foreign file."""
-    is_guest = cfg.plan.dialect is not None and cfg.sources.get(name) != COMMAND_LINE
-    return bool(value) and not Path(value).exists() and (is_guest or not is_path(value))
+    return bool(value) and not Path(value).exists() and (_is_guest(cfg, name) or not is_path(value))
 
 
 def _absolute_paths(cfg: Config) -> dict[str, str]:
@@ -157,7 +166,8 @@ def read_inputs(cfg: Config, left_out: Collection[str] = ()) -> Found:
     """
     problems = _Problems()
     problems.attempt(partial(check_output_dir, cfg))
-    problems.attempt(partial(check_report_to, cfg))
+    if "report_to" not in left_out:
+        problems.attempt(partial(check_report_to, cfg))
     model_path = shape = tokenizer = None
     if "model" not in left_out:
         model_path = problems.attempt(partial(find_model, cfg.model.model))

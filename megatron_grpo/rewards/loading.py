@@ -63,6 +63,14 @@ def load_rewards(config: Config, *, left_out: Collection[str] = ()) -> list[Rewa
     return [loaded[spec] for spec in specs if spec in loaded]
 
 
+def may_be_here(spec: str) -> bool:
+    """False for a file or a package that is not on this machine; nothing is loaded."""
+    where, colon, _ = spec.rpartition(":")
+    if not colon:
+        return True  # a built-in, or a mistake
+    return Path(where).expanduser().is_file() if where.endswith(".py") else importlib.util.find_spec(where.partition(".")[0]) is not None
+
+
 def close_rewards(functions: Sequence[RewardFunction]) -> None:
     """Ends the processes that reward functions keep."""
     for function in functions:
