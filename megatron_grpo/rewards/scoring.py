@@ -160,7 +160,7 @@ def _sentence(function: RewardFunction, batch: RewardBatch, failures: Sequence[t
     row, failure = failures[0]
     subject = f"Reward `{function.name}` {failure.reason}"
     if len(batch) > 1 and len(failures) == len(batch) and all(value == failure for _, value in failures):
-        return f"{subject}, on all {len(batch)} rows; the first is {_row(batch, row)}."
+        return f"{subject.rstrip(',')}, on all {len(batch)} rows; the first is {_row(batch, row)}."
     more = f" It failed on {len(failures)} of {len(batch)} rows." if len(failures) > 1 else ""
     return f"{subject} on {_row(batch, row)}.{more}"
 
