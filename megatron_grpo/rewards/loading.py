@@ -150,8 +150,8 @@ def _users(call: Callable[[], Any], what: str) -> Any:
     except Exception as error:  # noqa: BLE001 - the user's code, at the edge: whatever it raises is about that code
         raise _fail(f"{what}: {type(error).__name__}: {error}.") from error
     finally:
-        for sentence in told:
-            _LOG.warning("%s, as it is loaded, %s", what.partition(" ")[0], sentence)
+        for did in told:
+            _LOG.warning("%s %s as it was loaded; it was opened again.", what.partition(" ")[0], did)
 
 
 def _module_of_file(path: Path, here: Path) -> Any:
