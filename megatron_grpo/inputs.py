@@ -14,14 +14,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_grpo.checkpoint.content import content_of
-from megatron_grpo.checkpoint.resume import Resume, find_checkpoints, judge_resume
 from megatron_grpo.data.chat import load_tokenizer
 from megatron_grpo.data.files import is_path
 from megatron_grpo.errors import ConfigError, Problem
 from megatron_grpo.planning.check import Checked, check_parsed
 from megatron_grpo.planning.command import Plan, make_plan
-from megatron_grpo.rewards.loading import check_columns, close_rewards, load_rewards
+from megatron_grpo.rewards.loading import check_columns, close_rewards, load_rewards, may_be_here
 from megatron_grpo.rewards.protocol import RewardFunction
 from megatron_grpo.settings import Parsed
 from megatron_grpo.settings.config import Config
@@ -31,6 +29,7 @@ from megatron_grpo.weights.shape import ModelShape
 from megatron_grpo.weights.stored import stored_names
 
 if TYPE_CHECKING:
+    from megatron_grpo.checkpoint.resume import Resume
     from megatron_grpo.data.prompts import PromptRows, PromptStream
 
 
@@ -96,13 +95,22 @@ def _left_out(cfg: Config) -> dict[str, str]:
         parts |= {"rewards": "reward functions (none given)"}
     if "reward_model" in rewards.reward_funcs and _is_elsewhere(cfg, "reward_model", rewards.reward_model):
         parts |= {"reward_model": f"the classifier of the reward reward_model ({rewards.reward_model} is not on this machine)"}
+    if _is_guest(cfg, "reward_funcs"):
+        absent = [spec for spec in rewards.reward_funcs if not may_be_here(spec)]
+        parts |= {spec: f"the reward {spec} (not on this machine)" for spec in absent}
+    if _is_guest(cfg, "report_to"):
+        parts |= {"report_to": f"whether {' and '.join(cfg.run.report_to)} can be reported to"}
     return parts
+
+
+def _is_guest(cfg: Config, name: str) -> bool:
+    """Whether a setting comes from a foreign file, which was written for another machine."""
+    return cfg.plan.dialect is not None and cfg.sources.get(name, "default") not in (COMMAND_LINE, "default")
 
 
 def _is_elsewhere(cfg: Config, name: str, value: str | None) -> bool:
     """Whether a setting names something that only the machine of the run may have: on the Hub, or at a path of a foreign file."""
-    is_guest = cfg.plan.dialect is not None and cfg.sources.get(name) != COMMAND_LINE
-    return bool(value) and not Path(value).exists() and (is_guest or not is_path(value))
+    return bool(value) and not Path(value).exists() and (_is_guest(cfg, name) or not is_path(value))
 
 
 def _absolute_paths(cfg: Config) -> dict[str, str]:
@@ -127,14 +135,14 @@ class _Problems(list[Problem]):
         self += [problem for problem in found if problem.message not in known]
 
 
-def _look_at(parsed: Parsed, left_out: Collection[str]) -> tuple[Plan, Found, Resume]:
+def _look_at(parsed: Parsed, left_out: Collection[str]) -> tuple[Plan, Found, Resume | None]:
     """Settings first, then what they name, then whether the two go together."""
     problems, paths = _Problems(), _absolute_paths(parsed.config)
     checked = problems.attempt(lambda: check_parsed(parsed))
     found = problems.attempt(lambda: read_inputs(parsed.config, left_out))
     both = None
     if checked is not None and found is not None:
-        both = problems.attempt(lambda: _plan_of(parsed, checked, found, paths))
+        both = problems.attempt(lambda: _plan_of(parsed, checked, found, paths, is_asked_to_train=not left_out))
     if problems:
         close_rewards(found.rewards if found is not None else [])
         raise ConfigError(problems)
@@ -142,16 +150,30 @@ def _look_at(parsed: Parsed, left_out: Collection[str]) -> tuple[Plan, Found, Re
     return made, found, resume
 
 
-def _plan_of(parsed: Parsed, checked: Checked, found: Found, paths: Mapping[str, str]) -> tuple[Plan, Resume]:
+def _plan_of(
+    parsed: Parsed, checked: Checked, found: Found, paths: Mapping[str, str], *, is_asked_to_train: bool
+) -> tuple[Plan, Resume | None]:
     if checked.shape is None and found.model_path is not None:  # a Hub name, whose config.json has only now been fetched
         here = check_parsed(replace(parsed, config=parsed.config.with_values({"model": str(found.model_path)})))
         checked = replace(here, config=here.config.with_values({"model": parsed.config.model.model}))
     checked = replace(checked, config=checked.config.with_values(paths))
     made = make_plan(checked, num_prompts=None if found.prompts is None else len(found.prompts))
+    if _begins_anew(checked.config) and not is_asked_to_train:
+        return made, None
+    from megatron_grpo.checkpoint.content import content_of
+    from megatron_grpo.checkpoint.resume import judge_resume
+
     is_stream = hasattr(found.prompts, "problems_with")
     rows = found.prompts.rows if is_stream else found.prompts
     content = content_of(checked.config, model_path=found.model_path, rows=rows)
     return made, judge_resume(checked.config, made.timetable, content, found.prompts if is_stream else None)
+
+
+def _begins_anew(cfg: Config) -> bool:
+    """Nothing lies where the run would write, and nothing is in its way. Then `plan` has nothing to judge, and answers at once."""
+    out = Path(cfg.run.output_dir)
+    nearest = next((path for path in (out, *out.absolute().parents) if path.exists()), out)
+    return cfg.run.resume in ("auto", "never") and nearest != out and nearest.is_dir()
 
 
 def read_inputs(cfg: Config, left_out: Collection[str] = ()) -> Found:
@@ -160,8 +182,12 @@ def read_inputs(cfg: Config, left_out: Collection[str] = ()) -> Found:
     left_out: of the names in `_left_out`. The user's own code runs last: it may change the directory.
     """
     problems = _Problems()
-    problems.attempt(partial(find_checkpoints, cfg.run.output_dir, cfg.run.resume, overwrites=cfg.run.overwrite_output_dir))
-    problems.attempt(partial(check_report_to, cfg))
+    if not _begins_anew(cfg):
+        from megatron_grpo.checkpoint.resume import find_checkpoints
+
+        problems.attempt(partial(find_checkpoints, cfg.run.output_dir, cfg.run.resume, overwrites=cfg.run.overwrite_output_dir))
+    if "report_to" not in left_out:
+        problems.attempt(partial(check_report_to, cfg))
     model_path = shape = tokenizer = None
     if "model" not in left_out:
         model_path = problems.attempt(partial(find_model, cfg.model.model))

@@ -18,6 +18,10 @@ from megatron_grpo.errors import Problem
 # Launchers that start many processes and do not say so in RANK: without RANK each of them would train a whole run of its own.
 _COUNTS = ("WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 
+# What a scheduler calls a job, which a restart does not change; torchrun without an id of its own says "none". And what counts restarts.
+_JOBS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "TORCHELASTIC_RUN_ID")
+_RESTARTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launched:
@@ -141,3 +145,13 @@ def become_single(port: int) -> None:
 def _count(env: Mapping[str, str], name: str) -> int:
     """1 where it is not a number."""
     return int(env[name]) if env.get(name, "").strip().isdigit() and int(env[name]) else 1
+
+
+def job_ids(env: Mapping[str, str]) -> dict[str, str]:
+    """The ids that schedulers gave this job; a restarted job has the same."""
+    return {name: env[name] for name in _JOBS if env.get(name, "none") not in ("", "none")}
+
+
+def restart(env: Mapping[str, str]) -> str:
+    """The counter that says that this job has been restarted, as `NAME=2`; "" where it has not."""
+    return next((f"{name}={env[name]}" for name in _RESTARTS if env.get(name, "0") not in ("", "0")), "")

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from megatron_grpo import launcher
 from megatron_grpo.checkpoint.continuity import Change, changes_since, problems_of
 from megatron_grpo.checkpoint.folder import POINTER, Folder, damage
 from megatron_grpo.checkpoint.manifest import MANIFEST, Manifest, Origin, read_manifest
@@ -26,9 +27,7 @@ if TYPE_CHECKING:
 
 OURS = "grpo"  # what Megatron-Core knows nothing of lies in this directory of a checkpoint
 WRITTEN_BY_A_RUN = ("checkpoints", "completions", "plots", "hf", "metrics.jsonl", "evaluations.jsonl", "schedule.jsonl", "tensorboard")
-RESTARTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
 PENDING = "pending"  # the folder of the rows that wait
-JOBS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "TORCHELASTIC_RUN_ID")  # torchrun without an id of its own says "none"
 
 
 class Prompts(Protocol):
@@ -86,7 +85,7 @@ def judge_resume(
 
     content: `content.content_of` this run. prompts: its stream, where the data set has been read.
     """
-    origin = Origin(settings=settings_of(cfg), content=dict(content), sizes=timetable.plan.stream_sizes, job=job_of(environ))
+    origin = Origin(settings=settings_of(cfg), content=dict(content), sizes=timetable.plan.stream_sizes, job=launcher.job_ids(environ))
     resume = find_checkpoints(cfg.run.output_dir, cfg.run.resume, overwrites=cfg.run.overwrite_output_dir, origin=origin, environ=environ)
     judged = []
     for candidate in resume.candidates:
@@ -113,13 +112,13 @@ def find_checkpoints(
 
     What is to be cleared, or must not be continued, is not: at a restart, a job continues what it has written itself.
     """
-    out, origin = Path(output_dir), origin or Origin(job=job_of(environ))
+    out, origin = Path(output_dir), origin or Origin(job=launcher.job_ids(environ))
     in_the_way = next((path for path in (out, *out.parents) if path.exists() and not path.is_dir()), None)
     if in_the_way:
         where = "is a file" if in_the_way == out else f"cannot be made: {in_the_way} is a file"
         raise _wrong(("output_dir",), f"output_dir ({out}) {where}. Name a folder.")
     found = Resume(output_dir=out, origin=origin)
-    restart, own = restart_of(environ), _written_by(origin.job, out)
+    restart, own = launcher.restart(environ), _written_by(origin.job, out)
     asked = "" if resume in ("auto", "never") else resume
     if overwrites and asked:
         raise _wrong(
@@ -235,16 +234,6 @@ def start_afresh(output_dir: str | Path) -> None:
 def settings_of(cfg: Config) -> dict[str, Any]:
     """Every setting by name."""
     return {name: value for section in cfg.groups().values() for name, value in vars(section).items()}
-
-
-def job_of(environ: Mapping[str, str]) -> dict[str, str]:
-    """The ids that a scheduler gave this job; a restarted job has the same."""
-    return {name: environ[name] for name in JOBS if environ.get(name, "none") not in ("", "none")}
-
-
-def restart_of(environ: Mapping[str, str]) -> str:
-    """The counter that says that this job has been restarted, as `NAME=2`; "" where it has not."""
-    return next((f"{name}={environ[name]}" for name in RESTARTS if environ.get(name, "0") not in ("", "0")), "")
 
 
 def unusable(refused: list[str]) -> ConfigError:

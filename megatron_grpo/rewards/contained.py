@@ -22,8 +22,8 @@ class contained:  # noqa: N801 - read as `with contained(...)`
     """User's code runs inside: `with contained(told): f()`. Raises AskedToEnd for what would have ended this process.
 
     A child that the code forked does not come out of the block: there would be two of this run. Where the code closed stdout or stderr,
-    it is opened again: what is written there next would end the run, or land in whatever file was opened in its place. told: gets a
-    sentence without its subject for each of these.
+    it is opened again: what is written there next would end the run, or land in whatever file was opened in its place. told: gets what
+    was closed, as the end of a sentence about the code.
     """
 
     def __init__(self, told: list[str]):
@@ -39,7 +39,7 @@ class contained:  # noqa: N801 - read as `with contained(...)`
             _end_child(error)
         for fd, copy in self._copies.items():
             if _open_again(fd, copy):
-                self.told.append(f"closed {_OUTPUTS[fd]}; it was opened again.")
+                self.told.append(f"closed {_OUTPUTS[fd]}")
             os.close(copy)
         if isinstance(error, SystemExit) or (isinstance(error, KeyboardInterrupt) and not _may_come_from_the_keyboard()):
             raise AskedToEnd(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__) from error

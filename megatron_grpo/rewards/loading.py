@@ -63,6 +63,14 @@ def load_rewards(config: Config, *, left_out: Collection[str] = ()) -> list[Rewa
     return [loaded[spec] for spec in specs if spec in loaded]
 
 
+def may_be_here(spec: str) -> bool:
+    """False for a file or a package that is not on this machine; nothing is loaded."""
+    where, colon, _ = spec.rpartition(":")
+    if not colon:
+        return True  # a built-in, or a mistake
+    return Path(where).expanduser().is_file() if where.endswith(".py") else importlib.util.find_spec(where.partition(".")[0]) is not None
+
+
 def close_rewards(functions: Sequence[RewardFunction]) -> None:
     """Ends the processes that reward functions keep."""
     for function in functions:
@@ -142,8 +150,8 @@ def _users(call: Callable[[], Any], what: str) -> Any:
     except Exception as error:  # noqa: BLE001 - the user's code, at the edge: whatever it raises is about that code
         raise _fail(f"{what}: {type(error).__name__}: {error}.") from error
     finally:
-        for sentence in told:
-            _LOG.warning("%s, as it is loaded, %s", what.partition(" ")[0], sentence)
+        for did in told:
+            _LOG.warning("%s %s as it was loaded; it was opened again.", what.partition(" ")[0], did)
 
 
 def _module_of_file(path: Path, here: Path) -> Any:

@@ -184,7 +184,7 @@ def as_score(value: Any) -> Score | RowFailure:
     if not math.isfinite(score):
         return RowFailure(kind="not finite", reason=f"returned {score}")
     if abs(score) > LARGEST:
-        return RowFailure(kind="too large", reason=f"returned {score:g}, beyond the {LARGEST:g} up to which rewards can be averaged,")
+        return RowFailure(kind="too large", reason=f"returned {score:g}, which is beyond {LARGEST:g} and cannot be averaged,")
     return score
 
 

@@ -58,7 +58,10 @@ def score(functions: Sequence[RewardFunction], batch: RewardBatch) -> Scores:
     for place, function in enumerate(functions):
         outcome = outcomes[place]
         rows = _search(function, batch, outcome, told[place]) if isinstance(outcome, RowFailure) else outcome
-        notices += [Notice(function=function.name, kind=text, message=f"Reward `{function.name}` {text}") for text in set(told[place])]
+        notices += [
+            Notice(function=function.name, kind=did, message=f"Reward `{function.name}` {did}; it was opened again.")
+            for did in set(told[place])
+        ]
         failures = [(row, value) for row, value in enumerate(rows) if isinstance(value, RowFailure)]
         if failures and function.on_error == "raise":
             errors.append(_sentence(function, batch, failures))
@@ -160,7 +163,7 @@ def _sentence(function: RewardFunction, batch: RewardBatch, failures: Sequence[t
     row, failure = failures[0]
     subject = f"Reward `{function.name}` {failure.reason}"
     if len(batch) > 1 and len(failures) == len(batch) and all(value == failure for _, value in failures):
-        return f"{subject}, on all {len(batch)} rows; the first is {_row(batch, row)}."
+        return f"{subject.rstrip(',')}, on all {len(batch)} rows; the first is {_row(batch, row)}."
     more = f" It failed on {len(failures)} of {len(batch)} rows." if len(failures) > 1 else ""
     return f"{subject} on {_row(batch, row)}.{more}"
 

@@ -13,6 +13,7 @@ import signal
 import sys
 from collections.abc import Callable
 
+from megatron_grpo import launcher
 from megatron_grpo.errors import EXIT_CRASH
 from megatron_grpo.run.signals import die_with_parent
 
@@ -37,7 +38,7 @@ def supervised(command: Callable[[], int]) -> int:
         os.write(says_end, b".")
         return code
     os.close(says_end)
-    if "TORCHELASTIC_RUN_ID" in os.environ:
+    if launcher.read().by_torchrun:
         die_with_parent()
     status = _wait_for(child)
     if status < 0:
@@ -79,4 +80,5 @@ def _die_of(number: int, mask: set[signal.Signals]) -> None:
 
 
 def _who() -> str:
-    return f"rank {os.environ['RANK']}" if "RANK" in os.environ else "the process"
+    launched = launcher.read()
+    return f"rank {launched.rank}" if launched.is_launched else "the process"

@@ -103,8 +103,12 @@ def test_plan_and_train_refuse_the_same(good, tmp_path, name):
 
 
 def test_what_only_the_machine_of_the_run_has_is_left_out_and_named(good, tmp_path):
-    foreign = write(tmp_path / "grpo.yaml", "model_name_or_path: /data/models/qwen\nper_device_train_batch_size: 4\nnum_generations: 4\n")
+    foreign = write(
+        tmp_path / "grpo.yaml",
+        "model_name_or_path: /data/models/qwen\nper_device_train_batch_size: 4\nnum_generations: 4\nreport_to: swanlab\n",
+    )
     found = look_at_everything(parsed({"dialect": "trl", "config": foreign, "dataset": "someone/prompts"}))
+    assert "whether swanlab can be reported to" in found.not_checked
     assert "the model's weights (/data/models/qwen is not on this machine)" in found.not_checked
     assert "the rows of dataset (someone/prompts is not on this machine)" in found.not_checked
 

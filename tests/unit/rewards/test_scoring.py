@@ -139,6 +139,16 @@ def test_a_failure_of_every_row_is_one_sentence():
         score([reward(returns_nan, "raise")], batch(0, 1, 2, 3, rows=4))
 
 
+def test_a_reward_that_is_too_large_to_be_averaged_is_refused():
+    def huge(completions):
+        return [1e308] * len(completions)
+
+    with pytest.raises(
+        RewardError, match=r"`huge` returned 1e\+308, which is beyond 1e\+30 and cannot be averaged, on all 16 rows; the first"
+    ):
+        score([reward(huge, "raise", 60)], batch())
+
+
 def test_all_failing_functions_are_named_at_once():
     with pytest.raises(RewardError) as error:
         score([reward(raises, "raise"), reward(returns_nan, "raise"), reward(hangs, "none", 0.3)], batch(2, rows=4))

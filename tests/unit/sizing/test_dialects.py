@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 
 import pytest
@@ -190,7 +191,8 @@ def test_a_system_prompt_in_a_file_is_read(tmp_path):
 
 def test_translated_words_are_native_flags_that_mean_the_same(capsys, tmp_path):
     script = tmp_path / "grpo.sh"
-    script.write_text(SWIFT_SCRIPT.replace("rows.jsonl", "/nowhere/rows.jsonl"))
+    elsewhere = {"rows.jsonl": "someone/rows", "/nowhere/model": "someone/model", "--report_to wandb": ""}  # `plan` looks at what is here
+    script.write_text(functools.reduce(lambda text, name: text.replace(name, elsewhere[name]), elsewhere, SWIFT_SCRIPT))
     import shlex
 
     assert main(["plan", "--json", "--dialect", "swift", "--config", str(script)]) == 0
