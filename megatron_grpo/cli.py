@@ -33,9 +33,9 @@ def train(argv: list[str], **parts: Any) -> int:
         parsed = parse(argv, launcher_world_size=asked[1], dialects=DIALECTS)
     if parsed.print_config:
         return _print_config(check_parsed(parsed).config)
-    parsed.problems += launched.problems
+    parsed.problems.extend(launched.problems)
     if not launched.is_launched and not launched.problems:
-        parsed.problems += _not_launched(argv, parsed.config, asked)
+        parsed.problems.extend(_not_launched(argv, parsed.config, asked))
     from megatron_grpo.run.quiet import quiet_libraries
 
     quiet_libraries()

@@ -127,7 +127,6 @@ def test_reading_rows_imports_neither_torch_nor_transformers(tmp_path):
         "import sys\n"
         "from megatron_grpo.data.prompts import load_rows\n"
         "from megatron_grpo.rewards.loading import load_rewards\n"
-        "import megatron_grpo.judge\n"
         f"from megatron_grpo.settings.config import DataConfig\nassert len(load_rows(DataConfig(dataset={dataset!r}))) == 7\n"
         "heavy = [name for name in ('torch', 'transformers', 'datasets', 'pyarrow', 'sympy') if name in sys.modules]\n"
         "assert not heavy, heavy\n"

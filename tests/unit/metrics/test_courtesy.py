@@ -9,6 +9,7 @@ from pathlib import Path
 
 from megatron_grpo.metrics import Completions, Metrics, reporters
 from megatron_grpo.types import Progress
+from tests.unit.metrics.test_metrics import rollout_of_two
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -70,7 +71,7 @@ def test_foreign_files_among_the_completions_stay(tmp_path):
 
 def test_a_table_that_cannot_be_written_is_a_warning(tmp_path, caplog):
     (tmp_path / "completions").write_text("in the way")
-    assert Completions(tmp_path, reward_names=["r"]).write(0, [], None) is None
+    assert Completions(tmp_path, reward_names=["right", "short"]).write(rollout_of_two()) is None
     assert "the run goes on without it" in caplog.text
 
 
@@ -80,6 +81,7 @@ import sys
 from pathlib import Path
 from megatron_grpo.metrics import Metrics
 from megatron_grpo.types import Progress
+from tests.unit.metrics.test_metrics import rollout_of_two
 metrics = Metrics({str(tmp_path)!r})
 metrics.start(Progress())
 sys.stdin.readline()  # the reader has gone

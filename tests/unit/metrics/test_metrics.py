@@ -244,7 +244,8 @@ def test_rollout_stats_by_hand():
     assert stats == pytest.approx({
         "reward": 4.5 / 4, "reward_std": 0.25, "rewards/right/mean": 0.75, "rewards/right/std": 0.5,
         "rewards/short/mean": 0.5, "rewards/short/std": 0.5, "frac_reward_zero_std": 0.5, "completions/mean_length": 2.5,
-        "completions/min_length": 1, "completions/max_length": 4, "completions/clipped_ratio": 0.25})  # fmt: skip
+        "completions/min_length": 1, "completions/max_length": 4, "completions/clipped_ratio": 0.25,
+        "sampling/refused_completions": 0})  # fmt: skip
 
 
 def test_completions_are_a_table_with_a_row_each(tmp_path):
