@@ -177,7 +177,7 @@ def test_a_pointer_that_is_a_folder_and_an_output_dir_that_is_a_file_are_sentenc
     assert "is a folder" in refusal(judged, tmp_path / "out")
     (tmp_path / "file").write_text("")
     assert "is a file. Name a folder" in refusal(judged, tmp_path / "file")
-    assert "is a file. Name a folder" in refusal(judged, tmp_path / "new", "--resume", str(tmp_path / "file"))
+    assert "is a file, where a directory should be" in refusal(judged, tmp_path / "new", "--resume", str(tmp_path / "file"))
 
 
 @pytest.mark.parametrize("harm, says", [
