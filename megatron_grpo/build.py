@@ -98,7 +98,7 @@ def build_run(
             Asker(sampler, judge, sampling=sampling, seed=run_cfg.seed, clock=clock),
             inputs.prompts,
             cfg=cfg.grpo,
-            num_groups=made.checked.plan.num_rollout_prompts,
+            num_groups=made.checked.sizes.num_rollout_prompts,
             use_sampler_logprobs=cfg.batch.old_logprobs == "rollout",
             penalty=penalty,
             cut=policy.cut,
