@@ -39,7 +39,7 @@ def run_training(made: Plan, inputs: Inputs, **parts: Any) -> int:
         die_with_parent()
     with CleanUp(partial(close_rewards, inputs.rewards)) as clean_up:
         parallel = start_parallel(cfg, made.checked.sizes)
-        peers = Peers(collectives.store(), rank=parallel.rank, processes=collectives.share(Process.mine()))
+        peers = Peers(collectives.store(), rank=parallel.rank, processes=collectives.from_all(Process.mine()))
         signal = StopSignal(partial(leave_if_doomed, peers))
         clean_up.add(signal.restore)
         try:
