@@ -26,8 +26,8 @@ from megatron_grpo.checkpoint.distributed import (
 )
 from megatron_grpo.checkpoint.folder import Folder
 from megatron_grpo.checkpoint.manifest import CONFIG, facts
-from megatron_grpo.checkpoint.resume import OURS, PENDING, Candidate, Resume, pending_files, several, unusable
-from megatron_grpo.checkpoint.samples import read_samples, write_samples
+from megatron_grpo.checkpoint.resume import OURS, Candidate, Resume, several, unusable
+from megatron_grpo.checkpoint.samples import files_of_samples, read_samples, write_samples
 from megatron_grpo.errors import ConfigError, Problem
 from megatron_grpo.files import sync, write_whole
 from megatron_grpo.types import Progress, Row, Sample
@@ -131,7 +131,7 @@ class Checkpoints:
         save_to(generators, random_state())
         paths = [generators]
         if rows := pending.to_save():
-            paths.append(ours / PENDING / f"rank_{dist.get_rank():05d}.npz")
+            paths.append(ours / "pending" / f"rank_{dist.get_rank():05d}.npz")
             paths[-1].parent.mkdir(exist_ok=True)
             write_samples(paths[-1], rows)
         if dist.get_rank() == 0:
@@ -207,7 +207,7 @@ class Checkpoints:
             ours = directory / OURS
             progress = Progress(**json.loads((ours / "progress.json").read_text()))
             prompts.restore(json.loads((ours / "prompts.json").read_text()))
-            mine = [sample for path in pending_files(ours)[dist.get_rank() :: dist.get_world_size()] for sample in read_samples(path)]
+            mine = [sample for path in files_of_samples(ours)[dist.get_rank() :: dist.get_world_size()] for sample in read_samples(path)]
             restore_random_state(ours / "rng" / f"rank_{dist.get_rank():05d}.pt")
         pending = nothing.restored(mine, cut)
         if directory.parent.resolve() == self.folder.path.resolve():
