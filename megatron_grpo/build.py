@@ -98,7 +98,7 @@ def build_run(
             Asker(sampler, judge, sampling=sampling, seed=run_cfg.seed, clock=clock),
             inputs.prompts,
             cfg=cfg.grpo,
-            num_groups=made.checked.plan.num_rollout_prompts,
+            num_groups=made.checked.sizes.num_rollout_prompts,
             use_sampler_logprobs=cfg.batch.old_logprobs == "rollout",
             penalty=penalty,
             cut=policy.cut,
@@ -142,9 +142,9 @@ def build_journal(made: Plan, judge: Judge, parallel: ParallelState, clock: Cloc
         ScheduleLog(out, rank=parallel.rank),
         Completions(out, reward_names=judge.names, every=run_cfg.log_completions_steps, rank=parallel.rank),
         clock=clock,
-        reward_weights=judge.weights,
+        reward_weights=judge.reward_weights,
         tells_selection=cfg.grpo.dynamic_sample or cfg.grpo.oversample_ratio > 1,
-        share=partial(collectives.share, group=parallel.dp_group),
+        from_all=partial(collectives.from_all, group=parallel.dp_group),
         watches=[watch_drift(drift), truncated],
     )
 

@@ -41,10 +41,10 @@ def train(argv: list[str], **parts: Any) -> int:
     quiet_libraries()
     from megatron_grpo.inputs import read_everything
 
-    plan, inputs = read_everything(parsed)
+    made, inputs = read_everything(parsed)
     from megatron_grpo.run.life import run_training
 
-    return run_training(plan, inputs, **parts)
+    return run_training(made, inputs, **parts)
 
 
 def _model_parallel(config: Config) -> tuple[str, int] | None:

@@ -44,7 +44,7 @@ class Evaluator:
         places = [numbers[group.prompt.number] for group in groups]
         scored = self.judge(groups, places=places)
         mine = {place: (one.rewards[0], one.group.completions[0].num_drawn) for place, one in zip(places, scored, strict=True)}
-        found = {place: row for part in collectives.share(mine) for place, row in part.items()}
+        found = {place: row for part in collectives.from_all(mine) for place, row in part.items()}
         ordered = [found[place] for place in range(len(self.prompts))]
         rewards = np.array([[np.nan if value is None else value for value in row] for row, _ in ordered], dtype=np.float64)
         means = {

@@ -23,9 +23,9 @@ _LOG = logging.getLogger(__name__)
 class Judge:
     """The reward functions of a run. Every rank judges the groups that it was given; collective all the same."""
 
-    def __init__(self, functions: Sequence[RewardFunction], weights: Sequence[float] = ()):
-        """weights: one per function, or none for 1 each."""
-        self.functions, self.weights = list(functions), list(weights) or [1.0] * len(functions)
+    def __init__(self, functions: Sequence[RewardFunction], reward_weights: Sequence[float] = ()):
+        """reward_weights: one per function, or none for 1 each."""
+        self.functions, self.reward_weights = list(functions), list(reward_weights) or [1.0] * len(functions)
 
     @property
     def names(self) -> list[str]:
@@ -62,7 +62,7 @@ class Judge:
 
     def _agree(self, local: Scores | RewardError) -> None:
         """What went wrong anywhere is raised everywhere; what is to be said is said once, by one rank."""
-        everyone = collectives.share(str(local) if isinstance(local, RewardError) else local.notices)
+        everyone = collectives.from_all(str(local) if isinstance(local, RewardError) else local.notices)
         errors = [found for found in everyone if isinstance(found, str)]
         if errors:
             raise RewardError("\n".join(errors))

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from megatron_grpo.batching.collate import collate, collate_samples
-from megatron_grpo.batching.split import BatchCut, Share, deal, deal_filled
+from megatron_grpo.batching.split import BatchCut, Portion, deal, deal_filled
 from megatron_grpo.batching.timetable import Step
 from megatron_grpo.parallel import collectives
 from megatron_grpo.parallel.state import ParallelState
@@ -25,7 +25,7 @@ class TokenWeigher(Protocol):
     """`u` of every row of a step; `grpo.token_weights` with the loss already chosen."""
 
     def __call__(self, num_masked: SequenceOf[int], *, is_truncated: SequenceOf[bool], is_dead: SequenceOf[bool]) -> Any:
-        """An object with `weights` (float64 [rows]), `num_sequences` and `num_loss_tokens`."""
+        """An object with `of_rows` (float64 [rows]), `num_sequences` and `num_loss_tokens`."""
 
 
 class Scorer(Protocol):
@@ -55,25 +55,25 @@ def score_rows(
     """
     keys = list(contexts)
     dealt = deal_filled(list(contexts.values()), cut)
-    filled = [*keys, *[keys[0]] * (sum(len(share.rows) for mine in dealt for share in mine) - len(keys))]
+    filled = [*keys, *[keys[0]] * (sum(len(portion.rows) for mine in dealt for portion in mine) - len(keys))]
     # A row that fills up is scored where it is dealt to again: its sequence must be there, and its result is not needed.
     wanted = {key: set() for key in keys}
     new_homes: dict[RowKey, int] = {}
     for home, mine in enumerate(dealt):
-        for share in mine:
-            for i in share.rows:
+        for portion in mine:
+            for i in portion.rows:
                 wanted[filled[i]].add(home)
                 if i < len(keys):
                     new_homes[filled[i]] = home
     held = _spread(sequences, homes, wanted, parallel)
     mine = dealt[parallel.dp_rank]
     micro_batches = [
-        collate([held[filled[i]] for i in share.rows], number=number, alignment=cut.alignment, at_least=share.at_least)
-        for number, share in enumerate(mine)
+        collate([held[filled[i]] for i in portion.rows], number=number, alignment=cut.alignment, at_least=portion.at_least)
+        for number, portion in enumerate(mine)
     ]
     found: dict[RowKey, np.ndarray] = {}
-    for share, micro, values in zip(mine, micro_batches, scorer.logprobs(micro_batches), strict=True):
-        for place, i in enumerate(share.rows):
+    for portion, micro, values in zip(mine, micro_batches, scorer.logprobs(micro_batches), strict=True):
+        for place, i in enumerate(portion.rows):
             if i < len(keys):
                 found[keys[i]] = held[keys[i]].spread(values[micro.sequence == place])
     return new_homes, {key: held[key] for key in found}, found
@@ -141,12 +141,14 @@ class Pending:
             [row.num_masked for row in rows], is_truncated=[row.is_truncated for row in rows], is_dead=[row.is_dead for row in rows]
         )
         dealt = deal([row.contexts for row in rows], cut)
-        homes = {rows[i].key: home for home, mine in enumerate(dealt) for share in mine for i in share.rows}
+        homes = {rows[i].key: home for home, mine in enumerate(dealt) for portion in mine for i in portion.rows}
         keys = [row.key for row in rows]
         held = _spread(self.samples, {key: self.rows[key].home for key in keys}, {key: {homes[key]} for key in keys}, self.parallel)
         micro_batches = [
-            self._micro_batch([held[keys[i]] for i in share.rows], [found.weights[i] for i in share.rows], share, number, step.index, cut)
-            for number, share in enumerate(dealt[self.parallel.dp_rank])
+            self._micro_batch(
+                [held[keys[i]] for i in portion.rows], [found.of_rows[i] for i in portion.rows], portion, number, step.index, cut
+            )
+            for number, portion in enumerate(dealt[self.parallel.dp_rank])
         ]
         batch = GlobalBatch(
             step=step.index,
@@ -159,8 +161,10 @@ class Pending:
         )
         return self._moved(homes, held), batch
 
-    def _micro_batch(self, samples, weights, share: Share, number: int, trained_at: int, cut: BatchCut):
-        return collate_samples(samples, weights, trained_at=trained_at, number=number, alignment=cut.alignment, at_least=share.at_least)
+    def _micro_batch(self, samples, token_weights, portion: Portion, number: int, trained_at: int, cut: BatchCut):
+        return collate_samples(
+            samples, token_weights, trained_at=trained_at, number=number, alignment=cut.alignment, at_least=portion.at_least
+        )
 
     def after(self, step: Step, logprobs: Mapping[RowKey, np.ndarray], cut: BatchCut) -> Pending:
         """Without what `step` has used up; with the log-probs of its training forward, where later passes take their ratio against them.
@@ -187,7 +191,7 @@ class Pending:
     def restored(self, samples: SequenceOf[Sample], cut: BatchCut) -> Pending:
         """As it was when saved. samples: those that this rank has read; every one is read by one rank."""
         mine = [Row.of(sample, home=cut.home_of(sample.row)) for sample in samples]
-        rows = {row.key: row for rows in collectives.share(mine) for row in rows}
+        rows = {row.key: row for rows in collectives.from_all(mine) for row in rows}
         held = deliver({row.key: (row.home, sample) for row, sample in zip(mine, samples, strict=True)}, self.parallel)
         return replace(self, rows=dict(sorted(rows.items())), samples=held)
 

@@ -90,7 +90,7 @@ class Asker:
         """In the order of the prompts. Collective; raises RewardError, or ImpossibleLogprobs, on every rank."""
         with self.clock("rollout"):
             groups, impossible = refuse_impossible(self.sampler.generate(prompts, self.sampling, seed=self.seed))
-            impossible = [sentence for part in collectives.share(impossible) for sentence in part]
+            impossible = [sentence for part in collectives.from_all(impossible) for sentence in part]
             warning = warning_of(impossible, self.sampling.n * len(prompts))
             if warning and collectives.rank() == 0:
                 logger.warning(warning)
@@ -98,7 +98,7 @@ class Asker:
         with self.clock("reward"):
             scored = self.judge(groups, places=[places[group.prompt.number] for group in groups])
             mine = [Verdict.of(one) for one in scored]
-            verdicts = {verdict.prompt_number: verdict for part in collectives.share(mine) for verdict in part}
+            verdicts = {verdict.prompt_number: verdict for part in collectives.from_all(mine) for verdict in part}
         self.judge.warn_of_sameness([row for verdict in verdicts.values() for row in verdict.rewards])
         self._held |= {one.group.prompt.number: one for one in scored}
         return [verdicts[prompt.number] for prompt in prompts]
@@ -132,7 +132,7 @@ class KlPenalty:
             score_rows(sequences, contexts, homes, scorer=scorer, cut=cut, parallel=parallel)[2] for scorer in (self.policy, self.reference)
         )
         mine = {key: self.beta * float((ours[key].astype(np.float64) - theirs[key]).sum()) for key in ours}
-        return {key: value for part in collectives.share(mine if parallel.is_first_of_share else {}) for key, value in part.items()}
+        return {key: value for part in collectives.from_all(mine if parallel.is_first_of_share else {}) for key, value in part.items()}
 
 
 class Rollouts:
@@ -185,7 +185,7 @@ class Rollouts:
             self.prompts.take,
             self.prompts.give_back,
             self.asker,
-            lambda verdict: bool(advantages([verdict.rewards], cfg, self.asker.judge.weights).is_dead[0]),
+            lambda verdict: bool(advantages([verdict.rewards], cfg, self.asker.judge.reward_weights).is_dead[0]),
             num_groups=self.num_groups,
             oversample_ratio=cfg.oversample_ratio,
             dynamic_sample=cfg.dynamic_sample,
@@ -209,7 +209,7 @@ class Rollouts:
                 sequences = {key: completion.sequence for key, completion in held.items()}
                 of_rows = self.penalty(sequences, contexts, homes, cut=self.cut, parallel=self.parallel)
                 penalty = np.array([of_rows[key] for key in contexts]).reshape(len(kept), group_size)
-        found = advantages([verdict.rewards for verdict in kept], self.cfg, self.asker.judge.weights, kl_penalty=penalty)
+        found = advantages([verdict.rewards for verdict in kept], self.cfg, self.asker.judge.reward_weights, kl_penalty=penalty)
         self.journal.rollout(JudgedRollout(number=number, harvest=reaped, advantages=found, penalty=penalty, held=mine))
         rows = tuple(_row(key, kept[key[1] // group_size], key[1] % group_size, found, homes[key]) for key in contexts)
         samples = {key: self._sample(key, held[key], kept[key[1] // group_size], found) for key in sorted(held)}

@@ -102,7 +102,7 @@ def check_weights(policy: PushedPolicy, holder: WeightHolder, *, version: int, i
     expected = [scored[1:] for scored in policy.score([whole(probe) for probe in probes], temperature=1.0)]
     differences = [np.abs(np.asarray(theirs) - ours) for theirs, ours in zip(holder.score(probes), expected, strict=True)]
     fresh, cached = np.concatenate([d[:-1] for d in differences]), np.array([d[-1] for d in differences])
-    reports = collectives.share(_Report(version=holder.version, fresh=fresh, cached=cached))
+    reports = collectives.from_all(_Report(version=holder.version, fresh=fresh, cached=cached))
     problem = _problem(reports, version, is_coarse or holder.dtype != "float32")
     if problem:
         raise WeightSyncError(problem)

@@ -333,7 +333,7 @@ class TrainingMicroBatch(MicroBatch):
     """A micro-batch with what its loss needs."""
 
     rows: tuple[RowKey, ...]  # of each of the S sequences
-    weights: np.ndarray  # float64 [C], `u` of algorithms section 1, fixed over the whole global batch
+    token_weights: np.ndarray  # float64 [C], `u` of algorithms section 1, fixed over the whole global batch
     advantages: np.ndarray  # float32 [C]
     sampler_logprobs: np.ndarray  # float32 [C]; NaN where the sampler gave none
     old_logprobs: np.ndarray  # float32 [C]; NaN where the sequence is on-policy: there `logp.detach()` is the old log-prob

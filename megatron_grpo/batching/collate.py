@@ -93,7 +93,7 @@ def _trained(sequences: SequenceOf[Sequence], begins: dict[_Context, int]) -> It
 
 def collate_samples(
     samples: SequenceOf[Sample],
-    weights: SequenceOf[float],
+    token_weights: SequenceOf[float],
     *,
     trained_at: int,
     number: int = 0,
@@ -102,8 +102,8 @@ def collate_samples(
 ) -> TrainingMicroBatch:
     """As `collate`, with what the loss needs.
 
-    weights: `u` of each sample's trained tokens. trained_at: the version whose gradient this is. A sample that is fresh there is on-policy:
-    its old log-probs are NaN, and the loss takes the current ones.
+    token_weights: `u` of each sample's trained tokens. trained_at: the version whose gradient this is. A sample that is fresh there is
+    on-policy: its old log-probs are NaN, and the loss takes the current ones.
 
     Raises ValueError for a sample that is stale there and carries no old log-probs: its ratio would be 1 where it is not.
     """
@@ -113,7 +113,7 @@ def collate_samples(
     return TrainingMicroBatch(
         **{field.name: getattr(stream, field.name) for field in fields(MicroBatch)},
         rows=tuple(sample.key for sample in samples),
-        weights=np.repeat(np.asarray(weights, dtype=np.float64), counts),
+        token_weights=np.repeat(np.asarray(token_weights, dtype=np.float64), counts),
         advantages=np.repeat(np.array([sample.advantage for sample in samples], dtype=np.float32), counts),
         sampler_logprobs=_column([sample.sampler_logprobs[sample.mask] for sample in samples], np.float32),
         old_logprobs=_column(old, np.float32),

@@ -35,14 +35,14 @@ class BatchCut:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Share:
+class Portion:
     """One micro-batch: which rows, and the least length of its stream, in tokens."""
 
     rows: tuple[int, ...]  # places in the list that was dealt
     at_least: int
 
 
-def deal(contexts: Sequence[Sequence[int]], cut: BatchCut) -> list[list[Share]]:
+def deal(contexts: Sequence[Sequence[int]], cut: BatchCut) -> list[list[Portion]]:
     """[data-parallel rank][micro-batch]: every row exactly once. Every rank gets as many micro-batches, a multiple of `cut.multiple`.
 
     contexts: tokens of each context of each row. As the timetable has it: slices in order, each shared out in rank order. With a token
@@ -63,10 +63,10 @@ def deal(contexts: Sequence[Sequence[int]], cut: BatchCut) -> list[list[Share]]:
         longest = [
             max(cut.alignment.of_stream(sum(lengths[i] for i in rows)) for rows in together) for together in zip(*dealt, strict=True)
         ]
-    return [[Share(rows=tuple(rows), at_least=least) for rows, least in zip(mine, longest, strict=True)] for mine in dealt]
+    return [[Portion(rows=tuple(rows), at_least=least) for rows, least in zip(mine, longest, strict=True)] for mine in dealt]
 
 
-def deal_filled(contexts: Sequence[Sequence[int]], cut: BatchCut) -> list[list[Share]]:
+def deal_filled(contexts: Sequence[Sequence[int]], cut: BatchCut) -> list[list[Portion]]:
     """As `deal`, for a pass that trains nothing: rows that do not come out even are filled up with the first one again.
 
     Places beyond the rows are copies of row 0, whose results nobody needs.

@@ -1,6 +1,6 @@
 """Timetable: which rows are trained when, by which version they were sampled, and where their old log-probs come from.
 
-`plan` prints it and `train` obeys it: the same object. Each optimizer step is worked out on its own from the integers of the plan
+`plan` prints it and `train` obeys it: the same object. Each optimizer step is worked out on its own from the batch sizes
 (docs/batching.md sections 2 and 3), so a run of a million steps costs no memory and resuming costs nothing.
 
 A *micro-step* trains `micro_batch_size` completions on each DP rank. A *slice* is the part of a rollout that one micro-step trains.
@@ -56,12 +56,12 @@ class Step:
 class Timetable:
     """The run as rows. `num_steps` is its length in optimizer steps, None where it is not known (or not limited)."""
 
-    plan: BatchSizes
+    sizes: BatchSizes
     num_steps: int | None = None
 
     @classmethod
     def of_length(
-        cls, plan: BatchSizes, *, max_steps: int | None = None, num_train_epochs: float | None = None, num_prompts: int | None = None
+        cls, sizes: BatchSizes, *, max_steps: int | None = None, num_train_epochs: float | None = None, num_prompts: int | None = None
     ) -> Timetable:
         """The timetable of a run: `max_steps` optimizer steps, or else so many passes (default 1) over `num_prompts` prompts.
 
@@ -69,19 +69,19 @@ class Timetable:
         `num_iterations` times.
         """
         if max_steps is not None:
-            return cls(plan, max_steps)
+            return cls(sizes, max_steps)
         if num_prompts is None:
-            return cls(plan)
-        return cls(plan, steps_for_prompts(plan, epochs_of_prompts(num_train_epochs if num_train_epochs is not None else 1, num_prompts)))
+            return cls(sizes)
+        return cls(sizes, steps_for_prompts(sizes, epochs_of_prompts(num_train_epochs if num_train_epochs is not None else 1, num_prompts)))
 
     def micro_step(self, s: int) -> MicroStep:
         """Micro-step s of the run, from 0, whether or not the run is that long."""
-        plan = self.plan
-        a, w, mu = plan.gradient_accumulation_steps, plan.micro_steps_per_rollout, plan.num_iterations
+        sizes = self.sizes
+        a, w, mu = sizes.gradient_accumulation_steps, sizes.micro_steps_per_rollout, sizes.num_iterations
         step, rollout = s // a, s // (w * mu)
         pass_index, slice_index = divmod(s % (w * mu), w)
         sampled_by = self.version_of(rollout)
-        size = plan.completions_per_micro_step
+        size = sizes.completions_per_micro_step
         return MicroStep(
             micro_step=s,
             optimizer_step=step,
@@ -97,24 +97,24 @@ class Timetable:
     def _label(self, staleness: int, pass_index: int) -> Label:
         if staleness == 0:
             return "on_policy"
-        if self.plan.old_logprobs == "rollout":
+        if self.sizes.old_logprobs == "rollout":
             return "rollout"
         return "recompute" if pass_index == 0 else "cached"
 
     def version_of(self, rollout: int) -> int:
         """The number of optimizer steps done before a rollout is sampled."""
-        plan = self.plan
-        return rollout * plan.micro_steps_per_rollout * plan.num_iterations // plan.gradient_accumulation_steps
+        sizes = self.sizes
+        return rollout * sizes.micro_steps_per_rollout * sizes.num_iterations // sizes.gradient_accumulation_steps
 
     def _step_of_use(self, rollout: int, pass_index: int, slice_index: int) -> int:
-        plan = self.plan
-        w, mu = plan.micro_steps_per_rollout, plan.num_iterations
-        return (rollout * w * mu + pass_index * w + slice_index) // plan.gradient_accumulation_steps
+        sizes = self.sizes
+        w, mu = sizes.micro_steps_per_rollout, sizes.num_iterations
+        return (rollout * w * mu + pass_index * w + slice_index) // sizes.gradient_accumulation_steps
 
     def new_rollouts(self, k: int) -> range:
         """The rollouts whose first micro-step falls inside optimizer step k: they are sampled just before it."""
-        plan = self.plan
-        a, length = plan.gradient_accumulation_steps, plan.micro_steps_per_rollout * plan.num_iterations
+        sizes = self.sizes
+        a, length = sizes.gradient_accumulation_steps, sizes.micro_steps_per_rollout * sizes.num_iterations
         return range(-(-k * a // length), -(-(k + 1) * a // length))
 
     def needs_anchor(self, rollout: int, slice_index: int) -> bool:
@@ -122,12 +122,12 @@ class Timetable:
 
         Not where the sampler's own log-probs are taken instead. A use beyond the end of the run counts: that run may be made longer.
         """
-        return self.plan.old_logprobs != "rollout" and self._step_of_use(rollout, 0, slice_index) > self.version_of(rollout)
+        return self.sizes.old_logprobs != "rollout" and self._step_of_use(rollout, 0, slice_index) > self.version_of(rollout)
 
     def step(self, k: int) -> Step:
         """Optimizer step k, from 0."""
-        plan = self.plan
-        a, w, mu = plan.gradient_accumulation_steps, plan.micro_steps_per_rollout, plan.num_iterations
+        sizes = self.sizes
+        a, w, mu = sizes.gradient_accumulation_steps, sizes.micro_steps_per_rollout, sizes.num_iterations
         new = self.new_rollouts(k)
         micro_steps = tuple(self.micro_step(s) for s in range(k * a, (k + 1) * a))
         trained = tuple(dict.fromkeys((m.rollout, m.slice_index) for m in micro_steps))
@@ -136,14 +136,14 @@ class Timetable:
         keeps = tuple(
             (m.rollout, m.slice_index)
             for m in micro_steps
-            if m.pass_index == 0 and m.staleness == 0 and plan.old_logprobs != "rollout" and (m.rollout, m.slice_index) not in last_use
+            if m.pass_index == 0 and m.staleness == 0 and sizes.old_logprobs != "rollout" and (m.rollout, m.slice_index) not in last_use
         )
         return Step(
             index=k,
             launches=new,
             arriving=range(new.start, new.start),
             immediate=new,
-            num_prompts=len(new) * plan.num_rollout_prompts,
+            num_prompts=len(new) * sizes.num_rollout_prompts,
             micro_steps=micro_steps,
             anchors=anchors,
             keeps=keeps,
@@ -152,8 +152,8 @@ class Timetable:
 
     def is_between_rollouts(self, k: int, num_rollouts: int) -> bool:
         """Whether k optimizer steps are the whole of so many rollouts, all of their passes."""
-        plan = self.plan
-        return k * plan.gradient_accumulation_steps == num_rollouts * plan.micro_steps_per_rollout * plan.num_iterations
+        sizes = self.sizes
+        return k * sizes.gradient_accumulation_steps == num_rollouts * sizes.micro_steps_per_rollout * sizes.num_iterations
 
     def from_step(self, k: int) -> Iterator[Step]:
         """Optimizer steps k, k+1, ... to the end of the run; without end where its length is not known."""
@@ -170,11 +170,11 @@ def epochs_of_prompts(num_train_epochs: float, num_prompts: int) -> int:
     return -(-prompts.numerator // prompts.denominator)
 
 
-def steps_for_prompts(plan: BatchSizes, num_prompts: int) -> int:
+def steps_for_prompts(sizes: BatchSizes, num_prompts: int) -> int:
     """Optimizer steps until each of the first `num_prompts` prompts of the run has been trained `num_iterations` times."""
-    a, w, mu = plan.gradient_accumulation_steps, plan.micro_steps_per_rollout, plan.num_iterations
-    full, rest = divmod(num_prompts, plan.num_rollout_prompts)
+    a, w, mu = sizes.gradient_accumulation_steps, sizes.micro_steps_per_rollout, sizes.num_iterations
+    full, rest = divmod(num_prompts, sizes.num_rollout_prompts)
     micro_steps = full * w * mu
     if rest:
-        micro_steps += (mu - 1) * w + -(-rest * plan.num_generations // plan.completions_per_micro_step)
+        micro_steps += (mu - 1) * w + -(-rest * sizes.num_generations // sizes.completions_per_micro_step)
     return -(-micro_steps // a)

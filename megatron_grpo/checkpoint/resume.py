@@ -84,7 +84,7 @@ def judge_resume(
 
     content: `content.content_of` this run. prompts: its stream, where the data set has been read.
     """
-    origin = Origin(settings=settings_of(cfg), content=dict(content), sizes=timetable.plan.stream_sizes, job=launcher.job_ids(environ))
+    origin = Origin(settings=settings_of(cfg), content=dict(content), sizes=timetable.sizes.stream_sizes, job=launcher.job_ids(environ))
     resume = find_checkpoints(cfg.run.output_dir, cfg.run.resume, overwrites=cfg.run.overwrite_output_dir, origin=origin, environ=environ)
     judged = []
     for candidate in resume.candidates:

@@ -16,9 +16,9 @@ from megatron_grpo.grpo.sequences import Sequences
 
 
 class Importance(NamedTuple):
-    """weights [C], and how often each counts in a mean [C]: 1 per token, or 1/length where all tokens of a sequence share theirs."""
+    """factors [C], and how often each counts in a mean [C]: 1 per token, or 1/length where all tokens of a sequence share theirs."""
 
-    weights: torch.Tensor
+    factors: torch.Tensor
     units: torch.Tensor
 
 
@@ -53,7 +53,7 @@ def sequence_correction(limit: Callable[[torch.Tensor], torch.Tensor], *, geomet
 
     def correction(log_rho: torch.Tensor, sequences: Sequences) -> Importance:
         total = sequences.mean(log_rho) if geometric else sequences.sum(log_rho)
-        return Importance(sequences.spread(limit(bounded(total).exp())), sequences.share)
+        return Importance(sequences.spread(limit(bounded(total).exp())), sequences.one_over_length)
 
     return correction
 

@@ -62,7 +62,7 @@ class LossInputs:
     arrives here with NaN is seen to by the types: batching.collate takes stale samples as `AnchoredSample` only.
     """
 
-    weights: torch.Tensor  # float [C], `u`; 0 where a filter took the completion out
+    token_weights: torch.Tensor  # float [C], `u`; 0 where a filter took the completion out
     advantages: torch.Tensor  # float [C]
     sampler_logprobs: torch.Tensor  # float [C], NaN where the sampler gave none
     old_logprobs: torch.Tensor  # float [C], or NaN
@@ -148,7 +148,7 @@ class GrpoLoss:
         sequences = Sequences(tensors.sequence, tensors.num_sequences, sum_over_context)
         logprobs = logprobs.double()
         constant = logprobs.detach()
-        weights = tensors.weights.double()
+        u = tensors.token_weights.double()
         advantages = tensors.advantages.double()
         sampler_logprobs = tensors.sampler_logprobs.double()
         old_logprobs = torch.where(tensors.old_logprobs.isnan(), constant, tensors.old_logprobs.double())
@@ -162,7 +162,7 @@ class GrpoLoss:
         importance = None
         if self.correction is not None:
             importance = self.correction(mismatch, sequences)
-            factor = factor * importance.weights
+            factor = factor * importance.factors
         if self.off_policy_delta is not None:
             factor = factor * off_policy_mask(
                 self.off_policy_delta,
@@ -175,8 +175,8 @@ class GrpoLoss:
         if self.needs_entropy_threshold:
             factor = factor * (entropy.detach().double() >= entropy_threshold)
 
-        loss = (weights * factor * per_token.loss).sum()
-        is_trained = (weights > 0).double()
+        loss = (u * factor * per_token.loss).sum()
+        is_trained = (u > 0).double()
         sums = {"num_loss_tokens": is_trained.sum()}
 
         if ref_logprobs is not None:
@@ -185,7 +185,7 @@ class GrpoLoss:
                 # Samples come from the old policy; the ratio makes their mean, and its gradient, that of the current one.
                 kl = kl * ratio
             if self.beta:
-                loss = loss + self.beta * (weights * kl).sum()
+                loss = loss + self.beta * (u * kl).sum()
             sums["kl"] = (is_trained * kl.detach()).sum()
         if entropy is not None:
             entropy_sum = (is_trained * entropy.double()).sum()
@@ -193,7 +193,7 @@ class GrpoLoss:
                 loss = loss - self.entropy_coef * entropy_sum / max(tensors.num_loss_tokens, 1)
             sums["entropy"] = entropy_sum.detach()
 
-        clips = clip_logs(per_token, is_trained * sequences.share if self.sequence_clip else is_trained)
+        clips = clip_logs(per_token, is_trained * sequences.one_over_length if self.sequence_clip else is_trained)
         is_scored = is_trained * tensors.is_compared * (~sampler_logprobs.isnan())
         mismatch_sums, maxima = mismatch_logs(mismatch, sampler_logprobs, old_logprobs, importance, is_trained, is_scored)
         sums, maxima = sums | clips | mismatch_sums, maxima | clip_extremes(clips, sum_over_context)

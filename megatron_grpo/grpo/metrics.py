@@ -64,7 +64,7 @@ def mismatch_logs(
     to them (1) counts.
     """
     rho = bounded(log_rho).exp()
-    weights, units = (rho, is_trained) if importance is None else (importance.weights, importance.units * is_trained)
+    factors, units = (rho, is_trained) if importance is None else (importance.factors, importance.units * is_trained)
     distance = log_rho.abs() * is_scored
     sums = {
         "num_scored_tokens": is_scored.sum(),
@@ -75,7 +75,7 @@ def mismatch_logs(
         "trainer_logp": (is_scored * old_logprobs).sum(),
         "rho": (is_scored * rho).sum(),
         "rho_squared": (is_scored * rho * rho).sum(),
-        "importance": (units * weights).sum(),
+        "importance": (units * factors).sum(),
         "importance_units": units.sum(),
     }
     return sums, {"logp_difference": distance.amax() if distance.numel() else distance.new_zeros(())}

@@ -46,6 +46,6 @@ class Sequences:
         return self.sum(torch.ones_like(self.index, dtype=torch.float64)).clamp(min=1.0)
 
     @cached_property
-    def share(self) -> torch.Tensor:
+    def one_over_length(self) -> torch.Tensor:
         """[C]: 1 / length of the position's sequence. Summed over positions it counts each sequence once."""
         return self.spread(1.0 / self.lengths)

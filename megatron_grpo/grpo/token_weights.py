@@ -13,9 +13,9 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TokenWeights:
-    """weights: float64 [rows], what each trained token of a row counts. All zero (`is_empty`): skip the step and say so."""
+    """of_rows: float64 [rows], what each trained token of a row counts. All zero (`is_empty`): skip the step and say so."""
 
-    weights: np.ndarray
+    of_rows: np.ndarray
     num_sequences: int  # N: completions that count, over the whole global batch
     num_loss_tokens: int  # sum of the masks that are left
 
@@ -45,7 +45,7 @@ def token_weights(
     num_sequences, num_loss_tokens = sum(counts), sum(own)
     norm = NORMALISATIONS[loss_type]
     weights = [float(num > 0) / norm(max(num_sequences, 1), max(num_loss_tokens, 1), max(num, 1), max_completion_length) for num in own]
-    return TokenWeights(weights=np.array(weights, dtype=np.float64), num_sequences=num_sequences, num_loss_tokens=num_loss_tokens)
+    return TokenWeights(of_rows=np.array(weights, dtype=np.float64), num_sequences=num_sequences, num_loss_tokens=num_loss_tokens)
 
 
 def _mean_of_sequence_means(num_sequences: int, num_loss_tokens: int, own_tokens: int, max_completion_length: int) -> float:

@@ -26,8 +26,8 @@ class Trained(Protocol):
 class Journal:
     """One a rank; rank 0's is heard. Collective where it says so.
 
-    tells_selection: rollouts choose among what they sample. share: one object per data-parallel rank -> all of them, by rank (collective).
-    watches: further warnings, asked after every step.
+    tells_selection: rollouts choose among what they sample. from_all: one object of each data-parallel rank -> all of them, by rank
+    (collective). watches: further warnings, asked after every step.
     """
 
     def __init__(
@@ -39,12 +39,12 @@ class Journal:
         clock: Clock,
         reward_weights: Sequence[float],
         tells_selection: bool,
-        share: Callable[[Any], list[Any]],
+        from_all: Callable[[Any], list[Any]],
         watches: Sequence[Watch] = (),
     ):
         self.metrics, self.schedule, self.completions, self.clock = metrics, schedule, completions, clock
         self.reward_weights, self.tells_selection = reward_weights, tells_selection
-        self._share, self._watches = share, watches
+        self._from_all, self._watches = from_all, watches
         self._heard: list[JudgedRollout] = []
 
     def start(self, progress: Progress) -> None:
@@ -61,7 +61,7 @@ class Journal:
     def step(self, progress: Progress, batch: GlobalBatch, trained: Trained) -> None:
         """An optimizer step has been taken; `progress` counts it. Collective."""
         rows = [micro_batch.rows for micro_batch in batch.micro_batches]
-        self.schedule.record(progress, batch, self._share(rows))
+        self.schedule.record(progress, batch, self._from_all(rows))
         for watch in self._watches:
             warning = watch(progress, trained.metrics)
             if warning:

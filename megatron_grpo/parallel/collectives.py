@@ -38,7 +38,7 @@ def store() -> Any:
 # ---- objects ---------------------------------------------------------------------------------------------------------------------------
 
 
-def share(value: Any, group: Group = None) -> list[Any]:
+def from_all(value: Any, group: Group = None) -> list[Any]:
     """Every rank's `value`, in rank order of the group, on every rank of it. For integers, flags, rewards and sentences."""
     size = num_ranks(group)
     if size == 1:

@@ -25,7 +25,7 @@ class Checked:
     """A configuration that passes, its sizes, and the model's shape where its config.json is at hand."""
 
     config: Config
-    plan: BatchSizes
+    sizes: BatchSizes
     shape: ModelShape | None
     parsed: Parsed
 
@@ -41,11 +41,11 @@ def check_parsed(parsed: Parsed) -> Checked:
     model = rules_of(shape) if shape else Model()
     cfg = parsed.config
     problems = [*parsed.problems, *model_problems, *_settings_problems(parsed, shape)]
-    sizes = size_problems(cfg, model, others_pass=not problems, unreadable=parsed.unreadable)
-    if problems or sizes:
-        raise ConfigError([_with_proven_values(problem, parsed, shape, model) for problem in problems] + sizes)
-    plan = BatchSizes.from_config(cfg, model=model)
-    return Checked(config=settled(cfg, plan), plan=plan, shape=shape, parsed=parsed)
+    size_faults = size_problems(cfg, model, others_pass=not problems, unreadable=parsed.unreadable)
+    if problems or size_faults:
+        raise ConfigError([_with_proven_values(problem, parsed, shape, model) for problem in problems] + size_faults)
+    sizes = BatchSizes.from_config(cfg, model=model)
+    return Checked(config=settled(cfg, sizes), sizes=sizes, shape=shape, parsed=parsed)
 
 
 def _settings_problems(parsed: Parsed, shape: ModelShape | None) -> list[Problem]:

@@ -37,24 +37,24 @@ class Plan:
 
     def rest(self) -> dict[str, Any]:
         """The part of the JSON object after the timetable."""
-        plan, cfg = self.checked.plan, self.checked.config
+        sizes, cfg = self.checked.sizes, self.checked.config
         return {
-            "pipeline": {"bubble_fraction": bubble_fraction(plan)},
+            "pipeline": {"bubble_fraction": bubble_fraction(sizes)},
             "memory": self.memory,
             "cost": self.cost,
-            "native_flags": native_flags(cfg, plan),
+            "native_flags": native_flags(cfg, sizes),
             "warnings": [*self.warnings, *defaults_of(self.checked)],
         }
 
     def write_json(self, write: Any, *, num_rollouts: int | None = None) -> None:
-        write_plan(write, self.checked.plan, num_rollouts=num_rollouts or self.checked.config.plan.plan_rollouts, rest=self.rest())
+        write_plan(write, self.checked.sizes, num_rollouts=num_rollouts or self.checked.config.plan.plan_rollouts, rest=self.rest())
 
     def save(self, path: Path) -> None:
         """The JSON object of the whole run, or of its first MOST_SAVED micro-steps' rollouts where it is longer; whole or not at all."""
-        plan = self.checked.plan
-        per_rollout = plan.micro_steps_per_rollout * plan.num_iterations
-        steps = MOST_SAVED // plan.gradient_accumulation_steps if self.timetable.num_steps is None else self.timetable.num_steps
-        micro_steps = min(steps * plan.gradient_accumulation_steps, MOST_SAVED)
+        sizes = self.checked.sizes
+        per_rollout = sizes.micro_steps_per_rollout * sizes.num_iterations
+        steps = MOST_SAVED // sizes.gradient_accumulation_steps if self.timetable.num_steps is None else self.timetable.num_steps
+        micro_steps = min(steps * sizes.gradient_accumulation_steps, MOST_SAVED)
         with written_whole(path) as stream, io.TextIOWrapper(stream, encoding="utf-8") as file:
             self.write_json(file.write, num_rollouts=max(1, -(-micro_steps // per_rollout)))
 
@@ -64,10 +64,10 @@ def make_plan(checked: Checked, *, num_prompts: int | None = None) -> Plan:
 
     Raises ConfigError where the file of lengths cannot be read.
     """
-    cfg, plan = checked.config, checked.plan
+    cfg, sizes = checked.config, checked.sizes
     if num_prompts is None:
         num_prompts = cfg.plan.num_prompts
-    timetable = Timetable.of_length(plan, max_steps=cfg.run.max_steps, num_train_epochs=cfg.run.num_train_epochs, num_prompts=num_prompts)
+    timetable = Timetable.of_length(sizes, max_steps=cfg.run.max_steps, num_train_epochs=cfg.run.num_train_epochs, num_prompts=num_prompts)
     lengths = memory = cost = None
     if cfg.plan.lengths:
         from megatron_grpo.planning.lengths import read_lengths
@@ -77,8 +77,8 @@ def make_plan(checked: Checked, *, num_prompts: int | None = None) -> Plan:
         from megatron_grpo.planning.cost import estimate_cost
         from megatron_grpo.planning.memory import estimate_memory
 
-        cost = estimate_cost(checked.shape, plan, cfg, lengths)
-        memory = estimate_memory(checked.shape, plan, cfg, lengths) if checked.shape is not None else None
+        cost = estimate_cost(checked.shape, sizes, cfg, lengths)
+        memory = estimate_memory(checked.shape, sizes, cfg, lengths) if checked.shape is not None else None
     return Plan(
         checked=checked,
         timetable=timetable,

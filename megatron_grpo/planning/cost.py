@@ -14,13 +14,13 @@ from megatron_grpo.weights.names import layer_entries, num_parameters
 from megatron_grpo.weights.shape import ModelShape
 
 
-def estimate_cost(shape: ModelShape | None, plan: BatchSizes, cfg: Config, lengths: Lengths | None) -> dict[str, Any]:
+def estimate_cost(shape: ModelShape | None, sizes: BatchSizes, cfg: Config, lengths: Lengths | None) -> dict[str, Any]:
     """The `cost` object of `plan --json`. Without a model, only what the lengths say."""
     cost: dict[str, Any] = {}
     if shape is not None:
-        cost = _flops(shape, plan, cfg, lengths)
+        cost = _flops(shape, sizes, cfg, lengths)
     if lengths is not None:
-        cost["packing"] = packing(plan, cfg, lengths)
+        cost["packing"] = packing(sizes, cfg, lengths)
     return cost
 
 
@@ -43,17 +43,17 @@ def _layer_products(shape: ModelShape, moe: bool) -> int:
     return total
 
 
-def _flops(shape: ModelShape, plan: BatchSizes, cfg: Config, lengths: Lengths | None) -> dict[str, Any]:
+def _flops(shape: ModelShape, sizes: BatchSizes, cfg: Config, lengths: Lengths | None) -> dict[str, Any]:
     prompt, completion = sequence_tokens(cfg, lengths, longest=False)
-    rows, prompts = plan.generation_batch_size, plan.num_rollout_prompts
+    rows, prompts = sizes.generation_batch_size, sizes.num_rollout_prompts
     forward = forward_flops(shape, prompt, completion, head_positions=completion)
     prefill = forward_flops(shape, prompt, 0, head_positions=1)
     decode = forward_flops(shape, prompt, completion, head_positions=completion) - prefill
     shares_prompts = cfg.rollout.vllm_enable_prefix_caching
-    period = min(1000, plan.gradient_accumulation_steps)  # after so many rollouts the timetable repeats
-    summary = old_logprobs_summary(plan, period)
+    period = min(1000, sizes.gradient_accumulation_steps)  # after so many rollouts the timetable repeats
+    summary = old_logprobs_summary(sizes, period)
     recomputed = summary["slices_recomputed"] / summary["slices_total"]
-    passes = plan.num_iterations * rows
+    passes = sizes.num_iterations * rows
     recompute = forward if cfg.model.recompute_granularity == "full" else 0
     phases = {
         "rollout": (prompts if shares_prompts else rows) * prefill + rows * decode,

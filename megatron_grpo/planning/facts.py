@@ -11,13 +11,13 @@ from megatron_grpo.settings.config import Config
 from megatron_grpo.sizing.batch_sizes import BatchSizes
 
 
-def old_logprobs_summary(plan: BatchSizes, num_rollouts: int) -> dict[str, Any]:
+def old_logprobs_summary(sizes: BatchSizes, num_rollouts: int) -> dict[str, Any]:
     """rollouts[r]: some slice of it is trained by another version than sampled it. slices_recomputed: forward-only passes, in slices."""
-    timetable = Timetable(plan)
-    slices, passes, a = plan.micro_steps_per_rollout, plan.num_iterations, plan.gradient_accumulation_steps
+    timetable = Timetable(sizes)
+    slices, passes, a = sizes.micro_steps_per_rollout, sizes.num_iterations, sizes.gradient_accumulation_steps
     is_stale = [((r + 1) * slices * passes - 1) // a > timetable.version_of(r) for r in range(num_rollouts)]
     recomputed = 0
-    if plan.old_logprobs == "auto":
+    if sizes.old_logprobs == "auto":
         for r in range(num_rollouts):
             # Slices are first used in order; those from the next optimizer step on are stale.
             fresh = (timetable.version_of(r) + 1) * a - r * slices * passes
@@ -25,27 +25,27 @@ def old_logprobs_summary(plan: BatchSizes, num_rollouts: int) -> dict[str, Any]:
     return {"rollouts": is_stale, "slices_recomputed": recomputed, "slices_total": num_rollouts * slices}
 
 
-def bubble_fraction(plan: BatchSizes) -> float:
+def bubble_fraction(sizes: BatchSizes) -> float:
     """Share of an optimizer step that a pipeline stage waits: (pp - 1) / (vpp * A + pp - 1)."""
-    return (plan.pp - 1) / ((plan.vpp or 1) * plan.gradient_accumulation_steps + plan.pp - 1)
+    return (sizes.pp - 1) / ((sizes.vpp or 1) * sizes.gradient_accumulation_steps + sizes.pp - 1)
 
 
-def native_flags(cfg: Config, plan: BatchSizes) -> str:
+def native_flags(cfg: Config, sizes: BatchSizes) -> str:
     """The command line that says the same without a dialect and without defaults that may change."""
-    words = ["--world_size", str(plan.world_size)]
-    sizes = {
-        "tensor_model_parallel_size": plan.tp,
-        "pipeline_model_parallel_size": plan.pp,
-        "virtual_pipeline_model_parallel_size": plan.vpp,
-        "context_parallel_size": plan.cp,
-        "expert_model_parallel_size": plan.ep,
-        "expert_tensor_parallel_size": plan.etp,
+    words = ["--world_size", str(sizes.world_size)]
+    grid = {
+        "tensor_model_parallel_size": sizes.tp,
+        "pipeline_model_parallel_size": sizes.pp,
+        "virtual_pipeline_model_parallel_size": sizes.vpp,
+        "context_parallel_size": sizes.cp,
+        "expert_model_parallel_size": sizes.ep,
+        "expert_tensor_parallel_size": sizes.etp,
     }
-    for name, value in sizes.items():
+    for name, value in grid.items():
         if value not in (None, 1):
             words += [f"--{name}", str(value)]
     for name in ("micro_batch_size", "global_batch_size", "generation_batch_size", "num_generations", "num_iterations"):
-        words += [f"--{name}", str(getattr(plan, name))]
+        words += [f"--{name}", str(getattr(sizes, name))]
     if cfg.batch.allow_unaligned_generation:
         words += ["--allow_unaligned_generation", "true"]
     if cfg.batch.old_logprobs != "auto":
@@ -54,7 +54,7 @@ def native_flags(cfg: Config, plan: BatchSizes) -> str:
         source = cfg.sources.get(setting.name, "default")
         if (
             setting.group in ("batch", "plan")
-            or setting.name in ("world_size", *sizes)
+            or setting.name in ("world_size", *grid)
             or source.startswith(("default", "derived", "implied"))
         ):
             continue

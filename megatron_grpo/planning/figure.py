@@ -28,14 +28,14 @@ class Gap:
     micro_steps: range
 
 
-def shown_rows(plan: BatchSizes, num_rollouts: int, *, most: int = MOST_ROWS) -> list[MicroStep | Gap]:
+def shown_rows(sizes: BatchSizes, num_rollouts: int, *, most: int = MOST_ROWS) -> list[MicroStep | Gap]:
     """Micro-steps of the first rollouts; of long stretches only the ends, and at most about `most` rows in all."""
-    timetable = Timetable(plan)
-    total = num_rollouts * plan.micro_steps_per_rollout * plan.num_iterations
+    timetable = Timetable(sizes)
+    total = num_rollouts * sizes.micro_steps_per_rollout * sizes.num_iterations
     rows: list[MicroStep | Gap] = []
     if total <= most:
         return [timetable.micro_step(s) for s in range(total)]
-    for stretch in _stretches(plan, total):
+    for stretch in _stretches(sizes, total):
         if len(rows) >= most:
             rows.append(Gap(range(stretch.start, total)))
             break
@@ -48,9 +48,9 @@ def shown_rows(plan: BatchSizes, num_rollouts: int, *, most: int = MOST_ROWS) ->
     return rows
 
 
-def _stretches(plan: BatchSizes, total: int) -> Iterator[range]:
+def _stretches(sizes: BatchSizes, total: int) -> Iterator[range]:
     """Runs of micro-steps of one optimizer step and one pass over one rollout."""
-    a, w, begin = plan.gradient_accumulation_steps, plan.micro_steps_per_rollout, 0
+    a, w, begin = sizes.gradient_accumulation_steps, sizes.micro_steps_per_rollout, 0
     while begin < total:
         end = min(total, (begin // a + 1) * a, (begin // w + 1) * w)
         yield range(begin, end)
@@ -64,11 +64,11 @@ def shown_ranks(dp_size: int, most: int) -> list[int | None]:
     return [*range(max(1, most - 2)), None, dp_size - 1]
 
 
-def prompts_of(plan: BatchSizes, row: MicroStep, rank: int) -> range:
+def prompts_of(sizes: BatchSizes, row: MicroStep, rank: int) -> range:
     """Prompts that a DP rank trains in a micro-step, numbered over the run."""
-    first = row.rows[0] + rank * plan.micro_batch_size
-    last, base = first + plan.micro_batch_size - 1, row.rollout * plan.num_rollout_prompts
-    return range(base + first // plan.num_generations, base + last // plan.num_generations + 1)
+    first = row.rows[0] + rank * sizes.micro_batch_size
+    last, base = first + sizes.micro_batch_size - 1, row.rollout * sizes.num_rollout_prompts
+    return range(base + first // sizes.num_generations, base + last // sizes.num_generations + 1)
 
 
 def cell(prompts: range) -> str:
@@ -78,26 +78,26 @@ def cell(prompts: range) -> str:
     return f"{prompts[0]}-{prompts[-1]}"
 
 
-def widest_cell(plan: BatchSizes, rows: Sequence[MicroStep | Gap], ranks: Sequence[int | None]) -> int:
+def widest_cell(sizes: BatchSizes, rows: Sequence[MicroStep | Gap], ranks: Sequence[int | None]) -> int:
     """Characters of the longest text in a column, its head included."""
-    cells = [cell(prompts_of(plan, row, rank)) for row in rows if isinstance(row, MicroStep) for rank in ranks if rank is not None]
-    return max(len(text) for text in (*cells, str(plan.dp_size - 1)))
+    cells = [cell(prompts_of(sizes, row, rank)) for row in rows if isinstance(row, MicroStep) for rank in ranks if rank is not None]
+    return max(len(text) for text in (*cells, str(sizes.dp_size - 1)))
 
 
 def colour(prompt: int) -> str:
     return PALETTE[prompt % len(PALETTE)]
 
 
-def draw(plan: BatchSizes, num_rollouts: int, *, width: int = 80) -> list[Text]:
+def draw(sizes: BatchSizes, num_rollouts: int, *, width: int = 80) -> list[Text]:
     """The figure as styled lines, none wider than `width` columns."""
     from rich.text import Text
 
-    rows = shown_rows(plan, num_rollouts)
+    rows = shown_rows(sizes, num_rollouts)
     steps = [row for row in rows if isinstance(row, MicroStep)]
-    widest = max(widest_cell(plan, rows, shown_ranks(plan.dp_size, MOST_RANKS)), 2) + 1
+    widest = max(widest_cell(sizes, rows, shown_ranks(sizes.dp_size, MOST_RANKS)), 2) + 1
     left = max(len(f"step {steps[-1].optimizer_step}"), 7) + 3 + 7
     right = 9 + 13 + max(len(f"rollout {num_rollouts - 1}"), 14) + 2
-    ranks = shown_ranks(plan.dp_size, max(1, (width - left - right) // widest))
+    ranks = shown_ranks(sizes.dp_size, max(1, (width - left - right) // widest))
     heads = "".join(("…" if rank is None else str(rank)).rjust(widest) for rank in ranks)
     lines = [
         Text(f"{'optimizer':<{left - 7}}{'micro-':>6} {'DP rank':>{min(7, len(heads))}}".ljust(left + len(heads)) + "  old", style="bold"),
@@ -108,16 +108,16 @@ def draw(plan: BatchSizes, num_rollouts: int, *, width: int = 80) -> list[Text]:
             more = f"  … {len(row.micro_steps):,} more, to {row.micro_steps[-1]}"[: len(heads) + 6 + 13 + 1]
             lines.append(Text(f"{'│':<{left - 7}}{'⋮':>6} {more:<{len(heads) + 6 + 2 + 13}}│", style="dim"))
             continue
-        lines.append(_line(plan, rows, index, row, ranks, widest, left))
+        lines.append(_line(sizes, rows, index, row, ranks, widest, left))
     return lines
 
 
 def _line(
-    plan: BatchSizes, rows: Sequence[MicroStep | Gap], index: int, row: MicroStep, ranks: Sequence[int | None], widest: int, left: int
+    sizes: BatchSizes, rows: Sequence[MicroStep | Gap], index: int, row: MicroStep, ranks: Sequence[int | None], widest: int, left: int
 ) -> Text:
     from rich.text import Text
 
-    a, length = plan.gradient_accumulation_steps, plan.micro_steps_per_rollout * plan.num_iterations
+    a, length = sizes.gradient_accumulation_steps, sizes.micro_steps_per_rollout * sizes.num_iterations
     stale = row.staleness > 0
     text = Text()
     begins, ends = row.micro_step % a == 0, row.micro_step % a == a - 1
@@ -129,7 +129,7 @@ def _line(
         if rank is None:
             text.append("…".rjust(widest), style="dim")
             continue
-        prompts = prompts_of(plan, row, rank)
+        prompts = prompts_of(sizes, row, rank)
         text.append(cell(prompts).rjust(widest), style=colour(prompts[0]))
     mark = f"+{row.staleness}" if stale else "·"
     text.append(f"  {mark:>4}  {LABELS[row.old_logprobs]:<13}", style="bold yellow" if stale else "dim")
@@ -157,11 +157,11 @@ def bracket_of(first: bool, last: bool, *, right: bool = False) -> str:
     return "│"
 
 
-def legend(plan: BatchSizes) -> list[str]:
+def legend(sizes: BatchSizes) -> list[str]:
     """What the marks mean, in lines for people."""
-    per_cell = f"{plan.micro_batch_size} completion{'s' * (plan.micro_batch_size > 1)}"
+    per_cell = f"{sizes.micro_batch_size} completion{'s' * (sizes.micro_batch_size > 1)}"
     return [
-        f"cells     prompts of the {per_cell} that a rank trains ({plan.num_generations} make a group)",
+        f"cells     prompts of the {per_cell} that a rank trains ({sizes.num_generations} make a group)",
         "stale     optimizer steps between sampling and training; · is on-policy",
         "old log-probs: own forward - of this very step, nothing to do; forward-only - an",
         "  extra pass by the version that sampled; kept - from the slice's first training",

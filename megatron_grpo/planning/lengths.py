@@ -61,21 +61,21 @@ def sequence_tokens(cfg: Config, lengths: Lengths | None, *, longest: bool) -> t
     return round(sum(p for p, _ in lengths.pairs) / count), round(sum(c for _, c in lengths.pairs) / count)
 
 
-def packing(plan: BatchSizes, cfg: Config, lengths: Lengths) -> dict[str, Any]:
+def packing(sizes: BatchSizes, cfg: Config, lengths: Lengths) -> dict[str, Any]:
     """How these lengths, taken in order as the rows of the run, fill micro-batches.
 
     packing_efficiency: tokens / tokens with the alignment that CP and sequence parallelism need. padded_efficiency: what it would be if
     each micro-batch were padded to its longest sequence instead. balance: mean / slowest of the DP ranks in a micro-step, by tokens.
     """
-    align = 2 * plan.cp if plan.cp > 1 else 1
-    stream = plan.cp * plan.tp if cfg.parallel.sequence_parallel else 1
+    align = 2 * sizes.cp if sizes.cp > 1 else 1
+    stream = sizes.cp * sizes.tp if cfg.parallel.sequence_parallel else 1
     totals = [p + c for p, c in lengths.pairs]
-    micro_steps = _by_count(totals, plan) if cfg.batch.max_tokens_per_micro_batch is None else _by_tokens(totals, plan, cfg, align)
+    micro_steps = _by_count(totals, sizes) if cfg.batch.max_tokens_per_micro_batch is None else _by_tokens(totals, sizes, cfg, align)
     micro_batches = [rows for step in micro_steps for rows in step]
     tokens = [sum(rows) for rows in micro_batches]
     aligned = [sum(-(-row // align) * align for row in rows) for rows in micro_batches]
     computed = sum(-(-size // stream) * stream for size in aligned)
-    full = [[sum(rows) for rows in step] for step in micro_steps if len(step) == plan.dp_size]
+    full = [[sum(rows) for rows in step] for step in micro_steps if len(step) == sizes.dp_size]
     return {
         "sequences": len(totals),
         "micro_batches": len(micro_batches),
@@ -88,25 +88,25 @@ def packing(plan: BatchSizes, cfg: Config, lengths: Lengths) -> dict[str, Any]:
     }
 
 
-def _by_count(totals: Sequence[int], plan: BatchSizes) -> list[list[Sequence[int]]]:
+def _by_count(totals: Sequence[int], sizes: BatchSizes) -> list[list[Sequence[int]]]:
     """[micro-step][DP rank] -> lengths: micro_batch_size rows each, in order."""
-    size, dp = plan.micro_batch_size, plan.dp_size
+    size, dp = sizes.micro_batch_size, sizes.dp_size
     micro_batches = [totals[begin : begin + size] for begin in range(0, len(totals), size)]
     return [micro_batches[begin : begin + dp] for begin in range(0, len(micro_batches), dp)]
 
 
-def _by_tokens(totals: Sequence[int], plan: BatchSizes, cfg: Config, align: int) -> list[list[Sequence[int]]]:
+def _by_tokens(totals: Sequence[int], sizes: BatchSizes, cfg: Config, align: int) -> list[list[Sequence[int]]]:
     """The same, packed up to max_tokens_per_micro_batch within each global batch, as training does it."""
     from megatron_grpo.batching.pack import pack  # numpy, which other plans do without
 
     steps: list[list[Sequence[int]]] = []
-    multiple = plan.pp if plan.vpp else 1
-    for begin in range(0, len(totals), plan.global_batch_size):
-        rows = totals[begin : begin + plan.global_batch_size]
-        if len(rows) < plan.dp_size * multiple and steps:
+    multiple = sizes.pp if sizes.vpp else 1
+    for begin in range(0, len(totals), sizes.global_batch_size):
+        rows = totals[begin : begin + sizes.global_batch_size]
+        if len(rows) < sizes.dp_size * multiple and steps:
             break  # the file's last lines are too few for a step of their own
-        rows = list(rows) + [rows[-1]] * (plan.dp_size * multiple - len(rows))
+        rows = list(rows) + [rows[-1]] * (sizes.dp_size * multiple - len(rows))
         lengths = [-(-row // align) * align for row in rows]
-        ranks = pack(lengths, max_tokens=cfg.batch.max_tokens_per_micro_batch, dp_size=plan.dp_size, multiple=multiple)
+        ranks = pack(lengths, max_tokens=cfg.batch.max_tokens_per_micro_batch, dp_size=sizes.dp_size, multiple=multiple)
         steps += [[[rows[i] for i in chosen] for chosen in step] for step in zip(*ranks)]
     return steps

@@ -34,14 +34,14 @@ class Static:
         return self.weights_bytes + self.gradients_bytes + self.optimizer_bytes + self.padding_bytes + self.reference_bytes
 
 
-def static_memory(shape: ModelShape, plan: BatchSizes, cfg: Config, stage: int, *, dp_rank: int = 0, expert_dp_rank: int = 0) -> Static:
+def static_memory(shape: ModelShape, sizes: BatchSizes, cfg: Config, stage: int, *, dp_rank: int = 0, expert_dp_rank: int = 0) -> Static:
     """The bytes of weights, gradients and optimizer state of a rank on pipeline stage `stage`.
 
     dp_rank, expert_dp_rank: its place among the ranks that share a buffer, of dense parameters (data and context parallel together) and of
     experts; the padding at a buffer's end makes the last rank's share a little smaller.
     """
     size = BYTES[cfg.model.torch_dtype]
-    buffers = buffers_of_stage(shape, plan, cfg, stage)
+    buffers = buffers_of_stage(shape, sizes, cfg, stage)
     sharded = cfg.optimizer.use_distributed_optimizer
     parameters = sum(buffer.numel_of_parameters for buffer in buffers)
     padding = sum(buffer.numel for buffer in buffers) - parameters
@@ -58,20 +58,20 @@ def static_memory(shape: ModelShape, plan: BatchSizes, cfg: Config, stage: int, 
     )
 
 
-def estimate_memory(shape: ModelShape, plan: BatchSizes, cfg: Config, lengths: Lengths | None = None) -> dict[str, Any]:
+def estimate_memory(shape: ModelShape, sizes: BatchSizes, cfg: Config, lengths: Lengths | None = None) -> dict[str, Any]:
     """The `memory` object of `plan --json`: every pipeline stage, every phase, the peak, and whether it fits in gpu_memory_gb."""
     prompt, completion = sequence_tokens(cfg, lengths, longest=True)
     budget = cfg.batch.max_tokens_per_micro_batch
-    tokens = -(-max(budget, prompt + completion) // plan.cp) if budget else -(-plan.micro_batch_size * (prompt + completion) // plan.cp)
-    sampler = sampler_memory(shape, plan, cfg, prompt + completion)
+    tokens = -(-max(budget, prompt + completion) // sizes.cp) if budget else -(-sizes.micro_batch_size * (prompt + completion) // sizes.cp)
+    sampler = sampler_memory(shape, sizes, cfg, prompt + completion)
     asleep = {0: sampler["weights_bytes"] + sampler["kv_cache_bytes"], 1: 0, 2: 0}[cfg.rollout.sleep_level]
     pushed = 2 * _largest_tensor(shape) * BYTES[cfg.model.torch_dtype]
     stages = []
-    for stage, layers in enumerate(layers_of_stages(shape.num_layers, plan, cfg)):
-        static = static_memory(shape, plan, cfg, stage)
-        logits = logits_bytes(shape, plan, cfg, completion) if stage == plan.pp - 1 else 0
-        activations = activation_bytes(shape, plan, cfg, stage, layers, tokens)
-        forward = round(layer_bytes_per_token(shape, plan, cfg) * tokens)
+    for stage, layers in enumerate(layers_of_stages(shape.num_layers, sizes, cfg)):
+        static = static_memory(shape, sizes, cfg, stage)
+        logits = logits_bytes(shape, sizes, cfg, completion) if stage == sizes.pp - 1 else 0
+        activations = activation_bytes(shape, sizes, cfg, stage, layers, tokens)
+        forward = round(layer_bytes_per_token(shape, sizes, cfg) * tokens)
         base = static.total()
         phases = {
             "rollout": base + sampler["weights_bytes"] + sampler["kv_cache_bytes"],
@@ -104,7 +104,7 @@ def estimate_memory(shape: ModelShape, plan: BatchSizes, cfg: Config, lengths: L
     }
 
 
-def sampler_memory(shape: ModelShape, plan: BatchSizes, cfg: Config, sequence: int) -> dict[str, int]:
+def sampler_memory(shape: ModelShape, sizes: BatchSizes, cfg: Config, sequence: int) -> dict[str, int]:
     """vLLM's share on one rank. The KV cache is what vllm_gpu_memory_utilization leaves, or else what its sequences can need at most."""
     size = BYTES[cfg.rollout.vllm_dtype or cfg.model.torch_dtype]
     tp = cfg.rollout.vllm_tensor_parallel_size
@@ -112,8 +112,8 @@ def sampler_memory(shape: ModelShape, plan: BatchSizes, cfg: Config, sequence: i
     per_token = 2 * shape.num_layers * max(1, shape.num_query_groups // tp) * shape.head_dim * size
     if shape.mla:
         per_token = shape.num_layers * (shape.mla.kv_lora_rank + shape.mla.qk_pos_emb_head_dim) * size
-    engines = max(1, plan.world_size // tp)
-    sequences = min(cfg.rollout.vllm_max_num_seqs, -(-plan.num_rollout_prompts // engines) * plan.num_generations)
+    engines = max(1, sizes.world_size // tp)
+    sequences = min(cfg.rollout.vllm_max_num_seqs, -(-sizes.num_rollout_prompts // engines) * sizes.num_generations)
     kv = sequences * sequence * per_token
     if cfg.plan.gpu_memory_gb:
         kv = max(0, round(cfg.plan.gpu_memory_gb * 1e9 * cfg.rollout.vllm_gpu_memory_utilization) - weights)
@@ -126,54 +126,54 @@ def sampler_memory(shape: ModelShape, plan: BatchSizes, cfg: Config, sequence: i
     }
 
 
-def layer_bytes_per_token(shape: ModelShape, plan: BatchSizes, cfg: Config, *, without: tuple[str, ...] = ()) -> float:
+def layer_bytes_per_token(shape: ModelShape, sizes: BatchSizes, cfg: Config, *, without: tuple[str, ...] = ()) -> float:
     """Bytes that the backward of one layer needs, per token: inputs of its matrix products, norms and attention (flash: no scores).
 
     without: parts that selective recompute drops ("mlp", "layernorm").
     """
     size = BYTES[cfg.model.torch_dtype]
-    hidden = shape.hidden_size / (plan.tp if cfg.parallel.sequence_parallel else 1)
-    query, key = shape.query_size / plan.tp, shape.key_size / plan.tp
+    hidden = shape.hidden_size / (sizes.tp if cfg.parallel.sequence_parallel else 1)
+    query, key = shape.query_size / sizes.tp, shape.key_size / sizes.tp
     residual = 2 * hidden
     normed = 0 if "layernorm" in without else 2 * hidden
     attention = 2 * query + 2 * key + (query + key if shape.qk_norm else 0)
     if shape.moe:
         width = (
-            shape.moe.topk * (2 * shape.hidden_size + 4 * shape.moe.ffn_hidden_size / plan.etp)
-            + 4 * (shape.moe.shared_ffn_hidden_size or 0) / plan.tp
+            shape.moe.topk * (2 * shape.hidden_size + 4 * shape.moe.ffn_hidden_size / sizes.etp)
+            + 4 * (shape.moe.shared_ffn_hidden_size or 0) / sizes.tp
         )
     else:
-        width = 4 * shape.ffn_hidden_size / plan.tp
+        width = 4 * shape.ffn_hidden_size / sizes.tp
     return size * (residual + normed + attention + (0 if "mlp" in without or "moe" in without else width))
 
 
-def activation_bytes(shape: ModelShape, plan: BatchSizes, cfg: Config, stage: int, layers: int, tokens: int) -> int:
+def activation_bytes(shape: ModelShape, sizes: BatchSizes, cfg: Config, stage: int, layers: int, tokens: int) -> int:
     """Activations of the micro-batches that a stage has in flight (1F1B, or interleaved)."""
     model = cfg.model
-    full = layer_bytes_per_token(shape, plan, cfg)
+    full = layer_bytes_per_token(shape, sizes, cfg)
     if model.recompute_granularity == "full":
         unit = model.recompute_num_layers or 1
-        kept = BYTES[model.torch_dtype] * shape.hidden_size / (plan.tp if cfg.parallel.sequence_parallel else 1)
+        kept = BYTES[model.torch_dtype] * shape.hidden_size / (sizes.tp if cfg.parallel.sequence_parallel else 1)
         recomputed = min(unit, layers) if model.recompute_method == "block" else layers
         saved = -(-recomputed // (1 if model.recompute_method == "block" else unit))
         stored = saved * kept + (layers - recomputed) * full
         working = full * (1 if model.recompute_method == "block" else min(unit, layers))
     else:
         dropped = tuple(model.recompute_modules) if model.recompute_granularity == "selective" else ()
-        stored = layers * layer_bytes_per_token(shape, plan, cfg, without=dropped)
-        working = full - layer_bytes_per_token(shape, plan, cfg, without=dropped)
-    a, chunks = plan.gradient_accumulation_steps, plan.vpp or 1
+        stored = layers * layer_bytes_per_token(shape, sizes, cfg, without=dropped)
+        working = full - layer_bytes_per_token(shape, sizes, cfg, without=dropped)
+    a, chunks = sizes.gradient_accumulation_steps, sizes.vpp or 1
     if chunks == 1:
-        in_flight = min(a, plan.pp - stage)
+        in_flight = min(a, sizes.pp - stage)
     else:
-        in_flight = min(a * chunks, 2 * (plan.pp - stage - 1) + (chunks - 1) * plan.pp + 1) / chunks
+        in_flight = min(a * chunks, 2 * (sizes.pp - stage - 1) + (chunks - 1) * sizes.pp + 1) / chunks
     return round(tokens * (stored * in_flight + working))
 
 
-def logits_bytes(shape: ModelShape, plan: BatchSizes, cfg: Config, completion: int) -> int:
+def logits_bytes(shape: ModelShape, sizes: BatchSizes, cfg: Config, completion: int) -> int:
     """Logits and their gradient exist for one chunk of completion positions at a time, in float32, cut over TP."""
-    positions = min(cfg.model.logprob_chunk_size, plan.micro_batch_size * completion)
-    return 2 * positions * padded_vocab(shape, plan, cfg) // plan.tp * FP32
+    positions = min(cfg.model.logprob_chunk_size, sizes.micro_batch_size * completion)
+    return 2 * positions * padded_vocab(shape, sizes, cfg) // sizes.tp * FP32
 
 
 def _largest_tensor(shape: ModelShape) -> int:

@@ -14,7 +14,7 @@ from megatron_grpo.sizing.batch_sizes import BatchSizes
 COMPACT = (",", ":")
 
 
-def sizes_object(plan: BatchSizes) -> dict[str, dict[str, Any]]:
+def sizes_object(sizes: BatchSizes) -> dict[str, dict[str, Any]]:
     """The `parallel` and `batch` parts."""
     parallel = ("world_size", "tp", "pp", "vpp", "cp", "ep", "etp", "dp_size", "expert_dp_size")
     batch = (
@@ -29,27 +29,27 @@ def sizes_object(plan: BatchSizes) -> dict[str, dict[str, Any]]:
         "num_train_prompts",
         "num_prompts_per_dp_group",
     )
-    return {"parallel": {name: getattr(plan, name) for name in parallel}, "batch": {name: getattr(plan, name) for name in batch}}
+    return {"parallel": {name: getattr(sizes, name) for name in parallel}, "batch": {name: getattr(sizes, name) for name in batch}}
 
 
-def write_plan(write: Callable[[str], Any], plan: BatchSizes, *, num_rollouts: int, rest: Mapping[str, Any]) -> None:
+def write_plan(write: Callable[[str], Any], sizes: BatchSizes, *, num_rollouts: int, rest: Mapping[str, Any]) -> None:
     """The whole object. `rest` follows the timetable: pipeline, memory, cost, native_flags, warnings."""
-    head = {**sizes_object(plan), "old_logprobs": old_logprobs_summary(plan, num_rollouts)}
+    head = {**sizes_object(sizes), "old_logprobs": old_logprobs_summary(sizes, num_rollouts)}
     write(json.dumps(head, separators=COMPACT)[:-1] + ',"timetable":[')
     comma = ""
-    for row in timetable_rows(plan, num_rollouts):
+    for row in timetable_rows(sizes, num_rollouts):
         write(comma + row)
         comma = ","
     write("]," + json.dumps(rest, separators=COMPACT)[1:] + "\n")
 
 
-def timetable_rows(plan: BatchSizes, num_rollouts: int) -> Iterator[str]:
+def timetable_rows(sizes: BatchSizes, num_rollouts: int) -> Iterator[str]:
     """JSON objects, one per micro-step of the first rollouts, in micro-step order."""
-    timetable = Timetable(plan)
-    slices, passes, size = plan.micro_steps_per_rollout, plan.num_iterations, plan.micro_batch_size
+    timetable = Timetable(sizes)
+    slices, passes, size = sizes.micro_steps_per_rollout, sizes.num_iterations, sizes.micro_batch_size
     rows: dict[int, str] = {}  # by slice: the same in every rollout and pass
     for rollout in range(num_rollouts):
-        first_prompt = rollout * plan.num_rollout_prompts
+        first_prompt = rollout * sizes.num_rollout_prompts
         prompts: dict[int, str] = {}  # by slice: the same in every pass over this rollout
         for s in range(rollout * slices * passes, (rollout + 1) * slices * passes):
             row = timetable.micro_step(s)
@@ -57,7 +57,7 @@ def timetable_rows(plan: BatchSizes, num_rollouts: int) -> Iterator[str]:
             if j not in rows:
                 rows[j] = ",".join([f"[{x},{x + size}]" for x in range(begin, row.rows[1], size)])
             if j not in prompts:
-                prompts[j] = _prompts(plan, begin, row.rows[1], first_prompt)
+                prompts[j] = _prompts(sizes, begin, row.rows[1], first_prompt)
             yield (
                 f'{{"micro_step":{s},"optimizer_step":{row.optimizer_step},"rollout":{rollout},"pass":{row.pass_index},"slice":{j},'
                 f'"sampled_by_version":{row.sampled_by_version},"trained_at_version":{row.optimizer_step},"staleness":{row.staleness},'
@@ -65,9 +65,9 @@ def timetable_rows(plan: BatchSizes, num_rollouts: int) -> Iterator[str]:
             )
 
 
-def _prompts(plan: BatchSizes, begin: int, end: int, first_prompt: int) -> str:
+def _prompts(sizes: BatchSizes, begin: int, end: int, first_prompt: int) -> str:
     """For each DP rank the distinct prompts of its rows, numbered over the run."""
-    size, group = plan.micro_batch_size, plan.num_generations
+    size, group = sizes.micro_batch_size, sizes.num_generations
     if group % size == 0:  # every rank holds rows of one prompt: whole stretches of ranks read the same
         numbers = range(begin // group, (end - 1) // group + 1)
         return ",".join(

@@ -48,18 +48,18 @@ class Parameter:
     is_shared_embedding: bool = False  # two stages hold it
 
 
-def padded_vocab(shape: ModelShape, plan: BatchSizes, cfg: Config) -> int:
+def padded_vocab(shape: ModelShape, sizes: BatchSizes, cfg: Config) -> int:
     """Rows of the embedding over all TP ranks."""
-    multiple = cfg.model.padded_vocab_multiple * plan.tp
+    multiple = cfg.model.padded_vocab_multiple * sizes.tp
     return -(-shape.vocab_size // multiple) * multiple
 
 
-def layers_of_stages(num_layers: int, plan: BatchSizes, cfg: Config) -> list[int]:
+def layers_of_stages(num_layers: int, sizes: BatchSizes, cfg: Config) -> list[int]:
     """Layers of each pipeline stage, over all its chunks."""
     first, last = cfg.parallel.decoder_first_pipeline_num_layers, cfg.parallel.decoder_last_pipeline_num_layers
     ends = (first or 0) + (last or 0)
-    middle = plan.pp - (first is not None) - (last is not None)
-    counts = [(num_layers - ends) // middle if middle else 0] * plan.pp
+    middle = sizes.pp - (first is not None) - (last is not None)
+    counts = [(num_layers - ends) // middle if middle else 0] * sizes.pp
     if first is not None:
         counts[0] = first
     if last is not None:
@@ -67,9 +67,9 @@ def layers_of_stages(num_layers: int, plan: BatchSizes, cfg: Config) -> list[int
     return counts
 
 
-def chunks_of_stage(num_layers: int, plan: BatchSizes, cfg: Config, stage: int) -> list[range]:
+def chunks_of_stage(num_layers: int, sizes: BatchSizes, cfg: Config, stage: int) -> list[range]:
     """Global numbers of the layers of each model chunk of a stage: one range, or `vpp` of them."""
-    counts, chunks = layers_of_stages(num_layers, plan, cfg), plan.vpp or 1
+    counts, chunks = layers_of_stages(num_layers, sizes, cfg), sizes.vpp or 1
     begin, found = 0, []
     for _ in range(chunks):
         for other, count in enumerate(counts):
@@ -79,37 +79,37 @@ def chunks_of_stage(num_layers: int, plan: BatchSizes, cfg: Config, stage: int) 
     return found
 
 
-def parameters_of_chunk(shape: ModelShape, plan: BatchSizes, cfg: Config, stage: int, chunk: int) -> list[Parameter]:
+def parameters_of_chunk(shape: ModelShape, sizes: BatchSizes, cfg: Config, stage: int, chunk: int) -> list[Parameter]:
     """The parameters of one model chunk of a rank, in the order of `named_parameters()`."""
-    chunks = plan.vpp or 1
-    is_first, is_last = stage == 0 and chunk == 0, stage == plan.pp - 1 and chunk == chunks - 1
+    chunks = sizes.vpp or 1
+    is_first, is_last = stage == 0 and chunk == 0, stage == sizes.pp - 1 and chunk == chunks - 1
     outer = {entry.megatron: entry for entry in outer_entries(shape)}
-    rows = padded_vocab(shape, plan, cfg)
-    shared = shape.tied_embeddings and plan.pp > 1
+    rows = padded_vocab(shape, sizes, cfg)
+    shared = shape.tied_embeddings and sizes.pp > 1
     found = []
     if is_first:
-        found.append(Parameter(rows * shape.hidden_size // plan.tp, is_shared_embedding=shared))
-    for layer in chunks_of_stage(shape.num_layers, plan, cfg, stage)[chunk]:
-        found += _layer(shape, plan, shape.is_moe_layer(layer))
+        found.append(Parameter(rows * shape.hidden_size // sizes.tp, is_shared_embedding=shared))
+    for layer in chunks_of_stage(shape.num_layers, sizes, cfg, stage)[chunk]:
+        found += _layer(shape, sizes, shape.is_moe_layer(layer))
     if is_last:
-        found += [Parameter(numel_of(entry, plan)) for name, entry in outer.items() if name == "decoder.final_layernorm.weight"]
+        found += [Parameter(numel_of(entry, sizes)) for name, entry in outer.items() if name == "decoder.final_layernorm.weight"]
         if not shape.tied_embeddings or not is_first:
-            found.append(Parameter(rows * shape.hidden_size // plan.tp, is_shared_embedding=shared))
+            found.append(Parameter(rows * shape.hidden_size // sizes.tp, is_shared_embedding=shared))
     return found
 
 
-def _layer(shape: ModelShape, plan: BatchSizes, moe: bool) -> Iterator[Parameter]:
+def _layer(shape: ModelShape, sizes: BatchSizes, moe: bool) -> Iterator[Parameter]:
     entries = [entry for entry in layer_entries(shape, moe=moe) if not entry.is_buffer]
     ordered = sorted(entries, key=_place)
     outside = [entry for entry in ordered if not entry.is_expert]
     experts = [entry for entry in ordered if entry.is_expert]
     before = [entry for entry in outside if "shared_experts" not in entry.megatron]
     after = [entry for entry in outside if "shared_experts" in entry.megatron]
-    yield from (Parameter(numel_of(entry, plan)) for entry in before)
+    yield from (Parameter(numel_of(entry, sizes)) for entry in before)
     if experts:
-        for _ in range(shape.moe.num_experts // plan.ep):
-            yield from (Parameter(numel_of(entry, plan), in_expert_buffer=plan.ep > 1) for entry in experts)
-    yield from (Parameter(numel_of(entry, plan)) for entry in after)
+        for _ in range(shape.moe.num_experts // sizes.ep):
+            yield from (Parameter(numel_of(entry, sizes), in_expert_buffer=sizes.ep > 1) for entry in experts)
+    yield from (Parameter(numel_of(entry, sizes)) for entry in after)
 
 
 def _place(entry: Entry) -> tuple[int, bool]:
@@ -117,12 +117,12 @@ def _place(entry: Entry) -> tuple[int, bool]:
     return next((i for i, name in enumerate(_ORDER) if name in parts), len(_ORDER)), parts[-1] == "bias"
 
 
-def numel_of(entry: Entry, plan: BatchSizes) -> int:
+def numel_of(entry: Entry, sizes: BatchSizes) -> int:
     """Elements of this rank's shard of an entry inside a layer."""
     total = sum(math.prod(size) for _, size in entry.hf)
     if entry.cut is ShardCut.REPLICATED:
         return total
-    return total // (plan.etp if entry.is_expert else plan.tp)
+    return total // (sizes.etp if entry.is_expert else sizes.tp)
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,16 +180,16 @@ def buffer_of(parameters: Sequence[Parameter], *, ranks: int, is_sharded: bool, 
     return Buffer(places, buckets, ranks, holds_experts=any(parameter.in_expert_buffer for parameter in parameters))
 
 
-def buffers_of_stage(shape: ModelShape, plan: BatchSizes, cfg: Config, stage: int) -> list[Buffer]:
+def buffers_of_stage(shape: ModelShape, sizes: BatchSizes, cfg: Config, stage: int) -> list[Buffer]:
     """All gradient buffers of a rank of this stage: per model chunk one for dense parameters and, with EP, one for experts."""
     is_sharded = cfg.optimizer.use_distributed_optimizer
     found = []
-    for chunk in range(plan.vpp or 1):
-        parameters = parameters_of_chunk(shape, plan, cfg, stage, chunk)
-        for experts, ranks in ((False, plan.dp_size * plan.cp), (True, plan.expert_dp_size)):
+    for chunk in range(sizes.vpp or 1):
+        parameters = parameters_of_chunk(shape, sizes, cfg, stage, chunk)
+        for experts, ranks in ((False, sizes.dp_size * sizes.cp), (True, sizes.expert_dp_size)):
             own = [parameter for parameter in parameters if parameter.in_expert_buffer == experts]
             overlaps = cfg.optimizer.overlap_grad_reduce and stage == 0 and chunk == 0
-            size = max(SMALLEST_BUCKET, BUCKET_PER_RANK * plan.dp_size) if overlaps else None
+            size = max(SMALLEST_BUCKET, BUCKET_PER_RANK * sizes.dp_size) if overlaps else None
             if own:
                 found.append(buffer_of(own, ranks=ranks, is_sharded=is_sharded, bucket_size=size))
     return found

@@ -22,9 +22,9 @@ def draw_png(made: Plan, path: str) -> None:
         from matplotlib.figure import Figure
     except ImportError:
         raise ConfigError([Problem(flags=("png",), message="png needs matplotlib: pip install 'megatron-grpo[plot]'.")]) from None
-    plan, count = made.checked.plan, made.checked.config.plan.plan_rollouts
-    rows, ranks = shown_rows(plan, count), shown_ranks(plan.dp_size, MOST_RANKS)
-    box = 0.42 + 0.085 * widest_cell(plan, rows, ranks)  # inches
+    sizes, count = made.checked.sizes, made.checked.config.plan.plan_rollouts
+    rows, ranks = shown_rows(sizes, count), shown_ranks(sizes.dp_size, MOST_RANKS)
+    box = 0.42 + 0.085 * widest_cell(sizes, rows, ranks)  # inches
     height, width = 0.3 * len(rows) + 1.9, box * len(ranks) + 5.6
     figure = Figure(figsize=(width, height), dpi=130)
     FigureCanvasAgg(figure)
@@ -32,7 +32,7 @@ def draw_png(made: Plan, path: str) -> None:
     axes.set_xlim(-2.5 / box, len(ranks) + 3.1 / box)
     axes.set_ylim(len(rows) + 0.9 / 0.3, -1.0 / 0.3)
     axes.axis("off")
-    _heads(axes, ranks, plan.dp_size, box)
+    _heads(axes, ranks, sizes.dp_size, box)
     for y, row in enumerate(rows):
         if isinstance(row, Gap):
             axes.text(
@@ -41,9 +41,8 @@ def draw_png(made: Plan, path: str) -> None:
         else:
             _row(axes, made, y, row, ranks, box)
     _brackets(axes, made, rows, len(ranks), box)
-    title = (
-        f"{plan.generation_batch_size} completions a rollout, {plan.global_batch_size} an optimizer step, {plan.num_generations} a prompt"
-    )
+    counts = sizes.generation_batch_size, sizes.global_batch_size, sizes.num_generations
+    title = "{} completions a rollout, {} an optimizer step, {} a prompt".format(*counts)
     axes.text(len(ranks) / 2, -0.78 / 0.3, title, ha="center", va="center", fontsize=10, fontweight="bold")
     axes.text(
         -2.4 / box,
@@ -75,7 +74,7 @@ def _heads(axes: Any, ranks: Sequence[int | None], dp_size: int, box: float) -> 
 def _row(axes: Any, made: Plan, y: int, row: MicroStep, ranks: Sequence[int | None], box: float) -> None:
     from matplotlib.patches import Rectangle
 
-    plan = made.checked.plan
+    sizes = made.checked.sizes
     if row.staleness:
         axes.add_patch(Rectangle((-0.75 / box, y), len(ranks) + 2.35 / box, 1, facecolor=STALE, edgecolor="none"))
     axes.text(-0.15 / box, y + 0.5, row.micro_step, ha="right", va="center", fontsize=8)
@@ -83,7 +82,7 @@ def _row(axes: Any, made: Plan, y: int, row: MicroStep, ranks: Sequence[int | No
         if rank is None:
             axes.text(x + 0.5, y + 0.5, "…", ha="center", va="center", fontsize=8)
             continue
-        prompts = prompts_of(plan, row, rank)
+        prompts = prompts_of(sizes, row, rank)
         axes.add_patch(Rectangle((x + 0.05, y + 0.1), 0.9, 0.8, facecolor=colour(prompts[0]), edgecolor="none"))
         axes.text(x + 0.5, y + 0.5, cell(prompts), ha="center", va="center", fontsize=8, color="white", fontweight="bold")
     axes.text(
@@ -102,8 +101,8 @@ def _row(axes: Any, made: Plan, y: int, row: MicroStep, ranks: Sequence[int | No
 
 def _brackets(axes: Any, made: Plan, rows: Sequence[MicroStep | Gap], num_ranks: int, box: float) -> None:
     """Optimizer steps on the left, rollouts on the right, over the rows that are shown."""
-    plan = made.checked.plan
-    a, length = plan.gradient_accumulation_steps, plan.micro_steps_per_rollout * plan.num_iterations
+    sizes = made.checked.sizes
+    a, length = sizes.gradient_accumulation_steps, sizes.micro_steps_per_rollout * sizes.num_iterations
 
     def numbers(row: MicroStep | Gap) -> range:
         return row.micro_steps if isinstance(row, Gap) else range(row.micro_step, row.micro_step + 1)

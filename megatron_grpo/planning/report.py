@@ -21,13 +21,13 @@ def print_report(made: Plan, *, file: TextIO | None = None, is_short: bool = Fal
     from rich.console import Console
 
     console = Console(file=file or sys.stdout, highlight=False, soft_wrap=False)
-    plan, cfg = made.checked.plan, made.checked.config
+    sizes, cfg = made.checked.sizes, made.checked.config
     _sizes(console, made)
     if not is_short:
         console.rule("[bold]timetable", align="left", style="dim")
-        for line in draw(plan, cfg.plan.plan_rollouts, width=console.width):
+        for line in draw(sizes, cfg.plan.plan_rollouts, width=console.width):
             console.print(line, no_wrap=True, overflow="crop")
-        for line in legend(plan):
+        for line in legend(sizes):
             console.print(line, style="dim", markup=False)
         console.print()
         if made.memory:
@@ -36,7 +36,7 @@ def print_report(made: Plan, *, file: TextIO | None = None, is_short: bool = Fal
             _cost(console, made.cost)
         if cfg.plan.dialect:
             console.rule("[bold]the same in native flags", align="left", style="dim")
-            console.print(_to_paste(native_flags(cfg, plan), console.width), markup=False)
+            console.print(_to_paste(native_flags(cfg, sizes), console.width), markup=False)
             console.print()
     if made.checked.parsed.defaults:
         _defaults(console, made)
@@ -64,10 +64,9 @@ def _defaults(console: Console, made: Plan) -> None:
 def _sizes(console: Console, made: Plan) -> None:
     from rich.table import Table
 
-    plan = made.checked.plan
+    grid = sizes_object(made.checked.sizes)["parallel"]
     console.rule("[bold]sizes", align="left", style="dim")
-    sizes = sizes_object(plan)["parallel"]
-    shown = "  ".join(f"{name} {value}" for name, value in sizes.items() if value not in (None, 1) or name in ("world_size", "dp_size"))
+    shown = "  ".join(f"{name} {value}" for name, value in grid.items() if value not in (None, 1) or name in ("world_size", "dp_size"))
     console.print(shown, markup=False)
     out = Table(box=None, pad_edge=False, show_header=False)
     out.add_column(justify="left")
@@ -80,32 +79,32 @@ def _sizes(console: Console, made: Plan) -> None:
 
 
 def _size_rows(made: Plan) -> Iterator[tuple[str, str, str]]:
-    plan, timetable = made.checked.plan, made.timetable
-    mbs, dp, a, group = plan.micro_batch_size, plan.dp_size, plan.gradient_accumulation_steps, plan.num_generations
+    sizes, timetable = made.checked.sizes, made.timetable
+    mbs, dp, a, group = sizes.micro_batch_size, sizes.dp_size, sizes.gradient_accumulation_steps, sizes.num_generations
     yield "micro-step", f"{mbs * dp}", f"completions = micro_batch_size {mbs} x dp_size {dp}"
-    yield "optimizer step", f"{plan.global_batch_size}", f"completions = {a} micro-steps; {plan.num_train_prompts:g} prompts"
-    passes = f", {plan.num_iterations} passes" if plan.num_iterations > 1 else ""
-    steps = plan.steps_per_generation
+    yield "optimizer step", f"{sizes.global_batch_size}", f"completions = {a} micro-steps; {sizes.num_train_prompts:g} prompts"
+    passes = f", {sizes.num_iterations} passes" if sizes.num_iterations > 1 else ""
+    steps = sizes.steps_per_generation
     each = (
         f"{steps:g} optimizer step{'' if steps == 1 else 's'}"
         if isinstance(steps, int)
-        else f"{plan.generation_batch_size}/{plan.global_batch_size} of an optimizer step"
+        else f"{sizes.generation_batch_size}/{sizes.global_batch_size} of an optimizer step"
     )
-    yield "rollout", f"{plan.generation_batch_size}", f"completions = {plan.num_rollout_prompts} prompts x {group}; {each}{passes}"
+    yield "rollout", f"{sizes.generation_batch_size}", f"completions = {sizes.num_rollout_prompts} prompts x {group}; {each}{passes}"
     if timetable.num_steps is not None:
-        rollouts = -(-timetable.num_steps * a // (plan.micro_steps_per_rollout * plan.num_iterations))
+        rollouts = -(-timetable.num_steps * a // (sizes.micro_steps_per_rollout * sizes.num_iterations))
         data = f" over {made.num_prompts} prompts" if made.num_prompts else ""
         yield "run", f"{timetable.num_steps}", f"optimizer steps, {rollouts} rollouts{data}"
     shown = made.checked.config.plan.plan_rollouts
-    old = old_logprobs_summary(plan, shown)
+    old = old_logprobs_summary(sizes, shown)
     stale = [str(r) for r, is_stale in enumerate(old["rollouts"]) if is_stale]
     who = "; every row is on-policy"
     if stale:
         who = f"; stale rollouts {', '.join(stale[:8])}{', ...' if len(stale) > 8 else ''} of {shown}"
     yield "forward-only", f"{old['slices_recomputed']}", f"of {old['slices_total']} slices{who}"
-    if plan.pp > 1:
-        why = f"= (pp - 1) / (vpp x A + pp - 1), pp {plan.pp}, vpp {plan.vpp or 1}, A {a}"
-        yield "pipeline bubble", f"{bubble_fraction(plan):.1%}", why
+    if sizes.pp > 1:
+        why = f"= (pp - 1) / (vpp x A + pp - 1), pp {sizes.pp}, vpp {sizes.vpp or 1}, A {a}"
+        yield "pipeline bubble", f"{bubble_fraction(sizes):.1%}", why
 
 
 def _memory(console: Console, memory: dict[str, Any]) -> None:

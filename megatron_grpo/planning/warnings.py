@@ -18,13 +18,13 @@ BUBBLE = 0.3
 
 def warnings_of(checked: Checked, timetable: Timetable, memory: dict[str, Any] | None) -> list[str]:
     """All warnings of a configuration that passes."""
-    cfg, plan = checked.config, checked.plan
+    cfg, sizes = checked.config, checked.sizes
     return [
         *_dialect(checked),
-        *_groups(plan),
-        *_staleness(cfg, plan),
+        *_groups(sizes),
+        *_staleness(cfg, sizes),
         *_idle(checked),
-        *_swift(cfg, plan),
+        *_swift(cfg, sizes),
         *_run(cfg, timetable),
         *refused_grpo.warnings(cfg),
         *_memory(memory),
@@ -35,7 +35,7 @@ def _dialect(checked: Checked) -> Iterator[str]:
     cfg, parsed = checked.config, checked.parsed
     if not cfg.plan.dialect:
         return
-    yield from explain(cfg.plan.dialect, checked.plan, cfg.foreign, max_steps=cfg.run.max_steps)
+    yield from explain(cfg.plan.dialect, checked.sizes, cfg.foreign, max_steps=cfg.run.max_steps)
     yield from parsed.notes
     for source, names in parsed.aside.items():
         why = "as they are set, they change neither what is sampled nor what is trained here"
@@ -47,24 +47,24 @@ def defaults_of(checked: Checked) -> list[str]:
     return [f"{row.name} is {row.ours} by default here and {row.theirs} there; {row.used} is used." for row in checked.parsed.defaults]
 
 
-def _groups(plan: BatchSizes) -> Iterator[str]:
-    size, group = plan.global_batch_size, plan.num_generations
+def _groups(sizes: BatchSizes) -> Iterator[str]:
+    size, group = sizes.global_batch_size, sizes.num_generations
     if size % group:
         yield (
             f"A prompt's group is split over optimizer steps: global_batch_size ({size}) / num_generations ({group}) = "
-            f"{plan.num_train_prompts:g} prompts. Its advantages are still computed over the whole group; use a multiple of "
+            f"{sizes.num_train_prompts:g} prompts. Its advantages are still computed over the whole group; use a multiple of "
             f"{group} to train "
             "groups together."
         )
 
 
-def _staleness(cfg: Config, plan: BatchSizes) -> Iterator[str]:
-    timetable = Timetable(plan)
+def _staleness(cfg: Config, sizes: BatchSizes) -> Iterator[str]:
+    timetable = Timetable(sizes)
     # Staleness repeats after lcm(A, W * mu) micro-steps; the first rollouts show the worst case.
-    length, a = plan.micro_steps_per_rollout * plan.num_iterations, plan.gradient_accumulation_steps
+    length, a = sizes.micro_steps_per_rollout * sizes.num_iterations, sizes.gradient_accumulation_steps
     worst = max(((r + 1) * length - 1) // a - timetable.version_of(r) for r in range(min(a, 1000)))
     corrected = cfg.grpo.rollout_importance_sampling_mode != "none" or cfg.grpo.off_policy_sequence_mask_delta is not None
-    if worst > 0 and plan.old_logprobs == "rollout" and not corrected:
+    if worst > 0 and sizes.old_logprobs == "rollout" and not corrected:
         yield (
             "old_logprobs rollout takes the sampler's own log-probs for stale rows, without a correction for the mismatch "
             "between sampler and "
@@ -79,18 +79,18 @@ def _staleness(cfg: Config, plan: BatchSizes) -> Iterator[str]:
 
 
 def _idle(checked: Checked) -> Iterator[str]:
-    cfg, plan = checked.config, checked.plan
-    engines = plan.world_size // cfg.rollout.vllm_tensor_parallel_size
-    if plan.num_rollout_prompts < engines:
-        idle = (engines - plan.num_rollout_prompts) * cfg.rollout.vllm_tensor_parallel_size
+    cfg, sizes = checked.config, checked.sizes
+    engines = sizes.world_size // cfg.rollout.vllm_tensor_parallel_size
+    if sizes.num_rollout_prompts < engines:
+        idle = (engines - sizes.num_rollout_prompts) * cfg.rollout.vllm_tensor_parallel_size
         yield (
-            f"{idle} of {plan.world_size} ranks are idle while sampling: a rollout has {plan.num_rollout_prompts} prompts "
+            f"{idle} of {sizes.world_size} ranks are idle while sampling: a rollout has {sizes.num_rollout_prompts} prompts "
             f"for {engines} engines. "
             "Raise generation_batch_size, or vllm_tensor_parallel_size."
         )
-    fraction = bubble_fraction(plan)
+    fraction = bubble_fraction(sizes)
     if fraction > BUBBLE:
-        pp, a, vpp = plan.pp, plan.gradient_accumulation_steps, plan.vpp or 1
+        pp, a, vpp = sizes.pp, sizes.gradient_accumulation_steps, sizes.vpp or 1
         yield (
             f"Pipeline stages wait {fraction:.0%} of a training step: (pp - 1) / (vpp x A + pp - 1) = {pp - 1} / ({vpp} x "
             f"{a} + {pp - 1}). "
@@ -98,9 +98,9 @@ def _idle(checked: Checked) -> Iterator[str]:
         )
 
 
-def _swift(cfg: Config, plan: BatchSizes) -> Iterator[str]:
+def _swift(cfg: Config, sizes: BatchSizes) -> Iterator[str]:
     """Megatron-SWIFT's own rules about prompts, stricter than the mathematics need."""
-    prompts, dp, size = plan.num_rollout_prompts, plan.dp_size, plan.micro_batch_size
+    prompts, dp, size = sizes.num_rollout_prompts, sizes.dp_size, sizes.micro_batch_size
     if prompts % dp:
         yield (
             f"Megatron-SWIFT would refuse this configuration: its code wants generation_batch_size / num_generations "
@@ -113,23 +113,23 @@ def _swift(cfg: Config, plan: BatchSizes) -> Iterator[str]:
             f"dp_size ({prompts // dp}) "
             f"to be a multiple of micro_batch_size ({size}). Nothing here needs that."
         )
-    if plan.global_batch_size % (plan.num_generations * dp * size):
+    if sizes.global_batch_size % (sizes.num_generations * dp * size):
         yield (
             f"Note: the Megatron-SWIFT guide asks that global_batch_size / num_generations / dp_size "
-            f"({plan.num_prompts_per_dp_group:g}) be a "
+            f"({sizes.num_prompts_per_dp_group:g}) be a "
             f"multiple of micro_batch_size ({size}). Its code does not check this, and nothing here needs it."
         )
 
 
 def _run(cfg: Config, timetable: Timetable) -> Iterator[str]:
-    plan, steps = timetable.plan, timetable.num_steps
+    sizes, steps = timetable.sizes, timetable.num_steps
     if cfg.grpo.sync_ref_model and steps is not None and steps < cfg.grpo.ref_model_sync_steps:
         every = cfg.grpo.ref_model_sync_steps
         yield f"sync_ref_model never moves the reference: ref_model_sync_steps ({every}) is more than the run's {steps} optimizer steps."
     if cfg.run.max_steps is not None and cfg.run.num_train_epochs is not None:
         yield f"max_steps ({cfg.run.max_steps}) decides the length of the run; num_train_epochs ({cfg.run.num_train_epochs:g}) is not used."
-    shown = cfg.plan.plan_rollouts * plan.micro_steps_per_rollout * plan.num_iterations
-    if steps is not None and steps * plan.gradient_accumulation_steps < shown:
+    shown = cfg.plan.plan_rollouts * sizes.micro_steps_per_rollout * sizes.num_iterations
+    if steps is not None and steps * sizes.gradient_accumulation_steps < shown:
         yield (
             f"The run ends after {steps} optimizer step{'s' if steps > 1 else ''}: later rows of the timetable, of the "
             f"{cfg.plan.plan_rollouts} "

@@ -139,7 +139,7 @@ class Policy:
             return torch.from_numpy(array)[held].to(device)
 
         inputs = LossInputs(
-            weights=mine(micro.weights),
+            token_weights=mine(micro.token_weights),
             advantages=mine(micro.advantages),
             sampler_logprobs=mine(micro.sampler_logprobs),
             old_logprobs=mine(micro.old_logprobs),
@@ -163,8 +163,8 @@ class Policy:
         entropies = self.scorer.last_stage_entropies(batch.micro_batches)
         if not self.parallel.is_last_stage:
             return None
-        mine = [(values, micro.weights > 0) for values, micro in zip(entropies, batch.micro_batches, strict=True)]
-        everyone = [pair for pairs in collectives.share(mine, self.parallel.dp_group) for pair in pairs]
+        mine = [(values, micro.token_weights > 0) for values, micro in zip(entropies, batch.micro_batches, strict=True)]
+        everyone = [pair for pairs in collectives.from_all(mine, self.parallel.dp_group) for pair in pairs]
         return entropy_threshold([values for values, _ in everyone], [mask for _, mask in everyone], self.loss.top_entropy_quantile)
 
     def _reduce_logs(self, logs) -> dict[str, float]:

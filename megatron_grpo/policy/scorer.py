@@ -30,17 +30,17 @@ class Scorer:
         if not sequences:
             return []
         filled = deal_filled([[end - begin for begin, end in one.contexts] for one in sequences], self.cut)
-        shares = filled[self.parallel.dp_rank]
-        whole = [*sequences, *[sequences[0]] * sum(len(share.rows) for mine in filled for share in mine)]
+        portions = filled[self.parallel.dp_rank]
+        whole = [*sequences, *[sequences[0]] * sum(len(portion.rows) for mine in filled for portion in mine)]
         micro_batches = [
-            collate([whole[i] for i in share.rows], number=number, alignment=self.cut.alignment, at_least=share.at_least)
-            for number, share in enumerate(shares)
+            collate([whole[i] for i in portion.rows], number=number, alignment=self.cut.alignment, at_least=portion.at_least)
+            for number, portion in enumerate(portions)
         ]
         found = {}
-        for share, micro, values in zip(shares, micro_batches, self._last_stage(micro_batches, temperature=temperature), strict=False):
-            for place, i in enumerate(share.rows):
+        for portion, micro, values in zip(portions, micro_batches, self._last_stage(micro_batches, temperature=temperature), strict=False):
+            for place, i in enumerate(portion.rows):
                 found[i] = values[micro.sequence == place]
-        scored = {i: v for part in collectives.share(found if self.parallel.speaks_for_its_rows else {}) for i, v in part.items()}
+        scored = {i: v for part in collectives.from_all(found if self.parallel.speaks_for_its_rows else {}) for i, v in part.items()}
         return [sequence.spread(scored[i]) for i, sequence in enumerate(sequences)]
 
     def logprobs(self, micro_batches: SequenceOf[MicroBatch]) -> list[np.ndarray]:

@@ -218,7 +218,7 @@ class ColocatedEngine:
         prompts, sampling, seed = asked
         question = _digest(repr((sampling, seed, [(prompt.number, prompt.token_ids) for prompt in prompts])).encode())
         drawn = _digest(*(one.sequence.token_ids.tobytes() for found in answers for one in found))
-        everyone = collectives.share((question, drawn))
+        everyone = collectives.from_all((question, drawn))
         if len({question for question, _ in everyone}) > 1:
             raise RuntimeError("ranks asked the rollout engine for different prompts, settings or seeds; generate is collective")
         for first in range(0, len(everyone), self._tensor_parallel_size):

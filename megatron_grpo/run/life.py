@@ -38,8 +38,8 @@ def run_training(made: Plan, inputs: Inputs, **parts: Any) -> int:
     if launcher.read().by_torchrun:
         die_with_parent()
     with CleanUp(partial(close_rewards, inputs.rewards)) as clean_up:
-        parallel = start_parallel(cfg, made.checked.plan)
-        peers = Peers(collectives.store(), rank=parallel.rank, processes=collectives.share(Process.mine()))
+        parallel = start_parallel(cfg, made.checked.sizes)
+        peers = Peers(collectives.store(), rank=parallel.rank, processes=collectives.from_all(Process.mine()))
         signal = StopSignal(partial(leave_if_doomed, peers))
         clean_up.add(signal.restore)
         try:
@@ -106,9 +106,9 @@ def leave_if_doomed(peers: Peers) -> None:
     os._exit(EXIT_CRASH)
 
 
-def start_parallel(cfg: Config, plan: BatchSizes) -> ParallelState:
+def start_parallel(cfg: Config, sizes: BatchSizes) -> ParallelState:
     """Joins the job, on the grid that the plan describes. Collective."""
-    layout = Layout(world_size=plan.world_size, tp=plan.tp, pp=plan.pp, vpp=plan.vpp, cp=plan.cp, ep=plan.ep, etp=plan.etp)
+    layout = Layout(world_size=sizes.world_size, tp=sizes.tp, pp=sizes.pp, vpp=sizes.vpp, cp=sizes.cp, ep=sizes.ep, etp=sizes.etp)
     return state.start(
         layout,
         sequence_parallel=cfg.parallel.sequence_parallel,

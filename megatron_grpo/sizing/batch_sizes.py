@@ -39,7 +39,7 @@ class BatchSizes:
     def from_config(
         cls, cfg: Config, *, num_layers: int | None = None, num_experts: int | None = None, model: Model | None = None
     ) -> BatchSizes:
-        """The plan of a configuration. Pass what is known of the model (num_experts 0: it is dense), or all of it as `model`.
+        """The sizes of a configuration. Pass what is known of the model (num_experts 0: it is dense), or all of it as `model`.
 
         Raises ConfigError with every size that does not fit and the nearest values that do.
         """
@@ -163,18 +163,18 @@ def _sentence(core: str, near: dict[str, Sequence[int]]) -> str:
     return f"{core}. Use {', or '.join(ways)}."
 
 
-def settled(cfg: Config, plan: BatchSizes) -> Config:
+def settled(cfg: Config, sizes: BatchSizes) -> Config:
     """The configuration with the derived sizes in it, so that what a run records is complete and native."""
     values = {
-        "micro_batch_size": plan.micro_batch_size,
-        "global_batch_size": plan.global_batch_size,
-        "gradient_accumulation_steps": plan.gradient_accumulation_steps,
-        "generation_batch_size": plan.generation_batch_size,
-        "num_generations": plan.num_generations,
-        "num_iterations": plan.num_iterations,
+        "micro_batch_size": sizes.micro_batch_size,
+        "global_batch_size": sizes.global_batch_size,
+        "gradient_accumulation_steps": sizes.gradient_accumulation_steps,
+        "generation_batch_size": sizes.generation_batch_size,
+        "num_generations": sizes.num_generations,
+        "num_iterations": sizes.num_iterations,
     }
-    if isinstance(plan.steps_per_generation, int):  # a fraction follows from the other sizes and could not be typed
-        values["steps_per_generation"] = plan.steps_per_generation
+    if isinstance(sizes.steps_per_generation, int):  # a fraction follows from the other sizes and could not be typed
+        values["steps_per_generation"] = sizes.steps_per_generation
     sources = {}
     for name, value in values.items():
         if cfg.foreign:

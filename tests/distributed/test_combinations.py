@@ -55,7 +55,7 @@ def take_each_ranks_own_entropy_threshold(policy):
 
     # A rank that hears only itself of its group.
     alone = types.SimpleNamespace(**vars(module.collectives))
-    alone.share = lambda value, group=None: [value]
+    alone.from_all = lambda value, group=None: [value]
     module.collectives = alone
 
 

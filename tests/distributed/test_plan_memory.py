@@ -77,10 +77,10 @@ def test_weights_gradients_and_optimizer_state_are_equal_to_the_byte(tmp_path, n
     sizes = {"world_size": world, "global_batch_size": 2 * world * 2, "num_generations": 2 * world}
     cfg = Config().with_values({**layout, **settings, **sizes})
     shape = ModelShape.from_pretrained(path)
-    plan = BatchSizes.from_config(cfg, num_layers=shape.num_layers, num_experts=shape.moe.num_experts if shape.moe else 0)
+    sizes = BatchSizes.from_config(cfg, num_layers=shape.num_layers, num_experts=shape.moe.num_experts if shape.moe else 0)
     found = run_ranks(measured, world, str(path), cfg)
     for stage, place, expert_place, weights, gradients, optimizer, padding in found:
-        told = static_memory(shape, plan, cfg, stage, dp_rank=place, expert_dp_rank=expert_place)
+        told = static_memory(shape, sizes, cfg, stage, dp_rank=place, expert_dp_rank=expert_place)
         assert (told.weights_bytes, told.gradients_bytes, told.optimizer_bytes, told.padding_bytes) == (
             weights,
             gradients,

@@ -62,16 +62,16 @@ def expected(flags: list[str], world_size: int, score: Callable[[Completion, Pro
 
     cfg = resolve(flags, launcher_world_size=world_size)
     stream = open_stream(cfg.data, load_tokenizer(cfg.model.model), seed=cfg.run.seed)
-    plan = BatchSizes.from_config(cfg)
+    sizes = BatchSizes.from_config(cfg)
     answer = answers(cfg.model.model, cfg.rollout.temperature)
 
     def batches(model, frozen) -> Iterator[list[Sample]]:
         rollouts: dict[int, list[Sample]] = {}
-        for step in Timetable(plan, cfg.run.max_steps).from_step(0):
+        for step in Timetable(sizes, cfg.run.max_steps).from_step(0):
             for number in step.launches:
                 groups = []
-                for prompt in stream.take(plan.num_rollout_prompts):
-                    groups.append((prompt, [answer(prompt, place, 0) for place in range(plan.num_generations)]))
+                for prompt in stream.take(sizes.num_rollout_prompts):
+                    groups.append((prompt, [answer(prompt, place, 0) for place in range(sizes.num_generations)]))
                 rollouts[number] = rollout_of(cfg, groups, model, frozen, number, step.index, score)
             yield [rollouts[micro.rollout][row] for micro in step.micro_steps for row in range(*micro.rows)]
 

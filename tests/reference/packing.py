@@ -79,7 +79,7 @@ def pack(completions: Sequence[Completion], weights: TokenWeights, which: Sequen
         return torch.tensor([of(completions[i], i, t) for i, t in places], dtype=kind)
 
     inputs = LossInputs(
-        weights=column(lambda c, i, t: weights.weights[i], torch.float64),
+        token_weights=column(lambda c, i, t: weights.of_rows[i], torch.float64),
         advantages=column(lambda c, i, t: c.advantage),
         sampler_logprobs=column(lambda c, i, t: c.sampler_logp[t]),
         old_logprobs=column(lambda c, i, t: nan if c.old_logp is None else c.old_logp[t]),
@@ -107,7 +107,7 @@ def weigh(loss: GrpoLoss, completions: Sequence[Completion]) -> TokenWeights:
 
 def threshold_of(cfg: GrpoConfig, completions: Sequence[Completion], weights: TokenWeights) -> float:
     """Over the tokens whose weight is left, as the policy gathers them."""
-    masks = [c.mask.bool().numpy() & (u > 0) for c, u in zip(completions, weights.weights, strict=True)]
+    masks = [c.mask.bool().numpy() & (u > 0) for c, u in zip(completions, weights.of_rows, strict=True)]
     return entropy_threshold([c.entropy.detach().numpy() for c in completions], masks, cfg.top_entropy_quantile)
 
 

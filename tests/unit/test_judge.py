@@ -46,8 +46,8 @@ def test_a_rank_judges_its_own_groups_and_each_function_weighs_one_unless_it_is_
         return [0.0] * len(completions)
 
     judge = Judge([reward(counting), reward(value)])
-    assert (judge.names, judge.weights) == (["counting", "value"], [1.0, 1.0])
-    assert Judge([reward(value)], [0.5]).weights == [0.5]
+    assert (judge.names, judge.reward_weights) == (["counting", "value"], [1.0, 1.0])
+    assert Judge([reward(value)], [0.5]).reward_weights == [0.5]
     assert [one.group for one in judge(GROUPS[1::2], places=[1, 3])] == GROUPS[1::2]
     assert calls == [completion.text for one in GROUPS[1::2] for completion in one.completions]
 

@@ -183,7 +183,7 @@ class Heard(list):
 class Judge:
     """Gives what a table says."""
 
-    names, weights = ["r"], [1.0]
+    names, reward_weights = ["r"], [1.0]
 
     def __init__(self, rewards):
         self.rewards = rewards

@@ -9,17 +9,17 @@ if TYPE_CHECKING:
     from megatron_grpo.sizing.batch_sizes import BatchSizes
 
 
-def explain(dialect: str, plan: BatchSizes, foreign: Mapping[str, int], *, max_steps: int | None = None) -> Iterator[str]:
+def explain(dialect: str, sizes: BatchSizes, foreign: Mapping[str, int], *, max_steps: int | None = None) -> Iterator[str]:
     """What is the same under the native names and what differs, in sentences for someone who moves from that system."""
-    steps, a = plan.steps_per_generation, plan.gradient_accumulation_steps
+    steps, a = sizes.steps_per_generation, sizes.gradient_accumulation_steps
     times = (
         f"{steps:g} optimizer step{'' if steps == 1 else 's'}"
-        if plan.num_iterations == 1
-        else f"{steps * plan.num_iterations:g} optimizer steps ({plan.num_iterations} passes of {steps:g})"
+        if sizes.num_iterations == 1
+        else f"{steps * sizes.num_iterations:g} optimizer steps ({sizes.num_iterations} passes of {steps:g})"
     )
-    same = f"Your old setup took {times} per rollout of {plan.generation_batch_size} completions; so does this one"
+    same = f"Your old setup took {times} per rollout of {sizes.generation_batch_size} completions; so does this one"
     if dialect == "trl":
-        w = plan.micro_steps_per_rollout
+        w = sizes.micro_steps_per_rollout
         yield (
             f"{same}. TRL counts steps_per_generation in micro-steps: {w} micro-steps / gradient_accumulation_steps {a} = "
             f"{steps:g}, which is "
@@ -30,7 +30,7 @@ def explain(dialect: str, plan: BatchSizes, foreign: Mapping[str, int], *, max_s
             "steps; here groups stay together."
         )
     elif dialect in ("skyrl", "skyrl-doc"):
-        mini, n, rollout = foreign["policy_mini_batch_size"], plan.num_generations, plan.generation_batch_size
+        mini, n, rollout = foreign["policy_mini_batch_size"], sizes.num_generations, sizes.generation_batch_size
         readings = {"skyrl": ("prompts, as SkyRL's code does", mini * n), "skyrl-doc": ("completions, as SkyRL's guide says", mini)}
         how, size = readings[dialect]
         other_how, other = readings["skyrl-doc" if dialect == "skyrl" else "skyrl"]
@@ -44,7 +44,7 @@ def explain(dialect: str, plan: BatchSizes, foreign: Mapping[str, int], *, max_s
         yield f"{same}: names and meanings of the sizes are Megatron-SWIFT's."
     elif dialect == "cs336":
         yield f"{same}. train_batch_size is global_batch_size, and n_grpo_steps is max_steps, counted in optimizer steps."
-        per_rollout = steps * plan.num_iterations
+        per_rollout = steps * sizes.num_iterations
         if max_steps is not None and per_rollout != 1:
             yield (
                 f"n_grpo_steps ({max_steps}) counts optimizer steps here. With {per_rollout:g} optimizer steps per rollout this is "

@@ -12,7 +12,7 @@ from megatron_grpo.batching.timetable import Timetable, epochs_of_prompts, steps
 from megatron_grpo.sizing.batch_sizes import BatchSizes
 
 
-def plan_of(accumulation: int, window: int, passes: int, *, unit: int = 2, dp: int = 1, old_logprobs: str = "auto") -> BatchSizes:
+def sizes_of(accumulation: int, window: int, passes: int, *, unit: int = 2, dp: int = 1, old_logprobs: str = "auto") -> BatchSizes:
     """A micro-steps an optimizer step, W slices a rollout, mu passes; `unit` completions a micro-step on each of `dp` ranks."""
     return BatchSizes(
         world_size=dp,
@@ -70,14 +70,14 @@ class Walk:
     ],
 )
 def test_rollouts_that_straddle_an_optimizer_step_are_the_published_ones(a, w, mu, num_rollouts, expected):
-    table = Timetable(plan_of(a, w, mu))
+    table = Timetable(sizes_of(a, w, mu))
     rows = [table.micro_step(s) for s in range(num_rollouts * w * mu)]
     assert sorted({row.rollout for row in rows if row.staleness}) == expected == Walk(a, w, mu, num_rollouts).straddling()
 
 
 def test_two_forward_only_passes_where_the_other_rules_take_twelve_and_four():
     a, w, mu, num_rollouts = 3, 2, 1, 6
-    table = Timetable(plan_of(a, w, mu))
+    table = Timetable(sizes_of(a, w, mu))
     static = num_rollouts * w if a % (w * mu) else 0
     rows = [table.micro_step(s) for s in range(num_rollouts * w * mu)]
     per_rollout = len({row.rollout for row in rows if row.staleness}) * w
@@ -86,7 +86,7 @@ def test_two_forward_only_passes_where_the_other_rules_take_twelve_and_four():
 
 
 def test_the_worked_check_recomputes_exactly_the_two_stale_slices():
-    table = Timetable(plan_of(4, 3, 1))
+    table = Timetable(sizes_of(4, 3, 1))
     first = table.step(0)
     assert first.launches == first.immediate == range(0, 2) and not first.arriving
     assert first.anchors == ((1, 1), (1, 2))
@@ -100,7 +100,7 @@ sizes = st.tuples(st.integers(1, 9), st.integers(1, 9), st.integers(1, 4))
 @given(sizes, st.integers(1, 12))
 def test_every_row_is_where_the_walk_puts_it(size, num_rollouts):
     a, w, mu = size
-    table, walk = Timetable(plan_of(a, w, mu)), Walk(a, w, mu, num_rollouts)
+    table, walk = Timetable(sizes_of(a, w, mu)), Walk(a, w, mu, num_rollouts)
     for s, (rollout, pass_index, slice_index, sampled, trained) in enumerate(walk.rows):
         row = table.micro_step(s)
         assert (row.rollout, row.pass_index, row.slice_index) == (rollout, pass_index, slice_index)
@@ -112,7 +112,7 @@ def test_every_row_is_where_the_walk_puts_it(size, num_rollouts):
 @given(sizes, st.integers(1, 12))
 def test_forward_only_passes_are_those_that_the_walk_needs_and_no_other(size, num_steps):
     a, w, mu = size
-    table = Timetable(plan_of(a, w, mu), num_steps)
+    table = Timetable(sizes_of(a, w, mu), num_steps)
     walk = Walk(a, w, mu, num_steps * a // (w * mu) + 2)
     anchors = [anchor for step in table.from_step(0) for anchor in step.anchors]
     assert len(anchors) == len(set(anchors))
@@ -122,7 +122,7 @@ def test_forward_only_passes_are_those_that_the_walk_needs_and_no_other(size, nu
 @settings(max_examples=300)
 @given(sizes, st.integers(1, 10))
 def test_the_last_step_is_like_any_other_so_that_a_run_can_be_made_longer(size, num_steps):
-    shorter, longer = Timetable(plan_of(*size), num_steps), Timetable(plan_of(*size), num_steps + 3)
+    shorter, longer = Timetable(sizes_of(*size), num_steps), Timetable(sizes_of(*size), num_steps + 3)
     for one, other in zip(shorter.from_step(0), longer.from_step(0)):
         assert one == other
 
@@ -132,14 +132,14 @@ def test_the_last_step_is_like_any_other_so_that_a_run_can_be_made_longer(size, 
 def test_a_run_that_obeys_the_timetable_never_lacks_a_log_prob_and_keeps_none_too_long(size, num_steps, old_logprobs):
     """Executes the steps: samples, anchors, keeps, frees; a stale row without stored log-probs fails the walk."""
     a, w, mu = size
-    table = Timetable(plan_of(a, w, mu, old_logprobs=old_logprobs), num_steps)
+    table = Timetable(sizes_of(a, w, mu, old_logprobs=old_logprobs), num_steps)
     pending: dict[tuple[int, int], int] = {}  # slice -> version that sampled it
     stored: dict[tuple[int, int], int] = {}  # slice -> version of its log-probs
     walk = Walk(a, w, mu, num_steps * a // (w * mu) + 2)  # to the last use of every rollout that the run samples, and beyond
     uses = [(r, j, trained) for r, _, j, _, trained in walk.rows]
     sampled_rollouts = 0
     for step in table.from_step(0):
-        assert step.launches.start == sampled_rollouts and step.num_prompts == len(step.launches) * table.plan.num_rollout_prompts
+        assert step.launches.start == sampled_rollouts and step.num_prompts == len(step.launches) * table.sizes.num_rollout_prompts
         sampled_rollouts = step.launches.stop
         pending |= {(r, j): step.index for r in step.launches for j in range(w)}
         for anchor in step.anchors:
@@ -168,14 +168,14 @@ def test_a_run_that_obeys_the_timetable_never_lacks_a_log_prob_and_keeps_none_to
 
 @given(sizes, st.integers(1, 30))
 def test_between_rollouts_is_where_a_step_ends_and_the_next_one_starts_a_rollout(size, steps):
-    table = Timetable(plan_of(*size))
-    row = table.micro_step(steps * table.plan.gradient_accumulation_steps)
+    table = Timetable(sizes_of(*size))
+    row = table.micro_step(steps * table.sizes.gradient_accumulation_steps)
     begins = (row.pass_index, row.slice_index) == (0, 0)
     assert [n for n in range(300) if table.is_between_rollouts(steps, n)] == ([row.rollout] if begins and row.rollout < 300 else [])
 
 
 def test_a_step_far_out_costs_no_more_than_the_first():
-    table = Timetable(plan_of(3, 2, 1))
+    table = Timetable(sizes_of(3, 2, 1))
     far = next(table.from_step(10**9))
     assert far.index == 10**9 and [s.index for s in islice(table.from_step(10**9 + 1), 2)] == [10**9 + 1, 10**9 + 2]
 
@@ -184,19 +184,19 @@ def test_a_step_far_out_costs_no_more_than_the_first():
 @given(sizes, st.integers(1, 40))
 def test_an_epoch_ends_with_the_step_that_trains_its_last_prompt_for_the_last_time(size, num_prompts):
     a, w, mu = size
-    plan = plan_of(a, w, mu)
-    walk = Walk(a, w, mu, num_prompts // plan.num_rollout_prompts + 2)
+    sizes = sizes_of(a, w, mu)
+    walk = Walk(a, w, mu, num_prompts // sizes.num_rollout_prompts + 2)
     last = max(
         s
         for s, (r, i, j, *_) in enumerate(walk.rows)
         for row in (2 * j, 2 * j + 1)
-        if r * plan.num_rollout_prompts + row // 2 < num_prompts
+        if r * sizes.num_rollout_prompts + row // 2 < num_prompts
     )
-    assert steps_for_prompts(plan, num_prompts) == last // a + 1
+    assert steps_for_prompts(sizes, num_prompts) == last // a + 1
 
 
 def test_a_tenth_of_thirty_prompts_is_three():
     assert epochs_of_prompts(0.1, 30) == 3
-    assert Timetable.of_length(plan_of(1, 1, 1), num_prompts=30, num_train_epochs=0.1).num_steps == 3
-    assert Timetable.of_length(plan_of(1, 1, 1), num_prompts=30, max_steps=7).num_steps == 7
-    assert Timetable.of_length(plan_of(1, 1, 1)).num_steps is None
+    assert Timetable.of_length(sizes_of(1, 1, 1), num_prompts=30, num_train_epochs=0.1).num_steps == 3
+    assert Timetable.of_length(sizes_of(1, 1, 1), num_prompts=30, max_steps=7).num_steps == 7
+    assert Timetable.of_length(sizes_of(1, 1, 1)).num_steps is None

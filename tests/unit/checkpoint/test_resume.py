@@ -38,7 +38,7 @@ def saved(out: Path, step: int, *flags: str, pending: int = 0, num_rollouts: int
     writing = folder.begin(step)
     (writing / "common.pt").write_bytes(b"weights")
     progress = Progress(step=step, num_rollouts=-(-step // 2) if num_rollouts is None else num_rollouts)
-    known = {"settings": settings_of(cfg), "content": CONTENTS, "sizes": timetable.plan.stream_sizes} | origin
+    known = {"settings": settings_of(cfg), "content": CONTENTS, "sizes": timetable.sizes.stream_sizes} | origin
     said = facts(Origin(**known), progress, world_size=1, torch="2", num_pending=pending, versions={})
     folder.commit(step, said, fingerprints(writing, ["common.pt"]))
     return folder.directory(step)

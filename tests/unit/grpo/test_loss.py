@@ -101,7 +101,7 @@ def test_on_policy_ratio_is_one_and_its_gradient_is_the_policy_gradient():
     loss = GrpoLoss.from_config(GrpoConfig(), max_completion_length=4, temperature=1.0)
     logprobs = torch.tensor([-1.0, -2.0, -0.5], requires_grad=True)
     inputs = LossInputs(
-        weights=torch.tensor([0.25, 0.25, 0.5]),
+        token_weights=torch.tensor([0.25, 0.25, 0.5]),
         advantages=torch.tensor([2.0, 2.0, -1.0]),
         sampler_logprobs=logprobs.detach(),
         old_logprobs=torch.full((3,), float("nan")),
@@ -122,7 +122,7 @@ def one_token(cfg: GrpoConfig, *, ratio: float, advantage: float) -> tuple[float
     loss = GrpoLoss.from_config(cfg, max_completion_length=1, temperature=1.0)
     logprobs = torch.tensor([-1.0], dtype=torch.float64, requires_grad=True)
     inputs = LossInputs(
-        weights=torch.ones(1),
+        token_weights=torch.ones(1),
         advantages=torch.tensor([advantage], dtype=torch.float64),
         sampler_logprobs=torch.full((1,), float("nan")),
         old_logprobs=logprobs.detach() - np.log(ratio),
@@ -167,7 +167,7 @@ def test_the_entropy_bonus_of_a_single_token_by_hand():
     cfg = GrpoConfig(entropy_coef=0.5)
     loss = GrpoLoss.from_config(cfg, max_completion_length=1, temperature=1.0)
     one = torch.tensor([1.0], dtype=torch.float64)
-    inputs = LossInputs(weights=one, advantages=0 * one, sampler_logprobs=one * float("nan"), old_logprobs=one * float("nan"),
+    inputs = LossInputs(token_weights=one, advantages=0 * one, sampler_logprobs=one * float("nan"), old_logprobs=one * float("nan"),
                         is_compared=one > 0, sequence=torch.zeros(1, dtype=torch.int64), num_sequences=1, num_loss_tokens=1)  # fmt: skip
     assert loss(inputs, logprobs=-one, entropy=3 * one)[0].item() == -1.5
 
@@ -177,7 +177,7 @@ def test_a_ratio_on_its_bound_is_inside(bounds):
     """An engine that agrees exactly is not masked by a bound of 1."""
     correction = corrections.rollout_correction("token_mask", lowest=bounds[0], highest=bounds[1], geometric=False)
     one_sequence = Sequences(torch.zeros(2, dtype=torch.int64), 1, whole_sequences)
-    assert correction(torch.zeros(2, dtype=torch.float64), one_sequence).weights.tolist() == [1.0, 1.0]
+    assert correction(torch.zeros(2, dtype=torch.float64), one_sequence).factors.tolist() == [1.0, 1.0]
 
 
 def test_a_sequence_that_has_not_drifted_is_kept_by_a_delta_of_zero():

@@ -20,7 +20,7 @@ def measured(cfg=None, **tensors):
     """Two sequences of two tokens each; the last token of the second has weight 0 (filtered out)."""
     loss = GrpoLoss.from_config(cfg or GrpoConfig(), max_completion_length=4, temperature=1.0)
     given = {
-        "weights": torch.tensor([0.25, 0.25, 0.5, 0.0]),
+        "token_weights": torch.tensor([0.25, 0.25, 0.5, 0.0]),
         "advantages": torch.tensor([1.0, 1.0, -1.0, -1.0]),
         "sampler_logprobs": torch.full((4,), NAN),
         "old_logprobs": torch.full((4,), NAN),
@@ -58,7 +58,7 @@ def test_the_factor_that_was_applied_is_a_mean_over_trained_tokens_or_sequences(
 
 
 def test_one_token_has_metrics_too():
-    one = {name: torch.tensor([value]) for name, value in {"weights": 1.0, "advantages": 1.0, "old_logprobs": NAN}.items()}
+    one = {name: torch.tensor([value]) for name, value in {"token_weights": 1.0, "advantages": 1.0, "old_logprobs": NAN}.items()}
     found = measured(**one, sampler_logprobs=torch.tensor([-1.5]), logprobs=torch.tensor([-1.0]), entropy=torch.tensor([2.0]),
                      is_compared=torch.ones(1, dtype=torch.bool), sequence=torch.zeros(1, dtype=torch.int64), num_sequences=1,
                      num_loss_tokens=1)  # fmt: skip
@@ -108,7 +108,7 @@ def test_clip_ratios_count_tokens_or_sequences():
 def test_the_samplers_own_log_probs_are_no_measure_of_the_sampler():
     """`--old_logprobs rollout`: the second of two stale sequences takes its ratio against them; they differ from themselves by nothing."""
     sampler = torch.tensor([-1.5, -2.0, -3.0, -4.0], dtype=torch.float64)
-    given = dict(sampler_logprobs=sampler, old_logprobs=torch.tensor([-1.0, -1.0, -3.0, -4.0]), weights=torch.full((4,), 0.25))
+    given = dict(sampler_logprobs=sampler, old_logprobs=torch.tensor([-1.0, -1.0, -3.0, -4.0]), token_weights=torch.full((4,), 0.25))
     found = measured(**given, is_compared=torch.tensor([True, True, False, False]))
     assert (found["sampling/logp_difference/mean"], found["sampling/logp_difference/max"]) == (0.75, 1.0)
     assert measured(**given)["sampling/logp_difference/mean"] == 0.375
@@ -119,7 +119,7 @@ def test_the_extremes_of_clipping_are_those_of_single_micro_batches():
     logs = []
     for ratios in ([1.0, 2.0], [2.0, 2.0], [0.5, 1.0]):  # clipped above: 1/2, 1, 0; below: 0, 0, 1/2
         inputs = LossInputs(
-            weights=torch.full((2,), 1 / 6),
+            token_weights=torch.full((2,), 1 / 6),
             advantages=torch.tensor([1.0, 1.0]) if max(ratios) > 1 else torch.tensor([-1.0, -1.0]),
             sampler_logprobs=torch.full((2,), NAN),
             old_logprobs=-1.0 - torch.tensor(ratios).log(),
@@ -138,7 +138,7 @@ def test_the_extremes_of_clipping_are_those_of_single_micro_batches():
 
 
 def test_a_step_without_trained_tokens_reports_its_loss_alone():
-    assert measured(weights=torch.zeros(4)) == {"loss": 0.0}
+    assert measured(token_weights=torch.zeros(4)) == {"loss": 0.0}
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])

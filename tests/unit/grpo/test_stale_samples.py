@@ -39,7 +39,7 @@ def test_a_sample_is_not_anchored_while_one_of_its_trained_tokens_has_no_old_log
 def test_a_sampler_may_leave_out_a_token_and_its_ratio_is_then_one():
     stale = sample(4).anchored(np.array([0, 0, -1.5, NAN], np.float32), "rollout")
     micro = collate([stale], WEIGHTS, trained_at=5)
-    names = ("weights", "advantages", "sampler_logprobs", "old_logprobs", "is_compared", "sequence")
+    names = ("token_weights", "advantages", "sampler_logprobs", "old_logprobs", "is_compared", "sequence")
     assert not micro.is_compared.any(), "the sampler's log-probs are no measure of the sampler"
     inputs = LossInputs(**{name: torch.from_numpy(getattr(micro, name)) for name in names}, num_sequences=1, num_loss_tokens=2)
     loss = GrpoLoss.from_config(GrpoConfig(epsilon=9.0), max_completion_length=4, temperature=1.0)

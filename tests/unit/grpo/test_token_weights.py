@@ -17,8 +17,8 @@ def weigh(loss_type, *, is_truncated=(False,) * 3, is_dead=(False,) * 3, **setti
 
 def per_token(result):
     """The weight of a trained token of each completion."""
-    assert result.weights.dtype == np.float64
-    return result.weights.tolist()
+    assert result.of_rows.dtype == np.float64
+    return result.of_rows.tolist()
 
 
 @pytest.mark.parametrize(
@@ -65,15 +65,15 @@ def test_a_batch_with_nothing_left_says_so_and_has_zero_weights(loss_type):
     ):
         result = weigh(loss_type, **settings)
         assert result.is_empty and result.num_loss_tokens == 0
-        assert (result.weights == 0).all()
+        assert (result.of_rows == 0).all()
 
 
 def test_a_completion_without_trained_tokens_counts_in_n():
     result = token_weights([2, 0], loss_type="grpo", is_truncated=(False, False), is_dead=(False, False), max_completion_length=2)
-    assert result.weights.tolist() == [0.25, 0.0] and result.num_sequences == 2
+    assert result.of_rows.tolist() == [0.25, 0.0] and result.num_sequences == 2
 
 
 @pytest.mark.parametrize("loss_type", NORMALISATIONS)
 def test_a_single_token_weighs_one_and_a_constant_length_is_constant_for_it_too(loss_type):
     result = token_weights([1], loss_type=loss_type, is_truncated=[False], is_dead=[False], max_completion_length=8)
-    assert result.weights.tolist() == [1 / 8 if loss_type == "dr_grpo" else 1.0]
+    assert result.of_rows.tolist() == [1 / 8 if loss_type == "dr_grpo" else 1.0]

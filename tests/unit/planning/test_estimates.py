@@ -62,9 +62,9 @@ def test_the_optimizer_is_shared_by_data_parallel_ranks(made):
 
 def test_uneven_and_interleaved_stages_hold_the_layers_that_megatron_gives_them(made):
     uneven = made("--world_size", 2, "--pipeline_model_parallel_size", 2, "--decoder_first_pipeline_num_layers", 1).checked
-    assert layers_of_stages(4, uneven.plan, uneven.config) == [1, 3]
+    assert layers_of_stages(4, uneven.sizes, uneven.config) == [1, 3]
     chunked = made("--world_size", 2, "--pipeline_model_parallel_size", 2, "--virtual_pipeline_model_parallel_size", 2).checked
-    assert [chunks_of_stage(4, chunked.plan, chunked.config, stage) for stage in (0, 1)] == [
+    assert [chunks_of_stage(4, chunked.sizes, chunked.config, stage) for stage in (0, 1)] == [
         [range(0, 1), range(2, 3)],
         [range(1, 2), range(3, 4)],
     ]

@@ -145,7 +145,7 @@ def test_the_timetable_is_what_the_walk_does(dp, mbs, a, w, mu, count, group, ol
     from megatron_grpo.planning.output import write_plan
     from megatron_grpo.sizing.batch_sizes import BatchSizes
 
-    plan = BatchSizes(
+    sizes = BatchSizes(
         world_size=dp,
         micro_batch_size=mbs,
         global_batch_size=a * mbs * dp,
@@ -155,7 +155,7 @@ def test_the_timetable_is_what_the_walk_does(dp, mbs, a, w, mu, count, group, ol
         old_logprobs=old,
     )
     out = StringIO()
-    write_plan(out.write, plan, num_rollouts=count, rest={"warnings": []})
+    write_plan(out.write, sizes, num_rollouts=count, rest={"warnings": []})
     found = json.loads(out.getvalue())
     expected = list(walk(found["batch"], found["parallel"], count, old))
     assert found["timetable"] == expected

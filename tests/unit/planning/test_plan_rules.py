@@ -130,11 +130,12 @@ def test_a_configuration_passes_exactly_when_the_written_rules_hold(values):
     assert (not problems) == (expected is not None), (values, problems)
     if expected is None:
         return
-    plan = BatchSizes.from_config(cfg, num_layers=values["layers"], num_experts=values["experts"])
-    assert (plan.global_batch_size, plan.generation_batch_size, plan.num_generations) == (expected["gbs"], expected["gen"], expected["g"])
-    assert plan.global_batch_size == plan.gradient_accumulation_steps * plan.micro_batch_size * plan.dp_size
-    assert plan.micro_steps_per_rollout * plan.micro_batch_size * plan.dp_size == plan.generation_batch_size
-    assert plan.num_rollout_prompts * plan.num_generations == plan.generation_batch_size
+    sizes = BatchSizes.from_config(cfg, num_layers=values["layers"], num_experts=values["experts"])
+    told = sizes.global_batch_size, sizes.generation_batch_size, sizes.num_generations
+    assert told == (expected["gbs"], expected["gen"], expected["g"])
+    assert sizes.global_batch_size == sizes.gradient_accumulation_steps * sizes.micro_batch_size * sizes.dp_size
+    assert sizes.micro_steps_per_rollout * sizes.micro_batch_size * sizes.dp_size == sizes.generation_batch_size
+    assert sizes.num_rollout_prompts * sizes.num_generations == sizes.generation_batch_size
 
 
 @settings(max_examples=300)
