@@ -18,10 +18,9 @@ from megatron_grpo.metrics.courtesy import Courtesy
 from megatron_grpo.metrics.display import Display
 from megatron_grpo.metrics.records import Records, plain
 from megatron_grpo.metrics.reporters import REPORTERS, Reporter, report_to_problems
-from megatron_grpo.metrics.rollout import Completions
 from megatron_grpo.types import Progress
 
-__all__ = ["Completions", "Metrics", "report_to_problems"]
+__all__ = ["Metrics", "report_to_problems"]
 
 TRAINING_ROWS = {"reward": "reward while training", "completions/mean_length": "tokens per completion"}
 

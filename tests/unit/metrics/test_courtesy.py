@@ -7,7 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from megatron_grpo.metrics import Completions, Metrics, reporters
+from megatron_grpo.metrics import Metrics, reporters
+from megatron_grpo.metrics.rollout import Completions
 from megatron_grpo.types import Progress
 from tests.unit.metrics.test_metrics import rollout_of_two
 

@@ -16,8 +16,8 @@ from rich.console import Console
 from megatron_grpo.clock import Clock
 from megatron_grpo.errors import ConfigError
 from megatron_grpo.grpo.advantages import Advantages
-from megatron_grpo.metrics import Completions, Metrics, report_to_problems
-from megatron_grpo.metrics.rollout import JudgedRollout, rollout_stats
+from megatron_grpo.metrics import Metrics, report_to_problems
+from megatron_grpo.metrics.rollout import Completions, JudgedRollout, rollout_stats
 from megatron_grpo.types import Group, Harvest, Progress, Prompt, ScoredGroup, Verdict, answered
 
 
