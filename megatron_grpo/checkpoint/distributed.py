@@ -53,7 +53,7 @@ def agreed(what: str) -> Iterator[None]:
         yield
     except FAILURES as error:
         problem, cause = _describe(error), error
-    problems = collectives.share(problem)
+    problems = collectives.from_all(problem)
     if any(problems):
         # What torch has already brought to all ranks names its rank and reads alike everywhere: once is enough.
         texts = [text if text.startswith("rank ") else f"rank {rank}: {text}" for rank, text in enumerate(problems) if text]
@@ -82,7 +82,7 @@ def read_sharded(state: dict[str, Any], directory: Path) -> dict[str, Any]:
     with agreed(f"loading {directory} into this model"):
         mine = {leaf.key for leaf in nested_values(load_preprocess(state)[0]) if isinstance(leaf, ShardedBase)}
         held = {part.key for part in load_sharded_metadata(str(directory)).values()}
-    wanted = set().union(*collectives.share(mine))
+    wanted = set().union(*collectives.from_all(mine))
     if wanted - held:
         raise CheckpointError(f"it lacks {_some(wanted - held)}")
     # "_extra_state" is what Transformer Engine's layers keep beside their weights: nothing, unless they compute in FP8.

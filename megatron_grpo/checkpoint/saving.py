@@ -110,7 +110,7 @@ class Checkpoints:
             with agreed(f"writing {writing}"):
                 names = self._write_ours(writing / OURS, progress, pending, prompts) + sharded_files(writing)
                 mine = folder.fingerprints(writing, names)
-            files = {name: entry for part in collectives.share(mine) for name, entry in part.items()}
+            files = {name: entry for part in collectives.from_all(mine) for name, entry in part.items()}
             with agreed(f"publishing {self.folder.directory(step)}"):
                 if first:
                     self.folder.commit(step, self._facts(progress, pending), files)
@@ -223,5 +223,5 @@ def _damage_of(candidate: Candidate) -> list[str]:
     """Checks every byte of a checkpoint, the files dealt out over the ranks; the same answer on all of them."""
     files = candidate.manifest.files
     mine = sorted(files)[collectives.rank() :: collectives.num_ranks()]
-    found = collectives.share(folder.damage(candidate.manifest.directory, {name: files[name] for name in mine}))
+    found = collectives.from_all(folder.damage(candidate.manifest.directory, {name: files[name] for name in mine}))
     return [sentence for sentences in found for sentence in sentences]

@@ -33,7 +33,7 @@ class Broken:
 def log_steps(metrics: Metrics, number: int):
     metrics.start(Progress())
     for step in range(1, number + 1):
-        metrics.log(Progress(step=step, num_tokens=step), {"reward": 1.0})
+        metrics.log(Progress(step=step, num_tokens=step), {"reward": 1.0, "time/step": 0.1})
 
 
 def test_a_service_that_fails_is_said_once_and_counted_and_the_run_goes_on(tmp_path, monkeypatch, caplog):
@@ -87,7 +87,7 @@ metrics = Metrics({str(tmp_path)!r})
 metrics.start(Progress())
 sys.stdin.readline()  # the reader has gone
 for step in range(1, 4):
-    metrics.log(Progress(step=step, num_tokens=step), {{"reward": 1.0}})
+    metrics.log(Progress(step=step, num_tokens=step), {{"reward": 1.0, "time/step": 0.1}})
     metrics.say("a line")
 metrics.close()
 sys.exit(7)
