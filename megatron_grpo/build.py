@@ -18,9 +18,10 @@ from megatron_grpo.grpo.loss import GrpoLoss
 from megatron_grpo.grpo.refused import is_truncated_sampling, truncated_sampling_warning
 from megatron_grpo.inputs import Inputs
 from megatron_grpo.judge import Judge
-from megatron_grpo.metrics import Completions, Metrics
+from megatron_grpo.metrics import Metrics
 from megatron_grpo.metrics.drift import DriftWatch
 from megatron_grpo.metrics.journal import Journal, watch_drift
+from megatron_grpo.metrics.rollout import Completions
 from megatron_grpo.metrics.schedule import ScheduleLog
 from megatron_grpo.parallel import collectives
 from megatron_grpo.parallel.state import ParallelState

@@ -10,14 +10,14 @@ from contextlib import contextmanager
 class Clock:
     """`with clock("rollout"): ...` adds to `time/rollout`. Blocks of a name add up; a block inside another takes its time from that one.
 
-    So the parts of a step never add up to more than the step. Time is this process's wall clock: what a GPU was asked to do and has not yet
-    done is not in it, so time around points that wait.
+    What is in no block is `time/other`, so the parts of a step sum to `time/step`. Time is this process's wall clock: what a GPU was asked
+    to do and has not yet done is not in it, so time around points that wait.
     """
 
     def __init__(self) -> None:
         self._seconds: dict[str, float] = {}
         self._open: list[str] = []  # the innermost block last
-        self._since = 0.0
+        self._since = time.perf_counter()
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
@@ -31,13 +31,12 @@ class Clock:
 
     def _switch(self) -> None:
         """What has passed since the last change of blocks belongs to the innermost one."""
-        now = time.perf_counter()
-        if self._open:
-            self._seconds[self._open[-1]] = self._seconds.get(self._open[-1], 0.0) + now - self._since
+        now, name = time.perf_counter(), self._open[-1] if self._open else "other"
+        self._seconds[name] = self._seconds.get(name, 0.0) + now - self._since
         self._since = now
 
     def take(self) -> dict[str, float]:
-        """{"time/<name>": seconds} since the last call, and begins again at nothing."""
+        """{"time/<name>": seconds, ..., "time/step": their sum} since the last call, and begins again at nothing."""
         self._switch()
         taken, self._seconds = self._seconds, {}
-        return {f"time/{name}": seconds for name, seconds in taken.items()}
+        return {f"time/{name}": seconds for name, seconds in taken.items()} | {"time/step": sum(taken.values())}

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_grpo.settings.config import Config
+from megatron_grpo.settings.config import Config, OptimizerConfig
 from megatron_grpo.types import Sample
 
 # Groups as a rollout has them: (tokens of the prompt, tokens of each completion of it). Completions of 1 and 2 tokens, a prompt of 1, and
@@ -338,6 +338,17 @@ def _complete(buffer) -> None:
         bucket.grad_data.copy_(torch.cat(shards))
 
 
+def learning_rate(o: OptimizerConfig, step: int, num_steps: int | None) -> float:
+    """Of the optimizer step with this index: a line from 0 while it warms up, then down to min_lr, reached after the last step."""
+    warmup = o.lr_warmup_iters if o.lr_warmup_fraction is None else round(o.lr_warmup_fraction * num_steps)
+    if step < warmup:
+        return o.lr * step / warmup
+    if o.lr_decay_style == "constant":
+        return o.lr
+    passed = (step - warmup) / (num_steps - warmup)
+    return o.min_lr + (o.lr - o.min_lr) * {"linear": 1 - passed, "cosine": (1 + math.cos(math.pi * passed)) / 2}[o.lr_decay_style]
+
+
 # ---- transformers, in float64 ------------------------------------------------------------------------------------------------------
 
 
@@ -367,13 +378,14 @@ def reference(path: str | Path, cfg: Config, batches: Sequence[Sequence[Sample]]
         norm = float(torch.sqrt(sum((g * g).sum() for g in grads.values())))
         t = index + 1
         scale = min(1.0, o.clip_grad / (norm + 1e-6)) if o.clip_grad else 1.0
+        lr = learning_rate(o, index, cfg.run.max_steps)
         with torch.no_grad():
             for name, p in named.items():
                 g, (m, v) = grads[name] * scale, moments[name]
                 m.lerp_(g, 1 - o.adam_beta1)
                 v.lerp_(g * g, 1 - o.adam_beta2)
-                p.mul_(1 - o.lr * (o.weight_decay if p.dim() > 1 else 0.0))
-                p.sub_(o.lr * (m / (1 - o.adam_beta1**t)) / ((v / (1 - o.adam_beta2**t)).sqrt() + o.adam_eps))
+                p.mul_(1 - lr * (o.weight_decay if p.dim() > 1 else 0.0))
+                p.sub_(lr * (m / (1 - o.adam_beta1**t)) / ((v / (1 - o.adam_beta2**t)).sqrt() + o.adam_eps))
             if cfg.grpo.sync_ref_model and t % cfg.grpo.ref_model_sync_steps == 0:
                 for old, new in zip(frozen.parameters(), model.parameters(), strict=True):
                     old.copy_(cfg.grpo.ref_model_mixup_alpha * new + (1 - cfg.grpo.ref_model_mixup_alpha) * old)

@@ -23,12 +23,12 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: ranks share the cores
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import numpy as np  # noqa: E402
+import numpy as np
 
-from megatron_grpo.settings.config import GrpoConfig  # noqa: E402
-from tests import combinations as every  # noqa: E402
-from tests import parity_cases as cases  # noqa: E402
-from tests.ranks import run_ranks  # noqa: E402
+from megatron_grpo.settings.config import GrpoConfig
+from tests import combinations as every
+from tests import parity_cases as cases
+from tests.ranks import run_ranks
 
 RUNS_OF_ONE_MODEL = 10
 

@@ -19,7 +19,7 @@ from megatron_grpo.errors import Problem
 
 _TABLE = {
     "refused": """
-        torch_dtype seed dataset_shuffle sync_ref_model
+        torch_dtype seed dataset_shuffle sync_ref_model use_distributed_optimizer
     """,
     "between": """
         generation_batch_size global_batch_size num_generations num_iterations old_logprobs temperature
@@ -50,7 +50,7 @@ _TABLE = {
         vllm_tensor_parallel_size vllm_gpu_memory_utilization vllm_kv_cache_memory_mb vllm_max_model_len vllm_max_num_seqs
         vllm_enforce_eager vllm_enable_prefix_caching sleep_level logp_difference_warn verify_weight_push
         code_num_workers reward_model_batch_size reward_concurrency llm_judge_api_key_env log_entropy
-        use_distributed_optimizer overlap_grad_reduce overlap_param_gather optimizer_cpu_offload optimizer_offload_fraction
+        overlap_grad_reduce overlap_param_gather optimizer_cpu_offload optimizer_offload_fraction
         output_dir save_steps save_total_limit resume report_to log_completions_steps overwrite_output_dir export_hf eval_steps
         plan_rollouts num_prompts gpu_memory_gb lengths json png dialect
     """,
@@ -60,6 +60,7 @@ CONTENT: Mapping[str, str] = {"model": "refused", "vocabulary": "refused", "data
 _FLAGS = {"model": "model", "vocabulary": "model", "data set": "dataset"}
 _WHY = {
     "torch_dtype": "the weights and moments of one are not those of the other",
+    "use_distributed_optimizer": "the moments are described in another way",
     "seed": "the prompts that are left would come in another order",
     "dataset_shuffle": "the prompts that are left would come in another order",
     "sync_ref_model": "only a run whose reference moves keeps it in its checkpoints",

@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from megatron.core import dist_checkpointing, tensor_parallel
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, CheckpointingException, save_config
 from megatron.core.dist_checkpointing.dict_utils import nested_values
@@ -28,11 +27,12 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     mcore_to_pyt_state_dict,
 )
 from megatron.core.dist_checkpointing.validation import StrictHandling
-from torch.distributed.checkpoint import FileSystemWriter
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict_saver import save as save_torch_dist
+from torch.distributed.checkpoint import FileSystemWriter  # noqa: TID251 - the file format
+from torch.distributed.checkpoint.api import CheckpointException  # noqa: TID251 - the file format
+from torch.distributed.checkpoint.state_dict_saver import save as save_torch_dist  # noqa: TID251 - the file format
 
 from megatron_grpo.errors import RunError
+from megatron_grpo.parallel import collectives
 
 # What writing and reading may raise. torch's CheckpointException is a BaseException; torch.save reports a full disk as RuntimeError.
 FAILURES = (OSError, RuntimeError, ValueError, KeyError, CheckpointException, CheckpointingException)
@@ -53,8 +53,7 @@ def agreed(what: str) -> Iterator[None]:
         yield
     except FAILURES as error:
         problem, cause = _describe(error), error
-    problems: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(problems, problem)
+    problems = collectives.from_all(problem)
     if any(problems):
         # What torch has already brought to all ranks names its rank and reads alike everywhere: once is enough.
         texts = [text if text.startswith("rank ") else f"rank {rank}: {text}" for rank, text in enumerate(problems) if text]
@@ -66,7 +65,7 @@ def write_sharded(state: dict[str, Any], directory: Path) -> None:
     with agreed("describing the model and optimizer"):
         sharded, common = save_preprocess(state)
     with agreed(f"writing {directory}"):
-        if dist.get_rank() == 0:
+        if collectives.rank() == 0:
             save_to(directory / "common.pt", common)
             save_config(CheckpointingConfig("torch_dist", 1), str(directory))
     with agreed(f"writing {directory}"):
@@ -83,9 +82,7 @@ def read_sharded(state: dict[str, Any], directory: Path) -> dict[str, Any]:
     with agreed(f"loading {directory} into this model"):
         mine = {leaf.key for leaf in nested_values(load_preprocess(state)[0]) if isinstance(leaf, ShardedBase)}
         held = {part.key for part in load_sharded_metadata(str(directory)).values()}
-    of_ranks: list[set[str]] = [set()] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, mine)
-    wanted = set().union(*of_ranks)
+    wanted = set().union(*collectives.from_all(mine))
     if wanted - held:
         raise CheckpointError(f"it lacks {_some(wanted - held)}")
     # "_extra_state" is what Transformer Engine's layers keep beside their weights: nothing, unless they compute in FP8.
@@ -111,9 +108,8 @@ def save_to(path: Path, value: Any) -> None:
 
 def sharded_files(directory: Path) -> list[str]:
     """Names of the files this rank has written of a sharded state dict."""
-    rank = dist.get_rank()
-    names = [path.name for path in directory.glob(f"__{rank}_*.distcp")]
-    return sorted(names + [name for name in (".metadata", "metadata.json", "common.pt") if rank == 0])
+    names = [path.name for path in directory.glob(f"__{collectives.rank()}_*.distcp")]
+    return sorted(names + [name for name in (".metadata", "metadata.json", "common.pt") if collectives.rank() == 0])
 
 
 def random_state() -> dict[str, Any]:
@@ -121,7 +117,7 @@ def random_state() -> dict[str, Any]:
     version, words, gauss = random.getstate()
     name, keys, position, has_gauss, cached = np.random.get_state()
     state = {
-        "world_size": dist.get_world_size(),
+        "world_size": collectives.num_ranks(),
         "python": [version, list(words), gauss],
         "numpy": [name, torch.from_numpy(keys.astype(np.int64)), int(position), int(has_gauss), float(cached)],
         "torch": torch.get_rng_state(),
@@ -140,7 +136,7 @@ def restore_random_state(path: Path) -> None:
     if not path.exists():
         return
     state = torch.load(path, map_location="cpu", weights_only=True)
-    if state["world_size"] != dist.get_world_size():
+    if state["world_size"] != collectives.num_ranks():
         return
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words), gauss))

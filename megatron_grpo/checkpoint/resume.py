@@ -18,7 +18,7 @@ from megatron_grpo import launcher
 from megatron_grpo.checkpoint.continuity import Difference, changes_since, problems_of
 from megatron_grpo.checkpoint.folder import POINTER, Folder, damage
 from megatron_grpo.checkpoint.manifest import MANIFEST, Manifest, Origin, read_manifest
-from megatron_grpo.checkpoint.samples import unreadable
+from megatron_grpo.checkpoint.samples import files_of_samples, unreadable
 from megatron_grpo.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 OURS = "grpo"  # what Megatron-Core knows nothing of lies in this directory of a checkpoint
 WRITTEN_BY_A_RUN = ("checkpoints", "completions", "plots", "hf", "metrics.jsonl", "evaluations.jsonl", "schedule.jsonl", "tensorboard")
-PENDING = "pending"  # the folder of the rows that wait
 
 
 class Prompts(Protocol):
@@ -167,8 +166,9 @@ def _candidates(resume: Resume) -> Resume:
     found = [read_manifest(source)] if is_checkpoint else folder.candidates()
     refused, candidates, notes = [], [], list(resume.notes)
     for one in found:
-        faults = [one] if isinstance(one, str) else damage(one.directory, one.files, read_bytes=False)
-        if faults:
+        if isinstance(one, str):
+            refused.append(one)
+        elif faults := damage(one.directory, one.files, read_bytes=False):
             refused.append(several(faults))
         else:
             candidates.append(Candidate(manifest=one))
@@ -202,18 +202,13 @@ def _problems_inside(manifest: Manifest, prompts: Prompts | None, named: set[str
     problems = []
     ours = manifest.directory / OURS
     try:
-        for text in filter(None, map(unreadable, pending_files(ours))):
+        for text in filter(None, map(unreadable, files_of_samples(ours))):
             problems.append(Problem(flags=("resume",), message=f"{text}. Resume with the version that wrote it."))
         if prompts is not None:
             problems += prompts.problems_with(json.loads((ours / "prompts.json").read_text(encoding="utf-8")))
     except (OSError, ValueError, KeyError, EOFError):
         pass
     return [problem for problem in problems if not set(problem.flags) & (named - {"resume"})]
-
-
-def pending_files(ours: Path) -> list[Path]:
-    """The rows that wait: each rank that was home to some wrote a file. The first format had one file for all."""
-    return [path for path in (ours / "pending.npz",) if path.exists()] + sorted((ours / PENDING).glob("rank_*.npz"))
 
 
 def holds_run(output_dir: str | Path) -> bool:
@@ -264,7 +259,7 @@ def _refuse_another_job(found: Resume, restart: str, what: str) -> None:
     newest, job = _newest(found.output_dir), found.origin.job
     theirs = newest.origin.job if newest else {}
     other = next((name for name in job if name in theirs and theirs[name] != job[name]), None)
-    if other and not _written_by(job, found.output_dir):
+    if newest and other and not _written_by(job, found.output_dir):
         raise _wrong(
             ("output_dir", "resume"),
             f"{what} removes nothing at a restart ({restart}), and {newest.directory} was written by another job ({other}="

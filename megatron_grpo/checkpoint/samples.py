@@ -66,6 +66,11 @@ def unreadable(path: Path, kind: type = Sample) -> str | None:
     return None
 
 
+def files_of_samples(ours: Path) -> list[Path]:
+    """All files of pending rows in a checkpoint: one for all ranks, or one for each rank that held some."""
+    return [*ours.glob("pending.npz"), *sorted((ours / "pending").glob("rank_*.npz"))]
+
+
 def column_types(kind: type) -> dict[str, str]:
     """The column type of each field that is saved: "array", "integers", "int", "float", "bool", "str", and with "?" where None may stand.
 
@@ -196,5 +201,6 @@ def _made(path: Path, kind: type, columns: Mapping[str, Sequence[Any]]) -> Itera
 
 def _kinds(kind: type) -> Iterator[type]:
     yield kind
+    narrower: type
     for narrower in kind.__subclasses__():
         yield from _kinds(narrower)

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-import torch.distributed as dist
 
 from megatron_grpo.checkpoint import folder
 from megatron_grpo.checkpoint.distributed import (
@@ -26,10 +25,11 @@ from megatron_grpo.checkpoint.distributed import (
 )
 from megatron_grpo.checkpoint.folder import Folder
 from megatron_grpo.checkpoint.manifest import CONFIG, facts
-from megatron_grpo.checkpoint.resume import OURS, PENDING, Candidate, Resume, pending_files, several, unusable
-from megatron_grpo.checkpoint.samples import read_samples, write_samples
+from megatron_grpo.checkpoint.resume import OURS, Candidate, Resume, several, unusable
+from megatron_grpo.checkpoint.samples import files_of_samples, read_samples, write_samples
 from megatron_grpo.errors import ConfigError, Problem
 from megatron_grpo.files import sync, write_whole
+from megatron_grpo.parallel import collectives
 from megatron_grpo.types import Progress, Row, Sample
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ class Checkpoints:
         step = progress.step
         if step == self._saved_step:
             return False
-        first = dist.get_rank() == 0
+        first = collectives.rank() == 0
         try:
             with agreed(f"creating {self.folder.path}"):
                 if first:
@@ -110,7 +110,7 @@ class Checkpoints:
             with agreed(f"writing {writing}"):
                 names = self._write_ours(writing / OURS, progress, pending, prompts) + sharded_files(writing)
                 mine = folder.fingerprints(writing, names)
-            files = _gather(mine)
+            files = {name: entry for part in collectives.from_all(mine) for name, entry in part.items()}
             with agreed(f"publishing {self.folder.directory(step)}"):
                 if first:
                     self.folder.commit(step, self._facts(progress, pending), files)
@@ -127,14 +127,14 @@ class Checkpoints:
     def _write_ours(self, ours: Path, progress: Progress, pending: RowsToSave, prompts: PromptState) -> list[str]:
         """Writes what is not sharded; returns the names, relative to the checkpoint, of the files of this rank."""
         (ours / "rng").mkdir(parents=True, exist_ok=True)
-        generators = ours / "rng" / f"rank_{dist.get_rank():05d}.pt"
+        generators = ours / "rng" / f"rank_{collectives.rank():05d}.pt"
         save_to(generators, random_state())
         paths = [generators]
         if rows := pending.to_save():
-            paths.append(ours / PENDING / f"rank_{dist.get_rank():05d}.npz")
+            paths.append(ours / "pending" / f"rank_{collectives.rank():05d}.npz")
             paths[-1].parent.mkdir(exist_ok=True)
             write_samples(paths[-1], rows)
-        if dist.get_rank() == 0:
+        if collectives.rank() == 0:
             write_whole(ours / "progress.json", json.dumps(asdict(progress)) + "\n")
             write_whole(ours / "prompts.json", json.dumps(prompts.state()) + "\n")
             paths += [ours / "progress.json", ours / "prompts.json"]
@@ -148,7 +148,7 @@ class Checkpoints:
     def _facts(self, progress: Progress, pending: RowsToSave) -> dict[str, Any]:
         """The manifest; `versions` is the ledger of what is pending, by rollout."""
         versions = {str(row.rollout): row.version for row in pending.rows.values()}
-        return facts(self.resume.origin, progress, world_size=dist.get_world_size(), torch=torch.__version__, num_pending=len(pending),
+        return facts(self.resume.origin, progress, world_size=collectives.num_ranks(), torch=torch.__version__, num_pending=len(pending),
                      versions=versions)  # fmt: skip
 
     # -- restoring ---------------------------------------------------------------------------------------------------------------------
@@ -158,8 +158,8 @@ class Checkpoints:
 
         Before any model loads. Says what was chosen. Raises ConfigError on every rank if all are damaged.
         """
-        [resume] = _from_first_rank([self.resume])  # one view of the directory, where a file system may show files late
-        first, refused = dist.get_rank() == 0, []
+        resume = collectives.from_first(self.resume)  # one view of the directory, where a file system may show files late
+        first, refused = collectives.rank() == 0, []
         for line in resume.notes if first else ():
             self.say(line)
         for candidate in resume.candidates:
@@ -207,12 +207,14 @@ class Checkpoints:
             ours = directory / OURS
             progress = Progress(**json.loads((ours / "progress.json").read_text()))
             prompts.restore(json.loads((ours / "prompts.json").read_text()))
-            mine = [sample for path in pending_files(ours)[dist.get_rank() :: dist.get_world_size()] for sample in read_samples(path)]
-            restore_random_state(ours / "rng" / f"rank_{dist.get_rank():05d}.pt")
+            mine = [
+                sample for path in files_of_samples(ours)[collectives.rank() :: collectives.num_ranks()] for sample in read_samples(path)
+            ]
+            restore_random_state(ours / "rng" / f"rank_{collectives.rank():05d}.pt")
         pending = nothing.restored(mine, cut)
         if directory.parent.resolve() == self.folder.path.resolve():
             self._saved_step = progress.step
-        if dist.get_rank() == 0:
+        if collectives.rank() == 0:
             self.folder.sweep()
         return progress, pending
 
@@ -220,20 +222,6 @@ class Checkpoints:
 def _damage_of(candidate: Candidate) -> list[str]:
     """Checks every byte of a checkpoint, the files dealt out over the ranks; the same answer on all of them."""
     files = candidate.manifest.files
-    mine = sorted(files)[dist.get_rank() :: dist.get_world_size()]
-    found: list[list[str]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(found, folder.damage(candidate.manifest.directory, {name: files[name] for name in mine}))
+    mine = sorted(files)[collectives.rank() :: collectives.num_ranks()]
+    found = collectives.from_all(folder.damage(candidate.manifest.directory, {name: files[name] for name in mine}))
     return [sentence for sentences in found for sentence in sentences]
-
-
-def _gather(mine: dict[str, Any]) -> dict[str, Any]:
-    parts: list[dict[str, Any]] = [{} for _ in range(dist.get_world_size())]
-    dist.all_gather_object(parts, mine)
-    return {name: entry for part in parts for name, entry in part.items()}
-
-
-def _from_first_rank(values: list[Any]) -> list[Any]:
-    """Rank 0's view of the directory, so that a file system that shows files late cannot lead two ranks to two checkpoints."""
-    box = [values]
-    dist.broadcast_object_list(box, src=0)
-    return box[0]

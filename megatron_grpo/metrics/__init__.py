@@ -5,7 +5,6 @@ Only rank 0 tells anything; on the others every method returns at once. docs/met
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,10 +17,9 @@ from megatron_grpo.metrics.courtesy import Courtesy
 from megatron_grpo.metrics.display import Display
 from megatron_grpo.metrics.records import Records, plain
 from megatron_grpo.metrics.reporters import REPORTERS, Reporter, report_to_problems
-from megatron_grpo.metrics.rollout import Completions
 from megatron_grpo.types import Progress
 
-__all__ = ["Completions", "Metrics", "report_to_problems"]
+__all__ = ["Metrics", "report_to_problems"]
 
 TRAINING_ROWS = {"reward": "reward while training", "completions/mean_length": "tokens per completion"}
 
@@ -60,7 +58,6 @@ class Metrics:
         self._evaluated: list[dict[str, Any]] = []
         self._started = False
         self._num_tokens = 0
-        self._last_log = 0.0
 
     def start(self, progress: Progress) -> None:
         """Begins after `progress.step` optimizer steps: what the files say beyond it, a run that was given up, is dropped."""
@@ -74,21 +71,20 @@ class Metrics:
         for name in self._services:
             with self._courtesy(name):
                 self._reporters[name] = REPORTERS[name](self.output_dir, self.config, progress.step + 1)
-        self._num_tokens, self._last_log = progress.num_tokens, time.monotonic()
+        self._num_tokens = progress.num_tokens
         self._display.start(progress.step)
 
     def log(self, progress: Progress, stats: Mapping[str, float]) -> None:
-        """One optimizer step: one line of metrics.jsonl. Adds step, num_tokens; time/step and tokens_per_second where they are missing."""
+        """One optimizer step: one line of metrics.jsonl, with step, num_tokens and tokens_per_second. stats: holds `time/step`."""
         if not self.tells:
             return
         if not self._started:
             self.start(Progress(step=progress.step - 1, num_tokens=0))
-        now = time.monotonic()
         record = {"step": progress.step, "num_tokens": progress.num_tokens, **stats}
-        seconds = record.setdefault("time/step", now - self._last_log)
+        seconds = stats["time/step"]
         if progress.num_tokens > self._num_tokens and seconds > 0:
-            record.setdefault("tokens_per_second", (progress.num_tokens - self._num_tokens) / seconds)
-        self._num_tokens, self._last_log = progress.num_tokens, now
+            record["tokens_per_second"] = (progress.num_tokens - self._num_tokens) / seconds
+        self._num_tokens = progress.num_tokens
         self._steps.append(record)
         self._remember(progress.step, record)
         self._report(progress.step, record)

@@ -52,6 +52,7 @@ class Journal:
         self.metrics.start(progress)
         self.completions.start(progress)
         self.schedule.start(progress)
+        self.clock.take()  # loading and restoring are no part of a step
 
     def rollout(self, judged: JudgedRollout) -> None:
         """A rollout has come in. Collective."""

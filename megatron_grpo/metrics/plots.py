@@ -25,6 +25,9 @@ class Plot:
     stacked: bool = False
 
 
+# Every block of the run's clock. They sum to `time/step`.
+PARTS_OF_A_STEP = ("rollout", "reward", "old_logprobs", "ref_logprobs", "train", "weight_sync", "eval", "checkpoint", "other")
+
 PLOTS = (
     Plot(file="reward", title="Reward", unit="reward", curves={"reward": "training (mean of a rollout)", "eval": "held out"}),
     Plot(
@@ -45,14 +48,11 @@ PLOTS = (
         title="Time of an optimizer step",
         unit="seconds",
         stacked=True,
-        curves={
-            f"time/{name}": name.replace("_", " ") for name in ("rollout", "reward", "old_logprobs", "ref_logprobs", "train", "weight_sync")
-        }
-        | {"time/step": "whole step"},
+        curves={f"time/{name}": name.replace("_", " ") for name in PARTS_OF_A_STEP} | {"time/step": "whole step"},
     ),
 )
 PLOTTED = frozenset(name for plot in PLOTS for name in plot.curves)
-COLOURS = ("#2563a8", "#d1622b", "#3a8f5c", "#8a5aa8", "#b8892b", "#5b6770", "#111111")
+COLOURS = ("#2563a8", "#d1622b", "#3a8f5c", "#8a5aa8", "#b8892b", "#5b6770", "#c2407a", "#2aa5a0", "#c9ced3", "#111111")
 _warned = False
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,7 +23,7 @@ def warnings_of(checked: Checked, timetable: Timetable, memory: dict[str, Any] |
     return [
         *_dialect(checked),
         *_groups(sizes),
-        *_staleness(cfg, sizes),
+        *_staleness(cfg, timetable),
         *_idle(checked),
         *_swift(cfg, sizes),
         *_run(cfg, timetable),
@@ -58,17 +59,27 @@ def _groups(sizes: BatchSizes) -> Iterator[str]:
         )
 
 
-def _staleness(cfg: Config, sizes: BatchSizes) -> Iterator[str]:
-    timetable = Timetable(sizes)
+def _worst_staleness(timetable: Timetable) -> int:
+    """In optimizer steps, over every row that the run trains."""
+    sizes, last = timetable.sizes, math.inf if timetable.num_steps is None else timetable.num_steps - 1
     # Staleness repeats after lcm(A, W * mu) micro-steps; the first rollouts show the worst case.
     length, a = sizes.micro_steps_per_rollout * sizes.num_iterations, sizes.gradient_accumulation_steps
-    worst = max(((r + 1) * length - 1) // a - timetable.version_of(r) for r in range(min(a, 1000)))
+    return int(max(min(((r + 1) * length - 1) // a, last) - timetable.version_of(r) for r in range(min(a, 1000))))
+
+
+def _staleness(cfg: Config, timetable: Timetable) -> Iterator[str]:
+    sizes, worst = timetable.sizes, _worst_staleness(timetable)
     corrected = cfg.grpo.rollout_importance_sampling_mode != "none" or cfg.grpo.off_policy_sequence_mask_delta is not None
     if worst > 0 and sizes.old_logprobs == "rollout" and not corrected:
         yield (
             "old_logprobs rollout takes the sampler's own log-probs for stale rows, without a correction for the mismatch "
             "between sampler and "
             "trainer. Consider --rollout_importance_sampling_mode token_truncate."
+        )
+    elif sizes.old_logprobs == "rollout" and worst == 0:
+        yield (
+            "old_logprobs rollout changes nothing: no row of this run is stale when it is trained, and a fresh row takes its ratio "
+            "against the weights themselves. Rows become stale with steps_per_generation or num_iterations above 1."
         )
     elif worst > 0 and not corrected:
         yield (

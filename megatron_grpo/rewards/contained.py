@@ -18,7 +18,7 @@ class AskedToEnd(Exception):
     """The code raised SystemExit, or a KeyboardInterrupt of its own: it would have ended the run, with exit code 0 perhaps."""
 
 
-class contained:  # noqa: N801 - read as `with contained(...)`
+class contained:  # in lower case, for it reads as `with contained(...)`
     """User's code runs inside: `with contained(told): f()`. Raises AskedToEnd for what would have ended this process.
 
     A child that the code forked does not come out of the block: there would be two of this run. Where the code closed stdout or stderr,

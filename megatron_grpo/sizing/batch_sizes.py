@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron_grpo.errors import ConfigError, Problem
@@ -59,7 +59,7 @@ class BatchSizes:
             world_size=v[WORLD],
             tp=v[TP],
             pp=v[PP],
-            vpp=v[VPP],
+            vpp=v.get(VPP),
             cp=v[CP],
             ep=v[EP],
             etp=v[ETP],
@@ -130,7 +130,7 @@ def size_problems(cfg: Config, model: Model | None = None, *, others_pass: bool 
     names = {flag: cfg.typed.get(flag, flag) for flag in inputs.values}
     problems = []
     for rule in broken:
-        flags = list(dict.fromkeys(flag for flag in rule.flags if inputs.values.get(flag) is not None or flag == "sequence_parallel"))
+        flags = list(dict.fromkeys(flag for flag in rule.flags if flag in inputs.values or flag == "sequence_parallel"))
         typed = [flag for flag in flags if flag in inputs.typed or cfg.sources.get(flag, "default") != "default"]
         blamed = typed or [flag for flag in flags if flag in _SAYABLE or flag in inputs.typed] or flags
         near = {}
@@ -156,7 +156,7 @@ def _changeable(flag: str, cfg: Config) -> bool:
     return not (flag == WORLD and cfg.sources.get(WORLD) == "launcher")
 
 
-def _sentence(core: str, near: dict[str, Sequence[int]]) -> str:
+def _sentence(core: str, near: Mapping[str, Sequence[int]]) -> str:
     if not near:
         return f"{core}."
     ways = [f"{flag} {' or '.join(map(str, values))}" for flag, values in near.items()]

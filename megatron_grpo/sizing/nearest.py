@@ -7,13 +7,13 @@ from itertools import islice
 from math import gcd, isqrt, lcm
 
 from megatron_grpo.sizing.rules import lower_bounds, minimum, rules
-from megatron_grpo.sizing.sizes import TypedSizes
+from megatron_grpo.sizing.sizes import Rule, TypedSizes
 
 # Rules that are not about multiples (uneven pipeline stages) cannot narrow the search; past this many misses a side counts as empty.
 MOST_CANDIDATES = 5_000
 
 
-def broken_rules(inputs: TypedSizes) -> list:
+def broken_rules(inputs: TypedSizes) -> list[Rule]:
     """The rules that these inputs break, without those that only follow from another broken one.
 
     A size that is too small hides only the rules it has a part in: the others are judged with the least it may be in its place.
@@ -22,7 +22,7 @@ def broken_rules(inputs: TypedSizes) -> list:
     too_small = {flag for rule in below for flag in rule.flags}
     for flag in too_small:
         inputs = inputs.with_value(flag, minimum(inputs, flag))
-    broken: dict[str, object] = {}
+    broken: dict[str, Rule] = {}
     for rule in rules(inputs):
         if rule.broken and not any(key in broken for key in rule.after):
             broken[rule.key] = rule
@@ -44,7 +44,7 @@ def nearest(inputs: TypedSizes, flag: str) -> list[int]:
         first = max(present + 1, least)
         below = iter(range((present - 1) // step * step, least - 1, -step)) if present > least else iter(())
         above = iter(range(-(-first // step) * step, first + step * (MOST_CANDIDATES + 1), step))
-    found = []
+    found: list[int] = []
     for side in (below, above):
         found += islice((v for v in islice(side, MOST_CANDIDATES) if not broken_rules(inputs.with_value(flag, v))), 1)
     return found

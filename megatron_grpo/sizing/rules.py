@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 from megatron_grpo.sizing.sizes import (
     CP,
@@ -36,20 +37,16 @@ def minimum(inputs: TypedSizes, flag: str) -> int:
 def lower_bounds(inputs: TypedSizes) -> Iterator[Rule]:
     """Python's -32 % 8 == 0 is why these come first, and why nothing else is checked while one is broken."""
     for flag, value in inputs.values.items():
-        if value is None:
-            continue
-        least = minimum(inputs, flag)
-        why = {
-            2: {VPP: " (leave it out for a plain pipeline)"}.get(
-                flag, " (the advantage compares completions of one prompt; only advantage_estimator reinforce_plus_plus needs no group)"
-            )
-        }.get(least, "")
-        yield Rule(
-            key=f"least {flag}",
-            flags=(flag,),
-            holds=value >= least,
-            text=lambda f=flag, n=least, w=why, x=value: f"{f} must be at least {n}, not {x}{w}",
+        yield _lower_bound(flag, value, minimum(inputs, flag))
+
+
+def _lower_bound(flag: str, value: int, least: int) -> Rule:
+    why = {
+        2: {VPP: " (leave it out for a plain pipeline)"}.get(
+            flag, " (the advantage compares completions of one prompt; only advantage_estimator reinforce_plus_plus needs no group)"
         )
+    }.get(least, "")
+    return Rule(key=f"least {flag}", flags=(flag,), holds=value >= least, text=lambda: f"{flag} must be at least {least}, not {value}{why}")
 
 
 def rules(inputs: TypedSizes) -> Iterator[Rule]:
@@ -82,17 +79,20 @@ def rules(inputs: TypedSizes) -> Iterator[Rule]:
             f"{remainder(v[WORLD], v[VLLM_TP])}"
         ),
     )
-    yield from _batch_rules(inputs, d, words)
-    yield from _pipeline_rules(inputs, d, words)
+    yield from _global_batch_rules(inputs, d, words)
+    yield from _rollout_rules(inputs, d, words)
+    yield from _interleaving_rules(inputs, d, words)
+    yield from _layer_rules(inputs, words)
     yield from _model_rules(inputs, words)
 
 
-def _batch_rules(inputs: TypedSizes, d: Derived, words: Words) -> Iterator[Rule]:
-    products, unit, glob, gen = inputs.products, d.unit, d.global_batch, d.generation
+def _cross(a: Fraction, b: Fraction) -> tuple[int, int]:
+    """(multiple, divisor) of the rule that a is a whole multiple of b."""
+    return a.top * b.bottom, a.bottom * b.top
 
-    def whole(a: Fraction, b: Fraction) -> tuple[int, int]:
-        return a.top * b.bottom, a.bottom * b.top
 
+def _global_batch_rules(inputs: TypedSizes, d: Derived, words: Words) -> Iterator[Rule]:
+    products, unit, glob = inputs.products, d.unit, d.global_batch
     if not inputs.given("micro"):
         yield Rule(
             key="micro",
@@ -106,7 +106,7 @@ def _batch_rules(inputs: TypedSizes, d: Derived, words: Words) -> Iterator[Rule]
             ),
         )
     elif inputs.given("global") and inputs.given("accumulation"):
-        a, b = whole(glob, Fraction(inputs.product("accumulation") * unit.top, unit.bottom))
+        a, b = _cross(glob, Fraction(inputs.product("accumulation") * unit.top, unit.bottom))
         yield Rule(
             key="batch",
             equal=True,
@@ -117,7 +117,7 @@ def _batch_rules(inputs: TypedSizes, d: Derived, words: Words) -> Iterator[Rule]
             text=lambda: f"{words.size('global')} must equal {words.accumulated()}. Leave one of the two out, or let them agree",
         )
     elif inputs.given("global"):
-        a, b = whole(glob, unit)
+        a, b = _cross(glob, unit)
         yield Rule(
             key="batch",
             multiple=a,
@@ -126,19 +126,23 @@ def _batch_rules(inputs: TypedSizes, d: Derived, words: Words) -> Iterator[Rule]
             flags=(*products["global"], *words.unit_flags()),
             text=lambda: f"{words.size('global')} must be a multiple of {words.unit()}: {remainder(glob.whole(), unit.whole())}",
         )
-    a, b = whole(gen, Fraction(d.group))
+
+
+def _rollout_rules(inputs: TypedSizes, d: Derived, words: Words) -> Iterator[Rule]:
+    unit, gen = d.unit, d.generation
+    a, b = _cross(gen, Fraction(d.group))
     group_after = () if inputs.given("generation") or (inputs.given("global") and not inputs.given("window")) else ("ranks",)
     yield Rule(
         key="group",
         multiple=a,
         divisor=b,
-        flags=(*words.generation_flags(), *products["group"]),
+        flags=(*words.generation_flags(), *inputs.products["group"]),
         after=group_after,
         text=lambda: f"{words.generation()} must be a multiple of {words.size('group')}: {remainder(gen.whole(), d.group)}",
     )
     if not inputs.given("generation"):
         return
-    a, b = whole(gen, unit)
+    a, b = _cross(gen, unit)
     yield Rule(
         key="window",
         multiple=a,
@@ -147,7 +151,13 @@ def _batch_rules(inputs: TypedSizes, d: Derived, words: Words) -> Iterator[Rule]
         flags=(*words.generation_flags(), *words.unit_flags()),
         text=lambda: f"{words.size('generation')} must be a multiple of {words.unit()}: {remainder(gen.whole(), unit.whole())}",
     )
-    a, b = whole(gen, glob)
+    yield from _rollout_of_steps_rules(inputs, d, words)
+
+
+def _rollout_of_steps_rules(inputs: TypedSizes, d: Derived, words: Words) -> Iterator[Rule]:
+    """Between a rollout that is given as such and the optimizer steps that it is trained in."""
+    products, glob, gen = inputs.products, d.global_batch, d.generation
+    a, b = _cross(gen, glob)
     global_after = () if inputs.given("global") else ("ranks", "micro")
     if inputs.given("window"):
         yield Rule(
@@ -186,40 +196,38 @@ def _batch_rules(inputs: TypedSizes, d: Derived, words: Words) -> Iterator[Rule]
         )
 
 
-def _pipeline_rules(inputs: TypedSizes, d: Derived, words: Words) -> Iterator[Rule]:
+def _interleaving_rules(inputs: TypedSizes, d: Derived, words: Words) -> Iterator[Rule]:
+    v = inputs.values
+    if VPP not in v:
+        return
+    yield Rule(
+        key="chunks",
+        flags=(VPP, PP),
+        holds=v[PP] > 1,
+        text=lambda: f"{words.flag(VPP)} needs {words.name(PP)} above 1: one stage has nothing to interleave with",
+    )
+    yield Rule(
+        key="interleave",
+        multiple=d.accumulation.top,
+        divisor=d.accumulation.bottom * v[PP],
+        after=("ranks", "batch", "micro", "chunks"),
+        flags=(*words.global_flags(), *words.unit_flags(), PP, VPP),
+        text=lambda: (
+            f"the interleaved schedule ({words.name(VPP)} {v[VPP]}) needs a number of micro-steps per optimizer step that is a "
+            f"multiple of {words.flag(PP)}; {words.global_batch()} makes {d.accumulation}"
+        ),
+    )
+
+
+def _layer_rules(inputs: TypedSizes, words: Words) -> Iterator[Rule]:
+    """How the model's layers divide into stages and chunks of stages; the ends may be of a size of their own."""
     v, layers = inputs.values, inputs.model.num_layers
-    if v[VPP] is not None:
-        yield Rule(
-            key="chunks",
-            flags=(VPP, PP),
-            holds=v[PP] > 1,
-            text=lambda: f"{words.flag(VPP)} needs {words.name(PP)} above 1: one stage has nothing to interleave with",
-        )
-        yield Rule(
-            key="interleave",
-            multiple=d.accumulation.top,
-            divisor=d.accumulation.bottom * v[PP],
-            after=("ranks", "batch", "micro", "chunks"),
-            flags=(*words.global_flags(), *words.unit_flags(), PP, VPP),
-            text=lambda: (
-                f"the interleaved schedule ({words.name(VPP)} {v[VPP]}) needs a number of micro-steps per optimizer step that is a "
-                f"multiple of {words.flag(PP)}; {words.global_batch()} makes {d.accumulation}"
-            ),
-        )
-    ends = [flag for flag in (FIRST, LAST) if v[flag] is not None]
+    ends, chunks = [flag for flag in (FIRST, LAST) if flag in v], v.get(VPP, 1)
     if ends:
         yield Rule(key="ends", flags=(*ends, PP), holds=v[PP] > 1, text=lambda: f"{words.flag(ends[0])} needs {words.name(PP)} above 1")
-    chunks = v[VPP] or 1
-    for flag in ends:
-        if chunks > 1:
-            yield Rule(
-                key=f"chunked {flag}",
-                flags=(flag, VPP),
-                multiple=v[flag],
-                divisor=chunks,
-                text=lambda f=flag: f"{words.flag(f)} must be a multiple of {words.flag(VPP)}: {remainder(v[f], chunks)}",
-            )
-    if layers is None or not layers:
+    if chunks > 1:
+        yield from (_chunked_end(flag, v[flag], chunks, words) for flag in ends)
+    if not layers:
         return
     if not ends:
         yield Rule(
@@ -247,17 +255,25 @@ def _pipeline_rules(inputs: TypedSizes, d: Derived, words: Words) -> Iterator[Ru
     )
 
 
+def _chunked_end(flag: str, layers: int, chunks: int, words: Words) -> Rule:
+    return Rule(
+        key=f"chunked {flag}",
+        flags=(flag, VPP),
+        multiple=layers,
+        divisor=chunks,
+        text=lambda: f"{words.flag(flag)} must be a multiple of {words.flag(VPP)}: {remainder(layers, chunks)}",
+    )
+
+
 def _model_rules(inputs: TypedSizes, words: Words) -> Iterator[Rule]:
-    v, model = inputs.values, inputs.model
-    if model.num_experts:
+    v, model, experts = inputs.values, inputs.model, inputs.model.num_experts
+    if experts:
         yield Rule(
             key="experts",
             flags=(EP,),
-            multiple=model.num_experts,
+            multiple=experts,
             divisor=v[EP],
-            text=lambda: (
-                f"the model's {model.num_experts} experts must be a multiple of {words.flag(EP)}: {remainder(model.num_experts, v[EP])}"
-            ),
+            text=lambda: f"the model's {experts} experts must be a multiple of {words.flag(EP)}: {remainder(experts, v[EP])}",
         )
         yield Rule(
             key="expert sequence",
@@ -265,7 +281,7 @@ def _model_rules(inputs: TypedSizes, words: Words) -> Iterator[Rule]:
             holds=v[TP] == 1 or inputs.sequence_parallel,
             text=lambda: f"a mixture-of-experts model with {words.flag(TP)} trains with sequence_parallel true only",
         )
-    elif model.num_experts == 0:
+    elif experts == 0:
         yield Rule(
             key="dense",
             flags=(EP, ETP),
@@ -273,7 +289,7 @@ def _model_rules(inputs: TypedSizes, words: Words) -> Iterator[Rule]:
             text=lambda: f"{words.flag(EP)} and {words.flag(ETP)} must be 1: the model has no experts",
         )
     for number, (flag, sentence) in enumerate(model.misfits(v[TP], v[EP], v[ETP]) if model.misfits else ()):
-        yield Rule(key=f"model {number}", flags=(flag,), holds=False, text=lambda s=sentence: s, after=("experts", "dense"))
+        yield Rule(key=f"model {number}", flags=(flag,), holds=False, text=partial(str, sentence), after=("experts", "dense"))
     yield Rule(
         key="sequence parallel",
         flags=("sequence_parallel", TP),

@@ -48,7 +48,7 @@ class Model:
 class TypedSizes:
     """The numbers that sizes are made of, by flag name, and how the dialect composes them."""
 
-    values: Mapping[str, int | None]
+    values: Mapping[str, int]  # a flag that is left out is absent
     products: Mapping[str, Product]
     typed: frozenset[str]  # of those flags, the ones that the user gave
     aligned: bool
@@ -61,7 +61,7 @@ class TypedSizes:
         return replace(self, values={**self.values, flag: value}, typed=self.typed | {flag})
 
     def given(self, size: str) -> bool:
-        return all(self.values.get(flag) is not None for flag in self.products.get(size, ("absent",)))
+        return all(flag in self.values for flag in self.products.get(size, ("absent",)))
 
     def product(self, size: str) -> int:
         result = 1
@@ -116,7 +116,7 @@ def inputs_of(cfg: Config, products: Mapping[str, Product] | None = None, model:
     if products is NATIVE and values["generation_batch_size"] is None and values["steps_per_generation"] is None:
         values["steps_per_generation"] = 1
     return TypedSizes(
-        values=values,
+        values={flag: value for flag, value in values.items() if value is not None},
         products=products,
         typed=frozenset(typed),
         aligned=not cfg.batch.allow_unaligned_generation,

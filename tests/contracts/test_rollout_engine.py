@@ -73,7 +73,7 @@ def test_each_group_is_whole_on_one_rank_in_the_order_of_the_prompts(model, name
     groups, further, reversed_groups, greedy = ({**one, **other} for one, other in zip(first, second, strict=True))
     assert [len(one) + len(other) for one, other in zip(first, second, strict=True)] == [5, 1, 5, 1]
     assert all(list(rank[0]) == sorted(rank[0]) and list(rank[2]) == sorted(rank[2], reverse=True) for rank in (first, second))
-    assert all(first[0]) and groups.keys() == set(range(5)) and reversed_groups == groups
+    assert first[0] and second[0] and groups.keys() == set(range(5)) and reversed_groups == groups
     assert len({ids for some in (groups, further) for group in some.values() for ids in group}) == 18
     assert [len(group) for group in greedy.values()] == [1]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -27,6 +28,25 @@ class Prompts:
 
     def restore(self, state):
         self.position = state["position"]
+
+
+class Waiting:
+    """Rows that wait, as far as a checkpoint sees them; the first rank is home to all."""
+
+    def __init__(self, samples=()):
+        self.samples = list(samples)
+        self.rows = {(sample.rollout, sample.row): sample for sample in samples}
+
+    def __len__(self):
+        return len(self.rows)
+
+    def to_save(self):
+        import torch.distributed as dist
+
+        return self.samples if dist.get_rank() == 0 else []
+
+    def restored(self, samples, cut):
+        return Waiting(samples)
 
 
 class Policy:
@@ -184,7 +204,7 @@ def pending_samples():
 
 def restored(keeper, policy, prompts):
     keeper.choose()
-    return keeper.restore(policy, prompts)
+    return keeper.restore(policy, prompts, Waiting(), None)
 
 
 def save_after(rank, world_size, folder, steps, more, layout):
@@ -196,7 +216,7 @@ def save_after(rank, world_size, folder, steps, more, layout):
         if step in (steps, steps + more):
             keeper.save(
                 Progress(step=step, num_rollouts=step, num_prompts=4 * step, num_tokens=100 * step),
-                pending_samples(),
+                Waiting(pending_samples()),
                 policy,
                 Prompts(4 * step),
             )
@@ -210,9 +230,9 @@ def resume_and_save(rank, world_size, source, folder, more, layout):
     keeper.save(progress, pending, policy, prompts)
     for _ in range(more):
         policy.step()
-        progress = progress.after()
+        progress = replace(progress, step=progress.step + 1)
     keeper.save(progress, pending, policy, prompts)
-    return progress, pending, prompts.position, policy.scheduler.num_steps, policy.optimizer.param_groups[0]["lr"]
+    return progress, pending.samples, prompts.position, policy.scheduler.num_steps, policy.optimizer.param_groups[0]["lr"]
 
 
 def tensors_of(directories):
@@ -338,7 +358,7 @@ def test_a_run_that_has_taken_no_step_yet_can_be_saved_and_resumed(tmp_path):
 
 
 def save_after_nothing(rank, world_size, folder):
-    checkpoints(folder).save(Progress(step=1), [], Policy(world_size), Prompts())
+    checkpoints(folder).save(Progress(step=1), Waiting(), Policy(world_size), Prompts())
 
 
 def test_a_learning_rate_given_on_resume_is_the_one_used(saved, tmp_path):
@@ -386,7 +406,7 @@ def flip_a_byte(path):
     (flip_a_byte, "__0_0.distcp", "has changed"),
     (lambda path: path.write_bytes(path.read_bytes()[:-10]), "__0_0.distcp", "bytes"),
     (Path.unlink, "common.pt", "is missing"),
-    (flip_a_byte, "grpo/pending.npz", "has changed"),
+    (flip_a_byte, "grpo/pending/rank_00000.npz", "has changed"),
     (lambda path: path.write_text(path.read_text()[:40]), "manifest.json", "cannot be read"),
 ], ids=["flipped_bit", "truncated", "missing", "flipped_bit_in_samples", "truncated_manifest"])  # fmt: skip
 def test_damage_is_named_and_the_checkpoint_before_is_used(copy, harm, file, says):
@@ -437,14 +457,14 @@ def test_a_rank_that_cannot_write_stops_all_ranks_and_leaves_the_older_checkpoin
 
         policy, keeper = Policy(world_size), checkpoints(tmp_path)
         policy.step()
-        keeper.save(Progress(step=1), [], policy, Prompts())
+        keeper.save(Progress(step=1), Waiting(), policy, Prompts())
         policy.step()
         if rank == 1:  # the kernel then says "File too large", where a full disk says "No space left on device"
             signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
             resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
         said = "step 2 failed and was removed.*complete one is of step 1.*rank 1: OSError.*File too large"
         with pytest.raises(CheckpointError, match=said):
-            keeper.save(Progress(step=2), [], policy, Prompts())
+            keeper.save(Progress(step=2), Waiting(), policy, Prompts())
 
     run_ranks(fill_the_disk, 2)
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["iter_0000001", "latest_checkpointed_iteration.txt"]
@@ -463,7 +483,7 @@ def test_a_first_rank_that_cannot_write_its_small_files_stops_all_ranks_too(tmp_
             signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
             resource.setrlimit(resource.RLIMIT_FSIZE, (64, resource.RLIM_INFINITY))
         with pytest.raises(CheckpointError, match="rank 0"):
-            checkpoints(tmp_path).save(Progress(step=1), [], policy, Prompts())
+            checkpoints(tmp_path).save(Progress(step=1), Waiting(), policy, Prompts())
 
     run_ranks(fill_the_disk, 2)
     assert list((tmp_path / "checkpoints").iterdir()) == []
@@ -475,7 +495,7 @@ def test_saving_starts_no_process(tmp_path):
 
         policy = Policy(world_size)
         policy.step()
-        checkpoints(tmp_path).save(Progress(step=1), [], policy, Prompts())
+        checkpoints(tmp_path).save(Progress(step=1), Waiting(), policy, Prompts())
         return Path(f"/proc/self/task/{os.getpid()}/children").read_text()
 
     assert run_ranks(save, 1) == [""]
@@ -486,7 +506,7 @@ def test_only_the_newest_checkpoints_are_kept_and_the_pointer_names_the_last(tmp
         policy, keeper = Policy(world_size), checkpoints(tmp_path, save_steps=2, save_total_limit=2)
         for step in range(1, 9):
             policy.step()
-            assert keeper.save_if_due(Progress(step=step), [], policy, Prompts()) == (step % 2 == 0)
+            assert keeper.save_if_due(Progress(step=step), Waiting(), policy, Prompts()) == (step % 2 == 0)
 
     run_ranks(save_five, 2)
     names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
@@ -514,7 +534,7 @@ def test_random_generators_continue_where_the_checkpoint_was_taken(tmp_path):
     def run(rank, world_size):
         policy = Policy(world_size)
         policy.step()
-        checkpoints(tmp_path).save(Progress(step=1), [], policy, Prompts())
+        checkpoints(tmp_path).save(Progress(step=1), Waiting(), policy, Prompts())
         uninterrupted = draw()
         draw()
         restored(checkpoints(tmp_path), policy, Prompts())

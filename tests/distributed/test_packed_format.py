@@ -30,7 +30,7 @@ def test_steps_from_cumulative_lengths_equal_float64(tmp_path, name):
             def forward(self, query, key, value, attention_mask, attn_mask_type=None, attention_bias=None, packed_seq_params=None):
                 assert packed_seq_params.qkv_format == "thd"
                 cu = packed_seq_params.cu_seqlens_q.tolist()
-                segments = [Segment(start=a, end=b) for a, b in zip(cu, cu[1:], strict=False)]
+                segments = [Segment(start=a, end=b, length=b - a) for a, b in zip(cu, cu[1:], strict=False)]
                 packed = stream._packed(SimpleNamespace(segments=segments), self.cp_group.size(), self.cp_group.rank(), torch.from_numpy)
                 out = super().forward(query[:, None], key[:, None], value[:, None], None, packed_seq_params=packed)
                 return out.squeeze(1)

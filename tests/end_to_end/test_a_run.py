@@ -141,7 +141,7 @@ def train_without_pushing(rank, world_size, flags):
 def test_a_missing_push_ends_the_run(run, tmp_path):
     flags = [*run[1], "--output_dir", str(tmp_path / "out")]
     assert run_ranks(train_without_pushing, 2, flags, timeout=180) == [1, 1]
-    assert not (tmp_path / "out" / "metrics.jsonl").exists()
+    assert [step["step"] for step in records(tmp_path / "out" / "metrics.jsonl")] == [1], "no second rollout is sampled"
 
 
 def test_a_missing_push_shows_in_the_metrics_where_it_is_not_verified(run, tmp_path):

@@ -77,7 +77,7 @@ def test_a_finished_run_started_again_says_that_nothing_is_left(run):
 
 def test_what_changed_is_printed_once_by_one_rank_and_the_run_goes_on(run):
     out, flags = run
-    results = run_ranks(heard, 2, [*flags, "--max_steps", "5", "--lr", "5e-4", "--epsilon", "0.1"])
+    results = run_ranks(heard, 2, [*flags, "--max_steps", "5", "--lr", "5e-4", "--epsilon", "0.1", "--padded_vocab_multiple", "96"])
     assert [code for code, _ in results] == [0, 0], results
     told = "".join(text for _, text in results)
     for line in ("Changed since that checkpoint:", "  lr  0.001 -> 0.0005", "  epsilon  0.2 -> 0.1", "  max_steps  4 -> 5"):

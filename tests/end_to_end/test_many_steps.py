@@ -12,6 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megatron_grpo.metrics.plots import PARTS_OF_A_STEP
+from megatron_grpo.settings.parse import resolve
+from tests import parity_cases
 from tests.end_to_end import scripted
 from tests.end_to_end.runs import records, write_inputs
 from tests.ranks import run_ranks
@@ -21,17 +24,20 @@ SIZES = ["--num_generations", "2", "--global_batch_size", "8", "--micro_batch_si
 TWICE_TWO = ["--steps_per_generation", "2", "--num_iterations", "2"]
 UNALIGNED = ["--allow_unaligned_generation", "true", "--generation_batch_size", "12", "--num_iterations", "2"]
 MOVING = ["--beta", "0.1", "--sync_ref_model", "true", "--ref_model_sync_steps", "2"]
+WARM_UP = ["--lr_warmup_iters", "2", "--min_lr", "1e-4"]
 TP2, PP2 = ["--tensor_model_parallel_size", "2"], ["--pipeline_model_parallel_size", "2"]
 OVERLAP = ["--overlap_grad_reduce", "true", "--overlap_param_gather", "true"]
 
 CASES = {
     "two steps per rollout, two passes": (1, [*TWICE_TWO, "--beta", "0.1", "--kl_estimator", "k2"]),
-    "rollouts that straddle steps": (2, [*UNALIGNED, "--loss_type", "dapo"]),
+    "rollouts that straddle steps": (2, [*UNALIGNED, "--loss_type", "dapo", "--lr_decay_style", "linear"]),
     "a token budget": (2, [*UNALIGNED, *PP2, "--max_tokens_per_micro_batch", "40", "--importance_sampling_level", "sequence"]),
     "the sampler's own old log-probs": (2, [*UNALIGNED, *TP2, "--old_logprobs", "rollout"]),
     "corrected for the sampler": (2, [*TWICE_TWO, *TP2, "--rollout_importance_sampling_mode", "sequence_truncate", "--loss_type", "cispo"]),
+    "a learning rate that warms up and decays": (1, [*TWICE_TWO, *WARM_UP, "--lr_decay_style", "cosine"]),
     "a reference that follows": (2, [*TWICE_TWO, *MOVING, *PP2]),
-    "a reference that follows, in the reward": (2, [*MOVING, *TP2, "--ref_model_mixup_alpha", "1.0", "--kl_in_reward", "true"]),
+    # Not with alpha 1: a KL of nothing but rounding would be what groups of equal rewards learn from.
+    "a reference that follows, in the reward": (2, [*MOVING, *TP2, "--ref_model_mixup_alpha", "0.9", "--kl_in_reward", "true"]),
     "a reference that follows weights still on their way": (2, [*MOVING, *OVERLAP]),
 }
 
@@ -58,9 +64,33 @@ def test_every_step_is_that_of_transformers_in_float64(inputs, tmp_path, case):
     right, found = scripted.expected(flags, world_size, scripted.even), records(tmp_path / "out" / "metrics.jsonl")
     assert [step["loss"] for step in found] == pytest.approx(right.losses, rel=1e-5, abs=2e-6)
     assert [step["grad_norm"] for step in found] == pytest.approx(right.grad_norms, rel=1e-5)
+    optimizer = resolve(flags, launcher_world_size=world_size).optimizer
+    rates = [parity_cases.learning_rate(optimizer, step, STEPS) for step in range(STEPS)]
+    assert [step["learning_rate"] for step in found] == pytest.approx(rates, rel=1e-12)
     weights = weights_of(tmp_path / "out")
     for name, wanted in right.weights.items():
         assert np.linalg.norm(weights[name] - wanted) <= 1e-5 * np.linalg.norm(wanted), name
+
+
+def train_with_longer_answers_at_each_version(rank: int, world_size: int, flags: list[str]) -> int:
+    from megatron_grpo.cli import main
+    from megatron_grpo.rollout.scripted import ScriptedEngine
+    from megatron_grpo.types import answered
+
+    def answer(prompt, place, version):
+        ids = [4 + place] * (version + 1)
+        return answered(prompt.token_ids, ids, [-1.0] * len(ids), text="", ended="stop", version=version)
+
+    return main(["train", "--verify_weight_push", "false", *flags], engine=lambda *_: ScriptedEngine(answer))
+
+
+def test_an_evaluation_between_two_rollouts_is_of_the_weights_as_they_are(inputs, tmp_path):
+    """No rollout begins at optimizer step 1 or 3: nothing else would push their weights."""
+    flags = [*inputs, *TWICE_TWO, "--max_steps", "4", "--eval_dataset", inputs[inputs.index("--dataset") + 1], "--eval_steps", "1"]
+    flags += ["--eval_num_prompts", "2", "--output_dir", str(tmp_path), "--save_steps", "0"]
+    assert run_ranks(train_with_longer_answers_at_each_version, 1, flags) == [0]
+    found = [(line["step"], line["mean_length"]) for line in records(tmp_path / "evaluations.jsonl")]
+    assert found == [(step, step + 1) for step in range(5)]
 
 
 @pytest.mark.parametrize(
@@ -93,6 +123,10 @@ def test_a_run_with_a_moving_reference_resumes_where_the_reference_was(whole, tm
     assert run_ranks(scripted.train, 2, flags) == [0, 0]
     expected, found = records(out / "metrics.jsonl")[3:], records(tmp_path / "out" / "metrics.jsonl")
     assert [step["step"] for step in found] == [4, 5]
+    for line in [*records(out / "metrics.jsonl"), *found]:
+        parts = {name: seconds for name, seconds in line.items() if name.startswith("time/") and name != "time/step"}
+        assert parts.keys() <= {f"time/{name}" for name in PARTS_OF_A_STEP} and {"time/ref_logprobs", "time/other"} <= parts.keys()
+        assert min(parts.values()) >= 0 and line["time/step"] == pytest.approx(sum(parts.values()), rel=1e-12)
     tolerance = 1e-5 if layout else 0.0
     for one, other in zip(expected, found, strict=True):
         for name in ("loss", "grad_norm", "kl"):

@@ -129,6 +129,7 @@ def test_paths_of_a_run_stay_where_they_were_when_a_reward_changes_the_directory
 
 
 def test_a_plan_with_everything_named_imports_no_torch(good):
+    good = good | {"report_to": "tensorboard"}
     program = (
         "import sys; from megatron_grpo.cli import main; "
         f"code = main(['plan', '--json', *{[word for name, value in good.items() for word in ('--' + name, value)]!r}]); "

@@ -75,9 +75,13 @@ def test_nothing_is_said_of_a_run_that_is_as_it_was(tmp_path):
     assert resume.lines(resume.candidates[0]) == [f"Resuming from {tmp_path}/checkpoints/iter_0000004: 4 of 9 optimizer steps done."]
 
 
-@pytest.mark.parametrize("name", ["seed", "dataset_shuffle", "torch_dtype"])
+REFUSED = {"seed": ("42", "43"), "dataset_shuffle": ("true", "false"), "torch_dtype": ("bfloat16", "float32"),
+           "use_distributed_optimizer": ("true", "false")}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
 def test_what_must_not_change_is_refused_with_both_values(tmp_path, name):
-    was, now = {"seed": ("42", "43"), "dataset_shuffle": ("true", "false"), "torch_dtype": ("bfloat16", "float32")}[name]
+    was, now = REFUSED[name]
     saved(tmp_path, 4)
     assert f"{name} is {now}, and was {was} for {tmp_path}/checkpoints/iter_0000004" in refusal(judged, tmp_path, f"--{name}", now)
 

@@ -7,7 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from megatron_grpo.metrics import Completions, Metrics, reporters
+from megatron_grpo.metrics import Metrics, reporters
+from megatron_grpo.metrics.rollout import Completions
 from megatron_grpo.types import Progress
 from tests.unit.metrics.test_metrics import rollout_of_two
 
@@ -32,7 +33,7 @@ class Broken:
 def log_steps(metrics: Metrics, number: int):
     metrics.start(Progress())
     for step in range(1, number + 1):
-        metrics.log(Progress(step=step, num_tokens=step), {"reward": 1.0})
+        metrics.log(Progress(step=step, num_tokens=step), {"reward": 1.0, "time/step": 0.1})
 
 
 def test_a_service_that_fails_is_said_once_and_counted_and_the_run_goes_on(tmp_path, monkeypatch, caplog):
@@ -86,7 +87,7 @@ metrics = Metrics({str(tmp_path)!r})
 metrics.start(Progress())
 sys.stdin.readline()  # the reader has gone
 for step in range(1, 4):
-    metrics.log(Progress(step=step, num_tokens=step), {{"reward": 1.0}})
+    metrics.log(Progress(step=step, num_tokens=step), {{"reward": 1.0, "time/step": 0.1}})
     metrics.say("a line")
 metrics.close()
 sys.exit(7)

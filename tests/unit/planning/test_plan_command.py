@@ -302,6 +302,25 @@ def test_the_figure_fits_80_columns_and_is_plain_when_piped(tmp_path):
         assert len(text.splitlines()) < 150
 
 
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        "",
+        "--steps_per_generation 2",
+        "--num_iterations 2",
+        "--micro_batch_size 4 --generation_batch_size 24 --allow_unaligned_generation true",
+    ],
+)
+@pytest.mark.parametrize("max_steps", [1, 2, 3])
+def test_old_logprobs_rollout_that_changes_nothing_is_said(capsys, sizes, max_steps):
+    """A run of one optimizer step has no stale row, whatever its sizes; which rows are stale is read off the timetable itself."""
+    argv = [*sizes.split(), "--old_logprobs", "rollout", "--max_steps", max_steps, "--global_batch_size", 16, "--plan_rollouts", 9]
+    found = native(capsys, *argv)
+    stale = [row["staleness"] for row in found["timetable"] if row["optimizer_step"] < max_steps and row["staleness"]]
+    assert any("old_logprobs rollout changes nothing" in warning for warning in found["warnings"]) == (not stale)
+    assert any("takes the sampler's own log-probs for stale rows" in warning for warning in found["warnings"]) == bool(stale)
+
+
 def test_the_figure_marks_stale_rows_and_brackets_steps_and_rollouts():
     text = figure(
         *(

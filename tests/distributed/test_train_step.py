@@ -1,0 +1,146 @@
+"""What surrounds a gradient: its sum over ranks, whether the optimizer may use it, and the learning rate that it is used with."""
+
+from __future__ import annotations
+
+import dataclasses
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from tests import parity_cases as cases
+from tests.ranks import run_ranks
+from tests.tiny_models import write_tiny
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory):
+    return write_tiny(tmp_path_factory.mktemp("models") / "qwen3", "qwen3", layers=2, vocab=125, std=0.1)
+
+
+@pytest.fixture(scope="module")
+def batches(dense):
+    return cases.stored_rollout(dense, vocab=125, num_steps=2, stale=0)
+
+
+def weights_of(policy) -> dict[str, np.ndarray]:
+    return {name: tensor.detach().float().numpy().copy() for name, tensor in policy.named_weights()}
+
+
+def is_same(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> bool:
+    return one.keys() == other.keys() and all(np.array_equal(one[name], other[name]) for name in one)
+
+
+def optimizer_state(policy) -> list[torch.Tensor]:
+    """Adam's moments, flat, and how many steps it has taken."""
+    inner = getattr(policy.optimizer, "chained_optimizers", [policy.optimizer])
+    states = [state for one in inner for state in one.optimizer.state.values()]
+    return [torch.as_tensor(value).clone() for state in states for value in state.values()]
+
+
+@pytest.mark.parametrize("sharded", [True, False], ids=["distributed optimizer", "all-reduce"])
+def test_bfloat16_gradients_are_summed_over_ranks_in_float32(dense, sharded):
+    """256 + 1: bfloat16 would round it to 256."""
+    cfg = cases.settings(torch_dtype="bfloat16", use_distributed_optimizer=sharded)
+
+    def body(rank, world):
+        policy = cases.build(dense, cfg, world)
+        for chunk in policy.wrapped:
+            chunk.zero_grad_buffer()
+            for parameter in chunk.parameters():
+                parameter.main_grad.fill_(256.0 if rank == 0 else 1.0)
+            chunk.finish_grad_sync()
+        return sorted({float(value) for gradient in cases.full_gradients(policy).values() for value in np.unique(gradient)})
+
+    assert run_ranks(body, 2) == [[257.0]] * 2
+
+
+@pytest.mark.parametrize("name", ["1", "PP2"])
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
+def test_a_gradient_that_is_not_finite_ends_the_run_and_leaves_weights_and_moments_as_they_were(dense, batches, name, wrong):
+    layout = cases.LAYOUTS[name]
+
+    def body(rank, world):
+        policy = cases.build(dense, cases.settings(**layout.settings), world)
+        policy.train_step(cases.batch_of(policy, batches[0], 0))
+        before, moments, loss = weights_of(policy), optimizer_state(policy), policy._loss
+
+        def broken(*args):
+            value, kept = loss(*args)
+            return value * wrong, kept
+
+        policy._loss = broken
+        try:
+            policy.train_step(cases.batch_of(policy, batches[1], 1))
+        except FloatingPointError as error:
+            left = all(torch.equal(a, b) for a, b in zip(moments, optimizer_state(policy), strict=True)) and bool(moments)
+            return str(error), is_same(before, weights_of(policy)), left
+        return "accepted", False, False
+
+    for said, weights, moments in run_ranks(body, layout.world_size):
+        assert "optimizer step 2 " in said and weights and moments
+
+
+def refused_by_a_guard(policy, batch):
+    policy.guard = SimpleNamespace(allows=lambda gradient: False)
+    return policy.train_step(batch)
+
+
+def without_a_trained_token(policy, batch):
+    micro_batches = [dataclasses.replace(micro, weights=np.zeros_like(micro.weights)) for micro in batch.micro_batches]
+    return policy.train_step(dataclasses.replace(batch, micro_batches=micro_batches, num_loss_tokens=0))
+
+
+@pytest.mark.parametrize("skipped", [refused_by_a_guard, without_a_trained_token])
+@pytest.mark.parametrize("name", ["1", "DP2"])
+def test_a_step_that_is_skipped_leaves_no_trace(dense, batches, name, skipped):
+    """Not in the weights (decay would move them without a gradient), not in the moments, and not in the step after it."""
+    layout = cases.LAYOUTS[name]
+
+    def body(rank, world):
+        parallel = cases.join(cases.settings(**layout.settings), world)
+        policy, other = (cases.build(dense, cases.settings(**layout.settings), world, parallel) for _ in range(2))
+        for one in (policy, other):
+            one.train_step(cases.batch_of(one, batches[0], 0))
+        before, guard = weights_of(policy), policy.guard
+        trained = skipped(policy, cases.batch_of(policy, batches[1], 1))
+        after, policy.guard = weights_of(policy), guard
+        for one in (policy, other):
+            one.train_step(cases.batch_of(one, batches[1], 1))
+        moved = not is_same(after, weights_of(policy))
+        moments = [torch.equal(a, b) for a, b in zip(optimizer_state(policy), optimizer_state(other), strict=True)]
+        return bool(trained.skipped), is_same(before, after), moved, is_same(weights_of(policy), weights_of(other)), all(moments)
+
+    assert run_ranks(body, layout.world_size) == [(True,) * 5] * layout.world_size
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        dict(lr_decay_style="cosine", lr_warmup_iters=3, min_lr=1e-5),
+        dict(lr_decay_style="linear", lr_warmup_fraction=0.26),  # 2.6 of 10 steps are 3
+        dict(lr_decay_style="constant", lr_warmup_iters=1),
+        dict(lr_decay_style="linear", min_lr=1e-4),
+    ],
+    ids=str,
+)
+def test_the_optimizer_acts_with_the_rate_that_is_logged_and_both_are_the_closed_formula(dense, batches, shape):
+    cfg, num_steps = cases.settings(**shape), 10
+
+    def body(rank, world):
+        from megatron_grpo.policy.optimizer import build_scheduler
+
+        policy = cases.build(dense, cfg, world)
+        policy.scheduler = build_scheduler(policy.optimizer, cfg.optimizer, num_steps=num_steps)
+        used, act = [], policy.optimizer.step
+        policy.optimizer.step = lambda: (used.append([group["lr"] for group in policy.optimizer.param_groups]), act())[1]
+        samples = batches[0][:2]
+        batch = cases.batch_of(policy, samples, 0)
+        logged = [policy.train_step(batch).metrics["learning_rate"] for _ in range(num_steps)]
+        return logged, used
+
+    [(logged, used)] = run_ranks(body, 1)
+    wanted = [cases.learning_rate(cfg.optimizer, step, num_steps) for step in range(num_steps)]
+    assert logged == pytest.approx(wanted, rel=1e-12)
+    assert all(rate == pytest.approx(one, rel=1e-12) for one, rates in zip(wanted, used, strict=True) for rate in rates)
