@@ -13,15 +13,11 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TokenWeights:
-    """of_rows: float64 [rows], what each trained token of a row counts. All zero (`is_empty`): skip the step and say so."""
+    """of_rows: float64 [rows], what each trained token of a row counts. All zero without a loss token: the step is skipped."""
 
     of_rows: np.ndarray
     num_sequences: int  # N: completions that count, over the whole global batch
     num_loss_tokens: int  # sum of the masks that are left
-
-    @property
-    def is_empty(self) -> bool:
-        return self.num_loss_tokens == 0
 
 
 def token_weights(

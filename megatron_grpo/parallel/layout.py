@@ -33,13 +33,6 @@ class Layout:
         """Model chunks on one rank: 1, or `vpp` with the interleaved schedule."""
         return self.vpp or 1
 
-    def coordinates(self, rank: int) -> dict[str, int]:
-        """{"tp", "cp", "dp", "pp"} of a rank."""
-        tp, rest = rank % self.tp, rank // self.tp
-        cp, rest = rest % self.cp, rest // self.cp
-        dp, pp = rest % self.dp_size, rest // self.dp_size
-        return {"tp": tp, "cp": cp, "dp": dp, "pp": pp}
-
     def rank_of(self, *, tp: int = 0, cp: int = 0, dp: int = 0, pp: int = 0) -> int:
         return tp + self.tp * (cp + self.cp * (dp + self.dp_size * pp))
 

@@ -27,19 +27,20 @@ def old_logprobs_summary(sizes: BatchSizes, num_rollouts: int) -> dict[str, Any]
 
 def bubble_fraction(sizes: BatchSizes) -> float:
     """Share of an optimizer step that a pipeline stage waits: (pp - 1) / (vpp * A + pp - 1)."""
-    return (sizes.pp - 1) / ((sizes.vpp or 1) * sizes.gradient_accumulation_steps + sizes.pp - 1)
+    return (sizes.layout.pp - 1) / (sizes.layout.num_chunks * sizes.gradient_accumulation_steps + sizes.layout.pp - 1)
 
 
 def native_flags(cfg: Config, sizes: BatchSizes) -> str:
     """The command line that says the same without a dialect and without defaults that may change."""
-    words = ["--world_size", str(sizes.world_size)]
+    words = ["--world_size", str(sizes.layout.world_size)]
+    layout = sizes.layout
     grid = {
-        "tensor_model_parallel_size": sizes.tp,
-        "pipeline_model_parallel_size": sizes.pp,
-        "virtual_pipeline_model_parallel_size": sizes.vpp,
-        "context_parallel_size": sizes.cp,
-        "expert_model_parallel_size": sizes.ep,
-        "expert_tensor_parallel_size": sizes.etp,
+        "tensor_model_parallel_size": layout.tp,
+        "pipeline_model_parallel_size": layout.pp,
+        "virtual_pipeline_model_parallel_size": layout.vpp,
+        "context_parallel_size": layout.cp,
+        "expert_model_parallel_size": layout.ep,
+        "expert_tensor_parallel_size": layout.etp,
     }
     for name, value in grid.items():
         if value not in (None, 1):

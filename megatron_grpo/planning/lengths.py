@@ -6,11 +6,15 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_grpo.errors import ConfigError, Problem
+from megatron_grpo.parallel.layout import sequence_alignment
 from megatron_grpo.settings.config import Config
 from megatron_grpo.sizing.batch_sizes import BatchSizes
+
+if TYPE_CHECKING:
+    from megatron_grpo.batching.split import BatchCut
 
 ASSUMED_PROMPT = 512  # tokens, where neither max_prompt_length nor a file says
 
@@ -62,51 +66,50 @@ def sequence_tokens(cfg: Config, lengths: Lengths | None, *, longest: bool) -> t
 
 
 def packing(sizes: BatchSizes, cfg: Config, lengths: Lengths) -> dict[str, Any]:
-    """How these lengths, taken in order as the rows of the run, fill micro-batches.
+    """How these lengths, taken in order as the rows of the run, fill micro-batches: cut as training cuts them.
 
-    packing_efficiency: tokens / tokens with the alignment that CP and sequence parallelism need. padded_efficiency: what it would be if
-    each micro-batch were padded to its longest sequence instead. balance: mean / slowest of the DP ranks in a micro-step, by tokens.
+    packing_efficiency: computed tokens without the alignment that CP and sequence parallelism need, and with it. padded_efficiency: what
+    it would be if each micro-batch were padded to its longest sequence instead. balance: mean / slowest of the DP ranks in a micro-step,
+    by tokens.
     """
-    align = 2 * sizes.cp if sizes.cp > 1 else 1
-    stream = sizes.cp * sizes.tp if cfg.parallel.sequence_parallel else 1
+    from megatron_grpo.batching.split import deal_filled  # numpy, which other plans do without
+
+    cut = _cut(sizes, cfg)
     totals = [p + c for p, c in lengths.pairs]
-    micro_steps = _by_count(totals, sizes) if cfg.batch.max_tokens_per_micro_batch is None else _by_tokens(totals, sizes, cfg, align)
+    micro_steps: list[Sequence[list[int]]] = []  # [micro-step][DP rank] -> lengths
+    for begin in range(0, len(totals), sizes.global_batch_size):
+        rows = totals[begin : begin + sizes.global_batch_size]
+        if len(rows) < cut.rows_per_slice * cut.multiple and micro_steps:
+            break  # the file's last lines are too few for a step of their own
+        filled = [*rows, *[rows[0]] * cut.rows_per_slice * cut.multiple]
+        dealt = deal_filled([[row] for row in rows], cut)
+        micro_steps += zip(*[[[filled[i] for i in portion.rows] for portion in mine] for mine in dealt], strict=True)
     micro_batches = [rows for step in micro_steps for rows in step]
     tokens = [sum(rows) for rows in micro_batches]
-    aligned = [sum(-(-row // align) * align for row in rows) for rows in micro_batches]
-    computed = sum(-(-size // stream) * stream for size in aligned)
-    full = [[sum(rows) for rows in step] for step in micro_steps if len(step) == sizes.dp_size]
+    useful = sum(sum(rows) - len(rows) for rows in micro_batches)  # the last token of a sequence predicts nothing and is not computed
+    full = [[sum(rows) for rows in step] for step in micro_steps]
     return {
         "sequences": len(totals),
         "micro_batches": len(micro_batches),
         "mean_tokens_per_micro_batch": sum(tokens) / len(tokens),
         "min_tokens_per_micro_batch": min(tokens),
         "max_tokens_per_micro_batch": max(tokens),
-        "packing_efficiency": sum(tokens) / computed,
+        "packing_efficiency": useful / sum(cut.alignment.of_stream(cut.alignment.of_contexts(rows)) for rows in micro_batches),
         "padded_efficiency": sum(tokens) / sum(max(rows) * len(rows) for rows in micro_batches),
-        "balance": sum(sum(step) / (len(step) * max(step)) for step in full) / len(full) if full else None,
+        "balance": sum(sum(step) / (len(step) * max(step)) for step in full) / len(full),
     }
 
 
-def _by_count(totals: Sequence[int], sizes: BatchSizes) -> list[list[Sequence[int]]]:
-    """[micro-step][DP rank] -> lengths: micro_batch_size rows each, in order."""
-    size, dp = sizes.micro_batch_size, sizes.dp_size
-    micro_batches = [totals[begin : begin + size] for begin in range(0, len(totals), size)]
-    return [micro_batches[begin : begin + dp] for begin in range(0, len(micro_batches), dp)]
+def _cut(sizes: BatchSizes, cfg: Config) -> BatchCut:
+    from megatron_grpo.batching.collate import Alignment
+    from megatron_grpo.batching.split import BatchCut
 
-
-def _by_tokens(totals: Sequence[int], sizes: BatchSizes, cfg: Config, align: int) -> list[list[Sequence[int]]]:
-    """The same, packed up to max_tokens_per_micro_batch within each global batch, as training does it."""
-    from megatron_grpo.batching.pack import pack  # numpy, which other plans do without
-
-    steps: list[list[Sequence[int]]] = []
-    multiple = sizes.pp if sizes.vpp else 1
-    for begin in range(0, len(totals), sizes.global_batch_size):
-        rows = totals[begin : begin + sizes.global_batch_size]
-        if len(rows) < sizes.dp_size * multiple and steps:
-            break  # the file's last lines are too few for a step of their own
-        rows = list(rows) + [rows[-1]] * (sizes.dp_size * multiple - len(rows))
-        lengths = [-(-row // align) * align for row in rows]
-        ranks = pack(lengths, max_tokens=cfg.batch.max_tokens_per_micro_batch, dp_size=sizes.dp_size, multiple=multiple)
-        steps += [[[rows[i] for i in chosen] for chosen in step] for step in zip(*ranks)]
-    return steps
+    layout = sizes.layout
+    sequence, stream = sequence_alignment(layout, cfg.parallel.sequence_parallel)
+    return BatchCut(
+        dp_size=sizes.dp_size,
+        micro_batch_size=sizes.micro_batch_size,
+        alignment=Alignment(sequence=sequence, stream=stream),
+        multiple=layout.pp if layout.vpp else 1,
+        max_tokens=cfg.batch.max_tokens_per_micro_batch,
+    )

@@ -16,7 +16,6 @@ from megatron_grpo.weights.shape import ModelShape
 
 BYTES = {"float32": 4, "bfloat16": 2}
 FP32 = 4
-PHASES = ("rollout", "logprobs", "training", "weight_push")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,14 +61,18 @@ def estimate_memory(shape: ModelShape, sizes: BatchSizes, cfg: Config, lengths: 
     """The `memory` object of `plan --json`: every pipeline stage, every phase, the peak, and whether it fits in gpu_memory_gb."""
     prompt, completion = sequence_tokens(cfg, lengths, longest=True)
     budget = cfg.batch.max_tokens_per_micro_batch
-    tokens = -(-max(budget, prompt + completion) // sizes.cp) if budget else -(-sizes.micro_batch_size * (prompt + completion) // sizes.cp)
+    tokens = (
+        -(-max(budget, prompt + completion) // sizes.layout.cp)
+        if budget
+        else -(-sizes.micro_batch_size * (prompt + completion) // sizes.layout.cp)
+    )
     sampler = sampler_memory(shape, sizes, cfg, prompt + completion)
     asleep = {0: sampler["weights_bytes"] + sampler["kv_cache_bytes"], 1: 0, 2: 0}[cfg.rollout.sleep_level]
     pushed = 2 * _largest_tensor(shape) * BYTES[cfg.model.torch_dtype]
     stages = []
     for stage, layers in enumerate(layers_of_stages(shape.num_layers, sizes, cfg)):
         static = static_memory(shape, sizes, cfg, stage)
-        logits = logits_bytes(shape, sizes, cfg, completion) if stage == sizes.pp - 1 else 0
+        logits = logits_bytes(shape, sizes, cfg, completion) if stage == sizes.layout.pp - 1 else 0
         activations = activation_bytes(shape, sizes, cfg, stage, layers, tokens)
         forward = round(layer_bytes_per_token(shape, sizes, cfg) * tokens)
         base = static.total()
@@ -112,7 +115,7 @@ def sampler_memory(shape: ModelShape, sizes: BatchSizes, cfg: Config, sequence: 
     per_token = 2 * shape.num_layers * max(1, shape.num_query_groups // tp) * shape.head_dim * size
     if shape.mla:
         per_token = shape.num_layers * (shape.mla.kv_lora_rank + shape.mla.qk_pos_emb_head_dim) * size
-    engines = max(1, sizes.world_size // tp)
+    engines = max(1, sizes.layout.world_size // tp)
     sequences = min(cfg.rollout.vllm_max_num_seqs, -(-sizes.num_rollout_prompts // engines) * sizes.num_generations)
     kv = sequences * sequence * per_token
     if cfg.plan.gpu_memory_gb:
@@ -132,18 +135,18 @@ def layer_bytes_per_token(shape: ModelShape, sizes: BatchSizes, cfg: Config, *, 
     without: parts that selective recompute drops ("mlp", "layernorm").
     """
     size = BYTES[cfg.model.torch_dtype]
-    hidden = shape.hidden_size / (sizes.tp if cfg.parallel.sequence_parallel else 1)
-    query, key = shape.query_size / sizes.tp, shape.key_size / sizes.tp
+    hidden = shape.hidden_size / (sizes.layout.tp if cfg.parallel.sequence_parallel else 1)
+    query, key = shape.query_size / sizes.layout.tp, shape.key_size / sizes.layout.tp
     residual = 2 * hidden
     normed = 0 if "layernorm" in without else 2 * hidden
     attention = 2 * query + 2 * key + (query + key if shape.qk_norm else 0)
     if shape.moe:
         width = (
-            shape.moe.topk * (2 * shape.hidden_size + 4 * shape.moe.ffn_hidden_size / sizes.etp)
-            + 4 * (shape.moe.shared_ffn_hidden_size or 0) / sizes.tp
+            shape.moe.topk * (2 * shape.hidden_size + 4 * shape.moe.ffn_hidden_size / sizes.layout.etp)
+            + 4 * (shape.moe.shared_ffn_hidden_size or 0) / sizes.layout.tp
         )
     else:
-        width = 4 * shape.ffn_hidden_size / sizes.tp
+        width = 4 * shape.ffn_hidden_size / sizes.layout.tp
     return size * (residual + normed + attention + (0 if "mlp" in without or "moe" in without else width))
 
 
@@ -153,7 +156,7 @@ def activation_bytes(shape: ModelShape, sizes: BatchSizes, cfg: Config, stage: i
     full = layer_bytes_per_token(shape, sizes, cfg)
     if model.recompute_granularity == "full":
         unit = model.recompute_num_layers or 1
-        kept = BYTES[model.torch_dtype] * shape.hidden_size / (sizes.tp if cfg.parallel.sequence_parallel else 1)
+        kept = BYTES[model.torch_dtype] * shape.hidden_size / (sizes.layout.tp if cfg.parallel.sequence_parallel else 1)
         recomputed = min(unit, layers) if model.recompute_method == "block" else layers
         saved = -(-recomputed // (1 if model.recompute_method == "block" else unit))
         stored = saved * kept + (layers - recomputed) * full
@@ -162,18 +165,18 @@ def activation_bytes(shape: ModelShape, sizes: BatchSizes, cfg: Config, stage: i
         dropped = tuple(model.recompute_modules) if model.recompute_granularity == "selective" else ()
         stored = layers * layer_bytes_per_token(shape, sizes, cfg, without=dropped)
         working = full - layer_bytes_per_token(shape, sizes, cfg, without=dropped)
-    a, chunks = sizes.gradient_accumulation_steps, sizes.vpp or 1
+    a, chunks = sizes.gradient_accumulation_steps, sizes.layout.num_chunks
     if chunks == 1:
-        in_flight = min(a, sizes.pp - stage)
+        in_flight = min(a, sizes.layout.pp - stage)
     else:
-        in_flight = min(a * chunks, 2 * (sizes.pp - stage - 1) + (chunks - 1) * sizes.pp + 1) / chunks
+        in_flight = min(a * chunks, 2 * (sizes.layout.pp - stage - 1) + (chunks - 1) * sizes.layout.pp + 1) / chunks
     return round(tokens * (stored * in_flight + working))
 
 
 def logits_bytes(shape: ModelShape, sizes: BatchSizes, cfg: Config, completion: int) -> int:
     """Logits and their gradient exist for one chunk of completion positions at a time, in float32, cut over TP."""
     positions = min(cfg.model.logprob_chunk_size, sizes.micro_batch_size * completion)
-    return 2 * positions * padded_vocab(shape, sizes, cfg) // sizes.tp * FP32
+    return 2 * positions * padded_vocab(shape, sizes, cfg) // sizes.layout.tp * FP32
 
 
 def _largest_tensor(shape: ModelShape) -> int:

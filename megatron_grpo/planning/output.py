@@ -29,7 +29,7 @@ def sizes_object(sizes: BatchSizes) -> dict[str, dict[str, Any]]:
         "num_train_prompts",
         "num_prompts_per_dp_group",
     )
-    return {"parallel": {name: getattr(sizes, name) for name in parallel}, "batch": {name: getattr(sizes, name) for name in batch}}
+    return {"parallel": {name: getattr(sizes.layout, name) for name in parallel}, "batch": {name: getattr(sizes, name) for name in batch}}
 
 
 def write_plan(write: Callable[[str], Any], sizes: BatchSizes, *, num_rollouts: int, rest: Mapping[str, Any]) -> None:

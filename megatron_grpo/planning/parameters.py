@@ -50,7 +50,7 @@ class Parameter:
 
 def padded_vocab(shape: ModelShape, sizes: BatchSizes, cfg: Config) -> int:
     """Rows of the embedding over all TP ranks."""
-    multiple = cfg.model.padded_vocab_multiple * sizes.tp
+    multiple = cfg.model.padded_vocab_multiple * sizes.layout.tp
     return -(-shape.vocab_size // multiple) * multiple
 
 
@@ -58,8 +58,8 @@ def layers_of_stages(num_layers: int, sizes: BatchSizes, cfg: Config) -> list[in
     """Layers of each pipeline stage, over all its chunks."""
     first, last = cfg.parallel.decoder_first_pipeline_num_layers, cfg.parallel.decoder_last_pipeline_num_layers
     ends = (first or 0) + (last or 0)
-    middle = sizes.pp - (first is not None) - (last is not None)
-    counts = [(num_layers - ends) // middle if middle else 0] * sizes.pp
+    middle = sizes.layout.pp - (first is not None) - (last is not None)
+    counts = [(num_layers - ends) // middle if middle else 0] * sizes.layout.pp
     if first is not None:
         counts[0] = first
     if last is not None:
@@ -69,7 +69,7 @@ def layers_of_stages(num_layers: int, sizes: BatchSizes, cfg: Config) -> list[in
 
 def chunks_of_stage(num_layers: int, sizes: BatchSizes, cfg: Config, stage: int) -> list[range]:
     """Global numbers of the layers of each model chunk of a stage: one range, or `vpp` of them."""
-    counts, chunks = layers_of_stages(num_layers, sizes, cfg), sizes.vpp or 1
+    counts, chunks = layers_of_stages(num_layers, sizes, cfg), sizes.layout.num_chunks
     begin, found = 0, []
     for _ in range(chunks):
         for other, count in enumerate(counts):
@@ -81,20 +81,20 @@ def chunks_of_stage(num_layers: int, sizes: BatchSizes, cfg: Config, stage: int)
 
 def parameters_of_chunk(shape: ModelShape, sizes: BatchSizes, cfg: Config, stage: int, chunk: int) -> list[Parameter]:
     """The parameters of one model chunk of a rank, in the order of `named_parameters()`."""
-    chunks = sizes.vpp or 1
-    is_first, is_last = stage == 0 and chunk == 0, stage == sizes.pp - 1 and chunk == chunks - 1
+    chunks = sizes.layout.num_chunks
+    is_first, is_last = stage == 0 and chunk == 0, stage == sizes.layout.pp - 1 and chunk == chunks - 1
     outer = {entry.megatron: entry for entry in outer_entries(shape)}
     rows = padded_vocab(shape, sizes, cfg)
-    shared = shape.tied_embeddings and sizes.pp > 1
+    shared = shape.tied_embeddings and sizes.layout.pp > 1
     found = []
     if is_first:
-        found.append(Parameter(rows * shape.hidden_size // sizes.tp, is_shared_embedding=shared))
+        found.append(Parameter(rows * shape.hidden_size // sizes.layout.tp, is_shared_embedding=shared))
     for layer in chunks_of_stage(shape.num_layers, sizes, cfg, stage)[chunk]:
         found += _layer(shape, sizes, shape.is_moe_layer(layer))
     if is_last:
         found += [Parameter(numel_of(entry, sizes)) for name, entry in outer.items() if name == "decoder.final_layernorm.weight"]
         if not shape.tied_embeddings or not is_first:
-            found.append(Parameter(rows * shape.hidden_size // sizes.tp, is_shared_embedding=shared))
+            found.append(Parameter(rows * shape.hidden_size // sizes.layout.tp, is_shared_embedding=shared))
     return found
 
 
@@ -107,8 +107,8 @@ def _layer(shape: ModelShape, sizes: BatchSizes, moe: bool) -> Iterator[Paramete
     after = [entry for entry in outside if "shared_experts" in entry.megatron]
     yield from (Parameter(numel_of(entry, sizes)) for entry in before)
     if experts:
-        for _ in range(shape.moe.num_experts // sizes.ep):
-            yield from (Parameter(numel_of(entry, sizes), in_expert_buffer=sizes.ep > 1) for entry in experts)
+        for _ in range(shape.moe.num_experts // sizes.layout.ep):
+            yield from (Parameter(numel_of(entry, sizes), in_expert_buffer=sizes.layout.ep > 1) for entry in experts)
     yield from (Parameter(numel_of(entry, sizes)) for entry in after)
 
 
@@ -122,7 +122,7 @@ def numel_of(entry: Entry, sizes: BatchSizes) -> int:
     total = sum(math.prod(size) for _, size in entry.hf)
     if entry.cut is ShardCut.REPLICATED:
         return total
-    return total // (sizes.etp if entry.is_expert else sizes.tp)
+    return total // (sizes.layout.etp if entry.is_expert else sizes.layout.tp)
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,9 +184,9 @@ def buffers_of_stage(shape: ModelShape, sizes: BatchSizes, cfg: Config, stage: i
     """All gradient buffers of a rank of this stage: per model chunk one for dense parameters and, with EP, one for experts."""
     is_sharded = cfg.optimizer.use_distributed_optimizer
     found = []
-    for chunk in range(sizes.vpp or 1):
+    for chunk in range(sizes.layout.num_chunks):
         parameters = parameters_of_chunk(shape, sizes, cfg, stage, chunk)
-        for experts, ranks in ((False, sizes.dp_size * sizes.cp), (True, sizes.expert_dp_size)):
+        for experts, ranks in ((False, sizes.dp_size * sizes.layout.cp), (True, sizes.layout.expert_dp_size)):
             own = [parameter for parameter in parameters if parameter.in_expert_buffer == experts]
             overlaps = cfg.optimizer.overlap_grad_reduce and stage == 0 and chunk == 0
             size = max(SMALLEST_BUCKET, BUCKET_PER_RANK * sizes.dp_size) if overlaps else None

@@ -102,8 +102,8 @@ def _size_rows(made: Plan) -> Iterator[tuple[str, str, str]]:
     if stale:
         who = f"; stale rollouts {', '.join(stale[:8])}{', ...' if len(stale) > 8 else ''} of {shown}"
     yield "forward-only", f"{old['slices_recomputed']}", f"of {old['slices_total']} slices{who}"
-    if sizes.pp > 1:
-        why = f"= (pp - 1) / (vpp x A + pp - 1), pp {sizes.pp}, vpp {sizes.vpp or 1}, A {a}"
+    if sizes.layout.pp > 1:
+        why = f"= (pp - 1) / (vpp x A + pp - 1), pp {sizes.layout.pp}, vpp {sizes.layout.vpp or 1}, A {a}"
         yield "pipeline bubble", f"{bubble_fraction(sizes):.1%}", why
 
 

@@ -91,17 +91,17 @@ def _staleness(cfg: Config, timetable: Timetable) -> Iterator[str]:
 
 def _idle(checked: Checked) -> Iterator[str]:
     cfg, sizes = checked.config, checked.sizes
-    engines = sizes.world_size // cfg.rollout.vllm_tensor_parallel_size
+    engines = sizes.layout.world_size // cfg.rollout.vllm_tensor_parallel_size
     if sizes.num_rollout_prompts < engines:
         idle = (engines - sizes.num_rollout_prompts) * cfg.rollout.vllm_tensor_parallel_size
         yield (
-            f"{idle} of {sizes.world_size} ranks are idle while sampling: a rollout has {sizes.num_rollout_prompts} prompts "
+            f"{idle} of {sizes.layout.world_size} ranks are idle while sampling: a rollout has {sizes.num_rollout_prompts} prompts "
             f"for {engines} engines. "
             "Raise generation_batch_size, or vllm_tensor_parallel_size."
         )
     fraction = bubble_fraction(sizes)
     if fraction > BUBBLE:
-        pp, a, vpp = sizes.pp, sizes.gradient_accumulation_steps, sizes.vpp or 1
+        pp, a, vpp = sizes.layout.pp, sizes.gradient_accumulation_steps, sizes.layout.num_chunks
         yield (
             f"Pipeline stages wait {fraction:.0%} of a training step: (pp - 1) / (vpp x A + pp - 1) = {pp - 1} / ({vpp} x "
             f"{a} + {pp - 1}). "

@@ -26,7 +26,6 @@ from megatron_grpo.run.lock import OutputLock
 from megatron_grpo.run.peers import Peers, Process
 from megatron_grpo.run.signals import StopSignal, die_with_parent
 from megatron_grpo.settings.config import Config
-from megatron_grpo.sizing.batch_sizes import BatchSizes
 
 
 def run_training(made: Plan, inputs: Inputs, **parts: Any) -> int:
@@ -38,7 +37,7 @@ def run_training(made: Plan, inputs: Inputs, **parts: Any) -> int:
     if launcher.read().by_torchrun:
         die_with_parent()
     with CleanUp(partial(close_rewards, inputs.rewards)) as clean_up:
-        parallel = start_parallel(cfg, made.checked.sizes)
+        parallel = start_parallel(cfg, made.checked.sizes.layout)
         peers = Peers(collectives.store(), rank=parallel.rank, processes=collectives.from_all(Process.mine()))
         signal = StopSignal(partial(leave_if_doomed, peers))
         clean_up.add(signal.restore)
@@ -106,9 +105,8 @@ def leave_if_doomed(peers: Peers) -> None:
     os._exit(EXIT_CRASH)
 
 
-def start_parallel(cfg: Config, sizes: BatchSizes) -> ParallelState:
+def start_parallel(cfg: Config, layout: Layout) -> ParallelState:
     """Joins the job, on the grid that the plan describes. Collective."""
-    layout = Layout(world_size=sizes.world_size, tp=sizes.tp, pp=sizes.pp, vpp=sizes.vpp, cp=sizes.cp, ep=sizes.ep, etp=sizes.etp)
     return state.start(
         layout,
         sequence_parallel=cfg.parallel.sequence_parallel,

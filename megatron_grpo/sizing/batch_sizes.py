@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron_grpo.errors import ConfigError, Problem
+from megatron_grpo.parallel.layout import Layout
 from megatron_grpo.settings.config import Config
 from megatron_grpo.sizing.dialects import PRODUCTS
 from megatron_grpo.sizing.nearest import broken_rules, nearest
@@ -21,13 +22,7 @@ def quotient(top: int, bottom: int) -> int | float:
 class BatchSizes:
     """Every size of docs/batching.md section 1. Counted in completions unless a name says prompts, steps or ranks."""
 
-    world_size: int = 1
-    tp: int = 1
-    pp: int = 1
-    vpp: int | None = None
-    cp: int = 1
-    ep: int = 1
-    etp: int = 1
+    layout: Layout
     micro_batch_size: int = 1
     global_batch_size: int
     generation_batch_size: int
@@ -56,13 +51,7 @@ class BatchSizes:
         """From inputs that break no rule."""
         v, d = inputs.values, derive(inputs)
         return cls(
-            world_size=v[WORLD],
-            tp=v[TP],
-            pp=v[PP],
-            vpp=v.get(VPP),
-            cp=v[CP],
-            ep=v[EP],
-            etp=v[ETP],
+            layout=Layout(world_size=v[WORLD], tp=v[TP], pp=v[PP], vpp=v.get(VPP), cp=v[CP], ep=v[EP], etp=v[ETP]),
             micro_batch_size=d.micro.whole(),
             global_batch_size=d.global_batch.whole(),
             generation_batch_size=d.generation.whole(),
@@ -73,11 +62,7 @@ class BatchSizes:
 
     @property
     def dp_size(self) -> int:
-        return self.world_size // (self.tp * self.pp * self.cp)
-
-    @property
-    def expert_dp_size(self) -> int:
-        return self.world_size // (self.etp * self.ep * self.pp)
+        return self.layout.dp_size
 
     @property
     def completions_per_micro_step(self) -> int:

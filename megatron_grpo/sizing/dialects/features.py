@@ -16,7 +16,6 @@ DROPS_TOKENS = "experts take every token here; a capacity that drops some is not
 PLUGINS = "plugin files are not loaded; name a reward function as path/to/file.py:function in reward_funcs"
 SAMPLING = "sampling is by temperature, top_p and top_k alone, because training log-probs must be those of the sampler"
 STREAMING = "streamed and mixed data sets are not there: dataset takes one file, directory or Hub name"
-SPEED_ONLY = "data and models are read as they are"
 EPOCH = "saving and evaluating is counted in optimizer steps: give save_steps and eval_steps"
 SHARDED_ELSEWHERE = (
     "DeepSpeed and FSDP are not used: Megatron shards (tensor_model_parallel_size, pipeline_model_parallel_size, use_distributed_optimizer)"

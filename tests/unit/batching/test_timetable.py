@@ -9,13 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_grpo.batching.timetable import Timetable, epochs_of_prompts, steps_for_prompts
+from megatron_grpo.parallel.layout import Layout
 from megatron_grpo.sizing.batch_sizes import BatchSizes
 
 
 def sizes_of(accumulation: int, window: int, passes: int, *, unit: int = 2, dp: int = 1, old_logprobs: str = "auto") -> BatchSizes:
     """A micro-steps an optimizer step, W slices a rollout, mu passes; `unit` completions a micro-step on each of `dp` ranks."""
     return BatchSizes(
-        world_size=dp,
+        layout=Layout(world_size=dp),
         micro_batch_size=unit,
         global_batch_size=accumulation * unit * dp,
         old_logprobs=old_logprobs,
