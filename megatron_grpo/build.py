@@ -33,7 +33,7 @@ from megatron_grpo.policy.optimizer import Trainable
 from megatron_grpo.policy.policy import Policy, cut_for
 from megatron_grpo.policy.reference import FollowingReference, FrozenReference, Reference
 from megatron_grpo.policy.refused import machine_problems
-from megatron_grpo.policy.scorer import Scorer
+from megatron_grpo.policy.scorer import ModelScorer
 from megatron_grpo.rollout.engine import Engine, SamplingSettings
 from megatron_grpo.rollouts import Asker, KlPenalty, Rollouts
 from megatron_grpo.settings.config import Config, GrpoConfig
@@ -175,14 +175,14 @@ ENGINES: dict[str, MakeEngine] = {"colocate": build_colocated}  # by vllm_mode
 # ---- which reference -------------------------------------------------------------------------------------------------------------------
 
 Tensors = Callable[[], dict[str, torch.Tensor]]
-MakeReference = Callable[[GrpoConfig, Scorer, Tensors], Reference]  # settings; the model that the run began with; its tensors
+MakeReference = Callable[[GrpoConfig, ModelScorer, Tensors], Reference]  # settings; the model that the run began with; its tensors
 
 
-def build_frozen(cfg: GrpoConfig, initial: Scorer, tensors: Tensors) -> Reference:
+def build_frozen(cfg: GrpoConfig, initial: ModelScorer, tensors: Tensors) -> Reference:
     return FrozenReference(initial.model, initial.parallel, initial.cut)
 
 
-def build_following(cfg: GrpoConfig, initial: Scorer, tensors: Tensors) -> Reference:
+def build_following(cfg: GrpoConfig, initial: ModelScorer, tensors: Tensors) -> Reference:
     return FollowingReference(initial, tensors=tensors, every=cfg.ref_model_sync_steps, alpha=cfg.ref_model_mixup_alpha)
 
 
@@ -246,7 +246,7 @@ def build_policy(
     if cfg.grpo.beta:
         initial = [chunk.eval().requires_grad_(False) for chunk in loaded_chunks()]
         make = reference or REFERENCES[cfg.grpo.sync_ref_model]
-        held_to = make(cfg.grpo, Scorer(initial, parallel, cut), partial(exchange.tensors, initial))
+        held_to = make(cfg.grpo, ModelScorer(initial, parallel, cut), partial(exchange.tensors, initial))
     return Policy(
         model,
         loss=loss,

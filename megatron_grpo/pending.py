@@ -16,16 +16,10 @@ import numpy as np
 from megatron_grpo.batching.collate import collate, collate_samples
 from megatron_grpo.batching.split import BatchCut, Portion, deal, deal_filled
 from megatron_grpo.batching.timetable import Step
+from megatron_grpo.grpo.loss import TokenWeigher
 from megatron_grpo.parallel import collectives
 from megatron_grpo.parallel.state import ParallelState
 from megatron_grpo.types import GlobalBatch, MicroBatch, Rollout, Row, RowKey, Sample, Sequence
-
-
-class TokenWeigher(Protocol):
-    """`u` of every row of a step; `grpo.token_weights` with the loss already chosen."""
-
-    def __call__(self, num_masked: SequenceOf[int], *, is_truncated: SequenceOf[bool], is_dead: SequenceOf[bool]) -> Any:
-        """An object with `of_rows` (float64 [rows]), `num_sequences` and `num_loss_tokens`."""
 
 
 class Scorer(Protocol):

@@ -74,7 +74,7 @@ NEW_RUN = "or begin a new run in another --output_dir"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Change:
+class Difference:
     """A setting or a content that is not what it was. `verdict` as in the table."""
 
     name: str
@@ -86,12 +86,12 @@ class Change:
         return f"{self.name}  {_plain(self.was)} -> {_plain(self.now)}"
 
 
-def changes_since(before: Origin, now: Origin) -> list[Change]:
+def changes_since(before: Origin, now: Origin) -> list[Difference]:
     """All that differs and is not free. What either side does not know is not compared."""
     return [*_settings(before, now), *_contents(before, now)]
 
 
-def _settings(before: Origin, now: Origin) -> Iterator[Change]:
+def _settings(before: Origin, now: Origin) -> Iterator[Difference]:
     # Sizes are compared as they were worked out: a run may have typed the same ones in other words.
     was, are = {**before.settings, **before.sizes}, {**now.settings, **now.sizes}
     for name, value in are.items():
@@ -99,10 +99,10 @@ def _settings(before: Origin, now: Origin) -> Iterator[Change]:
         if name in _OF_THE_REFERENCE:
             verdict = "refused" if _keeps_reference(was) != _keeps_reference(are) else "said"
         if name in was and was[name] != value and verdict != "free":
-            yield Change(name=name, was=was[name], now=value, verdict=verdict)
+            yield Difference(name=name, was=was[name], now=value, verdict=verdict)
     if are:
         for name in was.keys() - are.keys() - VERDICTS.keys():  # a setting of the version that wrote it
-            yield Change(name=name, was=was[name], now="(unknown here)", verdict="said")
+            yield Difference(name=name, was=was[name], now="(unknown here)", verdict="said")
 
 
 def _keeps_reference(settings: Mapping[str, Any]) -> bool:
@@ -110,13 +110,13 @@ def _keeps_reference(settings: Mapping[str, Any]) -> bool:
     return bool(settings.get("sync_ref_model") and settings.get("beta"))
 
 
-def _contents(before: Origin, now: Origin) -> Iterator[Change]:
+def _contents(before: Origin, now: Origin) -> Iterator[Difference]:
     for name, value in now.content.items():
         if before.content.get(name, value) != value:
-            yield Change(name=name, was=before.content[name], now=value, verdict=CONTENT.get(name, "said"))
+            yield Difference(name=name, was=before.content[name], now=value, verdict=CONTENT.get(name, "said"))
 
 
-def problems_of(changes: list[Change], manifest: Manifest, *, is_between_rollouts: bool, typed: Mapping[str, str]) -> list[Problem]:
+def problems_of(changes: list[Difference], manifest: Manifest, *, is_between_rollouts: bool, typed: Mapping[str, str]) -> list[Problem]:
     """The changes that this checkpoint cannot be continued with, in the user's names. is_between_rollouts: in the sizes of this run."""
     problems = [_refusal(change, manifest, typed) for change in changes if change.verdict == "refused"]
     sizes = [change for change in changes if change.verdict == "between" and change.name in manifest.origin.sizes]
@@ -136,7 +136,7 @@ def problems_of(changes: list[Change], manifest: Manifest, *, is_between_rollout
     return problems
 
 
-def _refusal(change: Change, manifest: Manifest, typed: Mapping[str, str]) -> Problem:
+def _refusal(change: Difference, manifest: Manifest, typed: Mapping[str, str]) -> Problem:
     setting = _FLAGS.get(change.name, change.name)
     name = typed.get(setting, setting)
     if change.name in CONTENT:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from megatron_grpo import launcher
-from megatron_grpo.checkpoint.continuity import Change, changes_since, problems_of
+from megatron_grpo.checkpoint.continuity import Difference, changes_since, problems_of
 from megatron_grpo.checkpoint.folder import POINTER, Folder, damage
 from megatron_grpo.checkpoint.manifest import MANIFEST, Manifest, Origin, read_manifest
 from megatron_grpo.checkpoint.samples import files_of_samples, unreadable
@@ -40,7 +40,7 @@ class Candidate:
     """A checkpoint that is there by its manifest: what has changed since, and why this run cannot continue it, if it cannot."""
 
     manifest: Manifest
-    changes: tuple[Change, ...] = ()
+    changes: tuple[Difference, ...] = ()
     problems: tuple[Problem, ...] = ()
 
 

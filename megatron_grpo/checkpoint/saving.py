@@ -46,7 +46,7 @@ class ShardedPolicy(Protocol):
     def load_sharded_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
-class Pending(Protocol):
+class RowsToSave(Protocol):
     """The rows that wait to be trained; `megatron_grpo.pending`."""
 
     rows: Mapping[Any, Row]
@@ -55,7 +55,7 @@ class Pending(Protocol):
 
     def to_save(self) -> list[Sample]: ...
 
-    def restored(self, samples: Sequence[Sample], cut: BatchCut) -> Pending: ...
+    def restored(self, samples: Sequence[Sample], cut: BatchCut) -> RowsToSave: ...
 
 
 class PromptState(Protocol):
@@ -87,12 +87,12 @@ class Checkpoints:
 
     # -- saving ------------------------------------------------------------------------------------------------------------------------
 
-    def save_if_due(self, progress: Progress, pending: Pending, policy: ShardedPolicy, prompts: PromptState) -> bool:
+    def save_if_due(self, progress: Progress, pending: RowsToSave, policy: ShardedPolicy, prompts: PromptState) -> bool:
         """Saves after every `save_steps` optimizer steps; says whether it did."""
         due = self.save_steps > 0 and progress.step % self.save_steps == 0
         return due and self.save(progress, pending, policy, prompts)
 
-    def save(self, progress: Progress, pending: Pending, policy: ShardedPolicy, prompts: PromptState) -> bool:
+    def save(self, progress: Progress, pending: RowsToSave, policy: ShardedPolicy, prompts: PromptState) -> bool:
         """Writes one checkpoint, unless this step has just been saved.
 
         Raises CheckpointError on every rank, and leaves no partial directory, when any rank cannot write.
@@ -124,7 +124,7 @@ class Checkpoints:
             self.folder.retain(self.save_total_limit, newest=step)
         return True
 
-    def _write_ours(self, ours: Path, progress: Progress, pending: Pending, prompts: PromptState) -> list[str]:
+    def _write_ours(self, ours: Path, progress: Progress, pending: RowsToSave, prompts: PromptState) -> list[str]:
         """Writes what is not sharded; returns the names, relative to the checkpoint, of the files of this rank."""
         (ours / "rng").mkdir(parents=True, exist_ok=True)
         generators = ours / "rng" / f"rank_{collectives.rank():05d}.pt"
@@ -145,7 +145,7 @@ class Checkpoints:
             sync(path)
         return [str(path.relative_to(ours.parent)) for path in paths]
 
-    def _facts(self, progress: Progress, pending: Pending) -> dict[str, Any]:
+    def _facts(self, progress: Progress, pending: RowsToSave) -> dict[str, Any]:
         """The manifest; `versions` is the ledger of what is pending, by rollout."""
         versions = {str(row.rollout): row.version for row in pending.rows.values()}
         return facts(self.resume.origin, progress, world_size=collectives.num_ranks(), torch=torch.__version__, num_pending=len(pending),
@@ -180,7 +180,7 @@ class Checkpoints:
             raise unusable(refused)
         return None
 
-    def restore(self, policy: ShardedPolicy, prompts: PromptState, nothing: Pending, cut: BatchCut) -> tuple[Progress, Pending]:
+    def restore(self, policy: ShardedPolicy, prompts: PromptState, nothing: RowsToSave, cut: BatchCut) -> tuple[Progress, RowsToSave]:
         """Puts the run back to where the chosen checkpoint was taken; a fresh run is at step 0 with nothing pending.
 
         nothing: what is pending then. cut: says which ranks are home to which row.

@@ -73,7 +73,7 @@ class LossInputs:
 
 
 class TokenWeigher(Protocol):
-    """`token_weights.token_weights` with everything but the batch already chosen."""
+    """`token_weights.token_weights` with everything but the batch already chosen: `u` of every row of a step."""
 
     def __call__(self, num_masked, *, is_truncated, is_dead) -> TokenWeights: ...
 

@@ -28,7 +28,7 @@ from megatron_grpo.policy.guard import Gradient, Guard
 from megatron_grpo.policy.optimizer import Trainable, gradient_norm
 from megatron_grpo.policy.reference import Reference
 from megatron_grpo.policy.router import routers
-from megatron_grpo.policy.scorer import Scorer
+from megatron_grpo.policy.scorer import ModelScorer
 from megatron_grpo.policy.stream import LocalBatch
 from megatron_grpo.types import GlobalBatch, MicroBatch, RowKey, Sequence, TrainingMicroBatch
 from megatron_grpo.weights.update import WeightUpdate
@@ -79,12 +79,12 @@ class Policy:
         self.chunks, self.wrapped, self.optimizer, self.scheduler = model.chunks, model.wrapped, model.optimizer, model.scheduler
         self.loss, self.reference, self.guard = loss, reference, guard
         self.exchange, self.parallel, self.cut, self.clock = exchange, parallel, cut, clock or Clock()
-        self.scorer = Scorer(self.wrapped, parallel, cut)
+        self.scorer = ModelScorer(self.wrapped, parallel, cut)
 
     # ---- scoring -------------------------------------------------------------------------------------------------------------
 
     def score(self, sequences: SequenceOf[Sequence], *, temperature: float | None = None) -> list[np.ndarray]:
-        """Log-probs of the masked tokens of a few sequences; see `Scorer.score`."""
+        """Log-probs of the masked tokens of a few sequences; see `ModelScorer.score`."""
         return self.scorer.score(sequences, temperature=temperature)
 
     def logprobs(self, micro_batches: SequenceOf[MicroBatch]) -> list[np.ndarray]:

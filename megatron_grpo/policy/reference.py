@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from megatron_grpo.policy.scorer import Scorer
+from megatron_grpo.policy.scorer import ModelScorer
 from megatron_grpo.types import MicroBatch
 
 # This rank's parameters under their names in the whole model, as they are now.
@@ -33,7 +33,7 @@ class Reference(Protocol):
         """Model chunks that a checkpoint must hold, because nothing else does."""
 
 
-class FrozenReference(Scorer):
+class FrozenReference(ModelScorer):
     """The model that the run began with."""
 
     saved_chunks: SequenceOf[Any] = ()
@@ -42,10 +42,10 @@ class FrozenReference(Scorer):
         """Stays."""
 
 
-class FollowingReference(Scorer):
+class FollowingReference(ModelScorer):
     """reference = alpha * policy + (1 - alpha) * reference, weight by weight, every so many steps (TR-DPO, arXiv:2404.09656)."""
 
-    def __init__(self, scorer: Scorer, *, tensors: Tensors, every: int, alpha: float):
+    def __init__(self, scorer: ModelScorer, *, tensors: Tensors, every: int, alpha: float):
         """tensors: of the reference. every: in optimizer steps. alpha: 1 copies the policy."""
         super().__init__(scorer.model, scorer.parallel, scorer.cut)
         self._tensors, self._every, self._alpha = tensors, every, alpha

@@ -16,7 +16,7 @@ from megatron_grpo.policy.stream import LocalBatch
 from megatron_grpo.types import MicroBatch, Sequence
 
 
-class Scorer:
+class ModelScorer:
     """Every method is collective: all ranks call it. model: this stage's chunks, as Megatron's schedule takes them."""
 
     def __init__(self, model: SequenceOf[torch.nn.Module], parallel: ParallelState, cut: BatchCut):

@@ -9,7 +9,7 @@ from typing import Any
 from megatron_grpo.errors import ConfigError, Problem
 from megatron_grpo.settings.config import Config
 from megatron_grpo.settings.foreign import Change, Dialect, Foreign, shown, words_of
-from megatron_grpo.settings.read import COMMAND_LINE, Entry, read_file, read_words
+from megatron_grpo.settings.read import COMMAND_LINE, TypedSetting, read_file, read_words
 from megatron_grpo.settings.remedies import ALIKE, reads_as, remedy
 from megatron_grpo.settings.table import BadValue, Setting, close_to, names, read_value, table
 
@@ -56,7 +56,7 @@ def parse(argv: Sequence[str], *, launcher_world_size: int | None = None, dialec
     files = [path for entry in typed_entries if entry.name == "config" for path in entry.raw]
     if any(entry.name == "config" and not entry.raw for entry in typed_entries):
         problems.append(Problem(flags=("config",), message="config needs the name of a file."))
-    entries: list[Entry] = []
+    entries: list[TypedSetting] = []
     for path in files:
         file_entries, file_problems = read_file(path)
         entries += file_entries
@@ -72,7 +72,7 @@ def parse(argv: Sequence[str], *, launcher_world_size: int | None = None, dialec
     return builder.finish(launcher_world_size)
 
 
-def _dialect_of(entries: Sequence[Entry], dialects: Mapping[str, Dialect]) -> Dialect | None:
+def _dialect_of(entries: Sequence[TypedSetting], dialects: Mapping[str, Dialect]) -> Dialect | None:
     """`--dialect` decides what the other names mean, so it is looked for first."""
     found = None
     for entry in entries:
@@ -97,12 +97,12 @@ class _Builder:
         self.unknown: dict[str, list[str]] = {}  # by source
         self.lacking: dict[str, list[tuple[str, str]]] = {}  # sentence -> (name, words) that it refuses
 
-    def hear(self, entry: Entry) -> None:
+    def hear(self, entry: TypedSetting) -> None:
         """Names that are read together need each other's words, whichever comes first."""
         if self.dialect:
             self.given[self.dialect.row(entry.name)[0]] = words_of(entry.raw) or ["true"]
 
-    def take(self, entry: Entry) -> None:
+    def take(self, entry: TypedSetting) -> None:
         row = self.dialect.row(entry.name)[1] if self.dialect else None
         if entry.name.startswith("$") and row is None:
             self._of_a_script(entry)
@@ -124,7 +124,7 @@ class _Builder:
             return
         self._set(setting, value, source=entry.source, typed=name)
 
-    def _take_foreign(self, entry: Entry, row: Foreign) -> None:
+    def _take_foreign(self, entry: TypedSetting, row: Foreign) -> None:
         """A name that is read by a function, refused, or set aside."""
         words = words_of(entry.raw) or ["true"]
         if row.read is not None:
@@ -160,7 +160,7 @@ class _Builder:
         self.sources[setting.name] = source
         self.typed[setting.name] = typed
 
-    def _find(self, entry: Entry, row: Foreign | None) -> tuple[Setting | None, Any, str]:
+    def _find(self, entry: TypedSetting, row: Foreign | None) -> tuple[Setting | None, Any, str]:
         """(setting, value when the name itself says it, the name as the user knows it)."""
         name = entry.name
         if self.dialect:
@@ -178,7 +178,7 @@ class _Builder:
             return None, None, name
         return setting, None, name
 
-    def _of_a_script(self, entry: Entry) -> None:
+    def _of_a_script(self, entry: TypedSetting) -> None:
         """A script's own launcher says how many ranks it starts; a script may hold more commands than one."""
         if entry.name == "$other":
             self.parsed.notes.append(f"{entry.source}: the flags of its last command are read, not those of {entry.raw[0]}.")

@@ -17,7 +17,7 @@ _ASSIGNMENT = re.compile(r"[A-Za-z_][\w.]*=")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
+class TypedSetting:
     """One setting as it was typed. `raw` is a list of words from a command line, or whatever YAML made of it."""
 
     name: str  # canonical, dots and all: "micro_batch_size", "trainer.train_batch_size"
@@ -25,24 +25,24 @@ class Entry:
     source: str  # "command line" or the file's name
 
 
-def read_words(words: Sequence[str], *, source: str = COMMAND_LINE, lenient: bool = False) -> tuple[list[Entry], list[Problem]]:
+def read_words(words: Sequence[str], *, source: str = COMMAND_LINE, lenient: bool = False) -> tuple[list[TypedSetting], list[Problem]]:
     """Flags with what follows them. `a.b=c` without dashes is read too where the name has a dot (Hydra's overrides).
 
     lenient: words that belong to no flag are passed over (the program's name in a shell script) instead of reported.
     """
-    entries: list[Entry] = []
+    entries: list[TypedSetting] = []
     problems: list[Problem] = []
     current: list[str] | None = None
     for word in words:
         if _FLAG.match(word):
             name, equals, value = word.partition("=")
             current = [value] if equals else []
-            entries.append(Entry(name=canonical(name), raw=current, source=source))
+            entries.append(TypedSetting(name=canonical(name), raw=current, source=source))
             if equals:
                 current = None
         elif "." in word.partition("=")[0] and _ASSIGNMENT.match(word) and not (current is not None and not current):
             name, _, value = word.lstrip("+").partition("=")
-            entries.append(Entry(name=canonical(name), raw=[value], source=source))
+            entries.append(TypedSetting(name=canonical(name), raw=[value], source=source))
             current = None
         elif current is not None:
             current.append(word)
@@ -52,7 +52,7 @@ def read_words(words: Sequence[str], *, source: str = COMMAND_LINE, lenient: boo
     return entries, problems
 
 
-def read_file(path: str) -> tuple[list[Entry], list[Problem]]:
+def read_file(path: str) -> tuple[list[TypedSetting], list[Problem]]:
     """A YAML file, or a shell script whose last command holds the flags."""
     file = Path(path)
     try:
@@ -65,7 +65,7 @@ def read_file(path: str) -> tuple[list[Entry], list[Problem]]:
     return read_yaml(text, source=file.name)
 
 
-def read_yaml(text: str, *, source: str) -> tuple[list[Entry], list[Problem]]:
+def read_yaml(text: str, *, source: str) -> tuple[list[TypedSetting], list[Problem]]:
     """Keys, flat or in sections. Sections named after a group of settings disappear; others stay as `section.key`."""
     import yaml
 
@@ -82,7 +82,7 @@ def read_yaml(text: str, *, source: str) -> tuple[list[Entry], list[Problem]]:
         return [], [Problem(flags=("config",), message=f"{source} must hold `name: value` lines, not a {type(data).__name__}.")]
     problems = [Problem(flags=(key,), message=f"{key} stands twice in {source}. Keep one of them.") for key in _repeated(root)]
     groups = {setting.group for setting in table().values()}
-    entries: list[Entry] = []
+    entries: list[TypedSetting] = []
 
     def walk(mapping: dict, prefix: str) -> None:
         for key, value in mapping.items():
@@ -90,7 +90,7 @@ def read_yaml(text: str, *, source: str) -> tuple[list[Entry], list[Problem]]:
             if isinstance(value, dict):
                 walk(value, "" if not prefix and name in groups else f"{name}.")
             else:
-                entries.append(Entry(name=name, raw=value, source=source))
+                entries.append(TypedSetting(name=name, raw=value, source=source))
 
     walk(data, "")
     return entries, problems
@@ -115,12 +115,12 @@ def _repeated(root: Any) -> list[str]:
     return found
 
 
-def read_script(text: str, *, source: str) -> tuple[list[Entry], list[Problem]]:
+def read_script(text: str, *, source: str) -> tuple[list[TypedSetting], list[Problem]]:
     """The flags of a launch script. Its variables become entries named `$NAME`, so that the number of ranks can be found."""
     from megatron_grpo.settings.script import read_shell
 
     script = read_shell(text, source=source)
     entries = read_words(script.words, source=source, lenient=True)[0]
-    entries += [Entry(name=f"${name}", raw=[value], source=source) for name, value in script.variables.items()]
-    entries += [Entry(name="$other", raw=[program], source=source) for program in script.others]
+    entries += [TypedSetting(name=f"${name}", raw=[value], source=source) for name, value in script.variables.items()]
+    entries += [TypedSetting(name="$other", raw=[program], source=source) for program in script.others]
     return entries, script.problems

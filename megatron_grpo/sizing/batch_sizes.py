@@ -12,7 +12,7 @@ from megatron_grpo.sizing.nearest import broken_rules, nearest
 from megatron_grpo.sizing.sizes import CP, EP, ETP, NATIVE, PP, TP, VPP, WORLD, Model, TypedSizes, derive, inputs_of
 
 
-def whole(top: int, bottom: int) -> int | float:
+def quotient(top: int, bottom: int) -> int | float:
     """top / bottom, an int where it is whole."""
     return top // bottom if top % bottom == 0 else top / bottom
 
@@ -97,7 +97,7 @@ class BatchSizes:
     @property
     def steps_per_generation(self) -> int | float:
         """Global batches in one rollout; not whole only with allow_unaligned_generation."""
-        return whole(self.generation_batch_size, self.global_batch_size)
+        return quotient(self.generation_batch_size, self.global_batch_size)
 
     @property
     def num_rollout_prompts(self) -> int:
@@ -106,11 +106,11 @@ class BatchSizes:
     @property
     def num_train_prompts(self) -> int | float:
         """Prompts in one optimizer step; may be a fraction, for a group may straddle optimizer steps."""
-        return whole(self.global_batch_size, self.num_generations)
+        return quotient(self.global_batch_size, self.num_generations)
 
     @property
     def num_prompts_per_dp_group(self) -> int | float:
-        return whole(self.global_batch_size, self.num_generations * self.dp_size)
+        return quotient(self.global_batch_size, self.num_generations * self.dp_size)
 
     @property
     def stream_sizes(self) -> dict[str, int | str]:
