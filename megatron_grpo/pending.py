@@ -31,10 +31,15 @@ class Scorer(Protocol):
 
 def deliver(items: Mapping[RowKey, tuple[int, Any]], parallel: ParallelState) -> dict[RowKey, Any]:
     """{row: (data-parallel rank, item)} -> {row: item} on every rank of that share. Each row is handed in by one rank. Collective."""
-    parts: dict[int, list[tuple[RowKey, Any]]] = {}
-    for key, (home, item) in items.items():
-        for rank in parallel.layout.ranks_of_share(home):
-            parts.setdefault(rank, []).append((key, item))
+    return _to_shares(((home, key, item) for key, (home, item) in items.items()), parallel)
+
+
+def _to_shares(items: Iterable[tuple[int, RowKey, Any]], parallel: ParallelState) -> dict[RowKey, Any]:
+    """What all ranks together hand in for this rank's share. items: (data-parallel rank, row, item). Collective."""
+    by_share: dict[int, list[tuple[RowKey, Any]]] = {}
+    for share, key, item in items:
+        by_share.setdefault(share, []).append((key, item))
+    parts = {rank: part for share, part in by_share.items() for rank in parallel.layout.ranks_of_share(share)}
     return {key: item for part in collectives.exchange(parts) for key, item in part}
 
 
@@ -78,14 +83,8 @@ def _spread(items: Mapping[RowKey, Any], homes: Mapping[RowKey, int], wanted: Ma
     kept = {key: items[key] for key, shares in wanted.items() if parallel.dp_rank in shares and homes[key] == parallel.dp_rank}
     if all(shares <= {homes[key]} for key, shares in wanted.items()):
         return kept
-    parts: dict[int, list[tuple[RowKey, Any]]] = {}
-    if parallel.is_first_of_share:
-        for key, shares in wanted.items():
-            if homes[key] == parallel.dp_rank:
-                for share in shares - {parallel.dp_rank}:
-                    for rank in parallel.layout.ranks_of_share(share):
-                        parts.setdefault(rank, []).append((key, items[key]))
-    return kept | {key: item for part in collectives.exchange(parts) for key, item in part}
+    mine = [key for key in wanted if homes[key] == parallel.dp_rank] if parallel.is_first_of_share else []
+    return kept | _to_shares(((share, key, items[key]) for key in mine for share in wanted[key] - {parallel.dp_rank}), parallel)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

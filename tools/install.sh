@@ -197,7 +197,7 @@ drop_broken_companions() {
 
 is_working() { "$python" -c 'import torch, transformers, megatron.core, vllm, megatron_grpo' >>"$log" 2>&1; }
 
-started=$SECONDS way="" size="3.5 GB" more_indexes=()
+started=$SECONDS way="" size="4 GB" more_indexes=()
 : >"$log"
 rm -f "$stamp"
 touch "$unfinished"

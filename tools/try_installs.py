@@ -16,6 +16,7 @@ import functools
 import http.server
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -52,13 +53,18 @@ def served(wheels: list[Path], folder: Path) -> Iterator[str]:
 def output_of(command: list[str], environment: dict[str, str], folder: Path) -> tuple[bool, str]:
     """Runs the command and shows what it says. Returns whether it ended well, and its last 200 lines."""
     process = subprocess.Popen(
-        command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
-    )
+        command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
+        start_new_session=True,
+    )  # fmt: skip
     lines = []
-    for line in process.stdout:
-        print("    " + line, end="", flush=True)
-        lines = [*lines[-199:], line]
-    return process.wait() == 0, "".join(lines)
+    try:
+        for line in process.stdout:
+            print("    " + line, end="", flush=True)
+            lines = [*lines[-199:], line]
+        return process.wait() == 0, "".join(lines)
+    finally:
+        with contextlib.suppress(ProcessLookupError):  # it ended by itself
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 def try_one(way: int, python: str, wheels: list[Path], index: str | None, quickstart: bool, folder: Path) -> list[str]:
@@ -105,6 +111,7 @@ def main() -> int:
     parser.add_argument("--wheels", type=Path, help="folder with CPU builds of torch; without it, way 1 is not tried")
     parser.add_argument("--quickstart", action="store_true", help="run the quickstart in each environment too")
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that what was tried is deleted
 
     rows, skipped = [], []
     for python in args.python:

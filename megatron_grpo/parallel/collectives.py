@@ -74,12 +74,14 @@ def from_rank(value: Any, source: int, group: Group = None) -> Any:
 def exchange(parts: Mapping[int, Any]) -> list[Any]:
     """Sends `parts[r]` to rank r, and to nobody else; returns what this rank was sent, in the order of the senders.
 
-    For what few ranks need: tokens and log-probs go to those who train them. What a rank sends to itself is not copied.
+    For what few ranks need: tokens and log-probs go to those who train them. What a rank sends to itself is not copied. One object for
+    several ranks is pickled once.
     """
     me, size = rank(), num_ranks()
     if size == 1:
         return [parts[0]] if 0 in parts else []
-    outgoing = [pickle.dumps(parts[r], protocol=5) if r in parts and r != me else b"" for r in range(size)]
+    pickled = {id(part): pickle.dumps(part, protocol=5) for part in {id(part): part for part in parts.values()}.values()}
+    outgoing = [pickled[id(parts[r])] if r in parts and r != me else b"" for r in range(size)]
     device = device_of_messages()
     sizes = torch.tensor([len(part) for part in outgoing], dtype=torch.int64, device=device)
     incoming = torch.empty_like(sizes)

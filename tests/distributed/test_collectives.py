@@ -1,0 +1,46 @@
+"""What travels between ranks, and to whom."""
+
+from __future__ import annotations
+
+from tests.ranks import run_ranks
+
+
+def test_an_exchange_reaches_those_it_names_in_the_order_of_the_senders():
+    def body(rank, world_size):
+        import numpy as np
+
+        from megatron_grpo.parallel import collectives
+
+        shared = [("from", rank), np.full(1000 * rank, rank)]
+        found = collectives.exchange({1: shared, 2: shared} if rank != 1 else {0: ["alone"]})
+        nothing = collectives.exchange({})
+        return [part if part == ["alone"] else (part[0], len(part[1]), part is shared) for part in found], nothing
+
+    assert run_ranks(body, 3) == [
+        ([["alone"]], []),
+        ([(("from", 0), 0, False), (("from", 2), 2000, False)], []),
+        ([(("from", 0), 0, False), (("from", 2), 2000, True)], []),  # what a rank sends to itself is not copied
+    ]
+
+
+def test_a_sum_in_place_refuses_what_only_a_copy_of_would_get_it():
+    def body(rank, world_size):
+        import pytest
+        import torch
+
+        from megatron_grpo.parallel import collectives
+
+        grad = torch.arange(6.0).reshape(2, 3) * (rank + 1)
+        with pytest.raises(ValueError, match=r"shape \(3, 2\) and strides \(1, 3\) is not contiguous"):
+            collectives.add_(grad.t(), None)
+        return collectives.add_(grad, None).tolist(), collectives.max_(torch.tensor([float(rank)]), None).item()
+
+    assert run_ranks(body, 2) == [([[0.0, 3.0, 6.0], [9.0, 12.0, 15.0]], 1.0)] * 2
+
+
+def test_a_process_without_a_job_is_a_job_of_one():
+    from megatron_grpo.parallel import collectives
+
+    assert (collectives.rank(), collectives.num_ranks(), collectives.has_job()) == (0, 1, False)
+    assert collectives.from_all("x") == collectives.to_first("x") == ["x"] and collectives.from_first("x") == "x"
+    assert collectives.exchange({0: "x"}) == ["x"] and collectives.largest(2.0) == 2.0
