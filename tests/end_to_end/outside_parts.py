@@ -1,0 +1,75 @@
+"""A sampler, a reference and a guard of somebody else: nothing here is in the package, and the package knows nothing of it."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import numpy as np
+
+from megatron_grpo import cli
+from megatron_grpo.parallel import collectives
+from megatron_grpo.types import Group, answered
+
+LOGPROB = -4.0  # of every token, by the reference
+
+
+class Alphabet:
+    """Answers prompt n, place i with the tokens 10 + i, 11 + i, ...; tells what it was given to hold."""
+
+    dtype = "float32"
+
+    def __init__(self):
+        self.version, self.held = 0, {}
+
+    def generate(self, prompts, sampling, *, seed):
+        def answer(prompt, place):
+            ids = [10 + place + i for i in range(1 + prompt.number % sampling.max_completion_length)]
+            return answered(prompt.token_ids, ids, [-1.0] * len(ids), text="", ended="stop", version=self.version)
+
+        mine = prompts[collectives.rank() :: collectives.num_ranks()]  # the groups that this rank is to judge
+        return [Group(prompt=prompt, completions=tuple(answer(prompt, i) for i in range(sampling.n))) for prompt in mine]
+
+    def awake(self):
+        return nullcontext()
+
+    def take(self, update):
+        self.held[update.version] = {name: tensor.numpy().copy() for name, tensor in update.tensors}
+        self.version = update.version
+
+    def probes(self):
+        return []
+
+    def score(self, token_ids):
+        return []
+
+    def close(self):
+        pass
+
+
+class Uniform:
+    """A reference to which all tokens are alike."""
+
+    saved_chunks = ()
+
+    def __init__(self, cfg, initial, tensors):
+        self.parallel = initial.parallel
+
+    def logprobs(self, micro_batches):
+        return [np.full(len(micro.targets), LOGPROB, dtype=np.float32) for micro in micro_batches]
+
+    def last_stage_logprobs(self, micro_batches):
+        return self.logprobs(micro_batches) if self.parallel.is_last_stage else []
+
+    def after_step(self, step, policy):
+        pass
+
+
+class NotTheSecond:
+    """A guard that refuses the gradient of the second step."""
+
+    def allows(self, gradient):
+        return gradient.step + 1 != 2
+
+
+def train(flags, sampler):
+    return cli.main(["train", *flags], engine=lambda cfg, inputs, parallel: sampler, reference=Uniform, guard=NotTheSecond())

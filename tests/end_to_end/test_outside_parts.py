@@ -1,0 +1,62 @@
+"""A sampler, a reference and a guard written outside the package do their part in a run, and the package is not changed for them."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import math
+
+import numpy as np
+import pytest
+
+from tests.end_to_end import outside_parts
+from tests.end_to_end.runs import records, write_inputs
+from tests.ranks import run_ranks
+
+STEPS = 4
+
+
+def train(rank: int, world_size: int, flags: list[str]):
+    """The exit code, what was said, and the weights that the sampler held by version."""
+    sampler = outside_parts.Alphabet()
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        code = outside_parts.train(flags, sampler)
+    return code, said.getvalue(), sampler.held
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """On two pipeline stages: the reference is asked for on one of them alone."""
+    folder = tmp_path_factory.mktemp("run")
+    flags = [
+        *write_inputs(folder),
+        *("--output_dir", str(folder / "out")),
+        *("--max_steps", str(STEPS)),
+        "--pipeline_model_parallel_size",
+        "2",
+    ]
+    flags += ["--beta", "0.1", "--kl_estimator", "k1", "--verify_weight_push", "false", "--export_hf", "false", "--num_generations", "2"]
+    found = run_ranks(train, 2, [*flags, "--global_batch_size", "8", "--micro_batch_size", "2"])
+    assert [code for code, _, _ in found] == [0, 0]
+    return records(folder / "out" / "metrics.jsonl"), found
+
+
+def test_the_answers_are_the_samplers(run):
+    """Prompts 0 to 3 in the first step: 1 to 4 tokens each."""
+    steps, _ = run
+    assert [step["completions/mean_length"] for step in steps[:2]] == [2.5, 6.5]
+
+
+def test_the_kl_is_measured_against_the_reference(run):
+    """By k1 it is mean(log p) - mean(log p_ref), and every row is on-policy: log p is what the perplexity of the trainer says."""
+    for step in run[0]:
+        assert step["kl"] == pytest.approx(-math.log(step["sampling/perplexity_trainer"]) - outside_parts.LOGPROB, abs=1e-5)
+
+
+def test_the_step_that_the_guard_refuses_changes_no_weight_and_is_told(run):
+    _, found = run
+    assert "optimizer step 2: the gradient was refused" in found[0][1] and found[0][1].count("was refused") == 1
+    for _, _, held in found:
+        assert sorted(held) == [1, 2, 3]
+        differs = {(a, b): any(not np.array_equal(held[a][name], held[b][name]) for name in held[a]) for a, b in ((1, 2), (2, 3))}
+        assert differs == {(1, 2): False, (2, 3): True}
