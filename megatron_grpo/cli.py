@@ -59,8 +59,9 @@ def _model_parallel(config: Config) -> tuple[str, int] | None:
 
 def _not_launched(argv: list[str], config: Config, asked: tuple[str, int] | None) -> list[Problem]:
     """One process where the environment or the configuration says that there should be more."""
-    if asked is None and config.parallel.world_size != 1:
-        name, number = config.typed.get("world_size", "world_size"), config.parallel.world_size
+    number = config.parallel.world_size or 1
+    if asked is None and number != 1:
+        name = config.typed.get("world_size", "world_size")
         source = config.sources.get("world_size", "")
         asked = (f"{name} ({number})" if "NPROC_PER_NODE" not in source else f"NPROC_PER_NODE of {source}", number)
     return [launcher.not_launched_problem(asked[0], asked[1], argv)] if asked else []
@@ -78,7 +79,7 @@ def plan(argv: list[str]) -> int:
 COMMANDS: dict[str, Command] = {"train": train, "plan": plan}
 
 
-def _print_config(config: object) -> int:
+def _print_config(config: Config) -> int:
     if launcher.read().rank == 0:
         from megatron_grpo.settings.show import print_config
 

@@ -167,8 +167,9 @@ def _candidates(resume: Resume) -> Resume:
     found = [read_manifest(source)] if is_checkpoint else folder.candidates()
     refused, candidates, notes = [], [], list(resume.notes)
     for one in found:
-        faults = [one] if isinstance(one, str) else damage(one.directory, one.files, read_bytes=False)
-        if faults:
+        if isinstance(one, str):
+            refused.append(one)
+        elif faults := damage(one.directory, one.files, read_bytes=False):
             refused.append(several(faults))
         else:
             candidates.append(Candidate(manifest=one))
@@ -262,7 +263,9 @@ def _written_by(job: Mapping[str, str], out: Path) -> str:
 def _refuse_another_job(found: Resume, restart: str, what: str) -> None:
     """A restart that meets the checkpoints of another job can neither continue them nor remove them."""
     newest, job = _newest(found.output_dir), found.origin.job
-    theirs = newest.origin.job if newest else {}
+    if newest is None:
+        return
+    theirs = newest.origin.job
     other = next((name for name in job if name in theirs and theirs[name] != job[name]), None)
     if other and not _written_by(job, found.output_dir):
         raise _wrong(

@@ -194,7 +194,7 @@ def _made(path: Path, kind: type, columns: Mapping[str, Sequence[Any]]) -> Itera
         yield kind(**dict(zip(columns, row, strict=True)))
 
 
-def _kinds(kind: type) -> Iterator[type]:
+def _kinds(kind: type[Any]) -> Iterator[type[Any]]:
     yield kind
     for narrower in kind.__subclasses__():
         yield from _kinds(narrower)

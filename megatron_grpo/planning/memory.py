@@ -164,7 +164,7 @@ def activation_bytes(shape: ModelShape, plan: BatchSizes, cfg: Config, stage: in
         working = full - layer_bytes_per_token(shape, plan, cfg, without=dropped)
     a, chunks = plan.gradient_accumulation_steps, plan.vpp or 1
     if chunks == 1:
-        in_flight = min(a, plan.pp - stage)
+        in_flight: float = min(a, plan.pp - stage)
     else:
         in_flight = min(a * chunks, 2 * (plan.pp - stage - 1) + (chunks - 1) * plan.pp + 1) / chunks
     return round(tokens * (stored * in_flight + working))

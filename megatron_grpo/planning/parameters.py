@@ -107,7 +107,7 @@ def _layer(shape: ModelShape, plan: BatchSizes, moe: bool) -> Iterator[Parameter
     after = [entry for entry in outside if "shared_experts" in entry.megatron]
     yield from (Parameter(numel_of(entry, plan)) for entry in before)
     if experts:
-        for _ in range(shape.moe.num_experts // plan.ep):
+        for _ in range(shape.num_experts // plan.ep):
             yield from (Parameter(numel_of(entry, plan), in_expert_buffer=plan.ep > 1) for entry in experts)
     yield from (Parameter(numel_of(entry, plan)) for entry in after)
 
