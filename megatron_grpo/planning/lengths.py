@@ -70,7 +70,8 @@ def packing(sizes: BatchSizes, cfg: Config, lengths: Lengths) -> dict[str, Any]:
     align = 2 * sizes.cp if sizes.cp > 1 else 1
     stream = sizes.cp * sizes.tp if cfg.parallel.sequence_parallel else 1
     totals = [p + c for p, c in lengths.pairs]
-    micro_steps = _by_count(totals, sizes) if cfg.batch.max_tokens_per_micro_batch is None else _by_tokens(totals, sizes, cfg, align)
+    most = cfg.batch.max_tokens_per_micro_batch
+    micro_steps = _by_count(totals, sizes) if most is None else _by_tokens(totals, sizes, most, align)
     micro_batches = [rows for step in micro_steps for rows in step]
     tokens = [sum(rows) for rows in micro_batches]
     aligned = [sum(-(-row // align) * align for row in rows) for rows in micro_batches]
@@ -95,8 +96,8 @@ def _by_count(totals: Sequence[int], sizes: BatchSizes) -> list[list[Sequence[in
     return [micro_batches[begin : begin + dp] for begin in range(0, len(micro_batches), dp)]
 
 
-def _by_tokens(totals: Sequence[int], sizes: BatchSizes, cfg: Config, align: int) -> list[list[Sequence[int]]]:
-    """The same, packed up to max_tokens_per_micro_batch within each global batch, as training does it."""
+def _by_tokens(totals: Sequence[int], sizes: BatchSizes, max_tokens: int, align: int) -> list[list[Sequence[int]]]:
+    """The same, packed up to max_tokens within each global batch, as training does it."""
     from megatron_grpo.batching.pack import pack  # numpy, which other plans do without
 
     steps: list[list[Sequence[int]]] = []
@@ -107,6 +108,6 @@ def _by_tokens(totals: Sequence[int], sizes: BatchSizes, cfg: Config, align: int
             break  # the file's last lines are too few for a step of their own
         rows = list(rows) + [rows[-1]] * (sizes.dp_size * multiple - len(rows))
         lengths = [-(-row // align) * align for row in rows]
-        ranks = pack(lengths, max_tokens=cfg.batch.max_tokens_per_micro_batch, dp_size=sizes.dp_size, multiple=multiple)
+        ranks = pack(lengths, max_tokens=max_tokens, dp_size=sizes.dp_size, multiple=multiple)
         steps += [[[rows[i] for i in chosen] for chosen in step] for step in zip(*ranks)]
     return steps

@@ -166,10 +166,11 @@ def _module_of_file(path: Path, here: Path) -> Any:
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))
     spec = importlib.util.spec_from_file_location(name, path)
-    module = importlib.util.module_from_spec(spec)
+    assert spec is not None and spec.loader is not None  # the name ends in .py
+    loader, module = spec.loader, importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # before it runs, so that dataclasses and pickles in it find their module
     try:
-        _users(lambda: spec.loader.exec_module(module), f"{path} cannot be loaded")
+        _users(lambda: loader.exec_module(module), f"{path} cannot be loaded")
     except ConfigError:
         del sys.modules[name]
         raise

@@ -107,7 +107,7 @@ def _outcome(function: RewardFunction, batch: RewardBatch, seconds: float, call)
     except (Interrupted, RewardError):
         raise
     except AskedToEnd as error:
-        return RowFailure(kind="end", reason=f"asked the process to end with {error}{_where(error.__cause__)}")
+        return RowFailure(kind="end", reason=f"asked the process to end with {error}{_where(error.__cause__ or error)}")
     except Exception as error:  # noqa: BLE001 - the sandbox: whatever the user's function raises is reported about that function
         return RowFailure(kind=type(error).__name__, reason=f"raised {type(error).__name__}: {error}{_where(error)}")
 

@@ -82,7 +82,8 @@ class ModelShape:
             raise ConfigError([Problem(flags=("model",), message=f"config.json: {architecture} needs {missing.args[0]}.")]) from missing
         rotated = merged["mla"].qk_pos_emb_head_dim if merged.get("mla") else merged["head_dim"]
         rope = rope_from_hf(config, rotated, family.defaults.get("rope_theta", 10000.0), read)
-        read.stop_if_wrong()
+        if rope is None:
+            raise ConfigError(read.problems)
         return cls(**merged, rope=rope)
 
     @classmethod
@@ -98,6 +99,11 @@ class ModelShape:
     def key_size(self) -> int:
         return self.num_query_groups * self.head_dim
 
+    @property
+    def num_experts(self) -> int:
+        """Of one layer with experts; 0 for a dense model."""
+        return self.moe.num_experts if self.moe else 0
+
     def is_moe_layer(self, layer: int) -> bool:
         return self.moe is not None and self.moe.layers[layer]
 
@@ -106,7 +112,8 @@ class _Config:
     """Reads a config.json and remembers what was wrong with it, so that all of it is said at once."""
 
     def __init__(self, config: Mapping[str, Any]):
-        self.config, self.problems = config, []
+        self.config = config
+        self.problems: list[Problem] = []
 
     def require(self, condition: bool, message: str) -> None:
         if not condition:
@@ -114,9 +121,10 @@ class _Config:
 
     def integer(self, key: str) -> int:
         value = self.config.get(key)
-        whole = isinstance(value, int) and not isinstance(value, bool) and value > 0
-        self.require(whole, f"{key} must be a positive whole number, it is {value!r}.")
-        return value if whole else 0
+        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+            return value
+        self.require(False, f"{key} must be a positive whole number, it is {value!r}.")
+        return 0
 
     def stop_if_wrong(self) -> None:
         if self.problems:
@@ -165,10 +173,10 @@ def rope_from_hf(config: Mapping[str, Any], dim: int, default_theta: float, read
     longest = config.get("max_position_embeddings") or 0
     original = config.get("original_max_position_embeddings") or given.get("original_max_position_embeddings") or longest
     if kind == "linear":
-        return RopeShape(type=kind, dim=dim, theta=theta, factor=float(given["factor"]))
+        return RopeShape(type="linear", dim=dim, theta=theta, factor=float(given["factor"]))
     if kind == "llama3":
         return RopeShape(
-            type=kind,
+            type="llama3",
             dim=dim,
             theta=theta,
             factor=float(given["factor"]),
@@ -183,7 +191,7 @@ def rope_from_hf(config: Mapping[str, Any], dim: int, default_theta: float, read
         factor = float(given.get("factor") or longest / original)
         truncate = given.get("truncate", True)
         return RopeShape(
-            type=kind,
+            type="yarn",
             dim=dim,
             theta=theta,
             factor=factor,
@@ -193,7 +201,7 @@ def rope_from_hf(config: Mapping[str, Any], dim: int, default_theta: float, read
             truncate=bool(truncate),
             attention_scaling=_yarn_attention_scaling(given, factor),
         )
-    return RopeShape(type=kind, dim=dim, theta=theta)
+    return RopeShape(type="default", dim=dim, theta=theta)
 
 
 def _yarn_attention_scaling(given: Mapping[str, Any], factor: float) -> float:

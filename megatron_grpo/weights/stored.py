@@ -44,7 +44,9 @@ def _names_in(path: Path) -> list[str]:
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         try:
-            header = json.loads(file.read(length)) if length <= min(size, _LONGEST_HEADER) else None
+            if length > min(size, _LONGEST_HEADER):
+                raise ValueError(length)
+            header = json.loads(file.read(length))
             tensors = {name: entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"}
         except (ValueError, AttributeError, KeyError, TypeError, IndexError):
             raise _wrong(f"{path} cannot be read as safetensors; it is damaged or was not downloaded completely.") from None
