@@ -21,6 +21,7 @@ def warnings_of(checked: Checked, timetable: Timetable, memory: dict[str, Any] |
     cfg, plan = checked.config, checked.plan
     return [
         *_dialect(checked),
+        *checked.parsed.repeated,
         *_groups(plan),
         *_staleness(cfg, plan),
         *_idle(checked),

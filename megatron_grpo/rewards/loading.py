@@ -147,7 +147,9 @@ def _users(call: Callable[[], Any], what: str) -> Any:
             return call()
     except AskedToEnd as error:
         raise _fail(f"{what}: it asks the process to end with {error}.") from error
-    except Exception as error:  # noqa: BLE001 - the user's code, at the edge: whatever it raises is about that code
+    except KeyboardInterrupt:  # Ctrl-C: the code's own is an AskedToEnd
+        raise
+    except BaseException as error:  # noqa: BLE001 - the user's code, at the edge: whatever it raises is about that code
         raise _fail(f"{what}: {type(error).__name__}: {error}.") from error
     finally:
         for did in told:
