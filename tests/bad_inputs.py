@@ -160,7 +160,6 @@ def of_settings() -> Iterator[Case]:
                        says=[setting.name, " ".join(pair)])  # fmt: skip
 
 
-
 def _bad_values(setting: Setting) -> Iterator[tuple[str, str]]:
     kind, bounds = setting.kind, setting.range
     if kind in ("int", "float"):
@@ -324,8 +323,15 @@ def of_lines() -> Iterator[Case]:
     for extra, says in rows:
         replaced = {"model": None} if "--model_name_or_path" in extra else {}
         yield Case(name=f"line {' '.join(extra)}", flags=replaced, extra=extra, says=says)
-    yield Case(name="no launcher: world_size 4", extra=["--world_size", "4"], says=["world_size (4)", "torchrun --nproc_per_node 4"], commands=TRAIN)
-    yield Case(name="no launcher: tp 2", extra=[f"--{TP}", "2", "--global_batch_size", "16"], says=["torchrun --nproc_per_node 2"], commands=TRAIN)
+    yield Case(
+        name="no launcher: world_size 4",
+        extra=["--world_size", "4"],
+        says=["world_size (4)", "torchrun --nproc_per_node 4"],
+        commands=TRAIN,
+    )
+    yield Case(
+        name="no launcher: tp 2", extra=[f"--{TP}", "2", "--global_batch_size", "16"], says=["torchrun --nproc_per_node 2"], commands=TRAIN
+    )
     for name, environ, says in (
         ("NPROC_PER_NODE", {"NPROC_PER_NODE": "2"}, ["NPROC_PER_NODE (2)", "torchrun --nproc_per_node 2"]),
         ("SLURM_NTASKS", {"SLURM_NTASKS": "4"}, ["SLURM_NTASKS (4)"]),
@@ -430,6 +436,7 @@ def of_files() -> Iterator[Case]:
     lengths = (("words", "a b\n", ["lengths", "line 1"]), ("one number", "3\n", ["lengths", "line 1"]), ("nothing", "\n", ["no lengths"]),
                ("negative", "3 4\n-1 4\n", ["line 2"]), ("zeros", "0 0\n", ["line 1"]), ("bytes", b"\xff\xff\n", ["line 1"]))  # fmt: skip
     for name, content, says in lengths:
+
         def extra(at: Path, good: Mapping[str, str], content: str | bytes = content) -> Words:
             return ["--lengths", _written("lengths.txt", content)(at, good)[1]]
 
@@ -526,6 +533,7 @@ def of_data() -> Iterator[Case]:
         ("a lone surrogate", "d.jsonl", '{"prompt": "\\ud800"}\n', ["line 1"]), ("deep", "d.jsonl", "[" * 100000 + "\n", ["line 1"]),
         ("a large number", "d.jsonl", '{"prompt": "5", "answer": ' + "9" * 5000 + "}\n", ["line 1"]),
     )  # fmt: skip
+
     def at_file(name: str, content: str | bytes) -> Callable[[Path, Mapping[str, str]], Mapping[str, str]]:
         return lambda at, good: {"dataset": _written(name, content)(at, good)[1]}
 
@@ -536,14 +544,38 @@ def of_data() -> Iterator[Case]:
             yield Case(name=f"eval data: {name}", flags=lambda at, good, file=file, content=content: {"eval_dataset": _written(file, content)(at, good)[1]},
                        says=[*says])  # fmt: skip
     yield Case(name="data: an empty folder", flags=lambda at, good: {"dataset": _folder(at / "data")}, says=["data", "directory without"])
-    yield Case(name="data: a folder of text", flags=lambda at, good: {"dataset": _folder(at / "data", {"a.txt": "5"})}, says=["directory without"])
-    yield Case(name="data: a folder with one bad file", flags=lambda at, good: {"dataset": _folder(at / "data", {"a.jsonl": _ROW, "b.jsonl": "x\n"})}, says=["b.jsonl", "line 1"])
-    for value, says in (("/no/such/file.jsonl", ["/no/such/file.jsonl"]), ("gone.jsonl", ["gone.jsonl"]), ("./gone", ["gone"]), ("~/no/file.jsonl", ["~/no/file.jsonl"]), ("data.jsonl#100", ["data.jsonl#100"])):
+    yield Case(
+        name="data: a folder of text", flags=lambda at, good: {"dataset": _folder(at / "data", {"a.txt": "5"})}, says=["directory without"]
+    )
+    yield Case(
+        name="data: a folder with one bad file",
+        flags=lambda at, good: {"dataset": _folder(at / "data", {"a.jsonl": _ROW, "b.jsonl": "x\n"})},
+        says=["b.jsonl", "line 1"],
+    )
+    for value, says in (
+        ("/no/such/file.jsonl", ["/no/such/file.jsonl"]),
+        ("gone.jsonl", ["gone.jsonl"]),
+        ("./gone", ["gone"]),
+        ("~/no/file.jsonl", ["~/no/file.jsonl"]),
+        ("data.jsonl#100", ["data.jsonl#100"]),
+    ):
         yield Case(name=f"data: {value}", flags={"dataset": value}, says=says)
     yield Case(name="data: a name nobody has", flags={"dataset": "nobody/nothing"}, says=["nobody/nothing"], commands=TRAIN)
-    yield Case(name="data: two files", flags={"dataset": None}, extra=["--dataset", "a.jsonl", "b.jsonl"], says=["dataset", "a.jsonl b.jsonl"])
-    yield Case(name="data: too long for the model", flags=at_file("d.jsonl", json.dumps({"prompt": "5 " * 300}) + "\n"), says=["308", "256"], commands=TRAIN)
-    yield Case(name="data: all longer than max_prompt_length", flags={"max_prompt_length": "1", "truncation_strategy": "delete"}, says=["leaves nothing", "max_prompt_length (1)"], commands=TRAIN)
+    yield Case(
+        name="data: two files", flags={"dataset": None}, extra=["--dataset", "a.jsonl", "b.jsonl"], says=["dataset", "a.jsonl b.jsonl"]
+    )
+    yield Case(
+        name="data: too long for the model",
+        flags=at_file("d.jsonl", json.dumps({"prompt": "5 " * 300}) + "\n"),
+        says=["308", "256"],
+        commands=TRAIN,
+    )
+    yield Case(
+        name="data: all longer than max_prompt_length",
+        flags={"max_prompt_length": "1", "truncation_strategy": "delete"},
+        says=["leaves nothing", "max_prompt_length (1)"],
+        commands=TRAIN,
+    )
     yield Case(name="data: chats for a base model", flags=_base_model, says=["chat template", "d.jsonl line 1"], commands=TRAIN)
     yield Case(name="data: a template that refuses", flags=_strict_template, says=["d.jsonl line 1", "no system"], commands=TRAIN)
 
@@ -653,12 +685,16 @@ def of_models() -> Iterator[Case]:
     for value, says in (("/no/such/model", ["/no/such/model"]), ("./gone", ["./gone"]), ("~/gone", ["~/gone"]), ("a/b/c", ["a/b/c"])):
         yield Case(name=f"model: {value}", flags={"model": value}, says=says)
     yield Case(name="model: a file", flags=lambda at, good: {"model": good["dataset"]}, says=["data.jsonl"])
-    yield Case(name="model: its weights", flags=lambda at, good: {"model": good["model"] + "/model.safetensors"}, says=["model.safetensors"])
+    yield Case(
+        name="model: its weights", flags=lambda at, good: {"model": good["model"] + "/model.safetensors"}, says=["model.safetensors"]
+    )
     yield Case(name="model: an empty folder", flags=lambda at, good: {"model": _folder(at / "none")}, says=["config.json"])
     yield Case(name="model: a name nobody has", flags={"model": "nobody/nothing"}, says=["nobody/nothing"], commands=TRAIN)
     yield Case(name="model: no name", flags={"model": "a b"}, says=["a b"], commands=TRAIN)
     yield Case(name="model: bad characters", flags={"model": "what?"}, says=["what?"], commands=TRAIN)
-    yield Case(name="model: its folder has a model in it", flags=lambda at, good: {"model": str(Path(good["model"]).parent)}, says=["config.json"])
+    yield Case(
+        name="model: its folder has a model in it", flags=lambda at, good: {"model": str(Path(good["model"]).parent)}, says=["config.json"]
+    )
 
 
 # ---- rewards ---------------------------------------------------------------------------------------------------------------------------
@@ -687,21 +723,34 @@ def of_rewards() -> Iterator[Case]:
     )  # fmt: skip
     for name, content, says in rows:
         text = content if isinstance(content, str) else content.decode("utf-8", "surrogateescape")
-        flags = file(text) if isinstance(content, str) else (lambda at, good, content=content: {"reward_funcs": f"{_written('r.py', content)(at, good)[1]}:f"})
+        flags = (
+            file(text)
+            if isinstance(content, str)
+            else (lambda at, good, content=content: {"reward_funcs": f"{_written('r.py', content)(at, good)[1]}:f"})
+        )
         yield Case(name=f"reward: {name}", flags=flags, says=says)
     for value, says in (
         ("gone.py:f", ["gone.py"]), ("/no/such/r.py:f", ["/no/such/r.py"]), ("lenght", ["'lenght'", "length"]), ("mine", ["'mine'"]),
-        ("reward.py", ["reward.py"]), (":f", [":f"]), ("r.py:", ["r.py"]), ("no_such_package.module:f", ["no_such_package"]),
-        ("json:no_such", ["json", "no_such"]), ("a b:c:d", ["a"]), ("os:getpid:x", ["os:getpid"]), ("..:f", ["..:f"]), (".a:f", [".a"]),
-        ("gone.py::f", ["gone.py"]), ("math,format", ["math,format"]), ("math math", ["math more than once"]), ("json:dumps", ["json:dumps"]),
+        ("reward.py", ["reward.py"]), (":f", ["''"]), ("r.py:", ["r.py"]), ("no_such_package.module:f", ["no_such_package"]),
+        ("json:no_such", ["json", "no_such"]), ("a b:c:d", ["a"]), ("os:getpid:x", ["os:getpid"]), ("..:f", ["'..'"]), (".a:f", [".a"]),
+        ("gone.py::f", ["gone.py"]), ("math,format", ["math,format"]), ("math math", ["math more than once"]), ("json:dumps", ["dumps", "obj"]),
         ("os", ["'os'"]), ("builtins:int", ["builtins:int"]), ("math.py:f", ["math.py"]), ("none", ["reward_funcs"]),
     ):  # fmt: skip
         yield Case(name=f"reward: {value}", flags={"reward_funcs": None}, extra=["--reward_funcs", *value.split(" ")], says=says,
                    commands=TRAIN if value == "none" else BOTH)  # fmt: skip
     yield Case(name="reward: a folder", flags=lambda at, good: {"reward_funcs": f"{_folder(at / 'r.py')}:f"}, says=["r.py"])
     for weights in ("1 2", "1 2 3"):
-        yield Case(name=f"reward: weights {weights} for one", extra=["--reward_weights", *weights.split()], says=["reward_weights", str(len(weights.split()))])
-    yield Case(name="reward: a weight for two", flags={"reward_funcs": None}, extra=["--reward_funcs", "length", "accuracy", "--reward_weights", "1"], says=["reward_weights has 1", "2 reward_funcs"])
+        yield Case(
+            name=f"reward: weights {weights} for one",
+            extra=["--reward_weights", *weights.split()],
+            says=["reward_weights", str(len(weights.split()))],
+        )
+    yield Case(
+        name="reward: a weight for two",
+        flags={"reward_funcs": None},
+        extra=["--reward_funcs", "length", "accuracy", "--reward_weights", "1"],
+        says=["reward_weights has 1", "2 reward_funcs"],
+    )
     for value in ("nan", "inf", "x", "1,2", "none 1"):
         yield Case(name=f"reward: weight {value}", extra=["--reward_weights", *value.split()], says=["reward_weights"])
 
@@ -733,9 +782,20 @@ def of_places() -> Iterator[Case]:
     )  # fmt: skip
     for name, file, content, says in rows:
         yield Case(name=f"place: {name}", flags=place(file, content), says=says)
-    yield Case(name="place: an earlier run and resume never", flags=lambda at, good: {**place("metrics.jsonl", "{}\n")(at, good), "resume": "never"}, says=["resume is never"])
+    yield Case(
+        name="place: an earlier run and resume never",
+        flags=lambda at, good: {**place("metrics.jsonl", "{}\n")(at, good), "resume": "never"},
+        says=["resume is never"],
+    )
     for name, file, content, says in rows[5:11]:
-        yield Case(name=f"resume: {name}", flags=lambda at, good, file=file, content=content: {"resume": str(Path(place(file, content)(at, good)["output_dir"]) / "checkpoints/iter_0000001"), "output_dir": str(at / "other")}, says=says)
+        yield Case(
+            name=f"resume: {name}",
+            flags=lambda at, good, file=file, content=content: {
+                "resume": str(Path(place(file, content)(at, good)["output_dir"]) / "checkpoints/iter_0000001"),
+                "output_dir": str(at / "other"),
+            },
+            says=says,
+        )
     yield Case(name="resume: an empty folder", flags=lambda at, good: {"resume": _folder(at / "empty")}, says=["empty"])
     yield Case(name="resume: a file", flags=lambda at, good: {"resume": good["dataset"]}, says=["data.jsonl"])
     yield Case(name="resume: a model", flags=lambda at, good: {"resume": good["model"]}, says=["model"])

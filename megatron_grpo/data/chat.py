@@ -25,7 +25,9 @@ def load_tokenizer(path: str) -> Any:
         reason = reason if isinstance(error, (OSError, ValueError)) else f"{type(error).__name__}: {reason}"
         raise ConfigError([Problem(flags=("model",), message=f"model {path!r} has no tokenizer that can be loaded: {reason}")]) from error
     if not tokenizer.get_vocab().keys() - tokenizer.get_added_vocab().keys():  # transformers makes an empty one where its files are missing
-        raise ConfigError([Problem(flags=("model",), message=f"model {path!r} has no tokenizer: its files (tokenizer.json, ...) are missing.")])
+        raise ConfigError(
+            [Problem(flags=("model",), message=f"model {path!r} has no tokenizer: its files (tokenizer.json, ...) are missing.")]
+        )
     return tokenizer
 
 

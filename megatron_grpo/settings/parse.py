@@ -156,7 +156,9 @@ class _Builder:
                 message = f"{typed} stands twice in {source} ({shown(earlier[1])}, {shown(value)}). Keep one of them."
             self.parsed.problems.append(Problem(flags=(earlier[0], typed), message=message))
         elif earlier and earlier[1] != value:  # a script that passes "$@" on relies on it
-            self.parsed.repeated.append(f"{typed} stands twice on the command line ({shown(earlier[1])}, {shown(value)}): the last is used.")
+            self.parsed.repeated.append(
+                f"{typed} stands twice on the command line ({shown(earlier[1])}, {shown(value)}): the last is used."
+            )
         self.seen[key] = (typed, value)
         if self.dialect is not None and setting.name in self.dialect.settings:
             self.foreign[setting.name] = value

@@ -89,7 +89,9 @@ def read_value(setting: Setting, raw: Any) -> Any:
         if words in ([None], ["none"]) and "none" not in setting.choices and setting.default != ["none"]:
             words = []
         if "" in words:
-            raise BadValue(f"has an empty word among {len(words)}: leave it out" if len(words) > 1 else "is given an empty word: leave it out")
+            raise BadValue(
+                f"has an empty word among {len(words)}: leave it out" if len(words) > 1 else "is given an empty word: leave it out"
+            )
         return [_scalar(setting, word) for word in words]
     if not words and setting.kind == "bool":
         return True

@@ -131,8 +131,10 @@ def build_reward_model(config: Config) -> LocalClassifier | RemoteClassifier:
         message = "Reward `reward_model` needs reward_model (a sequence classifier to load) or reward_model_url (an endpoint to ask)."
         problems.append(Problem(flags=("reward_model", "reward_model_url"), message=message))
     if settings.reward_model and settings.reward_model_url:
-        message = f"reward_model ({settings.reward_model}) and reward_model_url ({settings.reward_model_url}) both say who gives the reward \
+        message = (
+            f"reward_model ({settings.reward_model}) and reward_model_url ({settings.reward_model_url}) both say who gives the reward \
 reward_model. Keep one of them."
+        )
         problems.append(Problem(flags=("reward_model", "reward_model_url"), message=message))
     if settings.reward_model_url and not settings.reward_model_url.startswith(("http://", "https://")):
         message = f"reward_model_url {settings.reward_model_url!r} should begin with http:// or https://."
