@@ -83,7 +83,7 @@ def _left_out(cfg: Config) -> dict[str, str]:
     parts = {"machine": "this machine's GPUs and memory", "tokenizer": "the tokenizer (chat template, prompt lengths in tokens)"}
     if not model:
         parts |= {"model": "the model (none given)"}
-    elif Path(model).is_file() or _is_elsewhere(cfg, "model", model):
+    elif (Path(model).is_file() and model.endswith(".json")) or _is_elsewhere(cfg, "model", model):
         parts |= {"model": f"the model's weights ({model} is {'its configuration' if Path(model).is_file() else 'not on this machine'})"}
     elif Path(model).is_dir() and not any(Path(model).glob("*.safetensors*")) and not any(Path(model).glob("tokenizer*")):
         parts |= {"weights": f"the model's weights ({model} holds its configuration alone)"}
@@ -125,6 +125,12 @@ def _absolute_paths(cfg: Config) -> dict[str, str]:
 Read = TypeVar("Read")
 
 
+def _unreadable(parsed: Parsed) -> set[str]:
+    """What the command line names in a way that cannot be read, by part: that is said, and there is nothing to look at."""
+    of_parts = {"model": ("model", "tokenizer", "weights"), "reward_funcs": ("rewards",)}
+    return {part for name in parsed.unreadable for part in of_parts.get(name, (name,))}
+
+
 class _Problems(list[Problem]):
     """All that is found wrong, each thing once."""
 
@@ -145,7 +151,7 @@ def _look_at(parsed: Parsed, left_out: Collection[str]) -> tuple[Plan, Found, Re
     """Settings first, then what they name, then whether the two go together."""
     problems, paths = _Problems(), _absolute_paths(parsed.config)
     checked = problems.attempt(lambda: check_parsed(parsed))
-    found = problems.attempt(lambda: read_inputs(parsed.config, left_out))
+    found = problems.attempt(lambda: read_inputs(parsed.config, {*left_out, *_unreadable(parsed)}))
     both: tuple[Plan, Resume | None] | None = None
     if checked is not None and found is not None:
         both = problems.attempt(lambda: _plan_of(parsed, checked, found, paths, is_asked_to_train=not left_out))

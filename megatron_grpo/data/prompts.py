@@ -23,7 +23,7 @@ from megatron_grpo.types import Prompt
 
 __all__ = ["PromptRows", "PromptStream", "check_lengths", "load_rows", "open_stream"]
 
-_MEDIA = ("images", "videos", "audios")  # columns that mean this wherever rows with them are trained on
+_MEDIA = ("images", "image", "videos", "video", "audios", "audio")  # columns that mean this wherever rows with them are trained on
 _NOT_COLUMNS = frozenset({"prompt", "messages", "completion", "completions", "completion_ids", "trainer_state"})
 
 

@@ -85,6 +85,10 @@ def read_value(setting: Setting, raw: Any) -> Any:
     if setting.is_list:
         if words in ([None], ["none"]) and "none" not in setting.choices and setting.default != ["none"]:
             words = []
+        if "" in words:
+            raise BadValue(
+                f"has an empty word among {len(words)}: leave it out" if len(words) > 1 else "is given an empty word: leave it out"
+            )
         return [_scalar(setting, word) for word in words]
     if not words and setting.kind == "bool":
         return True
@@ -116,6 +120,8 @@ def _scalar(setting: Setting, word: Any) -> Any:
         raise BadValue(f"needs true or false, not {text!r}", [True, False])
     if setting.kind in ("int", "float"):
         return _number(setting, word, text)
+    if not text and setting.default != "" and setting.name != "system":
+        raise BadValue("is given an empty word: leave it out, or name what is meant")
     if text in setting.refused:
         raise BadValue(f"cannot be {text!r}: {setting.refused[text]}. It is one of: {', '.join(setting.choices)}")
     if setting.choices and text not in setting.choices:

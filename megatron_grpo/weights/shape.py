@@ -49,6 +49,7 @@ class ModelShape:
         """The shape described by a parsed config.json. Raises `ConfigError` with everything in it that is not supported."""
         family = family_of(config)
         read = _Config(config)
+        read.optional_numbers()
         architecture = config["architectures"][0]
         heads = read.integer("num_attention_heads")
         hidden = read.integer("hidden_size")
@@ -70,7 +71,7 @@ class ModelShape:
             not config.get("quantization_config"),
             "the checkpoint is quantized (quantization_config); training needs one in bfloat16 or float32.",
         )
-        if not read.problems:
+        if not read.problems:  # all numbers are numbers
             read.require(
                 heads % common["num_query_groups"] == 0,
                 f"num_attention_heads ({heads}) must be a multiple of num_key_value_heads ({common['num_query_groups']}).",
@@ -108,6 +109,16 @@ class ModelShape:
         return self.moe is not None and self.moe.layers[layer]
 
 
+# Numbers of a config.json that may be absent or null. What is used without being needed must be a number all the same.
+_OPTIONAL = ("num_key_value_heads", "head_dim", "max_position_embeddings", "original_max_position_embeddings", "sliding_window")
+_OPTIONAL += ("num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", "n_shared_experts")
+_OPTIONAL += ("decoder_sparse_step", "first_k_dense_replace", "n_group", "topk_group", "max_window_layers")
+_OPTIONAL += ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+_OPTIONAL_FLOATS = ("rms_norm_eps", "rope_theta", "partial_rotary_factor", "routed_scaling_factor")
+_ROPE_FLOATS = ("rope_theta", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings", "beta_fast", "beta_slow")
+_ROPE_FLOATS += ("attention_factor", "mscale", "mscale_all_dim", "partial_rotary_factor")
+
+
 class _Config:
     """Reads a config.json and remembers what was wrong with it, so that all of it is said at once."""
 
@@ -125,6 +136,22 @@ class _Config:
             return value
         self.require(False, f"{key} must be a positive whole number, it is {value!r}.")
         return 0
+
+    def optional_numbers(self) -> None:
+        for key in _OPTIONAL:
+            value = self.config.get(key)
+            whole = isinstance(value, int) and not isinstance(value, bool) and value >= 0
+            self.require(value is None or whole, f"{key} must be a whole number or absent, it is {value!r}.")
+        rope = {name: self.config.get(name) for name in ("rope_scaling", "rope_parameters")}
+        for name, given in rope.items():
+            self.require(given is None or isinstance(given, Mapping), f"{name} must hold named values, it is {given!r}.")
+        places = [("", self.config, _OPTIONAL_FLOATS)]
+        places += [(f"{name}.", given, _ROPE_FLOATS) for name, given in rope.items() if isinstance(given, Mapping)]
+        for prefix, given, keys in places:
+            for key in keys:
+                value = given.get(key)
+                is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and value >= 0
+                self.require(value is None or is_number, f"{prefix}{key} must be a number or absent, it is {value!r}.")
 
     def stop_if_wrong(self) -> None:
         if self.problems:
@@ -146,9 +173,12 @@ def read_config(directory: str | Path) -> dict[str, Any]:
             ]
         )
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        config = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ConfigError([Problem(flags=("model",), message=f"model: {path} is not valid JSON: {error}.")]) from error
+    if not isinstance(config, dict):
+        raise ConfigError([Problem(flags=("model",), message=f"model: {path} does not hold a model's configuration.")])
+    return config
 
 
 def rope_from_hf(config: Mapping[str, Any], dim: int, default_theta: float, read: _Config) -> RopeShape | None:
