@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import math
 import os
 import random
 import shlex
@@ -25,34 +26,26 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-METRICS = "tests/unit/metrics tests/unit/test_rollouts.py"
-WHOLE_RUNS = "tests/end_to_end/test_many_steps.py"
-STEP = "tests/distributed/test_train_step.py"
-FOREIGN = "tests/unit/settings tests/unit/sizing"
-# Module -> the tests that mirror it.
-ROOMS: dict[str, dict[str, str]] = {
+PACKAGE = ROOT / "megatron_grpo"
+STEP, RUNS = "tests/distributed/test_train_step.py", "tests/end_to_end/test_many_steps.py"
+# Tests -> the modules that they mirror.
+ROOMS = {
     "quick": {
-        "clock.py": METRICS,
-        **{f"metrics/{name}.py": METRICS for name in ("__init__", "drift", "journal", "records", "rollout", "schedule")},
-        "rollouts.py": "tests/unit/test_rollouts.py",
-        "policy/guard.py": "tests/unit/policy/test_guard.py",
-        "grpo/metrics.py": "tests/unit/grpo/test_metrics.py tests/unit/grpo/test_against_trl.py",
-        **{f"sizing/dialects/{name}.py": FOREIGN for name in ("__init__", "cs336", "explain", "features", "skyrl", "swift", "trl")},
-        **{f"settings/{name}.py": FOREIGN for name in ("foreign", "script", "remedies")},
+        "tests/unit/metrics tests/unit/test_rollouts.py": "clock rollouts metrics/__init__ metrics/[djrs]*",
+        "tests/unit/policy/test_guard.py": "policy/guard",
+        "tests/unit/grpo/test_metrics.py": "grpo/metrics",
+        "tests/unit/settings tests/unit/sizing": "settings/foreign settings/script settings/remedies sizing/dialects/*",
     },
     "ranks": {
-        "policy/optimizer.py": STEP,
-        "policy/policy.py": f"{STEP} tests/distributed/test_step_parity.py",
-        "policy/reference.py": "tests/distributed/test_reference_model.py",
-        "pending.py": f"{WHOLE_RUNS} -k 'straddle and float64'",
-        "train.py": f"{WHOLE_RUNS} -k 'between_two_rollouts or was_that_long'",
+        STEP: "policy/optimizer",
+        f"{STEP} tests/distributed/test_step_parity.py": "policy/policy",
+        "tests/distributed/test_reference_model.py": "policy/reference",
+        f"{RUNS} -k 'straddle and float64'": "pending",
+        f"{RUNS} -k 'between_two_rollouts or was_that_long'": "train",
     },
-}  # fmt: skip
-SWAPS: dict[type, type] = {
-    ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq, ast.In: ast.NotIn,
-    ast.NotIn: ast.In, ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult,
-    ast.FloorDiv: ast.Mult, ast.And: ast.Or, ast.Or: ast.And,
-}  # fmt: skip
+}
+PAIRS = "FloorDiv Mult, Mult Div, Add Sub, And Or, Lt LtE, Gt GtE, Eq NotEq, In NotIn, Is IsNot".split(", ")
+SWAPS = {getattr(ast, old): getattr(ast, new) for one, other in map(str.split, PAIRS) for old, new in ((one, other), (other, one))}
 
 
 def changes(node: ast.AST) -> Iterator[tuple[ast.AST, str]]:
@@ -87,44 +80,48 @@ def sites(node: ast.AST, inside: str = "") -> Iterator[tuple[str, ast.AST, str]]
             yield from sites(child, where)
 
 
-def mutants(path: Path) -> list[tuple[str, bytes]]:
-    """(name, whole mutated source) of everything that can be changed in a module."""
-    source = path.read_bytes()
+def mutants(module: str) -> Iterator[tuple[str, str, bytes]]:
+    """(module, what is changed, whole mutated source) of everything that can be changed in a module."""
+    source = (PACKAGE / module).read_bytes()
     begins = [0, *(i + 1 for i, byte in enumerate(source) if byte == ord("\n"))]
-    found = []
     for where, node, new in sites(ast.parse(source)):
         first, end = begins[node.lineno - 1] + node.col_offset, begins[node.end_lineno - 1] + node.end_col_offset
         old = " ".join(source[first:end].decode().split())
-        found.append(
-            (
-                f"{path.relative_to(ROOT / 'megatron_grpo')} {where or 'module'}: {old} => {new}",
-                source[:first] + new.encode() + source[end:],
-            )
-        )
-    return found
+        yield module, f"{module} {where or 'module'}: {old} => {new}", source[:first] + new.encode() + source[end:]
 
 
-def run_tests(tree: Path, arguments: str, limit: float) -> str:
-    """`passed`, `failed` or `too slow`. Forked from this process, which has imported what takes long and nothing that is mutated."""
+def passes(tree: Path, tests: str, limit: float) -> bool:
+    """Whether these tests pass within so many seconds. Forked from this process, which has imported what takes long and nothing mutated."""
     child = os.fork()
     if not child:
-        os.setsid()
+        signal.alarm(math.ceil(limit))
         os.chdir(tree)
         sys.path[:0] = [str(tree)]
-        quiet = os.open(tree / "log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        os.dup2(quiet, 1), os.dup2(quiet, 2)
+        log = os.open(tree / "log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(log, 1), os.dup2(log, 2)
         import pytest
 
-        os._exit(int(pytest.main([*shlex.split(arguments), "-x", "-q", "-p", "no:cacheprovider", "--hypothesis-seed=0"])))
-    until = time.monotonic() + limit
-    while time.monotonic() < until:
-        done, status = os.waitpid(child, os.WNOHANG)
-        if done:
-            return "passed" if status == 0 else "failed"
-        time.sleep(0.05)
-    os.killpg(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    return "too slow"
+        os._exit(int(pytest.main([*shlex.split(tests), "-x", "-q", "-p", "no:cacheprovider", "--hypothesis-seed=0"])))
+    return os.waitpid(child, 0)[1] == 0
+
+
+def outcomes(drawn: list[tuple[str, str, bytes]], tests: dict[str, str]) -> Iterator[tuple[str, str]]:
+    """(what was changed, `killed`, `equivalent` or `survived`), in a copy of the tree."""
+    harmless = {line.partition("  # ")[0] for line in (ROOT / "tools" / "equivalent_mutants.txt").read_text().splitlines()}
+    limits: dict[str, float] = {}
+    with tempfile.TemporaryDirectory() as name:
+        tree = Path(name)
+        for file in subprocess.check_output(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, text=True).splitlines():
+            (tree / file).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / file, tree / file)
+        for module, mutant, source in drawn:
+            place, began = tree / "megatron_grpo" / module, time.monotonic()
+            if module not in limits:
+                assert passes(tree, tests[module], 600), (tree / "log").read_text()[-3000:]
+                limits[module] = 5 * (time.monotonic() - began) + 10
+            place.write_bytes(source)
+            yield mutant, "equivalent" if mutant in harmless else "survived" if passes(tree, tests[module], limits[module]) else "killed"
+            shutil.copy(PACKAGE / module, place)
 
 
 def main() -> int:
@@ -138,38 +135,18 @@ def main() -> int:
 
     sys.dont_write_bytecode = True  # two mutants of one second and one length would share it
     os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
-
-    table = {module: tests for module, tests in ROOMS[args.rooms].items() if module.startswith(args.only)}
-    every = [(module, *mutant) for module in table for mutant in mutants(ROOT / "megatron_grpo" / module)]
-    drawn = sorted(random.Random(args.seed).sample(every, min(args.sample, len(every))), key=lambda mutant: mutant[0])
-    harmless = {line.partition("  # ")[0] for line in (ROOT / "tools" / "equivalent_mutants.txt").read_text().splitlines()}
-    counts, limits = {"killed": 0, "equivalent": 0, "survived": 0}, {}
-    with tempfile.TemporaryDirectory() as name:
-        tree = Path(name)
-        for file in subprocess.check_output(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, text=True).splitlines():
-            (tree / file).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(ROOT / file, tree / file)
-        for module, mutant, source in drawn:
-            if module not in limits:
-                began = time.monotonic()
-                assert run_tests(tree, table[module], 600) == "passed", (tree / "log").read_text()[-3000:]
-                limits[module] = 5 * (time.monotonic() - began) + 10
-            place = tree / "megatron_grpo" / module
-            place.write_bytes(source)
-            outcome = (
-                "equivalent"
-                if mutant in harmless
-                else "survived"
-                if run_tests(tree, table[module], limits[module]) == "passed"
-                else "killed"
-            )
-            shutil.copy(ROOT / "megatron_grpo" / module, place)
-            counts[outcome] += 1
-            if outcome == "survived":
-                print(mutant, flush=True)
-    print(
-        f"{args.rooms}, seed {args.seed}: {len(drawn)} of {len(every)} mutants; " + ", ".join(f"{n} {what}" for what, n in counts.items())
-    )
+    globs = [(tests, glob) for tests, globs in ROOMS[args.rooms].items() for glob in globs.split()]
+    found = {str(path.relative_to(PACKAGE)): tests for tests, glob in globs for path in sorted(PACKAGE.glob(f"{glob}.py"))}
+    tests = {module: tests for module, tests in found.items() if module.startswith(args.only)}
+    every = [mutant for module in tests for mutant in mutants(module)]
+    drawn = random.Random(args.seed).sample(every, min(args.sample, len(every)))
+    counts = {"killed": 0, "equivalent": 0, "survived": 0}
+    for mutant, outcome in outcomes(sorted(drawn, key=lambda mutant: mutant[0]), tests):
+        counts[outcome] += 1
+        if outcome == "survived":
+            print(mutant, flush=True)
+    told = ", ".join(f"{count} {outcome}" for outcome, count in counts.items())
+    print(f"{args.rooms}, seed {args.seed}: {len(drawn)} of {len(every)} mutants: {told}")
     return 1 if counts["survived"] else 0
 
 
