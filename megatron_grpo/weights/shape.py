@@ -110,13 +110,17 @@ class ModelShape:
 
 
 # Numbers of a config.json that may be absent or null. What is used without being needed must be a number all the same.
-_OPTIONAL = ("num_key_value_heads", "head_dim", "max_position_embeddings", "original_max_position_embeddings", "sliding_window")
-_OPTIONAL += ("num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", "n_shared_experts")
-_OPTIONAL += ("decoder_sparse_step", "first_k_dense_replace", "n_group", "topk_group", "max_window_layers")
-_OPTIONAL += ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-_OPTIONAL_FLOATS = ("rms_norm_eps", "rope_theta", "partial_rotary_factor", "routed_scaling_factor")
-_ROPE_FLOATS = ("rope_theta", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings", "beta_fast", "beta_slow")
-_ROPE_FLOATS += ("attention_factor", "mscale", "mscale_all_dim", "partial_rotary_factor")
+_OPTIONAL: tuple[str, ...] = (
+    *("num_key_value_heads", "head_dim", "max_position_embeddings", "original_max_position_embeddings", "sliding_window"),
+    *("num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", "n_shared_experts"),
+    *("decoder_sparse_step", "first_k_dense_replace", "n_group", "topk_group", "max_window_layers"),
+    *("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
+)
+_OPTIONAL_FLOATS: tuple[str, ...] = ("rms_norm_eps", "rope_theta", "partial_rotary_factor", "routed_scaling_factor")
+_ROPE_FLOATS: tuple[str, ...] = (
+    *("rope_theta", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings", "beta_fast", "beta_slow"),
+    *("attention_factor", "mscale", "mscale_all_dim", "partial_rotary_factor"),
+)
 
 
 class _Config:
