@@ -39,6 +39,7 @@ from megatron_grpo.rollouts import Asker, KlPenalty, Rollouts
 from megatron_grpo.settings.config import Config, GrpoConfig
 from megatron_grpo.settings.write import write_config
 from megatron_grpo.sync import Publisher
+from megatron_grpo.types import Prompt
 from megatron_grpo.weights.mapping import WeightMap
 from megatron_grpo.weights.reader import HfReader, check_tied_head
 from megatron_grpo.weights.shape import ModelShape
@@ -59,33 +60,16 @@ def build_run(
     engine, reference, guard: parts written elsewhere, instead of those that the settings name.
     """
     cfg, timetable = made.checked.config, made.timetable
-    out, run_cfg = Path(cfg.run.output_dir), cfg.run
-    checkpoints = Checkpoints(inputs.resume, save_steps=run_cfg.save_steps, save_total_limit=run_cfg.save_total_limit)
-    checkpoints.choose()  # before anything in output_dir is overwritten
-    if parallel.is_main:
-        if inputs.resume.wipes:
-            start_afresh(out)
-        out.mkdir(parents=True, exist_ok=True)
-        write_config(cfg, out / "config.yaml")
-        made.save(out / "plan.json")
-    collectives.wait_for_all()
+    assert timetable.num_steps is not None  # the data are here, so the length of the run is known
+    checkpoints = open_output(made, inputs, parallel)
     clock, judge = Clock(), Judge(inputs.rewards, cfg.rewards.reward_weights)
     journal = build_journal(made, judge, parallel, clock)  # before any model loads: a service that is not installed is an error
     policy = build_policy(
-        cfg,
-        inputs.shape,
-        parallel,
-        model_path=inputs.model_path,
-        num_steps=timetable.num_steps,
-        clock=clock,
-        reference=reference,
-        guard=guard,
-    )
+        cfg, inputs.shape, parallel,
+        model_path=inputs.model_path, num_steps=timetable.num_steps, clock=clock, reference=reference, guard=guard,
+    )  # fmt: skip
     sampler = (engine or ENGINES[cfg.rollout.vllm_mode])(cfg, inputs, parallel)
     sampling = SamplingSettings.of(cfg.rollout, num_generations=cfg.batch.num_generations)
-    held_out = []
-    if inputs.held_out is not None:
-        held_out = inputs.held_out.take(min(len(inputs.held_out), cfg.eval.eval_num_prompts or len(inputs.held_out)))
     penalty = None
     if cfg.grpo.kl_in_reward and policy.reference is not None:
         penalty = KlPenalty(policy=policy, reference=policy.reference, beta=cfg.grpo.beta)
@@ -96,7 +80,7 @@ def build_run(
         engine=sampler,
         publisher=Publisher(policy, sampler, verify=cfg.rollout.verify_weight_push),
         rollouts=Rollouts(
-            Asker(sampler, judge, sampling=sampling, seed=run_cfg.seed, clock=clock),
+            Asker(sampler, judge, sampling=sampling, seed=cfg.run.seed, clock=clock),
             inputs.prompts,
             cfg=cfg.grpo,
             num_groups=made.checked.sizes.num_rollout_prompts,
@@ -109,7 +93,7 @@ def build_run(
         prompts=inputs.prompts,
         checkpoints=checkpoints,
         evaluator=Evaluator(
-            held_out,
+            held_out_prompts(inputs, cfg.eval.eval_num_prompts),
             sampler,
             judge,
             sampling,
@@ -120,6 +104,28 @@ def build_run(
         journal=journal,
         stop=stop,
     )
+
+
+def open_output(made: Plan, inputs: Inputs, parallel: ParallelState) -> Checkpoints:
+    """The checkpoints of a run, with the one to continue chosen; and output_dir as a run begins with it. Collective."""
+    cfg, out = made.checked.config, Path(made.checked.config.run.output_dir)
+    checkpoints = Checkpoints(inputs.resume, save_steps=cfg.run.save_steps, save_total_limit=cfg.run.save_total_limit)
+    checkpoints.choose()  # before anything in output_dir is overwritten
+    if parallel.is_main:
+        if inputs.resume.wipes:
+            start_afresh(out)
+        out.mkdir(parents=True, exist_ok=True)
+        write_config(cfg, out / "config.yaml")
+        made.save(out / "plan.json")
+    collectives.wait_for_all()
+    return checkpoints
+
+
+def held_out_prompts(inputs: Inputs, most: int | None) -> list[Prompt]:
+    """What the evaluations ask, the same every time. most: None for all there are."""
+    if inputs.held_out is None:
+        return []
+    return inputs.held_out.take(min(len(inputs.held_out), most or len(inputs.held_out)))
 
 
 def build_journal(made: Plan, judge: Judge, parallel: ParallelState, clock: Clock) -> Journal:

@@ -12,7 +12,7 @@ from contextlib import redirect_stdout
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from megatron_grpo.data.chat import load_tokenizer
 from megatron_grpo.data.files import is_path
@@ -47,7 +47,7 @@ class Inputs:
     @property
     def longest_prompt(self) -> int:
         """Tokens."""
-        return max(stream.rows.longest_prompt for stream in (self.prompts, self.held_out) if stream is not None)
+        return max(stream.longest_prompt for stream in (self.prompts, self.held_out) if stream is not None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +64,7 @@ class Found:
 def read_everything(parsed: Parsed) -> tuple[Plan, Inputs]:
     """For `train`: the plan and the inputs of a run. Raises ConfigError with all that is wrong with either."""
     made, found, resume = _look_at(parsed, {})
+    assert resume is not None  # left out of a plan alone
     return made, Inputs(**{field.name: getattr(found, field.name) for field in fields(Found)}, resume=resume)
 
 
@@ -82,7 +83,7 @@ def _left_out(cfg: Config) -> dict[str, str]:
     parts = {"machine": "this machine's GPUs and memory", "tokenizer": "the tokenizer (chat template, prompt lengths in tokens)"}
     if not model:
         parts |= {"model": "the model (none given)"}
-    elif Path(model).is_file() or _is_elsewhere(cfg, "model", model):
+    elif (Path(model).is_file() and model.endswith(".json")) or _is_elsewhere(cfg, "model", model):
         parts |= {"model": f"the model's weights ({model} is {'its configuration' if Path(model).is_file() else 'not on this machine'})"}
     elif Path(model).is_dir() and not any(Path(model).glob("*.safetensors*")) and not any(Path(model).glob("tokenizer*")):
         parts |= {"weights": f"the model's weights ({model} holds its configuration alone)"}
@@ -110,7 +111,9 @@ def _is_guest(cfg: Config, name: str) -> bool:
 
 def _is_elsewhere(cfg: Config, name: str, value: str | None) -> bool:
     """Whether a setting names something that only the machine of the run may have: on the Hub, or at a path of a foreign file."""
-    return bool(value) and not Path(value).exists() and (_is_guest(cfg, name) or not is_path(value))
+    if not value:
+        return False
+    return not Path(value).exists() and (_is_guest(cfg, name) or not is_path(value))
 
 
 def _absolute_paths(cfg: Config) -> dict[str, str]:
@@ -119,10 +122,19 @@ def _absolute_paths(cfg: Config) -> dict[str, str]:
     return {name: str(Path(path).absolute()) for name, path in paths.items() if path not in (None, "auto", "never")}
 
 
+Read = TypeVar("Read")
+
+
+def _unreadable(parsed: Parsed) -> set[str]:
+    """What the command line names in a way that cannot be read, by part: that is said, and there is nothing to look at."""
+    of_parts = {"model": ("model", "tokenizer", "weights"), "reward_funcs": ("rewards",)}
+    return {part for name in parsed.unreadable for part in of_parts.get(name, (name,))}
+
+
 class _Problems(list[Problem]):
     """All that is found wrong, each thing once."""
 
-    def attempt(self, read: Callable[[], Any]) -> Any:
+    def attempt(self, read: Callable[[], Read]) -> Read | None:
         """What `read` gives, or None."""
         try:
             return read()
@@ -139,11 +151,11 @@ def _look_at(parsed: Parsed, left_out: Collection[str]) -> tuple[Plan, Found, Re
     """Settings first, then what they name, then whether the two go together."""
     problems, paths = _Problems(), _absolute_paths(parsed.config)
     checked = problems.attempt(lambda: check_parsed(parsed))
-    found = problems.attempt(lambda: read_inputs(parsed.config, left_out))
-    both = None
+    found = problems.attempt(lambda: read_inputs(parsed.config, {*left_out, *_unreadable(parsed)}))
+    both: tuple[Plan, Resume | None] | None = None
     if checked is not None and found is not None:
         both = problems.attempt(lambda: _plan_of(parsed, checked, found, paths, is_asked_to_train=not left_out))
-    if problems:
+    if problems or found is None or both is None:
         close_rewards(found.rewards if found is not None else [])
         raise ConfigError(problems)
     made, resume = both
@@ -162,11 +174,19 @@ def _plan_of(
         return made, None
     from megatron_grpo.checkpoint.content import content_of
     from megatron_grpo.checkpoint.resume import judge_resume
+    from megatron_grpo.data.prompts import PromptStream
 
-    is_stream = hasattr(found.prompts, "problems_with")
-    rows = found.prompts.rows if is_stream else found.prompts
-    content = content_of(checked.config, model_path=found.model_path, rows=rows)
-    return made, judge_resume(checked.config, made.timetable, content, found.prompts if is_stream else None)
+    stream = found.prompts if isinstance(found.prompts, PromptStream) else None
+    content = content_of(checked.config, model_path=found.model_path, rows=_rows_of(found.prompts))
+    return made, judge_resume(checked.config, made.timetable, content, stream)
+
+
+def _rows_of(prompts: PromptStream | PromptRows | None) -> PromptRows | None:
+    if prompts is None:
+        return None
+    from megatron_grpo.data.prompts import PromptStream
+
+    return prompts.rows if isinstance(prompts, PromptStream) else prompts
 
 
 def _begins_anew(cfg: Config) -> bool:
@@ -188,26 +208,26 @@ def read_inputs(cfg: Config, left_out: Collection[str] = ()) -> Found:
         problems.attempt(partial(find_checkpoints, cfg.run.output_dir, cfg.run.resume, overwrites=cfg.run.overwrite_output_dir))
     if "report_to" not in left_out:
         problems.attempt(partial(check_report_to, cfg))
-    model_path = shape = tokenizer = None
-    if "model" not in left_out:
-        model_path = problems.attempt(partial(find_model, cfg.model.model))
-        shape = problems.attempt(lambda: ModelShape.from_pretrained(model_path)) if model_path else None
-    if shape and "weights" not in left_out:
-        problems.attempt(lambda: stored_names(model_path))
+    shape = tokenizer = None
+    model_path = None if "model" in left_out else problems.attempt(partial(find_model, cfg.model.model))
+    if model_path:
+        shape = problems.attempt(partial(ModelShape.from_pretrained, model_path))
+    if model_path and shape and "weights" not in left_out:
+        problems.attempt(partial(stored_names, model_path))
     if shape and "tokenizer" not in left_out:
-        tokenizer = problems.attempt(lambda: load_tokenizer(str(model_path)))
+        tokenizer = problems.attempt(partial(load_tokenizer, str(model_path)))
     prompts = held_out = None
     if "dataset" not in left_out:
         prompts = problems.attempt(lambda: _read_data(cfg, tokenizer, "dataset"))
     if cfg.eval.eval_dataset and "eval_dataset" not in left_out:
         held_out = problems.attempt(lambda: _read_data(cfg, tokenizer, "eval_dataset"))
     rewards = [] if "rewards" in left_out else problems.attempt(partial(load_rewards, cfg, left_out=left_out))
-    if rewards and prompts:
-        problems.attempt(lambda: check_columns(rewards, (prompts.rows if tokenizer else prompts).column_names()))
-    for stream, flag in ((prompts, "dataset"), (held_out, "eval_dataset")):
-        if tokenizer and stream:
-            problems.add(_lengths_of_data(cfg, shape, stream, flag))
-    if problems:
+    if rewards and (rows := _rows_of(prompts)):
+        problems.attempt(partial(check_columns, rewards, rows.column_names()))
+    for found, flag in ((prompts, "dataset"), (held_out, "eval_dataset")):
+        if shape and tokenizer and (rows := _rows_of(found)):
+            problems.add(_lengths_of_data(cfg, shape, rows, flag))
+    if problems or rewards is None:
         close_rewards(rewards or [])
         raise ConfigError(problems)
     return Found(model_path=model_path, shape=shape, prompts=prompts, held_out=held_out, rewards=rewards)
@@ -221,8 +241,8 @@ def _read_data(cfg: Config, tokenizer: Any, flag: str) -> PromptStream | PromptR
     dataset = cfg.eval.eval_dataset if held_out else cfg.data.dataset
     if not tokenizer:
         return load_rows(cfg.data, dataset=dataset, flag=flag)
-    options = {"seed": 0, "shuffle": False} if held_out else {"seed": cfg.run.seed}
-    return open_stream(cfg.data, tokenizer, dataset=dataset, flag=flag, **options)
+    seed, shuffle = (0, False) if held_out else (cfg.run.seed, None)
+    return open_stream(cfg.data, tokenizer, dataset=dataset, flag=flag, seed=seed, shuffle=shuffle)
 
 
 def check_report_to(cfg: Config) -> None:
@@ -235,12 +255,12 @@ def check_report_to(cfg: Config) -> None:
         raise ConfigError(problems)
 
 
-def _lengths_of_data(cfg: Config, shape: ModelShape, stream: PromptStream, flag: str) -> list[Problem]:
+def _lengths_of_data(cfg: Config, shape: ModelShape, rows: PromptRows, flag: str) -> list[Problem]:
     """Sequences too long for the model, where only the data tells how long they are: `planning.check` judges what is set."""
     longest = cfg.rollout.max_completion_length
-    if cfg.data.max_prompt_length is not None or length_problems(shape, 1 + longest):
+    if cfg.data.max_prompt_length is not None or rows.longest_prompt is None or length_problems(shape, 1 + longest):
         return []
-    return length_problems(shape, stream.rows.longest_prompt + longest, flags=(flag, "max_completion_length"))
+    return length_problems(shape, rows.longest_prompt + longest, flags=(flag, "max_completion_length"))
 
 
 def find_model(name: str) -> Path:

@@ -54,9 +54,9 @@ def read(env: Mapping[str, str] | None = None) -> Launched:
     """The facts; never raises, so that a report of what is wrong with them can be made."""
     env = os.environ if env is None else env
     said, error_file = _shared_file(env), env.get("TORCHELASTIC_ERROR_FILE")
-    nobody = Launched(said=said, error_file=Path(error_file) if error_file else None)
+    alone = Launched(said=said, error_file=Path(error_file) if error_file else None)
     if "RANK" not in env:
-        return nobody
+        return alone
     wanted = {"RANK": -1, "WORLD_SIZE": -1, "LOCAL_RANK": 0, "MASTER_PORT": 0, "TORCHELASTIC_RESTART_COUNT": 0}
     numbers, wrong = {}, []
     for name, default in wanted.items():
@@ -71,9 +71,9 @@ def read(env: Mapping[str, str] | None = None) -> Launched:
         wrong += [f"{name} is not set" for name in ("MASTER_ADDR", "MASTER_PORT") if name not in env]
     if wrong:
         message = f"RANK is set, as by a launcher, but {'; '.join(wrong)}. Start the job with torchrun."
-        return replace(nobody, problems=(Problem(flags=(), message=message),))
+        return replace(alone, problems=(Problem(flags=(), message=message),))
     return replace(
-        nobody,
+        alone,
         rank=numbers["RANK"],
         world_size=numbers["WORLD_SIZE"],
         local_rank=numbers["LOCAL_RANK"],

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -20,6 +20,8 @@ from megatron_grpo.grpo.loss import TokenWeigher
 from megatron_grpo.parallel import collectives
 from megatron_grpo.parallel.state import ParallelState
 from megatron_grpo.types import GlobalBatch, MicroBatch, Rollout, Row, RowKey, Sample, Sequence
+
+Scored = TypeVar("Scored", bound=Sequence)
 
 
 class Scorer(Protocol):
@@ -44,9 +46,9 @@ def _to_shares(items: Iterable[tuple[int, RowKey, Any]], parallel: ParallelState
 
 
 def score_rows(
-    sequences: Mapping[RowKey, Sequence], contexts: Mapping[RowKey, SequenceOf[int]], homes: Mapping[RowKey, int], *, scorer: Scorer,
+    sequences: Mapping[RowKey, Scored], contexts: Mapping[RowKey, SequenceOf[int]], homes: Mapping[RowKey, int], *, scorer: Scorer,
     cut: BatchCut, parallel: ParallelState,
-) -> tuple[dict[RowKey, int], dict[RowKey, Sequence], dict[RowKey, np.ndarray]]:  # fmt: skip
+) -> tuple[dict[RowKey, int], dict[RowKey, Scored], dict[RowKey, np.ndarray]]:  # fmt: skip
     """Log-probs of rows that lie on several shares, wherever the cut has them scored: (new homes, what this rank then holds, log-probs).
 
     sequences: those that this rank holds. contexts, homes: of all rows, the same on every rank. Log-probs are float32 [T], 0 where the mask
@@ -56,7 +58,7 @@ def score_rows(
     dealt = deal_filled(list(contexts.values()), cut)
     filled = [*keys, *[keys[0]] * (sum(len(portion.rows) for mine in dealt for portion in mine) - len(keys))]
     # A row that fills up is scored where it is dealt to again: its sequence must be there, and its result is not needed.
-    wanted = {key: set() for key in keys}
+    wanted: dict[RowKey, set[int]] = {key: set() for key in keys}
     new_homes: dict[RowKey, int] = {}
     for home, mine in enumerate(dealt):
         for portion in mine:

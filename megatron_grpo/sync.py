@@ -119,7 +119,7 @@ class _Report:
     cached: np.ndarray
 
 
-def _problem(reports: Sequence[_Report], version: int, is_coarse: bool) -> str | None:
+def _problem(reports: SequenceOf[_Report], version: int, is_coarse: bool) -> str | None:
     others = {rank: report.version for rank, report in enumerate(reports) if report.version != version}
     if others:
         return f"after the push of version {version} the engines of these ranks hold another: {others} (rank: version)"

@@ -115,7 +115,9 @@ def sharded_files(directory: Path) -> list[str]:
 def random_state() -> dict[str, Any]:
     """Every generator of this process, in types that load without pickle."""
     version, words, gauss = random.getstate()
-    name, keys, position, has_gauss, cached = np.random.get_state()
+    legacy = np.random.get_state()
+    assert isinstance(legacy, tuple)  # a dict where another bit generator has been set
+    name, keys, position, has_gauss, cached = legacy
     state = {
         "world_size": collectives.num_ranks(),
         "python": [version, list(words), gauss],
@@ -159,7 +161,7 @@ def _describe(error: BaseException) -> str:
 
 def _first_cause(error: BaseException) -> BaseException:
     """torch's zip writer, closed on a full disk, hides the OSError behind RuntimeErrors about an unexpected position."""
-    cause = error
+    cause: BaseException | None = error
     while cause is not None and not isinstance(cause, OSError):
         cause = cause.__context__ if isinstance(cause, RuntimeError) else None
     return cause or error

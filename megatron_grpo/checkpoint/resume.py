@@ -257,7 +257,9 @@ def _written_by(job: Mapping[str, str], out: Path) -> str:
 def _refuse_another_job(found: Resume, restart: str, what: str) -> None:
     """A restart that meets the checkpoints of another job can neither continue them nor remove them."""
     newest, job = _newest(found.output_dir), found.origin.job
-    theirs = newest.origin.job if newest else {}
+    if newest is None:
+        return
+    theirs = newest.origin.job
     other = next((name for name in job if name in theirs and theirs[name] != job[name]), None)
     if newest and other and not _written_by(job, found.output_dir):
         raise _wrong(

@@ -199,7 +199,7 @@ def _made(path: Path, kind: type, columns: Mapping[str, Sequence[Any]]) -> Itera
         yield kind(**dict(zip(columns, row, strict=True)))
 
 
-def _kinds(kind: type) -> Iterator[type]:
+def _kinds(kind: type[Any]) -> Iterator[type[Any]]:
     yield kind
     narrower: type
     for narrower in kind.__subclasses__():

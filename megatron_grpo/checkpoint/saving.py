@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
 
 import torch
 
@@ -49,13 +49,17 @@ class ShardedPolicy(Protocol):
 class RowsToSave(Protocol):
     """The rows that wait to be trained; `megatron_grpo.pending`."""
 
-    rows: Mapping[Any, Row]
+    @property
+    def rows(self) -> Mapping[Any, Row]: ...
 
     def __len__(self) -> int: ...
 
     def to_save(self) -> list[Sample]: ...
 
-    def restored(self, samples: Sequence[Sample], cut: BatchCut) -> RowsToSave: ...
+    def restored(self, samples: Sequence[Sample], cut: BatchCut) -> Self: ...
+
+
+Rows = TypeVar("Rows", bound="RowsToSave")
 
 
 class PromptState(Protocol):
@@ -180,7 +184,7 @@ class Checkpoints:
             raise unusable(refused)
         return None
 
-    def restore(self, policy: ShardedPolicy, prompts: PromptState, nothing: RowsToSave, cut: BatchCut) -> tuple[Progress, RowsToSave]:
+    def restore(self, policy: ShardedPolicy, prompts: PromptState, nothing: Rows, cut: BatchCut) -> tuple[Progress, Rows]:
         """Puts the run back to where the chosen checkpoint was taken; a fresh run is at step 0 with nothing pending.
 
         nothing: what is pending then. cut: says which ranks are home to which row.

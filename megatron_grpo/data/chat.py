@@ -19,10 +19,16 @@ def load_tokenizer(path: str) -> Any:
     from transformers import AutoTokenizer  # a second of imports that `plan` must not pay
 
     try:
-        return AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
+        tokenizer = AutoTokenizer.from_pretrained(path)
+    except Exception as error:
+        reason = (str(error).strip().splitlines() or [""])[0]
+        reason = reason if isinstance(error, (OSError, ValueError)) else f"{type(error).__name__}: {reason}"
         raise ConfigError([Problem(flags=("model",), message=f"model {path!r} has no tokenizer that can be loaded: {reason}")]) from error
+    if not tokenizer.get_vocab().keys() - tokenizer.get_added_vocab().keys():  # transformers makes an empty one where its files are missing
+        raise ConfigError(
+            [Problem(flags=("model",), message=f"model {path!r} has no tokenizer: its files (tokenizer.json, ...) are missing.")]
+        )
+    return tokenizer
 
 
 def encode_prompt(tokenizer: Any, raw: Raw, *, system: str | None = None, enable_thinking: bool | None = None) -> tuple[int, ...]:

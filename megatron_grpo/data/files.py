@@ -82,7 +82,7 @@ def read_rows(dataset: str, *, split: str = "train", flag: str = "dataset") -> R
 
 def is_path(name: str) -> bool:
     """Whether a name can only be a path on this machine, there or not: one on the Hub is `name` or `owner/name`."""
-    return name.startswith((".", "/", "~")) or name.count("/") > 1 or Path(name).suffix in SUFFIXES
+    return name.startswith((".", "/", "~")) or name.count("/") > 1 or Path(name.partition("#")[0]).suffix in SUFFIXES
 
 
 def _wrong(flag: str, message: str) -> ConfigError:
@@ -91,6 +91,9 @@ def _wrong(flag: str, message: str) -> ConfigError:
 
 def _no_such_file(flag: str, path: Path) -> str:
     folder = path.parent
+    plain, _, count = str(path).rpartition("#")
+    if Path(plain).exists() and count.isdigit():
+        return f"{flag} {str(path)!r} does not exist. `#{count}` draws no rows here: write {count} rows of {plain} to a file and give that."
     if not folder.is_dir():
         return f"{flag} {str(path)!r} does not exist, nor does its directory."
     beside = sorted(file.name for file in folder.iterdir() if file.suffix in SUFFIXES)[:8]
@@ -124,7 +127,7 @@ def _read_file(file: Path, name: str, flag: str) -> tuple[str, str, Sequence[dic
     for number, text in _text_lines(file):
         try:
             row = json.loads(text.rstrip(b"\r\n"))
-        except ValueError as error:  # JSONDecodeError, and UnicodeDecodeError for bytes that are no UTF-8
+        except (ValueError, RecursionError) as error:  # JSONDecodeError; UnicodeDecodeError for bytes that are no UTF-8; too deep
             bad.append((number, f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)))
             continue
         if isinstance(row, dict):
@@ -158,8 +161,8 @@ def _json_array(file: Path, name: str, flag: str) -> list[dict[str, Any]]:
         rows = json.loads(file.read_bytes())
     except json.JSONDecodeError as error:
         raise _wrong(flag, f"{name} line {error.lineno} column {error.colno} is not JSON: {error.msg}.") from error
-    except UnicodeDecodeError as error:
-        raise _wrong(flag, f"{name} is not UTF-8: {error}.") from error
+    except (ValueError, RecursionError) as error:  # bytes that are no UTF-8, a number of 5,000 digits; too deep
+        raise _wrong(flag, f"{name} cannot be read as JSON: {error}.") from error
     bad = [index for index, row in enumerate(rows) if not isinstance(row, dict)]
     if bad:
         raise _wrong(flag, f"{name} has {len(bad)} entries that are not objects with named columns; the first is entry {bad[0]}.")

@@ -23,7 +23,7 @@ from megatron_grpo.types import Prompt
 
 __all__ = ["PromptRows", "PromptStream", "check_lengths", "load_rows", "open_stream"]
 
-_MEDIA = ("images", "videos", "audios")  # columns that mean this wherever rows with them are trained on
+_MEDIA = ("images", "image", "videos", "video", "audios", "audio")  # columns that mean this wherever rows with them are trained on
 _NOT_COLUMNS = frozenset({"prompt", "messages", "completion", "completions", "completion_ids", "trainer_state"})
 
 
@@ -111,7 +111,7 @@ def check_lengths(prompts: PromptRows, encode: Callable[[Raw], Sequence[int]], c
         problem = _problem(flag, prompts.rows, prompts.keep[too_long], message)
         advice = f" Use max_prompt_length {longest}, or truncation_strategy delete (leaves {len(prompts) - len(too_long)} rows) or left."
         flags = ("max_prompt_length", "truncation_strategy", flag)
-        nearest = {"max_prompt_length": [longest], "truncation_strategy": ["delete", "left"]}
+        nearest: dict[str, list[Any]] = {"max_prompt_length": [longest], "truncation_strategy": ["delete", "left"]}
         problems.append(Problem(flags=flags, message=problem.message + advice, nearest=nearest))
     if problems:
         raise ConfigError(problems)
@@ -128,7 +128,8 @@ the shortest has {int(lengths.min())} tokens."
 
 def _lengths(prompts: PromptRows, encode: Callable[[Raw], Sequence[int]], flag: str) -> np.ndarray:
     """Tokens of each prompt, int64 [rows]. Raises ConfigError for prompts that the chat template refuses."""
-    lengths, refused = np.zeros(len(prompts), dtype=np.int64), {}
+    lengths = np.zeros(len(prompts), dtype=np.int64)
+    refused: dict[str, list[int]] = {}
     for index in range(len(prompts)):
         try:
             lengths[index] = len(encode(prompts.raw(index)))
@@ -183,7 +184,7 @@ def _content_fault(message: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _problem(flag: str, rows: Rows, indices: Sequence[int], fault: str) -> Problem:
+def _problem(flag: str, rows: Rows, indices: Sequence[int] | np.ndarray, fault: str) -> Problem:
     named = ", ".join(rows.place(int(index)) for index in indices[:NAMED_ROWS]) + (", ..." if len(indices) > NAMED_ROWS else "")
     return Problem(flags=(flag,), message=f"{len(indices)} of {len(rows)} rows {fault}: {named}.")
 
@@ -218,6 +219,13 @@ class PromptStream:
     def __len__(self) -> int:
         """Prompts of one epoch."""
         return len(self.rows)
+
+    @property
+    def longest_prompt(self) -> int:
+        """Tokens."""
+        if self.rows.longest_prompt is None:
+            raise ValueError("check_lengths comes before a stream is opened")
+        return self.rows.longest_prompt
 
     def take(self, count: int) -> list[Prompt]:
         """The next `count` prompts, going on into the next epoch where this one ends."""

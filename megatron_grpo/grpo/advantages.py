@@ -57,7 +57,10 @@ def advantages(
             raise ValueError("gdpo normalises each reward function on its own: there is no single reward to subtract a KL penalty from")
         counted = per_func[:, :, np.asarray(reward_weights) != 0]  # a function of weight 0 is only watched
         return Advantages(
-            advantages=_gdpo(per_func, reward_weights), rewards=totals, rewards_per_func=per_func, is_dead=are_equal(counted).all(axis=1)
+            advantages=_gdpo(per_func, reward_weights),
+            rewards=totals,
+            rewards_per_func=per_func,
+            is_dead=np.all(are_equal(counted), axis=1),
         )
     judged = totals if kl_penalty is None else totals - kl_penalty
     values = ESTIMATORS[estimator](judged, cfg.scale_rewards)

@@ -146,33 +146,23 @@ class GrpoLoss:
         """
         self._require(entropy, ref_logprobs, entropy_threshold)
         sequences = Sequences(tensors.sequence, tensors.num_sequences, sum_over_context)
-        logprobs = logprobs.double()
-        constant = logprobs.detach()
-        u = tensors.token_weights.double()
-        advantages = tensors.advantages.double()
-        sampler_logprobs = tensors.sampler_logprobs.double()
+        logprobs, constant = logprobs.double(), logprobs.detach().double()
+        u, advantages, sampler_logprobs = tensors.token_weights.double(), tensors.advantages.double(), tensors.sampler_logprobs.double()
         old_logprobs = torch.where(tensors.old_logprobs.isnan(), constant, tensors.old_logprobs.double())
 
         ratio = self.ratio(logprobs, old_logprobs, sequences)
         per_token = self.objective(ratio, logprobs, advantages)
 
         # c: factors that are constants of the gradient and of every denominator.
-        factor = torch.ones_like(constant)
         mismatch = log_rho(old_logprobs, sampler_logprobs)
-        importance = None
-        if self.correction is not None:
-            importance = self.correction(mismatch, sequences)
-            factor = factor * importance.factors
+        importance = self.correction(mismatch, sequences) if self.correction is not None else None
+        factor = torch.ones_like(constant) if importance is None else importance.factors
         if self.off_policy_delta is not None:
             factor = factor * off_policy_mask(
-                self.off_policy_delta,
-                logprobs=constant,
-                old_logprobs=old_logprobs,
-                sampler_logprobs=sampler_logprobs,
-                advantages=advantages,
-                sequences=sequences,
-            )
-        if self.needs_entropy_threshold:
+                self.off_policy_delta, logprobs=constant, old_logprobs=old_logprobs, sampler_logprobs=sampler_logprobs,
+                advantages=advantages, sequences=sequences,
+            )  # fmt: skip
+        if self.needs_entropy_threshold and entropy is not None and entropy_threshold is not None:
             factor = factor * (entropy.detach().double() >= entropy_threshold)
 
         loss = (u * factor * per_token.loss).sum()

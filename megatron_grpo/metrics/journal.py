@@ -19,8 +19,11 @@ Watch = Callable[[Progress, Mapping[str, float]], "str | None"]
 class Trained(Protocol):
     """What an optimizer step says of itself."""
 
-    metrics: dict[str, float]
-    skipped: str | None
+    @property
+    def metrics(self) -> dict[str, float]: ...
+
+    @property
+    def skipped(self) -> str | None: ...
 
 
 class Journal:

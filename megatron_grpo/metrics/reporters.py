@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import importlib.util
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -94,7 +94,12 @@ class Mlflow:
         self.mlflow.end_run()
 
 
-REPORTERS = {"tensorboard": Tensorboard, "wandb": Wandb, "swanlab": Swanlab, "mlflow": Mlflow}
+REPORTERS: dict[str, Callable[[Path, Mapping[str, Any], int], Reporter]] = {
+    "tensorboard": Tensorboard,
+    "wandb": Wandb,
+    "swanlab": Swanlab,
+    "mlflow": Mlflow,
+}
 
 
 def report_to_problems(report_to: Sequence[str]) -> list[Problem]:

@@ -12,6 +12,7 @@ import importlib
 import logging
 import sys
 import types
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -70,8 +71,9 @@ _LITERAL_CUDA = (
 )
 
 
-def _patch_cuda_calls():
-    cuda = torch.cuda
+def _patch_cuda_calls() -> None:
+    cuda: Any = torch.cuda  # what stands in has other types
+    tensor: Any = torch.Tensor
     cuda.current_device = lambda: torch.device("cpu")  # "device=torch.cuda.current_device()" is all over Megatron
     cuda.synchronize = cuda.empty_cache = lambda *args, **kwargs: None
     cuda.Stream = cuda.Event = _Immediate
@@ -81,8 +83,8 @@ def _patch_cuda_calls():
     cuda.get_rng_state = cuda.random.get_rng_state = lambda *args, **kwargs: torch.get_rng_state()
     cuda.set_rng_state = cuda.random.set_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
     cuda.nvtx.range_push = cuda.nvtx.range_pop = lambda *args: None
-    torch.Tensor.cuda = lambda self, *args, **kwargs: self
-    torch.Tensor.record_stream = lambda self, stream: None
+    tensor.cuda = lambda self, *args, **kwargs: self
+    tensor.record_stream = lambda self, stream: None
 
 
 def _patch_type_strings():

@@ -98,7 +98,9 @@ def start(layout: Layout, *, sequence_parallel: bool = False, seed: int = 0, tim
         timeout = timedelta(minutes=timeout_minutes)
         store = meet(launched, timeout=timeout)
         if not launched.is_launched:
-            launcher.become_single(store.underlying_store.port)
+            held = store.underlying_store
+            assert isinstance(held, dist.TCPStore)  # opened in `meet`
+            launcher.become_single(held.port)
         dist.init_process_group(
             "nccl" if has_gpu else "gloo", store=store, rank=launched.rank, world_size=launched.world_size, timeout=timeout
         )

@@ -57,10 +57,18 @@ def _settings_problems(parsed: Parsed, shape: ModelShape | None) -> list[Problem
         # Less than one is for the sizes to say.
         engine_ranks, world_size = max(1, cfg.rollout.vllm_tensor_parallel_size), max(1, cfg.parallel.world_size or 1)
         engine = engine_problems(shape, engine_ranks, world_size=world_size)
-        of_model = [*length_problems(shape, longest), *engine, *refused_policy.problems(cfg, shape)]
+        of_model = [*length_problems(shape, longest), *_stops(cfg, shape), *engine, *refused_policy.problems(cfg, shape)]
     others = [*refused_grpo.problems(cfg), *of_model]
     found = [_in_typed_names(cfg, problem) for problem in others if not set(problem.flags) & parsed.unreadable]
     return [*validate(cfg, parsed.unreadable), *found]
+
+
+def _stops(cfg: Config, shape: ModelShape) -> list[Problem]:
+    """Tokens that the model cannot draw end nothing."""
+    beyond = [token for token in cfg.rollout.stop_token_ids if token >= shape.vocab_size]
+    message = f"stop_token_ids: {', '.join(map(str, beyond))} {'are' if len(beyond) > 1 else 'is'} not in the model's vocabulary of \
+{shape.vocab_size} tokens."
+    return [Problem(flags=("stop_token_ids",), message=message)] if beyond else []
 
 
 def _in_typed_names(cfg: Config, problem: Problem) -> Problem:

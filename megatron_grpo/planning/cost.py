@@ -39,7 +39,7 @@ def _layer_products(shape: ModelShape, moe: bool) -> int:
     total = 0
     for entry in layer_entries(shape, moe=moe):
         size = sum(math.prod(size) for _, size in entry.hf if len(size) == 2)
-        total += size * (shape.moe.topk if entry.is_expert else 1)
+        total += size * (shape.moe.topk if shape.moe and entry.is_expert else 1)
     return total
 
 

@@ -167,7 +167,7 @@ def activation_bytes(shape: ModelShape, sizes: BatchSizes, cfg: Config, stage: i
         working = full - layer_bytes_per_token(shape, sizes, cfg, without=dropped)
     a, chunks = sizes.gradient_accumulation_steps, sizes.layout.num_chunks
     if chunks == 1:
-        in_flight = min(a, sizes.layout.pp - stage)
+        in_flight: float = min(a, sizes.layout.pp - stage)
     else:
         in_flight = min(a * chunks, 2 * (sizes.layout.pp - stage - 1) + (chunks - 1) * sizes.layout.pp + 1) / chunks
     return round(tokens * (stored * in_flight + working))

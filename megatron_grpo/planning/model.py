@@ -53,7 +53,7 @@ def find_config(model: str) -> Path | None:
     if path.is_dir():
         return path / "config.json" if (path / "config.json").is_file() else None
     if path.is_file():
-        return path
+        return path if path.suffix == ".json" else None  # any other file is refused where the model is looked for
     home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
     cache = Path(os.environ.get("HF_HUB_CACHE") or home / "hub")
     snapshots = sorted((cache / f"models--{model.replace('/', '--')}" / "snapshots").glob("*/config.json"))

@@ -107,7 +107,7 @@ def _layer(shape: ModelShape, sizes: BatchSizes, moe: bool) -> Iterator[Paramete
     after = [entry for entry in outside if "shared_experts" in entry.megatron]
     yield from (Parameter(numel_of(entry, sizes)) for entry in before)
     if experts:
-        for _ in range(shape.moe.num_experts // sizes.layout.ep):
+        for _ in range(shape.num_experts // sizes.layout.ep):
             yield from (Parameter(numel_of(entry, sizes), in_expert_buffer=sizes.layout.ep > 1) for entry in experts)
     yield from (Parameter(numel_of(entry, sizes)) for entry in after)
 

@@ -27,8 +27,8 @@ def print_report(made: Plan, *, file: TextIO | None = None, is_short: bool = Fal
         console.rule("[bold]timetable", align="left", style="dim")
         for line in draw(sizes, cfg.plan.plan_rollouts, width=console.width):
             console.print(line, no_wrap=True, overflow="crop")
-        for line in legend(sizes):
-            console.print(line, style="dim", markup=False)
+        for meaning in legend(sizes):
+            console.print(meaning, style="dim", markup=False)
         console.print()
         if made.memory:
             _memory(console, made.memory)

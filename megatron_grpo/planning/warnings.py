@@ -22,6 +22,7 @@ def warnings_of(checked: Checked, timetable: Timetable, memory: dict[str, Any] |
     cfg, sizes = checked.config, checked.sizes
     return [
         *_dialect(checked),
+        *checked.parsed.repeated,
         *_groups(sizes),
         *_staleness(cfg, timetable),
         *_idle(checked),

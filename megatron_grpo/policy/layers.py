@@ -38,7 +38,7 @@ class PackedAttention(MegatronModule):
         self.cp_group = pg_collection.cp
         self.softmax_scale = softmax_scale
 
-    def forward(self, query, key, value, attention_mask, attn_mask_type=None, attention_bias=None, packed_seq_params: PackedStream = None):
+    def forward(self, query, key, value, attention_mask, attn_mask_type=None, attention_bias=None, *, packed_seq_params: PackedStream):
         q, k, v = query.squeeze(1), key.squeeze(1), value.squeeze(1)
         if self.cp_group.size() > 1:
             k, v = all_gather(k, self.cp_group), all_gather(v, self.cp_group)

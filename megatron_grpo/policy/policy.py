@@ -99,7 +99,7 @@ class Policy:
         A batch in which no token trains (everything filtered) changes nothing: no gradient, no moment decay.
         """
         with self.clock("ref_logprobs"):
-            reference = self.reference.last_stage_logprobs(batch.micro_batches) if self.loss.needs_reference else []
+            reference = self.reference.last_stage_logprobs(batch.micro_batches) if self.loss.needs_reference and self.reference else []
         threshold = self._entropy_threshold(batch) if self.loss.needs_entropy_threshold else None
         for router in routers(self.chunks):
             router.num_routed_tokens = batch.num_computed_tokens

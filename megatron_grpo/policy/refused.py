@@ -49,7 +49,7 @@ def _routing(moe: MoeShape) -> Iterator[str]:
             f"Megatron-Core's sigmoid router makes the chosen experts' weights sum to 1 where there are several, not where there "
             f"is one; this model has norm_topk_prob {str(moe.norm_topk_prob).lower()} with num_experts_per_tok {moe.topk}."
         )
-    if moe.is_group_limited and moe.topk // moe.group_topk != 2:
+    if moe.is_group_limited and moe.group_topk and moe.topk // moe.group_topk != 2:
         yield (
             f"Megatron-Core rates a group of experts by its best num_experts_per_tok / topk_group ({moe.topk} / {moe.group_topk} = "
             f"{moe.topk // moe.group_topk}) experts, the model by its best 2; they choose alike where the quotient is 2, or where "

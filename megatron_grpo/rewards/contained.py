@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 import threading
-from types import TracebackType
+from types import FrameType, TracebackType
 
 _OUTPUTS = {1: "stdout", 2: "stderr"}
 
@@ -31,18 +31,30 @@ class contained:  # in lower case, for it reads as `with contained(...)`
 
     def __enter__(self) -> contained:
         self._process = os.getpid()
+        self._pressed = False
+        # A run has handlers of its own (`run.signals`). Where Python's is in place, Ctrl-C raises here: it is told from the code's own.
+        is_default = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        self._listens = is_default and threading.current_thread() is threading.main_thread()
+        if self._listens:
+            signal.signal(signal.SIGINT, self._hear)
         self._copies = {fd: copy for fd in _OUTPUTS if (copy := _copy_of(fd)) is not None}
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if os.getpid() != self._process:
             _end_child(error)
+        if self._listens:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         for fd, copy in self._copies.items():
             if _open_again(fd, copy):
                 self.told.append(f"closed {_OUTPUTS[fd]}")
             os.close(copy)
-        if isinstance(error, SystemExit) or (isinstance(error, KeyboardInterrupt) and not _may_come_from_the_keyboard()):
+        if isinstance(error, SystemExit) or (isinstance(error, KeyboardInterrupt) and not self._pressed):
             raise AskedToEnd(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__) from error
+
+    def _hear(self, number: int, frame: FrameType | None) -> None:
+        self._pressed = True
+        raise KeyboardInterrupt
 
 
 def _copy_of(fd: int) -> int | None:
@@ -65,12 +77,6 @@ def _open_again(fd: int, copy: int) -> bool:
         setattr(sys, name, open(fd, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False))
         was_closed = True
     return was_closed
-
-
-def _may_come_from_the_keyboard() -> bool:
-    """A run has handlers of its own (`run.signals`); where Python's is in place, Ctrl-C raises in the main thread, wherever that is."""
-    is_default = signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    return is_default and threading.current_thread() is threading.main_thread()
 
 
 def _end_child(error: BaseException | None) -> None:

@@ -41,7 +41,7 @@ def call_before(seconds: float, function: Callable[[], Any]) -> Any:
 def _call_in_main_thread(seconds: float, function: Callable[[], Any]) -> Any:
     armed = threading.Event()
     finished = threading.Event()
-    main = threading.main_thread().ident
+    main = threading.get_ident()
 
     def interrupt(signum: int, frame: Any) -> None:
         if armed.is_set():
@@ -56,7 +56,7 @@ def _call_in_main_thread(seconds: float, function: Callable[[], Any]) -> Any:
     before = signal.signal(SIGNAL, interrupt)
     watcher = threading.Thread(target=watch, name="reward-deadline", daemon=True)
     # It runs in a thread of C and needs no interpreter lock: the one thing that still works when the function holds that lock.
-    faulthandler.dump_traceback_later(seconds + GRACE, exit=True, file=sys.__stderr__)
+    faulthandler.dump_traceback_later(seconds + GRACE, exit=True, file=sys.__stderr__ or sys.stderr)
     try:
         armed.set()
         watcher.start()
@@ -104,7 +104,8 @@ class EventLoop:
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
             threading.Thread(target=self._loop.run_forever, name="reward-loop", daemon=True).start()
-        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        loop = self._loop
+        future = asyncio.run_coroutine_threadsafe(coroutine, loop)
         deadline = time.monotonic() + seconds
 
         def wait() -> Any:
@@ -114,14 +115,14 @@ class EventLoop:
                 if future.done():
                     raise
                 future.cancel()
-                self._replace_if_blocked()
+                self._replace_if_blocked(loop)
                 raise OutOfTime from None
 
         return wait
 
-    def _replace_if_blocked(self) -> None:
+    def _replace_if_blocked(self, loop: asyncio.AbstractEventLoop) -> None:
         """A coroutine that blocks (`time.sleep` instead of `asyncio.sleep`) takes the loop with it: the next batch gets a new one."""
         alive = threading.Event()
-        self._loop.call_soon_threadsafe(alive.set)
+        loop.call_soon_threadsafe(alive.set)
         if not alive.wait(1.0):
             self._loop = None

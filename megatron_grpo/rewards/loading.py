@@ -15,7 +15,7 @@ from typing import Any
 
 from megatron_grpo.errors import ConfigError, Problem
 from megatron_grpo.rewards.contained import AskedToEnd, contained
-from megatron_grpo.rewards.protocol import RewardFunction
+from megatron_grpo.rewards.protocol import RewardFunction, accepted_names, positional_names
 from megatron_grpo.settings.config import Config
 
 _LOG = logging.getLogger(__name__)
@@ -129,6 +129,10 @@ def _load(spec: str, name: str, config: Config, here: Path) -> RewardFunction:
         inspect.signature(function)
     except ValueError as error:  # some that are written in C
         raise _fail(f"{spec} does not say which arguments it takes: {error}. Wrap it in a function of your own.") from error
+    if unusable := positional_names(function):
+        raise _fail(f"{spec} takes {', '.join(unusable)} by place alone; a reward function gets its arguments by name. Remove the `/`.")
+    if accepted_names(function) == frozenset():
+        raise _fail(f"{spec} takes no arguments: a reward function takes `completions`, and what else it needs, by name.")
     return RewardFunction(name=name, function=function, timeout=settings.reward_timeout, on_error=settings.reward_on_error)
 
 
@@ -147,7 +151,9 @@ def _users(call: Callable[[], Any], what: str) -> Any:
             return call()
     except AskedToEnd as error:
         raise _fail(f"{what}: it asks the process to end with {error}.") from error
-    except Exception as error:  # the user's code, at the edge: whatever it raises is about that code
+    except KeyboardInterrupt:  # Ctrl-C: the code's own is an AskedToEnd
+        raise
+    except BaseException as error:
         raise _fail(f"{what}: {type(error).__name__}: {error}.") from error
     finally:
         for did in told:
@@ -166,10 +172,11 @@ def _module_of_file(path: Path, here: Path) -> Any:
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))
     spec = importlib.util.spec_from_file_location(name, path)
-    module = importlib.util.module_from_spec(spec)
+    assert spec is not None and spec.loader is not None  # the name ends in .py
+    loader, module = spec.loader, importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # before it runs, so that dataclasses and pickles in it find their module
     try:
-        _users(lambda: spec.loader.exec_module(module), f"{path} cannot be loaded")
+        _users(lambda: loader.exec_module(module), f"{path} cannot be loaded")
     except ConfigError:
         del sys.modules[name]
         raise
@@ -179,6 +186,10 @@ def _module_of_file(path: Path, here: Path) -> Any:
 def _module_of_package(name: str, here: Path) -> Any:
     if str(here) not in sys.path:
         sys.path.append(str(here))  # as `python -m` would have it; the console command does not
+    if not name or name.startswith("."):
+        raise _fail(
+            f"{name!r} before the colon names neither a file nor a module: write path/to/file.py:function or package.module:function."
+        )
     return _users(lambda: importlib.import_module(name), f"module {name!r} cannot be imported")
 
 

@@ -145,6 +145,12 @@ def required_names(function: Callable[..., Any]) -> list[str]:
     return [parameter.name for parameter in parameters if parameter.kind in named and parameter.default is inspect.Parameter.empty]
 
 
+def positional_names(function: Callable[..., Any]) -> list[str]:
+    """Arguments that cannot be given by name."""
+    parameters = inspect.signature(function).parameters.values()
+    return [parameter.name for parameter in parameters if parameter.kind is inspect.Parameter.POSITIONAL_ONLY]
+
+
 def text_of(completion: Any) -> str:
     """The text of a completion in either of TRL's shapes; of a chat, what its assistant turns say."""
     if isinstance(completion, str):

@@ -104,11 +104,11 @@ def _outcome(function: RewardFunction, batch: RewardBatch, seconds: float, call)
         return as_scores(call(), len(batch))
     except deadline.OutOfTime:
         return RowFailure(kind="timeout", reason=f"did not answer within {seconds:g} s")
-    except (Interrupted, RewardError):
+    except (Interrupted, RewardError, KeyboardInterrupt):
         raise
     except AskedToEnd as error:
-        return RowFailure(kind="end", reason=f"asked the process to end with {error}{_where(error.__cause__)}")
-    except Exception as error:  # noqa: BLE001 - the sandbox: whatever the user's function raises is reported about that function
+        return RowFailure(kind="end", reason=f"asked the process to end with {error}{_where(error.__cause__ or error)}")
+    except BaseException as error:  # noqa: BLE001 - the sandbox: whatever the user's function raises is reported about that function
         return RowFailure(kind=type(error).__name__, reason=f"raised {type(error).__name__}: {error}{_where(error)}")
 
 

@@ -59,13 +59,13 @@ class ColocatedEngine:
         vllm_patches.apply_patches(on_gpu=on_gpu)
         tp = cfg.vllm_tensor_parallel_size
         max_model_len = cfg.vllm_max_model_len or max_model_len
-        options = gpu_options(cfg) if on_gpu else cpu_options(cfg)
+        options = (gpu_options(cfg) if on_gpu else cpu_options(cfg)) | {"dtype": cfg.vllm_dtype or dtype}
         if collectives.has_job():
             options["distributed_executor_backend"] = "external_launcher"  # one worker in each of the launcher's ranks
         with vllm_patches.trainer_untouched():
             try:
                 llm = LLM(
-                    str(model_path), dtype=cfg.vllm_dtype or dtype, tensor_parallel_size=tp, max_model_len=max_model_len,
+                    str(model_path), tensor_parallel_size=tp, max_model_len=max_model_len,
                     max_num_seqs=cfg.vllm_max_num_seqs, enable_prefix_caching=cfg.vllm_enable_prefix_caching,
                     seed=(seed + rank // tp) % 2**32,  # equal on the ranks of one engine; requests carry their own
                     logprobs_mode="processed_logprobs",  # of the distribution sampled from; the default ignores temperature and top-p

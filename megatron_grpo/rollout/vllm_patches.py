@@ -69,7 +69,7 @@ def apply_patches(*, on_gpu: bool) -> None:
     transformers_logging.disable_progress_bar()
     # It looks at a model class in a fresh Python, 17 s at the first use of each architecture. That is to keep CUDA out of a process that
     # will fork; ours will not.
-    registry._run_in_subprocess = lambda inspect: inspect()
+    registry._run_in_subprocess = lambda fn: fn()
     # Freeing an engine destroys torch's default process group, which is the trainer's.
     core.cleanup_dist_env_and_memory = _keep_process_groups
     # Only an executor with worker processes of its own reads these queues: 24 MiB of shared memory an engine, which a kill would leave
@@ -80,9 +80,10 @@ def apply_patches(*, on_gpu: bool) -> None:
         from vllm.distributed.device_communicators import cpu_communicator
 
         # It would bind all memory of the process, the trainer's too, to one NUMA node.
-        torch.ops._C.init_cpu_memory_env = lambda nodes: None
+        operators: Any = torch.ops._C
+        operators.init_cpu_memory_env = lambda nodes: None
         warnings.filterwarnings("ignore", category=FutureWarning, module="vllm.triton_utils.dispatcher")  # it looks at every name in torch
-        shm = cpu_communicator._CPUSHMDistributed
+        shm: Any = cpu_communicator._CPUSHMDistributed
         # The name is a constant for every torchrun job, so two jobs on a machine collide and a killed one blocks the next.
         shm.make_group_name = staticmethod(_shared_memory_name)
         if shm._init_cpu_shm.__name__ != "init_and_unlink":

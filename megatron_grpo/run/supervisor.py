@@ -70,7 +70,7 @@ def _has_said_so(ended: int) -> bool:
         return False
 
 
-def _die_of(number: int, mask: set[signal.Signals]) -> None:
+def _die_of(number: int, mask: set[int | signal.Signals]) -> None:
     """As the child did, so that a launcher or a shell sees what happened."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the child's core file is the one to look at
     if number != signal.SIGKILL:

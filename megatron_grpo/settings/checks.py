@@ -20,9 +20,12 @@ def value_problem(name: str, value: Any) -> tuple[str, list[Any]] | None:
     """(how the value must be, the nearest value that is so, where there is one), or None."""
     if name == "reward_weights" and any(abs(weight) > LARGEST_WEIGHT for weight in value):
         return f"at most {LARGEST_WEIGHT:g} each", []
-    if value is None or isinstance(value, (str, bool, list)):
-        return None
     allowed = table()[name].range
+    if isinstance(value, list):
+        is_good = all(isinstance(one, str) or allowed.admits(one) for one in value)
+        return None if is_good else (f"{allowed} each", [])
+    if value is None or isinstance(value, (str, bool)):
+        return None
     if allowed.admits(value):
         return None
     return str(allowed), [type(value)(near) for near in allowed.nearest(value)]

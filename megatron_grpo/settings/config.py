@@ -162,7 +162,7 @@ class RolloutConfig:
     top_p: float = setting(1.0, "nucleus sampling", above=0, at_most=1)
     top_k: int = setting(0, "top-k sampling, 0 is off", unit="tokens", at_least=0)
     stop: list[str] = setting([], "strings that end a completion", aliases=["stop_words"])
-    stop_token_ids: list[int] = setting([], "token ids that end a completion, besides the model's own end-of-text ids")
+    stop_token_ids: list[int] = setting([], "token ids that end a completion, besides the model's own end-of-text ids", at_least=0)
     vllm_tensor_parallel_size: int = setting(1, "ranks that share one engine", unit="ranks")
     vllm_gpu_memory_utilization: float = setting(0.4, "share of GPU memory for the engine (GPU only)", above=0, at_most=1)
     vllm_kv_cache_memory_mb: int = setting(256, "KV cache of one engine (CPU only)", unit="MiB", at_least=1)

@@ -35,6 +35,7 @@ class Parsed:
     # Of a dialect: names that change nothing and were set aside, by source; what was read as something else; defaults that differ.
     aside: dict[str, list[str]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    repeated: list[str] = field(default_factory=list)  # flags that stand twice, a sentence each
     defaults: list[ForeignDefault] = field(default_factory=list)
 
 
@@ -149,9 +150,15 @@ class _Builder:
     def _set(self, setting: Setting, value: Any, *, source: str, typed: str) -> None:
         key = (source, setting.name)
         earlier = self.seen.get(key)
-        if earlier and earlier[0] != typed and earlier[1] != value:
+        if earlier and earlier[1] != value and (earlier[0] != typed or source != COMMAND_LINE):
             message = f"{earlier[0]} ({shown(earlier[1])}) and {typed} ({shown(value)}) are one setting with two values. Keep one of them."
+            if earlier[0] == typed:
+                message = f"{typed} stands twice in {source} ({shown(earlier[1])}, {shown(value)}). Keep one of them."
             self.parsed.problems.append(Problem(flags=(earlier[0], typed), message=message))
+        elif earlier and earlier[1] != value:  # a script that passes "$@" on relies on it
+            self.parsed.repeated.append(
+                f"{typed} stands twice on the command line ({shown(earlier[1])}, {shown(value)}): the last is used."
+            )
         self.seen[key] = (typed, value)
         if self.dialect is not None and setting.name in self.dialect.settings:
             self.foreign[setting.name] = value

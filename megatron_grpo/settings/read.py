@@ -84,24 +84,30 @@ def read_yaml(text: str, *, source: str) -> tuple[list[TypedSetting], list[Probl
     groups = {setting.group for setting in table().values()}
     entries: list[TypedSetting] = []
 
-    def walk(mapping: dict, prefix: str) -> None:
+    def walk(mapping: dict, prefix: str, within: str) -> None:
+        """prefix: of the names, which a group of settings has none of; within: the sections, whatever they are."""
         for key, value in mapping.items():
             name = prefix + canonical(str(key))
             if isinstance(value, dict):
-                walk(value, "" if not prefix and name in groups else f"{name}.")
+                is_group = not within and name in groups
+                walk(value, "" if is_group else f"{within}{canonical(str(key))}.", f"{within}{canonical(str(key))}.")
             else:
                 entries.append(TypedSetting(name=name, raw=value, source=source))
 
-    walk(data, "")
+    walk(data, "", "")
     return entries, problems
 
 
 def _repeated(root: Any) -> list[str]:
+    """Keys that stand twice in one mapping. A file may be made of anchors, of itself too: each node is looked at once."""
     import yaml
 
-    found, stack = [], [root]
+    found, stack, looked_at = [], [root], set()
     while stack:
         node = stack.pop()
+        if id(node) in looked_at:
+            continue
+        looked_at.add(id(node))
         if isinstance(node, yaml.SequenceNode):
             stack += node.value
         if isinstance(node, yaml.MappingNode):

@@ -25,40 +25,49 @@ SAME_AS: Mapping[str, str] = {
     "policy_mini_batch_size": "global_batch_size", "ppo_mini_batch_size": "global_batch_size", "mini_batch_size": "global_batch_size",
     "n_samples_per_prompt": "num_generations", "num_return_sequences": "num_generations", "rollout.n": "num_generations",
     "update_epochs_per_batch": "num_iterations", "ppo_epochs": "num_iterations", "num_ppo_epochs": "num_iterations",
-    "epochs_per_rollout_batch": "num_iterations", "grad_accum": "gradient_accumulation_steps",
-    "n_gpus_per_node": "world_size", "nproc_per_node": "world_size", "num_gpus": "world_size", "nnodes": "world_size",
+    "epochs_per_rollout_batch": "num_iterations", "grad_accum": "gradient_accumulation_steps", "num_gpus": "world_size",
     "max_new_tokens": "max_completion_length", "max_response_length": "max_completion_length", "response_length": "max_completion_length",
     "max_tokens": "max_completion_length", "max_generate_length": "max_completion_length", "max_length": "max_prompt_length",
-    "prompt_length": "max_prompt_length", "max_seq_length": "max_prompt_length", "max_model_len": "vllm_max_model_len",
+    "rollout_max_response_len": "max_completion_length", "rollout_max_prompt_len": "max_prompt_length",
+    "prompt_length": "max_prompt_length", "max_model_len": "vllm_max_model_len",
     "gpu_memory_utilization": "vllm_gpu_memory_utilization", "max_num_seqs": "vllm_max_num_seqs", "enforce_eager": "vllm_enforce_eager",
-    "enable_prefix_caching": "vllm_enable_prefix_caching", "tensor_model_parallel_size_rollout": "vllm_tensor_parallel_size",
+    "enable_prefix_caching": "vllm_enable_prefix_caching", "rollout.tensor_model_parallel_size": "vllm_tensor_parallel_size",
     "kl_coef": "beta", "kl_loss_coef": "beta", "kl_coeff": "beta", "kl_beta": "beta", "kl_penalty": "kl_estimator",
     "kl_loss_type": "kl_estimator", "kl_estimator_type": "kl_estimator", "use_kl_in_reward": "kl_in_reward",
     "entropy_coeff": "entropy_coef", "entropy_loss_coef": "entropy_coef", "ent_coef": "entropy_coef",
-    "clip_ratio": "epsilon", "clip_ratio_low": "epsilon", "clip_eps": "epsilon", "cliprange": "epsilon", "eps_clip": "epsilon",
+    "clip_ratio": "epsilon", "epsilon_low": "epsilon", "clip_ratio_low": "epsilon", "clip_eps": "epsilon", "cliprange": "epsilon",
+    "eps_clip": "epsilon",
     "eps_clip_low": "epsilon", "clip_range": "epsilon", "clip_ratio_high": "epsilon_high", "eps_clip_high": "epsilon_high",
     "clip_ratio_c": "delta", "loss_agg_mode": "loss_type", "loss_reduction": "loss_type", "adv_estimator": "advantage_estimator",
-    "norm_adv_by_std_in_grpo": "scale_rewards", "grpo_norm_by_std": "scale_rewards", "temperature_sampling": "temperature",
+    "norm_adv_by_std_in_grpo": "scale_rewards", "grpo_norm_by_std": "scale_rewards", "rollout.temperature": "temperature",
+    "rollout_temperature": "temperature", "rollout_top_p": "top_p", "rollout_top_k": "top_k",
     "tis_imp_ratio_cap": "rollout_importance_sampling_threshold", "use_tis": "rollout_importance_sampling_mode",
     "rollout_is_threshold": "rollout_importance_sampling_threshold", "rollout_is": "rollout_importance_sampling_mode",
     "filter_groups": "dynamic_sample", "apply_overlong_filtering": "overlong_filter",
     "warmup_iters": "lr_warmup_iters", "num_warmup_steps": "lr_warmup_iters", "lr_warmup_steps": "lr_warmup_iters",
     "lr_warmup_steps_ratio": "lr_warmup_fraction", "lr_scheduler": "lr_decay_style", "scheduler": "lr_decay_style",
-    "grad_clip": "clip_grad", "gradient_clipping": "clip_grad", "betas": "adam_beta1", "wd": "weight_decay",
-    "total_epochs": "num_train_epochs", "epochs": "num_train_epochs", "total_training_steps": "max_steps",
+    "grad_clip": "clip_grad", "gradient_clipping": "clip_grad", "wd": "weight_decay", "optim.lr": "lr",
+    "total_epochs": "num_train_epochs", "epochs": "num_train_epochs", "num_epoch": "num_train_epochs", "num_epochs": "num_train_epochs",
+    "total_training_steps": "max_steps",
     "num_train_steps": "max_steps", "max_iters": "max_steps", "num_steps": "max_steps", "steps": "max_steps",
     "save_freq": "save_steps", "ckpt_interval": "save_steps", "test_freq": "eval_steps", "eval_interval": "eval_steps",
-    "default_local_dir": "output_dir", "save_dir": "output_dir", "checkpoint_dir": "output_dir", "log_dir": "output_dir",
-    "logger": "report_to", "use_wandb": "report_to", "random_seed": "seed",
+    "default_local_dir": "output_dir", "save_dir": "output_dir", "checkpoint_dir": "output_dir",
+    "logger": "report_to", "trainer.logger": "report_to", "random_seed": "seed",
     "train_files": "dataset", "train_data": "dataset", "data_path": "dataset", "train_dataset": "dataset", "train_file": "dataset",
     "val_files": "eval_dataset", "val_data": "eval_dataset", "val_dataset": "eval_dataset", "dataset_path": "dataset",
     "system_prompt": "system", "model_path": "model", "model_name": "model", "pretrained_model_name_or_path": "model", "hf_model": "model",
+    "hf_checkpoint": "model", "model.path": "model",
     "reward_func": "reward_funcs", "reward_function": "reward_funcs", "reward_functions": "reward_funcs",
-    "custom_reward_function": "reward_funcs",
-    "activation_checkpointing": "recompute_granularity", "enable_gradient_checkpointing": "recompute_granularity",
-    "param_offload": "sleep_level", "optimizer_offload": "optimizer_cpu_offload", "resume_mode": "resume", "resume_from": "resume",
-    "distributed_timeout": "distributed_timeout_minutes", "timeout": "distributed_timeout_minutes", "precision": "torch_dtype",
+    "custom_reward_function": "reward_funcs", "reward_plugin": "reward_funcs", "reward_fn": "reward_funcs",
+    "optimizer_offload": "optimizer_cpu_offload", "resume_mode": "resume", "resume_from": "resume",
+    "distributed_timeout": "distributed_timeout_minutes", "precision": "torch_dtype",
 }  # fmt: skip
+
+# Of those, the sizes that some systems count in prompts.
+COUNTED_IN_PROMPTS = (*("train_batch_size", "rollout_batch_size", "policy_mini_batch_size", "ppo_mini_batch_size", "mini_batch_size"),)
+
+_RECOMPUTE = "recompute_granularity full, recompute_method uniform and recompute_num_layers 1 do it."
+_RANKS = "the launcher says how many ranks there are; for plan, world_size is their number on all nodes together."
 
 
 # Names without a setting of their own, and what does it here.
@@ -70,6 +79,24 @@ SAID_WITH: Mapping[str, str] = {
     "filter_overlong_prompts": "truncation_strategy delete drops prompts above max_prompt_length.",
     "truncation": "truncation_strategy says what happens to prompts above max_prompt_length.",
     "free_cache_engine": "sleep_level frees the engine's memory while training.",
+    "activation_checkpointing": _RECOMPUTE,
+    "enable_gradient_checkpointing": _RECOMPUTE,
+    "n_gpus_per_node": _RANKS,
+    "nproc_per_node": _RANKS,
+    "nnodes": _RANKS,
+    "param_offload": "the trainer's weights stay where they are; sleep_level frees the sampler's memory while training.",
+    "betas": "they are adam_beta1 and adam_beta2.",
+    "use_wandb": "report_to wandb does it.",
+    "rollout.name": "sampling is always by vLLM: leave it out.",
+    "ddp_timeout": "it is distributed_timeout_minutes, in minutes.",
+    "timeout": "it is distributed_timeout_minutes for a collective, reward_timeout for a reward.",
+    "num_workers": "data is read by the ranks themselves: leave it out.",
+    "eval_iters": "eval_num_prompts is the number of held-out prompts that are used.",
+    "max_seq_length": "max_prompt_length and max_completion_length bound the two parts of a sequence.",
+    "seq_length": "max_prompt_length and max_completion_length bound the two parts of a sequence.",
+    "chat_template_kwargs": "enable_thinking is handed to the chat template; nothing else is.",
+    "num_rollout": "max_steps is the length of the run in optimizer steps; a rollout has steps_per_generation of them.",
+    "colocate": "sampling is inside the training ranks: leave it out.",
     "n": "num_generations is the number of completions of a prompt.",
     "log_prob_micro_batch_size_per_gpu": "forward passes are cut as training is: leave it out.",
     "ppo_micro_batch_size": "micro_batch_size counts the completions of one forward on one DP rank.",
@@ -97,9 +124,12 @@ def remedy(name: str, dialects: Mapping[str, Dialect], *, hidden: Collection[str
 
 def _from_tables(name: str, dialects: Mapping[str, Dialect], hidden: Collection[str]) -> str:
     if name in SAID_WITH:
-        return f" {SAID_WITH[name][0].upper()}{SAID_WITH[name][1:]}"
+        sentence = SAID_WITH[name]
+        is_setting = sentence.partition(" ")[0] in names()  # which is spelt as it is typed
+        return f" {sentence if is_setting else sentence[0].upper() + sentence[1:]}"
     if name in SAME_AS and SAME_AS[name] not in hidden:
-        return f" Here it is called {SAME_AS[name]}."
+        counted = ", and counts completions: prompts times num_generations" if name in COUNTED_IN_PROMPTS else ""
+        return f" Here it is called {SAME_AS[name]}{counted}."
     for dialect in dialects.values():
         row = dialect.row(name)[1]
         if row is None:
@@ -118,8 +148,10 @@ def _from_tables(name: str, dialects: Mapping[str, Dialect], hidden: Collection[
 def _alike(name: str, last: str, hidden: Collection[str]) -> str:
     known = [known for known, setting in names().items() if setting.name not in hidden]
     if last != name and last in known:
-        groups = sorted({setting.group for setting in table().values()})
-        return f" {last} is a setting, but {name.rpartition('.')[0]} is not a section; the sections are: {', '.join(groups)}."
+        section, groups = name.rpartition(".")[0], sorted({setting.group for setting in table().values()})
+        if section in groups:
+            return f" {last} is a setting: on the command line, say --{last}."
+        return f" {last} is a setting, but {section} is not a section; the sections are: {', '.join(groups)}."
     close = close_to(last, [*known, "config", "print_config"], limit=1, cutoff=ALIKE)
     return f" Did you mean {close[0]}?" if close else " `megatron-grpo train --help` lists all settings."
 

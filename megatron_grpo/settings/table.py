@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from functools import cache
 from typing import Any
 
@@ -40,19 +40,16 @@ def canonical(name: str) -> str:
 def table() -> Mapping[str, Setting]:
     """Every setting by its name, in the order of `config.py`."""
     rows = {}
-    for section in fields(Config):
-        if section.name in ("sources", "typed", "foreign"):
-            continue
-        for f in fields(section.default_factory):
-            optional, is_list = f.type.endswith("| None"), f.type.startswith("list[")
-            kind = f.type.removeprefix("list[").removesuffix("| None").strip().removesuffix("]")
-            default = f.default_factory() if f.default is MISSING else f.default
-            meta = f.metadata
+    for group, section in Config().groups().items():
+        for f in fields(section):
+            meta, type = f.metadata, str(f.type)
+            optional, is_list = type.endswith("| None"), type.startswith("list[")
+            kind = type.removeprefix("list[").removesuffix("| None").strip().removesuffix("]")
             rows[f.name] = Setting(
                 name=f.name,
-                group=section.name,
+                group=group,
                 kind=kind,
-                default=default,
+                default=getattr(section, f.name),
                 is_list=is_list,
                 optional=optional,
                 unit=meta["unit"],
@@ -68,7 +65,7 @@ def table() -> Mapping[str, Setting]:
 @cache
 def names() -> Mapping[str, Setting]:
     """Every setting by each of its names, aliases too."""
-    return table() | {alias: setting for setting in table().values() for alias in setting.aliases}
+    return {**table()} | {alias: setting for setting in table().values() for alias in setting.aliases}
 
 
 class BadValue(ValueError):
@@ -88,6 +85,10 @@ def read_value(setting: Setting, raw: Any) -> Any:
     if setting.is_list:
         if words in ([None], ["none"]) and "none" not in setting.choices and setting.default != ["none"]:
             words = []
+        if "" in words:
+            raise BadValue(
+                f"has an empty word among {len(words)}: leave it out" if len(words) > 1 else "is given an empty word: leave it out"
+            )
         return [_scalar(setting, word) for word in words]
     if not words and setting.kind == "bool":
         return True
@@ -119,6 +120,8 @@ def _scalar(setting: Setting, word: Any) -> Any:
         raise BadValue(f"needs true or false, not {text!r}", [True, False])
     if setting.kind in ("int", "float"):
         return _number(setting, word, text)
+    if not text and setting.default != "" and setting.name != "system":
+        raise BadValue("is given an empty word: leave it out, or name what is meant")
     if text in setting.refused:
         raise BadValue(f"cannot be {text!r}: {setting.refused[text]}. It is one of: {', '.join(setting.choices)}")
     if setting.choices and text not in setting.choices:

@@ -142,6 +142,9 @@ FAMILIES: dict[str, Family] = {
 def family_of(config: Config) -> Family:
     """The family of a parsed config.json; an unknown one is refused by name."""
     names = config.get("architectures") or []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        message = f"config.json: architectures must be a list of names, it is {names!r}."
+        raise ConfigError([Problem(flags=("model",), message=message)])
     if len(names) == 1 and names[0] in FAMILIES:
         return FAMILIES[names[0]]
     what = f"the architecture {names[0]}" if names else "a config.json without `architectures`"

@@ -86,16 +86,20 @@ def _engine_parallel(shape: ModelShape, tp: int) -> Iterator[str]:
 
 
 def _expert_parallel(shape: ModelShape, ep: int) -> Iterator[str]:
-    if ep > 1 and shape.moe is None:
+    if ep <= 1:
+        return
+    if shape.moe is None:
         yield f"{shape.architecture} has no experts."
-    elif ep > 1 and shape.moe.num_experts % ep:
+    elif shape.moe.num_experts % ep:
         yield _rest("num_experts", shape.moe.num_experts, ep)
 
 
 def _expert_tensor_parallel(shape: ModelShape, etp: int) -> Iterator[str]:
-    if etp > 1 and shape.moe is None:
+    if etp <= 1:
+        return
+    if shape.moe is None:
         yield f"{shape.architecture} has no experts."
-    elif etp > 1 and shape.moe.ffn_hidden_size % etp:
+    elif shape.moe.ffn_hidden_size % etp:
         yield _rest("the experts' intermediate size", shape.moe.ffn_hidden_size, etp)
 
 

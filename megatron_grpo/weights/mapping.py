@@ -69,7 +69,7 @@ class WeightMap:
         yield from self.outer
         for layer in range(self.shape.num_layers):
             for template, entry in self.layers[self.shape.is_moe_layer(layer)].items():
-                for expert in range(self.shape.moe.num_experts) if entry.is_expert else (0,):
+                for expert in range(self.shape.num_experts) if entry.is_expert else (0,):
                     yield f"decoder.layers.{layer}.{template.format(e=expert)}"
 
     def expected_hf_names(self) -> frozenset[str]:
@@ -180,7 +180,7 @@ class WeightMap:
             if numbered is not None:
                 expert, template = int(numbered[2]), f"{numbered[1]}{{e}}{numbered[3]}"
             entry = self.layers[self.shape.is_moe_layer(int(match[1]))].get(template)
-            if entry is not None and entry.is_expert and expert >= self.shape.moe.num_experts:
+            if entry is not None and entry.is_expert and expert >= self.shape.num_experts:
                 entry = None
         if entry is None:
             raise LookupError(f"{name} is not a parameter of {self.shape.architecture} with {self.shape.num_layers} layers in this naming")

@@ -65,7 +65,7 @@ def layer_entries(shape: ModelShape, *, moe: bool) -> Iterator[Entry]:
     yield _norm("input_layernorm", "input_layernorm", hidden)
     yield from _latent_attention(shape, shape.mla) if shape.mla else _attention(shape)
     yield _norm("pre_mlp_layernorm", "post_attention_layernorm", hidden)
-    if moe:
+    if moe and shape.moe:
         yield from _experts(shape, shape.moe, FAMILIES[shape.architecture])
     else:
         yield from _gated_mlp("mlp", "mlp", hidden, shape.ffn_hidden_size, bias=shape.mlp_bias)
@@ -173,7 +173,7 @@ def hf_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
     sizes = {name: size for entry in outer_entries(shape) for name, size in entry.hf}
     for layer in range(shape.num_layers):
         for entry in layer_entries(shape, moe=shape.is_moe_layer(layer)):
-            for number in range(shape.moe.num_experts) if entry.is_expert else (0,):
+            for number in range(shape.num_experts) if entry.is_expert else (0,):
                 sizes.update({f"model.layers.{layer}.{name.format(e=number)}": size for name, size in entry.hf})
     return sizes
 

@@ -32,9 +32,10 @@ class HfReader:
         self.config = read_config(directory)
         self._files: dict[str, safe_open] = {}
         self._where = stored_names(directory)  # name -> file
-        self._slices: dict[str, tuple[str, int, int, int]] = {}  # name -> stored name, expert, which part of how many
-        for name in [name for name in self._where if _FUSED.fullmatch(name)]:
-            self._offer_experts(name)
+        self._slices: dict[str, tuple[str, int | slice, int, int]] = {}  # name -> stored name, expert, which part of how many
+        for name in self._where:
+            if fused := _FUSED.fullmatch(name):
+                self._offer_experts(name, *fused.groups())
         self.names = frozenset(self._where) - {stored for stored, *_ in self._slices.values()} | frozenset(self._slices)
 
     def __call__(self, name: str) -> torch.Tensor:
@@ -52,9 +53,8 @@ class HfReader:
             self._files[file] = _open_safetensors(self.directory / file)
         return self._files[file]
 
-    def _offer_experts(self, stored: str) -> None:
+    def _offer_experts(self, stored: str, prefix: str, which: str) -> None:
         family = family_of(self.config)
-        prefix, which = _FUSED.fullmatch(stored).groups()
         parts = family.expert_names[:2] if which == "gate_up_proj" else family.expert_names[2:]
         for expert in range(self._open(stored).get_slice(stored).get_shape()[0]):
             for part, own_name in enumerate(parts):

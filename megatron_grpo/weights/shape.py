@@ -49,6 +49,7 @@ class ModelShape:
         """The shape described by a parsed config.json. Raises `ConfigError` with everything in it that is not supported."""
         family = family_of(config)
         read = _Config(config)
+        read.optional_numbers()
         architecture = config["architectures"][0]
         heads = read.integer("num_attention_heads")
         hidden = read.integer("hidden_size")
@@ -70,7 +71,7 @@ class ModelShape:
             not config.get("quantization_config"),
             "the checkpoint is quantized (quantization_config); training needs one in bfloat16 or float32.",
         )
-        if not read.problems:
+        if not read.problems:  # all numbers are numbers
             read.require(
                 heads % common["num_query_groups"] == 0,
                 f"num_attention_heads ({heads}) must be a multiple of num_key_value_heads ({common['num_query_groups']}).",
@@ -82,7 +83,8 @@ class ModelShape:
             raise ConfigError([Problem(flags=("model",), message=f"config.json: {architecture} needs {missing.args[0]}.")]) from missing
         rotated = merged["mla"].qk_pos_emb_head_dim if merged.get("mla") else merged["head_dim"]
         rope = rope_from_hf(config, rotated, family.defaults.get("rope_theta", 10000.0), read)
-        read.stop_if_wrong()
+        if rope is None:
+            raise ConfigError(read.problems)
         return cls(**merged, rope=rope)
 
     @classmethod
@@ -98,15 +100,35 @@ class ModelShape:
     def key_size(self) -> int:
         return self.num_query_groups * self.head_dim
 
+    @property
+    def num_experts(self) -> int:
+        """Of one layer with experts; 0 for a dense model."""
+        return self.moe.num_experts if self.moe else 0
+
     def is_moe_layer(self, layer: int) -> bool:
         return self.moe is not None and self.moe.layers[layer]
+
+
+# Numbers of a config.json that may be absent or null. What is used without being needed must be a number all the same.
+_OPTIONAL: tuple[str, ...] = (
+    *("num_key_value_heads", "head_dim", "max_position_embeddings", "original_max_position_embeddings", "sliding_window"),
+    *("num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", "n_shared_experts"),
+    *("decoder_sparse_step", "first_k_dense_replace", "n_group", "topk_group", "max_window_layers"),
+    *("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
+)
+_OPTIONAL_FLOATS: tuple[str, ...] = ("rms_norm_eps", "rope_theta", "partial_rotary_factor", "routed_scaling_factor")
+_ROPE_FLOATS: tuple[str, ...] = (
+    *("rope_theta", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings", "beta_fast", "beta_slow"),
+    *("attention_factor", "mscale", "mscale_all_dim", "partial_rotary_factor"),
+)
 
 
 class _Config:
     """Reads a config.json and remembers what was wrong with it, so that all of it is said at once."""
 
     def __init__(self, config: Mapping[str, Any]):
-        self.config, self.problems = config, []
+        self.config = config
+        self.problems: list[Problem] = []
 
     def require(self, condition: bool, message: str) -> None:
         if not condition:
@@ -114,9 +136,26 @@ class _Config:
 
     def integer(self, key: str) -> int:
         value = self.config.get(key)
-        whole = isinstance(value, int) and not isinstance(value, bool) and value > 0
-        self.require(whole, f"{key} must be a positive whole number, it is {value!r}.")
-        return value if whole else 0
+        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+            return value
+        self.require(False, f"{key} must be a positive whole number, it is {value!r}.")
+        return 0
+
+    def optional_numbers(self) -> None:
+        for key in _OPTIONAL:
+            value = self.config.get(key)
+            whole = isinstance(value, int) and not isinstance(value, bool) and value >= 0
+            self.require(value is None or whole, f"{key} must be a whole number or absent, it is {value!r}.")
+        rope = {name: self.config.get(name) for name in ("rope_scaling", "rope_parameters")}
+        for name, given in rope.items():
+            self.require(given is None or isinstance(given, Mapping), f"{name} must hold named values, it is {given!r}.")
+        places = [("", self.config, _OPTIONAL_FLOATS)]
+        places += [(f"{name}.", given, _ROPE_FLOATS) for name, given in rope.items() if isinstance(given, Mapping)]
+        for prefix, given, keys in places:
+            for key in keys:
+                value = given.get(key)
+                is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and value >= 0
+                self.require(value is None or is_number, f"{prefix}{key} must be a number or absent, it is {value!r}.")
 
     def stop_if_wrong(self) -> None:
         if self.problems:
@@ -138,9 +177,12 @@ def read_config(directory: str | Path) -> dict[str, Any]:
             ]
         )
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        config = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ConfigError([Problem(flags=("model",), message=f"model: {path} is not valid JSON: {error}.")]) from error
+    if not isinstance(config, dict):
+        raise ConfigError([Problem(flags=("model",), message=f"model: {path} does not hold a model's configuration.")])
+    return config
 
 
 def rope_from_hf(config: Mapping[str, Any], dim: int, default_theta: float, read: _Config) -> RopeShape | None:
@@ -165,10 +207,10 @@ def rope_from_hf(config: Mapping[str, Any], dim: int, default_theta: float, read
     longest = config.get("max_position_embeddings") or 0
     original = config.get("original_max_position_embeddings") or given.get("original_max_position_embeddings") or longest
     if kind == "linear":
-        return RopeShape(type=kind, dim=dim, theta=theta, factor=float(given["factor"]))
+        return RopeShape(type="linear", dim=dim, theta=theta, factor=float(given["factor"]))
     if kind == "llama3":
         return RopeShape(
-            type=kind,
+            type="llama3",
             dim=dim,
             theta=theta,
             factor=float(given["factor"]),
@@ -183,7 +225,7 @@ def rope_from_hf(config: Mapping[str, Any], dim: int, default_theta: float, read
         factor = float(given.get("factor") or longest / original)
         truncate = given.get("truncate", True)
         return RopeShape(
-            type=kind,
+            type="yarn",
             dim=dim,
             theta=theta,
             factor=factor,
@@ -193,7 +235,7 @@ def rope_from_hf(config: Mapping[str, Any], dim: int, default_theta: float, read
             truncate=bool(truncate),
             attention_scaling=_yarn_attention_scaling(given, factor),
         )
-    return RopeShape(type=kind, dim=dim, theta=theta)
+    return RopeShape(type="default", dim=dim, theta=theta)
 
 
 def _yarn_attention_scaling(given: Mapping[str, Any], factor: float) -> float:

@@ -33,9 +33,12 @@ def stored_names(directory: str | Path) -> dict[str, str]:
 
 def _index(path: Path) -> dict[str, str]:
     try:
-        return dict(json.loads(path.read_text(encoding="utf-8"))["weight_map"])
+        found = dict(json.loads(path.read_text(encoding="utf-8"))["weight_map"])
     except (ValueError, KeyError, TypeError) as error:
         raise _wrong(f"{path} is not the index of a checkpoint: {type(error).__name__}: {error}.") from error
+    if not found or not all(isinstance(file, str) for file in found.values()):
+        raise _wrong(f"{path} is not the index of a checkpoint: its weight_map names {'a file that is no text' if found else 'no tensor'}.")
+    return found
 
 
 def _names_in(path: Path) -> list[str]:
@@ -44,7 +47,9 @@ def _names_in(path: Path) -> list[str]:
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         try:
-            header = json.loads(file.read(length)) if length <= min(size, _LONGEST_HEADER) else None
+            if length > min(size, _LONGEST_HEADER):
+                raise ValueError(length)
+            header = json.loads(file.read(length))
             tensors = {name: entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"}
         except (ValueError, AttributeError, KeyError, TypeError, IndexError):
             raise _wrong(f"{path} cannot be read as safetensors; it is damaged or was not downloaded completely.") from None

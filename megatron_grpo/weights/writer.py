@@ -83,8 +83,8 @@ class HfWriter:
         """Takes a copy: the tensor may be a live parameter, and may change afterwards."""
         if name in self._sizes:
             raise ValueError(f"{name} is written twice")
-        keeps_float32 = self.dtype is None or not tensor.is_floating_point() or name.endswith(_FLOAT32)
-        dtype = tensor.dtype if keeps_float32 else self.dtype
+        keeps_dtype = self.dtype is None or not tensor.is_floating_point() or name.endswith(_FLOAT32)
+        dtype = tensor.dtype if self.dtype is None or keeps_dtype else self.dtype
         copy = tensor.detach().to("cpu", dtype, copy=True).contiguous()
         self._sizes[name] = copy.nbytes
         self._dtypes[dtype] = self._dtypes.get(dtype, 0) + copy.nbytes

@@ -126,7 +126,8 @@ def test_a_step_that_is_skipped_leaves_no_trace(dense, batches, name, skipped):
     ids=str,
 )
 def test_the_optimizer_acts_with_the_rate_that_is_logged_and_both_are_the_closed_formula(dense, batches, shape):
-    cfg, num_steps = cases.settings(**shape), 10
+    """Also after a step that was refused: rates belong to steps, whatever the optimizer did in them."""
+    cfg, num_steps, refused = cases.settings(**shape), 10, 4
 
     def body(rank, world):
         from megatron_grpo.policy.optimizer import build_scheduler
@@ -136,11 +137,14 @@ def test_the_optimizer_acts_with_the_rate_that_is_logged_and_both_are_the_closed
         used, act = [], policy.optimizer.step
         policy.optimizer.step = lambda: (used.append([group["lr"] for group in policy.optimizer.param_groups]), act())[1]
         samples = batches[0][:2]
-        batch = cases.batch_of(policy, samples, 0)
-        logged = [policy.train_step(batch).metrics["learning_rate"] for _ in range(num_steps)]
+        batch, logged = cases.batch_of(policy, samples, 0), []
+        policy.guard = SimpleNamespace(allows=lambda gradient: len(logged) != refused)
+        for _ in range(num_steps):
+            logged.append(policy.train_step(batch).metrics["learning_rate"])
         return logged, used
 
     [(logged, used)] = run_ranks(body, 1)
     wanted = [cases.learning_rate(cfg.optimizer, step, num_steps) for step in range(num_steps)]
     assert logged == pytest.approx(wanted, rel=1e-12)
+    del wanted[refused]
     assert all(rate == pytest.approx(one, rel=1e-12) for one, rates in zip(wanted, used, strict=True) for rate in rates)

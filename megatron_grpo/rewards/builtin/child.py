@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 _STARTUP = 120.0  # seconds for importing everything, on a machine that is busy
 _PR_SET_PDEATHSIG = 1
@@ -41,15 +41,15 @@ class Child:
 
     def ask(self, request: Any, seconds: float) -> Any:
         """The child's answer to `request` (both JSON). Raises ChildDied where it takes longer than `seconds`; its start does not count."""
-        self._ensure_started()
+        process = self._ensure_started()
         line = json.dumps({"seconds": seconds, "request": request}).encode() + b"\n"
         try:
-            self._process.stdin.write(line)
-            self._process.stdin.flush()
+            _pipe(process.stdin).write(line)
+            _pipe(process.stdin).flush()
         except BrokenPipeError:
             self.close()
             raise ChildDied("the checking process ended") from None
-        return self._read(seconds)
+        return self._read(process, seconds)
 
     def close(self) -> None:
         """Kills the child, if there is one."""
@@ -58,13 +58,13 @@ class Child:
             self._process.communicate()
             self._process, self._unread = None, b""
 
-    def _ensure_started(self) -> None:
+    def _ensure_started(self) -> subprocess.Popen[bytes]:
         if self._process is not None and self._process.poll() is None:
-            return
+            return self._process
         self.close()
         package = str(Path(__file__).resolve().parents[3])
         path = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
-        self._process = subprocess.Popen(
+        self._process = process = subprocess.Popen(
             # -P: no current directory on the path, where a user's file.py may be called like a standard module.
             [sys.executable, "-P", "-m", self.module, str(os.getpid())],
             stdin=subprocess.PIPE,
@@ -73,16 +73,17 @@ class Child:
             env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
         )
         try:
-            ready = self._read(_STARTUP)
+            ready = self._read(process, _STARTUP)
         except ChildDied as error:
             raise ChildBroken(f"python -m {self.module} did not start: {error}") from error
         if ready != "ready":
             self.close()
             raise ChildBroken(f"python -m {self.module} did not start: {ready}")
+        return process
 
-    def _read(self, seconds: float) -> Any:
+    def _read(self, process: subprocess.Popen[bytes], seconds: float) -> Any:
         deadline = time.monotonic() + seconds
-        descriptor = self._process.stdout.fileno()
+        descriptor = _pipe(process.stdout).fileno()
         while b"\n" not in self._unread:
             readable, _, _ = select.select([descriptor], [], [], max(0.0, deadline - time.monotonic()))
             if not readable:
@@ -95,6 +96,11 @@ class Child:
             self._unread += received
         line, _, self._unread = self._unread.partition(b"\n")
         return json.loads(line)
+
+
+def _pipe(stream: IO[bytes] | None) -> IO[bytes]:
+    assert stream is not None, "the child was started with pipes"
+    return stream
 
 
 def serve(prepare: Callable[[], Callable[[Any], Any]], *, memory_bytes: int) -> None:

@@ -140,8 +140,8 @@ def _filter_calls(*, may_write: bool) -> None:
     if here == 0:
         program += [_jump(0x35, 0x40000000, 0, 1), _return(_ERRNO | _ENOSYS)]  # the x32 numbers are the same calls once more
     for numbers in refused.values():
-        if numbers[here] is not None:
-            program += [_jump(0x15, numbers[here], 0, 1), _return(_ERRNO | _EPERM)]
+        if (number := numbers[here]) is not None:
+            program += [_jump(0x15, number, 0, 1), _return(_ERRNO | _EPERM)]
     program += [_jump(0x15, _CLONE3[here], 0, 1), _return(_ERRNO | _ENOSYS)]  # its flags are out of sight; libc falls back to clone
     program += _on_call(_CLONE[here], [
         _load(16), _jump(0x45, _CLONE_NEW, 2, 0), _jump(0x45, _CLONE_THREAD, 0, 1), _return(_ALLOW), _return(_ERRNO | _EPERM),

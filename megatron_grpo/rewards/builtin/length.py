@@ -51,6 +51,6 @@ def build_soft_overlong(config: Config) -> SoftOverlong:
         message = f"soft_overlong needs soft_cache_length, the width of its ramp, between 1 and soft_max_length ({limit}) tokens; it \
 {given}. A fifth of the limit, {usual}, is usual."
         problems.append(Problem(flags=("soft_cache_length",), message=message, nearest={"soft_cache_length": [usual]}))
-    if problems:
+    if problems or ramp is None:
         raise ConfigError(problems)
     return SoftOverlong(limit=limit, ramp=ramp)

@@ -88,11 +88,11 @@ def prompt_text(prompt: Any) -> str:
 
 def build_llm_judge(config: Config) -> LlmJudge:
     settings = config.rewards
-    problems = []
-    if not settings.llm_judge_url or not settings.llm_judge_url.startswith(("http://", "https://")):
-        message = f"Reward `llm_judge` needs llm_judge_url, such as http://127.0.0.1:8000/v1; it is {settings.llm_judge_url!r}."
+    url, model, problems = settings.llm_judge_url, settings.llm_judge_model, []
+    if not url or not url.startswith(("http://", "https://")):
+        message = f"Reward `llm_judge` needs llm_judge_url, such as http://127.0.0.1:8000/v1; it is {url!r}."
         problems.append(Problem(flags=("llm_judge_url",), message=message))
-    if not settings.llm_judge_model:
+    if not model:
         message = "Reward `llm_judge` needs llm_judge_model, the name of the model at llm_judge_url."
         problems.append(Problem(flags=("llm_judge_model",), message=message))
     prompt = DEFAULT_PROMPT
@@ -105,11 +105,11 @@ def build_llm_judge(config: Config) -> LlmJudge:
             if "{completion}" not in prompt:
                 message = f"llm_judge_prompt {str(path)!r} has no {{completion}}: the judge would not see what it judges."
                 problems.append(Problem(flags=("llm_judge_prompt",), message=message))
-    if problems:
+    if problems or not url or not model:
         raise ConfigError(problems)
     return LlmJudge(
-        url=settings.llm_judge_url,
-        model=settings.llm_judge_model,
+        url=url,
+        model=model,
         prompt=prompt,
         max_score=settings.llm_judge_max_score,
         max_tokens=settings.llm_judge_max_tokens,

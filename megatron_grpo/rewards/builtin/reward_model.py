@@ -126,27 +126,30 @@ def _last_number(values: Any) -> float:
 
 def build_reward_model(config: Config) -> LocalClassifier | RemoteClassifier:
     settings = config.rewards
-    problems = []
-    if not settings.reward_model and not settings.reward_model_url:
+    model, url, problems = settings.reward_model, settings.reward_model_url, []
+    if not model and not url:
         message = "Reward `reward_model` needs reward_model (a sequence classifier to load) or reward_model_url (an endpoint to ask)."
         problems.append(Problem(flags=("reward_model", "reward_model_url"), message=message))
-    if settings.reward_model_url and not settings.reward_model_url.startswith(("http://", "https://")):
-        message = f"reward_model_url {settings.reward_model_url!r} should begin with http:// or https://."
+    if model and url:
+        message = f"reward_model ({model}) and reward_model_url ({url}) both say who gives the reward reward_model. Keep one of them."
+        problems.append(Problem(flags=("reward_model", "reward_model_url"), message=message))
+    if url and not url.startswith(("http://", "https://")):
+        message = f"reward_model_url {url!r} should begin with http:// or https://."
         problems.append(Problem(flags=("reward_model_url",), message=message))
-    if not problems and settings.reward_model and not settings.reward_model_url:
-        problems += _unusable(settings.reward_model)
-    if problems:
-        raise ConfigError(problems)
-    if settings.reward_model_url:
+    if not problems and model and not url:
+        problems += _unusable(model)
+    if url and not problems:
         return RemoteClassifier(
-            settings.reward_model_url,
-            _shape(settings),
+            url,
+            _shape(settings, url),
             batch_size=settings.reward_model_batch_size,
             concurrency=settings.reward_concurrency,
             seconds=settings.reward_timeout,
         )
-    here = Path(settings.reward_model)  # loaded later: another reward function may have changed the directory by then
-    path = str(here.absolute()) if here.exists() else settings.reward_model
+    if problems or not model:
+        raise ConfigError(problems)
+    here = Path(model)  # loaded later: another reward function may have changed the directory by then
+    path = str(here.absolute()) if here.exists() else model
     return LocalClassifier(path, batch_size=settings.reward_model_batch_size, max_length=settings.reward_model_max_length)
 
 
@@ -174,9 +177,9 @@ def _num_outputs(path: str) -> int:
     return AutoConfig.from_pretrained(path).num_labels
 
 
-def _shape(settings: RewardConfig) -> Shape:
+def _shape(settings: RewardConfig, url: str) -> Shape:
     """vLLM's routes are told by their names. They take text, so chats go through the template of `reward_model`, where that is given."""
-    route = settings.reward_model_url.rstrip("/").rpartition("/")[2]
+    route = url.rstrip("/").rpartition("/")[2]
     field = {"classify": "probs", "pooling": "data"}.get(route)
     if field is None:
         return PlainShape()

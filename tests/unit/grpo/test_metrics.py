@@ -57,6 +57,19 @@ def test_the_factor_that_was_applied_is_a_mean_over_trained_tokens_or_sequences(
     assert found["sampling/importance_sampling_ratio/mean"] == pytest.approx(mean)
 
 
+@pytest.mark.parametrize("geometric", [True, False])
+def test_a_sequences_factor_counts_once_however_long_it_is(geometric):
+    """Ratios of 4 over three tokens and of 1/2 over one: 2.25 as a mean over sequences, and 3.125 over tokens."""
+    sampler = torch.tensor([-1.0 - math.log(4), -2.0, -3.0, -4.0 + math.log(2)], dtype=torch.float64)
+    if geometric:
+        sampler[:3] = torch.tensor([-1.0, -2.0, -3.0]) - math.log(4)
+    cfg = GrpoConfig(
+        rollout_importance_sampling_mode="sequence_truncate", rollout_importance_sampling_threshold=9.0, rollout_is_geometric=geometric
+    )
+    given = dict(sampler_logprobs=sampler, sequence=torch.tensor([0, 0, 0, 1]), weights=torch.full((4,), 0.25))
+    assert measured(cfg, **given)["sampling/importance_sampling_ratio/mean"] == pytest.approx(2.25)
+
+
 def test_one_token_has_metrics_too():
     one = {name: torch.tensor([value]) for name, value in {"token_weights": 1.0, "advantages": 1.0, "old_logprobs": NAN}.items()}
     found = measured(**one, sampler_logprobs=torch.tensor([-1.5]), logprobs=torch.tensor([-1.0]), entropy=torch.tensor([2.0]),

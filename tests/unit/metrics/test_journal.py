@@ -1,0 +1,148 @@
+"""What an optimizer step leaves in the files, as the loop tells it to the journal."""
+
+from __future__ import annotations
+
+import io
+import json
+import time
+from types import SimpleNamespace
+
+import pytest
+from rich.console import Console
+
+from megatron_grpo.clock import Clock
+from megatron_grpo.metrics import Completions, Metrics
+from megatron_grpo.metrics.drift import DriftWatch
+from megatron_grpo.metrics.journal import Journal, watch_drift
+from megatron_grpo.metrics.schedule import ScheduleLog
+from megatron_grpo.types import Progress
+from tests.unit.metrics.test_metrics import rollout_of_two
+
+
+class Seconds:
+    """A clock that goes on when it is told to."""
+
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def pass_(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@pytest.fixture
+def seconds(monkeypatch):
+    seconds = Seconds()
+    monkeypatch.setattr(time, "perf_counter", seconds)
+    return seconds
+
+
+def journal_in(folder, **settings):
+    names = ["right", "short"]
+    metrics = Metrics(folder, console=Console(file=io.StringIO(), width=300), total_steps=9)
+    return Journal(
+        metrics, ScheduleLog(folder, rank=0), Completions(folder, reward_names=names, every=0), clock=Clock(),
+        **dict(reward_weights=[1.0, 1.0], tells_selection=False, share=lambda mine: [mine, mine]) | settings,
+    )  # fmt: skip
+
+
+def step(journal, number, *, skipped=None, **metrics):
+    micro_batches = [SimpleNamespace(rows=((0, 0), (0, 1))), SimpleNamespace(rows=((0, 2), (0, 3)))]
+    batch = SimpleNamespace(micro_batches=micro_batches, staleness=(0, 1), metrics={"staleness/mean": 0.5})
+    trained = SimpleNamespace(metrics={"loss": 0.5} | metrics, skipped=skipped)
+    journal.step(Progress(step=number, num_tokens=60 * number), batch, trained)
+
+
+def lines(folder, name="metrics.jsonl"):
+    return [json.loads(line) for line in (folder / name).read_text().splitlines()]
+
+
+def told(journal):
+    return journal.metrics._display.console.file.getvalue()
+
+
+def test_the_first_step_begins_when_the_run_is_there_and_each_next_one_at_the_record_before_it(tmp_path, seconds):
+    journal = journal_in(tmp_path)
+    seconds.pass_(50)  # models load
+    journal.start(Progress(step=3, num_tokens=180))
+    for number in (4, 5):
+        seconds.pass_(1)
+        with journal.clock("train"):
+            seconds.pass_(4)
+        step(journal, number)
+        with journal.clock("checkpoint"):
+            seconds.pass_(7)
+    first, second = lines(tmp_path)
+    times = lambda line: {name: value for name, value in line.items() if name.startswith("time/")}  # noqa: E731
+    assert times(first) == {"time/other": 1, "time/train": 4, "time/step": 5} and first["tokens_per_second"] == 12
+    assert times(second) == {"time/checkpoint": 7, "time/other": 1, "time/train": 4, "time/step": 12} and second["tokens_per_second"] == 5
+
+
+def test_a_step_has_the_rewards_of_all_its_rollouts_and_of_no_other_steps(tmp_path):
+    from dataclasses import replace
+
+    journal = journal_in(tmp_path)
+    journal.start(Progress())
+    for number, more in enumerate((0, 10)):
+        one = rollout_of_two(number=number)
+        journal.rollout(replace(one, advantages=replace(one.advantages, rewards=one.advantages.rewards + more)))
+    step(journal, 1)
+    step(journal, 2)
+    first, second = lines(tmp_path)
+    assert first["reward"] == pytest.approx(1.125 + 5) and first["staleness/mean"] == 0.5
+    assert "reward" not in second and "completions/mean_length" not in second and second["loss"] == 0.5
+    assert not any("dynamic_sample" in name for name in first)
+
+
+def test_selection_is_told_where_rollouts_choose(tmp_path):
+    journal = journal_in(tmp_path, tells_selection=True)
+    journal.start(Progress())
+    journal.rollout(rollout_of_two())
+    step(journal, 1)
+    step(journal, 2)
+    first, second = lines(tmp_path)
+    assert (first["dynamic_sample/rounds"], first["dynamic_sample/groups_sampled"]) == (1, 2)
+    assert (first["dynamic_sample/dead_groups_replaced"], first["dynamic_sample/prompts_given_back"]) == (0, 0)
+    assert "dynamic_sample/rounds" not in second
+
+
+def test_which_rows_were_trained_is_written_for_every_rank(tmp_path):
+    journal = journal_in(tmp_path)
+    journal.start(Progress())
+    for number in (1, 2):
+        step(journal, number)
+    rows = [[[[0, 0], [0, 1]]] * 2, [[[0, 2], [0, 3]]] * 2]
+    assert lines(tmp_path, "schedule.jsonl") == [
+        {"step": number, "optimizer_step": number - 1, "rows": rows, "staleness": [0, 1]} for number in (1, 2)
+    ]
+    journal_in(tmp_path).start(Progress(step=1))
+    assert [line["step"] for line in lines(tmp_path, "schedule.jsonl")] == [1]
+
+
+def test_other_ranks_write_no_schedule(tmp_path):
+    log = ScheduleLog(tmp_path, rank=1)
+    log.start(Progress())
+    log.record(Progress(step=1), SimpleNamespace(staleness=(0,)), [[[(0, 0)]]])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_was_skipped_and_what_drifts_is_said(tmp_path):
+    journal = journal_in(tmp_path, watches=[watch_drift(DriftWatch(bound=0.5, dtype="float32"))])
+    journal.start(Progress())
+    step(journal, 1, **{"sampling/logp_difference/max": 0.5})
+    assert "WARNING" not in told(journal) and "optimizer step 1:" not in told(journal)
+    step(journal, 2, skipped="nothing was left to train", **{"sampling/logp_difference/max": 0.75})
+    assert "WARNING: trainer and sampler differ by 0.75 nats" in told(journal)
+    assert "optimizer step 2: nothing was left to train" in told(journal)
+
+
+def test_drift_is_said_again_when_it_has_doubled():
+    watch = DriftWatch(bound=None, dtype="float32")
+    said = [
+        watch.warning({"sampling/logp_difference/max": value}) is not None for value in (1e-3, 2e-3, 3.9e-3, 4e-3, 4.1e-3, 8e-3, 8.3e-3)
+    ]
+    assert said == [False, True, False, False, True, False, True]
+    assert DriftWatch(bound=None, dtype="bfloat16").warning({"sampling/logp_difference/max": 0.9}) is None
+    assert DriftWatch(bound=0.0, dtype="bfloat16").warning({"loss": 1.0}) is None
+    assert DriftWatch(bound=0.0, dtype="bfloat16").warning({"sampling/logp_difference/max": 1e-9})

@@ -1,0 +1,45 @@
+"""A part of tests/bad_inputs.py: inputs that once gave a traceback, another run than was asked, or two answers; and some of the rest."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests import bad_inputs
+
+CASES = {case.name: case for case in bad_inputs.everything()}
+# Each was met badly once.
+ONCE = [
+    "yaml: itself", "yaml: a known section in a section", "yaml: a key flat and in a section", "yaml: a key with a dash and a bar",
+    "line optimizer.lr=two", "model without a value", "data: two files", "data: one image beside", "data: deep",
+    "data: data.jsonl#100", "model: a list for a config", "model: key heads that are a word", "model: key heads below zero",
+    "model: a head size that is a word", "model: rope that is a word", "model: an epsilon that is a word",
+    "model: positions that are a word",
+    "model: architectures that is a word", "model: architectures of numbers", "model: an index with an empty map",
+    "model: an index that names a number", "model: no tokenizer", "model: a tokenizer of another kind", "model: its weights",
+    "reward: KeyboardInterrupt", "reward: a BaseException", "reward: a positional column", "reward: no arguments", "reward: :f",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory):
+    return bad_inputs.write_good(tmp_path_factory.mktemp("good"))
+
+
+@pytest.mark.parametrize("name", [*ONCE, *list(CASES)[:: len(CASES) // 60]])
+def test_a_bad_input_is_one_report_with_what_was_typed_and_the_same_from_plan_and_train(good, tmp_path, name):
+    faults, said = bad_inputs.faults_of(CASES[name], tmp_path / "case", good)
+    assert not faults, f"{faults}\n{said}"
+
+
+def test_what_is_right_is_accepted_by_both(good, tmp_path):
+    """Without this, a corpus whose good flags were bad would pass whole."""
+    words = [word for name, value in good.items() for word in (f"--{name}", value)]
+    assert bad_inputs.run("plan", words, {}, tmp_path).code == 0
+    assert bad_inputs.run("train", words, {}, tmp_path).code == bad_inputs.ACCEPTED
+
+
+def test_a_flag_that_stands_twice_on_the_command_line_is_used_as_it_stood_last_and_said(good, tmp_path):
+    """As a shell script that ends in "$@" needs it; in a file it is refused."""
+    words = [word for name, value in good.items() for word in (f"--{name}", value)]
+    told = bad_inputs.run("plan", [*words, "--lr", "1e-6", "--lr", "2e-6"], {}, tmp_path)
+    assert told.code == 0 and "lr stands twice on the command line (1e-06, 2e-06): the last is used." in " ".join(told.stdout.split())

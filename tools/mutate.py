@@ -1,0 +1,154 @@
+"""Breaks one place of a module at a time, and asks whether the tests that mirror it notice.
+
+    python tools/mutate.py quick [--sample 150] [--seed 0] [--only metrics/journal.py]
+    python tools/mutate.py ranks --sample 25          # modules whose tests need real ranks: a minute a mutant
+
+A mutation flips a comparison, swaps + and -, * and /, `and` and `or`, True and False, moves a whole number by 1, negates a condition, or
+takes out a call, a `raise` or an `x += y`, in a copy of the tree. Killed: a test fails, or takes five times as long. Those that
+change nothing anybody could see are in tools/equivalent_mutants.txt, each with its reason. Ends with 1 if any other survives.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import math
+import os
+import random
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "megatron_grpo"
+STEP, RUNS = "tests/distributed/test_train_step.py", "tests/end_to_end/test_many_steps.py"
+# Tests -> the modules that they mirror.
+ROOMS = {
+    "quick": {
+        "tests/unit/metrics tests/unit/test_rollouts.py": "clock rollouts metrics/__init__ metrics/[djrs]*",
+        "tests/unit/policy/test_guard.py": "policy/guard",
+        "tests/unit/grpo/test_metrics.py": "grpo/metrics",
+        "tests/unit/settings tests/unit/sizing": "settings/foreign settings/script settings/remedies sizing/dialects/*",
+    },
+    "ranks": {
+        STEP: "policy/optimizer",
+        f"{STEP} tests/distributed/test_step_parity.py": "policy/policy",
+        "tests/distributed/test_reference_model.py": "policy/reference",
+        f"{RUNS} -k 'straddle and float64'": "pending",
+        f"{RUNS} -k 'between_two_rollouts or was_that_long'": "train",
+    },
+}
+PAIRS = "FloorDiv Mult, Mult Div, Add Sub, And Or, Lt LtE, Gt GtE, Eq NotEq, In NotIn, Is IsNot".split(", ")
+SWAPS = {getattr(ast, old): getattr(ast, new) for one, other in map(str.split, PAIRS) for old, new in ((one, other), (other, one))}
+
+
+def changes(node: ast.AST) -> Iterator[tuple[ast.AST, str]]:
+    """(what is replaced, by which source) of this node alone."""
+    if isinstance(node, ast.Compare) and len(node.ops) == 1:
+        yield node, ast.unparse(ast.Compare(node.left, [SWAPS[type(node.ops[0])]()], node.comparators))
+    elif isinstance(node, ast.BinOp) and type(node.op) in SWAPS:
+        yield node, f"({ast.unparse(ast.BinOp(node.left, SWAPS[type(node.op)](), node.right))})"
+    elif isinstance(node, ast.BoolOp):
+        yield node, f"({ast.unparse(ast.BoolOp(SWAPS[type(node.op)](), node.values))})"
+    elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
+        yield node, ast.unparse(node.operand)
+    elif isinstance(node, ast.Constant) and isinstance(node.value, int):
+        yield node, repr(not node.value) if isinstance(node.value, bool) else repr(node.value + 1)
+    elif isinstance(node, (ast.AugAssign, ast.Raise)) or (isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)):
+        yield node, "pass"
+    if isinstance(node, (ast.If, ast.IfExp, ast.While)) and not isinstance(node.test, (ast.Compare, ast.UnaryOp)):
+        yield node.test, f"(not ({ast.unparse(node.test)}))"
+
+
+def sites(node: ast.AST, inside: str = "") -> Iterator[tuple[str, ast.AST, str]]:
+    """(function, what is replaced, by which source) of a tree, without annotations, decorators and what errors say."""
+    for name, value in ast.iter_fields(node):
+        if name in ("annotation", "returns", "decorator_list"):
+            continue
+        for child in value if isinstance(value, list) else [value]:
+            if isinstance(child, ast.JoinedStr) or not isinstance(child, ast.AST):
+                continue
+            is_named = isinstance(child, (ast.FunctionDef, ast.ClassDef))
+            where = f"{inside}.{child.name}".strip(".") if is_named else inside
+            yield from ((where, *change) for change in changes(child))
+            yield from sites(child, where)
+
+
+def mutants(module: str) -> Iterator[tuple[str, str, bytes]]:
+    """(module, what is changed, whole mutated source) of everything that can be changed in a module."""
+    source = (PACKAGE / module).read_bytes()
+    begins = [0, *(i + 1 for i, byte in enumerate(source) if byte == ord("\n"))]
+    for where, node, new in sites(ast.parse(source)):
+        first, end = begins[node.lineno - 1] + node.col_offset, begins[node.end_lineno - 1] + node.end_col_offset
+        old = " ".join(source[first:end].decode().split())
+        yield module, f"{module} {where or 'module'}: {old} => {new}", source[:first] + new.encode() + source[end:]
+
+
+def passes(tree: Path, tests: str, limit: float) -> bool:
+    """Whether these tests pass within so many seconds. Forked from this process, which has imported what takes long and nothing mutated."""
+    child = os.fork()
+    if not child:
+        signal.alarm(math.ceil(limit))
+        os.chdir(tree)
+        sys.path[:0] = [str(tree)]
+        log = os.open(tree / "log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(log, 1), os.dup2(log, 2)
+        import pytest
+
+        os._exit(int(pytest.main([*shlex.split(tests), "-x", "-q", "-p", "no:cacheprovider", "--hypothesis-seed=0"])))
+    return os.waitpid(child, 0)[1] == 0
+
+
+def outcomes(drawn: list[tuple[str, str, bytes]], tests: dict[str, str]) -> Iterator[tuple[str, str]]:
+    """(what was changed, `killed`, `equivalent` or `survived`), in a copy of the tree."""
+    harmless = {line.partition("  # ")[0] for line in (ROOT / "tools" / "equivalent_mutants.txt").read_text().splitlines()}
+    limits: dict[str, float] = {}
+    with tempfile.TemporaryDirectory() as name:
+        tree = Path(name)
+        for file in subprocess.check_output(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, text=True).splitlines():
+            (tree / file).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / file, tree / file)
+        for module, mutant, source in drawn:
+            place, began = tree / "megatron_grpo" / module, time.monotonic()
+            if module not in limits:
+                assert passes(tree, tests[module], 600), (tree / "log").read_text()[-3000:]
+                limits[module] = 5 * (time.monotonic() - began) + 10
+            place.write_bytes(source)
+            yield mutant, "equivalent" if mutant in harmless else "survived" if passes(tree, tests[module], limits[module]) else "killed"
+            shutil.copy(PACKAGE / module, place)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("rooms", choices=ROOMS)
+    parser.add_argument("--sample", type=int, default=150)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", default="", help="modules whose path begins so")
+    args = parser.parse_args()
+    import torch, transformers  # noqa: E401, F401, I001 - takes seconds, and every mutant needs it
+
+    sys.dont_write_bytecode = True  # two mutants of one second and one length would share it
+    os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
+    globs = [(tests, glob) for tests, globs in ROOMS[args.rooms].items() for glob in globs.split()]
+    found = {str(path.relative_to(PACKAGE)): tests for tests, glob in globs for path in sorted(PACKAGE.glob(f"{glob}.py"))}
+    tests = {module: tests for module, tests in found.items() if module.startswith(args.only)}
+    every = [mutant for module in tests for mutant in mutants(module)]
+    drawn = random.Random(args.seed).sample(every, min(args.sample, len(every)))
+    counts = {"killed": 0, "equivalent": 0, "survived": 0}
+    for mutant, outcome in outcomes(sorted(drawn, key=lambda mutant: mutant[0]), tests):
+        counts[outcome] += 1
+        if outcome == "survived":
+            print(mutant, flush=True)
+    told = ", ".join(f"{count} {outcome}" for outcome, count in counts.items())
+    print(f"{args.rooms}, seed {args.seed}: {len(drawn)} of {len(every)} mutants: {told}")
+    return 1 if counts["survived"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
