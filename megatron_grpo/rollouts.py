@@ -154,7 +154,7 @@ class Rollouts:
         cut: BatchCut,
         parallel: ParallelState,
         journal: Told,
-    ):  # nine: the stages of one rollout, and where its rows go
+    ):
         self.asker, self.prompts, self.cfg, self.num_groups = asker, prompts, cfg, num_groups
         self.use_sampler_logprobs, self.penalty = use_sampler_logprobs, penalty
         self.cut, self.parallel, self.journal = cut, parallel, journal

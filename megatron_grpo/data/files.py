@@ -36,7 +36,7 @@ class Rows(Sequence[dict[str, Any]]):
         part = next(p for p in range(len(self.parts)) if index < self.starts[p + 1])
         return part, index - self.starts[part]
 
-    def __getitem__(self, index: int) -> dict[str, Any]:  # type: ignore[override]
+    def __getitem__(self, index: int) -> dict[str, Any]:  # type: ignore[override]  # a row by its number; slices are not asked for
         part, offset = self._locate(index)
         return self.parts[part][2][offset]
 
@@ -55,7 +55,7 @@ class _ParquetRows(Sequence[dict[str, Any]]):
     def __len__(self) -> int:
         return self.table.num_rows
 
-    def __getitem__(self, index: int) -> dict[str, Any]:  # type: ignore[override]
+    def __getitem__(self, index: int) -> dict[str, Any]:  # type: ignore[override]  # a row by its number; slices are not asked for
         return self.table.slice(index, 1).to_pylist()[0]
 
 

@@ -21,18 +21,7 @@ class PackedAttention(MegatronModule):
     Under context parallelism keys and values are gathered; queries stay where they are.
     """
 
-    def __init__(
-        self,
-        config,
-        layer_number,
-        attn_mask_type,
-        attention_type,
-        attention_dropout=None,
-        softmax_scale=None,
-        cp_comm_type=None,
-        pg_collection=None,
-        **unused,
-    ):
+    def __init__(self, config, *, softmax_scale=None, pg_collection, **unused):
         """softmax_scale: multiplies the scores (default: 1 / sqrt of the query's channels)."""
         super().__init__(config)
         self.cp_group = pg_collection.cp

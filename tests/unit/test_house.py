@@ -1,0 +1,84 @@
+"""How large a function and a constructor may be. Complexity, types and floors are judged by ruff, mypy and import-linter."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import megatron_grpo
+
+PACKAGE = Path(megatron_grpo.__file__).parent
+MOST_LINES, MOST_PARAMETERS = 60, 8
+
+# What is longer, or takes more, and why it stays so.
+LONG_FUNCTIONS = {
+    "policy.model.transformer_config": "a table: one line for each of Megatron's settings, read from top to bottom and in no order",
+}
+WIDE_CONSTRUCTORS = {
+    "policy.model.PolicyModel": "Megatron's own model, built by it for each stage: what it passes on is Megatron's, one by one",
+    "rewards.builtin.llm_judge.LlmJudge": "one for each setting of the reward; whoever tests it gives some of them",
+    "rollouts.Rollouts": "the stages of one rollout, and where its rows go; build.build_run is the only caller",
+}
+
+
+def functions_in(source: str) -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
+    """Every function with its name inside the module; of a nested one, the names around it too."""
+
+    def walk(node: ast.AST, names: tuple[str, ...]) -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
+        for child in ast.iter_child_nodes(node):
+            inside = names
+            if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+                inside = (*names, child.name)
+            if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                yield ".".join(inside), child
+            yield from walk(child, inside)
+
+    return walk(ast.parse(source), ())
+
+
+def lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Without its decorators, with everything else."""
+    return (function.end_lineno or 0) - function.lineno + 1
+
+
+def parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Without self; *args and **kwargs are one each."""
+    args = function.args
+    stars = [star for star in (args.vararg, args.kwarg) if star is not None]
+    return len([*args.posonlyargs, *args.args, *args.kwonlyargs, *stars]) - 1
+
+
+def everything() -> list[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
+    found = []
+    for path in sorted(PACKAGE.rglob("*.py")):
+        module = ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__")
+        found += [(f"{module}.{name}", function) for name, function in functions_in(path.read_text(encoding="utf-8"))]
+    return found
+
+
+def test_a_function_has_at_most_60_lines_or_its_reason_here():
+    long = {name: lines(function) for name, function in everything() if lines(function) > MOST_LINES}
+    assert long.keys() == LONG_FUNCTIONS.keys(), f"too long, or in the list and no longer long: {long}"
+
+
+def test_a_constructor_takes_at_most_8_parameters_or_its_reason_is_here():
+    """A dataclass is no constructor: its fields are what it is."""
+    constructors = {name.removesuffix(".__init__"): parameters(f) for name, f in everything() if name.endswith(".__init__")}
+    wide = {name: count for name, count in constructors.items() if count > MOST_PARAMETERS}
+    assert wide.keys() == WIDE_CONSTRUCTORS.keys(), f"too wide, or in the list and no longer wide: {wide}"
+
+
+def test_lines_and_parameters_are_counted_as_one_reads_them():
+    source = """
+class A:
+    @staticmethod
+    async def f():
+        def g():
+            pass
+    def __init__(self, a, /, b, *c, d=1, **e):
+        pass
+"""
+    found = dict(functions_in(source))
+    assert {name: lines(function) for name, function in found.items()} == {"A.f": 3, "A.f.g": 2, "A.__init__": 2}
+    assert parameters(found["A.__init__"]) == 5
