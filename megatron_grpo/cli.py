@@ -60,7 +60,7 @@ def _model_parallel(config: Config) -> tuple[str, int] | None:
 def _not_launched(argv: list[str], config: Config, asked: tuple[str, int] | None) -> list[Problem]:
     """One process where the environment or the configuration says that there should be more."""
     number = config.parallel.world_size or 1
-    if asked is None and number != 1:
+    if asked is None and number > 1:  # less than one is for the sizes to say
         name = config.typed.get("world_size", "world_size")
         source = config.sources.get("world_size", "")
         asked = (f"{name} ({number})" if "NPROC_PER_NODE" not in source else f"NPROC_PER_NODE of {source}", number)

@@ -98,7 +98,7 @@ def check_lengths(prompts: PromptRows, encode: Callable[[Raw], Sequence[int]], c
 
     Raises ConfigError for prompts that encode to nothing, and, with `raise`, for those that are too long.
     """
-    limit = cfg.max_prompt_length
+    limit = cfg.max_prompt_length if (cfg.max_prompt_length or 0) >= 1 else None  # less than one is for the settings to say
     lengths = _lengths(prompts, encode, flag)
     empty = np.flatnonzero(lengths == 0)
     too_long = np.flatnonzero(lengths > limit) if limit is not None else np.empty(0, dtype=np.int64)

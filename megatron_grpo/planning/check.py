@@ -91,7 +91,7 @@ def _with_proven_values(problem: Problem, parsed: Parsed, shape: ModelShape | No
 
 def _passes_with(flag: str, value: Any, parsed: Parsed, shape: ModelShape | None, model: Model) -> bool:
     setting = names().get(flag)
-    if setting is None:
+    if setting is None or setting.name == "dialect":  # which decides what all other names mean: they would have to be read anew
         return False
     left = [problem for problem in parsed.problems if list(problem.flags) != [flag] and flag not in problem.nearest]
     config = parsed.config.with_values({setting.name: None if value == "none" else value})

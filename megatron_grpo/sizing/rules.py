@@ -236,8 +236,8 @@ def _layer_rules(inputs: TypedSizes, words: Words) -> Iterator[Rule]:
             multiple=layers,
             divisor=v[PP] * chunks,
             text=lambda: (
-                f"the model's {layers} layers must be a multiple of pp{' x vpp' if chunks > 1 else ''} = {v[PP]}"
-                f"{f' x {chunks} = {v[PP] * chunks}' if chunks > 1 else ''}: {remainder(layers, v[PP] * chunks)}"
+                f"the model's {layers} layers must be a multiple of {words.product((PP, VPP) if chunks > 1 else (PP,))}: "
+                f"{remainder(layers, v[PP] * chunks)}"
             ),
         )
         return

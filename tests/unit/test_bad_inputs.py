@@ -16,6 +16,7 @@ ONCE = [
     "model: positions that are a word",
     "model: architectures that is a word", "model: architectures of numbers", "model: an index with an empty map",
     "model: an index that names a number", "model: no tokenizer", "model: a tokenizer of another kind", "model: its weights",
+    "world_size zero", "max_prompt_length out of range", "dialect misspelt",
     "reward: KeyboardInterrupt", "reward: a BaseException", "reward: a positional column", "reward: no arguments", "reward: :f",
 ]  # fmt: skip
 
