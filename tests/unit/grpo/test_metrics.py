@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -148,6 +149,9 @@ def test_the_extremes_of_clipping_are_those_of_single_micro_batches():
     assert found["clip_ratio/high_mean"] == pytest.approx(3 / 6) and found["clip_ratio/low_mean"] == pytest.approx(1 / 6)
     alone = finish(logs[2].sums, logs[2].maxima)
     assert alone["clip_ratio/low_min"] == 0.5
+    nothing = loss(replace(inputs, weights=torch.zeros(2)), logprobs=torch.full((2,), -1.0, dtype=torch.float64))[1]
+    together = combine([logs[2], nothing])
+    assert finish(together.sums, together.maxima)["clip_ratio/low_min"] == 0.5, "a micro-batch in which nothing trains has no share"
 
 
 def test_a_step_without_trained_tokens_reports_its_loss_alone():
