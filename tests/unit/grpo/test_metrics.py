@@ -77,6 +77,7 @@ def test_one_token_has_metrics_too():
                      is_compared=torch.ones(1, dtype=torch.bool), sequence=torch.zeros(1, dtype=torch.int64), num_sequences=1,
                      num_loss_tokens=1)  # fmt: skip
     assert (found["entropy"], found["sampling/logp_difference/mean"], found["clip_ratio/region_mean"]) == (2.0, 0.5, 0.0)
+    assert (found["sampling/logp_difference/max"], found["sampling/effective_sample_size"]) == (0.5, 1.0)
 
 
 def test_cispo_clips_above_only():
