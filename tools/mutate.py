@@ -1,7 +1,6 @@
 """Breaks one place of a module at a time, and asks whether the tests that mirror it notice.
 
-    python tools/mutate.py quick [--sample 150] [--seed 0] [--only metrics/journal.py]
-    python tools/mutate.py ranks --sample 25          # modules whose tests need real ranks: a minute a mutant
+    python tools/mutate.py quick [--sample 150] [--seed 0] [--only metrics/journal.py]      # or ranks: a minute a mutant
 
 A mutation flips a comparison, swaps + and -, * and /, `and` and `or`, True and False, moves a whole number by 1, negates a condition, or
 takes out a call, a `raise` or an `x += y`, in a copy of the tree. Killed: a test fails, or takes five times as long. Those that
@@ -12,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import ast
-import math
 import os
 import random
 import shlex
@@ -31,7 +29,8 @@ STEP, RUNS = "tests/distributed/test_train_step.py", "tests/end_to_end/test_many
 # Tests -> the modules that they mirror.
 ROOMS = {
     "quick": {
-        "tests/unit/metrics tests/unit/test_rollouts.py": "clock rollouts metrics/__init__ metrics/[djrs]*",
+        "tests/unit/metrics tests/unit/test_rollouts.py -k 'not tensorboard'": "clock rollouts metrics/__init__ metrics/drift "
+        "metrics/journal metrics/records metrics/rollout metrics/schedule",
         "tests/unit/policy/test_guard.py": "policy/guard",
         "tests/unit/grpo/test_metrics.py": "grpo/metrics",
         "tests/unit/settings tests/unit/sizing": "settings/foreign settings/script settings/remedies sizing/dialects/*",
@@ -62,7 +61,7 @@ def changes(node: ast.AST) -> Iterator[tuple[ast.AST, str]]:
         yield node, repr(not node.value) if isinstance(node.value, bool) else repr(node.value + 1)
     elif isinstance(node, (ast.AugAssign, ast.Raise)) or (isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)):
         yield node, "pass"
-    if isinstance(node, (ast.If, ast.IfExp, ast.While)) and not isinstance(node.test, (ast.Compare, ast.UnaryOp)):
+    if isinstance(node, ast.If | ast.IfExp | ast.While) and not isinstance(node.test, (ast.Compare, ast.UnaryOp)):
         yield node.test, f"(not ({ast.unparse(node.test)}))"
 
 
@@ -72,29 +71,28 @@ def sites(node: ast.AST, inside: str = "") -> Iterator[tuple[str, ast.AST, str]]
         if name in ("annotation", "returns", "decorator_list"):
             continue
         for child in value if isinstance(value, list) else [value]:
-            if isinstance(child, ast.JoinedStr) or not isinstance(child, ast.AST):
+            if not isinstance(child, ast.AST) or isinstance(child, ast.JoinedStr):
                 continue
-            is_named = isinstance(child, (ast.FunctionDef, ast.ClassDef))
-            where = f"{inside}.{child.name}".strip(".") if is_named else inside
+            where = f"{inside}.{child.name}".strip(".") if isinstance(child, (ast.FunctionDef, ast.ClassDef)) else inside
             yield from ((where, *change) for change in changes(child))
             yield from sites(child, where)
 
 
-def mutants(module: str) -> Iterator[tuple[str, str, bytes]]:
+def mutants(path: Path) -> Iterator[tuple[Path, str, bytes]]:
     """(module, what is changed, whole mutated source) of everything that can be changed in a module."""
-    source = (PACKAGE / module).read_bytes()
+    source, module = path.read_bytes(), path.relative_to(PACKAGE)
     begins = [0, *(i + 1 for i, byte in enumerate(source) if byte == ord("\n"))]
     for where, node, new in sites(ast.parse(source)):
         first, end = begins[node.lineno - 1] + node.col_offset, begins[node.end_lineno - 1] + node.end_col_offset
-        old = " ".join(source[first:end].decode().split())
-        yield module, f"{module} {where or 'module'}: {old} => {new}", source[:first] + new.encode() + source[end:]
+        line, old = source.splitlines()[node.lineno - 1].decode().strip(), " ".join(source[first:end].decode().split())
+        yield path, f"{module} {where or 'module'}: {line} | {old} => {new}", source[:first] + new.encode() + source[end:]
 
 
 def passes(tree: Path, tests: str, limit: float) -> bool:
     """Whether these tests pass within so many seconds. Forked from this process, which has imported what takes long and nothing mutated."""
     child = os.fork()
     if not child:
-        signal.alarm(math.ceil(limit))
+        signal.alarm(int(limit))
         os.chdir(tree)
         sys.path[:0] = [str(tree)]
         log = os.open(tree / "log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
@@ -105,23 +103,24 @@ def passes(tree: Path, tests: str, limit: float) -> bool:
     return os.waitpid(child, 0)[1] == 0
 
 
-def outcomes(drawn: list[tuple[str, str, bytes]], tests: dict[str, str]) -> Iterator[tuple[str, str]]:
+def outcomes(drawn: list[tuple[Path, str, bytes]], tests: dict[Path, str]) -> Iterator[tuple[str, str]]:
     """(what was changed, `killed`, `equivalent` or `survived`), in a copy of the tree."""
     harmless = {line.partition("  # ")[0] for line in (ROOT / "tools" / "equivalent_mutants.txt").read_text().splitlines()}
-    limits: dict[str, float] = {}
+    limits: dict[Path, float] = {}
     with tempfile.TemporaryDirectory() as name:
         tree = Path(name)
         for file in subprocess.check_output(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, text=True).splitlines():
             (tree / file).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / file, tree / file)
-        for module, mutant, source in drawn:
-            place, began = tree / "megatron_grpo" / module, time.monotonic()
-            if module not in limits:
-                assert passes(tree, tests[module], 600), (tree / "log").read_text()[-3000:]
-                limits[module] = 5 * (time.monotonic() - began) + 10
+        for path, mutant, source in drawn:
+            place, began = tree / path.relative_to(ROOT), time.monotonic()
+            if path not in limits:  # how long it takes as it is
+                assert passes(tree, tests[path], 600), (tree / "log").read_text()[-3000:]
+                limits[path] = 5 * (time.monotonic() - began) + 10
+            whole = place.read_bytes()
             place.write_bytes(source)
-            yield mutant, "equivalent" if mutant in harmless else "survived" if passes(tree, tests[module], limits[module]) else "killed"
-            shutil.copy(PACKAGE / module, place)
+            yield mutant, "equivalent" if mutant in harmless else "survived" if passes(tree, tests[path], limits[path]) else "killed"
+            place.write_bytes(whole)
 
 
 def main() -> int:
@@ -129,24 +128,22 @@ def main() -> int:
     parser.add_argument("rooms", choices=ROOMS)
     parser.add_argument("--sample", type=int, default=150)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", default="", help="modules whose path begins so")
+    parser.add_argument("--only", default="*", metavar="MODULES", help="such as metrics/journal.py or dialects/*.py")
     args = parser.parse_args()
     import torch, transformers  # noqa: E401, F401, I001 - takes seconds, and every mutant needs it
 
-    sys.dont_write_bytecode = True  # two mutants of one second and one length would share it
     os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
-    globs = [(tests, glob) for tests, globs in ROOMS[args.rooms].items() for glob in globs.split()]
-    found = {str(path.relative_to(PACKAGE)): tests for tests, glob in globs for path in sorted(PACKAGE.glob(f"{glob}.py"))}
-    tests = {module: tests for module, tests in found.items() if module.startswith(args.only)}
-    every = [mutant for module in tests for mutant in mutants(module)]
+    sys.dont_write_bytecode = True  # two mutants of one second and one length would share it
+    globs = {glob: tests for tests, globs in ROOMS[args.rooms].items() for glob in globs.split()}
+    tests = {path: tests for glob, tests in globs.items() for path in sorted(PACKAGE.glob(f"{glob}.py")) if path.match(args.only)}
+    every = [mutant for path in tests for mutant in mutants(path)]
     drawn = random.Random(args.seed).sample(every, min(args.sample, len(every)))
     counts = {"killed": 0, "equivalent": 0, "survived": 0}
     for mutant, outcome in outcomes(sorted(drawn, key=lambda mutant: mutant[0]), tests):
         counts[outcome] += 1
         if outcome == "survived":
             print(mutant, flush=True)
-    told = ", ".join(f"{count} {outcome}" for outcome, count in counts.items())
-    print(f"{args.rooms}, seed {args.seed}: {len(drawn)} of {len(every)} mutants: {told}")
+    print(f"{args.rooms}, seed {args.seed}: {len(drawn)} of {len(every)} mutants:", ", ".join(f"{n} {what}" for what, n in counts.items()))
     return 1 if counts["survived"] else 0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -76,6 +77,7 @@ def test_one_token_has_metrics_too():
                      is_compared=torch.ones(1, dtype=torch.bool), sequence=torch.zeros(1, dtype=torch.int64), num_sequences=1,
                      num_loss_tokens=1)  # fmt: skip
     assert (found["entropy"], found["sampling/logp_difference/mean"], found["clip_ratio/region_mean"]) == (2.0, 0.5, 0.0)
+    assert (found["sampling/logp_difference/max"], found["sampling/effective_sample_size"]) == (0.5, 1.0)
 
 
 def test_cispo_clips_above_only():
@@ -148,6 +150,9 @@ def test_the_extremes_of_clipping_are_those_of_single_micro_batches():
     assert found["clip_ratio/high_mean"] == pytest.approx(3 / 6) and found["clip_ratio/low_mean"] == pytest.approx(1 / 6)
     alone = finish(logs[2].sums, logs[2].maxima)
     assert alone["clip_ratio/low_min"] == 0.5
+    nothing = loss(replace(inputs, weights=torch.zeros(2)), logprobs=torch.full((2,), -1.0, dtype=torch.float64))[1]
+    together = combine([logs[2], nothing])
+    assert finish(together.sums, together.maxima)["clip_ratio/low_min"] == 0.5, "a micro-batch in which nothing trains has no share"
 
 
 def test_a_step_without_trained_tokens_reports_its_loss_alone():

@@ -54,6 +54,7 @@ def test_every_optimizer_step_is_one_line(tmp_path):
     told = [(record["step"], record["num_tokens"], record["reward"]) for record in records(tmp_path)]
     assert told == [(1, 100, 0.1), (2, 200, 0.2), (3, 300, 0.3)]
     assert [record["tokens_per_second"] for record in records(tmp_path)] == [400.0] * 3
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"], "plots are drawn where they are asked for, and at the end"
 
 
 def test_a_resumed_run_drops_the_records_of_steps_it_takes_again(tmp_path):
