@@ -279,7 +279,6 @@ _PAIRS: Sequence[tuple[Mapping[str, str], Words]] = (
     ({"reward_funcs": "soft_overlong", "soft_cache_length": "4", "soft_max_length": "3"}, ("soft_max_length",)),
     ({"reward_funcs": "reward_model"}, ("reward_model",)),
     ({"reward_funcs": "reward_model", "reward_model": "/no/such/classifier"}, ("/no/such/classifier",)),
-    ({"reward_funcs": "reward_model", "reward_model": "/no/such", "reward_model_url": "http://127.0.0.1:1"}, ("reward_model_url",)),
     ({"reward_funcs": "reward_model", "reward_model_url": "127.0.0.1"}, ("127.0.0.1",)),
     ({"reward_funcs": "llm_judge"}, ("llm_judge_url",)),
     ({"reward_funcs": "llm_judge", "llm_judge_url": "http://127.0.0.1:1/v1"}, ("llm_judge_model",)),

@@ -130,9 +130,6 @@ def build_reward_model(config: Config) -> LocalClassifier | RemoteClassifier:
     if not model and not url:
         message = "Reward `reward_model` needs reward_model (a sequence classifier to load) or reward_model_url (an endpoint to ask)."
         problems.append(Problem(flags=("reward_model", "reward_model_url"), message=message))
-    if model and url:
-        message = f"reward_model ({model}) and reward_model_url ({url}) both say who gives the reward reward_model. Keep one of them."
-        problems.append(Problem(flags=("reward_model", "reward_model_url"), message=message))
     if url and not url.startswith(("http://", "https://")):
         message = f"reward_model_url {url!r} should begin with http:// or https://."
         problems.append(Problem(flags=("reward_model_url",), message=message))

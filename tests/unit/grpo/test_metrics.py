@@ -67,7 +67,7 @@ def test_a_sequences_factor_counts_once_however_long_it_is(geometric):
     cfg = GrpoConfig(
         rollout_importance_sampling_mode="sequence_truncate", rollout_importance_sampling_threshold=9.0, rollout_is_geometric=geometric
     )
-    given = dict(sampler_logprobs=sampler, sequence=torch.tensor([0, 0, 0, 1]), weights=torch.full((4,), 0.25))
+    given = dict(sampler_logprobs=sampler, sequence=torch.tensor([0, 0, 0, 1]), token_weights=torch.full((4,), 0.25))
     assert measured(cfg, **given)["sampling/importance_sampling_ratio/mean"] == pytest.approx(2.25)
 
 
@@ -150,7 +150,7 @@ def test_the_extremes_of_clipping_are_those_of_single_micro_batches():
     assert found["clip_ratio/high_mean"] == pytest.approx(3 / 6) and found["clip_ratio/low_mean"] == pytest.approx(1 / 6)
     alone = finish(logs[2].sums, logs[2].maxima)
     assert alone["clip_ratio/low_min"] == 0.5
-    nothing = loss(replace(inputs, weights=torch.zeros(2)), logprobs=torch.full((2,), -1.0, dtype=torch.float64))[1]
+    nothing = loss(replace(inputs, token_weights=torch.zeros(2)), logprobs=torch.full((2,), -1.0, dtype=torch.float64))[1]
     together = combine([logs[2], nothing])
     assert finish(together.sums, together.maxima)["clip_ratio/low_min"] == 0.5, "a micro-batch in which nothing trains has no share"
 

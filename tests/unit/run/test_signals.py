@@ -86,13 +86,13 @@ def test_a_second_signal_ends_a_process_that_never_comes_to_the_flag():
     time.sleep(2.2)
     assert process.poll() is None
     process.send_signal(signal.SIGTERM)
-    assert rest_of(process, timeout=2)[1] == 128 + signal.SIGTERM
+    assert rest_of(process, timeout=20)[1] == 128 + signal.SIGTERM
 
 
 def test_a_process_asked_to_stop_because_another_failed_leaves_at_once():
     process = start(BLOCKED, argument="lambda: os._exit(1)")
     process.send_signal(signal.SIGTERM)
-    assert rest_of(process, timeout=2)[1] == 1
+    assert rest_of(process, timeout=20)[1] == 1
 
 
 def test_a_forked_child_dies_of_its_own_signal_and_the_parent_is_not_told():
@@ -177,7 +177,9 @@ def torchrun(folder: Path, what: str) -> tuple[subprocess.Popen, list[int]]:
     """torchrun with two workers, once both have joined; and their process ids."""
     (folder / "worker.py").write_text(WORKER)
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "worker.py", str(folder), what]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    # Its grace is far longer than this test waits.
+    command += ["--shutdown-timeout", "600", "worker.py", str(folder), what]
     process = subprocess.Popen(command, cwd=folder, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     end = time.monotonic() + 60
     files = [folder / "0", folder / "1"]
@@ -192,10 +194,10 @@ def test_no_rank_outlives_a_torchrun_that_was_killed(tmp_path):
     assert all(map(is_alive, workers))
     launcher.kill()
     launcher.wait()
-    assert all(gone_within(worker, 2) for worker in workers)
+    assert all(gone_within(worker, 20) for worker in workers)
 
 
-def test_a_rank_that_waits_for_a_failed_one_is_gone_in_seconds_and_not_after_the_grace_of_thirty(tmp_path):
+def test_a_rank_that_waits_for_a_failed_one_is_gone_in_seconds_and_not_after_the_grace_of_the_launcher(tmp_path):
     launcher, workers = torchrun(tmp_path, "fail")
-    assert launcher.wait(timeout=15) != 0
+    assert launcher.wait(timeout=60) != 0
     assert not any(map(is_alive, workers))
