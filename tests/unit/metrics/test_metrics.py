@@ -106,6 +106,14 @@ def test_an_evaluation_repeated_at_the_same_step_replaces_the_first(tmp_path):
     for accuracy in (0.1, 0.2):
         metrics.log_evaluation(Progress(step=3), {"accuracy": accuracy})
     assert records(tmp_path, "evaluations.jsonl") == [{"step": 3, "accuracy": 0.2}]
+    assert "evaluation at step 3:  accuracy 0.2\n" in told_by(metrics)
+
+
+def test_a_step_that_is_the_first_thing_told_keeps_the_records_of_those_before_it(tmp_path):
+    for number in (1, 2, 3):
+        metrics_in(tmp_path).log(Progress(step=number), {"time/step": 1.0})
+    metrics_in(tmp_path).log(Progress(step=3), {"time/step": 2.0})
+    assert [(record["step"], record["time/step"]) for record in records(tmp_path)] == [(1, 1), (2, 1), (3, 2)]
 
 
 def test_a_pipe_gets_plain_lines_now_and_then_and_always_the_last(tmp_path):
