@@ -66,7 +66,7 @@ def test_a_sequences_factor_counts_once_however_long_it_is(geometric):
     cfg = GrpoConfig(
         rollout_importance_sampling_mode="sequence_truncate", rollout_importance_sampling_threshold=9.0, rollout_is_geometric=geometric
     )
-    given = dict(sampler_logprobs=sampler, sequence=torch.tensor([0, 0, 0, 1]), weights=torch.full((4,), 0.25))
+    given = dict(sampler_logprobs=sampler, sequence=torch.tensor([0, 0, 0, 1]), token_weights=torch.full((4,), 0.25))
     assert measured(cfg, **given)["sampling/importance_sampling_ratio/mean"] == pytest.approx(2.25)
 
 

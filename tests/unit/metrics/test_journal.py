@@ -11,9 +11,10 @@ import pytest
 from rich.console import Console
 
 from megatron_grpo.clock import Clock
-from megatron_grpo.metrics import Completions, Metrics
+from megatron_grpo.metrics import Metrics
 from megatron_grpo.metrics.drift import DriftWatch
 from megatron_grpo.metrics.journal import Journal, watch_drift
+from megatron_grpo.metrics.rollout import Completions
 from megatron_grpo.metrics.schedule import ScheduleLog
 from megatron_grpo.types import Progress
 from tests.unit.metrics.test_metrics import rollout_of_two
