@@ -44,7 +44,7 @@ def journal_in(folder, **settings):
     metrics = Metrics(folder, console=Console(file=io.StringIO(), width=300), total_steps=9)
     return Journal(
         metrics, ScheduleLog(folder, rank=0), Completions(folder, reward_names=names, every=0), clock=Clock(),
-        **dict(reward_weights=[1.0, 1.0], tells_selection=False, share=lambda mine: [mine, mine]) | settings,
+        **dict(reward_weights=[1.0, 1.0], tells_selection=False, from_all=lambda mine: [mine, mine]) | settings,
     )  # fmt: skip
 
 
