@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class StopRequest(Protocol):
-    """Whether somebody asked this run to stop: the life of the process is `run`'s, and the loop knows only this of it."""
+    """Tells whether somebody asked this run to stop. The loop knows nothing else of signals."""
 
     def agreed(self, all_reduce_max: Callable[[float], float]) -> bool: ...
 
@@ -89,7 +89,7 @@ def train(run: Run) -> Progress:
 
 
 def publish(run: Run, version: int) -> None:
-    """The engine samples from the policy's weights from now on, and has shown that it does. Nothing to do where it has them."""
+    """Pushes the policy's weights to the engine, which proves that it has them. Does nothing if it has them already."""
     with run.journal.clock("weight_sync"), run.policy.resident("weights"):
         run.publisher.publish(version)
 

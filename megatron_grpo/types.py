@@ -1,6 +1,6 @@
 """The nouns of a run. A stage takes one and returns the next: Prompt -> Group -> ScoredGroup -> Sample -> GlobalBatch.
 
-All are frozen, slotted and keyword-only: a stage cannot fill in what an earlier one left out. No torch here: token sequences are numpy
+All are frozen: a stage returns a new object and never fills in what an earlier one left out. No torch here: token sequences are numpy
 arrays, and become tensors on the policy's device where a micro-batch is run. T counts the tokens of one sequence (of the packed stream in a
 micro-batch), C its trained positions, S the sequences in a micro-batch. Log-probs are natural logs.
 """
@@ -19,7 +19,7 @@ RowKey = tuple[int, int]  # (rollout, row)
 
 
 class Picture(Protocol):
-    """What a picture is, without its place: several contexts may show one picture at several places."""
+    """What a picture is. Its place is kept beside it, since several contexts may show one picture at several places."""
 
     key: str
     grid: tuple[int, int, int]
@@ -107,7 +107,7 @@ class Completion:
 
     @property
     def is_refused(self) -> bool:
-        """Its log-probs were those of no distribution (`rollout.logprobs`): nothing of it is trained, and it counts all the same."""
+        """Its log-probs were those of no distribution (`rollout.logprobs`). Nothing of it is trained; it still counts in N."""
         return bool(np.isnan(self.logprobs).any())
 
 
@@ -337,7 +337,7 @@ class TrainingMicroBatch(MicroBatch):
     advantages: np.ndarray  # float32 [C]
     sampler_logprobs: np.ndarray  # float32 [C]; NaN where the sampler gave none
     old_logprobs: np.ndarray  # float32 [C]; NaN where the sequence is on-policy: there `logp.detach()` is the old log-prob
-    is_compared: np.ndarray  # bool [C]: old log-probs are the trainer's own, so that they can be held against the sampler's
+    is_compared: np.ndarray  # bool [C]: old log-probs are the trainer's own, so comparing them with the sampler's means something
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

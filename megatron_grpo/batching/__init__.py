@@ -1,1 +1,1 @@
-"""How samples become global batches and micro-batches: sizes, timetable, split over ranks. Pure: no process group."""
+"""How samples become global batches and micro-batches: the timetable, the split over ranks, packing, arrays. No process groups."""

@@ -45,8 +45,8 @@ class _Context(NamedTuple):
 def collate(sequences: SequenceOf[Sequence], *, number: int = 0, alignment: Alignment | None = None, at_least: int = 0) -> MicroBatch:
     """Packs sequences end to end, so that they can be scored.
 
-    number: the micro-batch's place in its pass. Padding goes behind a context, where causal attention cannot see it,
-    and behind the last one as a segment of its own. at_least: tokens in the stream, itself aligned.
+    number: the micro-batch's place in its pass. Padding goes behind a context, where causal attention cannot see it, and behind the last
+    context as a segment of its own. at_least: tokens in the stream, itself aligned.
     """
     alignment = alignment or Alignment()
     contexts = [_Context(row, first, end) for row, sequence in enumerate(sequences) for first, end in sequence.contexts]
@@ -137,5 +137,5 @@ def _old_logprobs(sample: Sample, trained_at: int) -> np.ndarray:
 
 
 def _is_compared(sample: Sample, trained_at: int) -> bool:
-    """Not where the sampler's own log-probs stand in for the trainer's: they would differ from themselves by nothing."""
+    """False if the old log-probs are the sampler's own: compared with themselves they say nothing."""
     return sample.fresh_at == trained_at or not (isinstance(sample, AnchoredSample) and sample.anchored_by == "rollout")

@@ -1,6 +1,6 @@
 """Whole sequences into micro-batches of at most so many tokens, shared out evenly over data-parallel ranks. Integers only; no torch.
 
-A global batch is rearranged, never changed: token weights are fixed before it gets here, so the gradient is the same (docs/parallelism.md).
+Token weights are fixed before rows are packed, so the gradient does not depend on how they are (docs/parallelism.md).
 """
 
 from __future__ import annotations

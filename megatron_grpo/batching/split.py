@@ -1,4 +1,4 @@
-"""How the rows of a pass are shared out: integers in, places out. The only place where a batch is cut."""
+"""Deals the rows of a pass to ranks and micro-batches: integers in, places out. Nothing else cuts a batch."""
 
 from __future__ import annotations
 

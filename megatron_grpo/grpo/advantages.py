@@ -65,9 +65,9 @@ def advantages(
     judged = totals if kl_penalty is None else totals - kl_penalty
     values = ESTIMATORS[estimator](judged, cfg.scale_rewards)
     if estimator in NEEDS_GROUP:
-        # The mean of equal floats may miss their value by an ulp; a group of equals says exactly nothing.
+        # The mean of equal floats may miss their value by an ulp. A group of equal rewards must give exactly 0.
         values[are_equal(judged[:, :, None])[:, 0]] = 0.0
-    # Dead by its rewards: a penalty makes no two completions equal.
+    # Judged by the rewards alone, since a penalty makes no two completions equal.
     is_dead = are_equal(totals[:, :, None])[:, 0]
     return Advantages(advantages=np.nan_to_num(values, nan=0.0), rewards=totals, rewards_per_func=per_func, is_dead=is_dead)
 
@@ -120,7 +120,7 @@ def _grpo(rewards: np.ndarray, scale_rewards: str) -> np.ndarray:
 
 
 def _rloo(rewards: np.ndarray, scale_rewards: str) -> np.ndarray:
-    """R - mean of the others of its group (arXiv 2402.14740); alone in its group a completion has nothing to be compared with."""
+    """R - mean of the others of its group (arXiv 2402.14740); a completion that is alone in its group gets 0."""
     count = (~np.isnan(rewards)).sum(axis=1, keepdims=True)
     others = (np.nansum(rewards, axis=1, keepdims=True) - rewards) / np.maximum(count - 1, 1)
     return np.where(count > 1, rewards - others, 0.0)

@@ -1,8 +1,7 @@
 """The GRPO loss of one packed micro-batch, as a plain weighted sum over tokens: sum of u * (c * l + beta * kl) - coef * entropy.
 
-Read this after docs/algorithms.md. Every choice is made once, in `GrpoLoss.from_config`; `__call__` has no strings to test. All of it is
-float64: these are vectors of one number per trained token, next to hidden states they cost nothing, and the sum does not depend on how
-the batch was cut to more than 1e-15.
+Read this after docs/algorithms.md. Every choice is made once, in `GrpoLoss.from_config`; `__call__` tests no strings. Everything is
+float64. It costs little, for there is one number per trained token; and how the batch was cut changes the sum by at most 1e-15.
 """
 
 from __future__ import annotations
@@ -58,15 +57,15 @@ OBJECTIVES: dict[str, Callable[[GrpoConfig], Objective]] = {
 class LossInputs:
     """What the loss knows of one packed micro-batch: C trained positions of S sequences (or a context-parallel rank's part of them).
 
-    old_logprobs is NaN where a position is on-policy: there the current log-prob, held constant, is the old one. That no stale position
-    arrives here with NaN is seen to by the types: batching.collate takes stale samples as `AnchoredSample` only.
+    old_logprobs is NaN where a position is on-policy: there the current log-prob, held constant, is the old one. A stale position never
+    has NaN, because `batching.collate` refuses a stale sample that is no `AnchoredSample`.
     """
 
     token_weights: torch.Tensor  # float [C], `u`; 0 where a filter took the completion out
     advantages: torch.Tensor  # float [C]
     sampler_logprobs: torch.Tensor  # float [C], NaN where the sampler gave none
     old_logprobs: torch.Tensor  # float [C], or NaN
-    is_compared: torch.Tensor  # bool [C]: old log-probs are the trainer's own, and say something when held against the sampler's
+    is_compared: torch.Tensor  # bool [C]: old log-probs are the trainer's own, so comparing them with the sampler's means something
     sequence: torch.Tensor  # int64 [C], 0..S-1
     num_sequences: int  # S
     num_loss_tokens: int  # over the whole global batch, all ranks: the entropy bonus is a mean over them

@@ -126,7 +126,7 @@ class Metrics:
     def close(self, *, summary: bool = True) -> None:
         """The end of the run, good or bad: last plots, and the before/after table where there is something to compare.
 
-        summary: False for a run that failed, which has nothing to be proud of.
+        summary: False for a run that failed: it shows no before and after.
         """
         if not self.tells or not self._started:
             return

@@ -207,7 +207,8 @@ class PolicyModel(GPTModel):
         if last:
             rows = padded_vocab_size // config.tensor_model_parallel_size
             head = self.output_layer
-            head.__class__ = LogProbHead  # same weights, same hooks, another question asked of them
+            # Re-classed in place, so that Megatron's parameters, hooks and sharding stay; only forward changes.
+            head.__class__ = LogProbHead
             head.vocab_start = head.tp_group.rank() * rows
             head.num_valid_rows = max(0, min(rows, shape.vocab_size - head.vocab_start))
 

@@ -31,7 +31,7 @@ class PolicyRouter(TopKRouter):
         return _WithLoss.apply(logits, self.config.moe_z_loss_coeff / max(self.num_routed_tokens, 1) * per_token.sum())
 
     def _apply_expert_bias(self, routing_map, padding_mask=None) -> None:
-        """Counts what a bias would be balanced by. It is not: the bias is part of the policy that samples (see `model`)."""
+        """Does nothing: the bias is part of the policy that samples, so it is not balanced here (see `model`)."""
 
 
 class _WithLoss(torch.autograd.Function):
@@ -49,7 +49,7 @@ class _WithLoss(torch.autograd.Function):
 
 def replace_routers(model: torch.nn.Module) -> None:
     for router in routers([model]):
-        router.__class__ = PolicyRouter  # same weights, same sharding
+        router.__class__ = PolicyRouter  # re-classed in place: parameters, hooks and sharding stay
 
 
 def routers(chunks: Sequence[torch.nn.Module]) -> Iterator[TopKRouter]:

@@ -77,7 +77,7 @@ def train_and_export(made: Plan, inputs: Inputs, parallel: ParallelState, signal
         clean_up.add(run.journal.close)
         raise
     except BaseException:
-        clean_up.add(partial(run.journal.close, summary=False))  # a run that failed has nothing to be proud of
+        clean_up.add(partial(run.journal.close, summary=False))  # a run that failed shows no before and after
         raise
     clean_up.add(run.journal.close)
 

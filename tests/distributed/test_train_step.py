@@ -88,7 +88,7 @@ def refused_by_a_guard(policy, batch):
 
 
 def without_a_trained_token(policy, batch):
-    micro_batches = [dataclasses.replace(micro, weights=np.zeros_like(micro.weights)) for micro in batch.micro_batches]
+    micro_batches = [dataclasses.replace(micro, token_weights=np.zeros_like(micro.token_weights)) for micro in batch.micro_batches]
     return policy.train_step(dataclasses.replace(batch, micro_batches=micro_batches, num_loss_tokens=0))
 
 

@@ -12,9 +12,9 @@ from rich.console import Console
 
 from megatron_grpo.clock import Clock
 from megatron_grpo.metrics import Metrics
-from megatron_grpo.metrics.rollout import Completions
 from megatron_grpo.metrics.drift import DriftWatch
 from megatron_grpo.metrics.journal import Journal, watch_drift
+from megatron_grpo.metrics.rollout import Completions
 from megatron_grpo.metrics.schedule import ScheduleLog
 from megatron_grpo.types import Progress
 from tests.unit.metrics.test_metrics import rollout_of_two
@@ -44,7 +44,7 @@ def journal_in(folder, **settings):
     metrics = Metrics(folder, console=Console(file=io.StringIO(), width=300), total_steps=9)
     return Journal(
         metrics, ScheduleLog(folder, rank=0), Completions(folder, reward_names=names, every=0), clock=Clock(),
-        **dict(reward_weights=[1.0, 1.0], tells_selection=False, share=lambda mine: [mine, mine]) | settings,
+        **dict(reward_weights=[1.0, 1.0], tells_selection=False, from_all=lambda mine: [mine, mine]) | settings,
     )  # fmt: skip
 
 

@@ -1,0 +1,140 @@
+"""The pages that describe the house against the house: floors, the step, rooms, the path, words."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from tests.end_to_end import outside_parts
+
+HERE = Path(__file__).parents[2]
+PACKAGE = HERE / "megatron_grpo"
+PAGE = (HERE / "docs/architecture.md").read_text()
+GLOSSARY = (HERE / "docs/glossary.md").read_text()
+
+
+def section(title: str) -> str:
+    return PAGE.split(f"\n## {title}\n")[1].split("\n## ")[0]
+
+
+def block(title: str) -> list[str]:
+    """The lines of a section's first picture."""
+    return section(title).split("```")[1].strip("\n").splitlines()
+
+
+def cells(text: str) -> list[list[str]]:
+    """The rows of the tables in a text, without their heads."""
+    lines = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("|")]
+    rules = {i for i, line in enumerate(lines) if set("".join(line)) <= set("-|: ")}
+    return [line for i, line in enumerate(lines) if i not in rules and i + 1 not in rules]
+
+
+def layers() -> list[str]:
+    contracts = tomllib.loads((HERE / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    [floors] = [contract for contract in contracts if contract["id"] == "floors"]
+    return [re.sub("[()]", "", layer) for layer in floors["layers"]]
+
+
+def test_the_floors_are_those_that_are_checked():
+    assert block("Floors") == layers()
+
+
+def test_every_room_is_there_and_described_in_one_sentence():
+    rooms = [name for layer in layers() for name in layer.split(" | ")]
+    found = {name.strip("`"): sentence for name, sentence in cells(section("Floors"))}
+    assert list(found) == rooms
+    assert [name for name, sentence in found.items() if len(re.findall(r"\.(?: |$)", sentence)) != 1] == []
+    there = {path.stem for path in PACKAGE.iterdir() if path.suffix == ".py" or (path / "__init__.py").is_file()}
+    assert set(rooms) == there - {"__init__", "__main__"}
+
+
+def test_the_picture_of_a_step_is_the_loop():
+    from megatron_grpo import train
+
+    [function] = ast.parse(inspect.getsource(train.train)).body
+    [loop] = [node for node in function.body if isinstance(node, ast.For)]
+    calls = [node for statement in loop.body for node in ast.walk(statement) if isinstance(node, ast.Call)]
+    names = [ast.unparse(call.func).removeprefix("run.") for call in sorted(calls, key=lambda call: (call.lineno, call.col_offset))]
+    drawn = [re.findall(r"([\w.]+)\(", line) for line in block("A step")]
+    assert [name for line in drawn for name in line] == [name for name in names if name != "clock"]
+    words = [line.split()[0] for line in block("A step") if not line.startswith(" ")]
+    assert words == re.findall(r"# ([A-Z]{4,}) ", inspect.getsource(train.train))
+
+
+def lines_of(path: str) -> int:
+    return len((PACKAGE / path).read_text().splitlines())
+
+
+def test_the_path_is_as_long_as_it_says():
+    said = {name.strip("`"): int(lines) for name, lines, _ in cells(section("The path"))}
+    for name, lines in said.items():
+        assert lines_of(name) == pytest.approx(lines, rel=0.1, abs=10), name
+    total = int(re.search(r"they are ([\d,]+) lines", section("The path"))[1].replace(",", ""))
+    assert sum(map(lines_of, said)) == pytest.approx(total, rel=0.1) and sum(said.values()) == total
+    readme = (HERE / "README.md").read_text()
+    assert re.search(r"([\d,]+) lines", readme)[1] == f"{total:,}" and all(f"`{name}`" in readme for name in said)
+
+
+def test_the_way_of_a_completion_is_counted():
+    way = re.findall(r"^\d+\. `(.*?)`", section("The way of one completion"), re.M)
+    assert all((PACKAGE / path).is_file() for path in way)
+    assert f"That is {len(way)} files" in PAGE
+
+
+def test_files_that_a_new_part_goes_to_exist_with_their_tables():
+    for row in cells(section("Where do I put ...")):
+        for name in re.findall(r"`((?:megatron_grpo|tests)/[\w/.]+)`", " ".join(row)):
+            assert (HERE / name).exists(), name
+        for table, path in re.findall(r"`([A-Z_]{4,})`(?: or `[A-Z]+`)? (?:in|of) `([\w/]+\.py)`", row[2]):
+            module = importlib.import_module("megatron_grpo." + path.removesuffix(".py").replace("/", "."))
+            assert hasattr(module, table), table
+
+
+@pytest.mark.parametrize("part", [outside_parts.Uniform, outside_parts.NotTheSecond, outside_parts.train], ids=lambda part: part.__name__)
+def test_the_parts_shown_are_those_that_run(part):
+    assert inspect.getsource(part) in PAGE
+
+
+def test_every_noun_of_the_glossary_is_a_class():
+    nouns = re.findall(r"^\| `(\w+)` \|", GLOSSARY, re.M)
+    classes = {
+        node.name for path in PACKAGE.rglob("*.py") for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ClassDef)
+    }
+    assert len(nouns) > 30 and set(nouns) <= classes
+
+
+def test_every_noun_of_types_is_in_the_glossary():
+    from megatron_grpo import types
+
+    own = {name for name, value in vars(types).items() if inspect.isclass(value) and value.__module__ == types.__name__}
+    assert own - set(re.findall(r"`(\w+)`", GLOSSARY)) == {
+        "Picture",
+        "TrainingMicroBatch",
+    }  # images are not trained yet; a kind of MicroBatch
+
+
+def test_a_word_is_explained_once_and_in_one_sentence():
+    rows = cells(GLOSSARY)
+    words = [word for word, _ in rows]
+    assert len(words) == len(set(words))
+    assert [word for word, sentence in rows if len(re.findall(r"\.(?: |$)", sentence)) != 1] == []
+
+
+@pytest.mark.parametrize(
+    "page", sorted([*HERE.glob("docs/**/*.md"), *HERE.glob("*.md"), *HERE.glob("examples/**/*.md")]), ids=lambda path: path.name
+)
+def test_files_and_links_that_pages_name_exist(page):
+    if page.name == "CHANGELOG.md":  # tells of what was
+        return
+    text = page.read_text()
+    for link in re.findall(r"\]\((?!https?:)([^)#]+)", text):
+        assert (page.parent / link).exists(), link
+    for name in re.findall(r"`((?:[\w.]+/)+[\w.]*\.(?:py|sh|md|yaml))`", text):
+        near = (HERE / name, PACKAGE / name, page.parent / name)
+        assert any(path.exists() for path in near), name
