@@ -70,6 +70,7 @@ class Peers:
         """This rank has failed and is about to leave: said before any clean-up, for others may wait in a collective that it never joins."""
         try:
             self._store.set("megatron_grpo/failed", "1")
+            self._store.set(f"megatron_grpo/failed/{self._rank}", "1")
         except RuntimeError:  # the store has gone, and nobody is left to tell
             pass
 
@@ -82,8 +83,8 @@ class Peers:
         try:
             reported = self._store.check(["megatron_grpo/failed"])
         except RuntimeError:  # the store has gone, and with it the job
-            return self._deaths(is_done=lambda rank: False) or ""
-        deaths = self._deaths(is_done=lambda rank: self._store.check([f"megatron_grpo/done/{rank}"]))
+            return self._deaths(has_spoken=lambda rank: False) or ""
+        deaths = self._deaths(has_spoken=lambda rank: any(self._store.check([f"megatron_grpo/{end}/{rank}"]) for end in ("done", "failed")))
         return deaths or ("" if reported else None)
 
     def explain(self, error: BaseException) -> str | None:
@@ -102,11 +103,11 @@ class Peers:
             error.add_note(f"All ranks of this machine live; look at {', '.join(others)}.")
         return None
 
-    def _deaths(self, is_done: Any) -> str:
+    def _deaths(self, has_spoken: Any) -> str:
         mine = self._processes[self._rank]
         found = []
         for rank, process in enumerate(self._processes):
-            if rank != self._rank and process.machine == mine.machine and (how := process.death()) and not is_done(rank):
+            if rank != self._rank and process.machine == mine.machine and (how := process.death()) and not has_spoken(rank):
                 found.append(f"rank {rank} {how} without a word (process {process.pid} on {process.host})")
         if not found:
             return ""

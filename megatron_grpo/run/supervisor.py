@@ -44,8 +44,10 @@ def supervised(command: Callable[[], int]) -> int:
     if status < 0:
         _die_of(-status, mask)
     if status == 0 and not _has_said_so(ended):
-        print(f"megatron-grpo: {_who()} left with exit code 0 before its command had ended, so it exits with {EXIT_CRASH}. Something in it "
-              "called os._exit, a reward function perhaps, or replaced the process.", file=sys.stderr, flush=True)  # fmt: skip
+        from megatron_grpo.run.failures import tell  # only now: this process stays small
+
+        tell(f"megatron-grpo: {_who()} left with exit code 0 before its command had ended, so it exits with {EXIT_CRASH}. Something in it "
+             "called os._exit, a reward function perhaps, or replaced the process.")  # fmt: skip
         return EXIT_CRASH
     return status
 

@@ -128,3 +128,4 @@ def test_a_rank_that_leaves_in_silence_does_not_pass_for_done(tmp_path):
     )
     assert ended.returncode == 1
     assert "left with exit code 0 before its command had ended" in ended.stderr
+    assert "left with exit code 0 before its command had ended" in ended.stderr.partition("Root Cause")[2]

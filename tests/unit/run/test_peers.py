@@ -62,6 +62,15 @@ def test_a_rank_that_says_itself_why_it_failed_is_not_explained_again(job):
     assert "another rank has failed and says why" in peers.explain(GLOO)
 
 
+def test_a_rank_that_said_why_it_failed_and_left_has_not_died_without_a_word(job):
+    """The others hear of it as their launcher ends them."""
+    peers, child = job
+    Peers(peers._store, rank=1, processes=peers._processes).report_failure()
+    child.kill()
+    child.wait()
+    assert peers.why_doomed() == ""
+
+
 @pytest.mark.parametrize("error", [ValueError("Connection closed by peer"), RuntimeError("shapes differ")])
 def test_an_error_of_this_rank_is_its_own(job, error):
     assert job[0].explain(error) is None
