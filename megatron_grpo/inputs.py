@@ -80,7 +80,8 @@ def look_at_everything(parsed: Parsed) -> Plan:
 def _left_out(cfg: Config) -> dict[str, str]:
     """What `plan` does not look at, by part, each as it is told. It needs neither inputs nor a network, and answers at once."""
     model, rewards = cfg.model.model, cfg.rewards
-    parts = {"machine": "this machine's GPUs and memory", "tokenizer": "the tokenizer (chat template, prompt lengths in tokens)"}
+    machine = "this machine's GPUs and memory, and whether output_dir can be written"
+    parts = {"machine": machine, "tokenizer": "the tokenizer (chat template, prompt lengths in tokens)"}
     if not model:
         parts |= {"model": "the model (none given)"}
     elif (Path(model).is_file() and model.endswith(".json")) or _is_elsewhere(cfg, "model", model):

@@ -46,7 +46,8 @@ def test_what_is_right_passes_both_and_plan_says_what_it_left_out(good):
     made, inputs = read_everything(parsed(good))
     close_rewards(inputs.rewards)
     planned = look_at_everything(parsed(good))
-    assert planned.not_checked == ("this machine's GPUs and memory", "the tokenizer (chat template, prompt lengths in tokens)")
+    machine = "this machine's GPUs and memory, and whether output_dir can be written"
+    assert planned.not_checked == (machine, "the tokenizer (chat template, prompt lengths in tokens)")
     assert made.not_checked == ()
     assert (made.num_prompts, planned.num_prompts, planned.timetable) == (10, 10, made.timetable)
 
