@@ -116,6 +116,35 @@ def test_a_step_that_is_the_first_thing_told_keeps_the_records_of_those_before_i
     assert [(record["step"], record["time/step"]) for record in records(tmp_path)] == [(1, 1), (2, 1), (3, 2)]
 
 
+def test_an_evaluation_that_is_the_first_thing_told_forgets_later_ones(tmp_path):
+    for step in (2, 5, 3):
+        metrics_in(tmp_path).log_evaluation(Progress(step=step), {"accuracy": step / 10})
+    assert [record["step"] for record in records(tmp_path, "evaluations.jsonl")] == [2, 3]
+
+
+def test_the_score_is_in_the_line_and_in_the_plots_also_after_a_resume(tmp_path, monkeypatch):
+    from megatron_grpo.metrics import plots
+
+    drawn = []
+    monkeypatch.setattr(plots, "refresh", lambda folder, history: drawn.append(dict(history)))
+    first = metrics_in(tmp_path, total_steps=1)
+    first.log_evaluation(Progress(), {"accuracy": 0.25, "mean_length": 9.0})
+    run(first, 1, 1)
+    assert "step 1/1  accuracy 0.25  reward 0.1" in told_by(first)
+    second = metrics_in(tmp_path)
+    second.start(Progress(step=1))
+    second.log_evaluation(Progress(step=1), {"accuracy": 0.5, "mean_length": 8.0})
+    second.refresh_plots()
+    assert drawn[-1]["eval"] == [(0, 0.25), (1, 0.5)] and drawn[-1]["reward"] == [(1, 0.1)]
+
+
+def test_the_table_at_the_end_compares_means_over_the_first_and_the_last_rollouts(tmp_path):
+    metrics = metrics_in(tmp_path)
+    run(metrics, 1, 5)  # rewards 0.1 to 0.5; two at either end
+    metrics.close()
+    assert re.search(r"reward while training .*0\.15.*0\.45.*\+0\.3", told_by(metrics))
+
+
 def test_a_pipe_gets_plain_lines_now_and_then_and_always_the_last(tmp_path):
     metrics = metrics_in(tmp_path, total_steps=50)
     run(metrics, 1, 50)
