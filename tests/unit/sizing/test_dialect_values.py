@@ -1,0 +1,93 @@
+"""What another system's defaults, and names of it that are read together, come to here. The numbers are from its own sources."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_grpo.errors import ConfigError
+from megatron_grpo.planning.check import check, check_parsed
+from megatron_grpo.settings import parse, table
+from megatron_grpo.settings.foreign import shown
+from megatron_grpo.sizing.dialects import DIALECTS
+
+FULL = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+DEFAULTS = {
+    "swift": dict(beta=0.04, lr=1e-5, lr_decay_style="cosine", weight_decay=0.1, temperature=0.9, max_completion_length=512,
+                  truncation_strategy="left", recompute_granularity="selective", vllm_gpu_memory_utilization=0.9, save_steps=500),
+    "trl": dict(loss_type="dapo", rollout_importance_sampling_mode="sequence_mask", rollout_importance_sampling_threshold=3.0,
+                use_bias_correction_kl=False, lr_decay_style="linear", adam_beta2=0.999, num_train_epochs=3.0, max_completion_length=512,
+                vllm_gpu_memory_utilization=0.3, save_steps=500, save_total_limit=None, num_generations=8, num_iterations=1,
+                micro_batch_size=8, **FULL),
+    "skyrl": dict(weight_decay=0.01, adam_beta2=0.999, max_prompt_length=512, max_completion_length=1024, use_bias_correction_kl=False,
+                  vllm_gpu_memory_utilization=0.8, vllm_max_num_seqs=1024, save_steps=10, save_total_limit=None, num_generations=5,
+                  num_iterations=1, micro_batch_size=1, beta=0.001, kl_in_reward=False, entropy_coef=0.0, **FULL),
+}  # fmt: skip
+
+
+def values(cfg, names) -> dict:
+    return {name: getattr(getattr(cfg, table()[name].group), name) for name in names}
+
+
+@pytest.mark.parametrize("dialect", DEFAULTS)
+def test_defaults_that_nobody_typed_are_those_of_the_system(dialect):
+    cfg = check(["--dialect", dialect]).config
+    assert values(cfg, DEFAULTS[dialect]) == DEFAULTS[dialect]
+
+
+SKYRL_EVALUATES = "--trainer.eval_interval 5"
+TRL_EVALUATES = "--eval_strategy steps --eval_steps 7"
+
+
+@pytest.mark.parametrize(
+    ("dialect", "words", "found"),
+    [
+        ("skyrl", "--policy.optimizer_config.adam_betas 0.8 0.95", dict(adam_beta1=0.8, adam_beta2=0.95)),
+        ("skyrl", "--algorithm.use_entropy_loss true", dict(entropy_coef=0.01)),
+        ("skyrl", "--algorithm.use_entropy_loss true --algorithm.entropy_loss_coef 0.2", dict(entropy_coef=0.2)),
+        ("skyrl", "--algorithm.use_entropy_loss false --algorithm.entropy_loss_coef 0.2", dict(entropy_coef=0.0)),
+        ("skyrl", "--algorithm.use_kl_loss false", dict(beta=0.0, kl_in_reward=False)),
+        ("skyrl", "--algorithm.use_kl_loss false --algorithm.use_kl_in_reward true", dict(beta=0.001, kl_in_reward=True)),
+        ("skyrl", "--algorithm.advantage_estimator rloo", dict(advantage_estimator="rloo", scale_rewards="none")),
+        ("skyrl", SKYRL_EVALUATES, dict(eval_steps=0)),
+        ("skyrl", f"{SKYRL_EVALUATES} --eval_dataset held.jsonl", dict(eval_steps=5)),
+        ("skyrl", "--data.train_data a.jsonl", dict(dataset="a.jsonl")),
+        ("trl", "--vllm_enable_sleep_mode true", dict(sleep_level=2)),
+        ("trl", "--vllm_enable_sleep_mode false", dict(sleep_level=0)),
+        ("trl", TRL_EVALUATES, dict(eval_steps=0)),
+        ("trl", f"{TRL_EVALUATES} --eval_dataset held.jsonl", dict(eval_steps=7)),
+        ("trl", "--eval_strategy no --eval_steps 7 --eval_dataset held.jsonl", dict(eval_steps=0)),
+        ("trl", "--loss_type cispo", dict(epsilon_high=0.2)),
+        ("trl", "--loss_type cispo --epsilon 0.3", dict(epsilon_high=0.3)),
+        ("trl", "--loss_type cispo --epsilon_high 5.0", dict(epsilon_high=5.0)),
+        ("trl", "--loss_type grpo", dict(epsilon_high=None)),
+    ],
+)
+def test_names_that_are_read_together(dialect, words, found):
+    cfg = check_parsed(parse(["--dialect", dialect, *words.split()], dialects=DIALECTS)).config
+    assert values(cfg, found) == found
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("--policy.optimizer_config.adam_betas 0.8", "needs two numbers, not '0.8'"),
+        ("--data.train_data a.jsonl b.jsonl", "b.jsonl"),
+    ],
+)
+def test_what_skyrl_would_not_take_is_refused(words, says):
+    with pytest.raises(ConfigError) as error:
+        check(["--dialect", "skyrl", *words.split()])
+    assert any(says in problem.message for problem in error.value.problems)
+
+
+def test_a_kl_that_was_typed_is_no_default():
+    shown = {
+        words: [row.name for row in parse(["--dialect", "skyrl", *words.split()], dialects=DIALECTS).defaults]
+        for words in ("", "--algorithm.kl_loss_coef 0.5")
+    }
+    assert ["beta" in names or "algorithm.kl_loss_coef" in names for names in shown.values()] == [True, False]
+
+
+def test_values_are_shown_as_one_types_them():
+    typed = [shown(value) for value in (None, True, False, 1, 0, 0.5, "False", [1, False, "x"])]
+    assert typed == ["none", "true", "false", "1", "0", "0.5", "False", "1 false x"]
