@@ -11,7 +11,7 @@ from megatron_grpo.sizing.dialects import explain
 def told(dialect: str, words: str) -> str:
     checked = check(["--dialect", dialect, *words.split()])
     cfg = checked.config
-    return "\n".join(explain(cfg.plan.dialect, checked.plan, cfg.foreign, max_steps=cfg.run.max_steps))
+    return "\n".join(explain(cfg.plan.dialect, checked.sizes, cfg.foreign, max_steps=cfg.run.max_steps))
 
 
 CS336 = "--train_batch_size 16 --gradient_accumulation_steps 4 --group_size 8"

