@@ -138,6 +138,16 @@ def test_what_was_skipped_and_what_drifts_is_said(tmp_path):
     assert "optimizer step 2: nothing was left to train" in told(journal)
 
 
+@pytest.mark.parametrize(("how", "compares"), [({}, True), ({"summary": True}, True), ({"summary": False}, False)])
+def test_the_end_compares_what_ended_well(tmp_path, how, compares):
+    journal = journal_in(tmp_path)
+    journal.start(Progress())
+    for number in (1, 2):
+        step(journal, number, reward=float(number))
+    journal.close(**how)
+    assert ("reward while training" in told(journal)) == compares
+
+
 def test_drift_is_said_again_when_it_has_doubled():
     watch = DriftWatch(bound=None, dtype="float32")
     said = [

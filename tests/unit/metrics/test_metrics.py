@@ -138,11 +138,56 @@ def test_the_score_is_in_the_line_and_in_the_plots_also_after_a_resume(tmp_path,
     assert drawn[-1]["eval"] == [(0, 0.25), (1, 0.5)] and drawn[-1]["reward"] == [(1, 0.1)]
 
 
-def test_the_table_at_the_end_compares_means_over_the_first_and_the_last_rollouts(tmp_path):
+@pytest.mark.parametrize(
+    ("steps", "row"),
+    [(1, None), (2, "0.1 0.2 +0.1"), (3, "0.1 0.3 +0.2"), (5, "0.15 0.45 +0.3"), (24, "0.55 1.95 +1.4")],
+)
+def test_the_table_at_the_end_compares_means_over_the_first_and_the_last_rollouts(tmp_path, steps, row):
+    """Rewards of 0.1, 0.2, ...: half of them at either end, and ten at most."""
     metrics = metrics_in(tmp_path)
-    run(metrics, 1, 5)  # rewards 0.1 to 0.5; two at either end
+    run(metrics, 1, steps)
     metrics.close()
-    assert re.search(r"reward while training .*0\.15.*0\.45.*\+0\.3", told_by(metrics))
+    rows = [line.split() for line in told_by(metrics).splitlines() if "reward while training" in line]
+    assert [" ".join(word for word in words if word[-1].isdigit()) for words in rows] == ([row] if row else [])
+
+
+def test_the_table_at_the_end_leaves_out_what_has_no_number_at_either_end(tmp_path):
+    metrics = metrics_in(tmp_path)
+    for step, right in ((0, float("nan")), (1, 0.5)):
+        metrics.log_evaluation(Progress(step=step), {"accuracy": 0.25, "right": right})
+    metrics.close()
+    table = told_by(metrics).partition("Held-out prompts")[2]
+    assert "accuracy" in table and "right" not in table and not re.search(r"^\W*step\s+0\s+1\s", table, re.MULTILINE)
+
+
+def test_a_service_is_told_which_step_comes_next_and_the_settings(tmp_path, monkeypatch):
+    from megatron_grpo.metrics import reporters
+
+    begun = []
+    monkeypatch.setitem(reporters.REPORTERS, "tensorboard", lambda *given: begun.append(given))
+    metrics_in(tmp_path, report_to=["tensorboard"], config={"lr": 1.0}).start(Progress(step=6))
+    assert begun == [(tmp_path, {"lr": 1.0}, 7)]
+
+
+def test_a_repeated_evaluation_replaces_its_own_point_alone(tmp_path, monkeypatch):
+    from megatron_grpo.metrics import plots
+
+    drawn = []
+    monkeypatch.setattr(plots, "refresh", lambda folder, history: drawn.append(dict(history)))
+    metrics = metrics_in(tmp_path)
+    for step, length in ((2, 9.0), (3, 8.0), (3, 7.0)):
+        metrics.log_evaluation(Progress(step=step), {"mean_length": length})
+    metrics.refresh_plots()
+    assert drawn == [{"eval": [(2, 9.0), (3, 7.0)]}]
+    assert [(line["step"], line["mean_length"]) for line in records(tmp_path, "evaluations.jsonl")] == [(2, 9.0), (3, 7.0)]
+
+
+def test_records_make_their_folder(tmp_path):
+    from megatron_grpo.metrics.records import Records
+
+    for step in (1, 2):
+        Records(tmp_path / "a" / "b" / "metrics.jsonl").append({"step": step})
+    assert records(tmp_path / "a" / "b") == [{"step": 1}, {"step": 2}]
 
 
 def test_a_pipe_gets_plain_lines_now_and_then_and_always_the_last(tmp_path):
@@ -315,12 +360,19 @@ def test_completions_are_a_table_with_a_row_each(tmp_path):
 
 def test_rollouts_of_one_version_do_not_overwrite_each_other_and_a_resume_forgets_later_ones(tmp_path):
     writer = Completions(tmp_path, reward_names=["right", "short"])
-    for rollout, version in enumerate((0, 1, 1, 2)):
-        writer.write(rollout_of_two(version, rollout))
     names = ["step_000000.parquet", "step_000001.parquet", "step_000001_1.parquet", "step_000002.parquet"]
+    assert [writer.write(rollout_of_two(version, rollout)).name for rollout, version in enumerate((0, 1, 1, 2))] == names
     assert sorted(path.name for path in (tmp_path / "completions").iterdir()) == names
     writer.start(Progress(step=1))
     assert [path.name for path in (tmp_path / "completions").iterdir()] == names[:1]
+
+
+def test_a_rollout_of_one_group_is_a_table_too(tmp_path):
+    import pyarrow.parquet
+
+    both = rollout_of_two()
+    path = Completions(tmp_path, reward_names=["right", "short"]).write(replace(both, held={0: both.held[0]}))
+    assert [row["completion"] for row in pyarrow.parquet.read_table(path).to_pylist()] == ["xx", "xxxx"]
 
 
 def test_completions_are_written_as_often_as_asked(tmp_path):
