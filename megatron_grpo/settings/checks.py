@@ -21,6 +21,8 @@ def value_problem(name: str, value: Any) -> tuple[str, list[Any]] | None:
     if name == "reward_weights" and any(abs(weight) > LARGEST_WEIGHT for weight in value):
         return f"at most {LARGEST_WEIGHT:g} each", []
     allowed = table()[name].range
+    if isinstance(value, dict):
+        value = list(value.values())
     if isinstance(value, list):
         is_good = all(isinstance(one, str) or allowed.admits(one) for one in value)
         return None if is_good else (f"{allowed} each", [])

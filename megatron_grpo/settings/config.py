@@ -66,6 +66,8 @@ def setting(
     if isinstance(default, (list, tuple)):
         values = tuple(default)
         return field(default_factory=lambda: list(values), metadata=meta)
+    if isinstance(default, dict):
+        return field(default_factory=dict, metadata=meta)
     return field(default=default, metadata=meta)
 
 
@@ -92,6 +94,52 @@ class ModelConfig:
     moe_aux_loss_coeff: float = setting(0.0, "load-balancing loss; only 0 is independent of the layout, others are refused")
     moe_z_loss_coeff: float | None = setting(None, "router z-loss, normalised over the global batch", at_least=0)
     moe_token_dispatcher_type: str = setting("alltoall", "how tokens travel to experts", choices=["alltoall", "allgather"])
+
+
+@dataclass(frozen=True, kw_only=True)
+class TunerConfig:
+    """Tuner (what trains)"""
+
+    tuner_type: str = setting(
+        "full",
+        "all weights, or low-rank adapters on linear layers",
+        choices=["full", "lora"],
+        aliases=["train_type"],
+        refused={
+            "dora": "its scale is the norm of the sum of base and adapter, which no shard knows, and vLLM cannot sample from it",
+            "adalora": "its ranks change while it trains",
+            "longlora": "it changes attention, not the weights alone",
+        },
+    )
+    lora_rank: int = setting(8, "rank r of B A", unit="channels", aliases=["lora_r"], at_least=1, at_most=512)
+    lora_alpha: float = setting(32.0, "B A is multiplied by lora_alpha / lora_rank", above=0)
+    lora_dropout: float = setting(
+        0.0, "dropout before A; above 0 the policy that trains is another than the one that samples", at_least=0, below=1
+    )
+    use_rslora: bool = setting(False, "multiply by lora_alpha / sqrt(lora_rank) instead")
+    lora_dtype: str | None = setting(
+        None, "dtype of adapters (default: torch_dtype; the optimizer keeps float32)", choices=["float32", "bfloat16"]
+    )
+    target_modules: list[str] = setting(
+        ["all-linear"], "linear layers with an adapter: ends of Hugging Face names, or Megatron's (linear_qkv, linear_fc1 ...)",
+        aliases=["lora_target_modules"],
+    )  # fmt: skip
+    target_regex: str | None = setting(None, "instead: a regular expression on whole Hugging Face names")
+    exclude_modules: list[str] = setting([], "linear layers without an adapter, whatever target_modules says")
+    rank_pattern: dict[str, int] = setting(
+        {}, "other ranks, by end of name (a regular expression)", unit="channels", at_least=1, at_most=512
+    )
+    alpha_pattern: dict[str, float] = setting({}, "other alphas, by end of name", above=0)
+    adapters: str | None = setting(None, "start from this PEFT adapter (a directory); its ranks, alphas and targets are taken over")
+    ref_adapters: str | None = setting(None, "the reference of the KL is the model with this adapter (default: as the run began)")
+    vllm_enable_lora: bool | None = setting(
+        None, "push the adapter alone (true) or merged weights (false); default: the adapter where vLLM has LoRA for the model"
+    )
+    merge_lora: bool = setting(False, "export_hf writes the merged model besides the adapter")
+    freeze_parameters: list[str] = setting([], "full: prefixes of Hugging Face names that do not train")
+    freeze_parameters_regex: str | None = setting(None, "full: names in which this regular expression is found do not train")
+    trainable_parameters: list[str] = setting([], "full: prefixes of names that train whatever freeze_parameters says")
+    trainable_parameters_regex: str | None = setting(None, "full: names in which this is found train whatever freeze_parameters says")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -361,6 +409,7 @@ class Config:
     """The whole of it, in groups. Never written to: who needs another value makes another configuration (`with_values`)."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
+    tuner: TunerConfig = field(default_factory=TunerConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     batch: BatchConfig = field(default_factory=BatchConfig)
     data: DataConfig = field(default_factory=DataConfig)

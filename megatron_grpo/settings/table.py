@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -22,6 +23,7 @@ class Setting:
     kind: str  # "int", "float", "bool" or "str"
     default: Any = None
     is_list: bool = False
+    is_map: bool = False  # values of `kind` by words
     optional: bool = False
     unit: str = ""
     help: str = ""
@@ -43,14 +45,15 @@ def table() -> Mapping[str, Setting]:
     for group, section in Config().groups().items():
         for f in fields(section):
             meta, type = f.metadata, str(f.type)
-            optional, is_list = type.endswith("| None"), type.startswith("list[")
-            kind = type.removeprefix("list[").removesuffix("| None").strip().removesuffix("]")
+            optional, is_list, is_map = type.endswith("| None"), type.startswith("list["), type.startswith("dict[str, ")
+            kind = type.removeprefix("list[").removeprefix("dict[str, ").removesuffix("| None").strip().removesuffix("]")
             rows[f.name] = Setting(
                 name=f.name,
                 group=group,
                 kind=kind,
                 default=getattr(section, f.name),
                 is_list=is_list,
+                is_map=is_map,
                 optional=optional,
                 unit=meta["unit"],
                 help=meta["help"],
@@ -82,6 +85,8 @@ def read_value(setting: Setting, raw: Any) -> Any:
     Raises BadValue with a phrase that completes "<name> ...".
     """
     words = list(raw) if isinstance(raw, (list, tuple)) else [raw]
+    if setting.is_map:
+        return _map(setting, words)
     if setting.is_list:
         if words in ([None], ["none"]) and "none" not in setting.choices and setting.default != ["none"]:
             words = []
@@ -102,6 +107,26 @@ def read_value(setting: Setting, raw: Any) -> Any:
         if word is None or setting.kind != "str":
             raise BadValue(f"cannot be none: it needs {_article(setting)}")
     return _scalar(setting, word)
+
+
+def _map(setting: Setting, words: Sequence[Any]) -> dict[str, Any]:
+    """{"name": value}, from a YAML mapping, from JSON in one word, or from words `name=value`."""
+    if words in ([None], ["none"], ["null"]):
+        return {}
+    found: dict[str, Any] = {}
+    for word in words:
+        if isinstance(word, str) and word.lstrip().startswith("{"):
+            try:
+                word = json.loads(word)
+            except ValueError as error:
+                raise BadValue(f"is not JSON: {error}") from error
+        if not isinstance(word, dict):
+            name, equals, value = str(word).rpartition("=")
+            if not equals or not name:
+                raise BadValue(f"needs name=value, or a mapping as JSON, not {word!r}")
+            word = {name: value}
+        found.update({str(name): _scalar(setting, value) for name, value in word.items()})
+    return found
 
 
 def _article(setting: Setting) -> str:

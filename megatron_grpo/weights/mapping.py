@@ -18,7 +18,7 @@ from megatron_grpo.weights.names import NAMINGS, Entry, Packing, ShardCut, group
 from megatron_grpo.weights.shape import ModelShape
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
-_EXPERT = re.compile(r"(mlp\.experts\.local_experts\.|mlp\.experts\.linear_fc[12]\.weight)(\d+)(.*)")
+_EXPERT = re.compile(r"(mlp\.experts\.local_experts\.|mlp\.experts\.linear_fc[12]\.(?:weight|lora_a|lora_b))(\d+)(.*)")
 _UNTRAINED = re.compile(r".*\.rotary_emb\.inv_freq")  # a buffer that old checkpoints carry
 
 
@@ -164,7 +164,7 @@ class WeightMap:
         full = _JOIN[entry.cut](shards)
         if entry.cut is ShardCut.VOCAB:
             full = full[: self.shape.vocab_size]
-        for (template, size), tensor in zip(entry.hf, _UNPACK[entry.packing](full, self.shape), strict=True):
+        for (template, size), tensor in zip(entry.hf, _UNPACK[entry.packing](full, self.shape, len(entry.hf)), strict=True):
             if tuple(tensor.shape) != size:
                 raise ValueError(
                     f"{name}: {len(shards)} shards of {tuple(shards[0].shape)} give {tuple(tensor.shape)} for {template}, not {size}"
@@ -199,7 +199,7 @@ def _pack_qkv(tensors: Sequence[torch.Tensor], shape: ModelShape) -> torch.Tenso
     return torch.cat(by_group, dim=1).flatten(0, 1)
 
 
-def _unpack_qkv(full: torch.Tensor, shape: ModelShape) -> list[torch.Tensor]:
+def _unpack_qkv(full: torch.Tensor, shape: ModelShape, count: int) -> list[torch.Tensor]:
     by_group = full.reshape(shape.num_query_groups, -1, *full.shape[1:])
     queries = shape.query_size // shape.num_query_groups
     return [part.flatten(0, 1) for part in by_group.split([queries, shape.head_dim, shape.head_dim], dim=1)]
@@ -218,16 +218,20 @@ def _check_divides(name: str, cut: ShardCut, full: torch.Tensor, ranks: int) -> 
         )
 
 
-def _gate_above_up(tensors: Sequence[torch.Tensor], shape: ModelShape) -> torch.Tensor:
-    return torch.cat(list(tensors))
-
-
 def _join_gated(shards: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.cat([shard.chunk(2)[half] for half in (0, 1) for shard in shards])
 
 
-_PACK = {Packing.PLAIN: lambda tensors, shape: tensors[0], Packing.QKV: _pack_qkv, Packing.GATE_UP: _gate_above_up}
-_UNPACK = {Packing.PLAIN: lambda full, shape: [full], Packing.QKV: _unpack_qkv, Packing.GATE_UP: lambda full, shape: full.chunk(2)}
+_PACK = {
+    Packing.PLAIN: lambda tensors, shape: tensors[0],
+    Packing.QKV: _pack_qkv,
+    Packing.STACK: lambda tensors, shape: torch.cat(list(tensors)),
+}
+_UNPACK = {
+    Packing.PLAIN: lambda full, shape, count: [full],
+    Packing.QKV: _unpack_qkv,
+    Packing.STACK: lambda full, shape, count: full.chunk(count),
+}
 _CUT = {
     ShardCut.REPLICATED: lambda full, rank, ranks: full,
     # With fewer key/value heads than ranks Megatron still cuts linear_qkv into equal runs, in the middle of a group, and gathers later.

@@ -21,7 +21,7 @@ class Packing(Enum):
 
     PLAIN = "the tensor itself"
     QKV = "query, key and value, interleaved by query group: q.. k v | q.. k v | ..."
-    GATE_UP = "gate above up"
+    STACK = "one above the other: gate and up"
 
 
 class ShardCut(Enum):
@@ -116,15 +116,13 @@ def _gated_mlp(
     yield Entry(
         f"{megatron}.linear_fc1.weight",
         ((f"{gate}.weight", (ffn, hidden)), (f"{up}.weight", (ffn, hidden))),
-        Packing.GATE_UP,
+        Packing.STACK,
         ShardCut.GATED_COLUMN,
         expert,
     )
     yield Entry(f"{megatron}.linear_fc2.weight", ((f"{down}.weight", (hidden, ffn)),), Packing.PLAIN, ShardCut.ROW, expert)
     if bias:
-        yield Entry(
-            f"{megatron}.linear_fc1.bias", ((f"{gate}.bias", (ffn,)), (f"{up}.bias", (ffn,))), Packing.GATE_UP, ShardCut.GATED_COLUMN
-        )
+        yield Entry(f"{megatron}.linear_fc1.bias", ((f"{gate}.bias", (ffn,)), (f"{up}.bias", (ffn,))), Packing.STACK, ShardCut.GATED_COLUMN)
         yield Entry(f"{megatron}.linear_fc2.bias", ((f"{down}.bias", (hidden,)),), Packing.PLAIN, ShardCut.REPLICATED)
 
 

@@ -1,0 +1,295 @@
+"""Which linear layers an adapter has, of what rank and scale, and what its two matrices are called. Names and sizes, no tensors, no torch.
+
+LoRA (Hu et al. 2021, arXiv:2106.09685, section 4.1): W x + scale * B A x, with A [r, in] and B [out, r]. Words and rules are those of PEFT's
+LoraConfig, whose files are read and written (`weights.adapters`).
+
+A Megatron linear may fuse several Hugging Face modules: P = 3 in linear_qkv, 2 in linear_fc1. Its adapter is two parameters beside `weight`:
+    lora_a [P * rank, in]   the A of its modules, one above the other
+    lora_b [out, rank]      the B of its modules, packed and cut over ranks exactly as the weight is
+so the table of weights says everything of adapters too: an adapter's row is the weight's row with other sizes.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_grpo.errors import ConfigError, Problem
+from megatron_grpo.weights.names import Entry, Packing, ShardCut, layer_entries
+from megatron_grpo.weights.shape import ModelShape
+
+if TYPE_CHECKING:
+    from megatron_grpo.settings.config import TunerConfig
+
+CONFIG = "adapter_config.json"
+ALL_LINEAR = "all-linear"
+# Of PEFT's LoraConfig, and why.
+NOT_THERE = {
+    "lora_bias": "Megatron's frozen linear layers give a bias no gradient, and vLLM samples without it",
+    "modules_to_save": "whole layers would train beside the adapter, which vLLM cannot sample from; tuner_type full trains them",
+    "use_dora": "its scale is the norm of base and adapter together, which no shard knows, and vLLM cannot sample from it",
+    "target_parameters": "adapters are on linear layers, which target_modules names",
+    "layers_to_transform": "name the layers in target_regex, such as .*layers\\.(0|1)\\..*",
+    "layers_pattern": "name the layers in target_regex",
+    "layer_replication": "it makes another model",
+    "trainable_token_indices": "adapters are on linear layers; embeddings stay as they are",
+    "fan_in_fan_out": "it is for transposed weights, which these models do not have",
+    "alora_invocation_tokens": "an adapter is on for every token",
+    "use_qalora": "weights are not quantised here",
+    "corda_config": "it changes the base",
+    "eva_config": "it changes the base",
+    "loftq_config": "it changes the base",
+}
+A, B = ".lora_A.weight", ".lora_B.weight"  # after the name of a Hugging Face module
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraSettings:
+    """What PEFT's LoraConfig says of a model. Patterns are regular expressions on the end of a module's name, the first that matches counts.
+
+    target_modules: names, or ends of names, of Hugging Face modules; or `all-linear`. target_regex goes before it, and is matched whole;
+    so is exclude_regex. Modules are the linear layers of decoder layers: routers, embeddings and the head are never asked about.
+    """
+
+    rank: int = 8
+    alpha: float = 32.0
+    dropout: float = 0.0
+    use_rslora: bool = False
+    target_modules: Sequence[str] = (ALL_LINEAR,)
+    target_regex: str | None = None
+    exclude_modules: Sequence[str] = ()
+    exclude_regex: str | None = None
+    rank_pattern: Mapping[str, int] = field(default_factory=dict)
+    alpha_pattern: Mapping[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, cfg: TunerConfig, shape: ModelShape) -> LoraSettings:
+        """What a run's settings ask for. Megatron's names of linear layers stand for the modules that they fuse in this model."""
+        return cls(
+            rank=cfg.lora_rank,
+            alpha=cfg.lora_alpha,
+            dropout=cfg.lora_dropout,
+            use_rslora=cfg.use_rslora,
+            target_modules=tuple(_in_hf_names(cfg.target_modules, shape)),
+            target_regex=cfg.target_regex,
+            exclude_modules=tuple(_in_hf_names(cfg.exclude_modules, shape)),
+            rank_pattern=dict(cfg.rank_pattern),
+            alpha_pattern=dict(cfg.alpha_pattern),
+        )
+
+    @classmethod
+    def from_peft(cls, directory: str | Path, *, flag: str = "adapters") -> LoraSettings:
+        """What an adapter's adapter_config.json says. Raises ConfigError where it is missing, or asks for something that is not there.
+
+        flag: the setting that named the directory.
+        """
+        found = _read_config(Path(directory), flag)
+        if refused := _refused(found):
+            raise _wrong(flag, f"{directory}: {'; '.join(refused)}.")
+        targets, excluded = found.get("target_modules") or (ALL_LINEAR,), found.get("exclude_modules") or ()
+        if targets == ALL_LINEAR:
+            targets = (ALL_LINEAR,)
+        return cls(
+            rank=int(found["r"]),
+            alpha=float(found["lora_alpha"]),
+            dropout=float(found.get("lora_dropout") or 0),
+            use_rslora=bool(found.get("use_rslora")),
+            target_modules=() if isinstance(targets, str) else tuple(targets),
+            target_regex=targets if isinstance(targets, str) else None,
+            exclude_modules=() if isinstance(excluded, str) else tuple(excluded),
+            exclude_regex=excluded if isinstance(excluded, str) else None,
+            rank_pattern=dict(found.get("rank_pattern") or {}),
+            alpha_pattern=dict(found.get("alpha_pattern") or {}),
+        )
+
+    def is_target(self, module: str) -> bool:
+        """module: the whole Hugging Face name, as `model.layers.3.self_attn.q_proj`."""
+        if _ends(module, self.exclude_modules) or (self.exclude_regex and re.fullmatch(self.exclude_regex, module)):
+            return False
+        if self.target_regex is not None:
+            return re.fullmatch(self.target_regex, module) is not None
+        return ALL_LINEAR in self.target_modules or _ends(module, self.target_modules)
+
+    def rank_of(self, module: str) -> int:
+        """0: the module has no adapter."""
+        return int(_first_match(self.rank_pattern, module, self.rank)) if self.is_target(module) else 0
+
+    def scale_of(self, module: str) -> float:
+        """What multiplies B A; 0 where there is no adapter. Rank-stabilised scales divide by the root of the rank (arXiv:2312.03732)."""
+        rank, alpha = self.rank_of(module), _first_match(self.alpha_pattern, module, self.alpha)
+        return alpha / (math.sqrt(rank) if self.use_rslora else rank) if rank else 0.0
+
+    def problems(self, shape: ModelShape) -> list[Problem]:
+        """A name that matches nothing would train nothing, and nobody would be told."""
+        modules = [module.name for module in linear_modules(shape)]
+        known = ", ".join(sorted({module.rsplit(".", 1)[1] for module in modules}))
+        found = []
+        for flag, names in (("target_modules", self.target_modules), ("exclude_modules", self.exclude_modules)):
+            lost = [name for name in names if name != ALL_LINEAR and not any(_ends(module, (name,)) for module in modules)]
+            if lost and (flag != "target_modules" or self.target_regex is None):
+                found.append(Problem(flags=(flag,), message=f"{flag}: no linear layer of this model is called {', '.join(lost)}. "
+                                                            f"There are {known}; also Megatron's linear_qkv, linear_proj, linear_fc1, linear_fc2."))  # fmt: skip
+        for flag, pattern in (("rank_pattern", self.rank_pattern), ("alpha_pattern", self.alpha_pattern)):
+            lost = [key for key in pattern if not any(_matches(key, module) for module in modules)]
+            if lost:
+                found.append(
+                    Problem(flags=(flag,), message=f"{flag}: no linear layer of this model ends in {', '.join(lost)}. There are {known}.")
+                )
+        if not found and not any(self.rank_of(module) for module in modules):
+            what = f"target_regex ({self.target_regex}) matches" if self.target_regex else "target_modules without exclude_modules leaves"
+            found.append(Problem(flags=("target_regex" if self.target_regex else "target_modules",),
+                                 message=f"{what} no linear layer of this model. Their names are such as {modules[0]}; they end in {known}."))  # fmt: skip
+        return found
+
+    def to_peft(self, modules: Iterable[str], base_model: str) -> dict[str, Any]:
+        """adapter_config.json. Patterns keep their words. `all-linear` becomes the last words of `modules`: to PEFT it means routers too."""
+        targets: str | list[str] = sorted({module.rsplit(".", 1)[1] for module in modules})
+        if self.target_regex is not None:
+            targets = self.target_regex
+        elif ALL_LINEAR not in self.target_modules:
+            targets = list(self.target_modules)
+        return {
+            "peft_type": "LORA",
+            "task_type": "CAUSAL_LM",
+            "base_model_name_or_path": base_model,
+            "r": self.rank,
+            "lora_alpha": self.alpha,
+            "lora_dropout": self.dropout,
+            "use_rslora": self.use_rslora,
+            "target_modules": targets,
+            "exclude_modules": self.exclude_regex or list(self.exclude_modules) or None,
+            "rank_pattern": dict(self.rank_pattern),
+            "alpha_pattern": dict(self.alpha_pattern),
+            "bias": "none",
+            "fan_in_fan_out": False,
+            "inference_mode": True,
+            "init_lora_weights": True,
+            "modules_to_save": None,
+        }
+
+
+def lora_of(cfg: TunerConfig, shape: ModelShape) -> LoraSettings | None:
+    """The adapters that a run trains; None where it trains weights. A run that begins with an adapter trains that one: its file decides."""
+    if cfg.tuner_type != "lora":
+        return None
+    return LoraSettings.from_peft(cfg.adapters) if cfg.adapters else LoraSettings.of(cfg, shape)
+
+
+def _read_config(directory: Path, flag: str) -> dict[str, Any]:
+    path = directory / CONFIG
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(found, dict) or found.get("peft_type") != "LORA" or not {"r", "lora_alpha"} <= found.keys():
+            kind = found.get("peft_type") if isinstance(found, dict) else None
+            raise _wrong(flag, f"{path} is not the configuration of a LoRA adapter (peft_type {kind}).")
+    except FileNotFoundError:
+        raise _wrong(flag, f"{directory} is not an adapter: it has no {CONFIG}. PEFT's save_pretrained writes one.") from None
+    except (OSError, ValueError) as error:
+        raise _wrong(flag, f"{path} cannot be read: {error}.") from error
+    return found
+
+
+def _refused(found: Mapping[str, Any]) -> list[str]:
+    """What an adapter's configuration asks for and is not there, a reason each."""
+    reasons = [f"{name} is not there: {why}" for name, why in NOT_THERE.items() if found.get(name)]
+    if found.get("bias", "none") != "none":
+        reasons.append(f"bias {found['bias']!r} is not there: {NOT_THERE['lora_bias']}")
+    start = found.get("init_lora_weights", True)
+    if isinstance(start, str) and start != "gaussian":
+        reasons.append(
+            f"init_lora_weights {start!r} is not there: it changes the base, which is then another model than the one in `model`"
+        )
+    return reasons
+
+
+def _wrong(flag: str, message: str) -> ConfigError:
+    return ConfigError([Problem(flags=(flag,), message=f"{flag}: {message}")])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinearModule:
+    """A Hugging Face module that can have an adapter, and the Megatron linear that it is part of (both with global numbers)."""
+
+    name: str
+    out: int  # channels
+    inner: int  # channels that go in
+    megatron: str  # without `.weight`
+    is_expert: bool
+
+
+def linear_modules(shape: ModelShape) -> Iterator[LinearModule]:
+    """Every one of the whole model, layer by layer."""
+    for layer in range(shape.num_layers):
+        for entry in layer_entries(shape, moe=shape.is_moe_layer(layer)):
+            if not is_linear(entry):
+                continue
+            for expert in range(shape.num_experts) if entry.is_expert else (0,):
+                for name, (out, inner) in entry.hf:
+                    yield LinearModule(
+                        name=f"model.layers.{layer}.{name.format(e=expert)}".removesuffix(".weight"),
+                        out=out,
+                        inner=inner,
+                        megatron=f"decoder.layers.{layer}.{entry.megatron.format(e=expert)}".removesuffix(".weight"),
+                        is_expert=entry.is_expert,
+                    )
+
+
+def widest_rank(settings: LoraSettings, shape: ModelShape) -> int:
+    """All matrices of a run have this rank. Rows of A and columns of B beyond a module's own are zero, and stay so: so are their gradients."""
+    return max((settings.rank_of(module.name) for module in linear_modules(shape)), default=0)
+
+
+def is_linear(entry: Entry) -> bool:
+    """Whether a row of the table of weights is one that can have an adapter. (The router is called otherwise.)"""
+    return ".linear_" in f".{entry.megatron}" and ".weight" in entry.megatron and len(entry.hf[0][1]) == 2
+
+
+def adapter_entries(entry: Entry, rank: int) -> tuple[Entry, Entry]:
+    """The rows of `lora_a` and `lora_b` beside a weight's row."""
+    is_row = entry.cut is ShardCut.ROW
+    inner = tuple((name.removesuffix(".weight") + A, (rank, size[1])) for name, size in entry.hf)
+    outer = tuple((name.removesuffix(".weight") + B, (size[0], rank)) for name, size in entry.hf)
+    shared = ShardCut.REPLICATED
+    return (
+        replace(
+            entry,
+            megatron=entry.megatron.replace(".weight", ".lora_a"),
+            hf=inner,
+            packing=Packing.STACK,
+            cut=entry.cut if is_row else shared,
+        ),
+        replace(entry, megatron=entry.megatron.replace(".weight", ".lora_b"), hf=outer, cut=shared if is_row else entry.cut),
+    )
+
+
+def module_of(name: str) -> str:
+    """The module behind the Hugging Face name of an adapter's matrix."""
+    return name.rsplit(".lora_", 1)[0]
+
+
+def _in_hf_names(names: Iterable[str], shape: ModelShape) -> Iterator[str]:
+    """Megatron's linear_fc1 is gate_proj and up_proj; other names stay."""
+    ours: dict[str, dict[str, None]] = {}
+    for moe in sorted({shape.is_moe_layer(layer) for layer in range(shape.num_layers)}):
+        for entry in filter(is_linear, layer_entries(shape, moe=moe)):
+            last = entry.megatron.removesuffix(".weight").rsplit(".", 1)[1]
+            ours.setdefault(last, {}).update({name.removesuffix(".weight").rsplit(".", 1)[1]: None for name, _ in entry.hf})
+    for name in names:
+        yield from ours.get(name, (name,))
+
+
+def _ends(module: str, names: Iterable[str]) -> bool:
+    return any(module == name or module.endswith(f".{name}") for name in names)
+
+
+def _matches(key: str, module: str) -> bool:
+    return re.match(rf"(.*\.)?({key})$", module) is not None
+
+
+def _first_match(patterns: Mapping[str, float], module: str, default: float) -> float:
+    return next((value for key, value in patterns.items() if _matches(key, module)), default)
