@@ -91,3 +91,10 @@ def _with_experts(base, path, adapter: Path, dtype: str):
                 pairs = [[pair(f"{experts}.{e}.{part}") for part in parts] for e in range(len(module.gate_up_proj))]
                 torch.nn.utils.parametrize.register_parametrization(module, attribute, _Delta(pairs), unsafe=True)
     return base.train(), named
+
+
+def in_settings(settings: LoraSettings) -> dict:
+    """The same, as a run's settings."""
+    return dict(tuner_type="lora", lora_rank=settings.rank, lora_alpha=settings.alpha, use_rslora=settings.use_rslora,
+                target_modules=list(settings.target_modules), target_regex=settings.target_regex,
+                rank_pattern=dict(settings.rank_pattern), alpha_pattern=dict(settings.alpha_pattern))  # fmt: skip

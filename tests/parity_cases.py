@@ -70,6 +70,7 @@ LAYOUTS = {
     "CP2 DP2": Case(4, {CP: 2}),
     "TP2 ETP1": Case(2, {TP: 2, SP: True}, True),
     "TP2 ETP2": Case(2, {TP: 2, SP: True, ETP: 2}, True),
+    "DP2 ETP2": Case(2, {ETP: 2}, True),
     "EP2": Case(2, {EP: 2}, True),
     "TP2 EP2 ETP1": Case(2, {TP: 2, SP: True, EP: 2}, True),
     "CP2 EP2": Case(2, {CP: 2, EP: 2}, True),
