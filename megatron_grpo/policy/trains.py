@@ -18,20 +18,19 @@ def choose_what_trains(chunks: Sequence[GPTModel], exchange: WeightExchange, cfg
     for name, tensor in exchange.tensors(chunks).items():
         if isinstance(tensor, torch.nn.Parameter):
             tensor.requires_grad_(parameter_trains(exchange.map.hf_names(name), rule))
-    for chunk in chunks:
-        let_gradients_in(chunk)
+    let_gradients_in(chunks)
 
 
-def let_gradients_in(chunk: GPTModel) -> None:
+def let_gradients_in(chunks: Sequence[GPTModel]) -> None:
     """Makes the output of a frozen embedding ask for a gradient.
 
-    Otherwise Megatron's checkpointed layers get an input without one and their backward is skipped, with no error and all gradients zero.
+    Otherwise Megatron's checkpointed layers get an input without one, and their backward is skipped: no error, and all gradients zero.
     """
-    if not chunk.pre_process or chunk.embedding.word_embeddings.weight.requires_grad:
-        return
 
     def ask(module, inputs, output):
         if torch.is_grad_enabled():
             output.requires_grad_(True)
 
-    chunk.embedding.register_forward_hook(ask)
+    for chunk in chunks:
+        if chunk.pre_process and not chunk.embedding.word_embeddings.weight.requires_grad:
+            chunk.embedding.register_forward_hook(ask)
