@@ -16,6 +16,8 @@ from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace
 from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedBase
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 
+from megatron_grpo.parallel import collectives
+
 REFERENCE = "reference."  # before the global names of a moving reference's tensors, which are the policy's
 # mem_efficient gathers the moments over gloo in host memory: the other way needs 12 bytes a parameter on the GPU, where there is no room.
 RESHARDABLE = {
@@ -35,22 +37,31 @@ def sharded_state(
     reference: chunks as `chunks`, but not wrapped; None leaves them out.
     is_loading: describe where to load to, instead of what to save.
     """
-    models = {name: chunk.module.sharded_state_dict(metadata=dict(RESHARDABLE)) for name, chunk in _named(chunks)}
+    how = _metadata(chunks)
+    models = {name: chunk.module.sharded_state_dict(metadata=dict(how)) for name, chunk in _named(chunks)}
     state: dict[str, Any] = dict(models)
     if optimizer is not None:
         # With a single chunk Megatron expects the chunk's own dict, not a dict of chunks.
         whole = models["model"] if len(chunks) == 1 else models
         _make_room(optimizer)
-        described = optimizer.sharded_state_dict(whole, is_loading=is_loading, metadata=dict(RESHARDABLE))
+        described = optimizer.sharded_state_dict(whole, is_loading=is_loading, metadata=dict(how))
         state["optimizer"] = dict_list_map_inplace(_local_unless_sharded, described)
         state["optimizer_step"] = _step_of(optimizer)
     if scheduler is not None:
         state["scheduler"] = scheduler.state_dict()
     for name, chunk in _named(reference or ()):
-        described = chunk.sharded_state_dict(metadata=dict(RESHARDABLE))
+        described = chunk.sharded_state_dict(metadata=dict(how))
         add_prefix_for_sharding(described, REFERENCE)
         state[REFERENCE + name] = described
     return state
+
+
+def _metadata(chunks: Sequence[Any]) -> dict[str, Any]:
+    """How tensors are described. Where some weights are frozen, each layer and expert has a tensor of its own: Megatron otherwise describes
+    one over all of them, of whose moments a part would lack. Collective.
+    """
+    is_whole = all(parameter.requires_grad for chunk in chunks for parameter in chunk.parameters())
+    return {**RESHARDABLE, **({} if all(collectives.from_all(is_whole)) else {"singleton_local_shards": True})}
 
 
 def load_state(
@@ -73,9 +84,14 @@ def _local_unless_sharded(leaf: Any) -> Any:
 
 
 def _make_room(optimizer: Any) -> None:
-    """Gives Adam its moments, all zero, before the first step. (Megatron forgets `step` of torch's Adam.)"""
+    """Gives Adam its moments, all zero, before the first step. (Megatron forgets `step` of torch's Adam.)
+
+    Where this rank owns nothing that trains, Megatron still asks for a count of steps; the key is no parameter, so it is nobody's.
+    """
     for part in _chain(optimizer):
         if isinstance(part.optimizer, torch.optim.Adam):  # AdamW is a kind of Adam
+            if not any(group["params"] for group in part.optimizer.param_groups):
+                part.optimizer.state["nothing trains here"] = {"step": torch.tensor(0.0)}
             for parameter in (p for group in part.optimizer.param_groups for p in group["params"]):
                 if not part.optimizer.state[parameter]:
                     part.optimizer.state[parameter] = {
