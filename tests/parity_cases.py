@@ -382,7 +382,8 @@ def reference(path: str | Path, cfg: Config, batches: Sequence[Sequence[Sample]]
     moments = {name: (torch.zeros_like(p), torch.zeros_like(p)) for name, p in named.items()}
     o, losses, norms, first = cfg.optimizer, [], [], None
     for index, samples in enumerate(batches(model, frozen) if callable(batches) else batches):
-        model.zero_grad()
+        for p in named.values():
+            p.grad = None
         with float32_means_float64(), _router_losses(model) as per_sequence:
             loss = _reference_loss(model, frozen, cfg, samples, index)
             z_loss = (cfg.model.moe_z_loss_coeff or 0.0) * sum(per_sequence) / sum(len(sample.token_ids) - 1 for sample in samples)

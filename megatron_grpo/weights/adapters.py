@@ -23,7 +23,6 @@ from megatron_grpo.weights.shape import ModelShape
 from megatron_grpo.weights.writer import checkpoint_directory
 
 WEIGHTS, PREFIX = "adapter_model.safetensors", "base_model.model."
-BASE = "base_model.json"  # which base an adapter belongs to: PEFT's files name it, and say nothing of what it holds
 
 Read = Callable[[str], torch.Tensor]
 

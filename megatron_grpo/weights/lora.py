@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from megatron_grpo.settings.config import TunerConfig
 
 CONFIG = "adapter_config.json"
+BASE = "base_model.json"  # beside it: which base the adapter is for. PEFT's own files name one, and say nothing of what it holds
 ALL_LINEAR = "all-linear"
 # Of PEFT's LoraConfig, and why.
 NOT_THERE = {
