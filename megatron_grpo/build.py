@@ -36,6 +36,7 @@ from megatron_grpo.policy.policy import Policy, cut_for
 from megatron_grpo.policy.reference import FollowingReference, FrozenReference, Reference
 from megatron_grpo.policy.refused import machine_problems
 from megatron_grpo.policy.scorer import ModelScorer
+from megatron_grpo.policy.trains import choose_what_trains
 from megatron_grpo.rollout.engine import Engine, SamplingSettings
 from megatron_grpo.rollouts import Asker, KlPenalty, Rollouts
 from megatron_grpo.settings.config import Config, GrpoConfig
@@ -266,6 +267,8 @@ def build_policy(
 
     chunks = loaded_chunks()
     adapters = build_adapters(cfg, chunks, exchange)
+    if adapters is None:
+        choose_what_trains(chunks, exchange, cfg.tuner)
     model = Trainable.of(chunks, cfg.optimizer, num_steps=num_steps, adapters=adapters)
     cut = cut_for(
         parallel,

@@ -35,6 +35,7 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 from megatron_grpo.parallel.tensor import copy_to_ranks
 from megatron_grpo.policy.exchange import WeightExchange
+from megatron_grpo.policy.trains import let_gradients_in
 from megatron_grpo.weights.adapters import Read, Sizes, adapter_map, drawn_far, even_sizes, own_sizes, padded, trimmed
 from megatron_grpo.weights.lora import B, LoraSettings, linear_modules, module_of, widest_rank
 from megatron_grpo.weights.names import ShardCut
@@ -281,13 +282,3 @@ class Adapters:
     def _use(self, use: str) -> None:
         for linear in self.linears.values():
             linear.lora_use = use if hasattr(linear, f"{use}_a") else None
-
-
-def let_gradients_in(chunks: Sequence[Any]) -> None:
-    """Makes the output of a frozen embedding ask for a gradient.
-
-    A recomputed block whose input needs none gives none to what is inside it, without a word.
-    """
-    for chunk in chunks:
-        if chunk.pre_process:
-            chunk.embedding.register_forward_hook(lambda module, args, out: out.requires_grad_(True) if torch.is_grad_enabled() else out)
