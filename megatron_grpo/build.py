@@ -34,7 +34,8 @@ from megatron_grpo.policy.policy import Policy, cut_for
 from megatron_grpo.policy.reference import FollowingReference, FrozenReference, Reference
 from megatron_grpo.policy.refused import machine_problems
 from megatron_grpo.policy.scorer import ModelScorer
-from megatron_grpo.rollout.engine import Engine, SamplingSettings
+from megatron_grpo.rollout.adapters import LoraPush, lora_push
+from megatron_grpo.rollout.engine import Engine, SamplingSettings, WeightHolder
 from megatron_grpo.rollouts import Asker, KlPenalty, Rollouts
 from megatron_grpo.settings.config import Config, GrpoConfig
 from megatron_grpo.settings.write import write_config
@@ -64,11 +65,12 @@ def build_run(
     checkpoints = open_output(made, inputs, parallel)
     clock, judge = Clock(), Judge(inputs.rewards, cfg.rewards.reward_weights)
     journal = build_journal(made, judge, parallel, clock)  # before any model loads: a service that is not installed is an error
+    lora = how_adapters_travel(cfg, inputs, parallel, journal, sampler_is_known=engine is None)
     policy = build_policy(
         cfg, inputs.shape, parallel,
         model_path=inputs.model_path, num_steps=timetable.num_steps, clock=clock, reference=reference, guard=guard,
     )  # fmt: skip
-    sampler = (engine or ENGINES[cfg.rollout.vllm_mode])(cfg, inputs, parallel)
+    sampler = (engine or partial(ENGINES[cfg.rollout.vllm_mode], lora=lora))(cfg, inputs, parallel)
     sampling = SamplingSettings.of(cfg.rollout, num_generations=cfg.batch.num_generations)
     penalty = None
     if cfg.grpo.kl_in_reward and policy.reference is not None:
@@ -78,7 +80,7 @@ def build_run(
         parallel=parallel,
         policy=policy,
         engine=sampler,
-        publisher=Publisher(policy, sampler, verify=cfg.rollout.verify_weight_push),
+        publisher=build_publisher(cfg, policy, sampler),
         rollouts=Rollouts(
             Asker(sampler, judge, sampling=sampling, seed=cfg.run.seed, clock=clock),
             inputs.prompts,
@@ -103,6 +105,16 @@ def build_run(
         ),
         journal=journal,
         stop=stop,
+    )
+
+
+def build_publisher(cfg: Config, policy: Policy, holder: WeightHolder) -> Publisher:
+    return Publisher(
+        policy,
+        holder,
+        verify=cfg.rollout.verify_weight_push,
+        is_coarse=cfg.model.torch_dtype != "float32",
+        starts_as_checkpoint=not cfg.tuner.adapters,
     )
 
 
@@ -161,7 +173,29 @@ def build_journal(made: Plan, judge: Judge, parallel: ParallelState, clock: Cloc
 MakeEngine = Callable[[Config, Inputs, ParallelState], Engine]
 
 
-def build_colocated(cfg: Config, inputs: Inputs, parallel: ParallelState) -> Engine:
+def how_adapters_travel(
+    cfg: Config, inputs: Inputs, parallel: ParallelState, journal: Journal, *, sampler_is_known: bool
+) -> LoraPush | None:
+    """Whether adapters are pushed alone or merged; None where weights train. Raises ConfigError where what was asked for cannot be.
+
+    sampler_is_known: a sampler written elsewhere is given merged weights, unless the settings say that it takes adapters.
+    """
+    if cfg.tuner.tuner_type == "full":
+        return None
+    on_gpu = parallel.device.type == "cuda"
+    if not sampler_is_known:
+        obstacle = None if cfg.tuner.vllm_enable_lora else "this sampler was written elsewhere, and vllm_enable_lora true is not set"
+    else:
+        from megatron_grpo.rollout.vllm_adapters import sampler_obstacle
+
+        obstacle = sampler_obstacle(inputs.shape.architecture, on_gpu=on_gpu)
+    found = lora_push(cfg, inputs.shape, on_gpu=on_gpu, sampler_obstacle=obstacle)
+    for note in found.notes if found else ():
+        journal.metrics.say(note)
+    return found
+
+
+def build_colocated(cfg: Config, inputs: Inputs, parallel: ParallelState, *, lora: LoraPush | None = None) -> Engine:
     """vLLM inside the trainer's own ranks. Collective."""
     from megatron_grpo.rollout.colocated import ColocatedEngine
 
@@ -173,10 +207,11 @@ def build_colocated(cfg: Config, inputs: Inputs, parallel: ParallelState) -> Eng
         seed=cfg.run.seed,
         rank=parallel.rank,
         world_size=parallel.world_size,
+        lora=lora,
     )
 
 
-ENGINES: dict[str, MakeEngine] = {"colocate": build_colocated}  # by vllm_mode
+ENGINES: dict[str, Callable[..., Engine]] = {"colocate": build_colocated}  # by vllm_mode
 
 # ---- which reference -------------------------------------------------------------------------------------------------------------------
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -179,9 +180,13 @@ class Policy:
 
     # ---- weights -------------------------------------------------------------------------------------------------------------
 
-    def update(self, version: int) -> WeightUpdate:
-        """What a sampler needs to hold this policy's weights, which are those of `version`."""
-        return WeightUpdate(kind="weights", version=version, tensors=self.named_weights())
+    def updates(self, version: int, *, has_base: bool) -> Iterator[WeightUpdate]:
+        """What a sampler must take to hold this policy's weights, which are those of `version`."""
+        yield WeightUpdate(kind="weights", version=version, tensors=self.named_weights())
+
+    def trial(self) -> AbstractContextManager[WeightUpdate | None]:
+        """There is nothing to try where whole weights are pushed: their values alone tell one push from another."""
+        return contextlib.nullcontext()
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(Hugging Face name, full tensor) of every weight, on every rank, as they are now."""
