@@ -35,6 +35,7 @@ _HARMLESS = {
     # trainer_untouched sees to the seed; vLLM itself runs without chunks on some CPUs.
     "vllm.engine.arg_utils": ("The global random seed is set to", "This model does not officially support disabling chunked prefill"),
     "vllm.config.vllm": ("Enforce eager set", "Inductor compilation was disabled", "Model Runner V2 requires Triton"),  # as we ask for
+    "vllm.v1.engine.input_processor": ("vLLM has deprecated support for supporting different tokenizers",),  # no adapter brings one
     "vllm.model_executor.model_loader.reload.layerwise": (
         "%s: Failed to load weights",
         "Allocating",
