@@ -4,17 +4,17 @@ what they assume. A pure function of the model's shape, the sizes and the settin
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from megatron_grpo.planning.lengths import Lengths, sequence_tokens
-from megatron_grpo.planning.parameters import buffers_of_stage, layers_of_stages, padded_vocab
+from megatron_grpo.planning.parameters import Place, buffers_of_chunk, chunks_of_stage, layers_of_stages, padded_vocab, parameters_of_chunk
+from megatron_grpo.planning.tuning import BYTES, Adapters, Tuning
 from megatron_grpo.settings.config import Config
 from megatron_grpo.sizing.batch_sizes import BatchSizes
 from megatron_grpo.weights.names import num_parameters
 from megatron_grpo.weights.shape import ModelShape
 
-BYTES = {"float32": 4, "bfloat16": 2}
 FP32 = 4
 
 
@@ -22,39 +22,61 @@ FP32 = 4
 class Static:
     """What a rank holds from the first step to the last, in bytes. Exact: the tensors of Megatron-Core, each counted once."""
 
-    num_parameters: int
-    weights_bytes: int
-    gradients_bytes: int  # float32, one per parameter
+    num_parameters: int  # the model's own weights, and its adapters as they lie in memory: all of the widest rank
+    num_trainable_parameters: int
+    weights_bytes: int  # the model's own
+    adapters_bytes: int
+    gradients_bytes: int  # float32, one per parameter that trains
     optimizer_bytes: int  # of data-parallel rank 0: both Adam moments, and the float32 copy of bfloat16 weights
-    padding_bytes: int  # alignment inside Megatron-Core's weight and gradient buffers
-    reference_bytes: int  # the frozen reference model, where beta asks for one
+    padding_bytes: int  # alignment inside Megatron-Core's buffers of weights and gradients, which hold what trains
+    reference_bytes: int  # where beta asks for one: a frozen model; with adapters nothing, or other matrices of theirs
 
     def total(self) -> int:
-        return self.weights_bytes + self.gradients_bytes + self.optimizer_bytes + self.padding_bytes + self.reference_bytes
+        parts = (self.weights_bytes, self.adapters_bytes, self.gradients_bytes, self.optimizer_bytes, self.padding_bytes)
+        return sum(parts) + self.reference_bytes
 
 
-def static_memory(shape: ModelShape, sizes: BatchSizes, cfg: Config, stage: int, *, dp_rank: int = 0, expert_dp_rank: int = 0) -> Static:
-    """The bytes of weights, gradients and optimizer state of a rank on pipeline stage `stage`.
+def static_memory(
+    shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: Tuning, place: Place, *, dp_rank: int = 0, expert_dp_rank: int = 0
+) -> Static:
+    """The bytes of weights, gradients and optimizer state of a rank.
 
     dp_rank, expert_dp_rank: its place among the ranks that share a buffer, of dense parameters (data and context parallel together) and of
     experts; the padding at a buffer's end makes the last rank's share a little smaller.
     """
-    size = BYTES[cfg.model.torch_dtype]
-    buffers = buffers_of_stage(shape, sizes, cfg, stage)
-    sharded = cfg.optimizer.use_distributed_optimizer
-    parameters = sum(buffer.numel_of_parameters for buffer in buffers)
-    padding = sum(buffer.numel for buffer in buffers) - parameters
-    owned = sum(buffer.owned_by(expert_dp_rank if buffer.holds_experts else dp_rank) for buffer in buffers) if sharded else parameters
-    per_element = 2 * FP32 + (FP32 if size < FP32 else 0)
+    parameters, buffers = [], []
+    for chunk in range(sizes.layout.num_chunks):
+        held = list(parameters_of_chunk(shape, sizes, cfg, tuning, place, chunk))
+        buffers += buffers_of_chunk(held, sizes, cfg, is_first_chunk=place.stage == 0 and chunk == 0)
+        parameters += held
+    own = sum(parameter.numel for parameter in parameters if not parameter.is_adapter)
+    adapters = sum(parameter.numel for parameter in parameters if parameter.is_adapter)
+    trained = sum(buffer.numel_of_parameters for buffer in buffers)
+    padding = sum(buffer.numel for buffer in buffers) - trained
+    sharded, size = cfg.optimizer.use_distributed_optimizer, tuning.size_of_trained
+    owned = sum(buffer.owned_by(expert_dp_rank if buffer.holds_experts else dp_rank) for buffer in buffers) if sharded else trained
     kept = 1 - cfg.optimizer.optimizer_offload_fraction if cfg.optimizer.optimizer_cpu_offload else 1
     return Static(
-        num_parameters=parameters,
-        weights_bytes=parameters * size,
-        gradients_bytes=parameters * FP32,
-        optimizer_bytes=round(owned * per_element * kept),
+        num_parameters=own + adapters,
+        num_trainable_parameters=trained,
+        weights_bytes=own * tuning.size,
+        adapters_bytes=adapters * size,
+        gradients_bytes=trained * FP32,
+        optimizer_bytes=round(owned * (2 * FP32 + (FP32 if size < FP32 else 0)) * kept),
         padding_bytes=padding * (size + FP32),
-        reference_bytes=parameters * size if cfg.grpo.beta > 0 else 0,
+        reference_bytes=_reference_bytes(shape, sizes, cfg, tuning, place, own) if cfg.grpo.beta > 0 else 0,
     )
+
+
+def _reference_bytes(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: Tuning, place: Place, own: int) -> int:
+    """A second model; with adapters the model without them, or with other matrices in their places."""
+    if tuning.adapters is None:
+        return own * tuning.size
+    if tuning.reference is None:
+        return 0
+    frozen = replace(tuning, adapters=tuning.reference)
+    held = (parameters_of_chunk(shape, sizes, cfg, frozen, place, chunk) for chunk in range(sizes.layout.num_chunks))
+    return sum(parameter.numel for chunk in held for parameter in chunk if parameter.is_adapter) * tuning.reference.size
 
 
 def estimate_memory(shape: ModelShape, sizes: BatchSizes, cfg: Config, lengths: Lengths | None = None) -> dict[str, Any]:
