@@ -34,6 +34,7 @@ from megatron_grpo.policy.policy import Policy, cut_for
 from megatron_grpo.policy.reference import FollowingReference, FrozenReference, Reference
 from megatron_grpo.policy.refused import machine_problems
 from megatron_grpo.policy.scorer import ModelScorer
+from megatron_grpo.policy.trains import choose_what_trains
 from megatron_grpo.rollout.engine import Engine, SamplingSettings
 from megatron_grpo.rollouts import Asker, KlPenalty, Rollouts
 from megatron_grpo.settings.config import Config, GrpoConfig
@@ -241,7 +242,9 @@ def build_policy(
         exchange.load(chunks, reader)
         return chunks
 
-    model = Trainable.of(loaded_chunks(), cfg.optimizer, num_steps=num_steps)
+    chunks = loaded_chunks()
+    choose_what_trains(chunks, exchange, cfg.tuner)
+    model = Trainable.of(chunks, cfg.optimizer, num_steps=num_steps)
     cut = cut_for(
         parallel,
         model.chunks[0].config,

@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from megatron_grpo.settings.config import Config, OptimizerConfig
 from megatron_grpo.types import Sample
+from megatron_grpo.weights.trains import parameter_trains, trains
 
 # Groups as a rollout has them: (tokens of the prompt, tokens of each completion of it). Completions of 1 and 2 tokens, a prompt of 1, and
 # lengths that no layout divides. The completions of a group share the context of their first token, so its entropy too.
@@ -364,7 +365,10 @@ def reference(path: str | Path, cfg: Config, batches: Sequence[Sequence[Sample]]
         model.set_experts_implementation("eager")  # the grouped one takes no float64
     model.get_input_embeddings().padding_idx = None  # else the padding token, an ordinary token here, gets no gradient
     frozen = copy.deepcopy(model).requires_grad_(False) if cfg.grpo.beta else None
-    named = dict(model.named_parameters())
+    rule = trains(cfg.tuner)
+    for name, p in model.named_parameters():
+        p.requires_grad_(parameter_trains(in_export_names({name: p.detach().numpy()}, path), rule))
+    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     moments = {name: (torch.zeros_like(p), torch.zeros_like(p)) for name, p in named.items()}
     o, losses, norms, first = cfg.optimizer, [], [], None
     for index, samples in enumerate(batches(model, frozen) if callable(batches) else batches):
@@ -392,7 +396,7 @@ def reference(path: str | Path, cfg: Config, batches: Sequence[Sequence[Sample]]
         losses.append(loss.item())
         norms.append(norm)
     still = {name: buffer for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")}  # exported, not trained
-    weights = {name: tensor.detach().numpy() for name, tensor in (named | still).items()}
+    weights = {name: tensor.detach().numpy() for name, tensor in (dict(model.named_parameters()) | still).items()}
     return Trained(losses, norms, in_export_names(first, path), in_export_names(weights, path))
 
 
