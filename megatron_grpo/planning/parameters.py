@@ -92,9 +92,7 @@ class Place:
     ep_rank: int = 0
 
 
-def parameters_of_chunk(
-    shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: Tuning, place: Place, chunk: int
-) -> Iterator[Parameter]:
+def parameters_of_chunk(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: Tuning, place: Place, chunk: int) -> Iterator[Parameter]:
     """The parameters of one model chunk of a rank, in the order of `named_parameters()`."""
     is_first = place.stage == 0 and chunk == 0
     is_last = place.stage == sizes.layout.pp - 1 and chunk == sizes.layout.num_chunks - 1
@@ -146,7 +144,7 @@ class _Module:
         """In the order in which they are registered."""
         for entry, numel in self.rows:
             yield Parameter(numel, trains=tuning.trains_weight(entry, layer, expert), is_expert=entry.is_expert)
-        if self.adapter and tuning.adapters and any(tuning.adapters.ranks_of(self.rows[0][0], layer, expert)):
+        if self.adapter and tuning.adapters and tuning.adapters.is_on(self.rows[0][0], layer, expert):
             yield from self.adapter
 
 

@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from megatron_grpo.settings.config import Config, TunerConfig
+from megatron_grpo.settings.config import Config
 from megatron_grpo.weights.lora import LoraSettings, is_linear, lora_of
 from megatron_grpo.weights.names import Entry, layer_entries
 from megatron_grpo.weights.shape import ModelShape
+from megatron_grpo.weights.trains import trains
 
 BYTES = {"float32": 4, "bfloat16": 2}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adapted:
+    """Megatron linears that are alike, as far as adapters go."""
+
+    entry: Entry
+    ranks: tuple[int, ...]  # of the modules that it fuses, without padding; 0 where one has no adapter
+    count: int  # in the whole model, each expert's too
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,34 +31,49 @@ class Adapters:
     """The low-rank matrices of one adapter. rank: of all of them in memory, where narrower ones are padded. size: bytes of an element."""
 
     rank_of: Callable[[str], int]  # by the whole Hugging Face name of a module
-    rank: int
+    linears: Sequence[Adapted]  # of the whole model
     size: int
 
     @classmethod
     def of(cls, settings: LoraSettings, shape: ModelShape, size: int) -> Adapters:
-        rank_of = cache(settings.rank_of)
-        if _looks_at_last_words(settings):  # so that tens of thousands of experts' names are not matched one by one
-            by_last_word, rank_of = rank_of, lambda module: by_last_word(module.rsplit(".", 1)[1])
-        found = cls(rank_of=rank_of, rank=0, size=size)
-        return cls(rank_of=rank_of, rank=max((rank for *_, ranks in found.everywhere(shape) for rank in ranks), default=0), size=size)
+        whole = cache(settings.rank_of)
+        # So that tens of thousands of experts' names are not matched one by one.
+        rank_of = (lambda name: whole(name.rsplit(".", 1)[1])) if _looks_at_last_words(settings) else whole
+        found = Counter(
+            (entry, tuple(ranks))
+            for layer in range(shape.num_layers)
+            for entry in filter(is_linear, layer_entries(shape, moe=shape.is_moe_layer(layer)))
+            for expert in (range(shape.num_experts) if entry.is_expert else (0,))
+            if any(ranks := _ranks(rank_of, entry, layer, expert))
+        )
+        linears = [Adapted(entry=entry, ranks=ranks, count=count) for (entry, ranks), count in found.items()]
+        return cls(rank_of=rank_of, linears=linears, size=size)
 
-    def ranks_of(self, entry: Entry, layer: int, expert: int = 0) -> list[int]:
-        """Of the modules that a Megatron linear fuses, without padding; 0 where one has no adapter. Empty: it is no linear layer."""
-        return [self.rank_of(name.removesuffix(".weight")) for name in _names(entry, layer, expert)] if is_linear(entry) else []
+    @property
+    def rank(self) -> int:
+        return max((rank for linear in self.linears for rank in linear.ranks), default=0)
 
-    def everywhere(self, shape: ModelShape) -> Iterator[tuple[Entry, list[int]]]:
-        """Every Megatron linear of the model that has an adapter, each expert's too, with the ranks of its modules."""
-        for layer in range(shape.num_layers):
-            for entry in layer_entries(shape, moe=shape.is_moe_layer(layer)):
-                for expert in range(shape.num_experts) if entry.is_expert else (0,):
-                    if any(ranks := self.ranks_of(entry, layer, expert)):
-                        yield entry, ranks
+    def is_on(self, entry: Entry, layer: int, expert: int = 0) -> bool:
+        """Whether a Megatron linear has an adapter: if any of its modules has one."""
+        return is_linear(entry) and any(_ranks(self.rank_of, entry, layer, expert))
 
-    def num_parameters(self, shape: ModelShape) -> int:
+    @property
+    def num_parameters(self) -> int:
         """As PEFT counts them, and as they are pushed: of the whole model, without padding."""
         return sum(
-            rank * sum(size) for entry, ranks in self.everywhere(shape) for rank, (_, size) in zip(ranks, entry.hf, strict=True)
+            linear.count * rank * sum(size)
+            for linear in self.linears
+            for rank, (_, size) in zip(linear.ranks, linear.entry.hf, strict=True)
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """A row of the table of weights inside layers: how many parameters of the whole model are it, and how many of them train."""
+
+    entry: Entry
+    count: int
+    trained: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +81,7 @@ class Tuning:
     """What a run trains, and which adapters it needs besides. size: bytes of an element of the model's own weights."""
 
     trains: Callable[[str], bool]  # the model's own weights, by Hugging Face name
+    rows: Sequence[Row]  # of all layers
     size: int
     adapters: Adapters | None = None
     reference: Adapters | None = None  # frozen: the KL is measured against the model with these
@@ -64,16 +91,17 @@ class Tuning:
     def of(cls, cfg: Config, shape: ModelShape) -> Tuning:
         """Raises ConfigError where an adapter that the settings name cannot be read."""
         tuner, size = cfg.tuner, BYTES[cfg.model.torch_dtype]
-        lora = lora_of(tuner, shape)
+        rule, lora = cache(trains(tuner)), lora_of(tuner, shape)
+        rows = _rows(shape, rule)
         if lora is None:
-            return cls(trains=cache(_trains(tuner)), size=size)
+            return cls(trains=rule, rows=rows, size=size)
         adapters, reference = Adapters.of(lora, shape, BYTES[tuner.lora_dtype or cfg.model.torch_dtype]), None
         if cfg.grpo.beta > 0 and tuner.ref_adapters:
             reference = Adapters.of(LoraSettings.from_peft(tuner.ref_adapters, flag="ref_adapters"), shape, adapters.size)
         elif cfg.grpo.beta > 0 and tuner.adapters:
             reference = adapters  # as the run began
         pushes_adapters = tuner.vllm_enable_lora is not False
-        return cls(trains=lambda name: False, size=size, adapters=adapters, reference=reference, pushes_adapters=pushes_adapters)
+        return cls(trains=rule, rows=rows, size=size, adapters=adapters, reference=reference, pushes_adapters=pushes_adapters)
 
     @property
     def size_of_trained(self) -> int:
@@ -82,11 +110,26 @@ class Tuning:
 
     def trains_outer(self, entry: Entry) -> bool:
         """Of a row outside the layers."""
-        return all(self.trains(name) for name, _ in entry.hf)
+        return self.trains(entry.hf[0][0])
 
     def trains_weight(self, entry: Entry, layer: int, expert: int = 0) -> bool:
-        """Of a row inside a layer."""
-        return all(self.trains(name) for name in _names(entry, layer, expert))
+        """Of a row inside a layer, which trains whole or not at all."""
+        return self.trains(next(_names(entry, layer, expert)))
+
+
+def _rows(shape: ModelShape, rule: Callable[[str], bool]) -> list[Row]:
+    count: Counter[Entry] = Counter()
+    trained: Counter[Entry] = Counter()
+    for layer in range(shape.num_layers):
+        for entry in layer_entries(shape, moe=shape.is_moe_layer(layer)):
+            experts = range(shape.num_experts) if entry.is_expert else range(1)
+            count[entry] += len(experts)
+            trained[entry] += sum(rule(next(_names(entry, layer, expert))) for expert in experts)
+    return [Row(entry=entry, count=count[entry], trained=trained[entry]) for entry in count]
+
+
+def _ranks(rank_of: Callable[[str], int], entry: Entry, layer: int, expert: int) -> list[int]:
+    return [rank_of(name.removesuffix(".weight")) for name in _names(entry, layer, expert)]
 
 
 def _names(entry: Entry, layer: int, expert: int) -> Iterator[str]:
@@ -98,15 +141,3 @@ def _looks_at_last_words(settings: LoraSettings) -> bool:
     words = [*settings.target_modules, *settings.exclude_modules, *settings.rank_pattern, *settings.alpha_pattern]
     is_plain = all(re.fullmatch(r"[\w-]+", word) for word in words)
     return is_plain and settings.target_regex is None and settings.exclude_regex is None
-
-
-def _trains(tuner: TunerConfig) -> Callable[[str], bool]:
-    frozen = re.compile(tuner.freeze_parameters_regex) if tuner.freeze_parameters_regex else None
-    chosen = re.compile(tuner.trainable_parameters_regex) if tuner.trainable_parameters_regex else None
-
-    def trains(name: str) -> bool:
-        if name.startswith(tuple(tuner.trainable_parameters)) or (chosen and chosen.search(name)):
-            return True
-        return not (name.startswith(tuple(tuner.freeze_parameters)) or (frozen and frozen.search(name)))
-
-    return trains
