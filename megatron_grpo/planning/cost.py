@@ -185,7 +185,7 @@ def checkpoint_bytes(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: 
             channels, inner = _rows_and_channels(linear.entry)
             stored += linear.count * (len(linear.entry.hf) * inner + channels)
         return tuning.adapters.rank * stored * (size + state)
-    own = num_parameters(shape) + (rows - shape.vocab_size) * shape.hidden_size * (1 if shape.tied_embeddings else 2)
+    buffers = sum(_numel(row.entry) * row.count for row in tuning.rows if row.entry.is_buffer)
+    own = num_parameters(shape) - buffers + (rows - shape.vocab_size) * shape.hidden_size * (1 if shape.tied_embeddings else 2)
     copies = 2 if cfg.grpo.beta > 0 and cfg.grpo.sync_ref_model else 1
-    buffers = sum(_numel(row.entry) * row.count * FP32 for row in tuning.rows if row.entry.is_buffer)
-    return copies * (own * size + buffers) + _num_trained(shape, tuning, rows) * state
+    return copies * (own * size + buffers * FP32) + _num_trained(shape, tuning, rows) * state
