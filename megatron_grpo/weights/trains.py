@@ -121,8 +121,11 @@ def _parts(cfg: TunerConfig, parameters: list[_Parameter], rule: Rule) -> Iterat
     first = mixed[0]
     on, off = (", ".join(name for name in first.hf if rule(name) is wanted) for wanted in (True, False))
     others = f" {len(mixed) - 1} more are cut so." if len(mixed) > 1 else ""
-    yield Problem(flags=_given(cfg), message=f"{off} would be frozen and {on} would train, but Megatron holds them as one parameter "
-                                             f"({first.megatron}), which trains whole or not at all.{others} Name all of them, or none.")  # fmt: skip
+    message = (
+        f"{off} would be frozen and {on} would train, but Megatron holds them as one parameter ({first.megatron}), which trains whole or "
+        f"not at all.{others} Name all of them, or none."
+    )
+    yield Problem(flags=_given(cfg), message=message)
 
 
 def _lonely_biases(cfg: TunerConfig, parameters: list[_Parameter], rule: Rule) -> Iterator[Problem]:

@@ -74,7 +74,8 @@ def test_a_megatron_parameter_trains_with_the_tensors_that_it_is_made_of():
         ("llama", dict(freeze_parameters=["decoder.layers.0.self_attention.linear_proj"]),
          "no tensor of this model begins with decoder.layers.0.self_attention.linear_proj. That is a name of Megatron's modules; in "
          "Hugging Face's names, which are meant here, it is model.layers.0.self_attn.o_proj.weight."),
-        ("llama", dict(freeze_parameters=["model.layers.7."]), "Names begin with model.embed_tokens, model.norm, lm_head.weight, model.layers."),
+        ("llama", dict(freeze_parameters=["model.layers.7."]),
+         "Names begin with model.embed_tokens, model.norm, lm_head.weight, model.layers."),
         ("llama_tied", dict(freeze_parameters=["lm_head"]), "Its head is its embedding (tie_word_embeddings): model.embed_tokens.weight"),
         ("llama", dict(freeze_parameters_regex="linear_fc1"), "freeze_parameters_regex (linear_fc1) is found in no tensor of this model."),
         ("llama", dict(freeze_parameters=["model"], trainable_parameters_regex="router"),
