@@ -175,7 +175,7 @@ def _bytes(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: Tuning) ->
 
 
 def checkpoint_bytes(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: Tuning) -> int:
-    """Tensors of a checkpoint: weights (with adapters those alone) and, of what trains, optimizer state in float32; a moving reference."""
+    """Tensors of a checkpoint: what trains, its optimizer state in float32, and a moving reference. What is frozen is in the model's files."""
     rows, optimizer, size = padded_vocab(shape, sizes, cfg), cfg.optimizer, tuning.size_of_trained
     # The distributed optimizer saves its float32 copy of float32 weights as well.
     state = FP32 * (3 if optimizer.use_distributed_optimizer or size < FP32 else 2)
@@ -185,7 +185,9 @@ def checkpoint_bytes(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: 
             channels, inner = _rows_and_channels(linear.entry)
             stored += linear.count * (len(linear.entry.hf) * inner + channels)
         return tuning.adapters.rank * stored * (size + state)
+    trained = _num_trained(shape, tuning, rows)
     buffers = sum(_numel(row.entry) * row.count for row in tuning.rows if row.entry.is_buffer)
     own = num_parameters(shape) - buffers + (rows - shape.vocab_size) * shape.hidden_size * (1 if shape.tied_embeddings else 2)
-    copies = 2 if cfg.grpo.beta > 0 and cfg.grpo.sync_ref_model else 1
-    return copies * (own * size + buffers * FP32) + _num_trained(shape, tuning, rows) * state
+    whole = own * size + buffers * FP32
+    follows = cfg.grpo.beta > 0 and cfg.grpo.sync_ref_model
+    return (whole if trained == own else trained * size) + (whole if follows else 0) + trained * state

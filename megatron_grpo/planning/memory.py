@@ -50,17 +50,17 @@ def static_memory(
         buffers += buffers_of_chunk(held, sizes, cfg, is_first_chunk=place.stage == 0 and chunk == 0)
         parameters += held
     own = sum(parameter.numel for parameter in parameters if not parameter.is_adapter)
-    adapters = sum(parameter.numel for parameter in parameters if parameter.is_adapter)
+    helpers = sum(parameter.numel for parameter in parameters if parameter.is_adapter and not parameter.trains)
     trained = sum(buffer.numel_of_parameters for buffer in buffers)
     padding = sum(buffer.numel for buffer in buffers) - trained
     sharded, size = cfg.optimizer.use_distributed_optimizer, tuning.size_of_trained
     owned = sum(buffer.owned_by(expert_dp_rank if buffer.holds_experts else dp_rank) for buffer in buffers) if sharded else trained
     kept = 1 - cfg.optimizer.optimizer_offload_fraction if cfg.optimizer.optimizer_cpu_offload else 1
     return Static(
-        num_parameters=own + adapters,
+        num_parameters=own + (trained if tuning.adapters else 0),
         num_trainable_parameters=trained,
         weights_bytes=own * tuning.size,
-        adapters_bytes=adapters * size,
+        adapters_bytes=trained * size + helpers * tuning.size if tuning.adapters else 0,
         gradients_bytes=trained * FP32,
         optimizer_bytes=round(owned * (2 * FP32 + (FP32 if size < FP32 else 0)) * kept),
         padding_bytes=padding * (size + FP32),
@@ -76,7 +76,9 @@ def _reference_bytes(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: 
         return 0
     frozen = replace(tuning, adapters=tuning.reference)
     held = (parameters_of_chunk(shape, sizes, cfg, frozen, place, chunk) for chunk in range(sizes.layout.num_chunks))
-    return sum(parameter.numel for chunk in held for parameter in chunk if parameter.is_adapter) * tuning.reference.size
+    return (
+        sum(parameter.numel for chunk in held for parameter in chunk if parameter.is_adapter and parameter.trains) * tuning.reference.size
+    )
 
 
 def estimate_memory(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: Tuning, lengths: Lengths | None = None) -> dict[str, Any]:

@@ -138,6 +138,8 @@ class _Module:
     def of(cls, rows: Sequence[Entry], sizes: BatchSizes, rank: int) -> _Module:
         pair = adapter_entries(rows[0], rank) if rank and is_linear(rows[0]) else ()
         adapter = [Parameter(numel_of(entry, sizes), is_adapter=True, is_expert=entry.is_expert) for entry in pair]
+        if adapter and len(rows[0].hf) > 1:  # a fused linear says of each row which module it belongs to
+            adapter.append(Parameter(adapter[1].numel // rank * len(rows[0].hf), trains=False, is_adapter=True))
         return cls([(entry, numel_of(entry, sizes)) for entry in rows], adapter)
 
     def parameters(self, tuning: Tuning, layer: int, expert: int) -> Iterator[Parameter]:
