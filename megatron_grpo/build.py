@@ -73,7 +73,8 @@ def build_run(
     lora = how_adapters_travel(cfg, inputs, parallel, journal, sampler_is_known=engine is None)
     policy = build_policy(
         cfg, inputs.shape, parallel,
-        model_path=inputs.model_path, num_steps=timetable.num_steps, clock=clock, reference=reference, guard=guard, push=lora and lora.kind,
+        model_path=inputs.model_path, num_steps=timetable.num_steps, clock=clock, reference=reference, guard=guard,
+        push=lora.kind if lora else None,
     )  # fmt: skip
     sampler = (engine or partial(ENGINES[cfg.rollout.vllm_mode], lora=lora))(cfg, inputs, parallel)
     sampling = SamplingSettings.of(cfg.rollout, num_generations=cfg.batch.num_generations)

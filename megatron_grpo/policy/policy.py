@@ -196,7 +196,7 @@ class Policy:
 
     @contextlib.contextmanager
     def trial(self) -> Iterator[WeightUpdate | None]:
-        """Inside, the adapters are far from zero; what a holder of the base must take to agree. None where weights train: theirs do move."""
+        """Inside, the adapters are far from zero; what a holder of the base must take to agree. None where weights train."""
         if self.adapters is None:
             yield None
             return
