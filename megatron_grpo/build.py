@@ -253,11 +253,12 @@ def padded_vocab_size(shape: ModelShape, cfg: Config) -> int:
     return -(-shape.vocab_size // multiple) * multiple
 
 
-def build_adapters(cfg: Config, chunks: Sequence[Any], exchange: WeightExchange, push: AdapterPush | None) -> Adapters | None:
-    """The adapters that train, beside the weights of `chunks`, which then do not; None with tuner_type full."""
+def choose_tuner(cfg: Config, chunks: Sequence[Any], exchange: WeightExchange, push: AdapterPush | None = None) -> Adapters | None:
+    """Sets what trains: weights of `chunks`, or adapters that are put beside them, which are returned."""
     tuner, shape = cfg.tuner, exchange.map.shape
     settings = lora_of(tuner, shape)
     if settings is None:
+        choose_what_trains(chunks, exchange, tuner)
         return None
     sizes = own_sizes(settings, shape)
     read = from_file(tuner.adapters, sizes) if tuner.adapters else drawn(sizes, cfg.run.seed)
@@ -320,9 +321,7 @@ def build_policy(
     loss = GrpoLoss.from_config(cfg.grpo, max_completion_length=cfg.rollout.max_completion_length, temperature=cfg.rollout.temperature)
     exchange, loaded_chunks = model_of(cfg, shape, parallel, model_path=model_path)
     chunks = loaded_chunks()
-    adapters = build_adapters(cfg, chunks, exchange, push)
-    if adapters is None:
-        choose_what_trains(chunks, exchange, cfg.tuner)
+    adapters = choose_tuner(cfg, chunks, exchange, push)
     model = Trainable.of(chunks, cfg.optimizer, num_steps=num_steps, adapters=adapters)
     cut = cut_for(
         parallel,

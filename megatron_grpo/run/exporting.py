@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from types import SimpleNamespace
 
 from megatron_grpo import launcher
-from megatron_grpo.build import build_adapters, model_of
+from megatron_grpo.build import choose_tuner, model_of
 from megatron_grpo.checkpoint import folder
 from megatron_grpo.checkpoint.distributed import read_sharded
 from megatron_grpo.checkpoint.manifest import read_manifest
@@ -80,10 +79,9 @@ def export_checkpoint(cfg: Config, model: Path) -> None:
     try:
         exchange, loaded_chunks = model_of(cfg, shape, parallel, model_path=model)
         chunks = loaded_chunks()
-        adapters = build_adapters(cfg, chunks, exchange, None)
-        described = [SimpleNamespace(module=chunk) for chunk in chunks]  # as Megatron's DDP wraps them
-        found = read_sharded(sharded_state.sharded_state(described, None, None, is_loading=True), Path(cfg.run.resume), partly=True)
-        sharded_state.load_state(described, None, None, found)
+        adapters = choose_tuner(cfg, chunks, exchange)
+        described = sharded_state.sharded_state(chunks, None, None, is_loading=True)
+        sharded_state.load_state(chunks, None, None, read_sharded(described, Path(cfg.run.resume), partly=True))
         export_model(exchange, exchange.tensors(chunks), adapters, Path(cfg.run.output_dir), cfg=cfg, source=model)
         if collectives.rank() == 0:
             print(f"Done: {Path(cfg.run.output_dir).resolve()}", flush=True)
