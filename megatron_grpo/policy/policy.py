@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -32,7 +31,9 @@ from megatron_grpo.policy.router import routers
 from megatron_grpo.policy.scorer import ModelScorer
 from megatron_grpo.policy.stream import LocalBatch
 from megatron_grpo.types import GlobalBatch, MicroBatch, RowKey, Sequence, TrainingMicroBatch
-from megatron_grpo.weights.update import WeightUpdate
+from megatron_grpo.weights.update import NO_VERSION, WeightUpdate
+
+TRIAL_SEED = 0  # of adapters that nobody trains
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -79,6 +80,7 @@ class Policy:
         """reference: None where neither loss nor reward asks for one. clock: told what the parts of a step take."""
         self.chunks, self.wrapped, self.optimizer, self.scheduler = model.chunks, model.wrapped, model.optimizer, model.scheduler
         self.loss, self.reference, self.guard = loss, reference, guard
+        self.adapters = model.adapters
         self.exchange, self.parallel, self.cut, self.clock = exchange, parallel, cut, clock or Clock()
         self.scorer = ModelScorer(self.wrapped, parallel, cut)
 
@@ -181,16 +183,40 @@ class Policy:
     # ---- weights -------------------------------------------------------------------------------------------------------------
 
     def updates(self, version: int, *, has_base: bool) -> Iterator[WeightUpdate]:
-        """What a sampler must take to hold this policy's weights, which are those of `version`."""
-        yield WeightUpdate(kind="weights", version=version, tensors=self.named_weights())
+        """What a sampler needs, one after another, to hold this policy, which is that of `version`.
 
-    def trial(self) -> AbstractContextManager[WeightUpdate | None]:
-        """There is nothing to try where whole weights are pushed: their values alone tell one push from another."""
-        return contextlib.nullcontext()
+        has_base: it holds the weights that an adapter stands beside.
+        """
+        if self.adapters is None:
+            yield WeightUpdate(kind="weights", version=version, tensors=self.named_weights())
+        elif self.adapters.push == "merged":
+            yield WeightUpdate(kind="merged", version=version, tensors=self.named_weights())
+        else:
+            if not has_base:
+                yield WeightUpdate(kind="weights", version=NO_VERSION, tensors=self.exchange.stream(self.tensors()))
+            yield WeightUpdate(kind="adapter", version=version, tensors=self.named_adapters(), config=self.adapters.config)
+
+    @contextlib.contextmanager
+    def trial(self) -> Iterator[WeightUpdate | None]:
+        """Inside, the adapters are far from zero; what a sampler that holds the base must take to agree. None where all weights train."""
+        if self.adapters is None:
+            yield None
+            return
+        with self.adapters.far_from_zero(TRIAL_SEED):
+            (update,) = self.updates(NO_VERSION, has_base=True)
+            yield update
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(Hugging Face name, full tensor) of every weight, on every rank, as they are now."""
-        return self.exchange.stream(self.tensors())
+        """(Hugging Face name, full tensor) of every weight, on every rank, as they are now; adapters are added in."""
+        if self.adapters is None:
+            return self.exchange.stream(self.tensors())
+        return self.exchange.stream(self.tensors(), prepare=self.adapters.merged)
+
+    def named_adapters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name of PEFT's files without its prefix, full matrix) of every adapter, on every rank, as they are now."""
+        assert self.adapters is not None, "asked for where all weights train"
+        self.tensors()  # complete
+        return self.adapters.named()
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """This rank's parameters under their names in the whole model, complete."""

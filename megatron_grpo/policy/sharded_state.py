@@ -36,7 +36,7 @@ def sharded_state(
     is_loading: describe where to load to, instead of what to save.
     """
     models = {name: chunk.module.sharded_state_dict(metadata=dict(RESHARDABLE)) for name, chunk in _named(chunks)}
-    state: dict[str, Any] = dict(models)
+    state: dict[str, Any] = {name: _what_trains(chunk.module, models[name]) for name, chunk in _named(chunks)}
     if optimizer is not None:
         # With a single chunk Megatron expects the chunk's own dict, not a dict of chunks.
         whole = models["model"] if len(chunks) == 1 else models
@@ -58,13 +58,31 @@ def load_state(
 ) -> None:
     """Puts back what `megatron.core.dist_checkpointing.load` made of `sharded_state(..., is_loading=True)`."""
     for name, chunk in _named(chunks):
-        chunk.module.load_state_dict(state[name])
+        found = chunk.module.load_state_dict(state[name], strict=False)
+        lost = set(found.missing_keys) & (_trained(chunk.module) or set(found.missing_keys))
+        if found.unexpected_keys or lost:
+            raise ValueError(f"a checkpoint that has been read lacks {sorted(lost)[:3]} and has {found.unexpected_keys[:3]} besides")
     if optimizer is not None:
         _load_optimizer(optimizer, state["optimizer"], state["optimizer_step"])
     if scheduler is not None:
         scheduler.load_state_dict(state["scheduler"])
     for name, chunk in _named(reference or ()):
         chunk.load_state_dict(state[REFERENCE + name])
+
+
+def _what_trains(module: Any, described: dict[str, Any]) -> dict[str, Any]:
+    """A model's part of a checkpoint: all of it, or where some of it is frozen what is not. The frozen rest is in the model's own files."""
+    trained = _trained(module)
+    if trained is None:
+        return described
+    assert trained <= described.keys(), f"Megatron describes no {sorted(trained - described.keys())[:3]}"
+    return {name: leaf for name, leaf in described.items() if name in trained}
+
+
+def _trained(module: Any) -> set[str] | None:
+    """The names of the parameters that train; None where all do."""
+    trains = {name: parameter.requires_grad for name, parameter in module.named_parameters()}
+    return None if all(trains.values()) else {name for name, does in trains.items() if does}
 
 
 def _local_unless_sharded(leaf: Any) -> Any:

@@ -107,8 +107,8 @@ def engine_for(policy, rank, world_size, *, tp=1, **settings):
     from megatron_grpo.rollout.colocated import ColocatedEngine
 
     cfg = RolloutConfig(**{"vllm_kv_cache_memory_mb": 8, "vllm_max_num_seqs": 32, "vllm_tensor_parallel_size": tp} | settings)
-    return ColocatedEngine.build(cfg, model_path=policy.path, dtype=policy.dtype, max_model_len=128, seed=0, rank=rank, world_size=world_size,
-                                 lora=policy.pushes)  # fmt: skip
+    return ColocatedEngine.build(cfg, model_path=policy.path, dtype=policy.dtype, max_model_len=128, seed=0, rank=rank,
+                                 world_size=world_size, lora=policy.pushes)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
