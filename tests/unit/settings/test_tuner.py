@@ -83,7 +83,8 @@ def model(tmp_path_factory):
 
 def test_the_file_of_an_adapter_decides_and_its_values_stand_in_the_configuration(model, tmp_path):
     adapter = random_adapter(model, tmp_path / "adapter")
-    words = ["--model", str(model), "--tuner_type", "lora", "--adapters", str(adapter), "--target_modules", "all-linear"]
+    words = ["--model", str(model), "--max_completion_length", "8", "--tuner_type", "lora", "--adapters", str(adapter)]
+    words += ["--target_modules", "all-linear"]
     cfg = check(words).config
     assert (cfg.tuner.lora_rank, cfg.tuner.lora_alpha, cfg.tuner.rank_pattern) == (ODD.rank, ODD.alpha, dict(ODD.rank_pattern))
     assert cfg.sources["lora_rank"] == "derived from adapters"
