@@ -76,9 +76,11 @@ def make_plan(checked: Checked, *, num_prompts: int | None = None) -> Plan:
     if checked.shape is not None or lengths:
         from megatron_grpo.planning.cost import estimate_cost
         from megatron_grpo.planning.memory import estimate_memory
+        from megatron_grpo.planning.tuning import Tuning
 
-        cost = estimate_cost(checked.shape, sizes, cfg, lengths)
-        memory = estimate_memory(checked.shape, sizes, cfg, lengths) if checked.shape is not None else None
+        tuning = Tuning.of(cfg, checked.shape) if checked.shape is not None else None
+        cost = estimate_cost(checked.shape, sizes, cfg, tuning, lengths)
+        memory = estimate_memory(checked.shape, sizes, cfg, tuning, lengths) if checked.shape is not None and tuning is not None else None
     return Plan(
         checked=checked,
         timetable=timetable,
