@@ -76,7 +76,8 @@ def test_every_step_is_that_of_transformers_in_float64(inputs, tmp_path, case):
     assert [step["learning_rate"] for step in found] == pytest.approx(rates, rel=1e-12)
     weights = weights_of(tmp_path / "out")
     for name, wanted in right.weights.items():
-        assert np.linalg.norm(weights[name] - wanted) <= 1e-5 * np.linalg.norm(wanted), name
+        bound = 5e-5 if name.endswith("lora_B.weight") else 1e-5  # it began at zero: all of it is updates
+        assert np.linalg.norm(weights[name] - wanted) <= bound * np.linalg.norm(wanted), name
 
 
 def train_with_longer_answers_at_each_version(rank: int, world_size: int, flags: list[str]) -> int:
