@@ -71,6 +71,7 @@ LAYOUTS = {
     "CP2 DP2": Case(4, {CP: 2}),
     "TP2 ETP1": Case(2, {TP: 2, SP: True}, True),
     "TP2 ETP2": Case(2, {TP: 2, SP: True, ETP: 2}, True),
+    "DP2 ETP2": Case(2, {ETP: 2}, True),
     "EP2": Case(2, {EP: 2}, True),
     "TP2 EP2 ETP1": Case(2, {TP: 2, SP: True, EP: 2}, True),
     "CP2 EP2": Case(2, {CP: 2, EP: 2}, True),
@@ -363,9 +364,9 @@ def reference(path: str | Path, cfg: Config, batches: Sequence[Sequence[Sample]]
     from tests.tiny_models import load_tiny
 
     if cfg.tuner.tuner_type == "lora":
-        from tests.lora_cases import peft_model
+        from tests.lora_cases import peft_model, start_of
 
-        model, named = peft_model(path, cfg.tuner.adapters)
+        model, named = peft_model(path, start_of(cfg))
     else:
         model = load_tiny(path, "float64").train()
         if hasattr(model, "set_experts_implementation"):

@@ -89,8 +89,8 @@ def _reference(config: Config) -> list[Problem]:
     return [
         Problem(
             flags=("sync_ref_model", "tuner_type"),
-            message="sync_ref_model does not go with tuner_type lora: a mix of two products B A is not a product of that rank, so no adapter "
-            "is the mixed reference. Leave it out: the reference is the model as the run began.",
+            message="sync_ref_model does not go with tuner_type lora: a mix of two products B A is not of rank r, so no adapter is "
+            "the mixed reference. Leave it out: the reference is the model as the run began.",
             nearest={"sync_ref_model": [False]},
         )
     ]
@@ -193,8 +193,8 @@ def warnings(config: Config) -> list[str]:
         )
     if config.tuner.tuner_type == "lora" and config.tuner.lora_dropout > 0:
         found.append(
-            f"lora_dropout {config.tuner.lora_dropout:g}: the policy that trains drops parts of its input, the one that samples does not, so "
-            "their ratio is not 1 even before the first step, and the gradient is that of another policy. 0 trains the one that samples."
+            f"lora_dropout {config.tuner.lora_dropout:g}: the policy that trains drops parts of its input, the one that samples does not, "
+            "so their ratio is not 1 even before the first step, and the gradient is that of another policy. 0 trains the one that samples."
         )
     if is_truncated_sampling(config.rollout):
         found.append(truncated_sampling_warning(config.rollout))

@@ -11,9 +11,9 @@ from megatron_grpo.settings.config import Config, TunerConfig
 
 # Modules that people give adapters elsewhere, by the names they have there and in Megatron.
 _NO_ADAPTER: Mapping[str, str] = {
-    **dict.fromkeys(("all-router", "router", "gate"), "a router is no linear layer of Megatron-Core, and its choices would be the sampler's no more"),
+    **dict.fromkeys(("all-router", "router", "gate"), "Megatron-Core's router is no linear layer, and vLLM has none on routers"),
     **dict.fromkeys(("all-embedding", "embed_tokens", "word_embeddings", "embedding"), "vLLM does not sample from adapters on embeddings"),
-    **dict.fromkeys(("lm_head", "output_layer"), "log-probs are computed from the head as it is, and vLLM does not sample from an adapter on it"),
+    **dict.fromkeys(("lm_head", "output_layer"), "log-probs are computed from the head as it is"),
 }  # fmt: skip
 _OF_FULL = ("freeze_parameters", "freeze_parameters_regex", "trainable_parameters", "trainable_parameters_regex")
 _PATTERNS = ("target_regex", "freeze_parameters_regex", "trainable_parameters_regex")
@@ -28,9 +28,9 @@ def pairs(cfg: Config) -> Iterator[Pair]:
     yield from _of_lora(cfg) if cfg.tuner.tuner_type == "lora" else _of_full(cfg.tuner)
 
 
-def are_patterns_valid(tuner: TunerConfig) -> bool:
-    """Whether all regular expressions can be compiled, so that a model's names may be compared with them."""
-    return not any(_patterns(tuner))
+def are_names_readable(tuner: TunerConfig) -> bool:
+    """Whether what is typed as a name or a regular expression is one, so that a model's names may be compared with it."""
+    return not any(_patterns(tuner)) and not any(_targets(tuner))
 
 
 def _patterns(tuner: TunerConfig) -> Iterator[Pair]:
@@ -101,8 +101,8 @@ def _of_lora(cfg: Config) -> Iterator[Pair]:
     if tuner.ref_adapters is not None and cfg.grpo.beta == 0:
         yield (
             ("ref_adapters", "beta"),
-            f"ref_adapters ({tuner.ref_adapters}) is the reference of the KL, and with beta 0 there is none. Give a beta above 0, for example "
-            "0.04, or leave it out.",
+            f"ref_adapters ({tuner.ref_adapters}) is the reference of the KL, and with beta 0 there is none. Give a beta above 0, for "
+            "example 0.04, or leave it out.",
             {"ref_adapters": ["none"]},
         )
 

@@ -96,9 +96,9 @@ class LoraSettings:
         if targets == ALL_LINEAR:
             targets = (ALL_LINEAR,)
         return cls(
-            rank=int(found["r"]),
-            alpha=float(found["lora_alpha"]),
-            dropout=float(found.get("lora_dropout") or 0),
+            rank=found["r"],
+            alpha=found["lora_alpha"],
+            dropout=found.get("lora_dropout") or 0.0,
             use_rslora=bool(found.get("use_rslora")),
             target_modules=() if isinstance(targets, str) else tuple(targets),
             target_regex=targets if isinstance(targets, str) else None,
@@ -177,10 +177,13 @@ class LoraSettings:
 
 
 def lora_of(cfg: TunerConfig, shape: ModelShape) -> LoraSettings | None:
-    """The adapters that a run trains; None where it trains weights. A run that begins with an adapter trains that one: its file decides."""
+    """The adapters that a run trains; None where it trains weights.
+
+    A run that begins with an adapter trains that one: its file decides, but for the dropout, which is not part of what an adapter is.
+    """
     if cfg.tuner_type != "lora":
         return None
-    return LoraSettings.from_peft(cfg.adapters) if cfg.adapters else LoraSettings.of(cfg, shape)
+    return replace(LoraSettings.from_peft(cfg.adapters), dropout=cfg.lora_dropout) if cfg.adapters else LoraSettings.of(cfg, shape)
 
 
 def _read_config(directory: Path, flag: str) -> dict[str, Any]:
