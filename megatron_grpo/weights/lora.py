@@ -16,6 +16,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -228,8 +229,13 @@ class LinearModule:
     is_expert: bool
 
 
-def linear_modules(shape: ModelShape) -> Iterator[LinearModule]:
-    """Every one of the whole model, layer by layer."""
+@cache
+def linear_modules(shape: ModelShape) -> tuple[LinearModule, ...]:
+    """Every one of the whole model, layer by layer. Kept: a model of many experts has tens of thousands, and many ask for them."""
+    return tuple(_linear_modules(shape))
+
+
+def _linear_modules(shape: ModelShape) -> Iterator[LinearModule]:
     for layer in range(shape.num_layers):
         for entry in layer_entries(shape, moe=shape.is_moe_layer(layer)):
             if not is_linear(entry):
