@@ -60,6 +60,8 @@ def native_flags(cfg: Config, sizes: BatchSizes) -> str:
         ):
             continue
         value = getattr(getattr(cfg, setting.group), setting.name)
-        values = value if isinstance(value, list) else [value]
+        values = (
+            [f"{name}={one}" for name, one in value.items()] if isinstance(value, dict) else value if isinstance(value, list) else [value]
+        )
         words += [f"--{setting.name}", *(str(v).lower() if isinstance(v, bool) or v is None else shlex.quote(str(v)) for v in values)]
     return " ".join(words)

@@ -106,7 +106,7 @@ def estimate_memory(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: T
         "tokens_per_micro_batch": tokens,
         "sampler": sampler,
         "stages": stages,
-        "assumptions": _assumptions(cfg, prompt, completion, lengths),
+        "assumptions": _assumptions(cfg, tuning, prompt, completion, lengths),
     }
 
 
@@ -128,7 +128,7 @@ def _largest_tensor(shape: ModelShape) -> int:
     return max(shape.vocab_size * shape.hidden_size, 2 * shape.hidden_size * shape.ffn_hidden_size)
 
 
-def _assumptions(cfg: Config, prompt: int, completion: int, lengths: Lengths | None) -> list[str]:
+def _assumptions(cfg: Config, tuning: Tuning, prompt: int, completion: int, lengths: Lengths | None) -> list[str]:
     where = (
         f"the longest of {cfg.plan.lengths}"
         if lengths
@@ -140,10 +140,19 @@ def _assumptions(cfg: Config, prompt: int, completion: int, lengths: Lengths | N
         1: "vLLM's weights wait on the host while training",
         2: "vLLM drops its weights while training",
     }
+    reference = []
+    if tuning.adapters and cfg.grpo.beta > 0:
+        what = (
+            f"other matrices in its adapters' places ({cfg.tuner.ref_adapters or cfg.tuner.adapters})"
+            if tuning.reference
+            else "adapters off"
+        )
+        reference = [f"reference: the same model with {what}"]
     return [
         "weights, gradients and optimizer state are exact (the optimizer's of data-parallel rank 0), Adam's step counters not counted",
+        *reference,
         f"every sequence has {prompt} + {completion} tokens ({where})",
-        "activations: flash attention, no dropout; what a layer's backward needs, for the micro-batches in flight",
+        "activations: flash attention, fused norms, no dropout; what a layer's backward needs, for the micro-batches in flight",
         f"logits: {cfg.model.logprob_chunk_size} positions at a time in float32, and their gradient",
         f"KV cache: {kv}",
         sleeping[cfg.rollout.sleep_level] + f" (sleep_level {cfg.rollout.sleep_level})",
