@@ -12,6 +12,7 @@ from megatron_grpo.errors import ConfigError, Problem
 from megatron_grpo.parallel.layout import sequence_alignment
 from megatron_grpo.settings.config import Config
 from megatron_grpo.sizing.batch_sizes import BatchSizes
+from megatron_grpo.types import Extent
 
 if TYPE_CHECKING:
     from megatron_grpo.batching.split import BatchCut
@@ -77,12 +78,14 @@ def packing(sizes: BatchSizes, cfg: Config, lengths: Lengths) -> dict[str, Any]:
     cut = _cut(sizes, cfg)
     totals = [p + c for p, c in lengths.pairs]
     micro_steps: list[Sequence[list[int]]] = []  # [micro-step][DP rank] -> lengths
+    streams = 0  # tokens in the streams of all micro-batches
     for begin in range(0, len(totals), sizes.global_batch_size):
         rows = totals[begin : begin + sizes.global_batch_size]
         if len(rows) < cut.rows_per_slice * cut.multiple and micro_steps:
             break  # the file's last lines are too few for a step of their own
         filled = [*rows, *[rows[0]] * cut.rows_per_slice * cut.multiple]
-        dealt = deal_filled([[row] for row in rows], cut)
+        dealt = deal_filled([Extent((row,)) for row in rows], cut)
+        streams += sum(portion.num_tokens for mine in dealt for portion in mine)
         micro_steps += zip(*[[[filled[i] for i in portion.rows] for portion in mine] for mine in dealt], strict=True)
     micro_batches = [rows for step in micro_steps for rows in step]
     tokens = [sum(rows) for rows in micro_batches]
@@ -94,14 +97,14 @@ def packing(sizes: BatchSizes, cfg: Config, lengths: Lengths) -> dict[str, Any]:
         "mean_tokens_per_micro_batch": sum(tokens) / len(tokens),
         "min_tokens_per_micro_batch": min(tokens),
         "max_tokens_per_micro_batch": max(tokens),
-        "packing_efficiency": useful / sum(cut.alignment.of_stream(cut.alignment.of_contexts(rows)) for rows in micro_batches),
+        "packing_efficiency": useful / streams,
         "padded_efficiency": sum(tokens) / sum(max(rows) * len(rows) for rows in micro_batches),
         "balance": sum(sum(step) / (len(step) * max(step)) for step in full) / len(full),
     }
 
 
 def _cut(sizes: BatchSizes, cfg: Config) -> BatchCut:
-    from megatron_grpo.batching.collate import Alignment
+    from megatron_grpo.batching.alignment import Alignment
     from megatron_grpo.batching.split import BatchCut
 
     layout = sizes.layout

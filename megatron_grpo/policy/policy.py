@@ -12,7 +12,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from megatron_grpo.batching.collate import Alignment
+from megatron_grpo.batching.alignment import Alignment
 from megatron_grpo.batching.split import BatchCut
 from megatron_grpo.clock import Clock
 from megatron_grpo.grpo.entropy import entropy_threshold
