@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -28,18 +29,22 @@ from megatron_grpo.parallel.state import ParallelState
 from megatron_grpo.planning.command import Plan
 from megatron_grpo.policy.exchange import WeightExchange
 from megatron_grpo.policy.guard import FiniteGuard, Guard
+from megatron_grpo.policy.lora import Adapters
 from megatron_grpo.policy.model import build_chunks
 from megatron_grpo.policy.optimizer import Trainable
 from megatron_grpo.policy.policy import Policy, cut_for
 from megatron_grpo.policy.reference import FollowingReference, FrozenReference, Reference
 from megatron_grpo.policy.refused import machine_problems
 from megatron_grpo.policy.scorer import ModelScorer
+from megatron_grpo.policy.trains import choose_what_trains
 from megatron_grpo.rollout.engine import Engine, SamplingSettings
 from megatron_grpo.rollouts import Asker, KlPenalty, Rollouts
 from megatron_grpo.settings.config import Config, GrpoConfig
 from megatron_grpo.settings.write import write_config
 from megatron_grpo.sync import Publisher
 from megatron_grpo.types import Prompt
+from megatron_grpo.weights.adapters import drawn, from_file, own_sizes
+from megatron_grpo.weights.lora import LoraSettings, lora_of
 from megatron_grpo.weights.mapping import WeightMap
 from megatron_grpo.weights.reader import HfReader, check_tied_head
 from megatron_grpo.weights.shape import ModelShape
@@ -185,7 +190,7 @@ MakeReference = Callable[[GrpoConfig, ModelScorer, Tensors], Reference]  # setti
 
 
 def build_frozen(cfg: GrpoConfig, initial: ModelScorer, tensors: Tensors) -> Reference:
-    return FrozenReference(initial.model, initial.parallel, initial.cut)
+    return FrozenReference(initial)
 
 
 def build_following(cfg: GrpoConfig, initial: ModelScorer, tensors: Tensors) -> Reference:
@@ -210,6 +215,25 @@ def padded_vocab_size(shape: ModelShape, cfg: Config) -> int:
     """Rows of the embedding: a multiple that TP divides evenly."""
     multiple = cfg.model.padded_vocab_multiple * cfg.parallel.tensor_model_parallel_size
     return -(-shape.vocab_size // multiple) * multiple
+
+
+def build_adapters(cfg: Config, chunks: Sequence[Any], exchange: WeightExchange) -> Adapters | None:
+    """The adapters that train, beside the weights of `chunks`, which then do not; None with tuner_type full."""
+    tuner, shape = cfg.tuner, exchange.map.shape
+    settings = lora_of(tuner, shape)
+    if settings is None:
+        return None
+    sizes = own_sizes(settings, shape)
+    read = from_file(tuner.adapters, sizes) if tuner.adapters else drawn(sizes, cfg.run.seed)
+    found = Adapters(
+        chunks, exchange, settings, read, base_model=cfg.model.model, push="merged" if tuner.vllm_enable_lora is False else "adapter"
+    )
+    start = tuner.ref_adapters or tuner.adapters
+    if cfg.grpo.beta and start:
+        flag = "ref_adapters" if tuner.ref_adapters else "adapters"
+        theirs = LoraSettings.from_peft(start, flag=flag)
+        found.keep_reference(theirs, from_file(start, own_sizes(theirs, shape), flag=flag))
+    return found
 
 
 def build_policy(
@@ -241,7 +265,11 @@ def build_policy(
         exchange.load(chunks, reader)
         return chunks
 
-    model = Trainable.of(loaded_chunks(), cfg.optimizer, num_steps=num_steps)
+    chunks = loaded_chunks()
+    adapters = build_adapters(cfg, chunks, exchange)
+    if adapters is None:
+        choose_what_trains(chunks, exchange, cfg.tuner)
+    model = Trainable.of(chunks, cfg.optimizer, num_steps=num_steps, adapters=adapters)
     cut = cut_for(
         parallel,
         model.chunks[0].config,
@@ -250,9 +278,12 @@ def build_policy(
     )
     held_to = None
     if cfg.grpo.beta:
-        initial = [chunk.eval().requires_grad_(False) for chunk in loaded_chunks()]
         make = reference or REFERENCES[cfg.grpo.sync_ref_model]
-        held_to = make(cfg.grpo, ModelScorer(initial, parallel, cut), partial(exchange.tensors, initial))
+        if adapters is not None:  # the same model without them, or with those it began with
+            held_to = make(cfg.grpo, ModelScorer(model.wrapped, parallel, cut, around=adapters.reference), adapters.tensors)
+        else:
+            initial = [chunk.eval().requires_grad_(False) for chunk in loaded_chunks()]
+            held_to = make(cfg.grpo, ModelScorer(initial, parallel, cut), partial(exchange.tensors, initial))
     return Policy(
         model,
         loss=loss,

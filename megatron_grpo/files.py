@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -35,6 +36,33 @@ def write_whole(path: str | Path, text: str, *, durable: bool = False) -> None:
     """The text, in UTF-8, as `written_whole` writes."""
     with written_whole(path, durable=durable) as stream:
         stream.write(text.encode())
+
+
+@contextmanager
+def directory_whole(path: str | Path, *, marker: str) -> Iterator[Path]:
+    """A directory to fill that becomes `path`, on the disk, when the block ends. If the block raises, `path` is what it was before.
+
+    marker: a file that everything of this kind has. FileExistsError where `path` is something else, unless it is an empty directory.
+    """
+    out = Path(path)
+    if out.exists() and (not out.is_dir() or (any(out.iterdir()) and not (out / marker).is_file())):
+        raise FileExistsError(f"{out} exists and has no {marker}; it is left alone. Name another directory.")
+    partial = out.parent / f".{out.name}.partial-{os.getpid()}"
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        yield partial
+        for file in partial.iterdir():
+            sync(file)
+        sync(partial)
+        old = partial.with_suffix(".old")
+        if out.exists():
+            os.replace(out, old)  # a directory can only be renamed onto an empty one
+        os.replace(partial, out)
+        sync(out.parent)
+        shutil.rmtree(old, ignore_errors=True)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 def sync(path: str | Path) -> None:

@@ -37,7 +37,7 @@ BFLOAT16_MEAN_CACHED = 0.4
 class PushedPolicy(Protocol):
     """What the policy offers to be pushed and checked. Both are collective over all ranks."""
 
-    def update(self, version: int) -> WeightUpdate:
+    def updates(self, version: int, *, has_base: bool) -> Iterator[WeightUpdate]:
         """What a holder needs to hold the policy's weights, which are those of `version`."""
 
     def score(self, sequences: SequenceOf[Sequence], *, temperature: float | None = None) -> list[np.ndarray]:
@@ -83,7 +83,7 @@ class Publisher:
 
 def push(policy: PushedPolicy, holder: WeightHolder, *, version: int, verify: bool) -> SyncStats:
     """Gives the holder the policy's weights. Collective over all ranks. verify: compare log-probs afterwards."""
-    update = policy.update(version)
+    (update,) = policy.updates(version, has_base=True)
     counted = _Counted(update.tensors)
     holder.take(replace(update, tensors=counted))
     largest = mean = float("nan")

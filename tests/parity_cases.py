@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from megatron_grpo.settings.config import Config, OptimizerConfig
 from megatron_grpo.types import Sample
+from megatron_grpo.weights.trains import parameter_trains, trains
 
 # Groups as a rollout has them: (tokens of the prompt, tokens of each completion of it). Completions of 1 and 2 tokens, a prompt of 1, and
 # lengths that no layout divides. The completions of a group share the context of their first token, so its entropy too.
@@ -70,6 +71,7 @@ LAYOUTS = {
     "CP2 DP2": Case(4, {CP: 2}),
     "TP2 ETP1": Case(2, {TP: 2, SP: True}, True),
     "TP2 ETP2": Case(2, {TP: 2, SP: True, ETP: 2}, True),
+    "DP2 ETP2": Case(2, {ETP: 2}, True),
     "EP2": Case(2, {EP: 2}, True),
     "TP2 EP2 ETP1": Case(2, {TP: 2, SP: True, EP: 2}, True),
     "CP2 EP2": Case(2, {CP: 2, EP: 2}, True),
@@ -294,7 +296,8 @@ def train(rank: int, world: int, path: str | Path, cfg: Config, batches: Sequenc
         metrics = policy.train_step(batch_of(policy, samples, index)).metrics
         losses.append(metrics["loss"])
         norms.append(metrics["grad_norm"])
-    return Trained(losses, norms, gradients, {name: _numpy(tensor) for name, tensor in policy.named_weights()})
+    named = policy.named_adapters() if policy.adapters else policy.named_weights()
+    return Trained(losses, norms, gradients, {name: _numpy(tensor) for name, tensor in named})
 
 
 def batch_of(policy, samples: Sequence[Sample], index: int):
@@ -314,14 +317,15 @@ def score_tokens(policy, sequences: Sequence[Sequence[int]]) -> list[np.ndarray]
 
 
 def full_gradients(policy) -> dict[str, np.ndarray]:
-    """Every gradient of the whole model, after the reductions of a step, under its Hugging Face name. Collective."""
+    """Every gradient of what trains, after the reductions of a step, under its Hugging Face or PEFT name. Collective."""
     for chunk in policy.wrapped:
         for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]:
             if buffer.ddp_config.use_distributed_optimizer:
                 _complete(buffer)
-    parameters = policy.exchange.tensors(policy.chunks)
+    parameters = (policy.adapters.exchange if policy.adapters else policy.exchange).tensors(policy.chunks)
     grads = {name: tensor.main_grad for name, tensor in parameters.items() if getattr(tensor, "main_grad", None) is not None}
-    return {name: _numpy(tensor) for name, tensor in policy.exchange.stream(grads)}
+    named = policy.adapters.trimmed(grads) if policy.adapters else policy.exchange.stream(grads)
+    return {name: _numpy(tensor) for name, tensor in named}
 
 
 def _numpy(tensor: torch.Tensor) -> np.ndarray:
@@ -359,16 +363,28 @@ def reference(path: str | Path, cfg: Config, batches: Sequence[Sequence[Sample]]
     """
     from tests.tiny_models import load_tiny
 
-    model = load_tiny(path, "float64").train()
-    if hasattr(model, "set_experts_implementation"):
-        model.set_experts_implementation("eager")  # the grouped one takes no float64
-    model.get_input_embeddings().padding_idx = None  # else the padding token, an ordinary token here, gets no gradient
+    if cfg.tuner.tuner_type == "lora":
+        from tests.lora_cases import peft_model
+
+        model, named = peft_model(path, cfg.tuner.adapters)
+    else:
+        model = load_tiny(path, "float64").train()
+        if hasattr(model, "set_experts_implementation"):
+            model.set_experts_implementation("eager")  # the grouped one takes no float64
+        model.get_input_embeddings().padding_idx = None  # else the padding token, an ordinary token here, gets no gradient
+        named = dict(model.named_parameters())
     frozen = copy.deepcopy(model).requires_grad_(False) if cfg.grpo.beta else None
-    named = dict(model.named_parameters())
+    if cfg.tuner.tuner_type == "full":
+        rule = trains(cfg.tuner)
+        for name, p in model.named_parameters():
+            p.requires_grad_(parameter_trains(in_export_names({name: p.detach().numpy()}, path), rule))
+    kept = {name: p for name, p in named.items() if not p.requires_grad}
+    named = {name: p for name, p in named.items() if p.requires_grad}
     moments = {name: (torch.zeros_like(p), torch.zeros_like(p)) for name, p in named.items()}
     o, losses, norms, first = cfg.optimizer, [], [], None
     for index, samples in enumerate(batches(model, frozen) if callable(batches) else batches):
-        model.zero_grad()
+        for p in named.values():
+            p.grad = None
         with float32_means_float64(), _router_losses(model) as per_sequence:
             loss = _reference_loss(model, frozen, cfg, samples, index)
             z_loss = (cfg.model.moe_z_loss_coeff or 0.0) * sum(per_sequence) / sum(len(sample.token_ids) - 1 for sample in samples)
@@ -391,8 +407,9 @@ def reference(path: str | Path, cfg: Config, batches: Sequence[Sequence[Sample]]
                     old.copy_(cfg.grpo.ref_model_mixup_alpha * new + (1 - cfg.grpo.ref_model_mixup_alpha) * old)
         losses.append(loss.item())
         norms.append(norm)
-    still = {name: buffer for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")}  # exported, not trained
-    weights = {name: tensor.detach().numpy() for name, tensor in (named | still).items()}
+    if cfg.tuner.tuner_type == "full":  # exported, not trained
+        kept |= {name: buffer for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")}
+    weights = {name: tensor.detach().numpy() for name, tensor in (named | kept).items()}
     return Trained(losses, norms, in_export_names(first, path), in_export_names(weights, path))
 
 

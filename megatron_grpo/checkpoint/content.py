@@ -12,7 +12,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from megatron_grpo.errors import Problem
 from megatron_grpo.settings.config import Config
+from megatron_grpo.weights.lora import BASE
 
 VOCABULARY = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt", "merges.txt", "tekken.json")
 TEMPLATE = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "generation_config.json", "chat_template.*")
@@ -27,6 +29,9 @@ def content_of(cfg: Config, *, model_path: Path | None = None, rows: Any = None)
         found["model"] = model_fingerprint(model_path)
         for name, files in (("vocabulary", [*VOCABULARY, "*.tiktoken"]), ("chat template and special tokens", TEMPLATE)):
             found[name] = _of_files(path for pattern in files for path in sorted(model_path.glob(pattern)))
+    for flag, directory in (("adapters", cfg.tuner.adapters), ("ref_adapters", cfg.tuner.ref_adapters)):
+        if directory and Path(directory).is_dir():
+            found[flag] = _of_files(sorted(Path(directory).glob("adapter_*")))
     if rows is not None:
         found["data set"] = f"{len(rows.rows)} rows, {rows.fingerprint()[:SHOWN]}"
     for spec in cfg.rewards.reward_funcs:
@@ -47,6 +52,17 @@ def model_fingerprint(directory: Path) -> str:
     weights = sorted(_sample(path) for path in directory.glob("*.safetensors"))
     digest = hashlib.sha256(json.dumps([config, weights], sort_keys=True).encode())
     return f"{config.get('model_type', 'model')} {digest.hexdigest()[:SHOWN]}"
+
+
+def base_problems(adapter: str | Path, model: Path, *, flag: str = "adapters") -> list[Problem]:
+    """An adapter that was trained beside another base is for that base; PEFT's own files do not say which, ours do."""
+    try:
+        trained = json.loads((Path(adapter) / BASE).read_text(encoding="utf-8"))["fingerprint"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
+    found = model_fingerprint(model)
+    message = f"{flag}: {adapter} was trained beside another model ({trained}) than {model} ({found}). Give that model, or another adapter."
+    return [] if trained == found else [Problem(flags=(flag, "model"), message=message)]
 
 
 def _sample(path: Path) -> str:

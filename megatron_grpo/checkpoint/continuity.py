@@ -20,12 +20,14 @@ from megatron_grpo.errors import Problem
 _TABLE = {
     "refused": """
         torch_dtype seed dataset_shuffle sync_ref_model use_distributed_optimizer
+        tuner_type lora_rank lora_alpha use_rslora lora_dtype target_modules target_regex exclude_modules rank_pattern alpha_pattern
+        freeze_parameters freeze_parameters_regex trainable_parameters trainable_parameters_regex
     """,
     "between": """
         generation_batch_size global_batch_size num_generations num_iterations old_logprobs temperature
     """,
     "said": """
-        model transformer_impl moe_aux_loss_coeff moe_z_loss_coeff
+        model transformer_impl moe_aux_loss_coeff moe_z_loss_coeff lora_dropout adapters ref_adapters vllm_enable_lora
         dataset dataset_split max_prompt_length truncation_strategy system enable_thinking
         vllm_mode max_completion_length top_p top_k stop stop_token_ids vllm_dtype
         reward_funcs reward_weights reward_timeout reward_on_error answer_column accuracy_exact math_timeout format_tags length_target
@@ -41,7 +43,8 @@ _TABLE = {
         max_steps num_train_epochs eval_dataset eval_num_prompts eval_reward
     """,
     "free": """
-        bf16 padded_vocab_multiple recompute_granularity recompute_method recompute_num_layers recompute_modules logprob_chunk_size
+        bf16 merge_lora
+        padded_vocab_multiple recompute_granularity recompute_method recompute_num_layers recompute_modules logprob_chunk_size
         moe_token_dispatcher_type
         world_size tensor_model_parallel_size pipeline_model_parallel_size virtual_pipeline_model_parallel_size
         decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers context_parallel_size expert_model_parallel_size
@@ -56,8 +59,11 @@ _TABLE = {
     """,
 }  # bf16 is another spelling of torch_dtype; of the sizes, those are compared that decide which rows a step trains
 VERDICTS: Mapping[str, str] = {name: verdict for verdict, names in _TABLE.items() for name in names.split()}
-CONTENT: Mapping[str, str] = {"model": "refused", "vocabulary": "refused", "data set": "refused"}  # everything else is said
-_FLAGS = {"model": "model", "vocabulary": "model", "data set": "dataset"}
+# Content -> the setting that names it. Another content is refused; of everything that is not here it is said.
+_FLAGS = {"model": "model", "vocabulary": "model", "data set": "dataset", "adapters": "adapters", "ref_adapters": "ref_adapters"}
+CONTENT: Mapping[str, str] = dict.fromkeys(_FLAGS, "refused")
+_OTHER_MATRICES = "a checkpoint holds what trains, and that would be something else"
+_FREEZING = ("freeze_parameters", "freeze_parameters_regex", "trainable_parameters", "trainable_parameters_regex")
 _WHY = {
     "torch_dtype": "the weights and moments of one are not those of the other",
     "use_distributed_optimizer": "the moments are described in another way",
@@ -66,6 +72,12 @@ _WHY = {
     "sync_ref_model": "only a run whose reference moves keeps it in its checkpoints",
     "beta": "only a run whose reference moves keeps it in its checkpoints",
     "model": "the weights, and the reference that the KL is measured against, would be of two models",
+    **dict.fromkeys(("tuner_type", "lora_rank", "target_modules", "target_regex", "exclude_modules", "rank_pattern"), _OTHER_MATRICES),
+    **dict.fromkeys(("lora_alpha", "use_rslora", "alpha_pattern"), "the same matrices would be another adapter"),
+    **dict.fromkeys(_FREEZING, "what was frozen has no moments in it, and what trains has no other place"),
+    "lora_dtype": "the weights and moments of one are not those of the other",
+    "adapters": "ranks, alphas and targets come from that file, and so does the reference of the KL",
+    "ref_adapters": "the KL would be measured against another model",
     "vocabulary": "the same token ids would be other words",
     "data set": "the prompts that are left would be other ones",
 }

@@ -26,7 +26,17 @@ if TYPE_CHECKING:
     from megatron_grpo.settings.config import Config
 
 OURS = "grpo"  # what Megatron-Core knows nothing of lies in this directory of a checkpoint
-WRITTEN_BY_A_RUN = ("checkpoints", "completions", "plots", "hf", "metrics.jsonl", "evaluations.jsonl", "schedule.jsonl", "tensorboard")
+WRITTEN_BY_A_RUN = (
+    "checkpoints",
+    "completions",
+    "plots",
+    "hf",
+    "hf_merged",
+    "metrics.jsonl",
+    "evaluations.jsonl",
+    "schedule.jsonl",
+    "tensorboard",
+)
 
 
 class Prompts(Protocol):

@@ -14,6 +14,7 @@ from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.module import MegatronModule
 
+from megatron_grpo.policy.lora import Adapters
 from megatron_grpo.settings.config import OptimizerConfig
 
 
@@ -25,13 +26,15 @@ class Trainable:
     wrapped: Sequence[DistributedDataParallel]
     optimizer: Any
     scheduler: OptimizerParamScheduler
+    adapters: Adapters | None = None  # they train, and the chunks they stand in do not
 
     @classmethod
-    def of(cls, chunks: Sequence[MegatronModule], cfg: OptimizerConfig, *, num_steps: int) -> Trainable:
-        """num_steps: length of the run, in optimizer steps."""
+    def of(cls, chunks: Sequence[MegatronModule], cfg: OptimizerConfig, *, num_steps: int, adapters: Adapters | None = None) -> Trainable:
+        """What asks for a gradient trains. num_steps: length of the run, in optimizer steps."""
         wrapped = wrap_for_training(chunks, cfg)
         optimizer = build_optimizer(wrapped, cfg)
-        return cls(chunks=chunks, wrapped=wrapped, optimizer=optimizer, scheduler=build_scheduler(optimizer, cfg, num_steps=num_steps))
+        scheduler = build_scheduler(optimizer, cfg, num_steps=num_steps)
+        return cls(chunks=chunks, wrapped=wrapped, optimizer=optimizer, scheduler=scheduler, adapters=adapters)
 
 
 def wrap_for_training(chunks: Sequence[MegatronModule], cfg: OptimizerConfig) -> list[DistributedDataParallel]:

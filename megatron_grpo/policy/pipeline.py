@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -53,8 +54,21 @@ def read(
 
     temperature: divides the logits (default: the sampling temperature of the run).
     """
-    with torch.no_grad():
+    with torch.no_grad(), _without_dropout(model):
         return _run(model, micro_batches, reader, parallel, with_entropy=with_entropy, temperature=temperature, forward_only=True)
+
+
+@contextmanager
+def _without_dropout(model: Sequence[torch.nn.Module]) -> Iterator[None]:
+    """Two scorings of one text agree. (Adapters may have dropout, and a policy in training is in training mode.)"""
+    was = [chunk.training for chunk in model]
+    for chunk in model:
+        chunk.eval()
+    try:
+        yield
+    finally:
+        for chunk, training in zip(model, was, strict=True):
+            chunk.train(training)
 
 
 def _run(model, micro_batches, finish, parallel, *, with_entropy: bool, temperature: float | None, forward_only: bool) -> list[Any]:

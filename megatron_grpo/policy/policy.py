@@ -78,6 +78,7 @@ class Policy:
         """reference: None where neither loss nor reward asks for one. clock: told what the parts of a step take."""
         self.chunks, self.wrapped, self.optimizer, self.scheduler = model.chunks, model.wrapped, model.optimizer, model.scheduler
         self.loss, self.reference, self.guard = loss, reference, guard
+        self.adapters = model.adapters
         self.exchange, self.parallel, self.cut, self.clock = exchange, parallel, cut, clock or Clock()
         self.scorer = ModelScorer(self.wrapped, parallel, cut)
 
@@ -179,13 +180,31 @@ class Policy:
 
     # ---- weights -------------------------------------------------------------------------------------------------------------
 
-    def update(self, version: int) -> WeightUpdate:
-        """What a sampler needs to hold this policy's weights, which are those of `version`."""
-        return WeightUpdate(kind="weights", version=version, tensors=self.named_weights())
+    def updates(self, version: int, *, has_base: bool) -> Iterator[WeightUpdate]:
+        """What a sampler needs, one after another, to hold this policy, which is that of `version`.
+
+        has_base: it holds the weights that an adapter stands beside.
+        """
+        if self.adapters is None:
+            yield WeightUpdate(kind="weights", version=version, tensors=self.named_weights())
+        elif self.adapters.push == "merged":
+            yield WeightUpdate(kind="merged", version=version, tensors=self.named_weights())
+        else:
+            if not has_base:
+                yield WeightUpdate(kind="weights", version=-1, tensors=self.exchange.stream(self.tensors()))
+            yield WeightUpdate(kind="adapter", version=version, tensors=self.named_adapters(), config=self.adapters.config)
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(Hugging Face name, full tensor) of every weight, on every rank, as they are now."""
-        return self.exchange.stream(self.tensors())
+        """(Hugging Face name, full tensor) of every weight, on every rank, as they are now; adapters are added in."""
+        if self.adapters is None:
+            return self.exchange.stream(self.tensors())
+        return self.exchange.stream(self.tensors(), prepare=self.adapters.merged)
+
+    def named_adapters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name of PEFT's files without its prefix, full matrix) of every adapter, on every rank, as they are now."""
+        assert self.adapters is not None, "asked for where all weights train"
+        self.tensors()  # complete
+        return self.adapters.named()
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """This rank's parameters under their names in the whole model, complete."""

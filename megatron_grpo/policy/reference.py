@@ -33,26 +33,32 @@ class Reference(Protocol):
         """Model chunks that a checkpoint must hold, because nothing else does."""
 
 
-class FrozenReference(ModelScorer):
-    """The model that the run began with."""
+class FrozenReference:
+    """The model that the run began with, or another that stays."""
 
     saved_chunks: SequenceOf[Any] = ()
+
+    def __init__(self, scorer: ModelScorer):
+        self._scorer = scorer
+
+    def logprobs(self, micro_batches: SequenceOf[MicroBatch]) -> list[np.ndarray]:
+        return self._scorer.logprobs(micro_batches)
+
+    def last_stage_logprobs(self, micro_batches: SequenceOf[MicroBatch]) -> list[np.ndarray]:
+        return self._scorer.last_stage_logprobs(micro_batches)
 
     def after_step(self, step: int, policy: Tensors) -> None:
         """Stays."""
 
 
-class FollowingReference(ModelScorer):
+class FollowingReference(FrozenReference):
     """reference = alpha * policy + (1 - alpha) * reference, weight by weight, every so many steps (TR-DPO, arXiv:2404.09656)."""
 
     def __init__(self, scorer: ModelScorer, *, tensors: Tensors, every: int, alpha: float):
         """tensors: of the reference. every: in optimizer steps. alpha: 1 copies the policy."""
-        super().__init__(scorer.model, scorer.parallel, scorer.cut)
+        super().__init__(scorer)
+        self.saved_chunks = scorer.model
         self._tensors, self._every, self._alpha = tensors, every, alpha
-
-    @property
-    def saved_chunks(self) -> SequenceOf[Any]:
-        return self.model
 
     @torch.no_grad()
     def after_step(self, step: int, policy: Tensors) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
+from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 import torch
@@ -19,8 +21,16 @@ from megatron_grpo.types import Extent, MicroBatch, Sequence
 class ModelScorer:
     """Every method is collective: all ranks call it. model: this stage's chunks, as Megatron's schedule takes them."""
 
-    def __init__(self, model: SequenceOf[torch.nn.Module], parallel: ParallelState, cut: BatchCut):
-        self.model, self.parallel, self.cut = model, parallel, cut
+    def __init__(
+        self,
+        model: SequenceOf[torch.nn.Module],
+        parallel: ParallelState,
+        cut: BatchCut,
+        *,
+        around: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ):
+        """around: holds while a pass runs; inside it the model is what is to be asked."""
+        self.model, self.parallel, self.cut, self.around = model, parallel, cut, around
 
     def score(self, sequences: SequenceOf[Sequence], *, temperature: float | None = None) -> list[np.ndarray]:
         """Log-probs of the masked tokens, float32 [T], 0 elsewhere. All ranks pass the same sequences, and all get all of them.
@@ -57,13 +67,15 @@ class ModelScorer:
         def reader(batch: MicroBatch, local: LocalBatch, logprobs, entropy):
             return self.whole(batch, local, entropy)
 
-        return pipeline.read(self.model, micro_batches, reader, self.parallel, with_entropy=True)
+        with self.around():
+            return pipeline.read(self.model, micro_batches, reader, self.parallel, with_entropy=True)
 
     def _last_stage(self, micro_batches: SequenceOf[MicroBatch], *, temperature: float | None = None) -> list[np.ndarray]:
         def reader(batch: MicroBatch, local: LocalBatch, logprobs, entropy):
             return self.whole(batch, local, logprobs)
 
-        return pipeline.read(self.model, micro_batches, reader, self.parallel, temperature=temperature)
+        with self.around():
+            return pipeline.read(self.model, micro_batches, reader, self.parallel, temperature=temperature)
 
     def whole(self, batch: MicroBatch, local: LocalBatch, values: torch.Tensor) -> np.ndarray:
         """[c] on each context-parallel rank -> [C] on all of them."""

@@ -1,9 +1,9 @@
-"""Which linear layers an adapter has, of what rank and scale, and what its two matrices are called. Names and sizes, no tensors, no torch.
+"""Which linear layers have an adapter, of what rank and scale, and what its two matrices are called. Names and sizes; no torch.
 
-LoRA (Hu et al. 2021, arXiv:2106.09685, section 4.1): W x + scale * B A x, with A [r, in] and B [out, r]. Words and rules are those of PEFT's
-LoraConfig, whose files are read and written (`weights.adapters`).
+LoRA (Hu et al. 2021, arXiv:2106.09685, section 4.1): W x + scale * B A x, with A [r, in] and B [out, r]. Words and rules are those of
+PEFT's LoraConfig, whose files are read and written (`weights.adapters`).
 
-A Megatron linear may fuse several Hugging Face modules: P = 3 in linear_qkv, 2 in linear_fc1. Its adapter is two parameters beside `weight`:
+A Megatron linear may fuse several Hugging Face modules: P = 3 in linear_qkv, 2 in linear_fc1. Its adapter is two parameters:
     lora_a [P * rank, in]   the A of its modules, one above the other
     lora_b [out, rank]      the B of its modules, packed and cut over ranks exactly as the weight is
 so the table of weights says everything of adapters too: an adapter's row is the weight's row with other sizes.
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from megatron_grpo.settings.config import TunerConfig
 
 CONFIG = "adapter_config.json"
+BASE = "base_model.json"  # beside it: which base the adapter is for. PEFT's own files name one, and say nothing of what it holds
 ALL_LINEAR = "all-linear"
 # Of PEFT's LoraConfig, and why.
 NOT_THERE = {
@@ -50,7 +51,7 @@ A, B = ".lora_A.weight", ".lora_B.weight"  # after the name of a Hugging Face mo
 
 @dataclass(frozen=True, kw_only=True)
 class LoraSettings:
-    """What PEFT's LoraConfig says of a model. Patterns are regular expressions on the end of a module's name, the first that matches counts.
+    """What PEFT's LoraConfig says of a model. Patterns are regular expressions on the end of a module's name; the first match counts.
 
     target_modules: names, or ends of names, of Hugging Face modules; or `all-linear`. target_regex goes before it, and is matched whole;
     so is exclude_regex. Modules are the linear layers of decoder layers: routers, embeddings and the head are never asked about.
@@ -95,9 +96,9 @@ class LoraSettings:
         if targets == ALL_LINEAR:
             targets = (ALL_LINEAR,)
         return cls(
-            rank=int(found["r"]),
-            alpha=float(found["lora_alpha"]),
-            dropout=float(found.get("lora_dropout") or 0),
+            rank=found["r"],
+            alpha=found["lora_alpha"],
+            dropout=found.get("lora_dropout") or 0.0,
             use_rslora=bool(found.get("use_rslora")),
             target_modules=() if isinstance(targets, str) else tuple(targets),
             target_regex=targets if isinstance(targets, str) else None,
@@ -128,26 +129,28 @@ class LoraSettings:
         """A name that matches nothing would train nothing, and nobody would be told."""
         modules = [module.name for module in linear_modules(shape)]
         known = ", ".join(sorted({module.rsplit(".", 1)[1] for module in modules}))
-        found = []
+        also = "Megatron's linear_qkv, linear_proj, linear_fc1 and linear_fc2 stand for those that they fuse"
+        lost = {}
         for flag, names in (("target_modules", self.target_modules), ("exclude_modules", self.exclude_modules)):
-            lost = [name for name in names if name != ALL_LINEAR and not any(_ends(module, (name,)) for module in modules)]
-            if lost and (flag != "target_modules" or self.target_regex is None):
-                found.append(Problem(flags=(flag,), message=f"{flag}: no linear layer of this model is called {', '.join(lost)}. "
-                                                            f"There are {known}; also Megatron's linear_qkv, linear_proj, linear_fc1, linear_fc2."))  # fmt: skip
+            lost[flag] = [name for name in names if name != ALL_LINEAR and not any(_ends(module, (name,)) for module in modules)]
         for flag, pattern in (("rank_pattern", self.rank_pattern), ("alpha_pattern", self.alpha_pattern)):
-            lost = [key for key in pattern if not any(_matches(key, module) for module in modules)]
-            if lost:
-                found.append(
-                    Problem(flags=(flag,), message=f"{flag}: no linear layer of this model ends in {', '.join(lost)}. There are {known}.")
-                )
+            lost[flag] = [key for key in pattern if not any(_matches(key, module) for module in modules)]
+        found = [
+            Problem(
+                flags=(flag,), message=f"{flag}: no linear layer of this model is called {', '.join(names)}. There are {known}; {also}."
+            )
+            for flag, names in lost.items()
+            if names
+        ]
         if not found and not any(self.rank_of(module) for module in modules):
-            what = f"target_regex ({self.target_regex}) matches" if self.target_regex else "target_modules without exclude_modules leaves"
-            found.append(Problem(flags=("target_regex" if self.target_regex else "target_modules",),
-                                 message=f"{what} no linear layer of this model. Their names are such as {modules[0]}; they end in {known}."))  # fmt: skip
+            flag = "target_modules" if self.target_regex is None else "target_regex"
+            what = f"{flag} ({self.target_regex or ' '.join(self.target_modules)}) without exclude_modules"
+            example = f"Names are such as {modules[0]}; they end in {known}."
+            found.append(Problem(flags=(flag,), message=f"{what} leaves no linear layer of this model. {example}"))
         return found
 
     def to_peft(self, modules: Iterable[str], base_model: str) -> dict[str, Any]:
-        """adapter_config.json. Patterns keep their words. `all-linear` becomes the last words of `modules`: to PEFT it means routers too."""
+        """adapter_config.json. Patterns keep their words. `all-linear` becomes the last words of `modules`, for PEFT adds routers to it."""
         targets: str | list[str] = sorted({module.rsplit(".", 1)[1] for module in modules})
         if self.target_regex is not None:
             targets = self.target_regex
@@ -174,10 +177,13 @@ class LoraSettings:
 
 
 def lora_of(cfg: TunerConfig, shape: ModelShape) -> LoraSettings | None:
-    """The adapters that a run trains; None where it trains weights. A run that begins with an adapter trains that one: its file decides."""
+    """The adapters that a run trains; None where it trains weights.
+
+    A run that begins with an adapter trains that one: its file decides, but for the dropout, which is not part of what an adapter is.
+    """
     if cfg.tuner_type != "lora":
         return None
-    return LoraSettings.from_peft(cfg.adapters) if cfg.adapters else LoraSettings.of(cfg, shape)
+    return replace(LoraSettings.from_peft(cfg.adapters), dropout=cfg.lora_dropout) if cfg.adapters else LoraSettings.of(cfg, shape)
 
 
 def _read_config(directory: Path, flag: str) -> dict[str, Any]:
@@ -240,7 +246,7 @@ def linear_modules(shape: ModelShape) -> Iterator[LinearModule]:
 
 
 def widest_rank(settings: LoraSettings, shape: ModelShape) -> int:
-    """All matrices of a run have this rank. Rows of A and columns of B beyond a module's own are zero, and stay so: so are their gradients."""
+    """All matrices of a run have this rank. What is beyond a module's own rank is zero, and stays so: its gradients are zero too."""
     return max((settings.rank_of(module.name) for module in linear_modules(shape)), default=0)
 
 

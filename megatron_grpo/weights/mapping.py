@@ -19,6 +19,7 @@ from megatron_grpo.weights.shape import ModelShape
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _EXPERT = re.compile(r"(mlp\.experts\.local_experts\.|mlp\.experts\.linear_fc[12]\.(?:weight|lora_a|lora_b))(\d+)(.*)")
+_ADAPTER = re.compile(r"\.lora_[ab]\d*$")
 _UNTRAINED = re.compile(r".*\.rotary_emb\.inv_freq")  # a buffer that old checkpoints carry
 
 
@@ -39,6 +40,11 @@ def with_global_numbers(name: str, *, first_layer: int = 0, first_expert: int = 
         return name
     rest = _EXPERT.sub(lambda m: f"{m[1]}{int(m[2]) + first_expert}{m[3]}", match[2])
     return f"decoder.layers.{int(match[1]) + first_layer}.{rest}"
+
+
+def is_of_adapter(name: str) -> bool:
+    """Whether a Megatron parameter is a matrix of an adapter, by its name; everything else is of the base."""
+    return _ADAPTER.search(name) is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +121,11 @@ class WeightMap:
     def kind(self, name: str) -> Kind:
         entry, _, _ = self._locate(name)
         return Kind(entry.cut, entry.is_expert, entry.is_buffer, not entry.is_copy)
+
+    def hf_names(self, name: str) -> tuple[str, ...]:
+        """The Hugging Face tensors that Megatron parameter `name` is made of."""
+        entry, prefix, expert = self._locate(name)
+        return tuple(prefix + template.format(e=expert) for template, _ in entry.hf)
 
     def load(
         self,

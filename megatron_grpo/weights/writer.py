@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from megatron_grpo.errors import ConfigError, Problem
-from megatron_grpo.files import sync
+from megatron_grpo.files import directory_whole
 from megatron_grpo.weights.families import family_of
 from megatron_grpo.weights.shape import read_config
 from megatron_grpo.weights.stored import INDEX, SINGLE
@@ -37,6 +38,16 @@ COMPANIONS = (
 _FLOAT32 = (".e_score_correction_bias",)  # added to scores that differ in the third digit
 
 
+@contextmanager
+def checkpoint_directory(out: Path, *, marker: str) -> Iterator[Path]:
+    """`files.directory_whole`, with a ConfigError where `out` is something else."""
+    try:
+        with directory_whole(out, marker=marker) as partial:
+            yield partial
+    except FileExistsError as error:
+        raise ConfigError([Problem(flags=("output_dir",), message=str(error))]) from error
+
+
 class HfWriter:
     """`with HfWriter(out, source) as write: write(name, tensor)`; leaving the block without an error puts `out` in place.
 
@@ -58,7 +69,7 @@ class HfWriter:
         self.out, self.source = Path(out), Path(source)
         self.dtype, self.max_shard_bytes, self.expected = dtype, max_shard_bytes, expected
         self.config_changes = dict(config_changes or {})
-        self._partial = self.out.parent / f".{self.out.name}.partial-{os.getpid()}"
+        self._stack = ExitStack()
         self._pending: dict[str, torch.Tensor] = {}
         self._pending_bytes = 0
         self._shards: list[tuple[str, ...]] = []  # names in each finished shard
@@ -66,17 +77,8 @@ class HfWriter:
         self._dtypes: dict[torch.dtype, int] = {}
 
     def __enter__(self) -> HfWriter:
-        if self.out.exists() and (not self.out.is_dir() or (any(self.out.iterdir()) and not (self.out / "config.json").is_file())):
-            raise ConfigError(
-                [
-                    Problem(
-                        flags=("output_dir",),
-                        message=f"{self.out} exists and is not a Hugging Face checkpoint; it is left alone. Name another directory.",
-                    )
-                ]
-            )
-        shutil.rmtree(self._partial, ignore_errors=True)
-        self._partial.mkdir(parents=True)
+        self._partial = self._stack.enter_context(checkpoint_directory(self.out, marker="config.json"))
+        self._stack.push(lambda kind, *_: None if kind else self._finish())
         return self
 
     def __call__(self, name: str, tensor: torch.Tensor) -> None:
@@ -93,12 +95,8 @@ class HfWriter:
         self._pending[name] = copy
         self._pending_bytes += copy.nbytes
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        try:
-            if kind is None:
-                self._finish()
-        finally:
-            shutil.rmtree(self._partial, ignore_errors=True)
+    def __exit__(self, *error: Any) -> None:
+        self._stack.__exit__(*error)
 
     def _flush(self) -> None:
         save_file(self._pending, self._partial / f"shard-{len(self._shards)}", metadata={"format": "pt"})
@@ -119,10 +117,6 @@ class HfWriter:
             for path in self.source.glob(pattern):
                 if path.is_file():
                     shutil.copyfile(path, self._partial / path.name)
-        for path in self._partial.iterdir():
-            sync(path)
-        sync(self._partial)
-        self._put_in_place()
 
     def _name_shards(self) -> None:
         count = len(self._shards)
@@ -141,11 +135,3 @@ class HfWriter:
         written = str(max(self._dtypes, key=self._dtypes.__getitem__)).removeprefix("torch.")
         config["torch_dtype" if "torch_dtype" in config else "dtype"] = written
         (self._partial / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-
-    def _put_in_place(self) -> None:
-        old = self._partial.with_suffix(".old")
-        if self.out.exists():
-            os.replace(self.out, old)  # a directory can only be renamed onto an empty one
-        os.replace(self._partial, self.out)
-        sync(self.out.parent)
-        shutil.rmtree(old, ignore_errors=True)

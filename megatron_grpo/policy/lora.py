@@ -1,0 +1,284 @@
+"""LoRA on Megatron's parallel linear layers, right under every layout.
+
+A layer stays Megatron's module under its own name, so loading, pushing and checkpoints of the base do not change. It gains one term,
+    y += spread(B) (scale * A x)
+where A stands above A if the layer fuses modules, and each row of B meets only the A of its own module. `weights.lora` has names and sizes.
+
+Who holds what, and what its gradient needs (P modules, rank r):
+                     lora_a [P*r, in]     lora_b [out, r]      h = A x
+  column-parallel    whole                cut as the weight    each rank's rows of B use all of h: its gradient is summed over TP
+  row-parallel       cut as the weight    whole                summed over TP
+The matrix that is whole on every rank is the *shared* one. Under sequence parallelism a rank sees its own tokens, so the shared matrix's
+gradient is a part; the mark `sequence_parallel` makes Megatron add the parts up once a step. In experts under expert tensor parallelism the
+dispatcher gathers tokens and sums outputs, so nothing is done to h, and the shared matrix's gradient is summed in its own backward.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from megatron.core.tensor_parallel import (
+    gather_from_sequence_parallel_region,
+    get_cuda_rng_tracker,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+from megatron.core.tensor_parallel.random import get_expert_parallel_rng_tracker_name
+from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+
+from megatron_grpo.parallel.tensor import copy_to_ranks
+from megatron_grpo.policy.exchange import WeightExchange
+from megatron_grpo.policy.trains import let_gradients_in
+from megatron_grpo.weights.adapters import Read, Sizes, adapter_map, drawn_far, even_sizes, own_sizes, padded, trimmed
+from megatron_grpo.weights.lora import B, LoraSettings, linear_modules, module_of, widest_rank
+from megatron_grpo.weights.names import ShardCut
+
+TRAINED, REFERENCE = "lora", "ref"  # whose matrices: `lora_a` and `lora_b` train, `ref_a` and `ref_b` stay
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Place:
+    """What a layer's matrices are to the ranks that share it."""
+
+    group: Any
+    is_column: bool
+    is_gated: bool  # gate and up of B are cut one by one
+    is_expert: bool
+    sequence_parallel: bool
+    sums_outside: bool  # the dispatcher gathers tokens and sums outputs over `group`
+
+
+class LoraLinear:
+    """Mixed in before one of Megatron's parallel linear layers (`_adapted`). `Adapters` sets the attributes and registers the matrices."""
+
+    lora_place: _Place
+    lora_part: torch.Tensor | None  # [rows, P]: one-hot, which module a row belongs to; None for one module
+    lora_use: str | None = None  # whose matrices are added; None for neither
+    lora_dropout = 0.0
+
+    def forward(self: Any, x, *args, **kwargs):
+        out, bias = super().forward(x, *args, **kwargs)  # type: ignore[misc]  # of the layer that this is mixed into
+        return (out if self.lora_use is None else out + self._delta(x, self.lora_use)), bias
+
+    def _delta(self: Any, x, use: str):
+        place, (a, b, scale) = self.lora_place, (getattr(self, f"{use}_{part}") for part in ("a", "b", "scale"))
+        is_cut = place.group.size() > 1
+        if is_cut and place.sums_outside:
+            a, b = (copy_to_ranks(a, place.group), b) if place.is_column else (a, copy_to_ranks(b, place.group))
+        inner = (F.linear(self._dropped(x), a) * scale).to(x.dtype)
+        if is_cut and not place.sums_outside:
+            inner = self._shared_by_ranks(inner)
+        return F.linear(inner, self._spread(b))
+
+    def _shared_by_ranks(self: Any, inner):
+        place = self.lora_place
+        if place.is_column and place.sequence_parallel:
+            return gather_from_sequence_parallel_region(inner, tensor_parallel_output_grad=True, group=place.group)
+        if place.is_column:
+            return copy_to_ranks(inner, place.group)
+        if place.sequence_parallel:
+            return reduce_scatter_to_sequence_parallel_region(inner, group=place.group)
+        return reduce_from_tensor_model_parallel_region(inner, group=place.group)
+
+    def _spread(self: Any, b):
+        """[rows, r] -> [rows, P * r]: each row's columns stand where the A of its module stands."""
+        return b if self.lora_part is None else (b[:, None] * self.lora_part[:, :, None]).flatten(1)
+
+    def _dropped(self: Any, x):
+        if not (self.lora_dropout and self.training):
+            return x
+        with self._generator():
+            return F.dropout(x, self.lora_dropout)
+
+    def _generator(self) -> AbstractContextManager[Any]:
+        """Ranks that hold the same x must draw the same mask, and ranks that hold different ones different masks."""
+        if self.lora_place.is_expert:
+            return get_cuda_rng_tracker().fork(get_expert_parallel_rng_tracker_name())
+        is_same = self.lora_place.is_column and not self.lora_place.sequence_parallel
+        return nullcontext() if is_same else get_cuda_rng_tracker().fork()
+
+    @torch.no_grad()
+    def merged(self: Any) -> torch.Tensor:
+        """This rank's shard of W + scale * B A. No communication: both are cut as W is."""
+        delta = self._spread(self.lora_b).float() @ (self.lora_scale[:, None] * self.lora_a.float())
+        return (self.weight.float() + delta).to(self.weight.dtype)
+
+    def sharded_state_dict(self: Any, prefix="", sharded_offsets=(), metadata=None):
+        """Megatron would take both matrices for copies, and cuts gate and up one by one for `weight` and `bias` alone."""
+        state = super().sharded_state_dict(prefix, sharded_offsets, metadata)  # type: ignore[misc]
+        if not hasattr(self, "lora_a"):
+            return state  # only the reference has an adapter here
+        cut = {"lora_b": 0} if self.lora_place.is_column else {"lora_a": 1}
+        own = make_sharded_tensors_for_checkpoint(
+            {"lora_a": self.lora_a, "lora_b": self.lora_b}, prefix, cut, sharded_offsets,
+            tp_group=self.lora_place.group, dp_cp_group=metadata["dp_cp_group"],
+        )  # fmt: skip
+        if self.lora_place.is_gated:
+            own[f"{prefix}lora_b"] = apply_swiglu_sharded_factory(own[f"{prefix}lora_b"], sharded_offsets)
+        return state | own
+
+
+@functools.cache
+def _adapted(linear: type) -> type:
+    return type(f"Lora{linear.__name__}", (LoraLinear, linear), {})
+
+
+class Adapters:
+    """The adapters of one stage's model chunks. What streams is collective."""
+
+    def __init__(
+        self,
+        chunks: Sequence[torch.nn.Module],
+        base: WeightExchange,
+        settings: LoraSettings,
+        read: Read,
+        *,
+        base_model: str,
+        push: Literal["adapter", "merged"] = "adapter",
+    ):
+        """Freezes the chunks, and puts adapters with the values that `read` says beside their targets. Before DDP wraps them.
+
+        base: exchanges the weights of the chunks. base_model: what PEFT's file calls it. push: what a sampler is given.
+        """
+        self.base_model, self.push = base_model, push
+        shape = base.map.shape
+        self.chunks, self.base, self.settings = chunks, base, settings
+        self.sizes = own_sizes(settings, shape)
+        self.exchange = WeightExchange(adapter_map(base.map, widest_rank(settings, shape)), base.parallel, of_adapters=True)
+        self._modules: dict[str, list[str]] = {}  # by Megatron linear
+        for module in linear_modules(shape):
+            self._modules.setdefault(module.megatron, []).append(module.name)
+        self.linears: dict[str, Any] = {}  # those that were given matrices, by the name of the Megatron linear
+        for chunk in chunks:
+            chunk.requires_grad_(False)
+        let_gradients_in(chunks)
+        self._add(TRAINED, settings, read, self.exchange)
+        self._use(TRAINED)
+
+    def keep_reference(self, settings: LoraSettings, read: Read) -> None:
+        """The model with this adapter is the reference from now on, not the model without any. Ranks and targets may be others."""
+        shape = self.base.map.shape
+        weights = WeightExchange(adapter_map(self.base.map, widest_rank(settings, shape)), self.base.parallel, of_adapters=True)
+        self._add(REFERENCE, settings, read, weights)
+
+    @contextmanager
+    def reference(self) -> Iterator[None]:
+        """Inside, the chunks are the reference."""
+        self._use(REFERENCE)
+        try:
+            yield
+        finally:
+            self._use(TRAINED)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """This rank's matrices under their names in the whole model."""
+        return self.exchange.tensors(self.chunks)
+
+    def named(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name of PEFT's files without its prefix, full matrix) of every module, on every rank, as they are now."""
+        return self.trimmed(self.tensors())
+
+    def trimmed(self, mine: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+        """As `named`, of this rank's matrices or of what is sharded as they are: their gradients, say."""
+        return trimmed(self.exchange.stream(mine), self.sizes)
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """adapter_config.json."""
+        return self.settings.to_peft(dict.fromkeys(map(module_of, self.sizes)), self.base_model)
+
+    def merged(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A parameter of the base with its adapter added in, if it has one."""
+        linear = self._by_weight.get(id(tensor))
+        return tensor if linear is None else linear.merged()
+
+    @contextmanager
+    def far_from_zero(self, seed: int) -> Iterator[None]:
+        """Inside, the adapters have other values, which move every log-prob: whoever uses them shows it. Alike under every layout."""
+        mine = self.tensors()
+        kept = {name: tensor.detach().clone() for name, tensor in mine.items()}
+        read = padded(drawn_far(self.settings, self.sizes, seed), self.sizes, self._even(self.exchange))
+        try:
+            for name, tensor in mine.items():
+                tensor.data.copy_(self._shard(self.exchange, name, read))
+            yield
+        finally:
+            for name, tensor in mine.items():
+                tensor.data.copy_(kept[name])
+
+    # ---- how they are put there --------------------------------------------------------------------------------------------------
+
+    def _add(self, use: str, settings: LoraSettings, read: Read, weights: WeightExchange) -> None:
+        names = {id(tensor): name for name, tensor in self.base.tensors(self.chunks).items()}
+        read = padded(read, own_sizes(settings, self.base.map.shape), self._even(weights))
+        for module in [module for chunk in self.chunks for module in chunk.modules()]:
+            stem = names.get(id(getattr(module, "weight", None)), "").removesuffix(".weight")
+            if not any(settings.rank_of(name) for name in self._modules.get(stem, ())):
+                continue
+            if stem not in self.linears:
+                self.linears[stem] = self._adapted(module, stem, weights)
+            linear = self.linears[stem]
+            self._register(linear, stem, use, read, weights)
+            scales = torch.tensor([settings.scale_of(module) for module in self._modules[stem]], dtype=torch.float32)
+            scale = scales.repeat_interleave(getattr(linear, f"{use}_b").shape[1]).to(linear.weight.device)
+            linear.register_buffer(f"{use}_scale", scale, persistent=False)
+        self._by_weight = {id(linear.weight): linear for linear in self.linears.values() if hasattr(linear, "lora_a")}
+
+    def _adapted(self, linear: Any, stem: str, weights: WeightExchange) -> Any:
+        """The same layer, re-classed in place: its parameters, hooks and sharding stay."""
+        linear.__class__, linear.lora_dropout = _adapted(linear.__class__), self.settings.dropout
+        kind = weights.map.kind(f"{stem}.lora_b")
+        linear.lora_place = _Place(
+            group=getattr(linear, "tp_group", None) or linear._tp_group,  # Transformer Engine's layers have the second
+            is_column=kind.cut is not ShardCut.REPLICATED,
+            is_gated=kind.cut is ShardCut.GATED_COLUMN,
+            is_expert=kind.is_expert,
+            sequence_parallel=linear.sequence_parallel,
+            sums_outside=getattr(linear, "explicit_expert_comm", kind.is_expert),
+        )
+        modules = self._modules[stem]
+        # Which module each row belongs to: matrices that hold the module's number, packed and cut as B is.
+        number, even = {module + B: float(index) for index, module in enumerate(modules)}, self._even(weights)
+        rows = self._shard(weights, f"{stem}.lora_b", lambda name: torch.full(even[name], number[name]))[:, 0].long()
+        part = F.one_hot(rows, len(modules)).to(linear.weight) if len(modules) > 1 else None
+        linear.register_buffer("lora_part", part, persistent=False)
+        return linear
+
+    def _register(self, linear: Any, stem: str, use: str, read: Read, weights: WeightExchange) -> None:
+        for which in "ab":
+            shard = self._shard(weights, f"{stem}.lora_{which}", read).to(linear.weight.device, linear.weight.dtype)
+            if use == REFERENCE:
+                linear.register_buffer(f"{use}_{which}", shard, persistent=False)
+                continue
+            linear.register_parameter(f"{use}_{which}", torch.nn.Parameter(shard))
+            weights.mark(f"{stem}.lora_{which}", getattr(linear, f"{use}_{which}"))
+        if use == REFERENCE:
+            return
+        place = linear.lora_place
+        shared = linear.lora_a if place.is_column else linear.lora_b
+        # Never in experts: their gradients meet over expert data parallelism, which TP ranks are part of.
+        shared.sequence_parallel = place.sequence_parallel and not place.is_expert
+        if place.is_expert:
+            # Megatron takes an unmarked parameter for a copy wherever the rank in *dense* TP is not 0. So it is said who counts it.
+            shared.tensor_model_parallel, shared.shared = place.group.rank() == 0, place.group.rank() != 0
+
+    def _even(self, weights: WeightExchange) -> Sizes:
+        """All matrices of the whole model as Megatron's linears hold them."""
+        entries = next(iter(weights.map.layers.values()))
+        rank = next(entry.hf[0][1][0] for name, entry in entries.items() if name.endswith("lora_a"))
+        return even_sizes(self.base.map.shape, rank)
+
+    def _shard(self, weights: WeightExchange, name: str, read: Read) -> torch.Tensor:
+        p = weights.parallel
+        return weights.map.load(name, read, tp_rank=p.tp_rank, tp_size=p.tp_size, expert_tp_rank=p.etp_rank, expert_tp_size=p.etp_size)
+
+    def _use(self, use: str) -> None:
+        for linear in self.linears.values():
+            linear.lora_use = use if hasattr(linear, f"{use}_a") else None

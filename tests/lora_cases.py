@@ -1,0 +1,100 @@
+"""What LoRA is, by somebody else: PEFT on transformers in float64; and adapters to compare on.
+
+`tests/parity_cases.py` asks here where the settings say tuner_type lora.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+
+from megatron_grpo.weights.adapters import PREFIX, own_sizes
+from megatron_grpo.weights.lora import LoraSettings
+from megatron_grpo.weights.shape import ModelShape
+
+# Three columns in one part of a fused linear, six in a layer's down_proj, two alphas: what a file of PEFT may hold.
+ODD = LoraSettings(
+    rank=4, alpha=6.0, rank_pattern={"v_proj": 3, r"layers\.1\.mlp.*down_proj": 6, "up_proj": 2}, alpha_pattern={"k_proj": 5.0}
+)
+
+
+def random_adapter(model: str | Path, out: str | Path, settings: LoraSettings = ODD, *, seed: int = 1, std: float = 0.1) -> Path:
+    """A directory as PEFT writes it, in which B is not zero: every gradient says something."""
+    rng, tensors, out = np.random.default_rng(seed), {}, Path(out)
+    sizes = own_sizes(settings, ModelShape.from_pretrained(model))
+    for name, size in sizes.items():
+        scale = std if ".lora_B." in name else size[1] ** -0.5
+        tensors[PREFIX + name] = torch.from_numpy(rng.normal(0, scale, size).astype(np.float32))
+    out.mkdir(parents=True)
+    save_file(tensors, out / "adapter_model.safetensors", metadata={"format": "pt"})
+    config = settings.to_peft(dict.fromkeys(name.rsplit(".lora_", 1)[0] for name in sizes), str(model))
+    (out / "adapter_config.json").write_text(json.dumps(config))
+    return out
+
+
+def peft_model(path: str | Path, adapter: str | Path, dtype: str = "float64"):
+    """(model, its trainable parameters by their names in the file without PEFT's prefix)."""
+    from tests.tiny_models import load_tiny
+
+    base = load_tiny(path, dtype)
+    if hasattr(base, "set_experts_implementation"):
+        base.set_experts_implementation("eager")  # the grouped one takes no float64
+    base.get_input_embeddings().padding_idx = None
+    if any(hasattr(module, "gate_up_proj") for module in base.modules()):
+        return _with_experts(base, path, Path(adapter), dtype)
+    from peft import PeftModel
+
+    model = PeftModel.from_pretrained(base, str(adapter), is_trainable=True, autocast_adapter_dtype=False)
+    named = {name.removeprefix(PREFIX).replace(".default", ""): p for name, p in model.named_parameters() if p.requires_grad}
+    return model.train(), named
+
+
+class _Delta(torch.nn.Module):
+    """Weight + scale * B A of one module, or of all experts of a layer: the definition, for torch's parametrizations."""
+
+    def __init__(self, pairs):
+        super().__init__()
+        self.pairs = pairs  # [expert][part] -> (A, B, scale); parts lie one above the other
+
+    def forward(self, weight):
+        return weight + torch.stack([torch.cat([s * b @ a for a, b, s in parts]) for parts in self.pairs]).reshape(weight.shape)
+
+
+def _with_experts(base, path, adapter: Path, dtype: str):
+    """transformers 5 holds the experts of a layer in one parameter, for which PEFT has another kind of adapter than its files name."""
+    from tests.parity_cases import _block, _expert_names
+
+    base.requires_grad_(False)
+    settings, held, named = LoraSettings.from_peft(adapter), load_file(adapter / "adapter_model.safetensors"), {}
+
+    def pair(module):
+        found = []
+        for which in ("lora_A", "lora_B"):
+            name = f"{module}.{which}.weight"
+            named[name] = torch.nn.Parameter(held[PREFIX + name].to(getattr(torch, dtype)))
+            found.append(named[name])
+        return (*found, settings.scale_of(module))
+
+    for name, module in list(base.named_modules()):
+        if isinstance(module, torch.nn.Linear) and ".layers." in name and settings.rank_of(name):
+            torch.nn.utils.parametrize.register_parametrization(module, "weight", _Delta([[pair(name)]]), unsafe=True)
+        elif hasattr(module, "gate_up_proj"):
+            block, (gate, up, down) = _block(path), _expert_names(path)
+            experts = name.replace(".mlp.", f".{block}.")
+            for attribute, parts in (("gate_up_proj", (gate, up)), ("down_proj", (down,))):
+                if not settings.rank_of(f"{experts}.0.{parts[0]}"):
+                    continue
+                pairs = [[pair(f"{experts}.{e}.{part}") for part in parts] for e in range(len(module.gate_up_proj))]
+                torch.nn.utils.parametrize.register_parametrization(module, attribute, _Delta(pairs), unsafe=True)
+    return base.train(), named
+
+
+def in_settings(settings: LoraSettings) -> dict:
+    """The same, as a run's settings."""
+    return dict(tuner_type="lora", lora_rank=settings.rank, lora_alpha=settings.alpha, use_rslora=settings.use_rslora,
+                target_modules=list(settings.target_modules), target_regex=settings.target_regex,
+                rank_pattern=dict(settings.rank_pattern), alpha_pattern=dict(settings.alpha_pattern))  # fmt: skip
