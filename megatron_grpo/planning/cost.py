@@ -8,19 +8,21 @@ from typing import Any
 from megatron_grpo.planning.facts import old_logprobs_summary
 from megatron_grpo.planning.lengths import Lengths, packing, sequence_tokens
 from megatron_grpo.planning.memory import BYTES
+from megatron_grpo.planning.sharing import Sharing, estimate_sharing
 from megatron_grpo.settings.config import Config
 from megatron_grpo.sizing.batch_sizes import BatchSizes
 from megatron_grpo.weights.names import layer_entries, num_parameters
 from megatron_grpo.weights.shape import ModelShape
 
 
-def estimate_cost(shape: ModelShape | None, sizes: BatchSizes, cfg: Config, lengths: Lengths | None) -> dict[str, Any]:
+def estimate_cost(shape: ModelShape | None, sizes: BatchSizes, cfg: Config, lengths: Lengths | None, sharing: Sharing) -> dict[str, Any]:
     """The `cost` object of `plan --json`. Without a model, only what the lengths say."""
     cost: dict[str, Any] = {}
     if shape is not None:
         cost = _flops(shape, sizes, cfg, lengths)
     if lengths is not None:
-        cost["packing"] = packing(sizes, cfg, lengths)
+        cost["packing"] = packing(sizes, cfg, lengths, sharing.least_saving)
+    cost["sharing"] = estimate_sharing(sharing, sizes, cfg, lengths)
     return cost
 
 

@@ -102,7 +102,9 @@ def test_transformers_and_peft_load_what_is_written_without_naming_the_base(mode
     run_ranks(use, 1, model, cfg, {"one": adapter}, tmp_path / "out")
     written = tmp_path / "out" / "one"
     assert json.loads((written / "base_model.json").read_text())["fingerprint"].startswith("qwen3 ")
-    assert worst(logprobs_of(AutoPeftModelForCausalLM.from_pretrained(str(written)).eval()), logprobs_of(loaded(model, adapter))) < 1e-5  # attention is computed otherwise
+    assert (
+        worst(logprobs_of(AutoPeftModelForCausalLM.from_pretrained(str(written)).eval()), logprobs_of(loaded(model, adapter))) < 1e-5
+    )  # attention is computed otherwise
     plain = load_tiny(model)
     plain.load_adapter(str(written))
     assert worst(logprobs_of(plain), logprobs_of(loaded(model, adapter))) < 1e-6
