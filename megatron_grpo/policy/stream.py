@@ -18,7 +18,7 @@ LONGEST_COPIED = 256
 MOST_FILL, FREE_FILL = 1 / 8, 4
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Places:
     """n runs of places in a stream, all of one length.
 
@@ -54,7 +54,7 @@ class Places:
             x[:, at] = values
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Part:
     """One call of an attention kernel: runs of queries, each on a run of keys.
 
@@ -68,7 +68,7 @@ class Part:
     mask: torch.Tensor | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class PackedStream:
     """Given to every attention layer in place of Megatron-Core's PackedSeqParams.
 
@@ -84,7 +84,7 @@ class PackedStream:
     cp_group: None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class LocalBatch:
     """This context-parallel rank's part of a micro-batch. t = T / cp tokens, c of the C trained positions."""
 
