@@ -80,7 +80,7 @@ def layer_bytes(
     # Flash attention keeps its output itself, which is what linear_proj reads.
     attention = 2 * query + 2 * key + (query + key if shape.qk_norm else 0)
     channels = 2 * hidden + normed + attention + (0 if drops_mlp else _mlp_channels(shape, sizes, kept))
-    return tokens * channels * BYTES[cfg.model.torch_dtype] + adapter_size * (2 * kept.inner * tokens + kept.copies)
+    return tokens * channels * BYTES[cfg.model.torch_dtype] + adapter_size * (kept.inner * tokens + kept.copies)
 
 
 def _mlp_channels(shape: ModelShape, sizes: BatchSizes, kept: Kept) -> float:

@@ -68,7 +68,7 @@ def make_plan(checked: Checked, *, num_prompts: int | None = None) -> Plan:
     if num_prompts is None:
         num_prompts = cfg.plan.num_prompts
     timetable = Timetable.of_length(sizes, max_steps=cfg.run.max_steps, num_train_epochs=cfg.run.num_train_epochs, num_prompts=num_prompts)
-    lengths = memory = cost = None
+    lengths = memory = cost = tuning = None
     if cfg.plan.lengths:
         from megatron_grpo.planning.lengths import read_lengths
 
@@ -87,7 +87,7 @@ def make_plan(checked: Checked, *, num_prompts: int | None = None) -> Plan:
         num_prompts=num_prompts,
         memory=memory,
         cost=cost,
-        warnings=warnings_of(checked, timetable, memory),
+        warnings=warnings_of(checked, timetable, memory, tuning.push if tuning else None),
     )
 
 

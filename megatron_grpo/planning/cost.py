@@ -175,7 +175,7 @@ def _bytes(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: Tuning) ->
 
 
 def checkpoint_bytes(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: Tuning) -> int:
-    """Tensors of a checkpoint: what trains, its optimizer state in float32, and a moving reference. What is frozen is in the model's files."""
+    """Tensors: what trains, its optimizer state in float32, a moving reference. What is frozen is in the model's own files."""
     rows, optimizer, size = padded_vocab(shape, sizes, cfg), cfg.optimizer, tuning.size_of_trained
     # The distributed optimizer saves its float32 copy of float32 weights as well.
     state = FP32 * (3 if optimizer.use_distributed_optimizer or size < FP32 else 2)

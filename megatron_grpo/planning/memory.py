@@ -4,13 +4,14 @@ what they assume. A pure function of the model's shape, the sizes and the settin
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from megatron_grpo.planning.activations import FP32, Activations, activations_of, logits_bytes
 from megatron_grpo.planning.lengths import Lengths, sequence_tokens
-from megatron_grpo.planning.parameters import Place, buffers_of_chunk, layers_of_stages, parameters_of_chunk
+from megatron_grpo.planning.parameters import Kind, Place, buffers_of_chunk, layers_of_stages, parameters_of_chunk
 from megatron_grpo.planning.sampler import sampler_memory
 from megatron_grpo.planning.tuning import BYTES, Tuning
 from megatron_grpo.settings.config import Config
@@ -25,7 +26,7 @@ class Static:
     num_parameters: int  # the model's own weights, and its adapters as they lie in memory: all of the widest rank
     num_trainable_parameters: int
     weights_bytes: int  # the model's own
-    adapters_bytes: int
+    adapters_bytes: int  # without their scales, a few numbers a linear
     gradients_bytes: int  # float32, one per parameter that trains
     optimizer_bytes: int  # of data-parallel rank 0: both Adam moments, and the float32 copy of bfloat16 weights
     padding_bytes: int  # alignment inside Megatron-Core's buffers of weights and gradients, which hold what trains
@@ -44,40 +45,28 @@ def static_memory(
     dp_rank, expert_dp_rank: its place among the ranks that share a buffer, of dense parameters (data and context parallel together) and of
     experts; the padding at a buffer's end makes the last rank's share a little smaller.
     """
-    parameters, buffers = [], []
+    numel: Counter[Kind] = Counter()
+    buffers = []
     for chunk in range(sizes.layout.num_chunks):
         held = list(parameters_of_chunk(shape, sizes, cfg, tuning, place, chunk))
         buffers += buffers_of_chunk(held, sizes, cfg, is_first_chunk=place.stage == 0 and chunk == 0)
-        parameters += held
-    own = sum(parameter.numel for parameter in parameters if not parameter.is_adapter)
-    helpers = sum(parameter.numel for parameter in parameters if parameter.is_adapter and not parameter.trains)
+        for parameter in held:
+            numel[parameter.kind] += parameter.numel
     trained = sum(buffer.numel_of_parameters for buffer in buffers)
     padding = sum(buffer.numel for buffer in buffers) - trained
     sharded, size = cfg.optimizer.use_distributed_optimizer, tuning.size_of_trained
     owned = sum(buffer.owned_by(expert_dp_rank if buffer.holds_experts else dp_rank) for buffer in buffers) if sharded else trained
     kept = 1 - cfg.optimizer.optimizer_offload_fraction if cfg.optimizer.optimizer_cpu_offload else 1
+    has_second_model = cfg.grpo.beta > 0 and tuning.adapters is None
     return Static(
-        num_parameters=own + (trained if tuning.adapters else 0),
+        num_parameters=numel[Kind.WEIGHT] + numel[Kind.ADAPTER],
         num_trainable_parameters=trained,
-        weights_bytes=own * tuning.size,
-        adapters_bytes=trained * size + helpers * tuning.size if tuning.adapters else 0,
+        weights_bytes=numel[Kind.WEIGHT] * tuning.size,
+        adapters_bytes=numel[Kind.ADAPTER] * size + numel[Kind.HELPER] * tuning.size,
         gradients_bytes=trained * FP32,
         optimizer_bytes=round(owned * (2 * FP32 + (FP32 if size < FP32 else 0)) * kept),
         padding_bytes=padding * (size + FP32),
-        reference_bytes=_reference_bytes(shape, sizes, cfg, tuning, place, own) if cfg.grpo.beta > 0 else 0,
-    )
-
-
-def _reference_bytes(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: Tuning, place: Place, own: int) -> int:
-    """A second model; with adapters the model without them, or with other matrices in their places."""
-    if tuning.adapters is None:
-        return own * tuning.size
-    if tuning.reference is None:
-        return 0
-    frozen = replace(tuning, adapters=tuning.reference)
-    held = (parameters_of_chunk(shape, sizes, cfg, frozen, place, chunk) for chunk in range(sizes.layout.num_chunks))
-    return (
-        sum(parameter.numel for chunk in held for parameter in chunk if parameter.is_adapter and parameter.trains) * tuning.reference.size
+        reference_bytes=numel[Kind.WEIGHT] * tuning.size if has_second_model else numel[Kind.REFERENCE] * size,
     )
 
 
@@ -117,7 +106,7 @@ def estimate_memory(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: T
         "tokens_per_micro_batch": tokens,
         "sampler": sampler,
         "stages": stages,
-        "assumptions": _assumptions(cfg, prompt, completion, lengths),
+        "assumptions": _assumptions(cfg, tuning, prompt, completion, lengths),
     }
 
 
@@ -139,7 +128,7 @@ def _largest_tensor(shape: ModelShape) -> int:
     return max(shape.vocab_size * shape.hidden_size, 2 * shape.hidden_size * shape.ffn_hidden_size)
 
 
-def _assumptions(cfg: Config, prompt: int, completion: int, lengths: Lengths | None) -> list[str]:
+def _assumptions(cfg: Config, tuning: Tuning, prompt: int, completion: int, lengths: Lengths | None) -> list[str]:
     where = (
         f"the longest of {cfg.plan.lengths}"
         if lengths
@@ -151,10 +140,19 @@ def _assumptions(cfg: Config, prompt: int, completion: int, lengths: Lengths | N
         1: "vLLM's weights wait on the host while training",
         2: "vLLM drops its weights while training",
     }
+    reference = []
+    if tuning.adapters and cfg.grpo.beta > 0:
+        what = (
+            f"other matrices in its adapters' places ({cfg.tuner.ref_adapters or cfg.tuner.adapters})"
+            if tuning.reference
+            else "adapters off"
+        )
+        reference = [f"reference: the same model with {what}"]
     return [
         "weights, gradients and optimizer state are exact (the optimizer's of data-parallel rank 0), Adam's step counters not counted",
+        *reference,
         f"every sequence has {prompt} + {completion} tokens ({where})",
-        "activations: flash attention, no dropout; what a layer's backward needs, for the micro-batches in flight",
+        "activations: flash attention, fused norms, no dropout; what a layer's backward needs, for the micro-batches in flight",
         f"logits: {cfg.model.logprob_chunk_size} positions at a time in float32, and their gradient",
         f"KV cache: {kv}",
         sleeping[cfg.rollout.sleep_level] + f" (sleep_level {cfg.rollout.sleep_level})",

@@ -9,9 +9,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from itertools import groupby
 
-from megatron_grpo.planning.tuning import Tuning
+from megatron_grpo.planning.tuning import Adapters, Tuning
 from megatron_grpo.settings.config import Config
 from megatron_grpo.sizing.batch_sizes import BatchSizes
 from megatron_grpo.weights.lora import adapter_entries, is_linear
@@ -42,13 +43,22 @@ START_ALIGNMENT, BUCKET_ALIGNMENT = 64, 128  # elements
 SMALLEST_BUCKET, BUCKET_PER_RANK = 40_000_000, 1_000_000  # elements, with overlap_grad_reduce
 
 
+class Kind(Enum):
+    """What a tensor is there for."""
+
+    WEIGHT = "the model's own"
+    ADAPTER = "a matrix of an adapter"
+    REFERENCE = "a matrix of the adapter that the KL is measured against"
+    HELPER = "tells adapters which module a row of a fused linear belongs to"
+
+
 @dataclass(frozen=True, slots=True)
 class Parameter:
     """One tensor of one rank. numel: elements of this rank's shard."""
 
     numel: int
     trains: bool = True
-    is_adapter: bool = False
+    kind: Kind = Kind.WEIGHT
     is_expert: bool = False  # its gradient is reduced over the expert data-parallel ranks
     is_shared_embedding: bool = False  # two stages hold it
 
@@ -119,9 +129,9 @@ def _layer(shape: ModelShape, sizes: BatchSizes, tuning: Tuning, layer: int, ep_
     groups: dict[str, list[Entry]] = {"": [], "experts": [], "shared_experts": []}  # in Megatron's order
     for entry in sorted(entries, key=_order):
         groups["experts" if entry.is_expert else "shared_experts" if "shared_experts" in entry.megatron else ""].append(entry)
-    count, rank = shape.num_experts // sizes.layout.ep, tuning.adapters.rank if tuning.adapters else 0
+    count = shape.num_experts // sizes.layout.ep
     for group, rows in groups.items():
-        modules = [_Module.of(list(module), sizes, rank) for _, module in groupby(rows, key=lambda entry: _order(entry)[0])]
+        modules = [_Module.of(list(module), sizes, tuning) for _, module in groupby(rows, key=lambda entry: _order(entry)[0])]
         for expert in range(ep_rank * count, (ep_rank + 1) * count) if group == "experts" else (0,):
             for module in modules:
                 yield from module.parameters(tuning, layer, expert)
@@ -129,25 +139,43 @@ def _layer(shape: ModelShape, sizes: BatchSizes, tuning: Tuning, layer: int, ep_
 
 @dataclass(frozen=True, slots=True)
 class _Module:
-    """The rows of one Megatron module, its weight first, and the shards of the adapter that it may have."""
+    """The rows of one Megatron module, its weight first, and what stands beside them where it has an adapter."""
 
     rows: Sequence[tuple[Entry, int]]  # with the elements of this rank's shard
     adapter: Sequence[Parameter]
+    reference: Sequence[Parameter]
+    helper: Sequence[Parameter]
 
     @classmethod
-    def of(cls, rows: Sequence[Entry], sizes: BatchSizes, rank: int) -> _Module:
-        pair = adapter_entries(rows[0], rank) if rank and is_linear(rows[0]) else ()
-        adapter = [Parameter(numel_of(entry, sizes), is_adapter=True, is_expert=entry.is_expert) for entry in pair]
-        if adapter and len(rows[0].hf) > 1:  # a fused linear says of each row which module it belongs to
-            adapter.append(Parameter(adapter[1].numel // rank * len(rows[0].hf), trains=False, is_adapter=True))
-        return cls([(entry, numel_of(entry, sizes)) for entry in rows], adapter)
+    def of(cls, rows: Sequence[Entry], sizes: BatchSizes, tuning: Tuning) -> _Module:
+        weight = rows[0]
+
+        def pair(adapters: Adapters | None, kind: Kind) -> list[Parameter]:
+            if adapters is None or not is_linear(weight):
+                return []
+            shards = (numel_of(entry, sizes) for entry in adapter_entries(weight, adapters.rank))
+            return [Parameter(numel, trains=kind is Kind.ADAPTER, kind=kind, is_expert=weight.is_expert) for numel in shards]
+
+        modules = len(weight.hf)
+        row_count = numel_of(weight, sizes) // weight.hf[0][1][-1]  # of a fused linear, which is cut by rows
+        helper = [Parameter(row_count * modules, trains=False, kind=Kind.HELPER)] if modules > 1 else []
+        own = [(entry, numel_of(entry, sizes)) for entry in rows]
+        return cls(own, pair(tuning.adapters, Kind.ADAPTER), pair(tuning.reference, Kind.REFERENCE), helper)
 
     def parameters(self, tuning: Tuning, layer: int, expert: int) -> Iterator[Parameter]:
         """In the order in which they are registered."""
+        weight = self.rows[0][0]
         for entry, numel in self.rows:
             yield Parameter(numel, trains=tuning.trains_weight(entry, layer, expert), is_expert=entry.is_expert)
-        if self.adapter and tuning.adapters and tuning.adapters.is_on(self.rows[0][0], layer, expert):
+        has_adapter, has_reference = (
+            which is not None and which.is_on(weight, layer, expert) for which in (tuning.adapters, tuning.reference)
+        )
+        if has_adapter:
             yield from self.adapter
+        if has_reference:
+            yield from self.reference
+        if has_adapter or has_reference:
+            yield from self.helper
 
 
 def _order(entry: Entry) -> tuple[int, bool]:

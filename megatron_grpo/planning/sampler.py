@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from megatron_grpo.planning.tuning import BYTES, Adapters, Tuning
+from megatron_grpo.planning.tuning import BYTES, Tuning
+from megatron_grpo.rollout.adapters import LoraPush
 from megatron_grpo.settings.config import Config
 from megatron_grpo.sizing.batch_sizes import BatchSizes
-from megatron_grpo.weights.lora import is_linear
-from megatron_grpo.weights.names import ShardCut, layer_entries, num_parameters
+from megatron_grpo.weights.lora import linear_modules
+from megatron_grpo.weights.names import num_parameters
 from megatron_grpo.weights.shape import ModelShape
-
-SLOT_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM has room for
 
 
 def sampler_memory(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: Tuning, sequence: int) -> dict[str, int]:
@@ -17,7 +16,7 @@ def sampler_memory(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: Tu
     size = BYTES[cfg.rollout.vllm_dtype or cfg.model.torch_dtype]
     tp = cfg.rollout.vllm_tensor_parallel_size
     weights = -(-num_parameters(shape) * size // tp)
-    adapters = _adapter_room(shape, tuning.adapters, tp) * size if tuning.adapters and tuning.pushes_adapters else 0
+    adapters = _adapter_room(shape, tuning.push, tp) * size if tuning.push and tuning.pushes_adapters else 0
     per_token = 2 * shape.num_layers * max(1, shape.num_query_groups // tp) * shape.head_dim * size
     if shape.mla:
         per_token = shape.num_layers * (shape.mla.kv_lora_rank + shape.mla.qk_pos_emb_head_dim) * size
@@ -36,18 +35,14 @@ def sampler_memory(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: Tu
     }
 
 
-def _adapter_room(shape: ModelShape, adapters: Adapters, tp: int) -> int:
-    """Elements of the room for one adapter that vLLM makes in every module with a targeted name, whatever its layer."""
-    rank = next((slot for slot in SLOT_RANKS if slot >= adapters.rank), adapters.rank)
-    words = {
-        name.rsplit(".", 2)[1] for linear in adapters.linears for (name, _), rank in zip(linear.entry.hf, linear.ranks, strict=True) if rank
-    }
-    total = 0
-    for moe in {shape.is_moe_layer(layer) for layer in range(shape.num_layers)}:
-        layers = sum(shape.is_moe_layer(layer) == moe for layer in range(shape.num_layers))
-        for entry in filter(is_linear, layer_entries(shape, moe=moe)):
-            sizes = [size for name, size in entry.hf if name.rsplit(".", 2)[1] in words]
-            cut_row = entry.cut is ShardCut.ROW
-            here = sum((out if cut_row else -(-out // tp)) + (-(-inner // tp) if cut_row else inner) for out, inner in sizes)
-            total += layers * rank * here * (shape.num_experts if entry.is_expert else 1)
-    return total
+def _adapter_room(shape: ModelShape, push: LoraPush, tp: int) -> int:
+    """Elements on one rank of the room that vLLM makes for one adapter: in every module with a targeted name, whatever its layer."""
+    total, words = 0, set(push.last_words)
+    for module in linear_modules(shape):
+        if module.name.rsplit(".", 1)[1] in words:
+            is_row = module.megatron.rsplit(".", 1)[1] in (
+                "linear_proj",
+                "linear_fc2",
+            )  # cut by what it reads, the others by what they give
+            total += -(-module.inner // tp) + module.out if is_row else module.inner + -(-module.out // tp)
+    return push.slot_rank * total

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 
+from megatron_grpo.rollout.adapters import LoraPush, lora_push
 from megatron_grpo.settings.config import Config
 from megatron_grpo.weights.lora import LoraSettings, is_linear, lora_of
 from megatron_grpo.weights.names import Entry, layer_entries
@@ -30,24 +30,21 @@ class Adapted:
 class Adapters:
     """The low-rank matrices of one adapter. rank: of all of them in memory, where narrower ones are padded. size: bytes of an element."""
 
-    rank_of: Callable[[str], int]  # by the whole Hugging Face name of a module
+    settings: LoraSettings
     linears: Sequence[Adapted]  # of the whole model
     size: int
 
     @classmethod
     def of(cls, settings: LoraSettings, shape: ModelShape, size: int) -> Adapters:
-        whole = cache(settings.rank_of)
-        # So that tens of thousands of experts' names are not matched one by one.
-        rank_of = (lambda name: whole(name.rsplit(".", 1)[1])) if _looks_at_last_words(settings) else whole
         found = Counter(
             (entry, tuple(ranks))
             for layer in range(shape.num_layers)
             for entry in filter(is_linear, layer_entries(shape, moe=shape.is_moe_layer(layer)))
             for expert in (range(shape.num_experts) if entry.is_expert else (0,))
-            if any(ranks := _ranks(rank_of, entry, layer, expert))
+            if any(ranks := _ranks(settings, entry, layer, expert))
         )
         linears = [Adapted(entry=entry, ranks=ranks, count=count) for (entry, ranks), count in found.items()]
-        return cls(rank_of=rank_of, linears=linears, size=size)
+        return cls(settings=settings, linears=linears, size=size)
 
     @property
     def rank(self) -> int:
@@ -55,7 +52,7 @@ class Adapters:
 
     def is_on(self, entry: Entry, layer: int, expert: int = 0) -> bool:
         """Whether a Megatron linear has an adapter: if any of its modules has one."""
-        return is_linear(entry) and any(_ranks(self.rank_of, entry, layer, expert))
+        return is_linear(entry) and any(_ranks(self.settings, entry, layer, expert))
 
     @property
     def num_parameters(self) -> int:
@@ -85,11 +82,11 @@ class Tuning:
     size: int
     adapters: Adapters | None = None
     reference: Adapters | None = None  # frozen: the KL is measured against the model with these
-    pushes_adapters: bool = False  # to the sampler, instead of merged weights
+    push: LoraPush | None = None  # how adapters reach the sampler
 
     @classmethod
     def of(cls, cfg: Config, shape: ModelShape) -> Tuning:
-        """Raises ConfigError where an adapter that the settings name cannot be read."""
+        """Raises ConfigError where an adapter that the settings name cannot be read, or cannot be pushed as they ask."""
         tuner, size = cfg.tuner, BYTES[cfg.model.torch_dtype]
         rule, lora = cache(trains(tuner)), lora_of(tuner, shape)
         rows = _rows(shape, rule)
@@ -100,8 +97,13 @@ class Tuning:
             reference = Adapters.of(LoraSettings.from_peft(tuner.ref_adapters, flag="ref_adapters"), shape, adapters.size)
         elif cfg.grpo.beta > 0 and tuner.adapters:
             reference = adapters  # as the run began
-        pushes_adapters = tuner.vllm_enable_lora is not False
-        return cls(trains=rule, rows=rows, size=size, adapters=adapters, reference=reference, pushes_adapters=pushes_adapters)
+        push = lora_push(cfg, shape, on_gpu=None)
+        return cls(trains=rule, rows=rows, size=size, adapters=adapters, reference=reference, push=push)
+
+    @property
+    def pushes_adapters(self) -> bool:
+        """To the sampler, alone; if not, and if there are any, merged into the weights."""
+        return self.push is not None and self.push.kind == "adapter"
 
     @property
     def size_of_trained(self) -> int:
@@ -128,16 +130,9 @@ def _rows(shape: ModelShape, rule: Callable[[str], bool]) -> list[Row]:
     return [Row(entry=entry, count=count[entry], trained=trained[entry]) for entry in count]
 
 
-def _ranks(rank_of: Callable[[str], int], entry: Entry, layer: int, expert: int) -> list[int]:
-    return [rank_of(name.removesuffix(".weight")) for name in _names(entry, layer, expert)]
+def _ranks(settings: LoraSettings, entry: Entry, layer: int, expert: int) -> list[int]:
+    return [settings.rank_of(name.removesuffix(".weight")) for name in _names(entry, layer, expert)]
 
 
 def _names(entry: Entry, layer: int, expert: int) -> Iterator[str]:
     return (f"model.layers.{layer}.{name.format(e=expert)}" for name, _ in entry.hf)
-
-
-def _looks_at_last_words(settings: LoraSettings) -> bool:
-    """Whether nothing but the last word of a module's name decides about it: the same in every layer and for every expert."""
-    words = [*settings.target_modules, *settings.exclude_modules, *settings.rank_pattern, *settings.alpha_pattern]
-    is_plain = all(re.fullmatch(r"[\w-]+", word) for word in words)
-    return is_plain and settings.target_regex is None and settings.exclude_regex is None

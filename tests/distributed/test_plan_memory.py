@@ -11,6 +11,7 @@ from megatron_grpo.planning.tuning import Tuning
 from megatron_grpo.settings.config import Config
 from megatron_grpo.sizing.batch_sizes import BatchSizes
 from megatron_grpo.weights.shape import ModelShape
+from tests.lora_cases import ODD, random_adapter
 from tests.parity_cases import build
 from tests.ranks import run_ranks
 from tests.tiny_models import write_tiny
@@ -78,11 +79,8 @@ CASES = {
         dict(pipeline_model_parallel_size=2, decoder_first_pipeline_num_layers=1, decoder_last_pipeline_num_layers=2),
         dict(),
     ),
-    "vpp 2": (2, "llama", dict(layers=4), dict(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2), dict()),
     "dp 3, odd vocabulary": (3, "qwen3", dict(vocab=131, tied=True), dict(), dict()),
     "cp 2, dp 2, tied": (4, "qwen3", dict(tied=True), dict(context_parallel_size=2), dict()),
-    "experts, ep 2": (2, "qwen3_moe", dict(), dict(expert_model_parallel_size=2), dict()),
-    "experts, ep 1, dp 2": (2, "mixtral", dict(), dict(), dict()),
     # Of sizes that no alignment divides, so that a parameter in the wrong buffer shows.
     "experts, tp 2, etp 1": (2, "qwen3_moe", dict(ffn=36, experts=3), dict(tensor_model_parallel_size=2, sequence_parallel=True), dict()),
     "latent attention, experts, ep 2, pp 2": (
@@ -107,12 +105,19 @@ CASES = {
         dict(freeze_parameters_regex=r"experts\.[023]\."),
     ),
     "lora": (1, "qwen3", dict(tied=True), dict(), dict(tuner_type="lora", beta=0.1, rank_pattern={"v_proj": 3, r"1\.mlp.*": 11})),
-    "lora, tp 2, float32": (
+    "lora, tp 2, from an adapter": (
         2,
         "qwen2",
         dict(),
         dict(tensor_model_parallel_size=2, sequence_parallel=True),
-        dict(tuner_type="lora", torch_dtype="float32", target_modules=["q_proj", "o_proj", "linear_fc2"]),
+        dict(tuner_type="lora", torch_dtype="float32", beta=0.1, adapters=ODD),
+    ),
+    "lora, another adapter as reference": (
+        1,
+        "qwen3",
+        dict(),
+        dict(),
+        dict(tuner_type="lora", beta=0.1, target_modules=["linear_fc1"], ref_adapters=ODD),
     ),
     "lora, pp 2, vpp 2, dp 2, a stage with little": (
         4,
@@ -131,7 +136,6 @@ CASES = {
     "lora, experts, ep 1, dp 2": (2, "mixtral", dict(ffn=36, experts=3), dict(), dict(tuner_type="lora", lora_rank=5)),
     "lora, latent attention, ep 2": (2, "deepseek_v3", dict(), dict(expert_model_parallel_size=2), dict(tuner_type="lora", beta=0.1)),
     "plain optimizer, float32": (2, "qwen3", dict(), dict(), dict(use_distributed_optimizer=False, torch_dtype="float32")),
-    "plain optimizer": (2, "qwen3", dict(), dict(), dict(use_distributed_optimizer=False)),
 }
 
 
@@ -140,7 +144,8 @@ def test_weights_gradients_optimizer_state_and_checkpoints_are_equal_to_the_byte
     world, family, model, layout, settings = CASES[name]
     path = write_tiny(tmp_path, family, **model)
     batch = {"world_size": world, "global_batch_size": 2 * world * 2, "num_generations": 2 * world}
-    cfg = Config().with_values({**layout, **settings, **batch})
+    files = {key: str(random_adapter(path, tmp_path / key, value)) for key, value in settings.items() if value is ODD}
+    cfg = Config().with_values({**layout, **settings, **batch, **files})
     shape = ModelShape.from_pretrained(path)
     sizes = BatchSizes.from_config(cfg, num_layers=shape.num_layers, num_experts=shape.num_experts)
     tuning = Tuning.of(cfg, shape)
