@@ -32,12 +32,23 @@ EXTRAS = {
     "data": ["datasets>=3"],
     "math": ["math-verify>=0.8"],
     "plot": ["matplotlib>=3.8"],
+    "peft": ["peft==0.21.*"],
     "tensorboard": ["tensorboard"],
     "wandb": ["wandb"],
     "swanlab": ["swanlab"],
     "mlflow": ["mlflow"],
-    # trl: our mathematics is held against its own functions. cloudpickle: tests send functions to forked ranks.
-    "dev": ["pytest>=8", "pytest-xdist>=3.6", "hypothesis", "ruff>=0.12", "mypy", "import-linter>=2.1", "cloudpickle", "trl==1.16.*"],
+    # trl, peft: our mathematics is held against their own functions. cloudpickle: tests send functions to forked ranks.
+    "dev": [
+        "pytest>=8",
+        "pytest-xdist>=3.6",
+        "hypothesis",
+        "ruff>=0.12",
+        "mypy",
+        "import-linter>=2.1",
+        "cloudpickle",
+        "trl==1.16.*",
+        "peft==0.21.*",
+    ],
 }
 
 setup(
