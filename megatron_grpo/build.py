@@ -30,7 +30,7 @@ from megatron_grpo.planning.command import Plan
 from megatron_grpo.policy.exchange import WeightExchange
 from megatron_grpo.policy.guard import FiniteGuard, Guard
 from megatron_grpo.policy.lora import AdapterPush, Adapters
-from megatron_grpo.policy.model import build_chunks
+from megatron_grpo.policy.model import PolicyModel, build_chunks
 from megatron_grpo.policy.optimizer import Trainable
 from megatron_grpo.policy.policy import Policy, cut_for
 from megatron_grpo.policy.reference import FollowingReference, FrozenReference, Reference
@@ -253,11 +253,12 @@ def padded_vocab_size(shape: ModelShape, cfg: Config) -> int:
     return -(-shape.vocab_size // multiple) * multiple
 
 
-def build_adapters(cfg: Config, chunks: Sequence[Any], exchange: WeightExchange, push: AdapterPush | None) -> Adapters | None:
-    """The adapters that train, beside the weights of `chunks`, which then do not; None with tuner_type full."""
+def choose_tuner(cfg: Config, chunks: Sequence[Any], exchange: WeightExchange, push: AdapterPush | None = None) -> Adapters | None:
+    """Sets what trains: weights of `chunks`, or adapters that are put beside them, which are returned."""
     tuner, shape = cfg.tuner, exchange.map.shape
     settings = lora_of(tuner, shape)
     if settings is None:
+        choose_what_trains(chunks, exchange, tuner)
         return None
     sizes = own_sizes(settings, shape)
     read = from_file(tuner.adapters, sizes) if tuner.adapters else drawn(sizes, cfg.run.seed)
@@ -268,6 +269,37 @@ def build_adapters(cfg: Config, chunks: Sequence[Any], exchange: WeightExchange,
         theirs = LoraSettings.from_peft(start, flag=flag)
         found.keep_reference(theirs, from_file(start, own_sizes(theirs, shape), flag=flag))
     return found
+
+
+def model_of(
+    cfg: Config, shape: ModelShape, parallel: ParallelState, *, model_path: str | Path
+) -> tuple[WeightExchange, Callable[[], list[PolicyModel]]]:
+    """Who exchanges the weights of this model in this layout; and a function that makes its chunks, with the checkpoint's weights.
+
+    Raises ConfigError where the machine lacks what is asked for, and where the checkpoint is not this model.
+    """
+    has_te = uses_transformer_engine("auto")
+    if lacking := machine_problems(cfg, has_gpu=parallel.device.type == "cuda", has_transformer_engine=has_te):
+        raise ConfigError(lacking)
+    use_te = uses_transformer_engine(cfg.model.transformer_impl) and shape.mla is None  # policy.latent is for the local layers
+    rows = padded_vocab_size(shape, cfg)
+    plain_linears = cfg.tuner.tuner_type == "lora"  # an adapter needs the input of the layer that it stands beside
+    naming = "transformer_engine" if use_te and not plain_linears else "local"
+    weight_map = WeightMap.for_shape(shape, padded_vocab_size=rows, naming=naming)
+    exchange = WeightExchange(weight_map, parallel)
+    reader = HfReader(model_path)
+    weight_map.check_complete(reader.names)
+    check_tied_head(reader)
+
+    def loaded_chunks() -> list[PolicyModel]:
+        chunks = build_chunks(
+            shape, cfg.model, cfg.parallel, parallel,
+            use_te=use_te, plain_linears=plain_linears, padded_vocab_size=rows, temperature=cfg.rollout.temperature,
+        )  # fmt: skip
+        exchange.load(chunks, reader)
+        return chunks
+
+    return exchange, loaded_chunks
 
 
 def build_policy(
@@ -286,32 +318,10 @@ def build_policy(
 
     push: how adapters reach the sampler; None where weights train, and for a policy that is not to be sampled from.
     """
-    has_te = uses_transformer_engine("auto")
-    if lacking := machine_problems(cfg, has_gpu=parallel.device.type == "cuda", has_transformer_engine=has_te):
-        raise ConfigError(lacking)
-    use_te = uses_transformer_engine(cfg.model.transformer_impl) and shape.mla is None  # policy.latent is for the local layers
-    rows = padded_vocab_size(shape, cfg)
-    plain_linears = cfg.tuner.tuner_type == "lora"  # an adapter needs the input of the layer that it stands beside
-    naming = "transformer_engine" if use_te and not plain_linears else "local"
-    weight_map = WeightMap.for_shape(shape, padded_vocab_size=rows, naming=naming)
-    exchange = WeightExchange(weight_map, parallel)
-    reader = HfReader(model_path)
-    weight_map.check_complete(reader.names)
-    check_tied_head(reader)
     loss = GrpoLoss.from_config(cfg.grpo, max_completion_length=cfg.rollout.max_completion_length, temperature=cfg.rollout.temperature)
-
-    def loaded_chunks():
-        chunks = build_chunks(
-            shape, cfg.model, cfg.parallel, parallel,
-            use_te=use_te, plain_linears=plain_linears, padded_vocab_size=rows, temperature=loss.temperature,
-        )  # fmt: skip
-        exchange.load(chunks, reader)
-        return chunks
-
+    exchange, loaded_chunks = model_of(cfg, shape, parallel, model_path=model_path)
     chunks = loaded_chunks()
-    adapters = build_adapters(cfg, chunks, exchange, push)
-    if adapters is None:
-        choose_what_trains(chunks, exchange, cfg.tuner)
+    adapters = choose_tuner(cfg, chunks, exchange, push)
     model = Trainable.of(chunks, cfg.optimizer, num_steps=num_steps, adapters=adapters)
     cut = cut_for(
         parallel,

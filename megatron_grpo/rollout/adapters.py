@@ -8,10 +8,12 @@ from typing import Literal
 
 from megatron_grpo.errors import ConfigError, Problem
 from megatron_grpo.settings.config import Config
-from megatron_grpo.weights.lora import LoraSettings, linear_modules, lora_of, widest_rank
+from megatron_grpo.weights.lora import LoraSettings, linear_modules, lora_of
 from megatron_grpo.weights.shape import ModelShape
 
 SLOT_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # the ranks that vLLM 0.32 makes room for
+
+PushKind = Literal["adapter", "merged"]
 
 # Measured: 1024 x 1024 weights of std 0.02, rank 8, alpha 32, lr 1e-5. The share of the update by which the merged weights are wrong.
 MERGED_BFLOAT16 = (
@@ -25,7 +27,7 @@ MERGED_BFLOAT16 = (
 class LoraPush:
     """How the adapters of a run reach the sampler."""
 
-    kind: Literal["adapter", "merged"]
+    kind: PushKind
     modules: frozenset[str]  # the Hugging Face names of those that have an adapter
     slot_rank: int  # the rank that the sampler makes room for; 0 where it is given merged weights
     notes: tuple[str, ...] = ()  # what a person should be told
@@ -53,7 +55,7 @@ def lora_push(cfg: Config, shape: ModelShape, *, on_gpu: bool | None, sampler_ob
             f"vllm_enable_lora true: the adapter cannot be pushed alone, for {obstacle}. Leave vllm_enable_lora out: merged weights are "
             "pushed then."))])  # fmt: skip
     if asked or (asked is None and not obstacle):
-        return LoraPush(kind="adapter", modules=modules, slot_rank=slot_rank(widest_rank(settings, shape)) or 0)
+        return LoraPush(kind="adapter", modules=modules, slot_rank=slot_rank(_named_rank(settings)) or 0)
     notes = []
     if obstacle:
         notes.append(f"Note: the adapter is merged into the weights for every push, for {obstacle}.")
@@ -68,11 +70,15 @@ def slot_rank(rank: int) -> int | None:
     return next((slot for slot in SLOT_RANKS if slot >= rank), None)
 
 
+def _named_rank(settings: LoraSettings) -> int:
+    """The largest rank that the configuration names: vLLM wants room for it, whether or not a module has it."""
+    return max([settings.rank, *settings.rank_pattern.values()])
+
+
 def obstacle_to_adapter(settings: LoraSettings, shape: ModelShape, *, on_gpu: bool | None) -> str | None:
     """Why vLLM cannot sample with these adapters, as the end of a sentence; None where it can."""
-    rank = widest_rank(settings, shape)
-    if slot_rank(rank) is None:
-        return f"vLLM has room for ranks up to {SLOT_RANKS[-1]}, and an adapter has rank {rank}"
+    if slot_rank(_named_rank(settings)) is None:
+        return f"vLLM has room for ranks up to {SLOT_RANKS[-1]}, and the adapter's configuration names {_named_rank(settings)}"
     targeted = [module for module in linear_modules(shape) if settings.rank_of(module.name)]
     if any(module.name.endswith(".kv_b_proj") for module in targeted):
         return "vLLM folds kv_b_proj into latent attention as it loads, and would leave its adapter out"

@@ -45,9 +45,9 @@ class ScriptedEngine:
         ]
 
     def take(self, update: WeightUpdate) -> None:
+        self._version = NO_VERSION  # until all of it has arrived
         if update.kind == "adapter" and not self._has_base:
             raise WeightSyncError("the scripted engine has no base for an adapter.")
-        self._version = NO_VERSION  # until all of it has arrived
         self._has_base = update.kind == "adapter"
         for _ in update.tensors:
             pass

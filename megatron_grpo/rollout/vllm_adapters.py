@@ -18,7 +18,7 @@ def lora_options(push: LoraPush) -> dict[str, Any]:
     """Arguments of a vLLM engine with room for one adapter, on the modules that have one and no others."""
     return {
         "enable_lora": True,
-        "max_loras": 1,  # the old adapter leaves before the new one comes: nothing is being sampled then
+        "max_loras": 1,  # a new adapter drives the old one out; nothing is being sampled then
         "max_cpu_loras": 1,
         "max_lora_rank": push.slot_rank,
         "lora_target_modules": push.last_words,
@@ -94,7 +94,6 @@ def _receive(worker: Any, number: int, config: Mapping[str, Any], tensors: dict[
 
     loras = worker.model_runner.lora_manager
     manager = loras._adapter_manager
-    loras.remove_all_adapters()
     helper = PEFTHelper.from_dict(dict(config))
     helper.validate_legal(loras.lora_config)
     mapper = getattr(manager.model, "hf_to_vllm_mapper", None)

@@ -8,6 +8,7 @@ from dataclasses import fields
 from typing import Any
 
 from megatron_grpo.settings.config import Config, TunerConfig
+from megatron_grpo.settings.foreign import shown
 from megatron_grpo.settings.read import COMMAND_LINE
 
 # Modules that people give adapters elsewhere, by the names they have there and in Megatron.
@@ -51,11 +52,7 @@ def _changed(tuner: TunerConfig, names: Iterable[str]) -> list[str]:
 
 
 def _shown(tuner: TunerConfig, names: Iterable[str]) -> str:
-    def value(name: str) -> str:
-        found = getattr(tuner, name)
-        return " ".join(map(str, found)) if isinstance(found, list) else str(found).lower() if isinstance(found, bool) else str(found)
-
-    return ", ".join(f"{name} ({value(name)})" for name in names)
+    return ", ".join(f"{name} ({shown(getattr(tuner, name))})" for name in names)
 
 
 def _asked_for(cfg: Config, names: Iterable[str]) -> list[str]:

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import zlib
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from megatron_grpo.build import build_policy
 from megatron_grpo.rollout.adapters import LoraPush, lora_push
 from megatron_grpo.settings.config import Config, ModelConfig, RolloutConfig, TunerConfig
 from megatron_grpo.sync import Publisher, WeightSyncError, check_weights, push
@@ -20,6 +22,7 @@ from megatron_grpo.weights.lora import lora_of
 from megatron_grpo.weights.shape import ModelShape
 from megatron_grpo.weights.update import NO_VERSION, WeightUpdate
 from tests.distributed.test_rollout import PROMPTS, SAMPLING, tokens_of
+from tests.parity_cases import join, settings
 from tests.ranks import run_ranks
 from tests.tiny_models import hf_logprobs, load_tiny, write_tiny
 
@@ -102,13 +105,13 @@ def push_of(path, tuner, dtype="float32") -> LoraPush:
     return lora_push(Config(model=ModelConfig(torch_dtype=dtype), tuner=tuner), ModelShape.from_pretrained(path), on_gpu=False)
 
 
-def engine_for(policy, rank, world_size, *, tp=1, **settings):
+def engine_for(policy, rank, world_size, *, tp=1):
     """Imported late: the test process itself never loads vLLM."""
     from megatron_grpo.rollout.colocated import ColocatedEngine
 
-    cfg = RolloutConfig(**{"vllm_kv_cache_memory_mb": 8, "vllm_max_num_seqs": 32, "vllm_tensor_parallel_size": tp} | settings)
-    return ColocatedEngine.build(cfg, model_path=policy.path, dtype=policy.dtype, max_model_len=128, seed=0, rank=rank, world_size=world_size,
-                                 lora=policy.pushes)  # fmt: skip
+    cfg = RolloutConfig(vllm_kv_cache_memory_mb=8, vllm_max_num_seqs=32, vllm_tensor_parallel_size=tp)
+    return ColocatedEngine.build(cfg, model_path=policy.path, dtype=policy.dtype, max_model_len=128, seed=0, rank=rank,
+                                 world_size=world_size, lora=policy.pushes)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -292,6 +295,35 @@ def without_adapter(engine):
             engine._adapter.request = kept
 
     return run
+
+
+@pytest.mark.parametrize("changes", [{"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2, "vllm_enable_lora": False}])
+def test_megatron_policy_and_its_engine_agree_on_the_trial_and_on_every_push(model_path, changes):
+    def body(rank, world_size):
+        cfg = settings(tuner_type="lora", lora_rank=4, rank_pattern={"v_proj": 3}, **changes)
+        shape = ModelShape.from_pretrained(model_path)
+        pushes = lora_push(cfg, shape, on_gpu=False)
+        policy = build_policy(cfg, shape, join(cfg, world_size), model_path=model_path, num_steps=1, lora=pushes)
+        engine = engine_for(SimpleNamespace(path=model_path, dtype="float32", pushes=pushes), rank, world_size)
+        publisher = Publisher(policy, engine, verify=True)
+        first = publisher.publish(0)
+        assert engine.version == 0 and first.logp_difference_max < 1e-4
+        before = engine.score(engine.probes())
+        with policy.adapters.far_from_zero(1):
+            stats = publisher.publish(1)
+            assert stats.logp_difference_max < 1e-4
+            assert np.abs(np.array(before) - np.array(engine.score(engine.probes()))).max() > 0.1
+        assert publisher.publish(2).logp_difference_max < 1e-4
+        np.testing.assert_allclose(engine.score(engine.probes()), before, atol=1e-4)
+        return stats.num_tensors, stats.num_bytes
+
+    counts = run_ranks(body, 2)
+    shapes = {name: tensor.shape for name, tensor in load_file(model_path / "model.safetensors").items()}
+    if "vllm_enable_lora" in changes:
+        assert counts == [(len(shapes), 4 * sum(shape.numel() for shape in shapes.values()))] * 2
+    else:  # A and B of each module at its own rank
+        sizes = [(3 if "v_proj" in name else 4) * sum(shape) for name, shape in shapes.items() if "_proj" in name]
+        assert counts == [(2 * len(sizes), 4 * sum(sizes))] * 2
 
 
 def test_first_step_reaches_a_bfloat16_sampler_as_an_adapter_and_is_lost_when_merged(tmp_path):
