@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from collections import Counter
 
 import pytest
 
@@ -14,6 +15,7 @@ from megatron_grpo.planning.cost import work_of
 from megatron_grpo.planning.lengths import read_lengths
 from megatron_grpo.planning.parameters import Parameter, buffer_of, chunks_of_stage, layers_of_stages
 from megatron_grpo.planning.tuning import Tuning
+from megatron_grpo.weights.lora import LoraSettings
 
 TINY = dict(
     architectures=["LlamaForCausalLM"],
@@ -255,3 +257,13 @@ def test_a_token_budget_packs_as_training_does(made, tmp_path):
     packing = made(*argv).cost["packing"]
     assert packing["sequences"] == 8 and packing["micro_batches"] == 5 and packing["max_tokens_per_micro_batch"] == 100
     assert made(*argv).memory["tokens_per_micro_batch"] == 100
+
+
+def test_names_of_modules_are_matched_a_few_times_and_not_once_for_each_number(made, monkeypatch):
+    """A model of 128 experts in 94 layers has 36,000 of them."""
+    asked = Counter()
+    is_target = LoraSettings.is_target
+    monkeypatch.setattr(LoraSettings, "is_target", lambda self, module: asked.update([module]) or is_target(self, module))
+    moe = dict(architectures=["Qwen3MoeForCausalLM"], num_experts=8, num_experts_per_tok=2, moe_intermediate_size=16, decoder_sparse_step=1)
+    made("--tuner_type", "lora", "--target_regex", r".*(mlp|self_attn)\..*", **moe)
+    assert len(asked) == 4 * (4 + 8 * 3) and max(asked.values()) <= 4
