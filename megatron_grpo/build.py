@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -27,6 +28,7 @@ from megatron_grpo.metrics.schedule import ScheduleLog
 from megatron_grpo.parallel import collectives
 from megatron_grpo.parallel.state import ParallelState
 from megatron_grpo.planning.command import Plan
+from megatron_grpo.planning.sharing import Sharing, decide
 from megatron_grpo.policy.exchange import WeightExchange
 from megatron_grpo.policy.guard import FiniteGuard, Guard
 from megatron_grpo.policy.lora import AdapterPush, Adapters
@@ -34,7 +36,7 @@ from megatron_grpo.policy.model import PolicyModel, build_chunks
 from megatron_grpo.policy.optimizer import Trainable
 from megatron_grpo.policy.policy import Policy, cut_for
 from megatron_grpo.policy.reference import FollowingReference, FrozenReference, Reference
-from megatron_grpo.policy.refused import machine_problems
+from megatron_grpo.policy.refused import machine_problems, sharing_problems
 from megatron_grpo.policy.scorer import ModelScorer
 from megatron_grpo.policy.trains import choose_what_trains
 from megatron_grpo.rollout.adapters import LoraPush, lora_push
@@ -49,6 +51,8 @@ from megatron_grpo.weights.lora import LoraSettings, lora_of
 from megatron_grpo.weights.mapping import WeightMap
 from megatron_grpo.weights.reader import HfReader, check_tied_head
 from megatron_grpo.weights.shape import ModelShape
+
+logger = logging.getLogger(__name__)
 
 
 def build_run(
@@ -247,6 +251,18 @@ def uses_transformer_engine(transformer_impl: str) -> bool:
     return HAVE_TE
 
 
+def sharing_here(cfg: Config, shape: ModelShape, parallel: ParallelState) -> Sharing:
+    """Whether this machine computes each prompt once. Raises ConfigError with all that is asked of it and that it has not."""
+    has_te, has_gpu = uses_transformer_engine("auto"), parallel.device.type == "cuda"
+    lacking = machine_problems(cfg, has_gpu=has_gpu, has_transformer_engine=has_te)
+    if lacking := [*lacking, *sharing_problems(cfg, shape, has_transformer_engine=has_te)]:
+        raise ConfigError(lacking)
+    sharing = decide(cfg, shape, has_gpu=has_gpu, has_transformer_engine=has_te)
+    if parallel.is_main and sharing != decide(cfg, shape):  # `plan`, and the sizes shown at the start, know nothing of the machine
+        logger.warning("Shared prompts are %s.", sharing)
+    return sharing
+
+
 def padded_vocab_size(shape: ModelShape, cfg: Config) -> int:
     """Rows of the embedding: a multiple that TP divides evenly."""
     multiple = cfg.model.padded_vocab_multiple * cfg.parallel.tensor_model_parallel_size
@@ -276,11 +292,8 @@ def model_of(
 ) -> tuple[WeightExchange, Callable[[], list[PolicyModel]]]:
     """Who exchanges the weights of this model in this layout; and a function that makes its chunks, with the checkpoint's weights.
 
-    Raises ConfigError where the machine lacks what is asked for, and where the checkpoint is not this model.
+    Raises ConfigError where the checkpoint is not this model. What is asked of the machine has been looked at (`sharing_here`).
     """
-    has_te = uses_transformer_engine("auto")
-    if lacking := machine_problems(cfg, has_gpu=parallel.device.type == "cuda", has_transformer_engine=has_te):
-        raise ConfigError(lacking)
     use_te = uses_transformer_engine(cfg.model.transformer_impl) and shape.mla is None  # policy.latent is for the local layers
     rows = padded_vocab_size(shape, cfg)
     plain_linears = cfg.tuner.tuner_type == "lora"  # an adapter needs the input of the layer that it stands beside
@@ -318,6 +331,7 @@ def build_policy(
 
     push: how adapters reach the sampler; None where weights train, and for a policy that is not to be sampled from.
     """
+    sharing = sharing_here(cfg, shape, parallel)
     loss = GrpoLoss.from_config(cfg.grpo, max_completion_length=cfg.rollout.max_completion_length, temperature=cfg.rollout.temperature)
     exchange, loaded_chunks = model_of(cfg, shape, parallel, model_path=model_path)
     chunks = loaded_chunks()
@@ -328,6 +342,7 @@ def build_policy(
         model.chunks[0].config,
         micro_batch_size=cfg.batch.micro_batch_size,
         max_tokens=cfg.batch.max_tokens_per_micro_batch,
+        least_saving=sharing.least_saving,
     )
     held_to = None
     if cfg.grpo.beta:

@@ -804,7 +804,7 @@ def of_adapters() -> Iterator[Case]:
         ("a tensor too few", tensors(lambda held: held.pop(down)), {}, ["lacks 1", down]),
         ("a tensor too many", tensors(lambda held: held.update({"stray.weight": held[down]})), {}, ["besides", "stray.weight"]),
         ("another rank typed", lambda a: None, {"lora_rank": "8"}, ["lora_rank (8)", "adapters (2 in"]),
-        ("another alpha typed", lambda a: None, {"lora_alpha": "8"}, ["lora_alpha (8)", "adapters (16 in"]),
+        ("another alpha typed", lambda a: None, {"lora_alpha": "8"}, ["lora_alpha (8.0)", "adapters (16.0 in"]),
         ("other targets typed", lambda a: None, {"target_modules": "q_proj"}, ["target_modules (q_proj)", "down_proj"]),
     )  # fmt: skip
     for name, change, flags, says in rows:

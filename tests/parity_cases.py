@@ -95,6 +95,8 @@ LOSSES = {
     # In the first step the lowest entropy that trains is that of a group's first token: its completions tie.
     "top entropy": dict(loss_type="dapo", top_entropy_quantile=0.8),
 }  # fmt: skip
+# Each prompt is computed for every completion of it, or once in each micro-batch; whatever a group would save.
+SHARED, APART = dict(share_prompts="true"), dict(share_prompts="false")
 # How a global batch of eight completions becomes micro-batches.
 CUTS = {
     "1 each": dict(micro_batch_size=1),
@@ -202,12 +204,21 @@ def stored_rollout(
     for step in range(num_steps):
         samples: list[Sample] = []
         for number, (length, completions) in enumerate(groups):
-            prompt = rng.integers(0, vocab, length)
+            prompt, first = rng.integers(0, vocab, length), len(samples)
             for completion in completions:
                 is_stale, place = rng.random() < stale, (step, len(samples), number)
                 samples.append(_sample(rng, model, place, prompt, rng.integers(0, vocab, completion), temperature, is_stale))
+            samples[first:] = with_prefix(samples[first:])
         steps.append(samples)
     return steps
+
+
+def with_prefix(group: Sequence[Sample]) -> list[Sample]:
+    """A group whose rows know what they all begin with, as those of a rollout do."""
+    from megatron_grpo.batching.families import Context, common_prefix
+
+    prefix = common_prefix(group, [Context(row, *ends) for row, one in enumerate(group) for ends in one.contexts])
+    return [dataclasses.replace(sample, prefix=prefix) for sample in group]
 
 
 def _sample(rng, model, place: tuple[int, int, int], prompt, completion, temperature: float, is_stale: bool) -> Sample:

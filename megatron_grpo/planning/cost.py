@@ -10,6 +10,7 @@ from megatron_grpo.planning.activations import FP32
 from megatron_grpo.planning.facts import old_logprobs_summary
 from megatron_grpo.planning.lengths import Lengths, packing, sequence_tokens
 from megatron_grpo.planning.parameters import padded_vocab
+from megatron_grpo.planning.sharing import Sharing, estimate_sharing
 from megatron_grpo.planning.tuning import Adapters, Tuning
 from megatron_grpo.settings.config import Config
 from megatron_grpo.sizing.batch_sizes import BatchSizes
@@ -18,14 +19,15 @@ from megatron_grpo.weights.shape import ModelShape
 
 
 def estimate_cost(
-    shape: ModelShape | None, sizes: BatchSizes, cfg: Config, tuning: Tuning | None, lengths: Lengths | None
+    shape: ModelShape | None, sizes: BatchSizes, cfg: Config, tuning: Tuning | None, lengths: Lengths | None, sharing: Sharing
 ) -> dict[str, Any]:
     """The `cost` object of `plan --json`. Without a model, only what the lengths say."""
     cost: dict[str, Any] = {}
     if shape is not None and tuning is not None:
         cost = {**_parameters(shape, tuning), **_flops(shape, sizes, cfg, tuning, lengths), **_bytes(shape, sizes, cfg, tuning)}
     if lengths is not None:
-        cost["packing"] = packing(sizes, cfg, lengths)
+        cost["packing"] = packing(sizes, cfg, lengths, sharing.least_saving)
+    cost["sharing"] = estimate_sharing(sharing, sizes, cfg, lengths)
     return cost
 
 

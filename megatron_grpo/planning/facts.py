@@ -50,8 +50,9 @@ def native_flags(cfg: Config, sizes: BatchSizes) -> str:
         words += [f"--{name}", str(getattr(sizes, name))]
     if cfg.batch.allow_unaligned_generation:
         words += ["--allow_unaligned_generation", "true"]
-    if cfg.batch.old_logprobs != "auto":
-        words += ["--old_logprobs", cfg.batch.old_logprobs]
+    for name in ("old_logprobs", "share_prompts"):
+        if getattr(cfg.batch, name) != "auto":
+            words += [f"--{name}", getattr(cfg.batch, name)]
     for setting in table().values():
         source = cfg.sources.get(setting.name, "default")
         if (

@@ -102,6 +102,8 @@ def _size_rows(made: Plan) -> Iterator[tuple[str, str, str]]:
     if stale:
         who = f"; stale rollouts {', '.join(stale[:8])}{', ...' if len(stale) > 8 else ''} of {shown}"
     yield "forward-only", f"{old['slices_recomputed']}", f"of {old['slices_total']} slices{who}"
+    is_shared, _, why = str(made.sharing).partition(": ")
+    yield "shared prompts", is_shared, why
     if sizes.layout.pp > 1:
         why = f"= (pp - 1) / (vpp x A + pp - 1), pp {sizes.layout.pp}, vpp {sizes.layout.vpp or 1}, A {a}"
         yield "pipeline bubble", f"{bubble_fraction(sizes):.1%}", why
@@ -168,6 +170,7 @@ def _cost(console: Console, cost: dict[str, Any]) -> None:
         console.print(f"{'checkpoint':<20}{gigabytes(cost['checkpoint_bytes']):>14} GB", markup=False)
         for assumption in cost["assumptions"]:
             console.print(f"  {assumption}", style="dim", markup=False)
+    _sharing(console, cost["sharing"])
     if "packing" in cost:
         packing = cost["packing"]
         console.print(
@@ -178,6 +181,17 @@ def _cost(console: Console, cost: dict[str, Any]) -> None:
             markup=False,
         )
     console.print()
+
+
+def _sharing(console: Console, sharing: dict[str, Any]) -> None:
+    apart, shared = sharing["tokens_apart"], sharing["tokens_shared"]
+    step = f"an optimizer step computes {apart:,} tokens in {sharing['micro_batches_apart']:,} micro-batches"
+    if sharing["shares"]:
+        step += (
+            f" with a prompt for every completion, and {shared:,} ({1 - shared / apart:.1%} fewer) in {sharing['micro_batches_shared']:,} "
+            f"with each prompt once: {sharing['groups']:,} groups in {sharing['pieces']:,} pieces"
+        )
+    console.print(step, markup=False)
 
 
 def _to_paste(flags: str, width: int) -> str:

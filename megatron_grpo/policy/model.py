@@ -261,9 +261,10 @@ class PolicyModel(GPTModel):
         return torch.stack([logprobs, entropy]) if with_entropy else logprobs[None]
 
     def _padding(self, batch: LocalBatch):
-        """Bool [1, t or t/tp]: the tokens that a router sees and that nobody asked for."""
-        tp = self.pg_collection.tp
-        return batch.is_padding[None].chunk(tp.size(), dim=1)[tp.rank()] if self.config.sequence_parallel else batch.is_padding[None]
+        """Bool [bits, t or t/tp]: for how many contexts each token stands, in binary digits (see `policy.router`)."""
+        tp, count = self.pg_collection.tp, batch.multiplicity
+        bits = torch.stack([count >> bit & 1 for bit in range(max(int(count.max()).bit_length(), 1))]).bool()
+        return bits.chunk(tp.size(), dim=1)[tp.rank()] if self.config.sequence_parallel else bits
 
     def _rotary(self, positions):
         """Angles [t, 1, 1, head_dim], one row a token: segments may start at any position."""

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from megatron_grpo.batching.collate import Alignment
+from megatron_grpo.batching.alignment import Alignment
 from megatron_grpo.batching.split import BatchCut
 from megatron_grpo.clock import Clock
 from megatron_grpo.grpo.entropy import entropy_threshold
@@ -43,8 +43,10 @@ class TrainedStep:
     skipped: str | None = None  # why the optimizer did not act
 
 
-def cut_for(parallel: ParallelState, megatron: Any, *, micro_batch_size: int, max_tokens: int | None) -> BatchCut:
-    """How this layout and this model want batches cut. megatron: Megatron-Core's configuration of the model."""
+def cut_for(
+    parallel: ParallelState, megatron: Any, *, micro_batch_size: int, max_tokens: int | None, least_saving: float | None = None
+) -> BatchCut:
+    """How this layout and this model want batches cut. megatron: Megatron-Core's configuration of the model; others: see `BatchCut`."""
     sequence, stream = sequence_alignment(parallel.layout, parallel.sequence_parallel)
     return BatchCut(
         dp_size=parallel.dp_size,
@@ -53,6 +55,7 @@ def cut_for(parallel: ParallelState, megatron: Any, *, micro_batch_size: int, ma
         # Megatron-Core's interleaved schedule runs micro-batches in groups of PP.
         multiple=parallel.pp_size if parallel.layout.vpp else 1,
         max_tokens=max_tokens,
+        least_saving=least_saving,
         # Per token and layer: 24 hidden^2 operations in matrices, 2 * length * hidden in causal attention.
         even_length=12.0 * megatron.hidden_size,
         # The all-gather dispatcher takes as many tokens from every expert-parallel rank.

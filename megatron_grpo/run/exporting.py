@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 
 from megatron_grpo import launcher
-from megatron_grpo.build import choose_tuner, model_of
+from megatron_grpo.build import choose_tuner, model_of, sharing_here
 from megatron_grpo.checkpoint import folder
 from megatron_grpo.checkpoint.distributed import read_sharded
 from megatron_grpo.checkpoint.manifest import read_manifest
@@ -24,7 +24,7 @@ from megatron_grpo.weights.fit import layout_problems
 from megatron_grpo.weights.shape import ModelShape
 
 # Of a checkpoint's settings these are not wanted: an export has a layout of its own, needs no reference, and is no run.
-_OTHERS = (*vars(ParallelConfig()), "resume", "output_dir", "beta", "ref_adapters", "merge_lora")
+_OTHERS = (*vars(ParallelConfig()), "resume", "output_dir", "beta", "ref_adapters", "merge_lora", "share_prompts")
 
 
 def run_export(parsed: Parsed) -> int:
@@ -77,6 +77,7 @@ def export_checkpoint(cfg: Config, model: Path) -> None:
         raise ConfigError(problems)
     parallel = state.start(layout, sequence_parallel=p.sequence_parallel, seed=cfg.run.seed)
     try:
+        sharing_here(cfg, shape, parallel)
         exchange, loaded_chunks = model_of(cfg, shape, parallel, model_path=model)
         chunks = loaded_chunks()
         adapters = choose_tuner(cfg, chunks, exchange)

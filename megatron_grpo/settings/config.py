@@ -188,6 +188,9 @@ class BatchConfig:
     max_tokens_per_micro_batch: int | None = setting(
         None, "pack whole sequences up to this, instead of micro_batch_size", unit="tokens", at_least=1
     )
+    share_prompts: str = setting(
+        "auto", "compute what completions of a prompt have in common once in each micro-batch", choices=["auto", "true", "false"]
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
