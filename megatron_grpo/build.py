@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -27,16 +28,18 @@ from megatron_grpo.metrics.schedule import ScheduleLog
 from megatron_grpo.parallel import collectives
 from megatron_grpo.parallel.state import ParallelState
 from megatron_grpo.planning.command import Plan
+from megatron_grpo.planning.sharing import Sharing, decide
 from megatron_grpo.policy.exchange import WeightExchange
 from megatron_grpo.policy.guard import FiniteGuard, Guard
-from megatron_grpo.policy.lora import Adapters
-from megatron_grpo.policy.model import build_chunks
+from megatron_grpo.policy.lora import AdapterPush, Adapters
+from megatron_grpo.policy.model import PolicyModel, build_chunks
 from megatron_grpo.policy.optimizer import Trainable
 from megatron_grpo.policy.policy import Policy, cut_for
 from megatron_grpo.policy.reference import FollowingReference, FrozenReference, Reference
-from megatron_grpo.policy.refused import machine_problems
+from megatron_grpo.policy.refused import machine_problems, sharing_problems
 from megatron_grpo.policy.scorer import ModelScorer
-from megatron_grpo.rollout.adapters import LoraPush, PushKind, lora_push
+from megatron_grpo.policy.trains import choose_what_trains
+from megatron_grpo.rollout.adapters import LoraPush, lora_push
 from megatron_grpo.rollout.engine import Engine, SamplingSettings, WeightHolder
 from megatron_grpo.rollouts import Asker, KlPenalty, Rollouts
 from megatron_grpo.settings.config import Config, GrpoConfig
@@ -48,6 +51,8 @@ from megatron_grpo.weights.lora import LoraSettings, lora_of
 from megatron_grpo.weights.mapping import WeightMap
 from megatron_grpo.weights.reader import HfReader, check_tied_head
 from megatron_grpo.weights.shape import ModelShape
+
+logger = logging.getLogger(__name__)
 
 
 def build_run(
@@ -72,7 +77,8 @@ def build_run(
     lora = how_adapters_travel(cfg, inputs, parallel, journal, sampler_is_known=engine is None)
     policy = build_policy(
         cfg, inputs.shape, parallel,
-        model_path=inputs.model_path, num_steps=timetable.num_steps, clock=clock, reference=reference, guard=guard, lora=lora,
+        model_path=inputs.model_path, num_steps=timetable.num_steps, clock=clock, reference=reference, guard=guard,
+        push=lora.kind if lora else None,
     )  # fmt: skip
     sampler = (engine or partial(ENGINES[cfg.rollout.vllm_mode], lora=lora))(cfg, inputs, parallel)
     sampling = SamplingSettings.of(cfg.rollout, num_generations=cfg.batch.num_generations)
@@ -245,27 +251,68 @@ def uses_transformer_engine(transformer_impl: str) -> bool:
     return HAVE_TE
 
 
+def sharing_here(cfg: Config, shape: ModelShape, parallel: ParallelState) -> Sharing:
+    """Whether this machine computes each prompt once. Raises ConfigError with all that is asked of it and that it has not."""
+    has_te, has_gpu = uses_transformer_engine("auto"), parallel.device.type == "cuda"
+    lacking = machine_problems(cfg, has_gpu=has_gpu, has_transformer_engine=has_te)
+    if lacking := [*lacking, *sharing_problems(cfg, shape, has_transformer_engine=has_te)]:
+        raise ConfigError(lacking)
+    sharing = decide(cfg, shape, has_gpu=has_gpu, has_transformer_engine=has_te)
+    if parallel.is_main and sharing != decide(cfg, shape):  # `plan`, and the sizes shown at the start, know nothing of the machine
+        logger.warning("Shared prompts are %s.", sharing)
+    return sharing
+
+
 def padded_vocab_size(shape: ModelShape, cfg: Config) -> int:
     """Rows of the embedding: a multiple that TP divides evenly."""
     multiple = cfg.model.padded_vocab_multiple * cfg.parallel.tensor_model_parallel_size
     return -(-shape.vocab_size // multiple) * multiple
 
 
-def build_adapters(cfg: Config, chunks: Sequence[Any], exchange: WeightExchange, *, push: PushKind) -> Adapters | None:
-    """The adapters that train, beside the weights of `chunks`, which then do not; None with tuner_type full."""
+def choose_tuner(cfg: Config, chunks: Sequence[Any], exchange: WeightExchange, push: AdapterPush | None = None) -> Adapters | None:
+    """Sets what trains: weights of `chunks`, or adapters that are put beside them, which are returned."""
     tuner, shape = cfg.tuner, exchange.map.shape
     settings = lora_of(tuner, shape)
     if settings is None:
+        choose_what_trains(chunks, exchange, tuner)
         return None
     sizes = own_sizes(settings, shape)
     read = from_file(tuner.adapters, sizes) if tuner.adapters else drawn(sizes, cfg.run.seed)
-    found = Adapters(chunks, exchange, settings, read, base_model=cfg.model.model, push=push)
+    found = Adapters(chunks, exchange, settings, read, base_model=cfg.model.model, push=push or "adapter")
     start = tuner.ref_adapters or tuner.adapters
     if cfg.grpo.beta and start:
         flag = "ref_adapters" if tuner.ref_adapters else "adapters"
         theirs = LoraSettings.from_peft(start, flag=flag)
         found.keep_reference(theirs, from_file(start, own_sizes(theirs, shape), flag=flag))
     return found
+
+
+def model_of(
+    cfg: Config, shape: ModelShape, parallel: ParallelState, *, model_path: str | Path
+) -> tuple[WeightExchange, Callable[[], list[PolicyModel]]]:
+    """Who exchanges the weights of this model in this layout; and a function that makes its chunks, with the checkpoint's weights.
+
+    Raises ConfigError where the checkpoint is not this model. What is asked of the machine has been looked at (`sharing_here`).
+    """
+    use_te = uses_transformer_engine(cfg.model.transformer_impl) and shape.mla is None  # policy.latent is for the local layers
+    rows = padded_vocab_size(shape, cfg)
+    plain_linears = cfg.tuner.tuner_type == "lora"  # an adapter needs the input of the layer that it stands beside
+    naming = "transformer_engine" if use_te and not plain_linears else "local"
+    weight_map = WeightMap.for_shape(shape, padded_vocab_size=rows, naming=naming)
+    exchange = WeightExchange(weight_map, parallel)
+    reader = HfReader(model_path)
+    weight_map.check_complete(reader.names)
+    check_tied_head(reader)
+
+    def loaded_chunks() -> list[PolicyModel]:
+        chunks = build_chunks(
+            shape, cfg.model, cfg.parallel, parallel,
+            use_te=use_te, plain_linears=plain_linears, padded_vocab_size=rows, temperature=cfg.rollout.temperature,
+        )  # fmt: skip
+        exchange.load(chunks, reader)
+        return chunks
+
+    return exchange, loaded_chunks
 
 
 def build_policy(
@@ -278,46 +325,32 @@ def build_policy(
     clock: Clock | None = None,
     reference: MakeReference | None = None,
     guard: Guard | None = None,
-    lora: LoraPush | None = None,
+    push: AdapterPush | None = None,
 ) -> Policy:
     """The policy with the checkpoint's weights, ready to train; and its reference where one is asked for. Collective.
 
-    lora: how adapters reach the sampler, where they train; alone if nobody says.
+    push: how adapters reach the sampler; None where weights train, and for a policy that is not to be sampled from.
     """
-    has_te = uses_transformer_engine("auto")
-    if lacking := machine_problems(cfg, has_gpu=parallel.device.type == "cuda", has_transformer_engine=has_te):
-        raise ConfigError(lacking)
-    use_te = uses_transformer_engine(cfg.model.transformer_impl) and shape.mla is None  # policy.latent is for the local layers
-    rows = padded_vocab_size(shape, cfg)
-    weight_map = WeightMap.for_shape(shape, padded_vocab_size=rows, naming="transformer_engine" if use_te else "local")
-    exchange = WeightExchange(weight_map, parallel)
-    reader = HfReader(model_path)
-    weight_map.check_complete(reader.names)
-    check_tied_head(reader)
+    sharing = sharing_here(cfg, shape, parallel)
     loss = GrpoLoss.from_config(cfg.grpo, max_completion_length=cfg.rollout.max_completion_length, temperature=cfg.rollout.temperature)
-
-    def loaded_chunks():
-        chunks = build_chunks(shape, cfg.model, cfg.parallel, parallel, use_te=use_te, padded_vocab_size=rows, temperature=loss.temperature)
-        exchange.load(chunks, reader)
-        return chunks
-
+    exchange, loaded_chunks = model_of(cfg, shape, parallel, model_path=model_path)
     chunks = loaded_chunks()
-    adapters = build_adapters(cfg, chunks, exchange, push=lora.kind if lora else "adapter")
+    adapters = choose_tuner(cfg, chunks, exchange, push)
     model = Trainable.of(chunks, cfg.optimizer, num_steps=num_steps, adapters=adapters)
     cut = cut_for(
         parallel,
         model.chunks[0].config,
         micro_batch_size=cfg.batch.micro_batch_size,
         max_tokens=cfg.batch.max_tokens_per_micro_batch,
+        least_saving=sharing.least_saving,
     )
     held_to = None
     if cfg.grpo.beta:
-        make = reference or REFERENCES[cfg.grpo.sync_ref_model]
         if adapters is not None:  # the same model without them, or with those it began with
-            held_to = make(cfg.grpo, ModelScorer(model.wrapped, parallel, cut, around=adapters.reference), adapters.tensors)
+            initial = ModelScorer(model.wrapped, parallel, cut, around=adapters.reference)
         else:
-            initial = [chunk.eval().requires_grad_(False) for chunk in loaded_chunks()]
-            held_to = make(cfg.grpo, ModelScorer(initial, parallel, cut), partial(exchange.tensors, initial))
+            initial = ModelScorer([chunk.eval().requires_grad_(False) for chunk in loaded_chunks()], parallel, cut)
+        held_to = (reference or REFERENCES[cfg.grpo.sync_ref_model])(cfg.grpo, initial, partial(exchange.tensors, initial.model))
     return Policy(
         model,
         loss=loss,

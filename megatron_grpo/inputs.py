@@ -33,6 +33,9 @@ if TYPE_CHECKING:
     from megatron_grpo.data.prompts import PromptRows, PromptStream
 
 
+_ADAPTERS = ("adapters", "ref_adapters")  # settings that name a directory of PEFT's
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inputs:
     """Everything here has been looked at and can be used."""
@@ -71,6 +74,8 @@ def read_everything(parsed: Parsed) -> tuple[Plan, Inputs]:
 def look_at_everything(parsed: Parsed) -> Plan:
     """For `plan`: the plan alone, with what was not looked at. Raises ConfigError with all that `train` would refuse of the rest."""
     left_out = _left_out(parsed.config)
+    absent = {flag: None for flag in _ADAPTERS if flag in left_out}
+    parsed = replace(parsed, config=parsed.config.with_values(absent))
     with redirect_stdout(sys.stderr):  # a reward function's file may print as it is loaded, and stdout is for the plan
         made, found, _ = _look_at(parsed, left_out)
     close_rewards(found.rewards)
@@ -88,6 +93,10 @@ def _left_out(cfg: Config) -> dict[str, str]:
         parts |= {"model": f"the model's weights ({model} is {'its configuration' if Path(model).is_file() else 'not on this machine'})"}
     elif Path(model).is_dir() and not any(Path(model).glob("*.safetensors*")) and not any(Path(model).glob("tokenizer*")):
         parts |= {"weights": f"the model's weights ({model} holds its configuration alone)"}
+    for flag in _ADAPTERS:
+        directory = getattr(cfg.tuner, flag)
+        if directory and _is_guest(cfg, flag) and not Path(directory).exists():
+            parts |= {flag: f"{flag} ({directory} is not on this machine): ranks and targets are taken from the settings"}
     for flag, name in (("dataset", cfg.data.dataset), ("eval_dataset", cfg.eval.eval_dataset)):
         if _is_elsewhere(cfg, flag, name):
             parts |= {flag: f"the rows of {flag} ({name} is not on this machine)"}
@@ -120,6 +129,7 @@ def _is_elsewhere(cfg: Config, name: str, value: str | None) -> bool:
 def _absolute_paths(cfg: Config) -> dict[str, str]:
     """Settings whose paths are used after the user's code has run, which may change the directory; as they have to be then."""
     paths = {"output_dir": cfg.run.output_dir, "resume": cfg.run.resume, "lengths": cfg.plan.lengths, "png": cfg.plan.png}
+    paths |= {flag: getattr(cfg.tuner, flag) for flag in _ADAPTERS}
     return {name: str(Path(path).absolute()) for name, path in paths.items() if path not in (None, "auto", "never")}
 
 
@@ -215,6 +225,8 @@ def read_inputs(cfg: Config, left_out: Collection[str] = ()) -> Found:
         shape = problems.attempt(partial(ModelShape.from_pretrained, model_path))
     if model_path and shape and "weights" not in left_out:
         problems.attempt(partial(stored_names, model_path))
+    if model_path and shape and cfg.tuner.tuner_type == "lora":
+        problems.add(_bases_of_adapters(cfg, model_path))
     if shape and "tokenizer" not in left_out:
         tokenizer = problems.attempt(partial(load_tokenizer, str(model_path)))
     prompts = held_out = None
@@ -232,6 +244,14 @@ def read_inputs(cfg: Config, left_out: Collection[str] = ()) -> Found:
         close_rewards(rewards or [])
         raise ConfigError(problems)
     return Found(model_path=model_path, shape=shape, prompts=prompts, held_out=held_out, rewards=rewards)
+
+
+def _bases_of_adapters(cfg: Config, model_path: Path) -> list[Problem]:
+    """Adapters that were trained beside another model than this one."""
+    from megatron_grpo.checkpoint.content import base_problems
+
+    named = {flag: getattr(cfg.tuner, flag) for flag in _ADAPTERS}
+    return [problem for flag, directory in named.items() if directory for problem in base_problems(directory, model_path, flag=flag)]
 
 
 def _read_data(cfg: Config, tokenizer: Any, flag: str) -> PromptStream | PromptRows:

@@ -19,7 +19,7 @@ from megatron_grpo.batching.timetable import Step
 from megatron_grpo.grpo.loss import TokenWeigher
 from megatron_grpo.parallel import collectives
 from megatron_grpo.parallel.state import ParallelState
-from megatron_grpo.types import GlobalBatch, MicroBatch, Rollout, Row, RowKey, Sample, Sequence
+from megatron_grpo.types import Extent, GlobalBatch, MicroBatch, Rollout, Row, RowKey, Sample, Sequence
 
 Scored = TypeVar("Scored", bound=Sequence)
 
@@ -46,16 +46,16 @@ def _to_shares(items: Iterable[tuple[int, RowKey, Any]], parallel: ParallelState
 
 
 def score_rows(
-    sequences: Mapping[RowKey, Scored], contexts: Mapping[RowKey, SequenceOf[int]], homes: Mapping[RowKey, int], *, scorer: Scorer,
-    cut: BatchCut, parallel: ParallelState,
+    sequences: Mapping[RowKey, Scored], extents: Mapping[RowKey, Extent], homes: Mapping[RowKey, int], *, scorer: Scorer, cut: BatchCut,
+    parallel: ParallelState,
 ) -> tuple[dict[RowKey, int], dict[RowKey, Scored], dict[RowKey, np.ndarray]]:  # fmt: skip
     """Log-probs of rows that lie on several shares, wherever the cut has them scored: (new homes, what this rank then holds, log-probs).
 
-    sequences: those that this rank holds. contexts, homes: of all rows, the same on every rank. Log-probs are float32 [T], 0 where the mask
+    sequences: those that this rank holds. extents, homes: of all rows, the same on every rank. Log-probs are float32 [T], 0 where the mask
     is false. Collective.
     """
-    keys = list(contexts)
-    dealt = deal_filled(list(contexts.values()), cut)
+    keys = list(extents)
+    dealt = deal_filled(list(extents.values()), cut)
     filled = [*keys, *[keys[0]] * (sum(len(portion.rows) for mine in dealt for portion in mine) - len(keys))]
     # A row that fills up is scored where it is dealt to again: its sequence must be there, and its result is not needed.
     wanted: dict[RowKey, set[int]] = {key: set() for key in keys}
@@ -69,7 +69,13 @@ def score_rows(
     held = _spread(sequences, homes, wanted, parallel)
     mine = dealt[parallel.dp_rank]
     micro_batches = [
-        collate([held[filled[i]] for i in portion.rows], number=number, alignment=cut.alignment, at_least=portion.at_least)
+        collate(
+            [held[filled[i]] for i in portion.rows],
+            number=number,
+            alignment=cut.alignment,
+            at_least=portion.at_least,
+            families=portion.families,
+        )
         for number, portion in enumerate(mine)
     ]
     found: dict[RowKey, np.ndarray] = {}
@@ -115,7 +121,7 @@ class Pending:
             return self
         homes, held, found = score_rows(
             {key: self.samples[key] for key in due if key in self.samples},
-            {key: self.rows[key].contexts for key in due},
+            {key: self.rows[key].extent for key in due},
             {key: self.rows[key].home for key in due},
             scorer=scorer,
             cut=cut,
@@ -135,7 +141,7 @@ class Pending:
         found = weigh(
             [row.num_masked for row in rows], is_truncated=[row.is_truncated for row in rows], is_dead=[row.is_dead for row in rows]
         )
-        dealt = deal([row.contexts for row in rows], cut)
+        dealt = deal([row.extent for row in rows], cut)
         homes = {rows[i].key: home for home, mine in enumerate(dealt) for portion in mine for i in portion.rows}
         keys = [row.key for row in rows]
         held = _spread(self.samples, {key: self.rows[key].home for key in keys}, {key: {homes[key]} for key in keys}, self.parallel)
@@ -158,8 +164,9 @@ class Pending:
 
     def _micro_batch(self, samples, token_weights, portion: Portion, number: int, trained_at: int, cut: BatchCut):
         return collate_samples(
-            samples, token_weights, trained_at=trained_at, number=number, alignment=cut.alignment, at_least=portion.at_least
-        )
+            samples, token_weights,
+            trained_at=trained_at, number=number, alignment=cut.alignment, at_least=portion.at_least, families=portion.families,
+        )  # fmt: skip
 
     def after(self, step: Step, logprobs: Mapping[RowKey, np.ndarray], cut: BatchCut) -> Pending:
         """Without what `step` has used up; with the log-probs of its training forward, where later passes take their ratio against them.

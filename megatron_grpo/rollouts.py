@@ -8,12 +8,13 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Protocol
 
 import numpy as np
 
+from megatron_grpo.batching.families import prefix_of
 from megatron_grpo.batching.split import BatchCut
 from megatron_grpo.clock import Clock
 from megatron_grpo.data.prompts import PromptStream
@@ -26,7 +27,7 @@ from megatron_grpo.pending import Scorer, deliver, score_rows
 from megatron_grpo.rollout.engine import Sampler, SamplingSettings
 from megatron_grpo.rollout.logprobs import refuse_impossible, warning_of
 from megatron_grpo.settings.config import GrpoConfig
-from megatron_grpo.types import Completion, Harvest, Prompt, Rollout, Row, RowKey, Sample, ScoredGroup, Verdict
+from megatron_grpo.types import Completion, Extent, Harvest, Prompt, Rollout, Row, RowKey, Sample, ScoredGroup, Verdict
 from megatron_grpo.types import Sequence as Scored
 
 logger = logging.getLogger(__name__)
@@ -94,6 +95,7 @@ class Asker:
             warning = warning_of(impossible, self.sampling.n * len(prompts))
             if warning and collectives.rank() == 0:
                 logger.warning(warning)
+        groups = [replace(group, prefix=prefix_of(group.completions)) for group in groups]
         places = {prompt.number: place for place, prompt in enumerate(prompts)}
         with self.clock("reward"):
             scored = self.judge(groups, places=[places[group.prompt.number] for group in groups])
@@ -124,12 +126,12 @@ class KlPenalty:
     beta: float
 
     def __call__(
-        self, sequences: Mapping[RowKey, Scored], contexts: Mapping[RowKey, Sequence[int]], homes: Mapping[RowKey, int], *,
-        cut: BatchCut, parallel: ParallelState,
+        self, sequences: Mapping[RowKey, Scored], extents: Mapping[RowKey, Extent], homes: Mapping[RowKey, int], *, cut: BatchCut,
+        parallel: ParallelState,
     ) -> dict[RowKey, float]:  # fmt: skip
-        """Of every row, on every rank. sequences: those that this rank holds. contexts, homes: of all rows. Collective."""
+        """Of every row, on every rank. sequences: those that this rank holds. extents, homes: of all rows. Collective."""
         ours, theirs = (
-            score_rows(sequences, contexts, homes, scorer=scorer, cut=cut, parallel=parallel)[2] for scorer in (self.policy, self.reference)
+            score_rows(sequences, extents, homes, scorer=scorer, cut=cut, parallel=parallel)[2] for scorer in (self.policy, self.reference)
         )
         mine = {key: self.beta * float((ours[key].astype(np.float64) - theirs[key]).sum()) for key in ours}
         return {key: value for part in collectives.from_all(mine if parallel.is_first_of_share else {}) for key, value in part.items()}
@@ -195,8 +197,12 @@ class Rollouts:
 
     def _finish(self, number: int, reaped: Harvest, mine: Mapping[int, ScoredGroup]) -> Rollout:
         kept, group_size = reaped.kept, len(reaped.kept[0].rewards)
-        contexts = {(number, place * group_size + i): one for place, verdict in enumerate(kept) for i, one in enumerate(verdict.contexts)}
-        homes = {key: self.cut.home_of(key[1]) for key in contexts}
+        extents = {
+            (number, place * group_size + i): Extent(contexts, (number, verdict.prompt_number), verdict.prefix)
+            for place, verdict in enumerate(kept)
+            for i, contexts in enumerate(verdict.contexts)
+        }
+        homes = {key: self.cut.home_of(key[1]) for key in extents}
         drawn = {
             (number, place * group_size + i): completion
             for place, scored in mine.items()
@@ -207,11 +213,11 @@ class Rollouts:
         if self.penalty is not None:
             with self.asker.clock("ref_logprobs"):
                 sequences = {key: completion.sequence for key, completion in held.items()}
-                of_rows = self.penalty(sequences, contexts, homes, cut=self.cut, parallel=self.parallel)
-                penalty = np.array([of_rows[key] for key in contexts]).reshape(len(kept), group_size)
+                of_rows = self.penalty(sequences, extents, homes, cut=self.cut, parallel=self.parallel)
+                penalty = np.array([of_rows[key] for key in extents]).reshape(len(kept), group_size)
         found = advantages([verdict.rewards for verdict in kept], self.cfg, self.asker.judge.reward_weights, kl_penalty=penalty)
         self.journal.rollout(JudgedRollout(number=number, harvest=reaped, advantages=found, penalty=penalty, held=mine))
-        rows = tuple(_row(key, kept[key[1] // group_size], key[1] % group_size, found, homes[key]) for key in contexts)
+        rows = tuple(_row(key, kept[key[1] // group_size], key[1] % group_size, found, homes[key]) for key in extents)
         samples = {key: self._sample(key, held[key], kept[key[1] // group_size], found) for key in sorted(held)}
         return Rollout(number=number, rows=rows, samples=samples, num_prompts=reaped.num_prompts)
 
@@ -244,6 +250,7 @@ def _row(key: RowKey, verdict: Verdict, member: int, found: Advantages, home: in
     return Row(
         rollout=key[0],
         row=key[1],
+        prompt_number=verdict.prompt_number,
         version=verdict.version,
         fresh_at=verdict.version,
         prefix=verdict.prefix,

@@ -10,12 +10,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, fields
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 
 OldLogprobs = Literal["on_policy", "recompute", "cached", "rollout"]
 RowKey = tuple[int, int]  # (rollout, row)
+
+
+class Extent(NamedTuple):
+    """What packing knows of a row. Rows of one group begin alike."""
+
+    contexts: tuple[int, ...]  # tokens of each
+    group: tuple[int, int] | None = None  # (rollout, prompt number); None if it shares with none
+    prefix: int = 0  # computed tokens that every context of the group begins with, as far as it is known
 
 
 class Picture(Protocol):
@@ -247,6 +255,7 @@ class Row:
 
     rollout: int
     row: int
+    prompt_number: int
     version: int
     fresh_at: int
     prefix: int = 0
@@ -264,9 +273,13 @@ class Row:
     def num_tokens(self) -> int:
         return sum(self.contexts)
 
+    @property
+    def extent(self) -> Extent:
+        return Extent(contexts=self.contexts, group=(self.rollout, self.prompt_number), prefix=self.prefix)
+
     @classmethod
     def of(cls, sample: Sample, *, home: int) -> Row:
-        names = ("rollout", "row", "version", "fresh_at", "prefix", "num_masked", "is_dead", "is_truncated")
+        names = ("rollout", "row", "prompt_number", "version", "fresh_at", "prefix", "num_masked", "is_dead", "is_truncated")
         contexts = tuple(end - begin for begin, end in sample.contexts)
         return cls(**{name: getattr(sample, name) for name in names}, contexts=contexts, home=home)
 
@@ -283,10 +296,10 @@ class Rollout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
-    """A stretch of the packed stream that attends causally to itself, and to its parent where it has one.
+    """A stretch of the packed stream that attends causally to itself, and to all of its parent where it has one.
 
-    start, end: in tokens of the whole stream (before context parallelism cuts it). parent: index of a segment, or -1. length: tokens before
-    its alignment padding; 0 is a segment of padding.
+    start, end: in tokens of the whole stream (before context parallelism cuts it). parent: index of a segment that has none itself, or -1.
+    length: tokens before its alignment padding, which children do not see; 0 is a segment of padding.
     """
 
     start: int
@@ -305,10 +318,11 @@ class MicroBatch:
 
     number: int  # its place in the pass
     token_ids: np.ndarray  # int64 [T]
-    positions: np.ndarray  # int64 [T], restart at 0 in every context
+    positions: np.ndarray  # int64 [T], of each token in its context
     multiplicity: np.ndarray  # int64 [T]: contexts that a token stands for; 0 is alignment padding
-    segments: tuple[Segment, ...]  # cover the stream
-    predict_at: np.ndarray  # int64 [C]
+    # They cover the stream: parents, then their children (those of one parent side by side), then those without relatives, then padding.
+    segments: tuple[Segment, ...]
+    predict_at: np.ndarray  # int64 [C]; a place that several contexts share predicts several tokens
     targets: np.ndarray  # int64 [C]
     sequence: np.ndarray  # int64 [C], 0..S-1: which sequence a trained position belongs to
     num_sequences: int  # S
@@ -361,10 +375,12 @@ class GlobalBatch:
     def metrics(self) -> dict[str, float]:
         computed = sum(micro_batch.num_tokens for micro_batch in self.micro_batches)
         padding = sum(micro_batch.num_padding_tokens for micro_batch in self.micro_batches)
+        needed = sum(int(micro_batch.multiplicity.sum()) for micro_batch in self.micro_batches)
         return {
             "staleness/mean": sum(self.staleness) / len(self.staleness),
             "staleness/max": max(self.staleness),
             "packing/efficiency": 1 - padding / max(computed, 1),  # of this rank's share
+            "packing/shared": 1 - (computed - padding) / max(needed, 1),  # of this rank's share
         }
 
 

@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from megatron_grpo.settings.config import Config, OptimizerConfig
 from megatron_grpo.types import Sample
+from megatron_grpo.weights.trains import parameter_trains, trains
 
 # Groups as a rollout has them: (tokens of the prompt, tokens of each completion of it). Completions of 1 and 2 tokens, a prompt of 1, and
 # lengths that no layout divides. The completions of a group share the context of their first token, so its entropy too.
@@ -70,6 +71,7 @@ LAYOUTS = {
     "CP2 DP2": Case(4, {CP: 2}),
     "TP2 ETP1": Case(2, {TP: 2, SP: True}, True),
     "TP2 ETP2": Case(2, {TP: 2, SP: True, ETP: 2}, True),
+    "DP2 ETP2": Case(2, {ETP: 2}, True),
     "EP2": Case(2, {EP: 2}, True),
     "TP2 EP2 ETP1": Case(2, {TP: 2, SP: True, EP: 2}, True),
     "CP2 EP2": Case(2, {CP: 2, EP: 2}, True),
@@ -93,6 +95,8 @@ LOSSES = {
     # In the first step the lowest entropy that trains is that of a group's first token: its completions tie.
     "top entropy": dict(loss_type="dapo", top_entropy_quantile=0.8),
 }  # fmt: skip
+# Each prompt is computed for every completion of it, or once in each micro-batch; whatever a group would save.
+SHARED, APART = dict(share_prompts="true"), dict(share_prompts="false")
 # How a global batch of eight completions becomes micro-batches.
 CUTS = {
     "1 each": dict(micro_batch_size=1),
@@ -200,12 +204,21 @@ def stored_rollout(
     for step in range(num_steps):
         samples: list[Sample] = []
         for number, (length, completions) in enumerate(groups):
-            prompt = rng.integers(0, vocab, length)
+            prompt, first = rng.integers(0, vocab, length), len(samples)
             for completion in completions:
                 is_stale, place = rng.random() < stale, (step, len(samples), number)
                 samples.append(_sample(rng, model, place, prompt, rng.integers(0, vocab, completion), temperature, is_stale))
+            samples[first:] = with_prefix(samples[first:])
         steps.append(samples)
     return steps
+
+
+def with_prefix(group: Sequence[Sample]) -> list[Sample]:
+    """A group whose rows know what they all begin with, as those of a rollout do."""
+    from megatron_grpo.batching.families import Context, common_prefix
+
+    prefix = common_prefix(group, [Context(row, *ends) for row, one in enumerate(group) for ends in one.contexts])
+    return [dataclasses.replace(sample, prefix=prefix) for sample in group]
 
 
 def _sample(rng, model, place: tuple[int, int, int], prompt, completion, temperature: float, is_stale: bool) -> Sample:
@@ -362,9 +375,9 @@ def reference(path: str | Path, cfg: Config, batches: Sequence[Sequence[Sample]]
     from tests.tiny_models import load_tiny
 
     if cfg.tuner.tuner_type == "lora":
-        from tests.lora_cases import peft_model
+        from tests.lora_cases import peft_model, start_of
 
-        model, named = peft_model(path, cfg.tuner.adapters)
+        model, named = peft_model(path, start_of(cfg))
     else:
         model = load_tiny(path, "float64").train()
         if hasattr(model, "set_experts_implementation"):
@@ -372,6 +385,12 @@ def reference(path: str | Path, cfg: Config, batches: Sequence[Sequence[Sample]]
         model.get_input_embeddings().padding_idx = None  # else the padding token, an ordinary token here, gets no gradient
         named = dict(model.named_parameters())
     frozen = copy.deepcopy(model).requires_grad_(False) if cfg.grpo.beta else None
+    if cfg.tuner.tuner_type == "full":
+        rule = trains(cfg.tuner)
+        for name, p in model.named_parameters():
+            p.requires_grad_(parameter_trains(in_export_names({name: p.detach().numpy()}, path), rule))
+    kept = {name: p for name, p in named.items() if not p.requires_grad}
+    named = {name: p for name, p in named.items() if p.requires_grad}
     moments = {name: (torch.zeros_like(p), torch.zeros_like(p)) for name, p in named.items()}
     o, losses, norms, first = cfg.optimizer, [], [], None
     for index, samples in enumerate(batches(model, frozen) if callable(batches) else batches):
@@ -399,12 +418,9 @@ def reference(path: str | Path, cfg: Config, batches: Sequence[Sequence[Sample]]
                     old.copy_(cfg.grpo.ref_model_mixup_alpha * new + (1 - cfg.grpo.ref_model_mixup_alpha) * old)
         losses.append(loss.item())
         norms.append(norm)
-    still = (
-        {}
-        if cfg.tuner.tuner_type == "lora"
-        else {name: buffer for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")}
-    )  # exported, not trained
-    weights = {name: tensor.detach().numpy() for name, tensor in (named | still).items()}
+    if cfg.tuner.tuner_type == "full":  # exported, not trained
+        kept |= {name: buffer for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")}
+    weights = {name: tensor.detach().numpy() for name, tensor in (named | kept).items()}
     return Trained(losses, norms, in_export_names(first, path), in_export_names(weights, path))
 
 

@@ -2,79 +2,97 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import NamedTuple
 
 import numpy as np
 
+from megatron_grpo.batching.alignment import Alignment
+from megatron_grpo.batching.families import Context, Family, common_prefix, num_shared
 from megatron_grpo.types import AnchoredSample, MicroBatch, Sample, Segment, Sequence, TrainingMicroBatch
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Alignment:
-    """What lengths are rounded up to, in tokens: each context, and the whole stream. See `parallel.layout.sequence_alignment`."""
+class _Tree(NamedTuple):
+    """Contexts whose first `shared` computed tokens are a trunk; without one (0), a single context."""
 
-    sequence: int = 1
-    stream: int = 1
-
-    @property
-    def grain(self) -> int:
-        """Every stream is a multiple of it."""
-        return math.lcm(self.sequence, self.stream)
-
-    def of_contexts(self, contexts: SequenceOf[int]) -> int:
-        """Tokens that a sequence takes in the stream. contexts: tokens of each; the last one predicts nothing, so it is not computed."""
-        return sum(-(-(tokens - 1) // self.sequence) * self.sequence for tokens in contexts)
-
-    def of_stream(self, total: int) -> int:
-        """Tokens in a stream whose sequences take `total`. Never 0: Megatron's layers take no empty stream."""
-        return max(-(-total // self.grain), 1) * self.grain
+    shared: int
+    contexts: tuple[Context, ...]
 
 
-class _Context(NamedTuple):
-    """One context of a sequence: its row in the micro-batch, and where it begins and ends in the tokens of that row."""
+class _Place(NamedTuple):
+    """Where a context lies in the stream: its first `shared` tokens from `trunk` on, the others from `own` on."""
 
-    row: int
-    first: int
-    end: int
+    trunk: int
+    shared: int
+    own: int
+
+    def of(self, tokens: np.ndarray) -> np.ndarray:
+        """Places of these tokens of the context."""
+        return np.where(tokens < self.shared, self.trunk + tokens, self.own + tokens - self.shared)
 
 
-def collate(sequences: SequenceOf[Sequence], *, number: int = 0, alignment: Alignment | None = None, at_least: int = 0) -> MicroBatch:
-    """Packs sequences end to end, so that they can be scored.
+class _Stream:
+    """Segments that are laid end to end."""
 
-    number: the micro-batch's place in its pass. Padding goes behind a context, where causal attention cannot see it, and behind the last
-    context as a segment of its own. at_least: tokens in the stream, itself aligned.
+    def __init__(self, alignment: Alignment):
+        self.alignment, self.length = alignment, 0
+        self.segments: list[Segment] = []
+        self.tokens: list[np.ndarray] = []
+        self.positions: list[np.ndarray] = []
+        self.multiplicity: list[np.ndarray] = []
+
+    def lay(self, tokens: np.ndarray, *, position: int, copies: int, parent: int = -1) -> int:
+        """Where the tokens begin. position: of the first. copies: contexts that they stand for. Without tokens there is no segment."""
+        begin, length = self.length, len(tokens)
+        padded = self.alignment.of_segment(length)
+        if padded:
+            self._add(Segment(start=begin, end=begin + padded, parent=parent, length=length), tokens, position, copies)
+        return begin
+
+    def pad(self, total: int) -> None:
+        """With a segment of padding, so that there are `total` tokens."""
+        if self.length < total:
+            self._add(Segment(start=self.length, end=total, length=0), np.zeros(0, dtype=np.int64), 0, 0)
+
+    def _add(self, segment: Segment, tokens: np.ndarray, position: int, copies: int) -> None:
+        size = segment.end - segment.start
+        padding = (0, size - segment.length)
+        self.segments.append(segment)
+        self.tokens.append(np.pad(tokens, padding))
+        self.positions.append(position + np.arange(size))
+        self.multiplicity.append(np.pad(np.full(segment.length, copies), padding))
+        self.length = segment.end
+
+
+def collate(
+    sequences: SequenceOf[Sequence],
+    *,
+    number: int = 0,
+    alignment: Alignment | None = None,
+    at_least: int = 0,
+    families: SequenceOf[Family] = (),
+) -> MicroBatch:
+    """Packs sequences end to end, so that they can be scored. What contexts of a family begin with alike stands in the stream once.
+
+    number: the micro-batch's place in its pass. at_least: tokens in the stream, itself aligned. families: see `batching.split.Portion`.
+    Padding goes behind a segment, where causal attention cannot see it, and behind the last one as a segment of its own.
+
+    Raises ValueError where a family does not begin with as many equal tokens as was said.
     """
     alignment = alignment or Alignment()
-    contexts = [_Context(row, first, end) for row, sequence in enumerate(sequences) for first, end in sequence.contexts]
-    total = max(alignment.of_stream(alignment.of_contexts([end - first for _, first, end in contexts])), at_least)
-    tokens, positions, multiplicity = (np.zeros(total, dtype=np.int64) for _ in range(3))
-    segments: list[Segment] = []
-    begins: dict[_Context, int] = {}  # context -> where it begins in the stream
-    start = 0
-    for context in contexts:
-        length = context.end - context.first - 1
-        padded = alignment.of_contexts([length + 1])
-        tokens[start : start + length] = sequences[context.row].token_ids[context.first : context.end - 1]
-        positions[start : start + padded] = np.arange(padded)
-        multiplicity[start : start + length] = 1
-        if padded:
-            segments.append(Segment(start=start, end=start + padded, length=length))
-        begins[context] = start
-        start += padded
-    if start < total:
-        positions[start:] = np.arange(total - start)
-        segments.append(Segment(start=start, end=total, length=0))
-    trained = list(_trained(sequences, begins))
+    contexts = [Context(row, *ends) for row, sequence in enumerate(sequences) for ends in sequence.contexts]
+    stream = _Stream(alignment)
+    places = _lay(stream, sequences, _trees(sequences, contexts, families, alignment))
+    stream.pad(max(alignment.of_stream(stream.length), at_least))
+    trained = list(_trained(sequences, contexts, places))
     return MicroBatch(
         number=number,
-        token_ids=tokens,
-        positions=positions,
-        multiplicity=multiplicity,
-        segments=tuple(segments),
+        token_ids=_column(stream.tokens, np.int64),
+        positions=_column(stream.positions, np.int64),
+        multiplicity=_column(stream.multiplicity, np.int64),
+        segments=tuple(stream.segments),
         predict_at=_column([at for at, _, _ in trained], np.int64),
         targets=_column([targets for _, targets, _ in trained], np.int64),
         sequence=_column([rows for _, _, rows in trained], np.int64),
@@ -83,12 +101,53 @@ def collate(sequences: SequenceOf[Sequence], *, number: int = 0, alignment: Alig
     )
 
 
-def _trained(sequences: SequenceOf[Sequence], begins: dict[_Context, int]) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+def _trees(
+    sequences: SequenceOf[Sequence], contexts: SequenceOf[Context], families: SequenceOf[Family], alignment: Alignment
+) -> list[_Tree]:
+    """Every context in one of them."""
+    family_of = {row: family for family in families for row in family.members}
+    by_family: dict[object, list[Context]] = {}
+    for context in contexts:
+        by_family.setdefault(family_of.get(context.row, context), []).append(context)
+    trees = []
+    for family, members in by_family.items():
+        shared = 0
+        if isinstance(family, Family) and len(members) > 1:
+            common = common_prefix(sequences, members)
+            if common < family.prefix:
+                raise ValueError(f"rows {family.members} were said to begin with {family.prefix} equal tokens; {common} of them are equal")
+            shared = num_shared([context.num_computed for context in members], common, family, alignment)
+        trees += [_Tree(shared, tuple(members))] if shared else [_Tree(0, (context,)) for context in members]
+    return trees
+
+
+def _lay(stream: _Stream, sequences: SequenceOf[Sequence], trees: SequenceOf[_Tree]) -> dict[Context, _Place]:
+    """Trunks, then the children of each, then what has no relatives; in each class by length, so that equal lengths lie side by side."""
+    families = sorted((tree for tree in trees if tree.shared), key=lambda tree: tree.shared)
+    apart = sorted((tree.contexts[0] for tree in trees if not tree.shared), key=lambda context: context.num_computed)
+    places: dict[Context, _Place] = {}
+
+    def tokens(context: Context) -> np.ndarray:
+        return sequences[context.row].token_ids[context.first : context.first + context.num_computed]
+
+    trunks = [stream.lay(tokens(tree.contexts[0])[: tree.shared], position=0, copies=len(tree.contexts)) for tree in families]
+    for parent, (tree, trunk) in enumerate(zip(families, trunks, strict=True)):
+        for context in sorted(tree.contexts, key=lambda context: context.num_computed):
+            own = stream.lay(tokens(context)[tree.shared :], position=tree.shared, copies=1, parent=parent)
+            places[context] = _Place(trunk, tree.shared, own)
+    for context in apart:
+        places[context] = _Place(stream.length, 0, stream.lay(tokens(context), position=0, copies=1))
+    return places
+
+
+def _trained(
+    sequences: SequenceOf[Sequence], contexts: SequenceOf[Context], places: dict[Context, _Place]
+) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
     """(places in the stream, targets, rows) of each context's masked tokens. Contexts come row by row, so trained positions do too."""
-    for context, begin in begins.items():
+    for context in contexts:
         sequence = sequences[context.row]
         at = np.flatnonzero(sequence.mask[context.first : context.end])
-        yield begin + at - 1, sequence.token_ids[context.first + at], np.full(len(at), context.row)
+        yield places[context].of(at - 1), sequence.token_ids[context.first + at], np.full(len(at), context.row)
 
 
 def collate_samples(
@@ -99,6 +158,7 @@ def collate_samples(
     number: int = 0,
     alignment: Alignment | None = None,
     at_least: int = 0,
+    families: SequenceOf[Family] = (),
 ) -> TrainingMicroBatch:
     """As `collate`, with what the loss needs.
 
@@ -107,7 +167,7 @@ def collate_samples(
 
     Raises ValueError for a sample that is stale there and carries no old log-probs: its ratio would be 1 where it is not.
     """
-    stream = collate(samples, number=number, alignment=alignment, at_least=at_least)
+    stream = collate(samples, number=number, alignment=alignment, at_least=at_least, families=families)
     old = [_old_logprobs(sample, trained_at)[sample.mask] for sample in samples]
     counts = [sample.num_masked for sample in samples]
     return TrainingMicroBatch(

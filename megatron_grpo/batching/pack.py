@@ -1,4 +1,4 @@
-"""Whole sequences into micro-batches of at most so many tokens, shared out evenly over data-parallel ranks. Integers only; no torch.
+"""Whole sequences, or groups of them, into micro-batches of at most so many tokens, evenly over data-parallel ranks. No torch.
 
 Token weights are fixed before rows are packed, so the gradient does not depend on how they are (docs/parallelism.md).
 """
@@ -6,24 +6,134 @@ Token weights are fixed before rows are packed, so the gradient does not depend 
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Iterator, Sequence
 
 import numpy as np
+
+from megatron_grpo.batching.families import Rows
 
 # How far from a full micro-batch the last two sequences may end before one that merely fits is taken, in tokens.
 MOST_GAPS_TRIED = 8
 # Above, micro-batches are many to a rank, and even without further care.
 MOST_ROWS_SPREAD = 20_000
+# A group is cut into pieces no dearer than an even share of a micro-batch on every rank; or than these parts of it, until ranks are even.
+PARTS_OF_A_SHARE = (1, 2, 4, 8)
+EVEN_ENOUGH = 0.97  # mean over slowest rank
+
+
+def pack_groups(rows: Rows, *, max_tokens: int, dp_size: int = 1, multiple: int = 1) -> list[list[list[int]]]:
+    """As `pack`, where rows of a group that meet in a micro-batch share their prefix: [data-parallel rank][micro-batch] -> rows.
+
+    A group stays together if the budget, the number of micro-batches and the balance of ranks allow it; each piece computes the prefix
+    once. A piece takes at most the budget, or what its longest row takes by itself. ValueError as from `pack`.
+    """
+    sizes = {"max_tokens": max_tokens, "dp_size": dp_size, "multiple": multiple}
+    if not rows.prefix.any():
+        return pack(rows.apart, costs=rows.apart_cost, **sizes)
+    whole = _within_budget(rows, max_tokens)
+    total = rows.sizes(whole)[1].sum()
+    best: list[list[list[int]]] = []
+    fastest = math.inf
+    for parts in PARTS_OF_A_SHARE:
+        piece = _no_dearer_than(total / (dp_size * multiple * parts), rows, whole)
+        piece, dealt = _pack_pieces(rows, piece, **sizes)
+        cost = rows.sizes(piece)[1]
+        of_rounds = np.array([[cost[pieces].sum() for pieces in mine] for mine in dealt])
+        time = of_rounds.max(axis=0).sum()  # ranks wait for each other at every micro-batch
+        if time < fastest:
+            best, fastest = _rows_of(piece, dealt), time
+        if of_rounds.sum() >= EVEN_ENOUGH * time * dp_size:
+            break
+    return best
+
+
+def _pack_pieces(rows: Rows, piece: np.ndarray, **sizes: int) -> tuple[np.ndarray, list[list[list[int]]]]:
+    """(piece of each row, [rank][micro-batch] -> pieces). The dearest are halved while they are too few."""
+    while True:
+        tokens, cost = rows.sizes(piece)
+        try:
+            return piece, pack(tokens, costs=cost, **sizes)
+        except ValueError:
+            cost[np.bincount(piece) == 1] = -1.0
+            if cost.max() < 0:
+                raise
+            piece = _halved(rows, piece, np.arange(len(cost)) == cost.argmax())
+
+
+def _rows_of(piece: np.ndarray, dealt: list[list[list[int]]]) -> list[list[list[int]]]:
+    order = np.argsort(piece, kind="stable").tolist()
+    end = np.cumsum(np.bincount(piece)).tolist()
+    begin = [0, *end]
+    return [[[row for i in pieces for row in order[begin[i] : end[i]]] for pieces in mine] for mine in dealt]
+
+
+def _within_budget(rows: Rows, max_tokens: int) -> np.ndarray:
+    """The piece of each row: groups, and in as few pieces as fit where a group takes more than the budget."""
+    shares = rows.prefix > 0
+    key = np.where(shares, rows.group, rows.group.max() + 1 + np.arange(len(rows)))
+    piece = np.unique(key, return_inverse=True)[1]
+    tokens, _ = rows.sizes(piece)
+    longest = np.zeros_like(tokens)
+    np.maximum.at(longest, piece, rows.apart)
+    limit = np.maximum(longest, max_tokens)
+    large = np.flatnonzero((tokens > limit)[piece])
+    if not len(large):
+        return piece
+    # The rows of each large group, longest first, as a line of a matrix; then each column into the first piece of its line with room.
+    large = large[np.lexsort((-rows.tail[large], piece[large]))]
+    _, first, line = np.unique(piece[large], return_index=True, return_inverse=True)
+    column = np.arange(len(large)) - first[line]
+    shape = len(first), int(column.max()) + 1
+    tails, used = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.int64)
+    tails[line, column] = rows.tail[large]
+    into = np.zeros(shape, dtype=np.int64)
+    room = (limit[piece[large[first]]] - rows.trunk[large[first]])[:, None]
+    for number in range(shape[1]):
+        tail = tails[:, number, None]
+        chosen = ((used == 0) | (used + tail <= room)).argmax(axis=1)
+        used[np.arange(shape[0]), chosen] += tail[:, 0]
+        into[:, number] = chosen
+    key = piece * shape[1]
+    key[large] += into[line, column]
+    return np.unique(key, return_inverse=True)[1]
+
+
+def _no_dearer_than(limit: float, rows: Rows, piece: np.ndarray) -> np.ndarray:
+    while True:
+        _, cost = rows.sizes(piece)
+        dear = (cost > limit) & (np.bincount(piece) > 1)
+        if not dear.any():
+            return piece
+        piece = _halved(rows, piece, dear)
+
+
+def _halved(rows: Rows, piece: np.ndarray, which: np.ndarray) -> np.ndarray:
+    """The piece of each row, where each of `which` has become two. Both get long and short rows."""
+    cut = np.flatnonzero(which[piece])
+    cut = cut[np.lexsort((rows.tail[cut], piece[cut]))]
+    _, first, line = np.unique(piece[cut], return_index=True, return_inverse=True)
+    is_second = (np.arange(len(cut)) - first[line]) % 2 == 1
+    piece = piece.copy()
+    piece[cut[is_second]] = len(which) + line[is_second]
+    return piece
 
 
 def pack(
-    lengths: Sequence[int] | np.ndarray, *, max_tokens: int, dp_size: int = 1, multiple: int = 1, even_length: float = float("inf")
+    lengths: Sequence[int] | np.ndarray,
+    *,
+    max_tokens: int,
+    dp_size: int = 1,
+    multiple: int = 1,
+    even_length: float = math.inf,
+    costs: np.ndarray | None = None,
 ) -> list[list[list[int]]]:
     """[data-parallel rank][micro-batch] -> rows, every row exactly once.
 
     lengths: tokens of each row as they will lie in the stream (alignment included). max_tokens: of one micro-batch; a longer row gets one
     of its own. multiple: the number of micro-batches on a rank is a multiple of it (interleaved pipeline stages ask for that).
-    even_length: the length at which attention costs a token as much as everything else does; it only steers the balance.
+    even_length: the length at which attention costs a token as much as everything else does; it only steers the balance. costs: of each
+    row, instead of what even_length says.
 
     Every rank gets as many micro-batches, and the n-th of each rank cost about the same, since ranks wait for each other there.
     ValueError where there are too few rows for one in every micro-batch.
@@ -32,19 +142,19 @@ def pack(
     unit = dp_size * multiple
     if len(lengths) < unit:
         raise ValueError(f"{len(lengths)} sequences cannot fill {dp_size} ranks x {multiple} micro-batches")
-    cost_of_row = lengths + lengths / even_length * lengths
+    cost_of_row = lengths + lengths / even_length * lengths if costs is None else costs
     bins: list[list[int]] = []
-    costs: list[np.ndarray] = []
+    cost_of_bins: list[np.ndarray] = []
     for rows in _full_bins(lengths, max_tokens):
         bins += rows.tolist()
-        costs.append(cost_of_row[rows].sum(axis=1))
+        cost_of_bins.append(cost_of_row[rows].sum(axis=1))
     wanted = -(-len(bins) // unit) * unit
     even = _spread(lengths, cost_of_row, wanted, max_tokens) if len(lengths) <= MOST_ROWS_SPREAD else None
     if even is not None:
         bins = even
         cost = np.array([cost_of_row[rows].sum() for rows in bins])
     else:
-        cost = _split_until(bins, np.concatenate(costs), cost_of_row, wanted)
+        cost = _split_until(bins, np.concatenate(cost_of_bins), cost_of_row, wanted)
     return [[bins[i] for i in mine] for mine in _deal(cost, dp_size)]
 
 

@@ -8,8 +8,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from megatron_grpo.batching.collate import Alignment
-from megatron_grpo.batching.pack import pack
+from megatron_grpo.batching.alignment import Alignment
+from megatron_grpo.batching.families import Family, Rows
+from megatron_grpo.batching.pack import pack_groups
+from megatron_grpo.types import Extent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +25,8 @@ class BatchCut:
     max_tokens: int | None = None  # None: micro_batch_size completions each, whatever their lengths
     even_length: float = math.inf
     even_streams: bool = False  # the n-th micro-batches of all ranks are padded to one length
+    # Rows of a group share what they begin with if this part of their tokens, at least, need not be computed then; None: never.
+    least_saving: float | None = None
 
     @property
     def rows_per_slice(self) -> int:
@@ -36,40 +40,73 @@ class BatchCut:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Portion:
-    """One micro-batch: which rows, and the least length of its stream, in tokens."""
+    """One micro-batch: which rows, which of them may share what they begin with, and the least length of its stream."""
 
     rows: tuple[int, ...]  # places in the list that was dealt
-    at_least: int
+    families: tuple[Family, ...]  # their members are places in `rows`
+    at_least: int  # tokens
+    num_tokens: int  # in its stream, at most
 
 
-def deal(contexts: Sequence[Sequence[int]], cut: BatchCut) -> list[list[Portion]]:
+def deal(extents: Sequence[Extent], cut: BatchCut) -> list[list[Portion]]:
     """[data-parallel rank][micro-batch]: every row exactly once. Every rank gets as many micro-batches, a multiple of `cut.multiple`.
 
-    contexts: tokens of each context of each row. As the timetable has it: slices in order, each shared out in rank order. With a token
-    budget: rearranged (`batching.pack`). Raises ValueError where the rows do not come out even.
+    As the timetable has it: slices in order, each shared out in rank order. With a token budget: rearranged (`batching.pack`), groups kept
+    together where that is possible. Raises ValueError where the rows do not come out even.
     """
-    lengths = [cut.alignment.of_contexts(row) for row in contexts]
+    rows = Rows.of(extents, cut.alignment, even_length=cut.even_length, least_saving=cut.least_saving)
+    least_saving = cut.least_saving or 0.0
     if cut.max_tokens is not None:
         # The stream is rounded up at its end: a budget that is a multiple of what it is rounded to is kept all the same.
         grain = cut.alignment.grain
         budget = max(cut.max_tokens // grain * grain, grain)
-        dealt = pack(lengths, max_tokens=budget, dp_size=cut.dp_size, multiple=cut.multiple, even_length=cut.even_length)
+        rows = rows.worth(rows.group, least_saving)
+        dealt = pack_groups(rows, max_tokens=budget, dp_size=cut.dp_size, multiple=cut.multiple)
     else:
-        if len(lengths) % (cut.rows_per_slice * cut.multiple):
-            raise ValueError(f"{len(lengths)} samples are no multiple of {cut.rows_per_slice} x {cut.multiple}")
-        dealt = np.arange(len(lengths)).reshape(-1, cut.dp_size, cut.micro_batch_size).swapaxes(0, 1).tolist()
-    longest = [0] * len(dealt[0])
-    if cut.even_streams:
-        longest = [
-            max(cut.alignment.of_stream(sum(lengths[i] for i in rows)) for rows in together) for together in zip(*dealt, strict=True)
+        if len(rows) % (cut.rows_per_slice * cut.multiple):
+            raise ValueError(f"{len(rows)} samples are no multiple of {cut.rows_per_slice} x {cut.multiple}")
+        dealt = np.arange(len(rows)).reshape(-1, cut.dp_size, cut.micro_batch_size).swapaxes(0, 1).tolist()
+        rows = rows.worth(_pieces(rows, dealt)[0], least_saving)
+    num_tokens = _num_tokens(rows, dealt, cut.alignment)
+    longest = num_tokens.max(axis=0) if cut.even_streams else np.zeros(len(dealt[0]), dtype=np.int64)
+    return [
+        [
+            Portion(rows=tuple(members), families=_families(rows, members, cut), at_least=int(least), num_tokens=int(tokens))
+            for members, least, tokens in zip(mine, longest, of_mine, strict=True)
         ]
-    return [[Portion(rows=tuple(rows), at_least=least) for rows, least in zip(mine, longest, strict=True)] for mine in dealt]
+        for mine, of_mine in zip(dealt, num_tokens, strict=True)
+    ]
 
 
-def deal_filled(contexts: Sequence[Sequence[int]], cut: BatchCut) -> list[list[Portion]]:
+def _pieces(rows: Rows, dealt: list[list[list[int]]]) -> tuple[np.ndarray, np.ndarray]:
+    """(piece of each row, micro-batch of each piece): rows of a group that meet in one are a piece. Rank by rank."""
+    micro_batches = [members for mine in dealt for members in mine]
+    number = np.empty(len(rows), dtype=np.int64)
+    number[np.concatenate(micro_batches)] = np.repeat(np.arange(len(micro_batches)), [len(members) for members in micro_batches])
+    keys, piece = np.unique(rows.group * len(micro_batches) + number, return_inverse=True)
+    return piece, keys % len(micro_batches)
+
+
+def _num_tokens(rows: Rows, dealt: list[list[list[int]]], alignment: Alignment) -> np.ndarray:
+    """Tokens in the stream of each micro-batch, [data-parallel rank, micro-batch]."""
+    piece, micro_batch = _pieces(rows, dealt)
+    totals = np.bincount(micro_batch, weights=rows.sizes(piece)[0]).astype(np.int64)
+    return np.array([alignment.of_stream(int(total)) for total in totals]).reshape(len(dealt), -1)
+
+
+def _families(rows: Rows, members: Sequence[int], cut: BatchCut) -> tuple[Family, ...]:
+    if cut.least_saving is None:
+        return ()
+    by_group: dict[int, list[int]] = {}
+    for place, row in enumerate(members):
+        by_group.setdefault(int(rows.group[row]), []).append(place)
+    return tuple(Family(tuple(places), int(rows.prefix[members[places[0]]]), cut.least_saving) for places in by_group.values())
+
+
+def deal_filled(extents: Sequence[Extent], cut: BatchCut) -> list[list[Portion]]:
     """As `deal`, for a pass that trains nothing: rows that do not come out even are filled up with the first one again.
 
     Places beyond the rows are copies of row 0, whose results nobody needs.
     """
-    missing = -len(contexts) % (cut.rows_per_slice * cut.multiple)
-    return deal([*contexts, *[contexts[0]] * missing], cut)
+    missing = -len(extents) % (cut.rows_per_slice * cut.multiple)
+    return deal([*extents, *[extents[0]] * missing], cut)

@@ -27,7 +27,7 @@ _TABLE = {
         generation_batch_size global_batch_size num_generations num_iterations old_logprobs temperature
     """,
     "said": """
-        model transformer_impl moe_aux_loss_coeff moe_z_loss_coeff lora_dropout adapters ref_adapters vllm_enable_lora
+        model transformer_impl share_prompts moe_aux_loss_coeff moe_z_loss_coeff lora_dropout adapters ref_adapters vllm_enable_lora
         dataset dataset_split max_prompt_length truncation_strategy system enable_thinking
         vllm_mode max_completion_length top_p top_k stop stop_token_ids vllm_dtype
         reward_funcs reward_weights reward_timeout reward_on_error answer_column accuracy_exact math_timeout format_tags length_target

@@ -30,7 +30,7 @@ LOSS_TYPES_OVER_TOKENS = ("bnpo", "dapo", "dr_grpo", "cispo", "sequence_sum")
 def problems(config: Config) -> list[Problem]:
     """Every combination that has no meaning, each with its reason. What a single value may be stands beside it, in `settings.config`."""
     cfg = config.grpo
-    return [*_objective(cfg), *_kl(cfg), *_advantages(cfg), *_corrections(cfg)]
+    return [*_objective(cfg), *_kl(cfg), *_reference(config), *_advantages(cfg), *_corrections(cfg)]
 
 
 def _objective(cfg: GrpoConfig) -> list[Problem]:
@@ -81,6 +81,19 @@ def _kl(cfg: GrpoConfig) -> list[Problem]:
             )
         )
     return found
+
+
+def _reference(config: Config) -> list[Problem]:
+    if not (config.grpo.sync_ref_model and config.tuner.tuner_type == "lora"):
+        return []
+    return [
+        Problem(
+            flags=("sync_ref_model", "tuner_type"),
+            message="sync_ref_model does not go with tuner_type lora: a mix of two products B A is not of rank r, so no adapter is "
+            "the mixed reference. Leave it out: the reference is the model as the run began.",
+            nearest={"sync_ref_model": [False]},
+        )
+    ]
 
 
 def _is_gdpo(cfg: GrpoConfig) -> bool:
@@ -177,6 +190,11 @@ def warnings(config: Config) -> list[str]:
     if cfg.advantage_estimator == "reinforce_plus_plus" and (cfg.exclude_dead_groups or cfg.dynamic_sample):
         found.append(
             "reinforce_plus_plus compares with the whole batch: a group with equal rewards still says something there, and is taken out."
+        )
+    if config.tuner.tuner_type == "lora" and config.tuner.lora_dropout > 0:
+        found.append(
+            f"lora_dropout {config.tuner.lora_dropout:g}: the policy that trains drops parts of its input, the one that samples does not, "
+            "so their ratio is not 1 even before the first step, and the gradient is that of another policy. 0 trains the one that samples."
         )
     if is_truncated_sampling(config.rollout):
         found.append(truncated_sampling_warning(config.rollout))

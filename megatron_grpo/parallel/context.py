@@ -1,7 +1,7 @@
 """Context parallelism on the packed stream: which tokens a rank holds, and how keys and values of all ranks come together.
 
-Every sequence is cut into 2*cp equal chunks; rank r holds chunk r and its mirror 2*cp-1-r, so that causal work is even ("zigzag", the
-order that Megatron-Core and Transformer Engine expect). Sequences are padded to a multiple of 2*cp before they get here.
+Every segment is cut into 2*cp equal chunks; rank r holds chunk r and its mirror 2*cp-1-r, so that causal work is even ("zigzag", the
+order that Megatron-Core and Transformer Engine expect). Segments are padded to a multiple of 2*cp before they get here.
 """
 
 from __future__ import annotations
@@ -29,6 +29,14 @@ def held_positions(length: int, cp_size: int, cp_rank: int) -> np.ndarray:
 def held_tokens(segments: Sequence[Segment], cp_size: int, cp_rank: int) -> np.ndarray:
     """Places in the whole stream that `cp_rank` holds, in the order it holds them; int64 [T / cp_size]."""
     return np.concatenate([s.start + held_positions(s.end - s.start, cp_size, cp_rank) for s in segments])
+
+
+def gathered_places(segment: Segment, total: int, cp_size: int) -> np.ndarray:
+    """Where the tokens of a segment, in their order, lie in what all ranks hold of a stream of `total` tokens, rank after rank; int64."""
+    length = segment.end - segment.start
+    held = np.concatenate([held_positions(length, cp_size, rank) for rank in range(cp_size)])
+    mine = segment.start // cp_size + np.arange(length // cp_size)
+    return np.concatenate([rank * (total // cp_size) + mine for rank in range(cp_size)])[np.argsort(held)]
 
 
 class _AllGather(torch.autograd.Function):

@@ -16,6 +16,7 @@ from megatron_grpo.files import written_whole
 from megatron_grpo.planning.check import Checked, check_parsed
 from megatron_grpo.planning.facts import bubble_fraction, native_flags
 from megatron_grpo.planning.output import errors_object, write_plan
+from megatron_grpo.planning.sharing import Sharing, decide
 from megatron_grpo.planning.warnings import defaults_of, warnings_of
 from megatron_grpo.settings import Parsed, parse
 from megatron_grpo.sizing.dialects import DIALECTS
@@ -32,6 +33,7 @@ class Plan:
     num_prompts: int | None  # of the data set
     memory: dict[str, Any] | None
     cost: dict[str, Any] | None
+    sharing: Sharing
     warnings: list[str]
     not_checked: tuple[str, ...] = ()  # what `train` would look at besides
 
@@ -68,7 +70,8 @@ def make_plan(checked: Checked, *, num_prompts: int | None = None) -> Plan:
     if num_prompts is None:
         num_prompts = cfg.plan.num_prompts
     timetable = Timetable.of_length(sizes, max_steps=cfg.run.max_steps, num_train_epochs=cfg.run.num_train_epochs, num_prompts=num_prompts)
-    lengths = memory = cost = None
+    sharing = decide(cfg, checked.shape)
+    lengths = memory = cost = tuning = None
     if cfg.plan.lengths:
         from megatron_grpo.planning.lengths import read_lengths
 
@@ -76,16 +79,19 @@ def make_plan(checked: Checked, *, num_prompts: int | None = None) -> Plan:
     if checked.shape is not None or lengths:
         from megatron_grpo.planning.cost import estimate_cost
         from megatron_grpo.planning.memory import estimate_memory
+        from megatron_grpo.planning.tuning import Tuning
 
-        cost = estimate_cost(checked.shape, sizes, cfg, lengths)
-        memory = estimate_memory(checked.shape, sizes, cfg, lengths) if checked.shape is not None else None
+        tuning = Tuning.of(cfg, checked.shape) if checked.shape is not None else None
+        cost = estimate_cost(checked.shape, sizes, cfg, tuning, lengths, sharing)
+        memory = estimate_memory(checked.shape, sizes, cfg, tuning, lengths) if checked.shape is not None and tuning is not None else None
     return Plan(
         checked=checked,
         timetable=timetable,
         num_prompts=num_prompts,
         memory=memory,
         cost=cost,
-        warnings=warnings_of(checked, timetable, memory),
+        sharing=sharing,
+        warnings=warnings_of(checked, timetable, memory, tuning.push if tuning else None),
     )
 
 

@@ -14,7 +14,8 @@ from megatron_grpo.settings.config import Config
 from megatron_grpo.sizing.batch_sizes import BatchSizes
 
 if TYPE_CHECKING:
-    from megatron_grpo.batching.split import BatchCut
+    from megatron_grpo.batching.split import BatchCut, Portion
+    from megatron_grpo.types import Extent
 
 ASSUMED_PROMPT = 512  # tokens, where neither max_prompt_length nor a file says
 
@@ -65,43 +66,65 @@ def sequence_tokens(cfg: Config, lengths: Lengths | None, *, longest: bool) -> t
     return round(sum(p for p, _ in lengths.pairs) / count), round(sum(c for _, c in lengths.pairs) / count)
 
 
-def packing(sizes: BatchSizes, cfg: Config, lengths: Lengths) -> dict[str, Any]:
+def extents_of(pairs: Sequence[tuple[int, int]], num_generations: int) -> list[Extent]:
+    """Rows of these (prompt, completion) lengths, as packing sees them: so many in a row of one prompt length are a group."""
+    from megatron_grpo.types import Extent  # numpy, which other plans do without
+
+    extents = []
+    for begin in range(0, len(pairs), num_generations):
+        group = pairs[begin : begin + num_generations]
+        is_group = len({prompt for prompt, _ in group}) == 1
+        # The last token of a sequence predicts nothing and is not computed.
+        prefix = min(min(prompt, prompt + completion - 1) for prompt, completion in group) if is_group else 0
+        extents += [Extent((sum(pair),), (0, begin if is_group else begin + i), prefix) for i, pair in enumerate(group)]
+    return extents
+
+
+def packing(sizes: BatchSizes, cfg: Config, lengths: Lengths, least_saving: float | None) -> dict[str, Any]:
     """How these lengths, taken in order as the rows of the run, fill micro-batches: cut as training cuts them.
 
     packing_efficiency: computed tokens without the alignment that CP and sequence parallelism need, and with it. padded_efficiency: what
     it would be if each micro-batch were padded to its longest sequence instead. balance: mean / slowest of the DP ranks in a micro-step,
-    by tokens.
+    by tokens. least_saving: as in `BatchCut`.
     """
     from megatron_grpo.batching.split import deal_filled  # numpy, which other plans do without
 
-    cut = _cut(sizes, cfg)
-    totals = [p + c for p, c in lengths.pairs]
-    micro_steps: list[Sequence[list[int]]] = []  # [micro-step][DP rank] -> lengths
-    for begin in range(0, len(totals), sizes.global_batch_size):
-        rows = totals[begin : begin + sizes.global_batch_size]
-        if len(rows) < cut.rows_per_slice * cut.multiple and micro_steps:
+    cut = cut_of(sizes, cfg, least_saving)
+    full: list[list[int]] = []  # [micro-step][DP rank] tokens, the last of each sequence included
+    padded = streams = sequences = 0  # tokens if padded, tokens in the streams, rows
+    unit = cut.rows_per_slice * cut.multiple
+    for begin in range(0, len(lengths.pairs), sizes.global_batch_size):
+        rows = extents_of(lengths.pairs[begin : begin + sizes.global_batch_size], sizes.num_generations)
+        if len(rows) < unit and full:
             break  # the file's last lines are too few for a step of their own
-        filled = [*rows, *[rows[0]] * cut.rows_per_slice * cut.multiple]
-        dealt = deal_filled([[row] for row in rows], cut)
-        micro_steps += zip(*[[[filled[i] for i in portion.rows] for portion in mine] for mine in dealt], strict=True)
-    micro_batches = [rows for step in micro_steps for rows in step]
-    tokens = [sum(rows) for rows in micro_batches]
-    useful = sum(sum(rows) - len(rows) for rows in micro_batches)  # the last token of a sequence predicts nothing and is not computed
-    full = [[sum(rows) for rows in step] for step in micro_steps]
+        filled = [*rows, *[rows[0]] * unit]
+        for together in zip(*deal_filled(rows, cut), strict=True):
+            full.append([_computed(portion, filled) + len(portion.rows) for portion in together])
+            sequences += sum(len(portion.rows) for portion in together)
+            streams += sum(portion.num_tokens for portion in together)
+            padded += sum(len(portion.rows) * max(filled[i].contexts[0] for i in portion.rows) for portion in together)
+    tokens = [count for step in full for count in step]
     return {
-        "sequences": len(totals),
-        "micro_batches": len(micro_batches),
+        "sequences": len(lengths.pairs),
+        "micro_batches": len(tokens),
         "mean_tokens_per_micro_batch": sum(tokens) / len(tokens),
         "min_tokens_per_micro_batch": min(tokens),
         "max_tokens_per_micro_batch": max(tokens),
-        "packing_efficiency": useful / sum(cut.alignment.of_stream(cut.alignment.of_contexts(rows)) for rows in micro_batches),
-        "padded_efficiency": sum(tokens) / sum(max(rows) * len(rows) for rows in micro_batches),
+        "packing_efficiency": (sum(tokens) - sequences) / streams,
+        "padded_efficiency": sum(tokens) / padded,
         "balance": sum(sum(step) / (len(step) * max(step)) for step in full) / len(full),
     }
 
 
-def _cut(sizes: BatchSizes, cfg: Config) -> BatchCut:
-    from megatron_grpo.batching.collate import Alignment
+def _computed(portion: Portion, rows: Sequence[Extent]) -> int:
+    """Tokens of a micro-batch that are computed, alignment left out."""
+    computed = [rows[i].contexts[0] - 1 for i in portion.rows]
+    return sum(computed) - sum((len(family.members) - 1) * family.prefix for family in portion.families)
+
+
+def cut_of(sizes: BatchSizes, cfg: Config, least_saving: float | None) -> BatchCut:
+    """As `policy.policy.cut_for` makes it, but that costs are tokens alone."""
+    from megatron_grpo.batching.alignment import Alignment
     from megatron_grpo.batching.split import BatchCut
 
     layout = sizes.layout
@@ -112,4 +135,5 @@ def _cut(sizes: BatchSizes, cfg: Config) -> BatchCut:
         alignment=Alignment(sequence=sequence, stream=stream),
         multiple=layout.pp if layout.vpp else 1,
         max_tokens=cfg.batch.max_tokens_per_micro_batch,
+        least_saving=least_saving,
     )

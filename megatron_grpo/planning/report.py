@@ -31,7 +31,7 @@ def print_report(made: Plan, *, file: TextIO | None = None, is_short: bool = Fal
             console.print(meaning, style="dim", markup=False)
         console.print()
         if made.memory:
-            _memory(console, made.memory)
+            _memory(console, made.memory, made.cost or {})
         if made.cost:
             _cost(console, made.cost)
         if cfg.plan.dialect:
@@ -102,17 +102,22 @@ def _size_rows(made: Plan) -> Iterator[tuple[str, str, str]]:
     if stale:
         who = f"; stale rollouts {', '.join(stale[:8])}{', ...' if len(stale) > 8 else ''} of {shown}"
     yield "forward-only", f"{old['slices_recomputed']}", f"of {old['slices_total']} slices{who}"
+    is_shared, _, why = str(made.sharing).partition(": ")
+    yield "shared prompts", is_shared, why
     if sizes.layout.pp > 1:
         why = f"= (pp - 1) / (vpp x A + pp - 1), pp {sizes.layout.pp}, vpp {sizes.layout.vpp or 1}, A {a}"
         yield "pipeline bubble", f"{bubble_fraction(sizes):.1%}", why
 
 
-def _memory(console: Console, memory: dict[str, Any]) -> None:
+def _memory(console: Console, memory: dict[str, Any], cost: dict[str, Any]) -> None:
     from rich.table import Table
 
     console.rule("[bold]memory of one rank", align="left", style="dim")
+    if cost:
+        console.print(trainable(cost), markup=False)
     names = {
         "weights_bytes": "weights",
+        "adapters_bytes": "adapters",
         "gradients_bytes": "gradients",
         "optimizer_bytes": "optimizer",
         "reference_bytes": "reference",
@@ -135,7 +140,9 @@ def _memory(console: Console, memory: dict[str, Any]) -> None:
     console.print(out)
     sampler = memory["sampler"]
     console.print(
-        f"vLLM: weights {gigabytes(sampler['weights_bytes'])} GB, KV cache {gigabytes(sampler['kv_cache_bytes'])} GB "
+        f"vLLM: weights {gigabytes(sampler['weights_bytes'])} GB, "
+        + (f"room for an adapter {gigabytes(sampler['adapters_bytes'])} GB, " if sampler["adapters_bytes"] else "")
+        + f"KV cache {gigabytes(sampler['kv_cache_bytes'])} GB "
         f"({sampler['kv_cache_tokens']:,} tokens)",
         markup=False,
     )
@@ -158,9 +165,12 @@ def _cost(console: Console, cost: dict[str, Any]) -> None:
         for phase, flops in cost["flops_per_rollout"].items():
             if flops:
                 console.print(f"{phase.replace('_', ' '):<20}{flops / 1e12:>14,.2f} TFLOP {flops / total:>5.0%}", markup=False)
-        console.print(f"{'weight push':<20}{cost['weight_push_bytes'] / 1e9:>14,.2f} GB", markup=False)
+        once = f", and {gigabytes(cost['base_push_bytes'])} GB once, before the first" if cost["base_push_bytes"] else ""
+        console.print(f"{'weight push':<20}{gigabytes(cost['weight_push_bytes']):>14} GB{once}", markup=False)
+        console.print(f"{'checkpoint':<20}{gigabytes(cost['checkpoint_bytes']):>14} GB", markup=False)
         for assumption in cost["assumptions"]:
             console.print(f"  {assumption}", style="dim", markup=False)
+    _sharing(console, cost["sharing"])
     if "packing" in cost:
         packing = cost["packing"]
         console.print(
@@ -173,6 +183,17 @@ def _cost(console: Console, cost: dict[str, Any]) -> None:
     console.print()
 
 
+def _sharing(console: Console, sharing: dict[str, Any]) -> None:
+    apart, shared = sharing["tokens_apart"], sharing["tokens_shared"]
+    step = f"an optimizer step computes {apart:,} tokens in {sharing['micro_batches_apart']:,} micro-batches"
+    if sharing["shares"]:
+        step += (
+            f" with a prompt for every completion, and {shared:,} ({1 - shared / apart:.1%} fewer) in {sharing['micro_batches_shared']:,} "
+            f"with each prompt once: {sharing['groups']:,} groups in {sharing['pieces']:,} pieces"
+        )
+    console.print(step, markup=False)
+
+
 def _to_paste(flags: str, width: int) -> str:
     """The flags on several lines, each continued with a backslash."""
     lines = [""]
@@ -182,6 +203,18 @@ def _to_paste(flags: str, width: int) -> str:
             lines.append("")
         lines[-1] += f"{' ' if lines[-1] else ''}{flag}"
     return " \\\n".join(lines)
+
+
+def trainable(cost: dict[str, Any]) -> str:
+    """How much of the model trains, in a line."""
+    some, all_ = cost["trainable_parameters"], cost["parameters"]
+    return f"trainable parameters: {counted(some)} of {counted(all_)} ({100 * some / all_:.2g} %)"
+
+
+def counted(value: int) -> str:
+    """3.1 M, 7.6 B."""
+    unit, name = next(((unit, name) for unit, name in ((1e9, " B"), (1e6, " M"), (1e3, " k")) if value >= unit), (1, ""))
+    return f"{value / unit:.3g}{name}"
 
 
 def gigabytes(value: float) -> str:

@@ -11,11 +11,12 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.module import MegatronModule
 
 from megatron_grpo.parallel.context import all_gather
-from megatron_grpo.policy.stream import EqualSegments, PackedStream
+from megatron_grpo.policy.attention import attention
+from megatron_grpo.policy.stream import PackedStream
 
 
 class PackedAttention(MegatronModule):
-    """Causal softmax attention inside each segment of the stream (grouped-query; no padding token is computed).
+    """Softmax attention over the stream: causal inside each segment, and of its children on all of a parent (grouped-query).
 
     query [t, 1, heads, k]; key [t, 1, groups, k]; value [t, 1, groups, v], of this rank's tokens and heads -> [t, 1, heads * v].
     Under context parallelism keys and values are gathered; queries stay where they are.
@@ -29,24 +30,13 @@ class PackedAttention(MegatronModule):
 
     def forward(self, query, key, value, attention_mask, attn_mask_type=None, attention_bias=None, *, packed_seq_params: PackedStream):
         q, k, v = query.squeeze(1), key.squeeze(1), value.squeeze(1)
+        channels = v.shape[-1]
+        if channels < q.shape[-1]:  # latent attention; kernels take one size for all three
+            v = F.pad(v, (0, q.shape[-1] - channels))
         if self.cp_group.size() > 1:
-            k, v = all_gather(k, self.cp_group), all_gather(v, self.cp_group)
-        parts = [self._attend(q, k, v, segments) for segments in packed_seq_params.lengths]
-        where = torch.cat([segments.mine.flatten() for segments in packed_seq_params.lengths])
-        stream_order = torch.empty_like(where)
-        stream_order[where] = torch.arange(len(where), device=where.device)
-        return torch.cat(parts)[stream_order].unsqueeze(1)
-
-    def _attend(self, q, k, v, segments: EqualSegments):
-        if segments.key_order is None:
-            keys, values = k[segments.mine], v[segments.mine]
-        else:  # [cp, n, length / cp, ...] -> [n, length, ...], in the order of the sequence
-            keys, values = (x[:, segments.mine].transpose(0, 1).flatten(1, 2)[:, segments.key_order] for x in (k, v))
-        out = F.scaled_dot_product_attention(
-            q[segments.mine].transpose(1, 2), keys.transpose(1, 2), values.transpose(1, 2),
-            attn_mask=segments.mask, is_causal=segments.mask is None, scale=self.softmax_scale, enable_gqa=True,
-        )  # fmt: skip
-        return out.transpose(1, 2).flatten(0, 1).flatten(1, 2)
+            k, v = (all_gather(x, self.cp_group).flatten(0, 1) for x in (k, v))
+        out = attention(q, k, v, packed_seq_params, self.softmax_scale)
+        return out[..., :channels].flatten(1, 2).unsqueeze(1)
 
 
 class Norm(torch.nn.Module):
@@ -73,7 +63,9 @@ def with_bias(linear: type, bias: bool) -> type:
 
 
 def te_packed(packed: PackedStream) -> PackedSeqParams:
-    """The same stream in the words of Transformer Engine's attention."""
+    """The same stream in the words of Transformer Engine's attention, which has none for parents: ValueError where there are any."""
+    if packed.inherited:
+        raise ValueError("share_prompts needs attention with parents, which Transformer Engine's path has not yet")
     cu = packed.cu_seqlens
     longest = packed.max_seqlen
     return PackedSeqParams(qkv_format="thd", cu_seqlens_q=cu, cu_seqlens_kv=cu, max_seqlen_q=longest, max_seqlen_kv=longest)

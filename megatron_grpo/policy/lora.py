@@ -35,10 +35,12 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 from megatron_grpo.parallel.tensor import copy_to_ranks
 from megatron_grpo.policy.exchange import WeightExchange
+from megatron_grpo.policy.trains import let_gradients_in
 from megatron_grpo.weights.adapters import Read, Sizes, adapter_map, drawn_far, even_sizes, own_sizes, padded, trimmed
 from megatron_grpo.weights.lora import B, LoraSettings, linear_modules, module_of, widest_rank
 from megatron_grpo.weights.names import ShardCut
 
+AdapterPush = Literal["adapter", "merged"]  # an adapter alone, or the weights with it added in
 TRAINED, REFERENCE = "lora", "ref"  # whose matrices: `lora_a` and `lora_b` train, `ref_a` and `ref_b` stay
 
 
@@ -140,7 +142,7 @@ class Adapters:
         read: Read,
         *,
         base_model: str,
-        push: Literal["adapter", "merged"] = "adapter",
+        push: AdapterPush = "adapter",
     ):
         """Freezes the chunks, and puts adapters with the values that `read` says beside their targets. Before DDP wraps them.
 
@@ -235,7 +237,7 @@ class Adapters:
         linear.__class__, linear.lora_dropout = _adapted(linear.__class__), self.settings.dropout
         kind = weights.map.kind(f"{stem}.lora_b")
         linear.lora_place = _Place(
-            group=getattr(linear, "tp_group", None) or linear._tp_group,  # Transformer Engine's layers have the second
+            group=getattr(linear, "_tp_group", None) or linear.tp_group,  # Transformer Engine's layers have the first
             is_column=kind.cut is not ShardCut.REPLICATED,
             is_gated=kind.cut is ShardCut.GATED_COLUMN,
             is_expert=kind.is_expert,
@@ -281,13 +283,3 @@ class Adapters:
     def _use(self, use: str) -> None:
         for linear in self.linears.values():
             linear.lora_use = use if hasattr(linear, f"{use}_a") else None
-
-
-def let_gradients_in(chunks: Sequence[Any]) -> None:
-    """Makes the output of a frozen embedding ask for a gradient.
-
-    A recomputed block whose input needs none gives none to what is inside it, without a word.
-    """
-    for chunk in chunks:
-        if chunk.pre_process:
-            chunk.embedding.register_forward_hook(lambda module, args, out: out.requires_grad_(True) if torch.is_grad_enabled() else out)

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from megatron_grpo.batching.collate import Alignment
+from megatron_grpo.batching.alignment import Alignment
 from megatron_grpo.batching.split import BatchCut
 from megatron_grpo.clock import Clock
 from megatron_grpo.grpo.entropy import entropy_threshold
@@ -33,8 +33,6 @@ from megatron_grpo.policy.stream import LocalBatch
 from megatron_grpo.types import GlobalBatch, MicroBatch, RowKey, Sequence, TrainingMicroBatch
 from megatron_grpo.weights.update import NO_VERSION, WeightUpdate
 
-TRIAL_SEED = 0  # of adapters that nobody trains
-
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TrainedStep:
@@ -45,8 +43,10 @@ class TrainedStep:
     skipped: str | None = None  # why the optimizer did not act
 
 
-def cut_for(parallel: ParallelState, megatron: Any, *, micro_batch_size: int, max_tokens: int | None) -> BatchCut:
-    """How this layout and this model want batches cut. megatron: Megatron-Core's configuration of the model."""
+def cut_for(
+    parallel: ParallelState, megatron: Any, *, micro_batch_size: int, max_tokens: int | None, least_saving: float | None = None
+) -> BatchCut:
+    """How this layout and this model want batches cut. megatron: Megatron-Core's configuration of the model; others: see `BatchCut`."""
     sequence, stream = sequence_alignment(parallel.layout, parallel.sequence_parallel)
     return BatchCut(
         dp_size=parallel.dp_size,
@@ -55,6 +55,7 @@ def cut_for(parallel: ParallelState, megatron: Any, *, micro_batch_size: int, ma
         # Megatron-Core's interleaved schedule runs micro-batches in groups of PP.
         multiple=parallel.pp_size if parallel.layout.vpp else 1,
         max_tokens=max_tokens,
+        least_saving=least_saving,
         # Per token and layer: 24 hidden^2 operations in matrices, 2 * length * hidden in causal attention.
         even_length=12.0 * megatron.hidden_size,
         # The all-gather dispatcher takes as many tokens from every expert-parallel rank.
@@ -198,13 +199,13 @@ class Policy:
 
     @contextlib.contextmanager
     def trial(self) -> Iterator[WeightUpdate | None]:
-        """Inside, the adapters are far from zero; what a sampler that holds the base must take to agree. None where all weights train."""
+        """Inside, the adapters are far from zero; what a holder of the base must take to agree. None where weights train."""
         if self.adapters is None:
             yield None
             return
-        with self.adapters.far_from_zero(TRIAL_SEED):
-            (update,) = self.updates(NO_VERSION, has_base=True)
-            yield update
+        self.tensors()  # complete, before some are put aside
+        with self.adapters.far_from_zero(seed=0):
+            yield list(self.updates(NO_VERSION, has_base=True))[-1]
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(Hugging Face name, full tensor) of every weight, on every rank, as they are now; adapters are added in."""

@@ -15,7 +15,30 @@ def problems(cfg: Config, shape: ModelShape) -> list[Problem]:
     found = [Problem(flags=("model",), message=f"model: {message}") for message in (_routing(shape.moe) if shape.moe else ())]
     if shape.mla:
         found += _latent_attention(cfg)
-    return [*found, *_dispatch(cfg, shape), *_recompute(cfg, shape)]
+    return [*found, *_dispatch(cfg, shape), *_recompute(cfg, shape), *sharing_problems(cfg, shape)]
+
+
+def sharing_obstacle(cfg: Config, shape: ModelShape | None, *, has_transformer_engine: bool = False) -> str | None:
+    """Why prompts cannot be computed once; a phrase. has_transformer_engine: so `transformer_impl auto` takes it."""
+    impl, tuner = cfg.model.transformer_impl, cfg.tuner
+    is_latent = shape is not None and shape.mla is not None  # whose layers are always the local ones
+    if not is_latent and (impl == "transformer_engine" or (impl == "auto" and has_transformer_engine)):
+        return "it needs attention with parents, which Transformer Engine's path has not yet"
+    if tuner.tuner_type == "lora" and tuner.lora_dropout > 0:
+        return f"lora_dropout ({tuner.lora_dropout:g}) would draw one mask for all copies of a prompt, which is another estimator"
+    return None
+
+
+def sharing_problems(cfg: Config, shape: ModelShape, *, has_transformer_engine: bool = False) -> list[Problem]:
+    """`share_prompts true` where it cannot be."""
+    reason = sharing_obstacle(cfg, shape, has_transformer_engine=has_transformer_engine)
+    if cfg.batch.share_prompts != "true" or reason is None:
+        return []
+    if reason.startswith("lora_dropout"):
+        return [_problem("share_prompts", f"true cannot be: {reason}. Use auto or false, or lora_dropout 0.", "auto", "false")]
+    message = f"share_prompts true needs {reason.removeprefix('it needs ')}. Use auto or false, or transformer_impl local."
+    return [Problem(flags=("share_prompts", "transformer_impl"), message=message,
+                    nearest={"share_prompts": ["auto", "false"], "transformer_impl": ["local"]})]  # fmt: skip
 
 
 def machine_problems(cfg: Config, *, has_gpu: bool, has_transformer_engine: bool) -> list[Problem]:

@@ -15,7 +15,7 @@ from megatron_grpo.parallel import collectives
 from megatron_grpo.parallel.state import ParallelState
 from megatron_grpo.policy import pipeline
 from megatron_grpo.policy.stream import LocalBatch
-from megatron_grpo.types import MicroBatch, Sequence
+from megatron_grpo.types import Extent, MicroBatch, Sequence
 
 
 class ModelScorer:
@@ -39,7 +39,7 @@ class ModelScorer:
         """
         if not sequences:
             return []
-        filled = deal_filled([[end - begin for begin, end in one.contexts] for one in sequences], self.cut)
+        filled = deal_filled([Extent(tuple(end - begin for begin, end in one.contexts)) for one in sequences], self.cut)
         portions = filled[self.parallel.dp_rank]
         whole = [*sequences, *[sequences[0]] * sum(len(portion.rows) for mine in filled for portion in mine)]
         micro_batches = [

@@ -15,6 +15,9 @@ import torch
 from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace
 from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedBase
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+from megatron_grpo.parallel import collectives
 
 REFERENCE = "reference."  # before the global names of a moving reference's tensors, which are the policy's
 # mem_efficient gathers the moments over gloo in host memory: the other way needs 12 bytes a parameter on the GPU, where there is no room.
@@ -23,6 +26,9 @@ RESHARDABLE = {
     "distrib_optim_fully_reshardable_mem_efficient": True,
     "chained_optim_avoid_prefix": True,
 }
+# A tensor for each layer, expert and half of a gated one. Megatron otherwise describes one over all layers, of whose moments a part would
+# lack where some are frozen.
+ONE_BY_ONE = {"singleton_local_shards": True}
 
 
 def sharded_state(
@@ -30,24 +36,28 @@ def sharded_state(
 ) -> dict[str, Any]:
     """The sharded state dict of this rank. Collective: every rank calls it.
 
-    chunks: the model chunks of this stage, each wrapped in Megatron's DistributedDataParallel (one, or `vpp` of them).
+    chunks: the model chunks of this stage (one, or `vpp` of them), each wrapped in Megatron's DistributedDataParallel or not.
     optimizer: a MegatronOptimizer; None leaves it out. scheduler: anything with `state_dict()`; None leaves it out.
     reference: chunks as `chunks`, but not wrapped; None leaves them out.
     is_loading: describe where to load to, instead of what to save.
     """
-    models = {name: chunk.module.sharded_state_dict(metadata=dict(RESHARDABLE)) for name, chunk in _named(chunks)}
-    state: dict[str, Any] = {name: _what_trains(chunk.module, models[name]) for name, chunk in _named(chunks)}
+    is_whole = _all_train(chunks)
+    how = RESHARDABLE if is_whole else RESHARDABLE | ONE_BY_ONE
+    models = {name: _model(chunk).sharded_state_dict(metadata=dict(how)) for name, chunk in _named(chunks)}
+    state: dict[str, Any] = {
+        name: models[name] if is_whole else _what_trains(_model(chunk), models[name]) for name, chunk in _named(chunks)
+    }
     if optimizer is not None:
         # With a single chunk Megatron expects the chunk's own dict, not a dict of chunks.
         whole = models["model"] if len(chunks) == 1 else models
         _make_room(optimizer)
-        described = optimizer.sharded_state_dict(whole, is_loading=is_loading, metadata=dict(RESHARDABLE))
+        described = optimizer.sharded_state_dict(whole, is_loading=is_loading, metadata=dict(how))
         state["optimizer"] = dict_list_map_inplace(_local_unless_sharded, described)
-        state["optimizer_step"] = _step_of(optimizer)
+        state["optimizer_step"] = max(collectives.from_all(_step_of(optimizer)))  # a stage without anything that trains counts none
     if scheduler is not None:
         state["scheduler"] = scheduler.state_dict()
     for name, chunk in _named(reference or ()):
-        described = chunk.sharded_state_dict(metadata=dict(RESHARDABLE))
+        described = chunk.sharded_state_dict(metadata=dict(how))
         add_prefix_for_sharding(described, REFERENCE)
         state[REFERENCE + name] = described
     return state
@@ -56,10 +66,11 @@ def sharded_state(
 def load_state(
     chunks: Sequence[Any], optimizer: Any, scheduler: Any, state: dict[str, Any], *, reference: Sequence[Any] | None = None
 ) -> None:
-    """Puts back what `megatron.core.dist_checkpointing.load` made of `sharded_state(..., is_loading=True)`."""
+    """Puts back what `megatron.core.dist_checkpointing.load` made of `sharded_state(..., is_loading=True)`. Collective."""
+    is_whole = _all_train(chunks)
     for name, chunk in _named(chunks):
-        found = chunk.module.load_state_dict(state[name], strict=False)
-        lost = set(found.missing_keys) & (_trained(chunk.module) or set(found.missing_keys))
+        found = _model(chunk).load_state_dict(state.get(name, {}), strict=is_whole)  # what is empty does not come back
+        lost = set(found.missing_keys) & _trained(_model(chunk))
         if found.unexpected_keys or lost:
             raise ValueError(f"a checkpoint that has been read lacks {sorted(lost)[:3]} and has {found.unexpected_keys[:3]} besides")
     if optimizer is not None:
@@ -70,19 +81,20 @@ def load_state(
         chunk.load_state_dict(state[REFERENCE + name])
 
 
+def _all_train(chunks: Sequence[Any]) -> bool:
+    """Whether every weight of the model trains, on all stages. Collective."""
+    return all(collectives.from_all(all(parameter.requires_grad for chunk in chunks for parameter in chunk.parameters())))
+
+
 def _what_trains(module: Any, described: dict[str, Any]) -> dict[str, Any]:
-    """A model's part of a checkpoint: all of it, or where some of it is frozen what is not. The frozen rest is in the model's own files."""
+    """A model's part of a checkpoint where some of the model is frozen: what is not. The rest is in the model's own files."""
     trained = _trained(module)
-    if trained is None:
-        return described
     assert trained <= described.keys(), f"Megatron describes no {sorted(trained - described.keys())[:3]}"
     return {name: leaf for name, leaf in described.items() if name in trained}
 
 
-def _trained(module: Any) -> set[str] | None:
-    """The names of the parameters that train; None where all do."""
-    trains = {name: parameter.requires_grad for name, parameter in module.named_parameters()}
-    return None if all(trains.values()) else {name for name, does in trains.items() if does}
+def _trained(module: Any) -> set[str]:
+    return {name for name, parameter in module.named_parameters() if parameter.requires_grad}
 
 
 def _local_unless_sharded(leaf: Any) -> Any:
@@ -91,9 +103,14 @@ def _local_unless_sharded(leaf: Any) -> Any:
 
 
 def _make_room(optimizer: Any) -> None:
-    """Gives Adam its moments, all zero, before the first step. (Megatron forgets `step` of torch's Adam.)"""
+    """Gives Adam its moments, all zero, before the first step. (Megatron forgets `step` of torch's Adam.)
+
+    Where this rank owns nothing that trains, Megatron still asks for a count of steps; the key is no parameter, so it is nobody's.
+    """
     for part in _chain(optimizer):
         if isinstance(part.optimizer, torch.optim.Adam):  # AdamW is a kind of Adam
+            if not any(group["params"] for group in part.optimizer.param_groups):
+                part.optimizer.state["nothing trains here"] = {"step": torch.tensor(0.0)}  # type: ignore[index]
             for parameter in (p for group in part.optimizer.param_groups for p in group["params"]):
                 if not part.optimizer.state[parameter]:
                     part.optimizer.state[parameter] = {
@@ -116,9 +133,9 @@ def _load_optimizer(optimizer: Any, state: dict[Any, Any], step: int) -> None:
     moments = []
     for part, values in zip(chain, states, strict=True):
         if isinstance(part.optimizer, torch.optim.Adam):
-            if "param_state" in values:
-                moments.append((part, values.pop("param_state")))
-            else:  # not distributed
+            if isinstance(part, DistributedOptimizer):
+                moments.append((part, values.pop("param_state", {})))
+            else:
                 values.get("optimizer", values)["state"]["common_step"] = torch.tensor(float(step))
     optimizer.load_state_dict(state)
     for part, values in moments:
@@ -153,6 +170,11 @@ def _torch_optimizers(optimizer: Any) -> Iterator[torch.optim.Optimizer]:
 def _chain(optimizer: Any) -> list[Any]:
     """Dense and expert parameters have an optimizer each, where there is expert parallelism."""
     return getattr(optimizer, "chained_optimizers", [optimizer])
+
+
+def _model(chunk: Any) -> Any:
+    """Without Megatron's DistributedDataParallel, where there is one: a model that is only exported has none."""
+    return getattr(chunk, "module", chunk)
 
 
 def _named(chunks: Sequence[Any]) -> list[tuple[str, Any]]:

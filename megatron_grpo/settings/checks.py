@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_grpo.errors import Problem
+from megatron_grpo.settings import tuner
 from megatron_grpo.settings.config import Config
 from megatron_grpo.settings.table import table
 
@@ -68,16 +69,14 @@ def validate(cfg: Config, unreadable: Collection[str] = ()) -> list[Problem]:
     return problems
 
 
-Pair = tuple[tuple[str, ...], str, dict[str, list[Any]]]
-
-
-def _pairs(cfg: Config) -> Iterator[Pair]:
+def _pairs(cfg: Config) -> Iterator[tuner.Pair]:
     yield from _training(cfg)
+    yield from tuner.pairs(cfg)
     yield from _sampling_and_rewards(cfg)
     yield from _files(cfg)
 
 
-def _training(cfg: Config) -> Iterator[Pair]:
+def _training(cfg: Config) -> Iterator[tuner.Pair]:
     model, opt = cfg.model, cfg.optimizer
     if model.moe_aux_loss_coeff != 0:
         yield (
@@ -126,7 +125,7 @@ def _training(cfg: Config) -> Iterator[Pair]:
         )
 
 
-def _sampling_and_rewards(cfg: Config) -> Iterator[Pair]:
+def _sampling_and_rewards(cfg: Config) -> Iterator[tuner.Pair]:
     rollout, rewards, evaluation = cfg.rollout, cfg.rewards, cfg.eval
     longest = (cfg.data.max_prompt_length or 1) + rollout.max_completion_length
     if rollout.vllm_max_model_len is not None and rollout.vllm_max_model_len < longest:
@@ -160,7 +159,7 @@ def _sampling_and_rewards(cfg: Config) -> Iterator[Pair]:
         )
 
 
-def _files(cfg: Config) -> Iterator[Pair]:
+def _files(cfg: Config) -> Iterator[tuner.Pair]:
     if cfg.plan.lengths and not Path(cfg.plan.lengths).is_file():
         yield ("lengths",), f"lengths: {cfg.plan.lengths} is not a file. It holds a prompt and a completion length a line.", {}
     if cfg.plan.png and not Path(cfg.plan.png).parent.is_dir():

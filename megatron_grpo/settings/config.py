@@ -106,9 +106,14 @@ class TunerConfig:
         choices=["full", "lora"],
         aliases=["train_type"],
         refused={
+            "lora_llm": "it trains a vision tower beside the adapter, and models are text here",
             "dora": "its scale is the norm of the sum of base and adapter, which no shard knows, and vLLM cannot sample from it",
-            "adalora": "its ranks change while it trains",
+            "adalora": "its ranks change while it trains, which vLLM cannot follow",
             "longlora": "it changes attention, not the weights alone",
+            "llamapro": "it adds layers, and vLLM would need another model",
+            **dict.fromkeys(("vera", "boft", "fourierft", "reft", "bone", "adapter", "ia3", "oft"), "vLLM cannot sample from it"),
+            "qlora": "weights are not quantised here",
+            "none": "all weights train with full",
         },
     )
     lora_rank: int = setting(8, "rank r of B A", unit="channels", aliases=["lora_r"], at_least=1, at_most=512)
@@ -182,6 +187,9 @@ class BatchConfig:
     )
     max_tokens_per_micro_batch: int | None = setting(
         None, "pack whole sequences up to this, instead of micro_batch_size", unit="tokens", at_least=1
+    )
+    share_prompts: str = setting(
+        "auto", "compute what completions of a prompt have in common once in each micro-batch", choices=["auto", "true", "false"]
     )
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import fields
 
 from megatron_grpo.settings.config import Config
+from megatron_grpo.settings.foreign import shown
 from megatron_grpo.settings.table import Setting, table
 
 
@@ -45,8 +46,10 @@ def _entry(setting: Setting) -> list[str]:
     if setting.choices:
         kind = "{" + ",".join(setting.choices) + "}"
     else:
-        kind = {"int": "N", "float": "X", "bool": "true|false", "str": "TEXT"}[setting.kind] + (" ..." if setting.is_list else "")
-    default = "none" if setting.default is None else " ".join(map(str, setting.default)) if setting.is_list else str(setting.default)
+        kind = {"int": "N", "float": "X", "bool": "true|false", "str": "TEXT"}[setting.kind]
+        kind = f"TEXT={kind} ..." if setting.is_map else kind + (" ..." if setting.is_list else "")
+    several = setting.is_list or setting.is_map
+    default = "none" if setting.default is None else " ".join(map(str, setting.default)) if several else str(setting.default)
     if setting.kind == "bool" and setting.default is not None:
         default = default.lower()
     notes = [note for note in (setting.unit, f"default {default or 'empty'}") if note]
@@ -86,6 +89,8 @@ def _plain(value: object) -> str:
         return str(value).lower()
     if isinstance(value, list):
         return " ".join(map(str, value)) or "(none)"
+    if isinstance(value, dict):
+        return shown(value) or "(none)"
     from rich.markup import escape
 
     return "none" if value is None else escape(str(value)) if value != "" else '""'

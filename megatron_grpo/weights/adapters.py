@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from megatron_grpo.errors import ConfigError, Problem
-from megatron_grpo.weights.lora import CONFIG, A, B, LoraSettings, adapter_entries, is_linear, linear_modules, module_of
+from megatron_grpo.weights.lora import BASE, CONFIG, A, B, LoraSettings, adapter_entries, is_linear, linear_modules, module_of
 from megatron_grpo.weights.mapping import WeightMap
 from megatron_grpo.weights.shape import ModelShape
 from megatron_grpo.weights.writer import checkpoint_directory

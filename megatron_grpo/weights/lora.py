@@ -16,6 +16,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -67,6 +68,7 @@ class LoraSettings:
     exclude_regex: str | None = None
     rank_pattern: Mapping[str, int] = field(default_factory=dict)
     alpha_pattern: Mapping[str, float] = field(default_factory=dict)
+    _ranks: dict[str, int] = field(default_factory=dict, init=False, repr=False, compare=False)  # found so far: many ask, of many modules
 
     @classmethod
     def of(cls, cfg: TunerConfig, shape: ModelShape) -> LoraSettings:
@@ -96,9 +98,9 @@ class LoraSettings:
         if targets == ALL_LINEAR:
             targets = (ALL_LINEAR,)
         return cls(
-            rank=int(found["r"]),
-            alpha=float(found["lora_alpha"]),
-            dropout=float(found.get("lora_dropout") or 0),
+            rank=found["r"],
+            alpha=found["lora_alpha"],
+            dropout=found.get("lora_dropout") or 0.0,
             use_rslora=bool(found.get("use_rslora")),
             target_modules=() if isinstance(targets, str) else tuple(targets),
             target_regex=targets if isinstance(targets, str) else None,
@@ -118,7 +120,9 @@ class LoraSettings:
 
     def rank_of(self, module: str) -> int:
         """0: the module has no adapter."""
-        return int(_first_match(self.rank_pattern, module, self.rank)) if self.is_target(module) else 0
+        if module not in self._ranks:
+            self._ranks[module] = int(_first_match(self.rank_pattern, module, self.rank)) if self.is_target(module) else 0
+        return self._ranks[module]
 
     def scale_of(self, module: str) -> float:
         """What multiplies B A; 0 where there is no adapter. Rank-stabilised scales divide by the root of the rank (arXiv:2312.03732)."""
@@ -177,10 +181,13 @@ class LoraSettings:
 
 
 def lora_of(cfg: TunerConfig, shape: ModelShape) -> LoraSettings | None:
-    """The adapters that a run trains; None where it trains weights. A run that begins with an adapter trains that one: its file decides."""
+    """The adapters that a run trains; None where it trains weights.
+
+    A run that begins with an adapter trains that one: its file decides, but for the dropout, which is not part of what an adapter is.
+    """
     if cfg.tuner_type != "lora":
         return None
-    return LoraSettings.from_peft(cfg.adapters) if cfg.adapters else LoraSettings.of(cfg, shape)
+    return replace(LoraSettings.from_peft(cfg.adapters), dropout=cfg.lora_dropout) if cfg.adapters else LoraSettings.of(cfg, shape)
 
 
 def _read_config(directory: Path, flag: str) -> dict[str, Any]:
@@ -225,8 +232,13 @@ class LinearModule:
     is_expert: bool
 
 
-def linear_modules(shape: ModelShape) -> Iterator[LinearModule]:
-    """Every one of the whole model, layer by layer."""
+@cache
+def linear_modules(shape: ModelShape) -> tuple[LinearModule, ...]:
+    """Every one of the whole model, layer by layer. Kept: a model of many experts has tens of thousands, and many ask for them."""
+    return tuple(_linear_modules(shape))
+
+
+def _linear_modules(shape: ModelShape) -> Iterator[LinearModule]:
     for layer in range(shape.num_layers):
         for entry in layer_entries(shape, moe=shape.is_moe_layer(layer)):
             if not is_linear(entry):

@@ -122,6 +122,11 @@ class WeightMap:
         entry, _, _ = self._locate(name)
         return Kind(entry.cut, entry.is_expert, entry.is_buffer, not entry.is_copy)
 
+    def hf_names(self, name: str) -> tuple[str, ...]:
+        """The Hugging Face tensors that Megatron parameter `name` is made of."""
+        entry, prefix, expert = self._locate(name)
+        return tuple(prefix + template.format(e=expert) for template, _ in entry.hf)
+
     def load(
         self,
         name: str,

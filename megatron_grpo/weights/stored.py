@@ -21,14 +21,14 @@ def stored_names(directory: str | Path) -> dict[str, str]:
         if absent := [file for file in files if not (directory / file).is_file()]:
             raise _wrong(f"{index} names {len(files)} files and {len(absent)} are missing: {', '.join(absent[:5])}.")
         for file in files:
-            _names_in(directory / file)
+            stored_shapes(directory / file)
         return where
     single = directory / SINGLE
     if not single.is_file():
         others = sorted(path.name for path in directory.iterdir() if path.suffix in (".bin", ".pt", ".pth", ".gguf"))
         hint = f" It has {others[0]}: convert it to safetensors first (transformers' save_pretrained does)." if others else ""
         raise _wrong(f"{directory} has neither {SINGLE} nor {INDEX}.{hint}")
-    return dict.fromkeys(_names_in(single), SINGLE)
+    return dict.fromkeys(stored_shapes(single), SINGLE)
 
 
 def _index(path: Path) -> dict[str, str]:
@@ -41,8 +41,11 @@ def _index(path: Path) -> dict[str, str]:
     return found
 
 
-def _names_in(path: Path) -> list[str]:
-    """Eight bytes of length, a JSON header with the place of each tensor, and the tensors, to the last byte of the file."""
+def stored_shapes(path: Path, *, flag: str = "model") -> dict[str, tuple[int, ...]]:
+    """The size of each tensor of one file: eight bytes of length, a JSON header, and the tensors, to the last byte of the file.
+
+    flag: the setting that named it. Raises ConfigError where the file is damaged.
+    """
     size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
@@ -50,14 +53,16 @@ def _names_in(path: Path) -> list[str]:
             if length > min(size, _LONGEST_HEADER):
                 raise ValueError(length)
             header = json.loads(file.read(length))
-            tensors = {name: entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"}
+            tensors = {name: entry for name, entry in header.items() if name != "__metadata__"}
+            end = max((entry["data_offsets"][1] for entry in tensors.values()), default=0)
+            shapes = {name: tuple(entry["shape"]) for name, entry in tensors.items()}
         except (ValueError, AttributeError, KeyError, TypeError, IndexError):
-            raise _wrong(f"{path} cannot be read as safetensors; it is damaged or was not downloaded completely.") from None
-    wanted = 8 + length + max(tensors.values(), default=0)
+            raise _wrong(f"{path} cannot be read as safetensors; it is damaged or was not downloaded completely.", flag) from None
+    wanted = 8 + length + end
     if size != wanted:
-        raise _wrong(f"{path} has {size} bytes where its header says {wanted}; it is damaged or was not downloaded completely.")
-    return list(tensors)
+        raise _wrong(f"{path} has {size} bytes where its header says {wanted}; it is damaged or was not downloaded completely.", flag)
+    return shapes
 
 
-def _wrong(message: str) -> ConfigError:
-    return ConfigError([Problem(flags=("model",), message=f"model: {message}")])
+def _wrong(message: str, flag: str = "model") -> ConfigError:
+    return ConfigError([Problem(flags=(flag,), message=f"{flag}: {message}")])

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
-import pytest
+from contextlib import ExitStack
+from dataclasses import replace
+from unittest import mock
 
+import numpy as np
+import pytest
+import torch
+
+from megatron_grpo.policy import lora
 from megatron_grpo.weights.lora import LoraSettings
 from tests import lora_cases
 from tests import parity_cases as cases
@@ -13,6 +20,7 @@ from tests.tiny_models import write_tiny
 MODELS = cases.MODELS | {"one group": dict(family="qwen3", layers=4, vocab=125, std=0.1, heads=4, kv_heads=1)}
 FULL = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
 BLOCK = dict(recompute_granularity="full", recompute_method="block", recompute_num_layers=2)
+SELECTIVE = dict(recompute_granularity="selective", recompute_modules=["mlp"])
 OVERLAP = dict(overlap_grad_reduce=True, overlap_param_gather=True)
 MLP = ("gate_proj", "up_proj", "down_proj")
 TARGETS = {
@@ -57,7 +65,7 @@ def assert_equal(made, model: str, layout: str, runs) -> None:
 PACKED = cases.CUTS["packed"]
 # beta in dr_grpo and cispo: the reference is then the adapter that the run began with.
 DENSE = {
-    "1": [("odd", "dr_grpo", {}), ("odd", "grpo", BLOCK), ("mlp", "grpo", dict(recompute_granularity="selective", recompute_modules=["mlp"]))],
+    "1": [("odd", "dr_grpo", {}), ("odd", "grpo", BLOCK), ("mlp", "grpo", SELECTIVE)],
     "TP2": [("odd", "grpo", {}), ("odd", "grpo", dict(use_distributed_optimizer=False))],
     "TP2 SP": [("odd", "cispo", PACKED), ("attention", "grpo", FULL), ("mlp", "grpo", {})],
     "PP2": [("late layers", "grpo", FULL), ("early layers", "grpo", {})],
@@ -68,6 +76,7 @@ DENSE = {
 EXPERTS = {
     "TP2 ETP1": [("odd", "grpo", {}), ("mlp", "grpo", dict(use_distributed_optimizer=False))],
     "TP2 ETP2": [("odd", "dr_grpo", {})],
+    "DP2 ETP2": [("mlp", "grpo", {})],
     "EP2": [("odd", "grpo", OVERLAP), ("attention", "grpo", {}), ("mlp", "grpo", dict(use_distributed_optimizer=False))],
     "CP2 EP2": [("odd", "grpo", PACKED)],
     "TP2 EP2 ETP1": [("odd", "grpo", dict(moe_token_dispatcher_type="allgather"))],
@@ -87,3 +96,153 @@ def test_steps_with_an_adapter_in_each_expert_equal_the_definition(made, layout)
 @pytest.mark.parametrize(("model", "layout"), [("biases", "TP2 SP"), ("one group", "TP2 SP"), ("MLA", "TP2 ETP2"), ("MLA", "EP2")])
 def test_other_families_equal_peft(made, model, layout):
     assert_equal(made, model, layout, [("odd", "grpo", {})])
+
+
+# ---- mistakes that run to the end without an error ---------------------------------------------------------------------------------------
+
+
+def _matrices(policy):
+    for linear in policy.adapters.linears.values():
+        yield linear, *((linear.lora_a, linear.lora_b) if linear.lora_place.is_column else (linear.lora_b, linear.lora_a))  # shared, cut
+
+
+def _in_optimizer(policy):
+    """Distributed optimizers hold copies of parameters, with the marks as they were."""
+    return [p for group in policy.optimizer.param_groups for p in group["params"]]
+
+
+def no_sequence_parallel_mark(policy, patch):
+    for _, shared, _ in _matrices(policy):
+        shared.sequence_parallel = False
+
+
+def sequence_parallel_mark_in_experts(policy, patch):
+    for linear, shared, _ in _matrices(policy):
+        shared.sequence_parallel = linear.lora_place.sequence_parallel
+
+
+def cut_matrices_unmarked(policy, patch):
+    for parameter in _in_optimizer(policy):
+        parameter.tensor_model_parallel = False
+
+
+def whole_matrices_marked(policy, patch):
+    for parameter in _in_optimizer(policy):
+        parameter.tensor_model_parallel = True
+
+
+def no_sum_over_ranks(policy, patch):
+    patch(lora, "copy_to_ranks", lambda x, group: x)
+
+
+def megatron_s_own_copy(policy, patch):
+    """Megatron-Core 0.16.1 loses the sum where the gradient is not contiguous."""
+    from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
+
+    transposed = _Transposed.apply
+    patch(lora, "copy_to_ranks", lambda x, group: transposed(copy_to_tensor_model_parallel_region(x, group=group)))
+
+
+class _Transposed(torch.autograd.Function):
+    """Hands back a gradient that is not contiguous, as an expanded or transposed use of `x` would."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad.transpose(0, -1).contiguous().transpose(0, -1)
+
+
+def no_reduction_of_the_inner_activation(policy, patch):
+    patch(lora, "reduce_from_tensor_model_parallel_region", lambda x, group: x)
+
+
+def gathered_with_a_split_gradient(policy, patch):
+    real = lora.gather_from_sequence_parallel_region
+    patch(lora, "gather_from_sequence_parallel_region",
+          lambda x, tensor_parallel_output_grad, group: real(x, tensor_parallel_output_grad=False, group=group))  # fmt: skip
+
+
+def embedding_without_gradient(policy, patch):
+    for chunk in policy.chunks:
+        if chunk.pre_process:
+            chunk.embedding._forward_hooks.clear()
+
+
+def gate_and_up_swapped(policy, patch):
+    for linear in policy.adapters.linears.values():
+        if linear.lora_place.is_gated:
+            linear.lora_part = linear.lora_part.flip(1)
+
+
+def queries_keys_and_values_in_blocks(policy, patch):
+    for linear in policy.adapters.linears.values():
+        if linear.lora_part is not None and linear.lora_part.shape[1] == 3:
+            rows = linear.lora_part.argmax(1).sort().values
+            linear.lora_part = torch.nn.functional.one_hot(rows, 3).to(linear.weight)
+
+
+def expert_copies_counted(policy, patch):
+    for linear, shared, _ in _matrices(policy):
+        if linear.lora_place.is_expert:
+            for parameter in [shared, *_in_optimizer(policy)]:
+                parameter.shared = False
+
+
+# layout -> (mistake, model, targets, settings, what shows it)
+MISTAKES = {
+    "1": [
+        (gate_and_up_swapped, "dense", "odd", {}, "gradient"),
+        (queries_keys_and_values_in_blocks, "dense", "odd", {}, "gradient"),
+        (embedding_without_gradient, "dense", "odd", FULL, "gradient"),
+        (embedding_without_gradient, "dense", "odd", BLOCK, "gradient"),
+        (embedding_without_gradient, "dense", "mlp", SELECTIVE, "gradient"),
+    ],
+    "TP2": [
+        (cut_matrices_unmarked, "dense", "odd", {}, "grad_norm"),
+        (whole_matrices_marked, "dense", "odd", {}, "grad_norm"),
+        (no_sum_over_ranks, "dense", "odd", {}, "gradient"),
+        (megatron_s_own_copy, "dense", "odd", {}, "gradient"),
+        (no_reduction_of_the_inner_activation, "dense", "odd", {}, "gradient"),
+    ],
+    "TP2 SP": [
+        (no_sequence_parallel_mark, "dense", "odd", {}, "gradient"),
+        (gathered_with_a_split_gradient, "dense", "odd", {}, "gradient"),
+    ],
+    "PP2": [(embedding_without_gradient, "dense", "odd", FULL, "gradient")],
+    "TP2 ETP1": [
+        (sequence_parallel_mark_in_experts, "MoE", "odd", {}, "gradient"),
+        (whole_matrices_marked, "MoE", "odd", {}, "grad_norm"),
+    ],
+    "TP2 ETP2": [(no_sum_over_ranks, "MoE", "mlp", {}, "gradient")],
+    "DP2 ETP2": [(expert_copies_counted, "MoE", "mlp", {}, "grad_norm")],
+}
+
+
+@pytest.mark.parametrize("layout", MISTAKES)
+def test_each_mistake_is_seen(made, layout):
+    case, given = cases.LAYOUTS[layout], {}
+    for _, model, targets, *_ in MISTAKES[layout]:
+        given[model, targets] = made(model, targets)
+
+    def all_mistakes(rank, world):
+        found, parallel = [], None
+        for mistake, model, targets, settings, shows in MISTAKES[layout]:
+            path, batches, base, right = given[model, targets]
+            cfg = cases.settings(**base | case.settings | settings)
+            parallel = parallel or cases.join(cfg, world)
+            with ExitStack() as stack:
+
+                def tamper(policy, mistake=mistake, stack=stack):
+                    mistake(policy, lambda *args: stack.enter_context(mock.patch.object(*args)))
+
+                trained = cases.train(rank, world, path, cfg, batches[:1], tamper, parallel)
+                weights = dict.fromkeys(right.gradients, np.zeros(1))
+                off = cases.distance(replace(trained, weights=weights), replace(right, weights=weights))
+            found.append((mistake.__name__, shows, getattr(off, shows)))
+        return found
+
+    for of_rank in run_ranks(all_mistakes, case.world_size, timeout=300):
+        assert [(name, shows, error) for name, shows, error in of_rank if error < 1e-3] == []

@@ -17,8 +17,6 @@ def test_steps_from_cumulative_lengths_equal_float64(tmp_path, name):
     cfg = cases.settings(micro_batch_size=2, **layout.settings)
 
     def train(rank, world):
-        from types import SimpleNamespace
-
         import torch
 
         from megatron_grpo.policy import layers, model, stream
@@ -31,7 +29,7 @@ def test_steps_from_cumulative_lengths_equal_float64(tmp_path, name):
                 assert packed_seq_params.qkv_format == "thd"
                 cu = packed_seq_params.cu_seqlens_q.tolist()
                 segments = [Segment(start=a, end=b, length=b - a) for a, b in zip(cu, cu[1:], strict=False)]
-                packed = stream._packed(SimpleNamespace(segments=segments), self.cp_group.size(), self.cp_group.rank(), torch.from_numpy)
+                packed = stream.packed_stream(segments, self.cp_group.size(), self.cp_group.rank(), torch.from_numpy)
                 out = super().forward(query[:, None], key[:, None], value[:, None], None, packed_seq_params=packed)
                 return out.squeeze(1)
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from megatron_grpo.batching.collate import Alignment, collate
+from megatron_grpo.batching.alignment import Alignment
+from megatron_grpo.batching.collate import collate
 from megatron_grpo.types import Segment, Sequence
 
 
@@ -34,12 +35,12 @@ def test_where_nothing_is_to_be_computed_the_stream_is_padding_and_is_never_empt
     assert batch.segments == (Segment(start=0, end=length, length=0),) and len(batch.targets) == 0 and batch.num_sequences == 2
 
 
-def test_every_context_of_a_sequence_begins_anew_and_its_trained_tokens_stay_in_the_order_of_rows():
-    """Two contexts, (1 2 3) and (1 2 9 4), then a row of one. The last token of each predicts nothing."""
+def test_every_context_begins_anew_and_trained_tokens_stay_in_the_order_of_rows():
+    """Two contexts, (1 2 3) and (1 2 9 4), then a row of one. The last token of each predicts nothing; the shortest lie first."""
     two = Sequence(token_ids=np.array([1, 2, 3, 1, 2, 9, 4]), mask=np.array([0, 0, 1, 0, 0, 0, 1], bool), starts=(0, 3))
     batch = collate([two, sequence(7, 8)], alignment=Alignment(sequence=2))
-    assert batch.token_ids.tolist() == [1, 2, 1, 2, 9, 0, 7, 0] and batch.positions.tolist() == [0, 1, 0, 1, 2, 3, 0, 1]
-    assert batch.multiplicity.tolist() == [1, 1, 1, 1, 1, 0, 1, 0]
-    assert batch.predict_at.tolist() == [1, 4, 6] and batch.targets.tolist() == [3, 4, 8] and batch.sequence.tolist() == [0, 0, 1]
+    assert batch.token_ids.tolist() == [7, 0, 1, 2, 1, 2, 9, 0] and batch.positions.tolist() == [0, 1, 0, 1, 0, 1, 2, 3]
+    assert batch.multiplicity.tolist() == [1, 0, 1, 1, 1, 1, 1, 0]
+    assert batch.predict_at.tolist() == [3, 6, 0] and batch.targets.tolist() == [3, 4, 8] and batch.sequence.tolist() == [0, 0, 1]
     assert (batch.num_sequences, batch.num_contexts) == (2, 3)
-    assert [segment.length for segment in batch.segments] == [2, 3, 1]
+    assert [segment.length for segment in batch.segments] == [1, 2, 3]

@@ -1,0 +1,90 @@
+"""What trains, checked against the model and against the adapter that the run begins with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from megatron_grpo.errors import ConfigError, Problem
+from megatron_grpo.settings.config import Config
+from megatron_grpo.settings.foreign import shown
+from megatron_grpo.settings.tuner import are_names_readable
+from megatron_grpo.weights import trains
+from megatron_grpo.weights.lora import LoraSettings, linear_modules
+from megatron_grpo.weights.shape import ModelShape
+from megatron_grpo.weights.stored_adapter import adapter_problems
+
+_TARGETS = ("target_modules", "target_regex", "exclude_modules")
+
+
+def tuner_problems(cfg: Config, shape: ModelShape | None) -> list[Problem]:
+    """Of names that match nothing, and of adapters on disk. shape: None where the model is not at hand; then only files are looked at."""
+    tuner, found = cfg.tuner, list[Problem]()
+    is_lora = tuner.tuner_type == "lora"
+    for flag, directory in (("adapters", tuner.adapters), ("ref_adapters", tuner.ref_adapters)) if is_lora else ():
+        if directory:
+            found += _of_files(cfg, flag, directory, shape)
+    if shape is None or not are_names_readable(tuner):
+        return found
+    if is_lora and not tuner.adapters:
+        found += LoraSettings.of(tuner, shape).problems(shape)
+    return [*found, *trains.problems(tuner, shape)]
+
+
+def _of_files(cfg: Config, flag: str, directory: str, shape: ModelShape | None) -> list[Problem]:
+    try:
+        settings = LoraSettings.from_peft(directory, flag=flag)
+    except ConfigError as error:
+        return list(error.problems)
+    found = adapter_problems(directory, settings, shape, flag=flag) if shape else []
+    return [*found, *(_contradictions(cfg, settings, shape) if flag == "adapters" and not found else ())]
+
+
+def with_adapter(cfg: Config) -> Config:
+    """The configuration with what the file of `adapters` says of ranks, alphas and targets. The file must be right."""
+    if cfg.tuner.tuner_type != "lora" or not cfg.tuner.adapters:
+        return cfg
+    values = _settings_of(LoraSettings.from_peft(cfg.tuner.adapters))
+    return cfg.with_values(values, sources=dict.fromkeys(values, "derived from adapters"))
+
+
+def _settings_of(found: LoraSettings) -> dict[str, Any]:
+    return {
+        "lora_rank": found.rank,
+        "lora_alpha": float(found.alpha),
+        "use_rslora": found.use_rslora,
+        "target_modules": list(found.target_modules),
+        "target_regex": found.target_regex,
+        "exclude_modules": list(found.exclude_modules),
+        "rank_pattern": dict(found.rank_pattern),
+        "alpha_pattern": dict(found.alpha_pattern),
+    }
+
+
+def _contradictions(cfg: Config, found: LoraSettings, shape: ModelShape | None) -> Iterator[Problem]:
+    """The file decides; who typed something else would train another adapter than is written there."""
+    values = _settings_of(found)
+    typed = [name for name in values if name in cfg.typed and name not in _TARGETS and getattr(cfg.tuner, name) != values[name]]
+    for name in typed:
+        message = f"{name} ({shown(getattr(cfg.tuner, name))}) differs from that of adapters ({shown(values[name])} in \
+{cfg.tuner.adapters}), which the run begins with and continues. Leave {name} out."
+        yield Problem(flags=(name, "adapters"), message=message)
+    targets = [name for name in _TARGETS if name in cfg.typed]
+    if targets and shape and are_names_readable(cfg.tuner):
+        asked, there = _targeted(LoraSettings.of(cfg.tuner, shape), shape), _targeted(found, shape)
+        if asked != there:
+            said = ", ".join(f"{name} ({shown(getattr(cfg.tuner, name))})" for name in targets)
+            yield Problem(
+                flags=(*targets, "adapters"),
+                message=f"{said} asks for adapters on {_ends(asked)}, and adapters ({cfg.tuner.adapters}), which the run begins with and "
+                f"continues, has them on {_ends(there)}. Leave {' and '.join(targets)} out.",
+            )
+
+
+def _targeted(settings: LoraSettings, shape: ModelShape) -> set[str]:
+    return {module.name for module in linear_modules(shape) if settings.is_target(module.name)}
+
+
+def _ends(modules: set[str]) -> str:
+    ends = sorted({module.rsplit(".", 1)[1] for module in modules})
+    return f"{len(modules)} layers ({', '.join(ends)})" if modules else "none"

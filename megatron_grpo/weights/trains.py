@@ -1,0 +1,144 @@
+"""Which weights train under tuner_type full, where not all of them do. Hugging Face names and regular expressions, no tensors, no torch.
+
+The four words are Megatron-SWIFT's: `freeze_parameters` (beginnings of names) and `freeze_parameters_regex` (found in a name) take weights
+out of the training, `trainable_parameters` and `trainable_parameters_regex` put some of them back. There they are compared with the names
+of one rank's Megatron modules, whose layers count from 0 on every pipeline stage; here with the names in the checkpoint.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from megatron_grpo.errors import Problem
+from megatron_grpo.weights.names import Entry, layer_entries, outer_entries
+from megatron_grpo.weights.shape import ModelShape
+
+if TYPE_CHECKING:
+    from megatron_grpo.settings.config import TunerConfig
+
+Rule = Callable[[str], bool]  # a tensor's Hugging Face name -> whether it trains
+
+
+def trains(cfg: TunerConfig) -> Rule:
+    """Whether a tensor of the model trains. Under tuner_type lora none does: its adapters do."""
+    if cfg.tuner_type != "full":
+        return lambda name: False
+    frozen = _matcher(cfg.freeze_parameters, cfg.freeze_parameters_regex)
+    kept = _matcher(cfg.trainable_parameters, cfg.trainable_parameters_regex)
+    return lambda name: kept(name) or not frozen(name)
+
+
+def trains_all(cfg: TunerConfig) -> bool:
+    """Whether every weight of the model trains."""
+    return cfg.tuner_type == "full" and not cfg.freeze_parameters and cfg.freeze_parameters_regex is None
+
+
+def parameter_trains(names: Iterable[str], rule: Rule) -> bool:
+    """Whether a Megatron parameter trains. names: of the Hugging Face tensors that it is made of.
+
+    Raises ValueError where only some of them do, which `problems` refuses beforehand.
+    """
+    verdicts = {rule(name) for name in names}
+    if len(verdicts) != 1:
+        raise ValueError(f"{', '.join(names)} are one parameter, of which only a part is to train")
+    return verdicts.pop()
+
+
+def problems(cfg: TunerConfig, shape: ModelShape) -> list[Problem]:
+    """Words that match nothing, or all, or a part of what Megatron holds as one parameter. Regular expressions must be valid."""
+    if cfg.tuner_type != "full":
+        return []
+    parameters = list(_parameters(shape))
+    found = [*_lost(cfg, shape, parameters)]
+    if found or trains_all(cfg):
+        return found
+    rule = trains(cfg)
+    if not any(rule(name) for parameter in parameters if not parameter.is_buffer for name in parameter.hf):
+        flags = tuple(flag for flag in ("freeze_parameters", "freeze_parameters_regex") if getattr(cfg, flag))
+        return [Problem(flags=flags, message=f"{' and '.join(flags)} freeze every weight of the model: nothing would train. "
+                                             "Name in trainable_parameters what is to train.")]  # fmt: skip
+    return [*_parts(cfg, parameters, rule), *_lonely_biases(cfg, parameters, rule)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Parameter:
+    """One Megatron parameter of the whole model: its name there, and those of its Hugging Face tensors."""
+
+    megatron: str
+    hf: tuple[str, ...]
+    is_buffer: bool
+
+
+def _parameters(shape: ModelShape) -> Iterator[_Parameter]:
+    def named(entry: Entry, here: str, there: str, number: int) -> _Parameter:
+        names = tuple(f"{there}{name.format(e=number)}" for name, _ in entry.hf)
+        return _Parameter(f"{here}{entry.megatron.format(e=number)}", names, entry.is_buffer)
+
+    yield from (named(entry, "", "", 0) for entry in outer_entries(shape))
+    for layer in range(shape.num_layers):
+        for entry in layer_entries(shape, moe=shape.is_moe_layer(layer)):
+            for number in range(shape.num_experts) if entry.is_expert else (0,):
+                yield named(entry, f"decoder.layers.{layer}.", f"model.layers.{layer}.", number)
+
+
+def _matcher(prefixes: Iterable[str], pattern: str | None) -> Rule:
+    beginnings, expression = tuple(prefixes), re.compile(pattern) if pattern is not None else None
+    return lambda name: name.startswith(beginnings) or (expression is not None and expression.search(name) is not None)
+
+
+def _lost(cfg: TunerConfig, shape: ModelShape, parameters: list[_Parameter]) -> Iterator[Problem]:
+    """Words that name no tensor of the model: what was to be frozen would train, and nobody would be told."""
+    names = [name for parameter in parameters for name in parameter.hf]
+    for flag in ("freeze_parameters", "trainable_parameters"):
+        for word in getattr(cfg, flag):
+            if not any(name.startswith(word) for name in names):
+                yield Problem(flags=(flag,), message=f"{flag}: no tensor of this model begins with {word}."
+                                                     f"{_meant(word, shape, parameters)}")  # fmt: skip
+        pattern = getattr(cfg, f"{flag}_regex")
+        if pattern is not None and not any(map(re.compile(pattern).search, names)):
+            like = f"Names are Hugging Face's, such as {names[0]} and {parameters[len(parameters) // 2].hf[0]}."
+            yield Problem(flags=(f"{flag}_regex",), message=f"{flag}_regex ({pattern}) is found in no tensor of this model. {like}")
+
+
+def _meant(word: str, shape: ModelShape, parameters: list[_Parameter]) -> str:
+    if shape.tied_embeddings and (word.startswith("lm_head") or "lm_head.weight".startswith(word)):
+        return " Its head is its embedding (tie_word_embeddings): model.embed_tokens.weight is both."
+    theirs = [name for parameter in parameters if parameter.megatron.startswith(word) for name in parameter.hf]
+    if theirs:
+        more = f" and {len(theirs) - 3} more" if len(theirs) > 3 else ""
+        return f" That is a name of Megatron's modules; in Hugging Face's names, which are meant here, it is {', '.join(theirs[:3])}{more}."
+    starts = dict.fromkeys(".".join(name.split(".")[:2]) for parameter in parameters for name in parameter.hf)
+    return f" Names begin with {', '.join(starts)}."
+
+
+def _parts(cfg: TunerConfig, parameters: list[_Parameter], rule: Rule) -> Iterator[Problem]:
+    mixed = [parameter for parameter in parameters if len({rule(name) for name in parameter.hf}) > 1]
+    if not mixed:
+        return
+    first = mixed[0]
+    on, off = (", ".join(name for name in first.hf if rule(name) is wanted) for wanted in (True, False))
+    others = f" {len(mixed) - 1} more are cut so." if len(mixed) > 1 else ""
+    message = (
+        f"{off} would be frozen and {on} would train, but Megatron holds them as one parameter ({first.megatron}), which trains whole or "
+        f"not at all.{others} Name all of them, or none."
+    )
+    yield Problem(flags=_given(cfg), message=message)
+
+
+def _lonely_biases(cfg: TunerConfig, parameters: list[_Parameter], rule: Rule) -> Iterator[Problem]:
+    """Megatron-Core's column-parallel linear gives the bias inside it no gradient where its weight is frozen; linear_qkv's is inside."""
+    by_name = {parameter.megatron: parameter for parameter in parameters}
+    for name, bias in by_name.items():
+        weight = by_name.get(name.removesuffix(".bias") + ".weight")
+        if name.endswith(".linear_qkv.bias") and weight and rule(bias.hf[0]) and not rule(weight.hf[0]):
+            yield Problem(flags=_given(cfg), message=f"{', '.join(bias.hf)} would train while {', '.join(weight.hf)} are frozen: "
+                                                     "Megatron-Core gives that bias no gradient. Freeze both, or neither.")  # fmt: skip
+            return
+
+
+def _given(cfg: TunerConfig) -> tuple[str, ...]:
+    flags = ("freeze_parameters", "freeze_parameters_regex", "trainable_parameters", "trainable_parameters_regex")
+    return tuple(flag for flag in flags if getattr(cfg, flag))

@@ -1,0 +1,211 @@
+"""Adapters from PEFT's files and back, under every layout: what they compute, what is written, what they give when added to the weights."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megatron_grpo.errors import ConfigError
+from tests import lora_cases
+from tests import parity_cases as cases
+from tests.ranks import run_ranks
+from tests.tiny_models import load_tiny, write_tiny
+
+# What people have: as PEFT's LoraConfig is given it.
+KINDS = {
+    "defaults of PEFT": dict(r=8, lora_alpha=16),  # query and value alone
+    "all-linear, rslora": dict(r=5, lora_alpha=9, use_rslora=True, target_modules="all-linear"),
+    "a regular expression": dict(r=4, lora_alpha=8, target_modules=r".*layers\.[02]\.(self_attn\.[qk]_proj|mlp\.down_proj)"),
+    "patterns": dict(r=4, lora_alpha=6, target_modules=["q_proj", "v_proj", "gate_proj", "down_proj"],
+                     rank_pattern={"v_proj": 3, r"layers\.1\..*down_proj": 6}, alpha_pattern={"^model.layers.0.self_attn.q_proj": 2}),
+    "with exclusions": dict(r=3, lora_alpha=6, target_modules="all-linear", exclude_modules=["o_proj", "layers.1.mlp.up_proj"]),
+}  # fmt: skip
+TOKENS = [np.random.default_rng(n).integers(4, 120, n).tolist() for n in (7, 12, 5)]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return write_tiny(tmp_path_factory.mktemp("model") / "dense", **cases.MODELS["dense"])
+
+
+def by_peft(model: Path, out: Path, **config) -> Path:
+    """A directory that PEFT itself has written; all matrices random."""
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(3)
+    wrapped = get_peft_model(load_tiny(model), LoraConfig(**config))
+    with torch.no_grad():
+        for name, parameter in wrapped.named_parameters():
+            if "lora_" in name:
+                parameter.normal_(0, 0.1)
+    wrapped.save_pretrained(str(out))
+    return out
+
+
+def logprobs_of(model) -> list[np.ndarray]:
+    from tests.tiny_models import hf_logprobs
+
+    return [hf_logprobs(model, ids).numpy() for ids in TOKENS]
+
+
+def loaded(model: Path, adapter: Path):
+    from peft import PeftModel
+
+    return PeftModel.from_pretrained(load_tiny(model), str(adapter)).eval()
+
+
+def worst(one, other) -> float:
+    return max(float(np.abs(a - b).max()) for a, b in zip(one, other, strict=True))
+
+
+def use(rank, world, model, cfg, adapters, out):
+    """For each adapter: log-probs of its model; it is exported, and so is the merged model."""
+    from megatron_grpo.export import export_model
+
+    parallel, found = cases.join(cfg, world), {}
+    for kind, adapter in adapters.items():
+        own = cfg.with_values({"tuner_type": "lora", "adapters": str(adapter), "merge_lora": True})
+        policy = cases.build(model, own, world, parallel)
+        found[kind] = cases.score_tokens(policy, TOKENS)
+        export_model(policy.exchange, policy.tensors(), policy.adapters, out / kind, cfg=own, source=model)
+    return found
+
+
+@pytest.mark.parametrize("layout", ["1", "TP2 SP", "PP2 VPP2"])
+def test_adapters_of_peft_come_in_and_go_out_as_they_are(model, tmp_path, layout):
+    adapters = {kind: by_peft(model, tmp_path / "in" / kind, **config) for kind, config in KINDS.items()}
+    case = cases.LAYOUTS[layout]
+    found = run_ranks(use, case.world_size, model, cases.settings(**case.settings), adapters, tmp_path / "out", timeout=200)[0]
+    for kind, adapter in adapters.items():
+        right = loaded(model, adapter)
+        assert worst(logprobs_of(right), found[kind]) < 2e-5, kind
+        assert worst(logprobs_of(load_tiny(model)), found[kind]) > 0.05, "the adapter says nothing"
+        out = tmp_path / "out" / kind
+        before, after = (load_file(folder / "adapter_model.safetensors") for folder in (adapter, out))
+        assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+        assert worst(logprobs_of(right), logprobs_of(loaded(model, out))) == 0
+        merged = load_file(tmp_path / "out" / f"{kind}_merged" / "model.safetensors")
+        for name, tensor in right.merge_and_unload().state_dict().items():
+            assert name not in merged or torch.allclose(tensor, merged[name], atol=1e-6), name
+
+
+def test_transformers_and_peft_load_what_is_written_without_naming_the_base(model, tmp_path):
+    from peft import AutoPeftModelForCausalLM
+
+    adapter = by_peft(model, tmp_path / "in", **KINDS["patterns"])
+    cfg = cases.settings(model=str(model))
+    run_ranks(use, 1, model, cfg, {"one": adapter}, tmp_path / "out")
+    written = tmp_path / "out" / "one"
+    assert json.loads((written / "base_model.json").read_text())["fingerprint"].startswith("qwen3 ")
+    assert (
+        worst(logprobs_of(AutoPeftModelForCausalLM.from_pretrained(str(written)).eval()), logprobs_of(loaded(model, adapter))) < 1e-5
+    )  # attention is computed otherwise
+    plain = load_tiny(model)
+    plain.load_adapter(str(written))
+    assert worst(logprobs_of(plain), logprobs_of(loaded(model, adapter))) < 1e-6
+
+
+def test_merging_files_is_merging_the_policy(model, tmp_path):
+    from megatron_grpo.export import merge_adapter
+
+    adapter = by_peft(model, tmp_path / "in", **KINDS["patterns"])
+    run_ranks(use, 1, model, cases.settings(), {"one": adapter}, tmp_path / "out")
+    merge_adapter(model, adapter, tmp_path / "merged")
+    ours, policy = (load_file(folder / "model.safetensors") for folder in (tmp_path / "merged", tmp_path / "out" / "one_merged"))
+    assert ours.keys() == policy.keys() and all(torch.allclose(ours[name], policy[name], atol=1e-7) for name in ours)
+
+
+def test_an_adapter_of_another_base_is_refused(model, tmp_path):
+    from megatron_grpo.export import merge_adapter
+
+    run_ranks(use, 1, model, cases.settings(), {"one": by_peft(model, tmp_path / "in", r=2)}, tmp_path / "out")
+    other = write_tiny(tmp_path / "other", **cases.MODELS["dense"], seed=1)
+    with pytest.raises(ConfigError, match="was trained beside another model"):
+        merge_adapter(other, tmp_path / "out" / "one", tmp_path / "merged")
+    assert not (tmp_path / "merged").exists()
+
+
+# ---- who the KL is measured against --------------------------------------------------------------------------------------------------
+
+
+def references(rank, world, model, cfg):
+    policy = cases.build(model, cfg, world)
+    samples = cases.stored_rollout(model, vocab=125)[0]
+    policy.train_step(cases.batch_of(policy, samples, 0))
+    with policy.adapters.reference():
+        return cases.score_tokens(policy, TOKENS), cases.score_tokens(policy, TOKENS)
+
+
+@pytest.mark.parametrize("layout", ["1", "TP2 SP", "PP2"])
+def test_the_reference_is_where_the_run_began_unless_another_is_named(model, tmp_path, layout):
+    case = cases.LAYOUTS[layout]
+    start = lora_cases.random_adapter(model, tmp_path / "start")
+    sft = by_peft(model, tmp_path / "sft", **KINDS["all-linear, rslora"])
+    base = cases.settings(tuner_type="lora", beta=0.1, target_modules=["q_proj", "down_proj"], **case.settings)
+    wanted = {
+        None: load_tiny(model),  # a fresh adapter: the model without it
+        ("adapters", start): loaded(model, start),
+        ("ref_adapters", sft): loaded(model, sft),  # other ranks, and modules that do not train
+    }
+    for given, right in wanted.items():
+        cfg = base.with_values({given[0]: str(given[1])}) if given else base
+        for first, again in run_ranks(references, case.world_size, model, cfg):
+            assert worst(first, again) == 0
+            assert worst(first, logprobs_of(right)) < 2e-5, given
+
+
+# ---- checkpoints ---------------------------------------------------------------------------------------------------------------------
+
+
+def save(rank, world, model, cfg, batches, directory):
+    from megatron_grpo.checkpoint.distributed import write_sharded
+
+    policy = cases.build(model, cfg, world)
+    for index, samples in enumerate(batches):
+        policy.train_step(cases.batch_of(policy, samples, index))
+    write_sharded(policy.sharded_state_dict(is_loading=False), directory)
+
+
+def names_of(rank, world, directory):
+    from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
+
+    return [part.key for part in load_sharded_metadata(str(directory)).values()]
+
+
+def third_step(rank, world, model, cfg, batches, directory):
+    """The adapter is drawn anew: all of it must come from the files."""
+    from megatron_grpo.checkpoint.distributed import read_sharded
+
+    policy = cases.build(model, cfg.with_values({"adapters": None, "seed": 7}), world)
+    policy.load_sharded_state_dict(read_sharded(policy.sharded_state_dict(is_loading=True), directory))
+    policy.train_step(cases.batch_of(policy, batches[2], 2))
+    return {name: tensor.numpy() for name, tensor in policy.named_adapters()}
+
+
+@pytest.mark.parametrize(
+    ("kind", "saved", "resumed"),
+    [("dense", "1", ["1", "TP2 SP PP2"]), ("dense", "TP2 SP", ["PP2 VPP2", "DP2"]), ("MoE", "EP2", ["TP2 ETP2", "1"])],
+)
+def test_a_checkpoint_holds_adapters_alone_and_continues_under_any_layout(tmp_path, kind, saved, resumed):
+    model = write_tiny(tmp_path / "model", **cases.MODELS[kind])
+    start, batches = lora_cases.random_adapter(model, tmp_path / "start"), cases.stored_rollout(model, num_steps=3, vocab=125)
+    words = lora_cases.in_settings(lora_cases.ODD)
+
+    def settings(layout, **more):
+        return cases.settings(**cases.MODEL_SETTINGS.get(kind, {}) | cases.LAYOUTS[layout].settings | words | more)
+
+    right = run_ranks(cases.train, 1, model, settings("1", adapters=str(start)), batches)[0].weights
+    directory = tmp_path / "checkpoint"
+    directory.mkdir()
+    run_ranks(save, cases.LAYOUTS[saved].world_size, model, settings(saved, adapters=str(start)), batches[:2], directory)
+    held = run_ranks(names_of, 1, directory)[0]
+    assert held and all(".lora_" in name for name in held), [name for name in held if ".lora_" not in name]
+    for layout in resumed:
+        for found in run_ranks(third_step, cases.LAYOUTS[layout].world_size, model, settings(layout), batches, directory):
+            error, name = cases._worst(found, right)
+            assert error < 2e-6, (layout, name)

@@ -1,0 +1,352 @@
+"""Each prompt computed once: exact in every layout, and each silent mistake would be seen. docs/shared_prompts.md names the mistakes."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from unittest import mock
+
+import numpy as np
+import pytest
+
+from tests import parity_cases as cases
+from tests.ranks import run_ranks
+from tests.tiny_models import write_tiny
+
+# Groups of 8 and 2; completions of 1 to 20 tokens; a prompt of one token, and one beyond the budget of 32; two groups of one prompt.
+GROUPS = ((3, (5, 1, 4, 8, 5, 2, 7, 9)), (40, (20, 1)), (1, (2, 12)), (7, (2, 9)), (7, (5, 3)))
+CUTS = {
+    "packed, 32": dict(max_tokens_per_micro_batch=32),
+    "packed, 96": dict(max_tokens_per_micro_batch=96),
+    "4 each": dict(micro_batch_size=4),
+}
+LOSSES = {"grpo": dict(beta=0.05), "GSPO": cases.LOSSES["GSPO"]}
+RUNS = (("grpo", "packed, 32"), ("GSPO", "packed, 96"), ("grpo", "4 each"))
+RECOMPUTED = dict(recompute_granularity="full", recompute_method="block", recompute_num_layers=1)
+EXPERTS_RECOMPUTED = dict(recompute_granularity="selective", recompute_modules=["core_attn", "moe"])
+
+
+def rollout(path, *, num_steps: int = 1):
+    """With rows of a group that begin alike, two that are equal, and two groups with one prompt."""
+    steps = cases.stored_rollout(path, num_steps=num_steps, vocab=125, groups=GROUPS)
+    for samples in steps:
+        for longer, shorter in ((7, 3), (4, 0)):  # of the first group: one begins like another, and one is another
+            length = min(len(samples[longer].token_ids), len(samples[shorter].token_ids))
+            samples[longer].token_ids[:length] = samples[shorter].token_ids[:length]
+        for row in (14, 15):
+            samples[row].token_ids[:7] = samples[12].token_ids[:7]
+    return steps
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    found = {}
+
+    def of(model: str):
+        if model not in found:
+            path = write_tiny(tmp_path_factory.mktemp("models") / model, **cases.MODELS[model])
+            batches = rollout(path, num_steps=2)
+            own = cases.MODEL_SETTINGS.get(model, {})
+            found[model] = path, batches, {loss: cases.reference(path, cases.settings(**own, **LOSSES[loss]), batches) for loss in LOSSES}
+        return found[model]
+
+    return of
+
+
+@pytest.mark.parametrize(("model", "layout", "more"), [
+    ("dense", "1", {}),
+    ("dense", "TP2 SP CP2", {}),
+    ("dense", "PP2 VPP2", RECOMPUTED),
+    ("dense", "DP2", {}),
+    ("MoE", "EP2", EXPERTS_RECOMPUTED),
+    ("MoE", "PP2 VPP2", RECOMPUTED),
+    ("MLA", "CP2", {}),
+    ("MLA", "TP2 SP", {}),
+], ids=str)  # fmt: skip
+def test_steps_that_compute_prompts_once_equal_float64(made, model, layout, more):
+    path, batches, losses = made(model)
+    layout = cases.LAYOUTS[layout]
+    chosen = [key for key in RUNS if cases.is_legal(layout, CUTS[key[1]], 16)]
+    runs = {(loss, cut): LOSSES[loss] | CUTS[cut] | cases.SHARED | more for loss, cut in chosen}
+    found = cases.compare(model, path, layout, runs, batches, {key: losses[key[0]] for key in runs})
+    assert [(key, distance) for key, distance in found.items() if not distance.within()] == []
+
+
+@pytest.mark.parametrize(("model", "layout"), [("dense", "1"), ("MLA", "CP2")])
+def test_old_and_reference_log_probs_and_the_loss_are_those_of_the_unshared_run(made, model, layout):
+    path, batches, _ = made(model)
+    layout = cases.LAYOUTS[layout]
+
+    def body(rank, world):
+        parallel, found = cases.join(cases.settings(**layout.settings), world), {}
+        for share in ("true", "false"):
+            cfg = cases.settings(beta=0.05, share_prompts=share, max_tokens_per_micro_batch=96, **layout.settings)
+            policy = cases.build(path, cfg, world, parallel)
+            batch = cases.batch_of(policy, batches[0], 0)
+            scored = {}
+            for who, scorer in (("policy", policy), ("reference", policy.reference)):
+                for micro, values in zip(batch.micro_batches, scorer.logprobs(batch.micro_batches), strict=True):
+                    scored |= {(who, row): values[micro.sequence == place] for place, row in enumerate(micro.rows)}
+            entropies = policy.scorer.last_stage_entropies(batch.micro_batches)
+            mean = float(np.concatenate(entropies).mean())
+            found[share] = scored, mean, batch.metrics["packing/shared"], policy.train_step(batch).metrics
+        return found
+
+    for of_rank in run_ranks(body, layout.world_size):
+        (shared, entropy, saved, metrics), (apart, wanted, nothing, others) = of_rank["true"], of_rank["false"]
+        assert nothing == 0 and saved > 0.15
+        assert shared.keys() == apart.keys() and len(shared) == 2 * 16
+        assert max(np.abs(shared[key] - apart[key]).max() for key in shared) < 1e-5
+        assert entropy == pytest.approx(wanted, rel=1e-5)
+        # A clip ratio's extremes are those of a micro-batch, and these are other ones.
+        same = {name: value for name, value in others.items() if np.isfinite(value) and not name.endswith(("_min", "_max"))}
+        assert {name: metrics[name] for name in same} == pytest.approx(same, rel=1e-5, abs=1e-6)
+
+
+# ---- each of these mistakes must be seen -----------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def collated_otherwise(change):
+    """Micro-batches as `change(batch)` makes them. TrainingMicroBatches alone: the reference scores the same ones."""
+    from megatron_grpo import pending
+
+    right = pending.collate_samples
+    with mock.patch.object(pending, "collate_samples", lambda *args, **how: change(right(*args, **how))):
+        yield
+
+
+def first_tokens(batch):
+    """(trained position, its child) of what a trunk's last place predicts for a child."""
+    of_child = {segment.start: segment for segment in batch.segments if segment.parent >= 0}
+    for i in range(len(batch.predict_at) - 1):
+        follows = batch.sequence[i] == batch.sequence[i + 1] and batch.predict_at[i + 1] != batch.predict_at[i] + 1
+        if follows and batch.predict_at[i + 1] in of_child:
+            yield i, of_child[batch.predict_at[i + 1]]
+
+
+def moved(offset: int):
+    def change(batch):
+        at = batch.predict_at.copy()
+        for i, child in first_tokens(batch):
+            at[i] = child.start + offset
+        return dataclasses.replace(batch, predict_at=at)
+
+    return change
+
+
+def one_token_a_place(batch):
+    _, first = np.unique(batch.predict_at, return_index=True)
+    kept = np.isin(np.arange(len(batch.predict_at)), first)
+    return dataclasses.replace(batch, token_weights=batch.token_weights * kept)
+
+
+def weights_divided_by_copies(batch):
+    _, place, counts = np.unique(batch.predict_at, return_inverse=True, return_counts=True)
+    return dataclasses.replace(batch, token_weights=batch.token_weights / counts[place])
+
+
+def children_at(first):
+    def change(batch):
+        positions = batch.positions.copy()
+        for segment in batch.segments:
+            if segment.parent >= 0:
+                positions[segment.start : segment.end] = first(batch, segment) + np.arange(segment.end - segment.start)
+        return dataclasses.replace(batch, positions=positions)
+
+    return change
+
+
+def siblings_see_each_other(batch):
+    merged = []
+    for segment in batch.segments:
+        if segment.parent >= 0 and merged[-1].parent == segment.parent:
+            merged[-1] = dataclasses.replace(merged[-1], end=segment.end, length=segment.end - merged[-1].start)
+        else:
+            merged.append(segment)
+    return dataclasses.replace(batch, segments=tuple(merged))
+
+
+def parents_dropped(batch):
+    return dataclasses.replace(batch, segments=tuple(dataclasses.replace(segment, parent=-1) for segment in batch.segments))
+
+
+def padding_of_a_parent_seen(batch):
+    parents = {segment.parent for segment in batch.segments}
+    widened = [
+        dataclasses.replace(segment, length=segment.end - segment.start) if number in parents else segment
+        for number, segment in enumerate(batch.segments)
+    ]
+    return dataclasses.replace(batch, segments=tuple(widened))
+
+
+@contextlib.contextmanager
+def kernel(**methods):
+    """The CPU's kernel with other methods. Each is given the right one."""
+    from megatron_grpo.policy import attention
+
+    right = attention.FLASH_ON_CPU
+    wrong = type("Wrong", (), {name: staticmethod(getattr(right, name)) for name in ("forward", "backward")})
+    for name, method in methods.items():
+        setattr(wrong, name, staticmethod(lambda *args, method=method, name=name: method(getattr(right, name), *args)))
+    with mock.patch.object(attention, "FLASH_ON_CPU", wrong):
+        yield
+
+
+def without_gradient_of_inherited_keys(right, *args):
+    dq, dk, dv = right(*args)
+    part = args[6]
+    return (dq, dk, dv) if part.is_causal else (dq, dk * 0, dv * 0)
+
+
+def with_its_own_log_sum_exp(right, grad, q, k, v, out, lse, part, scale):
+    from megatron_grpo.policy import attention
+
+    return right(grad, q, k, v, out, attention.FLASH_RIGHT.forward(q, k, v, part, scale)[1], part, scale)
+
+
+@contextlib.contextmanager
+def own_log_sum_exp():
+    from megatron_grpo.policy import attention
+
+    with mock.patch.object(attention, "FLASH_RIGHT", attention.FLASH_ON_CPU, create=True), kernel(backward=with_its_own_log_sum_exp):
+        yield
+
+
+@contextlib.contextmanager
+def parts_averaged():
+    import torch
+
+    with mock.patch.object(torch, "logaddexp", lambda one, other: other + np.log(2)):
+        yield
+
+
+@contextlib.contextmanager
+def merged_outside_of_the_function():
+    """Autograd differentiates the merge: kernels have no gradient for the log-sum-exp that they give."""
+    import torch
+
+    from megatron_grpo.policy import attention
+
+    def merged(q, k, v, packed, scale, kernel):
+        q, k, v = (x.transpose(0, 1) for x in (q, k, v))
+        out, lse = torch.zeros_like(q), q.new_zeros(q.shape[:2])
+        for part in (*packed.own, *packed.inherited):
+            found, found_lse = kernel.forward(part.queries.of(q), part.keys.of(k), part.keys.of(v), part, scale)
+            here = torch.zeros_like(out), torch.full_like(lse, -np.inf)
+            part.queries.put(here[0], found)
+            part.queries.put(here[1], found_lse)
+            if part in packed.own:
+                is_here = here[1] > -np.inf
+                out, lse = torch.where(is_here[..., None], here[0], out), torch.where(is_here, here[1], lse)
+            else:
+                both = torch.logaddexp(lse, here[1])
+                out = out * (lse - both).exp()[..., None] + here[0] * (here[1] - both).exp()[..., None]
+                lse = both
+        return out.transpose(0, 1)
+
+    with mock.patch.object(attention, "_Attention", type("Merged", (), {"apply": staticmethod(merged)})):
+        yield
+
+
+@contextlib.contextmanager
+def told_by_the_group_alone():
+    from megatron_grpo.batching import collate
+
+    right = collate.common_prefix
+    longer = lambda *args: max(right(*args), min(4, min(context.num_computed for context in args[1])))  # noqa: E731
+    with mock.patch.object(collate, "common_prefix", longer):
+        yield
+
+
+@contextlib.contextmanager
+def z_loss_counts_once():
+    from megatron_grpo.policy.router import PolicyRouter
+
+    right = PolicyRouter.apply_z_loss
+
+    def wrong(self, logits, padding_mask=None):
+        self._multiplicity = self._multiplicity.clamp(max=1)
+        return right(self, logits, padding_mask)
+
+    with mock.patch.object(PolicyRouter, "apply_z_loss", wrong):
+        yield
+
+
+@contextlib.contextmanager
+def z_loss_over_computed_tokens():
+    from megatron_grpo.types import GlobalBatch
+
+    computed = property(lambda self: sum(micro.num_tokens - micro.num_padding_tokens for micro in self.micro_batches))
+    with mock.patch.object(GlobalBatch, "num_computed_tokens", computed), z_loss_counts_once():
+        yield
+
+
+MISTAKES = {
+    "nothing": contextlib.nullcontext,
+    "first token from its own hidden state": lambda: collated_otherwise(moved(0)),
+    "first token from the place before it, its sibling's end": lambda: collated_otherwise(moved(-1)),
+    "a place predicts one token": lambda: collated_otherwise(one_token_a_place),
+    "weights divided by copies": lambda: collated_otherwise(weights_divided_by_copies),
+    "completions at positions from 0": lambda: collated_otherwise(children_at(lambda batch, child: 0)),
+    "positions by place": lambda: collated_otherwise(children_at(lambda batch, child: child.start - batch.segments[child.parent].start)),
+    "siblings see each other": lambda: collated_otherwise(siblings_see_each_other),
+    "parents dropped": lambda: collated_otherwise(parents_dropped),
+    "parts averaged": parts_averaged,
+    "parts merged outside": merged_outside_of_the_function,
+    "prompt's keys without gradient": lambda: kernel(backward=without_gradient_of_inherited_keys),
+    "backward with a part's own log-sum-exp": own_log_sum_exp,
+}
+
+
+def distances(path, batches, settings, mistakes, layout="1") -> dict[str, cases.Distance]:
+    case = cases.LAYOUTS[layout]
+    cfg = cases.settings(**settings, **case.settings)
+    right = cases.reference(path, cfg, batches)
+
+    def body(rank, world):
+        parallel, found = cases.join(cfg, world), {}
+        for name, mistake in mistakes.items():
+            with mistake():
+                found[name] = cases.train(rank, world, path, cfg, batches, parallel=parallel)
+        return found
+
+    of_ranks = run_ranks(body, case.world_size, timeout=120)
+    return {name: cases.worst_of([cases.distance(found[name], right) for found in of_ranks]) for name in mistakes}
+
+
+def assert_seen(found: dict[str, cases.Distance]) -> None:
+    assert found.pop("nothing").within()
+    assert {name: distance for name, distance in found.items() if distance.gradient < 0.01} == {}
+
+
+SHARED = dict(beta=0.05, max_tokens_per_micro_batch=96, **cases.SHARED)
+
+
+def test_a_mistake_of_sharing_is_seen(made):
+    path, batches, _ = made("dense")
+    assert_seen(distances(path, batches[:1], SHARED, MISTAKES))
+
+
+def test_padding_that_children_see_is_seen(made):
+    path, batches, _ = made("dense")
+    mistakes = {"nothing": contextlib.nullcontext, "padding": lambda: collated_otherwise(padding_of_a_parent_seen)}
+    assert_seen(distances(path, batches[:1], SHARED, mistakes, "CP2"))
+
+
+def test_a_z_loss_that_counts_a_shared_token_once_is_seen(made):
+    path, batches, _ = made("MoE")
+    mistakes = {"nothing": contextlib.nullcontext, "once": z_loss_counts_once, "over computed tokens": z_loss_over_computed_tokens}
+    assert_seen(distances(path, batches[:1], SHARED | cases.MODEL_SETTINGS["MoE"], mistakes))
+
+
+def test_a_group_told_by_its_number_alone_is_seen(made):
+    """One row of each group has another second token: a date, or a picture."""
+    path, batches, _ = made("dense")
+    changed = []
+    for sample in batches[0]:
+        tokens = sample.token_ids.copy()
+        if sample.row % 2 and not sample.mask[:3].any() and len(tokens) > 3:
+            tokens[1] = (tokens[1] + 1) % 125
+        changed.append(dataclasses.replace(sample, token_ids=tokens, prefix=0))
+    assert_seen(distances(path, [changed], SHARED, {"nothing": contextlib.nullcontext, "number": told_by_the_group_alone}))

@@ -1,0 +1,216 @@
+"""What contexts of a group begin with alike stands in the stream once, and every trained token still sees what it sees alone."""
+
+from __future__ import annotations
+
+import dataclasses
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_grpo.batching.alignment import Alignment
+from megatron_grpo.batching.collate import collate
+from megatron_grpo.batching.families import Context, Family, common_prefix, prefix_of
+from megatron_grpo.batching.split import BatchCut, Portion, deal, deal_filled
+from megatron_grpo.types import Extent, MicroBatch, Segment, Sequence, answered
+
+ANY_SAVING = 0.0
+
+
+def sequence(*token_ids: int, prompt: int = 1) -> Sequence:
+    return Sequence(token_ids=np.array(token_ids), mask=np.arange(len(token_ids)) >= prompt)
+
+
+def shared(*sequences: Sequence, prefix: int = 0, least_saving: float = ANY_SAVING, **more) -> MicroBatch:
+    return collate(sequences, families=[Family(tuple(range(len(sequences))), prefix, least_saving)], **more)
+
+
+def test_a_prompt_stands_once_before_what_follows_it_and_its_last_token_predicts_every_first_token():
+    """Prompt (1 2 3); completions (4 5 6), (7 8) and (9)."""
+    batch = shared(sequence(1, 2, 3, 4, 5, 6, prompt=3), sequence(1, 2, 3, 7, 8, prompt=3), sequence(1, 2, 3, 9, prompt=3))
+    assert batch.token_ids.tolist() == [1, 2, 3, 7, 4, 5] and batch.positions.tolist() == [0, 1, 2, 3, 3, 4]
+    assert batch.multiplicity.tolist() == [3, 3, 3, 1, 1, 1]
+    trunk, short, long = batch.segments
+    assert trunk == Segment(start=0, end=3, length=3) and (short.parent, long.parent) == (0, 0)
+    assert batch.predict_at.tolist() == [2, 4, 5, 2, 3, 2] and batch.targets.tolist() == [4, 5, 6, 7, 8, 9]
+    assert batch.sequence.tolist() == [0, 0, 0, 1, 1, 2]
+
+
+def test_completions_that_begin_alike_share_that_too():
+    batch = shared(sequence(1, 2, 7, 7, 4), sequence(1, 2, 7, 7, 5))
+    assert batch.segments == (Segment(start=0, end=4, length=4),) and batch.predict_at.tolist() == [0, 1, 2, 3, 0, 1, 2, 3]
+
+
+def test_a_token_that_differs_ends_what_is_shared():
+    """A date, a picture, a turn that was cut: the number of the group says nothing of it."""
+    batch = shared(sequence(1, 2, 3, 4, 5, 6), sequence(1, 9, 3, 4, 5, 6))
+    assert [segment.length for segment in batch.segments] == [1, 4, 4]
+    assert shared(sequence(1, 2, 3), sequence(9, 2, 3)).segments == collate([sequence(1, 2, 3), sequence(9, 2, 3)]).segments
+
+
+def test_tokens_that_differ_where_they_were_said_to_be_equal_are_an_error():
+    with pytest.raises(ValueError, match=r"rows \(0, 1\) were said to begin with 3 equal tokens; 1 of them are equal"):
+        shared(sequence(1, 2, 3, 4, 5), sequence(1, 9, 3, 4, 5), prefix=3)
+
+
+def test_pictures_and_forced_experts_end_what_is_shared_too():
+    def with_picture(key):
+        return dataclasses.replace(sequence(1, 2, 3, 4, 5), shown=((2, SimpleNamespace(key=key)),))
+
+    def routed(*experts):
+        return dataclasses.replace(sequence(1, 2, 3, 4, 5), experts=np.array(experts, dtype=np.int16).reshape(5, 1, 1))
+
+    both = [Context(0, 0, 5), Context(1, 0, 5)]
+    assert common_prefix([with_picture("a"), with_picture("a")], both) == 4
+    assert (
+        common_prefix([with_picture("a"), with_picture("b")], both)
+        == common_prefix([with_picture("a"), sequence(1, 2, 3, 4, 5)], both)
+        == 2
+    )
+    assert common_prefix([routed(0, 1, 0, 1, 0), routed(0, 1, 0, 0, 0)], both) == 3
+
+
+def test_a_group_is_left_apart_where_sharing_saves_too_little():
+    rows = [sequence(1, *range(10, 30)), sequence(1, *range(40, 60))]
+    assert len(shared(*rows, least_saving=1 / 16).segments) == 2  # 39 tokens for 40
+    assert len(shared(*rows).segments) == 3
+    aligned = shared(sequence(1, 2, 3, 4), sequence(1, 2, 5, 6), alignment=Alignment(sequence=4))
+    assert [segment.parent for segment in aligned.segments] == [-1, -1]  # 4 + 4 + 4 for 4 + 4
+
+
+def test_the_prefix_of_a_group_is_what_all_its_contexts_begin_with():
+    def completion(*token_ids: int):
+        return answered((1, 2, 3), token_ids, [0.0] * len(token_ids), text="", ended="stop", version=0)
+
+    assert prefix_of([completion(4, 5), completion(6)]) == 3
+    assert prefix_of([completion(4, 5), completion(4, 6)]) == 4
+    assert prefix_of([completion(), completion(6, 7)]) == 2  # the last token of a context is not computed
+    assert prefix_of([answered((1,), (), [], text="", ended="stop", version=0)]) == 0
+
+
+# ---- properties --------------------------------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def batches(draw):
+    """Rows of up to three groups, each of one to three contexts that begin with the group's opening."""
+    words = st.integers(1, 3)
+    rows, extents = [], []
+    for group in range(draw(st.integers(1, 3))):
+        opening = draw(st.lists(words, min_size=1, max_size=9))
+        members = []
+        for _ in range(draw(st.integers(1, 5))):
+            tokens, mask, starts = [], [], []
+            for _ in range(draw(st.sampled_from([1, 1, 2, 3]))):
+                tail = draw(st.lists(words, min_size=0, max_size=7))
+                starts.append(len(tokens))
+                tokens += opening + tail
+                mask += [False] * len(opening) + [True] * len(tail)
+            members.append(Sequence(token_ids=np.array(tokens), mask=np.array(mask), starts=tuple(starts)))
+        prefix = common_prefix(members, [Context(i, *ends) for i, one in enumerate(members) for ends in one.contexts])
+        prefix *= draw(st.booleans())  # 0 where nobody knows it
+        rows += members
+        extents += [Extent(tuple(end - begin for begin, end in one.contexts), (0, group), prefix) for one in members]
+    return rows, extents
+
+
+def seen_from(batch: MicroBatch, place: int) -> list[tuple[int, int]]:
+    """(token, position) of all that the hidden state at this place depends on, in order."""
+    segment = next(one for one in batch.segments if one.start <= place < one.end)
+    places = list(range(segment.start, place + 1))
+    if segment.parent >= 0:
+        parent = batch.segments[segment.parent]
+        assert parent.parent == -1
+        places = [*range(parent.start, parent.start + parent.length), *places]
+    return [(int(batch.token_ids[at]), int(batch.positions[at])) for at in places]
+
+
+def cut_of(data, **more) -> BatchCut:
+    cp, tp = data.draw(st.sampled_from([(1, 1), (1, 2), (2, 1), (2, 2)]))
+    alignment = Alignment(sequence=2 * cp if cp > 1 else 1, stream=cp * tp)
+    least_saving = data.draw(st.sampled_from([ANY_SAVING, 1 / 16, 0.3]))
+    return BatchCut(alignment=alignment, least_saving=least_saving, **more)
+
+
+@given(data=st.data(), batch=batches(), is_packed=st.booleans(), dp_size=st.integers(1, 2))
+@settings(max_examples=200, deadline=None)
+def test_every_trained_token_sees_what_it_sees_alone_and_no_budget_breaks(data, batch, is_packed, dp_size):
+    rows, extents = batch
+    budget = data.draw(st.integers(4, 60)) if is_packed else None
+    cut = cut_of(data, dp_size=dp_size, micro_batch_size=data.draw(st.integers(1, 4)), max_tokens=budget)
+    dealt = deal_filled(extents, cut)
+    filled = [*rows, *[rows[0]] * (sum(len(portion.rows) for mine in dealt for portion in mine) - len(rows))]
+    assert sorted(i for mine in dealt for portion in mine for i in portion.rows) == list(range(len(filled)))
+    for portion in (portion for mine in dealt for portion in mine):
+        mine = [filled[i] for i in portion.rows]
+        found = collate(mine, alignment=cut.alignment, families=portion.families, at_least=portion.at_least)
+        alone = collate(mine, alignment=cut.alignment)
+        _assert_same_trained_tokens(found, alone)
+        assert found.num_tokens <= portion.num_tokens <= alone.num_tokens
+        if budget is not None:  # what the longest row takes by itself is needed anyhow
+            longest = max(collate([one], alignment=cut.alignment).num_tokens for one in rows)
+            assert found.num_tokens <= max(budget // cut.alignment.grain * cut.alignment.grain, longest)
+
+
+def _assert_same_trained_tokens(found: MicroBatch, alone: MicroBatch) -> None:
+    assert (found.targets == alone.targets).all() and (found.sequence == alone.sequence).all()
+    assert [seen_from(found, place) for place in found.predict_at] == [seen_from(alone, place) for place in alone.predict_at]
+    assert found.multiplicity.sum() == alone.multiplicity.sum() and found.num_contexts == alone.num_contexts
+    order = [segment.parent for segment in found.segments if segment.length]
+    children = [parent for parent in order if parent >= 0]
+    assert children == sorted(children) and all(parent < len(order) for parent in order)
+    assert [segment.start for segment in found.segments[1:]] == [segment.end for segment in found.segments[:-1]]
+
+
+# ---- groups in micro-batches -------------------------------------------------------------------------------------------------------------
+
+
+def extents_of(groups, prompt: int) -> list[Extent]:
+    return [Extent((prompt + tokens,), (0, number), prompt) for number, group in enumerate(groups) for tokens in group]
+
+
+def pieces(dealt: list[list[Portion]], extents: list[Extent]) -> dict[object, int]:
+    """group -> in how many micro-batches it is."""
+    counts: dict[object, int] = {}
+    for portion in (portion for mine in dealt for portion in mine):
+        for group in {extents[i].group for i in portion.rows}:
+            counts[group] = counts.get(group, 0) + 1
+    return counts
+
+
+def test_a_group_stays_together_where_the_budget_allows_it():
+    extents = extents_of([[20, 30, 10, 40]] * 6, prompt=100)  # 200 - 4 tokens and alignment each; 500 unshared
+    dealt = deal(extents, BatchCut(dp_size=1, micro_batch_size=1, max_tokens=420, least_saving=1 / 16))
+    assert set(pieces(dealt, extents).values()) == {1} and [portion.num_tokens for portion in dealt[0]] == [392] * 3
+
+
+def test_a_group_beyond_the_budget_is_in_as_few_pieces_as_fit_and_a_long_prompt_takes_no_more_than_alone():
+    extents = extents_of([[50] * 8], prompt=100)
+    dealt = deal(extents, BatchCut(dp_size=1, micro_batch_size=1, max_tokens=300, least_saving=1 / 16))
+    assert sorted(len(portion.rows) for portion in dealt[0]) == [4, 4] and max(portion.num_tokens for portion in dealt[0]) == 296
+    long = extents_of([[5, 40, 5, 5]], prompt=100)
+    dealt = deal(long, BatchCut(dp_size=1, micro_batch_size=1, max_tokens=30, least_saving=1 / 16))
+    assert max(portion.num_tokens for portion in dealt[0]) == 139  # 100 + 40 - 1, what the longest takes by itself
+
+
+def test_groups_are_cut_where_ranks_would_wait_or_have_nothing():
+    extents = extents_of([[400] * 8, [100] * 8], prompt=100)
+    cut = BatchCut(dp_size=4, micro_batch_size=1, max_tokens=8192, least_saving=1 / 16)
+    loads = [sum(portion.num_tokens for portion in mine) for mine in deal(extents, cut)]
+    assert min(loads) > 0.8 * max(loads)
+    few = extents_of([[5, 5]], prompt=100)
+    dealt = deal(few, BatchCut(dp_size=2, micro_batch_size=1, max_tokens=8192, least_saving=1 / 16))
+    assert [[portion.rows for portion in mine] for mine in dealt] in ([[(0,)], [(1,)]], [[(1,)], [(0,)]])
+
+
+def test_without_sharing_groups_are_dealt_as_rows():
+    extents = extents_of([[20, 30, 10, 40], [7, 8, 9, 50]], prompt=100)
+    cut = BatchCut(dp_size=2, micro_batch_size=1, max_tokens=300)
+    alone = [extent._replace(group=None, prefix=0) for extent in extents]
+    sharing = dataclasses.replace(cut, least_saving=1 / 16)
+    rows = [
+        [[portion.rows for portion in mine] for mine in dealt] for dealt in (deal(extents, cut), deal(alone, cut), deal(alone, sharing))
+    ]
+    assert rows[0] == rows[1] == rows[2]
