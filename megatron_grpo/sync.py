@@ -33,8 +33,8 @@ FLOAT32_MAX = 1e-3
 # it may be twice as large.
 BFLOAT16_MEAN = 0.2
 BFLOAT16_MEAN_CACHED = 0.4
-# The share of a trial's movement that an engine makes too is 1 if it takes the adapter, and 0 if it ignores it. A share is measured over
-# all tokens of the probes, so it tells adapters apart that move less than the bounds above. Its standard error is to be a fifth of the bound.
+# The share of a trial's movement that an engine makes too is 1 if it takes the adapter, and 0 if it ignores it. It is measured over all
+# tokens of the probes, so it also tells of adapters that move less than the bounds above. Its standard error is to be a fifth of its bound.
 FOLLOWED = 0.5
 FOLLOWED_ERROR = 0.1
 
