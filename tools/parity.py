@@ -174,8 +174,8 @@ def shared_section(shared) -> list[str]:
         "## Each prompt once", "",
         "[Shared prompts](shared_prompts.md): sixteen completions in five groups of 8 and 2, of 1 to 20 tokens, behind prompts of 1 to 40; one "
         "begins like another, two are equal, two groups have one prompt. Worst relative error over four losses (dapo, dr_grpo, GSPO, "
-        f"cispo) and {len(cases.SHARED_CUTS)} cuts, with each prompt computed once in each micro-batch, and beside it the gradient of the same with "
-        "a prompt for every completion.", "",
+        f"cispo) and {len(cases.SHARED_CUTS)} cuts, with each prompt computed once in each micro-batch, and beside it the gradient of the "
+        "same with a prompt for every completion.", "",
         "| model | layout | gradient | unshared | loss | gradient norm | weights after 3 steps |", "|---" * 7 + "|",
     ]  # fmt: skip
     for model, cells in shared.items():

@@ -9,6 +9,7 @@ from unittest import mock
 import numpy as np
 import pytest
 
+from tests import lora_cases
 from tests import parity_cases as cases
 from tests.ranks import run_ranks
 from tests.tiny_models import write_tiny
@@ -82,6 +83,17 @@ def test_old_and_reference_log_probs_and_the_loss_are_those_of_the_unshared_run(
         # A clip ratio's extremes are those of a micro-batch, and these are other ones.
         same = {name: value for name, value in others.items() if np.isfinite(value) and not name.endswith(("_min", "_max"))}
         assert {name: metrics[name] for name in same} == pytest.approx(same, rel=1e-5, abs=1e-6)
+
+
+def test_adapters_train_alike_where_prompts_are_computed_once(made, tmp_path):
+    """Against PEFT in float64; the reference of the KL is the policy with the adapter that the run began with."""
+    path, batches, _ = made("dense")
+    adapter = lora_cases.random_adapter(path, tmp_path / "adapter")
+    settings = dict(tuner_type="lora", adapters=str(adapter), **LOSSES["grpo"])
+    right = cases.reference(path, cases.settings(**settings), batches)
+    runs = {cut: settings | cases.SHARED_CUTS[cut] | cases.SHARED for cut in ("packed, 32", "packed, 96")}
+    found = cases.compare("dense", path, cases.LAYOUTS["TP2 SP"], runs, batches, dict.fromkeys(runs, right))
+    assert [(key, distance) for key, distance in found.items() if not distance.within()] == []
 
 
 # ---- each of these mistakes must be seen -----------------------------------------------------------------------------------------------
