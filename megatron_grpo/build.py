@@ -31,15 +31,16 @@ from megatron_grpo.planning.command import Plan
 from megatron_grpo.planning.sharing import Sharing, decide
 from megatron_grpo.policy.exchange import WeightExchange
 from megatron_grpo.policy.guard import FiniteGuard, Guard
-from megatron_grpo.policy.lora import Adapters
-from megatron_grpo.policy.model import build_chunks
+from megatron_grpo.policy.lora import AdapterPush, Adapters
+from megatron_grpo.policy.model import PolicyModel, build_chunks
 from megatron_grpo.policy.optimizer import Trainable
 from megatron_grpo.policy.policy import Policy, cut_for
 from megatron_grpo.policy.reference import FollowingReference, FrozenReference, Reference
 from megatron_grpo.policy.refused import machine_problems, sharing_problems
 from megatron_grpo.policy.scorer import ModelScorer
 from megatron_grpo.policy.trains import choose_what_trains
-from megatron_grpo.rollout.engine import Engine, SamplingSettings
+from megatron_grpo.rollout.adapters import LoraPush, lora_push
+from megatron_grpo.rollout.engine import Engine, SamplingSettings, WeightHolder
 from megatron_grpo.rollouts import Asker, KlPenalty, Rollouts
 from megatron_grpo.settings.config import Config, GrpoConfig
 from megatron_grpo.settings.write import write_config
@@ -73,11 +74,13 @@ def build_run(
     checkpoints = open_output(made, inputs, parallel)
     clock, judge = Clock(), Judge(inputs.rewards, cfg.rewards.reward_weights)
     journal = build_journal(made, judge, parallel, clock)  # before any model loads: a service that is not installed is an error
+    lora = how_adapters_travel(cfg, inputs, parallel, journal, sampler_is_known=engine is None)
     policy = build_policy(
         cfg, inputs.shape, parallel,
         model_path=inputs.model_path, num_steps=timetable.num_steps, clock=clock, reference=reference, guard=guard,
+        push=lora.kind if lora else None,
     )  # fmt: skip
-    sampler = (engine or ENGINES[cfg.rollout.vllm_mode])(cfg, inputs, parallel)
+    sampler = (engine or partial(ENGINES[cfg.rollout.vllm_mode], lora=lora))(cfg, inputs, parallel)
     sampling = SamplingSettings.of(cfg.rollout, num_generations=cfg.batch.num_generations)
     penalty = None
     if cfg.grpo.kl_in_reward and policy.reference is not None:
@@ -87,7 +90,7 @@ def build_run(
         parallel=parallel,
         policy=policy,
         engine=sampler,
-        publisher=Publisher(policy, sampler, verify=cfg.rollout.verify_weight_push),
+        publisher=build_publisher(cfg, policy, sampler),
         rollouts=Rollouts(
             Asker(sampler, judge, sampling=sampling, seed=cfg.run.seed, clock=clock),
             inputs.prompts,
@@ -112,6 +115,16 @@ def build_run(
         ),
         journal=journal,
         stop=stop,
+    )
+
+
+def build_publisher(cfg: Config, policy: Policy, holder: WeightHolder) -> Publisher:
+    return Publisher(
+        policy,
+        holder,
+        verify=cfg.rollout.verify_weight_push,
+        is_coarse=cfg.model.torch_dtype != "float32",
+        starts_as_checkpoint=not cfg.tuner.adapters,
     )
 
 
@@ -170,7 +183,29 @@ def build_journal(made: Plan, judge: Judge, parallel: ParallelState, clock: Cloc
 MakeEngine = Callable[[Config, Inputs, ParallelState], Engine]
 
 
-def build_colocated(cfg: Config, inputs: Inputs, parallel: ParallelState) -> Engine:
+def how_adapters_travel(
+    cfg: Config, inputs: Inputs, parallel: ParallelState, journal: Journal, *, sampler_is_known: bool
+) -> LoraPush | None:
+    """Whether adapters are pushed alone or merged; None where weights train. Raises ConfigError where what was asked for cannot be.
+
+    sampler_is_known: a sampler written elsewhere is given merged weights, unless the settings say that it takes adapters.
+    """
+    if cfg.tuner.tuner_type == "full":
+        return None
+    on_gpu = parallel.device.type == "cuda"
+    if not sampler_is_known:
+        obstacle = None if cfg.tuner.vllm_enable_lora else "this sampler was written elsewhere, and vllm_enable_lora true is not set"
+    else:
+        from megatron_grpo.rollout.vllm_adapters import sampler_obstacle
+
+        obstacle = sampler_obstacle(inputs.shape.architecture, on_gpu=on_gpu)
+    found = lora_push(cfg, inputs.shape, on_gpu=on_gpu, sampler_obstacle=obstacle)
+    for note in found.notes if found else ():
+        journal.metrics.say(note)
+    return found
+
+
+def build_colocated(cfg: Config, inputs: Inputs, parallel: ParallelState, *, lora: LoraPush | None = None) -> Engine:
     """vLLM inside the trainer's own ranks. Collective."""
     from megatron_grpo.rollout.colocated import ColocatedEngine
 
@@ -182,10 +217,11 @@ def build_colocated(cfg: Config, inputs: Inputs, parallel: ParallelState) -> Eng
         seed=cfg.run.seed,
         rank=parallel.rank,
         world_size=parallel.world_size,
+        lora=lora,
     )
 
 
-ENGINES: dict[str, MakeEngine] = {"colocate": build_colocated}  # by vllm_mode
+ENGINES: dict[str, Callable[..., Engine]] = {"colocate": build_colocated}  # by vllm_mode
 
 # ---- which reference -------------------------------------------------------------------------------------------------------------------
 
@@ -233,23 +269,50 @@ def padded_vocab_size(shape: ModelShape, cfg: Config) -> int:
     return -(-shape.vocab_size // multiple) * multiple
 
 
-def build_adapters(cfg: Config, chunks: Sequence[Any], exchange: WeightExchange) -> Adapters | None:
-    """The adapters that train, beside the weights of `chunks`, which then do not; None with tuner_type full."""
+def choose_tuner(cfg: Config, chunks: Sequence[Any], exchange: WeightExchange, push: AdapterPush | None = None) -> Adapters | None:
+    """Sets what trains: weights of `chunks`, or adapters that are put beside them, which are returned."""
     tuner, shape = cfg.tuner, exchange.map.shape
     settings = lora_of(tuner, shape)
     if settings is None:
+        choose_what_trains(chunks, exchange, tuner)
         return None
     sizes = own_sizes(settings, shape)
     read = from_file(tuner.adapters, sizes) if tuner.adapters else drawn(sizes, cfg.run.seed)
-    found = Adapters(
-        chunks, exchange, settings, read, base_model=cfg.model.model, push="merged" if tuner.vllm_enable_lora is False else "adapter"
-    )
+    found = Adapters(chunks, exchange, settings, read, base_model=cfg.model.model, push=push or "adapter")
     start = tuner.ref_adapters or tuner.adapters
     if cfg.grpo.beta and start:
         flag = "ref_adapters" if tuner.ref_adapters else "adapters"
         theirs = LoraSettings.from_peft(start, flag=flag)
         found.keep_reference(theirs, from_file(start, own_sizes(theirs, shape), flag=flag))
     return found
+
+
+def model_of(
+    cfg: Config, shape: ModelShape, parallel: ParallelState, *, model_path: str | Path
+) -> tuple[WeightExchange, Callable[[], list[PolicyModel]]]:
+    """Who exchanges the weights of this model in this layout; and a function that makes its chunks, with the checkpoint's weights.
+
+    Raises ConfigError where the checkpoint is not this model. What is asked of the machine has been looked at (`sharing_here`).
+    """
+    use_te = uses_transformer_engine(cfg.model.transformer_impl) and shape.mla is None  # policy.latent is for the local layers
+    rows = padded_vocab_size(shape, cfg)
+    plain_linears = cfg.tuner.tuner_type == "lora"  # an adapter needs the input of the layer that it stands beside
+    naming = "transformer_engine" if use_te and not plain_linears else "local"
+    weight_map = WeightMap.for_shape(shape, padded_vocab_size=rows, naming=naming)
+    exchange = WeightExchange(weight_map, parallel)
+    reader = HfReader(model_path)
+    weight_map.check_complete(reader.names)
+    check_tied_head(reader)
+
+    def loaded_chunks() -> list[PolicyModel]:
+        chunks = build_chunks(
+            shape, cfg.model, cfg.parallel, parallel,
+            use_te=use_te, plain_linears=plain_linears, padded_vocab_size=rows, temperature=cfg.rollout.temperature,
+        )  # fmt: skip
+        exchange.load(chunks, reader)
+        return chunks
+
+    return exchange, loaded_chunks
 
 
 def build_policy(
@@ -262,27 +325,17 @@ def build_policy(
     clock: Clock | None = None,
     reference: MakeReference | None = None,
     guard: Guard | None = None,
+    push: AdapterPush | None = None,
 ) -> Policy:
-    """The policy with the checkpoint's weights, ready to train; and its reference where one is asked for. Collective."""
+    """The policy with the checkpoint's weights, ready to train; and its reference where one is asked for. Collective.
+
+    push: how adapters reach the sampler; None where weights train, and for a policy that is not to be sampled from.
+    """
     sharing = sharing_here(cfg, shape, parallel)
-    use_te = uses_transformer_engine(cfg.model.transformer_impl) and shape.mla is None  # policy.latent is for the local layers
-    rows = padded_vocab_size(shape, cfg)
-    weight_map = WeightMap.for_shape(shape, padded_vocab_size=rows, naming="transformer_engine" if use_te else "local")
-    exchange = WeightExchange(weight_map, parallel)
-    reader = HfReader(model_path)
-    weight_map.check_complete(reader.names)
-    check_tied_head(reader)
     loss = GrpoLoss.from_config(cfg.grpo, max_completion_length=cfg.rollout.max_completion_length, temperature=cfg.rollout.temperature)
-
-    def loaded_chunks():
-        chunks = build_chunks(shape, cfg.model, cfg.parallel, parallel, use_te=use_te, padded_vocab_size=rows, temperature=loss.temperature)
-        exchange.load(chunks, reader)
-        return chunks
-
+    exchange, loaded_chunks = model_of(cfg, shape, parallel, model_path=model_path)
     chunks = loaded_chunks()
-    adapters = build_adapters(cfg, chunks, exchange)
-    if adapters is None:
-        choose_what_trains(chunks, exchange, cfg.tuner)
+    adapters = choose_tuner(cfg, chunks, exchange, push)
     model = Trainable.of(chunks, cfg.optimizer, num_steps=num_steps, adapters=adapters)
     cut = cut_for(
         parallel,
@@ -293,12 +346,11 @@ def build_policy(
     )
     held_to = None
     if cfg.grpo.beta:
-        make = reference or REFERENCES[cfg.grpo.sync_ref_model]
         if adapters is not None:  # the same model without them, or with those it began with
-            held_to = make(cfg.grpo, ModelScorer(model.wrapped, parallel, cut, around=adapters.reference), adapters.tensors)
+            initial = ModelScorer(model.wrapped, parallel, cut, around=adapters.reference)
         else:
-            initial = [chunk.eval().requires_grad_(False) for chunk in loaded_chunks()]
-            held_to = make(cfg.grpo, ModelScorer(initial, parallel, cut), partial(exchange.tensors, initial))
+            initial = ModelScorer([chunk.eval().requires_grad_(False) for chunk in loaded_chunks()], parallel, cut)
+        held_to = (reference or REFERENCES[cfg.grpo.sync_ref_model])(cfg.grpo, initial, partial(exchange.tensors, initial.model))
     return Policy(
         model,
         loss=loss,

@@ -76,7 +76,24 @@ def plan(argv: list[str]) -> int:
     return run_plan(argv, look_at_everything, launcher_world_size=launched.world_size if launched.is_launched else None)
 
 
-COMMANDS: dict[str, Command] = {"train": train, "plan": plan}
+def export(argv: list[str]) -> int:
+    """Writes a checkpoint of any layout as a Hugging Face model or PEFT adapter; or adds an adapter to its base (--merge_lora true)."""
+    from megatron_grpo.settings import parse
+    from megatron_grpo.sizing.dialects import DIALECTS
+
+    launched = launcher.read()
+    parsed = parse(argv, launcher_world_size=launched.world_size if launched.is_launched else None, dialects=DIALECTS)
+    if parsed.print_config:
+        return _print_config(parsed.config)
+    from megatron_grpo.run.quiet import quiet_libraries
+
+    quiet_libraries()
+    from megatron_grpo.run.exporting import run_export
+
+    return run_export(parsed)
+
+
+COMMANDS: dict[str, Command] = {"train": train, "plan": plan, "export": export}
 
 
 def _print_config(config: Config) -> int:

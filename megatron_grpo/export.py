@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +11,9 @@ import torch
 from megatron_grpo.checkpoint.content import base_problems, model_fingerprint
 from megatron_grpo.errors import ConfigError
 from megatron_grpo.parallel import collectives
-from megatron_grpo.parallel.state import ParallelState
-from megatron_grpo.policy.policy import Policy
+from megatron_grpo.policy.exchange import WeightExchange
+from megatron_grpo.policy.lora import Adapters
+from megatron_grpo.settings.config import Config
 from megatron_grpo.weights.adapters import from_file, merged, own_sizes, write_adapter
 from megatron_grpo.weights.lora import LoraSettings
 from megatron_grpo.weights.mapping import WeightMap
@@ -20,32 +21,50 @@ from megatron_grpo.weights.reader import HfReader
 from megatron_grpo.weights.shape import ModelShape
 from megatron_grpo.weights.writer import HfWriter
 
+Stream = Iterable[tuple[str, torch.Tensor]]  # full tensors under their names; collective
 
-def export_hf(policy: Policy, out: str | Path, *, source: str | Path, dtype: torch.dtype, parallel: ParallelState) -> None:
-    """Writes safetensors, config and tokenizer to `out`, whole or not at all; adapters are added in. Collective; the main rank writes.
 
-    source: the checkpoint that config.json and the tokenizer are taken from.
+def export_hf(named: Stream, out: str | Path, *, source: str | Path, dtype: torch.dtype, expected: frozenset[str]) -> None:
+    """Writes safetensors, config and tokenizer to `out`, whole or not at all. Collective; the main rank writes.
+
+    named: of a whole model. source: the checkpoint that config.json and the tokenizer are taken from. expected: every name there must be.
     """
-    if parallel.is_main:
-        with HfWriter(out, source, dtype=dtype, expected=policy.exchange.map.expected_hf_names()) as write:
-            for name, tensor in policy.named_weights():
+    if collectives.rank() == 0:
+        with HfWriter(out, source, dtype=dtype, expected=expected) as write:
+            for name, tensor in named:
                 write(name, tensor)
     else:
-        _pass(policy.named_weights())
+        _pass(named)
     collectives.wait_for_all()
 
 
-def export_adapter(policy: Policy, out: str | Path, *, source: str | Path, parallel: ParallelState) -> None:
-    """Writes the adapter to `out`, whole or not at all, as PEFT, transformers and vLLM read it. Collective; the main rank writes.
+def export_adapter(named: Stream, out: str | Path, *, source: str | Path, config: Mapping[str, Any]) -> None:
+    """Writes an adapter to `out`, whole or not at all, as PEFT, transformers and vLLM read it. Collective; the main rank writes.
 
-    source: the base, whose fingerprint goes beside it.
+    source: the base, whose fingerprint goes beside it. config: adapter_config.json.
     """
-    assert policy.adapters is not None, "asked for where all weights train"
-    if parallel.is_main:
-        write_adapter(out, policy.named_adapters(), policy.adapters.config, {"fingerprint": model_fingerprint(Path(source))})
+    if collectives.rank() == 0:
+        write_adapter(out, named, config, {"fingerprint": model_fingerprint(Path(source))})
     else:
-        _pass(policy.named_adapters())
+        _pass(named)
     collectives.wait_for_all()
+
+
+def export_model(
+    exchange: WeightExchange, tensors: dict[str, torch.Tensor], adapters: Adapters | None, out: Path, *, cfg: Config, source: str | Path
+) -> None:
+    """Writes what was trained to `out`: a model, or an adapter; with merge_lora the model that both make goes to `out`_merged. Collective.
+
+    tensors: this rank's weights, complete.
+    """
+    dtype, expected = getattr(torch, cfg.model.torch_dtype), exchange.map.expected_hf_names()
+    if adapters is None:
+        export_hf(exchange.stream(tensors), out, source=source, dtype=dtype, expected=expected)
+        return
+    export_adapter(adapters.named(), out, source=source, config=adapters.config)
+    if cfg.tuner.merge_lora:
+        merged = exchange.stream(tensors, prepare=adapters.merged)
+        export_hf(merged, out.with_name(f"{out.name}_merged"), source=source, dtype=dtype, expected=expected)
 
 
 def merge_adapter(model: str | Path, adapter: str | Path, out: str | Path) -> None:
@@ -64,6 +83,6 @@ def merge_adapter(model: str | Path, adapter: str | Path, out: str | Path) -> No
             write(name, read(name))
 
 
-def _pass(stream: Iterator[Any]) -> None:
-    for _ in stream:
+def _pass(named: Stream) -> None:
+    for _ in named:
         pass

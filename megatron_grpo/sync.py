@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
@@ -17,7 +18,7 @@ import numpy as np
 from megatron_grpo.parallel import collectives
 from megatron_grpo.rollout.engine import WeightHolder, WeightSyncError
 from megatron_grpo.types import Sequence, whole
-from megatron_grpo.weights.update import WeightUpdate
+from megatron_grpo.weights.update import NO_VERSION, WeightUpdate
 
 if TYPE_CHECKING:
     import torch
@@ -32,16 +33,28 @@ FLOAT32_MAX = 1e-3
 # it may be twice as large.
 BFLOAT16_MEAN = 0.2
 BFLOAT16_MEAN_CACHED = 0.4
+# A trial proves something if an engine that ignores the adapter is as far off as this: clearly beyond the bounds above.
+TRIAL_MAX = 10 * FLOAT32_MAX
+TRIAL_BFLOAT16_MEAN = 2 * BFLOAT16_MEAN
 
 
 class PushedPolicy(Protocol):
-    """What the policy offers to be pushed and checked. Both are collective over all ranks."""
+    """What the policy offers to be pushed and checked. All of it is collective over all ranks."""
 
     def updates(self, version: int, *, has_base: bool) -> Iterator[WeightUpdate]:
-        """What a holder needs to hold the policy's weights, which are those of `version`."""
+        """What a holder must take, one after the other, to hold the policy's weights, which are those of `version`.
+
+        has_base: of the holder, see `WeightHolder`. The last one has that version; one that needs another after it has NO_VERSION.
+        """
 
     def score(self, sequences: SequenceOf[Sequence], *, temperature: float | None = None) -> list[np.ndarray]:
         """Log-probs of the masked tokens, float32 [T]; the same on every rank."""
+
+    def trial(self) -> AbstractContextManager[WeightUpdate | None]:
+        """Inside, the policy's adapters are far from zero, and `score` uses them; what a holder of the base must take to agree.
+
+        None where there is nothing to try: no adapters.
+        """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,48 +71,74 @@ class Publisher:
     """Sees to it that the holder has the policy's weights, and has shown that it does.
 
     verify: compare log-probs after every push, and once before the first: the engine read the checkpoint by itself, and the two readings of
-    it must agree.
+    it must agree. Where adapters train, the first look is a trial of one that is far from zero: a new adapter changes nothing, so an engine
+    that ignores it would agree. is_coarse: the trainer is not float32. starts_as_checkpoint: the policy of version 0 is the checkpoint.
     """
 
-    def __init__(self, policy: PushedPolicy, holder: WeightHolder, *, verify: bool):
-        self.policy, self.holder, self.verify = policy, holder, verify
-        self._is_proven = not verify
+    def __init__(
+        self, policy: PushedPolicy, holder: WeightHolder, *, verify: bool, is_coarse: bool = False, starts_as_checkpoint: bool = True
+    ):
+        self.policy, self.holder, self.verify, self.is_coarse = policy, holder, verify, is_coarse
+        self._is_proven, self._has_policy = not verify, starts_as_checkpoint
 
     def publish(self, version: int) -> SyncStats | None:
         """Pushes, unless the holder has this version; None where nothing was to be done. Collective over all ranks.
 
         Raises WeightSyncError, on every rank, where some engine does not hold what the trainer holds.
         """
-        if self.holder.version == version and self._is_proven:
+        if not self._is_proven:
+            self._try_adapter()
+        is_there = self._has_policy and self.holder.version == version
+        if is_there and self._is_proven:
             return None
         stats = SyncStats()
-        if self.holder.version != version:
-            stats = push(self.policy, self.holder, version=version, verify=self.verify)
+        if not is_there:
+            stats = push(self.policy, self.holder, version=version, verify=self.verify, is_coarse=self.is_coarse)
         else:
-            check_weights(self.policy, self.holder, version=version)
-        self._is_proven = True
+            check_weights(self.policy, self.holder, version=version, is_coarse=self.is_coarse)
+        self._is_proven = self._has_policy = True
         return stats
 
+    def _try_adapter(self) -> None:
+        """Afterwards the holder has no version, so the policy itself is pushed; unless there was nothing to try."""
+        with self.policy.trial() as update:
+            if update is None:
+                return
+            tried = _logprobs(self.policy, self.holder.probes())
+            self.holder.take(replace(update, version=NO_VERSION))
+            check_weights(self.policy, self.holder, version=NO_VERSION, is_coarse=self.is_coarse)
+        moved = np.abs(np.concatenate(tried) - np.concatenate(_logprobs(self.policy, self.holder.probes())))
+        found, wanted, what = moved.max(), TRIAL_MAX, "some token"
+        if self.is_coarse or self.holder.dtype != "float32":
+            found, wanted, what = moved.mean(), TRIAL_BFLOAT16_MEAN, "the mean token"
+        if not found >= wanted:
+            raise WeightSyncError(
+                f"the trial of the adapter proves nothing: it moves the trainer's own log-prob of {what} by {found:.3g} nats, and "
+                f"an engine that ignores it is told from one that takes it from {wanted:g} on."
+            )
 
-def push(policy: PushedPolicy, holder: WeightHolder, *, version: int, verify: bool) -> SyncStats:
+
+def push(policy: PushedPolicy, holder: WeightHolder, *, version: int, verify: bool, is_coarse: bool = False) -> SyncStats:
     """Gives the holder the policy's weights. Collective over all ranks. verify: compare log-probs afterwards."""
-    (update,) = policy.updates(version, has_base=True)
-    counted = _Counted(update.tensors)
-    holder.take(replace(update, tensors=counted))
+    num_tensors = num_bytes = 0
+    for update in policy.updates(version, has_base=holder.has_base):
+        counted = _Counted(update.tensors)
+        holder.take(replace(update, tensors=counted))
+        num_tensors, num_bytes = num_tensors + counted.num_tensors, num_bytes + counted.num_bytes
     largest = mean = float("nan")
     if verify:
-        largest, mean = check_weights(policy, holder, version=version, is_coarse=counted.has_half_precision)
-    return SyncStats(num_tensors=counted.num_tensors, num_bytes=counted.num_bytes, logp_difference_max=largest, logp_difference_mean=mean)
+        largest, mean = check_weights(policy, holder, version=version, is_coarse=is_coarse)
+    return SyncStats(num_tensors=num_tensors, num_bytes=num_bytes, logp_difference_max=largest, logp_difference_mean=mean)
 
 
 def check_weights(policy: PushedPolicy, holder: WeightHolder, *, version: int, is_coarse: bool = False) -> tuple[float, float]:
     """Compares what trainer and engines make of the probes; (max, mean) difference over all engines, in nats. Collective over all ranks.
 
-    Once before the first rollout it proves that the checkpoint means the same to both. is_coarse: the trainer is not float32.
-    Raises WeightSyncError on every rank, with the numbers.
+    Once before the first rollout it proves that the checkpoint means the same to both. version: NO_VERSION is a trial. is_coarse: the
+    trainer is not float32. Raises WeightSyncError on every rank, with the numbers.
     """
     probes = holder.probes()
-    expected = [scored[1:] for scored in policy.score([whole(probe) for probe in probes], temperature=1.0)]
+    expected = _logprobs(policy, probes)
     differences = [np.abs(np.asarray(theirs) - ours) for theirs, ours in zip(holder.score(probes), expected, strict=True)]
     fresh, cached = np.concatenate([d[:-1] for d in differences]), np.array([d[-1] for d in differences])
     reports = collectives.from_all(_Report(version=holder.version, fresh=fresh, cached=cached))
@@ -108,6 +147,11 @@ def check_weights(policy: PushedPolicy, holder: WeightHolder, *, version: int, i
         raise WeightSyncError(problem)
     every = np.concatenate([np.concatenate([report.fresh, report.cached]) for report in reports])
     return float(every.max()), float(every.mean())
+
+
+def _logprobs(policy: PushedPolicy, probes: SequenceOf[tuple[int, ...]]) -> list[np.ndarray]:
+    """float32 [T - 1] of each probe, by the trainer."""
+    return [scored[1:] for scored in policy.score([whole(probe) for probe in probes], temperature=1.0)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -122,7 +166,7 @@ class _Report:
 def _problem(reports: SequenceOf[_Report], version: int, is_coarse: bool) -> str | None:
     others = {rank: report.version for rank, report in enumerate(reports) if report.version != version}
     if others:
-        return f"after the push of version {version} the engines of these ranks hold another: {others} (rank: version)"
+        return f"after the push of {_name(version)} the engines of these ranks hold another: {others} (rank: version)"
 
     def is_good(differences: np.ndarray, mean_bound: float) -> bool:
         # Written so that NaN is not good.
@@ -135,7 +179,7 @@ def _problem(reports: SequenceOf[_Report], version: int, is_coarse: bool) -> str
     bound = f"a mean of {BFLOAT16_MEAN} ({BFLOAT16_MEAN_CACHED} through the prefix cache)" if is_coarse else f"{FLOAT32_MAX} at some token"
     bad = sorted({*bad_fresh, *bad_cached})
     lines = [
-        f"the rollout engine does not sample from the weights of version {version}.",
+        f"the rollout engine does not sample from {_name(version)}.",
         f"Its log-probs of the probe sequences differ from the trainer's by more than {bound}:",
     ]
     lines += [
@@ -149,7 +193,12 @@ def _problem(reports: SequenceOf[_Report], version: int, is_coarse: bool) -> str
         hint = "only some ranks are wrong: their engines missed the push, or the ranks of one engine received different tensors"
     else:
         hint = "every engine is wrong: some weight kept its old value (tied head, packed experts), or arrived under a wrong name or in part"
+        hint += "; or the adapter is ignored" * (version == NO_VERSION)
     return "\n".join([*lines, f"  {hint}."])
+
+
+def _name(version: int) -> str:
+    return "the trial adapter" if version == NO_VERSION else f"the weights of version {version}"
 
 
 class _Counted:
@@ -158,11 +207,9 @@ class _Counted:
     def __init__(self, named: Iterable[tuple[str, torch.Tensor]]):
         self._named = named
         self.num_tensors = self.num_bytes = 0
-        self.has_half_precision = False
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in self._named:
             self.num_tensors += 1
             self.num_bytes += tensor.numel() * tensor.element_size()
-            self.has_half_precision |= tensor.element_size() < 4
             yield name, tensor

@@ -152,16 +152,18 @@ _FREE_TEXT = ("report_to", "recompute_modules")  # lists of words that are check
 
 def of_settings() -> Iterator[Case]:
     for setting in table().values():
+        is_of_lora = setting.group == "tuner" and setting.name != "tuner_type" and not setting.name.startswith(("freeze_", "trainable_"))
+        flags = {setting.name: None, **({"tuner_type": "lora"} if is_of_lora else {})}
         for value, what in _bad_values(setting):
             typed = () if not value or value.isspace() else (value,)
-            yield Case(name=f"{setting.name} {what}", flags={setting.name: None}, extra=[f"--{setting.name}", value],
+            yield Case(name=f"{setting.name} {what}", flags=flags, extra=[f"--{setting.name}", value],
                        says=[setting.name, *typed])  # fmt: skip
-        if setting.kind != "bool" and not setting.is_list:
-            yield Case(name=f"{setting.name} without a value", flags={setting.name: None}, extra=[f"--{setting.name}"], says=[setting.name])
+        if setting.kind != "bool" and not setting.is_list and not setting.is_map:
+            yield Case(name=f"{setting.name} without a value", flags=flags, extra=[f"--{setting.name}"], says=[setting.name])
         if not setting.is_list:
             pair = {"int": "3 4", "float": "0.3 0.4", "bool": "true false", "str": "one two"}[setting.kind].split()
-            yield Case(name=f"{setting.name} with two values", flags={setting.name: None}, extra=[f"--{setting.name}", *pair],
-                       says=[setting.name, " ".join(pair)])  # fmt: skip
+            yield Case(name=f"{setting.name} with two values", flags=flags, extra=[f"--{setting.name}", *pair],
+                       says=[setting.name, pair[0] if setting.is_map else " ".join(pair)])  # fmt: skip
 
 
 def _bad_values(setting: Setting) -> Iterator[tuple[str, str]]:
@@ -175,7 +177,7 @@ def _bad_values(setting: Setting) -> Iterator[tuple[str, str]]:
         yield from (("maybe", "a word"), ("2", "a number"), ("", "empty"))
     if setting.choices:
         yield from (("nonsense", "unknown"), (setting.choices[0] + "x", "misspelt"), ("", "empty"))
-    if kind in ("int", "float") and not setting.optional and not setting.is_list:
+    if kind in ("int", "float") and not setting.optional and not setting.is_list and not setting.is_map:
         yield "none", "none"
     for edge, step in ((bounds.at_least, -1), (bounds.at_most, 1)):
         if edge is not None:
@@ -274,6 +276,27 @@ _PAIRS: Sequence[tuple[Mapping[str, str], Words]] = (
     ({"rollout_is_geometric": "true"}, ("rollout_is_geometric",)),
     ({"scale_rewards": "gdpo", "advantage_estimator": "rloo"}, ("scale_rewards",)),
     ({"multi_objective_aggregation": "normalize_then_sum", "advantage_estimator": "rloo"}, ("multi_objective_aggregation",)),
+    ({"lora_rank": "4"}, ("lora_rank (4)", "tuner_type lora")),
+    ({"merge_lora": "true", "target_modules": "q_proj"}, ("target_modules (q_proj), merge_lora (true)",)),
+    ({"tuner_type": "lora", "freeze_parameters": "model"}, ("freeze_parameters (model)", "tuner_type is lora")),
+    ({"tuner_type": "lora", "sync_ref_model": "true", "beta": "0.1"}, ("sync_ref_model", "not of rank r")),
+    ({"tuner_type": "lora", "lora_dtype": "float32"}, ("lora_dtype (float32)", "torch_dtype (bfloat16)")),
+    ({"tuner_type": "lora", "merge_lora": "true", "export_hf": "false"}, ("merge_lora", "export_hf is false")),
+    ({"tuner_type": "lora", "target_regex": "(["}, ("target_regex (([)",)),
+    ({"tuner_type": "lora", "target_regex": ".*q_proj", "target_modules": "o_proj"}, ("target_regex (.*q_proj), target_modules (o_proj)",)),
+    ({"tuner_type": "lora", "rank_pattern": "*=4"}, ("rank_pattern (*)",)),
+    ({"tuner_type": "lora", "rank_pattern": "q_proj=513"}, ("513", "at most 512 each")),
+    ({"tuner_type": "lora", "rank_pattern": "q_proj"}, ("rank_pattern", "name=value")),
+    ({"tuner_type": "lora", "target_modules": "qq_proj"}, ("qq_proj", "q_proj, up_proj")),
+    ({"tuner_type": "lora", "target_modules": "all-linear all-router"}, ("all-router is not there",)),
+    ({"tuner_type": "lora", "target_modules": "q_proj lm_head"}, ("lm_head is not there",)),
+    ({"tuner_type": "lora", "exclude_modules": "linear_qkv linear_proj linear_fc1 linear_fc2"}, ("leaves no linear layer",)),
+    ({"tuner_type": "lora", "ref_adapters": "gone"}, ("ref_adapters", "beta 0", "gone is not an adapter")),
+    ({"freeze_parameters": "model lm_head"}, ("freeze every weight",)),
+    ({"freeze_parameters": "decoder.layers.0"}, ("decoder.layers.0", "model.layers.0.")),
+    ({"freeze_parameters_regex": "("}, ("freeze_parameters_regex (()",)),
+    ({"freeze_parameters_regex": "q_proj"}, ("q_proj.weight would be frozen", "k_proj.weight")),
+    ({"trainable_parameters": "model.norm"}, ("trainable_parameters (model.norm)", "nothing is frozen")),
     ({"soft_cache_length": "100", "reward_funcs": "soft_overlong"}, ("soft_cache_length",)),
     ({"reward_funcs": "soft_overlong"}, ("soft_cache_length",)),
     ({"reward_funcs": "soft_overlong", "soft_cache_length": "4", "soft_max_length": "3"}, ("soft_max_length",)),
@@ -463,7 +486,10 @@ def _forbidden(at: Path, good: Mapping[str, str]) -> Words:
 
 def of_dialects() -> Iterator[Case]:
     rows: Sequence[tuple[str, str, Words]] = (
-        ("swift", "--tuner_type lora", ["tuner_type (lora)"]), ("swift", "--train_type lora", ["train_type (lora)"]),
+        ("swift", "--tuner_type lora_llm", ["tuner_type", "lora_llm"]), ("swift", "--train_type vera", ["train_type", "vera"]),
+        ("swift", "--tuner_type lora --modules_to_save lm_head", ["modules_to_save (lm_head)"]),
+        ("swift", "--tuner_type lora --lora_dtype float16", ["lora_dtype", "float16"]), ("swift", "--adapters a b", ["adapters", "a b"]),
+        ("swift", "--freeze_parameters_ratio 0.5", ["freeze_parameters_ratio (0.5)"]),
         ("swift", "--rlhf_type dpo", ["rlhf_type (dpo)"]), ("swift", "--vllm_mode server", ["vllm_mode (server)"]),
         ("swift", "--loss_type real", ["loss_type", "real"]), ("swift", "--multi_turn_scheduler math_tip_trick", ["multi_turn_scheduler"]),
         ("swift", "--lora_rank 8", ["lora_rank (8)"]), ("swift", "--external_plugins plugin.py --reward_funcs mine", ["mine", "plugin.py"]),
@@ -478,7 +504,8 @@ def of_dialects() -> Iterator[Case]:
          ["repetition_penalty (1.1)"]),
         ("swift", "--advantage_estimator rloo --scale_rewards group", ["advantage_estimator rloo", "scale_rewards group"]),
         ("swift", "--global_batch_size 10 --num_generations 4", ["global_batch_size"]), ("swift", "--top_p 3", ["top_p (3"]),
-        ("trl", "--use_peft true", ["use_peft"]), ("trl", "--loss_type luspo", ["loss_type", "luspo"]),
+        ("trl", "--use_peft true --use_dora true", ["use_dora"]), ("trl", "--lora_r 8", ["lora_r", "tuner_type lora"]),
+        ("trl", "--loss_type luspo", ["loss_type", "luspo"]),
         ("trl", "--vllm_mode server", ["vllm_mode (server)"]), ("trl", "--per_device_train_batch_size 0", ["per_device_train_batch_size"]),
         ("trl", "--per_device_train_batch_size x", ["per_device_train_batch_size", "x"]), ("trl", "--use_liger_kernel maybe --nothing 1",
          ["nothing"]),
@@ -497,7 +524,8 @@ def of_dialects() -> Iterator[Case]:
          ["gae"]),
         ("skyrl", "generator.backend=sglang", ["generator.backend (sglang)"]), ("skyrl-doc", "trainer.policy_mini_batch_size=0",
          ["policy_mini_batch_size"]),
-        ("skyrl", "trainer.policy.model.lora.rank=8", ["lora"]), ("skyrl", "trainer.placement.colocate_all=false", ["colocate_all"]),
+        ("skyrl", "trainer.policy.model.lora.rank=x", ["lora.rank", "x"]),
+        ("skyrl", "trainer.placement.colocate_all=false", ["colocate_all"]),
         ("cs336", "--rollout_batch_size 10 --group_size 4", ["rollout_batch_size", "group_size"]),
         ("cs336", "--group_size 0", ["group_size"]), ("cs336", "--nothing 3", ["nothing"]),
     )  # fmt: skip
@@ -722,6 +750,77 @@ def of_models() -> Iterator[Case]:
     )
 
 
+# ---- adapters --------------------------------------------------------------------------------------------------------------------------
+
+
+def of_adapters() -> Iterator[Case]:
+    """A good one, of rank 2 and alpha 16 on q_proj and down_proj, broken in one way each."""
+    from megatron_grpo.weights.lora import LoraSettings
+    from tests.lora_cases import random_adapter
+
+    def changed(change: Callable[[Path], Any], **flags: str) -> Callable[[Path, Mapping[str, str]], Mapping[str, str]]:
+        def made(at: Path, good: Mapping[str, str]) -> Mapping[str, str]:
+            if not (at / "adapter").exists():
+                random_adapter(good["model"], at / "adapter", LoraSettings(rank=2, alpha=16, target_modules=("q_proj", "down_proj")))
+            change(at / "adapter")
+            return {"tuner_type": "lora", "adapters": str(at / "adapter"), **flags}
+
+        return made
+
+    def config(**changes: Any) -> Callable[[Path], Any]:
+        def change(folder: Path) -> None:
+            path = folder / "adapter_config.json"
+            path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+        return change
+
+    def tensors(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], Any]:
+        def write(folder: Path) -> None:
+            from safetensors.numpy import load_file, save_file
+
+            held = load_file(folder / "adapter_model.safetensors")
+            change(held)
+            save_file(held, folder / "adapter_model.safetensors")
+
+        return write
+
+    down = "base_model.model.model.layers.0.mlp.down_proj.lora_A.weight"
+    rows: tuple[tuple[str, Callable[[Path], Any], dict[str, str], Words], ...] = (
+        ("no configuration", lambda a: (a / "adapter_config.json").unlink(), {}, ["adapter_config.json"]),
+        ("no tensors", lambda a: (a / "adapter_model.safetensors").unlink(), {}, ["adapter_model.safetensors"]),
+        ("a broken configuration", lambda a: (a / "adapter_config.json").write_text("{"), {}, ["adapter_config.json cannot be read"]),
+        ("cut tensors", lambda a: (a / "adapter_model.safetensors").write_bytes(b"12345678"), {}, ["damaged"]),
+        ("another kind", config(peft_type="VERA"), {}, ["peft_type VERA"]),
+        ("DoRA", config(use_dora=True), {}, ["use_dora is not there"]),
+        ("modules_to_save", config(modules_to_save=["lm_head"]), {}, ["modules_to_save is not there"]),
+        ("PiSSA", config(init_lora_weights="pissa"), {}, ["'pissa' is not there"]),
+        ("a rank that is a word", config(r="two"), {}, ["r (two)"]),
+        ("a rank above vLLM's", config(r=1024), {}, ["r (1024)"]),
+        ("an alpha of none", config(lora_alpha=None), {}, ["lora_alpha (None)"]),
+        ("a pattern that is none", config(target_modules="(["), {}, ["not a regular expression"]),
+        ("an embedding", config(target_modules=["q_proj", "down_proj", "embed_tokens"]), {}, ["embed_tokens"]),
+        ("another model's layers", config(target_modules=["c_attn"]), {}, ["c_attn", "q_proj"]),
+        ("another rank than its tensors", config(r=4), {}, ["(2, 64)", "(4, 64)"]),
+        ("a tensor too few", tensors(lambda held: held.pop(down)), {}, ["lacks 1", down]),
+        ("a tensor too many", tensors(lambda held: held.update({"stray.weight": held[down]})), {}, ["besides", "stray.weight"]),
+        ("another rank typed", lambda a: None, {"lora_rank": "8"}, ["lora_rank (8)", "adapters (2 in"]),
+        ("another alpha typed", lambda a: None, {"lora_alpha": "8"}, ["lora_alpha (8.0)", "adapters (16.0 in"]),
+        ("other targets typed", lambda a: None, {"target_modules": "q_proj"}, ["target_modules (q_proj)", "down_proj"]),
+    )  # fmt: skip
+    for name, change, flags, says in rows:
+        yield Case(name=f"adapter: {name}", flags=changed(change, **flags), says=says)
+    yield Case(
+        name="adapter: of the reference, without tensors",
+        flags=lambda at, good: {
+            **(made := changed(lambda a: (a / "adapter_model.safetensors").unlink())(at, good)),
+            "adapters": None,
+            "ref_adapters": made["adapters"],
+            "beta": "0.1",
+        },
+        says=["ref_adapters", "adapter_model.safetensors"],
+    )
+
+
 # ---- rewards ---------------------------------------------------------------------------------------------------------------------------
 
 
@@ -844,5 +943,5 @@ def of_places() -> Iterator[Case]:
 
 
 def everything() -> list[Case]:
-    makers = (of_settings, of_sizes, of_pairs, of_lines, of_files, of_dialects, of_data, of_models, of_rewards, of_places)
+    makers = (of_settings, of_sizes, of_pairs, of_lines, of_files, of_dialects, of_data, of_models, of_adapters, of_rewards, of_places)
     return [case for maker in makers for case in maker()]

@@ -6,14 +6,16 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from pathlib import Path
 
 import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
-from megatron_grpo.weights.adapters import PREFIX, own_sizes
-from megatron_grpo.weights.lora import LoraSettings
+from megatron_grpo.settings.config import Config
+from megatron_grpo.weights.adapters import PREFIX, drawn, own_sizes, write_adapter
+from megatron_grpo.weights.lora import LoraSettings, module_of
 from megatron_grpo.weights.shape import ModelShape
 
 # Three columns in one part of a fused linear, six in a layer's down_proj, two alphas: what a file of PEFT may hold.
@@ -98,3 +100,15 @@ def in_settings(settings: LoraSettings) -> dict:
     return dict(tuner_type="lora", lora_rank=settings.rank, lora_alpha=settings.alpha, use_rslora=settings.use_rslora,
                 target_modules=list(settings.target_modules), target_regex=settings.target_regex,
                 rank_pattern=dict(settings.rank_pattern), alpha_pattern=dict(settings.alpha_pattern))  # fmt: skip
+
+
+def start_of(cfg: Config) -> Path:
+    """The adapter that a run begins with; drawn, where none is given, and put beside its output."""
+    if cfg.tuner.adapters:
+        return Path(cfg.tuner.adapters)
+    shape = ModelShape.from_pretrained(cfg.model.model)
+    settings = LoraSettings.of(cfg.tuner, shape)
+    sizes = own_sizes(settings, shape)
+    read, out = drawn(sizes, cfg.run.seed), Path(tempfile.mkdtemp())
+    write_adapter(out, ((name, read(name)) for name in sizes), settings.to_peft(dict.fromkeys(map(module_of, sizes)), cfg.model.model), {})
+    return out

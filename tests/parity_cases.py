@@ -395,9 +395,9 @@ def reference(path: str | Path, cfg: Config, batches: Sequence[Sequence[Sample]]
     from tests.tiny_models import load_tiny
 
     if cfg.tuner.tuner_type == "lora":
-        from tests.lora_cases import peft_model
+        from tests.lora_cases import peft_model, start_of
 
-        model, named = peft_model(path, cfg.tuner.adapters)
+        model, named = peft_model(path, start_of(cfg))
     else:
         model = load_tiny(path, "float64").train()
         if hasattr(model, "set_experts_implementation"):

@@ -35,6 +35,7 @@ MODULES = (
     "vllm.model_executor.models.qwen3_moe", "vllm.model_executor.model_loader.reload",
     "vllm.distributed.device_communicators.cpu_communicator", "vllm.distributed.elastic_ep.elastic_execute", "compressed_tensors",
     "vllm.model_executor.layers.quantization.online.base", "vllm.plugins.lora_resolvers.filesystem_resolver",
+    "vllm.lora.worker_manager", "vllm.lora.punica_wrapper.punica_cpu", "peft",
 )  # fmt: skip
 GRACE_AFTER_FAILURE = 0.5  # seconds in which the other ranks of a failed run may still report their own error
 

@@ -77,8 +77,11 @@ def write_sharded(state: dict[str, Any], directory: Path) -> None:
         )
 
 
-def read_sharded(state: dict[str, Any], directory: Path) -> dict[str, Any]:
-    """Reads into the tensors that `state` describes, under any layout. Collective. Nothing may be lacking there, and nothing left over."""
+def read_sharded(state: dict[str, Any], directory: Path, *, partly: bool = False) -> dict[str, Any]:
+    """Reads into the tensors that `state` describes, under any layout. Collective. Nothing may be lacking there, and nothing left over.
+
+    partly: what is left over is not wanted; a model without its optimizer, say.
+    """
     with agreed(f"loading {directory} into this model"):
         mine = {leaf.key for leaf in nested_values(load_preprocess(state)[0]) if isinstance(leaf, ShardedBase)}
         held = {part.key for part in load_sharded_metadata(str(directory)).values()}
@@ -87,7 +90,7 @@ def read_sharded(state: dict[str, Any], directory: Path) -> dict[str, Any]:
         raise CheckpointError(f"it lacks {_some(wanted - held)}")
     # "_extra_state" is what Transformer Engine's layers keep beside their weights: nothing, unless they compute in FP8.
     left_over = {name for name in held - wanted if not name.endswith("_extra_state")}
-    if left_over:
+    if left_over and not partly:
         raise CheckpointError(f"it holds {_some(left_over)}, which this run has no use for")
     with agreed(f"loading {directory} into this model"):
         return dist_checkpointing.load(state, str(directory), strict=StrictHandling.RAISE_UNEXPECTED)

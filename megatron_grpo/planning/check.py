@@ -8,8 +8,8 @@ from typing import Any
 
 from megatron_grpo.errors import ConfigError, Problem
 from megatron_grpo.grpo import refused as refused_grpo
+from megatron_grpo.planning.check_tuner import tuner_problems, with_adapter
 from megatron_grpo.planning.model import read_shape, rules_of
-from megatron_grpo.planning.tuner import tuner_problems, with_adapter
 from megatron_grpo.policy import refused as refused_policy
 from megatron_grpo.settings import Parsed, names, parse
 from megatron_grpo.settings.checks import validate

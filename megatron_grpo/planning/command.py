@@ -71,7 +71,7 @@ def make_plan(checked: Checked, *, num_prompts: int | None = None) -> Plan:
         num_prompts = cfg.plan.num_prompts
     timetable = Timetable.of_length(sizes, max_steps=cfg.run.max_steps, num_train_epochs=cfg.run.num_train_epochs, num_prompts=num_prompts)
     sharing = decide(cfg, checked.shape)
-    lengths = memory = cost = None
+    lengths = memory = cost = tuning = None
     if cfg.plan.lengths:
         from megatron_grpo.planning.lengths import read_lengths
 
@@ -79,9 +79,11 @@ def make_plan(checked: Checked, *, num_prompts: int | None = None) -> Plan:
     if checked.shape is not None or lengths:
         from megatron_grpo.planning.cost import estimate_cost
         from megatron_grpo.planning.memory import estimate_memory
+        from megatron_grpo.planning.tuning import Tuning
 
-        cost = estimate_cost(checked.shape, sizes, cfg, lengths, sharing)
-        memory = estimate_memory(checked.shape, sizes, cfg, lengths) if checked.shape is not None else None
+        tuning = Tuning.of(cfg, checked.shape) if checked.shape is not None else None
+        cost = estimate_cost(checked.shape, sizes, cfg, tuning, lengths, sharing)
+        memory = estimate_memory(checked.shape, sizes, cfg, tuning, lengths) if checked.shape is not None and tuning is not None else None
     return Plan(
         checked=checked,
         timetable=timetable,
@@ -89,7 +91,7 @@ def make_plan(checked: Checked, *, num_prompts: int | None = None) -> Plan:
         memory=memory,
         cost=cost,
         sharing=sharing,
-        warnings=warnings_of(checked, timetable, memory),
+        warnings=warnings_of(checked, timetable, memory, tuning.push if tuning else None),
     )
 
 

@@ -1,81 +1,195 @@
-"""Work of one rollout and of the training on it: matmul FLOPs by phase, bytes of a weight push, and how lengths pack."""
+"""Work of one rollout and of the training on it: matmul FLOPs by phase, bytes of a push and of a checkpoint, and how lengths pack."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
+from megatron_grpo.planning.activations import FP32
 from megatron_grpo.planning.facts import old_logprobs_summary
 from megatron_grpo.planning.lengths import Lengths, packing, sequence_tokens
-from megatron_grpo.planning.memory import BYTES
+from megatron_grpo.planning.parameters import padded_vocab
 from megatron_grpo.planning.sharing import Sharing, estimate_sharing
+from megatron_grpo.planning.tuning import Adapters, Tuning
 from megatron_grpo.settings.config import Config
 from megatron_grpo.sizing.batch_sizes import BatchSizes
-from megatron_grpo.weights.names import layer_entries, num_parameters
+from megatron_grpo.weights.names import Entry, ShardCut, num_parameters, outer_entries
 from megatron_grpo.weights.shape import ModelShape
 
 
-def estimate_cost(shape: ModelShape | None, sizes: BatchSizes, cfg: Config, lengths: Lengths | None, sharing: Sharing) -> dict[str, Any]:
+def estimate_cost(
+    shape: ModelShape | None, sizes: BatchSizes, cfg: Config, tuning: Tuning | None, lengths: Lengths | None, sharing: Sharing
+) -> dict[str, Any]:
     """The `cost` object of `plan --json`. Without a model, only what the lengths say."""
     cost: dict[str, Any] = {}
-    if shape is not None:
-        cost = _flops(shape, sizes, cfg, lengths)
+    if shape is not None and tuning is not None:
+        cost = {**_parameters(shape, tuning), **_flops(shape, sizes, cfg, tuning, lengths), **_bytes(shape, sizes, cfg, tuning)}
     if lengths is not None:
         cost["packing"] = packing(sizes, cfg, lengths, sharing.least_saving)
     cost["sharing"] = estimate_sharing(sharing, sizes, cfg, lengths)
     return cost
 
 
-def forward_flops(shape: ModelShape, prompt: int, completion: int, *, head_positions: int) -> int:
-    """Multiply-adds x 2 of one sequence's forward pass; the output layer at `head_positions` of its tokens."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """FLOPs of one sequence: multiply-adds x 2 of matrix products."""
+
+    linears: int  # of the model's own matrices, forward
+    attention: int  # forward
+    weight_gradients: int  # of those that train
+    adapters: int = 0  # forward
+    reference: int = 0  # forward, of the frozen adapters that the KL is measured against
+
+    @property
+    def forward(self) -> int:
+        return self.linears + self.attention + self.adapters
+
+    @property
+    def reference_forward(self) -> int:
+        return self.linears + self.attention + self.reference
+
+    @property
+    def backward(self) -> int:
+        """Every matrix hands its gradient on to its input; what trains has a gradient itself. Attention has two inputs a product."""
+        return self.linears + self.weight_gradients + 2 * self.attention + 2 * self.adapters
+
+
+def work_of(shape: ModelShape, tuning: Tuning, prompt: int, completion: int, *, head_positions: int) -> Work:
+    """Of a sequence, with the output layer at `head_positions` of its tokens."""
     tokens = prompt + completion
-    products = sum(_layer_products(shape, shape.is_moe_layer(layer)) for layer in range(shape.num_layers))
     # Causal attention: half of the tokens x tokens scores, once for the scores and once for the values.
     value_size = shape.num_attention_heads * (shape.mla.v_head_dim if shape.mla else shape.head_dim)
-    attention = shape.num_layers * tokens * tokens * (shape.query_size + value_size)
-    return 2 * products * tokens + attention + 2 * head_positions * shape.hidden_size * shape.vocab_size
+    head = 2 * head_positions * shape.hidden_size * shape.vocab_size
+    products, trained = _products(shape, tuning)
+    is_head_trained = all(tuning.trains_outer(entry) for entry in outer_entries(shape) if entry.megatron == "output_layer.weight")
+    return Work(
+        linears=2 * products * tokens + head,
+        attention=shape.num_layers * tokens * tokens * (shape.query_size + value_size),
+        weight_gradients=2 * trained * tokens + (head if is_head_trained else 0),
+        adapters=2 * tokens * _adapter_products(shape, tuning.adapters),
+        reference=2 * tokens * _adapter_products(shape, tuning.reference),
+    )
 
 
-def _layer_products(shape: ModelShape, moe: bool) -> int:
-    """Elements of the matrices that one token meets in a layer."""
-    total = 0
-    for entry in layer_entries(shape, moe=moe):
-        size = sum(math.prod(size) for _, size in entry.hf if len(size) == 2)
-        total += size * (shape.moe.topk if shape.moe and entry.is_expert else 1)
-    return total
+def _products(shape: ModelShape, tuning: Tuning) -> tuple[int, int]:
+    """Elements of the matrices that one token meets in the layers, and of those among them that train; of experts on average."""
+    total, trained = 0, 0.0
+    for row in tuning.rows:
+        size = sum(math.prod(size) for _, size in row.entry.hf if len(size) == 2)
+        total += size * round(row.count * _share(shape, row.entry))
+        trained += size * row.trained * _share(shape, row.entry)
+    return total, round(trained)
 
 
-def _flops(shape: ModelShape, sizes: BatchSizes, cfg: Config, lengths: Lengths | None) -> dict[str, Any]:
+def _adapter_products(shape: ModelShape, adapters: Adapters | None) -> int:
+    """As `_products`, of the matrices of adapters. A fused linear's rows are multiplied by the inner channels of all its modules."""
+    if adapters is None:
+        return 0
+    total = 0.0
+    for linear in adapters.linears:
+        rows, inner = _rows_and_channels(linear.entry)
+        total += linear.count * _share(shape, linear.entry) * len(linear.entry.hf) * (rows + inner)
+    return round(adapters.rank * total)
+
+
+def _share(shape: ModelShape, entry: Entry) -> float:
+    """Of the parameters of its kind, those that a token meets."""
+    return shape.moe.topk / shape.moe.num_experts if shape.moe and entry.is_expert else 1.0
+
+
+def _rows_and_channels(entry: Entry) -> tuple[int, int]:
+    """Of a Megatron linear: rows of all modules that it fuses, and the channels that all of them read."""
+    return sum(size[0] for _, size in entry.hf), entry.hf[0][1][1]
+
+
+def _flops(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: Tuning, lengths: Lengths | None) -> dict[str, Any]:
     prompt, completion = sequence_tokens(cfg, lengths, longest=False)
     rows, prompts = sizes.generation_batch_size, sizes.num_rollout_prompts
-    forward = forward_flops(shape, prompt, completion, head_positions=completion)
-    prefill = forward_flops(shape, prompt, 0, head_positions=1)
-    decode = forward_flops(shape, prompt, completion, head_positions=completion) - prefill
+    whole = work_of(shape, tuning, prompt, completion, head_positions=completion)
+    # Of the sampler without its adapters: a few parts in a hundred.
+    sampled = whole.linears + whole.attention
+    prompt_alone = work_of(shape, tuning, prompt, 0, head_positions=1)
+    prefill = prompt_alone.linears + prompt_alone.attention
     shares_prompts = cfg.rollout.vllm_enable_prefix_caching
     period = min(1000, sizes.gradient_accumulation_steps)  # after so many rollouts the timetable repeats
     summary = old_logprobs_summary(sizes, period)
     recomputed = summary["slices_recomputed"] / summary["slices_total"]
-    passes = sizes.num_iterations * rows
-    recompute = forward if cfg.model.recompute_granularity == "full" else 0
+    recompute = whole.forward if cfg.model.recompute_granularity == "full" else 0
     phases = {
-        "rollout": (prompts if shares_prompts else rows) * prefill + rows * decode,
-        "old_logprobs": round(rows * recomputed * forward),
-        "reference_logprobs": rows * forward if cfg.grpo.beta > 0 else 0,
-        "training": passes * (3 * forward + recompute),
+        "rollout": (prompts if shares_prompts else rows) * prefill + rows * (sampled - prefill),
+        "old_logprobs": round(rows * recomputed * whole.forward),
+        "reference_logprobs": rows * whole.reference_forward if cfg.grpo.beta > 0 else 0,
+        "training": sizes.num_iterations * rows * (whole.forward + whole.backward + recompute),
     }
-    parameters = num_parameters(shape)
     return {
-        "parameters": parameters,
-        "active_parameters": num_parameters(shape, active_only=True),
         "tokens_per_rollout": rows * (prompt + completion),
         "flops_per_rollout": phases,
         "flops_per_rollout_total": sum(phases.values()),
-        "weight_push_bytes": parameters * BYTES[cfg.model.torch_dtype],
+        "backward_forwards": whole.backward / whole.forward,
         "assumptions": [
             f"every sequence has {prompt} + {completion} tokens ("
             + ("the mean of the file of lengths)" if lengths else "the longest that the settings allow)"),
-            "matrix products alone, 2 FLOPs each; causal attention at half of its square; a backward is twice a forward",
+            "matrix products alone, 2 FLOPs each; causal attention at half of its square; "
+            f"a backward is {whole.backward / whole.forward:.3g} forwards",
             "per rollout, over all ranks; the output layer at completion positions only",
             "rollout: prompts are computed once per group" if shares_prompts else "rollout: prompts are computed once per completion",
         ],
     }
+
+
+def _parameters(shape: ModelShape, tuning: Tuning) -> dict[str, int]:
+    """Of the whole model, without its adapters in `parameters`. Those of adapters are counted as PEFT does, without padding."""
+    if tuning.adapters:
+        trainable = tuning.adapters.num_parameters
+    else:
+        trainable = _num_trained(shape, tuning, shape.vocab_size)
+    return {
+        "parameters": num_parameters(shape),
+        "active_parameters": num_parameters(shape, active_only=True),
+        "trainable_parameters": trainable,
+    }
+
+
+def _num_trained(shape: ModelShape, tuning: Tuning, rows: int) -> int:
+    """The model's own parameters that train. rows: of the vocabulary."""
+    total = 0
+    for entry in outer_entries(shape):
+        if not entry.is_copy and tuning.trains_outer(entry):
+            total += rows * shape.hidden_size if entry.cut is ShardCut.VOCAB else _numel(entry)
+    return total + sum(_numel(row.entry) * row.trained for row in tuning.rows if not row.entry.is_buffer)
+
+
+def _numel(entry: Entry) -> int:
+    return sum(math.prod(size) for _, size in entry.hf)
+
+
+def _bytes(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: Tuning) -> dict[str, int]:
+    """What a push sends and a checkpoint holds, over all ranks. base_push_bytes: what is sent once, before the first adapter."""
+    own = num_parameters(shape) * tuning.size
+    adapter = tuning.adapters.num_parameters * tuning.adapters.size if tuning.adapters and tuning.pushes_adapters else 0
+    again = cfg.rollout.sleep_level == 2  # the sampler forgets its weights
+    return {
+        "weight_push_bytes": own if not adapter else adapter + (own if again else 0),
+        "base_push_bytes": own if adapter and not again else 0,
+        "checkpoint_bytes": checkpoint_bytes(shape, sizes, cfg, tuning),
+    }
+
+
+def checkpoint_bytes(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: Tuning) -> int:
+    """Tensors: what trains, its optimizer state in float32, a moving reference. What is frozen is in the model's own files."""
+    rows, optimizer, size = padded_vocab(shape, sizes, cfg), cfg.optimizer, tuning.size_of_trained
+    # The distributed optimizer saves its float32 copy of float32 weights as well.
+    state = FP32 * (3 if optimizer.use_distributed_optimizer or size < FP32 else 2)
+    if tuning.adapters:
+        stored = 0
+        for linear in tuning.adapters.linears:
+            channels, inner = _rows_and_channels(linear.entry)
+            stored += linear.count * (len(linear.entry.hf) * inner + channels)
+        return tuning.adapters.rank * stored * (size + state)
+    trained = _num_trained(shape, tuning, rows)
+    buffers = sum(_numel(row.entry) * row.count for row in tuning.rows if row.entry.is_buffer)
+    own = num_parameters(shape) - buffers + (rows - shape.vocab_size) * shape.hidden_size * (1 if shape.tied_embeddings else 2)
+    whole = own * size + buffers * FP32
+    follows = cfg.grpo.beta > 0 and cfg.grpo.sync_ref_model
+    return (whole if trained == own else trained * size) + (whole if follows else 0) + trained * state

@@ -8,6 +8,7 @@ from typing import Any
 from megatron_grpo.batching.timetable import Timetable
 from megatron_grpo.settings import table
 from megatron_grpo.settings.config import Config
+from megatron_grpo.settings.foreign import words_of
 from megatron_grpo.sizing.batch_sizes import BatchSizes
 
 
@@ -61,6 +62,6 @@ def native_flags(cfg: Config, sizes: BatchSizes) -> str:
         ):
             continue
         value = getattr(getattr(cfg, setting.group), setting.name)
-        values = value if isinstance(value, list) else [value]
+        values = words_of(value) if isinstance(value, dict) else value if isinstance(value, list) else [value]
         words += [f"--{setting.name}", *(str(v).lower() if isinstance(v, bool) or v is None else shlex.quote(str(v)) for v in values)]
     return " ".join(words)

@@ -4,60 +4,73 @@ what they assume. A pure function of the model's shape, the sizes and the settin
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from megatron_grpo.planning.activations import FP32, Activations, activations_of, logits_bytes
 from megatron_grpo.planning.lengths import Lengths, sequence_tokens
-from megatron_grpo.planning.parameters import buffers_of_stage, layers_of_stages, padded_vocab
+from megatron_grpo.planning.parameters import Kind, Place, buffers_of_chunk, layers_of_stages, parameters_of_chunk
+from megatron_grpo.planning.sampler import sampler_memory
+from megatron_grpo.planning.tuning import BYTES, Tuning
 from megatron_grpo.settings.config import Config
 from megatron_grpo.sizing.batch_sizes import BatchSizes
-from megatron_grpo.weights.names import num_parameters
 from megatron_grpo.weights.shape import ModelShape
-
-BYTES = {"float32": 4, "bfloat16": 2}
-FP32 = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Static:
     """What a rank holds from the first step to the last, in bytes. Exact: the tensors of Megatron-Core, each counted once."""
 
-    num_parameters: int
-    weights_bytes: int
-    gradients_bytes: int  # float32, one per parameter
+    num_parameters: int  # the model's own weights, and its adapters as they lie in memory: all of the widest rank
+    num_trainable_parameters: int
+    weights_bytes: int  # the model's own
+    adapters_bytes: int  # without their scales, a few numbers a linear
+    gradients_bytes: int  # float32, one per parameter that trains
     optimizer_bytes: int  # of data-parallel rank 0: both Adam moments, and the float32 copy of bfloat16 weights
-    padding_bytes: int  # alignment inside Megatron-Core's weight and gradient buffers
-    reference_bytes: int  # the frozen reference model, where beta asks for one
+    padding_bytes: int  # alignment inside Megatron-Core's buffers of weights and gradients, which hold what trains
+    reference_bytes: int  # where beta asks for one: a frozen model; with adapters nothing, or other matrices of theirs
 
     def total(self) -> int:
-        return self.weights_bytes + self.gradients_bytes + self.optimizer_bytes + self.padding_bytes + self.reference_bytes
+        parts = (self.weights_bytes, self.adapters_bytes, self.gradients_bytes, self.optimizer_bytes, self.padding_bytes)
+        return sum(parts) + self.reference_bytes
 
 
-def static_memory(shape: ModelShape, sizes: BatchSizes, cfg: Config, stage: int, *, dp_rank: int = 0, expert_dp_rank: int = 0) -> Static:
-    """The bytes of weights, gradients and optimizer state of a rank on pipeline stage `stage`.
+def static_memory(
+    shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: Tuning, place: Place, *, dp_rank: int = 0, expert_dp_rank: int = 0
+) -> Static:
+    """The bytes of weights, gradients and optimizer state of a rank.
 
     dp_rank, expert_dp_rank: its place among the ranks that share a buffer, of dense parameters (data and context parallel together) and of
     experts; the padding at a buffer's end makes the last rank's share a little smaller.
     """
-    size = BYTES[cfg.model.torch_dtype]
-    buffers = buffers_of_stage(shape, sizes, cfg, stage)
-    sharded = cfg.optimizer.use_distributed_optimizer
-    parameters = sum(buffer.numel_of_parameters for buffer in buffers)
-    padding = sum(buffer.numel for buffer in buffers) - parameters
-    owned = sum(buffer.owned_by(expert_dp_rank if buffer.holds_experts else dp_rank) for buffer in buffers) if sharded else parameters
-    per_element = 2 * FP32 + (FP32 if size < FP32 else 0)
+    numel: Counter[Kind] = Counter()
+    buffers = []
+    for chunk in range(sizes.layout.num_chunks):
+        held = list(parameters_of_chunk(shape, sizes, cfg, tuning, place, chunk))
+        buffers += buffers_of_chunk(held, sizes, cfg, is_first_chunk=place.stage == 0 and chunk == 0)
+        for parameter in held:
+            numel[parameter.kind] += parameter.numel
+    trained = sum(buffer.numel_of_parameters for buffer in buffers)
+    padding = sum(buffer.numel for buffer in buffers) - trained
+    sharded, size = cfg.optimizer.use_distributed_optimizer, tuning.size_of_trained
+    owned = sum(buffer.owned_by(expert_dp_rank if buffer.holds_experts else dp_rank) for buffer in buffers) if sharded else trained
     kept = 1 - cfg.optimizer.optimizer_offload_fraction if cfg.optimizer.optimizer_cpu_offload else 1
+    has_second_model = cfg.grpo.beta > 0 and tuning.adapters is None
     return Static(
-        num_parameters=parameters,
-        weights_bytes=parameters * size,
-        gradients_bytes=parameters * FP32,
-        optimizer_bytes=round(owned * per_element * kept),
+        num_parameters=numel[Kind.WEIGHT] + numel[Kind.ADAPTER],
+        num_trainable_parameters=trained,
+        weights_bytes=numel[Kind.WEIGHT] * tuning.size,
+        adapters_bytes=numel[Kind.ADAPTER] * size + numel[Kind.HELPER] * tuning.size,
+        gradients_bytes=trained * FP32,
+        optimizer_bytes=round(owned * (2 * FP32 + (FP32 if size < FP32 else 0)) * kept),
         padding_bytes=padding * (size + FP32),
-        reference_bytes=parameters * size if cfg.grpo.beta > 0 else 0,
+        reference_bytes=numel[Kind.WEIGHT] * tuning.size if has_second_model else numel[Kind.REFERENCE] * size,
     )
 
 
-def estimate_memory(shape: ModelShape, sizes: BatchSizes, cfg: Config, lengths: Lengths | None = None) -> dict[str, Any]:
+def estimate_memory(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: Tuning, lengths: Lengths | None = None) -> dict[str, Any]:
     """The `memory` object of `plan --json`: every pipeline stage, every phase, the peak, and whether it fits in gpu_memory_gb."""
     prompt, completion = sequence_tokens(cfg, lengths, longest=True)
     budget = cfg.batch.max_tokens_per_micro_batch
@@ -66,30 +79,20 @@ def estimate_memory(shape: ModelShape, sizes: BatchSizes, cfg: Config, lengths: 
         if budget
         else -(-sizes.micro_batch_size * (prompt + completion) // sizes.layout.cp)
     )
-    sampler = sampler_memory(shape, sizes, cfg, prompt + completion)
-    asleep = {0: sampler["weights_bytes"] + sampler["kv_cache_bytes"], 1: 0, 2: 0}[cfg.rollout.sleep_level]
-    pushed = 2 * _largest_tensor(shape) * BYTES[cfg.model.torch_dtype]
+    sampler = sampler_memory(shape, sizes, cfg, tuning, prompt + completion)
     stages = []
     for stage, layers in enumerate(layers_of_stages(shape.num_layers, sizes, cfg)):
-        static = static_memory(shape, sizes, cfg, stage)
+        static = static_memory(shape, sizes, cfg, tuning, Place(stage=stage))
         logits = logits_bytes(shape, sizes, cfg, completion) if stage == sizes.layout.pp - 1 else 0
-        activations = activation_bytes(shape, sizes, cfg, stage, layers, tokens)
-        forward = round(layer_bytes_per_token(shape, sizes, cfg) * tokens)
-        base = static.total()
-        phases = {
-            "rollout": base + sampler["weights_bytes"] + sampler["kv_cache_bytes"],
-            "logprobs": base + asleep + forward + logits // 2,
-            "training": base + asleep + activations + logits,
-            "weight_push": base + sampler["weights_bytes"] + pushed + (sampler["kv_cache_bytes"] if cfg.rollout.sleep_level == 0 else 0),
-        }
+        activations = activations_of(shape, sizes, cfg, tuning, stage, tokens)
         stages.append(
             {
                 "stage": stage,
                 "num_layers": layers,
                 **asdict(static),
-                "activations_bytes": activations,
+                "activations_bytes": activations.training,
                 "logits_bytes": logits,
-                "phases": phases,
+                "phases": _phases(shape, cfg, static.total(), sampler, activations, logits),
             }
         )
     peak, stage, phase = max((bytes_, row["stage"], phase) for row in stages for phase, bytes_ in row["phases"].items())
@@ -103,87 +106,29 @@ def estimate_memory(shape: ModelShape, sizes: BatchSizes, cfg: Config, lengths: 
         "tokens_per_micro_batch": tokens,
         "sampler": sampler,
         "stages": stages,
-        "assumptions": _assumptions(cfg, prompt, completion, lengths),
+        "assumptions": _assumptions(cfg, tuning, prompt, completion, lengths),
     }
 
 
-def sampler_memory(shape: ModelShape, sizes: BatchSizes, cfg: Config, sequence: int) -> dict[str, int]:
-    """vLLM's share on one rank. The KV cache is what vllm_gpu_memory_utilization leaves, or else what its sequences can need at most."""
-    size = BYTES[cfg.rollout.vllm_dtype or cfg.model.torch_dtype]
-    tp = cfg.rollout.vllm_tensor_parallel_size
-    weights = -(-num_parameters(shape) * size // tp)
-    per_token = 2 * shape.num_layers * max(1, shape.num_query_groups // tp) * shape.head_dim * size
-    if shape.mla:
-        per_token = shape.num_layers * (shape.mla.kv_lora_rank + shape.mla.qk_pos_emb_head_dim) * size
-    engines = max(1, sizes.layout.world_size // tp)
-    sequences = min(cfg.rollout.vllm_max_num_seqs, -(-sizes.num_rollout_prompts // engines) * sizes.num_generations)
-    kv = sequences * sequence * per_token
-    if cfg.plan.gpu_memory_gb:
-        kv = max(0, round(cfg.plan.gpu_memory_gb * 1e9 * cfg.rollout.vllm_gpu_memory_utilization) - weights)
+def _phases(shape: ModelShape, cfg: Config, base: int, sampler: Mapping[str, int], activations: Activations, logits: int) -> dict[str, int]:
+    """What is there at the same time. base: what always is."""
+    held = sampler["weights_bytes"] + sampler["adapters_bytes"]
+    awake = held + sampler["kv_cache_bytes"]
+    asleep = {0: awake, 1: 0, 2: 0}[cfg.rollout.sleep_level]
+    pushed = 2 * _largest_tensor(shape) * BYTES[cfg.model.torch_dtype]  # adapters too are pushed after the model's own weights
     return {
-        "weights_bytes": weights,
-        "kv_cache_bytes": kv,
-        "kv_bytes_per_token": per_token,
-        "kv_cache_tokens": kv // per_token,
-        "sequences_at_once": sequences,
+        "rollout": base + awake,
+        "logprobs": base + asleep + activations.forward + logits // 2,
+        "training": base + asleep + activations.training + logits,
+        "weight_push": base + (awake if cfg.rollout.sleep_level == 0 else held) + pushed,
     }
-
-
-def layer_bytes_per_token(shape: ModelShape, sizes: BatchSizes, cfg: Config, *, without: tuple[str, ...] = ()) -> float:
-    """Bytes that the backward of one layer needs, per token: inputs of its matrix products, norms and attention (flash: no scores).
-
-    without: parts that selective recompute drops ("mlp", "layernorm").
-    """
-    size = BYTES[cfg.model.torch_dtype]
-    hidden = shape.hidden_size / (sizes.layout.tp if cfg.parallel.sequence_parallel else 1)
-    query, key = shape.query_size / sizes.layout.tp, shape.key_size / sizes.layout.tp
-    residual = 2 * hidden
-    normed = 0 if "layernorm" in without else 2 * hidden
-    attention = 2 * query + 2 * key + (query + key if shape.qk_norm else 0)
-    if shape.moe:
-        width = (
-            shape.moe.topk * (2 * shape.hidden_size + 4 * shape.moe.ffn_hidden_size / sizes.layout.etp)
-            + 4 * (shape.moe.shared_ffn_hidden_size or 0) / sizes.layout.tp
-        )
-    else:
-        width = 4 * shape.ffn_hidden_size / sizes.layout.tp
-    return size * (residual + normed + attention + (0 if "mlp" in without or "moe" in without else width))
-
-
-def activation_bytes(shape: ModelShape, sizes: BatchSizes, cfg: Config, stage: int, layers: int, tokens: int) -> int:
-    """Activations of the micro-batches that a stage has in flight (1F1B, or interleaved)."""
-    model = cfg.model
-    full = layer_bytes_per_token(shape, sizes, cfg)
-    if model.recompute_granularity == "full":
-        unit = model.recompute_num_layers or 1
-        kept = BYTES[model.torch_dtype] * shape.hidden_size / (sizes.layout.tp if cfg.parallel.sequence_parallel else 1)
-        recomputed = min(unit, layers) if model.recompute_method == "block" else layers
-        saved = -(-recomputed // (1 if model.recompute_method == "block" else unit))
-        stored = saved * kept + (layers - recomputed) * full
-        working = full * (1 if model.recompute_method == "block" else min(unit, layers))
-    else:
-        dropped = tuple(model.recompute_modules) if model.recompute_granularity == "selective" else ()
-        stored = layers * layer_bytes_per_token(shape, sizes, cfg, without=dropped)
-        working = full - layer_bytes_per_token(shape, sizes, cfg, without=dropped)
-    a, chunks = sizes.gradient_accumulation_steps, sizes.layout.num_chunks
-    if chunks == 1:
-        in_flight: float = min(a, sizes.layout.pp - stage)
-    else:
-        in_flight = min(a * chunks, 2 * (sizes.layout.pp - stage - 1) + (chunks - 1) * sizes.layout.pp + 1) / chunks
-    return round(tokens * (stored * in_flight + working))
-
-
-def logits_bytes(shape: ModelShape, sizes: BatchSizes, cfg: Config, completion: int) -> int:
-    """Logits and their gradient exist for one chunk of completion positions at a time, in float32, cut over TP."""
-    positions = min(cfg.model.logprob_chunk_size, sizes.micro_batch_size * completion)
-    return 2 * positions * padded_vocab(shape, sizes, cfg) // sizes.layout.tp * FP32
 
 
 def _largest_tensor(shape: ModelShape) -> int:
     return max(shape.vocab_size * shape.hidden_size, 2 * shape.hidden_size * shape.ffn_hidden_size)
 
 
-def _assumptions(cfg: Config, prompt: int, completion: int, lengths: Lengths | None) -> list[str]:
+def _assumptions(cfg: Config, tuning: Tuning, prompt: int, completion: int, lengths: Lengths | None) -> list[str]:
     where = (
         f"the longest of {cfg.plan.lengths}"
         if lengths
@@ -195,10 +140,19 @@ def _assumptions(cfg: Config, prompt: int, completion: int, lengths: Lengths | N
         1: "vLLM's weights wait on the host while training",
         2: "vLLM drops its weights while training",
     }
+    reference = []
+    if tuning.adapters and cfg.grpo.beta > 0:
+        what = (
+            f"other matrices in its adapters' places ({cfg.tuner.ref_adapters or cfg.tuner.adapters})"
+            if tuning.reference
+            else "adapters off"
+        )
+        reference = [f"reference: the same model with {what}"]
     return [
         "weights, gradients and optimizer state are exact (the optimizer's of data-parallel rank 0), Adam's step counters not counted",
+        *reference,
         f"every sequence has {prompt} + {completion} tokens ({where})",
-        "activations: flash attention, no dropout; what a layer's backward needs, for the micro-batches in flight",
+        "activations: flash attention, fused norms, no dropout; what a layer's backward needs, for the micro-batches in flight",
         f"logits: {cfg.model.logprob_chunk_size} positions at a time in float32, and their gradient",
         f"KV cache: {kv}",
         sleeping[cfg.rollout.sleep_level] + f" (sleep_level {cfg.rollout.sleep_level})",

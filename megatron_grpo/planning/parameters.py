@@ -9,9 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from enum import Enum
+from itertools import groupby
 
+from megatron_grpo.planning.tuning import Adapters, Tuning
 from megatron_grpo.settings.config import Config
 from megatron_grpo.sizing.batch_sizes import BatchSizes
+from megatron_grpo.weights.lora import adapter_entries, is_linear
 from megatron_grpo.weights.names import Entry, ShardCut, layer_entries, outer_entries
 from megatron_grpo.weights.shape import ModelShape
 
@@ -39,12 +43,23 @@ START_ALIGNMENT, BUCKET_ALIGNMENT = 64, 128  # elements
 SMALLEST_BUCKET, BUCKET_PER_RANK = 40_000_000, 1_000_000  # elements, with overlap_grad_reduce
 
 
+class Kind(Enum):
+    """What a tensor is there for."""
+
+    WEIGHT = "the model's own"
+    ADAPTER = "a matrix of an adapter"
+    REFERENCE = "a matrix of the adapter that the KL is measured against"
+    HELPER = "tells adapters which module a row of a fused linear belongs to"
+
+
 @dataclass(frozen=True, slots=True)
 class Parameter:
     """One tensor of one rank. numel: elements of this rank's shard."""
 
     numel: int
-    in_expert_buffer: bool = False  # its gradient is reduced over the expert data-parallel ranks
+    trains: bool = True
+    kind: Kind = Kind.WEIGHT
+    is_expert: bool = False  # its gradient is reduced over the expert data-parallel ranks
     is_shared_embedding: bool = False  # two stages hold it
 
 
@@ -79,40 +94,91 @@ def chunks_of_stage(num_layers: int, sizes: BatchSizes, cfg: Config, stage: int)
     return found
 
 
-def parameters_of_chunk(shape: ModelShape, sizes: BatchSizes, cfg: Config, stage: int, chunk: int) -> list[Parameter]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """A rank, as far as what it holds depends on it: its pipeline stage, and its place among the ranks that share out the experts."""
+
+    stage: int
+    ep_rank: int = 0
+
+
+def parameters_of_chunk(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: Tuning, place: Place, chunk: int) -> Iterator[Parameter]:
     """The parameters of one model chunk of a rank, in the order of `named_parameters()`."""
-    chunks = sizes.layout.num_chunks
-    is_first, is_last = stage == 0 and chunk == 0, stage == sizes.layout.pp - 1 and chunk == chunks - 1
+    is_first = place.stage == 0 and chunk == 0
+    is_last = place.stage == sizes.layout.pp - 1 and chunk == sizes.layout.num_chunks - 1
     outer = {entry.megatron: entry for entry in outer_entries(shape)}
-    rows = padded_vocab(shape, sizes, cfg)
     shared = shape.tied_embeddings and sizes.layout.pp > 1
-    found = []
+
+    def vocabulary(name: str) -> Parameter:
+        numel = padded_vocab(shape, sizes, cfg) * shape.hidden_size // sizes.layout.tp
+        return Parameter(numel, trains=tuning.trains_outer(outer[name]), is_shared_embedding=shared)
+
     if is_first:
-        found.append(Parameter(rows * shape.hidden_size // sizes.layout.tp, is_shared_embedding=shared))
-    for layer in chunks_of_stage(shape.num_layers, sizes, cfg, stage)[chunk]:
-        found += _layer(shape, sizes, shape.is_moe_layer(layer))
+        yield vocabulary("embedding.word_embeddings.weight")
+    for layer in chunks_of_stage(shape.num_layers, sizes, cfg, place.stage)[chunk]:
+        yield from _layer(shape, sizes, tuning, layer, place.ep_rank)
     if is_last:
-        found += [Parameter(numel_of(entry, sizes)) for name, entry in outer.items() if name == "decoder.final_layernorm.weight"]
+        norm = outer["decoder.final_layernorm.weight"]
+        yield Parameter(numel_of(norm, sizes), trains=tuning.trains_outer(norm))
         if not shape.tied_embeddings or not is_first:
-            found.append(Parameter(rows * shape.hidden_size // sizes.layout.tp, is_shared_embedding=shared))
-    return found
+            yield vocabulary("output_layer.weight")
 
 
-def _layer(shape: ModelShape, sizes: BatchSizes, moe: bool) -> Iterator[Parameter]:
-    entries = [entry for entry in layer_entries(shape, moe=moe) if not entry.is_buffer]
-    ordered = sorted(entries, key=_place)
-    outside = [entry for entry in ordered if not entry.is_expert]
-    experts = [entry for entry in ordered if entry.is_expert]
-    before = [entry for entry in outside if "shared_experts" not in entry.megatron]
-    after = [entry for entry in outside if "shared_experts" in entry.megatron]
-    yield from (Parameter(numel_of(entry, sizes)) for entry in before)
-    if experts:
-        for _ in range(shape.num_experts // sizes.layout.ep):
-            yield from (Parameter(numel_of(entry, sizes), in_expert_buffer=sizes.layout.ep > 1) for entry in experts)
-    yield from (Parameter(numel_of(entry, sizes)) for entry in after)
+def _layer(shape: ModelShape, sizes: BatchSizes, tuning: Tuning, layer: int, ep_rank: int) -> Iterator[Parameter]:
+    entries = [entry for entry in layer_entries(shape, moe=shape.is_moe_layer(layer)) if not entry.is_buffer]
+    groups: dict[str, list[Entry]] = {"": [], "experts": [], "shared_experts": []}  # in Megatron's order
+    for entry in sorted(entries, key=_order):
+        groups["experts" if entry.is_expert else "shared_experts" if "shared_experts" in entry.megatron else ""].append(entry)
+    count = shape.num_experts // sizes.layout.ep
+    for group, rows in groups.items():
+        modules = [_Module.of(list(module), sizes, tuning) for _, module in groupby(rows, key=lambda entry: _order(entry)[0])]
+        for expert in range(ep_rank * count, (ep_rank + 1) * count) if group == "experts" else (0,):
+            for module in modules:
+                yield from module.parameters(tuning, layer, expert)
 
 
-def _place(entry: Entry) -> tuple[int, bool]:
+@dataclass(frozen=True, slots=True)
+class _Module:
+    """The rows of one Megatron module, its weight first, and what stands beside them where it has an adapter."""
+
+    rows: Sequence[tuple[Entry, int]]  # with the elements of this rank's shard
+    adapter: Sequence[Parameter]
+    reference: Sequence[Parameter]
+    helper: Sequence[Parameter]
+
+    @classmethod
+    def of(cls, rows: Sequence[Entry], sizes: BatchSizes, tuning: Tuning) -> _Module:
+        weight = rows[0]
+
+        def pair(adapters: Adapters | None, kind: Kind) -> list[Parameter]:
+            if adapters is None or not is_linear(weight):
+                return []
+            shards = (numel_of(entry, sizes) for entry in adapter_entries(weight, adapters.rank))
+            return [Parameter(numel, trains=kind is Kind.ADAPTER, kind=kind, is_expert=weight.is_expert) for numel in shards]
+
+        modules = len(weight.hf)
+        row_count = numel_of(weight, sizes) // weight.hf[0][1][-1]  # of a fused linear, which is cut by rows
+        helper = [Parameter(row_count * modules, trains=False, kind=Kind.HELPER)] if modules > 1 else []
+        own = [(entry, numel_of(entry, sizes)) for entry in rows]
+        return cls(own, pair(tuning.adapters, Kind.ADAPTER), pair(tuning.reference, Kind.REFERENCE), helper)
+
+    def parameters(self, tuning: Tuning, layer: int, expert: int) -> Iterator[Parameter]:
+        """In the order in which they are registered."""
+        weight = self.rows[0][0]
+        for entry, numel in self.rows:
+            yield Parameter(numel, trains=tuning.trains_weight(entry, layer, expert), is_expert=entry.is_expert)
+        has_adapter, has_reference = (
+            which is not None and which.is_on(weight, layer, expert) for which in (tuning.adapters, tuning.reference)
+        )
+        if has_adapter:
+            yield from self.adapter
+        if has_reference:
+            yield from self.reference
+        if has_adapter or has_reference:
+            yield from self.helper
+
+
+def _order(entry: Entry) -> tuple[int, bool]:
     parts = entry.megatron.split(".")
     return next((i for i, name in enumerate(_ORDER) if name in parts), len(_ORDER)), parts[-1] == "bias"
 
@@ -177,19 +243,17 @@ def buffer_of(parameters: Sequence[Parameter], *, ranks: int, is_sharded: bool, 
             is_open = False
     if is_open:
         buckets.append((begin, padded(position, bucket_alignment)))
-    return Buffer(places, buckets, ranks, holds_experts=any(parameter.in_expert_buffer for parameter in parameters))
+    return Buffer(places, buckets, ranks, holds_experts=any(parameter.is_expert for parameter in parameters))
 
 
-def buffers_of_stage(shape: ModelShape, sizes: BatchSizes, cfg: Config, stage: int) -> list[Buffer]:
-    """All gradient buffers of a rank of this stage: per model chunk one for dense parameters and, with EP, one for experts."""
-    is_sharded = cfg.optimizer.use_distributed_optimizer
+def buffers_of_chunk(parameters: Sequence[Parameter], sizes: BatchSizes, cfg: Config, *, is_first_chunk: bool) -> list[Buffer]:
+    """The gradient buffers of one model chunk, for what trains of it: one for dense parameters and one for experts."""
+    # So that communication overlaps; of later chunks and stages it waits for nothing.
+    overlaps = cfg.optimizer.overlap_grad_reduce and is_first_chunk
+    size = max(SMALLEST_BUCKET, BUCKET_PER_RANK * sizes.dp_size) if overlaps else None
     found = []
-    for chunk in range(sizes.layout.num_chunks):
-        parameters = parameters_of_chunk(shape, sizes, cfg, stage, chunk)
-        for experts, ranks in ((False, sizes.dp_size * sizes.layout.cp), (True, sizes.layout.expert_dp_size)):
-            own = [parameter for parameter in parameters if parameter.in_expert_buffer == experts]
-            overlaps = cfg.optimizer.overlap_grad_reduce and stage == 0 and chunk == 0
-            size = max(SMALLEST_BUCKET, BUCKET_PER_RANK * sizes.dp_size) if overlaps else None
-            if own:
-                found.append(buffer_of(own, ranks=ranks, is_sharded=is_sharded, bucket_size=size))
+    for experts, ranks in ((False, sizes.dp_size * sizes.layout.cp), (True, sizes.layout.expert_dp_size)):
+        own = [parameter for parameter in parameters if parameter.trains and parameter.is_expert == experts]
+        if own:
+            found.append(buffer_of(own, ranks=ranks, is_sharded=cfg.optimizer.use_distributed_optimizer, bucket_size=size))
     return found

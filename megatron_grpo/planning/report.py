@@ -31,7 +31,7 @@ def print_report(made: Plan, *, file: TextIO | None = None, is_short: bool = Fal
             console.print(meaning, style="dim", markup=False)
         console.print()
         if made.memory:
-            _memory(console, made.memory)
+            _memory(console, made.memory, made.cost or {})
         if made.cost:
             _cost(console, made.cost)
         if cfg.plan.dialect:
@@ -109,12 +109,15 @@ def _size_rows(made: Plan) -> Iterator[tuple[str, str, str]]:
         yield "pipeline bubble", f"{bubble_fraction(sizes):.1%}", why
 
 
-def _memory(console: Console, memory: dict[str, Any]) -> None:
+def _memory(console: Console, memory: dict[str, Any], cost: dict[str, Any]) -> None:
     from rich.table import Table
 
     console.rule("[bold]memory of one rank", align="left", style="dim")
+    if cost:
+        console.print(trainable(cost), markup=False)
     names = {
         "weights_bytes": "weights",
+        "adapters_bytes": "adapters",
         "gradients_bytes": "gradients",
         "optimizer_bytes": "optimizer",
         "reference_bytes": "reference",
@@ -137,7 +140,9 @@ def _memory(console: Console, memory: dict[str, Any]) -> None:
     console.print(out)
     sampler = memory["sampler"]
     console.print(
-        f"vLLM: weights {gigabytes(sampler['weights_bytes'])} GB, KV cache {gigabytes(sampler['kv_cache_bytes'])} GB "
+        f"vLLM: weights {gigabytes(sampler['weights_bytes'])} GB, "
+        + (f"room for an adapter {gigabytes(sampler['adapters_bytes'])} GB, " if sampler["adapters_bytes"] else "")
+        + f"KV cache {gigabytes(sampler['kv_cache_bytes'])} GB "
         f"({sampler['kv_cache_tokens']:,} tokens)",
         markup=False,
     )
@@ -160,7 +165,9 @@ def _cost(console: Console, cost: dict[str, Any]) -> None:
         for phase, flops in cost["flops_per_rollout"].items():
             if flops:
                 console.print(f"{phase.replace('_', ' '):<20}{flops / 1e12:>14,.2f} TFLOP {flops / total:>5.0%}", markup=False)
-        console.print(f"{'weight push':<20}{cost['weight_push_bytes'] / 1e9:>14,.2f} GB", markup=False)
+        once = f", and {gigabytes(cost['base_push_bytes'])} GB once, before the first" if cost["base_push_bytes"] else ""
+        console.print(f"{'weight push':<20}{gigabytes(cost['weight_push_bytes']):>14} GB{once}", markup=False)
+        console.print(f"{'checkpoint':<20}{gigabytes(cost['checkpoint_bytes']):>14} GB", markup=False)
         for assumption in cost["assumptions"]:
             console.print(f"  {assumption}", style="dim", markup=False)
     _sharing(console, cost["sharing"])
@@ -196,6 +203,18 @@ def _to_paste(flags: str, width: int) -> str:
             lines.append("")
         lines[-1] += f"{' ' if lines[-1] else ''}{flag}"
     return " \\\n".join(lines)
+
+
+def trainable(cost: dict[str, Any]) -> str:
+    """How much of the model trains, in a line."""
+    some, all_ = cost["trainable_parameters"], cost["parameters"]
+    return f"trainable parameters: {counted(some)} of {counted(all_)} ({100 * some / all_:.2g} %)"
+
+
+def counted(value: int) -> str:
+    """3.1 M, 7.6 B."""
+    unit, name = next(((unit, name) for unit, name in ((1e9, " B"), (1e6, " M"), (1e3, " k")) if value >= unit), (1, ""))
+    return f"{value / unit:.3g}{name}"
 
 
 def gigabytes(value: float) -> str:

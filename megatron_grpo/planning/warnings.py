@@ -10,6 +10,7 @@ from megatron_grpo.batching.timetable import Timetable
 from megatron_grpo.grpo import refused as refused_grpo
 from megatron_grpo.planning.check import Checked
 from megatron_grpo.planning.facts import bubble_fraction
+from megatron_grpo.rollout.adapters import LoraPush
 from megatron_grpo.settings.config import Config
 from megatron_grpo.sizing.batch_sizes import BatchSizes
 from megatron_grpo.sizing.dialects import explain
@@ -17,8 +18,8 @@ from megatron_grpo.sizing.dialects import explain
 BUBBLE = 0.3
 
 
-def warnings_of(checked: Checked, timetable: Timetable, memory: dict[str, Any] | None) -> list[str]:
-    """All warnings of a configuration that passes."""
+def warnings_of(checked: Checked, timetable: Timetable, memory: dict[str, Any] | None, push: LoraPush | None = None) -> list[str]:
+    """All warnings of a configuration that passes. push: how its adapters reach the sampler, where that is known."""
     cfg, sizes = checked.config, checked.sizes
     return [
         *_dialect(checked),
@@ -29,6 +30,7 @@ def warnings_of(checked: Checked, timetable: Timetable, memory: dict[str, Any] |
         *_swift(cfg, sizes),
         *_run(cfg, timetable),
         *refused_grpo.warnings(cfg),
+        *_lora(cfg, push),
         *_memory(memory),
     ]
 
@@ -147,6 +149,17 @@ def _run(cfg: Config, timetable: Timetable) -> Iterator[str]:
             f"{cfg.plan.plan_rollouts} "
             "rollouts shown, are not reached."
         )
+
+
+def _lora(cfg: Config, push: LoraPush | None) -> Iterator[str]:
+    if cfg.tuner.tuner_type == "lora" and cfg.sources.get("lr", "default") == "default":
+        yield (
+            f"Note: lr is its default, {cfg.optimizer.lr:g}, which suits the training of all weights. Adapters commonly take ten times as "
+            "much or more: Megatron-SWIFT's defaults are 1e-5 for all weights and 1e-4 for LoRA."
+        )
+    for note in push.notes if push else ():
+        said = note.removeprefix("WARNING: ")
+        yield said[0].upper() + said[1:]
 
 
 def _memory(memory: dict[str, Any] | None) -> Iterator[str]:

@@ -40,6 +40,7 @@ from megatron_grpo.weights.adapters import Read, Sizes, adapter_map, drawn_far, 
 from megatron_grpo.weights.lora import B, LoraSettings, linear_modules, module_of, widest_rank
 from megatron_grpo.weights.names import ShardCut
 
+AdapterPush = Literal["adapter", "merged"]  # an adapter alone, or the weights with it added in
 TRAINED, REFERENCE = "lora", "ref"  # whose matrices: `lora_a` and `lora_b` train, `ref_a` and `ref_b` stay
 
 
@@ -141,7 +142,7 @@ class Adapters:
         read: Read,
         *,
         base_model: str,
-        push: Literal["adapter", "merged"] = "adapter",
+        push: AdapterPush = "adapter",
     ):
         """Freezes the chunks, and puts adapters with the values that `read` says beside their targets. Before DDP wraps them.
 
@@ -236,7 +237,7 @@ class Adapters:
         linear.__class__, linear.lora_dropout = _adapted(linear.__class__), self.settings.dropout
         kind = weights.map.kind(f"{stem}.lora_b")
         linear.lora_place = _Place(
-            group=getattr(linear, "tp_group", None) or linear._tp_group,  # Transformer Engine's layers have the second
+            group=getattr(linear, "_tp_group", None) or linear.tp_group,  # Transformer Engine's layers have the first
             is_column=kind.cut is not ShardCut.REPLICATED,
             is_gated=kind.cut is ShardCut.GATED_COLUMN,
             is_expert=kind.is_expert,

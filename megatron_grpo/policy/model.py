@@ -10,6 +10,7 @@ from megatron.core import tensor_parallel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
@@ -25,8 +26,13 @@ from megatron_grpo.weights.rope import rope_inverse_frequencies
 from megatron_grpo.weights.shape import ModelShape
 
 
-def transformer_config(shape: ModelShape, model: ModelConfig, layout: ParallelConfig, *, use_te: bool) -> TransformerConfig:
-    """Megatron-Core's configuration of one model. Fusions that need CUDA extensions are off unless Transformer Engine brings them."""
+def transformer_config(
+    shape: ModelShape, model: ModelConfig, layout: ParallelConfig, *, use_te: bool, plain_linears: bool = False
+) -> TransformerConfig:
+    """Megatron-Core's configuration of one model. Fusions that need CUDA extensions are off unless Transformer Engine brings them.
+
+    plain_linears: see `layer_specs`.
+    """
     dtype = getattr(torch, model.torch_dtype)
     interleaved = layout.virtual_pipeline_model_parallel_size is not None
     kind, moe, mla = TransformerConfig, {}, {}
@@ -52,7 +58,7 @@ def transformer_config(shape: ModelShape, model: ModelConfig, layout: ParallelCo
             moe_router_load_balancing_type="none",
             moe_aux_loss_coeff=0.0,
             moe_z_loss_coeff=model.moe_z_loss_coeff,
-            moe_grouped_gemm=use_te,
+            moe_grouped_gemm=use_te and not plain_linears,
             moe_router_pre_softmax=not shape.moe.norm_topk_prob,
             moe_router_score_function=shape.moe.score_function,
             # Sigmoid routers are computed in float32 wherever they come from; the scores of others are rounded as the sampler rounds them.
@@ -123,8 +129,14 @@ def transformer_config(shape: ModelShape, model: ModelConfig, layout: ParallelCo
     )
 
 
-def layer_specs(shape: ModelShape, config: TransformerConfig, *, use_te: bool, vp_stage: int | None) -> TransformerBlockSubmodules:
-    """The layers of this stage. On the local spec, with the attention and the norms of `policy.layers` in place of Megatron's."""
+def layer_specs(
+    shape: ModelShape, config: TransformerConfig, *, use_te: bool, vp_stage: int | None, plain_linears: bool = False
+) -> TransformerBlockSubmodules:
+    """The layers of this stage. On the local spec, with the attention and the norms of `policy.layers` in place of Megatron's.
+
+    plain_linears: every linear layer is a module of its own that sees its own input. Transformer Engine's usual ones hold the norm before
+    them, and all experts at once.
+    """
     block = get_gpt_decoder_block_spec(config, use_transformer_engine=use_te, normalization="RMSNorm", vp_stage=vp_stage)
     for layer in {id(layer): layer for layer in block.layer_specs}.values():  # layers of a kind share one specification
         attention = layer.submodules.self_attention.submodules
@@ -133,6 +145,8 @@ def layer_specs(shape: ModelShape, config: TransformerConfig, *, use_te: bool, v
             attention.linear_qkv = with_bias(attention.linear_qkv, shape.qkv_bias)
             attention.linear_proj = with_bias(attention.linear_proj, shape.attention_out_bias)
         if use_te:
+            if plain_linears:
+                _take_norms_out(layer, shape.qkv_bias)
             continue
         layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = Norm
         attention.core_attention = PackedAttention
@@ -146,6 +160,16 @@ def layer_specs(shape: ModelShape, config: TransformerConfig, *, use_te: bool, v
     if not use_te:
         block.layer_norm = Norm
     return block
+
+
+def _take_norms_out(layer: ModuleSpec, qkv_bias: bool) -> None:
+    from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TENorm
+
+    layer.submodules.input_layernorm = TENorm
+    layer.submodules.self_attention.submodules.linear_qkv = with_bias(TEColumnParallelLinear, qkv_bias)
+    layer.submodules.pre_mlp_layernorm = TENorm  # before experts it is one already
+    if hasattr(layer.submodules.mlp.submodules, "linear_fc1"):
+        layer.submodules.mlp.submodules.linear_fc1 = TEColumnParallelLinear
 
 
 class LogProbHead(tensor_parallel.ColumnParallelLinear):
@@ -182,6 +206,7 @@ class PolicyModel(GPTModel):
         config: TransformerConfig,
         *,
         use_te: bool,
+        plain_linears: bool,
         padded_vocab_size: int,
         first: bool,
         last: bool,
@@ -191,7 +216,7 @@ class PolicyModel(GPTModel):
     ):
         super().__init__(
             config,
-            layer_specs(shape, config, use_te=use_te, vp_stage=vp_stage),
+            layer_specs(shape, config, use_te=use_te, vp_stage=vp_stage, plain_linears=plain_linears),
             vocab_size=padded_vocab_size,
             max_sequence_length=shape.max_position_embeddings,
             pre_process=first,
@@ -254,11 +279,12 @@ def build_chunks(
     parallel: ParallelState,
     *,
     use_te: bool,
+    plain_linears: bool = False,
     padded_vocab_size: int,
     temperature: float,
 ) -> list[PolicyModel]:
     """The model chunks of this rank's stage: one, or `virtual_pipeline_model_parallel_size`. Weights are not set yet."""
-    config = transformer_config(shape, model, layout, use_te=use_te)
+    config = transformer_config(shape, model, layout, use_te=use_te, plain_linears=plain_linears)
     chunks = []
     for index in range(parallel.layout.num_chunks):
         chunks.append(
@@ -266,6 +292,7 @@ def build_chunks(
                 shape,
                 config,
                 use_te=use_te,
+                plain_linears=plain_linears,
                 padded_vocab_size=padded_vocab_size,
                 first=parallel.is_first_stage and index == 0,
                 last=parallel.is_last_stage and index == parallel.layout.num_chunks - 1,

@@ -31,7 +31,7 @@ from megatron_grpo.policy.router import routers
 from megatron_grpo.policy.scorer import ModelScorer
 from megatron_grpo.policy.stream import LocalBatch
 from megatron_grpo.types import GlobalBatch, MicroBatch, RowKey, Sequence, TrainingMicroBatch
-from megatron_grpo.weights.update import WeightUpdate
+from megatron_grpo.weights.update import NO_VERSION, WeightUpdate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -194,8 +194,18 @@ class Policy:
             yield WeightUpdate(kind="merged", version=version, tensors=self.named_weights())
         else:
             if not has_base:
-                yield WeightUpdate(kind="weights", version=-1, tensors=self.exchange.stream(self.tensors()))
+                yield WeightUpdate(kind="weights", version=NO_VERSION, tensors=self.exchange.stream(self.tensors()))
             yield WeightUpdate(kind="adapter", version=version, tensors=self.named_adapters(), config=self.adapters.config)
+
+    @contextlib.contextmanager
+    def trial(self) -> Iterator[WeightUpdate | None]:
+        """Inside, the adapters are far from zero; what a holder of the base must take to agree. None where weights train."""
+        if self.adapters is None:
+            yield None
+            return
+        self.tensors()  # complete, before some are put aside
+        with self.adapters.far_from_zero(seed=0):
+            yield list(self.updates(NO_VERSION, has_base=True))[-1]
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(Hugging Face name, full tensor) of every weight, on every rank, as they are now; adapters are added in."""

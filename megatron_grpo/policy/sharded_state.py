@@ -36,15 +36,17 @@ def sharded_state(
 ) -> dict[str, Any]:
     """The sharded state dict of this rank. Collective: every rank calls it.
 
-    chunks: the model chunks of this stage, each wrapped in Megatron's DistributedDataParallel (one, or `vpp` of them).
+    chunks: the model chunks of this stage (one, or `vpp` of them), each wrapped in Megatron's DistributedDataParallel or not.
     optimizer: a MegatronOptimizer; None leaves it out. scheduler: anything with `state_dict()`; None leaves it out.
     reference: chunks as `chunks`, but not wrapped; None leaves them out.
     is_loading: describe where to load to, instead of what to save.
     """
     is_whole = _all_train(chunks)
     how = RESHARDABLE if is_whole else RESHARDABLE | ONE_BY_ONE
-    models = {name: chunk.module.sharded_state_dict(metadata=dict(how)) for name, chunk in _named(chunks)}
-    state: dict[str, Any] = {name: models[name] if is_whole else _what_trains(chunk.module, models[name]) for name, chunk in _named(chunks)}
+    models = {name: _model(chunk).sharded_state_dict(metadata=dict(how)) for name, chunk in _named(chunks)}
+    state: dict[str, Any] = {
+        name: models[name] if is_whole else _what_trains(_model(chunk), models[name]) for name, chunk in _named(chunks)
+    }
     if optimizer is not None:
         # With a single chunk Megatron expects the chunk's own dict, not a dict of chunks.
         whole = models["model"] if len(chunks) == 1 else models
@@ -67,8 +69,8 @@ def load_state(
     """Puts back what `megatron.core.dist_checkpointing.load` made of `sharded_state(..., is_loading=True)`. Collective."""
     is_whole = _all_train(chunks)
     for name, chunk in _named(chunks):
-        found = chunk.module.load_state_dict(state.get(name, {}), strict=is_whole)  # what is empty does not come back
-        lost = set(found.missing_keys) & _trained(chunk.module)
+        found = _model(chunk).load_state_dict(state.get(name, {}), strict=is_whole)  # what is empty does not come back
+        lost = set(found.missing_keys) & _trained(_model(chunk))
         if found.unexpected_keys or lost:
             raise ValueError(f"a checkpoint that has been read lacks {sorted(lost)[:3]} and has {found.unexpected_keys[:3]} besides")
     if optimizer is not None:
@@ -168,6 +170,11 @@ def _torch_optimizers(optimizer: Any) -> Iterator[torch.optim.Optimizer]:
 def _chain(optimizer: Any) -> list[Any]:
     """Dense and expert parameters have an optimizer each, where there is expert parallelism."""
     return getattr(optimizer, "chained_optimizers", [optimizer])
+
+
+def _model(chunk: Any) -> Any:
+    """Without Megatron's DistributedDataParallel, where there is one: a model that is only exported has none."""
+    return getattr(chunk, "module", chunk)
 
 
 def _named(chunks: Sequence[Any]) -> list[tuple[str, Any]]:

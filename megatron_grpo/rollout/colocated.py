@@ -21,11 +21,13 @@ from megatron_grpo.cleanup import CleanUp
 from megatron_grpo.errors import ConfigError, Problem
 from megatron_grpo.parallel import collectives
 from megatron_grpo.rollout import vllm_patches
-from megatron_grpo.rollout.engine import NO_WEIGHTS, SamplingSettings, WeightSyncError, prompt_seed
+from megatron_grpo.rollout.adapters import LoraPush
+from megatron_grpo.rollout.engine import SamplingSettings, WeightSyncError, prompt_seed
+from megatron_grpo.rollout.vllm_adapters import AdapterSlot, lora_options
 from megatron_grpo.rollout.vllm_options import CPU_BLOCK_SIZE, cpu_options, gpu_options, problem_of
 from megatron_grpo.settings.config import RolloutConfig
 from megatron_grpo.types import Completion, Group, Prompt, answered
-from megatron_grpo.weights.update import WeightUpdate
+from megatron_grpo.weights.update import NO_VERSION, WeightUpdate
 
 PROBE_LENGTH = 2 * CPU_BLOCK_SIZE + 2  # tokens: two full blocks of the prefix cache, then the token that is read through it
 NUM_PROBES = 4
@@ -34,23 +36,26 @@ NUM_PROBES = 4
 class ColocatedEngine:
     """An `Engine`. See `megatron_grpo.rollout.engine` for what its methods promise."""
 
-    def __init__(self, llm: Any, *, rank: int, world_size: int, tensor_parallel_size: int, max_model_len: int, sleep_level: int):
-        self._llm = llm
+    def __init__(self, llm: Any, *, rank: int, world_size: int, tensor_parallel_size: int, max_model_len: int, sleep_level: int,
+                 adapter: AdapterSlot | None = None):  # fmt: skip
+        """adapter: where the policy's adapter goes, if it is pushed by itself."""
+        self._llm, self._adapter = llm, adapter
         self._replica, self._rank_in_engine = divmod(rank, tensor_parallel_size)
         self._num_replicas = world_size // tensor_parallel_size
         self._tensor_parallel_size = tensor_parallel_size
         self._max_model_len = max_model_len
         self._sleep_level = sleep_level
-        self._version = 0
+        self._version, self._has_base = 0, True
         self._asleep: set[str] = set()  # of "weights" and "kv_cache": vLLM's names for what sleep takes away
 
     @classmethod
-    def build(cls, cfg: RolloutConfig, *, model_path: str | Path, dtype: str, max_model_len: int, seed: int, rank: int, world_size: int
-              ) -> ColocatedEngine:  # fmt: skip
+    def build(cls, cfg: RolloutConfig, *, model_path: str | Path, dtype: str, max_model_len: int, seed: int, rank: int, world_size: int,
+              lora: LoraPush | None = None) -> ColocatedEngine:  # fmt: skip
         """Loads the model at `model_path` (version 0: nothing needs to be pushed before the first rollout). Collective over all ranks.
 
         dtype: "float32" or "bfloat16"; `vllm_dtype` of the settings goes before it. max_model_len: prompt + completion, in tokens;
-        `vllm_max_model_len` goes before it. Raises ConfigError where the KV cache cannot hold one sequence.
+        `vllm_max_model_len` goes before it. lora: how adapters are pushed, where they train. Raises ConfigError where the KV cache cannot
+        hold one sequence.
         """
         on_gpu = torch.cuda.is_available()
         vllm_patches.prepare_environment(on_gpu=on_gpu)
@@ -60,6 +65,9 @@ class ColocatedEngine:
         tp = cfg.vllm_tensor_parallel_size
         max_model_len = cfg.vllm_max_model_len or max_model_len
         options = (gpu_options(cfg) if on_gpu else cpu_options(cfg)) | {"dtype": cfg.vllm_dtype or dtype}
+        room = lora if lora is not None and lora.kind == "adapter" else None
+        if room is not None:
+            options |= lora_options(room)
         if collectives.has_job():
             options["distributed_executor_backend"] = "external_launcher"  # one worker in each of the launcher's ranks
         with vllm_patches.trainer_untouched():
@@ -77,20 +85,24 @@ class ColocatedEngine:
                     raise
                 raise ConfigError([problem]) from error
         return cls(llm, rank=rank, world_size=world_size, tensor_parallel_size=tp, max_model_len=max_model_len,
-                   sleep_level=cfg.sleep_level if on_gpu else 0)  # fmt: skip
+                   sleep_level=cfg.sleep_level if on_gpu else 0, adapter=AdapterSlot(llm, room.modules) if room else None)  # fmt: skip
 
     @property
     def version(self) -> int:
         return self._version
 
     @property
+    def has_base(self) -> bool:
+        return self._has_base
+
+    @property
     def dtype(self) -> str:
         return str(self._llm.llm_engine.model_config.dtype).removeprefix("torch.")
 
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingSettings, *, seed: int) -> list[Group]:
-        if self._version == NO_WEIGHTS:
+        if self._version == NO_VERSION:
             raise WeightSyncError(
-                "the rollout engine holds no weights: it slept at sleep_level 2, or a weight push failed. Push them first."
+                "the rollout engine holds no weights of a version: it slept at sleep_level 2, or a weight push failed. Push them first."
             )
         self._check_lengths(prompts, sampling)
         mine = prompts[self._replica :: self._num_replicas]
@@ -103,15 +115,36 @@ class ColocatedEngine:
         return [Group(prompt=prompt, completions=tuple(found)) for prompt, found in list(zip(mine, answers, strict=True))[share]]
 
     def take(self, update: WeightUpdate) -> None:
-        self._version = NO_WEIGHTS  # until all of it has arrived
+        self._version = NO_VERSION  # until all of it has arrived
         self._wake("weights")
+        if update.kind == "adapter":
+            self._take_adapter(update)
+        else:
+            self._take_weights(update)
+        self._version = update.version
+
+    def _take_adapter(self, update: WeightUpdate) -> None:
+        if self._adapter is None:
+            raise WeightSyncError(
+                f"the push of version {update.version} is an adapter, and the rollout engine was started without room for one."
+            )
+        if not self._has_base:
+            raise WeightSyncError(
+                f"the adapter of version {update.version} came to a rollout engine without the base weights it belongs to."
+            )
+        self._adapter.take(update)
+
+    def _take_weights(self, update: WeightUpdate) -> None:
+        self._has_base = False
         with vllm_patches.trainer_untouched():
             (missing,) = self._llm.collective_rpc(_load, args=(update.tensors, self._repack))
         if missing:
             names = ", ".join(missing[:8]) + ", ..." * (len(missing) > 8)
             raise WeightSyncError(f"the push of version {update.version} left {len(missing)} of the engine's weights as they were: {names}")
+        if self._adapter is not None:
+            self._adapter.drop()  # it belonged to what was there before
         self._forget_prefixes()
-        self._version = update.version
+        self._has_base = update.kind == "weights"
 
     def probes(self) -> list[tuple[int, ...]]:
         tokenizer = self._llm.get_tokenizer()
@@ -150,7 +183,7 @@ class ColocatedEngine:
             self._llm.sleep(level=self._sleep_level)
             self._asleep = {"weights", "kv_cache"}
             if self._sleep_level == 2:
-                self._version = NO_WEIGHTS
+                self._version, self._has_base = NO_VERSION, False
 
     def close(self) -> None:
         if self._llm is not None:
@@ -187,8 +220,9 @@ class ColocatedEngine:
             return []
         with vllm_patches.trainer_untouched():
             return self._llm.generate(
-                [{"prompt_token_ids": list(ids)} for ids, _ in requests], [params for _, params in requests], use_tqdm=False
-            )
+                [{"prompt_token_ids": list(ids)} for ids, _ in requests], [params for _, params in requests],
+                lora_request=self._adapter.request if self._adapter is not None else None, use_tqdm=False,
+            )  # fmt: skip
 
     def _params(self, sampling: SamplingSettings, seed: int | None) -> Any:
         from vllm import SamplingParams
@@ -259,7 +293,8 @@ def _load(worker: Any, named: Iterable[tuple[str, torch.Tensor]], repack: Any) -
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
     model = worker.model_runner.get_model()
-    expected = {name for name, _ in model.named_parameters()}
+    # A layer with room for an adapter is inside another module, and its weights are loaded under their own names all the same.
+    expected = {name.replace(".base_layer.", ".") for name, _ in model.named_parameters()}
     with set_current_vllm_config(worker.vllm_config), torch.no_grad():
         initialize_layerwise_reload(model)
         loaded = model.load_weights(named)

@@ -18,7 +18,6 @@ from megatron_grpo.weights.update import WeightUpdate
 
 # Completion i of a prompt is drawn with the prompt's seed + i (vLLM's rule), so prompts are this far apart.
 SEEDS_PER_PROMPT = 1024
-NO_WEIGHTS = -1  # the version of an engine that holds none
 
 
 class WeightSyncError(RuntimeError):
@@ -78,14 +77,21 @@ class WeightHolder(Protocol):
 
     @property
     def version(self) -> int:
-        """The version of the weights it samples with; -1 when it holds none (asleep without weights, or after a failed push)."""
+        """The version of the weights it samples with; NO_VERSION when it has none (asleep without weights, a base whose adapter is to come,
+        a trial, or after a failed push)."""
+
+    @property
+    def has_base(self) -> bool:
+        """Whether it holds the weights that an adapter of this run is added to: those of the checkpoint, which it read by itself or took
+        in an update of kind "weights". The same on every rank."""
 
     @property
     def dtype(self) -> str:
         """What it computes in: "float32", "bfloat16"."""
 
     def take(self, update: WeightUpdate) -> None:
-        """Holds the update's version from now on. Raises WeightSyncError.
+        """Holds the update's version from now on. All weights take the place of an earlier adapter too; an adapter that of the one before.
+        Raises WeightSyncError.
 
         Nearly all of a layer's tensors are held until the layer is complete, so memory stays bounded when they come layer by layer.
         """

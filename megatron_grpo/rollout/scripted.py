@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from megatron_grpo.parallel import collectives
-from megatron_grpo.rollout.engine import NO_WEIGHTS, SamplingSettings, WeightSyncError
+from megatron_grpo.rollout.engine import SamplingSettings, WeightSyncError
 from megatron_grpo.types import Completion, Group, Prompt
-from megatron_grpo.weights.update import WeightUpdate
+from megatron_grpo.weights.update import NO_VERSION, WeightUpdate
 
 Answer = Callable[[Prompt, int, int], Completion]
 """(prompt, place in its group, version of the weights) -> the completion. The same on every rank."""
@@ -24,14 +24,19 @@ class ScriptedEngine:
     dtype = "float32"
 
     def __init__(self, answer: Answer, *, score: Callable[[Sequence[int]], list[float]] | None = None):
-        self._answer, self._score, self._version = answer, score, 0
+        self._answer, self._score = answer, score
+        self._version, self._has_base = 0, True
 
     @property
     def version(self) -> int:
         return self._version
 
+    @property
+    def has_base(self) -> bool:
+        return self._has_base
+
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingSettings, *, seed: int) -> list[Group]:
-        if self._version == NO_WEIGHTS:
+        if self._version == NO_VERSION:
             raise WeightSyncError("the scripted engine holds no weights: a weight push failed.")
         mine = prompts[collectives.rank() :: collectives.num_ranks()]
         return [
@@ -40,10 +45,13 @@ class ScriptedEngine:
         ]
 
     def take(self, update: WeightUpdate) -> None:
-        self._version = NO_WEIGHTS  # until all of it has arrived
+        self._version = NO_VERSION  # until all of it has arrived
+        if update.kind == "adapter" and not self._has_base:
+            raise WeightSyncError("the scripted engine has no base for an adapter.")
+        self._has_base = update.kind == "adapter"
         for _ in update.tensors:
             pass
-        self._version = update.version
+        self._version, self._has_base = update.version, update.kind != "merged"
 
     def probes(self) -> list[tuple[int, ...]]:
         return [(4, 5, 6, 7), (7, 6, 5, 4)]

@@ -7,6 +7,7 @@ torch and rewrites environment variables. Written for vLLM 0.32; each entry says
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import glob
 import logging
 import os
@@ -34,6 +35,7 @@ _HARMLESS = {
     # trainer_untouched sees to the seed; vLLM itself runs without chunks on some CPUs.
     "vllm.engine.arg_utils": ("The global random seed is set to", "This model does not officially support disabling chunked prefill"),
     "vllm.config.vllm": ("Enforce eager set", "Inductor compilation was disabled", "Model Runner V2 requires Triton"),  # as we ask for
+    "vllm.v1.engine.input_processor": ("vLLM has deprecated support for supporting different tokenizers",),  # no adapter brings one
     "vllm.model_executor.model_loader.reload.layerwise": (
         "%s: Failed to load weights",
         "Allocating",
@@ -79,6 +81,7 @@ def apply_patches(*, on_gpu: bool) -> None:
     if not on_gpu:
         from vllm.distributed.device_communicators import cpu_communicator
 
+        _keep_cpu_experts()
         # It would bind all memory of the process, the trainer's too, to one NUMA node.
         operators: Any = torch.ops._C
         operators.init_cpu_memory_env = lambda nodes: None
@@ -88,6 +91,19 @@ def apply_patches(*, on_gpu: bool) -> None:
         shm.make_group_name = staticmethod(_shared_memory_name)
         if shm._init_cpu_shm.__name__ != "init_and_unlink":
             shm._init_cpu_shm = _unlinking(shm._init_cpu_shm)
+
+
+def _keep_cpu_experts() -> None:
+    """An engine with room for adapters takes Triton's experts, also where no expert has one; a CPU has no Triton."""
+    import vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method as method
+
+    select = method.select_unquantized_moe_backend
+    if select.__name__ != "without_adapters":
+
+        def without_adapters(moe_config: Any) -> Any:
+            return select(dataclasses.replace(moe_config, is_lora_enabled=False))
+
+        method.select_unquantized_moe_backend = without_adapters
 
 
 def _keep_process_groups(*args: object, **kwargs: object) -> None:

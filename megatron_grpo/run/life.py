@@ -7,20 +7,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from megatron_grpo import launcher, train
 from megatron_grpo.build import build_run
 from megatron_grpo.cleanup import CleanUp
 from megatron_grpo.errors import EXIT_CRASH, EXIT_DONE, ConfigError, Interrupted, RunError
-from megatron_grpo.export import export_adapter, export_hf
+from megatron_grpo.export import export_model
 from megatron_grpo.inputs import Inputs
 from megatron_grpo.parallel import collectives, state
 from megatron_grpo.parallel.layout import Layout
 from megatron_grpo.parallel.state import ParallelState
 from megatron_grpo.planning.command import Plan
 from megatron_grpo.planning.report import print_report
-from megatron_grpo.policy.policy import Policy
 from megatron_grpo.rewards.loading import close_rewards
 from megatron_grpo.run.failures import PREFIX, tell
 from megatron_grpo.run.lock import OutputLock
@@ -72,7 +69,9 @@ def train_and_export(made: Plan, inputs: Inputs, parallel: ParallelState, signal
     try:
         train.train(run)
         if cfg.run.export_hf:
-            write_exports(run.policy, cfg, inputs, parallel)
+            policy = run.policy
+            export_model(policy.exchange, policy.tensors(), policy.adapters, Path(cfg.run.output_dir) / "hf",
+                         cfg=cfg, source=inputs.model_path)  # fmt: skip
     except Interrupted:
         clean_up.add(run.journal.close)
         raise
@@ -80,17 +79,6 @@ def train_and_export(made: Plan, inputs: Inputs, parallel: ParallelState, signal
         clean_up.add(partial(run.journal.close, summary=False))  # a run that failed shows no before and after
         raise
     clean_up.add(run.journal.close)
-
-
-def write_exports(policy: Policy, cfg: Config, inputs: Inputs, parallel: ParallelState) -> None:
-    """`hf/` is what was trained: a model, or an adapter; with merge_lora the model that both make is `hf_merged/`. Collective."""
-    out, dtype = Path(cfg.run.output_dir), getattr(torch, cfg.model.torch_dtype)
-    if policy.adapters is None:
-        export_hf(policy, out / "hf", source=inputs.model_path, dtype=dtype, parallel=parallel)
-        return
-    export_adapter(policy, out / "hf", source=inputs.model_path, parallel=parallel)
-    if cfg.tuner.merge_lora:
-        export_hf(policy, out / "hf_merged", source=inputs.model_path, dtype=dtype, parallel=parallel)
 
 
 def take_output_dir(cfg: Config, parallel: ParallelState, clean_up: CleanUp) -> None:

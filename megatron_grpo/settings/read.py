@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_grpo.errors import Problem
-from megatron_grpo.settings.table import canonical, table
+from megatron_grpo.settings.table import canonical, names, table
 
 COMMAND_LINE = "command line"
 _FLAG = re.compile(r"--[A-Za-z]")
@@ -88,7 +88,8 @@ def read_yaml(text: str, *, source: str) -> tuple[list[TypedSetting], list[Probl
         """prefix: of the names, which a group of settings has none of; within: the sections, whatever they are."""
         for key, value in mapping.items():
             name = prefix + canonical(str(key))
-            if isinstance(value, dict):
+            setting = names().get(name)
+            if isinstance(value, dict) and not (setting and setting.is_map):
                 is_group = not within and name in groups
                 walk(value, "" if is_group else f"{within}{canonical(str(key))}.", f"{within}{canonical(str(key))}.")
             else:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import fields
 
 from megatron_grpo.settings.config import Config
+from megatron_grpo.settings.foreign import shown
 from megatron_grpo.settings.table import Setting, table
 
 
@@ -89,7 +90,7 @@ def _plain(value: object) -> str:
     if isinstance(value, list):
         return " ".join(map(str, value)) or "(none)"
     if isinstance(value, dict):
-        return " ".join(f"{name}={one:g}" for name, one in value.items()) or "(none)"
+        return shown(value) or "(none)"
     from rich.markup import escape
 
     return "none" if value is None else escape(str(value)) if value != "" else '""'

@@ -8,6 +8,8 @@ from dataclasses import fields
 from typing import Any
 
 from megatron_grpo.settings.config import Config, TunerConfig
+from megatron_grpo.settings.foreign import shown
+from megatron_grpo.settings.read import COMMAND_LINE
 
 # Modules that people give adapters elsewhere, by the names they have there and in Megatron.
 _NO_ADAPTER: Mapping[str, str] = {
@@ -25,7 +27,7 @@ Pair = tuple[tuple[str, ...], str, dict[str, list[Any]]]
 def pairs(cfg: Config) -> Iterator[Pair]:
     """(settings, what is wrong, nearest values) of each problem."""
     yield from _patterns(cfg.tuner)
-    yield from _of_lora(cfg) if cfg.tuner.tuner_type == "lora" else _of_full(cfg.tuner)
+    yield from _of_lora(cfg) if cfg.tuner.tuner_type == "lora" else _of_full(cfg)
 
 
 def are_names_readable(tuner: TunerConfig) -> bool:
@@ -50,15 +52,18 @@ def _changed(tuner: TunerConfig, names: Iterable[str]) -> list[str]:
 
 
 def _shown(tuner: TunerConfig, names: Iterable[str]) -> str:
-    def value(name: str) -> str:
-        found = getattr(tuner, name)
-        return " ".join(map(str, found)) if isinstance(found, list) else str(found).lower() if isinstance(found, bool) else str(found)
-
-    return ", ".join(f"{name} ({value(name)})" for name in names)
+    return ", ".join(f"{name} ({shown(getattr(tuner, name))})" for name in names)
 
 
-def _of_full(tuner: TunerConfig) -> Iterator[Pair]:
-    if of_lora := _changed(tuner, [f.name for f in fields(TunerConfig) if f.name not in ("tuner_type", *_OF_FULL)]):
+def _asked_for(cfg: Config, names: Iterable[str]) -> list[str]:
+    """Those that are changed; and those that somebody typed who did not mean `off`, be it at its default."""
+    by_hand = [name for name in names if name in cfg.typed and (cfg.plan.dialect or cfg.sources.get(name) == COMMAND_LINE)]
+    return list(dict.fromkeys([*_changed(cfg.tuner, names), *(name for name in by_hand if getattr(cfg.tuner, name))]))
+
+
+def _of_full(cfg: Config) -> Iterator[Pair]:
+    tuner = cfg.tuner
+    if of_lora := _asked_for(cfg, [f.name for f in fields(TunerConfig) if f.name not in ("tuner_type", *_OF_FULL)]):
         yield (
             ("tuner_type", *of_lora),
             f"{_shown(tuner, of_lora)}: {'these are' if len(of_lora) > 1 else 'this is'} of tuner_type lora, and tuner_type is full. "

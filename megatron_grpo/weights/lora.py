@@ -16,6 +16,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -67,6 +68,7 @@ class LoraSettings:
     exclude_regex: str | None = None
     rank_pattern: Mapping[str, int] = field(default_factory=dict)
     alpha_pattern: Mapping[str, float] = field(default_factory=dict)
+    _ranks: dict[str, int] = field(default_factory=dict, init=False, repr=False, compare=False)  # found so far: many ask, of many modules
 
     @classmethod
     def of(cls, cfg: TunerConfig, shape: ModelShape) -> LoraSettings:
@@ -118,7 +120,9 @@ class LoraSettings:
 
     def rank_of(self, module: str) -> int:
         """0: the module has no adapter."""
-        return int(_first_match(self.rank_pattern, module, self.rank)) if self.is_target(module) else 0
+        if module not in self._ranks:
+            self._ranks[module] = int(_first_match(self.rank_pattern, module, self.rank)) if self.is_target(module) else 0
+        return self._ranks[module]
 
     def scale_of(self, module: str) -> float:
         """What multiplies B A; 0 where there is no adapter. Rank-stabilised scales divide by the root of the rank (arXiv:2312.03732)."""
@@ -228,8 +232,13 @@ class LinearModule:
     is_expert: bool
 
 
-def linear_modules(shape: ModelShape) -> Iterator[LinearModule]:
-    """Every one of the whole model, layer by layer."""
+@cache
+def linear_modules(shape: ModelShape) -> tuple[LinearModule, ...]:
+    """Every one of the whole model, layer by layer. Kept: a model of many experts has tens of thousands, and many ask for them."""
+    return tuple(_linear_modules(shape))
+
+
+def _linear_modules(shape: ModelShape) -> Iterator[LinearModule]:
     for layer in range(shape.num_layers):
         for entry in layer_entries(shape, moe=shape.is_moe_layer(layer)):
             if not is_linear(entry):

@@ -84,7 +84,7 @@ def test_pushed_weights_are_consumed_once_and_become_the_version(model, name):
         from safetensors.torch import load_file
 
         from megatron_grpo.rollout.engine import WeightSyncError
-        from megatron_grpo.weights.update import WeightUpdate
+        from megatron_grpo.weights.update import NO_VERSION, WeightUpdate
 
         engine, weights = build(name, model, rank, world_size), load_file(model / "model.safetensors")
         probes = engine.probes()
@@ -97,11 +97,18 @@ def test_pushed_weights_are_consumed_once_and_become_the_version(model, name):
                 consumed.append(name)
                 yield name, tensor
 
-        def update(version, fail_after=None):
-            return WeightUpdate(kind="weights", version=version, tensors=stream(fail_after))
+        def update(version, fail_after=None, kind="weights"):
+            return WeightUpdate(kind=kind, version=version, tensors=stream(fail_after))
 
+        assert engine.has_base
+        engine.take(update(6, kind="merged"))
+        assert engine.version == 6 and not engine.has_base  # an adapter is in it: no other can be added
+        with pytest.raises(WeightSyncError):
+            engine.take(WeightUpdate(kind="adapter", version=7, tensors=()))
+        assert engine.version == NO_VERSION
+        consumed.clear()
         engine.take(update(7))
-        assert consumed == list(weights) and engine.version == 7
+        assert consumed == list(weights) and engine.version == 7 and engine.has_base
         with engine.awake():
             assert [group.version for group in engine.generate(prompts(1, 2), sampling(), seed=0)] == [7, 7]
         assert engine.probes() == probes and all(isinstance(token, int) for probe in probes for token in probe)
@@ -109,7 +116,7 @@ def test_pushed_weights_are_consumed_once_and_become_the_version(model, name):
 
         with pytest.raises(RuntimeError, match="a rank of the trainer failed"):
             engine.take(update(8, fail_after=3))
-        assert engine.version == -1
+        assert engine.version == NO_VERSION and not engine.has_base
         with pytest.raises(WeightSyncError, match="no weights"):
             engine.generate(prompts(1), sampling(), seed=0)
 

@@ -65,14 +65,14 @@ def worst(one, other) -> float:
 
 def use(rank, world, model, cfg, adapters, out):
     """For each adapter: log-probs of its model; it is exported, and so is the merged model."""
-    from megatron_grpo.export import export_adapter, export_hf
+    from megatron_grpo.export import export_model
 
     parallel, found = cases.join(cfg, world), {}
     for kind, adapter in adapters.items():
-        policy = cases.build(model, cfg.with_values({"tuner_type": "lora", "adapters": str(adapter)}), world, parallel)
+        own = cfg.with_values({"tuner_type": "lora", "adapters": str(adapter), "merge_lora": True})
+        policy = cases.build(model, own, world, parallel)
         found[kind] = cases.score_tokens(policy, TOKENS)
-        export_adapter(policy, out / kind, source=model, parallel=parallel)
-        export_hf(policy, out / f"{kind}, merged", source=model, dtype=torch.float32, parallel=parallel)
+        export_model(policy.exchange, policy.tensors(), policy.adapters, out / kind, cfg=own, source=model)
     return found
 
 
@@ -89,7 +89,7 @@ def test_adapters_of_peft_come_in_and_go_out_as_they_are(model, tmp_path, layout
         before, after = (load_file(folder / "adapter_model.safetensors") for folder in (adapter, out))
         assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
         assert worst(logprobs_of(right), logprobs_of(loaded(model, out))) == 0
-        merged = load_file(tmp_path / "out" / f"{kind}, merged" / "model.safetensors")
+        merged = load_file(tmp_path / "out" / f"{kind}_merged" / "model.safetensors")
         for name, tensor in right.merge_and_unload().state_dict().items():
             assert name not in merged or torch.allclose(tensor, merged[name], atol=1e-6), name
 
@@ -116,7 +116,7 @@ def test_merging_files_is_merging_the_policy(model, tmp_path):
     adapter = by_peft(model, tmp_path / "in", **KINDS["patterns"])
     run_ranks(use, 1, model, cases.settings(), {"one": adapter}, tmp_path / "out")
     merge_adapter(model, adapter, tmp_path / "merged")
-    ours, policy = (load_file(folder / "model.safetensors") for folder in (tmp_path / "merged", tmp_path / "out" / "one, merged"))
+    ours, policy = (load_file(folder / "model.safetensors") for folder in (tmp_path / "merged", tmp_path / "out" / "one_merged"))
     assert ours.keys() == policy.keys() and all(torch.allclose(ours[name], policy[name], atol=1e-7) for name in ours)
 
 

@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import pytest
 
+from megatron_grpo.planning.cost import checkpoint_bytes
 from megatron_grpo.planning.memory import static_memory
+from megatron_grpo.planning.parameters import Place
+from megatron_grpo.planning.tuning import Tuning
 from megatron_grpo.settings.config import Config
 from megatron_grpo.sizing.batch_sizes import BatchSizes
 from megatron_grpo.weights.shape import ModelShape
+from tests.lora_cases import ODD, random_adapter
 from tests.parity_cases import build
 from tests.ranks import run_ranks
 from tests.tiny_models import write_tiny
 
 
 def measured(rank, world, path, cfg):
-    """(stage, rank's place in its dense buffers, bytes of weights, gradients, optimizer state, padding) of real tensors, after one step."""
+    """Of this rank's real tensors, after one step: its place, its bytes, and its own share of a checkpoint's."""
     import torch
     from megatron.core import parallel_state as ps
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories, is_main_replica
 
     policy = build(path, cfg, world)
     policy.optimizer.zero_grad()
@@ -25,28 +31,40 @@ def measured(rank, world, path, cfg):
     def size(tensors):
         return sum(tensor.nelement() * tensor.element_size() for tensor in tensors)
 
-    parameters = [p for chunk in policy.wrapped for p in chunk.parameters() if p.requires_grad]
+    own = [p for chunk in policy.wrapped for name, p in chunk.named_parameters() if ".lora_" not in name]
+    adapters = [p for chunk in policy.wrapped for name, p in chunk.named_parameters() if ".lora_" in name]
+    trained = [p for p in (*own, *adapters) if p.requires_grad]
+    adapters += [b for chunk in policy.wrapped for name, b in chunk.named_buffers() if name.endswith("lora_part")]
+    reference = [b for chunk in policy.wrapped for name, b in chunk.named_buffers() if name.endswith(("ref_a", "ref_b"))]
+    if policy.reference is not None and not cfg.tuner.tuner_type == "lora":
+        reference = [p for chunk in policy.reference.model for p in chunk.parameters()]
     buffers = [b for chunk in policy.wrapped for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
-    grads = size(b.grad_data for b in buffers)
-    storage = grads + (size(b.param_data for b in buffers) if cfg.optimizer.use_distributed_optimizer else size(parameters))
+    storage = size(b.grad_data for b in buffers)
+    storage += size(b.param_data for b in buffers) if cfg.optimizer.use_distributed_optimizer else size(trained)
     state = {}
     for part in getattr(policy.optimizer, "chained_optimizers", [policy.optimizer]):
         for moments in part.optimizer.state.values():
             state |= {id(t): t for name, t in moments.items() if name in ("exp_avg", "exp_avg_sq")}
-        if cfg.model.torch_dtype == "bfloat16":
+        if all(p.dtype is torch.bfloat16 for p in trained):
             state |= {id(p): p for group in part.optimizer.param_groups for p in group["params"]}
     assert all(t.dtype is torch.float32 for t in state.values())
-    place = ps.get_data_parallel_rank(with_context_parallel=True)
-    expert_place = ps.get_expert_data_parallel_rank()
-    weights, gradients = size(parameters), sum(p.main_grad.nelement() * 4 for p in parameters)
+    gradients = sum(p.main_grad.nelement() * 4 for p in trained)
+    saved = policy.sharded_state_dict(is_loading=False)
+    apply_factories(saved)
+    saved = [t for t in nested_values(saved) if isinstance(t, ShardedTensor) and is_main_replica(t.replica_id)]
     return (
-        ps.get_pipeline_model_parallel_rank(),
-        place,
-        expert_place,
-        weights,
-        gradients,
-        size(state.values()),
-        storage - weights - gradients,
+        Place(stage=ps.get_pipeline_model_parallel_rank(), ep_rank=ps.get_expert_model_parallel_rank()),
+        dict(dp_rank=ps.get_data_parallel_rank(with_context_parallel=True), expert_dp_rank=ps.get_expert_data_parallel_rank()),
+        dict(
+            weights_bytes=size(own),
+            adapters_bytes=size(adapters),
+            num_trainable_parameters=sum(p.nelement() for p in trained),
+            gradients_bytes=gradients,
+            optimizer_bytes=size(state.values()),
+            padding_bytes=storage - size(trained) - gradients,
+            reference_bytes=size(reference),
+        ),
+        size(t.data for t in saved if t.data is not None),
     )
 
 
@@ -61,29 +79,78 @@ CASES = {
         dict(pipeline_model_parallel_size=2, decoder_first_pipeline_num_layers=1, decoder_last_pipeline_num_layers=2),
         dict(),
     ),
-    "vpp 2": (2, "llama", dict(layers=4), dict(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2), dict()),
     "dp 3, odd vocabulary": (3, "qwen3", dict(vocab=131, tied=True), dict(), dict()),
     "cp 2, dp 2, tied": (4, "qwen3", dict(tied=True), dict(context_parallel_size=2), dict()),
-    "experts, ep 2": (2, "qwen3_moe", dict(), dict(expert_model_parallel_size=2), dict()),
-    "experts, ep 1, dp 2": (2, "mixtral", dict(), dict(), dict()),
-    "plain optimizer": (2, "qwen3", dict(), dict(), dict(use_distributed_optimizer=False)),
+    # Of sizes that no alignment divides, so that a parameter in the wrong buffer shows.
+    "experts, tp 2, etp 1": (2, "qwen3_moe", dict(ffn=36, experts=3), dict(tensor_model_parallel_size=2, sequence_parallel=True), dict()),
+    "latent attention, experts, ep 2, pp 2": (
+        4,
+        "deepseek_v3",
+        dict(layers=4),
+        dict(expert_model_parallel_size=2, pipeline_model_parallel_size=2),
+        dict(),
+    ),
+    "frozen, pp 2, tied": (
+        2,
+        "qwen3",
+        dict(tied=True, layers=4),
+        dict(pipeline_model_parallel_size=2),
+        dict(freeze_parameters=["model.embed_tokens", "model.layers.0."], trainable_parameters_regex="_norm"),
+    ),
+    "experts frozen in part, ep 2": (
+        2,
+        "qwen3_moe",
+        dict(experts=6),
+        dict(expert_model_parallel_size=2),
+        dict(freeze_parameters_regex=r"experts\.[023]\."),
+    ),
+    "lora": (1, "qwen3", dict(tied=True), dict(), dict(tuner_type="lora", beta=0.1, rank_pattern={"v_proj": 3, r"1\.mlp.*": 11})),
+    "lora, tp 2, from an adapter": (
+        2,
+        "qwen2",
+        dict(),
+        dict(tensor_model_parallel_size=2, sequence_parallel=True),
+        dict(tuner_type="lora", torch_dtype="float32", beta=0.1, adapters=ODD),
+    ),
+    "lora, another adapter as reference": (
+        1,
+        "qwen3",
+        dict(),
+        dict(),
+        dict(tuner_type="lora", beta=0.1, target_modules=["linear_fc1"], ref_adapters=ODD),
+    ),
+    "lora, pp 2, vpp 2, dp 2, a stage with little": (
+        4,
+        "qwen3",
+        dict(layers=4),
+        dict(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2),
+        dict(tuner_type="lora", target_regex=r".*layers\.(0|2|3)\..*_proj"),
+    ),
+    "lora, experts, ep 2, tp 2, etp 2, plain optimizer": (
+        4,
+        "qwen3_moe",
+        dict(),
+        dict(tensor_model_parallel_size=2, sequence_parallel=True, expert_model_parallel_size=2, expert_tensor_parallel_size=2),
+        dict(tuner_type="lora", use_distributed_optimizer=False),
+    ),
+    "lora, experts, ep 1, dp 2": (2, "mixtral", dict(ffn=36, experts=3), dict(), dict(tuner_type="lora", lora_rank=5)),
+    "lora, latent attention, ep 2": (2, "deepseek_v3", dict(), dict(expert_model_parallel_size=2), dict(tuner_type="lora", beta=0.1)),
+    "plain optimizer, float32": (2, "qwen3", dict(), dict(), dict(use_distributed_optimizer=False, torch_dtype="float32")),
 }
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_weights_gradients_and_optimizer_state_are_equal_to_the_byte(tmp_path, name):
+def test_weights_gradients_optimizer_state_and_checkpoints_are_equal_to_the_byte(tmp_path, name):
     world, family, model, layout, settings = CASES[name]
     path = write_tiny(tmp_path, family, **model)
-    sizes = {"world_size": world, "global_batch_size": 2 * world * 2, "num_generations": 2 * world}
-    cfg = Config().with_values({**layout, **settings, **sizes})
+    batch = {"world_size": world, "global_batch_size": 2 * world * 2, "num_generations": 2 * world}
+    files = {key: str(random_adapter(path, tmp_path / key, value)) for key, value in settings.items() if value is ODD}
+    cfg = Config().with_values({**layout, **settings, **batch, **files})
     shape = ModelShape.from_pretrained(path)
-    sizes = BatchSizes.from_config(cfg, num_layers=shape.num_layers, num_experts=shape.moe.num_experts if shape.moe else 0)
+    sizes = BatchSizes.from_config(cfg, num_layers=shape.num_layers, num_experts=shape.num_experts)
+    tuning = Tuning.of(cfg, shape)
     found = run_ranks(measured, world, str(path), cfg)
-    for stage, place, expert_place, weights, gradients, optimizer, padding in found:
-        told = static_memory(shape, sizes, cfg, stage, dp_rank=place, expert_dp_rank=expert_place)
-        assert (told.weights_bytes, told.gradients_bytes, told.optimizer_bytes, told.padding_bytes) == (
-            weights,
-            gradients,
-            optimizer,
-            padding,
-        )
+    for place, shares, bytes_, _ in found:
+        told = static_memory(shape, sizes, cfg, tuning, place, **shares)
+        assert {field: getattr(told, field) for field in bytes_} == bytes_
+    assert checkpoint_bytes(shape, sizes, cfg, tuning) == sum(saved for *_, saved in found)

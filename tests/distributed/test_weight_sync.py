@@ -5,6 +5,7 @@ The trainer is a transformers model here: what is under test is the engine and t
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 
@@ -33,8 +34,11 @@ class HfPolicy:
     def stream(self):
         return iter(self.tensors.items())
 
-    def update(self, version):
-        return WeightUpdate(kind="weights", version=version, tensors=self.stream())
+    def updates(self, version, *, has_base):
+        yield WeightUpdate(kind="weights", version=version, tensors=self.stream())
+
+    def trial(self):
+        return contextlib.nullcontext()
 
     def score(self, sequences, *, temperature=None):
         assert temperature == 1.0
@@ -137,7 +141,7 @@ def test_other_ways_to_fail_are_noticed(checkpoints):
             with pytest.raises(WeightSyncError, match="left 1 of the engine's weights as they were: .*o_proj"):
                 give(offers(lambda tensors: ((n, t) for n, t in tensors.items() if "1.self_attn.o_proj" not in n)))
             assert engine.version == -1
-            with pytest.raises(WeightSyncError, match="holds no weights"):
+            with pytest.raises(WeightSyncError, match="holds no weights of a version"):
                 engine.generate(PROMPTS, SAMPLING, seed=1)
             give(next(good))
 

@@ -16,7 +16,7 @@ LOGPROB = -4.0  # of every token, by the reference
 class Alphabet:
     """Answers prompt n, place i with the tokens 10 + i, 11 + i, ...; tells what it was given to hold."""
 
-    dtype = "float32"
+    dtype, has_base = "float32", True
 
     def __init__(self):
         self.version, self.held = 0, {}

@@ -114,6 +114,15 @@ def test_what_only_the_machine_of_the_run_has_is_left_out_and_named(good, tmp_pa
     assert "the rows of dataset (someone/prompts is not on this machine)" in found.not_checked
 
 
+def test_an_adapter_that_only_the_machine_of_the_run_has_is_left_out_and_its_rank_is_that_of_the_settings(good, tmp_path):
+    foreign = write(tmp_path / "run.sh", "megatron rlhf --tuner_type lora --lora_rank 16 --adapters /data/adapter --loss_type grpo")
+    found = look_at_everything(parsed(good | {"dialect": "swift", "config": foreign}))
+    assert "adapters (/data/adapter is not on this machine): ranks and targets are taken from the settings" in found.not_checked
+    assert found.checked.config.tuner.lora_rank == 16
+    (message,) = refused(look_at_everything, good | {"tuner_type": "lora", "adapters": "/data/adapter"})
+    assert message.startswith("adapters: /data/adapter is not an adapter")
+
+
 def test_paths_of_a_run_stay_where_they_were_when_a_reward_changes_the_directory(good, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "moves.py").write_text("import os\nprint('hello')\nos.chdir('/')\ndef f(completions): return []\n")

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from megatron_grpo.sync import _problem, _Report
+from megatron_grpo.weights.update import NO_VERSION
 
 
 def report(fresh=0.0, cached=0.0, version=3):
@@ -37,3 +38,10 @@ def test_hint_follows_from_where_it_is_wrong():
     assert "only some ranks are wrong" in _problem([report(), report(fresh=2.0)], 3, is_coarse=False)
     assert "every engine is wrong" in _problem([report(fresh=2.0)] * 2, 3, is_coarse=False)
     assert "{1: 2}" in _problem([report(), report(version=2)], 3, is_coarse=False)
+
+
+def test_trial_is_called_by_its_name_and_its_hint_says_what_an_engine_may_have_done():
+    assert _problem([report(version=NO_VERSION)], NO_VERSION, is_coarse=False) is None
+    problem = _problem([report(fresh=2.0, version=NO_VERSION)] * 2, NO_VERSION, is_coarse=False)
+    assert "does not sample from the trial adapter" in problem and problem.endswith("or the adapter is ignored.")
+    assert "ignored" not in _problem([report(fresh=2.0)] * 2, 3, is_coarse=False)

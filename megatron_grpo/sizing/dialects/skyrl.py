@@ -9,11 +9,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from megatron_grpo.settings.foreign import Change, Default, Dialect, Foreign, aside, default, kept, lacks, not_there, only, reads, same
-from megatron_grpo.settings.table import BadValue
+from megatron_grpo.settings.table import TRUE, BadValue
 from megatron_grpo.sizing.dialects import features
 from megatron_grpo.sizing.dialects.vocabulary import NATIVE_SIZES, size, sizes
 
-_ALGORITHM, _POLICY, _ENGINE = "algorithm.", "policy.megatron_config.", "inference_engine."
+_ALGORITHM, _POLICY, _ENGINE, _LORA = "algorithm.", "policy.megatron_config.", "inference_engine.", "policy.model.lora."
 
 # (policy_loss_type, loss_reduction) -> what it is here. All other pairs are refused.
 _LOSSES: Mapping[tuple[str, str], Mapping[str, Any]] = {
@@ -66,6 +66,16 @@ def _environment(words: Sequence[str], given: Mapping[str, Sequence[str]]) -> Ma
     if not given.get("reward_funcs"):
         raise BadValue(f"({' '.join(words)}) is an environment of SkyRL, and not there: rewards come from reward_funcs. Add --reward_funcs")
     return {}
+
+
+def _rank(words: Sequence[str], given: Mapping[str, Sequence[str]]) -> Mapping[str, Any]:
+    return {"tuner_type": "full"} if list(words) == ["0"] else {"tuner_type": "lora", "lora_rank": list(words)}
+
+
+def _routers(words: Sequence[str], given: Mapping[str, Sequence[str]]) -> Mapping[str, Any]:
+    """They do not train under LoRA anyway."""
+    is_lora = _text(given, f"{_LORA}rank", "0") != "0"
+    return {"freeze_parameters_regex": r"\.gate\.weight$"} if words[0].lower() in TRUE and not is_lora else {}
 
 
 def _forever(native: str) -> Foreign:
@@ -165,7 +175,14 @@ NAMES: Mapping[str, Foreign] = {
     "environment.env_class": reads(_environment, "reward_funcs"),
     "max_turns": lacks(features.TURNS, "1"),
     "placement.colocate_all": only("true", features.SERVER),
-    "policy.model.lora.rank": lacks(features.LORA, "0"),
+    f"{_LORA}rank": reads(_rank, "tuner_type lora and lora_rank"),
+    f"{_LORA}alpha": _READ_TOGETHER,
+    f"{_LORA}dropout": _READ_TOGETHER,
+    f"{_LORA}target_modules": _READ_TOGETHER,
+    f"{_LORA}exclude_modules": _READ_TOGETHER,
+    f"{_LORA}init_method": only("kaiming", features.LORA_START),
+    f"{_POLICY}lora_config.lora_type": _READ_TOGETHER,
+    f"{_POLICY}lora_config.merge_lora": _READ_TOGETHER,
     "policy.sequence_parallel_size": lacks("sequences are cut by context_parallel_size", "1"),
     "sampling_params.min_p": lacks(features.SAMPLING, "0", "0.0"),
     "sampling_params.repetition_penalty": lacks(features.SAMPLING, "1", "1.0"),
@@ -175,7 +192,7 @@ NAMES: Mapping[str, Foreign] = {
     f"{_POLICY}virtual_pipeline_model_parallel_size": same("virtual_pipeline_model_parallel_size"),
     f"{_POLICY}moe_router_load_balancing_type": lacks("load-balancing losses depend on the layout"),
     f"{_POLICY}moe_enable_routing_replay": lacks(features.REPLAY),
-    f"{_POLICY}freeze_moe_router": lacks(features.FREEZING),
+    f"{_POLICY}freeze_moe_router": reads(_routers, "freeze_parameters_regex"),
     f"{_POLICY}mtp_num_layers": lacks(features.MTP, "0"),
     f"{_ALGORITHM}dynamic_sampling.type": lacks("its ways to resample are not there; dynamic_sample draws further prompts for dead groups"),
     f"{_ALGORITHM}advantage_batch_normalize": lacks("advantages are normalised by advantage_estimator and scale_rewards alone"),
@@ -243,6 +260,7 @@ NAMES: Mapping[str, Foreign] = {
         *("policy.optimizer_config.offload_after_step", "policy.use_torch_compile", "policy.record_memory", "ref.sequence_parallel_size"),
         *(f"{_POLICY}{name}" for name in ("moe_grouped_gemm", "moe_router_dtype", "moe_per_layer_logging", "empty_cuda_cache")),
         *(f"{_POLICY}{name}" for name in ("dist_ckpt_optim_fully_reshardable", "async_dist_ckpt_save", "async_dist_ckpt_strategy")),
+        *(f"{_LORA}{name}" for name in ("lora_sync_path", "max_loras", "max_cpu_loras")),
         f"{_POLICY}transformer_config_kwargs.gradient_accumulation_fusion",
         *(f"ref.megatron_config.{name}_parallel_size" for name in ("tensor_model", "pipeline_model", "context", "expert_model")),
         "ref.megatron_config.expert_tensor_parallel_size",
@@ -315,6 +333,8 @@ def settle(values: Mapping[str, Any], given: Mapping[str, Sequence[str]]) -> Ite
     if estimator == "rloo":
         yield Change(values={"advantage_estimator": "rloo", "scale_rewards": "none"})
     yield from _layout(values, given)
+    if values.get("tuner_type") == "lora":
+        yield from _lora(values, given)
     if values.get("eval_steps") and not values.get("eval_dataset"):
         yield Change(values={"eval_steps": None}, note=f"eval_interval ({values['eval_steps']}) does nothing without data.val_data.")
 
@@ -330,6 +350,30 @@ def _correction(given: Mapping[str, Sequence[str]]) -> Iterator[Change]:
     elif _is_true(given, f"{_ALGORITHM}use_tis", "false"):
         cap = float(_text(given, f"{_ALGORITHM}tis_imp_ratio_cap", "2.0"))
         yield Change(values={"rollout_importance_sampling_mode": "token_truncate", "rollout_importance_sampling_threshold": cap})
+
+
+def _lora(values: Mapping[str, Any], given: Mapping[str, Sequence[str]]) -> Iterator[Change]:
+    alpha = float(_text(given, f"{_LORA}alpha", "16"))
+    typed = f"{_LORA}alpha" in given
+    if "lora_alpha" not in values:
+        yield Change(values={"lora_alpha": alpha}, untyped=None if typed else ("policy.model.lora.alpha", "16"))
+    found: dict[str, Any] = {"lora_dropout": float(_text(given, f"{_LORA}dropout", "0"))}
+    for name in ("target_modules", "exclude_modules"):
+        words = [part for word in given.get(f"{_LORA}{name}", ()) for part in _one([word]) if part not in ("none", "null")]
+        found |= {name: words} if words else {}
+    yield Change(values={name: value for name, value in found.items() if name not in values})
+    if _text(given, f"{_POLICY}lora_config.lora_type", "lora") == "lora":
+        yield Change(
+            values={},
+            note="SkyRL's lora_type lora has one matrix A for q, k and v, and one for gate and up; here each has its own, as in PEFT "
+            "and in its canonical_lora.",
+        )
+    if _is_true(given, f"{_POLICY}lora_config.merge_lora", "true"):
+        yield Change(
+            values={},
+            note="SkyRL's lora_config.merge_lora true pushes merged weights to vLLM, where bfloat16 rounds most of the first updates away. "
+            "Here it gets the adapter; vllm_enable_lora false pushes merged weights.",
+        )
 
 
 def _layout(values: Mapping[str, Any], given: Mapping[str, Sequence[str]]) -> Iterator[Change]:

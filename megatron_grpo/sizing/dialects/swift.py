@@ -61,6 +61,15 @@ def _dataset(native: str) -> Foreign:
     return reads(read, f"the same name here, {native}, without `#` and `:`")
 
 
+def _one_adapter(native: str) -> Foreign:
+    def read(words: Sequence[str], given: Mapping[str, Sequence[str]]) -> Mapping[str, Any]:
+        if len(words) != 1:
+            raise BadValue(f"({' '.join(words)}) names {len(words)} adapters; one is trained, and one is the reference")
+        return {native: words[0]}
+
+    return reads(read, native)
+
+
 def _minutes(words: Sequence[str], given: Mapping[str, Sequence[str]]) -> Mapping[str, Any]:
     try:
         return {"distributed_timeout_minutes": float(words[0]) / 60}
@@ -90,14 +99,19 @@ NAMES: Mapping[str, Foreign] = {
     "vllm_mode": only("colocate", features.SERVER),
     "use_vllm": only("true", "sampling is by vLLM alone"),
     "use_ray": lacks("Ray is not used: ranks are started by torchrun"),
-    "tuner_type": only("full", features.LORA),
-    "train_type": only("full", features.LORA),
+    "adapters": _one_adapter("adapters"),
+    "ref_adapters": _one_adapter("ref_adapters"),
+    "lora_bias": only("none", features.LORA_BIAS),
+    "init_weights": only("true", features.LORA_START),
+    "use_dora": lacks(features.DORA),
+    "lorap_lr_ratio": lacks(features.ONE_LR),
+    "freeze_llm": lacks("of a model of text it is all there is to train"),
     "finetune": only("true", features.RESUMED_ELSEWHERE),
     "optimizer": only("adam", features.OTHER_OPTIMIZER),
     "weight_decay_incr_style": only("constant", "weight_decay is constant here"),
     "lr_warmup_init": lacks("warm-up begins at 0 here", "0", "0.0"),
     "lr_decay_iters": lacks("the learning rate decays over the whole run here"),
-    "freeze_parameters_ratio": lacks(features.FREEZING, "0", "0.0"),
+    "freeze_parameters_ratio": lacks(features.FREEZE_RATIO, "0", "0.0"),
     "repetition_penalty": lacks(features.SAMPLING, "1", "1.0"),
     "router_replay_mode": lacks(features.REPLAY, "disabled"),
     "split_dataset_ratio": lacks("give held-out prompts as eval_dataset", "0", "0.0"),
@@ -124,10 +138,25 @@ NAMES: Mapping[str, Foreign] = {
     "external_plugins": lacks(features.PLUGINS),
     "accumulate_allreduce_grads_in_fp32": only("true", "gradients are float32 here"),
     "attention_softmax_in_fp32": only("true", "the softmax of attention is float32 here"),
+    **not_there(features.MODULES_TO_SAVE, "modules_to_save"),
+    **not_there(features.LORA_TARGETS, "target_parameters"),
+    **not_there("adapters of its own format are not read; give a directory in PEFT's as adapters", "mcore_adapter", "mcore_ref_adapter"),
     **not_there(
-        features.LORA,
-        *("lora_rank", "lora_alpha", "lora_dropout", "lora_bias", "lora_dtype", "use_rslora", "target_modules", "target_regex"),
-        *("modules_to_save", "adapters", "ref_adapters", "mcore_adapter", "mcore_ref_adapter", "vllm_enable_lora", "use_swift_lora"),
+        features.OTHER_ADAPTERS,
+        *("use_swift_lora", "adapter_act", "adapter_length", "reft_layer_key", "reft_layers", "reft_rank", "reft_intervention_type"),
+        *("reft_args", "vera_rank", "vera_projection_prng_key", "vera_dropout", "vera_d_initial", "boft_block_size", "boft_block_num"),
+        *("boft_dropout", "fourier_n_frequency", "fourier_scaling", "llamapro_num_new_blocks", "llamapro_num_groups"),
+        *("adalora_target_r", "adalora_init_r", "adalora_tinit", "adalora_tfinal", "adalora_deltaT", "adalora_beta1", "adalora_beta2"),
+        "adalora_orth_reg_weight",
+    ),
+    **not_there(
+        features.LORA_START,
+        *("lora_ga_batch_size", "lora_ga_iters", "lora_ga_max_length", "lora_ga_direction", "lora_ga_scale", "lora_ga_stable_gamma"),
+    ),
+    **not_there(
+        features.SPARSE_UPDATES,
+        *("lisa_activated_layers", "lisa_step_interval", "use_galore", "galore_target_modules", "galore_rank", "use_q_galore"),
+        *("galore_update_proj_gap", "galore_scale", "galore_proj_type", "galore_optim_per_parameter", "galore_with_embedding"),
     ),
     **not_there(
         features.SERVER,
@@ -151,10 +180,6 @@ NAMES: Mapping[str, Foreign] = {
     **not_there(
         features.QUANTIZED,
         *("fp16", "fp8_format", "fp8_param_gather", "fp4_format", "fp4_param_gather", "quant_method", "quant_bits"),
-    ),
-    **not_there(
-        features.FREEZING,
-        *("freeze_llm", "freeze_parameters", "freeze_parameters_regex", "trainable_parameters", "trainable_parameters_regex"),
     ),
     **not_there(features.OTHER_LOSS, "real_tau", "fipo_decay_rate", "fipo_clip_range", "fipo_clip_high_only", "fipo_safety_threshold"),
     **not_there(features.OTHER_LOSS, "rpo_alpha", "reference_free", "enable_dft_loss", "enable_channel_loss"),
@@ -193,7 +218,7 @@ NAMES: Mapping[str, Foreign] = {
         *("use_cpu_initialization", "check_model", "model_type", "local_repo_path", "use_hf", "hub_token", "bridge_backend"),
         *("save_safetensors", "save_missing_weights", "no_save_optim", "no_save_rng", "no_load_optim", "no_load_rng", "async_save"),
         *("use_persistent_ckpt_worker", "dist_ckpt_save_pre_mcore_014", "dist_ckpt_optim_fully_reshardable"),
-        *("distrib_optim_fully_reshardable_mem_efficient", "max_shard_size", "merge_lora", "create_checkpoint_symlink", "add_version"),
+        *("distrib_optim_fully_reshardable_mem_efficient", "max_shard_size", "create_checkpoint_symlink", "add_version"),
         *("logging_steps", "log_completions", "log_rollout_offpolicy_metrics", "wandb_log_unique_prompts", "tensorboard_dir"),
         *("tensorboard_queue_size", "wandb_project", "wandb_exp_name", "swanlab_project", "swanlab_exp_name", "metric_for_best_model"),
         *("greater_is_better", "local_rank", "vllm_disable_cascade_attn", "ignore_args_error", "ray_exp_name"),
@@ -235,6 +260,7 @@ def settle(values: Mapping[str, Any], given: Mapping[str, Sequence[str]]) -> Ite
     if values.get("sequence_parallel") and values.get("tensor_model_parallel_size", 1) == 1:
         yield Change(values={"sequence_parallel": None}, note="sequence_parallel does nothing without tensor parallelism, here as there.")
     yield from _advantages(values)
+    yield from _tuner(values)
     mode = values.get("rollout_importance_sampling_mode", "none")
     if mode.startswith("sequence_"):
         rest = " It then weighs each token by its own ratio; here all tokens carry the sequence's." if mode == "sequence_mask" else ""
@@ -247,6 +273,38 @@ def settle(values: Mapping[str, Any], given: Mapping[str, Sequence[str]]) -> Ite
         yield Change(values={"epsilon_high": values.get("epsilon", 0.2)})
     if "repetition" in values.get("reward_funcs", ()):
         yield Change(values={}, note="The reward repetition counts n-grams of tokens here, of words in Megatron-SWIFT.")
+
+
+def _tuner(values: Mapping[str, Any]) -> Iterator[Change]:
+    """LoRA with its defaults, and what it makes of an adapter that is given without a word of LoRA."""
+    given = [name for name in ("adapters", "ref_adapters") if values.get(name)]
+    if values.get("tuner_type", "full") != "lora" and given:
+        yield Change(
+            values={"tuner_type": "lora"}, note=f"{' and '.join(given)}: Megatron-SWIFT makes this tuner_type lora; so is done here."
+        )
+    elif values.get("tuner_type", "full") != "lora":
+        if "merge_lora" in values:
+            yield Change(values={"merge_lora": None}, note="merge_lora does nothing with tuner_type full, here as there.")
+        if any(values.get(f"{name}_regex") for name in ("freeze_parameters", "trainable_parameters")):
+            said = "are looked for in Hugging Face's names here, in those of Megatron's modules there, which count layers by pipeline stage"
+            yield Change(values={}, note=f"freeze_parameters_regex and trainable_parameters_regex {said}.")
+        return
+    if values.get("target_regex") and "target_modules" in values:
+        yield Change(values={"target_modules": None}, note="target_regex goes before target_modules in Megatron-SWIFT; so is done here.")
+    if "lora_dropout" not in values:
+        yield Change(values={"lora_dropout": 0.05}, untyped=("lora_dropout", "0.05"))
+    if "merge_lora" not in values and values.get("export_hf", True):
+        yield Change(values={"merge_lora": True}, untyped=("merge_lora", "true"))
+    if "vllm_enable_lora" not in values:
+        yield Change(
+            values={},
+            note="vllm_enable_lora is false in Megatron-SWIFT where nobody says it: vLLM gets merged weights, and bfloat16 rounds most of "
+            "the first updates away. Here it gets the adapter.",
+        )
+    yield Change(
+        values={},
+        note="Megatron-SWIFT has one matrix A for q, k and v, and one for gate and up; here each has its own, as in PEFT.",
+    )
 
 
 def _advantages(values: Mapping[str, Any]) -> Iterator[Change]:

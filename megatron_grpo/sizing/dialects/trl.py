@@ -39,6 +39,10 @@ def _recompute(words: Sequence[str], given: Mapping[str, Sequence[str]]) -> Mapp
     return _FULL if _is_on(words) else {"recompute_granularity": None}
 
 
+def _use_peft(words: Sequence[str], given: Mapping[str, Sequence[str]]) -> Mapping[str, Any]:
+    return {"tuner_type": "lora" if _is_on(words) else "full"}
+
+
 def _sleep(words: Sequence[str], given: Mapping[str, Sequence[str]]) -> Mapping[str, Any]:
     return {"sleep_level": 2 if _is_on(words) else 0}
 
@@ -92,7 +96,14 @@ NAMES: Mapping[str, Foreign] = {
     # Asked for, and not there.
     "use_vllm": only("true", "sampling is by vLLM alone"),
     "vllm_mode": only("colocate", features.SERVER),
-    "use_peft": lacks(features.LORA),
+    "use_peft": reads(_use_peft, "tuner_type lora"),
+    "lora_r": same("lora_rank"),
+    "lora_target_modules": same("target_modules"),
+    "lora_target_parameters": lacks(features.LORA_TARGETS),
+    "lora_modules_to_save": lacks(features.MODULES_TO_SAVE),
+    "lora_task_type": lacks(features.OTHER_TASK, "causal_lm"),
+    "use_dora": lacks(features.DORA),
+    "peft_config": lacks("it is an object of Python: give use_peft and its values as lora_r, lora_alpha, lora_target_modules"),
     "eval_strategy": lacks(features.EPOCH, "no", "steps"),
     "evaluation_strategy": lacks(features.EPOCH, "no", "steps"),
     "save_strategy": lacks(features.EPOCH, "steps"),
@@ -112,8 +123,6 @@ NAMES: Mapping[str, Foreign] = {
     "num_generations_eval": lacks(features.EVALUATION),
     "resume_from_checkpoint": same("resume", {"true": "auto", "false": "never"}),
     "config_file": lacks("accelerate's own file is not read: give its num_processes"),
-    **not_there(features.LORA, "lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_target_parameters"),
-    **not_there(features.LORA, "lora_modules_to_save", "lora_task_type", "use_rslora", "use_dora", "peft_config"),
     **not_there(features.SERVER, "vllm_server_base_url", "vllm_server_host", "vllm_server_port", "vllm_server_timeout", "vllm_group_port"),
     **not_there(features.TURNS, "max_tool_calling_iterations", "tools", "environment_factory", "rollout_func"),
     **not_there(features.QUANTIZED, "fp16", "load_in_8bit", "load_in_4bit", "bnb_4bit_quant_type", "use_bnb_nested_quant"),
@@ -179,8 +188,20 @@ def settle(values: Mapping[str, Any], given: Mapping[str, Sequence[str]]) -> Ite
         yield Change(values={"eval_steps": None}, note=f"eval_steps ({values['eval_steps']}) does nothing: {why}.")
     if values.get("loss_type") == "cispo" and values.get("epsilon_high") is None:
         yield Change(values={"epsilon_high": values.get("epsilon", 0.2)})
+    if values.get("tuner_type") == "lora":
+        yield from _peft(values)
     if values.get("rollout_importance_sampling_mode") == "none":  # the bounds of a correction that is off
         yield Change(values={"rollout_importance_sampling_min": None})
+
+
+def _peft(values: Mapping[str, Any]) -> Iterator[Change]:
+    """TRL's defaults of LoRA, and PEFT's of the layers that have an adapter."""
+    if "lora_rank" not in values and not values.get("adapters"):
+        yield Change(values={"lora_rank": 16}, untyped=("lora_r", "16"))
+    if "lora_dropout" not in values:
+        yield Change(values={"lora_dropout": 0.05}, untyped=("lora_dropout", "0.05"))
+    if not {"target_modules", "target_regex"} & set(values) and not values.get("adapters"):
+        yield Change(values={"target_modules": ["q_proj", "v_proj"]}, untyped=("lora_target_modules", "PEFT's: q_proj v_proj"))
 
 
 TRL = Dialect(

@@ -19,13 +19,14 @@ def said(*words: str) -> list[str]:
         ("gradient_checkpointing", "recompute_granularity full"),
         ("pp", "called pipeline_model_parallel_size"),
         ("tp", "called tensor_model_parallel_size"),
-        ("lora_rank", "LoRA is not there yet"),
-        ("lora_r", "LoRA is not there yet"),
+        ("use_peft", "tuner_type lora"),
+        ("use_dora", "vLLM cannot sample from it"),
+        ("modules_to_save", "whole layers would train"),
         ("use_vllm", "always by vLLM"),
         ("per_device_train_batch_size", "called micro_batch_size"),
         ("dataset_name", "called dataset here"),
         ("logging_steps", "changes nothing"),
-        ("tuner_type", "LoRA is not there yet"),
+        ("freeze_parameters_ratio", "counts the parameters of one rank"),
         ("vllm_server_host", "a separate rollout server is not there yet"),
         ("multi_turn_scheduler", "multi-turn"),
         ("external_plugins", "path/to/file.py:function"),
@@ -81,7 +82,7 @@ def test_every_remedy_names_a_setting():
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("megatron rlhf --rlhf_type grpo --tuner_type full --offload_model true --lr 1 --finetune", "a Megatron-SWIFT file"),
+        ("megatron rlhf --rlhf_type grpo --offload_optimizer true --offload_model true --lr 1 --finetune", "a Megatron-SWIFT file"),
         ("trl grpo --per_device_train_batch_size 4 --logging_steps 1 --gradient_checkpointing true --use_peft true", "a TRL file"),
         ("main trainer.policy.optimizer_config.lr=1 trainer.epochs=2 generator.sampling_params.top_p=1.0", "a SkyRL file"),
     ],
@@ -95,7 +96,7 @@ def test_a_file_full_of_another_systems_names_is_one_mistake_with_one_remedy(tmp
 
 def test_names_that_no_system_knows_are_still_named_beside_it(tmp_path):
     script = tmp_path / "run.sh"
-    script.write_text("megatron rlhf --rlhf_type grpo --tuner_type full --offload_model true --flux_capacitor 1")
+    script.write_text("megatron rlhf --rlhf_type grpo --offload_optimizer true --offload_model true --flux_capacitor 1")
     file, other = said("--config", str(script))
     assert "--dialect swift-megatron" in file and other.startswith("flux_capacitor in run.sh is not a setting.")
 

@@ -66,14 +66,14 @@ def _contradictions(cfg: Config, found: LoraSettings, shape: ModelShape | None) 
     values = _settings_of(found)
     typed = [name for name in values if name in cfg.typed and name not in _TARGETS and getattr(cfg.tuner, name) != values[name]]
     for name in typed:
-        message = f"{name} ({_plain(getattr(cfg.tuner, name))}) differs from that of adapters ({_plain(values[name])} in \
+        message = f"{name} ({shown(getattr(cfg.tuner, name))}) differs from that of adapters ({shown(values[name])} in \
 {cfg.tuner.adapters}), which the run begins with and continues. Leave {name} out."
         yield Problem(flags=(name, "adapters"), message=message)
     targets = [name for name in _TARGETS if name in cfg.typed]
     if targets and shape and are_names_readable(cfg.tuner):
         asked, there = _targeted(LoraSettings.of(cfg.tuner, shape), shape), _targeted(found, shape)
         if asked != there:
-            said = ", ".join(f"{name} ({_plain(getattr(cfg.tuner, name))})" for name in targets)
+            said = ", ".join(f"{name} ({shown(getattr(cfg.tuner, name))})" for name in targets)
             yield Problem(
                 flags=(*targets, "adapters"),
                 message=f"{said} asks for adapters on {_ends(asked)}, and adapters ({cfg.tuner.adapters}), which the run begins with and "
@@ -88,9 +88,3 @@ def _targeted(settings: LoraSettings, shape: ModelShape) -> set[str]:
 def _ends(modules: set[str]) -> str:
     ends = sorted({module.rsplit(".", 1)[1] for module in modules})
     return f"{len(modules)} layers ({', '.join(ends)})" if modules else "none"
-
-
-def _plain(value: Any) -> str:
-    if isinstance(value, dict):
-        return " ".join(f"{name}={one:g}" for name, one in value.items()) or "none"
-    return f"{value:g}" if isinstance(value, float) else shown(value)

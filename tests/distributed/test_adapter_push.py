@@ -1,0 +1,352 @@
+"""An adapter is pushed by itself, and the sampler's log-probs are those of PEFT; each way in which it could be ignored is noticed.
+
+The trainer is a transformers model with PEFT's adapter: what is under test is the engine and the check, not Megatron.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import zlib
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megatron_grpo.build import build_policy
+from megatron_grpo.rollout.adapters import LoraPush, lora_push
+from megatron_grpo.settings.config import Config, ModelConfig, RolloutConfig, TunerConfig
+from megatron_grpo.sync import Publisher, WeightSyncError, check_weights, push
+from megatron_grpo.weights.lora import lora_of
+from megatron_grpo.weights.shape import ModelShape
+from megatron_grpo.weights.update import NO_VERSION, WeightUpdate
+from tests.distributed.test_rollout import PROMPTS, SAMPLING, tokens_of
+from tests.parity_cases import join, settings
+from tests.ranks import run_ranks
+from tests.tiny_models import hf_logprobs, load_tiny, write_tiny
+
+TUNERS = {
+    # One part of a fused layer alone, other ranks, other alphas; rslora's scale.
+    "all-linear, patterns, rslora": TunerConfig(
+        tuner_type="lora", use_rslora=True, lora_rank=4, lora_alpha=3.0, rank_pattern={"k_proj": 2, "layers.1.mlp.up_proj": 11},
+        alpha_pattern={"q_proj": 5.0, "down_proj": 1.5},
+    ),
+    "attention": TunerConfig(tuner_type="lora", target_modules=["linear_qkv", "linear_proj"]),
+    "one module of one layer": TunerConfig(tuner_type="lora", lora_rank=1, target_regex=r".*layers\.1\.self_attn\.v_proj"),
+}  # fmt: skip
+
+
+class PeftPolicy:
+    """A checkpoint on disk with PEFT's adapter on it, as a policy offers it."""
+
+    def __init__(self, path, tuner, dtype="float32", *, seed=0):
+        from peft import LoraConfig, get_peft_model
+
+        shape = ModelShape.from_pretrained(path)
+        self.path, self.dtype, self.pushes = path, dtype, push_of(path, tuner, dtype)
+        self.config = lora_of(tuner, shape).to_peft(self.pushes.modules, str(path))
+        model = load_tiny(path, dtype)
+        # PEFT's own words for what it would look for in this model: routers are linear to it as well.
+        names = {key: value for key, value in self.config.items() if key in LoraConfig.__dataclass_fields__ and key != "peft_type"}
+        self.model = get_peft_model(model, LoraConfig(**names)).eval()
+        self.model.requires_grad_(False)
+        self.draw(seed)
+
+    def draw(self, seed, std=0.3):
+        """New adapters. std 0: as a run begins."""
+        for name, parameter in self.adapter_parameters():
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(zlib.crc32(f"{seed} {name}".encode()))
+                parameter.normal_(0, std) if std else parameter.zero_()
+
+    def adapter_parameters(self):
+        return [(name, parameter) for name, parameter in self.model.named_parameters() if "lora_" in name]
+
+    def adapter(self):
+        return {name.removeprefix("base_model.model.").replace(".default.", "."): tensor for name, tensor in self.adapter_parameters()}
+
+    def base(self):
+        return load_file(self.path / "model.safetensors").items()
+
+    def merged(self):
+        """Adapters in float32 added to the weights, then rounded to what the weights are in."""
+        tensors = dict(self.base())
+        for name, module in self.model.named_modules():
+            if hasattr(module, "lora_A"):
+                name = name.removeprefix("base_model.model.") + ".weight"
+                tensors[name] = (tensors[name].float() + module.get_delta_weight("default").float()).to(tensors[name].dtype)
+        return tensors.items()
+
+    def updates(self, version, *, has_base):
+        if self.pushes.kind == "merged":
+            yield WeightUpdate(kind="merged", version=version, tensors=self.merged())
+            return
+        if not has_base:
+            yield WeightUpdate(kind="weights", version=NO_VERSION, tensors=self.base())
+        yield WeightUpdate(kind="adapter", version=version, tensors=self.adapter().items(), config=self.config)
+
+    def score(self, sequences, *, temperature=None):
+        return [np.concatenate([[0.0], hf_logprobs(self.model, one.token_ids.tolist()).numpy()]) for one in sequences]
+
+    @contextlib.contextmanager
+    def trial(self):
+        kept = [parameter.clone() for _, parameter in self.adapter_parameters()]
+        self.draw("a trial")
+        (update,) = self.updates(NO_VERSION, has_base=True)
+        try:
+            yield update
+        finally:
+            for (_, parameter), old in zip(self.adapter_parameters(), kept, strict=True):
+                parameter.copy_(old)
+
+
+def push_of(path, tuner, dtype="float32") -> LoraPush:
+    return lora_push(Config(model=ModelConfig(torch_dtype=dtype), tuner=tuner), ModelShape.from_pretrained(path), on_gpu=False)
+
+
+def engine_for(policy, rank, world_size, *, tp=1):
+    """Imported late: the test process itself never loads vLLM."""
+    from megatron_grpo.rollout.colocated import ColocatedEngine
+
+    cfg = RolloutConfig(vllm_kv_cache_memory_mb=8, vllm_max_num_seqs=32, vllm_tensor_parallel_size=tp)
+    return ColocatedEngine.build(cfg, model_path=policy.path, dtype=policy.dtype, max_model_len=128, seed=0, rank=rank,
+                                 world_size=world_size, lora=policy.pushes)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory):
+    return write_tiny(tmp_path_factory.mktemp("model"), "qwen3")
+
+
+@pytest.mark.parametrize(
+    ("family", "tuner", "sizes"),
+    [("qwen3", "all-linear, patterns, rslora", [1, 2]), ("qwen3_moe", "attention", [1]), ("qwen3", "one module of one layer", [1])],
+)
+def test_sampler_with_a_pushed_adapter_is_peft(tmp_path, family, tuner, sizes):
+    """sizes: ranks that share one engine."""
+    path = write_tiny(tmp_path, family)
+
+    def body(rank, world_size):
+        policy = PeftPolicy(path, TUNERS[tuner])
+        engine = engine_for(policy, rank, world_size, tp=world_size)
+        assert engine.version == 0 and engine.has_base
+        base = engine.score(engine.probes())
+        for version in (1, 2):
+            policy.draw(version)
+            before = {name: tensor.clone() for name, tensor in policy.adapter().items()}
+            stats = push(policy, engine, version=version, verify=True)
+            assert stats.logp_difference_max < 1e-4 and stats.num_tensors == 2 * len(policy.pushes.modules)
+            assert stats.num_bytes == sum(tensor.nbytes for tensor in before.values())
+            assert all(torch.equal(before[name], tensor) for name, tensor in policy.adapter().items()), "vLLM scales its own copy"
+            assert np.abs(np.array(base) - np.array(engine.score(engine.probes()))).max() > 0.1
+        groups = engine.generate(PROMPTS, SAMPLING, seed=1)
+        for completion in (completion for group in groups for completion in group.completions):
+            assert completion.versions[0][0] == 2
+            expected = hf_logprobs(policy.model, completion.sequence.token_ids.tolist(), SAMPLING.temperature)
+            assert np.abs(expected.numpy() - completion.logprobs[1:])[completion.sequence.mask[1:]].max() < 1e-4
+        with open("/proc/self/fd/2") as log:
+            assert "vLLM" not in log.read()
+        return tokens_of(groups)
+
+    drawn = [sorted(tokens for found in run_ranks(body, size) for tokens in found) for size in sizes]
+    assert len(drawn[0]) == len(PROMPTS) and all(other == drawn[0] for other in drawn), (
+        "the same groups, however many ranks share an engine"
+    )
+
+
+def test_no_older_adapter_answers_and_a_new_base_drops_the_adapter(model_path):
+    def body(rank, world_size):
+        policy = PeftPolicy(model_path, TUNERS["attention"])
+        engine = engine_for(policy, rank, world_size)
+        assert policy.pushes.slot_rank == 8
+        untouched = engine.score(engine.probes())
+
+        def give(version):
+            policy.draw(version)
+            return push(policy, engine, version=version, verify=True)
+
+        give(1)
+        # The cure of stale caches, switched off: the name of version 1 also stands for version 2.
+        old = engine._adapter.request
+        policy.draw(2)
+        push(policy, engine, version=2, verify=False)
+        engine._adapter.request = type(old)(old.lora_name, engine._adapter.request.lora_int_id, old.lora_path)
+        with pytest.raises(WeightSyncError, match="only tokens read through the prefix cache differ"):
+            check_weights(policy, engine, version=2)
+        for version in range(3, 13):
+            give(version)
+        held = engine._llm.collective_rpc(lambda worker: len(worker.model_runner.lora_manager.list_adapters()))
+        assert held == [1], "older adapters leave, so memory stays bounded"
+
+        # All weights anew, as after sleep_level 2: they drop the adapter, and the policy sends it after them.
+        engine.take(WeightUpdate(kind="weights", version=NO_VERSION, tensors=policy.base()))
+        assert engine.version == NO_VERSION and engine.has_base
+        with pytest.raises(WeightSyncError, match="holds no weights of a version"):
+            engine.generate(PROMPTS, SAMPLING, seed=1)
+        np.testing.assert_allclose(engine.score(engine.probes()), untouched, atol=1e-5)
+        engine._version, engine._has_base = NO_VERSION, False
+        stats = give(13)
+        assert stats.num_tensors == len(dict(policy.base())) + len(policy.adapter()) and engine.has_base and engine.version == 13
+
+        # Merged weights are no base of any adapter.
+        engine.take(WeightUpdate(kind="merged", version=14, tensors=policy.merged()))
+        assert check_weights(policy, engine, version=14)[0] < 1e-4 and not engine.has_base
+        with pytest.raises(WeightSyncError, match="without the base weights it belongs to"):
+            engine.take(WeightUpdate(kind="adapter", version=15, tensors=policy.adapter().items(), config=policy.config))
+        assert give(16).num_tensors == stats.num_tensors
+
+    run_ranks(body, 1)
+
+
+def test_modules_that_do_not_arrive_are_named(model_path):
+    def body(rank, world_size):
+        policy = PeftPolicy(model_path, TUNERS["attention"])
+        engine = engine_for(policy, rank, world_size)
+
+        def offered(change):
+            named = dict(change(name, tensor) for name, tensor in policy.adapter().items() if change(name, tensor))
+            engine.take(WeightUpdate(kind="adapter", version=1, tensors=named.items(), config=policy.config))
+
+        with pytest.raises(WeightSyncError, match=r"1 modules have an adapter in this run and were not sent \(model.layers.1.self_attn.v_"):
+            offered(lambda name, tensor: None if "1.self_attn.v_proj" in name else (name, tensor))
+        assert engine.version == NO_VERSION and engine.has_base
+        with pytest.raises(WeightSyncError, match=r"1 modules came with one of their two matrices \(model.layers.0.self_attn.o_proj\)"):
+            offered(lambda name, tensor: None if name == "model.layers.0.self_attn.o_proj.lora_B.weight" else (name, tensor))
+        # vLLM itself takes such names without a word, and samples as if they had not come.
+        with pytest.raises(WeightSyncError, match=r"2 modules have .* not sent .*; 2 modules were sent and have no adapter in this run"):
+            offered(lambda name, tensor: (name.replace("q_proj", "query"), tensor))
+        engine._adapter._modules = frozenset(module.replace("q_proj", "query") for module in engine._adapter._modules)
+        with pytest.raises(
+            WeightSyncError, match=r"2 modules were ignored by vLLM, which has no such .* \(model.layers.0.self_attn.query, "
+        ):
+            offered(lambda name, tensor: (name.replace("q_proj", "query"), tensor))
+        # A module that vLLM knows, in an engine that made no room for it.
+        engine._adapter._modules |= {"model.layers.0.mlp.up_proj"}
+        a, b = torch.ones(8, 64), torch.ones(128, 8)
+        more = {"model.layers.0.mlp.up_proj.lora_A.weight": a, "model.layers.0.mlp.up_proj.lora_B.weight": b}
+        engine._adapter._modules = frozenset(module.replace("query", "q_proj") for module in engine._adapter._modules)
+        with pytest.raises(WeightSyncError, match=r"1 modules were ignored by vLLM, .* \(model.layers.0.mlp.up_proj\)"):
+            engine.take(WeightUpdate(kind="adapter", version=1, tensors=(policy.adapter() | more).items(), config=policy.config))
+        engine._adapter._modules = policy.pushes.modules
+        assert push(policy, engine, version=2, verify=True).logp_difference_max < 1e-4
+
+        plain = LoraPush(kind="merged", modules=policy.pushes.modules, slot_rank=0)
+        policy.pushes = plain
+        with pytest.raises(WeightSyncError, match="was started without room for one"):
+            engine_for(policy, rank, world_size).take(WeightUpdate(kind="adapter", version=1, tensors=(), config={}))
+
+    run_ranks(body, 1)
+
+
+def test_trial_notices_an_engine_that_ignores_adapters(model_path):
+    def body(rank, world_size):
+        policy = PeftPolicy(model_path, TUNERS["one module of one layer"])
+        engine = engine_for(policy, rank, world_size)
+        policy.draw(0, std=0.0)  # as a run begins: B A is zero, and who ignores it agrees
+        real = engine._run
+        engine._run = without_adapter(engine)
+        Publisher(policy, engine, verify=False).publish(0)
+        check_weights(policy, engine, version=0)
+        assert push(policy, engine, version=1, verify=True).logp_difference_max < 1e-4
+        with pytest.raises(WeightSyncError, match="(?s)does not sample from the trial adapter.*or the adapter is ignored"):
+            Publisher(policy, engine, verify=True).publish(1)
+        assert engine.version == NO_VERSION
+
+        engine._run = real
+        publisher = Publisher(policy, engine, verify=True)
+        stats = publisher.publish(1)  # the trial is out again: what is pushed after it is the policy
+        assert engine.version == 1 and stats.num_tensors == 2 and stats.logp_difference_max < 1e-4
+        np.testing.assert_allclose(engine.score(engine.probes()), [p[1:] for p in policy.score(sequences(engine))], atol=1e-4)
+        assert publisher.publish(1) is None and publisher.publish(2).num_tensors == 2
+
+        weak = PeftPolicy(model_path, TUNERS["one module of one layer"])
+        weak.draw = lambda seed, std=0.0: None
+        for _, parameter in weak.adapter_parameters():
+            parameter.zero_()
+        with pytest.raises(WeightSyncError, match="the trial of the adapter proves nothing: it moves .* by 0 nats"):
+            Publisher(weak, engine, verify=True).publish(3)
+
+        # A run that began with an adapter: the checkpoint, which the engine read by itself, is not its version 0.
+        policy.draw(5)
+        fresh = engine_for(policy, rank, world_size)
+        assert Publisher(policy, fresh, verify=False).publish(0) is None
+        publisher = Publisher(policy, fresh, verify=False, starts_as_checkpoint=False)
+        assert publisher.publish(0).num_tensors == 2 and publisher.publish(0) is None and check_weights(policy, fresh, version=0)[0] < 1e-4
+
+    run_ranks(body, 1)
+
+
+def sequences(engine):
+    from megatron_grpo.types import whole
+
+    return [whole(probe) for probe in engine.probes()]
+
+
+def without_adapter(engine):
+    """Runs requests as they are, with no adapter: what vLLM does where it dropped every name."""
+    real = engine._run
+
+    def run(requests):
+        kept, engine._adapter.request = engine._adapter.request, None
+        try:
+            return real(requests)
+        finally:
+            engine._adapter.request = kept
+
+    return run
+
+
+@pytest.mark.parametrize("changes", [{"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2, "vllm_enable_lora": False}])
+def test_megatron_policy_and_its_engine_agree_on_the_trial_and_on_every_push(model_path, changes):
+    def body(rank, world_size):
+        cfg = settings(tuner_type="lora", lora_rank=4, rank_pattern={"v_proj": 3}, **changes)
+        shape = ModelShape.from_pretrained(model_path)
+        pushes = lora_push(cfg, shape, on_gpu=False)
+        policy = build_policy(cfg, shape, join(cfg, world_size), model_path=model_path, num_steps=1, lora=pushes)
+        engine = engine_for(SimpleNamespace(path=model_path, dtype="float32", pushes=pushes), rank, world_size)
+        publisher = Publisher(policy, engine, verify=True)
+        first = publisher.publish(0)
+        assert engine.version == 0 and first.logp_difference_max < 1e-4
+        before = engine.score(engine.probes())
+        with policy.adapters.far_from_zero(1):
+            stats = publisher.publish(1)
+            assert stats.logp_difference_max < 1e-4
+            assert np.abs(np.array(before) - np.array(engine.score(engine.probes()))).max() > 0.1
+        assert publisher.publish(2).logp_difference_max < 1e-4
+        np.testing.assert_allclose(engine.score(engine.probes()), before, atol=1e-4)
+        return stats.num_tensors, stats.num_bytes
+
+    counts = run_ranks(body, 2)
+    shapes = {name: tensor.shape for name, tensor in load_file(model_path / "model.safetensors").items()}
+    if "vllm_enable_lora" in changes:
+        assert counts == [(len(shapes), 4 * sum(shape.numel() for shape in shapes.values()))] * 2
+    else:  # A and B of each module at its own rank
+        sizes = [(3 if "v_proj" in name else 4) * sum(shape) for name, shape in shapes.items() if "_proj" in name]
+        assert counts == [(2 * len(sizes), 4 * sum(sizes))] * 2
+
+
+def test_first_step_reaches_a_bfloat16_sampler_as_an_adapter_and_is_lost_when_merged(tmp_path):
+    path = write_tiny(tmp_path, "qwen3", dtype="bfloat16", std=0.02)
+    module = "model.layers.0.self_attn.o_proj"
+
+    def body(rank, world_size):
+        policy = PeftPolicy(path, TUNERS["attention"], "bfloat16")
+        engine = engine_for(policy, rank, world_size)
+        assert engine.dtype == "bfloat16"
+        for name, parameter in policy.adapter_parameters():  # after one step of Adam at lr 1e-5 from B = 0
+            parameter.copy_(parameter.sign() * 1e-5 if "lora_B" in name else parameter.uniform_(-0.125, 0.125))
+        assert push(policy, engine, version=1, verify=True).logp_difference_mean < 0.05
+
+        def held(worker):
+            layer = worker.model_runner.lora_manager._adapter_manager.modules[module]
+            return layer.lora_b_stacked[0][0, 0].double() @ layer.lora_a_stacked[0][0, 0].double()
+
+        tensors, merged, base = policy.adapter(), dict(policy.merged()), dict(policy.base())
+        update = 4.0 * tensors[module + ".lora_B.weight"].double() @ tensors[module + ".lora_A.weight"].double()  # alpha / r is 32 / 8
+        (of_adapter,) = engine._llm.collective_rpc(held)
+        of_merged = merged[module + ".weight"].double() - base[module + ".weight"].double()
+        return [float((found - update).norm() / update.norm()) for found in (of_adapter, of_merged)]
+
+    ((of_adapter, of_merged),) = run_ranks(body, 1)
+    assert of_adapter < 0.005 and of_merged > 0.8, (of_adapter, of_merged)

@@ -1,0 +1,107 @@
+"""How adapters reach the sampler, decided from names and sizes alone."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from megatron_grpo.errors import ConfigError
+from megatron_grpo.rollout.adapters import SLOT_RANKS, lora_push, slot_rank
+from megatron_grpo.settings.config import Config, ModelConfig, RolloutConfig, TunerConfig
+from megatron_grpo.weights.shape import ModelShape
+from tests.unit.weights.tiny import config_of
+
+DENSE, EXPERTS, LATENT = (ModelShape.from_hf(config_of(name)) for name in ("qwen3", "qwen3_moe", "deepseek_v3"))
+
+
+def push_of(shape=DENSE, *, on_gpu=False, dtype="float32", obstacle=None, sampler=None, **tuner):
+    cfg = Config(
+        model=ModelConfig(torch_dtype=dtype), tuner=TunerConfig(**{"tuner_type": "lora"} | tuner), rollout=RolloutConfig(vllm_dtype=sampler)
+    )
+    return lora_push(cfg, shape, on_gpu=on_gpu, sampler_obstacle=obstacle)
+
+
+def test_full_tuning_has_nothing_to_decide():
+    assert push_of(tuner_type="full") is None
+
+
+@pytest.mark.parametrize(("rank", "slot"), [(1, 1), (2, 8), (8, 8), (9, 16), (129, 256), (257, 320), (321, 512), (512, 512), (513, None)])
+def test_room_is_the_smallest_that_holds_the_widest_rank(rank, slot):
+    assert slot_rank(rank) == slot
+    if slot:
+        assert push_of(rank_pattern={"o_proj": rank}, lora_rank=1).slot_rank == slot
+        # vLLM refuses a configuration that names more than there is room for, whoever has it.
+        assert push_of(rank_pattern={"o_proj": 1}, lora_rank=rank, target_modules=["o_proj"]).slot_rank == slot
+
+
+def test_modules_are_those_with_an_adapter_and_vllm_is_told_their_last_words():
+    found = push_of(target_modules=["linear_qkv"], exclude_modules=["model.layers.0.self_attn.k_proj"])
+    layers = DENSE.num_layers
+    assert len(found.modules) == 3 * layers - 1 and "model.layers.1.self_attn.k_proj" in found.modules
+    assert found.last_words == ["k_proj", "q_proj", "v_proj"] and found.notes == ()
+    assert push_of(EXPERTS, on_gpu=True).last_words == [
+        "down_proj",
+        "experts",
+        "gate_proj",
+        "k_proj",
+        "o_proj",
+        "q_proj",
+        "up_proj",
+        "v_proj",
+    ]
+    assert "experts" not in push_of(LATENT, target_modules=["o_proj"]).last_words
+
+
+@pytest.mark.parametrize(
+    ("shape", "on_gpu", "tuner", "reason"),
+    [
+        (EXPERTS, False, {}, "vLLM adds adapters to experts with Triton alone, which a CPU has not"),
+        (EXPERTS, False, {"target_modules": ["linear_qkv"]}, None),
+        (EXPERTS, True, {}, None),
+        (EXPERTS, None, {}, None),
+        (EXPERTS, True, {"target_modules": ["gate_proj", "down_proj"]}, "on all three matrices of all experts of a layer"),
+        (EXPERTS, True, {"exclude_modules": ["experts.1.up_proj"]}, "on all three matrices of all experts of a layer"),
+        (EXPERTS, True, {"rank_pattern": {r"experts\.1\.up_proj": 3}}, "one rank a matrix"),
+        (EXPERTS, True, {"rank_pattern": {"up_proj": 3}}, None),
+        (LATENT, True, {}, "vLLM folds kv_b_proj into latent attention as it loads, and would leave its adapter out"),
+        (LATENT, True, {"exclude_modules": ["kv_b_proj"]}, None),
+    ],
+)
+def test_what_vllm_cannot_sample_with_is_merged_and_the_reason_told(shape, on_gpu, tuner, reason):
+    found = push_of(shape, on_gpu=on_gpu, **tuner)
+    if reason is None:
+        assert found.kind == "adapter" and found.slot_rank in SLOT_RANKS and found.notes == ()
+        return
+    (note,) = found.notes
+    assert found.kind == "merged" and found.slot_rank == 0 and note.startswith("Note: the adapter is merged") and reason in note
+    with pytest.raises(ConfigError, match=f"vllm_enable_lora true: the adapter cannot be pushed alone, for .*{reason}"):
+        push_of(shape, on_gpu=on_gpu, vllm_enable_lora=True, **tuner)
+
+
+def test_sampler_has_a_say():
+    assert push_of(obstacle="it takes none").notes == ("Note: the adapter is merged into the weights for every push, for it takes none.",)
+    with pytest.raises(ConfigError, match="for it takes none"):
+        push_of(obstacle="it takes none", vllm_enable_lora=True)
+
+
+def test_rank_above_vllms_is_said_with_the_rank(tmp_path):
+    config = {"peft_type": "LORA", "r": 600, "lora_alpha": 8, "target_modules": ["q_proj"]}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    (note,) = push_of(adapters=str(tmp_path)).notes
+    assert "vLLM has room for ranks up to 512, and the adapter's configuration names 600" in note
+
+
+@pytest.mark.parametrize(
+    ("dtype", "sampler", "asked", "warned"),
+    [("bfloat16", None, False, True), ("bfloat16", "float32", False, False), ("float32", "bfloat16", False, True),
+     ("float32", None, False, False), ("bfloat16", None, None, False), ("bfloat16", None, True, False)],
+)  # fmt: skip
+def test_merged_bfloat16_is_warned_of_with_what_it_loses_also_by_choice(dtype, sampler, asked, warned):
+    found = push_of(dtype=dtype, sampler=sampler, vllm_enable_lora=asked)
+    assert found.kind == ("merged" if asked is False else "adapter")
+    assert [note.startswith("WARNING") and "98 % of the first step's update" in note for note in found.notes] == [True] * warned
+    if warned:
+        assert "Leave vllm_enable_lora out" in found.notes[0]
+    forced = push_of(EXPERTS, dtype=dtype, sampler=sampler)
+    assert len(forced.notes) == 1 + ((sampler or dtype) == "bfloat16") and "Leave vllm_enable_lora out" not in " ".join(forced.notes)
