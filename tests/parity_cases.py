@@ -95,8 +95,8 @@ LOSSES = {
     # In the first step the lowest entropy that trains is that of a group's first token: its completions tie.
     "top entropy": dict(loss_type="dapo", top_entropy_quantile=0.8),
 }  # fmt: skip
-# Each prompt once in each micro-batch, however little a group saves. Groups of 8 and 2; completions of 1 to 20 tokens; a prompt of one token,
-# and one beyond the budget of 32; two groups of one prompt (`shared_rollout`).
+# Each prompt once in each micro-batch, however little a group saves. Groups of 8 and 2; completions of 1 to 20 tokens; a prompt of one
+# token, and one beyond the budget of 32; two groups of one prompt (`shared_rollout`).
 SHARED = dict(share_prompts="true")
 SHARED_GROUPS: Groups = ((3, (5, 1, 4, 8, 5, 2, 7, 9)), (40, (20, 1)), (1, (2, 12)), (7, (2, 9)), (7, (5, 3)))
 SHARED_ROWS = 16

@@ -3,7 +3,7 @@
     python tools/parity.py [--layouts "TP2 SP" CP2 ...] [--models dense biases MoE MLA] [--out docs/parity.md]
 
 Ranks are real processes that talk over gloo; the reference is transformers' model and the written-out mathematics, in one process. Takes
-half an hour on two cores; with --layouts, a part of it, and no page is written.
+an hour on two cores; with --layouts, a part of it, and no page is written.
 """
 
 from __future__ import annotations
@@ -172,10 +172,10 @@ def page(table, ways, shared) -> str:
 def shared_section(shared) -> list[str]:
     lines = [
         "## Each prompt once", "",
-        "[Shared prompts](shared_prompts.md): sixteen completions in five groups of 8 and 2, of 1 to 20 tokens, behind prompts of 1 to 40; one "
-        "begins like another, two are equal, two groups have one prompt. Worst relative error over four losses (dapo, dr_grpo, GSPO, "
-        f"cispo) and {len(cases.SHARED_CUTS)} cuts, with each prompt computed once in each micro-batch, and beside it the gradient of the "
-        "same with a prompt for every completion.", "",
+        "[Shared prompts](shared_prompts.md): sixteen completions in five groups of 8 and 2, of 1 to 20 tokens, behind prompts of 1 to 40; "
+        "one begins like another, two are equal, two groups have one prompt. Worst relative error over four losses (dapo, dr_grpo, GSPO, "
+        f"cispo) and {len(cases.SHARED_CUTS)} cuts, with each prompt computed once in each micro-batch; beside it the gradient of the same "
+        "with a prompt for every completion.", "",
         "| model | layout | gradient | unshared | loss | gradient norm | weights after 3 steps |", "|---" * 7 + "|",
     ]  # fmt: skip
     for model, cells in shared.items():
