@@ -37,7 +37,7 @@ EXTRAS = {
     "wandb": ["wandb"],
     "swanlab": ["swanlab"],
     "mlflow": ["mlflow"],
-    # trl, peft: our mathematics is held against their own functions. cloudpickle: tests send functions to forked ranks.
+    # trl: our mathematics is held against its own functions; peft: adapters are. cloudpickle: tests send functions to forked ranks.
     "dev": [
         "pytest>=8",
         "pytest-xdist>=3.6",

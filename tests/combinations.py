@@ -253,9 +253,9 @@ def kl_to_reference(policy, samples: Sequence[Sample], *, beta: float) -> np.nda
     from megatron_grpo.rollouts import KlPenalty
 
     pending = Pending(parallel=policy.parallel).restored(samples if policy.parallel.is_main else [], policy.cut)
-    contexts, homes = ({key: getattr(row, name) for key, row in pending.rows.items()} for name in ("contexts", "home"))
+    extents, homes = ({key: getattr(row, name) for key, row in pending.rows.items()} for name in ("extent", "home"))
     found = KlPenalty(policy=policy, reference=policy.reference, beta=beta)(
-        pending.samples, contexts, homes, cut=policy.cut, parallel=policy.parallel
+        pending.samples, extents, homes, cut=policy.cut, parallel=policy.parallel
     )
     return np.array([found[sample.key] for sample in samples])
 

@@ -3,7 +3,7 @@
     python tools/parity.py [--layouts "TP2 SP" CP2 ...] [--models dense biases MoE MLA] [--out docs/parity.md]
 
 Ranks are real processes that talk over gloo; the reference is transformers' model and the written-out mathematics, in one process. Takes
-half an hour on two cores; with --layouts, a part of it, and no page is written.
+an hour on two cores; with --layouts, a part of it, and no page is written.
 """
 
 from __future__ import annotations
@@ -35,18 +35,19 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         matrices = {model: Matrix(model, Path(folder)) for model in args.models}
         table = {model: matrix.run(args.layouts or list(cases.LAYOUTS)) for model, matrix in matrices.items()}
+        shared = {model: shares(model, Path(folder), args.layouts or list(cases.LAYOUTS)) for model in args.models}
         ways = {} if args.layouts else other_ways(matrices, Path(folder))
-    everything = every_cell(table, ways)
+    everything = every_cell(table, ways, shared)
     red = [distance for distance in everything if not distance.within(**LIMITS)]
     if not args.layouts:
-        args.out.write_text(page(table, ways), encoding="utf-8")
+        args.out.write_text(page(table, ways, shared), encoding="utf-8")
         print(f"wrote {args.out}")
     print(f"{len(everything)} cells, {len(red)} beyond {LIMITS}")
     return 1 if red else 0
 
 
-def every_cell(table, ways) -> list[cases.Distance]:
-    return [distance for cells in table.values() for distance in cells.values()] + list(ways.values())
+def every_cell(table, ways, shared) -> list[cases.Distance]:
+    return [distance for cells in (*table.values(), *shared.values(), ways) for distance in cells.values()]
 
 
 class Matrix:
@@ -86,6 +87,33 @@ class Matrix:
             return dict.fromkeys(runs, cases.Distance.failed())
 
 
+def shares(model: str, folder: Path, layouts: list[str]) -> dict[tuple[str, bool], cases.Distance]:
+    """{(layout, each prompt once): the worst over losses and cuts}, of groups of uneven sizes and lengths."""
+    from tests.tiny_models import write_tiny
+
+    path = write_tiny(folder / f"{model}, shared", **cases.MODELS[model])
+    batches, own, found = cases.shared_rollout(path, num_steps=STEPS), cases.MODEL_SETTINGS.get(model, {}), {}
+    references = {
+        loss: cases.reference(path, cases.settings(**own, **cases.LOSSES[loss]), batches) for loss in ("dapo", "dr_grpo", "GSPO", "cispo")
+    }
+    for name in layouts:
+        layout = cases.LAYOUTS[name]
+        if not cases.suits(layout, model):
+            continue
+        cuts = [cut for cut, sizes in cases.SHARED_CUTS.items() if cases.is_legal(layout, sizes, cases.SHARED_ROWS)]
+        for once in (True, False):
+            setting = cases.SHARED if once else dict(share_prompts="false")
+            runs = {(loss, cut): cases.LOSSES[loss] | cases.SHARED_CUTS[cut] | setting for loss in references for cut in cuts}
+            try:
+                of_runs = cases.compare(model, path, layout, runs, batches, {key: references[key[0]] for key in runs})
+                found[name, once] = cases.worst_of(list(of_runs.values()))
+            except RanksFailed as error:  # the other layouts go on
+                print(f"{error}", file=sys.stderr)
+                found[name, once] = cases.Distance.failed()
+            print(f"{model:7} {name:18} prompts {'once' if once else 'G times'}, worst: {in_words(found[name, once])}", flush=True)
+    return found
+
+
 def other_ways(matrices: dict[str, Matrix], folder: Path) -> dict[str, cases.Distance]:
     """matrices: those made already, by model; what is missing is added."""
     found = {}
@@ -102,12 +130,12 @@ def in_words(distance) -> str:
     return f"loss {distance.loss:.0e}, norm {distance.grad_norm:.0e}, gradient {distance.gradient:.0e}, weights {distance.weight:.0e}"
 
 
-def page(table, ways) -> str:
+def page(table, ways, shared) -> str:
     import megatron.core
     import torch
     import transformers
 
-    everything = every_cell(table, ways)
+    everything = every_cell(table, ways, shared)
     lines = [
         "# Parity", "",
         "The gradient of an optimizer step depends on the global batch alone. Here is by how much it does not: each cell is the **worst "
@@ -133,11 +161,29 @@ def page(table, ways) -> str:
             numbers = [*errors, worst.loss, worst.grad_norm, worst.weight]
             lines.append(f"| {name} | " + " | ".join(f"{number:.1e}" for number in numbers) + " |")
         lines.append("")
+    lines += shared_section(shared)
     lines += ["## Other ways to run the same step", ""]
     lines += ["| way | layout | gradient | loss | gradient norm | weights after 3 steps |", "|---" * 6 + "|"]
     for name, d in ways.items():
         lines.append(f"| {name} | {cases.WAYS[name][0]} | {d.gradient:.1e} | {d.loss:.1e} | {d.grad_norm:.1e} | {d.weight:.1e} |")
     return "\n".join(lines) + "\n"
+
+
+def shared_section(shared) -> list[str]:
+    lines = [
+        "## Each prompt once", "",
+        "[Shared prompts](shared_prompts.md): sixteen completions in five groups of 8 and 2, of 1 to 20 tokens, behind prompts of 1 to 40; "
+        "one begins like another, two are equal, two groups have one prompt. Worst relative error over four losses (dapo, dr_grpo, GSPO, "
+        f"cispo) and {len(cases.SHARED_CUTS)} cuts, with each prompt computed once in each micro-batch; beside it the gradient of the same "
+        "with a prompt for every completion.", "",
+        "| model | layout | gradient | unshared | loss | gradient norm | weights after 3 steps |", "|---" * 7 + "|",
+    ]  # fmt: skip
+    for model, cells in shared.items():
+        for (name, once), d in cells.items():
+            if once:
+                numbers = [d.gradient, cells[name, False].gradient, d.loss, d.grad_norm, d.weight]
+                lines.append(f"| {model} | {name} | " + " | ".join(f"{number:.1e}" for number in numbers) + " |")
+    return [*lines, ""]
 
 
 if __name__ == "__main__":

@@ -135,9 +135,8 @@ def main() -> int:
         print(f"[verdict] {line}")
     evaluations = read(lora / "evaluations.jsonl")
     said = round(evaluations[-1]["correct"] * len(held_out))
-    print(
-        f"[verdict] right answers of {len(held_out)}: the run {said}, PEFT with the exported adapter {right}, difference {abs(said - right)}"
-    )
+    score = f"the run {said}, PEFT with the exported adapter {right}, difference {abs(said - right)}"
+    print(f"[verdict] right answers of {len(held_out)}: {score}")
     draw(
         {name: read(run / "evaluations.jsonl") for name, run in zip(NAMES, (lora, full), strict=True)}, lora / "plots/lora_beside_full.png"
     )

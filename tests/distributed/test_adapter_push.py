@@ -264,7 +264,7 @@ def test_trial_notices_an_engine_that_ignores_adapters(model_path):
         weak.draw = lambda seed, std=0.0: None
         for _, parameter in weak.adapter_parameters():
             parameter.zero_()
-        with pytest.raises(WeightSyncError, match="the trial of the adapter proves nothing: it moves .* by 0 nats"):
+        with pytest.raises(WeightSyncError, match="the trial of the adapter proves nothing: it moves"):
             Publisher(weak, engine, verify=True).publish(3)
 
         # A run that began with an adapter: the checkpoint, which the engine read by itself, is not its version 0.

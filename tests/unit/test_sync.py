@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from megatron_grpo.sync import _problem, _Report
+from megatron_grpo.sync import _followed, _problem, _Report, _trial_problem
 from megatron_grpo.weights.update import NO_VERSION
 
 
@@ -45,3 +45,26 @@ def test_trial_is_called_by_its_name_and_its_hint_says_what_an_engine_may_have_d
     problem = _problem([report(fresh=2.0, version=NO_VERSION)] * 2, NO_VERSION, is_coarse=False)
     assert "does not sample from the trial adapter" in problem and problem.endswith("or the adapter is ignored.")
     assert "ignored" not in _problem([report(fresh=2.0)] * 2, 3, is_coarse=False)
+
+
+def test_an_engine_that_follows_the_trial_is_told_from_one_that_ignores_it_below_the_bound_of_a_push():
+    """Means of 0.05 differ less than the 0.2 that a bfloat16 push may, and the noise is as large: 250 tokens tell them apart."""
+    rng = np.random.default_rng(0)
+    untried = rng.normal(-3, 1, 250)
+    tried, noise = untried + rng.normal(0, 0.05, 250), rng.normal(0, 0.05, 250)
+    takes, ignores, part = (
+        _followed(start + noise, tried, untried) for start in (tried, untried, (tried + untried) / 2 - (tried - untried) / 4)
+    )
+    assert abs(takes[0] - 1) < 3 * takes[1] and abs(ignores[0]) < 3 * ignores[1] and 0.05 < takes[1] < 0.08
+    assert _trial_problem([takes, takes]) is None
+    assert "ignores adapters, or takes them in part: " in _trial_problem([takes, ignores])
+    assert "in part" in _trial_problem([part])
+    assert "in part" in _trial_problem([_followed(tried + (tried - untried), tried, untried)])  # scaled twice
+
+
+def test_trial_that_moves_nothing_proves_nothing():
+    untried, noise = np.full(250, -3.0), np.random.default_rng(0).normal(0, 0.05, 250)
+    assert "proves nothing" in _trial_problem([_followed(untried, untried, untried)])
+    assert "proves nothing" in _trial_problem([_followed(untried + noise, untried + 0.01, untried)])
+    assert _trial_problem([_followed(untried + 0.01 + noise / 10, untried + 0.01, untried)]) is None
+    assert _trial_problem([_followed(untried * np.nan, untried + 1, untried)])
