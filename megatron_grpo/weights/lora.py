@@ -265,10 +265,10 @@ def peft_leaves_out(settings: LoraSettings, shape: ModelShape) -> str | None:
     lost = [module.name for module in targeted if not module.is_expert and module.name.rsplit(".", 1)[1] in expert_words]
     if not lost:
         return None
+    some = f"{lost[0]}, ..." if len(lost) > 1 else lost[0]
     return (
-        f"PEFT 0.21 loads this adapter without {len(lost)} of its {len(targeted)} modules ({lost[0]}{', ...' * (len(lost) > 1)}), and without "
-        "an error: beside experts it takes these names for theirs. Use the merged model, which merge_lora true writes, or leave them out "
-        "with exclude_modules."
+        f"PEFT 0.21 loads this adapter without {len(lost)} of its {len(targeted)} modules ({some}), and without an error: beside experts "
+        "it takes these names for theirs. Use the merged model, which merge_lora true writes, or leave them out with exclude_modules."
     )
 
 
