@@ -63,22 +63,23 @@ def assert_equal(made, model: str, layout: str, runs) -> None:
 
 
 PACKED = cases.CUTS["packed"]
+ONCE = dict(max_tokens_per_micro_batch=40) | cases.SHARED  # what two completions of a prompt begin with is computed once
 # beta in dr_grpo and cispo: the reference is then the adapter that the run began with.
 DENSE = {
     "1": [("odd", "dr_grpo", {}), ("odd", "grpo", BLOCK), ("mlp", "grpo", SELECTIVE)],
     "TP2": [("odd", "grpo", {}), ("odd", "grpo", dict(use_distributed_optimizer=False))],
-    "TP2 SP": [("odd", "cispo", PACKED), ("attention", "grpo", FULL), ("mlp", "grpo", {})],
+    "TP2 SP": [("odd", "cispo", ONCE), ("attention", "grpo", FULL), ("mlp", "grpo", {})],
     "PP2": [("late layers", "grpo", FULL), ("early layers", "grpo", {})],
     "PP2 VPP2": [("odd", "dr_grpo", {}), ("late layers", "grpo", {})],
-    "CP2": [("odd", "grpo", {})],
-    "DP2": [("odd", "grpo", OVERLAP), ("odd", "grpo", FULL | dict(overlap_grad_reduce=True))],
+    "CP2": [("odd", "grpo", ONCE)],
+    "DP2": [("odd", "grpo", OVERLAP | ONCE), ("odd", "grpo", FULL | dict(overlap_grad_reduce=True))],
 }  # fmt: skip
 EXPERTS = {
     "TP2 ETP1": [("odd", "grpo", {}), ("mlp", "grpo", dict(use_distributed_optimizer=False))],
     "TP2 ETP2": [("odd", "dr_grpo", {})],
     "DP2 ETP2": [("mlp", "grpo", {})],
     "EP2": [("odd", "grpo", OVERLAP), ("attention", "grpo", {}), ("mlp", "grpo", dict(use_distributed_optimizer=False))],
-    "CP2 EP2": [("odd", "grpo", PACKED)],
+    "CP2 EP2": [("odd", "grpo", PACKED | cases.APART)],
     "TP2 EP2 ETP1": [("odd", "grpo", dict(moe_token_dispatcher_type="allgather"))],
 }
 
