@@ -76,9 +76,8 @@ def build_run(
     journal = build_journal(made, judge, parallel, clock)  # before any model loads: a service that is not installed is an error
     lora = how_adapters_travel(cfg, inputs, parallel, journal, sampler_is_known=engine is None)
     policy = build_policy(
-        cfg, inputs.shape, parallel,
-        model_path=inputs.model_path, num_steps=timetable.num_steps, clock=clock, reference=reference, guard=guard,
-        push=lora.kind if lora else None,
+        cfg, inputs.shape, parallel, model_path=inputs.model_path, num_steps=timetable.num_steps, clock=clock,
+        reference=reference, guard=guard, push=lora.kind if lora else None,
     )  # fmt: skip
     sampler = (engine or partial(ENGINES[cfg.rollout.vllm_mode], lora=lora))(cfg, inputs, parallel)
     sampling = SamplingSettings.of(cfg.rollout, num_generations=cfg.batch.num_generations)
@@ -200,8 +199,10 @@ def how_adapters_travel(
 
         obstacle = sampler_obstacle(inputs.shape.architecture, on_gpu=on_gpu)
     found = lora_push(cfg, inputs.shape, on_gpu=on_gpu, sampler_obstacle=obstacle)
+    told = lora_push(cfg, inputs.shape, on_gpu=None)  # by the plan, which knows no machine and no sampler
     for note in found.notes if found else ():
-        journal.metrics.say(note)
+        if told is None or note not in told.notes:
+            journal.metrics.say(note)
     return found
 
 
