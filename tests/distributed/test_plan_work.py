@@ -25,7 +25,7 @@ RUNS = {
 
 
 def measured(rank, world, path, runs):
-    """By run: bytes that autograd keeps for the backward of one sequence, each storage once; FLOPs of both passes; tokens, and trained ones."""
+    """By run, of one sequence: bytes that autograd keeps, each storage once; FLOPs forward and backward; tokens, and those that train."""
     import torch
     from torch.utils.flop_counter import FlopCounterMode
 

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import shlex
+from collections import Counter
 
 import pytest
 
 from megatron_grpo.errors import ConfigError
 from megatron_grpo.planning.check import check
 from megatron_grpo.planning.command import make_plan
-from megatron_grpo.planning.cost import forward_flops
+from megatron_grpo.planning.cost import work_of
 from megatron_grpo.planning.lengths import read_lengths
 from megatron_grpo.planning.parameters import Parameter, buffer_of, chunks_of_stage, layers_of_stages
+from megatron_grpo.planning.tuning import Tuning
+from megatron_grpo.weights.lora import LoraSettings
 
 TINY = dict(
     architectures=["LlamaForCausalLM"],
@@ -77,10 +81,88 @@ def test_a_buffer_gives_every_element_to_exactly_one_rank():
     assert all((end - begin) % 3 == 0 and begin % 128 == 0 for begin, end in buffer.buckets)
 
 
+def work(found, *tokens, head_positions):
+    checked = found.checked
+    return work_of(checked.shape, Tuning.of(checked.config, checked.shape), *tokens, head_positions=head_positions)
+
+
 def test_flops_by_hand(made):
-    shape = made().checked.shape
     # 3 prompt and 2 completion tokens: 4 layers of matrices and of attention (2 heads of 4 channels), the output layer at 2 positions.
-    assert forward_flops(shape, 3, 2, head_positions=2) == 2 * 4 * MATRICES * 5 + 4 * 25 * (8 + 8) + 2 * 2 * 8 * 10
+    linears, attention = 2 * 4 * MATRICES * 5 + 2 * 2 * 8 * 10, 4 * 25 * (8 + 8)
+    full = work(made(), 3, 2, head_positions=2)
+    assert full.forward == linears + attention and full.backward == 2 * full.forward
+    lora = work(made("--tuner_type", "lora", "--lora_rank", 3), 3, 2, head_positions=2)
+    # Rows and columns of each linear, times the modules that it fuses: query, key and value, output, gate and up, down.
+    adapters = 2 * 5 * 4 * 3 * (3 * (16 + 8) + (8 + 8) + 2 * (32 + 8) + (8 + 16))
+    assert lora.forward == linears + attention + adapters
+    assert lora.backward == linears + 2 * attention + 2 * adapters, "no weight has a gradient, every matrix hands one on"
+    frozen = work(made("--freeze_parameters", "lm_head", "model.layers.0.", "model.layers.1."), 3, 2, head_positions=2)
+    assert frozen.backward == linears + 2 * attention + 2 * 2 * MATRICES * 5
+
+
+def test_adapters_by_hand(made):
+    """Rank 3, but 5 on values: all matrices have 5 in memory, and a push and PEFT have what each has."""
+    argv = ["--tuner_type", "lora", "--lora_rank", 3, "--rank_pattern", "v_proj=5", "--target_modules", "q_proj", "v_proj", "down_proj"]
+    found = made(*argv)
+    [stage] = found.memory["stages"]
+    held = 4 * 5 * (3 * 8 + 16 + 16 + 8)  # of qkv three A of 8 columns and one B of 16 rows; of down one each
+    assert stage["num_trainable_parameters"] == held
+    parts = 4 * 16 * 3  # of qkv, which of its three modules each row belongs to
+    assert (stage["adapters_bytes"], stage["gradients_bytes"], stage["optimizer_bytes"]) == (2 * held + 2 * parts, 4 * held, 12 * held)
+    pushed = 4 * (3 * (8 + 8) + 5 * (8 + 4) + 3 * (16 + 8))
+    cost = found.cost
+    assert (cost["trainable_parameters"], cost["weight_push_bytes"]) == (pushed, 2 * pushed)
+    assert cost["base_push_bytes"] == 2 * cost["parameters"] and cost["checkpoint_bytes"] == held * (2 + 12)
+    assert stage["weights_bytes"] == made().memory["stages"][0]["weights_bytes"]
+
+
+def test_merged_pushes_and_engines_that_forget_send_all_weights(made):
+    lora = ["--tuner_type", "lora", "--lora_rank", 1]
+    whole = made().cost["weight_push_bytes"]
+    alone = made(*lora).cost
+    assert alone["weight_push_bytes"] < whole == alone["base_push_bytes"]
+    merged = made(*lora, "--vllm_enable_lora", "false").cost
+    assert (merged["weight_push_bytes"], merged["base_push_bytes"]) == (whole, 0)
+    forgetful = made(*lora, "--sleep_level", 2).cost
+    assert (forgetful["weight_push_bytes"], forgetful["base_push_bytes"]) == (alone["weight_push_bytes"] + whole, 0)
+    assert (
+        made(*lora).memory["sampler"]["adapters_bytes"]
+        > 0
+        == made(*lora, "--vllm_enable_lora", "false").memory["sampler"]["adapters_bytes"]
+    )
+
+
+def test_adapters_need_no_second_model_for_the_kl(made):
+    beta = ["--beta", 0.1]
+    assert made("--tuner_type", "lora", *beta).memory["stages"][0]["reference_bytes"] == 0
+    plain, phases = made(*beta).cost["flops_per_rollout"], made("--tuner_type", "lora", "--lora_rank", 1, *beta).cost["flops_per_rollout"]
+    assert phases["reference_logprobs"] == plain["reference_logprobs"] and phases["training"] < plain["training"]
+
+
+def test_frozen_weights_have_no_gradient_and_no_optimizer_state(made):
+    stage, cost = (made("--freeze_parameters", "model.layers.").memory["stages"][0], made("--freeze_parameters", "model.layers.").cost)
+    trained = 8 + 2 * 128 * 8  # the last norm, embedding and head (padded)
+    assert (stage["num_trainable_parameters"], stage["gradients_bytes"]) == (trained, 4 * trained)
+    assert stage["weights_bytes"] == made().memory["stages"][0]["weights_bytes"]
+    assert cost["trainable_parameters"] == 8 + 2 * 10 * 8 and cost["checkpoint_bytes"] == trained * 14
+    assert made().cost["checkpoint_bytes"] == 14 * made().memory["stages"][0]["num_parameters"]
+
+
+def test_what_is_worth_knowing_of_adapters_is_said(made):
+    def said(*argv):
+        return " ".join(made("--tuner_type", "lora", *argv).warnings)
+
+    assert "lr is its default" in said() and "lr is its default" not in said("--lr", 1e-6)
+    assert "lr is its default" not in " ".join(made().warnings)
+    merged = ["--vllm_enable_lora", "false"]
+    assert "98 % of the first step" in said(*merged) and "98 %" not in said() + said(*merged, "--vllm_dtype", "float32")
+    assert "lora_dropout 0.1" in said("--lora_dropout", 0.1)
+
+
+def test_the_native_command_line_says_ranks_by_name(made):
+    argv = ["--tuner_type", "lora", "--rank_pattern", "q_proj=16", r"layers\.(0|1)\..*up_proj=2"]
+    again = made(*shlex.split(made(*argv).rest()["native_flags"])).checked.config.tuner
+    assert again.rank_pattern == {"q_proj": 16, r"layers\.(0|1)\..*up_proj": 2}
 
 
 def test_phases_follow_the_settings(made):
@@ -175,3 +257,13 @@ def test_a_token_budget_packs_as_training_does(made, tmp_path):
     packing = made(*argv).cost["packing"]
     assert packing["sequences"] == 8 and packing["micro_batches"] == 5 and packing["max_tokens_per_micro_batch"] == 100
     assert made(*argv).memory["tokens_per_micro_batch"] == 100
+
+
+def test_names_of_modules_are_matched_a_few_times_and_not_once_for_each_number(made, monkeypatch):
+    """A model of 128 experts in 94 layers has 36,000 of them."""
+    asked = Counter()
+    is_target = LoraSettings.is_target
+    monkeypatch.setattr(LoraSettings, "is_target", lambda self, module: asked.update([module]) or is_target(self, module))
+    moe = dict(architectures=["Qwen3MoeForCausalLM"], num_experts=8, num_experts_per_tok=2, moe_intermediate_size=16, decoder_sparse_step=1)
+    made("--tuner_type", "lora", "--target_regex", r".*(mlp|self_attn)\..*", **moe)
+    assert len(asked) == 4 * (4 + 8 * 3) and max(asked.values()) <= 4
