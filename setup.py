@@ -37,7 +37,17 @@ EXTRAS = {
     "swanlab": ["swanlab"],
     "mlflow": ["mlflow"],
     # trl: our mathematics is held against its own functions; peft: adapters are. cloudpickle: tests send functions to forked ranks.
-    "dev": ["pytest>=8", "pytest-xdist>=3.6", "hypothesis", "ruff>=0.12", "mypy", "import-linter>=2.1", "cloudpickle", "trl==1.16.*", "peft==0.21.*"],
+    "dev": [
+        "pytest>=8",
+        "pytest-xdist>=3.6",
+        "hypothesis",
+        "ruff>=0.12",
+        "mypy",
+        "import-linter>=2.1",
+        "cloudpickle",
+        "trl==1.16.*",
+        "peft==0.21.*",
+    ],
 }
 
 setup(

@@ -82,9 +82,6 @@ def build_run(
     )  # fmt: skip
     sampler = (engine or partial(ENGINES[cfg.rollout.vllm_mode], lora=lora))(cfg, inputs, parallel)
     sampling = SamplingSettings.of(cfg.rollout, num_generations=cfg.batch.num_generations)
-    penalty = None
-    if cfg.grpo.kl_in_reward and policy.reference is not None:
-        penalty = KlPenalty(policy=policy, reference=policy.reference, beta=cfg.grpo.beta)
     return train.Run(
         timetable=timetable,
         parallel=parallel,
@@ -97,7 +94,7 @@ def build_run(
             cfg=cfg.grpo,
             num_groups=made.checked.sizes.num_rollout_prompts,
             use_sampler_logprobs=cfg.batch.old_logprobs == "rollout",
-            penalty=penalty,
+            penalty=penalty_of(cfg.grpo, policy),
             cut=policy.cut,
             parallel=parallel,
             journal=journal,
@@ -126,6 +123,13 @@ def build_publisher(cfg: Config, policy: Policy, holder: WeightHolder) -> Publis
         is_coarse=cfg.model.torch_dtype != "float32",
         starts_as_checkpoint=not cfg.tuner.adapters,
     )
+
+
+def penalty_of(cfg: GrpoConfig, policy: Policy) -> KlPenalty | None:
+    """What is subtracted from rewards, where the KL is not in the loss."""
+    if not cfg.kl_in_reward or policy.reference is None:
+        return None
+    return KlPenalty(policy=policy, reference=policy.reference, beta=cfg.beta)
 
 
 def open_output(made: Plan, inputs: Inputs, parallel: ParallelState) -> Checkpoints:
