@@ -399,4 +399,3 @@ def test_ten_steps_in_bfloat16_move_the_sampler_as_they_move_the_trainer(tmp_pat
     assert of_trainer.min() > 0.005, "every token was rewarded, and has become likelier"
     assert np.linalg.norm(of_sampler - of_trainer) < 0.3 * np.linalg.norm(of_trainer), "one that stayed where it was would be 1"
     assert lost > 0.3, "why merged weights are warned of"
-    print(np.linalg.norm(of_sampler - of_trainer) / np.linalg.norm(of_trainer), lost, of_trainer.min(), of_trainer.mean())
