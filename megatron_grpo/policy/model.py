@@ -16,7 +16,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 
 from megatron_grpo.parallel.state import ParallelState
 from megatron_grpo.parallel.tensor import copy_to_ranks
-from megatron_grpo.parallel.vocab import linear_logprobs
+from megatron_grpo.parallel.vocab import Slope, linear_logprobs
 from megatron_grpo.policy.latent import LatentAttention, LatentNorm
 from megatron_grpo.policy.layers import Norm, PackedAttention, te_packed, with_bias
 from megatron_grpo.policy.router import replace_routers
@@ -178,7 +178,7 @@ class LogProbHead(tensor_parallel.ColumnParallelLinear):
     num_valid_rows: int
     vocab_start: int
 
-    def forward(self, hidden, weight, batch: LocalBatch, *, temperature, chunk_size, with_entropy):
+    def forward(self, hidden, weight, batch: LocalBatch, *, temperature, chunk_size, with_entropy, slope):
         """hidden [t or t/tp, 1, H] -> (logprobs fp32 [c], entropy fp32 [c] or None), equal on all TP ranks."""
         if self.sequence_parallel:
             hidden = tensor_parallel.gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True, group=self.tp_group)
@@ -194,6 +194,7 @@ class LogProbHead(tensor_parallel.ColumnParallelLinear):
             group=self.tp_group if self.tp_group.size() > 1 else None,
             chunk_size=chunk_size,
             with_entropy=with_entropy,
+            slope=slope,
         )
 
 
@@ -237,7 +238,8 @@ class PolicyModel(GPTModel):
             head.vocab_start = head.tp_group.rank() * rows
             head.num_valid_rows = max(0, min(rows, shape.vocab_size - head.vocab_start))
 
-    def forward(self, batch: LocalBatch, *, with_entropy: bool = False, temperature: float | None = None):
+    def forward(self, batch: LocalBatch, *, with_entropy: bool = False, temperature: float | None = None, slope: Slope | None = None):
+        """slope: of this micro-batch's loss, where a token's own log-prob is enough to know it (`parallel.vocab`)."""
         hidden = self.embedding(input_ids=batch.token_ids, position_ids=None) if self.pre_process else None
         positions, packed = (batch.all_positions, te_packed(batch.packed)) if self.use_te else (batch.positions, batch.packed)
         hidden = self.decoder(
@@ -257,6 +259,7 @@ class PolicyModel(GPTModel):
             temperature=self.temperature if temperature is None else temperature,
             chunk_size=self.chunk_size,
             with_entropy=with_entropy,
+            slope=slope,
         )
         return torch.stack([logprobs, entropy]) if with_entropy else logprobs[None]
 
