@@ -36,7 +36,7 @@ class _Gradients:
     """Of hidden states and rows, or of those that are wanted; added to chunk by chunk."""
 
     def __init__(self, hidden, weight, num_rows: int, temperature: float, *, wants_hidden: bool, wants_weight: bool):
-        self.hidden_states, self.words, self.temperature, self.num_rows = hidden, weight[:num_rows], temperature, num_rows
+        self.hidden_states, self.words, self.temperature = hidden, weight[:num_rows], temperature
         self.dtype = weight.dtype
         self.hidden = torch.zeros_like(hidden) if wants_hidden else None
         # Summed over chunks in the softmax's dtype: a bfloat16 sum would lose a chunk's share to rounding.
@@ -49,14 +49,11 @@ class _Gradients:
         if self.hidden is not None:
             self.hidden[chunk] = (columns @ self.words).mul_(factor)
         if self.weight is not None:
-            self._add_to_weight(columns, (hidden * factor).to(hidden.dtype))
-
-    def _add_to_weight(self, columns: torch.Tensor, hidden: torch.Tensor) -> None:
-        total = self.weight[: self.num_rows]
-        if total.dtype == hidden.dtype:
-            total.addmm_(columns.t(), hidden)
-        else:
-            total += columns.t() @ hidden
+            total, weighed = self.weight[: len(self.words)], (hidden * factor).to(hidden.dtype)
+            if total.dtype == weighed.dtype:
+                total.addmm_(columns.t(), weighed)
+            else:
+                total += columns.t() @ weighed
 
     def all(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         return self.hidden, None if self.weight is None else self.weight.to(self.dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import torch
@@ -17,6 +18,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from megatron_grpo.parallel.state import ParallelState
 from megatron_grpo.parallel.tensor import copy_to_ranks
 from megatron_grpo.parallel.vocab import Slope, linear_logprobs
+from megatron_grpo.policy.kernels import Rotation
 from megatron_grpo.policy.latent import LatentAttention, LatentNorm
 from megatron_grpo.policy.layers import Norm, PackedAttention, te_packed, with_bias
 from megatron_grpo.policy.router import replace_routers
@@ -241,11 +243,11 @@ class PolicyModel(GPTModel):
     def forward(self, batch: LocalBatch, *, with_entropy: bool = False, temperature: float | None = None, slope: Slope | None = None):
         """slope: of this micro-batch's loss, where a token's own log-prob is enough to know it (`parallel.vocab`)."""
         hidden = self.embedding(input_ids=batch.token_ids, position_ids=None) if self.pre_process else None
-        positions, packed = (batch.all_positions, te_packed(batch.packed)) if self.use_te else (batch.positions, batch.packed)
+        angles, packed = self._angles(batch)
         hidden = self.decoder(
             hidden_states=hidden,
             attention_mask=None,
-            rotary_pos_emb=self._rotary(positions),
+            rotary_pos_emb=angles,
             packed_seq_params=packed,
             padding_mask=self._padding(batch) if self.config.moe_z_loss_coeff else None,
         )
@@ -269,10 +271,16 @@ class PolicyModel(GPTModel):
         bits = torch.stack([count >> bit & 1 for bit in range(max(int(count.max()).bit_length(), 1))]).bool()
         return bits.chunk(tp.size(), dim=1)[tp.rank()] if self.config.sequence_parallel else bits
 
-    def _rotary(self, positions):
-        """Angles [t, 1, 1, head_dim], one row a token: segments may start at any position."""
-        angles = torch.outer(positions.float(), self.inverse_frequencies)
-        return torch.cat([angles, angles], dim=-1)[:, None, None, :]
+    def _angles(self, batch: LocalBatch):
+        """(angles [t, 1, 1, rotated channels] for layers that rotate by themselves, else None; the stream as the layers take it).
+
+        One row a token: segments may start at any position.
+        """
+        angles = torch.outer((batch.all_positions if self.use_te else batch.positions).float(), self.inverse_frequencies)
+        if not (self.use_te or self.config.multi_latent_attention):
+            return None, dataclasses.replace(batch.packed, rotation=Rotation.of(angles))
+        packed = te_packed(batch.packed) if self.use_te else batch.packed
+        return torch.cat([angles, angles], dim=-1)[:, None, None, :], packed
 
 
 def build_chunks(

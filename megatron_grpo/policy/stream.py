@@ -10,6 +10,7 @@ import torch
 
 from megatron_grpo.parallel.context import gathered_places, held_positions, held_tokens
 from megatron_grpo.parallel.state import ParallelState
+from megatron_grpo.policy.kernels import Rotation
 from megatron_grpo.types import MicroBatch, Segment
 
 # Segments of up to so many tokens are worth a copy that lets many of them run in one call of attention; longer ones are read in place.
@@ -79,6 +80,7 @@ class PackedStream:
     inherited: tuple[Part, ...]  # the children of each parent on that parent
     cu_seqlens: torch.Tensor  # int32 [segments + 1], of the whole stream: what Transformer Engine's attention reads
     max_seqlen: int
+    rotation: Rotation | None = None  # of queries and keys, by the model that reads the stream; None: it has rotated them before
     qkv_format: str = "segments"
     local_cp_size: None = None
     cp_group: None = None
