@@ -1,4 +1,4 @@
-"""How long packing a million completions takes, beside sorting as many integers in plain Python in the same process.
+"""How long packing a million completions takes, alone and in groups, beside sorting as many integers in plain Python in the same process.
 
     python benchmarks/packing.py
 
@@ -13,7 +13,9 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from megatron_grpo.batching.pack import pack
+from megatron_grpo.batching.alignment import Alignment
+from megatron_grpo.batching.families import Rows
+from megatron_grpo.batching.pack import pack, pack_groups
 
 NUM_COMPLETIONS = 1_000_000
 
@@ -40,6 +42,31 @@ def main() -> None:
         efficiency = lengths.sum() / (sum(map(len, packed)) * max_tokens)
         table.add_row(name, f"{packing:.2f}", f"{sorting:.2f}", f"{packing / sorting:.1f}", f"{efficiency:.4f}")
     Console().print(table)
+    Console().print(groups(rng))
+
+
+def groups(rng: np.random.Generator) -> Table:
+    """Groups kept together: tokens computed over the fewest possible, and how full micro-batches are."""
+    title = f"{NUM_COMPLETIONS:,} completions in groups, each prompt once in each micro-batch, 8 DP ranks"
+    table = Table("groups of", "prompt", "budget", "pack, CPU s", "fewer tokens", "of possible", "efficiency", title=title)
+    for size, prompt, budget in ((8, 200, 16_384), (16, 512, 16_384), (8, 1000, 65_536)):
+        computed = prompt - 1 + np.clip(rng.lognormal(6.2, 0.9, NUM_COMPLETIONS), 1, 8192).astype(np.int64)
+        start = time.process_time()
+        rows = Rows.of_columns(
+            group=np.arange(NUM_COMPLETIONS) // size, prefix=np.full(NUM_COMPLETIONS, prompt), num_contexts=np.ones_like(computed),
+            computed=computed, alignment=Alignment(), even_length=48_000.0,
+        )  # fmt: skip
+        packed = pack_groups(rows.worth(rows.group, 1 / 16), max_tokens=budget, dp_size=8)
+        seconds = time.process_time() - start
+        micro_batches = [micro_batch for rank in packed for micro_batch in rank]
+        pieces = sum(len(np.unique(rows.group[micro_batch])) for micro_batch in micro_batches)
+        apart, tails = int(rows.apart.sum()), int(rows.tail.sum())
+        found, least = tails + pieces * prompt, tails + NUM_COMPLETIONS // size * prompt
+        table.add_row(
+            str(size), str(prompt), f"{budget:,}", f"{seconds:.2f}", f"{apart / found:.2f} x", f"{apart / least:.2f} x",
+            f"{found / (len(micro_batches) * budget):.4f}",
+        )  # fmt: skip
+    return table
 
 
 if __name__ == "__main__":

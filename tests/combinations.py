@@ -220,7 +220,7 @@ def measure(rank: int, world: int, made: Material, layout: Mapping, runs: Runs, 
     from megatron_grpo.weights.reader import HfReader
 
     policy = cases.build(made.model, cases.settings(beta=0.3, **layout), world)
-    policy.exchange.load(policy.reference.model, HfReader(made.reference))
+    policy.exchange.load(policy.reference.scorer.model, HfReader(made.reference))
     policy.optimizer.step = lambda: (True, 0.0, 0)  # the weights stay
     if tamper is not None:
         tamper(policy)
@@ -253,9 +253,9 @@ def kl_to_reference(policy, samples: Sequence[Sample], *, beta: float) -> np.nda
     from megatron_grpo.rollouts import KlPenalty
 
     pending = Pending(parallel=policy.parallel).restored(samples if policy.parallel.is_main else [], policy.cut)
-    contexts, homes = ({key: getattr(row, name) for key, row in pending.rows.items()} for name in ("contexts", "home"))
+    extents, homes = ({key: getattr(row, name) for key, row in pending.rows.items()} for name in ("extent", "home"))
     found = KlPenalty(policy=policy, reference=policy.reference, beta=beta)(
-        pending.samples, contexts, homes, cut=policy.cut, parallel=policy.parallel
+        pending.samples, extents, homes, cut=policy.cut, parallel=policy.parallel
     )
     return np.array([found[sample.key] for sample in samples])
 

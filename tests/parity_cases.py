@@ -95,8 +95,16 @@ LOSSES = {
     # In the first step the lowest entropy that trains is that of a group's first token: its completions tie.
     "top entropy": dict(loss_type="dapo", top_entropy_quantile=0.8),
 }  # fmt: skip
-# Each prompt is computed for every completion of it, or once in each micro-batch; whatever a group would save.
-SHARED, APART = dict(share_prompts="true"), dict(share_prompts="false")
+# Each prompt once in each micro-batch, however little a group saves. Groups of 8 and 2; completions of 1 to 20 tokens; a prompt of one
+# token, and one beyond the budget of 32; two groups of one prompt (`shared_rollout`).
+SHARED = dict(share_prompts="true")
+SHARED_GROUPS: Groups = ((3, (5, 1, 4, 8, 5, 2, 7, 9)), (40, (20, 1)), (1, (2, 12)), (7, (2, 9)), (7, (5, 3)))
+SHARED_ROWS = 16
+SHARED_CUTS = {
+    "packed, 32": dict(max_tokens_per_micro_batch=32),
+    "packed, 96": dict(max_tokens_per_micro_batch=96),
+    "4 each": dict(micro_batch_size=4),
+}
 # How a global batch of eight completions becomes micro-batches.
 CUTS = {
     "1 each": dict(micro_batch_size=1),
@@ -210,6 +218,18 @@ def stored_rollout(
                 samples.append(_sample(rng, model, place, prompt, rng.integers(0, vocab, completion), temperature, is_stale))
             samples[first:] = with_prefix(samples[first:])
         steps.append(samples)
+    return steps
+
+
+def shared_rollout(path: str | Path, *, num_steps: int = 1) -> list[list[Sample]]:
+    """SHARED_GROUPS, with a completion that begins like another, one that is another, and two groups of one prompt."""
+    steps = stored_rollout(path, num_steps=num_steps, vocab=125, groups=SHARED_GROUPS)
+    for samples in steps:
+        for longer, shorter in ((7, 3), (4, 0)):
+            length = min(len(samples[longer].token_ids), len(samples[shorter].token_ids))
+            samples[longer].token_ids[:length] = samples[shorter].token_ids[:length]
+        for row in (14, 15):
+            samples[row].token_ids[:7] = samples[12].token_ids[:7]
     return steps
 
 

@@ -1,9 +1,9 @@
 """Every layout against one float64 reference: loss, every gradient tensor, weights after three optimizer steps. Writes docs/parity.md.
 
-    python tools/parity.py [--layouts "TP2 SP" CP2 ...] [--models dense biases MoE MLA] [--out docs/parity.md]
+    python tools/parity.py [--layouts "TP2 SP" CP2 ...] [--models dense biases MoE MLA] [--only shared]
 
 Ranks are real processes that talk over gloo; the reference is transformers' model and the written-out mathematics, in one process. Takes
-half an hour on two cores; with --layouts, a part of it, and no page is written.
+an hour on two cores; with --layouts or --only, a part of it, and no page is written.
 """
 
 from __future__ import annotations
@@ -30,23 +30,26 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layouts", nargs="+", default=[], choices=cases.LAYOUTS, metavar="LAYOUT")
     parser.add_argument("--models", nargs="+", default=list(cases.MODELS), choices=cases.MODELS)
+    parser.add_argument("--only", choices=["losses", "shared"], help="one of the two tables; no page is written")
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "parity.md")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        matrices = {model: Matrix(model, Path(folder)) for model in args.models}
-        table = {model: matrix.run(args.layouts or list(cases.LAYOUTS)) for model, matrix in matrices.items()}
-        ways = {} if args.layouts else other_ways(matrices, Path(folder))
-    everything = every_cell(table, ways)
+        layouts, in_part = args.layouts or list(cases.LAYOUTS), bool(args.layouts or args.only)
+        matrices = {model: Matrix(model, Path(folder)) for model in (args.models if args.only != "shared" else ())}
+        table = {model: matrix.run(layouts) for model, matrix in matrices.items()}
+        shared = {model: shares(model, Path(folder), layouts) for model in (args.models if args.only != "losses" else ())}
+        ways = {} if in_part else other_ways(matrices, Path(folder))
+    everything = every_cell(table, ways, shared)
     red = [distance for distance in everything if not distance.within(**LIMITS)]
-    if not args.layouts:
-        args.out.write_text(page(table, ways), encoding="utf-8")
+    if not in_part:
+        args.out.write_text(page(table, ways, shared), encoding="utf-8")
         print(f"wrote {args.out}")
     print(f"{len(everything)} cells, {len(red)} beyond {LIMITS}")
     return 1 if red else 0
 
 
-def every_cell(table, ways) -> list[cases.Distance]:
-    return [distance for cells in table.values() for distance in cells.values()] + list(ways.values())
+def every_cell(table, ways, shared) -> list[cases.Distance]:
+    return [distance for cells in (*table.values(), *shared.values(), ways) for distance in cells.values()]
 
 
 class Matrix:
@@ -86,6 +89,43 @@ class Matrix:
             return dict.fromkeys(runs, cases.Distance.failed())
 
 
+# What trains, and whether a prompt is computed once: the columns of the second table.
+COLUMNS = {(tuner, once): dict(share_prompts=str(once).lower()) for tuner in ("weights", "adapters") for once in (True, False)}
+
+
+def shares(model: str, folder: Path, layouts: list[str]) -> dict[tuple[str, tuple[str, bool]], cases.Distance]:
+    """{(layout, column): the worst over losses and cuts}, of groups of uneven sizes and lengths."""
+    from tests.lora_cases import random_adapter
+    from tests.tiny_models import write_tiny
+
+    path = write_tiny(folder / f"{model}, shared", **cases.MODELS[model])
+    batches, own = cases.shared_rollout(path, num_steps=STEPS), cases.MODEL_SETTINGS.get(model, {})
+    adapters = own | dict(tuner_type="lora", adapters=str(random_adapter(path, folder / f"{model}, adapter")))
+    settings, found = {"weights": own, "adapters": adapters}, {}
+    references = {
+        (tuner, loss): cases.reference(path, cases.settings(**chosen, **cases.LOSSES[loss]), batches)
+        for tuner, chosen in settings.items()
+        for loss in ("dapo", "dr_grpo", "GSPO", "cispo")
+    }
+    for name, column in ((name, column) for name in layouts if cases.suits(cases.LAYOUTS[name], model) for column in COLUMNS):
+        layout, tuner = cases.LAYOUTS[name], column[0]
+        cuts = [cut for cut, sizes in cases.SHARED_CUTS.items() if cases.is_legal(layout, sizes, cases.SHARED_ROWS)]
+        runs = {
+            (tuner, loss, cut): settings[tuner] | cases.LOSSES[loss] | cases.SHARED_CUTS[cut] | COLUMNS[column]
+            for tuner, loss in (key for key in references if key[0] == tuner)
+            for cut in cuts
+        }
+        try:
+            of_runs = cases.compare(model, path, layout, runs, batches, {key: references[key[:2]] for key in runs})
+            found[name, column] = cases.worst_of(list(of_runs.values()))
+        except RanksFailed as error:  # the other layouts go on
+            print(f"{error}", file=sys.stderr)
+            found[name, column] = cases.Distance.failed()
+        how = f"{tuner}, prompts {'once' if column[1] else 'G times'}"
+        print(f"{model:7} {name:18} {how}, worst: {in_words(found[name, column])}", flush=True)
+    return found
+
+
 def other_ways(matrices: dict[str, Matrix], folder: Path) -> dict[str, cases.Distance]:
     """matrices: those made already, by model; what is missing is added."""
     found = {}
@@ -102,12 +142,12 @@ def in_words(distance) -> str:
     return f"loss {distance.loss:.0e}, norm {distance.grad_norm:.0e}, gradient {distance.gradient:.0e}, weights {distance.weight:.0e}"
 
 
-def page(table, ways) -> str:
+def page(table, ways, shared) -> str:
     import megatron.core
     import torch
     import transformers
 
-    everything = every_cell(table, ways)
+    everything = every_cell(table, ways, shared)
     lines = [
         "# Parity", "",
         "The gradient of an optimizer step depends on the global batch alone. Here is by how much it does not: each cell is the **worst "
@@ -133,11 +173,32 @@ def page(table, ways) -> str:
             numbers = [*errors, worst.loss, worst.grad_norm, worst.weight]
             lines.append(f"| {name} | " + " | ".join(f"{number:.1e}" for number in numbers) + " |")
         lines.append("")
+    lines += shared_section(shared)
     lines += ["## Other ways to run the same step", ""]
     lines += ["| way | layout | gradient | loss | gradient norm | weights after 3 steps |", "|---" * 6 + "|"]
     for name, d in ways.items():
         lines.append(f"| {name} | {cases.WAYS[name][0]} | {d.gradient:.1e} | {d.loss:.1e} | {d.grad_norm:.1e} | {d.weight:.1e} |")
     return "\n".join(lines) + "\n"
+
+
+def shared_section(shared) -> list[str]:
+    lines = [
+        "## Each prompt once, and adapters", "",
+        "[Shared prompts](shared_prompts.md): sixteen completions in five groups of 8 and 2, of 1 to 20 tokens, behind prompts of 1 to 40; "
+        "one begins like another, two are equal, two groups have one prompt. [Adapters](lora.md): on every linear layer, experts each with "
+        "their own, three ranks and two alphas; the other side is PEFT. Worst relative error of any gradient over four losses (dapo, "
+        f"dr_grpo, GSPO, cispo) and {len(cases.SHARED_CUTS)} cuts, with each prompt computed once in each micro-batch, or for every "
+        "completion; then the worst of the four columns.", "",
+        "| model | layout | weights, once | weights, G times | adapters, once | adapters, G times | loss | gradient norm | after 3 steps |",
+        "|---" * 9 + "|",
+    ]  # fmt: skip
+    for model, cells in shared.items():
+        for name in dict.fromkeys(layout for layout, _ in cells):
+            row = [cells[name, column] for column in COLUMNS]
+            worst = cases.worst_of(row)
+            numbers = [*(d.gradient for d in row), worst.loss, worst.grad_norm, worst.weight]
+            lines.append(f"| {model} | {name} | " + " | ".join(f"{number:.1e}" for number in numbers) + " |")
+    return [*lines, ""]
 
 
 if __name__ == "__main__":

@@ -303,7 +303,7 @@ def test_megatron_policy_and_its_engine_agree_on_the_trial_and_on_every_push(mod
         cfg = settings(tuner_type="lora", lora_rank=4, rank_pattern={"v_proj": 3}, **changes)
         shape = ModelShape.from_pretrained(model_path)
         pushes = lora_push(cfg, shape, on_gpu=False)
-        policy = build_policy(cfg, shape, join(cfg, world_size), model_path=model_path, num_steps=1, lora=pushes)
+        policy = build_policy(cfg, shape, join(cfg, world_size), model_path=model_path, num_steps=1, push=pushes.kind)
         engine = engine_for(SimpleNamespace(path=model_path, dtype="float32", pushes=pushes), rank, world_size)
         publisher = Publisher(policy, engine, verify=True)
         first = publisher.publish(0)

@@ -9,33 +9,15 @@ from unittest import mock
 import numpy as np
 import pytest
 
+from tests import lora_cases
 from tests import parity_cases as cases
 from tests.ranks import run_ranks
 from tests.tiny_models import write_tiny
 
-# Groups of 8 and 2; completions of 1 to 20 tokens; a prompt of one token, and one beyond the budget of 32; two groups of one prompt.
-GROUPS = ((3, (5, 1, 4, 8, 5, 2, 7, 9)), (40, (20, 1)), (1, (2, 12)), (7, (2, 9)), (7, (5, 3)))
-CUTS = {
-    "packed, 32": dict(max_tokens_per_micro_batch=32),
-    "packed, 96": dict(max_tokens_per_micro_batch=96),
-    "4 each": dict(micro_batch_size=4),
-}
 LOSSES = {"grpo": dict(beta=0.05), "GSPO": cases.LOSSES["GSPO"]}
 RUNS = (("grpo", "packed, 32"), ("GSPO", "packed, 96"), ("grpo", "4 each"))
 RECOMPUTED = dict(recompute_granularity="full", recompute_method="block", recompute_num_layers=1)
 EXPERTS_RECOMPUTED = dict(recompute_granularity="selective", recompute_modules=["core_attn", "moe"])
-
-
-def rollout(path, *, num_steps: int = 1):
-    """With rows of a group that begin alike, two that are equal, and two groups with one prompt."""
-    steps = cases.stored_rollout(path, num_steps=num_steps, vocab=125, groups=GROUPS)
-    for samples in steps:
-        for longer, shorter in ((7, 3), (4, 0)):  # of the first group: one begins like another, and one is another
-            length = min(len(samples[longer].token_ids), len(samples[shorter].token_ids))
-            samples[longer].token_ids[:length] = samples[shorter].token_ids[:length]
-        for row in (14, 15):
-            samples[row].token_ids[:7] = samples[12].token_ids[:7]
-    return steps
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +27,7 @@ def made(tmp_path_factory):
     def of(model: str):
         if model not in found:
             path = write_tiny(tmp_path_factory.mktemp("models") / model, **cases.MODELS[model])
-            batches = rollout(path, num_steps=2)
+            batches = cases.shared_rollout(path, num_steps=2)
             own = cases.MODEL_SETTINGS.get(model, {})
             found[model] = path, batches, {loss: cases.reference(path, cases.settings(**own, **LOSSES[loss]), batches) for loss in LOSSES}
         return found[model]
@@ -66,8 +48,8 @@ def made(tmp_path_factory):
 def test_steps_that_compute_prompts_once_equal_float64(made, model, layout, more):
     path, batches, losses = made(model)
     layout = cases.LAYOUTS[layout]
-    chosen = [key for key in RUNS if cases.is_legal(layout, CUTS[key[1]], 16)]
-    runs = {(loss, cut): LOSSES[loss] | CUTS[cut] | cases.SHARED | more for loss, cut in chosen}
+    chosen = [key for key in RUNS if cases.is_legal(layout, cases.SHARED_CUTS[key[1]], cases.SHARED_ROWS)]
+    runs = {(loss, cut): LOSSES[loss] | cases.SHARED_CUTS[cut] | cases.SHARED | more for loss, cut in chosen}
     found = cases.compare(model, path, layout, runs, batches, {key: losses[key[0]] for key in runs})
     assert [(key, distance) for key, distance in found.items() if not distance.within()] == []
 
@@ -95,12 +77,23 @@ def test_old_and_reference_log_probs_and_the_loss_are_those_of_the_unshared_run(
     for of_rank in run_ranks(body, layout.world_size):
         (shared, entropy, saved, metrics), (apart, wanted, nothing, others) = of_rank["true"], of_rank["false"]
         assert nothing == 0 and saved > 0.15
-        assert shared.keys() == apart.keys() and len(shared) == 2 * 16
+        assert shared.keys() == apart.keys() and len(shared) == 2 * cases.SHARED_ROWS
         assert max(np.abs(shared[key] - apart[key]).max() for key in shared) < 1e-5
         assert entropy == pytest.approx(wanted, rel=1e-5)
         # A clip ratio's extremes are those of a micro-batch, and these are other ones.
         same = {name: value for name, value in others.items() if np.isfinite(value) and not name.endswith(("_min", "_max"))}
         assert {name: metrics[name] for name in same} == pytest.approx(same, rel=1e-5, abs=1e-6)
+
+
+def test_adapters_train_alike_where_prompts_are_computed_once(made, tmp_path):
+    """Against PEFT in float64; the reference of the KL is the policy with the adapter that the run began with."""
+    path, batches, _ = made("dense")
+    adapter = lora_cases.random_adapter(path, tmp_path / "adapter")
+    settings = dict(tuner_type="lora", adapters=str(adapter), **LOSSES["grpo"])
+    right = cases.reference(path, cases.settings(**settings), batches)
+    runs = {cut: settings | cases.SHARED_CUTS[cut] | cases.SHARED for cut in ("packed, 32", "packed, 96")}
+    found = cases.compare("dense", path, cases.LAYOUTS["TP2 SP"], runs, batches, dict.fromkeys(runs, right))
+    assert [(key, distance) for key, distance in found.items() if not distance.within()] == []
 
 
 # ---- each of these mistakes must be seen -----------------------------------------------------------------------------------------------

@@ -291,6 +291,8 @@ def _tuner(values: Mapping[str, Any]) -> Iterator[Change]:
         return
     if values.get("target_regex") and "target_modules" in values:
         yield Change(values={"target_modules": None}, note="target_regex goes before target_modules in Megatron-SWIFT; so is done here.")
+    if "lr" not in values:
+        yield Change(values={"lr": 1e-4}, untyped=("lr", "0.0001"))
     if "lora_dropout" not in values:
         yield Change(values={"lora_dropout": 0.05}, untyped=("lora_dropout", "0.05"))
     if "merge_lora" not in values and values.get("export_hf", True):

@@ -10,7 +10,8 @@ import pytest
 from megatron_grpo.errors import ConfigError
 from megatron_grpo.inputs import read_everything
 from megatron_grpo.planning.check import check
-from megatron_grpo.policy.refused import problems
+from megatron_grpo.planning.sharing import LEAST_SAVING, decide
+from megatron_grpo.policy.refused import problems, sharing_problems
 from megatron_grpo.settings import parse
 from megatron_grpo.settings.config import Config
 from megatron_grpo.weights.shape import ModelShape
@@ -77,3 +78,29 @@ def test_a_prompt_too_long_for_the_model_is_named_with_every_other_problem(tmp_p
     said = str(refusal.value)
     assert "18 tokens are longer than the model's max_position_embeddings (16)" in said
     assert "num_attention_heads" in said
+
+
+TE = {"transformer_impl": "transformer_engine"}
+DROPOUT = {"tuner_type": "lora", "lora_dropout": 0.1}
+PARENTS = "share_prompts true needs attention with parents, which Transformer Engine's path has not yet"
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"), [(TE, PARENTS), (DROPOUT, "lora_dropout (0.1) would draw one mask for all copies of a prompt")]
+)
+def test_sharing_prompts_is_refused_where_it_would_train_something_else_and_auto_leaves_it_off(changes, words):
+    dense = ModelShape.from_hf(config_of("qwen3"))
+    (problem,) = sharing_problems(Config().with_values(changes | {"share_prompts": "true"}), dense)
+    assert words in problem.message and problem.nearest["share_prompts"] == ["auto", "false"]
+    for setting in ("auto", "false"):
+        cfg = Config().with_values(changes | {"share_prompts": setting, "micro_batch_size": 4})
+        assert sharing_problems(cfg, dense) == [] and decide(cfg, dense).least_saving is None
+
+
+def test_transformer_engine_that_auto_would_take_leaves_prompts_unshared_and_latent_attention_never_takes_it():
+    dense, cfg = ModelShape.from_hf(config_of("qwen3")), Config().with_values({"micro_batch_size": 4})
+    assert decide(cfg, dense, has_transformer_engine=False).least_saving == LEAST_SAVING
+    assert "Transformer Engine" in decide(cfg, dense, has_transformer_engine=True).why
+    assert sharing_problems(cfg.with_values({"share_prompts": "true"}), dense, has_transformer_engine=True)
+    assert decide(cfg, DEEPSEEK, has_transformer_engine=True).least_saving == LEAST_SAVING
+    assert "no kernel for GPUs yet" in decide(cfg, dense, has_gpu=True).why
