@@ -33,7 +33,9 @@ class Places:
 
     def of(self, x: torch.Tensor) -> torch.Tensor:
         """x [heads, t, ...] -> [n, heads, length, ...]."""
-        return x[:, self.at].unflatten(1, (self.n, -1)).transpose(0, 1) if isinstance(self.at, slice) else x[:, self.at].transpose(0, 1)
+        if isinstance(self.at, slice):
+            return x[:, self.at].unflatten(1, (self.n, -1)).transpose(0, 1)
+        return x.transpose(0, 1)[self.at].transpose(1, 2)  # in memory a token's heads lie side by side, so whole rows are copied
 
     def of_gradient(self, x: torch.Tensor) -> torch.Tensor:
         """As `of`, and 0 at fill: what is computed there is used by nobody, so nothing may come back from it."""
@@ -42,17 +44,17 @@ class Places:
 
     def put(self, x: torch.Tensor, values: torch.Tensor, *, add: bool = False) -> None:
         """x [heads, t, ...] becomes, or is increased by, values [n, heads, length, ...] at these places. Fill is left out."""
-        values = values.transpose(0, 1).flatten(1, 2)
+        x, values = x.transpose(0, 1), values.transpose(1, 2).flatten(0, 1)
         at: slice | torch.Tensor = self.at
         if isinstance(at, torch.Tensor):
             at = at.flatten()
             if self.is_fill is not None:
                 real = ~self.is_fill.flatten()
-                at, values = at[real], values[:, real]
+                at, values = at[real], values[real]
         if add:
-            x[:, at] += values  # no place stands twice
+            x[at] += values  # no place stands twice
         else:
-            x[:, at] = values
+            x[at] = values
 
 
 @dataclass(frozen=True, slots=True, eq=False)
