@@ -16,7 +16,7 @@ export PATH="$bin:$PATH"
 export OMP_NUM_THREADS=1  # a rank, whatever the shell says: threads of a tiny model wait for each other where the cores are busy
 
 echo "[lora] 2/4 the quickstart: model, data, and the run of all weights to compare with (trained now unless output/quickstart is it)"
-bash examples/quickstart/run.sh 2>&1 | sed 's/^VERDICT: /[quickstart] verdict: /' ||
+bash examples/quickstart/run.sh 2>&1 | sed -u 's/^VERDICT: /[quickstart] verdict: /' ||
     { echo "VERDICT: FAILED: the quickstart, which LoRA is compared with, did not pass, see above"; exit 1; }
 
 # Everything that decides how the run goes: a run that finished with the same is not repeated.
