@@ -14,6 +14,7 @@ import argparse
 import os
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,6 +23,7 @@ os.environ |= {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "TOKENIZERS_P
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the models and the ranks of the tests
 
 import numpy as np
+import psutil
 import torch
 from rich.console import Console
 from rich.table import Table
@@ -190,6 +192,28 @@ def profile(policy, batch) -> Table:
     return table
 
 
+def head_peak(words: int, tokens: int = 4096, hidden: int = 128) -> float:
+    """MiB that this process holds at most above what it held before, while the head goes forward and backward."""
+    from megatron_grpo.parallel.vocab import linear_logprobs
+
+    states, weight = torch.randn(tokens, hidden, requires_grad=True), torch.randn(words, hidden, requires_grad=True)
+    targets, process, done = torch.randint(words, (tokens,)), psutil.Process(), threading.Event()
+    slope = lambda chunk, logprobs: torch.ones_like(logprobs)  # noqa: E731
+    before = highest = process.memory_info().rss
+
+    def watch():
+        nonlocal highest
+        while not done.wait(0.001):
+            highest = max(highest, process.memory_info().rss)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    linear_logprobs(states, weight, targets, temperature=1.0, slope=slope).logprobs.sum().backward()
+    done.set()
+    watcher.join()
+    return (highest - before) / 2**20
+
+
 def compare(mine: dict[str, np.ndarray], theirs: dict[str, np.ndarray]) -> float:
     """The worst relative error of a gradient tensor. Ends the program where it is no rounding error: times would mean nothing."""
     assert mine.keys() == theirs.keys(), mine.keys() ^ theirs.keys()
@@ -220,6 +244,7 @@ def main() -> None:
     torch.set_num_threads(1)
     kind = BATCHES[arguments.batch]
     path = write_tiny(tempfile.mkdtemp(), "qwen3", vocab=kind.vocab, hidden=128, layers=4, ffn=256, max_positions=1024, std=0.05)
+    peak = head_peak(kind.vocab) if arguments.profile else 0.0
     ours, pairs, reached, last = Ours(path, arguments), [], [], []
 
     def turn(tokens, of_trl):
@@ -243,6 +268,7 @@ def main() -> None:
     console.print(table)
     if arguments.profile:
         console.print(profile(ours.policy, last[0]))
+        console.print(f"the head on 4,096 tokens and {kind.vocab:,} words: at most {peak:.0f} MiB above the model")
 
 
 if __name__ == "__main__":
