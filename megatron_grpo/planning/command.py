@@ -77,12 +77,14 @@ def make_plan(checked: Checked, *, num_prompts: int | None = None) -> Plan:
 
         lengths = read_lengths(cfg.plan.lengths)
     if checked.shape is not None or lengths:
+        from megatron_grpo.planning.computed import Step
         from megatron_grpo.planning.cost import estimate_cost
         from megatron_grpo.planning.memory import estimate_memory
         from megatron_grpo.planning.tuning import Tuning
 
         tuning = Tuning.of(cfg, checked.shape) if checked.shape is not None else None
-        cost = estimate_cost(checked.shape, sizes, cfg, tuning, lengths, sharing)
+        step = Step.of(sharing, sizes, cfg, lengths)
+        cost = estimate_cost(checked.shape, sizes, cfg, tuning, lengths, sharing, step)
         memory = estimate_memory(checked.shape, sizes, cfg, tuning, lengths) if checked.shape is not None and tuning is not None else None
     return Plan(
         checked=checked,

@@ -75,7 +75,7 @@ def told(model, run):
 def test_flops_are_those_that_are_counted(model, found, run):
     _, shape, tuning, _ = told(model, run)
     _, forward, backward, tokens, trained = found[run]
-    work = work_of(shape, tuning, tokens - trained, trained, head_positions=trained)
+    work = work_of(shape, tuning, tokens, squares=tokens**2, head_positions=trained)
     head = 2 * trained * shape.hidden_size * shape.vocab_size  # computed again in the backward, so that its logits are not kept
     assert forward == work.forward - work.attention  # torch's counter does not see the CPU's attention
     assert backward == work.backward - 2 * work.attention + head
