@@ -30,6 +30,7 @@ class Computed:
     scored: int  # places of the output layer
     pieces: int
     micro_batches: int
+    largest: int  # tokens of the fullest stream
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +57,11 @@ class Step:
         shared = packed(pairs, extents, cut) if sharing.least_saving is not None else apart
         return cls(sizes=sizes, cut=cut, pairs=pairs, extents=extents, apart=apart, shared=shared)
 
+    def if_shared(self, least_saving: float) -> Step:
+        """The same step, prompts shared."""
+        cut = replace(self.cut, least_saving=least_saving)
+        return self if cut == self.cut else replace(self, cut=cut, shared=packed(self.pairs, self.extents, cut))
+
     def with_budget(self, max_tokens: int) -> Computed:
         """The same rows under another token budget."""
         return packed(self.pairs, self.extents, replace(self.cut, max_tokens=max_tokens))
@@ -81,6 +87,7 @@ def packed(pairs: Sequence[tuple[int, int]], extents: Sequence[Extent], cut: Bat
         scored=sum(min(pairs[i][1], sum(pairs[i]) - 1) for i in rows),
         pieces=sum(len({extents[i if i < len(extents) else 0].group for i in portion.rows}) for portion in portions),
         micro_batches=len(portions),
+        largest=max(portion.num_tokens for portion in portions),
     )
 
 

@@ -159,8 +159,8 @@ def _flops(
         "assumptions": [
             f"every sequence has {prompt} + {completion} tokens ("
             + ("the mean of the file of lengths)" if lengths else "the longest that the settings allow)"),
-            "but log-probs and training: as the tokens of one optimizer step are packed (`sharing`), alignment in linear layers included; the "
-            "last token of a sequence is not computed",
+            "but log-probs and training: as one optimizer step is packed (`sharing`), alignment in linear layers included; the last token "
+            "of a sequence is not computed",
             "matrix products alone, 2 FLOPs each; causal attention at half of its square; "
             f"a backward is {whole.backward / whole.forward:.3g} forwards",
             "per rollout, over all ranks; the output layer at completion positions only",
