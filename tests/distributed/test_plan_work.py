@@ -75,7 +75,7 @@ def told(model, run):
 def test_flops_are_those_that_are_counted(model, found, run):
     _, shape, tuning, _ = told(model, run)
     _, forward, backward, tokens, trained = found[run]
-    work = work_of(shape, tuning, tokens - trained, trained, head_positions=trained)
+    work = work_of(shape, tuning, tokens, squares=tokens**2, head_positions=trained)
     head = 2 * trained * shape.hidden_size * shape.vocab_size
     assert forward == work.forward - work.attention  # torch's counter does not see the CPU's attention
     # Without a loss the head's logits are computed again in the backward; and the counter does not see its weight's gradient (`addmm_`).
