@@ -59,6 +59,8 @@ class Step:
 
     def with_budget(self, max_tokens: int, least_saving: float) -> Computed:
         """The same rows under another token budget, prompts shared."""
+        # A budget beyond all rows together changes nothing, and packing needs room for every length up to it.
+        max_tokens = min(max_tokens, self.cut.alignment.of_stream(self.apart.tokens))
         return packed(self.pairs, self.extents, replace(self.cut, max_tokens=max_tokens, least_saving=least_saving))
 
     def micro_batches_of_rank(self, computed: Computed) -> int:

@@ -20,7 +20,7 @@ from megatron_grpo.settings.config import Config
 from megatron_grpo.sizing.batch_sizes import BatchSizes
 from megatron_grpo.weights.shape import ModelShape
 
-MOST_TOKENS = 2**31 - 1  # of a stream: attention kernels number its tokens in 32 bits
+MOST_TOKENS = 2**20  # of a micro-batch on one rank: no larger one is tried
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

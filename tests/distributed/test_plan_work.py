@@ -25,7 +25,7 @@ RUNS = {
     "MLP": LORA | dict(target_modules=["linear_fc1", "linear_fc2"]),
     "half frozen": dict(freeze_parameters=["model.layers.0.", "model.layers.1.", "model.embed_tokens"]),
 }
-SHARED = dict(share_prompts="true", micro_batch_size=8)
+SHARED = dict(share_prompts="true", micro_batch_size=8, global_batch_size=8)
 
 
 def attention_flops(q, k, v, is_causal):
@@ -105,8 +105,9 @@ def test_flops_are_those_that_are_counted(model, found, run):
 def test_flops_of_a_prompt_that_is_computed_once_are_those_that_are_counted(model, found):
     cfg, shape, tuning, sizes = told(model, SHARED)
     step = Step.of(Sharing(least_saving=0.0, why=""), sizes, cfg, Lengths([(PROMPT, COMPLETION)] * 8))
-    assert (step.shared.tokens, step.shared.scored) == found["shared"][3:] == (PROMPT + 8 * (COMPLETION - 1), 8 * COMPLETION)
-    work = work_of(shape, tuning, step.shared.tokens, squares=step.shared.squares, head_positions=step.shared.scored)
+    *_, tokens, trained = found["shared"]
+    assert step.shared.tokens == tokens == PROMPT + 8 * (COMPLETION - 1)
+    work = work_of(shape, tuning, tokens, squares=step.shared.squares, head_positions=trained)
     assert_counted(work, found["shared"], shape)
 
 
