@@ -15,6 +15,8 @@ from megatron_grpo.rollout.adapters import LoraPush
 from megatron_grpo.settings.config import Config
 from megatron_grpo.sizing.batch_sizes import BatchSizes
 from megatron_grpo.sizing.dialects import explain
+from megatron_grpo.weights.lora import lora_of, peft_leaves_out
+from megatron_grpo.weights.shape import ModelShape
 
 BUBBLE = 0.3
 
@@ -34,7 +36,7 @@ def warnings_of(
         *_swift(cfg, sizes),
         *_run(cfg, timetable),
         *refused_grpo.warnings(cfg),
-        *_lora(cfg, push),
+        *_lora(cfg, checked.shape, push),
         *_memory(memory),
     ]
 
@@ -174,7 +176,7 @@ def _run(cfg: Config, timetable: Timetable) -> Iterator[str]:
         )
 
 
-def _lora(cfg: Config, push: LoraPush | None) -> Iterator[str]:
+def _lora(cfg: Config, shape: ModelShape | None, push: LoraPush | None) -> Iterator[str]:
     if cfg.tuner.tuner_type == "lora" and cfg.sources.get("lr", "default") == "default":
         yield (
             f"Note: lr is its default, {cfg.optimizer.lr:g}, which suits the training of all weights. Adapters commonly take ten times as "
@@ -183,6 +185,8 @@ def _lora(cfg: Config, push: LoraPush | None) -> Iterator[str]:
     for note in push.notes if push else ():
         said = note.removeprefix("WARNING: ")
         yield said[0].upper() + said[1:]
+    if shape and (settings := lora_of(cfg.tuner, shape)) and (lost := peft_leaves_out(settings, shape)):
+        yield lost
 
 
 def _memory(memory: dict[str, Any] | None) -> Iterator[str]:

@@ -89,17 +89,19 @@ def told(model, changes):
     return cfg, shape, Tuning.of(cfg, shape), BatchSizes.from_config(cfg, num_layers=LAYERS, num_experts=0)
 
 
-def assert_counted(work, run, shape):
+def assert_counted(work, run, shape, tuning):
     _, forward, backward, _, trained = run
-    head = 2 * trained * shape.hidden_size * shape.vocab_size  # computed again in the backward, so that its logits are not kept
-    assert (forward, backward) == (work.forward, work.backward + head)
+    head = 2 * trained * shape.hidden_size * shape.vocab_size
+    # Without a loss the head's logits are computed again in the backward; and the counter does not see its weight's gradient (`addmm_`).
+    again, unseen = head, head if tuning.trains("lm_head.weight") else 0
+    assert (forward, backward) == (work.forward, work.backward + again - unseen)
 
 
 @pytest.mark.parametrize("run", RUNS)
 def test_flops_are_those_that_are_counted(model, found, run):
     _, shape, tuning, _ = told(model, RUNS[run])
     *_, tokens, trained = found[run]
-    assert_counted(work_of(shape, tuning, tokens, squares=tokens**2, head_positions=trained), found[run], shape)
+    assert_counted(work_of(shape, tuning, tokens, squares=tokens**2, head_positions=trained), found[run], shape, tuning)
 
 
 def test_flops_of_a_prompt_that_is_computed_once_are_those_that_are_counted(model, found):
@@ -108,7 +110,7 @@ def test_flops_of_a_prompt_that_is_computed_once_are_those_that_are_counted(mode
     *_, tokens, trained = found["shared"]
     assert step.shared.tokens == tokens == PROMPT + 8 * (COMPLETION - 1)
     work = work_of(shape, tuning, tokens, squares=step.shared.squares, head_positions=trained)
-    assert_counted(work, found["shared"], shape)
+    assert_counted(work, found["shared"], shape, tuning)
 
 
 @pytest.mark.parametrize("run", [run for run in RUNS if run != "full"])
@@ -118,10 +120,5 @@ def test_activations_differ_from_full_training_as_they_are_said_to(model, found,
         tokens = found[which][3]
         return LAYERS * layer_bytes(shape, sizes, cfg, kept_by_linears(shape, sizes, tuning, range(LAYERS)), tokens, adapter_size=4)
 
-    # Torch's norms and attention on a CPU keep more than fused ones: of a norm that trains what it scales, and what linear_proj reads.
-    norms, read = 2 * HIDDEN + QUERY + KEY, QUERY
-    less = {"all-linear": 4 * norms, "attention": 4 * norms, "MLP": 4 * (norms + read), "half frozen": 2 * (norms + read)}[run]
-    if run != "half frozen":
-        less += HIDDEN  # the last norm
-    more = found["full"][0] - found[run][0] - 4 * found[run][3] * less
+    more = found["full"][0] - found[run][0]
     assert abs(more - (layers_of("full") - layers_of(run))) <= 400, (more, layers_of("full") - layers_of(run))

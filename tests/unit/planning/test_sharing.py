@@ -141,7 +141,7 @@ def test_without_a_gpu_the_budget_is_the_least_that_holds_a_whole_group(made, mo
 
 
 def test_with_a_gpu_the_budget_is_the_most_that_fits(made, model):
-    gpu, groups = ["--gpu_memory_gb", 0.0008, "--sleep_level", 1], "100 100\n" * 512
+    gpu, groups = ["--gpu_memory_gb", 0.0008, "--sleep_level", 1, "--share_prompts", "true"], "100 100\n" * 512
     step = ["--global_batch_size", 512]
     budget = made(groups, *model, *gpu, *step).cost["sharing"]["budget"]["max_tokens_per_micro_batch"]
 
@@ -150,9 +150,9 @@ def test_with_a_gpu_the_budget_is_the_most_that_fits(made, model):
         return max(phases["training"], phases["logprobs"])
 
     assert needs(budget) <= 800_000 < needs(budget + 1)
-    tight = made(groups, *model, "--gpu_memory_gb", 0.0003, "--sleep_level", 1, *step)
+    tight = made(groups, *model, "--gpu_memory_gb", 0.0003, "--sleep_level", 1, "--share_prompts", "true", *step)
     assert tight.cost["sharing"]["budget"] is None, "a sequence of 200 tokens does not fit alone"
-    roomy = made(GROUPS, *model, "--gpu_memory_gb", 80).cost["sharing"]["budget"]
+    roomy = made(GROUPS, *model, "--gpu_memory_gb", 80, "--share_prompts", "true").cost["sharing"]["budget"]
     assert roomy["max_tokens_per_micro_batch"] == 400 and "all that a rank computes" in roomy["why"]
 
 
