@@ -13,7 +13,7 @@ from tests import parity_cases as cases
 from tests.ranks import run_ranks
 from tests.tiny_models import write_tiny
 
-PROMPT, COMPLETION, LAYERS, HIDDEN, QUERY, KEY = 8, 24, 4, 64, 128, 64
+PROMPT, COMPLETION, LAYERS = 8, 24, 4
 LORA = dict(tuner_type="lora", lora_rank=4)
 RUNS = {
     "full": {},
@@ -88,7 +88,5 @@ def test_activations_differ_from_full_training_as_they_are_said_to(model, found,
         tokens = found[which][3]
         return LAYERS * layer_bytes(shape, sizes, cfg, kept_by_linears(shape, sizes, tuning, range(LAYERS)), tokens, adapter_size=4)
 
-    # Torch's attention on a CPU keeps more than a fused one: what linear_proj reads, which that one keeps itself.
-    less = {"all-linear": 0, "attention": 0, "MLP": 4 * QUERY, "half frozen": 2 * QUERY}[run]
-    more = found["full"][0] - found[run][0] - 4 * found[run][3] * less
+    more = found["full"][0] - found[run][0]
     assert abs(more - (layers_of("full") - layers_of(run))) <= 400, (more, layers_of("full") - layers_of(run))
