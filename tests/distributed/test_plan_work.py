@@ -16,7 +16,7 @@ from tests import parity_cases as cases
 from tests.ranks import run_ranks
 from tests.tiny_models import write_tiny
 
-PROMPT, COMPLETION, LAYERS, HIDDEN, QUERY, KEY = 8, 24, 4, 64, 128, 64
+PROMPT, COMPLETION, LAYERS = 8, 24, 4
 LORA = dict(tuner_type="lora", lora_rank=4)
 RUNS = {
     "full": {},
