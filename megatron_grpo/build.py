@@ -46,8 +46,8 @@ from megatron_grpo.settings.config import Config, GrpoConfig
 from megatron_grpo.settings.write import write_config
 from megatron_grpo.sync import Publisher
 from megatron_grpo.types import Prompt
-from megatron_grpo.weights.adapters import drawn, from_file, own_sizes
-from megatron_grpo.weights.lora import LoraSettings, lora_of
+from megatron_grpo.weights.adapters import drawn, from_file
+from megatron_grpo.weights.lora import LoraSettings, lora_of, own_sizes
 from megatron_grpo.weights.mapping import WeightMap
 from megatron_grpo.weights.reader import HfReader, check_tied_head
 from megatron_grpo.weights.shape import ModelShape
@@ -284,13 +284,13 @@ def choose_tuner(cfg: Config, chunks: Sequence[Any], exchange: WeightExchange, p
         choose_what_trains(chunks, exchange, tuner)
         return None
     sizes = own_sizes(settings, shape)
-    read = from_file(tuner.adapters, sizes) if tuner.adapters else drawn(sizes, cfg.run.seed)
+    read = from_file(tuner.adapters, settings, shape) if tuner.adapters else drawn(sizes, cfg.run.seed)
     found = Adapters(chunks, exchange, settings, read, base_model=cfg.model.model, push=push or "adapter")
     start = tuner.ref_adapters or tuner.adapters
     if cfg.grpo.beta and start:
         flag = "ref_adapters" if tuner.ref_adapters else "adapters"
         theirs = LoraSettings.from_peft(start, flag=flag)
-        found.keep_reference(theirs, from_file(start, own_sizes(theirs, shape), flag=flag))
+        found.keep_reference(theirs, from_file(start, theirs, shape, flag=flag))
     return found
 
 

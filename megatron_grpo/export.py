@@ -15,8 +15,8 @@ from megatron_grpo.parallel import collectives
 from megatron_grpo.policy.exchange import WeightExchange
 from megatron_grpo.policy.lora import Adapters
 from megatron_grpo.settings.config import Config
-from megatron_grpo.weights.adapters import from_file, merged, own_sizes, write_adapter
-from megatron_grpo.weights.lora import LoraSettings, peft_leaves_out
+from megatron_grpo.weights.adapters import from_file, merged, write_adapter
+from megatron_grpo.weights.lora import LoraSettings, own_sizes, peft_leaves_out
 from megatron_grpo.weights.mapping import WeightMap
 from megatron_grpo.weights.reader import HfReader
 from megatron_grpo.weights.shape import ModelShape
@@ -81,7 +81,7 @@ def merge_adapter(model: str | Path, adapter: str | Path, out: str | Path) -> No
     if problems := [*settings.problems(shape), *base_problems(adapter, Path(model))]:
         raise ConfigError(problems)
     sizes = own_sizes(settings, shape)
-    read = merged(reader, from_file(adapter, sizes), settings, sizes)
+    read = merged(reader, from_file(adapter, settings, shape), settings, sizes)
     names = WeightMap.for_shape(shape, padded_vocab_size=shape.vocab_size).expected_hf_names()
     with HfWriter(out, model, expected=names) as write:
         for name in sorted(names):

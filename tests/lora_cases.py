@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megatron_grpo.settings.config import Config
-from megatron_grpo.weights.adapters import PREFIX, drawn, own_sizes, write_adapter
-from megatron_grpo.weights.lora import LoraSettings, module_of
+from megatron_grpo.weights.adapters import drawn, write_adapter
+from megatron_grpo.weights.lora import PREFIX, LoraSettings, module_of, own_sizes
 from megatron_grpo.weights.shape import ModelShape
 
 # Three columns in one part of a fused linear, six in a layer's down_proj, two alphas: what a file of PEFT may hold.

@@ -36,8 +36,8 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from megatron_grpo.parallel.tensor import copy_to_ranks
 from megatron_grpo.policy.exchange import WeightExchange
 from megatron_grpo.policy.trains import let_gradients_in
-from megatron_grpo.weights.adapters import Read, Sizes, adapter_map, drawn_far, even_sizes, own_sizes, padded, trimmed
-from megatron_grpo.weights.lora import B, LoraSettings, linear_modules, module_of, widest_rank
+from megatron_grpo.weights.adapters import Read, adapter_map, drawn_far, even_sizes, padded, trimmed
+from megatron_grpo.weights.lora import B, LoraSettings, Sizes, linear_modules, module_of, own_sizes, widest_rank
 from megatron_grpo.weights.names import ShardCut
 
 AdapterPush = Literal["adapter", "merged"]  # an adapter alone, or the weights with it added in

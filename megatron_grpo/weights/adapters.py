@@ -13,16 +13,28 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import save_file
 
-from megatron_grpo.errors import ConfigError, Problem
-from megatron_grpo.weights.lora import BASE, CONFIG, A, B, LoraSettings, adapter_entries, is_linear, linear_modules, module_of
+from megatron_grpo.errors import ConfigError
+from megatron_grpo.weights.lora import (
+    BASE,
+    CONFIG,
+    PREFIX,
+    WEIGHTS,
+    A,
+    B,
+    LoraSettings,
+    Sizes,
+    adapter_entries,
+    is_linear,
+    linear_modules,
+    module_of,
+)
 from megatron_grpo.weights.mapping import WeightMap
 from megatron_grpo.weights.shape import ModelShape
+from megatron_grpo.weights.stored_adapter import adapter_problems
 from megatron_grpo.weights.writer import checkpoint_directory
-
-WEIGHTS, PREFIX = "adapter_model.safetensors", "base_model.model."
 
 Read = Callable[[str], torch.Tensor]
 
@@ -34,18 +46,6 @@ def adapter_map(base: WeightMap, rank: int) -> WeightMap:
         for moe, entries in base.layers.items()
     }
     return WeightMap(base.shape, base.padded_vocab_size, {}, layers)
-
-
-Sizes = Mapping[str, tuple[int, int]]  # of matrices, by name
-
-
-def own_sizes(settings: LoraSettings, shape: ModelShape) -> Sizes:
-    """Every matrix of the whole model's adapters, each of its module's own rank; nothing of modules that have no adapter."""
-    found = {}
-    for module in linear_modules(shape):
-        if rank := settings.rank_of(module.name):
-            found[module.name + A], found[module.name + B] = (rank, module.inner), (module.out, rank)
-    return found
 
 
 def even_sizes(shape: ModelShape, rank: int) -> Sizes:
@@ -77,28 +77,14 @@ def _uniform(name: str, size: tuple[int, int], seed: int, scale: float) -> torch
     return torch.empty(size).uniform_(-bound, bound, generator=generator)
 
 
-def from_file(directory: str | Path, sizes: Sizes, *, flag: str = "adapters") -> Read:
-    """An adapter that PEFT, or `write_adapter`, has written. Raises ConfigError unless it has exactly these matrices.
+def from_file(directory: str | Path, settings: LoraSettings, shape: ModelShape, *, flag: str = "adapters") -> Read:
+    """An adapter that PEFT, or `write_adapter`, has written. Raises ConfigError unless it has exactly the matrices of these settings.
 
     flag: the setting that named the directory.
     """
-    path = Path(directory) / WEIGHTS
-    if not path.is_file():
-        raise _wrong(flag, f"{directory} has no {WEIGHTS}. PEFT's save_pretrained writes it.")
-    try:
-        held = safe_open(path, framework="pt")
-    except SafetensorError as error:
-        raise _wrong(flag, f"{path} cannot be read as safetensors ({error}); it is damaged or was not downloaded completely.") from error
-    names = set(held.keys())
-    missing, extra = sorted({PREFIX + name for name in sizes} - names), sorted(names - {PREFIX + name for name in sizes})
-    for what, some in (("lacks", missing), ("has, besides what its configuration asks for,", extra)):
-        if some:
-            shown = ", ".join(some[:3]) + ", ..." * (len(some) > 3)
-            raise _wrong(flag, f"{path} {what} {len(some)} of this model's matrices: {shown}.")
-    for name, size in sizes.items():
-        found = tuple(held.get_slice(PREFIX + name).get_shape())
-        if found != size:
-            raise _wrong(flag, f"{path}: {name} is {found}, and this model's module with the rank of {CONFIG} needs {size}.")
+    if problems := adapter_problems(directory, settings, shape, flag=flag):
+        raise ConfigError(problems)
+    held = safe_open(Path(directory) / WEIGHTS, framework="pt")
     return lambda name: held.get_tensor(PREFIX + name)
 
 
@@ -151,7 +137,3 @@ def merged(read: Read, adapter: Read, settings: LoraSettings, sizes: Sizes) -> R
         return (weight.float() + delta).to(weight.dtype)
 
     return read_merged
-
-
-def _wrong(flag: str, message: str) -> ConfigError:
-    return ConfigError([Problem(flags=(flag,), message=f"{flag}: {message}")])

@@ -27,7 +27,8 @@ from megatron_grpo.weights.shape import ModelShape
 if TYPE_CHECKING:
     from megatron_grpo.settings.config import TunerConfig
 
-CONFIG = "adapter_config.json"
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+PREFIX = "base_model.model."  # before the name of a module, in PEFT's files
 BASE = "base_model.json"  # beside it: which base the adapter is for. PEFT's own files name one, and say nothing of what it holds
 ALL_LINEAR = "all-linear"
 # Of PEFT's LoraConfig, and why.
@@ -270,6 +271,18 @@ def peft_leaves_out(settings: LoraSettings, shape: ModelShape) -> str | None:
         f"PEFT 0.21 loads this adapter without {len(lost)} of its {len(targeted)} modules ({some}), and without an error: beside experts "
         "it takes these names for theirs. Use the merged model, which merge_lora true writes, or leave them out with exclude_modules."
     )
+
+
+Sizes = Mapping[str, tuple[int, int]]  # of matrices, by the name of PEFT's files without its prefix
+
+
+def own_sizes(settings: LoraSettings, shape: ModelShape) -> Sizes:
+    """Every matrix of the whole model's adapters, each of its module's own rank; nothing of modules that have no adapter."""
+    found = {}
+    for module in linear_modules(shape):
+        if rank := settings.rank_of(module.name):
+            found[module.name + A], found[module.name + B] = (rank, module.inner), (module.out, rank)
+    return found
 
 
 def widest_rank(settings: LoraSettings, shape: ModelShape) -> int:

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from megatron_grpo.errors import ConfigError, Problem
-from megatron_grpo.weights.lora import CONFIG, A, B, LoraSettings, linear_modules
+from megatron_grpo.weights.lora import CONFIG, PREFIX, WEIGHTS, LoraSettings, own_sizes
 from megatron_grpo.weights.shape import ModelShape
 from megatron_grpo.weights.stored import stored_shapes
 
-PREFIX = "base_model.model."  # before the name of a module, in PEFT's files
-WEIGHTS = "adapter_model.safetensors"
 _HIGHEST_RANK = 512  # vLLM's
 
 
@@ -32,18 +30,13 @@ def adapter_problems(directory: str | Path, settings: LoraSettings, shape: Model
         held = stored_shapes(path, flag=flag)
     except ConfigError as error:
         return list(error.problems)
-    return [_of(flag, f"{path} {message}") for message in _differences(held, _expected(settings, shape))]
+    return [
+        _of(flag, f"{path} {message}")
+        for message in _differences(held, {PREFIX + name: size for name, size in own_sizes(settings, shape).items()})
+    ]
 
 
-def _expected(settings: LoraSettings, shape: ModelShape) -> dict[str, tuple[int, ...]]:
-    sizes: dict[str, tuple[int, ...]] = {}
-    for module in linear_modules(shape):
-        if rank := settings.rank_of(module.name):
-            sizes[PREFIX + module.name + A], sizes[PREFIX + module.name + B] = (rank, module.inner), (module.out, rank)
-    return sizes
-
-
-def _differences(held: dict[str, tuple[int, ...]], wanted: dict[str, tuple[int, ...]]) -> Iterator[str]:
+def _differences(held: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]]) -> Iterator[str]:
     for what, some in (
         ("lacks", wanted.keys() - held.keys()),
         ("has, besides what its configuration asks for,", held.keys() - wanted.keys()),

@@ -14,7 +14,7 @@ import pytest
 
 from megatron_grpo.metrics.plots import PARTS_OF_A_STEP
 from megatron_grpo.settings.parse import resolve
-from megatron_grpo.weights.adapters import PREFIX
+from megatron_grpo.weights.lora import PREFIX
 from tests import parity_cases
 from tests.end_to_end import scripted
 from tests.end_to_end.runs import records, write_inputs
