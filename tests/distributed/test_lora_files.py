@@ -184,7 +184,7 @@ def third_step(rank, world, model, cfg, batches, directory):
     policy = cases.build(model, cfg.with_values({"adapters": None, "seed": 7}), world)
     policy.load_sharded_state_dict(read_sharded(policy.sharded_state_dict(is_loading=True), directory))
     policy.train_step(cases.batch_of(policy, batches[2], 2))
-    return {name: tensor.numpy() for name, tensor in policy.named_adapters()}
+    return {name: tensor.numpy().copy() for name, tensor in policy.named_adapters()}
 
 
 @pytest.mark.parametrize(
