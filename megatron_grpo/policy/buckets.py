@@ -77,12 +77,8 @@ class PushPlan:
         if wrong := sorted(planned ^ given):
             raise ValueError(f"{len(wrong)} tensors differ from those that this kind of push was planned for: {', '.join(wrong[:3])}")
 
-    def _travels(self, part: Part) -> bool:
-        """Whether other ranks have, or need, what this one holds. If not it is read where it lives."""
-        return self.ranks.stages > 1 or self.ranks.sharing(part) > 1
-
     def _send(self, bucket: Bucket, own: _Own) -> _Coming:
-        p, sizes = self.parallel, [size if self._travels(part) else 0 for part, size in zip(Part, bucket.sizes, strict=True)]
+        p, sizes = self.parallel, [size if self.ranks.travels(part) else 0 for part, size in zip(Part, bucket.sizes, strict=True)]
         if not any(sizes):
             return _Coming(bucket, [None, None, None], [], None)
         run = torch.empty(sum(sizes), dtype=torch.uint8, device=p.device)

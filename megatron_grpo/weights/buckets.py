@@ -12,6 +12,8 @@ from enum import IntEnum
 from operator import itemgetter
 from typing import Any
 
+from megatron_grpo.weights.names import ShardCut
+
 ALIGNMENT = 16  # bytes: every dtype may begin there, so dtypes mix in one run
 MIB = 2**20
 # A collective of 512 MiB lasts 40 times as long as it takes to start. On a CPU 16 MiB stay in the cache.
@@ -25,6 +27,10 @@ class Part(IntEnum):
     DENSE = 1  # the tensor-parallel ranks
     EXPERTS = 2  # the ranks that share a stage's experts: expert tensor parallel x expert parallel
 
+    @classmethod
+    def of(cls, cut: ShardCut, is_expert: bool) -> Part:
+        return cls.EXPERTS if is_expert else cls.WHOLE if cut is ShardCut.REPLICATED else cls.DENSE
+
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
@@ -36,6 +42,10 @@ class Ranks:
 
     def sharing(self, part: Part) -> int:
         return (1, self.tensor, self.experts)[part]
+
+    def travels(self, part: Part) -> bool:
+        """Whether other ranks need, or have, what one holds of it. If not it is read where it lives."""
+        return self.stages > 1 or self.sharing(part) > 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +90,11 @@ class Bucket:
     def received_bytes(self, ranks: Ranks, stage: int) -> int:
         """By a rank of that stage."""
         return (sum(self.sizes) if stage != self.stage else 0) + sum(self.sizes[part] * (ranks.sharing(part) - 1) for part in Part)
+
+    def memory_bytes(self, ranks: Ranks) -> int:
+        """On its way: a rank's run, and what is gathered of it."""
+        packed = sum(self.sizes[part] for part in Part if ranks.travels(part))
+        return packed + sum(self.sizes[part] * ranks.sharing(part) for part in Part if ranks.sharing(part) > 1)
 
 
 def fill(owned: Iterable[Owned], ranks: Ranks, bucket_bytes: int) -> list[Bucket]:
