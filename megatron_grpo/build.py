@@ -265,7 +265,8 @@ def sharing_here(cfg: Config, shape: ModelShape, parallel: ParallelState) -> Sha
     if lacking := [*lacking, *sharing_problems(cfg, shape, has_transformer_engine=has_te)]:
         raise ConfigError(lacking)
     sharing = decide(cfg, shape, has_gpu=has_gpu, has_transformer_engine=has_te)
-    if parallel.is_main and sharing != decide(cfg, shape):  # `plan`, and the sizes shown at the start, know nothing of the machine
+    planned = decide(cfg, shape)  # `plan`, and the sizes shown at the start, know nothing of the machine
+    if parallel.is_main and sharing != planned and (has_gpu or sharing.least_saving != planned.least_saving):
         logger.warning("Shared prompts are %s.", sharing)
     return sharing
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -18,12 +19,13 @@ from megatron_grpo.policy.exchange import WeightExchange
 from megatron_grpo.policy.lora import Adapters
 from megatron_grpo.settings.config import Config
 from megatron_grpo.weights.adapters import from_file, merged, own_sizes, write_adapter
-from megatron_grpo.weights.lora import LoraSettings
+from megatron_grpo.weights.lora import LoraSettings, peft_leaves_out
 from megatron_grpo.weights.mapping import WeightMap
 from megatron_grpo.weights.reader import HfReader
 from megatron_grpo.weights.shape import ModelShape
 from megatron_grpo.weights.writer import HfWriter
 
+logger = logging.getLogger(__name__)
 Stream = Iterable[tuple[str, torch.Tensor]]  # full tensors under their names; collective
 
 
@@ -63,6 +65,9 @@ def export_model(
         export_hf(exchange.stream(tensors, "weights"), out, source=source, dtype=dtype, expected=expected)
         return
     export_adapter(adapters.named(), out, source=source, config=adapters.config)
+    lost = peft_leaves_out(adapters.settings, exchange.map.shape)
+    if lost and collectives.rank() == 0:
+        logger.warning("%s: %s", out, lost)
     if cfg.tuner.merge_lora:
         merged = exchange.stream(tensors, "merged", prepare=adapters.merged)
         export_hf(merged, out.with_name(f"{out.name}_merged"), source=source, dtype=dtype, expected=expected)

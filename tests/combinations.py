@@ -220,7 +220,7 @@ def measure(rank: int, world: int, made: Material, layout: Mapping, runs: Runs, 
     from megatron_grpo.weights.reader import HfReader
 
     policy = cases.build(made.model, cases.settings(beta=0.3, **layout), world)
-    policy.exchange.load(policy.reference.model, HfReader(made.reference))
+    policy.exchange.load(policy.reference.scorer.model, HfReader(made.reference))
     policy.optimizer.step = lambda: (True, 0.0, 0)  # the weights stay
     if tamper is not None:
         tamper(policy)

@@ -9,15 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
 from megatron_grpo.grpo import objectives
-from megatron_grpo.grpo.corrections import RolloutCorrection, log_rho, off_policy_mask, rollout_correction
+from megatron_grpo.grpo.corrections import Importance, RolloutCorrection, log_rho, off_policy_mask, rollout_correction
 from megatron_grpo.grpo.kl import KL_ESTIMATORS, KlEstimator
 from megatron_grpo.grpo.metrics import LossLogs, clip_extremes, clip_logs, mismatch_logs
-from megatron_grpo.grpo.objectives import Objective
+from megatron_grpo.grpo.objectives import Objective, PerToken
 from megatron_grpo.grpo.ratios import RATIOS, Ratio
 from megatron_grpo.grpo.sequences import Sequences, SumOverContext, whole_sequences
 from megatron_grpo.grpo.token_weights import TokenWeights, token_weights
@@ -71,6 +71,16 @@ class LossInputs:
     num_loss_tokens: int  # over the whole global batch, all ranks: the entropy bonus is a mean over them
 
 
+class _Terms(NamedTuple):
+    """A loss without its entropy bonus, and what it was made of."""
+
+    loss: torch.Tensor
+    per_token: PerToken
+    mismatch: torch.Tensor
+    importance: Importance | None
+    kl: torch.Tensor | None
+
+
 class TokenWeigher(Protocol):
     """`token_weights.token_weights` with everything but the batch already chosen: `u` of every row of a step."""
 
@@ -83,6 +93,7 @@ class GrpoLoss:
 
     needs_entropy: pass `entropy`. needs_reference: pass `ref_logprobs`. needs_entropy_threshold: a no-grad pass over the global batch
     must find the threshold first (`entropy.entropy_threshold`). temperature: what logits are divided by before the softmax.
+    is_per_token: what a token adds depends on its own log-prob alone, so `slope` can be asked.
     """
 
     token_weights: TokenWeigher
@@ -100,6 +111,7 @@ class GrpoLoss:
     needs_entropy: bool
     needs_entropy_threshold: bool
     needs_reference: bool
+    is_per_token: bool
 
     @classmethod
     def from_config(cls, cfg: GrpoConfig, *, max_completion_length: int, temperature: float) -> GrpoLoss:
@@ -126,7 +138,20 @@ class GrpoLoss:
             needs_entropy=cfg.log_entropy or cfg.entropy_coef != 0.0 or cfg.top_entropy_quantile < 1.0,
             needs_entropy_threshold=cfg.top_entropy_quantile < 1.0,
             needs_reference=cfg.beta != 0.0 and not cfg.kl_in_reward,
+            is_per_token=cfg.importance_sampling_level == "token"
+            and not cfg.rollout_importance_sampling_mode.startswith("sequence")
+            and cfg.off_policy_sequence_mask_delta is None
+            and cfg.entropy_coef == 0.0
+            and cfg.top_entropy_quantile == 1.0,
         )
+
+    def slope(self, tensors: LossInputs, *, logprobs: torch.Tensor, ref_logprobs: torch.Tensor | None = None) -> torch.Tensor:
+        """Gradient of the loss by the log-probs [C] of some trained positions, whose `tensors` are theirs alone. See `is_per_token`."""
+        assert self.is_per_token, "a token's gradient depends on others"
+        with torch.enable_grad():
+            logprobs = logprobs.detach().requires_grad_()
+            terms = self._terms(tensors, Sequences(tensors.sequence, tensors.num_sequences, whole_sequences), logprobs, ref_logprobs)
+            return torch.autograd.grad(terms.loss, logprobs)[0]
 
     def __call__(
         self,
@@ -145,10 +170,36 @@ class GrpoLoss:
         """
         self._require(entropy, ref_logprobs, entropy_threshold)
         sequences = Sequences(tensors.sequence, tensors.num_sequences, sum_over_context)
-        logprobs, constant = logprobs.double(), logprobs.detach().double()
-        u, advantages, sampler_logprobs = tensors.token_weights.double(), tensors.advantages.double(), tensors.sampler_logprobs.double()
-        old_logprobs = torch.where(tensors.old_logprobs.isnan(), constant, tensors.old_logprobs.double())
+        loss, per_token, mismatch, importance, kl = self._terms(tensors, sequences, logprobs, ref_logprobs, entropy, entropy_threshold)
+        is_trained = (tensors.token_weights > 0).double()
+        sums = {"num_loss_tokens": is_trained.sum()}
+        if kl is not None:
+            sums["kl"] = (is_trained * kl.detach()).sum()
+        if entropy is not None:
+            entropy_sum = (is_trained * entropy.double()).sum()
+            if self.entropy_coef:
+                loss = loss - self.entropy_coef * entropy_sum / max(tensors.num_loss_tokens, 1)
+            sums["entropy"] = entropy_sum.detach()
 
+        clips = clip_logs(per_token, is_trained * sequences.one_over_length if self.sequence_clip else is_trained)
+        sampler_logprobs = tensors.sampler_logprobs.double()
+        is_scored = is_trained * tensors.is_compared * (~sampler_logprobs.isnan())
+        mismatch_sums, maxima = mismatch_logs(mismatch, sampler_logprobs, _old(tensors, logprobs), importance, is_trained, is_scored)
+        sums, maxima = sums | clips | mismatch_sums, maxima | clip_extremes(clips, sum_over_context)
+        # A copy: the schedule may scale the loss in place, and a pipeline's last stage frees it.
+        return loss, LossLogs(sums={"loss": loss.detach().clone()} | sums, maxima=maxima)
+
+    def _terms(
+        self,
+        tensors: LossInputs,
+        sequences: Sequences,
+        logprobs: torch.Tensor,
+        ref_logprobs: torch.Tensor | None,
+        entropy: torch.Tensor | None = None,
+        entropy_threshold: float | None = None,
+    ) -> _Terms:
+        old_logprobs, logprobs, constant = _old(tensors, logprobs), logprobs.double(), logprobs.detach().double()
+        u, advantages, sampler_logprobs = tensors.token_weights.double(), tensors.advantages.double(), tensors.sampler_logprobs.double()
         ratio = self.ratio(logprobs, old_logprobs, sequences)
         per_token = self.objective(ratio, logprobs, advantages)
 
@@ -164,10 +215,7 @@ class GrpoLoss:
         if self.needs_entropy_threshold and entropy is not None and entropy_threshold is not None:
             factor = factor * (entropy.detach().double() >= entropy_threshold)
 
-        loss = (u * factor * per_token.loss).sum()
-        is_trained = (u > 0).double()
-        sums = {"num_loss_tokens": is_trained.sum()}
-
+        loss, kl = (u * factor * per_token.loss).sum(), None
         if ref_logprobs is not None:
             kl = self.kl(logprobs, ref_logprobs.double())
             if self.use_bias_correction_kl:
@@ -175,19 +223,7 @@ class GrpoLoss:
                 kl = kl * ratio
             if self.beta:
                 loss = loss + self.beta * (u * kl).sum()
-            sums["kl"] = (is_trained * kl.detach()).sum()
-        if entropy is not None:
-            entropy_sum = (is_trained * entropy.double()).sum()
-            if self.entropy_coef:
-                loss = loss - self.entropy_coef * entropy_sum / max(tensors.num_loss_tokens, 1)
-            sums["entropy"] = entropy_sum.detach()
-
-        clips = clip_logs(per_token, is_trained * sequences.one_over_length if self.sequence_clip else is_trained)
-        is_scored = is_trained * tensors.is_compared * (~sampler_logprobs.isnan())
-        mismatch_sums, maxima = mismatch_logs(mismatch, sampler_logprobs, old_logprobs, importance, is_trained, is_scored)
-        sums, maxima = sums | clips | mismatch_sums, maxima | clip_extremes(clips, sum_over_context)
-        # A copy: the schedule may scale the loss in place, and a pipeline's last stage frees it.
-        return loss, LossLogs(sums={"loss": loss.detach().clone()} | sums, maxima=maxima)
+        return _Terms(loss, per_token, mismatch, importance, kl)
 
     def _require(self, entropy: torch.Tensor | None, ref_logprobs: torch.Tensor | None, entropy_threshold: float | None) -> None:
         needed = (
@@ -198,6 +234,11 @@ class GrpoLoss:
         missing = [name for name, needs, given in needed if needs and given is None]
         if missing:
             raise ValueError(f"this loss needs {' and '.join(missing)}")
+
+
+def _old(tensors: LossInputs, logprobs: torch.Tensor) -> torch.Tensor:
+    """float64 [C]: the old log-probs, which are the current ones where a position is on-policy. A constant."""
+    return torch.where(tensors.old_logprobs.isnan(), logprobs.detach().double(), tensors.old_logprobs.double())
 
 
 def _correction(cfg: GrpoConfig) -> RolloutCorrection | None:

@@ -1,17 +1,28 @@
 """Log-probs and entropy of a vocabulary that is cut over tensor-parallel ranks, straight from hidden states.
 
-The output layer is fused with the softmax: the logits of one chunk of positions exist at a time, forward and (recomputed) backward, so
-memory is chunk_size x vocabulary, never tokens x vocabulary. The backward is written out by hand: every shard holds its own columns of
-`softmax - onehot`, whether or not it owns the target token.
+The output layer is fused with the softmax: the logits of one chunk of positions exist at a time, so memory is chunk_size x vocabulary,
+never tokens x vocabulary. The backward is written out by hand: every shard holds its own columns of `softmax - onehot`, whether or not it
+owns the target token.
+
+Where the loss can say what a token's log-prob is worth as soon as it is known (`Slope`), the gradients are made in the forward, while the
+logits are there: three matrix products instead of four, and one softmax instead of two. The backward then looks whether the loss has asked
+for just that. If not, it computes the chunk's logits again: a slope can save work, and never changes a gradient.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+
+# (which of the C positions, their log-probs [n]) -> gradient of the loss by them [n]. The same on every rank of `group`.
+Slope = Callable[[slice, torch.Tensor], torch.Tensor]
+
+# Numbers of one chunk's logits, and of the rows of it that pass through the softmax together, which a processor's cache should hold.
+_CPU_CHUNK, _CPU_ROWS = 2**23, 2**18
 
 
 class TokenScores(NamedTuple):
@@ -19,6 +30,33 @@ class TokenScores(NamedTuple):
 
     logprobs: torch.Tensor
     entropy: torch.Tensor | None
+
+
+class _Gradients:
+    """Of hidden states and rows, or of those that are wanted; added to chunk by chunk."""
+
+    def __init__(self, hidden, weight, num_rows: int, temperature: float, *, wants_hidden: bool, wants_weight: bool):
+        self.hidden_states, self.words, self.temperature = hidden, weight[:num_rows], temperature
+        self.dtype = weight.dtype
+        self.hidden = torch.zeros_like(hidden) if wants_hidden else None
+        # Summed over chunks in the softmax's dtype: a bfloat16 sum would lose a chunk's share to rounding.
+        self.weight = torch.zeros_like(weight, dtype=_softmax_dtype(weight)) if wants_weight else None
+
+    def add(self, chunk: slice, columns: torch.Tensor, factor: torch.Tensor) -> None:
+        """The gradient of the chunk's logits is columns * factor. columns [n, rows], factor [n]: it is cheaper on what has H columns."""
+        hidden = self.hidden_states[chunk]
+        columns, factor = columns.to(hidden.dtype), (factor / self.temperature)[:, None]
+        if self.hidden is not None:
+            self.hidden[chunk] = (columns @ self.words).mul_(factor)
+        if self.weight is not None:
+            total, weighed = self.weight[: len(self.words)], (hidden * factor).to(hidden.dtype)
+            if total.dtype == weighed.dtype:
+                total.addmm_(columns.t(), weighed)
+            else:
+                total += columns.t() @ weighed
+
+    def all(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        return self.hidden, None if self.weight is None else self.weight.to(self.dtype)
 
 
 def linear_logprobs(
@@ -32,87 +70,130 @@ def linear_logprobs(
     group: dist.ProcessGroup | None = None,
     chunk_size: int = 1024,
     with_entropy: bool = False,
+    slope: Slope | None = None,
 ) -> TokenScores:
     """Log-prob of each target, and the entropy of the distribution it was drawn from, under softmax(hidden @ weight.T / temperature).
 
     hidden: [C, H], the same on every rank of `group`. weight: [V_shard, H], this rank's rows of the output layer, which are rows
     vocab_start.. of the vocabulary. targets: int64 [C], ids in the whole vocabulary. num_valid_rows: how many of this shard's rows
-    are words; the rest is padding of the vocabulary and takes no part in the softmax (default: all).
+    are words; the rest is padding of the vocabulary and takes no part in the softmax (default: all). slope: see above; asked of one chunk
+    after another, if a gradient is wanted at all.
 
     The matrix products run in the dtype of the inputs, everything after them in float32. One MAX and one SUM all-reduce per chunk in
     forward, none in backward: the gradient of `hidden` that comes back is this shard's PARTIAL sum, to be summed over `group` by the
     caller (as Megatron's column-parallel mappings do); that of `weight` is complete. C may be 0.
     """
     num_rows = weight.shape[0] if num_valid_rows is None else num_valid_rows
-    logprobs, entropy = _LinearLogprobs.apply(hidden, weight, targets, temperature, vocab_start, num_rows, group, chunk_size, with_entropy)
+    logprobs, entropy = _LinearLogprobs.apply(
+        hidden,
+        weight,
+        targets,
+        temperature,
+        vocab_start,
+        num_rows,
+        group,
+        _rows_of_chunk(hidden, num_rows, chunk_size),
+        with_entropy,
+        slope,
+    )
     return TokenScores(logprobs, entropy)
 
 
 class _LinearLogprobs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, targets, temperature, vocab_start, num_rows, group, chunk_size, with_entropy):
-        num_positions = hidden.shape[0]
-        dtype = _softmax_dtype(hidden)
-        log_normaliser = hidden.new_empty(num_positions, dtype=dtype)
-        logprobs = hidden.new_empty(num_positions, dtype=dtype)
-        entropy = hidden.new_empty(num_positions, dtype=dtype)
+    def forward(ctx, hidden, weight, targets, temperature, vocab_start, num_rows, group, chunk_size, with_entropy, slope):
+        num_positions, wants = hidden.shape[0], ctx.needs_input_grad[:2]
+        log_normaliser, logprobs, entropy = hidden.new_empty(3, num_positions, dtype=_softmax_dtype(hidden))
+        made = asked = None
+        if slope is not None and any(wants):
+            made = _Gradients(hidden, weight, num_rows, temperature, wants_hidden=wants[0], wants_weight=wants[1])
+            asked = torch.empty_like(logprobs)
         for chunk in _chunks(num_positions, chunk_size):
             logits = _logits(hidden[chunk], weight[:num_rows], temperature)
             columns, owned = _own_columns(targets[chunk], vocab_start, num_rows)
             highest = logits.amax(dim=1) if num_rows else logits.new_full((len(logits),), -math.inf)
             if group is not None:
                 dist.all_reduce(highest, dist.ReduceOp.MAX, group=group)
-            logits.sub_(highest[:, None])
-            # Three sums per position in one message: of exp(x), of the target's x, and of x * exp(x), with x measured from the maximum.
-            sums = logits.new_zeros(3, len(logits))
-            if num_rows:
-                sums[1] = logits.gather(1, columns[:, None])[:, 0] * owned
-                exponentials = logits.exp() if with_entropy else logits.exp_()
-                sums[0] = exponentials.sum(dim=1)
-                if with_entropy:
-                    sums[2] = exponentials.mul_(logits).sum(dim=1)
+            sums = _sums(logits, columns, owned, highest, with_entropy)
             if group is not None:
                 dist.all_reduce(sums, group=group)
             log_sum = sums[0].log()
             log_normaliser[chunk] = highest + log_sum
             logprobs[chunk] = sums[1] - log_sum
             entropy[chunk] = log_sum - sums[2] / sums[0]
+            if made is not None:
+                asked[chunk] = slope(chunk, logprobs[chunk])
+                # d log p_target / dx_v = [v is the target] - p_v, and p_v is the exponential over the sum
+                if num_rows:
+                    logits.scatter_add_(1, columns[:, None], -(sums[0] * owned)[:, None])
+                made.add(chunk, logits, -asked[chunk] / sums[0])
         ctx.save_for_backward(hidden, weight, targets, log_normaliser, entropy)
         ctx.temperature, ctx.vocab_start, ctx.num_rows, ctx.chunk_size = temperature, vocab_start, num_rows, chunk_size
+        ctx.made, ctx.asked = made, asked
         ctx.set_materialize_grads(False)
         return logprobs, entropy if with_entropy else None
 
     @staticmethod
     def backward(ctx, grad_logprobs, grad_entropy):
-        hidden, weight, targets, log_normaliser, entropy = ctx.saved_tensors
-        words = weight[: ctx.num_rows]
-        wants_hidden, wants_weight = ctx.needs_input_grad[:2]
-        grad_hidden = torch.zeros_like(hidden) if wants_hidden else None
-        # Summed over chunks in the softmax's dtype: a bfloat16 sum would lose a chunk's share to rounding.
-        grad_weight = torch.zeros_like(weight, dtype=_softmax_dtype(weight)) if wants_weight else None
-        for chunk in _chunks(hidden.shape[0], ctx.chunk_size):
-            log_softmax = _logits(hidden[chunk], words, ctx.temperature).sub_(log_normaliser[chunk, None])
-            softmax = log_softmax.exp()
-            if grad_entropy is not None:
-                # dH/dx_v = -p_v (log p_v + H)
-                grad_logits = log_softmax.add_(entropy[chunk, None]).mul_(softmax).mul_(-grad_entropy[chunk, None])
-            else:
-                grad_logits = log_softmax.zero_()
-            if grad_logprobs is not None:
-                # d log p_target / dx_v = [v is the target] - p_v
-                grad_logits.sub_(softmax.mul_(grad_logprobs[chunk, None]))
-                if ctx.num_rows:
-                    columns, owned = _own_columns(targets[chunk], ctx.vocab_start, ctx.num_rows)
-                    grad_logits.scatter_add_(1, columns[:, None], (grad_logprobs[chunk] * owned)[:, None])
-            del softmax
-            grad_logits = grad_logits.div_(ctx.temperature).to(hidden.dtype)
-            if wants_hidden:
-                grad_hidden[chunk] = grad_logits @ words
-            if wants_weight:
-                grad_weight[: ctx.num_rows] += grad_logits.t() @ hidden[chunk]
-        if wants_weight:
-            grad_weight = grad_weight.to(weight.dtype)
-        return grad_hidden, grad_weight, None, None, None, None, None, None, None
+        made, ctx.made = ctx.made, None
+        asks_entropy = grad_entropy is not None and bool(grad_entropy.any())
+        if made is None or asks_entropy or grad_logprobs is None or not torch.equal(grad_logprobs, ctx.asked):
+            made = _again(ctx, grad_logprobs, grad_entropy if asks_entropy else None)
+        return *made.all(), *[None] * 8
+
+
+def _again(ctx, grad_logprobs, grad_entropy) -> _Gradients:
+    """The gradients from logits that are computed once more."""
+    hidden, weight, targets, log_normaliser, entropy = ctx.saved_tensors
+    wants = ctx.needs_input_grad[:2]
+    made = _Gradients(hidden, weight, ctx.num_rows, ctx.temperature, wants_hidden=wants[0], wants_weight=wants[1])
+    if grad_logprobs is None:
+        grad_logprobs = torch.zeros_like(log_normaliser)
+    for chunk in _chunks(hidden.shape[0], ctx.chunk_size):
+        logits = _logits(hidden[chunk], weight[: ctx.num_rows], ctx.temperature)
+        asked = grad_logprobs[chunk]
+        for rows in _rows(logits):
+            x = logits[rows].sub_(log_normaliser[chunk][rows, None])
+            if grad_entropy is None:
+                x.exp_()
+            else:  # dH/dx_v = -p_v (log p_v + H)
+                softmax = x.exp()
+                x.add_(entropy[chunk][rows, None]).mul_(grad_entropy[chunk][rows, None]).add_(asked[rows, None]).mul_(softmax)
+        at_target, factor = (torch.ones_like(asked), -asked) if grad_entropy is None else (asked, -torch.ones_like(asked))
+        if ctx.num_rows:
+            columns, owned = _own_columns(targets[chunk], ctx.vocab_start, ctx.num_rows)
+            logits.scatter_add_(1, columns[:, None], -(at_target * owned)[:, None])
+        made.add(chunk, logits, factor)
+    return made
+
+
+def _sums(logits, columns, owned, highest, with_entropy: bool) -> torch.Tensor:
+    """[3, n]: of exp(x), of the target's x, and of x * exp(x) where entropy is wanted, with x measured from `highest`.
+
+    Leaves exp(x) in place of the logits.
+    """
+    sums = logits.new_zeros(3, len(logits))
+    if not logits.shape[1]:
+        return sums
+    sums[1] = (logits.gather(1, columns[:, None])[:, 0] - highest) * owned
+    for rows in _rows(logits):
+        x = logits[rows].sub_(highest[rows, None])
+        offsets = x.clone() if with_entropy else None
+        sums[0, rows] = x.exp_().sum(dim=1)
+        if offsets is not None:
+            sums[2, rows] = offsets.mul_(x).sum(dim=1)
+    return sums
+
+
+def _rows_of_chunk(hidden: torch.Tensor, num_rows: int, chunk_size: int) -> int:
+    """As asked; on a CPU, whose matrix products need no more to run at full rate, as many as a cache holds."""
+    return chunk_size if hidden.device.type != "cpu" else min(chunk_size, max(_CPU_CHUNK // max(num_rows, 1), 64))
+
+
+def _rows(logits: torch.Tensor) -> Iterator[slice]:
+    """Of a chunk, those to work on at a time: between two passes over them they stay in the cache. On a GPU, all."""
+    size = len(logits) if logits.device.type != "cpu" else max(_CPU_ROWS // max(logits.shape[1], 1), 1)
+    yield from _chunks(len(logits), size)
 
 
 def _chunks(num_positions: int, chunk_size: int) -> list[slice]:
@@ -124,8 +205,10 @@ def _softmax_dtype(tensor: torch.Tensor) -> torch.dtype:
 
 
 def _logits(hidden: torch.Tensor, words: torch.Tensor, temperature: float) -> torch.Tensor:
-    """[chunk, rows] in the softmax's dtype, in memory of its own (callers work in place)."""
-    return (hidden @ words.t()).to(_softmax_dtype(hidden)).div_(temperature)
+    """[n, rows] in the softmax's dtype, in memory of its own (callers work in place)."""
+    if hidden.dtype == _softmax_dtype(hidden):
+        return (hidden / temperature) @ words.t()
+    return (hidden @ words.t()).to(_softmax_dtype(hidden)).div_(temperature)  # coarser hidden states would be rounded once more
 
 
 def _own_columns(targets: torch.Tensor, vocab_start: int, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron_grpo.planning.parameters import chunks_of_stage, padded_vocab
@@ -102,10 +102,17 @@ class Activations:
     forward: int
 
 
-def activations_of(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: Tuning, stage: int, tokens: int) -> Activations:
-    """Of the micro-batches of `tokens` tokens that a stage has in flight (1F1B, or interleaved)."""
+def activations_of(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: Tuning, stage: int) -> Callable[[int], Activations]:
+    """Of the micro-batches that a stage has in flight (1F1B, or interleaved), by the tokens of one on this rank."""
     numbers = [layer for chunk in chunks_of_stage(shape.num_layers, sizes, cfg, stage) for layer in chunk]
-    kept, layers, model = kept_by_linears(shape, sizes, tuning, numbers), len(numbers), cfg.model
+    kept = kept_by_linears(shape, sizes, tuning, numbers)
+    return lambda tokens: _activations(shape, sizes, cfg, tuning, stage, kept, len(numbers), tokens)
+
+
+def _activations(
+    shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: Tuning, stage: int, kept: Kept, layers: int, tokens: int
+) -> Activations:
+    model = cfg.model
     dropped = tuple(model.recompute_modules) if model.recompute_granularity == "selective" else ()
 
     def of_layer(without: tuple[str, ...]) -> float:

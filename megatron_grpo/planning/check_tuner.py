@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from megatron_grpo.errors import ConfigError, Problem
+from megatron_grpo.rollout.adapters import lora_push
 from megatron_grpo.settings.config import Config
 from megatron_grpo.settings.foreign import shown
 from megatron_grpo.settings.tuner import are_names_readable
@@ -28,7 +29,19 @@ def tuner_problems(cfg: Config, shape: ModelShape | None) -> list[Problem]:
         return found
     if is_lora and not tuner.adapters:
         found += LoraSettings.of(tuner, shape).problems(shape)
-    return [*found, *trains.problems(tuner, shape)]
+    found += trains.problems(tuner, shape)
+    return found or _of_push(cfg, shape)
+
+
+def _of_push(cfg: Config, shape: ModelShape) -> list[Problem]:
+    """Of an adapter that is right, whether it reaches the sampler as `vllm_enable_lora true` asks."""
+    if not cfg.tuner.vllm_enable_lora:
+        return []
+    try:
+        lora_push(cfg, shape, on_gpu=None)
+    except ConfigError as error:
+        return list(error.problems)
+    return []
 
 
 def _of_files(cfg: Config, flag: str, directory: str, shape: ModelShape | None) -> list[Problem]:

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_grpo.batching.timetable import Timetable
 from megatron_grpo.errors import EXIT_CONFIG, EXIT_DONE, ConfigError
@@ -20,6 +20,9 @@ from megatron_grpo.planning.sharing import Sharing, decide
 from megatron_grpo.planning.warnings import defaults_of, warnings_of
 from megatron_grpo.settings import Parsed, parse
 from megatron_grpo.sizing.dialects import DIALECTS
+
+if TYPE_CHECKING:
+    from megatron_grpo.planning.tuning import Tuning
 
 MOST_SAVED = 20_000  # micro-steps in the plan.json of a run
 
@@ -37,11 +40,16 @@ class Plan:
     warnings: list[str]
     not_checked: tuple[str, ...] = ()  # what `train` would look at besides
 
+    @property
+    def bubble(self) -> float:
+        """Share of an optimizer step that a pipeline stage waits: with a token budget, by the micro-batches that it makes, if known."""
+        return self.cost["sharing"]["bubble_shared"] if self.cost else bubble_fraction(self.checked.sizes)
+
     def rest(self) -> dict[str, Any]:
         """The part of the JSON object after the timetable."""
         sizes, cfg = self.checked.sizes, self.checked.config
         return {
-            "pipeline": {"bubble_fraction": bubble_fraction(sizes)},
+            "pipeline": {"bubble_fraction": self.bubble},
             "memory": self.memory,
             "cost": self.cost,
             "native_flags": native_flags(cfg, sizes),
@@ -71,19 +79,7 @@ def make_plan(checked: Checked, *, num_prompts: int | None = None) -> Plan:
         num_prompts = cfg.plan.num_prompts
     timetable = Timetable.of_length(sizes, max_steps=cfg.run.max_steps, num_train_epochs=cfg.run.num_train_epochs, num_prompts=num_prompts)
     sharing = decide(cfg, checked.shape)
-    lengths = memory = cost = tuning = None
-    if cfg.plan.lengths:
-        from megatron_grpo.planning.lengths import read_lengths
-
-        lengths = read_lengths(cfg.plan.lengths)
-    if checked.shape is not None or lengths:
-        from megatron_grpo.planning.cost import estimate_cost
-        from megatron_grpo.planning.memory import estimate_memory
-        from megatron_grpo.planning.tuning import Tuning
-
-        tuning = Tuning.of(cfg, checked.shape) if checked.shape is not None else None
-        cost = estimate_cost(checked.shape, sizes, cfg, tuning, lengths, sharing)
-        memory = estimate_memory(checked.shape, sizes, cfg, tuning, lengths) if checked.shape is not None and tuning is not None else None
+    memory, cost, tuning = _estimates(checked, sharing)
     return Plan(
         checked=checked,
         timetable=timetable,
@@ -91,8 +87,31 @@ def make_plan(checked: Checked, *, num_prompts: int | None = None) -> Plan:
         memory=memory,
         cost=cost,
         sharing=sharing,
-        warnings=warnings_of(checked, timetable, memory, tuning.push if tuning else None),
+        warnings=warnings_of(checked, timetable, memory, cost, tuning.push if tuning else None),
     )
+
+
+def _estimates(checked: Checked, sharing: Sharing) -> tuple[dict[str, Any] | None, dict[str, Any] | None, Tuning | None]:
+    """(memory, cost, what trains), each None where neither a model nor lengths tell."""
+    cfg, sizes, shape = checked.config, checked.sizes, checked.shape
+    if shape is None and not cfg.plan.lengths:
+        return None, None, None
+    from megatron_grpo.planning.budget import suggest_budget
+    from megatron_grpo.planning.computed import Step
+    from megatron_grpo.planning.cost import estimate_cost
+    from megatron_grpo.planning.lengths import read_lengths
+    from megatron_grpo.planning.memory import estimate_memory
+    from megatron_grpo.planning.tuning import Tuning
+
+    lengths = read_lengths(cfg.plan.lengths) if cfg.plan.lengths else None
+    memory = tuning = None
+    if shape is not None:
+        tuning = Tuning.of(cfg, shape)
+        memory = estimate_memory(shape, sizes, cfg, tuning, lengths, shares=sharing.least_saving is not None)
+    step = Step.of(sharing, sizes, cfg, lengths)
+    cost = estimate_cost(shape, sizes, cfg, tuning, lengths, sharing, step)
+    cost["sharing"]["budget"] = suggest_budget(cfg, shape, sharing, step, memory)
+    return memory, cost, tuning
 
 
 def run_plan(argv: Sequence[str], look_at: Callable[[Parsed], Plan], *, launcher_world_size: int | None = None) -> int:

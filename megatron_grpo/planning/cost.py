@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_grpo.planning.activations import FP32
+from megatron_grpo.planning.computed import Computed, Step
 from megatron_grpo.planning.facts import old_logprobs_summary
 from megatron_grpo.planning.lengths import Lengths, packing, sequence_tokens
 from megatron_grpo.planning.parameters import padded_vocab
 from megatron_grpo.planning.push import push_of
-from megatron_grpo.planning.sharing import Sharing, estimate_sharing
+from megatron_grpo.planning.sharing import Sharing
 from megatron_grpo.planning.tuning import Adapters, Tuning
 from megatron_grpo.settings.config import Config
 from megatron_grpo.sizing.batch_sizes import BatchSizes
@@ -20,21 +21,43 @@ from megatron_grpo.weights.shape import ModelShape
 
 
 def estimate_cost(
-    shape: ModelShape | None, sizes: BatchSizes, cfg: Config, tuning: Tuning | None, lengths: Lengths | None, sharing: Sharing
+    shape: ModelShape | None, sizes: BatchSizes, cfg: Config, tuning: Tuning | None, lengths: Lengths | None, sharing: Sharing, step: Step
 ) -> dict[str, Any]:
     """The `cost` object of `plan --json`. Without a model, only what the lengths say."""
     cost: dict[str, Any] = {}
+    both = {"sharing": _sharing(sharing, cfg, step)}
     if shape is not None and tuning is not None:
-        cost = {**_parameters(shape, tuning), **_flops(shape, sizes, cfg, tuning, lengths), **_bytes(shape, sizes, cfg, tuning)}
+        apart, shared = (_trained(shape, sizes, cfg, tuning, computed) for computed in (step.apart, step.shared))
+        both["sharing"] |= {"flops_apart": apart, "flops_shared": shared}
+        cost = {**_parameters(shape, tuning), **_flops(shape, sizes, cfg, tuning, lengths, shared), **_bytes(shape, sizes, cfg, tuning)}
     if lengths is not None:
         cost["packing"] = packing(sizes, cfg, lengths, sharing.least_saving)
-    cost["sharing"] = estimate_sharing(sharing, sizes, cfg, lengths)
-    return cost
+    return cost | both
+
+
+def _sharing(sharing: Sharing, cfg: Config, step: Step) -> dict[str, Any]:
+    """One optimizer step, packed with a prompt for every completion and with each prompt once, alignment included."""
+    return {
+        "setting": cfg.batch.share_prompts,
+        "shares": sharing.least_saving is not None,
+        "why": sharing.why,
+        "sequences": step.shared.sequences,
+        "tokens_apart": step.apart.tokens,
+        "tokens_shared": step.shared.tokens,
+        "groups": len({extent.group for extent in step.extents}),
+        "pieces": step.shared.pieces,
+        "micro_batches_apart": step.apart.micro_batches,
+        "micro_batches_shared": step.shared.micro_batches,
+        "micro_batches_of_rank_apart": step.micro_batches_of_rank(step.apart),
+        "micro_batches_of_rank_shared": step.micro_batches_of_rank(step.shared),
+        "bubble_apart": step.bubble(step.apart),
+        "bubble_shared": step.bubble(step.shared),
+    }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """FLOPs of one sequence: multiply-adds x 2 of matrix products."""
+    """FLOPs: multiply-adds x 2 of matrix products."""
 
     linears: int  # of the model's own matrices, forward
     attention: int  # forward
@@ -56,9 +79,8 @@ class Work:
         return self.linears + self.weight_gradients + 2 * self.attention + 2 * self.adapters
 
 
-def work_of(shape: ModelShape, tuning: Tuning, prompt: int, completion: int, *, head_positions: int) -> Work:
-    """Of a sequence, with the output layer at `head_positions` of its tokens."""
-    tokens = prompt + completion
+def work_of(shape: ModelShape, tuning: Tuning, tokens: int, *, squares: int, head_positions: int) -> Work:
+    """Of so many tokens, with the output layer at `head_positions` of them. squares: as in `Computed`, of their attention."""
     # Causal attention: half of the tokens x tokens scores, once for the scores and once for the values.
     value_size = shape.num_attention_heads * (shape.mla.v_head_dim if shape.mla else shape.head_dim)
     head = 2 * head_positions * shape.hidden_size * shape.vocab_size
@@ -66,7 +88,7 @@ def work_of(shape: ModelShape, tuning: Tuning, prompt: int, completion: int, *, 
     is_head_trained = all(tuning.trains_outer(entry) for entry in outer_entries(shape) if entry.megatron == "output_layer.weight")
     return Work(
         linears=2 * products * tokens + head,
-        attention=shape.num_layers * tokens * tokens * (shape.query_size + value_size),
+        attention=shape.num_layers * squares * (shape.query_size + value_size),
         weight_gradients=2 * trained * tokens + (head if is_head_trained else 0),
         adapters=2 * tokens * _adapter_products(shape, tuning.adapters),
         reference=2 * tokens * _adapter_products(shape, tuning.reference),
@@ -104,25 +126,32 @@ def _rows_and_channels(entry: Entry) -> tuple[int, int]:
     return sum(size[0] for _, size in entry.hf), entry.hf[0][1][1]
 
 
-def _flops(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: Tuning, lengths: Lengths | None) -> dict[str, Any]:
-    prompt, completion = sequence_tokens(cfg, lengths, longest=False)
-    rows, prompts = sizes.generation_batch_size, sizes.num_rollout_prompts
-    whole = work_of(shape, tuning, prompt, completion, head_positions=completion)
-    # Of the sampler without its adapters: a few parts in a hundred.
-    sampled = whole.linears + whole.attention
-    prompt_alone = work_of(shape, tuning, prompt, 0, head_positions=1)
-    prefill = prompt_alone.linears + prompt_alone.attention
-    shares_prompts = cfg.rollout.vllm_enable_prefix_caching
+def _trained(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: Tuning, computed: Computed) -> dict[str, int]:
+    """FLOPs of the phases in which the policy's ranks compute the rows of one rollout, computed as those of this step are."""
+    work = work_of(shape, tuning, computed.tokens, squares=computed.squares, head_positions=computed.scored)
+    rows, sequences = sizes.generation_batch_size, computed.sequences
     period = min(1000, sizes.gradient_accumulation_steps)  # after so many rollouts the timetable repeats
     summary = old_logprobs_summary(sizes, period)
-    recomputed = summary["slices_recomputed"] / summary["slices_total"]
-    recompute = whole.forward if cfg.model.recompute_granularity == "full" else 0
-    phases = {
-        "rollout": (prompts if shares_prompts else rows) * prefill + rows * (sampled - prefill),
-        "old_logprobs": round(rows * recomputed * whole.forward),
-        "reference_logprobs": rows * whole.reference_forward if cfg.grpo.beta > 0 else 0,
-        "training": sizes.num_iterations * rows * (whole.forward + whole.backward + recompute),
+    recompute = work.forward if cfg.model.recompute_granularity == "full" else 0
+    return {
+        "old_logprobs": rows * summary["slices_recomputed"] * work.forward // (summary["slices_total"] * sequences),
+        "reference_logprobs": rows * work.reference_forward // sequences if cfg.grpo.beta > 0 else 0,
+        "training": sizes.num_iterations * rows * (work.forward + work.backward + recompute) // sequences,
     }
+
+
+def _flops(
+    shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: Tuning, lengths: Lengths | None, trained: dict[str, int]
+) -> dict[str, Any]:
+    prompt, completion = sequence_tokens(cfg, lengths, longest=False)
+    rows, prompts = sizes.generation_batch_size, sizes.num_rollout_prompts
+    whole = work_of(shape, tuning, prompt + completion, squares=(prompt + completion) ** 2, head_positions=completion)
+    # Of the sampler without its adapters: a few parts in a hundred.
+    sampled = whole.linears + whole.attention
+    prompt_alone = work_of(shape, tuning, prompt, squares=prompt**2, head_positions=1)
+    prefill = prompt_alone.linears + prompt_alone.attention
+    shares_prompts = cfg.rollout.vllm_enable_prefix_caching
+    phases = {"rollout": (prompts if shares_prompts else rows) * prefill + rows * (sampled - prefill), **trained}
     return {
         "tokens_per_rollout": rows * (prompt + completion),
         "flops_per_rollout": phases,
@@ -131,6 +160,8 @@ def _flops(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: Tuning, le
         "assumptions": [
             f"every sequence has {prompt} + {completion} tokens ("
             + ("the mean of the file of lengths)" if lengths else "the longest that the settings allow)"),
+            "but log-probs and training: as one optimizer step is packed (`sharing`), alignment in linear layers included; the last token "
+            "of a sequence is not computed",
             "matrix products alone, 2 FLOPs each; causal attention at half of its square; "
             f"a backward is {whole.backward / whole.forward:.3g} forwards",
             "per rollout, over all ranks; the output layer at completion positions only",

@@ -26,9 +26,13 @@ def old_logprobs_summary(sizes: BatchSizes, num_rollouts: int) -> dict[str, Any]
     return {"rollouts": is_stale, "slices_recomputed": recomputed, "slices_total": num_rollouts * slices}
 
 
-def bubble_fraction(sizes: BatchSizes) -> float:
-    """Share of an optimizer step that a pipeline stage waits: (pp - 1) / (vpp * A + pp - 1)."""
-    return (sizes.layout.pp - 1) / (sizes.layout.num_chunks * sizes.gradient_accumulation_steps + sizes.layout.pp - 1)
+def bubble_fraction(sizes: BatchSizes, micro_batches: int | None = None) -> float:
+    """Share of an optimizer step that a pipeline stage waits: (pp - 1) / (vpp * m + pp - 1).
+
+    micro_batches: m, of each rank. None for gradient_accumulation_steps, which it is without a token budget.
+    """
+    m, waits = micro_batches or sizes.gradient_accumulation_steps, sizes.layout.pp - 1
+    return waits / (sizes.layout.num_chunks * m + waits)
 
 
 def native_flags(cfg: Config, sizes: BatchSizes) -> str:

@@ -4,8 +4,10 @@ what they assume. A pure function of the model's shape, the sizes and the settin
 
 from __future__ import annotations
 
+import bisect
+import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -19,6 +21,8 @@ from megatron_grpo.settings.config import Config
 from megatron_grpo.sizing.batch_sizes import BatchSizes
 from megatron_grpo.weights.buckets import MIB
 from megatron_grpo.weights.shape import ModelShape
+
+MOST_TOKENS = 2**31 - 1  # of a stream: attention kernels number its tokens in 32 bits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,51 +76,94 @@ def static_memory(
     )
 
 
-def estimate_memory(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: Tuning, lengths: Lengths | None = None) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """What one pipeline stage needs while the policy works, by the tokens of a micro-batch on one rank."""
+
+    static: Static
+    logits: int
+    activations: Callable[[int], Activations]
+
+    def needs(self, tokens: int, asleep: int) -> int:
+        """The most of training and of scoring. asleep: what the sampler keeps meanwhile."""
+        found = self.activations(tokens)
+        return self.static.total() + asleep + max(found.training + self.logits, found.forward + self.logits // 2)
+
+
+def estimate_memory(
+    shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: Tuning, lengths: Lengths | None, *, shares: bool
+) -> dict[str, Any]:
     """The `memory` object of `plan --json`: every pipeline stage, every phase, the peak, and whether it fits in gpu_memory_gb."""
     prompt, completion = sequence_tokens(cfg, lengths, longest=True)
-    budget = cfg.batch.max_tokens_per_micro_batch
-    tokens = (
-        -(-max(budget, prompt + completion) // sizes.layout.cp)
-        if budget
-        else -(-sizes.micro_batch_size * (prompt + completion) // sizes.layout.cp)
-    )
+    apart, tokens = (-(-stream_tokens(sizes, cfg, prompt, completion, shares=one) // sizes.layout.cp) for one in (False, shares))
     sampler = sampler_memory(shape, sizes, cfg, tuning, prompt + completion)
-    pushed, stages = push_memory(shape, sizes, cfg, tuning), []
-    for stage, layers in enumerate(layers_of_stages(shape.num_layers, sizes, cfg)):
-        static = static_memory(shape, sizes, cfg, tuning, Place(stage=stage))
-        logits = logits_bytes(shape, sizes, cfg, completion) if stage == sizes.layout.pp - 1 else 0
-        activations = activations_of(shape, sizes, cfg, tuning, stage, tokens)
-        stages.append(
+    stages, rows, pushed = [], [], push_memory(shape, sizes, cfg, tuning)
+    for number, layers in enumerate(layers_of_stages(shape.num_layers, sizes, cfg)):
+        stage = Stage(
+            static=static_memory(shape, sizes, cfg, tuning, Place(stage=number)),
+            logits=logits_bytes(shape, sizes, cfg, completion) if number == sizes.layout.pp - 1 else 0,
+            activations=activations_of(shape, sizes, cfg, tuning, number),
+        )
+        activations = stage.activations(tokens)
+        stages.append(stage)
+        rows.append(
             {
-                "stage": stage,
+                "stage": number,
                 "num_layers": layers,
-                **asdict(static),
+                **asdict(stage.static),
                 "activations_bytes": activations.training,
-                "logits_bytes": logits,
-                "phases": _phases(cfg, static.total(), sampler, activations, logits, pushed),
+                "activations_saved_bytes": stage.activations(apart).training - activations.training,
+                "logits_bytes": stage.logits,
+                "phases": _phases(cfg, stage.static.total(), sampler, activations, stage.logits, pushed),
             }
         )
-    peak, stage, phase = max((bytes_, row["stage"], phase) for row in stages for phase, bytes_ in row["phases"].items())
+    peak, peak_stage, phase = max((bytes_, row["stage"], phase) for row in rows for phase, bytes_ in row["phases"].items())
     gpu = round(cfg.plan.gpu_memory_gb * 1e9) if cfg.plan.gpu_memory_gb else None
     return {
         "peak_bytes": peak,
-        "peak_stage": stage,
+        "peak_stage": peak_stage,
         "peak_phase": phase,
         "gpu_memory_bytes": gpu,
         "fits": None if gpu is None else peak <= gpu,
         "tokens_per_micro_batch": tokens,
+        "tokens_per_micro_batch_apart": apart,
+        "most_tokens_per_micro_batch": None if gpu is None else _most_tokens(stages, gpu, _asleep(cfg, sampler)),
         "sampler": sampler,
-        "stages": stages,
+        "stages": rows,
         "assumptions": _assumptions(cfg, tuning, prompt, completion, lengths),
     }
+
+
+def stream_tokens(sizes: BatchSizes, cfg: Config, prompt: int, completion: int, *, shares: bool) -> int:
+    """Tokens of the fullest micro-batch if every sequence is that long. A token budget bounds it, shared or not."""
+    budget, rows, group = cfg.batch.max_tokens_per_micro_batch, sizes.micro_batch_size, sizes.num_generations
+    if budget:
+        return max(budget, prompt + completion)
+    # The group that a micro-batch begins in may have begun before it, by a multiple of what divides both.
+    prompts = -(-(group - math.gcd(rows, group) + rows) // group) if shares else rows
+    return min(prompts, rows) * prompt + rows * completion
+
+
+def _most_tokens(stages: Sequence[Stage], gpu: int, asleep: int) -> int:
+    """Of a micro-batch on one rank, so that training and scoring fit on every stage; 0 if none does."""
+
+    def fits(tokens: int) -> bool:
+        return all(stage.needs(tokens, asleep) <= gpu for stage in stages)
+
+    return bisect.bisect_left(range(1, MOST_TOKENS + 1), True, key=lambda tokens: not fits(tokens))
+
+
+def _asleep(cfg: Config, sampler: Mapping[str, int]) -> int:
+    """Bytes that the sampler keeps on the device while it sleeps."""
+    awake = sampler["weights_bytes"] + sampler["adapters_bytes"] + sampler["kv_cache_bytes"]
+    return {0: awake, 1: 0, 2: 0}[cfg.rollout.sleep_level]
 
 
 def _phases(cfg: Config, base: int, sampler: Mapping[str, int], activations: Activations, logits: int, pushed: int) -> dict[str, int]:
     """What is there at the same time. base: what always is. pushed: what is on its way in a push."""
     held = sampler["weights_bytes"] + sampler["adapters_bytes"]
     awake = held + sampler["kv_cache_bytes"]
-    asleep = {0: awake, 1: 0, 2: 0}[cfg.rollout.sleep_level]
+    asleep = _asleep(cfg, sampler)
     return {
         "rollout": base + awake,
         "logprobs": base + asleep + activations.forward + logits // 2,

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, TextIO
 
-from megatron_grpo.planning.facts import bubble_fraction, native_flags, old_logprobs_summary
+from megatron_grpo.planning.facts import native_flags, old_logprobs_summary
 from megatron_grpo.planning.figure import draw, legend
 from megatron_grpo.planning.output import sizes_object
 
@@ -105,8 +105,9 @@ def _size_rows(made: Plan) -> Iterator[tuple[str, str, str]]:
     is_shared, _, why = str(made.sharing).partition(": ")
     yield "shared prompts", is_shared, why
     if sizes.layout.pp > 1:
-        why = f"= (pp - 1) / (vpp x A + pp - 1), pp {sizes.layout.pp}, vpp {sizes.layout.vpp or 1}, A {a}"
-        yield "pipeline bubble", f"{bubble_fraction(sizes):.1%}", why
+        m = made.cost["sharing"]["micro_batches_of_rank_shared"] if made.cost else a
+        why = f"= (pp - 1) / (vpp x m + pp - 1), pp {sizes.layout.pp}, vpp {sizes.layout.vpp or 1}, m {m} micro-batches a rank"
+        yield "pipeline bubble", f"{made.bubble:.1%}", why
 
 
 def _memory(console: Console, memory: dict[str, Any], cost: dict[str, Any]) -> None:
@@ -153,6 +154,12 @@ def _memory(console: Console, memory: dict[str, Any], cost: dict[str, Any]) -> N
             style="green" if memory["fits"] else "bold red",
             markup=False,
         )
+    if saved := max(stage["activations_saved_bytes"] for stage in memory["stages"]):
+        console.print(
+            f"each prompt once: a micro-batch has {memory['tokens_per_micro_batch']:,} tokens on a rank in place of "
+            f"{memory['tokens_per_micro_batch_apart']:,}, which saves {gigabytes(saved)} GB of activations",
+            markup=False,
+        )
     for assumption in memory["assumptions"]:
         console.print(f"  {assumption}", style="dim", markup=False)
     console.print()
@@ -194,7 +201,23 @@ def _sharing(console: Console, sharing: dict[str, Any]) -> None:
             f" with a prompt for every completion, and {shared:,} ({1 - shared / apart:.1%} fewer) in {sharing['micro_batches_shared']:,} "
             f"with each prompt once: {sharing['groups']:,} groups in {sharing['pieces']:,} pieces"
         )
+        if sharing["bubble_apart"]:
+            step += f"; pipeline stages wait {sharing['bubble_apart']:.1%} and {sharing['bubble_shared']:.1%} of it"
     console.print(step, markup=False)
+    if sharing["shares"] and "flops_apart" in sharing:
+        before, after = (sum(sharing[f"flops_{way}"].values()) for way in ("apart", "shared"))
+        console.print(
+            f"log-probs and training of a rollout: {before / 1e12:,.2f} TFLOP with a prompt for every completion, {after / 1e12:,.2f} "
+            f"({1 - after / before:.1%} fewer) with each prompt once",
+            markup=False,
+        )
+    if budget := sharing["budget"]:
+        bubble = f", pipeline stages would wait {budget['bubble']:.1%}" if budget["bubble"] else ""
+        console.print(
+            f"max_tokens_per_micro_batch {budget['max_tokens_per_micro_batch']} would do ({budget['why']}): {budget['tokens']:,} tokens in "
+            f"{budget['micro_batches_of_rank']:,} micro-batches a rank{bubble}",
+            markup=False,
+        )
 
 
 def _to_paste(flags: str, width: int) -> str:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-from megatron_grpo.planning.lengths import Lengths, cut_of, extents_of, read_lengths, sequence_tokens
+from megatron_grpo.planning.lengths import extents_of, read_lengths
 from megatron_grpo.policy.refused import sharing_obstacle
 from megatron_grpo.settings.config import Config
-from megatron_grpo.sizing.batch_sizes import BatchSizes
 from megatron_grpo.weights.shape import ModelShape
 
 LEAST_SAVING = 1 / 16  # of a group's tokens; on CPU, sharing that saved less was slower than computing them again
-MOST_ROWS = 65_536  # of an optimizer step whose packing is tried
+
+_NO_KERNEL = "attention with parents has no kernel for GPUs yet, only plain matrix products"
+_PLAIN = "attention with parents is plain matrix products, and every score of a part exists at one time"
+_TRUE_ON_GPU = {True: f". On this GPU {_PLAIN}", False: "", None: f". On a GPU {_PLAIN}"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,13 +37,14 @@ def decide(cfg: Config, shape: ModelShape | None, *, has_gpu: bool | None = None
     if cfg.batch.share_prompts == "false":
         return Sharing(least_saving=None, why="share_prompts false")
     if cfg.batch.share_prompts == "true":
-        return Sharing(least_saving=0.0, why="share_prompts true, wherever a token is saved")
+        return Sharing(least_saving=0.0, why="share_prompts true, wherever a token is saved" + _TRUE_ON_GPU[has_gpu])
     reason = sharing_obstacle(cfg, shape, has_transformer_engine=bool(has_transformer_engine)) or _nothing_to_gain(cfg)
     if reason is None and has_gpu:
-        reason = "attention with parents has no kernel for GPUs yet, only plain matrix products (share_prompts true takes them)"
+        reason = f"{_NO_KERNEL} (share_prompts true takes them)"
     if reason is not None:
         return Sharing(least_saving=None, why=reason)
-    return Sharing(least_saving=LEAST_SAVING, why="each group in which 1/16 of the tokens or more need not be computed again")
+    why = "each group in which 1/16 of the tokens or more need not be computed again"
+    return Sharing(least_saving=LEAST_SAVING, why=why if has_gpu is False else f"{why}. On a GPU it would be off: {_NO_KERNEL}")
 
 
 def _nothing_to_gain(cfg: Config) -> str | None:
@@ -64,32 +67,3 @@ def _tokens(extents: Sequence[Any]) -> tuple[int, int]:
     copies = sum(extent.prefix for extent in extents)
     once = sum({extent.group: extent.prefix for extent in extents}.values())
     return max(apart, 1), apart - copies + once
-
-
-def estimate_sharing(sharing: Sharing, sizes: BatchSizes, cfg: Config, lengths: Lengths | None) -> dict[str, Any]:
-    """The `sharing` object of `plan --json`: one optimizer step, packed with and without, alignment included.
-
-    Where no file gives lengths, every sequence is as long as the settings allow, which is where sharing saves least.
-    """
-    from megatron_grpo.batching.split import deal_filled  # numpy, which other plans do without
-
-    cut = cut_of(sizes, cfg, sharing.least_saving)
-    unit = cut.rows_per_slice * cut.multiple
-    most = min(sizes.global_batch_size, max(MOST_ROWS // unit, 1) * unit)
-    pairs = lengths.pairs[:most] if lengths else [sequence_tokens(cfg, None, longest=True)] * most
-    extents = extents_of(pairs, sizes.num_generations)
-    apart, shared = (deal_filled(extents, one) for one in (replace(cut, least_saving=None), cut))
-    tokens = [sum(portion.num_tokens for mine in dealt for portion in mine) for dealt in (apart, shared)]
-    pieces = {(extents[i % len(extents)].group, id(portion)) for mine in shared for portion in mine for i in portion.rows}
-    return {
-        "setting": cfg.batch.share_prompts,
-        "shares": sharing.least_saving is not None,
-        "why": sharing.why,
-        "sequences": len(extents),
-        "tokens_apart": tokens[0],
-        "tokens_shared": tokens[1],
-        "groups": len({extent.group for extent in extents}),
-        "pieces": len(pieces),
-        "micro_batches_apart": sum(map(len, apart)),
-        "micro_batches_shared": sum(map(len, shared)),
-    }

@@ -8,17 +8,22 @@ from typing import Any
 
 from megatron_grpo.batching.timetable import Timetable
 from megatron_grpo.grpo import refused as refused_grpo
+from megatron_grpo.planning.budget import wanted_micro_batches
 from megatron_grpo.planning.check import Checked
 from megatron_grpo.planning.facts import bubble_fraction
 from megatron_grpo.rollout.adapters import LoraPush
 from megatron_grpo.settings.config import Config
 from megatron_grpo.sizing.batch_sizes import BatchSizes
 from megatron_grpo.sizing.dialects import explain
+from megatron_grpo.weights.lora import lora_of, peft_leaves_out
+from megatron_grpo.weights.shape import ModelShape
 
 BUBBLE = 0.3
 
 
-def warnings_of(checked: Checked, timetable: Timetable, memory: dict[str, Any] | None, push: LoraPush | None = None) -> list[str]:
+def warnings_of(
+    checked: Checked, timetable: Timetable, memory: dict[str, Any] | None, cost: dict[str, Any] | None, push: LoraPush | None = None
+) -> list[str]:
     """All warnings of a configuration that passes. push: how its adapters reach the sampler, where that is known."""
     cfg, sizes = checked.config, checked.sizes
     return [
@@ -27,10 +32,11 @@ def warnings_of(checked: Checked, timetable: Timetable, memory: dict[str, Any] |
         *_groups(sizes),
         *_staleness(cfg, timetable),
         *_idle(checked),
+        *_bubble(cfg, sizes, cost["sharing"] if cost else None),
         *_swift(cfg, sizes),
         *_run(cfg, timetable),
         *refused_grpo.warnings(cfg),
-        *_lora(cfg, push),
+        *_lora(cfg, checked.shape, push),
         *_memory(memory),
     ]
 
@@ -102,13 +108,32 @@ def _idle(checked: Checked) -> Iterator[str]:
             f"for {engines} engines. "
             "Raise generation_batch_size, or vllm_tensor_parallel_size."
         )
-    fraction = bubble_fraction(sizes)
-    if fraction > BUBBLE:
-        pp, a, vpp = sizes.layout.pp, sizes.gradient_accumulation_steps, sizes.layout.num_chunks
+
+
+def _bubble(cfg: Config, sizes: BatchSizes, sharing: dict[str, Any] | None) -> Iterator[str]:
+    """sharing: the `sharing` object, where it is known how many micro-batches a token budget makes."""
+    pp, vpp, budget = sizes.layout.pp, sizes.layout.num_chunks, cfg.batch.max_tokens_per_micro_batch
+    m = sharing["micro_batches_of_rank_shared"] if sharing else sizes.gradient_accumulation_steps
+    fraction = bubble_fraction(sizes, m)
+    if sharing and m < min(sharing["micro_batches_of_rank_apart"], wanted_micro_batches(sizes)):
+        smaller = sharing["budget"]
+        way = (
+            f"a smaller max_tokens_per_micro_batch ({smaller['max_tokens_per_micro_batch']} in place of {budget}), which leaves "
+            f"{smaller['micro_batches_of_rank']} and a wait of {smaller['bubble']:.0%}"
+            if smaller
+            else f"a larger global_batch_size: its rows are too few for {wanted_micro_batches(sizes)} micro-batches a rank"
+        )
         yield (
-            f"Pipeline stages wait {fraction:.0%} of a training step: (pp - 1) / (vpp x A + pp - 1) = {pp - 1} / ({vpp} x "
-            f"{a} + {pp - 1}). "
-            "Use more micro-steps (a larger global_batch_size or a smaller micro_batch_size), fewer stages, or interleaved ones."
+            f"With each prompt computed once a rank has {m} micro-batches in place of {sharing['micro_batches_of_rank_apart']}, and "
+            f"pipeline stages wait {fraction:.0%} of a training step in place of {sharing['bubble_apart']:.0%}: (pp - 1) / (vpp x m + pp - "
+            f"1) = {pp - 1} / ({vpp} x {m} + {pp - 1}). Use {way}."
+        )
+    elif fraction > BUBBLE:
+        name, smaller_size = ("m", "max_tokens_per_micro_batch") if sharing and budget else ("A", "micro_batch_size")
+        yield (
+            f"Pipeline stages wait {fraction:.0%} of a training step: (pp - 1) / (vpp x {name} + pp - 1) = {pp - 1} / ({vpp} x "
+            f"{m} + {pp - 1}). "
+            f"Use more micro-steps (a larger global_batch_size or a smaller {smaller_size}), fewer stages, or interleaved ones."
         )
 
 
@@ -151,7 +176,7 @@ def _run(cfg: Config, timetable: Timetable) -> Iterator[str]:
         )
 
 
-def _lora(cfg: Config, push: LoraPush | None) -> Iterator[str]:
+def _lora(cfg: Config, shape: ModelShape | None, push: LoraPush | None) -> Iterator[str]:
     if cfg.tuner.tuner_type == "lora" and cfg.sources.get("lr", "default") == "default":
         yield (
             f"Note: lr is its default, {cfg.optimizer.lr:g}, which suits the training of all weights. Adapters commonly take ten times as "
@@ -160,6 +185,8 @@ def _lora(cfg: Config, push: LoraPush | None) -> Iterator[str]:
     for note in push.notes if push else ():
         said = note.removeprefix("WARNING: ")
         yield said[0].upper() + said[1:]
+    if shape and (settings := lora_of(cfg.tuner, shape)) and (lost := peft_leaves_out(settings, shape)):
+        yield lost
 
 
 def _memory(memory: dict[str, Any] | None) -> Iterator[str]:

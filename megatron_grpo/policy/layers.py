@@ -12,6 +12,7 @@ from megatron.core.transformer.module import MegatronModule
 
 from megatron_grpo.parallel.context import all_gather
 from megatron_grpo.policy.attention import attention
+from megatron_grpo.policy.kernels import rms_norm, rotate
 from megatron_grpo.policy.stream import PackedStream
 
 
@@ -19,7 +20,8 @@ class PackedAttention(MegatronModule):
     """Softmax attention over the stream: causal inside each segment, and of its children on all of a parent (grouped-query).
 
     query [t, 1, heads, k]; key [t, 1, groups, k]; value [t, 1, groups, v], of this rank's tokens and heads -> [t, 1, heads * v].
-    Under context parallelism keys and values are gathered; queries stay where they are.
+    Under context parallelism keys and values are gathered; queries stay where they are. Queries and keys are rotated here, where the
+    stream says by how much, and not by Megatron, whose sines and cosines are computed twice a layer.
     """
 
     def __init__(self, config, *, softmax_scale=None, pg_collection, **unused):
@@ -30,6 +32,8 @@ class PackedAttention(MegatronModule):
 
     def forward(self, query, key, value, attention_mask, attn_mask_type=None, attention_bias=None, *, packed_seq_params: PackedStream):
         q, k, v = query.squeeze(1), key.squeeze(1), value.squeeze(1)
+        if rotation := packed_seq_params.rotation:
+            q, k = rotate(q, rotation), rotate(k, rotation)
         channels = v.shape[-1]
         if channels < q.shape[-1]:  # latent attention; kernels take one size for all three
             v = F.pad(v, (0, q.shape[-1] - channels))
@@ -49,7 +53,7 @@ class Norm(torch.nn.Module):
         self.eps = eps
 
     def forward(self, x):
-        return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
+        return rms_norm(x, self.weight, self.eps)
 
 
 def with_bias(linear: type, bias: bool) -> type:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import torch
@@ -16,7 +17,8 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 
 from megatron_grpo.parallel.state import ParallelState
 from megatron_grpo.parallel.tensor import copy_to_ranks
-from megatron_grpo.parallel.vocab import linear_logprobs
+from megatron_grpo.parallel.vocab import Slope, linear_logprobs
+from megatron_grpo.policy.kernels import Rotation
 from megatron_grpo.policy.latent import LatentAttention, LatentNorm
 from megatron_grpo.policy.layers import Norm, PackedAttention, te_packed, with_bias
 from megatron_grpo.policy.router import replace_routers
@@ -178,7 +180,7 @@ class LogProbHead(tensor_parallel.ColumnParallelLinear):
     num_valid_rows: int
     vocab_start: int
 
-    def forward(self, hidden, weight, batch: LocalBatch, *, temperature, chunk_size, with_entropy):
+    def forward(self, hidden, weight, batch: LocalBatch, *, temperature, chunk_size, with_entropy, slope):
         """hidden [t or t/tp, 1, H] -> (logprobs fp32 [c], entropy fp32 [c] or None), equal on all TP ranks."""
         if self.sequence_parallel:
             hidden = tensor_parallel.gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True, group=self.tp_group)
@@ -194,6 +196,7 @@ class LogProbHead(tensor_parallel.ColumnParallelLinear):
             group=self.tp_group if self.tp_group.size() > 1 else None,
             chunk_size=chunk_size,
             with_entropy=with_entropy,
+            slope=slope,
         )
 
 
@@ -237,13 +240,14 @@ class PolicyModel(GPTModel):
             head.vocab_start = head.tp_group.rank() * rows
             head.num_valid_rows = max(0, min(rows, shape.vocab_size - head.vocab_start))
 
-    def forward(self, batch: LocalBatch, *, with_entropy: bool = False, temperature: float | None = None):
+    def forward(self, batch: LocalBatch, *, with_entropy: bool = False, temperature: float | None = None, slope: Slope | None = None):
+        """slope: of this micro-batch's loss, where a token's own log-prob is enough to know it (`parallel.vocab`)."""
         hidden = self.embedding(input_ids=batch.token_ids, position_ids=None) if self.pre_process else None
-        positions, packed = (batch.all_positions, te_packed(batch.packed)) if self.use_te else (batch.positions, batch.packed)
+        angles, packed = self._angles(batch)
         hidden = self.decoder(
             hidden_states=hidden,
             attention_mask=None,
-            rotary_pos_emb=self._rotary(positions),
+            rotary_pos_emb=angles,
             packed_seq_params=packed,
             padding_mask=self._padding(batch) if self.config.moe_z_loss_coeff else None,
         )
@@ -257,6 +261,7 @@ class PolicyModel(GPTModel):
             temperature=self.temperature if temperature is None else temperature,
             chunk_size=self.chunk_size,
             with_entropy=with_entropy,
+            slope=slope,
         )
         return torch.stack([logprobs, entropy]) if with_entropy else logprobs[None]
 
@@ -266,10 +271,16 @@ class PolicyModel(GPTModel):
         bits = torch.stack([count >> bit & 1 for bit in range(max(int(count.max()).bit_length(), 1))]).bool()
         return bits.chunk(tp.size(), dim=1)[tp.rank()] if self.config.sequence_parallel else bits
 
-    def _rotary(self, positions):
-        """Angles [t, 1, 1, head_dim], one row a token: segments may start at any position."""
-        angles = torch.outer(positions.float(), self.inverse_frequencies)
-        return torch.cat([angles, angles], dim=-1)[:, None, None, :]
+    def _angles(self, batch: LocalBatch):
+        """(angles [t, 1, 1, rotated channels] for layers that rotate by themselves, else None; the stream as the layers take it).
+
+        One row a token: segments may start at any position.
+        """
+        angles = torch.outer((batch.all_positions if self.use_te else batch.positions).float(), self.inverse_frequencies)
+        if not (self.use_te or self.config.multi_latent_attention):
+            return None, dataclasses.replace(batch.packed, rotation=Rotation.of(angles))
+        packed = te_packed(batch.packed) if self.use_te else batch.packed
+        return torch.cat([angles, angles], dim=-1)[:, None, None, :], packed
 
 
 def build_chunks(

@@ -10,6 +10,7 @@ import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from megatron_grpo.parallel.state import ParallelState
+from megatron_grpo.parallel.vocab import Slope
 from megatron_grpo.policy.stream import LocalBatch, to_local
 from megatron_grpo.types import MicroBatch
 
@@ -17,6 +18,8 @@ from megatron_grpo.types import MicroBatch
 Reader = Callable[[MicroBatch, LocalBatch, torch.Tensor, "torch.Tensor | None"], Any]
 # As a reader, but -> (loss, what to keep).
 LossFunction = Callable[[MicroBatch, LocalBatch, torch.Tensor, "torch.Tensor | None"], "tuple[torch.Tensor, Any]"]
+# (micro-batch, its place) -> what the head may know of the loss before it is computed; None: nothing.
+SlopeOf = Callable[[MicroBatch, LocalBatch], "Slope | None"]
 
 
 def train(
@@ -26,6 +29,7 @@ def train(
     parallel: ParallelState,
     *,
     with_entropy: bool,
+    slope_of: SlopeOf,
 ) -> list[Any]:
     """Forward and backward of every micro-batch; reduces gradients over ranks at the end.
 
@@ -38,7 +42,8 @@ def train(
         return value, torch.ones([], dtype=torch.int, device=value.device), kept
 
     with torch.enable_grad():
-        return _run(model, micro_batches, finish, parallel, with_entropy=with_entropy, temperature=None, forward_only=False)
+        asked = dict(with_entropy=with_entropy, temperature=None)
+        return _run(model, micro_batches, finish, parallel, asked, slope_of=slope_of, forward_only=False)
 
 
 def read(
@@ -55,7 +60,8 @@ def read(
     temperature: divides the logits (default: the sampling temperature of the run).
     """
     with torch.no_grad(), _without_dropout(model):
-        return _run(model, micro_batches, reader, parallel, with_entropy=with_entropy, temperature=temperature, forward_only=True)
+        asked = dict(with_entropy=with_entropy, temperature=temperature)
+        return _run(model, micro_batches, reader, parallel, asked, slope_of=lambda batch, mine: None, forward_only=True)
 
 
 @contextmanager
@@ -71,15 +77,15 @@ def _without_dropout(model: Sequence[torch.nn.Module]) -> Iterator[None]:
             chunk.train(training)
 
 
-def _run(model, micro_batches, finish, parallel, *, with_entropy: bool, temperature: float | None, forward_only: bool) -> list[Any]:
+def _run(model, micro_batches, finish, parallel, asked: dict[str, Any], *, slope_of: SlopeOf, forward_only: bool) -> list[Any]:
     local = [to_local(batch, parallel) for batch in micro_batches]
 
     def step(batches: Iterator[tuple[MicroBatch, LocalBatch]], chunk: torch.nn.Module):
         batch, mine = next(batches)
-        output = chunk(mine, with_entropy=with_entropy, temperature=temperature)
+        output = chunk(mine, **asked, slope=slope_of(batch, mine))
 
         def of_output(output: torch.Tensor, non_loss_data: bool = False):
-            return finish(batch, mine, output[0], output[1] if with_entropy else None)
+            return finish(batch, mine, output[0], output[1] if asked["with_entropy"] else None)
 
         return output, of_output
 

@@ -22,6 +22,7 @@ from megatron_grpo.parallel import collectives
 from megatron_grpo.parallel.context import sum_over_context
 from megatron_grpo.parallel.layout import sequence_alignment
 from megatron_grpo.parallel.state import ParallelState
+from megatron_grpo.parallel.vocab import Slope
 from megatron_grpo.policy import pipeline, sharded_state
 from megatron_grpo.policy.exchange import WeightExchange
 from megatron_grpo.policy.guard import Gradient, Guard
@@ -110,8 +111,10 @@ class Policy:
         for chunk in self.wrapped:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        loss = partial(self._loss, batch, reference, threshold)
-        kept = pipeline.train(self.wrapped, batch.micro_batches, loss, self.parallel, with_entropy=self.loss.needs_entropy)
+        loss, slope_of = partial(self._loss, batch, reference, threshold), partial(self._slope_of, batch, reference)
+        kept = pipeline.train(
+            self.wrapped, batch.micro_batches, loss, self.parallel, with_entropy=self.loss.needs_entropy, slope_of=slope_of
+        )
         metrics = self._reduce_logs([logs for logs, *_ in kept])
         metrics["learning_rate"] = self.optimizer.param_groups[0]["lr"]
         skipped = "all completions were filtered, nothing was left to train" if batch.num_loss_tokens == 0 else None
@@ -137,10 +140,37 @@ class Policy:
         logprobs: torch.Tensor,
         entropy: torch.Tensor | None,
     ):
-        held, device = torch.from_numpy(local.trained), self.parallel.device
+        inputs, ref_logprobs = self._inputs(batch, reference, micro, local.trained)
+        loss, logs = self.loss(
+            inputs,
+            logprobs=logprobs,
+            entropy=entropy,
+            ref_logprobs=ref_logprobs,
+            entropy_threshold=threshold,
+            sum_over_context=lambda x: sum_over_context(x, self.parallel.cp_group),
+        )
+        return loss, (logs, micro, self.scorer.whole(micro, local, logprobs))
+
+    def _slope_of(
+        self, batch: GlobalBatch, reference: SequenceOf[np.ndarray], micro: TrainingMicroBatch, local: LocalBatch
+    ) -> Slope | None:
+        """What lets the head make its gradients while it has the logits; None where the loss of a token depends on others."""
+        if not self.loss.is_per_token:
+            return None
+
+        def slope(chunk: slice, logprobs: torch.Tensor) -> torch.Tensor:
+            inputs, ref_logprobs = self._inputs(batch, reference, micro, local.trained[chunk])
+            return self.loss.slope(inputs, logprobs=logprobs, ref_logprobs=ref_logprobs)
+
+        return slope
+
+    def _inputs(
+        self, batch: GlobalBatch, reference: SequenceOf[np.ndarray], micro: TrainingMicroBatch, trained: np.ndarray
+    ) -> tuple[LossInputs, torch.Tensor | None]:
+        """What the loss knows of these of the micro-batch's trained positions; and the reference's log-probs, where it has any."""
 
         def mine(array: np.ndarray) -> torch.Tensor:
-            return torch.from_numpy(array)[held].to(device)
+            return torch.from_numpy(array[trained]).to(self.parallel.device)
 
         inputs = LossInputs(
             token_weights=mine(micro.token_weights),
@@ -152,15 +182,7 @@ class Policy:
             num_sequences=micro.num_sequences,
             num_loss_tokens=batch.num_loss_tokens,
         )
-        loss, logs = self.loss(
-            inputs,
-            logprobs=logprobs,
-            entropy=entropy,
-            ref_logprobs=mine(reference[micro.number]) if reference else None,
-            entropy_threshold=threshold,
-            sum_over_context=lambda x: sum_over_context(x, self.parallel.cp_group),
-        )
-        return loss, (logs, micro, self.scorer.whole(micro, local, logprobs))
+        return inputs, mine(reference[micro.number]) if reference else None
 
     def _entropy_threshold(self, batch: GlobalBatch) -> float | None:
         """The entropy above which a token of this global batch trains; None off the last stage, where nobody asks."""

@@ -39,13 +39,13 @@ class FrozenReference:
     saved_chunks: SequenceOf[Any] = ()
 
     def __init__(self, scorer: ModelScorer):
-        self._scorer = scorer
+        self.scorer = scorer
 
     def logprobs(self, micro_batches: SequenceOf[MicroBatch]) -> list[np.ndarray]:
-        return self._scorer.logprobs(micro_batches)
+        return self.scorer.logprobs(micro_batches)
 
     def last_stage_logprobs(self, micro_batches: SequenceOf[MicroBatch]) -> list[np.ndarray]:
-        return self._scorer.last_stage_logprobs(micro_batches)
+        return self.scorer.last_stage_logprobs(micro_batches)
 
     def after_step(self, step: int, policy: Tensors) -> None:
         """Stays."""

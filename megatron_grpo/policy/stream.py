@@ -10,6 +10,7 @@ import torch
 
 from megatron_grpo.parallel.context import gathered_places, held_positions, held_tokens
 from megatron_grpo.parallel.state import ParallelState
+from megatron_grpo.policy.kernels import Rotation
 from megatron_grpo.types import MicroBatch, Segment
 
 # Segments of up to so many tokens are worth a copy that lets many of them run in one call of attention; longer ones are read in place.
@@ -32,7 +33,9 @@ class Places:
 
     def of(self, x: torch.Tensor) -> torch.Tensor:
         """x [heads, t, ...] -> [n, heads, length, ...]."""
-        return x[:, self.at].unflatten(1, (self.n, -1)).transpose(0, 1) if isinstance(self.at, slice) else x[:, self.at].transpose(0, 1)
+        if isinstance(self.at, slice):
+            return x[:, self.at].unflatten(1, (self.n, -1)).transpose(0, 1)
+        return x.transpose(0, 1)[self.at].transpose(1, 2)  # in memory a token's heads lie side by side, so whole rows are copied
 
     def of_gradient(self, x: torch.Tensor) -> torch.Tensor:
         """As `of`, and 0 at fill: what is computed there is used by nobody, so nothing may come back from it."""
@@ -41,17 +44,17 @@ class Places:
 
     def put(self, x: torch.Tensor, values: torch.Tensor, *, add: bool = False) -> None:
         """x [heads, t, ...] becomes, or is increased by, values [n, heads, length, ...] at these places. Fill is left out."""
-        values = values.transpose(0, 1).flatten(1, 2)
+        x, values = x.transpose(0, 1), values.transpose(1, 2).flatten(0, 1)
         at: slice | torch.Tensor = self.at
         if isinstance(at, torch.Tensor):
             at = at.flatten()
             if self.is_fill is not None:
                 real = ~self.is_fill.flatten()
-                at, values = at[real], values[:, real]
+                at, values = at[real], values[real]
         if add:
-            x[:, at] += values  # no place stands twice
+            x[at] += values  # no place stands twice
         else:
-            x[:, at] = values
+            x[at] = values
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -79,6 +82,7 @@ class PackedStream:
     inherited: tuple[Part, ...]  # the children of each parent on that parent
     cu_seqlens: torch.Tensor  # int32 [segments + 1], of the whole stream: what Transformer Engine's attention reads
     max_seqlen: int
+    rotation: Rotation | None = None  # of queries and keys, by the model that reads the stream; None: it has rotated them before
     qkv_format: str = "segments"
     local_cp_size: None = None
     cp_group: None = None

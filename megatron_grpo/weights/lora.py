@@ -254,6 +254,24 @@ def _linear_modules(shape: ModelShape) -> Iterator[LinearModule]:
                     )
 
 
+def peft_leaves_out(settings: LoraSettings, shape: ModelShape) -> str | None:
+    """What PEFT 0.21 loses of these adapters as it loads their files, and what to do; None where it loses nothing.
+
+    transformers 5 holds the experts of a layer in one tensor, so PEFT converts their matrices. In these models it does so with every module
+    of that last word: those of dense layers and of shared experts are dropped, without an error.
+    """
+    expert_words = {module.name.rsplit(".", 1)[1] for module in linear_modules(shape) if module.is_expert}
+    targeted = [module for module in linear_modules(shape) if settings.rank_of(module.name)]
+    lost = [module.name for module in targeted if not module.is_expert and module.name.rsplit(".", 1)[1] in expert_words]
+    if not lost:
+        return None
+    some = f"{lost[0]}, ..." if len(lost) > 1 else lost[0]
+    return (
+        f"PEFT 0.21 loads this adapter without {len(lost)} of its {len(targeted)} modules ({some}), and without an error: beside experts "
+        "it takes these names for theirs. Use the merged model, which merge_lora true writes, or leave them out with exclude_modules."
+    )
+
+
 def widest_rank(settings: LoraSettings, shape: ModelShape) -> int:
     """All matrices of a run have this rank. What is beyond a module's own rank is zero, and stays so: its gradients are zero too."""
     return max((settings.rank_of(module.name) for module in linear_modules(shape)), default=0)

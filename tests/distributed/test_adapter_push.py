@@ -6,6 +6,7 @@ The trainer is a transformers model with PEFT's adapter: what is under test is t
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import zlib
 from types import SimpleNamespace
 
@@ -18,11 +19,12 @@ from megatron_grpo.build import build_policy
 from megatron_grpo.rollout.adapters import LoraPush, lora_push
 from megatron_grpo.settings.config import Config, ModelConfig, RolloutConfig, TunerConfig
 from megatron_grpo.sync import Publisher, WeightSyncError, check_weights, push
+from megatron_grpo.types import whole
 from megatron_grpo.weights.lora import lora_of
 from megatron_grpo.weights.shape import ModelShape
 from megatron_grpo.weights.update import NO_VERSION, WeightUpdate
 from tests.distributed.test_rollout import PROMPTS, SAMPLING, tokens_of
-from tests.parity_cases import join, settings
+from tests.parity_cases import batch_of, join, settings, stored_rollout
 from tests.ranks import run_ranks
 from tests.tiny_models import hf_logprobs, load_tiny, write_tiny
 
@@ -350,3 +352,54 @@ def test_first_step_reaches_a_bfloat16_sampler_as_an_adapter_and_is_lost_when_me
 
     ((of_adapter, of_merged),) = run_ranks(body, 1)
     assert of_adapter < 0.005 and of_merged > 0.8, (of_adapter, of_merged)
+
+
+def lost_by_merging(policy) -> float:
+    """How wrong the update of all weights is, as a share of its norm, where it is added to the weights in their own dtype."""
+    base, adapters, settings = (
+        dict(policy.exchange.stream(policy.tensors(), "weights")),
+        dict(policy.named_adapters()),
+        policy.adapters.settings,
+    )
+    wrong = right = 0.0
+    for name, tensor in policy.named_weights():
+        module = name.removesuffix(".weight")
+        if module + ".lora_A.weight" in adapters:
+            a, b = (adapters[f"{module}.lora_{which}.weight"].double() for which in "AB")
+            update = settings.scale_of(module) * b @ a
+            wrong, right = wrong + ((tensor.double() - base[name].double() - update) ** 2).sum(), right + (update**2).sum()
+    return float((wrong / right) ** 0.5)
+
+
+def test_ten_steps_in_bfloat16_move_the_sampler_as_they_move_the_trainer(tmp_path):
+    """lr 1e-5, two completions that are rewarded. Compared are the changes of their tokens' log-probs."""
+    path = write_tiny(tmp_path, "qwen3", dtype="bfloat16", std=0.02, hidden=256, ffn=256, kv_heads=4, head_dim=64)
+    (samples,) = stored_rollout(path, groups=((5, (14, 17)),), stale=0)
+    samples = [dataclasses.replace(sample, advantage=1.0) for sample in samples]
+
+    def body(rank, world_size):
+        cfg = settings(torch_dtype="bfloat16", tuner_type="lora", lr=1e-5, lr_warmup_iters=0, adam_eps=1e-12, weight_decay=0.0)
+        shape = ModelShape.from_pretrained(path)
+        pushes = lora_push(cfg, shape, on_gpu=False)
+        policy = build_policy(cfg, shape, join(cfg, world_size), model_path=path, num_steps=10_000, push="adapter")
+        engine = engine_for(SimpleNamespace(path=path, dtype="bfloat16", pushes=pushes), rank, world_size)
+        texts = [tuple(sample.token_ids.tolist()) for sample in samples]
+        trained = np.concatenate([sample.mask[1:] for sample in samples])
+
+        def by_trainer():
+            return np.concatenate([one[1:] for one in policy.score([whole(text) for text in texts], temperature=1.0)])[trained]
+
+        def by_sampler():
+            return np.concatenate(engine.score(texts))[trained]
+
+        push(policy, engine, version=0, verify=False)
+        trainer, sampler = by_trainer(), by_sampler()
+        for _ in range(10):
+            policy.train_step(batch_of(policy, samples, 0))
+        assert push(policy, engine, version=10, verify=True, is_coarse=True).num_bytes < 2e5
+        return by_trainer() - trainer, by_sampler() - sampler, lost_by_merging(policy)
+
+    ((of_trainer, of_sampler, lost),) = run_ranks(body, 1)
+    assert of_trainer.min() > 0.005, "every token was rewarded, and has become likelier"
+    assert np.linalg.norm(of_sampler - of_trainer) < 0.3 * np.linalg.norm(of_trainer), "one that stayed where it was would be 1"
+    assert lost > 0.3, "why merged weights are warned of"

@@ -60,7 +60,7 @@ def take_each_ranks_own_entropy_threshold(policy):
 
 
 def ask_the_policy_for_the_references_log_probs(policy):
-    policy.reference.model = policy.wrapped
+    policy.reference.scorer.model = policy.wrapped
 
 
 @pytest.mark.parametrize("mistake", [take_each_ranks_own_entropy_threshold, ask_the_policy_for_the_references_log_probs])

@@ -79,7 +79,7 @@ EXPERTS = {
     "TP2 ETP2": [("odd", "dr_grpo", {})],
     "DP2 ETP2": [("mlp", "grpo", {})],
     "EP2": [("odd", "grpo", OVERLAP), ("attention", "grpo", {}), ("mlp", "grpo", dict(use_distributed_optimizer=False))],
-    "CP2 EP2": [("odd", "grpo", PACKED | cases.APART)],
+    "CP2 EP2": [("odd", "grpo", PACKED | dict(share_prompts="false"))],
     "TP2 EP2 ETP1": [("odd", "grpo", dict(moe_token_dispatcher_type="allgather"))],
 }
 
@@ -247,3 +247,32 @@ def test_each_mistake_is_seen(made, layout):
 
     for of_rank in run_ranks(all_mistakes, case.world_size, timeout=300):
         assert [(name, shows, error) for name, shows, error in of_rank if error < 1e-3] == []
+
+
+# ---- dropout -----------------------------------------------------------------------------------------------------------------------------
+
+
+def with_dropout(rank, world, path, cfg, batches):
+    """After three steps: the matrices that every tensor-parallel rank holds whole, a text scored twice, and the first gradient norm."""
+    policy, norms = cases.build(path, cfg, world), []
+    for index, samples in enumerate(batches):
+        norms.append(policy.train_step(cases.batch_of(policy, samples, index)).metrics["grad_norm"])
+    shared = {name: linear.lora_a if linear.lora_place.is_column else linear.lora_b for name, linear in policy.adapters.linears.items()}
+    scores = [cases.score_tokens(policy, [[5, 6, 7, 8, 9]])[0].tolist() for _ in range(2)]
+    return {name: tensor.detach().numpy() for name, tensor in shared.items()}, scores, norms
+
+
+@pytest.mark.parametrize("layout", ["TP2", "TP2 SP"])
+def test_dropout_keeps_copies_equal_and_scores_still(made, layout):
+    path, batches, settings, _ = made("dense", "odd")
+    case = cases.LAYOUTS[layout]
+    runs = {name: cases.settings(**settings | case.settings | more) for name, more in {
+        "without": {}, "with": dict(lora_dropout=0.3), "recomputed": dict(lora_dropout=0.3) | FULL}.items()}  # fmt: skip
+    found = {name: run_ranks(with_dropout, case.world_size, path, cfg, batches) for name, cfg in runs.items()}
+    for ranks in found.values():
+        (one, scores, _), (other, *_) = ranks
+        assert scores[0] == scores[1]
+        assert one.keys() == other.keys() and all(np.array_equal(one[name], other[name]) for name in one)
+    norms = {name: ranks[0][2] for name, ranks in found.items()}
+    assert abs(norms["with"][0] / norms["without"][0] - 1) > 1e-3
+    assert norms["recomputed"] == pytest.approx(norms["with"], rel=1e-5)

@@ -130,6 +130,48 @@ def test_an_adapter_of_another_base_is_refused(model, tmp_path):
     assert not (tmp_path / "merged").exists()
 
 
+def export_and_listen(rank, world, model, adapters, out):
+    """What was logged while each adapter was written, by name."""
+    import logging
+
+    said = []
+    listener = logging.Handler()
+    listener.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("megatron_grpo.export").addHandler(listener)
+    cfg, heard = cases.settings(), {}
+    parallel = cases.join(cfg, world)
+    for kind, adapter in adapters.items():
+        from megatron_grpo.export import export_model
+
+        own = cfg.with_values({"tuner_type": "lora", "adapters": str(adapter)})
+        policy = cases.build(model, own, world, parallel)
+        export_model(policy.exchange, policy.tensors(), policy.adapters, out / kind, cfg=own, source=model)
+        heard[kind], said[:] = list(said), []
+    return heard
+
+
+def test_what_peft_drops_of_an_adapter_without_an_error_is_said_as_it_is_written(tmp_path):
+    """Beside experts PEFT 0.21 takes gate_proj, up_proj and down_proj of dense layers and shared experts for experts' matrices."""
+    model = write_tiny(tmp_path / "model", "deepseek_v3")
+    left_out = [f"{where}.{last}_proj" for where in ("layers.0.mlp", "shared_experts") for last in ("gate", "up", "down")]
+    kinds = {"all": lora_cases.LoraSettings(rank=4), "fitting": lora_cases.LoraSettings(rank=4, exclude_modules=left_out)}
+    adapters = {kind: lora_cases.random_adapter(model, tmp_path / "in" / kind, settings) for kind, settings in kinds.items()}
+    heard = run_ranks(export_and_listen, 1, model, adapters, tmp_path / "out")[0]
+    assert heard["fitting"] == []
+    (said,) = heard["all"]
+    assert said.startswith(f"{tmp_path / 'out' / 'all'}: PEFT 0.21 loads this adapter without 6 of its 28 modules (model.layers.0.mlp.")
+    assert "merge_lora true" in said and "exclude_modules" in said
+
+    loaded_of = {}
+    for kind in kinds:
+        held, wrapped = load_file(tmp_path / "out" / kind / "adapter_model.safetensors"), loaded(model, tmp_path / "out" / kind)
+        there = {name.replace(".default", "") for name, _ in wrapped.named_parameters()}
+        # Experts' matrices have other names in transformers' model.
+        loaded_of[kind] = [name for name in held if ".mlp.experts." not in name and name not in there]
+    assert loaded_of["fitting"] == []
+    assert len(loaded_of["all"]) == 12 and all(".layers.0.mlp." in name or ".shared_experts." in name for name in loaded_of["all"])
+
+
 # ---- who the KL is measured against --------------------------------------------------------------------------------------------------
 
 

@@ -37,7 +37,7 @@ def measured(rank, world, path, cfg):
     adapters += [b for chunk in policy.wrapped for name, b in chunk.named_buffers() if name.endswith("lora_part")]
     reference = [b for chunk in policy.wrapped for name, b in chunk.named_buffers() if name.endswith(("ref_a", "ref_b"))]
     if policy.reference is not None and not cfg.tuner.tuner_type == "lora":
-        reference = [p for chunk in policy.reference.model for p in chunk.parameters()]
+        reference = [p for chunk in policy.reference.scorer.model for p in chunk.parameters()]
     buffers = [b for chunk in policy.wrapped for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
     storage = size(b.grad_data for b in buffers)
     storage += size(b.param_data for b in buffers) if cfg.optimizer.use_distributed_optimizer else size(trained)

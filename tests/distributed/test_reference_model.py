@@ -35,7 +35,7 @@ def test_a_reference_is_loaded_for_a_kl_and_for_nothing_else(model, settings, mo
         assert len(made) == models
         assert set(read.count(name) for name in set(read)) == {models}, "times that a tensor of the checkpoint is read"
         assert (policy.reference is None) == (models == 1)
-        chunks = policy.reference.model if policy.reference else ()
+        chunks = policy.reference.scorer.model if policy.reference else ()
         assert not any(parameter.requires_grad for chunk in chunks for parameter in chunk.parameters())
         assert not any(chunk.training for chunk in chunks)
 
@@ -57,12 +57,12 @@ def test_every_weight_of_the_reference_moves_by_alpha_and_the_policy_stays(model
                                                   ref_model_mixup_alpha=0.25, **more, **case.settings), world_size)  # fmt: skip
         batch = cases.batch_of(policy, samples, 0)
         policy.train_step(batch)
-        before = {name: tensor.clone() for name, tensor in policy.exchange.tensors(policy.reference.model).items()}
+        before = {name: tensor.clone() for name, tensor in policy.exchange.tensors(policy.reference.scorer.model).items()}
         assert policy.reference.saved_chunks
         policy.reference.after_step(3, policy.tensors)
-        assert all(torch.equal(found, before[name]) for name, found in policy.exchange.tensors(policy.reference.model).items())
+        assert all(torch.equal(found, before[name]) for name, found in policy.exchange.tensors(policy.reference.scorer.model).items())
         policy.reference.after_step(2, policy.tensors)
-        ours, theirs = policy.tensors(), policy.exchange.tensors(policy.reference.model)
+        ours, theirs = policy.tensors(), policy.exchange.tensors(policy.reference.scorer.model)
         assert any("expert_bias" in name for name in theirs) == any(".router." in name for name in theirs)
         trained = 0
         for name, found in theirs.items():

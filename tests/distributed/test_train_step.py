@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -80,6 +81,29 @@ def test_a_gradient_that_is_not_finite_ends_the_run_and_leaves_weights_and_momen
 
     for said, weights, moments in run_ranks(body, layout.world_size):
         assert "optimizer step 2 " in said and weights and moments
+
+
+@pytest.mark.parametrize("name", ["PP2", "TP2 SP"])
+def test_the_head_computes_logits_once_where_the_loss_of_a_token_is_its_own(dense, batches, name):
+    """What its gradients are is held against float64 elsewhere; a slope that is never right would only be slow."""
+    layout = cases.LAYOUTS[name]
+    losses = {"grpo": dict(beta=0.05, log_entropy=True), "adapters": dict(tuner_type="lora"), "GSPO": cases.LOSSES["GSPO"]}
+
+    def body(rank, world):
+        from megatron_grpo.parallel import vocab
+
+        parallel, found = cases.join(cases.settings(**layout.settings), world), {}
+        for loss, settings in losses.items():
+            policy = cases.build(dense, cases.settings(**settings, **layout.settings), world, parallel)
+            batch = cases.batch_of(policy, batches[0], 0)
+            with mock.patch.object(vocab, "_again", wraps=vocab._again) as again:
+                policy.train_step(batch)
+            found[loss] = again.call_count, len(batch.micro_batches) if parallel.is_last_stage else 0
+        return found
+
+    for found in run_ranks(body, layout.world_size):
+        assert found["grpo"][0] == found["adapters"][0] == 0
+        assert found["GSPO"][0] == found["GSPO"][1]
 
 
 def refused_by_a_guard(policy, batch):

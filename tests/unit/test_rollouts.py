@@ -22,7 +22,7 @@ from megatron_grpo.rollout.scripted import ScriptedEngine
 from megatron_grpo.rollouts import Asker, Rollouts
 from megatron_grpo.rollouts import harvest as collect
 from megatron_grpo.settings.config import GrpoConfig
-from megatron_grpo.types import AnchoredSample, Prompt, ScoredGroup, Verdict, answered
+from megatron_grpo.types import AnchoredSample, Extent, Prompt, ScoredGroup, Verdict, answered
 
 LIVE, DEAD = ((1.0,), (0.0,)), ((1.0,), (1.0,))
 
@@ -226,6 +226,16 @@ def test_a_sample_is_its_prompt_and_completion_with_its_own_advantage():
     assert [(row.contexts, row.num_masked, row.is_dead, row.is_truncated) for row in rows] == [
         ((4,), 2, False, False), ((4,), 2, False, True), ((4,), 2, True, False), ((4,), 2, True, True)]  # fmt: skip
     assert "dynamic_sample/rounds" not in stats
+
+
+def test_every_row_knows_its_group_and_what_the_group_begins_with_and_so_does_who_packs_for_the_penalty():
+    def penalty(sequences, extents, homes, **where):
+        assert list(extents.values()) == [Extent((4,), (3, number), 2) for number in (0, 0, 1, 1)]
+        return dict.fromkeys(extents, 0.0)
+
+    samples, _, rows = rollout({0: LIVE, 1: DEAD}, number=3, penalty=penalty, beta=1.0, kl_in_reward=True)
+    assert [row.extent for row in rows] == [Extent((4,), (3, number), 2) for number in (0, 0, 1, 1)]
+    assert [sample.prefix for sample in samples] == [2] * 4
 
 
 def test_a_completion_without_a_reward_trains_nothing_and_moves_no_mean():

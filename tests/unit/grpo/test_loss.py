@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import numpy as np
@@ -242,3 +243,35 @@ def test_a_reference_given_while_the_kl_is_in_the_reward_is_measured_and_not_tra
     value, logs = loss(packed.inputs, logprobs=packed.logprobs, ref_logprobs=packed.ref_logprobs)
     assert value.item() == plain(packed.inputs, logprobs=packed.logprobs)[0].item()
     assert logs.sums["kl"] > 0
+
+
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_the_slope_of_any_piece_is_the_gradient_of_the_whole_to_the_last_bit(loss_type):
+    """The head uses what it made with the slope only where the loss then asks for exactly that."""
+    rng, asked = np.random.default_rng(11), 0
+    for kl in KL_MODES.values():
+        cfg = random_others(rng, {"loss_type": loss_type, **kl}, {**OTHERS, "entropy_coef": (0.0,), "top_entropy_quantile": (1.0,)})
+        loss, completions = GrpoLoss.from_config(cfg, max_completion_length=MAX_COMPLETION_LENGTH, temperature=1.0), random_batch(asked)
+        packed = pack(completions, weigh(loss, completions), range(len(completions)), torch.float32)
+        ref_logprobs = packed.ref_logprobs if loss.needs_reference else None
+        loss(packed.inputs, logprobs=packed.logprobs, ref_logprobs=ref_logprobs)[0].backward()
+        if not loss.is_per_token:
+            assert cfg.rollout_importance_sampling_mode.startswith("sequence") or cfg.off_policy_sequence_mask_delta is not None
+            continue
+        asked += 1
+        for chunk in (slice(0, 1), slice(1, 12), slice(12, None)):
+            names = ("token_weights", "advantages", "sampler_logprobs", "old_logprobs", "is_compared", "sequence")
+            piece = dataclasses.replace(packed.inputs, **{name: getattr(packed.inputs, name)[chunk] for name in names})
+            piece_ref = None if ref_logprobs is None else ref_logprobs[chunk]
+            found = loss.slope(piece, logprobs=packed.logprobs[chunk], ref_logprobs=piece_ref)
+            assert torch.equal(found, packed.logprobs.grad[chunk]), cfg
+    assert asked
+
+
+@pytest.mark.parametrize("settings", [
+    dict(importance_sampling_level="sequence"), dict(importance_sampling_level="sequence_token"), dict(entropy_coef=0.01),
+    dict(top_entropy_quantile=0.5), dict(rollout_importance_sampling_mode="sequence_mask"), dict(off_policy_sequence_mask_delta=0.1),
+], ids=str)  # fmt: skip
+def test_a_loss_that_looks_at_other_tokens_has_no_slope(settings):
+    assert GrpoLoss.from_config(GrpoConfig(), max_completion_length=9, temperature=1.0).is_per_token
+    assert not GrpoLoss.from_config(GrpoConfig(**settings), max_completion_length=9, temperature=1.0).is_per_token

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import threading
 import time
+from functools import partial
+from unittest import mock
 
 import psutil
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron_grpo.parallel import vocab
 from megatron_grpo.parallel.vocab import linear_logprobs
 from tests.ranks import run_ranks
 
@@ -37,7 +40,7 @@ def expected(hidden, weight, targets, grads, with_entropy):
     return logprobs.detach(), entropy.detach(), hidden.grad, weight.grad
 
 
-def on_a_shard(rank, world_size, tensors, with_entropy, chunk_size):
+def on_a_shard(rank, world_size, tensors, with_entropy, chunk_size, slope=None):
     """One tensor-parallel rank's answer: (logprobs, entropy, partial grad of hidden summed over ranks, grad of its rows)."""
     import torch.distributed as dist
 
@@ -55,6 +58,7 @@ def on_a_shard(rank, world_size, tensors, with_entropy, chunk_size):
         group=dist.group.WORLD if world_size > 1 else None,
         chunk_size=chunk_size,
         with_entropy=with_entropy,
+        slope=slope and partial(slope, grads[0]),
     )
     loss = (grads[0].to(logprobs.dtype) * logprobs).sum()
     if with_entropy:
@@ -85,6 +89,50 @@ def test_values_and_gradients_equal_log_softmax_at_every_tensor_parallel_size(wo
                 torch.testing.assert_close(found[1], entropy, rtol=0, atol=1e-13)
             torch.testing.assert_close(found[2], grad_hidden, rtol=0, atol=1e-12)
         torch.testing.assert_close(torch.cat([found[3] for found in answers]), grad_weight, rtol=0, atol=1e-12)
+
+
+def right(grads, chunk, logprobs):
+    """The slope of the loss of `on_a_shard`."""
+    return grads[chunk].to(logprobs.dtype)
+
+
+def wrong(grads, chunk, logprobs):
+    return right(grads, chunk, logprobs) * (1 + 1e-6)
+
+
+def recomputed(answer, *arguments):
+    """(how many chunks' logits the backward made again, the answer)."""
+    with mock.patch.object(vocab, "_again", wraps=vocab._again) as again:
+        found = answer(*arguments)
+    return again.call_count, found
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 6])
+def test_gradients_made_in_the_forward_are_those_of_the_backward_and_a_wrong_slope_changes_none(world_size):
+    """On 6 shards the last holds no word. What asks for the entropy's gradient too is not to be had in the forward."""
+    tensors = make()
+    variants = [(False, 5, right), (False, 64, right), (False, 5, wrong), (True, 5, right)]
+
+    def every_variant(rank, world_size):
+        return [recomputed(on_a_shard, rank, world_size, tensors, *variant) for variant in variants]
+
+    by_rank = run_ranks(every_variant, world_size) if world_size > 1 else [every_variant(0, 1)]
+    for variant, answers in zip(variants, zip(*by_rank, strict=True), strict=True):
+        assert [again for again, _ in answers] == [0 if variant[0] is False and variant[2] is right else 1] * world_size
+        logprobs, _, grad_hidden, grad_weight = expected(*tensors, variant[0])
+        for _, found in answers:
+            torch.testing.assert_close(found[0], logprobs, rtol=0, atol=1e-13)
+            torch.testing.assert_close(found[2], grad_hidden, rtol=0, atol=1e-12)
+        torch.testing.assert_close(torch.cat([found[3] for _, found in answers]), grad_weight, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-6), (torch.bfloat16, 0.02)])
+def test_gradients_made_in_the_forward_are_as_good_in_coarser_numbers(dtype, bound):
+    tensors = make(dtype)
+    again, found = recomputed(on_a_shard, 0, 1, tensors, False, 5, right)
+    assert again == 0 and found[2].dtype == found[3].dtype == dtype
+    for value, wanted in zip(found[2:], expected(*tensors, False)[2:], strict=True):
+        assert (value.double() - wanted).norm() <= bound * wanted.norm()
 
 
 def test_a_shard_of_padding_alone_takes_no_part():
@@ -134,6 +182,10 @@ def test_a_frozen_output_layer_gets_no_gradient():
     hidden.requires_grad_()
     linear_logprobs(hidden, weight, targets, temperature=1.0).logprobs.sum().backward()
     assert weight.grad is None and hidden.grad.norm() > 0
+    before, hidden.grad = hidden.grad, None
+    slope = lambda chunk, logprobs: torch.ones_like(logprobs)  # noqa: E731
+    linear_logprobs(hidden, weight, targets, temperature=1.0, slope=slope).logprobs.sum().backward()
+    torch.testing.assert_close(hidden.grad, before, rtol=0, atol=1e-12)
 
 
 def test_no_positions_is_fine_and_still_reaches_the_weights():

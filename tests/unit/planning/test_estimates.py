@@ -81,22 +81,22 @@ def test_a_buffer_gives_every_element_to_exactly_one_rank():
     assert all((end - begin) % 3 == 0 and begin % 128 == 0 for begin, end in buffer.buckets)
 
 
-def work(found, *tokens, head_positions):
+def work(found, tokens, *, head_positions):
     checked = found.checked
-    return work_of(checked.shape, Tuning.of(checked.config, checked.shape), *tokens, head_positions=head_positions)
+    return work_of(checked.shape, Tuning.of(checked.config, checked.shape), tokens, squares=tokens**2, head_positions=head_positions)
 
 
 def test_flops_by_hand(made):
     # 3 prompt and 2 completion tokens: 4 layers of matrices and of attention (2 heads of 4 channels), the output layer at 2 positions.
     linears, attention = 2 * 4 * MATRICES * 5 + 2 * 2 * 8 * 10, 4 * 25 * (8 + 8)
-    full = work(made(), 3, 2, head_positions=2)
+    full = work(made(), 5, head_positions=2)
     assert full.forward == linears + attention and full.backward == 2 * full.forward
-    lora = work(made("--tuner_type", "lora", "--lora_rank", 3), 3, 2, head_positions=2)
+    lora = work(made("--tuner_type", "lora", "--lora_rank", 3), 5, head_positions=2)
     # Rows and columns of each linear, times the modules that it fuses: query, key and value, output, gate and up, down.
     adapters = 2 * 5 * 4 * 3 * (3 * (16 + 8) + (8 + 8) + 2 * (32 + 8) + (8 + 16))
     assert lora.forward == linears + attention + adapters
     assert lora.backward == linears + 2 * attention + 2 * adapters, "no weight has a gradient, every matrix hands one on"
-    frozen = work(made("--freeze_parameters", "lm_head", "model.layers.0.", "model.layers.1."), 3, 2, head_positions=2)
+    frozen = work(made("--freeze_parameters", "lm_head", "model.layers.0.", "model.layers.1."), 5, head_positions=2)
     assert frozen.backward == linears + 2 * attention + 2 * 2 * MATRICES * 5
 
 

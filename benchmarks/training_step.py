@@ -1,0 +1,275 @@
+"""One optimizer step beside TRL's GRPOTrainer on the same tokens, and where the time of ours goes.
+
+    python benchmarks/training_step.py --batch D --pairs 5
+    python benchmarks/training_step.py --batch W --profile
+
+Both trainers live in this process and take turns on each batch: TRL draws nothing, its `rollout_func` hands out tokens from a seed, and the
+advantages that it computes are given to ours. All gradients of the first step are compared before any time is printed. Times are CPU
+seconds of this process on one thread. Quote the ratios: both halves of a pair meet the same neighbours, and machines differ.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+os.environ |= {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+sys.path.insert(0, str(Path(__file__).parents[1]))  # the models and the ranks of the tests
+
+import numpy as np
+import psutil
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from megatron_grpo.types import Sample
+from tests import parity_cases as cases
+from tests.tiny_models import EOS, write_tiny
+
+G = 8
+# Tokens of a prompt; of its completions (their mean, where they vary up to a limit of 512); prompts; words.
+BATCHES = {
+    "A": SimpleNamespace(prompt=7, completion=64, varies=False, prompts=8, vocab=64),  # nothing to share, nothing to pack
+    "D": SimpleNamespace(prompt=64, completion=96, varies=True, prompts=8, vocab=64),  # completions vary
+    "E": SimpleNamespace(prompt=256, completion=64, varies=False, prompts=8, vocab=64),  # long prompts
+    "W": SimpleNamespace(prompt=128, completion=256, varies=False, prompts=4, vocab=32768),  # many words
+}
+LONGEST = 512
+# What a profile calls the operations that take time of their own. What matches none is elementwise.
+KINDS = {
+    "GEMM": ("aten::mm", "aten::addmm", "aten::bmm", "aten::addmm_"),
+    "attention": ("aten::_scaled_dot_product_flash_attention",),
+    "optimizer": ("Optimizer.step", "aten::_foreach", "aten::_fused_adam"),
+    "copies": ("aten::copy_", "aten::cat", "aten::index", "aten::_index_put", "aten::fill_", "aten::gather"),
+}
+
+
+def cpu_of(work):
+    start = time.process_time()
+    result = work()
+    return time.process_time() - start, result
+
+
+class Ours:
+    """The policy, and the step on what TRL trained on."""
+
+    def __init__(self, path: Path, arguments: argparse.Namespace):
+        cfg = cases.settings(
+            loss_type="dapo", clip_grad=1.0, lr=1e-6, weight_decay=0.0, adam_eps=1e-8, temperature=1.0, max_completion_length=LONGEST,
+            max_tokens_per_micro_batch=arguments.budget, share_prompts=arguments.share_prompts,
+        )  # fmt: skip
+        self.policy, self.steps = cases.build(path, cfg, 1), 0
+        self.gradients: dict[str, np.ndarray] = {}
+        act = self.policy.optimizer.step
+
+        def step():
+            if not self.gradients:
+                self.gradients = cases.full_gradients(self.policy)
+            return act()
+
+        self.policy.optimizer.step = step
+
+    def batch(self, tokens):
+        """tokens: (prompt, completion, advantage) of each row, group after group."""
+        samples = []
+        for row, (prompt, completion, advantage) in enumerate(tokens):
+            mask = np.arange(len(prompt) + len(completion)) >= len(prompt)
+            samples.append(Sample(
+                row=row, rollout=self.steps, prompt_number=row // G, version=self.steps, fresh_at=self.steps,
+                token_ids=np.array(prompt + completion), mask=mask, sampler_logprobs=np.full(len(mask), np.nan, dtype=np.float32),
+                advantage=advantage, is_dead=False, is_truncated=False,
+            ))  # fmt: skip
+        grouped = [one for first in range(0, len(samples), G) for one in cases.with_prefix(samples[first : first + G])]
+        batch = cases.batch_of(self.policy, grouped, self.steps)
+        self.steps += 1
+        return batch
+
+
+def trl_trainer(path: Path, arguments: argparse.Namespace, on_step):
+    """TRL's own trainer. on_step(tokens, CPU seconds): called after each of its optimizer steps."""
+    import transformers
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    transformers.logging.set_verbosity_error()
+    kind, rng, now = BATCHES[arguments.batch], np.random.default_rng(arguments.seed), SimpleNamespace(apart=0.0, begun=0.0)
+    rows = kind.prompts * G
+    micro = min(arguments.trl_micro_batch, rows)
+
+    def rollout(prompts, trainer):
+        lengths = np.full(len(prompts), kind.completion)
+        if kind.varies:  # lognormal, sigma 0.9, of this mean
+            lengths = np.clip(rng.lognormal(np.log(kind.completion) - 0.405, 0.9, len(prompts)).round(), 1, LONGEST).astype(int)
+        own = [rng.integers(4, 64, kind.prompt).tolist() for _ in range(len(prompts) // G)]
+        now.prompts = [own[row // G] for row in range(len(prompts))]
+        now.completions = [[*rng.integers(4, 64, length - 1).tolist(), EOS] for length in lengths]
+        return {"prompt_ids": now.prompts, "completion_ids": now.completions, "logprobs": None}
+
+    def reward(completions, **unused):
+        return rng.normal(size=len(completions)).tolist()
+
+    class Clock(TrainerCallback):
+        def on_step_begin(self, *unused, **others):
+            now.apart, now.begun = 0.0, time.process_time()
+
+        def on_step_end(self, *unused, **others):
+            spent = time.process_time() - now.begun - now.apart
+            on_step(list(zip(now.prompts, now.completions, now.advantages, strict=True)), spent)
+
+    trainer = GRPOTrainer(
+        model=AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="sdpa"),
+        reward_funcs=reward,
+        args=GRPOConfig(
+            output_dir=tempfile.mkdtemp(), per_device_train_batch_size=micro, gradient_accumulation_steps=rows // micro, num_generations=G,
+            max_completion_length=LONGEST, max_steps=arguments.pairs + 1, learning_rate=1e-6, lr_scheduler_type="constant", beta=0.0,
+            temperature=1.0, loss_type="dapo", use_cpu=True, bf16=False, gradient_checkpointing=False, report_to=[], save_strategy="no",
+            disable_tqdm=True, logging_strategy="no", seed=arguments.seed,
+        ),
+        train_dataset=Dataset.from_list([{"prompt": str(4 + number)} for number in range(60)]),
+        processing_class=AutoTokenizer.from_pretrained(path),
+        callbacks=[Clock()],
+        rollout_func=rollout,
+    )  # fmt: skip
+    generate, clip, trainer.first_gradients = trainer._generate_and_score_completions, trainer.accelerator.clip_grad_norm_, {}
+
+    def generated(inputs):
+        spent, found = cpu_of(lambda: generate(inputs))
+        now.apart += spent
+        now.advantages = found["advantages"].tolist()
+        return found
+
+    def clipped(parameters, *others, **more):
+        if not trainer.first_gradients:
+            trainer.first_gradients = {name: p.grad.numpy().copy() for name, p in trainer.model.named_parameters()}
+        return clip(parameters, *others, **more)
+
+    trainer._generate_and_score_completions, trainer.accelerator.clip_grad_norm_ = generated, clipped
+    return trainer
+
+
+def gemm_rate(tokens: int = 2048, hidden: int = 128, out: int = 256) -> float:
+    """GFLOP/s of a product of the model's size: what this machine gives at this moment."""
+    x, w, y = torch.randn(tokens, hidden), torch.randn(hidden, out), torch.empty(tokens, out)
+    spent = [cpu_of(lambda: [torch.mm(x, w, out=y) for _ in range(20)])[0] / 20 for _ in range(5)]
+    return 2e-9 * tokens * hidden * out / min(spent)
+
+
+def least_products(policy, batch) -> float:
+    """GFLOP of the matrix products that a step cannot do without: three a token and matrix, and the same of the head for trained tokens."""
+    sizes = {name: tensor.numel() for name, tensor in policy.named_weights() if tensor.dim() == 2}
+    head = sizes.pop("lm_head.weight", 0) or sizes["model.embed_tokens.weight"]
+    sizes.pop("model.embed_tokens.weight")
+    computed = sum(int((micro.multiplicity > 0).sum()) for micro in batch.micro_batches)
+    trained = sum(len(micro.targets) for micro in batch.micro_batches)
+    return 6e-9 * (sum(sizes.values()) * computed + head * trained)
+
+
+def profile(policy, batch) -> Table:
+    """Seconds of one step by kind of work, and those of the head."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as found:
+        begun = (
+            time.perf_counter()
+        )  # a profiler's own measure; where the machine is busy it is more than CPU seconds, so look at the shares
+        policy.train_step(batch)
+        spent = time.perf_counter() - begun
+    totals = dict.fromkeys([*KINDS, "elementwise"], 0.0)
+    for event in found.key_averages():
+        if event.key.startswith(("aten::", "Optimizer")):
+            kind = next((kind for kind, names in KINDS.items() if event.key.startswith(names)), "elementwise")
+            totals[kind] += event.self_cpu_time_total / 1e6
+    head = sum(event.cpu_time_total for event in found.key_averages() if event.key.startswith(("_LinearLogprobs", "_OnePass"))) / 1e6
+    table = Table("work", "seconds", "share", title=f"one step: {spent:.2f} s under the profiler")
+    for kind, seconds in (totals | {"Python, and the rest": spent - sum(totals.values())}).items():
+        table.add_row(kind, f"{seconds:.3f}", f"{seconds / spent:.0%}")
+    table.add_row("of all this, the head", f"{head:.3f}", f"{head / spent:.0%}")
+    return table
+
+
+def head_peak(words: int, tokens: int = 4096, hidden: int = 128) -> float:
+    """MiB that this process holds at most above what it held before, while the head goes forward and backward."""
+    from megatron_grpo.parallel.vocab import linear_logprobs
+
+    states, weight = torch.randn(tokens, hidden, requires_grad=True), torch.randn(words, hidden, requires_grad=True)
+    targets, process, done = torch.randint(words, (tokens,)), psutil.Process(), threading.Event()
+    slope = lambda chunk, logprobs: torch.ones_like(logprobs)  # noqa: E731
+    before = highest = process.memory_info().rss
+
+    def watch():
+        nonlocal highest
+        while not done.wait(0.001):
+            highest = max(highest, process.memory_info().rss)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    linear_logprobs(states, weight, targets, temperature=1.0, slope=slope).logprobs.sum().backward()
+    done.set()
+    watcher.join()
+    return (highest - before) / 2**20
+
+
+def compare(mine: dict[str, np.ndarray], theirs: dict[str, np.ndarray]) -> float:
+    """The worst relative error of a gradient tensor. Ends the program where it is no rounding error: times would mean nothing."""
+    assert mine.keys() == theirs.keys(), mine.keys() ^ theirs.keys()
+    worst, name = max((float(np.linalg.norm(mine[n] - g) / np.linalg.norm(g)), n) for n, g in theirs.items())
+    if worst > 1e-4:
+        raise SystemExit(f"the gradient of {name} differs by {worst:.1e} from TRL's: these are not the same step")
+    return worst
+
+
+def spread(values) -> str:
+    return f"{np.median(values):.3f} ({min(values):.3f} to {max(values):.3f})"
+
+
+def parsed() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--batch", choices=BATCHES, default="D")
+    parser.add_argument("--pairs", type=int, default=5)
+    parser.add_argument("--budget", type=int, default=4096, help="our max_tokens_per_micro_batch")
+    parser.add_argument("--trl-micro-batch", type=int, default=8, help="TRL's per_device_train_batch_size")
+    parser.add_argument("--share_prompts", default="auto")
+    parser.add_argument("--profile", action="store_true", help="where one more step of ours goes")
+    parser.add_argument("--seed", type=int, default=0)
+    return parser.parse_args()
+
+
+def main() -> None:
+    arguments, console = parsed(), Console()
+    torch.set_num_threads(1)
+    kind = BATCHES[arguments.batch]
+    path = write_tiny(tempfile.mkdtemp(), "qwen3", vocab=kind.vocab, hidden=128, layers=4, ffn=256, max_positions=1024, std=0.05)
+    peak = head_peak(kind.vocab) if arguments.profile else 0.0
+    ours, pairs, reached, last = Ours(path, arguments), [], [], []
+
+    def turn(tokens, of_trl):
+        batch = ours.batch(tokens)
+        pairs.append((of_trl, cpu_of(lambda: ours.policy.train_step(batch))[0]))
+        reached.append(least_products(ours.policy, batch) / gemm_rate() / pairs[-1][1])
+        last[:] = [batch]
+
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):  # ours has set them; TRL would wrap its model in DDP and be the slower for it
+        os.environ.pop(name, None)
+    trainer = trl_trainer(path, arguments, turn)
+    trainer.train()
+    assert trainer.model_wrapped is trainer.model
+    console.print(f"worst gradient tensor against TRL's: {compare(ours.gradients, trainer.first_gradients):.1e} of its norm")
+    theirs, mine = zip(*pairs[1:])  # the first step allocates
+    table = Table("", "median (from, to)", title=f"batch {arguments.batch}, {len(mine)} pairs")
+    table.add_row("TRL, CPU s", spread(theirs))
+    table.add_row("ours, CPU s", spread(mine))
+    table.add_row("TRL / ours, of pairs", spread([a / b for a, b in zip(theirs, mine)]))
+    table.add_row("ours, of the GEMM limit", spread(reached[1:]))
+    console.print(table)
+    if arguments.profile:
+        console.print(profile(ours.policy, last[0]))
+        console.print(f"the head on 4,096 tokens and {kind.vocab:,} words: at most {peak:.0f} MiB above the model")
+
+
+if __name__ == "__main__":
+    main()

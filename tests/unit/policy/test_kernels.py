@@ -1,0 +1,60 @@
+"""Norm and rotation as one function each: equal to what torch and Megatron-Core make of their parts, and so are their gradients."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from megatron_grpo.policy.kernels import Rotation, rms_norm, rotate
+
+
+def drawn(*shape, dtype=torch.float64, seed=0):
+    return torch.randn(*shape, dtype=dtype, generator=torch.Generator().manual_seed(seed)).requires_grad_()
+
+
+def views(x):
+    """As attention hands out the heads of a query: not contiguous."""
+    return x.split([2, 1], dim=1)[0]
+
+
+def test_the_norms_gradient_is_that_of_its_values():
+    assert torch.autograd.gradcheck(lambda x, w: rms_norm(x, w, 1e-6), (drawn(3, 2, 5), drawn(5, seed=1)))
+    assert torch.autograd.gradcheck(lambda x, w: rms_norm(views(x), w, 1e-2), (drawn(3, 3, 5), drawn(5, seed=1)))
+
+
+def test_the_rotations_gradient_is_that_of_its_values():
+    rotation = Rotation.of(drawn(3, 4, seed=1).detach())
+    assert torch.autograd.gradcheck(lambda x: rotate(x, rotation), (drawn(3, 2, 8),))
+    assert torch.autograd.gradcheck(lambda x: rotate(views(x), rotation), (drawn(3, 3, 8),))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_norm_is_torchs(dtype):
+    x, weight, grad = drawn(64, 1, 32, dtype=dtype), drawn(32, dtype=dtype, seed=1), drawn(64, 1, 32, dtype=dtype, seed=2).detach()
+    found, wanted = rms_norm(x, weight, 1e-6), F.rms_norm(x, (32,), weight, 1e-6)
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+    for mine, theirs in zip(torch.autograd.grad(found, (x, weight), grad), torch.autograd.grad(wanted, (x, weight), grad), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_rows_of_zeros_and_none_at_all_pass_through_the_norm():
+    zeros = torch.zeros(2, 4, requires_grad=True)
+    rms_norm(zeros, torch.ones(4), 1e-6).sum().backward()
+    torch.testing.assert_close(zeros.grad, torch.full((2, 4), 1e3))  # 1 / sqrt(epsilon)
+    assert rms_norm(zeros[:0], torch.ones(4), 1e-6).shape == (0, 4)
+
+
+def test_the_rotation_is_megatrons():
+    from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_bshd
+
+    x, angles = drawn(16, 2, 8, dtype=torch.float32), drawn(16, 4, dtype=torch.float32, seed=1).detach() * 100
+    twice = torch.cat([angles, angles], dim=-1)[:, None, None]
+    wanted = _apply_rotary_pos_emb_bshd(x[:, None], twice)[:, 0]
+    torch.testing.assert_close(rotate(x, Rotation.of(angles)), wanted, rtol=1e-6, atol=1e-6)
+
+
+def test_a_frozen_weight_costs_no_gradient():
+    x, weight = drawn(3, 5), drawn(5, seed=1).detach()
+    rms_norm(x, weight, 1e-6).sum().backward()
+    assert weight.grad is None and x.grad.norm() > 0
