@@ -81,13 +81,8 @@ class PushPlan:
         p, sizes = self.parallel, [size if self.ranks.travels(part) else 0 for part, size in zip(Part, bucket.sizes, strict=True)]
         if not any(sizes):
             return _Coming(bucket, [None, None, None], [], None)
-        run = torch.empty(sum(sizes), dtype=torch.uint8, device=p.device)
+        run = self._pack(bucket, sizes, own)
         parts = run.split(sizes)
-        if p.pp_rank == bucket.stage:
-            for slot in bucket.slots:
-                name = slot.names.get(p.ep_rank if slot.part is Part.EXPERTS else 0)
-                if name is not None and sizes[slot.part]:
-                    _view(parts[slot.part], slot).copy_(own.tensor(name, slot))
         # Shards cross the stages, not full tensors: of the slow links a rank needs its share alone.
         collectives.from_member_(run, bucket.stage, p.pp_group)
         rows: list[torch.Tensor | None] = [None, None, None]
@@ -99,6 +94,22 @@ class PushPlan:
         if sizes[Part.WHOLE]:
             rows[Part.WHOLE] = parts[Part.WHOLE][None]
         return _Coming(bucket, rows, works, torch.cuda.current_stream() if p.device.type == "cuda" else None)
+
+    def _pack(self, bucket: Bucket, sizes: list[int], own: _Own) -> torch.Tensor:
+        """This rank's run, uint8; of another stage's bucket, memory for it."""
+        is_own, p = self.parallel.pp_rank == bucket.stage, self.parallel
+        held = [
+            (slot, slot.names.get(p.ep_rank if slot.part is Part.EXPERTS else 0)) for slot in bucket.slots if is_own and sizes[slot.part]
+        ]
+        if len(held) == 1 and held[0][1] is not None and held[0][0].num_bytes == sum(sizes):
+            # Alone, as the embedding often is: it is sent from where it lives.
+            return own.tensor(held[0][1], held[0][0]).contiguous().view(-1).view(torch.uint8)
+        run = torch.empty(sum(sizes), dtype=torch.uint8, device=p.device)
+        parts = run.split(sizes)
+        for slot, name in held:
+            if name is not None:
+                _view(parts[slot.part], slot).copy_(own.tensor(name, slot))
+        return run
 
     def _unpack(self, coming: _Coming, own: _Own) -> Iterator[tuple[str, torch.Tensor]]:
         coming.wait()
