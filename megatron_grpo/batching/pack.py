@@ -49,7 +49,8 @@ def pack_groups(rows: Rows, *, max_tokens: int, dp_size: int = 1, multiple: int 
 
 
 def _pack_pieces(rows: Rows, piece: np.ndarray, **sizes: int) -> tuple[np.ndarray, list[list[list[int]]]]:
-    """(piece of each row, [rank][micro-batch] -> pieces). The dearest are halved while they are too few."""
+    """(piece of each row, [rank][micro-batch] -> pieces). The dearest are halved while they are too few, half of the missing at once."""
+    unit = sizes["dp_size"] * sizes["multiple"]
     while True:
         tokens, cost = rows.sizes(piece)
         try:
@@ -58,7 +59,10 @@ def _pack_pieces(rows: Rows, piece: np.ndarray, **sizes: int) -> tuple[np.ndarra
             cost[np.bincount(piece) == 1] = -1.0
             if cost.max() < 0:
                 raise
-            piece = _halved(rows, piece, np.arange(len(cost)) == cost.argmax())
+            dearest = np.argsort(-cost, kind="stable")[: max(-len(cost) % unit // 2, 1)]
+            which = np.zeros(len(cost), dtype=bool)
+            which[dearest] = cost[dearest] >= 0
+            piece = _halved(rows, piece, which)
 
 
 def _rows_of(piece: np.ndarray, dealt: list[list[list[int]]]) -> list[list[list[int]]]:

@@ -51,7 +51,7 @@ class _Gradients:
         if self.weight is not None:
             total, weighed = self.weight[: len(self.words)], (hidden * factor).to(hidden.dtype)
             if total.dtype == weighed.dtype:
-                total.addmm_(columns.t(), weighed)
+                torch.addmm(total, columns.t(), weighed, out=total)
             else:
                 total += columns.t() @ weighed
 

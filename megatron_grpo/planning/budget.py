@@ -20,29 +20,27 @@ def suggest_budget(
 ) -> dict[str, Any] | None:
     """{max_tokens_per_micro_batch, why, tokens, micro_batches_of_rank, bubble}: of the step if it were packed so, prompts shared.
 
-    None where prompts would not be shared with a budget either, where not one token fits, and where the one that is given will do.
+    None where prompts would not be shared with a budget either, where none fits, and where the one that is given will do.
     """
-    if cfg.batch.max_tokens_per_micro_batch is not None:
-        smaller = budget_for_pipeline(step) if is_short_of_micro_batches(step, step.shared) else None
-        return _said(step, smaller, _for_pipeline(step.sizes)) if smaller else None
-    if sharing.least_saving is None:
-        sharing = decide(cfg.with_values({FLAG: 1}), shape)
-    if sharing.least_saving is None:
+    given = cfg.batch.max_tokens_per_micro_batch
+    saving = (sharing if given or sharing.least_saving is not None else decide(cfg.with_values({FLAG: 1}), shape)).least_saving
+    if saving is None:
         return None
-    step = step.if_shared(sharing.least_saving)
-    budget, why = _that_fits(step, memory["most_tokens_per_micro_batch"]) if memory and memory["gpu_memory_bytes"] else _whole_group(step)
-    if not budget:
+    if given:
+        budget, found, why = given, step.shared, None
+    else:
+        fits = memory and memory["gpu_memory_bytes"]
+        budget, why = _that_fits(step, memory["most_tokens_per_micro_batch"]) if memory and fits else _whole_group(step)
+        if not budget:
+            return None
+        found = step.with_budget(budget, saving)
+        if step.micro_batches_of_rank(found) == step.cut.multiple and found.largest < budget:
+            budget, why = found.largest, "all that a rank computes in an optimizer step"
+    if is_short_of_micro_batches(step, found) and (smaller := budget_for_pipeline(step, found, saving)):
+        budget, found = smaller
+        why = f"at least {wanted_micro_batches(step.sizes)} micro-batches a rank, 4 (pp - 1) / vpp, keep the pipeline busy"
+    if why is None:
         return None
-    found = step.with_budget(budget)
-    if step.micro_batches_of_rank(found) == step.cut.multiple and found.largest < budget:
-        budget, why = found.largest, "all that a rank computes in an optimizer step"
-    if is_short_of_micro_batches(step, found) and (smaller := budget_for_pipeline(step)):
-        budget, why = smaller, _for_pipeline(step.sizes)
-    return _said(step, budget, why)
-
-
-def _said(step: Step, budget: int, why: str) -> dict[str, Any]:
-    found = step.with_budget(budget)
     return {
         FLAG: budget,
         "why": why,
@@ -50,10 +48,6 @@ def _said(step: Step, budget: int, why: str) -> dict[str, Any]:
         "micro_batches_of_rank": step.micro_batches_of_rank(found),
         "bubble": step.bubble(found),
     }
-
-
-def _for_pipeline(sizes: BatchSizes) -> str:
-    return f"at least {wanted_micro_batches(sizes)} micro-batches a rank, 4 (pp - 1) / vpp, keep the pipeline busy"
 
 
 def _that_fits(step: Step, most: int) -> tuple[int, str]:
@@ -87,16 +81,17 @@ def is_short_of_micro_batches(step: Step, computed: Computed) -> bool:
     return found < min(wanted_micro_batches(step.sizes), step.micro_batches_of_rank(step.apart))
 
 
-def budget_for_pipeline(step: Step) -> int | None:
-    """The largest budget found that leaves a rank `wanted_micro_batches`; None if the rows are too few for it."""
+def budget_for_pipeline(step: Step, computed: Computed, least_saving: float) -> tuple[int, Computed] | None:
+    """The largest budget found that leaves a rank `wanted_micro_batches`; None if the rows are too few. computed: under a larger one."""
     sizes, grain, wanted = step.sizes, step.cut.alignment.grain, wanted_micro_batches(step.sizes)
-    whole = step.shared.tokens * sizes.global_batch_size // step.shared.sequences
+    whole = computed.tokens * sizes.global_batch_size // computed.sequences
     budget = whole // (sizes.dp_size * wanted) // grain * grain
     for _ in range(TRIES):
         if budget < grain:
             return None
-        found = step.micro_batches_of_rank(step.with_budget(budget))
+        computed = step.with_budget(budget, least_saving)
+        found = step.micro_batches_of_rank(computed)
         if found >= wanted:
-            return budget
+            return budget, computed
         budget = budget * found // wanted // grain * grain
     return None

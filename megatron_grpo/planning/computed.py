@@ -57,14 +57,11 @@ class Step:
         shared = packed(pairs, extents, cut) if sharing.least_saving is not None else apart
         return cls(sizes=sizes, cut=cut, pairs=pairs, extents=extents, apart=apart, shared=shared)
 
-    def if_shared(self, least_saving: float) -> Step:
-        """The same step, prompts shared."""
-        cut = replace(self.cut, least_saving=least_saving)
-        return self if cut == self.cut else replace(self, cut=cut, shared=packed(self.pairs, self.extents, cut))
-
-    def with_budget(self, max_tokens: int) -> Computed:
-        """The same rows under another token budget."""
-        return packed(self.pairs, self.extents, replace(self.cut, max_tokens=max_tokens))
+    def with_budget(self, max_tokens: int, least_saving: float) -> Computed:
+        """The same rows under another token budget, prompts shared."""
+        # A budget beyond all rows together changes nothing, and packing needs room for every length up to it.
+        max_tokens = min(max_tokens, self.cut.alignment.of_stream(self.apart.tokens))
+        return packed(self.pairs, self.extents, replace(self.cut, max_tokens=max_tokens, least_saving=least_saving))
 
     def micro_batches_of_rank(self, computed: Computed) -> int:
         """Of the whole step, where only its first rows were packed too."""

@@ -22,7 +22,7 @@ from megatron_grpo.sizing.batch_sizes import BatchSizes
 from megatron_grpo.weights.buckets import MIB
 from megatron_grpo.weights.shape import ModelShape
 
-MOST_TOKENS = 2**31 - 1  # of a stream: attention kernels number its tokens in 32 bits
+MOST_TOKENS = 2**20  # of a micro-batch on one rank: no larger one is tried
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,6 +119,9 @@ def estimate_memory(
         )
     peak, peak_stage, phase = max((bytes_, row["stage"], phase) for row in rows for phase, bytes_ in row["phases"].items())
     gpu = round(cfg.plan.gpu_memory_gb * 1e9) if cfg.plan.gpu_memory_gb else None
+    most = _most_tokens(stages, gpu, _asleep(cfg, sampler)) if gpu else 0
+    if most * sizes.layout.cp < prompt + completion:
+        most = 0  # the longest sequence is a micro-batch by itself, whatever the budget
     return {
         "peak_bytes": peak,
         "peak_stage": peak_stage,
@@ -127,7 +130,7 @@ def estimate_memory(
         "fits": None if gpu is None else peak <= gpu,
         "tokens_per_micro_batch": tokens,
         "tokens_per_micro_batch_apart": apart,
-        "most_tokens_per_micro_batch": None if gpu is None else _most_tokens(stages, gpu, _asleep(cfg, sampler)),
+        "most_tokens_per_micro_batch": None if gpu is None else most,
         "sampler": sampler,
         "stages": rows,
         "assumptions": _assumptions(cfg, tuning, prompt, completion, lengths),

@@ -30,10 +30,12 @@ class Sharing:
 
 
 def decide(cfg: Config, shape: ModelShape | None, *, has_gpu: bool | None = None, has_transformer_engine: bool | None = None) -> Sharing:
-    """has_gpu, has_transformer_engine: of the machine that trains, None where that is not known.
+    """has_gpu, has_transformer_engine: of the machine that trains, None where that is not known. Who gives `gpu_memory_gb` plans for GPUs.
 
     Raises ConfigError where the file of lengths cannot be read. `true` with an obstacle is refused before (`policy.refused`).
     """
+    if has_gpu is None and cfg.plan.gpu_memory_gb:
+        has_gpu = True
     if cfg.batch.share_prompts == "false":
         return Sharing(least_saving=None, why="share_prompts false")
     if cfg.batch.share_prompts == "true":

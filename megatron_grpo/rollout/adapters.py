@@ -18,8 +18,8 @@ PushKind = Literal["adapter", "merged"]
 # Measured: 1024 x 1024 weights of std 0.02, rank 8, alpha 32, lr 1e-5. The share of the update by which the merged weights are wrong.
 MERGED_BFLOAT16 = (
     "the adapter is merged into bfloat16 weights for every push, and what is smaller than half a step of their grid is lost: at lr 1e-5 "
-    "98 % of the first step's update, 81 % of the first 10 together, 17 % of the first 100. The sampler stays near the policy that the run "
-    "began with, and no check sees it."
+    "98 % of the first step's update, 81 % of the first 10 together, 17 % of the first 100. The sampler then holds another policy than the "
+    "one that trains, and no check sees it."
 )
 
 

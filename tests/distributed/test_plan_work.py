@@ -5,7 +5,10 @@ from __future__ import annotations
 import pytest
 
 from megatron_grpo.planning.activations import kept_by_linears, layer_bytes
+from megatron_grpo.planning.computed import Step
 from megatron_grpo.planning.cost import work_of
+from megatron_grpo.planning.lengths import Lengths
+from megatron_grpo.planning.sharing import Sharing
 from megatron_grpo.planning.tuning import Tuning
 from megatron_grpo.sizing.batch_sizes import BatchSizes
 from megatron_grpo.weights.shape import ModelShape
@@ -13,7 +16,7 @@ from tests import parity_cases as cases
 from tests.ranks import run_ranks
 from tests.tiny_models import write_tiny
 
-PROMPT, COMPLETION, LAYERS, HIDDEN, QUERY, KEY = 8, 24, 4, 64, 128, 64
+PROMPT, COMPLETION, LAYERS = 8, 24, 4
 LORA = dict(tuner_type="lora", lora_rank=4)
 RUNS = {
     "full": {},
@@ -22,6 +25,12 @@ RUNS = {
     "MLP": LORA | dict(target_modules=["linear_fc1", "linear_fc2"]),
     "half frozen": dict(freeze_parameters=["model.layers.0.", "model.layers.1.", "model.embed_tokens"]),
 }
+SHARED = dict(share_prompts="true", micro_batch_size=8, global_batch_size=8)
+
+
+def attention_flops(q, k, v, is_causal):
+    """Of the shapes of one call: two products, of all queries with all keys or with half of them."""
+    return 2 * q[0] * q[1] * q[2] * k[2] * (q[3] + v[3]) // (2 if is_causal else 1)
 
 
 def measured(rank, world, path, runs):
@@ -31,6 +40,12 @@ def measured(rank, world, path, runs):
 
     from megatron_grpo.policy.stream import to_local
 
+    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    attends = {  # torch's own counter does not see the CPU's attention
+        flash: lambda q, k, v, dropout=0.0, is_causal=False, **_: attention_flops(q, k, v, is_causal),
+        flash_backward: lambda grad, q, k, v, out, lse, dropout=0.0, is_causal=False, **_: 2 * attention_flops(q, k, v, is_causal),
+    }
     parallel, found = cases.join(cases.settings(), world), {}
     for name, changes in runs.items():
         policy = cases.build(path, cases.settings(**changes), world, parallel)
@@ -46,10 +61,13 @@ def measured(rank, world, path, runs):
                 kept[storage.data_ptr()] = storage.nbytes(), tensor  # alive, so that no address is used twice
             return tensor
 
-        with FlopCounterMode(display=False) as forward, torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        with (
+            FlopCounterMode(display=False, custom_mapping=attends) as forward,
+            torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
+        ):
             logprobs = chunk(local)
         logprobs = logprobs[0] if isinstance(logprobs, tuple) else logprobs
-        with FlopCounterMode(display=False) as backward:
+        with FlopCounterMode(display=False, custom_mapping=attends) as backward:
             logprobs.sum().backward()
         kept_bytes = sum(size for size, _ in kept.values())
         found[name] = (kept_bytes, forward.get_total_flops(), backward.get_total_flops(), len(local.positions), len(local.targets))
@@ -63,30 +81,40 @@ def model(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def found(model):
-    return run_ranks(measured, 1, str(model), RUNS)[0]
+    return run_ranks(measured, 1, str(model), RUNS | {"shared": SHARED})[0]
 
 
-def told(model, run):
-    cfg, shape = cases.settings(**RUNS[run]), ModelShape.from_pretrained(model)
+def told(model, changes):
+    cfg, shape = cases.settings(**changes), ModelShape.from_pretrained(model)
     return cfg, shape, Tuning.of(cfg, shape), BatchSizes.from_config(cfg, num_layers=LAYERS, num_experts=0)
+
+
+def assert_counted(work, run, shape):
+    _, forward, backward, _, trained = run
+    head = 2 * trained * shape.hidden_size * shape.vocab_size
+    assert (forward, backward) == (work.forward, work.backward + head)  # without a loss, its logits are computed again in the backward
 
 
 @pytest.mark.parametrize("run", RUNS)
 def test_flops_are_those_that_are_counted(model, found, run):
-    _, shape, tuning, _ = told(model, run)
-    _, forward, backward, tokens, trained = found[run]
-    work = work_of(shape, tuning, tokens, squares=tokens**2, head_positions=trained)
-    head = 2 * trained * shape.hidden_size * shape.vocab_size
-    assert forward == work.forward - work.attention  # torch's counter does not see the CPU's attention
-    # Without a loss the head's logits are computed again in the backward; and the counter does not see its weight's gradient (`addmm_`).
-    again, unseen = head, head if tuning.trains("lm_head.weight") else 0
-    assert backward == work.backward - 2 * work.attention + again - unseen
+    _, shape, tuning, _ = told(model, RUNS[run])
+    *_, tokens, trained = found[run]
+    assert_counted(work_of(shape, tuning, tokens, squares=tokens**2, head_positions=trained), found[run], shape)
+
+
+def test_flops_of_a_prompt_that_is_computed_once_are_those_that_are_counted(model, found):
+    cfg, shape, tuning, sizes = told(model, SHARED)
+    step = Step.of(Sharing(least_saving=0.0, why=""), sizes, cfg, Lengths([(PROMPT, COMPLETION)] * 8))
+    *_, tokens, trained = found["shared"]
+    assert step.shared.tokens == tokens == PROMPT + 8 * (COMPLETION - 1)
+    work = work_of(shape, tuning, tokens, squares=step.shared.squares, head_positions=trained)
+    assert_counted(work, found["shared"], shape)
 
 
 @pytest.mark.parametrize("run", [run for run in RUNS if run != "full"])
 def test_activations_differ_from_full_training_as_they_are_said_to(model, found, run):
     def layers_of(which):
-        cfg, shape, tuning, sizes = told(model, which)
+        cfg, shape, tuning, sizes = told(model, RUNS[which])
         tokens = found[which][3]
         return LAYERS * layer_bytes(shape, sizes, cfg, kept_by_linears(shape, sizes, tuning, range(LAYERS)), tokens, adapter_size=4)
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests import parity_cases as cases
+from tests.lora_cases import random_adapter
 from tests.tiny_models import write_tiny
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -41,25 +42,30 @@ RUNS = {"grpo": dict(micro_batch_size=1), "dapo": dict(loss_type="dapo", max_tok
 
 @pytest.fixture(scope="module")
 def stored(tmp_path_factory):
-    made = {}
+    made, folder = {}, tmp_path_factory.mktemp("models")
 
-    def of(model: str):
-        if model not in made:
-            path = write_tiny(tmp_path_factory.mktemp("models") / model, **cases.MODELS[model] | {"std": 0.05})
+    def of(model: str, adapters: bool):
+        """(model directory, global batches, settings, what each run should give)."""
+        if (model, adapters) not in made:
+            path = folder / f"{model} {adapters}"
+            write_tiny(path, **cases.MODELS[model] | {"std": 0.05})
             batches = cases.stored_rollout(path, num_steps=3, vocab=125)
             own = cases.MODEL_SETTINGS.get(model, {})
-            made[model] = path, batches, {key: cases.reference(path, cases.settings(**own | run), batches) for key, run in RUNS.items()}
-        return made[model]
+            if adapters:
+                own = own | dict(tuner_type="lora", adapters=str(random_adapter(path, folder / f"{model} adapter")))
+            right = {key: cases.reference(path, cases.settings(**own | run), batches) for key, run in RUNS.items()}
+            made[model, adapters] = path, batches, own, right
+        return made[model, adapters]
 
     return of
 
 
-def distances(model: str, stored, tmp_path, name: str, **more) -> dict[str, cases.Distance]:
+def distances(model: str, stored, tmp_path, name: str, *, adapters: bool = False, **more) -> dict[str, cases.Distance]:
     layout = cases.LAYOUTS[name]
     if layout.world_size > GPUS:
         pytest.skip(f"{name} needs {layout.world_size} GPUs, there are {GPUS}")
-    path, batches, references = stored(model)
-    runs = {key: cases.MODEL_SETTINGS.get(model, {}) | run | layout.settings | more for key, run in RUNS.items()}
+    path, batches, own, references = stored(model, adapters)
+    runs = {key: own | run | layout.settings | more for key, run in RUNS.items()}
     job = tmp_path / "job.pkl"
     job.write_bytes(pickle.dumps({"path": str(path), "runs": runs, "batches": batches}))
     env = {key: value for key, value in os.environ.items() if key != "CUDA_VISIBLE_DEVICES"}
@@ -88,6 +94,12 @@ def test_float32_steps_with_experts_equal_float64(stored, tmp_path, name):
         assert distance.within(loss=1e-6, gradient=1e-5, weight=1e-5), distance
 
 
+@pytest.mark.parametrize(("model", "name"), [*(("dense", name) for name in DENSE), *(("MoE", name) for name in EXPERTS)])
+def test_float32_steps_of_adapters_equal_float64(stored, tmp_path, model, name):
+    for distance in distances(model, stored, tmp_path, name, adapters=True, transformer_impl="local").values():
+        assert distance.within(loss=1e-6, gradient=1e-5, weight=1e-5), distance
+
+
 # bfloat16 has 8 bits: 1/256 for each rounding. A mistake of the layout (half a gradient, a lost shard) is 0.3 and more.
 BF16 = dict(loss=5e-3, gradient=0.1, weight=4e-2)
 
@@ -109,6 +121,14 @@ def test_transformer_engine_steps_are_near_float64(stored, tmp_path, name):
 @pytest.mark.parametrize("name", EXPERTS)
 def test_transformer_engine_steps_with_experts_are_near_float64(stored, tmp_path, name):
     for distance in distances("MoE", stored, tmp_path, name, transformer_impl="transformer_engine", torch_dtype="bfloat16").values():
+        assert distance.within(**BF16), distance
+
+
+@needs_te
+@pytest.mark.parametrize(("model", "name"), [*(("dense", name) for name in DENSE), *(("MoE", name) for name in EXPERTS)])
+def test_transformer_engine_steps_of_adapters_are_near_float64(stored, tmp_path, model, name):
+    settings = dict(transformer_impl="transformer_engine", torch_dtype="bfloat16")
+    for distance in distances(model, stored, tmp_path, name, adapters=True, **settings).values():
         assert distance.within(**BF16), distance
 
 

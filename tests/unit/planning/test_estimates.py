@@ -267,3 +267,18 @@ def test_names_of_modules_are_matched_a_few_times_and_not_once_for_each_number(m
     moe = dict(architectures=["Qwen3MoeForCausalLM"], num_experts=8, num_experts_per_tok=2, moe_intermediate_size=16, decoder_sparse_step=1)
     made("--tuner_type", "lora", "--target_regex", r".*(mlp|self_attn)\..*", **moe)
     assert len(asked) == 4 * (4 + 8 * 3) and max(asked.values()) <= 4
+
+
+def test_an_adapter_that_cannot_be_pushed_alone_is_refused_with_everything_else(made):
+    moe = dict(architectures=["Qwen3MoeForCausalLM"], num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, decoder_sparse_step=1)
+    argv = ["--tuner_type", "lora", "--target_modules", "up_proj"]
+    made(*argv, **moe)
+    with pytest.raises(ConfigError) as error:
+        made(*argv, "--vllm_enable_lora", "true", "--stop_token_ids", 50, **moe)
+    by_flag = {problem.flags[0]: problem for problem in error.value.problems}
+    assert by_flag.keys() == {"vllm_enable_lora", "stop_token_ids"}, error.value.problems
+    assert "all three matrices of all experts" in by_flag["vllm_enable_lora"].message
+    with pytest.raises(ConfigError) as error:
+        made(*argv, "--vllm_enable_lora", "true", **moe)
+    [problem] = error.value.problems
+    assert problem.nearest == {"vllm_enable_lora": [False]}

@@ -6,9 +6,13 @@ import json
 
 import pytest
 
+from megatron_grpo.batching import pack, split
+from megatron_grpo.planning.budget import wanted_micro_batches
 from megatron_grpo.planning.check import check
 from megatron_grpo.planning.command import Plan, make_plan
 from megatron_grpo.planning.report import print_report
+from megatron_grpo.planning.sharing import decide
+from megatron_grpo.settings.config import Config
 
 SMALL = ["--num_generations", "4", "--global_batch_size", "8"]
 
@@ -70,3 +74,137 @@ def test_the_object_holds_it_and_the_native_flags_say_it(made):
     plan.write_json(written.append)
     found = json.loads("".join(written))
     assert found["cost"]["sharing"]["why"].startswith("share_prompts true") and "--share_prompts true" in found["native_flags"]
+
+
+TINY = dict(
+    architectures=["LlamaForCausalLM"], hidden_size=8, intermediate_size=16, num_hidden_layers=4, num_attention_heads=2,
+    num_key_value_heads=1, head_dim=4, vocab_size=10, max_position_embeddings=4096, tie_word_embeddings=False,
+)  # fmt: skip
+BUDGET = "--max_tokens_per_micro_batch"
+
+
+@pytest.fixture
+def model(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(TINY))
+    return ["--model", tmp_path]
+
+
+@pytest.mark.parametrize(("budget", "tokens", "pieces"), [(256, 400, 2), (160, 600, 4)])
+def test_flops_follow_what_is_computed(made, model, budget, tokens, pieces):
+    """Matrices by computed tokens, attention by own and inherited keys, the head by scored places; a piece pays for its prompt."""
+    found = made(GROUPS, *model, BUDGET, budget, "--beta", 0.1, "--steps_per_generation", 2).cost
+    sharing = found["sharing"]
+    head, matrices = 2 * 8 * 10 * 2 * (11 + 21 + 31 + 41), 2 * 4 * (64 + 32 + 32 + 64 + 128 + 128 + 128)
+    own = 2 * sum((10 * n) ** 2 for n in (1, 2, 3, 4))  # of the completions; the last token of each is not computed
+    inherited = 2 * sum(2 * 100 * 10 * n for n in (1, 2, 3, 4))
+    squares = {"apart": 8 * 100**2 + own + inherited, "shared": pieces * 100**2 + own + inherited}
+    for way, computed in (("apart", 1000), ("shared", tokens)):
+        forward = matrices * computed + head + 4 * squares[way] * (8 + 8)
+        phases = sharing[f"flops_{way}"]
+        # A rollout is two optimizer steps here, and half of its rows are stale.
+        assert phases == {"old_logprobs": forward, "reference_logprobs": 2 * forward, "training": 6 * forward}
+    assert {phase: found["flops_per_rollout"][phase] for phase in phases} == sharing["flops_shared"]
+    off = made(GROUPS, *model, BUDGET, budget, "--beta", 0.1, "--steps_per_generation", 2, "--share_prompts", "false").cost
+    assert {phase: off["flops_per_rollout"][phase] for phase in phases} == sharing["flops_apart"] == off["sharing"]["flops_shared"]
+
+
+def test_a_file_shorter_than_a_step_is_taken_again(made, model):
+    once, twice = (made(GROUPS, *model, BUDGET, 256, "--global_batch_size", size).cost["sharing"] for size in (8, 16))
+    for name in ("sequences", "tokens_apart", "tokens_shared", "groups", "micro_batches_shared"):
+        assert twice[name] == 2 * once[name]
+
+
+@pytest.mark.parametrize(("rows", "prompts"), [(2, 1), (4, 1), (6, 2), (8, 2), (3, 2)])
+def test_a_micro_batch_holds_each_prompt_once_and_a_budget_holds_what_it_says(made, model, rows, prompts):
+    size = ["--global_batch_size", 24, "--micro_batch_size", rows, "--max_prompt_length", 100, "--max_completion_length", 10]
+    on, off = (made("100 10\n" * 24, *model, *size, "--share_prompts", one).memory for one in ("auto", "false"))
+    assert (on["tokens_per_micro_batch"], off["tokens_per_micro_batch"]) == (100 * prompts + 10 * rows, 110 * rows)
+    [stage], [apart] = on["stages"], off["stages"]
+    assert stage["activations_saved_bytes"] == apart["activations_bytes"] - stage["activations_bytes"] > 0
+    assert apart["activations_saved_bytes"] == 0
+    budgets = [made("100 10\n" * 24, *model, BUDGET, 300, "--share_prompts", one).memory for one in ("auto", "false")]
+    assert budgets[0]["stages"] == budgets[1]["stages"] and budgets[0]["tokens_per_micro_batch"] == 300
+
+
+def test_without_a_gpu_the_budget_is_the_least_that_holds_a_whole_group(made, model, capsys):
+    """100 + 11 + 21 + 31 + 41 = 204."""
+    plan = made(GROUPS, *model)
+    budget = plan.cost["sharing"]["budget"]
+    assert (budget["max_tokens_per_micro_batch"], budget["tokens"], budget["micro_batches_of_rank"]) == (204, 400, 2)
+    again = made(GROUPS, *model, BUDGET, 204).cost["sharing"]
+    assert (again["tokens_shared"], again["pieces"], again["budget"]) == (400, 2, None)
+    assert made(GROUPS, *model, BUDGET, 199).cost["sharing"]["pieces"] > 2
+    print_report(plan)
+    assert "max_tokens_per_micro_batch 204 would do (the least that holds a whole group" in capsys.readouterr().out
+    cp = ["--world_size", 2, "--context_parallel_size", 2]  # each segment is a multiple of 4
+    assert made(GROUPS, *model, *cp).cost["sharing"]["budget"]["max_tokens_per_micro_batch"] == 100 + 12 + 24 + 32 + 44
+
+
+def test_with_a_gpu_the_budget_is_the_most_that_fits(made, model):
+    gpu, groups = ["--gpu_memory_gb", 0.0008, "--sleep_level", 1, "--share_prompts", "true"], "100 100\n" * 512
+    step = ["--global_batch_size", 512]
+    budget = made(groups, *model, *gpu, *step).cost["sharing"]["budget"]["max_tokens_per_micro_batch"]
+
+    def needs(tokens):
+        phases = made(groups, *model, *gpu, *step, BUDGET, tokens).memory["stages"][0]["phases"]
+        return max(phases["training"], phases["logprobs"])
+
+    assert needs(budget) <= 800_000 < needs(budget + 1)
+    tight = made(groups, *model, "--gpu_memory_gb", 0.0003, "--sleep_level", 1, "--share_prompts", "true", *step)
+    assert tight.cost["sharing"]["budget"] is None, "a sequence of 200 tokens does not fit alone"
+    roomy = made(GROUPS, *model, "--gpu_memory_gb", 80, "--share_prompts", "true").cost["sharing"]["budget"]
+    assert roomy["max_tokens_per_micro_batch"] == 400 and "all that a rank computes" in roomy["why"]
+
+
+@pytest.mark.parametrize("argv", [["--share_prompts", "false"], ["--transformer_impl", "transformer_engine"]])
+def test_no_budget_is_named_where_prompts_would_not_be_shared_with_one(made, argv):
+    assert made(GROUPS, *argv).cost["sharing"]["budget"] is None
+
+
+PP4 = ["--world_size", 4, "--pipeline_model_parallel_size", 4, "--global_batch_size", 64]
+
+
+def test_a_larger_bubble_than_without_sharing_is_said_with_a_budget_that_keeps_the_pipeline_busy(made, model):
+    plan = made(GROUPS, *model, *PP4, BUDGET, 1000)
+    found = plan.cost["sharing"]
+    apart, shared = found["micro_batches_of_rank_apart"], found["micro_batches_of_rank_shared"]
+    assert (apart, shared) == (9, 4)  # 8000 tokens in whole sequences, and 3200: five groups of 200 in 1000
+    assert (found["bubble_apart"], found["bubble_shared"]) == (3 / 12, 3 / 7)
+    assert plan.rest()["pipeline"]["bubble_fraction"] == 3 / 7
+    [said] = [warning for warning in plan.warnings if "pipeline stages wait" in warning.lower()]
+    budget = found["budget"]["max_tokens_per_micro_batch"]
+    assert "4 micro-batches in place of 9" in said and f"({budget} in place of 1000)" in said and "43% of a training step" in said
+    again = made(GROUPS, *model, *PP4, BUDGET, budget)
+    assert again.cost["sharing"]["micro_batches_of_rank_shared"] >= 12
+    assert not [warning for warning in again.warnings if "pipeline stages wait" in warning.lower()]
+
+
+def test_rows_too_few_for_the_pipeline_are_said(made, model):
+    few = ["--world_size", 4, "--pipeline_model_parallel_size", 4, "--global_batch_size", 8]
+    [said] = [warning for warning in made(GROUPS, *model, *few, BUDGET, 500).warnings if "pipeline stages wait" in warning.lower()]
+    assert "a larger global_batch_size: its rows are too few for 12 micro-batches a rank" in said
+
+
+@pytest.mark.parametrize(("pp", "vpp", "wanted"), [(1, None, 1), (2, None, 4), (4, None, 12), (2, 2, 2), (4, 2, 8), (4, 3, 4)])
+def test_a_pipeline_wants_four_micro_batches_for_each_later_stage_and_fewer_if_interleaved(pp, vpp, wanted):
+    argv = ["--world_size", pp, "--pipeline_model_parallel_size", pp, *(["--virtual_pipeline_model_parallel_size", vpp] if vpp else [])]
+    assert wanted_micro_batches(check(list(map(str, argv))).sizes) == wanted
+
+
+def test_the_kernel_of_a_gpu_is_named_where_the_machine_is_a_gpu_or_not_known():
+    cfg = Config().with_values({"share_prompts": "true", "micro_batch_size": 4})
+    assert "On this GPU attention with parents is plain matrix products" in str(decide(cfg, None, has_gpu=True))
+    assert "On a GPU attention with parents is plain matrix products" in str(decide(cfg, None))
+    assert "GPU" not in str(decide(cfg, None, has_gpu=False))
+    auto = cfg.with_values({"share_prompts": "auto"})
+    assert "On a GPU it would be off" in str(decide(auto, None)) and "GPU" not in str(decide(auto, None, has_gpu=False))
+
+
+def test_packings_are_few_whatever_the_size(made, model, monkeypatch):
+    packings = []
+    deal, pack_once, tried = split.deal, pack.pack, []
+    monkeypatch.setattr(split, "deal", lambda extents, cut: packings.append(len(extents)) or deal(extents, cut))
+    monkeypatch.setattr(pack, "pack", lambda *args, **sizes: tried.append(1) or pack_once(*args, **sizes))
+    made(GROUPS, *model, "--world_size", 1000, "--global_batch_size", 6000, "--num_generations", 4)
+    assert len(packings) <= 4 and max(packings) == 6000  # the file's own, without and with sharing; one for the budget
+    assert len(tried) <= 16, "1500 groups for 2000 micro-batches: many are halved at once"
