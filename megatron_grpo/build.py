@@ -46,8 +46,14 @@ from megatron_grpo.settings.config import Config, GrpoConfig
 from megatron_grpo.settings.write import write_config
 from megatron_grpo.sync import Publisher
 from megatron_grpo.types import Prompt
+<<<<<<< HEAD
 from megatron_grpo.weights.adapters import drawn, from_file
 from megatron_grpo.weights.lora import LoraSettings, lora_of, own_sizes
+=======
+from megatron_grpo.weights.adapters import drawn, from_file, own_sizes
+from megatron_grpo.weights.buckets import MIB
+from megatron_grpo.weights.lora import LoraSettings, lora_of
+>>>>>>> buckets
 from megatron_grpo.weights.mapping import WeightMap
 from megatron_grpo.weights.reader import HfReader, check_tied_head
 from megatron_grpo.weights.shape import ModelShape
@@ -306,7 +312,7 @@ def model_of(
     plain_linears = cfg.tuner.tuner_type == "lora"  # an adapter needs the input of the layer that it stands beside
     naming = "transformer_engine" if use_te and not plain_linears else "local"
     weight_map = WeightMap.for_shape(shape, padded_vocab_size=rows, naming=naming)
-    exchange = WeightExchange(weight_map, parallel)
+    exchange = WeightExchange(weight_map, parallel, bucket_bytes=(cfg.rollout.weight_sync_bucket_mb or 0) * MIB or None)
     reader = HfReader(model_path)
     weight_map.check_complete(reader.names)
     check_tied_head(reader)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from megatron_grpo.checkpoint.content import base_problems, model_fingerprint
+from megatron_grpo.cleanup import CleanUp
 from megatron_grpo.errors import ConfigError
 from megatron_grpo.parallel import collectives
 from megatron_grpo.policy.exchange import WeightExchange
@@ -31,12 +34,11 @@ def export_hf(named: Stream, out: str | Path, *, source: str | Path, dtype: torc
 
     named: of a whole model. source: the checkpoint that config.json and the tokenizer are taken from. expected: every name there must be.
     """
-    if collectives.rank() == 0:
-        with HfWriter(out, source, dtype=dtype, expected=expected) as write:
-            for name, tensor in named:
-                write(name, tensor)
-    else:
-        _pass(named)
+    with _taken(named) as rest:
+        if collectives.rank() == 0:
+            with HfWriter(out, source, dtype=dtype, expected=expected) as write:
+                for name, tensor in rest:
+                    write(name, tensor)
     collectives.wait_for_all()
 
 
@@ -45,10 +47,9 @@ def export_adapter(named: Stream, out: str | Path, *, source: str | Path, config
 
     source: the base, whose fingerprint goes beside it. config: adapter_config.json.
     """
-    if collectives.rank() == 0:
-        write_adapter(out, named, config, {"fingerprint": model_fingerprint(Path(source))})
-    else:
-        _pass(named)
+    with _taken(named) as rest:
+        if collectives.rank() == 0:
+            write_adapter(out, rest, config, {"fingerprint": model_fingerprint(Path(source))})
     collectives.wait_for_all()
 
 
@@ -61,14 +62,14 @@ def export_model(
     """
     dtype, expected = getattr(torch, cfg.model.torch_dtype), exchange.map.expected_hf_names()
     if adapters is None:
-        export_hf(exchange.stream(tensors), out, source=source, dtype=dtype, expected=expected)
+        export_hf(exchange.stream(tensors, "weights"), out, source=source, dtype=dtype, expected=expected)
         return
     export_adapter(adapters.named(), out, source=source, config=adapters.config)
     lost = peft_leaves_out(adapters.settings, exchange.map.shape)
     if lost and collectives.rank() == 0:
         logger.warning("%s: %s", out, lost)
     if cfg.tuner.merge_lora:
-        merged = exchange.stream(tensors, prepare=adapters.merged)
+        merged = exchange.stream(tensors, "merged", prepare=adapters.merged)
         export_hf(merged, out.with_name(f"{out.name}_merged"), source=source, dtype=dtype, expected=expected)
 
 
@@ -88,6 +89,9 @@ def merge_adapter(model: str | Path, adapter: str | Path, out: str | Path) -> No
             write(name, read(name))
 
 
-def _pass(named: Stream) -> None:
-    for _ in named:
-        pass
+@contextmanager
+def _taken(named: Stream) -> Iterator[Iterator[tuple[str, torch.Tensor]]]:
+    """Whatever the block leaves of a stream is taken after it: the other ranks are sent it too, and would wait for this one."""
+    rest = iter(named)
+    with CleanUp(lambda: deque(rest, maxlen=0)):
+        yield rest

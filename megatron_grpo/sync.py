@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
+from megatron_grpo.cleanup import CleanUp
 from megatron_grpo.parallel import collectives
 from megatron_grpo.rollout.engine import WeightHolder, WeightSyncError
 from megatron_grpo.types import Sequence, whole
@@ -106,7 +107,7 @@ class Publisher:
             if update is None:
                 return
             tried = np.concatenate(_logprobs(self.policy, self.holder.probes()))
-            self.holder.take(replace(update, version=NO_VERSION))
+            _give(self.holder, replace(update, version=NO_VERSION))
             check_weights(self.policy, self.holder, version=NO_VERSION, is_coarse=self.is_coarse)
             theirs = np.concatenate(self.holder.score(self.holder.probes()))
         untried = np.concatenate(_logprobs(self.policy, self.holder.probes()))
@@ -119,13 +120,19 @@ def push(policy: PushedPolicy, holder: WeightHolder, *, version: int, verify: bo
     """Gives the holder the policy's weights. Collective over all ranks. verify: compare log-probs afterwards."""
     num_tensors = num_bytes = 0
     for update in policy.updates(version, has_base=holder.has_base):
-        counted = _Counted(update.tensors)
-        holder.take(replace(update, tensors=counted))
+        counted = _give(holder, update)
         num_tensors, num_bytes = num_tensors + counted.num_tensors, num_bytes + counted.num_bytes
     largest = mean = float("nan")
     if verify:
         largest, mean = check_weights(policy, holder, version=version, is_coarse=is_coarse)
     return SyncStats(num_tensors=num_tensors, num_bytes=num_bytes, logp_difference_max=largest, logp_difference_mean=mean)
+
+
+def _give(holder: WeightHolder, update: WeightUpdate) -> _Counted:
+    counted = _Counted(update.tensors)
+    with CleanUp(counted.finish):
+        holder.take(replace(update, tensors=counted))
+    return counted
 
 
 def check_weights(policy: PushedPolicy, holder: WeightHolder, *, version: int, is_coarse: bool = False) -> tuple[float, float]:
@@ -226,7 +233,7 @@ class _Counted:
     """Passes the stream on, and remembers how much it was."""
 
     def __init__(self, named: Iterable[tuple[str, torch.Tensor]]):
-        self._named = named
+        self._named = iter(named)
         self.num_tensors = self.num_bytes = 0
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -234,3 +241,8 @@ class _Counted:
             self.num_tensors += 1
             self.num_bytes += tensor.numel() * tensor.element_size()
             yield name, tensor
+
+    def finish(self) -> None:
+        """Takes what a holder that failed, or wants no more, has left: the other ranks are sent it too, and would wait for this one."""
+        for _ in self._named:
+            pass

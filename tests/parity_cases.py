@@ -355,12 +355,12 @@ def full_gradients(policy) -> dict[str, np.ndarray]:
                 _complete(buffer)
     parameters = (policy.adapters.exchange if policy.adapters else policy.exchange).tensors(policy.chunks)
     grads = {name: tensor.main_grad for name, tensor in parameters.items() if getattr(tensor, "main_grad", None) is not None}
-    named = policy.adapters.trimmed(grads) if policy.adapters else policy.exchange.stream(grads)
+    named = policy.adapters.trimmed(grads, "gradients") if policy.adapters else policy.exchange.stream(grads, "gradients")
     return {name: _numpy(tensor) for name, tensor in named}
 
 
 def _numpy(tensor: torch.Tensor) -> np.ndarray:
-    return (tensor.float() if tensor.dtype is torch.bfloat16 else tensor).cpu().numpy()
+    return tensor.to("cpu", torch.float32 if tensor.dtype is torch.bfloat16 else tensor.dtype, copy=True).numpy()
 
 
 def _complete(buffer) -> None:

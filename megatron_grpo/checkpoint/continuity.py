@@ -52,6 +52,7 @@ _TABLE = {
         micro_batch_size gradient_accumulation_steps steps_per_generation allow_unaligned_generation max_tokens_per_micro_batch
         vllm_tensor_parallel_size vllm_gpu_memory_utilization vllm_kv_cache_memory_mb vllm_max_model_len vllm_max_num_seqs
         vllm_enforce_eager vllm_enable_prefix_caching sleep_level logp_difference_warn verify_weight_push
+        weight_sync_bucket_mb
         code_num_workers reward_model_batch_size reward_concurrency llm_judge_api_key_env log_entropy
         overlap_grad_reduce overlap_param_gather optimizer_cpu_offload optimizer_offload_fraction
         output_dir save_steps save_total_limit resume report_to log_completions_steps overwrite_output_dir export_hf eval_steps

@@ -145,13 +145,16 @@ def _require_order(tensor: torch.Tensor) -> None:
         raise ValueError(f"a tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()} is not contiguous")
 
 
-def gather(tensor: torch.Tensor, group: Group) -> list[torch.Tensor]:
-    """Every rank's tensor, in rank order; all have one shape."""
+def start_gather(run: torch.Tensor, group: Group) -> tuple[torch.Tensor, Any]:
+    """[ranks, len(run)], every rank's run in rank order, once the second thing returned has been waited for; None: it is there.
+
+    Of one rank it is `run` itself.
+    """
     if num_ranks(group) == 1:
-        return [tensor]
-    parts = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(num_ranks(group))]
-    dist.all_gather(parts, tensor.contiguous(), group=group)
-    return parts
+        return run[None], None
+    rows = torch.empty(num_ranks(group), len(run), dtype=run.dtype, device=run.device)
+    into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # since torch 2.13 the first is its name
+    return rows, into(rows.view(-1), run, group=group, async_op=True)
 
 
 def from_member_(tensor: torch.Tensor, member: int, group: Group) -> torch.Tensor:

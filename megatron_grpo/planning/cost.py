@@ -11,6 +11,7 @@ from megatron_grpo.planning.computed import Computed, Step
 from megatron_grpo.planning.facts import old_logprobs_summary
 from megatron_grpo.planning.lengths import Lengths, packing, sequence_tokens
 from megatron_grpo.planning.parameters import padded_vocab
+from megatron_grpo.planning.push import push_of
 from megatron_grpo.planning.sharing import Sharing
 from megatron_grpo.planning.tuning import Adapters, Tuning
 from megatron_grpo.settings.config import Config
@@ -203,6 +204,7 @@ def _bytes(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: Tuning) ->
     return {
         "weight_push_bytes": own if not adapter else adapter + (own if again else 0),
         "base_push_bytes": own if adapter and not again else 0,
+        **{f"weight_push_{name}": value for name, value in push_of(shape, sizes, cfg, tuning).items()},
         "checkpoint_bytes": checkpoint_bytes(shape, sizes, cfg, tuning),
     }
 

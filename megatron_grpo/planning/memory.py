@@ -14,10 +14,12 @@ from typing import Any
 from megatron_grpo.planning.activations import FP32, Activations, activations_of, logits_bytes
 from megatron_grpo.planning.lengths import Lengths, sequence_tokens
 from megatron_grpo.planning.parameters import Kind, Place, buffers_of_chunk, layers_of_stages, parameters_of_chunk
+from megatron_grpo.planning.push import bucket_bytes, push_memory
 from megatron_grpo.planning.sampler import sampler_memory
-from megatron_grpo.planning.tuning import BYTES, Tuning
+from megatron_grpo.planning.tuning import Tuning
 from megatron_grpo.settings.config import Config
 from megatron_grpo.sizing.batch_sizes import BatchSizes
+from megatron_grpo.weights.buckets import MIB
 from megatron_grpo.weights.shape import ModelShape
 
 MOST_TOKENS = 2**20  # of a micro-batch on one rank: no larger one is tried
@@ -95,7 +97,7 @@ def estimate_memory(
     prompt, completion = sequence_tokens(cfg, lengths, longest=True)
     apart, tokens = (-(-stream_tokens(sizes, cfg, prompt, completion, shares=one) // sizes.layout.cp) for one in (False, shares))
     sampler = sampler_memory(shape, sizes, cfg, tuning, prompt + completion)
-    stages, rows = [], []
+    stages, rows, pushed = [], [], push_memory(shape, sizes, cfg, tuning)
     for number, layers in enumerate(layers_of_stages(shape.num_layers, sizes, cfg)):
         stage = Stage(
             static=static_memory(shape, sizes, cfg, tuning, Place(stage=number)),
@@ -112,7 +114,7 @@ def estimate_memory(
                 "activations_bytes": activations.training,
                 "activations_saved_bytes": stage.activations(apart).training - activations.training,
                 "logits_bytes": stage.logits,
-                "phases": _phases(shape, cfg, stage.static.total(), sampler, activations, stage.logits),
+                "phases": _phases(cfg, stage.static.total(), sampler, activations, stage.logits, pushed),
             }
         )
     peak, peak_stage, phase = max((bytes_, row["stage"], phase) for row in rows for phase, bytes_ in row["phases"].items())
@@ -160,22 +162,17 @@ def _asleep(cfg: Config, sampler: Mapping[str, int]) -> int:
     return {0: awake, 1: 0, 2: 0}[cfg.rollout.sleep_level]
 
 
-def _phases(shape: ModelShape, cfg: Config, base: int, sampler: Mapping[str, int], activations: Activations, logits: int) -> dict[str, int]:
-    """What is there at the same time. base: what always is."""
+def _phases(cfg: Config, base: int, sampler: Mapping[str, int], activations: Activations, logits: int, pushed: int) -> dict[str, int]:
+    """What is there at the same time. base: what always is. pushed: what is on its way in a push."""
     held = sampler["weights_bytes"] + sampler["adapters_bytes"]
     awake = held + sampler["kv_cache_bytes"]
     asleep = _asleep(cfg, sampler)
-    pushed = 2 * _largest_tensor(shape) * BYTES[cfg.model.torch_dtype]  # adapters too are pushed after the model's own weights
     return {
         "rollout": base + awake,
         "logprobs": base + asleep + activations.forward + logits // 2,
         "training": base + asleep + activations.training + logits,
         "weight_push": base + (awake if cfg.rollout.sleep_level == 0 else held) + pushed,
     }
-
-
-def _largest_tensor(shape: ModelShape) -> int:
-    return max(shape.vocab_size * shape.hidden_size, 2 * shape.hidden_size * shape.ffn_hidden_size)
 
 
 def _assumptions(cfg: Config, tuning: Tuning, prompt: int, completion: int, lengths: Lengths | None) -> list[str]:
@@ -205,6 +202,8 @@ def _assumptions(cfg: Config, tuning: Tuning, prompt: int, completion: int, leng
         "activations: flash attention, fused norms, no dropout; what a layer's backward needs, for the micro-batches in flight",
         f"logits: {cfg.model.logprob_chunk_size} positions at a time in float32, and their gradient",
         f"KV cache: {kv}",
+        f"weight push: two buckets of {bucket_bytes(cfg) // MIB} MiB (weight_sync_bucket_mb), or the largest parameter; "
+        "what vLLM keeps until a layer is complete is not counted",
         sleeping[cfg.rollout.sleep_level] + f" (sleep_level {cfg.rollout.sleep_level})",
         "not counted: CUDA context, NCCL buffers, CUDA graphs, fragmentation (commonly 3 to 6 GB a GPU)",
     ]

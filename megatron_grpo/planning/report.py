@@ -174,6 +174,9 @@ def _cost(console: Console, cost: dict[str, Any]) -> None:
                 console.print(f"{phase.replace('_', ' '):<20}{flops / 1e12:>14,.2f} TFLOP {flops / total:>5.0%}", markup=False)
         once = f", and {gigabytes(cost['base_push_bytes'])} GB once, before the first" if cost["base_push_bytes"] else ""
         console.print(f"{'weight push':<20}{gigabytes(cost['weight_push_bytes']):>14} GB{once}", markup=False)
+        calls, buckets = cost["weight_push_collectives"], cost["weight_push_buckets"]
+        received = f"a rank receives {gigabytes(cost['weight_push_received_bytes'])} GB"
+        console.print(f"{'':<20}{calls:>14,} collectives of {buckets:,} bucket{'s' * (buckets != 1)}; {received}", markup=False)
         console.print(f"{'checkpoint':<20}{gigabytes(cost['checkpoint_bytes']):>14} GB", markup=False)
         for assumption in cost["assumptions"]:
             console.print(f"  {assumption}", style="dim", markup=False)

@@ -152,7 +152,9 @@ class Adapters:
         shape = base.map.shape
         self.chunks, self.base, self.settings = chunks, base, settings
         self.sizes = own_sizes(settings, shape)
-        self.exchange = WeightExchange(adapter_map(base.map, widest_rank(settings, shape)), base.parallel, of_adapters=True)
+        self.exchange = WeightExchange(
+            adapter_map(base.map, widest_rank(settings, shape)), base.parallel, of_adapters=True, bucket_bytes=base.bucket_bytes
+        )
         self._modules: dict[str, list[str]] = {}  # by Megatron linear
         for module in linear_modules(shape):
             self._modules.setdefault(module.megatron, []).append(module.name)
@@ -184,11 +186,11 @@ class Adapters:
 
     def named(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(name of PEFT's files without its prefix, full matrix) of every module, on every rank, as they are now."""
-        return self.trimmed(self.tensors())
+        return self.trimmed(self.tensors(), "adapter")
 
-    def trimmed(self, mine: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-        """As `named`, of this rank's matrices or of what is sharded as they are: their gradients, say."""
-        return trimmed(self.exchange.stream(mine), self.sizes)
+    def trimmed(self, mine: dict[str, torch.Tensor], kind: str) -> Iterator[tuple[str, torch.Tensor]]:
+        """As `named`, of this rank's matrices or of what is sharded as they are: their gradients, say. kind: as `WeightExchange.stream`."""
+        return trimmed(self.exchange.stream(mine, kind), self.sizes)
 
     @property
     def config(self) -> dict[str, Any]:

@@ -216,7 +216,7 @@ class Policy:
             yield WeightUpdate(kind="merged", version=version, tensors=self.named_weights())
         else:
             if not has_base:
-                yield WeightUpdate(kind="weights", version=NO_VERSION, tensors=self.exchange.stream(self.tensors()))
+                yield WeightUpdate(kind="weights", version=NO_VERSION, tensors=self.exchange.stream(self.tensors(), "weights"))
             yield WeightUpdate(kind="adapter", version=version, tensors=self.named_adapters(), config=self.adapters.config)
 
     @contextlib.contextmanager
@@ -232,8 +232,8 @@ class Policy:
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(Hugging Face name, full tensor) of every weight, on every rank, as they are now; adapters are added in."""
         if self.adapters is None:
-            return self.exchange.stream(self.tensors())
-        return self.exchange.stream(self.tensors(), prepare=self.adapters.merged)
+            return self.exchange.stream(self.tensors(), "weights")
+        return self.exchange.stream(self.tensors(), "merged", prepare=self.adapters.merged)
 
     def named_adapters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(name of PEFT's files without its prefix, full matrix) of every adapter, on every rank, as they are now."""

@@ -238,6 +238,9 @@ class RolloutConfig:
         unit="nats",
         above=0,
     )
+    weight_sync_bucket_mb: int | None = setting(
+        None, "weights that a push sends at once; two buckets are in memory (default 512 on a GPU, 16 on a CPU)", unit="MiB", at_least=1
+    )
     verify_weight_push: bool = setting(True, "after each push, compare engine and trainer on a probe prompt")
 
 

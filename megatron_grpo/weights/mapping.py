@@ -122,6 +122,15 @@ class WeightMap:
         entry, _, _ = self._locate(name)
         return Kind(entry.cut, entry.is_expert, entry.is_buffer, not entry.is_copy)
 
+    def place(self, name: str) -> tuple[int, int, int]:
+        """Where a parameter stands in the model: layer, row of the table, expert. -1 is before the layers, their number behind them."""
+        entry, _, expert = self._locate(name)
+        match = _LAYER.fullmatch(name)
+        if match is None:
+            return (-1 if name.startswith("embedding.") else self.shape.num_layers), list(self.outer).index(entry.megatron), 0
+        layer = int(match[1])
+        return layer, list(self.layers[self.shape.is_moe_layer(layer)]).index(entry.megatron), expert
+
     def hf_names(self, name: str) -> tuple[str, ...]:
         """The Hugging Face tensors that Megatron parameter `name` is made of."""
         entry, prefix, expert = self._locate(name)
@@ -172,7 +181,7 @@ class WeightMap:
         entry, prefix, expert = self._locate(name)
         if entry.is_copy:
             return
-        full = _JOIN[entry.cut](shards)
+        full = shards[0] if len(shards) == 1 else _JOIN[entry.cut](shards)
         if entry.cut is ShardCut.VOCAB:
             full = full[: self.shape.vocab_size]
         for (template, size), tensor in zip(entry.hf, _UNPACK[entry.packing](full, self.shape, len(entry.hf)), strict=True):

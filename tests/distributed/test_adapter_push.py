@@ -356,7 +356,11 @@ def test_first_step_reaches_a_bfloat16_sampler_as_an_adapter_and_is_lost_when_me
 
 def lost_by_merging(policy) -> float:
     """How wrong the update of all weights is, as a share of its norm, where it is added to the weights in their own dtype."""
-    base, adapters, settings = dict(policy.exchange.stream(policy.tensors())), dict(policy.named_adapters()), policy.adapters.settings
+    base, adapters, settings = (
+        dict(policy.exchange.stream(policy.tensors(), "weights")),
+        dict(policy.named_adapters()),
+        policy.adapters.settings,
+    )
     wrong = right = 0.0
     for name, tensor in policy.named_weights():
         module = name.removesuffix(".weight")

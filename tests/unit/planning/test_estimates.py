@@ -282,3 +282,16 @@ def test_an_adapter_that_cannot_be_pushed_alone_is_refused_with_everything_else(
         made(*argv, "--vllm_enable_lora", "true", **moe)
     [problem] = error.value.problems
     assert problem.nearest == {"vllm_enable_lora": [False]}
+
+
+@pytest.mark.parametrize(("argv", "collectives", "buckets"), [
+    ((), 0, 1),  # read where it lives
+    (("--world_size", 2, "--tensor_model_parallel_size", 2), 1, 1),
+    (("--world_size", 4, "--tensor_model_parallel_size", 2, "--pipeline_model_parallel_size", 2), 4, 2),  # over stages, then TP
+    (("--world_size", 2, "--pipeline_model_parallel_size", 2, "--tuner_type", "lora", "--sleep_level", 2), 4, 4),  # the base again
+])  # fmt: skip
+def test_a_push_takes_few_collectives(made, argv, collectives, buckets):
+    vocabulary = ["--padded_vocab_multiple", 8, "--num_generations", 8]
+    cost = made(*argv, *vocabulary, num_key_value_heads=2).cost
+    assert (cost["weight_push_collectives"], cost["weight_push_buckets"]) == (collectives, buckets)
+    assert bool(cost["weight_push_received_bytes"]) == bool(collectives)

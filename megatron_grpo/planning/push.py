@@ -1,0 +1,96 @@
+"""What a push costs a rank: collectives, bytes that it receives, and the memory of buckets on their way. The push's own plan, so exact."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+
+from megatron_grpo.planning.activations import FP32
+from megatron_grpo.planning.parameters import chunks_of_stage, numel_of, padded_vocab
+from megatron_grpo.planning.tuning import Adapters, Tuning
+from megatron_grpo.settings.config import Config
+from megatron_grpo.sizing.batch_sizes import BatchSizes
+from megatron_grpo.weights.buckets import DEFAULT_BUCKET_MB, MIB, Bucket, Owned, Part, Ranks, fill, num_collectives
+from megatron_grpo.weights.lora import adapter_entries, is_linear
+from megatron_grpo.weights.names import Entry, ShardCut, layer_entries, outer_entries
+from megatron_grpo.weights.shape import ModelShape
+
+
+def push_of(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: Tuning) -> dict[str, int]:
+    """Of one push to the sampler, without what is sent once: collectives, and what the busiest rank receives in them."""
+    ranks = ranks_of(sizes)
+    pushed: list[list[Bucket]] = []
+    if not tuning.pushes_adapters or cfg.rollout.sleep_level == 2:  # the sampler forgets its weights
+        pushed.append(buckets_of(weights(shape, sizes, cfg, tuning), sizes, cfg))
+    if tuning.pushes_adapters and tuning.adapters:
+        pushed.append(buckets_of(adapters(shape, sizes, cfg, tuning.adapters), sizes, cfg))
+    received = [sum(b.received_bytes(ranks, stage) for buckets in pushed for b in buckets) for stage in range(sizes.layout.pp)]
+    return {
+        "collectives": sum(num_collectives(buckets, ranks) for buckets in pushed),
+        "buckets": sum(map(len, pushed)),
+        "received_bytes": max(received),
+        "bucket_bytes": bucket_bytes(cfg),
+    }
+
+
+def push_memory(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: Tuning) -> int:
+    """Bytes of two buckets, one with the receiver and one on its way; and one parameter that is joined from shards, or merged.
+
+    Of weights, which are pushed before adapters too.
+    """
+    ranks, buckets = ranks_of(sizes), buckets_of(weights(shape, sizes, cfg, tuning), sizes, cfg)
+    held = [bucket.memory_bytes(ranks) for bucket in buckets]
+    joined = max(slot.num_bytes * ranks.sharing(slot.part) // (sizes.layout.ep if slot.part is Part.EXPERTS else 1)
+                 for bucket in buckets for slot in bucket.slots)  # fmt: skip
+    return max([sum(pair) for pair in pairwise(held)] or held) + joined
+
+
+def bucket_bytes(cfg: Config) -> int:
+    """On a GPU, where nothing else is asked for."""
+    return (cfg.rollout.weight_sync_bucket_mb or DEFAULT_BUCKET_MB["cuda"]) * MIB
+
+
+def ranks_of(sizes: BatchSizes) -> Ranks:
+    return Ranks(sizes.layout.pp, sizes.layout.tp, sizes.layout.ep * sizes.layout.etp)
+
+
+def buckets_of(owned: Iterator[Owned], sizes: BatchSizes, cfg: Config) -> list[Bucket]:
+    return fill(owned, ranks_of(sizes), bucket_bytes(cfg))
+
+
+def weights(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: Tuning) -> Iterator[Owned]:
+    """What a push of all weights sends. Of experts that lie side by side, those of the first expert rank: the others are alike."""
+    for row, entry in enumerate(outer_entries(shape)):
+        if not entry.is_copy:
+            is_first = entry.megatron.startswith("embedding.")
+            stage, layer = (0, -1) if is_first else (sizes.layout.pp - 1, shape.num_layers)
+            numel = padded_vocab(shape, sizes, cfg) * shape.hidden_size // sizes.layout.tp
+            yield _owned(entry, (layer, row, 0), stage, (numel if entry.cut is ShardCut.VOCAB else numel_of(entry, sizes)) * tuning.size)
+    for stage, layer in _layers(shape, sizes, cfg):
+        for row, entry in enumerate(layer_entries(shape, moe=shape.is_moe_layer(layer))):
+            num_bytes = numel_of(entry, sizes) * (FP32 if entry.is_buffer else tuning.size)
+            for expert in range(shape.num_experts // sizes.layout.ep) if entry.is_expert else (0,):
+                yield _owned(entry, (layer, row, expert), stage, num_bytes)
+
+
+def adapters(shape: ModelShape, sizes: BatchSizes, cfg: Config, found: Adapters) -> Iterator[Owned]:
+    """What a push of adapters sends, as `weights`. Matrices have the widest rank of the run."""
+    for stage, layer in _layers(shape, sizes, cfg):
+        linears = [entry for entry in layer_entries(shape, moe=shape.is_moe_layer(layer)) if is_linear(entry)]
+        for number, linear in enumerate(linears):
+            count = shape.num_experts // sizes.layout.ep if linear.is_expert else 1
+            for expert in range(count):
+                beside = range(expert, shape.num_experts, count) if linear.is_expert else (0,)
+                if any(found.is_on(linear, layer, one) for one in beside):
+                    for which, entry in enumerate(adapter_entries(linear, found.rank)):
+                        yield _owned(entry, (layer, 2 * number + which, expert), stage, numel_of(entry, sizes) * found.size)
+
+
+def _layers(shape: ModelShape, sizes: BatchSizes, cfg: Config) -> Iterator[tuple[int, int]]:
+    for stage in range(sizes.layout.pp):
+        for chunk in chunks_of_stage(shape.num_layers, sizes, cfg, stage):
+            yield from ((stage, layer) for layer in chunk)
+
+
+def _owned(entry: Entry, place: tuple[int, int, int], stage: int, num_bytes: int) -> Owned:
+    return Owned(entry.megatron, (), None, num_bytes, Part.of(entry.cut, entry.is_expert), place, stage)

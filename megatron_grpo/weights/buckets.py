@@ -1,0 +1,128 @@
+"""Which parameters a push of weights sends together: planned once, from names and bytes. No tensors, and nobody who sends them.
+
+The order is that of the model: stage, layer, row of the table of weights, and what all expert ranks hold at the same place side by side. So
+a sampler that packs a layer when it is complete never holds more than one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from operator import itemgetter
+from typing import Any
+
+from megatron_grpo.weights.names import ShardCut
+
+ALIGNMENT = 16  # bytes: every dtype may begin there, so dtypes mix in one run
+MIB = 2**20
+# A collective of 512 MiB lasts 40 times as long as it takes to start. On a CPU 16 MiB stay in the cache.
+DEFAULT_BUCKET_MB = {"cuda": 512, "cpu": 16}
+
+
+class Part(IntEnum):
+    """The parts of a rank's run of bytes, by who has the other shards of what lies there."""
+
+    WHOLE = 0  # nobody
+    DENSE = 1  # the tensor-parallel ranks
+    EXPERTS = 2  # the ranks that share a stage's experts: expert tensor parallel x expert parallel
+
+    @classmethod
+    def of(cls, cut: ShardCut, is_expert: bool) -> Part:
+        return cls.EXPERTS if is_expert else cls.WHOLE if cut is ShardCut.REPLICATED else cls.DENSE
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """How many ranks share what is pushed."""
+
+    stages: int
+    tensor: int
+    experts: int  # expert tensor parallel x expert parallel
+
+    def sharing(self, part: Part) -> int:
+        return (1, self.tensor, self.experts)[part]
+
+    def travels(self, part: Part) -> bool:
+        """Whether other ranks need, or have, what one holds of it. If not it is read where it lives."""
+        return self.stages > 1 or self.sharing(part) > 1
+
+
+@dataclass(frozen=True, slots=True)
+class Owned:
+    """A parameter of the whole model, as each of the ranks that hold it has it."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: Any
+    num_bytes: int
+    part: Part
+    place: tuple[int, int, int]  # layer, row of the table, expert on its rank
+    stage: int
+    expert_rank: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A place in the run of every rank that holds something there, for parameters that are alike."""
+
+    part: Part
+    start: int  # bytes from the beginning of its part
+    num_bytes: int
+    shape: tuple[int, ...]
+    dtype: Any
+    names: Mapping[int, str]  # by expert rank, in order; an expert rank may hold nothing there
+
+
+@dataclass(slots=True)
+class Bucket:
+    """A run of one stage's parameters."""
+
+    stage: int
+    slots: list[Slot] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=lambda: [0, 0, 0])  # bytes of a rank's run, by part
+    whole: int = 0  # bytes of all shards
+
+    def num_collectives(self, ranks: Ranks) -> int:
+        """One over stages, and one for each part that several ranks share."""
+        return (ranks.stages > 1) + sum(self.sizes[part] > 0 and ranks.sharing(part) > 1 for part in Part)
+
+    def received_bytes(self, ranks: Ranks, stage: int) -> int:
+        """By a rank of that stage."""
+        return (sum(self.sizes) if stage != self.stage else 0) + sum(self.sizes[part] * (ranks.sharing(part) - 1) for part in Part)
+
+    def memory_bytes(self, ranks: Ranks) -> int:
+        """On its way: a rank's run, and what is gathered of it."""
+        packed = sum(self.sizes[part] for part in Part if ranks.travels(part))
+        return packed + sum(self.sizes[part] * ranks.sharing(part) for part in Part if ranks.sharing(part) > 1)
+
+
+def fill(owned: Iterable[Owned], ranks: Ranks, bucket_bytes: int) -> list[Bucket]:
+    """Buckets of at most `bucket_bytes` of full tensors; a parameter that is larger has one to itself.
+
+    Raises ValueError where parameters at one place of several expert ranks are not alike, since one gather takes them all.
+    """
+    beside: dict[tuple[int, tuple[int, int, int]], list[Owned]] = {}
+    for one in owned:
+        beside.setdefault((one.stage, one.place), []).append(one)
+    buckets: list[Bucket] = []
+    for (stage, _), alike in sorted(beside.items(), key=itemgetter(0)):
+        first, length = alike[0], -(-alike[0].num_bytes // ALIGNMENT) * ALIGNMENT
+        names = {one.expert_rank: one.name for one in sorted(alike, key=lambda one: one.expert_rank)}
+        if len({(one.shape, one.dtype, one.part) for one in alike}) > 1 or len(names) < len(alike):
+            raise ValueError(
+                f"not alike, yet at one place of the model: {', '.join(str((one.name, one.shape, one.dtype)) for one in alike)}"
+            )
+        whole = length * ranks.sharing(first.part)
+        if not buckets or buckets[-1].stage != stage or buckets[-1].whole + whole > bucket_bytes:
+            buckets.append(Bucket(stage))
+        bucket = buckets[-1]
+        bucket.slots.append(Slot(first.part, bucket.sizes[first.part], first.num_bytes, first.shape, first.dtype, names))
+        bucket.sizes[first.part] += length
+        bucket.whole += whole
+    return buckets
+
+
+def num_collectives(buckets: Sequence[Bucket], ranks: Ranks) -> int:
+    """Of one push; the same on every rank."""
+    return sum(bucket.num_collectives(ranks) for bucket in buckets)

@@ -1,0 +1,406 @@
+"""A push in buckets, bit by bit against shards that are put together by hand, and counted on the wire."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import re
+from itertools import islice
+from types import SimpleNamespace
+from zlib import crc32
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from megatron_grpo import sync
+from megatron_grpo.parallel import collectives
+from megatron_grpo.planning import push
+from megatron_grpo.planning.tuning import Tuning
+from megatron_grpo.policy import buckets
+from megatron_grpo.policy import exchange as exchange_module
+from megatron_grpo.policy.exchange import WeightExchange
+from megatron_grpo.sizing.batch_sizes import BatchSizes
+from megatron_grpo.weights import adapters as weights_adapters
+from megatron_grpo.weights.adapters import trimmed
+from megatron_grpo.weights.buckets import Part, fill, num_collectives
+from megatron_grpo.weights.lora import A
+from megatron_grpo.weights.names import ShardCut
+from megatron_grpo.weights.reader import HfReader
+from megatron_grpo.weights.shape import ModelShape
+from tests import parity_cases as cases
+from tests.ranks import RanksFailed, run_ranks
+from tests.tiny_models import write_tiny
+from tests.wire import wire
+
+MODELS = {
+    "dense": dict(family="qwen3", tied=True, layers=4, vocab=125, hidden=72, ffn=136),
+    "biases": dict(family="qwen2", layers=4, vocab=125, heads=4, head_dim=16, dtype="bfloat16"),
+    "MoE": dict(family="qwen3_moe", layers=4, vocab=125, experts=4, ffn=40),
+    "MLA": dict(family="deepseek_v3", layers=4, vocab=125, experts=4, dtype="bfloat16"),  # with a float32 bias in the router
+}
+CASES = [("dense", "1"), ("dense", "TP2"), ("dense", "PP2 VPP2"), ("biases", "TP2 SP PP2"), ("MoE", "EP2"), ("MoE", "TP2 EP2 ETP1"),
+         ("MLA", "PP2 EP2"), ("MLA", "TP2 EP2 ETP2")]  # fmt: skip
+BUCKETS = (8 << 10, 1 << 20)  # bytes: many, and parameters that are larger than one; one or two a stage
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    made = {}
+
+    def model(name):
+        if name not in made:
+            made[name] = write_tiny(tmp_path_factory.mktemp(name), **MODELS[name])
+        return made[name]
+
+    return model
+
+
+def settings_of(model, layout, **changes):
+    return cases.settings(torch_dtype=MODELS[model].get("dtype", "float32"), **cases.LAYOUTS[layout].settings, **changes)
+
+
+def build(path, model, layout, world, **changes):
+    return cases.build(path, settings_of(model, layout, **changes), world)
+
+
+def by_hand(exchange, mine):
+    """Hugging Face name -> full tensor, from what every rank says it holds: no groups, no buckets."""
+    p, everyone = exchange.parallel, [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, (p.tp_rank, p.etp_rank, {name: tensor.detach().clone() for name, tensor in mine.items()}))
+    found = {}
+    for name in {name for *_, held in everyone for name in held}:
+        which = 1 if exchange.map.kind(name).is_expert else 0
+        shards = {ranks[which]: ranks[2][name] for ranks in everyone if name in ranks[2]}
+        found.update(exchange.map.export(name, [shards[rank] for rank in sorted(shards)]))
+    return found
+
+
+def drawn_like(tensors, what):
+    """Other values, of dtypes that mix, with the same copies on every rank that holds a copy."""
+    return {
+        name: torch.rand(tensor.shape, generator=torch.Generator().manual_seed(crc32(name.encode()))).to(
+            [torch.float32, torch.bfloat16, torch.float16][crc32(re.sub(r"\d+", "", name).encode()) % 3]
+        )
+        for name, tensor in tensors.items()
+        if re.match(what, name)
+    }
+
+
+def same(found, right):
+    assert found.keys() == right.keys()
+    for name, tensor in right.items():
+        assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor), name
+
+
+def collected(stream):
+    """What a receiver has at the end that keeps everything it was given, as a sampler keeps what belongs to an unfinished layer."""
+    return dict(stream)
+
+
+def look(rank, world, path, model, layout, tamper=None):
+    policy = build(path, model, layout, world)
+    if tamper is not None:
+        tamper()
+    mine, p, read = policy.tensors(), policy.parallel, HfReader(path)
+    plans = []
+    for bucket_bytes in BUCKETS:
+        exchange = WeightExchange(policy.exchange.map, p, bucket_bytes=bucket_bytes)
+        plan = exchange.plan(mine, "weights")
+        with wire() as counted:
+            found = collected(exchange.stream(mine, "weights"))
+        assert counted.collectives == num_collectives(plan.buckets, plan.ranks)
+        assert counted.received == sum(bucket.received_bytes(plan.ranks, p.pp_rank) for bucket in plan.buckets)
+        assert all(bucket.whole <= bucket_bytes or len(bucket.slots) == 1 for bucket in plan.buckets)
+        same(found, {name: read(name) for name in read.names})
+        # A sampler packs a layer when it is complete: whoever holds the experts, no layer is begun before the one before is done.
+        layers = [int(match[1]) for name in found if (match := re.match(r"model\.layers\.(\d+)\.", name))]
+        assert [layer for layer in dict.fromkeys(layers) for _ in range(layers.count(layer))] == layers
+        plans.append([(bucket.stage, bucket.sizes, len(bucket.slots)) for bucket in plan.buckets])
+    # Other values of mixed dtypes, where an expert, a layer or a whole stage has nothing; narrow buckets again.
+    exchange.bucket_bytes = BUCKETS[0]
+    for kind, what in (("some", r"(?!.*(experts\.1\.|layers\.2\.))"), ("few", r".*layers\.0\.")):
+        some = drawn_like(mine, what)
+        same(collected(exchange.stream(some, kind)), by_hand(exchange, some))
+    return plans
+
+
+def planned(path, model, layout, **changes):
+    """The same plans from the model's shape alone, as `plan` makes them."""
+    where = cases.LAYOUTS[layout]
+    cfg = settings_of(model, layout, world_size=where.world_size, num_generations=12, global_batch_size=24, **changes)
+    shape = ModelShape.from_pretrained(path)
+    sizes = BatchSizes.from_config(cfg, num_layers=shape.num_layers, num_experts=shape.num_experts)
+    tuning, ranks = Tuning.of(cfg, shape), push.ranks_of(sizes)
+    sent = push.adapters(shape, sizes, cfg, tuning.adapters) if tuning.adapters else push.weights(shape, sizes, cfg, tuning)
+    sent = list(sent)
+    return [[(bucket.stage, bucket.sizes, len(bucket.slots)) for bucket in fill(sent, ranks, size)] for size in BUCKETS]
+
+
+@pytest.mark.parametrize(("model", "layout"), CASES, ids=[f"{model}, {layout}" for model, layout in CASES])
+def test_every_rank_gets_every_tensor_bit_for_bit_in_the_planned_collectives(models, model, layout):
+    ranks = run_ranks(look, cases.LAYOUTS[layout].world_size, str(models(model)), model, layout)
+    assert all(plans == planned(models(model), model, layout) for plans in ranks)
+
+
+# ---- kinds -----------------------------------------------------------------------------------------------------------------------------
+
+IN_ONE_STAGE = ("dense", "PP2", r".*layers\.0\..*")
+ADAPTED = [("dense", "TP2 SP PP2", r".*layers\.0\..*"), ("MoE", "TP2 EP2 ETP2", r".*layers\.1\.mlp\.experts\.3\..*|.*o_proj")]
+
+
+def push_all_kinds(rank, world, path, model, layout, modules, tamper=None):
+    """Adapters in some modules alone: a stage, or an expert rank, that has none takes part all the same."""
+    policy = build(path, model, layout, world, tuner_type="lora", target_regex=modules)
+    adapters, exchange = policy.adapters, policy.exchange
+    exchange.bucket_bytes = adapters.exchange.bucket_bytes = BUCKETS[0]
+    if tamper is not None:
+        tamper()
+    read = HfReader(path)
+    with adapters.far_from_zero(seed=3):
+        for _ in range(2):  # the second time nothing is planned
+            pairs = {name: tensor.clone() for name, tensor in adapters.named()}
+            gradients = {name: tensor.double() for name, tensor in adapters.tensors().items()}
+            same(dict(adapters.trimmed(gradients, "gradients")), {name: tensor.double() for name, tensor in pairs.items()})
+            same(dict(exchange.stream(policy.tensors(), "weights")), {name: read(name) for name in read.names})
+            merged = dict(policy.named_weights())
+        assert pairs.keys() == adapters.sizes.keys()
+        same(pairs, dict(trimmed(by_hand(adapters.exchange, adapters.tensors()).items(), adapters.sizes)))
+        right = weights_adapters.merged(read, pairs.__getitem__, adapters.settings, adapters.sizes)
+        for name in read.names:
+            assert torch.allclose(merged[name], right(name), atol=1e-5), name
+            assert torch.equal(merged[name], read(name)) == (name.removesuffix(".weight") + A not in pairs), name
+    return [(bucket.stage, bucket.sizes, len(bucket.slots)) for bucket in adapters.exchange.plan({}, "adapter").buckets]
+
+
+def plan_kinds(rank, world, path, model, layout, modules, tamper=None):
+    """How often a rank speaks with others to plan: as often as all, or some wait for it for ever. (So nobody speaks here.)"""
+    adapters = build(path, model, layout, world, tuner_type="lora", target_regex=modules).adapters
+    if tamper is not None:
+        tamper()
+    spoken, from_all = [], collectives.from_all
+    collectives.from_all = lambda value, group=None: spoken.append(value) or [value]
+    mine = adapters.tensors()
+    for _ in range(2):
+        adapters.exchange.plan(mine, "adapter")
+        adapters.exchange.plan({name: tensor.double() for name, tensor in mine.items()}, "gradients")
+    assert bool(mine) == (rank == 0)
+    assert set(from_all(len(spoken))) == {6}
+
+
+def test_a_stage_without_adapters_plans_with_the_others(models):
+    run_ranks(plan_kinds, 2, str(models("dense")), *IN_ONE_STAGE)
+
+
+@pytest.mark.parametrize(("model", "layout", "modules"), ADAPTED, ids=["a stage without", "an expert rank without"])
+def test_weights_adapters_and_merged_weights_go_side_by_side(models, model, layout, modules):
+    ranks = run_ranks(push_all_kinds, cases.LAYOUTS[layout].world_size, str(models(model)), model, layout, modules)
+    assert all(plan == planned(models(model), model, layout, tuner_type="lora", target_regex=modules)[0] for plan in ranks)
+
+
+# ---- a receiver that stops, and one that takes its time --------------------------------------------------------------------------------
+
+
+def stop_early(rank, world, path, tamper=None):
+    """One rank fails before it has taken anything, the other wants three tensors; later one wants a single tensor, the other all."""
+    policy = build(path, "MoE", "TP2 EP2 ETP1", world)
+    policy.exchange.bucket_bytes = BUCKETS[0]
+    if tamper is not None:
+        tamper()
+
+    class Holder:
+        has_base = True
+
+        def take(self, update):
+            if rank == 0:
+                raise OSError("no room")
+            self.found = dict(islice(update.tensors, 3))
+
+    holder = Holder()
+    plan = policy.exchange.plan(policy.tensors(), "weights")
+    with wire() as counted:
+        with pytest.raises(OSError) if rank == 0 else contextlib.nullcontext():
+            sync.push(policy, holder, version=1, verify=False)
+        stream = policy.named_weights()
+        next(stream)
+        if rank == world - 1:
+            stream.close()
+        assert bool(list(stream)) == (rank < world - 1)
+    assert counted.collectives == 2 * num_collectives(plan.buckets, plan.ranks)
+    assert rank == 0 or len(holder.found) == 3
+
+
+def test_a_receiver_that_stops_early_leaves_nobody_waiting(models):
+    run_ranks(stop_early, 2, str(models("MoE")))
+
+
+def hold_one(rank, world, path, tamper=None):
+    """A receiver that holds one tensor at a time, a view of a bucket, finds two buckets in memory and no third."""
+    policy = build(path, "MoE", "EP2", world)
+    policy.exchange.bucket_bytes = 64 << 10
+    plan = policy.exchange.plan(policy.tensors(), "weights")
+    if tamper is not None:
+        tamper()
+    start, sent, most = collectives.start_gather, [], 0
+
+    def watched(run, group):
+        nonlocal most
+        rows, work = start(run, group)
+        if work is not None:
+            work.wait()
+            rows = rows.clone()  # gloo's own threads let go of theirs when they like
+            sent.append(StorageWeakRef(rows.untyped_storage()))
+        most = max(most, sum(not one.expired() for one in sent))
+        return rows, None
+
+    collectives.start_gather = watched
+    names = [name for name, _ in policy.named_weights()]
+    assert len(names) > len(sent) > 4 and len(plan.buckets) >= len(sent)
+    assert most == 2
+
+
+def test_two_buckets_are_in_memory_and_no_third(models):
+    run_ranks(hold_one, 2, str(models("MoE")))
+
+
+# ---- each of these must be noticed -----------------------------------------------------------------------------------------------------
+
+
+def arrives_late():
+    """Not a fault: nothing is there before it is waited for, as on a slow network."""
+    start = collectives.start_gather
+
+    def late(run, group):
+        rows, work = start(run, group)
+        if work is None:
+            return rows, None
+        right = torch.empty_like(rows)
+        work.wait()
+        right.copy_(rows)
+        rows.zero_()
+        return rows, SimpleNamespace(wait=lambda: rows.copy_(right))
+
+    collectives.start_gather = late
+
+
+def nobody_waits():
+    arrives_late()
+    buckets._Coming.wait = lambda self: None
+
+
+def a_bucket_is_filled_again():
+    memory, start = {}, collectives.start_gather
+
+    def again(run, group):
+        rows, work = start(run, group)
+        if work is None:
+            return rows, None
+        work.wait()
+        kept = memory.setdefault((id(group), tuple(rows.shape)), rows)
+        kept.copy_(rows)
+        return kept, None
+
+    collectives.start_gather = again
+
+
+def parts_that_are_whole_are_gathered_too():
+    start = buckets.PushPlan.__init__
+
+    def over_everyone(self, *args, **kwargs):
+        start(self, *args, **kwargs)
+        self._groups = {Part.WHOLE: None, **self._groups}
+
+    buckets.PushPlan.__init__ = over_everyone
+
+
+def expert_ranks_in_another_order():
+    start = buckets.PushPlan.__init__
+
+    def turned(self, *args, **kwargs):
+        start(self, *args, **kwargs)
+        self._row = dict(zip(self._row, reversed(self._row.values()), strict=True))
+
+    buckets.PushPlan.__init__ = turned
+
+
+def experts_one_rank_after_the_other():
+    in_order = exchange_module.WeightExchange._owned
+
+    def by_rank(self, name, tensor):
+        one = in_order(self, name, tensor)
+        return dataclasses.replace(one, place=(one.expert_rank * 1000 + one.place[0], *one.place[1:]))
+
+    exchange_module.WeightExchange._owned = by_rank
+
+
+def alone_whatever_the_cut():
+    """One shard behind the other is the full tensor where it is cut by rows alone."""
+    shards = buckets.PushPlan._shards
+    buckets.PushPlan._shards = lambda self, slot, rows, rank, cut: shards(self, slot, rows, rank, ShardCut.COLUMN)
+
+
+def merging_is_left_out():
+    buckets._Own.tensor = lambda self, name, slot: self._mine[name].detach()
+
+
+def all_are_merged():
+    stream = exchange_module.WeightExchange.stream
+    exchange_module.WeightExchange.stream = lambda self, mine, kind, prepare=None: stream(self, mine, kind, prepare=lambda t: t * 1.01)
+
+
+def planned_by_what_this_rank_has():
+    plan = exchange_module.WeightExchange.plan
+    exchange_module.WeightExchange.plan = lambda self, mine, kind: plan(self, mine, str(sorted((n, t.dtype) for n, t in mine.items())))
+
+
+def who_stops_leaves():
+    def stream(self, mine, prepare):
+        own = buckets._Own(mine, prepare)
+        for bucket in self.buckets:
+            yield from self._unpack(self._send(bucket, own), own)
+
+    buckets.PushPlan.stream = torch.no_grad()(stream)
+
+
+def who_fails_leaves():
+    sync._Counted.finish = lambda self: None
+
+
+def sent_before_there_is_room():
+    def stream(self, mine, prepare):
+        own, ahead = buckets._Own(mine, prepare), []
+        for bucket in self.buckets:
+            ahead.append(self._send(bucket, own))
+            if len(ahead) == 2:
+                yield from self._unpack(ahead.pop(0), own)
+        yield from self._unpack(ahead.pop(), own)
+
+    buckets.PushPlan.stream = torch.no_grad()(stream)
+
+
+WRONG = {
+    nobody_waits: (look, "MoE", "EP2"),
+    a_bucket_is_filled_again: (look, "MoE", "EP2"),
+    parts_that_are_whole_are_gathered_too: (look, "dense", "PP2 VPP2"),
+    expert_ranks_in_another_order: (look, "MoE", "EP2"),
+    experts_one_rank_after_the_other: (look, "MoE", "EP2"),
+    alone_whatever_the_cut: (look, "dense", "TP2"),
+    merging_is_left_out: (push_all_kinds, *IN_ONE_STAGE),
+    all_are_merged: (push_all_kinds, *IN_ONE_STAGE),
+    planned_by_what_this_rank_has: (plan_kinds, *IN_ONE_STAGE),
+    who_stops_leaves: (stop_early,),
+    who_fails_leaves: (stop_early,),
+    sent_before_there_is_room: (hold_one,),
+}
+
+
+@pytest.mark.parametrize("tamper", WRONG, ids=lambda tamper: tamper.__name__.replace("_", " "))
+def test_what_would_be_wrong_in_silence_is_noticed(models, tamper):
+    body, *where = WRONG[tamper]
+    with pytest.raises(RanksFailed):
+        run_ranks(body, 2, str(models(where[0] if where else "MoE")), *where, tamper)
+
+
+def test_a_late_arrival_is_waited_for(models):
+    run_ranks(look, 2, str(models("MoE")), "MoE", "EP2", arrives_late)
