@@ -46,14 +46,9 @@ from megatron_grpo.settings.config import Config, GrpoConfig
 from megatron_grpo.settings.write import write_config
 from megatron_grpo.sync import Publisher
 from megatron_grpo.types import Prompt
-<<<<<<< HEAD
 from megatron_grpo.weights.adapters import drawn, from_file
-from megatron_grpo.weights.lora import LoraSettings, lora_of, own_sizes
-=======
-from megatron_grpo.weights.adapters import drawn, from_file, own_sizes
 from megatron_grpo.weights.buckets import MIB
-from megatron_grpo.weights.lora import LoraSettings, lora_of
->>>>>>> buckets
+from megatron_grpo.weights.lora import LoraSettings, lora_of, own_sizes
 from megatron_grpo.weights.mapping import WeightMap
 from megatron_grpo.weights.reader import HfReader, check_tied_head
 from megatron_grpo.weights.shape import ModelShape
