@@ -19,7 +19,9 @@ def adapter_problems(directory: str | Path, settings: LoraSettings, shape: Model
     """What is wrong with an adapter whose configuration has been read, for this model. flag: the setting that named it."""
     if found := [*_numbers(settings), *_expressions(settings)]:
         return [_of(flag, f"{directory}: its {CONFIG} has {message}") for message in found]
-    if unfit := settings.problems(shape):
+    wanted = {PREFIX + name: size for name, size in own_sizes(settings, shape).items()}
+    # A name of the file that matches nothing in this model does no harm: its matrices are compared one by one.
+    if not wanted and (unfit := settings.problems(shape)):
         return [replace(problem, flags=(flag,), message=f"{flag}: {directory}: {problem.message}") for problem in unfit]
     path = Path(directory) / WEIGHTS
     if not path.is_file():
@@ -30,10 +32,7 @@ def adapter_problems(directory: str | Path, settings: LoraSettings, shape: Model
         held = stored_shapes(path, flag=flag)
     except ConfigError as error:
         return list(error.problems)
-    return [
-        _of(flag, f"{path} {message}")
-        for message in _differences(held, {PREFIX + name: size for name, size in own_sizes(settings, shape).items()})
-    ]
+    return [_of(flag, f"{path} {message}") for message in _differences(held, wanted)]
 
 
 def _differences(held: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]]) -> Iterator[str]:
