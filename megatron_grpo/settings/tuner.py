@@ -12,7 +12,7 @@ from megatron_grpo.settings.foreign import shown
 from megatron_grpo.settings.read import COMMAND_LINE
 
 # Modules that people give adapters elsewhere, by the names they have there and in Megatron.
-_NO_ADAPTER: Mapping[str, str] = {
+NO_ADAPTER: Mapping[str, str] = {
     **dict.fromkeys(("all-router", "router", "gate"), "Megatron-Core's router is no linear layer, and vLLM has none on routers"),
     **dict.fromkeys(("all-embedding", "embed_tokens", "word_embeddings", "embedding"), "vLLM does not sample from adapters on embeddings"),
     **dict.fromkeys(("lm_head", "output_layer"), "log-probs are computed from the head as it is"),
@@ -120,7 +120,7 @@ def _targets(tuner: TunerConfig) -> Iterator[Pair]:
             {"target_regex": ["none"]},
         )
     for name in tuner.target_modules:
-        if why := _NO_ADAPTER.get(name.rpartition(".")[2]):
+        if why := NO_ADAPTER.get(name.rpartition(".")[2]):
             yield (
                 ("target_modules",),
                 f"target_modules: an adapter on {name} is not there: {why}. all-linear means every linear layer of attention and MLPs.",

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from megatron_grpo.errors import ConfigError, Problem
+from megatron_grpo.settings.tuner import NO_ADAPTER
 from megatron_grpo.weights.lora import CONFIG, PREFIX, WEIGHTS, LoraSettings, own_sizes
 from megatron_grpo.weights.shape import ModelShape
 from megatron_grpo.weights.stored import stored_shapes
@@ -19,6 +20,8 @@ def adapter_problems(directory: str | Path, settings: LoraSettings, shape: Model
     """What is wrong with an adapter whose configuration has been read, for this model. flag: the setting that named it."""
     if found := [*_numbers(settings), *_expressions(settings)]:
         return [_of(flag, f"{directory}: its {CONFIG} has {message}") for message in found]
+    if named := [name for name in settings.target_modules if name in NO_ADAPTER]:
+        return [_of(flag, f"{directory}: an adapter on {name} is not there: {NO_ADAPTER[name]}.") for name in named]
     wanted = {PREFIX + name: size for name, size in own_sizes(settings, shape).items()}
     # A name of the file that matches nothing in this model does no harm: its matrices are compared one by one.
     if not wanted and (unfit := settings.problems(shape)):
