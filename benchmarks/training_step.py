@@ -198,7 +198,10 @@ def head_peak(words: int, tokens: int = 4096, hidden: int = 128) -> float:
 
     states, weight = torch.randn(tokens, hidden, requires_grad=True), torch.randn(words, hidden, requires_grad=True)
     targets, process, done = torch.randint(words, (tokens,)), psutil.Process(), threading.Event()
-    slope = lambda chunk, logprobs: torch.ones_like(logprobs)  # noqa: E731
+
+    def slope(chunk: slice, logprobs: torch.Tensor) -> torch.Tensor:
+        return torch.ones_like(logprobs)
+
     before = highest = process.memory_info().rss
 
     def watch():

@@ -31,7 +31,7 @@ from megatron_grpo.planning.command import Plan
 from megatron_grpo.planning.sharing import Sharing, decide
 from megatron_grpo.policy.exchange import WeightExchange
 from megatron_grpo.policy.guard import FiniteGuard, Guard
-from megatron_grpo.policy.lora import AdapterPush, Adapters
+from megatron_grpo.policy.lora import Adapters
 from megatron_grpo.policy.model import PolicyModel, build_chunks
 from megatron_grpo.policy.optimizer import Trainable
 from megatron_grpo.policy.policy import Policy, cut_for
@@ -48,7 +48,7 @@ from megatron_grpo.sync import Publisher
 from megatron_grpo.types import Prompt
 from megatron_grpo.weights.adapters import drawn, from_file
 from megatron_grpo.weights.buckets import MIB
-from megatron_grpo.weights.lora import LoraSettings, lora_of, own_sizes
+from megatron_grpo.weights.lora import AdapterPush, LoraSettings, lora_of, own_sizes
 from megatron_grpo.weights.mapping import WeightMap
 from megatron_grpo.weights.reader import HfReader, check_tied_head
 from megatron_grpo.weights.shape import ModelShape
@@ -205,10 +205,11 @@ def how_adapters_travel(
 
         obstacle = sampler_obstacle(inputs.shape.architecture, on_gpu=on_gpu)
     found = lora_push(cfg, inputs.shape, on_gpu=on_gpu, sampler_obstacle=obstacle)
-    told = lora_push(cfg, inputs.shape, on_gpu=None)  # by the plan, which knows no machine and no sampler
-    for note in found.notes if found else ():
-        if told is None or note not in told.notes:
-            journal.metrics.say(note)
+    if found and found.notes:
+        told = lora_push(cfg, inputs.shape, on_gpu=None)  # by the plan, which knows no machine and no sampler
+        for note in found.notes:
+            if told is None or note not in told.notes:
+                journal.metrics.say(note)
     return found
 
 

@@ -27,7 +27,7 @@ if [ -z "${AGAIN:-}" ] && [ "$(cat $output/finished_with 2>/dev/null)" = "$key" 
     echo "[lora] 3/4 training: $output is a finished run of just this; kept (AGAIN=1 trains again)"
 else
     ranks=2
-    gpus="$(nvidia-smi -L 2>/dev/null | grep -c '^GPU' || true)"
+    gpus="$(nvidia-smi -L 2>/dev/null | grep -c '^GPU' || true)"  # none counts 0, which grep calls a failure
     if [ "$gpus" = 1 ]; then ranks=1; fi  # each rank needs a GPU of its own
     echo "[lora] 3/4 training: torchrun --nproc_per_node $ranks -m megatron_grpo train --config $here/config.yaml $*"
     torchrun --nproc_per_node $ranks -m megatron_grpo train --config $here/config.yaml --output_dir $output "$@" ||

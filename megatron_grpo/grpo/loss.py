@@ -76,6 +76,7 @@ class _Terms(NamedTuple):
 
     loss: torch.Tensor
     per_token: PerToken
+    old_logprobs: torch.Tensor  # float64 [C]: the current ones, as constants, where a position is on-policy
     mismatch: torch.Tensor
     importance: Importance | None
     kl: torch.Tensor | None
@@ -170,7 +171,9 @@ class GrpoLoss:
         """
         self._require(entropy, ref_logprobs, entropy_threshold)
         sequences = Sequences(tensors.sequence, tensors.num_sequences, sum_over_context)
-        loss, per_token, mismatch, importance, kl = self._terms(tensors, sequences, logprobs, ref_logprobs, entropy, entropy_threshold)
+        loss, per_token, old_logprobs, mismatch, importance, kl = self._terms(
+            tensors, sequences, logprobs, ref_logprobs, entropy, entropy_threshold
+        )
         is_trained = (tensors.token_weights > 0).double()
         sums = {"num_loss_tokens": is_trained.sum()}
         if kl is not None:
@@ -184,7 +187,7 @@ class GrpoLoss:
         clips = clip_logs(per_token, is_trained * sequences.one_over_length if self.sequence_clip else is_trained)
         sampler_logprobs = tensors.sampler_logprobs.double()
         is_scored = is_trained * tensors.is_compared * (~sampler_logprobs.isnan())
-        mismatch_sums, maxima = mismatch_logs(mismatch, sampler_logprobs, _old(tensors, logprobs), importance, is_trained, is_scored)
+        mismatch_sums, maxima = mismatch_logs(mismatch, sampler_logprobs, old_logprobs, importance, is_trained, is_scored)
         sums, maxima = sums | clips | mismatch_sums, maxima | clip_extremes(clips, sum_over_context)
         # A copy: the schedule may scale the loss in place, and a pipeline's last stage frees it.
         return loss, LossLogs(sums={"loss": loss.detach().clone()} | sums, maxima=maxima)
@@ -198,7 +201,8 @@ class GrpoLoss:
         entropy: torch.Tensor | None = None,
         entropy_threshold: float | None = None,
     ) -> _Terms:
-        old_logprobs, logprobs, constant = _old(tensors, logprobs), logprobs.double(), logprobs.detach().double()
+        logprobs, constant = logprobs.double(), logprobs.detach().double()
+        old_logprobs = torch.where(tensors.old_logprobs.isnan(), constant, tensors.old_logprobs.double())
         u, advantages, sampler_logprobs = tensors.token_weights.double(), tensors.advantages.double(), tensors.sampler_logprobs.double()
         ratio = self.ratio(logprobs, old_logprobs, sequences)
         per_token = self.objective(ratio, logprobs, advantages)
@@ -223,7 +227,7 @@ class GrpoLoss:
                 kl = kl * ratio
             if self.beta:
                 loss = loss + self.beta * (u * kl).sum()
-        return _Terms(loss, per_token, mismatch, importance, kl)
+        return _Terms(loss, per_token, old_logprobs, mismatch, importance, kl)
 
     def _require(self, entropy: torch.Tensor | None, ref_logprobs: torch.Tensor | None, entropy_threshold: float | None) -> None:
         needed = (
@@ -234,11 +238,6 @@ class GrpoLoss:
         missing = [name for name, needs, given in needed if needs and given is None]
         if missing:
             raise ValueError(f"this loss needs {' and '.join(missing)}")
-
-
-def _old(tensors: LossInputs, logprobs: torch.Tensor) -> torch.Tensor:
-    """float64 [C]: the old log-probs, which are the current ones where a position is on-policy. A constant."""
-    return torch.where(tensors.old_logprobs.isnan(), logprobs.detach().double(), tensors.old_logprobs.double())
 
 
 def _correction(cfg: GrpoConfig) -> RolloutCorrection | None:

@@ -40,9 +40,7 @@ def _adapter_room(shape: ModelShape, push: LoraPush, tp: int) -> int:
     total, words = 0, set(push.last_words)
     for module in linear_modules(shape):
         if module.name.rsplit(".", 1)[1] in words:
-            is_row = module.megatron.rsplit(".", 1)[1] in (
-                "linear_proj",
-                "linear_fc2",
-            )  # cut by what it reads, the others by what they give
+            # Cut by what it reads; the others by what they give.
+            is_row = module.megatron.rsplit(".", 1)[1] in ("linear_proj", "linear_fc2")
             total += -(-module.inner // tp) + module.out if is_row else module.inner + -(-module.out // tp)
     return push.slot_rank * total

@@ -19,7 +19,7 @@ import functools
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -37,10 +37,9 @@ from megatron_grpo.parallel.tensor import copy_to_ranks
 from megatron_grpo.policy.exchange import WeightExchange
 from megatron_grpo.policy.trains import let_gradients_in
 from megatron_grpo.weights.adapters import Read, adapter_map, drawn_far, even_sizes, padded, trimmed
-from megatron_grpo.weights.lora import B, LoraSettings, Sizes, linear_modules, module_of, own_sizes, widest_rank
+from megatron_grpo.weights.lora import AdapterPush, B, LoraSettings, Sizes, linear_modules, module_of, own_sizes, widest_rank
 from megatron_grpo.weights.names import ShardCut
 
-AdapterPush = Literal["adapter", "merged"]  # an adapter alone, or the weights with it added in
 TRAINED, REFERENCE = "lora", "ref"  # whose matrices: `lora_a` and `lora_b` train, `ref_a` and `ref_b` stay
 
 
@@ -113,7 +112,7 @@ class LoraLinear:
 
     def sharded_state_dict(self: Any, prefix="", sharded_offsets=(), metadata=None):
         """Megatron would take both matrices for copies, and cuts gate and up one by one for `weight` and `bias` alone."""
-        state = super().sharded_state_dict(prefix, sharded_offsets, metadata)  # type: ignore[misc]
+        state = super().sharded_state_dict(prefix, sharded_offsets, metadata)  # type: ignore[misc]  # of the layer that this is mixed into
         if not hasattr(self, "lora_a"):
             return state  # only the reference has an adapter here
         cut = {"lora_b": 0} if self.lora_place.is_column else {"lora_a": 1}
@@ -152,9 +151,7 @@ class Adapters:
         shape = base.map.shape
         self.chunks, self.base, self.settings = chunks, base, settings
         self.sizes = own_sizes(settings, shape)
-        self.exchange = WeightExchange(
-            adapter_map(base.map, widest_rank(settings, shape)), base.parallel, of_adapters=True, bucket_bytes=base.bucket_bytes
-        )
+        self.exchange = self._exchange_of(settings)
         self._modules: dict[str, list[str]] = {}  # by Megatron linear
         for module in linear_modules(shape):
             self._modules.setdefault(module.megatron, []).append(module.name)
@@ -167,9 +164,7 @@ class Adapters:
 
     def keep_reference(self, settings: LoraSettings, read: Read) -> None:
         """The model with this adapter is the reference from now on, not the model without any. Ranks and targets may be others."""
-        shape = self.base.map.shape
-        weights = WeightExchange(adapter_map(self.base.map, widest_rank(settings, shape)), self.base.parallel, of_adapters=True)
-        self._add(REFERENCE, settings, read, weights)
+        self._add(REFERENCE, settings, read, self._exchange_of(settings))
 
     @contextmanager
     def reference(self) -> Iterator[None]:
@@ -207,7 +202,7 @@ class Adapters:
         """Inside, the adapters have other values, which move every log-prob: whoever uses them shows it. Alike under every layout."""
         mine = self.tensors()
         kept = {name: tensor.detach().clone() for name, tensor in mine.items()}
-        read = padded(drawn_far(self.settings, self.sizes, seed), self.sizes, self._even(self.exchange))
+        read = padded(drawn_far(self.settings, self.sizes, seed), self.sizes, self._even(self.settings))
         try:
             for name, tensor in mine.items():
                 tensor.data.copy_(self._shard(self.exchange, name, read))
@@ -219,14 +214,14 @@ class Adapters:
     # ---- how they are put there --------------------------------------------------------------------------------------------------
 
     def _add(self, use: str, settings: LoraSettings, read: Read, weights: WeightExchange) -> None:
-        names = {id(tensor): name for name, tensor in self.base.tensors(self.chunks).items()}
-        read = padded(read, own_sizes(settings, self.base.map.shape), self._even(weights))
+        names, even = {id(tensor): name for name, tensor in self.base.tensors(self.chunks).items()}, self._even(settings)
+        read = padded(read, own_sizes(settings, self.base.map.shape), even)
         for module in [module for chunk in self.chunks for module in chunk.modules()]:
             stem = names.get(id(getattr(module, "weight", None)), "").removesuffix(".weight")
             if not any(settings.rank_of(name) for name in self._modules.get(stem, ())):
                 continue
             if stem not in self.linears:
-                self.linears[stem] = self._adapted(module, stem, weights)
+                self.linears[stem] = self._adapted(module, stem, weights, even)
             linear = self.linears[stem]
             self._register(linear, stem, use, read, weights)
             scales = torch.tensor([settings.scale_of(module) for module in self._modules[stem]], dtype=torch.float32)
@@ -234,7 +229,7 @@ class Adapters:
             linear.register_buffer(f"{use}_scale", scale, persistent=False)
         self._by_weight = {id(linear.weight): linear for linear in self.linears.values() if hasattr(linear, "lora_a")}
 
-    def _adapted(self, linear: Any, stem: str, weights: WeightExchange) -> Any:
+    def _adapted(self, linear: Any, stem: str, weights: WeightExchange, even: Sizes) -> Any:
         """The same layer, re-classed in place: its parameters, hooks and sharding stay."""
         linear.__class__, linear.lora_dropout = _adapted(linear.__class__), self.settings.dropout
         kind = weights.map.kind(f"{stem}.lora_b")
@@ -248,7 +243,7 @@ class Adapters:
         )
         modules = self._modules[stem]
         # Which module each row belongs to: matrices that hold the module's number, packed and cut as B is.
-        number, even = {module + B: float(index) for index, module in enumerate(modules)}, self._even(weights)
+        number = {module + B: float(index) for index, module in enumerate(modules)}
         rows = self._shard(weights, f"{stem}.lora_b", lambda name: torch.full(even[name], number[name]))[:, 0].long()
         part = F.one_hot(rows, len(modules)).to(linear.weight) if len(modules) > 1 else None
         linear.register_buffer("lora_part", part, persistent=False)
@@ -259,11 +254,14 @@ class Adapters:
             shard = self._shard(weights, f"{stem}.lora_{which}", read).to(linear.weight.device, linear.weight.dtype)
             if use == REFERENCE:
                 linear.register_buffer(f"{use}_{which}", shard, persistent=False)
-                continue
-            linear.register_parameter(f"{use}_{which}", torch.nn.Parameter(shard))
-            weights.mark(f"{stem}.lora_{which}", getattr(linear, f"{use}_{which}"))
-        if use == REFERENCE:
-            return
+            else:
+                linear.register_parameter(f"{use}_{which}", torch.nn.Parameter(shard))
+                weights.mark(f"{stem}.lora_{which}", getattr(linear, f"{use}_{which}"))
+        if use == TRAINED:
+            self._mark_shared(linear)
+
+    def _mark_shared(self, linear: Any) -> None:
+        """Says of the matrix that is whole on every rank how its gradient comes together, and who counts it."""
         place = linear.lora_place
         shared = linear.lora_a if place.is_column else linear.lora_b
         # Never in experts: their gradients meet over expert data parallelism, which TP ranks are part of.
@@ -272,11 +270,13 @@ class Adapters:
             # Megatron takes an unmarked parameter for a copy wherever the rank in *dense* TP is not 0. So it is said who counts it.
             shared.tensor_model_parallel, shared.shared = place.group.rank() == 0, place.group.rank() != 0
 
-    def _even(self, weights: WeightExchange) -> Sizes:
+    def _exchange_of(self, settings: LoraSettings) -> WeightExchange:
+        weights = adapter_map(self.base.map, widest_rank(settings, self.base.map.shape))
+        return WeightExchange(weights, self.base.parallel, of_adapters=True, bucket_bytes=self.base.bucket_bytes)
+
+    def _even(self, settings: LoraSettings) -> Sizes:
         """All matrices of the whole model as Megatron's linears hold them."""
-        entries = next(iter(weights.map.layers.values()))
-        rank = next(entry.hf[0][1][0] for name, entry in entries.items() if name.endswith("lora_a"))
-        return even_sizes(self.base.map.shape, rank)
+        return even_sizes(self.base.map.shape, widest_rank(settings, self.base.map.shape))
 
     def _shard(self, weights: WeightExchange, name: str, read: Read) -> torch.Tensor:
         p = weights.parallel

@@ -110,7 +110,7 @@ def _make_room(optimizer: Any) -> None:
     for part in _chain(optimizer):
         if isinstance(part.optimizer, torch.optim.Adam):  # AdamW is a kind of Adam
             if not any(group["params"] for group in part.optimizer.param_groups):
-                part.optimizer.state["nothing trains here"] = {"step": torch.tensor(0.0)}  # type: ignore[index]
+                part.optimizer.state["nothing trains here"] = {"step": torch.tensor(0.0)}  # type: ignore[index]  # no parameter
             for parameter in (p for group in part.optimizer.param_groups for p in group["params"]):
                 if not part.optimizer.state[parameter]:
                     part.optimizer.state[parameter] = {

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
-from typing import Literal
 
 from megatron_grpo.errors import ConfigError, Problem
 from megatron_grpo.settings.config import Config
-from megatron_grpo.weights.lora import LoraSettings, linear_modules, lora_of
+from megatron_grpo.weights.lora import AdapterPush, LoraSettings, linear_modules, lora_of
 from megatron_grpo.weights.shape import ModelShape
 
 SLOT_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # the ranks that vLLM 0.32 makes room for
-
-PushKind = Literal["adapter", "merged"]
 
 # Measured: 1024 x 1024 weights of std 0.02, rank 8, alpha 32, lr 1e-5. The share of the update by which the merged weights are wrong.
 MERGED_BFLOAT16 = (
@@ -27,7 +24,7 @@ MERGED_BFLOAT16 = (
 class LoraPush:
     """How the adapters of a run reach the sampler."""
 
-    kind: PushKind
+    kind: AdapterPush
     modules: frozenset[str]  # the Hugging Face names of those that have an adapter
     slot_rank: int  # the rank that the sampler makes room for; 0 where it is given merged weights
     notes: tuple[str, ...] = ()  # what a person should be told

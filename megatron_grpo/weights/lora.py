@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from megatron_grpo.errors import ConfigError, Problem
 from megatron_grpo.weights.names import Entry, Packing, ShardCut, layer_entries
@@ -31,6 +31,7 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."  # before the name of a module, in PEFT's files
 BASE = "base_model.json"  # beside it: which base the adapter is for. PEFT's own files name one, and say nothing of what it holds
 ALL_LINEAR = "all-linear"
+AdapterPush = Literal["adapter", "merged"]  # how adapters reach a sampler: alone, or added in to the weights
 # Of PEFT's LoraConfig, and why.
 NOT_THERE = {
     "lora_bias": "Megatron's frozen linear layers give a bias no gradient, and vLLM samples without it",

@@ -8,12 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from megatron_grpo.errors import ConfigError, Problem
+from megatron_grpo.settings.table import table
 from megatron_grpo.settings.tuner import NO_ADAPTER
 from megatron_grpo.weights.lora import CONFIG, PREFIX, WEIGHTS, LoraSettings, own_sizes
 from megatron_grpo.weights.shape import ModelShape
 from megatron_grpo.weights.stored import stored_shapes
-
-_HIGHEST_RANK = 512  # vLLM's
 
 
 def adapter_problems(directory: str | Path, settings: LoraSettings, shape: ModelShape, *, flag: str) -> list[Problem]:
@@ -53,9 +52,10 @@ def _differences(held: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple
 
 
 def _numbers(settings: LoraSettings) -> Iterator[str]:
+    allowed = table()["lora_rank"].range
     for name, rank in {"r": settings.rank, **{f"rank_pattern {key}": rank for key, rank in settings.rank_pattern.items()}}.items():
-        if not isinstance(rank, int) or not 1 <= rank <= _HIGHEST_RANK:
-            yield f"{name} ({rank}), which must be at least 1 and at most {_HIGHEST_RANK}."
+        if not isinstance(rank, int) or not allowed.admits(rank):
+            yield f"{name} ({rank}), which must be {allowed}."
     for name, alpha in {
         "lora_alpha": settings.alpha,
         **{f"alpha_pattern {key}": alpha for key, alpha in settings.alpha_pattern.items()},

@@ -247,7 +247,10 @@ def told_by_the_group_alone():
     from megatron_grpo.batching import collate
 
     right = collate.common_prefix
-    longer = lambda *args: max(right(*args), min(4, min(context.num_computed for context in args[1])))  # noqa: E731
+
+    def longer(sequences, contexts):
+        return max(right(sequences, contexts), min(4, min(context.num_computed for context in contexts)))
+
     with mock.patch.object(collate, "common_prefix", longer):
         yield
 

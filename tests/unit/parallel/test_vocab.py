@@ -183,8 +183,8 @@ def test_a_frozen_output_layer_gets_no_gradient():
     linear_logprobs(hidden, weight, targets, temperature=1.0).logprobs.sum().backward()
     assert weight.grad is None and hidden.grad.norm() > 0
     before, hidden.grad = hidden.grad, None
-    slope = lambda chunk, logprobs: torch.ones_like(logprobs)  # noqa: E731
-    linear_logprobs(hidden, weight, targets, temperature=1.0, slope=slope).logprobs.sum().backward()
+    of_a_sum = linear_logprobs(hidden, weight, targets, temperature=1.0, slope=lambda chunk, logprobs: torch.ones_like(logprobs))
+    of_a_sum.logprobs.sum().backward()
     torch.testing.assert_close(hidden.grad, before, rtol=0, atol=1e-12)
 
 

@@ -48,7 +48,10 @@ def dense(q, k, v, sees, scale):
 
 def drawn(total: int, dtype=torch.float64):
     generator = torch.Generator().manual_seed(0)
-    make = lambda heads: torch.randn(total, heads, 8, dtype=dtype, generator=generator)  # noqa: E731
+
+    def make(heads: int) -> torch.Tensor:
+        return torch.randn(total, heads, 8, dtype=dtype, generator=generator)
+
     return make(4).requires_grad_(), make(2).requires_grad_(), make(2).requires_grad_(), make(4)
 
 

@@ -52,7 +52,10 @@ def test_a_megatron_parameter_trains_with_the_tensors_that_it_is_made_of():
     rule = trains(tuner(freeze_parameters_regex="self_attn|mlp.experts.2"))
     weights = WeightMap.for_shape(shape("qwen3_moe"), padded_vocab_size=53)
     assert weights.hf_names("decoder.layers.0.self_attention.linear_qkv.weight") == QKV
-    of = lambda name: parameter_trains(weights.hf_names(name), rule)  # noqa: E731
+
+    def of(name: str) -> bool:
+        return parameter_trains(weights.hf_names(name), rule)
+
     assert not of("decoder.layers.0.self_attention.linear_qkv.weight") and of("decoder.layers.0.mlp.router.weight")
     experts = [of(f"decoder.layers.1.mlp.experts.local_experts.{e}.linear_fc1.weight") for e in range(4)]
     assert experts == [True, True, False, True]
