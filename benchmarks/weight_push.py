@@ -2,22 +2,25 @@
 
     python benchmarks/weight_push.py [rounds]
 
-A model as the table of weights knows it, without Megatron's modules: shards drawn from names. "load" copies into a sampler's tensors when a
-layer is complete, as vLLM's layer-wise reload does. CPU seconds of a rank; medians of interleaved rounds; ratios are the figures to quote.
+A model as the table of weights knows it, without Megatron's modules: shards drawn from names. First into a real vLLM engine on one rank,
+through vLLM's own reload and by the table that is learnt from it; "packing" is what vLLM's CPU kernels ask for. Then over two ranks, where
+"load" copies into a sampler's tensors. CPU seconds of a rank; medians of interleaved rounds; ratios are the figures to quote.
 """
 
 from __future__ import annotations
 
-import re
 import statistics
 import sys
+import tempfile
 import time
-from collections import Counter
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_grpo.parallel.layout import Layout
 from megatron_grpo.parallel.state import start
@@ -26,9 +29,17 @@ from megatron_grpo.weights.buckets import num_collectives
 from megatron_grpo.weights.mapping import WeightMap
 from megatron_grpo.weights.names import hf_shapes
 from megatron_grpo.weights.shape import ModelShape
+from tests.distributed.test_rollout import engine_at
 from tests.ranks import run_ranks
+from tests.tiny_models import write_tiny
 from tests.wire import wire
 
+ENGINES = {
+    "dense": dict(family="qwen3", vocab=32000, hidden=512, layers=8, heads=8, kv_heads=4, head_dim=64, ffn=1536),
+    "64 experts": dict(family="qwen3_moe", vocab=8192, hidden=256, layers=5, heads=8, kv_heads=4, head_dim=64, ffn=192, experts=64),
+    "dense, kept as it is loaded": dict(family="qwen3", vocab=32000, hidden=512, layers=8, heads=8, kv_heads=4, head_dim=64, ffn=1536),
+    "128 tiny experts": dict(family="qwen3_moe", vocab=128, hidden=64, layers=4, ffn=32, experts=128),
+}
 COMMON = dict(max_position_embeddings=4096, rms_norm_eps=1e-6, rope_theta=1e6, tie_word_embeddings=False, hidden_act="silu",
               attention_bias=False, num_attention_heads=8, num_key_value_heads=4, head_dim=64)  # fmt: skip
 DENSE = COMMON | dict(architectures=["Qwen3ForCausalLM"], model_type="qwen3", vocab_size=32000, hidden_size=512, intermediate_size=1536,
@@ -54,9 +65,23 @@ def shards(weight_map: WeightMap, read, p) -> dict[str, torch.Tensor]:
     return found
 
 
-def layer_of(name: str) -> str:
-    match = re.match(r"model\.layers\.\d+\.", name)
-    return match[0] if match else name
+class Alive(TorchDispatchMode):
+    """Bytes of the memory that was taken inside and is still held, at most."""
+
+    def __init__(self, *before: torch.Tensor):
+        super().__init__()
+        self._before = {tensor.untyped_storage()._cdata for tensor in before}
+        self._found: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.peak = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, (list, tuple)) else [result]:
+            if isinstance(tensor, torch.Tensor) and (storage := tensor.untyped_storage())._cdata not in self._before:
+                self._found[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        self._found = {key: held for key, held in self._found.items() if not held[0].expired()}
+        self.peak = max(self.peak, sum(num_bytes for _, num_bytes in self._found.values()))
+        return result
 
 
 def measure(rank: int, world: int, config: dict, sizes: dict[str, int], rounds: int):
@@ -65,7 +90,7 @@ def measure(rank: int, world: int, config: dict, sizes: dict[str, int], rounds: 
     weight_map = WeightMap.for_shape(shape, padded_vocab_size=shape.vocab_size)
     held = {name: torch.randn(size, generator=torch.Generator().manual_seed(0)) for name, size in hf_shapes(shape).items()}
     exchange, mine = WeightExchange(weight_map, p), shards(weight_map, held.__getitem__, p)
-    plan, waits_for = exchange.plan(mine, "weights"), Counter(map(layer_of, held))
+    plan = exchange.plan(mine, "weights")
     num_bytes = sum(tensor.nbytes for tensor in held.values())
     source, target = torch.randint(0, 255, (num_bytes,), dtype=torch.uint8), torch.empty(num_bytes, dtype=torch.uint8)
 
@@ -74,12 +99,8 @@ def measure(rank: int, world: int, config: dict, sizes: dict[str, int], rounds: 
             pass
 
     def load() -> None:
-        waiting: dict[str, list] = {}
         for name, tensor in exchange.stream(mine, "weights"):
-            waiting.setdefault(layer_of(name), []).append((name, tensor))
-            if len(waiting[layer_of(name)]) == waits_for[layer_of(name)]:
-                for done, value in waiting.pop(layer_of(name)):
-                    held[done].copy_(value)
+            held[name].copy_(tensor)
 
     def gloo_alone() -> None:
         """The same bytes in pieces of the same size, with nothing packed and nothing taken apart."""
@@ -107,17 +128,81 @@ def measure(rank: int, world: int, config: dict, sizes: dict[str, int], rounds: 
     with wire() as counted:
         stream()
     assert counted.collectives == num_collectives(plan.buckets, plan.ranks)
-    return num_bytes, counted.collectives, counted.received, {way: statistics.median(times) for way, times in spent.items()}
+    with Alive(*mine.values(), *held.values()) as alive:
+        load()
+    return num_bytes, counted.collectives, counted.received, alive.peak, {way: statistics.median(times) for way, times in spent.items()}
+
+
+def into_engine(rank: int, world: int, path: Path, rounds: int, is_packed: bool):
+    """(tensors, bytes, CPU seconds by way) of pushes into a real engine of this process. is_packed: by oneDNN, as a CPU's engine is."""
+    from megatron_grpo.rollout import vllm_patches
+    from megatron_grpo.rollout.vllm_weights import WeightLoader
+    from megatron_grpo.weights.reader import HfReader
+    from megatron_grpo.weights.update import WeightUpdate
+
+    p, shape, read = start(Layout(world_size=1)), ModelShape.from_pretrained(path), HfReader(path)
+    weight_map = WeightMap.for_shape(shape, padded_vocab_size=shape.vocab_size)
+    exchange, mine = WeightExchange(weight_map, p), shards(weight_map, read, p)
+    num_bytes = sum(tensor.nbytes for tensor in mine.values())
+    source, target = torch.randint(0, 255, (num_bytes,), dtype=torch.uint8), torch.empty(num_bytes, dtype=torch.uint8)
+    spent: dict[str, list[float]] = {"memcpy": [], "reload": [], "table": [], "packing": []}
+    packing = [0.0]
+
+    def pack(module) -> None:
+        begin = time.process_time()
+        vllm_patches.pack(module)
+        packing[0] += time.process_time() - begin
+
+    if not is_packed:
+        import vllm._custom_ops
+
+        vllm._custom_ops._supports_onednn = False
+    with engine_at(path, rank, world) as engine:
+        loaders = {"reload": WeightLoader(), "table": WeightLoader()}
+        loaders["reload"].reason, loaders["table"].pack = "this benchmark measures it", pack
+        for turn in range(rounds + 2):  # the first learns, the second warms up
+            begin = time.process_time()
+            target.copy_(source)
+            found = {"memcpy": time.process_time() - begin}
+            for way, engine._weights in loaders.items():
+                packing[0], begin = 0.0, time.process_time()
+                engine.take(WeightUpdate(kind="weights", version=turn, tensors=exchange.stream(mine, "weights")))
+                found[way] = time.process_time() - begin
+            found["packing"] = packing[0]
+            for way, seconds in found.items() if turn > 1 else ():
+                spent[way].append(seconds)
+        assert loaders["table"].table is not None
+        num_tensors = len(loaders["table"].table.shapes)
+    return num_tensors, num_bytes, {way: statistics.median(times) for way, times in spent.items()}
+
+
+def engines(rounds: int) -> Table:
+    table = Table("model", "tensors", "MB", "memcpy ms", "vLLM's reload ms", "by the table ms", "of it packing ms", "us a tensor, reload",
+                  "table", "memcpy rate, reload", "table", "without packing",
+                  title=f"one push on one rank into a real engine, float32, CPU time, medians of {rounds}")  # fmt: skip
+    for title, model in ENGINES.items():
+        with tempfile.TemporaryDirectory() as folder:
+            num_tensors, num_bytes, seconds = run_ranks(
+                into_engine, 1, write_tiny(folder, **model), rounds, "kept" not in title, timeout=300
+            )[0]
+        memcpy, reload, by_table, packing = (1000 * seconds[way] for way in ("memcpy", "reload", "table", "packing"))
+        times = (memcpy, reload, by_table, packing, 1000 * reload / num_tensors, 1000 * (by_table - packing) / num_tensors)
+        rates = (memcpy / reload, memcpy / by_table, memcpy / (by_table - packing))
+        table.add_row(title, str(num_tensors), f"{num_bytes / 1e6:.0f}", *(f"{ms:.0f}" for ms in times), *(f"{rate:.2f}" for rate in rates))
+    return table
 
 
 def main() -> None:
     rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 5
+    console = Console(width=170)
+    console.print(engines(rounds))
     columns = (
         "model",
         "ranks",
         "MB",
         "collectives",
         "MB received",
+        "peak MiB",
         "memcpy ms",
         "gloo ms",
         "stream ms",
@@ -129,14 +214,17 @@ def main() -> None:
     for title, config, sizes in CASES:
         world = 2 if sizes else 1
         found = run_ranks(measure, world, config, sizes, rounds, timeout=300)
-        num_bytes, collectives, received, _ = found[0]
-        ms = {way: 1000 * statistics.mean(one[3][way] for one in found) for way in found[0][3]}
+        num_bytes, collectives, received, *_ = found[0]
+        peak = max(one[3] for one in found)
+        ms = {way: 1000 * statistics.mean(one[4][way] for one in found) for way in found[0][4]}
         gloo = ms.get("gloo alone")
         layout = " ".join(f"{name.upper()}{size}" for name, size in sizes.items()) or "1"
-        table.add_row(title, layout, f"{num_bytes / 1e6:.0f}", str(collectives), f"{received / 1e6:.0f}", f"{ms['memcpy']:.0f}",
-                      f"{gloo:.0f}" if gloo else "-", f"{ms['stream']:.0f}", f"{ms['stream + load']:.0f}",
-                      f"{ms['memcpy'] / ms['stream + load']:.2f}", f"{gloo / ms['stream']:.2f}" if gloo else "-")  # fmt: skip
-    Console(width=150).print(table)
+        times = (ms[way] if way in ms else None for way in ("memcpy", "gloo alone", "stream", "stream + load"))
+        rates = ms["memcpy"] / ms["stream + load"], gloo / ms["stream"] if gloo else None
+        table.add_row(title, layout, *(f"{count:.0f}" for count in (num_bytes / 1e6, collectives, received / 1e6, peak / 2**20)),
+                      *("-" if time is None else f"{time:.0f}" for time in times),
+                      *("-" if rate is None else f"{rate:.2f}" for rate in rates))  # fmt: skip
+    console.print(table)
 
 
 if __name__ == "__main__":

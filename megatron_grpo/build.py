@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from megatron_grpo import train
 from megatron_grpo.checkpoint.resume import start_afresh
 from megatron_grpo.checkpoint.saving import Checkpoints
 from megatron_grpo.clock import Clock
-from megatron_grpo.errors import ConfigError
+from megatron_grpo.errors import ConfigError, Problem
 from megatron_grpo.evaluate import Evaluator
 from megatron_grpo.grpo.loss import GrpoLoss
 from megatron_grpo.grpo.refused import is_truncated_sampling, truncated_sampling_warning
@@ -27,8 +28,10 @@ from megatron_grpo.metrics.rollout import Completions
 from megatron_grpo.metrics.schedule import ScheduleLog
 from megatron_grpo.parallel import collectives
 from megatron_grpo.parallel.state import ParallelState
-from megatron_grpo.planning.command import Plan
+from megatron_grpo.planning.command import Plan, make_plan
+from megatron_grpo.planning.report import room_in_words
 from megatron_grpo.planning.sharing import Sharing, decide
+from megatron_grpo.policy.attention import gpu_kernel
 from megatron_grpo.policy.exchange import WeightExchange
 from megatron_grpo.policy.guard import FiniteGuard, Guard
 from megatron_grpo.policy.lora import Adapters
@@ -36,15 +39,18 @@ from megatron_grpo.policy.model import PolicyModel, build_chunks
 from megatron_grpo.policy.optimizer import Trainable
 from megatron_grpo.policy.policy import Policy, cut_for
 from megatron_grpo.policy.reference import FollowingReference, FrozenReference, Reference
-from megatron_grpo.policy.refused import machine_problems, sharing_problems
+from megatron_grpo.policy.refused import attention_channels, machine_problems, sharing_problems
+from megatron_grpo.policy.room import Role
 from megatron_grpo.policy.scorer import ModelScorer
 from megatron_grpo.policy.trains import choose_what_trains
 from megatron_grpo.rollout.adapters import LoraPush, lora_push
-from megatron_grpo.rollout.engine import Engine, SamplingSettings, WeightHolder
+from megatron_grpo.rollout.engine import Engine, Sampler, SamplingSettings, WeightHolder
+from megatron_grpo.rollout.experts import ExpertLayers
+from megatron_grpo.rollout.fleet import needs_of
 from megatron_grpo.rollouts import Asker, KlPenalty, Rollouts
 from megatron_grpo.settings.config import Config, GrpoConfig
 from megatron_grpo.settings.write import write_config
-from megatron_grpo.sync import Publisher
+from megatron_grpo.sync import MakesRoom, Publisher, Restoring
 from megatron_grpo.types import Prompt
 from megatron_grpo.weights.adapters import drawn, from_file
 from megatron_grpo.weights.buckets import MIB
@@ -79,22 +85,23 @@ def build_run(
     policy = build_policy(
         cfg, inputs.shape, parallel,
         model_path=inputs.model_path, num_steps=timetable.num_steps, clock=clock, reference=reference, guard=guard,
-        push=lora.kind if lora else None,
+        push=lora.kind if lora else None, offload=what_makes_room(made, parallel),
     )  # fmt: skip
-    sampler = (engine or partial(ENGINES[cfg.rollout.vllm_mode], lora=lora))(cfg, inputs, parallel)
+    sampler = started(engine or partial(ENGINES[cfg.rollout.vllm_mode], lora=lora), cfg, inputs, parallel, policy)
+    publisher = build_publisher(cfg, policy, sampler)
+    in_turn = MakesRoom(Restoring(sampler, partial(publish_again, policy, publisher, clock)), policy)
     sampling = SamplingSettings.of(cfg.rollout, num_generations=cfg.batch.num_generations)
     return train.Run(
         timetable=timetable,
         parallel=parallel,
         policy=policy,
         engine=sampler,
-        publisher=build_publisher(cfg, policy, sampler),
+        publisher=publisher,
         rollouts=Rollouts(
-            Asker(sampler, judge, sampling=sampling, seed=cfg.run.seed, clock=clock),
+            Asker(in_turn, judge, sampling=sampling, seed=cfg.run.seed, clock=clock, experts=replayed_experts(cfg, inputs.shape)),
             inputs.prompts,
             cfg=cfg.grpo,
-            num_groups=made.checked.sizes.num_rollout_prompts,
-            use_sampler_logprobs=cfg.batch.old_logprobs == "rollout",
+            timetable=timetable,
             penalty=penalty_of(cfg.grpo, policy),
             cut=policy.cut,
             parallel=parallel,
@@ -104,7 +111,7 @@ def build_run(
         checkpoints=checkpoints,
         evaluator=Evaluator(
             held_out_prompts(inputs, cfg.eval.eval_num_prompts),
-            sampler,
+            in_turn,
             judge,
             sampling,
             score=cfg.eval.eval_reward or judge.names[0],
@@ -113,7 +120,49 @@ def build_run(
         ),
         journal=journal,
         stop=stop,
+        stop_drain_seconds=cfg.run.stop_drain_seconds,
     )
+
+
+def what_makes_room(made: Plan, parallel: ParallelState) -> tuple[Role, ...]:
+    """What leaves the device while the sampler works: on a CPU what is asked for, on a GPU as the plan decides for it. Collective."""
+    cfg = made.checked.config
+    if cfg.rollout.vllm_mode != "colocate":
+        model = optimizer = False
+    elif parallel.device.type == "cpu":
+        model, optimizer = cfg.rollout.offload_model == "true", cfg.rollout.offload_optimizer == "true"
+    else:
+        smallest = -collectives.largest(-torch.cuda.mem_get_info(parallel.device)[1])
+        here = cfg.with_values({"gpu_memory_gb": cfg.plan.gpu_memory_gb or smallest / 1e9})
+        memory = make_plan(replace(made.checked, config=here)).memory
+        assert memory is not None  # the model is here
+        model, optimizer = memory["offload"]["model"], memory["offload"]["optimizer"]
+        if parallel.is_main and cfg.plan.gpu_memory_gb is None:  # or else the plan has said it
+            logger.warning(room_in_words(memory["offload"]))
+    return (("weights", "reference", "gradients") if model else ()) + (("optimizer",) if optimizer else ())
+
+
+def started(make: MakeEngine, cfg: Config, inputs: Inputs, parallel: ParallelState, policy: Policy) -> Engine:
+    """The engine, which claims its memory as it starts. Collective.
+
+    If the policy makes room for it, it sleeps until it is asked: a checkpoint may be read first, which needs the policy.
+    """
+    policy.make_room()
+    sampler = make(cfg, inputs, parallel)
+    refuse_if_it_cannot_run_ahead(cfg, sampler)
+    if policy.room.movable:
+        with sampler.awake():
+            pass
+    return sampler
+
+
+def refuse_if_it_cannot_run_ahead(cfg: Config, sampler: Sampler) -> None:
+    if cfg.rollout.async_rollout_depth and not hasattr(sampler, "begin"):
+        message = (
+            f"async_rollout_depth {cfg.rollout.async_rollout_depth} needs a sampler that answers while training goes on, and "
+            f"{type(sampler).__name__} has no `begin` (rollout.engine.BackgroundSampler). Use async_rollout_depth 0."
+        )
+        raise ConfigError([Problem(flags=("async_rollout_depth",), message=message)])
 
 
 def build_publisher(cfg: Config, policy: Policy, holder: WeightHolder) -> Publisher:
@@ -124,6 +173,12 @@ def build_publisher(cfg: Config, policy: Policy, holder: WeightHolder) -> Publis
         is_coarse=cfg.model.torch_dtype != "float32",
         starts_as_checkpoint=not cfg.tuner.adapters,
     )
+
+
+def publish_again(policy: Policy, publisher: Publisher, clock: Clock) -> None:
+    """What `train.publish` does, in the middle of a question."""
+    with clock("weight_sync"):
+        publisher.publish(policy.version)
 
 
 def penalty_of(cfg: GrpoConfig, policy: Policy) -> KlPenalty | None:
@@ -166,7 +221,9 @@ def build_journal(made: Plan, judge: Judge, parallel: ParallelState, clock: Cloc
         plot_steps=run_cfg.save_steps,
         config={name: value for section in cfg.groups().values() for name, value in vars(section).items()},
     )
+    # One rollout ahead the difference is also what weights have moved in between: no bound is usual then.
     drift = DriftWatch(bound=cfg.rollout.logp_difference_warn, dtype=cfg.model.torch_dtype)
+    has_bound = cfg.rollout.logp_difference_warn is not None or not cfg.rollout.async_rollout_depth
 
     def truncated(progress, found):
         return truncated_sampling_warning(cfg.rollout, found) if progress.step == 1 and is_truncated_sampling(cfg.rollout) else None
@@ -179,7 +236,7 @@ def build_journal(made: Plan, judge: Judge, parallel: ParallelState, clock: Cloc
         reward_weights=judge.reward_weights,
         tells_selection=cfg.grpo.dynamic_sample or cfg.grpo.oversample_ratio > 1,
         from_all=partial(collectives.from_all, group=parallel.dp_group),
-        watches=[watch_drift(drift), truncated],
+        watches=[*([watch_drift(drift)] if has_bound else []), truncated],
     )
 
 
@@ -198,7 +255,9 @@ def how_adapters_travel(
     if cfg.tuner.tuner_type == "full":
         return None
     on_gpu = parallel.device.type == "cuda"
-    if not sampler_is_known:
+    if cfg.rollout.vllm_mode == "server" and sampler_is_known:
+        obstacle = None  # servers say themselves whether they have room, and the trainer may have no vLLM
+    elif not sampler_is_known:
         obstacle = None if cfg.tuner.vllm_enable_lora else "this sampler was written elsewhere, and vllm_enable_lora true is not set"
     else:
         from megatron_grpo.rollout.vllm_adapters import sampler_obstacle
@@ -226,10 +285,31 @@ def build_colocated(cfg: Config, inputs: Inputs, parallel: ParallelState, *, lor
         rank=parallel.rank,
         world_size=parallel.world_size,
         lora=lora,
+        experts=replayed_experts(cfg, inputs.shape),
     )
 
 
-ENGINES: dict[str, Callable[..., Engine]] = {"colocate": build_colocated}  # by vllm_mode
+def replayed_experts(cfg: Config, shape: ModelShape) -> ExpertLayers | None:
+    """Where the sampler is to tell which experts it took."""
+    return ExpertLayers.of(shape) if cfg.grpo.router_replay_mode == "R3" else None
+
+
+def build_servers(cfg: Config, inputs: Inputs, parallel: ParallelState, *, lora: LoraPush | None = None) -> Engine:
+    """Rollout servers, which are waited for. Collective."""
+    from megatron_grpo.rollout.servers import ServerEngine
+
+    return ServerEngine.build(
+        cfg.rollout,
+        model_path=inputs.model_path,
+        shape=inputs.shape,
+        output_dir=Path(cfg.run.output_dir),
+        needs=needs_of(cfg, inputs.longest_prompt, lora),
+        device=parallel.device,
+        lora=lora,
+    )
+
+
+ENGINES: dict[str, Callable[..., Engine]] = {"colocate": build_colocated, "server": build_servers}  # by vllm_mode
 
 # ---- which reference -------------------------------------------------------------------------------------------------------------------
 
@@ -265,7 +345,8 @@ def sharing_here(cfg: Config, shape: ModelShape, parallel: ParallelState) -> Sha
     lacking = machine_problems(cfg, has_gpu=has_gpu, has_transformer_engine=has_te)
     if lacking := [*lacking, *sharing_problems(cfg, shape, has_transformer_engine=has_te)]:
         raise ConfigError(lacking)
-    sharing = decide(cfg, shape, has_gpu=has_gpu, has_transformer_engine=has_te)
+    lacks = gpu_kernel(getattr(torch, cfg.model.torch_dtype), attention_channels(shape)).lacks if has_gpu else None
+    sharing = decide(cfg, shape, has_gpu=has_gpu, has_transformer_engine=has_te, gpu_lacks=lacks)
     planned = decide(cfg, shape)  # `plan`, and the sizes shown at the start, know nothing of the machine
     if parallel.is_main and sharing != planned and (has_gpu or sharing.least_saving != planned.least_saving):
         logger.warning("Shared prompts are %s.", sharing)
@@ -308,7 +389,8 @@ def model_of(
     plain_linears = cfg.tuner.tuner_type == "lora"  # an adapter needs the input of the layer that it stands beside
     naming = "transformer_engine" if use_te and not plain_linears else "local"
     weight_map = WeightMap.for_shape(shape, padded_vocab_size=rows, naming=naming)
-    exchange = WeightExchange(weight_map, parallel, bucket_bytes=(cfg.rollout.weight_sync_bucket_mb or 0) * MIB or None)
+    bucket_bytes = (cfg.rollout.weight_sync_bucket_mb or 0) * MIB or None
+    exchange = WeightExchange(weight_map, parallel, bucket_bytes=bucket_bytes, to_first=cfg.rollout.vllm_mode == "server")
     reader = HfReader(model_path)
     weight_map.check_complete(reader.names)
     check_tied_head(reader)
@@ -335,10 +417,12 @@ def build_policy(
     reference: MakeReference | None = None,
     guard: Guard | None = None,
     push: AdapterPush | None = None,
+    offload: Collection[Role] = (),
 ) -> Policy:
     """The policy with the checkpoint's weights, ready to train; and its reference where one is asked for. Collective.
 
-    push: how adapters reach the sampler; None where weights train, and for a policy that is not to be sampled from.
+    push: how adapters reach the sampler; None where weights train, and for a policy that is not to be sampled from. offload: what leaves
+    the device while the sampler works.
     """
     sharing = sharing_here(cfg, shape, parallel)
     loss = GrpoLoss.from_config(cfg.grpo, max_completion_length=cfg.rollout.max_completion_length, temperature=cfg.rollout.temperature)
@@ -362,11 +446,11 @@ def build_policy(
         held_to = (reference or REFERENCES[cfg.grpo.sync_ref_model])(cfg.grpo, initial, partial(exchange.tensors, initial.model))
     return Policy(
         model,
+        ModelScorer(model.wrapped, parallel, cut, replay=cfg.grpo.router_replay_mode),
         loss=loss,
         reference=held_to,
         guard=guard or FiniteGuard(),
         exchange=exchange,
-        parallel=parallel,
-        cut=cut,
         clock=clock,
+        offload=offload,
     )

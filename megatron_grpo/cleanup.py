@@ -1,7 +1,11 @@
-"""What must run however a block ends, without hiding why it ended."""
+"""What must run however a block ends, without hiding why it ended; and processes that end with the one that started them."""
 
 from __future__ import annotations
 
+import ctypes
+import os
+import signal
+import sys
 from collections.abc import Callable
 
 
@@ -32,3 +36,20 @@ class CleanUp:
                     first.add_note(f"Cleaning up after this failed too: {type(error).__name__}: {error}")
         if first is not None and came_in is None:
             raise first
+
+
+def die_with_parent(parent: int | None = None) -> None:
+    """From now on the kernel kills this process when the thread that started it ends (Linux; elsewhere this does nothing).
+
+    parent: the number of the process that started it, where it is known: it may have died before this is called.
+    For processes that a launcher started, such as torchrun's workers: a launcher killed with SIGKILL cannot end them itself. Not for a
+    process that somebody started from a shell: it would die with the shell.
+    """
+    if sys.platform != "linux":
+        return
+    pr_set_pdeathsig = 1
+    parent = os.getppid() if parent is None else parent
+    if ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    if os.getppid() != parent:  # it died before the kernel was asked
+        os.kill(os.getpid(), signal.SIGKILL)

@@ -41,7 +41,7 @@ def train(argv: list[str], **parts: Any) -> int:
     quiet_libraries()
     from megatron_grpo.inputs import read_everything
 
-    made, inputs = read_everything(parsed)
+    made, inputs = read_everything(parsed, has_sampler="engine" in parts)
     from megatron_grpo.run.life import run_training
 
     return run_training(made, inputs, **parts)
@@ -93,7 +93,23 @@ def export(argv: list[str]) -> int:
     return run_export(parsed)
 
 
-COMMANDS: dict[str, Command] = {"train": train, "plan": plan, "export": export}
+def serve(argv: list[str]) -> int:
+    """A rollout server: one vLLM engine that a run owns, pushes weights to and samples from (train --vllm_mode server)."""
+    from megatron_grpo.settings import parse
+    from megatron_grpo.sizing.dialects import DIALECTS
+
+    parsed = parse(argv, dialects=DIALECTS)
+    if parsed.print_config:
+        return _print_config(parsed.config)
+    from megatron_grpo.run.quiet import quiet_libraries
+
+    quiet_libraries()
+    from megatron_grpo.serve.life import serve as serve_until_stopped
+
+    return serve_until_stopped(parsed)
+
+
+COMMANDS: dict[str, Command] = {"train": train, "plan": plan, "export": export, "serve": serve}
 
 
 def _print_config(config: Config) -> int:

@@ -53,3 +53,7 @@ class RunError(Exception):
 
 class Interrupted(Exception):
     """A signal asked the run to stop; its state is on disk. `cli.main` exits with 3: safe to resume."""
+
+
+class NobodySamples(Interrupted):
+    """No rollout server is left, and none came back in time. Raised on every rank; what the run has is saved before it ends."""

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
 from megatron_grpo.judge import Judge
 from megatron_grpo.parallel import collectives
 from megatron_grpo.rollout.engine import Sampler, SamplingSettings
-from megatron_grpo.types import Progress, Prompt
+from megatron_grpo.types import Prompt
 
 
 class Evaluator:
@@ -30,11 +30,9 @@ class Evaluator:
         self.prompts, self.sampler, self.judge, self.sampling = list(prompts), sampler, judge, sampling.greedy()
         self.score, self.every, self.last_step = score, every, last_step
 
-    def is_due(self, progress: Progress) -> bool:
-        """Before the first step, after the last, and every so often between."""
-        step = progress.step
-        between = self.every > 0 and step % self.every == 0
-        return bool(self.prompts) and (step == 0 or step == self.last_step or between)
+    def is_due(self, steps: Iterable[int]) -> bool:
+        """Before the first step, after the last, and every so often between. steps: after any of these numbers of optimizer steps."""
+        return bool(self.prompts) and any(step in (0, self.last_step) or (self.every > 0 and step % self.every == 0) for step in steps)
 
     def run(self) -> dict[str, float]:
         """{reward name: mean over the prompts to which it applies, ..., "mean_length": tokens}; the score first. Collective."""

@@ -79,10 +79,10 @@ def merge_adapter(model: str | Path, adapter: str | Path, out: str | Path) -> No
     Raises ConfigError where the adapter is not for this model.
     """
     shape, reader, settings = ModelShape.from_pretrained(model), HfReader(model), LoraSettings.from_peft(adapter)
-    if problems := [*settings.problems(shape), *base_problems(adapter, Path(model))]:
+    adapter_read = from_file(adapter, settings, shape)
+    if problems := base_problems(adapter, Path(model)):
         raise ConfigError(problems)
-    sizes = own_sizes(settings, shape)
-    read = merged(reader, from_file(adapter, settings, shape), settings, sizes)
+    read = merged(reader, adapter_read, settings, own_sizes(settings, shape))
     names = WeightMap.for_shape(shape, padded_vocab_size=shape.vocab_size).expected_hf_names()
     with HfWriter(out, model, expected=names) as write:
         for name in sorted(names):

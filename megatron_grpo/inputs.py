@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from megatron_grpo import launcher
 from megatron_grpo.data.chat import load_tokenizer
 from megatron_grpo.data.files import is_path
 from megatron_grpo.errors import ConfigError, Problem
@@ -64,9 +65,12 @@ class Found:
     rewards: list[RewardFunction]
 
 
-def read_everything(parsed: Parsed) -> tuple[Plan, Inputs]:
-    """For `train`: the plan and the inputs of a run. Raises ConfigError with all that is wrong with either."""
-    made, found, resume = _look_at(parsed, {})
+def read_everything(parsed: Parsed, *, has_sampler: bool = False) -> tuple[Plan, Inputs]:
+    """For `train`: the plan and the inputs of a run. Raises ConfigError with all that is wrong with either.
+
+    has_sampler: it was written elsewhere, and stands in for the servers that the settings name.
+    """
+    made, found, resume = _look_at(parsed, {"servers": "the rollout servers"} if has_sampler else {})
     assert resume is not None  # left out of a plan alone
     return made, Inputs(**{field.name: getattr(found, field.name) for field in fields(Found)}, resume=resume)
 
@@ -87,6 +91,8 @@ def _left_out(cfg: Config) -> dict[str, str]:
     model, rewards = cfg.model.model, cfg.rewards
     machine = "this machine's GPUs and memory, and whether output_dir can be written"
     parts = {"machine": machine, "tokenizer": "the tokenizer (chat template, prompt lengths in tokens)"}
+    if cfg.rollout.vllm_mode == "server":
+        parts |= {"servers": "the rollout servers (whether they answer, whose they are, how long their sequences may be)"}
     if not model:
         parts |= {"model": "the model (none given)"}
     elif (Path(model).is_file() and model.endswith(".json")) or _is_elsewhere(cfg, "model", model):
@@ -165,7 +171,7 @@ def _look_at(parsed: Parsed, left_out: Collection[str]) -> tuple[Plan, Found, Re
     found = problems.attempt(lambda: read_inputs(parsed.config, {*left_out, *_unreadable(parsed)}))
     both: tuple[Plan, Resume | None] | None = None
     if checked is not None and found is not None:
-        both = problems.attempt(lambda: _plan_of(parsed, checked, found, paths, is_asked_to_train=not left_out))
+        both = problems.attempt(lambda: _plan_of(parsed, checked, found, paths, is_asked_to_train="machine" not in left_out))
     if problems or found is None or both is None:
         close_rewards(found.rewards if found is not None else [])
         raise ConfigError(problems)
@@ -240,10 +246,21 @@ def read_inputs(cfg: Config, left_out: Collection[str] = ()) -> Found:
     for found, flag in ((prompts, "dataset"), (held_out, "eval_dataset")):
         if shape and tokenizer and (rows := _rows_of(found)):
             problems.add(_lengths_of_data(cfg, shape, rows, flag))
+    if cfg.rollout.vllm_mode == "server" and shape and "servers" not in left_out and launcher.read().rank == 0:
+        longest = max((rows.longest_prompt or 0 for found in (prompts, held_out) if (rows := _rows_of(found))), default=0)
+        problems.add(problems.attempt(partial(_servers, cfg, shape, longest)) or [])
     if problems or rewards is None:
         close_rewards(rewards or [])
         raise ConfigError(problems)
     return Found(model_path=model_path, shape=shape, prompts=prompts, held_out=held_out, rewards=rewards)
+
+
+def _servers(cfg: Config, shape: ModelShape, longest_prompt: int) -> list[Problem]:
+    """Of rollout servers that answer already. The rank that will speak to them looks; the others may have no way to them."""
+    from megatron_grpo.rollout.adapters import lora_push
+    from megatron_grpo.rollout.fleet import needs_of, problems_with_servers
+
+    return problems_with_servers(cfg, needs_of(cfg, longest_prompt, lora_push(cfg, shape, on_gpu=None)))
 
 
 def _bases_of_adapters(cfg: Config, model_path: Path) -> list[Problem]:

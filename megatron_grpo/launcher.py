@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import shlex
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -155,3 +155,10 @@ def job_ids(env: Mapping[str, str]) -> dict[str, str]:
 def restart(env: Mapping[str, str]) -> str:
     """The counter that says that this job has been restarted, as `NAME=2`; "" where it has not."""
     return next((f"{name}={env[name]}" for name in _RESTARTS if env.get(name, "0") not in ("", "0")), "")
+
+
+def forget(environment: MutableMapping[str, str]) -> None:
+    """Takes away what torchrun says to a rank: for a process that is none, though a rank or a job started it."""
+    names = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"}
+    for name in [name for name in environment if name in names or name.startswith("TORCHELASTIC_")]:
+        del environment[name]

@@ -6,22 +6,21 @@ another share is to score or train it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import numpy as np
 
 from megatron_grpo.batching.collate import collate, collate_samples
-from megatron_grpo.batching.split import BatchCut, Portion, deal, deal_filled
+from megatron_grpo.batching.families import FREE
+from megatron_grpo.batching.split import BatchCut, Portion, deal, deal_scored
 from megatron_grpo.batching.timetable import Step
 from megatron_grpo.grpo.loss import TokenWeigher
 from megatron_grpo.parallel import collectives
 from megatron_grpo.parallel.state import ParallelState
 from megatron_grpo.types import Extent, GlobalBatch, MicroBatch, Rollout, Row, RowKey, Sample, Sequence
-
-Scored = TypeVar("Scored", bound=Sequence)
 
 
 class Scorer(Protocol):
@@ -29,6 +28,28 @@ class Scorer(Protocol):
 
     def logprobs(self, micro_batches: SequenceOf[MicroBatch]) -> list[np.ndarray]:
         """float32 [C] of each of this share's micro-batches, on every rank of the share. Collective."""
+
+
+# Of each micro-batch: log-probs, float32 [C]; and the experts of each token of its stream, int16 [T, MoE layers, k], where they are wanted.
+Scores = tuple[list[np.ndarray], list[np.ndarray] | None]
+
+
+class Anchorer(Protocol):
+    """What makes log-probs for ratios to be taken against: the policy."""
+
+    def anchors(self, micro_batches: SequenceOf[MicroBatch]) -> Scores:
+        """As `Scorer.logprobs`, with experts where they are to be replayed. Collective."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoredRows:
+    """Rows where they were scored. By row: the new home of every one; and of those that this rank now holds the sequence, its log-probs
+    (float32 [T], 0 where the mask is false) and its experts (int16 [T, MoE layers, k]; None where they are not wanted)."""
+
+    homes: dict[RowKey, int]
+    sequences: dict[RowKey, Any]
+    logprobs: dict[RowKey, np.ndarray]
+    experts: dict[RowKey, np.ndarray] | None
 
 
 def deliver(items: Mapping[RowKey, tuple[int, Any]], parallel: ParallelState) -> dict[RowKey, Any]:
@@ -46,16 +67,20 @@ def _to_shares(items: Iterable[tuple[int, RowKey, Any]], parallel: ParallelState
 
 
 def score_rows(
-    sequences: Mapping[RowKey, Scored], extents: Mapping[RowKey, Extent], homes: Mapping[RowKey, int], *, scorer: Scorer, cut: BatchCut,
+    sequences: Mapping[RowKey, Sequence],
+    extents: Mapping[RowKey, Extent],
+    homes: Mapping[RowKey, int],
+    *,
+    score: Callable[[SequenceOf[MicroBatch]], Scores],
+    cut: BatchCut,
     parallel: ParallelState,
-) -> tuple[dict[RowKey, int], dict[RowKey, Scored], dict[RowKey, np.ndarray]]:  # fmt: skip
-    """Log-probs of rows that lie on several shares, wherever the cut has them scored: (new homes, what this rank then holds, log-probs).
+) -> ScoredRows:
+    """Log-probs of rows that lie on several shares, wherever the cut has them scored.
 
-    sequences: those that this rank holds. extents, homes: of all rows, the same on every rank. Log-probs are float32 [T], 0 where the mask
-    is false. Collective.
+    sequences: those that this rank holds. extents, homes: of all rows, the same on every rank. Collective.
     """
     keys = list(extents)
-    dealt = deal_filled(list(extents.values()), cut)
+    dealt = deal_scored(list(extents.values()), cut)
     filled = [*keys, *[keys[0]] * (sum(len(portion.rows) for mine in dealt for portion in mine) - len(keys))]
     # A row that fills up is scored where it is dealt to again: its sequence must be there, and its result is not needed.
     wanted: dict[RowKey, set[int]] = {key: set() for key in keys}
@@ -79,11 +104,48 @@ def score_rows(
         for number, portion in enumerate(mine)
     ]
     found: dict[RowKey, np.ndarray] = {}
-    for portion, micro, values in zip(mine, micro_batches, scorer.logprobs(micro_batches), strict=True):
-        for place, i in enumerate(portion.rows):
+    routes: dict[RowKey, np.ndarray] = {}
+    logprobs, experts = score(micro_batches)
+    for number, (portion, micro, values) in enumerate(zip(mine, micro_batches, logprobs, strict=True)):
+        ends = np.cumsum([len(held[filled[i]].token_ids) for i in portion.rows])
+        for place, (i, at) in enumerate(zip(portion.rows, np.split(micro.places, ends[:-1]), strict=True)):
             if i < len(keys):
                 found[keys[i]] = held[keys[i]].spread(values[micro.sequence == place])
-    return new_homes, {key: held[key] for key in found}, found
+                if experts is not None:
+                    routes[keys[i]] = np.where(at[:, None, None] < 0, FREE, experts[number][at])
+    sequences = {key: held[key] for key in found}
+    if experts is not None:
+        routes = _alike_where_shared(routes, sequences, extents, new_homes, parallel)
+    return ScoredRows(homes=new_homes, sequences=sequences, logprobs=found, experts=None if experts is None else routes)
+
+
+def _alike_where_shared(
+    routes: Mapping[RowKey, np.ndarray], sequences: Mapping[RowKey, Sequence], extents: Mapping[RowKey, Extent],
+    homes: Mapping[RowKey, int], parallel: ParallelState,
+) -> dict[RowKey, np.ndarray]:  # fmt: skip
+    """Experts of rows, where what those of a group begin with has the experts of the first of them, so that it can be computed once.
+
+    (Micro-batches differ in rounding, and so now and then in a choice.) Collective.
+    """
+    first: dict[object, RowKey] = {}
+    for key in sorted(extents):
+        first.setdefault(extents[key].group or key, key)
+    lead = {key: first[extents[key].group or key] for key in extents}
+    beginnings = {key: routes[key][: extents[key].prefix] for key in routes if lead[key] == key}
+    wanted: dict[RowKey, set[int]] = {key: set() for key in first.values()}
+    for key, leader in lead.items():
+        wanted[leader].add(homes[key])
+    beginnings = _spread(beginnings, homes, wanted, parallel)
+    found = {key: array.copy() for key, array in routes.items()}
+    for key, array in found.items():
+        for begin in sequences[key].starts:
+            array[begin : begin + extents[key].prefix] = beginnings[lead[key]]
+    return found
+
+
+def at_home(items: Mapping[RowKey, Any], now: Mapping[RowKey, int], homes: Mapping[RowKey, int], parallel: ParallelState) -> dict:
+    """Items of rows that lie on the shares `now`, where their homes are. Every rank gets those of its share. Collective."""
+    return _spread(items, now, {key: {homes[key]} for key in now}, parallel)
 
 
 def _spread(items: Mapping[RowKey, Any], homes: Mapping[RowKey, int], wanted: Mapping[RowKey, set[int]], parallel: ParallelState) -> dict:
@@ -114,21 +176,23 @@ class Pending:
             samples |= rollout.samples
         return replace(self, rows=rows, samples=samples)
 
-    def anchored(self, scorer: Scorer, step: Step, cut: BatchCut) -> Pending:
+    def anchored(self, policy: Anchorer, step: Step, cut: BatchCut) -> Pending:
         """Log-probs by the weights as they are, for the slices whose first use will be stale (batching.md section 3)."""
-        due = self._in_slices(step.anchors, cut)
+        due = [key for key in self._in_slices(step.anchors, cut) if not self.rows[key].is_anchored]
         if not due:
             return self
-        homes, held, found = score_rows(
+        scored = score_rows(
             {key: self.samples[key] for key in due if key in self.samples},
             {key: self.rows[key].extent for key in due},
             {key: self.rows[key].home for key in due},
-            scorer=scorer,
+            score=policy.anchors,
             cut=cut,
             parallel=self.parallel,
         )
-        anchored = {key: sample.anchored(found[key], "recompute") for key, sample in held.items()}
-        return self._moved(homes, anchored)
+        held = {key: sample.anchored(scored.logprobs[key], "recompute") for key, sample in scored.sequences.items()}
+        if scored.experts is not None:
+            held = {key: replace(sample, experts=scored.experts[key]) for key, sample in held.items()}
+        return self._moved(scored.homes, held)
 
     def batch(self, step: Step, *, weigh: TokenWeigher, cut: BatchCut) -> tuple[Pending, GlobalBatch]:
         """This rank's share of an optimizer step, and the rows where they then are. The only place where rows are cut for training.
@@ -159,6 +223,7 @@ class Pending:
             num_tokens=sum(row.num_tokens for row in rows),
             num_contexts=sum(len(row.contexts) for row in rows),
             staleness=tuple(step.index - row.version for row in rows),
+            lag=tuple(micro.fresh_at - self.rows[micro.rollout, row].version for micro in step.micro_steps for row in range(*micro.rows)),
         )
         return self._moved(homes, held), batch
 
@@ -212,8 +277,9 @@ class Pending:
 def _check_versions(step: Step, rows: Mapping[RowKey, Row]) -> None:
     for micro in step.micro_steps:
         for row in (rows[micro.rollout, row] for row in range(*micro.rows)):
-            if step.index - row.version != micro.staleness:
+            # Not `version`: a resumed run may have sampled the row later than planned. Its ratio against the sampler is 1 at `version`.
+            if row.version > micro.fresh_at or row.fresh_at not in (micro.fresh_at, row.version):
                 raise ValueError(
-                    f"row {row.row} of rollout {row.rollout} is {step.index - row.version} versions old; "
-                    f"the timetable says {micro.staleness}"
+                    f"row {row.row} of rollout {row.rollout} was sampled by version {row.version} and is fresh at {row.fresh_at}; "
+                    f"the timetable has its rollout come in at version {micro.fresh_at}"
                 )

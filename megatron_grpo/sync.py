@@ -7,24 +7,38 @@ after every push both sides score the same probe sequences.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol, TypeVar, cast
 
 import numpy as np
 
 from megatron_grpo.cleanup import CleanUp
 from megatron_grpo.parallel import collectives
-from megatron_grpo.rollout.engine import WeightHolder, WeightSyncError
-from megatron_grpo.types import Sequence, whole
+from megatron_grpo.rollout.engine import (
+    BackgroundSampler,
+    Engine,
+    Flight,
+    HolderChanged,
+    Sampler,
+    SamplingSettings,
+    WeightHolder,
+    WeightsLost,
+    WeightSyncError,
+)
+from megatron_grpo.types import Group, Prompt, Sequence, whole
 from megatron_grpo.weights.update import NO_VERSION, WeightUpdate
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Publisher", "PushedPolicy", "SyncStats", "WeightSyncError", "check_weights", "push"]
+logger = logging.getLogger(__name__)
+Found = TypeVar("Found")
+
+__all__ = ["MakesRoom", "Publisher", "PushedPolicy", "Restoring", "SyncStats", "WeightSyncError", "check_weights", "push"]
 
 # float32: trainer and engine differ by their order of summation, 1e-5 on models of 50 M parameters; a stale weight shows as 1e-1 and more.
 # So the largest difference of any token is bounded.
@@ -58,6 +72,31 @@ class PushedPolicy(Protocol):
         None where there is nothing to try: no adapters.
         """
 
+    def resident(self, part: Literal["weights"]) -> AbstractContextManager[None]:
+        """Inside, the weights are in the device's memory, so that they can be scored with and pushed."""
+
+    def make_room(self, *, keep: Literal["nothing", "weights"] = "nothing") -> None:
+        """The holder, which may share the device, needs the memory of what is not kept."""
+
+
+class MakesRoom:
+    """A `Sampler` that works only once the policy has made room for it."""
+
+    def __init__(self, sampler: Sampler, policy: PushedPolicy):
+        self.sampler, self.policy = sampler, policy
+
+    def generate(self, prompts: SequenceOf[Prompt], sampling: SamplingSettings, *, seed: int) -> list[Group]:
+        return self.sampler.generate(prompts, sampling, seed=seed)
+
+    def begin(self, prompts: SequenceOf[Prompt], sampling: SamplingSettings, *, seed: int) -> Flight:
+        return cast(BackgroundSampler, self.sampler).begin(prompts, sampling, seed=seed)
+
+    @contextmanager
+    def awake(self) -> Iterator[None]:
+        self.policy.make_room()
+        with self.sampler.awake():
+            yield
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyncStats:
@@ -86,15 +125,24 @@ class Publisher:
     def publish(self, version: int) -> SyncStats | None:
         """Pushes, unless the holder has this version; None where nothing was to be done. Collective over all ranks.
 
-        Raises WeightSyncError, on every rank, where some engine does not hold what the trainer holds.
+        Raises WeightSyncError, on every rank, where some engine does not hold what the trainer holds; NobodySamples where none is there.
         """
+        if self._is_proven and self._has_policy and self.holder.version == version:
+            return None
+        while True:
+            try:
+                if self.holder.prepare():
+                    self._is_proven = not self.verify
+                return self._publish(version)
+            except HolderChanged as changed:
+                if collectives.rank() == 0:
+                    logger.warning("%s. The weights are pushed again.", changed)
+
+    def _publish(self, version: int) -> SyncStats:
         if not self._is_proven:
             self._try_adapter()
-        is_there = self._has_policy and self.holder.version == version
-        if is_there and self._is_proven:
-            return None
         stats = SyncStats()
-        if not is_there:
+        if not self._has_policy or self.holder.version != version:
             stats = push(self.policy, self.holder, version=version, verify=self.verify, is_coarse=self.is_coarse)
         else:
             check_weights(self.policy, self.holder, version=version, is_coarse=self.is_coarse)
@@ -106,22 +154,85 @@ class Publisher:
         with self.policy.trial() as update:
             if update is None:
                 return
+            if update.kind == "adapter" and not self.holder.has_base:
+                self.policy.make_room(keep="weights")
+                with self.policy.resident("weights"):
+                    _give(self.holder, next(self.policy.updates(NO_VERSION, has_base=False)))
             tried = np.concatenate(_logprobs(self.policy, self.holder.probes()))
+            self.policy.make_room(keep="weights")
             _give(self.holder, replace(update, version=NO_VERSION))
             check_weights(self.policy, self.holder, version=NO_VERSION, is_coarse=self.is_coarse)
-            theirs = np.concatenate(self.holder.score(self.holder.probes()))
+            theirs = {name: np.concatenate(scores) for name, scores in self.holder.scores(self.holder.probes()).items()}
         untried = np.concatenate(_logprobs(self.policy, self.holder.probes()))
-        problem = _trial_problem(collectives.from_all(_followed(theirs, tried, untried)))
+        mine = {name: _followed(scores, tried, untried) for name, scores in theirs.items()}
+        problem = _trial_problem(_of_all(mine))
         if problem:
             raise WeightSyncError(problem)
+
+
+class Restoring:
+    """A sampler that may lose its weights in the middle of a question. The policy's are pushed again, and the question goes on.
+
+    They are newer than those that were lost if the policy has trained since the question was begun.
+    """
+
+    def __init__(self, engine: Engine, publish: Callable[[], object]):
+        """publish: gives the engine the policy's weights. Collective."""
+        self.engine, self._publish = engine, publish
+
+    def generate(self, prompts: SequenceOf[Prompt], sampling: SamplingSettings, *, seed: int) -> list[Group]:
+        while True:
+            try:
+                return self.engine.generate(prompts, sampling, seed=seed)
+            except WeightsLost:
+                self._publish()
+
+    def begin(self, prompts: SequenceOf[Prompt], sampling: SamplingSettings, *, seed: int) -> Flight:
+        return _RestoredFlight(cast(BackgroundSampler, self.engine).begin(prompts, sampling, seed=seed), self._publish)
+
+    def awake(self) -> AbstractContextManager[None]:
+        return self.engine.awake()
+
+
+class _RestoredFlight:
+    """As the flight that it is given; but who waits for it as long as it takes does not hear of lost weights."""
+
+    def __init__(self, flight: Flight, publish: Callable[[], object]):
+        self._flight, self._publish = flight, publish
+        self._groups: list[Group] | None = None
+
+    def wait(self, seconds: float | None = None) -> bool:
+        """With a limit, lost weights mean that the answers do not come in time."""
+        while self._groups is None and self._flight.wait(seconds):
+            try:
+                self._groups = self._flight.groups()
+            except WeightsLost:
+                if seconds is not None:
+                    break
+                self._publish()
+        return self._groups is not None
+
+    def groups(self) -> list[Group]:
+        self.wait()
+        assert self._groups is not None
+        return self._groups
+
+    def drop(self) -> None:
+        self._flight.drop()
+
+    @property
+    def seconds(self) -> float:
+        return self._flight.seconds
 
 
 def push(policy: PushedPolicy, holder: WeightHolder, *, version: int, verify: bool, is_coarse: bool = False) -> SyncStats:
     """Gives the holder the policy's weights. Collective over all ranks. verify: compare log-probs afterwards."""
     num_tensors = num_bytes = 0
-    for update in policy.updates(version, has_base=holder.has_base):
-        counted = _give(holder, update)
-        num_tensors, num_bytes = num_tensors + counted.num_tensors, num_bytes + counted.num_bytes
+    policy.make_room(keep="weights")
+    with policy.resident("weights"):
+        for update in policy.updates(version, has_base=holder.has_base):
+            counted = _give(holder, update)
+            num_tensors, num_bytes = num_tensors + counted.num_tensors, num_bytes + counted.num_bytes
     largest = mean = float("nan")
     if verify:
         largest, mean = check_weights(policy, holder, version=version, is_coarse=is_coarse)
@@ -143,19 +254,29 @@ def check_weights(policy: PushedPolicy, holder: WeightHolder, *, version: int, i
     """
     probes = holder.probes()
     expected = _logprobs(policy, probes)
-    differences = [np.abs(np.asarray(theirs) - ours) for theirs, ours in zip(holder.score(probes), expected, strict=True)]
-    fresh, cached = np.concatenate([d[:-1] for d in differences]), np.array([d[-1] for d in differences])
-    reports = collectives.from_all(_Report(version=holder.version, fresh=fresh, cached=cached))
+    policy.make_room()  # scoring wakes the engine's KV cache, as sampling does right after
+    mine = {}
+    for name, scores in holder.scores(probes).items():
+        differences = [np.abs(np.asarray(theirs) - ours) for theirs, ours in zip(scores, expected, strict=True)]
+        fresh, cached = np.concatenate([d[:-1] for d in differences]), np.array([d[-1] for d in differences])
+        mine[name] = _Report(version=holder.version, fresh=fresh, cached=cached)
+    reports = _of_all(mine)
     problem = _problem(reports, version, is_coarse or holder.dtype != "float32")
     if problem:
         raise WeightSyncError(problem)
-    every = np.concatenate([np.concatenate([report.fresh, report.cached]) for report in reports])
+    every = np.concatenate([np.concatenate([report.fresh, report.cached]) for report in reports.values()])
     return float(every.max()), float(every.mean())
+
+
+def _of_all(mine: Mapping[str, Found]) -> dict[str, Found]:
+    """What every rank found of its engines, by the engine's name. Collective."""
+    return {name: found for part in collectives.from_all(dict(mine)) for name, found in part.items()}
 
 
 def _logprobs(policy: PushedPolicy, probes: SequenceOf[tuple[int, ...]]) -> list[np.ndarray]:
     """float32 [T - 1] of each probe, by the trainer."""
-    return [scored[1:] for scored in policy.score([whole(probe) for probe in probes], temperature=1.0)]
+    with policy.resident("weights"):
+        return [scored[1:] for scored in policy.score([whole(probe) for probe in probes], temperature=1.0)]
 
 
 def _followed(theirs: np.ndarray, tried: np.ndarray, untried: np.ndarray) -> tuple[float, float]:
@@ -168,57 +289,58 @@ def _followed(theirs: np.ndarray, tried: np.ndarray, untried: np.ndarray) -> tup
     return share, float(np.sqrt(((followed - share * moved) ** 2).mean() / length))
 
 
-def _trial_problem(found: SequenceOf[tuple[float, float]]) -> str | None:
-    """found: of each rank's engine. The comparisons are written so that NaN is a problem."""
-    shares = ", ".join(f"{share:.2f} +- {error:.2g}" for share, error in found)
-    if not all(error <= FOLLOWED_ERROR for _, error in found):
+def _trial_problem(found: Mapping[str, tuple[float, float]]) -> str | None:
+    """found: of each engine, by its name. The comparisons are written so that NaN is a problem."""
+    shares = ", ".join(f"{name} {share:.2f} +- {error:.2g}" for name, (share, error) in found.items())
+    if not all(error <= FOLLOWED_ERROR for _, error in found.values()):
         return (
             "the trial of the adapter proves nothing: it moves the trainer's own log-probs too little to tell an engine that takes it from "
-            f"one that ignores it (share of the movement that the engines made, by rank: {shares}). More modules or float32 tell them "
+            f"one that ignores it (share of the movement that the engines made: {shares}). More modules or float32 tell them "
             "apart; verify_weight_push false trains without this proof."
         )
-    if not all(abs(share - 1) <= FOLLOWED for share, _ in found):
-        return f"the rollout engine ignores adapters, or takes them in part: share of the trial's movement that it made, by rank: {shares}."
+    if not all(abs(share - 1) <= FOLLOWED for share, _ in found.values()):
+        return f"the rollout engine ignores adapters, or takes them in part: share of the trial's movement that it made: {shares}."
     return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Report:
-    """What one rank's engine said. `cached`: the probes' last tokens, read through the prefix cache."""
+    """What one engine said. `cached`: the probes' last tokens, read through the prefix cache."""
 
     version: int
     fresh: np.ndarray
     cached: np.ndarray
 
 
-def _problem(reports: SequenceOf[_Report], version: int, is_coarse: bool) -> str | None:
-    others = {rank: report.version for rank, report in enumerate(reports) if report.version != version}
+def _problem(reports: Mapping[str, _Report], version: int, is_coarse: bool) -> str | None:
+    """reports: by the engine's name."""
+    others = {name: report.version for name, report in reports.items() if report.version != version}
     if others:
-        return f"after the push of {_name(version)} the engines of these ranks hold another: {others} (rank: version)"
+        return f"after the push of {_name(version)} these engines hold another: {others} (engine: version)"
 
     def is_good(differences: np.ndarray, mean_bound: float) -> bool:
         # Written so that NaN is not good.
         return bool(differences.mean() <= mean_bound if is_coarse else differences.max() <= FLOAT32_MAX)
 
-    bad_fresh = [rank for rank, report in enumerate(reports) if not is_good(report.fresh, BFLOAT16_MEAN)]
-    bad_cached = [rank for rank, report in enumerate(reports) if not is_good(report.cached, BFLOAT16_MEAN_CACHED)]
+    bad_fresh = [name for name, report in reports.items() if not is_good(report.fresh, BFLOAT16_MEAN)]
+    bad_cached = [name for name, report in reports.items() if not is_good(report.cached, BFLOAT16_MEAN_CACHED)]
     if not bad_fresh and not bad_cached:
         return None
     bound = f"a mean of {BFLOAT16_MEAN} ({BFLOAT16_MEAN_CACHED} through the prefix cache)" if is_coarse else f"{FLOAT32_MAX} at some token"
-    bad = sorted({*bad_fresh, *bad_cached})
+    bad = {name: reports[name] for name in reports if name in {*bad_fresh, *bad_cached}}
     lines = [
         f"the rollout engine does not sample from {_name(version)}.",
         f"Its log-probs of the probe sequences differ from the trainer's by more than {bound}:",
     ]
     lines += [
-        f"  rank {rank}: max {reports[rank].fresh.max():.3g}, mean {reports[rank].fresh.mean():.3g}; "
-        f"through the prefix cache: max {reports[rank].cached.max():.3g}, mean {reports[rank].cached.mean():.3g}"
-        for rank in bad
+        f"  {name}: max {report.fresh.max():.3g}, mean {report.fresh.mean():.3g}; "
+        f"through the prefix cache: max {report.cached.max():.3g}, mean {report.cached.mean():.3g}"
+        for name, report in bad.items()
     ]
     if not bad_fresh:
         hint = "only tokens read through the prefix cache differ: it was not reset, and holds keys and values of older weights"
     elif len(bad) < len(reports):
-        hint = "only some ranks are wrong: their engines missed the push, or the ranks of one engine received different tensors"
+        hint = "only some engines are wrong: they missed the push, or the ranks of one engine received different tensors"
     else:
         hint = "every engine is wrong: some weight kept its old value (tied head, packed experts), or arrived under a wrong name or in part"
         hint += "; or the adapter is ignored" * (version == NO_VERSION)

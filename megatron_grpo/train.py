@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from megatron_grpo.errors import Interrupted
+from megatron_grpo.errors import Interrupted, NobodySamples
 from megatron_grpo.parallel import collectives
 from megatron_grpo.pending import Pending
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable, Iterator
 
     from megatron_grpo.batching.timetable import Timetable
     from megatron_grpo.checkpoint.saving import Checkpoints
@@ -18,11 +19,11 @@ if TYPE_CHECKING:
     from megatron_grpo.evaluate import Evaluator
     from megatron_grpo.metrics.journal import Journal
     from megatron_grpo.parallel.state import ParallelState
-    from megatron_grpo.policy.policy import Policy
+    from megatron_grpo.policy.policy import Policy, TrainedStep
     from megatron_grpo.rollout.engine import Engine
     from megatron_grpo.rollouts import Rollouts
     from megatron_grpo.sync import Publisher
-    from megatron_grpo.types import Progress
+    from megatron_grpo.types import GlobalBatch, Progress
 
 
 class StopRequest(Protocol):
@@ -46,6 +47,7 @@ class Run:
     evaluator: Evaluator
     journal: Journal
     stop: StopRequest
+    stop_drain_seconds: float  # after a signal, how long what is being sampled is waited for
 
 
 def train(run: Run) -> Progress:
@@ -59,51 +61,81 @@ def train(run: Run) -> Progress:
     )  # a fresh run: step 0, nothing pending
     run.journal.start(progress)
 
-    for step in run.timetable.from_step(progress.step):  # one row of the timetable per optimizer step
+    for step in run.timetable.from_step(progress.step, progress.num_rollouts):  # one row of the timetable per optimizer step
         # SAMPLE   what an earlier step launched comes in; the engine gets this step's weights; new sampling begins.
-        found = rollouts.collect(step.arriving)
-        evaluate_if_due(run, progress)
-        if step.launches:
-            publish(run, progress.step)
-        for number in step.launches:
-            rollouts.launch(number)
-        found += rollouts.collect(step.immediate)
-        pending = pending.add(found)
+        with saved_if_nobody_samples(run, progress, pending):
+            found = rollouts.collect(step.arriving)
+            evaluate_if_due(run, progress, step.evaluates)
+            if step.immediate or step.launches:
+                publish(run, progress.step)
+            found += rollouts.sample(step.immediate)
+            for number in step.launches:
+                rollouts.launch(number)
+        pending, progress = pending.add(found), progress.add(found)
 
-        with policy.resident("all"):
-            # ANCHOR   log-probs that must stay still while the weights move: only where the timetable says so.
-            with clock("old_logprobs"):
-                pending = pending.anchored(policy, step, cut)
-            # LEARN    this step's global batch, cut for this rank: the only place where data is cut.
-            pending, batch = pending.batch(step, weigh=policy.loss.token_weights, cut=cut)
-            with clock("train"):
-                trained = policy.train_step(batch)
-            pending, progress = pending.after(step, trained.logprobs, cut), progress.after(found, batch)
-            run.journal.step(progress, batch, trained)
-            with clock("checkpoint"):
-                run.checkpoints.save_if_due(progress, pending, policy, run.prompts)
-        stop_if_asked(run, progress, pending)
-    evaluate_if_due(run, progress)
-    run.checkpoints.save(progress, pending, policy, run.prompts)
+        # ANCHOR   log-probs that must stay still while the weights move: only where the timetable says so.
+        with policy.resident("weights"), clock("old_logprobs"):
+            pending = pending.anchored(policy, step, cut)
+        # LEARN    this step's global batch, cut for this rank: the only place where data is cut.
+        pending, batch = pending.batch(step, weigh=policy.loss.token_weights, cut=cut)
+        with policy.resident("all"), clock("train"):
+            trained = policy.train_step(batch)
+        pending, progress = pending.after(step, trained.logprobs, cut), progress.after(batch)
+        # KEEP     a checkpoint holds what is being sampled too, so it waits for that.
+        stops = run.stop.agreed(collectives.largest)  # a signal to any rank stops all of them here
+        saves = stops or run.checkpoints.are_due(progress.step)
+        if saves:
+            with saved_if_nobody_samples(run, progress, pending, told=(batch, trained)):
+                found = rollouts.drain(progress.step, at_most=run.stop_drain_seconds if stops else None)
+            pending, progress = pending.add(found), progress.add(found)
+        run.journal.step(progress, batch, trained)
+        if saves:
+            save(run, progress, pending)
+        if stops:
+            raise Interrupted(f"stopped by a signal after optimizer step {progress.step}; saved in {run.checkpoints.resume.output_dir}")
+    with saved_if_nobody_samples(run, progress, pending):
+        evaluate_if_due(run, progress, [progress.step])
+    save(run, progress, pending)
     return progress
 
 
 def publish(run: Run, version: int) -> None:
     """Pushes the policy's weights to the engine, which proves that it has them. Does nothing if it has them already."""
-    with run.journal.clock("weight_sync"), run.policy.resident("weights"):
+    with run.journal.clock("weight_sync"):
         run.publisher.publish(version)
 
 
-def evaluate_if_due(run: Run, progress: Progress) -> None:
-    if run.evaluator.is_due(progress):
+def evaluate_if_due(run: Run, progress: Progress, steps: Iterable[int]) -> None:
+    """steps: numbers of optimizer steps done, after which an evaluation that is due falls here."""
+    if run.evaluator.is_due(steps):
         publish(run, progress.step)
         with run.journal.clock("eval"):
             results = run.evaluator.run()
         run.journal.evaluation(progress, results)
 
 
-def stop_if_asked(run: Run, progress: Progress, pending: Pending) -> None:
-    """A signal to any rank stops all of them here, where the state is whole."""
-    if run.stop.agreed(collectives.largest):
+def save(run: Run, progress: Progress, pending: Pending) -> None:
+    with run.journal.clock("checkpoint"):
         run.checkpoints.save(progress, pending, run.policy, run.prompts)
-        raise Interrupted(f"stopped by a signal after optimizer step {progress.step}; saved in {run.checkpoints.resume.output_dir}")
+
+
+@contextmanager
+def saved_if_nobody_samples(
+    run: Run, progress: Progress, pending: Pending, told: tuple[GlobalBatch, TrainedStep] | None = None
+) -> Iterator[None]:
+    """Around sampling: if all rollout servers have gone for good, the run is saved as it was before, and ends. It can be resumed.
+
+    told: of the step that was just taken, where the journal has not heard of it.
+    """
+    before = run.prompts.state()
+    try:
+        yield
+    except NobodySamples as nobody:
+        if told:
+            run.journal.step(progress, *told)
+        saved = "nothing was trained yet"
+        if progress.step:
+            run.prompts.restore(before)
+            save(run, progress, pending)
+            saved = f"saved after optimizer step {progress.step} in {run.checkpoints.resume.output_dir}"
+        raise NobodySamples(f"{nobody}; {saved}") from nobody

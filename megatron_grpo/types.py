@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
@@ -120,7 +120,14 @@ class Completion:
 
 
 def answered(
-    prompt_ids: SequenceOf[int], token_ids: SequenceOf[int], logprobs: SequenceOf[float], *, text: str, ended: str, version: int
+    prompt_ids: SequenceOf[int],
+    token_ids: SequenceOf[int],
+    logprobs: SequenceOf[float],
+    *,
+    text: str,
+    ended: str,
+    version: int,
+    experts: np.ndarray | None = None,
 ) -> Completion:
     """The completion that is one answer to one prompt. Raises ValueError where tokens and log-probs are not as many."""
     if len(token_ids) != len(logprobs):
@@ -130,7 +137,7 @@ def answered(
     values = np.zeros(len(tokens), dtype=np.float32)
     values[opening:] = logprobs
     return Completion(
-        sequence=Sequence(token_ids=tokens, mask=np.arange(len(tokens)) >= opening),
+        sequence=Sequence(token_ids=tokens, mask=np.arange(len(tokens)) >= opening, experts=experts),
         logprobs=values,
         text=text,
         ended=ended,
@@ -263,6 +270,7 @@ class Row:
     num_masked: int
     is_dead: bool
     is_truncated: bool
+    is_anchored: bool = False  # has log-probs of the version `fresh_at`
     home: int  # data-parallel rank
 
     @property
@@ -281,7 +289,8 @@ class Row:
     def of(cls, sample: Sample, *, home: int) -> Row:
         names = ("rollout", "row", "prompt_number", "version", "fresh_at", "prefix", "num_masked", "is_dead", "is_truncated")
         contexts = tuple(end - begin for begin, end in sample.contexts)
-        return cls(**{name: getattr(sample, name) for name in names}, contexts=contexts, home=home)
+        is_anchored = isinstance(sample, AnchoredSample) and sample.anchored_by == "recompute"
+        return cls(**{name: getattr(sample, name) for name in names}, contexts=contexts, is_anchored=is_anchored, home=home)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -327,6 +336,8 @@ class MicroBatch:
     sequence: np.ndarray  # int64 [C], 0..S-1: which sequence a trained position belongs to
     num_sequences: int  # S
     num_contexts: int
+    places: np.ndarray  # int64 [tokens of all sequences, row by row]: where each lies in the stream; -1: it is not computed
+    experts: np.ndarray | None = None  # int16 [T, MoE layers, k]: the experts that each token is to take; -1 routes freely
 
     @property
     def is_padding(self) -> np.ndarray:
@@ -365,6 +376,7 @@ class GlobalBatch:
     num_tokens: int  # tokens of the whole step, prompts included, alignment padding not
     num_contexts: int  # of the whole step
     staleness: tuple[int, ...]  # of each sequence of the whole step, in optimizer steps
+    lag: tuple[int, ...]  # of each of them: the part of its staleness that it had when it came in, because sampling ran ahead
 
     @property
     def num_computed_tokens(self) -> int:
@@ -379,6 +391,7 @@ class GlobalBatch:
         return {
             "staleness/mean": sum(self.staleness) / len(self.staleness),
             "staleness/max": max(self.staleness),
+            "staleness/lag": sum(self.lag) / len(self.lag),
             "packing/efficiency": 1 - padding / max(computed, 1),  # of this rank's share
             "packing/shared": 1 - (computed - padding) / max(needed, 1),  # of this rank's share
         }
@@ -393,11 +406,11 @@ class Progress:
     num_prompts: int = 0  # drawn from the stream so far, over all epochs
     num_tokens: int = 0  # trained on so far, prompts included
 
-    def after(self, found: SequenceOf[Rollout], batch: GlobalBatch) -> Progress:
-        """One optimizer step later: what that step sampled before it, and what it trained."""
-        return Progress(
-            step=self.step + 1,
-            num_rollouts=self.num_rollouts + len(found),
-            num_prompts=self.num_prompts + sum(rollout.num_prompts for rollout in found),
-            num_tokens=self.num_tokens + batch.num_tokens,
-        )
+    def add(self, found: SequenceOf[Rollout]) -> Progress:
+        """With what has come in."""
+        num_prompts = self.num_prompts + sum(rollout.num_prompts for rollout in found)
+        return replace(self, num_rollouts=self.num_rollouts + len(found), num_prompts=num_prompts)
+
+    def after(self, batch: GlobalBatch) -> Progress:
+        """One optimizer step later, with what it trained."""
+        return replace(self, step=self.step + 1, num_tokens=self.num_tokens + batch.num_tokens)

@@ -254,7 +254,7 @@ def kl_to_reference(policy, samples: Sequence[Sample], *, beta: float) -> np.nda
 
     pending = Pending(parallel=policy.parallel).restored(samples if policy.parallel.is_main else [], policy.cut)
     extents, homes = ({key: getattr(row, name) for key, row in pending.rows.items()} for name in ("extent", "home"))
-    found = KlPenalty(policy=policy, reference=policy.reference, beta=beta)(
+    found, _ = KlPenalty(policy=policy, reference=policy.reference, beta=beta)(
         pending.samples, extents, homes, cut=policy.cut, parallel=policy.parallel
     )
     return np.array([found[sample.key] for sample in samples])

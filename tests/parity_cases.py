@@ -287,24 +287,8 @@ def build(path: str | Path, cfg: Config, world: int, parallel=None):
 def step_of(samples: Sequence[Sample], index: int, rows_per_slice: int):
     """The timetable's row for one global batch of these samples, in order."""
     slices = [(first, first + rows_per_slice) for first in range(0, len(samples), rows_per_slice)]
-    micro_steps = []
-    for first, end in slices:
-        stale = {index - sample.version for sample in samples[first:end]}
-        # Real slices are of one age; these are mixed on purpose, so each row answers for itself.
-        micro_steps.append(SimpleNamespace(rollout=samples[first].rollout, rows=(first, end), staleness=_Any(stale)))
+    micro_steps = [SimpleNamespace(rollout=samples[first].rollout, rows=(first, end), fresh_at=index) for first, end in slices]
     return SimpleNamespace(index=index, micro_steps=micro_steps, last_use=())
-
-
-class _Any(frozenset):
-    """Equal to any of its members."""
-
-    def __eq__(self, other):
-        return other in self
-
-    def __ne__(self, other):
-        return other not in self
-
-    __hash__ = frozenset.__hash__
 
 
 def train(rank: int, world: int, path: str | Path, cfg: Config, batches: Sequence[Sequence[Sample]], tamper=None, parallel=None) -> Trained:
@@ -470,6 +454,52 @@ def _router_losses(model):
         hook.remove()
 
 
+@contextlib.contextmanager
+def forced_routes(model, experts: np.ndarray | None):
+    """Tokens of one sequence take these experts [T, MoE layers, k], weighed by what the router makes of its logits; -1: its own choice."""
+    gates = [module for name, module in model.named_modules() if name.endswith("mlp.gate")] if experts is not None else []
+
+    def route(gate, place: int, free):
+        def forward(hidden):
+            logits, _, own = free(hidden)
+            given = torch.from_numpy(experts[:, place].astype(np.int64))
+            chosen = torch.where(given[:, :1] < 0, own, given)
+            config = model.config
+            if hasattr(gate, "e_score_correction_bias"):
+                weights, scale = logits.sigmoid().gather(1, chosen), config.routed_scaling_factor
+            else:
+                weights, scale = logits.softmax(dim=-1).gather(1, chosen), 1.0
+            if getattr(config, "norm_topk_prob", True):
+                weights = weights / weights.sum(dim=-1, keepdim=True)
+            return logits, weights * scale, chosen
+
+        return forward
+
+    kept = [gate.forward for gate in gates]
+    for place, gate in enumerate(gates):
+        gate.forward = route(gate, place, gate.forward)
+    try:
+        yield
+    finally:
+        for gate, forward in zip(gates, kept, strict=True):
+            gate.forward = forward
+
+
+def with_routes(samples: Sequence[Sample], layers: int, *, experts: int = 4, k: int = 2, seed: int = 0, free: float = 0.1) -> list[Sample]:
+    """The samples with random experts for each token and layer, or none (`free`: of 1). What a group begins with has the same ones."""
+    rng, found = np.random.default_rng(seed), []
+    prompts: dict[int, np.ndarray] = {}
+    for sample in samples:
+        length = len(sample.token_ids)
+        routes = rng.random((length, layers, experts)).argsort(axis=-1)[..., :k].astype(np.int16)
+        routes[rng.random(length) < free] = -1
+        routes[-1] = -1
+        shared = prompts.setdefault(sample.prompt_number, routes[: sample.prefix])
+        routes[: sample.prefix] = shared
+        found.append(dataclasses.replace(sample, experts=routes))
+    return found
+
+
 def _reference_loss(model, frozen, cfg: Config, samples: Sequence[Sample], index: int) -> torch.Tensor:
     from tests.reference.grpo_reference import Completion, grpo_loss, token_logprobs
 
@@ -477,7 +507,8 @@ def _reference_loss(model, frozen, cfg: Config, samples: Sequence[Sample], index
     for s in samples:
         at = np.flatnonzero(np.arange(len(s.token_ids)) >= np.argmax(s.mask))
         ids, targets = torch.from_numpy(s.token_ids)[None], torch.from_numpy(s.token_ids[at])
-        logp, entropy = token_logprobs(model(ids, use_cache=False).logits[0, at - 1], targets, cfg.rollout.temperature)
+        with forced_routes(model, s.experts):
+            logp, entropy = token_logprobs(model(ids, use_cache=False).logits[0, at - 1], targets, cfg.rollout.temperature)
         ref = torch.zeros_like(logp)
         if frozen is not None:
             with torch.no_grad():

@@ -31,6 +31,8 @@ def wire() -> Iterator[Wire]:
                 found.received += args[0].nbytes if kwargs["src"] != dist.get_rank() else 0
             elif name == _GATHER:
                 found.received += args[0].nbytes - args[1].nbytes
+            elif name == "all_gather":
+                found.received += sum(tensor.nbytes for tensor in args[0]) - args[1].nbytes
             return kept[name](*args, **kwargs)
 
         return call

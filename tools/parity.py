@@ -1,6 +1,6 @@
 """Every layout against one float64 reference: loss, every gradient tensor, weights after three optimizer steps. Writes docs/parity.md.
 
-    python tools/parity.py [--layouts "TP2 SP" CP2 ...] [--models dense biases MoE MLA] [--only shared]
+    python tools/parity.py [--layouts "TP2 SP" CP2 ...] [--models dense biases MoE MLA] [--only shared|room|replay]
 
 Ranks are real processes that talk over gloo; the reference is transformers' model and the written-out mathematics, in one process. Takes
 an hour on two cores; with --layouts or --only, a part of it, and no page is written.
@@ -19,6 +19,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: ranks share the c
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from megatron_grpo.weights.shape import ModelShape  # noqa: E402
 from tests import parity_cases as cases  # noqa: E402
 from tests.ranks import RanksFailed  # noqa: E402
 
@@ -30,9 +31,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layouts", nargs="+", default=[], choices=cases.LAYOUTS, metavar="LAYOUT")
     parser.add_argument("--models", nargs="+", default=list(cases.MODELS), choices=cases.MODELS)
-    parser.add_argument("--only", choices=["losses", "shared"], help="one of the two tables; no page is written")
+    parser.add_argument("--only", choices=["losses", "shared", "room", "replay"],
+                        help="one of the two tables, or training with everything given away, or with forced experts; no page is written",
+    )  # fmt: skip
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "parity.md")
     args = parser.parse_args()
+    if args.only == "room":
+        return makes_room()
+    if args.only == "replay":
+        return replays([model for model in args.models if model in cases.WITH_EXPERTS], args.layouts or list(cases.LAYOUTS))
     with tempfile.TemporaryDirectory() as folder:
         layouts, in_part = args.layouts or list(cases.LAYOUTS), bool(args.layouts or args.only)
         matrices = {model: Matrix(model, Path(folder)) for model in (args.models if args.only != "shared" else ())}
@@ -45,6 +52,56 @@ def main() -> int:
         args.out.write_text(page(table, ways, shared), encoding="utf-8")
         print(f"wrote {args.out}")
     print(f"{len(everything)} cells, {len(red)} beyond {LIMITS}")
+    return 1 if red else 0
+
+
+def makes_room() -> int:
+    """Training with all memory given away between all phases, resumes included, against training without: bit for bit."""
+    from tests import room_cases as room
+    from tests.ranks import run_ranks
+
+    red = 0
+    for name, dtype in ((name, dtype) for name in room.LAYOUTS for dtype in ("float32", "bfloat16")):
+        with tempfile.TemporaryDirectory() as folder:
+            path, world, settings = room.inputs_of(name, dtype, Path(folder))
+            found = run_ranks(room.differences, world, path, settings, Path(folder), timeout=300)
+        wrong = [one for rank in found for problems in rank.values() for one in problems]
+        red += bool(wrong)
+        print(f"{name}, {dtype}: {'; '.join(wrong[:6]) or 'bit-equal, and nothing is held meanwhile'}", flush=True)
+    print(f"{2 * len(room.LAYOUTS)} runs, {red} of them wrong")
+    return 1 if red else 0
+
+
+def replays(models: list[str], layouts: list[str]) -> int:
+    """Steps whose tokens have random experts, or none: weights and adapters, with each prompt once and for every completion."""
+    from tests.lora_cases import random_adapter
+    from tests.tiny_models import write_tiny
+
+    count = red = 0
+    for model in models:
+        with tempfile.TemporaryDirectory() as folder:
+            path = write_tiny(Path(folder) / "model", **cases.MODELS[model])
+            own = dict(router_replay_mode="R3", beta=0.05) | cases.MODEL_SETTINGS.get(model, {})
+            moe_layers = sum(ModelShape.from_pretrained(path).moe.layers)
+            batches = [cases.with_routes(step, moe_layers, seed=i) for i, step in enumerate(cases.shared_rollout(path, num_steps=STEPS))]
+            tuners = {
+                "weights": own,
+                "adapters": own | dict(tuner_type="lora", adapters=str(random_adapter(path, Path(folder) / "adapter"))),
+            }
+            right = {tuner: cases.reference(path, cases.settings(**chosen), batches) for tuner, chosen in tuners.items()}
+            for name in (name for name in layouts if cases.suits(cases.LAYOUTS[name], model)):
+                runs = {
+                    (tuner, cut, share): tuners[tuner] | sizes | dict(share_prompts=share)
+                    for tuner in tuners
+                    for cut, sizes in cases.SHARED_CUTS.items()
+                    for share in ("true", "false")
+                    if cases.is_legal(cases.LAYOUTS[name], sizes, cases.SHARED_ROWS)
+                }
+                found = cases.compare(model, path, cases.LAYOUTS[name], runs, batches, {key: right[key[0]] for key in runs})
+                wrong = sum(not distance.within(**LIMITS) for distance in found.values())
+                count, red = count + len(found), red + wrong
+                print(f"{model:4} {name:18} {len(found):3} runs, worst: {in_words(cases.worst_of(list(found.values())))}", flush=True)
+    print(f"{count} runs, {red} beyond {LIMITS}")
     return 1 if red else 0
 
 

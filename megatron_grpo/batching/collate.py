@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron_grpo.batching.alignment import Alignment
-from megatron_grpo.batching.families import Context, Family, common_prefix, num_shared
+from megatron_grpo.batching.families import FREE, Context, Family, common_prefix, num_shared
 from megatron_grpo.types import AnchoredSample, MicroBatch, Sample, Segment, Sequence, TrainingMicroBatch
 
 
@@ -87,6 +87,7 @@ def collate(
     places = _lay(stream, sequences, _trees(sequences, contexts, families, alignment))
     stream.pad(max(alignment.of_stream(stream.length), at_least))
     trained = list(_trained(sequences, contexts, places))
+    of_tokens = _column([np.append(places[context].of(np.arange(context.num_computed)), -1) for context in contexts], np.int64)
     return MicroBatch(
         number=number,
         token_ids=_column(stream.tokens, np.int64),
@@ -98,6 +99,8 @@ def collate(
         sequence=_column([rows for _, _, rows in trained], np.int64),
         num_sequences=len(sequences),
         num_contexts=len(contexts),
+        places=of_tokens,
+        experts=_experts(sequences, of_tokens, stream.length),
     )
 
 
@@ -148,6 +151,19 @@ def _trained(
         sequence = sequences[context.row]
         at = np.flatnonzero(sequence.mask[context.first : context.end])
         yield places[context].of(at - 1), sequence.token_ids[context.first + at], np.full(len(at), context.row)
+
+
+def _experts(sequences: SequenceOf[Sequence], places: np.ndarray, length: int) -> np.ndarray | None:
+    """int16 [length of the stream, MoE layers, k]. None if all sequences route freely."""
+    form = next((sequence.experts.shape[1:] for sequence in sequences if sequence.experts is not None), None)
+    if form is None:
+        return None
+    found = np.full((length, *form), -1, dtype=np.int16)
+    of_tokens = np.concatenate(
+        [np.broadcast_to(FREE if one.experts is None else one.experts, (len(one.token_ids), *form)) for one in sequences]
+    )
+    found[places[places >= 0]] = of_tokens[places >= 0]  # what several contexts share, they route alike (`common_prefix`)
+    return found
 
 
 def collate_samples(

@@ -6,6 +6,7 @@ its contexts begin with alike are computed once, as a trunk, and the rest of eac
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -14,6 +15,8 @@ import numpy as np
 
 from megatron_grpo.batching.alignment import Alignment
 from megatron_grpo.types import Completion, Extent, Sequence
+
+FREE = np.full((1, 1, 1), -1, dtype=np.int16)  # what routes freely, beside experts of any form
 
 
 class Context(NamedTuple):
@@ -67,12 +70,16 @@ def common_prefix(sequences: SequenceOf[Sequence], contexts: SequenceOf[Context]
     for context in contexts[1:]:
         other = sequences[context.row]
         differs |= ours.token_ids[first : first + length] != other.token_ids[context.first : context.first + length]
-        if ours.experts is not None and other.experts is not None:
-            routes = ours.experts[first : first + length] != other.experts[context.first : context.first + length]
-            differs |= routes.reshape(length, -1).any(axis=1)
+        if ours.experts is not None or other.experts is not None:
+            routes = _routes(ours, first, length) != _routes(other, context.first, length)
+            differs |= routes.reshape(length, math.prod(routes.shape[1:])).any(axis=1)
         for place, _ in shown ^ _shown(other, context):
             differs[place:] = True
     return int(differs.argmax()) if differs.any() else length
+
+
+def _routes(sequence: Sequence, first: int, length: int) -> np.ndarray:
+    return FREE if sequence.experts is None else sequence.experts[first : first + length]
 
 
 def _shown(sequence: Sequence, context: Context) -> set[tuple[int, str]]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from megatron_grpo.batching.alignment import Alignment
 from megatron_grpo.batching.families import Family, Rows
 from megatron_grpo.batching.pack import pack_groups
+from megatron_grpo.sizing.batch_sizes import SCORED_TOKENS
 from megatron_grpo.types import Extent
 
 
@@ -23,6 +24,7 @@ class BatchCut:
     alignment: Alignment = field(default_factory=Alignment)
     multiple: int = 1  # micro-batches on a rank are a multiple of it
     max_tokens: int | None = None  # None: micro_batch_size completions each, whatever their lengths
+    scored_tokens: int = SCORED_TOKENS  # what is only scored is packed up to this, if micro-batches are smaller
     even_length: float = math.inf
     even_streams: bool = False  # the n-th micro-batches of all ranks are padded to one length
     # Rows of a group share what they begin with if this part of their tokens, at least, need not be computed then; None: never.
@@ -110,3 +112,11 @@ def deal_filled(extents: Sequence[Extent], cut: BatchCut) -> list[list[Portion]]
     """
     missing = -len(extents) % (cut.rows_per_slice * cut.multiple)
     return deal([*extents, *[extents[0]] * missing], cut)
+
+
+def deal_scored(extents: Sequence[Extent], cut: BatchCut) -> list[list[Portion]]:
+    """As `deal_filled`, for a pass without a backward: it keeps one layer's activations alone, so small micro-batches are put together."""
+    dealt = deal_filled(extents, cut)
+    if (cut.max_tokens or max(portion.num_tokens for mine in dealt for portion in mine)) >= cut.scored_tokens:
+        return dealt
+    return deal_filled(extents, replace(cut, max_tokens=cut.scored_tokens))

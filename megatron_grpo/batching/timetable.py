@@ -5,13 +5,16 @@
 
 A *micro-step* trains `micro_batch_size` completions on each DP rank. A *slice* is the part of a rollout that one micro-step trains.
 With A micro-steps an optimizer step, W slices a rollout and mu passes: micro-step s belongs to optimizer step s // A and to rollout
-s // (W * mu); rollout r is sampled by version (r * W * mu) // A. All integer arithmetic.
+s // (W * mu); rollout r comes in before optimizer step (r * W * mu) // A, which is a *sampling step*. All integer arithmetic.
+
+A rollout is sampled by the version that is there when it begins. That is the sampling step itself; or, if sampling runs one rollout ahead,
+the sampling step before it, so that it is sampled while the steps between the two are trained.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from megatron_grpo.sizing.batch_sizes import BatchSizes
@@ -30,6 +33,7 @@ class MicroStep:
     slice_index: int
     rows: tuple[int, int]
     sampled_by_version: int
+    fresh_at: int  # the version at which its rollout comes in: old log-probs are those of this version
     staleness: int  # optimizer steps between sampling and training; 0 is exactly on-policy
     old_logprobs: Label
 
@@ -42,10 +46,10 @@ class Step:
     """
 
     index: int  # optimizer steps done before it; also the version of the weights that it starts from
-    launches: range  # rollouts that begin to be sampled just before it
-    arriving: range  # rollouts that an earlier step launched and that come in before this one
-    immediate: range  # rollouts that come in before the very step that launches them
-    num_prompts: int  # to draw for what is launched
+    arriving: range  # rollouts that an earlier step launched: they come in before this one
+    immediate: range  # rollouts that are sampled just before it, while training waits
+    launches: range  # rollouts that begin to be sampled just before it, and come in before a later one
+    evaluates: range  # evaluations that fall on it, by the steps done: those too that waited until nothing was being sampled
     micro_steps: tuple[MicroStep, ...]
     anchors: tuple[tuple[int, int], ...]  # forward-only pass before this step, at its version: slices whose first use will be stale
     keeps: tuple[tuple[int, int], ...]  # log-probs of this step's training forward are kept: stale uses follow
@@ -80,7 +84,7 @@ class Timetable:
         a, w, mu = sizes.gradient_accumulation_steps, sizes.micro_steps_per_rollout, sizes.num_iterations
         step, rollout = s // a, s // (w * mu)
         pass_index, slice_index = divmod(s % (w * mu), w)
-        sampled_by = self.version_of(rollout)
+        sampled_by, fresh_at = self.sampled_by(rollout), self.version_of(rollout)
         size = sizes.completions_per_micro_step
         return MicroStep(
             micro_step=s,
@@ -90,19 +94,27 @@ class Timetable:
             slice_index=slice_index,
             rows=(slice_index * size, (slice_index + 1) * size),
             sampled_by_version=sampled_by,
+            fresh_at=fresh_at,
             staleness=step - sampled_by,
-            old_logprobs=self._label(step - sampled_by, pass_index),
+            old_logprobs=self._label(step, rollout, pass_index),
         )
 
-    def _label(self, staleness: int, pass_index: int) -> Label:
-        if staleness == 0:
-            return "on_policy"
+    def _label(self, step: int, rollout: int, pass_index: int) -> Label:
         if self.sizes.old_logprobs == "rollout":
-            return "rollout"
-        return "recompute" if pass_index == 0 else "cached"
+            return "on_policy" if step == self.sampled_by(rollout) else "rollout"
+        if step == self.version_of(rollout):
+            return "on_policy"
+        return "recompute" if pass_index == 0 or self.sizes.old_logprobs == "always" else "cached"
+
+    def sampled_by(self, rollout: int) -> int:
+        """The version that samples it: that of its own sampling step, or of the one before where sampling runs ahead."""
+        if not self.sizes.async_rollout_depth:
+            return self.version_of(rollout)
+        first = self.new_rollouts(self.version_of(rollout)).start
+        return self.version_of(first - 1) if first else 0
 
     def version_of(self, rollout: int) -> int:
-        """The number of optimizer steps done before a rollout is sampled."""
+        """The number of optimizer steps done before a rollout comes in, to be trained from then on."""
         sizes = self.sizes
         return rollout * sizes.micro_steps_per_rollout * sizes.num_iterations // sizes.gradient_accumulation_steps
 
@@ -112,23 +124,27 @@ class Timetable:
         return (rollout * w * mu + pass_index * w + slice_index) // sizes.gradient_accumulation_steps
 
     def new_rollouts(self, k: int) -> range:
-        """The rollouts whose first micro-step falls inside optimizer step k: they are sampled just before it."""
+        """The rollouts whose first micro-step falls inside optimizer step k: they come in just before it."""
         sizes = self.sizes
         a, length = sizes.gradient_accumulation_steps, sizes.micro_steps_per_rollout * sizes.num_iterations
         return range(-(-k * a // length), -(-(k + 1) * a // length))
 
     def needs_anchor(self, rollout: int, slice_index: int) -> bool:
-        """Its first use is stale, so only a forward-only pass at the version that sampled it can give its log-probs.
+        """Its first use is later than its coming in, so only a forward-only pass at that version can give its log-probs.
 
-        Not where the sampler's own log-probs are taken instead. A use beyond the end of the run counts: that run may be made longer.
+        Not where the sampler's own log-probs are taken instead; where old log-probs are always made so, any stale use will do. A use
+        beyond the end of the run counts: that run may be made longer.
         """
-        return self.sizes.old_logprobs != "rollout" and self._step_of_use(rollout, 0, slice_index) > self.version_of(rollout)
+        old_logprobs = self.sizes.old_logprobs
+        decides = self.sizes.num_iterations - 1 if old_logprobs == "always" else 0
+        return old_logprobs != "rollout" and self._step_of_use(rollout, decides, slice_index) > self.version_of(rollout)
 
     def step(self, k: int) -> Step:
         """Optimizer step k, from 0."""
         sizes = self.sizes
         a, w, mu = sizes.gradient_accumulation_steps, sizes.micro_steps_per_rollout, sizes.num_iterations
-        new = self.new_rollouts(k)
+        new, is_ahead = self.new_rollouts(k), sizes.async_rollout_depth > 0
+        none = range(new.stop, new.stop)
         micro_steps = tuple(self.micro_step(s) for s in range(k * a, (k + 1) * a))
         trained = tuple(dict.fromkeys((m.rollout, m.slice_index) for m in micro_steps))
         anchors = tuple((r, j) for r in new for j in range(w) if self.needs_anchor(r, j))
@@ -136,30 +152,57 @@ class Timetable:
         keeps = tuple(
             (m.rollout, m.slice_index)
             for m in micro_steps
-            if m.pass_index == 0 and m.staleness == 0 and sizes.old_logprobs != "rollout" and (m.rollout, m.slice_index) not in last_use
+            if m.pass_index == 0 and m.fresh_at == k and sizes.old_logprobs == "auto" and (m.rollout, m.slice_index) not in last_use
         )
         return Step(
             index=k,
-            launches=new,
-            arriving=range(new.start, new.start),
-            immediate=new,
-            num_prompts=len(new) * sizes.num_rollout_prompts,
+            arriving=new if is_ahead and k else none,
+            immediate=none if is_ahead and k else new,
+            launches=self._following(new) if is_ahead and new else none,
+            evaluates=self._evaluates(k),
             micro_steps=micro_steps,
             anchors=anchors,
             keeps=keeps,
             last_use=last_use,
         )
 
+    def _following(self, new: range) -> range:
+        """The rollouts of the next sampling step; none if the run ends before it."""
+        found = self.new_rollouts(self.version_of(new.stop))
+        return found if self.num_steps is None or self.version_of(new.stop) < self.num_steps else range(new.stop, new.stop)
+
+    def _evaluates(self, k: int) -> range:
+        """An evaluation needs the weights of its own step in the sampler: it waits while anything is being sampled."""
+        new = self.new_rollouts(k)
+        if new and self.sizes.async_rollout_depth:
+            return range(self.version_of(new.start - 1) + 1 if new.start else 0, k + 1)
+        is_sampling = self.sizes.async_rollout_depth and len(self._following(new)) > 0
+        return range(k, k) if is_sampling else range(k, k + 1)
+
     def is_between_rollouts(self, k: int, num_rollouts: int) -> bool:
         """Whether k optimizer steps are the whole of so many rollouts, all of their passes."""
         sizes = self.sizes
         return k * sizes.gradient_accumulation_steps == num_rollouts * sizes.micro_steps_per_rollout * sizes.num_iterations
 
-    def from_step(self, k: int) -> Iterator[Step]:
-        """Optimizer steps k, k+1, ... to the end of the run; without end where its length is not known."""
+    def from_step(self, k: int, num_rollouts: int | None = None) -> Iterator[Step]:
+        """Optimizer steps k, k+1, ... to the end of the run, as a process that begins there takes them; without end if that is not known.
+
+        num_rollouts: that have come in by then. None: those that are trained before step k. More came in if a save waited for what was
+        being sampled. What somebody else launched and never collected is sampled anew when it is needed.
+        """
+        there, has_launched = num_rollouts or 0, False
         while self.num_steps is None or k < self.num_steps:
-            yield self.step(k)
+            step = self.step(k)
+            if not has_launched:
+                step = replace(step, arriving=step.arriving[:0], immediate=step.arriving or step.immediate)
+            step = replace(step, arriving=_from(there, step.arriving), immediate=_from(there, step.immediate))
+            has_launched = has_launched or len(step.launches) > 0
+            yield step
             k += 1
+
+
+def _from(first: int, rollouts: range) -> range:
+    return range(max(first, rollouts.start), max(first, rollouts.stop))
 
 
 def epochs_of_prompts(num_train_epochs: float, num_prompts: int) -> int:

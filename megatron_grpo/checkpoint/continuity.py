@@ -24,12 +24,12 @@ _TABLE = {
         freeze_parameters freeze_parameters_regex trainable_parameters trainable_parameters_regex
     """,
     "between": """
-        generation_batch_size global_batch_size num_generations num_iterations old_logprobs temperature
+        generation_batch_size global_batch_size num_generations num_iterations old_logprobs temperature router_replay_mode
     """,
     "said": """
         model transformer_impl share_prompts moe_aux_loss_coeff moe_z_loss_coeff lora_dropout adapters ref_adapters vllm_enable_lora
         dataset dataset_split max_prompt_length truncation_strategy system enable_thinking
-        vllm_mode max_completion_length top_p top_k stop stop_token_ids vllm_dtype
+        vllm_mode async_rollout_depth max_completion_length top_p top_k stop stop_token_ids vllm_dtype
         reward_funcs reward_weights reward_timeout reward_on_error answer_column accuracy_exact math_timeout format_tags length_target
         cosine_min_len_value_wrong cosine_max_len_value_wrong cosine_min_len_value_correct cosine_max_len_value_correct cosine_max_len
         repetition_n_grams repetition_max_penalty code_timeout code_memory_mb code_all_or_nothing reward_model reward_model_url
@@ -43,7 +43,7 @@ _TABLE = {
         max_steps num_train_epochs eval_dataset eval_num_prompts eval_reward
     """,
     "free": """
-        bf16 merge_lora
+        bf16 async_generate stop_drain_seconds merge_lora
         padded_vocab_multiple recompute_granularity recompute_method recompute_num_layers recompute_modules logprob_chunk_size
         moe_token_dispatcher_type
         world_size tensor_model_parallel_size pipeline_model_parallel_size virtual_pipeline_model_parallel_size
@@ -52,13 +52,16 @@ _TABLE = {
         micro_batch_size gradient_accumulation_steps steps_per_generation allow_unaligned_generation max_tokens_per_micro_batch
         vllm_tensor_parallel_size vllm_gpu_memory_utilization vllm_kv_cache_memory_mb vllm_max_model_len vllm_max_num_seqs
         vllm_enforce_eager vllm_enable_prefix_caching sleep_level logp_difference_warn verify_weight_push
-        weight_sync_bucket_mb
-        code_num_workers reward_model_batch_size reward_concurrency llm_judge_api_key_env log_entropy
+        weight_sync_bucket_mb vllm_server_host vllm_server_port vllm_server_base_url vllm_server_timeout vllm_server_ca
+        vllm_server_token_file offload_model offload_optimizer code_num_workers code_without_landlock
+        reward_model_batch_size reward_concurrency llm_judge_api_key_env log_entropy
         overlap_grad_reduce overlap_param_gather optimizer_cpu_offload optimizer_offload_fraction
         output_dir save_steps save_total_limit resume report_to log_completions_steps overwrite_output_dir export_hf eval_steps
         plan_rollouts num_prompts gpu_memory_gb lengths json png dialect
+        host port vllm_data_parallel_size address_file token_file ssl_certfile ssl_keyfile metrics
     """,
-}  # bf16 is another spelling of torch_dtype; of the sizes, those are compared that decide which rows a step trains
+}  # bf16 is another spelling of torch_dtype, async_generate of async_rollout_depth. Of the sizes, those are compared that decide which
+# rows a step trains.
 VERDICTS: Mapping[str, str] = {name: verdict for verdict, names in _TABLE.items() for name in names.split()}
 # Content -> the setting that names it. Another content is refused; of everything that is not here it is said.
 _FLAGS = {"model": "model", "vocabulary": "model", "data set": "dataset", "adapters": "adapters", "ref_adapters": "ref_adapters"}

@@ -31,6 +31,7 @@ from torch.distributed.checkpoint import FileSystemWriter  # noqa: TID251 - the 
 from torch.distributed.checkpoint.api import CheckpointException  # noqa: TID251 - the file format
 from torch.distributed.checkpoint.state_dict_saver import save as save_torch_dist  # noqa: TID251 - the file format
 
+from megatron_grpo.checkpoint.strangers import nothing_runs, refuse_extra_state
 from megatron_grpo.errors import RunError
 from megatron_grpo.parallel import collectives
 
@@ -82,7 +83,7 @@ def read_sharded(state: dict[str, Any], directory: Path, *, partly: bool = False
 
     partly: what is left over is not wanted; a model without its optimizer, say.
     """
-    with agreed(f"loading {directory} into this model"):
+    with agreed(f"loading {directory} into this model"), nothing_runs(directory):
         mine = {leaf.key for leaf in nested_values(load_preprocess(state)[0]) if isinstance(leaf, ShardedBase)}
         held = {part.key for part in load_sharded_metadata(str(directory)).values()}
     wanted = set().union(*collectives.from_all(mine))
@@ -92,8 +93,10 @@ def read_sharded(state: dict[str, Any], directory: Path, *, partly: bool = False
     left_over = {name for name in held - wanted if not name.endswith("_extra_state")}
     if left_over and not partly:
         raise CheckpointError(f"it holds {_some(left_over)}, which this run has no use for")
-    with agreed(f"loading {directory} into this model"):
-        return dist_checkpointing.load(state, str(directory), strict=StrictHandling.RAISE_UNEXPECTED)
+    with agreed(f"loading {directory} into this model"), nothing_runs(directory):
+        loaded = dist_checkpointing.load(state, str(directory), strict=StrictHandling.RAISE_UNEXPECTED)
+        refuse_extra_state(loaded)
+        return loaded
 
 
 def _some(names: set[str]) -> str:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, TypeVar
 
 import torch
 
@@ -44,6 +45,9 @@ class ShardedPolicy(Protocol):
     def sharded_state_dict(self, *, is_loading: bool) -> dict[str, Any]: ...
 
     def load_sharded_state_dict(self, state: dict[str, Any]) -> None: ...
+
+    def resident(self, part: Literal["all"]) -> AbstractContextManager[None]:
+        """Inside, everything that a checkpoint holds is in memory, and stays."""
 
 
 class RowsToSave(Protocol):
@@ -91,10 +95,9 @@ class Checkpoints:
 
     # -- saving ------------------------------------------------------------------------------------------------------------------------
 
-    def save_if_due(self, progress: Progress, pending: RowsToSave, policy: ShardedPolicy, prompts: PromptState) -> bool:
-        """Saves after every `save_steps` optimizer steps; says whether it did."""
-        due = self.save_steps > 0 and progress.step % self.save_steps == 0
-        return due and self.save(progress, pending, policy, prompts)
+    def are_due(self, step: int) -> bool:
+        """After so many optimizer steps: every `save_steps` of them."""
+        return self.save_steps > 0 and step % self.save_steps == 0
 
     def save(self, progress: Progress, pending: RowsToSave, policy: ShardedPolicy, prompts: PromptState) -> bool:
         """Writes one checkpoint, unless this step has just been saved.
@@ -110,7 +113,8 @@ class Checkpoints:
                 if first:
                     self.folder.begin(step)
             writing = self.folder.being_written(step)
-            write_sharded(policy.sharded_state_dict(is_loading=False), writing)
+            with policy.resident("all"):
+                write_sharded(policy.sharded_state_dict(is_loading=False), writing)
             with agreed(f"writing {writing}"):
                 names = self._write_ours(writing / OURS, progress, pending, prompts) + sharded_files(writing)
                 mine = folder.fingerprints(writing, names)
@@ -194,7 +198,8 @@ class Checkpoints:
             return Progress(), nothing
         directory = self._chosen.manifest.directory
         try:
-            policy.load_sharded_state_dict(read_sharded(policy.sharded_state_dict(is_loading=True), directory))
+            with policy.resident("all"):
+                policy.load_sharded_state_dict(read_sharded(policy.sharded_state_dict(is_loading=True), directory))
         except CheckpointError as error:
             raise ConfigError(
                 [

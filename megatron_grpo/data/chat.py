@@ -19,7 +19,7 @@ def load_tokenizer(path: str) -> Any:
     from transformers import AutoTokenizer  # a second of imports that `plan` must not pay
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path)
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     except Exception as error:
         reason = (str(error).strip().splitlines() or [""])[0]
         reason = reason if isinstance(error, (OSError, ValueError)) else f"{type(error).__name__}: {reason}"

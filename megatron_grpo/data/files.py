@@ -7,14 +7,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from megatron_grpo.errors import ConfigError, Problem
 
 SUFFIXES = (".jsonl", ".json", ".parquet")
 NAMED_ROWS = 5  # how many bad rows an error names; the rest are counted
+LONGEST_LINE = 64 << 20  # bytes: a file without line ends is no data set, and is not taken into memory whole
 
 
 class Rows(Sequence[dict[str, Any]]):
@@ -118,13 +122,13 @@ def _read_file(file: Path, name: str, flag: str) -> tuple[str, str, Sequence[dic
     if file.suffix == ".parquet":
         parquet = _pyarrow(flag)
         try:
-            return name, "row", _ParquetRows(parquet.read_table(file)), None
+            return name, "row", _ParquetRows(_table(parquet, file, name, flag, psutil.virtual_memory().available // 2)), None
         except (OSError, ValueError) as error:  # pyarrow's ArrowInvalid is a ValueError
             raise _wrong(flag, f"{name} cannot be read as parquet: {str(error).splitlines()[0]}") from error
     if _is_json_array(file):
         return name, "row", _json_array(file, name, flag), None
     rows, lines, bad = [], [], []
-    for number, text in _text_lines(file):
+    for number, text in _text_lines(file, name, flag):
         try:
             row = json.loads(text.rstrip(b"\r\n"))
         except (ValueError, RecursionError) as error:  # JSONDecodeError; UnicodeDecodeError for bytes that are no UTF-8; too deep
@@ -141,11 +145,36 @@ def _read_file(file: Path, name: str, flag: str) -> tuple[str, str, Sequence[dic
     return name, "line", rows, lines
 
 
-def _text_lines(file: Path) -> Iterator[tuple[int, bytes]]:
+def _text_lines(file: Path, name: str, flag: str) -> Iterator[tuple[int, bytes]]:
     with file.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
+        for number, line in enumerate(iter(partial(lines.readline, LONGEST_LINE), b""), start=1):
+            if len(line) == LONGEST_LINE:
+                raise _wrong(flag, f"{name} line {number} is longer than {LONGEST_LINE >> 20} MiB, and no line of a data set is.")
             if line.strip():
                 yield number, line
+
+
+def _table(parquet: Any, file: Path, name: str, flag: str, room: int) -> Any:
+    """The table of a file. A column of one value, a thousand million times, takes a few bytes there: what comes out is counted.
+
+    room: bytes that it may take.
+    """
+    import pyarrow
+
+    batches: list[Any] = []
+    taken = 0
+    with parquet.ParquetFile(file) as source:
+        for batch in source.iter_batches(batch_size=1024):
+            taken += batch.nbytes
+            if taken > room:
+                read = sum(len(one) for one in batches)
+                message = (
+                    f"{name} ({file.stat().st_size:,} bytes) holds {source.metadata.num_rows:,} rows, of which {read:,} already take all "
+                    f"memory that one file may have: {room:,} bytes, half of what is free. Cut it into smaller data sets."
+                )
+                raise _wrong(flag, message)
+            batches.append(batch)
+        return pyarrow.Table.from_batches(batches, schema=source.schema_arrow)
 
 
 def _is_json_array(file: Path) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import threading
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from megatron_grpo.types import Prompt
 
 __all__ = ["PromptRows", "PromptStream", "check_lengths", "load_rows", "open_stream"]
 
+SLOWEST = 60.0  # seconds for one prompt; the longest take some hundredths
 _MEDIA = ("images", "image", "videos", "video", "audios", "audio")  # columns that mean this wherever rows with them are trained on
 _NOT_COLUMNS = frozenset({"prompt", "messages", "completion", "completions", "completion_ids", "trainer_state"})
 
@@ -126,15 +128,41 @@ the shortest has {int(lengths.min())} tokens."
     return PromptRows(rows=prompts.rows, keep=prompts.keep, longest_prompt=int(lengths.max()))
 
 
-def _lengths(prompts: PromptRows, encode: Callable[[Raw], Sequence[int]], flag: str) -> np.ndarray:
-    """Tokens of each prompt, int64 [rows]. Raises ConfigError for prompts that the chat template refuses."""
+def _lengths(prompts: PromptRows, encode: Callable[[Raw], Sequence[int]], flag: str, *, seconds: float = SLOWEST) -> np.ndarray:
+    """Tokens of each prompt, int64 [rows]. Raises ConfigError for prompts that the chat template refuses, and for one without an end.
+
+    A template is a program of whoever made the model. It runs in a thread, so that one that loops for ever is left behind there.
+    """
     lengths = np.zeros(len(prompts), dtype=np.int64)
     refused: dict[str, list[int]] = {}
-    for index in range(len(prompts)):
+    at, unexpected = [0], list[BaseException]()
+
+    def work() -> None:
         try:
-            lengths[index] = len(encode(prompts.raw(index)))
-        except Exception as error:  # noqa: BLE001 - a chat template is the model's program: what it raises is about the row that it was given
-            refused.setdefault(f"are refused by the model's tokenizer or chat template ({type(error).__name__}: {error})", []).append(index)
+            for index in range(len(prompts)):
+                at[0] = index
+                try:
+                    lengths[index] = len(encode(prompts.raw(index)))
+                except Exception as error:  # noqa: BLE001 - what a template raises is about the row that it was given
+                    why = f"are refused by the model's tokenizer or chat template ({type(error).__name__}: {error})"
+                    refused.setdefault(why, []).append(index)
+        except BaseException as error:  # noqa: BLE001 - raised again below
+            unexpected.append(error)
+
+    worker = threading.Thread(target=work, name="chat-template", daemon=True)
+    worker.start()
+    seen = -1
+    while worker.is_alive() and seen != at[0]:
+        seen = at[0]
+        worker.join(seconds)
+    if worker.is_alive():
+        message = (
+            f"The model's chat template, or its tokenizer, has not come to an end after {seconds:g} s with "
+            f"{prompts.rows.place(int(prompts.keep[seen]))}. Look at both: the template is a program that came with the model."
+        )
+        raise ConfigError([Problem(flags=("model", flag), message=message)])
+    if unexpected:
+        raise unexpected[0]
     if refused:
         raise ConfigError([_problem(flag, prompts.rows, prompts.keep[indices], fault) for fault, indices in refused.items()])
     return lengths

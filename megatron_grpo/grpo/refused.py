@@ -30,7 +30,29 @@ LOSS_TYPES_OVER_TOKENS = ("bnpo", "dapo", "dr_grpo", "cispo", "sequence_sum")
 def problems(config: Config) -> list[Problem]:
     """Every combination that has no meaning, each with its reason. What a single value may be stands beside it, in `settings.config`."""
     cfg = config.grpo
-    return [*_objective(cfg), *_kl(cfg), *_reference(config), *_advantages(cfg), *_corrections(cfg)]
+    return [*_objective(cfg), *_kl(cfg), *_reference(config), *_advantages(cfg), *_corrections(cfg), *_replay(config)]
+
+
+def _replay(config: Config) -> list[Problem]:
+    mode = config.grpo.router_replay_mode
+    if mode == "R2" and config.batch.old_logprobs == "rollout":
+        return [
+            Problem(
+                flags=("router_replay_mode", "old_logprobs"),
+                message="router_replay_mode R2 replays what the pass for old log-probs chose, and with old_logprobs rollout there is none. "
+                "Use old_logprobs auto, or router_replay_mode R3.",
+                nearest={"old_logprobs": ["auto"], "router_replay_mode": ["R3", "disabled"]},
+            )
+        ]
+    if mode == "R3" and not config.rollout.vllm_enable_prefix_caching:
+        return [
+            Problem(
+                flags=("router_replay_mode", "vllm_enable_prefix_caching"),
+                message="router_replay_mode R3 needs vllm_enable_prefix_caching true, without which vLLM returns no experts. Use true.",
+                nearest={"vllm_enable_prefix_caching": [True]},
+            )
+        ]
+    return []
 
 
 def _objective(cfg: GrpoConfig) -> list[Problem]:

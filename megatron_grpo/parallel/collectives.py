@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Mapping
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -33,6 +34,11 @@ def has_job() -> bool:
 def store() -> Any:
     """The job's key-value store, through which ranks can speak while a collective hangs."""
     return dist.distributed_c10d._get_default_store()
+
+
+def patient_group() -> Group:
+    """All ranks, for what one of them may wait for without a limit: NCCL, and a job's own group, would end the run. Collective."""
+    return dist.new_group(backend="gloo", timeout=timedelta(days=365)) if num_ranks() > 1 else None
 
 
 # ---- objects ---------------------------------------------------------------------------------------------------------------------------
@@ -145,16 +151,19 @@ def _require_order(tensor: torch.Tensor) -> None:
         raise ValueError(f"a tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()} is not contiguous")
 
 
-def start_gather(run: torch.Tensor, group: Group) -> tuple[torch.Tensor, Any]:
-    """[ranks, len(run)], every rank's run in rank order, once the second thing returned has been waited for; None: it is there.
+def start_gather(run: torch.Tensor, group: Group, *, at_once: int) -> tuple[torch.Tensor, list[Any]]:
+    """[ranks, len(run)], every rank's run in rank order, once all of the list has been waited for. Of one rank it is `run` itself.
 
-    Of one rank it is `run` itself.
+    at_once: elements of `run` that go in one collective; there are as many as it takes.
     """
     if num_ranks(group) == 1:
-        return run[None], None
+        return run[None], []
     rows = torch.empty(num_ranks(group), len(run), dtype=run.dtype, device=run.device)
-    into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # since torch 2.13 the first is its name
-    return rows, into(rows.view(-1), run, group=group, async_op=True)
+    if len(run) <= at_once:
+        into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # since torch 2.13 the first is its name
+        return rows, [into(rows.view(-1), run, group=group, async_op=True)]
+    pieces = zip(run.split(at_once), *(row.split(at_once) for row in rows), strict=True)
+    return rows, [dist.all_gather(places, piece, group=group, async_op=True) for piece, *places in pieces]
 
 
 def from_member_(tensor: torch.Tensor, member: int, group: Group) -> torch.Tensor:
@@ -162,3 +171,15 @@ def from_member_(tensor: torch.Tensor, member: int, group: Group) -> torch.Tenso
     if num_ranks(group) > 1:
         dist.broadcast(tensor, src=dist.get_global_rank(group, member), group=group)
     return tensor
+
+
+def send(tensor: torch.Tensor, to: int) -> None:
+    """To one rank, which receives it with `start_receive`. Several between two ranks arrive in their order."""
+    _require_order(tensor)
+    dist.send(tensor, to)
+
+
+def start_receive(tensor: torch.Tensor, source: int) -> Any:
+    """What that rank sends is in `tensor` once the thing returned has been waited for."""
+    _require_order(tensor)
+    return dist.irecv(tensor, source)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from megatron_grpo.planning.parameters import chunks_of_stage, padded_vocab
 from megatron_grpo.planning.tuning import BYTES, Tuning
 from megatron_grpo.settings.config import Config
-from megatron_grpo.sizing.batch_sizes import BatchSizes
+from megatron_grpo.sizing.batch_sizes import SCORED_TOKENS, BatchSizes
 from megatron_grpo.weights.lora import is_linear
 from megatron_grpo.weights.names import Entry, layer_entries
 from megatron_grpo.weights.shape import ModelShape
@@ -96,7 +96,7 @@ def _mlp_channels(shape: ModelShape, sizes: BatchSizes, kept: Kept) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Activations:
-    """Bytes. forward: of one layer alone, while nothing is kept for a backward."""
+    """Bytes. forward: of one layer alone, while nothing is kept for a backward, in the larger micro-batches of such a pass."""
 
     training: int
     forward: int
@@ -115,10 +115,10 @@ def _activations(
     model = cfg.model
     dropped = tuple(model.recompute_modules) if model.recompute_granularity == "selective" else ()
 
-    def of_layer(without: tuple[str, ...]) -> float:
+    def of_layer(without: tuple[str, ...], tokens: int = tokens) -> float:
         return layer_bytes(shape, sizes, cfg, kept, tokens, without=without, adapter_size=tuning.size_of_trained)
 
-    full = of_layer(())
+    full, scored = of_layer(()), of_layer((), max(tokens, SCORED_TOKENS // sizes.layout.cp))
     if model.recompute_granularity == "full":
         unit = model.recompute_num_layers or 1
         begin = tokens * tuning.size * shape.hidden_size / (sizes.layout.tp if cfg.parallel.sequence_parallel else 1)
@@ -133,7 +133,7 @@ def _activations(
         in_flight: float = min(a, sizes.layout.pp - stage)
     else:
         in_flight = min(a * chunks, 2 * (sizes.layout.pp - stage - 1) + (chunks - 1) * sizes.layout.pp + 1) / chunks
-    return Activations(training=round(stored * in_flight + working), forward=round(full))
+    return Activations(training=round(stored * in_flight + working), forward=round(scored))
 
 
 def logits_bytes(shape: ModelShape, sizes: BatchSizes, cfg: Config, completion: int) -> int:

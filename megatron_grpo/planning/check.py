@@ -46,7 +46,14 @@ def check_parsed(parsed: Parsed) -> Checked:
     if problems or size_faults:
         raise ConfigError([_with_proven_values(problem, parsed, shape, model) for problem in problems] + size_faults)
     sizes = BatchSizes.from_config(cfg, model=model)
-    return Checked(config=with_adapter(settled(cfg, sizes)), sizes=sizes, shape=shape, parsed=parsed)
+    return Checked(config=_with_sleep(with_adapter(settled(cfg, sizes))), sizes=sizes, shape=shape, parsed=parsed)
+
+
+def _with_sleep(cfg: Config) -> Config:
+    """Where adapters train, vLLM's base waits on the host unless somebody says otherwise: no push brings it, and it would be in the way."""
+    if cfg.tuner.tuner_type != "lora" or cfg.rollout.vllm_mode != "colocate" or cfg.sources.get("sleep_level", "default") != "default":
+        return cfg
+    return cfg.with_values({"sleep_level": 1}, sources={"sleep_level": "derived from tuner_type"})
 
 
 def _settings_problems(parsed: Parsed, shape: ModelShape | None) -> list[Problem]:

@@ -16,12 +16,14 @@ from megatron_grpo.files import written_whole
 from megatron_grpo.planning.check import Checked, check_parsed
 from megatron_grpo.planning.facts import bubble_fraction, native_flags
 from megatron_grpo.planning.output import errors_object, write_plan
+from megatron_grpo.planning.servers import servers_of
 from megatron_grpo.planning.sharing import Sharing, decide
 from megatron_grpo.planning.warnings import defaults_of, warnings_of
 from megatron_grpo.settings import Parsed, parse
 from megatron_grpo.sizing.dialects import DIALECTS
 
 if TYPE_CHECKING:
+    from megatron_grpo.planning.lengths import Lengths
     from megatron_grpo.planning.tuning import Tuning
 
 MOST_SAVED = 20_000  # micro-steps in the plan.json of a run
@@ -41,6 +43,11 @@ class Plan:
     not_checked: tuple[str, ...] = ()  # what `train` would look at besides
 
     @property
+    def servers(self) -> dict[str, Any] | None:
+        """Of the rollout servers, where they sample."""
+        return servers_of(self.checked.config, self.checked.sizes)
+
+    @property
     def bubble(self) -> float:
         """Share of an optimizer step that a pipeline stage waits: with a token budget, by the micro-batches that it makes, if known."""
         return self.cost["sharing"]["bubble_shared"] if self.cost else bubble_fraction(self.checked.sizes)
@@ -48,8 +55,10 @@ class Plan:
     def rest(self) -> dict[str, Any]:
         """The part of the JSON object after the timetable."""
         sizes, cfg = self.checked.sizes, self.checked.config
+        servers = {"servers": self.servers} if self.servers else {}
         return {
             "pipeline": {"bubble_fraction": self.bubble},
+            **servers,
             "memory": self.memory,
             "cost": self.cost,
             "native_flags": native_flags(cfg, sizes),
@@ -101,6 +110,7 @@ def _estimates(checked: Checked, sharing: Sharing) -> tuple[dict[str, Any] | Non
     from megatron_grpo.planning.cost import estimate_cost
     from megatron_grpo.planning.lengths import read_lengths
     from megatron_grpo.planning.memory import estimate_memory
+    from megatron_grpo.planning.room import ways_to_fit
     from megatron_grpo.planning.tuning import Tuning
 
     lengths = read_lengths(cfg.plan.lengths) if cfg.plan.lengths else None
@@ -108,10 +118,22 @@ def _estimates(checked: Checked, sharing: Sharing) -> tuple[dict[str, Any] | Non
     if shape is not None:
         tuning = Tuning.of(cfg, shape)
         memory = estimate_memory(shape, sizes, cfg, tuning, lengths, shares=sharing.least_saving is not None)
+        if memory["fits"] is False:
+            memory["would_fit"] = ways_to_fit(checked, lambda other: _memory_of(other, lengths))
     step = Step.of(sharing, sizes, cfg, lengths)
     cost = estimate_cost(shape, sizes, cfg, tuning, lengths, sharing, step)
     cost["sharing"]["budget"] = suggest_budget(cfg, shape, sharing, step, memory)
     return memory, cost, tuning
+
+
+def _memory_of(checked: Checked, lengths: Lengths | None) -> dict[str, Any]:
+    from megatron_grpo.planning.memory import estimate_memory
+    from megatron_grpo.planning.tuning import Tuning
+
+    cfg, shape = checked.config, checked.shape
+    assert shape is not None
+    shares = decide(cfg, shape).least_saving is not None
+    return estimate_memory(shape, checked.sizes, cfg, Tuning.of(cfg, shape), lengths, shares=shares)
 
 
 def run_plan(argv: Sequence[str], look_at: Callable[[Parsed], Plan], *, launcher_world_size: int | None = None) -> int:

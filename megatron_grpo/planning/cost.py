@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron_grpo.planning.activations import FP32
 from megatron_grpo.planning.computed import Computed, Step
-from megatron_grpo.planning.facts import old_logprobs_summary
+from megatron_grpo.planning.facts import most_waiting_rows, old_logprobs_summary
 from megatron_grpo.planning.lengths import Lengths, packing, sequence_tokens
 from megatron_grpo.planning.parameters import padded_vocab
 from megatron_grpo.planning.push import push_of
@@ -18,6 +18,7 @@ from megatron_grpo.settings.config import Config
 from megatron_grpo.sizing.batch_sizes import BatchSizes
 from megatron_grpo.weights.names import Entry, ShardCut, num_parameters, outer_entries
 from megatron_grpo.weights.shape import ModelShape
+from megatron_grpo.weights.sizes import MoeShape
 
 
 def estimate_cost(
@@ -30,9 +31,23 @@ def estimate_cost(
         apart, shared = (_trained(shape, sizes, cfg, tuning, computed) for computed in (step.apart, step.shared))
         both["sharing"] |= {"flops_apart": apart, "flops_shared": shared}
         cost = {**_parameters(shape, tuning), **_flops(shape, sizes, cfg, tuning, lengths, shared), **_bytes(shape, sizes, cfg, tuning)}
+        if shape.moe and cfg.grpo.router_replay_mode != "disabled":
+            cost["experts"] = _experts(shape, shape.moe, sizes, cfg, lengths)
     if lengths is not None:
         cost["packing"] = packing(sizes, cfg, lengths, sharing.least_saving)
     return cost | both
+
+
+def _experts(shape: ModelShape, moe: MoeShape, sizes: BatchSizes, cfg: Config, lengths: Lengths | None) -> dict[str, int]:
+    """Bytes of the experts that are replayed: int16, of every token and every layer that has some."""
+    of_token = 2 * sum(moe.layers) * moe.topk
+    of_row = of_token * sum(sequence_tokens(cfg, lengths, longest=False))
+    return {
+        "bytes_of_token": of_token,
+        "bytes_of_row": of_row,
+        "bytes_of_rollout": of_row * sizes.generation_batch_size,
+        "checkpoint_bytes": of_row * most_waiting_rows(sizes),
+    }
 
 
 def _sharing(sharing: Sharing, cfg: Config, step: Step) -> dict[str, Any]:

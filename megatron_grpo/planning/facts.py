@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from math import gcd
 from typing import Any
 
 from megatron_grpo.batching.timetable import Timetable
@@ -16,14 +17,34 @@ def old_logprobs_summary(sizes: BatchSizes, num_rollouts: int) -> dict[str, Any]
     """rollouts[r]: some slice of it is trained by another version than sampled it. slices_recomputed: forward-only passes, in slices."""
     timetable = Timetable(sizes)
     slices, passes, a = sizes.micro_steps_per_rollout, sizes.num_iterations, sizes.gradient_accumulation_steps
-    is_stale = [((r + 1) * slices * passes - 1) // a > timetable.version_of(r) for r in range(num_rollouts)]
+    is_stale = [((r + 1) * slices * passes - 1) // a > timetable.sampled_by(r) for r in range(num_rollouts)]
     recomputed = 0
-    if sizes.old_logprobs == "auto":
+    if sizes.old_logprobs != "rollout":
+        decides = passes - 1 if sizes.old_logprobs == "always" else 0  # the pass whose uses need it (`Timetable.needs_anchor`)
         for r in range(num_rollouts):
-            # Slices are first used in order; those from the next optimizer step on are stale.
-            fresh = (timetable.version_of(r) + 1) * a - r * slices * passes
-            recomputed += max(0, slices - fresh)
+            # Slices are used in order; those from the next optimizer step on need a pass.
+            fresh = (timetable.version_of(r) + 1) * a - (r * passes + decides) * slices
+            recomputed += slices - min(max(fresh, 0), slices)
     return {"rollouts": is_stale, "slices_recomputed": recomputed, "slices_total": num_rollouts * slices}
+
+
+def staleness(sizes: BatchSizes) -> tuple[float, int]:
+    """(mean, largest) over the rows that a long run trains, in optimizer steps, once it has left its beginning behind."""
+    timetable, length = Timetable(sizes), sizes.micro_steps_per_rollout * sizes.num_iterations
+    # Rollouts lie alike in optimizer steps again after so many of them; of very odd sizes a part will do.
+    period = min(sizes.gradient_accumulation_steps // gcd(sizes.gradient_accumulation_steps, length), 1000)
+    ages = [timetable.micro_step(s).staleness for s in range(2 * period * length, 3 * period * length)]
+    return sum(ages) / len(ages), max(ages)
+
+
+def most_waiting_rows(sizes: BatchSizes) -> int:
+    """Rows that still wait to be trained behind an optimizer step, at most: what a checkpoint then holds."""
+    a, slices, passes = sizes.gradient_accumulation_steps, sizes.micro_steps_per_rollout, sizes.num_iterations
+    begun = {(k + 1) * a % (slices * passes) for k in range(min(slices * passes, 1000))} - {0}  # micro-steps of a rollout that is under way
+    waiting = max((slices - max(0, done - (passes - 1) * slices) for done in begun), default=0)
+    if sizes.async_rollout_depth:  # a checkpoint waits for what is being sampled, and holds it
+        waiting += slices * max(len(Timetable(sizes).new_rollouts(k)) for k in range(min(slices * passes, 1000)))
+    return waiting * sizes.completions_per_micro_step
 
 
 def bubble_fraction(sizes: BatchSizes, micro_batches: int | None = None) -> float:

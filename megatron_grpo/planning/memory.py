@@ -15,6 +15,7 @@ from megatron_grpo.planning.activations import FP32, Activations, activations_of
 from megatron_grpo.planning.lengths import Lengths, sequence_tokens
 from megatron_grpo.planning.parameters import Kind, Place, buffers_of_chunk, layers_of_stages, parameters_of_chunk
 from megatron_grpo.planning.push import bucket_bytes, push_memory
+from megatron_grpo.planning.room import LINK, Offload, decide
 from megatron_grpo.planning.sampler import sampler_memory
 from megatron_grpo.planning.tuning import Tuning
 from megatron_grpo.settings.config import Config
@@ -97,7 +98,7 @@ def estimate_memory(
     prompt, completion = sequence_tokens(cfg, lengths, longest=True)
     apart, tokens = (-(-stream_tokens(sizes, cfg, prompt, completion, shares=one) // sizes.layout.cp) for one in (False, shares))
     sampler = sampler_memory(shape, sizes, cfg, tuning, prompt + completion)
-    stages, rows, pushed = [], [], push_memory(shape, sizes, cfg, tuning)
+    stages, rows, pushed = list[Stage](), list[dict[str, Any]](), push_memory(shape, sizes, cfg, tuning)
     for number, layers in enumerate(layers_of_stages(shape.num_layers, sizes, cfg)):
         stage = Stage(
             static=static_memory(shape, sizes, cfg, tuning, Place(stage=number)),
@@ -114,11 +115,18 @@ def estimate_memory(
                 "activations_bytes": activations.training,
                 "activations_saved_bytes": stage.activations(apart).training - activations.training,
                 "logits_bytes": stage.logits,
-                "phases": _phases(cfg, stage.static.total(), sampler, activations, stage.logits, pushed),
             }
         )
-    peak, peak_stage, phase = max((bytes_, row["stage"], phase) for row in rows for phase, bytes_ in row["phases"].items())
+
+    def phases(offload: Offload) -> list[dict[str, int]]:
+        return [_phases(cfg, tuning, stage, tokens, offload, sampler, pushed) for stage in stages]
+
     gpu = round(cfg.plan.gpu_memory_gb * 1e9) if cfg.plan.gpu_memory_gb else None
+    offload = decide(cfg, lambda way: max(max(found.values()) for found in phases(way)), gpu)
+    for row, stage, found in zip(rows, stages, phases(offload), strict=True):
+        row |= {"freed_bytes": offload.freed(stage.static), "phases": found}
+    peak, peak_stage, phase = max((bytes_, row["stage"], phase) for row in rows for phase, bytes_ in row["phases"].items())
+    holds_one = cfg.rollout.vllm_mode != "colocate" or sampler["kv_cache_tokens"] >= prompt + completion
     most = _most_tokens(stages, gpu, _asleep(cfg, sampler)) if gpu else 0
     if most * sizes.layout.cp < prompt + completion:
         most = 0  # the longest sequence is a micro-batch by itself, whatever the budget
@@ -127,11 +135,13 @@ def estimate_memory(
         "peak_stage": peak_stage,
         "peak_phase": phase,
         "gpu_memory_bytes": gpu,
-        "fits": None if gpu is None else peak <= gpu,
+        "fits": None if gpu is None else peak <= gpu and holds_one,
+        "longest_sequence": prompt + completion,
         "tokens_per_micro_batch": tokens,
         "tokens_per_micro_batch_apart": apart,
         "most_tokens_per_micro_batch": None if gpu is None else most,
         "sampler": sampler,
+        "offload": _offload(cfg, offload, sampler, [stage.static for stage in stages]),
         "stages": rows,
         "assumptions": _assumptions(cfg, tuning, prompt, completion, lengths),
     }
@@ -162,16 +172,40 @@ def _asleep(cfg: Config, sampler: Mapping[str, int]) -> int:
     return {0: awake, 1: 0, 2: 0}[cfg.rollout.sleep_level]
 
 
-def _phases(cfg: Config, base: int, sampler: Mapping[str, int], activations: Activations, logits: int, pushed: int) -> dict[str, int]:
-    """What is there at the same time. base: what always is. pushed: what is on its way in a push."""
+def _offload(cfg: Config, chosen: Offload, sampler: Mapping[str, int], statics: Sequence[Static]) -> dict[str, Any]:
+    """What is given away between training and sampling, of the rank that has most of it; and what all of it would be."""
+    everything = Offload(model=True, optimizer=True)
+    copied, could = (max(way.copied(static) for static in statics) for way in (chosen, everything))
+    on_host = sampler["weights_bytes"] + sampler["adapters_bytes"] if cfg.rollout.sleep_level == 1 else 0
+    return {
+        "model": chosen.model,
+        "optimizer": chosen.optimizer,
+        "why": chosen.why,
+        "freed_bytes": max(chosen.freed(static) for static in statics),
+        "host_bytes": copied + on_host,
+        "seconds_per_rollout": 2 * copied / LINK,
+        "most_freed_bytes": max(everything.freed(static) for static in statics),
+        "most_host_bytes": could + on_host,
+        "most_seconds_per_rollout": 2 * could / LINK,
+    }
+
+
+def _phases(
+    cfg: Config, tuning: Tuning, stage: Stage, tokens: int, offload: Offload, sampler: Mapping[str, int], pushed: int
+) -> dict[str, int]:
+    """What is there at the same time. Of the policy, while the sampler works, what was not given away; log-probs of later steps of a
+    rollout are computed with everything there. pushed: what is on its way in a push."""
+    base, found = stage.static.total(), stage.activations(tokens)
     held = sampler["weights_bytes"] + sampler["adapters_bytes"]
     awake = held + sampler["kv_cache_bytes"]
     asleep = _asleep(cfg, sampler)
+    # The trial before the first push of adapters has woken the KV cache.
+    is_awake = cfg.rollout.sleep_level == 0 or (tuning.adapters is not None and cfg.rollout.verify_weight_push)
     return {
-        "rollout": base + awake,
-        "logprobs": base + asleep + activations.forward + logits // 2,
-        "training": base + asleep + activations.training + logits,
-        "weight_push": base + (awake if cfg.rollout.sleep_level == 0 else held) + pushed,
+        "rollout": base - offload.freed(stage.static) + awake,
+        "logprobs": base + asleep + found.forward + stage.logits // 2,
+        "training": base + asleep + found.training + stage.logits,
+        "weight_push": base - offload.freed(stage.static, during_push=True) + (awake if is_awake else held) + pushed,
     }
 
 
@@ -201,9 +235,11 @@ def _assumptions(cfg: Config, tuning: Tuning, prompt: int, completion: int, leng
         f"every sequence has {prompt} + {completion} tokens ({where})",
         "activations: flash attention, fused norms, no dropout; what a layer's backward needs, for the micro-batches in flight",
         f"logits: {cfg.model.logprob_chunk_size} positions at a time in float32, and their gradient",
-        f"KV cache: {kv}",
+        *([] if cfg.rollout.vllm_mode == "server" else [f"KV cache: {kv}"]),
         f"weight push: two buckets of {bucket_bytes(cfg) // MIB} MiB (weight_sync_bucket_mb), or the largest parameter; "
         "what vLLM keeps until a layer is complete is not counted",
-        sleeping[cfg.rollout.sleep_level] + f" (sleep_level {cfg.rollout.sleep_level})",
+        "vLLM is on servers, and holds nothing here"
+        if cfg.rollout.vllm_mode == "server"
+        else sleeping[cfg.rollout.sleep_level] + f" (sleep_level {cfg.rollout.sleep_level})",
         "not counted: CUDA context, NCCL buffers, CUDA graphs, fragmentation (commonly 3 to 6 GB a GPU)",
     ]

@@ -24,13 +24,22 @@ def push_of(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: Tuning) -
         pushed.append(buckets_of(weights(shape, sizes, cfg, tuning), sizes, cfg))
     if tuning.pushes_adapters and tuning.adapters:
         pushed.append(buckets_of(adapters(shape, sizes, cfg, tuning.adapters), sizes, cfg))
-    received = [sum(b.received_bytes(ranks, stage) for buckets in pushed for b in buckets) for stage in range(sizes.layout.pp)]
+    to_first = cfg.rollout.vllm_mode == "server"
+    stages = range(1 if to_first else sizes.layout.pp)  # rank 0 is of the first, and then it alone receives
+    received = [sum(_received(b, ranks, stage, to_first) for buckets in pushed for b in buckets) for stage in stages]
     return {
-        "collectives": sum(num_collectives(buckets, ranks) for buckets in pushed),
+        "collectives": 0 if to_first else sum(num_collectives(buckets, ranks) for buckets in pushed),
         "buckets": sum(map(len, pushed)),
         "received_bytes": max(received),
         "bucket_bytes": bucket_bytes(cfg),
     }
+
+
+def _received(bucket: Bucket, ranks: Ranks, stage: int, to_first: bool) -> int:
+    """By a rank of that stage. Of another stage's bucket rank 0 is sent every shard; elsewhere one shard, and the rest is gathered."""
+    if not to_first or stage == bucket.stage:
+        return bucket.received_bytes(ranks, stage)
+    return sum(bucket.sizes[part] * ranks.sharing(part) for part in Part)
 
 
 def push_memory(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: Tuning) -> int:
@@ -42,7 +51,8 @@ def push_memory(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: Tunin
     held = [bucket.memory_bytes(ranks) for bucket in buckets]
     joined = max(slot.num_bytes * ranks.sharing(slot.part) // (sizes.layout.ep if slot.part is Part.EXPERTS else 1)
                  for bucket in buckets for slot in bucket.slots)  # fmt: skip
-    return max([sum(pair) for pair in pairwise(held)] or held) + joined
+    link = bucket_bytes(cfg) if cfg.rollout.vllm_mode == "server" else 0  # what rank 0 sends on is packed once more
+    return max([sum(pair) for pair in pairwise(held)] or held) + joined + link
 
 
 def bucket_bytes(cfg: Config) -> int:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TextIO
 
-from megatron_grpo.planning.facts import native_flags, old_logprobs_summary
+from megatron_grpo.planning.facts import native_flags, old_logprobs_summary, staleness
 from megatron_grpo.planning.figure import draw, legend
 from megatron_grpo.planning.output import sizes_object
+from megatron_grpo.planning.room import LINK
+from megatron_grpo.planning.servers import told
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -32,6 +35,11 @@ def print_report(made: Plan, *, file: TextIO | None = None, is_short: bool = Fal
         console.print()
         if made.memory:
             _memory(console, made.memory, made.cost or {})
+        if made.servers:
+            console.rule("[bold]rollout servers", align="left", style="dim")
+            for sentence in told(made.servers, (made.cost or {}).get("weight_push_bytes")):
+                console.print(sentence, markup=False)
+            console.print()
         if made.cost:
             _cost(console, made.cost)
         if cfg.plan.dialect:
@@ -102,6 +110,10 @@ def _size_rows(made: Plan) -> Iterator[tuple[str, str, str]]:
     if stale:
         who = f"; stale rollouts {', '.join(stale[:8])}{', ...' if len(stale) > 8 else ''} of {shown}"
     yield "forward-only", f"{old['slices_recomputed']}", f"of {old['slices_total']} slices{who}"
+    if sizes.async_rollout_depth:
+        (mean, most), (without, _) = staleness(sizes), staleness(replace(sizes, async_rollout_depth=0))
+        why = f"optimizer steps on average, at most {most}, between sampling and training; {without:.3g} if training waited"
+        yield "one rollout ahead", f"{mean:.3g}", why
     is_shared, _, why = str(made.sharing).partition(": ")
     yield "shared prompts", is_shared, why
     if sizes.layout.pp > 1:
@@ -140,17 +152,23 @@ def _memory(console: Console, memory: dict[str, Any], cost: dict[str, Any]) -> N
         )
     console.print(out)
     sampler = memory["sampler"]
-    console.print(
-        f"vLLM: weights {gigabytes(sampler['weights_bytes'])} GB, "
-        + (f"room for an adapter {gigabytes(sampler['adapters_bytes'])} GB, " if sampler["adapters_bytes"] else "")
-        + f"KV cache {gigabytes(sampler['kv_cache_bytes'])} GB "
-        f"({sampler['kv_cache_tokens']:,} tokens)",
-        markup=False,
-    )
-    if memory["gpu_memory_bytes"]:
-        verdict = "fits in" if memory["fits"] else "does NOT fit in"
+    if not sampler["weights_bytes"]:
+        console.print("vLLM: on rollout servers, nothing here", markup=False)
+    else:
         console.print(
-            f"the peak, {gigabytes(memory['peak_bytes'])} GB, {verdict} {gigabytes(memory['gpu_memory_bytes'])} GB",
+            f"vLLM: weights {gigabytes(sampler['weights_bytes'])} GB, "
+            + (f"room for an adapter {gigabytes(sampler['adapters_bytes'])} GB, " if sampler["adapters_bytes"] else "")
+            + f"KV cache {gigabytes(sampler['kv_cache_bytes'])} GB "
+            f"({sampler['kv_cache_tokens']:,} tokens)",
+            markup=False,
+        )
+        console.print(room_in_words(memory["offload"]), markup=False)
+    if memory["gpu_memory_bytes"]:
+        is_small_enough = memory["peak_bytes"] <= memory["gpu_memory_bytes"]
+        verdict = "fits in" if is_small_enough else "does NOT fit in"
+        console.print(
+            f"the peak, {gigabytes(memory['peak_bytes'])} GB, {verdict} {gigabytes(memory['gpu_memory_bytes'])} GB"
+            + f"; the KV cache does NOT hold one sequence of {memory['longest_sequence']:,} tokens" * (is_small_enough > memory["fits"]),
             style="green" if memory["fits"] else "bold red",
             markup=False,
         )
@@ -165,6 +183,18 @@ def _memory(console: Console, memory: dict[str, Any], cost: dict[str, Any]) -> N
     console.print()
 
 
+def room_in_words(offload: dict[str, Any]) -> str:
+    """What the policy gives away while the sampler works."""
+    given = [name for name in ("model", "optimizer") if offload[name]]
+    said = " and ".join(f"offload_{name}" for name in given or ("model", "optimizer"))
+    freed, host, seconds = (offload[("" if given else "most_") + name] for name in ("freed_bytes", "host_bytes", "seconds_per_rollout"))
+    does = "frees" if given else "if they were on, they would free"
+    return (
+        f"{said} {'on' if given else 'off'} ({offload['why']}): {does} {gigabytes(freed)} GB of a rank while vLLM samples; the host holds "
+        f"{gigabytes(host)} GB for the rank then, and the way there and back takes {seconds:.2g} s a rollout at {LINK / 1e9:g} GB/s"
+    )
+
+
 def _cost(console: Console, cost: dict[str, Any]) -> None:
     console.rule("[bold]work per rollout", align="left", style="dim")
     if "flops_per_rollout" in cost:
@@ -175,9 +205,15 @@ def _cost(console: Console, cost: dict[str, Any]) -> None:
         once = f", and {gigabytes(cost['base_push_bytes'])} GB once, before the first" if cost["base_push_bytes"] else ""
         console.print(f"{'weight push':<20}{gigabytes(cost['weight_push_bytes']):>14} GB{once}", markup=False)
         calls, buckets = cost["weight_push_collectives"], cost["weight_push_buckets"]
-        received = f"a rank receives {gigabytes(cost['weight_push_received_bytes'])} GB"
+        received = f"the busiest rank receives {gigabytes(cost['weight_push_received_bytes'])} GB"
         console.print(f"{'':<20}{calls:>14,} collectives of {buckets:,} bucket{'s' * (buckets != 1)}; {received}", markup=False)
         console.print(f"{'checkpoint':<20}{gigabytes(cost['checkpoint_bytes']):>14} GB", markup=False)
+        if experts := cost.get("experts"):
+            console.print(
+                f"{'replayed experts':<20}{gigabytes(experts['bytes_of_rollout']):>14} GB a rollout, {experts['bytes_of_token']:,} bytes a "
+                f"token; in a checkpoint up to {gigabytes(experts['checkpoint_bytes'])} GB besides",
+                markup=False,
+            )
         for assumption in cost["assumptions"]:
             console.print(f"  {assumption}", style="dim", markup=False)
     _sharing(console, cost["sharing"])

@@ -12,7 +12,13 @@ from megatron_grpo.weights.shape import ModelShape
 
 
 def sampler_memory(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: Tuning, sequence: int) -> dict[str, int]:
-    """vLLM's share on one rank. The KV cache is what vllm_gpu_memory_utilization leaves, or else what its sequences can need at most."""
+    """vLLM's share on one rank, which is nothing where servers sample.
+
+    The KV cache is what vllm_gpu_memory_utilization leaves, or else what its sequences can need at most.
+    """
+    if cfg.rollout.vllm_mode == "server":
+        nothing = ("weights_bytes", "adapters_bytes", "kv_cache_bytes", "kv_bytes_per_token", "kv_cache_tokens", "sequences_at_once")
+        return dict.fromkeys(nothing, 0)
     size = BYTES[cfg.rollout.vllm_dtype or cfg.model.torch_dtype]
     tp = cfg.rollout.vllm_tensor_parallel_size
     weights = -(-num_parameters(shape) * size // tp)
@@ -40,7 +46,5 @@ def _adapter_room(shape: ModelShape, push: LoraPush, tp: int) -> int:
     total, words = 0, set(push.last_words)
     for module in linear_modules(shape):
         if module.name.rsplit(".", 1)[1] in words:
-            # Cut by what it reads; the others by what they give.
-            is_row = module.megatron.rsplit(".", 1)[1] in ("linear_proj", "linear_fc2")
-            total += -(-module.inner // tp) + module.out if is_row else module.inner + -(-module.out // tp)
+            total += -(-module.inner // tp) + module.out if module.is_row else module.inner + -(-module.out // tp)
     return push.slot_rank * total

@@ -7,15 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_grpo.planning.lengths import extents_of, read_lengths
-from megatron_grpo.policy.refused import sharing_obstacle
+from megatron_grpo.policy.refused import attention_channels, flash_obstacle, sharing_obstacle
 from megatron_grpo.settings.config import Config
 from megatron_grpo.weights.shape import ModelShape
 
 LEAST_SAVING = 1 / 16  # of a group's tokens; on CPU, sharing that saved less was slower than computing them again
 
-_NO_KERNEL = "attention with parents has no kernel for GPUs yet, only plain matrix products"
 _PLAIN = "attention with parents is plain matrix products, and every score of a part exists at one time"
-_TRUE_ON_GPU = {True: f". On this GPU {_PLAIN}", False: "", None: f". On a GPU {_PLAIN}"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,24 +27,42 @@ class Sharing:
         return f"{'off' if self.least_saving is None else 'on'}: {self.why}"
 
 
-def decide(cfg: Config, shape: ModelShape | None, *, has_gpu: bool | None = None, has_transformer_engine: bool | None = None) -> Sharing:
+def decide(
+    cfg: Config,
+    shape: ModelShape | None,
+    *,
+    has_gpu: bool | None = None,
+    has_transformer_engine: bool | None = None,
+    gpu_lacks: str | None = None,
+) -> Sharing:
     """has_gpu, has_transformer_engine: of the machine that trains, None where that is not known. Who gives `gpu_memory_gb` plans for GPUs.
+    gpu_lacks: why this GPU has no kernel for attention with parents (`policy.attention.gpu_kernel`).
 
     Raises ConfigError where the file of lengths cannot be read. `true` with an obstacle is refused before (`policy.refused`).
     """
-    if has_gpu is None and cfg.plan.gpu_memory_gb:
-        has_gpu = True
+    lacks = gpu_lacks
+    if has_gpu is None:
+        lacks = flash_obstacle(cfg.model.torch_dtype, attention_channels(shape) if shape else 8)
     if cfg.batch.share_prompts == "false":
         return Sharing(least_saving=None, why="share_prompts false")
     if cfg.batch.share_prompts == "true":
-        return Sharing(least_saving=0.0, why="share_prompts true, wherever a token is saved" + _TRUE_ON_GPU[has_gpu])
+        kernel = _kernel(has_gpu, f"{_PLAIN}: {lacks}" if lacks else None)
+        return Sharing(least_saving=0.0, why="share_prompts true, wherever a token is saved" + kernel)
     reason = sharing_obstacle(cfg, shape, has_transformer_engine=bool(has_transformer_engine)) or _nothing_to_gain(cfg)
-    if reason is None and has_gpu:
-        reason = f"{_NO_KERNEL} (share_prompts true takes them)"
+    if reason is None and lacks and (has_gpu or cfg.plan.gpu_memory_gb):
+        reason = f"{lacks}; share_prompts true takes plain matrix products"
     if reason is not None:
         return Sharing(least_saving=None, why=reason)
     why = "each group in which 1/16 of the tokens or more need not be computed again"
-    return Sharing(least_saving=LEAST_SAVING, why=why if has_gpu is False else f"{why}. On a GPU it would be off: {_NO_KERNEL}")
+    return Sharing(least_saving=LEAST_SAVING, why=why + _kernel(has_gpu, f"it would be off: {lacks}" if lacks else None))
+
+
+def _kernel(has_gpu: bool | None, otherwise: str | None) -> str:
+    """What attention does on a GPU. otherwise: than torch's flash attention."""
+    if has_gpu is False:
+        return ""
+    condition = "" if otherwise or has_gpu else ", of compute capability 8.0 or more,"
+    return f". On {'this' if has_gpu else 'a'} GPU{condition} {otherwise or 'attention with parents is flash attention'}"
 
 
 def _nothing_to_gain(cfg: Config) -> str | None:

@@ -10,9 +10,11 @@ from megatron_grpo.batching.timetable import Timetable
 from megatron_grpo.grpo import refused as refused_grpo
 from megatron_grpo.planning.budget import wanted_micro_batches
 from megatron_grpo.planning.check import Checked
-from megatron_grpo.planning.facts import bubble_fraction
+from megatron_grpo.planning.facts import bubble_fraction, staleness
+from megatron_grpo.planning.room import in_words
 from megatron_grpo.rollout.adapters import LoraPush
 from megatron_grpo.settings.config import Config
+from megatron_grpo.settings.servers import addresses_of
 from megatron_grpo.sizing.batch_sizes import BatchSizes
 from megatron_grpo.sizing.dialects import explain
 from megatron_grpo.weights.lora import lora_of, peft_leaves_out
@@ -31,13 +33,16 @@ def warnings_of(
         *checked.parsed.repeated,
         *_groups(sizes),
         *_staleness(cfg, timetable),
+        *_ahead(cfg, sizes),
         *_idle(checked),
         *_bubble(cfg, sizes, cost["sharing"] if cost else None),
         *_swift(cfg, sizes),
         *_run(cfg, timetable),
         *refused_grpo.warnings(cfg),
         *_lora(cfg, checked.shape, push),
+        *_servers(cfg),
         *_memory(memory),
+        *_room(cfg),
     ]
 
 
@@ -73,7 +78,10 @@ def _worst_staleness(timetable: Timetable) -> int:
     sizes, last = timetable.sizes, math.inf if timetable.num_steps is None else timetable.num_steps - 1
     # Staleness repeats after lcm(A, W * mu) micro-steps; the first rollouts show the worst case.
     length, a = sizes.micro_steps_per_rollout * sizes.num_iterations, sizes.gradient_accumulation_steps
-    return int(max(min(((r + 1) * length - 1) // a, last) - timetable.version_of(r) for r in range(min(a, 1000))))
+    # Three times as many where sampling runs ahead: the beginning of a run is fresher.
+    num_rollouts = min(a, 1000) * (3 if sizes.async_rollout_depth else 1)
+    reached = (r for r in range(num_rollouts) if timetable.version_of(r) <= last)
+    return int(max(min(((r + 1) * length - 1) // a, last) - timetable.sampled_by(r) for r in reached))
 
 
 def _staleness(cfg: Config, timetable: Timetable) -> Iterator[str]:
@@ -90,6 +98,11 @@ def _staleness(cfg: Config, timetable: Timetable) -> Iterator[str]:
             "old_logprobs rollout changes nothing: no row of this run is stale when it is trained, and a fresh row takes its ratio "
             "against the weights themselves. Rows become stale with steps_per_generation or num_iterations above 1."
         )
+    elif worst == 0 and cfg.grpo.router_replay_mode == "R2":
+        yield (
+            "router_replay_mode R2 changes nothing: no row of this run is stale when it is trained, and a fresh row's own choice of "
+            "experts is the one that would be replayed. Rows become stale with steps_per_generation or num_iterations above 1."
+        )
     elif worst > 0 and not corrected:
         yield (
             f"Rows are up to {worst} optimizer step{'s' if worst > 1 else ''} stale, and nothing but the clip corrects for it. Consider "
@@ -98,8 +111,29 @@ def _staleness(cfg: Config, timetable: Timetable) -> Iterator[str]:
         )
 
 
+def _ahead(cfg: Config, sizes: BatchSizes) -> Iterator[str]:
+    if not sizes.async_rollout_depth:
+        return
+    steps = sizes.steps_per_generation * sizes.num_iterations
+    if steps > 1:
+        mean, most = staleness(sizes)
+        yield (
+            f"One rollout ahead, rows are up to {most} optimizer steps stale when they are trained ({mean:.3g} on average), since a "
+            f"rollout is trained for {steps:g} of them. A rollout of one optimizer step (steps_per_generation 1, num_iterations 1) is 1 "
+            "step stale."
+        )
+    if cfg.grpo.kl_in_reward and steps > 1:
+        yield (
+            "Note: a checkpoint between two sampling steps takes in the rollout that is being sampled, and its KL in the reward is then "
+            "measured by the weights of that moment"
+            + (f"; with save_steps a multiple of {steps} by those of its own step." if isinstance(steps, int) else ".")
+        )
+
+
 def _idle(checked: Checked) -> Iterator[str]:
     cfg, sizes = checked.config, checked.sizes
+    if cfg.rollout.vllm_mode == "server":
+        return
     engines = sizes.layout.world_size // cfg.rollout.vllm_tensor_parallel_size
     if sizes.num_rollout_prompts < engines:
         idle = (engines - sizes.num_rollout_prompts) * cfg.rollout.vllm_tensor_parallel_size
@@ -185,14 +219,45 @@ def _lora(cfg: Config, shape: ModelShape | None, push: LoraPush | None) -> Itera
     for note in push.notes if push else ():
         said = note.removeprefix("WARNING: ")
         yield said[0].upper() + said[1:]
+    if cfg.tuner.tuner_type == "lora" and cfg.rollout.sleep_level == 2 and push and push.kind == "adapter":
+        yield "sleep_level 2 drops vLLM's copy of the base, so each push sends the whole model before the adapter. sleep_level 1 keeps it."
     if shape and (settings := lora_of(cfg.tuner, shape)) and (lost := peft_leaves_out(settings, shape)):
         yield lost
 
 
+def _servers(cfg: Config) -> Iterator[str]:
+    """What travels for all to read."""
+    if cfg.rollout.vllm_mode != "server":
+        return
+    clear = [str(address) for address in addresses_of(cfg.rollout) if not address.is_https and not address.is_here]
+    if clear:
+        yield (
+            f"Prompts, completions and the token travel in the clear to {', '.join(clear[:4])}: use https (megatron-grpo serve "
+            "--ssl_certfile, and vllm_server_ca here) where others can listen. Weights travel in the clear in any case."
+        )
+
+
+def _room(cfg: Config) -> Iterator[str]:
+    asked = [name for name in ("offload_model", "offload_optimizer") if getattr(cfg.rollout, name) == "true"]
+    if asked and cfg.rollout.vllm_mode != "colocate":
+        yield f"{' and '.join(asked)} true: no sampler shares these GPUs (vllm_mode {cfg.rollout.vllm_mode}), so nothing is given away."
+
+
 def _memory(memory: dict[str, Any] | None) -> Iterator[str]:
-    if memory and memory.get("gpu_memory_bytes") and not memory["fits"]:
+    if not memory or not memory.get("gpu_memory_bytes") or memory["fits"]:
+        return
+    if memory["peak_bytes"] <= memory["gpu_memory_bytes"]:
+        yield (
+            f"vllm_gpu_memory_utilization leaves a KV cache of {memory['sampler']['kv_cache_tokens']:,} tokens beside vLLM's weights, "
+            f"and a sequence has {memory['longest_sequence']:,}."
+        )
+    else:
         yield (
             f"The estimated peak ({memory['peak_bytes'] / 1e9:.1f} GB, pipeline stage {memory['peak_stage']}, "
             f"{memory['peak_phase']}) does not fit in "
             f"gpu_memory_gb ({memory['gpu_memory_bytes'] / 1e9:g})."
         )
+    yield from (f"What would fit: {in_words(way)}." for way in memory["would_fit"])
+    if not memory["would_fit"]:
+        room = "sleep_level, offload_model, offload_optimizer, vllm_gpu_memory_utilization, " if memory["sampler"]["weights_bytes"] else ""
+        yield f"Nothing that was tried makes it fit: {room}full recompute, layouts of twice and four times the parts."

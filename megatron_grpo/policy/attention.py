@@ -7,80 +7,168 @@ Each part needs nothing of the others then, no key is copied, and no mask over t
 
 from __future__ import annotations
 
+import functools
 import math
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 
-from megatron_grpo.policy.stream import PackedStream, Part
+from megatron_grpo.policy.refused import flash_obstacle
+from megatron_grpo.policy.stream import PackedStream, Part, Places, packed_stream
+from megatron_grpo.types import Segment
 
-_flash_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+class Kernel(Protocol):
+    """Attention of one part. q, out, gradients of both [queries, heads, c]; k, v and theirs [keys, groups, c]; lse [heads, queries]."""
+
+    def forward(self, q, k, v, part: Part, scale: float | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """-> (out, lse), in tensors of its own."""
+        ...
+
+    def backward(self, grad, q, k, v, out, lse, part: Part, scale: float | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """out, lse: of all parts together. -> gradients of q, k, v by this part, in tensors of its own."""
+        ...
 
 
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packed: PackedStream, scale: float | None) -> torch.Tensor:
     """q [t, heads, c], k and v [keys, groups, c] -> [t, heads, c]. scale: of the scores; None for 1 / sqrt(c). 0 where padding asks."""
-    if q.device.type == "cpu":
-        return _Attention.apply(q, k, v, packed, scale, FLASH_ON_CPU)
-    if packed.inherited:
-        return _Attention.apply(q, k, v, packed, scale, PLAIN)
-    return _own_alone(q, k, v, packed, scale)
+    kernel = FLASH_ON_CPU if q.device.type == "cpu" else gpu_kernel(q.dtype, q.shape[-1]).kernel
+    if kernel is PLAIN and not packed.full:
+        return _by_torch(q, k, v, packed, scale)
+    return _Attention.apply(q, k, v, packed, scale, kernel)
 
 
-def _own_alone(q, k, v, packed: PackedStream, scale: float | None) -> torch.Tensor:
-    """Where nothing is inherited there is nothing to merge, and torch's own kernels and their backward will do."""
-    q, k, v = (x.transpose(0, 1) for x in (q, k, v))
+class Chosen(NamedTuple):
+    """A kernel, and why it is only PLAIN; None where it is a better one."""
+
+    kernel: Kernel
+    lacks: str | None
+
+
+@functools.cache
+def gpu_kernel(dtype: torch.dtype, channels: int) -> Chosen:
+    """The kernel of this process's GPU for heads of so many channels. Found out once, by what the GPU is and by trying it."""
+    lacks = flash_obstacle(str(dtype).removeprefix("torch."), channels)
+    if lacks is None and torch.cuda.get_device_capability() < FLASH_CAPABILITY:
+        found, least = (".".join(map(str, version)) for version in (torch.cuda.get_device_capability(), FLASH_CAPABILITY))
+        lacks = f"flash attention needs a GPU of compute capability {least}, this one has {found}"
+    if lacks is None:
+        lacks = fault_of(FLASH_ON_GPU, dtype, channels, torch.device("cuda"))
+    return Chosen(FLASH_ON_GPU, None) if lacks is None else Chosen(PLAIN, lacks)
+
+
+def fault_of(kernel: Kernel, dtype: torch.dtype, channels: int, device: torch.device) -> str | None:
+    """How the kernel fails, or differs from PLAIN, on a small stream of parents and children; None if it does not."""
+    ends = (0, 40, 45, 47, 90, 93, 96)
+    segments = [Segment(start=a, end=b, length=b - a, parent=p) for a, b, p in zip(ends, ends[1:], (-1, -1, 0, 0, 1, -1))]
+    packed = packed_stream(segments, 1, 0, lambda array: torch.from_numpy(array).to(device))
+    draw = torch.Generator().manual_seed(0)
+    q, k, v, grad = (torch.randn(96, heads, channels, generator=draw).to(device, dtype) for heads in (4, 2, 2, 4))
+    found = []
+    with torch.enable_grad():
+        for one in (PLAIN, kernel):
+            inputs = [x.detach().requires_grad_() for x in (q, k, v)]
+            try:
+                out = _Attention.apply(*inputs, packed, None, one)
+                found.append((out.detach(), *torch.autograd.grad(out, inputs, grad)))
+            except RuntimeError as error:  # what torch says of a kernel that it was built without, or that this GPU cannot run
+                return f"flash attention does not run here ({str(error).splitlines()[0]})"
+    rounding = 4 * torch.finfo(dtype).eps
+    for name, right, other in zip(("its output", "the gradient of queries", "of keys", "of values"), *found, strict=True):
+        difference = float((right - other).norm() / right.norm())
+        if not difference < rounding:
+            return f"torch's flash attention differs here in {name}: by {difference:.1e}, more than rounding ({rounding:.1e})"
+    return None
+
+
+def _by_torch(q, k, v, packed: PackedStream, scale: float | None) -> torch.Tensor:
+    """Where there is one part there is nothing to merge, and torch's own kernels and their backward will do."""
     out = torch.zeros_like(q)
-    for part in packed.own:
-        found = F.scaled_dot_product_attention(
-            part.queries.of(q), part.keys.of(k), part.keys.of(v),
-            attn_mask=part.mask, is_causal=part.is_causal, scale=scale, enable_gqa=True,
-        )  # fmt: skip
-        part.queries.put(out, found)
-    return out.transpose(0, 1)
+    if (part := packed.causal) is not None:
+        out[part.queries] = _joined([
+            F.scaled_dot_product_attention(of_q, of_k, of_v, is_causal=True, scale=scale, enable_gqa=True)
+            for of_q, of_k, of_v in _runs(part, (q[part.queries],), (k[part.keys], v[part.keys]))
+        ])  # fmt: skip
+    return out
 
 
-class _FlashOnCpu(NamedTuple):
-    """torch's flash attention for CPUs: takes any strides and fewer key heads than query heads."""
+class _RunByRun(NamedTuple):
+    """A kernel that takes [n, heads, queries, c] and [n, groups, keys, c]."""
 
-    def forward(self, q, k, v, part: Part, scale):
-        return _flash_forward(q, k, v, 0.0, part.is_causal, attn_mask=_added(part, q), scale=scale)
-
-    def backward(self, grad, q, k, v, out, lse, part: Part, scale):
-        return _flash_backward(
-            grad, q, k, v, out, lse.contiguous(), 0.0, part.is_causal, attn_mask=_added(part, q), scale=scale
-        )  # fmt: skip
-
-
-class _Plain(NamedTuple):
-    """Matrix products, on any device. Every score of a part exists at one time."""
+    attend: Callable
+    differentiate: Callable
 
     def forward(self, q, k, v, part: Part, scale):
-        scores = self._scores(q, k, part, scale)
-        lse = scores.logsumexp(dim=-1)
-        return ((scores - lse[..., None]).exp() @ _for_heads(v, q).to(scores.dtype)).to(q.dtype), lse
+        runs = _runs(part, (q,), (k, v))
+        out, lse = zip(*(self.attend(*of_run, 0.0, part.is_causal, scale=scale) for of_run in runs), strict=True)
+        return _joined(out), torch.cat([x.transpose(0, 1).flatten(1) for x in lse], dim=1)
 
     def backward(self, grad, q, k, v, out, lse, part: Part, scale):
-        scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
-        said = (self._scores(q, k, part, scale) - lse[..., None]).exp()
-        grad, keys, values = (x.to(said.dtype) for x in (grad, _for_heads(k, q), _for_heads(v, q)))
-        of_scores = said * (grad @ values.mT - (grad * out).sum(dim=-1, keepdim=True)) * scale
-        of_keys, of_values = of_scores.mT @ q.to(said.dtype), said.mT @ grad
-        in_groups = [x.unflatten(1, (k.shape[1], -1)).sum(dim=2).to(k.dtype) for x in (of_keys, of_values)]
-        return (of_scores @ keys).to(q.dtype), *in_groups
-
-    def _scores(self, q, k, part: Part, scale):
-        dtype = torch.promote_types(q.dtype, torch.float32)
-        scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
-        scores = q.to(dtype) @ _for_heads(k, q).to(dtype).mT * scale
-        mask = part.mask
-        if part.is_causal:
-            mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
-        return scores if mask is None else scores.masked_fill(~mask, -math.inf)
+        runs = _runs(part, (grad, q, out, lse.t()), (k, v))
+        found = (
+            self.differentiate(of_grad, of_q, of_k, of_v, of_out, of_lse.contiguous(), 0.0, part.is_causal, scale=scale)
+            for of_grad, of_q, of_out, of_lse, of_k, of_v in runs
+        )
+        return tuple(map(_joined, zip(*found, strict=True)))
 
 
-FLASH_ON_CPU, PLAIN = _FlashOnCpu(), _Plain()
+def _joined(runs: Sequence[torch.Tensor]) -> torch.Tensor:
+    """[n, heads, length, c] of each call -> [queries or keys, heads, c]."""
+    return torch.cat([x.transpose(1, 2).flatten(0, 1) for x in runs])
+
+
+class _Varlen(NamedTuple):
+    """A kernel that takes all runs of a part at once, told by their bounds: FlashAttention 2, as every CUDA build of torch has it.
+
+    Deterministic under torch.use_deterministic_algorithms(True). It hangs where a run has no tokens; parts have no such runs.
+    """
+
+    attend: Callable
+    differentiate: Callable
+
+    def forward(self, q, k, v, part: Part, scale):
+        bounds = part.cu_queries, part.cu_keys, part.most_queries, part.most_keys
+        out, lse, *_ = self.attend(q, k, v, *bounds, 0.0, part.is_causal, False, scale=scale)
+        return out, lse
+
+    def backward(self, grad, q, k, v, out, lse, part: Part, scale):
+        bounds = part.cu_queries, part.cu_keys, part.most_queries, part.most_keys
+        state = lse.new_empty(2, dtype=torch.int64)  # of a dropout that there is not
+        return self.differentiate(grad, q, k, v, out, lse, *bounds, 0.0, part.is_causal, state, state, scale=scale)
+
+
+def _runs(part: Part, of_queries, of_keys):
+    """Views of tensors [queries or keys, heads, ...] for each call: [n, heads, length, ...]."""
+    cut = [x.transpose(0, 1).unsqueeze(0).split([run.num * run.num_queries for run in part.runs], dim=2) for x in of_queries]
+    cut += [x.transpose(0, 1).unsqueeze(0).split([run.num * run.num_keys for run in part.runs], dim=2) for x in of_keys]
+    for run, *views in zip(part.runs, *cut, strict=True):
+        yield views if run.num == 1 else [x.squeeze(0).unflatten(1, (run.num, -1)).transpose(0, 1) for x in views]
+
+
+def _plain(q, k, v, dropout, is_causal, *, scale):
+    """Matrix products, on any device. Every score of a run exists at one time."""
+    scores = _scores(q, k, is_causal, scale)
+    lse = scores.logsumexp(dim=-1)
+    return ((scores - lse[..., None]).exp() @ _for_heads(v, q).to(scores.dtype)).to(q.dtype), lse
+
+
+def _plain_backward(grad, q, k, v, out, lse, dropout, is_causal, *, scale):
+    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    said = (_scores(q, k, is_causal, scale) - lse[..., None]).exp()
+    grad, keys, values = (x.to(said.dtype) for x in (grad, _for_heads(k, q), _for_heads(v, q)))
+    of_scores = said * (grad @ values.mT - (grad * out).sum(dim=-1, keepdim=True)) * scale
+    of_keys, of_values = of_scores.mT @ q.to(said.dtype), said.mT @ grad
+    in_groups = [x.unflatten(1, (k.shape[1], -1)).sum(dim=2).to(k.dtype) for x in (of_keys, of_values)]
+    return (of_scores @ keys).to(q.dtype), *in_groups
+
+
+def _scores(q, k, is_causal: bool, scale):
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    scores = q.to(dtype) @ _for_heads(k, q).to(dtype).mT * scale
+    return scores.masked_fill(scores.new_ones(scores.shape[-2:], dtype=torch.bool).triu(1), -math.inf) if is_causal else scores
 
 
 def _for_heads(x: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
@@ -88,47 +176,67 @@ def _for_heads(x: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
     return x.repeat_interleave(q.shape[1] // x.shape[1], dim=1)
 
 
-def _added(part: Part, q: torch.Tensor) -> torch.Tensor | None:
-    """The mask as the kernel takes it: added to the scores."""
-    if part.mask is None:
-        return None
-    return torch.zeros(part.mask.shape, dtype=q.dtype, device=q.device).masked_fill_(~part.mask, -math.inf)
+PLAIN = _RunByRun(_plain, _plain_backward)
+FLASH_ON_CPU = _RunByRun(
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu, torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+)
+FLASH_ON_GPU = _Varlen(torch.ops.aten._flash_attention_forward, torch.ops.aten._flash_attention_backward)
+FLASH_CAPABILITY = (8, 0)
 
 
 class _Attention(torch.autograd.Function):
     """Kernels do not differentiate the log-sum-exp that they give, so the merge and the parts are one function with one backward."""
 
     @staticmethod
-    def forward(ctx, q, k, v, packed: PackedStream, scale, kernel):
-        q, k, v = (x.transpose(0, 1) for x in (q, k, v))
-        out = torch.zeros_like(q)
-        lse = q.new_zeros(q.shape[:2], dtype=torch.promote_types(q.dtype, torch.float32))
-        for part in packed.own:
-            found, found_lse = kernel.forward(part.queries.of(q), part.keys.of(k), part.keys.of(v), part, scale)
-            part.queries.put(out, found)
-            part.queries.put(lse, found_lse)
-        for part in packed.inherited:
-            found, found_lse = kernel.forward(part.queries.of(q), part.keys.of(k), part.keys.of(v), part, scale)
-            before = part.queries.of(lse)
+    def forward(ctx, q, k, v, packed: PackedStream, scale, kernel: Kernel):
+        if packed.causal is None:
+            out, lse = torch.zeros_like(q), q.new_zeros(q.shape[1::-1])
+        else:
+            found = _part_forward(kernel, q, k, v, packed.causal, scale)
+            out, lse = (_whole(x, packed.causal.queries, len(q), dim) for dim, x in enumerate(found))
+        for part in packed.full:
+            found, found_lse = _part_forward(kernel, q, k, v, part, scale)
+            before = lse[:, part.queries]
             both = torch.logaddexp(before, found_lse)
-            share = (found_lse - both).exp_().unsqueeze(-1)
-            merged = torch.lerp(part.queries.of(out).to(share.dtype), found.to(share.dtype), share)
-            part.queries.put(out, merged.to(out.dtype))
-            part.queries.put(lse, both)
+            share = (found_lse - both).exp_().t().unsqueeze(-1)
+            out[part.queries] = torch.lerp(out[part.queries].to(share.dtype), found.to(share.dtype), share).to(out.dtype)
+            lse[:, part.queries] = both
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.packed, ctx.scale, ctx.kernel = packed, scale, kernel
-        return out.transpose(0, 1)
+        return out
 
     @staticmethod
     def backward(ctx, grad):
         q, k, v, out, lse = ctx.saved_tensors
-        grad = grad.transpose(0, 1)
-        dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-        for part in (*ctx.packed.own, *ctx.packed.inherited):
-            queries, keys = part.queries, part.keys
-            found = ctx.kernel.backward(
-                queries.of_gradient(grad), queries.of(q), keys.of(k), keys.of(v), queries.of(out), queries.of(lse), part, ctx.scale
-            )
-            for total, places, value in zip((dq, dk, dv), (queries, keys, keys), found, strict=True):
-                places.put(total, value, add=True)
-        return *(x.transpose(0, 1) for x in (dq, dk, dv)), None, None, None
+        packed, totals = ctx.packed, []
+        for part in (*filter(None, [packed.causal]), *packed.full):
+            at, of = part.queries, part.keys
+            found = ctx.kernel.backward(grad[at], q[at], k[of], v[of], out[at], lse[:, at].contiguous(), part, ctx.scale)
+            if not totals:  # each place stands once in the causal part
+                totals = [_whole(x, places, len(to), 0) for x, places, to in zip(found, (at, of, of), (q, k, v), strict=True)]
+            else:
+                for total, places, value in zip(totals, (at, of, of), found, strict=True):
+                    _add(total, places, value)
+        return *(totals or map(torch.zeros_like, (q, k, v))), None, None, None
+
+
+def _part_forward(kernel: Kernel, q, k, v, part: Part, scale):
+    return kernel.forward(q[part.queries], k[part.keys], v[part.keys], part, scale)
+
+
+def _whole(x: torch.Tensor, places: Places, size: int, dim: int) -> torch.Tensor:
+    """The tensor of so many places that has x at these, and 0 at others; x itself where these are all."""
+    if isinstance(places, slice) and x.shape[dim] == size:
+        return x
+    shape = list(x.shape)
+    shape[dim] = size
+    whole = x.new_zeros(shape)
+    whole[(slice(None),) * dim + (places,)] = x
+    return whole
+
+
+def _add(total: torch.Tensor, places: Places, values: torch.Tensor) -> None:
+    if isinstance(places, slice):
+        total[places] += values
+    else:
+        total.index_put_((places,), values, accumulate=True)  # keys may stand several times; sorted on a GPU, so the sum is repeatable

@@ -43,8 +43,8 @@ class PushPlan:
         part in the rest of the collectives. Raises ValueError where `mine` is not what was planned.
         """
         self._check(mine)
-        own = _Own(mine, prepare)
-        rest, coming = iter(self.buckets), deque[_Coming]()
+        own = Own(mine, prepare)
+        rest, coming = iter(self.buckets), deque[Coming]()
 
         def send_next() -> None:
             coming.extend(self._send(bucket, own) for bucket in islice(rest, 1))
@@ -77,10 +77,10 @@ class PushPlan:
         if wrong := sorted(planned ^ given):
             raise ValueError(f"{len(wrong)} tensors differ from those that this kind of push was planned for: {', '.join(wrong[:3])}")
 
-    def _send(self, bucket: Bucket, own: _Own) -> _Coming:
+    def _send(self, bucket: Bucket, own: Own) -> Coming:
         p, sizes = self.parallel, [size if self.ranks.travels(part) else 0 for part, size in zip(Part, bucket.sizes, strict=True)]
         if not any(sizes):
-            return _Coming(bucket, [None, None, None], [], None)
+            return Coming(bucket, [None, None, None], [], None)
         run = self._pack(bucket, sizes, own)
         parts = run.split(sizes)
         # Shards cross the stages, not full tensors: of the slow links a rank needs its share alone.
@@ -89,13 +89,13 @@ class PushPlan:
         works = []
         for part, group in self._groups.items():
             if sizes[part]:
-                rows[part], work = collectives.start_gather(parts[part], group)
-                works += [work] if work is not None else []
+                rows[part], started = collectives.start_gather(parts[part], group, at_once=bucket.at_once(self.ranks.sharing(part)))
+                works += started
         if sizes[Part.WHOLE]:
             rows[Part.WHOLE] = parts[Part.WHOLE][None]
-        return _Coming(bucket, rows, works, torch.cuda.current_stream() if p.device.type == "cuda" else None)
+        return Coming(bucket, rows, works, torch.cuda.current_stream() if p.device.type == "cuda" else None)
 
-    def _pack(self, bucket: Bucket, sizes: list[int], own: _Own) -> torch.Tensor:
+    def _pack(self, bucket: Bucket, sizes: list[int], own: Own) -> torch.Tensor:
         """This rank's run, uint8; of another stage's bucket, memory for it."""
         is_own, p = self.parallel.pp_rank == bucket.stage, self.parallel
         held = [
@@ -111,7 +111,7 @@ class PushPlan:
                 _view(parts[slot.part], slot).copy_(own.tensor(name, slot))
         return run
 
-    def _unpack(self, coming: _Coming, own: _Own) -> Iterator[tuple[str, torch.Tensor]]:
+    def _unpack(self, coming: Coming, own: Own) -> Iterator[tuple[str, torch.Tensor]]:
         coming.wait()
         for slot in coming.bucket.slots:
             rows = coming.rows[slot.part]
@@ -130,7 +130,7 @@ class PushPlan:
         return [_view(row, slot) for row in rows]
 
 
-class _Own:
+class Own:
     """This rank's tensors, each prepared when its turn comes."""
 
     def __init__(self, mine: Mapping[str, torch.Tensor], prepare: Prepare):
@@ -143,7 +143,7 @@ class _Own:
         return tensor
 
 
-class _Coming:
+class Coming:
     """A bucket on its way."""
 
     def __init__(self, bucket: Bucket, rows: list[torch.Tensor | None], works: list[Any], packed_on: Any):

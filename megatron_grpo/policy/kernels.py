@@ -1,4 +1,4 @@
-"""RMSNorm and rotary embedding as one autograd function each: autograd of their parts makes twice the passes over memory."""
+"""RMSNorm, SwiGLU and rotary embedding as one autograd function each: autograd of their parts makes more passes over memory."""
 
 from __future__ import annotations
 
@@ -28,17 +28,40 @@ class _RmsNorm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad):
         x, weight, scale = ctx.saved_tensors
-        normed = torch.mul(x, scale)
-        product = torch.mul(grad, normed).reshape(-1, x.shape[-1])
-        grad_x, grad_weight = None, product.sum(dim=0) if ctx.needs_input_grad[1] else None
+        product = torch.mul(grad, x).reshape(-1, x.shape[-1])
+        grad_x, grad_weight = None, torch.mv(product.t(), scale.view(-1)) if ctx.needs_input_grad[1] else None
         if ctx.needs_input_grad[0]:
-            mean = torch.mv(product, weight).div_(x.shape[-1]).view(scale.shape)
-            grad_x = torch.mul(grad, weight, out=product.view(x.shape)).sub_(normed.mul_(mean)).mul_(scale)
+            of_scale = torch.mv(product, weight).view(scale.shape).mul_(scale.pow(3)).div_(-x.shape[-1])
+            grad_x = torch.mul(grad, weight, out=product.view(x.shape)).mul_(scale).addcmul_(x, of_scale)
         return grad_x, grad_weight, None
 
 
+def swiglu(x: torch.Tensor) -> torch.Tensor:
+    """x [..., 2 c] -> silu of its first half times its second one [..., c]."""
+    return _SwiGlu.apply(x)
+
+
+class _SwiGlu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        gate, up = x.chunk(2, dim=-1)
+        opened = F.silu(gate)
+        ctx.save_for_backward(x, opened)
+        return opened * up
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        x, opened = ctx.saved_tensors
+        grad_x = torch.empty_like(x)  # both halves are written in place: nothing is put together afterwards
+        (gate, up), (grad_gate, grad_up) = x.chunk(2, dim=-1), grad_x.chunk(2, dim=-1)
+        torch.mul(grad, opened, out=grad_up)
+        torch.ops.aten.silu_backward.grad_input(grad * up, gate, grad_input=grad_gate)
+        return grad_x
+
+
 class Rotation(NamedTuple):
-    """Of each token: cos and sin [t, 1, channels / 2] of its angles."""
+    """Of each token [t, 1, channels]: channel i times cos, and the channel that it turns with times sin, which has the sign."""
 
     cos: torch.Tensor
     sin: torch.Tensor
@@ -46,7 +69,8 @@ class Rotation(NamedTuple):
     @classmethod
     def of(cls, angles: torch.Tensor) -> Rotation:
         """angles [t, channels / 2]."""
-        return cls(angles.cos()[:, None], angles.sin()[:, None])
+        cos, sin = angles.cos(), angles.sin()
+        return cls(torch.cat([cos, cos], dim=-1)[:, None], torch.cat([-sin, sin], dim=-1)[:, None])
 
 
 def rotate(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
@@ -68,9 +92,5 @@ class _Rotate(torch.autograd.Function):
 
 
 def _turned(x, cos, sin, sign: int) -> torch.Tensor:
-    """Written into both halves of the result: nothing is put together afterwards."""
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    (first, second), (out_first, out_second) = x.chunk(2, dim=-1), out.chunk(2, dim=-1)
-    torch.mul(first, cos, out=out_first).addcmul_(second, sin, value=-sign)
-    torch.mul(second, cos, out=out_second).addcmul_(first, sin, value=sign)
-    return out
+    """Whole rows, although half of them moves: operations on half rows cost as much as on whole ones."""
+    return torch.mul(x, cos).addcmul_(x.roll(x.shape[-1] // 2, dims=-1), sin, value=sign)

@@ -68,7 +68,7 @@ def with_bias(linear: type, bias: bool) -> type:
 
 def te_packed(packed: PackedStream) -> PackedSeqParams:
     """The same stream in the words of Transformer Engine's attention, which has none for parents: ValueError where there are any."""
-    if packed.inherited:
+    if packed.has_parents:
         raise ValueError("share_prompts needs attention with parents, which Transformer Engine's path has not yet")
     cu = packed.cu_seqlens
     longest = packed.max_seqlen

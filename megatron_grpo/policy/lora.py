@@ -197,19 +197,20 @@ class Adapters:
         linear = self._by_weight.get(id(tensor))
         return tensor if linear is None else linear.merged()
 
-    @contextmanager
-    def far_from_zero(self, seed: int) -> Iterator[None]:
-        """Inside, the adapters have other values, which move every log-prob: whoever uses them shows it. Alike under every layout."""
+    def put_far_from_zero(self, seed: int) -> dict[str, torch.Tensor]:
+        """Gives the adapters other values, which move every log-prob: whoever uses them shows it. Alike under every layout.
+
+        Returns what they were, for `put_back`.
+        """
         mine = self.tensors()
         kept = {name: tensor.detach().clone() for name, tensor in mine.items()}
         read = padded(drawn_far(self.settings, self.sizes, seed), self.sizes, self._even(self.settings))
-        try:
-            for name, tensor in mine.items():
-                tensor.data.copy_(self._shard(self.exchange, name, read))
-            yield
-        finally:
-            for name, tensor in mine.items():
-                tensor.data.copy_(kept[name])
+        self.put_back({name: self._shard(self.exchange, name, read) for name in mine})
+        return kept
+
+    def put_back(self, values: dict[str, torch.Tensor]) -> None:
+        for name, tensor in self.tensors().items():
+            tensor.data.copy_(values[name])
 
     # ---- how they are put there --------------------------------------------------------------------------------------------------
 
@@ -272,7 +273,9 @@ class Adapters:
 
     def _exchange_of(self, settings: LoraSettings) -> WeightExchange:
         weights = adapter_map(self.base.map, widest_rank(settings, self.base.map.shape))
-        return WeightExchange(weights, self.base.parallel, of_adapters=True, bucket_bytes=self.base.bucket_bytes)
+        return WeightExchange(
+            weights, self.base.parallel, of_adapters=True, bucket_bytes=self.base.bucket_bytes, to_first=self.base.to_first
+        )
 
     def _even(self, settings: LoraSettings) -> Sizes:
         """All matrices of the whole model as Megatron's linears hold them."""

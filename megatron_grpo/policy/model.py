@@ -11,6 +11,7 @@ from megatron.core import tensor_parallel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
@@ -18,7 +19,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from megatron_grpo.parallel.state import ParallelState
 from megatron_grpo.parallel.tensor import copy_to_ranks
 from megatron_grpo.parallel.vocab import Slope, linear_logprobs
-from megatron_grpo.policy.kernels import Rotation
+from megatron_grpo.policy.kernels import Rotation, swiglu
 from megatron_grpo.policy.latent import LatentAttention, LatentNorm
 from megatron_grpo.policy.layers import Norm, PackedAttention, te_packed, with_bias
 from megatron_grpo.policy.router import replace_routers
@@ -117,6 +118,7 @@ def transformer_config(
         bias_dropout_fusion=False,
         bias_activation_fusion=False,
         apply_rope_fusion=False,
+        use_te_activation_func=not use_te,  # its name for one function over both halves of what comes in: `swiglu`, set in `PolicyModel`
         persist_layer_norm=use_te,
         recompute_granularity=model.recompute_granularity,
         recompute_method=model.recompute_method,
@@ -232,6 +234,10 @@ class PolicyModel(GPTModel):
         frequencies, _ = rope_inverse_frequencies(shape)
         self.inverse_frequencies = torch.tensor(frequencies, dtype=torch.float32, device=torch.cuda.current_device())
         replace_routers(self)
+        if not use_te:
+            for module in self.modules():
+                if isinstance(module, MLP):
+                    module.activation_func = swiglu
         if last:
             rows = padded_vocab_size // config.tensor_model_parallel_size
             head = self.output_layer
@@ -249,7 +255,7 @@ class PolicyModel(GPTModel):
             attention_mask=None,
             rotary_pos_emb=angles,
             packed_seq_params=packed,
-            padding_mask=self._padding(batch) if self.config.moe_z_loss_coeff else None,
+            padding_mask=self._number(batch) if self.config.num_moe_experts else None,
         )
         if not self.post_process:
             return hidden
@@ -265,10 +271,12 @@ class PolicyModel(GPTModel):
         )
         return torch.stack([logprobs, entropy]) if with_entropy else logprobs[None]
 
-    def _padding(self, batch: LocalBatch):
-        """Bool [bits, t or t/tp]: for how many contexts each token stands, in binary digits (see `policy.router`)."""
-        tp, count = self.pg_collection.tp, batch.multiplicity
-        bits = torch.stack([count >> bit & 1 for bit in range(max(int(count.max()).bit_length(), 1))]).bool()
+    def _number(self, batch: LocalBatch):
+        """Bool [bits, t or t/tp]: for each token the binary digits of one more than its micro-batch's number, 0 for padding (see
+        `policy.router`)."""
+        tp, number = self.pg_collection.tp, batch.number + 1
+        digits = torch.tensor([number >> bit & 1 for bit in range(number.bit_length())], dtype=torch.bool)
+        bits = digits.to(batch.multiplicity.device)[:, None] & (batch.multiplicity > 0)
         return bits.chunk(tp.size(), dim=1)[tp.rank()] if self.config.sequence_parallel else bits
 
     def _angles(self, batch: LocalBatch):

@@ -11,6 +11,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from megatron_grpo.parallel.state import ParallelState
 from megatron_grpo.parallel.vocab import Slope
+from megatron_grpo.policy.router import RouterPass, routed, routers
 from megatron_grpo.policy.stream import LocalBatch, to_local
 from megatron_grpo.types import MicroBatch
 
@@ -30,8 +31,9 @@ def train(
     *,
     with_entropy: bool,
     slope_of: SlopeOf,
+    routing: RouterPass,
 ) -> list[Any]:
-    """Forward and backward of every micro-batch; reduces gradients over ranks at the end.
+    """Forward and backward of every micro-batch; reduces gradients over ranks at the end. routing: what its routers are told.
 
     Returns what `loss` kept of each micro-batch, in order, on ranks of the last stage; an empty list elsewhere.
     """
@@ -43,7 +45,7 @@ def train(
 
     with torch.enable_grad():
         asked = dict(with_entropy=with_entropy, temperature=None)
-        return _run(model, micro_batches, finish, parallel, asked, slope_of=slope_of, forward_only=False)
+        return _run(model, micro_batches, finish, parallel, asked, slope_of=slope_of, routing=routing, forward_only=False)
 
 
 def read(
@@ -54,6 +56,7 @@ def read(
     *,
     with_entropy: bool = False,
     temperature: float | None = None,
+    routing: RouterPass,
 ) -> list[Any]:
     """Forward alone: what `reader` makes of each micro-batch, in order, on ranks of the last stage; an empty list elsewhere.
 
@@ -61,7 +64,7 @@ def read(
     """
     with torch.no_grad(), _without_dropout(model):
         asked = dict(with_entropy=with_entropy, temperature=temperature)
-        return _run(model, micro_batches, reader, parallel, asked, slope_of=lambda batch, mine: None, forward_only=True)
+        return _run(model, micro_batches, reader, parallel, asked, slope_of=lambda batch, mine: None, routing=routing, forward_only=True)
 
 
 @contextmanager
@@ -77,11 +80,15 @@ def _without_dropout(model: Sequence[torch.nn.Module]) -> Iterator[None]:
             chunk.train(training)
 
 
-def _run(model, micro_batches, finish, parallel, asked: dict[str, Any], *, slope_of: SlopeOf, forward_only: bool) -> list[Any]:
-    local = [to_local(batch, parallel) for batch in micro_batches]
+def _run(
+    model, micro_batches, finish, parallel, asked: dict[str, Any], *, slope_of: SlopeOf, routing: RouterPass, forward_only: bool
+) -> list[Any]:
+    moe_layers = [router.place for router in routers(model)]
+    local = [to_local(batch, parallel, moe_layers) for batch in micro_batches]
 
     def step(batches: Iterator[tuple[MicroBatch, LocalBatch]], chunk: torch.nn.Module):
         batch, mine = next(batches)
+        routing.in_forward = mine.number
         output = chunk(mine, **asked, slope=slope_of(batch, mine))
 
         def of_output(output: torch.Tensor, non_loss_data: bool = False):
@@ -90,14 +97,15 @@ def _run(model, micro_batches, finish, parallel, asked: dict[str, Any], *, slope
         return output, of_output
 
     iterators = [iter(list(zip(micro_batches, local, strict=True))) for _ in model]
-    return get_forward_backward_func()(
-        forward_step_func=step,
-        data_iterator=iterators if len(model) > 1 else iterators[0],
-        model=list(model),
-        num_microbatches=len(micro_batches),
-        # Lengths vary and are sent ahead of the data; the schedule only checks these against the layout.
-        seq_length=max(batch.num_tokens for batch in micro_batches),
-        micro_batch_size=1,
-        forward_only=forward_only,
-        collect_non_loss_data=forward_only,
-    )
+    with routed(model, local, routing):
+        return get_forward_backward_func()(
+            forward_step_func=step,
+            data_iterator=iterators if len(model) > 1 else iterators[0],
+            model=list(model),
+            num_microbatches=len(micro_batches),
+            # Lengths vary and are sent ahead of the data; the schedule only checks these against the layout.
+            seq_length=max(batch.num_tokens for batch in micro_batches),
+            micro_batch_size=1,
+            forward_only=forward_only,
+            collect_non_loss_data=forward_only,
+        )

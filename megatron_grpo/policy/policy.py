@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,6 +29,7 @@ from megatron_grpo.policy.exchange import WeightExchange
 from megatron_grpo.policy.guard import Gradient, Guard
 from megatron_grpo.policy.optimizer import Trainable, gradient_norm
 from megatron_grpo.policy.reference import Reference
+from megatron_grpo.policy.room import Part, Role, Room, tensors_of
 from megatron_grpo.policy.router import routers
 from megatron_grpo.policy.scorer import ModelScorer
 from megatron_grpo.policy.stream import LocalBatch
@@ -70,21 +72,23 @@ class Policy:
     def __init__(
         self,
         model: Trainable,
+        scorer: ModelScorer,
         *,
         loss: GrpoLoss,
         reference: Reference | None,
         guard: Guard,
         exchange: WeightExchange,
-        parallel: ParallelState,
-        cut: BatchCut,
         clock: Clock | None = None,
+        offload: Collection[Role] = (),
     ):
-        """reference: None where neither loss nor reward asks for one. clock: told what the parts of a step take."""
+        """scorer: of the model that trains. reference: None where neither loss nor reward asks for one. clock: told what the parts of a
+        step take. offload: what leaves the device while the sampler works."""
         self.chunks, self.wrapped, self.optimizer, self.scheduler = model.chunks, model.wrapped, model.optimizer, model.scheduler
         self.loss, self.reference, self.guard = loss, reference, guard
         self.adapters = model.adapters
-        self.exchange, self.parallel, self.cut, self.clock = exchange, parallel, cut, clock or Clock()
-        self.scorer = ModelScorer(self.wrapped, parallel, cut)
+        self.scorer, self.parallel, self.cut = scorer, scorer.parallel, scorer.cut
+        self.exchange, self.clock = exchange, clock or Clock()
+        self.room = Room(partial(tensors_of, self), offload, self.parallel.device, self.clock)
 
     # ---- scoring -------------------------------------------------------------------------------------------------------------
 
@@ -96,13 +100,23 @@ class Policy:
         """float32 [C] of each of this share's micro-batches, by the weights as they are, on every rank of the share."""
         return self.scorer.logprobs(micro_batches)
 
+    def anchors(self, micro_batches: SequenceOf[MicroBatch]) -> tuple[list[np.ndarray], list[np.ndarray] | None]:
+        """As `logprobs`, for ratios to be taken against; and under R2 the experts of each token, see `ModelScorer.anchors`."""
+        return self.scorer.anchors(micro_batches)
+
     # ---- training ------------------------------------------------------------------------------------------------------------
+
+    @property
+    def version(self) -> int:
+        """Of its weights: the number of optimizer steps behind them, counting those in which the optimizer did not act."""
+        return self.scheduler.num_steps
 
     def train_step(self, batch: GlobalBatch) -> TrainedStep:
         """One optimizer step on this rank's share of a global batch.
 
         A batch in which no token trains (everything filtered) changes nothing: no gradient, no moment decay.
         """
+        self.room.require("all")
         with self.clock("ref_logprobs"):
             reference = self.reference.last_stage_logprobs(batch.micro_batches) if self.loss.needs_reference and self.reference else []
         threshold = self._entropy_threshold(batch) if self.loss.needs_entropy_threshold else None
@@ -112,11 +126,15 @@ class Policy:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         loss, slope_of = partial(self._loss, batch, reference, threshold), partial(self._slope_of, batch, reference)
+        routing = self.scorer.router_pass()
         kept = pipeline.train(
-            self.wrapped, batch.micro_batches, loss, self.parallel, with_entropy=self.loss.needs_entropy, slope_of=slope_of
-        )
-        metrics = self._reduce_logs([logs for logs, *_ in kept])
+            self.wrapped, batch.micro_batches, loss, self.parallel,
+            with_entropy=self.loss.needs_entropy, slope_of=slope_of, routing=routing,
+        )  # fmt: skip
+        metrics = self._reduce_logs([logs for logs, *_ in kept]) | routing.metrics(self.parallel)
         metrics["learning_rate"] = self.optimizer.param_groups[0]["lr"]
+        if self.room.movable:
+            metrics["memory/given_away_gb"] = self.room.given_bytes / 1e9
         skipped = "all completions were filtered, nothing was left to train" if batch.num_loss_tokens == 0 else None
         if skipped is None:
             metrics["grad_norm"] = gradient_norm(self.optimizer)
@@ -225,9 +243,14 @@ class Policy:
         if self.adapters is None:
             yield None
             return
-        self.tensors()  # complete, before some are put aside
-        with self.adapters.far_from_zero(seed=0):
+        with self.resident("weights"):
+            self.tensors()  # complete, before some are put aside
+            kept = self.adapters.put_far_from_zero(seed=0)
+        try:
             yield list(self.updates(NO_VERSION, has_base=True))[-1]
+        finally:
+            with self.resident("weights"):
+                self.adapters.put_back(kept)
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(Hugging Face name, full tensor) of every weight, on every rank, as they are now; adapters are added in."""
@@ -243,6 +266,7 @@ class Policy:
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """This rank's parameters under their names in the whole model, complete."""
+        self.room.require("weights")
         for chunk in self.wrapped:
             # With overlap_param_gather a step leaves each rank its own share of the new weights; the next forward would fetch the rest.
             if chunk.ddp_config.overlap_param_gather:
@@ -251,6 +275,7 @@ class Policy:
 
     def sharded_state_dict(self, *, is_loading: bool):
         """What a checkpoint holds of this policy; see `policy.sharded_state`."""
+        self.room.require("all")
         self.tensors()  # complete, before they are described
         return sharded_state.sharded_state(self.wrapped, self.optimizer, self.scheduler, reference=self._saved_reference(),
                                            is_loading=is_loading)  # fmt: skip
@@ -261,10 +286,16 @@ class Policy:
     def _saved_reference(self) -> SequenceOf[Any] | None:
         return (self.reference.saved_chunks or None) if self.reference is not None else None
 
-    @contextlib.contextmanager
-    def resident(self, part: Literal["weights", "all"]):
-        """What the block needs is in the device's memory: the weights alone, or what a step and a checkpoint need besides.
+    # ---- room for the sampler ------------------------------------------------------------------------------------------------
 
-        It always is, unless the policy was asked to make room for the sampler.
+    def resident(self, part: Part) -> AbstractContextManager[None]:
+        """What the block needs is in the device's memory: the weights, those of the reference besides, or all that a step and a checkpoint
+        need. The policy computes only inside such a block, or where it was never asked to make room.
+
+        A save that goes on in the background needs its block until its last byte has been copied.
         """
-        yield
+        return self.room.resident(part)
+
+    def make_room(self, *, keep: Part = "nothing") -> None:
+        """The sampler needs the memory now: gives away what `--offload_model` and `--offload_optimizer` say, but for what is kept."""
+        self.room.make(keep=keep)

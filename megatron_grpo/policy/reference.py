@@ -29,8 +29,12 @@ class Reference(Protocol):
         """The policy has taken an optimizer step, its `step`-th."""
 
     @property
+    def chunks(self) -> SequenceOf[Any]:
+        """Model chunks that it asks, which may be the policy's own. They make room for the sampler as the policy does."""
+
+    @property
     def saved_chunks(self) -> SequenceOf[Any]:
-        """Model chunks that a checkpoint must hold, because nothing else does."""
+        """Those of them that a checkpoint must hold, because nothing else does."""
 
 
 class FrozenReference:
@@ -39,7 +43,7 @@ class FrozenReference:
     saved_chunks: SequenceOf[Any] = ()
 
     def __init__(self, scorer: ModelScorer):
-        self.scorer = scorer
+        self.scorer, self.chunks = scorer, scorer.model
 
     def logprobs(self, micro_batches: SequenceOf[MicroBatch]) -> list[np.ndarray]:
         return self.scorer.logprobs(micro_batches)

@@ -15,7 +15,7 @@ def problems(cfg: Config, shape: ModelShape) -> list[Problem]:
     found = [Problem(flags=("model",), message=f"model: {message}") for message in (_routing(shape.moe) if shape.moe else ())]
     if shape.mla:
         found += _latent_attention(cfg)
-    return [*found, *_dispatch(cfg, shape), *_recompute(cfg, shape), *sharing_problems(cfg, shape)]
+    return [*found, *_dispatch(cfg, shape), *_recompute(cfg, shape), *_replay(cfg, shape), *sharing_problems(cfg, shape)]
 
 
 def sharing_obstacle(cfg: Config, shape: ModelShape | None, *, has_transformer_engine: bool = False) -> str | None:
@@ -27,6 +27,23 @@ def sharing_obstacle(cfg: Config, shape: ModelShape | None, *, has_transformer_e
     if tuner.tuner_type == "lora" and tuner.lora_dropout > 0:
         return f"lora_dropout ({tuner.lora_dropout:g}) would draw one mask for all copies of a prompt, which is another estimator"
     return None
+
+
+MOST_FLASH_CHANNELS = 256
+
+
+def flash_obstacle(dtype: str, channels: int) -> str | None:
+    """Why flash attention of GPUs does not take heads of so many channels; a phrase. What the GPU itself lacks: `policy.attention`."""
+    if dtype not in ("bfloat16", "float16"):
+        return f"flash attention takes bfloat16 and float16, not {dtype}"
+    if channels > MOST_FLASH_CHANNELS or channels % 8:
+        return f"flash attention takes heads of at most {MOST_FLASH_CHANNELS} channels, a multiple of 8; these have {channels}"
+    return None
+
+
+def attention_channels(shape: ModelShape) -> int:
+    """Channels of a query's head."""
+    return shape.mla.qk_head_dim + shape.mla.qk_pos_emb_head_dim if shape.mla else shape.head_dim
 
 
 def sharing_problems(cfg: Config, shape: ModelShape, *, has_transformer_engine: bool = False) -> list[Problem]:
@@ -103,6 +120,13 @@ def _dispatch(cfg: Config, shape: ModelShape) -> Iterator[Problem]:
             f"({cfg.parallel.pipeline_model_parallel_size}): packed micro-batches differ in length, which Megatron-Core's pipeline allows "
             "with alltoall only.",
         )  # fmt: skip
+
+
+def _replay(cfg: Config, shape: ModelShape) -> Iterator[Problem]:
+    mode = cfg.grpo.router_replay_mode
+    if mode != "disabled" and not shape.moe:
+        message = f"router_replay_mode {mode} needs a MoE model: {shape.architecture} has no experts to choose. Use disabled."
+        yield Problem(flags=("router_replay_mode",), nearest={"router_replay_mode": ["disabled"]}, message=message)
 
 
 RECOMPUTABLE = ("core_attn", "mlp", "moe", "shared_experts", "layernorm", "moe_act", "mla_up_proj")

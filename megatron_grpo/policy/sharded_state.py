@@ -43,9 +43,9 @@ def sharded_state(
     """
     is_whole = _all_train(chunks)
     how = RESHARDABLE if is_whole else RESHARDABLE | ONE_BY_ONE
-    models = {name: _model(chunk).sharded_state_dict(metadata=dict(how)) for name, chunk in _named(chunks)}
+    models = {name: unwrapped(chunk).sharded_state_dict(metadata=dict(how)) for name, chunk in _named(chunks)}
     state: dict[str, Any] = {
-        name: models[name] if is_whole else _what_trains(_model(chunk), models[name]) for name, chunk in _named(chunks)
+        name: models[name] if is_whole else _what_trains(unwrapped(chunk), models[name]) for name, chunk in _named(chunks)
     }
     if optimizer is not None:
         # With a single chunk Megatron expects the chunk's own dict, not a dict of chunks.
@@ -69,8 +69,8 @@ def load_state(
     """Puts back what `megatron.core.dist_checkpointing.load` made of `sharded_state(..., is_loading=True)`. Collective."""
     is_whole = _all_train(chunks)
     for name, chunk in _named(chunks):
-        found = _model(chunk).load_state_dict(state.get(name, {}), strict=is_whole)  # what is empty does not come back
-        lost = set(found.missing_keys) & _trained(_model(chunk))
+        found = unwrapped(chunk).load_state_dict(state.get(name, {}), strict=is_whole)  # what is empty does not come back
+        lost = set(found.missing_keys) & _trained(unwrapped(chunk))
         if found.unexpected_keys or lost:
             raise ValueError(f"a checkpoint that has been read lacks {sorted(lost)[:3]} and has {found.unexpected_keys[:3]} besides")
     if optimizer is not None:
@@ -142,7 +142,7 @@ def _load_optimizer(optimizer: Any, state: dict[Any, Any], step: int) -> None:
         for entry in part.optimizer.state.values():
             del entry["step"]
         part.load_parameter_state_from_fully_reshardable(values)
-    for inner in _torch_optimizers(optimizer):
+    for inner in torch_optimizers(optimizer):
         for group in inner.param_groups:
             if "step" in group:  # where Transformer Engine and Apex count
                 group["step"] = step
@@ -156,14 +156,15 @@ def _step_of(optimizer: Any) -> int:
 
     The highest count that is found: Megatron-Core leaves one in the parameter groups when it loads, which torch's Adam never advances.
     """
-    places = (place for inner in _torch_optimizers(optimizer) for place in [*inner.param_groups, *inner.state.values()])
+    places = (place for inner in torch_optimizers(optimizer) for place in [*inner.param_groups, *inner.state.values()])
     return max((int(place["step"]) for place in places if "step" in place), default=0)
 
 
-def _torch_optimizers(optimizer: Any) -> Iterator[torch.optim.Optimizer]:
+def torch_optimizers(optimizer: Any) -> Iterator[torch.optim.Optimizer]:
     """What does the arithmetic; a hybrid one (`--optimizer_cpu_offload`) has parts on the GPU and on the host."""
     for part in _chain(optimizer):
-        yield part.optimizer
+        if part.optimizer is not None:  # as where nothing trains on this rank
+            yield part.optimizer
         yield from getattr(part.optimizer, "sub_optimizers", [])
 
 
@@ -172,7 +173,7 @@ def _chain(optimizer: Any) -> list[Any]:
     return getattr(optimizer, "chained_optimizers", [optimizer])
 
 
-def _model(chunk: Any) -> Any:
+def unwrapped(chunk: Any) -> Any:
     """Without Megatron's DistributedDataParallel, where there is one: a model that is only exported has none."""
     return getattr(chunk, "module", chunk)
 

@@ -2,73 +2,57 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from megatron_grpo.parallel.context import gathered_places, held_positions, held_tokens
+from megatron_grpo.parallel.context import gathered_places, held_tokens
 from megatron_grpo.parallel.state import ParallelState
 from megatron_grpo.policy.kernels import Rotation
 from megatron_grpo.types import MicroBatch, Segment
 
-# Segments of up to so many tokens are worth a copy that lets many of them run in one call of attention; longer ones are read in place.
-LONGEST_COPIED = 256
-# A call takes segments that are shorter than its longest one by up to this part of it, and by some tokens in any case.
-MOST_FILL, FREE_FILL = 1 / 8, 4
+# On a CPU a call of attention costs about as much as copying so many tokens there and back.
+TOKENS_A_CALL = 24
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Places:
-    """n runs of places in a stream, all of one length.
+class Runs(NamedTuple):
+    """`num` runs of queries that lie side by side in a part, as their runs of keys do, all of one size."""
 
-    at: a slice where all lie side by side, so that they are read without a copy; else int64 [n, length]. is_fill: bool [n, length], where
-    runs are filled up to one length by repeating their last place; None: nowhere.
-    """
+    num: int
+    num_queries: int
+    num_keys: int
 
-    n: int
-    at: slice | torch.Tensor
-    is_fill: torch.Tensor | None = None
 
-    def of(self, x: torch.Tensor) -> torch.Tensor:
-        """x [heads, t, ...] -> [n, heads, length, ...]."""
-        if isinstance(self.at, slice):
-            return x[:, self.at].unflatten(1, (self.n, -1)).transpose(0, 1)
-        return x.transpose(0, 1)[self.at].transpose(1, 2)  # in memory a token's heads lie side by side, so whole rows are copied
-
-    def of_gradient(self, x: torch.Tensor) -> torch.Tensor:
-        """As `of`, and 0 at fill: what is computed there is used by nobody, so nothing may come back from it."""
-        found = self.of(x)
-        return found if self.is_fill is None else found.masked_fill_(self.is_fill[:, None, :, None], 0.0)
-
-    def put(self, x: torch.Tensor, values: torch.Tensor, *, add: bool = False) -> None:
-        """x [heads, t, ...] becomes, or is increased by, values [n, heads, length, ...] at these places. Fill is left out."""
-        x, values = x.transpose(0, 1), values.transpose(1, 2).flatten(0, 1)
-        at: slice | torch.Tensor = self.at
-        if isinstance(at, torch.Tensor):
-            at = at.flatten()
-            if self.is_fill is not None:
-                real = ~self.is_fill.flatten()
-                at, values = at[real], values[real]
-        if add:
-            x[at] += values  # no place stands twice
-        else:
-            x[at] = values
+Places = slice | torch.Tensor  # of a stream; without a copy if they lie side by side, else int64
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Part:
-    """One call of an attention kernel: runs of queries, each on a run of keys.
+    """Runs of queries, each on a run of keys.
 
-    queries: in this rank's part of the stream. keys: among the keys of all context-parallel ranks, rank after rank. mask: bool
-    [n or 1, 1, queries, keys], true where a query sees a key; None: all of them, or where `is_causal`, those up to its own place.
+    queries: in this rank's part of the stream, each once. keys: among the keys of all context-parallel ranks, rank after rank. Causal runs
+    have as many queries as keys, and a query sees keys up to its own place; of others it sees all. cu_queries, cu_keys: int32 [runs + 1],
+    bounds of the runs.
     """
 
     queries: Places
     keys: Places
     is_causal: bool
-    mask: torch.Tensor | None = None
+    runs: tuple[Runs, ...]
+    cu_queries: torch.Tensor
+    cu_keys: torch.Tensor
+
+    @property
+    def most_queries(self) -> int:
+        return max(run.num_queries for run in self.runs)
+
+    @property
+    def most_keys(self) -> int:
+        return max(run.num_keys for run in self.runs)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -78,8 +62,9 @@ class PackedStream:
     `qkv_format` is not "thd": Megatron then applies RoPE row by row, and the frequencies we hand it are already a gather by position.
     """
 
-    own: tuple[Part, ...]  # each segment on itself: every query but those of padding once
-    inherited: tuple[Part, ...]  # the children of each parent on that parent
+    causal: Part | None  # every query but those of padding once, on its segment, or on the chunk of it that lies here; None: all is padding
+    full: tuple[Part, ...]  # what queries see besides: under context parallelism earlier chunks of their segment; their parent
+    has_parents: bool
     cu_seqlens: torch.Tensor  # int32 [segments + 1], of the whole stream: what Transformer Engine's attention reads
     max_seqlen: int
     rotation: Rotation | None = None  # of queries and keys, by the model that reads the stream; None: it has rotated them before
@@ -92,6 +77,8 @@ class PackedStream:
 class LocalBatch:
     """This context-parallel rank's part of a micro-batch. t = T / cp tokens, c of the C trained positions."""
 
+    number: int  # of the micro-batch in its pass
+    held: np.ndarray  # int64 [t]: places of these tokens in the whole stream
     token_ids: torch.Tensor  # int64 [1, t]
     positions: torch.Tensor  # int64 [t]
     all_positions: torch.Tensor  # int64 [T]: of the whole stream
@@ -100,13 +87,14 @@ class LocalBatch:
     predict_at: torch.Tensor  # int64 [c], places among the t tokens; shared ones stand several times
     targets: torch.Tensor  # int64 [c]
     trained: np.ndarray  # int64 [c], which of the C trained positions these are
+    experts: Mapping[int, torch.Tensor]  # by place among the model's layers with experts, of this stage's: int16 [t, k], -1 routes freely
 
 
 ToDevice = Callable[[np.ndarray], torch.Tensor]
 
 
-def to_local(batch: MicroBatch, parallel: ParallelState) -> LocalBatch:
-    """Cuts a micro-batch for this rank and moves it to its device."""
+def to_local(batch: MicroBatch, parallel: ParallelState, moe_layers: Sequence[int] = ()) -> LocalBatch:
+    """Cuts a micro-batch for this rank and moves it to its device. moe_layers: this stage's, by their place among those of the model."""
     cp, rank, device = parallel.cp_size, parallel.cp_rank, parallel.device
     held = held_tokens(batch.segments, cp, rank)
     place = np.full(batch.num_tokens, -1)
@@ -118,107 +106,97 @@ def to_local(batch: MicroBatch, parallel: ParallelState) -> LocalBatch:
         return torch.from_numpy(np.ascontiguousarray(array)).to(device)
 
     return LocalBatch(
+        number=batch.number,
+        held=held,
         token_ids=tensor(batch.token_ids[held])[None],
         positions=tensor(batch.positions[held]),
         all_positions=tensor(batch.positions),
         multiplicity=tensor(batch.multiplicity[held]),
-        packed=packed_stream(batch.segments, cp, rank, tensor),
+        packed=packed_stream(batch.segments, cp, rank, tensor, by_length=device.type == "cpu"),
         predict_at=tensor(place[batch.predict_at[trained]]),
         targets=tensor(batch.targets[trained]),
         trained=trained,
+        experts={} if batch.experts is None else {layer: tensor(batch.experts[held, layer]) for layer in moe_layers},
     )
 
 
-def packed_stream(segments: Sequence[Segment], cp: int, rank: int, tensor: ToDevice) -> PackedStream:
-    """How rank `rank` of `cp` reads a stream of these segments."""
-    own = _own(segments, cp, rank, tensor)
+def packed_stream(segments: Sequence[Segment], cp: int, rank: int, tensor: ToDevice, *, by_length: bool = False) -> PackedStream:
+    """How rank `rank` of `cp` reads a stream of these segments. by_length: short ones may be copied, by length."""
+    causal, full = _own(segments, cp, rank)
+    if by_length:
+        ordered = sorted(causal, key=lambda pair: len(pair[0]))
+        if (len(_runs(causal)) - len(_runs(ordered))) * TOKENS_A_CALL > sum(len(queries) for queries, _ in causal):
+            causal = ordered
     cu = np.array([0] + [segment.end for segment in segments], dtype=np.int32)
     return PackedStream(
-        own=tuple(own),
-        inherited=tuple(_inherited(segments, cp, tensor)),
+        causal=_part(causal, tensor, is_causal=True) if causal else None,
+        full=tuple(_part(pairs, tensor, is_causal=False) for pairs in (full, _inherited(segments, cp)) if pairs),
+        has_parents=any(segment.parent >= 0 for segment in segments),
         cu_seqlens=tensor(cu),
         max_seqlen=max(segment.end - segment.start for segment in segments),
     )
 
 
-def _own(segments: Sequence[Segment], cp: int, rank: int, tensor: ToDevice) -> Iterator[Part]:
-    """Padding attends to nothing: nobody sees it."""
-    scattered: list[Segment] = []
-    for run in _runs([segment for segment in segments if segment.length]):
-        size = run[0].end - run[0].start
-        if cp == 1 and len(run) * size > LONGEST_COPIED:
-            places = Places(len(run), slice(run[0].start, run[-1].end))
-            yield Part(places, places, is_causal=True)
-        else:
-            scattered += run
-    total = segments[-1].end
-    for alike in _alike(scattered):
-        if cp == 1:
-            places = _filled([np.arange(segment.start, segment.end) for segment in alike], tensor)
-            yield Part(places, places, is_causal=True)
-        else:
-            yield _held_part(alike, total, cp, rank, tensor)
+Pair = tuple[np.ndarray, np.ndarray]  # places of a run of queries, and of the keys that it sees
 
 
-def _runs(segments: Sequence[Segment]) -> Iterator[list[Segment]]:
-    """Segments of one size that lie side by side."""
-    run: list[Segment] = []
+def _own(segments: Sequence[Segment], cp: int, rank: int) -> tuple[list[Pair], list[Pair]]:
+    """Segments on themselves: (causal, full). Padding attends to nothing: nobody sees it."""
+    causal, full, total = [], [], segments[-1].end
     for segment in segments:
-        if run and (segment.start != run[-1].end or segment.end - segment.start != run[-1].end - run[-1].start):
-            yield run
-            run = []
-        run.append(segment)
-    if run:
-        yield run
+        if not segment.length:
+            continue
+        if cp == 1:
+            places = np.arange(segment.start, segment.end)
+            causal.append((places, places))
+            continue
+        keys, chunk = gathered_places(segment, total, cp), (segment.end - segment.start) // (2 * cp)
+        for place, number in enumerate((rank, 2 * cp - 1 - rank)):  # the chunks that this rank holds, in its order
+            queries = segment.start // cp + place * chunk + np.arange(chunk)
+            causal.append((queries, keys[number * chunk : (number + 1) * chunk]))
+            if number:
+                full.append((queries, keys[: number * chunk]))
+    return causal, full
 
 
-def _alike(segments: Sequence[Segment]) -> Iterator[list[Segment]]:
-    """Segments of nearly one size, the longest first; those too long to be worth a copy with their equals alone."""
-    alike: list[Segment] = []
-    least = 0
-    for segment in sorted(segments, key=lambda segment: segment.start - segment.end):
-        size = segment.end - segment.start
-        if not alike or size < least:
-            if alike:
-                yield alike
-            alike, least = [], size if size > LONGEST_COPIED else size - int(size * MOST_FILL) - FREE_FILL
-        alike.append(segment)
-    if alike:
-        yield alike
-
-
-def _filled(runs: Sequence[np.ndarray], tensor: ToDevice) -> Places:
-    """Runs of places of several lengths, filled up to the longest."""
-    longest = max(map(len, runs))
-    at = np.stack([np.pad(run, (0, longest - len(run)), mode="edge") for run in runs])
-    is_fill = np.arange(longest) >= np.array([len(run) for run in runs])[:, None]
-    return Places(len(runs), tensor(at), tensor(is_fill) if is_fill.any() else None)
-
-
-def _held_part(segments: Sequence[Segment], total: int, cp: int, rank: int, tensor: ToDevice) -> Part:
-    """Segments on themselves, where this rank holds 1 / cp of their queries. A rank's part of a segment begins at start / cp."""
-    sizes = [segment.end - segment.start for segment in segments]
-    queries = _filled([segment.start // cp + np.arange(size // cp) for segment, size in zip(segments, sizes)], tensor)
-    keys = _filled([gathered_places(segment, total, cp) for segment in segments], tensor)
-    longest = max(sizes)
-    sees = []
-    for size in sizes:
-        held = np.pad(held_positions(size, cp, rank), (0, (longest - size) // cp), mode="edge")
-        sees.append(held[:, None] >= np.arange(longest))  # a held place is below `size`, so fill is not seen
-    return Part(queries, keys, is_causal=False, mask=tensor(np.stack(sees)[:, None]))
-
-
-def _inherited(segments: Sequence[Segment], cp: int, tensor: ToDevice) -> Iterator[Part]:
+def _inherited(segments: Sequence[Segment], cp: int) -> list[Pair]:
     """The children of a parent lie side by side, so their queries are one run. They see all of it but its alignment padding."""
     children: dict[int, list[Segment]] = {}
     for segment in segments:
         if segment.parent >= 0:
             children.setdefault(segment.parent, []).append(segment)
-    total = segments[-1].end
-    for number, found in children.items():
-        parent = segments[number]
-        queries = Places(1, slice(found[0].start // cp, found[-1].end // cp))
-        at: slice | torch.Tensor = slice(parent.start, parent.start + parent.length)
-        if cp > 1:
-            at = tensor(gathered_places(parent, total, cp)[None, : parent.length])
-        yield Part(queries, Places(1, at), is_causal=False)
+    return [
+        (
+            np.arange(found[0].start // cp, found[-1].end // cp),
+            gathered_places(segments[number], segments[-1].end, cp)[: segments[number].length],
+        )
+        for number, found in children.items()
+    ]
+
+
+def _runs(pairs: Sequence[Pair]) -> tuple[Runs, ...]:
+    sizes = itertools.groupby((len(queries), len(keys)) for queries, keys in pairs)
+    return tuple(Runs(len(list(equal)), *size) for size, equal in sizes)
+
+
+def _part(pairs: Sequence[Pair], tensor: ToDevice, *, is_causal: bool) -> Part:
+    queries, keys = zip(*pairs, strict=True)
+
+    def bounds(runs: Sequence[np.ndarray]) -> torch.Tensor:
+        return tensor(np.cumsum([0, *map(len, runs)], dtype=np.int32))
+
+    return Part(
+        queries=_places(queries, tensor),
+        keys=_places(keys, tensor),
+        is_causal=is_causal,
+        runs=_runs(pairs),
+        cu_queries=bounds(queries),
+        cu_keys=bounds(keys),
+    )
+
+
+def _places(runs: Sequence[np.ndarray], tensor: ToDevice) -> Places:
+    places = np.concatenate(runs)
+    first, last = int(places[0]), int(places[-1])
+    is_slice = last - first == len(places) - 1 and (np.diff(places) == 1).all()
+    return slice(first, last + 1) if is_slice else tensor(places)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,41 +20,45 @@ import torch
 from megatron_grpo.cleanup import CleanUp
 from megatron_grpo.errors import ConfigError, Problem
 from megatron_grpo.parallel import collectives
-from megatron_grpo.rollout import vllm_patches
+from megatron_grpo.rollout import vllm_experts, vllm_patches
 from megatron_grpo.rollout.adapters import LoraPush
 from megatron_grpo.rollout.engine import SamplingSettings, WeightSyncError, prompt_seed
+from megatron_grpo.rollout.experts import ExpertLayers, of_group, told
+from megatron_grpo.rollout.probes import probe_sequences
 from megatron_grpo.rollout.vllm_adapters import AdapterSlot, lora_options
-from megatron_grpo.rollout.vllm_options import CPU_BLOCK_SIZE, cpu_options, gpu_options, problem_of
+from megatron_grpo.rollout.vllm_options import cpu_options, gpu_options, problem_of
+from megatron_grpo.rollout.vllm_requests import sampled_logprobs, sampling_params, scores, scoring_requests
+from megatron_grpo.rollout.vllm_weights import WeightLoader, missing_sentence
 from megatron_grpo.settings.config import RolloutConfig
 from megatron_grpo.types import Completion, Group, Prompt, answered
 from megatron_grpo.weights.update import NO_VERSION, WeightUpdate
-
-PROBE_LENGTH = 2 * CPU_BLOCK_SIZE + 2  # tokens: two full blocks of the prefix cache, then the token that is read through it
-NUM_PROBES = 4
 
 
 class ColocatedEngine:
     """An `Engine`. See `megatron_grpo.rollout.engine` for what its methods promise."""
 
     def __init__(self, llm: Any, *, rank: int, world_size: int, tensor_parallel_size: int, max_model_len: int, sleep_level: int,
-                 adapter: AdapterSlot | None = None):  # fmt: skip
-        """adapter: where the policy's adapter goes, if it is pushed by itself."""
-        self._llm, self._adapter = llm, adapter
+                 adapter: AdapterSlot | None = None, experts: ExpertLayers | None = None):  # fmt: skip
+        """adapter: where the policy's adapter goes, if it is pushed by itself. experts: if they are told with the answers."""
+        self._llm, self._adapter, self._experts = llm, adapter, experts
+        self._rank = rank
         self._replica, self._rank_in_engine = divmod(rank, tensor_parallel_size)
         self._num_replicas = world_size // tensor_parallel_size
         self._tensor_parallel_size = tensor_parallel_size
         self._max_model_len = max_model_len
         self._sleep_level = sleep_level
+        self._weights = WeightLoader()
         self._version, self._has_base = 0, True
         self._asleep: set[str] = set()  # of "weights" and "kv_cache": vLLM's names for what sleep takes away
 
     @classmethod
     def build(cls, cfg: RolloutConfig, *, model_path: str | Path, dtype: str, max_model_len: int, seed: int, rank: int, world_size: int,
-              lora: LoraPush | None = None) -> ColocatedEngine:  # fmt: skip
+              lora: LoraPush | None = None, experts: ExpertLayers | None = None) -> ColocatedEngine:  # fmt: skip
         """Loads the model at `model_path` (version 0: nothing needs to be pushed before the first rollout). Collective over all ranks.
 
         dtype: "float32" or "bfloat16"; `vllm_dtype` of the settings goes before it. max_model_len: prompt + completion, in tokens;
-        `vllm_max_model_len` goes before it. lora: how adapters are pushed, where they train. Raises ConfigError where the KV cache cannot
+        `vllm_max_model_len` goes before it. lora: how adapters are pushed, where they train. experts: of the model, where
+        the trainer is to replay them. Raises ConfigError where the KV cache cannot
         hold one sequence.
         """
         on_gpu = torch.cuda.is_available()
@@ -68,6 +72,8 @@ class ColocatedEngine:
         room = lora if lora is not None and lora.kind == "adapter" else None
         if room is not None:
             options |= lora_options(room)
+        if experts is not None:
+            options |= vllm_experts.engine_options(on_gpu=on_gpu)
         if collectives.has_job():
             options["distributed_executor_backend"] = "external_launcher"  # one worker in each of the launcher's ranks
         with vllm_patches.trainer_untouched():
@@ -85,7 +91,8 @@ class ColocatedEngine:
                     raise
                 raise ConfigError([problem]) from error
         return cls(llm, rank=rank, world_size=world_size, tensor_parallel_size=tp, max_model_len=max_model_len,
-                   sleep_level=cfg.sleep_level if on_gpu else 0, adapter=AdapterSlot(llm, room.modules) if room else None)  # fmt: skip
+                   sleep_level=cfg.sleep_level if on_gpu else 0, adapter=AdapterSlot(llm, room.modules) if room else None,
+                   experts=experts)  # fmt: skip
 
     @property
     def version(self) -> int:
@@ -106,9 +113,8 @@ class ColocatedEngine:
             )
         self._check_lengths(prompts, sampling)
         mine = prompts[self._replica :: self._num_replicas]
-        requests = [(prompt.token_ids, self._params(sampling, self._request_seed(seed, prompt, sampling))) for prompt in mine]
-        answers = [[_completion(prompt, output, self._version) for output in answer.outputs]
-                   for prompt, answer in zip(mine, self._run(requests), strict=True)]  # fmt: skip
+        requests = [(prompt.token_ids, sampling_params(sampling, self._request_seed(seed, prompt, sampling))) for prompt in mine]
+        answers = [self._completions(prompt, answer.outputs) for prompt, answer in zip(mine, self._run(requests), strict=True)]
         self._check_agreement((prompts, sampling, seed), answers)
         # The ranks of one engine hold the same groups, and judge every so many of them.
         share = slice(self._rank_in_engine, None, self._tensor_parallel_size)
@@ -137,39 +143,30 @@ class ColocatedEngine:
     def _take_weights(self, update: WeightUpdate) -> None:
         self._has_base = False
         with vllm_patches.trainer_untouched():
-            (missing,) = self._llm.collective_rpc(_load, args=(update.tensors, self._repack))
+            (missing,) = self._llm.collective_rpc(self._weights.load, args=(update.tensors,))
         if missing:
-            names = ", ".join(missing[:8]) + ", ..." * (len(missing) > 8)
-            raise WeightSyncError(f"the push of version {update.version} left {len(missing)} of the engine's weights as they were: {names}")
+            raise WeightSyncError(f"the push of version {update.version} {missing_sentence(missing)}")
         if self._adapter is not None:
             self._adapter.drop()  # it belonged to what was there before
         self._forget_prefixes()
         self._has_base = update.kind == "weights"
 
+    def prepare(self) -> bool:
+        """It is always there."""
+        return False
+
     def probes(self) -> list[tuple[int, ...]]:
-        tokenizer = self._llm.get_tokenizer()
-        special = set(tokenizer.all_special_ids)
-        vocab_size = min(len(tokenizer), self._llm.llm_engine.model_config.get_vocab_size())
-        ordinary = np.array([token for token in range(vocab_size) if token not in special])
-        # One position is left for the token that vLLM always generates.
-        length = min(PROBE_LENGTH, self._max_model_len - 1)
-        return [tuple(row) for row in np.random.default_rng(0).choice(ordinary, (NUM_PROBES, length)).tolist()]
+        vocab_size = self._llm.llm_engine.model_config.get_vocab_size()
+        return probe_sequences(self._llm.get_tokenizer(), vocab_size=vocab_size, max_model_len=self._max_model_len)
+
+    def scores(self, token_ids: Sequence[Sequence[int]]) -> Mapping[str, list[list[float]]]:
+        return {f"rank {self._rank}": self.score(token_ids)}
 
     def score(self, token_ids: Sequence[Sequence[int]]) -> list[list[float]]:
-        from vllm import SamplingParams
-
-        # Two requests each. Prompt log-probs never read the prefix cache, so alone they could not tell a stale one; sampling does.
-        whole = [(ids, SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)) for ids in token_ids]
-        last = [
-            (ids[:-1], SamplingParams(temperature=0.0, max_tokens=1, logprob_token_ids=[ids[-1]], detokenize=False)) for ids in token_ids
-        ]
+        """As `scores`, of this rank's engine."""
         self._wake("weights", "kv_cache")
-        answers = self._run(whole + last)
-        scores = []
-        for ids, fresh, cached in zip(token_ids, answers[: len(whole)], answers[len(whole) :], strict=True):
-            logprobs = [position[token].logprob for position, token in zip(fresh.prompt_logprobs[1:-1], ids[1:-1], strict=True)]
-            scores.append([*logprobs, cached.outputs[0].logprobs[0][ids[-1]].logprob])
-        return scores
+        answers = iter(self._run([request for ids in token_ids for request in scoring_requests(ids)]))
+        return [scores(ids, next(answers), next(answers)) for ids in token_ids]
 
     @contextlib.contextmanager
     def awake(self) -> Iterator[None]:
@@ -193,10 +190,6 @@ class ColocatedEngine:
                 gc.collect()
 
     # What a test switches off to show that the check after a push notices.
-
-    def _repack(self, model: torch.nn.Module) -> None:
-        if not torch.cuda.is_available():
-            vllm_patches.repack_cpu_weights(model)
 
     def _forget_prefixes(self) -> None:
         # vLLM keeps the KV cache of the old weights, and would continue it with the new ones.
@@ -224,14 +217,12 @@ class ColocatedEngine:
                 lora_request=self._adapter.request if self._adapter is not None else None, use_tqdm=False,
             )  # fmt: skip
 
-    def _params(self, sampling: SamplingSettings, seed: int | None) -> Any:
-        from vllm import SamplingParams
-
-        return SamplingParams(
-            n=sampling.n, temperature=sampling.temperature, top_p=sampling.top_p, top_k=sampling.top_k, seed=seed,
-            max_tokens=sampling.max_completion_length, stop=list(sampling.stop), stop_token_ids=list(sampling.stop_token_ids),
-            logprobs=0, flat_logprobs=True,  # the sampled token's only, in lists instead of an object a token
-        )  # fmt: skip
+    def _completions(self, prompt: Prompt, outputs: Sequence[Any]) -> list[Completion]:
+        experts: Sequence[np.ndarray | None] = [None] * len(outputs)
+        if self._experts is not None:
+            opening = len(prompt.token_ids)
+            experts = of_group([told(self._experts.read(one.routed_experts), opening, i) for i, one in enumerate(outputs)], opening)
+        return [_completion(prompt, output, self._version, routes) for output, routes in zip(outputs, experts, strict=True)]
 
     def _check_lengths(self, prompts: Sequence[Prompt], sampling: SamplingSettings) -> None:
         longest = max((prompt for prompt in prompts), key=lambda prompt: len(prompt.token_ids), default=None)
@@ -269,35 +260,8 @@ def _digest(*parts: bytes) -> str:
     return digest.hexdigest()
 
 
-def _completion(prompt: Prompt, output: Any, version: int) -> Completion:
-    if output.finish_reason not in ("stop", "length"):
-        raise RuntimeError(f"vLLM ended a completion with finish_reason {output.finish_reason!r}")
-    logprobs = _sampled_logprobs(output)
-    return answered(prompt.token_ids, output.token_ids, logprobs, text=output.text, ended=output.finish_reason, version=version)
-
-
-def _sampled_logprobs(output: Any) -> tuple[float, ...]:
-    flat = output.logprobs
-    logprobs = tuple(flat.logprobs[start] for start in flat.start_indices)  # the sampled token comes first at each position
-    if len(logprobs) != len(output.token_ids):
-        raise RuntimeError(f"vLLM returned {len(logprobs)} log-probs for {len(output.token_ids)} tokens")
-    return logprobs
-
-
-def _load(worker: Any, named: Iterable[tuple[str, torch.Tensor]], repack: Any) -> list[str]:
-    """Runs in the engine: one layer-wise reload of everything. Returns the weights that were not among `named`.
-
-    Several reloads with a part each would give garbage: a layer's kernel layout is made when the layer is complete.
-    """
-    from vllm.config import set_current_vllm_config
-    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
-
-    model = worker.model_runner.get_model()
-    # A layer with room for an adapter is inside another module, and its weights are loaded under their own names all the same.
-    expected = {name.replace(".base_layer.", ".") for name, _ in model.named_parameters()}
-    with set_current_vllm_config(worker.vllm_config), torch.no_grad():
-        initialize_layerwise_reload(model)
-        loaded = model.load_weights(named)
-        finalize_layerwise_reload(model, worker.vllm_config.model_config)
-        repack(model)
-    return sorted(expected - loaded)
+def _completion(prompt: Prompt, output: Any, version: int, experts: np.ndarray | None) -> Completion:
+    return answered(
+        prompt.token_ids, output.token_ids, sampled_logprobs(output),
+        text=output.text, ended=output.finish_reason, version=version, experts=experts,
+    )  # fmt: skip

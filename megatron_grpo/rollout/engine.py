@@ -7,7 +7,7 @@ whatever the number of engines.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
@@ -22,6 +22,14 @@ SEEDS_PER_PROMPT = 1024
 
 class WeightSyncError(RuntimeError):
     """The engine does not hold the weights that the trainer holds. Sampling on would train on another policy's data."""
+
+
+class HolderChanged(Exception):
+    """Who held the weights is not there any more, and who is left holds none: push again, from the beginning. Raised on every rank."""
+
+
+class WeightsLost(Exception):
+    """Nobody who samples holds weights any more. Once they are pushed again, the same question goes on where it was. On every rank."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,11 +73,42 @@ class Sampler(Protocol):
 
         Each group is whole and on one rank; a rank's groups keep the order of the prompts. `seed` is the run's; each prompt derives its own
         (`prompt_seed`), so a group does not depend on how many engines share the work, nor on the rank that it ends on.
-        Raises ConfigError where a prompt and its completion cannot fit, WeightSyncError where the engine holds no weights.
+        Raises ConfigError where a prompt and its completion cannot fit, WeightSyncError where the engine holds no weights, WeightsLost
+        where it lost them on the way.
         """
 
     def awake(self) -> AbstractContextManager[None]:
         """Around `generate`: the engine takes the memory it needs to sample, and gives it back."""
+
+
+class Flight(Protocol):
+    """Prompts that are being answered while the trainer does something else. Every rank holds one of these objects."""
+
+    def wait(self, seconds: float | None = None) -> bool:
+        """Until nothing is under way any more, at most so long. Says whether it is so, the same on every rank. Collective."""
+
+    def groups(self) -> list[Group]:
+        """What `Sampler.generate` would have returned; waits for it. Collective; raises what `generate` raises, on every rank.
+
+        After WeightsLost it may be asked again, once there are weights, perhaps newer ones: what is left is answered by those.
+        """
+
+    def drop(self) -> None:
+        """Nobody wants the answers any more: what is under way ends. Collective."""
+
+    @property
+    def seconds(self) -> float:
+        """From the beginning to the last answer, as rank 0 saw it. Known once there is nothing to wait for."""
+
+
+class BackgroundSampler(Sampler, Protocol):
+    """A sampler that needs nothing of the trainer's ranks while it answers. It can then sample while they train."""
+
+    def begin(self, prompts: Sequence[Prompt], sampling: SamplingSettings, *, seed: int) -> Flight:
+        """As `generate`, by the weights that it holds now; returns at once. Collective.
+
+        No update may come while something is under way (`WeightHolder.take`): a completion has one version.
+        """
 
 
 class WeightHolder(Protocol):
@@ -89,9 +128,15 @@ class WeightHolder(Protocol):
     def dtype(self) -> str:
         """What it computes in: "float32", "bfloat16"."""
 
+    def prepare(self) -> bool:
+        """Comes before every push: whoever is to take it is there afterwards. Whether some of them are new. Collective over all ranks.
+
+        A new one was never seen to take an adapter. Raises NobodySamples.
+        """
+
     def take(self, update: WeightUpdate) -> None:
         """Holds the update's version from now on. All weights take the place of an earlier adapter too; an adapter that of the one before.
-        Raises WeightSyncError.
+        Raises WeightSyncError, or HolderChanged.
 
         Nearly all of a layer's tensors are held until the layer is complete, so memory stays bounded when they come layer by layer.
         """
@@ -99,8 +144,9 @@ class WeightHolder(Protocol):
     def probes(self) -> list[tuple[int, ...]]:
         """Token sequences to score after a push: the same on every rank and at every call."""
 
-    def score(self, token_ids: Sequence[Sequence[int]]) -> list[list[float]]:
-        """log p(token t | tokens before t) at temperature 1 for t = 1, 2, ... of each sequence, by this rank's engine.
+    def scores(self, token_ids: Sequence[Sequence[int]]) -> Mapping[str, list[list[float]]]:
+        """Of each engine that this rank speaks for, by its name: log p(token t | tokens before t) at temperature 1, for t = 1, 2, ... of
+        each sequence. Raises HolderChanged.
 
         The last one is computed the way that sampling does, reading the prefix cache; the others never come from a cache.
         """

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from threading import Event
 
 from megatron_grpo.parallel import collectives
-from megatron_grpo.rollout.engine import SamplingSettings, WeightSyncError
+from megatron_grpo.rollout.ahead import InThread, wait_together
+from megatron_grpo.rollout.engine import Flight, SamplingSettings, WeightSyncError
 from megatron_grpo.types import Completion, Group, Prompt
 from megatron_grpo.weights.update import NO_VERSION, WeightUpdate
 
@@ -14,8 +16,31 @@ Answer = Callable[[Prompt, int, int], Completion]
 """(prompt, place in its group, version of the weights) -> the completion. The same on every rank."""
 
 
+class _Flight:
+    """Each rank's share of the answers, in a thread of its own."""
+
+    def __init__(self, work: Callable[[Event], list[Group]]):
+        self._thread = InThread(work, name="scripted answers")
+        self.has_ended = False
+
+    def wait(self, seconds: float | None = None) -> bool:
+        return wait_together(self._thread.wait, seconds)
+
+    def groups(self) -> list[Group]:
+        self.has_ended = True
+        return self._thread.result()
+
+    def drop(self) -> None:
+        self._thread.give_up()
+        self.has_ended = True
+
+    @property
+    def seconds(self) -> float:
+        return self._thread.seconds
+
+
 class ScriptedEngine:
-    """An `Engine` whose weights are a number: it takes what is pushed, and does not look at it.
+    """An `Engine` whose weights are a number: it takes what is pushed, and does not look at it. It is a `BackgroundSampler` too.
 
     score: log-probs of one token sequence, from its second token on, for tests in which the check after a push matters. Without it
     every token has log-prob 0, so a run needs `--verify_weight_push false`.
@@ -26,6 +51,7 @@ class ScriptedEngine:
     def __init__(self, answer: Answer, *, score: Callable[[Sequence[int]], list[float]] | None = None):
         self._answer, self._score = answer, score
         self._version, self._has_base = 0, True
+        self._flights: list[_Flight] = []
 
     @property
     def version(self) -> int:
@@ -38,13 +64,29 @@ class ScriptedEngine:
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingSettings, *, seed: int) -> list[Group]:
         if self._version == NO_VERSION:
             raise WeightSyncError("the scripted engine holds no weights: a weight push failed.")
+        return self._answered(prompts, sampling, self._version)
+
+    def begin(self, prompts: Sequence[Prompt], sampling: SamplingSettings, *, seed: int) -> Flight:
+        version = self._version
+        flight = _Flight(lambda gives_up: self._answered(prompts, sampling, version, gives_up))
+        self._flights.append(flight)
+        return flight
+
+    def _answered(self, prompts: Sequence[Prompt], sampling: SamplingSettings, version: int, gives_up: Event | None = None) -> list[Group]:
         mine = prompts[collectives.rank() :: collectives.num_ranks()]
         return [
-            Group(prompt=prompt, completions=tuple(self._answer(prompt, place, self._version) for place in range(sampling.n)))
+            Group(prompt=prompt, completions=tuple(self._answer(prompt, place, version) for place in range(sampling.n)))
             for prompt in mine
+            if gives_up is None or not gives_up.is_set()
         ]
 
+    def prepare(self) -> bool:
+        return False
+
     def take(self, update: WeightUpdate) -> None:
+        if not all(flight.has_ended for flight in self._flights):
+            raise WeightSyncError(f"version {update.version} was pushed to the scripted engine while it was answering prompts.")
+        self._flights = []
         self._version = NO_VERSION  # until all of it has arrived
         if update.kind == "adapter" and not self._has_base:
             raise WeightSyncError("the scripted engine has no base for an adapter.")
@@ -56,8 +98,8 @@ class ScriptedEngine:
     def probes(self) -> list[tuple[int, ...]]:
         return [(4, 5, 6, 7), (7, 6, 5, 4)]
 
-    def score(self, token_ids: Sequence[Sequence[int]]) -> list[list[float]]:
-        return [self._score(ids) if self._score else [0.0] * (len(ids) - 1) for ids in token_ids]
+    def scores(self, token_ids: Sequence[Sequence[int]]) -> Mapping[str, list[list[float]]]:
+        return {f"rank {collectives.rank()}": [self._score(ids) if self._score else [0.0] * (len(ids) - 1) for ids in token_ids]}
 
     @contextmanager
     def awake(self) -> Iterator[None]:

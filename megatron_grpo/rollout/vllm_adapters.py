@@ -46,36 +46,50 @@ class AdapterSlot:
 
     def take(self, update: WeightUpdate) -> None:
         """Replaces the adapter. Raises WeightSyncError where it did not arrive whole; then there is none."""
-        from vllm.lora.request import LoRARequest
-
         self.request = None
-        # Copies: vLLM keeps them on the host, and multiplies B by the scale in place.
-        tensors = {name: tensor.detach().to("cpu", copy=True) for name, tensor in update.tensors}
-        named = {module_of(name) for name in tensors}
-        halves = {module for module in named if not {module + A, module + B} <= tensors.keys()}
-        self._check(update, {
-            "came with one of their two matrices": halves,
-            "have an adapter in this run and were not sent": self._modules - named,
-            "were sent and have no adapter in this run": named - self._modules,
-        })  # fmt: skip
         self._number += 1
         with vllm_patches.trainer_untouched():
-            (taken,) = self._llm.collective_rpc(_receive, args=(self._number, update.config, tensors))
-        self._check(update, {"were ignored by vLLM, which has no such modules or gives them no adapter": named - set(taken)})
-        # The prefix cache tells adapters apart by their names, so it never answers for an older one. The path is never opened: the engine
-        # has this number already, and if it ever lost it the run would end for want of such a file.
-        name = f"adapter-{self._number}-of-version-{update.version}"
-        self.request = LoRARequest(name, self._number, f"/pushed-from-memory/{self._number}")
+            (wrong,) = self._llm.collective_rpc(take_adapter, args=(self._number, update.config, update.tensors, self._modules))
+        if wrong:
+            raise WeightSyncError(f"the adapter of version {update.version} did not arrive whole: {wrong}.")
+        self.request = adapter_request(self._number, update.version)
 
     def drop(self) -> None:
         """There is no adapter any more."""
         self.request = None
-        self._llm.collective_rpc(_drop)
+        self._llm.collective_rpc(drop_adapters)
 
-    def _check(self, update: WeightUpdate, wrong: Mapping[str, Collection[str]]) -> None:
-        said = [f"{len(modules)} modules {what} ({_some(modules)})" for what, modules in wrong.items() if modules]
-        if said:
-            raise WeightSyncError(f"the adapter of version {update.version} did not arrive whole: {'; '.join(said)}.")
+
+def adapter_request(number: int, version: int) -> Any:
+    """vLLM's name for an adapter that it took from memory, which every request must carry.
+
+    The prefix cache tells adapters apart by their names, so it never answers for an older one. The path is never opened: the engine has
+    this number already, and if it ever lost it sampling would end for want of such a file.
+    """
+    from vllm.lora.request import LoRARequest
+
+    return LoRARequest(f"adapter-{number}-of-version-{version}", number, f"/pushed-from-memory/{number}")
+
+
+def take_adapter(
+    worker: Any, number: int, config: Mapping[str, Any], named: Iterable[tuple[str, torch.Tensor]], modules: Collection[str]
+) -> str:
+    """Runs in the engine: takes an adapter under a number of its own. Returns what of it did not arrive; "" if all did.
+
+    modules: Hugging Face names of those that every adapter of this run is on.
+    """
+    # Copies: vLLM keeps them on the host, and multiplies B by the scale in place.
+    tensors = {name: tensor.detach().to("cpu", copy=True) for name, tensor in named}
+    sent = {module_of(name) for name in tensors}
+    wrong = {
+        "came with one of their two matrices": {module for module in sent if not {module + A, module + B} <= tensors.keys()},
+        "have an adapter in this run and were not sent": set(modules) - sent,
+        "were sent and have no adapter in this run": sent - set(modules),
+    }
+    if not any(wrong.values()):
+        ignored = sent - set(_receive(worker, number, config, tensors))
+        wrong = {"were ignored by vLLM, which has no such modules or gives them no adapter": ignored}
+    return "; ".join(f"{len(names)} modules {what} ({_some(names)})" for what, names in wrong.items() if names)
 
 
 def _some(names: Iterable[str]) -> str:
@@ -111,6 +125,6 @@ def _receive(worker: Any, number: int, config: Mapping[str, Any], tensors: dict[
     return taken
 
 
-def _drop(worker: Any) -> None:
-    """Runs in the engine, after its weights were replaced."""
+def drop_adapters(worker: Any) -> None:
+    """Runs in the engine, after its weights were replaced: adapters belonged to what was there before."""
     worker.model_runner.reset_lora_state()

@@ -1,7 +1,7 @@
-"""The one place that sets vLLM's environment and patches its code, so that it can live in the trainer's own processes.
+"""Sets vLLM's environment and patches its code, for engines in the trainer's processes and in a server's. (`vllm_experts` has the rest.)
 
-vLLM expects to own its process: it names its shared memory after a constant, destroys the default process group when it is freed, reseeds
-torch and rewrites environment variables. Written for vLLM 0.32; each entry says why it is there.
+Inside the trainer, vLLM expects to own the process: it names its shared memory after a constant, destroys the default process group when it
+is freed, reseeds torch and rewrites environment variables. Written for vLLM 0.32; each entry says why it is there.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import logging
 import os
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -35,22 +35,42 @@ _HARMLESS = {
     # trainer_untouched sees to the seed; vLLM itself runs without chunks on some CPUs.
     "vllm.engine.arg_utils": ("The global random seed is set to", "This model does not officially support disabling chunked prefill"),
     "vllm.config.vllm": ("Enforce eager set", "Inductor compilation was disabled", "Model Runner V2 requires Triton"),  # as we ask for
-    "vllm.v1.engine.input_processor": ("vLLM has deprecated support for supporting different tokenizers",),  # no adapter brings one
+    # No adapter brings one; and token ids are all that is asked.
+    "vllm.v1.engine.input_processor": (
+        "vLLM has deprecated support for supporting different tokenizers",
+        "Passing raw prompts to InputProcessor is deprecated",
+    ),
     "vllm.model_executor.model_loader.reload.layerwise": (
         "%s: Failed to load weights",
         "Allocating",
-    ),  # RotaryEmbedding has none; see _load
+    ),  # RotaryEmbedding has none
 }
 
 
 def prepare_environment(*, on_gpu: bool) -> None:
     """Before vLLM is imported. What the user has set for himself stays, except where an in-process engine cannot work with it."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine runs in this process: weights are handed over as tensors
+    _prepare(on_gpu=on_gpu)
+
+
+def prepare_server(*, on_gpu: bool) -> None:
+    """As `prepare_environment`, for a process whose engine and workers are processes of their own. They inherit the environment."""
     env = os.environ
-    env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine runs in this process: weights are handed over as tensors
+    env.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)  # it may have been started by a trainer
+    env.pop("PROMETHEUS_MULTIPROC_DIR", None)  # for several HTTP processes; with it no gauge can be read here
+    launcher.forget(env)  # nor is it a rank
+    # Else all workers are bound to the first core, and two on one NUMA node are refused.
+    env.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    env["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # on a CPU vLLM does so by itself; on a GPU a model may have been looked at before
+    _prepare(on_gpu=on_gpu)
+
+
+def _prepare(*, on_gpu: bool) -> None:
+    env = os.environ
     env.setdefault("VLLM_NO_USAGE_STATS", "1")  # no report about the user's machine leaves it
     env.setdefault("VLLM_LOGGING_LEVEL", "WARNING")  # its INFO lines would bury the progress line
     env.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")  # standard output belongs to the program
-    _drop_harmless_messages()  # some are said while vLLM is imported
+    quiet()
     if on_gpu:
         return
     env.pop("VLLM_CPU_KVCACHE_SPACE", None)  # whole GiB, all zeroed at the start, and it overrides vllm_kv_cache_memory_mb
@@ -63,15 +83,10 @@ def prepare_environment(*, on_gpu: bool) -> None:
 
 def apply_patches(*, on_gpu: bool) -> None:
     """After vLLM is imported, before its first engine. Calling it again changes nothing."""
-    import transformers.utils.logging as transformers_logging
     import vllm.distributed.parallel_state as parallel_state
-    import vllm.model_executor.models.registry as registry
     import vllm.v1.engine.core as core
 
-    transformers_logging.disable_progress_bar()
-    # It looks at a model class in a fresh Python, 17 s at the first use of each architecture. That is to keep CUDA out of a process that
-    # will fork; ours will not.
-    registry._run_in_subprocess = lambda fn: fn()
+    patch_start()
     # Freeing an engine destroys torch's default process group, which is the trainer's.
     core.cleanup_dist_env_and_memory = _keep_process_groups
     # Only an executor with worker processes of its own reads these queues: 24 MiB of shared memory an engine, which a kill would leave
@@ -82,15 +97,37 @@ def apply_patches(*, on_gpu: bool) -> None:
         from vllm.distributed.device_communicators import cpu_communicator
 
         _keep_cpu_experts()
-        # It would bind all memory of the process, the trainer's too, to one NUMA node.
-        operators: Any = torch.ops._C
-        operators.init_cpu_memory_env = lambda nodes: None
-        warnings.filterwarnings("ignore", category=FutureWarning, module="vllm.triton_utils.dispatcher")  # it looks at every name in torch
+        _bind_no_memory()
         shm: Any = cpu_communicator._CPUSHMDistributed
         # The name is a constant for every torchrun job, so two jobs on a machine collide and a killed one blocks the next.
         shm.make_group_name = staticmethod(_shared_memory_name)
-        if shm._init_cpu_shm.__name__ != "init_and_unlink":
-            shm._init_cpu_shm = _unlinking(shm._init_cpu_shm)
+        _unlink_segments_early()
+
+
+def patch_start() -> None:
+    """In every process that reads a model's configuration with vLLM."""
+    import transformers.utils.logging as transformers_logging
+    import vllm.model_executor.models.registry as registry
+
+    transformers_logging.disable_progress_bar()
+    # It looks at a model class in a fresh Python, 17 s at the first use of each architecture. That is to keep CUDA out of a process that
+    # will fork; ours will not.
+    registry._run_in_subprocess = lambda fn: fn()
+
+
+def patch_worker(*, on_gpu: bool) -> None:
+    """In every worker of a server, before its model loads."""
+    patch_start()
+    if not on_gpu:
+        _keep_cpu_experts()
+        _bind_no_memory()
+        _unlink_segments_early()
+
+
+def _bind_no_memory() -> None:
+    # It would bind all memory of the process, the trainer's too where it is inside, to one NUMA node.
+    operators: Any = torch.ops._C
+    operators.init_cpu_memory_env = lambda nodes: None
 
 
 def _keep_cpu_experts() -> None:
@@ -125,6 +162,14 @@ def _shared_memory_name(communicator) -> str:
     return re.sub(r"[^A-Za-z0-9.-]", "_", f"megatron-grpo-{os.getuid()}-" + "-".join(parts))
 
 
+def _unlink_segments_early() -> None:
+    from vllm.distributed.device_communicators import cpu_communicator
+
+    shm: Any = cpu_communicator._CPUSHMDistributed
+    if shm._init_cpu_shm.__name__ != "init_and_unlink":
+        shm._init_cpu_shm = _unlinking(shm._init_cpu_shm)
+
+
 def _unlinking(init_cpu_shm):
     """Segments lose their names once every rank has mapped them: they live as long as their processes, and a kill leaves none behind."""
 
@@ -144,7 +189,9 @@ def unlink_segments(name: str) -> None:
             os.unlink(path)
 
 
-def _drop_harmless_messages() -> None:
+def quiet() -> None:
+    """Before vLLM is imported, which says some of it already."""
+    warnings.filterwarnings("ignore", category=FutureWarning, module="vllm.triton_utils.dispatcher")  # it looks at every name in torch
     for name, starts in _HARMLESS.items():
         logger = logging.getLogger(name)
         if not any(isinstance(existing, _Harmless) for existing in logger.filters):
@@ -183,16 +230,59 @@ def trainer_untouched() -> Iterator[None]:
                 os.environ[name] = value
 
 
-def repack_cpu_weights(model: torch.nn.Module) -> None:
-    """After every reload on a CPU. vLLM keeps some weights a second time, in its kernels' layout, and a reload forgets these two."""
-    head = getattr(model, "lm_head", None)
-    if head is not None and hasattr(head, "cpu_linear"):
-        from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+@contextlib.contextmanager
+def layers_watched(watch: Callable[..., None]) -> Iterator[None]:
+    """Inside, a layer-wise reload calls watch(load, layer, info) for load(layer, info), when all tensors of the layer have come."""
+    from vllm.model_executor.model_loader.reload import layerwise
 
-        # With tied embeddings the reload goes to the embedding, and the head samples on from its packed copy of the old one.
-        dispatch_cpu_unquantized_gemm(head, remove_weight=False)
+    load = layerwise._layerwise_process
+    layerwise._layerwise_process = lambda layer, info: watch(load, layer, info)
+    try:
+        yield
+    finally:
+        layerwise._layerwise_process = load
+
+
+def settle_attention(model: torch.nn.Module, dtype: torch.dtype) -> None:
+    """Latent attention keeps products of its weights. A reload makes them anew at its end, for all layers of attention."""
+    from vllm.model_executor.layers.attention import is_deferred_attention_layer
+
     for module in model.modules():
-        kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
-        if kernel is not None and hasattr(module, "w13_weight"):
-            # The kernel expects packed experts; the reload puts plain ones in their place.
-            kernel.fused_experts.process_weights_after_loading(module)
+        if is_deferred_attention_layer(module):
+            module.process_weights_after_loading(dtype)  # type: ignore[operator]
+
+
+# What a CPU's kernels read in place of a weight, in a layout of their own.
+
+
+def has_cpu_experts(module: torch.nn.Module) -> bool:
+    kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
+    return not torch.cuda.is_available() and kernel is not None and hasattr(module, "w13_weight")
+
+
+def pack(module: Any) -> None:
+    """Of a module whose weights are there as they were loaded."""
+    if has_cpu_experts(module):
+        module.quant_method.moe_kernel.fused_experts.process_weights_after_loading(module)
+    else:
+        module.cpu_linear = None  # the old one goes first: there is never room for two, and malloc gives its memory again
+        module.quant_method.process_weights_after_loading(module)
+
+
+def pack_experts(modules: Iterable[torch.nn.Module], pack: Callable[[torch.nn.Module], None]) -> None:
+    """A reload leaves experts as they were loaded, and the kernel expects packed ones."""
+    for module in list(modules):
+        if has_cpu_experts(module):
+            pack(module)
+
+
+def pack_heads(model: torch.nn.Module, pack: Callable[[torch.nn.Module], None]) -> None:
+    """With tied embeddings a reload goes to the embedding, and the head samples on from its packed copy of the old one.
+
+    A model without a head of its own may multiply with any weight that vLLM keeps beside its packed copy.
+    """
+    modules: list[Any] = list(model.modules())
+    named = [module._modules["lm_head"] for module in modules if "lm_head" in module._modules]
+    heads = [head for head in named if hasattr(head, "cpu_linear")]
+    for head in heads or [module for module in modules if hasattr(module, "cpu_linear") and module.weight.numel()]:
+        pack(head)

@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron_grpo import launcher, train
 from megatron_grpo.build import build_run
-from megatron_grpo.cleanup import CleanUp
+from megatron_grpo.cleanup import CleanUp, die_with_parent
 from megatron_grpo.errors import EXIT_CRASH, EXIT_DONE, ConfigError, Interrupted, RunError
 from megatron_grpo.export import export_model
 from megatron_grpo.inputs import Inputs
@@ -22,7 +22,7 @@ from megatron_grpo.rewards.loading import close_rewards
 from megatron_grpo.run.failures import PREFIX, tell
 from megatron_grpo.run.lock import OutputLock
 from megatron_grpo.run.peers import Peers, Process
-from megatron_grpo.run.signals import StopSignal, die_with_parent
+from megatron_grpo.run.signals import StopSignal
 from megatron_grpo.settings.config import Config
 
 
@@ -70,8 +70,9 @@ def train_and_export(made: Plan, inputs: Inputs, parallel: ParallelState, signal
         train.train(run)
         if cfg.run.export_hf:
             policy = run.policy
-            export_model(policy.exchange, policy.tensors(), policy.adapters, Path(cfg.run.output_dir) / "hf",
-                         cfg=cfg, source=inputs.model_path)  # fmt: skip
+            with policy.resident("weights"):
+                export_model(policy.exchange, policy.tensors(), policy.adapters, Path(cfg.run.output_dir) / "hf",
+                             cfg=cfg, source=inputs.model_path)  # fmt: skip
     except Interrupted:
         clean_up.add(run.journal.close)
         raise

@@ -3,15 +3,13 @@
 SIGTERM, SIGINT, SIGUSR1             a flag, read once an optimizer step; all ranks stop after the same one (exit 3: safe to resume)
 again, 2 s later or more             the process dies at once, wherever it is
 SIGTERM because another rank failed  the process dies at once: the step it is in can never finish
-the launcher is killed               the kernel kills this process too (`die_with_parent`)
+the launcher is killed               the kernel kills this process too (`cleanup.die_with_parent`)
 """
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -74,19 +72,3 @@ class StopSignal:
             signal.set_wakeup_fd(-1)
             for number in STOPPING:
                 signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
-
-
-def die_with_parent() -> None:
-    """From now on the kernel kills this process when its parent dies (Linux; elsewhere this does nothing).
-
-    For processes that a launcher started, such as torchrun's workers: a launcher killed with SIGKILL cannot end them itself. Not for a
-    process that somebody started from a shell: it would die with the shell.
-    """
-    if sys.platform != "linux":
-        return
-    pr_set_pdeathsig = 1
-    parent = os.getppid()
-    if ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
-    if os.getppid() != parent:  # it died before the kernel was asked
-        os.kill(os.getpid(), signal.SIGKILL)

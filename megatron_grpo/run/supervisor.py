@@ -14,8 +14,8 @@ import sys
 from collections.abc import Callable
 
 from megatron_grpo import launcher
+from megatron_grpo.cleanup import die_with_parent
 from megatron_grpo.errors import EXIT_CRASH
-from megatron_grpo.run.signals import die_with_parent
 
 _PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 _SENT_BY_THE_KERNEL = 0x80  # SI_KERNEL: from the terminal, which tells the child as well

@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from megatron_grpo.errors import Problem
-from megatron_grpo.settings import tuner
+from megatron_grpo.settings import ahead, servers, tuner
 from megatron_grpo.settings.config import Config
+from megatron_grpo.settings.read import COMMAND_LINE
+from megatron_grpo.settings.secrets import secrets_in
 from megatron_grpo.settings.table import table
 
 LARGEST_WEIGHT = 1e6  # times the largest reward (rewards.protocol), still a number whose square is one
@@ -57,6 +59,11 @@ def validate(cfg: Config, unreadable: Collection[str] = ()) -> list[Problem]:
                         nearest={typed(name): near} if near else {},
                     )
                 )
+    problems += [
+        Problem(flags=(typed(name),), message=f"{typed(name)} seems to hold {held}. Settings are written to config.yaml and to tracking "
+                "services; a secret belongs into an environment variable.")
+        for name, held in secrets_in(cfg)
+    ]  # fmt: skip
     for names, message, nearest in _pairs(cfg):
         if not set(names) & set(unreadable):
             problems.append(
@@ -72,8 +79,18 @@ def validate(cfg: Config, unreadable: Collection[str] = ()) -> list[Problem]:
 def _pairs(cfg: Config) -> Iterator[tuner.Pair]:
     yield from _training(cfg)
     yield from tuner.pairs(cfg)
+    yield from servers.pairs(cfg)
+    yield from ahead.pairs(cfg)
     yield from _sampling_and_rewards(cfg)
     yield from _files(cfg)
+    yield from _of_a_server(cfg)
+
+
+def _of_a_server(cfg: Config) -> Iterator[tuner.Pair]:
+    """On the command line. A file may describe both, the run and its servers."""
+    for name in vars(cfg.serve):
+        if name in cfg.typed and cfg.sources.get(name) == COMMAND_LINE:
+            yield (name,), f"{cfg.typed[name]} is read by `megatron-grpo serve` alone, and changes nothing in a run. Leave it out.", {}
 
 
 def _training(cfg: Config) -> Iterator[tuner.Pair]:

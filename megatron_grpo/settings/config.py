@@ -212,7 +212,21 @@ class DataConfig:
 class RolloutConfig:
     """Rollout (vLLM)"""
 
-    vllm_mode: str = setting("colocate", "where the sampler lives", choices=["colocate"])
+    vllm_mode: str = setting(
+        "colocate",
+        "where the sampler lives: inside the training ranks, or on servers (`megatron-grpo serve`)",
+        choices=["colocate", "server"],
+    )
+    vllm_server_host: list[str] = setting([], "servers: one or several hosts, or @FILE or @DIRECTORY with addresses that servers wrote")
+    vllm_server_port: list[int] = setting([8000], "one port for all hosts, one each, or several of one host", at_least=1, at_most=65535)
+    vllm_server_base_url: list[str] = setting([], "servers as URLs (http://host:8000), instead of host and port")
+    vllm_server_timeout: float = setting(
+        240.0, "longest wait for servers; where none comes back the run saves what it has and stops", unit="seconds", above=0
+    )
+    vllm_server_ca: str | None = setting(None, "certificates (PEM) that vouch for servers; with it hosts are spoken to by https")
+    vllm_server_token_file: str | None = setting(
+        None, "file with the servers' token, readable by its owner alone (default: the variable MEGATRON_GRPO_TOKEN)"
+    )
     max_completion_length: int = setting(256, "longest completion", unit="tokens", at_least=1)
     temperature: float = setting(1.0, "sampling temperature; training log-probs use the same", above=0)
     top_p: float = setting(1.0, "nucleus sampling", above=0, at_most=1)
@@ -230,8 +244,17 @@ class RolloutConfig:
     vllm_enforce_eager: bool = setting(False, "no CUDA graphs (always eager on CPU)")
     vllm_enable_prefix_caching: bool = setting(True, "share the KV cache of equal prefixes; reset at every weight push")
     sleep_level: int = setting(
-        0, "vLLM sleep while training: 0 off, 1 weights to host, 2 weights dropped (GPU only)", at_least=0, at_most=2
+        0,
+        "vLLM sleep while training: 0 off, 1 weights to host, 2 weights dropped (GPU only); 1 where adapters train",
+        at_least=0,
+        at_most=2,
     )
+    offload_model: str = setting(
+        "auto",
+        "weights, gradients and reference wait on the host while vLLM samples; auto: where the run does not fit a GPU otherwise",
+        choices=["auto", "true", "false"],
+    )
+    offload_optimizer: str = setting("auto", "the same for the optimizer's float32 weights and moments", choices=["auto", "true", "false"])
     logp_difference_warn: float | None = setting(
         None,
         "warn when |trainer - sampler| log-prob of a token exceeds this (default 0.001 in float32, 1.0 in bfloat16)",
@@ -241,6 +264,10 @@ class RolloutConfig:
     weight_sync_bucket_mb: int | None = setting(
         None, "weights that a push sends at once; two buckets are in memory (default 512 on a GPU, 16 on a CPU)", unit="MiB", at_least=1
     )
+    async_rollout_depth: int = setting(
+        0, "1 samples the next rollout while this one is trained (vllm_mode server); 0 lets training wait", unit="rollouts", at_least=0
+    )
+    async_generate: bool | None = setting(None, "another way to say async_rollout_depth: true is 1, false is 0")
     verify_weight_push: bool = setting(True, "after each push, compare engine and trainer on a probe prompt")
 
 
@@ -268,6 +295,7 @@ class RewardConfig:
     code_memory_mb: int = setting(512, "code: memory of one program", unit="MiB", at_least=64)
     code_num_workers: int = setting(2, "code: programs run at one time by one rank", unit="processes", at_least=1)
     code_all_or_nothing: bool = setting(False, "code: 1 for all tests and else 0, instead of the share of tests passed")
+    code_without_landlock: bool = setting(False, "code: run programs on a kernel without Landlock too, where they can read all your files")
     reward_model: str | None = setting(None, "reward_model: sequence classifier, a directory or Hub name (one copy per rank)")
     reward_model_url: str | None = setting(None, "reward_model: HTTP endpoint instead; vLLM's /classify and /pooling, or plain JSON")
     reward_model_batch_size: int = setting(8, "reward_model: sequences per forward, or per request", unit="sequences", at_least=1)
@@ -330,6 +358,11 @@ class GrpoConfig:
     rollout_importance_sampling_threshold: float = setting(2.0, "upper bound of that correction", above=0)
     rollout_importance_sampling_min: float | None = setting(None, "lower bound of that correction (default: none)", at_least=0)
     rollout_is_geometric: bool = setting(False, "sequence level: geometric mean instead of product")
+    router_replay_mode: str = setting(
+        "disabled",
+        "experts of a stale token: the trainer's own choice; that of the old log-probs' pass (R2); of every token: the sampler's (R3)",
+        choices=["disabled", "R2", "R3"],
+    )
     off_policy_sequence_mask_delta: float | None = setting(
         None, "drop bad sequences that drifted further than this", unit="nats", aliases=["off_policy_mask_threshold"], at_least=0
     )
@@ -382,6 +415,9 @@ class RunConfig:
     resume: str = setting(
         "auto", "auto: from the newest checkpoint in output_dir; never; or a checkpoint directory", aliases=["resume_from_checkpoint"]
     )
+    stop_drain_seconds: float = setting(
+        10.0, "after a signal, how long a rollout that is being sampled is waited for before it is dropped", unit="seconds", at_least=0
+    )
     report_to: list[str] = setting(["none"], "where metrics go besides metrics.jsonl: tensorboard, wandb, swanlab, mlflow, none")
     log_completions_steps: int = setting(1, "write completions/ every so many rollouts; 0: never", unit="rollouts", at_least=0)
     overwrite_output_dir: bool = setting(False, "start afresh in an output_dir that holds another run")
@@ -416,6 +452,24 @@ class PlanConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ServeConfig:
+    """Serve (a rollout server)"""
+
+    host: str = setting("127.0.0.1", "where it listens; 0.0.0.0 is all addresses of the machine")
+    port: int = setting(8000, "where it listens; 0 is any free one", at_least=0, at_most=65535)
+    vllm_data_parallel_size: int = setting(
+        1, "engines of one server, each of vllm_tensor_parallel_size workers", unit="engines", aliases=["data_parallel_size"], at_least=1
+    )
+    address_file: str | None = setting(None, "file that holds http://host:port while the server takes calls")
+    token_file: str | None = setting(
+        None, "file with the token, for its owner's eyes alone; it is made if there is none (default: the variable MEGATRON_GRPO_TOKEN)"
+    )
+    ssl_certfile: str | None = setting(None, "TLS: the server's certificate, as PEM")
+    ssl_keyfile: str | None = setting(None, "TLS: its private key (default: in ssl_certfile)")
+    metrics: bool = setting(True, "answer GET /metrics, and let vLLM count what it does")
+
+
+@dataclass(frozen=True, kw_only=True)
 class Config:
     """The whole of it, in groups. Never written to: who needs another value makes another configuration (`with_values`)."""
 
@@ -431,6 +485,7 @@ class Config:
     run: RunConfig = field(default_factory=RunConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     plan: PlanConfig = field(default_factory=PlanConfig)
+    serve: ServeConfig = field(default_factory=ServeConfig)
     # Where each value came from ("default", "run.yaml", "command line", "launcher", "derived from ..."), by setting name.
     sources: Mapping[str, str] = field(default_factory=dict)
     # The name that the user typed for a setting (an alias, perhaps): error messages speak in the user's words.

@@ -230,7 +230,8 @@ class _Builder:
         if self.dialect:
             self._settle_dialect(self.dialect)
         self._world_size(launcher_world_size)
-        self._dtype()
+        self._another_way("bf16", "torch_dtype", "bfloat16", "float32")
+        self._another_way("async_generate", "async_rollout_depth", 1, 0)
         sources = {name: self.sources.get(name, "default") for name in {**table(), **self.sources}}
         config = Config().with_values(self.values, sources=sources)
         return replace(self.parsed, config=replace(config, typed=self.typed, foreign=self.foreign))
@@ -292,21 +293,21 @@ class _Builder:
             self.sources["world_size"] = "launcher"
         self.values["world_size"] = 1 if asked is None else asked
 
-    def _dtype(self) -> None:
-        """`bf16` is another way to say torch_dtype."""
-        bf16 = self.values.get("bf16")
-        if bf16 is None:
+    def _another_way(self, word: str, name: str, if_true: Any, if_false: Any) -> None:
+        """`word`, true or false, is another way to say `name`."""
+        said = self.values.get(word)
+        if said is None:
             return
-        dtype = "bfloat16" if bf16 else "float32"
-        typed = self.values.get("torch_dtype", dtype)
-        if typed != dtype:
-            name = self.typed["torch_dtype"]
+        value = if_true if said else if_false
+        other = self.values.get(name, value)
+        if other != value:
+            typed, way = self.typed[name], self.typed.get(word, word)
             self.parsed.problems.append(
                 Problem(
-                    flags=("bf16", name),
-                    message=f"bf16 ({str(bf16).lower()}) means {dtype}, but {name} is {typed}. Keep one of them.",
-                    nearest={name: [dtype]},
+                    flags=(way, typed),
+                    message=f"{way} ({str(said).lower()}) means {typed} {value}, which is {other}. Keep one of them.",
+                    nearest={typed: [value]},
                 )
             )
-        self.values["torch_dtype"] = dtype
-        self.sources["torch_dtype"] = "derived from bf16"
+        self.values[name] = value
+        self.sources[name] = f"derived from {word}"

@@ -59,7 +59,8 @@ SAME_AS: Mapping[str, str] = {
     "hf_checkpoint": "model", "model.path": "model",
     "reward_func": "reward_funcs", "reward_function": "reward_funcs", "reward_functions": "reward_funcs",
     "custom_reward_function": "reward_funcs", "reward_plugin": "reward_funcs", "reward_fn": "reward_funcs",
-    "optimizer_offload": "optimizer_cpu_offload", "resume_mode": "resume", "resume_from": "resume",
+    "optimizer_offload": "offload_optimizer", "param_offload": "offload_model", "grad_offload": "offload_model",
+    "resume_mode": "resume", "resume_from": "resume",
     "distributed_timeout": "distributed_timeout_minutes", "precision": "torch_dtype",
 }  # fmt: skip
 
@@ -84,7 +85,6 @@ SAID_WITH: Mapping[str, str] = {
     "n_gpus_per_node": _RANKS,
     "nproc_per_node": _RANKS,
     "nnodes": _RANKS,
-    "param_offload": "the trainer's weights stay where they are; sleep_level frees the sampler's memory while training.",
     "betas": "they are adam_beta1 and adam_beta2.",
     "use_wandb": "report_to wandb does it.",
     "rollout.name": "sampling is always by vLLM: leave it out.",
@@ -96,7 +96,7 @@ SAID_WITH: Mapping[str, str] = {
     "seq_length": "max_prompt_length and max_completion_length bound the two parts of a sequence.",
     "chat_template_kwargs": "enable_thinking is handed to the chat template; nothing else is.",
     "num_rollout": "max_steps is the length of the run in optimizer steps; a rollout has steps_per_generation of them.",
-    "colocate": "sampling is inside the training ranks: leave it out.",
+    "colocate": "vllm_mode colocate samples inside the training ranks, which is the default.",
     "n": "num_generations is the number of completions of a prompt.",
     "log_prob_micro_batch_size_per_gpu": "forward passes are cut as training is: leave it out.",
     "ppo_micro_batch_size": "micro_batch_size counts the completions of one forward on one DP rank.",

@@ -25,9 +25,12 @@ def layout_problems(shape: ModelShape, *, tp: int = 1, ep: int = 1, etp: int = 1
     ]
 
 
-def engine_problems(shape: ModelShape, ranks: int, *, world_size: int) -> list[Problem]:
-    """Problems of sharing one vLLM engine among `ranks` of `world_size`: it cuts heads as Megatron does, and says so only as it starts."""
-    among = [size for size in range(1, world_size + 1) if world_size % size == 0]
+def engine_problems(shape: ModelShape, ranks: int, *, world_size: int | None = None) -> list[Problem]:
+    """Problems of sharing one vLLM engine among `ranks`: it cuts heads as Megatron does, and says so only as it starts.
+
+    world_size: of a job that shares its ranks between engines; None: there are as many as one asks for.
+    """
+    among = [size for size in range(1, (world_size or _LARGEST) + 1) if world_size is None or world_size % size == 0]
     return _each(VLLM_TP, ranks, lambda ranks: _engine_parallel(shape, ranks), among=among)
 
 

@@ -232,6 +232,7 @@ class LinearModule:
     inner: int  # channels that go in
     megatron: str  # without `.weight`
     is_expert: bool
+    is_row: bool  # tensor parallelism cuts what goes in; else what comes out
 
 
 @cache
@@ -253,6 +254,7 @@ def _linear_modules(shape: ModelShape) -> Iterator[LinearModule]:
                         inner=inner,
                         megatron=f"decoder.layers.{layer}.{entry.megatron.format(e=expert)}".removesuffix(".weight"),
                         is_expert=entry.is_expert,
+                        is_row=entry.cut is ShardCut.ROW,
                     )
 
 

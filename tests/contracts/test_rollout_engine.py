@@ -78,6 +78,20 @@ def test_each_group_is_whole_on_one_rank_in_the_order_of_the_prompts(model, name
     assert [len(group) for group in greedy.values()] == [1]
 
 
+def test_what_was_begun_is_what_would_have_been_answered_then(model):
+    """By the engine that can answer in the background; servers are held to it in tests/unit/rollout/test_servers.py."""
+
+    def body(rank, world_size):
+        engine = build("scripted", model, rank, world_size)
+        flight = engine.begin(prompts(0, 1, 2), sampling(), seed=1)
+        assert flight.wait() and flight.wait(0.0) and flight.seconds >= 0
+        told = [{g.prompt.number: [c.answer_ids for c in g.completions] for g in groups}
+                for groups in (flight.groups(), engine.generate(prompts(0, 1, 2), sampling(), seed=1))]  # fmt: skip
+        assert told[0] == told[1] and list(told[0]) == [[0, 2], [1]][rank]
+
+    run_ranks(body, 2)
+
+
 @pytest.mark.parametrize("name", ENGINES)
 def test_pushed_weights_are_consumed_once_and_become_the_version(model, name):
     def body(rank, world_size):
@@ -112,7 +126,9 @@ def test_pushed_weights_are_consumed_once_and_become_the_version(model, name):
         with engine.awake():
             assert [group.version for group in engine.generate(prompts(1, 2), sampling(), seed=0)] == [7, 7]
         assert engine.probes() == probes and all(isinstance(token, int) for probe in probes for token in probe)
-        assert [len(scores) for scores in engine.score(probes)] == [len(probe) - 1 for probe in probes]
+        found = engine.scores(probes)
+        assert found and not engine.prepare()
+        assert all([len(scores) for scores in of_engine] == [len(probe) - 1 for probe in probes] for of_engine in found.values())
 
         with pytest.raises(RuntimeError, match="a rank of the trainer failed"):
             engine.take(update(8, fail_after=3))

@@ -91,6 +91,12 @@ class PeftPolicy:
     def score(self, sequences, *, temperature=None):
         return [np.concatenate([[0.0], hf_logprobs(self.model, one.token_ids.tolist()).numpy()]) for one in sequences]
 
+    def resident(self, part):
+        return contextlib.nullcontext()
+
+    def make_room(self, *, keep="nothing"):
+        pass
+
     @contextlib.contextmanager
     def trial(self):
         kept = [parameter.clone() for _, parameter in self.adapter_parameters()]
@@ -311,10 +317,11 @@ def test_megatron_policy_and_its_engine_agree_on_the_trial_and_on_every_push(mod
         first = publisher.publish(0)
         assert engine.version == 0 and first.logp_difference_max < 1e-4
         before = engine.score(engine.probes())
-        with policy.adapters.far_from_zero(1):
-            stats = publisher.publish(1)
-            assert stats.logp_difference_max < 1e-4
-            assert np.abs(np.array(before) - np.array(engine.score(engine.probes()))).max() > 0.1
+        kept = policy.adapters.put_far_from_zero(1)
+        stats = publisher.publish(1)
+        assert stats.logp_difference_max < 1e-4
+        assert np.abs(np.array(before) - np.array(engine.score(engine.probes()))).max() > 0.1
+        policy.adapters.put_back(kept)
         assert publisher.publish(2).logp_difference_max < 1e-4
         np.testing.assert_allclose(engine.score(engine.probes()), before, atol=1e-4)
         return stats.num_tensors, stats.num_bytes

@@ -114,15 +114,19 @@ def look(rank, world, path, model, layout, tamper=None):
         assert counted.received == sum(bucket.received_bytes(plan.ranks, p.pp_rank) for bucket in plan.buckets)
         assert all(bucket.whole <= bucket_bytes or len(bucket.slots) == 1 for bucket in plan.buckets)
         same(found, {name: read(name) for name in read.names})
+        first = WeightExchange(policy.exchange.map, p, bucket_bytes=bucket_bytes, to_first=True)
+        same(collected(first.stream(mine, "weights")), found if rank == 0 else {})
         # A sampler packs a layer when it is complete: whoever holds the experts, no layer is begun before the one before is done.
         layers = [int(match[1]) for name in found if (match := re.match(r"model\.layers\.(\d+)\.", name))]
         assert [layer for layer in dict.fromkeys(layers) for _ in range(layers.count(layer))] == layers
         plans.append([(bucket.stage, bucket.sizes, len(bucket.slots)) for bucket in plan.buckets])
     # Other values of mixed dtypes, where an expert, a layer or a whole stage has nothing; narrow buckets again.
-    exchange.bucket_bytes = BUCKETS[0]
+    exchange.bucket_bytes = first.bucket_bytes = BUCKETS[0]
     for kind, what in (("some", r"(?!.*(experts\.1\.|layers\.2\.))"), ("few", r".*layers\.0\.")):
         some = drawn_like(mine, what)
-        same(collected(exchange.stream(some, kind)), by_hand(exchange, some))
+        right = by_hand(exchange, some)
+        same(collected(exchange.stream(some, kind)), right)
+        same(collected(first.stream(some, kind)), right if rank == 0 else {})
     return plans
 
 
@@ -144,6 +148,42 @@ def test_every_rank_gets_every_tensor_bit_for_bit_in_the_planned_collectives(mod
     assert all(plans == planned(models(model), model, layout) for plans in ranks)
 
 
+def to_the_first(rank, world, path, layout):
+    """Bytes that each rank sends and receives where rank 0 alone gets the tensors; it stops after three the second time."""
+    policy = build(path, "dense", layout, world)
+    exchange = WeightExchange(policy.exchange.map, policy.parallel, bucket_bytes=BUCKETS[0], to_first=True)
+    mine, moved = policy.tensors(), {"sent": 0, "received": 0}
+    exchange.plan(mine, "weights")
+    send, receive = collectives.send, collectives.start_receive
+    collectives.send = lambda tensor, to: (moved.update(sent=moved["sent"] + tensor.nbytes), send(tensor, to))
+    collectives.start_receive = lambda tensor, source: (moved.update(received=moved["received"] + tensor.nbytes), receive(tensor, source))[
+        1
+    ]
+    with wire() as counted:
+        for most in (3, None):
+            stream = exchange.stream(mine, "weights")
+            found = dict(islice(stream, most))
+            stream.close()
+            assert len(found) == ((most or len(HfReader(path).names)) if rank == 0 else 0)
+    assert counted.collectives == 0
+    return moved
+
+
+def test_only_the_ranks_of_the_first_pipeline_send_to_rank_0_and_nobody_else_takes_part(models):
+    path, layout = str(models("dense")), "TP2 SP DP2"
+    where = cases.LAYOUTS[layout]
+    cfg = settings_of("dense", layout, world_size=where.world_size, num_generations=12, global_batch_size=24, vllm_mode="server")
+    shape = ModelShape.from_pretrained(path)
+    sizes = BatchSizes.from_config(cfg, num_layers=shape.num_layers, num_experts=0)
+    told = push.push_of(shape, sizes, cfg, Tuning.of(cfg, shape))
+    own = sum(read.nbytes for read in map(HfReader(path), HfReader(path).names))
+    first, second, *others = run_ranks(to_the_first, 4, path, layout)
+    assert first["sent"] == 0 and first["received"] == second["sent"] and second["received"] == 0
+    assert 0.9 * own < second["sent"] < 1.3 * own  # twice half of what is cut, without what is whole on each, and what is padded
+    assert told["collectives"] == 0 and 2 * told["received_bytes"] == first["received"]
+    assert others == [{"sent": 0, "received": 0}] * 2
+
+
 # ---- kinds -----------------------------------------------------------------------------------------------------------------------------
 
 IN_ONE_STAGE = ("dense", "PP2", r".*layers\.0\..*")
@@ -158,19 +198,19 @@ def push_all_kinds(rank, world, path, model, layout, modules, tamper=None):
     if tamper is not None:
         tamper()
     read = HfReader(path)
-    with adapters.far_from_zero(seed=3):
-        for _ in range(2):  # the second time nothing is planned
-            pairs = {name: tensor.clone() for name, tensor in adapters.named()}
-            gradients = {name: tensor.double() for name, tensor in adapters.tensors().items()}
-            same(dict(adapters.trimmed(gradients, "gradients")), {name: tensor.double() for name, tensor in pairs.items()})
-            same(dict(exchange.stream(policy.tensors(), "weights")), {name: read(name) for name in read.names})
-            merged = dict(policy.named_weights())
-        assert pairs.keys() == adapters.sizes.keys()
-        same(pairs, dict(trimmed(by_hand(adapters.exchange, adapters.tensors()).items(), adapters.sizes)))
-        right = weights_adapters.merged(read, pairs.__getitem__, adapters.settings, adapters.sizes)
-        for name in read.names:
-            assert torch.allclose(merged[name], right(name), atol=1e-5), name
-            assert torch.equal(merged[name], read(name)) == (name.removesuffix(".weight") + A not in pairs), name
+    adapters.put_far_from_zero(seed=3)
+    for _ in range(2):  # the second time nothing is planned
+        pairs = {name: tensor.clone() for name, tensor in adapters.named()}
+        gradients = {name: tensor.double() for name, tensor in adapters.tensors().items()}
+        same(dict(adapters.trimmed(gradients, "gradients")), {name: tensor.double() for name, tensor in pairs.items()})
+        same(dict(exchange.stream(policy.tensors(), "weights")), {name: read(name) for name in read.names})
+        merged = dict(policy.named_weights())
+    assert pairs.keys() == adapters.sizes.keys()
+    same(pairs, dict(trimmed(by_hand(adapters.exchange, adapters.tensors()).items(), adapters.sizes)))
+    right = weights_adapters.merged(read, pairs.__getitem__, adapters.settings, adapters.sizes)
+    for name in read.names:
+        assert torch.allclose(merged[name], right(name), atol=1e-5), name
+        assert torch.equal(merged[name], read(name)) == (name.removesuffix(".weight") + A not in pairs), name
     return [(bucket.stage, bucket.sizes, len(bucket.slots)) for bucket in adapters.exchange.plan({}, "adapter").buckets]
 
 
@@ -244,15 +284,16 @@ def hold_one(rank, world, path, tamper=None):
         tamper()
     start, sent, most = collectives.start_gather, [], 0
 
-    def watched(run, group):
+    def watched(run, group, **how):
         nonlocal most
-        rows, work = start(run, group)
-        if work is not None:
-            work.wait()
+        rows, works = start(run, group, **how)
+        if works:
+            for work in works:
+                work.wait()
             rows = rows.clone()  # gloo's own threads let go of theirs when they like
             sent.append(StorageWeakRef(rows.untyped_storage()))
         most = max(most, sum(not one.expired() for one in sent))
-        return rows, None
+        return rows, []
 
     collectives.start_gather = watched
     names = [name for name, _ in policy.named_weights()]
@@ -271,35 +312,37 @@ def arrives_late():
     """Not a fault: nothing is there before it is waited for, as on a slow network."""
     start = collectives.start_gather
 
-    def late(run, group):
-        rows, work = start(run, group)
-        if work is None:
-            return rows, None
+    def late(run, group, **how):
+        rows, works = start(run, group, **how)
+        if not works:
+            return rows, []
         right = torch.empty_like(rows)
-        work.wait()
+        for work in works:
+            work.wait()
         right.copy_(rows)
         rows.zero_()
-        return rows, SimpleNamespace(wait=lambda: rows.copy_(right))
+        return rows, [SimpleNamespace(wait=lambda: rows.copy_(right))]
 
     collectives.start_gather = late
 
 
 def nobody_waits():
     arrives_late()
-    buckets._Coming.wait = lambda self: None
+    buckets.Coming.wait = lambda self: None
 
 
 def a_bucket_is_filled_again():
     memory, start = {}, collectives.start_gather
 
-    def again(run, group):
-        rows, work = start(run, group)
-        if work is None:
-            return rows, None
-        work.wait()
+    def again(run, group, **how):
+        rows, works = start(run, group, **how)
+        if not works:
+            return rows, []
+        for work in works:
+            work.wait()
         kept = memory.setdefault((id(group), tuple(rows.shape)), rows)
         kept.copy_(rows)
-        return kept, None
+        return kept, []
 
     collectives.start_gather = again
 
@@ -341,7 +384,7 @@ def alone_whatever_the_cut():
 
 
 def merging_is_left_out():
-    buckets._Own.tensor = lambda self, name, slot: self._mine[name].detach()
+    buckets.Own.tensor = lambda self, name, slot: self._mine[name].detach()
 
 
 def all_are_merged():
@@ -356,7 +399,7 @@ def planned_by_what_this_rank_has():
 
 def who_stops_leaves():
     def stream(self, mine, prepare):
-        own = buckets._Own(mine, prepare)
+        own = buckets.Own(mine, prepare)
         for bucket in self.buckets:
             yield from self._unpack(self._send(bucket, own), own)
 
@@ -369,7 +412,7 @@ def who_fails_leaves():
 
 def sent_before_there_is_room():
     def stream(self, mine, prepare):
-        own, ahead = buckets._Own(mine, prepare), []
+        own, ahead = buckets.Own(mine, prepare), []
         for bucket in self.buckets:
             ahead.append(self._send(bucket, own))
             if len(ahead) == 2:

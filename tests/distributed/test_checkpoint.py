@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import pickle
 import re
 import shutil
 from dataclasses import replace
@@ -168,6 +170,9 @@ class Policy:
         from megatron_grpo.policy.sharded_state import load_state
 
         load_state(self.chunks, self.optimizer, self.scheduler, state)
+
+    def resident(self, part):
+        return contextlib.nullcontext()
 
 
 def checkpoints(folder, resume="auto", **settings):
@@ -506,7 +511,9 @@ def test_only_the_newest_checkpoints_are_kept_and_the_pointer_names_the_last(tmp
         policy, keeper = Policy(world_size), checkpoints(tmp_path, save_steps=2, save_total_limit=2)
         for step in range(1, 9):
             policy.step()
-            assert keeper.save_if_due(Progress(step=step), Waiting(), policy, Prompts()) == (step % 2 == 0)
+            assert keeper.are_due(step) == (step % 2 == 0)
+            if keeper.are_due(step):
+                assert keeper.save(Progress(step=step), Waiting(), policy, Prompts())
 
     run_ranks(save_five, 2)
     names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
@@ -542,3 +549,23 @@ def test_random_generators_continue_where_the_checkpoint_was_taken(tmp_path):
 
     for uninterrupted, resumed in run_ranks(run, 2):
         assert uninterrupted == resumed
+
+
+def test_a_checkpoint_whose_description_runs_code_is_refused_and_runs_none(copy, tmp_path):
+    """Whoever can write a checkpoint can write its checksums too."""
+    from megatron_grpo.checkpoint.folder import fingerprints
+
+    class Runs:
+        def __reduce__(self):
+            import os
+
+            return os.mkdir, (str(tmp_path / "it ran"),)
+
+    directory = run_of(copy, 4)
+    (directory / ".metadata").write_bytes(pickle.dumps(Runs()))
+    manifest = json.loads((directory / "manifest.json").read_text())
+    manifest["files"] |= fingerprints(directory, [".metadata"])
+    (directory / "manifest.json").write_text(json.dumps(manifest))
+    said = [said for said, _ in run_ranks(restore_only, 2, copy)]
+    assert all("it would run code as it is read" in str(text) for text in said)
+    assert not (tmp_path / "it ran").exists()

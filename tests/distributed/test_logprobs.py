@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -29,7 +31,23 @@ def sequences():
 
 
 def scores(rank, world, path, cfg, sequences):
-    return cases.score_tokens(cases.build(path, cfg, world), sequences)
+    """As a run scores, in few micro-batches, once it was seen that many say the same."""
+    policy = cases.build(path, cfg, world)
+    few, in_few = passes(policy, sequences)
+    policy.scorer.cut = dataclasses.replace(policy.cut, scored_tokens=1)
+    many, in_many = passes(policy, sequences)
+    assert few <= many and (cfg.batch.max_tokens_per_micro_batch or few == policy.cut.multiple < many)
+    assert max(np.abs(a - b).max() for a, b in zip(in_few, in_many, strict=True)) < 2e-6
+    return in_few
+
+
+def passes(policy, sequences):
+    """(micro-batches, log-probs) of a scoring."""
+    seen = []
+    hook = policy.chunks[0].register_forward_pre_hook(lambda *arguments: seen.append(1))
+    found = cases.score_tokens(policy, sequences)
+    hook.remove()
+    return len(seen), found
 
 
 def assert_transformers_agrees(path, sequences, layout):

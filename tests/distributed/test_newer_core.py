@@ -35,7 +35,9 @@ def test_it_is_another_version(environment):
     assert other.stdout.split()[-1] != megatron.core.__version__
 
 
-@pytest.mark.parametrize("file", ["test_parity.py", "test_step_parity.py", "test_logprobs.py", "test_families.py", "test_checkpoint.py"])
+@pytest.mark.parametrize(
+    "file", ["test_parity.py", "test_step_parity.py", "test_logprobs.py", "test_families.py", "test_checkpoint.py", "test_router_replay.py"]
+)
 def test_the_same_tests_pass_there(environment, file):
     run = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(Path(__file__).with_name(file))],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from types import SimpleNamespace
 
 import numpy as np
@@ -42,14 +43,14 @@ class Scorer:
     def __init__(self):
         self.asked = []
 
-    def logprobs(self, micro_batches):
+    def anchors(self, micro_batches):
         self.asked += [micro.targets.tolist() for micro in micro_batches]
-        return [(micro.targets / -1000).astype(np.float32) for micro in micro_batches]
+        return [(micro.targets / -1000).astype(np.float32) for micro in micro_batches], None
 
 
 def step(index: int, slices, cut, *, anchors=(), keeps=(), last_use=(), staleness=0):
     size = cut.rows_per_slice
-    micro_steps = [SimpleNamespace(rollout=0, rows=(j * size, (j + 1) * size), staleness=staleness) for j in slices]
+    micro_steps = [SimpleNamespace(rollout=0, rows=(j * size, (j + 1) * size), fresh_at=index - staleness) for j in slices]
     return SimpleNamespace(index=index, micro_steps=micro_steps, anchors=anchors, keeps=keeps, last_use=last_use)
 
 
@@ -137,11 +138,35 @@ def test_anchors_are_made_where_rows_are_dealt_and_kept_log_probs_reach_the_whol
     assert sorted(row for rows in {tuple(rows) for rows in found} for row in rows) == list(range(8))
 
 
+def test_what_a_group_begins_with_takes_the_experts_of_its_first_row_wherever_the_others_were_scored():
+    """Every micro-batch names other experts. Both ranks score rows of the one group."""
+
+    def body(rank, world_size):
+        pending, cut = start(rank, world_size)
+        rows = {key: dataclasses.replace(row, prefix=2, prompt_number=0) for key, row in pending.rows.items()}
+        pending = dataclasses.replace(pending, rows=rows)
+
+        def anchors(micro_batches):
+            experts = [np.full((micro.num_tokens, 3, 1), 10 * rank + micro.number, np.int16) for micro in micro_batches]
+            return [np.zeros(len(micro.targets), np.float32) for micro in micro_batches], experts
+
+        slices = tuple((0, number) for number in range(4))
+        pending = pending.anchored(SimpleNamespace(anchors=anchors), step(0, (), cut, anchors=slices), cut)
+        return {row: sample.experts[:, 0, 0].tolist() for (_, row), sample in pending.samples.items()}
+
+    of_ranks = run_ranks(body, 2, timeout=120)
+    assert all(of_ranks) and sorted([*of_ranks[0], *of_ranks[1]]) == list(range(ROWS))
+    for rank, rows in enumerate(of_ranks):
+        for experts in rows.values():
+            assert experts[:2] == [0, 0], "what the first row has, in the first micro-batch of the first rank"
+            assert all(expert // 10 == rank for expert in experts[2:-1]) and experts[-1] == -1
+
+
 def test_what_contradicts_the_timetable_is_an_error():
     def body(rank, world_size):
         pending, cut = start(rank, world_size)
-        with pytest.raises(ValueError, match="row 0 of rollout 0 is 3 versions old; the timetable says 0"):
-            pending.batch(step(3, (0,), cut), weigh=weigh, cut=cut)
+        with pytest.raises(ValueError, match="row 0 of rollout 0 was sampled by version 0 .* its rollout come in at version -1"):
+            pending.batch(step(3, (0,), cut, staleness=4), weigh=weigh, cut=cut)
         with pytest.raises(KeyError):
             pending.batch(step(0, (99,), cut), weigh=weigh, cut=cut)
         with pytest.raises(ValueError, match="trained at version 3 without old log-probs"):

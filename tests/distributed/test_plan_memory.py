@@ -7,12 +7,13 @@ import pytest
 from megatron_grpo.planning.cost import checkpoint_bytes
 from megatron_grpo.planning.memory import static_memory
 from megatron_grpo.planning.parameters import Place
+from megatron_grpo.planning.room import Offload
 from megatron_grpo.planning.tuning import Tuning
 from megatron_grpo.settings.config import Config
 from megatron_grpo.sizing.batch_sizes import BatchSizes
 from megatron_grpo.weights.shape import ModelShape
 from tests.lora_cases import ODD, random_adapter
-from tests.parity_cases import build
+from tests.parity_cases import join
 from tests.ranks import run_ranks
 from tests.tiny_models import write_tiny
 
@@ -24,7 +25,11 @@ def measured(rank, world, path, cfg):
     from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories, is_main_replica
 
-    policy = build(path, cfg, world)
+    from megatron_grpo.build import build_policy
+    from megatron_grpo.policy.room import ROLES
+
+    shape = ModelShape.from_pretrained(path)
+    policy = build_policy(cfg, shape, join(cfg, world), model_path=path, num_steps=100, offload=ROLES)
     policy.optimizer.zero_grad()
     policy.optimizer.step()  # Adam makes its moments at the first step
 
@@ -52,6 +57,14 @@ def measured(rank, world, path, cfg):
     saved = policy.sharded_state_dict(is_loading=False)
     apply_factories(saved)
     saved = [t for t in nested_values(saved) if isinstance(t, ShardedTensor) and is_main_replica(t.replica_id)]
+    # What no plan counts: scales of adapters, the buffers of routers; and, on a CPU, the matrix that a frozen adapter's shard is a view of.
+    counted = ("lora_part", "ref_a", "ref_b")
+    models = [*policy.chunks, *(policy.reference.chunks if policy.reference is not None and cfg.tuner.tuner_type == "full" else ())]
+    buffers = [(name, b) for chunk in models for name, b in chunk.named_buffers()]
+    small = sum(b.untyped_storage().nbytes() - (b.nbytes if name.endswith(counted) else 0) for name, b in buffers)
+    policy.make_room(keep="weights")
+    during_push = policy.room.given_bytes
+    policy.make_room()
     return (
         Place(stage=ps.get_pipeline_model_parallel_rank(), ep_rank=ps.get_expert_model_parallel_rank()),
         dict(dp_rank=ps.get_data_parallel_rank(with_context_parallel=True), expert_dp_rank=ps.get_expert_data_parallel_rank()),
@@ -65,6 +78,7 @@ def measured(rank, world, path, cfg):
             reference_bytes=size(reference),
         ),
         size(t.data for t in saved if t.data is not None),
+        (policy.room.given_bytes - small, during_push),
     )
 
 
@@ -150,7 +164,11 @@ def test_weights_gradients_optimizer_state_and_checkpoints_are_equal_to_the_byte
     sizes = BatchSizes.from_config(cfg, num_layers=shape.num_layers, num_experts=shape.num_experts)
     tuning = Tuning.of(cfg, shape)
     found = run_ranks(measured, world, str(path), cfg)
-    for place, shares, bytes_, _ in found:
+    everything = Offload(model=True, optimizer=True)
+    for place, shares, bytes_, _, (given, during_push) in found:
         told = static_memory(shape, sizes, cfg, tuning, place, **shares)
         assert {field: getattr(told, field) for field in bytes_} == bytes_
-    assert checkpoint_bytes(shape, sizes, cfg, tuning) == sum(saved for *_, saved in found)
+        assert given == everything.freed(told) == told.total(), "all that a rank holds is given away"
+        rest = told.padding_bytes + (told.reference_bytes if tuning.adapters else 0)  # matrices in the policy's own modules
+        assert 0 <= everything.freed(told, during_push=True) - during_push <= rest
+    assert checkpoint_bytes(shape, sizes, cfg, tuning) == sum(saved for *_, saved, _ in found)

@@ -221,22 +221,30 @@ def merged_outside_of_the_function():
 
     from megatron_grpo.policy import attention
 
+    class Alone(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, q, k, v, part, scale, kernel):
+            out, lse = kernel.forward(q, k, v, part, scale)
+            ctx.save_for_backward(q, k, v, out, lse)
+            ctx.rest = part, scale, kernel
+            ctx.mark_non_differentiable(lse)
+            return out, lse
+
+        @staticmethod
+        def backward(ctx, grad, unused):
+            part, scale, kernel = ctx.rest
+            return *kernel.backward(grad, *ctx.saved_tensors, part, scale), None, None, None
+
     def merged(q, k, v, packed, scale, kernel):
-        q, k, v = (x.transpose(0, 1) for x in (q, k, v))
-        out, lse = torch.zeros_like(q), q.new_zeros(q.shape[:2])
-        for part in (*packed.own, *packed.inherited):
-            found, found_lse = kernel.forward(part.queries.of(q), part.keys.of(k), part.keys.of(v), part, scale)
+        out, lse = torch.zeros_like(q), q.new_full(q.shape[1::-1], -np.inf)
+        for part in (packed.causal, *packed.full):
+            found, found_lse = Alone.apply(q[part.queries], k[part.keys], v[part.keys], part, scale, kernel)
             here = torch.zeros_like(out), torch.full_like(lse, -np.inf)
-            part.queries.put(here[0], found)
-            part.queries.put(here[1], found_lse)
-            if part in packed.own:
-                is_here = here[1] > -np.inf
-                out, lse = torch.where(is_here[..., None], here[0], out), torch.where(is_here, here[1], lse)
-            else:
-                both = torch.logaddexp(lse, here[1])
-                out = out * (lse - both).exp()[..., None] + here[0] * (here[1] - both).exp()[..., None]
-                lse = both
-        return out.transpose(0, 1)
+            here[0][part.queries], here[1][:, part.queries] = found, found_lse
+            both = torch.logaddexp(lse, here[1])
+            shares = [torch.where(both > -np.inf, (one - both).exp(), 0.0).t()[..., None] for one in (lse, here[1])]
+            out, lse = out * shares[0] + here[0] * shares[1], both
+        return out
 
     with mock.patch.object(attention, "_Attention", type("Merged", (), {"apply": staticmethod(merged)})):
         yield
@@ -262,7 +270,7 @@ def z_loss_counts_once():
     right = PolicyRouter.apply_z_loss
 
     def wrong(self, logits, padding_mask=None):
-        self._multiplicity = self._multiplicity.clamp(max=1)
+        self.copies = self.copies.clamp(max=1)
         return right(self, logits, padding_mask)
 
     with mock.patch.object(PolicyRouter, "apply_z_loss", wrong):

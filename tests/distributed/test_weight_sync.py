@@ -6,6 +6,7 @@ The trainer is a transformers model here: what is under test is the engine and t
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import math
 
@@ -14,6 +15,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from megatron_grpo.rollout import vllm_patches
+from megatron_grpo.rollout.vllm_weights import WeightLoader
 from megatron_grpo.sync import Publisher, WeightSyncError, check_weights, push
 from megatron_grpo.weights.update import WeightUpdate
 from tests.distributed.test_rollout import PROMPTS, SAMPLING, engine_at, tokens_of
@@ -22,6 +25,19 @@ from tests.ranks import run_ranks
 from tests.tiny_models import hf_logprobs, load_tiny, write_tiny
 
 MODELS = {"qwen3": False, "qwen3-tied": True, "qwen3_moe": False, "qwen2": False, "mixtral": False}  # name -> tied embeddings
+
+
+def by_reload():
+    """Takes every push through vLLM's own reload."""
+    loader = WeightLoader()
+    loader.reason = "this test compares with it"
+    return loader
+
+
+def forgets(module):
+    """In place of `vllm_patches.pack`: what a CPU's kernels read stays the copy of the weight before."""
+    if type(module.quant_method).__name__ == "UnquantizedLinearMethod":
+        module.weight = torch.nn.Parameter(torch.empty(0, dtype=module.weight.dtype), requires_grad=False)
 
 
 class HfPolicy:
@@ -36,6 +52,12 @@ class HfPolicy:
 
     def updates(self, version, *, has_base):
         yield WeightUpdate(kind="weights", version=version, tensors=self.stream())
+
+    def resident(self, part):
+        return contextlib.nullcontext()
+
+    def make_room(self, *, keep="nothing"):
+        pass
 
     def trial(self):
         return contextlib.nullcontext()
@@ -83,13 +105,11 @@ def test_push_is_right_and_its_own_repair_is_needed(checkpoints, name, tp):
                     expected = hf_logprobs(policies[1].model, completion.sequence.token_ids.tolist(), SAMPLING.temperature)
                     assert np.abs(expected.numpy() - completion.logprobs[1:])[completion.sequence.mask[1:]].max() < 1e-4
 
-            engine._repack = lambda model: None  # the cure of stale packed weights, switched off
-            if MODELS[name] or name in ("qwen3_moe", "mixtral"):
-                with pytest.raises(WeightSyncError, match="does not sample from the weights of version 2"):
-                    push(policies[2], engine, version=2, verify=True)
-            else:
+            assert engine._weights.table is not None, engine._weights.reason
+            engine._weights.pack = forgets
+            with pytest.raises(WeightSyncError, match="does not sample from the weights of version 2"):
                 push(policies[2], engine, version=2, verify=True)
-            del engine._repack
+            engine._weights.pack = vllm_patches.pack
             assert push(policies[0], engine, version=3, verify=True).logp_difference_max < 1e-4
             assert tokens_of(engine.generate(PROMPTS, SAMPLING, seed=1)) == tokens_of(old)
 
@@ -123,6 +143,13 @@ def test_other_ways_to_fail_are_noticed(checkpoints):
             del engine._forget_prefixes
             give(next(good))
 
+            with pytest.raises(WeightSyncError, match="left 1 of the engine's weights as they were: .*o_proj"):
+                give(offers(lambda tensors: ((n, t) for n, t in tensors.items() if "1.self_attn.o_proj" not in n)))
+            assert engine.version == -1
+            with pytest.raises(WeightSyncError, match="holds no weights of a version"):
+                engine.generate(PROMPTS, SAMPLING, seed=1)
+            give(next(good))
+
             def reuses_one_buffer(tensors):
                 buffer = torch.empty(max(tensor.numel() for tensor in tensors.values()))
                 for name, tensor in tensors.items():
@@ -130,19 +157,14 @@ def test_other_ways_to_fail_are_noticed(checkpoints):
                     view.copy_(tensor)
                     yield name, view
 
+            give(offers(reuses_one_buffer))  # nothing is held
+            ours, engine._weights = engine._weights, by_reload()
             with pytest.raises(WeightSyncError, match="every engine is wrong"):
                 give(offers(reuses_one_buffer))
             give(next(good))
-
-            with pytest.raises(WeightSyncError, match="every engine is wrong"):
+            with pytest.raises(WeightSyncError, match="every engine is wrong"):  # a part of what vLLM calls one weight
                 give(offers(lambda tensors: ((n, t) for n, t in tensors.items() if "1.self_attn.k_proj" not in n)))
-            give(next(good))
-
-            with pytest.raises(WeightSyncError, match="left 1 of the engine's weights as they were: .*o_proj"):
-                give(offers(lambda tensors: ((n, t) for n, t in tensors.items() if "1.self_attn.o_proj" not in n)))
-            assert engine.version == -1
-            with pytest.raises(WeightSyncError, match="holds no weights of a version"):
-                engine.generate(PROMPTS, SAMPLING, seed=1)
+            engine._weights = ours
             give(next(good))
 
             shuffled = give(offers(lambda tensors: sorted(tensors.items(), key=lambda item: hash(item[0]) % 1009)))
@@ -160,6 +182,109 @@ def test_other_ways_to_fail_are_noticed(checkpoints):
     run_ranks(body, 1)
 
 
+def held_by(engine):
+    """Everything that the engine's model holds, bit for bit, and what it makes of the probes."""
+    (model,) = engine._llm.collective_rpc(lambda worker: worker.model_runner.get_model())
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    return {name: tensor.contiguous().view(-1).view(torch.uint8).tolist() for name, tensor in tensors}, engine.score(engine.probes())
+
+
+@pytest.mark.parametrize(
+    ("name", "tp", "sent", "dtype"), [("qwen3-tied", 2, "float32", "bfloat16"), ("qwen3_moe", 1, "bfloat16", "float32")]
+)
+def test_a_push_by_the_table_leaves_the_bits_of_vllms_reload(checkpoints, name, tp, sent, dtype):
+    paths = checkpoints(name, sent)
+
+    def body(rank, world_size):
+        with engine_at(paths[0], rank, world_size, tp=tp, dtype=dtype) as engine:
+            policies = [HfPolicy(path, sent) for path in paths]
+
+            def push_with(loader, number, change=lambda named: named):
+                engine._weights = loader
+                update = WeightUpdate(kind="weights", version=1, tensors=change(policies[number].tensors.items()))
+                engine.take(update)
+                return held_by(engine)
+
+            theirs, ours = by_reload(), WeightLoader()
+            right = [push_with(theirs, number) for number in (0, 1, 2)]
+            assert right[0] != right[1] and theirs.table is None
+            assert push_with(ours, 1) == right[1] and ours.table is not None, ours.reason  # the push that is watched
+            assert push_with(ours, 2) == right[2] and push_with(ours, 0, reversed_) == right[0]
+            table = ours.table
+
+            # What sleep_level 2 does: the weights are gone, and may come to lie elsewhere.
+            (model,) = engine._llm.collective_rpc(lambda worker: worker.model_runner.get_model())
+            for parameter in model.parameters():
+                parameter.data = torch.full_like(parameter.data, float("nan"))
+            assert push_with(ours, 1) == right[1] and ours.table is table
+
+            # An error in the middle: the next push is whole, watched or not.
+            for loader in (ours, WeightLoader()):
+                with pytest.raises(ZeroDivisionError):
+                    push_with(loader, 0, broken)
+                assert push_with(loader, 2) == right[2]
+                assert engine._weights.table is not None
+
+            # Entries of two tensors of one shape exchanged: the check after a push notices.
+            one, other = (next(n for n in table.copies if part in n) for part in ("0.self_attn.q_proj", "1.self_attn.q_proj"))
+            table.copies[one], table.copies[other] = table.copies[other], table.copies[one]
+            assert push_with(ours, 1) != right[1]
+
+    run_ranks(body, tp)
+
+
+def reversed_(items):
+    return reversed(list(items))
+
+
+def broken(items):
+    yield from list(items)[:5]
+    raise ZeroDivisionError
+
+
+def test_without_a_table_the_reload_stays_and_says_why(checkpoints):
+    paths = checkpoints("qwen3_moe")
+
+    def body(rank, world_size):
+        from megatron_grpo.rollout import vllm_lesson, vllm_weights
+
+        with engine_at(paths[0], rank, world_size) as engine:
+            policies, said = [HfPolicy(path) for path in paths], []
+            vllm_weights.logger.warning = lambda text, why: said.append(why)
+
+            def refused(why):
+                """Three pushes, of which none goes by a table."""
+                engine._weights = WeightLoader()
+                for version in (1, 2, 3):
+                    assert push(policies[version % 2], engine, version=version, verify=True).logp_difference_max < 1e-4
+                assert engine._weights.table is None and engine._weights.reason == said.pop() == why and not said
+
+            plain, vllm_lesson.PLAIN = vllm_lesson.PLAIN, ("UnquantizedLinearMethod",)
+            refused("lm_head is loaded by vLLM's UnquantizedEmbeddingMethod")
+            vllm_lesson.PLAIN = plain
+
+            of, vllm_lesson.Place.of = vllm_lesson.Place.of, classmethod(shifted)  # the lesson is learnt wrong
+            refused("model.layers.0.self_attn.qkv_proj has other bits when it is loaded without vLLM")
+            vllm_lesson.Place.of = of
+
+            class Deaf(vllm_lesson.Lesson):  # vLLM transforms a tensor on its way
+                def heard(self, named):
+                    return ((name, tensor.clone() if "q_norm" in name else tensor) for name, tensor in super().heard(named))
+
+            vllm_weights.Lesson = Deaf
+            refused("it was not seen where each part of model.layers.0.self_attn.q_norm.weight comes from")
+
+    run_ranks(body, 1)
+
+
+def shifted(cls, view, whole):
+    """Queries and keys of a layer change places with what is as large."""
+    offset = view.storage_offset() - whole.storage_offset()
+    if tuple(whole.shape) == (256, 64) and tuple(view.shape) == (64, 64):
+        offset = {128 * 64: 192 * 64, 192 * 64: 128 * 64}[offset]
+    return cls(tuple(view.shape), view.stride(), offset)
+
+
 @pytest.mark.parametrize("tp", [1, 2])
 def test_one_rank_that_got_other_weights_stops_every_rank(checkpoints, tp):
     paths = checkpoints("qwen3-tied")
@@ -174,7 +299,7 @@ def test_one_rank_that_got_other_weights_stops_every_rank(checkpoints, tp):
 
     first, second = run_ranks(body, 2)
     assert first == second and "rank 1: max" in first
-    assert ("only some ranks are wrong" in first and "rank 0" not in first) if tp == 1 else "rank 0: max" in first
+    assert ("only some engines are wrong" in first and "rank 0" not in first) if tp == 1 else "rank 0: max" in first
 
 
 def test_nothing_is_pushed_that_the_engine_has(checkpoints):
@@ -204,7 +329,7 @@ def test_bfloat16_passes_and_a_stale_head_does_not(checkpoints):
             policies = [HfPolicy(path, "bfloat16") for path in paths]
             assert engine.dtype == "bfloat16"
             stats = push(policies[1], engine, version=1, verify=True)
-            engine._repack = lambda model: None
+            engine._weights.pack = forgets
             with pytest.raises(WeightSyncError, match="more than a mean of 0.2"):
                 push(policies[2], engine, version=2, verify=True)
             return stats.logp_difference_mean
@@ -234,3 +359,63 @@ def test_megatron_policy_and_its_engines_agree_before_and_after_a_push(checkpoin
 
     first, second = run_ranks(body, 2)
     assert len(first) + len(second) == len(PROMPTS)
+
+
+def test_an_engine_holds_one_moe_layer_at_most_whoever_has_the_experts(tmp_path):
+    path = write_tiny(tmp_path, "qwen3_moe", layers=4, experts=8)
+
+    def body(rank, world_size):
+        from vllm.model_executor.model_loader.reload import layerwise
+
+        from megatron_grpo.rollout.vllm_lesson import Lesson
+        from megatron_grpo.rollout.vllm_table import Unit
+
+        policy, lessons, filling = build(path, settings(expert_model_parallel_size=2), world_size), [], {}
+        listen, targets, finish = Lesson.__init__, Unit.targets, Unit.finish
+
+        def listened(lesson, *arguments):
+            listen(lesson, *arguments)
+            lessons.append(lesson)
+
+        def begun(unit):
+            found = targets(unit)
+            filling[unit] = [found[name] for name in unit.packed]
+            return found
+
+        def finished(unit, *arguments):
+            finish(unit, *arguments)
+            del filling[unit]
+
+        Lesson.__init__, Unit.targets, Unit.finish = listened, begun, finished
+
+        def held():
+            """Bytes that wait in the engine for the rest of their layer."""
+            waiting = {id(value): value for info in layerwise.LAYERWISE_INFO.values() for _, bound in info.loaded_weights
+                       for value in bound.arguments.values() if isinstance(value, torch.Tensor) and not value.is_meta}  # fmt: skip
+            for lesson in lessons:
+                waiting |= {id(clone): clone for clone in lesson._clones.values()}
+            by_storage = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in waiting.values()}
+            return sum(by_storage.values()), sum(tensor.nbytes for tensors in filling.values() for tensor in tensors)
+
+        def pushed(update):
+            most, sent, layer = [0, 0], 0, 0
+
+            def watched():
+                nonlocal sent, layer
+                for name, tensor in update.tensors:
+                    yield name, tensor
+                    sent, layer = sent + tensor.nbytes, layer + tensor.nbytes * (".layers.1." in name)
+                    most[:] = map(max, most, held())
+
+            engine.take(dataclasses.replace(update, tensors=watched()))
+            check_weights(policy, engine, version=update.version)
+            return *most, layer, sent
+
+        with engine_at(path, rank, world_size) as engine:
+            return [pushed(update) for version in (1, 2) for update in policy.updates(version, has_base=True)]
+
+    for watched, by_table in run_ranks(body, 2):
+        waiting, _, layer, sent = watched
+        assert 0.5 * layer < waiting <= layer < sent / 3.5, "of the push that is watched one layer waits"
+        waiting, filling, layer, sent = by_table
+        assert waiting == 0 and 0.5 * layer < filling <= layer, "by the table no tensor waits; a CPU's experts are packed together"

@@ -32,6 +32,9 @@ class Alphabet:
     def awake(self):
         return nullcontext()
 
+    def prepare(self):
+        return False
+
     def take(self, update):
         self.held[update.version] = {name: tensor.numpy().copy() for name, tensor in update.tensors}
         self.version = update.version
@@ -39,8 +42,8 @@ class Alphabet:
     def probes(self):
         return []
 
-    def score(self, token_ids):
-        return []
+    def scores(self, token_ids):
+        return {}
 
     def close(self):
         pass
@@ -49,7 +52,7 @@ class Alphabet:
 class Uniform:
     """A reference to which all tokens are alike."""
 
-    saved_chunks = ()
+    chunks = saved_chunks = ()
 
     def __init__(self, cfg, initial, tensors):
         self.parallel = initial.parallel

@@ -19,14 +19,14 @@ from megatron_grpo.types import Completion, Prompt, Sample, answered
 LONGEST = 8  # tokens of a completion
 
 
-def answers(model_path: str | Path, temperature: float) -> Callable[[Prompt, int, int], Completion]:
-    """Completions that depend on prompt and place alone. Their log-probs are the initial model's, and a little off."""
+def answers(model_path: str | Path, temperature: float, *, by_version: bool = False) -> Callable[[Prompt, int, int], Completion]:
+    """Completions that depend on prompt and place; and on the version asked. Log-probs are the initial model's, and a little off."""
     from tests.tiny_models import hf_logprobs, load_tiny
 
     model = load_tiny(model_path)
 
     def answer(prompt: Prompt, place: int, version: int) -> Completion:
-        rng = np.random.default_rng([prompt.number, place])
+        rng = np.random.default_rng([prompt.number, place, *([version] if by_version else [])])
         length = int(rng.integers(1, LONGEST + 1))
         tokens = rng.integers(4, 120, length).tolist()
         logprobs = hf_logprobs(model, [*prompt.token_ids, *tokens], temperature)[-length:].numpy() + rng.normal(0, 0.05, length)
@@ -37,13 +37,17 @@ def answers(model_path: str | Path, temperature: float) -> Callable[[Prompt, int
     return answer
 
 
+def answers_of(cfg: Any, model_path: str | Path) -> Callable[[Prompt, int, int], Completion]:
+    return answers(model_path, cfg.rollout.temperature, by_version=cfg.rollout.async_rollout_depth > 0)
+
+
 def train(rank: int, world_size: int, flags: list[str]) -> int:
     """`megatron-grpo train` with a scripted engine. For `run_ranks`."""
     from megatron_grpo.cli import main
     from megatron_grpo.rollout.scripted import ScriptedEngine
 
     def engine(cfg, inputs, parallel):
-        return ScriptedEngine(answers(inputs.model_path, cfg.rollout.temperature))
+        return ScriptedEngine(answers_of(cfg, inputs.model_path))
 
     return main(["train", "--verify_weight_push", "false", *flags], engine=engine)
 
@@ -63,23 +67,27 @@ def expected(flags: list[str], world_size: int, score: Callable[[Completion, Pro
     cfg = resolve(flags, launcher_world_size=world_size)
     stream = open_stream(cfg.data, load_tokenizer(cfg.model.model), seed=cfg.run.seed)
     sizes = BatchSizes.from_config(cfg)
-    answer = answers(cfg.model.model, cfg.rollout.temperature)
+    answer = answers_of(cfg, cfg.model.model)
 
     def batches(model, frozen) -> Iterator[list[Sample]]:
         rollouts: dict[int, list[Sample]] = {}
+        sampling_steps = [0]
         for step in Timetable(sizes, cfg.run.max_steps).from_step(0):
-            for number in step.launches:
+            new = sorted({micro.rollout for micro in step.micro_steps} - rollouts.keys())
+            version = sampling_steps[-1] if cfg.rollout.async_rollout_depth else step.index
+            for number in new:
                 groups = []
                 for prompt in stream.take(sizes.num_rollout_prompts):
-                    groups.append((prompt, [answer(prompt, place, 0) for place in range(sizes.num_generations)]))
-                rollouts[number] = rollout_of(cfg, groups, model, frozen, number, step.index, score)
+                    groups.append((prompt, [answer(prompt, place, version) for place in range(sizes.num_generations)]))
+                rollouts[number] = rollout_of(cfg, groups, model, frozen, number, version, score)
+            sampling_steps += [step.index] * bool(new)
             yield [rollouts[micro.rollout][row] for micro in step.micro_steps for row in range(*micro.rows)]
 
     return cases.reference(cfg.model.model, cfg, batches)
 
 
 def rollout_of(cfg, groups, model, frozen, number: int, version: int, score) -> list[Sample]:
-    """Every sample with old log-probs, which are those at the time of sampling whatever the timetable does to get them."""
+    """Every sample with old log-probs, which are those of the model when the rollout comes in, whatever the timetable does to get them."""
     from tests.reference import grpo_reference
 
     samples = []

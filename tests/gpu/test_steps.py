@@ -60,12 +60,33 @@ def stored(tmp_path_factory):
     return of
 
 
+# bfloat16 has 8 bits: 1/256 for each rounding. A mistake of the layout (half a gradient, a lost shard) is 0.3 and more.
+BF16 = dict(loss=5e-3, gradient=0.1, weight=4e-2)
+SHARED = {"apart": dict(share_prompts="false"), "shared": dict(share_prompts="true")}
+
+
+@pytest.mark.parametrize("name", ["1", "CP2", "TP2 SP", "PP2 VPP2"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_steps_that_compute_prompts_once_are_as_near_as_others(tmp_path, name, dtype):
+    path = write_tiny(tmp_path / "model", **cases.MODELS["dense"] | {"std": 0.05})
+    batches, run = cases.shared_rollout(path, num_steps=2), dict(beta=0.05, max_tokens_per_micro_batch=96)
+    right = cases.reference(path, cases.settings(**run), batches)
+    runs = {key: run | share | dict(transformer_impl="local", torch_dtype=dtype) for key, share in SHARED.items()}
+    limits = BF16 if dtype == "bfloat16" else dict(loss=1e-6, gradient=1e-5, weight=1e-5)
+    for distance in measured(path, batches, runs, dict.fromkeys(runs, right), tmp_path, name).values():
+        assert distance.within(**limits), distance
+
+
 def distances(model: str, stored, tmp_path, name: str, *, adapters: bool = False, **more) -> dict[str, cases.Distance]:
+    path, batches, own, references = stored(model, adapters)
+    return measured(path, batches, {key: own | run | more for key, run in RUNS.items()}, references, tmp_path, name)
+
+
+def measured(path, batches, runs, references, tmp_path, name: str) -> dict[str, cases.Distance]:
     layout = cases.LAYOUTS[name]
     if layout.world_size > GPUS:
         pytest.skip(f"{name} needs {layout.world_size} GPUs, there are {GPUS}")
-    path, batches, own, references = stored(model, adapters)
-    runs = {key: own | run | layout.settings | more for key, run in RUNS.items()}
+    runs = {key: run | layout.settings for key, run in runs.items()}
     job = tmp_path / "job.pkl"
     job.write_bytes(pickle.dumps({"path": str(path), "runs": runs, "batches": batches}))
     env = {key: value for key, value in os.environ.items() if key != "CUDA_VISIBLE_DEVICES"}
@@ -78,7 +99,7 @@ def distances(model: str, stored, tmp_path, name: str, *, adapters: bool = False
     assert ran.returncode == 0, (ran.stdout + ran.stderr)[-6000:]
     ranks = [pickle.loads((tmp_path / f"rank{rank}.pkl").read_bytes()) for rank in range(layout.world_size)]
     found = {key: cases.worst_of([cases.distance(rank["found"][key], references[key]) for rank in ranks]) for key in runs}
-    print(f"\n{ranks[0]['device']}, {name}, {more}: {found}")
+    print(f"\n{ranks[0]['device']}, {name}, {next(iter(runs.values()))}: {found}")
     return found
 
 
@@ -98,10 +119,6 @@ def test_float32_steps_with_experts_equal_float64(stored, tmp_path, name):
 def test_float32_steps_of_adapters_equal_float64(stored, tmp_path, model, name):
     for distance in distances(model, stored, tmp_path, name, adapters=True, transformer_impl="local").values():
         assert distance.within(loss=1e-6, gradient=1e-5, weight=1e-5), distance
-
-
-# bfloat16 has 8 bits: 1/256 for each rounding. A mistake of the layout (half a gradient, a lost shard) is 0.3 and more.
-BF16 = dict(loss=5e-3, gradient=0.1, weight=4e-2)
 
 
 @pytest.mark.parametrize("name", DENSE)

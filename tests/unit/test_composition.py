@@ -1,4 +1,4 @@
-"""docs/composition.md: what it says is refused with LoRA is refused, word for word; what it says works, `plan` takes."""
+"""docs/composition.md: what it says is refused is refused, word for word; what it says works with LoRA or with replay, `plan` takes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,11 @@ import pytest
 from megatron_grpo.cli import main
 
 PAGE = Path(__file__).parents[2] / "docs/composition.md"
-REFUSED = re.findall(r"^\| `(--[^`]+)` \| (.+) \|$", PAGE.read_text(encoding="utf-8"), re.M)
+WITH_LORA, WITH_REPLAY = (
+    re.findall(r"^\| `(--[^`]+)` \| (.+) \|$", part, re.M)
+    for part in PAGE.read_text(encoding="utf-8").split("# Router replay with everything else")
+)
+LORA = "--tuner_type lora --lr 1e-4"
 COMMON = dict(vocab_size=151936, max_position_embeddings=40960, tie_word_embeddings=False, num_attention_heads=32, head_dim=128)
 MODELS = {
     "Qwen3ForCausalLM": dict(hidden_size=4096, intermediate_size=12288, num_hidden_layers=36, num_key_value_heads=8),
@@ -29,21 +33,42 @@ MODELS = {
 
 @pytest.fixture
 def ask(tmp_path, capsys):
-    def ask(architecture: str, words: str) -> tuple[int, dict]:
+    def ask(architecture: str, words: str, tuner: str = LORA) -> tuple[int, dict]:
         config = tmp_path / "config.json"
         config.write_text(json.dumps({"architectures": [architecture], **COMMON, **MODELS[architecture]}))
-        sizes = "--world_size 8 --micro_batch_size 2 --global_batch_size 64 --num_generations 4 --tuner_type lora --lr 1e-4"
-        code = main(["plan", "--json", *sizes.split(), "--model", str(config), *words.split()])
+        sizes = "--world_size 8 --micro_batch_size 2 --global_batch_size 64 --num_generations 4"
+        code = main(["plan", "--json", *sizes.split(), *tuner.split(), "--model", str(config), *words.split()])
         return code, json.loads(capsys.readouterr().out)
 
     return ask
 
 
 def test_the_page_has_its_refusals():
-    assert len(REFUSED) >= 11 and any("sync_ref_model" in words for words, _ in REFUSED)
+    assert len(WITH_LORA) >= 11 and any("sync_ref_model" in words for words, _ in WITH_LORA)
+    assert len(WITH_REPLAY) >= 4
 
 
-@pytest.mark.parametrize(("words", "sentence"), REFUSED, ids=[words for words, _ in REFUSED])
+@pytest.mark.parametrize(("words", "sentence"), WITH_REPLAY, ids=[words for words, _ in WITH_REPLAY])
+def test_what_is_refused_with_replay_is_refused_in_the_words_of_the_page(ask, words, sentence):
+    code, found = ask("Qwen3ForCausalLM" if "MoE model" in sentence else "Qwen3MoeForCausalLM", words, tuner="")
+    assert code == 2 and [error["message"] for error in found["errors"]] == [sentence]
+
+
+def test_replay_is_planned_with_its_bytes_and_r2_without_stale_rows_is_told(ask):
+    words = "--expert_model_parallel_size 8 --steps_per_generation 2 --max_prompt_length 100 --max_completion_length 28"
+    for mode, tuner in (("R2", LORA), ("R3", "")):
+        code, found = ask("Qwen3MoeForCausalLM", f"--router_replay_mode {mode} {words}", tuner=tuner)
+        row = 2 * 48 * 8 * 128
+        assert code == 0 and found["cost"]["experts"] == {
+            "bytes_of_token": 768, "bytes_of_row": row, "bytes_of_rollout": 128 * row, "checkpoint_bytes": 64 * row,
+        }  # fmt: skip
+        assert not any("changes nothing" in said for said in found["warnings"])
+    code, found = ask("Qwen3MoeForCausalLM", "--router_replay_mode R2", tuner="")
+    assert code == 0 and any("router_replay_mode R2 changes nothing" in said for said in found["warnings"])
+    assert "experts" not in ask("Qwen3MoeForCausalLM", "", tuner="")[1]["cost"]
+
+
+@pytest.mark.parametrize(("words", "sentence"), WITH_LORA, ids=[words for words, _ in WITH_LORA])
 def test_what_is_refused_is_refused_in_the_words_of_the_page(ask, words, sentence):
     architecture = "Qwen3MoeForCausalLM" if "expert" in sentence or "router" in words else "Qwen3ForCausalLM"
     code, found = ask(architecture, words)
@@ -57,6 +82,7 @@ def test_what_is_refused_is_refused_in_the_words_of_the_page(ask, words, sentenc
         ("Qwen3ForCausalLM", "--recompute_granularity full --recompute_method uniform --recompute_num_layers 1"),
         ("Qwen3ForCausalLM", "--context_parallel_size 2 --max_tokens_per_micro_batch 4096 --share_prompts true --transformer_impl local"),
         ("Qwen3ForCausalLM", "--beta 0.1 --kl_in_reward true --dynamic_sample true --oversample_ratio 2 --sleep_level 2"),
+        ("Qwen3ForCausalLM", "--offload_model true --offload_optimizer true --beta 0.1 --pipeline_model_parallel_size 2"),
         ("Qwen3ForCausalLM", "--vllm_tensor_parallel_size 2 --lora_dropout 0.1 --recompute_granularity selective"),
         ("Qwen3MoeForCausalLM", "--expert_model_parallel_size 8 --tensor_model_parallel_size 2 --sequence_parallel true --sleep_level 1"),
     ],
@@ -65,6 +91,38 @@ def test_what_works_is_planned(ask, architecture, words):
     code, found = ask(architecture, words)
     assert code == 0, found
     assert found["cost"]["trainable_parameters"] < 0.05 * found["cost"]["parameters"]
+
+
+SERVERS = "--vllm_mode server --vllm_server_host a b"
+
+
+@pytest.mark.parametrize(
+    ("architecture", "words"),
+    [
+        (
+            "Qwen3ForCausalLM",
+            "--tensor_model_parallel_size 2 --pipeline_model_parallel_size 2 --share_prompts true --transformer_impl local",
+        ),
+        ("Qwen3ForCausalLM", "--vllm_enable_lora false --dynamic_sample true --beta 0.1 --kl_in_reward true"),
+        ("Qwen3MoeForCausalLM", "--expert_model_parallel_size 8 --router_replay_mode R2 --steps_per_generation 2"),
+    ],
+)
+def test_with_servers_a_rank_has_no_engine_and_a_push_goes_to_rank_0(ask, architecture, words):
+    (_, inside), (code, found) = ask(architecture, words), ask(architecture, f"{SERVERS} {words}")
+    assert code == 0, found
+    assert not any(found["memory"]["sampler"].values()) and inside["memory"]["sampler"]["weights_bytes"] > 10**9
+    assert all(
+        one["phases"]["rollout"] < other["phases"]["rollout"] for one, other in zip(found["memory"]["stages"], inside["memory"]["stages"])
+    )
+    assert found["servers"]["addresses"] == ["http://a:8000", "http://b:8000"] and found["servers"]["pushed_by"] == "rank 0"
+    assert found["cost"]["weight_push_collectives"] == 0 and found["cost"]["weight_push_bytes"] == inside["cost"]["weight_push_bytes"]
+    assert not [said for said in found["warnings"] if "idle while sampling" in said]
+    assert [said for said in found["warnings"] if "travel in the clear to http://a:8000, http://b:8000" in said]
+
+
+def test_with_servers_nothing_makes_room(ask):
+    code, found = ask("Qwen3ForCausalLM", f"{SERVERS} --offload_model true")
+    assert code == 0 and [said for said in found["warnings"] if said.startswith("offload_model true: no sampler shares these GPUs")]
 
 
 def test_plan_says_what_peft_would_drop(ask):

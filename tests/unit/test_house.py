@@ -18,7 +18,6 @@ LONG_FUNCTIONS = {
 WIDE_CONSTRUCTORS = {
     "policy.model.PolicyModel": "Megatron's own model, built by it for each stage: what it passes on is Megatron's, one by one",
     "rewards.builtin.llm_judge.LlmJudge": "one for each setting of the reward; whoever tests it gives some of them",
-    "rollouts.Rollouts": "the stages of one rollout, and where its rows go; build.build_run is the only caller",
 }
 
 

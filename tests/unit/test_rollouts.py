@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_grpo.batching.split import BatchCut
+from megatron_grpo.batching.timetable import Timetable
 from megatron_grpo.clock import Clock
 from megatron_grpo.grpo.advantages import advantages
 from megatron_grpo.metrics.rollout import rollout_stats, selection_stats
@@ -22,7 +23,9 @@ from megatron_grpo.rollout.scripted import ScriptedEngine
 from megatron_grpo.rollouts import Asker, Rollouts
 from megatron_grpo.rollouts import harvest as collect
 from megatron_grpo.settings.config import GrpoConfig
+from megatron_grpo.sizing.batch_sizes import BatchSizes
 from megatron_grpo.types import AnchoredSample, Extent, Prompt, ScoredGroup, Verdict, answered
+from megatron_grpo.weights.update import WeightUpdate
 
 LIVE, DEAD = ((1.0,), (0.0,)), ((1.0,), (1.0,))
 
@@ -43,6 +46,12 @@ class Stream:
 
     def give_back(self, count):
         self.taken -= count
+
+    def state(self):
+        return {"taken": self.taken}
+
+    def restore(self, state):
+        self.taken = state["taken"]
 
 
 def answer(prompt, place, version):
@@ -173,6 +182,9 @@ class OneRank:
     layout = Layout(world_size=1)
     dp_rank, is_first_of_share = 0, True
 
+    def from_last_stage(self, mine):
+        return mine
+
 
 class Heard(list):
     """A journal that remembers."""
@@ -195,19 +207,29 @@ class Judge:
         assert all(len(row) == 1 for row in rows)
 
 
-def rollout(rewards, *, num_groups=2, penalty=None, use_sampler_logprobs=False, number=0, answer=answer, **config):
-    """(samples in row order, metrics, rows) of one rollout."""
-    heard, cfg = Heard(), GrpoConfig(**config)
-    rollouts = Rollouts(
-        Asker(ScriptedEngine(answer), Judge(rewards), sampling=SAMPLING, seed=0, clock=Clock()), Stream(), cfg=cfg, num_groups=num_groups,
-        use_sampler_logprobs=use_sampler_logprobs, penalty=penalty, cut=BatchCut(dp_size=1, micro_batch_size=1), parallel=OneRank(),
-        journal=heard,
+def timetable(*, num_groups=2, steps=1, old_logprobs="auto", depth=0):
+    """Groups of two; a rollout of `num_groups` groups is trained in so many steps, a completion a micro-step."""
+    rows = 2 * num_groups
+    return Timetable(BatchSizes(layout=OneRank.layout, global_batch_size=rows // steps, generation_batch_size=rows, num_generations=2,
+                                old_logprobs=old_logprobs, async_rollout_depth=depth))  # fmt: skip
+
+
+def rollouts_of(rewards, table, *, penalty=None, answer=answer, engine=None, stream=None, journal=None, **config):
+    asker = Asker(engine or ScriptedEngine(answer), Judge(rewards), sampling=SAMPLING, seed=0, clock=Clock())
+    return Rollouts(
+        asker, stream or Stream(), cfg=GrpoConfig(**config), timetable=table, penalty=penalty,
+        cut=BatchCut(dp_size=1, micro_batch_size=1), parallel=OneRank(), journal=Heard() if journal is None else journal,
     )  # fmt: skip
-    rollouts.launch(number)
-    (found,) = rollouts.collect([number])
-    assert rollouts.collect([]) == []
-    with pytest.raises(KeyError, match="never launched"):
-        rollouts.collect([number])
+
+
+def rollout(rewards, *, penalty=None, old_logprobs="auto", number=0, answer=answer, **config):
+    """(samples in row order, metrics, rows) of one rollout, by the weights of its step."""
+    heard, engine = Heard(), ScriptedEngine(answer)
+    engine.take(WeightUpdate(kind="weights", version=number, tensors=()))
+    rollouts = rollouts_of(rewards, timetable(old_logprobs=old_logprobs), penalty=penalty, engine=engine, journal=heard, **config)
+    (found,) = rollouts.sample([number])
+    assert rollouts.sample([]) == rollouts.collect([]) == rollouts.drain(number) == []
+    cfg = rollouts.cfg
     stats = rollout_stats(heard, ["r"]) | (selection_stats(heard, [1.0]) if cfg.dynamic_sample else {})
     assert [row.key for row in found.rows] == list(found.samples)
     return list(found.samples.values()), stats, found.rows
@@ -231,7 +253,7 @@ def test_a_sample_is_its_prompt_and_completion_with_its_own_advantage():
 def test_every_row_knows_its_group_and_what_the_group_begins_with_and_so_does_who_packs_for_the_penalty():
     def penalty(sequences, extents, homes, **where):
         assert list(extents.values()) == [Extent((4,), (3, number), 2) for number in (0, 0, 1, 1)]
-        return dict.fromkeys(extents, 0.0)
+        return dict.fromkeys(extents, 0.0), {}
 
     samples, _, rows = rollout({0: LIVE, 1: DEAD}, number=3, penalty=penalty, beta=1.0, kl_in_reward=True)
     assert [row.extent for row in rows] == [Extent((4,), (3, number), 2) for number in (0, 0, 1, 1)]
@@ -249,8 +271,8 @@ def test_a_completion_with_an_impossible_log_prob_trains_nothing_and_is_counted(
         one = answer(prompt, place, version)
         return replace(one, logprobs=np.float32([0, 0, -0.5, [-math.inf, 0.3][prompt.number]])) if place else one
 
-    for use_sampler_logprobs in (False, True):
-        samples, stats, rows = rollout({0: LIVE, 1: LIVE}, use_sampler_logprobs=use_sampler_logprobs, answer=broken)
+    for old_logprobs in ("auto", "rollout"):
+        samples, stats, rows = rollout({0: LIVE, 1: LIVE}, old_logprobs=old_logprobs, answer=broken)
         assert [s.mask.tolist() for s in samples] == [[False, False, True, True], [False] * 4] * 2
         assert [row.num_masked for row in rows] == [2, 0, 2, 0]
         assert all(np.isfinite(s.sampler_logprobs).all() for s in samples)
@@ -268,14 +290,14 @@ def test_where_every_completion_is_refused_the_run_ends():
 
 
 def test_samplers_log_probs_are_old_log_probs_where_they_are_asked_for():
-    samples, *_ = rollout({0: LIVE, 1: DEAD}, use_sampler_logprobs=True)
+    samples, *_ = rollout({0: LIVE, 1: DEAD}, old_logprobs="rollout")
     assert all(s.anchored_by == "rollout" and s.old_logprobs.tolist() == s.sampler_logprobs.tolist() for s in samples)
 
 
 def test_a_kl_penalty_is_subtracted_before_the_baseline_and_makes_no_dead_group_live():
     def penalty(sequences, contexts, homes, **where):
         assert [one.token_ids.tolist()[-1] for one in sequences.values()] == [1, 2, 11, 12]
-        return dict(zip(contexts, (0.25, 0.0, 0.5, 0.0), strict=True))
+        return dict(zip(contexts, (0.25, 0.0, 0.5, 0.0), strict=True)), {}
 
     settings = dict(scale_rewards="none", beta=1.0, kl_in_reward=True)
     samples, stats, _ = rollout({0: LIVE, 1: DEAD}, penalty=penalty, **settings)

@@ -6,21 +6,23 @@ parent, even with one killed by SIGKILL, and even while stuck in C code: the ker
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
+import re
 import resource
 import select
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO, Any
 
+from megatron_grpo.cleanup import die_with_parent
+
 _STARTUP = 120.0  # seconds for importing everything, on a machine that is busy
-_PR_SET_PDEATHSIG = 1
+_SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)  # in the name of an environment variable
 
 
 class ChildDied(Exception):
@@ -70,7 +72,7 @@ class Child:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+            env={**_without_secrets(os.environ), "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
         )
         try:
             ready = self._read(process, _STARTUP)
@@ -98,6 +100,11 @@ class Child:
         return json.loads(line)
 
 
+def _without_secrets(environ: Mapping[str, str]) -> dict[str, str]:
+    """The child reads what a model writes; it has no use for keys."""
+    return {name: value for name, value in environ.items() if not _SECRET.search(name)}
+
+
 def _pipe(stream: IO[bytes] | None) -> IO[bytes]:
     assert stream is not None, "the child was started with pipes"
     return stream
@@ -105,7 +112,7 @@ def _pipe(stream: IO[bytes] | None) -> IO[bytes]:
 
 def serve(prepare: Callable[[], Callable[[Any], Any]], *, memory_bytes: int) -> None:
     """The child's side: answers requests until its input closes. `prepare` does the imports and returns what answers one request."""
-    end_with_parent(int(sys.argv[1]))
+    die_with_parent(int(sys.argv[1]))
     resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent
@@ -130,10 +137,3 @@ def serve(prepare: Callable[[], Callable[[Any], Any]], *, memory_bytes: int) -> 
         result = answer(message["request"])
         signal.setitimer(signal.ITIMER_REAL, 0)
         reply(result)
-
-
-def end_with_parent(parent: int) -> None:
-    """Makes the kernel kill this process when the thread that started it ends."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before the line above
-        os._exit(1)

@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from megatron_grpo.errors import ConfigError, Problem
+from megatron_grpo.rewards.builtin.jail import NO_LANDLOCK
 from megatron_grpo.rewards.builtin.sandbox import Outcome, run_program, why_unsafe
 from megatron_grpo.rewards.protocol import RowFailure, Score, text_of
 from megatron_grpo.settings.config import Config
@@ -25,8 +26,8 @@ _FENCE = re.compile(r"```[ \t]*(?:python|py|python3)?[ \t]*\n(.*?)(?:\n```|\Z)",
 class Code:
     needs = (COLUMNS,)
 
-    def __init__(self, *, seconds: float, memory_mb: int, workers: int, all_or_nothing: bool, batch_seconds: float):
-        self.seconds, self.memory_mb, self.workers = seconds, memory_mb, workers
+    def __init__(self, *, seconds: float, memory_mb: int, workers: int, all_or_nothing: bool, batch_seconds: float, landlock: str):
+        self.seconds, self.memory_mb, self.workers, self.landlock = seconds, memory_mb, workers, landlock
         self.all_or_nothing, self.batch_seconds = all_or_nothing, batch_seconds
 
     def __call__(self, completions: list[Any], **columns: Any) -> list[Score | RowFailure]:
@@ -59,7 +60,7 @@ class Code:
         return float(share == 1) if self.all_or_nothing else share
 
     def _run(self, program: str, left: float, **options: Any) -> Outcome:
-        return run_program(program, seconds=min(self.seconds, left), memory_mb=self.memory_mb, **options)
+        return run_program(program, seconds=min(self.seconds, left), memory_mb=self.memory_mb, landlock=self.landlock, **options)
 
     def _late(self) -> RowFailure:
         return RowFailure(kind="timeout", reason=f"reached its reward_timeout of {self.batch_seconds:g} s before this row,")
@@ -107,14 +108,26 @@ def lines_of(output: str) -> list[str]:
 def build_code(config: Config) -> Code:
     """Raises ConfigError on a machine that cannot hold programs."""
     settings = config.rewards
-    reason = why_unsafe()
+    landlock = "may" if settings.code_without_landlock else "must"
+    reason = why_unsafe(landlock=landlock)
     if reason is not None:
-        message = f"Reward `code` cannot hold programs on this machine: {reason}. It needs Linux with seccomp, on x86_64 or aarch64."
-        raise ConfigError([Problem(flags=("reward_funcs",), message=message)])
+        raise ConfigError([_unheld(reason)])
     return Code(
         seconds=settings.code_timeout,
         memory_mb=settings.code_memory_mb,
         workers=settings.code_num_workers,
         all_or_nothing=settings.code_all_or_nothing,
         batch_seconds=settings.reward_timeout,
+        landlock=landlock,
     )
+
+
+def _unheld(reason: str) -> Problem:
+    if reason.endswith(NO_LANDLOCK):
+        message = (
+            "Reward `code` cannot hold programs on this machine: its kernel has no Landlock (Linux 5.13 and later, where `landlock` is in "
+            "/sys/kernel/security/lsm), so a program could read every file that you can. code_without_landlock true runs them all the same."
+        )
+        return Problem(flags=("reward_funcs", "code_without_landlock"), message=message, nearest={"code_without_landlock": [True]})
+    message = f"Reward `code` cannot hold programs on this machine: {reason}. It needs Linux with seccomp, on x86_64 or aarch64."
+    return Problem(flags=("reward_funcs",), message=message)

@@ -1,22 +1,33 @@
-"""Owns asking HTTP endpoints that judge: many requests at one time, retries, one deadline for the whole batch. Standard library only."""
+"""Owns asking HTTP endpoints that judge: many requests at one time, retries, one deadline for the whole batch. Standard library only.
+
+What answers is a stranger. It is given the key alone, never another host: redirects are not followed. It cannot hold a request beyond its
+deadline, nor answer more than `_LONGEST` bytes, headers and all. The key stands in no sentence, whatever the answer repeats.
+"""
 
 from __future__ import annotations
 
 import http.client
+import io
+import ipaddress
 import json
+import logging
+import socket
 import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, TypeVar
 
 from megatron_grpo.rewards.protocol import RowFailure
 
+_LOG = logging.getLogger(__name__)
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 8.0  # seconds between attempts: doubled each time
 _WORTH_A_RETRY = (408, 425, 429, 500, 502, 503, 504)
 _SHOWN = 200  # characters of a refusal that are repeated
+_LONGEST = 4 << 20  # bytes of an answer
 
 Item = TypeVar("Item")
 Answer = TypeVar("Answer")
@@ -40,32 +51,169 @@ def ask_all(ask: Callable[[Item, float], Answer], items: Sequence[Item], *, conc
         return list(pool.map(one, items))
 
 
-def post_json(url: str, payload: Any, deadline: float, *, headers: Mapping[str, str] | None = None) -> Any:
+class Key:
+    """What a request proves itself with. It prints as a word, for whatever prints it: a traceback with variables, a logger, a dump."""
+
+    def __init__(self, secret: str):
+        self._secret = secret
+
+    def __repr__(self) -> str:
+        return "Key(...)"
+
+    def header(self) -> str:
+        return f"Bearer {self._secret}"
+
+    def taken_out_of(self, text: str) -> str:
+        return text.replace(self._secret, "(the key)")
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a key is not written anywhere")
+
+
+def post_json(url: str, payload: Any, deadline: float, *, key: Key | None = None) -> Any:
     """What `url` answers to a POST of JSON. Tries again after lost connections and overload, until the deadline (`time.monotonic`).
 
-    Raises Unanswered with the last reason.
+    Raises Unanswered with the last reason, without the key.
     """
-    body = json.dumps(payload).encode()
-    request = urllib.request.Request(url, data=body, headers={"Content-Type": "application/json", **(headers or {})})
-    # A proxy of the environment cannot reach this machine's loopback, whatever it is set for.
-    local = urllib.parse.urlsplit(url).hostname in ("localhost", "127.0.0.1", "::1")
-    opener = urllib.request.build_opener(*([urllib.request.ProxyHandler({})] if local else []))
+    try:
+        return _post(url, payload, deadline, key)
+    except Unanswered as error:
+        raise Unanswered(key.taken_out_of(str(error)) if key else str(error)) from None
+
+
+def _post(url: str, payload: Any, deadline: float, key: Key | None) -> Any:
+    headers = {"Content-Type": "application/json"}
+    request = urllib.request.Request(url, data=json.dumps(payload).encode(), headers=headers)
+    if key:
+        request.add_unredirected_header("Authorization", key.header())
+    opener = _opener(url, deadline)
     pause, reason = _FIRST_PAUSE, "was not asked"
     while (left := deadline - time.monotonic()) > 0:
         try:
             with opener.open(request, timeout=left) as response:
-                content = response.read()
+                content = response.read(_LONGEST)  # without a number it would first take the memory that the server announces
             return json.loads(content)
         except urllib.error.HTTPError as error:
-            said = error.read(_SHOWN).decode(errors="replace").strip()
-            reason = f"answered {error.code} {error.reason}{': ' + said if said else ''}"
+            reason = _refusal(error)
             if error.code not in _WORTH_A_RETRY:
                 break
+        except TooLong:
+            reason = f"answered more than {_LONGEST >> 20} MiB"
+            break
         except (urllib.error.URLError, http.client.HTTPException, OSError) as error:
             reason = f"could not be reached ({getattr(error, 'reason', None) or error})"
-        except ValueError:
+        except (ValueError, RecursionError):
             reason = f"answered something that is not JSON: {content[:_SHOWN].decode(errors='replace')}"
             break
         time.sleep(min(pause, max(0.0, deadline - time.monotonic())))
         pause = min(2 * pause, _LONGEST_PAUSE)
     raise Unanswered(f"got no score: {url} {reason}")
+
+
+def _refusal(error: urllib.error.HTTPError) -> str:
+    if 300 <= error.code < 400:
+        where = str(error.headers.get("Location", "nowhere"))[:_SHOWN]
+        return f"answered {error.code}: it sends us on to {where}. Redirects are not followed; give the address that answers"
+    try:
+        said = error.read(_SHOWN).decode(errors="replace").strip()
+    except (OSError, http.client.HTTPException, TooLong):
+        said = ""
+    return f"answered {error.code} {error.reason}{': ' + said if said else ''}"
+
+
+class TooLong(Exception):
+    """An answer has more bytes than any answer needs."""
+
+
+class _Bounded(io.RawIOBase):
+    """What comes through a socket, up to a moment and a number of bytes; each wait on a socket alone may be as long as its timeout."""
+
+    def __init__(self, connection: socket.socket, deadline: float):
+        self.connection, self.deadline, self.left = connection, deadline, _LONGEST
+        self.stream = connection.makefile("rb", buffering=0)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        left = self.deadline - time.monotonic()
+        if left <= 0:
+            raise TimeoutError("timed out")
+        self.connection.settimeout(left)
+        count = self.stream.readinto(buffer) or 0
+        self.left -= count
+        if self.left < 0:
+            raise TooLong
+        return count
+
+    def close(self) -> None:
+        self.stream.close()
+        super().close()
+
+
+class _Response(http.client.HTTPResponse):
+    def __init__(self, connection: socket.socket, *args: Any, deadline: float, **options: Any):
+        super().__init__(connection, *args, **options)
+        self.fp.close()
+        self.fp = io.BufferedReader(_Bounded(connection, deadline))
+
+
+def _connection(kind: type[http.client.HTTPConnection], deadline: float) -> Callable[..., http.client.HTTPConnection]:
+    def connect(*args: Any, **options: Any) -> http.client.HTTPConnection:
+        connection = kind(*args, **options)
+        connection.response_class = partial(_Response, deadline=deadline)  # type: ignore[assignment]
+        return connection
+
+    return connect
+
+
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    """The key, and what a completion says, are for the host that the user named."""
+
+    def redirect_request(self, *args: Any, **options: Any) -> None:
+        return None
+
+
+def _opener(url: str, deadline: float) -> urllib.request.OpenerDirector:
+    class Http(urllib.request.HTTPHandler):
+        def http_open(self, request: urllib.request.Request) -> Any:
+            return self.do_open(_connection(http.client.HTTPConnection, deadline), request)
+
+    class Https(urllib.request.HTTPSHandler):
+        def https_open(self, request: urllib.request.Request) -> Any:
+            return self.do_open(_connection(http.client.HTTPSConnection, deadline), request)
+
+    # A proxy of the environment cannot reach this machine's loopback, whatever it is set for.
+    proxies = [urllib.request.ProxyHandler({})] if is_local(url) else []
+    return urllib.request.build_opener(Http, Https, _NoRedirect, *proxies)
+
+
+def is_local(url: str) -> bool:
+    """Whether a URL's host is this machine itself."""
+    host = urllib.parse.urlsplit(url).hostname or ""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost" or host.endswith(".localhost")
+
+
+def warn_of_plain(url: str, flag: str, *, has_key: bool) -> None:
+    """Says once what anybody on the way can read."""
+    if url.startswith("http://") and not is_local(url):
+        what = "the key, prompts and completions" if has_key else "prompts and completions"
+        host = urllib.parse.urlsplit(url).hostname
+        _LOG.warning("%s is http://: %s travel to %s unencrypted. Use https:// beyond a network that you trust.", flag, what, host)
+
+
+def url_fault(url: str) -> str | None:
+    """What is wrong with the address of an endpoint, as the end of a sentence; it repeats no password."""
+    try:
+        parts = urllib.parse.urlsplit(url)
+        port_is_right = parts.port is None or parts.port > 0
+    except ValueError:
+        return "is no address"
+    if parts.username is not None or parts.password is not None:
+        return "holds a name or a password, which would be written to config.yaml; a key belongs into an environment variable"
+    if parts.scheme not in ("http", "https") or not parts.hostname or not port_is_right:
+        return f"should begin with http:// or https:// and name a host; it is {url!r}"
+    return None

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_grpo.errors import ConfigError, Problem
-from megatron_grpo.rewards.builtin.endpoint import Unanswered, ask_all, post_json
+from megatron_grpo.rewards.builtin.endpoint import Key, Unanswered, ask_all, post_json, url_fault, warn_of_plain
 from megatron_grpo.rewards.protocol import RowFailure, Score, text_of
 from megatron_grpo.settings.config import Config
 
@@ -35,11 +35,11 @@ _SCORE = re.compile(r"score\W{0,8}?(-?\d+(?:\.\d+)?)", re.IGNORECASE)
 
 
 class LlmJudge:
-    def __init__(self, *, url: str, model: str, prompt: str, max_score: float, max_tokens: int, key: str | None,
+    def __init__(self, *, url: str, model: str, prompt: str, max_score: float, max_tokens: int, key: Key | None,
                  answer_column: str | None, concurrency: int, seconds: float):  # fmt: skip
         self.url = url.rstrip("/") + "/chat/completions"
         self.model, self.prompt, self.max_score, self.max_tokens = model, prompt, max_score, max_tokens
-        self.headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self.key = key
         self.answer_columns = (answer_column,) if answer_column else ("answer", "solution")
         self.concurrency, self.seconds = concurrency, seconds
 
@@ -62,15 +62,20 @@ class LlmJudge:
     def _ask(self, question: str, deadline: float) -> float:
         messages = [{"role": "user", "content": question}]
         payload = {"model": self.model, "messages": messages, "temperature": 0, "max_tokens": self.max_tokens}
-        answer = post_json(self.url, payload, deadline, headers=self.headers)
+        answer = post_json(self.url, payload, deadline, key=self.key)
         try:
             verdict = answer["choices"][0]["message"]["content"]
         except (KeyError, IndexError, TypeError):
-            raise Unanswered(f"got an answer without choices[0].message.content from {self.url}: {str(answer)[:200]}") from None
+            verdict = answer
+        if not isinstance(verdict, str | None):
+            raise self._unusable(f"got an answer without choices[0].message.content from {self.url}: {str(answer)[:200]}")
         score = read_score(verdict or "")
         if score is None:
-            raise Unanswered(f"found no `Score: <number>` in the verdict {(verdict or '')[-200:]!r}")
+            raise self._unusable(f"found no `Score: <number>` in the verdict {(verdict or '')[-200:]!r}")
         return min(1.0, max(0.0, score / self.max_score))
+
+    def _unusable(self, reason: str) -> Unanswered:
+        return Unanswered(self.key.taken_out_of(reason) if self.key else reason)
 
 
 def read_score(verdict: str) -> float | None:
@@ -89,8 +94,9 @@ def prompt_text(prompt: Any) -> str:
 def build_llm_judge(config: Config) -> LlmJudge:
     settings = config.rewards
     url, model, problems = settings.llm_judge_url, settings.llm_judge_model, []
-    if not url or not url.startswith(("http://", "https://")):
-        message = f"Reward `llm_judge` needs llm_judge_url, such as http://127.0.0.1:8000/v1; it is {url!r}."
+    fault = url_fault(url or "")
+    if fault:
+        message = f"Reward `llm_judge` needs llm_judge_url, such as http://127.0.0.1:8000/v1: it {fault}."
         problems.append(Problem(flags=("llm_judge_url",), message=message))
     if not model:
         message = "Reward `llm_judge` needs llm_judge_model, the name of the model at llm_judge_url."
@@ -105,15 +111,20 @@ def build_llm_judge(config: Config) -> LlmJudge:
             if "{completion}" not in prompt:
                 message = f"llm_judge_prompt {str(path)!r} has no {{completion}}: the judge would not see what it judges."
                 problems.append(Problem(flags=("llm_judge_prompt",), message=message))
+    key = os.environ.get(settings.llm_judge_api_key_env, "").strip()
+    if not (key.isascii() and key.isprintable()) or " " in key:
+        message = f"The environment variable {settings.llm_judge_api_key_env} holds no key: a key is one word, without spaces or line ends."
+        problems.append(Problem(flags=("llm_judge_api_key_env",), message=message))
     if problems or not url or not model:
         raise ConfigError(problems)
+    warn_of_plain(url, "llm_judge_url", has_key=bool(key))
     return LlmJudge(
         url=url,
         model=model,
         prompt=prompt,
         max_score=settings.llm_judge_max_score,
         max_tokens=settings.llm_judge_max_tokens,
-        key=os.environ.get(settings.llm_judge_api_key_env),
+        key=Key(key) if key else None,
         answer_column=settings.answer_column,
         concurrency=settings.reward_concurrency,
         seconds=settings.reward_timeout,

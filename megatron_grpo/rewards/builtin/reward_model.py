@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from megatron_grpo.errors import ConfigError, Problem
-from megatron_grpo.rewards.builtin.endpoint import Unanswered, ask_all, post_json
+from megatron_grpo.rewards.builtin.endpoint import Unanswered, ask_all, post_json, url_fault, warn_of_plain
 from megatron_grpo.rewards.protocol import RowFailure, Score, text_of
 from megatron_grpo.settings.config import Config, RewardConfig
 
@@ -41,8 +41,9 @@ class LocalClassifier:
             import torch
             from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-            tokenizer = AutoTokenizer.from_pretrained(self.path)
-            model = AutoModelForSequenceClassification.from_pretrained(self.path)
+            tokenizer = AutoTokenizer.from_pretrained(self.path, trust_remote_code=False)
+            # Safetensors alone: other weights are pickles.
+            model = AutoModelForSequenceClassification.from_pretrained(self.path, trust_remote_code=False, use_safetensors=True)
             if tokenizer.pad_token is None:
                 tokenizer.pad_token = tokenizer.eos_token
             if model.config.pad_token_id is None:  # without it the model scores the last position, padding or not
@@ -130,12 +131,13 @@ def build_reward_model(config: Config) -> LocalClassifier | RemoteClassifier:
     if not model and not url:
         message = "Reward `reward_model` needs reward_model (a sequence classifier to load) or reward_model_url (an endpoint to ask)."
         problems.append(Problem(flags=("reward_model", "reward_model_url"), message=message))
-    if url and not url.startswith(("http://", "https://")):
-        message = f"reward_model_url {url!r} should begin with http:// or https://."
+    if url and (fault := url_fault(url)):
+        message = f"reward_model_url {fault}."
         problems.append(Problem(flags=("reward_model_url",), message=message))
     if not problems and model and not url:
         problems += _unusable(model)
     if url and not problems:
+        warn_of_plain(url, "reward_model_url", has_key=False)
         return RemoteClassifier(
             url,
             _shape(settings, url),
@@ -157,6 +159,11 @@ def _unusable(path: str) -> list[Problem]:
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         return [Problem(flags=("reward_model",), message=f"reward_model {path!r} cannot be loaded: {reason}")]
+    if Path(path).is_dir() and not any(Path(path).glob("*.safetensors")):
+        message = (
+            f"reward_model {path!r} has no weights as .safetensors. Other formats are pickles, which run code: save it as safetensors."
+        )
+        return [Problem(flags=("reward_model",), message=message)]
     if outputs != 1:
         message = f"reward_model {path!r} has {outputs} outputs; a reward is one number, so it needs a classifier with num_labels 1."
         return [Problem(flags=("reward_model",), message=message)]
@@ -171,7 +178,7 @@ def _num_outputs(path: str) -> int:
         return int(config.get("num_labels") or len(config.get("id2label") or {}) or 2)  # transformers leaves out its default
     from transformers import AutoConfig
 
-    return AutoConfig.from_pretrained(path).num_labels
+    return AutoConfig.from_pretrained(path, trust_remote_code=False).num_labels
 
 
 def _shape(settings: RewardConfig, url: str) -> Shape:
@@ -184,7 +191,7 @@ def _shape(settings: RewardConfig, url: str) -> Shape:
         return VllmShape(None, field, _plain_text)
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(settings.reward_model)
+    tokenizer = AutoTokenizer.from_pretrained(settings.reward_model, trust_remote_code=False)
     longest = settings.reward_model_max_length
     return VllmShape(settings.reward_model, field, lambda prompt, completion: conversation_ids(tokenizer, prompt, completion)[-longest:])
 

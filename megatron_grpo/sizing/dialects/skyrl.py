@@ -78,6 +78,11 @@ def _routers(words: Sequence[str], given: Mapping[str, Sequence[str]]) -> Mappin
     return {"freeze_parameters_regex": r"\.gate\.weight$"} if words[0].lower() in TRUE and not is_lora else {}
 
 
+def _replay(words: Sequence[str], given: Mapping[str, Sequence[str]]) -> Mapping[str, Any]:
+    """Its trainer replays what its sampler returns."""
+    return {"router_replay_mode": "R3"} if words[0].lower() in TRUE else {}
+
+
 def _forever(native: str) -> Foreign:
     """-1 (and 0) is never, or no bound."""
     return same(native, {"-1": "0"})
@@ -191,7 +196,7 @@ NAMES: Mapping[str, Foreign] = {
     "update_ref_every_epoch": lacks("the reference follows the policy with sync_ref_model alone"),
     f"{_POLICY}virtual_pipeline_model_parallel_size": same("virtual_pipeline_model_parallel_size"),
     f"{_POLICY}moe_router_load_balancing_type": lacks("load-balancing losses depend on the layout"),
-    f"{_POLICY}moe_enable_routing_replay": lacks(features.REPLAY),
+    f"{_POLICY}moe_enable_routing_replay": reads(_replay, "router_replay_mode"),
     f"{_POLICY}freeze_moe_router": reads(_routers, "freeze_parameters_regex"),
     f"{_POLICY}mtp_num_layers": lacks(features.MTP, "0"),
     f"{_ALGORITHM}dynamic_sampling.type": lacks("its ways to resample are not there; dynamic_sample draws further prompts for dead groups"),
@@ -220,7 +225,7 @@ NAMES: Mapping[str, Foreign] = {
         f"{_ENGINE}{name}": lacks("engines are split by tensor parallelism alone", "1")
         for name in ("pipeline_parallel_size", "expert_parallel_size", "data_parallel_size")
     },
-    f"{_ENGINE}enable_return_routed_experts": lacks(features.REPLAY),
+    f"{_ENGINE}enable_return_routed_experts": _READ_TOGETHER,
     f"{_ENGINE}speculative_config": lacks("speculative decoding is not there"),
     **not_there(
         "of its corrections tis_ratio_type is translated",

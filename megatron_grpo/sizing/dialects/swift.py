@@ -12,7 +12,7 @@ from typing import Any
 from megatron_grpo.settings.foreign import Change, Default, Dialect, Foreign, aside, default, kept, lacks, not_there, only, reads, same
 from megatron_grpo.settings.table import BadValue
 from megatron_grpo.sizing.dialects import features
-from megatron_grpo.sizing.dialects.vocabulary import BUILT_IN_REWARDS
+from megatron_grpo.sizing.dialects.vocabulary import BUILT_IN_REWARDS, of_servers
 
 _REWARDS = {"accuracy": "math", "format": "format", "cosine": "cosine", "repetition": "repetition", "soft_overlong": "soft_overlong"}
 _ONLY_OURS = tuple(name for name in BUILT_IN_REWARDS if name not in (*_REWARDS, "math"))  # its `math` is another one
@@ -96,7 +96,6 @@ NAMES: Mapping[str, Foreign] = {
     "resume_from_checkpoint": lacks(features.RESUMED_ELSEWHERE),
     "rlhf_type": only("grpo", features.OTHER_TASK),
     "task_type": only("causal_lm", features.OTHER_TASK),
-    "vllm_mode": only("colocate", features.SERVER),
     "use_vllm": only("true", "sampling is by vLLM alone"),
     "use_ray": lacks("Ray is not used: ranks are started by torchrun"),
     "adapters": _one_adapter("adapters"),
@@ -113,7 +112,6 @@ NAMES: Mapping[str, Foreign] = {
     "lr_decay_iters": lacks("the learning rate decays over the whole run here"),
     "freeze_parameters_ratio": lacks(features.FREEZE_RATIO, "0", "0.0"),
     "repetition_penalty": lacks(features.SAMPLING, "1", "1.0"),
-    "router_replay_mode": lacks(features.REPLAY, "disabled"),
     "split_dataset_ratio": lacks("give held-out prompts as eval_dataset", "0", "0.0"),
     "num_generations_eval": lacks(features.EVALUATION),
     "loss_scale": only("last_round", "the loss covers the completion, whole and alone"),
@@ -158,11 +156,8 @@ NAMES: Mapping[str, Foreign] = {
         *("lisa_activated_layers", "lisa_step_interval", "use_galore", "galore_target_modules", "galore_rank", "use_q_galore"),
         *("galore_update_proj_gap", "galore_scale", "galore_proj_type", "galore_optim_per_parameter", "galore_with_embedding"),
     ),
-    **not_there(
-        features.SERVER,
-        *("vllm_server_base_url", "vllm_server_host", "vllm_server_port", "vllm_server_timeout", "vllm_server_group_port"),
-        *("vllm_data_parallel_size",),
-    ),
+    **aside("vllm_server_group_port"),  # the link takes any free port
+    "vllm_data_parallel_size": lacks(features.ENGINES, "1"),
     **not_there(
         features.TURNS,
         *("multi_turn_scheduler", "max_turns", "use_gym_env", "gym_env", "vllm_server_pass_dataset", "agent_template"),
@@ -183,7 +178,6 @@ NAMES: Mapping[str, Foreign] = {
     ),
     **not_there(features.OTHER_LOSS, "real_tau", "fipo_decay_rate", "fipo_clip_range", "fipo_clip_high_only", "fipo_safety_threshold"),
     **not_there(features.OTHER_LOSS, "rpo_alpha", "reference_free", "enable_dft_loss", "enable_channel_loss"),
-    **not_there(features.AHEAD, "async_generate"),
     **not_there(features.DROPS_TOKENS, "moe_expert_capacity_factor", "moe_pad_expert_input_to_capacity"),
     **not_there(features.PLUGINS, "custom_register_path", "callbacks", "reward_model_plugin", "custom_dataset_info"),
     **not_there(
@@ -210,7 +204,7 @@ NAMES: Mapping[str, Foreign] = {
         *("overlap_p2p_comm", "batch_p2p_comm", "align_param_gather", "align_grad_reduce", "tp_comm_overlap", "nccl_comm_warmup"),
         *("overlap_param_gather_with_optimizer_step", "microbatch_group_size_per_vp_stage", "cp_comm_type"),
         *("use_precision_aware_optimizer", "optimizer_cuda_graph", "deterministic_mode", "manual_gc", "manual_gc_steps", "manual_gc_eval"),
-        *("offload_model", "offload_optimizer", "offload_bridge", "move_model_batches", "device_map", "max_memory"),
+        *("offload_bridge", "move_model_batches", "device_map", "max_memory"),
         *("padding_free", "mlp_padding_free", "packing", "packing_length", "packing_num_proc", "packing_strategy", "padding_side"),
         *("dataloader_num_workers", "dataloader_pin_memory", "dataloader_persistent_workers", "dataloader_prefetch_factor"),
         *("dataset_num_proc", "load_from_cache_file", "download_mode", "lazy_tokenize", "strict", "remove_unused_columns"),
@@ -240,6 +234,8 @@ DEFAULTS: Sequence[Default] = (
     default("save_steps", 500),
     Default(name="save_total_limit", theirs="none", native={"save_total_limit": None}),
     kept("report_to", "tensorboard", "none"),
+    kept("offload_model", "false", "auto"),
+    kept("offload_optimizer", "false", "auto"),
     kept("use_hf", "false (ModelScope's hub)", "true (Hugging Face's hub)"),
 )
 
@@ -259,6 +255,7 @@ def settle(values: Mapping[str, Any], given: Mapping[str, Sequence[str]]) -> Ite
         )
     if values.get("sequence_parallel") and values.get("tensor_model_parallel_size", 1) == 1:
         yield Change(values={"sequence_parallel": None}, note="sequence_parallel does nothing without tensor parallelism, here as there.")
+    yield from of_servers(values, program="swift rollout")
     yield from _advantages(values)
     yield from _tuner(values)
     mode = values.get("rollout_importance_sampling_mode", "none")

@@ -22,7 +22,7 @@ from megatron_grpo.settings.foreign import (
 )
 from megatron_grpo.settings.table import FALSE, TRUE, BadValue
 from megatron_grpo.sizing.dialects import features
-from megatron_grpo.sizing.dialects.vocabulary import BUILT_IN_REWARDS, NATIVE_SIZES, size, sizes
+from megatron_grpo.sizing.dialects.vocabulary import BUILT_IN_REWARDS, NATIVE_SIZES, of_servers, size, sizes
 
 _REWARDS = {"accuracy_reward": "math", "get_soft_overlong_punishment": "soft_overlong"}
 _FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
@@ -95,7 +95,6 @@ NAMES: Mapping[str, Foreign] = {
     "model_init_kwargs.use_cache": SET_ASIDE,
     # Asked for, and not there.
     "use_vllm": only("true", "sampling is by vLLM alone"),
-    "vllm_mode": only("colocate", features.SERVER),
     "use_peft": reads(_use_peft, "tuner_type lora"),
     "lora_r": same("lora_rank"),
     "lora_target_modules": same("target_modules"),
@@ -123,7 +122,7 @@ NAMES: Mapping[str, Foreign] = {
     "num_generations_eval": lacks(features.EVALUATION),
     "resume_from_checkpoint": same("resume", {"true": "auto", "false": "never"}),
     "config_file": lacks("accelerate's own file is not read: give its num_processes"),
-    **not_there(features.SERVER, "vllm_server_base_url", "vllm_server_host", "vllm_server_port", "vllm_server_timeout", "vllm_group_port"),
+    **aside("vllm_group_port"),  # the link takes any free port
     **not_there(features.TURNS, "max_tool_calling_iterations", "tools", "environment_factory", "rollout_func"),
     **not_there(features.QUANTIZED, "fp16", "load_in_8bit", "load_in_4bit", "bnb_4bit_quant_type", "use_bnb_nested_quant"),
     **not_there(features.QUANTIZED, "bnb_4bit_quant_storage"),
@@ -178,6 +177,9 @@ DEFAULTS: Sequence[Default] = (
 
 def settle(values: Mapping[str, Any], given: Mapping[str, Sequence[str]]) -> Iterator[Change]:
     """What TRL makes of several names together."""
+    yield from of_servers(values, program="trl vllm-serve")
+    if values.get("vllm_mode") == "server" and not values.get("vllm_server_host") and not values.get("vllm_server_base_url"):
+        yield Change(values={"vllm_server_host": ["127.0.0.1"]}, untyped=("vllm_server_host", "0.0.0.0"))
     if "max_prompt_length" in values and "truncation_strategy" not in values:
         yield Change(
             values={"truncation_strategy": "left"}, note="max_prompt_length: TRL cuts longer prompts on the left; so is done here."

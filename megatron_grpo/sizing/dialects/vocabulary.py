@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from megatron_grpo.settings.foreign import Change
+from megatron_grpo.settings.servers import OF_THE_ENGINE
 from megatron_grpo.settings.table import Setting
 from megatron_grpo.sizing.sizes import NATIVE
 
@@ -17,3 +22,13 @@ def size(name: str, default: int | None, help: str) -> Setting:
 
 def sizes(*rows: Setting) -> dict[str, Setting]:
     return {row.name: row for row in rows}
+
+
+def of_servers(values: Mapping[str, Any], *, program: str) -> Iterator[Change]:
+    """Where servers sample: what an engine is started with is theirs. program: what starts servers in the other system."""
+    if values.get("vllm_mode") != "server":
+        return
+    yield Change(values={}, note=f"vllm_mode server: start servers with `megatron-grpo serve`, for those of `{program}` speak another way.")
+    if found := [name for name in OF_THE_ENGINE if name in values]:
+        note = f"{', '.join(found)}: the engine is the server's, so give {'them' if len(found) > 1 else 'it'} to `megatron-grpo serve`."
+        yield Change(values=dict.fromkeys(found), note=note)

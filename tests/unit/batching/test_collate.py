@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from megatron_grpo.batching.alignment import Alignment
 from megatron_grpo.batching.collate import collate
+from megatron_grpo.batching.families import Family
 from megatron_grpo.types import Segment, Sequence
 
 
@@ -44,3 +47,39 @@ def test_every_context_begins_anew_and_trained_tokens_stay_in_the_order_of_rows(
     assert batch.predict_at.tolist() == [3, 6, 0] and batch.targets.tolist() == [3, 4, 8] and batch.sequence.tolist() == [0, 0, 1]
     assert (batch.num_sequences, batch.num_contexts) == (2, 3)
     assert [segment.length for segment in batch.segments] == [1, 2, 3]
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_every_computed_token_finds_its_experts_at_its_place_and_all_else_routes_freely(data):
+    """Rows of one or two contexts, some without experts; what they begin with is shared, as far as tokens and experts agree."""
+    draw = data.draw
+    rng, alignment = np.random.default_rng(draw(st.integers(0, 99))), Alignment(sequence=draw(st.sampled_from([1, 4])), stream=2)
+    rows = []
+    for _ in range(draw(st.integers(1, 5))):
+        lengths = draw(st.lists(st.integers(1, 6), min_size=1, max_size=2))
+        tokens = np.concatenate([[1, 2, 3, *rng.integers(4, 6, 9)][:length] for length in lengths])
+        experts = rng.integers(-1, 2, (len(tokens), 2, 1)).astype(np.int16)
+        experts[: min(2, lengths[0])] = 0
+        starts = (0, *np.cumsum(lengths)[:-1].tolist())
+        rows.append(
+            Sequence(token_ids=tokens, mask=np.zeros(len(tokens), bool), starts=starts, experts=draw(st.sampled_from([experts, None])))
+        )
+    batch = collate(rows, alignment=alignment, families=[Family(tuple(range(len(rows))), 0, 0.0)])
+    of_rows = np.split(batch.places, np.cumsum([len(row.token_ids) for row in rows])[:-1])
+    used = np.zeros(batch.num_tokens, dtype=int)
+    for row, places in zip(rows, of_rows, strict=True):
+        last = [end - 1 for _, end in row.contexts]
+        assert np.flatnonzero(places < 0).tolist() == last, "the last token of a context is not computed"
+        here = places >= 0
+        assert (batch.token_ids[places[here]] == row.token_ids[here]).all()
+        if row.experts is not None:
+            assert (batch.experts[places[here]] == row.experts[here]).all()
+        elif batch.experts is not None:
+            assert (batch.experts[places[here]] == -1).all()
+        np.add.at(used, places[here], 1)
+    assert (used == batch.multiplicity).all()
+    if all(row.experts is None for row in rows):
+        assert batch.experts is None
+    else:
+        assert (batch.experts[batch.is_padding] == -1).all()

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from megatron_grpo.batching.alignment import Alignment
 from megatron_grpo.batching.collate import collate
 from megatron_grpo.batching.families import Context, Family, common_prefix, prefix_of
-from megatron_grpo.batching.split import BatchCut, Portion, deal, deal_filled
+from megatron_grpo.batching.split import BatchCut, Portion, deal, deal_filled, deal_scored
 from megatron_grpo.types import Extent, MicroBatch, Segment, Sequence, answered
 
 ANY_SAVING = 0.0
@@ -70,6 +70,7 @@ def test_pictures_and_forced_experts_end_what_is_shared_too():
         == 2
     )
     assert common_prefix([routed(0, 1, 0, 1, 0), routed(0, 1, 0, 0, 0)], both) == 3
+    assert common_prefix([routed(-1, 1, 0, 1, 0), sequence(1, 2, 3, 4, 5)], both) == 1  # the first token routes freely in both
 
 
 def test_a_group_is_left_apart_where_sharing_saves_too_little():
@@ -214,3 +215,16 @@ def test_without_sharing_groups_are_dealt_as_rows():
         [[portion.rows for portion in mine] for mine in dealt] for dealt in (deal(extents, cut), deal(alone, cut), deal(alone, sharing))
     ]
     assert rows[0] == rows[1] == rows[2]
+
+
+def test_what_is_only_scored_is_packed_where_training_cuts_smaller():
+    rows = [Extent((31,))] * 12  # the last token is a target alone
+
+    def streams(**cut):
+        return [[portion.num_tokens for portion in mine] for mine in deal_scored(rows, BatchCut(dp_size=2, scored_tokens=100, **cut))]
+
+    assert streams(micro_batch_size=1) == [[90, 90], [90, 90]]
+    assert streams(micro_batch_size=2, max_tokens=60) == [[90, 90], [90, 90]]
+    assert streams(micro_batch_size=1, max_tokens=120) == [[90, 90], [90, 90]] == streams(micro_batch_size=3)
+    assert streams(micro_batch_size=6) == [[180], [180]], "never smaller than in training"
+    assert streams(micro_batch_size=1, multiple=3) == [[60, 60, 60], [60, 60, 60]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import islice
 
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 
 from megatron_grpo.batching.timetable import Timetable, epochs_of_prompts, steps_for_prompts
 from megatron_grpo.parallel.layout import Layout
+from megatron_grpo.planning.facts import most_waiting_rows, old_logprobs_summary
 from megatron_grpo.sizing.batch_sizes import BatchSizes
 
 
@@ -89,7 +91,7 @@ def test_two_forward_only_passes_where_the_other_rules_take_twelve_and_four():
 def test_the_worked_check_recomputes_exactly_the_two_stale_slices():
     table = Timetable(sizes_of(4, 3, 1))
     first = table.step(0)
-    assert first.launches == first.immediate == range(0, 2) and not first.arriving
+    assert first.immediate == range(0, 2) and not first.arriving and not first.launches
     assert first.anchors == ((1, 1), (1, 2))
     assert [(m.rollout, m.slice_index, m.staleness) for m in table.step(1).micro_steps][:2] == [(1, 1, 1), (1, 2, 1)]
 
@@ -120,6 +122,31 @@ def test_forward_only_passes_are_those_that_the_walk_needs_and_no_other(size, nu
     assert set(anchors) == walk.forwards_needed(num_steps)
 
 
+@settings(max_examples=200)
+@given(sizes, st.integers(1, 12))
+def test_where_old_log_probs_are_always_made_every_slice_that_is_ever_stale_has_its_pass_and_none_is_kept(size, num_rollouts):
+    a, w, mu = size
+    timed, walk = sizes_of(a, w, mu, old_logprobs="always"), Walk(a, w, mu, num_rollouts)
+    steps = list(Timetable(timed, len(walk.rows) // a + 1).from_step(0))
+    stale = {(r, j) for r, _, j, sampled, trained in walk.rows if sampled != trained}
+    assert {anchor for step in steps for anchor in step.anchors if anchor[0] < num_rollouts} == stale
+    assert not any(step.keeps for step in steps)
+    assert all(m.old_logprobs == ("recompute" if m.staleness else "on_policy") for step in steps for m in step.micro_steps)
+    assert old_logprobs_summary(timed, num_rollouts)["slices_recomputed"] == len(stale)
+
+
+@settings(max_examples=200)
+@given(sizes)
+def test_the_most_rows_that_wait_behind_a_step_are_those_of_the_walk(size):
+    a, w, mu = size
+    waiting, found = set(), 0
+    for step in Timetable(sizes_of(a, w, mu), w * mu).from_step(0):
+        waiting |= {(r, j) for r in (*step.arriving, *step.immediate) for j in range(w)}
+        waiting -= set(step.last_use)
+        found = max(found, len(waiting))
+    assert most_waiting_rows(sizes_of(a, w, mu)) == 2 * found
+
+
 @settings(max_examples=300)
 @given(sizes, st.integers(1, 10))
 def test_the_last_step_is_like_any_other_so_that_a_run_can_be_made_longer(size, num_steps):
@@ -140,9 +167,10 @@ def test_a_run_that_obeys_the_timetable_never_lacks_a_log_prob_and_keeps_none_to
     uses = [(r, j, trained) for r, _, j, _, trained in walk.rows]
     sampled_rollouts = 0
     for step in table.from_step(0):
-        assert step.launches.start == sampled_rollouts and step.num_prompts == len(step.launches) * table.sizes.num_rollout_prompts
-        sampled_rollouts = step.launches.stop
-        pending |= {(r, j): step.index for r in step.launches for j in range(w)}
+        assert step.immediate.start == sampled_rollouts and not step.arriving and not step.launches
+        assert list(step.evaluates) == [step.index]
+        sampled_rollouts = step.immediate.stop
+        pending |= {(r, j): step.index for r in step.immediate for j in range(w)}
         for anchor in step.anchors:
             assert pending[anchor] == step.index, "a forward-only pass runs at the version that sampled its rollout"
             stored[anchor] = step.index
@@ -165,6 +193,22 @@ def test_a_run_that_obeys_the_timetable_never_lacks_a_log_prob_and_keeps_none_to
         later = {(r, j) for r, j, k in uses if k > step.index}
         assert set(stored) <= later, "log-probs are kept for later uses alone, be they in a run made longer"
     assert sampled_rollouts <= -(-num_steps * a // (w * mu)), "nothing is sampled that the run does not reach"
+
+
+@settings(max_examples=200)
+@given(sizes, st.integers(0, 40), st.sampled_from(["auto", "always", "rollout"]))
+def test_one_ahead_only_who_sampled_is_another(size, s, old_logprobs):
+    """Where old log-probs come from stays, unless they are the sampler's own: then a row is fresh only to who sampled it."""
+    once = Timetable(sizes_of(*size, old_logprobs=old_logprobs))
+    ahead = Timetable(replace(once.sizes, async_rollout_depth=1))
+    one, row = once.micro_step(s), ahead.micro_step(s)
+    before = [step for step in sorted({once.version_of(r) for r in range(row.rollout + 1)}) if step < one.sampled_by_version]
+    by = before[-1] if before else 0
+    label = one.old_logprobs if old_logprobs != "rollout" else "on_policy" if by == row.optimizer_step else "rollout"
+    assert row == replace(one, sampled_by_version=by, staleness=row.optimizer_step - by, old_logprobs=label)
+    step, other = once.step(row.optimizer_step), ahead.step(row.optimizer_step)
+    assert (other.anchors, other.keeps, other.last_use) == (step.anchors, step.keeps, step.last_use)
+    assert list(other.arriving) + list(other.immediate) == list(step.immediate)
 
 
 @given(sizes, st.integers(1, 30))

@@ -11,7 +11,7 @@ from megatron_grpo.planning.budget import wanted_micro_batches
 from megatron_grpo.planning.check import check
 from megatron_grpo.planning.command import Plan, make_plan
 from megatron_grpo.planning.report import print_report
-from megatron_grpo.planning.sharing import decide
+from megatron_grpo.planning.sharing import LEAST_SAVING, decide
 from megatron_grpo.settings.config import Config
 
 SMALL = ["--num_generations", "4", "--global_batch_size", "8"]
@@ -192,12 +192,26 @@ def test_a_pipeline_wants_four_micro_batches_for_each_later_stage_and_fewer_if_i
 
 
 def test_the_kernel_of_a_gpu_is_named_where_the_machine_is_a_gpu_or_not_known():
-    cfg = Config().with_values({"share_prompts": "true", "micro_batch_size": 4})
-    assert "On this GPU attention with parents is plain matrix products" in str(decide(cfg, None, has_gpu=True))
-    assert "On a GPU attention with parents is plain matrix products" in str(decide(cfg, None))
-    assert "GPU" not in str(decide(cfg, None, has_gpu=False))
-    auto = cfg.with_values({"share_prompts": "auto"})
-    assert "On a GPU it would be off" in str(decide(auto, None)) and "GPU" not in str(decide(auto, None, has_gpu=False))
+    true = Config().with_values({"share_prompts": "true", "micro_batch_size": 4})
+    auto = true.with_values({"share_prompts": "auto"})
+    for cfg in (true, auto):
+        assert "On this GPU attention with parents is flash attention" in str(decide(cfg, None, has_gpu=True))
+        assert "On a GPU, of compute capability 8.0 or more, attention with parents is flash attention" in str(decide(cfg, None))
+        assert "GPU" not in str(decide(cfg, None, has_gpu=False))
+    lacks = "flash attention needs a GPU of compute capability 8.0, this one has 7.5"
+    assert "attention with parents is plain matrix products" in str(decide(true, None, has_gpu=True, gpu_lacks=lacks))
+    assert lacks in str(decide(true, None, has_gpu=True, gpu_lacks=lacks))
+    off = decide(auto, None, has_gpu=True, gpu_lacks=lacks)
+    assert off.least_saving is None and lacks in off.why
+    assert decide(auto, None, has_gpu=True).least_saving == decide(auto, None, has_gpu=False).least_saving == LEAST_SAVING
+
+
+def test_what_flash_attention_does_not_take_is_said_before_there_is_a_gpu():
+    single = Config().with_values({"torch_dtype": "float32", "micro_batch_size": 4})
+    said = "flash attention takes bfloat16 and float16, not float32"
+    assert decide(single, None).least_saving == LEAST_SAVING and f"On a GPU it would be off: {said}" in str(decide(single, None))
+    planned = decide(single.with_values({"gpu_memory_gb": 80}), None)
+    assert planned.least_saving is None and said in planned.why
 
 
 def test_packings_are_few_whatever_the_size(made, model, monkeypatch):

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
 
 from megatron_grpo.parallel.context import held_tokens
 from megatron_grpo.policy import attention
+from megatron_grpo.policy import stream as stream_module
 from megatron_grpo.policy.layers import te_packed
-from megatron_grpo.policy.stream import LONGEST_COPIED, packed_stream
+from megatron_grpo.policy.stream import packed_stream
 from megatron_grpo.types import Segment
 
-LONG = LONGEST_COPIED + 8
+LONG = 264
 SIZES = ((8, -1), (4, -1), (4, 0), (12, 0), (LONG, 0), (4, 1), (4, 1), (8, -1), (20, -1))  # tokens, parent; cp 2 cuts each into four
 
 
@@ -55,9 +58,10 @@ def drawn(total: int, dtype=torch.float64):
     return make(4).requires_grad_(), make(2).requires_grad_(), make(2).requires_grad_(), make(4)
 
 
-@pytest.mark.parametrize("kernel", [attention.FLASH_ON_CPU, attention.PLAIN], ids=lambda kernel: type(kernel).__name__)
-@pytest.mark.parametrize("cp", [1, 2])
-def test_parts_are_one_softmax_forward_and_backward(kernel, cp):
+@pytest.mark.parametrize("kernel", [attention.FLASH_ON_CPU, attention.PLAIN], ids=("flash on CPU", "plain"))
+@pytest.mark.parametrize(("cp", "by_length"), [(1, False), (1, True), (2, False)])
+def test_parts_are_one_softmax_forward_and_backward(kernel, cp, by_length, monkeypatch):
+    monkeypatch.setattr(stream_module, "TOKENS_A_CALL", 10_000)  # where one call may be saved, it is
     stream = segments()
     *inputs, gradient = drawn(stream[-1].end)
     wanted = dense(*inputs, seen_by(stream), 0.3)
@@ -67,7 +71,7 @@ def test_parts_are_one_softmax_forward_and_backward(kernel, cp):
     for rank in range(cp):
         held = torch.from_numpy(held_tokens(stream, cp, rank))
         q, k, v = inputs[0][held], inputs[1][order], inputs[2][order]
-        part = attention._Attention.apply(q, k, v, packed_stream(stream, cp, rank, torch.from_numpy), 0.3, kernel)
+        part = attention._Attention.apply(q, k, v, packed_stream(stream, cp, rank, torch.from_numpy, by_length=by_length), 0.3, kernel)
         found = found.index_put((held,), part)
     assert (found - wanted).abs().max() < 1e-12
     pairs = zip(torch.autograd.grad(found, inputs, gradient), torch.autograd.grad(wanted, inputs, gradient), strict=True)
@@ -82,7 +86,7 @@ def test_without_parents_torchs_own_attention_gives_the_same():
         end = moved[-1].end
     *inputs, gradient = drawn(end)
     wanted, packed = dense(*inputs, seen_by(moved), 0.3), packed_stream(moved, 1, 0, torch.from_numpy)
-    found = attention._own_alone(*inputs, packed, 0.3)
+    found = attention._by_torch(*inputs, packed, 0.3)
     assert (found - wanted).abs().max() < 1e-12
     pairs = zip(torch.autograd.grad(found, inputs, gradient), torch.autograd.grad(wanted, inputs, gradient), strict=True)
     assert max((mine - right).abs().max() for mine, right in pairs) < 1e-12
@@ -96,17 +100,134 @@ def test_in_bfloat16_parts_are_merged_in_float32():
     assert found.dtype is torch.bfloat16 and (found - wanted).abs().max() < 0.03
 
 
-def test_many_short_segments_of_many_lengths_run_in_few_calls():
-    rng, stream = np.random.default_rng(0), []
-    for length in rng.integers(1, LONGEST_COPIED, 256):
-        start = stream[-1].end if stream else 0
-        stream.append(Segment(start=start, end=start + int(length), length=int(length)))
-    parts = packed_stream(stream, 1, 0, torch.from_numpy).own
-    assert len(parts) < 40
-    computed = sum(part.queries.n * part.queries.at.shape[1] for part in parts)
-    assert computed < 1.1 * stream[-1].end
+def end_to_end(lengths) -> list[Segment]:
+    ends = np.cumsum(lengths).tolist()
+    return [Segment(start=end - int(length), end=end, length=int(length)) for end, length in zip(ends, lengths)]
+
+
+def test_short_segments_are_read_by_length_and_long_ones_in_place():
+    rng = np.random.default_rng(0)
+    short, long = (
+        packed_stream(end_to_end(rng.integers(1, most, 256)), 1, 0, torch.from_numpy, by_length=True).causal for most in (16, 64)
+    )
+    assert isinstance(short.queries, torch.Tensor) and len(short.runs) == 15
+    assert isinstance(long.queries, slice) and len(long.runs) > 200
+    equal = packed_stream(end_to_end([64] * 9), 1, 0, torch.from_numpy, by_length=True).causal
+    assert isinstance(equal.queries, slice) and len(equal.runs) == 1
 
 
 def test_transformer_engine_is_not_handed_a_stream_with_parents():
     with pytest.raises(ValueError, match="attention with parents, which Transformer Engine's path has not yet"):
         te_packed(packed_stream(segments(), 1, 0, torch.from_numpy))
+
+
+# ---- flash attention of GPUs: everything but torch's two kernels runs here ---------------------------------------------------------------
+
+
+class Varlen:
+    """The two kernels as torch's source has them, with their conditions, on a CPU."""
+
+    def __init__(self):
+        self.calls = 0
+
+    def _runs(self, q, k, v, cu_q, cu_k, max_q, max_k, dropout, is_causal):
+        self.calls += 1
+        assert q.stride(-1) == k.stride(-1) == v.stride(-1) == 1 and q.shape[1] % k.shape[1] == 0 and dropout == 0.0
+        for cu, x, longest in ((cu_q, q, max_q), (cu_k, k, max_k)):
+            assert cu.dtype is torch.int32 and cu[0] == 0 and cu[-1] == len(x)
+            sizes = cu.diff()
+            assert sizes.min() > 0 and sizes.max() <= longest  # a run without tokens hangs
+        for a, b, c, d in zip(cu_q, cu_q[1:], cu_k, cu_k[1:], strict=False):
+            sees = torch.ones(b - a, d - c, dtype=torch.bool)
+            yield slice(a, b), slice(c, d), sees.tril(int((d - c) - (b - a))) if is_causal else sees
+
+    def forward(self, q, k, v, *rest, scale=None):
+        *bounds, dropout, is_causal, debug = rest
+        out, lse = torch.full_like(q, np.nan), q.new_full(q.shape[1::-1], np.nan)
+        for at, of, sees in self._runs(q, k, v, *bounds, dropout, is_causal):
+            scores = self._scores(q[at], k[of], sees, scale)
+            lse[:, at] = scores.logsumexp(-1)
+            out[at] = torch.einsum("hqk,khc->qhc", scores.softmax(-1), self._for_heads(v[of], q))
+        return out, lse, torch.empty(2), torch.empty(()), torch.empty(0)
+
+    def backward(self, grad, q, k, v, out, lse, *rest, scale=None):
+        *bounds, dropout, is_causal, state, unused = rest
+        assert lse.shape == (q.shape[1], len(q)) and lse.is_contiguous() and grad.stride(-1) == out.stride(-1) == 1
+        dq, dk, dv = torch.full_like(q, np.nan), torch.full_like(k, np.nan), torch.full_like(v, np.nan)
+        for at, of, sees in self._runs(q, k, v, *bounds, dropout, is_causal):
+            said = (self._scores(q[at], k[of], sees, scale) - lse[:, at, None]).exp()
+            rows = torch.einsum("qhc,qhc->hq", grad[at], out[at])
+            of_scores = said * (torch.einsum("qhc,khc->hqk", grad[at], self._for_heads(v[of], q)) - rows[..., None])
+            of_scores = of_scores * (scale or q.shape[-1] ** -0.5)
+            dq[at] = torch.einsum("hqk,khc->qhc", of_scores, self._for_heads(k[of], q))
+            dk[of] = torch.einsum("hqk,qhc->khc", of_scores, q[at]).unflatten(1, (k.shape[1], -1)).sum(2)
+            dv[of] = torch.einsum("hqk,qhc->khc", said, grad[at]).unflatten(1, (k.shape[1], -1)).sum(2)
+        return dq, dk, dv
+
+    def _scores(self, q, k, sees, scale):
+        scale = scale or q.shape[-1] ** -0.5
+        return (torch.einsum("qhc,khc->hqk", q, self._for_heads(k, q)) * scale).masked_fill(~sees, -np.inf)
+
+    def _for_heads(self, x, q):
+        return x.repeat_interleave(q.shape[1] // x.shape[1], dim=1)
+
+
+@pytest.mark.parametrize("cp", [1, 2, 4])
+def test_flash_attention_of_gpus_gives_the_gradients_of_the_cpus_in_a_call_for_each_part(cp):
+    stream = [dataclasses.replace(one, start=one.start * 2, end=one.end * 2, length=one.length * 2) for one in segments()]
+    *inputs, gradient = drawn(stream[-1].end)
+    ops = Varlen()
+    for rank in range(cp):
+        packed, outcomes = packed_stream(stream, cp, rank, torch.from_numpy), []
+        for kernel in (attention._Varlen(ops.forward, ops.backward), attention.FLASH_ON_CPU):
+            held = slice(0, stream[-1].end // cp)  # of these all tokens may be a rank's: what lies where does not matter here
+            out = attention._Attention.apply(inputs[0][held], *inputs[1:], packed, 0.3, kernel)
+            outcomes.append((out, *torch.autograd.grad(out, inputs, gradient[held])))
+        assert max((mine - right).abs().max() for mine, right in zip(*outcomes, strict=True)) < 1e-12
+    assert ops.calls == 2 * cp * (2 if cp == 1 else 3)
+
+
+def test_a_parent_without_children_is_in_no_call():
+    """Two equal completions are all trunk."""
+    stream = [Segment(start=0, end=8, length=8), Segment(start=8, end=16, length=8), Segment(start=16, end=20, length=4, parent=0),
+              Segment(start=20, end=24, length=4), Segment(start=24, end=30, length=6)]  # fmt: skip
+    stream[4] = dataclasses.replace(stream[4], parent=3)
+    [part] = packed_stream(stream, 1, 0, torch.from_numpy).full
+    assert part.cu_keys.tolist() == [0, 8, 12] and part.keys.tolist() == [*range(8), *range(20, 24)]
+
+
+@pytest.mark.parametrize(("op", "backward_takes"), [
+    ("_flash_attention_forward", 0), ("_flash_attention_backward", 3),
+])  # fmt: skip
+def test_torchs_kernels_have_the_arguments_that_are_handed_to_them(op, backward_takes):
+    schema = getattr(torch.ops.aten, op).default._schema
+    names = [argument.name for argument in schema.arguments if not argument.kwarg_only]
+    bounds = ["cum_seq_q", "cum_seq_k", "max_q", "max_k", "dropout_p", "is_causal"]
+    if backward_takes:
+        assert names == ["grad_out", "query", "key", "value", "out", "logsumexp", *bounds, "rng_state", "unused"]
+        assert len(schema.returns) == 3
+    else:
+        assert names == ["query", "key", "value", *bounds, "return_debug_mask"]
+        assert [one.name for one in schema.returns][:2] == ["output", "softmax_logsumexp"]
+    assert [argument.name for argument in schema.arguments if argument.kwarg_only][0] == "scale"
+
+
+def test_a_kernel_is_tried_before_it_is_taken():
+    ops, cpu = Varlen(), torch.device("cpu")
+
+    def fault(forward=ops.forward, backward=ops.backward):
+        return attention.fault_of(attention._Varlen(forward, backward), torch.float32, 16, cpu)
+
+    def padded_log_sum_exp(*args, **how):
+        out, lse, *rest = ops.forward(*args, **how)
+        return out, lse.flip(1), *rest
+
+    def its_own_statistics(grad, q, k, v, out, lse, *rest, scale):
+        mine = ops.forward(q, k, v, *rest[:-2], False, scale=scale)
+        return ops.backward(grad, q, k, v, mine[0], mine[1], *rest, scale=scale)
+
+    assert attention.fault_of(attention.FLASH_ON_CPU, torch.float32, 16, cpu) is None and fault() is None
+    assert "differs here in its output" in fault(forward=padded_log_sum_exp)
+    assert "differs here in the gradient of queries" in fault(backward=its_own_statistics)
+    # Here torch has no such kernel at all, and says so.
+    assert "does not run here (" in attention.fault_of(attention.FLASH_ON_GPU, torch.bfloat16, 16, cpu)

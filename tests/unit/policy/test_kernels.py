@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron_grpo.policy.kernels import Rotation, rms_norm, rotate
+from megatron_grpo.policy.kernels import Rotation, rms_norm, rotate, swiglu
 
 
 def drawn(*shape, dtype=torch.float64, seed=0):
@@ -27,6 +27,13 @@ def test_the_rotations_gradient_is_that_of_its_values():
     rotation = Rotation.of(drawn(3, 4, seed=1).detach())
     assert torch.autograd.gradcheck(lambda x: rotate(x, rotation), (drawn(3, 2, 8),))
     assert torch.autograd.gradcheck(lambda x: rotate(views(x), rotation), (drawn(3, 3, 8),))
+
+
+def test_swiglu_and_its_gradient_are_those_of_its_parts():
+    assert torch.autograd.gradcheck(swiglu, (drawn(3, 2, 10),))
+    x = drawn(3, 2, 10)
+    torch.testing.assert_close(swiglu(x), F.silu(x[..., :5]) * x[..., 5:])
+    assert swiglu(x[:0]).shape == (0, 2, 5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

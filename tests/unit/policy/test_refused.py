@@ -11,7 +11,7 @@ from megatron_grpo.errors import ConfigError
 from megatron_grpo.inputs import read_everything
 from megatron_grpo.planning.check import check
 from megatron_grpo.planning.sharing import LEAST_SAVING, decide
-from megatron_grpo.policy.refused import problems, sharing_problems
+from megatron_grpo.policy.refused import attention_channels, flash_obstacle, problems, sharing_problems
 from megatron_grpo.settings import parse
 from megatron_grpo.settings.config import Config
 from megatron_grpo.weights.shape import ModelShape
@@ -103,4 +103,16 @@ def test_transformer_engine_that_auto_would_take_leaves_prompts_unshared_and_lat
     assert "Transformer Engine" in decide(cfg, dense, has_transformer_engine=True).why
     assert sharing_problems(cfg.with_values({"share_prompts": "true"}), dense, has_transformer_engine=True)
     assert decide(cfg, DEEPSEEK, has_transformer_engine=True).least_saving == LEAST_SAVING
-    assert "no kernel for GPUs yet" in decide(cfg, dense, has_gpu=True).why
+
+
+@pytest.mark.parametrize(("dtype", "channels", "words"), [
+    ("bfloat16", 128, None), ("float16", 256, None), ("bfloat16", 192, None),
+    ("float32", 128, "not float32"), ("bfloat16", 264, "at most 256"), ("bfloat16", 100, "a multiple of 8"),
+])  # fmt: skip
+def test_flash_attention_takes_half_precision_and_heads_of_up_to_256_channels(dtype, channels, words):
+    assert (words is None and flash_obstacle(dtype, channels) is None) or words in flash_obstacle(dtype, channels)
+
+
+def test_the_heads_of_latent_attention_are_those_of_its_queries():
+    assert attention_channels(DEEPSEEK) == DEEPSEEK.mla.qk_head_dim + DEEPSEEK.mla.qk_pos_emb_head_dim
+    assert attention_channels(ModelShape.from_hf(config_of("qwen3"))) == ModelShape.from_hf(config_of("qwen3")).head_dim

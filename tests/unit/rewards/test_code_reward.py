@@ -23,7 +23,7 @@ def code(**settings):
     return load_rewards(Config().with_values({"reward_funcs": ["code"], "code_timeout": 2.0, **settings}))[0].function
 
 
-def attempt(program, seconds=5.0, landlock=True):
+def attempt(program, seconds=5.0, landlock="must"):
     """What a program that prints gets done."""
     return run_program(program, as_main=True, seconds=seconds, memory_mb=512, landlock=landlock)
 
@@ -107,35 +107,14 @@ def test_output_and_files_are_bounded():
     assert "Too many open files" in attempt("fs = [open('/dev/null') for _ in range(1000)]").errors
 
 
-@pytest.mark.parametrize("landlock", [True, False])
 @pytest.mark.parametrize(
     "action",
-    ["import socket; socket.socket()", "import socket; socket.socket(socket.AF_UNIX)",
-     "import urllib.request as u; u.urlopen('http://127.0.0.1')",
-     "import os; os.fork()", "import os; os.execv('/bin/true', ['true'])", "import subprocess; subprocess.run(['true'])",
-     # Signal 0 asks whether the others would do: where the sandbox had a hole, a real one would end this machine's processes.
-     "import os; os.kill({pid}, 0)", "import os; os.kill(-1, 0)", "import os; os.killpg(0, 0)",
-     "import resource; resource.prlimit({pid}, resource.RLIMIT_NOFILE, resource.getrlimit(resource.RLIMIT_NOFILE))",
-     "import os; os.sched_setaffinity({pid}, os.sched_getaffinity(0))",
-     "import multiprocessing as m; m.Process(target=print).start()"],
+    ["import urllib.request as u; u.urlopen('http://127.0.0.1')", "import os; os.execv('/bin/true', ['true'])",
+     "import subprocess; subprocess.run(['true'])", "import multiprocessing as m; m.Process(target=print).start()"],
 )  # fmt: skip
-def test_a_program_reaches_neither_the_network_nor_other_processes(action, landlock):
-    outcome = attempt(action.replace("{pid}", str(os.getpid())) + "\nprint('done')", landlock=landlock)
+def test_what_a_program_may_not_do_raises_an_error_in_it(action):
+    outcome = attempt(action + "\nprint('done')")
     assert outcome.output == "" and "Error" in outcome.errors
-
-
-@pytest.mark.parametrize("landlock", [True, False])
-@pytest.mark.parametrize(
-    "how",
-    ["open({path!r}, 'w')", "open({path!r}, 'a')", "os.remove({path!r})", "os.rename({path!r}, {path!r} + '2')",
-     "os.truncate({path!r}, 0)", "os.symlink({path!r}, {path!r} + '3')", "os.mkdir({path!r} + '4')"],
-)  # fmt: skip
-def test_a_program_changes_no_file_outside_its_directory(tmp_path, how, landlock):
-    path = tmp_path / "precious"
-    path.write_text("kept")
-    outcome = attempt("import os\n" + how.format(path=str(path)) + "\nprint('done')", landlock=landlock)
-    assert outcome.output == "" and not outcome.clean
-    assert path.read_text() == "kept" and len(list(tmp_path.iterdir())) == 1
 
 
 def test_a_program_reads_no_file_of_the_run(tmp_path):

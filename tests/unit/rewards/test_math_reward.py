@@ -112,3 +112,16 @@ def test_the_child_dies_with_a_parent_that_is_killed(text):
     parent.communicate()
     _, alive = psutil.wait_procs([child], timeout=5)
     assert not alive
+
+
+def test_the_checking_process_has_no_keys_of_ours(monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", "sesame")
+    monkeypatch.setenv("HF_TOKEN", "sesame")
+    monkeypatch.setenv("ORDINARY", "kept")
+    function = load().function
+    try:
+        assert function(completions=["$x$"], answer=["$y$"]) == [0]
+        environ = psutil.Process(function.child._process.pid).environ()
+        assert environ["ORDINARY"] == "kept" and "sesame" not in environ.values()
+    finally:
+        function.close()

@@ -201,12 +201,12 @@ megatron rlhf \\
     assert parsed.aside == {"run.sh": ["packing"]}
 
 
-def test_help_and_plan_import_neither_torch_nor_numpy():
+def test_help_and_plan_import_neither_torch_nor_numpy(tmp_path):
     code = (
         "import sys; from megatron_grpo.cli import main; main(['--help']); main(['train', '--help']); main(['plan']); "
         "sys.exit(any(name in sys.modules for name in ('torch', 'numpy', 'transformers', 'megatron', 'vllm')))"
     )
-    assert subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL, cwd=tmp_path).returncode == 0
 
 
 def test_print_config_shows_values_and_where_they_come_from(capsys, tmp_path):

@@ -27,10 +27,11 @@ def said(*words: str) -> list[str]:
         ("dataset_name", "called dataset here"),
         ("logging_steps", "changes nothing"),
         ("freeze_parameters_ratio", "counts the parameters of one rank"),
-        ("vllm_server_host", "a separate rollout server is not there yet"),
+        ("vllm_group_port", "changes nothing"),
         ("multi_turn_scheduler", "multi-turn"),
         ("external_plugins", "path/to/file.py:function"),
-        ("offload_model", "changes nothing"),
+        ("move_model_batches", "changes nothing"),
+        ("actor_rollout_ref.actor.megatron.param_offload", "called offload_model"),
         ("deepspeed", "Megatron shards"),
         ("max_new_tokens", "called max_completion_length"),
         ("max_length", "called max_prompt_length"),
@@ -82,7 +83,7 @@ def test_every_remedy_names_a_setting():
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("megatron rlhf --rlhf_type grpo --offload_optimizer true --offload_model true --lr 1 --finetune", "a Megatron-SWIFT file"),
+        ("megatron rlhf --rlhf_type grpo --padding_free true --use_hf true --lr 1 --finetune", "a Megatron-SWIFT file"),
         ("trl grpo --per_device_train_batch_size 4 --logging_steps 1 --gradient_checkpointing true --use_peft true", "a TRL file"),
         ("main trainer.policy.optimizer_config.lr=1 trainer.epochs=2 generator.sampling_params.top_p=1.0", "a SkyRL file"),
     ],
@@ -96,7 +97,7 @@ def test_a_file_full_of_another_systems_names_is_one_mistake_with_one_remedy(tmp
 
 def test_names_that_no_system_knows_are_still_named_beside_it(tmp_path):
     script = tmp_path / "run.sh"
-    script.write_text("megatron rlhf --rlhf_type grpo --offload_optimizer true --offload_model true --flux_capacitor 1")
+    script.write_text("megatron rlhf --rlhf_type grpo --padding_free true --use_hf true --flux_capacitor 1")
     file, other = said("--config", str(script))
     assert "--dialect swift-megatron" in file and other.startswith("flux_capacitor in run.sh is not a setting.")
 

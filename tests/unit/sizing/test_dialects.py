@@ -52,7 +52,8 @@ def test_a_megatron_swift_script_is_understood_in_full(tmp_path):
     assert (cfg.run.max_steps, cfg.run.num_train_epochs, cfg.eval.eval_steps) == (None, 1.0, 0), "its epochs decide; no val_dataset"
     assert not cfg.parallel.sequence_parallel, "without tensor parallelism it is off there too"
     assert "num_train_epochs (1) decides" in " ".join(parsed.notes)
-    assert set(parsed.aside["grpo.sh"]) >= {"offload_model", "no_save_optim", "dataloader_num_workers", "attention_backend"}
+    assert (cfg.rollout.offload_model, cfg.rollout.offload_optimizer) == ("true", "auto"), "the same names, and only memory"
+    assert set(parsed.aside["grpo.sh"]) >= {"no_save_optim", "dataloader_num_workers", "attention_backend"}
     assert not set(parsed.aside["grpo.sh"]) & {"reward_funcs", "lr", "epsilon", "top_k", "max_length"}
 
 
@@ -89,7 +90,7 @@ def test_the_table_of_defaults_is_true(dialect):
     ("dialect", "words", "said"),
     [
         ("swift", "--loss_type real", "loss_type cannot be 'real'"),
-        ("swift", "--vllm_mode server --vllm_server_host h", "vllm_mode (server), vllm_server_host (h): a separate rollout"),
+        ("swift", "--vllm_mode server --vllm_data_parallel_size 2", "vllm_data_parallel_size (2): engines of a rollout server"),
         ("swift", "--tuner_type lora_llm", "tuner_type cannot be 'lora_llm': it trains a vision tower"),
         ("swift", "--tuner_type lora --modules_to_save embed_tokens", "modules_to_save (embed_tokens): whole layers would train"),
         ("swift", "--tuner_type lora --lora_bias all", "lora_bias (all): a bias beside a frozen weight gets no gradient"),
@@ -112,7 +113,6 @@ def test_the_table_of_defaults_is_true(dialect):
         ("swift", "--finetune false", "finetune (false): checkpoints of another system are not read"),
         ("swift", "--moe_expert_capacity_factor 2", "a capacity that drops some"),
         ("swift", "--fp8_format hybrid", "fp8"),
-        ("swift", "--router_replay_mode R3", "router replay"),
         ("swift", "--optimizer muon", "the optimizer is AdamW"),
         ("swift", "--rlhf_type dpo", "only GRPO"),
         ("swift", "--advantage_estimator rloo --scale_rewards group", "divides by a std"),
@@ -121,7 +121,7 @@ def test_the_table_of_defaults_is_true(dialect):
         ("trl", "--use_peft --lora_modules_to_save lm_head", "lora_modules_to_save (lm_head): whole layers would train"),
         ("trl", "--use_peft --lora_target_parameters experts", "adapters are on linear layers"),
         ("trl", "--use_vllm false", "sampling is by vLLM alone"),
-        ("trl", "--vllm_mode server", "a separate rollout server"),
+        ("skyrl", "--run_engines_locally false", "servers are started beside a run (megatron-grpo serve)"),
         ("trl", "--loss_type vespo", "loss_type cannot be 'vespo'"),
         ("trl", "--optim adafactor", "the optimizer is AdamW"),
         ("trl", "--deepspeed zero3.json", "Megatron shards"),
@@ -133,8 +133,8 @@ def test_the_table_of_defaults_is_true(dialect):
         ("skyrl", "trainer.algorithm.advantage_estimator=gae", "advantage_estimator (gae)"),
         ("skyrl", "trainer.algorithm.policy_loss_type=clip_cov", "policy_loss_type (clip_cov)"),
         ("skyrl", "trainer.algorithm.loss_reduction=prompt_mean", "loss_reduction (prompt_mean)"),
-        ("skyrl", "trainer.placement.colocate_all=false", "a separate rollout server"),
-        ("skyrl", "trainer.fully_async.enabled=true", "sampling ahead of training"),
+        ("skyrl", "trainer.placement.colocate_all=false", "servers are started beside a run"),
+        ("skyrl", "trainer.fully_async.enabled=true", "not pushed into running requests"),
         ("skyrl", "generator.max_turns=4", "multi-turn"),
         ("skyrl", "environment.env_class=gsm8k", "rewards come from reward_funcs"),
         ("skyrl", "trainer.strategy=fsdp2", "Megatron shards"),
@@ -189,6 +189,9 @@ def test_what_is_not_there_is_refused_by_name_and_feature(dialect, words, said):
          {"world_size": 8, "tensor_model_parallel_size": 2, "sequence_parallel": True, "expert_tensor_parallel_size": 2}),
         ("skyrl", "generator.sampling_params.top_k=-1 generator.sampling_params.temperature=0.7", {"top_k": 0, "temperature": 0.7}),
         ("skyrl", "environment.env_class=gsm8k --reward_funcs math", {"reward_funcs": ["math"]}),
+        ("skyrl", "trainer.policy.megatron_config.moe_enable_routing_replay=true "
+                  "generator.inference_engine.enable_return_routed_experts=true", {"router_replay_mode": "R3"}),
+        ("swift", "--router_replay_mode R2", {"router_replay_mode": "R2"}),
     ],
 )  # fmt: skip
 def test_what_is_said_otherwise_there_is_translated(dialect, words, values):

@@ -1,0 +1,101 @@
+"""How much of sampling is hidden behind training, one rollout ahead: whole runs on a trace of sampling times that is played back.
+
+    python benchmarks/overlap.py
+    python benchmarks/overlap.py --trace seconds.txt --ratios 1
+
+The policy trains for real; the sampler answers from a table, after the seconds that the trace says for that rollout, as a server elsewhere
+would: it takes none of this machine's time. A step is compared with the longer of the two (what it should take) and with their sum (what
+it takes where training waits), of the same steps. The trace is scaled to the ratio of mean sampling to mean training. Quote the ratios:
+seconds are this machine's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+os.environ |= {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+sys.path.insert(0, str(Path(__file__).parents[1]))  # the models, the runs and the ranks of the tests
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from tests.end_to_end.runs import records, write_inputs
+from tests.ranks import run_ranks
+
+FIRST = 3  # steps that are left out: the first waits for its rollout in any case, and caches are cold
+
+
+def train(rank: int, world_size: int, flags: list[str], seconds: list[float]) -> None:
+    """`megatron-grpo train`, with a sampler that takes so long for each rollout."""
+    from megatron_grpo.cli import main
+    from megatron_grpo.rollout.scripted import ScriptedEngine
+    from megatron_grpo.types import answered
+
+    def answer(prompt, place, version):
+        tokens = np.random.default_rng([prompt.number, place]).integers(4, 100, 256).tolist()
+        return answered(prompt.token_ids, tokens, [-4.0] * len(tokens), text="", ended="length", version=version)
+
+    class Replayed(ScriptedEngine):
+        def _answered(self, prompts, *asked):
+            time.sleep(seconds[prompts[0].number // len(prompts)])
+            return super()._answered(prompts, *asked)
+
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()) as said:
+        code = main(["train", "--verify_weight_push", "false", *flags], engine=lambda *_: Replayed(answer))
+    if code:
+        raise RuntimeError(said.getvalue())
+
+
+def steps_of(flags: list[str], depth: int, seconds: list[float], num_steps: int) -> list[dict]:
+    ahead = f"--async_rollout_depth {depth} --vllm_mode server --vllm_server_host 127.0.0.1"
+    more = [*flags, *f"--max_steps {num_steps} {ahead}".split()]
+    with tempfile.TemporaryDirectory() as out:
+        run_ranks(train, 1, [*more, "--output_dir", out], seconds, timeout=3600)
+        return records(Path(out) / "metrics.jsonl")[FIRST:]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--trace", help="sampling seconds of successive rollouts, one a line (default: log-normal, sigma 0.3)")
+    parser.add_argument("--ratios", type=float, nargs="+", default=[0.5, 1.0, 2.0], help="mean sampling time by mean training time")
+    parser.add_argument("--steps", type=int, default=15)
+    arguments = parser.parse_args()
+    trace = np.random.default_rng(0).lognormal(0.0, 0.3, 10 * arguments.steps)
+    if arguments.trace:
+        trace = np.loadtxt(arguments.trace, ndmin=1)
+    trace = np.resize(trace, arguments.steps + 1) / trace[: arguments.steps + 1].mean()
+    table = Table("sampling / training", "step, s", "the longer, s", "their sum, s", "step / the longer", "their sum / step")
+    for column in table.columns:
+        column.justify = "right"
+    with tempfile.TemporaryDirectory() as folder:
+        flags = write_inputs(Path(folder) / "inputs", layers=4, max_positions=512)
+        at = flags.index("--vllm_kv_cache_memory_mb")
+        flags = [*flags[:at], *flags[at + 2 :], "--max_completion_length", "256", "--export_hf", "false", "--log_completions_steps", "0",
+                 "--rollout_importance_sampling_mode", "token_truncate"]  # fmt: skip
+        alone = steps_of(flags, 0, [0.0] * (arguments.steps + 1), arguments.steps)
+        training = float(np.mean([step["time/step"] for step in alone]))
+        for ratio in arguments.ratios:
+            seconds = (trace * ratio * training).tolist()
+            ahead = steps_of(flags, 1, seconds, arguments.steps)
+            # The rollout of a step is sampled while the step before it is trained.
+            trained = [step["time/step"] - step["time/rollout"] for step in ahead]
+            pairs = [(seconds[step["step"] - 1], before) for step, before in zip(ahead[1:], trained)]
+            whole, longer, both = (
+                float(np.mean(one)) for one in ([s["time/step"] for s in ahead], list(map(max, pairs)), list(map(sum, pairs)))
+            )
+            table.add_row(*(f"{one:.3g}" for one in (ratio, whole, longer, both, whole / longer, both / whole)))
+            print(json.dumps({"ratio": ratio, "step_by_longer": whole / longer, "sum_by_step": both / whole}), flush=True)
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()

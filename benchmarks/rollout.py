@@ -1,0 +1,123 @@
+"""What our engine adds to vLLM: the same requests through `ColocatedEngine.generate` and through a bare `LLM.generate`.
+
+    python benchmarks/rollout.py --pairs 7
+
+All are in this process and take turns. "bare vLLM" is an `LLM` with vLLM's own defaults, apart from what a CPU must have (no compilation,
+a size of the KV cache), asked for text and log-probs as TRL asks. "bare, our options" is the `LLM` inside our engine, asked exactly as we
+ask: what is left is ours. Answers stay as vLLM gives them. Tokens are compared before a time is printed. CPU seconds on one thread.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+os.environ |= {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
+sys.path.insert(0, str(Path(__file__).parents[1]))  # the models of the tests
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from megatron_grpo.rollout.colocated import ColocatedEngine
+from megatron_grpo.rollout.engine import SamplingSettings
+from megatron_grpo.rollout.vllm_requests import sampling_params
+from megatron_grpo.settings.config import RolloutConfig
+from megatron_grpo.types import Prompt
+from tests.tiny_models import write_tiny
+
+OURS, BARE, INSIDE = "ours", "bare vLLM", "bare, our options"
+
+
+def cpu_of(work):
+    start = time.process_time()
+    result = work()
+    return time.process_time() - start, result
+
+
+def parsed() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--prompts", type=int, default=16)
+    parser.add_argument("--prompt-tokens", type=int, default=64, help="the longest; the shortest is half of it")
+    parser.add_argument("--n", type=int, default=8, help="completions of a prompt")
+    parser.add_argument("--completion", type=int, default=96, help="max_completion_length")
+    parser.add_argument("--pairs", type=int, default=7)
+    parser.add_argument("--profile", action="store_true", help="where our own share goes")
+    return parser.parse_args()
+
+
+def main() -> None:
+    arguments, console = parsed(), Console(width=140)
+    torch.set_num_threads(1)
+    path = write_tiny(tempfile.mkdtemp(), "qwen3", hidden=128, layers=4, ffn=256, vocab=512, max_positions=1024, std=0.05)
+    longest = arguments.prompt_tokens + arguments.completion
+    cfg = RolloutConfig(vllm_kv_cache_memory_mb=256, vllm_max_num_seqs=256)
+    engine = ColocatedEngine.build(cfg, model_path=path, dtype="float32", max_model_len=longest, seed=0, rank=0, world_size=1)
+
+    from vllm import LLM, SamplingParams
+
+    bare = LLM(str(path), dtype="float32", max_model_len=longest, enforce_eager=True, kv_cache_memory_bytes=256 << 20, max_num_seqs=256,
+               seed=0, logprobs_mode="processed_logprobs", enable_chunked_prefill=False, disable_log_stats=True)  # fmt: skip
+    tokenizer, rng = bare.get_tokenizer(), np.random.default_rng(0)
+    sampling = SamplingSettings(n=arguments.n, max_completion_length=arguments.completion)
+    lengths = rng.integers(arguments.prompt_tokens // 2, arguments.prompt_tokens, arguments.prompts, endpoint=True)
+
+    def prompts(first: int) -> list[Prompt]:
+        texts = [" ".join(map(str, rng.integers(4, 512, length))) for length in lengths]
+        return [Prompt(number=first + i, row=first + i, raw=text, token_ids=tuple(tokenizer(text).input_ids), columns={})
+                for i, text in enumerate(texts)]  # fmt: skip
+
+    def ask(llm, asked: list[Prompt], params: list[SamplingParams]):
+        return llm.generate([{"prompt_token_ids": list(prompt.token_ids)} for prompt in asked], params, use_tqdm=False)
+
+    def as_trl_asks(prompt: Prompt) -> SamplingParams:
+        return SamplingParams(n=sampling.n, max_tokens=sampling.max_completion_length, logprobs=0, seed=seed_of(prompt))
+
+    def seed_of(prompt: Prompt):
+        return engine._request_seed(1, prompt, sampling)
+
+    spent: dict[str, list[float]] = {OURS: [], BARE: [], INSIDE: []}
+    drawn = []
+    for turn in range(arguments.pairs + 1):  # the first warms up
+        asked, found = prompts(turn * arguments.prompts), {}
+        ways = {
+            OURS: lambda: [[one.answer_ids for one in group.completions] for group in engine.generate(asked, sampling, seed=1)],  # noqa: B023
+            BARE: lambda: ask(bare, asked, [as_trl_asks(prompt) for prompt in asked]),  # noqa: B023
+            INSIDE: lambda: ask(engine._llm, asked, [sampling_params(sampling, seed_of(prompt)) for prompt in asked]),  # noqa: B023
+        }
+        for way in ways if turn % 2 else reversed(ways):
+            seconds, found[way] = cpu_of(ways[way])
+            if turn:
+                spent[way].append(seconds)
+        for way in (BARE, INSIDE):
+            answers = [[tuple(one.token_ids) for one in answer.outputs] for answer in found[way]]
+            assert answers == found[OURS], f"{way}: these are not the same draws"
+        drawn += [sum(len(ids) for group in found[OURS] for ids in group)] if turn else []
+    mine, *others, tokens = map(np.array, (*spent.values(), drawn))
+    title = f"{arguments.prompts} prompts, {arguments.n} completions each, {len(mine)} rounds"
+    table = Table("", "median (from, to)", title=title)
+    rows = [(f"{way}, CPU s", np.array(seconds), ".3f") for way, seconds in spent.items()]
+    rows += [("tokens of ours a CPU second", tokens / mine, ",.0f")]
+    rows += [(f"ours, of the rate of {way}", other / mine, ".3f") for way, other in zip((BARE, INSIDE), others, strict=True)]
+    for name, values, form in rows:
+        table.add_row(name, f"{np.median(values):{form}} ({min(values):{form}} to {max(values):{form}})")
+    console.print(table)
+    if arguments.profile:
+        import cProfile
+        import pstats
+
+        profile = cProfile.Profile()
+        profile.runcall(engine.generate, asked, sampling, seed=1)
+        pstats.Stats(profile).sort_stats("cumtime").print_stats("megatron_grpo", 15)
+    sys.stdout.flush()
+    os._exit(0)  # taking two engines down takes seconds
+
+
+if __name__ == "__main__":
+    main()

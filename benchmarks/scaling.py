@@ -1,0 +1,115 @@
+"""What a layout costs: CPU seconds of one train step, summed over its ranks, beside one rank with the same tokens.
+
+    python benchmarks/scaling.py --rounds 3
+
+Every layout trains the same samples from the same weights. Its loss and every gradient tensor are compared with one rank's before a ratio
+is printed. 1.00 would be a layout that computes nothing twice, sends nothing and waits for nobody. Jobs of one rank and of two take turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # the models and the ranks of the tests
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from megatron_grpo.types import Sample
+from tests import parity_cases as cases
+from tests.ranks import run_ranks
+from tests.tiny_models import write_tiny
+
+MODELS = {
+    "dense": dict(family="qwen3", vocab=512, hidden=256, layers=4, heads=8, kv_heads=4, ffn=512, max_positions=1024, std=0.05),
+    "8 experts": dict(family="qwen3_moe", vocab=512, hidden=256, layers=4, heads=8, kv_heads=4, ffn=256, experts=8, max_positions=1024,
+                      std=0.05),
+}  # fmt: skip
+LAYOUTS = [("dense", "TP2"), ("dense", "TP2 SP"), ("dense", "PP2"), ("dense", "CP2"), ("dense", "DP2"), ("8 experts", "EP2")]
+PROMPTS, G, PROMPT, COMPLETION = 8, 8, 64, (32, 192)  # groups, their completions, tokens of a prompt, of a completion (from, to)
+
+
+def rollout(step: int) -> list[Sample]:
+    rng, found = np.random.default_rng(step), []
+    for prompt_number in range(PROMPTS):
+        prompt, rows = rng.integers(4, 512, PROMPT), []
+        for row in range(G):
+            tokens = np.concatenate([prompt, rng.integers(4, 512, rng.integers(*COMPLETION))])
+            rows.append(Sample(
+                row=prompt_number * G + row, rollout=step, prompt_number=prompt_number, version=step, fresh_at=step, token_ids=tokens,
+                mask=np.arange(len(tokens)) >= PROMPT, sampler_logprobs=np.full(len(tokens), np.nan, dtype=np.float32),
+                advantage=float(rng.normal()), is_dead=False, is_truncated=False,
+            ))  # fmt: skip
+        found += cases.with_prefix(rows)
+    return found
+
+
+def train(rank: int, world: int, path: Path, changes: dict, steps: int):
+    """CPU seconds of each step but the first, which allocates; of the first its loss and, on rank 0, its gradients."""
+    cfg = cases.settings(loss_type="dapo", clip_grad=1.0, lr=1e-6, temperature=1.0, max_completion_length=COMPLETION[1],
+                         max_tokens_per_micro_batch=2048, **changes)  # fmt: skip
+    policy = cases.build(path, cfg, world)
+    gradients: dict[str, np.ndarray] = {}
+    act = policy.optimizer.step
+
+    def look_and_act():
+        if not gradients:
+            gradients.update(cases.full_gradients(policy))
+        return act()
+
+    policy.optimizer.step = look_and_act
+    seconds, losses = [], []
+    for step in range(steps + 1):
+        batch = cases.batch_of(policy, rollout(step), step)
+        begin = time.process_time()
+        losses.append(policy.train_step(batch).metrics["loss"])
+        seconds.append(time.process_time() - begin)
+    return seconds[1:], losses[0], gradients if rank == 0 else {}
+
+
+def check(found, right, layout: str) -> float:
+    """The worst relative error of a gradient tensor. Ends the program where it is no rounding error: times would mean nothing."""
+    (_, loss, gradients), (_, right_loss, right_gradients) = found, right
+    assert gradients.keys() == right_gradients.keys(), gradients.keys() ^ right_gradients.keys()
+    worst = max(float(np.linalg.norm(gradients[n] - g) / np.linalg.norm(g)) for n, g in right_gradients.items())
+    if worst > 1e-4 or abs(loss - right_loss) > 1e-5 * max(1, abs(right_loss)):
+        raise SystemExit(f"{layout}: loss {loss} instead of {right_loss}, gradients off by {worst:.1e}: this is not the same step")
+    return worst
+
+
+def parsed() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=3, help="jobs of each layout, beside as many of one rank")
+    parser.add_argument("--steps", type=int, default=4, help="of a job, after one that warms up")
+    return parser.parse_args()
+
+
+def main() -> None:
+    arguments, console = parsed(), Console(width=140)
+    table = Table("model", "layout", "one rank, CPU s", "all ranks, CPU s", "all ranks / one: median (from, to)", "gradients differ by",
+                  title=f"one train step, medians of {arguments.rounds} pairs of jobs")  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        for name, layout in LAYOUTS:
+            path = Path(folder) / name
+            if not path.exists():
+                write_tiny(path, **MODELS[name])
+            case, pairs, worst = cases.LAYOUTS[layout], [], 0.0
+            for _ in range(arguments.rounds):
+                alone = run_ranks(train, 1, path, {}, arguments.steps, timeout=600)
+                together = run_ranks(train, case.world_size, path, case.settings, arguments.steps, timeout=600)
+                worst = max(worst, check(together[0], alone[0], layout))
+                pairs.append((np.median(alone[0][0]), np.median(np.sum([rank[0] for rank in together], axis=0))))
+            one, all_ranks = np.array(pairs).T
+            ratios = all_ranks / one
+            table.add_row(name, layout, f"{np.median(one):.2f}", f"{np.median(all_ranks):.2f}",
+                          f"{np.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})", f"{worst:.0e}")  # fmt: skip
+    console.print(table)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,80 @@
+#!/usr/bin/env bash
+# Two rollout servers and two trainer ranks on one machine: the quickstart's task. On the way one server is killed and another one is started;
+# the run must not care. Ends with the quickstart's accuracy and a verdict. Arguments are settings of the training run:
+#
+#   bash examples/servers/run.sh
+#   AGAIN=1 bash examples/servers/run.sh                  train again although nothing has changed
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+here=examples/servers output=output/servers
+source examples/steps.sh
+addresses=output/servers_addresses logs=output/servers_logs
+declare -A servers  # name -> process id
+
+start() {  # start NAME: a server, in the background; its address lies in a file of that name once it answers
+    megatron-grpo serve --config $here/config.yaml --port 0 --address_file "$addresses/$1" >"$logs/$1.log" 2>&1 &
+    servers[$1]=$!
+}
+
+stop_all() {  # politely: each ends by itself, and says so with exit code 0
+    local name code=0
+    for name in "${!servers[@]}"; do
+        kill -TERM "${servers[$name]}" 2>/dev/null || true
+        wait "${servers[$name]}" || { code=$?; echo "[servers] server $name ended with exit code $code, see $logs/$name.log"; }
+    done
+    servers=()
+    return $code
+}
+
+wait_for_step() {  # wait_for_step N: until the run has taken N optimizer steps; not longer than the run lives
+    until [ "$(cat $output/metrics.jsonl 2>/dev/null | wc -l)" -ge "$1" ]; do
+        kill -0 "$trainer" 2>/dev/null || return 1
+        sleep 0.2
+    done
+}
+
+disturb() {  # what happens to the servers while the run trains
+    wait_for_step 40 || return 0
+    kill -KILL "${servers[one]}"
+    rm -f "$addresses/one"  # a killed server cannot take its address away
+    echo "[servers] step 40: server one is killed"
+    wait_for_step 60 || return 0
+    start three
+    echo "[servers] step 60: server three is started"
+}
+
+echo "[servers] 1/5 environment"
+install plot
+
+echo "[servers] 2/5 data and model"
+python examples/quickstart/make_data.py
+python tools/make_tiny_model.py
+
+key="$(key_of "$here/config.yaml $here/run.sh examples/quickstart/reward.py examples/quickstart/model/made_by.json" "$@")"
+if is_finished "$key"; then
+    echo "[servers] 3/5, 4/5 $output is a finished run of just this; kept (AGAIN=1 trains again)"
+else
+    rm -rf $addresses $logs $output
+    mkdir -p $addresses $logs
+    export MEGATRON_GRPO_TOKEN
+    MEGATRON_GRPO_TOKEN="$(python -c 'import secrets; print(secrets.token_hex(16))')"
+    trap stop_all EXIT
+    echo "[servers] 3/5 servers one and two, with a token of this run; their logs are in $logs"
+    start one
+    start two
+
+    number="$(ranks)"
+    echo "[servers] 4/5 training: torchrun --nproc_per_node $number -m megatron_grpo train --config $here/config.yaml $*"
+    torchrun --nproc_per_node "$number" -m megatron_grpo train --config $here/config.yaml --output_dir $output "$@" &
+    trainer=$!
+    disturb
+    wait $trainer || failed "the training run ended with exit code $?"
+    wait "${servers[one]}" 2>/dev/null || true  # the killed one
+    unset "servers[one]"
+    trap - EXIT
+    stop_all || failed "a server did not end cleanly"
+    echo "$key" >$output/finished_with
+fi
+
+echo "[servers] 5/5 verdict"
+python $here/verdict.py $output $logs

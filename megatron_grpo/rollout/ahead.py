@@ -1,0 +1,116 @@
+"""Sampling that has begun before its answers are needed: what is under way, how ranks wait for it, and who takes the answers."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
+from typing import Generic, TypeVar, cast
+
+from megatron_grpo.parallel import collectives
+from megatron_grpo.rollout.engine import BackgroundSampler, Flight, Sampler, SamplingSettings
+from megatron_grpo.types import Group, Prompt
+
+Result = TypeVar("Result")
+
+# Ranks with nothing to wait for sit in a collective meanwhile, and a collective that lasts too long ends the run.
+SECONDS_BETWEEN_AGREEMENTS = 20.0
+
+
+class InThread(Generic[Result]):
+    """Work that a thread of its own does. Nothing collective may be in it.
+
+    work: is given an event, and should end soon once that is set. The thread does not keep the process alive.
+    """
+
+    def __init__(self, work: Callable[[threading.Event], Result], *, name: str):
+        self._future: Future[Result] = Future()
+        self._gives_up, self._began, self._seconds = threading.Event(), time.perf_counter(), 0.0
+        threading.Thread(target=self._run, args=(work,), name=name, daemon=True).start()
+
+    def _run(self, work: Callable[[threading.Event], Result]) -> None:
+        try:
+            found = work(self._gives_up)
+        except BaseException as error:  # noqa: BLE001 - raised again where the result is asked for
+            self._seconds = time.perf_counter() - self._began
+            self._future.set_exception(error)
+        else:
+            self._seconds = time.perf_counter() - self._began
+            self._future.set_result(found)
+
+    @property
+    def seconds(self) -> float:
+        """What the work took, once it is done."""
+        return self._seconds
+
+    def wait(self, seconds: float | None = None) -> bool:
+        """Whether it is done, after waiting for it at most so long. Concerns this rank alone."""
+        return bool(wait([self._future], seconds).done)
+
+    def result(self) -> Result:
+        """Waits for it. Raises what the work raised."""
+        return self._future.result()
+
+    def give_up(self) -> None:
+        self._gives_up.set()
+
+
+def wait_together(is_done: Callable[[float], bool], seconds: float | None = None) -> bool:
+    """Until every rank is done, at most so long; says whether they are, the same on every rank. Collective.
+
+    is_done: waits on this rank for at most the seconds that it is given, and says whether there is nothing left to wait for.
+    """
+    left = seconds
+    while True:
+        part = SECONDS_BETWEEN_AGREEMENTS if left is None else min(SECONDS_BETWEEN_AGREEMENTS, left)
+        if collectives.largest(0.0 if is_done(part) else 1.0) == 0:
+            return True
+        if left is not None and (left := left - part) <= 0:  # counted, not measured: the same on every rank
+            return False
+
+
+class Ahead:
+    """Asks a sampler, perhaps before the answers are needed: `generate` takes what has come in, and asks for the rest.
+
+    So who asks need not know what is under way. Prompts are told apart by their numbers.
+    """
+
+    def __init__(self, sampler: Sampler):
+        self.sampler = sampler
+        self._flights: list[Flight] = []
+        self._begun: set[int] = set()  # numbers of prompts: the same on every rank
+        self._landed: dict[int, Group] = {}  # of this rank
+
+    def begin(self, prompts: Sequence[Prompt], sampling: SamplingSettings, *, seed: int) -> None:
+        """Returns at once. Needs a `BackgroundSampler`. Collective."""
+        self._flights.append(cast(BackgroundSampler, self.sampler).begin(prompts, sampling, seed=seed))
+        self._begun |= {prompt.number for prompt in prompts}
+
+    def land(self, seconds: float | None = None) -> float | None:
+        """Waits for all that is under way, at most so long: the seconds that it took from its beginning; None if it takes longer.
+
+        Collective.
+        """
+        deadline = time.monotonic() + (seconds or 0.0)
+        for flight in self._flights:
+            left = None if seconds is None else max(0.0, collectives.from_first(deadline - time.monotonic()))
+            if not flight.wait(left):
+                return None
+        self._landed |= {group.prompt.number: group for flight in self._flights for group in flight.groups()}
+        took = max((flight.seconds for flight in self._flights), default=0.0)
+        self._flights = []
+        return took
+
+    def generate(self, prompts: Sequence[Prompt], sampling: SamplingSettings, *, seed: int) -> list[Group]:
+        """As `Sampler.generate`. What was begun must have landed. Collective."""
+        others = [prompt for prompt in prompts if prompt.number not in self._begun]
+        asked = self.sampler.generate(others, sampling, seed=seed) if others else []
+        found = self._landed | {group.prompt.number: group for group in asked}
+        return [found[prompt.number] for prompt in prompts if prompt.number in found]
+
+    def forget(self) -> None:
+        """What was begun is no longer wanted: the prompts will be asked anew. Collective."""
+        for flight in self._flights:
+            flight.drop()
+        self._flights, self._begun, self._landed = [], set(), {}

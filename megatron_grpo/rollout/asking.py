@@ -1,0 +1,174 @@
+"""A question to rollout servers: prompts that are answered by whichever has room, two calls at a time each. Rank 0 alone; no torch."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from megatron_grpo.errors import RunError
+from megatron_grpo.rollout import wire
+from megatron_grpo.rollout.dealing import CALLS, MOST_DEATHS, Dealing, chunk_size
+from megatron_grpo.rollout.fleet import Fleet, Member
+from megatron_grpo.rollout.http import Gone, Refused
+
+ENDS = ("stop", "length")  # "abort" is no answer
+
+Asked = tuple[int, ...]
+
+
+class Question:
+    """Prompts and what was answered so far. It is asked by threads of its own; `wait` says what came of it."""
+
+    def __init__(self, requests: Mapping[int, wire.Request], sampling: wire.Sampling, *, version: int, name_of: Callable[[int], str] = str):
+        """requests: by the prompt's number. version: of the weights that are to answer. name_of: a prompt's number, for people."""
+        self.requests, self.sampling, self.version, self._name_of = dict(requests), sampling, version, name_of
+        self._dealing: Dealing[int, tuple[wire.Drawn, ...]] = Dealing(list(requests))
+        self._changed = threading.Condition()
+        self._refusal: RunError | None = None
+        self._open = 0  # threads
+        self._began = self._last_heard = time.monotonic()
+
+    @property
+    def answers(self) -> Mapping[int, tuple[wire.Drawn, ...]]:
+        return self._dealing.answers
+
+    def ask(self, fleet: Fleet) -> None:
+        """Begins to ask whoever is used now for what is not answered. Returns at once."""
+        members = fleet.used
+        n = max((request.n for request in self.requests.values()), default=1)
+        for member in members:
+            assert member.state is not None  # it was claimed
+            size = chunk_size(len(self._dealing.left), n=n, num_servers=len(members), max_num_seqs=member.state.max_num_seqs)
+            for _ in range(CALLS):
+                with self._changed:
+                    self._open += 1
+                threading.Thread(target=self._serve, args=(fleet, member, size), daemon=True).start()
+
+    @property
+    def seconds(self) -> float:
+        """From the beginning to the last answer so far."""
+        return self._last_heard - self._began
+
+    def rests(self, seconds: float) -> bool:
+        """Whether there is nothing to wait for, after at most so long: all is answered, or it cannot go on by itself."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._is_over or not self._open, timeout=seconds)
+
+    def go_on(self, fleet: Fleet, *, version: int) -> None:
+        """As `ask`, after all servers were lost: by the weights that are there now, which may be newer."""
+        self.version = version
+        self.ask(fleet)
+
+    def wait(self) -> int:
+        """Until all is answered, or nobody is left to ask: how many prompts are then left. Raises RunError where a prompt cannot be
+        answered by anybody."""
+        with self._changed:
+            # Woken now and then, so that the main thread hears of signals.
+            while self._open and not self._is_over:
+                self._changed.wait(timeout=1.0)
+            if self._refusal is not None:
+                raise self._refusal
+            if deadly := self._dealing.deadly:
+                raise RunError(self._of_deadly(deadly))
+            return len(self._dealing.left)
+
+    def abandon(self) -> None:
+        """Nobody waits for it any more: its calls end."""
+        with self._changed:
+            self._refusal = self._refusal or RunError("the question was given up")
+            self._changed.notify_all()
+
+    # ---- in threads
+
+    @property
+    def _is_over(self) -> bool:
+        return self._dealing.is_done or self._refusal is not None or bool(self._dealing.deadly)
+
+    def _serve(self, fleet: Fleet, member: Member, size: int) -> None:
+        """One of a server's calls at a time, until nothing is left or it is lost."""
+        try:
+            while chunk := self._next(member, size):
+                self._call(fleet, member, chunk)
+        finally:
+            with self._changed:
+                self._open -= 1
+                self._changed.notify_all()
+
+    def _next(self, member: Member, size: int) -> Asked:
+        """Waits where all is with other servers, for those may be lost."""
+        with self._changed:
+            while not self._is_over and member.trouble is None:
+                if chunk := self._dealing.next_for(str(member), size):
+                    return chunk
+                self._changed.wait(timeout=1.0)
+            return ()
+
+    def _call(self, fleet: Fleet, member: Member, chunk: Asked) -> None:
+        died = False
+        try:
+            self._hear(member, chunk)
+        except Gone as error:
+            # Closed at its end: perhaps by what it was asked. Who stands still does not die of a prompt.
+            died = not error.is_silent
+            fleet.lose(member, error)
+        except wire.Malformed as error:
+            died = True
+            fleet.lose(member, error)
+        except Refused as error:
+            if not (error.is_conflict or error.is_failure):
+                self._refuse(f"the rollout server {member} refused to sample: {error}")
+            died = error.is_failure
+            fleet.lose(member, error)
+        finally:
+            with self._changed:
+                self._dealing.ended(str(member), chunk, died=died)
+                self._changed.notify_all()
+
+    def _hear(self, member: Member, chunk: Asked) -> None:
+        by_key = {self.requests[number].key: number for number in chunk}
+        body = wire.Generate(version=self.version, sampling=self.sampling, requests=tuple(self.requests[number] for number in chunk))
+        for line in member.server.lines("/generate", body):
+            answer = wire.decode_line(line)
+            if answer is not None:
+                self._take(by_key.pop(answer.key, None), answer)
+            if self._is_over:
+                return
+        if by_key:
+            raise Gone(f"its answer ended with {len(by_key)} of {len(chunk)} prompts left")
+
+    def _take(self, number: int | None, answer: wire.Answer) -> None:
+        if number is None:
+            raise wire.Malformed(f"it answered {answer.key!r}, which it was not asked")
+        if answer.error is not None:
+            # Not a reason to ask elsewhere: every server would say so, one after the other, and look like one that failed.
+            self._refuse(f"{self._name_of(number)} cannot be answered: {answer.error}")
+            return
+        if wrong := _wrong(answer.completions, self.requests[number].n, self.version):
+            raise wire.Malformed(wrong)
+        with self._changed:
+            self._dealing.take(number, answer.completions)
+            self._last_heard = time.monotonic()
+            self._changed.notify_all()
+
+    def _refuse(self, sentence: str) -> None:
+        with self._changed:
+            self._refusal = self._refusal or RunError(sentence)
+            self._changed.notify_all()
+
+    def _of_deadly(self, numbers: Sequence[int]) -> str:
+        servers = ", ".join(self._dealing.deaths[numbers[0]])
+        return (
+            f"{', '.join(map(self._name_of, numbers))}: in flight on {MOST_DEATHS} rollout servers as they died ({servers}), so it is not "
+            "asked a fourth time. Their logs say of what they died; the row can be taken out of the data set."
+        )
+
+
+def _wrong(completions: Sequence[wire.Drawn], n: int, version: int) -> str | None:
+    """What makes these no answer to what was asked."""
+    if len(completions) != n:
+        return f"it drew {len(completions)} of {n} completions"
+    if ends := {one.reason for one in completions} - {*ENDS}:
+        return f"a completion ended with {ends.pop()!r}"
+    others = {span[0] for one in completions for span in one.versions} - {version}
+    return f"it sampled with the weights of version {others.pop()}, not {version}" if others else None

@@ -1,0 +1,259 @@
+"""The rollout servers of a run, as its rank 0 sees them: who is there, who is ours, and whom it waits for. No torch.
+
+A server is ours from its claim on. It stays ours as long as it hears of us, which a thread sees to, because a training step is longer than
+its patience. A server that fails is given up, and taken up again before the next push.
+"""
+
+from __future__ import annotations
+
+import http.client
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+from megatron_grpo.errors import ConfigError, NobodySamples, Problem, RunError
+from megatron_grpo.rollout import wire
+from megatron_grpo.rollout.adapters import LoraPush
+from megatron_grpo.rollout.http import CONNECT, Call, Gone, Refused, Server, run_name, trust_of
+from megatron_grpo.settings.config import Config
+from megatron_grpo.settings.servers import Address, addresses_of, read_token
+
+SECONDS_BETWEEN_SIGNS = 10.0  # of life, to servers that are ours; and between two words while waiting
+SECONDS_BETWEEN_TRIES = 0.25
+LOST = (Gone, Refused, wire.Malformed)  # what a call to a server that is of no use raises
+
+
+@dataclass(slots=True)
+class Member:
+    """A server, and what is known of it. Changed by whichever thread learns something."""
+
+    server: Server
+    state: wire.State | None = None  # as it answered the last claim; None: it was never ours
+    trouble: str | None = "it was not asked yet"  # why it is not used; None: it is
+    is_silent: bool = False  # it accepts calls and does not answer: asked again only by the thread, for each call would wait
+    is_proven: bool = False  # it took a push of ours since it was started
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def __str__(self) -> str:
+        return str(self.server)
+
+    def give_up(self, why: Exception) -> bool:
+        """Whether it was in use."""
+        with self.lock:
+            was_used, self.trouble = self.trouble is None, str(why)
+            self.is_silent = self.is_silent or getattr(why, "is_silent", False)
+            return was_used
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Needs:
+    """What a server must have for this run."""
+
+    max_model_len: int  # tokens of prompt and completion
+    adapter_rank: int = 0  # room for adapters of this rank; 0: none are pushed
+    tells_experts: bool = False  # answers come with the experts that their tokens were routed to
+
+    def problem(self, state: wire.State) -> str | None:
+        """Why a server that is as `state` says cannot sample for this run, as the end of a sentence."""
+        if state.max_model_len < self.max_model_len:
+            return (
+                f"holds sequences of {state.max_model_len} tokens, and prompt and completion may have {self.max_model_len}: start it with "
+                f"--vllm_max_model_len {self.max_model_len}, or lower max_completion_length or max_prompt_length"
+            )
+        if state.adapter_rank < self.adapter_rank:
+            has = f"room for adapters of rank {state.adapter_rank}" if state.adapter_rank else "no room for adapters"
+            return (
+                f"has {has}, and the run pushes one of rank {self.adapter_rank}: start it with room for that, or use vllm_enable_lora "
+                "false, which pushes merged weights"
+            )
+        if self.tells_experts and not state.tells_experts:
+            return (
+                "does not tell which experts it takes, and router_replay_mode R3 replays them: start it with --router_replay_mode R3, or "
+                "train with R2"
+            )
+        return None
+
+
+def needs_of(cfg: Config, longest_prompt: int, lora: LoraPush | None) -> Needs:
+    """longest_prompt: of the data, in tokens. lora: how adapters are pushed."""
+    return Needs(
+        max_model_len=longest_prompt + cfg.rollout.max_completion_length,
+        adapter_rank=lora.slot_rank if lora else 0,
+        tells_experts=cfg.grpo.router_replay_mode == "R3",
+    )
+
+
+def problems_with_servers(cfg: Config, needs: Needs) -> list[Problem]:
+    """What is wrong with servers that answer already, before a run claims any. Who is not there yet may still come.
+
+    Raises ConfigError where there is no token.
+    """
+    token, trust = read_token(cfg.rollout), trust_of(cfg.rollout.vllm_server_ca)
+    servers = [Server(address, token=token, incarnation="", trust=trust) for address in addresses_of(cfg.rollout)]
+    run, found = run_name(Path(cfg.run.output_dir)), []
+    for server, call in [(server, Call(partial(server.state, as_owner=False))) for server in servers]:
+        sentence = None
+        try:
+            state = call.wait(2 * CONNECT)
+            sentence = needs.problem(state)
+            if state.owner not in (None, run):
+                sentence = (
+                    f"belongs to another run, {state.owner!r}. Wait for its end, or name other servers; a run that was killed is forgotten "
+                    f"{wire.LEASE_SECONDS:.0f} s after"
+                )
+        except Refused as refusal:
+            other_token = ". Its token is another one than this run's" * (refusal.status == http.client.UNAUTHORIZED)
+            sentence = f"cannot be used: {refusal}{other_token}"
+        except wire.Malformed as error:
+            sentence = f"answers, and not as a rollout server does: {error}"
+        except Gone:
+            pass  # it is started later, or never: the run waits for it
+        if sentence:
+            found.append(Problem(flags=("vllm_server_host",), message=f"the rollout server {server} {sentence}."))
+    return found
+
+
+class Fleet:
+    """Servers that are claimed, kept, lost and taken up again."""
+
+    def __init__(
+        self,
+        addresses: Callable[[], Sequence[Address]],
+        server_at: Callable[[Address], Server],
+        *,
+        run: str,
+        incarnation: str,
+        needs: Needs,
+        timeout: float,
+        waits_for_all: bool = True,
+        say: Callable[[str], None] | None = None,
+    ):
+        """addresses: of all servers that are known now. run, incarnation: who claims. timeout: the longest wait for servers, in seconds.
+
+        waits_for_all: the first time, if they come in time. A run that is started again has had its servers, and begins with any.
+        """
+        self._addresses, self._server_at = addresses, server_at
+        self._claim, self.needs, self.timeout = wire.Claim(run=run, incarnation=incarnation), needs, timeout
+        self.say = say or _say
+        self.members: dict[Address, Member] = {}
+        self._has_begun, self._waits_for_all = False, waits_for_all
+        self._ended = threading.Event()
+        threading.Thread(target=self._stay_owner, daemon=True).start()
+
+    @property
+    def used(self) -> list[Member]:
+        """Those that are ours and well."""
+        return [member for member in self.members.values() if member.trouble is None]
+
+    def lose(self, member: Member, why: Exception) -> None:
+        """It is given up until the next push."""
+        if member.give_up(why):
+            self.say(f"rollout server {member} is given up until the next push: {why}")
+
+    # ---- who is there
+
+    def gather(self) -> list[Member]:
+        """Claims every server that answers, and waits for one; or the first time for all that are named.
+
+        A server that was started again is claimed like a new one. Raises NobodySamples after `timeout`; ConfigError, the first time, where
+        a server is another run's or cannot serve this one; RunError where another process of this run has taken over.
+        """
+        start = next_word = time.monotonic()
+        while True:
+            self._look()
+            waited, missing = time.monotonic() - start, [member for member in self.members.values() if member.trouble is not None]
+            if self.used and (self._has_begun or not self._waits_for_all or not missing or waited > self.timeout):
+                if missing and not self._has_begun:
+                    self.say(f"the run begins without {_of_whom(missing)}; they are taken up when they come")
+                self._has_begun = True
+                return self.used
+            if waited > self.timeout:
+                raise NobodySamples(f"no rollout server answered within {self.timeout:g} s (vllm_server_timeout): {_of_whom(missing)}")
+            if time.monotonic() >= next_word + SECONDS_BETWEEN_SIGNS:
+                next_word = time.monotonic()
+                self.say(f"waiting for rollout servers ({waited:.0f} of {self.timeout:g} s): {_of_whom(missing)}")
+            time.sleep(SECONDS_BETWEEN_TRIES)
+
+    def _look(self) -> None:
+        """Claims all that may be there, at the same time."""
+        try:
+            for address in self._addresses():
+                if address not in self.members:
+                    self.members[address] = Member(self._server_at(address))
+        except ValueError as error:
+            if not self._has_begun:
+                raise ConfigError([Problem(flags=("vllm_server_host",), message=f"servers: {error}.")]) from error
+            self.say(f"servers: {error}")  # those that are known stay
+        awake = [member for member in self.members.values() if not member.is_silent]
+        for member, call in [(member, Call(partial(self._claimed, member))) for member in awake]:
+            try:
+                self._take_up(member, call.wait(3 * CONNECT))
+            except LOST as error:
+                member.give_up(error)
+
+    def _claimed(self, member: Member) -> wire.State:
+        """Takes a server, unless another process of this run has it by now: two copies of one run must not push in turns."""
+        server = member.server
+        try:
+            if member.state is not None:
+                self._look_who_has(member)
+            return wire.decode(wire.State, server.call("POST", "/claim", self._claim, timeout=CONNECT))
+        except Refused as refusal:
+            if self._has_begun or refusal.is_failure:
+                raise
+            raise ConfigError([Problem(flags=("vllm_server_host",), message=f"{server}: {refusal}.")]) from refusal
+
+    def _look_who_has(self, member: Member) -> None:
+        try:
+            member.server.state()
+        except Refused as refusal:
+            if refusal.is_conflict and member.server.state(as_owner=False).owner == self._claim.run:
+                raise RunError(f"another process of this run has taken over {member}: this one ends.") from refusal
+
+    def _take_up(self, member: Member, state: wire.State) -> None:
+        problem = self.needs.problem(state)
+        if problem and not self._has_begun:
+            raise ConfigError([Problem(flags=("vllm_server_host",), message=f"the rollout server {member} {problem}.")])
+        if member.state is None or member.state.boot != state.boot:
+            member.is_proven = False
+        with member.lock:
+            member.state, member.trouble = state, problem
+
+    # ---- how they stay ours
+
+    def _stay_owner(self) -> None:
+        while not self._ended.wait(SECONDS_BETWEEN_SIGNS):
+            members = list(self.members.values())
+            for member, call in [(m, Call(partial(m.server.state, as_owner=m.state is not None))) for m in members]:
+                try:
+                    call.wait(2 * CONNECT)
+                    member.is_silent = False
+                except Refused:
+                    member.is_silent = False
+                except LOST:
+                    pass  # whoever needs the server will notice
+
+    def close(self) -> None:
+        """Gives all of them back, so that another run need not wait."""
+        self._ended.set()
+        calls = [
+            Call(partial(member.server.call, "POST", "/release", wire.Nothing(), timeout=CONNECT))
+            for member in self.members.values()
+            if member.state is not None and not member.is_silent
+        ]
+        for call in calls:
+            with suppress(*LOST):  # it has gone, or is another's
+                call.wait(CONNECT)
+
+
+def _of_whom(members: Sequence[Member]) -> str:
+    return "; ".join(f"{member} ({member.trouble})" for member in members) or "none has written its address yet"
+
+
+def _say(text: str) -> None:
+    print(f"megatron-grpo: {text}", file=sys.stderr, flush=True)

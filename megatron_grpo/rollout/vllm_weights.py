@@ -1,0 +1,89 @@
+"""All weights go into a vLLM engine here, into one of this process as into one of a server. Written for vLLM 0.32.
+
+The first push goes through vLLM's layer-wise reload and is watched: which part of which tensor becomes which part of which weight. As soon
+as vLLM has loaded a layer, the same tensors are written into it once more by what was seen, and must leave the same bits. If they do in
+all layers, later pushes go by that table (`vllm_table`). If not, or where a layer is quantised, the reload stays, and a warning says why.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+
+from megatron_grpo.rollout import vllm_patches
+from megatron_grpo.rollout.vllm_lesson import Lesson
+from megatron_grpo.rollout.vllm_table import Named, Pack, Table
+
+logger = logging.getLogger(__name__)
+
+
+class WeightLoader:
+    """Of one engine, in the process that holds its weights. Keeps the table from push to push."""
+
+    def __init__(self) -> None:
+        self.table: Table | None = None
+        self.reason: str | None = None  # why there will be none
+        self.pack: Pack = vllm_patches.pack
+
+    def load(self, worker: Any, named: Named) -> list[str]:
+        """Replaces all weights of vLLM's `worker` by (Hugging Face name, full tensor); returns the names of those that did not come.
+
+        After an error the engine holds the weights of no version, and takes the next push. Raises WeightSyncError at a tensor that does not
+        fit what the first push brought.
+        """
+        from vllm.config import set_current_vllm_config
+
+        model = worker.model_runner.get_model()
+        with set_current_vllm_config(worker.vllm_config), torch.no_grad():
+            if self.table is not None and self.table.is_as_learnt():
+                missing = self.table.load(named, self.pack)
+                vllm_patches.settle_attention(model, worker.vllm_config.model_config.dtype)
+            elif self.reason is None:
+                missing = self._learn(worker, model, named)
+            else:
+                missing = _reload(worker, model, named)
+                vllm_patches.pack_experts(model.modules(), self.pack)
+            vllm_patches.pack_heads(model, self.pack)
+        return missing
+
+    def _learn(self, worker: Any, model: torch.nn.Module, named: Named) -> list[str]:
+        lesson = Lesson(model, self.pack)
+        with vllm_patches.layers_watched(lesson.layer), lesson:
+            missing = _reload(worker, model, lesson.heard(named))
+        vllm_patches.pack_experts((module for module in model.modules() if module not in lesson.packed), self.pack)
+        if not missing:
+            self.table, self.reason = lesson.outcome()
+        if self.reason is not None:
+            logger.warning("Pushed weights go through vLLM's own reload, which is slower: %s.", self.reason)
+        return missing
+
+
+def _reload(worker: Any, model: Any, named: Named) -> list[str]:
+    """One layer-wise reload of everything. Returns the weights that were not among `named`.
+
+    Several reloads with a part each would give garbage: a layer's kernel layout is made when the layer is complete.
+    """
+    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+    # A layer with room for an adapter is inside another module, and its weights are loaded under their own names all the same.
+    expected = {name.replace(".base_layer.", ".") for name, _ in model.named_parameters()}
+    initialize_layerwise_reload(model)
+    try:
+        loaded = model.load_weights(named)
+    except BaseException:
+        for layer in model.modules():  # forget what has come of it, which may be what failed: else the line below fails of it, and the next
+            info = get_layerwise_info(layer)
+            info.loaded_weights.clear()
+            info.load_numel = 0
+        raise
+    finally:
+        finalize_layerwise_reload(model, worker.vllm_config.model_config)  # else the next would go on where this one broke off
+    return sorted(expected - loaded)
+
+
+def missing_sentence(missing: list[str]) -> str:
+    """The end of a sentence that begins with the push."""
+    return f"left {len(missing)} of the engine's weights as they were: {', '.join(missing[:8])}{', ...' * (len(missing) > 8)}"

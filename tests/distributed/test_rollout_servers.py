@@ -1,0 +1,493 @@
+"""A trainer of several ranks with real rollout servers: the same tokens as vLLM inside the ranks, and every way in which servers go.
+
+Three servers are started once. They end one after the other, so the tests run in their order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.distributed.test_rollout import engine_at, tokens_of
+from tests.ranks import run_ranks
+from tests.servers import TOKEN, Server
+from tests.tiny_models import write_tiny
+
+ENV = {"MEGATRON_GRPO_TOKEN": TOKEN}
+SEED = 5
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """Checkpoints of one architecture with different weights; the first is what servers and runs begin with."""
+    folder = tmp_path_factory.mktemp("models")
+    return [write_tiny(folder / str(seed), tied=False, seed=seed) for seed in range(3)]
+
+
+@pytest.fixture(scope="module")
+def servers(models, tmp_path_factory):
+    """Three, with room for adapters."""
+    folder = tmp_path_factory.mktemp("servers")
+    started = [Server(folder / str(i), models[0], "--tuner_type", "lora", "--lora_rank", "8") for i in range(3)]
+    try:
+        yield [server.wait() for server in started]
+    finally:
+        for server in started:
+            server.close()
+
+
+def named_in(folder: Path, *servers: Server) -> str:
+    """A directory of addresses, as servers write them."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    for number, server in enumerate(servers):
+        shutil.copy(server.address_file, folder / str(number))
+    return f"@{folder}"
+
+
+def prompts(count):
+    from megatron_grpo.types import Prompt
+
+    return [Prompt(number=i, row=100 + i, raw="", token_ids=tuple(4 + (5 * i + j) % 120 for j in range(5 + i % 7)), columns={})
+            for i in range(count)]  # fmt: skip
+
+
+def sampling(n=3, length=16):
+    from megatron_grpo.rollout.engine import SamplingSettings
+
+    return SamplingSettings(n=n, max_completion_length=length, temperature=0.8)
+
+
+@contextlib.contextmanager
+def trainer(rank, world, path, named, out, *, timeout=60.0, parallel=None, **changes) -> Iterator:
+    """(policy, engine, publisher) of one rank, as `build` makes them. parallel: of the first one in this process."""
+    from megatron_grpo.build import build_publisher
+    from megatron_grpo.rollout.adapters import lora_push
+    from megatron_grpo.rollout.fleet import needs_of
+    from megatron_grpo.rollout.servers import ServerEngine
+    from megatron_grpo.weights.shape import ModelShape
+    from tests.parity_cases import build, settings
+
+    out.mkdir(exist_ok=True)
+    cfg = settings(vllm_mode="server", vllm_server_host=[named], vllm_server_timeout=timeout, weight_sync_bucket_mb=1, **changes)
+    policy, shape = build(path, cfg, world, parallel), ModelShape.from_pretrained(path)
+    lora = lora_push(cfg, shape, on_gpu=False)
+    if lora is not None:
+        policy.adapters.push = lora.kind
+    engine = ServerEngine.build(
+        cfg.rollout,
+        model_path=Path(path),
+        shape=shape,
+        output_dir=out,
+        needs=needs_of(cfg, 20, lora),
+        device=policy.parallel.device,
+        lora=lora,
+    )
+    try:
+        yield policy, engine, build_publisher(cfg, policy, engine)
+    finally:
+        engine.close()
+
+
+def worst_gap(groups, path, temperature):
+    """|sampled log-prob - transformers'| of every token that this rank was given."""
+    from tests.tiny_models import hf_logprobs, load_tiny
+
+    model, worst = load_tiny(path), 0.0
+    for completion in (one for group in groups for one in group.completions):
+        expected = hf_logprobs(model, completion.sequence.token_ids.tolist(), temperature).numpy()
+        worst = max(worst, float(np.abs(expected - completion.logprobs[1:])[completion.sequence.mask[1:]].max()))
+    return worst
+
+
+def by_number(parts):
+    """Tokens of every group, of all ranks, by the prompt's number; each group was on one rank."""
+    found = {number: tokens for part in parts for number, tokens in part.items()}
+    assert len(found) == sum(map(len, parts))
+    return found
+
+
+# ---- as if vLLM were inside the ranks ------------------------------------------------------------------------------------------------
+
+
+def sample_versions(rank, world, paths, named, out, layout):
+    """Three pushes of other weights, and what is sampled after each."""
+    from megatron_grpo.weights.reader import HfReader
+
+    found = []
+    with trainer(rank, world, paths[0], named, out, **layout) as (policy, engine, publisher):
+        for version, path in enumerate(paths):
+            policy.exchange.load(policy.chunks, HfReader(path))
+            stats = publisher.publish(version)
+            assert stats.logp_difference_max < 1e-4 and engine.version == version and engine.has_base
+            assert publisher.publish(version) is None
+            assert stats.num_tensors == (len(HfReader(path).names) if rank == 0 else 0)
+            groups = engine.generate(prompts(9), sampling(), seed=SEED)
+            assert worst_gap(groups, path, 0.8) < 1e-4
+            assert [group.prompt.number for group in groups] == list(range(9))[rank::world]
+            further = engine.generate(prompts(12)[9:], sampling(), seed=SEED)  # as a round of dynamic sampling
+            greedy = engine.generate(prompts(3), sampling().greedy(), seed=0)
+            found.append([dict(zip((g.prompt.number for g in part), tokens_of(part), strict=True)) for part in (groups, further, greedy)])
+        assert engine.generate([], sampling(), seed=SEED) == []
+    return found
+
+
+def sample_inside(rank, world, path):
+    with engine_at(path, rank, world) as engine:
+        asked = ((prompts(9), sampling(), SEED), (prompts(12)[9:], sampling(), SEED), (prompts(3), sampling().greedy(), 0))
+        return [dict(enumerate(tokens_of(engine.generate(some, how, seed=seed)), some[0].number)) for some, how, seed in asked]
+
+
+TP2, PP2 = dict(tensor_model_parallel_size=2), dict(pipeline_model_parallel_size=2)
+
+
+def test_one_server_two_servers_and_an_engine_inside_the_ranks_draw_the_same_tokens(models, servers, tmp_path):
+    inside = [[by_number([part]) for part in run_ranks(sample_inside, 1, path)[0]] for path in models]
+    for number, (layout, used) in enumerate([(TP2, servers[:1]), (PP2, servers[:2])]):
+        named = named_in(tmp_path / "names", *used)
+        ranks = run_ranks(sample_versions, 2, models, named, tmp_path / str(number), layout, env=ENV, timeout=180)
+        for version, right in enumerate(inside):
+            assert [by_number([rank[version][part] for rank in ranks]) for part in range(3)] == right
+
+
+def push_adapters(rank, world, path, named, out, alone):
+    """A trial, an adapter that is far from zero, and back; each is verified, and what is sampled follows."""
+    changes = dict(tuner_type="lora", lora_rank=8, vllm_enable_lora=alone)
+    with trainer(rank, world, path, named, out, **TP2, **changes) as (policy, engine, publisher):
+        first = publisher.publish(0)
+        assert first.logp_difference_max < 1e-4 and engine.version == 0 and engine.has_base == alone
+        assert worst_gap(engine.generate(prompts(4), sampling(), seed=SEED), path, 0.8) < 1e-4  # a new adapter changes nothing
+        kept = policy.adapters.put_far_from_zero(seed=3)
+        moved = publisher.publish(1)
+        assert moved.logp_difference_max < 1e-4
+        assert worst_gap(engine.generate(prompts(4), sampling(), seed=SEED), path, 0.8) > 0.1
+        policy.adapters.put_back(kept)
+        assert publisher.publish(2).logp_difference_max < 1e-4
+    return moved.num_tensors
+
+
+def test_adapters_travel_by_the_same_link_alone_or_merged(models, servers, tmp_path):
+    named = named_in(tmp_path / "names", *servers[:2])
+    alone, merged = (
+        run_ranks(push_adapters, 2, models[0], named, tmp_path / str(way), way, env=ENV, timeout=180)[0] for way in (True, False)
+    )
+    assert alone == 2 * 7 * 2 and merged > 20  # A and B of seven modules in two layers; all weights
+
+
+# ---- whole runs ------------------------------------------------------------------------------------------------------------------------
+
+RUN = ["--max_steps", "6", "--save_steps", "100", "--dynamic_sample", "true", "--steps_per_generation", "2", "--seed", "3",
+       "--eval_steps", "4", "--eval_num_prompts", "6", "--tensor_model_parallel_size", "2"]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def inputs(models, tmp_path_factory):
+    """The flags that name model, data and rewards; and the data again, held out."""
+    from tests.end_to_end.runs import write_inputs
+
+    folder = tmp_path_factory.mktemp("inputs")
+    flags = write_inputs(folder)
+    flags[flags.index("--model") + 1] = str(models[0])
+    del flags[flags.index("--vllm_kv_cache_memory_mb") :]
+    return [*flags, *RUN, "--eval_dataset", str(folder / "data.jsonl")]
+
+
+def run_of(rank, world, flags):
+    """The command; what it ends with. Who stands still is given up soon. Where servers sample the ranks have no vLLM."""
+    import sys
+
+    from megatron_grpo.cli import main
+    from megatron_grpo.rollout import http, pushing
+
+    if "server" in flags:
+        sys.modules["vllm"] = None
+    http.SILENCE, pushing.LINK_SECONDS = 3.0, 5.0
+    return main(["train", *flags])
+
+
+def outcome(out: Path):
+    """What was sampled, what the metrics say but for times, and the weights at the end."""
+    import pyarrow.parquet as pq
+    from safetensors.numpy import load_file
+
+    from tests.end_to_end.runs import records
+
+    completions = [row for file in sorted((out / "completions").iterdir()) for row in pq.read_table(file).to_pylist()]
+    metrics = [
+        {name: value for name, value in row.items() if not name.startswith("time/") and name != "tokens_per_second"}
+        for row in records(out / "metrics.jsonl")
+    ]
+    return completions, metrics, load_file(out / "hf" / "model.safetensors")
+
+
+@pytest.fixture(scope="module")
+def inside(inputs, tmp_path_factory):
+    """A whole run with vLLM inside the ranks."""
+    out = tmp_path_factory.mktemp("inside")
+    assert run_ranks(run_of, 2, [*inputs, "--vllm_kv_cache_memory_mb", "32", "--output_dir", str(out)], timeout=180) == [0, 0]
+    return outcome(out)
+
+
+def same_run(found, right):
+    assert found[0] == right[0] and len(found[0]) > 40  # every token of every completion, with rewards and advantages
+    for mine, theirs in zip(found[1], right[1], strict=True):
+        assert mine.keys() == theirs.keys()
+        for name, value in theirs.items():
+            assert mine[name] == pytest.approx(value, rel=1e-4, abs=1e-5), name
+    assert all(np.allclose(found[2][name], tensor, atol=1e-6) for name, tensor in right[2].items())
+
+
+def test_a_run_on_servers_is_the_run_with_vllm_inside(inputs, inside, servers, tmp_path):
+    named = named_in(tmp_path / "names", *servers[:2])
+    flags = [*inputs, "--vllm_mode", "server", "--vllm_server_host", named, "--output_dir", str(tmp_path / "run")]
+    assert run_ranks(run_of, 2, flags, env=ENV, timeout=180) == [0, 0]
+    same_run(outcome(tmp_path / "run"), inside)
+
+
+def push_wrong_tensors(rank, world, path, named, out):
+    """A tensor that does not come, and one that comes wrong: the run hears which, and of which server; the next push is right."""
+    from dataclasses import replace
+
+    from megatron_grpo.sync import WeightSyncError
+
+    with trainer(rank, world, path, named, out) as (policy, engine, publisher):
+        publisher.publish(0)
+        take, norm = engine.take, "model.layers.1.input_layernorm.weight"
+
+        def changed(change):
+            engine.take = lambda update: take(replace(update, tensors=change(update.tensors)))
+
+        changed(lambda tensors: (pair for pair in tensors if pair[0] != norm))
+        with pytest.raises(WeightSyncError, match=rf"the push of version 1 failed: http://127.0.0.1:\d+: .*{norm}.*; http://"):
+            publisher.publish(1)
+        changed(lambda tensors: ((name, tensor * 2 if name == norm else tensor) for name, tensor in tensors))
+        with pytest.raises(WeightSyncError, match=r"\n  http://127.0.0.1:\d+: max .*\n  http://.*\n  every engine is wrong"):
+            publisher.publish(2)
+        engine.take = take
+        assert publisher.publish(3).logp_difference_max < 1e-4
+
+
+def test_what_is_wrong_with_a_push_is_said_with_the_servers_names(models, servers, tmp_path):
+    run_ranks(push_wrong_tensors, 1, models[0], named_in(tmp_path / "names", *servers[:2]), tmp_path / "run", env=ENV, timeout=120)
+
+
+# ---- who comes and who goes ----------------------------------------------------------------------------------------------------------
+
+
+def take_over(rank, world, path, named, out):
+    """A second run is refused by name; a later process of the same run takes over, and the earlier one ends."""
+    from megatron_grpo.errors import ConfigError, RunError
+
+    with trainer(rank, world, path, named, out) as (policy, engine, publisher):
+        publisher.publish(0)
+        again = dict(parallel=policy.parallel)
+        with pytest.raises(ConfigError, match="owns this server"), trainer(rank, world, path, named, out.with_name("other"), **again):
+            raise AssertionError("two runs on one server")
+        with trainer(rank, world, path, named, out, **again) as (_, second, its_publisher):
+            its_publisher.publish(0)
+            with pytest.raises(RunError, match="another process of this run has taken over"):
+                publisher.publish(1)
+            assert second.generate(prompts(2), sampling(), seed=SEED)
+
+
+def test_one_run_has_a_server_and_its_latest_process_is_that_run(models, servers, tmp_path):
+    run_ranks(take_over, 1, models[0], named_in(tmp_path / "names", servers[0]), tmp_path / "run", env=ENV, timeout=120)
+
+
+def when_answered(rank, count, act):
+    """On rank 0: acts once so many prompts were answered from now on; returns their lines."""
+    from megatron_grpo.rollout import asking
+
+    heard, decode = [], asking.wire.decode_line
+
+    def listen(line):
+        answer = decode(line)
+        if answer is not None:
+            heard.append(answer)
+            if len(heard) == count:
+                act()
+        return answer
+
+    if rank == 0:
+        asking.wire.decode_line = listen
+    return heard
+
+
+def freeze(rank, world, path, named, out, pid):
+    """A server stands still in the middle of a question, and thaws: it is used again after the next push."""
+    from megatron_grpo.rollout import fleet, http
+
+    http.SILENCE, fleet.SECONDS_BETWEEN_SIGNS = 4.0, 0.5
+    with trainer(rank, world, path, named, out) as (policy, engine, publisher):
+        publisher.publish(0)
+        when_answered(rank, 5, lambda: os.killpg(pid, signal.SIGSTOP))
+        groups = engine.generate(prompts(60), sampling(4, 32), seed=SEED)
+        assert rank or len(engine._pusher.fleet.used) == 1
+        if rank == 0:
+            os.killpg(pid, signal.SIGCONT)
+            while any(member.is_silent for member in engine._pusher.fleet.members.values()):
+                time.sleep(0.05)
+        publisher.publish(1)
+        assert rank or len(engine._pusher.fleet.used) == 2
+        assert engine.generate(prompts(4), sampling(), seed=SEED)
+        return dict(zip((g.prompt.number for g in groups), tokens_of(groups), strict=True))
+
+
+def ask_all(rank, world, path, named, out):
+    with trainer(rank, world, path, named, out) as (_, engine, publisher):
+        publisher.publish(0)
+        groups = engine.generate(prompts(60), sampling(4, 32), seed=SEED)
+        return dict(zip((g.prompt.number for g in groups), tokens_of(groups), strict=True))
+
+
+@pytest.fixture(scope="module")
+def whole(models, servers, tmp_path_factory):
+    """What a question of sixty prompts is answered where nothing happens."""
+    folder = tmp_path_factory.mktemp("whole")
+    return by_number(run_ranks(ask_all, 2, models[0], named_in(folder / "names", servers[0]), folder / "run", env=ENV, timeout=120))
+
+
+def test_a_server_that_stands_still_loses_no_prompt_and_is_used_again_when_it_thaws(models, servers, tmp_path, whole):
+    named = named_in(tmp_path / "names", *servers[:2])
+    ranks = run_ranks(freeze, 2, models[0], named, tmp_path / "run", servers[1].process.pid, env=ENV, timeout=180)
+    assert by_number(ranks) == whole
+
+
+def die_in_a_push(rank, world, path, named, out, pid):
+    """One of two servers is killed after the third tensor: the other has the weights, all of them, and nobody the half of them."""
+    from dataclasses import replace
+
+    with trainer(rank, world, path, named, out) as (policy, engine, publisher):
+        publisher.publish(0)
+        if rank == 0:
+            take = engine.take
+
+            def killing(update):
+                def tensors():
+                    for number, pair in enumerate(update.tensors):
+                        if number == 3:
+                            with contextlib.suppress(ProcessLookupError):
+                                os.killpg(pid, signal.SIGKILL)
+                        yield pair
+
+                take(replace(update, tensors=tensors()))
+
+            engine.take = killing
+        stats = publisher.publish(1)
+        assert stats.logp_difference_max < 1e-4 and engine.version == 1
+        groups = engine.generate(prompts(60), sampling(4, 32), seed=SEED)
+        assert {group.version for group in groups} == {1}
+        return dict(zip((g.prompt.number for g in groups), tokens_of(groups), strict=True))
+
+
+def test_a_server_killed_in_a_push_costs_that_push_alone(models, servers, tmp_path, whole):
+    named = named_in(tmp_path / "names", *servers[:2])
+    ranks = run_ranks(die_in_a_push, 2, models[0], named, tmp_path / "run", servers[1].process.pid, env=ENV, timeout=180)
+    assert by_number(ranks) == whole and servers[1].has_left_nothing()
+
+
+def lose_all(rank, world, path, named, out, pid, address):
+    """The only server is killed in the middle of a question, and another writes its address: what was answered is kept."""
+    from megatron_grpo.sync import Restoring
+
+    with trainer(rank, world, path, named, out) as (policy, engine, publisher):
+        publisher.publish(0)
+        restoring = Restoring(engine, lambda: publisher.publish(0))
+
+        def kill():
+            os.killpg(pid, signal.SIGKILL)
+            shutil.copy(address, Path(named.removeprefix("@")) / "another")
+
+        heard = when_answered(rank, 10, kill)
+        groups = restoring.generate(prompts(60), sampling(4, 32), seed=SEED)
+        assert {group.version for group in groups} == {0} and engine.version == 0
+        assert rank or sorted(int(answer.key) for answer in heard) == list(range(60))  # what was answered was not asked again
+        return dict(zip((g.prompt.number for g in groups), tokens_of(groups), strict=True))
+
+
+def test_when_the_last_server_dies_another_one_goes_on_with_the_same_question(models, servers, tmp_path, whole):
+    named = named_in(tmp_path / "names", servers[0])
+    ranks = run_ranks(
+        lose_all, 2, models[0], named, tmp_path / "run", servers[0].process.pid, servers[2].address_file, env=ENV, timeout=180
+    )
+    assert by_number(ranks) == whole and servers[0].has_left_nothing()
+
+
+# ---- nothing comes back ----------------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_whose_servers_have_all_gone_is_saved_and_resumes_as_if_nothing_had_been(inputs, inside, servers, tmp_path):
+    out, pid, metrics = tmp_path / "run", servers[2].process.pid, tmp_path / "run" / "metrics.jsonl"
+    named = named_in(tmp_path / "names", servers[2])
+    flags = [*inputs, "--vllm_mode", "server", "--vllm_server_host", named, "--output_dir", str(out)]
+
+    def freeze():
+        while not metrics.exists() or '"step": 3' not in metrics.read_text():
+            time.sleep(0.01)
+        os.killpg(pid, signal.SIGSTOP)
+
+    threading.Thread(target=freeze, daemon=True).start()
+    try:
+        assert run_ranks(run_of, 2, [*flags, "--vllm_server_timeout", "2"], env=ENV, timeout=180) == [3, 3]
+    finally:
+        os.killpg(pid, signal.SIGCONT)
+    assert list((out / "checkpoints").iterdir()) and not (out / "hf").exists()
+    assert run_ranks(run_of, 2, flags, env=ENV, timeout=180) == [0, 0]
+    same_run(outcome(out), inside)
+
+
+# ---- for tools/server_faults.py ----------------------------------------------------------------------------------------------------------
+
+PROMPTS_OF_FAULTS = 60
+
+
+def ask_rounds(rank, world, paths, named, out, folder):
+    """Pushes other weights and asks, until a file `stop` is there; writes a line a round, and what each model answered the first time."""
+    import json
+    from collections import Counter
+
+    from megatron_grpo.parallel import collectives
+    from megatron_grpo.sync import Restoring
+    from megatron_grpo.weights.reader import HfReader
+
+    (folder / f"pid_{rank}").write_text(str(os.getpid()))
+    with trainer(rank, world, paths[0], named, out, timeout=600.0) as (policy, engine, publisher):
+        counts, number = Counter(), 0
+
+        def restore():
+            counts["restored"] += 1
+            publisher.publish(number)
+
+        restoring = Restoring(engine, restore)
+        while not collectives.from_first((folder / "stop").exists()):
+            which, start = number % len(paths), time.monotonic()
+            counts.clear()
+            policy.exchange.load(policy.chunks, HfReader(paths[which]))
+            publisher.publish(number)
+            groups = restoring.generate(prompts(PROMPTS_OF_FAULTS), sampling(4, 32), seed=SEED)
+            assert {group.version for group in groups} <= {number}
+            mine = dict(zip((group.prompt.number for group in groups), tokens_of(groups), strict=True))
+            parts = collectives.from_all([(number, tokens) for number, tokens in mine.items()])
+            if rank == 0:
+                all_of_them = [pair for part in parts for pair in part]
+                found, known = dict(all_of_them), folder / f"answers_{which}.json"
+                if not known.exists():
+                    known.write_text(json.dumps(found))
+                right = {int(key): [tuple(one) for one in tokens] for key, tokens in json.loads(known.read_text()).items()}
+                line = {
+                    "round": number, "lost": PROMPTS_OF_FAULTS - len(found), "twice": len(all_of_them) - len(found),
+                    "wrong": sum(tokens != right[key] for key, tokens in found.items()), "seconds": time.monotonic() - start,
+                    "restored": counts["restored"],
+                }  # fmt: skip
+                with (folder / "rounds.jsonl").open("a") as file:
+                    file.write(json.dumps(line) + "\n")
+            number += 1

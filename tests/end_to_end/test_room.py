@@ -1,0 +1,54 @@
+"""Whole runs in which the policy makes room for the sampler: the same bytes as without, and it is really away while the engine works.
+
+With a real engine, and stopped by a signal: tests/end_to_end/test_resume.py.
+"""
+
+from __future__ import annotations
+
+from tests.end_to_end.runs import records, write_inputs
+from tests.ranks import run_ranks
+
+OFFLOAD = ["--offload_model", "true", "--offload_optimizer", "true"]
+TOLD = ("loss", "reward", "grad_norm", "kl", "staleness/mean", "num_tokens")
+
+
+def train_and_watch(rank, world_size, flags):
+    """The exit code, and the bytes of storages that the policy held while the engine answered, at any time."""
+    from megatron_grpo import build
+    from megatron_grpo.rollout.scripted import ScriptedEngine
+    from tests.end_to_end import scripted
+
+    real_policy, real_answer, policies, held = build.build_policy, ScriptedEngine.generate, [], []
+
+    def build_policy(*args, **kwargs):
+        policies.append(real_policy(*args, **kwargs))
+        return policies[-1]
+
+    def generate(self, *args, **kwargs):
+        held.append(sum(storage.nbytes() for its in policies[-1].room._storages().values() for storage in its))
+        return real_answer(self, *args, **kwargs)
+
+    build.build_policy, ScriptedEngine.generate = build_policy, generate
+    return scripted.train(rank, world_size, flags), held
+
+
+def test_a_run_that_makes_room_and_is_resumed_is_the_run_that_does_not(tmp_path):
+    small = dict(layers=2, hidden=32, heads=2, kv_heads=2, head_dim=16, ffn=32)
+    flags = [*write_inputs(tmp_path, rows=12, **small), *("--num_generations", "2"), *("--global_batch_size", "8"), "--log_entropy", "true"]
+    flags += ["--steps_per_generation", "2", "--beta", "0.1", "--kl_in_reward", "true", "--eval_dataset", str(tmp_path / "data.jsonl")]
+    flags += ["--eval_num_prompts", "2", "--save_steps", "2", "--log_completions_steps", "0", "--torch_dtype", "bfloat16"]
+    plain, away = ["--output_dir", str(tmp_path / "plain")], [*OFFLOAD, "--output_dir", str(tmp_path / "away")]
+    runs = [[*flags, *plain, "--max_steps", "4"], [*flags, *away, "--max_steps", "2"], [*flags, *away, "--max_steps", "4"]]
+    found = [run_ranks(train_and_watch, 1, run, timeout=120)[0] for run in runs]
+    assert [code for code, _ in found] == [0, 0, 0]
+    assert all(held > 0 for held in found[0][1]), "the policy was there all the time"
+    assert [set(held) for _, held in found[1:]] == [{0}, {0}] and all(len(held) >= 2 for _, held in found)
+    one, other = (records(tmp_path / name / "metrics.jsonl") for name in ("plain", "away"))
+    assert [{name: step.get(name) for name in TOLD} for step in one] == [{name: step.get(name) for name in TOLD} for step in other]
+    evaluations = [records(tmp_path / name / "evaluations.jsonl") for name in ("plain", "away")]
+    assert [line["step"] for line in evaluations[0]] == [0, 4] and evaluations[0][0]["even"] == evaluations[1][0]["even"]
+    for file in (tmp_path / "plain" / "hf").glob("*.safetensors"):
+        assert file.read_bytes() == (tmp_path / "away" / "hf" / file.name).read_bytes()
+    assert [step["step"] for step in other if step.get("time/offload", 0) > 0] == [1, 3], "the second step of a rollout moves nothing"
+    assert all(step["memory/given_away_gb"] > 0 for step in other)
+    assert not any("time/offload" in step or "memory/given_away_gb" in step for step in one)

@@ -1,0 +1,58 @@
+"""Runs in a process of its own on one real GPU: steps with everything given away between them, and steps without; writes what it measured.
+
+python -m tests.gpu.one_room job.pkl out.pkl
+"""
+
+from __future__ import annotations
+
+import pickle
+import sys
+from pathlib import Path
+
+import torch
+
+
+def main(job_file: str, out: str) -> None:
+    from tests import parity_cases as cases
+    from tests import room_cases as room
+
+    job = pickle.loads(Path(job_file).read_bytes())
+    cfg = cases.settings(**job["settings"])
+    parallel = cases.join(cfg, 1)
+    assert parallel.device.type == "cuda"
+    trails, measured = {}, []
+
+    def allocated() -> int:
+        torch.cuda.synchronize()
+        return torch.cuda.memory_allocated()
+
+    for name, offload in (("without", ()), ("away", room.ALL)):
+        policy = room._policy(job["path"], cfg, parallel, offload)
+        trails[name] = []
+        for index, rows in enumerate(job["batches"]):
+            before = allocated()
+            policy.make_room(keep="weights")
+            during_push = allocated()
+            policy.make_room()
+            away, reserved = allocated(), torch.cuda.memory_reserved()
+            with policy.resident("weights"):
+                score = [values.copy() for values in policy.score(rows[:2])]
+            batch = cases.batch_of(policy, rows, index)
+            with policy.resident("all"):
+                back = allocated()
+                said = policy.train_step(batch).metrics
+            if offload:
+                measured.append(
+                    dict(before=before, push=during_push, away=away, back=back, reserved=reserved, given=policy.room.given_bytes)
+                )
+            trails[name].append((said["loss"], said["grad_norm"], score))
+        with policy.resident("weights"):
+            trails[name].append({key: tensor.cpu() for key, tensor in policy.named_weights()})
+        pinned = [chunk.is_pinned() for pieces in policy.room._host.values() for chunk in pieces]
+        del policy
+        torch.cuda.empty_cache()
+    Path(out).write_bytes(pickle.dumps({"trails": trails, "measured": measured, "pinned": pinned, "device": torch.cuda.get_device_name()}))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,172 @@
+"""Rollout servers for tests: real processes, and the least that speaks to one over HTTP and pushes to it over a link."""
+
+from __future__ import annotations
+
+import http.client
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron_grpo.parallel.link import LinkSender, Meeting
+from megatron_grpo.rollout import wire
+from tests.ranks import ENVIRONMENT
+
+TOKEN = "the-token-of-these-tests"
+START = 240.0  # seconds; three processes import torch and vLLM, on a machine that does other things too
+
+
+class Refusal(Exception):
+    """An answer that is not 200."""
+
+    def __init__(self, status: int, sentence: str):
+        super().__init__(f"{status}: {sentence}")
+        self.status = status
+
+
+class Server:
+    """`megatron-grpo serve` in a session of its own, so that whatever it starts can be found."""
+
+    def __init__(self, folder: Path, model: Path, *flags: str, env: Mapping[str, str] | None = None):
+        folder.mkdir(exist_ok=True)
+        self.log, self.address_file = folder / "log", folder / "address"
+        env = {**os.environ, **ENVIRONMENT, "MEGATRON_GRPO_TOKEN": TOKEN, "PYTHONPATH": str(Path(__file__).parent.parent), **(env or {})}
+        command = [sys.executable, "-m", "megatron_grpo", "serve", "--model", str(model), "--port", "0", "--torch_dtype", "float32",
+                   "--vllm_kv_cache_memory_mb", "32", "--vllm_max_num_seqs", "16",
+                   "--address_file", str(self.address_file), *flags]  # fmt: skip
+        self.process = subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stdout=self.log.open("w"), stderr=subprocess.STDOUT,
+                                        start_new_session=True)  # fmt: skip
+        self.incarnation = "1"
+
+    def wait(self) -> Server:
+        until = time.monotonic() + START
+        while not self.address_file.exists():
+            assert self.process.poll() is None and time.monotonic() < until, self.log.read_text()[-4000:]
+            time.sleep(0.05)
+        self.host, _, port = self.address_file.read_text().strip().partition("://")[2].rpartition(":")
+        self.port = int(port)
+        return self
+
+    def request(
+        self, method: str, path: str, body: bytes | None = None, headers: Mapping[str, str] | None = None, *, timeout: float = 60.0
+    ):
+        """A connection and its answer, as any program would ask; with the token where no headers are given."""
+        connection = http.client.HTTPConnection(self.host, self.port, timeout=timeout)
+        if headers is None:
+            headers = {wire.AUTHORIZATION: f"Bearer {TOKEN}", wire.INCARNATION: self.incarnation}
+        connection.request(method, path, body, dict(headers))
+        return connection, connection.getresponse()
+
+    def call(self, path: str, body: Any = None, *, timeout: float = 60.0) -> bytes:
+        """The whole answer. Raises Refusal."""
+        connection, answer = self.request(
+            "GET" if body is None else "POST", path, None if body is None else wire.encode(body), timeout=timeout
+        )
+        try:
+            said = answer.read()
+        finally:
+            connection.close()
+        if answer.status != 200:
+            raise Refusal(answer.status, wire.decode_error(said))
+        return said
+
+    def state(self, path: str = "/state", body: Any = None, **options: Any) -> wire.State:
+        return wire.decode(wire.State, self.call(path, body, **options))
+
+    def claim(self, run: str = "a run", incarnation: str | None = None) -> wire.State:
+        self.incarnation = incarnation or self.incarnation
+        return self.state("/claim", wire.Claim(run=run, incarnation=self.incarnation))
+
+    def generate(self, body: wire.Generate) -> dict[str, wire.Answer]:
+        """Answers by key; those that came before the stream ended."""
+        connection, stream = self.request("POST", "/generate", wire.encode(body))
+        try:
+            if stream.status != 200:
+                raise Refusal(stream.status, wire.decode_error(stream.read()))
+            answers = [wire.decode_line(line) for line in iter(stream.readline, b"")]
+        finally:
+            connection.close()
+        return {answer.key: answer for answer in answers if answer is not None}
+
+    def processes(self) -> list[str]:
+        """Of its session that are alive, whatever they call themselves."""
+        found = subprocess.run(["ps", "-eo", "sid=,stat=,pid=,args="], capture_output=True, text=True, check=True).stdout.splitlines()
+        rows = [line.split(None, 3) for line in found]
+        return [" ".join(row) for row in rows if row[0] == str(self.process.pid) and not row[1].startswith("Z")]
+
+    def pid_of(self, name: str) -> int:
+        return next(int(line.split()[2]) for line in self.processes() if name in line)
+
+    def has_left_nothing(self, seconds: float = 30.0) -> bool:
+        until = time.monotonic() + seconds
+        while self.processes():
+            if time.monotonic() > until:
+                return False
+            time.sleep(0.05)
+        return True
+
+    def close(self) -> None:
+        if self.processes():
+            os.killpg(self.process.pid, signal.SIGCONT)
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+
+class Trainer:
+    """Rank 0 of links to servers."""
+
+    def __init__(self, seconds: float = 30.0):
+        self.meeting, self.seconds, self._number = Meeting(), seconds, 0
+
+    def link(self, *servers: Server) -> LinkSender:
+        """Of all workers of these servers, which it owns."""
+        self._number += 1
+        name, first, joins = f"link {self._number}", 1, []
+        sizes = [server.state().world_size for server in servers]
+        for server, size in zip(servers, sizes, strict=True):
+            join = wire.Join(
+                address="127.0.0.1", port=self.meeting.port, first_rank=first, world=1 + sum(sizes), name=name, seconds=self.seconds
+            )
+            joins.append(Asked(lambda server=server, join=join: server.call("/join", join)))
+            first += size
+        link = LinkSender(self.meeting, name=name, world=1 + sum(sizes), near="127.0.0.1", seconds=self.seconds)
+        for join in joins:
+            join.answer()
+        return link
+
+
+class Asked:
+    """A call in a thread, since a server answers a push only after its sender has done its part."""
+
+    def __init__(self, call: Any):
+        self._result: Any = None
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, args=(call,), daemon=True)
+        self._thread.start()
+
+    def _run(self, call: Any) -> None:
+        try:
+            self._result = call()
+        except BaseException as error:  # noqa: BLE001 - it is raised where the answer is asked for
+            self._error = error
+
+    def answer(self, seconds: float = 60.0) -> Any:
+        self._thread.join(seconds)
+        assert not self._thread.is_alive(), "no answer"
+        if self._error is not None:
+            raise self._error
+        return self._result
+
+
+def push(link: LinkSender, named: Iterable[tuple[str, Any]], *servers: Server, path: str = "/weights", bucket_bytes: int = 20_000,
+         **body: Any) -> list[wire.State]:  # fmt: skip
+    """One push to all of them. Raises what the sender raised, else what a server said."""
+    cls = wire.WeightPush if path == "/weights" else wire.AdapterPush
+    asked = [Asked(lambda server=server: server.state(path, cls(link=link.name, **body))) for server in servers]
+    link.send(iter(named), bucket_bytes)
+    return [one.answer() for one in asked]

@@ -1,0 +1,101 @@
+"""Data sets, chat templates and model folders that were made to do something else than to be read."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from megatron_grpo.data.chat import load_tokenizer
+from megatron_grpo.data.files import LONGEST_LINE, _table, read_rows
+from megatron_grpo.data.prompts import _lengths, open_stream
+from megatron_grpo.errors import ConfigError
+from megatron_grpo.settings.config import DataConfig
+from tests.unit.data.test_chat import tokenizer as tokenizer  # the fixture
+from tests.unit.data.test_prompts import rows_of
+
+CHAT = [{"role": "user", "content": "a b"}]
+
+
+def test_a_file_without_line_ends_is_not_taken_into_memory(tmp_path):
+    with (tmp_path / "a.jsonl").open("wb") as file:
+        file.truncate(100 * LONGEST_LINE)
+    with pytest.raises(ConfigError, match="a.jsonl line 1 is longer than 64 MiB"):
+        read_rows(str(tmp_path / "a.jsonl"))
+
+
+def test_a_parquet_file_that_swells_is_given_up_in_time(tmp_path):
+    import pyarrow
+    from pyarrow import parquet
+
+    path = tmp_path / "bomb.parquet"
+    text = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * 40_000), pyarrow.array(["x" * 1000]))
+    parquet.write_table(pyarrow.table({"prompt": text.cast(pyarrow.string())}), path)
+    assert path.stat().st_size < 40_000
+    with pytest.raises(ConfigError, match="holds 40,000 rows, of which 4,096 already take all memory that one file may have"):
+        _table(parquet, path, path.name, "dataset", 4 << 20)
+    assert len(read_rows(str(path))) == 40_000  # 40 MB: there is room for it
+
+
+def test_a_template_without_an_end_is_named_with_its_row(tmp_path):
+    release = threading.Event()
+
+    def encode(raw):
+        return release.wait(60) if raw == "c" else [1]
+
+    rows = rows_of(tmp_path, [{"prompt": prompt} for prompt in "abcd"])
+    try:
+        with pytest.raises(ConfigError, match="not come to an end after 0.2 s with data.jsonl line 3"):
+            _lengths(rows, encode, "dataset", seconds=0.2)
+    finally:
+        release.set()
+
+
+def test_a_process_ends_although_a_template_goes_on():
+    program = """
+import numpy as np
+from megatron_grpo.data.files import Rows
+from megatron_grpo.data.prompts import PromptRows, _lengths
+def encode(raw):
+    while True: pass
+rows = Rows([("a.jsonl", "line", [{"prompt": "a"}], [1])])
+_lengths(PromptRows(rows=rows, keep=np.arange(1), longest_prompt=None), encode, "dataset", seconds=0.2)
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 1 and "a.jsonl line 1" in ended.stderr
+
+
+def test_what_is_not_about_a_row_leaves_the_thread_as_it_is(tmp_path):
+    with pytest.raises(KeyboardInterrupt):
+        _lengths(rows_of(tmp_path, [{"prompt": "a"}]), lambda raw: (_ for _ in ()).throw(KeyboardInterrupt), "dataset")
+
+
+@pytest.mark.parametrize(
+    "template",
+    ["{{ ''.__class__.__mro__ }}", "{{ messages.__init__.__globals__ }}", "{{ cycler.__init__.__globals__.os.system('true') }}",
+     "{% for a in range(10 ** 9) %}{% endfor %}", "{% include '/etc/passwd' %}", "{% do messages.clear() %}{{ messages.clear() }}"],
+)  # fmt: skip
+def test_a_template_reaches_nothing_outside_itself(tokenizer, tmp_path, template):
+    tokenizer.chat_template = template
+    (tmp_path / "a.jsonl").write_text(json.dumps({"prompt": CHAT}))
+    with pytest.raises(ConfigError, match="are refused by the model's tokenizer or chat template"):
+        open_stream(DataConfig(dataset=str(tmp_path / "a.jsonl")), tokenizer, seed=0)
+
+
+@pytest.mark.parametrize("standard", [True, False])
+def test_code_in_a_model_folder_does_not_run(tokenizer, tmp_path, standard):
+    tokenizer.save_pretrained(tmp_path)
+    proof = tmp_path / "it ran"
+    (tmp_path / "evil.py").write_text(f"open({str(proof)!r}, 'w')\nclass Evil: pass\nclass EvilConfig: pass\n")
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    config |= {"auto_map": {"AutoTokenizer": ["evil.Evil", "evil.Evil"]}} | ({} if standard else {"tokenizer_class": "Evil"})
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "evil", "auto_map": {"AutoConfig": "evil.EvilConfig"}}))
+    try:
+        assert load_tokenizer(str(tmp_path)).get_vocab() == tokenizer.get_vocab()
+    except ConfigError as error:
+        assert "has no tokenizer that can be loaded" in str(error)
+    assert not proof.exists()

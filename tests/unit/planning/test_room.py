@@ -1,0 +1,151 @@
+"""What offload frees, holds and costs, by hand; when `auto` is on; and what `plan` says would fit. Bytes against real tensors:
+tests/distributed/test_plan_memory.py.
+"""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from megatron_grpo.cli import main
+from megatron_grpo.planning.check import check
+from megatron_grpo.planning.command import make_plan
+from megatron_grpo.planning.memory import Static
+from megatron_grpo.planning.report import room_in_words
+from megatron_grpo.planning.room import UNCOUNTED, Offload, decide
+from megatron_grpo.settings.config import Config
+
+QWEN3_8B = dict(
+    architectures=["Qwen3ForCausalLM"], vocab_size=151936, max_position_embeddings=40960, tie_word_embeddings=False, num_attention_heads=32,
+    head_dim=128, hidden_size=4096, intermediate_size=12288, num_hidden_layers=36, num_key_value_heads=8,
+)  # fmt: skip
+QWEN3_30B = QWEN3_8B | dict(
+    architectures=["Qwen3MoeForCausalLM"], hidden_size=2048, intermediate_size=6144, num_hidden_layers=48, num_key_value_heads=4,
+    num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768, norm_topk_prob=True,
+)  # fmt: skip
+EIGHT = ["--world_size", "8", "--num_generations", "8", "--global_batch_size", "64"]
+BOTH = ["--offload_model", "true", "--offload_optimizer", "true"]
+
+
+@pytest.fixture
+def memory(tmp_path):
+    def of(*argv, model=QWEN3_8B):
+        (tmp_path / "config.json").write_text(json.dumps(model))
+        return make_plan(check(["--model", str(tmp_path / "config.json"), *EIGHT, *map(str, argv)])).memory
+
+    return of
+
+
+def test_freed_and_copied_by_hand():
+    sizes = dict(weights_bytes=20, adapters_bytes=3, gradients_bytes=40, optimizer_bytes=60, padding_bytes=5, reference_bytes=7)
+    held = Static(num_parameters=10, num_trainable_parameters=10, **sizes)
+    both, model, optimizer, none = (Offload(model=m, optimizer=o) for m, o in ((1, 1), (1, 0), (0, 1), (0, 0)))
+    assert [one.freed(held) for one in (both, model, optimizer, none)] == [held.total(), 75, 60, 0]
+    assert [one.freed(held, during_push=True) for one in (both, model, optimizer, none)] == [112, 52, 60, 0], "the weights are pushed"
+    assert [one.copied(held) for one in (both, model, optimizer, none)] == [90, 30, 60, 0], "gradients come back as zeros"
+
+
+def test_a_mixture_of_experts_gives_56_gb_away_in_a_little_over_a_second(memory):
+    """5.2 G parameters a rank, 3.6 of them experts: 2 + 4 + 12 / d bytes each, d 8 for what is no expert."""
+    found = memory(*BOTH, "--expert_model_parallel_size", 8, "--sleep_level", 1, "--vllm_tensor_parallel_size", 8, model=QWEN3_30B)
+    [stage], offload = found["stages"], found["offload"]
+    assert stage["freed_bytes"] == offload["freed_bytes"] == pytest.approx(76.8e9, rel=0.01)
+    assert offload["seconds_per_rollout"] / 2 == pytest.approx(56.1e9 / 50e9, rel=0.01)
+    assert offload["host_bytes"] == pytest.approx(56.1e9 + found["sampler"]["weights_bytes"], rel=0.01), "vLLM's weights sleep there too"
+    phases, sampler = stage["phases"], found["sampler"]
+    assert phases["rollout"] == sampler["weights_bytes"] + sampler["kv_cache_bytes"], "the sampler has the GPU to itself"
+    assert phases["weight_push"] == pytest.approx(stage["weights_bytes"] + sampler["weights_bytes"] + 2 * 2**29 * 9 / 8, rel=0.06)
+    apart = memory("--offload_model", "false", "--offload_optimizer", "false", "--expert_model_parallel_size", 8, "--sleep_level", 1,
+                   "--vllm_tensor_parallel_size", 8, model=QWEN3_30B)  # fmt: skip
+    assert apart["offload"]["freed_bytes"] == apart["offload"]["seconds_per_rollout"] == 0
+    assert apart["offload"]["most_freed_bytes"] == offload["freed_bytes"]
+    [before] = apart["stages"]
+    assert before["phases"]["rollout"] - phases["rollout"] == offload["freed_bytes"]
+    assert before["phases"]["training"] == phases["training"], "training has everything"
+
+
+@pytest.mark.parametrize(
+    ("model", "optimizer", "gpu", "chosen"),
+    [
+        ("auto", "auto", 100, (False, False)),
+        ("auto", "auto", 90, (False, True)),  # the optimizer first: no push needs it
+        ("auto", "auto", 60, (True, True)),
+        ("auto", "false", 75, (True, False)),
+        ("false", "auto", 30, (False, True)),  # nothing fits: what is nearest
+        ("true", "false", 100, (True, False)),
+        ("auto", "true", 100, (False, True)),
+        ("auto", "auto", None, (False, False)),
+    ],
+)
+def test_auto_is_on_where_the_run_does_not_fit_otherwise_with_room_for_what_is_not_counted(model, optimizer, gpu, chosen):
+    peaks = {(False, False): 94, (False, True): 84, (True, False): 69, (True, True): 54}
+
+    def peak(way):
+        return round(peaks[way.model, way.optimizer] * 1e9 - 0.5 * 1e9)
+
+    assert UNCOUNTED == 6e9
+    found = decide(Config().with_values({"offload_model": model, "offload_optimizer": optimizer}), peak, gpu and gpu * 10**9)
+    assert (found.model, found.optimizer) == chosen
+    if gpu is None:
+        assert "gpu_memory_gb says it" in found.why
+    elif "auto" in (model, optimizer):
+        assert f"of {gpu} GB" in found.why and "6 that are not counted" in found.why
+        assert ("do not fit whatever" in found.why) == (gpu == 30)
+
+
+def test_what_is_not_on_is_told_with_what_it_would_free(memory):
+    found = room_in_words(memory()["offload"])
+    assert found.startswith("offload_model and offload_optimizer off (auto asks") and "if they were on, they would free" in found
+    assert room_in_words(memory("--offload_optimizer", "true", "--offload_model", "false")["offload"]).startswith(
+        "offload_optimizer on (as"
+    )
+
+
+def test_what_would_fit_does(memory):
+    tight = ["--gpu_memory_gb", 80, "--vllm_gpu_memory_utilization", 0.6, "--tensor_model_parallel_size", 2]
+    found = memory(*tight)
+    assert found["fits"] is False and found["offload"]["why"].endswith("do not fit whatever is given away")
+    assert [way["settings"] for way in found["would_fit"]][0] == {"sleep_level": 1}
+    for way in found["would_fit"]:
+        argv = [str(word).lower() for name, value in way["settings"].items() for word in (f"--{name}", value)]
+        changed = memory(*tight, *argv)
+        assert changed["fits"] and (changed["peak_bytes"], changed["peak_phase"]) == (way["peak_bytes"], way["peak_phase"])
+    off = memory(*tight, "--sleep_level", 1, "--offload_model", "false", "--offload_optimizer", "false")
+    assert {"offload_optimizer": "true"} in [way["settings"] for way in off["would_fit"]]
+    assert memory("--gpu_memory_gb", 1)["would_fit"] == []
+
+
+def test_a_kv_cache_that_cannot_hold_one_sequence_does_not_fit(memory):
+    found = memory("--gpu_memory_gb", 80, "--vllm_gpu_memory_utilization", 0.2, "--tensor_model_parallel_size", 4, "--sleep_level", 1)
+    assert found["peak_bytes"] < 80e9 and found["fits"] is False and found["sampler"]["kv_cache_tokens"] == 0
+    assert found["would_fit"][0]["settings"] == {"vllm_gpu_memory_utilization": 0.3}
+
+
+def test_adapters_let_the_base_sleep_on_the_host_and_dropping_it_is_said_to_cost_a_push(memory, tmp_path):
+    def plan(*argv):
+        (tmp_path / "config.json").write_text(json.dumps(QWEN3_8B))
+        return make_plan(check(["--model", str(tmp_path / "config.json"), *EIGHT, "--tuner_type", "lora", *map(str, argv)]))
+
+    assert plan().checked.config.rollout.sleep_level == 1
+    assert plan("--sleep_level", 0).checked.config.rollout.sleep_level == 0
+    said = "each push sends the whole model before the adapter"
+    assert said in " ".join(plan("--sleep_level", 2).warnings) and said not in " ".join(plan().warnings)
+
+
+def test_where_servers_sample_nothing_is_given_away_and_only_the_trainer_must_fit(memory):
+    server = ["--vllm_mode", "server", "--vllm_server_host", "127.0.0.1"]
+    found = memory("--gpu_memory_gb", 80, "--tensor_model_parallel_size", 4, *server, *BOTH)
+    assert found["fits"] and found["offload"]["freed_bytes"] == 0 and not (found["offload"]["model"] or found["offload"]["optimizer"])
+    tight = memory("--gpu_memory_gb", 40, "--tensor_model_parallel_size", 2, *server)
+    assert not tight["fits"] and tight["would_fit"]
+    names = {name for way in tight["would_fit"] for name in way["settings"]}
+    assert not names & {"sleep_level", "offload_model", "offload_optimizer", "vllm_gpu_memory_utilization"}
+
+
+def test_the_plan_for_people_says_it_all(tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_8B))
+    words = ["--gpu_memory_gb", "80", "--vllm_gpu_memory_utilization", "0.7", "--tensor_model_parallel_size", "2"]
+    assert main(["plan", "--model", str(tmp_path / "config.json"), *EIGHT, *words]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "What would fit: sleep_level 1: the peak would be" in out and "s a rollout at 50 GB/s" in out

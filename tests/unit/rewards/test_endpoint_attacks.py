@@ -1,0 +1,216 @@
+"""The judge's endpoint as an attacker: what a hostile server answers, and where a key may not come to stand."""
+
+from __future__ import annotations
+
+import json
+import logging
+import pickle
+import socket
+import threading
+import time
+from contextlib import contextmanager
+
+import pytest
+
+from megatron_grpo.checkpoint.resume import settings_of
+from megatron_grpo.errors import ConfigError, RewardError
+from megatron_grpo.rewards.scoring import score
+from megatron_grpo.settings.checks import validate
+from megatron_grpo.settings.config import Config
+from megatron_grpo.settings.parse import parse
+from megatron_grpo.settings.write import as_yaml
+from tests.unit.rewards.servers import json_server
+from tests.unit.rewards.test_endpoint_rewards import batch, judge_at, load, said
+
+KEY = "sesame-0123456789-open"
+
+
+@contextmanager
+def raw_server(answer):
+    """Gives each connection, once its request has come, to `answer(connection)`; yields the server's URL."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    stop = threading.Event()
+
+    def one(connection):
+        with connection:
+            try:
+                connection.recv(1 << 16)
+                answer(connection, stop)
+            except OSError:
+                pass
+
+    def serve():
+        while not stop.is_set():
+            try:
+                threading.Thread(target=one, args=(listener.accept()[0],), daemon=True).start()
+            except OSError:
+                return
+
+    threading.Thread(target=serve, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    finally:
+        stop.set()
+        listener.close()
+
+
+def error_of(url, **settings):
+    with pytest.raises(RewardError) as caught:
+        score([judge_at(url, **settings)], batch(["c"]))
+    return str(caught.value)
+
+
+@pytest.fixture(autouse=True)
+def key(monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", KEY)
+
+
+@pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
+def test_a_redirect_is_not_followed_with_or_without_the_key(status):
+    asked = []
+
+    def elsewhere(connection, stop):
+        asked.append(connection.getpeername())
+
+    with raw_server(elsewhere) as other:
+
+        def answer(connection, stop):
+            head = f"HTTP/1.1 {status} Moved\r\nLocation: {other}/v1?stolen={KEY}\r\nContent-Length: 0\r\n\r\n"
+            connection.sendall(head.encode())
+
+        with raw_server(answer) as url:
+            told = error_of(url)
+    assert asked == [] and "Redirects are not followed" in told and other in told and KEY not in told
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [(401, f"no such key: {KEY}"), (200, f"<html>{KEY}"), (200, {"echo": f"Bearer {KEY}"}), (429, KEY), said(f"Your key is {KEY}"),
+     (500, f"{{'Authorization': 'Bearer {KEY}'}}")],
+)  # fmt: skip
+def test_no_error_repeats_the_key_that_a_server_echoes(reply, caplog):
+    with json_server(lambda path, request, headers: reply) as url:
+        assert KEY not in error_of(url, reward_timeout=0.3)
+        score([judge_at(url, reward_timeout=0.3, reward_on_error="none")], batch(["c"]))
+    assert KEY not in caplog.text
+
+
+def test_a_judge_prints_and_pickles_without_its_key():
+    judge = judge_at("http://127.0.0.1:9").function
+    assert KEY not in repr(vars(judge)) + str(vars(judge))
+    with pytest.raises(TypeError, match="a key is not written"):
+        pickle.dumps(judge)
+
+
+def endless(head, part, pause=0.0):
+    def answer(connection, stop):
+        connection.sendall(head)
+        while not stop.wait(pause):
+            connection.sendall(part)
+
+    return answer
+
+
+OK = b"HTTP/1.1 200 OK\r\n"
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [(endless(OK + b"\r\n", b"x" * 65536), "answered more than 4 MiB"),
+     (endless(OK + b"Transfer-Encoding: chunked\r\n\r\n", b"10000\r\n" + b"x" * 65536 + b"\r\n"), "answered more than 4 MiB"),
+     (endless(OK + b"Content-Length: 999999999999\r\n\r\n", b"x" * 65536), "answered more than 4 MiB"),
+     (endless(OK + b"\r\n", b"x", 0.05), "timed out"), (endless(b"HTTP/1.1 200 ", b"x", 0.05), "timed out"),
+     (endless(OK, b"X-A: b\r\n", 0.05), "timed out"), (endless(b"", b"HTTP/1.1 100 Continue\r\n\r\n", 0.02), "timed out"),
+     (endless(OK, b"X: " + b"y" * 65536), "could not be reached")],
+)  # fmt: skip
+def test_an_answer_is_bounded_in_bytes_and_in_time(answer, reason):
+    started = time.monotonic()
+    with raw_server(answer) as url:
+        assert reason in error_of(url, reward_timeout=0.5)
+    assert time.monotonic() - started < 10  # each wait on the socket is short: without a deadline of the whole this is for ever
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["[" * 500_000, '{"choices": [{"message": {"content": ["a", 1]}}]}', '{"choices": [{"message": {"content": {"a": 1}}}]}',
+     '{"choices": 7}', "7" * 10_000, '"text"', json.dumps({"choices": [{"message": {"content": "Score: high"}}]})],
+)  # fmt: skip
+def test_an_answer_of_another_shape_fails_its_row_only(content):
+    with json_server(lambda path, request, headers: (200, content)) as url:
+        told = error_of(url)
+        assert "on row 0, completion 'c'" in told and "raised" not in told
+        assert score([judge_at(url, reward_on_error="none")], batch(["c"])).rows == ((None,),)
+
+
+def test_a_score_beyond_all_numbers_is_the_largest():
+    with json_server(lambda path, request, headers: said("Score: " + "9" * 400)) as url:
+        assert judge_at(url).function(prompts=["p"], completions=["c"]) == [1.0]
+
+
+@pytest.mark.parametrize(
+    ("url", "warns"),
+    [("http://judge.example:8000", True), ("http://10.0.0.5:8000", True), ("https://judge.example", False),
+     ("http://127.0.0.1:8000", False),
+     ("http://localhost:8000", False), ("http://[::1]:8000", False), ("http://localhost.example", True)],
+)  # fmt: skip
+def test_what_travels_unencrypted_beyond_this_machine_is_said(url, warns, caplog):
+    with caplog.at_level(logging.WARNING):
+        judge_at(url)
+        load("reward_model", reward_model_url=f"{url}/score")
+    assert ("the key, prompts and completions travel to" in caplog.text) == warns
+    assert ("reward_model_url is http://: prompts and completions" in caplog.text) == warns
+    assert KEY not in caplog.text
+
+
+def test_a_key_with_a_line_end_is_used_without_it_and_one_of_two_lines_is_refused_unseen(monkeypatch):
+    seen = []
+
+    def answer(path, request, headers):
+        seen.append(headers["Authorization"])
+        return said("Score: 10")
+
+    with json_server(answer) as url:
+        monkeypatch.setenv("OPENAI_API_KEY", f"{KEY}\n")
+        assert judge_at(url).function(prompts=["p"], completions=["c"]) == [1.0]
+        monkeypatch.setenv("OPENAI_API_KEY", f"{KEY}\r\nX-Injected: 1")
+        with pytest.raises(ConfigError, match="OPENAI_API_KEY holds no key") as caught:
+            judge_at(url)
+    assert seen == [f"Bearer {KEY}"] and KEY not in str(caught.value)
+
+
+SECRETS = {
+    "llm_judge_url": "https://me:open-sesame@judge.example/v1",
+    "reward_model_url": "https://judge.example/score?api_key=open-sesame",
+    "llm_judge_api_key_env": "sk-open-sesame-0123456789",
+    "system": "You are kind. Bearer open-sesame-0123456789",
+    "dataset": "s3://id:open-sesame@bucket/data.jsonl",
+    "model": "hf_opensesame0123456789opensesame",
+    "stop": ["fine", "ghp_opensesame0123456789opensesame"],
+}
+
+
+@pytest.mark.parametrize("name", SECRETS)
+def test_a_secret_is_refused_as_a_setting_and_not_repeated(name, tmp_path):
+    words = SECRETS[name] if isinstance(SECRETS[name], list) else [SECRETS[name]]
+    (tmp_path / "run.yaml").write_text(json.dumps({name: SECRETS[name]}))
+    for typed in ([f"--{name}", *words], ["--config", str(tmp_path / "run.yaml")]):
+        [problem] = [one for one in validate(parse(typed).config) if name in one.flags]
+        assert f"{name} seems to hold" in problem.message and "sesame" not in problem.message
+
+
+@pytest.mark.parametrize(
+    "typed",
+    [["--llm_judge_url", "http://127.0.0.1:8000/v1"], ["--reward_model_url", "https://h/score?max_tokens=3&model=a"],
+     ["--model", "org/sk-7b"],
+     ["--llm_judge_api_key_env", "MY_JUDGE_KEY"], ["--system", "Reach me at me@example.com, or see https://example.com/a@b."],
+     ["--dataset", "owner/task-sk-hf_data"]],
+)  # fmt: skip
+def test_ordinary_settings_are_no_secrets(typed):
+    assert [one for one in validate(parse(typed).config) if "seems to hold" in one.message] == []
+
+
+def test_the_key_reaches_no_file_of_the_run_and_no_service():
+    cfg = parse(["--llm_judge_url", "http://127.0.0.1:9/v1", "--llm_judge_api_key_env", "OPENAI_API_KEY"]).config
+    assert isinstance(cfg, Config)
+    # config.yaml; a checkpoint's manifest; what Metrics gives to a service is the same values.
+    assert KEY not in as_yaml(cfg) + json.dumps(settings_of(cfg))

@@ -1,0 +1,72 @@
+"""vLLM's form of routed experts, a group's, and what a sampler may not return."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from megatron_grpo.rollout.experts import ExpertLayers, WrongExperts, of_group, told
+from megatron_grpo.types import Sequence
+from megatron_grpo.weights.shape import ModelShape
+from tests.unit.weights.tiny import config_of
+
+LAYERS = ExpertLayers(layers=(1, 3), num_experts=300, topk=2)
+# As vLLM 0.32 returned it: 5 prompt and 3 drawn tokens, the last of which was never run; layers 0 and 2 have no experts; ids above 255 make
+# it uint16.
+RECORDED = np.zeros((7, 4, 2), dtype=np.uint16)
+RECORDED[:, 1] = [[t, 290 + t] for t in range(7)]
+RECORDED[:, 3] = [[40 + t, 7] for t in range(7)]
+
+
+def sequence(experts) -> Sequence:
+    return Sequence(token_ids=np.arange(len(experts)), mask=np.ones(len(experts), dtype=bool), experts=experts)
+
+
+def test_vllms_rows_of_layers_without_experts_are_left_out():
+    found = LAYERS.read(RECORDED)
+    assert found.dtype == np.int16 and found.shape == (7, 2, 2)
+    assert found[3].tolist() == [[3, 293], [43, 7]]
+
+
+def test_a_group_has_the_prompt_of_its_first_completion_and_the_last_token_routes_freely():
+    other = RECORDED + (RECORDED > 0).astype(np.uint16)  # the same prompt, otherwise routed: a micro-batch of its own
+    parts = [told(LAYERS.read(one), 5, place) for place, one in enumerate((RECORDED, other, other[:6]))]
+    assert [len(part) for part in parts] == [7, 2, 1]
+    first, second, third = of_group(parts, 5)
+    assert (first[:7] == LAYERS.read(RECORDED)).all()
+    assert (second[:5] == first[:5]).all() and (second[5:7] == LAYERS.read(other)[5:7]).all() and len(second) == 8
+    assert len(third) == 7 and (third[5] == LAYERS.read(other)[5]).all()
+    for experts in (first, second, third):
+        assert experts.dtype == np.int16 and (experts[-1] == -1).all()
+        LAYERS.check(sequence(experts))
+
+
+def test_the_layers_are_those_of_the_model():
+    assert ExpertLayers.of(ModelShape.from_hf(config_of("deepseek_v3"))) == ExpertLayers(layers=(1,), num_experts=4, topk=2)
+    assert ExpertLayers.of(ModelShape.from_hf(config_of("qwen3_moe_mixed"))).layers == (3,)
+    with pytest.raises(ValueError, match="LlamaForCausalLM has no experts"):
+        ExpertLayers.of(ModelShape.from_hf(config_of("llama")))
+
+
+@pytest.mark.parametrize(("change", "words"), [
+    (lambda e: None, "returned no experts for 8 tokens"),
+    (lambda e: e[:-1], r"experts of the form \(7, 2, 2\) for 8 tokens"),
+    (lambda e: e[:, :1], r"\(8, 1, 2\) for 8 tokens; 2 layers have experts"),
+    (lambda e: np.where(e == 293, 300, e), r"token 3 of a sequence to experts \[3, 300\] in layer 1"),
+    (lambda e: np.where(e == 7, 44, e), r"token 4 of a sequence to experts \[44, 44\] in layer 3"),
+    (lambda e: np.where(e == 2, -1, e), r"token 2 of a sequence to experts \[-1, 292\] in layer 1"),
+])  # fmt: skip
+def test_what_no_token_can_have_taken_is_refused(change, words):
+    (good,) = of_group([LAYERS.read(RECORDED)], 5)
+    changed = change(good)
+    with pytest.raises(WrongExperts, match=words):
+        LAYERS.check(dataclasses.replace(sequence(good), experts=changed))
+
+
+def test_an_engine_that_tells_nothing_is_refused():
+    with pytest.raises(WrongExperts, match="vLLM returned no experts"):
+        LAYERS.read(None)
+    with pytest.raises(WrongExperts, match=r"\(7, 2, 2\), and the last layer with experts is 3"):
+        LAYERS.read(RECORDED[:, :2])

@@ -1,0 +1,106 @@
+"""The table by which pushed tensors go into an engine, on a module small enough to look at; on real ones in test_weight_sync."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_grpo.rollout.engine import WeightSyncError
+from megatron_grpo.rollout.vllm_lesson import _Seen
+from megatron_grpo.rollout.vllm_table import Copy, Form, Place, Table, Unit
+
+ROWS = (2, 3)
+
+
+class Layer(torch.nn.Module):
+    """Keeps `both` as it is loaded, and of `kept_packed` the transpose alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.both = torch.nn.Parameter(torch.zeros(5, 3, dtype=torch.bfloat16), requires_grad=False)
+        self.kept_packed = torch.nn.Parameter(torch.empty(0), requires_grad=False)
+        self.read = None
+
+
+def pack(module):
+    module.read = module.kept_packed.t().contiguous()
+    module.kept_packed = torch.nn.Parameter(torch.empty(0), requires_grad=False)
+
+
+def rows(first):
+    return Place(ROWS, (3, 1), 3 * first)
+
+
+@pytest.fixture
+def layer():
+    return Layer()
+
+
+@pytest.fixture
+def table(layer):
+    """up and gate are rows 0 to 3 of `both`, row 4 is padding; `packed` is made of two halves of one tensor, in the other order."""
+    form = Form((4, 3), (3, 1), torch.float32)
+    whole = Unit(module=layer, loaded={"both": Form.of(layer.both)}, live={"both": Form.of(layer.both)}, packed=frozenset(),
+                 padding=[("both", Place((1, 3), (3, 1), 12), 7.0)], num_copies=2)  # fmt: skip
+    packed = Unit(module=layer, loaded={"kept_packed": form}, live={"kept_packed": Form.of(layer.kept_packed)},
+                  packed=frozenset({"kept_packed"}), padding=[], num_copies=2)  # fmt: skip
+    halves = [Copy(1, "kept_packed", rows(0), rows(2)), Copy(1, "kept_packed", rows(2), rows(0))]
+    copies = {"gate": [Copy(0, "both", rows(0), None)], "up": [Copy(0, "both", rows(2), None)], "halves": halves, "unused": []}
+    return Table([whole, packed], {name: tuple(tensor.shape) for name, tensor in tensors().items()}, copies)
+
+
+def tensors():
+    return {"gate": torch.ones(ROWS), "up": torch.full(ROWS, 1.001), "halves": torch.arange(12.0).view(4, 3), "unused": torch.ones(1)}
+
+
+def test_parts_land_where_the_table_says_rounded_and_packed(layer, table):
+    assert table.load(tensors().items(), pack) == []
+    assert layer.both.tolist() == [[1.0] * 3] * 4 + [[7.0] * 3]  # bfloat16 has no 1.001
+    assert layer.read.tolist() == [[6.0, 9.0, 0.0, 3.0], [7.0, 10.0, 1.0, 4.0], [8.0, 11.0, 2.0, 5.0]]
+    assert layer.kept_packed.numel() == 0 and table.is_as_learnt()
+
+
+def test_a_tensor_may_have_gaps_and_come_in_any_order(layer, table):
+    named = tensors()
+    named["halves"] = torch.arange(12.0).view(3, 4).t()  # columns
+    assert table.load(reversed(named.items()), pack) == []
+    assert layer.read.tolist() == [[2.0, 3.0, 0.0, 1.0], [6.0, 7.0, 4.0, 5.0], [10.0, 11.0, 8.0, 9.0]]
+
+
+def test_weights_are_looked_for_at_every_push(layer, table):
+    table.load(tensors().items(), pack)
+    before = layer.both.data
+    layer.both.data = torch.full_like(before, float("nan"))
+    table.load([(name, 2 * tensor) for name, tensor in tensors().items()], pack)
+    assert layer.both[:4].tolist() == [[2.0] * 3] * 4 and before[0, 0] == 1.0
+    layer.both.data = layer.both.data.float()
+    assert not table.is_as_learnt()
+
+
+def test_what_did_not_come_is_named_and_the_next_push_is_whole(layer, table):
+    assert table.load([item for item in tensors().items() if item[0] not in ("up", "unused")], pack) == ["up"]
+    assert table.load(tensors().items(), pack) == []
+    assert layer.both[2:4].tolist() == [[1.0] * 3] * 2
+
+
+@pytest.mark.parametrize(
+    ("named", "sentence"),
+    [
+        ([("extra", torch.ones(2))], "extra was pushed to the rollout engine, but is not among the 4 weights of its first push."),
+        ([("up", torch.ones(3, 2))], r"up was pushed with shape \[3, 2\]; at the first push it had \[2, 3\]."),
+        ([("up", torch.ones(2, 3))] * 2, "up was pushed to the rollout engine twice in one push."),
+    ],
+)
+def test_a_tensor_that_was_never_seen_is_refused_by_a_sentence(table, named, sentence):
+    with pytest.raises(WeightSyncError, match=sentence):
+        table.load(named, pack)
+
+
+def test_a_weight_must_be_covered_once_and_wholly():
+    def covered(*places):
+        return _Seen(Form((4, 3), (3, 1), torch.float32), {(str(n), place, None): None for n, place in enumerate(places)}).covers_all_once()
+
+    assert covered(rows(0), rows(2))
+    assert not covered(rows(0)) and not covered(rows(0), rows(1)) and not covered(rows(0), rows(2), rows(1))
+    columns = Place((4, 1), (3, 1), 0)
+    assert covered(columns, Place((4, 2), (3, 1), 1)) and not covered(columns, Place((4, 1), (3, 1), 2))

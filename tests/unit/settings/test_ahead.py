@@ -1,0 +1,77 @@
+"""What `--async_rollout_depth` asks of the other settings, and how else it is said."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from megatron_grpo.cli import main
+
+SIZES = "--world_size 2 --micro_batch_size 2 --global_batch_size 16 --num_generations 4 --max_steps 40"
+SERVERS = "--vllm_mode server --vllm_server_host h"
+CORRECTED = f"{SERVERS} --rollout_importance_sampling_mode token_truncate"
+
+
+@pytest.fixture
+def plan(capsys):
+    def plan(words: str) -> tuple[int, dict]:
+        code = main(["plan", "--json", *SIZES.split(), *words.split()])
+        return code, json.loads(capsys.readouterr().out)
+
+    return plan
+
+
+@pytest.mark.parametrize(
+    "words",
+    [f"--async_rollout_depth 1 {CORRECTED}", f"--async_rollout_depth 1 {SERVERS} --old_logprobs rollout", "--async_rollout_depth 0"],
+)
+def test_it_is_taken_where_something_corrects_for_the_age_of_what_was_sampled(plan, words):
+    assert plan(words)[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "nearest"),
+    [
+        (f"--async_rollout_depth 3 {CORRECTED}", {"async_rollout_depth": [1]}),
+        ("--async_rollout_depth 1 --old_logprobs rollout", {"async_rollout_depth": [0]}),
+        (f"--async_rollout_depth 1 {SERVERS}", {"rollout_importance_sampling_mode": ["token_truncate"], "old_logprobs": ["rollout"]}),
+    ],
+)
+def test_each_refusal_names_values_that_work(plan, words, nearest):
+    """The sentences are those of docs/composition.md, which a test holds."""
+    code, found = plan(words)
+    assert code == 2 and [error["nearest"] for error in found["errors"]] == [nearest]
+    for flag, values in nearest.items():
+        for value in values:
+            assert plan(f"{words} --{flag} {value}")[0] == 0
+
+
+@pytest.mark.parametrize("dialect", ["", "--dialect swift-megatron --beta 0.04"])
+def test_async_generate_says_the_same(plan, dialect):
+    code, found = plan(f"--async_generate true {CORRECTED} {dialect}")
+    assert code == 0
+    versions = [(row["rollout"], row["sampled_by_version"]) for row in found["timetable"]]
+    assert dict(versions) == {0: 0, 1: 0}
+    code, found = plan(f"--async_generate true --async_rollout_depth 0 {CORRECTED} {dialect}")
+    assert code == 2 and "async_generate (true) means async_rollout_depth 1, which is 0. Keep one of them." in found["errors"][0]["message"]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "mean", "most"),
+    [
+        ("--steps_per_generation 2", 2.5, 3), ("--num_iterations 2", 2.5, 3), ("--steps_per_generation 4", 5.5, 7),
+        ("--steps_per_generation 2 --num_iterations 2", 5.5, 7),
+    ],
+)  # fmt: skip
+def test_plan_says_how_stale_rows_become(plan, sizes, mean, most):
+    code, found = plan(f"--async_rollout_depth 1 {CORRECTED} {sizes}")
+    [said] = [warning for warning in found["warnings"] if warning.startswith("One rollout ahead")]
+    assert code == 0 and f"up to {most} optimizer steps stale when they are trained ({mean:g} on average)" in said
+    assert max(row["staleness"] for row in found["timetable"]) == most
+
+
+def test_a_rollout_of_one_step_is_one_step_stale_and_needs_no_warning(plan):
+    code, found = plan(f"--async_rollout_depth 1 {CORRECTED}")
+    assert code == 0 and [row["staleness"] for row in found["timetable"]] == [0] * 4 + [1] * 4
+    assert not [warning for warning in found["warnings"] if "stale" in warning]

@@ -1,0 +1,399 @@
+"""The loop, on a policy and weights that are a number: what is sampled by whom, anchored and trained when, with saves, signals and kills.
+
+The slow side counts micro-steps one by one and asks every prompt when its answer is needed. All but policy, pushes and disk is the
+package's own.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_grpo.batching.split import BatchCut
+from megatron_grpo.batching.timetable import Timetable
+from megatron_grpo.clock import Clock
+from megatron_grpo.errors import Interrupted, NobodySamples
+from megatron_grpo.evaluate import Evaluator
+from megatron_grpo.grpo.advantages import advantages
+from megatron_grpo.grpo.token_weights import token_weights
+from megatron_grpo.rollout.engine import SamplingSettings
+from megatron_grpo.rollout.scripted import ScriptedEngine
+from megatron_grpo.rollouts import Asker, Rollouts, harvest
+from megatron_grpo.settings.config import GrpoConfig
+from megatron_grpo.train import Run, train
+from megatron_grpo.types import Progress, ScoredGroup, Verdict, answered
+from megatron_grpo.weights.update import WeightUpdate
+from tests.unit.batching.test_timetable import Walk, sizes_of
+from tests.unit.test_rollouts import OneRank, Stream
+
+SAMPLING = SamplingSettings(n=2, max_completion_length=2)
+
+
+def logprob(version: int) -> float:
+    """Of every token, by the weights of a version; the sampler's differ by 0.5."""
+    return -1.0 - version / 64
+
+
+def answer(prompt, place, version):
+    return answered(prompt.token_ids, (10 + place, 20 + version), [logprob(version) - 0.5] * 2, text="", ended="stop", version=version)
+
+
+def reward(number: int, place: int, version: int) -> float:
+    """Of three prompts one teaches nothing; which one it is differs by version."""
+    return float(place) if (number + version) % 3 else 1.0
+
+
+class Judge:
+    names, reward_weights = ["r"], [1.0]
+
+    def __call__(self, groups, *, places):
+        return [
+            ScoredGroup(group=g, rewards=tuple((reward(g.prompt.number, i, g.version),) for i in range(len(g.completions)))) for g in groups
+        ]
+
+    def warn_of_sameness(self, rows):
+        pass
+
+
+class Killed(Exception):
+    pass
+
+
+@dataclass
+class Policy:
+    """Its weights are the number of steps that it has taken."""
+
+    cut: BatchCut
+    version: int = 0
+    ends: dict[int, str] = field(default_factory=dict)  # step -> how the process ends in it
+    trained: dict[int, dict] = field(default_factory=dict)
+
+    loss = SimpleNamespace(
+        token_weights=lambda num_masked, **flags: token_weights(num_masked, loss_type="dapo", max_completion_length=2, **flags)
+    )
+
+    def resident(self, part):
+        return nullcontext()
+
+    def logprobs(self, micro_batches):
+        return [np.full(len(micro.targets), logprob(self.version), dtype=np.float32) for micro in micro_batches]
+
+    def anchors(self, micro_batches):
+        return self.logprobs(micro_batches), None
+
+    def train_step(self, batch):
+        assert batch.step == self.version
+        if self.ends.get(batch.step) == "kill":
+            raise Killed
+        found = {}
+        for micro in batch.micro_batches:
+            for place, row in enumerate(micro.rows):
+                [at, _] = np.flatnonzero(micro.sequence == place)
+                old = float(micro.old_logprobs[at])
+                values = (int(micro.targets[at + 1]) - 20, round(float(micro.sampler_logprobs[at]) + 0.5, 6))
+                found.setdefault(row, []).append(
+                    (*values, None if math.isnan(old) else round(old, 6), float(micro.token_weights[at]), float(micro.advantages[at]))
+                )
+        self.trained[batch.step] = found
+        self.version += 1
+        logprobs = {row: np.full(2, logprob(batch.step)) for micro in batch.micro_batches for row in micro.rows}
+        return SimpleNamespace(metrics={}, logprobs=logprobs, skipped=None)
+
+
+class Publisher:
+    def __init__(self, engine):
+        self.engine = engine
+
+    def publish(self, version):
+        if self.engine.version != version:
+            self.engine.take(WeightUpdate(kind="weights", version=version, tensors=()))
+
+
+class Journal:
+    def __init__(self):
+        self.clock, self.evaluated, self.batches = Clock(), {}, []
+
+    def start(self, progress):
+        pass
+
+    rollout = start
+
+    def step(self, progress, batch, trained):
+        self.batches.append(batch)
+
+    def evaluation(self, progress, results):
+        self.evaluated[progress.step] = results["r"]
+
+
+@dataclass
+class Disk:
+    """The last checkpoint: of what every rank knows, and the samples as they are written."""
+
+    every: int
+    saved: tuple | None = None
+    stuck: int = -1  # what is launched at this step does not end before `opened`
+    opened: threading.Event | None = None
+    resume = SimpleNamespace(output_dir=Path("out"))
+
+    def are_due(self, step):
+        is_due = self.every > 0 and step % self.every == 0
+        if is_due and step > self.stuck:  # no signal has come: then a save waits as long as it takes
+            self.opened.set()
+        return is_due
+
+    def save(self, progress, pending, policy, prompts):
+        self.saved = (progress, pending.to_save(), policy.version, prompts.state())
+
+    def restore(self, policy, prompts, nothing, cut):
+        if self.saved is None:
+            return Progress(), nothing
+        progress, samples, policy.version, state = self.saved
+        prompts.restore(state)
+        return progress, nothing.restored(samples, cut)
+
+
+@dataclass(frozen=True)
+class Case:
+    """ends: step -> "stop" (a signal), "drop" (a signal, and what is under way takes too long) or "kill"."""
+
+    sizes: tuple[int, int, int]
+    num_steps: int
+    depth: int = 1
+    old_logprobs: str = "auto"
+    dynamic: bool = False
+    ratio: float = 1.0
+    eval_every: int = 0
+    save_every: int = 0
+    ends: tuple[tuple[int, str], ...] = ()
+
+    @property
+    def table(self) -> Timetable:
+        sizes = sizes_of(*self.sizes, old_logprobs=self.old_logprobs)
+        return Timetable(replace(sizes, async_rollout_depth=self.depth), self.num_steps)
+
+    @property
+    def grpo(self) -> GrpoConfig:
+        return GrpoConfig(dynamic_sample=self.dynamic, oversample_ratio=self.ratio)
+
+    @property
+    def comes_in(self) -> dict[int, list[int]]:
+        """Sampling step -> rollouts."""
+        found: dict[int, list[int]] = {}
+        a, w, mu = self.sizes
+        for rollout, step in Walk(a, w, mu, self.num_steps * a // (w * mu) + 2).sampled_at.items():
+            if step < self.num_steps:
+                found.setdefault(step, []).append(rollout)
+        return found
+
+
+def run_to_its_end(case: Case) -> tuple[dict, dict, list]:
+    """({step: rows as they were trained}, {step: score of its evaluation}, batches), over all processes that it took."""
+    disk, ends = Disk(every=case.save_every), dict(case.ends)
+    trained, evaluated, batches = {}, {}, []
+    for _ in range(len(ends) + 1):
+        last, how = min(ends.items(), default=(case.num_steps, ""))
+        policy, journal = Policy(BatchCut(dp_size=1, micro_batch_size=2), ends=ends), Journal()
+        try:
+            train(run_of(case, policy, journal, disk, is_dropped_at=last if how == "drop" else None))
+        except (Interrupted, Killed):
+            del ends[last]
+        for step, rows in policy.trained.items():
+            assert trained.setdefault(step, rows) == rows, f"step {step} was trained again, on something else"
+        evaluated |= journal.evaluated
+        batches += journal.batches
+    assert disk.saved[0].step == case.num_steps and not ends
+    assert disk.saved[0].num_prompts == disk.saved[3]["taken"], "where it is in the stream is what its rollouts have used"
+    return trained, evaluated, batches
+
+
+def run_of(case: Case, policy: Policy, journal: Journal, disk: Disk, *, is_dropped_at: int | None) -> Run:
+    """A process. is_dropped_at: the step whose signal finds something under way that does not end by itself."""
+    stuck = max((step for step in case.comes_in if step <= is_dropped_at), default=-1) if is_dropped_at is not None else -1
+
+    def slow(prompt, place, version):
+        if version == stuck and threading.current_thread() is not threading.main_thread():
+            disk.opened.wait()
+        return answer(prompt, place, version)
+
+    disk.stuck, disk.opened = stuck, threading.Event()
+    engine, stream = ScriptedEngine(slow), Stream()
+    asker = Asker(engine, Judge(), sampling=SAMPLING, seed=0, clock=journal.clock)
+    return Run(
+        timetable=case.table, parallel=OneRank(), policy=policy, engine=engine, publisher=Publisher(engine), prompts=stream,
+        rollouts=Rollouts(asker, stream, cfg=case.grpo, timetable=case.table, penalty=None, cut=policy.cut, parallel=OneRank(),
+                          journal=journal),
+        checkpoints=disk, journal=journal, stop_drain_seconds=600.0 if is_dropped_at is None else 0.0,
+        stop=SimpleNamespace(agreed=lambda _: policy.ends.get(policy.version - 1) in ("stop", "drop")),
+        evaluator=Evaluator(Stream().take(3) if case.eval_every else [], engine, Judge(), SAMPLING, score="r", every=case.eval_every,
+                            last_step=case.num_steps),
+    )  # fmt: skip
+
+
+def slowly(case: Case) -> dict:
+    """{step: {row: [(version by its tokens, by its log-probs, old log-prob, token weight, advantage) for each time it is trained]}}."""
+    a, w, mu = case.sizes
+    stream, engine, rows, fresh, by = Stream(), ScriptedEngine(answer), {}, {}, {}
+
+    def ask(prompts):
+        return [Verdict.of(one) for one in Judge()(engine.generate(prompts, SAMPLING, seed=0), places=[])]
+
+    def is_dead(verdict):
+        return bool(advantages([verdict.rewards], case.grpo, [1.0]).is_dead[0])
+
+    before = 0
+    for step, numbers in case.comes_in.items():
+        version, before = before if case.depth and not is_sampled_anew(case, before, step) else step, step
+        engine.take(WeightUpdate(kind="weights", version=version, tensors=()))
+        for number in numbers:
+            found = harvest(stream.take, stream.give_back, ask, is_dead, num_groups=w, oversample_ratio=case.ratio,
+                            dynamic_sample=case.dynamic)  # fmt: skip
+            worth = advantages([verdict.rewards for verdict in found.kept], case.grpo, [1.0]).advantages
+            rows |= {(number, 2 * place + i): worth[place, i] for place in range(w) for i in range(2)}
+            fresh[number], by[number] = step, version
+    trained: dict[int, dict] = {}
+    for number, _, j, _, step in Walk(a, w, mu, max(fresh) + 1).rows:
+        if step >= case.num_steps:
+            break
+        of_sampler = case.old_logprobs == "rollout"
+        anchor = by[number] if of_sampler else fresh[number]
+        old = None if step == anchor else round(logprob(anchor) - 0.5 * of_sampler, 6)
+        for row in (2 * j, 2 * j + 1):
+            values = (by[number], logprob(by[number]), old, 1 / (4 * a), float(np.float32(rows[number, row])))
+            trained.setdefault(step, {}).setdefault((number, row), []).append(values)
+    return trained
+
+
+def is_sampled_anew(case: Case, before: int, step: int) -> bool:
+    """What was launched at one sampling step is not there at the next: it was dropped, and neither a save nor a signal had come first."""
+    for at in range(before, step):
+        how = dict(case.ends).get(at)
+        if how in ("stop", "drop") or (case.save_every and (at + 1) % case.save_every == 0):
+            return how == "drop"
+    return False
+
+
+def evaluated_slowly(case: Case) -> dict[int, float]:
+    """An evaluation waits for a step before which nothing is being sampled."""
+    due = {0, case.num_steps, *range(0, case.num_steps, case.eval_every)}
+    steps = [step for step in range(case.num_steps) if not case.depth or step in case.comes_in or step > max(case.comes_in)]
+    steps.append(case.num_steps)
+    times = {min(step for step in steps if step >= one) for one in due}
+    return {step: float(np.mean([reward(number, 0, step) for number in range(3)])) for step in times}
+
+
+sizes = st.tuples(st.integers(1, 5), st.integers(1, 5), st.integers(1, 3))
+ends = st.dictionaries(st.integers(0, 7), st.sampled_from(["stop", "drop", "kill"]), max_size=3)
+modes = st.fixed_dictionaries({
+    "old_logprobs": st.sampled_from(["auto", "rollout", "always"]), "dynamic": st.booleans(), "ratio": st.sampled_from([1.0, 1.5, 2.5]),
+    "depth": st.sampled_from([0, 1, 1]), "save_every": st.integers(0, 3), "eval_every": st.integers(0, 3)})  # fmt: skip
+
+
+@settings(max_examples=60, deadline=None)
+@given(sizes, st.integers(1, 8), modes, ends)
+def test_a_run_is_the_slow_one_whatever_is_saved_and_however_it_is_stopped(size, num_steps, modes, how):
+    """One rollout ahead and at once: who sampled each row, its old log-prob, weight and advantage; and the weights that are evaluated."""
+    case = Case(size, num_steps, ends=tuple((step, one) for step, one in sorted(how.items()) if step < num_steps), **modes)
+    trained, evaluated, batches = run_to_its_end(case)
+    assert trained == slowly(case)
+    assert evaluated == (evaluated_slowly(case) if case.eval_every else {})
+    if "drop" not in how.values():  # it is as old as the timetable says
+        for batch in batches:
+            rows = [row for row in case.table.step(batch.step).micro_steps for _ in range(*row.rows)]
+            assert batch.staleness == tuple(row.staleness for row in rows)
+            assert batch.lag == tuple(row.fresh_at - row.sampled_by_version for row in rows)
+
+
+@settings(max_examples=30, deadline=None)
+@given(sizes, st.lists(st.tuples(st.integers(0, 1), st.integers(1, 3)), min_size=2, max_size=4), st.sampled_from(["auto", "rollout"]))
+def test_a_run_may_go_on_at_another_depth_and_may_be_made_longer(size, parts, old):
+    """parts: (depth, further steps). Every row is trained as often as it is to be, by weights that its rollout's step may have."""
+    disk, trained, end = Disk(every=0), {}, 0
+    for depth, steps in parts:
+        end += steps
+        case = Case(size, end, depth=depth, old_logprobs=old)
+        policy = Policy(BatchCut(dp_size=1, micro_batch_size=2))
+        train(run_of(case, policy, Journal(), disk, is_dropped_at=None))
+        trained |= policy.trained
+    once = slowly(Case(size, end, depth=0, old_logprobs=old))
+    assert {step: {row: len(times) for row, times in rows.items()} for step, rows in trained.items()} == {
+        step: {row: len(times) for row, times in rows.items()} for step, rows in once.items()
+    }
+    oldest = {
+        number: case.table.version_of(max(0, case.table.new_rollouts(case.table.version_of(number)).start - 1)) for number in range(99)
+    }
+    for rows in trained.values():
+        for (number, _), times in rows.items():
+            assert all(oldest[number] <= version <= case.table.version_of(number) for version, *_ in times)
+    if old == "auto":  # what the ratio is taken against does not know who sampled
+        assert {step: {row: [one[2] for one in times] for row, times in rows.items()} for step, rows in trained.items()} == {
+            step: {row: [one[2] for one in times] for row, times in rows.items()} for step, rows in once.items()
+        }
+
+
+@pytest.mark.parametrize("save_every", [0, 1], ids=["at its step", "at a save"])
+def test_where_nobody_samples_any_more_the_run_is_saved_without_what_was_being_sampled(save_every):
+    """The flight that was launched at step 2 finds no servers; the next process samples its rollout anew."""
+    case, disk = Case((2, 4, 1), 8, save_every=save_every), Disk(every=save_every)
+    policy, journal = Policy(BatchCut(dp_size=1, micro_batch_size=2)), Journal()
+    run = run_of(case, policy, journal, disk, is_dropped_at=None)
+    answers, run.engine._answer = run.engine._answer, lambda *asked: lost(*asked)
+
+    def lost(prompt, place, version):
+        if version == 2:
+            raise NobodySamples("no rollout server answered")
+        return answers(prompt, place, version)
+
+    with pytest.raises(NobodySamples, match=f"no rollout server answered; saved after optimizer step {4 - save_every} in out"):
+        train(run)
+    assert len(journal.batches) == disk.saved[0].step == 4 - save_every
+    assert disk.saved[0].num_prompts == disk.saved[3]["taken"] == 8
+    again = Policy(BatchCut(dp_size=1, micro_batch_size=2))
+    train(run_of(case, again, Journal(), disk, is_dropped_at=None))
+    assert policy.trained | again.trained == slowly(replace(case, ends=((2, "drop"),), save_every=0))
+
+
+def test_what_is_under_way_is_all_that_the_rollouts_of_a_sampling_step_need_and_nothing_of_it_is_kept():
+    """Three rollouts to two steps: sometimes two come in together, and neither asks a prompt when it does."""
+    case, journal = Case((3, 2, 1), 8), Journal()
+    run = run_of(case, Policy(BatchCut(dp_size=1, micro_batch_size=2)), journal, Disk(every=0), is_dropped_at=None)
+    asked, generate = [], run.engine.generate
+    run.engine.generate = lambda prompts, *rest, **more: asked.append(len(prompts)) or generate(prompts, *rest, **more)
+    train(run)
+    assert max(map(len, case.comes_in.values())) == 2 and asked == [2] * len(case.comes_in[0])
+    run.rollouts.asker(Stream(4).take(4))  # prompts of an earlier flight, as after a round that gave some back
+    assert asked[-1] == 4
+
+
+class Penalty:
+    """As `rollouts.KlPenalty`: it scores by the policy's weights as they are."""
+
+    def __init__(self, policy):
+        self.policy = policy
+
+    def __call__(self, sequences, extents, homes, **where):
+        return dict.fromkeys(extents, 0.0), {
+            key: np.full(len(one.token_ids), logprob(self.policy.version)) for key, one in sequences.items()
+        }
+
+
+@pytest.mark.parametrize(("depth", "save_every"), [(0, 0), (1, 0), (1, 1), (1, 4)])
+def test_scores_for_the_penalty_are_the_anchors_if_they_are_those_of_the_rollouts_own_step(depth, save_every):
+    case = Case((2, 8, 1), 12, depth=depth, save_every=save_every)
+    policy = Policy(BatchCut(dp_size=1, micro_batch_size=2))
+    run = run_of(case, policy, Journal(), Disk(every=save_every), is_dropped_at=None)
+    run.rollouts.penalty = Penalty(policy)
+    scored = []
+    policy.logprobs = lambda micro_batches: scored.append(policy.version) or Policy.logprobs(policy, micro_batches)
+    train(run)
+    assert policy.trained == slowly(case)
+    # A save after every step takes rollouts in at steps 1, 5 and 9, before their own: 4 and 8 score them again.
+    assert scored == ([4, 8] if save_every == 1 else [])

@@ -1,0 +1,206 @@
+"""Hurts real rollout servers and their trainer at random moments, and counts what is lost.
+
+    python tools/server_faults.py --minutes 30 --seed 0 [--servers 3] [--every 12]
+
+Three servers with a tiny model, two trainer ranks that push other weights and ask sixty prompts, again and again. Meanwhile a server is
+killed, its engine is, it stands still for up to 40 s, it is stopped kindly, or the trainer itself is killed and started again. Whatever
+died is started again. Every round all groups must be there once, drawn by the weights of that round: token for token what the same question
+had been answered when nothing happened. Ends with a table, and with 1 if a group was lost, twice or wrong, or a process is left.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from tests.distributed.test_rollout_servers import ENV, PROMPTS_OF_FAULTS, ask_rounds  # noqa: E402
+from tests.ranks import RanksFailed, run_ranks  # noqa: E402
+from tests.servers import Server  # noqa: E402
+from tests.tiny_models import write_tiny  # noqa: E402
+
+LONGEST_STANDSTILL = 40.0  # seconds
+
+
+class Fleet:
+    """Servers by number; what dies is started again."""
+
+    def __init__(self, folder: Path, model: Path, count: int):
+        self.folder, self.model, self.names = folder, model, folder / "names"
+        self.names.mkdir()
+        self.starts = 0
+        self.servers = [self._start() for _ in range(count)]
+        self.dead: list[Server] = []
+
+    def _start(self) -> Server:
+        self.starts += 1
+        server = Server(self.folder / f"server_{self.starts}", self.model)
+        threading.Thread(target=self._name, args=(server,), daemon=True).start()
+        return server
+
+    def _name(self, server: Server) -> None:
+        """As with one --address_file for each in a shared directory: it is there while the server takes calls."""
+        name = self.names / server.log.parent.name
+        while server.process.poll() is None and not server.address_file.exists():
+            time.sleep(0.1)
+        if server.address_file.exists():
+            shutil.copy(server.address_file, name.with_name(f".{name.name}"))
+            name.with_name(f".{name.name}").rename(name)
+        server.process.wait()
+        name.unlink(missing_ok=True)
+
+    def running(self) -> list[Server]:
+        return [server for server in self.servers if server.process.poll() is None and server.address_file.exists()]
+
+    def restart_dead(self) -> None:
+        for place, server in enumerate(self.servers):
+            if server.process.poll() is not None:
+                self.dead.append(server)
+                self.servers[place] = self._start()
+
+    def stop(self) -> list[str]:
+        """Kindly; returns what is left of any of them."""
+        for server in self.servers:
+            if server.process.poll() is None:
+                server.process.send_signal(signal.SIGTERM)
+        left = [line for server in [*self.dead, *self.servers] if not server.has_left_nothing(60.0) for line in server.processes()]
+        for server in [*self.dead, *self.servers]:
+            server.close()
+        return left
+
+
+class Trainer:
+    """Two ranks that ask until they are told to stop; started again where they were killed."""
+
+    def __init__(self, folder: Path, models: list[Path], names: Path):
+        self.folder, self.models, self.names = folder, models, names
+        self.stop_file, self.rounds_file = folder / "stop", folder / "rounds.jsonl"
+        self.failure: str | None = None
+        self.kills = 0
+        self._is_killed = False
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self.stop_file.exists() and self.failure is None:
+            try:
+                run_ranks(ask_rounds, 2, self.models, f"@{self.names}", self.folder / "run", self.folder, env=ENV, timeout=36000.0)
+            except RanksFailed as failed:
+                if not self._is_killed:
+                    self.failure = str(failed)
+                self._is_killed = False
+
+    def rounds(self) -> list[dict]:
+        return [json.loads(line) for line in self.rounds_file.read_text().splitlines()] if self.rounds_file.exists() else []
+
+    def kill(self) -> None:
+        pids = [int(path.read_text()) for path in self.folder.glob("pid_*")]
+        self.kills, self._is_killed = self.kills + 1, True
+        for pid in pids:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+
+    def finish(self, seconds: float) -> None:
+        self.stop_file.touch()
+        self._thread.join(seconds)
+        if self._thread.is_alive() and self.failure is None:
+            self.failure = f"the trainer did not come to the end of a round within {seconds:.0f} s"
+
+
+def hurt(rng: random.Random, fleet: Fleet, trainer: Trainer) -> str | None:
+    """One fault; its name."""
+    running = fleet.running()
+    of_servers = ["kill a server", "kill an engine", "stand still", "stop kindly"]
+    kind = rng.choice([*of_servers, *of_servers, "kill the trainer"])
+    if kind == "kill the trainer":
+        trainer.kill()
+        return kind
+    if not running:
+        return None
+    server = rng.choice(running)
+    if kind == "kill a server":
+        server.process.kill()
+    elif kind == "kill an engine":
+        try:
+            os.kill(server.pid_of("EngineCore"), signal.SIGKILL)
+        except (StopIteration, ProcessLookupError):
+            return None
+    elif kind == "stop kindly":
+        server.process.send_signal(signal.SIGTERM)
+    else:
+        os.killpg(server.process.pid, signal.SIGSTOP)
+        seconds = rng.uniform(0.5, LONGEST_STANDSTILL)
+        threading.Timer(seconds, _thaw, (server.process.pid,)).start()
+    return kind
+
+
+def _thaw(pid: int) -> None:
+    try:
+        os.killpg(pid, signal.SIGCONT)
+    except ProcessLookupError:
+        pass
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--minutes", type=float, default=30.0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--servers", type=int, default=3)
+    parser.add_argument("--every", type=float, default=12.0, help="seconds between two faults, on average")
+    asked = parser.parse_args()
+    rng, folder = random.Random(asked.seed), Path(tempfile.mkdtemp(prefix="server_faults_"))
+    models = [write_tiny(folder / f"model_{seed}", tied=False, seed=seed) for seed in range(3)]
+    fleet = Fleet(folder, models[0], asked.servers)
+    trainer, faults = Trainer(folder, models, fleet.names), Counter[str]()
+    while len(trainer.rounds()) < len(models) and trainer.failure is None:  # what they answer now must be answered later
+        time.sleep(0.5)
+    until = time.monotonic() + 60 * asked.minutes
+    while time.monotonic() < until and trainer.failure is None:
+        time.sleep(rng.expovariate(1 / asked.every))
+        if kind := hurt(rng, fleet, trainer):
+            faults[kind] += 1
+            print(f"{time.strftime('%H:%M:%S')}  {kind}; {len(trainer.rounds())} rounds", flush=True)
+        fleet.restart_dead()
+    time.sleep(LONGEST_STANDSTILL)  # so that all have thawed
+    fleet.restart_dead()
+    trainer.finish(300.0)
+    return report(folder, faults, trainer, fleet.stop(), fleet.starts)
+
+
+def report(folder: Path, faults: Counter[str], trainer: Trainer, left: list[str], starts: int) -> int:
+    rounds = trainer.rounds()
+    totals = {name: sum(one[name] for one in rounds) for name in ("lost", "twice", "wrong", "restored")}
+    print(f"\n{'fault':<24}{'times':>8}")
+    for kind, count in faults.most_common():
+        print(f"{kind:<24}{count:>8}")
+    print(f"{'servers started':<24}{starts:>8}\n")
+    print(f"{'rounds':<24}{len(rounds):>8}   of {PROMPTS_OF_FAULTS} groups")
+    for name, value in totals.items():
+        print(f"{name:<24}{value:>8}")
+    print(f"{'longest round':<24}{max((one['seconds'] for one in rounds), default=0.0):>8.1f} s")
+    print(f"{'processes left':<24}{len(left):>8}")
+    for line in [*left, *([trainer.failure] if trainer.failure else [])]:
+        print(line)
+    is_good = not (totals["lost"] or totals["twice"] or totals["wrong"] or left or trainer.failure) and bool(rounds)
+    print("PASSED" if is_good else f"FAILED; logs are in {folder}")
+    if is_good:
+        shutil.rmtree(folder)
+    return 0 if is_good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
