@@ -253,17 +253,19 @@ def seen():
     texts += [repr(sys.argv), repr(sys.orig_argv)]
     return answer() if any(str(answer()) in text for text in texts) else -1
 def answer():
-    return int("".join(["31", "337"]))  # not in one piece, or it would find itself
+    return int("".join(["31337", "271828182"]))  # not in one piece, or it would find itself
 """
 
 
 def test_a_program_finds_no_right_answer_in_its_process():
-    tests = ["assert f(1) == 31337", "assert 31337 == f(2)", "def check(g):\n    assert g(1) == 31337, 'no'\ncheck(f)",
-             "assert f() is None", "assert abs(f(3) - 31337) < 1e-3"]  # fmt: skip
+    right = 31337271828182  # long enough not to stand in an address or a time by chance
+    tests = [f"assert f(1) == {right}", f"assert {right} == f(2)", f"def check(g):\n    assert g(1) == {right}, 'no'\ncheck(f)",
+             "assert f() is None", f"assert abs(f(3) - {right}) < 1e-3"]  # fmt: skip
     at_once = run_program(SPY + "found = seen()\ndef f(n=0): return found", tests=tests, seconds=10, memory_mb=512)
     when_asked = run_program(SPY + "def f(n=0): return seen()", tests=tests, seconds=10, memory_mb=512)
     assert at_once.passed == when_asked.passed == (False,) * 5
-    shown = run_program(SPY + "def f(n=0): return seen()", tests=["assert f(1) < 31338 and f(2) == 31337"], seconds=10, memory_mb=512)
+    plain = f"assert f(1) < {right + 1} and f(2) == {right}"
+    shown = run_program(SPY + "def f(n=0): return seen()", tests=[plain], seconds=10, memory_mb=512)
     assert shown.passed == (True,)  # the spy is one: this assert is no plain comparison, and stands in the program's process
 
 
