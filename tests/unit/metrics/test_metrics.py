@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import logging
+import queue
 import re
 import time
 from dataclasses import replace
@@ -163,10 +164,10 @@ def test_the_table_at_the_end_leaves_out_what_has_no_number_at_either_end(tmp_pa
 def test_a_service_is_told_which_step_comes_next_and_the_settings(tmp_path, monkeypatch):
     from megatron_grpo.metrics import reporters
 
-    begun = []
-    monkeypatch.setitem(reporters.REPORTERS, "tensorboard", lambda *given: begun.append(given))
+    begun = queue.Queue()
+    monkeypatch.setitem(reporters.REPORTERS, "tensorboard", begun.put)
     metrics_in(tmp_path, report_to=["tensorboard"], config={"lr": 1.0}).start(Progress(step=6))
-    assert begun == [(tmp_path, {"lr": 1.0}, 7)]
+    assert begun.get(timeout=60) == reporters.Begin(output_dir=tmp_path, config={"lr": 1.0}, first_step=7)
 
 
 def test_a_repeated_evaluation_replaces_its_own_point_alone(tmp_path, monkeypatch):
