@@ -88,23 +88,19 @@ class SmallHub:
                 assert hashlib.sha256(files[value["path"]]).hexdigest() == value["oid"]
         return 200, {"commitUrl": f"{self.address}/{name}/commit/1", "commitOid": "1" * 40}
 
-    def environment(self) -> dict[str, str]:
-        return {"HF_ENDPOINT": self.address, "HF_TOKEN": TOKEN, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
-
-    def use(self, patch, **environment: str) -> None:
-        """The client in this process asks here. patch: pytest's. It has read its environment when it was imported."""
-        from huggingface_hub import constants, hf_api
-
-        asked = self.environment() | environment
-        for name in ("HF_TOKEN", "HF_TOKEN_PATH"):
-            if name in asked:
-                patch.setenv(name, asked[name])
-        patch.setattr(constants, "HF_TOKEN_PATH", asked.get("HF_TOKEN_PATH", constants.HF_TOKEN_PATH))
-        patch.setattr(constants, "ENDPOINT", asked["HF_ENDPOINT"])
-        patch.setattr(constants, "HF_HUB_OFFLINE", asked["HF_HUB_OFFLINE"] == "1")
-        patch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-        patch.setattr(hf_api.api, "endpoint", asked["HF_ENDPOINT"])
-
     def close(self) -> None:
         self.server.shutdown()
         self.server.server_close()
+
+
+def use(patch, address: str, **environment: str) -> None:
+    """The client in this process, which has read its environment when it was imported, asks there. patch: pytest's."""
+    from huggingface_hub import constants, hf_api
+
+    asked = {"HF_ENDPOINT": address, "HF_TOKEN": TOKEN, "HF_TOKEN_PATH": "/nowhere", "HF_HUB_OFFLINE": "0"} | environment
+    patch.setenv("HF_TOKEN", asked["HF_TOKEN"])
+    patch.setattr(constants, "HF_TOKEN_PATH", asked["HF_TOKEN_PATH"])
+    patch.setattr(constants, "ENDPOINT", asked["HF_ENDPOINT"])
+    patch.setattr(constants, "HF_HUB_OFFLINE", asked["HF_HUB_OFFLINE"] == "1")
+    patch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+    patch.setattr(hf_api.api, "endpoint", asked["HF_ENDPOINT"])

@@ -10,13 +10,13 @@ from megatron_grpo.settings import parse
 from megatron_grpo.settings.checks import validate
 from megatron_grpo.settings.config import Config
 from tests.ranks import run_ranks
-from tests.small_hub import TOKEN, SmallHub
+from tests.small_hub import TOKEN, SmallHub, use
 
 
 @pytest.fixture
 def hub(monkeypatch):
     hub = SmallHub()
-    hub.use(monkeypatch)
+    use(monkeypatch, hub.address)
     yield hub
     hub.close()
 
@@ -58,16 +58,12 @@ def test_exports_arrive_whole_in_repositories_named_after_the_run(hub, folders):
 
 
 def test_one_rank_asks_and_all_are_told(hub, folders):
-    def body(rank, world, out, folders, hub):
-        import pytest
-
+    def body(rank, world, out, folders, address):
         with pytest.MonkeyPatch.context() as patch:
-            hub.use(patch)
+            use(patch, address)
             return opened_and_pushed(out, folders), opened_and_pushed(out, folders, hub_model_id="somebody/else")
 
-    plain = SmallHub.__new__(SmallHub)
-    plain.address = hub.address  # what a rank needs of it
-    told = run_ranks(body, 2, folders[0].parent, folders[:1], plain)
+    told = run_ranks(body, 2, folders[0].parent, folders[:1], hub.address)
     assert told[0] == told[1] and told[0][0] == {"hf": "me/countdown"} and told[0][1][0] == "ConfigError"
     assert sum("repos/create" in asked for asked in hub.asked) == 2
 
@@ -98,7 +94,7 @@ def test_a_push_that_fails_keeps_the_export_and_says_how_to_push_it_again(hub, f
     ],
 )
 def test_what_cannot_be_pushed_to_is_refused_before_anything_is_trained(hub, folders, monkeypatch, settings, environment, sentence):
-    hub.use(monkeypatch, **environment)
+    use(monkeypatch, **{"address": hub.address} | environment)
     kind, said = opened_and_pushed(folders[0].parent, folders, **settings)
     assert kind == "ConfigError" and sentence in said and TOKEN not in said and hub.repositories == {}
 
