@@ -231,7 +231,15 @@ def build_journal(made: Plan, judge: Judge, parallel: ParallelState, clock: Cloc
     return Journal(
         metrics,
         ScheduleLog(out, rank=parallel.rank),
-        Completions(out, reward_names=judge.names, every=run_cfg.log_completions_steps, rank=parallel.rank),
+        Completions(
+            out,
+            reward_names=judge.names,
+            every=run_cfg.log_completions_steps,
+            rank=parallel.rank,
+            node=collectives.node(),
+            most_nodes=run_cfg.log_completions_nodes,
+            tell=metrics.completions,
+        ),
         clock=clock,
         reward_weights=judge.reward_weights,
         tells_selection=cfg.grpo.dynamic_sample or cfg.grpo.oversample_ratio > 1,

@@ -6,8 +6,11 @@ from this job's own ranks only. A function without `group` is collective over al
 
 from __future__ import annotations
 
+import hashlib
 import pickle
+import socket
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -31,6 +34,24 @@ def has_job() -> bool:
     return dist.is_initialized()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Node:
+    """A machine among those of the job. first: the rank that speaks for it. number: of this machine, in the order of their first ranks."""
+
+    first: int = 0
+    number: int = 0
+    count: int = 1
+
+
+def node(host: str | None = None) -> Node:
+    """The machine that this rank runs on. Collective. host: what it is called (default: its own name)."""
+    name = (socket.gethostname() if host is None else host).encode()
+    names = from_all(int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "big"))
+    firsts = {name: names.index(name) for name in dict.fromkeys(names)}
+    mine = names[rank()]
+    return Node(first=firsts[mine], number=list(firsts).index(mine), count=len(firsts))
+
+
 def store() -> Any:
     """The job's key-value store, through which ranks can speak while a collective hangs."""
     return dist.distributed_c10d._get_default_store()
@@ -51,15 +72,6 @@ def from_all(value: Any, group: Group = None) -> list[Any]:
         return [value]
     values: list[Any] = [None] * size
     dist.all_gather_object(values, value, group=group)
-    return values
-
-
-def to_first(value: Any) -> list[Any] | None:
-    """Every rank's `value`, in rank order, on rank 0; None elsewhere. For what a file will hold: texts, records."""
-    if num_ranks() == 1:
-        return [value]
-    values: list[Any] | None = [None] * num_ranks() if rank() == 0 else None
-    dist.gather_object(value, values, dst=0)
     return values
 
 

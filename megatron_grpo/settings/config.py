@@ -206,6 +206,7 @@ class DataConfig:
     system: str | None = setting(None, "system message put before a chat prompt that has none")
     enable_thinking: bool | None = setting(None, "handed to the chat template where it knows it")
     dataset_shuffle: bool = setting(True, "seeded permutation per epoch; false keeps file order")
+    load_from_cache_file: bool = setting(True, "tokenise a data set once a machine, into the user's cache directory")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -419,10 +420,20 @@ class RunConfig:
     stop_drain_seconds: float = setting(
         10.0, "after a signal, how long a rollout that is being sampled is waited for before it is dropped", unit="seconds", at_least=0
     )
-    report_to: list[str] = setting(["none"], "where metrics go besides metrics.jsonl: tensorboard, wandb, swanlab, mlflow, none")
+    report_to: list[str] = setting(["none"], "where metrics go besides metrics.jsonl: tensorboard, wandb, swanlab, mlflow, all, none")
+    run_name: str | None = setting(
+        None, "name of the run at these services (default: the folder of output_dir)", aliases=["wandb_exp_name", "swanlab_exp_name"]
+    )
+    project: str | None = setting(
+        None, "project there (default: what WANDB_PROJECT and its like say)", aliases=["wandb_project", "swanlab_project"]
+    )
     log_completions_steps: int = setting(1, "write completions/ every so many rollouts; 0: never", unit="rollouts", at_least=0)
+    log_completions_nodes: int = setting(64, "nodes that write a rollout's completions; more take turns", unit="nodes", at_least=1)
     overwrite_output_dir: bool = setting(False, "start afresh in an output_dir that holds another run")
     export_hf: bool = setting(True, "write hf/ at the end")
+    push_to_hub: bool = setting(False, "upload what was exported to the Hugging Face Hub; HF_TOKEN holds the token")
+    hub_model_id: str | None = setting(None, "repository there: owner/name, or name (default: the folder of output_dir)")
+    hub_private_repo: bool | None = setting(None, "whether a repository that is made is private (default: as the owner has it)")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -100,6 +100,7 @@ _READ_TOGETHER = Foreign(read=lambda words, given: {})  # `settle` below reads t
 
 NAMES: Mapping[str, Foreign] = {
     "policy.model.path": same("model"),
+    "project_name": same("project"),
     "policy.optimizer_config.lr": same("lr"),
     "policy.optimizer_config.adam_betas": reads(_betas, "adam_beta1 and adam_beta2"),
     "policy.optimizer_config.weight_decay": same("weight_decay"),
@@ -239,8 +240,6 @@ NAMES: Mapping[str, Foreign] = {
     **aside(
         *(
             "logger",
-            "project_name",
-            "run_name",
             "tags",
             "log_path",
             "ckpt_path",
