@@ -48,7 +48,11 @@ def killed_in(rank, world_size, flags, who, where, count):
 def fingerprints(out: Path, step: int) -> dict[str, str]:
     """Of all that decides what is trained next: random generators do not, and libraries draw from them as they start."""
     files = json.loads((out / "checkpoints" / f"iter_{step:07d}" / "manifest.json").read_text())["files"]
-    return {name: entry["sha256"] for name, entry in files.items() if name.endswith((".distcp", "00.npz", "01.npz", "progress.json", "prompts.json"))}
+    return {
+        name: entry["sha256"]
+        for name, entry in files.items()
+        if name.endswith((".distcp", "00.npz", "01.npz", "progress.json", "prompts.json"))
+    }
 
 
 def test_a_run_that_is_killed_in_every_part_of_a_save_ends_as_the_one_that_was_not(tmp_path):

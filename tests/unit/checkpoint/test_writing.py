@@ -5,7 +5,9 @@ from __future__ import annotations
 import io
 import pickle
 import threading
+from math import prod
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -13,9 +15,10 @@ from hypothesis import strategies as st
 
 from megatron_grpo.checkpoint.distributed import _write
 from megatron_grpo.checkpoint.folder import fingerprints
-from megatron_grpo.checkpoint.pieces import Piece, Placed, Uncovered, metadata_of, shares
+from megatron_grpo.checkpoint.pieces import Piece, Placed, Uncovered, metadata_of, require_whole, shares
 from megatron_grpo.checkpoint.strangers import _Data
 from megatron_grpo.checkpoint.writing import Staging, Task, write_file, write_pieces
+from megatron_grpo.policy.moments import boxes
 
 # ---- who writes what ---------------------------------------------------------------------------------------------------------------------
 
@@ -61,6 +64,31 @@ def test_a_description_is_what_torch_reads_and_unpickles_without_strange_names()
 def test_pieces_that_are_not_the_whole_are_refused(second):
     with pytest.raises(Uncovered, match="w"):
         metadata_of([("__0_0.distcp", [piece((0, 0), (2, 4))]), ("__1_0.distcp", second)])
+
+
+@given(shape=st.lists(st.integers(1, 4), max_size=3).map(tuple), data=st.data())
+def test_boxes_are_the_whole_if_and_only_if_each_element_is_in_one_of_them(shape, data):
+    """Against counting: runs of a tensor cut anywhere, as boxes, of which some are lost, doubled or moved."""
+    size = prod(shape)
+    places = sorted({0, size, *data.draw(st.lists(st.integers(0, size), max_size=3))})
+    found = [box for start, end in zip(places, places[1:]) for box in boxes(start, end, shape)]
+    for _ in range(data.draw(st.integers(0, 2))):
+        box = data.draw(st.sampled_from(found))
+        change = data.draw(st.sampled_from(["lose", "double", "move"]))
+        if change != "double" and len(found) > 1:
+            found.remove(box)
+        if change == "double":
+            found.append(box)
+        if change == "move":
+            found.append((tuple(max(0, min(a + data.draw(st.integers(-1, 1)), m - n)) for a, n, m in zip(*box, shape)), box[1]))
+    counts = np.zeros(shape, dtype=int)
+    for offset, extent in found:
+        counts[tuple(slice(a, a + n) for a, n in zip(offset, extent, strict=True))] += 1
+    if (counts == 1).all():
+        require_whole("w", shape, found)
+    else:
+        with pytest.raises(Uncovered, match="^w "):
+            require_whole("w", shape, found)
 
 
 # ---- files -------------------------------------------------------------------------------------------------------------------------------
