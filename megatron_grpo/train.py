@@ -82,6 +82,8 @@ def train(run: Run) -> Progress:
             trained = policy.train_step(batch)
         pending, progress = pending.after(step, trained.logprobs, cut), progress.after(batch)
         # KEEP     a checkpoint holds what is being sampled too, so it waits for that.
+        with clock("checkpoint"):
+            run.checkpoints.advance()  # one that is being written beside the steps
         stops = run.stop.agreed(collectives.largest)  # a signal to any rank stops all of them here
         saves = stops or run.checkpoints.are_due(progress.step)
         if saves:
@@ -90,12 +92,12 @@ def train(run: Run) -> Progress:
             pending, progress = pending.add(found), progress.add(found)
         run.journal.step(progress, batch, trained)
         if saves:
-            save(run, progress, pending)
+            save(run, progress, pending, completely=stops)
         if stops:
             raise Interrupted(f"stopped by a signal after optimizer step {progress.step}; saved in {run.checkpoints.resume.output_dir}")
     with saved_if_nobody_samples(run, progress, pending):
         evaluate_if_due(run, progress, [progress.step])
-    save(run, progress, pending)
+    save(run, progress, pending, completely=True)
     return progress
 
 
@@ -114,9 +116,12 @@ def evaluate_if_due(run: Run, progress: Progress, steps: Iterable[int]) -> None:
         run.journal.evaluation(progress, results)
 
 
-def save(run: Run, progress: Progress, pending: Pending) -> None:
+def save(run: Run, progress: Progress, pending: Pending, *, completely: bool) -> None:
+    """completely: it is on the disk when this returns, also where checkpoints are written beside the steps."""
     with run.journal.clock("checkpoint"):
         run.checkpoints.save(progress, pending, run.policy, run.prompts)
+        if completely:
+            run.checkpoints.finish()
 
 
 @contextmanager
@@ -136,6 +141,6 @@ def saved_if_nobody_samples(
         saved = "nothing was trained yet"
         if progress.step:
             run.prompts.restore(before)
-            save(run, progress, pending)
+            save(run, progress, pending, completely=True)
             saved = f"saved after optimizer step {progress.step} in {run.checkpoints.resume.output_dir}"
         raise NobodySamples(f"{nobody}; {saved}") from nobody

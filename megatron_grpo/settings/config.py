@@ -414,6 +414,7 @@ class RunConfig:
         0, "checkpoint every so often; 0: only at the end", unit="optimizer steps", aliases=["save_interval"], at_least=0
     )
     save_total_limit: int | None = setting(2, "checkpoints kept", unit="checkpoints", at_least=1)
+    async_save: bool = setting(False, "write checkpoints while training goes on; costs the host a copy of what a rank writes")
     resume: str = setting(
         "auto", "auto: from the newest checkpoint in output_dir; never; or a checkpoint directory", aliases=["resume_from_checkpoint"]
     )
