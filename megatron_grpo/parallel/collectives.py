@@ -80,6 +80,15 @@ def from_all(value: Any, group: Group = None) -> list[Any]:
     return values
 
 
+def to_first(value: Any) -> list[Any] | None:
+    """Every rank's `value`, in rank order, on rank 0; None elsewhere. For what a file will hold: texts, records."""
+    if num_ranks() == 1:
+        return [value]
+    values: list[Any] | None = [None] * num_ranks() if rank() == 0 else None
+    dist.gather_object(value, values, dst=0)
+    return values
+
+
 def from_first(value: Any) -> Any:
     """Rank 0's `value`, on every rank."""
     return from_rank(value, 0)
