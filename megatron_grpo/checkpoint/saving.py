@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict
@@ -46,6 +47,11 @@ class ShardedPolicy(Protocol):
 
     def load_sharded_state_dict(self, state: dict[str, Any]) -> None: ...
 
+    def guard_state(self) -> dict[str, Any]:
+        """What its guard remembers, as JSON; the same on every rank."""
+
+    def restore_guard(self, state: dict[str, Any]) -> None: ...
+
     def resident(self, part: Literal["all"]) -> AbstractContextManager[None]:
         """Inside, everything that a checkpoint holds is in memory, and stays."""
 
@@ -76,7 +82,8 @@ class Checkpoints:
     """Saves and restores a run under `output_dir`/checkpoints.
 
     resume: how the run begins, as `resume.judge_resume` found it. save_steps: optimizer steps between checkpoints, 0 for none but those
-    asked for with `save`. save_total_limit: how many are kept (None: all). say: how rank 0 tells a line (by default: prints it).
+    asked for with `save`. save_interval_seconds: the same by the clock of rank 0. save_total_limit: how many are kept (None: all).
+    say: how rank 0 tells a line (by default: prints it).
     """
 
     def __init__(
@@ -84,20 +91,40 @@ class Checkpoints:
         resume: Resume,
         *,
         save_steps: int,
+        save_interval_seconds: float = 0.0,
         save_total_limit: int | None,
         say: Callable[[str], None] | None = None,
     ):
         self.resume, self.say = resume, say or partial(print, flush=True)
         self.folder = Folder(resume.output_dir / "checkpoints")
         self.save_steps, self.save_total_limit = save_steps, save_total_limit
+        self.save_interval_seconds, self._saved_at = save_interval_seconds, time.monotonic()
         self._chosen: Candidate | None = None
         self._saved_step: int | None = None
+        self._unproven: set[int] = set()  # steps of checkpoints of which it is not known whether they are good
 
     # -- saving ------------------------------------------------------------------------------------------------------------------------
 
     def are_due(self, step: int) -> bool:
         """After so many optimizer steps: every `save_steps` of them."""
         return self.save_steps > 0 and step % self.save_steps == 0
+
+    def is_time(self) -> bool:
+        """Whether `save_interval_seconds` have passed since the last checkpoint, or since the run began to train: by this rank's clock."""
+        return 0 < self.save_interval_seconds <= time.monotonic() - self._saved_at
+
+    def has_trained(self, version: int, step: int) -> None:
+        """Optimizer step `step`, the last one, was trained on what weights of `version` had sampled: checkpoints up to it are good."""
+        if collectives.rank() > 0:
+            return
+        try:
+            self._unproven -= {saved for saved in self._unproven if saved <= version and self.folder.mark_good(saved, trained=step)}
+        except OSError as error:  # the step is as good as it was
+            self.say(f"WARNING: that a checkpoint is good cannot be written down ({error.strerror}); the next step tries again")
+
+    def last_good(self, step: int) -> Path | None:
+        """The last checkpoint up to `step` whose weights are known to have trained. Rank 0 looks. Collective."""
+        return collectives.from_first(self.folder.last_good(step) if collectives.rank() == 0 else None)
 
     def save(self, progress: Progress, pending: RowsToSave, policy: ShardedPolicy, prompts: PromptState) -> bool:
         """Writes one checkpoint, unless this step has just been saved.
@@ -116,7 +143,7 @@ class Checkpoints:
             with policy.resident("all"):
                 write_sharded(policy.sharded_state_dict(is_loading=False), writing)
             with agreed(f"writing {writing}"):
-                names = self._write_ours(writing / OURS, progress, pending, prompts) + sharded_files(writing)
+                names = self._write_ours(writing / OURS, progress, pending, policy, prompts) + sharded_files(writing)
                 mine = folder.fingerprints(writing, names)
             files = {name: entry for part in collectives.from_all(mine) for name, entry in part.items()}
             with agreed(f"publishing {self.folder.directory(step)}"):
@@ -127,12 +154,14 @@ class Checkpoints:
                 self.folder.abandon(step)
             kept = f"the last complete one is of step {self._saved_step}" if self._saved_step else "this run has written none before"
             raise CheckpointError(f"The checkpoint of step {step} failed and was removed; {kept}. {error}") from error
-        self._saved_step = step
+        self._saved_step, self._saved_at = step, time.monotonic()
+        self._unproven.add(step)
         if first:
             self.folder.retain(self.save_total_limit, newest=step)
+            self._unproven &= {step, *self.folder.steps()}
         return True
 
-    def _write_ours(self, ours: Path, progress: Progress, pending: RowsToSave, prompts: PromptState) -> list[str]:
+    def _write_ours(self, ours: Path, progress: Progress, pending: RowsToSave, policy: ShardedPolicy, prompts: PromptState) -> list[str]:
         """Writes what is not sharded; returns the names, relative to the checkpoint, of the files of this rank."""
         (ours / "rng").mkdir(parents=True, exist_ok=True)
         generators = ours / "rng" / f"rank_{collectives.rank():05d}.pt"
@@ -145,7 +174,8 @@ class Checkpoints:
         if collectives.rank() == 0:
             write_whole(ours / "progress.json", json.dumps(asdict(progress)) + "\n")
             write_whole(ours / "prompts.json", json.dumps(prompts.state()) + "\n")
-            paths += [ours / "progress.json", ours / "prompts.json"]
+            write_whole(ours / "guard.json", json.dumps(policy.guard_state()) + "\n")
+            paths += [ours / "progress.json", ours / "prompts.json", ours / "guard.json"]
             config = self.resume.output_dir / "config.yaml"
             if config.exists():
                 paths.append(Path(shutil.copy(config, ours.parent / CONFIG)))
@@ -194,6 +224,7 @@ class Checkpoints:
         nothing: what is pending then. cut: says which ranks are home to which row.
         Raises ConfigError where the checkpoint does not fit the model that has been built.
         """
+        self._saved_at = time.monotonic()
         if self._chosen is None:
             return Progress(), nothing
         directory = self._chosen.manifest.directory
@@ -216,6 +247,8 @@ class Checkpoints:
             ours = directory / OURS
             progress = Progress(**json.loads((ours / "progress.json").read_text()))
             prompts.restore(json.loads((ours / "prompts.json").read_text()))
+            if (ours / "guard.json").exists():  # a checkpoint from before there was a guard that remembers has none
+                policy.restore_guard(json.loads((ours / "guard.json").read_text()))
             mine = [
                 sample for path in files_of_samples(ours)[collectives.rank() :: collectives.num_ranks()] for sample in read_samples(path)
             ]
@@ -223,6 +256,8 @@ class Checkpoints:
         pending = nothing.restored(mine, cut)
         if directory.parent.resolve() == self.folder.path.resolve():
             self._saved_step = progress.step
+            if not self._chosen.manifest.is_good:
+                self._unproven.add(progress.step)
         if collectives.rank() == 0:
             self.folder.sweep()
         return progress, pending
