@@ -170,9 +170,11 @@ class Policy:
             return kept[0][2] if kept else None
 
         why = getattr(self.guard, "refusal", None) or f"the gradient was refused (norm {norm:.4g})"
-        ranks, weights = culprits.ranks_not_finite(own), culprits.weights_not_finite(self.chunks)
+        finite = math.isfinite(norm)
+        ranks = () if finite else culprits.ranks_not_finite(own)
+        weights = () if finite else culprits.weights_not_finite(self.chunks)
         found = () if weights else culprits.search(
-            self.wrapped, batch.micro_batches, run_alone, self.parallel, references=references, finite=math.isfinite(norm)
+            self.wrapped, batch.micro_batches, run_alone, self.parallel, references=references, finite=finite
         )  # fmt: skip
         return Refusal(why=why, skips=self.skips, ranks=ranks, weights=weights, culprits=found)
 

@@ -228,3 +228,34 @@ def test_a_row_that_the_policy_cannot_score_trains_nothing_more(models, batches)
     assert masked == masked_there == {sample.key: 0 if sample.key in lost else sample.num_masked for sample in first}
     assert {*held, *held_there} == {sample.key for sample in first} and lost and len(lost) < len(first)
     assert all(found == (masked[key], True) for key, found in (held | held_there).items())
+
+
+@pytest.mark.parametrize("settings", [{}, dict(overlap_grad_reduce=True, overlap_param_gather=True)], ids=["plain", "overlapped"])
+def test_a_policy_that_makes_room_for_the_sampler_is_the_same_after_a_refused_step(models, batches, settings):
+    """What it gives away behind that step comes back as the step found it."""
+    layout, (first, second) = cases.LAYOUTS["DP2"], batches["qwen3"]
+
+    def body(rank, world):
+        from megatron_grpo.build import build_policy
+        from megatron_grpo.weights.shape import ModelShape
+
+        cfg = cases.settings(torch_dtype="bfloat16", **layout.settings, **settings)
+        other = cases.build(models["qwen3"], cfg, world)
+        policy = build_policy(
+            cfg, ModelShape.from_pretrained(models["qwen3"]), other.parallel, model_path=models["qwen3"], num_steps=100,
+            offload=("weights", "reference", "gradients", "optimizer"),
+        )  # fmt: skip
+        refused = []
+        for one in (policy, other):
+            for step, samples in enumerate((first, second, second)):
+                is_spoilt = one is policy and step == 1
+                if one is other and step == 1:
+                    continue
+                with one.resident("all"), spoilt(one, BAD_RANK if is_spoilt else -1, is_no_number):
+                    refused.append(one.train_step(cases.batch_of(one, samples, min(step, 1))).refusal is not None)
+                one.make_room()
+        with policy.resident("all"):
+            same = is_same(weights_of(policy), weights_of(other)), all(map(torch.equal, optimizer_state(policy), optimizer_state(other)))
+        return refused, *same
+
+    assert run_ranks(body, 2, timeout=120) == [([False, True, False, False, False], True, True)] * 2
