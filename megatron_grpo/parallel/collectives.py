@@ -7,7 +7,7 @@ from this job's own ranks only. A function without `group` is collective over al
 from __future__ import annotations
 
 import pickle
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -151,14 +151,14 @@ def _require_order(tensor: torch.Tensor) -> None:
         raise ValueError(f"a tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()} is not contiguous")
 
 
-def start_gather(run: torch.Tensor, group: Group, *, at_once: int) -> tuple[torch.Tensor, list[Any]]:
+def start_gather(run: torch.Tensor, group: Group, *, at_once: int, memory: Callable[[int], torch.Tensor]) -> tuple[torch.Tensor, list[Any]]:
     """[ranks, len(run)], every rank's run in rank order, once all of the list has been waited for. Of one rank it is `run` itself.
 
-    at_once: elements of `run` that go in one collective; there are as many as it takes.
+    at_once: elements of `run` that go in one collective; there are as many as it takes. memory: gives room for so many elements.
     """
     if num_ranks(group) == 1:
         return run[None], []
-    rows = torch.empty(num_ranks(group), len(run), dtype=run.dtype, device=run.device)
+    rows = memory(num_ranks(group) * len(run)).view(num_ranks(group), len(run))
     if len(run) <= at_once:
         into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # since torch 2.13 the first is its name
         return rows, [into(rows.view(-1), run, group=group, async_op=True)]

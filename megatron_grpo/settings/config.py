@@ -228,7 +228,8 @@ class RolloutConfig:
         None, "file with the servers' token, readable by its owner alone (default: the variable MEGATRON_GRPO_TOKEN)"
     )
     max_completion_length: int = setting(256, "longest completion", unit="tokens", at_least=1)
-    temperature: float = setting(1.0, "sampling temperature; training log-probs use the same", above=0)
+    # vLLM takes anything below 0.01 for 0.01 and says so in its log alone; above 2 it refuses the request, after the model has loaded.
+    temperature: float = setting(1.0, "sampling temperature; training log-probs use the same", at_least=0.01, at_most=2)
     top_p: float = setting(1.0, "nucleus sampling", above=0, at_most=1)
     top_k: int = setting(0, "top-k sampling, 0 is off", unit="tokens", at_least=0)
     stop: list[str] = setting([], "strings that end a completion", aliases=["stop_words"])
