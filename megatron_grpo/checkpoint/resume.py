@@ -35,6 +35,7 @@ WRITTEN_BY_A_RUN = (
     "metrics.jsonl",
     "evaluations.jsonl",
     "schedule.jsonl",
+    "untold.json",
     "tensorboard",
 )
 

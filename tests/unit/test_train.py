@@ -75,6 +75,7 @@ class Policy:
     cut: BatchCut
     version: int = 0
     ends: dict[int, str] = field(default_factory=dict)  # step -> how the process ends in it
+    has_trained: bool = False  # since somebody asked whether the run is to stop
     trained: dict[int, dict] = field(default_factory=dict)
 
     loss = SimpleNamespace(
@@ -105,6 +106,7 @@ class Policy:
                 )
         self.trained[batch.step] = found
         self.version += 1
+        self.has_trained = True
         logprobs = {row: np.full(2, logprob(batch.step)) for micro in batch.micro_batches for row in micro.rows}
         return SimpleNamespace(metrics={}, logprobs=logprobs, skipped=None)
 
@@ -125,7 +127,7 @@ class Journal:
     def start(self, progress):
         pass
 
-    rollout = start
+    rollout = keep = start
 
     def step(self, progress, batch, trained):
         self.batches.append(batch)
@@ -163,7 +165,8 @@ class Disk:
 
 @dataclass(frozen=True)
 class Case:
-    """ends: step -> "stop" (a signal), "drop" (a signal, and what is under way takes too long) or "kill"."""
+    """ends: step -> "stop" (a signal while it trains), "drop" (the same, and what is under way takes too long), "rest" (a signal while it
+    samples, which ends in time), "give up" (the same, too late) or "kill"."""
 
     sizes: tuple[int, int, int]
     num_steps: int
@@ -215,6 +218,21 @@ def run_to_its_end(case: Case) -> tuple[dict, dict, list]:
     return trained, evaluated, batches
 
 
+@dataclass
+class Stop:
+    policy: Policy
+
+    def agreed(self, all_reduce_max) -> bool:
+        has_trained, self.policy.has_trained = self.policy.has_trained, False
+        return self.policy.ends.get(self.policy.version - has_trained) in (("stop", "drop") * has_trained + ("rest", "give up"))
+
+    def gives_up(self) -> bool:
+        return self.policy.ends.get(self.policy.version) == "give up" and not self.policy.has_trained
+
+    def why(self, from_all) -> str:
+        return "SIGTERM"
+
+
 def run_of(case: Case, policy: Policy, journal: Journal, disk: Disk, *, is_dropped_at: int | None) -> Run:
     """A process. is_dropped_at: the step whose signal finds something under way that does not end by itself."""
     stuck = max((step for step in case.comes_in if step <= is_dropped_at), default=-1) if is_dropped_at is not None else -1
@@ -225,14 +243,15 @@ def run_of(case: Case, policy: Policy, journal: Journal, disk: Disk, *, is_dropp
         return answer(prompt, place, version)
 
     disk.stuck, disk.opened = stuck, threading.Event()
-    engine, stream = ScriptedEngine(slow), Stream()
+    engine, stream, stop = ScriptedEngine(slow), Stream(), Stop(policy)
+    engine.gives_up = stop.gives_up
     asker = Asker(engine, Judge(), sampling=SAMPLING, seed=0, clock=journal.clock)
     return Run(
         timetable=case.table, parallel=OneRank(), policy=policy, engine=engine, publisher=Publisher(engine), prompts=stream,
         rollouts=Rollouts(asker, stream, cfg=case.grpo, timetable=case.table, penalty=None, cut=policy.cut, parallel=OneRank(),
                           journal=journal),
         checkpoints=disk, journal=journal, stop_drain_seconds=600.0 if is_dropped_at is None else 0.0,
-        stop=SimpleNamespace(agreed=lambda _: policy.ends.get(policy.version - 1) in ("stop", "drop")),
+        stop=stop,
         evaluator=Evaluator(Stream().take(3) if case.eval_every else [], engine, Judge(), SAMPLING, score="r", every=case.eval_every,
                             last_step=case.num_steps),
     )  # fmt: skip
@@ -274,11 +293,13 @@ def slowly(case: Case) -> dict:
 
 def is_sampled_anew(case: Case, before: int, step: int) -> bool:
     """What was launched at one sampling step is not there at the next: it was dropped, and neither a save nor a signal had come first."""
+    ends = dict(case.ends)
     for at in range(before, step):
-        how = dict(case.ends).get(at)
-        if how in ("stop", "drop") or (case.save_every and (at + 1) % case.save_every == 0):
+        how = ends.get(at)
+        is_launched_again = at == before and how in ("rest", "give up")
+        if (how not in (None, "kill") and not is_launched_again) or (case.save_every and (at + 1) % case.save_every == 0):
             return how == "drop"
-    return False
+    return ends.get(step) == "give up"
 
 
 def evaluated_slowly(case: Case) -> dict[int, float]:
@@ -291,7 +312,7 @@ def evaluated_slowly(case: Case) -> dict[int, float]:
 
 
 sizes = st.tuples(st.integers(1, 5), st.integers(1, 5), st.integers(1, 3))
-ends = st.dictionaries(st.integers(0, 7), st.sampled_from(["stop", "drop", "kill"]), max_size=3)
+ends = st.dictionaries(st.integers(0, 7), st.sampled_from(["stop", "drop", "rest", "give up", "kill"]), max_size=3)
 modes = st.fixed_dictionaries({
     "old_logprobs": st.sampled_from(["auto", "rollout", "always"]), "dynamic": st.booleans(), "ratio": st.sampled_from([1.0, 1.5, 2.5]),
     "depth": st.sampled_from([0, 1, 1]), "save_every": st.integers(0, 3), "eval_every": st.integers(0, 3)})  # fmt: skip
@@ -305,7 +326,7 @@ def test_a_run_is_the_slow_one_whatever_is_saved_and_however_it_is_stopped(size,
     trained, evaluated, batches = run_to_its_end(case)
     assert trained == slowly(case)
     assert evaluated == (evaluated_slowly(case) if case.eval_every else {})
-    if "drop" not in how.values():  # it is as old as the timetable says
+    if not {"drop", "give up"} & set(how.values()):  # it is as old as the timetable says
         for batch in batches:
             rows = [row for row in case.table.step(batch.step).micro_steps for _ in range(*row.rows)]
             assert batch.staleness == tuple(row.staleness for row in rows)
