@@ -54,7 +54,7 @@ class RunError(Exception):
 class Interrupted(Exception):
     """The run was asked to stop, by a signal or because its time is up; its state is on disk. `cli.main` exits with 3: safe to resume."""
 
-    is_final = False  # it was this machine's ranks that were asked, so that its launcher should not start the job again
+    is_final = False  # whether this machine's launcher should not start the job again
 
 
 class NobodySamples(Interrupted):

@@ -31,10 +31,10 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def wait_for(condition, what: str):
-    end = time.monotonic() + SECONDS
+def wait_for(condition, what: str, seconds: float = SECONDS):
+    end = time.monotonic() + seconds
     while not (found := condition()):
-        assert time.monotonic() < end, f"{what} did not come about in {SECONDS:.0f} s"
+        assert time.monotonic() < end, f"{what} did not come about in {seconds:.0f} s"
         time.sleep(0.1)
     return found
 

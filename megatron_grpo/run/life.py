@@ -48,7 +48,7 @@ def run_training(made: Plan, inputs: Inputs, **parts: Any) -> int:
                 take_output_dir(cfg, parallel, opened)
                 train_and_export(made, inputs, parallel, signal, opened, parts)
         except Interrupted as stopped:
-            stopped.is_final = signal.was_asked_here
+            stopped.is_final = signal.is_final
             leave_together(cfg, parallel, peers, signal)
             raise
     if parallel.is_main:

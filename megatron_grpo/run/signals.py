@@ -62,7 +62,8 @@ class StopSignal:
     ):
         self.received: signal.Signals | None = None
         self.asked: Asked | None = None
-        self.was_asked_here = False  # not only by another rank
+        # Asked here, not only elsewhere; and not by SIGTERM, with which torchrun also ends ranks that it starts again with other machines.
+        self.is_final = False
         self._leave_if_doomed, self._patience, self._limits, self._others = leave_if_doomed, patience, limits, others
         self._since, self._patient_until = 0.0, float("inf")
         # Python runs handlers when its main thread next comes by. Inside a collective that never ends it does not, so a thread listens.
@@ -132,7 +133,7 @@ class StopSignal:
     def _look(self) -> None:
         over = next((limit for limit in self._limits if time.monotonic() >= limit.at), None)
         if over is not None:
-            self._take(Asked(over.why, is_time=True))
+            self._take(Asked(over.why, is_time=True), is_final=True)
         elif self._others is not None:
             self.asked = self.asked or self._others.asked()
 
@@ -141,12 +142,12 @@ class StopSignal:
             self._leave_if_doomed()
         if self.received is None or (self.received in _NOTICES and number not in _NOTICES):
             self.received, self._since = number, time.monotonic()
-            self._take(Asked(number.name, is_time=number == signal.SIGUSR1))
+            self._take(Asked(number.name, is_time=number == signal.SIGUSR1), is_final=number != signal.SIGTERM)
         elif time.monotonic() - self._since >= ECHO_SECONDS and number not in _NOTICES:
             os._exit(128 + number)
 
-    def _take(self, asked: Asked) -> None:
-        is_first, self.was_asked_here = self.asked is None, True
+    def _take(self, asked: Asked, *, is_final: bool) -> None:
+        is_first, self.is_final = self.asked is None, self.is_final or is_final
         self.asked = self.asked or asked
         if is_first and self._others is not None:
             self._others.pass_on(asked)

@@ -161,7 +161,7 @@ def test_a_signal_to_one_rank_reaches_the_others_without_a_collective(two_ranks)
     other, heard = two_ranks()
     os.kill(os.getpid(), signal.SIGUSR1)
     until(other.gives_up)
-    assert heard.gives_up() and heard.was_asked_here and not other.was_asked_here
+    assert heard.gives_up() and heard.is_final and not other.is_final
     assert other.asked == heard.asked == Asked("SIGUSR1", is_time=True)
 
 
