@@ -198,7 +198,10 @@ def penalty_of(cfg: GrpoConfig, policy: Policy) -> KlPenalty | None:
 def open_output(made: Plan, inputs: Inputs, parallel: ParallelState) -> Checkpoints:
     """The checkpoints of a run, with the one to continue chosen; and output_dir as a run begins with it. Collective."""
     cfg, out = made.checked.config, Path(made.checked.config.run.output_dir)
-    checkpoints = Checkpoints(inputs.resume, save_steps=cfg.run.save_steps, save_total_limit=cfg.run.save_total_limit)
+    checkpoints = Checkpoints(
+        inputs.resume, save_steps=cfg.run.save_steps, save_total_limit=cfg.run.save_total_limit, async_save=cfg.run.async_save,
+        replicas=parallel.dp_cp_group,
+    )  # fmt: skip
     checkpoints.choose()  # before anything in output_dir is overwritten
     if parallel.is_main:
         if inputs.resume.wipes:
@@ -238,7 +241,15 @@ def build_journal(made: Plan, judge: Judge, parallel: ParallelState, clock: Cloc
     return Journal(
         metrics,
         ScheduleLog(out, rank=parallel.rank),
-        Completions(out, reward_names=judge.names, every=run_cfg.log_completions_steps, rank=parallel.rank),
+        Completions(
+            out,
+            reward_names=judge.names,
+            every=run_cfg.log_completions_steps,
+            rank=parallel.rank,
+            node=collectives.node(),
+            most_nodes=run_cfg.log_completions_nodes,
+            tell=metrics.completions,
+        ),
         clock=clock,
         reward_weights=judge.reward_weights,
         tells_selection=cfg.grpo.dynamic_sample or cfg.grpo.oversample_ratio > 1,

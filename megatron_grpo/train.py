@@ -90,6 +90,8 @@ def train(run: Run) -> Progress:
             trained = policy.train_step(batch)
         pending, progress = pending.after(step, trained.logprobs, cut), progress.after(batch)
         # KEEP     a checkpoint holds what is being sampled too, so it waits for that.
+        with clock("checkpoint"):
+            run.checkpoints.advance()  # one that is being written beside the steps
         stops = run.stop.agreed(collectives.largest)  # what asks any rank stops all of them here
         saves = stops or run.checkpoints.are_due(progress.step)
         if saves:
@@ -98,12 +100,12 @@ def train(run: Run) -> Progress:
             pending, progress = pending.add(found), progress.add(found)
         run.journal.step(progress, batch, trained)
         if saves:
-            save(run, progress, pending)
+            save(run, progress, pending, completely=stops)
         if stops:
             raise stopped(run, progress)
     with saved_if_sampling_ends(run, progress, pending):
         evaluate_if_due(run, progress, [progress.step])
-    save(run, progress, pending)
+    save(run, progress, pending, completely=True)
     return progress
 
 
@@ -122,9 +124,12 @@ def evaluate_if_due(run: Run, progress: Progress, steps: Iterable[int]) -> None:
         run.journal.evaluation(progress, results)
 
 
-def save(run: Run, progress: Progress, pending: Pending) -> None:
+def save(run: Run, progress: Progress, pending: Pending, *, completely: bool) -> None:
+    """completely: it is on the disk when this returns, also where checkpoints are written beside the steps."""
     with run.journal.clock("checkpoint"):
         run.checkpoints.save(progress, pending, run.policy, run.prompts)
+        if completely:
+            run.checkpoints.finish()
 
 
 def stop_if_asked(run: Run, progress: Progress, pending: Pending) -> None:
@@ -132,7 +137,7 @@ def stop_if_asked(run: Run, progress: Progress, pending: Pending) -> None:
     if run.stop.agreed(collectives.largest):
         if progress.step:
             run.journal.keep(progress)
-            save(run, progress, pending)
+            save(run, progress, pending, completely=True)
         raise stopped(run, progress)
 
 
@@ -153,7 +158,7 @@ def saved_if_sampling_ends(
             run.journal.step(progress, *told)
         if progress.step:
             run.prompts.restore(before)
-            save(run, progress, pending)
+            save(run, progress, pending, completely=True)
         if isinstance(end, GivenUp):
             raise stopped(run, progress, f", and {end}") from end
         raise NobodySamples(f"{end}; {where_it_is_saved(run, progress)}") from end

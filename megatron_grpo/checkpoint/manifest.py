@@ -1,6 +1,7 @@
 """`manifest.json`: what a checkpoint is of, what it was made with, and which files belong to it. No torch.
 
 Format 1 knew neither settings nor contents (they lay in grpo/config.yaml, without the values that follow from others), nor who wrote it.
+Format 2 had a file of random generators for each rank.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from megatron_grpo.types import Progress
 
 MANIFEST = "manifest.json"
 CONFIG = "grpo/config.yaml"
-FORMAT = 2
+FORMAT = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +54,8 @@ class Manifest:
 # Field -> the type it must have. `torch`, `world_size` and `versions` (of what is pending, by rollout) are for people.
 _COMMON = {"format": int, "step": int, "progress": dict, "batch": dict, "world_size": int, "torch": str, "num_pending": int,
            "versions": dict, "files": dict}  # fmt: skip
-_FIELDS = {1: _COMMON, 2: _COMMON | {"written_by": str, "save_number": int, "settings": dict, "content": dict, "job": dict}}
+_SINCE_2 = _COMMON | {"written_by": str, "save_number": int, "settings": dict, "content": dict, "job": dict}
+_FIELDS = {1: _COMMON, 2: _SINCE_2, 3: _SINCE_2}
 
 
 def facts(origin: Origin, progress: Progress, **more: Any) -> dict[str, Any]:
@@ -104,7 +106,7 @@ def _fault(found: Any) -> str | None:
         return "cannot be read (it is no object with a `format`)"
     if found["format"] not in _FIELDS:
         writer = found.get("written_by", "another version")
-        return f"is of format {found['format']}, written by {writer}; megatron_grpo {__version__} reads formats 1 and {FORMAT}"
+        return f"is of format {found['format']}, written by {writer}; megatron_grpo {__version__} reads formats 1 to {FORMAT}"
     known = _FIELDS[found["format"]]
     unknown = sorted(found.keys() - known.keys())
     if unknown:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from megatron_grpo import launcher
 from megatron_grpo.checkpoint.continuity import Difference, changes_since, problems_of
 from megatron_grpo.checkpoint.folder import POINTER, Folder, damage
-from megatron_grpo.checkpoint.manifest import MANIFEST, Manifest, Origin, read_manifest
+from megatron_grpo.checkpoint.manifest import FORMAT, MANIFEST, Manifest, Origin, read_manifest
 from megatron_grpo.checkpoint.samples import files_of_samples, unreadable
 from megatron_grpo.errors import ConfigError, Problem
 
@@ -82,6 +82,8 @@ class Resume:
             lines.append(
                 "It is of format 1, which does not say what model, data set and rewards held: that they are the same is not checked."
             )
+        if manifest.format < FORMAT:
+            lines.append(f"It is of format {manifest.format}, of a version before this one; the next save is of format {FORMAT}.")
         if total is not None and manifest.step >= total:
             more = "A larger --max_steps (or --num_train_epochs) continues it."
             lines.append(f"Nothing is left to do: the run is {total} optimizer steps long. {more}")

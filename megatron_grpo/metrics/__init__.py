@@ -6,6 +6,7 @@ Only rank 0 tells anything; on the others every method returns at once. docs/met
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from megatron_grpo.metrics import plots
 from megatron_grpo.metrics.courtesy import Courtesy
 from megatron_grpo.metrics.display import Display
 from megatron_grpo.metrics.records import Records, plain
-from megatron_grpo.metrics.reporters import REPORTERS, Reporter, report_to_problems
+from megatron_grpo.metrics.reporters import REPORTERS, Begin, InBackground, Table, report_to_problems, services
 from megatron_grpo.types import Progress
 
 __all__ = ["Metrics", "report_to_problems"]
@@ -49,8 +50,9 @@ class Metrics:
         self.output_dir = Path(output_dir)
         self.tells = rank == 0
         self.total_steps, self.plot_steps, self.config = total_steps, plot_steps, dict(config or {})
-        self._services = [name for name in report_to if name != "none"]
-        self._reporters: dict[str, Reporter] = {}
+        self._services = services(report_to)
+        self._reporters: dict[str, InBackground] = {}
+        self._completions: Table | None = None  # of a rollout that the next step trains
         self._display = Display(console)
         self._courtesy = Courtesy()
         self._steps, self._evaluations = Records(self.output_dir / "metrics.jsonl"), Records(self.output_dir / "evaluations.jsonl")
@@ -68,9 +70,9 @@ class Metrics:
             self._remember(record["step"], record)
         for record in self._evaluations.keep_until(progress.step):
             self._remember_evaluation(record)
+        begin = Begin(output_dir=self.output_dir, config=self.config, first_step=progress.step + 1)
         for name in self._services:
-            with self._courtesy(name):
-                self._reporters[name] = REPORTERS[name](self.output_dir, self.config, progress.step + 1)
+            self._reporters[name] = InBackground(name, partial(REPORTERS[name], begin))
         self._num_tokens = progress.num_tokens
         self._display.start(progress.step)
 
@@ -93,6 +95,10 @@ class Metrics:
         self._display.step(progress.step, self.total_steps, seconds=seconds)
         if self.plot_steps and progress.step % self.plot_steps == 0:
             self.refresh_plots()
+
+    def completions(self, version: int, table: Table) -> None:
+        """Rows of a rollout that the weights of `version` drew. The services hear of them with the next step."""
+        self._completions = table
 
     def log_evaluation(self, progress: Progress, results: Mapping[str, float]) -> None:
         """One evaluation: one line of evaluations.jsonl. The first of `results` is the score: it is shown, plotted and compared."""
@@ -135,9 +141,8 @@ class Metrics:
         self.refresh_plots()
         if summary:
             self._compare()
-        for name, reporter in self._reporters.items():
-            with self._courtesy(name):
-                reporter.close()
+        for reporter in self._reporters.values():
+            reporter.close()
         self._courtesy.summary()
 
     def _compare(self) -> None:
@@ -161,9 +166,11 @@ class Metrics:
     def _report(self, step: int, record: Mapping[str, Any]) -> None:
         values = {name: plain(value) for name, value in record.items() if name != "step"}
         finite = {name: value for name, value in values.items() if isinstance(value, (int, float))}
-        for name, reporter in self._reporters.items():
-            with self._courtesy(name):
-                reporter.log(step, finite)
+        for reporter in self._reporters.values():
+            reporter.log(step, finite)
+            if self._completions is not None:
+                reporter.completions(step, self._completions)
+        self._completions = None
 
     def _remember(self, step: int, record: Mapping[str, Any]) -> None:
         for name in plots.PLOTTED & record.keys():

@@ -207,9 +207,12 @@ class Policy:
         entropies = self.scorer.last_stage_entropies(batch.micro_batches)
         if not self.parallel.is_last_stage:
             return None
-        mine = [(values, micro.token_weights > 0) for values, micro in zip(entropies, batch.micro_batches, strict=True)]
-        everyone = [pair for pairs in collectives.from_all(mine, self.parallel.dp_group) for pair in pairs]
-        return entropy_threshold([values for values, _ in everyone], [mask for _, mask in everyone], self.loss.top_entropy_quantile)
+
+        def over_ranks(counts: np.ndarray) -> np.ndarray:
+            return collectives.add_(torch.from_numpy(counts).to(self.parallel.device), self.parallel.dp_group).cpu().numpy()
+
+        masks = [micro.token_weights > 0 for micro in batch.micro_batches]
+        return entropy_threshold(entropies, masks, self.loss.top_entropy_quantile, over_ranks=over_ranks)
 
     def _reduce_logs(self, logs) -> dict[str, float]:
         """Logs of this rank's micro-batches -> the step's metrics, on every rank. Only ranks of the last stage have any."""

@@ -14,14 +14,16 @@ from megatron_grpo import launcher, train
 from megatron_grpo.build import build_run
 from megatron_grpo.cleanup import CleanUp
 from megatron_grpo.errors import EXIT_CRASH, EXIT_DONE, ConfigError, Interrupted, RunError
-from megatron_grpo.export import export_model
+from megatron_grpo.export import export_model, merged_folder
 from megatron_grpo.inputs import Inputs
+from megatron_grpo.metrics.card import Card
 from megatron_grpo.parallel import collectives, state
 from megatron_grpo.parallel.layout import Layout
 from megatron_grpo.parallel.state import ParallelState
 from megatron_grpo.planning.command import Plan
 from megatron_grpo.planning.report import print_report
 from megatron_grpo.rewards.loading import close_rewards
+from megatron_grpo.run import hub
 from megatron_grpo.run.failures import PREFIX, tell
 from megatron_grpo.run.limits import age_of, limits_of, requeue
 from megatron_grpo.run.lock import OutputLock
@@ -46,6 +48,7 @@ def run_training(made: Plan, inputs: Inputs, **parts: Any) -> int:
         try:
             with CleanUp() as opened, reported(peers):
                 take_output_dir(cfg, parallel, opened)
+                repositories = hub.open_repositories(cfg, exports(cfg))
                 train_and_export(made, inputs, parallel, signal, opened, parts)
         except Interrupted as stopped:
             stopped.is_final = signal.is_final
@@ -54,6 +57,8 @@ def run_training(made: Plan, inputs: Inputs, **parts: Any) -> int:
     if parallel.is_main:
         print(f"Done: {Path(cfg.run.output_dir).resolve()}" + (_where(cfg)), flush=True)
     state.stop()
+    if parallel.is_main:  # the others need not wait for it
+        hub.push(repositories)
     return EXIT_DONE
 
 
@@ -101,8 +106,8 @@ def train_and_export(made: Plan, inputs: Inputs, parallel: ParallelState, signal
         if cfg.run.export_hf:
             policy = run.policy
             with policy.resident("weights"):
-                export_model(policy.exchange, policy.tensors(), policy.adapters, Path(cfg.run.output_dir) / "hf",
-                             cfg=cfg, source=inputs.model_path)  # fmt: skip
+                export_model(policy.exchange, policy.tensors(), policy.adapters, exports(cfg)[0], cfg=cfg, source=inputs.model_path,
+                             card=Card(cfg=cfg, source=inputs.model_path, run=Path(cfg.run.output_dir)))  # fmt: skip
     except Interrupted:
         clean_up.add(run.journal.close)
         raise
@@ -110,6 +115,12 @@ def train_and_export(made: Plan, inputs: Inputs, parallel: ParallelState, signal
         clean_up.add(partial(run.journal.close, summary=False))  # a run that failed shows no before and after
         raise
     clean_up.add(run.journal.close)
+
+
+def exports(cfg: Config) -> list[Path]:
+    """Folders that the end of a run writes: the model or the adapter, and the model that an adapter makes."""
+    out = Path(cfg.run.output_dir) / "hf"
+    return [out, merged_folder(out)] if cfg.tuner.tuner_type == "lora" and cfg.tuner.merge_lora else [out]
 
 
 def take_output_dir(cfg: Config, parallel: ParallelState, clean_up: CleanUp) -> None:

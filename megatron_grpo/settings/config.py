@@ -206,6 +206,7 @@ class DataConfig:
     system: str | None = setting(None, "system message put before a chat prompt that has none")
     enable_thinking: bool | None = setting(None, "handed to the chat template where it knows it")
     dataset_shuffle: bool = setting(True, "seeded permutation per epoch; false keeps file order")
+    load_from_cache_file: bool = setting(True, "tokenise a data set once a machine, into the user's cache directory")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -228,7 +229,8 @@ class RolloutConfig:
         None, "file with the servers' token, readable by its owner alone (default: the variable MEGATRON_GRPO_TOKEN)"
     )
     max_completion_length: int = setting(256, "longest completion", unit="tokens", at_least=1)
-    temperature: float = setting(1.0, "sampling temperature; training log-probs use the same", above=0)
+    # vLLM takes anything below 0.01 for 0.01 and says so in its log alone; above 2 it refuses the request, after the model has loaded.
+    temperature: float = setting(1.0, "sampling temperature; training log-probs use the same", at_least=0.01, at_most=2)
     top_p: float = setting(1.0, "nucleus sampling", above=0, at_most=1)
     top_k: int = setting(0, "top-k sampling, 0 is off", unit="tokens", at_least=0)
     stop: list[str] = setting([], "strings that end a completion", aliases=["stop_words"])
@@ -412,6 +414,7 @@ class RunConfig:
         0, "checkpoint every so often; 0: only at the end", unit="optimizer steps", aliases=["save_interval"], at_least=0
     )
     save_total_limit: int | None = setting(2, "checkpoints kept", unit="checkpoints", at_least=1)
+    async_save: bool = setting(False, "write checkpoints while training goes on; costs the host a copy of what a rank writes")
     resume: str = setting(
         "auto", "auto: from the newest checkpoint in output_dir; never; or a checkpoint directory", aliases=["resume_from_checkpoint"]
     )
@@ -427,10 +430,20 @@ class RunConfig:
         at_least=0,
     )  # fmt: skip
     requeue: bool = setting(False, "Slurm: put the job back into the queue once it has stopped because its time is up")
-    report_to: list[str] = setting(["none"], "where metrics go besides metrics.jsonl: tensorboard, wandb, swanlab, mlflow, none")
+    report_to: list[str] = setting(["none"], "where metrics go besides metrics.jsonl: tensorboard, wandb, swanlab, mlflow, all, none")
+    run_name: str | None = setting(
+        None, "name of the run at these services (default: the folder of output_dir)", aliases=["wandb_exp_name", "swanlab_exp_name"]
+    )
+    project: str | None = setting(
+        None, "project there (default: what WANDB_PROJECT and its like say)", aliases=["wandb_project", "swanlab_project"]
+    )
     log_completions_steps: int = setting(1, "write completions/ every so many rollouts; 0: never", unit="rollouts", at_least=0)
+    log_completions_nodes: int = setting(64, "nodes that write a rollout's completions; more take turns", unit="nodes", at_least=1)
     overwrite_output_dir: bool = setting(False, "start afresh in an output_dir that holds another run")
     export_hf: bool = setting(True, "write hf/ at the end")
+    push_to_hub: bool = setting(False, "upload what was exported to the Hugging Face Hub; HF_TOKEN holds the token")
+    hub_model_id: str | None = setting(None, "repository there: owner/name, or name (default: the folder of output_dir)")
+    hub_private_repo: bool | None = setting(None, "whether a repository that is made is private (default: as the owner has it)")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -155,6 +155,11 @@ class Disk:
     def save(self, progress, pending, policy, prompts):
         self.saved = (progress, pending.to_save(), policy.version, prompts.state())
 
+    def advance(self):
+        pass
+
+    finish = advance
+
     def restore(self, policy, prompts, nothing, cut):
         if self.saved is None:
             return Progress(), nothing
