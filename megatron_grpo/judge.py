@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
 
+from megatron_grpo import activity
 from megatron_grpo.data.chat import as_completion
 from megatron_grpo.errors import RewardError
 from megatron_grpo.parallel import collectives
@@ -40,7 +41,10 @@ class Judge:
         batch = as_batch(groups, places=places, trainer_state=trainer_state)
         local: Scores | RewardError
         try:
-            local = score(self.functions, batch)
+            # A call of one function may take its timeout, and tells nothing meanwhile.
+            pause = max((function.timeout for function in self.functions), default=0.0)
+            with activity.phase("judging", total=len(batch) * len(self.functions), unit="scores", pause=pause, is_alone=True):
+                local = score(self.functions, batch)
         except RewardError as error:
             local = error
         self._agree(local)

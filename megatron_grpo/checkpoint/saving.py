@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, TypeVar
 
 import torch
 
+from megatron_grpo import activity
 from megatron_grpo.checkpoint import folder
 from megatron_grpo.checkpoint.distributed import (
     CheckpointError,
@@ -128,6 +129,7 @@ class Checkpoints:
             kept = f"the last complete one is of step {self._saved_step}" if self._saved_step else "this run has written none before"
             raise CheckpointError(f"The checkpoint of step {step} failed and was removed; {kept}. {error}") from error
         self._saved_step = step
+        activity.saved()
         if first:
             self.folder.retain(self.save_total_limit, newest=step)
         return True
@@ -171,7 +173,8 @@ class Checkpoints:
         for line in resume.notes if first else ():
             self.say(line)
         for candidate in resume.candidates:
-            damage = _damage_of(candidate)
+            with activity.phase("restoring"):
+                damage = _damage_of(candidate)
             if damage:
                 refused.append(several(damage))
                 if first:
@@ -198,7 +201,7 @@ class Checkpoints:
             return Progress(), nothing
         directory = self._chosen.manifest.directory
         try:
-            with policy.resident("all"):
+            with policy.resident("all"), activity.phase("restoring"):
                 policy.load_sharded_state_dict(read_sharded(policy.sharded_state_dict(is_loading=True), directory))
         except CheckpointError as error:
             raise ConfigError(

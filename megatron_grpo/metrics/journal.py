@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
+from megatron_grpo import activity
 from megatron_grpo.clock import Clock
 from megatron_grpo.metrics import Metrics
 from megatron_grpo.metrics.drift import DriftWatch
 from megatron_grpo.metrics.rollout import Completions, JudgedRollout, rollout_stats, selection_stats
 from megatron_grpo.metrics.schedule import ScheduleLog
+from megatron_grpo.metrics.spent import TimeSpent
 from megatron_grpo.types import GlobalBatch, Progress
 
 # Metrics of the step just taken -> what to warn about, if anything.
@@ -49,13 +51,19 @@ class Journal:
         self.reward_weights, self.tells_selection = reward_weights, tells_selection
         self._from_all, self._watches = from_all, watches
         self._heard: list[JudgedRollout] = []
+        self._spent = TimeSpent()
+
+    def open(self) -> None:
+        """From now on phases are told: loading comes before `start`."""
+        self.metrics.open()
 
     def start(self, progress: Progress) -> None:
         """Begins after `progress.step` optimizer steps: what the files say beyond it, a run that was given up, is dropped."""
         self.metrics.start(progress)
         self.completions.start(progress)
         self.schedule.start(progress)
-        self.clock.take()  # loading and restoring are no part of a step
+        activity.reached(progress.step)
+        self._spent.before(self.clock.take()["time/step"], step=progress.step)  # loading and restoring are no part of a step
 
     def rollout(self, judged: JudgedRollout) -> None:
         """A rollout has come in. Collective."""
@@ -66,6 +74,7 @@ class Journal:
         """An optimizer step has been taken; `progress` counts it. Collective."""
         rows = [micro_batch.rows for micro_batch in batch.micro_batches]
         self.schedule.record(progress, batch, self._from_all(rows))
+        activity.reached(progress.step)
         for watch in self._watches:
             warning = watch(progress, trained.metrics)
             if warning:
@@ -78,14 +87,18 @@ class Journal:
             if self.tells_selection:
                 stats |= selection_stats(self._heard, self.reward_weights)
         self._heard = []
-        self.metrics.log(progress, stats | trained.metrics | batch.metrics | self.clock.take())
+        taken = self.clock.take()
+        self._spent.add(taken)
+        self._spent.step(is_skipped=trained.skipped is not None)
+        self.metrics.log(progress, stats | trained.metrics | batch.metrics | taken)
 
     def evaluation(self, progress: Progress, results: Mapping[str, float]) -> None:
         self.metrics.log_evaluation(progress, results)
 
     def close(self, *, summary: bool = True) -> None:
         """The end of the run. summary: it ended well enough to be compared with its beginning."""
-        self.metrics.close(summary=summary)
+        self._spent.add(self.clock.take())
+        self.metrics.close(summary=summary, spent=self._spent)
 
 
 def watch_drift(drift: DriftWatch) -> Watch:

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from megatron_grpo import activity
 from megatron_grpo.errors import Interrupted, RewardError
 from megatron_grpo.rewards import deadline
 from megatron_grpo.rewards.contained import AskedToEnd, contained
@@ -51,9 +52,11 @@ def score(functions: Sequence[RewardFunction], batch: RewardBatch) -> Scores:
     told: list[list[str]] = [[] for _ in functions]
     waiting = {place: _start(function, batch, told[place]) for place, function in enumerate(functions) if function.is_async}
     outcomes = {
-        place: _call(function, batch, told[place], function.timeout) for place, function in enumerate(functions) if place not in waiting
+        place: _counted(_call(function, batch, told[place], function.timeout), batch)
+        for place, function in enumerate(functions)
+        if place not in waiting
     }
-    outcomes |= {place: wait() for place, wait in waiting.items()}
+    outcomes |= {place: _counted(wait(), batch) for place, wait in waiting.items()}
     columns, errors, notices = [], [], []
     for place, function in enumerate(functions):
         outcome = outcomes[place]
@@ -73,6 +76,11 @@ def score(functions: Sequence[RewardFunction], batch: RewardBatch) -> Scores:
     if errors:
         raise RewardError("\n".join(errors))
     return Scores(rows=tuple(zip(*columns)), notices=tuple(notices))
+
+
+def _counted(outcome: list[Score | RowFailure] | RowFailure, batch: RewardBatch) -> list[Score | RowFailure] | RowFailure:
+    activity.advance(len(batch))
+    return outcome
 
 
 def _call(function: RewardFunction, batch: RewardBatch, told: list[str], seconds: float) -> list[Score | RowFailure] | RowFailure:
@@ -136,6 +144,7 @@ def _search(function: RewardFunction, batch: RewardBatch, failure: RowFailure, t
         first, end = ranges.popleft()
         share = max(min(_SHORTEST_CALL, function.timeout / 10), function.timeout * (end - first) / len(batch))
         outcome = _call(function, batch.part(first, end), told, share)
+        activity.advance(0)
         if not isinstance(outcome, RowFailure):
             found[first:end] = outcome
         elif end - first > 1:

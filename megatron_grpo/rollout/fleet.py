@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+from megatron_grpo import activity
 from megatron_grpo.errors import ConfigError, NobodySamples, Problem, RunError
 from megatron_grpo.rollout import wire
 from megatron_grpo.rollout.adapters import LoraPush
@@ -163,6 +164,10 @@ class Fleet:
         A server that was started again is claimed like a new one. Raises NobodySamples after `timeout`; ConfigError, the first time, where
         a server is another run's or cannot serve this one; RunError where another process of this run has taken over.
         """
+        with activity.phase("waiting for rollout servers", pause=self.timeout):
+            return self._gather()
+
+    def _gather(self) -> list[Member]:
         start = next_word = time.monotonic()
         while True:
             self._look()

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megatron_grpo import launcher, train
+from megatron_grpo import activity, launcher, train
 from megatron_grpo.build import build_run
 from megatron_grpo.cleanup import CleanUp, die_with_parent
 from megatron_grpo.errors import EXIT_CRASH, EXIT_DONE, ConfigError, Interrupted, RunError
@@ -19,10 +19,12 @@ from megatron_grpo.parallel.state import ParallelState
 from megatron_grpo.planning.command import Plan
 from megatron_grpo.planning.report import print_report
 from megatron_grpo.rewards.loading import close_rewards
+from megatron_grpo.run import supervisor
 from megatron_grpo.run.failures import PREFIX, tell
 from megatron_grpo.run.lock import OutputLock
 from megatron_grpo.run.peers import Peers, Process
 from megatron_grpo.run.signals import StopSignal
+from megatron_grpo.run.watchdog import Watchdog
 from megatron_grpo.settings.config import Config
 
 
@@ -39,12 +41,15 @@ def run_training(made: Plan, inputs: Inputs, **parts: Any) -> int:
         peers = Peers(collectives.store(), rank=parallel.rank, processes=collectives.from_all(Process.mine()))
         signal = StopSignal(partial(leave_if_doomed, peers))
         clean_up.add(signal.restore)
+        watchdog = watched(cfg, parallel, peers, clean_up)
         try:
             take_output_dir(cfg, parallel, clean_up)
             train_and_export(made, inputs, parallel, signal, clean_up, parts)
         except Interrupted:  # all ranks alike, and none of them failed
             raise
         except BaseException as error:
+            if watchdog is not None:
+                watchdog.hold_if_alarmed()
             lost = peers.explain(error)
             peers.report_failure()
             if lost:
@@ -70,7 +75,7 @@ def train_and_export(made: Plan, inputs: Inputs, parallel: ParallelState, signal
         train.train(run)
         if cfg.run.export_hf:
             policy = run.policy
-            with policy.resident("weights"):
+            with policy.resident("weights"), activity.phase("exporting"):
                 export_model(policy.exchange, policy.tensors(), policy.adapters, Path(cfg.run.output_dir) / "hf",
                              cfg=cfg, source=inputs.model_path)  # fmt: skip
     except Interrupted:
@@ -80,6 +85,18 @@ def train_and_export(made: Plan, inputs: Inputs, parallel: ParallelState, signal
         clean_up.add(partial(run.journal.close, summary=False))  # a run that failed shows no before and after
         raise
     clean_up.add(run.journal.close)
+
+
+def watched(cfg: Config, parallel: ParallelState, peers: Peers, clean_up: CleanUp) -> Watchdog | None:
+    """The watch over this rank and its neighbour, until the end of the clean-up. Collective."""
+    if not cfg.parallel.rank_heartbeat_timeout:
+        return None
+    watchdog = Watchdog(
+        collectives.store(), rank=parallel.rank, processes=peers.processes, timeout=cfg.parallel.rank_heartbeat_timeout,
+        output_dir=Path(cfg.run.output_dir), wait_for_all=collectives.wait_for_all, leaves=peers.report_failure, page=supervisor.page,
+    )  # fmt: skip
+    clean_up.add(watchdog.close)
+    return watchdog
 
 
 def take_output_dir(cfg: Config, parallel: ParallelState, clean_up: CleanUp) -> None:
