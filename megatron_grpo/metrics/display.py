@@ -44,7 +44,7 @@ class Display:
         # Reward functions fork. A child of a fork in the midst of a drawing would find locks that nobody frees: forks wait for its end.
         self._lock = threading.RLock()
         self._closed = threading.Event()
-        self._last_line = time.monotonic()
+        self._last_line, self._last_step = time.monotonic(), float("-inf")  # when something was said; when a step was
         self._began: tuple[int, float] | None = None
         self._shown: dict[str, float] = {}
         self._seconds: float | None = None  # of the last optimizer step
@@ -65,7 +65,6 @@ class Display:
         """The loop begins. step: optimizer steps done before."""
         self.open()
         self._began = (step, time.monotonic())
-        self._last_line = float("-inf")  # the first step is told at once
 
     def show(self, **values: float) -> None:
         """Values that the line shows, by name, from its next drawing on until they are replaced."""
@@ -77,7 +76,8 @@ class Display:
         self._seconds = seconds
         self._draw()
         now = time.monotonic()
-        if self._live is None and (now - self._last_line >= SECONDS_BETWEEN_LINES or step == self.total):
+        if self._live is None and (now - self._last_step >= SECONDS_BETWEEN_LINES or step == self.total):
+            self._last_step = now
             self.say(f"{self._number_of_step(step)}  {'  '.join(self._parts(step))}")
 
     def _tell_now_and_then(self) -> None:
@@ -97,7 +97,8 @@ class Display:
         line = Table.grid(padding=(0, 2))
         begun = [Text(self._number_of_step(step), style="bold")] if self._began else []
         bar = [ProgressBar(total=self.total, completed=step, width=24)] if self.total and self._began else []
-        line.add_row(*begun, *bar, Text("  ".join([phase_in_words(), *self._parts(step)])))
+        # The phase comes last: its length changes, and a narrow terminal cuts it first.
+        line.add_row(*begun, *bar, Text("  ".join([*self._parts(step), phase_in_words()]), no_wrap=True, overflow="ellipsis"))
         return line
 
     def _number_of_step(self, step: int) -> str:
