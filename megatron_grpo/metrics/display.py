@@ -47,6 +47,7 @@ class Display:
         self._last_line, self._last_step = time.monotonic(), float("-inf")  # when something was said; when a step was
         self._began: tuple[int, float] | None = None
         self._shown: dict[str, float] = {}
+        self._step = 0
         self._seconds: float | None = None  # of the last optimizer step
 
     def open(self) -> None:
@@ -64,7 +65,7 @@ class Display:
     def start(self, step: int) -> None:
         """The loop begins. step: optimizer steps done before."""
         self.open()
-        self._began = (step, time.monotonic())
+        self._began, self._step = (step, time.monotonic()), step
 
     def show(self, **values: float) -> None:
         """Values that the line shows, by name, from its next drawing on until they are replaced."""
@@ -73,7 +74,7 @@ class Display:
 
     def step(self, step: int, *, seconds: float) -> None:
         """An optimizer step has been taken, in so many seconds."""
-        self._seconds = seconds
+        self._step, self._seconds = step, seconds
         self._draw()
         now = time.monotonic()
         if self._live is None and (now - self._last_step >= SECONDS_BETWEEN_LINES or step == self.total):
@@ -85,7 +86,7 @@ class Display:
             with self._lock:
                 self._draw()
                 if self._live is None and time.monotonic() - self._last_line >= SECONDS_BETWEEN_SIGNS and activity.current():
-                    self.say(f"{self._number_of_step(activity.step)}  {phase_in_words()}" if self._began else phase_in_words())
+                    self.say(f"{self._number_of_step(self._step)}  {phase_in_words()}" if self._began else phase_in_words())
 
     def _draw(self) -> None:
         with self._lock:
@@ -93,7 +94,7 @@ class Display:
                 self._live.update(self._line(), refresh=True)
 
     def _line(self) -> Table:
-        step = activity.step
+        step = self._step
         line = Table.grid(padding=(0, 2))
         begun = [Text(self._number_of_step(step), style="bold")] if self._began else []
         bar = [ProgressBar(total=self.total, completed=step, width=24)] if self.total and self._began else []

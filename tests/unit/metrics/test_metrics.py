@@ -388,6 +388,14 @@ def test_completions_are_written_as_often_as_asked(tmp_path):
 # ---- what goes on just now --------------------------------------------------------------------------------------------------------------
 
 
+def wait_until(is_so) -> None:
+    for _ in range(6000):
+        if is_so():
+            return
+        time.sleep(0.01)
+    raise AssertionError("it did not come about")
+
+
 @pytest.fixture
 def hours(monkeypatch):
     """Turns the clock that phases and estimates go by."""
@@ -434,13 +442,10 @@ def test_a_pipe_hears_now_and_then_of_a_phase_that_lasts(tmp_path, monkeypatch):
     metrics = metrics_in(tmp_path, total_steps=9)
     metrics.open()
     with activity.phase("loading weights", total=8, unit="tensors"):
-        while told_by(metrics).count("loading weights 0 of 8 tensors") < 2:
-            time.sleep(0.01)
+        wait_until(lambda: told_by(metrics).count("loading weights 0 of 8 tensors") >= 2)
     metrics.start(Progress(step=3))
-    activity.reached(3)
     with activity.phase("reward"):
-        while "step 3/9  judging" not in told_by(metrics):
-            time.sleep(0.01)
+        wait_until(lambda: "step 3/9  judging" in told_by(metrics))
     metrics.close()
     told = told_by(metrics)
     time.sleep(0.2)
@@ -449,12 +454,11 @@ def test_a_pipe_hears_now_and_then_of_a_phase_that_lasts(tmp_path, monkeypatch):
 
 def test_a_terminal_shows_the_phase_in_its_line_and_cuts_it_first(tmp_path, monkeypatch):
     monkeypatch.setattr(display, "SECONDS_BETWEEN_DRAWINGS", 0.01)
-    console = Console(file=io.StringIO(), width=60, force_terminal=True, _environ={})
+    console = Console(file=io.StringIO(), width=80, force_terminal=True, _environ={})
     metrics = metrics_in(tmp_path, total_steps=4, console=console)
     run(metrics, 1, 2)
     with activity.phase("sampling", total=1000, unit="completions of a rather long kind"):
-        while "sampl" not in told_by(metrics):
-            time.sleep(0.01)
+        wait_until(lambda: "sampl" in told_by(metrics))
     metrics.close()
     plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", told_by(metrics))
     assert "rather long" not in plain and "s/step" in plain
