@@ -6,6 +6,7 @@ import logging
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ import torch
 from megatron_grpo.checkpoint.content import base_problems, model_fingerprint
 from megatron_grpo.cleanup import CleanUp
 from megatron_grpo.errors import ConfigError
+from megatron_grpo.metrics.card import Card, write_card
+from megatron_grpo.metrics.courtesy import Courtesy
 from megatron_grpo.parallel import collectives
 from megatron_grpo.policy.exchange import WeightExchange
 from megatron_grpo.policy.lora import Adapters
@@ -54,23 +57,46 @@ def export_adapter(named: Stream, out: str | Path, *, source: str | Path, config
 
 
 def export_model(
-    exchange: WeightExchange, tensors: dict[str, torch.Tensor], adapters: Adapters | None, out: Path, *, cfg: Config, source: str | Path
+    exchange: WeightExchange,
+    tensors: dict[str, torch.Tensor],
+    adapters: Adapters | None,
+    out: Path,
+    *,
+    cfg: Config,
+    source: str | Path,
+    card: Card,
 ) -> None:
     """Writes what was trained to `out`: a model, or an adapter; with merge_lora the model that both make goes to `out`_merged. Collective.
 
-    tensors: this rank's weights, complete.
+    tensors: this rank's weights, complete. card: what their model cards say; its kind is filled in here.
     """
     dtype, expected = getattr(torch, cfg.model.torch_dtype), exchange.map.expected_hf_names()
     if adapters is None:
         export_hf(exchange.stream(tensors, "weights"), out, source=source, dtype=dtype, expected=expected)
+        describe(out, card)
         return
     export_adapter(adapters.named(), out, source=source, config=adapters.config)
+    describe(out, replace(card, kind="adapter"))
     lost = peft_leaves_out(adapters.settings, exchange.map.shape)
     if lost and collectives.rank() == 0:
         logger.warning("%s: %s", out, lost)
     if cfg.tuner.merge_lora:
         merged = exchange.stream(tensors, "merged", prepare=adapters.merged)
-        export_hf(merged, out.with_name(f"{out.name}_merged"), source=source, dtype=dtype, expected=expected)
+        beside = merged_folder(out)
+        export_hf(merged, beside, source=source, dtype=dtype, expected=expected)
+        describe(beside, replace(card, kind="merged"))
+
+
+def merged_folder(out: Path) -> Path:
+    """Where the model goes that an adapter in `out` makes of its base."""
+    return out.with_name(f"{out.name}_merged")
+
+
+def describe(out: Path, card: Card) -> None:
+    """The model card of an export. The main rank writes; without it an export is whole all the same."""
+    if collectives.rank() == 0:
+        with Courtesy()(f"the model card in {out}"):
+            write_card(out, card)
 
 
 def merge_adapter(model: str | Path, adapter: str | Path, out: str | Path) -> None:

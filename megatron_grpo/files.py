@@ -53,6 +53,7 @@ def directory_whole(path: str | Path, *, marker: str) -> Iterator[Path]:
     try:
         yield partial
         for file in partial.iterdir():
+            file.chmod(partial.stat().st_mode & 0o666)  # as the user's umask has it: safetensors writes files for their owner alone
             sync(file)
         sync(partial)
         old = partial.with_suffix(".old")

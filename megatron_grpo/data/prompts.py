@@ -11,13 +11,14 @@ import json
 import threading
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from megatron_grpo.data.chat import PromptEncoder, Raw
 from megatron_grpo.data.files import NAMED_ROWS, Rows, read_rows
+from megatron_grpo.data.tokens import FEW, TokenTable, key_of, shared
 from megatron_grpo.errors import ConfigError, Problem
 from megatron_grpo.settings.config import DataConfig
 from megatron_grpo.types import Prompt
@@ -36,6 +37,8 @@ class PromptRows:
     rows: Rows
     keep: np.ndarray  # int64 [number of prompts]
     longest_prompt: int | None  # tokens, after truncation; None before `check_lengths`
+    tokens: TokenTable | None = None  # of every row of the file; None before `check_lengths`
+    digest: str | None = None  # the fingerprint, where it is known
 
     def __len__(self) -> int:
         return len(self.keep)
@@ -50,6 +53,8 @@ class PromptRows:
 
     def fingerprint(self) -> str:
         """SHA-256 of all rows in their order, all columns, those too that were left out for their length."""
+        if self.digest is not None:
+            return self.digest
         digest = hashlib.sha256()
         for row in self.rows:
             digest.update(json.dumps(row, sort_keys=True, default=_described).encode() + b"\n")
@@ -95,13 +100,22 @@ def raw_prompt(row: Mapping[str, Any]) -> Raw:
     return messages[:-1] if messages[-1]["role"] == "assistant" else messages
 
 
-def check_lengths(prompts: PromptRows, encode: Callable[[Raw], Sequence[int]], cfg: DataConfig, *, flag: str = "dataset") -> PromptRows:
+def check_lengths(
+    prompts: PromptRows,
+    encode: Callable[[Raw], Sequence[int]],
+    cfg: DataConfig,
+    *,
+    flag: str = "dataset",
+    tokens: TokenTable | None = None,
+) -> PromptRows:
     """Encodes every prompt once, and applies max_prompt_length and truncation_strategy. Returns the rows that remain.
 
-    Raises ConfigError for prompts that encode to nothing, and, with `raise`, for those that are too long.
+    tokens: of every row, where they have been made. Raises ConfigError for prompts that encode to nothing, and, with `raise`, for those
+    that are too long.
     """
     limit = cfg.max_prompt_length if (cfg.max_prompt_length or 0) >= 1 else None  # less than one is for the settings to say
-    lengths = _lengths(prompts, encode, flag)
+    tokens = tokens or tokenised(prompts, encode, flag)
+    lengths = tokens.lengths
     empty = np.flatnonzero(lengths == 0)
     too_long = np.flatnonzero(lengths > limit) if limit is not None else np.empty(0, dtype=np.int64)
     problems = []
@@ -124,16 +138,16 @@ def check_lengths(prompts: PromptRows, encode: Callable[[Raw], Sequence[int]], c
 the shortest has {int(lengths.min())} tokens."
             nearest = {"max_prompt_length": [int(lengths.max())]}
             raise ConfigError([Problem(flags=("max_prompt_length", flag), message=message, nearest=nearest)])
-        return PromptRows(rows=prompts.rows, keep=prompts.keep[kept], longest_prompt=int(lengths[kept].max()))
-    return PromptRows(rows=prompts.rows, keep=prompts.keep, longest_prompt=int(lengths.max()))
+        return replace(prompts, keep=prompts.keep[kept], longest_prompt=int(lengths[kept].max()), tokens=tokens)
+    return replace(prompts, longest_prompt=int(lengths.max()), tokens=tokens)
 
 
-def _lengths(prompts: PromptRows, encode: Callable[[Raw], Sequence[int]], flag: str, *, seconds: float = SLOWEST) -> np.ndarray:
-    """Tokens of each prompt, int64 [rows]. Raises ConfigError for prompts that the chat template refuses, and for one without an end.
+def tokenised(prompts: PromptRows, encode: Callable[[Raw], Sequence[int]], flag: str, *, seconds: float = SLOWEST) -> TokenTable:
+    """Tokens of each prompt. Raises ConfigError for prompts that the chat template refuses, and for one without an end.
 
     A template is a program of whoever made the model. It runs in a thread, so that one that loops for ever is left behind there.
     """
-    lengths = np.zeros(len(prompts), dtype=np.int64)
+    found: list[np.ndarray] = []
     refused: dict[str, list[int]] = {}
     at, unexpected = [0], list[BaseException]()
 
@@ -142,7 +156,7 @@ def _lengths(prompts: PromptRows, encode: Callable[[Raw], Sequence[int]], flag: 
             for index in range(len(prompts)):
                 at[0] = index
                 try:
-                    lengths[index] = len(encode(prompts.raw(index)))
+                    found.append(np.asarray(encode(prompts.raw(index)), dtype=np.int32))
                 except Exception as error:  # noqa: BLE001 - what a template raises is about the row that it was given
                     why = f"are refused by the model's tokenizer or chat template ({type(error).__name__}: {error})"
                     refused.setdefault(why, []).append(index)
@@ -165,7 +179,7 @@ def _lengths(prompts: PromptRows, encode: Callable[[Raw], Sequence[int]], flag: 
         raise unexpected[0]
     if refused:
         raise ConfigError([_problem(flag, prompts.rows, prompts.keep[indices], fault) for fault, indices in refused.items()])
-    return lengths
+    return TokenTable.of(found)
 
 
 def _fault(row: Mapping[str, Any]) -> str | None:
@@ -232,7 +246,11 @@ def open_stream(
             raise ConfigError([_problem(flag, rows.rows, chats, fault)])
     keep_last = cfg.max_prompt_length if cfg.truncation_strategy == "left" else None
     encode = PromptEncoder(tokenizer, system=cfg.system, enable_thinking=cfg.enable_thinking, keep_last=keep_last)
-    rows = check_lengths(rows, encode, cfg, flag=flag)
+    tokens = None
+    if cfg.load_from_cache_file and len(rows) > FEW:
+        rows = replace(rows, digest=rows.fingerprint())
+        tokens = shared(key_of(rows.fingerprint(), encode), lambda: tokenised(rows, encode, flag))
+    rows = check_lengths(rows, encode, cfg, flag=flag, tokens=tokens)
     return PromptStream(rows, encode, seed=seed, shuffle=cfg.dataset_shuffle if shuffle is None else shuffle)
 
 
@@ -292,14 +310,21 @@ another output_dir."
             problems.append(Problem(flags=("dataset",), message=message))
         return problems
 
-    def _prompt(self, number: int) -> Prompt:
+    def row_of(self, number: int) -> int:
+        """The row in the data set of prompt `number` of the run."""
+        return int(self.rows.keep[self._index(number)])
+
+    def _index(self, number: int) -> int:
         epoch, place = divmod(number, len(self))
         if self._order[0] != epoch:
             self._order = (epoch, permutation(len(self), self.seed, epoch) if self.shuffle else np.arange(len(self)))
-        index = int(self._order[1][place])
-        raw = self.rows.raw(index)
-        token_ids = tuple(self.encode(raw))
-        return Prompt(number=number, row=int(self.rows.keep[index]), raw=raw, token_ids=token_ids, columns=self.rows.columns(index))
+        return int(self._order[1][place])
+
+    def _prompt(self, number: int) -> Prompt:
+        index = self._index(number)
+        raw, row = self.rows.raw(index), int(self.rows.keep[index])
+        token_ids = tuple(self.encode(raw)) if self.rows.tokens is None else self.rows.tokens[row]
+        return Prompt(number=number, row=row, raw=raw, token_ids=token_ids, columns=self.rows.columns(index))
 
     def _fingerprint(self) -> int:
         """A checksum of up to 16 prompts, spread evenly: enough to notice another file under the same name."""

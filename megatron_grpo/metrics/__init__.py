@@ -6,6 +6,7 @@ Only rank 0 tells anything; on the others every method returns at once. docs/met
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from megatron_grpo.metrics import plots
 from megatron_grpo.metrics.courtesy import Courtesy
 from megatron_grpo.metrics.display import Display
 from megatron_grpo.metrics.records import Records, plain
-from megatron_grpo.metrics.reporters import REPORTERS, Reporter, report_to_problems
+from megatron_grpo.metrics.reporters import REPORTERS, Begin, InBackground, Table, report_to_problems, services
 from megatron_grpo.metrics.spent import TimeSpent
 from megatron_grpo.types import Progress
 
@@ -50,11 +51,13 @@ class Metrics:
         self.output_dir = Path(output_dir)
         self.tells = rank == 0
         self.total_steps, self.plot_steps, self.config = total_steps, plot_steps, dict(config or {})
-        self._services = [name for name in report_to if name != "none"]
-        self._reporters: dict[str, Reporter] = {}
+        self._services = services(report_to)
+        self._reporters: dict[str, InBackground] = {}
+        self._completions: Table | None = None  # of a rollout that the next step trains
         self._display = Display(console, total=total_steps)
         self._courtesy = Courtesy()
         self._steps, self._evaluations = Records(self.output_dir / "metrics.jsonl"), Records(self.output_dir / "evaluations.jsonl")
+        self._skipped = Records(self.output_dir / "skipped.jsonl")
         self._history: dict[str, list[tuple[int, float]]] = {}
         self._evaluated: list[dict[str, Any]] = []
         self._started = False
@@ -72,11 +75,12 @@ class Metrics:
         self._started = True
         for record in self._steps.keep_until(progress.step):
             self._remember(record["step"], record)
+        self._skipped.keep_until(progress.step)
         for record in self._evaluations.keep_until(progress.step):
             self._remember_evaluation(record)
+        begin = Begin(output_dir=self.output_dir, config=self.config, first_step=progress.step + 1)
         for name in self._services:
-            with self._courtesy(name):
-                self._reporters[name] = REPORTERS[name](self.output_dir, self.config, progress.step + 1)
+            self._reporters[name] = InBackground(name, partial(REPORTERS[name], begin))
         self._num_tokens = progress.num_tokens
         self._display.start(progress.step)
 
@@ -100,6 +104,10 @@ class Metrics:
         if self.plot_steps and progress.step % self.plot_steps == 0:
             self.refresh_plots()
 
+    def completions(self, version: int, table: Table) -> None:
+        """Rows of a rollout that the weights of `version` drew. The services hear of them with the next step."""
+        self._completions = table
+
     def log_evaluation(self, progress: Progress, results: Mapping[str, float]) -> None:
         """One evaluation: one line of evaluations.jsonl. The first of `results` is the score: it is shown, plotted and compared."""
         if not self.tells:
@@ -117,6 +125,11 @@ class Metrics:
         self._report(progress.step, {f"eval/{name}": value for name, value in results.items()})
         told = "  ".join(f"{name} {value:.4g}" for name, value in results.items())
         self._display.say(f"evaluation at step {progress.step}:  {told}")
+
+    def log_skipped(self, progress: Progress, record: Mapping[str, Any]) -> None:
+        """A step that the guard refused: one line of skipped.jsonl."""
+        if self.tells:
+            self._skipped.append({"step": progress.step, **record})
 
     def refresh_plots(self) -> list[Path]:
         """Draws plots/*.png from everything logged so far."""
@@ -147,9 +160,8 @@ class Metrics:
         if summary and spent is not None and spent.rows():
             self._display.table("Where the time went", ("seconds", "share"), spent.rows())
             self._display.say(spent.in_words())
-        for name, reporter in self._reporters.items():
-            with self._courtesy(name):
-                reporter.close()
+        for reporter in self._reporters.values():
+            reporter.close()
         self._courtesy.summary()
 
     def _compare(self) -> None:
@@ -173,9 +185,11 @@ class Metrics:
     def _report(self, step: int, record: Mapping[str, Any]) -> None:
         values = {name: plain(value) for name, value in record.items() if name != "step"}
         finite = {name: value for name, value in values.items() if isinstance(value, (int, float))}
-        for name, reporter in self._reporters.items():
-            with self._courtesy(name):
-                reporter.log(step, finite)
+        for reporter in self._reporters.values():
+            reporter.log(step, finite)
+            if self._completions is not None:
+                reporter.completions(step, self._completions)
+        self._completions = None
 
     def _remember(self, step: int, record: Mapping[str, Any]) -> None:
         for name in plots.PLOTTED & record.keys():

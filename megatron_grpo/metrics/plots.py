@@ -68,13 +68,39 @@ def refresh(output_dir: Path, history: History) -> list[Path]:
 
 
 def _draw(directory: Path, plot: Plot, history: History) -> Path:
+    figure = _figure(7.0)
+    _fill(figure.add_subplot(), plot, history)
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / f"{plot.file}.png"
+    with written_whole(path) as stream:
+        figure.savefig(stream, format="png")
+    return path
+
+
+def draw_together(path: Path, files: Sequence[str], history: History) -> bool:
+    """Several plots side by side in one picture, those that have data; whether there was anything to draw, and matplotlib to draw it."""
+    drawn = [plot for plot in PLOTS if plot.file in files and any(history.get(name) for name in plot.curves)]
+    if not drawn or importlib.util.find_spec("matplotlib") is None:
+        return False
+    figure = _figure(5.0 * len(drawn))
+    for place, plot in enumerate(drawn):
+        _fill(figure.add_subplot(1, len(drawn), place + 1), plot, history)
+    with written_whole(path) as stream:
+        figure.savefig(stream, format="png")
+    return True
+
+
+def _figure(width: float):
     # The object interface: pyplot keeps figures alive and may look for a display.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(7.0, 4.0), dpi=120, layout="constrained")
+    figure = Figure(figsize=(width, 4.0), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
+    return figure
+
+
+def _fill(axes, plot: Plot, history: History) -> None:
     curves = [(name, label, history[name]) for name, label in plot.curves.items() if history.get(name)]
     if plot.stacked:
         _stack(axes, curves)
@@ -86,14 +112,9 @@ def _draw(directory: Path, plot: Plot, history: History) -> Path:
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
     if plot.stacked:
-        figure.legend(loc="outside right upper", frameon=False, fontsize="small")
+        axes.figure.legend(loc="outside right upper", frameon=False, fontsize="small")
     elif len(plot.curves) > 1:
         axes.legend(frameon=False, fontsize="small")
-    directory.mkdir(parents=True, exist_ok=True)
-    path = directory / f"{plot.file}.png"
-    with written_whole(path) as stream:
-        figure.savefig(stream, format="png")
-    return path
 
 
 def _line(axes, points: Sequence[tuple[int, float]], label: str, colour: str, *, dotted: bool) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from megatron_grpo.files import written_whole
 from megatron_grpo.grpo.advantages import Advantages, mean, reward_metrics, rewards_per_func, total_rewards
 from megatron_grpo.metrics.courtesy import Courtesy
 from megatron_grpo.parallel import collectives
+from megatron_grpo.parallel.collectives import Node
 from megatron_grpo.types import Harvest, Progress, ScoredGroup
 
 
@@ -59,51 +60,82 @@ def selection_stats(rollouts: Sequence[JudgedRollout], reward_weights: Sequence[
     }
 
 
+Table = dict[str, list[Any]]  # by column, a value per completion
+
+
 class Completions:
     """`completions/step_*.parquet`: a row per completion, a file per rollout. The number is the version of the weights that sampled it;
-    a second rollout by the same weights ends in `_1`.
+    a second rollout by the same weights ends in `_1`. A job of several nodes has a directory of that name, with a file per node.
 
-    every: write every so many rollouts, 0 for never. Only rank 0 writes.
+    Text never leaves its node: the first rank of a node writes what the ranks of the node have judged.
+
+    every: write every so many rollouts, 0 for never. node: this rank's. most_nodes: that write a rollout; where there are more, they take
+    turns. tell: hears the rows of rank 0's node, on rank 0, as often as they are due.
     """
 
-    def __init__(self, output_dir: str | Path, *, reward_names: Sequence[str], every: int = 1, rank: int = 0):
+    def __init__(
+        self,
+        output_dir: str | Path,
+        *,
+        reward_names: Sequence[str],
+        every: int = 1,
+        rank: int = 0,
+        node: Node = Node(),  # noqa: B008 - it is frozen
+        most_nodes: int | None = None,
+        tell: Callable[[int, Table], None] | None = None,
+    ):
         self.directory = Path(output_dir) / "completions"
-        self.reward_names, self.every, self.rank = tuple(reward_names), every, rank
-        self._latest = (-1, 0)  # version, and how many files it has
+        self.reward_names, self.every, self.rank, self.node = tuple(reward_names), every, rank, node
+        self.most_nodes = most_nodes or node.count
+        self._tell = tell
+        self._latest = (-1, 0)  # version, and how many rollouts of it were due
         self._courtesy = Courtesy()
 
     def start(self, progress: Progress) -> None:
         """Forgets what a resumed run has not sampled yet."""
         if self.rank == 0:
-            for path in self.directory.glob("step_*.parquet"):
-                ours = re.fullmatch(r"step_(\d{6,})(_\d+)?", path.stem)  # other files there are somebody else's
-                if ours and int(ours[1]) >= progress.step:
-                    path.unlink()
+            for path in self.directory.glob("step_*"):
+                ours = re.fullmatch(r"step_(\d{6,})(_\d+)?(\.parquet)?", path.name)  # other files there are somebody else's
+                if ours and int(ours[1]) >= progress.step and path.is_dir() != bool(ours[3]):
+                    _remove(path)
 
     def write(self, judged: JudgedRollout) -> Path | None:
-        """Writes a rollout when it is due; returns the file, on rank 0. Collective: each rank describes the groups that it judged.
+        """Writes a rollout when it is due; returns the file, on the rank that wrote it. Collective: each rank describes what it judged.
 
         A table that cannot be written is a warning: the run does not need it.
         """
         if not self.every or judged.number % self.every:
             return None
-        described = collectives.to_first([self._columns(place, one, judged) for place, one in judged.held.items()])
-        if described is None:
+        version = judged.harvest.kept[0].version
+        place = self._latest[1] if self._latest[0] == version else 0
+        self._latest = (version, place + 1)
+        name = f"step_{version:06d}{f'_{place}' if place else ''}"
+        writes = self._has_its_turn(judged.number // self.every)
+        is_wanted = writes or (self.node.number == 0 and self._tell is not None)
+        mine = [self._columns(place, one, judged) for place, one in judged.held.items()] if is_wanted else []
+        groups = [columns for part in collectives.exchange({self.node.first: mine} if mine else {}) for columns in part]
+        if not groups:
             return None
+        groups.sort(key=lambda columns: columns["prompt_number"][0])
+        table = {name: [value for columns in groups for value in columns[name]] for name in groups[0]}
+        if self.rank == 0 and self._tell is not None:
+            self._tell(version, table)
+        if not writes:
+            return None
+        file = f"{name}.parquet" if self.node.count == 1 else f"{name}/node_{self.node.number:05d}.parquet"
         with self._courtesy(f"the table of completions in {self.directory}"):
-            return self._write([columns for part in described for columns in part], judged.harvest.kept[0].version)
+            return self._write(self.directory / file, table)
         return None
 
-    def _write(self, groups: list[dict[str, list[Any]]], version: int) -> Path:
+    def _has_its_turn(self, turn: int) -> bool:
+        return (self.node.number - turn * self.most_nodes) % self.node.count < self.most_nodes
+
+    def _write(self, path: Path, columns: Table) -> Path:
         import pyarrow
         import pyarrow.parquet
 
-        groups.sort(key=lambda columns: columns["prompt_number"][0])
-        table = pyarrow.table({name: [value for columns in groups for value in columns[name]] for name in groups[0]})
-        self.directory.mkdir(parents=True, exist_ok=True)
-        place = self._latest[1] if self._latest[0] == version else 0
-        self._latest = (version, place + 1)
-        path = self.directory / f"step_{version:06d}{f'_{place}' if place else ''}.parquet"
+        table = pyarrow.table(columns)
+        path.parent.mkdir(parents=True, exist_ok=True)
         with written_whole(path) as stream:
             pyarrow.parquet.write_table(table, stream)
         return path
@@ -130,6 +162,17 @@ class Completions:
             "num_completion_tokens": [completion.num_drawn for completion in completions],
             "finish_reason": [completion.ended for completion in completions],
         }
+
+
+def _remove(path: Path) -> None:
+    """A table, or the tables of a directory; and it, where nothing else is in it."""
+    if not path.is_dir():
+        path.unlink()
+        return
+    for table in [*path.glob("node_*.parquet"), *path.glob(".node_*.parquet.new")]:
+        table.unlink()
+    if not any(path.iterdir()):
+        path.rmdir()
 
 
 def _text(raw: Any) -> str:

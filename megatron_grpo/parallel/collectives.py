@@ -6,8 +6,11 @@ from this job's own ranks only. A function without `group` is collective over al
 
 from __future__ import annotations
 
+import hashlib
 import pickle
-from collections.abc import Mapping
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -26,9 +29,32 @@ def num_ranks(group: Group = None) -> int:
     return dist.get_world_size(group) if dist.is_initialized() else 1
 
 
+def place_in(group: Group) -> int:
+    """This process's place in the group; None is all ranks."""
+    return dist.get_rank(group) if dist.is_initialized() else 0
+
+
 def has_job() -> bool:
     """Whether this process has joined other ranks, or a job of one."""
     return dist.is_initialized()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Node:
+    """A machine among those of the job. first: the rank that speaks for it. number: of this machine, in the order of their first ranks."""
+
+    first: int = 0
+    number: int = 0
+    count: int = 1
+
+
+def node(host: str | None = None) -> Node:
+    """The machine that this rank runs on. Collective. host: what it is called (default: its own name)."""
+    name = (socket.gethostname() if host is None else host).encode()
+    names = from_all(int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "big"))
+    firsts = {name: names.index(name) for name in dict.fromkeys(names)}
+    mine = names[rank()]
+    return Node(first=firsts[mine], number=list(firsts).index(mine), count=len(firsts))
 
 
 def store() -> Any:
@@ -121,6 +147,15 @@ def largest(number: float) -> float:
     return float(tensor)
 
 
+def any_of_all(flags: Sequence[bool]) -> list[bool]:
+    """For each of as many flags on every rank: whether it is set on any."""
+    if num_ranks() == 1 or not flags:
+        return list(flags)
+    tensor = torch.tensor(flags, dtype=torch.uint8, device=device_of_messages())
+    dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+    return tensor.bool().tolist()
+
+
 def wait_for_all() -> None:
     """Returns once every rank is here."""
     if num_ranks() > 1:
@@ -151,14 +186,14 @@ def _require_order(tensor: torch.Tensor) -> None:
         raise ValueError(f"a tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()} is not contiguous")
 
 
-def start_gather(run: torch.Tensor, group: Group, *, at_once: int) -> tuple[torch.Tensor, list[Any]]:
+def start_gather(run: torch.Tensor, group: Group, *, at_once: int, memory: Callable[[int], torch.Tensor]) -> tuple[torch.Tensor, list[Any]]:
     """[ranks, len(run)], every rank's run in rank order, once all of the list has been waited for. Of one rank it is `run` itself.
 
-    at_once: elements of `run` that go in one collective; there are as many as it takes.
+    at_once: elements of `run` that go in one collective; there are as many as it takes. memory: gives room for so many elements.
     """
     if num_ranks(group) == 1:
         return run[None], []
-    rows = torch.empty(num_ranks(group), len(run), dtype=run.dtype, device=run.device)
+    rows = memory(num_ranks(group) * len(run)).view(num_ranks(group), len(run))
     if len(run) <= at_once:
         into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # since torch 2.13 the first is its name
         return rows, [into(rows.view(-1), run, group=group, async_op=True)]

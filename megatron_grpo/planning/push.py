@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import pairwise
 
 from megatron_grpo.planning.activations import FP32
 from megatron_grpo.planning.parameters import chunks_of_stage, numel_of, padded_vocab
 from megatron_grpo.planning.tuning import Adapters, Tuning
 from megatron_grpo.settings.config import Config
 from megatron_grpo.sizing.batch_sizes import BatchSizes
-from megatron_grpo.weights.buckets import DEFAULT_BUCKET_MB, MIB, Bucket, Owned, Part, Ranks, fill, num_collectives
+from megatron_grpo.weights.buckets import DEFAULT_BUCKET_MB, MIB, Bucket, Owned, Part, Ranks, fill, most_bytes, num_collectives
 from megatron_grpo.weights.lora import adapter_entries, is_linear
 from megatron_grpo.weights.names import Entry, ShardCut, layer_entries, outer_entries
 from megatron_grpo.weights.shape import ModelShape
@@ -48,11 +47,10 @@ def push_memory(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: Tunin
     Of weights, which are pushed before adapters too.
     """
     ranks, buckets = ranks_of(sizes), buckets_of(weights(shape, sizes, cfg, tuning), sizes, cfg)
-    held = [bucket.memory_bytes(ranks) for bucket in buckets]
     joined = max(slot.num_bytes * ranks.sharing(slot.part) // (sizes.layout.ep if slot.part is Part.EXPERTS else 1)
                  for bucket in buckets for slot in bucket.slots)  # fmt: skip
     link = bucket_bytes(cfg) if cfg.rollout.vllm_mode == "server" else 0  # what rank 0 sends on is packed once more
-    return max([sum(pair) for pair in pairwise(held)] or held) + joined + link
+    return most_bytes(buckets, ranks) + joined + link
 
 
 def bucket_bytes(cfg: Config) -> int:

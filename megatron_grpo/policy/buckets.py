@@ -15,7 +15,7 @@ import torch
 
 from megatron_grpo.parallel import collectives
 from megatron_grpo.parallel.state import ParallelState
-from megatron_grpo.weights.buckets import Bucket, Owned, Part, Ranks, Slot, fill
+from megatron_grpo.weights.buckets import Bucket, Owned, Part, Ranks, Slot, fill, most_bytes
 from megatron_grpo.weights.mapping import WeightMap
 from megatron_grpo.weights.names import ShardCut
 
@@ -33,8 +33,8 @@ class PushPlan:
         self._row = {place: row for row, place in enumerate(places)}  # in a gather of experts
         self.ranks = Ranks(parallel.pp_size, parallel.tp_size, len(places))
         self.buckets = fill(owned, self.ranks, bucket_bytes)
+        self._memory = Memory(parallel.device, most_bytes(self.buckets, self.ranks))
 
-    @torch.no_grad()
     def stream(self, mine: Mapping[str, torch.Tensor], prepare: Prepare) -> Iterator[tuple[str, torch.Tensor]]:
         """(Hugging Face name, full tensor) of everything, on every rank. Collective.
 
@@ -89,7 +89,8 @@ class PushPlan:
         works = []
         for part, group in self._groups.items():
             if sizes[part]:
-                rows[part], started = collectives.start_gather(parts[part], group, at_once=bucket.at_once(self.ranks.sharing(part)))
+                at_once = bucket.at_once(self.ranks.sharing(part))
+                rows[part], started = collectives.start_gather(parts[part], group, at_once=at_once, memory=self._memory.take)
                 works += started
         if sizes[Part.WHOLE]:
             rows[Part.WHOLE] = parts[Part.WHOLE][None]
@@ -104,7 +105,7 @@ class PushPlan:
         if len(held) == 1 and held[0][1] is not None and held[0][0].num_bytes == sum(sizes):
             # Alone, as the embedding often is: it is sent from where it lives.
             return own.tensor(held[0][1], held[0][0]).contiguous().view(-1).view(torch.uint8)
-        run = torch.empty(sum(sizes), dtype=torch.uint8, device=p.device)
+        run = self._memory.take(sum(sizes))
         parts = run.split(sizes)
         for slot, name in held:
             if name is not None:
@@ -130,6 +131,36 @@ class PushPlan:
         return [_view(row, slot) for row in rows]
 
 
+class Memory:
+    """Room for buckets. On a CPU what nobody holds any more is used again, in the next push too: every 4 KiB of new memory is a page fault,
+    and for dense layers over two ranks that cost half as much as gloo itself. GPUs have an allocator that does so."""
+
+    def __init__(self, device: torch.device, most: int):
+        """most: bytes that are kept, in use or not."""
+        self._device, self._most = device, most
+        self._mine: list[torch.Tensor] = []
+
+    def take(self, num_bytes: int) -> torch.Tensor:
+        """uint8 [num_bytes], of any content."""
+        if self._device.type != "cpu":
+            return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+        idle = sorted((one for one in self._mine if _is_idle(one)), key=len)
+        for one in idle:
+            if len(one) >= num_bytes:
+                return one[:num_bytes]
+        while idle and sum(map(len, self._mine)) + num_bytes > self._most:
+            dropped = idle.pop()
+            self._mine = [one for one in self._mine if one is not dropped]
+        self._mine.append(torch.empty(num_bytes, dtype=torch.uint8))
+        return self._mine[-1][:num_bytes]
+
+
+def _is_idle(tensor: torch.Tensor) -> bool:
+    """Whether no view of it lives, in a receiver's hands or in gloo's. Two hold it then: the tensor, and the name in this function."""
+    storage = tensor.untyped_storage()
+    return torch._C._storage_Use_Count(storage._cdata) <= 2
+
+
 class Own:
     """This rank's tensors, each prepared when its turn comes."""
 
@@ -137,7 +168,8 @@ class Own:
         self._mine, self._prepare = mine, prepare
 
     def tensor(self, name: str, slot: Slot) -> torch.Tensor:
-        tensor = self._prepare(self._mine[name]).detach()
+        with torch.no_grad():
+            tensor = self._prepare(self._mine[name]).detach()
         if tuple(tensor.shape) != slot.shape or tensor.dtype != slot.dtype:  # a copy into the bucket would stretch and round it
             raise ValueError(f"{name}: {tensor.dtype} {tuple(tensor.shape)} is to be pushed where {slot.dtype} {slot.shape} was planned")
         return tensor

@@ -35,7 +35,6 @@ class PushToFirst(PushPlan):
             (part, stage): [first[part, stage, place] for place in places[part]] for part in Part for stage in range(p.pp_size)
         }
 
-    @torch.no_grad()
     def stream(self, mine: Mapping[str, torch.Tensor], prepare: Prepare) -> Iterator[tuple[str, torch.Tensor]]:
         if self.parallel.rank == 0:
             yield from super().stream(mine, prepare)
@@ -59,7 +58,7 @@ class PushToFirst(PushPlan):
         rows: list[torch.Tensor | None] = [None, None, None]
         works = []
         for part, ranks in senders.items():
-            found = torch.empty(len(ranks), bucket.sizes[part], dtype=torch.uint8, device=self.parallel.device)
+            found = self._memory.take(len(ranks) * bucket.sizes[part]).view(len(ranks), -1)
             for row, rank in zip(found, ranks, strict=True):
                 if rank == 0 and packed is not None:
                     row.copy_(packed[part])

@@ -12,11 +12,13 @@ from megatron_grpo.checkpoint.distributed import read_sharded
 from megatron_grpo.checkpoint.manifest import read_manifest
 from megatron_grpo.checkpoint.resume import several
 from megatron_grpo.errors import EXIT_DONE, ConfigError, Problem
-from megatron_grpo.export import export_model, merge_adapter
+from megatron_grpo.export import describe, export_model, merge_adapter, merged_folder
 from megatron_grpo.inputs import find_model
+from megatron_grpo.metrics.card import Card
 from megatron_grpo.parallel import collectives, state
 from megatron_grpo.parallel.layout import Layout
 from megatron_grpo.policy import sharded_state
+from megatron_grpo.run import hub
 from megatron_grpo.settings import Parsed
 from megatron_grpo.settings.config import Config, ParallelConfig
 from megatron_grpo.settings.table import table
@@ -39,8 +41,12 @@ def run_export(parsed: Parsed) -> int:
         return EXIT_DONE
     if not (cfg.tuner.adapters and cfg.tuner.merge_lora and cfg.model.model):
         raise ConfigError([_problem("resume", "export needs --resume CHECKPOINT, or --model, --adapters and --merge_lora true.")])
-    merge_adapter(find_model(cfg.model.model), cfg.tuner.adapters, cfg.run.output_dir)
-    print(f"Done: {Path(cfg.run.output_dir).resolve()}", flush=True)
+    out, model = Path(cfg.run.output_dir), find_model(cfg.model.model)
+    repositories = hub.open_repositories(cfg, [out])
+    merge_adapter(model, cfg.tuner.adapters, out)
+    describe(out, Card(kind="merged", cfg=cfg, source=model))
+    print(f"Done: {out.resolve()}", flush=True)
+    hub.push(repositories)
     return EXIT_DONE
 
 
@@ -83,11 +89,25 @@ def export_checkpoint(cfg: Config, model: Path) -> None:
         adapters = choose_tuner(cfg, chunks, exchange)
         described = sharded_state.sharded_state(chunks, None, None, is_loading=True)
         sharded_state.load_state(chunks, None, None, read_sharded(described, Path(cfg.run.resume), partly=True))
-        export_model(exchange, exchange.tensors(chunks), adapters, Path(cfg.run.output_dir), cfg=cfg, source=model)
-        if collectives.rank() == 0:
-            print(f"Done: {Path(cfg.run.output_dir).resolve()}", flush=True)
+        out, card = Path(cfg.run.output_dir), card_of(Path(cfg.run.resume), model)
+        repositories = hub.open_repositories(cfg, [out, *([merged_folder(out)] if adapters and cfg.tuner.merge_lora else [])])
+        export_model(exchange, exchange.tensors(chunks), adapters, out, cfg=cfg, source=model, card=card)
+        is_first = collectives.rank() == 0
+        if is_first:
+            print(f"Done: {out.resolve()}", flush=True)
     finally:
         state.stop()
+    if is_first:  # the others need not wait for it
+        hub.push(repositories)
+
+
+def card_of(directory: Path, model: Path) -> Card:
+    """What is told of the model of a checkpoint: the settings that trained it, and the curves of its run where they lie beside it."""
+    manifest = read_manifest(directory)
+    assert not isinstance(manifest, str)  # it has been read before
+    known, beside = table(), directory.absolute().parent.parent
+    trained = Config().with_values({name: value for name, value in manifest.origin.settings.items() if name in known})
+    return Card(cfg=trained, source=model, run=beside if (beside / "metrics.jsonl").is_file() else None, step=manifest.step)
 
 
 def _problem(flag: str, message: str) -> Problem:

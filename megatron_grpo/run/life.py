@@ -11,15 +11,16 @@ from megatron_grpo import activity, launcher, train
 from megatron_grpo.build import build_run
 from megatron_grpo.cleanup import CleanUp, die_with_parent
 from megatron_grpo.errors import EXIT_CRASH, EXIT_DONE, ConfigError, Interrupted, RunError
-from megatron_grpo.export import export_model
+from megatron_grpo.export import export_model, merged_folder
 from megatron_grpo.inputs import Inputs
+from megatron_grpo.metrics.card import Card
 from megatron_grpo.parallel import collectives, state
 from megatron_grpo.parallel.layout import Layout
 from megatron_grpo.parallel.state import ParallelState
 from megatron_grpo.planning.command import Plan
 from megatron_grpo.planning.report import print_report
 from megatron_grpo.rewards.loading import close_rewards
-from megatron_grpo.run import supervisor
+from megatron_grpo.run import hub, supervisor
 from megatron_grpo.run.failures import PREFIX, tell
 from megatron_grpo.run.lock import OutputLock
 from megatron_grpo.run.peers import Peers, Process
@@ -44,6 +45,7 @@ def run_training(made: Plan, inputs: Inputs, **parts: Any) -> int:
         watchdog = watched(cfg, parallel, peers, clean_up)
         try:
             take_output_dir(cfg, parallel, clean_up)
+            repositories = hub.open_repositories(cfg, exports(cfg))
             train_and_export(made, inputs, parallel, signal, clean_up, parts)
         except Interrupted:  # all ranks alike, and none of them failed
             raise
@@ -61,6 +63,8 @@ def run_training(made: Plan, inputs: Inputs, **parts: Any) -> int:
     if parallel.is_main:
         print(f"Done: {Path(cfg.run.output_dir).resolve()}" + (_where(cfg)), flush=True)
     state.stop()
+    if parallel.is_main:  # the others need not wait for it
+        hub.push(repositories)
     return EXIT_DONE
 
 
@@ -76,8 +80,8 @@ def train_and_export(made: Plan, inputs: Inputs, parallel: ParallelState, signal
         if cfg.run.export_hf:
             policy = run.policy
             with policy.resident("weights"), activity.phase("exporting"):
-                export_model(policy.exchange, policy.tensors(), policy.adapters, Path(cfg.run.output_dir) / "hf",
-                             cfg=cfg, source=inputs.model_path)  # fmt: skip
+                export_model(policy.exchange, policy.tensors(), policy.adapters, exports(cfg)[0], cfg=cfg, source=inputs.model_path,
+                             card=Card(cfg=cfg, source=inputs.model_path, run=Path(cfg.run.output_dir)))  # fmt: skip
     except Interrupted:
         clean_up.add(run.journal.close)
         raise
@@ -97,6 +101,12 @@ def watched(cfg: Config, parallel: ParallelState, peers: Peers, clean_up: CleanU
     )  # fmt: skip
     clean_up.add(watchdog.close)
     return watchdog
+
+
+def exports(cfg: Config) -> list[Path]:
+    """Folders that the end of a run writes: the model or the adapter, and the model that an adapter makes."""
+    out = Path(cfg.run.output_dir) / "hf"
+    return [out, merged_folder(out)] if cfg.tuner.tuner_type == "lora" and cfg.tuner.merge_lora else [out]
 
 
 def take_output_dir(cfg: Config, parallel: ParallelState, clean_up: CleanUp) -> None:

@@ -177,6 +177,17 @@ def _sampling_and_rewards(cfg: Config) -> Iterator[tuner.Pair]:
 
 
 def _files(cfg: Config) -> Iterator[tuner.Pair]:
+    run = cfg.run
+    for name in ("hub_model_id", "hub_private_repo"):
+        if getattr(run, name) is not None and not run.push_to_hub:
+            message = f"{name} ({getattr(run, name)}) does nothing without push_to_hub true. Give that, or leave it out."
+            yield (name, "push_to_hub"), message, {"push_to_hub": [True]}
+    if run.push_to_hub and not run.export_hf:
+        yield (
+            ("push_to_hub", "export_hf"),
+            "push_to_hub true uploads what export_hf writes, which is false. Use export_hf true.",
+            {"export_hf": [True], "push_to_hub": [False]},
+        )
     if cfg.plan.lengths and not Path(cfg.plan.lengths).is_file():
         yield ("lengths",), f"lengths: {cfg.plan.lengths} is not a file. It holds a prompt and a completion length a line.", {}
     if cfg.plan.png and not Path(cfg.plan.png).parent.is_dir():

@@ -210,6 +210,7 @@ class DataConfig:
     system: str | None = setting(None, "system message put before a chat prompt that has none")
     enable_thinking: bool | None = setting(None, "handed to the chat template where it knows it")
     dataset_shuffle: bool = setting(True, "seeded permutation per epoch; false keeps file order")
+    load_from_cache_file: bool = setting(True, "tokenise a data set once a machine, into the user's cache directory")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -232,7 +233,8 @@ class RolloutConfig:
         None, "file with the servers' token, readable by its owner alone (default: the variable MEGATRON_GRPO_TOKEN)"
     )
     max_completion_length: int = setting(256, "longest completion", unit="tokens", at_least=1)
-    temperature: float = setting(1.0, "sampling temperature; training log-probs use the same", above=0)
+    # vLLM takes anything below 0.01 for 0.01 and says so in its log alone; above 2 it refuses the request, after the model has loaded.
+    temperature: float = setting(1.0, "sampling temperature; training log-probs use the same", at_least=0.01, at_most=2)
     top_p: float = setting(1.0, "nucleus sampling", above=0, at_most=1)
     top_k: int = setting(0, "top-k sampling, 0 is off", unit="tokens", at_least=0)
     stop: list[str] = setting([], "strings that end a completion", aliases=["stop_words"])
@@ -395,6 +397,14 @@ class OptimizerConfig:
     adam_beta2: float = setting(0.95, "", at_least=0, below=1)
     adam_eps: float = setting(1e-8, "", aliases=["adam_epsilon"], above=0)
     clip_grad: float = setting(1.0, "gradient norm is clipped to this; 0 is off", aliases=["max_grad_norm"], at_least=0)
+    skip_grad_norm_above: float | None = setting(
+        None, "a step whose gradient norm is above this, before clipping, is skipped; one that is not finite always is",
+        aliases=["grad_norm_skip_threshold", "skip_grad_norm_threshold"], above=0,
+    )  # fmt: skip
+    skip_grad_norm_factor: float | None = setting(
+        None, "the same above so many times the running median (of 128 norms, once there are 16)", above=1
+    )
+    max_skipped_steps: int = setting(3, "so many skipped steps in a row end the run (exit code 1)", unit="optimizer steps", at_least=1)
     use_distributed_optimizer: bool = setting(True, "shard optimizer state over DP ranks")
     overlap_grad_reduce: bool = setting(False, "reduce gradients while the backward runs")
     overlap_param_gather: bool = setting(False, "gather parameters while the forward runs")
@@ -415,17 +425,33 @@ class RunConfig:
     save_steps: int = setting(
         0, "checkpoint every so often; 0: only at the end", unit="optimizer steps", aliases=["save_interval"], at_least=0
     )
-    save_total_limit: int | None = setting(2, "checkpoints kept", unit="checkpoints", at_least=1)
+    save_interval_seconds: float = setting(
+        0.0, "checkpoint too when so long has passed since the last one; 0: never", unit="seconds", at_least=0
+    )
+    save_total_limit: int | None = setting(
+        2, "checkpoints kept, with the last good one among them (docs/checkpoints.md)", unit="checkpoints", at_least=1
+    )
+    async_save: bool = setting(False, "write checkpoints while training goes on; costs the host a copy of what a rank writes")
     resume: str = setting(
         "auto", "auto: from the newest checkpoint in output_dir; never; or a checkpoint directory", aliases=["resume_from_checkpoint"]
     )
     stop_drain_seconds: float = setting(
         10.0, "after a signal, how long a rollout that is being sampled is waited for before it is dropped", unit="seconds", at_least=0
     )
-    report_to: list[str] = setting(["none"], "where metrics go besides metrics.jsonl: tensorboard, wandb, swanlab, mlflow, none")
+    report_to: list[str] = setting(["none"], "where metrics go besides metrics.jsonl: tensorboard, wandb, swanlab, mlflow, all, none")
+    run_name: str | None = setting(
+        None, "name of the run at these services (default: the folder of output_dir)", aliases=["wandb_exp_name", "swanlab_exp_name"]
+    )
+    project: str | None = setting(
+        None, "project there (default: what WANDB_PROJECT and its like say)", aliases=["wandb_project", "swanlab_project"]
+    )
     log_completions_steps: int = setting(1, "write completions/ every so many rollouts; 0: never", unit="rollouts", at_least=0)
+    log_completions_nodes: int = setting(64, "nodes that write a rollout's completions; more take turns", unit="nodes", at_least=1)
     overwrite_output_dir: bool = setting(False, "start afresh in an output_dir that holds another run")
     export_hf: bool = setting(True, "write hf/ at the end")
+    push_to_hub: bool = setting(False, "upload what was exported to the Hugging Face Hub; HF_TOKEN holds the token")
+    hub_model_id: str | None = setting(None, "repository there: owner/name, or name (default: the folder of output_dir)")
+    hub_private_repo: bool | None = setting(None, "whether a repository that is made is private (default: as the owner has it)")
 
 
 @dataclass(frozen=True, kw_only=True)

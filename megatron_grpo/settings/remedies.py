@@ -87,6 +87,7 @@ SAID_WITH: Mapping[str, str] = {
     "nnodes": _RANKS,
     "betas": "they are adam_beta1 and adam_beta2.",
     "use_wandb": "report_to wandb does it.",
+    "hub_token": "it is a secret, and settings are written to files: the environment variable HF_TOKEN holds it.",
     "rollout.name": "sampling is always by vLLM: leave it out.",
     "ddp_timeout": "it is distributed_timeout_minutes, in minutes.",
     "timeout": "it is distributed_timeout_minutes for a collective, reward_timeout for a reward.",

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
+from itertools import pairwise
 from operator import itemgetter
 from typing import Any
 
@@ -133,3 +134,9 @@ def fill(owned: Iterable[Owned], ranks: Ranks, bucket_bytes: int) -> list[Bucket
 def num_collectives(buckets: Sequence[Bucket], ranks: Ranks) -> int:
     """Of one push; the same on every rank."""
     return sum(bucket.num_collectives(ranks) for bucket in buckets)
+
+
+def most_bytes(buckets: Sequence[Bucket], ranks: Ranks) -> int:
+    """That two buckets take on a rank: one with the receiver, and the next one, on its way."""
+    held = [bucket.memory_bytes(ranks) for bucket in buckets]
+    return max([sum(pair) for pair in pairwise(held)] or held, default=0)

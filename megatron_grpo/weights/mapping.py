@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -55,6 +55,7 @@ class WeightMap:
     padded_vocab_size: int  # rows
     outer: dict[str, Entry]
     layers: dict[bool, dict[str, Entry]]  # by "has experts"
+    _located: dict[str, tuple[Entry, str, int]] = field(default_factory=dict, compare=False, repr=False)  # every push asks for every name
 
     @classmethod
     def for_shape(cls, shape: ModelShape, *, padded_vocab_size: int, naming: str = "local", grouped: bool | None = None) -> WeightMap:
@@ -193,6 +194,8 @@ class WeightMap:
 
     def _locate(self, name: str) -> tuple[Entry, str, int]:
         """The entry of a name with global numbers, the prefix of its Hugging Face names, and its expert's number."""
+        if name in self._located:
+            return self._located[name]
         match, entry, prefix, expert = _LAYER.fullmatch(name), self.outer.get(name), "", 0
         if match is not None and int(match[1]) < self.shape.num_layers:
             prefix, template = f"model.layers.{match[1]}.", match[2]
@@ -204,7 +207,8 @@ class WeightMap:
                 entry = None
         if entry is None:
             raise LookupError(f"{name} is not a parameter of {self.shape.architecture} with {self.shape.num_layers} layers in this naming")
-        return entry, prefix, expert
+        self._located[name] = entry, prefix, expert
+        return self._located[name]
 
     def _may_be_ignored(self, name: str) -> bool:
         if name == "lm_head.weight":

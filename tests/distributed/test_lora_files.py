@@ -66,13 +66,15 @@ def worst(one, other) -> float:
 def use(rank, world, model, cfg, adapters, out):
     """For each adapter: log-probs of its model; it is exported, and so is the merged model."""
     from megatron_grpo.export import export_model
+    from megatron_grpo.metrics.card import Card
 
     parallel, found = cases.join(cfg, world), {}
     for kind, adapter in adapters.items():
         own = cfg.with_values({"tuner_type": "lora", "adapters": str(adapter), "merge_lora": True})
         policy = cases.build(model, own, world, parallel)
         found[kind] = cases.score_tokens(policy, TOKENS)
-        export_model(policy.exchange, policy.tensors(), policy.adapters, out / kind, cfg=own, source=model)
+        card = Card(cfg=own, source=model)
+        export_model(policy.exchange, policy.tensors(), policy.adapters, out / kind, cfg=own, source=model, card=card)
     return found
 
 
@@ -142,10 +144,12 @@ def export_and_listen(rank, world, model, adapters, out):
     parallel = cases.join(cfg, world)
     for kind, adapter in adapters.items():
         from megatron_grpo.export import export_model
+        from megatron_grpo.metrics.card import Card
 
         own = cfg.with_values({"tuner_type": "lora", "adapters": str(adapter)})
         policy = cases.build(model, own, world, parallel)
-        export_model(policy.exchange, policy.tensors(), policy.adapters, out / kind, cfg=own, source=model)
+        card = Card(cfg=own, source=model)
+        export_model(policy.exchange, policy.tensors(), policy.adapters, out / kind, cfg=own, source=model, card=card)
         heard[kind], said[:] = list(said), []
     return heard
 

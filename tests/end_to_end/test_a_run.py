@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -10,18 +11,32 @@ import pytest
 
 from tests.end_to_end.runs import records, train, write_inputs
 from tests.ranks import run_ranks
+from tests.small_hub import SmallHub, use
 
 STEPS = 10
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """(output_dir, flags) of a run of two data-parallel ranks, each with its own engine."""
+    """(output_dir, flags) of a run of two data-parallel ranks, each with its own engine. It is pushed to a hub of its own."""
     folder = tmp_path_factory.mktemp("run")
     flags = [*write_inputs(folder), *("--output_dir", str(folder / "out")), *("--max_steps", str(STEPS))]
     flags += ["--eval_dataset", str(folder / "data.jsonl"), "--log_entropy", "true"]
-    assert run_ranks(train, 2, flags, timeout=180) == [0, 0]
+    hub = SmallHub()
+    pushes = ["--push_to_hub", "true", "--hub_model_id", "me/even"]
+    assert run_ranks(train_and_push, 2, [*flags, *pushes], hub.address, timeout=180) == [0, 0]
+    hub.close()
+    PUSHED.update(hub.repositories)
     return folder / "out", flags
+
+
+PUSHED: dict[str, dict] = {}
+
+
+def train_and_push(rank: int, world_size: int, flags: list[str], address: str) -> int:
+    with pytest.MonkeyPatch.context() as patch:
+        use(patch, address)
+        return train(rank, world_size, flags)
 
 
 def test_the_reward_rises(run):
@@ -52,6 +67,21 @@ def test_the_run_leaves_what_it_promised(run):
     names = {str(path.relative_to(out)) for path in out.rglob("*") if path.is_file()}
     assert {"config.yaml", "plan.json", "metrics.jsonl", "hf/model.safetensors", "hf/config.json", "plots/reward.png"} <= names
     assert len([name for name in names if name.startswith("completions/step_")]) == STEPS
+
+
+def test_the_export_is_on_the_hub_with_a_card_that_tells_nothing_of_this_machine(run):
+    folder, there = run[0] / "hf", PUSHED["me/even"]["files"]
+    assert {path.name for path in folder.iterdir()} == set(there) >= {"README.md", "model.safetensors", "training.png"}
+    assert all(content == (folder / name).read_bytes() for name, content in there.items())
+    card = there["README.md"].decode()
+    assert "reward.py:even" in card and f"| optimizer steps | {STEPS} |" in card and str(run[0].parent) not in card
+
+
+def test_what_a_run_writes_can_be_read_by_others_as_the_umask_has_it(run):
+    mask = os.umask(0)
+    os.umask(mask)
+    modes = {str(path.relative_to(run[0])): path.stat().st_mode & 0o777 for path in run[0].rglob("*") if path.is_file()}
+    assert {name: oct(mode) for name, mode in modes.items() if mode != 0o666 & ~mask} == {}
 
 
 def test_completions_hold_every_row_with_its_reward(run):

@@ -16,6 +16,7 @@ from tests import lora_cases
 from tests.end_to_end import scripted
 from tests.end_to_end.runs import records, write_inputs
 from tests.ranks import run_ranks
+from tests.small_hub import SmallHub, use
 
 # Rollouts that straddle steps, two passes: rows and old log-probs wait in the checkpoint. KL to the model without the adapter.
 SIZES = "--num_generations 2 --global_batch_size 8 --micro_batch_size 2 --allow_unaligned_generation true --generation_batch_size 12"
@@ -108,6 +109,23 @@ def test_a_checkpoint_is_exported_under_any_layout(whole, tmp_path):
     assert run_ranks(export, 1, [*files, "--output_dir", str(tmp_path / "merged")])[0][0] == 0
     one, other = load_file(tmp_path / "merged" / "model.safetensors"), load_file(tmp_path / "1_merged" / "model.safetensors")
     assert one.keys() == other.keys() and all(np.allclose(one[name], other[name], atol=1e-7) for name in one)
+
+
+def export_and_push(rank: int, world_size: int, words: list[str], address: str) -> tuple[int, str]:
+    with pytest.MonkeyPatch.context() as patch:
+        use(patch, address)
+        return export(rank, world_size, [*words, "--push_to_hub", "true"])
+
+
+def test_an_export_that_the_hub_does_not_take_is_there_and_ends_with_the_command_that_pushes_it_again(whole, tmp_path):
+    hub, target = SmallHub(refuses=503), tmp_path / "out"
+    words = ["--resume", str(whole[0] / "checkpoints" / "iter_0000003"), "--output_dir", str(target)]
+    found = run_ranks(export_and_push, 2, words, hub.address)
+    hub.close()
+    assert [code for code, _ in found] == [1, 0] and f"hf upload me/out {target} ." in found[0][1]
+    card = (target / "README.md").read_text()
+    assert (target / "adapter_model.safetensors").is_file() and "library_name: peft" in card and "| optimizer steps | 3 |" in card
+    assert "beta: 0.1" in card, "as the run that trained it had it"
 
 
 @pytest.mark.parametrize(

@@ -100,6 +100,7 @@ _READ_TOGETHER = Foreign(read=lambda words, given: {})  # `settle` below reads t
 
 NAMES: Mapping[str, Foreign] = {
     "policy.model.path": same("model"),
+    "project_name": same("project"),
     "policy.optimizer_config.lr": same("lr"),
     "policy.optimizer_config.adam_betas": reads(_betas, "adam_beta1 and adam_beta2"),
     "policy.optimizer_config.weight_decay": same("weight_decay"),
@@ -120,6 +121,7 @@ NAMES: Mapping[str, Foreign] = {
     },
     **{f"{_POLICY}ddp_config.{name}": same(name) for name in ("overlap_grad_reduce", "overlap_param_gather")},
     **{f"{_POLICY}optimizer_config_kwargs.{name}": same(name) for name in ("optimizer_cpu_offload", "optimizer_offload_fraction")},
+    f"{_POLICY}async_dist_ckpt_save": same("async_save"),
     "placement.policy_num_nodes": reads(_ranks, "world_size, which is nodes times GPUs"),
     "placement.policy_num_gpus_per_node": reads(_ranks, "world_size, which is nodes times GPUs"),
     "max_prompt_length": same("max_prompt_length"),
@@ -239,8 +241,6 @@ NAMES: Mapping[str, Foreign] = {
     **aside(
         *(
             "logger",
-            "project_name",
-            "run_name",
             "tags",
             "log_path",
             "ckpt_path",
@@ -264,7 +264,7 @@ NAMES: Mapping[str, Foreign] = {
         *("placement.critic_num_gpus_per_node", "data.dataloader.num_workers", "data.dataloader.persistent_workers"),
         *("policy.optimizer_config.offload_after_step", "policy.use_torch_compile", "policy.record_memory", "ref.sequence_parallel_size"),
         *(f"{_POLICY}{name}" for name in ("moe_grouped_gemm", "moe_router_dtype", "moe_per_layer_logging", "empty_cuda_cache")),
-        *(f"{_POLICY}{name}" for name in ("dist_ckpt_optim_fully_reshardable", "async_dist_ckpt_save", "async_dist_ckpt_strategy")),
+        *(f"{_POLICY}{name}" for name in ("dist_ckpt_optim_fully_reshardable", "async_dist_ckpt_strategy")),
         *(f"{_LORA}{name}" for name in ("lora_sync_path", "max_loras", "max_cpu_loras")),
         f"{_POLICY}transformer_config_kwargs.gradient_accumulation_fusion",
         *(f"ref.megatron_config.{name}_parallel_size" for name in ("tensor_model", "pipeline_model", "context", "expert_model")),

@@ -12,7 +12,7 @@ from typing import Any
 from megatron_grpo.settings.foreign import Change, Default, Dialect, Foreign, aside, default, kept, lacks, not_there, only, reads, same
 from megatron_grpo.settings.table import BadValue
 from megatron_grpo.sizing.dialects import features
-from megatron_grpo.sizing.dialects.vocabulary import BUILT_IN_REWARDS, of_servers
+from megatron_grpo.sizing.dialects.vocabulary import BUILT_IN_REWARDS, TOKEN, of_servers, of_the_hub
 
 _REWARDS = {"accuracy": "math", "format": "format", "cosine": "cosine", "repetition": "repetition", "soft_overlong": "soft_overlong"}
 _ONLY_OURS = tuple(name for name in BUILT_IN_REWARDS if name not in (*_REWARDS, "math"))  # its `math` is another one
@@ -196,6 +196,7 @@ NAMES: Mapping[str, Foreign] = {
     **not_there("prompts are written by the model's own chat template", "template", "response_prefix", "preserve_thinking"),
     **not_there(features.SHARDED_ELSEWHERE, "use_megatron_fsdp", "deepspeed", "fsdp"),
     **not_there(features.OTHER_OPTIMIZER, "apply_wd_to_qk_layernorm"),
+    "hub_token": TOKEN,
     # Kernels, workers, memory, logs, formats: neither what is sampled nor what is trained depends on them.
     **aside(
         *("attention_backend", "attn_impl", "experts_impl", "masked_softmax_fusion", "bias_dropout_fusion", "bias_activation_fusion"),
@@ -207,14 +208,14 @@ NAMES: Mapping[str, Foreign] = {
         *("offload_bridge", "move_model_batches", "device_map", "max_memory"),
         *("padding_free", "mlp_padding_free", "packing", "packing_length", "packing_num_proc", "packing_strategy", "padding_side"),
         *("dataloader_num_workers", "dataloader_pin_memory", "dataloader_persistent_workers", "dataloader_prefetch_factor"),
-        *("dataset_num_proc", "load_from_cache_file", "download_mode", "lazy_tokenize", "strict", "remove_unused_columns"),
+        *("dataset_num_proc", "download_mode", "lazy_tokenize", "strict", "remove_unused_columns"),
         *("train_dataloader_shuffle", "data_sharding", "data_seed", "group_by_length", "te_rng_tracker", "data_parallel_random_init"),
-        *("use_cpu_initialization", "check_model", "model_type", "local_repo_path", "use_hf", "hub_token", "bridge_backend"),
-        *("save_safetensors", "save_missing_weights", "no_save_optim", "no_save_rng", "no_load_optim", "no_load_rng", "async_save"),
+        *("use_cpu_initialization", "check_model", "model_type", "local_repo_path", "use_hf", "bridge_backend"),
+        *("save_safetensors", "save_missing_weights", "no_save_optim", "no_save_rng", "no_load_optim", "no_load_rng"),
         *("use_persistent_ckpt_worker", "dist_ckpt_save_pre_mcore_014", "dist_ckpt_optim_fully_reshardable"),
         *("distrib_optim_fully_reshardable_mem_efficient", "max_shard_size", "create_checkpoint_symlink", "add_version"),
         *("logging_steps", "log_completions", "log_rollout_offpolicy_metrics", "wandb_log_unique_prompts", "tensorboard_dir"),
-        *("tensorboard_queue_size", "wandb_project", "wandb_exp_name", "swanlab_project", "swanlab_exp_name", "metric_for_best_model"),
+        *("tensorboard_queue_size", "metric_for_best_model"),
         *("greater_is_better", "local_rank", "vllm_disable_cascade_attn", "ignore_args_error", "ray_exp_name"),
         *("moe_token_drop_policy", "fp8_recipe", "fp8_amax_history_len", "fp8_amax_compute_algo", "fp4_recipe", "mtp_loss_scaling_factor"),
     ),
@@ -256,6 +257,7 @@ def settle(values: Mapping[str, Any], given: Mapping[str, Sequence[str]]) -> Ite
     if values.get("sequence_parallel") and values.get("tensor_model_parallel_size", 1) == 1:
         yield Change(values={"sequence_parallel": None}, note="sequence_parallel does nothing without tensor parallelism, here as there.")
     yield from of_servers(values, program="swift rollout")
+    yield from of_the_hub(values)
     yield from _advantages(values)
     yield from _tuner(values)
     mode = values.get("rollout_importance_sampling_mode", "none")

@@ -22,7 +22,7 @@ from megatron_grpo.settings.foreign import (
 )
 from megatron_grpo.settings.table import FALSE, TRUE, BadValue
 from megatron_grpo.sizing.dialects import features
-from megatron_grpo.sizing.dialects.vocabulary import BUILT_IN_REWARDS, NATIVE_SIZES, of_servers, size, sizes
+from megatron_grpo.sizing.dialects.vocabulary import BUILT_IN_REWARDS, NATIVE_SIZES, TOKEN, of_servers, of_the_hub, size, sizes
 
 _REWARDS = {"accuracy_reward": "math", "get_soft_overlong_punishment": "soft_overlong"}
 _FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
@@ -121,6 +121,7 @@ NAMES: Mapping[str, Foreign] = {
     "lr_scheduler_kwargs": lacks("lr_decay_style with min_lr, lr_warmup_iters and lr_warmup_fraction says all of the schedule"),
     "num_generations_eval": lacks(features.EVALUATION),
     "resume_from_checkpoint": same("resume", {"true": "auto", "false": "never"}),
+    "hub_token": TOKEN,
     "config_file": lacks("accelerate's own file is not read: give its num_processes"),
     **aside("vllm_group_port"),  # the link takes any free port
     **not_there(features.TURNS, "max_tool_calling_iterations", "tools", "environment_factory", "rollout_func"),
@@ -137,9 +138,9 @@ NAMES: Mapping[str, Foreign] = {
     **not_there("optimizers are built in", "optim_args", "optim_target_modules"),
     **aside(
         *("logging_steps", "logging_strategy", "logging_dir", "logging_first_step", "log_completions", "num_completions_to_print"),
-        *("log_unique_prompts", "log_multimodal", "log_completions_hub_repo", "wandb_log_unique_prompts", "run_name", "project"),
+        *("log_unique_prompts", "log_multimodal", "log_completions_hub_repo", "wandb_log_unique_prompts"),
         *("disable_tqdm", "log_level", "log_level_replica", "include_num_input_tokens_seen", "trackio_space_id"),
-        *("push_to_hub", "hub_model_id", "hub_token", "hub_strategy", "hub_private_repo", "hub_always_push", "save_safetensors"),
+        *("hub_strategy", "hub_always_push", "save_safetensors"),
         *("save_only_model", "save_on_each_node", "dataloader_num_workers", "dataloader_pin_memory", "dataloader_persistent_workers"),
         *(
             "dataloader_prefetch_factor",
@@ -192,6 +193,7 @@ def settle(values: Mapping[str, Any], given: Mapping[str, Sequence[str]]) -> Ite
         yield Change(values={"epsilon_high": values.get("epsilon", 0.2)})
     if values.get("tuner_type") == "lora":
         yield from _peft(values)
+    yield from of_the_hub(values)
     if values.get("rollout_importance_sampling_mode") == "none":  # the bounds of a correction that is off
         yield Change(values={"rollout_importance_sampling_min": None})
 

@@ -11,7 +11,7 @@ import pytest
 
 from megatron_grpo.data.chat import load_tokenizer
 from megatron_grpo.data.files import LONGEST_LINE, _table, read_rows
-from megatron_grpo.data.prompts import _lengths, open_stream
+from megatron_grpo.data.prompts import open_stream, tokenised
 from megatron_grpo.errors import ConfigError
 from megatron_grpo.settings.config import DataConfig
 from tests.unit.data.test_chat import tokenizer as tokenizer  # the fixture
@@ -49,7 +49,7 @@ def test_a_template_without_an_end_is_named_with_its_row(tmp_path):
     rows = rows_of(tmp_path, [{"prompt": prompt} for prompt in "abcd"])
     try:
         with pytest.raises(ConfigError, match="not come to an end after 0.2 s with data.jsonl line 3"):
-            _lengths(rows, encode, "dataset", seconds=0.2)
+            tokenised(rows, encode, "dataset", seconds=0.2)
     finally:
         release.set()
 
@@ -58,11 +58,11 @@ def test_a_process_ends_although_a_template_goes_on():
     program = """
 import numpy as np
 from megatron_grpo.data.files import Rows
-from megatron_grpo.data.prompts import PromptRows, _lengths
+from megatron_grpo.data.prompts import PromptRows, tokenised
 def encode(raw):
     while True: pass
 rows = Rows([("a.jsonl", "line", [{"prompt": "a"}], [1])])
-_lengths(PromptRows(rows=rows, keep=np.arange(1), longest_prompt=None), encode, "dataset", seconds=0.2)
+tokenised(PromptRows(rows=rows, keep=np.arange(1), longest_prompt=None), encode, "dataset", seconds=0.2)
 """
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert ended.returncode == 1 and "a.jsonl line 1" in ended.stderr
@@ -70,7 +70,7 @@ _lengths(PromptRows(rows=rows, keep=np.arange(1), longest_prompt=None), encode, 
 
 def test_what_is_not_about_a_row_leaves_the_thread_as_it_is(tmp_path):
     with pytest.raises(KeyboardInterrupt):
-        _lengths(rows_of(tmp_path, [{"prompt": "a"}]), lambda raw: (_ for _ in ()).throw(KeyboardInterrupt), "dataset")
+        tokenised(rows_of(tmp_path, [{"prompt": "a"}]), lambda raw: (_ for _ in ()).throw(KeyboardInterrupt), "dataset")
 
 
 @pytest.mark.parametrize(

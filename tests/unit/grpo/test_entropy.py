@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import threading
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -26,6 +29,36 @@ def test_by_hand():
     assert entropy_threshold(entropies, masks, 1.0) == -np.inf
     assert entropy_threshold([], [], 0.4) == -np.inf
     assert entropy_threshold([np.ones(2)], [np.zeros(2, bool)], 0.4) == -np.inf
+
+
+@given(st.lists(st.floats(-3, 30, width=32), min_size=1, max_size=40), QUANTILES, st.integers(1, 4), st.randoms())
+def test_ranks_that_add_up_counts_find_the_threshold_of_all_their_values(values, quantile, num_ranks, random):
+    """The same float, whoever holds which value; and nothing but 256 counts travels at a time."""
+    shares = [[] for _ in range(num_ranks)]
+    for value in values:
+        random.choice(shares).append(value)
+    barrier, parts, found = threading.Barrier(num_ranks), [None] * num_ranks, [None] * num_ranks
+
+    def work(rank):
+        def over_ranks(counts):
+            assert counts.dtype == np.int64 and counts.size <= 256
+            parts[rank] = counts
+            barrier.wait(60)
+            total = sum(parts)
+            barrier.wait(60)
+            return total
+
+        mine = np.array(shares[rank])
+        found[rank] = entropy_threshold([mine], [np.ones(len(mine), bool)], quantile, over_ranks=over_ranks)
+
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(num_ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    place = math.ceil((len(values) - 1) * (1 - quantile) - 1e-9)
+    lowest = float(np.sort(np.array(values))[place])
+    assert found == [lowest - max(TIE_RELATIVE * lowest, TIE_NATS)] * num_ranks
 
 
 def test_ties_are_kept():

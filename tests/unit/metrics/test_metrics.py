@@ -6,8 +6,10 @@ import io
 import json
 import logging
 import os
+import queue
 import re
 import time
+import tracemalloc
 from dataclasses import replace
 
 import numpy as np
@@ -23,6 +25,7 @@ from megatron_grpo.metrics.display import phase_in_words
 from megatron_grpo.metrics.rollout import Completions, JudgedRollout, rollout_stats
 from megatron_grpo.metrics.spent import TimeSpent
 from megatron_grpo.types import Group, Harvest, Progress, Prompt, ScoredGroup, Verdict, answered
+from tests.ranks import run_ranks
 
 
 @pytest.fixture(autouse=True)
@@ -167,10 +170,10 @@ def test_the_table_at_the_end_leaves_out_what_has_no_number_at_either_end(tmp_pa
 def test_a_service_is_told_which_step_comes_next_and_the_settings(tmp_path, monkeypatch):
     from megatron_grpo.metrics import reporters
 
-    begun = []
-    monkeypatch.setitem(reporters.REPORTERS, "tensorboard", lambda *given: begun.append(given))
+    begun = queue.Queue()
+    monkeypatch.setitem(reporters.REPORTERS, "tensorboard", begun.put)
     metrics_in(tmp_path, report_to=["tensorboard"], config={"lr": 1.0}).start(Progress(step=6))
-    assert begun == [(tmp_path, {"lr": 1.0}, 7)]
+    assert begun.get(timeout=60) == reporters.Begin(output_dir=tmp_path, config={"lr": 1.0}, first_step=7)
 
 
 def test_a_repeated_evaluation_replaces_its_own_point_alone(tmp_path, monkeypatch):
@@ -377,6 +380,74 @@ def test_a_rollout_of_one_group_is_a_table_too(tmp_path):
     both = rollout_of_two()
     path = Completions(tmp_path, reward_names=["right", "short"]).write(replace(both, held={0: both.held[0]}))
     assert [row["completion"] for row in pyarrow.parquet.read_table(path).to_pylist()] == ["xx", "xxxx"]
+
+
+def test_each_node_writes_its_own_file_and_nothing_else(tmp_path):
+    """Two nodes of two ranks: text is handed to the first rank of the node alone."""
+
+    def body(rank, world, folder):
+        from megatron_grpo.parallel import collectives
+        from megatron_grpo.types import Progress
+
+        told, both = [], rollout_of_two()
+        where = collectives.node(f"machine {rank // 2}")
+        writer = Completions(folder, reward_names=["right", "short"], rank=rank, node=where, tell=lambda *given: told.append(given))
+        writer.start(Progress())
+        group = replace(both.held[0].group, prompt=replace(both.held[0].group.prompt, number=rank))
+        path = writer.write(replace(both, held={0: replace(both.held[0], group=group)}))
+        return where.number, path and str(path.relative_to(folder)), [(version, table["prompt_number"]) for version, table in told]
+
+    found = run_ranks(body, 4, tmp_path)
+    files = ["completions/step_000004/node_00000.parquet", None, "completions/step_000004/node_00001.parquet", None]
+    assert found == [(rank // 2, files[rank], [(4, [0, 0, 1, 1])] if rank == 0 else []) for rank in range(4)]
+    import pyarrow.parquet
+
+    table = pyarrow.parquet.read_table(tmp_path / "completions" / "step_000004").to_pydict()
+    assert sorted(table["prompt_number"]) == [0, 0, 1, 1, 2, 2, 3, 3] and len(table["completion"]) == 8
+
+
+def test_where_there_are_more_nodes_than_asked_they_take_turns(tmp_path):
+    from megatron_grpo.parallel.collectives import Node
+
+    wrote = {}
+    for number in range(5):
+        writer = Completions(tmp_path, reward_names=["right", "short"], every=2, node=Node(number=number, count=5), most_nodes=2)
+        wrote[number] = [rollout for rollout in range(0, 12, 2) if writer.write(rollout_of_two(rollout, rollout))]
+    assert [sorted(node for node in wrote if rollout in wrote[node]) for rollout in range(0, 12, 2)] == [
+        [0, 1], [2, 3], [0, 4], [1, 2], [3, 4], [0, 1]
+    ]  # fmt: skip
+
+
+def test_a_resumed_run_forgets_the_files_of_all_nodes_and_nobody_elses(tmp_path):
+    from megatron_grpo.parallel.collectives import Node
+
+    for version in (1, 2, 3):
+        Completions(tmp_path, reward_names=["right", "short"], node=Node(number=7, count=9)).write(rollout_of_two(version, version))
+    folder = tmp_path / "completions"
+    (folder / "step_000003" / "notes.txt").write_text("mine")
+    Completions(tmp_path, reward_names=["right", "short"]).start(Progress(step=2))
+    left = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+    assert left == ["step_000001/node_00007.parquet", "step_000003/notes.txt"] and not (folder / "step_000002").exists()
+
+
+def test_records_are_cut_a_line_at_a_time_and_a_good_file_is_left_alone(tmp_path):
+    from megatron_grpo.metrics import records
+
+    file = records.Records(tmp_path / "schedule.jsonl")
+    rows = list(range(records.LONG // 4))
+    for step in (1, 2, 3, 4):
+        file.append({"step": step, "rows": rows})
+    before = file.path.stat().st_ino
+    with file.path.open("a") as stream:
+        stream.write('{"step": 5, "rows": [' + "1, " * records.LONG)  # a kill
+    tracemalloc.start()
+    file.cut(3)
+    assert tracemalloc.get_traced_memory()[1] < 10 * records.LONG
+    tracemalloc.stop()
+    assert [json.loads(line)["step"] for line in file.path.read_text().splitlines()] == [1, 2, 3] and file.path.stat().st_ino == before
+    with file.path.open("a") as stream:
+        stream.write("no record\n" + json.dumps({"step": 2, "late": True}) + "\n")
+    assert [record["step"] for record in file.keep_until(2)] == [1, 2, 2]
 
 
 def test_completions_are_written_as_often_as_asked(tmp_path):

@@ -1,0 +1,104 @@
+"""How much of sampling from a rollout server is HTTP: CPU seconds of who speaks it, beside those of the engine that draws the tokens.
+
+    python benchmarks/server_http.py --rounds 5
+
+One real server with a model of 50 million parameters and one client, as a trainer's rank 0 asks it: two calls at a time, groups as one
+request. "client" is this process: it encodes, listens, decodes and checks. "HTTP process" is the server's: routes, tokens to text, and
+vLLM's own front end, which would cost the same without HTTP. "engine" draws. If it never waits, sampling takes no longer than without HTTP.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+
+os.environ |= {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+sys.path.insert(0, str(Path(__file__).parents[1]))  # the models and the servers of the tests
+
+import numpy as np
+import psutil
+from rich.console import Console
+from rich.table import Table
+
+from megatron_grpo.rollout import http, wire
+from megatron_grpo.rollout.asking import Question
+from megatron_grpo.rollout.fleet import Fleet, Needs
+from megatron_grpo.settings.servers import Address
+from megatron_grpo.weights.reader import HfReader
+from tests.servers import TOKEN, Server, Trainer, push
+from tests.tiny_models import write_tiny
+
+MODEL = dict(family="qwen3", vocab=32000, hidden=512, layers=8, heads=8, kv_heads=4, head_dim=64, ffn=1536, max_positions=1024, std=0.02)
+
+
+def parsed() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--prompts", type=int, default=16)
+    parser.add_argument("--prompt-tokens", type=int, default=64)
+    parser.add_argument("--n", type=int, default=8, help="completions of a prompt")
+    parser.add_argument("--completion", type=int, default=64, help="tokens of each")
+    parser.add_argument("--rounds", type=int, default=5)
+    return parser.parse_args()
+
+
+def cpu_of(pids: list[int]) -> float:
+    """Seconds so far, children included."""
+    return sum(times.user + times.system for times in (psutil.Process(pid).cpu_times() for pid in pids))
+
+
+def main() -> None:
+    arguments, console, rng = parsed(), Console(width=140), np.random.default_rng(0)
+    folder = Path(tempfile.mkdtemp())
+    model = write_tiny(folder / "model", **MODEL)
+    read = HfReader(model)
+    longest = arguments.prompt_tokens + arguments.completion
+    sequences = str(arguments.prompts * arguments.n)
+    server = Server(folder / "server", model, "--vllm_max_num_seqs", sequences, "--vllm_kv_cache_memory_mb", "512", "--vllm_max_model_len",
+                    str(longest))  # fmt: skip
+    try:
+        server.wait()
+        fleet = Fleet(lambda: [Address(server.host, server.port, False)], partial(http.Server, token=TOKEN, incarnation="1"), run="a run",
+                      incarnation="1", needs=Needs(max_model_len=longest), timeout=240.0, say=print)  # fmt: skip
+        fleet.gather()
+        push(Trainer().link(server), [(name, read(name)) for name in read.names], server, bucket_bytes=16 << 20, version=1)
+        fleet.gather()
+        tree = [server.process.pid, *(child.pid for child in psutil.Process(server.process.pid).children(recursive=True))]
+        engines = [pid for pid in tree if "EngineCore" in " ".join(psutil.Process(pid).cmdline()) + psutil.Process(pid).name()]
+        speakers = [pid for pid in tree if pid not in engines]
+        assert engines and speakers
+        rows = []
+        for turn in range(arguments.rounds + 1):  # the first warms up
+            requests = {
+                i: wire.Request(key=str(i), ids=tuple(map(int, rng.integers(4, 32000, arguments.prompt_tokens))), seed=turn * 1000 + i,
+                                n=arguments.n, max_tokens=arguments.completion)
+                for i in range(arguments.prompts)
+            }  # fmt: skip
+            question = Question(requests, wire.Sampling(), version=1)
+            before, begun = (time.process_time(), cpu_of(speakers), cpu_of(engines)), time.monotonic()
+            question.ask(fleet)
+            assert question.wait() == 0
+            wall = time.monotonic() - begun
+            spent = np.array((time.process_time(), cpu_of(speakers), cpu_of(engines))) - before
+            tokens = sum(len(one.tokens) for drawn in question.answers.values() for one in drawn)
+            rows += [(wall, *spent, tokens)] if turn else []
+        wall, client, speaker, engine, tokens = np.array(rows).T
+        every = client + speaker + engine
+        table = Table("", "median (from, to)", title=f"{arguments.prompts} prompts, {arguments.n} completions each, {len(rows)} rounds")
+        for name, values, form in [
+            ("client, CPU s", client, ".3f"), ("HTTP process, CPU s", speaker, ".3f"), ("engine, CPU s", engine, ".3f"),
+            ("wall s", wall, ".3f"), ("tokens", tokens, ",.0f"), ("client, of all CPU", client / every, ".1%"),
+            ("client and HTTP process, of all CPU", (client + speaker) / every, ".1%"), ("engine idle, of wall", 1 - engine / wall, ".1%"),
+        ]:  # fmt: skip
+            table.add_row(name, f"{np.median(values):{form}} ({min(values):{form}} to {max(values):{form}})")
+        console.print(table)
+    finally:
+        server.close()
+
+
+if __name__ == "__main__":
+    main()

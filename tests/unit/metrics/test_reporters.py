@@ -1,0 +1,197 @@
+"""Tracking services: what they are told, by the real libraries where they are installed; and that none of them holds a run up."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron_grpo.metrics import Metrics, report_to_problems, reporters
+from megatron_grpo.metrics.reporters import Begin, services
+from megatron_grpo.types import Progress
+
+ROOT = Path(__file__).resolve().parents[3]
+TABLE = {"prompt": ["1+1=", "2+2="], "completion": ["2", "five"], "reward": [1.0, None]}
+
+
+def two_steps(folder, *names, **settings):
+    metrics = Metrics(folder, report_to=names, config={"lr": 1e-6, "reward_funcs": ["accuracy"], "beta": None, **settings})
+    metrics.start(Progress())
+    for step in (1, 2):
+        metrics.completions(step - 1, TABLE)
+        metrics.log(Progress(step=step, num_tokens=step), {"reward": step / 2, "kl": float("nan"), "time/step": 0.1})
+    metrics.log_evaluation(Progress(step=2), {"accuracy": 0.5})
+    metrics.close()
+
+
+class Heard:
+    """A service that remembers, in the process."""
+
+    def __init__(self, begin: Begin):
+        self.told = [begin]
+        Heard.latest = self
+
+    def log(self, step, values):
+        self.told.append((step, sorted(values)))
+
+    def completions(self, step, table):
+        self.told.append((step, table))
+
+    def close(self):
+        self.told.append("closed")
+
+
+def test_a_service_hears_the_settings_every_step_its_completions_and_the_end(tmp_path, monkeypatch):
+    monkeypatch.setitem(reporters.REPORTERS, "tensorboard", Heard)
+    monkeypatch.setattr(reporters, "MOST_ROWS", 1)
+    two_steps(tmp_path / "a run", "tensorboard", run_name="mine", project="ours")
+    begin, *told = Heard.latest.told
+    assert (begin.first_step, begin.name_or(), begin.project_or("X"), begin.config["lr"]) == (1, "mine", "ours", 1e-6)
+    first_row = {name: column[:1] for name, column in TABLE.items()}
+    names = ["num_tokens", "reward", "time/step", "tokens_per_second"]
+    assert told == [(1, names), (1, first_row), (2, names), (2, first_row), (2, ["eval/accuracy"]), "closed"]
+
+
+def test_names_come_from_the_settings_then_from_the_services_variable_then_from_output_dir(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_PROJECT", "theirs")
+    assert Begin(output_dir=tmp_path, config={"project": "ours"}).project_or("WANDB_PROJECT") == "ours"
+    assert Begin(output_dir=tmp_path).project_or("WANDB_PROJECT") == "theirs"
+    assert Begin(output_dir=tmp_path).project_or("SWANLAB_PROJECT") == "megatron-grpo"
+    assert Begin(output_dir=tmp_path).name_or() == tmp_path.name
+
+
+def test_all_are_those_that_are_installed_and_each_is_told_once(monkeypatch):
+    monkeypatch.setattr(reporters, "is_installed", lambda name: name in ("wandb", "mlflow"))
+    assert services(["all"]) == ["wandb", "mlflow"] and services(["mlflow", "all", "mlflow"]) == ["mlflow", "wandb"]
+    assert services(["none"]) == [] and report_to_problems(["all"]) == []
+    [problem] = report_to_problems(["all", "swanlab"])
+    assert "pip install 'megatron-grpo[swanlab]'" in problem.message
+
+
+class Hangs:
+    """A service without an answer: at the beginning, at a step, or at the end."""
+
+    def __init__(self, at, until):
+        self.at, self.until = at, until
+        self.may_hang("beginning")
+
+    def may_hang(self, place):
+        if place == self.at:
+            self.until.wait(30)
+
+    def log(self, step, values):
+        self.may_hang("step")
+
+    def completions(self, step, table):
+        pass
+
+    def close(self):
+        self.may_hang("end")
+
+
+@pytest.mark.parametrize("at", ["beginning", "step", "end"])
+def test_a_service_that_never_answers_holds_up_no_step_and_the_end_for_a_while_only(tmp_path, monkeypatch, caplog, at):
+    until = threading.Event()
+    monkeypatch.setitem(reporters.REPORTERS, "tensorboard", lambda begin: Hangs(at, until))
+    monkeypatch.setattr(reporters, "SECONDS_TO_CLOSE", 0.3)
+    began = time.monotonic()
+    two_steps(tmp_path, "tensorboard")
+    until.set()
+    assert time.monotonic() - began < 20
+    assert [record.getMessage() for record in caplog.records if "tensorboard" in record.getMessage()] == [
+        "tensorboard failed, and the run goes on without it: it has not taken everything 0.3 s after the end"
+    ]
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
+
+
+def test_a_service_that_falls_too_far_behind_is_given_up(tmp_path, monkeypatch, caplog):
+    until = threading.Event()
+    monkeypatch.setitem(reporters.REPORTERS, "tensorboard", lambda begin: Hangs("beginning", until))
+    monkeypatch.setattr(reporters, "MOST_WAITING", 3)
+    two_steps(tmp_path, "tensorboard")
+    until.set()
+    assert "tensorboard failed, and the run goes on without it: it is 3 words behind" in caplog.text
+
+
+# ---- the real ones ---------------------------------------------------------------------------------------------------------------------
+
+
+def needs(name):
+    absent = importlib.util.find_spec(name) is None
+    return pytest.mark.skipif(absent, reason=f"{name} is not installed (pip install 'megatron-grpo[{name}]')")
+
+
+@pytest.fixture
+def alone(tmp_path, monkeypatch):
+    """Nothing reaches a network, and nothing is written outside tmp_path."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    return tmp_path
+
+
+@needs("wandb")
+def test_wandb_offline(alone, monkeypatch, caplog):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    two_steps(alone / "run", "wandb", run_name="mine", project="ours")
+    assert "failed" not in caplog.text
+    [file] = (alone / "run" / "wandb").glob("offline-run-*/run-*.wandb")
+    written = file.read_bytes()
+    for part in (b"ours", b"mine", b"reward", b"eval/accuracy", b"completions", b"accuracy"):
+        assert part in written, part
+    tables = [json.loads(path.read_text()) for path in (alone / "run" / "wandb").glob("offline-run-*/files/media/table/*.json")]
+    assert len(tables) == 2 and all(table["columns"] == list(TABLE) for table in tables)
+    assert tables[0]["data"] == [["1+1=", "2", 1.0], ["2+2=", "five", None]]
+
+
+@needs("wandb")
+def test_wandb_without_a_network_holds_up_neither_a_run_nor_the_end_of_its_process(alone):
+    program = f"""
+from pathlib import Path
+from megatron_grpo.metrics import reporters
+from tests.unit.metrics.test_reporters import two_steps
+reporters.SECONDS_TO_CLOSE = 5.0
+Path("run").mkdir()
+two_steps(Path({str(alone)!r}) / "run", "wandb")
+"""
+    own = {"WANDB_MODE": "online", "WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_API_KEY": "0" * 40, "PYTHONPATH": str(ROOT)}
+    ended = subprocess.run([sys.executable, "-c", program], env=os.environ | own, cwd=alone, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0, ended.stderr
+    assert len((alone / "run" / "metrics.jsonl").read_text().splitlines()) == 2
+    assert (ended.stdout + ended.stderr).count("wandb failed, and the run goes on without it") == 1
+
+
+@needs("mlflow")
+def test_mlflow_in_files(alone, monkeypatch, caplog):
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{alone}/mlflow.db")
+    monkeypatch.setattr(reporters, "SECONDS_TO_CLOSE", 120.0)  # it makes its tables first
+    two_steps(alone / "run", "mlflow", run_name="mine", project="ours")
+    assert "failed" not in caplog.text
+    import mlflow
+
+    [found] = mlflow.search_runs(experiment_names=["ours"], output_format="list")
+    assert found.info.run_name == "mine" and found.data.params["lr"] == "1e-06" and found.info.status == "FINISHED"
+    assert (found.data.metrics["reward"], found.data.metrics["eval/accuracy"]) == (1.0, 0.5) and "kl" not in found.data.metrics
+    table = mlflow.load_table("completions/step_000002.json", run_ids=[found.info.run_id])
+    assert table["completion"].tolist() == ["2", "five"]
+
+
+@needs("mlflow")
+def test_mlflow_without_a_server_ends_no_run(alone, monkeypatch, caplog):
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
+    monkeypatch.setattr(reporters, "SECONDS_TO_CLOSE", 3.0)
+    two_steps(alone / "run", "mlflow")
+    assert caplog.text.count("mlflow failed, and the run goes on without it") == 1
+
+
+@needs("swanlab")
+def test_swanlab_offline(alone, monkeypatch, caplog):
+    monkeypatch.setenv("SWANLAB_MODE", "offline")
+    two_steps(alone / "run", "swanlab", run_name="mine", project="ours")
+    assert "failed" not in caplog.text and any((alone / "run" / "swanlab").rglob("*"))

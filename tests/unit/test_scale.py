@@ -1,0 +1,67 @@
+"""What one rank is sent and holds does not grow with the job, but for integers: on 64, 1,024 and 16,384 simulated ranks."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.ranks import run_ranks
+from tests.simulated_ranks import World, a_rollout_and_two_steps
+
+SIZES = (64, 1024, 16384)
+SHORT, LONG = 300, 700  # tokens of a completion; numbers of as many bytes
+ROWS_OF_A_RANK = 2
+
+
+def measured(tmp_path, size, rank, length, *, rows=None):
+    rows = ROWS_OF_A_RANK * size if rows is None else rows
+    world = World(size=size, rank=rank)
+    found = a_rollout_and_two_steps(world, tmp_path / f"{size}_{rank}_{length}", length=length, groups=rows // 2)
+    assert world.sent_to["completions"] <= {rank - rank % world.per_node}, "text leaves its node"
+    return found
+
+
+def total(found, kind=None):
+    return sum(sum(of_kind.values()) for name, of_kind in found.items() if kind in (None, name))
+
+
+def of_tokens(tmp_path, size, rank, **settings):
+    """(bytes by kind and purpose that come and go with the length of completions, bytes of short ones)"""
+    short, long = (measured(tmp_path, size, rank, length, **settings) for length in (SHORT, LONG))
+    return {(kind, name): long[kind][name] - short[kind][name] for kind in short for name in short[kind]}, short
+
+
+@pytest.mark.parametrize("place", ["first", "last"])
+def test_tokens_and_texts_of_a_rank_are_as_many_in_a_job_of_any_size(tmp_path, place):
+    looked_at = SIZES if place == "first" else SIZES[:2]
+    found = {size: of_tokens(tmp_path, size, 0 if place == "first" else size - 1) for size in looked_at}
+    expected, smallest = found[SIZES[0]]
+    assert expected["received", "verdicts, and rows to their homes"] > 0 and expected["held", "samples"] > 0
+    assert (expected["received", "completions"] > 0) == (place == "first")  # of its node's other ranks
+    rows = {size: ROWS_OF_A_RANK * size for size in looked_at}
+    for size in looked_at[1:]:
+        tokens, short = found[size]
+        assert tokens == pytest.approx(expected, abs=64), f"{size} ranks"
+        more = total(short) - total(smallest)
+        assert 0 < more < 200 * (rows[size] - rows[SIZES[0]]), "integers of a row"
+
+
+def test_a_batch_of_a_given_size_is_less_for_each_rank_the_more_ranks_there_are(tmp_path):
+    rows = ROWS_OF_A_RANK * SIZES[1]
+    found = [measured(tmp_path, size, 0, LONG, rows=rows) for size in (16, 64, SIZES[1])]
+    for kind, name in (("held", "samples"), ("held", "micro-batches"), ("received", "completions")):
+        sizes = [one[kind][name] for one in found]
+        assert sizes == sorted(sizes, reverse=True) and sizes[-1] < sizes[0] / 30, name
+
+
+def test_the_simulation_counts_what_real_ranks_count(tmp_path):
+    def body(rank, size, folder):
+        from tests.simulated_ranks import World, a_rollout_and_two_steps
+
+        world = World(size=size, rank=rank, per_node=2, is_real=True)
+        return a_rollout_and_two_steps(world, folder / str(rank), length=LONG, groups=2 * size)
+
+    real = run_ranks(body, 4, tmp_path / "real")
+    for rank in range(4):
+        simulated = a_rollout_and_two_steps(World(size=4, rank=rank, per_node=2), tmp_path / f"made_up_{rank}", length=LONG, groups=8)
+        for kind in ("sent", "received", "held"):
+            assert simulated[kind] == pytest.approx(real[rank][kind], rel=0.05, abs=64), (rank, kind)
