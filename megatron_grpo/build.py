@@ -81,6 +81,30 @@ def build_run(
     checkpoints = open_output(made, inputs, parallel)
     clock, judge = Clock(), Judge(inputs.rewards, cfg.rewards.reward_weights, gives_up=stop.gives_up)
     journal = build_journal(made, judge, parallel, clock)  # before any model loads: a service that is not installed is an error
+    journal.open()
+    try:
+        return put_together(made, inputs, parallel, stop, checkpoints, judge, journal, engine=engine, reference=reference, guard=guard)
+    except BaseException:
+        journal.close(summary=False)
+        raise
+
+
+def put_together(
+    made: Plan,
+    inputs: Inputs,
+    parallel: ParallelState,
+    stop: train.StopRequest,
+    checkpoints: Checkpoints,
+    judge: Judge,
+    journal: Journal,
+    *,
+    engine: MakeEngine | None,
+    reference: MakeReference | None,
+    guard: Guard | None,
+) -> train.Run:
+    """As `build_run`, once the output is open: what loads models. Collective."""
+    cfg, timetable, clock = made.checked.config, made.timetable, journal.clock
+    assert timetable.num_steps is not None
     lora = how_adapters_travel(cfg, inputs, parallel, journal, sampler_is_known=engine is None)
     policy = build_policy(
         cfg, inputs.shape, parallel,

@@ -116,7 +116,33 @@ def serve(argv: list[str]) -> int:
     return serve_until_stopped(parsed)
 
 
-COMMANDS: dict[str, Command] = {"train": train, "plan": plan, "export": export, "serve": serve}
+def doctor(argv: list[str]) -> int:
+    """Says what is installed, what each absence switches off, and whether it works here. Takes --json and no settings."""
+    from megatron_grpo.run.doctor import run_doctor
+
+    return run_doctor(argv)
+
+
+def rehearse(argv: list[str]) -> int:
+    """Tries data set, chat template and rewards of a training run on a few rows (--rows 8), with the flags of train. Loads no weights."""
+    from functools import partial
+
+    from megatron_grpo.settings import parse
+    from megatron_grpo.sizing.dialects import DIALECTS
+
+    launched = launcher.read()
+    read = partial(parse, launcher_world_size=launched.world_size if launched.is_launched else None, dialects=DIALECTS)
+    from megatron_grpo.run.quiet import quiet_libraries
+
+    quiet_libraries()
+    from megatron_grpo.run.rehearse import run_rehearsal
+
+    return run_rehearsal(argv, read)
+
+
+COMMANDS: dict[str, Command] = {
+    "train": train, "plan": plan, "rehearse": rehearse, "export": export, "serve": serve, "doctor": doctor,
+}  # fmt: skip
 
 
 def _print_config(config: Config) -> int:

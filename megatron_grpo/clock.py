@@ -6,6 +6,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from megatron_grpo import activity
+
 
 class Clock:
     """`with clock("rollout"): ...` adds to `time/rollout`. Blocks of a name add up; a block inside another takes its time from that one.
@@ -13,7 +15,7 @@ class Clock:
     `clock.beside("rollout_overlapped", 2.5)` tells of seconds in which something else was done too: they are no part of the sum.
 
     What is in no block is `time/other`, so the parts of a step sum to `time/step`. Time is this process's wall clock: what a GPU was asked
-    to do and has not yet done is not in it, so time around points that wait.
+    to do and has not yet done is not in it, so time around points that wait. A block is also a phase of `activity`.
     """
 
     def __init__(self) -> None:
@@ -27,7 +29,8 @@ class Clock:
         self._switch()
         self._open.append(name)
         try:
-            yield
+            with activity.phase(name):
+                yield
         finally:
             self._switch()
             self._open.pop()

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any
 
+from megatron_grpo import activity
 from megatron_grpo.data.chat import as_completion
 from megatron_grpo.errors import GivenUp, RewardError
 from megatron_grpo.parallel import collectives
@@ -43,7 +44,10 @@ class Judge:
         batch = as_batch(groups, places=places, trainer_state=trainer_state)
         local: Scores | RewardError | GivenUp
         try:
-            local = score(self.functions, batch, self._gives_up)
+            # A call of one function may take its timeout, and tells nothing meanwhile.
+            pause = max((function.timeout for function in self.functions), default=0.0)
+            with activity.phase("judging", total=len(batch) * len(self.functions), unit="scores", pause=pause, is_alone=True):
+                local = score(self.functions, batch, self._gives_up)
         except (RewardError, GivenUp) as error:
             local = error
         self._agree(local)

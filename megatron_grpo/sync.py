@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Literal, Protocol, TypeVar, cast
 
 import numpy as np
 
+from megatron_grpo import activity
 from megatron_grpo.cleanup import CleanUp
 from megatron_grpo.parallel import collectives
 from megatron_grpo.rollout.engine import (
@@ -362,9 +363,10 @@ class _Counted:
         for name, tensor in self._named:
             self.num_tensors += 1
             self.num_bytes += tensor.numel() * tensor.element_size()
+            activity.advance()
             yield name, tensor
 
     def finish(self) -> None:
         """Takes what a holder that failed, or wants no more, has left: the other ranks are sent it too, and would wait for this one."""
         for _ in self._named:
-            pass
+            activity.advance()

@@ -49,7 +49,7 @@ _TABLE = {
         moe_token_dispatcher_type
         world_size tensor_model_parallel_size pipeline_model_parallel_size virtual_pipeline_model_parallel_size
         decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers context_parallel_size expert_model_parallel_size
-        expert_tensor_parallel_size sequence_parallel distributed_timeout_minutes
+        expert_tensor_parallel_size sequence_parallel distributed_timeout_minutes rank_heartbeat_timeout
         micro_batch_size gradient_accumulation_steps steps_per_generation allow_unaligned_generation max_tokens_per_micro_batch
         vllm_tensor_parallel_size vllm_gpu_memory_utilization vllm_kv_cache_memory_mb vllm_max_model_len vllm_max_num_seqs
         vllm_enforce_eager vllm_enable_prefix_caching sleep_level logp_difference_warn verify_weight_push

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, TypeVar
 
 import torch
 
+from megatron_grpo import activity
 from megatron_grpo.checkpoint import folder, generators
 from megatron_grpo.checkpoint.distributed import CheckpointError, ShardedWriter, Written, agreed, read_sharded
 from megatron_grpo.checkpoint.folder import Folder
@@ -193,6 +194,7 @@ class Checkpoints:
                 with agreed(f"publishing {self.folder.directory(save.step)}"):
                     save.task.result()
                 self._saved_step, self._underway = save.step, None
+                activity.saved()
                 self._unproven.add(save.step)
                 if collectives.rank() == 0:
                     self._unproven &= {save.step, *self.folder.steps()}
@@ -253,7 +255,8 @@ class Checkpoints:
         for line in resume.notes if first else ():
             self.say(line)
         for candidate in resume.candidates:
-            damage = _damage_of(candidate)
+            with activity.phase("restoring"):
+                damage = _damage_of(candidate)
             if damage:
                 refused.append(several(damage))
                 if first:
@@ -281,7 +284,7 @@ class Checkpoints:
             return Progress(), nothing
         directory = self._chosen.manifest.directory
         try:
-            with policy.resident("all"):
+            with policy.resident("all"), activity.phase("restoring"):
                 policy.load_sharded_state_dict(read_sharded(policy.sharded_state_dict(is_loading=True), directory))
         except CheckpointError as error:
             raise ConfigError(

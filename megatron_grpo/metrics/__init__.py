@@ -18,6 +18,7 @@ from megatron_grpo.metrics.courtesy import Courtesy
 from megatron_grpo.metrics.display import Display
 from megatron_grpo.metrics.records import Records, plain
 from megatron_grpo.metrics.reporters import REPORTERS, Begin, InBackground, Table, report_to_problems, services
+from megatron_grpo.metrics.spent import TimeSpent
 from megatron_grpo.types import Progress
 
 __all__ = ["Metrics", "report_to_problems"]
@@ -53,7 +54,7 @@ class Metrics:
         self._services = services(report_to)
         self._reporters: dict[str, InBackground] = {}
         self._completions: Table | None = None  # of a rollout that the next step trains
-        self._display = Display(console)
+        self._display = Display(console, total=total_steps)
         self._courtesy = Courtesy()
         self._steps, self._evaluations = Records(self.output_dir / "metrics.jsonl"), Records(self.output_dir / "evaluations.jsonl")
         self._skipped = Records(self.output_dir / "skipped.jsonl")
@@ -61,6 +62,11 @@ class Metrics:
         self._evaluated: list[dict[str, Any]] = []
         self._started = False
         self._num_tokens = 0
+
+    def open(self) -> None:
+        """From now on phases are told: loading comes before `start`."""
+        if self.tells:
+            self._display.open()
 
     def start(self, progress: Progress) -> None:
         """Begins after `progress.step` optimizer steps: what the files say beyond it, a run that was given up, is dropped."""
@@ -94,7 +100,7 @@ class Metrics:
         self._report(progress.step, record)
         if plain(record.get("reward")) is not None:  # not every optimizer step has a rollout of its own
             self._display.show(reward=plain(record["reward"]))
-        self._display.step(progress.step, self.total_steps, seconds=seconds)
+        self._display.step(progress.step, seconds=seconds)
         if self.plot_steps and progress.step % self.plot_steps == 0:
             self.refresh_plots()
 
@@ -136,18 +142,24 @@ class Metrics:
         if self.tells:
             self._display.say(text)
 
-    def close(self, *, summary: bool = True) -> None:
-        """The end of the run, good or bad: last plots, and the before/after table where there is something to compare.
+    def close(self, *, summary: bool = True, spent: TimeSpent | None = None) -> None:
+        """The end of the run, good or bad: last plots, and the page at the end: before and after, where there is something to compare, and
+        where the time went.
 
-        summary: False for a run that failed: it shows no before and after.
+        summary: False for a run that failed: it shows no such page.
         """
-        if not self.tells or not self._started:
+        if not self.tells:
+            return
+        self._display.stop()
+        if not self._started:
             return
         self._started = False
-        self._display.stop()
         self.refresh_plots()
         if summary:
             self._compare()
+        if summary and spent is not None and spent.rows():
+            self._display.table("Where the time went", ("seconds", "share"), spent.rows())
+            self._display.say(spent.in_words())
         for reporter in self._reporters.values():
             reporter.close()
         self._courtesy.summary()

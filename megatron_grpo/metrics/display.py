@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import threading
 import time
 from collections.abc import Sequence
 
@@ -15,7 +16,11 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-SECONDS_BETWEEN_LINES = 10.0
+from megatron_grpo import activity
+
+SECONDS_BETWEEN_LINES = 10.0  # of optimizer steps, where it is no terminal
+SECONDS_BETWEEN_SIGNS = 30.0  # of a phase that lasts, there
+SECONDS_BETWEEN_DRAWINGS = 0.5
 
 
 class _Terminal(Console):
@@ -26,80 +31,134 @@ class _Terminal(Console):
 
 
 class Display:
-    """The progress of one run on one console. On a terminal one line that is redrawn; elsewhere plain lines, now and then."""
+    """The progress of one run on one console. On a terminal one line that is redrawn; elsewhere plain lines, now and then.
 
-    def __init__(self, console: Console | None = None):
-        self.console = console or _Terminal(highlight=False)
+    A thread draws it, from what `activity` says: a phase may last long, and the main thread is in it.
+    """
+
+    def __init__(self, console: Console | None = None, *, total: int | None = None):
+        """total: optimizer steps of the run."""
+        self.console, self.total = console or _Terminal(highlight=False), total
         self._live: Live | None = None
         self._handler: logging.Handler | None = None
-        self._last_line = float("-inf")
+        # Reward functions fork. A child of a fork in the midst of a drawing would find locks that nobody frees: forks wait for its end.
+        self._lock = threading.RLock()
+        self._closed = threading.Event()
+        self._last_line, self._last_step = time.monotonic(), float("-inf")  # when something was said; when a step was
         self._began: tuple[int, float] | None = None
         self._shown: dict[str, float] = {}
-        self._drawn: tuple[int, int | None, float] | None = None
+        self._step = 0
+        self._seconds: float | None = None  # of the last optimizer step
 
-    def start(self, step: int) -> None:
-        """step: optimizer steps done before."""
-        self._began = (step, time.monotonic())
+    def open(self) -> None:
+        """From now on phases are told. Does nothing the second time."""
+        if self._handler is not None:
+            return
         self._handler = _Above(self.console)
         logging.getLogger("megatron_grpo").addHandler(self._handler)
         if self.console.is_terminal:
-            # No refreshing thread: reward functions fork, and a fork while another thread holds the console's lock can hang.
-            self._live = Live(Text("waiting for the first optimizer step"), console=self.console, auto_refresh=False)
+            self._live = Live(self._line(), console=self.console, auto_refresh=False)
             self._live.start(refresh=True)
+        os.register_at_fork(before=self._lock.acquire, after_in_parent=self._lock.release, after_in_child=self._lock.release)
+        threading.Thread(target=self._tell_now_and_then, name="display", daemon=True).start()
+
+    def start(self, step: int) -> None:
+        """The loop begins. step: optimizer steps done before."""
+        self.open()
+        self._began, self._step = (step, time.monotonic()), step
 
     def show(self, **values: float) -> None:
         """Values that the line shows, by name, from its next drawing on until they are replaced."""
         self._shown |= values
-        if self._drawn and self._live:
-            self._draw(*self._drawn)
+        self._draw()
 
-    def step(self, step: int, total: int | None, *, seconds: float) -> None:
-        """Draws the line after an optimizer step that took so many seconds."""
-        self._drawn = (step, total, seconds)
-        self._draw(step, total, seconds)
-
-    def _draw(self, step: int, total: int | None, seconds: float) -> None:
-        parts = [*(f"{name} {_number(value)}" for name, value in self._shown.items()), f"{_number(seconds)} s/step"]
-        left = self._seconds_left(step, total)
-        if left is not None:
-            parts.append(f"{_duration(left)} left")
-        if self._live:
-            line = Table.grid(padding=(0, 2))
-            bar = [ProgressBar(total=total, completed=step, width=24)] if total else []
-            line.add_row(Text(f"step {step}{f'/{total}' if total else ''}", style="bold"), *bar, Text("  ".join(parts)))
-            self._live.update(line, refresh=True)
-            return
+    def step(self, step: int, *, seconds: float) -> None:
+        """An optimizer step has been taken, in so many seconds."""
+        self._step, self._seconds = step, seconds
+        self._draw()
         now = time.monotonic()
-        if now - self._last_line >= SECONDS_BETWEEN_LINES or step == total:
-            self._last_line = now
-            self.say(f"step {step}{f'/{total}' if total else ''}  {'  '.join(parts)}")
+        if self._live is None and (now - self._last_step >= SECONDS_BETWEEN_LINES or step == self.total):
+            self._last_step = now
+            self.say(f"{self._number_of_step(step)}  {'  '.join(self._parts(step))}")
+
+    def _tell_now_and_then(self) -> None:
+        while not self._closed.wait(SECONDS_BETWEEN_DRAWINGS):
+            with self._lock:
+                self._draw()
+                if self._live is None and time.monotonic() - self._last_line >= SECONDS_BETWEEN_SIGNS and activity.current():
+                    self.say(f"{self._number_of_step(self._step)}  {phase_in_words()}" if self._began else phase_in_words())
+
+    def _draw(self) -> None:
+        with self._lock:
+            if self._live and not self._closed.is_set():
+                self._live.update(self._line(), refresh=True)
+
+    def _line(self) -> Table:
+        step = self._step
+        line = Table.grid(padding=(0, 2))
+        begun = [Text(self._number_of_step(step), style="bold")] if self._began else []
+        bar = [ProgressBar(total=self.total, completed=step, width=24)] if self.total and self._began else []
+        # The phase comes last: its length changes, and a narrow terminal cuts it first.
+        line.add_row(*begun, *bar, Text("  ".join([*self._parts(step), phase_in_words()]), no_wrap=True, overflow="ellipsis"))
+        return line
+
+    def _number_of_step(self, step: int) -> str:
+        return f"step {step}{f'/{self.total}' if self.total else ''}"
+
+    def _parts(self, step: int) -> list[str]:
+        parts = [f"{name} {_number(value)}" for name, value in self._shown.items()]
+        if self._seconds is not None:
+            parts.append(f"{_number(self._seconds)} s/step")
+        left = self._seconds_left(step)
+        return [*parts, *([f"{_duration(left)} left"] if left is not None else [])]
 
     def say(self, text: str) -> None:
         """A line that stays, above the live one."""
-        self.console.print(escape(text), soft_wrap=True, highlight=False)
+        with self._lock:
+            self._last_line = time.monotonic()
+            self.console.print(escape(text), soft_wrap=True, highlight=False)
 
     def stop(self) -> None:
-        if self._live:
-            self._live.stop()
-            self._live = None
+        with self._lock:
+            self._closed.set()
+            if self._live:
+                self._live.stop()
+                self._live = None
         if self._handler:
             logging.getLogger("megatron_grpo").removeHandler(self._handler)
             self._handler = None
 
-    def compare(self, title: str, heads: tuple[str, str], rows: Sequence[tuple[str, float, float]]) -> None:
-        """The before/after table. rows: (name, before, after)."""
+    def table(self, title: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+        """heads: of the columns after the first."""
         table = Table(title=title, title_justify="left", title_style="bold")
         table.add_column("")
-        for head in (*heads, "change"):
+        for head in heads:
             table.add_column(head, justify="right")
-        for name, before, after in rows:
-            table.add_row(name, _number(before), _number(after), f"{after - before:+.4g}")
+        for row in rows:
+            table.add_row(*row)
         self.console.print(table)
 
-    def _seconds_left(self, step: int, total: int | None) -> float | None:
-        if not total or not self._began or step <= self._began[0]:
+    def compare(self, title: str, heads: tuple[str, str], rows: Sequence[tuple[str, float, float]]) -> None:
+        """The before/after table. rows: (name, before, after)."""
+        told = [(name, _number(before), _number(after), f"{after - before:+.4g}") for name, before, after in rows]
+        self.table(title, (*heads, "change"), told)
+
+    def _seconds_left(self, step: int) -> float | None:
+        if not self.total or not self._began or step <= self._began[0]:
             return None
-        return (time.monotonic() - self._began[1]) / (step - self._began[0]) * (total - step)
+        return (time.monotonic() - self._began[1]) / (step - self._began[0]) * (self.total - step)
+
+
+def phase_in_words() -> str:
+    """`sampling 312 of 1,024 completions, 0:41 left`; `starting vLLM, 0:20`: what goes on, and an estimate where something is counted."""
+    phases = activity.current()
+    if not phases:
+        return ""
+    now, seconds = phases[-1], time.monotonic() - phases[-1].began
+    told = activity.in_words((phases[0], now) if phases[0].name == activity.WORDS["eval"] else (now,))
+    if now.total and 0 < now.done < now.total:
+        return f"{told}, {_duration(seconds / now.done * (now.total - now.done))} left"
+    return f"{told}, {_duration(seconds)}" if seconds >= 1.0 else told
 
 
 class _Above(logging.Handler):

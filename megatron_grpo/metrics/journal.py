@@ -7,12 +7,14 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Protocol
 
+from megatron_grpo import activity
 from megatron_grpo.clock import Clock
 from megatron_grpo.files import write_whole
 from megatron_grpo.metrics import Metrics
 from megatron_grpo.metrics.drift import DriftWatch
 from megatron_grpo.metrics.rollout import Completions, JudgedRollout, rollout_stats, selection_stats
 from megatron_grpo.metrics.schedule import ScheduleLog
+from megatron_grpo.metrics.spent import TimeSpent
 from megatron_grpo.types import GlobalBatch, Progress
 
 UNTOLD = "untold.json"  # in output_dir, while a run rests between a rollout and the step that tells of it
@@ -55,13 +57,19 @@ class Journal:
         self._from_all, self._watches = from_all, watches
         self._heard: list[JudgedRollout] = []
         self._untold = metrics.output_dir / UNTOLD
+        self._spent = TimeSpent()
+
+    def open(self) -> None:
+        """From now on phases are told: loading comes before `start`."""
+        self.metrics.open()
 
     def start(self, progress: Progress) -> None:
         """Begins after `progress.step` optimizer steps: what the files say beyond it, a run that was given up, is dropped."""
         self.metrics.start(progress)
         self.completions.start(progress)
         self.schedule.start(progress)
-        self.clock.take()  # loading and restoring are no part of a step
+        activity.reached(progress.step)
+        self._spent.before(self.clock.take()["time/step"], step=progress.step)  # loading and restoring are no part of a step
 
     def rollout(self, judged: JudgedRollout) -> None:
         """A rollout has come in. Collective."""
@@ -72,6 +80,7 @@ class Journal:
         """An optimizer step has been taken; `progress` counts it. Collective."""
         rows = [micro_batch.rows for micro_batch in batch.micro_batches]
         self.schedule.record(progress, batch, self._from_all(rows))
+        activity.reached(progress.step)
         for watch in self._watches:
             warning = watch(progress, trained.metrics)
             if warning:
@@ -80,7 +89,10 @@ class Journal:
             self.metrics.say(f"optimizer step {progress.step} is skipped: {trained.skipped}")
         stats = self._rollout_stats() if self._heard else self._kept(before=progress.step)
         self._heard = []
-        self.metrics.log(progress, stats | trained.metrics | batch.metrics | self.clock.take())
+        taken = self.clock.take()
+        self._spent.add(taken)
+        self._spent.step(is_skipped=trained.skipped is not None)
+        self.metrics.log(progress, stats | trained.metrics | batch.metrics | taken)
         if self.metrics.tells:
             self._untold.unlink(missing_ok=True)
 
@@ -112,7 +124,8 @@ class Journal:
 
     def close(self, *, summary: bool = True) -> None:
         """The end of the run. summary: it ended well enough to be compared with its beginning."""
-        self.metrics.close(summary=summary)
+        self._spent.add(self.clock.take())
+        self.metrics.close(summary=summary, spent=self._spent)
 
 
 def watch_drift(drift: DriftWatch) -> Watch:

@@ -33,7 +33,7 @@ class PushPlan:
         self._row = {place: row for row, place in enumerate(places)}  # in a gather of experts
         self.ranks = Ranks(parallel.pp_size, parallel.tp_size, len(places))
         self.buckets = fill(owned, self.ranks, bucket_bytes)
-        self._memory = Memory(parallel.device, most_bytes(self.buckets, self.ranks))
+        self._most_bytes = most_bytes(self.buckets, self.ranks)
 
     def stream(self, mine: Mapping[str, torch.Tensor], prepare: Prepare) -> Iterator[tuple[str, torch.Tensor]]:
         """(Hugging Face name, full tensor) of everything, on every rank. Collective.
@@ -43,7 +43,7 @@ class PushPlan:
         part in the rest of the collectives. Raises ValueError where `mine` is not what was planned.
         """
         self._check(mine)
-        own = Own(mine, prepare)
+        own = self._own(mine, prepare)
         rest, coming = iter(self.buckets), deque[Coming]()
 
         def send_next() -> None:
@@ -63,6 +63,9 @@ class PushPlan:
             for bucket in rest:
                 self._send(bucket, own).wait()
             raise
+
+    def _own(self, mine: Mapping[str, torch.Tensor], prepare: Prepare) -> Own:
+        return Own(mine, prepare, Memory(self.parallel.device, self._most_bytes))
 
     def _check(self, mine: Mapping[str, torch.Tensor]) -> None:
         p = self.parallel
@@ -90,7 +93,7 @@ class PushPlan:
         for part, group in self._groups.items():
             if sizes[part]:
                 at_once = bucket.at_once(self.ranks.sharing(part))
-                rows[part], started = collectives.start_gather(parts[part], group, at_once=at_once, memory=self._memory.take)
+                rows[part], started = collectives.start_gather(parts[part], group, at_once=at_once, memory=own.memory.take)
                 works += started
         if sizes[Part.WHOLE]:
             rows[Part.WHOLE] = parts[Part.WHOLE][None]
@@ -105,7 +108,7 @@ class PushPlan:
         if len(held) == 1 and held[0][1] is not None and held[0][0].num_bytes == sum(sizes):
             # Alone, as the embedding often is: it is sent from where it lives.
             return own.tensor(held[0][1], held[0][0]).contiguous().view(-1).view(torch.uint8)
-        run = self._memory.take(sum(sizes))
+        run = own.memory.take(sum(sizes))
         parts = run.split(sizes)
         for slot, name in held:
             if name is not None:
@@ -132,8 +135,8 @@ class PushPlan:
 
 
 class Memory:
-    """Room for buckets. On a CPU what nobody holds any more is used again, in the next push too: every 4 KiB of new memory is a page fault,
-    and for dense layers over two ranks that cost half as much as gloo itself. GPUs have an allocator that does so."""
+    """Room for the buckets of one push. On a CPU what nobody holds any more is used again: every 4 KiB of new memory is a page fault, and
+    for dense layers over two ranks that cost half as much as gloo itself. GPUs have an allocator that does so."""
 
     def __init__(self, device: torch.device, most: int):
         """most: bytes that are kept, in use or not."""
@@ -162,10 +165,10 @@ def _is_idle(tensor: torch.Tensor) -> bool:
 
 
 class Own:
-    """This rank's tensors, each prepared when its turn comes."""
+    """This rank's tensors, each prepared when its turn comes; and memory for what of them travels."""
 
-    def __init__(self, mine: Mapping[str, torch.Tensor], prepare: Prepare):
-        self._mine, self._prepare = mine, prepare
+    def __init__(self, mine: Mapping[str, torch.Tensor], prepare: Prepare, memory: Memory):
+        self._mine, self._prepare, self.memory = mine, prepare, memory
 
     def tensor(self, name: str, slot: Slot) -> torch.Tensor:
         with torch.no_grad():

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
+from megatron_grpo import activity
 from megatron_grpo.parallel.state import ParallelState
 from megatron_grpo.parallel.vocab import Slope
 from megatron_grpo.policy.router import RouterPass, routed, routers
@@ -88,6 +89,7 @@ def _run(
 
     def step(batches: Iterator[tuple[MicroBatch, LocalBatch]], chunk: torch.nn.Module):
         batch, mine = next(batches)
+        activity.advance()
         routing.in_forward = mine.number
         output = chunk(mine, **asked, slope=slope_of(batch, mine))
 
@@ -97,7 +99,8 @@ def _run(
         return output, of_output
 
     iterators = [iter(list(zip(micro_batches, local, strict=True))) for _ in model]
-    with routed(model, local, routing):
+    name = "scoring" if forward_only else "training"
+    with routed(model, local, routing), activity.phase(name, total=len(micro_batches) * len(model), unit="micro-batches"):
         return get_forward_backward_func()(
             forward_step_func=step,
             data_iterator=iterators if len(model) > 1 else iterators[0],

@@ -40,7 +40,7 @@ class PushToFirst(PushPlan):
             yield from super().stream(mine, prepare)
             return
         self._check(mine)
-        own = Own(mine, prepare)
+        own = self._own(mine, prepare)
         for bucket in self.buckets:
             self._send(bucket, own)
 
@@ -58,7 +58,7 @@ class PushToFirst(PushPlan):
         rows: list[torch.Tensor | None] = [None, None, None]
         works = []
         for part, ranks in senders.items():
-            found = self._memory.take(len(ranks) * bucket.sizes[part]).view(len(ranks), -1)
+            found = own.memory.take(len(ranks) * bucket.sizes[part]).view(len(ranks), -1)
             for row, rank in zip(found, ranks, strict=True):
                 if rank == 0 and packed is not None:
                     row.copy_(packed[part])

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from megatron_grpo import activity
 from megatron_grpo.errors import Interrupted, RewardError
 from megatron_grpo.rewards import deadline
 from megatron_grpo.rewards.contained import AskedToEnd, contained
@@ -52,11 +53,11 @@ def score(functions: Sequence[RewardFunction], batch: RewardBatch, gives_up: Cal
     told: list[list[str]] = [[] for _ in functions]
     waiting = {place: _start(function, batch, told[place], gives_up) for place, function in enumerate(functions) if function.is_async}
     outcomes = {
-        place: _call(function, batch, told[place], gives_up, function.timeout)
+        place: _counted(_call(function, batch, told[place], gives_up, function.timeout), batch)
         for place, function in enumerate(functions)
         if place not in waiting
     }
-    outcomes |= {place: wait() for place, wait in waiting.items()}
+    outcomes |= {place: _counted(wait(), batch) for place, wait in waiting.items()}
     columns, errors, notices = [], [], []
     for place, function in enumerate(functions):
         outcome = outcomes[place]
@@ -76,6 +77,11 @@ def score(functions: Sequence[RewardFunction], batch: RewardBatch, gives_up: Cal
     if errors:
         raise RewardError("\n".join(errors))
     return Scores(rows=tuple(zip(*columns)), notices=tuple(notices))
+
+
+def _counted(outcome: list[Score | RowFailure] | RowFailure, batch: RewardBatch) -> list[Score | RowFailure] | RowFailure:
+    activity.advance(len(batch))
+    return outcome
 
 
 def _call(
@@ -143,6 +149,7 @@ def _search(
         first, end = ranges.popleft()
         share = max(min(_SHORTEST_CALL, function.timeout / 10), function.timeout * (end - first) / len(batch))
         outcome = _call(function, batch.part(first, end), told, gives_up, share)
+        activity.advance(0)
         if not isinstance(outcome, RowFailure):
             found[first:end] = outcome
         elif end - first > 1:

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 
+from megatron_grpo import activity
 from megatron_grpo.errors import GivenUp, RunError
 from megatron_grpo.rollout import wire
 from megatron_grpo.rollout.dealing import CALLS, MOST_DEATHS, Dealing, chunk_size
@@ -27,6 +28,7 @@ class Question:
         self._changed = threading.Condition()
         self._refusal: RunError | None = None
         self._open = 0  # threads
+        self._num_answered = 0  # completions
         self._began = self._last_heard = time.monotonic()
 
     @property
@@ -63,11 +65,13 @@ class Question:
     def wait(self, gives_up: Callable[[], bool] = lambda: False) -> int:
         """Until all is answered, or nobody is left to ask: how many prompts are then left. Raises RunError where a prompt cannot be
         answered by anybody, and GivenUp soon after `gives_up()` is true."""
-        with self._changed:
+        total = sum(request.n for request in self.requests.values())
+        with activity.phase("sampling", total=total, unit="completions") as phase, self._changed:
             while self._open and not self._is_over:
                 if gives_up():
                     raise GivenUp
                 self._changed.wait(timeout=1.0)
+                phase.done = self._num_answered
             if self._refusal is not None:
                 raise self._refusal
             if deadly := self._dealing.deadly:
@@ -131,6 +135,7 @@ class Question:
         body = wire.Generate(version=self.version, sampling=self.sampling, requests=tuple(self.requests[number] for number in chunk))
         for line in member.server.lines("/generate", body):
             answer = wire.decode_line(line)
+            activity.advance(0)  # a server that lives says so, also while its answers are long
             if answer is not None:
                 self._take(by_key.pop(answer.key, None), answer)
             if self._is_over:
@@ -149,6 +154,7 @@ class Question:
             raise wire.Malformed(wrong)
         with self._changed:
             self._dealing.take(number, answer.completions)
+            self._num_answered += len(answer.completions)
             self._last_heard = time.monotonic()
             self._changed.notify_all()
 

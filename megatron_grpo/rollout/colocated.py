@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from megatron_grpo import activity
 from megatron_grpo.cleanup import CleanUp
 from megatron_grpo.errors import ConfigError, GivenUp, Problem
 from megatron_grpo.parallel import collectives
@@ -80,7 +81,7 @@ class ColocatedEngine:
             options |= vllm_experts.engine_options(on_gpu=on_gpu)
         if collectives.has_job():
             options["distributed_executor_backend"] = "external_launcher"  # one worker in each of the launcher's ranks
-        with vllm_patches.trainer_untouched():
+        with vllm_patches.trainer_untouched(), activity.phase("starting vLLM"):
             try:
                 llm = LLM(
                     str(model_path), tensor_parallel_size=tp, max_model_len=max_model_len,
@@ -94,6 +95,7 @@ class ColocatedEngine:
                 if problem is None:
                     raise
                 raise ConfigError([problem]) from error
+        vllm_patches.tell_of_steps(llm)
         return cls(llm, rank=rank, world_size=world_size, tensor_parallel_size=tp, max_model_len=max_model_len,
                    sleep_level=cfg.sleep_level if on_gpu else 0, adapter=AdapterSlot(llm, room.modules) if room else None,
                    experts=experts)  # fmt: skip
@@ -120,7 +122,10 @@ class ColocatedEngine:
         requests = [(prompt.token_ids, sampling_params(sampling, self._request_seed(seed, prompt, sampling))) for prompt in mine]
         answers: list[list[Completion]] | None
         try:
-            with vllm_patches.given_up_where(self._llm.llm_engine, self._agreed_to_give_up()):
+            with (
+                activity.phase("sampling", total=len(mine) * sampling.n, unit="completions"),
+                vllm_patches.given_up_where(self._llm.llm_engine, self._agreed_to_give_up()),
+            ):
                 outputs = self._run(requests)
             answers = [self._completions(prompt, answer.outputs) for prompt, answer in zip(mine, outputs, strict=True)]
         except GivenUp:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+from megatron_grpo import activity
 from megatron_grpo.errors import ConfigError, GivenUp, NobodySamples, Problem, RunError
 from megatron_grpo.rollout import wire
 from megatron_grpo.rollout.adapters import LoraPush
@@ -164,6 +165,10 @@ class Fleet:
         a server is another run's or cannot serve this one; RunError where another process of this run has taken over; GivenUp soon after
         `gives_up()` is true.
         """
+        with activity.phase("waiting for rollout servers", pause=self.timeout):
+            return self._gather(gives_up)
+
+    def _gather(self, gives_up: Callable[[], bool]) -> list[Member]:
         start = next_word = time.monotonic()
         while True:
             self._look()

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from threading import Event
 
+from megatron_grpo import activity
 from megatron_grpo.errors import GivenUp
 from megatron_grpo.parallel import collectives
 from megatron_grpo.rollout.ahead import InThread, wait_together
@@ -80,10 +81,14 @@ class ScriptedEngine:
     def _answered(self, prompts: Sequence[Prompt], sampling: SamplingSettings, version: int, gives_up: Callable[[], bool]) -> list[Group]:
         mine = prompts[collectives.rank() :: collectives.num_ranks()]
         return [
-            Group(prompt=prompt, completions=tuple(self._answer(prompt, place, version) for place in range(sampling.n)))
+            Group(prompt=prompt, completions=tuple(self._told(prompt, place, version) for place in range(sampling.n)))
             for prompt in mine
             if not gives_up()
         ]
+
+    def _told(self, prompt: Prompt, place: int, version: int) -> Completion:
+        activity.advance(0)
+        return self._answer(prompt, place, version)
 
     def prepare(self) -> bool:
         return False

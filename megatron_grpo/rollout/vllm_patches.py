@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from megatron_grpo import launcher
+from megatron_grpo import activity, launcher
 from megatron_grpo.errors import GivenUp
 
 # Warnings without a consequence, by logger: anything else that vLLM warns of is shown. Filters sit on these loggers and not on a handler,
@@ -206,6 +206,19 @@ class _Harmless(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         return not str(record.msg).startswith(self.starts)
+
+
+def tell_of_steps(llm: Any) -> None:
+    """Each step of the engine is progress, and a request that it ends so many completions: vLLM itself tells nothing until all are done."""
+    engine = llm.llm_engine
+    step = engine.step
+
+    def told() -> list[Any]:
+        outputs = step()
+        activity.advance(sum(len(one.outputs) for one in outputs if one.finished))
+        return outputs
+
+    engine.step = told
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megatron_grpo import launcher, train
+from megatron_grpo import activity, launcher, train
 from megatron_grpo.build import build_run
 from megatron_grpo.cleanup import CleanUp
 from megatron_grpo.errors import EXIT_CRASH, EXIT_DONE, ConfigError, Interrupted, RunError
@@ -23,13 +23,14 @@ from megatron_grpo.parallel.state import ParallelState
 from megatron_grpo.planning.command import Plan
 from megatron_grpo.planning.report import print_report
 from megatron_grpo.rewards.loading import close_rewards
-from megatron_grpo.run import hub
+from megatron_grpo.run import hub, supervisor
 from megatron_grpo.run.failures import PREFIX, tell
 from megatron_grpo.run.limits import age_of, limits_of, requeue
 from megatron_grpo.run.lock import OutputLock
 from megatron_grpo.run.peers import Peers, Process
 from megatron_grpo.run.signals import StopSignal
 from megatron_grpo.run.supervisor import launcher_pid
+from megatron_grpo.run.watchdog import Watchdog
 from megatron_grpo.settings.config import Config
 
 
@@ -45,8 +46,9 @@ def run_training(made: Plan, inputs: Inputs, **parts: Any) -> int:
         peers = Peers(collectives.store(), rank=parallel.rank, processes=collectives.from_all(Process.mine()))
         signal = StopSignal(partial(leave_if_doomed, peers), patience=cfg.run.stop_drain_seconds, limits=limits, others=peers)
         clean_up.add(signal.restore)
+        watchdog = watched(cfg, parallel, peers, clean_up)
         try:
-            with CleanUp() as opened, reported(peers):
+            with CleanUp() as opened, reported(peers, watchdog):
                 take_output_dir(cfg, parallel, opened)
                 repositories = hub.open_repositories(cfg, exports(cfg))
                 train_and_export(made, inputs, parallel, signal, opened, parts)
@@ -63,13 +65,15 @@ def run_training(made: Plan, inputs: Inputs, **parts: Any) -> int:
 
 
 @contextmanager
-def reported(peers: Peers) -> Iterator[None]:
+def reported(peers: Peers, watchdog: Watchdog | None) -> Iterator[None]:
     """Around the run: the other ranks hear how it ends here before anything is cleaned up, for they may wait in a collective."""
     try:
         yield
     except Interrupted:  # all ranks alike, and none of them failed
         raise
     except BaseException as error:
+        if watchdog is not None:
+            watchdog.hold_if_alarmed()
         lost = peers.explain(error)
         peers.report_failure()
         if lost:
@@ -105,7 +109,7 @@ def train_and_export(made: Plan, inputs: Inputs, parallel: ParallelState, signal
         train.train(run)
         if cfg.run.export_hf:
             policy = run.policy
-            with policy.resident("weights"):
+            with policy.resident("weights"), activity.phase("exporting"):
                 export_model(policy.exchange, policy.tensors(), policy.adapters, exports(cfg)[0], cfg=cfg, source=inputs.model_path,
                              card=Card(cfg=cfg, source=inputs.model_path, run=Path(cfg.run.output_dir)))  # fmt: skip
     except Interrupted:
@@ -115,6 +119,18 @@ def train_and_export(made: Plan, inputs: Inputs, parallel: ParallelState, signal
         clean_up.add(partial(run.journal.close, summary=False))  # a run that failed shows no before and after
         raise
     clean_up.add(run.journal.close)
+
+
+def watched(cfg: Config, parallel: ParallelState, peers: Peers, clean_up: CleanUp) -> Watchdog | None:
+    """The watch over this rank and its neighbour, until the end of the clean-up. Collective."""
+    if not cfg.parallel.rank_heartbeat_timeout:
+        return None
+    watchdog = Watchdog(
+        collectives.store(), rank=parallel.rank, processes=peers.processes, timeout=cfg.parallel.rank_heartbeat_timeout,
+        output_dir=Path(cfg.run.output_dir), wait_for_all=collectives.wait_for_all, leaves=peers.report_failure, page=supervisor.page,
+    )  # fmt: skip
+    clean_up.add(watchdog.close)
+    return watchdog
 
 
 def exports(cfg: Config) -> list[Path]:

@@ -68,7 +68,7 @@ class Peers:
 
     def __init__(self, store: Any, *, rank: int, processes: Sequence[Process]):
         self._store = store.clone()  # a connection of its own: the main thread may be waiting on the other one
-        self._rank, self._processes = rank, processes
+        self._rank, self.processes = rank, processes
         self.seconds_between_looks = max(1.0, len(processes) / LOOKS_PER_SECOND)
 
     def pass_on(self, asked: Asked) -> None:
@@ -84,11 +84,14 @@ class Peers:
                 return Asked(told[1:], is_time=told[0] == "1")
         return None
 
-    def report_failure(self) -> None:
-        """This rank has failed and is about to leave: said before any clean-up, for others may wait in a collective that it never joins."""
+    def report_failure(self, rank: int | None = None) -> None:
+        """This rank has failed and is about to leave: said before any clean-up, for others may wait in a collective that it never joins.
+
+        rank: of another one, which this one ends.
+        """
         try:
             self._store.set("megatron_grpo/failed", "1")
-            self._store.set(f"megatron_grpo/failed/{self._rank}", "1")
+            self._store.set(f"megatron_grpo/failed/{self._rank if rank is None else rank}", "1")
         except RuntimeError:  # the store has gone, and nobody is left to tell
             pass
 
@@ -116,15 +119,15 @@ class Peers:
             return why
         if why == "":
             return f"rank {self._rank} leaves: another rank has failed and says why."
-        others = sorted({process.host for process in self._processes} - {self._processes[self._rank].host})
+        others = sorted({process.host for process in self.processes} - {self.processes[self._rank].host})
         if others:
             error.add_note(f"All ranks of this machine live; look at {', '.join(others)}.")
         return None
 
     def _deaths(self, has_spoken: Any) -> str:
-        mine = self._processes[self._rank]
+        mine = self.processes[self._rank]
         found = []
-        for rank, process in enumerate(self._processes):
+        for rank, process in enumerate(self.processes):
             if rank != self._rank and process.machine == mine.machine and (how := process.death()) and not has_spoken(rank):
                 found.append(f"rank {rank} {how} without a word (process {process.pid} on {process.host})")
         if not found:

@@ -2,7 +2,8 @@
 
 A user's reward function runs inside a rank. `os._exit(0)` there, or in a library, cannot be held from inside, and a launcher believes exit
 code 0. So the program forks first, before anything is imported: the child does all the work, and the parent, a few megabytes of Python,
-waits for it. It passes signals on, ends as the child ends, and turns an exit code 0 that nobody meant into 1.
+waits for it. It passes signals on, ends as the child ends, and turns an exit code 0 that nobody meant into 1. It also ends a child that
+is stopped, or whose threads are locked out: alone, nobody else could notice (`run.watchdog`).
 """
 
 from __future__ import annotations
@@ -11,20 +12,25 @@ import os
 import resource
 import signal
 import sys
+import time
 from collections.abc import Callable
 
 from megatron_grpo import launcher
 from megatron_grpo.cleanup import die_with_launcher, die_with_parent
 from megatron_grpo.errors import EXIT_CRASH
 from megatron_grpo.run import attempts
+from megatron_grpo.run.page import Page
 
 _PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
+_SECONDS_BETWEEN_LOOKS = 1.0
+page: Page | None = None  # in the child: where it writes that it lives
 _SENT_BY_THE_KERNEL = 0x80  # SI_KERNEL: from the terminal, which tells the child as well
 _STARTED_BY: list[int] = []
 
 
 def supervised(command: Callable[[], int]) -> int:
     """`command()` in a child of this process; returns, in both, what the process should exit with. Linux; elsewhere it is called here."""
+    global page
     if sys.platform != "linux":
         return command()
     started_by = os.getppid()
@@ -34,6 +40,7 @@ def supervised(command: Callable[[], int]) -> int:
         return _left_at_once(*end)
     _STARTED_BY.append(started_by)
     me = os.getpid()
+    page = Page()
     ended, says_end = os.pipe()
     os.set_blocking(ended, False)  # a process that the child leaves behind may hold the other end
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {*_PASSED_ON, signal.SIGCHLD})
@@ -47,7 +54,7 @@ def supervised(command: Callable[[], int]) -> int:
         os.write(says_end, b".")
         return code
     os.close(says_end)
-    status = _wait_for(child)
+    status = _wait_for(child, page)
     if status < 0:
         _die_of(-status, mask)
     if status == 0 and not _has_said_so(ended):
@@ -71,10 +78,22 @@ def _left_at_once(code: int, why: str) -> int:
     return code
 
 
-def _wait_for(child: int) -> int:
+def _wait_for(child: int, page: Page) -> int:
     """The exit code of `child`, negative for a signal. Until then signals to this process are the child's."""
+    looked, beats, silent = time.monotonic(), 0, 0.0
     while True:
-        heard = signal.sigwaitinfo({*_PASSED_ON, signal.SIGCHLD})
+        heard = signal.sigtimedwait({*_PASSED_ON, signal.SIGCHLD}, _SECONDS_BETWEEN_LOOKS)
+        now, (beat, timeout) = time.monotonic(), page.look()
+        silent = 0.0 if beat != beats else silent + min(now - looked, 2 * _SECONDS_BETWEEN_LOOKS)  # none pass while this process is stopped
+        looked, beats = now, beat
+        if heard is None:
+            if timeout and silent > timeout:
+                from megatron_grpo.run.hung import end_hung_child
+
+                end_hung_child(child, page, silent)
+                os.waitpid(child, 0)
+                return EXIT_CRASH
+            continue
         if heard.si_signo != signal.SIGCHLD:
             if heard.si_code != _SENT_BY_THE_KERNEL:
                 os.kill(child, heard.si_signo)

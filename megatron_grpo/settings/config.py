@@ -164,6 +164,10 @@ class ParallelConfig:
     expert_tensor_parallel_size: int = setting(1, "tensor parallel inside an expert (ETP)", unit="ranks")
     sequence_parallel: bool = setting(False, "shard norms and residuals over TP ranks")
     distributed_timeout_minutes: float = setting(10.0, "a collective that waits longer ends the run", unit="minutes", above=0)
+    rank_heartbeat_timeout: float = setting(
+        300.0, "a rank that hangs or is stopped is named after this, and the run ends; 0: never", unit="seconds",
+        aliases=["ft_rank_heartbeat_timeout"], at_least=0,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)

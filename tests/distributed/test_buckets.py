@@ -399,7 +399,7 @@ def planned_by_what_this_rank_has():
 
 def who_stops_leaves():
     def stream(self, mine, prepare):
-        own = buckets.Own(mine, prepare)
+        own = self._own(mine, prepare)
         for bucket in self.buckets:
             yield from self._unpack(self._send(bucket, own), own)
 
@@ -412,7 +412,7 @@ def who_fails_leaves():
 
 def sent_before_there_is_room():
     def stream(self, mine, prepare):
-        own, ahead = buckets.Own(mine, prepare), []
+        own, ahead = self._own(mine, prepare), []
         for bucket in self.buckets:
             ahead.append(self._send(bucket, own))
             if len(ahead) == 2:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import logging
+import os
 import queue
 import re
 import time
@@ -15,11 +16,14 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from megatron_grpo import activity
 from megatron_grpo.clock import Clock
 from megatron_grpo.errors import ConfigError
 from megatron_grpo.grpo.advantages import Advantages
-from megatron_grpo.metrics import Metrics, report_to_problems
+from megatron_grpo.metrics import Metrics, display, report_to_problems
+from megatron_grpo.metrics.display import phase_in_words
 from megatron_grpo.metrics.rollout import Completions, JudgedRollout, rollout_stats
+from megatron_grpo.metrics.spent import TimeSpent
 from megatron_grpo.types import Group, Harvest, Progress, Prompt, ScoredGroup, Verdict, answered
 from tests.ranks import run_ranks
 
@@ -450,3 +454,118 @@ def test_completions_are_written_as_often_as_asked(tmp_path):
     for every, expected in ((0, []), (2, [0, 2])):
         writer = Completions(tmp_path / str(every), reward_names=["right", "short"], every=every)
         assert [rollout for rollout in range(4) if writer.write(rollout_of_two(rollout, rollout))] == expected
+
+
+# ---- what goes on just now --------------------------------------------------------------------------------------------------------------
+
+
+def wait_until(is_so) -> None:
+    for _ in range(6000):
+        if is_so():
+            return
+        time.sleep(0.01)
+    raise AssertionError("it did not come about")
+
+
+@pytest.fixture
+def hours(monkeypatch):
+    """Turns the clock that phases and estimates go by."""
+    now = [1000.0]
+    monkeypatch.setattr("megatron_grpo.activity.time.monotonic", lambda: now[0])
+    return lambda seconds: now.__setitem__(0, now[0] + seconds)
+
+
+def test_a_phase_is_told_with_its_count_and_an_estimate_from_what_is_done(hours):
+    with activity.phase("rollout"), activity.phase("sampling", total=1024, unit="completions"):
+        assert phase_in_words() == "sampling 0 of 1,024 completions"
+        activity.advance(256)
+        hours(30)
+        assert phase_in_words() == "sampling 256 of 1,024 completions, 1:30 left"
+        activity.advance(768)
+        assert phase_in_words() == "sampling 1,024 of 1,024 completions, 30 s"
+    with activity.phase("starting vLLM"):
+        hours(75)
+        assert phase_in_words() == "starting vLLM, 1:15"
+    with activity.phase("eval"), activity.phase("sampling", total=3, unit="completions"):
+        assert phase_in_words() == "evaluating: sampling 0 of 3 completions"
+    assert phase_in_words() == "" and activity.current() == ()
+
+
+def test_a_phase_that_raises_is_left_and_what_it_counted_is_not_the_outer_ones():
+    with activity.phase("eval", total=5) as outer:
+        with pytest.raises(ValueError), activity.phase("sampling", total=3):
+            activity.advance(2)
+            raise ValueError
+        assert activity.current() == (outer,) and outer.done == 0
+    before = activity.moves
+    activity.advance(0)
+    assert activity.moves == before + 1, "whatever is done is a sign of life"
+
+
+def test_a_block_of_the_clock_is_a_phase():
+    with Clock()("weight_sync"):
+        assert phase_in_words() == "pushing weights"
+
+
+def test_a_pipe_hears_now_and_then_of_a_phase_that_lasts(tmp_path, monkeypatch):
+    monkeypatch.setattr(display, "SECONDS_BETWEEN_SIGNS", 0.05)
+    monkeypatch.setattr(display, "SECONDS_BETWEEN_DRAWINGS", 0.01)
+    metrics = metrics_in(tmp_path, total_steps=9)
+    metrics.open()
+    with activity.phase("loading weights", total=8, unit="tensors"):
+        wait_until(lambda: told_by(metrics).count("loading weights 0 of 8 tensors") >= 2)
+    metrics.start(Progress(step=3))
+    with activity.phase("reward"):
+        wait_until(lambda: "step 3/9  judging" in told_by(metrics))
+    metrics.close()
+    told = told_by(metrics)
+    time.sleep(0.2)
+    assert told_by(metrics) == told, "nothing is told after the end"
+
+
+def test_a_terminal_shows_the_phase_in_its_line_and_cuts_it_first(tmp_path, monkeypatch):
+    monkeypatch.setattr(display, "SECONDS_BETWEEN_DRAWINGS", 0.01)
+    console = Console(file=io.StringIO(), width=80, force_terminal=True, _environ={})
+    metrics = metrics_in(tmp_path, total_steps=4, console=console)
+    run(metrics, 1, 2)
+    with activity.phase("sampling", total=1000, unit="completions of a rather long kind"):
+        wait_until(lambda: "sampl" in told_by(metrics))
+    metrics.close()
+    plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", told_by(metrics))
+    assert "rather long" not in plain and "s/step" in plain
+
+
+def test_a_reward_that_forks_while_the_line_is_drawn_finds_no_lock_that_nobody_frees(tmp_path):
+    metrics = metrics_in(tmp_path, console=Console(file=io.StringIO(), width=100, force_terminal=True, _environ={}))
+    metrics.open()
+    for _ in range(20):
+        child = os.fork()
+        if not child:
+            os._exit(0 if metrics._display._lock.acquire(timeout=5) else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    metrics.close()
+
+
+def test_where_the_time_went_is_the_last_page():
+    spent = TimeSpent()
+    spent.before(30.0, step=40)
+    for skipped in (False, True):
+        spent.add({"time/rollout": 5.0, "time/train": 10.0, "time/step": 15.0, "time/rollout_overlapped": 2.5})
+        spent.step(is_skipped=skipped)
+    assert spent.rows() == [
+        ("loading and restoring", "30.0", "50.0%"),
+        ("training", "20.0", "33.3%"),
+        ("sampling", "10.0", "16.7%"),
+        ("all", "60.0", "100%"),
+    ]
+    assert spent.in_words().startswith("2 optimizer steps (1 skipped); ")
+    assert "; resumed after step 40; 5.0 s of sampling beside other work, not in the table" in spent.in_words()
+
+
+def test_the_last_page_is_for_a_run_that_ended_well(tmp_path):
+    for summary in (True, False):
+        metrics, spent = metrics_in(tmp_path), TimeSpent()
+        spent.before(2.0, step=0)
+        run(metrics, 1, 1)
+        metrics.close(summary=summary, spent=spent)
+        assert ("Where the time went" in told_by(metrics)) == summary

@@ -48,7 +48,7 @@ def test_a_killed_rank_is_named_with_its_signal_until_its_launcher_has_taken_it(
 
 def test_a_rank_that_was_done_before_it_left_is_no_death(job):
     peers, child = job
-    others = Peers(peers._store, rank=1, processes=peers._processes)
+    others = Peers(peers._store, rank=1, processes=peers.processes)
     others.report_done()
     child.kill()
     child.wait()
@@ -57,7 +57,7 @@ def test_a_rank_that_was_done_before_it_left_is_no_death(job):
 
 def test_a_rank_that_says_itself_why_it_failed_is_not_explained_again(job):
     peers, _ = job
-    Peers(peers._store, rank=1, processes=peers._processes).report_failure()
+    Peers(peers._store, rank=1, processes=peers.processes).report_failure()
     assert peers.why_doomed() == ""
     assert "another rank has failed and says why" in peers.explain(GLOO)
 
@@ -65,7 +65,7 @@ def test_a_rank_that_says_itself_why_it_failed_is_not_explained_again(job):
 def test_a_rank_that_said_why_it_failed_and_left_has_not_died_without_a_word(job):
     """The others hear of it as their launcher ends them."""
     peers, child = job
-    Peers(peers._store, rank=1, processes=peers._processes).report_failure()
+    Peers(peers._store, rank=1, processes=peers.processes).report_failure()
     child.kill()
     child.wait()
     assert peers.why_doomed() == ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -80,3 +81,42 @@ def test_no_child_outlives_the_program():
         time.sleep(0.1)
     os.kill(child, signal.SIGKILL)
     raise AssertionError("the child was still there")
+
+
+@pytest.mark.parametrize(
+    ("how", "state"),
+    [
+        ("os.kill(os.getpid(), signal.SIGSTOP)", "it is stopped (SIGSTOP or SIGTSTP)"),
+        (
+            "import ctypes\nctypes.PyDLL(None).read(os.pipe()[0], ctypes.create_string_buffer(1), 1)",
+            "it waits and lets no other thread run",
+        ),
+    ],
+    ids=["stopped", "in C"],
+)
+def test_a_command_that_gives_no_sign_of_life_is_named_with_its_stack_and_ended(tmp_path, how, state):
+    """Alone it has no other rank that could notice."""
+    lines = [
+        "from megatron_grpo import activity",
+        "from megatron_grpo.run import stacks, supervisor",
+        "stacks.register()",
+        "activity.reached(7)",
+        f"supervisor.page.beat(2.0, {{'output_dir': {str(tmp_path)!r}}})",
+        "with activity.phase('reward', total=3, unit='scores'):",
+        *(f"    {line}" for line in how.splitlines()),
+        "return 0",
+    ]
+    code, _, said = end(start("\n".join(lines)))
+    assert code == 1
+    assert re.search(
+        r"^megatron-grpo: rank 0 on \S+ hangs in optimizer step 8, judging 0 of 3 scores, at <string> line \d+, command: ", said
+    )
+    assert f": {state}.\n" in said and "There is no checkpoint yet" in said
+    assert "in command" in (tmp_path / "watchdog/rank_00000.txt").read_text()
+
+
+def test_a_command_that_is_not_watched_may_be_silent():
+    program = (
+        "from megatron_grpo.run import supervisor\nsupervisor.page.beat(1.0, {})\nsupervisor.page.beat(0.0, {})\ntime.sleep(4)\nreturn 0"
+    )
+    assert end(start(program))[0] == 0

@@ -1,0 +1,400 @@
+"""A rank that hangs, or is stopped, is named, and the run ends; one that is slow is left alone.
+
+Every rank has a thread that writes a pulse into the job's store now and then: its phase, how far it is, that it lives. Three things raise
+the alarm, each after `rank_heartbeat_timeout` seconds, and after the pause that a phase may make:
+
+silent       the pulse of the next rank (each rank watches one, in a ring) stands still: its process is stopped, dead, or its threads are
+             locked out by code that holds the interpreter
+stuck        this rank makes no progress, in a phase in which it waits for nobody
+standstill   nobody makes progress: what all ranks wait for is found by asking them
+
+So slow work that moves is never an alarm, and a rank that waits in a collective is not the culprit. Four messages a period to the store,
+whatever the number of ranks; all pulses are read only after an alarm, twice, by the rank that was first to raise it.
+
+The gloo or NCCL timeout (`distributed_timeout_minutes`) is the net below. One process alone is watched by its parent, `run.supervisor`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from megatron_grpo import activity, launcher
+from megatron_grpo.errors import EXIT_CRASH
+from megatron_grpo.run import stacks
+from megatron_grpo.run.failures import PREFIX, tell
+from megatron_grpo.run.hung import Account, keep, verdict, where_to_look
+from megatron_grpo.run.page import Page
+from megatron_grpo.run.peers import Process
+
+LONGEST_PERIOD = 10.0  # seconds between two pulses
+PERIODS = 10  # in a timeout, at least
+SECONDS_TO_ANSWER = 15.0  # for the ranks that live, once there is an alarm
+SECONDS_TO_LEAVE = 2.0
+
+_NO_VERDICT = f"{PREFIX}a rank hangs, and the one that was to say which has gone."
+
+# Where a thread of a rank that waits for others is: innermost frames, by module.
+_WAITING = ("torch.distributed.", "megatron.core.pipeline_parallel.p2p_communication", "megatron.core.distributed.")
+_DEPTH = 12
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pulse:
+    """What a rank says of itself. age: seconds since it last made progress. pause: seconds for which its pulse may stand still too, because
+    a user's function may hold the interpreter as long as it is given."""
+
+    beat: int = 0
+    step: int = 0
+    words: str = ""
+    age: float = 0.0
+    pause: float = 0.0
+    has_left: bool = False
+
+
+class Age:
+    """Seconds since something changed, as this process has lived them: while it is stopped itself, or the machine sleeps, none pass."""
+
+    def __init__(self, longest_gap: float, now: Callable[[], float] = time.monotonic):
+        self._longest_gap, self._now = longest_gap, now
+        self._last: Any = None
+        self._looked = now()
+        self.seconds = 0.0
+
+    def look(self, value: Any) -> float:
+        now = self._now()
+        gap, self._looked = min(now - self._looked, self._longest_gap), now
+        self.seconds = 0.0 if value != self._last else self.seconds + gap
+        self._last = value
+        return self.seconds
+
+
+class Alarms:
+    """When there is one, as arithmetic. A call of `reason` is a period; it returns a sentence's beginning, or None."""
+
+    def __init__(self, timeout: float, period: float, now: Callable[[], float] = time.monotonic):
+        self.timeout = timeout
+        self.mine, self.everyone, self.neighbour = (Age(5 * period, now) for _ in range(3))
+
+    def is_moving(self, moves: int, pause: float) -> bool:
+        """Whether this rank vouches for the job: it has moved since the last look, or its phase may stand still as long as it does."""
+        seconds = self.mine.look(moves)
+        return seconds == 0.0 or seconds <= pause
+
+    def reason(self, *, moving: int, is_alone: bool, pause: float, neighbour: Pulse | None) -> str | None:
+        """moving: counts the ranks that vouch. neighbour: the pulse of the rank that this one watches, None where there is none."""
+        everyone = self.everyone.look(moving)
+        if neighbour is not None and not neighbour.has_left:
+            if self.neighbour.look(neighbour.beat) > self.timeout + neighbour.pause:
+                return "silent"
+        if is_alone and self.mine.seconds > self.timeout + pause:
+            return "stuck"
+        if everyone > self.timeout and self.mine.seconds > self.timeout:
+            return "standstill"
+        return None
+
+
+def waits_in(thread: int) -> str:
+    """The collective in which a thread of this process waits for other ranks, "" if in none."""
+    frame, depth, found = sys._current_frames().get(thread), 0, ""
+    while frame is not None and depth < _DEPTH:
+        if frame.f_globals.get("__name__", "").startswith(_WAITING):
+            found = frame.f_code.co_name  # the outermost of them: what was called, not how it is done
+        frame, depth = frame.f_back, depth + 1
+    return found
+
+
+class Watchdog:
+    """The watch of one rank. Made in its main thread, collectively: `wait_for_all` returns once every rank's first pulse is there.
+
+    store: the job's. processes: of all ranks. timeout: `rank_heartbeat_timeout`, seconds. page: what this rank's parent reads.
+    leaves: called for this rank, and for those that it ends, before they leave: they have not died without a word.
+    """
+
+    def __init__(
+        self,
+        store: Any,
+        *,
+        rank: int,
+        processes: Sequence[Process],
+        timeout: float,
+        output_dir: Path,
+        wait_for_all: Callable[[], object],
+        leaves: Callable[[int], object],
+        page: Page | None = None,
+    ):
+        self.timeout, self.period = timeout, min(LONGEST_PERIOD, timeout / PERIODS)
+        self.rank, self.processes, self.output_dir = rank, processes, output_dir
+        self._link = _Link(store.clone())  # a connection of its own: the main thread may be waiting on the other one
+        self._leaves, self._page = leaves, page
+        self._alarms = Alarms(timeout, self.period)
+        self._main = threading.main_thread().ident or 0
+        stacks.register()
+        self._ended, self._alarm = threading.Event(), threading.Event()
+        self._pulse = Pulse()
+        self._link.set(f"pulse/{rank}", self._encoded())
+        wait_for_all()
+        self._neighbour = (rank + 1) % len(processes)
+        self._round = Age(5 * self.period)
+        self._rounds = 0
+        self._found: tuple[int, Pulse | None, bool] = (0, None, False)  # moving, the neighbour's pulse, whether there is an alarm
+        os.register_at_fork(after_in_child=self._in_child)
+        self._speaker = threading.Thread(target=self._speak, name="watchdog pulse", daemon=True)
+        self._speaker.start()
+        threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
+
+    def close(self) -> None:
+        """This rank has nothing left to do with the others."""
+        self.hold_if_alarmed()
+        self._ended.set()
+        self._speaker.join(SECONDS_TO_LEAVE)  # says so to the others
+
+    def hold_if_alarmed(self) -> None:
+        """For the main thread, before it tells of an error. After an alarm it does not return: what it met is that others leave."""
+        if self._alarm.is_set():
+            threading.Event().wait()
+
+    def _in_child(self) -> None:
+        self._ended.set()  # a forked child (a reward function's) has no threads; should it come to close this, nothing is to be said
+
+    # ---- two threads: one speaks with the store and may hang with it; one counts
+
+    def _speak(self) -> None:
+        try:
+            while not self._ended.wait(self.period):
+                self._speak_once()
+            if not self._alarm.is_set():
+                self._link.set(f"pulse/{self.rank}", json.dumps(asdict(replace(self._pulse, has_left=True))))
+        except RuntimeError:  # the store has gone, and with it the job: `run.peers` tells of that
+            pass
+        finally:
+            if self._page is not None:
+                self._page.beat(0.0, {})
+
+    def _speak_once(self) -> None:
+        phases = activity.current()
+        vouches = self._alarms.is_moving(activity.moves, sum(one.pause for one in phases))
+        self._pulse = Pulse(
+            beat=self._pulse.beat + 1,
+            step=activity.step,
+            words=activity.in_words(phases),
+            age=self._alarms.mine.seconds,
+            pause=sum(one.pause for one in phases if one.is_alone),
+        )
+        if self._page is not None:
+            # In a job of many the others notice first, and know more.
+            seconds = (self.timeout + self._pulse.pause) * (1.0 if len(self.processes) == 1 else 2.0)
+            self._page.beat(seconds, {"output_dir": str(self.output_dir)})
+        self._link.set(f"pulse/{self.rank}", self._encoded())
+        moving = self._link.add("moving", int(vouches))
+        neighbour = self._read(self._neighbour) if self._neighbour != self.rank else None
+        self._found = (moving, neighbour, self._link.has("alarm"))
+        self._rounds += 1
+
+    def _watch(self) -> None:
+        seen = 0
+        while not self._ended.wait(self.period):
+            if self._link.is_gone:
+                return
+            if self._round.look(self._rounds) > self.timeout:
+                self._end_without_store()
+            if self._rounds == seen:
+                continue
+            seen = self._rounds
+            phases, (moving, neighbour, has_alarm) = activity.current(), self._found
+            reason = self._alarms.reason(
+                moving=moving, is_alone=any(one.is_alone for one in phases), pause=sum(one.pause for one in phases), neighbour=neighbour
+            )
+            if (has_alarm or reason) and not self._ended.is_set():
+                self._alarm.set()
+                threading.Thread(target=self._give_up, name="watchdog end", daemon=True).start()
+                self._end(reason or "")
+                return
+
+    def _encoded(self) -> str:
+        return json.dumps(asdict(self._pulse))
+
+    def _read(self, rank: int) -> Pulse:
+        return Pulse(**json.loads(self._link.get(f"pulse/{rank}")))
+
+    def _pulses(self) -> list[Pulse]:
+        """Of all ranks."""
+        return [Pulse(**json.loads(text)) for text in self._link.get_many([f"pulse/{rank}" for rank in range(len(self.processes))])]
+
+    # ---- after an alarm
+
+    def _end(self, reason: str) -> None:
+        """What every rank that lives does: it says where it is, looks after silent ones of its machine, hears the verdict, and leaves."""
+        text, silent, mine = _NO_VERDICT, [], []
+        try:
+            leads = self._link.claim("alarm", str(self.rank))
+            self._link.set(f"account/{self.rank}", json.dumps(asdict(self._my_account())))
+            if leads:
+                silent = self._without_account(expected=[self._neighbour] if reason == "silent" else [])
+                self._link.set("silent", json.dumps(silent))
+            elif self._link.wait("silent", self._patience):
+                silent = json.loads(self._link.get("silent"))
+            mine = self._look_after(silent)
+            if leads:
+                text = self._verdict(silent)
+                self._link.set("verdict", text)
+            elif self._link.wait("verdict", self._patience):
+                text = self._link.get("verdict")
+            for rank in (self.rank, *mine):
+                self._leaves(rank)
+        except RuntimeError:  # the store has gone: whoever held it has left, and has said why
+            pass
+        finally:
+            self._leave(text, silent, mine)
+
+    def _give_up(self) -> None:
+        """The store may stop answering in the midst of it."""
+        time.sleep(2 * self._patience)
+        self._leave(_NO_VERDICT, [], [])
+
+    def _leave(self, text: str, silent: Sequence[int], mine: Sequence[int]) -> None:
+        try:
+            if launcher.read().said is not None:
+                tell(text)
+            elif self._is_first_here(silent):
+                print(text, file=sys.stderr, flush=True)
+            self._kill(mine)
+            if self.rank == 0:  # which may hold the store that the others read the verdict from
+                time.sleep(2 * self.period + 1.0)
+        finally:
+            os._exit(EXIT_CRASH)
+
+    @property
+    def _patience(self) -> float:
+        return 8 * self.period + 3 * SECONDS_TO_ANSWER
+
+    def _my_account(self) -> Account:
+        phases = activity.current()
+        stuck = any(one.is_alone for one in phases) and self._alarms.mine.seconds > self.timeout + sum(one.pause for one in phases)
+        text = keep(self.output_dir, f"rank_{self.rank:05d}.txt", stacks.mine())
+        return Account(
+            words=activity.in_words(phases), step=activity.step, age=self._alarms.mine.seconds, is_stuck=stuck,
+            waits=waits_in(self._main), where=stacks.innermost(text),
+        )  # fmt: skip
+
+    def _without_account(self, expected: Collection[int]) -> list[int]:
+        """Ranks that do not say where they are, when they have had time to. expected: they are known to be silent, and not waited for."""
+        missing = [rank for rank, pulse in enumerate(self._pulses()) if not pulse.has_left]
+        end = time.monotonic() + 4 * self.period + SECONDS_TO_ANSWER
+        while (missing := [rank for rank in missing if not self._link.has(f"account/{rank}")]) and time.monotonic() < end:
+            if set(missing) <= set(expected):
+                break
+            time.sleep(0.1)
+        return missing
+
+    def _here(self) -> list[int]:
+        """Ranks of this machine."""
+        return [rank for rank, process in enumerate(self.processes) if process.machine == self.processes[self.rank].machine]
+
+    def _is_first_here(self, silent: Collection[int]) -> bool:
+        """Of the ranks of this machine that live."""
+        return next(rank for rank in self._here() if rank not in silent) == self.rank
+
+    def _look_after(self, silent: Collection[int]) -> list[int]:
+        """Stacks and accounts of the silent ranks of this machine, by the first of its ranks that lives. Returns those it cared for."""
+        if not self._is_first_here(silent):
+            return []
+        mine = [rank for rank in self._here() if rank in silent]
+        for rank in mine:
+            self._link.set(f"found/{rank}", json.dumps(asdict(self._ask(rank, age=self._read(rank).age))))
+        return mine
+
+    def _ask(self, rank: int, *, age: float) -> Account:
+        """Of a silent rank of this machine, as it can be seen from outside; its stacks go into its file."""
+        process = self.processes[rank]
+        death = process.death()
+        state = f"it {death}" if death else stacks.state_of(process.pid)
+        (step, words), text = stacks.phase_of(process.pid), "" if death else stacks.collect(process.pid)
+        keep(self.output_dir, f"rank_{rank:05d}.txt", text or f"{state}; it could not say where it is\n")
+        return Account(words=words, step=step, age=age, is_silent=True, state=state, where=stacks.innermost(text))
+
+    def _verdict(self, silent: Collection[int]) -> str:
+        """Of what ranks say of themselves, and of what is found of the silent ones; those may come back to life when they are looked at."""
+        pulses = self._pulses()
+        missing = [rank for rank, pulse in enumerate(pulses) if rank in silent or not pulse.has_left]
+        accounts: dict[int, Account] = {}
+        end = time.monotonic() + SECONDS_TO_ANSWER
+        while missing and time.monotonic() < end:
+            keys = {rank: f"{'found' if rank in silent else 'account'}/{rank}" for rank in missing}
+            accounts |= {rank: Account(**json.loads(self._link.get(key))) for rank, key in keys.items() if self._link.has(key)}
+            missing = [rank for rank in missing if rank not in accounts]
+            time.sleep(0.1 if missing else 0.0)
+        for rank in missing:
+            pulse, state = pulses[rank], "nobody on its machine answers"
+            accounts[rank] = Account(words=pulse.words, step=pulse.step, age=pulse.age, is_silent=True, state=state)
+        return self._told(accounts)
+
+    def _told(self, accounts: Mapping[int, Account]) -> str:
+        hosts = {rank: process.host for rank, process in enumerate(self.processes)}
+        text = f"{PREFIX}{verdict(accounts, hosts, self.timeout)}\n{where_to_look(self.output_dir)}"
+        return keep(self.output_dir, "report.txt", text)
+
+    def _kill(self, ranks: Sequence[int]) -> None:
+        for rank in ranks:
+            if self.processes[rank].death() is None:
+                os.kill(self.processes[rank].pid, signal.SIGKILL)
+
+    def _end_without_store(self) -> None:
+        """The store, which rank 0 or its launcher holds, does not answer: whoever can look at rank 0 says how it is."""
+        self._alarm.set()
+        keep(self.output_dir, f"rank_{self.rank:05d}.txt", stacks.mine())
+        host, mine = self.processes[0].host, []
+        text = f"{PREFIX}the job's store on {host} has not answered for {self.timeout:g} s (rank_heartbeat_timeout), so the run ends."
+        if self.rank != 0 and 0 in self._here() and self._is_first_here([0]) and not launcher.read().launcher_holds_store:
+            mine, first = [0], self._ask(0, age=self.timeout)
+            text = self._told(
+                {0: first, self.rank: Account(words=self._pulse.words, step=activity.step, age=0.0, waits=waits_in(self._main))}
+            )
+        self._leave(text, [0], mine)
+
+
+class _Link:
+    """The job's store, under names of the watchdog's own. Nothing here waits without a limit but for the store itself."""
+
+    def __init__(self, store: Any):
+        self._store, self.is_gone = store, False
+
+    def _call(self, name: str, *args: Any) -> Any:
+        try:
+            return getattr(self._store, name)(*args)
+        except RuntimeError:
+            self.is_gone = True
+            raise
+
+    def set(self, key: str, text: str) -> None:
+        self._call("set", f"watchdog/{key}", text)
+
+    def get(self, key: str) -> str:
+        return self._call("get", f"watchdog/{key}").decode()
+
+    def get_many(self, keys: Sequence[str]) -> list[str]:
+        return [text.decode() for text in self._call("multi_get", [f"watchdog/{key}" for key in keys])]
+
+    def has(self, key: str) -> bool:
+        return self._call("check", [f"watchdog/{key}"])
+
+    def add(self, key: str, number: int) -> int:
+        return self._call("add", f"watchdog/{key}", number)
+
+    def claim(self, key: str, text: str) -> bool:
+        """Whether this is the first to set it."""
+        return self._call("compare_set", f"watchdog/{key}", "", text).decode() == text
+
+    def wait(self, key: str, seconds: float) -> bool:
+        end = time.monotonic() + seconds
+        while not (found := self.has(key)) and time.monotonic() < end:
+            time.sleep(0.1)
+        return found

@@ -1,0 +1,43 @@
+"""A rank of a real run that is stopped in the midst of a step: the run ends, names it, and the same command goes on afterwards."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+
+from tests.end_to_end import scripted
+from tests.end_to_end.runs import records, write_inputs
+from tests.ranks import RanksFailed, run_ranks
+
+
+def train_and_stop(rank: int, world_size: int, flags: list[str], stops: bool) -> int:
+    """`megatron-grpo train`, in which rank 1 is stopped after the backward pass of its second optimizer step."""
+    from megatron_grpo.cli import main
+    from megatron_grpo.rollout.scripted import ScriptedEngine
+
+    class Stops:
+        def allows(self, gradient) -> bool:
+            if stops and rank == 1 and gradient.step == 1:
+                os.kill(os.getpid(), signal.SIGSTOP)
+            return True
+
+    def engine(cfg, inputs, parallel):
+        return ScriptedEngine(scripted.answers_of(cfg, inputs.model_path))
+
+    return main(["train", "--verify_weight_push", "false", *flags], engine=engine, guard=Stops())
+
+
+def test_a_run_whose_rank_is_stopped_names_it_and_can_be_resumed(tmp_path):
+    out = tmp_path / "out"
+    flags = [*write_inputs(tmp_path), "--output_dir", str(out), *"--max_steps 3 --save_steps 1 --rank_heartbeat_timeout 15".split()]
+    with pytest.raises(RanksFailed) as failed:
+        run_ranks(train_and_stop, 2, flags, True, timeout=170)
+    report = (out / "watchdog/report.txt").read_text()
+    assert report.startswith("megatron-grpo: rank 1 on ") and "hangs in optimizer step 2, training" in report, failed.value
+    assert "at test_watchdog.py line" in report and "it is stopped (SIGSTOP or SIGTSTP)" in report
+    assert "The newest checkpoint is that of optimizer step 1; the same command resumes from it." in report
+    assert "rank 1 on" in str(failed.value) and "died" not in str(failed.value)
+    assert run_ranks(train_and_stop, 2, flags, False, timeout=170) == [0, 0]
+    assert [record["step"] for record in records(out / "metrics.jsonl")] == [1, 2, 3]

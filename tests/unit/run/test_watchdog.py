@@ -1,0 +1,313 @@
+"""When there is an alarm, whom it names, and what is said: as arithmetic; then real processes that hang, each in a way of its own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_grpo.run import stacks
+from megatron_grpo.run.hung import Account, culprits, verdict
+from megatron_grpo.run.watchdog import Age, Alarms, Pulse
+from tests.ranks import run_ranks
+
+
+class Hours:
+    """A clock that a test turns."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_seconds_in_which_this_process_did_not_live_are_not_counted():
+    clock = Hours()
+    age = Age(5.0, clock)
+    age.look("x")
+    clock.now += 3.0
+    assert age.look("x") == 3.0
+    clock.now += 3600.0  # stopped by its user, or a laptop that was closed
+    assert age.look("x") == 8.0
+    assert age.look("y") == 0.0
+
+
+@pytest.fixture
+def job():
+    """(alarms of a rank with a timeout of 100 s and periods of 10, what turns its clock by a period and looks)."""
+    clock = Hours()
+    alarms = Alarms(100.0, 10.0, clock)
+
+    def period(*, moves=0, moving=0, is_alone=False, pause=0.0, neighbour=None):
+        clock.now += 10.0
+        alarms.is_moving(moves, pause)
+        return alarms.reason(moving=moving, is_alone=is_alone, pause=pause, neighbour=neighbour)
+
+    return alarms, period
+
+
+def periods_until(period, most=60, **what):
+    """(how many periods it took, the reason); `what` gives values, or functions of the period."""
+    for number in range(1, most):
+        found = period(**{name: value(number) if callable(value) else value for name, value in what.items()})
+        if found:
+            return number, found
+    return None
+
+
+def test_a_neighbour_whose_pulse_stands_still_is_silent_and_one_that_has_left_is_not(job):
+    _, period = job
+    assert periods_until(period, moves=int, moving=int, neighbour=Pulse(beat=3)) == (12, "silent")
+    assert periods_until(period, moves=int, moving=int, neighbour=Pulse(beat=4, has_left=True)) is None
+    assert periods_until(period, moves=int, moving=int, neighbour=lambda number: Pulse(beat=5 + number)) is None
+
+
+def test_a_neighbour_is_silent_for_as_long_as_its_reward_may_take(job):
+    _, period = job
+    assert periods_until(period, moves=int, moving=int, neighbour=Pulse(beat=3, pause=200.0)) == (32, "silent")
+
+
+def test_a_rank_that_waits_for_nobody_is_stuck_though_others_move(job):
+    _, period = job
+    assert periods_until(period, moves=0, moving=int, is_alone=True) == (12, "stuck")
+    assert periods_until(period, moves=1, moving=int, is_alone=True, pause=60.0) == (18, "stuck")
+
+
+def test_a_rank_that_waits_is_no_alarm_while_anybody_moves(job):
+    _, period = job
+    assert periods_until(period, moves=0, moving=int) is None
+    assert periods_until(period, moves=0, moving=99) == (12, "standstill")
+
+
+def test_a_rank_that_moves_is_no_alarm_however_slow(job):
+    _, period = job
+    assert periods_until(period, moves=lambda number: number // 9, moving=lambda number: number // 9, is_alone=True) is None
+
+
+def test_a_rank_vouches_while_it_moves_or_its_phase_may_stand_still():
+    clock = Hours()
+    alarms = Alarms(100.0, 10.0, clock)
+    said = []
+    for moves, pause in [(1, 0), (2, 0), (2, 0), (2, 25), (2, 25), (3, 0)]:
+        said.append(alarms.is_moving(moves, pause))
+        clock.now += 10.0
+    assert said == [True, True, False, True, False, True]
+
+
+def account(**facts):
+    return Account(**({"words": "training 3 of 8 micro-batches", "step": 4, "age": 100.0, "waits": "all_reduce"} | facts))
+
+
+WAITS = account()
+
+
+@pytest.mark.parametrize(
+    ("accounts", "named"),
+    [
+        ([WAITS, account(is_silent=True, step=9), account(is_stuck=True, waits="")], [1]),
+        ([WAITS, account(is_stuck=True, waits=""), account(waits="")], [1]),
+        ([WAITS, WAITS, account(waits="")], [2]),
+        ([account(waits="", step=5), account(waits=""), account(waits="", step=5)], [1]),
+        ([WAITS, account(step=3), WAITS], [1]),
+        ([WAITS, account(waits="all_gather_object"), WAITS], []),
+    ],
+    ids=["silent", "stuck", "waits for nobody", "behind", "behind in a collective", "nobody"],
+)
+def test_the_culprit_is_the_one_that_the_others_wait_for(accounts, named):
+    assert culprits(dict(enumerate(accounts))) == named
+
+
+def test_what_is_said_names_rank_host_step_phase_and_place():
+    silent = account(is_silent=True, waits="", state="it is stopped (SIGSTOP or SIGTSTP)", where="reward.py line 3, f", words="judging")
+    text = verdict({0: WAITS, 1: silent, 2: WAITS}, {0: "a", 1: "b", 2: "b"}, 300.0)
+    assert text.splitlines() == [
+        "rank 1 on b hangs in optimizer step 5, judging, at reward.py line 3, f: it is stopped (SIGSTOP or SIGTSTP).",
+        "  The others wait for it (2 training 3 of 8 micro-batches, in all_reduce).",
+        "  That has lasted for rank_heartbeat_timeout (300 s), so the run ends.",
+    ]
+
+
+def test_of_16384_ranks_few_are_named():
+    accounts = {rank: account(is_silent=True, waits="", state="nobody on its machine answers") for rank in range(16384)}
+    text = verdict(accounts, dict.fromkeys(range(16384), "host"), 300.0)
+    assert len(text) < 2000 and "So do 16376 more ranks: 8, 9," in text
+
+
+def test_a_stopped_process_tells_where_it_is():
+    lines = ["from megatron_grpo.run import stacks", "import time", "stacks.register()"]
+    program = "\n".join([*lines, "def here():", "    print('x', flush=True)", "    time.sleep(600)", "here()"])
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, env=environment) as child:
+        try:
+            child.stdout.readline()
+            os.kill(child.pid, signal.SIGSTOP)
+            while stacks.state_of(child.pid) != stacks.STATES["T"]:
+                pass
+            told = stacks.collect(child.pid)
+        finally:
+            child.kill()
+    assert stacks.innermost(told).endswith(", here"), told
+
+
+# ---- real processes ---------------------------------------------------------------------------------------------------------------------
+
+SECONDS = 5.0  # rank_heartbeat_timeout
+
+
+def hang_in_c() -> None:
+    """Holds the interpreter lock: no thread of the process runs any more."""
+    import ctypes
+
+    ctypes.PyDLL(None).read(os.pipe()[0], ctypes.create_string_buffer(1), 1)
+
+
+def stop_myself() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def sleep_for_ever() -> None:
+    import time
+
+    while True:
+        time.sleep(600)
+
+
+# name: (which of the two ranks, the phase it is in, whether it is alone there, what it does)
+HANGS = {
+    "stopped while judging": (1, "reward", True, stop_myself),
+    "stopped while sampling": (1, "rollout", False, stop_myself),
+    "stopped while training": (1, "train", False, stop_myself),
+    "stopped, with the store": (0, "train", False, stop_myself),
+    "in C while judging": (1, "reward", True, hang_in_c),
+    "in C, with the store": (0, "weight_sync", False, hang_in_c),
+    "sleeps while judging": (1, "reward", True, sleep_for_ever),
+    "sleeps while saving": (0, "train", False, sleep_for_ever),
+}
+SLOW = {
+    "a slow reward": (1, "reward", True, 2.5 * SECONDS),
+    "slow sampling": (0, "rollout", False, 0.0),
+}
+
+
+def live(name: str, rank: int, folder: Path) -> None:
+    """One rank of a job of two, in a process of its own: it hangs, or is slow, or waits in a collective for the other."""
+    import contextlib
+    import time
+    from datetime import timedelta
+
+    import torch.distributed as dist
+
+    from megatron_grpo import activity
+    from megatron_grpo.parallel import collectives
+    from megatron_grpo.run.peers import Peers, Process
+    from megatron_grpo.run.watchdog import Watchdog
+
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    store = dist.FileStore(str(folder / "meet"), 2)
+    if rank == 0:
+        server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        store.set("port", str(server.port))
+    else:
+        server = dist.TCPStore("127.0.0.1", int(store.get("port")), is_master=False, wait_for_workers=False)
+    dist.init_process_group("gloo", store=dist.PrefixStore("job", server), rank=rank, world_size=2, timeout=timedelta(minutes=5))
+    peers = Peers(collectives.store(), rank=rank, processes=collectives.from_all(Process.mine()))
+    watchdog = Watchdog(
+        collectives.store(), rank=rank, processes=peers.processes, timeout=SECONDS, output_dir=folder,
+        wait_for_all=collectives.wait_for_all, leaves=peers.report_failure,
+    )  # fmt: skip
+    activity.reached(3)
+    which, phase, is_alone, what = (HANGS | SLOW)[name]
+    if rank == which:
+        pause = 10 * SECONDS if name in SLOW and is_alone else 0.0
+        with activity.phase(phase, total=8, unit="things", is_alone=is_alone, pause=pause):
+            if callable(what):
+                what()
+            elif what:
+                time.sleep(what)
+            else:
+                for _ in range(25):
+                    time.sleep(0.1 * SECONDS)
+                    activity.advance()
+    with activity.phase("train"), contextlib.suppress(RuntimeError):
+        collectives.largest(1.0)
+        collectives.wait_for_all()
+        watchdog.close()
+        time.sleep(1.0)  # the store lives as long as rank 0
+        os._exit(0)
+    watchdog.hold_if_alarmed()
+    os._exit(9)
+
+
+def all_at_once(rank: int, world_size: int, folder: str) -> dict[str, list[int]]:
+    """Exit codes of the ranks of all jobs, which mostly wait, so that they may do it together."""
+    import time
+
+    import torch.distributed as dist
+
+    dist.destroy_process_group()
+    children = {}
+    for name in [*HANGS, *SLOW]:
+        (place := Path(folder) / name).mkdir()
+        for member in (0, 1):
+            children[name, member] = child = os.fork()
+            if not child:
+                log = os.open(place / f"log_{member}", os.O_WRONLY | os.O_CREAT)
+                os.dup2(log, 1)
+                os.dup2(log, 2)
+                try:
+                    live(name, member, place)
+                finally:
+                    import traceback
+
+                    traceback.print_exc()
+                    os._exit(8)
+    codes: dict[str, list[int]] = {}
+    end = time.monotonic() + 120
+    for (name, _), child in children.items():
+        while not (ended := os.waitpid(child, os.WNOHANG))[0]:
+            if time.monotonic() > end:
+                os.kill(child, signal.SIGABRT)
+            time.sleep(0.05)
+        codes.setdefault(name, []).append(os.waitstatus_to_exitcode(ended[1]))
+    return codes
+
+
+@pytest.fixture(scope="module")
+def ends(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("jobs")
+    [codes] = run_ranks(all_at_once, 1, str(folder), timeout=180)
+    return codes, folder
+
+
+@pytest.mark.parametrize("name", list(HANGS))
+def test_a_rank_that_hangs_is_named_and_its_job_ends(ends, name):
+    codes, folder = ends
+    which, phase, _, what = HANGS[name]
+    logs = [(folder / name / f"log_{rank}").read_text() for rank in (0, 1)]
+    assert codes[name][1 - which] == 1, logs
+    assert codes[name][which] == (1 if what is sleep_for_ever else -signal.SIGKILL)
+    report = (folder / name / "watchdog/report.txt").read_text()
+    assert report.startswith(f"megatron-grpo: rank {which} on ")
+    state = {stop_myself: "it is stopped (SIGSTOP", hang_in_c: "lets no other thread run", sleep_for_ever: "no progress for"}[what]
+    assert state in report.splitlines()[0] and f"in {what.__name__}" in report.splitlines()[0].replace(", ", " in ")
+    assert "There is no checkpoint yet" in report
+    for rank in (0, 1):
+        assert what.__name__ in (folder / name / f"watchdog/rank_{which:05d}.txt").read_text()
+        assert "File " in (folder / name / f"watchdog/rank_{rank:05d}.txt").read_text()
+    assert sum(log.count("hangs in optimizer step 4") for log in logs) == 1, logs
+    phases = {"reward": "judging", "rollout": "sampling", "train": "training", "weight_sync": "pushing weights"}
+    assert f"in optimizer step 4, {phases[phase]} 0 of 8 things, at " in report.splitlines()[0]
+    if which == 1:
+        assert "The others wait for it (1 training, in " in report
+
+
+@pytest.mark.parametrize("name", list(SLOW))
+def test_a_rank_that_is_slow_is_left_alone(ends, name):
+    codes, folder = ends
+    assert codes[name] == [0, 0], [(folder / name / f"log_{rank}").read_text() for rank in (0, 1)]
+    assert not (folder / name / "watchdog").exists()
