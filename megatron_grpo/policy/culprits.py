@@ -16,9 +16,10 @@ from megatron_grpo.policy.guard import Culprit
 from megatron_grpo.policy.optimizer import own_norm
 from megatron_grpo.types import RowKey, TrainingMicroBatch
 
-MOST = 8  # micro-batches that a rank tells of
-# (its place, micro-batch) -> its log-probs, float32 [C], on ranks of the last stage; None elsewhere. Leaves its gradient in the buffers.
-RunAlone = Callable[[int, TrainingMicroBatch], "np.ndarray | None"]
+MOST = 8  # micro-batches that a rank tells of, and that are named
+# Micro-batch -> its log-probs, float32 [C], on ranks of the last stage; None elsewhere. Leaves its gradient in the buffers.
+RunAlone = Callable[[TrainingMicroBatch], "np.ndarray | None"]
+Rows = tuple[tuple[RowKey, ...], str]  # and what of them is not finite
 
 
 def ranks_not_finite(own: torch.Tensor) -> tuple[int, ...]:
@@ -41,35 +42,34 @@ def search(
     *,
     references: Sequence[np.ndarray],
     finite: bool,
-) -> tuple[Culprit, ...]:
+) -> tuple[tuple[Culprit, ...], int]:
     """Runs every micro-batch alone, without summing over ranks. Collective; the gradient buffers are left as they fall.
 
     references: the reference's log-probs by micro-batch, where it has any. finite: the gradient was finite, and the largest is wanted;
-    else those that are not.
+    else those that are not, of which MOST are returned, and the number of the others that were heard of.
     """
     mine: list[_Told] = []
-    for place, micro in enumerate(micro_batches):
+    rows: dict[int, Rows] = {}  # of this share's micro-batches, on ranks of the last stage
+    for micro in micro_batches:
         for chunk in wrapped:
             chunk.zero_grad_buffer()
         with _unsummed(wrapped):
-            logprobs = run_alone(place, micro)
-        rows, what = wrong_rows(micro, logprobs, references[place] if references else None) if logprobs is not None else ((), "")
+            logprobs = run_alone(micro)
+        if logprobs is not None:
+            rows[micro.number] = wrong_rows(micro, logprobs, references[micro.number] if references else None)
+        is_wrong = bool(rows.get(micro.number, ((), ""))[1])
         norm, dense = float(own_norm(wrapped)), float(own_norm(wrapped, with_experts=False))
-        if finite or rows or not math.isfinite(norm):
-            is_own = finite or bool(rows) or not math.isfinite(dense)
-            mine.append(_Told(norm if math.isfinite(norm) else math.inf, place, is_own, rows or micro.rows, what))
+        if finite or is_wrong or not math.isfinite(norm):
+            told = norm if math.isfinite(norm) else math.inf
+            mine.append(_Told(told, micro.number, finite or is_wrong or not math.isfinite(dense)))
     worst = sorted(mine, key=lambda told: -told.norm)[: 1 if finite else MOST]
-    heard = [
-        (told, share, rank) for rank, (share, its) in enumerate(collectives.from_all((parallel.dp_rank, worst))) for told in its
-    ]  # by rank
-    origins = {told.micro_batch for told, _, _ in heard if told.is_own}
-    heard = [one for one in heard if one[0].is_own or one[0].micro_batch not in origins]
-    if finite:
-        heard = sorted(heard, key=lambda one: -one[0].norm)[:1]
-    together: dict[tuple[int, int], list[tuple[_Told, int]]] = {}
-    for told, share, rank in sorted(heard, key=lambda one: (one[0].micro_batch, one[1], one[2])):
-        together.setdefault((told.micro_batch, share), []).append((told, rank))
-    return tuple(_joined(told) for told in together.values())
+    found = _together(collectives.from_all((parallel.dp_rank, worst)))
+    named = sorted(found, key=lambda place: -max(told.norm for told, _ in found[place]))[: 1 if finite else MOST]
+    speaks = {(parallel.dp_rank, number): of for number, of in rows.items()} if parallel.speaks_for_its_rows else {}
+    asked = collectives.from_all({place: speaks[place] for place in named if place in speaks})
+    of_place = {place: of for part in asked for place, of in part.items()}
+    culprits = (_culprit(found[place], *of_place[place]) for place in sorted(named, key=lambda place: (place[1], place[0])))
+    return tuple(culprits), 0 if finite else len(found) - len(named)
 
 
 class _Told(NamedTuple):
@@ -78,19 +78,30 @@ class _Told(NamedTuple):
     norm: float
     micro_batch: int
     is_own: bool
-    rows: tuple[RowKey, ...]
-    what: str
 
 
-def _joined(told: Sequence[tuple[_Told, int]]) -> Culprit:
-    """What the ranks of a share say of one micro-batch. The last stage alone knows which of its rows it was."""
-    first = next((one for one, _ in told if one.what), told[0][0])
-    norm, ranks = max(one.norm for one, _ in told), tuple(rank for _, rank in told)
-    return Culprit(micro_batch=first.micro_batch, ranks=ranks, norm=norm, rows=first.rows, what=first.what)
+def _together(told: Sequence[tuple[int, list[_Told]]]) -> dict[tuple[int, int], list[tuple[_Told, int]]]:
+    """[(share, what it says)] by rank -> {(share, micro-batch): [(what is said of it, by whom)]}."""
+    origins = {one.micro_batch for _, its in told for one in its if one.is_own}
+    found: dict[tuple[int, int], list[tuple[_Told, int]]] = {}
+    for rank, (share, its) in enumerate(told):
+        for one in its:
+            if one.is_own or one.micro_batch not in origins:
+                found.setdefault((share, one.micro_batch), []).append((one, rank))
+    return found
 
 
-def wrong_rows(micro: TrainingMicroBatch, logprobs: np.ndarray, reference: np.ndarray | None) -> tuple[tuple[RowKey, ...], str]:
-    """Rows with a number that is not finite, and the name of that number. A NaN is no fault where it says that there is none."""
+def _culprit(told: Sequence[tuple[_Told, int]], rows: tuple[RowKey, ...], what: str) -> Culprit:
+    norm = max(one.norm for one, _ in told)
+    ranks = tuple(rank for one, rank in told if one.norm == norm)  # where it is finite, one has the largest part
+    return Culprit(micro_batch=told[0][0].micro_batch, ranks=ranks, norm=norm, rows=rows, what=what)
+
+
+def wrong_rows(micro: TrainingMicroBatch, logprobs: np.ndarray, reference: np.ndarray | None) -> Rows:
+    """Rows with a number that is not finite, and the name of that number; all rows and "" if there are none.
+
+    A NaN is no fault where it says that there is no such number.
+    """
     numbers = {
         "the policy's log-probs": logprobs,
         "the reference's log-probs": reference,
@@ -102,7 +113,7 @@ def wrong_rows(micro: TrainingMicroBatch, logprobs: np.ndarray, reference: np.nd
     wrong = {name: ~np.isfinite(values) for name, values in numbers.items() if values is not None}
     names = [name for name, places in wrong.items() if places.any()]
     if not names:
-        return (), ""
+        return micro.rows, ""
     places = np.unique(micro.sequence[np.any([wrong[name] for name in names], axis=0)])
     return tuple(micro.rows[place] for place in places.tolist()), " and ".join(names)
 
@@ -111,7 +122,7 @@ def wrong_rows(micro: TrainingMicroBatch, logprobs: np.ndarray, reference: np.nd
 def _unsummed(wrapped: Sequence[Any]) -> Iterator[None]:
     """Inside, a pass that trains leaves each rank its own gradient: nobody adds anything, neither behind it nor while it runs."""
     config = wrapped[0].config
-    names = {"finalize_model_grads_func": None, "no_sync_func": None, "grad_sync_func": None, "param_sync_func": None}
+    names = ("finalize_model_grads_func", "no_sync_func", "grad_sync_func", "param_sync_func")
     before = {name: getattr(config, name) for name in names}
     with ExitStack() as stack:
         for chunk in wrapped:

@@ -111,7 +111,7 @@ class Refusal:
     """Why a step was skipped, and who made its gradient.
 
     ranks: whose own gradient was not finite, before anything was summed. weights: (rank, parameter) that are not finite themselves; then no
-    culprit is looked for. culprits: by micro-batch.
+    culprit is looked for. culprits: by micro-batch. more: micro-batches that were heard of besides.
     """
 
     why: str
@@ -119,6 +119,7 @@ class Refusal:
     ranks: tuple[int, ...] = ()
     weights: tuple[tuple[int, str], ...] = ()
     culprits: tuple[Culprit, ...] = ()
+    more: int = 0
 
     @property
     def rows(self) -> tuple[RowKey, ...]:
@@ -131,6 +132,8 @@ class Refusal:
             named = "; ".join(f"rank {rank}: {name}" for rank, name in self.weights[:SHOWN])
             return [f"the weights themselves are not finite ({named}), so no step can go well any more"]
         found = [_in_words(culprit, places) for culprit in self.culprits]
+        if self.more:
+            found.append(f"and {self.more} more micro-batches at least")
         if self.ranks and not found:
             found.append(
                 f"it went wrong on {_several('rank', self.ranks)}, and not again when each micro-batch was run alone: "
@@ -145,7 +148,8 @@ class Refusal:
             for one in self.culprits
         ]
         skips = {"in_a_row": self.skips.in_a_row, "skipped_iterations": self.skips.total}
-        return {"why": self.why, **skips, "ranks": list(self.ranks), "weights": [list(one) for one in self.weights], "culprits": culprits}
+        return {"why": self.why, **skips, "ranks": list(self.ranks), "weights": [list(one) for one in self.weights], "culprits": culprits,
+                "more": self.more}  # fmt: skip
 
 
 def _in_words(culprit: Culprit, places: Places) -> str:

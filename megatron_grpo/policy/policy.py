@@ -162,7 +162,7 @@ class Policy:
     def _refusal(self, batch: GlobalBatch, norm: float, own: torch.Tensor, loss, slope_of, references: SequenceOf[np.ndarray]) -> Refusal:
         """Who made the gradient of this norm, which the guard has refused. own: norm of this rank's own part. Collective."""
 
-        def run_alone(place: int, micro: TrainingMicroBatch) -> np.ndarray | None:
+        def run_alone(micro: TrainingMicroBatch) -> np.ndarray | None:
             kept = pipeline.train(
                 self.wrapped, [micro] * self.cut.multiple, loss, self.parallel,
                 with_entropy=self.loss.needs_entropy, slope_of=slope_of, routing=self.scorer.router_pass(),
@@ -173,10 +173,10 @@ class Policy:
         finite = math.isfinite(norm)
         ranks = () if finite else culprits.ranks_not_finite(own)
         weights = () if finite else culprits.weights_not_finite(self.chunks)
-        found = () if weights else culprits.search(
+        found, more = ((), 0) if weights else culprits.search(
             self.wrapped, batch.micro_batches, run_alone, self.parallel, references=references, finite=finite
         )  # fmt: skip
-        return Refusal(why=why, skips=self.skips, ranks=ranks, weights=weights, culprits=found)
+        return Refusal(why=why, skips=self.skips, ranks=ranks, weights=weights, culprits=found, more=more)
 
     def guard_state(self) -> dict[str, Any]:
         """What a checkpoint holds of the guard and its count, as JSON; the same on every rank."""

@@ -94,12 +94,18 @@ def test_checkpoints_are_good_once_what_their_weights_sampled_was_trained(whole)
 
 @pytest.mark.parametrize("after", [3, 6])
 def test_a_resumed_run_skips_the_same_steps_and_is_the_same_to_the_bit(inputs, whole, tmp_path, after):
-    """From just after a step that was spoilt, and from before one that a median decides: its norms come from the checkpoint."""
+    """From just after a step that was spoilt, and from before one that a median decides: its norms come from the checkpoint.
+
+    The resumed runs save by the clock, after each step.
+    """
     out, _ = whole
     flags = [*inputs[1], "--output_dir", str(tmp_path / "out"), "--resume", str(out / f"checkpoints/iter_{after:07d}")]
+    flags += ["--save_steps", "0", "--save_interval_seconds", "1e-6"]
     found = run_ranks(train, 2, flags, (2,), 6, timeout=240)
     assert [code for code, _ in found] == [0, 0], found
     assert steps_of(tmp_path / "out") == steps_of(out)[after:]
+    saved = {int(path.name[5:]) for path in (tmp_path / "out").glob("checkpoints/iter_*")}
+    assert saved == set(range(after + 1, STEPS + 1))
     files = [sorted((path / "hf").glob("*.safetensors")) for path in (out, tmp_path / "out")]
     assert files[0] and [path.read_bytes() for path in files[0]] == [path.read_bytes() for path in files[1]]
 

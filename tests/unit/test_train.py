@@ -432,6 +432,15 @@ def test_what_is_under_way_is_all_that_the_rollouts_of_a_sampling_step_need_and_
     assert asked[-1] == 4
 
 
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("refused", [{0}, {1}, {0, 1}, {2, 3, 5}], ids=str)
+@pytest.mark.parametrize("size", [(1, 1, 2), (3, 2, 2), (2, 3, 3)], ids=str)
+def test_rows_of_a_refused_step_that_are_trained_again_are_held_against_the_version_that_it_began_from(size, refused, depth):
+    case = Case(size, 8, depth=depth, refused=frozenset(refused), save_every=3, ends=((4, "stop"), (6, "kill")))
+    trained, _, _ = run_to_its_end(case)
+    assert trained == slowly(case)
+
+
 def test_so_many_refusals_in_a_row_end_the_run_and_it_names_who_and_the_last_good_checkpoint():
     """Steps 2, 4, 5 and 6 are refused: the third in a row is step 6, the seventh. Rollout r has prompts 2r and 2r + 1, two rows each."""
     case, disk, journal = Case((1, 2, 1), 9, depth=0, refused=frozenset({2, 4, 5, 6}), max_skipped_steps=3), Disk(every=1), Journal()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -105,6 +106,7 @@ def test_a_refusal_names_rank_micro_batch_and_rows():
 def test_of_many_rows_some_are_named():
     refusal = Refusal(why="", skips=Skips(), culprits=(Culprit(micro_batch=0, ranks=tuple(range(30)), norm=1.0, rows=tuple(PLACES)),))
     [line] = refusal.lines(PLACES)
+    assert replace(refusal, more=3).lines(PLACES) == [line, "and 3 more micro-batches at least"]
     assert line.startswith("ranks 0, 1, 2, 3, 4, 5, 6, 7, ..., micro-batch 0") and line.endswith("row 7 of the data set), ...")
 
 
