@@ -50,8 +50,8 @@ def agreed(what: str) -> Iterator[None]:
         yield
     except FAILURES as error:
         problem, cause = _describe(error), error
-    problems = collectives.from_all(problem)
-    if any(problems):
+    if collectives.largest(problem is not None):
+        problems = collectives.from_all(problem)
         # What torch has already brought to all ranks names its rank and reads alike everywhere: once is enough.
         texts = [text if text.startswith("rank ") else f"rank {rank}: {text}" for rank, text in enumerate(problems) if text]
         raise CheckpointError(f"{what}: {'; '.join(dict.fromkeys(texts))}") from cause

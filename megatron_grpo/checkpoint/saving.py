@@ -150,11 +150,10 @@ class Checkpoints:
             return False
         self.finish()
         with self._removed_if_it_fails(step):
-            with agreed(f"creating {self.folder.path}"):
+            random = generators.collect()
+            with agreed(f"creating {self.folder.being_written(step)}"):
                 if first:
                     self.folder.begin(step)
-            random = generators.collect()
-            with agreed("collecting what is not the model's"):
                 others = self._others(progress, pending, policy, prompts)
             if random is not None:
                 others[f"{OURS}/{generators.FILE}"] = random
@@ -172,10 +171,10 @@ class Checkpoints:
         Raises CheckpointError on every rank if one of them has failed.
         """
         save = self._underway
-        if (
-            save is not None
-            and collectives.largest(GOES_ON if save.task.is_under_way else FAILED if save.task.has_failed else 0) != GOES_ON
-        ):
+        if save is None:
+            return
+        mine = GOES_ON if save.task.is_under_way else FAILED if save.task.has_failed else 0
+        if collectives.largest(mine) != GOES_ON:
             self._complete_part(save)
 
     def finish(self) -> None:
