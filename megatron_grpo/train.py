@@ -6,12 +6,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from megatron_grpo.errors import Interrupted, NobodySamples
+from megatron_grpo.errors import Interrupted, NobodySamples, RunError
 from megatron_grpo.parallel import collectives
 from megatron_grpo.pending import Pending
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from megatron_grpo.batching.timetable import Timetable
     from megatron_grpo.checkpoint.saving import Checkpoints
@@ -19,11 +19,12 @@ if TYPE_CHECKING:
     from megatron_grpo.evaluate import Evaluator
     from megatron_grpo.metrics.journal import Journal
     from megatron_grpo.parallel.state import ParallelState
+    from megatron_grpo.policy.guard import Refusal
     from megatron_grpo.policy.policy import Policy, TrainedStep
     from megatron_grpo.rollout.engine import Engine
     from megatron_grpo.rollouts import Rollouts
     from megatron_grpo.sync import Publisher
-    from megatron_grpo.types import GlobalBatch, Progress
+    from megatron_grpo.types import GlobalBatch, Progress, Row, RowKey
 
 
 class StopRequest(Protocol):
@@ -48,6 +49,7 @@ class Run:
     journal: Journal
     stop: StopRequest
     stop_drain_seconds: float  # after a signal, how long what is being sampled is waited for
+    max_skipped_steps: int  # so many steps in a row that the guard refuses end the run
 
 
 def train(run: Run) -> Progress:
@@ -80,23 +82,72 @@ def train(run: Run) -> Progress:
         pending, batch = pending.batch(step, weigh=policy.loss.token_weights, cut=cut)
         with policy.resident("all"), clock("train"):
             trained = policy.train_step(batch)
+        rows = pending.rows
+        if trained.refusal:  # its weights are still there
+            with policy.resident("weights"), clock("old_logprobs"):
+                pending = pending.after_refusal(policy, step, cut)
         pending, progress = pending.after(step, trained.logprobs, cut), progress.after(batch)
         # KEEP     a checkpoint holds what is being sampled too, so it waits for that.
-        stops = run.stop.agreed(collectives.largest)  # a signal to any rank stops all of them here
-        saves = stops or run.checkpoints.are_due(progress.step)
+        with clock("checkpoint"):
+            run.checkpoints.advance()  # one that is being written beside the steps
+        stops, is_time = agreed(run)
+        saves = stops or is_time or run.checkpoints.are_due(progress.step)
         if saves:
-            with saved_if_nobody_samples(run, progress, pending, told=(batch, trained)):
+            with saved_if_nobody_samples(run, progress, pending, told=(batch, trained, rows)):
                 found = rollouts.drain(progress.step, at_most=run.stop_drain_seconds if stops else None)
             pending, progress = pending.add(found), progress.add(found)
-        run.journal.step(progress, batch, trained)
+        tell(run, progress, batch, trained, rows)
+        end_if_skipped_too_often(run, progress, trained.refusal)
+        if not trained.skipped:
+            run.checkpoints.has_trained(batch.newest_version, progress.step)
         if saves:
-            save(run, progress, pending)
+            save(run, progress, pending, completely=stops)
         if stops:
             raise Interrupted(f"stopped by a signal after optimizer step {progress.step}; saved in {run.checkpoints.resume.output_dir}")
     with saved_if_nobody_samples(run, progress, pending):
         evaluate_if_due(run, progress, [progress.step])
-    save(run, progress, pending)
+    save(run, progress, pending, completely=True)
     return progress
+
+
+def agreed(run: Run) -> tuple[bool, bool]:
+    """Whether a signal to any rank stops all of them here; and whether it is time for a checkpoint, by the main rank's clock.
+
+    Both are one number: 2 for a signal, 1 for the clock. A run that stops saves anyway.
+    """
+    is_time, largest = run.parallel.is_main and run.checkpoints.is_time(), 0.0
+
+    def all_reduce_max(stop: float) -> float:
+        nonlocal largest
+        largest = collectives.largest(2.0 * stop + is_time)
+        return float(largest >= 2.0)
+
+    return run.stop.agreed(all_reduce_max), largest == 1.0
+
+
+def tell(run: Run, progress: Progress, batch: GlobalBatch, trained: TrainedStep, rows: Mapping[RowKey, Row]) -> None:
+    """What a step says of itself; of one that the guard refused, who made its gradient. rows: those that waited before it."""
+    run.journal.step(progress, batch, trained)
+    if trained.refusal:
+        numbers = {key: rows[key].prompt_number for key in trained.refusal.rows}
+        places = {
+            (rollout, row): dict(rollout=rollout, row=row, prompt_number=number, dataset_row=run.prompts.row_of(number))
+            for (rollout, row), number in numbers.items()
+        }
+        run.journal.refusal(progress, trained.refusal.record(places), trained.refusal.lines(places))
+
+
+def end_if_skipped_too_often(run: Run, progress: Progress, refusal: Refusal | None) -> None:
+    """Raises RunError after `max_skipped_steps` refusals in a row."""
+    if refusal is None or refusal.skips.in_a_row < run.max_skipped_steps:
+        return
+    good = run.checkpoints.last_good(progress.step)
+    raise RunError(
+        f"{refusal.skips.in_a_row} optimizer steps in a row were skipped (max_skipped_steps {run.max_skipped_steps}), and the run ends. "
+        f"Of the last one, step {progress.step}, {refusal.why}; who made it is said above, and in skipped.jsonl. "
+        + (f"The last good checkpoint is {good}: --resume {good} goes on from it. " if good else "No checkpoint is known to be good yet. ")
+        + "The same settings come to the same gradients: change them (--lr, --clip_grad), or the rows that were named."
+    )
 
 
 def publish(run: Run, version: int) -> None:
@@ -114,14 +165,17 @@ def evaluate_if_due(run: Run, progress: Progress, steps: Iterable[int]) -> None:
         run.journal.evaluation(progress, results)
 
 
-def save(run: Run, progress: Progress, pending: Pending) -> None:
+def save(run: Run, progress: Progress, pending: Pending, *, completely: bool) -> None:
+    """completely: it is on the disk when this returns, also where checkpoints are written beside the steps."""
     with run.journal.clock("checkpoint"):
         run.checkpoints.save(progress, pending, run.policy, run.prompts)
+        if completely:
+            run.checkpoints.finish()
 
 
 @contextmanager
 def saved_if_nobody_samples(
-    run: Run, progress: Progress, pending: Pending, told: tuple[GlobalBatch, TrainedStep] | None = None
+    run: Run, progress: Progress, pending: Pending, told: tuple[GlobalBatch, TrainedStep, Mapping[RowKey, Row]] | None = None
 ) -> Iterator[None]:
     """Around sampling: if all rollout servers have gone for good, the run is saved as it was before, and ends. It can be resumed.
 
@@ -132,10 +186,10 @@ def saved_if_nobody_samples(
         yield
     except NobodySamples as nobody:
         if told:
-            run.journal.step(progress, *told)
+            tell(run, progress, *told)
         saved = "nothing was trained yet"
         if progress.step:
             run.prompts.restore(before)
-            save(run, progress, pending)
+            save(run, progress, pending, completely=True)
             saved = f"saved after optimizer step {progress.step} in {run.checkpoints.resume.output_dir}"
         raise NobodySamples(f"{nobody}; {saved}") from nobody

@@ -1,37 +1,33 @@
 """The sharded part of a checkpoint: Megatron-Core's `torch_dist` format, written in this process, with errors that every rank learns of.
 
-Megatron's own writer starts a manager process and forks writers. Here that is not wanted: a process of which the launcher knows nothing
-outlives a killed run, and forking a process that holds an engine and collective threads is a gamble. The files are the same.
+Megatron-Core's own writer starts a manager process and forks writers (see `writing` why not here), and gathers every rank's description on
+every rank, and on rank 0 at each save. The files are the same.
 """
 
 from __future__ import annotations
 
-import os
-import random
-from collections.abc import Iterator
+import io
+import json
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from megatron.core import dist_checkpointing, tensor_parallel
-from megatron.core.dist_checkpointing.core import CheckpointingConfig, CheckpointingException, save_config
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, CheckpointingException
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedBase
 from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
 from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess, save_preprocess
-from megatron.core.dist_checkpointing.strategies.torch import (
-    MCoreSavePlanner,
-    _replace_state_dict_keys_with_sharded_keys,
-    mcore_to_pyt_state_dict,
-)
 from megatron.core.dist_checkpointing.validation import StrictHandling
-from torch.distributed.checkpoint import FileSystemWriter  # noqa: TID251 - the file format
 from torch.distributed.checkpoint.api import CheckpointException  # noqa: TID251 - the file format
-from torch.distributed.checkpoint.state_dict_saver import save as save_torch_dist  # noqa: TID251 - the file format
 
+from megatron_grpo.checkpoint.pieces import Contents, Piece, Placed, dealt, metadata_of, pieces_of
 from megatron_grpo.checkpoint.strangers import nothing_runs, refuse_extra_state
+from megatron_grpo.checkpoint.writing import Entry, Staging, write_file, write_pieces
 from megatron_grpo.errors import RunError
 from megatron_grpo.parallel import collectives
 
@@ -61,21 +57,87 @@ def agreed(what: str) -> Iterator[None]:
         raise CheckpointError(f"{what}: {'; '.join(dict.fromkeys(texts))}") from cause
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Written:
+    """What this rank has written: its files by name, and what lies where in the one of the sharded state dict ("" where it has none)."""
+
+    files: dict[str, Entry]
+    file: str
+    placed: list[Placed]
+
+
+class ShardedWriter:
+    """Writes the sharded state dicts of one run, one after another, each rank its share. What does not change is not sent again.
+
+    group: the ranks that may hold what this rank holds, and share the writing of it; None for all. staged: what is to be written is copied
+    first, so that writing may go on beside training.
+    """
+
+    def __init__(self, group: Any = None, *, staged: bool = False):
+        self._group = group
+        self._staging = Staging() if staged else None
+        self._mine: frozenset[int] | None = None  # of what others hold too; the same for the whole run
+        self._known: list[Placed] | None = None  # what rank 0 has been told of
+        self._metadata = b""
+
+    def taken(self, state: dict[str, Any], others: dict[str, bytes]) -> Callable[[Path], Written]:
+        """What `state` holds now, as a function that writes it into a directory without asking other ranks. Collective.
+
+        others: files of this rank that go with it, by name. Where this is staged the model may change before the function runs.
+        """
+        with agreed("describing the model and optimizer"):
+            sharded, common = save_preprocess(state, validate_access_integrity=False)  # `metadata_of` sees to that, on one rank
+        if self._mine is None:
+            self._mine = dealt(sharded, self._group)
+        with agreed("copying the model and optimizer"):
+            pieces = pieces_of(sharded, self._mine)
+            if self._staging is not None:
+                pieces = self._staging.copies(pieces)
+            if collectives.rank() == 0:
+                stream = io.BytesIO()
+                torch.save(common, stream)
+                said = json.dumps(asdict(CheckpointingConfig("torch_dist", 1))).encode()
+                others = {"common.pt": stream.getvalue(), "metadata.json": said, **others}
+        return partial(_write, pieces, others, rank=collectives.rank())
+
+    def told(self, written: Written) -> Callable[[Path], dict[str, Entry]] | None:
+        """On rank 0, a function that writes `.metadata` and returns the files of all ranks; None elsewhere. Collective."""
+        is_new = bool(collectives.largest(written.placed != self._known))
+        parts = collectives.to_first((written.files, written.file, written.placed) if is_new else (written.files, "", ()))
+        self._known = written.placed
+        return None if parts is None else partial(self._publish, parts, is_new=is_new)
+
+    def _publish(
+        self, parts: Sequence[tuple[dict[str, Entry], str, Sequence[Placed]]], directory: Path, *, is_new: bool
+    ) -> dict[str, Entry]:
+        if is_new:
+            self._metadata = metadata_of([(file, placed) for _, file, placed in parts])
+        return {name: entry for files, *_ in parts for name, entry in files.items()} | {
+            ".metadata": write_file(directory / ".metadata", self._metadata)
+        }
+
+
+def _write(pieces: Sequence[tuple[Piece, Contents]], others: dict[str, bytes], directory: Path, *, rank: int) -> Written:
+    files, file, placed = {}, f"__{rank}_0.distcp" if pieces else "", list[Placed]()
+    try:
+        if pieces:
+            files[file], placed = write_pieces(directory / file, pieces)
+        files |= {name: write_file(directory / name, contents) for name, contents in others.items()}
+    except RuntimeError as error:
+        raise _first_cause(error) from error
+    return Written(files=files, file=file, placed=placed)
+
+
 def write_sharded(state: dict[str, Any], directory: Path) -> None:
-    """Writes a sharded state dict. Collective. Afterwards `directory` is what Megatron-Core's `dist_checkpointing.load` reads."""
-    with agreed("describing the model and optimizer"):
-        sharded, common = save_preprocess(state)
+    """Writes one sharded state dict. Collective. Afterwards `directory` is what Megatron-Core's `dist_checkpointing.load` reads."""
+    writer = ShardedWriter()
+    write = writer.taken(state, {})
     with agreed(f"writing {directory}"):
-        if collectives.rank() == 0:
-            save_to(directory / "common.pt", common)
-            save_config(CheckpointingConfig("torch_dist", 1), str(directory))
+        written = write(directory)
+    publish = writer.told(written)
     with agreed(f"writing {directory}"):
-        by_global_name, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, True)
-        save_torch_dist(
-            mcore_to_pyt_state_dict(by_global_name, False),
-            storage_writer=_Writer(directory, single_file_per_rank=True, sync_files=True, thread_count=1),
-            planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
-        )
+        if publish is not None:
+            publish(directory)
 
 
 def read_sharded(state: dict[str, Any], directory: Path, *, partly: bool = False) -> dict[str, Any]:
@@ -85,16 +147,16 @@ def read_sharded(state: dict[str, Any], directory: Path, *, partly: bool = False
     """
     with agreed(f"loading {directory} into this model"), nothing_runs(directory):
         mine = {leaf.key for leaf in nested_values(load_preprocess(state)[0]) if isinstance(leaf, ShardedBase)}
-        held = {part.key for part in load_sharded_metadata(str(directory)).values()}
-    wanted = set().union(*collectives.from_all(mine))
-    if wanted - held:
-        raise CheckpointError(f"it lacks {_some(wanted - held)}")
+        held = sorted({part.key for part in load_sharded_metadata(str(directory)).values()})
+    if collectives.largest(not mine <= set(held)):
+        raise CheckpointError(f"it lacks {_some(set().union(*collectives.from_all(mine - set(held))))}")
     # "_extra_state" is what Transformer Engine's layers keep beside their weights: nothing, unless they compute in FP8.
-    left_over = {name for name in held - wanted if not name.endswith("_extra_state")}
+    wanted = [name in mine or name.endswith("_extra_state") for name in held]
+    left_over = {name for name, is_wanted in zip(held, collectives.any_of_all(wanted), strict=True) if not is_wanted}
     if left_over and not partly:
         raise CheckpointError(f"it holds {_some(left_over)}, which this run has no use for")
     with agreed(f"loading {directory} into this model"), nothing_runs(directory):
-        loaded = dist_checkpointing.load(state, str(directory), strict=StrictHandling.RAISE_UNEXPECTED)
+        loaded = dist_checkpointing.load(state, str(directory), strict=StrictHandling.RAISE_UNEXPECTED, validate_access_integrity=False)
         refuse_extra_state(loaded)
         return loaded
 
@@ -102,58 +164,6 @@ def read_sharded(state: dict[str, Any], directory: Path, *, partly: bool = False
 def _some(names: set[str]) -> str:
     shown = sorted(names)[:2]
     return ", ".join(shown) + (f" and {len(names) - len(shown)} more" if len(names) > len(shown) else "")
-
-
-def save_to(path: Path, value: Any) -> None:
-    """`torch.save`, onto the disk. Through an open file: given a name, torch reports a full disk as "iostream error"."""
-    with path.open("wb") as stream:
-        torch.save(value, stream)
-        stream.flush()
-        os.fsync(stream.fileno())
-
-
-def sharded_files(directory: Path) -> list[str]:
-    """Names of the files this rank has written of a sharded state dict."""
-    names = [path.name for path in directory.glob(f"__{collectives.rank()}_*.distcp")]
-    return sorted(names + [name for name in (".metadata", "metadata.json", "common.pt") if collectives.rank() == 0])
-
-
-def random_state() -> dict[str, Any]:
-    """Every generator of this process, in types that load without pickle."""
-    version, words, gauss = random.getstate()
-    legacy = np.random.get_state()
-    assert isinstance(legacy, tuple)  # a dict where another bit generator has been set
-    name, keys, position, has_gauss, cached = legacy
-    state = {
-        "world_size": collectives.num_ranks(),
-        "python": [version, list(words), gauss],
-        "numpy": [name, torch.from_numpy(keys.astype(np.int64)), int(position), int(has_gauss), float(cached)],
-        "torch": torch.get_rng_state(),
-        "megatron": dict(tensor_parallel.get_cuda_rng_tracker().get_states()),
-    }
-    if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state()
-    return state
-
-
-def restore_random_state(path: Path) -> None:
-    """Sets the generators to what `random_state` returned, if this rank has a file from a run with as many ranks.
-
-    Under another number of ranks there is nothing to restore: prompts and sampling do not draw from them, so it does not matter.
-    """
-    if not path.exists():
-        return
-    state = torch.load(path, map_location="cpu", weights_only=True)
-    if state["world_size"] != collectives.num_ranks():
-        return
-    version, words, gauss = state["python"]
-    random.setstate((version, tuple(words), gauss))
-    name, keys, position, has_gauss, cached = state["numpy"]
-    np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, cached))
-    torch.set_rng_state(state["torch"])
-    tensor_parallel.get_cuda_rng_tracker().set_states(state["megatron"])
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])
 
 
 def _describe(error: BaseException) -> str:
@@ -171,13 +181,3 @@ def _first_cause(error: BaseException) -> BaseException:
     while cause is not None and not isinstance(cause, OSError):
         cause = cause.__context__ if isinstance(cause, RuntimeError) else None
     return cause or error
-
-
-class _Writer(FileSystemWriter):
-    """torch's writer; what it raises travels to the other ranks without its context, so the context is raised."""
-
-    def write_data(self, plan, planner):
-        try:
-            return super().write_data(plan, planner)
-        except RuntimeError as error:
-            raise _first_cause(error) from error

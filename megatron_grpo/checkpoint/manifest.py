@@ -1,6 +1,7 @@
 """`manifest.json`: what a checkpoint is of, what it was made with, and which files belong to it. No torch.
 
 Format 1 knew neither settings nor contents (they lay in grpo/config.yaml, without the values that follow from others), nor who wrote it.
+Format 2 had a file of random generators for each rank.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from megatron_grpo import __version__
 from megatron_grpo.types import Progress
 
 MANIFEST = "manifest.json"
+GOOD = "good.json"  # beside it, and not among its files: written when the weights have trained, some steps after they were saved
 CONFIG = "grpo/config.yaml"
-FORMAT = 2
+FORMAT = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +37,10 @@ class Origin:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """A checkpoint without what it holds. save_number: 1 for the first save of its folder, and so on; 0 in format 1."""
+    """A checkpoint without what it holds. save_number: 1 for the first save of its folder, and so on; 0 in format 1.
+
+    is_good: its weights, or those that came of them, have sampled, and a step was trained on it.
+    """
 
     directory: Path
     format: int
@@ -44,6 +49,7 @@ class Manifest:
     save_number: int
     origin: Origin
     files: Mapping[str, Mapping[str, Any]]
+    is_good: bool = False
 
     @property
     def step(self) -> int:
@@ -53,7 +59,8 @@ class Manifest:
 # Field -> the type it must have. `torch`, `world_size` and `versions` (of what is pending, by rollout) are for people.
 _COMMON = {"format": int, "step": int, "progress": dict, "batch": dict, "world_size": int, "torch": str, "num_pending": int,
            "versions": dict, "files": dict}  # fmt: skip
-_FIELDS = {1: _COMMON, 2: _COMMON | {"written_by": str, "save_number": int, "settings": dict, "content": dict, "job": dict}}
+_SINCE_2 = _COMMON | {"written_by": str, "save_number": int, "settings": dict, "content": dict, "job": dict}
+_FIELDS = {1: _COMMON, 2: _SINCE_2, 3: _SINCE_2}
 
 
 def facts(origin: Origin, progress: Progress, **more: Any) -> dict[str, Any]:
@@ -95,6 +102,7 @@ def read_manifest(directory: Path) -> Manifest | str:
         save_number=found.get("save_number", 0),
         origin=Origin(settings=settings, content=found.get("content", {}), sizes=found["batch"], job=found.get("job", {})),
         files=found["files"],
+        is_good=(directory / GOOD).is_file(),
     )
 
 
@@ -104,7 +112,7 @@ def _fault(found: Any) -> str | None:
         return "cannot be read (it is no object with a `format`)"
     if found["format"] not in _FIELDS:
         writer = found.get("written_by", "another version")
-        return f"is of format {found['format']}, written by {writer}; megatron_grpo {__version__} reads formats 1 and {FORMAT}"
+        return f"is of format {found['format']}, written by {writer}; megatron_grpo {__version__} reads formats 1 to {FORMAT}"
     known = _FIELDS[found["format"]]
     unknown = sorted(found.keys() - known.keys())
     if unknown:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from megatron_grpo import launcher
 from megatron_grpo.checkpoint.continuity import Difference, changes_since, problems_of
 from megatron_grpo.checkpoint.folder import POINTER, Folder, damage
-from megatron_grpo.checkpoint.manifest import MANIFEST, Manifest, Origin, read_manifest
+from megatron_grpo.checkpoint.manifest import FORMAT, MANIFEST, Manifest, Origin, read_manifest
 from megatron_grpo.checkpoint.samples import files_of_samples, unreadable
 from megatron_grpo.errors import ConfigError, Problem
 
@@ -34,6 +34,7 @@ WRITTEN_BY_A_RUN = (
     "hf_merged",
     "metrics.jsonl",
     "evaluations.jsonl",
+    "skipped.jsonl",
     "schedule.jsonl",
     "tensorboard",
 )
@@ -75,16 +76,27 @@ class Resume:
         manifest, total = chosen.manifest, self.num_steps
         pending = f", {manifest.num_pending} sampled completions wait to be trained" if manifest.num_pending else ""
         lines = [f"Resuming from {manifest.directory}: {manifest.step}{f' of {total}' if total else ''} optimizer steps done{pending}."]
+        lines.append(self._standing(manifest))
         if chosen.changes:
             lines += ["Changed since that checkpoint:", *(f"  {change}" for change in chosen.changes)]
         if manifest.format == 1:
             lines.append(
                 "It is of format 1, which does not say what model, data set and rewards held: that they are the same is not checked."
             )
+        if manifest.format < FORMAT:
+            lines.append(f"It is of format {manifest.format}, of a version before this one; the next save is of format {FORMAT}.")
         if total is not None and manifest.step >= total:
             more = "A larger --max_steps (or --num_train_epochs) continues it."
             lines.append(f"Nothing is left to do: the run is {total} optimizer steps long. {more}")
         return lines
+
+    def _standing(self, chosen: Manifest) -> str:
+        """Whether it is known that one can go on from a checkpoint; and if it is not, from which one."""
+        if chosen.is_good:
+            return "It is good: its weights have sampled and trained since."
+        others = [one.manifest for one in self.candidates if one.manifest.is_good and one.manifest.step < chosen.step]
+        before = f" The last one that is: {others[0].directory} (--resume takes it)." if others else ""
+        return f"Nothing was trained on what its weights sampled yet, so it is not known to be good.{before}"
 
 
 def judge_resume(

@@ -6,6 +6,7 @@ integers, a number, a string; each of them, or None. A file that lacks a field h
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, fields
@@ -30,7 +31,7 @@ class UnknownSamples(ValueError):
     """The file is whole, and says something that this version does not know."""
 
 
-def write_samples(path: Path, samples: Sequence[Any]) -> None:
+def file_of(samples: Sequence[Any]) -> bytes:
     """Columns of each kind of sample in the order of the list; `kinds` says which sample is of which kind."""
     arrays: dict[str, np.ndarray] = {"kinds": np.array([type(sample).__name__ for sample in samples], dtype=np.str_)}
     types: dict[str, dict[str, str]] = {}
@@ -41,12 +42,13 @@ def write_samples(path: Path, samples: Sequence[Any]) -> None:
             values = [getattr(sample, name) for sample in mine]
             arrays |= {f"{kind.__name__}.{name}{part}": array for part, array in _columns(column, values, name).items()}
     header = {"format": FORMAT, "written_by": f"megatron_grpo {__version__}", "kinds": types}
-    with path.open("wb") as stream:
-        np.savez(stream, allow_pickle=False, **{HEADER: np.array(json.dumps(header))}, **arrays)
+    stream = io.BytesIO()
+    np.savez(stream, allow_pickle=False, **{HEADER: np.array(json.dumps(header))}, **arrays)
+    return stream.getvalue()
 
 
 def read_samples(path: Path, kind: type = Sample) -> list[Any]:
-    """What `write_samples` wrote, in the same order: samples of `kind` and of the kinds below it. Raises UnknownSamples."""
+    """What `file_of` made, in the same order: samples of `kind` and of the kinds below it. Raises UnknownSamples."""
     with np.load(path, allow_pickle=False) as file:
         arrays = dict(file)
     header = _header(path, arrays, kind)

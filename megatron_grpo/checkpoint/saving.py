@@ -1,35 +1,31 @@
-"""Saving a run and putting it back. Every method is collective over all ranks; read `Checkpoints.save` first."""
+"""Saving a run and putting it back. Every method is collective over all ranks; read `Checkpoints.save` first.
+
+A save has three parts. What is to be saved is *taken*: described, and copied where the rest is to happen beside training. Then it is
+*written*, by each rank alone. When all ranks have, rank 0 *publishes* it: description, manifest, name, pointer. Written and published is in
+a thread with `async_save`; the ranks go from one part to the next together, where the loop calls `advance` or somebody waits in `finish`.
+"""
 
 from __future__ import annotations
 
 import json
-import shutil
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import asdict
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, TypeVar
 
 import torch
 
-from megatron_grpo.checkpoint import folder
-from megatron_grpo.checkpoint.distributed import (
-    CheckpointError,
-    agreed,
-    random_state,
-    read_sharded,
-    restore_random_state,
-    save_to,
-    sharded_files,
-    write_sharded,
-)
+from megatron_grpo.checkpoint import folder, generators
+from megatron_grpo.checkpoint.distributed import CheckpointError, ShardedWriter, Written, agreed, read_sharded
 from megatron_grpo.checkpoint.folder import Folder
 from megatron_grpo.checkpoint.manifest import CONFIG, facts
 from megatron_grpo.checkpoint.resume import OURS, Candidate, Resume, several, unusable
-from megatron_grpo.checkpoint.samples import files_of_samples, read_samples, write_samples
+from megatron_grpo.checkpoint.samples import file_of, files_of_samples, read_samples
+from megatron_grpo.checkpoint.writing import Task
 from megatron_grpo.errors import ConfigError, Problem
-from megatron_grpo.files import sync, write_whole
 from megatron_grpo.parallel import collectives
 from megatron_grpo.types import Progress, Row, Sample
 
@@ -45,6 +41,11 @@ class ShardedPolicy(Protocol):
     def sharded_state_dict(self, *, is_loading: bool) -> dict[str, Any]: ...
 
     def load_sharded_state_dict(self, state: dict[str, Any]) -> None: ...
+
+    def guard_state(self) -> dict[str, Any]:
+        """What its guard remembers, as JSON; the same on every rank."""
+
+    def restore_guard(self, state: dict[str, Any]) -> None: ...
 
     def resident(self, part: Literal["all"]) -> AbstractContextManager[None]:
         """Inside, everything that a checkpoint holds is in memory, and stays."""
@@ -72,11 +73,26 @@ class PromptState(Protocol):
     def restore(self, state: dict[str, Any]) -> None: ...
 
 
+@dataclass(slots=True)
+class Underway:
+    """A save that has been taken. publishes: it is written, and rank 0 publishes it; other ranks have nothing to do."""
+
+    step: int
+    facts: Mapping[str, Any]
+    task: Task[Any]
+    publishes: bool = False
+
+
+GOES_ON, FAILED = 1, 2  # what a rank says of its part of a save; the largest counts
+
+
 class Checkpoints:
     """Saves and restores a run under `output_dir`/checkpoints.
 
     resume: how the run begins, as `resume.judge_resume` found it. save_steps: optimizer steps between checkpoints, 0 for none but those
-    asked for with `save`. save_total_limit: how many are kept (None: all). say: how rank 0 tells a line (by default: prints it).
+    asked for with `save`. save_interval_seconds: the same by the clock of rank 0. save_total_limit: how many are kept (None: all).
+    async_save: files are written while training goes on. replicas: the group of ranks that may hold what this rank holds, and share the
+    writing of it; None for all. say: how rank 0 tells a line (by default: prints it).
     """
 
     def __init__(
@@ -84,14 +100,21 @@ class Checkpoints:
         resume: Resume,
         *,
         save_steps: int,
+        save_interval_seconds: float = 0.0,
         save_total_limit: int | None,
+        async_save: bool = False,
+        replicas: Any = None,
         say: Callable[[str], None] | None = None,
     ):
         self.resume, self.say = resume, say or partial(print, flush=True)
         self.folder = Folder(resume.output_dir / "checkpoints")
-        self.save_steps, self.save_total_limit = save_steps, save_total_limit
+        self.save_steps, self.save_total_limit, self.async_save = save_steps, save_total_limit, async_save
+        self.save_interval_seconds, self._saved_at = save_interval_seconds, time.monotonic()
+        self._sharded = ShardedWriter(replicas, staged=async_save)
         self._chosen: Candidate | None = None
-        self._saved_step: int | None = None
+        self._saved_step: int | None = None  # the last that is complete
+        self._underway: Underway | None = None
+        self._unproven: set[int] = set()  # steps of checkpoints of which it is not known whether they are good
 
     # -- saving ------------------------------------------------------------------------------------------------------------------------
 
@@ -99,59 +122,118 @@ class Checkpoints:
         """After so many optimizer steps: every `save_steps` of them."""
         return self.save_steps > 0 and step % self.save_steps == 0
 
-    def save(self, progress: Progress, pending: RowsToSave, policy: ShardedPolicy, prompts: PromptState) -> bool:
-        """Writes one checkpoint, unless this step has just been saved.
+    def is_time(self) -> bool:
+        """Whether `save_interval_seconds` have passed since the last checkpoint, or since the run began to train: by this rank's clock."""
+        return 0 < self.save_interval_seconds <= time.monotonic() - self._saved_at
 
-        Raises CheckpointError on every rank, and leaves no partial directory, when any rank cannot write.
-        """
-        step = progress.step
-        if step == self._saved_step:
-            return False
-        first = collectives.rank() == 0
+    def has_trained(self, version: int, step: int) -> None:
+        """Optimizer step `step`, the last one, was trained on what weights of `version` had sampled: checkpoints up to it are good."""
+        if collectives.rank() > 0:
+            return
         try:
+            self._unproven -= {saved for saved in self._unproven if saved <= version and self.folder.mark_good(saved, trained=step)}
+        except OSError as error:  # the step is as good as it was
+            self.say(f"WARNING: that a checkpoint is good cannot be written down ({error.strerror}); the next step tries again")
+
+    def last_good(self, step: int) -> Path | None:
+        """The last checkpoint up to `step` whose weights are known to have trained. Rank 0 looks. Collective."""
+        return collectives.from_first(self.folder.last_good(step) if collectives.rank() == 0 else None)
+
+    def save(self, progress: Progress, pending: RowsToSave, policy: ShardedPolicy, prompts: PromptState) -> bool:
+        """One checkpoint, unless this step has just been saved. With `async_save` it is complete after `finish`, or after some `advance`.
+
+        Waits for the one before. Raises CheckpointError on every rank, and leaves no partial directory, when any rank cannot write.
+        """
+        step, first = progress.step, collectives.rank() == 0
+        if step == (self._underway.step if self._underway else self._saved_step):
+            return False
+        self.finish()
+        with self._removed_if_it_fails(step):
             with agreed(f"creating {self.folder.path}"):
                 if first:
                     self.folder.begin(step)
-            writing = self.folder.being_written(step)
+            random = generators.collect()
+            with agreed("collecting what is not the model's"):
+                others = self._others(progress, pending, policy, prompts)
+            if random is not None:
+                others[f"{OURS}/{generators.FILE}"] = random
             with policy.resident("all"):
-                write_sharded(policy.sharded_state_dict(is_loading=False), writing)
-            with agreed(f"writing {writing}"):
-                names = self._write_ours(writing / OURS, progress, pending, prompts) + sharded_files(writing)
-                mine = folder.fingerprints(writing, names)
-            files = {name: entry for part in collectives.from_all(mine) for name, entry in part.items()}
-            with agreed(f"publishing {self.folder.directory(step)}"):
-                if first:
-                    self.folder.commit(step, self._facts(progress, pending), files)
+                write = self._sharded.taken(policy.sharded_state_dict(is_loading=False), others)
+                self._begin(step, self._facts(progress, pending), write)
+        if not self.async_save:
+            self.finish()
+        self._saved_at = time.monotonic()
+        return True
+
+    def advance(self) -> None:
+        """Between two steps: takes a save under way one part further, if all ranks are done with theirs; waits for none.
+
+        Raises CheckpointError on every rank if one of them has failed.
+        """
+        save = self._underway
+        if (
+            save is not None
+            and collectives.largest(GOES_ON if save.task.is_under_way else FAILED if save.task.has_failed else 0) != GOES_ON
+        ):
+            self._complete_part(save)
+
+    def finish(self) -> None:
+        """Returns when no save is under way. Raises CheckpointError on every rank if it has failed on any."""
+        while self._underway is not None:
+            self._complete_part(self._underway)
+
+    def _begin(self, step: int, facts: Mapping[str, Any], write: Callable[[Path], Written]) -> None:
+        task = Task(partial(write, self.folder.being_written(step)), beside=self.async_save)
+        self._underway = Underway(step, facts, task)
+
+    def _complete_part(self, save: Underway) -> None:
+        """Waits for this part of all ranks, and begins the next."""
+        with self._removed_if_it_fails(save.step):
+            if save.publishes:
+                with agreed(f"publishing {self.folder.directory(save.step)}"):
+                    save.task.result()
+                self._saved_step, self._underway = save.step, None
+                self._unproven.add(save.step)
+                if collectives.rank() == 0:
+                    self._unproven &= {save.step, *self.folder.steps()}
+                return
+            with agreed(f"writing {self.folder.being_written(save.step)}"):
+                written = save.task.result()
+            publish = self._sharded.told(written)
+            save.task = Task(partial(self._publish, save, publish), beside=self.async_save)
+            save.publishes = True
+
+    def _publish(self, save: Underway, describe: Callable[[Path], dict[str, Any]] | None) -> None:
+        """On rank 0, for which alone there is something to describe."""
+        if describe is not None:
+            files = describe(self.folder.being_written(save.step))
+            self.folder.commit(save.step, save.facts, files)
+            self.folder.retain(self.save_total_limit, newest=save.step)
+
+    @contextmanager
+    def _removed_if_it_fails(self, step: int) -> Iterator[None]:
+        try:
+            yield
         except CheckpointError as error:
-            if first:
+            self._underway = None
+            if collectives.rank() == 0:
                 self.folder.abandon(step)
             kept = f"the last complete one is of step {self._saved_step}" if self._saved_step else "this run has written none before"
             raise CheckpointError(f"The checkpoint of step {step} failed and was removed; {kept}. {error}") from error
-        self._saved_step = step
-        if first:
-            self.folder.retain(self.save_total_limit, newest=step)
-        return True
 
-    def _write_ours(self, ours: Path, progress: Progress, pending: RowsToSave, prompts: PromptState) -> list[str]:
-        """Writes what is not sharded; returns the names, relative to the checkpoint, of the files of this rank."""
-        (ours / "rng").mkdir(parents=True, exist_ok=True)
-        generators = ours / "rng" / f"rank_{collectives.rank():05d}.pt"
-        save_to(generators, random_state())
-        paths = [generators]
+    def _others(self, progress: Progress, pending: RowsToSave, policy: ShardedPolicy, prompts: PromptState) -> dict[str, bytes]:
+        """Files of this rank that are not sharded, by name: its rows, and on rank 0 what is the same for all."""
+        files = {}
         if rows := pending.to_save():
-            paths.append(ours / "pending" / f"rank_{collectives.rank():05d}.npz")
-            paths[-1].parent.mkdir(exist_ok=True)
-            write_samples(paths[-1], rows)
+            files[f"{OURS}/pending/rank_{collectives.rank():05d}.npz"] = file_of(rows)
         if collectives.rank() == 0:
-            write_whole(ours / "progress.json", json.dumps(asdict(progress)) + "\n")
-            write_whole(ours / "prompts.json", json.dumps(prompts.state()) + "\n")
-            paths += [ours / "progress.json", ours / "prompts.json"]
+            files[f"{OURS}/progress.json"] = f"{json.dumps(asdict(progress))}\n".encode()
+            files[f"{OURS}/prompts.json"] = f"{json.dumps(prompts.state())}\n".encode()
+            files[f"{OURS}/guard.json"] = f"{json.dumps(policy.guard_state())}\n".encode()
             config = self.resume.output_dir / "config.yaml"
             if config.exists():
-                paths.append(Path(shutil.copy(config, ours.parent / CONFIG)))
-        for path in paths:
-            sync(path)
-        return [str(path.relative_to(ours.parent)) for path in paths]
+                files[CONFIG] = config.read_bytes()
+        return files
 
     def _facts(self, progress: Progress, pending: RowsToSave) -> dict[str, Any]:
         """The manifest; `versions` is the ledger of what is pending, by rollout."""
@@ -194,6 +276,7 @@ class Checkpoints:
         nothing: what is pending then. cut: says which ranks are home to which row.
         Raises ConfigError where the checkpoint does not fit the model that has been built.
         """
+        self._saved_at = time.monotonic()
         if self._chosen is None:
             return Progress(), nothing
         directory = self._chosen.manifest.directory
@@ -216,13 +299,20 @@ class Checkpoints:
             ours = directory / OURS
             progress = Progress(**json.loads((ours / "progress.json").read_text()))
             prompts.restore(json.loads((ours / "prompts.json").read_text()))
+            if (ours / "guard.json").exists():  # a checkpoint from before there was a guard that remembers has none
+                policy.restore_guard(json.loads((ours / "guard.json").read_text()))
             mine = [
                 sample for path in files_of_samples(ours)[collectives.rank() :: collectives.num_ranks()] for sample in read_samples(path)
             ]
-            restore_random_state(ours / "rng" / f"rank_{collectives.rank():05d}.pt")
+            if self._chosen.manifest.format < 3:
+                generators.restore_from_own_file(ours / "rng" / f"rank_{collectives.rank():05d}.pt")
+            else:
+                generators.restore(ours / generators.FILE)
         pending = nothing.restored(mine, cut)
         if directory.parent.resolve() == self.folder.path.resolve():
             self._saved_step = progress.step
+            if not self._chosen.manifest.is_good:
+                self._unproven.add(progress.step)
         if collectives.rank() == 0:
             self.folder.sweep()
         return progress, pending

@@ -71,7 +71,7 @@ class Journal:
             if warning:
                 self.metrics.say(f"WARNING: {warning}")
         if trained.skipped:
-            self.metrics.say(f"optimizer step {progress.step}: {trained.skipped}")
+            self.metrics.say(f"optimizer step {progress.step} is skipped: {trained.skipped}")
         stats: dict[str, float] = {}
         if self._heard:
             stats = rollout_stats(self._heard, self.completions.reward_names)
@@ -79,6 +79,12 @@ class Journal:
                 stats |= selection_stats(self._heard, self.reward_weights)
         self._heard = []
         self.metrics.log(progress, stats | trained.metrics | batch.metrics | self.clock.take())
+
+    def refusal(self, progress: Progress, record: Mapping[str, Any], lines: Sequence[str]) -> None:
+        """The guard has refused the step just taken. lines: who made its gradient, in words."""
+        for line in lines:
+            self.metrics.say(f"  {line}")
+        self.metrics.log_skipped(progress, record)
 
     def evaluation(self, progress: Progress, results: Mapping[str, float]) -> None:
         self.metrics.log_evaluation(progress, results)

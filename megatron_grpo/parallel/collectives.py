@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import pickle
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -27,6 +27,11 @@ def rank() -> int:
 
 def num_ranks(group: Group = None) -> int:
     return dist.get_world_size(group) if dist.is_initialized() else 1
+
+
+def place_in(group: Group) -> int:
+    """This process's place in the group; None is all ranks."""
+    return dist.get_rank(group) if dist.is_initialized() else 0
 
 
 def has_job() -> bool:
@@ -72,6 +77,15 @@ def from_all(value: Any, group: Group = None) -> list[Any]:
         return [value]
     values: list[Any] = [None] * size
     dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def to_first(value: Any) -> list[Any] | None:
+    """Every rank's `value`, in rank order, on rank 0; None elsewhere. For what a file will hold: texts, records."""
+    if num_ranks() == 1:
+        return [value]
+    values: list[Any] | None = [None] * num_ranks() if rank() == 0 else None
+    dist.gather_object(value, values, dst=0)
     return values
 
 
@@ -131,6 +145,15 @@ def largest(number: float) -> float:
     tensor = torch.tensor([number], dtype=torch.float64, device=device_of_messages())
     dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
     return float(tensor)
+
+
+def any_of_all(flags: Sequence[bool]) -> list[bool]:
+    """For each of as many flags on every rank: whether it is set on any."""
+    if num_ranks() == 1 or not flags:
+        return list(flags)
+    tensor = torch.tensor(flags, dtype=torch.uint8, device=device_of_messages())
+    dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+    return tensor.bool().tolist()
 
 
 def wait_for_all() -> None:

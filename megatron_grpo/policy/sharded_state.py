@@ -1,9 +1,9 @@
 """What of a policy goes into a checkpoint, described so that any other layout can read it.
 
 Megatron-Core calls this a sharded state dict: every tensor carries its global name, global shape and this rank's place in it. Of the
-optimizer it holds the tensors (in the "fully reshardable" form: Adam moments are cut like the parameters they belong to, not like the flat
-buffers of one DP layout) and the step count. The rest of the optimizer, such as its parameter groups, depends on the layout or is a
-setting, and comes from the run that loads.
+optimizer it holds the tensors (Adam moments are cut like the parameters they belong to, not like the flat buffers of one DP layout; see
+`moments`) and the step count. The rest of the optimizer, such as its parameter groups, depends on the layout or is a setting, and comes
+from the run that loads.
 """
 
 from __future__ import annotations
@@ -18,14 +18,10 @@ from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from megatron_grpo.parallel import collectives
+from megatron_grpo.policy import moments
 
 REFERENCE = "reference."  # before the global names of a moving reference's tensors, which are the policy's
-# mem_efficient gathers the moments over gloo in host memory: the other way needs 12 bytes a parameter on the GPU, where there is no room.
-RESHARDABLE = {
-    "distrib_optim_sharding_type": "fully_reshardable",
-    "distrib_optim_fully_reshardable_mem_efficient": True,
-    "chained_optim_avoid_prefix": True,
-}
+RESHARDABLE = {"chained_optim_avoid_prefix": True}  # dense and expert parameters have an optimizer each; their names are theirs alone
 # A tensor for each layer, expert and half of a gated one. Megatron otherwise describes one over all layers, of whose moments a part would
 # lack where some are frozen.
 ONE_BY_ONE = {"singleton_local_shards": True}
@@ -39,7 +35,7 @@ def sharded_state(
     chunks: the model chunks of this stage (one, or `vpp` of them), each wrapped in Megatron's DistributedDataParallel or not.
     optimizer: a MegatronOptimizer; None leaves it out. scheduler: anything with `state_dict()`; None leaves it out.
     reference: chunks as `chunks`, but not wrapped; None leaves them out.
-    is_loading: describe where to load to, instead of what to save.
+    is_loading: describe where to load to, instead of what to save. A distributed optimizer's part is loaded in place.
     """
     is_whole = _all_train(chunks)
     how = RESHARDABLE if is_whole else RESHARDABLE | ONE_BY_ONE
@@ -51,8 +47,12 @@ def sharded_state(
         # With a single chunk Megatron expects the chunk's own dict, not a dict of chunks.
         whole = models["model"] if len(chunks) == 1 else models
         _make_room(optimizer)
-        described = optimizer.sharded_state_dict(whole, is_loading=is_loading, metadata=dict(how))
-        state["optimizer"] = dict_list_map_inplace(_local_unless_sharded, described)
+        if _is_distributed(optimizer):
+            kept = (box for part in _chain(optimizer) for box in moments.kept_here(part, whole))
+            state["optimizer"] = {str(place): box for place, box in enumerate(kept)}
+        else:
+            described = optimizer.sharded_state_dict(whole, is_loading=is_loading, metadata=dict(how))
+            state["optimizer"] = dict_list_map_inplace(_local_unless_sharded, described)
         state["optimizer_step"] = max(collectives.from_all(_step_of(optimizer)))  # a stage without anything that trains counts none
     if scheduler is not None:
         state["scheduler"] = scheduler.state_dict()
@@ -74,7 +74,9 @@ def load_state(
         if found.unexpected_keys or lost:
             raise ValueError(f"a checkpoint that has been read lacks {sorted(lost)[:3]} and has {found.unexpected_keys[:3]} besides")
     if optimizer is not None:
-        _load_optimizer(optimizer, state["optimizer"], state["optimizer_step"])
+        if not _is_distributed(optimizer):  # else it has been read in place
+            _load_optimizer(optimizer, state["optimizer"], state["optimizer_step"])
+        _count_steps(optimizer, state["optimizer_step"])
     if scheduler is not None:
         scheduler.load_state_dict(state["scheduler"])
     for name, chunk in _named(reference or ()):
@@ -123,25 +125,17 @@ def _make_room(optimizer: Any) -> None:
 
 
 def _load_optimizer(optimizer: Any, state: dict[Any, Any], step: int) -> None:
-    """`optimizer.load_state_dict`, with detours where torch's own Adam does the arithmetic (no Transformer Engine, no Apex).
-
-    Megatron-Core 0.16 to 0.19 then looks for the distributed optimizer's `step` among the tensors of the checkpoint, where it is not.
-    And it gives all parameters the same step tensor, which torch advances once for each of them.
-    """
+    """`optimizer.load_state_dict` of one that is not distributed. Megatron-Core looks for torch's `step` among the tensors."""
     chain = _chain(optimizer)
     states = [state] if len(chain) == 1 else [state[place] for place in range(len(chain))]
-    moments = []
     for part, values in zip(chain, states, strict=True):
         if isinstance(part.optimizer, torch.optim.Adam):
-            if isinstance(part, DistributedOptimizer):
-                moments.append((part, values.pop("param_state", {})))
-            else:
-                values.get("optimizer", values)["state"]["common_step"] = torch.tensor(float(step))
+            values.get("optimizer", values)["state"]["common_step"] = torch.tensor(float(step))
     optimizer.load_state_dict(state)
-    for part, values in moments:
-        for entry in part.optimizer.state.values():
-            del entry["step"]
-        part.load_parameter_state_from_fully_reshardable(values)
+
+
+def _count_steps(optimizer: Any, step: int) -> None:
+    """As many as the checkpoint counted. Megatron-Core gives all parameters one step tensor, which torch advances once for each of them."""
     for inner in torch_optimizers(optimizer):
         for group in inner.param_groups:
             if "step" in group:  # where Transformer Engine and Apex count
@@ -166,6 +160,10 @@ def torch_optimizers(optimizer: Any) -> Iterator[torch.optim.Optimizer]:
         if part.optimizer is not None:  # as where nothing trains on this rank
             yield part.optimizer
         yield from getattr(part.optimizer, "sub_optimizers", [])
+
+
+def _is_distributed(optimizer: Any) -> bool:
+    return all(isinstance(part, DistributedOptimizer) for part in _chain(optimizer))
 
 
 def _chain(optimizer: Any) -> list[Any]:

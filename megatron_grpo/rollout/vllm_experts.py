@@ -61,6 +61,8 @@ def wire_cpu_runner() -> None:
             )
         )
         output = sample(self, *args)
+        if pending is None:  # the first worker of an engine tells them
+            return output
         sampled = np.array([len(tokens) for tokens in output.sampled_token_ids])
         pending.enqueue_cpu_copy(sampled, np.zeros_like(sampled))  # nothing is drafted, so nothing is rejected
         output.aux_output_connector_output = pending.process_output()

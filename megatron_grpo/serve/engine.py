@@ -23,6 +23,7 @@ from megatron_grpo.serve.settings import Serving
 WORKER = "megatron_grpo.rollout.vllm_worker.LinkedWorker"
 # By its path, since vLLM takes its name for another one on a CPU: no worker process besides the engine's.
 ONE_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
+TOLD_WORKERS = "megatron_grpo.rollout.vllm_executor.ToldWorkers"
 
 
 class PushFailed(Exception):
@@ -212,6 +213,8 @@ def _options(serving: Serving, room: LoraPush | None, *, on_gpu: bool) -> dict[s
         from megatron_grpo.rollout import vllm_experts
 
         options |= vllm_experts.engine_options(on_gpu=on_gpu)
+        if rollout.vllm_tensor_parallel_size > 1 and not on_gpu:
+            options["distributed_executor_backend"] = TOLD_WORKERS
     if room is not None:
         from megatron_grpo.rollout.vllm_adapters import lora_options
 

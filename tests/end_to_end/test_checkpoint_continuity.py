@@ -12,7 +12,7 @@ import pytest
 from tests.end_to_end.runs import records, write_inputs
 from tests.ranks import run_ranks
 
-FORMAT_1 = Path(__file__).parents[1] / "data" / "format_1.tar.xz"
+DATA = Path(__file__).parents[1] / "data"
 SMALL = dict(layers=1, hidden=8, heads=2, kv_heads=2, head_dim=8, ffn=8)
 
 
@@ -138,10 +138,10 @@ def test_a_restart_does_not_overwrite(run):
     assert "Resuming from" in told and [record["step"] for record in records(out / "metrics.jsonl")] == [1, 2, 3, 4, 5]
 
 
-@pytest.mark.parametrize("case, world_size", [("one_rank", 1), ("two_ranks", 2)])
-def test_a_checkpoint_of_format_1_continues_as_the_code_that_wrote_it_did(tmp_path, monkeypatch, case, world_size):
-    """In the middle of a rollout; expected.json holds what that code trained next. tests/data/make_format_1.py made it."""
-    with tarfile.open(FORMAT_1) as tar:
+@pytest.mark.parametrize("written, case, world_size", [(1, "one_rank", 1), (1, "two_ranks", 2), (2, "two_ranks", 2)])
+def test_a_checkpoint_of_an_older_format_continues_as_the_code_that_wrote_it_did(tmp_path, monkeypatch, written, case, world_size):
+    """In the middle of a rollout; expected.json holds what that code trained next. tests/data/make_format_*.py made them."""
+    with tarfile.open(DATA / f"format_{written}.tar.xz") as tar:
         tar.extractall(tmp_path, filter="data")
     monkeypatch.chdir(tmp_path)  # paths in the files are relative
     flags, expected = (json.loads(Path(name).read_text())[case] for name in ("flags.json", "expected.json"))
@@ -149,7 +149,8 @@ def test_a_checkpoint_of_format_1_continues_as_the_code_that_wrote_it_did(tmp_pa
     assert [code for code, _ in results] == [0] * world_size, results
     told = results[0][1]
     assert "iter_0000004: 4 of 6 optimizer steps done, 12 sampled completions wait to be trained." in told
-    assert "of format 1" in told and "  max_steps  4 -> 6" in told
+    assert f"It is of format {written}, of a version before this one; the next save is of format 3." in told
+    assert "  max_steps  4 -> 6" in told and ("is not checked" in told) == (written == 1)
     found = records(tmp_path / case / "metrics.jsonl")
     assert [step["step"] for step in found] == [5, 6]
     for step, wanted in zip(found, expected, strict=True):

@@ -64,7 +64,7 @@ def servers(models, moe_models, certificate, tmp_path_factory):
     token = folder / "token"
     started = [
         Server(folder / "plain", models[0]), Server(folder / "lora", models[0], *lora),
-        Server(folder / "tls", moe_models[0], "--router_replay_mode", "R3",
+        Server(folder / "tls", moe_models[0], "--router_replay_mode", "R3", "--vllm_tensor_parallel_size", "2",
                "--ssl_certfile", str(cert), "--ssl_keyfile", str(key), "--metrics", "false", "--token_file",
                str(token), env={"MEGATRON_GRPO_TOKEN": ""}),
     ]  # fmt: skip

@@ -211,7 +211,7 @@ NAMES: Mapping[str, Foreign] = {
         *("dataset_num_proc", "download_mode", "lazy_tokenize", "strict", "remove_unused_columns"),
         *("train_dataloader_shuffle", "data_sharding", "data_seed", "group_by_length", "te_rng_tracker", "data_parallel_random_init"),
         *("use_cpu_initialization", "check_model", "model_type", "local_repo_path", "use_hf", "bridge_backend"),
-        *("save_safetensors", "save_missing_weights", "no_save_optim", "no_save_rng", "no_load_optim", "no_load_rng", "async_save"),
+        *("save_safetensors", "save_missing_weights", "no_save_optim", "no_save_rng", "no_load_optim", "no_load_rng"),
         *("use_persistent_ckpt_worker", "dist_ckpt_save_pre_mcore_014", "dist_ckpt_optim_fully_reshardable"),
         *("distrib_optim_fully_reshardable_mem_efficient", "max_shard_size", "create_checkpoint_symlink", "add_version"),
         *("logging_steps", "log_completions", "log_rollout_offpolicy_metrics", "wandb_log_unique_prompts", "tensorboard_dir"),

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from megatron_grpo.checkpoint import samples as file_of_samples
-from megatron_grpo.checkpoint.samples import UnknownSamples, column_types, read_samples, unreadable, write_samples
+from megatron_grpo.checkpoint.samples import UnknownSamples, column_types, file_of, read_samples, unreadable
 from megatron_grpo.types import AnchoredSample, Sample
 
 FORMAT_1 = Path(__file__).parents[2] / "data" / "format_1.tar.xz"
@@ -56,7 +56,7 @@ def assert_same(back, samples):
     [sample(AnchoredSample, old_logprobs=np.array([0, 0, np.nan, -1], np.float32), anchored_by="rollout")],
 ], ids=["none", "one", "mixed", "anchored", "without some log-probs"])  # fmt: skip
 def test_samples_survive_a_file_bit_for_bit(tmp_path, samples):
-    write_samples(tmp_path / "pending.npz", samples)
+    (tmp_path / "pending.npz").write_bytes(file_of(samples))
     assert_same(read_samples(tmp_path / "pending.npz"), samples)
     assert unreadable(tmp_path / "pending.npz") is None
 
@@ -99,22 +99,22 @@ EVERYTHING = [
 
 
 def test_ragged_tuples_arrays_of_any_shape_and_fields_that_are_none_survive(tmp_path):
-    write_samples(tmp_path / "file", EVERYTHING)
+    (tmp_path / "file").write_bytes(file_of(EVERYTHING))
     assert_same(read_samples(tmp_path / "file", Row), EVERYTHING)
     equal = [row(3, starts=(0, 1)), row(4, starts=(0, 2))]  # one shape: numpy would make a table of them
-    write_samples(tmp_path / "file", equal)
+    (tmp_path / "file").write_bytes(file_of(equal))
     assert_same(read_samples(tmp_path / "file", Row), equal)
 
 
 def test_token_ids_take_four_bytes_in_the_file_and_eight_in_memory(tmp_path):
-    write_samples(tmp_path / "file", EVERYTHING)
+    (tmp_path / "file").write_bytes(file_of(EVERYTHING))
     with np.load(tmp_path / "file") as arrays:
         assert arrays["Row.token_ids"].dtype == np.int32 and arrays["MarkedRow.kept_at"].dtype == np.int64
     assert read_samples(tmp_path / "file", Row)[0].token_ids.dtype == np.int64
 
 
 def test_pictures_are_not_saved(tmp_path):
-    write_samples(tmp_path / "file", [row(3, shown=((0, object()),))])
+    (tmp_path / "file").write_bytes(file_of([row(3, shown=((0, object()),))]))
     assert read_samples(tmp_path / "file", Row)[0].shown == ()
 
 
@@ -128,7 +128,7 @@ def change_header(path, change):
 
 
 def test_a_field_that_the_file_lacks_has_its_default(tmp_path):
-    write_samples(tmp_path / "file", [row(3, where="there", starts=(0, 1))])
+    (tmp_path / "file").write_bytes(file_of([row(3, where="there", starts=(0, 1))]))
     change_header(tmp_path / "file", lambda header: [header["kinds"]["Row"].pop(name) for name in ("where", "starts")])
     [back] = read_samples(tmp_path / "file", Row)
     assert (back.where, back.starts) == ("here", (0,))
@@ -144,7 +144,7 @@ def test_a_field_that_the_file_lacks_has_its_default(tmp_path):
     (lambda header: header.update(format=3), "has format 3; megatron_grpo 0.1.0 reads formats 1 and 2"),
 ], ids=["field", "kind", "type", "format"])  # fmt: skip
 def test_what_is_not_known_is_refused_with_its_name_and_the_version_that_wrote_it(tmp_path, change, says):
-    write_samples(tmp_path / "file", [row(3)])
+    (tmp_path / "file").write_bytes(file_of([row(3)]))
     change_header(tmp_path / "file", lambda header: (header.update(written_by="megatron_grpo 7.0"), change(header)))
     for read in (lambda: read_samples(tmp_path / "file", Row), lambda: _raise(unreadable(tmp_path / "file", Row))):
         with pytest.raises(UnknownSamples, match="was written by megatron_grpo 7.0 and has") as told:
@@ -165,7 +165,7 @@ def test_a_field_of_a_type_that_a_file_cannot_hold_is_an_error_and_not_lost():
     with pytest.raises(TypeError, match="Odd.table"):
         column_types(Odd)
     with pytest.raises(TypeError, match="experts has arrays of"):
-        write_samples(Path("never"), [row(1, experts=np.zeros(1)), row(1, experts=np.zeros((1, 1)))])
+        file_of([row(1, experts=np.zeros(1)), row(1, experts=np.zeros((1, 1)))])
 
 
 def test_every_field_of_todays_samples_can_be_saved():

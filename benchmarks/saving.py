@@ -1,0 +1,239 @@
+"""What a checkpoint costs: on the loop's path, in host memory, in files, and on the first rank, which describes all of them.
+
+    python benchmarks/saving.py quickstart [steps]     time/checkpoint beside time/step at --save_steps 1, in one run each
+    python benchmarks/saving.py real                   the save of a small model on 1, 2 and 4 gloo ranks
+    python benchmarks/saving.py grids                  every rank of 64, 1,024 and 16,384 GPUs, by the code that saves
+
+The grids are simulated: shapes of a real model, cut as Megatron-Core cuts them, by the package's own `boxes`, `shares` and `metadata_of`.
+Bytes, pieces, files and descriptions are counted and not guessed; seconds of the first rank are measured; seconds of a copy are bytes by a
+rate that is said.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import statistics
+import sys
+import tempfile
+import time
+import tracemalloc
+from collections.abc import Iterator
+from math import prod
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # the ranks of the tests
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from megatron_grpo.checkpoint.pieces import Piece, Placed, metadata_of, shares
+from megatron_grpo.policy.moments import boxes
+
+TO_HOST = 50e9  # bytes a second from a GPU to pinned memory; `plan` assumes the same
+HEADER = 1100  # bytes that torch writes around a tensor
+STATES = ("param", "exp_avg", "exp_avg_sq")
+Weight = tuple[str, tuple[int, ...], tuple[int, ...], tuple[int, ...]]  # name, this rank's shape, the whole's, where it begins
+
+MODELS = {
+    "Qwen3-8B": dict(layers=36, hidden=4096, heads=32, kv=8, ffn=12288, vocab=151936, experts=0),
+    "Qwen2.5-72B": dict(layers=80, hidden=8192, heads=64, kv=8, ffn=29568, vocab=152064, experts=0),
+    "Qwen3-235B-A22B": dict(layers=94, hidden=4096, heads=64, kv=4, ffn=1536, vocab=151936, experts=128),
+}
+GRIDS = [(64, "Qwen3-8B", dict(tp=4, pp=1, ep=1)), (1024, "Qwen2.5-72B", dict(tp=8, pp=4, ep=1)),
+         (16384, "Qwen3-235B-A22B", dict(tp=4, pp=2, ep=64))]  # fmt: skip
+
+
+# ---- simulated ranks ---------------------------------------------------------------------------------------------------------------------
+
+
+def dense_weights(m: dict, tp: int, pp: int, t: int, p: int) -> Iterator[Weight]:
+    hidden, width, stage = m["hidden"], 128, m["layers"] // pp
+
+    def cut(name: str, rows: int, columns: int, by: int) -> Iterator[Weight]:
+        shape = (rows // tp, columns) if by == 0 else (rows, columns // tp)
+        for layer in range(stage):
+            begins = (p * stage + layer, t * shape[0] if by == 0 else 0, 0 if by == 0 else t * shape[1])
+            yield name, (1, *shape), (m["layers"], rows, columns), begins
+
+    if p == 0:
+        yield "embedding", (m["vocab"] // tp, hidden), (m["vocab"], hidden), (t * (m["vocab"] // tp), 0)
+    yield from cut("linear_qkv", (m["heads"] + 2 * max(m["kv"], tp)) * width, hidden, 0)
+    yield from cut("linear_proj", hidden, m["heads"] * width, 1)
+    if not m["experts"]:
+        yield from cut("linear_fc1.gate", m["ffn"], hidden, 0)
+        yield from cut("linear_fc1.up", m["ffn"], hidden, 0)
+        yield from cut("linear_fc2", hidden, m["ffn"], 1)
+    whole = {"input_layernorm": (hidden,), "pre_mlp_layernorm": (hidden,), "q_layernorm": (width,), "k_layernorm": (width,)}
+    if m["experts"]:
+        whole["router"] = (m["experts"], hidden)
+    for name, shape in whole.items():
+        for layer in range(stage):
+            yield name, (1, *shape), (m["layers"], *shape), (p * stage + layer, *(0 for _ in shape))
+    if p == pp - 1:
+        yield "final_layernorm", (hidden,), (hidden,), (0,)
+        yield "output_layer", (m["vocab"] // tp, hidden), (m["vocab"], hidden), (t * (m["vocab"] // tp), 0)
+
+
+def expert_weights(m: dict, pp: int, ep: int, p: int, e: int) -> Iterator[Weight]:
+    if not m["experts"]:
+        return
+    stage, mine = m["layers"] // pp, m["experts"] // ep
+    for layer in range(p * stage, (p + 1) * stage):
+        for expert in range(e * mine, (e + 1) * mine):
+            for name, shape in (("gate", (m["ffn"], m["hidden"])), ("up", (m["ffn"], m["hidden"])), ("fc2", (m["hidden"], m["ffn"]))):
+                yield f"experts.{name}", (1, 1, *shape), (m["layers"], m["experts"], *shape), (layer, expert, 0, 0)
+
+
+def of_replicas(weights: list[Weight], size: int, replicated: set[str]) -> list[list[Placed]]:
+    """What each of `size` data-parallel ranks writes of these weights. replicated: names that another tensor-parallel rank writes."""
+    own = [weight for weight in weights if weight[0] not in replicated]
+    given = shares([[(number, 2 * prod(shape), rank == 0) for number, (_, shape, _, _) in enumerate(own)] for rank in range(size)])
+    total = sum(prod(shape) for _, shape, _, _ in weights)
+    length = -(-total // size)
+    found: list[list[Placed]] = []
+    starts, at = [], 0
+    for _, shape, _, _ in weights:
+        starts.append(at)
+        at += prod(shape)
+    first = 0
+    for rank in range(size):
+        pieces = [Piece(own[n][0], own[n][3], own[n][1], own[n][2], torch.bfloat16) for n in given[rank]]
+        begin, end = rank * length, min((rank + 1) * length, total)
+        while first + 1 < len(weights) and starts[first + 1] <= begin:
+            first += 1
+        number = first
+        while number < len(weights) and starts[number] < end:
+            name, shape, whole, begins = weights[number]
+            run = max(begin, starts[number]) - starts[number], min(end, starts[number] + prod(shape)) - starts[number]
+            for offset, size_ in boxes(*run, shape) if name not in replicated else ():
+                place = tuple(a + b for a, b in zip(begins, offset, strict=True))
+                pieces += [Piece(f"optimizer.state.{state}.{name}", place, size_, whole, torch.float32) for state in STATES]
+            number += 1
+        found.append(placed(pieces))
+    return found
+
+
+def placed(pieces: list[Piece]) -> list[Placed]:
+    result, at = [], 0
+    for piece in pieces:
+        length = HEADER + prod(piece.shape) * (2 if piece.dtype is torch.bfloat16 else 4)
+        result.append(Placed(piece, at, length))
+        at += length
+    return result
+
+
+def grid(world: int, m: dict, tp: int, pp: int, ep: int) -> list[list[Placed]]:
+    """What each rank writes. Ranks that hold dense weights alike, and those that hold experts alike, are dealt to in turn."""
+    dp, expert_dp = world // (tp * pp), world // (pp * ep)
+    ranks: list[list[Placed]] = [[] for _ in range(world)]
+    norms = {"input_layernorm", "pre_mlp_layernorm", "q_layernorm", "k_layernorm", "router", "final_layernorm"}
+    for p in range(pp):
+        for t in range(tp):
+            for d, pieces in enumerate(of_replicas(list(dense_weights(m, tp, pp, t, p)), dp, norms if t else set())):
+                ranks[(p * dp + d) * tp + t] += pieces
+        for e in range(ep if m["experts"] else 0):
+            for d, pieces in enumerate(of_replicas(list(expert_weights(m, pp, ep, p, e)), expert_dp, set())):
+                ranks[p * dp * tp + d * ep + e] += pieces
+    return ranks
+
+
+def one_grid(world: int, model: str, layout: dict) -> list[str]:
+    m = MODELS[model]
+    ranks = grid(world, m, **layout)
+    sizes = [sum(part.length for part in pieces) for pieces in ranks]
+    sent = sum(len(pickle.dumps(pieces)) for pieces in ranks)
+    before = time.perf_counter()
+    said = metadata_of([(f"__{rank}_0.distcp", pieces) for rank, pieces in enumerate(ranks) if pieces])
+    seconds = time.perf_counter() - before
+    tracemalloc.start()
+    pickle.loads(said)
+    memory = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    stage = sum(prod(shape) for _, shape, _, _ in dense_weights(m, layout["tp"], layout["pp"], 0, 0))
+    stage += sum(prod(shape) for _, shape, _, _ in expert_weights(m, layout["pp"], layout["ep"], 0, 0))
+    return [
+        f"{world:,}", f"{model}, {' '.join(f'{name.upper()}{size}' for name, size in layout.items() if size > 1)}",
+        f"{statistics.median(map(len, ranks)):.0f} ({max(map(len, ranks))})", f"{sum(1 for pieces in ranks if pieces) / world:.2f}",
+        f"{statistics.median(sizes) / 1e9:.3f} ({max(sizes) / 1e9:.3f})", f"{14 * stage / 1e9:.1f}", f"{max(sizes) / TO_HOST:.3f}",
+        f"{len(said) / 1e6:.1f}", f"{sent / 1e6:.1f}", f"{world * 250 / 1e6:.2f}", f"{seconds:.1f}", f"{memory / 1e6:.0f}",
+    ]  # fmt: skip
+
+
+def grids() -> Table:
+    counted = ("pieces a rank (most)", "files a rank", "GB a rank (most)", "GB of a rank before", "s of the copy")
+    described = (".metadata, MB", "sent to rank 0 at the first save, MB", "later, MB", "described in, s", "read, MB of memory")
+    table = Table("GPUs", "model, layout", *counted, *described)
+    for world, model, layout in GRIDS:
+        table.add_row(*one_grid(world, model, layout))
+    return table
+
+
+# ---- real ranks --------------------------------------------------------------------------------------------------------------------------
+
+
+def measure(rank: int, world: int, folder: Path, is_async: bool):
+    """(seconds that `save` took, seconds until it was complete), medians of some saves."""
+    from megatron_grpo.parallel import collectives
+    from megatron_grpo.types import Progress
+    from tests.distributed.test_checkpoint import Policy, Prompts, Waiting, checkpoints
+
+    policy, keeper = Policy(world, hidden=512, bf16=True), checkpoints(folder, async_save=is_async, save_total_limit=1)
+    held, whole = [], []
+    for step in range(1, 8):
+        policy.step()
+        collectives.wait_for_all()
+        begin = time.perf_counter()
+        keeper.save(Progress(step=step), Waiting(), policy, Prompts())
+        held.append(time.perf_counter() - begin)
+        keeper.finish()
+        whole.append(time.perf_counter() - begin)
+    return statistics.median(held[1:]), statistics.median(whole[1:])
+
+
+def real() -> Table:
+    from tests.ranks import run_ranks
+
+    table = Table("ranks", "", "held up, ms", "complete after, ms", "MB in files", "files")
+    for world in (1, 2, 4):
+        for is_async in (False, True):
+            with tempfile.TemporaryDirectory() as folder:
+                held, whole = run_ranks(measure, world, Path(folder), is_async, timeout=600)[0]
+                files = [path for path in Path(folder).rglob("iter_*/**/*") if path.is_file()]
+                size = sum(path.stat().st_size for path in files)
+            how = "beside" if is_async else "at once"
+            table.add_row(str(world), how, f"{held * 1e3:.0f}", f"{whole * 1e3:.0f}", f"{size / 1e6:.1f}", str(len(files)))
+    return table
+
+
+# ---- the quickstart ----------------------------------------------------------------------------------------------------------------------
+
+
+def quickstart(steps: int) -> Table:
+    """Whole runs: `time/checkpoint` is everything that a step waited for."""
+    import subprocess
+
+    table = Table("", "time/step, ms", "time/checkpoint, ms", "share", "share of the worst step", "steps without any save, ms")
+    here = Path(__file__).parents[1]
+    base = [sys.executable, "-m", "megatron_grpo", "train", "--config", "examples/quickstart/config.yaml", "--max_steps", str(steps),
+            "--eval_steps", "0", "--export_hf", "false"]  # fmt: skip
+    medians = {}
+    for name, flags in (("none", []), ("at once", ["--save_steps", "1"]), ("beside", ["--save_steps", "1", "--async_save", "true"])):
+        with tempfile.TemporaryDirectory() as out:
+            subprocess.run([*base, *flags, "--output_dir", out], cwd=here, check=True, stdout=subprocess.DEVNULL)
+            rows = [json.loads(line) for line in (Path(out) / "metrics.jsonl").read_text().splitlines()][2:]  # the first two warm up
+        whole, waited = ([row.get(f"time/{what}", 0.0) for row in rows] for what in ("step", "checkpoint"))
+        medians[name] = statistics.median(whole)
+        if name != "none":
+            share = sum(waited) / sum(whole)
+            worst = max(one / other for one, other in zip(waited, whole, strict=True))
+            step, save = statistics.median(whole) * 1e3, statistics.median(waited) * 1e3
+            table.add_row(name, f"{step:.0f}", f"{save:.1f}", f"{share:.1%}", f"{worst:.1%}", f"{medians['none'] * 1e3:.0f}")
+    return table
+
+
+if __name__ == "__main__":
+    what = sys.argv[1] if len(sys.argv) > 1 else "grids"
+    made = {"grids": grids, "real": real, "quickstart": lambda: quickstart(int(sys.argv[2]) if len(sys.argv) > 2 else 12)}[what]()
+    Console(width=200).print(made)

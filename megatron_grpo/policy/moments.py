@@ -1,0 +1,88 @@
+"""What a distributed optimizer keeps on this rank, described for a checkpoint where it lies: nothing is gathered, nothing is copied.
+
+Megatron-Core deals the elements of all weights out over the data-parallel ranks, in one flat row: this rank has a run of a weight's
+elements, from the middle of one row of the matrix to the middle of another. A checkpoint knows boxes. A run is at most 2 d - 1 boxes of a
+weight with d dimensions: the end of the first row, the whole rows, the beginning of the last. Each is a view of the optimizer's own memory:
+it is written from there, and read into it. The names and shapes in the checkpoint are those of Megatron-Core's "fully reshardable" form,
+whose own code gathers all of it on one rank first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]  # where it begins, and its shape
+
+
+def kept_here(optimizer: DistributedOptimizer, described: Mapping[str, Any]) -> Iterator[ShardedTensor]:
+    """Float32 weights and moments of this rank, box by box; views, so that loading into them loads the optimizer.
+
+    described: the sharded state dict of the optimizer's model chunks, with the parameters themselves in it.
+    """
+    if optimizer.is_stub_optimizer:  # nothing trains on this rank
+        return
+    weights = {id(leaf.data): leaf for leaf in nested_values(described) if isinstance(leaf, (ShardedTensor, ShardedTensorFactory))}
+    runs = (
+        run for ranges in optimizer.gbuf_ranges for buckets in ranges.values() for bucket in buckets for run in bucket["param_map"].items()
+    )
+    for parameter, places in runs:
+        leaf, first = weights[id(parameter)], places["param"].start
+        for name, values in optimizer._get_main_param_and_optimizer_states(parameter).items():
+            if name != "step":  # a count, and the same for all
+                for part in _parts(leaf, f"optimizer.state.{name}.{leaf.key}", values.dtype):
+                    yield from _boxes_of(part, values.detach(), first)
+
+
+def _parts(leaf: ShardedTensor | ShardedTensorFactory, key: str, dtype: torch.dtype) -> list[ShardedTensor]:
+    """The weight as the checkpoint has it, one tensor or several (the halves of a gated layer), without memory: views of nothing."""
+    nothing = torch.empty(leaf.data.shape, dtype=dtype, device="meta")
+    if isinstance(leaf, ShardedTensor):
+        return [replace(leaf, key=key, data=nothing, dtype=dtype)]
+    return list(nested_values({"parts": replace(leaf, key=key, data=nothing).build()}))
+
+
+def _boxes_of(part: ShardedTensor, run: torch.Tensor, first: int) -> Iterator[ShardedTensor]:
+    """What of `part` lies in a run of the weight's elements that begins at element `first`."""
+    assert part.data is not None and part.data.is_contiguous(), f"{part.key} is not whole rows of its weight, so no box holds a run of it"
+    begins, size = part.data.storage_offset(), part.data.numel()
+    start, end = max(first, begins), min(first + len(run), begins + size)
+    outer, at = part.prepend_axis_num, start - first
+    for offset, shape in boxes(start - begins, end - begins, tuple(part.local_shape)):
+        values, at = run[at : at + prod(shape)], at + prod(shape)
+        inside = (a + b for a, b in zip(part.global_offset[outer:], offset, strict=True))
+        shape = (1,) * outer + shape
+        yield replace(
+            part, data=values.view(shape), local_shape=shape, global_offset=(*part.global_offset[:outer], *inside), prepend_axis_num=0,
+            axis_fragmentations=None, replica_id=(*part.replica_id[:2], 0),  # no other data-parallel rank has it
+        )  # fmt: skip
+
+
+def boxes(start: int, end: int, shape: tuple[int, ...]) -> Iterator[Box]:
+    """The elements from `start` up to `end` of an array, counted row by row, as boxes in the same order."""
+    if start >= end:
+        return
+    if not shape:
+        yield (), ()
+        return
+    row = prod(shape[1:])
+    top, bottom = -(-start // row), end // row  # the rows that are whole
+    if top > bottom:  # a part of a single row
+        yield from _in_row(bottom, start - bottom * row, end - bottom * row, shape)
+        return
+    yield from _in_row(top - 1, start - (top - 1) * row, row, shape)
+    if top < bottom:
+        yield (top, *(0 for _ in shape[1:])), (bottom - top, *shape[1:])
+    yield from _in_row(bottom, 0, end - bottom * row, shape)
+
+
+def _in_row(number: int, start: int, end: int, shape: tuple[int, ...]) -> Iterator[Box]:
+    for offset, inner in boxes(start, end, shape[1:]) if start < end else ():
+        yield (number, *offset), (1, *inner)

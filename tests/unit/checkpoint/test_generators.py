@@ -1,0 +1,52 @@
+"""Random generators in a checkpoint: to the bit, also from the files that each rank had once."""
+
+from __future__ import annotations
+
+import random
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_grpo.checkpoint import generators
+
+FORMAT_2 = Path(__file__).parents[2] / "data" / "format_2.tar.xz"
+
+
+@pytest.fixture(autouse=True)
+def put_back():
+    before = generators.states()
+    yield
+    generators.set_states(before)
+
+
+def drawn():
+    return random.random(), random.gauss(0, 1), float(np.random.normal()), float(torch.rand(()))
+
+
+def test_what_was_collected_is_restored_to_the_bit_also_half_way_through_a_pair_of_gaussians(tmp_path):
+    random.gauss(0, 1), np.random.normal()
+    (tmp_path / "rng.npz").write_bytes(generators.collect())
+    before, numbers = generators.states(), drawn()
+    assert generators.states() != before
+    generators.restore(tmp_path / "rng.npz")
+    assert generators.states() == before and drawn() == numbers
+
+
+def test_a_file_that_one_rank_had_of_its_own_is_read(tmp_path):
+    with tarfile.open(FORMAT_2) as tar:
+        tar.extractall(tmp_path, filter="data")
+    [path] = (tmp_path / "one_rank").rglob("rank_00000.pt")
+    written = torch.load(path, weights_only=True)
+    generators.restore_from_own_file(path)
+    assert torch.equal(torch.get_rng_state(), written["torch"])
+    assert list(random.getstate()[1]) == written["python"][1]
+    assert np.array_equal(np.random.get_state()[1], written["numpy"][1].numpy())
+    roles = {name for name in generators.states() if name.startswith(generators.MEGATRON)}
+    assert roles == {f"{generators.MEGATRON}{role}" for role in written["megatron"]}
+    before = generators.states()
+    [other] = (tmp_path / "two_ranks").rglob("rank_00001.pt")
+    generators.restore_from_own_file(other)  # of a run with two ranks
+    assert generators.states() == before

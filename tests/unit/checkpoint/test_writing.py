@@ -1,0 +1,152 @@
+"""Files of a checkpoint before they are in one: who writes what, what they say of each other, copies, checksums, threads."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import threading
+from math import prod
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_grpo.checkpoint.distributed import _write
+from megatron_grpo.checkpoint.folder import fingerprints
+from megatron_grpo.checkpoint.pieces import Piece, Placed, Uncovered, metadata_of, require_whole, shares
+from megatron_grpo.checkpoint.strangers import _Data
+from megatron_grpo.checkpoint.writing import Staging, Task, write_file, write_pieces
+from megatron_grpo.policy.moments import boxes
+
+# ---- who writes what ---------------------------------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.tuples(st.sets(st.integers(0, 4), min_size=1), st.integers(1, 9), st.booleans()), max_size=12))
+def test_each_tensor_with_a_main_replica_is_written_once_by_a_rank_that_holds_it(tensors):
+    held = [
+        [(n, size, is_main and rank == min(ranks)) for n, (ranks, size, is_main) in enumerate(tensors) if rank in ranks]
+        for rank in range(5)
+    ]
+    given = shares(held)
+    for number, (ranks, _, is_main) in enumerate(tensors):
+        writers = {rank for rank in range(5) if number in given[rank]}
+        assert len(writers) == is_main and writers <= ranks
+
+
+def test_the_bytes_are_dealt_evenly():
+    sizes = [512, 512, 512, 512, 300, 300, 200, 100, 8, 8, 8, 8]
+    given = shares([[(number, size, rank == 0) for number, size in enumerate(sizes)] for rank in range(4)])
+    loads = [sum(sizes[number] for number in names) for names in given]
+    assert max(loads) - min(loads) <= 300 and max(loads) < 0.3 * sum(sizes)
+
+
+# ---- .metadata ---------------------------------------------------------------------------------------------------------------------------
+
+
+def piece(offset, shape, whole=(4, 4), key="w"):
+    return Placed(Piece(key, offset, shape, whole, torch.float32), 0, 64)
+
+
+def test_a_description_is_what_torch_reads_and_unpickles_without_strange_names():
+    said = metadata_of(
+        [("__0_0.distcp", [piece((0, 0), (2, 4)), Placed(Piece("object"), 64, 8)]), ("", []), ("__2_0.distcp", [piece((2, 0), (2, 4))])]
+    )
+    found = _Data(io.BytesIO(said)).load()
+    assert {part.relative_path for part in found.storage_data.values()} == {"__0_0.distcp", "__2_0.distcp"}
+    assert found.state_dict_metadata["w"].size == (4, 4) and found.state_dict_metadata["w"].properties.dtype is torch.float32
+    assert pickle.loads(said).state_dict_metadata["w"].chunks[1].offsets == (2, 0)
+
+
+@pytest.mark.parametrize("second", [[], [piece((1, 0), (3, 4))], [piece((0, 0), (2, 4))], [piece((2, 0), (3, 4))]],
+                         ids=["gap", "overlap", "twice", "outside"])  # fmt: skip
+def test_pieces_that_are_not_the_whole_are_refused(second):
+    with pytest.raises(Uncovered, match="w"):
+        metadata_of([("__0_0.distcp", [piece((0, 0), (2, 4))]), ("__1_0.distcp", second)])
+
+
+@given(shape=st.lists(st.integers(1, 4), max_size=3).map(tuple), data=st.data())
+def test_boxes_are_the_whole_if_and_only_if_each_element_is_in_one_of_them(shape, data):
+    """Against counting: runs of a tensor cut anywhere, as boxes, of which some are lost, doubled or moved."""
+    size = prod(shape)
+    places = sorted({0, size, *data.draw(st.lists(st.integers(0, size), max_size=3))})
+    found = [box for start, end in zip(places, places[1:]) for box in boxes(start, end, shape)]
+    for _ in range(data.draw(st.integers(0, 2))):
+        box = data.draw(st.sampled_from(found))
+        change = data.draw(st.sampled_from(["lose", "double", "move"]))
+        if change != "double" and len(found) > 1:
+            found.remove(box)
+        if change == "double":
+            found.append(box)
+        if change == "move":
+            found.append((tuple(max(0, min(a + data.draw(st.integers(-1, 1)), m - n)) for a, n, m in zip(*box, shape)), box[1]))
+    counts = np.zeros(shape, dtype=int)
+    for offset, extent in found:
+        counts[tuple(slice(a, a + n) for a, n in zip(offset, extent, strict=True))] += 1
+    if (counts == 1).all():
+        require_whole("w", shape, found)
+    else:
+        with pytest.raises(Uncovered, match="^w "):
+            require_whole("w", shape, found)
+
+
+# ---- files -------------------------------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_hashed_while_it_is_written_is_the_file(tmp_path):
+    pieces = [(Piece("a", (0,), (5,), (5,), torch.float32), torch.arange(5.0)), (Piece("object"), b"bytes"),
+              (Piece("b", (0, 0), (3, 2), (3, 2), torch.bfloat16), torch.ones(3, 2, dtype=torch.bfloat16))]  # fmt: skip
+    entry, placed = write_pieces(tmp_path / "file", pieces)
+    assert {"file": entry} == fingerprints(tmp_path, ["file"])
+    content = (tmp_path / "file").read_bytes()
+    found = [content[start : start + length] for _, start, length in placed]
+    assert b"".join(found) == content and found[1] == b"bytes"
+    assert torch.equal(torch.load(io.BytesIO(found[2]), weights_only=True), pieces[2][1])
+    assert {"in/it": write_file(tmp_path / "in" / "it", b"words")} == fingerprints(tmp_path, ["in/it"])
+
+
+def test_a_view_is_saved_without_the_rest_of_its_storage(tmp_path):
+    whole = torch.zeros(100_000)
+    entry, _ = write_pieces(tmp_path / "file", [(Piece("a", (0,), (5,), (5,), torch.float32), whole[:5])])
+    assert entry["bytes"] < 4000
+
+
+def test_a_rank_that_writes_nothing_leaves_no_file(tmp_path):
+    written = _write([], {}, tmp_path, rank=3)
+    assert not list(tmp_path.iterdir()) and (written.files, written.file, written.placed) == ({}, "", [])
+
+
+# ---- copies ------------------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_copy_stays_as_it_was_and_its_memory_is_used_again():
+    staging, source = Staging(), [torch.arange(7.0), torch.arange(6, dtype=torch.int8).view(2, 3), torch.arange(9.0).bfloat16()]
+    before = [tensor.clone() for tensor in source]
+    pieces = [(Piece(str(n)), tensor) for n, tensor in enumerate(source)] + [(Piece("object"), b"bytes")]
+    copied = staging.copies(pieces)
+    for tensor in source:
+        tensor.fill_(3)
+        tensor.untyped_storage().resize_(0)  # as where the memory is given to the sampler
+    assert [key for (key, *_), _ in copied] == ["0", "1", "2", "object"] and copied[3][1] == b"bytes"
+    for (_, contents), wanted in zip(copied, before, strict=False):
+        assert contents.dtype == wanted.dtype and torch.equal(contents, wanted)
+    places = [contents.data_ptr() for _, contents in copied[:3]]
+    again = staging.copies([(Piece(str(n)), tensor + 1) for n, tensor in enumerate(before)])
+    assert [contents.data_ptr() for _, contents in again] == places
+
+
+def test_what_goes_wrong_beside_is_raised_where_somebody_asks():
+    held = threading.Event()
+
+    def work():
+        held.wait()
+        raise OSError("disk")
+
+    task = Task(work, beside=True)
+    assert task.is_under_way and not task.has_failed
+    held.set()
+    with pytest.raises(OSError, match="disk"):
+        task.result()
+    assert task.has_failed and not task.is_under_way
+    assert Task(lambda: 3, beside=False).result() == 3

@@ -1,0 +1,29 @@
+"""A run of a weight's elements as boxes: what a distributed optimizer keeps on a rank, in the words of a checkpoint."""
+
+from __future__ import annotations
+
+from math import prod
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_grpo.policy.moments import boxes
+
+
+@given(shape=st.lists(st.integers(1, 5), max_size=4).map(tuple), data=st.data())
+def test_boxes_are_the_run_element_for_element_and_as_few_as_promised(shape, data):
+    numbers = np.arange(prod(shape)).reshape(shape)
+    start = data.draw(st.integers(0, numbers.size))
+    end = data.draw(st.integers(start, numbers.size))
+    found = list(boxes(start, end, shape))
+    cut = [numbers[tuple(slice(a, a + n) for a, n in zip(offset, size, strict=True))] for offset, size in found]
+    assert [part.shape for part in cut] == [size for _, size in found]
+    assert [int(number) for part in cut for number in part.ravel()] == list(range(start, end))
+    assert len(found) <= max(1, 2 * len(shape) - 1)
+
+
+def test_the_middle_of_one_row_to_the_middle_of_another_is_three_boxes():
+    assert list(boxes(5, 18, (5, 4))) == [((1, 1), (1, 3)), ((2, 0), (2, 4)), ((4, 0), (1, 2))]
+    assert list(boxes(5, 7, (5, 4))) == [((1, 1), (1, 2))]  # within a row
+    assert list(boxes(4, 12, (5, 4))) == [((1, 0), (2, 4))]  # whole rows
