@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from megatron_grpo.errors import RunError
+from megatron_grpo.errors import GivenUp, RunError
 from megatron_grpo.rollout import wire
 from megatron_grpo.rollout.dealing import CALLS, MOST_DEATHS, Dealing, chunk_size
 from megatron_grpo.rollout.fleet import Fleet, Member
@@ -60,12 +60,13 @@ class Question:
         self.version = version
         self.ask(fleet)
 
-    def wait(self) -> int:
+    def wait(self, gives_up: Callable[[], bool] = lambda: False) -> int:
         """Until all is answered, or nobody is left to ask: how many prompts are then left. Raises RunError where a prompt cannot be
-        answered by anybody."""
+        answered by anybody, and GivenUp soon after `gives_up()` is true."""
         with self._changed:
-            # Woken now and then, so that the main thread hears of signals.
             while self._open and not self._is_over:
+                if gives_up():
+                    raise GivenUp
                 self._changed.wait(timeout=1.0)
             if self._refusal is not None:
                 raise self._refusal
