@@ -23,13 +23,13 @@ def run(tmp_path_factory):
     flags = [*write_inputs(folder), *("--output_dir", str(folder / "out")), *("--max_steps", str(STEPS))]
     flags += ["--eval_dataset", str(folder / "data.jsonl"), "--log_entropy", "true"]
     hub = SmallHub()
-    pushes = ["--push_to_hub", "true", "--hub_model_id", "me/even"]
-    assert run_ranks(train_and_push, 2, [*flags, *pushes], hub.address, timeout=180) == [0, 0]
+    assert run_ranks(train_and_push, 2, [*flags, *PUSHES], hub.address, timeout=180) == [0, 0]
     hub.close()
     PUSHED.update(hub.repositories)
     return folder / "out", flags
 
 
+PUSHES = ["--push_to_hub", "true", "--hub_model_id", "me/even"]
 PUSHED: dict[str, dict] = {}
 
 
@@ -138,7 +138,7 @@ def test_the_resolved_configuration_can_be_used_again(run):
     from megatron_grpo.settings.parse import resolve
 
     again = resolve(["--config", str(run[0] / "config.yaml")], launcher_world_size=2)
-    first = resolve(run[1], launcher_world_size=2)
+    first = resolve([*run[1], *PUSHES], launcher_world_size=2)
     assert again.groups() == first.groups()
 
 

@@ -101,6 +101,7 @@ _READ_TOGETHER = Foreign(read=lambda words, given: {})  # `settle` below reads t
 NAMES: Mapping[str, Foreign] = {
     "policy.model.path": same("model"),
     "project_name": same("project"),
+    "run_name": same("run_name"),
     "policy.optimizer_config.lr": same("lr"),
     "policy.optimizer_config.adam_betas": reads(_betas, "adam_beta1 and adam_beta2"),
     "policy.optimizer_config.weight_decay": same("weight_decay"),

@@ -115,6 +115,24 @@ def test_what_skyrl_would_not_take_is_refused(words, says):
     assert any(says in problem.message for problem in error.value.problems)
 
 
+@pytest.mark.parametrize(
+    ("dialect", "words", "found"),
+    [
+        ("swift", "--wandb_project ours --wandb_exp_name mine", dict(project="ours", run_name="mine")),
+        ("swift", "--swanlab_project ours --load_from_cache_file false", dict(project="ours", load_from_cache_file=False)),
+        ("trl", "--project ours --run_name mine --report_to all", dict(project="ours", run_name="mine", report_to=["all"])),
+        ("trl", "--push_to_hub --hub_model_id me/a", dict(push_to_hub=True, hub_model_id="me/a")),
+        ("trl", "--hub_model_id me/a --hub_private_repo true", dict(push_to_hub=False, hub_model_id=None, hub_private_repo=None)),
+        ("swift", "--hub_model_id me/a --hub_token none", dict(push_to_hub=False, hub_model_id=None)),
+        ("skyrl", "trainer.project_name=ours trainer.run_name=mine", dict(project="ours", run_name="mine")),
+    ],
+)
+def test_names_of_services_and_of_the_hub(dialect, words, found):
+    parsed = parse(["--dialect", dialect, *words.split()], dialects=DIALECTS)
+    assert parsed.problems == [] and values(parsed.config, found) == found
+    assert ("does nothing without push_to_hub" in " ".join(parsed.notes)) == ("hub_model_id" in found and not found["push_to_hub"])
+
+
 def test_a_kl_that_was_typed_is_no_default():
     shown = {
         words: [row.name for row in parse(["--dialect", "skyrl", *words.split()], dialects=DIALECTS).defaults]
