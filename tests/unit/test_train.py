@@ -211,9 +211,11 @@ def run_to_its_end(case: Case) -> tuple[dict, dict, list]:
         last, how = min(ends.items(), default=(case.num_steps, ""))
         policy, journal = Policy(BatchCut(dp_size=1, micro_batch_size=2), ends=ends), Journal()
         try:
-            train(run_of(case, policy, journal, disk, is_dropped_at=last if how == "drop" else None))
+            train(run_of(case, policy, journal, disk, is_dropped_at=last if how == "drop" else None,
+                         is_given_up_at=last if how == "give up" and last in case.comes_in else None))  # fmt: skip
         except (Interrupted, Killed):
             del ends[last]
+        disk.opened.set()
         for step, rows in policy.trained.items():
             assert trained.setdefault(step, rows) == rows, f"step {step} was trained again, on something else"
         evaluated |= journal.evaluated
@@ -238,9 +240,12 @@ class Stop:
         return "SIGTERM"
 
 
-def run_of(case: Case, policy: Policy, journal: Journal, disk: Disk, *, is_dropped_at: int | None) -> Run:
-    """A process. is_dropped_at: the step whose signal finds something under way that does not end by itself."""
-    stuck = max((step for step in case.comes_in if step <= is_dropped_at), default=-1) if is_dropped_at is not None else -1
+def run_of(
+    case: Case, policy: Policy, journal: Journal, disk: Disk, *, is_dropped_at: int | None, is_given_up_at: int | None = None
+) -> Run:
+    """A process. is_dropped_at, is_given_up_at: the step whose signal finds something under way that does not end by itself."""
+    launched_before = is_given_up_at if is_dropped_at is None else is_dropped_at + 1
+    stuck = max((step for step in case.comes_in if launched_before is not None and step < launched_before), default=-1)
 
     def slow(prompt, place, version):
         if version == stuck and threading.current_thread() is not threading.main_thread():
