@@ -228,13 +228,15 @@ def run_to_its_end(case: Case) -> tuple[dict, dict, list]:
 @dataclass
 class Stop:
     policy: Policy
+    journal: Journal
 
     def agreed(self, all_reduce_max) -> bool:
         has_trained, self.policy.has_trained = self.policy.has_trained, False
         return self.policy.ends.get(self.policy.version - has_trained) in (("stop", "drop") * has_trained + ("rest", "give up"))
 
     def gives_up(self) -> bool:
-        return self.policy.ends.get(self.policy.version) == "give up" and not self.policy.has_trained
+        is_sampling = len(self.journal.batches) == len(self.policy.trained)  # and not saving the step before
+        return is_sampling and self.policy.ends.get(self.policy.version) == "give up"
 
     def why(self, from_all) -> str:
         return "SIGTERM"
@@ -253,7 +255,7 @@ def run_of(
         return answer(prompt, place, version)
 
     disk.stuck, disk.opened = stuck, threading.Event()
-    engine, stream, stop = ScriptedEngine(slow), Stream(), Stop(policy)
+    engine, stream, stop = ScriptedEngine(slow), Stream(), Stop(policy, journal)
     engine.gives_up = stop.gives_up
     asker = Asker(engine, Judge(), sampling=SAMPLING, seed=0, clock=journal.clock)
     return Run(
