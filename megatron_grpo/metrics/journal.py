@@ -103,6 +103,8 @@ class Journal:
 
     def _kept(self, *, before: int) -> dict[str, float]:
         """What `keep` wrote just before this optimizer step; nothing, if it did not."""
+        if not self.metrics.tells:
+            return {}
         with suppress(OSError, ValueError, KeyError):
             kept = json.loads(self._untold.read_text(encoding="utf-8"))
             if kept["step"] == before - 1:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_grpo.cleanup import CleanUp
+from megatron_grpo.cleanup import CleanUp, _adopts
 
 
 def fails(name):
@@ -43,3 +43,20 @@ def test_an_engine_that_fails_and_then_cannot_sleep_names_the_failure(monkeypatc
     with pytest.raises(ValueError, match="no such token"):
         with engine.awake():
             raise ValueError("no such token")
+
+
+@pytest.mark.parametrize(
+    ("pid", "name", "command", "adopts"),
+    [
+        (1, "systemd", "/sbin/init", True),
+        (1, "tini", "/usr/bin/tini\0--\0torchrun\0train.py", True),
+        (1, "pt_elastic", "/usr/bin/python3.11\0/usr/bin/torchrun\0train.py", False),  # the first process of a container
+        (900, "systemd", "/lib/systemd/systemd\0--user", True),
+        (900, "bash", "bash\0-c\0torchrun train.py", False),
+    ],
+)
+def test_who_takes_in_orphans_is_no_launcher(tmp_path, pid, name, command, adopts):
+    (tmp_path / str(pid)).mkdir()
+    (tmp_path / str(pid) / "comm").write_text(name + "\n")
+    (tmp_path / str(pid) / "cmdline").write_text(command)
+    assert _adopts(pid, tmp_path) == adopts and not _adopts(7, tmp_path)

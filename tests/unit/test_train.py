@@ -241,10 +241,11 @@ def run_to_its_end(case: Case) -> tuple[dict, dict, list]:
         last, how = min(ends.items(), default=(case.num_steps, ""))
         policy, journal = Policy(BatchCut(dp_size=1, micro_batch_size=2), ends=ends, refuses=case.refused), Journal()
         try:
-            dropped = last if how == "drop" else last - 1 if how == "give up" and last in case.comes_in else None
-            train(run_of(case, policy, journal, disk, is_dropped_at=dropped, drains=how != "drop"))
+            train(run_of(case, policy, journal, disk, is_dropped_at=last if how == "drop" else None,
+                         is_given_up_at=last if how == "give up" and last in case.comes_in else None))  # fmt: skip
         except (Interrupted, Killed):
             del ends[last]
+        disk.opened.set()
         for step, rows in policy.trained.items():
             assert trained.setdefault(step, rows) == rows, f"step {step} was trained again, on something else"
         evaluated |= journal.evaluated
@@ -257,21 +258,26 @@ def run_to_its_end(case: Case) -> tuple[dict, dict, list]:
 @dataclass
 class Stop:
     policy: Policy
+    journal: Journal
 
     def agreed(self, all_reduce_max) -> bool:
         has_trained, self.policy.has_trained = self.policy.has_trained, False
         return self.policy.ends.get(self.policy.version - has_trained) in (("stop", "drop") * has_trained + ("rest", "give up"))
 
     def gives_up(self) -> bool:
-        return self.policy.ends.get(self.policy.version) == "give up" and not self.policy.has_trained
+        is_sampling = len(self.journal.batches) == len(self.policy.trained)  # and not saving the step before
+        return is_sampling and self.policy.ends.get(self.policy.version) == "give up"
 
     def why(self, from_all) -> str:
         return "SIGTERM"
 
 
-def run_of(case: Case, policy: Policy, journal: Journal, disk: Disk, *, is_dropped_at: int | None, drains: bool = True) -> Run:
-    """A process. is_dropped_at: what was launched last up to this step does not end by itself. drains: a signal waits for what does."""
-    stuck = max((step for step in case.comes_in if step <= is_dropped_at), default=-1) if is_dropped_at is not None else -1
+def run_of(
+    case: Case, policy: Policy, journal: Journal, disk: Disk, *, is_dropped_at: int | None, is_given_up_at: int | None = None
+) -> Run:
+    """A process. is_dropped_at, is_given_up_at: the step whose signal finds something under way that does not end by itself."""
+    launched_before = is_given_up_at if is_dropped_at is None else is_dropped_at + 1
+    stuck = max((step for step in case.comes_in if launched_before is not None and step < launched_before), default=-1)
 
     def slow(prompt, place, version):
         if version == stuck and threading.current_thread() is not threading.main_thread():
@@ -279,14 +285,14 @@ def run_of(case: Case, policy: Policy, journal: Journal, disk: Disk, *, is_dropp
         return answer(prompt, place, version, case.refused)
 
     disk.stuck, disk.opened = stuck, threading.Event()
-    engine, stream, stop = ScriptedEngine(slow), Stream(), Stop(policy)
+    engine, stream, stop = ScriptedEngine(slow), Stream(), Stop(policy, journal)
     engine.gives_up = stop.gives_up
     asker = Asker(engine, Judge(), sampling=SAMPLING, seed=0, clock=journal.clock)
     return Run(
         timetable=case.table, parallel=OneRank(), policy=policy, engine=engine, publisher=Publisher(engine), prompts=stream,
         rollouts=Rollouts(asker, stream, cfg=case.grpo, timetable=case.table, penalty=None, cut=policy.cut, parallel=OneRank(),
                           journal=journal),
-        checkpoints=disk, journal=journal, stop_drain_seconds=600.0 if drains else 0.0,
+        checkpoints=disk, journal=journal, stop_drain_seconds=600.0 if is_dropped_at is None else 0.0,
         max_skipped_steps=case.max_skipped_steps, stop=stop,
         evaluator=Evaluator(Stream().take(3) if case.eval_every else [], engine, Judge(), SAMPLING, score="r", every=case.eval_every,
                             last_step=case.num_steps),

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -16,6 +18,7 @@ from megatron_grpo.metrics.drift import DriftWatch
 from megatron_grpo.metrics.journal import Journal, watch_drift
 from megatron_grpo.metrics.rollout import Completions
 from megatron_grpo.metrics.schedule import ScheduleLog
+from megatron_grpo.parallel.collectives import Node
 from megatron_grpo.types import Progress
 from tests.unit.metrics.test_metrics import rollout_of_two
 
@@ -81,8 +84,6 @@ def test_the_first_step_begins_when_the_run_is_there_and_each_next_one_at_the_re
 
 
 def test_a_step_has_the_rewards_of_all_its_rollouts_and_of_no_other_steps(tmp_path):
-    from dataclasses import replace
-
     journal = journal_in(tmp_path)
     journal.start(Progress())
     for number, more in enumerate((0, 10)):
@@ -94,6 +95,54 @@ def test_a_step_has_the_rewards_of_all_its_rollouts_and_of_no_other_steps(tmp_pa
     assert first["reward"] == pytest.approx(1.125 + 5) and first["staleness/mean"] == 0.5
     assert "reward" not in second and "completions/mean_length" not in second and second["loss"] == 0.5
     assert not any("dynamic_sample" in name for name in first)
+
+
+def test_a_run_that_rests_between_a_rollout_and_its_step_tells_of_it_when_it_goes_on(tmp_path):
+    whole, rests = tmp_path / "whole", tmp_path / "rests"
+    for folder in (whole, rests):
+        folder.mkdir()
+        journal = journal_in(folder, tells_selection=True)
+        journal.start(Progress())
+        step(journal, 1)
+        journal.rollout(rollout_of_two())
+        if folder == rests:
+            journal.keep(Progress(step=1, num_tokens=60))
+            journal = journal_in(folder, tells_selection=True)
+            journal.start(Progress(step=1, num_tokens=60))
+        step(journal, 2)
+        step(journal, 3)
+    assert not (rests / "untold.json").exists()
+    without_time = [
+        [{name: value for name, value in line.items() if "time" not in name and "second" not in name} for line in lines(folder)]
+        for folder in (whole, rests)
+    ]
+    assert without_time[0] == without_time[1] and "reward" in without_time[0][1] and "reward" not in without_time[0][2]
+
+
+def test_what_was_kept_for_another_step_is_not_told(tmp_path):
+    journal = journal_in(tmp_path)
+    journal.start(Progress())
+    journal.rollout(rollout_of_two())
+    journal.keep(Progress(step=3))
+    journal = journal_in(tmp_path)
+    journal.start(Progress())  # from an older checkpoint
+    step(journal, 1)
+    assert "reward" not in lines(tmp_path)[0]
+
+
+@pytest.mark.parametrize("num_nodes", [1, 2])
+def test_the_table_of_a_rollout_that_is_in_the_checkpoint_stays(tmp_path, num_nodes):
+    """Sampled by the weights of the step that is still to be taken."""
+    node = Node(number=0, count=num_nodes)
+    tables = Completions(tmp_path, reward_names=["right", "short"], node=node)
+    [judged] = [replace(rollout_of_two(number=7), number=7)]
+    path = tables.write(judged)
+    version = int(re.search(r"step_(\d+)", str(path))[1])
+    again = Completions(tmp_path, reward_names=["right", "short"], node=node)
+    again.start(Progress(step=version, num_rollouts=8))
+    assert path.exists()
+    again.start(Progress(step=version, num_rollouts=7))
+    assert not path.exists()
 
 
 def test_selection_is_told_where_rollouts_choose(tmp_path):

@@ -63,11 +63,12 @@ def test_a_port_that_is_taken_is_a_sentence(port):
 
 
 def test_ranks_of_a_later_attempt_meet_each_other_in_a_store_that_remembers_the_dead(port):
-    """A launcher that starts ranks again keeps its store. Three ranks, then two of which one is slow, then three again."""
+    """A launcher that starts ranks again keeps its store. Three ranks, then two, then three again, and the first is
+    always the last to come."""
     store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
 
     def rank(number, world_size, found):
-        time.sleep(0.3 * (number == 1))
+        time.sleep(0.3 * (number == 0))
         joined = dataclasses.replace(launched(number, port, world_size), launcher_holds_store=True)
         met = meet(joined, timeout=timedelta(seconds=60), every=0.2, say=lambda text: None)
         if number == 0:
