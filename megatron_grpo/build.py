@@ -33,7 +33,7 @@ from megatron_grpo.planning.report import room_in_words
 from megatron_grpo.planning.sharing import Sharing, decide
 from megatron_grpo.policy.attention import gpu_kernel
 from megatron_grpo.policy.exchange import WeightExchange
-from megatron_grpo.policy.guard import FiniteGuard, Guard
+from megatron_grpo.policy.guard import Guard, PlausibleGuard
 from megatron_grpo.policy.lora import Adapters
 from megatron_grpo.policy.model import PolicyModel, build_chunks
 from megatron_grpo.policy.optimizer import Trainable
@@ -109,18 +109,25 @@ def build_run(
         ),
         prompts=inputs.prompts,
         checkpoints=checkpoints,
-        evaluator=Evaluator(
-            held_out_prompts(inputs, cfg.eval.eval_num_prompts),
-            in_turn,
-            judge,
-            sampling,
-            score=cfg.eval.eval_reward or judge.names[0],
-            every=cfg.eval.eval_steps,
-            last_step=timetable.num_steps,
-        ),
+        evaluator=build_evaluator(cfg, inputs, in_turn, judge, sampling, last_step=timetable.num_steps),
         journal=journal,
         stop=stop,
         stop_drain_seconds=cfg.run.stop_drain_seconds,
+        max_skipped_steps=cfg.optimizer.max_skipped_steps,
+    )
+
+
+def build_evaluator(
+    cfg: Config, inputs: Inputs, sampler: Sampler, judge: Judge, sampling: SamplingSettings, *, last_step: int
+) -> Evaluator:
+    return Evaluator(
+        held_out_prompts(inputs, cfg.eval.eval_num_prompts),
+        sampler,
+        judge,
+        sampling,
+        score=cfg.eval.eval_reward or judge.names[0],
+        every=cfg.eval.eval_steps,
+        last_step=last_step,
     )
 
 
@@ -199,8 +206,8 @@ def open_output(made: Plan, inputs: Inputs, parallel: ParallelState) -> Checkpoi
     """The checkpoints of a run, with the one to continue chosen; and output_dir as a run begins with it. Collective."""
     cfg, out = made.checked.config, Path(made.checked.config.run.output_dir)
     checkpoints = Checkpoints(
-        inputs.resume, save_steps=cfg.run.save_steps, save_total_limit=cfg.run.save_total_limit, async_save=cfg.run.async_save,
-        replicas=parallel.dp_cp_group,
+        inputs.resume, save_steps=cfg.run.save_steps, save_interval_seconds=cfg.run.save_interval_seconds,
+        save_total_limit=cfg.run.save_total_limit, async_save=cfg.run.async_save, replicas=parallel.dp_cp_group,
     )  # fmt: skip
     checkpoints.choose()  # before anything in output_dir is overwritten
     if parallel.is_main:
@@ -467,7 +474,7 @@ def build_policy(
         ModelScorer(model.wrapped, parallel, cut, replay=cfg.grpo.router_replay_mode),
         loss=loss,
         reference=held_to,
-        guard=guard or FiniteGuard(),
+        guard=guard or PlausibleGuard(above=cfg.optimizer.skip_grad_norm_above, factor=cfg.optimizer.skip_grad_norm_factor),
         exchange=exchange,
         clock=clock,
         offload=offload,

@@ -6,7 +6,8 @@ another share is to score or train it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import logging
+from collections.abc import Callable, Collection, Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -21,6 +22,9 @@ from megatron_grpo.grpo.loss import TokenWeigher
 from megatron_grpo.parallel import collectives
 from megatron_grpo.parallel.state import ParallelState
 from megatron_grpo.types import Extent, GlobalBatch, MicroBatch, Rollout, Row, RowKey, Sample, Sequence
+
+logger = logging.getLogger(__name__)
+SHOWN = 8  # rows that are named one by one
 
 
 class Scorer(Protocol):
@@ -50,6 +54,12 @@ class ScoredRows:
     sequences: dict[RowKey, Any]
     logprobs: dict[RowKey, np.ndarray]
     experts: dict[RowKey, np.ndarray] | None
+
+
+def emptied(sample: Sample) -> Sample:
+    """The sample without anything that trains. It still counts in N."""
+    nothing = np.zeros(len(sample.token_ids), dtype=np.float32)
+    return replace(sample, mask=nothing > 0, sampler_logprobs=nothing).anchored(nothing, "recompute")
 
 
 def deliver(items: Mapping[RowKey, tuple[int, Any]], parallel: ParallelState) -> dict[RowKey, Any]:
@@ -178,7 +188,15 @@ class Pending:
 
     def anchored(self, policy: Anchorer, step: Step, cut: BatchCut) -> Pending:
         """Log-probs by the weights as they are, for the slices whose first use will be stale (batching.md section 3)."""
-        due = [key for key in self._in_slices(step.anchors, cut) if not self.rows[key].is_anchored]
+        return self._scored([key for key in self._in_slices(step.anchors, cut) if not self.rows[key].is_anchored], policy, cut)
+
+    def after_refusal(self, policy: Anchorer, step: Step, cut: BatchCut) -> Pending:
+        """The guard has refused the gradient of `step`: what its forward said of rows is not kept. The weights are those that it started
+        from, so what later passes need of them is scored now, by the very version that it is to be of."""
+        return self._scored(self._in_slices(step.keeps, cut), policy, cut)
+
+    def _scored(self, due: list[RowKey], policy: Anchorer, cut: BatchCut) -> Pending:
+        """A row that the policy cannot score, for it finds no number, trains nothing from here on: its mask is empty."""
         if not due:
             return self
         scored = score_rows(
@@ -189,10 +207,28 @@ class Pending:
             cut=cut,
             parallel=self.parallel,
         )
-        held = {key: sample.anchored(scored.logprobs[key], "recompute") for key, sample in scored.sequences.items()}
+        samples = scored.sequences
         if scored.experts is not None:
-            held = {key: replace(sample, experts=scored.experts[key]) for key, sample in held.items()}
-        return self._moved(scored.homes, held)
+            samples = {key: replace(sample, experts=scored.experts[key]) for key, sample in samples.items()}
+        lost = self._without_a_number(scored.logprobs)
+        held = {
+            key: emptied(sample) if key in lost else sample.anchored(scored.logprobs[key], "recompute") for key, sample in samples.items()
+        }
+        return self._moved(scored.homes, held)._emptied(lost)
+
+    def _without_a_number(self, logprobs: Mapping[RowKey, np.ndarray]) -> set[RowKey]:
+        """Rows that the policy itself cannot score, of all ranks. Collective."""
+        mine = {key for key, values in logprobs.items() if not np.isfinite(values).all()}
+        if not collectives.largest(len(mine)):
+            return set()
+        lost = set().union(*collectives.from_all(mine))
+        if self.parallel.is_main:
+            named = ", ".join(f"row {row} of rollout {rollout}" for rollout, row in sorted(lost)[:SHOWN])
+            logger.warning("The policy gives no log-probs that are numbers to %d rows, which train nothing: %s.", len(lost), named)
+        return lost
+
+    def _emptied(self, lost: Collection[RowKey]) -> Pending:
+        return replace(self, rows={key: replace(row, num_masked=0) if key in lost else row for key, row in self.rows.items()})
 
     def batch(self, step: Step, *, weigh: TokenWeigher, cut: BatchCut) -> tuple[Pending, GlobalBatch]:
         """This rank's share of an optimizer step, and the rows where they then are. The only place where rows are cut for training.

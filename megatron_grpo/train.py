@@ -6,12 +6,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from megatron_grpo.errors import GivenUp, Interrupted, NobodySamples
+from megatron_grpo.errors import GivenUp, Interrupted, NobodySamples, RunError
 from megatron_grpo.parallel import collectives
 from megatron_grpo.pending import Pending
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from megatron_grpo.batching.timetable import Timetable
     from megatron_grpo.checkpoint.saving import Checkpoints
@@ -19,11 +19,12 @@ if TYPE_CHECKING:
     from megatron_grpo.evaluate import Evaluator
     from megatron_grpo.metrics.journal import Journal
     from megatron_grpo.parallel.state import ParallelState
+    from megatron_grpo.policy.guard import Refusal
     from megatron_grpo.policy.policy import Policy, TrainedStep
     from megatron_grpo.rollout.engine import Engine
     from megatron_grpo.rollouts import Rollouts
     from megatron_grpo.sync import Publisher
-    from megatron_grpo.types import GlobalBatch, Progress
+    from megatron_grpo.types import GlobalBatch, Progress, Row, RowKey
 
 
 class StopRequest(Protocol):
@@ -54,6 +55,7 @@ class Run:
     journal: Journal
     stop: StopRequest
     stop_drain_seconds: float  # once the run is to stop, how long what is being sampled is waited for
+    max_skipped_steps: int  # so many steps in a row that the guard refuses end the run
 
 
 def train(run: Run) -> Progress:
@@ -88,17 +90,24 @@ def train(run: Run) -> Progress:
         pending, batch = pending.batch(step, weigh=policy.loss.token_weights, cut=cut)
         with policy.resident("all"), clock("train"):
             trained = policy.train_step(batch)
+        rows = pending.rows
+        if trained.refusal:  # its weights are still there
+            with policy.resident("weights"), clock("old_logprobs"):
+                pending = pending.after_refusal(policy, step, cut)
         pending, progress = pending.after(step, trained.logprobs, cut), progress.after(batch)
         # KEEP     a checkpoint holds what is being sampled too, so it waits for that.
         with clock("checkpoint"):
             run.checkpoints.advance()  # one that is being written beside the steps
-        stops = run.stop.agreed(collectives.largest)  # what asks any rank stops all of them here
-        saves = stops or run.checkpoints.are_due(progress.step)
+        stops, is_time = agreed(run)
+        saves = stops or is_time or run.checkpoints.are_due(progress.step)
         if saves:
-            with saved_if_sampling_ends(run, progress, pending, told=(batch, trained)):
+            with saved_if_sampling_ends(run, progress, pending, told=(batch, trained, rows)):
                 found = rollouts.drain(progress.step, at_most=run.stop_drain_seconds if stops else None)
             pending, progress = pending.add(found), progress.add(found)
-        run.journal.step(progress, batch, trained)
+        tell(run, progress, batch, trained, rows)
+        end_if_skipped_too_often(run, progress, trained.refusal)
+        if not trained.skipped:
+            run.checkpoints.has_trained(batch.newest_version, progress.step)
         if saves:
             save(run, progress, pending, completely=stops)
         if stops:
@@ -107,6 +116,46 @@ def train(run: Run) -> Progress:
         evaluate_if_due(run, progress, [progress.step])
     save(run, progress, pending, completely=True)
     return progress
+
+
+def agreed(run: Run) -> tuple[bool, bool]:
+    """Whether what asks any rank to stop stops all of them here; and whether it is time for a checkpoint, by the main rank's clock.
+
+    Both are one number: 2 to stop, 1 for the clock. A run that stops saves anyway.
+    """
+    is_time, largest = run.parallel.is_main and run.checkpoints.is_time(), 0.0
+
+    def all_reduce_max(stop: float) -> float:
+        nonlocal largest
+        largest = collectives.largest(2.0 * stop + is_time)
+        return float(largest >= 2.0)
+
+    return run.stop.agreed(all_reduce_max), largest == 1.0
+
+
+def tell(run: Run, progress: Progress, batch: GlobalBatch, trained: TrainedStep, rows: Mapping[RowKey, Row]) -> None:
+    """What a step says of itself; of one that the guard refused, who made its gradient. rows: those that waited before it."""
+    run.journal.step(progress, batch, trained)
+    if trained.refusal:
+        numbers = {key: rows[key].prompt_number for key in trained.refusal.rows}
+        places = {
+            (rollout, row): dict(rollout=rollout, row=row, prompt_number=number, dataset_row=run.prompts.row_of(number))
+            for (rollout, row), number in numbers.items()
+        }
+        run.journal.refusal(progress, trained.refusal.record(places), trained.refusal.lines(places))
+
+
+def end_if_skipped_too_often(run: Run, progress: Progress, refusal: Refusal | None) -> None:
+    """Raises RunError after `max_skipped_steps` refusals in a row."""
+    if refusal is None or refusal.skips.in_a_row < run.max_skipped_steps:
+        return
+    good = run.checkpoints.last_good(progress.step)
+    raise RunError(
+        f"{refusal.skips.in_a_row} optimizer steps in a row were skipped (max_skipped_steps {run.max_skipped_steps}), and the run ends. "
+        f"Of the last one, step {progress.step}, {refusal.why}; who made it is said above, and in skipped.jsonl. "
+        + (f"The last good checkpoint is {good}: --resume {good} goes on from it. " if good else "No checkpoint is known to be good yet. ")
+        + "The same settings come to the same gradients: change them (--lr, --clip_grad), or the rows that were named."
+    )
 
 
 def publish(run: Run, version: int) -> None:
@@ -143,7 +192,7 @@ def stop_if_asked(run: Run, progress: Progress, pending: Pending) -> None:
 
 @contextmanager
 def saved_if_sampling_ends(
-    run: Run, progress: Progress, pending: Pending, told: tuple[GlobalBatch, TrainedStep] | None = None
+    run: Run, progress: Progress, pending: Pending, told: tuple[GlobalBatch, TrainedStep, Mapping[RowKey, Row]] | None = None
 ) -> Iterator[None]:
     """Around sampling: if it ends because all rollout servers have gone for good, or because the run is to stop and cannot wait for it, the
     run is saved as it was before, and ends. It can be resumed.
@@ -155,7 +204,7 @@ def saved_if_sampling_ends(
         yield
     except (NobodySamples, GivenUp) as end:
         if told:
-            run.journal.step(progress, *told)
+            tell(run, progress, *told)
         if progress.step:
             run.prompts.restore(before)
             save(run, progress, pending, completely=True)

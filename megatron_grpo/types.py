@@ -379,6 +379,11 @@ class GlobalBatch:
     lag: tuple[int, ...]  # of each of them: the part of its staleness that it had when it came in, because sampling ran ahead
 
     @property
+    def newest_version(self) -> int:
+        """The newest weights that sampled any of it."""
+        return self.step - min(self.staleness)
+
+    @property
     def num_computed_tokens(self) -> int:
         """Of the whole step, alignment padding not: the last token of a context predicts nothing and is not computed."""
         return self.num_tokens - self.num_contexts

@@ -40,6 +40,7 @@ _TABLE = {
         rollout_importance_sampling_mode rollout_importance_sampling_threshold rollout_importance_sampling_min rollout_is_geometric
         off_policy_sequence_mask_delta ref_model_sync_steps ref_model_mixup_alpha soft_max_length soft_cache_length
         lr min_lr lr_decay_style lr_warmup_iters lr_warmup_fraction weight_decay adam_beta1 adam_beta2 adam_eps clip_grad
+        skip_grad_norm_above skip_grad_norm_factor max_skipped_steps
         max_steps num_train_epochs eval_dataset eval_num_prompts eval_reward
     """,
     "free": """
@@ -55,7 +56,7 @@ _TABLE = {
         weight_sync_bucket_mb vllm_server_host vllm_server_port vllm_server_base_url vllm_server_timeout vllm_server_ca
         vllm_server_token_file offload_model offload_optimizer code_num_workers code_without_landlock
         reward_model_batch_size reward_concurrency llm_judge_api_key_env log_entropy
-        overlap_grad_reduce overlap_param_gather optimizer_cpu_offload optimizer_offload_fraction
+        overlap_grad_reduce overlap_param_gather optimizer_cpu_offload optimizer_offload_fraction save_interval_seconds
         output_dir save_steps save_total_limit async_save resume report_to log_completions_steps log_completions_nodes overwrite_output_dir
         export_hf eval_steps load_from_cache_file run_name project push_to_hub hub_model_id hub_private_repo
         plan_rollouts num_prompts gpu_memory_gb lengths json png dialect

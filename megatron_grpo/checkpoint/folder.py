@@ -2,6 +2,7 @@
 
     checkpoints/latest_checkpointed_iteration.txt    the step written last; for people and Megatron's own tools
     checkpoints/iter_0000010/manifest.json           what it is of, and size and SHA-256 of every other file (manifest.py)
+    checkpoints/iter_0000010/good.json               its weights have trained: written by one rename, some steps later
     checkpoints/.writing_iter_0000010/               one that is being written, or whose writer died
 
 A directory gets its name `iter_*` by one rename, when everything in it is on the disk.
@@ -17,7 +18,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_grpo.checkpoint.manifest import MANIFEST, Manifest, read_manifest
+from megatron_grpo.checkpoint.manifest import GOOD, MANIFEST, Manifest, read_manifest
 from megatron_grpo.files import sync, write_whole
 
 POINTER = "latest_checkpointed_iteration.txt"  # Megatron-LM's name for it
@@ -90,11 +91,30 @@ class Folder:
         sync(self.path)
         write_whole(self.path / POINTER, f"{step}\n", durable=True)
 
+    def mark_good(self, step: int, *, trained: int) -> bool:
+        """Says of the checkpoint of `step` that its weights train: they had, after `trained` steps. False if it is not there (yet)."""
+        directory = self.directory(step)
+        if not (directory / MANIFEST).exists():
+            return False
+        write_whole(directory / GOOD, json.dumps({"trained": trained}) + "\n", durable=True)
+        return True
+
+    def last_good(self, step: int) -> Path | None:
+        """The checkpoint up to `step` that is good and was written last."""
+        whole = (one for one in self.candidates() if isinstance(one, Manifest))
+        return next((one.directory for one in whole if one.is_good and one.step <= step), None)
+
     def retain(self, limit: int | None, newest: int) -> None:
-        """Keeps `limit` checkpoints up to step `newest`. Later ones, of a future that was given up, are overwritten when reached."""
+        """Keeps `limit` checkpoints up to step `newest`, with the last good one among them: beside `newest`, if `limit` is 1.
+
+        Later ones, of a future that was given up, are overwritten when reached.
+        """
         if not limit:
             return
-        for step in [step for step in self.steps() if step <= newest][:-limit]:
+        good = self.last_good(newest)
+        others = [step for step in self.steps() if step <= newest and self.directory(step) not in (good, self.directory(newest))]
+        kept = limit - len({good, self.directory(newest)} - {None})
+        for step in others[: len(others) - max(kept, 0)]:
             trash = self.path / f"{TRASH}{self.directory(step).name}"
             self.directory(step).rename(trash)  # so that half a deletion is never taken for a checkpoint
             shutil.rmtree(trash, ignore_errors=True)

@@ -16,6 +16,7 @@ from megatron_grpo import __version__
 from megatron_grpo.types import Progress
 
 MANIFEST = "manifest.json"
+GOOD = "good.json"  # beside it, and not among its files: written when the weights have trained, some steps after they were saved
 CONFIG = "grpo/config.yaml"
 FORMAT = 3
 
@@ -36,7 +37,10 @@ class Origin:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """A checkpoint without what it holds. save_number: 1 for the first save of its folder, and so on; 0 in format 1."""
+    """A checkpoint without what it holds. save_number: 1 for the first save of its folder, and so on; 0 in format 1.
+
+    is_good: its weights, or those that came of them, have sampled, and a step was trained on it.
+    """
 
     directory: Path
     format: int
@@ -45,6 +49,7 @@ class Manifest:
     save_number: int
     origin: Origin
     files: Mapping[str, Mapping[str, Any]]
+    is_good: bool = False
 
     @property
     def step(self) -> int:
@@ -97,6 +102,7 @@ def read_manifest(directory: Path) -> Manifest | str:
         save_number=found.get("save_number", 0),
         origin=Origin(settings=settings, content=found.get("content", {}), sizes=found["batch"], job=found.get("job", {})),
         files=found["files"],
+        is_good=(directory / GOOD).is_file(),
     )
 
 

@@ -34,6 +34,7 @@ WRITTEN_BY_A_RUN = (
     "hf_merged",
     "metrics.jsonl",
     "evaluations.jsonl",
+    "skipped.jsonl",
     "schedule.jsonl",
     "untold.json",
     "tensorboard",
@@ -76,6 +77,7 @@ class Resume:
         manifest, total = chosen.manifest, self.num_steps
         pending = f", {manifest.num_pending} sampled completions wait to be trained" if manifest.num_pending else ""
         lines = [f"Resuming from {manifest.directory}: {manifest.step}{f' of {total}' if total else ''} optimizer steps done{pending}."]
+        lines.append(self._standing(manifest))
         if chosen.changes:
             lines += ["Changed since that checkpoint:", *(f"  {change}" for change in chosen.changes)]
         if manifest.format == 1:
@@ -88,6 +90,14 @@ class Resume:
             more = "A larger --max_steps (or --num_train_epochs) continues it."
             lines.append(f"Nothing is left to do: the run is {total} optimizer steps long. {more}")
         return lines
+
+    def _standing(self, chosen: Manifest) -> str:
+        """Whether it is known that one can go on from a checkpoint; and if it is not, from which one."""
+        if chosen.is_good:
+            return "It is good: its weights have sampled and trained since."
+        others = [one.manifest for one in self.candidates if one.manifest.is_good and one.manifest.step < chosen.step]
+        before = f" The last one that is: {others[0].directory} (--resume takes it)." if others else ""
+        return f"Nothing was trained on what its weights sampled yet, so it is not known to be good.{before}"
 
 
 def judge_resume(

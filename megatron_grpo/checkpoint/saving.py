@@ -8,6 +8,7 @@ a thread with `async_save`; the ranks go from one part to the next together, whe
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass
@@ -40,6 +41,11 @@ class ShardedPolicy(Protocol):
     def sharded_state_dict(self, *, is_loading: bool) -> dict[str, Any]: ...
 
     def load_sharded_state_dict(self, state: dict[str, Any]) -> None: ...
+
+    def guard_state(self) -> dict[str, Any]:
+        """What its guard remembers, as JSON; the same on every rank."""
+
+    def restore_guard(self, state: dict[str, Any]) -> None: ...
 
     def resident(self, part: Literal["all"]) -> AbstractContextManager[None]:
         """Inside, everything that a checkpoint holds is in memory, and stays."""
@@ -84,9 +90,9 @@ class Checkpoints:
     """Saves and restores a run under `output_dir`/checkpoints.
 
     resume: how the run begins, as `resume.judge_resume` found it. save_steps: optimizer steps between checkpoints, 0 for none but those
-    asked for with `save`. save_total_limit: how many are kept (None: all). async_save: files are written while training goes on. replicas:
-    the group of ranks that may hold what this rank holds, and share the writing of it; None for all. say: how rank 0 tells a line (by
-    default: prints it).
+    asked for with `save`. save_interval_seconds: the same by the clock of rank 0. save_total_limit: how many are kept (None: all).
+    async_save: files are written while training goes on. replicas: the group of ranks that may hold what this rank holds, and share the
+    writing of it; None for all. say: how rank 0 tells a line (by default: prints it).
     """
 
     def __init__(
@@ -94,6 +100,7 @@ class Checkpoints:
         resume: Resume,
         *,
         save_steps: int,
+        save_interval_seconds: float = 0.0,
         save_total_limit: int | None,
         async_save: bool = False,
         replicas: Any = None,
@@ -102,16 +109,35 @@ class Checkpoints:
         self.resume, self.say = resume, say or partial(print, flush=True)
         self.folder = Folder(resume.output_dir / "checkpoints")
         self.save_steps, self.save_total_limit, self.async_save = save_steps, save_total_limit, async_save
+        self.save_interval_seconds, self._saved_at = save_interval_seconds, time.monotonic()
         self._sharded = ShardedWriter(replicas, staged=async_save)
         self._chosen: Candidate | None = None
         self._saved_step: int | None = None  # the last that is complete
         self._underway: Underway | None = None
+        self._unproven: set[int] = set()  # steps of checkpoints of which it is not known whether they are good
 
     # -- saving ------------------------------------------------------------------------------------------------------------------------
 
     def are_due(self, step: int) -> bool:
         """After so many optimizer steps: every `save_steps` of them."""
         return self.save_steps > 0 and step % self.save_steps == 0
+
+    def is_time(self) -> bool:
+        """Whether `save_interval_seconds` have passed since the last checkpoint, or since the run began to train: by this rank's clock."""
+        return 0 < self.save_interval_seconds <= time.monotonic() - self._saved_at
+
+    def has_trained(self, version: int, step: int) -> None:
+        """Optimizer step `step`, the last one, was trained on what weights of `version` had sampled: checkpoints up to it are good."""
+        if collectives.rank() > 0:
+            return
+        try:
+            self._unproven -= {saved for saved in self._unproven if saved <= version and self.folder.mark_good(saved, trained=step)}
+        except OSError as error:  # the step is as good as it was
+            self.say(f"WARNING: that a checkpoint is good cannot be written down ({error.strerror}); the next step tries again")
+
+    def last_good(self, step: int) -> Path | None:
+        """The last checkpoint up to `step` whose weights are known to have trained. Rank 0 looks. Collective."""
+        return collectives.from_first(self.folder.last_good(step) if collectives.rank() == 0 else None)
 
     def save(self, progress: Progress, pending: RowsToSave, policy: ShardedPolicy, prompts: PromptState) -> bool:
         """One checkpoint, unless this step has just been saved. With `async_save` it is complete after `finish`, or after some `advance`.
@@ -128,7 +154,7 @@ class Checkpoints:
                     self.folder.begin(step)
             random = generators.collect()
             with agreed("collecting what is not the model's"):
-                others = self._others(progress, pending, prompts)
+                others = self._others(progress, pending, policy, prompts)
             if random is not None:
                 others[f"{OURS}/{generators.FILE}"] = random
             with policy.resident("all"):
@@ -136,6 +162,7 @@ class Checkpoints:
                 self._begin(step, self._facts(progress, pending), write)
         if not self.async_save:
             self.finish()
+        self._saved_at = time.monotonic()
         return True
 
     def advance(self) -> None:
@@ -166,6 +193,9 @@ class Checkpoints:
                 with agreed(f"publishing {self.folder.directory(save.step)}"):
                     save.task.result()
                 self._saved_step, self._underway = save.step, None
+                self._unproven.add(save.step)
+                if collectives.rank() == 0:
+                    self._unproven &= {save.step, *self.folder.steps()}
                 return
             with agreed(f"writing {self.folder.being_written(save.step)}"):
                 written = save.task.result()
@@ -191,7 +221,7 @@ class Checkpoints:
             kept = f"the last complete one is of step {self._saved_step}" if self._saved_step else "this run has written none before"
             raise CheckpointError(f"The checkpoint of step {step} failed and was removed; {kept}. {error}") from error
 
-    def _others(self, progress: Progress, pending: RowsToSave, prompts: PromptState) -> dict[str, bytes]:
+    def _others(self, progress: Progress, pending: RowsToSave, policy: ShardedPolicy, prompts: PromptState) -> dict[str, bytes]:
         """Files of this rank that are not sharded, by name: its rows, and on rank 0 what is the same for all."""
         files = {}
         if rows := pending.to_save():
@@ -199,6 +229,7 @@ class Checkpoints:
         if collectives.rank() == 0:
             files[f"{OURS}/progress.json"] = f"{json.dumps(asdict(progress))}\n".encode()
             files[f"{OURS}/prompts.json"] = f"{json.dumps(prompts.state())}\n".encode()
+            files[f"{OURS}/guard.json"] = f"{json.dumps(policy.guard_state())}\n".encode()
             config = self.resume.output_dir / "config.yaml"
             if config.exists():
                 files[CONFIG] = config.read_bytes()
@@ -245,6 +276,7 @@ class Checkpoints:
         nothing: what is pending then. cut: says which ranks are home to which row.
         Raises ConfigError where the checkpoint does not fit the model that has been built.
         """
+        self._saved_at = time.monotonic()
         if self._chosen is None:
             return Progress(), nothing
         directory = self._chosen.manifest.directory
@@ -267,6 +299,8 @@ class Checkpoints:
             ours = directory / OURS
             progress = Progress(**json.loads((ours / "progress.json").read_text()))
             prompts.restore(json.loads((ours / "prompts.json").read_text()))
+            if (ours / "guard.json").exists():  # a checkpoint from before there was a guard that remembers has none
+                policy.restore_guard(json.loads((ours / "guard.json").read_text()))
             mine = [
                 sample for path in files_of_samples(ours)[collectives.rank() :: collectives.num_ranks()] for sample in read_samples(path)
             ]
@@ -277,6 +311,8 @@ class Checkpoints:
         pending = nothing.restored(mine, cut)
         if directory.parent.resolve() == self.folder.path.resolve():
             self._saved_step = progress.step
+            if not self._chosen.manifest.is_good:
+                self._unproven.add(progress.step)
         if collectives.rank() == 0:
             self.folder.sweep()
         return progress, pending

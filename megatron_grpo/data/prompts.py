@@ -310,11 +310,18 @@ another output_dir."
             problems.append(Problem(flags=("dataset",), message=message))
         return problems
 
-    def _prompt(self, number: int) -> Prompt:
+    def row_of(self, number: int) -> int:
+        """The row in the data set of prompt `number` of the run."""
+        return int(self.rows.keep[self._index(number)])
+
+    def _index(self, number: int) -> int:
         epoch, place = divmod(number, len(self))
         if self._order[0] != epoch:
             self._order = (epoch, permutation(len(self), self.seed, epoch) if self.shuffle else np.arange(len(self)))
-        index = int(self._order[1][place])
+        return int(self._order[1][place])
+
+    def _prompt(self, number: int) -> Prompt:
+        index = self._index(number)
         raw, row = self.rows.raw(index), int(self.rows.keep[index])
         token_ids = tuple(self.encode(raw)) if self.rows.tokens is None else self.rows.tokens[row]
         return Prompt(number=number, row=row, raw=raw, token_ids=token_ids, columns=self.rows.columns(index))

@@ -56,6 +56,7 @@ class Metrics:
         self._display = Display(console)
         self._courtesy = Courtesy()
         self._steps, self._evaluations = Records(self.output_dir / "metrics.jsonl"), Records(self.output_dir / "evaluations.jsonl")
+        self._skipped = Records(self.output_dir / "skipped.jsonl")
         self._history: dict[str, list[tuple[int, float]]] = {}
         self._evaluated: list[dict[str, Any]] = []
         self._started = False
@@ -68,6 +69,7 @@ class Metrics:
         self._started = True
         for record in self._steps.keep_until(progress.step):
             self._remember(record["step"], record)
+        self._skipped.keep_until(progress.step)
         for record in self._evaluations.keep_until(progress.step):
             self._remember_evaluation(record)
         begin = Begin(output_dir=self.output_dir, config=self.config, first_step=progress.step + 1)
@@ -117,6 +119,11 @@ class Metrics:
         self._report(progress.step, {f"eval/{name}": value for name, value in results.items()})
         told = "  ".join(f"{name} {value:.4g}" for name, value in results.items())
         self._display.say(f"evaluation at step {progress.step}:  {told}")
+
+    def log_skipped(self, progress: Progress, record: Mapping[str, Any]) -> None:
+        """A step that the guard refused: one line of skipped.jsonl."""
+        if self.tells:
+            self._skipped.append({"step": progress.step, **record})
 
     def refresh_plots(self) -> list[Path]:
         """Draws plots/*.png from everything logged so far."""

@@ -77,7 +77,7 @@ class Journal:
             if warning:
                 self.metrics.say(f"WARNING: {warning}")
         if trained.skipped:
-            self.metrics.say(f"optimizer step {progress.step}: {trained.skipped}")
+            self.metrics.say(f"optimizer step {progress.step} is skipped: {trained.skipped}")
         stats = self._rollout_stats() if self._heard else self._kept(before=progress.step)
         self._heard = []
         self.metrics.log(progress, stats | trained.metrics | batch.metrics | self.clock.take())
@@ -102,6 +102,12 @@ class Journal:
     def _rollout_stats(self) -> dict[str, float]:
         stats = rollout_stats(self._heard, self.completions.reward_names)
         return stats | (selection_stats(self._heard, self.reward_weights) if self.tells_selection else {})
+
+    def refusal(self, progress: Progress, record: Mapping[str, Any], lines: Sequence[str]) -> None:
+        """The guard has refused the step just taken. lines: who made its gradient, in words."""
+        for line in lines:
+            self.metrics.say(f"  {line}")
+        self.metrics.log_skipped(progress, record)
 
     def evaluation(self, progress: Progress, results: Mapping[str, float]) -> None:
         self.metrics.log_evaluation(progress, results)

@@ -14,6 +14,7 @@ from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.module import MegatronModule
 
+from megatron_grpo.parallel import collectives
 from megatron_grpo.policy.lora import Adapters
 from megatron_grpo.settings.config import OptimizerConfig
 
@@ -26,19 +27,20 @@ class Trainable:
     wrapped: Sequence[DistributedDataParallel]
     optimizer: Any
     scheduler: OptimizerParamScheduler
+    sums: SumOverRanks
     adapters: Adapters | None = None  # they train, and the chunks they stand in do not
 
     @classmethod
     def of(cls, chunks: Sequence[MegatronModule], cfg: OptimizerConfig, *, num_steps: int, adapters: Adapters | None = None) -> Trainable:
         """What asks for a gradient trains. num_steps: length of the run, in optimizer steps."""
-        wrapped = wrap_for_training(chunks, cfg)
+        wrapped, sums = wrap_for_training(chunks, cfg)
         optimizer = build_optimizer(wrapped, cfg)
         scheduler = build_scheduler(optimizer, cfg, num_steps=num_steps)
-        return cls(chunks=chunks, wrapped=wrapped, optimizer=optimizer, scheduler=scheduler, adapters=adapters)
+        return cls(chunks=chunks, wrapped=wrapped, optimizer=optimizer, scheduler=scheduler, sums=sums, adapters=adapters)
 
 
-def wrap_for_training(chunks: Sequence[MegatronModule], cfg: OptimizerConfig) -> list[DistributedDataParallel]:
-    """Chunks in DDP, their gradients in one float32 buffer, summed (not averaged) over data and context parallel ranks."""
+def wrap_for_training(chunks: Sequence[MegatronModule], cfg: OptimizerConfig) -> tuple[list[DistributedDataParallel], SumOverRanks]:
+    """Chunks in DDP, their gradients in one float32 buffer; and what sums (does not average) these over data and context parallel ranks."""
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         use_distributed_optimizer=cfg.use_distributed_optimizer,
@@ -49,19 +51,45 @@ def wrap_for_training(chunks: Sequence[MegatronModule], cfg: OptimizerConfig) ->
     config = chunks[0].config
     # Later chunks of an interleaved stage do not overlap buckets: Megatron drains the first chunk's last.
     wrapped = [DistributedDataParallel(config, ddp_config, chunk, disable_bucketing=index > 0) for index, chunk in enumerate(chunks)]
-    config.finalize_model_grads_func = _finalize_sums
+    config.finalize_model_grads_func = sums = SumOverRanks()
     if cfg.overlap_grad_reduce:
         config.no_sync_func = [w.no_sync for w in wrapped] if len(wrapped) > 1 else wrapped[0].no_sync
         if len(wrapped) > 1:
             config.grad_sync_func = [w.start_grad_sync for w in wrapped]
     if cfg.overlap_param_gather and len(wrapped) > 1:
         config.param_sync_func = [w.start_param_sync for w in wrapped]
-    return wrapped
+    return wrapped, sums
 
 
-def _finalize_sums(model, num_tokens=None, **kwargs):
-    """Token weights already carry every denominator, so the schedule's token count must not divide the gradients again."""
-    finalize_model_grads(model, None, **kwargs)
+class SumOverRanks:
+    """Adds up gradients at the end of a pass, as Megatron-Core does; and remembers the norm of this rank's own, `own`.
+
+    Token weights already carry every denominator, so the schedule's token count must not divide the gradients again.
+    """
+
+    def __init__(self) -> None:
+        self.own = torch.zeros(())
+
+    def __call__(self, model: Sequence[Any], num_tokens: Any = None, **kwargs: Any) -> None:
+        # An overlapped reduction is under way by now: what is looked at behind it has others' shares in it.
+        is_overlapped = model[0].ddp_config.overlap_grad_reduce
+        if not is_overlapped:
+            self.own = own_norm(model)
+        finalize_model_grads(model, None, **kwargs)
+        if is_overlapped:
+            self.own = own_norm(model)
+
+
+@torch.no_grad()
+def own_norm(wrapped: Sequence[Any], *, with_experts: bool = True) -> torch.Tensor:
+    """Norm of all that is in this rank's gradient buffers, copies that ranks share included; not finite if any of it is not.
+
+    with_experts: those too that expert parallelism deals out, to which tokens of other ranks contribute.
+    """
+    kinds = [kind for chunk in wrapped for kind in (chunk.buffers, chunk.expert_parallel_buffers if with_experts else ())]
+    buffers = [buffer.grad_data for kind in kinds for buffer in kind]
+    norms = [torch.linalg.vector_norm(buffer) for buffer in buffers]
+    return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
 
 
 def build_optimizer(wrapped: Sequence[DistributedDataParallel], cfg: OptimizerConfig):
@@ -92,12 +120,15 @@ def build_optimizer(wrapped: Sequence[DistributedDataParallel], cfg: OptimizerCo
 
 
 @torch.no_grad()
-def gradient_norm(optimizer: Any) -> float:
-    """The norm of the gradient that `optimizer.step` would use, over all ranks and before clipping; inf where Megatron found one.
+def gradient_norm(optimizer: Any, *others: float) -> float:
+    """The norm of the gradient that `optimizer.step` would use, over all ranks and before clipping; infinite if on any rank it, or one of
+    `others`, is not finite. The very same number on every rank. Collective.
 
+    Megatron-Core counts what ranks share on one of them, and each rank trusts its own result: hence `others`, and one word on it for all.
     `step` prepares the gradient again, to the same values: copying and measuring it twice is what judging it first costs.
     """
-    return math.inf if optimizer.prepare_grads() else float(optimizer.get_grad_norm())
+    found = math.inf if optimizer.prepare_grads() else float(optimizer.get_grad_norm())
+    return collectives.largest(found if all(map(math.isfinite, (found, *others))) else math.inf)
 
 
 def _no_decay_on_norms(wrapped) -> dict:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Collection, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -24,9 +25,9 @@ from megatron_grpo.parallel.context import sum_over_context
 from megatron_grpo.parallel.layout import sequence_alignment
 from megatron_grpo.parallel.state import ParallelState
 from megatron_grpo.parallel.vocab import Slope
-from megatron_grpo.policy import pipeline, sharded_state
+from megatron_grpo.policy import culprits, pipeline, sharded_state
 from megatron_grpo.policy.exchange import WeightExchange
-from megatron_grpo.policy.guard import Gradient, Guard
+from megatron_grpo.policy.guard import Gradient, Guard, Refusal, RememberingGuard, Skips
 from megatron_grpo.policy.optimizer import Trainable, gradient_norm
 from megatron_grpo.policy.reference import Reference
 from megatron_grpo.policy.room import Part, Role, Room, tensors_of
@@ -42,8 +43,9 @@ class TrainedStep:
     """What one optimizer step says of itself. logprobs: of this share's rows, at the trained positions; empty off the last stage."""
 
     metrics: dict[str, float]
-    logprobs: Mapping[RowKey, np.ndarray]
+    logprobs: Mapping[RowKey, np.ndarray]  # none of a refused step: what it says of its rows may be what was wrong with it
     skipped: str | None = None  # why the optimizer did not act
+    refusal: Refusal | None = None  # where it was the guard that kept it from acting
 
 
 def cut_for(
@@ -84,7 +86,8 @@ class Policy:
         """scorer: of the model that trains. reference: None where neither loss nor reward asks for one. clock: told what the parts of a
         step take. offload: what leaves the device while the sampler works."""
         self.chunks, self.wrapped, self.optimizer, self.scheduler = model.chunks, model.wrapped, model.optimizer, model.scheduler
-        self.loss, self.reference, self.guard = loss, reference, guard
+        self.loss, self.reference, self.guard, self.skips = loss, reference, guard, Skips()
+        self.sums = model.sums
         self.adapters = model.adapters
         self.scorer, self.parallel, self.cut = scorer, scorer.parallel, scorer.cut
         self.exchange, self.clock = exchange, clock or Clock()
@@ -114,7 +117,8 @@ class Policy:
     def train_step(self, batch: GlobalBatch) -> TrainedStep:
         """One optimizer step on this rank's share of a global batch.
 
-        A batch in which no token trains (everything filtered) changes nothing: no gradient, no moment decay.
+        A batch in which no token trains (everything filtered) and one that the guard refuses change nothing: no weight, no moment, no count
+        of Adam's. The schedule goes on, for its rates belong to steps.
         """
         self.room.require("all")
         with self.clock("ref_logprobs"):
@@ -135,18 +139,54 @@ class Policy:
         metrics["learning_rate"] = self.optimizer.param_groups[0]["lr"]
         if self.room.movable:
             metrics["memory/given_away_gb"] = self.room.given_bytes / 1e9
-        skipped = "all completions were filtered, nothing was left to train" if batch.num_loss_tokens == 0 else None
-        if skipped is None:
-            metrics["grad_norm"] = gradient_norm(self.optimizer)
-            if self.guard.allows(Gradient(step=batch.step, norm=metrics["grad_norm"])):
+        skipped: str | None = "all completions were filtered, nothing was left to train"
+        refusal: Refusal | None = None
+        if batch.num_loss_tokens > 0:
+            own = self.sums.own
+            metrics["grad_norm"] = gradient_norm(self.optimizer, float(own), metrics["loss"])
+            allowed = self.guard.allows(Gradient(step=batch.step, norm=metrics["grad_norm"]))
+            self.skips = self.skips.after(refused=not allowed)
+            if allowed:
+                skipped = None
                 self.optimizer.step()
             else:
-                skipped = f"the gradient was refused (norm {metrics['grad_norm']:.4g})"
+                refusal = self._refusal(batch, metrics["grad_norm"], own, loss, slope_of, reference)
+                skipped = refusal.why
+        metrics["skipped_iterations"] = self.skips.total
         self.scheduler.step(increment=1)
         if self.reference is not None:
             self.reference.after_step(batch.step + 1, self.tensors)
         logprobs = {row: values[micro.sequence == place] for _, micro, values in kept for place, row in enumerate(micro.rows)}
-        return TrainedStep(metrics=metrics, logprobs=logprobs, skipped=skipped)
+        return TrainedStep(metrics=metrics, logprobs={} if refusal else logprobs, skipped=skipped, refusal=refusal)
+
+    def _refusal(self, batch: GlobalBatch, norm: float, own: torch.Tensor, loss, slope_of, references: SequenceOf[np.ndarray]) -> Refusal:
+        """Who made the gradient of this norm, which the guard has refused. own: norm of this rank's own part. Collective."""
+
+        def run_alone(place: int, micro: TrainingMicroBatch) -> np.ndarray | None:
+            kept = pipeline.train(
+                self.wrapped, [micro] * self.cut.multiple, loss, self.parallel,
+                with_entropy=self.loss.needs_entropy, slope_of=slope_of, routing=self.scorer.router_pass(),
+            )  # fmt: skip
+            return kept[0][2] if kept else None
+
+        why = getattr(self.guard, "refusal", None) or f"the gradient was refused (norm {norm:.4g})"
+        finite = math.isfinite(norm)
+        ranks = () if finite else culprits.ranks_not_finite(own)
+        weights = () if finite else culprits.weights_not_finite(self.chunks)
+        found = () if weights else culprits.search(
+            self.wrapped, batch.micro_batches, run_alone, self.parallel, references=references, finite=finite
+        )  # fmt: skip
+        return Refusal(why=why, skips=self.skips, ranks=ranks, weights=weights, culprits=found)
+
+    def guard_state(self) -> dict[str, Any]:
+        """What a checkpoint holds of the guard and its count, as JSON; the same on every rank."""
+        remembers = hasattr(self.guard, "state")
+        return {"skips": asdict(self.skips), "guard": cast(RememberingGuard, self.guard).state() if remembers else {}}
+
+    def restore_guard(self, state: Mapping[str, Any]) -> None:
+        self.skips = Skips(**state["skips"])
+        if hasattr(self.guard, "restore") and state["guard"]:
+            cast(RememberingGuard, self.guard).restore(state["guard"])
 
     def _loss(
         self,

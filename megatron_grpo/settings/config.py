@@ -393,6 +393,14 @@ class OptimizerConfig:
     adam_beta2: float = setting(0.95, "", at_least=0, below=1)
     adam_eps: float = setting(1e-8, "", aliases=["adam_epsilon"], above=0)
     clip_grad: float = setting(1.0, "gradient norm is clipped to this; 0 is off", aliases=["max_grad_norm"], at_least=0)
+    skip_grad_norm_above: float | None = setting(
+        None, "a step whose gradient norm is above this, before clipping, is skipped; one that is not finite always is",
+        aliases=["grad_norm_skip_threshold", "skip_grad_norm_threshold"], above=0,
+    )  # fmt: skip
+    skip_grad_norm_factor: float | None = setting(
+        None, "the same above so many times the running median (of 128 norms, once there are 16)", above=1
+    )
+    max_skipped_steps: int = setting(3, "so many skipped steps in a row end the run (exit code 1)", unit="optimizer steps", at_least=1)
     use_distributed_optimizer: bool = setting(True, "shard optimizer state over DP ranks")
     overlap_grad_reduce: bool = setting(False, "reduce gradients while the backward runs")
     overlap_param_gather: bool = setting(False, "gather parameters while the forward runs")
@@ -413,7 +421,12 @@ class RunConfig:
     save_steps: int = setting(
         0, "checkpoint every so often; 0: only at the end", unit="optimizer steps", aliases=["save_interval"], at_least=0
     )
-    save_total_limit: int | None = setting(2, "checkpoints kept", unit="checkpoints", at_least=1)
+    save_interval_seconds: float = setting(
+        0.0, "checkpoint too when so long has passed since the last one; 0: never", unit="seconds", at_least=0
+    )
+    save_total_limit: int | None = setting(
+        2, "checkpoints kept, with the last good one among them (docs/checkpoints.md)", unit="checkpoints", at_least=1
+    )
     async_save: bool = setting(False, "write checkpoints while training goes on; costs the host a copy of what a rank writes")
     resume: str = setting(
         "auto", "auto: from the newest checkpoint in output_dir; never; or a checkpoint directory", aliases=["resume_from_checkpoint"]

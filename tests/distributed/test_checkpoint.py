@@ -171,6 +171,12 @@ class Policy:
 
         load_state(self.chunks, self.optimizer, self.scheduler, state)
 
+    def guard_state(self):
+        return {"skips": {"total": 0, "in_a_row": 0}, "guard": {}}
+
+    def restore_guard(self, state):
+        assert state == self.guard_state()
+
     def resident(self, part):
         return contextlib.nullcontext()
 
@@ -519,6 +525,47 @@ def test_only_the_newest_checkpoints_are_kept_and_the_pointer_names_the_last(tmp
     names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
     assert names == ["iter_0000006", "iter_0000008", "latest_checkpointed_iteration.txt"]
     assert (tmp_path / "checkpoints" / "latest_checkpointed_iteration.txt").read_text() == "8\n"
+
+
+def test_checkpoints_are_marked_once_what_their_weights_sampled_was_trained_and_the_last_such_one_stays(tmp_path):
+    """Saved after steps 1 to 4, of which a step was trained on what version 2 sampled; then the run goes on from 4, and trains."""
+
+    def run(rank, world_size):
+        policy, keeper, told = Policy(world_size), checkpoints(tmp_path, save_total_limit=2), []
+        for step in range(1, 5):
+            policy.step()
+            if step == 4:
+                keeper.has_trained(2, step)
+            told.append(keeper.last_good(step))
+            keeper.save(Progress(step=step), Waiting(), policy, Prompts())
+        again = checkpoints(tmp_path, save_total_limit=2)
+        restored(again, policy, Prompts())
+        again.has_trained(3, 5)
+        told.append(again.last_good(5))
+        again.has_trained(4, 6)
+        told.append(again.last_good(5))
+        return told
+
+    second, fourth = (tmp_path / "checkpoints" / f"iter_000000{step}" for step in (2, 4))
+    assert run_ranks(run, 2) == [[None, None, None, second, second, fourth]] * 2
+    assert sorted((tmp_path / "checkpoints").glob("iter_*")) == [second, fourth]
+
+
+def test_a_checkpoint_is_due_when_so_many_seconds_have_passed_since_the_last(tmp_path, monkeypatch):
+    from megatron_grpo.checkpoint import saving
+
+    now = [100.0]
+    monkeypatch.setattr(saving.time, "monotonic", lambda: now[0])
+    never, keeper = checkpoints(tmp_path, save_steps=0), checkpoints(tmp_path, save_steps=0, save_interval_seconds=30.0)
+    now[0] = 1000.0  # the model has been loaded
+    keeper.restore(None, None, Waiting(), None)
+    found = []
+    for seconds in (0.0, 29.0, 30.0, 90.0):
+        now[0] = 1000.0 + seconds
+        found.append(keeper.is_time())
+    assert found == [False, False, True, True] and not never.is_time()
+    keeper._saved_at = now[0]
+    assert not keeper.is_time()
 
 
 def test_a_manifest_lists_every_file_and_the_version_of_what_is_pending(saved):

@@ -47,6 +47,9 @@ class Stream:
     def give_back(self, count):
         self.taken -= count
 
+    def row_of(self, number):
+        return 100 + number
+
     def state(self):
         return {"taken": self.taken}
 
@@ -180,7 +183,7 @@ class OneRank:
     """The place of the only rank of a job."""
 
     layout = Layout(world_size=1)
-    dp_rank, is_first_of_share = 0, True
+    dp_rank, is_first_of_share, is_main = 0, True, True
 
     def from_last_stage(self, mine):
         return mine

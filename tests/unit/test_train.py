@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import math
 import threading
+from collections.abc import Collection
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,15 +23,16 @@ from hypothesis import strategies as st
 from megatron_grpo.batching.split import BatchCut
 from megatron_grpo.batching.timetable import Timetable
 from megatron_grpo.clock import Clock
-from megatron_grpo.errors import Interrupted, NobodySamples
+from megatron_grpo.errors import Interrupted, NobodySamples, RunError
 from megatron_grpo.evaluate import Evaluator
 from megatron_grpo.grpo.advantages import advantages
 from megatron_grpo.grpo.token_weights import token_weights
+from megatron_grpo.policy.guard import Culprit, Refusal, Skips
 from megatron_grpo.rollout.engine import SamplingSettings
 from megatron_grpo.rollout.scripted import ScriptedEngine
 from megatron_grpo.rollouts import Asker, Rollouts, harvest
 from megatron_grpo.settings.config import GrpoConfig
-from megatron_grpo.train import Run, train
+from megatron_grpo.train import Run, agreed, train
 from megatron_grpo.types import Progress, ScoredGroup, Verdict, answered
 from megatron_grpo.weights.update import WeightUpdate
 from tests.unit.batching.test_timetable import Walk, sizes_of
@@ -38,13 +41,14 @@ from tests.unit.test_rollouts import OneRank, Stream
 SAMPLING = SamplingSettings(n=2, max_completion_length=2)
 
 
-def logprob(version: int) -> float:
-    """Of every token, by the weights of a version; the sampler's differ by 0.5."""
-    return -1.0 - version / 64
+def logprob(version: int, refused: Collection[int] = ()) -> float:
+    """Of every token, by the weights of a version, which steps that were refused have not moved; the sampler's differ by 0.5."""
+    return -1.0 - (version - sum(step < version for step in refused)) / 64
 
 
-def answer(prompt, place, version):
-    return answered(prompt.token_ids, (10 + place, 20 + version), [logprob(version) - 0.5] * 2, text="", ended="stop", version=version)
+def answer(prompt, place, version, refused=()):
+    logprobs = [logprob(version, refused) - 0.5] * 2
+    return answered(prompt.token_ids, (10 + place, 20 + version), logprobs, text="", ended="stop", version=version)
 
 
 def reward(number: int, place: int, version: int) -> float:
@@ -70,11 +74,14 @@ class Killed(Exception):
 
 @dataclass
 class Policy:
-    """Its weights are the number of steps that it has taken."""
+    """Its weights are the number of steps in which its optimizer has acted. refuses: steps in which the guard forbids it."""
 
     cut: BatchCut
     version: int = 0
     ends: dict[int, str] = field(default_factory=dict)  # step -> how the process ends in it
+    refuses: Collection[int] = ()
+    weights: int = 0
+    skips: Skips = Skips()
     has_trained: bool = False  # since somebody asked whether the run is to stop
     trained: dict[int, dict] = field(default_factory=dict)
 
@@ -86,7 +93,7 @@ class Policy:
         return nullcontext()
 
     def logprobs(self, micro_batches):
-        return [np.full(len(micro.targets), logprob(self.version), dtype=np.float32) for micro in micro_batches]
+        return [np.full(len(micro.targets), logprob(self.weights), dtype=np.float32) for micro in micro_batches]
 
     def anchors(self, micro_batches):
         return self.logprobs(micro_batches), None
@@ -107,8 +114,18 @@ class Policy:
         self.trained[batch.step] = found
         self.version += 1
         self.has_trained = True
-        logprobs = {row: np.full(2, logprob(batch.step)) for micro in batch.micro_batches for row in micro.rows}
-        return SimpleNamespace(metrics={}, logprobs=logprobs, skipped=None)
+        refused = batch.step in self.refuses
+        self.skips = self.skips.after(refused=refused)
+        if refused:
+            refusal = Refusal(why="this is a test", skips=self.skips, culprits=(culprit_of(batch),))
+            return SimpleNamespace(metrics={}, logprobs={}, skipped=refusal.why, refusal=refusal)
+        logprobs = {row: np.full(2, logprob(self.weights)) for micro in batch.micro_batches for row in micro.rows}
+        self.weights += 1
+        return SimpleNamespace(metrics={}, logprobs=logprobs, skipped=None, refusal=None)
+
+
+def culprit_of(batch) -> Culprit:
+    return Culprit(micro_batch=0, ranks=(0,), norm=math.inf, rows=batch.micro_batches[0].rows)
 
 
 class Publisher:
@@ -122,7 +139,7 @@ class Publisher:
 
 class Journal:
     def __init__(self):
-        self.clock, self.evaluated, self.batches = Clock(), {}, []
+        self.clock, self.evaluated, self.batches, self.refused = Clock(), {}, [], {}
 
     def start(self, progress):
         pass
@@ -131,6 +148,9 @@ class Journal:
 
     def step(self, progress, batch, trained):
         self.batches.append(batch)
+
+    def refusal(self, progress, record, lines):
+        self.refused[progress.step] = record, lines
 
     def evaluation(self, progress, results):
         self.evaluated[progress.step] = results["r"]
@@ -145,6 +165,14 @@ class Disk:
     stuck: int = -1  # what is launched at this step does not end before `opened`
     opened: threading.Event | None = None
     resume = SimpleNamespace(output_dir=Path("out"))
+    is_time = staticmethod(lambda: False)
+    good: int = 0
+
+    def has_trained(self, version, step):
+        self.good = version
+
+    def last_good(self, step):
+        return Path(f"checkpoint {self.good}") if self.good else None
 
     def are_due(self, step):
         is_due = self.every > 0 and step % self.every == 0
@@ -153,7 +181,7 @@ class Disk:
         return is_due
 
     def save(self, progress, pending, policy, prompts):
-        self.saved = (progress, pending.to_save(), policy.version, prompts.state())
+        self.saved = (progress, pending.to_save(), (policy.version, policy.weights, policy.skips), prompts.state())
 
     def advance(self):
         pass
@@ -163,7 +191,7 @@ class Disk:
     def restore(self, policy, prompts, nothing, cut):
         if self.saved is None:
             return Progress(), nothing
-        progress, samples, policy.version, state = self.saved
+        progress, samples, (policy.version, policy.weights, policy.skips), state = self.saved
         prompts.restore(state)
         return progress, nothing.restored(samples, cut)
 
@@ -182,6 +210,8 @@ class Case:
     eval_every: int = 0
     save_every: int = 0
     ends: tuple[tuple[int, str], ...] = ()
+    refused: frozenset[int] = frozenset()
+    max_skipped_steps: int = 99
 
     @property
     def table(self) -> Timetable:
@@ -209,10 +239,10 @@ def run_to_its_end(case: Case) -> tuple[dict, dict, list]:
     trained, evaluated, batches = {}, {}, []
     for _ in range(len(ends) + 1):
         last, how = min(ends.items(), default=(case.num_steps, ""))
-        policy, journal = Policy(BatchCut(dp_size=1, micro_batch_size=2), ends=ends), Journal()
+        policy, journal = Policy(BatchCut(dp_size=1, micro_batch_size=2), ends=ends, refuses=case.refused), Journal()
         try:
-            train(run_of(case, policy, journal, disk, is_dropped_at=last if how == "drop" else None,
-                         is_given_up_at=last if how == "give up" and last in case.comes_in else None))  # fmt: skip
+            dropped = last if how == "drop" else last - 1 if how == "give up" and last in case.comes_in else None
+            train(run_of(case, policy, journal, disk, is_dropped_at=dropped, drains=how != "drop"))
         except (Interrupted, Killed):
             del ends[last]
         disk.opened.set()
@@ -242,17 +272,14 @@ class Stop:
         return "SIGTERM"
 
 
-def run_of(
-    case: Case, policy: Policy, journal: Journal, disk: Disk, *, is_dropped_at: int | None, is_given_up_at: int | None = None
-) -> Run:
-    """A process. is_dropped_at, is_given_up_at: the step whose signal finds something under way that does not end by itself."""
-    launched_before = is_given_up_at if is_dropped_at is None else is_dropped_at + 1
-    stuck = max((step for step in case.comes_in if launched_before is not None and step < launched_before), default=-1)
+def run_of(case: Case, policy: Policy, journal: Journal, disk: Disk, *, is_dropped_at: int | None, drains: bool = True) -> Run:
+    """A process. is_dropped_at: what was launched last up to this step does not end by itself. drains: a signal waits for what does."""
+    stuck = max((step for step in case.comes_in if step <= is_dropped_at), default=-1) if is_dropped_at is not None else -1
 
     def slow(prompt, place, version):
         if version == stuck and threading.current_thread() is not threading.main_thread():
             disk.opened.wait()
-        return answer(prompt, place, version)
+        return answer(prompt, place, version, case.refused)
 
     disk.stuck, disk.opened = stuck, threading.Event()
     engine, stream, stop = ScriptedEngine(slow), Stream(), Stop(policy, journal)
@@ -262,8 +289,8 @@ def run_of(
         timetable=case.table, parallel=OneRank(), policy=policy, engine=engine, publisher=Publisher(engine), prompts=stream,
         rollouts=Rollouts(asker, stream, cfg=case.grpo, timetable=case.table, penalty=None, cut=policy.cut, parallel=OneRank(),
                           journal=journal),
-        checkpoints=disk, journal=journal, stop_drain_seconds=600.0 if is_dropped_at is None else 0.0,
-        stop=stop,
+        checkpoints=disk, journal=journal, stop_drain_seconds=600.0 if drains else 0.0,
+        max_skipped_steps=case.max_skipped_steps, stop=stop,
         evaluator=Evaluator(Stream().take(3) if case.eval_every else [], engine, Judge(), SAMPLING, score="r", every=case.eval_every,
                             last_step=case.num_steps),
     )  # fmt: skip
@@ -272,7 +299,7 @@ def run_of(
 def slowly(case: Case) -> dict:
     """{step: {row: [(version by its tokens, by its log-probs, old log-prob, token weight, advantage) for each time it is trained]}}."""
     a, w, mu = case.sizes
-    stream, engine, rows, fresh, by = Stream(), ScriptedEngine(answer), {}, {}, {}
+    stream, engine, rows, fresh, by = Stream(), ScriptedEngine(partial(answer, refused=case.refused)), {}, {}, {}
 
     def ask(prompts):
         return [Verdict.of(one) for one in Judge()(engine.generate(prompts, SAMPLING, seed=0), places=[])]
@@ -296,9 +323,9 @@ def slowly(case: Case) -> dict:
             break
         of_sampler = case.old_logprobs == "rollout"
         anchor = by[number] if of_sampler else fresh[number]
-        old = None if step == anchor else round(logprob(anchor) - 0.5 * of_sampler, 6)
+        old = None if step == anchor else round(logprob(anchor, case.refused) - 0.5 * of_sampler, 6)
         for row in (2 * j, 2 * j + 1):
-            values = (by[number], logprob(by[number]), old, 1 / (4 * a), float(np.float32(rows[number, row])))
+            values = (by[number], logprob(by[number], case.refused), old, 1 / (4 * a), float(np.float32(rows[number, row])))
             trained.setdefault(step, {}).setdefault((number, row), []).append(values)
     return trained
 
@@ -327,13 +354,15 @@ sizes = st.tuples(st.integers(1, 5), st.integers(1, 5), st.integers(1, 3))
 ends = st.dictionaries(st.integers(0, 7), st.sampled_from(["stop", "drop", "rest", "give up", "kill"]), max_size=3)
 modes = st.fixed_dictionaries({
     "old_logprobs": st.sampled_from(["auto", "rollout", "always"]), "dynamic": st.booleans(), "ratio": st.sampled_from([1.0, 1.5, 2.5]),
-    "depth": st.sampled_from([0, 1, 1]), "save_every": st.integers(0, 3), "eval_every": st.integers(0, 3)})  # fmt: skip
+    "depth": st.sampled_from([0, 1, 1]), "save_every": st.integers(0, 3), "eval_every": st.integers(0, 3),
+    "refused": st.frozensets(st.integers(0, 7), max_size=3)})  # fmt: skip
 
 
 @settings(max_examples=60, deadline=None)
 @given(sizes, st.integers(1, 8), modes, ends)
 def test_a_run_is_the_slow_one_whatever_is_saved_and_however_it_is_stopped(size, num_steps, modes, how):
-    """One rollout ahead and at once: who sampled each row, its old log-prob, weight and advantage; and the weights that are evaluated."""
+    """One rollout ahead and at once: who sampled each row, its old log-prob, weight and advantage; and the weights that are evaluated.
+    Also where steps are refused: their rows count as used, versions go on, and weights and old log-probs are what they were."""
     case = Case(size, num_steps, ends=tuple((step, one) for step, one in sorted(how.items()) if step < num_steps), **modes)
     trained, evaluated, batches = run_to_its_end(case)
     assert trained == slowly(case)
@@ -406,6 +435,28 @@ def test_what_is_under_way_is_all_that_the_rollouts_of_a_sampling_step_need_and_
     assert asked[-1] == 4
 
 
+def test_so_many_refusals_in_a_row_end_the_run_and_it_names_who_and_the_last_good_checkpoint():
+    """Steps 2, 4, 5 and 6 are refused: the third in a row is step 6, the seventh. Rollout r has prompts 2r and 2r + 1, two rows each."""
+    case, disk, journal = Case((1, 2, 1), 9, depth=0, refused=frozenset({2, 4, 5, 6}), max_skipped_steps=3), Disk(every=1), Journal()
+    policy = Policy(BatchCut(dp_size=1, micro_batch_size=2), refuses=case.refused)
+    with pytest.raises(
+        RunError, match=r"3 optimizer steps in a row were skipped .*step 7, this is a test.*checkpoint 2: --resume checkpoint 2"
+    ):
+        train(run_of(case, policy, journal, disk, is_dropped_at=None))
+    assert disk.saved[0].step == 6 and policy.weights == 3 and sorted(journal.refused) == [3, 5, 6, 7]
+    record, lines = journal.refused[7]
+    assert (record["in_a_row"], record["skipped_iterations"]) == (3, 4)
+    named = [(row["rollout"], row["row"], row["prompt_number"], row["dataset_row"]) for row in record["culprits"][0]["rows"]]
+    assert named == [(3, 0, 6, 106), (3, 1, 6, 106)]
+    assert "rank 0, micro-batch 0: row 0 of rollout 3 (prompt 6, row 106 of the data set)" in lines[0]
+
+
+def test_refusals_in_a_row_are_counted_over_a_resume():
+    case = Case((1, 2, 1), 9, depth=0, refused=frozenset({2, 3, 4}), max_skipped_steps=3, ends=((3, "stop"),))
+    with pytest.raises(RunError, match="3 optimizer steps in a row.* step 5"):
+        run_to_its_end(case)
+
+
 class Penalty:
     """As `rollouts.KlPenalty`: it scores by the policy's weights as they are."""
 
@@ -430,3 +481,27 @@ def test_scores_for_the_penalty_are_the_anchors_if_they_are_those_of_the_rollout
     assert policy.trained == slowly(case)
     # A save after every step takes rollouts in at steps 1, 5 and 9, before their own: 4 and 8 score them again.
     assert scored == ([4, 8] if save_every == 1 else [])
+
+
+@pytest.mark.parametrize(
+    ("is_main", "is_time", "stops", "others", "found"),
+    [
+        (True, False, 0.0, 0.0, (False, False)),
+        (True, True, 0.0, 0.0, (False, True)),
+        (False, True, 0.0, 0.0, (False, False)),  # its own clock decides nothing
+        (False, False, 0.0, 1.0, (False, True)),
+        (True, True, 0.0, 2.0, (True, False)),  # somebody was asked to stop, which saves anyway
+        (True, True, 1.0, 1.0, (True, False)),
+        (False, False, 1.0, 1.0, (True, False)),
+    ],
+)
+def test_a_signal_to_any_rank_and_the_main_ranks_clock_are_agreed_on_in_one_number(monkeypatch, is_main, is_time, stops, others, found):
+    """others: the largest number that another rank says."""
+    said = []
+    monkeypatch.setattr("megatron_grpo.parallel.collectives.largest", lambda mine: said.append(mine) or max(mine, others))
+    run = SimpleNamespace(
+        parallel=SimpleNamespace(is_main=is_main),
+        checkpoints=SimpleNamespace(is_time=lambda: is_time),
+        stop=SimpleNamespace(agreed=lambda all_reduce_max: all_reduce_max(stops) > 0),
+    )
+    assert agreed(run) == found and len(said) == 1

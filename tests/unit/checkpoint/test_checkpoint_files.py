@@ -80,6 +80,50 @@ def test_retention_keeps_the_newest_and_leaves_a_given_up_future_alone(tmp_path)
     assert folder.steps() == [4, 6, 8, 10]
 
 
+@pytest.mark.parametrize(
+    ("good", "limit", "newest", "left"),
+    [
+        ([2], 2, 10, [2, 10]),  # the last good one takes the place of the older of the two
+        ([2, 8], 2, 10, [8, 10]),
+        ([2, 4], 3, 10, [4, 8, 10]),
+        ([2], 1, 10, [2, 10]),  # one more than asked for
+        ([10], 1, 10, [10]),
+        ([2, 8], 2, 6, [2, 6, 8, 10]),  # 8 and 10 are of a future that was given up: what is good of it is no longer in question
+        ([], 2, 10, [8, 10]),
+    ],
+)
+def test_retention_never_removes_the_last_good_checkpoint(tmp_path, good, limit, newest, left):
+    folder = Folder(tmp_path)
+    for step in (2, 4, 6, 8, 10):
+        write(folder, step)
+    assert all(folder.mark_good(step, trained=step + 1) for step in good)
+    folder.retain(limit, newest=newest)
+    assert folder.steps() == left
+    assert folder.last_good(newest) == (folder.directory(max(step for step in good if step <= newest)) if good else None)
+
+
+def test_a_mark_is_no_part_of_what_was_saved_and_goes_with_the_checkpoint(tmp_path):
+    folder = Folder(tmp_path)
+    assert not folder.mark_good(5, trained=6) and not folder.directory(5).exists(), "it is still being written, say"
+    directory = write(folder, 5)
+    assert not read_manifest(directory).is_good
+    assert folder.mark_good(5, trained=6) and json.loads((directory / "good.json").read_text()) == {"trained": 6}
+    assert read_manifest(directory).is_good and damage_of(directory) == []
+    assert not read_manifest(write(folder, 5, b"other weights")).is_good, "saved anew, by a run that went back"
+
+
+def test_a_mark_that_is_half_written_is_no_mark(tmp_path):
+    folder, child = Folder(tmp_path), None
+    directory = write(folder, 5)
+    child = os.fork()
+    if child == 0:
+        os.replace = lambda source, target: os._exit(9)
+        folder.mark_good(5, trained=6)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+    assert not read_manifest(directory).is_good and damage_of(directory) == []
+
+
 @pytest.mark.parametrize("moment, left", [("manifest.json", [5]), ("iter_0000010", [5]), ("latest_checkpointed_iteration.txt", [10, 5])])
 def test_a_writer_killed_at_any_rename_leaves_a_directory_to_resume_from(tmp_path, moment, left):
     """Between the last two the new checkpoint is whole, and the pointer names the one before it."""

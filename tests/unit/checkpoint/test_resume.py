@@ -72,7 +72,22 @@ def test_nothing_is_said_of_a_run_that_is_as_it_was(tmp_path):
     saved(tmp_path, 4)
     resume = judged(tmp_path)
     assert resume.candidates[0].changes == () and resume.notes == ()
-    assert resume.lines(resume.candidates[0]) == [f"Resuming from {tmp_path}/checkpoints/iter_0000004: 4 of 9 optimizer steps done."]
+    assert resume.lines(resume.candidates[0]) == [
+        f"Resuming from {tmp_path}/checkpoints/iter_0000004: 4 of 9 optimizer steps done.",
+        "Nothing was trained on what its weights sampled yet, so it is not known to be good.",
+    ]
+
+
+def test_the_newest_is_continued_and_it_is_said_whether_it_is_good_and_which_one_is(tmp_path):
+    for step in (2, 4, 6):
+        saved(tmp_path, step)
+    Folder(tmp_path / "checkpoints").mark_good(2, trained=3)
+    resume = judged(tmp_path)
+    assert step_of(resume) == 6
+    assert f"The last one that is: {tmp_path}/checkpoints/iter_0000002 (--resume takes it)." in resume.lines(resume.candidates[0])[1]
+    Folder(tmp_path / "checkpoints").mark_good(6, trained=7)
+    resume = judged(tmp_path)
+    assert resume.lines(resume.candidates[0])[1] == "It is good: its weights have sampled and trained since."
 
 
 REFUSED = {"seed": ("42", "43"), "dataset_shuffle": ("true", "false"), "torch_dtype": ("bfloat16", "float32"),
@@ -120,7 +135,7 @@ def test_what_may_change_is_a_difference_that_is_said(tmp_path):
     saved(tmp_path, 4)
     flags = ["--lr", "1e-4", "--loss_type", "dapo", "--temperature", "0.7", "--max_completion_length", "9", "--save_steps", "7"]
     resume = judged(tmp_path, *flags, content={**CONTENTS, "reward r.py:f": "5e"})
-    assert resume.lines(resume.candidates[0])[1:] == [
+    assert resume.lines(resume.candidates[0])[2:] == [
         "Changed since that checkpoint:",
         "  max_completion_length  256 -> 9",
         "  temperature  1.0 -> 0.7",

@@ -181,10 +181,22 @@ def test_what_was_skipped_and_what_drifts_is_said(tmp_path):
     journal = journal_in(tmp_path, watches=[watch_drift(DriftWatch(bound=0.5, dtype="float32"))])
     journal.start(Progress())
     step(journal, 1, **{"sampling/logp_difference/max": 0.5})
-    assert "WARNING" not in told(journal) and "optimizer step 1:" not in told(journal)
+    assert "WARNING" not in told(journal) and "optimizer step 1 is skipped" not in told(journal)
     step(journal, 2, skipped="nothing was left to train", **{"sampling/logp_difference/max": 0.75})
     assert "WARNING: trainer and sampler differ by 0.75 nats" in told(journal)
-    assert "optimizer step 2: nothing was left to train" in told(journal)
+    assert "optimizer step 2 is skipped: nothing was left to train" in told(journal)
+
+
+def test_a_refusal_is_a_record_and_lines_below_the_steps_own_and_is_forgotten_by_a_resumed_run(tmp_path):
+    journal = journal_in(tmp_path)
+    journal.start(Progress())
+    for number in (1, 2):
+        step(journal, number, skipped="its gradient is not finite")
+        journal.refusal(Progress(step=number), {"why": "its gradient is not finite", "ranks": [1]}, ["rank 1, micro-batch 0: row 3"])
+    assert told(journal).count("rank 1, micro-batch 0: row 3") == 2
+    assert lines(tmp_path, "skipped.jsonl")[1] == {"step": 2, "why": "its gradient is not finite", "ranks": [1]}
+    journal_in(tmp_path).start(Progress(step=1))
+    assert [line["step"] for line in lines(tmp_path, "skipped.jsonl")] == [1]
 
 
 @pytest.mark.parametrize(("how", "compares"), [({}, True), ({"summary": True}, True), ({"summary": False}, False)])

@@ -317,6 +317,10 @@ def test_more_than_25_kinds_of_mistake_are_each_said_once():
         ["--config", "/nowhere.yaml"],
         ["--bf16", "--torch_dtype", "float32"],
         ["--beta", "-1"],
+        ["--skip_grad_norm_above", "0"],
+        ["--skip_grad_norm_factor", "1"],
+        ["--max_skipped_steps", "0"],
+        ["--save_interval_seconds", "-1"],
         ["stray"],
     ]
     from megatron_grpo.planning.check import check

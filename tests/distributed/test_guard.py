@@ -1,0 +1,261 @@
+"""A gradient that one rank spoils, by a hook in its real model: no rank acts on it, none waits, and all of them name who it was."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from tests import parity_cases as cases
+from tests.distributed.test_train_step import is_same, optimizer_state, weights_of
+from tests.ranks import run_ranks
+from tests.tiny_models import write_tiny
+
+BAD_RANK, BAD_MICRO_BATCH = 1, 2
+# Layout -> settings besides; and whether the spoilt gradient stays on its rank until it is summed (tensor and context parallel ranks
+# exchange the gradients of activations, a later pipeline stage hands them down, and so do experts).
+LAYOUTS = {
+    "DP2": [
+        {},
+        dict(use_distributed_optimizer=False),
+        dict(overlap_grad_reduce=True, overlap_param_gather=True),
+        dict(torch_dtype="bfloat16"),
+        dict(tuner_type="lora", lora_dropout=0.1),
+        dict(loss_type="dapo", top_entropy_quantile=0.8, beta=0.05),
+    ],
+    "TP2": [{}, dict(use_distributed_optimizer=False)],
+    "TP2 SP": [dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)],
+    "PP2": [{}],
+    "PP2 VPP2": [dict(overlap_grad_reduce=True, overlap_param_gather=True)],
+    "CP2": [{}],
+    "EP2": [{}, dict(use_distributed_optimizer=False)],
+    "CP2 EP2": [dict(recompute_granularity="selective")],
+}
+STAYS = ("DP2",)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    return {family: write_tiny(folder / family, family, layers=4, vocab=125, std=0.1) for family in ("qwen3", "qwen3_moe")}
+
+
+@pytest.fixture(scope="module")
+def batches(models):
+    return {family: cases.stored_rollout(path, vocab=125, num_steps=2, stale=0) for family, path in models.items()}
+
+
+@contextlib.contextmanager
+def spoilt(policy, rank: int, spoil, *, micro_batch: int = BAD_MICRO_BATCH, once: bool = False):
+    """On one rank, what the last layer of its last chunk is given back for one micro-batch is `spoil` of it. Yields what was spoilt."""
+    chunk, done, number = policy.chunks[-1], [], []
+
+    def learn(module, args):
+        number[:] = [args[0].number]
+
+    def attach(module, args, output):
+        hidden = output[0] if isinstance(output, tuple) else output
+        if number == [micro_batch] and hidden.requires_grad and not (once and done):
+            done.append(micro_batch)
+            hidden.register_hook(spoil)
+
+    handles = []
+    if policy.parallel.rank == rank:
+        handles = [chunk.register_forward_pre_hook(learn), chunk.decoder.layers[-1].register_forward_hook(attach)]
+    yield done
+    for handle in handles:
+        handle.remove()
+
+
+def nothing_moved(policy, act) -> tuple:
+    """What `act` returns; whether weights and optimizer are what they were; and by how much the schedule has gone on."""
+    weights, moments, steps = weights_of(policy), optimizer_state(policy), policy.scheduler.num_steps
+    found = act()
+    same = is_same(weights, weights_of(policy)) and all(map(torch.equal, moments, optimizer_state(policy)))
+    return found, same and bool(moments), policy.scheduler.num_steps - steps
+
+
+def is_no_number(gradient):
+    return torch.full_like(gradient, float("nan"))
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_what_one_rank_spoils_is_skipped_on_all_ranks_and_leaves_no_trace(models, batches, name):
+    """The next step is that of a policy that never saw the spoilt one, and the count of Adam's steps too."""
+    family = "qwen3_moe" if "EP" in name else "qwen3"
+    layout, path, (first, second) = cases.LAYOUTS[name], models[family], batches[family]
+
+    def body(rank, world):
+        parallel, found = cases.join(cases.settings(**layout.settings), world), []
+        for settings in LAYOUTS[name]:
+            cfg = cases.settings(**layout.settings, **settings)
+            policy, other = (cases.build(path, cfg, world, parallel) for _ in range(2))
+            for one in (policy, other):
+                assert one.train_step(cases.batch_of(one, first, 0)).refusal is None
+            batch = cases.batch_of(policy, second, 1)
+            with spoilt(policy, BAD_RANK, is_no_number) as done:
+                trained, same, scheduled = nothing_moved(policy, lambda: policy.train_step(batch))  # noqa: B023
+            assert len(done) >= 1 or rank != BAD_RANK, "the hook ran"
+            assert same and scheduled == 1 and trained.logprobs == {}
+            assert trained.metrics["grad_norm"] == math.inf and trained.metrics["skipped_iterations"] == 1
+            for one in (policy, other):
+                torch.manual_seed(0)
+                after = one.train_step(cases.batch_of(one, second, 1))
+                assert after.skipped is None
+            if not settings.get("lora_dropout"):
+                assert is_same(weights_of(policy), weights_of(other))
+                assert all(map(torch.equal, optimizer_state(policy), optimizer_state(other)))
+            assert (policy.skips.total, policy.skips.in_a_row) == (1, 0)
+            rows = batch.micro_batches[BAD_MICRO_BATCH].rows if parallel.dp_rank == (BAD_RANK if parallel.dp_size > 1 else 0) else None
+            found.append((trained.refusal, rows))
+        return found
+
+    for settings, *of_ranks in zip(LAYOUTS[name], *run_ranks(body, layout.world_size, timeout=240), strict=True):
+        refusals, rows = zip(*of_ranks, strict=True)
+        assert len({str(refusal) for refusal in refusals}) == 1
+        [refusal], [culprit] = {id(refusals[0]): refusals[0]}.values(), refusals[0].culprits
+        assert refusal.why == "its gradient is not finite" and refusal.weights == ()
+        assert BAD_RANK in culprit.ranks and BAD_RANK in refusal.ranks, settings
+        if name in STAYS:
+            assert culprit.ranks == (BAD_RANK,)
+            assert refusal.ranks == (BAD_RANK,) or settings.get("overlap_grad_reduce")
+        assert culprit.micro_batch == BAD_MICRO_BATCH and culprit.rows == next(row for row in rows if row) and culprit.what == ""
+
+
+def test_a_copy_that_the_norm_does_not_count_is_looked_at_all_the_same(models, batches):
+    """Tensor-parallel ranks have each their copy of a norm's weight, and Megatron-Core counts the first one's."""
+    layout, (first, _) = cases.LAYOUTS["TP2"], batches["qwen3"]
+
+    def body(rank, world):
+        policy = cases.build(models["qwen3"], cases.settings(**layout.settings), world)
+        if rank == BAD_RANK:
+            policy.chunks[0].decoder.final_layernorm.weight.register_hook(is_no_number)
+        trained = policy.train_step(cases.batch_of(policy, first, 0))
+        return trained.metrics["grad_norm"], trained.refusal.ranks, {one.ranks for one in trained.refusal.culprits}
+
+    assert run_ranks(body, 2) == [(math.inf, (BAD_RANK,), {(BAD_RANK,)})] * 2
+
+
+def test_rows_are_named_by_the_number_that_is_wrong_with_them_and_spikes_by_their_size(models, batches):
+    """On two data-parallel ranks, two rows a micro-batch: a NaN advantage; a gradient a million times too large; and one NaN, once."""
+    layout, (first, second) = cases.LAYOUTS["DP2"], batches["qwen3"]
+
+    def body(rank, world):
+        from megatron_grpo.policy.guard import PlausibleGuard
+
+        found = []
+        policy = cases.build(models["qwen3"], cases.settings(micro_batch_size=2, **layout.settings), world)
+        samples = [dataclasses.replace(sample, advantage=math.nan) if row == 3 else sample for row, sample in enumerate(first)]
+        batch = cases.batch_of(policy, samples, 0)
+        [where] = [(rank, number) for number, micro in enumerate(batch.micro_batches) if (0, 3) in micro.rows] or [None]
+        found.append((policy.train_step(batch).refusal, where))
+
+        policy = cases.build(models["qwen3"], cases.settings(**layout.settings), world, policy.parallel)
+        usual = policy.train_step(cases.batch_of(policy, first, 0)).metrics["grad_norm"]
+        policy.guard = PlausibleGuard(above=10 * usual)
+        with spoilt(policy, BAD_RANK, lambda gradient: 1e6 * gradient):
+            trained, same, _ = nothing_moved(policy, lambda: policy.train_step(cases.batch_of(policy, second, 1)))
+        assert same and 10 * usual < trained.metrics["grad_norm"] < math.inf
+        found.append((trained.refusal, None))
+
+        with spoilt(policy, BAD_RANK, is_no_number, once=True):
+            found.append((policy.train_step(cases.batch_of(policy, second, 1)).refusal, None))
+        return found
+
+    (advantage, where), (spike, _), (transient, _) = (
+        (refusals[0], next((one for one in places if one), None))
+        for refusals, places in (zip(*of_ranks, strict=True) for of_ranks in zip(*run_ranks(body, 2), strict=True))
+    )
+    [culprit] = advantage.culprits
+    assert (culprit.ranks, culprit.micro_batch) == ((where[0],), where[1])
+    assert culprit.rows == ((0, 3),) and culprit.what == "advantages"
+    [culprit] = spike.culprits
+    assert (culprit.ranks, culprit.micro_batch) == ((BAD_RANK,), BAD_MICRO_BATCH) and len(culprit.rows) == 1 and culprit.norm > 1
+    assert "skip_grad_norm_above" in spike.why and spike.skips.in_a_row == 1 and transient.skips.in_a_row == 2
+    assert transient.ranks == (BAD_RANK,) and transient.culprits == ()
+
+
+def test_weights_that_are_no_numbers_are_named_by_rank(models, batches):
+    layout, (first, _) = cases.LAYOUTS["PP2"], batches["qwen3"]
+
+    def body(rank, world):
+        policy = cases.build(models["qwen3"], cases.settings(**layout.settings), world)
+        if rank == BAD_RANK:
+            with torch.no_grad():
+                policy.chunks[0].decoder.layers[1].mlp.linear_fc2.weight[0, 0] = math.nan
+        refusal = policy.train_step(cases.batch_of(policy, first, 0)).refusal
+        return refusal.weights, refusal.culprits
+
+    weights = ((BAD_RANK, "decoder.layers.1.mlp.linear_fc2.weight"),)
+    assert run_ranks(body, 2) == [(weights, ())] * 2
+
+
+def test_a_row_that_the_policy_cannot_score_trains_nothing_more(models, batches):
+    """Its log-probs are no numbers: of what a refused step was to keep, it is emptied on every rank; the others are anchored."""
+    layout, (first, _) = cases.LAYOUTS["DP2"], batches["qwen3"]
+
+    def body(rank, world):
+        from types import SimpleNamespace
+
+        from megatron_grpo.pending import Pending
+        from megatron_grpo.types import Row
+
+        policy = cases.build(models["qwen3"], cases.settings(**layout.settings), world)
+        rows = {sample.key: Row.of(sample, home=policy.cut.home_of(sample.row)) for sample in first}
+        mine = {sample.key: sample for sample in first if rows[sample.key].home == policy.parallel.dp_rank}
+        pending = Pending(parallel=policy.parallel, rows=rows, samples=mine)
+        score = policy.scorer.anchors
+
+        def without_numbers(micro_batches):
+            values, experts = score(micro_batches)
+            for micro, found in zip(micro_batches, values, strict=True):
+                found[np.isin(micro.targets, first[5].token_ids[-1:])] = math.nan
+            return values, experts
+
+        policy.scorer.anchors = without_numbers
+        step = SimpleNamespace(keeps=tuple((0, number) for number in range(4)))
+        after = pending.after_refusal(policy, step, policy.cut)
+        held = {key: (int(sample.mask.sum()), bool(np.isfinite(sample.old_logprobs).all())) for key, sample in after.samples.items()}
+        return {key: row.num_masked for key, row in after.rows.items()}, held
+
+    token = first[5].token_ids[-1]
+    lost = {sample.key for sample in first if token in sample.token_ids[sample.mask]}
+    (masked, held), (masked_there, held_there) = run_ranks(body, 2)
+    assert masked == masked_there == {sample.key: 0 if sample.key in lost else sample.num_masked for sample in first}
+    assert {*held, *held_there} == {sample.key for sample in first} and lost and len(lost) < len(first)
+    assert all(found == (masked[key], True) for key, found in (held | held_there).items())
+
+
+@pytest.mark.parametrize("settings", [{}, dict(overlap_grad_reduce=True, overlap_param_gather=True)], ids=["plain", "overlapped"])
+def test_a_policy_that_makes_room_for_the_sampler_is_the_same_after_a_refused_step(models, batches, settings):
+    """What it gives away behind that step comes back as the step found it."""
+    layout, (first, second) = cases.LAYOUTS["DP2"], batches["qwen3"]
+
+    def body(rank, world):
+        from megatron_grpo.build import build_policy
+        from megatron_grpo.weights.shape import ModelShape
+
+        cfg = cases.settings(torch_dtype="bfloat16", **layout.settings, **settings)
+        other = cases.build(models["qwen3"], cfg, world)
+        policy = build_policy(
+            cfg, ModelShape.from_pretrained(models["qwen3"]), other.parallel, model_path=models["qwen3"], num_steps=100,
+            offload=("weights", "reference", "gradients", "optimizer"),
+        )  # fmt: skip
+        refused = []
+        for one in (policy, other):
+            for step, samples in enumerate((first, second, second)):
+                is_spoilt = one is policy and step == 1
+                if one is other and step == 1:
+                    continue
+                with one.resident("all"), spoilt(one, BAD_RANK if is_spoilt else -1, is_no_number):
+                    refused.append(one.train_step(cases.batch_of(one, samples, min(step, 1))).refusal is not None)
+                one.make_room()
+        with policy.resident("all"):
+            same = is_same(weights_of(policy), weights_of(other)), all(map(torch.equal, optimizer_state(policy), optimizer_state(other)))
+        return refused, *same
+
+    assert run_ranks(body, 2, timeout=120) == [([False, True, False, False, False], True, True)] * 2

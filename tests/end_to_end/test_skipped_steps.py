@@ -1,0 +1,121 @@
+"""Runs in which a rank spoils gradients: they skip the step and go on, stop after so many, and are resumed to the bit."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from tests.distributed.test_guard import is_no_number, spoilt
+from tests.end_to_end import scripted
+from tests.end_to_end.runs import records, write_inputs
+from tests.ranks import run_ranks
+
+STEPS, BAD_RANK = 8, 1
+# Rollouts of 24 rows against steps of 16, two passes: a step that is skipped was to keep log-probs, and samples wait in each checkpoint.
+UNEVEN = ["--allow_unaligned_generation", "true", "--generation_batch_size", "24", "--num_iterations", "2", "--micro_batch_size", "4"]
+EXACT = ("loss", "reward", "grad_norm", "staleness/mean", "num_tokens", "learning_rate", "skipped_iterations")
+
+
+def train(rank: int, world_size: int, flags: list[str], spoils: tuple[int, ...], spike: int | None = None):
+    """`megatron-grpo train` with a scripted engine. In steps `spoils` (from 0) rank 1's second micro-batch has no number as a gradient; in
+    step `spike` one a thousand times too large. A median is there after three norms. Returns the exit code and all that was said."""
+    from megatron_grpo.policy import guard
+    from megatron_grpo.policy.policy import Policy
+
+    take = Policy.train_step
+
+    def train_step(self, batch):
+        how = is_no_number if batch.step in spoils else (lambda gradient: 1e3 * gradient)
+        is_bad = batch.step in spoils or batch.step == spike
+        with spoilt(self, BAD_RANK, how, micro_batch=1) if is_bad else contextlib.nullcontext():
+            return take(self, batch)
+
+    said = io.StringIO()
+    with mock.patch.object(Policy, "train_step", train_step), mock.patch.object(guard, "FEWEST", 3):
+        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+            code = scripted.train(rank, world_size, flags)
+    return code, said.getvalue()
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("skipped")
+    flags = [*write_inputs(folder, rows=30), *UNEVEN, *("--max_steps", str(STEPS)), *("--lr_decay_style", "linear")]
+    flags += ["--save_steps", "1", "--save_total_limit", "none", "--skip_grad_norm_factor", "8", "--log_completions_steps", "0"]
+    return folder, flags
+
+
+@pytest.fixture(scope="module")
+def whole(inputs):
+    """Step 3 of 8 has no number as a gradient, step 7 a spike."""
+    folder, flags = inputs
+    found = run_ranks(train, 2, [*flags, "--output_dir", str(folder / "whole")], (2,), 6, timeout=240)
+    assert [code for code, _ in found] == [0, 0], found
+    return folder / "whole", found[0][1]
+
+
+def steps_of(out: Path) -> list[dict]:
+    return [{name: step[name] for name in EXACT if name in step} for step in records(out / "metrics.jsonl")]
+
+
+def test_a_run_skips_what_is_spoilt_and_goes_on(whole):
+    out, said = whole
+    steps = records(out / "metrics.jsonl")
+    assert [step["skipped_iterations"] for step in steps] == [0, 0, 1, 1, 1, 1, 2, 2]
+    assert [step["grad_norm"] is None for step in steps] == [place == 2 for place in range(STEPS)]
+    assert [step["learning_rate"] for step in steps] == pytest.approx([1e-3 * (1 - place / STEPS) for place in range(STEPS)])
+    assert "optimizer step 3 is skipped: its gradient is not finite" in said
+    assert "optimizer step 7 is skipped: its gradient norm" in said and "(skip_grad_norm_factor)" in said
+
+
+def test_rank_micro_batch_and_rows_are_told_and_written_down(whole, inputs):
+    out, said = whole
+    spoilt, spike = records(out / "skipped.jsonl")
+    schedule = {line["step"]: line["rows"] for line in records(out / "schedule.jsonl")}
+    for record, step in ((spoilt, 3), (spike, 7)):
+        [culprit] = record["culprits"]
+        assert record["step"] == step and (culprit["ranks"], culprit["micro_batch"]) == ([BAD_RANK], 1)
+        assert [[row["rollout"], row["row"]] for row in culprit["rows"]] == schedule[step][1][BAD_RANK]
+    for row in spoilt["culprits"][0]["rows"]:
+        named = f"row {row['row']} of rollout {row['rollout']} (prompt {row['prompt_number']}, row {row['dataset_row']} of the data set)"
+        assert named in said and row["prompt_number"] == 6 * row["rollout"] + row["row"] // 4
+
+
+def test_checkpoints_are_good_once_what_their_weights_sampled_was_trained(whole):
+    """Rollouts come in at steps 0, 3 and 6, by the weights of those steps; step 6 (the seventh) was skipped, step 7 trains its rows."""
+    out, _ = whole
+    good = {int(path.parent.name[5:]) for path in out.glob("checkpoints/iter_*/good.json")}
+    assert good == {1, 2, 3, 4, 5, 6}
+
+
+@pytest.mark.parametrize("after", [3, 6])
+def test_a_resumed_run_skips_the_same_steps_and_is_the_same_to_the_bit(inputs, whole, tmp_path, after):
+    """From just after a step that was spoilt, and from before one that a median decides: its norms come from the checkpoint."""
+    out, _ = whole
+    flags = [*inputs[1], "--output_dir", str(tmp_path / "out"), "--resume", str(out / f"checkpoints/iter_{after:07d}")]
+    found = run_ranks(train, 2, flags, (2,), 6, timeout=240)
+    assert [code for code, _ in found] == [0, 0], found
+    assert steps_of(tmp_path / "out") == steps_of(out)[after:]
+    files = [sorted((path / "hf").glob("*.safetensors")) for path in (out, tmp_path / "out")]
+    assert files[0] and [path.read_bytes() for path in files[0]] == [path.read_bytes() for path in files[1]]
+
+
+def test_so_many_in_a_row_end_the_run_with_the_last_good_checkpoint_named_from_which_it_goes_on(inputs, tmp_path):
+    out = tmp_path / "out"
+    flags = [*inputs[1], "--output_dir", str(out), "--max_skipped_steps", "3", "--save_total_limit", "1"]
+    found = run_ranks(train, 2, flags, (2, 4, 5, 6, 7), timeout=240)
+    assert [code for code, _ in found] == [1, 1]
+    good = out / "checkpoints/iter_0000003"
+    told = "".join(said for _, said in found)
+    assert told.count("3 optimizer steps in a row were skipped (max_skipped_steps 3), and the run ends") == 1
+    assert f"The last good checkpoint is {good}: --resume {good} goes on from it." in told
+    assert sorted(path.name for path in out.glob("checkpoints/iter_*")) == [good.name, "iter_0000006"]
+    assert len(records(out / "metrics.jsonl")) == 7
+
+    found = run_ranks(train, 2, flags, (), timeout=240)  # of itself it takes the newest, and says what it is
+    assert [code for code, _ in found] == [0, 0] and f"The last one that is: {good} (--resume takes it)." in found[0][1]
+    assert [step["skipped_iterations"] for step in steps_of(out)] == [0, 0, 1, 1, 2, 3, 3, 3]
