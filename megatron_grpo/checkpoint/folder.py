@@ -114,7 +114,7 @@ class Folder:
         good = self.last_good(newest)
         others = [step for step in self.steps() if step <= newest and self.directory(step) not in (good, self.directory(newest))]
         kept = limit - len({good, self.directory(newest)} - {None})
-        for step in others[: len(others) - max(kept, 0)]:
+        for step in others[: max(0, len(others) - max(0, kept))]:
             trash = self.path / f"{TRASH}{self.directory(step).name}"
             self.directory(step).rename(trash)  # so that half a deletion is never taken for a checkpoint
             shutil.rmtree(trash, ignore_errors=True)

@@ -1,6 +1,7 @@
 """`megatron-grpo`, as torchrun or Slurm starts it, with answers from a table: no vLLM, and as slow as a test asks.
 
-PACE in the environment is a folder. Where it holds a file `sampling`, a rank waits before each of its answers until that file is gone.
+PACE in the environment is a folder. Where it holds a file `sampling`, answers by the weights whose version stands in it, and by newer ones,
+wait until that changes.
 """
 
 from __future__ import annotations
@@ -19,8 +20,14 @@ def engine(cfg, inputs, parallel):
 
     answer, pace = answers_of(cfg, inputs.model_path), Path(os.environ.get("PACE", "/nonexistent"))
 
+    def waits(version):
+        try:
+            return version >= int((pace / "sampling").read_text())
+        except (OSError, ValueError):  # none, or just being written
+            return False
+
     def slowly(prompt, place, version):
-        while (pace / "sampling").exists() and not made.gives_up():
+        while waits(version) and not made.gives_up():
             (pace / f"waits.{parallel.rank}").touch()
             time.sleep(0.02)
         return answer(prompt, place, version)

@@ -47,6 +47,7 @@ def test_a_job_whose_time_is_up_is_queued_again_and_ends_as_if_nothing_had_been(
     folder, flags, undisturbed = inputs
     out, pace, log, here = tmp_path / "out", tmp_path / "pace", tmp_path / "log", tmp_path / "bin"
     pace.mkdir(), here.mkdir()
+    (pace / "sampling").write_text("2")
     (here / "torchrun").write_text(TORCHRUN.format(python=sys.executable, root=ROOT, port=free_port()))
     (here / "torchrun").chmod(0o755)
     config = tmp_path / "run.yaml"
@@ -58,8 +59,6 @@ def test_a_job_whose_time_is_up_is_queued_again_and_ends_as_if_nothing_had_been(
     try:
         words = [str(config), *("--output_dir", str(out)), *("--stop_drain_seconds", "0.2")]
         job = slurm.submit(job_copy, words, log, environment)
-        wait_for(lambda: (out / "metrics.jsonl").exists() or slurm.ended(job), "the first step")
-        (pace / "sampling").touch()
         wait_for(lambda: list(pace.glob("waits.*")) or slurm.ended(job), "a rollout that waits")
         assert not slurm.ended(job), log.read_text()[-4000:]
         slurm.send(job, signal.SIGUSR1)
