@@ -79,7 +79,7 @@ def build_run(
     cfg, timetable = made.checked.config, made.timetable
     assert timetable.num_steps is not None  # the data are here, so the length of the run is known
     checkpoints = open_output(made, inputs, parallel)
-    clock, judge = Clock(), Judge(inputs.rewards, cfg.rewards.reward_weights)
+    clock, judge = Clock(), Judge(inputs.rewards, cfg.rewards.reward_weights, gives_up=stop.gives_up)
     journal = build_journal(made, judge, parallel, clock)  # before any model loads: a service that is not installed is an error
     journal.open()
     try:
@@ -111,7 +111,7 @@ def put_together(
         model_path=inputs.model_path, num_steps=timetable.num_steps, clock=clock, reference=reference, guard=guard,
         push=lora.kind if lora else None, offload=what_makes_room(made, parallel),
     )  # fmt: skip
-    sampler = started(engine or partial(ENGINES[cfg.rollout.vllm_mode], lora=lora), cfg, inputs, parallel, policy)
+    sampler = patient(started(engine or partial(ENGINES[cfg.rollout.vllm_mode], lora=lora), cfg, inputs, parallel, policy), stop)
     publisher = build_publisher(cfg, policy, sampler)
     in_turn = MakesRoom(Restoring(sampler, partial(publish_again, policy, publisher, clock)), policy)
     sampling = SamplingSettings.of(cfg.rollout, num_generations=cfg.batch.num_generations)
@@ -184,6 +184,13 @@ def started(make: MakeEngine, cfg: Config, inputs: Inputs, parallel: ParallelSta
     if policy.room.movable:
         with sampler.awake():
             pass
+    return sampler
+
+
+def patient(sampler: Engine, stop: train.StopRequest) -> Engine:
+    """The same one; if it is a `PatientSampler`, it hears that the run is to stop."""
+    if hasattr(sampler, "gives_up"):
+        sampler.gives_up = stop.gives_up
     return sampler
 
 

@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 
 class CleanUp:
@@ -53,3 +54,23 @@ def die_with_parent(parent: int | None = None) -> None:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
     if os.getppid() != parent:  # it died before the kernel was asked
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def die_with_launcher(launcher: int) -> None:
+    """As `die_with_parent`, for one of torchrun's workers; and at once if torchrun died before this process could ask for that.
+
+    launcher: the number of the parent, as it was first seen.
+    """
+    die_with_parent(launcher)
+    if sys.platform == "linux" and _adopts(launcher):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _adopts(pid: int, proc: Path = Path("/proc")) -> bool:
+    """Whether a process is one that takes in orphans: the first of a machine or container, or systemd; but not torchrun itself, which
+    may be the first one of a container."""
+    try:
+        name, command = (proc / str(pid) / "comm").read_text().strip(), (proc / str(pid) / "cmdline").read_text()
+    except OSError:
+        return False
+    return (pid == 1 or name == "systemd") and "python" not in Path(command.split("\0")[0]).name

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from megatron_grpo import __version__, launcher
+from megatron_grpo.cleanup import die_with_parent
 from megatron_grpo.errors import EXIT_CONFIG, EXIT_DONE, ConfigError, Problem
 
 if TYPE_CHECKING:
@@ -27,6 +28,8 @@ def train(argv: list[str], **parts: Any) -> int:
     from megatron_grpo.sizing.dialects import DIALECTS
 
     launched, asked = launcher.read(), launcher.number_asked_for()
+    if launched.by_torchrun:
+        die_with_parent()  # a script of the user's own has no supervisor
     world_size = launched.world_size if launched.is_launched else asked and asked[1]
     parsed = parse(argv, launcher_world_size=world_size, dialects=DIALECTS)
     if world_size is None and (asked := _model_parallel(parsed.config)):
@@ -36,8 +39,12 @@ def train(argv: list[str], **parts: Any) -> int:
     parsed.problems.extend(launched.problems)
     if not launched.is_launched and not launched.problems:
         parsed.problems.extend(_not_launched(argv, parsed.config, asked))
+    from megatron_grpo.run.limits import problems_with_limits
     from megatron_grpo.run.quiet import quiet_libraries
+    from megatron_grpo.run.terminal import outlive_terminal
 
+    parsed.problems.extend(problems_with_limits(parsed.config))
+    outlive_terminal()
     quiet_libraries()
     from megatron_grpo.inputs import read_everything
 

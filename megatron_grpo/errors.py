@@ -52,8 +52,18 @@ class RunError(Exception):
 
 
 class Interrupted(Exception):
-    """A signal asked the run to stop; its state is on disk. `cli.main` exits with 3: safe to resume."""
+    """The run was asked to stop, by a signal or because its time is up; its state is on disk. `cli.main` exits with 3: safe to resume."""
+
+    is_final = False  # whether this machine's launcher should not start the job again
 
 
 class NobodySamples(Interrupted):
     """No rollout server is left, and none came back in time. Raised on every rank; what the run has is saved before it ends."""
+
+
+class GivenUp(Interrupted):
+    """The run was asked to stop, and what is being sampled or judged takes longer than it may wait. Raised on every rank; what the run
+    has is saved before it ends."""
+
+    def __init__(self, message: str = "what was being sampled is given up"):
+        super().__init__(message)

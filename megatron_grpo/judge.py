@@ -6,13 +6,13 @@ What goes wrong on one rank travels to the others as a value and is raised on al
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any
 
 from megatron_grpo import activity
 from megatron_grpo.data.chat import as_completion
-from megatron_grpo.errors import RewardError
+from megatron_grpo.errors import GivenUp, RewardError
 from megatron_grpo.parallel import collectives
 from megatron_grpo.rewards.protocol import RewardBatch, RewardFunction, Score
 from megatron_grpo.rewards.scoring import Notice, Scores, score
@@ -24,9 +24,12 @@ _LOG = logging.getLogger(__name__)
 class Judge:
     """The reward functions of a run. Every rank judges the groups that it was given; collective all the same."""
 
-    def __init__(self, functions: Sequence[RewardFunction], reward_weights: Sequence[float] = ()):
-        """reward_weights: one per function, or none for 1 each."""
+    def __init__(
+        self, functions: Sequence[RewardFunction], reward_weights: Sequence[float] = (), *, gives_up: Callable[[], bool] = lambda: False
+    ):
+        """reward_weights: one per function, or none for 1 each. gives_up: whether the run has no time left to judge."""
         self.functions, self.reward_weights = list(functions), list(reward_weights) or [1.0] * len(functions)
+        self._gives_up = gives_up
 
     @property
     def names(self) -> list[str]:
@@ -36,16 +39,16 @@ class Judge:
         """Scores every completion of this rank's groups with every function.
 
         places: of each group among all that were sampled together (default: as they come here); an error names rows by it.
-        trainer_state: handed to the functions that ask for it. Raises RewardError, with the same message on every rank.
+        trainer_state: handed to the functions that ask for it. Raises RewardError or GivenUp, with the same message on every rank.
         """
         batch = as_batch(groups, places=places, trainer_state=trainer_state)
-        local: Scores | RewardError
+        local: Scores | RewardError | GivenUp
         try:
             # A call of one function may take its timeout, and tells nothing meanwhile.
             pause = max((function.timeout for function in self.functions), default=0.0)
             with activity.phase("judging", total=len(batch) * len(self.functions), unit="scores", pause=pause, is_alone=True):
-                local = score(self.functions, batch)
-        except RewardError as error:
+                local = score(self.functions, batch, self._gives_up)
+        except (RewardError, GivenUp) as error:
             local = error
         self._agree(local)
         assert isinstance(local, Scores)
@@ -64,12 +67,15 @@ class Judge:
                 if collectives.rank() == 0:
                     _LOG.warning("Reward `%s` %s", function.name, sentence)
 
-    def _agree(self, local: Scores | RewardError) -> None:
+    def _agree(self, local: Scores | RewardError | GivenUp) -> None:
         """What went wrong anywhere is raised everywhere; what is to be said is said once, by one rank."""
-        everyone = collectives.from_all(str(local) if isinstance(local, RewardError) else local.notices)
-        errors = [found for found in everyone if isinstance(found, str)]
+        everyone = collectives.from_all(local.notices if isinstance(local, Scores) else local)
+        errors = [str(found) for found in everyone if isinstance(found, RewardError)]
         if errors:
             raise RewardError("\n".join(errors))
+        for found in everyone:
+            if isinstance(found, GivenUp):
+                raise found
         _warn_once(self.functions, [notice for notices in everyone for notice in notices], aloud=collectives.rank() == 0)
 
 

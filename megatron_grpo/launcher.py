@@ -24,10 +24,34 @@ _RESTARTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SlurmJob:
+    """The Slurm job that this process is in. start, end: by the clock (seconds since 1970), None where Slurm does not say."""
+
+    number: str
+    start: float | None
+    end: float | None
+
+    @property
+    def seconds(self) -> float | None:
+        """All that it may take."""
+        return self.end - self.start if self.start is not None and self.end is not None else None
+
+
+def slurm_job(env: Mapping[str, str]) -> SlurmJob | None:
+    number = env.get("SLURM_JOB_ID")
+    return SlurmJob(number=number, start=_time(env, "SLURM_JOB_START_TIME"), end=_time(env, "SLURM_JOB_END_TIME")) if number else None
+
+
+def _time(env: Mapping[str, str], name: str) -> float | None:
+    return float(env[name]) if env.get(name, "").strip().isdigit() and int(env[name]) else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Launched:
     """This process as its launcher sees it. A process that nobody launched is rank 0 of 1.
 
     said: a file that the ranks of one attempt on one machine share, where that is known; they note in it what has been said.
+    ended: one that all attempts of one torchrun share; they note in it how they ended.
     error_file: where torchrun looks for the reason of a failure. problems: what is wrong with the environment itself.
     """
 
@@ -38,9 +62,9 @@ class Launched:
     by_torchrun: bool = False
     address: str = "127.0.0.1"
     port: int = 0
-    attempt: int = 0
     launcher_holds_store: bool = False
     said: Path | None = None
+    ended: Path | None = None
     error_file: Path | None = None
     problems: tuple[Problem, ...] = ()
 
@@ -54,10 +78,11 @@ def read(env: Mapping[str, str] | None = None) -> Launched:
     """The facts; never raises, so that a report of what is wrong with them can be made."""
     env = os.environ if env is None else env
     said, error_file = _shared_file(env), env.get("TORCHELASTIC_ERROR_FILE")
-    alone = Launched(said=said, error_file=Path(error_file) if error_file else None)
+    ended = said.parent.parent / "megatron_grpo.ended" if said is not None and error_file else None  # beside its attempt_0, attempt_1, ...
+    alone = Launched(said=said, ended=ended, error_file=Path(error_file) if error_file else None)
     if "RANK" not in env:
         return alone
-    wanted = {"RANK": -1, "WORLD_SIZE": -1, "LOCAL_RANK": 0, "MASTER_PORT": 0, "TORCHELASTIC_RESTART_COUNT": 0}
+    wanted = {"RANK": -1, "WORLD_SIZE": -1, "LOCAL_RANK": 0, "MASTER_PORT": 0}
     numbers, wrong = {}, []
     for name, default in wanted.items():
         text = env.get(name, str(default))
@@ -81,7 +106,6 @@ def read(env: Mapping[str, str] | None = None) -> Launched:
         by_torchrun="TORCHELASTIC_RUN_ID" in env,
         address=env.get("MASTER_ADDR", "127.0.0.1"),
         port=numbers["MASTER_PORT"],
-        attempt=numbers["TORCHELASTIC_RESTART_COUNT"],
         launcher_holds_store=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
     )
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from megatron_grpo.errors import Interrupted, NobodySamples, RunError
+from megatron_grpo.errors import GivenUp, Interrupted, NobodySamples, RunError
 from megatron_grpo.parallel import collectives
 from megatron_grpo.pending import Pending
 
@@ -28,9 +28,15 @@ if TYPE_CHECKING:
 
 
 class StopRequest(Protocol):
-    """Tells whether somebody asked this run to stop. The loop knows nothing else of signals."""
+    """Tells whether this run is to stop. The loop knows nothing else of signals and time limits."""
 
     def agreed(self, all_reduce_max: Callable[[float], float]) -> bool: ...
+
+    def gives_up(self) -> bool:
+        """For whoever samples or judges: whether there is no time left to wait for it."""
+
+    def why(self, from_all: Callable[[Any], list[Any]]) -> str:
+        """What asked for it, in the same words on every rank. Collective."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,14 +54,14 @@ class Run:
     evaluator: Evaluator
     journal: Journal
     stop: StopRequest
-    stop_drain_seconds: float  # after a signal, how long what is being sampled is waited for
+    stop_drain_seconds: float  # once the run is to stop, how long what is being sampled is waited for
     max_skipped_steps: int  # so many steps in a row that the guard refuses end the run
 
 
 def train(run: Run) -> Progress:
     """One GRPO run. Every rank executes this same function; no rank is special in it.
 
-    Returns where it ended. Raises `Interrupted` after a signal, once the state is on disk.
+    Returns where it ended. Raises `Interrupted` where it was asked to stop, once the state is on disk.
     """
     policy, rollouts, clock, cut = run.policy, run.rollouts, run.journal.clock, run.policy.cut
     progress, pending = run.checkpoints.restore(
@@ -65,7 +71,7 @@ def train(run: Run) -> Progress:
 
     for step in run.timetable.from_step(progress.step, progress.num_rollouts):  # one row of the timetable per optimizer step
         # SAMPLE   what an earlier step launched comes in; the engine gets this step's weights; new sampling begins.
-        with saved_if_nobody_samples(run, progress, pending):
+        with saved_if_sampling_ends(run, progress, pending):
             found = rollouts.collect(step.arriving)
             evaluate_if_due(run, progress, step.evaluates)
             if step.immediate or step.launches:
@@ -74,6 +80,8 @@ def train(run: Run) -> Progress:
             for number in step.launches:
                 rollouts.launch(number)
         pending, progress = pending.add(found), progress.add(found)
+        if found:
+            stop_if_asked(run, progress, pending)  # the optimizer step may take longer than whoever asks can wait
 
         # ANCHOR   log-probs that must stay still while the weights move: only where the timetable says so.
         with policy.resident("weights"), clock("old_logprobs"):
@@ -93,7 +101,7 @@ def train(run: Run) -> Progress:
         stops, is_time = agreed(run)
         saves = stops or is_time or run.checkpoints.are_due(progress.step)
         if saves:
-            with saved_if_nobody_samples(run, progress, pending, told=(batch, trained, rows)):
+            with saved_if_sampling_ends(run, progress, pending, told=(batch, trained, rows)):
                 found = rollouts.drain(progress.step, at_most=run.stop_drain_seconds if stops else None)
             pending, progress = pending.add(found), progress.add(found)
         tell(run, progress, batch, trained, rows)
@@ -103,17 +111,17 @@ def train(run: Run) -> Progress:
         if saves:
             save(run, progress, pending, completely=stops)
         if stops:
-            raise Interrupted(f"stopped by a signal after optimizer step {progress.step}; saved in {run.checkpoints.resume.output_dir}")
-    with saved_if_nobody_samples(run, progress, pending):
+            raise stopped(run, progress)
+    with saved_if_sampling_ends(run, progress, pending):
         evaluate_if_due(run, progress, [progress.step])
     save(run, progress, pending, completely=True)
     return progress
 
 
 def agreed(run: Run) -> tuple[bool, bool]:
-    """Whether a signal to any rank stops all of them here; and whether it is time for a checkpoint, by the main rank's clock.
+    """Whether what asks any rank to stop stops all of them here; and whether it is time for a checkpoint, by the main rank's clock.
 
-    Both are one number: 2 for a signal, 1 for the clock. A run that stops saves anyway.
+    Both are one number: 2 to stop, 1 for the clock. A run that stops saves anyway.
     """
     is_time, largest = run.parallel.is_main and run.checkpoints.is_time(), 0.0
 
@@ -173,23 +181,44 @@ def save(run: Run, progress: Progress, pending: Pending, *, completely: bool) ->
             run.checkpoints.finish()
 
 
+def stop_if_asked(run: Run, progress: Progress, pending: Pending) -> None:
+    """Between sampling and the optimizer step: what has come in waits in the checkpoint."""
+    if run.stop.agreed(collectives.largest):
+        if progress.step:
+            run.journal.keep(progress)
+            save(run, progress, pending, completely=True)
+        raise stopped(run, progress)
+
+
 @contextmanager
-def saved_if_nobody_samples(
+def saved_if_sampling_ends(
     run: Run, progress: Progress, pending: Pending, told: tuple[GlobalBatch, TrainedStep, Mapping[RowKey, Row]] | None = None
 ) -> Iterator[None]:
-    """Around sampling: if all rollout servers have gone for good, the run is saved as it was before, and ends. It can be resumed.
+    """Around sampling: if it ends because all rollout servers have gone for good, or because the run is to stop and cannot wait for it, the
+    run is saved as it was before, and ends. It can be resumed.
 
     told: of the step that was just taken, where the journal has not heard of it.
     """
     before = run.prompts.state()
     try:
         yield
-    except NobodySamples as nobody:
+    except (NobodySamples, GivenUp) as end:
         if told:
             tell(run, progress, *told)
-        saved = "nothing was trained yet"
         if progress.step:
             run.prompts.restore(before)
             save(run, progress, pending, completely=True)
-            saved = f"saved after optimizer step {progress.step} in {run.checkpoints.resume.output_dir}"
-        raise NobodySamples(f"{nobody}; {saved}") from nobody
+        if isinstance(end, GivenUp):
+            raise stopped(run, progress, f", and {end}") from end
+        raise NobodySamples(f"{end}; {where_it_is_saved(run, progress)}") from end
+
+
+def stopped(run: Run, progress: Progress, more: str = "") -> Interrupted:
+    """What a wish to stop ends in, once the state is on disk. Collective."""
+    return Interrupted(f"stopped by {run.stop.why(collectives.from_all)}{more}; {where_it_is_saved(run, progress)}")
+
+
+def where_it_is_saved(run: Run, progress: Progress) -> str:
+    if not progress.step:
+        return "nothing was trained yet"
+    return f"saved after optimizer step {progress.step} in {run.checkpoints.resume.output_dir}"

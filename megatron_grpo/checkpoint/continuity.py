@@ -44,7 +44,7 @@ _TABLE = {
         max_steps num_train_epochs eval_dataset eval_num_prompts eval_reward
     """,
     "free": """
-        bf16 async_generate stop_drain_seconds merge_lora
+        bf16 async_generate stop_drain_seconds stop_after_minutes stop_before_end_seconds requeue merge_lora
         padded_vocab_multiple recompute_granularity recompute_method recompute_num_layers recompute_modules logprob_chunk_size
         moe_token_dispatcher_type
         world_size tensor_model_parallel_size pipeline_model_parallel_size virtual_pipeline_model_parallel_size

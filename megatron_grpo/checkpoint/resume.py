@@ -36,6 +36,7 @@ WRITTEN_BY_A_RUN = (
     "evaluations.jsonl",
     "skipped.jsonl",
     "schedule.jsonl",
+    "untold.json",
     "tensorboard",
 )
 

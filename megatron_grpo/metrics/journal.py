@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Protocol
 
 from megatron_grpo import activity
 from megatron_grpo.clock import Clock
+from megatron_grpo.files import write_whole
 from megatron_grpo.metrics import Metrics
 from megatron_grpo.metrics.drift import DriftWatch
 from megatron_grpo.metrics.rollout import Completions, JudgedRollout, rollout_stats, selection_stats
 from megatron_grpo.metrics.schedule import ScheduleLog
 from megatron_grpo.metrics.spent import TimeSpent
 from megatron_grpo.types import GlobalBatch, Progress
+
+UNTOLD = "untold.json"  # in output_dir, while a run rests between a rollout and the step that tells of it
 
 # Metrics of the step just taken -> what to warn about, if anything.
 Watch = Callable[[Progress, Mapping[str, float]], "str | None"]
@@ -51,6 +56,7 @@ class Journal:
         self.reward_weights, self.tells_selection = reward_weights, tells_selection
         self._from_all, self._watches = from_all, watches
         self._heard: list[JudgedRollout] = []
+        self._untold = metrics.output_dir / UNTOLD
         self._spent = TimeSpent()
 
     def open(self) -> None:
@@ -81,16 +87,31 @@ class Journal:
                 self.metrics.say(f"WARNING: {warning}")
         if trained.skipped:
             self.metrics.say(f"optimizer step {progress.step} is skipped: {trained.skipped}")
-        stats: dict[str, float] = {}
-        if self._heard:
-            stats = rollout_stats(self._heard, self.completions.reward_names)
-            if self.tells_selection:
-                stats |= selection_stats(self._heard, self.reward_weights)
+        stats = self._rollout_stats() if self._heard else self._kept(before=progress.step)
         self._heard = []
         taken = self.clock.take()
         self._spent.add(taken)
         self._spent.step(is_skipped=trained.skipped is not None)
         self.metrics.log(progress, stats | trained.metrics | batch.metrics | taken)
+        if self.metrics.tells:
+            self._untold.unlink(missing_ok=True)
+
+    def keep(self, progress: Progress) -> None:
+        """The run ends before the step that tells of the rollouts it has heard of: the run that goes on from here will."""
+        if self._heard and self.metrics.tells:
+            write_whole(self._untold, json.dumps({"step": progress.step, "stats": self._rollout_stats()}, default=float) + "\n")
+
+    def _kept(self, *, before: int) -> dict[str, float]:
+        """What `keep` wrote just before this optimizer step; nothing, if it did not."""
+        with suppress(OSError, ValueError, KeyError):
+            kept = json.loads(self._untold.read_text(encoding="utf-8"))
+            if kept["step"] == before - 1:
+                return kept["stats"]
+        return {}
+
+    def _rollout_stats(self) -> dict[str, float]:
+        stats = rollout_stats(self._heard, self.completions.reward_names)
+        return stats | (selection_stats(self._heard, self.reward_weights) if self.tells_selection else {})
 
     def refusal(self, progress: Progress, record: Mapping[str, Any], lines: Sequence[str]) -> None:
         """The guard has refused the step just taken. lines: who made its gradient, in words."""

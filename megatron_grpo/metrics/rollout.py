@@ -96,7 +96,7 @@ class Completions:
         if self.rank == 0:
             for path in self.directory.glob("step_*"):
                 ours = re.fullmatch(r"step_(\d{6,})(_\d+)?(\.parquet)?", path.name)  # other files there are somebody else's
-                if ours and int(ours[1]) >= progress.step and path.is_dir() != bool(ours[3]):
+                if ours and int(ours[1]) >= progress.step and path.is_dir() != bool(ours[3]) and not _came_in(path, progress):
                     _remove(path)
 
     def write(self, judged: JudgedRollout) -> Path | None:
@@ -162,6 +162,18 @@ class Completions:
             "num_completion_tokens": [completion.num_drawn for completion in completions],
             "finish_reason": [completion.ended for completion in completions],
         }
+
+
+def _came_in(path: Path, progress: Progress) -> bool:
+    """Whether the rollout in a table is in the checkpoint, though its own step has not been taken."""
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        [number] = set(pyarrow.parquet.read_table(path, columns=["rollout"])["rollout"].to_pylist())
+    except (OSError, ValueError, KeyError, pyarrow.ArrowException):
+        return False
+    return number < progress.num_rollouts
 
 
 def _remove(path: Path) -> None:

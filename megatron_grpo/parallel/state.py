@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import sys
 import time
+import uuid
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -127,30 +128,67 @@ def meet(
 ) -> dist.PrefixStore:
     """The job's store, once every rank has reached it. Says every so many seconds who has not. Raises RunError after `timeout`.
 
-    `init_process_group` would wait just as long, without a word.
+    `init_process_group` would wait just as long, without a word. A launcher that starts ranks again may keep its store, with the addresses
+    of ranks that are dead; and neither its count of restarts nor anything else that it says is the same on all ranks of an attempt. So
+    rank 0 makes up a name for the attempt, and tells it to each rank under a word that only this process of that rank has written.
     """
-    say = say or _say
-    end = time.monotonic() + timeout.total_seconds()
-    store = _store_of_the_job(launched, end, every, say)
+    arrival = _Arrival(launched, end=time.monotonic() + timeout.total_seconds(), timeout=timeout, every=every, say=say or _say)
+    store = _store_of_the_job(launched, arrival.end, every, arrival.say)
     store.set_timeout(timeout)
-    store.set(f"here/{launched.rank}", "1")
-    missing, next_word = list(range(launched.world_size)), time.monotonic() + every
-    while missing := [rank for rank in missing if not store.check([f"here/{rank}"])]:
+    word = uuid.uuid4().hex
+    attempt = word if launched.rank == 0 else arrival.answer_to(word, store)
+    own = dist.PrefixStore(f"megatron_grpo/{attempt}", store)
+    own.set(f"here/{launched.rank}", "1")
+    arrival.wait_for_all(own, store, attempt)
+    return own
+
+
+class _Arrival:
+    """Ranks that wait for each other. end: of time.monotonic."""
+
+    def __init__(self, launched: Launched, *, end: float, timeout: timedelta, every: float, say: Callable[[str], None]):
+        self.launched, self.end, self.say = launched, end, say
+        self._timeout, self._every = timeout, every
+        self._next_word, self._nap = time.monotonic() + every, 0.005
+
+    def answer_to(self, word: str, store: dist.Store) -> str:
+        """The name of the attempt, which rank 0 tells whoever it sees."""
+        store.set(f"megatron_grpo/word/{self.launched.rank}", word)
+        while not store.check([f"megatron_grpo/attempt/{word}"]):
+            self._pause(lambda: [0], speaks=self.launched.speaks or self.launched.rank == 1)
+        return store.get(f"megatron_grpo/attempt/{word}").decode()
+
+    def wait_for_all(self, own: dist.PrefixStore, store: dist.Store, attempt: str) -> None:
+        """own: of this attempt."""
+        missing: list[int] = list(range(self.launched.world_size))
+        if self.launched.rank != 0:  # which looks for all; every rank looking for every other would be too much for the store
+            while not own.check(["all"]):
+                self._pause(lambda: [rank for rank in missing if not own.check([f"here/{rank}"])], speaks=False)
+            return
+        told: dict[int, bytes] = {}
+        while missing := [rank for rank in missing if not own.check([f"here/{rank}"])]:
+            for rank in missing:
+                if store.check([f"megatron_grpo/word/{rank}"]) and (word := store.get(f"megatron_grpo/word/{rank}")) != told.get(rank):
+                    store.set(f"megatron_grpo/attempt/{word.decode()}", attempt)
+                    told[rank] = word
+            self._pause(lambda: missing, speaks=True)
+        own.set("all", "1")
+
+    def _pause(self, missing: Callable[[], list[int]], *, speaks: bool) -> None:
         now = time.monotonic()
-        if now >= end:
-            minutes = timeout.total_seconds() / 60
-            raise RunError(
-                f"{_waiting_for(missing, launched)} in vain for {minutes:g} minutes (distributed_timeout_minutes): the run ends."
-            )
-        if now >= next_word:
-            next_word = now + every
-            if launched.rank == next(rank for rank in range(launched.world_size) if rank not in missing):  # the first that is here
-                say(_waiting_for(missing, launched))
-        time.sleep(min(0.2, every))  # `store.wait` with a time limit would write two lines of C++ for each
-    return store
+        if now >= self.end:
+            minutes = self._timeout.total_seconds() / 60
+            waiting = _waiting_for(missing(), self.launched)
+            raise RunError(f"{waiting} in vain for {minutes:g} minutes (distributed_timeout_minutes): the run ends.")
+        if now >= self._next_word:
+            self._next_word = now + self._every
+            if speaks:
+                self.say(_waiting_for(missing(), self.launched))
+        self._nap = min(2 * self._nap, 0.2, self._every)
+        time.sleep(self._nap)  # `store.wait` with a time limit would write two lines of C++ for each
 
 
-def _store_of_the_job(launched: Launched, end: float, every: float, say: Callable[[str], None]) -> dist.PrefixStore:
+def _store_of_the_job(launched: Launched, end: float, every: float, say: Callable[[str], None]) -> dist.TCPStore:
     """Where torchrun holds a store, that one; else rank 0 opens one for all."""
     hosts = launched.rank == 0 and not launched.launcher_holds_store
     if not hosts:
@@ -163,7 +201,7 @@ def _store_of_the_job(launched: Launched, end: float, every: float, say: Callabl
     except dist.DistNetworkError as error:
         raise ConfigError(f"rank {launched.rank} cannot open port {launched.port} of {launched.address} (MASTER_ADDR, MASTER_PORT), "
                           f"where the ranks meet: {str(error).splitlines()[0]}. Use another MASTER_PORT.") from error  # fmt: skip
-    return dist.PrefixStore(f"megatron_grpo/attempt_{launched.attempt}", store)
+    return store
 
 
 def _wait_for_the_host(launched: Launched, end: float, every: float, say: Callable[[str], None]) -> None:

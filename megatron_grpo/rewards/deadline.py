@@ -1,4 +1,5 @@
-"""Owns calling somebody else's function with a deadline: in the main thread, in another thread, or on an event loop.
+"""Owns calling somebody else's function with a deadline: in the main thread, in another thread, or on an event loop. A run that is asked
+to stop ends the call too.
 
 A Python thread cannot be killed, so a synchronous function runs in the main thread and is interrupted there by a signal of its own. That
 stops Python code and waiting system calls. Code that never comes back to the interpreter (a huge power, a lock held in C) cannot be
@@ -17,10 +18,13 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from typing import Any
 
+from megatron_grpo.errors import GivenUp
+
 # Not SIGALRM: math-verify and others set and clear that one themselves, which would clear the deadline.
 SIGNAL = signal.SIGRTMIN + 11
 GRACE = 15.0  # seconds after a deadline in which a function can be interrupted; then the process ends
 _REPEAT = 0.5  # seconds between signals to a function that swallowed the first one
+_LOOK = 0.5  # seconds between two looks at whether the run gives the call up
 
 
 class OutOfTime(Exception):
@@ -31,27 +35,35 @@ class _Stop(BaseException):
     """Raised inside a function that is out of time. No Exception, so that `except Exception` in its loop does not swallow it."""
 
 
-def call_before(seconds: float, function: Callable[[], Any]) -> Any:
-    """`function()`, or OutOfTime after `seconds`. Exceptions of the function pass through."""
+def never() -> bool:
+    return False
+
+
+def call_before(seconds: float, function: Callable[[], Any], gives_up: Callable[[], bool] = never) -> Any:
+    """`function()`, or OutOfTime after `seconds`, or GivenUp soon after `gives_up()` is true. Exceptions of the function pass through."""
     if threading.current_thread() is threading.main_thread():
-        return _call_in_main_thread(seconds, function)
-    return _call_in_own_thread(seconds, function)
+        return _call_in_main_thread(seconds, function, gives_up)
+    return _call_in_own_thread(seconds, function, gives_up)
 
 
-def _call_in_main_thread(seconds: float, function: Callable[[], Any]) -> Any:
-    armed = threading.Event()
+def _call_in_main_thread(seconds: float, function: Callable[[], Any], gives_up: Callable[[], bool]) -> Any:
+    armed, given_up = threading.Event(), threading.Event()
     finished = threading.Event()
-    main = threading.get_ident()
+    main, end = threading.get_ident(), time.monotonic() + seconds
 
     def interrupt(signum: int, frame: Any) -> None:
         if armed.is_set():
             raise _Stop
 
     def watch() -> None:
-        pause = seconds
+        pause = min(seconds, _LOOK)
         while not finished.wait(pause):
-            signal.pthread_kill(main, SIGNAL)
-            pause = _REPEAT
+            if gives_up():
+                given_up.set()
+            pause = min(max(0.0, end - time.monotonic()), _LOOK)
+            if given_up.is_set() or not pause:
+                signal.pthread_kill(main, SIGNAL)
+                pause = _REPEAT
 
     before = signal.signal(SIGNAL, interrupt)
     watcher = threading.Thread(target=watch, name="reward-deadline", daemon=True)
@@ -65,7 +77,7 @@ def _call_in_main_thread(seconds: float, function: Callable[[], Any]) -> Any:
         finally:
             armed.clear()
     except _Stop:
-        raise OutOfTime from None
+        raise (_given_up() if given_up.is_set() else OutOfTime()) from None
     finally:
         armed.clear()
         finished.set()
@@ -74,16 +86,30 @@ def _call_in_main_thread(seconds: float, function: Callable[[], Any]) -> Any:
         signal.signal(SIGNAL, before)
 
 
-def _call_in_own_thread(seconds: float, function: Callable[[], Any]) -> Any:
+def _call_in_own_thread(seconds: float, function: Callable[[], Any], gives_up: Callable[[], bool]) -> Any:
     """Away from the main thread nothing can be interrupted: a late function is left behind in a thread that ends with the process."""
     future: Future[Any] = Future()
     threading.Thread(target=_fulfil, args=(future, function), name="reward", daemon=True).start()
-    try:
-        return future.result(seconds)
-    except TimeoutError:
-        if future.done():  # the function's own TimeoutError
-            raise
-        raise OutOfTime from None
+    return _result_before(time.monotonic() + seconds, future, gives_up)
+
+
+def _result_before(end: float, future: Future[Any], gives_up: Callable[[], bool]) -> Any:
+    """Raises what the function raised, OutOfTime or GivenUp. end: of time.monotonic."""
+    while True:
+        left = max(0.0, end - time.monotonic())
+        try:
+            return future.result(min(left, _LOOK))
+        except TimeoutError:
+            if future.done():  # the function's own TimeoutError
+                raise
+        if gives_up():
+            raise _given_up()
+        if left <= _LOOK:
+            raise OutOfTime
+
+
+def _given_up() -> GivenUp:
+    return GivenUp("what was being judged is given up")
 
 
 def _fulfil(future: Future[Any], function: Callable[[], Any]) -> None:
@@ -99,8 +125,9 @@ class EventLoop:
     def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
 
-    def start(self, coroutine: Coroutine[Any, Any, Any], seconds: float) -> Callable[[], Any]:
-        """Starts `coroutine` at once; the returned callable waits for its result, and raises OutOfTime `seconds` after the start."""
+    def start(self, coroutine: Coroutine[Any, Any, Any], seconds: float, gives_up: Callable[[], bool] = never) -> Callable[[], Any]:
+        """Starts `coroutine` at once; the returned callable waits for its result. It raises OutOfTime `seconds` after the start, or GivenUp
+        soon after `gives_up()` is true."""
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
             threading.Thread(target=self._loop.run_forever, name="reward-loop", daemon=True).start()
@@ -110,13 +137,12 @@ class EventLoop:
 
         def wait() -> Any:
             try:
-                return future.result(max(0.0, deadline - time.monotonic()))
-            except TimeoutError:
-                if future.done():
-                    raise
-                future.cancel()
-                self._replace_if_blocked(loop)
-                raise OutOfTime from None
+                return _result_before(deadline, future, gives_up)
+            except (OutOfTime, GivenUp):
+                if not future.done():
+                    future.cancel()
+                    self._replace_if_blocked(loop)
+                raise
 
         return wait
 

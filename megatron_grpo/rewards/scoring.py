@@ -11,7 +11,7 @@ import os
 import time
 import traceback
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from megatron_grpo import activity
@@ -42,17 +42,18 @@ class Scores:
     notices: tuple[Notice, ...]
 
 
-def score(functions: Sequence[RewardFunction], batch: RewardBatch) -> Scores:
+def score(functions: Sequence[RewardFunction], batch: RewardBatch, gives_up: Callable[[], bool] = deadline.never) -> Scores:
     """Scores of every completion by every function. The asynchronous ones all run at the same time, while the others take their turns.
 
-    Raises RewardError, about all functions that failed, where one that failed is not to be treated as None.
+    Raises RewardError, about all functions that failed, where one that failed is not to be treated as None; GivenUp soon after
+    `gives_up()` is true.
     """
     if not len(batch):
         return Scores(rows=(), notices=())
     told: list[list[str]] = [[] for _ in functions]
-    waiting = {place: _start(function, batch, told[place]) for place, function in enumerate(functions) if function.is_async}
+    waiting = {place: _start(function, batch, told[place], gives_up) for place, function in enumerate(functions) if function.is_async}
     outcomes = {
-        place: _counted(_call(function, batch, told[place], function.timeout), batch)
+        place: _counted(_call(function, batch, told[place], gives_up, function.timeout), batch)
         for place, function in enumerate(functions)
         if place not in waiting
     }
@@ -60,7 +61,7 @@ def score(functions: Sequence[RewardFunction], batch: RewardBatch) -> Scores:
     columns, errors, notices = [], [], []
     for place, function in enumerate(functions):
         outcome = outcomes[place]
-        rows = _search(function, batch, outcome, told[place]) if isinstance(outcome, RowFailure) else outcome
+        rows = _search(function, batch, outcome, told[place], gives_up) if isinstance(outcome, RowFailure) else outcome
         notices += [
             Notice(function=function.name, kind=did, message=f"Reward `{function.name}` {did}; it was opened again.")
             for did in set(told[place])
@@ -83,19 +84,21 @@ def _counted(outcome: list[Score | RowFailure] | RowFailure, batch: RewardBatch)
     return outcome
 
 
-def _call(function: RewardFunction, batch: RewardBatch, told: list[str], seconds: float) -> list[Score | RowFailure] | RowFailure:
+def _call(
+    function: RewardFunction, batch: RewardBatch, told: list[str], gives_up: Callable[[], bool], seconds: float
+) -> list[Score | RowFailure] | RowFailure:
     """One call of a function on a batch: its scores, or the failure of the whole call. told: gets what else it did."""
     if function.is_async:
-        return _start(function, batch, told, seconds)()
+        return _start(function, batch, told, gives_up, seconds)()
 
     def call():
         with contained(told):
             return function.function(**function.arguments(batch))
 
-    return _outcome(function, batch, seconds, lambda: deadline.call_before(seconds, call))
+    return _outcome(function, batch, seconds, lambda: deadline.call_before(seconds, call, gives_up))
 
 
-def _start(function: RewardFunction, batch: RewardBatch, told: list[str], seconds: float | None = None):
+def _start(function: RewardFunction, batch: RewardBatch, told: list[str], gives_up: Callable[[], bool], seconds: float | None = None):
     """Starts an asynchronous function; the returned callable waits for what `_call` would return."""
     limit = function.timeout if seconds is None else seconds
 
@@ -103,7 +106,7 @@ def _start(function: RewardFunction, batch: RewardBatch, told: list[str], second
         with contained(told):
             return await function.function(**function.arguments(batch))
 
-    wait = _LOOP.start(call(), limit)
+    wait = _LOOP.start(call(), limit, gives_up)
     return lambda: _outcome(function, batch, limit, wait)
 
 
@@ -127,7 +130,9 @@ def _where(error: BaseException) -> str:
     return f" ({os.path.basename(frames[-1].filename)} line {frames[-1].lineno}, in {frames[-1].name})" if frames else ""
 
 
-def _search(function: RewardFunction, batch: RewardBatch, failure: RowFailure, told: list[str]) -> list[Score | RowFailure]:
+def _search(
+    function: RewardFunction, batch: RewardBatch, failure: RowFailure, told: list[str], gives_up: Callable[[], bool]
+) -> list[Score | RowFailure]:
     """Scores row by row after the whole call failed, found by halving. With `raise` it stops at the first it finds.
 
     A part gets its share of the timeout; rows not reached within the budget keep the failure of the whole call. Where no
@@ -143,7 +148,7 @@ def _search(function: RewardFunction, batch: RewardBatch, failure: RowFailure, t
     while ranges and time.monotonic() < ends:
         first, end = ranges.popleft()
         share = max(min(_SHORTEST_CALL, function.timeout / 10), function.timeout * (end - first) / len(batch))
-        outcome = _call(function, batch.part(first, end), told, share)
+        outcome = _call(function, batch.part(first, end), told, gives_up, share)
         activity.advance(0)
         if not isinstance(outcome, RowFailure):
             found[first:end] = outcome

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from typing import Generic, TypeVar, cast
 
+from megatron_grpo.errors import GivenUp
 from megatron_grpo.parallel import collectives
 from megatron_grpo.rollout.engine import BackgroundSampler, Flight, Sampler, SamplingSettings
 from megatron_grpo.types import Group, Prompt
@@ -16,6 +17,7 @@ Result = TypeVar("Result")
 
 # Ranks with nothing to wait for sit in a collective meanwhile, and a collective that lasts too long ends the run.
 SECONDS_BETWEEN_AGREEMENTS = 20.0
+SECONDS_BETWEEN_LOOKS = 0.5  # at whether the run gives up what it waits for
 
 
 class InThread(Generic[Result]):
@@ -56,18 +58,38 @@ class InThread(Generic[Result]):
         self._gives_up.set()
 
 
-def wait_together(is_done: Callable[[float], bool], seconds: float | None = None) -> bool:
+def wait_together(is_done: Callable[[float], bool], seconds: float | None = None, *, gives_up: Callable[[], bool] | None = None) -> bool:
     """Until every rank is done, at most so long; says whether they are, the same on every rank. Collective.
 
     is_done: waits on this rank for at most the seconds that it is given, and says whether there is nothing left to wait for.
+    gives_up: asked now and then; where it is true on a rank that is not done, GivenUp is raised on every rank.
     """
     left = seconds
     while True:
         part = SECONDS_BETWEEN_AGREEMENTS if left is None else min(SECONDS_BETWEEN_AGREEMENTS, left)
-        if collectives.largest(0.0 if is_done(part) else 1.0) == 0:
+        worst = collectives.largest(_waited(is_done, part, gives_up))
+        if worst == _DONE:
             return True
+        if worst == _GIVES_UP:
+            raise GivenUp
         if left is not None and (left := left - part) <= 0:  # counted, not measured: the same on every rank
             return False
+
+
+_DONE, _WAITS, _GIVES_UP = 0.0, 1.0, 2.0
+
+
+def _waited(is_done: Callable[[float], bool], seconds: float, gives_up: Callable[[], bool] | None) -> float:
+    """What became of this rank's wait of at most so long."""
+    if gives_up is None:
+        return _DONE if is_done(seconds) else _WAITS
+    end = time.monotonic() + seconds
+    while not is_done(min(SECONDS_BETWEEN_LOOKS, max(0.0, end - time.monotonic()))):
+        if gives_up():
+            return _GIVES_UP
+        if time.monotonic() >= end:
+            return _WAITS
+    return _DONE
 
 
 class Ahead:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from megatron_grpo import activity
-from megatron_grpo.errors import RunError
+from megatron_grpo.errors import GivenUp, RunError
 from megatron_grpo.rollout import wire
 from megatron_grpo.rollout.dealing import CALLS, MOST_DEATHS, Dealing, chunk_size
 from megatron_grpo.rollout.fleet import Fleet, Member
@@ -62,14 +62,15 @@ class Question:
         self.version = version
         self.ask(fleet)
 
-    def wait(self) -> int:
+    def wait(self, gives_up: Callable[[], bool] = lambda: False) -> int:
         """Until all is answered, or nobody is left to ask: how many prompts are then left. Raises RunError where a prompt cannot be
-        answered by anybody."""
+        answered by anybody, and GivenUp soon after `gives_up()` is true."""
         total = sum(request.n for request in self.requests.values())
         with activity.phase("sampling", total=total, unit="completions") as phase, self._changed:
-            # Woken now and then, so that the main thread hears of signals.
             while self._open and not self._is_over:
-                self._changed.wait(timeout=1.0)
+                if gives_up():
+                    raise GivenUp
+                self._changed.wait(timeout=1.0)  # woken now and then, so that the main thread hears of signals
                 phase.done = self._num_answered
             if self._refusal is not None:
                 raise self._refusal

@@ -10,7 +10,8 @@ from __future__ import annotations
 import contextlib
 import gc
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import torch
 
 from megatron_grpo import activity
 from megatron_grpo.cleanup import CleanUp
-from megatron_grpo.errors import ConfigError, Problem
+from megatron_grpo.errors import ConfigError, GivenUp, Problem
 from megatron_grpo.parallel import collectives
 from megatron_grpo.rollout import vllm_experts, vllm_patches
 from megatron_grpo.rollout.adapters import LoraPush
@@ -33,6 +34,8 @@ from megatron_grpo.rollout.vllm_weights import WeightLoader, missing_sentence
 from megatron_grpo.settings.config import RolloutConfig
 from megatron_grpo.types import Completion, Group, Prompt, answered
 from megatron_grpo.weights.update import NO_VERSION, WeightUpdate
+
+STEPS_BETWEEN_AGREEMENTS = 16  # tokens that the ranks of one engine draw before they agree whether to go on
 
 
 class ColocatedEngine:
@@ -51,6 +54,7 @@ class ColocatedEngine:
         self._weights = WeightLoader()
         self._version, self._has_base = 0, True
         self._asleep: set[str] = set()  # of "weights" and "kv_cache": vLLM's names for what sleep takes away
+        self.gives_up: Callable[[], bool] = lambda: False
 
     @classmethod
     def build(cls, cfg: RolloutConfig, *, model_path: str | Path, dtype: str, max_model_len: int, seed: int, rank: int, world_size: int,
@@ -116,10 +120,15 @@ class ColocatedEngine:
         self._check_lengths(prompts, sampling)
         mine = prompts[self._replica :: self._num_replicas]
         requests = [(prompt.token_ids, sampling_params(sampling, self._request_seed(seed, prompt, sampling))) for prompt in mine]
-        with activity.phase("sampling", total=len(mine) * sampling.n, unit="completions"):
-            found = self._run(requests)
-        answers = [self._completions(prompt, answer.outputs) for prompt, answer in zip(mine, found, strict=True)]
-        self._check_agreement((prompts, sampling, seed), answers)
+        answers: list[list[Completion]] | None
+        try:
+            phase = activity.phase("sampling", total=len(mine) * sampling.n, unit="completions")
+            with phase, vllm_patches.given_up_where(self._llm.llm_engine, self._agreed_to_give_up()):
+                outputs = self._run(requests)
+            answers = [self._completions(prompt, answer.outputs) for prompt, answer in zip(mine, outputs, strict=True)]
+        except GivenUp:
+            answers = None
+        answers = self._agreed((prompts, sampling, seed), answers)
         # The ranks of one engine hold the same groups, and judge every so many of them.
         share = slice(self._rank_in_engine, None, self._tensor_parallel_size)
         return [Group(prompt=prompt, completions=tuple(found)) for prompt, found in list(zip(mine, answers, strict=True))[share]]
@@ -242,19 +251,40 @@ class ColocatedEngine:
             flags = ["vllm_max_model_len", "max_completion_length"]
             raise ConfigError([Problem(flags=flags, nearest={"vllm_max_model_len": [needed]}, message=message)])
 
-    def _check_agreement(self, asked: tuple[Sequence[Prompt], SamplingSettings, int], answers: Sequence[Sequence[Completion]]) -> None:
-        """All ranks asked for the same, and the ranks of one engine drew the same tokens. Log-probs may differ in their last bit."""
+    def _agreed_to_give_up(self) -> Callable[[], bool]:
+        """Asked before every step of the engine. Its ranks step together, so they give up together."""
+        if self._tensor_parallel_size == 1:
+            return lambda: self.gives_up()
+        from vllm.distributed.parallel_state import get_tp_group
+
+        group, num_steps = get_tp_group().cpu_group, count()
+
+        def asked() -> bool:
+            if next(num_steps) % STEPS_BETWEEN_AGREEMENTS:
+                return False
+            return bool(collectives.max_(torch.tensor(int(self.gives_up())), group))
+
+        return asked
+
+    def _agreed(
+        self, asked: tuple[Sequence[Prompt], SamplingSettings, int], answers: list[list[Completion]] | None
+    ) -> list[list[Completion]]:
+        """The answers; but GivenUp where a rank has None. All ranks asked for the same, and the ranks of one engine drew the same tokens.
+        Log-probs may differ in their last bit."""
         prompts, sampling, seed = asked
         question = _digest(repr((sampling, seed, [(prompt.number, prompt.token_ids) for prompt in prompts])).encode())
-        drawn = _digest(*(one.sequence.token_ids.tobytes() for found in answers for one in found))
+        drawn = "" if answers is None else _digest(*(one.sequence.token_ids.tobytes() for found in answers for one in found))
         everyone = collectives.from_all((question, drawn))
         if len({question for question, _ in everyone}) > 1:
             raise RuntimeError("ranks asked the rollout engine for different prompts, settings or seeds; generate is collective")
+        if answers is None or not all(drawn for _, drawn in everyone):
+            raise GivenUp
         for first in range(0, len(everyone), self._tensor_parallel_size):
             if len({drawn for _, drawn in everyone[first : first + self._tensor_parallel_size]}) > 1:
                 raise RuntimeError(
                     f"ranks {first} to {first + self._tensor_parallel_size - 1} share a vLLM engine but drew different tokens"
                 )
+        return answers
 
 
 def _digest(*parts: bytes) -> str:

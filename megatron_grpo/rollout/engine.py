@@ -7,7 +7,7 @@ whatever the number of engines.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
@@ -111,6 +111,14 @@ class BackgroundSampler(Sampler, Protocol):
         """
 
 
+class PatientSampler(Sampler, Protocol):
+    """A sampler that can stop in the middle of a question, because the run was asked to stop and has no time left for it."""
+
+    gives_up: Callable[[], bool]
+    """Set once, before the first question. Where it is true on some rank that still waits for answers, `generate` and a flight's `groups`,
+    and its `wait` without a limit, raise GivenUp within seconds, on every rank."""
+
+
 class WeightHolder(Protocol):
     """Holds weights of a version, takes updates, and proves what it holds."""
 
@@ -131,7 +139,7 @@ class WeightHolder(Protocol):
     def prepare(self) -> bool:
         """Comes before every push: whoever is to take it is there afterwards. Whether some of them are new. Collective over all ranks.
 
-        A new one was never seen to take an adapter. Raises NobodySamples.
+        A new one was never seen to take an adapter. Raises NobodySamples; GivenUp, as a `PatientSampler`.
         """
 
     def take(self, update: WeightUpdate) -> None:

@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 
 from megatron_grpo import activity
-from megatron_grpo.errors import ConfigError, NobodySamples, Problem, RunError
+from megatron_grpo.errors import ConfigError, GivenUp, NobodySamples, Problem, RunError
 from megatron_grpo.rollout import wire
 from megatron_grpo.rollout.adapters import LoraPush
 from megatron_grpo.rollout.http import CONNECT, Call, Gone, Refused, Server, run_name, trust_of
@@ -158,16 +158,17 @@ class Fleet:
 
     # ---- who is there
 
-    def gather(self) -> list[Member]:
+    def gather(self, gives_up: Callable[[], bool] = lambda: False) -> list[Member]:
         """Claims every server that answers, and waits for one; or the first time for all that are named.
 
         A server that was started again is claimed like a new one. Raises NobodySamples after `timeout`; ConfigError, the first time, where
-        a server is another run's or cannot serve this one; RunError where another process of this run has taken over.
+        a server is another run's or cannot serve this one; RunError where another process of this run has taken over; GivenUp soon after
+        `gives_up()` is true.
         """
         with activity.phase("waiting for rollout servers", pause=self.timeout):
-            return self._gather()
+            return self._gather(gives_up)
 
-    def _gather(self) -> list[Member]:
+    def _gather(self, gives_up: Callable[[], bool]) -> list[Member]:
         start = next_word = time.monotonic()
         while True:
             self._look()
@@ -177,6 +178,8 @@ class Fleet:
                     self.say(f"the run begins without {_of_whom(missing)}; they are taken up when they come")
                 self._has_begun = True
                 return self.used
+            if gives_up():
+                raise GivenUp("the wait for rollout servers is given up")
             if waited > self.timeout:
                 raise NobodySamples(f"no rollout server answered within {self.timeout:g} s (vllm_server_timeout): {_of_whom(missing)}")
             if time.monotonic() >= next_word + SECONDS_BETWEEN_SIGNS:

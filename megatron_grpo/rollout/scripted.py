@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from threading import Event
 
 from megatron_grpo import activity
+from megatron_grpo.errors import GivenUp
 from megatron_grpo.parallel import collectives
 from megatron_grpo.rollout.ahead import InThread, wait_together
 from megatron_grpo.rollout.engine import Flight, SamplingSettings, WeightSyncError
@@ -20,12 +21,12 @@ Answer = Callable[[Prompt, int, int], Completion]
 class _Flight:
     """Each rank's share of the answers, in a thread of its own."""
 
-    def __init__(self, work: Callable[[Event], list[Group]]):
-        self._thread = InThread(work, name="scripted answers")
+    def __init__(self, work: Callable[[Event], list[Group]], gives_up: Callable[[], bool]):
+        self._thread, self._gives_up = InThread(work, name="scripted answers"), gives_up
         self.has_ended = False
 
     def wait(self, seconds: float | None = None) -> bool:
-        return wait_together(self._thread.wait, seconds)
+        return wait_together(self._thread.wait, seconds, gives_up=self._gives_up if seconds is None else None)
 
     def groups(self) -> list[Group]:
         self.has_ended = True
@@ -53,6 +54,7 @@ class ScriptedEngine:
         self._answer, self._score = answer, score
         self._version, self._has_base = 0, True
         self._flights: list[_Flight] = []
+        self.gives_up: Callable[[], bool] = lambda: False
 
     @property
     def version(self) -> int:
@@ -65,20 +67,23 @@ class ScriptedEngine:
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingSettings, *, seed: int) -> list[Group]:
         if self._version == NO_VERSION:
             raise WeightSyncError("the scripted engine holds no weights: a weight push failed.")
-        return self._answered(prompts, sampling, self._version)
+        groups = self._answered(prompts, sampling, self._version, self.gives_up)
+        if collectives.largest(float(self.gives_up())):
+            raise GivenUp
+        return groups
 
     def begin(self, prompts: Sequence[Prompt], sampling: SamplingSettings, *, seed: int) -> Flight:
         version = self._version
-        flight = _Flight(lambda gives_up: self._answered(prompts, sampling, version, gives_up))
+        flight = _Flight(lambda dropped: self._answered(prompts, sampling, version, dropped.is_set), self.gives_up)
         self._flights.append(flight)
         return flight
 
-    def _answered(self, prompts: Sequence[Prompt], sampling: SamplingSettings, version: int, gives_up: Event | None = None) -> list[Group]:
+    def _answered(self, prompts: Sequence[Prompt], sampling: SamplingSettings, version: int, gives_up: Callable[[], bool]) -> list[Group]:
         mine = prompts[collectives.rank() :: collectives.num_ranks()]
         return [
             Group(prompt=prompt, completions=tuple(self._told(prompt, place, version) for place in range(sampling.n)))
             for prompt in mine
-            if gives_up is None or not gives_up.is_set()
+            if not gives_up()
         ]
 
     def _told(self, prompt: Prompt, place: int, version: int) -> Completion:

@@ -19,7 +19,7 @@ import torch
 
 from megatron_grpo.cleanup import CleanUp
 from megatron_grpo.data.chat import load_tokenizer
-from megatron_grpo.errors import ConfigError, NobodySamples, RunError
+from megatron_grpo.errors import ConfigError, GivenUp, NobodySamples, RunError
 from megatron_grpo.parallel import collectives
 from megatron_grpo.rollout import wire
 from megatron_grpo.rollout.adapters import LoraPush
@@ -38,7 +38,7 @@ from megatron_grpo.weights.buckets import DEFAULT_BUCKET_MB, MIB
 from megatron_grpo.weights.shape import ModelShape
 from megatron_grpo.weights.update import NO_VERSION, WeightUpdate
 
-TOLD = (ConfigError, RunError, NobodySamples, WeightSyncError, HolderChanged)  # what rank 0 may end with, on behalf of all
+TOLD = (ConfigError, RunError, NobodySamples, GivenUp, WeightSyncError, HolderChanged)  # what rank 0 may end with, on behalf of all
 
 Value = TypeVar("Value")
 
@@ -68,6 +68,7 @@ class ServerEngine:
         self._questions: set[Question] = set()  # that are not answered yet; on rank 0 alone
         self._answering: ServerFlight | None = None
         self._asked: object = None
+        self.gives_up: Callable[[], bool] = lambda: False
         self._told(partial(self._begin, pusher))
         self.prepare()
 
@@ -144,7 +145,7 @@ class ServerEngine:
 
     def _gathered(self) -> Facts:
         assert self._pusher is not None
-        members = self._pusher.fleet.gather()
+        members = self._pusher.fleet.gather(self.gives_up)
         states = [member.state for member in members if member.state is not None]
         return Facts(
             dtype=next((state.dtype for state in states if state.dtype != "float32"), "float32"),
@@ -196,7 +197,7 @@ class ServerEngine:
             assert self._pusher is not None and question is not None
             if is_anew:
                 question.go_on(self._pusher.fleet, version=self._version)
-            left = question.wait()
+            left = question.wait(self.gives_up)
             if left:
                 say = self._pusher.fleet.say
                 say(f"{left} prompts are left, and no rollout server: the weights are pushed again as soon as one is there")
@@ -244,7 +245,8 @@ class ServerFlight:
         self._was_heard = False
 
     def wait(self, seconds: float | None = None) -> bool:
-        return wait_together(lambda part: self._question is None or self._question.rests(part), seconds)
+        gives_up = self._engine.gives_up if seconds is None else None
+        return wait_together(lambda part: self._question is None or self._question.rests(part), seconds, gives_up=gives_up)
 
     def groups(self) -> list[Group]:
         """Each group goes to the one rank that judges it."""

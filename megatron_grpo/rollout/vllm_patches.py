@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from megatron_grpo import activity, launcher
+from megatron_grpo.errors import GivenUp
 
 # Warnings without a consequence, by logger: anything else that vLLM warns of is shown. Filters sit on these loggers and not on a handler,
 # because vLLM replaces its handlers whenever it builds an engine.
@@ -241,6 +242,27 @@ def trainer_untouched() -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
+
+
+@contextlib.contextmanager
+def given_up_where(engine: Any, has_no_time: Callable[[], bool]) -> Iterator[None]:
+    """Inside, `engine` (vLLM's LLMEngine) asks before every step; where it is told so, it forgets its requests and raises GivenUp.
+
+    `LLM.generate` steps until all is answered, and has no way to be asked to end.
+    """
+    step = engine.step
+
+    def step_unless_given_up() -> Any:
+        if has_no_time():
+            engine.abort_request(list(engine.output_processor.request_states), internal=True)
+            raise GivenUp
+        return step()
+
+    engine.step = step_unless_given_up
+    try:
+        yield
+    finally:
+        engine.step = step
 
 
 @contextlib.contextmanager

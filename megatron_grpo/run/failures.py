@@ -21,6 +21,7 @@ from types import TracebackType
 
 from megatron_grpo import launcher
 from megatron_grpo.errors import EXIT_CONFIG, EXIT_CRASH, EXIT_INTERRUPTED, ConfigError, Interrupted, RewardError, RunError
+from megatron_grpo.run import attempts
 
 PREFIX = "megatron-grpo: "
 
@@ -28,6 +29,8 @@ PREFIX = "megatron-grpo: "
 def report(error: BaseException) -> int:
     """Says why this process ends and returns its exit code. What all ranks know alike is said once; a crash by each rank that has one."""
     text, code = told(error)
+    if code == EXIT_CONFIG or (isinstance(error, Interrupted) and error.is_final):
+        attempts.note_end(code)
     if text is not None:
         tell(text)
         return code

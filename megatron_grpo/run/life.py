@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from megatron_grpo import activity, launcher, train
 from megatron_grpo.build import build_run
-from megatron_grpo.cleanup import CleanUp, die_with_parent
+from megatron_grpo.cleanup import CleanUp
 from megatron_grpo.errors import EXIT_CRASH, EXIT_DONE, ConfigError, Interrupted, RunError
 from megatron_grpo.export import export_model, merged_folder
 from megatron_grpo.inputs import Inputs
@@ -22,9 +25,11 @@ from megatron_grpo.planning.report import print_report
 from megatron_grpo.rewards.loading import close_rewards
 from megatron_grpo.run import hub, supervisor
 from megatron_grpo.run.failures import PREFIX, tell
+from megatron_grpo.run.limits import age_of, limits_of, requeue
 from megatron_grpo.run.lock import OutputLock
 from megatron_grpo.run.peers import Peers, Process
 from megatron_grpo.run.signals import StopSignal
+from megatron_grpo.run.supervisor import launcher_pid
 from megatron_grpo.run.watchdog import Watchdog
 from megatron_grpo.settings.config import Config
 
@@ -35,37 +40,62 @@ def run_training(made: Plan, inputs: Inputs, **parts: Any) -> int:
     parts: for `build.build_run`.
     """
     cfg = made.checked.config
-    if launcher.read().by_torchrun:
-        die_with_parent()
+    limits = limits_of(cfg, launched_at())
     with CleanUp(partial(close_rewards, inputs.rewards)) as clean_up:
         parallel = start_parallel(cfg, made.checked.sizes.layout)
         peers = Peers(collectives.store(), rank=parallel.rank, processes=collectives.from_all(Process.mine()))
-        signal = StopSignal(partial(leave_if_doomed, peers))
+        signal = StopSignal(partial(leave_if_doomed, peers), patience=cfg.run.stop_drain_seconds, limits=limits, others=peers)
         clean_up.add(signal.restore)
         watchdog = watched(cfg, parallel, peers, clean_up)
         try:
-            take_output_dir(cfg, parallel, clean_up)
-            repositories = hub.open_repositories(cfg, exports(cfg))
-            train_and_export(made, inputs, parallel, signal, clean_up, parts)
-        except Interrupted:  # all ranks alike, and none of them failed
+            with CleanUp() as opened, reported(peers, watchdog):
+                take_output_dir(cfg, parallel, opened)
+                repositories = hub.open_repositories(cfg, exports(cfg))
+                train_and_export(made, inputs, parallel, signal, opened, parts)
+        except Interrupted as stopped:
+            stopped.is_final = signal.is_final
+            leave_together(cfg, parallel, peers, signal)
             raise
-        except BaseException as error:
-            if watchdog is not None:
-                watchdog.hold_if_alarmed()
-            lost = peers.explain(error)
-            peers.report_failure()
-            if lost:
-                raise RunError(lost) from error
-            if isinstance(error, BrokenPipeError) or isinstance(error.__context__, BrokenPipeError):  # rich makes SystemExit of it
-                raise RunError("whoever read the output of this command has gone (a closed pipe).") from error
-            raise
-        peers.report_done()
     if parallel.is_main:
         print(f"Done: {Path(cfg.run.output_dir).resolve()}" + (_where(cfg)), flush=True)
     state.stop()
     if parallel.is_main:  # the others need not wait for it
         hub.push(repositories)
     return EXIT_DONE
+
+
+@contextmanager
+def reported(peers: Peers, watchdog: Watchdog | None) -> Iterator[None]:
+    """Around the run: the other ranks hear how it ends here before anything is cleaned up, for they may wait in a collective."""
+    try:
+        yield
+    except Interrupted:  # all ranks alike, and none of them failed
+        raise
+    except BaseException as error:
+        if watchdog is not None:
+            watchdog.hold_if_alarmed()
+        lost = peers.explain(error)
+        peers.report_failure()
+        if lost:
+            raise RunError(lost) from error
+        if isinstance(error, BrokenPipeError) or isinstance(error.__context__, BrokenPipeError):  # rich makes SystemExit of it
+            raise RunError("whoever read the output of this command has gone (a closed pipe).") from error
+        raise
+    peers.report_done()
+
+
+def leave_together(cfg: Config, parallel: ParallelState, peers: Peers, signal: StopSignal) -> None:
+    """Once all is saved and closed: the launcher ends the other ranks as soon as one leaves, and the main rank may have more to do."""
+    if cfg.run.requeue and parallel.is_main and signal.asked is not None and signal.asked.is_time:
+        tell(f"{PREFIX}{requeue()}")
+    with suppress(RuntimeError):  # somebody was quicker, or was killed: nothing is left to do anyway
+        peers.report_done()
+        collectives.wait_for_all()
+
+
+def launched_at() -> float:
+    """Of time.monotonic: when torchrun began, which its restarts do not change; without it, this process."""
+    return time.monotonic() - age_of(launcher_pid() if launcher.read().by_torchrun else os.getpid())
 
 
 def train_and_export(made: Plan, inputs: Inputs, parallel: ParallelState, signal: StopSignal, clean_up: CleanUp, parts) -> None:

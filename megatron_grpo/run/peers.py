@@ -9,14 +9,18 @@ import signal
 import socket
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from megatron_grpo.run.signals import Asked
 
 # What gloo, NCCL and the store say when the other end has gone.
 _LOST = re.compile(r"connection (was )?(closed|reset|refused)|broken pipe|gloo|nccl|socket timeout|\brecv\b", re.IGNORECASE)
 SHARED_MEMORY = "/dev/shm"
 SECONDS_TO_LEARN = 3.0  # from a broken connection until the death behind it shows
+LOOKS_PER_SECOND = 1000.0  # of all ranks together: the store answers a hundred times as many
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +69,20 @@ class Peers:
     def __init__(self, store: Any, *, rank: int, processes: Sequence[Process]):
         self._store = store.clone()  # a connection of its own: the main thread may be waiting on the other one
         self._rank, self.processes = rank, processes
+        self.seconds_between_looks = max(1.0, len(processes) / LOOKS_PER_SECOND)
+
+    def pass_on(self, asked: Asked) -> None:
+        """This rank was asked to stop."""
+        with suppress(RuntimeError):  # the store has gone, and the others with it
+            self._store.set("megatron_grpo/stop", f"{int(asked.is_time)}{asked.why}")
+
+    def asked(self) -> Asked | None:
+        """What asked another rank to stop."""
+        with suppress(RuntimeError):
+            if self._store.check(["megatron_grpo/stop"]):
+                told = self._store.get("megatron_grpo/stop").decode()
+                return Asked(told[1:], is_time=told[0] == "1")
+        return None
 
     def report_failure(self, rank: int | None = None) -> None:
         """This rank has failed and is about to leave: said before any clean-up, for others may wait in a collective that it never joins.

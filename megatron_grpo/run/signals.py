@@ -1,7 +1,8 @@
-"""Signals that end a run: asked politely it finishes its optimizer step, saves and leaves; and no rank outlives its launcher.
+"""What asks a run to stop: signals, its time limits, another rank that was asked. It saves and leaves; and no rank outlives its launcher.
 
-SIGTERM, SIGINT, SIGUSR1             a flag, read once an optimizer step; all ranks stop after the same one (exit 3: safe to resume)
-again, 2 s later or more             the process dies at once, wherever it is
+SIGTERM, SIGINT, SIGUSR1, SIGHUP     the run saves as soon as it can, on all ranks (exit 3: safe to resume)
+a time limit, or another rank        the same
+again, 2 s later or more             the process dies at once, wherever it is; but SIGUSR1 and SIGHUP only tell that an end is near
 SIGTERM because another rank failed  the process dies at once: the step it is in can never finish
 the launcher is killed               the kernel kills this process too (`cleanup.die_with_parent`)
 """
@@ -9,39 +10,93 @@ the launcher is killed               the kernel kills this process too (`cleanup
 from __future__ import annotations
 
 import os
+import select
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
 
-STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+from megatron_grpo.run.limits import Limit
+
+STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 # Ctrl-C reaches the whole terminal job, and torchrun then passes it on to its workers: one wish, heard twice. So does `scancel`.
 ECHO_SECONDS = 2.0
+_NOTICES = (signal.SIGUSR1, signal.SIGHUP)  # a scheduler that will end the job, a terminal that has gone: nobody who is impatient
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """why: ends the sentence "stopped by ...". is_time: the job's time is up, so that it may be queued again."""
+
+    why: str
+    is_time: bool = False
+
+
+class Others(Protocol):
+    """The other ranks, as far as a wish to stop travels between them: `run.peers`."""
+
+    seconds_between_looks: float
+
+    def pass_on(self, asked: Asked) -> None: ...
+
+    def asked(self) -> Asked | None: ...
 
 
 class StopSignal:
-    """Remembers that somebody asked this process to stop. One a process, made in its main thread, for as long as it trains.
+    """Remembers that this run was asked to stop. One a process, made in its main thread, for as long as it trains.
 
     leave_if_doomed: called when SIGTERM arrives, which a launcher sends in both cases. It ends the process if a rank has failed, and
-    returns if the run is to be saved.
+    returns if the run is to be saved. patience: seconds that what is being sampled may still take. limits: of time. others: are told, and
+    asked now and then, in a thread: so a rank hears of a signal to another one in the middle of a rollout, without a collective.
     """
 
-    def __init__(self, leave_if_doomed: Callable[[], object] = lambda: None):
+    def __init__(
+        self,
+        leave_if_doomed: Callable[[], object] = lambda: None,
+        *,
+        patience: float = 0.0,
+        limits: Sequence[Limit] = (),
+        others: Others | None = None,
+    ):
         self.received: signal.Signals | None = None
-        self._leave_if_doomed = leave_if_doomed
-        self._since = 0.0
+        self.asked: Asked | None = None
+        # Asked here, not only elsewhere; and not by SIGTERM, with which torchrun also ends ranks that it starts again with other machines.
+        self.is_final = False
+        self._leave_if_doomed, self._patience, self._limits, self._others = leave_if_doomed, patience, limits, others
+        self._since, self._patient_until = 0.0, float("inf")
         # Python runs handlers when its main thread next comes by. Inside a collective that never ends it does not, so a thread listens.
         self._heard, self._tell = os.pipe()
         os.set_blocking(self._tell, False)
         self._wakeup_before = signal.set_wakeup_fd(self._tell, warn_on_full_buffer=False)
-        self._before = {number: signal.signal(number, lambda number, frame: None) for number in STOPPING}
+        self._before = {
+            number: signal.signal(number, lambda number, frame: None)
+            for number in STOPPING
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN  # `nohup`: a closed terminal is to change nothing
+        }
         self._pid = os.getpid()
         os.register_at_fork(after_in_child=self._in_child)
         threading.Thread(target=self._listen, name="signals", daemon=True).start()
 
     def agreed(self, all_reduce_max: Callable[[float], float]) -> bool:
-        """Whether any rank was asked to stop. Collective: once an optimizer step on every rank, so that none saves alone."""
-        return all_reduce_max(0.0 if self.received is None else 1.0) > 0
+        """Whether any rank was asked to stop. Collective: at the same places on every rank, so that none saves alone."""
+        stops = all_reduce_max(0.0 if self.asked is None else 1.0) > 0
+        if stops:
+            self._lose_patience()
+        return stops
+
+    def gives_up(self) -> bool:
+        """Whether this rank knows that the run is to stop, and has waited for what is being sampled as long as it may."""
+        if self.asked is None:
+            return False
+        self._lose_patience()
+        return time.monotonic() >= self._patient_until
+
+    def why(self, from_all: Callable[[Any], list[Any]]) -> str:
+        """What asked for it, in the same words on every rank. Collective, once they have agreed."""
+        self.asked = next(asked for asked in from_all(self.asked) if asked is not None)
+        return self.asked.why
 
     def restore(self) -> None:
         """Gives the signals back to whoever had them."""
@@ -51,24 +106,55 @@ class StopSignal:
             signal.signal(number, handler)
         os.close(self._tell)  # the thread reads the end of the pipe and leaves
 
+    def _lose_patience(self) -> None:
+        """Its seconds are counted from when something is first waited for: an optimizer step that had to end first takes none of them."""
+        self._patient_until = min(self._patient_until, time.monotonic() + self._patience)
+
     def _listen(self) -> None:
-        while numbers := os.read(self._heard, 64):
+        poll = select.poll()
+        poll.register(self._heard, select.POLLIN)
+        while True:
+            seconds = self._until_next_look()
+            if not poll.poll(None if seconds is None else max(0.0, seconds) * 1000):
+                self._look()
+                continue
+            numbers = os.read(self._heard, 64)
+            if not numbers:
+                break
             for number in numbers:
-                if number in STOPPING:
+                if number in self._before:
                     self._hear(signal.Signals(number))
         os.close(self._heard)
+
+    def _until_next_look(self) -> float | None:
+        waits = [limit.at - time.monotonic() for limit in self._limits] + ([self._others.seconds_between_looks] if self._others else [])
+        return min(waits, default=None) if self.asked is None else None
+
+    def _look(self) -> None:
+        over = next((limit for limit in self._limits if time.monotonic() >= limit.at), None)
+        if over is not None:
+            self._take(Asked(over.why, is_time=True), is_final=True)
+        elif self._others is not None:
+            self.asked = self.asked or self._others.asked()
 
     def _hear(self, number: signal.Signals) -> None:
         if number == signal.SIGTERM:
             self._leave_if_doomed()
-        if self.received is None:
-            self._since, self.received = time.monotonic(), number
-        elif time.monotonic() - self._since >= ECHO_SECONDS:
+        if self.received is None or (self.received in _NOTICES and number not in _NOTICES):
+            self.received, self._since = number, time.monotonic()
+            self._take(Asked(number.name, is_time=number == signal.SIGUSR1), is_final=number != signal.SIGTERM)
+        elif time.monotonic() - self._since >= ECHO_SECONDS and number not in _NOTICES:
             os._exit(128 + number)
+
+    def _take(self, asked: Asked, *, is_final: bool) -> None:
+        is_first, self.is_final = self.asked is None, self.is_final or is_final
+        self.asked = self.asked or asked
+        if is_first and self._others is not None:
+            self._others.pass_on(asked)
 
     def _in_child(self) -> None:
         """A forked child (a reward function's, say) would tell our pipe of its own signals, and not die of them."""
         if self._pid == os.getppid():
             signal.set_wakeup_fd(-1)
-            for number in STOPPING:
+            for number in self._before:
                 signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)

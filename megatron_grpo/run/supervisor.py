@@ -16,14 +16,16 @@ import time
 from collections.abc import Callable
 
 from megatron_grpo import launcher
-from megatron_grpo.cleanup import die_with_parent
+from megatron_grpo.cleanup import die_with_launcher, die_with_parent
 from megatron_grpo.errors import EXIT_CRASH
+from megatron_grpo.run import attempts
 from megatron_grpo.run.page import Page
 
 _PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 _SECONDS_BETWEEN_LOOKS = 1.0
 page: Page | None = None  # in the child: where it writes that it lives
 _SENT_BY_THE_KERNEL = 0x80  # SI_KERNEL: from the terminal, which tells the child as well
+_STARTED_BY: list[int] = []
 
 
 def supervised(command: Callable[[], int]) -> int:
@@ -32,6 +34,13 @@ def supervised(command: Callable[[], int]) -> int:
     if sys.platform != "linux":
         return command()
     page = Page()
+    started_by = os.getppid()
+    if launcher.read().by_torchrun:
+        die_with_launcher(started_by)
+    if end := attempts.ended_before():
+        return _left_at_once(*end)
+    _STARTED_BY.append(started_by)
+    me = os.getpid()
     ended, says_end = os.pipe()
     os.set_blocking(ended, False)  # a process that the child leaves behind may hold the other end
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {*_PASSED_ON, signal.SIGCHLD})
@@ -39,14 +48,12 @@ def supervised(command: Callable[[], int]) -> int:
     child = os.fork()
     if not child:
         os.close(ended)
-        die_with_parent()
+        die_with_parent(me)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         code = command()
         os.write(says_end, b".")
         return code
     os.close(says_end)
-    if launcher.read().by_torchrun:
-        die_with_parent()
     status = _wait_for(child, page)
     if status < 0:
         _die_of(-status, mask)
@@ -57,6 +64,18 @@ def supervised(command: Callable[[], int]) -> int:
              "called os._exit, a reward function perhaps, or replaced the process.")  # fmt: skip
         return EXIT_CRASH
     return status
+
+
+def launcher_pid() -> int:
+    """The process that started this program, which may be this process's parent or the parent of its supervisor."""
+    return _STARTED_BY[0] if _STARTED_BY else os.getppid()
+
+
+def _left_at_once(code: int, why: str) -> int:
+    from megatron_grpo.run.failures import PREFIX, tell
+
+    tell(f"{PREFIX}{why}")
+    return code
 
 
 def _wait_for(child: int, page: Page) -> int:

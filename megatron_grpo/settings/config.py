@@ -436,8 +436,17 @@ class RunConfig:
         "auto", "auto: from the newest checkpoint in output_dir; never; or a checkpoint directory", aliases=["resume_from_checkpoint"]
     )
     stop_drain_seconds: float = setting(
-        10.0, "after a signal, how long a rollout that is being sampled is waited for before it is dropped", unit="seconds", at_least=0
+        10.0, "once the run is to stop, how long what is being sampled and judged is waited for before it is given up", unit="seconds",
+        at_least=0,
+    )  # fmt: skip
+    stop_after_minutes: float | None = setting(
+        None, "save and stop so long after the launch, with exit code 3", unit="minutes", aliases=["exit_duration_in_mins"], above=0
     )
+    stop_before_end_seconds: float | None = setting(
+        None, "Slurm: save and stop so long before the job's time is up; 0: never (default: 300, or a tenth of that time)", unit="seconds",
+        at_least=0,
+    )  # fmt: skip
+    requeue: bool = setting(False, "Slurm: put the job back into the queue once it has stopped because its time is up")
     report_to: list[str] = setting(["none"], "where metrics go besides metrics.jsonl: tensorboard, wandb, swanlab, mlflow, all, none")
     run_name: str | None = setting(
         None, "name of the run at these services (default: the folder of output_dir)", aliases=["wandb_exp_name", "swanlab_exp_name"]

@@ -15,7 +15,7 @@ def model(tmp_path_factory):
     return write_tiny(tmp_path_factory.mktemp("model"), max_positions=512)
 
 
-def build(name, model, rank, world_size):
+def build(name, model, rank, world_size, tensor_parallel_size=1):
     """Imported late: the test process itself never loads vLLM."""
     if name == "scripted":
         from megatron_grpo.rollout.scripted import ScriptedEngine
@@ -25,7 +25,7 @@ def build(name, model, rank, world_size):
     from megatron_grpo.rollout.colocated import ColocatedEngine
     from megatron_grpo.settings.config import RolloutConfig
 
-    cfg = RolloutConfig(vllm_kv_cache_memory_mb=8, vllm_max_num_seqs=32)
+    cfg = RolloutConfig(vllm_kv_cache_memory_mb=8, vllm_max_num_seqs=32, vllm_tensor_parallel_size=tensor_parallel_size)
     return ColocatedEngine.build(cfg, model_path=model, dtype="float32", max_model_len=128, seed=0, rank=rank, world_size=world_size)
 
 
@@ -90,6 +90,39 @@ def test_what_was_begun_is_what_would_have_been_answered_then(model):
         assert told[0] == told[1] and list(told[0]) == [[0, 2], [1]][rank]
 
     run_ranks(body, 2)
+
+
+@pytest.mark.parametrize(("name", "tensor_parallel_size"), [("scripted", 1), ("colocated", 1), ("colocated", 2)])
+def test_a_question_is_given_up_on_all_ranks_where_one_has_no_time_left_and_the_next_one_is_answered(model, name, tensor_parallel_size):
+    def body(rank, world_size):
+        from megatron_grpo.errors import GivenUp
+
+        engine, asked, steps = build(name, model, rank, world_size, tensor_parallel_size), [], []
+        if name == "colocated":
+            from megatron_grpo.rollout import colocated
+
+            colocated.STEPS_BETWEEN_AGREEMENTS = 4
+            step = type(engine._llm.llm_engine).step
+            type(engine._llm.llm_engine).step = lambda self: steps.append(1) or step(self)
+        with engine.awake():
+            first = engine.generate(prompts(0, 1, 2, 3), sampling(), seed=1)
+            of_all = len(steps)
+            steps.clear()
+            engine.gives_up = lambda: rank == 1 and asked.append(1) or len(asked) > 1  # in the middle
+            with pytest.raises(GivenUp, match="what was being sampled is given up"):
+                engine.generate(prompts(0, 1, 2, 3), sampling(), seed=1)
+            given_up_after = len(steps)
+            engine.gives_up = lambda: False
+            again = engine.generate(prompts(0, 1, 2, 3), sampling(), seed=1)
+        told = [{g.prompt.number: [c.answer_ids for c in g.completions] for g in groups} for groups in (first, again)]
+        assert told[0] == told[1]
+        return of_all, given_up_after
+
+    found = run_ranks(body, 2)
+    if name == "colocated":
+        (of_all, given_up_after), (_, of_the_other) = found[1], found[0]
+        assert given_up_after == (1 if tensor_parallel_size == 1 else 4) < of_all
+        assert of_the_other == (of_all if tensor_parallel_size == 1 else 4)  # the ranks of one engine step together
 
 
 @pytest.mark.parametrize("name", ENGINES)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import time
 
-from megatron_grpo.errors import RewardError
+from megatron_grpo.errors import GivenUp, RewardError
 from megatron_grpo.judge import Judge, as_batch
 from megatron_grpo.rewards.protocol import RewardFunction
 from megatron_grpo.types import Group, Prompt, answered
@@ -17,8 +19,8 @@ def group(number, texts, raw="?", **columns):
     return Group(prompt=prompt, completions=tuple(completions))
 
 
-def reward(function, on_error="raise"):
-    return RewardFunction(name=function.__name__, function=function, timeout=5, on_error=on_error)
+def reward(function, on_error="raise", timeout=5):
+    return RewardFunction(name=function.__name__, function=function, timeout=timeout, on_error=on_error)
 
 
 def value(completions, **columns):
@@ -87,6 +89,43 @@ def test_rewards_see_prompts_completions_and_columns_as_in_trl():
     assert batch.completions == [[{"role": "assistant", "content": "a"}], [{"role": "assistant", "content": "b"}], "c"]
     assert batch.columns == {"answer": [2, 2, None], "level": [None, None, "hard"]}
     assert batch.trainer_state == "state"
+
+
+def test_what_takes_too_long_is_given_up_on_all_ranks_where_the_run_is_to_stop():
+    """A function that sleeps in the interpreter, one that waits, and one that swallows what it is interrupted with; on one rank alone."""
+
+    def rank_main(rank, world_size):
+        began = time.monotonic()
+
+        def sleeping(completions):
+            while rank == 1:
+                time.sleep(0.01)
+            return [0.0] * len(completions)
+
+        async def waiting(completions):
+            while rank == 1:
+                await asyncio.sleep(0.01)
+            return [0.0] * len(completions)
+
+        def deaf(completions):
+            for _ in range(2 * (rank == 1)):
+                try:
+                    time.sleep(60)
+                except BaseException:  # noqa: BLE001 - as a user's function might
+                    pass
+            return sleeping(completions)
+
+        said = []
+        for function in (sleeping, waiting, deaf):
+            judge = Judge([reward(function, timeout=60)], gives_up=lambda: rank == 1 and time.monotonic() > began + 0.5)
+            try:
+                judge(GROUPS)
+            except GivenUp as given_up:
+                said.append(str(given_up))
+        return said, time.monotonic() - began
+
+    for said, seconds in run_ranks(rank_main, 2):
+        assert said == ["what was being judged is given up"] * 3 and seconds < 30
 
 
 def warnings_of(caplog, function, batches):

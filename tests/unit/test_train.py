@@ -82,6 +82,7 @@ class Policy:
     refuses: Collection[int] = ()
     weights: int = 0
     skips: Skips = Skips()
+    has_trained: bool = False  # since somebody asked whether the run is to stop
     trained: dict[int, dict] = field(default_factory=dict)
 
     loss = SimpleNamespace(
@@ -112,6 +113,7 @@ class Policy:
                 )
         self.trained[batch.step] = found
         self.version += 1
+        self.has_trained = True
         refused = batch.step in self.refuses
         self.skips = self.skips.after(refused=refused)
         if refused:
@@ -142,7 +144,7 @@ class Journal:
     def start(self, progress):
         pass
 
-    rollout = start
+    rollout = keep = start
 
     def step(self, progress, batch, trained):
         self.batches.append(batch)
@@ -196,7 +198,8 @@ class Disk:
 
 @dataclass(frozen=True)
 class Case:
-    """ends: step -> "stop" (a signal), "drop" (a signal, and what is under way takes too long) or "kill"."""
+    """ends: step -> "stop" (a signal while it trains), "drop" (the same, and what is under way takes too long), "rest" (a signal while it
+    samples, which ends in time), "give up" (the same, too late) or "kill"."""
 
     sizes: tuple[int, int, int]
     num_steps: int
@@ -238,7 +241,8 @@ def run_to_its_end(case: Case) -> tuple[dict, dict, list]:
         last, how = min(ends.items(), default=(case.num_steps, ""))
         policy, journal = Policy(BatchCut(dp_size=1, micro_batch_size=2), ends=ends, refuses=case.refused), Journal()
         try:
-            train(run_of(case, policy, journal, disk, is_dropped_at=last if how == "drop" else None))
+            dropped = last if how == "drop" else last - 1 if how == "give up" and last in case.comes_in else None
+            train(run_of(case, policy, journal, disk, is_dropped_at=dropped, drains=how != "drop"))
         except (Interrupted, Killed):
             del ends[last]
         for step, rows in policy.trained.items():
@@ -250,8 +254,23 @@ def run_to_its_end(case: Case) -> tuple[dict, dict, list]:
     return trained, evaluated, batches
 
 
-def run_of(case: Case, policy: Policy, journal: Journal, disk: Disk, *, is_dropped_at: int | None) -> Run:
-    """A process. is_dropped_at: the step whose signal finds something under way that does not end by itself."""
+@dataclass
+class Stop:
+    policy: Policy
+
+    def agreed(self, all_reduce_max) -> bool:
+        has_trained, self.policy.has_trained = self.policy.has_trained, False
+        return self.policy.ends.get(self.policy.version - has_trained) in (("stop", "drop") * has_trained + ("rest", "give up"))
+
+    def gives_up(self) -> bool:
+        return self.policy.ends.get(self.policy.version) == "give up" and not self.policy.has_trained
+
+    def why(self, from_all) -> str:
+        return "SIGTERM"
+
+
+def run_of(case: Case, policy: Policy, journal: Journal, disk: Disk, *, is_dropped_at: int | None, drains: bool = True) -> Run:
+    """A process. is_dropped_at: what was launched last up to this step does not end by itself. drains: a signal waits for what does."""
     stuck = max((step for step in case.comes_in if step <= is_dropped_at), default=-1) if is_dropped_at is not None else -1
 
     def slow(prompt, place, version):
@@ -260,15 +279,15 @@ def run_of(case: Case, policy: Policy, journal: Journal, disk: Disk, *, is_dropp
         return answer(prompt, place, version, case.refused)
 
     disk.stuck, disk.opened = stuck, threading.Event()
-    engine, stream = ScriptedEngine(slow), Stream()
+    engine, stream, stop = ScriptedEngine(slow), Stream(), Stop(policy)
+    engine.gives_up = stop.gives_up
     asker = Asker(engine, Judge(), sampling=SAMPLING, seed=0, clock=journal.clock)
     return Run(
         timetable=case.table, parallel=OneRank(), policy=policy, engine=engine, publisher=Publisher(engine), prompts=stream,
         rollouts=Rollouts(asker, stream, cfg=case.grpo, timetable=case.table, penalty=None, cut=policy.cut, parallel=OneRank(),
                           journal=journal),
-        checkpoints=disk, journal=journal, stop_drain_seconds=600.0 if is_dropped_at is None else 0.0,
-        max_skipped_steps=case.max_skipped_steps,
-        stop=SimpleNamespace(agreed=lambda _: policy.ends.get(policy.version - 1) in ("stop", "drop")),
+        checkpoints=disk, journal=journal, stop_drain_seconds=600.0 if drains else 0.0,
+        max_skipped_steps=case.max_skipped_steps, stop=stop,
         evaluator=Evaluator(Stream().take(3) if case.eval_every else [], engine, Judge(), SAMPLING, score="r", every=case.eval_every,
                             last_step=case.num_steps),
     )  # fmt: skip
@@ -310,11 +329,13 @@ def slowly(case: Case) -> dict:
 
 def is_sampled_anew(case: Case, before: int, step: int) -> bool:
     """What was launched at one sampling step is not there at the next: it was dropped, and neither a save nor a signal had come first."""
+    ends = dict(case.ends)
     for at in range(before, step):
-        how = dict(case.ends).get(at)
-        if how in ("stop", "drop") or (case.save_every and (at + 1) % case.save_every == 0):
+        how = ends.get(at)
+        is_launched_again = at == before and how in ("rest", "give up")
+        if (how not in (None, "kill") and not is_launched_again) or (case.save_every and (at + 1) % case.save_every == 0):
             return how == "drop"
-    return False
+    return ends.get(step) == "give up"
 
 
 def evaluated_slowly(case: Case) -> dict[int, float]:
@@ -327,7 +348,7 @@ def evaluated_slowly(case: Case) -> dict[int, float]:
 
 
 sizes = st.tuples(st.integers(1, 5), st.integers(1, 5), st.integers(1, 3))
-ends = st.dictionaries(st.integers(0, 7), st.sampled_from(["stop", "drop", "kill"]), max_size=3)
+ends = st.dictionaries(st.integers(0, 7), st.sampled_from(["stop", "drop", "rest", "give up", "kill"]), max_size=3)
 modes = st.fixed_dictionaries({
     "old_logprobs": st.sampled_from(["auto", "rollout", "always"]), "dynamic": st.booleans(), "ratio": st.sampled_from([1.0, 1.5, 2.5]),
     "depth": st.sampled_from([0, 1, 1]), "save_every": st.integers(0, 3), "eval_every": st.integers(0, 3),
@@ -343,7 +364,7 @@ def test_a_run_is_the_slow_one_whatever_is_saved_and_however_it_is_stopped(size,
     trained, evaluated, batches = run_to_its_end(case)
     assert trained == slowly(case)
     assert evaluated == (evaluated_slowly(case) if case.eval_every else {})
-    if "drop" not in how.values():  # it is as old as the timetable says
+    if not {"drop", "give up"} & set(how.values()):  # it is as old as the timetable says
         for batch in batches:
             rows = [row for row in case.table.step(batch.step).micro_steps for _ in range(*row.rows)]
             assert batch.staleness == tuple(row.staleness for row in rows)

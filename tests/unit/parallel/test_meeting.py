@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import socket
 import threading
+import time
 from datetime import timedelta
 
 import pytest
+import torch.distributed as dist
 
 from megatron_grpo.errors import ConfigError, RunError
 from megatron_grpo.launcher import Launched
@@ -57,3 +60,28 @@ def test_a_port_that_is_taken_is_a_sentence(port):
     with socket.create_server(("127.0.0.1", port)):
         with pytest.raises(ConfigError, match=f"cannot open port {port} .* Use another MASTER_PORT"):
             meet(launched(0, port), timeout=timedelta(seconds=5), every=0.2)
+
+
+def test_ranks_of_a_later_attempt_meet_each_other_in_a_store_that_remembers_the_dead(port):
+    """A launcher that starts ranks again keeps its store. Three ranks, then two of which one is slow, then three again."""
+    store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+
+    def rank(number, world_size, found):
+        time.sleep(0.3 * (number == 1))
+        joined = dataclasses.replace(launched(number, port, world_size), launcher_holds_store=True)
+        met = meet(joined, timeout=timedelta(seconds=60), every=0.2, say=lambda text: None)
+        if number == 0:
+            met.set("address", f"of attempt {len(attempts)}")
+        found[number] = met.get("address").decode()
+
+    attempts = []
+    for world_size in (3, 2, 3):
+        found, threads = {}, []
+        for number in range(world_size):
+            threads.append(threading.Thread(target=rank, args=(number, world_size, found)))
+            threads[-1].start()
+        for thread in threads:
+            thread.join()
+        assert found == dict.fromkeys(range(world_size), f"of attempt {len(attempts)}")
+        attempts.append(found)
+    del store

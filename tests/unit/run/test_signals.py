@@ -11,6 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from megatron_grpo.run.limits import Limit
+from megatron_grpo.run.signals import Asked, StopSignal
+
 ROOT = Path(__file__).resolve().parents[3]
 LOOP = """
 import sys, time
@@ -65,7 +68,7 @@ def gone_within(pid: int, seconds: float) -> bool:
     return False
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP])
 def test_a_signal_lets_the_step_finish_and_the_run_save(number):
     process = start(LOOP)
     process.send_signal(number)
@@ -93,6 +96,92 @@ def test_a_process_asked_to_stop_because_another_failed_leaves_at_once():
     process = start(BLOCKED, argument="lambda: os._exit(1)")
     process.send_signal(signal.SIGTERM)
     assert rest_of(process, timeout=20)[1] == 1
+
+
+def test_a_notice_of_an_end_does_not_make_the_signal_that_follows_an_impatient_one():
+    """Slurm: SIGUSR1 a while before the end, SIGTERM at the end, SIGKILL half a minute later, in which the save may come to its end."""
+    process = start(LOOP, save_seconds=3)
+    process.send_signal(signal.SIGUSR1)
+    time.sleep(2.2)
+    process.send_signal(signal.SIGTERM)
+    assert rest_of(process) == ("saved\n", 3)
+
+
+def test_a_closed_terminal_changes_nothing_for_a_process_that_was_to_outlive_it():
+    script = """
+import os, signal, time
+from megatron_grpo.run.signals import StopSignal
+signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+stop = StopSignal()
+print("ready", flush=True)
+os.kill(os.getpid(), signal.SIGHUP)
+time.sleep(0.3)
+print(stop.asked)
+"""
+    assert rest_of(start(script)) == ("None\n", 0)
+
+
+class Job:
+    """The ranks of a job, each of which asks the others."""
+
+    seconds_between_looks = 0.01
+
+    def __init__(self):
+        self.wish = None
+
+    def pass_on(self, asked):
+        self.wish = asked
+
+    def asked(self):
+        return self.wish
+
+
+@pytest.fixture
+def two_ranks():
+    """Their signals, in one process: only the last one hears those of the process."""
+    job, made = Job(), []
+
+    def make(**settings):
+        made.extend(StopSignal(others=job, **settings) for _ in range(2))
+        return made
+
+    yield make
+    for one in reversed(made):
+        one.restore()
+
+
+def until(condition):
+    end = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+def test_a_signal_to_one_rank_reaches_the_others_without_a_collective(two_ranks):
+    other, heard = two_ranks()
+    os.kill(os.getpid(), signal.SIGUSR1)
+    until(other.gives_up)
+    assert heard.gives_up() and heard.is_final and not other.is_final
+    assert other.asked == heard.asked == Asked("SIGUSR1", is_time=True)
+
+
+def test_a_limit_of_time_asks_as_a_signal_does(two_ranks):
+    ours, _ = two_ranks(limits=[Limit(time.monotonic() + 0.05, "stop_after_minutes (1)")])
+    assert not ours.gives_up()
+    until(ours.gives_up)
+    assert ours.asked == Asked("stop_after_minutes (1)", is_time=True) and ours.agreed(lambda flag: flag)
+    assert ours.why(lambda asked: [None, asked]) == "stop_after_minutes (1)"
+
+
+def test_patience_is_counted_from_when_something_is_first_waited_for(two_ranks):
+    _, heard = two_ranks(patience=0.3)
+    os.kill(os.getpid(), signal.SIGTERM)
+    until(lambda: heard.asked)
+    time.sleep(0.4)  # an optimizer step, which nobody can cut short
+    began = time.monotonic()
+    assert not heard.gives_up()
+    until(heard.gives_up)
+    assert time.monotonic() - began >= 0.3
 
 
 def test_a_forked_child_dies_of_its_own_signal_and_the_parent_is_not_told():

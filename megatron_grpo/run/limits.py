@@ -1,0 +1,93 @@
+"""When a run stops by itself: `--stop_after_minutes`, and the end of a Slurm job; and how such a job is put back into the queue."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_grpo import launcher
+from megatron_grpo.errors import Problem
+from megatron_grpo.settings.config import Config
+
+LONGEST_LEAD = 300.0  # seconds before the end of a Slurm job, or a tenth of it where that is less
+REQUEUE_SECONDS = 60.0  # in which slurmctld must answer
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """at: of time.monotonic. why: ends the sentence "stopped by ..."."""
+
+    at: float
+    why: str
+
+
+def limits_of(cfg: Config, launched_at: float, env: Mapping[str, str] = os.environ) -> list[Limit]:
+    """launched_at: of time.monotonic."""
+    found = []
+    if cfg.run.stop_after_minutes is not None:
+        found.append(Limit(launched_at + 60 * cfg.run.stop_after_minutes, f"stop_after_minutes ({cfg.run.stop_after_minutes:g})"))
+    job = launcher.slurm_job(env)
+    if job is not None and job.end is not None:
+        lead = lead_of(cfg, job)
+        if lead:
+            at = time.monotonic() + job.end - time.time() - lead
+            found.append(Limit(at, f"the end of Slurm's job {job.number}, {lead:.0f} s from it (stop_before_end_seconds)"))
+    return found
+
+
+def lead_of(cfg: Config, job: launcher.SlurmJob) -> float:
+    """Seconds before the end of the job in which the run is to stop."""
+    typed = cfg.run.stop_before_end_seconds
+    if typed is not None or job.seconds is None:
+        return LONGEST_LEAD if typed is None else typed
+    return min(LONGEST_LEAD, job.seconds / 10)
+
+
+def problems_with_limits(cfg: Config, env: Mapping[str, str] = os.environ) -> list[Problem]:
+    """What cannot work in this job, before anything is started."""
+    job, problems = launcher.slurm_job(env), []
+    lead, seconds = cfg.run.stop_before_end_seconds, job.seconds if job is not None else None
+    if job is not None and lead is not None and seconds is not None and lead >= seconds:
+        name = cfg.typed.get("stop_before_end_seconds", "stop_before_end_seconds")
+        near = int(seconds / 10)
+        problems.append(Problem(
+            flags=(name,), nearest={name: [near]},
+            message=f"{name} ({lead:g}) is all of the {seconds:g} s that Slurm gives job {job.number}: the run would stop before its "
+                    f"first step. Use {near}, or ask for more time (--time)."))  # fmt: skip
+    if cfg.run.requeue:
+        name = cfg.typed.get("requeue", "requeue")
+        if job is None:
+            message = f"{name} true puts a Slurm job back into the queue, and this is none (SLURM_JOB_ID is not set). Leave it out here."
+            problems.append(Problem(flags=(name,), message=message))
+        elif shutil.which("scontrol") is None:
+            message = f"{name} true needs scontrol, which is not found here. Put it on PATH, or leave {name} out."
+            problems.append(Problem(flags=(name,), message=message))
+    return problems
+
+
+def requeue(env: Mapping[str, str] = os.environ) -> str:
+    """Puts this Slurm job back into the queue; says what came of it. Slurm then ends the job's processes."""
+    job = launcher.slurm_job(env)
+    assert job is not None  # `problems_with_limits`
+    try:
+        asked = subprocess.run(["scontrol", "requeue", job.number], capture_output=True, text=True, timeout=REQUEUE_SECONDS)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"job {job.number} could not be put back into the queue: {error}"
+    if asked.returncode:
+        reason = " ".join(asked.stderr.split()) or f"scontrol requeue ended with {asked.returncode}"
+        return f"job {job.number} could not be put back into the queue: {reason}"
+    return f"job {job.number} is back in the queue"
+
+
+def age_of(pid: int) -> float:
+    """Seconds since a process began; 0 where nobody knows."""
+    try:
+        ticks = int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[19])
+    except (OSError, ValueError, IndexError):
+        return 0.0
+    return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK"))

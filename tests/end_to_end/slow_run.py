@@ -1,0 +1,33 @@
+"""`megatron-grpo`, as torchrun or Slurm starts it, with answers from a table: no vLLM, and as slow as a test asks.
+
+PACE in the environment is a folder. Where it holds a file `sampling`, a rank waits before each of its answers until that file is gone.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+
+from megatron_grpo import cli
+
+
+def engine(cfg, inputs, parallel):
+    from megatron_grpo.rollout.scripted import ScriptedEngine
+    from tests.end_to_end.scripted import answers_of
+
+    answer, pace = answers_of(cfg, inputs.model_path), Path(os.environ.get("PACE", "/nonexistent"))
+
+    def slowly(prompt, place, version):
+        while (pace / "sampling").exists() and not made.gives_up():
+            (pace / f"waits.{parallel.rank}").touch()
+            time.sleep(0.02)
+        return answer(prompt, place, version)
+
+    made = ScriptedEngine(slowly)
+    return made
+
+
+if __name__ == "__main__":
+    sys.exit(cli.main(engine=engine))

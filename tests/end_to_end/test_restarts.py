@@ -1,0 +1,123 @@
+"""torchrun starts a job again: with all machines, with fewer, or in vain; and no process outlives a launcher that dies early."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.end_to_end import scripted
+from tests.end_to_end.runs import records, write_inputs
+from tests.end_to_end.test_launcher import processes_of
+from tests.ranks import run_ranks
+from tests.slurm import free_port, wait_for
+
+ROOT = Path(__file__).resolve().parents[2]
+SLOW_RUN = str(ROOT / "tests/end_to_end/slow_run.py")
+STEPS = 12
+
+
+@pytest.fixture
+def machines(tmp_path):
+    """Starts torchrun on one more machine of a job; all share `tmp_path`, and the first holds the store."""
+    port, started = free_port(), []
+
+    def start(*flags: str, machines: str) -> subprocess.Popen:
+        conf = f"last_call_timeout=8,keep_alive_interval=1,keep_alive_max_attempt=5,is_host={int(not started)}"
+        launch = [sys.executable, "-m", "torch.distributed.run", "--nnodes", machines, "--nproc_per_node", "1", "--max-restarts", "3"]
+        launch += ["--rdzv_backend", "c10d", "--rdzv_endpoint", f"127.0.0.1:{port}", "--rdzv_id", "job", "--rdzv_conf", conf]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PACE": str(tmp_path)}
+        log = (tmp_path / f"log.{len(started)}").open("wb")
+        started.append(
+            subprocess.Popen([*launch, SLOW_RUN, "train", *flags], stdout=log, stderr=log, env=environment, start_new_session=True)
+        )
+        return started[-1]
+
+    yield start
+    for launcher in started:
+        launcher.kill()
+        launcher.wait()
+    for pid in processes_of(tmp_path):
+        os.kill(pid, signal.SIGKILL)
+
+
+def test_a_run_goes_on_after_a_rank_has_died_and_with_the_machine_that_is_left_after_the_other_is_gone(machines, tmp_path):
+    """The launcher of the dead rank counts a restart; the other one may see that first, and counts none. Their store is the same."""
+    out = tmp_path / "out"
+    flags = [*write_inputs(tmp_path), *("--max_steps", str(STEPS)), *("--verify_weight_push", "false"), *("--export_hf", "false")]
+    assert run_ranks(scripted.train, 2, [*flags, "--output_dir", str(tmp_path / "whole")], timeout=180) == [0, 0]
+    flags += [*("--output_dir", str(out)), *("--save_steps", "1")]
+
+    def saved() -> tuple[int, int]:
+        """Step and ranks of the newest checkpoint."""
+        found = sorted((out / "checkpoints").glob("iter_*/manifest.json"))
+        facts = json.loads(found[-1].read_text()) if found else {"step": 0, "world_size": 0}
+        return facts["step"], facts["world_size"]
+
+    def pause_after(steps: int) -> tuple[int, int]:
+        wait_for(lambda: saved()[0] >= steps, f"the checkpoint of step {steps}")
+        (tmp_path / "sampling").touch()  # so that it does not end before it has been disturbed
+        return saved()
+
+    first, second = (machines(*flags, machines="1:2") for _ in range(2))
+    done, ranks = pause_after(1)
+    assert ranks == 2
+    [rank] = [pid for pid in children_of(second.pid) if pid in processes_of(tmp_path)]
+    os.kill(rank, signal.SIGKILL)
+    (tmp_path / "sampling").unlink()
+    done, ranks = pause_after(done + 1)
+    assert ranks == 2 and done < STEPS, (tmp_path / "log.0").read_text()[-4000:]
+    second.kill()  # its rank goes with it
+    (tmp_path / "sampling").unlink()
+    assert first.wait(300) == 0, (tmp_path / "log.0").read_text()[-4000:]
+    assert saved() == (STEPS, 1)
+    expected, found = records(tmp_path / "whole/metrics.jsonl"), records(out / "metrics.jsonl")
+    assert [step["step"] for step in found] == list(range(1, STEPS + 1))
+    for name in ("loss", "reward", "grad_norm", "num_tokens", "learning_rate"):
+        assert [step[name] for step in found] == pytest.approx([step[name] for step in expected], rel=1e-3, abs=1e-6)
+
+
+def children_of(pid: int) -> list[int]:
+    return [int(child) for children in Path(f"/proc/{pid}/task").glob("*/children") for child in children.read_text().split()]
+
+
+def test_a_job_that_is_refused_is_not_started_again_in_earnest(tmp_path):
+    """Sizes that do not fit: said once, by the first attempt; the others end before they import anything."""
+    flags = [*write_inputs(tmp_path), *("--output_dir", str(tmp_path / "out")), *("--global_batch_size", "12")]
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "--max-restarts", "3"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    ended = subprocess.run([*launch, "-m", "megatron_grpo", "train", *flags], capture_output=True, text=True, env=environment)
+    assert ended.returncode == 1
+    before = ended.stderr.partition("Traceback")[0]
+    assert before.count("global_batch_size (12)") == 1 and "Use " in before
+    assert ended.stderr.count("what was refused is refused again with the same number of processes") >= 3
+
+
+LAUNCHER = """
+import os, subprocess, sys
+environment = {**os.environ, "TORCHELASTIC_RUN_ID": "x", "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+worker = subprocess.Popen([sys.executable, "-m", "megatron_grpo", "train", *sys.argv[2:]], env=environment, start_new_session=True)
+open(sys.argv[1], "w").write("up")
+worker.wait()
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="prctl is Linux's")
+def test_a_rank_whose_launcher_dies_while_it_imports_ends_too(tmp_path):
+    """At any instant: also before the first line of the command is reached, when nobody could have been asked to watch."""
+    flags = [*write_inputs(tmp_path), *("--output_dir", str(tmp_path / "out"))]
+    for number, delay in enumerate((0.0, 0.01, 0.02, 0.04, 0.08, 0.2, 1.0)):
+        up = tmp_path / f"up.{number}"
+        launcher = subprocess.Popen([sys.executable, "-c", LAUNCHER, str(up), *flags], env={**os.environ, "PYTHONPATH": str(ROOT)})
+        wait_for(up.exists, "the worker")
+        time.sleep(delay)
+        launcher.kill()
+        launcher.wait()
+    wait_for(lambda: not processes_of(tmp_path), "the end of every rank", seconds=60)
+    assert not (tmp_path / "out").exists()  # none of them came so far

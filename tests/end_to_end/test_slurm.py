@@ -1,0 +1,75 @@
+"""The job files of examples/slurm on two nodes: told that its time is up in the middle of a rollout, a job saves, is queued again, and
+ends as if nothing had been."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.end_to_end import scripted
+from tests.end_to_end.runs import records, write_inputs
+from tests.ranks import run_ranks
+from tests.slurm import Slurm, StandIn, free_port, is_installed, wait_for
+
+ROOT = Path(__file__).resolve().parents[2]
+STEPS = 5
+# Instead of vLLM a table answers, and node1 is this machine.
+TORCHRUN = """#!/usr/bin/env bash
+words=("${{@/#node1:29500/127.0.0.1:{port}}}")
+words=("${{words[@]/#-m/}}") words=("${{words[@]/#megatron_grpo/{root}/tests/end_to_end/slow_run.py}}")
+kept=(); for word in "${{words[@]}}"; do [ -z "$word" ] || kept+=("$word"); done
+exec {python} -m torch.distributed.run "${{kept[@]}}"
+"""
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    """(folder, flags, metrics of a run that nobody disturbs)."""
+    folder = tmp_path_factory.mktemp("slurm")
+    flags = [*write_inputs(folder, rows=10), *("--max_steps", str(STEPS)), *("--verify_weight_push", "false"), *("--export_hf", "false")]
+    assert run_ranks(scripted.train, 2, [*flags, "--output_dir", str(folder / "whole")], timeout=180) == [0, 0]
+    return folder, flags, told(folder / "whole")
+
+
+def told(out: Path) -> list[dict]:
+    """What a run has told of its steps, but for the time that they took."""
+    timed = ("time/", "tokens_per_second")
+    return [{name: value for name, value in step.items() if not name.startswith(timed)} for step in records(out / "metrics.jsonl")]
+
+
+@pytest.mark.parametrize("cluster", [StandIn, pytest.param(Slurm, marks=pytest.mark.skipif(not is_installed(), reason="needs Slurm"))])
+@pytest.mark.parametrize("job_file", ["two_nodes.slurm"])
+def test_a_job_whose_time_is_up_is_queued_again_and_ends_as_if_nothing_had_been(inputs, tmp_path, cluster, job_file):
+    folder, flags, undisturbed = inputs
+    out, pace, log, here = tmp_path / "out", tmp_path / "pace", tmp_path / "log", tmp_path / "bin"
+    pace.mkdir(), here.mkdir()
+    (here / "torchrun").write_text(TORCHRUN.format(python=sys.executable, root=ROOT, port=free_port()))
+    (here / "torchrun").chmod(0o755)
+    config = tmp_path / "run.yaml"
+    config.write_text("".join(f"{name.strip('-')}: {value}\n" for name, value in zip(flags[::2], flags[1::2], strict=True)))
+    job_copy = tmp_path / job_file  # this machine has no GPUs
+    job_copy.write_text((ROOT / "examples/slurm" / job_file).read_text().replace("#SBATCH --gpus-per-node=8\n", ""))
+    environment = {"PATH": f"{here}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT), "PACE": str(pace), "OMP_NUM_THREADS": "1"}
+    slurm = cluster(tmp_path / "slurm")
+    try:
+        words = [str(config), *("--output_dir", str(out)), *("--stop_drain_seconds", "0.2")]
+        job = slurm.submit(job_copy, words, log, environment)
+        wait_for(lambda: (out / "metrics.jsonl").exists() or slurm.ended(job), "the first step")
+        (pace / "sampling").touch()
+        wait_for(lambda: list(pace.glob("waits.*")) or slurm.ended(job), "a rollout that waits")
+        assert not slurm.ended(job), log.read_text()[-4000:]
+        slurm.send(job, signal.SIGUSR1)
+        wait_for(lambda: "is back in the queue" in log.read_text(), "the end of the first part")
+        (pace / "sampling").unlink()
+        how = wait_for(lambda: slurm.ended(job), "the end of the job")
+        assert how == "COMPLETED", log.read_text()[-4000:]
+    finally:
+        slurm.close()
+    said = log.read_text()
+    assert "stopped by SIGUSR1, and what was being sampled is given up; saved after optimizer step" in said
+    assert said.count("Resuming from") == 1
+    assert told(out) == undisturbed

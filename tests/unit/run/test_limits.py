@@ -1,0 +1,77 @@
+"""When a run stops by itself, and what is asked of Slurm then."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+
+from megatron_grpo.run.limits import age_of, limits_of, problems_with_limits, requeue
+from megatron_grpo.settings.parse import resolve
+
+
+def config(*flags: str):
+    return resolve([*flags], launcher_world_size=1)
+
+
+def job(seconds: float, left: float) -> dict[str, str]:
+    end = round(time.time() + left)
+    return {"SLURM_JOB_ID": "7", "SLURM_JOB_START_TIME": str(round(end - seconds)), "SLURM_JOB_END_TIME": str(end)}
+
+
+def test_minutes_are_counted_from_the_launch():
+    [limit] = limits_of(config("--stop_after_minutes", "1.5"), 1000.0, {})
+    assert limit.at == 1090.0 and limit.why == "stop_after_minutes (1.5)"
+    assert limits_of(config(), 1000.0, {}) == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "seconds", "lead"),
+    [((), 12 * 3600, 300), ((), 600, 60), (("--stop_before_end_seconds", "45"), 600, 45), (("--stop_before_end_seconds", "0"), 600, None)],
+)
+def test_a_slurm_job_ends_some_time_before_its_time_is_up(flags, seconds, lead):
+    found = limits_of(config(*flags), 0.0, job(seconds, left=500))
+    assert [limit.at - time.monotonic() for limit in found] == pytest.approx([500 - lead] if lead else [], abs=2)
+    assert all(limit.why == f"the end of Slurm's job 7, {lead} s from it (stop_before_end_seconds)" for limit in found)
+
+
+def test_a_slurm_that_does_not_say_when_the_job_ends_is_no_limit():
+    assert limits_of(config(), 0.0, {"SLURM_JOB_ID": "7"}) == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "env", "said"),
+    [
+        (
+            ("--stop_before_end_seconds", "700"),
+            job(600, 600),
+            "(700) is all of the 600 s that Slurm gives job 7: .* Use 60, or ask for more",
+        ),
+        (("--requeue", "true"), {}, "requeue true puts a Slurm job back into the queue, and this is none"),
+        (("--requeue", "true"), {"SLURM_JOB_ID": "7"}, "requeue true needs scontrol, which is not found here"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_anything_starts(monkeypatch, tmp_path, flags, env, said):
+    import re
+
+    monkeypatch.setenv("PATH", str(tmp_path))
+    [problem] = problems_with_limits(config(*flags), env)
+    assert re.search(said.replace("(700)", r"\(700\)"), problem.message) and problem.flags == (flags[0].strip("-"),)
+    assert problems_with_limits(config(), env) == []
+
+
+def test_requeueing_says_what_slurm_says(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert "could not be put back into the queue" in requeue({"SLURM_JOB_ID": "7"})
+    scontrol = tmp_path / "scontrol"
+    scontrol.write_text(f'#!/bin/sh\necho "$@" >{tmp_path}/asked\n[ $2 = 7 ] || {{ echo "Invalid job id specified" >&2; exit 1; }}\n')
+    scontrol.chmod(0o755)
+    assert requeue({"SLURM_JOB_ID": "7"}) == "job 7 is back in the queue"
+    assert (tmp_path / "asked").read_text() == "requeue 7\n"
+    assert requeue({"SLURM_JOB_ID": "8"}) == "job 8 could not be put back into the queue: Invalid job id specified"
+
+
+def test_the_age_of_a_process():
+    first, second = age_of(os.getpid()), (time.sleep(0.2), age_of(os.getpid()))[1]
+    assert 0 < first < second < age_of(1) and age_of(2**22 + 1) == 0.0
