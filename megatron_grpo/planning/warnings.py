@@ -43,7 +43,17 @@ def warnings_of(
         *_servers(cfg),
         *_memory(memory),
         *_room(cfg),
+        *_watch(cfg, sizes),
     ]
+
+
+def _watch(cfg: Config, sizes: BatchSizes) -> Iterator[str]:
+    seconds, minutes = cfg.parallel.rank_heartbeat_timeout, cfg.parallel.distributed_timeout_minutes
+    if sizes.layout.world_size > 1 and seconds >= 60 * minutes:
+        yield (
+            f"A rank that hangs would not be named: rank_heartbeat_timeout ({seconds:g} s) is no shorter than distributed_timeout_minutes "
+            f"({minutes:g} = {60 * minutes:g} s), after which a collective ends the run without a name."
+        )
 
 
 def _dialect(checked: Checked) -> Iterator[str]:

@@ -70,7 +70,7 @@ class Question:
             while self._open and not self._is_over:
                 if gives_up():
                     raise GivenUp
-                self._changed.wait(timeout=1.0)
+                self._changed.wait(timeout=1.0)  # woken now and then, so that the main thread hears of signals
                 phase.done = self._num_answered
             if self._refusal is not None:
                 raise self._refusal

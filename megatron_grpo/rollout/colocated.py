@@ -122,10 +122,8 @@ class ColocatedEngine:
         requests = [(prompt.token_ids, sampling_params(sampling, self._request_seed(seed, prompt, sampling))) for prompt in mine]
         answers: list[list[Completion]] | None
         try:
-            with (
-                activity.phase("sampling", total=len(mine) * sampling.n, unit="completions"),
-                vllm_patches.given_up_where(self._llm.llm_engine, self._agreed_to_give_up()),
-            ):
+            phase = activity.phase("sampling", total=len(mine) * sampling.n, unit="completions")
+            with phase, vllm_patches.given_up_where(self._llm.llm_engine, self._agreed_to_give_up()):
                 outputs = self._run(requests)
             answers = [self._completions(prompt, answer.outputs) for prompt, answer in zip(mine, outputs, strict=True)]
         except GivenUp:

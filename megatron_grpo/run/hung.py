@@ -50,7 +50,7 @@ def verdict(accounts: Mapping[int, Account], hosts: Mapping[int, str], timeout: 
     lines = [_of_culprit(rank, hosts[rank], accounts[rank]) for rank in named[:NAMED]]
     if len(named) > NAMED:
         lines.append(f"So do {len(named) - NAMED} more ranks: {', '.join(map(str, named[NAMED : NAMED + 32]))}.")
-    others = Counter(_of_other(account) for rank, account in accounts.items() if rank not in named)
+    others = Counter(_of_other(accounts[rank]) for rank in accounts.keys() - set(named))
     doing = "; ".join(f"{count} {words}" for words, count in others.most_common(NAMED))
     if not named:
         lines.append("all ranks wait for each other, and none of them is behind: they are in different collectives, or the network fails "

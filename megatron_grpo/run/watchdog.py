@@ -323,7 +323,7 @@ class Watchdog:
 
     def _verdict(self, silent: Collection[int]) -> str:
         """Of what ranks say of themselves, and of what is found of the silent ones; those may come back to life when they are looked at."""
-        pulses = self._pulses()
+        pulses, silent = self._pulses(), set(silent)
         missing = [rank for rank, pulse in enumerate(pulses) if rank in silent or not pulse.has_left]
         accounts: dict[int, Account] = {}
         end = time.monotonic() + SECONDS_TO_ANSWER

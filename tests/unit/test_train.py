@@ -241,8 +241,8 @@ def run_to_its_end(case: Case) -> tuple[dict, dict, list]:
         last, how = min(ends.items(), default=(case.num_steps, ""))
         policy, journal = Policy(BatchCut(dp_size=1, micro_batch_size=2), ends=ends, refuses=case.refused), Journal()
         try:
-            dropped = last if how == "drop" else last - 1 if how == "give up" and last in case.comes_in else None
-            train(run_of(case, policy, journal, disk, is_dropped_at=dropped, drains=how != "drop"))
+            train(run_of(case, policy, journal, disk, is_dropped_at=last if how == "drop" else None,
+                         is_given_up_at=last if how == "give up" and last in case.comes_in else None))  # fmt: skip
         except (Interrupted, Killed):
             del ends[last]
         disk.opened.set()
@@ -272,9 +272,12 @@ class Stop:
         return "SIGTERM"
 
 
-def run_of(case: Case, policy: Policy, journal: Journal, disk: Disk, *, is_dropped_at: int | None, drains: bool = True) -> Run:
-    """A process. is_dropped_at: what was launched last up to this step does not end by itself. drains: a signal waits for what does."""
-    stuck = max((step for step in case.comes_in if step <= is_dropped_at), default=-1) if is_dropped_at is not None else -1
+def run_of(
+    case: Case, policy: Policy, journal: Journal, disk: Disk, *, is_dropped_at: int | None, is_given_up_at: int | None = None
+) -> Run:
+    """A process. is_dropped_at, is_given_up_at: the step whose signal finds something under way that does not end by itself."""
+    launched_before = is_given_up_at if is_dropped_at is None else is_dropped_at + 1
+    stuck = max((step for step in case.comes_in if launched_before is not None and step < launched_before), default=-1)
 
     def slow(prompt, place, version):
         if version == stuck and threading.current_thread() is not threading.main_thread():
@@ -289,7 +292,7 @@ def run_of(case: Case, policy: Policy, journal: Journal, disk: Disk, *, is_dropp
         timetable=case.table, parallel=OneRank(), policy=policy, engine=engine, publisher=Publisher(engine), prompts=stream,
         rollouts=Rollouts(asker, stream, cfg=case.grpo, timetable=case.table, penalty=None, cut=policy.cut, parallel=OneRank(),
                           journal=journal),
-        checkpoints=disk, journal=journal, stop_drain_seconds=600.0 if drains else 0.0,
+        checkpoints=disk, journal=journal, stop_drain_seconds=600.0 if is_dropped_at is None else 0.0,
         max_skipped_steps=case.max_skipped_steps, stop=stop,
         evaluator=Evaluator(Stream().take(3) if case.eval_every else [], engine, Judge(), SAMPLING, score="r", every=case.eval_every,
                             last_step=case.num_steps),
@@ -433,6 +436,15 @@ def test_what_is_under_way_is_all_that_the_rollouts_of_a_sampling_step_need_and_
     assert max(map(len, case.comes_in.values())) == 2 and asked == [2] * len(case.comes_in[0])
     run.rollouts.asker(Stream(4).take(4))  # prompts of an earlier flight, as after a round that gave some back
     assert asked[-1] == 4
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("refused", [{0}, {1}, {0, 1}, {2, 3, 5}], ids=str)
+@pytest.mark.parametrize("size", [(1, 1, 2), (3, 2, 2), (2, 3, 3)], ids=str)
+def test_rows_of_a_refused_step_that_are_trained_again_are_held_against_the_version_that_it_began_from(size, refused, depth):
+    case = Case(size, 8, depth=depth, refused=frozenset(refused), save_every=3, ends=((4, "stop"), (6, "kill")))
+    trained, _, _ = run_to_its_end(case)
+    assert trained == slowly(case)
 
 
 def test_so_many_refusals_in_a_row_end_the_run_and_it_names_who_and_the_last_good_checkpoint():

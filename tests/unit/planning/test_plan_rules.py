@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_grpo.cli import main
 from megatron_grpo.errors import ConfigError
 from megatron_grpo.settings import parse
 from megatron_grpo.sizing.batch_sizes import BatchSizes, size_problems
@@ -349,3 +352,15 @@ def test_a_size_of_zero_hides_no_other_mistake(zero):
     ):
         assert any(message.startswith(begin) for message in said), (begin, said)
     assert len(said) == len(set(said))
+
+
+@pytest.mark.parametrize(
+    ("words", "warned"), [("", False), ("--distributed_timeout_minutes 5", True), ("--rank_heartbeat_timeout 0", False)]
+)
+def test_a_watchdog_that_would_come_after_the_collectives_own_timeout_is_told(words, warned, capsys):
+    sizes = "--world_size 2 --global_batch_size 16 --micro_batch_size 1 --num_generations 8"
+    assert main(["plan", "--json", *sizes.split(), *words.split()]) == 0
+    told = [said for said in json.loads(capsys.readouterr().out)["warnings"] if said.startswith("A rank that hangs would not be named")]
+    assert bool(told) == warned
+    if warned:
+        assert "rank_heartbeat_timeout (300 s) is no shorter than distributed_timeout_minutes (5 = 300 s)" in told[0]
