@@ -1,6 +1,6 @@
 """A rank of a run that is hurt: the program itself, with answers from a table in place of vLLM's, and one thing that happens to it.
 
-    torchrun --nproc_per_node 2 tools/torture_rank.py train ...
+    torchrun --nproc_per_node 2 tools/torturing/rank.py train ...
 
 $TORTURE is JSON: where ("package.module:Class.method"), call (which call of it, from 1), rank, and what then happens ("SIGKILL" and other
 signals to this process, "launcher SIGTERM" to torchrun, "raise OSError", "exit 0", "clock -3600"). $TORTURE_LOG is a folder: each rank adds
@@ -18,7 +18,7 @@ import sys
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from megatron_grpo import cli, launcher
 
