@@ -22,13 +22,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from megatron_grpo import cli, launcher
 
-NOW = time.time  # a fault may turn the clock
+# As they were: a fault may turn the clock, and a reward may empty the environment.
+NOW, LOG, ATTEMPT = time.time, Path(os.environ["TORTURE_LOG"]), os.environ["TORTURE_ATTEMPT"]
+RANK, FAULT = launcher.read().rank, json.loads(os.environ.get("TORTURE", "null"))
 
 
 def tell(what: str, **more) -> None:
-    line = {"time": NOW(), "attempt": os.environ.get("TORTURE_ATTEMPT", "1"), "rank": launcher.read().rank, "what": what, **more}
-    path = Path(os.environ["TORTURE_LOG"]) / f"rank_{line['rank']}.jsonl"
-    with path.open("a") as stream:
+    line = {"time": NOW(), "attempt": ATTEMPT, "rank": RANK, "what": what, **more}
+    with (LOG / f"rank_{RANK}.jsonl").open("a") as stream:
         stream.write(json.dumps(line) + "\n")
 
 
@@ -94,9 +95,8 @@ def arm() -> None:
         before=lambda _, args: tell("sample", prompts=[one.number for one in args[1]]),
     )
     around("megatron_grpo.policy.policy:Policy.train_step", after=lambda _, args: tell("trained", step=args[0].version))
-    asked = json.loads(os.environ.get("TORTURE", "null"))
-    if asked and asked["rank"] in (launcher.read().rank, None):
-        around(asked["where"], before=lambda count, _: hurt(asked["do"]) if count == asked["call"] else None)
+    if FAULT and FAULT["rank"] in (RANK, None):
+        around(FAULT["where"], before=lambda count, _: hurt(FAULT["do"]) if count == FAULT["call"] else None)
 
 
 def armed(argv, **parts):

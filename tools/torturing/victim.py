@@ -51,11 +51,16 @@ class Ended:
     def must(self, code: int | None, *patterns: str) -> Ended:
         """code None: any but 0."""
         if (self.code == 0) if code is None else (self.code != code):
-            raise Broken(f"exit code {self.code}, not {'one that is not 0' if code is None else code}: {self.said[-1500:]}")
+            raise Broken(f"exit code {self.code}, not {'one that is not 0' if code is None else code}: {self.ours}")
         for pattern in patterns:
             if not re.search(pattern, self.said):
-                raise Broken(f"nothing is said like {pattern!r}: {self.said[-1500:]}")
+                raise Broken(f"nothing is said like {pattern!r}: {self.ours}")
         return self
+
+    @property
+    def ours(self) -> str:
+        """The end of what the program said, without torchrun's report."""
+        return self.said.partition("elastic/multiprocessing")[0][-1500:]
 
 
 class Victim:
@@ -68,6 +73,7 @@ class Victim:
         self.inputs = write_inputs(folder, rows=10)
         self._eval = ["--eval_dataset", str(folder / "data.jsonl"), "--eval_num_prompts", "4"]
         self.attempt = 0
+        self.failed_at: float | None = None
 
     # -- runs
 
@@ -106,7 +112,9 @@ class Victim:
         if left:
             self.kill(process)
             raise Broken(f"processes are left: {left}")
-        return Ended(code, self.said.read_text())
+        if code and self.failed_at is None:
+            self.failed_at = time.time()
+        return Ended(code, self.said.read_text(errors="replace"))
 
     def run(self, *flags: str, **how) -> Ended:
         return self.end(self.begin(*flags, **how))
@@ -183,7 +191,8 @@ class Victim:
         return seconds, len(sampled) - len(set(sampled)), len(steps) - len(set(steps))
 
     def struck(self) -> float | None:
-        return next((line["time"] for line in self.lines() if line["what"] == "hurt"), None)
+        """When: as the rank says that was hurt, else when the first run ended that failed."""
+        return next((line["time"] for line in self.lines() if line["what"] == "hurt"), self.failed_at)
 
 
 def numbers(path: Path) -> list[dict]:
