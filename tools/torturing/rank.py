@@ -1,0 +1,111 @@
+"""A rank of a run that is hurt: the program itself, with answers from a table in place of vLLM's, and one thing that happens to it.
+
+    torchrun --nproc_per_node 2 tools/torturing/rank.py train ...
+
+$TORTURE is JSON: where ("package.module:Class.method"), call (which call of it, from 1), rank, and what then happens ("SIGKILL" and other
+signals to this process, "launcher SIGTERM" to torchrun, "raise OSError", "exit 0", "clock -3600"). $TORTURE_LOG is a folder: each rank adds
+what it samples, trains and saves to a file of its own, with the time.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from megatron_grpo import cli, launcher
+
+# As they were: a fault may turn the clock, and a reward may empty the environment.
+NOW, LOG, ATTEMPT = time.time, Path(os.environ["TORTURE_LOG"]), os.environ["TORTURE_ATTEMPT"]
+RANK, FAULT = launcher.read().rank, json.loads(os.environ.get("TORTURE", "null"))
+
+
+def tell(what: str, **more) -> None:
+    line = {"time": NOW(), "attempt": ATTEMPT, "rank": RANK, "what": what, **more}
+    with (LOG / f"rank_{RANK}.jsonl").open("a") as stream:
+        stream.write(json.dumps(line) + "\n")
+
+
+def engine(cfg, inputs, parallel):
+    import numpy as np
+
+    from megatron_grpo.rollout.scripted import ScriptedEngine
+    from megatron_grpo.types import answered
+
+    def answer(prompt, place, version):
+        rng = np.random.default_rng([prompt.number, place, version])
+        tokens = rng.integers(4, 100, int(rng.integers(1, 9))).tolist()
+        return answered(prompt.token_ids, tokens, [-4.0] * len(tokens), text=" ".join(map(str, tokens)),
+                        ended="length" if len(tokens) == 8 else "stop", version=version)  # fmt: skip
+
+    return ScriptedEngine(answer)
+
+
+def hurt(do: str) -> None:
+    tell("hurt")
+    kind, _, rest = do.partition(" ")
+    if kind == "launcher":
+        supervisor = os.getppid()
+        launcher_pid = int(Path(f"/proc/{supervisor}/stat").read_text().rsplit(")", 1)[1].split()[1])
+        os.kill(launcher_pid, signal.Signals[rest])
+    elif kind == "raise":
+        raise {"OSError": OSError, "MemoryError": MemoryError, "RuntimeError": RuntimeError}[rest]("made up by tools/torture.py")
+    elif kind == "exit":
+        os._exit(int(rest))
+    elif kind == "clock":
+        turned = float(rest)
+        time.time = lambda: NOW() + turned
+    elif kind == "hang":
+        time.sleep(float(rest))
+    else:
+        os.kill(os.getpid(), signal.Signals[kind])
+
+
+def around(where: str, before=lambda count, args: None, after=lambda count, args: None) -> None:
+    """Calls `before` and `after` with each call of what is found there."""
+    module_name, _, path = where.partition(":")
+    owner = importlib.import_module(module_name)
+    *owners, name = path.split(".")
+    for one in owners:
+        owner = getattr(owner, one)
+    original, calls = owner.__dict__[name], [0]
+    function = original.__func__ if isinstance(original, (classmethod, staticmethod)) else original
+
+    @functools.wraps(function)
+    def wrapped(*args, **kwargs):
+        calls[0] += 1
+        before(calls[0], args)
+        result = function(*args, **kwargs)
+        after(calls[0], args)
+        return result
+
+    setattr(owner, name, type(original)(wrapped) if isinstance(original, (classmethod, staticmethod)) else wrapped)
+
+
+def arm() -> None:
+    around(
+        "megatron_grpo.rollout.scripted:ScriptedEngine.generate",
+        before=lambda _, args: tell("sample", prompts=[one.number for one in args[1]]),
+    )
+    around("megatron_grpo.policy.policy:Policy.train_step", after=lambda _, args: tell("trained", step=args[0].version))
+    if FAULT and FAULT["rank"] in (RANK, None):
+        around(FAULT["where"], before=lambda count, _: hurt(FAULT["do"]) if count == FAULT["call"] else None)
+
+
+def armed(argv, **parts):
+    arm()
+    return train(argv, **parts)
+
+
+train = cli.COMMANDS["train"]
+cli.COMMANDS["train"] = armed
+
+if __name__ == "__main__":
+    raise SystemExit(cli.main(engine=engine))
