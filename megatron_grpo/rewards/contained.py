@@ -9,7 +9,9 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Callable
 from types import FrameType, TracebackType
+from typing import Any
 
 _OUTPUTS = {1: "stdout", 2: "stderr"}
 
@@ -22,8 +24,9 @@ class contained:  # in lower case, for it reads as `with contained(...)`
     """User's code runs inside: `with contained(told): f()`. Raises AskedToEnd for what would have ended this process.
 
     A child that the code forked does not come out of the block: there would be two of this run. Where the code closed stdout or stderr,
-    it is opened again: what is written there next would end the run, or land in whatever file was opened in its place. told: gets what
-    was closed, as the end of a sentence about the code.
+    it is opened again: what is written there next would end the run, or land in whatever file was opened in its place. Where it changed
+    what torch makes of numbers in the whole process, that is changed back. told: gets what was closed or changed, as the end of a sentence
+    about the code.
     """
 
     def __init__(self, told: list[str]):
@@ -38,6 +41,7 @@ class contained:  # in lower case, for it reads as `with contained(...)`
         if self._listens:
             signal.signal(signal.SIGINT, self._hear)
         self._copies = {fd: copy for fd in _OUTPUTS if (copy := _copy_of(fd)) is not None}
+        self._torch = _torch_settings()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -47,14 +51,31 @@ class contained:  # in lower case, for it reads as `with contained(...)`
             signal.signal(signal.SIGINT, signal.default_int_handler)
         for fd, copy in self._copies.items():
             if _open_again(fd, copy):
-                self.told.append(f"closed {_OUTPUTS[fd]}")
+                self.told.append(f"closed {_OUTPUTS[fd]}; it was opened again")
             os.close(copy)
+        for name, (now, _) in _torch_settings().items():
+            if name in self._torch and now != self._torch[name][0]:
+                before, change_to = self._torch[name]
+                change_to(before)
+                self.told.append(f"changed torch's {name} to {now}; it is {before} again")
         if isinstance(error, SystemExit) or (isinstance(error, KeyboardInterrupt) and not self._pressed):
             raise AskedToEnd(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__) from error
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
         self._pressed = True
         raise KeyboardInterrupt
+
+
+def _torch_settings() -> dict[str, tuple[Any, Callable[[Any], object]]]:
+    """What of torch's holds for the whole process: name -> (value, how it is set). Nothing where nobody has imported torch."""
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return {}
+    return {
+        "default dtype": (torch.get_default_dtype(), torch.set_default_dtype),
+        "default device": (str(torch.get_default_device()), torch.set_default_device),
+        "number of threads": (torch.get_num_threads(), torch.set_num_threads),
+    }
 
 
 def _copy_of(fd: int) -> int | None:

@@ -62,10 +62,7 @@ def score(functions: Sequence[RewardFunction], batch: RewardBatch, gives_up: Cal
     for place, function in enumerate(functions):
         outcome = outcomes[place]
         rows = _search(function, batch, outcome, told[place], gives_up) if isinstance(outcome, RowFailure) else outcome
-        notices += [
-            Notice(function=function.name, kind=did, message=f"Reward `{function.name}` {did}; it was opened again.")
-            for did in set(told[place])
-        ]
+        notices += [Notice(function=function.name, kind=did, message=f"Reward `{function.name}` {did}.") for did in set(told[place])]
         failures = [(row, value) for row, value in enumerate(rows) if isinstance(value, RowFailure)]
         if failures and function.on_error == "raise":
             errors.append(_sentence(function, batch, failures))

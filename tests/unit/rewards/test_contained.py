@@ -112,6 +112,27 @@ def test_output_that_a_function_closes_is_opened_again_and_said(how, tmp_path):
     assert (tmp_path / "a checkpoint").read_text() == ""
 
 
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("set_default_dtype(torch.float64)", "default dtype to torch.float64; it is torch.float32 again"),
+        ("set_default_device('meta')", "default device to meta; it is cpu again"),
+        ("set_num_threads(7)", "number of threads to 7; it is 3 again"),
+    ],
+    ids=["dtype", "device", "threads"],
+)
+def test_what_a_function_changes_of_torch_is_changed_back_and_said(how, said):
+    ended = run(f"""
+        import torch
+        torch.set_num_threads(3)
+        def f(completions):
+            torch.{how}
+            return [1.0] * len(completions)
+        print(score([reward(f)], batch(1)).notices[0].message, torch.zeros(1).dtype, torch.zeros(1).device, torch.get_num_threads())
+    """)
+    assert ended.stdout == f"Reward `f` changed torch's {said}. torch.float32 cpu 3\n", ended.stderr
+
+
 def test_a_file_that_exits_as_it_is_loaded_is_a_problem_with_that_file(tmp_path):
     (tmp_path / "leaves.py").write_text("import sys\nsys.exit(0)\n")
     with pytest.raises(ConfigError, match=r"leaves.py cannot be loaded: it asks the process to end with SystemExit: 0\.$"):
