@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
 import subprocess
 import sys
+from functools import reduce
 from pathlib import Path
 
-from tools.torturing.faults import FAULTS, SHORT
+import pytest
+
+from tools.torturing.faults import FAULTS, MOMENTS, MOMENTS_OF_RANK_0, SHORT
 
 ROOT = Path(__file__).parents[2]
 
@@ -21,3 +25,9 @@ def test_the_table_has_more_than_120_faults_each_by_its_own_name():
     names = [fault.name for fault in FAULTS]
     assert len(names) > 120 and len(set(names)) == len(names) and set(names) >= SHORT
     assert all(fault.promise for fault in FAULTS)
+
+
+@pytest.mark.parametrize("moment", [*MOMENTS, *MOMENTS_OF_RANK_0])
+def test_a_moment_is_a_call_of_something_that_is_there(moment):
+    module, _, path = {**MOMENTS, **MOMENTS_OF_RANK_0}[moment][0].partition(":")
+    assert callable(reduce(getattr, path.split("."), importlib.import_module(module)))

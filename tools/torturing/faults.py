@@ -18,7 +18,7 @@ TRAIN_STEP = "megatron_grpo.policy.policy:Policy.train_step"
 
 # Moments of a run: where, and which call of it.
 MOMENTS = {
-    "reading the data set": ("megatron_grpo.inputs:open_stream", 1),
+    "reading the data set": ("megatron_grpo.data.prompts:open_stream", 1),
     "joining the other ranks": ("megatron_grpo.parallel.state:start", 1),
     "building the model": ("megatron_grpo.run.life:build_run", 1),
     "first push": ("megatron_grpo.sync:push", 1),
@@ -32,9 +32,9 @@ MOMENTS = {
     "after the optimizer": ("megatron_grpo.pending:Pending.after", 5),
     "writing metrics": ("megatron_grpo.metrics.journal:Journal.step", 5),
     "evaluating": ("megatron_grpo.evaluate:Evaluator.run", 2),
-    "writing shards of the first checkpoint": ("megatron_grpo.checkpoint.saving:write_sharded", 1),
-    "writing shards": ("megatron_grpo.checkpoint.saving:write_sharded", 2),
-    "writing samples": ("megatron_grpo.checkpoint.saving:Checkpoints._write_ours", 2),
+    "writing the first checkpoint": ("megatron_grpo.checkpoint.distributed:_write", 1),
+    "writing a checkpoint": ("megatron_grpo.checkpoint.distributed:_write", 2),
+    "describing a checkpoint": ("megatron_grpo.checkpoint.saving:Checkpoints._others", 2),
     "exporting": ("megatron_grpo.run.life:export_model", 1),
 }  # fmt: skip
 MOMENTS_OF_RANK_0 = {
@@ -44,7 +44,7 @@ MOMENTS_OF_RANK_0 = {
     "removing an old checkpoint": ("megatron_grpo.checkpoint.folder:Folder.retain", 3),
 }  # fmt: skip
 # Moments from which a stop can be heard.
-POLITE = ["building the model", "first rollout", "sampling", "judging", "old log-probs", "training", "evaluating", "writing shards"]
+POLITE = ["building the model", "first rollout", "sampling", "judging", "old log-probs", "training", "evaluating", "writing a checkpoint"]
 
 
 def at(moment: str, do: str, rank: int | None = 0) -> dict:
@@ -469,7 +469,7 @@ def of_the_machine() -> Iterator[Fault]:
     yield Fault("disk/files of at most 200 kB", SENTENCE, limited("ulimit -f 200"))
     yield Fault("disk/64 open files", SENTENCE, limited("ulimit -n 64"))
     yield Fault("memory/4 GB of addresses", SENTENCE, limited("ulimit -v 4000000"))
-    for moment in ("building the model", "training", "writing shards"):
+    for moment in ("building the model", "training", "writing a checkpoint"):
         yield Fault(f"memory/none, {moment}", SENTENCE, raised(moment, "MemoryError"))
         yield Fault(f"disk/input or output error, {moment}", SENTENCE, raised(moment, "OSError"))
 
@@ -514,4 +514,4 @@ def resumes() -> Iterator[Fault]:
 
 
 FAULTS = [*kills_and_signals(), *damages(), *of_the_machine(), *of_rewards(), *of_surroundings(), *resumes()]
-SHORT = {"kill/rank 1, writing shards", "damage/shard a bit flipped"}
+SHORT = {"kill/rank 1, writing a checkpoint", "damage/shard a bit flipped"}
