@@ -120,6 +120,11 @@ def _shared_file(env: Mapping[str, str]) -> Path | None:
     return None
 
 
+def environment_of(rank: int, *, world_size: int, port: int) -> dict[str, str]:
+    """What one of the ranks of a job on this machine alone is to find in its environment; port: a free one, for rank 0's store."""
+    return {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+
+
 def number_asked_for(env: Mapping[str, str] | None = None) -> tuple[str, int] | None:
     """Without RANK: who says that there should be more than one process, and how many. None where nobody does."""
     env = os.environ if env is None else env

@@ -22,6 +22,7 @@ from megatron_grpo.run import attempts
 from megatron_grpo.run.page import Page
 
 _PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
+_HEARD = {*_PASSED_ON, signal.SIGCHLD, signal.SIGALRM}
 _SECONDS_BETWEEN_LOOKS = 1.0
 page: Page | None = None  # in the child: where it writes that it lives
 _SENT_BY_THE_KERNEL = 0x80  # SI_KERNEL: from the terminal, which tells the child as well
@@ -43,7 +44,7 @@ def supervised(command: Callable[[], int]) -> int:
     page = Page()
     ended, says_end = os.pipe()
     os.set_blocking(ended, False)  # a process that the child leaves behind may hold the other end
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {*_PASSED_ON, signal.SIGCHLD})
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, _HEARD)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     child = os.fork()
     if not child:
@@ -54,6 +55,9 @@ def supervised(command: Callable[[], int]) -> int:
         os.write(says_end, b".")
         return code
     os.close(says_end)
+    # A timer, and no time limit of the wait: where SIGCONT ends that, Python 3.11 returns a signal that nobody sent.
+    signal.signal(signal.SIGALRM, signal.SIG_IGN)
+    signal.setitimer(signal.ITIMER_REAL, _SECONDS_BETWEEN_LOOKS, _SECONDS_BETWEEN_LOOKS)
     status = _wait_for(child, page)
     if status < 0:
         _die_of(-status, mask)
@@ -82,11 +86,11 @@ def _wait_for(child: int, page: Page) -> int:
     """The exit code of `child`, negative for a signal. Until then signals to this process are the child's."""
     looked, beats, silent = time.monotonic(), 0, 0.0
     while True:
-        heard = signal.sigtimedwait({*_PASSED_ON, signal.SIGCHLD}, _SECONDS_BETWEEN_LOOKS)
+        heard = signal.sigwaitinfo(_HEARD)
         now, (beat, timeout) = time.monotonic(), page.look()
         silent = 0.0 if beat != beats else silent + min(now - looked, 2 * _SECONDS_BETWEEN_LOOKS)  # none pass while this process is stopped
         looked, beats = now, beat
-        if heard is None:
+        if heard.si_signo == signal.SIGALRM:
             if timeout and silent > timeout:
                 from megatron_grpo.run.hung import end_hung_child
 

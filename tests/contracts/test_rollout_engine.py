@@ -102,8 +102,9 @@ def test_a_question_is_given_up_on_all_ranks_where_one_has_no_time_left_and_the_
             from megatron_grpo.rollout import colocated
 
             colocated.STEPS_BETWEEN_AGREEMENTS = 4
-            step = type(engine._llm.llm_engine).step
-            type(engine._llm.llm_engine).step = lambda self: steps.append(1) or step(self)
+            inner = engine._llm.llm_engine
+            step = inner.step
+            inner.step = lambda: steps.append(1) or step()
         with engine.awake():
             first = engine.generate(prompts(0, 1, 2, 3), sampling(), seed=1)
             of_all = len(steps)

@@ -49,14 +49,10 @@ def test_any_two_choices_of_different_kinds_meet_and_the_cuts_take_turns():
 
 
 def take_each_ranks_own_entropy_threshold(policy):
-    import types
-
     from megatron_grpo.policy import policy as module
 
-    # A rank that hears only itself of its group.
-    alone = types.SimpleNamespace(**vars(module.collectives))
-    alone.from_all = lambda value, group=None: [value]
-    module.collectives = alone
+    threshold = module.entropy_threshold  # a rank that hears only itself of its group
+    module.entropy_threshold = lambda *of, over_ranks: threshold(*of, over_ranks=lambda counts: counts)
 
 
 def ask_the_policy_for_the_references_log_probs(policy):

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from megatron_grpo import launcher
 from megatron_grpo.run.doctor.check import Check, bad, good
 from megatron_grpo.run.doctor.child import Ended, run, start, wait
 
@@ -36,8 +37,7 @@ def _two_ranks(name: str, folder: Path) -> Check:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "megatron_grpo.run.doctor.small", "sum", str(folder)]
-    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    ranks = [start(command, env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in (0, 1)]
+    ranks = [start(command, env=launcher.environment_of(rank, world_size=2, port=port)) for rank in (0, 1)]
     ended = [wait(rank, seconds=SECONDS) for rank in ranks]
     if why := next((one.why for one in ended if one.why), ""):
         remedy = (
