@@ -33,7 +33,7 @@ class PushPlan:
         self._row = {place: row for row, place in enumerate(places)}  # in a gather of experts
         self.ranks = Ranks(parallel.pp_size, parallel.tp_size, len(places))
         self.buckets = fill(owned, self.ranks, bucket_bytes)
-        self._most_bytes = most_bytes(self.buckets, self.ranks)
+        self.memory = Memory(parallel.device, most_bytes(self.buckets, self.ranks))
 
     def stream(self, mine: Mapping[str, torch.Tensor], prepare: Prepare) -> Iterator[tuple[str, torch.Tensor]]:
         """(Hugging Face name, full tensor) of everything, on every rank. Collective.
@@ -65,7 +65,7 @@ class PushPlan:
             raise
 
     def _own(self, mine: Mapping[str, torch.Tensor], prepare: Prepare) -> Own:
-        return Own(mine, prepare, Memory(self.parallel.device, self._most_bytes))
+        return Own(mine, prepare, self.memory)
 
     def _check(self, mine: Mapping[str, torch.Tensor]) -> None:
         p = self.parallel
@@ -135,8 +135,8 @@ class PushPlan:
 
 
 class Memory:
-    """Room for the buckets of one push. On a CPU what nobody holds any more is used again: every 4 KiB of new memory is a page fault, and
-    for dense layers over two ranks that cost half as much as gloo itself. GPUs have an allocator that does so."""
+    """Room for buckets. On a CPU what nobody holds any more is used again, in the next push too: every 4 KiB of new memory is a page fault,
+    and for dense layers over two ranks that cost half as much as gloo itself. GPUs have an allocator that does so."""
 
     def __init__(self, device: torch.device, most: int):
         """most: bytes that are kept, in use or not."""
@@ -156,6 +156,10 @@ class Memory:
             self._mine = [one for one in self._mine if one is not dropped]
         self._mine.append(torch.empty(num_bytes, dtype=torch.uint8))
         return self._mine[-1][:num_bytes]
+
+    def forget(self) -> None:
+        """Keeps none of it for the next push."""
+        self._mine = []
 
 
 def _is_idle(tensor: torch.Tensor) -> bool:

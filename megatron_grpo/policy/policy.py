@@ -341,4 +341,7 @@ class Policy:
 
     def make_room(self, *, keep: Part = "nothing") -> None:
         """The sampler needs the memory now: gives away what `--offload_model` and `--offload_optimizer` say, but for what is kept."""
+        self.exchange.forget_memory()
+        if self.adapters is not None:
+            self.adapters.exchange.forget_memory()
         self.room.make(keep=keep)
