@@ -46,7 +46,7 @@ def train(rank: int, world_size: int, flags: list[str], seconds: list[float]) ->
 
     class Replayed(ScriptedEngine):
         def _answered(self, prompts, *asked):
-            time.sleep(seconds[prompts[0].number // len(prompts)])
+            time.sleep(seconds[prompts[0].number // len(prompts)])  # the trace: so long did a server elsewhere take
             return super()._answered(prompts, *asked)
 
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()) as said:

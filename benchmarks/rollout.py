@@ -87,7 +87,7 @@ def main() -> None:
     for turn in range(arguments.pairs + 1):  # the first warms up
         asked, found = prompts(turn * arguments.prompts), {}
         ways = {
-            OURS: lambda: [[one.answer_ids for one in group.completions] for group in engine.generate(asked, sampling, seed=1)],  # noqa: B023
+            OURS: lambda: [[one.answer_ids for one in group.completions] for group in engine.generate(asked, sampling, seed=1)],  # noqa: B023 - called at once, below
             BARE: lambda: ask(bare, asked, [as_trl_asks(prompt) for prompt in asked]),  # noqa: B023
             INSIDE: lambda: ask(engine._llm, asked, [sampling_params(sampling, seed_of(prompt)) for prompt in asked]),  # noqa: B023
         }

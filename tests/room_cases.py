@@ -191,8 +191,8 @@ def _held(policy) -> dict[int, int]:
 
 
 def _save(policy, folder: Path) -> None:
-    from megatron_grpo.checkpoint.distributed import write_sharded
     from megatron_grpo.parallel import collectives
+    from tests.checkpoint_files import write_sharded
 
     folder.mkdir(parents=True, exist_ok=True)
     collectives.wait_for_all()

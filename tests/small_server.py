@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ssl
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -12,6 +13,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from megatron_grpo.rollout import wire
 from megatron_grpo.settings.servers import Address
@@ -23,6 +25,16 @@ STATE = wire.State(
 )  # fmt: skip
 
 Lines = Callable[["SmallServer", wire.Generate], Iterator[bytes]]
+
+
+def certificate_in(folder: Path) -> tuple[Path, Path]:
+    """(certificate, key) of this machine, by two of its names. The test is skipped where openssl makes none."""
+    cert, key = folder / "cert.pem", folder / "key.pem"
+    made = subprocess.run(["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-keyout", key, "-out", cert, "-days", "2", "-subj",
+                           "/CN=localhost", "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"], capture_output=True)  # fmt: skip
+    if made.returncode:
+        pytest.skip("openssl makes no certificate here")
+    return cert, key
 
 
 class Broken(Exception):

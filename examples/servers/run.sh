@@ -19,7 +19,7 @@ start() {  # start NAME: a server, in the background; its address lies in a file
 stop_all() {  # politely: each ends by itself, and says so with exit code 0
     local name code=0
     for name in "${!servers[@]}"; do
-        kill -TERM "${servers[$name]}" 2>/dev/null || true
+        kill -TERM "${servers[$name]}" 2>/dev/null || true  # it may have ended
         wait "${servers[$name]}" || { code=$?; echo "[servers] server $name ended with exit code $code, see $logs/$name.log"; }
     done
     servers=()

@@ -128,18 +128,6 @@ def _write(pieces: Sequence[tuple[Piece, Contents]], others: dict[str, bytes], d
     return Written(files=files, file=file, placed=placed)
 
 
-def write_sharded(state: dict[str, Any], directory: Path) -> None:
-    """Writes one sharded state dict. Collective. Afterwards `directory` is what Megatron-Core's `dist_checkpointing.load` reads."""
-    writer = ShardedWriter()
-    write = writer.taken(state, {})
-    with agreed(f"writing {directory}"):
-        written = write(directory)
-    publish = writer.told(written)
-    with agreed(f"writing {directory}"):
-        if publish is not None:
-            publish(directory)
-
-
 def read_sharded(state: dict[str, Any], directory: Path, *, partly: bool = False) -> dict[str, Any]:
     """Reads into the tensors that `state` describes, under any layout. Collective. Nothing may be lacking there, and nothing left over.
 

@@ -14,7 +14,7 @@ import hashlib
 import json
 import re
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -122,11 +122,6 @@ class Folder:
 
     def being_written(self, step: int) -> Path:
         return self.path / f"{WRITING}{self.directory(step).name}"
-
-
-def fingerprints(root: Path, names: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """Size and SHA-256 of files under `root`."""
-    return {name: {"bytes": (root / name).stat().st_size, "sha256": _sha256(root / name)} for name in names}
 
 
 def damage(directory: Path, files: Mapping[str, Mapping[str, Any]], *, read_bytes: bool = True) -> list[str]:

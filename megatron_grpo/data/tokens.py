@@ -189,7 +189,7 @@ def _take(handle: int) -> bool:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return True
         except BlockingIOError:
-            time.sleep(0.1)
+            time.sleep(0.1)  # the kernel's locks have no time limit
         except OSError:  # this file system has no locks
             return False
     return False

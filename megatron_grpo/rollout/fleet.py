@@ -185,7 +185,7 @@ class Fleet:
             if time.monotonic() >= next_word + SECONDS_BETWEEN_SIGNS:
                 next_word = time.monotonic()
                 self.say(f"waiting for rollout servers ({waited:.0f} of {self.timeout:g} s): {_of_whom(missing)}")
-            time.sleep(SECONDS_BETWEEN_TRIES)
+            time.sleep(SECONDS_BETWEEN_TRIES)  # nobody tells that a server has come up
 
     def _look(self) -> None:
         """Claims all that may be there, at the same time."""

@@ -101,7 +101,7 @@ def collect(pid: int) -> str:
         os.kill(pid, signal.SIGCONT)
         end = time.monotonic() + SECONDS
         while time.monotonic() < end and (place.stat().st_size == before or _grows(place)):
-            time.sleep(0.002)
+            time.sleep(0.002)  # it writes into memory, and nothing says when it is done
         if was_stopped:
             os.kill(pid, signal.SIGSTOP)
         return place.read_bytes()[before:].decode(errors="replace")
@@ -111,7 +111,7 @@ def collect(pid: int) -> str:
 
 def _grows(place: Path) -> bool:
     before = place.stat().st_size
-    time.sleep(0.02)
+    time.sleep(0.02)  # threads are written one after the other
     return place.stat().st_size > before
 
 

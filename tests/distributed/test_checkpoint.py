@@ -600,7 +600,7 @@ def test_random_generators_continue_where_the_checkpoint_was_taken(tmp_path):
 
 def test_a_checkpoint_whose_description_runs_code_is_refused_and_runs_none(copy, tmp_path):
     """Whoever can write a checkpoint can write its checksums too."""
-    from megatron_grpo.checkpoint.folder import fingerprints
+    from tests.checkpoint_files import fingerprints
 
     class Runs:
         def __reduce__(self):

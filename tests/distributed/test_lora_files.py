@@ -209,7 +209,7 @@ def test_the_reference_is_where_the_run_began_unless_another_is_named(model, tmp
 
 
 def save(rank, world, model, cfg, batches, directory):
-    from megatron_grpo.checkpoint.distributed import write_sharded
+    from tests.checkpoint_files import write_sharded
 
     policy = cases.build(model, cfg, world)
     for index, samples in enumerate(batches):

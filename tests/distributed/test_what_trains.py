@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from megatron_grpo.checkpoint.distributed import read_sharded, write_sharded
+from megatron_grpo.checkpoint.distributed import read_sharded
 from megatron_grpo.weights.trains import trains
 from tests import parity_cases as cases
+from tests.checkpoint_files import write_sharded
 from tests.ranks import run_ranks
 from tests.tiny_models import write_tiny
 

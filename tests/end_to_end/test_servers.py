@@ -11,7 +11,6 @@ import os
 import signal
 import socket
 import ssl
-import subprocess
 import time
 from contextlib import closing
 from pathlib import Path
@@ -24,6 +23,7 @@ from safetensors.torch import load_file
 from megatron_grpo.parallel.link import LinkError
 from megatron_grpo.rollout import wire
 from tests.servers import TOKEN, Asked, Refusal, Server, Trainer, push
+from tests.small_server import certificate_in
 from tests.tiny_models import hf_logprobs, load_tiny, write_tiny
 
 ROUTES = ("/state", "/metrics", "/claim", "/release", "/join", "/weights", "/adapter", "/generate", "/score")
@@ -47,13 +47,7 @@ def moe_models(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def certificate(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("tls")
-    cert, key = folder / "cert.pem", folder / "key.pem"
-    made = subprocess.run(["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-keyout", key, "-out", cert, "-days", "2", "-subj",
-                           "/CN=localhost", "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"], capture_output=True)  # fmt: skip
-    if made.returncode:
-        pytest.skip("openssl makes no certificate here")
-    return cert, key
+    return certificate_in(tmp_path_factory.mktemp("tls"))
 
 
 @pytest.fixture(scope="module")

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron_grpo.checkpoint.folder import Folder, damage, fingerprints
+from megatron_grpo.checkpoint.folder import Folder, damage
 from megatron_grpo.checkpoint.manifest import Origin, facts, read_manifest
 from megatron_grpo.types import Progress
+from tests.checkpoint_files import fingerprints
 
 
 def write(folder: Folder, step: int, content: bytes = b"weights") -> Path:

@@ -11,7 +11,7 @@ import pytest
 
 from megatron_grpo.batching.timetable import Timetable
 from megatron_grpo.checkpoint.continuity import CONTENT, VERDICTS, changes_since
-from megatron_grpo.checkpoint.folder import POINTER, Folder, fingerprints
+from megatron_grpo.checkpoint.folder import POINTER, Folder
 from megatron_grpo.checkpoint.manifest import Origin, facts
 from megatron_grpo.checkpoint.resume import find_checkpoints, judge_resume, settings_of
 from megatron_grpo.errors import ConfigError
@@ -20,6 +20,7 @@ from megatron_grpo.settings.table import table
 from megatron_grpo.sizing.batch_sizes import BatchSizes
 from megatron_grpo.sizing.batch_sizes import settled as with_sizes
 from megatron_grpo.types import Progress
+from tests.checkpoint_files import fingerprints
 
 CONTENTS = {"model": "qwen3 1a", "vocabulary": "2b", "data set": "40 rows, 3c", "reward r.py:f": "4d"}
 SIZES = ["--global_batch_size", "8", "--num_generations", "4", "--steps_per_generation", "2"]

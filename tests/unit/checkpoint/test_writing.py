@@ -14,11 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_grpo.checkpoint.distributed import _write
-from megatron_grpo.checkpoint.folder import fingerprints
 from megatron_grpo.checkpoint.pieces import Piece, Placed, Uncovered, metadata_of, require_whole, shares
 from megatron_grpo.checkpoint.strangers import _Data
 from megatron_grpo.checkpoint.writing import Staging, Task, write_file, write_pieces
 from megatron_grpo.policy.moments import boxes
+from tests.checkpoint_files import fingerprints
 
 # ---- who writes what ---------------------------------------------------------------------------------------------------------------------
 

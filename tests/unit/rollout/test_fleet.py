@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import threading
 import time
 from dataclasses import replace
@@ -15,7 +14,7 @@ from megatron_grpo.rollout import asking, fleet, http, wire
 from megatron_grpo.rollout.asking import Question
 from megatron_grpo.rollout.fleet import Fleet, Needs
 from megatron_grpo.rollout.http import Gone, Refused, Server, named_run, run_name
-from tests.small_server import TOKEN, Broken, SmallServer, all_at_once, answer
+from tests.small_server import TOKEN, Broken, SmallServer, all_at_once, answer, certificate_in
 
 SAMPLING = wire.Sampling()
 
@@ -136,13 +135,7 @@ def test_a_server_with_another_token_is_an_error_at_the_start(opened, fleet_of):
 
 @pytest.fixture(scope="module")
 def certificate(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("tls")
-    cert, key = folder / "cert.pem", folder / "key.pem"
-    made = subprocess.run(["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-keyout", key, "-out", cert, "-days", "2", "-subj",
-                           "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"], capture_output=True)  # fmt: skip
-    if made.returncode:
-        pytest.skip("openssl makes no certificate here")
-    return cert, key
+    return certificate_in(tmp_path_factory.mktemp("tls"))
 
 
 def test_a_server_is_trusted_by_the_certificates_that_are_named_and_no_others(opened, certificate, tmp_path):

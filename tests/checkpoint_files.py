@@ -1,0 +1,28 @@
+"""What tests of checkpoints write and measure themselves: one part alone, and files as the manifest counts them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+
+def write_sharded(state: dict[str, Any], directory: Path) -> None:
+    """One sharded state dict, by the writer of checkpoints, with nothing beside it. Collective."""
+    from megatron_grpo.checkpoint.distributed import ShardedWriter, agreed
+
+    writer = ShardedWriter()
+    write = writer.taken(state, {})
+    with agreed(f"writing {directory}"):
+        written = write(directory)
+    publish = writer.told(written)
+    with agreed(f"writing {directory}"):
+        if publish is not None:
+            publish(directory)
+
+
+def fingerprints(root: Path, names: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """Size and SHA-256 of files under `root`."""
+    contents = {name: (root / name).read_bytes() for name in names}
+    return {name: {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()} for name, data in contents.items()}
