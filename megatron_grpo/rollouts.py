@@ -21,7 +21,7 @@ from megatron_grpo.batching.split import BatchCut
 from megatron_grpo.batching.timetable import Timetable
 from megatron_grpo.clock import Clock
 from megatron_grpo.data.prompts import PromptStream
-from megatron_grpo.grpo.advantages import Advantages, advantages
+from megatron_grpo.grpo.advantages import Advantages, advantages, dead_groups
 from megatron_grpo.judge import Judge
 from megatron_grpo.metrics.rollout import JudgedRollout
 from megatron_grpo.parallel import collectives
@@ -42,7 +42,7 @@ def harvest(
     take: Callable[[int], list[Prompt]],
     give_back: Callable[[int], None],
     ask: Callable[[Sequence[Prompt]], Iterable[Verdict]],
-    is_dead: Callable[[Verdict], bool],
+    are_dead: Callable[[Sequence[Verdict]], Iterable[bool]],
     *,
     num_groups: int,
     oversample_ratio: float = 1.0,
@@ -64,8 +64,8 @@ def harvest(
     while num_rounds == 0 or (dynamic_sample and len(live) < num_groups and num_rounds <= max_resample_times):
         found = list(ask(take(num_asked(num_groups - len(live), oversample_ratio))))
         sampled += found
-        for verdict in found:
-            (dead if is_dead(verdict) else live).append(verdict)
+        for verdict, is_dead in zip(found, are_dead(found), strict=True):
+            (dead if is_dead else live).append(verdict)
         num_rounds += 1
     first_cut = live[num_groups].prompt_number if len(live) > num_groups else sampled[-1].prompt_number + 1
     num_given_back = sampled[-1].prompt_number + 1 - first_cut
@@ -279,7 +279,7 @@ class Rollouts:
             self.prompts.take,
             self.prompts.give_back,
             self.asker,
-            lambda verdict: bool(advantages([verdict.rewards], cfg, self.asker.judge.reward_weights).is_dead[0]),
+            lambda verdicts: dead_groups([verdict.rewards for verdict in verdicts], cfg, self.asker.judge.reward_weights),
             num_groups=self.num_groups,
             oversample_ratio=cfg.oversample_ratio,
             dynamic_sample=cfg.dynamic_sample,

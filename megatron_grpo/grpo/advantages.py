@@ -52,24 +52,31 @@ def advantages(
     per_func = rewards_per_func(rewards, len(reward_weights))
     totals = total_rewards(per_func, reward_weights)
     estimator = name_of_estimator(cfg)
+    is_dead = _is_dead(per_func, totals, estimator, reward_weights)
     if estimator == "gdpo":
         if kl_penalty is not None:
             raise ValueError("gdpo normalises each reward function on its own: there is no single reward to subtract a KL penalty from")
-        counted = per_func[:, :, np.asarray(reward_weights) != 0]  # a function of weight 0 is only watched
-        return Advantages(
-            advantages=_gdpo(per_func, reward_weights),
-            rewards=totals,
-            rewards_per_func=per_func,
-            is_dead=np.all(are_equal(counted), axis=1),
-        )
+        return Advantages(advantages=_gdpo(per_func, reward_weights), rewards=totals, rewards_per_func=per_func, is_dead=is_dead)
     judged = totals if kl_penalty is None else totals - kl_penalty
     values = ESTIMATORS[estimator](judged, cfg.scale_rewards)
     if estimator in NEEDS_GROUP:
         # The mean of equal floats may miss their value by an ulp. A group of equal rewards must give exactly 0.
         values[are_equal(judged[:, :, None])[:, 0]] = 0.0
-    # Judged by the rewards alone, since a penalty makes no two completions equal.
-    is_dead = are_equal(totals[:, :, None])[:, 0]
     return Advantages(advantages=np.nan_to_num(values, nan=0.0), rewards=totals, rewards_per_func=per_func, is_dead=is_dead)
+
+
+def dead_groups(rewards: Sequence[Rewards], cfg: GrpoConfig, reward_weights: Sequence[float]) -> np.ndarray:
+    """bool [num_groups]: `is_dead` of these groups' advantages, without them; each group is judged alone. Arguments as of `advantages`."""
+    per_func = rewards_per_func(rewards, len(reward_weights))
+    return _is_dead(per_func, total_rewards(per_func, reward_weights), name_of_estimator(cfg), reward_weights)
+
+
+def _is_dead(per_func: np.ndarray, totals: np.ndarray, estimator: str, reward_weights: Sequence[float]) -> np.ndarray:
+    """By the rewards alone, since a KL penalty makes no two completions equal."""
+    if estimator == "gdpo":
+        counted = per_func[:, :, np.asarray(reward_weights) != 0]  # a function of weight 0 is only watched
+        return np.all(are_equal(counted), axis=1)
+    return are_equal(totals[:, :, None])[:, 0]
 
 
 def name_of_estimator(cfg: GrpoConfig) -> str:
@@ -81,8 +88,7 @@ def name_of_estimator(cfg: GrpoConfig) -> str:
 
 def rewards_per_func(rewards: Sequence[Rewards], num_reward_funcs: int) -> np.ndarray:
     """[num_groups][G][num_reward_funcs] with `None` -> float64 array with NaN."""
-    values = [[[np.nan if value is None else float(value) for value in row] for row in group] for group in rewards]
-    return np.asarray(values, dtype=np.float64).reshape(len(values), -1, num_reward_funcs)
+    return np.asarray(rewards, dtype=np.float64).reshape(len(rewards), -1, num_reward_funcs)
 
 
 def total_rewards(per_func: np.ndarray, reward_weights: Sequence[float]) -> np.ndarray:

@@ -13,12 +13,17 @@ TOLD = ("loss", "reward", "grad_norm", "kl", "staleness/mean", "num_tokens")
 
 
 def train_and_watch(rank, world_size, flags):
-    """The exit code, and the bytes of storages that the policy held while the engine answered, at any time."""
+    """The exit code, the bytes of storages that the policy held while the engine answered, at any time, and those of the files of the
+    checkpoint of step 2. With `async_save` its tensors are not written before the engine has answered once more."""
+    import time
+
     from megatron_grpo import build
+    from megatron_grpo.checkpoint import distributed
     from megatron_grpo.rollout.scripted import ScriptedEngine
     from tests.end_to_end import scripted
 
-    real_policy, real_answer, policies, held = build.build_policy, ScriptedEngine.generate, [], []
+    real_policy, real_answer, real_write, policies, held = build.build_policy, ScriptedEngine.generate, distributed.write_pieces, [], []
+    files = {}
 
     def build_policy(*args, **kwargs):
         policies.append(real_policy(*args, **kwargs))
@@ -28,8 +33,17 @@ def train_and_watch(rank, world_size, flags):
         held.append(sum(storage.nbytes() for its in policies[-1].room._storages().values() for storage in its))
         return real_answer(self, *args, **kwargs)
 
-    build.build_policy, ScriptedEngine.generate = build_policy, generate
-    return scripted.train(rank, world_size, flags), held
+    def write_pieces(path, pieces):
+        end = time.monotonic() + 60
+        while "--async_save" in flags and len(held) < 3:  # an evaluation, the rollout before the save, and the one behind it
+            assert time.monotonic() < end, "nothing was sampled while a checkpoint was under way"
+            time.sleep(0.01)
+        written = real_write(path, pieces)
+        files.setdefault(path.name, path.read_bytes())
+        return written
+
+    build.build_policy, ScriptedEngine.generate, distributed.write_pieces = build_policy, generate, write_pieces
+    return scripted.train(rank, world_size, flags), held, files
 
 
 def test_a_run_that_makes_room_and_is_resumed_is_the_run_that_does_not(tmp_path):
@@ -38,11 +52,13 @@ def test_a_run_that_makes_room_and_is_resumed_is_the_run_that_does_not(tmp_path)
     flags += ["--steps_per_generation", "2", "--beta", "0.1", "--kl_in_reward", "true", "--eval_dataset", str(tmp_path / "data.jsonl")]
     flags += ["--eval_num_prompts", "2", "--save_steps", "2", "--log_completions_steps", "0", "--torch_dtype", "bfloat16"]
     plain, away = ["--output_dir", str(tmp_path / "plain")], [*OFFLOAD, "--output_dir", str(tmp_path / "away")]
-    runs = [[*flags, *plain, "--max_steps", "4"], [*flags, *away, "--max_steps", "2"], [*flags, *away, "--max_steps", "4"]]
+    beside = [*away, "--async_save", "true"]  # of step 2, while the policy is away for the second rollout
+    runs = [[*flags, *plain, "--max_steps", "4"], [*flags, *beside, "--max_steps", "3"], [*flags, *away, "--max_steps", "4"]]
     found = [run_ranks(train_and_watch, 1, run, timeout=120)[0] for run in runs]
-    assert [code for code, _ in found] == [0, 0, 0]
+    assert [code for code, _, _ in found] == [0, 0, 0]
     assert all(held > 0 for held in found[0][1]), "the policy was there all the time"
-    assert [set(held) for _, held in found[1:]] == [{0}, {0}] and all(len(held) >= 2 for _, held in found)
+    assert [set(held) for _, held, _ in found[1:]] == [{0}, {0}] and [len(held) for _, held, _ in found] == [4, 4, 1]
+    assert found[0][2] and found[0][2] == found[1][2], "what is written while the policy is away is not what it was"
     one, other = (records(tmp_path / name / "metrics.jsonl") for name in ("plain", "away"))
     assert [{name: step.get(name) for name in TOLD} for step in one] == [{name: step.get(name) for name in TOLD} for step in other]
     evaluations = [records(tmp_path / name / "evaluations.jsonl") for name in ("plain", "away")]

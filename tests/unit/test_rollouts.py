@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from megatron_grpo.batching.split import BatchCut
 from megatron_grpo.batching.timetable import Timetable
 from megatron_grpo.clock import Clock
-from megatron_grpo.grpo.advantages import advantages
+from megatron_grpo.grpo.advantages import dead_groups
 from megatron_grpo.metrics.rollout import rollout_stats, selection_stats
 from megatron_grpo.parallel.layout import Layout
 from megatron_grpo.rollout.engine import SamplingSettings
@@ -77,7 +77,7 @@ def harvest(stream, rewards, *, num_groups, config=None, **settings):
         stream.take,
         stream.give_back,
         lambda prompts: [Verdict.of(one) for one in scored_by(rewards, engine.generate(prompts, SAMPLING, seed=0))],
-        lambda verdict: bool(advantages([verdict.rewards], config or GrpoConfig(), weights).is_dead[0]),
+        lambda verdicts: dead_groups([verdict.rewards for verdict in verdicts], config or GrpoConfig(), weights),
         num_groups=num_groups,
         **settings,
     )

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from tests.end_to_end.runs import REWARD, records, write_inputs
+from tools.torturing.judges import judges
 from tools.torturing.victim import STEPS, Broken, Fault, NotHere, Victim
 
 TRAIN_STEP = "megatron_grpo.policy.policy:Policy.train_step"
@@ -43,6 +44,7 @@ MOMENTS_OF_RANK_0 = {
     "publishing a checkpoint": ("megatron_grpo.checkpoint.folder:Folder.commit", 2),
     "removing an old checkpoint": ("megatron_grpo.checkpoint.folder:Folder.retain", 3),
 }  # fmt: skip
+ASYNC = ("--async_save", "true")
 # Moments from which a stop can be heard.
 POLITE = ["building the model", "first rollout", "sampling", "judging", "old log-probs", "training", "evaluating", "writing a checkpoint"]
 
@@ -55,22 +57,22 @@ def at(moment: str, do: str, rank: int | None = 0) -> dict:
 # ---- kills and signals -----------------------------------------------------------------------------------------------------------------
 
 
-def killed(moment: str, do: str, rank: int) -> Callable[[Victim], None]:
+def killed(moment: str, do: str, rank: int, *flags: str) -> Callable[[Victim], None]:
     def hurt(victim: Victim) -> None:
-        victim.run(inject=at(moment, do, rank)).must(None)
-        victim.continues()
+        victim.run(*flags, inject=at(moment, do, rank)).must(None)
+        victim.continues(*flags)
 
     return hurt
 
 
-def stopped(moment: str, do: str) -> Callable[[Victim], None]:
+def stopped(moment: str, do: str, *flags: str) -> Callable[[Victim], None]:
     def hurt(victim: Victim) -> None:
-        ended = victim.run(inject=at(moment, do))
+        ended = victim.run(*flags, inject=at(moment, do))
         trained = max((line["step"] for line in victim.lines() if line["what"] == "trained"), default=0)
         saved = max(victim.checkpoints(), default=0)
         if ended.code == 0 or saved < trained:
             raise Broken(f"exit code {ended.code}, step {trained} was trained, and {saved} is saved: {ended.said[-1000:]}")
-        victim.continues()
+        victim.continues(*flags)
 
     return hurt
 
@@ -90,14 +92,24 @@ def killed_again_and_again(victim: Victim) -> None:
     victim.continues()
 
 
+def killed_stopped_and_damaged(victim: Victim) -> None:
+    """Saves after steps 3 and 6; the second launch begins after step 3, so its second step is the fifth."""
+    victim.run(inject=at("writing a checkpoint", "SIGKILL", 1)).must(None)
+    victim.run(inject=dict(where=TRAIN_STEP, call=2, do="launcher SIGTERM")).must(None, r"saved after optimizer step 5")
+    if victim.checkpoints() != [3, 5]:
+        raise Broken(f"checkpoints {victim.checkpoints()} are left, not 3 and 5")
+    flip(one_of(victim.out / "checkpoints" / "iter_0000005", "*.distcp"))
+    victim.continues(says=["iter_0000005", "WARNING", r"Resuming from \S+iter_0000003"])
+
+
 def launcher_killed(victim: Victim) -> None:
     victim.run(inject=at("training", "launcher SIGKILL")).must(None)
     victim.continues()
 
 
 def launcher_killed_while_ranks_import(victim: Victim) -> None:
-    process = victim.begin()
-    victim.until(process, lambda: len(victim._left(process)) >= 2)
+    process = victim.begin(cold=True)
+    victim.until(process, lambda: len(victim.left(process)) >= 2)
     process.kill()
     victim.end(process)
     victim.continues()
@@ -107,7 +119,7 @@ def frozen_for_a_while(victim: Victim) -> None:
     """A machine that sleeps, or a debugger: 5 s in which one rank stands still."""
     process = victim.begin()
     victim.until(process, lambda: any(line["what"] == "trained" for line in victim.lines()))
-    pid = int(victim._left(process)[-1])
+    pid = victim.left(process)[-1]
     os.kill(pid, signal.SIGSTOP)
     subprocess.run(["sleep", "5"], check=True)
     os.kill(pid, signal.SIGCONT)
@@ -247,6 +259,18 @@ def read_only(victim: Victim) -> None:
     victim.continues()
 
 
+def not_allowed(victim: Victim) -> None:
+    """Permission bits are nothing to root, so root runs as somebody else."""
+    victim.half_done()
+    for folder in (victim.folder.parent, victim.folder):
+        folder.chmod(0o755)
+    victim.log.chmod(0o777)
+    become = 'exec setpriv --reuid=65534 --regid=65534 --clear-groups "$0" "$@"' if os.geteuid() == 0 else f"chmod -R a-w {victim.out}"
+    victim.run(before=become).must(None, "[Pp]ermission")
+    subprocess.run(["chmod", "-R", "u+w", str(victim.folder)], check=True)
+    victim.continues()
+
+
 def limited(limit: str, *says: str) -> Callable[[Victim], None]:
     def hurt(victim: Victim) -> None:
         victim.run(before=limit).must(None, *says)
@@ -263,10 +287,10 @@ def environment(env: dict[str, str], code: int = 0) -> Callable[[Victim], None]:
     return hurt
 
 
-def raised(moment: str, what: str) -> Callable[[Victim], None]:
+def raised(moment: str, what: str, *flags: str) -> Callable[[Victim], None]:
     def hurt(victim: Victim) -> None:
-        victim.run(inject=at(moment, f"raise {what}")).must(None, "made up by tools/torture.py|memory")
-        victim.continues()
+        victim.run(*flags, inject=at(moment, f"raise {what}")).must(None, "made up by tools/torture.py|memory")
+        victim.continues(*flags)
 
     return hurt
 
@@ -353,12 +377,11 @@ def reward_is_rude(body: str) -> Callable[[Victim], None]:
 def resumed_with(*flags: str, code: int, says: str = "", same: bool = False) -> Callable[[Victim], None]:
     def hurt(victim: Victim) -> None:
         victim.half_done()
-        before = victim.checkpoints()
+        before = victim.fingerprint()
         victim.run(*flags).must(code if code == 0 else None, *([says] if says else []), *([r"exitcode +: 2"] if code == 2 else []))
         if code == 2:
-            if victim.checkpoints() != before:
-                raise Broken("refused, and the checkpoints changed")
-            victim.continues()
+            if victim.fingerprint() != before:  # the same bytes go on as they did for every other fault
+                raise Broken("refused, and output_dir changed")
         elif same:
             victim.is_whole()
 
@@ -398,7 +421,7 @@ def second_run(victim: Victim) -> None:
     first, victim.said = victim.said, victim.folder / "second"
     second = victim.begin("--overwrite_output_dir", "true")
     victim.said = victim.folder / f"said_{victim.attempt}"
-    code = second.wait(240)
+    code = second.wait(victim.bench.patience)
     if code == 0 or "in use by another run" not in victim.said.read_text():
         raise Broken(f"the second run ended with {code}: {victim.said.read_text()[-1000:]}")
     victim.said = first
@@ -408,7 +431,6 @@ def second_run(victim: Victim) -> None:
 
 def closed_output(victim: Victim) -> None:
     """`torchrun ... | head -1`"""
-    victim.attempt += 1
     process = victim.begin(before="exec > >(head -c 10 > /dev/null)")
     ended = victim.end(process)
     if ended.code == 0:
@@ -434,6 +456,7 @@ def kills_and_signals() -> Iterator[Fault]:
         yield Fault(f"kill/rank 0, {moment}", RESUMES, killed(moment, "SIGKILL", 0))
     yield Fault("kill/launcher, training", RESUMES, launcher_killed)
     yield Fault("kill/launcher, ranks import", RESUMES, launcher_killed_while_ranks_import)
+    yield Fault("chain/killed, stopped, damaged", RESUMES, killed_stopped_and_damaged)
     yield Fault("kill/four times in a row", RESUMES, killed_again_and_again)
     yield Fault("kill/segmentation fault, training", RESUMES, killed("training", "SIGSEGV", 1))
     for moment in POLITE:
@@ -444,6 +467,17 @@ def kills_and_signals() -> Iterator[Fault]:
             yield Fault(f"stop/{name}, {moment}", SAVES, stopped(moment, f"{to}{name}"))
     yield Fault("stop/Ctrl-C twice", RESUMES, twice_stopped)
     yield Fault("stop/a rank stands still for 5 s", UNMOVED, frozen_for_a_while)
+
+
+def beside_the_steps() -> Iterator[Fault]:
+    """With --async_save the writing moments are those of a thread."""
+    for moment in ("writing the first checkpoint", "writing a checkpoint", "describing a checkpoint", "training"):
+        for rank in (0, 1):
+            yield Fault(f"async/rank {rank}, {moment}", RESUMES, killed(moment, "SIGKILL", rank, *ASYNC))
+    yield Fault("async/rank 0, publishing a checkpoint", RESUMES, killed("publishing a checkpoint", "SIGKILL", 0, *ASYNC))
+    for moment in ("sampling", "writing a checkpoint"):
+        yield Fault(f"async/SIGTERM, {moment}", SAVES, stopped(moment, "launcher SIGTERM", *ASYNC))
+    yield Fault("async/input or output error, writing a checkpoint", SENTENCE, raised("writing a checkpoint", "OSError", *ASYNC))
 
 
 def damages() -> Iterator[Fault]:
@@ -466,6 +500,7 @@ def of_the_machine() -> Iterator[Fault]:
     for size in ("100k", "900k", "2m"):
         yield Fault(f"disk/full at {size}", SENTENCE, on_small_disk(size))
     yield Fault("disk/read-only", SENTENCE, read_only)
+    yield Fault("disk/no right to write", SENTENCE, not_allowed)
     yield Fault("disk/files of at most 200 kB", SENTENCE, limited("ulimit -f 200"))
     yield Fault("disk/64 open files", SENTENCE, limited("ulimit -n 64"))
     yield Fault("memory/4 GB of addresses", SENTENCE, limited("ulimit -v 4000000"))
@@ -513,5 +548,14 @@ def resumes() -> Iterator[Fault]:
         yield Fault(f"resume/{what}", "refused, or goes on and says it", rewritten(what, code, says))
 
 
-FAULTS = [*kills_and_signals(), *damages(), *of_the_machine(), *of_rewards(), *of_surroundings(), *resumes()]
-SHORT = {"kill/rank 1, writing a checkpoint", "damage/shard a bit flipped"}
+FAULTS = [
+    *kills_and_signals(),
+    *beside_the_steps(),
+    *damages(),
+    *of_the_machine(),
+    *of_rewards(),
+    *judges(),
+    *of_surroundings(),
+    *resumes(),
+]
+SHORT = {"chain/killed, stopped, damaged"}

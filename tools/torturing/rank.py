@@ -3,8 +3,9 @@
     torchrun --nproc_per_node 2 tools/torturing/rank.py train ...
 
 $TORTURE is JSON: where ("package.module:Class.method"), call (which call of it, from 1), rank, and what then happens ("SIGKILL" and other
-signals to this process, "launcher SIGTERM" to torchrun, "raise OSError", "exit 0", "clock -3600"). $TORTURE_LOG is a folder: each rank adds
-what it samples, trains and saves to a file of its own, with the time.
+signals to this process, "launcher SIGTERM" to torchrun, "raise OSError", "exit 0", "clock -3600"). With $TORTURE_PLAIN nothing is drawn, as
+where matplotlib is not installed: plots are most of the CPU seconds of a toy run. $TORTURE_LOG is a folder: each rank adds
+what it samples, evaluates and trains to a file of its own, with the time and the CPU seconds that it has used.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ RANK, FAULT = launcher.read().rank, json.loads(os.environ.get("TORTURE", "null")
 
 
 def tell(what: str, **more) -> None:
-    line = {"time": NOW(), "attempt": ATTEMPT, "rank": RANK, "what": what, **more}
+    line = {"time": NOW(), "cpu": time.process_time(), "attempt": ATTEMPT, "rank": RANK, "what": what, **more}
     with (LOG / f"rank_{RANK}.jsonl").open("a") as stream:
         stream.write(json.dumps(line) + "\n")
 
@@ -68,6 +69,12 @@ def hurt(do: str) -> None:
         os.kill(os.getpid(), signal.Signals[kind])
 
 
+def tell_sampled(engine, prompts, sampling) -> None:
+    """Greedy answers are an evaluation's: of the same prompts each time, so the weights belong to what is drawn."""
+    kind = f"evaluation of {engine.version}" if sampling.temperature == 0 else "rollout"
+    tell("sample", prompts=[f"{kind}: {one.number}" for one in prompts])
+
+
 def around(where: str, before=lambda count, args: None, after=lambda count, args: None) -> None:
     """Calls `before` and `after` with each call of what is found there."""
     module_name, _, path = where.partition(":")
@@ -90,10 +97,7 @@ def around(where: str, before=lambda count, args: None, after=lambda count, args
 
 
 def arm() -> None:
-    around(
-        "megatron_grpo.rollout.scripted:ScriptedEngine.generate",
-        before=lambda _, args: tell("sample", prompts=[one.number for one in args[1]]),
-    )
+    around("megatron_grpo.rollout.scripted:ScriptedEngine.generate", before=lambda _, args: tell_sampled(*args[:3]))
     around("megatron_grpo.policy.policy:Policy.train_step", after=lambda _, args: tell("trained", step=args[0].version))
     if FAULT and FAULT["rank"] in (RANK, None):
         around(FAULT["where"], before=lambda count, _: hurt(FAULT["do"]) if count == FAULT["call"] else None)
@@ -104,6 +108,8 @@ def armed(argv, **parts):
     return train(argv, **parts)
 
 
+if "TORTURE_PLAIN" in os.environ:
+    sys.modules["matplotlib"] = None  # type: ignore[assignment]
 train = cli.COMMANDS["train"]
 cli.COMMANDS["train"] = armed
 

@@ -13,19 +13,26 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from tests.end_to_end.runs import records, write_inputs
+from tools.torturing import warm
+from tools.torturing.warm import SURROUNDINGS, Forked
 
 ROOT = Path(__file__).resolve().parents[2]
-LONGEST = 240.0  # seconds of a run; one that takes longer hangs
 STEPS = 10
 # Rollouts of 24 rows against steps of 16, and two passes: there are always rows that wait, and old log-probs that are kept.
 FLAGS = ["--allow_unaligned_generation", "true", "--generation_batch_size", "24", "--num_iterations", "2", "--micro_batch_size", "2",
          "--verify_weight_push", "false", "--max_steps", str(STEPS), "--lr_decay_style", "linear", "--beta", "0.02", "--save_steps", "3",
          "--eval_steps", "4", "--log_completions_steps", "2"]  # fmt: skip
+RECORDS = ("metrics.jsonl", "evaluations.jsonl")
 UNLIKE = re.compile(r"^(time|memory)/|^(timestamp|tokens_per_second|num_gpus)")  # what two equal runs need not share
+
+
+Running = subprocess.Popen[Any] | Forked
 
 
 class Broken(Exception):
@@ -63,12 +70,37 @@ class Ended:
         return self.said.partition("elastic/multiprocessing")[0][-1500:]
 
 
+@dataclass
+class Bench:
+    """What all runs of one call of the tool share.
+
+    reference: the folder of the run that nobody disturbed. half_done: makes, once, a run that was stopped after step 7, with checkpoints
+    of steps 6 and 7, and returns its folder. warm: runs are forks of this process. patience: seconds; a run that takes longer hangs.
+    """
+
+    seed: int
+    warm: bool
+    patience: float = 900.0
+    reference: Path | None = None
+    half_done: Callable[[], Path] | None = None
+    others: dict[str, Path] = field(default_factory=dict)
+
+    def reference_of(self, name: str, run: Callable[[Victim], None]) -> Path:
+        """The folder of a run that nobody disturbed and that is not like the first one; made at the first call, beside it."""
+        if name not in self.others:
+            assert self.reference is not None
+            victim = Victim(self.reference.with_name(name), self)
+            run(victim)
+            self.others[name] = victim.folder
+        return self.others[name]
+
+
 class Victim:
     """One output_dir, and the runs in it."""
 
-    def __init__(self, folder: Path, reference: Path | None, template: Path | None, seed: int):
+    def __init__(self, folder: Path, bench: Bench):
         self.folder, self.out, self.log = folder, folder / "out", folder / "log"
-        self.reference, self.template, self.rng = reference, template, random.Random(seed)
+        self.bench, self.rng = bench, random.Random(bench.seed)
         self.log.mkdir(parents=True)
         self.inputs = write_inputs(folder, rows=10)
         self._eval = ["--eval_dataset", str(folder / "data.jsonl"), "--eval_num_prompts", "4"]
@@ -78,37 +110,35 @@ class Victim:
     # -- runs
 
     def begin(self, *flags: str, inject: dict | None = None, env: dict[str, str] | None = None, before: str = "",
-              inputs: Sequence[str] | None = None) -> subprocess.Popen[str]:  # fmt: skip
-        """before: shell that the launcher inherits ("ulimit -n 40")."""
+              cold: bool = False) -> Running:  # fmt: skip
+        """before: shell that the launcher inherits ("ulimit -n 40"). cold: as a shell starts it, also where runs are forks.
+
+        What an interpreter reads as it starts is no part of a fork, so with `env` or `before` a run is cold. A fork draws no plots.
+        """
         self.attempt += 1
-        launch = [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc_per_node",
-            "2",
-            str(ROOT / "tools/torturing/rank.py"),
-        ]
-        command = [*launch, "train", *(inputs or self.inputs), *self._eval, *FLAGS, "--output_dir", str(self.out), *flags]
-        if before:
-            command = ["bash", "-c", f'{before} && exec "$0" "$@"', *command]
+        words = ["--standalone", "--nproc_per_node", "2", str(ROOT / "tools/torturing/rank.py"), "train"]
+        words += [*self.inputs, *self._eval, *FLAGS, "--output_dir", str(self.out), *flags]
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "TORTURE_LOG": str(self.log), "TORTURE_ATTEMPT": str(self.attempt),
-                       "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "TOKENIZERS_PARALLELISM": "false", **(env or {})}  # fmt: skip
+                       **SURROUNDINGS, **(env or {})}  # fmt: skip
         if inject:
             environment["TORTURE"] = json.dumps({"call": 1, "rank": 0, **inject})
         self.said = self.folder / f"said_{self.attempt}"
+        if self.bench.warm and not (cold or env or before):
+            return warm.torchrun(words, env=environment | {"TORTURE_PLAIN": "1"}, output=self.said)
+        command = [sys.executable, "-m", "torch.distributed.run", *words]
+        if before:
+            command = ["bash", "-c", f'{before} && exec "$0" "$@"', *command]
         with self.said.open("w") as said:
             return subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=said, stderr=subprocess.STDOUT, text=True,
                                     start_new_session=True)  # fmt: skip
 
-    def end(self, process: subprocess.Popen[str]) -> Ended:
+    def end(self, process: Running) -> Ended:
         try:
-            code = process.wait(LONGEST)
+            code = process.wait(self.bench.patience)
         except subprocess.TimeoutExpired:
             self.kill(process)
-            raise Broken(f"still runs after {LONGEST:.0f} s: {self.said.read_text()[-1500:]}") from None
-        left = self._left(process)
+            raise Broken(f"still runs after {self.bench.patience:.0f} s: {self.said.read_text()[-1500:]}") from None
+        left = self.left(process)
         if left:
             self.kill(process)
             raise Broken(f"processes are left: {left}")
@@ -119,29 +149,40 @@ class Victim:
     def run(self, *flags: str, **how) -> Ended:
         return self.end(self.begin(*flags, **how))
 
-    def kill(self, process: subprocess.Popen[str]) -> None:
+    def kill(self, process: Running) -> None:
         """The launcher and all that it started; the kernel does not ask."""
-        for pid in [process.pid, *map(int, self._left(process))]:
+        for pid in [process.pid, *self.left(process)]:
             try:
                 os.kill(pid, signal.SIGKILL)
             except ProcessLookupError:
                 pass
         process.wait()
 
-    def _left(self, process: subprocess.Popen[str], seconds: float = 20.0) -> list[str]:
-        """Processes of the run that are alive; after its launcher ended they have some seconds."""
-        until = time.monotonic() + (seconds if process.poll() is not None else 0)
+    def left(self, process: Running) -> list[int]:
+        """Processes of the run that are alive, its launcher not; after that has ended they have some seconds."""
+        until = time.monotonic() + (self.bench.patience / 8 if process.poll() is not None else 0)
         while True:
-            rows = subprocess.run(["ps", "-eo", "stat=,pid=,args="], capture_output=True, text=True, check=True).stdout.splitlines()
-            found = [row.split()[1] for row in rows if str(self.folder) in row and not row.startswith("Z")]
-            found = [pid for pid in found if int(pid) not in (process.pid, os.getpid())]
+            found = [pid for pid in self._alive() if pid not in (process.pid, os.getpid())]
             if not found or time.monotonic() >= until:
                 return found
             time.sleep(0.1)
 
-    def until(self, process: subprocess.Popen[str], holds: Callable[[], object]) -> None:
+    def _alive(self) -> list[int]:
+        """They have a file of this folder open (a fork has its parent's command line), or name it in their command line."""
+        found = []
+        for entry in sorted((path for path in Path("/proc").iterdir() if path.name.isdigit()), key=lambda path: int(path.name)):
+            with suppress(OSError):  # it ended while we looked
+                files = (os.readlink(file) for file in (entry / "fd").iterdir())
+                if str(self.folder).encode() + b"/" in (entry / "cmdline").read_bytes() or any(map(self._is_ours, files)):
+                    found.append(int(entry.name))
+        return found
+
+    def _is_ours(self, file: str) -> bool:
+        return file.startswith(f"{self.folder}/")
+
+    def until(self, process: Running, holds: Callable[[], object]) -> None:
         """Waits for a moment of a run."""
-        end = time.monotonic() + LONGEST
+        end = time.monotonic() + self.bench.patience
         while not holds():
             if process.poll() is not None or time.monotonic() > end:
                 self.kill(process)
@@ -150,8 +191,8 @@ class Victim:
 
     def half_done(self) -> None:
         """As a run leaves it that was stopped after step 7, with checkpoints of steps 6 and 7."""
-        assert self.template is not None
-        shutil.copytree(self.template / "out", self.out)
+        assert self.bench.half_done is not None
+        shutil.copytree(self.bench.half_done() / "out", self.out)
 
     # -- promises
 
@@ -161,42 +202,96 @@ class Victim:
         self.is_whole()
 
     def is_whole(self) -> None:
-        assert self.reference is not None
-        for name in ("metrics.jsonl", "evaluations.jsonl"):
-            mine, right = (numbers(out / name) for out in (self.out, self.reference / "out"))
+        assert self.bench.reference is not None
+        theirs = self.bench.reference / "out"
+        for name in RECORDS:
+            mine, right = numbers(self.out / name), numbers(theirs / name)
             if mine != right:
                 raise Broken(f"{name} is not that of the undisturbed run: {difference(mine, right)}")
-        if weights(self.out) != weights(self.reference / "out"):
+        if weights(self.out) != weights(theirs):
             raise Broken("the exported weights are not those of the undisturbed run")
+
+    def is_whole_so_far(self) -> None:
+        """What a run that was killed has written is the beginning of what the undisturbed one wrote; its last line may be half a line."""
+        assert self.bench.reference is not None
+        for name in RECORDS:
+            mine, right = numbers(self.out / name, cut=True), numbers(self.bench.reference / "out" / name)
+            if mine != right[: len(mine)]:
+                raise Broken(f"{name} departs from the undisturbed run: {difference(mine, right[: len(mine)])}")
 
     def checkpoints(self) -> list[int]:
         return sorted(int(path.name.removeprefix("iter_")) for path in (self.out / "checkpoints").glob("iter_*"))
 
+    def fingerprint(self) -> dict[str, str]:
+        """Of every file in output_dir."""
+        files = sorted(path for path in self.out.rglob("*") if path.is_file())
+        return {str(path.relative_to(self.out)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
     # -- what it cost
 
     def lines(self) -> list[dict]:
-        found = [line for path in self.log.glob("rank_*.jsonl") for line in records(path)]
+        found = [line for path in self.log.glob("rank_*.jsonl") for line in whole_lines(path)]
         return sorted(found, key=lambda line: line["time"])
 
-    def cost(self, struck: float | None) -> tuple[float | None, int, int]:
-        """(seconds until the step in progress was trained again, prompts sampled twice, steps trained twice)."""
-        lines = [line for line in self.lines() if line["rank"] == 0]
-        sampled = [number for line in lines if line["what"] == "sample" for number in line["prompts"]]
-        trained = [line for line in lines if line["what"] == "trained"]
+    def cost(self, struck: float | None) -> Cost:
+        lines = self.lines()
+        trained = [line for line in lines if line["what"] == "trained" and line["rank"] == 0]
         steps = [line["step"] for line in trained]
-        seconds = None
+        cost = Cost(sampled_twice=self.sampled_again(lines), trained_twice=len(steps) - len(set(steps)))
         if struck is not None:
-            last = max((line["step"] for line in trained if line["time"] <= struck), default=0)
-            seconds = next((line["time"] - struck for line in trained if line["time"] > struck and line["step"] > last), None)
-        return seconds, len(sampled) - len(set(sampled)), len(steps) - len(set(steps))
+            before = [line for line in lines if line["time"] <= struck]
+            last = max((line["step"] for line in before if line["what"] == "trained"), default=0)
+            attempt = max((int(line["attempt"]) for line in before), default=1)
+            goes_on = trained if self.attempt == attempt else [line for line in trained if int(line["attempt"]) > attempt]
+            again = next((line for line in goes_on if line["time"] > struck and line["step"] > last), None)
+            if again is not None:
+                cost.seconds = again["time"] - struck
+                cost.cpu_seconds = cpu_until(lines, again)
+        return cost
+
+    def sampled_again(self, lines: Sequence[dict], attempts: Sequence[int] | None = None) -> int:
+        """Prompts whose answers were drawn in an earlier attempt too. attempts: that are counted; else all."""
+        drawn: set[str] = set()
+        twice = 0
+        for attempt in range(1, self.attempt + 1):
+            mine = [line for line in lines if line["what"] == "sample" and line["rank"] == 0 and line["attempt"] == str(attempt)]
+            prompts = {prompt for line in mine for prompt in line["prompts"]}
+            twice += len(prompts & drawn) if attempts is None or attempt in attempts else 0
+            drawn |= prompts
+        return twice
 
     def struck(self) -> float | None:
         """When: as the rank says that was hurt, else when the first run ended that failed."""
         return next((line["time"] for line in self.lines() if line["what"] == "hurt"), self.failed_at)
 
 
-def numbers(path: Path) -> list[dict]:
-    return [{name: value for name, value in line.items() if not UNLIKE.match(name)} for line in records(path)] if path.exists() else []
+@dataclass
+class Cost:
+    """seconds: until the run that goes on is where the fault struck: has trained that step, or, where a stop let it end, a later one.
+    cpu_seconds: of both ranks, from their start until then."""
+
+    seconds: float | None = None
+    cpu_seconds: float | None = None
+    sampled_twice: int = 0
+    trained_twice: int = 0
+
+
+def cpu_until(lines: Sequence[dict], line: dict) -> float:
+    """CPU seconds that the ranks of an attempt had used when one of them wrote this line."""
+    mine = [one for one in lines if one["attempt"] == line["attempt"] and one["time"] <= line["time"]]
+    return sum(max(one["cpu"] for one in mine if one["rank"] == rank) for rank in {one["rank"] for one in mine})
+
+
+def whole_lines(path: Path) -> list[dict]:
+    """Those that end: whoever wrote the last one may have been killed meanwhile, or is still writing."""
+    text = path.read_text(errors="replace")
+    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+
+
+def numbers(path: Path, *, cut: bool = False) -> list[dict]:
+    """cut: the last line may be half a line."""
+    lines = [] if not path.exists() else whole_lines(path) if cut else records(path)
+    return [{name: value for name, value in line.items() if not UNLIKE.match(name)} for line in lines]
 
 
 def weights(out: Path) -> str:

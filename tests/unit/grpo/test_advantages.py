@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_grpo.grpo import refused
-from megatron_grpo.grpo.advantages import ESTIMATORS, advantages, reward_metrics
+from megatron_grpo.grpo.advantages import ESTIMATORS, advantages, dead_groups, reward_metrics
 from megatron_grpo.settings.config import Config, GrpoConfig
 from tests.reference import grpo_reference as reference
 
@@ -112,6 +112,18 @@ def test_a_dead_group_has_advantages_of_exactly_zero(cfg):
 
 def test_dead_means_exactly_equal():
     assert of([[0.5, 0.5 + 1e-9], [0.3, 0.3], [None, 0.3], [None, None]]).is_dead.tolist() == [False, True, True, True]
+
+
+@pytest.mark.parametrize("cfg", COMBINATIONS, ids=lambda cfg: f"{cfg.advantage_estimator}-{cfg.scale_rewards}")
+@given(seed=st.integers(0, 10_000))
+@settings(max_examples=25, deadline=None)
+def test_which_groups_are_dead_is_the_same_for_many_at_once_and_for_each_alone(cfg, seed):
+    # 0.1 + 0.2 is not 0.3: a sum taken in another order would tell equal completions apart, or take different ones for equal.
+    rng, weights = np.random.default_rng(seed), [0.0, 1.0, 0.7]
+    groups = [[[None if rng.random() < 0.2 else float(rng.choice([0.1, 0.2, 0.3])) for _ in weights] for _ in range(2)] for _ in range(17)]
+    alone = [bool(advantages([group], cfg, weights).is_dead[0]) for group in groups]
+    assert dead_groups(groups, cfg, weights).tolist() == alone == advantages(groups, cfg, weights).is_dead.tolist()
+    assert seed or (any(alone) and not all(alone))
 
 
 def test_the_best_completion_gets_the_largest_advantage():

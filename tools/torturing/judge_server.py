@@ -1,0 +1,76 @@
+"""A judge for tools/torture.py: an endpoint on this machine that scores completions, and misbehaves from its fiftieth request on.
+
+    python tools/torturing/judge_server.py FILE HOW TIMES PORT
+
+writes its port into the file. HOW is empty for one that never misbehaves. It imports nothing that is slow.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+FIRST = 50  # the request with which it begins: in the second rollout of 24 rows
+
+
+class Handler(BaseHTTPRequestHandler):
+    how, times = "", 0
+    asked, lock = 0, threading.Lock()
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+    def do_POST(self) -> None:
+        text = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["messages"][0]["content"]
+        with self.lock:
+            Handler.asked += 1
+            is_rude = FIRST <= Handler.asked < FIRST + self.times
+        if is_rude and self.how != "slow":
+            return self._misbehave()
+        if is_rude:
+            time.sleep(3.0)
+        tokens = [int(word) for word in text.partition("[Response]\n")[2].partition("\n")[0].split()]
+        score = 10 * sum(token % 2 == 0 for token in tokens) / max(1, len(tokens))
+        self._say(200, json.dumps({"choices": [{"message": {"content": f"Score: {score:.3f}"}}]}))
+
+    def _say(self, status: int, body: str, **headers: str) -> None:
+        self.send_response(status)
+        for name, value in {"Content-Length": str(len(body)), **headers}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(body.encode())
+
+    def _misbehave(self) -> None:
+        if self.how.isdigit():
+            self._say(int(self.how), "no", **({"Location": "http://127.0.0.2:9/"} if self.how == "302" else {}))
+        elif self.how == "word":
+            self._say(200, json.dumps({"choices": [{"message": {"content": "splendid"}}]}))
+        elif self.how == "page":
+            self._say(200, "<html>")
+        elif self.how == "endless":
+            self.send_response(200)
+            self.end_headers()
+            while True:
+                self.wfile.write(b"x" * 65536)
+        elif self.how == "silent":
+            time.sleep(600)
+        elif self.how == "die":
+            signal.raise_signal(signal.SIGKILL)
+        self.close_connection = True
+
+
+def main(told: str, how: str, times: str, port: str) -> None:
+    Handler.how, Handler.times = how, int(times)
+    server = ThreadingHTTPServer(("127.0.0.1", int(port)), Handler)
+    server.daemon_threads = True
+    Path(told).write_text(f"{server.server_address[1]}\n")
+    server.serve_forever()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

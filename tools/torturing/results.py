@@ -1,0 +1,207 @@
+"""What tools/torture.py found out: lines of a file that grows from call to call, and the table that they make."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+BEGIN, END = "<!-- torture -->", "<!-- /torture -->"
+
+
+@dataclass
+class Row:
+    """One fault. verdict: kept, BROKEN, or "not here". load: of the machine as the fault began (its 1-minute average)."""
+
+    name: str
+    promise: str
+    verdict: str = "kept"
+    why: str = ""
+    seconds: float | None = None
+    cpu_seconds: float | None = None
+    sampled_twice: int = 0
+    trained_twice: int = 0
+    took: float = 0.0
+    load: float = field(default_factory=lambda: os.getloadavg()[0])
+    day: str = field(default_factory=lambda: time.strftime("%Y-%m-%d"))
+
+    @property
+    def family(self) -> str:
+        return self.name.partition("/")[0]
+
+    @property
+    def record(self) -> dict:
+        return {"kind": "fault", **asdict(self)}
+
+
+@dataclass
+class Undisturbed:
+    """The measure. seconds, cpu_seconds: of the whole run, CPU of its two ranks; start, cpu_start: until its first step is trained."""
+
+    cold: bool
+    seconds: float
+    cpu_seconds: float
+    start: float
+    cpu_start: float
+    load: float
+
+    @property
+    def record(self) -> dict:
+        return {"kind": "undisturbed", **asdict(self)}
+
+    def __str__(self) -> str:
+        how = "started by a shell" if self.cold else "forked"
+        return (
+            f"{how}: first step after {self.start:.1f} s ({self.cpu_start:.1f} CPU s of the ranks), "
+            f"ten steps and export {self.seconds:.1f} s ({self.cpu_seconds:.1f}), load {self.load:.1f}"
+        )
+
+
+class Results:
+    """path: a .jsonl file; what is in it counts as done. Without one, results last as long as the call."""
+
+    def __init__(self, path: Path | None):
+        self.path, self.lines = path, []
+        if path is not None and path.exists():
+            self.lines = [json.loads(line) for line in path.read_text().splitlines()]
+
+    def add(self, record: dict) -> None:
+        self.lines.append(record)
+        if self.path is not None:
+            with self.path.open("a") as stream:
+                stream.write(json.dumps(record) + "\n")
+
+    def rows(self, names: Iterable[str]) -> list[Row]:
+        """The newest of each fault, in this order."""
+        found = {line["name"]: Row(**{key: line[key] for key in line if key != "kind"}) for line in self._of("fault")}
+        return [found[name] for name in names if name in found]
+
+    def kept(self) -> set[str]:
+        newest = {line["name"]: line["verdict"] for line in self._of("fault")}
+        return {name for name, verdict in newest.items() if verdict == "kept"}
+
+    def chains(self, seed: int) -> list[dict]:
+        return [line for line in self._of("chain") if line["seed"] == seed]
+
+    def undisturbed(self) -> list[Undisturbed]:
+        return [Undisturbed(**{key: line[key] for key in line if key != "kind"}) for line in self._of("undisturbed")]
+
+    def _of(self, kind: str) -> list[dict]:
+        return [line for line in self.lines if line["kind"] == kind]
+
+
+def said(rows: Sequence[Row], chains: Sequence[dict]) -> list[str]:
+    """A few sentences."""
+    verdicts = {name: sum(row.verdict == name for row in rows) for name in ("kept", "BROKEN", "not here")}
+    lines = [
+        f"{len(rows)} faults: {verdicts['kept']} kept, {verdicts['BROKEN']} broken, {verdicts['not here']} impossible on this machine."
+    ]
+    seconds = [row.seconds for row in rows if row.seconds is not None]
+    if seconds:
+        lines.append(f"Until the same step was trained again: median {statistics.median(seconds):.1f} s, at most {max(seconds):.1f} s.")
+    kills = [kill for chain in chains for kill in chain["kills"]]
+    if kills:
+        wrong = sum(chain["verdict"] != "kept" for chain in chains)
+        again = [kill["seconds"] for kill in kills if kill["seconds"] is not None]
+        lines.append(
+            f"{len(kills)} random kills in {len(chains)} chains ({sum(chain['launches'] for chain in chains)} launches, seed "
+            f"{chains[0]['seed']}): {wrong} chains were not the undisturbed run."
+        )
+        if again:
+            lines.append(
+                f"After a kill the same step was trained again within {statistics.median(again):.1f} s (median; at most {max(again):.1f}), "
+                f"and {statistics.mean(kill['sampled_twice'] for kill in kills):.1f} prompts were sampled twice (at most "
+                f"{max(kill['sampled_twice'] for kill in kills)})."
+            )
+    return lines
+
+
+def publish(path: Path, results: Results, names: Sequence[str], seed: int) -> None:
+    """Replaces what stands between the two marks."""
+    rows, chains = results.rows(names), results.chains(seed)
+    loads = [row.load for row in rows]
+    days = sorted({row.day for row in rows})
+    when = " to ".join(dict.fromkeys((days[0], days[-1])))
+    load = f"load {min(loads):.0f} to {max(loads):.0f}, median {statistics.median(loads):.0f}"
+    parts = [
+        f"Run on {when}, on {os.cpu_count()} cores that other work shared ({load}). {' '.join(said(rows, chains))}",
+        "",
+        *_starts(results),
+        "",
+        *_families(rows),
+        "",
+        *_kills(chains),
+        "",
+        *_faults(rows),
+        "",
+    ]
+    head, _, rest = path.read_text().partition(BEGIN)
+    path.write_text("\n".join([f"{head}{BEGIN}", *parts]) + f"{END}{rest.partition(END)[2]}")
+
+
+def _starts(results: Results) -> list[str]:
+    """The measure that costs are read against."""
+    lines = ["An undisturbed run, for comparison (median of those measured):", ""]
+    for cold in (True, False):
+        mine = [one for one in results.undisturbed() if one.cold is cold]
+        if mine:
+            names = ("seconds", "cpu_seconds", "start", "cpu_start", "load")
+            lines.append(f"* {Undisturbed(cold, *(statistics.median(getattr(one, name) for one in mine) for name in names))}")
+    return lines
+
+
+def _families(rows: Sequence[Row]) -> list[str]:
+    table = [
+        "| family | faults | kept | again after, s: median | most | CPU s of the ranks: median | most |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for family in dict.fromkeys(row.family for row in rows):
+        mine = [row for row in rows if row.family == family]
+        wall, cpu = ([value for row in mine if (value := getattr(row, name)) is not None] for name in ("seconds", "cpu_seconds"))
+        kept = sum(row.verdict == "kept" for row in mine)
+        table.append(f"| {family} | {len(mine)} | {kept} | {_middle_and_most(wall)} | {_middle_and_most(cpu)} |")
+    return table
+
+
+def _kills(chains: Sequence[dict]) -> list[str]:
+    kills = [kill for chain in chains for kill in chain["kills"]]
+    if not kills:
+        return []
+    table = [
+        "| random kills | number | again after, s: median | most | CPU s of the ranks: median | most | prompts sampled twice: mean | most |"
+    ]
+    table.append("|---|---|---|---|---|---|---|---|")
+    groups = {
+        "of the launcher": [kill for kill in kills if kill["whom"] == "launcher"],
+        "of a rank or its supervisor": [kill for kill in kills if kill["whom"] != "launcher"],
+        "of those, runs started by a shell": [kill for kill in kills if kill["cold"]],
+        "of those, before the first step": [kill for kill in kills if kill["step"] == 0],
+    }
+    for name, mine in groups.items():
+        wall, cpu = ([value for kill in mine if (value := kill[key]) is not None] for key in ("seconds", "cpu_seconds"))
+        twice = [kill["sampled_twice"] for kill in mine] or [0]
+        table.append(
+            f"| {name} | {len(mine)} | {_middle_and_most(wall)} | {_middle_and_most(cpu)} | {statistics.mean(twice):.1f} | {max(twice)} |"
+        )
+    return table
+
+
+def _faults(rows: Sequence[Row]) -> list[str]:
+    table = ["| fault | promise | kept | again after, s | CPU s of the ranks | prompts sampled twice | steps trained twice |"]
+    table.append("|---|---|---|---|---|---|---|")
+    for row in rows:
+        cost = [_one(row.seconds), _one(row.cpu_seconds), str(row.sampled_twice or ""), str(row.trained_twice or "")]
+        table.append(f"| {row.name} | {row.promise} | {row.why if row.verdict == 'not here' else row.verdict} | {' | '.join(cost)} |")
+    return table
+
+
+def _one(value: float | None) -> str:
+    return f"{value:.1f}" if value is not None else ""
+
+
+def _middle_and_most(values: Sequence[float]) -> str:
+    return f"{statistics.median(values):.1f} | {max(values):.1f}" if values else " | "

@@ -1,0 +1,146 @@
+"""Runs whose modules are in memory already: torchrun and its ranks are forks of this process, which has imported what they need.
+
+Of the CPU seconds of a run of ten steps nine in ten are imports and plots. A fork of a process that has imported torch, Megatron-Core and
+torch.distributed.run is the same launcher and are the same ranks: processes with parents, sessions, signals and files of their own, and
+torchrun's own code starts, watches and ends them. What differs: nothing can strike while they import, they share one hash seed, and they
+draw no plots. So some runs start cold (`Victim.begin`, cold=True), among them the run that all others are held against.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import os
+import random
+import runpy
+import select
+import signal
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+MODULES = (
+    "numpy.random", "torch.distributed.run", "torch.distributed.elastic.multiprocessing.api",
+    "torch.distributed.elastic.agent.server.local_elastic_agent",
+    "transformers.models.auto.modeling_auto", "transformers.models.qwen3.modeling_qwen3", "safetensors.torch", "tokenizers",
+    "megatron.core.dist_checkpointing", "megatron.core.optimizer", "megatron.core.models.gpt.gpt_layer_specs",
+    "megatron_grpo.cli", "megatron_grpo.inputs", "megatron_grpo.build", "megatron_grpo.run.life", "megatron_grpo.rollout.scripted",
+    "megatron_grpo.run.failures", "megatron_grpo.metrics.journal",
+    "rich.console", "rich.table",
+)  # fmt: skip
+SURROUNDINGS = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "TOKENIZERS_PARALLELISM": "false"}
+
+
+def warm_up() -> None:
+    """Imports all of it. Raises RuntimeError if that started a thread: a fork would lack it, and find its locks taken."""
+    os.environ.update(SURROUNDINGS)  # before torch is imported
+    for name in MODULES:
+        importlib.import_module(name)
+    threads = os.listdir("/proc/self/task")
+    if len(threads) != 1:
+        raise RuntimeError(f"{len(threads)} threads after the imports; forks of this process would not be safe. Use --cold")
+    gc.collect()
+    gc.freeze()
+
+
+class Forked:
+    """A child that calls a function, as subprocess.Popen shows a child."""
+
+    def __init__(self, function: Callable[[], object], *, env: Mapping[str, str], output: Path | None = None):
+        """env: all of the child's environment. output: takes its stdout and stderr; else they are ours. The child leads a session."""
+        self.returncode: int | None = None
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self.pid = os.fork()
+        if not self.pid:
+            os._exit(_child(function, env, output))
+
+    def poll(self) -> int | None:
+        return self._reap(os.WNOHANG)
+
+    def wait(self, timeout: float | None = None) -> int:
+        if timeout is not None and self.returncode is None:
+            ended = os.pidfd_open(self.pid)
+            try:
+                if not select.select([ended], [], [], timeout)[0]:
+                    raise subprocess.TimeoutExpired("a fork", timeout)
+            finally:
+                os.close(ended)
+        code = self._reap(0)
+        assert code is not None
+        return code
+
+    def kill(self) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGKILL)
+
+    def _reap(self, options: int) -> int | None:
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, options)
+            if pid:
+                self.returncode = os.waitstatus_to_exitcode(status)
+        return self.returncode
+
+
+def torchrun(arguments: Sequence[str], *, env: Mapping[str, str], output: Path) -> Forked:
+    """`torchrun ARGUMENTS`, whose workers run a Python file; they are forks of the fork."""
+    return Forked(lambda: _launch(arguments), env=env, output=output)
+
+
+def _child(function: Callable[[], object], env: Mapping[str, str], output: Path | None) -> int:
+    """Returns the exit code."""
+    try:
+        os.setsid()
+        os.environ.clear()
+        os.environ.update(env)
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(nothing, 0)
+        os.close(nothing)
+        if output is not None:
+            said = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            for number in (1, 2):
+                os.dup2(said, number)
+            os.close(said)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGCHLD):
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+        signal.set_wakeup_fd(-1)
+        _own_chance()
+        function()
+        code: object = 0
+    except SystemExit as end:
+        code = end.code
+    except BaseException:  # noqa: BLE001 - as an interpreter that nobody catches
+        traceback.print_exc()
+        code = 1
+    try:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except (OSError, ValueError):
+        pass
+    return code if isinstance(code, int) else 0 if code is None else 1
+
+
+def _own_chance() -> None:
+    """A new interpreter's generators are its own; torch's begins everywhere with the same seed."""
+    import numpy
+
+    random.seed(os.urandom(16))
+    numpy.random.seed(int.from_bytes(os.urandom(4), "little"))
+
+
+def _launch(arguments: Sequence[str]) -> None:
+    from torch.distributed import run
+    from torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler import SubprocessHandler
+
+    SubprocessHandler._popen = lambda self, args, env: Forked(lambda: _rank(args), env=env)
+    sys.argv = ["torchrun", *arguments]
+    run.main(list(arguments))
+
+
+def _rank(command: Sequence[str]) -> None:
+    """command: [python, -u, script, words ...], as torchrun makes it."""
+    words = [word for word in command[1:] if word != "-u"]
+    sys.argv = words
+    runpy.run_path(words[0], run_name="__main__")
