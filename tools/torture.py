@@ -8,8 +8,8 @@
     python tools/torture.py --results r.jsonl --only none --kills 0 --table docs/reliability.md
 
 Each run is torchrun with two ranks, the whole program, Megatron-Core and gloo; only vLLM's answers come from a table. torchrun and ranks
-are forks of this process, which has imported everything (`torturing.warm`); the undisturbed run, a tenth of those that are killed at random,
-and those whose fault is older than the interpreter start as from a shell, and with --cold all do.
+are forks of this process, which has imported everything (`torturing.warm`); the undisturbed run, a tenth of those that are killed at
+random, and those whose fault is older than the interpreter start as from a shell, and with --cold all do.
 
 One run that nobody disturbs is the measure: a run that was hurt, and then given the same command again, must have its metrics,
 evaluations and exported weights, bit for bit. What each fault cost: seconds until the step in which it struck was trained again (by the
