@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_grpo.checkpoint.manifest import GOOD, MANIFEST, Manifest, read_manifest
+from megatron_grpo.checkpoint.manifest import GOOD, MANIFEST, Manifest, read_manifest, signed
 from megatron_grpo.files import sync, write_whole
 
 POINTER = "latest_checkpointed_iteration.txt"  # Megatron-LM's name for it
@@ -82,7 +82,7 @@ class Folder:
         writing, target = self.being_written(step), self.directory(step)
         before = [one.save_number for one in self.candidates() if isinstance(one, Manifest)]
         manifest = {**facts, "step": step, "save_number": max(before, default=0) + 1, "files": dict(sorted(files.items()))}
-        write_whole(writing / MANIFEST, json.dumps(manifest, indent=1) + "\n", durable=True)
+        write_whole(writing / MANIFEST, json.dumps(signed(manifest), indent=1) + "\n", durable=True)
         for directory in {(writing / name).parent for name in files} | {writing}:
             sync(directory)
         if target.exists():  # a damaged one, or one of a future that was given up by resuming from before it

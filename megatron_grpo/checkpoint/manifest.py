@@ -1,11 +1,12 @@
 """`manifest.json`: what a checkpoint is of, what it was made with, and which files belong to it. No torch.
 
 Format 1 knew neither settings nor contents (they lay in grpo/config.yaml, without the values that follow from others), nor who wrote it.
-Format 2 had a file of random generators for each rank.
+Format 2 had a file of random generators for each rank. Early ones of format 3 have no SHA-256 of themselves.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
@@ -61,6 +62,9 @@ _COMMON = {"format": int, "step": int, "progress": dict, "batch": dict, "world_s
            "versions": dict, "files": dict}  # fmt: skip
 _SINCE_2 = _COMMON | {"written_by": str, "save_number": int, "settings": dict, "content": dict, "job": dict}
 _FIELDS = {1: _COMMON, 2: _SINCE_2, 3: _SINCE_2}
+_OWN = (
+    "sha256"  # of all the rest; it may be lacking. A flipped bit in the name of the field, or in `format`, makes it one that is not known
+)
 
 
 def facts(origin: Origin, progress: Progress, **more: Any) -> dict[str, Any]:
@@ -77,6 +81,17 @@ def facts(origin: Origin, progress: Progress, **more: Any) -> dict[str, Any]:
     }
 
 
+def signed(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """With the SHA-256 of all that it says: nothing else holds the progress and the settings that stand in it."""
+    read = json.loads(json.dumps(manifest))  # numbers as keys become words, and stand elsewhere
+    return {**read, _OWN: _digest(read)}
+
+
+def _digest(manifest: Mapping[str, Any]) -> str:
+    rest = {name: value for name, value in manifest.items() if name != _OWN}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
+
+
 def read_manifest(directory: Path) -> Manifest | str:
     """The manifest of a checkpoint, or a sentence that says why it cannot be used."""
     path = directory / MANIFEST
@@ -89,6 +104,8 @@ def read_manifest(directory: Path) -> Manifest | str:
     wrong = _fault(found)
     if wrong is None and directory.name.startswith("iter_") and directory.name != f"iter_{found['step']:07d}":
         wrong = f"is of step {found['step']}, which is not what its folder says"
+    if wrong is None and found.get(_OWN, own := _digest(found)) != own:
+        wrong = "has changed since it was written (the SHA-256 in it differs)"
     if wrong is not None:
         return f"{path} {wrong}"
     settings = found["settings"] if found["format"] > 1 else _settings_of_format_1(directory / CONFIG)
@@ -114,7 +131,7 @@ def _fault(found: Any) -> str | None:
         writer = found.get("written_by", "another version")
         return f"is of format {found['format']}, written by {writer}; megatron_grpo {__version__} reads formats 1 to {FORMAT}"
     known = _FIELDS[found["format"]]
-    unknown = sorted(found.keys() - known.keys())
+    unknown = sorted(found.keys() - known.keys() - ({_OWN} if found["format"] >= 3 else set()))
     if unknown:
         return f"has the field {unknown[0]!r}, which megatron_grpo {__version__} does not know in format {found['format']}"
     bad = [name for name, kind in known.items() if not isinstance(found.get(name), kind)]

@@ -126,12 +126,15 @@ _BY_TEXT = {  # how libraries spell them that raise something else than OSError
     "Disk quota exceeded": errno.EDQUOT,
     "Too many open files": errno.EMFILE,
     "Read-only file system": errno.EROFS,
+    "can't allocate memory": errno.ENOMEM,
+    "Cannot allocate memory": errno.ENOMEM,
+    "can't start new thread": errno.ENOMEM,
 }
 
 
 def machine_sentence(error: BaseException) -> str | None:
     """What the machine refused and what helps, for errors that a user can mend; None for all others."""
-    number = error.errno if isinstance(error, OSError) else None
+    number = error.errno if isinstance(error, OSError) else errno.ENOMEM if isinstance(error, MemoryError) else None
     if number is None:
         number = next((number for text, number in _BY_TEXT.items() if text in str(error)), None)
     path = error.filename if isinstance(error, OSError) else None
@@ -150,6 +153,8 @@ def machine_sentence(error: BaseException) -> str | None:
     if number in (errno.EMFILE, errno.ENFILE):
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         return f"this process may have {soft} files open, and needs more. Say `ulimit -n {max(hard, 65536)}` before the command.{where}"
+    if number == errno.ENOMEM:
+        return f"no memory, or no thread, is left for this process: {_memory()}.{where}"
     if number in (errno.ENOTDIR, errno.EISDIR, errno.EEXIST):
         return f"{what} is in the way: {os.strerror(number)}.{where}"
     if number in (errno.EIO, errno.ESTALE):
@@ -167,6 +172,26 @@ def _where(error: BaseException) -> str:
             place = f" (megatron_grpo/{code.co_filename.rpartition('/megatron_grpo/')[2]}:{trace.tb_lineno}, {code.co_name})"
         trace = trace.tb_next
     return place
+
+
+def _memory() -> str:
+    """What it has, what it may have, and what the machine has."""
+    lines = [line.split() for name in ("/proc/self/status", "/proc/meminfo") for line in _lines_of(name)]
+    mebibytes = {words[0]: int(words[1]) // 1024 for words in lines if len(words) == 3 and words[2] == "kB"}
+    parts = [f"it holds {mebibytes.get('VmRSS:', 0)} MiB ({mebibytes.get('VmSize:', 0)} MiB of addresses)"]
+    limits = {"-v": (resource.RLIMIT_AS, 2**20, " MiB"), "-u": (resource.RLIMIT_NPROC, 1, " processes and threads")}
+    for flag, (limit, unit, of) in limits.items():
+        soft, _ = resource.getrlimit(limit)
+        if soft != resource.RLIM_INFINITY:
+            parts.append(f"`ulimit {flag}` allows {soft // unit}{of}")
+    return ", ".join([*parts, f"{mebibytes.get('MemAvailable:', 0)} MiB of the machine are free"])
+
+
+def _lines_of(path: str) -> list[str]:
+    try:
+        return Path(path).read_text().splitlines()
+    except OSError:  # not Linux
+        return []
 
 
 def _folder_of(path: str) -> Path | None:

@@ -295,6 +295,20 @@ def raised(moment: str, what: str, *flags: str) -> Callable[[Victim], None]:
     return hurt
 
 
+def starved(moment: str) -> Callable[[Victim], None]:
+    """From then on a rank gets no more memory than it has; what it has may do."""
+
+    def hurt(victim: Victim) -> None:
+        ended = victim.run(inject=at(moment, "starve", 1))
+        if ended.code:
+            ended.must(None, "memory")
+            victim.continues()
+        else:
+            victim.is_whole()
+
+    return hurt
+
+
 def clock(seconds: int) -> Callable[[Victim], None]:
     def hurt(victim: Victim) -> None:
         victim.run(inject=at("training", f"clock {seconds}", None)).must(0)
@@ -503,7 +517,9 @@ def of_the_machine() -> Iterator[Fault]:
     yield Fault("disk/no right to write", SENTENCE, not_allowed)
     yield Fault("disk/files of at most 200 kB", SENTENCE, limited("ulimit -f 200"))
     yield Fault("disk/64 open files", SENTENCE, limited("ulimit -n 64"))
-    yield Fault("memory/4 GB of addresses", SENTENCE, limited("ulimit -v 4000000"))
+    yield Fault("memory/2 GB of addresses", SENTENCE, limited("ulimit -v 2000000", "no memory, or no thread"))
+    for moment in ("building the model", "sampling", "training", "writing a checkpoint"):
+        yield Fault(f"memory/no more, {moment}", "a sentence that names it, or the undisturbed run", starved(moment))
     for moment in ("building the model", "training", "writing a checkpoint"):
         yield Fault(f"memory/none, {moment}", SENTENCE, raised(moment, "MemoryError"))
         yield Fault(f"disk/input or output error, {moment}", SENTENCE, raised(moment, "OSError"))

@@ -3,9 +3,9 @@
     torchrun --nproc_per_node 2 tools/torturing/rank.py train ...
 
 $TORTURE is JSON: where ("package.module:Class.method"), call (which call of it, from 1), rank, and what then happens ("SIGKILL" and other
-signals to this process, "launcher SIGTERM" to torchrun, "raise OSError", "exit 0", "clock -3600"). With $TORTURE_PLAIN nothing is drawn, as
-where matplotlib is not installed: plots are most of the CPU seconds of a toy run. $TORTURE_LOG is a folder: each rank adds
-what it samples, evaluates and trains to a file of its own, with the time and the CPU seconds that it has used.
+signals to this process, "launcher SIGTERM" to torchrun, "raise OSError", "exit 0", "clock -3600", "starve"). With $TORTURE_PLAIN nothing is
+drawn, as where matplotlib is not installed: plots are most of the CPU seconds of a toy run. $TORTURE_LOG is a folder: each rank adds what
+it samples, evaluates and trains to a file of its own, with the time and the CPU seconds that it has used.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import functools
 import importlib
 import json
 import os
+import resource
 import signal
 import sys
 import time
@@ -63,6 +64,9 @@ def hurt(do: str) -> None:
     elif kind == "clock":
         turned = float(rest)
         time.time = lambda: NOW() + turned
+    elif kind == "starve":
+        addresses = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+        resource.setrlimit(resource.RLIMIT_AS, (addresses, addresses))
     elif kind == "hang":
         time.sleep(float(rest))
     else:

@@ -171,6 +171,28 @@ def test_a_manifest_with_something_unknown_or_impossible_is_a_sentence(tmp_path,
     assert says in read_manifest(directory)
 
 
+def test_every_flipped_bit_of_a_manifest_is_found_and_one_without_a_checksum_is_read(tmp_path):
+    """The progress and the settings that stand in it stand nowhere else: a flip in `num_tokens` went on unseen."""
+    folder = Folder(tmp_path)
+    writing = folder.begin(5)
+    (writing / "file").write_bytes(b"weights")
+    said = facts(Origin(settings={"lr": 1e-3, "beta": None}), Progress(step=5, num_tokens=972), world_size=1, torch="2", num_pending=0,
+                 versions={9: 3, 10: 4})  # fmt: skip
+    folder.commit(5, said, fingerprints(writing, ["file"]))
+    path = folder.directory(5) / "manifest.json"
+    whole, before = path.read_bytes(), read_manifest(path.parent)
+    for place in range(8 * len(whole)):
+        flipped = bytearray(whole)
+        flipped[place // 8] ^= 1 << place % 8
+        path.write_bytes(flipped)
+        found = read_manifest(path.parent)
+        assert isinstance(found, str) or found == before, (place, flipped[place // 8 - 20 : place // 8 + 20])  # white space may flip
+    manifest = json.loads(whole)
+    del manifest["sha256"]
+    path.write_text(json.dumps(manifest))
+    assert read_manifest(path.parent) == before
+
+
 def test_holds_run_and_start_afresh_know_only_what_a_run_writes(tmp_path):
     from megatron_grpo.checkpoint.resume import holds_run, start_afresh
 

@@ -98,6 +98,9 @@ def test_a_bug_keeps_its_traceback_and_torchrun_gets_it(tmp_path, monkeypatch, c
         (RuntimeError("pipe failed: Too many open files"), "Say `ulimit -n"),
         (FileExistsError(errno.EEXIST, "File exists", "/x/hf"), "/x/hf is in the way"),
         (OSError(errno.ENOSPC, "No space left on device", "/dev/shm/nccl-1"), "docker run --shm-size"),
+        (MemoryError(), "no memory, or no thread, is left for this process: it holds "),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 4096 bytes."), "MiB of the machine are free"),
+        (RuntimeError("can't start new thread"), "MiB of the machine are free"),
     ],
 )
 def test_what_a_machine_refuses_is_a_sentence(error, said):
