@@ -35,8 +35,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from tools.torturing import warm
-from tools.torturing.faults import FAULTS, SHORT, TRAIN_STEP
+from tools.torturing.faults import FAULTS, SHORT
 from tools.torturing.kills import Killer
+from tools.torturing.moments import TRAIN_STEP
 from tools.torturing.results import Results, Row, Undisturbed, publish, said
 from tools.torturing.victim import Bench, Broken, Fault, NotHere, Victim, cpu_until
 

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tools.torturing.faults import FAULTS, MOMENTS, MOMENTS_OF_RANK_0, SHORT
+from tools.torturing.faults import FAULTS, SHORT
+from tools.torturing.moments import MOMENTS, MOMENTS_OF_RANK_0
 
 ROOT = Path(__file__).parents[2]
 

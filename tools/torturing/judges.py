@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from tools.torturing.promises import SENTENCE, UNMOVED
 from tools.torturing.victim import Fault, Victim
 
 OFTEN = 10**9
@@ -89,5 +90,5 @@ def undisturbed(victim: Victim) -> None:
 
 def judges() -> Iterator[Fault]:
     for name, (how, times, says) in RUDE.items():
-        promise = "the undisturbed run" if says is None else "a sentence that names it; with the judge mended, the undisturbed run"
+        promise = UNMOVED if says is None else SENTENCE
         yield Fault(f"judge/{name}", promise, misjudged(how, times, says))

@@ -1,0 +1,74 @@
+"""Resumes with other flags, another layout, other inputs."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+
+from tests.end_to_end.runs import write_inputs
+from tools.torturing.promises import UNMOVED
+from tools.torturing.victim import Broken, Fault, Victim
+
+
+def resumed_with(*flags: str, code: int, says: str = "", same: bool = False) -> Callable[[Victim], None]:
+    def hurt(victim: Victim) -> None:
+        victim.half_done()
+        before = victim.fingerprint()
+        victim.run(*flags).must(code if code == 0 else None, *([says] if says else []), *([r"exitcode +: 2"] if code == 2 else []))
+        if code == 2:
+            if victim.fingerprint() != before:  # the same bytes go on as they did for every other fault
+                raise Broken("refused, and output_dir changed")
+        elif same:
+            victim.is_whole()
+
+    return hurt
+
+
+def rewritten(what: str, code: int | None, says: str) -> Callable[[Victim], None]:
+    """Between two runs somebody changes an input."""
+
+    def hurt(victim: Victim) -> None:
+        victim.half_done()
+        data, reward = victim.folder / "data.jsonl", victim.folder / "reward.py"
+        if what == "a row more":
+            data.write_text(data.read_text() + json.dumps({"prompt": "5 6", "answer": "x"}) + "\n")
+        elif what == "another order":
+            data.write_text("".join(sorted(data.read_text().splitlines(keepends=True), reverse=True)))
+        elif what == "data gone":
+            data.unlink()
+        elif what == "another model":
+            shutil.rmtree(victim.folder / "model")
+            write_inputs(victim.folder / "other", rows=10, seed=1)
+            shutil.copytree(victim.folder / "other" / "model", victim.folder / "model")
+        elif what == "another reward":
+            reward.write_text(reward.read_text().replace("== 0", "== 1"))
+        elif what == "a comment in the reward":
+            reward.write_text(reward.read_text() + "\n# nothing\n")
+        elif what == "reward gone":
+            reward.unlink()
+        victim.run().must(code, says)
+
+    return hurt
+
+
+def resumes() -> Iterator[Fault]:
+    tp, pp = ["--tensor_model_parallel_size", "2"], ["--pipeline_model_parallel_size", "2"]
+    for name, flags, code, says, same in [
+        ("lr 5e-4", ["--lr", "5e-4"], 0, "lr  0.001 -> 0.0005", False), ("tensor parallel", tp, 0, "", False),
+        ("pipeline parallel", pp, 0, "", False), ("micro-batches of 4", ["--micro_batch_size", "4"], 0, "", False),
+        ("another seed", ["--seed", "7"], 2, "seed", False), ("G 2", ["--num_generations", "2"], 2, "num_generations", False),
+        ("bfloat16", ["--torch_dtype", "bfloat16"], 2, "torch_dtype", False),
+        ("fewer steps", ["--max_steps", "5"], 0, "Nothing is left", False),
+        ("never", ["--resume", "never"], 2, "holds an earlier run", False),
+        ("a path that is not there", ["--resume", "/nowhere"], 2, "holds no checkpoint", False),
+        ("a typing error", ["--micro_batchsize", "2"], 2, "micro_batch_size", False),
+        ("an impossible size", ["--global_batch_size", "15"], 2, "global_batch_size", False),
+        ("saves at each step", ["--save_steps", "1"], 0, "", True),
+    ]:  # fmt: skip
+        promise = "refused, nothing is touched" if code == 2 else UNMOVED if same else "goes on, and says what changed"
+        yield Fault(f"resume/{name}", promise, resumed_with(*flags, code=code, says=says, same=same))
+    for what, code, says in [("a row more", None, "data"), ("another order", None, "data"), ("data gone", None, "data.jsonl"),
+                             ("another model", None, "model"), ("another reward", 0, "reward"), ("a comment in the reward", 0, "reward"),
+                             ("reward gone", None, "reward.py")]:  # fmt: skip
+        yield Fault(f"resume/{what}", "refused, or goes on and says it", rewritten(what, code, says))
