@@ -73,7 +73,8 @@ class Metrics:
         if not self.tells or self._started:
             return
         self._started = True
-        for record in self._steps.keep_until(progress.step):
+        self._steps.begin(progress.step)
+        for record in self._steps.all():
             self._remember(record["step"], record)
         self._skipped.keep_until(progress.step)
         for record in self._evaluations.keep_until(progress.step):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import re
@@ -12,6 +13,7 @@ from typing import Any
 
 from megatron_grpo.files import written_whole
 
+logger = logging.getLogger(__name__)
 LONG = 1 << 16  # bytes of a line from which on it is known by its beginning and its end alone: a step's rows on thousands of ranks
 _STEP = re.compile(rb'\{"step": (\d+)[,}]')
 
@@ -21,34 +23,63 @@ class Records:
 
     def __init__(self, path: Path):
         self.path = path
+        self._first = self._last = self._num_steps = 0  # of what `cut` has kept
+
+    def begin(self, step: int) -> None:
+        """`cut`, for a file that has a line of every step; warns where steps are lacking that this run has done.
+
+        A run that began in another output_dir has their lines there, and none here from before its first.
+        """
+        self.cut(step)
+        is_own = any((self.path.parent / "checkpoints").glob("iter_*"))
+        lacking = (step - self._first + 1 if self._num_steps else step if is_own else 0) - self._num_steps
+        if lacking > 0:
+            logger.warning(
+                "%s has no line of %d of the %d optimizer steps done so far: it was cut or removed. They are not written again; what the "
+                "run needs to go on is in its checkpoint.",
+                self.path,
+                lacking,
+                step,
+            )
 
     def keep_until(self, step: int) -> list[dict[str, Any]]:
         """As `cut`; returns what is kept, oldest first."""
         self.cut(step)
-        return self.all() if self.path.exists() else []
+        return self.all()
 
     def all(self) -> list[dict[str, Any]]:
-        """Oldest first; a line that is being written is left out."""
+        """Oldest first; a line that is being written is left out. None without a file."""
+        if not self.path.exists():
+            return []
         with self.path.open("rb") as lines:
             return [record for line in lines if (record := _parse(line)) is not None]
 
     def cut(self, step: int) -> None:
         """Drops records of steps beyond `step`, and a last line cut short by a kill. Holds one line at a time."""
+        self._first = self._last = self._num_steps = 0
         if not self.path.exists():
             return
         kept_until = num_kept = num_bytes = 0
         with self.path.open("rb") as lines:
             for line in lines:
                 num_bytes += len(line)
-                if _is_until(line, step):
+                of = _step_of(line)
+                if of is not None and of <= step:
                     num_kept += len(line)
                     kept_until = num_bytes
+                    self._count(of)
         if num_kept == kept_until:
             if kept_until < num_bytes:
                 os.truncate(self.path, kept_until)
             return
         with self.path.open("rb") as lines, written_whole(self.path) as stream:
-            stream.writelines(line for line in lines if _is_until(line, step))
+            stream.writelines(line for line in lines if (of := _step_of(line)) is not None and of <= step)
+
+    def _count(self, step: int) -> None:
+        if not self._num_steps:
+            self._first = step
+        if not self._num_steps or step > self._last:
+            self._last, self._num_steps = step, self._num_steps + 1
 
     def append(self, record: Mapping[str, Any]) -> None:
         """NaN and infinity become null: JSON has no word for them."""
@@ -68,12 +99,12 @@ def plain(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _is_until(line: bytes, step: int) -> bool:
+def _step_of(line: bytes) -> int | None:
     if len(line) < LONG:
         record = _parse(line)
-        return record is not None and record["step"] <= step
+        return None if record is None else record["step"]
     found = _STEP.match(line)
-    return found is not None and line.endswith(b"}\n") and int(found[1]) <= step
+    return int(found[1]) if found is not None and line.endswith(b"}\n") else None
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:

@@ -22,7 +22,7 @@ class ScheduleLog:
     def start(self, progress: Progress) -> None:
         """Drops what a run that is resumed from `progress` did after it."""
         if self._writes:
-            self._records.cut(progress.step)
+            self._records.begin(progress.step)
 
     def record(self, progress: Progress, batch: GlobalBatch, of_each_rank: Sequence[RowsOfRank]) -> None:
         """After a step. of_each_rank: the rows of every data-parallel rank's micro-batches, in rank order."""

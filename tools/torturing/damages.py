@@ -30,6 +30,7 @@ def gone(path: Path) -> None:
     path.unlink()
 
 
+OF_EACH_STEP = ("metrics.jsonl", "schedule.jsonl")
 HARMS = {"a bit flipped": flip, "cut": cut, "empty": empty, "gone": gone}
 
 
@@ -67,6 +68,8 @@ def log_damaged(name: str, harm: Callable[[Path], None]) -> Callable[[Victim], N
         harm(victim.out / name)
         ended = victim.run()
         if ended.code == 0:
+            if name in OF_EACH_STEP:
+                ended.must(0, rf"{name} has no line of \d of the 7 optimizer steps")
             last = records(victim.out / "metrics.jsonl")[-1]
             if last["step"] != STEPS:
                 raise Broken(f"the last line of metrics.jsonl is of step {last['step']}")
@@ -121,7 +124,8 @@ def damages() -> Iterator[Fault]:
         yield Fault(f"damage/pointer {how}", "the newest checkpoint, or a sentence", pointer(text))
     for name in ("metrics.jsonl", "schedule.jsonl", "evaluations.jsonl", "config.yaml", "plan.json"):
         for how in ("cut", "gone"):
-            yield Fault(f"damage/{name} {how}", "the run ends well, or says which file", log_damaged(name, HARMS[how]))
+            promise = "the run ends well" + (", and says which steps it lacks" if name in OF_EACH_STEP else "")
+            yield Fault(f"damage/{name} {how}", promise, log_damaged(name, HARMS[how]))
     yield Fault("damage/leftovers of saves", UNMOVED, leftovers)
     yield Fault("damage/lock of a dead run", UNMOVED, locked)
     yield Fault("damage/output_dir moved", UNMOVED, moved)

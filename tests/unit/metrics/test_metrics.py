@@ -450,6 +450,24 @@ def test_records_are_cut_a_line_at_a_time_and_a_good_file_is_left_alone(tmp_path
     assert [record["step"] for record in file.keep_until(2)] == [1, 2, 2]
 
 
+@pytest.mark.parametrize(
+    ("steps", "has_checkpoint", "lacking"),
+    [([1, 2, 3, 4, 5], True, 0), ([1, 2], True, 3), ([1, 3, 3, 4, 5, 9], True, 1), ([], True, 5), ([], False, 0), ([4, 5], True, 0)],
+    ids=["whole", "cut", "a hole", "removed", "begun elsewhere", "begun elsewhere and resumed here"],
+)
+def test_a_file_that_lacks_steps_of_its_own_run_is_told(tmp_path, caplog, steps, has_checkpoint, lacking):
+    from megatron_grpo.metrics import records
+
+    if has_checkpoint:
+        (tmp_path / "checkpoints" / "iter_0000005").mkdir(parents=True)
+    file = records.Records(tmp_path / "schedule.jsonl")
+    for step in steps:
+        file.append({"step": step})
+    file.begin(5)
+    said = f"{file.path} has no line of {lacking} of the 5 optimizer steps done so far"
+    assert (said in caplog.text) == bool(lacking) == bool(caplog.text)
+
+
 def test_completions_are_written_as_often_as_asked(tmp_path):
     for every, expected in ((0, []), (2, [0, 2])):
         writer = Completions(tmp_path / str(every), reward_names=["right", "short"], every=every)
