@@ -163,6 +163,8 @@ def _memory(console: Console, memory: dict[str, Any], cost: dict[str, Any]) -> N
             markup=False,
         )
         console.print(room_in_words(memory["offload"]), markup=False)
+    if staged := memory["staged_bytes"]:
+        console.print(f"async_save: the host holds {gigabytes(staged)} GB for a rank, its share of a checkpoint", markup=False)
     if memory["gpu_memory_bytes"]:
         is_small_enough = memory["peak_bytes"] <= memory["gpu_memory_bytes"]
         verdict = "fits in" if is_small_enough else "does NOT fit in"
