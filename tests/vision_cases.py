@@ -14,11 +14,18 @@ from typing import Any
 import numpy as np
 
 from megatron_grpo.types import Sample
+from tests import parity_cases as cases
 from tests.tiny_models import BOS, EOS, PAD, _write_tokenizer, load_tiny
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 VOCAB, IMAGE, BEGIN, END, VIDEO = 125, 121, 122, 123, 124
 MERGE = 2
+# The layouts that pictures are shown in. DeepStack wants three layers in the first chunk.
+LAYOUTS = {
+    **{name: cases.LAYOUTS[name] for name in ("1", "TP2", "TP2 SP", "PP2", "PP2 VPP2", "DP2", "CP2")},
+    **{name: cases.LAYOUTS[name] for name in ("TP2 SP CP2", "TP2 SP PP2", "PP2 CP2", "TP2 SP DP2", "PP2 DP2", "TP4 SP", "CP4")},
+    "PP2, 3 and 1": cases.Case(2, {cases.PP: 2, cases.FIRST: 3, cases.LAST: 1}),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,13 +134,20 @@ GROUPS: tuple[Group, ...] = (
     ((("a", 4, 6),), (6, 2)),
 )
 # Of two data-parallel ranks with one row each, the second has no pictures; then neither has.
-APART: tuple[Group, ...] = (((("a", 4, 6),), (5,)), ((), (3,)), ((("c", 6, 4),), (6,)), ((), (4,)), ((), (5,)), ((), (2,)), ((), (6,)), ((), (4,)))
+APART: tuple[Group, ...] = (
+    ((("a", 4, 6),), (5,)),
+    ((), (3,)),
+    ((("c", 6, 4),), (6,)),
+    ((), (4,)),
+    ((), (5,)),
+    ((), (2,)),
+    ((), (6,)),
+    ((), (4,)),
+)
 
 
 def rollout(path: str | Path, *, groups: Sequence[Group] = GROUPS, num_steps: int = 1, stale: float = 0.5) -> list[list[Sample]]:
     """Samples of so many global batches. The second completion of each group has a placeholder that was drawn."""
-    from tests.parity_cases import with_prefix
-
     model, rng, steps = load_tiny(path), np.random.default_rng(0), []
     for step in range(num_steps):
         samples: list[Sample] = []
@@ -150,7 +164,7 @@ def rollout(path: str | Path, *, groups: Sequence[Group] = GROUPS, num_steps: in
                     completion[length // 2] = IMAGE
                 place = (step, len(samples), number)
                 samples.append(_sample(rng, model, place, tokens, completion, tuple(shown), rng.random() < stale))
-            samples[first:] = with_prefix(samples[first:])
+            samples[first:] = cases.with_prefix(samples[first:])
         steps.append(samples)
     return steps
 
