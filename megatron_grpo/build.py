@@ -335,6 +335,8 @@ def build_colocated(cfg: Config, inputs: Inputs, parallel: ParallelState, *, lor
         world_size=parallel.world_size,
         lora=lora,
         experts=replayed_experts(cfg, inputs.shape),
+        eyes=inputs.eyes,
+        most_pictures=cfg.data.limit_images or inputs.most_pictures,
     )
 
 
