@@ -43,6 +43,7 @@ from megatron_grpo.policy.refused import attention_channels, machine_problems, s
 from megatron_grpo.policy.room import Role
 from megatron_grpo.policy.scorer import ModelScorer
 from megatron_grpo.policy.trains import choose_what_trains
+from megatron_grpo.policy.vision import build_tower
 from megatron_grpo.rollout.adapters import LoraPush, lora_push
 from megatron_grpo.rollout.engine import Engine, Sampler, SamplingSettings, WeightHolder
 from megatron_grpo.rollout.experts import ExpertLayers
@@ -435,7 +436,8 @@ def model_of(
 
     Raises ConfigError where the checkpoint is not this model. What is asked of the machine has been looked at (`sharing_here`).
     """
-    use_te = uses_transformer_engine(cfg.model.transformer_impl) and shape.mla is None  # policy.latent is for the local layers
+    # policy.latent is for the local layers, and positions with three axes have not been looked at in Transformer Engine's.
+    use_te = uses_transformer_engine(cfg.model.transformer_impl) and shape.mla is None and shape.vision is None
     rows = padded_vocab_size(shape, cfg)
     plain_linears = cfg.tuner.tuner_type == "lora"  # an adapter needs the input of the layer that it stands beside
     naming = "transformer_engine" if use_te and not plain_linears else "local"
@@ -447,14 +449,23 @@ def model_of(
     check_tied_head(reader)
 
     def loaded_chunks() -> list[PolicyModel]:
+        tower = tower_here(cfg, shape, parallel, model_path)
         chunks = build_chunks(
             shape, cfg.model, cfg.parallel, parallel,
-            use_te=use_te, plain_linears=plain_linears, padded_vocab_size=rows, temperature=cfg.rollout.temperature,
+            use_te=use_te, plain_linears=plain_linears, padded_vocab_size=rows, temperature=cfg.rollout.temperature, tower=tower,
         )  # fmt: skip
         exchange.load(chunks, reader)
         return chunks
 
     return exchange, loaded_chunks
+
+
+def tower_here(cfg: Config, shape: ModelShape, parallel: ParallelState, model_path: str | Path) -> torch.nn.Module | None:
+    """What sees, on ranks of the first stage; its weights are not set yet."""
+    if not parallel.is_first_stage:
+        return None
+    dtype, checkpointing = getattr(torch, cfg.model.torch_dtype), cfg.model.vit_gradient_checkpointing
+    return build_tower(shape, model_path, dtype=dtype, device=parallel.device, checkpointing=checkpointing)
 
 
 def build_policy(

@@ -9,13 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 
 OldLogprobs = Literal["on_policy", "recompute", "cached", "rollout"]
 RowKey = tuple[int, int]  # (rollout, row)
+
+
+def _none() -> np.ndarray:
+    return np.zeros(0, dtype=np.int64)
 
 
 class Extent(NamedTuple):
@@ -29,9 +33,9 @@ class Extent(NamedTuple):
 class Picture(Protocol):
     """What a picture is. Its place is kept beside it, since several contexts may show one picture at several places."""
 
-    key: str
-    grid: tuple[int, int, int]
-    merge: int
+    key: str  # equal for equal patches alone
+    grid: tuple[int, int, int]  # patches: frames, rows, columns
+    merge: int  # so many by so many patches are one token
 
     def patches(self) -> np.ndarray:
         """float32 [n, channels]."""
@@ -332,7 +336,7 @@ class MicroBatch:
 
     number: int  # its place in the pass
     token_ids: np.ndarray  # int64 [T]
-    positions: np.ndarray  # int64 [T], of each token in its context
+    positions: np.ndarray  # int64 [T], of each token in its context; [3, T] (frame, row, column) where there is a picture
     multiplicity: np.ndarray  # int64 [T]: contexts that a token stands for; 0 is alignment padding
     # They cover the stream: parents, then their children (those of one parent side by side), then those without relatives, then padding.
     segments: tuple[Segment, ...]
@@ -343,6 +347,9 @@ class MicroBatch:
     num_contexts: int
     places: np.ndarray  # int64 [tokens of all sequences, row by row]: where each lies in the stream; -1: it is not computed
     experts: np.ndarray | None = None  # int16 [T, MoE layers, k]: the experts that each token is to take; -1 routes freely
+    pictures: tuple[Picture, ...] = ()  # each once, however many contexts show it
+    picture_at: np.ndarray = field(default_factory=_none)  # int64 [n], ascending: places whose tokens are pictures'
+    picture_token: np.ndarray = field(default_factory=_none)  # int64 [n]: which of the tokens of all `pictures` stands there
 
     @property
     def is_padding(self) -> np.ndarray:

@@ -506,13 +506,13 @@ def _reference_loss(model, frozen, cfg: Config, samples: Sequence[Sample], index
     completions = []
     for s in samples:
         at = np.flatnonzero(np.arange(len(s.token_ids)) >= np.argmax(s.mask))
-        ids, targets = torch.from_numpy(s.token_ids)[None], torch.from_numpy(s.token_ids[at])
+        targets = torch.from_numpy(s.token_ids[at])
         with forced_routes(model, s.experts):
-            logp, entropy = token_logprobs(model(ids, use_cache=False).logits[0, at - 1], targets, cfg.rollout.temperature)
+            logp, entropy = token_logprobs(_logits(model, s)[at - 1], targets, cfg.rollout.temperature)
         ref = torch.zeros_like(logp)
         if frozen is not None:
             with torch.no_grad():
-                ref, _ = token_logprobs(frozen(ids, use_cache=False).logits[0, at - 1], targets, cfg.rollout.temperature)
+                ref, _ = token_logprobs(_logits(frozen, s)[at - 1], targets, cfg.rollout.temperature)
         double = lambda array, at=at: torch.from_numpy(array[at].astype(np.float64))  # noqa: E731
         completions.append(Completion(
             mask=double(s.mask), logp=logp, entropy=entropy, sampler_logp=double(s.sampler_logprobs), ref_logp=ref,
@@ -522,10 +522,21 @@ def _reference_loss(model, frozen, cfg: Config, samples: Sequence[Sample], index
     return grpo_loss(completions, cfg.grpo, cfg.rollout.max_completion_length)
 
 
+def _logits(model, sample: Sample) -> torch.Tensor:
+    """[tokens, vocabulary]."""
+    if hasattr(model.config, "vision_config"):
+        from tests.vision_cases import logits_of
+
+        return logits_of(model.get_base_model() if hasattr(model, "get_base_model") else model, sample)
+    return model(torch.from_numpy(sample.token_ids)[None], use_cache=False).logits[0]
+
+
 def in_export_names(tensors: Mapping[str, np.ndarray], path: str | Path) -> dict[str, np.ndarray]:
-    """transformers holds experts of a layer as one tensor since version 5; files, and the package, hold one tensor each."""
-    found = {}
+    """transformers holds experts of a layer as one tensor since version 5, and models that see under names of their modules; files, and the
+    package, hold one tensor each, under the Hub's names."""
+    found, tower = {}, _family(path).tower
     for name, value in tensors.items():
+        name = tower.on_the_hub(name) if tower else name
         if name.endswith("mlp.experts.gate_up_proj"):
             gate, up, _ = _expert_names(path)
             for e, both in enumerate(value):

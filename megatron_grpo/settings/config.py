@@ -90,6 +90,7 @@ class ModelConfig:
         None, "layers per recompute unit (uniform) or recomputed per stage (block)", unit="layers", at_least=1
     )
     recompute_modules: list[str] = setting(["core_attn"], "what selective recompute covers")
+    vit_gradient_checkpointing: bool = setting(True, "recompute a vision tower that trains, layer by layer")
     logprob_chunk_size: int = setting(1024, "positions whose logits exist at one time", unit="tokens", at_least=1)
     moe_aux_loss_coeff: float = setting(0.0, "load-balancing loss; only 0 is independent of the layout, others are refused")
     moe_z_loss_coeff: float | None = setting(None, "router z-loss, normalised over the global batch", at_least=0)
@@ -141,6 +142,9 @@ class TunerConfig:
         None, "push the adapter alone (true) or merged weights (false); default: the adapter where vLLM has LoRA for the model"
     )
     merge_lora: bool = setting(False, "export_hf writes the merged model besides the adapter")
+    freeze_llm: bool = setting(False, "full, of a model that sees: its text model does not train")
+    freeze_vit: bool = setting(True, "full, of a model that sees: its vision tower does not train, the aligner aside")
+    freeze_aligner: bool = setting(True, "full, of a model that sees: what turns the tower's channels into the text model's does not train")
     freeze_parameters: list[str] = setting([], "full: prefixes of Hugging Face names that do not train")
     freeze_parameters_regex: str | None = setting(None, "full: names in which this regular expression is found do not train")
     trainable_parameters: list[str] = setting([], "full: prefixes of names that train whatever freeze_parameters says")

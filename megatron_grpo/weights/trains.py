@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from megatron_grpo.errors import Problem
 from megatron_grpo.weights.names import Entry, layer_entries, outer_entries
 from megatron_grpo.weights.shape import ModelShape
+from megatron_grpo.weights.towers import Part, part_of
 
 if TYPE_CHECKING:
     from megatron_grpo.settings.config import TunerConfig
@@ -28,12 +29,20 @@ def trains(cfg: TunerConfig) -> Rule:
         return lambda name: False
     frozen = _matcher(cfg.freeze_parameters, cfg.freeze_parameters_regex)
     kept = _matcher(cfg.trainable_parameters, cfg.trainable_parameters_regex)
-    return lambda name: kept(name) or not frozen(name)
+    parts = frozen_parts(cfg)
+    return lambda name: kept(name) or not (frozen(name) or part_of(name) in parts)
 
 
-def trains_all(cfg: TunerConfig) -> bool:
+def frozen_parts(cfg: TunerConfig) -> set[Part]:
+    """What `freeze_llm`, `freeze_vit` and `freeze_aligner` take out of the training; text models have the first part alone."""
+    flags: dict[Part, bool] = {"llm": cfg.freeze_llm, "vit": cfg.freeze_vit, "aligner": cfg.freeze_aligner}
+    return {part for part, is_frozen in flags.items() if is_frozen}
+
+
+def trains_all(cfg: TunerConfig, shape: ModelShape) -> bool:
     """Whether every weight of the model trains."""
-    return cfg.tuner_type == "full" and not cfg.freeze_parameters and cfg.freeze_parameters_regex is None
+    is_whole = not cfg.freeze_llm and (shape.vision is None or not frozen_parts(cfg))
+    return is_whole and cfg.tuner_type == "full" and not cfg.freeze_parameters and cfg.freeze_parameters_regex is None
 
 
 def parameter_trains(names: Iterable[str], rule: Rule) -> bool:
@@ -53,7 +62,7 @@ def problems(cfg: TunerConfig, shape: ModelShape) -> list[Problem]:
         return []
     parameters = list(_parameters(shape))
     found = [*_lost(cfg, shape, parameters)]
-    if found or trains_all(cfg):
+    if found or trains_all(cfg, shape):
         return found
     rule = trains(cfg)
     if not any(rule(name) for parameter in parameters if not parameter.is_buffer for name in parameter.hf):
@@ -81,7 +90,7 @@ def _parameters(shape: ModelShape) -> Iterator[_Parameter]:
     for layer in range(shape.num_layers):
         for entry in layer_entries(shape, moe=shape.is_moe_layer(layer)):
             for number in range(shape.num_experts) if entry.is_expert else (0,):
-                yield named(entry, f"decoder.layers.{layer}.", f"model.layers.{layer}.", number)
+                yield named(entry, f"decoder.layers.{layer}.", shape.layer_prefix(layer), number)
 
 
 def _matcher(prefixes: Iterable[str], pattern: str | None) -> Rule:
