@@ -283,12 +283,12 @@ def places(token_ids: Sequence[int], pictures: Sequence[Picture], image_token: i
     return tuple(found)
 
 
-def shortened(token_ids: Sequence[int], shown: Sequence[tuple[int, Picture]]) -> list[int]:
-    """The other way: one token a picture, at whose places they stand. What else is the same token stays as it is."""
+def shortened(token_ids: Sequence[int], spans: Sequence[tuple[int, int]]) -> list[int]:
+    """The other way: one token a picture. spans: (first token, tokens) of each. What else is the same token stays as it is."""
     left, at = list[int](), 0
-    for place, picture in shown:
+    for place, count in spans:
         left += [*token_ids[at:place], token_ids[place]]
-        at = place + num_tokens(picture)
+        at = place + count
     return [int(token) for token in [*left, *token_ids[at:]]]
 
 

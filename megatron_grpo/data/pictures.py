@@ -28,7 +28,7 @@ MOST_PIXELS = 89_478_485  # from here on Pillow itself warns of a decompression 
 MOST_BYTES = 256 << 20  # of a file
 LARGEST_RATIO = 200  # of the longer side to the shorter one: Qwen's own bound
 # Other formats of Pillow's start programs (EPS), or are read by code that few look at.
-FORMATS = ("BMP", "GIF", "JPEG", "MPO", "PNG", "PPM", "TIFF", "WEBP")
+FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
 _BROKEN = (OSError, ValueError, SyntaxError, EOFError, IndexError, KeyError, TypeError, OverflowError, struct.error, zlib.error)
 _SIDEWAYS = (5, 6, 7, 8)  # EXIF orientations that swap height and width
 _ORIENTATION = 0x0112
@@ -130,7 +130,7 @@ def _require_file(path: Path) -> None:
 
 @contextmanager
 def _opened(stream: Any) -> Iterator[Image]:
-    from PIL import Image
+    from PIL import Image, TiffImagePlugin, WebPImagePlugin  # noqa: F401 - the two that Pillow would not know without
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of bombs, which are refused below, and of damaged metadata

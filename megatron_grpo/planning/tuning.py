@@ -100,9 +100,7 @@ class Tuning:
         elif cfg.grpo.beta > 0 and tuner.adapters:
             reference = adapters  # as the run began
         push = lora_push(cfg, shape, on_gpu=None)
-        return cls(
-            trains=rule, rows=rows, size=size, text_prefix=shape.text_prefix, adapters=adapters, reference=reference, push=push
-        )
+        return cls(trains=rule, rows=rows, size=size, text_prefix=shape.text_prefix, adapters=adapters, reference=reference, push=push)
 
     @property
     def pushes_adapters(self) -> bool:

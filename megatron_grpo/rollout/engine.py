@@ -151,7 +151,8 @@ class WeightHolder(Protocol):
         """
 
     def probes(self) -> list[Scored]:
-        """Sequences of one context to score after a push: the same on every rank and at every call. Some show a picture, if the model sees."""
+        """Sequences of one context to score after a push: the same on every rank and at every call. If the model sees, some show a
+        picture."""
 
     def scores(self, sequences: Sequence[Scored]) -> Mapping[str, list[list[float]]]:
         """Of each engine that this rank speaks for, by its name: log p(token t | tokens before t) at temperature 1, for t = 1, 2, ... of

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megatron_grpo.data.album import key_of, num_tokens
+from megatron_grpo.data.album import key_of
 from megatron_grpo.data.pictures import decoded
 from megatron_grpo.types import Sequence, whole
 
@@ -36,6 +36,10 @@ class DrawnPicture:
     @property
     def merge(self) -> int:
         return self.eyes.merge
+
+    @property
+    def num_tokens(self) -> int:
+        return self.eyes.tokens(self.grid)
 
     @cached_property
     def key(self) -> str:
@@ -81,5 +85,5 @@ def _showing(tokens: list[int], picture: DrawnPicture) -> Sequence:
     """The picture in the midst, so that there are words behind it to see it."""
     begin, end = picture.eyes.around
     place = len(tokens) // 3
-    there = [begin, *[picture.eyes.image_token] * num_tokens(picture), end]
+    there = [begin, *[picture.eyes.image_token] * picture.num_tokens, end]
     return whole([*tokens[:place], *there, *tokens[place:]], shown=((place + 1, picture),))

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
-from megatron_grpo.data.album import shortened
+from megatron_grpo.data.album import num_tokens, shortened
 from megatron_grpo.data.eyes import Eyes
 from megatron_grpo.data.pictures import decoded
 from megatron_grpo.types import Picture
@@ -64,9 +64,14 @@ def prompt_of(token_ids: Sequence[int], shown: Shown) -> dict[str, Any]:
     """What vLLM is given for a prompt in its long form. Raises ConfigError where a picture cannot be read any more."""
     if not shown:
         return {"prompt_token_ids": [int(token) for token in token_ids]}
-    images = [decoded(picture.data()) for _, picture in shown]
+    spans = [(place, num_tokens(picture)) for place, picture in shown]
+    return prompt_with(token_ids, spans, [decoded(picture.data()) for _, picture in shown])
+
+
+def prompt_with(token_ids: Sequence[int], spans: Sequence[tuple[int, int]], images: Sequence[Any], **more: Any) -> dict[str, Any]:
+    """The same of pictures that are decoded already. spans: (first token, tokens) of each. more: vLLM's own keys of a prompt."""
     # Long ids beside raw pictures would be expanded once more, without a word.
-    return {"prompt_token_ids": shortened(token_ids, shown), "multi_modal_data": {"image": images}}
+    return {"prompt_token_ids": shortened(token_ids, spans), "multi_modal_data": {"image": list(images)}, **more}
 
 
 def difference(output: Any, token_ids: Sequence[int]) -> str | None:

@@ -178,7 +178,9 @@ def text_config(config: Config) -> Config:
         raise ConfigError([Problem(flags=("model",), message=f"config.json: text_config must hold named values, it is {inner!r}.")])
     twice = [key for key in _SAID_TWICE if config.get(key) is not None and inner.get(key) is not None]
     problems = [
-        Problem(flags=("model",), message=f"config.json: {key} is {config[key]!r}, and {inner[key]!r} in its text_config. Keep one of them.")
+        Problem(
+            flags=("model",), message=f"config.json: {key} is {config[key]!r}, and {inner[key]!r} in its text_config. Keep one of them."
+        )
         for key in twice
         if config[key] != inner[key]
     ]

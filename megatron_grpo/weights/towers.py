@@ -51,7 +51,9 @@ class Tower:
         return name
 
 
-def _shape(vision: Config, config: Config, *, width: int, ffn: int, num_positions: int = 0, num_deepstack: int = 0, patch: int) -> VisionShape:
+def _shape(
+    vision: Config, config: Config, *, width: int, ffn: int, num_positions: int = 0, num_deepstack: int = 0, patch: int
+) -> VisionShape:
     side = vision.get("patch_size", patch)
     return VisionShape(
         depth=vision["depth"],
@@ -78,7 +80,13 @@ def qwen3_vl(vision: Config, config: Config) -> VisionShape:
     deep = vision.get("deepstack_visual_indexes", (8, 16, 24))
     positions = vision.get("num_position_embeddings", 2304)
     return _shape(
-        vision, config, width=vision["hidden_size"], ffn=vision["intermediate_size"], num_positions=positions, num_deepstack=len(deep), patch=16
+        vision,
+        config,
+        width=vision["hidden_size"],
+        ffn=vision["intermediate_size"],
+        num_positions=positions,
+        num_deepstack=len(deep),
+        patch=16,
     )
 
 

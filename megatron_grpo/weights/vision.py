@@ -35,10 +35,14 @@ def with_axes(rope: RopeShape, config: Config, family: Family, require: Require)
         require(False, f"mrope_section must be three whole numbers, it is {sections!r}.")
         return rope
     sections = tuple(sections)
-    require(sum(sections) == rope.dim // 2, f"mrope_section ({sections}) must have a sum of head_dim / 2 ({rope.dim // 2}): {sum(sections)}.")
+    require(
+        sum(sections) == rope.dim // 2, f"mrope_section ({sections}) must have a sum of head_dim / 2 ({rope.dim // 2}): {sum(sections)}."
+    )
     interleaved = family.tower.interleaved_axes
     given = _said_once(config, "mrope_interleaved", require)
-    require(given in (None, interleaved), f"mrope_interleaved is {given}; in {config['architectures'][0]} it is {str(interleaved).lower()}.")
+    require(
+        given in (None, interleaved), f"mrope_interleaved is {given}; in {config['architectures'][0]} it is {str(interleaved).lower()}."
+    )
     return replace(rope, sections=sections, interleaved=interleaved)
 
 
@@ -56,7 +60,10 @@ def vision_of(config: Config, family: Family, require: Require, *, hidden: int) 
         return None
     numbers = {"depth": shape.depth, "channels": shape.width, "spatial_merge_size": shape.merge, "image_token_id": shape.image_token}
     for name, value in {**numbers, "patch_size": shape.patch[-1]}.items():
-        require(isinstance(value, int) and not isinstance(value, bool) and value > 0, f"the tower's {name} must be a positive whole number, it is {value!r}.")
+        require(
+            isinstance(value, int) and not isinstance(value, bool) and value > 0,
+            f"the tower's {name} must be a positive whole number, it is {value!r}.",
+        )
     # Qwen2-VL calls its own channels embed_dim, and the text model's hidden_size.
     out = vision.get("out_hidden_size", vision.get("hidden_size") if "embed_dim" in vision else hidden)
     require(out == hidden, f"the tower gives tokens of {out} channels, and the text model takes {hidden}.")
@@ -78,4 +85,8 @@ def _said_once(config: Config, key: str, require: Require) -> Any:
 
 
 def _are_sections(value: Any) -> bool:
-    return isinstance(value, (list, tuple)) and len(value) == 3 and all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in value)
+    return (
+        isinstance(value, (list, tuple))
+        and len(value) == 3
+        and all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in value)
+    )
