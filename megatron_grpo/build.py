@@ -337,6 +337,8 @@ def build_colocated(cfg: Config, inputs: Inputs, parallel: ParallelState, *, lor
         world_size=parallel.world_size,
         lora=lora,
         experts=replayed_experts(cfg, inputs.shape),
+        eyes=inputs.eyes,
+        most_pictures=cfg.data.limit_images or inputs.most_pictures,
     )
 
 
@@ -354,9 +356,10 @@ def build_servers(cfg: Config, inputs: Inputs, parallel: ParallelState, *, lora:
         model_path=inputs.model_path,
         shape=inputs.shape,
         output_dir=Path(cfg.run.output_dir),
-        needs=needs_of(cfg, inputs.longest_prompt, lora),
+        needs=needs_of(cfg, inputs.longest_prompt, lora, eyes=inputs.eyes, most_pictures=inputs.most_pictures),
         device=parallel.device,
         lora=lora,
+        eyes=inputs.eyes,
     )
 
 

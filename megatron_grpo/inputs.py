@@ -31,6 +31,7 @@ from megatron_grpo.weights.stored import stored_names
 
 if TYPE_CHECKING:
     from megatron_grpo.checkpoint.resume import Resume
+    from megatron_grpo.data.eyes import Eyes
     from megatron_grpo.data.prompts import PromptRows, PromptStream
 
 
@@ -46,12 +47,18 @@ class Inputs:
     prompts: PromptStream
     held_out: PromptStream | None
     rewards: list[RewardFunction]
+    eyes: Eyes | None  # of a model that sees
     resume: Resume  # how the run begins
 
     @property
     def longest_prompt(self) -> int:
         """Tokens."""
         return max(stream.longest_prompt for stream in (self.prompts, self.held_out) if stream is not None)
+
+    @property
+    def most_pictures(self) -> int:
+        """Of a prompt."""
+        return max(stream.rows.most_pictures for stream in (self.prompts, self.held_out) if stream is not None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +70,7 @@ class Found:
     prompts: PromptStream | PromptRows | None
     held_out: PromptStream | PromptRows | None
     rewards: list[RewardFunction]
+    eyes: Eyes | None = None
 
 
 def read_everything(parsed: Parsed, *, has_sampler: bool = False) -> tuple[Plan, Inputs]:
@@ -235,11 +243,14 @@ def read_inputs(cfg: Config, left_out: Collection[str] = ()) -> Found:
         problems.add(_bases_of_adapters(cfg, model_path))
     if shape and "tokenizer" not in left_out:
         tokenizer = problems.attempt(partial(load_tokenizer, str(model_path)))
+    sight = Sight(None, is_blind=False)  # nobody knows
+    if model_path and shape:
+        sight = problems.attempt(lambda: _sight_of(cfg, model_path, left_out)) or sight
     prompts = held_out = None
     if "dataset" not in left_out:
-        prompts = problems.attempt(lambda: _read_data(cfg, tokenizer, "dataset"))
+        prompts = problems.attempt(lambda: _read_data(cfg, tokenizer, "dataset", sight))
     if cfg.eval.eval_dataset and "eval_dataset" not in left_out:
-        held_out = problems.attempt(lambda: _read_data(cfg, tokenizer, "eval_dataset"))
+        held_out = problems.attempt(lambda: _read_data(cfg, tokenizer, "eval_dataset", sight))
     rewards = [] if "rewards" in left_out else problems.attempt(partial(load_rewards, cfg, left_out=left_out))
     if rewards and (rows := _rows_of(prompts)):
         problems.attempt(partial(check_columns, rewards, rows.column_names()))
@@ -252,7 +263,7 @@ def read_inputs(cfg: Config, left_out: Collection[str] = ()) -> Found:
     if problems or rewards is None:
         close_rewards(rewards or [])
         raise ConfigError(problems)
-    return Found(model_path=model_path, shape=shape, prompts=prompts, held_out=held_out, rewards=rewards)
+    return Found(model_path=model_path, shape=shape, prompts=prompts, held_out=held_out, rewards=rewards, eyes=sight.eyes)
 
 
 def _servers(cfg: Config, shape: ModelShape, longest_prompt: int) -> list[Problem]:
@@ -271,16 +282,37 @@ def _bases_of_adapters(cfg: Config, model_path: Path) -> list[Problem]:
     return [problem for flag, directory in named.items() if directory for problem in base_problems(directory, model_path, flag=flag)]
 
 
-def _read_data(cfg: Config, tokenizer: Any, flag: str) -> PromptStream | PromptRows:
+@dataclass(frozen=True, slots=True)
+class Sight:
+    """What is known of a model's eyes."""
+
+    eyes: Eyes | None
+    is_blind: bool  # it has none
+
+
+def _sight_of(cfg: Config, model_path: Path, left_out: Collection[str]) -> Sight:
+    from megatron_grpo.data.eyes import eyes_of, sees
+    from megatron_grpo.weights.shape import read_config
+
+    if not sees(read_config(model_path)):
+        return Sight(None, is_blind=True)
+    is_config_alone = "weights" in left_out and not (model_path / "preprocessor_config.json").exists()
+    return Sight(None if is_config_alone else eyes_of(cfg.data, model_path), is_blind=False)
+
+
+def _read_data(cfg: Config, tokenizer: Any, flag: str, sight: Sight) -> PromptStream | PromptRows:
     """A data set as a stream of prompts; without a tokenizer its rows, which can be looked at all the same."""
-    from megatron_grpo.data.prompts import load_rows, open_stream
+    from megatron_grpo.data.prompts import check_pictures, load_rows, open_stream
+    from megatron_grpo.data.tokens import FEW
 
     held_out = flag == "eval_dataset"
     dataset = cfg.eval.eval_dataset if held_out else cfg.data.dataset
     if not tokenizer:
-        return load_rows(cfg.data, dataset=dataset, flag=flag)
+        rows = load_rows(cfg.data, dataset=dataset, flag=flag, eyes=sight.eyes, is_blind=sight.is_blind)
+        check_pictures(rows, at_most=FEW)
+        return rows
     seed, shuffle = (0, False) if held_out else (cfg.run.seed, None)
-    return open_stream(cfg.data, tokenizer, dataset=dataset, flag=flag, seed=seed, shuffle=shuffle)
+    return open_stream(cfg.data, tokenizer, dataset=dataset, flag=flag, seed=seed, shuffle=shuffle, eyes=sight.eyes)
 
 
 def check_report_to(cfg: Config) -> None:

@@ -40,6 +40,9 @@ class Picture(Protocol):
     def patches(self) -> np.ndarray:
         """float32 [n, channels]."""
 
+    def data(self) -> bytes:
+        """Of its file: what a sampler decodes by itself."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
@@ -85,10 +88,10 @@ class Sequence:
         return spread
 
 
-def whole(tokens: SequenceOf[int]) -> Sequence:
+def whole(tokens: SequenceOf[int], shown: tuple[tuple[int, Picture], ...] = ()) -> Sequence:
     """A sequence of one context in which every token but the first is to be scored."""
     token_ids = np.asarray(tokens, dtype=np.int64)
-    return Sequence(token_ids=token_ids, mask=np.arange(len(token_ids)) > 0)
+    return Sequence(token_ids=token_ids, mask=np.arange(len(token_ids)) > 0, shown=shown)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -132,8 +135,10 @@ def answered(
     ended: str,
     version: int,
     experts: np.ndarray | None = None,
+    shown: tuple[tuple[int, Picture], ...] = (),
 ) -> Completion:
-    """The completion that is one answer to one prompt. Raises ValueError where tokens and log-probs are not as many."""
+    """The completion that is one answer to one prompt, which shows these pictures. Raises ValueError where tokens and log-probs are not
+    as many."""
     if len(token_ids) != len(logprobs):
         raise ValueError(f"{len(logprobs)} log-probs for {len(token_ids)} tokens")
     opening = len(prompt_ids)
@@ -141,7 +146,7 @@ def answered(
     values = np.zeros(len(tokens), dtype=np.float32)
     values[opening:] = logprobs
     return Completion(
-        sequence=Sequence(token_ids=tokens, mask=np.arange(len(tokens)) >= opening, experts=experts),
+        sequence=Sequence(token_ids=tokens, mask=np.arange(len(tokens)) >= opening, shown=shown, experts=experts),
         logprobs=values,
         text=text,
         ended=ended,

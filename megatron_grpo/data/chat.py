@@ -7,9 +7,14 @@ chat template. A reward gets a string back for a string, and `[{"role": "assista
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from megatron_grpo.data.album import TAG, expanded, with_parts
 from megatron_grpo.errors import ConfigError, Problem
+
+if TYPE_CHECKING:
+    from megatron_grpo.data.eyes import Eyes
+    from megatron_grpo.types import Picture
 
 Raw = str | Sequence[Mapping[str, Any]]
 
@@ -31,15 +36,21 @@ def load_tokenizer(path: str) -> Any:
     return tokenizer
 
 
-def encode_prompt(tokenizer: Any, raw: Raw, *, system: str | None = None, enable_thinking: bool | None = None) -> tuple[int, ...]:
-    """Token ids of one prompt, ready to be continued by the model.
+def encode_prompt(
+    tokenizer: Any, raw: Raw, *, system: str | None = None, enable_thinking: bool | None = None, eyes: Eyes | None = None
+) -> tuple[int, ...]:
+    """Token ids of one prompt, ready to be continued by the model. A picture is one of them.
 
-    raw: a string, or chat messages. `system` is put before messages that have no system message of their own; a string prompt has no
-    place for it. Messages that end with an assistant turn are left open, so that the model continues that turn (TRL's prefill).
+    raw: a string, or chat messages. eyes: of a model that sees. `system` is put before messages that have no system message of their own;
+    a string prompt has no place for it. Messages that end with an assistant turn are left open, so that the model continues that turn (TRL's
+    prefill).
     """
     if isinstance(raw, str):
-        return tuple(tokenizer(raw)["input_ids"])
-    messages = [dict(message) | {"content": text_of_parts(message["content"])} for message in raw]
+        begin, end = eyes.around if eyes else (0, 0)
+        tokens = tokenizer.convert_ids_to_tokens([begin, eyes.image_token, end]) if eyes else []
+        return tuple(tokenizer(raw.replace(TAG, "".join(tokens)) if eyes else raw)["input_ids"])
+    content_of = with_parts if eyes else text_of_parts
+    messages = [dict(message) | {"content": content_of(message["content"])} for message in raw]
     if system is not None and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": system})
     prefill = messages[-1]["role"] == "assistant"
@@ -59,13 +70,27 @@ def text_of_parts(content: Any) -> Any:
 
 
 class PromptEncoder:
-    """`encode_prompt` with a run's settings filled in; what `PromptStream` calls. Left truncation happens here, where it is asked for."""
+    """`encode_prompt` with a run's settings filled in; what `PromptStream` calls. Left truncation happens here, where it is asked for.
 
-    def __init__(self, tokenizer: Any, *, system: str | None = None, enable_thinking: bool | None = None, keep_last: int | None = None):
+    eyes: of a model that sees. Then each picture becomes as many tokens as it has.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        system: str | None = None,
+        enable_thinking: bool | None = None,
+        keep_last: int | None = None,
+        eyes: Eyes | None = None,
+    ):
         self.tokenizer, self.system, self.enable_thinking, self.keep_last = tokenizer, system, enable_thinking, keep_last
+        self.eyes = eyes
 
-    def __call__(self, raw: Raw) -> tuple[int, ...]:
-        token_ids = encode_prompt(self.tokenizer, raw, system=self.system, enable_thinking=self.enable_thinking)
+    def __call__(self, raw: Raw, pictures: Sequence[Picture] = ()) -> tuple[int, ...]:
+        token_ids = encode_prompt(self.tokenizer, raw, system=self.system, enable_thinking=self.enable_thinking, eyes=self.eyes)
+        if self.eyes is not None:
+            token_ids = tuple(expanded(token_ids, pictures, self.eyes.image_token))
         return token_ids if self.keep_last is None else token_ids[-self.keep_last :]
 
 

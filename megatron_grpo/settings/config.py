@@ -215,6 +215,14 @@ class DataConfig:
     enable_thinking: bool | None = setting(None, "handed to the chat template where it knows it")
     dataset_shuffle: bool = setting(True, "seeded permutation per epoch; false keeps file order")
     load_from_cache_file: bool = setting(True, "tokenise a data set once a machine, into the user's cache directory")
+    data_root: str | None = setting(None, "paths of pictures are inside this directory (default: that of the data set)")
+    max_pixels: int | None = setting(
+        None, "larger pictures are made smaller (default: the variable MAX_PIXELS, else the model's own)", unit="pixels", at_least=1
+    )
+    min_pixels: int | None = setting(
+        None, "smaller pictures are made larger (default: the variable MIN_PIXELS, else the model's own)", unit="pixels", at_least=1
+    )
+    limit_images: int | None = setting(None, "most pictures of a prompt (default: as many as the data have)", unit="pictures", at_least=1)
 
 
 @dataclass(frozen=True, kw_only=True)
