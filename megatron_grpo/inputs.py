@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from megatron_grpo import launcher
 from megatron_grpo.data.chat import load_tokenizer
 from megatron_grpo.data.files import is_path
+from megatron_grpo.environments.loading import EPISODE_COLUMNS, load_environment
+from megatron_grpo.environments.protocol import Environment
 from megatron_grpo.errors import ConfigError, Problem
 from megatron_grpo.planning.check import Checked, check_parsed
 from megatron_grpo.planning.command import Plan, make_plan
@@ -48,6 +50,7 @@ class Inputs:
     held_out: PromptStream | None
     rewards: list[RewardFunction]
     eyes: Eyes | None  # of a model that sees
+    environment: type[Environment] | None  # whose objects are episodes, where completions are
     resume: Resume  # how the run begins
 
     @property
@@ -70,6 +73,7 @@ class Found:
     prompts: PromptStream | PromptRows | None
     held_out: PromptStream | PromptRows | None
     rewards: list[RewardFunction]
+    environment: type[Environment] | None = None
     eyes: Eyes | None = None
 
 
@@ -123,6 +127,9 @@ def _left_out(cfg: Config) -> dict[str, str]:
     if _is_guest(cfg, "reward_funcs"):
         absent = [spec for spec in rewards.reward_funcs if not may_be_here(spec)]
         parts |= {spec: f"the reward {spec} (not on this machine)" for spec in absent}
+    specs = [spec for spec in (cfg.turns.environment, *cfg.turns.tools) if spec and ":" in spec]
+    if (_is_guest(cfg, "environment") or _is_guest(cfg, "tools")) and not all(map(may_be_here, specs)):
+        parts |= {"environment": f"the environment ({', '.join(specs)} is not on this machine)"}
     if _is_guest(cfg, "report_to"):
         parts |= {"report_to": f"whether {' and '.join(cfg.run.report_to)} can be reported to"}
     return parts
@@ -246,14 +253,15 @@ def read_inputs(cfg: Config, left_out: Collection[str] = ()) -> Found:
     sight = Sight(None, is_blind=False)  # nobody knows
     if model_path and shape:
         sight = problems.attempt(lambda: _sight_of(cfg, model_path, left_out)) or sight
+    environment = None if "environment" in left_out else problems.attempt(partial(load_environment, cfg, tokenizer))
     prompts = held_out = None
     if "dataset" not in left_out:
-        prompts = problems.attempt(lambda: _read_data(cfg, tokenizer, "dataset", sight))
+        prompts = problems.attempt(lambda: _read_data(cfg, tokenizer, "dataset", sight, environment))
     if cfg.eval.eval_dataset and "eval_dataset" not in left_out:
-        held_out = problems.attempt(lambda: _read_data(cfg, tokenizer, "eval_dataset", sight))
+        held_out = problems.attempt(lambda: _read_data(cfg, tokenizer, "eval_dataset", sight, environment))
     rewards = [] if "rewards" in left_out else problems.attempt(partial(load_rewards, cfg, left_out=left_out))
     if rewards and (rows := _rows_of(prompts)):
-        problems.attempt(partial(check_columns, rewards, rows.column_names()))
+        problems.attempt(partial(check_columns, rewards, _columns(cfg, rows)))
     for found, flag in ((prompts, "dataset"), (held_out, "eval_dataset")):
         if shape and tokenizer and (rows := _rows_of(found)):
             problems.add(_lengths_of_data(cfg, shape, rows, flag))
@@ -263,7 +271,20 @@ def read_inputs(cfg: Config, left_out: Collection[str] = ()) -> Found:
     if problems or rewards is None:
         close_rewards(rewards or [])
         raise ConfigError(problems)
-    return Found(model_path=model_path, shape=shape, prompts=prompts, held_out=held_out, rewards=rewards, eyes=sight.eyes)
+    return Found(
+        model_path=model_path, shape=shape, prompts=prompts, held_out=held_out, rewards=rewards, environment=environment, eyes=sight.eyes
+    )
+
+
+def _columns(cfg: Config, rows: PromptRows) -> tuple[str, ...]:
+    """What rewards can count on: columns of the data, and of episodes. Raises ConfigError where a name means both."""
+    names = rows.column_names()
+    if not cfg.turns.plays:
+        return names
+    if both := [name for name in names if name in EPISODE_COLUMNS]:
+        message = f"the data set has the column {', '.join(both)}, and rewards get that name of an episode. Give the column another one."
+        raise ConfigError([Problem(flags=("dataset",), message=message)])
+    return (*names, *EPISODE_COLUMNS)
 
 
 def _servers(cfg: Config, shape: ModelShape, longest_prompt: int) -> list[Problem]:
@@ -300,7 +321,7 @@ def _sight_of(cfg: Config, model_path: Path, left_out: Collection[str]) -> Sight
     return Sight(None if is_config_alone else eyes_of(cfg.data, model_path), is_blind=False)
 
 
-def _read_data(cfg: Config, tokenizer: Any, flag: str, sight: Sight) -> PromptStream | PromptRows:
+def _read_data(cfg: Config, tokenizer: Any, flag: str, sight: Sight, environment: type[Environment] | None) -> PromptStream | PromptRows:
     """A data set as a stream of prompts; without a tokenizer its rows, which can be looked at all the same."""
     from megatron_grpo.data.prompts import check_pictures, load_rows, open_stream
     from megatron_grpo.data.tokens import FEW
@@ -312,7 +333,8 @@ def _read_data(cfg: Config, tokenizer: Any, flag: str, sight: Sight) -> PromptSt
         check_pictures(rows, at_most=FEW)
         return rows
     seed, shuffle = (0, False) if held_out else (cfg.run.seed, None)
-    return open_stream(cfg.data, tokenizer, dataset=dataset, flag=flag, seed=seed, shuffle=shuffle, eyes=sight.eyes)
+    tools = None if environment is None else environment.tools
+    return open_stream(cfg.data, tokenizer, dataset=dataset, flag=flag, seed=seed, shuffle=shuffle, eyes=sight.eyes, tools=tools)
 
 
 def check_report_to(cfg: Config) -> None:

@@ -63,8 +63,11 @@ def worst(model, engine, prompts, *, seed=0):
     at_tokens = max(np.abs((hf_logprobs(model, one.sequence, 0.9) - one.logprobs[1:])[one.sequence.mask[1:]]).max() for one in drawn)
     probes = engine.probes()
     found = [np.abs(hf_logprobs(model, probe) - scores).max() for probe, scores in zip(probes, engine.score(probes), strict=True)]
-    return at_tokens, max(one for one, probe in zip(found, probes, strict=True) if probe.shown), max(
-        one for one, probe in zip(found, probes, strict=True) if not probe.shown)
+    return (
+        at_tokens,
+        max(one for one, probe in zip(found, probes, strict=True) if probe.shown),
+        max(one for one, probe in zip(found, probes, strict=True) if not probe.shown),
+    )
 
 
 def test_engine(folder):
@@ -86,7 +89,10 @@ def test_engine(folder):
             engine.take(WeightUpdate(kind="weights", version=version, tensors=iter(tensors.items()), moves_tower=tower))
             with torch.no_grad():
                 mine = model.state_dict()
-                names = {n: next(k for k in mine if k.replace("model.language_model.", "model.").replace("model.visual", "visual") == n) for n in tensors}
+                names = {
+                    n: next(k for k in mine if k.replace("model.language_model.", "model.").replace("model.visual", "visual") == n)
+                    for n in tensors
+                }
                 for n, t in tensors.items():
                     mine[names[n]].copy_(t)
 
