@@ -12,7 +12,7 @@ from contextlib import redirect_stdout
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from megatron_grpo import launcher
 from megatron_grpo.data.chat import load_tokenizer
@@ -24,6 +24,7 @@ from megatron_grpo.rewards.loading import check_columns, close_rewards, load_rew
 from megatron_grpo.rewards.protocol import RewardFunction
 from megatron_grpo.settings import Parsed
 from megatron_grpo.settings.config import Config
+from megatron_grpo.settings.evaluation import flag_of, sets_of
 from megatron_grpo.settings.read import COMMAND_LINE
 from megatron_grpo.weights.fit import length_problems
 from megatron_grpo.weights.shape import ModelShape
@@ -38,20 +39,32 @@ _ADAPTERS = ("adapters", "ref_adapters")  # settings that name a directory of PE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Inputs:
-    """Everything here has been looked at and can be used."""
+class Looked:
+    """What an evaluation needs. Everything here has been looked at and can be used."""
 
     model_path: Path
     shape: ModelShape
-    prompts: PromptStream
-    held_out: PromptStream | None
+    held_out: Mapping[str, PromptStream]  # sets by name
     rewards: list[RewardFunction]
-    resume: Resume  # how the run begins
 
     @property
     def longest_prompt(self) -> int:
         """Tokens."""
-        return max(stream.longest_prompt for stream in (self.prompts, self.held_out) if stream is not None)
+        return max(stream.longest_prompt for stream in self._streams())
+
+    def _streams(self) -> list[PromptStream]:
+        return list(self.held_out.values())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inputs(Looked):
+    """What a run needs."""
+
+    prompts: PromptStream
+    resume: Resume  # how the run begins
+
+    def _streams(self) -> list[PromptStream]:
+        return [self.prompts, *self.held_out.values()]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +74,7 @@ class Found:
     model_path: Path | None
     shape: ModelShape | None
     prompts: PromptStream | PromptRows | None
-    held_out: PromptStream | PromptRows | None
+    held_out: Mapping[str, PromptStream | PromptRows]
     rewards: list[RewardFunction]
 
 
@@ -103,9 +116,11 @@ def _left_out(cfg: Config) -> dict[str, str]:
         directory = getattr(cfg.tuner, flag)
         if directory and _is_guest(cfg, flag) and not Path(directory).exists():
             parts |= {flag: f"{flag} ({directory} is not on this machine): ranks and targets are taken from the settings"}
-    for flag, name in (("dataset", cfg.data.dataset), ("eval_dataset", cfg.eval.eval_dataset)):
-        if _is_elsewhere(cfg, flag, name):
-            parts |= {flag: f"the rows of {flag} ({name} is not on this machine)"}
+    if _is_elsewhere(cfg, "dataset", cfg.data.dataset):
+        parts |= {"dataset": f"the rows of dataset ({cfg.data.dataset} is not on this machine)"}
+    for name, where in sets_of(cfg).items():
+        if _is_elsewhere(cfg, flag_of(name, cfg), where):
+            parts |= {part_of(name): f"the rows of {flag_of(name, cfg)} ({where} is not on this machine)"}
     if not cfg.data.dataset:
         parts |= {"dataset": "the data set (none given)"}
     if not rewards.reward_funcs:
@@ -235,24 +250,62 @@ def read_inputs(cfg: Config, left_out: Collection[str] = ()) -> Found:
         problems.add(_bases_of_adapters(cfg, model_path))
     if shape and "tokenizer" not in left_out:
         tokenizer = problems.attempt(partial(load_tokenizer, str(model_path)))
-    prompts = held_out = None
-    if "dataset" not in left_out:
-        prompts = problems.attempt(lambda: _read_data(cfg, tokenizer, "dataset"))
-    if cfg.eval.eval_dataset and "eval_dataset" not in left_out:
-        held_out = problems.attempt(lambda: _read_data(cfg, tokenizer, "eval_dataset"))
+    prompts = None if "dataset" in left_out else problems.attempt(lambda: _read_data(cfg, tokenizer))
+    held_out = _read_held_out(cfg, tokenizer, left_out, problems)
     rewards = [] if "rewards" in left_out else problems.attempt(partial(load_rewards, cfg, left_out=left_out))
-    if rewards and (rows := _rows_of(prompts)):
-        problems.attempt(partial(check_columns, rewards, rows.column_names()))
-    for found, flag in ((prompts, "dataset"), (held_out, "eval_dataset")):
-        if shape and tokenizer and (rows := _rows_of(found)):
-            problems.add(_lengths_of_data(cfg, shape, rows, flag))
+    every = [("dataset", prompts), *((flag_of(name, cfg), found) for name, found in held_out.items())]
+    looked = [(flag, rows) for flag, found in every if (rows := _rows_of(found))]
+    _look_at_rows(cfg, shape if tokenizer else None, rewards or [], looked, problems)
     if cfg.rollout.vllm_mode == "server" and shape and "servers" not in left_out and launcher.read().rank == 0:
-        longest = max((rows.longest_prompt or 0 for found in (prompts, held_out) if (rows := _rows_of(found))), default=0)
+        longest = max((rows.longest_prompt or 0 for _, rows in looked), default=0)
         problems.add(problems.attempt(partial(_servers, cfg, shape, longest)) or [])
     if problems or rewards is None:
         close_rewards(rewards or [])
         raise ConfigError(problems)
     return Found(model_path=model_path, shape=shape, prompts=prompts, held_out=held_out, rewards=rewards)
+
+
+def read_to_evaluate(cfg: Config) -> Looked:
+    """For `eval`: model, held-out sets and rewards. Raises ConfigError with the problems of all of them at once."""
+    problems = _Problems()
+    shape = tokenizer = None
+    model_path = problems.attempt(partial(find_model, cfg.model.model))
+    if model_path:
+        shape = problems.attempt(partial(ModelShape.from_pretrained, model_path))
+        problems.attempt(partial(stored_names, model_path))
+    if model_path and shape and cfg.tuner.tuner_type == "lora":
+        problems.add(_bases_of_adapters(cfg, model_path))
+    if shape:
+        tokenizer = problems.attempt(partial(load_tokenizer, str(model_path)))
+    held_out = _read_held_out(cfg, tokenizer, (), problems)
+    rewards = problems.attempt(partial(load_rewards, cfg))
+    looked = [(flag_of(name, cfg), rows) for name, found in held_out.items() if (rows := _rows_of(found))]
+    _look_at_rows(cfg, shape if tokenizer else None, rewards or [], looked, problems)
+    if problems or model_path is None or shape is None or rewards is None:
+        close_rewards(rewards or [])
+        raise ConfigError(problems)
+    return Looked(model_path=model_path, shape=shape, held_out=cast("Mapping[str, PromptStream]", held_out), rewards=rewards)
+
+
+def _read_held_out(cfg: Config, tokenizer: Any, left_out: Collection[str], problems: _Problems) -> dict[str, PromptStream | PromptRows]:
+    read = {name: problems.attempt(partial(_read_data, cfg, tokenizer, name)) for name in sets_of(cfg) if part_of(name) not in left_out}
+    return {name: found for name, found in read.items() if found is not None}
+
+
+def part_of(name: str) -> str:
+    """What stands for a held-out set among the parts that are left out."""
+    return f"held-out set {name}"
+
+
+def _look_at_rows(
+    cfg: Config, shape: ModelShape | None, rewards: list[RewardFunction], looked: list[tuple[str, PromptRows]], problems: _Problems
+) -> None:
+    """Whether rewards find their columns in every set, and prompts their place in the model. looked: (setting, rows)."""
+    for flag, rows in looked:
+        if rewards:
+            problems.attempt(partial(check_columns, rewards, rows.column_names(), flag=flag))
+        if shape:
+            problems.add(_lengths_of_data(cfg, shape, rows, flag))
 
 
 def _servers(cfg: Config, shape: ModelShape, longest_prompt: int) -> list[Problem]:
@@ -271,15 +324,15 @@ def _bases_of_adapters(cfg: Config, model_path: Path) -> list[Problem]:
     return [problem for flag, directory in named.items() if directory for problem in base_problems(directory, model_path, flag=flag)]
 
 
-def _read_data(cfg: Config, tokenizer: Any, flag: str) -> PromptStream | PromptRows:
-    """A data set as a stream of prompts; without a tokenizer its rows, which can be looked at all the same."""
+def _read_data(cfg: Config, tokenizer: Any, held_out: str | None = None) -> PromptStream | PromptRows:
+    """A data set as a stream of prompts; without a tokenizer its rows, which can be looked at all the same. held_out: name of a set."""
     from megatron_grpo.data.prompts import load_rows, open_stream
 
-    held_out = flag == "eval_dataset"
-    dataset = cfg.eval.eval_dataset if held_out else cfg.data.dataset
+    flag = "dataset" if held_out is None else flag_of(held_out, cfg)
+    dataset = cfg.data.dataset if held_out is None else sets_of(cfg)[held_out]
     if not tokenizer:
         return load_rows(cfg.data, dataset=dataset, flag=flag)
-    seed, shuffle = (0, False) if held_out else (cfg.run.seed, None)
+    seed, shuffle = (cfg.run.seed, None) if held_out is None else (0, False)
     return open_stream(cfg.data, tokenizer, dataset=dataset, flag=flag, seed=seed, shuffle=shuffle)
 
 

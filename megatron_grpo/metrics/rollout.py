@@ -16,7 +16,7 @@ from megatron_grpo.grpo.advantages import Advantages, mean, reward_metrics, rewa
 from megatron_grpo.metrics.courtesy import Courtesy
 from megatron_grpo.parallel import collectives
 from megatron_grpo.parallel.collectives import Node
-from megatron_grpo.types import Harvest, Progress, ScoredGroup
+from megatron_grpo.types import Group, Harvest, Progress, ScoredGroup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -148,20 +148,36 @@ class Completions:
             "rollout": [judged.number] * len(completions),
             "version": [completion.version for completion in completions],
             "prompt_number": [group.prompt.number] * len(completions),
-            "dataset_row": [group.prompt.row] * len(completions),
-            "generation": list(range(len(completions))),
-            "prompt": [_text(group.prompt.raw)] * len(completions),
-            "completion": [completion.text for completion in completions],
+            **said_in(group),
             "reward": _nullable(found.rewards[place]),
         }
         for k, name in enumerate(self.reward_names):
             columns[f"rewards/{name}"] = _nullable(found.rewards_per_func[place, :, k])
         return columns | {
             "advantage": _nullable(found.advantages[place]),
-            "num_prompt_tokens": [len(group.prompt.token_ids)] * len(completions),
-            "num_completion_tokens": [completion.num_drawn for completion in completions],
-            "finish_reason": [completion.ended for completion in completions],
+            **counted_in(group),
         }
+
+
+def said_in(group: Group) -> dict[str, list[Any]]:
+    """Columns of the rows of a group: what was asked and answered."""
+    completions = group.completions
+    return {
+        "dataset_row": [group.prompt.row] * len(completions),
+        "generation": list(range(len(completions))),
+        "prompt": [_text(group.prompt.raw)] * len(completions),
+        "completion": [completion.text for completion in completions],
+    }
+
+
+def counted_in(group: Group) -> dict[str, list[Any]]:
+    """Further columns: how long it was, and how it ended."""
+    completions = group.completions
+    return {
+        "num_prompt_tokens": [len(group.prompt.token_ids)] * len(completions),
+        "num_completion_tokens": [completion.num_drawn for completion in completions],
+        "finish_reason": [completion.ended for completion in completions],
+    }
 
 
 def _came_in(path: Path, progress: Progress) -> bool:
