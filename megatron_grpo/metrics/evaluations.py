@@ -127,14 +127,16 @@ class Evaluations:
                     path.unlink()
 
     def add(self, step: int, found: Evaluated, **told: Any) -> dict[str, Any]:
-        """Writes one evaluation; returns its record, as it stands in the file. told: what else the record is to say."""
+        """Writes one evaluation; returns its record, as it stands in the file. told: what else the record is to say; `model`, where
+        weights are not told apart by steps alone."""
         if self.replaces and any(old["step"] == step and score_in(old)[0] == found.name for old in self.records):
             self.start(step - 1)
         prompts = Records(self.folder / "evaluations" / found.name / "prompts.jsonl")
         numbers = found.numbers()
         record = {"step": step, **numbers, **self._change(prompts, found), **told}
         record = {name: plain(value) for name, value in record.items()}
-        prompts.append({"step": step, "question": found.question, "rows": list(found.rows), "means": [plain(m) for m in found.means]})
+        means = [plain(mean) for mean in found.means]
+        prompts.append({"step": step, "question": found.question, **told, "rows": list(found.rows), "means": means})
         if self.writes_completions and found.table:
             with self._courtesy(f"the completions of evaluations in {self.folder}"):
                 self._write(prompts.path.parent, step, found.table)
@@ -160,7 +162,7 @@ class Evaluations:
             return {}
         means = np.array([math.nan if mean is None else mean for mean in before["means"]], dtype=np.float64)
         mean, error = estimates.change(means, found.means)
-        return {"change": mean, "change/stderr": error, "change/since": before["step"]}
+        return {"change": mean, "change/stderr": error, "change/since": before.get("model", before["step"])}
 
     def _write(self, directory: Path, step: int, table: Mapping[str, Sequence[Any]]) -> None:
         import pyarrow
@@ -179,7 +181,8 @@ def in_words(records: Sequence[Numbers]) -> tuple[str, list[str], list[list[str]
         f"{record['n']} completions of each prompt at temperature {record['temperature']:g}" if record["temperature"] else "greedy"
         for record in records
     )
-    since = next((f" since step {record['change/since']}" for record in records if "change/since" in record), "")
+    first = next((record["change/since"] for record in records if "change/since" in record), "")
+    since = f" since step {first}" if isinstance(first, int) else f" from {first}" if first else ""
     passes = sorted({int(name[5:]) for record in records for name in record if re.fullmatch(r"pass@\d+", name)})
     columns: dict[str, list[str]] = {
         "prompts": [f"{record['num_prompts']:,}" for record in records],
