@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -15,7 +15,10 @@ from megatron_grpo import train
 from megatron_grpo.checkpoint.resume import start_afresh
 from megatron_grpo.checkpoint.saving import Checkpoints
 from megatron_grpo.clock import Clock
+from megatron_grpo.data.chat import PromptEncoder
 from megatron_grpo.data.prompts import PromptStream
+from megatron_grpo.environments.loading import Stage
+from megatron_grpo.episodes import Episodes
 from megatron_grpo.errors import ConfigError, Problem
 from megatron_grpo.evaluate import Evaluator, Question, sampling_of
 from megatron_grpo.grpo.loss import GrpoLoss
@@ -48,6 +51,7 @@ from megatron_grpo.rollout.adapters import LoraPush, lora_push
 from megatron_grpo.rollout.engine import Engine, Sampler, SamplingSettings, WeightHolder
 from megatron_grpo.rollout.experts import ExpertLayers
 from megatron_grpo.rollout.fleet import needs_of
+from megatron_grpo.rollout.turns import TurnEngine
 from megatron_grpo.rollouts import Asker, KlPenalty, Rollouts
 from megatron_grpo.settings.config import Config, GrpoConfig
 from megatron_grpo.settings.evaluation import how_evaluated, score_of
@@ -115,7 +119,7 @@ def put_together(
     )  # fmt: skip
     sampler = patient(started(engine or partial(ENGINES[cfg.rollout.vllm_mode], lora=lora), cfg, inputs, parallel, policy), stop)
     publisher = build_publisher(cfg, policy, sampler)
-    in_turn = MakesRoom(Restoring(sampler, partial(publish_again, policy, publisher, clock)), policy)
+    in_turn = MakesRoom(Restoring(answering(cfg, inputs, sampler), partial(publish_again, policy, publisher, clock)), policy)
     sampling = SamplingSettings.of(cfg.rollout, num_generations=cfg.batch.num_generations)
     return train.Run(
         timetable=timetable,
@@ -124,7 +128,15 @@ def put_together(
         engine=sampler,
         publisher=publisher,
         rollouts=Rollouts(
-            Asker(in_turn, judge, sampling=sampling, seed=cfg.run.seed, clock=clock, experts=replayed_experts(cfg, inputs.shape)),
+            Asker(
+                in_turn,
+                judge,
+                sampling=sampling,
+                seed=cfg.run.seed,
+                clock=clock,
+                experts=replayed_experts(cfg, inputs.shape),
+                most_failed_episodes=cfg.turns.max_failed_episodes,
+            ),
             inputs.prompts,
             cfg=cfg.grpo,
             timetable=timetable,
@@ -193,6 +205,21 @@ def patient(sampler: Engine, stop: train.StopRequest) -> Engine:
     if hasattr(sampler, "gives_up"):
         sampler.gives_up = stop.gives_up
     return sampler
+
+
+def answering(cfg: Config, inputs: Looked, sampler: Engine) -> Sampler:
+    """The sampler, or what plays episodes over it."""
+    if inputs.environment is None:
+        return sampler
+    if not hasattr(sampler, "play"):
+        flag = "environment" if cfg.turns.environment else "tools"
+        message = f"{flag}: {type(sampler).__name__} has no `play` (rollout.turns.TurnEngine), and cannot draw turns. Leave {flag} out."
+        raise ConfigError([Problem(flags=(flag,), message=message)])
+    stage = Stage.of(
+        cfg, inputs.environment, cast(PromptEncoder, next(iter(inputs.streams)).encode).tokenizer,
+        model_path=inputs.model_path, max_model_len=inputs.longest_prompt + cfg.rollout.max_completion_length,
+    )  # fmt: skip
+    return Episodes(cast(TurnEngine, sampler), stage)
 
 
 def refuse_if_it_cannot_run_ahead(cfg: Config, sampler: Sampler) -> None:

@@ -19,9 +19,7 @@ from megatron_grpo.metrics.rollout import counted_in, said_in
 from megatron_grpo.parallel import collectives
 from megatron_grpo.rollout.engine import Sampler, SamplingSettings
 from megatron_grpo.settings.evaluation import HowEvaluated
-from megatron_grpo.types import Group, Prompt, ScoredGroup
-
-Row = tuple[tuple[tuple[float | None, ...], ...], tuple[int, ...], tuple[str, ...]]  # of a prompt: rewards, tokens, how each ended
+from megatron_grpo.types import FAULTS, Group, Prompt, ScoredGroup, Verdict
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,11 +79,11 @@ class Evaluator:
         numbers = {prompt.number: place for place, prompt in enumerate(prompts)}
         places = [numbers[group.prompt.number] for group in groups]
         scored = self.judge(groups, places=places)
-        mine = {place: _row(one) for place, one in zip(places, scored, strict=True)}
+        mine = {place: Verdict.of(one) for place, one in zip(places, scored, strict=True)}
         found = {place: row for part in collectives.from_all(mine) for place, row in part.items()}
         rows = [found[place] for place in range(len(prompts))]
         rewards = np.array(
-            [[[np.nan if value is None else value for value in one] for one in given] for given, _, _ in rows], dtype=np.float64
+            [[[np.nan if value is None else value for value in one] for one in row.rewards] for row in rows], dtype=np.float64
         ).reshape(len(prompts), n, len(self.judge.names))
         return Evaluated(
             name=name,
@@ -114,14 +112,14 @@ class Evaluator:
         return {**said_in(scored.group), **rewards, **counted_in(scored.group)}
 
 
-def _row(scored: ScoredGroup) -> Row:
-    completions = scored.group.completions
-    return scored.rewards, tuple(one.num_drawn for one in completions), tuple(one.ended for one in completions)
-
-
-def _means(names: Sequence[str], rewards: np.ndarray, rows: Sequence[Row]) -> dict[str, float]:
-    """Means over completions: of every reward that applies anywhere, of lengths, and of those that ran into their limit."""
+def _means(names: Sequence[str], rewards: np.ndarray, rows: Sequence[Verdict]) -> dict[str, float]:
+    """Means over completions: of every reward that applies anywhere, of lengths, and of those that ran into their limit. Of episodes also
+    their turns, and how many failed."""
     means = {name: float(np.nanmean(rewards[:, :, k])) for k, name in enumerate(names) if not np.isnan(rewards[:, :, k]).all()}
-    lengths = [length for _, drawn, _ in rows for length in drawn]
-    endings = [ended for _, _, how in rows for ended in how]
-    return means | {"mean_length": float(np.mean(lengths)), "clipped_ratio": float(np.mean([ended == "length" for ended in endings]))}
+    means["mean_length"] = float(np.mean([length for row in rows for length in row.num_drawn]))
+    means["clipped_ratio"] = float(np.mean([is_cut for row in rows for is_cut in row.is_truncated]))
+    episodes = [episode for row in rows for episode in row.episodes]
+    if episodes:
+        means["mean_turns"] = float(np.mean([episode.num_turns for episode in episodes]))
+        means["failed"] = sum(episode.ended in FAULTS for episode in episodes)
+    return means

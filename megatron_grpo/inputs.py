@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 from megatron_grpo import launcher
 from megatron_grpo.data.chat import load_tokenizer
 from megatron_grpo.data.files import is_path
+from megatron_grpo.environments.loading import EPISODE_COLUMNS, load_environment
+from megatron_grpo.environments.protocol import Environment
 from megatron_grpo.errors import ConfigError, Problem
 from megatron_grpo.planning.check import Checked, check_parsed
 from megatron_grpo.planning.command import Plan, make_plan
@@ -46,13 +48,15 @@ class Looked:
     shape: ModelShape
     held_out: Mapping[str, PromptStream]  # sets by name
     rewards: list[RewardFunction]
+    environment: type[Environment] | None  # whose objects are episodes, where completions are
 
     @property
     def longest_prompt(self) -> int:
         """Tokens."""
-        return max(stream.longest_prompt for stream in self._streams())
+        return max(stream.longest_prompt for stream in self.streams)
 
-    def _streams(self) -> list[PromptStream]:
+    @property
+    def streams(self) -> list[PromptStream]:
         return list(self.held_out.values())
 
 
@@ -63,7 +67,8 @@ class Inputs(Looked):
     prompts: PromptStream
     resume: Resume  # how the run begins
 
-    def _streams(self) -> list[PromptStream]:
+    @property
+    def streams(self) -> list[PromptStream]:
         return [self.prompts, *self.held_out.values()]
 
 
@@ -76,6 +81,7 @@ class Found:
     prompts: PromptStream | PromptRows | None
     held_out: Mapping[str, PromptStream | PromptRows]
     rewards: list[RewardFunction]
+    environment: type[Environment] | None = None
 
 
 def read_everything(parsed: Parsed, *, has_sampler: bool = False) -> tuple[Plan, Inputs]:
@@ -116,11 +122,10 @@ def _left_out(cfg: Config) -> dict[str, str]:
         directory = getattr(cfg.tuner, flag)
         if directory and _is_guest(cfg, flag) and not Path(directory).exists():
             parts |= {flag: f"{flag} ({directory} is not on this machine): ranks and targets are taken from the settings"}
-    if _is_elsewhere(cfg, "dataset", cfg.data.dataset):
-        parts |= {"dataset": f"the rows of dataset ({cfg.data.dataset} is not on this machine)"}
-    for name, where in sets_of(cfg).items():
-        if _is_elsewhere(cfg, flag_of(name, cfg), where):
-            parts |= {part_of(name): f"the rows of {flag_of(name, cfg)} ({where} is not on this machine)"}
+    sets = [("dataset", "dataset", cfg.data.dataset), *((part_of(name), flag_of(name, cfg), at) for name, at in sets_of(cfg).items())]
+    for part, flag, where in sets:
+        if _is_elsewhere(cfg, flag, where):
+            parts |= {part: f"the rows of {flag} ({where} is not on this machine)"}
     if not cfg.data.dataset:
         parts |= {"dataset": "the data set (none given)"}
     if not rewards.reward_funcs:
@@ -130,6 +135,9 @@ def _left_out(cfg: Config) -> dict[str, str]:
     if _is_guest(cfg, "reward_funcs"):
         absent = [spec for spec in rewards.reward_funcs if not may_be_here(spec)]
         parts |= {spec: f"the reward {spec} (not on this machine)" for spec in absent}
+    specs = [spec for spec in (cfg.turns.environment, *cfg.turns.tools) if spec and ":" in spec]
+    if (_is_guest(cfg, "environment") or _is_guest(cfg, "tools")) and not all(map(may_be_here, specs)):
+        parts |= {"environment": f"the environment ({', '.join(specs)} is not on this machine)"}
     if _is_guest(cfg, "report_to"):
         parts |= {"report_to": f"whether {' and '.join(cfg.run.report_to)} can be reported to"}
     return parts
@@ -250,8 +258,9 @@ def read_inputs(cfg: Config, left_out: Collection[str] = ()) -> Found:
         problems.add(_bases_of_adapters(cfg, model_path))
     if shape and "tokenizer" not in left_out:
         tokenizer = problems.attempt(partial(load_tokenizer, str(model_path)))
-    prompts = None if "dataset" in left_out else problems.attempt(lambda: _read_data(cfg, tokenizer))
-    held_out = _read_held_out(cfg, tokenizer, left_out, problems)
+    environment = None if "environment" in left_out else problems.attempt(partial(load_environment, cfg, tokenizer))
+    prompts = None if "dataset" in left_out else problems.attempt(lambda: _read_data(cfg, tokenizer, environment))
+    held_out = _read_held_out(cfg, tokenizer, environment, left_out, problems)
     rewards = [] if "rewards" in left_out else problems.attempt(partial(load_rewards, cfg, left_out=left_out))
     every = [("dataset", prompts), *((flag_of(name, cfg), found) for name, found in held_out.items())]
     looked = [(flag, rows) for flag, found in every if (rows := _rows_of(found))]
@@ -262,7 +271,22 @@ def read_inputs(cfg: Config, left_out: Collection[str] = ()) -> Found:
     if problems or rewards is None:
         close_rewards(rewards or [])
         raise ConfigError(problems)
-    return Found(model_path=model_path, shape=shape, prompts=prompts, held_out=held_out, rewards=rewards)
+    return Found(model_path=model_path, shape=shape, prompts=prompts, held_out=held_out, rewards=rewards, environment=environment)
+
+
+def _columns(cfg: Config, rows: PromptRows, flag: str) -> tuple[str, ...]:
+    """What rewards can count on: columns of the data, and of episodes. Raises ConfigError where a name means both."""
+    names = rows.column_names()
+    if not cfg.turns.plays:
+        return names
+    if both := [name for name in names if name in EPISODE_COLUMNS]:
+        message = f"{flag} has the column {', '.join(both)}, and rewards get that name of an episode. Give the column another one."
+        raise ConfigError([Problem(flags=(flag,), message=message)])
+    return (*names, *EPISODE_COLUMNS)
+
+
+def _check_columns(cfg: Config, rewards: list[RewardFunction], rows: PromptRows, flag: str) -> None:
+    check_columns(rewards, _columns(cfg, rows, flag), flag=flag)
 
 
 def read_to_evaluate(cfg: Config) -> Looked:
@@ -277,18 +301,23 @@ def read_to_evaluate(cfg: Config) -> Looked:
         problems.add(_bases_of_adapters(cfg, model_path))
     if shape:
         tokenizer = problems.attempt(partial(load_tokenizer, str(model_path)))
-    held_out = _read_held_out(cfg, tokenizer, (), problems)
+    environment = problems.attempt(partial(load_environment, cfg, tokenizer))
+    held_out = _read_held_out(cfg, tokenizer, environment, (), problems)
     rewards = problems.attempt(partial(load_rewards, cfg))
     looked = [(flag_of(name, cfg), rows) for name, found in held_out.items() if (rows := _rows_of(found))]
     _look_at_rows(cfg, shape if tokenizer else None, rewards or [], looked, problems)
     if problems or model_path is None or shape is None or rewards is None:
         close_rewards(rewards or [])
         raise ConfigError(problems)
-    return Looked(model_path=model_path, shape=shape, held_out=cast("Mapping[str, PromptStream]", held_out), rewards=rewards)
+    streams = cast("Mapping[str, PromptStream]", held_out)
+    return Looked(model_path=model_path, shape=shape, held_out=streams, rewards=rewards, environment=environment)
 
 
-def _read_held_out(cfg: Config, tokenizer: Any, left_out: Collection[str], problems: _Problems) -> dict[str, PromptStream | PromptRows]:
-    read = {name: problems.attempt(partial(_read_data, cfg, tokenizer, name)) for name in sets_of(cfg) if part_of(name) not in left_out}
+def _read_held_out(
+    cfg: Config, tokenizer: Any, environment: type[Environment] | None, left_out: Collection[str], problems: _Problems
+) -> dict[str, PromptStream | PromptRows]:
+    names = [name for name in sets_of(cfg) if part_of(name) not in left_out]
+    read = {name: problems.attempt(partial(_read_data, cfg, tokenizer, environment, name)) for name in names}
     return {name: found for name, found in read.items() if found is not None}
 
 
@@ -303,7 +332,7 @@ def _look_at_rows(
     """Whether rewards find their columns in every set, and prompts their place in the model. looked: (setting, rows)."""
     for flag, rows in looked:
         if rewards:
-            problems.attempt(partial(check_columns, rewards, rows.column_names(), flag=flag))
+            problems.attempt(partial(_check_columns, cfg, rewards, rows, flag))
         if shape:
             problems.add(_lengths_of_data(cfg, shape, rows, flag))
 
@@ -324,7 +353,9 @@ def _bases_of_adapters(cfg: Config, model_path: Path) -> list[Problem]:
     return [problem for flag, directory in named.items() if directory for problem in base_problems(directory, model_path, flag=flag)]
 
 
-def _read_data(cfg: Config, tokenizer: Any, held_out: str | None = None) -> PromptStream | PromptRows:
+def _read_data(
+    cfg: Config, tokenizer: Any, environment: type[Environment] | None, held_out: str | None = None
+) -> PromptStream | PromptRows:
     """A data set as a stream of prompts; without a tokenizer its rows, which can be looked at all the same. held_out: name of a set."""
     from megatron_grpo.data.prompts import load_rows, open_stream
 
@@ -333,7 +364,8 @@ def _read_data(cfg: Config, tokenizer: Any, held_out: str | None = None) -> Prom
     if not tokenizer:
         return load_rows(cfg.data, dataset=dataset, flag=flag)
     seed, shuffle = (cfg.run.seed, None) if held_out is None else (0, False)
-    return open_stream(cfg.data, tokenizer, dataset=dataset, flag=flag, seed=seed, shuffle=shuffle)
+    tools = None if environment is None else environment.tools
+    return open_stream(cfg.data, tokenizer, dataset=dataset, flag=flag, seed=seed, shuffle=shuffle, tools=tools)
 
 
 def check_report_to(cfg: Config) -> None:

@@ -31,21 +31,34 @@ def load_tokenizer(path: str) -> Any:
     return tokenizer
 
 
-def encode_prompt(tokenizer: Any, raw: Raw, *, system: str | None = None, enable_thinking: bool | None = None) -> tuple[int, ...]:
+def opening_of(raw: Sequence[Mapping[str, Any]], *, system: str | None = None) -> list[Mapping[str, Any]]:
+    """Chat messages as the template is to get them. `system` is put before those that have no system message of their own."""
+    messages: list[Mapping[str, Any]] = [dict(message) | {"content": text_of_parts(message["content"])} for message in raw]
+    if system is not None and messages[0]["role"] != "system":
+        messages.insert(0, {"role": "system", "content": system})
+    return messages
+
+
+def encode_prompt(
+    tokenizer: Any,
+    raw: Raw,
+    *,
+    system: str | None = None,
+    enable_thinking: bool | None = None,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+) -> tuple[int, ...]:
     """Token ids of one prompt, ready to be continued by the model.
 
-    raw: a string, or chat messages. `system` is put before messages that have no system message of their own; a string prompt has no
-    place for it. Messages that end with an assistant turn are left open, so that the model continues that turn (TRL's prefill).
+    raw: a string, or chat messages. `system`: see `opening_of`; a string prompt has no place for it. tools: JSON schemas that the template
+    shows. Messages that end with an assistant turn are left open, so that the model continues that turn (TRL's prefill).
     """
     if isinstance(raw, str):
         return tuple(tokenizer(raw)["input_ids"])
-    messages = [dict(message) | {"content": text_of_parts(message["content"])} for message in raw]
-    if system is not None and messages[0]["role"] != "system":
-        messages.insert(0, {"role": "system", "content": system})
+    messages = opening_of(raw, system=system)
     prefill = messages[-1]["role"] == "assistant"
     options = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
     encoded = tokenizer.apply_chat_template(
-        messages, tokenize=True, return_dict=True, add_generation_prompt=not prefill, continue_final_message=prefill, **options
+        messages, tools=tools, tokenize=True, return_dict=True, add_generation_prompt=not prefill, continue_final_message=prefill, **options
     )
     return tuple(encoded["input_ids"])
 
@@ -61,11 +74,20 @@ def text_of_parts(content: Any) -> Any:
 class PromptEncoder:
     """`encode_prompt` with a run's settings filled in; what `PromptStream` calls. Left truncation happens here, where it is asked for."""
 
-    def __init__(self, tokenizer: Any, *, system: str | None = None, enable_thinking: bool | None = None, keep_last: int | None = None):
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        system: str | None = None,
+        enable_thinking: bool | None = None,
+        keep_last: int | None = None,
+        tools: Sequence[Mapping[str, Any]] = (),
+    ):
         self.tokenizer, self.system, self.enable_thinking, self.keep_last = tokenizer, system, enable_thinking, keep_last
+        self.tools = list(tools) or None
 
     def __call__(self, raw: Raw) -> tuple[int, ...]:
-        token_ids = encode_prompt(self.tokenizer, raw, system=self.system, enable_thinking=self.enable_thinking)
+        token_ids = encode_prompt(self.tokenizer, raw, system=self.system, enable_thinking=self.enable_thinking, tools=self.tools)
         return token_ids if self.keep_last is None else token_ids[-self.keep_last :]
 
 

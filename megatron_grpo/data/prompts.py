@@ -232,26 +232,44 @@ def _problem(flag: str, rows: Rows, indices: Sequence[int] | np.ndarray, fault: 
 
 
 def open_stream(
-    cfg: DataConfig, tokenizer: Any, *, seed: int, dataset: str | None = None, shuffle: bool | None = None, flag: str = "dataset"
+    cfg: DataConfig,
+    tokenizer: Any,
+    *,
+    seed: int,
+    dataset: str | None = None,
+    shuffle: bool | None = None,
+    flag: str = "dataset",
+    tools: Sequence[Mapping[str, Any]] | None = None,
 ) -> PromptStream:
     """Reads and checks a data set, and opens its stream: all of the above in one call.
 
-    `dataset`, `shuffle` and `flag` stand in for the settings, for the held-out set.
+    `dataset`, `shuffle` and `flag` stand in for the settings, for the held-out set. tools: JSON schemas that episodes show to the model,
+    where completions are episodes; None: they are single answers.
     """
     rows = load_rows(cfg, dataset=dataset, flag=flag)
+    if tools is not None:
+        _check_for_episodes(rows, flag)
     if not getattr(tokenizer, "chat_template", None):
         chats = [index for index in range(len(rows)) if not isinstance(rows.raw(index), str)]
         if chats:
             fault = "are chats, and the model's tokenizer has no chat template (a base model?); give it string prompts, or a chat model"
             raise ConfigError([_problem(flag, rows.rows, chats, fault)])
     keep_last = cfg.max_prompt_length if cfg.truncation_strategy == "left" else None
-    encode = PromptEncoder(tokenizer, system=cfg.system, enable_thinking=cfg.enable_thinking, keep_last=keep_last)
+    encode = PromptEncoder(tokenizer, system=cfg.system, enable_thinking=cfg.enable_thinking, keep_last=keep_last, tools=tools or ())
     tokens = None
     if cfg.load_from_cache_file and len(rows) > FEW:
         rows = replace(rows, digest=rows.fingerprint())
         tokens = shared(key_of(rows.fingerprint(), encode), lambda: tokenised(rows, encode, flag))
     rows = check_lengths(rows, encode, cfg, flag=flag, tokens=tokens)
     return PromptStream(rows, encode, seed=seed, shuffle=cfg.dataset_shuffle if shuffle is None else shuffle)
+
+
+def _check_for_episodes(rows: PromptRows, flag: str) -> None:
+    """Environments and tools answer in chats."""
+    strings = [index for index in range(len(rows)) if isinstance(rows.raw(index), str)]
+    if strings:
+        fault = 'have a string as prompt, and environments and tools answer in chats; write it as [{"role": "user", "content": ...}]'
+        raise ConfigError([_problem(flag, rows.rows, strings, fault)])
 
 
 class PromptStream:

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megatron_grpo.build import ENGINES, build_evaluator, choose_tuner, model_of, sharing_here
+from megatron_grpo.build import ENGINES, answering, build_evaluator, choose_tuner, model_of, sharing_here
 from megatron_grpo.checkpoint.manifest import read_manifest
 from megatron_grpo.cleanup import CleanUp
 from megatron_grpo.errors import EXIT_DONE, ConfigError, Problem
@@ -22,7 +22,6 @@ from megatron_grpo.policy.loaded import LoadedModel
 from megatron_grpo.policy.policy import cut_for
 from megatron_grpo.policy.scorer import ModelScorer
 from megatron_grpo.rewards.loading import close_rewards
-from megatron_grpo.rollout.engine import Sampler
 from megatron_grpo.run.exporting import layout_of, load_weights, settings_of_checkpoint
 from megatron_grpo.run.life import start_parallel, take_output_dir
 from megatron_grpo.settings import Parsed
@@ -88,12 +87,12 @@ def evaluate(cfg: Config, looked: Looked, parallel: ParallelState, clean_up: Cle
     step, model = loaded(cfg, looked, parallel)
     engine = ENGINES[cfg.rollout.vllm_mode](cfg, looked, parallel)
     clean_up.add(engine.close)
-    sampler: Sampler = engine
+    sampler = answering(cfg, looked, engine)
     if model is not None:
         is_coarse = cfg.model.torch_dtype != "float32"
         publisher = Publisher(model, engine, verify=cfg.rollout.verify_weight_push, is_coarse=is_coarse, starts_as_checkpoint=False)
         publisher.publish(step)
-        sampler = Restoring(engine, partial(publisher.publish, step))
+        sampler = Restoring(sampler, partial(publisher.publish, step))
     judge = Judge(looked.rewards, cfg.rewards.reward_weights)
     return step, build_evaluator(cfg, looked, sampler, judge, last_step=0).run()
 

@@ -33,9 +33,9 @@ def flag_of(name: str, cfg: Config) -> str:
 
 
 def how_evaluated(cfg: Config) -> HowEvaluated:
-    """One completion of each prompt of eval_dataset alone is greedy; all else is drawn at the temperature of training."""
+    """One answer to each prompt of eval_dataset alone is greedy; all else, episodes too, is drawn at the temperature of training."""
     said = cfg.eval
-    is_plain = bool(said.eval_dataset) and not said.eval_datasets and said.num_generations_eval in (None, 1)
+    is_plain = bool(said.eval_dataset) and not said.eval_datasets and said.num_generations_eval in (None, 1) and not cfg.turns.plays
     temperature = said.eval_temperature
     if temperature is None:
         temperature = 0.0 if is_plain else cfg.rollout.temperature
