@@ -43,7 +43,8 @@ _TABLE = {
         off_policy_sequence_mask_delta ref_model_sync_steps ref_model_mixup_alpha soft_max_length soft_cache_length
         lr vit_lr aligner_lr min_lr lr_decay_style lr_warmup_iters lr_warmup_fraction weight_decay adam_beta1 adam_beta2 adam_eps clip_grad
         skip_grad_norm_above skip_grad_norm_factor max_skipped_steps
-        max_steps num_train_epochs eval_dataset eval_num_prompts eval_reward
+        max_steps num_train_epochs eval_dataset eval_datasets eval_num_prompts eval_reward num_generations_eval eval_temperature
+        eval_pass_threshold eval_seed
     """,
     "free": """
         bf16 async_generate stop_drain_seconds stop_after_minutes stop_before_end_seconds requeue merge_lora

@@ -16,7 +16,7 @@ from megatron_grpo.grpo.advantages import Advantages, mean, reward_metrics, rewa
 from megatron_grpo.metrics.courtesy import Courtesy
 from megatron_grpo.parallel import collectives
 from megatron_grpo.parallel.collectives import Node
-from megatron_grpo.types import FAULTS, EpisodeRecord, Harvest, Progress, ScoredGroup, Verdict
+from megatron_grpo.types import FAULTS, EpisodeRecord, Group, Harvest, Progress, ScoredGroup, Verdict
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -177,24 +177,12 @@ class Completions:
             "rollout": [judged.number] * len(completions),
             "version": [completion.version for completion in completions],
             "prompt_number": [group.prompt.number] * len(completions),
-            "dataset_row": [group.prompt.row] * len(completions),
-            "generation": list(range(len(completions))),
-            "prompt": [_text(group.prompt.raw)] * len(completions),
-            "completion": [completion.text for completion in completions],
+            **said_in(group),
             "reward": _nullable(found.rewards[place]),
         }
         for k, name in enumerate(self.reward_names):
             columns[f"rewards/{name}"] = _nullable(found.rewards_per_func[place, :, k])
-        return (
-            columns
-            | {
-                "advantage": _nullable(found.advantages[place]),
-                "num_prompt_tokens": [len(group.prompt.token_ids)] * len(completions),
-                "num_completion_tokens": [completion.num_drawn for completion in completions],
-                "finish_reason": [completion.ended for completion in completions],
-            }
-            | _of_episodes([completion.record for completion in completions if completion.record is not None])
-        )
+        return columns | {"advantage": _nullable(found.advantages[place]), **counted_in(group)}
 
 
 def _of_episodes(records: Sequence[EpisodeRecord]) -> dict[str, list[Any]]:
@@ -218,6 +206,28 @@ def _cut(message: Mapping[str, Any]) -> Mapping[str, Any]:
     if not isinstance(text, str) or len(text) <= MOST_CHARACTERS:
         return message
     return {**message, "content": f"{text[:MOST_CHARACTERS]} ... ({len(text):,} characters)"}
+
+
+def said_in(group: Group) -> dict[str, list[Any]]:
+    """Columns of the rows of a group: what was asked and answered."""
+    completions = group.completions
+    return {
+        "dataset_row": [group.prompt.row] * len(completions),
+        "generation": list(range(len(completions))),
+        "prompt": [_text(group.prompt.raw)] * len(completions),
+        "completion": [completion.text for completion in completions],
+    }
+
+
+def counted_in(group: Group) -> dict[str, list[Any]]:
+    """Further columns: how long it was, and how it ended."""
+    completions = group.completions
+    return {
+        "num_prompt_tokens": [len(group.prompt.token_ids)] * len(completions),
+        "num_completion_tokens": [completion.num_drawn for completion in completions],
+        "finish_reason": [completion.ended for completion in completions],
+        **_of_episodes([completion.record for completion in completions if completion.record is not None]),
+    }
 
 
 def _came_in(path: Path, progress: Progress) -> bool:

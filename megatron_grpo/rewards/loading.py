@@ -80,12 +80,12 @@ def close_rewards(functions: Sequence[RewardFunction]) -> None:
 
 def check_columns(functions: Sequence[RewardFunction], columns: Sequence[str], *, flag: str = "dataset") -> None:
     """Raises ConfigError for functions that need a column which the data set lacks."""
-    problems = []
+    problems, what = [], "the data set" if flag == "dataset" else f"a set of {flag}"
     for function in functions:
         missing = function.missing_columns(columns)
         if missing:
             has = f"has {', '.join(f'`{column}`' for column in columns)}" if columns else "has none besides the prompt"
-            message = f"Reward `{function.name}` needs the column {', '.join(missing)}; the data set {has}."
+            message = f"Reward `{function.name}` needs the column {', '.join(missing)}; {what} {has}."
             problems.append(Problem(flags=("reward_funcs", flag), message=message))
     if problems:
         raise ConfigError(problems)

@@ -509,10 +509,19 @@ class RunConfig:
 class EvalConfig:
     """Evaluation"""
 
-    eval_dataset: str = setting("", "held-out prompts, scored greedily with the reward functions")
+    eval_dataset: str = setting("", "held-out prompts; answered greedily, unless one of the settings below says otherwise")
+    eval_datasets: dict[str, str] = setting({}, "several held-out sets, each under its name: path, or Hub name")
     eval_steps: int = setting(0, "how often; 0: only before and after", unit="optimizer steps", at_least=0)
-    eval_num_prompts: int | None = setting(None, "use the first so many", unit="prompts", at_least=1)
+    eval_num_prompts: int | None = setting(None, "use the first so many of each set", unit="prompts", at_least=1)
+    num_generations_eval: int | None = setting(
+        None, "completions of each held-out prompt (default 8; 1 where they are greedy)", unit="completions", at_least=1
+    )
+    eval_temperature: float | None = setting(
+        None, "how they are drawn; 0 is greedy (default: temperature; 0 for eval_dataset alone)", at_least=0
+    )
     eval_reward: str | None = setting(None, "the reward function that is the score (default: the first)")
+    eval_pass_threshold: float = setting(1.0, "a completion is right, for pass@k, from this score on")
+    eval_seed: int = setting(0, "of evaluations alone; the same at each of them", at_least=0, at_most=2**32 - 1)
 
 
 @dataclass(frozen=True, kw_only=True)
