@@ -58,6 +58,11 @@ class Looked:
         return max(stream.longest_prompt for stream in self.streams)
 
     @property
+    def most_pictures(self) -> int:
+        """Of a prompt."""
+        return max(stream.rows.most_pictures for stream in self.streams)
+
+    @property
     def streams(self) -> list[PromptStream]:
         return list(self.held_out.values())
 
@@ -72,11 +77,6 @@ class Inputs(Looked):
     @property
     def streams(self) -> list[PromptStream]:
         return [self.prompts, *self.held_out.values()]
-
-    @property
-    def most_pictures(self) -> int:
-        """Of a prompt."""
-        return max(stream.rows.most_pictures for stream in self.streams)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
