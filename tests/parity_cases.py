@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from megatron_grpo.settings.config import Config, OptimizerConfig
 from megatron_grpo.types import Sample
+from megatron_grpo.weights.towers import part_of
 from megatron_grpo.weights.trains import parameter_trains, trains
 
 # Groups as a rollout has them: (tokens of the prompt, tokens of each completion of it). Completions of 1 and 2 tokens, a prompt of 1, and
@@ -357,6 +358,12 @@ def _complete(buffer) -> None:
         bucket.grad_data.copy_(torch.cat(shards))
 
 
+def rate_of(name: str, o: OptimizerConfig) -> OptimizerConfig:
+    """With the peak learning rate of a parameter, by its name in transformers' model or in a file."""
+    given = {"vit": o.vit_lr, "aligner": o.aligner_lr}.get(part_of(name))
+    return o if given is None else dataclasses.replace(o, lr=given, min_lr=min(o.min_lr, given))
+
+
 def learning_rate(o: OptimizerConfig, step: int, num_steps: int | None) -> float:
     """Of the optimizer step with this index: a line from 0 while it warms up, then down to min_lr, reached after the last step."""
     warmup = o.lr_warmup_iters if o.lr_warmup_fraction is None else round(o.lr_warmup_fraction * num_steps)
@@ -409,12 +416,12 @@ def reference(path: str | Path, cfg: Config, batches: Sequence[Sequence[Sample]]
         norm = float(torch.sqrt(sum((g * g).sum() for g in grads.values())))
         t = index + 1
         scale = min(1.0, o.clip_grad / (norm + 1e-6)) if o.clip_grad else 1.0
-        lr = learning_rate(o, index, cfg.run.max_steps)
         with torch.no_grad():
             for name, p in named.items():
                 g, (m, v) = grads[name] * scale, moments[name]
                 m.lerp_(g, 1 - o.adam_beta1)
                 v.lerp_(g * g, 1 - o.adam_beta2)
+                lr = learning_rate(rate_of(name, o), index, cfg.run.max_steps)
                 p.mul_(1 - lr * (o.weight_decay if p.dim() > 1 else 0.0))
                 p.sub_(lr * (m / (1 - o.adam_beta1**t)) / ((v / (1 - o.adam_beta2**t)).sqrt() + o.adam_eps))
             if cfg.grpo.sync_ref_model and t % cfg.grpo.ref_model_sync_steps == 0:
@@ -506,13 +513,13 @@ def _reference_loss(model, frozen, cfg: Config, samples: Sequence[Sample], index
     completions = []
     for s in samples:
         at = np.flatnonzero(np.arange(len(s.token_ids)) >= np.argmax(s.mask))
-        ids, targets = torch.from_numpy(s.token_ids)[None], torch.from_numpy(s.token_ids[at])
+        targets = torch.from_numpy(s.token_ids[at])
         with forced_routes(model, s.experts):
-            logp, entropy = token_logprobs(model(ids, use_cache=False).logits[0, at - 1], targets, cfg.rollout.temperature)
+            logp, entropy = token_logprobs(_logits(model, s)[at - 1], targets, cfg.rollout.temperature)
         ref = torch.zeros_like(logp)
         if frozen is not None:
             with torch.no_grad():
-                ref, _ = token_logprobs(frozen(ids, use_cache=False).logits[0, at - 1], targets, cfg.rollout.temperature)
+                ref, _ = token_logprobs(_logits(frozen, s)[at - 1], targets, cfg.rollout.temperature)
         double = lambda array, at=at: torch.from_numpy(array[at].astype(np.float64))  # noqa: E731
         completions.append(Completion(
             mask=double(s.mask), logp=logp, entropy=entropy, sampler_logp=double(s.sampler_logprobs), ref_logp=ref,
@@ -522,10 +529,21 @@ def _reference_loss(model, frozen, cfg: Config, samples: Sequence[Sample], index
     return grpo_loss(completions, cfg.grpo, cfg.rollout.max_completion_length)
 
 
+def _logits(model, sample: Sample) -> torch.Tensor:
+    """[tokens, vocabulary]."""
+    if hasattr(model.config, "vision_config"):
+        from tests.vision_cases import logits_of
+
+        return logits_of(model.get_base_model() if hasattr(model, "get_base_model") else model, sample)
+    return model(torch.from_numpy(sample.token_ids)[None], use_cache=False).logits[0]
+
+
 def in_export_names(tensors: Mapping[str, np.ndarray], path: str | Path) -> dict[str, np.ndarray]:
-    """transformers holds experts of a layer as one tensor since version 5; files, and the package, hold one tensor each."""
-    found = {}
+    """transformers holds experts of a layer as one tensor since version 5, and models that see under names of their modules; files, and the
+    package, hold one tensor each, under the Hub's names."""
+    found, tower = {}, _family(path).tower
     for name, value in tensors.items():
+        name = tower.on_the_hub(name) if tower else name
         if name.endswith("mlp.experts.gate_up_proj"):
             gate, up, _ = _expert_names(path)
             for e, both in enumerate(value):

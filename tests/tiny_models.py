@@ -6,6 +6,7 @@ weight hardly moves a log-prob.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -86,9 +87,11 @@ def write_tiny(
 def load_tiny(path: str | Path, dtype: str = "float32") -> Any:
     """The transformers model at `path`, in eval mode: the reference that others are compared with."""
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-    return AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype), attn_implementation="eager").eval()
+    sees = "vision_config" in json.loads((Path(path) / "config.json").read_text())
+    kind = AutoModelForImageTextToText if sees else AutoModelForCausalLM
+    return kind.from_pretrained(path, dtype=getattr(torch, dtype), attn_implementation="eager").eval()
 
 
 def hf_logprobs(model: Any, token_ids: list[int], temperature: float = 1.0) -> Any:

@@ -11,6 +11,7 @@ import numpy as np
 
 from megatron_grpo.batching.alignment import Alignment
 from megatron_grpo.batching.families import FREE, Context, Family, common_prefix, num_shared
+from megatron_grpo.batching.pictures import Shown, positions, seen, shown_in
 from megatron_grpo.types import AnchoredSample, MicroBatch, Sample, Segment, Sequence, TrainingMicroBatch
 
 
@@ -36,32 +37,38 @@ class _Place(NamedTuple):
 class _Stream:
     """Segments that are laid end to end."""
 
-    def __init__(self, alignment: Alignment):
-        self.alignment, self.length = alignment, 0
+    def __init__(self, alignment: Alignment, *, has_axes: bool):
+        """has_axes: positions are [3, T]."""
+        self.alignment, self.has_axes, self.length = alignment, has_axes, 0
         self.segments: list[Segment] = []
         self.tokens: list[np.ndarray] = []
         self.positions: list[np.ndarray] = []
         self.multiplicity: list[np.ndarray] = []
 
-    def lay(self, tokens: np.ndarray, *, position: int, copies: int, parent: int = -1) -> int:
-        """Where the tokens begin. position: of the first. copies: contexts that they stand for. Without tokens there is no segment."""
+    def lay(self, tokens: np.ndarray, at: np.ndarray, *, copies: int, parent: int = -1) -> int:
+        """Where the tokens begin. at: their positions. copies: contexts that they stand for. Without tokens there is no segment."""
         begin, length = self.length, len(tokens)
         padded = self.alignment.of_segment(length)
         if padded:
-            self._add(Segment(start=begin, end=begin + padded, parent=parent, length=length), tokens, position, copies)
+            self._add(Segment(start=begin, end=begin + padded, parent=parent, length=length), tokens, at, copies)
         return begin
+
+    def positions_of(self, length: int, shown: Shown) -> np.ndarray:
+        """Of the tokens of a context."""
+        return positions(length, shown) if self.has_axes else np.arange(length)
 
     def pad(self, total: int) -> None:
         """With a segment of padding, so that there are `total` tokens."""
         if self.length < total:
-            self._add(Segment(start=self.length, end=total, length=0), np.zeros(0, dtype=np.int64), 0, 0)
+            self._add(Segment(start=self.length, end=total, length=0), np.zeros(0, dtype=np.int64), self.positions_of(0, ()), 0)
 
-    def _add(self, segment: Segment, tokens: np.ndarray, position: int, copies: int) -> None:
+    def _add(self, segment: Segment, tokens: np.ndarray, at: np.ndarray, copies: int) -> None:
         size = segment.end - segment.start
         padding = (0, size - segment.length)
         self.segments.append(segment)
         self.tokens.append(np.pad(tokens, padding))
-        self.positions.append(position + np.arange(size))
+        behind = at[..., -1:] + np.arange(1, padding[1] + 1) if segment.length else np.broadcast_to(np.arange(size), (*at.shape[:-1], size))
+        self.positions.append(np.concatenate([at, behind], axis=-1))
         self.multiplicity.append(np.pad(np.full(segment.length, copies), padding))
         self.length = segment.end
 
@@ -83,15 +90,16 @@ def collate(
     """
     alignment = alignment or Alignment()
     contexts = [Context(row, *ends) for row, sequence in enumerate(sequences) for ends in sequence.contexts]
-    stream = _Stream(alignment)
+    stream = _Stream(alignment, has_axes=any(sequence.shown for sequence in sequences))
     places = _lay(stream, sequences, _trees(sequences, contexts, families, alignment))
     stream.pad(max(alignment.of_stream(stream.length), at_least))
     trained = list(_trained(sequences, contexts, places))
     of_tokens = _column([np.append(places[context].of(np.arange(context.num_computed)), -1) for context in contexts], np.int64)
+    pictures = seen(sequences, contexts, lambda context, tokens: places[context].of(tokens))
     return MicroBatch(
         number=number,
         token_ids=_column(stream.tokens, np.int64),
-        positions=_column(stream.positions, np.int64),
+        positions=np.concatenate([stream.positions_of(0, ()), *stream.positions], axis=-1).astype(np.int64),
         multiplicity=_column(stream.multiplicity, np.int64),
         segments=tuple(stream.segments),
         predict_at=_column([at for at, _, _ in trained], np.int64),
@@ -101,6 +109,9 @@ def collate(
         num_contexts=len(contexts),
         places=of_tokens,
         experts=_experts(sequences, of_tokens, stream.length),
+        pictures=pictures.pictures,
+        picture_at=pictures.at,
+        picture_token=pictures.token,
     )
 
 
@@ -130,16 +141,19 @@ def _lay(stream: _Stream, sequences: SequenceOf[Sequence], trees: SequenceOf[_Tr
     apart = sorted((tree.contexts[0] for tree in trees if not tree.shared), key=lambda context: context.num_computed)
     places: dict[Context, _Place] = {}
 
-    def tokens(context: Context) -> np.ndarray:
-        return sequences[context.row].token_ids[context.first : context.first + context.num_computed]
+    def of(context: Context, part: slice) -> tuple[np.ndarray, np.ndarray]:
+        """(tokens, positions): those of the whole context, cut. What stands behind a picture is placed by it."""
+        sequence = sequences[context.row]
+        at = stream.positions_of(context.num_computed, shown_in(sequence, context.first, context.end))
+        return sequence.token_ids[context.first : context.first + context.num_computed][part], at[..., part]
 
-    trunks = [stream.lay(tokens(tree.contexts[0])[: tree.shared], position=0, copies=len(tree.contexts)) for tree in families]
+    trunks = [stream.lay(*of(tree.contexts[0], slice(tree.shared)), copies=len(tree.contexts)) for tree in families]
     for parent, (tree, trunk) in enumerate(zip(families, trunks, strict=True)):
         for context in sorted(tree.contexts, key=lambda context: context.num_computed):
-            own = stream.lay(tokens(context)[tree.shared :], position=tree.shared, copies=1, parent=parent)
+            own = stream.lay(*of(context, slice(tree.shared, None)), copies=1, parent=parent)
             places[context] = _Place(trunk, tree.shared, own)
     for context in apart:
-        places[context] = _Place(stream.length, 0, stream.lay(tokens(context), position=0, copies=1))
+        places[context] = _Place(stream.length, 0, stream.lay(*of(context, slice(None)), copies=1))
     return places
 
 

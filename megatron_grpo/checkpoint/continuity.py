@@ -21,6 +21,7 @@ _TABLE = {
     "refused": """
         torch_dtype seed dataset_shuffle sync_ref_model use_distributed_optimizer
         tuner_type lora_rank lora_alpha use_rslora lora_dtype target_modules target_regex exclude_modules rank_pattern alpha_pattern
+        freeze_llm freeze_vit freeze_aligner
         freeze_parameters freeze_parameters_regex trainable_parameters trainable_parameters_regex
     """,
     "between": """
@@ -30,6 +31,7 @@ _TABLE = {
         model transformer_impl share_prompts moe_aux_loss_coeff moe_z_loss_coeff lora_dropout adapters ref_adapters vllm_enable_lora
         dataset dataset_split max_prompt_length truncation_strategy system enable_thinking
         vllm_mode async_rollout_depth max_completion_length top_p top_k stop stop_token_ids vllm_dtype
+        environment tools max_turns turn_history turn_discount environment_timeout max_failed_episodes tool_call_parser
         reward_funcs reward_weights reward_timeout reward_on_error answer_column accuracy_exact math_timeout format_tags length_target
         cosine_min_len_value_wrong cosine_max_len_value_wrong cosine_min_len_value_correct cosine_max_len_value_correct cosine_max_len
         repetition_n_grams repetition_max_penalty code_timeout code_memory_mb code_all_or_nothing reward_model reward_model_url
@@ -39,13 +41,15 @@ _TABLE = {
         multi_objective_aggregation overlong_filter exclude_dead_groups dynamic_sample max_resample_times oversample_ratio
         rollout_importance_sampling_mode rollout_importance_sampling_threshold rollout_importance_sampling_min rollout_is_geometric
         off_policy_sequence_mask_delta ref_model_sync_steps ref_model_mixup_alpha soft_max_length soft_cache_length
-        lr min_lr lr_decay_style lr_warmup_iters lr_warmup_fraction weight_decay adam_beta1 adam_beta2 adam_eps clip_grad
+        lr vit_lr aligner_lr min_lr lr_decay_style lr_warmup_iters lr_warmup_fraction weight_decay adam_beta1 adam_beta2 adam_eps clip_grad
         skip_grad_norm_above skip_grad_norm_factor max_skipped_steps
-        max_steps num_train_epochs eval_dataset eval_num_prompts eval_reward
+        max_steps num_train_epochs eval_dataset eval_datasets eval_num_prompts eval_reward num_generations_eval eval_temperature
+        eval_pass_threshold eval_seed
     """,
     "free": """
         bf16 async_generate stop_drain_seconds stop_after_minutes stop_before_end_seconds requeue merge_lora
-        padded_vocab_multiple recompute_granularity recompute_method recompute_num_layers recompute_modules logprob_chunk_size
+        padded_vocab_multiple recompute_granularity recompute_method recompute_num_layers recompute_modules vit_gradient_checkpointing
+        logprob_chunk_size
         moe_token_dispatcher_type
         world_size tensor_model_parallel_size pipeline_model_parallel_size virtual_pipeline_model_parallel_size
         decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers context_parallel_size expert_model_parallel_size
@@ -55,7 +59,7 @@ _TABLE = {
         vllm_enforce_eager vllm_enable_prefix_caching sleep_level logp_difference_warn verify_weight_push
         weight_sync_bucket_mb vllm_server_host vllm_server_port vllm_server_base_url vllm_server_timeout vllm_server_ca
         vllm_server_token_file offload_model offload_optimizer code_num_workers code_without_landlock
-        reward_model_batch_size reward_concurrency llm_judge_api_key_env log_entropy
+        reward_model_batch_size reward_concurrency max_environment_concurrency llm_judge_api_key_env log_entropy
         overlap_grad_reduce overlap_param_gather optimizer_cpu_offload optimizer_offload_fraction save_interval_seconds
         output_dir save_steps save_total_limit async_save resume report_to log_completions_steps log_completions_nodes overwrite_output_dir
         export_hf eval_steps load_from_cache_file run_name project push_to_hub hub_model_id hub_private_repo
@@ -69,7 +73,15 @@ VERDICTS: Mapping[str, str] = {name: verdict for verdict, names in _TABLE.items(
 _FLAGS = {"model": "model", "vocabulary": "model", "data set": "dataset", "adapters": "adapters", "ref_adapters": "ref_adapters"}
 CONTENT: Mapping[str, str] = dict.fromkeys(_FLAGS, "refused")
 _OTHER_MATRICES = "a checkpoint holds what trains, and that would be something else"
-_FREEZING = ("freeze_parameters", "freeze_parameters_regex", "trainable_parameters", "trainable_parameters_regex")
+_FREEZING = (
+    "freeze_llm",
+    "freeze_vit",
+    "freeze_aligner",
+    "freeze_parameters",
+    "freeze_parameters_regex",
+    "trainable_parameters",
+    "trainable_parameters_regex",
+)
 _WHY = {
     "torch_dtype": "the weights and moments of one are not those of the other",
     "use_distributed_optimizer": "the moments are described in another way",

@@ -13,6 +13,7 @@ from megatron_grpo.weights.buckets import DEFAULT_BUCKET_MB, MIB, Bucket, Owned,
 from megatron_grpo.weights.lora import adapter_entries, is_linear
 from megatron_grpo.weights.names import Entry, ShardCut, layer_entries, outer_entries
 from megatron_grpo.weights.shape import ModelShape
+from megatron_grpo.weights.towers import MEGATRON
 
 
 def push_of(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: Tuning) -> dict[str, int]:
@@ -70,7 +71,7 @@ def weights(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: Tuning) -
     """What a push of all weights sends. Of experts that lie side by side, those of the first expert rank: the others are alike."""
     for row, entry in enumerate(outer_entries(shape)):
         if not entry.is_copy:
-            is_first = entry.megatron.startswith("embedding.")
+            is_first = entry.megatron.startswith(("embedding.", MEGATRON))
             stage, layer = (0, -1) if is_first else (sizes.layout.pp - 1, shape.num_layers)
             numel = padded_vocab(shape, sizes, cfg) * shape.hidden_size // sizes.layout.tp
             yield _owned(entry, (layer, row, 0), stage, (numel if entry.cut is ShardCut.VOCAB else numel_of(entry, sizes)) * tuning.size)

@@ -33,6 +33,7 @@ class Adapters:
     settings: LoraSettings
     linears: Sequence[Adapted]  # of the whole model
     size: int
+    text_prefix: str = "model."  # of Hugging Face names
 
     @classmethod
     def of(cls, settings: LoraSettings, shape: ModelShape, size: int) -> Adapters:
@@ -41,10 +42,10 @@ class Adapters:
             for layer in range(shape.num_layers)
             for entry in filter(is_linear, layer_entries(shape, moe=shape.is_moe_layer(layer)))
             for expert in (range(shape.num_experts) if entry.is_expert else (0,))
-            if any(ranks := _ranks(settings, entry, layer, expert))
+            if any(ranks := _ranks(settings, shape.text_prefix, entry, layer, expert))
         )
         linears = [Adapted(entry=entry, ranks=ranks, count=count) for (entry, ranks), count in found.items()]
-        return cls(settings=settings, linears=linears, size=size)
+        return cls(settings=settings, linears=linears, size=size, text_prefix=shape.text_prefix)
 
     @property
     def rank(self) -> int:
@@ -52,7 +53,7 @@ class Adapters:
 
     def is_on(self, entry: Entry, layer: int, expert: int = 0) -> bool:
         """Whether a Megatron linear has an adapter: if any of its modules has one."""
-        return is_linear(entry) and any(_ranks(self.settings, entry, layer, expert))
+        return is_linear(entry) and any(_ranks(self.settings, self.text_prefix, entry, layer, expert))
 
     @property
     def num_parameters(self) -> int:
@@ -80,6 +81,7 @@ class Tuning:
     trains: Callable[[str], bool]  # the model's own weights, by Hugging Face name
     rows: Sequence[Row]  # of all layers
     size: int
+    text_prefix: str = "model."  # of Hugging Face names
     adapters: Adapters | None = None
     reference: Adapters | None = None  # frozen: the KL is measured against the model with these
     push: LoraPush | None = None  # how adapters reach the sampler
@@ -91,14 +93,14 @@ class Tuning:
         rule, lora = cache(trains(tuner)), lora_of(tuner, shape)
         rows = _rows(shape, rule)
         if lora is None:
-            return cls(trains=rule, rows=rows, size=size)
+            return cls(trains=rule, rows=rows, size=size, text_prefix=shape.text_prefix)
         adapters, reference = Adapters.of(lora, shape, BYTES[tuner.lora_dtype or cfg.model.torch_dtype]), None
         if cfg.grpo.beta > 0 and tuner.ref_adapters:
             reference = Adapters.of(LoraSettings.from_peft(tuner.ref_adapters, flag="ref_adapters"), shape, adapters.size)
         elif cfg.grpo.beta > 0 and tuner.adapters:
             reference = adapters  # as the run began
         push = lora_push(cfg, shape, on_gpu=None)
-        return cls(trains=rule, rows=rows, size=size, adapters=adapters, reference=reference, push=push)
+        return cls(trains=rule, rows=rows, size=size, text_prefix=shape.text_prefix, adapters=adapters, reference=reference, push=push)
 
     @property
     def pushes_adapters(self) -> bool:
@@ -116,7 +118,7 @@ class Tuning:
 
     def trains_weight(self, entry: Entry, layer: int, expert: int = 0) -> bool:
         """Of a row inside a layer, which trains whole or not at all."""
-        return self.trains(next(_names(entry, layer, expert)))
+        return self.trains(next(_names(self.text_prefix, entry, layer, expert)))
 
 
 def _rows(shape: ModelShape, rule: Callable[[str], bool]) -> list[Row]:
@@ -126,13 +128,13 @@ def _rows(shape: ModelShape, rule: Callable[[str], bool]) -> list[Row]:
         for entry in layer_entries(shape, moe=shape.is_moe_layer(layer)):
             experts = range(shape.num_experts) if entry.is_expert else range(1)
             count[entry] += len(experts)
-            trained[entry] += sum(rule(next(_names(entry, layer, expert))) for expert in experts)
+            trained[entry] += sum(rule(next(_names(shape.text_prefix, entry, layer, expert))) for expert in experts)
     return [Row(entry=entry, count=count[entry], trained=trained[entry]) for entry in count]
 
 
-def _ranks(settings: LoraSettings, entry: Entry, layer: int, expert: int) -> list[int]:
-    return [settings.rank_of(name.removesuffix(".weight")) for name in _names(entry, layer, expert)]
+def _ranks(settings: LoraSettings, prefix: str, entry: Entry, layer: int, expert: int) -> list[int]:
+    return [settings.rank_of(name.removesuffix(".weight")) for name in _names(prefix, entry, layer, expert)]
 
 
-def _names(entry: Entry, layer: int, expert: int) -> Iterator[str]:
-    return (f"model.layers.{layer}.{name.format(e=expert)}" for name, _ in entry.hf)
+def _names(prefix: str, entry: Entry, layer: int, expert: int) -> Iterator[str]:
+    return (f"{prefix}layers.{layer}.{name.format(e=expert)}" for name, _ in entry.hf)

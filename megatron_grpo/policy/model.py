@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from contextlib import nullcontext
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +25,7 @@ from megatron_grpo.policy.latent import LatentAttention, LatentNorm
 from megatron_grpo.policy.layers import Norm, PackedAttention, te_packed, with_bias
 from megatron_grpo.policy.router import replace_routers
 from megatron_grpo.policy.stream import LocalBatch
+from megatron_grpo.policy.vision import Vision
 from megatron_grpo.settings.config import ModelConfig, ParallelConfig
 from megatron_grpo.weights.rope import rope_inverse_frequencies
 from megatron_grpo.weights.shape import ModelShape
@@ -218,7 +220,9 @@ class PolicyModel(GPTModel):
         vp_stage: int | None,
         temperature: float,
         chunk_size: int,
+        tower: torch.nn.Module | None,
     ):
+        """tower: of a model that sees, where this is its first chunk."""
         super().__init__(
             config,
             layer_specs(shape, config, use_te=use_te, vp_stage=vp_stage, plain_linears=plain_linears),
@@ -233,6 +237,10 @@ class PolicyModel(GPTModel):
         self.use_te, self.temperature, self.chunk_size = use_te, temperature, chunk_size
         frequencies, _ = rope_inverse_frequencies(shape)
         self.inverse_frequencies = torch.tensor(frequencies, dtype=torch.float32, device=torch.cuda.current_device())
+        self.axes = torch.tensor(shape.rope.axes, dtype=torch.int64, device=torch.cuda.current_device())
+        self.vision = None
+        if tower is not None and shape.vision:
+            self.vision = Vision(tower, config, self.decoder.layers, self.pg_collection.tp, deep=shape.vision.num_deepstack)
         replace_routers(self)
         if not use_te:
             for module in self.modules():
@@ -249,14 +257,17 @@ class PolicyModel(GPTModel):
     def forward(self, batch: LocalBatch, *, with_entropy: bool = False, temperature: float | None = None, slope: Slope | None = None):
         """slope: of this micro-batch's loss, where a token's own log-prob is enough to know it (`parallel.vocab`)."""
         hidden = self.embedding(input_ids=batch.token_ids, position_ids=None) if self.pre_process else None
+        if self.vision is not None:
+            hidden = self.vision.see(hidden, batch)
         angles, packed = self._angles(batch)
-        hidden = self.decoder(
-            hidden_states=hidden,
-            attention_mask=None,
-            rotary_pos_emb=angles,
-            packed_seq_params=packed,
-            padding_mask=self._number(batch) if self.config.num_moe_experts else None,
-        )
+        with self.vision.in_layers() if self.vision is not None else nullcontext():
+            hidden = self.decoder(
+                hidden_states=hidden,
+                attention_mask=None,
+                rotary_pos_emb=angles,
+                packed_seq_params=packed,
+                padding_mask=self._number(batch) if self.config.num_moe_experts else None,
+            )
         if not self.post_process:
             return hidden
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
@@ -284,7 +295,9 @@ class PolicyModel(GPTModel):
 
         One row a token: segments may start at any position.
         """
-        angles = torch.outer((batch.all_positions if self.use_te else batch.positions).float(), self.inverse_frequencies)
+        positions = (batch.all_positions if self.use_te else batch.positions).float()
+        # With three axes [3, t] each frequency turns with one of them.
+        angles = (positions[self.axes].T if positions.dim() > 1 else positions[:, None]) * self.inverse_frequencies
         if not (self.use_te or self.config.multi_latent_attention):
             return None, dataclasses.replace(batch.packed, rotation=Rotation.of(angles))
         packed = te_packed(batch.packed) if self.use_te else batch.packed
@@ -301,8 +314,12 @@ def build_chunks(
     plain_linears: bool = False,
     padded_vocab_size: int,
     temperature: float,
+    tower: torch.nn.Module | None = None,
 ) -> list[PolicyModel]:
-    """The model chunks of this rank's stage: one, or `virtual_pipeline_model_parallel_size`. Weights are not set yet."""
+    """The model chunks of this rank's stage: one, or `virtual_pipeline_model_parallel_size`. Weights are not set yet.
+
+    tower: see `policy.vision`; None where the model has none, and on later stages.
+    """
     config = transformer_config(shape, model, layout, use_te=use_te, plain_linears=plain_linears)
     chunks = []
     for index in range(parallel.layout.num_chunks):
@@ -318,6 +335,7 @@ def build_chunks(
                 vp_stage=index if parallel.layout.vpp else None,
                 temperature=temperature,
                 chunk_size=model.logprob_chunk_size,
+                tower=tower if index == 0 else None,
             ).to(parallel.device)  # parameters are drawn in params_dtype; a sigmoid router's bias stays float32
         )  # fmt: skip
     return chunks

@@ -10,10 +10,11 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from megatron_grpo.batching.pictures import num_tokens
 from megatron_grpo.parallel.context import gathered_places, held_tokens
 from megatron_grpo.parallel.state import ParallelState
 from megatron_grpo.policy.kernels import Rotation
-from megatron_grpo.types import MicroBatch, Segment
+from megatron_grpo.types import MicroBatch, Picture, Segment
 
 # On a CPU a call of attention costs about as much as copying so many tokens there and back.
 TOKENS_A_CALL = 24
@@ -74,20 +75,30 @@ class PackedStream:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class LocalPictures:
+    """The pictures of which this context-parallel rank holds tokens."""
+
+    pictures: tuple[Picture, ...]
+    at: torch.Tensor  # int64 [n], ascending: places among the t tokens
+    token: torch.Tensor  # int64 [n]: which of the tokens of all `pictures`, one picture behind the other, stands there
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class LocalBatch:
     """This context-parallel rank's part of a micro-batch. t = T / cp tokens, c of the C trained positions."""
 
     number: int  # of the micro-batch in its pass
     held: np.ndarray  # int64 [t]: places of these tokens in the whole stream
     token_ids: torch.Tensor  # int64 [1, t]
-    positions: torch.Tensor  # int64 [t]
-    all_positions: torch.Tensor  # int64 [T]: of the whole stream
+    positions: torch.Tensor  # int64 [t], or [3, t] where the micro-batch has pictures
+    all_positions: torch.Tensor  # int64 [T] or [3, T]: of the whole stream
     multiplicity: torch.Tensor  # int64 [t]: contexts that a token stands for; 0 is alignment padding
     packed: PackedStream
     predict_at: torch.Tensor  # int64 [c], places among the t tokens; shared ones stand several times
     targets: torch.Tensor  # int64 [c]
     trained: np.ndarray  # int64 [c], which of the C trained positions these are
     experts: Mapping[int, torch.Tensor]  # by place among the model's layers with experts, of this stage's: int16 [t, k], -1 routes freely
+    seen: LocalPictures | None  # None: no picture's token is here
 
 
 ToDevice = Callable[[np.ndarray], torch.Tensor]
@@ -109,7 +120,7 @@ def to_local(batch: MicroBatch, parallel: ParallelState, moe_layers: Sequence[in
         number=batch.number,
         held=held,
         token_ids=tensor(batch.token_ids[held])[None],
-        positions=tensor(batch.positions[held]),
+        positions=tensor(batch.positions[..., held]),
         all_positions=tensor(batch.positions),
         multiplicity=tensor(batch.multiplicity[held]),
         packed=packed_stream(batch.segments, cp, rank, tensor, by_length=device.type == "cpu"),
@@ -117,7 +128,25 @@ def to_local(batch: MicroBatch, parallel: ParallelState, moe_layers: Sequence[in
         targets=tensor(batch.targets[trained]),
         trained=trained,
         experts={} if batch.experts is None else {layer: tensor(batch.experts[held, layer]) for layer in moe_layers},
+        seen=_seen(batch, place, tensor),
     )
+
+
+def _seen(batch: MicroBatch, place: np.ndarray, tensor: ToDevice) -> LocalPictures | None:
+    """place: of each token of the stream among those of this rank, -1 for those of others."""
+    here = np.flatnonzero(place[batch.picture_at] >= 0)
+    if not len(here):
+        return None
+    ends = np.cumsum([num_tokens(picture) for picture in batch.pictures])
+    which = np.searchsorted(ends, batch.picture_token[here], side="right")  # the picture of each token
+    needed = np.unique(which)
+    counts = np.diff(ends, prepend=0)
+    begins = np.zeros(len(ends), dtype=np.int64)
+    begins[needed] = np.cumsum(counts[needed]) - counts[needed]  # of those that are needed, among themselves
+    token = batch.picture_token[here] - (ends - counts)[which] + begins[which]
+    at = place[batch.picture_at[here]]
+    order = np.argsort(at, kind="stable")
+    return LocalPictures(tuple(batch.pictures[i] for i in needed), tensor(at[order]), tensor(token[order]))
 
 
 def packed_stream(segments: Sequence[Segment], cp: int, rank: int, tensor: ToDevice, *, by_length: bool = False) -> PackedStream:

@@ -90,6 +90,7 @@ class ModelConfig:
         None, "layers per recompute unit (uniform) or recomputed per stage (block)", unit="layers", at_least=1
     )
     recompute_modules: list[str] = setting(["core_attn"], "what selective recompute covers")
+    vit_gradient_checkpointing: bool = setting(True, "recompute a vision tower that trains, layer by layer")
     logprob_chunk_size: int = setting(1024, "positions whose logits exist at one time", unit="tokens", at_least=1)
     moe_aux_loss_coeff: float = setting(0.0, "load-balancing loss; only 0 is independent of the layout, others are refused")
     moe_z_loss_coeff: float | None = setting(None, "router z-loss, normalised over the global batch", at_least=0)
@@ -141,6 +142,9 @@ class TunerConfig:
         None, "push the adapter alone (true) or merged weights (false); default: the adapter where vLLM has LoRA for the model"
     )
     merge_lora: bool = setting(False, "export_hf writes the merged model besides the adapter")
+    freeze_llm: bool = setting(False, "full, of a model that sees: its text model does not train")
+    freeze_vit: bool = setting(True, "full, of a model that sees: its vision tower does not train, the aligner aside")
+    freeze_aligner: bool = setting(True, "full, of a model that sees: what turns the tower's channels into the text model's does not train")
     freeze_parameters: list[str] = setting([], "full: prefixes of Hugging Face names that do not train")
     freeze_parameters_regex: str | None = setting(None, "full: names in which this regular expression is found do not train")
     trainable_parameters: list[str] = setting([], "full: prefixes of names that train whatever freeze_parameters says")
@@ -211,6 +215,14 @@ class DataConfig:
     enable_thinking: bool | None = setting(None, "handed to the chat template where it knows it")
     dataset_shuffle: bool = setting(True, "seeded permutation per epoch; false keeps file order")
     load_from_cache_file: bool = setting(True, "tokenise a data set once a machine, into the user's cache directory")
+    data_root: str | None = setting(None, "paths of pictures are inside this directory (default: that of the data set)")
+    max_pixels: int | None = setting(
+        None, "larger pictures are made smaller (default: the variable MAX_PIXELS, else the model's own)", unit="pixels", at_least=1
+    )
+    min_pixels: int | None = setting(
+        None, "smaller pictures are made larger (default: the variable MIN_PIXELS, else the model's own)", unit="pixels", at_least=1
+    )
+    limit_images: int | None = setting(None, "most pictures of a prompt (default: as many as the data have)", unit="pictures", at_least=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -275,6 +287,34 @@ class RolloutConfig:
     )
     async_generate: bool | None = setting(None, "another way to say async_rollout_depth: true is 1, false is 0")
     verify_weight_push: bool = setting(True, "after each push, compare engine and trainer on a probe prompt")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TurnsConfig:
+    """Turns (environments and tools)"""
+
+    environment: str | None = setting(None, "who answers between turns: path/to/file.py:Class, or package.module:Class (docs/turns.md)")
+    tools: list[str] = setting([], "Python functions that the model may call: path/to/file.py:function; with an environment, beside it")
+    max_turns: int = setting(8, "turns of the model in one episode", unit="turns", at_least=1)
+    turn_history: str = setting(
+        "template",
+        "where the chat template rewrites earlier turns: template begins a new sequence there, sampled keeps the tokens as they were drawn",
+        choices=["template", "sampled"],
+    )
+    turn_discount: float = setting(1.0, "reward environment: the reward of turn t counts this to the power t", at_least=0, at_most=1)
+    environment_timeout: float = setting(60.0, "longest wait for one answer of an environment, or one tool call", unit="seconds", above=0)
+    max_environment_concurrency: int = setting(64, "calls of environments under way at a time, on one rank", unit="calls", at_least=1)
+    max_failed_episodes: float = setting(
+        0.5, "the run ends where a larger share of a rollout's episodes failed by their environment's fault", at_least=0, at_most=1
+    )
+    tool_call_parser: str = setting(
+        "hermes", "how calls stand in the model's text: hermes (Qwen2.5, Qwen3), or the name of a parser of vLLM"
+    )
+
+    @property
+    def plays(self) -> bool:
+        """Whether a completion is an episode."""
+        return self.environment is not None or bool(self.tools)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -385,6 +425,8 @@ class OptimizerConfig:
 
     lr: float = setting(1e-6, "peak learning rate", aliases=["learning_rate"], at_least=0)
     min_lr: float = setting(0.0, "learning rate at the end of the decay", at_least=0)
+    vit_lr: float | None = setting(None, "peak learning rate of a vision tower (default: lr)", at_least=0)
+    aligner_lr: float | None = setting(None, "peak learning rate of its aligner (default: lr)", at_least=0)
     lr_decay_style: str = setting(
         "constant", "shape after warm-up", choices=["constant", "linear", "cosine"], aliases=["lr_scheduler_type"]
     )
@@ -467,10 +509,19 @@ class RunConfig:
 class EvalConfig:
     """Evaluation"""
 
-    eval_dataset: str = setting("", "held-out prompts, scored greedily with the reward functions")
+    eval_dataset: str = setting("", "held-out prompts; answered greedily, unless one of the settings below says otherwise")
+    eval_datasets: dict[str, str] = setting({}, "several held-out sets, each under its name: path, or Hub name")
     eval_steps: int = setting(0, "how often; 0: only before and after", unit="optimizer steps", at_least=0)
-    eval_num_prompts: int | None = setting(None, "use the first so many", unit="prompts", at_least=1)
+    eval_num_prompts: int | None = setting(None, "use the first so many of each set", unit="prompts", at_least=1)
+    num_generations_eval: int | None = setting(
+        None, "completions of each held-out prompt (default 8; 1 where they are greedy)", unit="completions", at_least=1
+    )
+    eval_temperature: float | None = setting(
+        None, "how they are drawn; 0 is greedy (default: temperature; 0 for eval_dataset alone)", at_least=0
+    )
     eval_reward: str | None = setting(None, "the reward function that is the score (default: the first)")
+    eval_pass_threshold: float = setting(1.0, "a completion is right, for pass@k, from this score on")
+    eval_seed: int = setting(0, "of evaluations alone; the same at each of them", at_least=0, at_most=2**32 - 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -518,6 +569,7 @@ class Config:
     batch: BatchConfig = field(default_factory=BatchConfig)
     data: DataConfig = field(default_factory=DataConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    turns: TurnsConfig = field(default_factory=TurnsConfig)
     rewards: RewardConfig = field(default_factory=RewardConfig)
     grpo: GrpoConfig = field(default_factory=GrpoConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)

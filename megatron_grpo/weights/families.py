@@ -11,6 +11,7 @@ from typing import Any
 
 from megatron_grpo.errors import ConfigError, Problem
 from megatron_grpo.weights.sizes import MlaShape, MoeShape, yarn_mscale
+from megatron_grpo.weights.towers import QWEN2_5_VL, QWEN2_VL, QWEN3_VL, Tower
 
 Config = Mapping[str, Any]
 
@@ -21,6 +22,7 @@ class Family:
 
     traits: (config.json, common fields) -> the fields of `ModelShape` that this family reads in its own way.
     defaults: what its config class assumes where config.json is silent.
+    tower: of a model that sees.
     """
 
     traits: Callable[[Config, Config], dict[str, Any]]
@@ -29,6 +31,12 @@ class Family:
     expert_names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     # Layers after the last one predict further tokens for speculative decoding. GRPO neither trains nor exports them.
     has_prediction_layers: bool = False
+    tower: Tower | None = None
+
+    @property
+    def text_prefix(self) -> str:
+        """What the names of the text model's tensors begin with, those of the head aside."""
+        return self.tower.text_prefix if self.tower else "model."
 
 
 def _llama(config: Config, common: Config) -> dict[str, Any]:
@@ -123,6 +131,7 @@ def _qwen_window(config: Config, num_layers: int) -> int | None:
     return config.get("sliding_window", 4096) if windowed else None
 
 
+_QWEN2_VL = {"num_key_value_heads": 8, "rope_theta": 1e6, "rms_norm_eps": 1e-5}
 FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": Family(traits=_llama),
     "MistralForCausalLM": Family(traits=_mistral, defaults={"num_key_value_heads": 8}),
@@ -136,7 +145,49 @@ FAMILIES: dict[str, Family] = {
         expert_names=("w1", "w3", "w2"),
     ),
     "DeepseekV3ForCausalLM": Family(traits=_deepseek_v3, has_prediction_layers=True),
+    "Qwen2VLForConditionalGeneration": Family(traits=_qwen2, defaults=_QWEN2_VL, tower=QWEN2_VL),
+    "Qwen2_5_VLForConditionalGeneration": Family(traits=_qwen2, defaults=_QWEN2_VL, tower=QWEN2_5_VL),
+    "Qwen3VLForConditionalGeneration": Family(
+        traits=_qwen3,
+        defaults={"head_dim": 128, "num_key_value_heads": 32, "rope_theta": 5e5, "mrope_section": (24, 20, 20)},
+        tower=QWEN3_VL,
+    ),
 }
+# Known elsewhere and not here, with the reason.
+NOT_YET = {
+    "Qwen3VLMoeForConditionalGeneration": "Qwen3-VL with experts has not been shown to give transformers' gradients here; Qwen3-VL without "
+    "experts has (Qwen3VLForConditionalGeneration)",
+}
+
+
+# Of a model that sees, config.json may say what belongs to its text model at its top, in `text_config`, or in both places. Every other word
+# is of the library that wrote it.
+_SAID_TWICE = (
+    *("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size", "vocab_size"),
+    *("max_position_embeddings", "rms_norm_eps", "hidden_act", "attention_bias", "tie_word_embeddings", "rope_theta"),
+    *("use_sliding_window", "sliding_window", "max_window_layers"),
+)
+
+
+def text_config(config: Config) -> Config:
+    """What a config.json says of the text model. Raises ConfigError where it says two things."""
+    inner = config.get("text_config")
+    if inner is None:
+        return config
+    if not isinstance(inner, Mapping):
+        raise ConfigError([Problem(flags=("model",), message=f"config.json: text_config must hold named values, it is {inner!r}.")])
+    twice = [key for key in _SAID_TWICE if config.get(key) is not None and inner.get(key) is not None]
+    problems = [
+        Problem(
+            flags=("model",), message=f"config.json: {key} is {config[key]!r}, and {inner[key]!r} in its text_config. Keep one of them."
+        )
+        for key in twice
+        if config[key] != inner[key]
+    ]
+    if problems:
+        raise ConfigError(problems)
+    # `architectures` says which family it is; the text part may name its own.
+    return {**config, **{key: value for key, value in inner.items() if value is not None}, "architectures": config.get("architectures")}
 
 
 def family_of(config: Config) -> Family:
@@ -147,6 +198,8 @@ def family_of(config: Config) -> Family:
         raise ConfigError([Problem(flags=("model",), message=message)])
     if len(names) == 1 and names[0] in FAMILIES:
         return FAMILIES[names[0]]
+    if why := NOT_YET.get(names[0] if names else ""):
+        raise ConfigError([Problem(flags=("model",), message=f"model: the architecture {names[0]} is not supported: {why}.")])
     what = f"the architecture {names[0]}" if names else "a config.json without `architectures`"
     raise ConfigError(
         [

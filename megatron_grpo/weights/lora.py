@@ -249,7 +249,7 @@ def _linear_modules(shape: ModelShape) -> Iterator[LinearModule]:
             for expert in range(shape.num_experts) if entry.is_expert else (0,):
                 for name, (out, inner) in entry.hf:
                     yield LinearModule(
-                        name=f"model.layers.{layer}.{name.format(e=expert)}".removesuffix(".weight"),
+                        name=f"{shape.layer_prefix(layer)}{name.format(e=expert)}".removesuffix(".weight"),
                         out=out,
                         inner=inner,
                         megatron=f"decoder.layers.{layer}.{entry.megatron.format(e=expert)}".removesuffix(".weight"),

@@ -16,6 +16,7 @@ from megatron_grpo.errors import ConfigError, Problem
 from megatron_grpo.weights.families import FAMILIES
 from megatron_grpo.weights.names import NAMINGS, Entry, Packing, ShardCut, grouped_experts, hf_shapes, layer_entries, outer_entries
 from megatron_grpo.weights.shape import ModelShape
+from megatron_grpo.weights.towers import MEGATRON
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _EXPERT = re.compile(r"(mlp\.experts\.local_experts\.|mlp\.experts\.linear_fc[12]\.(?:weight|lora_a|lora_b))(\d+)(.*)")
@@ -128,7 +129,7 @@ class WeightMap:
         entry, _, expert = self._locate(name)
         match = _LAYER.fullmatch(name)
         if match is None:
-            return (-1 if name.startswith("embedding.") else self.shape.num_layers), list(self.outer).index(entry.megatron), 0
+            return (-1 if name.startswith(("embedding.", MEGATRON)) else self.shape.num_layers), list(self.outer).index(entry.megatron), 0
         layer = int(match[1])
         return layer, list(self.layers[self.shape.is_moe_layer(layer)]).index(entry.megatron), expert
 
@@ -198,7 +199,7 @@ class WeightMap:
             return self._located[name]
         match, entry, prefix, expert = _LAYER.fullmatch(name), self.outer.get(name), "", 0
         if match is not None and int(match[1]) < self.shape.num_layers:
-            prefix, template = f"model.layers.{match[1]}.", match[2]
+            prefix, template = self.shape.layer_prefix(int(match[1])), match[2]
             numbered = _EXPERT.fullmatch(template)
             if numbered is not None:
                 expert, template = int(numbered[2]), f"{numbered[1]}{{e}}{numbered[3]}"
@@ -213,7 +214,7 @@ class WeightMap:
     def _may_be_ignored(self, name: str) -> bool:
         if name == "lm_head.weight":
             return self.shape.tied_embeddings
-        layer = re.match(r"model\.layers\.(\d+)\.", name)
+        layer = re.match(rf"{re.escape(self.shape.text_prefix)}layers\.(\d+)\.", name)
         beyond = layer is not None and int(layer[1]) >= self.shape.num_layers
         return bool(_UNTRAINED.fullmatch(name)) or (beyond and FAMILIES[self.shape.architecture].has_prediction_layers)
 

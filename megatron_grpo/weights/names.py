@@ -14,6 +14,7 @@ from enum import Enum
 from megatron_grpo.weights.families import FAMILIES, Family
 from megatron_grpo.weights.shape import ModelShape
 from megatron_grpo.weights.sizes import MlaShape, MoeShape
+from megatron_grpo.weights.towers import MEGATRON
 
 
 class Packing(Enum):
@@ -50,17 +51,26 @@ class Entry:
 def outer_entries(shape: ModelShape) -> Iterator[Entry]:
     """The parameters outside the layers, with whole names."""
     rows = (shape.vocab_size, shape.hidden_size)
-    embedding = (("model.embed_tokens.weight", rows),)
+    embedding = ((f"{shape.text_prefix}embed_tokens.weight", rows),)
     yield Entry("embedding.word_embeddings.weight", embedding, Packing.PLAIN, ShardCut.VOCAB)
-    yield Entry("decoder.final_layernorm.weight", (("model.norm.weight", (shape.hidden_size,)),), Packing.PLAIN, ShardCut.REPLICATED)
+    yield _norm("decoder.final_layernorm", f"{shape.text_prefix}norm", shape.hidden_size)
     if shape.tied_embeddings:  # exists where the last pipeline stage is not the first
         yield Entry("output_layer.weight", embedding, Packing.PLAIN, ShardCut.VOCAB, is_copy=True)
     else:
         yield Entry("output_layer.weight", (("lm_head.weight", rows),), Packing.PLAIN, ShardCut.VOCAB)
+    yield from tower_entries(shape)
+
+
+def tower_entries(shape: ModelShape) -> Iterator[Entry]:
+    """The parameters of the tower of a model that sees, with whole names: its own, behind a prefix."""
+    tower = FAMILIES[shape.architecture].tower
+    if tower and shape.vision:
+        for name, size in tower.tensors(shape.vision, shape.hidden_size):
+            yield _plain(f"{MEGATRON}{name}", f"{tower.prefix}{name}", size, ShardCut.REPLICATED)
 
 
 def layer_entries(shape: ModelShape, *, moe: bool) -> Iterator[Entry]:
-    """The parameters of one layer, relative to `decoder.layers.N.` and `model.layers.N.`."""
+    """The parameters of one layer, relative to `decoder.layers.N.` and `ModelShape.layer_prefix`."""
     hidden = shape.hidden_size
     yield _norm("input_layernorm", "input_layernorm", hidden)
     yield from _latent_attention(shape, shape.mla) if shape.mla else _attention(shape)
@@ -172,7 +182,7 @@ def hf_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
     for layer in range(shape.num_layers):
         for entry in layer_entries(shape, moe=shape.is_moe_layer(layer)):
             for number in range(shape.num_experts) if entry.is_expert else (0,):
-                sizes.update({f"model.layers.{layer}.{name.format(e=number)}": size for name, size in entry.hf})
+                sizes.update({f"{shape.layer_prefix(layer)}{name.format(e=number)}": size for name, size in entry.hf})
     return sizes
 
 

@@ -9,7 +9,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from megatron_grpo.errors import ConfigError, Problem
-from megatron_grpo.weights.families import family_of
+from megatron_grpo.weights.families import family_of, text_config
 from megatron_grpo.weights.shape import read_config
 from megatron_grpo.weights.stored import stored_names
 
@@ -24,28 +24,31 @@ def _wrong(message: str) -> ConfigError:
 class HfReader:
     """`reader(name)` is the tensor of that name, on the CPU, in the dtype of the file. `reader.names` is all there is.
 
-    Experts that are stored in one tensor are offered one by one under their names on the Hub, so that callers know a single layout.
+    Experts that are stored in one tensor are offered one by one under their names on the Hub, and so are models that see which were saved
+    with the names of their modules: callers know a single layout.
     """
 
     def __init__(self, directory: str | Path):
         self.directory = Path(directory)
         self.config = read_config(directory)
         self._files: dict[str, safe_open] = {}
-        self._where = stored_names(directory)  # name -> file
+        self._where = stored_names(directory)  # name in the file -> file
+        tower = family_of(self.config).tower
+        self._stored = {tower.on_the_hub(name) if tower else name: name for name in self._where}  # name -> name in the file
         self._slices: dict[str, tuple[str, int | slice, int, int]] = {}  # name -> stored name, expert, which part of how many
         for name in self._where:
             if fused := _FUSED.fullmatch(name):
                 self._offer_experts(name, *fused.groups())
-        self.names = frozenset(self._where) - {stored for stored, *_ in self._slices.values()} | frozenset(self._slices)
+        self.names = frozenset(self._stored) - {stored for stored, *_ in self._slices.values()} | frozenset(self._slices)
 
     def __call__(self, name: str) -> torch.Tensor:
         if name in self._slices:
             stored, expert, part, parts = self._slices[name]
             both = self._open(stored).get_slice(stored)[expert]
             return both.chunk(parts)[part]
-        if name not in self._where:
+        if name not in self._stored:
             raise _wrong(f"{self.directory} has no tensor {name}.")
-        return self._open(name).get_tensor(name)
+        return self._open(self._stored[name]).get_tensor(self._stored[name])
 
     def _open(self, name: str) -> safe_open:
         file = self._where[name]
@@ -70,8 +73,8 @@ def check_tied_head(reader: HfReader) -> None:
 
     vLLM (0.32) and transformers (5) then take the head that is there: the sampler would be another model than the policy.
     """
-    embedding, head = "model.embed_tokens.weight", "lm_head.weight"
-    if not reader.config.get("tie_word_embeddings") or not {embedding, head} <= reader.names:
+    embedding, head = f"{family_of(reader.config).text_prefix}embed_tokens.weight", "lm_head.weight"
+    if not text_config(reader.config).get("tie_word_embeddings") or not {embedding, head} <= reader.names:
         return
     one, other = reader(embedding), reader(head)
     if torch.equal(one, other):

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron_grpo.errors import ConfigError, Problem
-from megatron_grpo.weights.families import family_of
-from megatron_grpo.weights.sizes import MlaShape, MoeShape, RopeShape, yarn_mscale
+from megatron_grpo.weights.families import FAMILIES, family_of, text_config
+from megatron_grpo.weights.sizes import MlaShape, MoeShape, RopeShape, VisionShape, yarn_mscale
+from megatron_grpo.weights.vision import vision_of, with_axes, without_axes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,11 +44,14 @@ class ModelShape:
     sliding_window: int | None = None  # tokens; None where no layer has one
     moe: MoeShape | None = None
     mla: MlaShape | None = None
+    vision: VisionShape | None = None  # of a model that sees
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> ModelShape:
         """The shape described by a parsed config.json. Raises `ConfigError` with everything in it that is not supported."""
-        family = family_of(config)
+        family, whole = family_of(config), config
+        if family.tower:
+            config = without_axes(text_config(whole))
         read = _Config(config)
         read.optional_numbers()
         architecture = config["architectures"][0]
@@ -85,6 +89,10 @@ class ModelShape:
         rope = rope_from_hf(config, rotated, family.defaults.get("rope_theta", 10000.0), read)
         if rope is None:
             raise ConfigError(read.problems)
+        if family.tower:
+            rope = with_axes(rope, whole, family, read.require)
+            merged["vision"] = vision_of(whole, family, read.require, hidden=hidden)
+        read.stop_if_wrong()
         return cls(**merged, rope=rope)
 
     @classmethod
@@ -104,6 +112,15 @@ class ModelShape:
     def num_experts(self) -> int:
         """Of one layer with experts; 0 for a dense model."""
         return self.moe.num_experts if self.moe else 0
+
+    @property
+    def text_prefix(self) -> str:
+        """What the names of the text model's Hugging Face tensors begin with, those of the head aside."""
+        return FAMILIES[self.architecture].text_prefix
+
+    def layer_prefix(self, layer: int) -> str:
+        """What the names of a layer's Hugging Face tensors begin with."""
+        return f"{self.text_prefix}layers.{layer}."
 
     def is_moe_layer(self, layer: int) -> bool:
         return self.moe is not None and self.moe.layers[layer]

@@ -24,6 +24,18 @@ class RopeShape:
     beta_slow: float = 1.0  # yarn
     truncate: bool = True  # yarn: the ramp begins and ends at whole channels
     attention_scaling: float = 1.0  # multiplies cos and sin
+    # Positions with three axes (frame, row, column): how many of the dim / 2 frequencies turn with each; () where positions are plain.
+    sections: tuple[int, ...] = ()
+    interleaved: bool = False  # the axes take turns, instead of a block each
+
+    @property
+    def axes(self) -> tuple[int, ...]:
+        """By which axis each of the dim / 2 frequencies turns; () where positions are plain."""
+        if not self.sections:
+            return ()
+        if not self.interleaved:
+            return tuple(axis for axis, count in enumerate(self.sections) for _ in range(count))
+        return tuple(i % 3 if i < 3 * self.sections[i % 3] else 0 for i in range(self.dim // 2))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +71,24 @@ class MlaShape:
     v_head_dim: int
     softmax_scale: float  # includes yarn's mscale
     interleaved: bool = True  # the two channels of a rotation stand side by side
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VisionShape:
+    """The tower of a model that sees: patches of a picture go in, tokens as wide as the text model's come out. Widths are channels."""
+
+    depth: int  # layers
+    width: int
+    ffn_hidden_size: int
+    patch: tuple[int, int, int, int]  # colours, frames, rows and columns of one patch
+    merge: int  # so many by so many patches are one token
+    image_token: int  # the id that stands where a picture's tokens are
+    num_positions: int = 0  # learnt ones
+    num_deepstack: int = 0  # so many text layers, from the first on, are each given features of a layer of the tower
+
+    @property
+    def patch_channels(self) -> int:
+        return math.prod(self.patch)
 
 
 def yarn_mscale(factor: float, weight: float = 1.0) -> float:

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from megatron_grpo.errors import Problem
-from megatron_grpo.weights.names import Entry, layer_entries, outer_entries
+from megatron_grpo.weights.names import Entry, layer_entries, outer_entries, tower_entries
 from megatron_grpo.weights.shape import ModelShape
+from megatron_grpo.weights.towers import Part, part_of
 
 if TYPE_CHECKING:
     from megatron_grpo.settings.config import TunerConfig
@@ -28,12 +29,25 @@ def trains(cfg: TunerConfig) -> Rule:
         return lambda name: False
     frozen = _matcher(cfg.freeze_parameters, cfg.freeze_parameters_regex)
     kept = _matcher(cfg.trainable_parameters, cfg.trainable_parameters_regex)
-    return lambda name: kept(name) or not frozen(name)
+    parts = frozen_parts(cfg)
+    return lambda name: kept(name) or not (frozen(name) or part_of(name) in parts)
 
 
-def trains_all(cfg: TunerConfig) -> bool:
+def frozen_parts(cfg: TunerConfig) -> set[Part]:
+    """What `freeze_llm`, `freeze_vit` and `freeze_aligner` take out of the training; text models have the first part alone."""
+    flags: dict[Part, bool] = {"llm": cfg.freeze_llm, "vit": cfg.freeze_vit, "aligner": cfg.freeze_aligner}
+    return {part for part, is_frozen in flags.items() if is_frozen}
+
+
+def trains_tower(cfg: TunerConfig, shape: ModelShape) -> bool:
+    """Whether any of what sees pictures trains."""
+    return any(map(trains(cfg), (name for entry in tower_entries(shape) for name, _ in entry.hf)))
+
+
+def trains_all(cfg: TunerConfig, shape: ModelShape) -> bool:
     """Whether every weight of the model trains."""
-    return cfg.tuner_type == "full" and not cfg.freeze_parameters and cfg.freeze_parameters_regex is None
+    is_whole = not cfg.freeze_llm and (shape.vision is None or not frozen_parts(cfg))
+    return is_whole and cfg.tuner_type == "full" and not cfg.freeze_parameters and cfg.freeze_parameters_regex is None
 
 
 def parameter_trains(names: Iterable[str], rule: Rule) -> bool:
@@ -52,15 +66,33 @@ def problems(cfg: TunerConfig, shape: ModelShape) -> list[Problem]:
     if cfg.tuner_type != "full":
         return []
     parameters = list(_parameters(shape))
-    found = [*_lost(cfg, shape, parameters)]
-    if found or trains_all(cfg):
+    found = [*_parts_that_are_not_there(cfg, shape), *_lost(cfg, shape, parameters)]
+    if found or trains_all(cfg, shape):
         return found
     rule = trains(cfg)
     if not any(rule(name) for parameter in parameters if not parameter.is_buffer for name in parameter.hf):
-        flags = tuple(flag for flag in ("freeze_parameters", "freeze_parameters_regex") if getattr(cfg, flag))
+        flags = tuple(flag for flag in (*_freezing_parts(shape), "freeze_parameters", "freeze_parameters_regex") if getattr(cfg, flag))
+        thaw = "" if shape.vision is None else " Use freeze_llm, freeze_vit or freeze_aligner false."
         return [Problem(flags=flags, message=f"{' and '.join(flags)} freeze every weight of the model: nothing would train. "
-                                             "Name in trainable_parameters what is to train.")]  # fmt: skip
+                                             f"Name in trainable_parameters what is to train.{thaw}")]  # fmt: skip
     return [*_parts(cfg, parameters, rule), *_lonely_biases(cfg, parameters, rule)]
+
+
+def _freezing_parts(shape: ModelShape) -> tuple[str, ...]:
+    return ("freeze_llm", "freeze_vit", "freeze_aligner") if shape.vision else ()
+
+
+def _parts_that_are_not_there(cfg: TunerConfig, shape: ModelShape) -> Iterator[Problem]:
+    """A text model is one part, which trains."""
+    if shape.vision is not None:
+        return
+    if cfg.freeze_llm:
+        message = f"freeze_llm true: {shape.architecture} is a text model, and nothing else is left to train. Use freeze_llm false."
+        yield Problem(flags=("freeze_llm",), nearest={"freeze_llm": [False]}, message=message)
+    for flag in ("freeze_vit", "freeze_aligner"):
+        if not getattr(cfg, flag):
+            message = f"{flag} false: {shape.architecture} is a text model, without a vision tower. Use {flag} true."
+            yield Problem(flags=(flag,), nearest={flag: [True]}, message=message)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +113,7 @@ def _parameters(shape: ModelShape) -> Iterator[_Parameter]:
     for layer in range(shape.num_layers):
         for entry in layer_entries(shape, moe=shape.is_moe_layer(layer)):
             for number in range(shape.num_experts) if entry.is_expert else (0,):
-                yield named(entry, f"decoder.layers.{layer}.", f"model.layers.{layer}.", number)
+                yield named(entry, f"decoder.layers.{layer}.", shape.layer_prefix(layer), number)
 
 
 def _matcher(prefixes: Iterable[str], pattern: str | None) -> Rule:

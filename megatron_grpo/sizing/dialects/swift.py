@@ -104,7 +104,6 @@ NAMES: Mapping[str, Foreign] = {
     "init_weights": only("true", features.LORA_START),
     "use_dora": lacks(features.DORA),
     "lorap_lr_ratio": lacks(features.ONE_LR),
-    "freeze_llm": lacks("of a model of text it is all there is to train"),
     "finetune": only("true", features.RESUMED_ELSEWHERE),
     "optimizer": only("adam", features.OTHER_OPTIMIZER),
     "weight_decay_incr_style": only("constant", "weight_decay is constant here"),
@@ -113,7 +112,6 @@ NAMES: Mapping[str, Foreign] = {
     "freeze_parameters_ratio": lacks(features.FREEZE_RATIO, "0", "0.0"),
     "repetition_penalty": lacks(features.SAMPLING, "1", "1.0"),
     "split_dataset_ratio": lacks("give held-out prompts as eval_dataset", "0", "0.0"),
-    "num_generations_eval": lacks(features.EVALUATION),
     "loss_scale": only("last_round", "the loss covers the completion, whole and alone"),
     "calculate_per_token_loss": lacks("loss_type says what the loss is averaged over"),
     "moe_router_load_balancing_type": lacks("load-balancing losses depend on the layout"),
@@ -125,8 +123,6 @@ NAMES: Mapping[str, Foreign] = {
     "exp_avg_dtype": only("fp32", "gradients and optimizer state are float32 here"),
     "exp_avg_sq_dtype": only("fp32", "gradients and optimizer state are float32 here"),
     "$MAX_PIXELS": lacks(features.IMAGES),  # set before the command
-    "freeze_vit": only("true", features.IMAGES),
-    "freeze_aligner": only("true", features.IMAGES),
     "template_backend": only("jinja", "prompts are written by the model's own chat template"),
     "use_chat_template": only("true", "chat prompts are written by the model's own chat template; a string prompt is taken as it stands"),
     "mtp_num_layers": lacks(features.MTP, "0"),
@@ -164,7 +160,7 @@ NAMES: Mapping[str, Foreign] = {
     ),
     **not_there(
         features.IMAGES,
-        *("vit_lr", "aligner_lr", "vit_gradient_checkpointing", "vit_gradient_checkpointing_kwargs", "vit_attn_impl", "max_pixels"),
+        *("vit_gradient_checkpointing_kwargs", "vit_attn_impl", "max_pixels"),
         *("vllm_limit_mm_per_prompt", "vllm_mm_processor_cache_gb", "norm_bbox"),
     ),
     **not_there(

@@ -1,0 +1,184 @@
+"""Models that see, a few thousand weights each; rows with pictures of random patches; and transformers' log-probs of them.
+
+Norms and biases are drawn too: at 1 and 0 a wrong name or order would not show. A rollout for `tests/parity_cases` has groups with one
+picture, with two, with none, and one with a picture that another group shows too; and completions in which the placeholder was drawn.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_grpo.types import Sample
+from tests import parity_cases as cases
+from tests.tiny_models import BOS, EOS, PAD, _write_tokenizer, load_tiny
+
+FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+VOCAB, IMAGE, BEGIN, END, VIDEO = 125, 121, 122, 123, 124
+MERGE = 2
+# The layouts that pictures are shown in. DeepStack wants three layers in the first chunk.
+LAYOUTS = {
+    **{name: cases.LAYOUTS[name] for name in ("1", "TP2", "TP2 SP", "PP2", "PP2 VPP2", "DP2", "CP2")},
+    **{name: cases.LAYOUTS[name] for name in ("TP2 SP CP2", "TP2 SP PP2", "PP2 CP2", "TP2 SP DP2", "PP2 DP2", "TP4 SP", "CP4")},
+    "PP2, 3 and 1": cases.Case(2, {cases.PP: 2, cases.FIRST: 3, cases.LAST: 1}),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Patches:
+    """A `types.Picture` that is nothing but its patches."""
+
+    key: str
+    grid: tuple[int, int, int]
+    values: np.ndarray
+    merge: int = MERGE
+
+    def patches(self) -> np.ndarray:
+        return self.values
+
+    @property
+    def num_tokens(self) -> int:
+        return self.grid[1] * self.grid[2] // self.merge**2
+
+
+def picture(name: str, rows: int, columns: int, *, side: int = 4) -> Patches:
+    """rows, columns: of patches."""
+    rng = np.random.default_rng(sum(map(ord, name)))
+    return Patches(name, (1, rows, columns), rng.normal(size=(rows * columns, 3 * 2 * side * side)).astype(np.float32))
+
+
+def write_vlm(path: str | Path, family: str, *, layers: int = 4, tied: bool = False, dtype: str = "float32", std: float = 0.1) -> Path:
+    """Config, safetensors and tokenizer, as transformers writes them."""
+    import torch
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    path = Path(path)
+    axes = dict(mrope_section=[4, 2, 2], mrope_interleaved=True) if family == "qwen3_vl" else dict(mrope_section=[2, 3, 3])
+    text = dict(vocab_size=VOCAB, hidden_size=64, intermediate_size=72, num_hidden_layers=layers, num_attention_heads=4,
+                num_key_value_heads=2, max_position_embeddings=256, tie_word_embeddings=tied, pad_token_id=PAD, bos_token_id=BOS,
+                eos_token_id=EOS, rms_norm_eps=1e-6, rope_parameters=dict(rope_type="default", rope_theta=1e4, **axes))  # fmt: skip
+    vision: dict[str, Any] = dict(depth=3, num_heads=2, patch_size=4, temporal_patch_size=2, spatial_merge_size=MERGE)
+    if family == "qwen2_vl":
+        vision |= dict(embed_dim=40, hidden_size=64, mlp_ratio=2)
+    else:
+        vision |= dict(hidden_size=40, intermediate_size=44, out_hidden_size=64)
+    if family == "qwen2_5_vl":
+        vision |= dict(window_size=16, fullatt_block_indexes=[1])
+    if family == "qwen3_vl":
+        vision |= dict(num_position_embeddings=25, deepstack_visual_indexes=[0, 1, 2])
+        text["head_dim"] = 16
+    config = AutoConfig.for_model(
+        family, text_config=text, vision_config=vision, image_token_id=IMAGE, video_token_id=VIDEO, vision_start_token_id=BEGIN,
+        vision_end_token_id=END, tie_word_embeddings=tied,
+    )  # fmt: skip
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = AutoModelForImageTextToText.from_config(config)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if parameter.dim() > 1:
+                    parameter.normal_(0.0, std)
+                elif "norm" in name or "ln_q" in name:
+                    parameter.uniform_(0.5, 1.5)
+                else:
+                    parameter.normal_(0.0, std)
+    model.to(getattr(torch, dtype)).save_pretrained(path)
+    _write_tokenizer(path, VOCAB)
+    return path
+
+
+def logits_of(model: Any, sample: Any) -> Any:
+    """[tokens, vocabulary], differentiable. Written out: transformers' own forward takes a drawn placeholder for a picture's."""
+    import torch
+
+    core, ids = model.model, torch.from_numpy(sample.token_ids)[None]
+    embeds, more = core.get_input_embeddings()(ids), {}
+    positions = torch.arange(ids.shape[1]).expand(3, 1, -1)
+    if sample.shown:
+        pictures = [one for _, one in sample.shown]
+        patches = torch.from_numpy(np.concatenate([one.patches() for one in pictures])).to(embeds.dtype)
+        grids = torch.tensor([one.grid for one in pictures])
+        found = core.get_image_features(patches, grids, return_dict=True)
+        is_picture = torch.zeros(ids.shape, dtype=torch.bool)
+        for place, one in sample.shown:
+            is_picture[0, place : place + one.num_tokens] = True
+        embeds = embeds.masked_scatter(is_picture[..., None], torch.cat(found.pooler_output).to(embeds.dtype))
+        positions, _ = core.get_rope_index(ids, mm_token_type_ids=is_picture.int(), image_grid_thw=grids)
+        if deep := getattr(found, "deepstack_features", None):
+            deep = [one if torch.is_tensor(one) else torch.cat(one) for one in deep]
+            more = {"visual_pos_masks": is_picture, "deepstack_visual_embeds": deep}
+    hidden = core.language_model(inputs_embeds=embeds, position_ids=positions, use_cache=False, **more).last_hidden_state
+    return model.lm_head(hidden)[0]
+
+
+def logprobs_of(model: Any, sample: Any, temperature: float = 1.0) -> np.ndarray:
+    """float32 [T], 0 where the mask is false."""
+    import torch
+
+    with torch.no_grad():
+        logits = logits_of(model, sample).double()[:-1] / temperature
+    found = torch.log_softmax(logits, -1).gather(1, torch.from_numpy(sample.token_ids[1:])[:, None])[:, 0].numpy()
+    return np.where(sample.mask, np.concatenate([[0.0], found]), 0.0).astype(np.float32)
+
+
+# (pictures: name, rows and columns of patches), (tokens of each completion)
+Group = tuple[tuple[tuple[str, int, int], ...], tuple[int, ...]]
+GROUPS: tuple[Group, ...] = (
+    ((("a", 4, 6),), (5, 3)),
+    ((("b", 2, 10), ("c", 6, 4)), (2, 7)),
+    ((), (4, 9)),
+    ((("a", 4, 6),), (6, 2)),
+)
+# Of two data-parallel ranks with one row each, the second has no pictures; then neither has.
+APART: tuple[Group, ...] = (
+    ((("a", 4, 6),), (5,)),
+    ((), (3,)),
+    ((("c", 6, 4),), (6,)),
+    ((), (4,)),
+    ((), (5,)),
+    ((), (2,)),
+    ((), (6,)),
+    ((), (4,)),
+)
+
+
+def rollout(path: str | Path, *, groups: Sequence[Group] = GROUPS, num_steps: int = 1, stale: float = 0.5) -> list[list[Sample]]:
+    """Samples of so many global batches. The second completion of each group has a placeholder that was drawn."""
+    model, rng, steps = load_tiny(path), np.random.default_rng(0), []
+    for step in range(num_steps):
+        samples: list[Sample] = []
+        for number, (names, completions) in enumerate(groups):
+            tokens, shown = rng.integers(4, 100, 2 + number).tolist(), []
+            for one in (picture(*name) for name in names):
+                tokens.append(BEGIN)
+                shown.append((len(tokens), one))
+                tokens += [IMAGE] * one.num_tokens + [END, *rng.integers(4, 100, 2).tolist()]
+            first = len(samples)
+            for generation, length in enumerate(completions):
+                completion = rng.integers(4, 100, length)
+                if generation:
+                    completion[length // 2] = IMAGE
+                place = (step, len(samples), number)
+                samples.append(_sample(rng, model, place, tokens, completion, tuple(shown), rng.random() < stale))
+            samples[first:] = cases.with_prefix(samples[first:])
+        steps.append(samples)
+    return steps
+
+
+def _sample(rng, model, place, prompt, completion, shown, is_stale: bool) -> Sample:
+    step, row, number = place
+    ids = np.concatenate([prompt, completion]).astype(np.int64)
+    mask = np.arange(len(ids)) >= len(prompt)
+    noise = lambda scale: np.where(mask, rng.normal(0, scale, len(ids)), 0).astype(np.float32)  # noqa: E731
+    sample = Sample(
+        row=row, rollout=step, prompt_number=number, version=step - is_stale, fresh_at=step - is_stale, token_ids=ids, mask=mask,
+        shown=shown, sampler_logprobs=np.zeros(len(ids), dtype=np.float32),
+        advantage=float(rng.uniform(0.5, 1.5) * (-0.4 if row % 3 == 0 else 1.0)), is_dead=False, is_truncated=False,
+    )  # fmt: skip
+    near = logprobs_of(model, sample, 0.9)
+    sample = dataclasses.replace(sample, sampler_logprobs=near + noise(0.1))
+    return sample.anchored(near + noise(0.3), "recompute") if is_stale else sample
