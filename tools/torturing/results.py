@@ -113,9 +113,9 @@ def said(rows: Sequence[Row], chains: Sequence[dict]) -> list[str]:
         )
         if again:
             lines.append(
-                f"After a kill the same step was trained again within {statistics.median(again):.1f} s (median; at most {max(again):.1f}), "
-                f"and {statistics.mean(kill['sampled_twice'] for kill in kills):.1f} prompts were sampled twice (at most "
-                f"{max(kill['sampled_twice'] for kill in kills)})."
+                f"Of {len(again)} no other kill came before the same step was trained again: within {statistics.median(again):.1f} s (median; "
+                f"at most {max(again):.1f}). After a kill {statistics.mean(kill['sampled_twice'] for kill in kills):.1f} prompts were sampled a second time (mean; at "
+                f"most {max(kill['sampled_twice'] for kill in kills)})."
             )
     return lines
 
@@ -178,8 +178,8 @@ def _kills(chains: Sequence[dict]) -> list[str]:
     groups = {
         "of the launcher": [kill for kill in kills if kill["whom"] == "launcher"],
         "of a rank or its supervisor": [kill for kill in kills if kill["whom"] != "launcher"],
-        "of those, runs started by a shell": [kill for kill in kills if kill["cold"]],
-        "of those, before the first step": [kill for kill in kills if kill["step"] == 0],
+        "all in runs started by a shell": [kill for kill in kills if kill["cold"]],
+        "all before the first step of a run": [kill for kill in kills if kill["step"] == 0],
     }
     for name, mine in groups.items():
         wall, cpu = ([value for kill in mine if (value := kill[key]) is not None] for key in ("seconds", "cpu_seconds"))
