@@ -16,7 +16,7 @@ from tools.torturing.moments import MOMENTS, MOMENTS_OF_RANK_0
 ROOT = Path(__file__).parents[2]
 
 
-def test_a_run_that_is_killed_and_one_whose_checkpoint_is_damaged_are_the_undisturbed_run():
+def test_a_run_that_is_killed_then_stopped_and_then_finds_its_checkpoint_damaged_is_the_undisturbed_run():
     ended = subprocess.run([sys.executable, "tools/torture.py", "--short"], capture_output=True, text=True, cwd=ROOT)
     assert ended.returncode == 0, ended.stdout[-4000:] + ended.stderr[-2000:]
     assert f"{len(SHORT)} faults: {len(SHORT)} kept, 0 broken" in ended.stdout
@@ -26,6 +26,15 @@ def test_the_table_has_more_than_120_faults_each_by_its_own_name():
     names = [fault.name for fault in FAULTS]
     assert len(names) > 120 and len(set(names)) == len(names) and set(names) >= SHORT
     assert all(fault.promise for fault in FAULTS)
+
+
+def test_the_table_of_the_page_is_of_faults_that_are_there_and_were_kept():
+    _, _, table = (ROOT / "docs/reliability.md").read_text().partition("<!-- torture -->")
+    rows = [line.split(" | ") for line in table.splitlines() if line.startswith("| ") and "/" in line.split(" | ")[0]]
+    promises = {fault.name: fault.promise for fault in FAULTS}
+    assert len(rows) > 120
+    for name, promise, verdict, *_ in rows:
+        assert promises[name.removeprefix("| ")] == promise and verdict == "kept", name
 
 
 @pytest.mark.parametrize("moment", [*MOMENTS, *MOMENTS_OF_RANK_0])

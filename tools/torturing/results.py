@@ -113,10 +113,11 @@ def said(rows: Sequence[Row], chains: Sequence[dict]) -> list[str]:
         )
         if again:
             lines.append(
-                f"Of {len(again)} no other kill came before the same step was trained again: within {statistics.median(again):.1f} s (median; "
-                f"at most {max(again):.1f}). After a kill {statistics.mean(kill['sampled_twice'] for kill in kills):.1f} prompts were sampled a second time (mean; at "
-                f"most {max(kill['sampled_twice'] for kill in kills)})."
+                f"After {len(again)} of them no other kill came before the same step was trained again: within "
+                f"{statistics.median(again):.1f} s (median; at most {max(again):.1f})."
             )
+        twice = [kill["sampled_twice"] for kill in kills]
+        lines.append(f"A kill had {statistics.mean(twice):.1f} prompts sampled a second time (mean; at most {max(twice)}).")
     return lines
 
 
