@@ -75,8 +75,10 @@ class Vision(torch.nn.Module):
     def see(self, hidden: torch.Tensor, batch: LocalBatch) -> torch.Tensor:
         """hidden [t or t/tp, 1, H], embeddings of the stream -> the same, with the tokens of pictures where they belong."""
         self._added = []
-        at, token = self._mine(batch.seen, len(hidden)) if batch.seen else (None, None)
-        if batch.seen is None or not len(at):
+        if batch.seen is None:
+            return self._touched(hidden)
+        at, token = self._mine(batch.seen, len(hidden))
+        if not len(at):
             return self._touched(hidden)
         tokens, *deep = (features[token].to(hidden.dtype) for features in self._features(batch.seen.pictures))
         self._added = [torch.zeros_like(hidden[:, 0]).index_copy(0, at, features)[:, None] for features in deep]
