@@ -207,8 +207,8 @@ WAYS: dict[str, dict[str, Any]] = {
 DECIDES = ("freeze_llm", "freeze_vit", "freeze_aligner", "vit_lr", "aligner_lr", "tuner_type", "lora_rank", *cases.LOSSES["cispo"])
 
 
-def settings(way: dict[str, Any], layout: dict[str, Any] | None = None) -> Any:
-    return cases.settings(**{"share_prompts": "false", "micro_batch_size": 2} | (layout or {}) | way)
+def settings(path: str | Path, way: dict[str, Any], layout: dict[str, Any] | None = None) -> Any:
+    return cases.settings(**{"model": str(path), "share_prompts": "false", "micro_batch_size": 2} | (layout or {}) | way)
 
 
 def suits(family: str, layout: str, way: str = "all trains") -> bool:
@@ -251,5 +251,5 @@ def score_and_train(rank, world, path, cfg, batches, parallel=None, tamper=None)
 
 def all_ways(rank, world, path, layout, ways, batches) -> dict[str, Any]:
     """`score_and_train`, one way after another on the same ranks."""
-    parallel = cases.join(settings({}, layout), world)
-    return {way: score_and_train(rank, world, path, settings(chosen, layout), batches, parallel) for way, chosen in ways.items()}
+    parallel = cases.join(settings(path, {}, layout), world)
+    return {way: score_and_train(rank, world, path, settings(path, chosen, layout), batches, parallel) for way, chosen in ways.items()}

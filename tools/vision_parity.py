@@ -2,8 +2,8 @@
 
     python tools/vision_parity.py [--families qwen2_5_vl ...] [--layouts "TP2 SP" CP2 ...] [--ways shared ...]
 
-Ranks are real processes that talk over gloo. Rows show one picture, two, or none, share pictures, and hold placeholders that were drawn. What
-is exported before the first step is the checkpoint, bit for bit. Takes half an hour on two cores; a part of it is a test.
+Ranks are real processes that talk over gloo. Rows show one picture, two, or none, share pictures, and hold placeholders that were drawn.
+What is exported before the first step is the checkpoint, bit for bit. Takes half an hour on two cores; a part of it is a test.
 """
 
 from __future__ import annotations
@@ -46,12 +46,16 @@ def main() -> int:
                     logprobs, distance = found[family, layout, way]
                     is_red = not distance.within(**LIMITS) or not logprobs < 1e-5
                     red += is_red
-                    print(f"{'RED ' * is_red}{family:10} {layout:14} {way:22} log-probs {logprobs:.1e}, loss {distance.loss:.0e}, "
-                          f"gradient {distance.gradient:.1e} ({distance.worst_gradient}), weights {distance.weight:.0e}", flush=True)  # fmt: skip
+                    how = f"{'RED ' * is_red}{family:10} {layout:14} {way:20} log-probs {logprobs:.1e}, {in_words(distance)}"
+                    print(how, flush=True)
     distances = [distance for _, distance in found.values()]
-    print(f"{len(found)} runs, {red} beyond {LIMITS} or log-probs beyond 1e-5; worst: log-probs {max(one for one, _ in found.values()):.1e}, "
-          f"gradient {max(d.gradient for d in distances):.1e}, weights after {STEPS} steps {max(d.weight for d in distances):.1e}")  # fmt: skip
+    print(f"{len(found)} runs, {red} beyond {LIMITS} or log-probs beyond 1e-5")
+    print(f"worst: log-probs {max(one for one, _ in found.values()):.1e}, {in_words(cases.worst_of(distances))}")
     return 1 if red else 0
+
+
+def in_words(d: cases.Distance) -> str:
+    return f"loss {d.loss:.0e}, gradient {d.gradient:.1e} ({d.worst_gradient}), weights after {STEPS} steps {d.weight:.0e}"
 
 
 def run(path, layout: str, ways, batches, wanted, references) -> dict[str, tuple[float, cases.Distance]]:
@@ -65,7 +69,7 @@ def run(path, layout: str, ways, batches, wanted, references) -> dict[str, tuple
     for way, chosen in ways.items():
         key = frozenset((name, str(value)) for name, value in chosen.items() if name in vision.DECIDES)
         if key not in references:
-            references[key] = cases.reference(path, vision.settings(chosen), batches)
+            references[key] = cases.reference(path, vision.settings(path, chosen), batches)
         distance = cases.worst_of([cases.distance(mine[way][1], references[key]) for mine in of_ranks])
         found[way] = max(vision.far(mine[way][0], wanted) for mine in of_ranks), distance
     return found

@@ -39,7 +39,7 @@ def prepared(tmp_path_factory):
 @functools.cache
 def reference(path, **changes):
     """transformers' two steps on the rollout of a checkpoint."""
-    return cases.reference(path, vision.settings(vision.ALL_TRAINS | changes), vision.rollout(path, num_steps=2))
+    return cases.reference(path, vision.settings(path, vision.ALL_TRAINS | changes), vision.rollout(path, num_steps=2))
 
 
 @pytest.mark.parametrize(("family", "layout", "changes"), CASES, ids=[f"{family}, {layout}" for family, layout, _ in CASES])
@@ -47,7 +47,7 @@ def test_logprobs_gradients_and_exports_are_those_of_transformers(prepared, fami
     path, batches, logprobs = prepared(family)
     rates = {name: value for name, value in changes.items() if name.endswith("_lr")}
     where = vision.LAYOUTS[layout]
-    cfg = vision.settings(vision.ALL_TRAINS | changes, where.settings)
+    cfg = vision.settings(path, vision.ALL_TRAINS | changes, where.settings)
     for scored, trained in run_ranks(vision.score_and_train, where.world_size, path, cfg, batches):
         assert vision.far(scored, logprobs) < 1e-5
         found = cases.distance(trained, reference(path, **rates))
