@@ -77,6 +77,16 @@ def test_plan_counts_a_tower_on_the_first_stage_and_says_how_many_layers_it_outw
     assert frozen["outweighs"]["layers"] < trained["outweighs"]["layers"] and trained["outweighs"]["first"] < 14
 
 
+def test_plan_prints_the_tower(tmp_path, capsys):
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(QWEN2_5_VL_7B))
+    sizes = "--world_size 8 --micro_batch_size 1 --global_batch_size 64 --num_generations 4 --pipeline_model_parallel_size 2".split()
+    assert main(["plan", *sizes, "--model", str(config), "--max_prompt_length", "4096", "--freeze_vit", "false"]) == 0
+    said = re.sub(r"\s+", " ", capsys.readouterr().out)
+    assert "vision tower, on stage 0: 0.68 B parameters (0.63 B train)" in said
+    assert re.search(r"as much as [\d.]+ layers: stages are most even with decoder_first_pipeline_num_layers \d+, which is 14 now", said)
+
+
 def test_a_push_without_a_frozen_tower_is_smaller_by_it(ask):
     pushed = {
         words: ask("Qwen2.5-VL", words)[1]["cost"]["weight_push_bytes"]
