@@ -21,7 +21,6 @@ from megatron_grpo.cleanup import CleanUp
 from megatron_grpo.parallel import collectives
 from megatron_grpo.rollout.engine import (
     BackgroundSampler,
-    Engine,
     Flight,
     HolderChanged,
     Sampler,
@@ -30,7 +29,7 @@ from megatron_grpo.rollout.engine import (
     WeightsLost,
     WeightSyncError,
 )
-from megatron_grpo.types import Group, Prompt, Sequence, whole
+from megatron_grpo.types import Group, Prompt, Sequence
 from megatron_grpo.weights.update import NO_VERSION, WeightUpdate
 
 if TYPE_CHECKING:
@@ -177,7 +176,7 @@ class Restoring:
     They are newer than those that were lost if the policy has trained since the question was begun.
     """
 
-    def __init__(self, engine: Engine, publish: Callable[[], object]):
+    def __init__(self, engine: Sampler, publish: Callable[[], object]):
         """publish: gives the engine the policy's weights. Collective."""
         self.engine, self._publish = engine, publish
 
@@ -274,10 +273,10 @@ def _of_all(mine: Mapping[str, Found]) -> dict[str, Found]:
     return {name: found for part in collectives.from_all(dict(mine)) for name, found in part.items()}
 
 
-def _logprobs(policy: PushedPolicy, probes: SequenceOf[tuple[int, ...]]) -> list[np.ndarray]:
+def _logprobs(policy: PushedPolicy, probes: SequenceOf[Sequence]) -> list[np.ndarray]:
     """float32 [T - 1] of each probe, by the trainer."""
     with policy.resident("weights"):
-        return [scored[1:] for scored in policy.score([whole(probe) for probe in probes], temperature=1.0)]
+        return [scored[1:] for scored in policy.score(probes, temperature=1.0)]
 
 
 def _followed(theirs: np.ndarray, tried: np.ndarray, untried: np.ndarray) -> tuple[float, float]:

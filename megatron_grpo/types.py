@@ -40,6 +40,9 @@ class Picture(Protocol):
     def patches(self) -> np.ndarray:
         """float32 [n, channels]."""
 
+    def data(self) -> bytes:
+        """Of its file: what a sampler decodes by itself."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
@@ -85,10 +88,34 @@ class Sequence:
         return spread
 
 
-def whole(tokens: SequenceOf[int]) -> Sequence:
+def whole(tokens: SequenceOf[int], shown: tuple[tuple[int, Picture], ...] = ()) -> Sequence:
     """A sequence of one context in which every token but the first is to be scored."""
     token_ids = np.asarray(tokens, dtype=np.int64)
-    return Sequence(token_ids=token_ids, mask=np.arange(len(token_ids)) > 0)
+    return Sequence(token_ids=token_ids, mask=np.arange(len(token_ids)) > 0, shown=shown)
+
+
+FAULTS = ("error", "timeout", "nonsense")  # how an episode ends by the fault of its environment: it has no reward, and trains nothing
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpisodeNumbers:
+    """What every rank knows of an episode, besides what it knows of any completion."""
+
+    ended: str  # "done", "max_turns", "length", or one of FAULTS
+    num_turns: int
+    seconds: float  # that its environment took
+    metrics: Mapping[str, float]  # the environment's own, summed over its turns
+    fault: str = ""  # what the environment did, where it is at fault
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpisodeRecord:
+    """What was said in an episode, for those who judge it and write it down."""
+
+    numbers: EpisodeNumbers
+    messages: tuple[Mapping[str, Any], ...]  # from the opening on
+    num_opening: int  # of those, the messages that the first turn answers
+    turn_rewards: tuple[float | None, ...]  # the environment's, by turn; None where it gave none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -98,8 +125,9 @@ class Completion:
     sequence: Sequence
     logprobs: np.ndarray  # float32 [T], the sampler's own of each drawn token; 0 elsewhere
     text: str
-    ended: str  # "stop" or "length"; an episode has further reasons
+    ended: str  # "stop" or "length"; of an episode see `EpisodeNumbers`
     versions: tuple[tuple[int, int, int], ...]  # (weights version, begin, end) of each stretch, in tokens of the sequence
+    record: EpisodeRecord | None = None  # of an episode
 
     @property
     def version(self) -> int:
@@ -122,6 +150,11 @@ class Completion:
         """Its log-probs were those of no distribution (`rollout.logprobs`). Nothing of it is trained; it still counts in N."""
         return bool(np.isnan(self.logprobs).any())
 
+    @property
+    def is_failed(self) -> bool:
+        """Its environment is at fault. No reward applies to it and nothing of it is trained; it still counts in N."""
+        return self.ended in FAULTS
+
 
 def answered(
     prompt_ids: SequenceOf[int],
@@ -132,8 +165,10 @@ def answered(
     ended: str,
     version: int,
     experts: np.ndarray | None = None,
+    shown: tuple[tuple[int, Picture], ...] = (),
 ) -> Completion:
-    """The completion that is one answer to one prompt. Raises ValueError where tokens and log-probs are not as many."""
+    """The completion that is one answer to one prompt, which shows these pictures. Raises ValueError where tokens and log-probs are not
+    as many."""
     if len(token_ids) != len(logprobs):
         raise ValueError(f"{len(logprobs)} log-probs for {len(token_ids)} tokens")
     opening = len(prompt_ids)
@@ -141,7 +176,7 @@ def answered(
     values = np.zeros(len(tokens), dtype=np.float32)
     values[opening:] = logprobs
     return Completion(
-        sequence=Sequence(token_ids=tokens, mask=np.arange(len(tokens)) >= opening, experts=experts),
+        sequence=Sequence(token_ids=tokens, mask=np.arange(len(tokens)) >= opening, shown=shown, experts=experts),
         logprobs=values,
         text=text,
         ended=ended,
@@ -185,6 +220,13 @@ class Verdict:
     num_drawn: tuple[int, ...]  # [G]
     is_truncated: tuple[bool, ...]  # [G]: ended by the limit of its length
     is_refused: tuple[bool, ...]  # [G]: its log-probs were those of no distribution
+    episodes: tuple[EpisodeNumbers, ...] = ()  # [G], where completions are episodes
+
+    @property
+    def trains(self) -> tuple[bool, ...]:
+        """[G]: whether its drawn tokens may be trained."""
+        is_failed = [episode.ended in FAULTS for episode in self.episodes] or [False] * len(self.is_refused)
+        return tuple(not (refused or failed) for refused, failed in zip(self.is_refused, is_failed, strict=True))
 
     @classmethod
     def of(cls, scored: ScoredGroup) -> Verdict:
@@ -198,6 +240,7 @@ class Verdict:
             num_drawn=tuple(one.num_drawn for one in group.completions),
             is_truncated=tuple(one.ended == "length" for one in group.completions),
             is_refused=tuple(one.is_refused for one in group.completions),
+            episodes=tuple(one.record.numbers for one in group.completions if one.record is not None),
         )
 
 

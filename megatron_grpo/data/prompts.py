@@ -12,21 +12,27 @@ import threading
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from megatron_grpo.data.album import COLUMNS, Album, num_places, places, shown_by
 from megatron_grpo.data.chat import PromptEncoder, Raw
+from megatron_grpo.data.eyes import Eyes
 from megatron_grpo.data.files import NAMED_ROWS, Rows, read_rows
+from megatron_grpo.data.pictures import require_pillow
 from megatron_grpo.data.tokens import FEW, TokenTable, key_of, shared
 from megatron_grpo.errors import ConfigError, Problem
 from megatron_grpo.settings.config import DataConfig
-from megatron_grpo.types import Prompt
+from megatron_grpo.types import Picture, Prompt
 
-__all__ = ["PromptRows", "PromptStream", "check_lengths", "load_rows", "open_stream"]
+__all__ = ["PromptRows", "PromptStream", "check_lengths", "check_pictures", "load_rows", "open_stream"]
 
 SLOWEST = 60.0  # seconds for one prompt; the longest take some hundredths
 _MEDIA = ("images", "image", "videos", "video", "audios", "audio")  # columns that mean this wherever rows with them are trained on
+_OWN_SOURCE = ("image", "image_url", "url", "path", "base64")
+Encode = Callable[..., Sequence[int]]  # of a prompt, and of its pictures where it has some
 _NOT_COLUMNS = frozenset({"prompt", "messages", "completion", "completions", "completion_ids", "trainer_state"})
 
 
@@ -39,12 +45,22 @@ class PromptRows:
     longest_prompt: int | None  # tokens, after truncation; None before `check_lengths`
     tokens: TokenTable | None = None  # of every row of the file; None before `check_lengths`
     digest: str | None = None  # the fingerprint, where it is known
+    album: Album | None = None  # of the file's rows, where the model sees and some of them show something
 
     def __len__(self) -> int:
         return len(self.keep)
 
     def raw(self, index: int) -> Raw:
         return raw_prompt(self.rows[int(self.keep[index])])
+
+    def pictures(self, index: int) -> tuple[Picture, ...]:
+        """Raises ConfigError where one cannot be used any more."""
+        return self.album.pictures(int(self.keep[index])) if self.album is not None else ()
+
+    @property
+    def most_pictures(self) -> int:
+        """Of a prompt."""
+        return int(self.album.counts[self.keep].max()) if self.album is not None and len(self.keep) else 0
 
     def columns(self, index: int) -> dict[str, Any]:
         """Every column that is handed to the rewards."""
@@ -56,8 +72,10 @@ class PromptRows:
         if self.digest is not None:
             return self.digest
         digest = hashlib.sha256()
-        for row in self.rows:
+        for number, row in enumerate(self.rows):
             digest.update(json.dumps(row, sort_keys=True, default=_described).encode() + b"\n")
+            if self.album is not None:
+                digest.update(json.dumps(self.album.num_bytes(number)).encode())
         return digest.hexdigest()
 
     def column_names(self) -> tuple[str, ...]:
@@ -75,21 +93,52 @@ def _described(value: Any) -> str:
     return type(value).__name__ if f"at {id(value):#x}" in text.lower() else text
 
 
-def load_rows(cfg: DataConfig, *, dataset: str | None = None, flag: str = "dataset") -> PromptRows:
-    """Reads the data set and checks that every row holds a prompt; no tokenizer needed.
+def load_rows(
+    cfg: DataConfig, *, dataset: str | None = None, flag: str = "dataset", eyes: Eyes | None = None, is_blind: bool = True
+) -> PromptRows:
+    """Reads the data set and checks that every row holds a prompt; no tokenizer needed, and no picture opened.
 
-    `dataset` and `flag` stand in for cfg.dataset (the held-out set). Raises ConfigError with every kind of fault found, each counted, the
-    first rows named by file and line.
+    `dataset` and `flag` stand in for cfg.dataset (the held-out set). eyes: of the model, if it sees. is_blind: it does not; without either
+    nobody knows. Raises ConfigError with every kind of fault found, each counted, the first rows named by file and line.
     """
-    rows = read_rows(cfg.dataset if dataset is None else dataset, split=cfg.dataset_split, flag=flag)
+    is_blind = is_blind and eyes is None
+    name = cfg.dataset if dataset is None else dataset
+    rows = read_rows(name, split=cfg.dataset_split, flag=flag)
     faults: dict[str, list[int]] = {}
+    num_showing = 0
     for index in range(len(rows)):
-        fault = _fault(rows[index])
+        row = rows[index]
+        fault = _fault(row, is_blind=is_blind) or (None if is_blind else _fault_of_places(row, cfg.limit_images))
         if fault is not None:
             faults.setdefault(fault, []).append(index)
-    if faults:
-        raise ConfigError([_problem(flag, rows, indices, fault) for fault, indices in faults.items()])
-    return PromptRows(rows=rows, keep=np.arange(len(rows)), longest_prompt=None)
+        num_showing += bool(shown_by(row))
+    problems = [_problem(flag, rows, indices, fault) for fault, indices in faults.items()]
+    album = None
+    if eyes is not None and num_showing:
+        if lacking := require_pillow():
+            problems.append(Problem(flags=(flag,), message=lacking))
+        if cfg.truncation_strategy == "left":
+            message = (
+                f"truncation_strategy left would cut into pictures, and {num_showing} of {len(rows)} rows show some. Use delete or raise."
+            )
+            nearest = {"truncation_strategy": ["delete", "raise"]}
+            problems.append(Problem(flags=("truncation_strategy",), message=message, nearest=nearest))
+        root = cfg.data_root or (name if Path(name).is_dir() else Path(name).parent if Path(name).exists() else ".")
+        album = Album(rows, eyes, root=Path(root).absolute(), flag=flag)
+    if problems:
+        raise ConfigError(problems)
+    return PromptRows(rows=rows, keep=np.arange(len(rows)), longest_prompt=None, album=album)
+
+
+def check_pictures(prompts: PromptRows, *, at_most: int | None = None) -> None:
+    """Opens the pictures of all rows, or of so many that are evenly spread. Raises ConfigError with those that cannot be used."""
+    if prompts.album is None:
+        return
+    rows = np.flatnonzero(prompts.album.counts)
+    if at_most is not None and len(rows) > at_most:
+        rows = rows[np.linspace(0, len(rows) - 1, at_most).astype(np.int64)]
+    if problems := prompts.album.faults(rows.tolist()):
+        raise ConfigError(problems)
 
 
 def raw_prompt(row: Mapping[str, Any]) -> Raw:
@@ -102,7 +151,7 @@ def raw_prompt(row: Mapping[str, Any]) -> Raw:
 
 def check_lengths(
     prompts: PromptRows,
-    encode: Callable[[Raw], Sequence[int]],
+    encode: Encode,
     cfg: DataConfig,
     *,
     flag: str = "dataset",
@@ -142,7 +191,7 @@ the shortest has {int(lengths.min())} tokens."
     return replace(prompts, longest_prompt=int(lengths.max()), tokens=tokens)
 
 
-def tokenised(prompts: PromptRows, encode: Callable[[Raw], Sequence[int]], flag: str, *, seconds: float = SLOWEST) -> TokenTable:
+def tokenised(prompts: PromptRows, encode: Encode, flag: str, *, seconds: float = SLOWEST) -> TokenTable:
     """Tokens of each prompt. Raises ConfigError for prompts that the chat template refuses, and for one without an end.
 
     A template is a program of whoever made the model. It runs in a thread, so that one that loops for ever is left behind there.
@@ -156,7 +205,7 @@ def tokenised(prompts: PromptRows, encode: Callable[[Raw], Sequence[int]], flag:
             for index in range(len(prompts)):
                 at[0] = index
                 try:
-                    found.append(np.asarray(encode(prompts.raw(index)), dtype=np.int32))
+                    found.append(np.asarray(_encoded(prompts, encode, index), dtype=np.int32))
                 except Exception as error:  # noqa: BLE001 - what a template raises is about the row that it was given
                     why = f"are refused by the model's tokenizer or chat template ({type(error).__name__}: {error})"
                     refused.setdefault(why, []).append(index)
@@ -182,13 +231,19 @@ def tokenised(prompts: PromptRows, encode: Callable[[Raw], Sequence[int]], flag:
     return TokenTable.of(found)
 
 
-def _fault(row: Mapping[str, Any]) -> str | None:
+def _encoded(prompts: PromptRows, encode: Encode, index: int) -> Sequence[int]:
+    raw, pictures = prompts.raw(index), prompts.pictures(index)
+    return encode(raw, pictures) if pictures else encode(raw)
+
+
+def _fault(row: Mapping[str, Any], *, is_blind: bool) -> str | None:
     """What is wrong with a row, as the end of a sentence whose subject is the rows; None for a good one."""
     prompt, messages = row.get("prompt"), row.get("messages")
-    seen = [name for name in _MEDIA if row.get(name)]
+    seen = [name for name in _MEDIA if _is_filled(row.get(name)) and (is_blind or name not in COLUMNS)]
     if seen:
+        what = "text" if is_blind else "text and pictures"
         return (
-            f"have something in `{'`, `'.join(seen)}`, which the model would not see: training is on text alone, so leave that column out"
+            f"have something in `{'`, `'.join(seen)}`, which the model would not see: training is on {what} alone, so leave that column out"
         )
     if prompt is None and messages is None:
         return f"have neither `prompt` nor `messages`; the first has the columns {', '.join(map(repr, row)) or '(none)'}"
@@ -205,12 +260,29 @@ def _fault(row: Mapping[str, Any]) -> str | None:
     for message in value:
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str) or "content" not in message:
             return f"have a message in `{name}` without `role` or `content`"
-        if fault := _content_fault(message):
+        if fault := _content_fault(message, is_blind=is_blind):
             return f"have a message in `{name}` {fault}"
     return None
 
 
-def _content_fault(message: Mapping[str, Any]) -> str | None:
+def _is_filled(value: Any) -> bool:
+    return value is not None and (not hasattr(value, "__len__") or len(value) > 0)
+
+
+def _fault_of_places(row: Mapping[str, Any], limit: int | None) -> str | None:
+    """Where a model sees: of a row whose prompt is one."""
+    num_pictures, found = len(shown_by(row)), num_places(raw_prompt(row))
+    if num_pictures != found:
+        return (
+            f"have {num_pictures} picture(s) in `images` and {found} place(s) for them (<image> in a text, or a part of type image): "
+            "each picture has one place, in their order"
+        )
+    if limit is not None and num_pictures > limit:
+        return f"have {num_pictures} pictures, more than limit_images ({limit})"
+    return None
+
+
+def _content_fault(message: Mapping[str, Any], *, is_blind: bool) -> str | None:
     """What a chat template for text would leave out, or print as Python prints it."""
     content = message["content"]
     if isinstance(content, str) or (content is None and message.get("tool_calls")):
@@ -218,10 +290,14 @@ def _content_fault(message: Mapping[str, Any]) -> str | None:
     if not isinstance(content, Sequence):
         return f"whose `content` is of type {type(content).__name__}, where a string or a list of text parts should be"
     kinds = [part.get("type") if isinstance(part, Mapping) else type(part).__name__ for part in content]
-    strange = sorted({str(kind) for kind in kinds if kind != "text"})
+    known = ("text",) if is_blind else ("text", "image")
+    strange = sorted({str(kind) for kind in kinds if kind not in known})
     if strange:
-        return f"with a part of type {', '.join(strange)}, which the model would not see: training is on text alone"
-    if not all(isinstance(part.get("text"), str) for part in content):
+        what = "text" if is_blind else "text and pictures"
+        return f"with a part of type {', '.join(strange)}, which the model would not see: training is on {what} alone"
+    if any(part["type"] == "image" and any(part.get(name) is not None for name in _OWN_SOURCE) for part in content):
+        return "with a part of type image that names its picture itself: put it into the column `images`, in the order of the parts"
+    if not all(isinstance(part.get("text"), str) for part in content if part["type"] == "text"):
         return "with a text part without `text`"
     return None
 
@@ -232,32 +308,60 @@ def _problem(flag: str, rows: Rows, indices: Sequence[int] | np.ndarray, fault: 
 
 
 def open_stream(
-    cfg: DataConfig, tokenizer: Any, *, seed: int, dataset: str | None = None, shuffle: bool | None = None, flag: str = "dataset"
+    cfg: DataConfig,
+    tokenizer: Any,
+    *,
+    seed: int,
+    dataset: str | None = None,
+    shuffle: bool | None = None,
+    flag: str = "dataset",
+    eyes: Eyes | None = None,
+    tools: Sequence[Mapping[str, Any]] | None = None,
 ) -> PromptStream:
     """Reads and checks a data set, and opens its stream: all of the above in one call.
 
-    `dataset`, `shuffle` and `flag` stand in for the settings, for the held-out set.
+    `dataset`, `shuffle` and `flag` stand in for the settings, for the held-out set. eyes: of the model, if it sees. tools: JSON schemas that
+    episodes show to the model, where completions are episodes; None: they are single answers.
     """
-    rows = load_rows(cfg, dataset=dataset, flag=flag)
+    rows = load_rows(cfg, dataset=dataset, flag=flag, eyes=eyes)
+    if tools is not None:
+        _check_for_episodes(rows, flag)
     if not getattr(tokenizer, "chat_template", None):
         chats = [index for index in range(len(rows)) if not isinstance(rows.raw(index), str)]
         if chats:
             fault = "are chats, and the model's tokenizer has no chat template (a base model?); give it string prompts, or a chat model"
             raise ConfigError([_problem(flag, rows.rows, chats, fault)])
     keep_last = cfg.max_prompt_length if cfg.truncation_strategy == "left" else None
-    encode = PromptEncoder(tokenizer, system=cfg.system, enable_thinking=cfg.enable_thinking, keep_last=keep_last)
-    tokens = None
+    encode = PromptEncoder(
+        tokenizer, system=cfg.system, enable_thinking=cfg.enable_thinking, keep_last=keep_last, tools=tools or (), eyes=eyes
+    )
+
+    def looked_at() -> TokenTable:
+        check_pictures(rows)
+        return tokenised(rows, encode, flag)
+
     if cfg.load_from_cache_file and len(rows) > FEW:
         rows = replace(rows, digest=rows.fingerprint())
-        tokens = shared(key_of(rows.fingerprint(), encode), lambda: tokenised(rows, encode, flag))
+        stamp = f" {rows.album.stamp()}" if rows.album is not None else ""
+        tokens = shared(key_of(rows.fingerprint() + stamp, encode), looked_at)
+    else:
+        tokens = looked_at()
     rows = check_lengths(rows, encode, cfg, flag=flag, tokens=tokens)
     return PromptStream(rows, encode, seed=seed, shuffle=cfg.dataset_shuffle if shuffle is None else shuffle)
+
+
+def _check_for_episodes(rows: PromptRows, flag: str) -> None:
+    """Environments and tools answer in chats."""
+    strings = [index for index in range(len(rows)) if isinstance(rows.raw(index), str)]
+    if strings:
+        fault = 'have a string as prompt, and environments and tools answer in chats; write it as [{"role": "user", "content": ...}]'
+        raise ConfigError([_problem(flag, rows.rows, strings, fault)])
 
 
 class PromptStream:
     """Hands out prompts in a seeded order, without end. `number` counts them over the whole run; row and epoch follow from it."""
 
-    def __init__(self, rows: PromptRows, encode: Callable[[Raw], Sequence[int]], *, seed: int, shuffle: bool = True):
+    def __init__(self, rows: PromptRows, encode: Encode, *, seed: int, shuffle: bool = True):
         self.rows, self.encode, self.seed, self.shuffle = rows, encode, seed, shuffle
         self.taken = 0
         self._order: tuple[int, np.ndarray] = (-1, np.empty(0, dtype=np.int64))
@@ -323,8 +427,17 @@ another output_dir."
     def _prompt(self, number: int) -> Prompt:
         index = self._index(number)
         raw, row = self.rows.raw(index), int(self.rows.keep[index])
-        token_ids = tuple(self.encode(raw)) if self.rows.tokens is None else self.rows.tokens[row]
-        return Prompt(number=number, row=row, raw=raw, token_ids=token_ids, columns=self.rows.columns(index))
+        token_ids = tuple(_encoded(self.rows, self.encode, index)) if self.rows.tokens is None else self.rows.tokens[row]
+        columns, pictures = self.rows.columns(index), self._placed(index, token_ids)
+        return Prompt(number=number, row=row, raw=raw, token_ids=token_ids, columns=columns, pictures=pictures)
+
+    def pictures_of(self, number: int) -> tuple[tuple[int, Picture], ...]:
+        """((place, picture), ...) of prompt `number` of the run, without drawing it: what a checkpoint of its rows leaves out."""
+        return self._prompt(number).pictures
+
+    def _placed(self, index: int, token_ids: Sequence[int]) -> tuple[tuple[int, Picture], ...]:
+        album = self.rows.album
+        return () if album is None else places(token_ids, self.rows.pictures(index), album.eyes.image_token)
 
     def _fingerprint(self) -> int:
         """A checksum of up to 16 prompts, spread evenly: enough to notice another file under the same name."""

@@ -151,18 +151,7 @@ def _memory(console: Console, memory: dict[str, Any], cost: dict[str, Any]) -> N
             f"peak: {phase.replace('_', ' ')}", *(gigabytes(value) for value in peak), style="bold" if phase == memory["peak_phase"] else ""
         )
     console.print(out)
-    sampler = memory["sampler"]
-    if not sampler["weights_bytes"]:
-        console.print("vLLM: on rollout servers, nothing here", markup=False)
-    else:
-        console.print(
-            f"vLLM: weights {gigabytes(sampler['weights_bytes'])} GB, "
-            + (f"room for an adapter {gigabytes(sampler['adapters_bytes'])} GB, " if sampler["adapters_bytes"] else "")
-            + f"KV cache {gigabytes(sampler['kv_cache_bytes'])} GB "
-            f"({sampler['kv_cache_tokens']:,} tokens)",
-            markup=False,
-        )
-        console.print(room_in_words(memory["offload"]), markup=False)
+    _beside_the_policy(console, memory)
     if memory["gpu_memory_bytes"]:
         is_small_enough = memory["peak_bytes"] <= memory["gpu_memory_bytes"]
         verdict = "fits in" if is_small_enough else "does NOT fit in"
@@ -195,6 +184,23 @@ def tower_in_words(memory: dict[str, Any]) -> list[str]:
         f"{gigabytes(tower['static_bytes'])} GB, and {gigabytes(tower['activations_bytes'])} GB for up to "
         f"{tower['patches_per_micro_batch']:,} patches; as much as {layers:g} layers{even}"
     ]
+
+
+def _beside_the_policy(console: Console, memory: dict[str, Any]) -> None:
+    sampler = memory["sampler"]
+    if not sampler["weights_bytes"]:
+        console.print("vLLM: on rollout servers, nothing here", markup=False)
+    else:
+        console.print(
+            f"vLLM: weights {gigabytes(sampler['weights_bytes'])} GB, "
+            + (f"room for an adapter {gigabytes(sampler['adapters_bytes'])} GB, " if sampler["adapters_bytes"] else "")
+            + f"KV cache {gigabytes(sampler['kv_cache_bytes'])} GB "
+            f"({sampler['kv_cache_tokens']:,} tokens)",
+            markup=False,
+        )
+        console.print(room_in_words(memory["offload"]), markup=False)
+    if staged := memory["staged_bytes"]:
+        console.print(f"async_save: the host holds {gigabytes(staged)} GB for a rank, its share of a checkpoint", markup=False)
 
 
 def room_in_words(offload: dict[str, Any]) -> str:

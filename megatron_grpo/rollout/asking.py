@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from megatron_grpo import activity
-from megatron_grpo.errors import GivenUp, RunError
-from megatron_grpo.rollout import wire
+from megatron_grpo.errors import ConfigError, GivenUp, RunError
+from megatron_grpo.rollout import wire, wire_pictures
 from megatron_grpo.rollout.dealing import CALLS, MOST_DEATHS, Dealing, chunk_size
 from megatron_grpo.rollout.fleet import Fleet, Member
 from megatron_grpo.rollout.http import Gone, Refused
@@ -21,8 +21,20 @@ Asked = tuple[int, ...]
 class Question:
     """Prompts and what was answered so far. It is asked by threads of its own; `wait` says what came of it."""
 
-    def __init__(self, requests: Mapping[int, wire.Request], sampling: wire.Sampling, *, version: int, name_of: Callable[[int], str] = str):
-        """requests: by the prompt's number. version: of the weights that are to answer. name_of: a prompt's number, for people."""
+    def __init__(
+        self,
+        requests: Mapping[int, wire.Request],
+        sampling: wire.Sampling,
+        *,
+        version: int,
+        name_of: Callable[[int], str] = str,
+        album: wire_pictures.ToSend = wire_pictures.NOTHING,
+    ):
+        """requests: by the prompt's number. version: of the weights that are to answer. name_of: a prompt's number, for people.
+
+        album: the pictures of the requests.
+        """
+        self._album = album
         self.requests, self.sampling, self.version, self._name_of = dict(requests), sampling, version, name_of
         self._dealing: Dealing[int, tuple[wire.Drawn, ...]] = Dealing(list(requests))
         self._changed = threading.Condition()
@@ -132,11 +144,21 @@ class Question:
 
     def _hear(self, member: Member, chunk: Asked) -> None:
         by_key = {self.requests[number].key: number for number in chunk}
-        body = wire.Generate(version=self.version, sampling=self.sampling, requests=tuple(self.requests[number] for number in chunk))
+        requests = tuple(self.requests[number] for number in chunk)
+        shown = [one.key for request in requests for one in request.shown]
+        try:
+            sent = self._album.but(member.pictures, shown)
+        except ConfigError as error:  # a file that has gone, or has changed
+            return self._refuse(str(error))
+        body = wire.Generate(
+            version=self.version, sampling=self.sampling, requests=requests, pictures=sent, bounds=self._album.bounds if shown else None
+        )
+        member.pictures.update(shown)
         for line in member.server.lines("/generate", body):
             answer = wire.decode_line(line)
             activity.advance(0)  # a server that lives says so, also while its answers are long
             if answer is not None:
+                member.pictures.difference_update(answer.lacks)
                 self._take(by_key.pop(answer.key, None), answer)
             if self._is_over:
                 return
@@ -150,6 +172,8 @@ class Question:
             # Not a reason to ask elsewhere: every server would say so, one after the other, and look like one that failed.
             self._refuse(f"{self._name_of(number)} cannot be answered: {answer.error}")
             return
+        if answer.lacks:
+            return  # it is not answered, so it is asked again
         if wrong := _wrong(answer.completions, self.requests[number].n, self.version):
             raise wire.Malformed(wrong)
         with self._changed:

@@ -20,19 +20,22 @@ import torch
 
 from megatron_grpo import activity
 from megatron_grpo.cleanup import CleanUp
-from megatron_grpo.errors import ConfigError, GivenUp, Problem
+from megatron_grpo.data.eyes import Eyes
+from megatron_grpo.errors import ConfigError, GivenUp, Problem, RunError
 from megatron_grpo.parallel import collectives
-from megatron_grpo.rollout import vllm_experts, vllm_patches
+from megatron_grpo.rollout import vllm_experts, vllm_patches, vllm_pictures
 from megatron_grpo.rollout.adapters import LoraPush
 from megatron_grpo.rollout.engine import SamplingSettings, WeightSyncError, prompt_seed
 from megatron_grpo.rollout.experts import ExpertLayers, of_group, told
 from megatron_grpo.rollout.probes import probe_sequences
+from megatron_grpo.rollout.turns import DONE, GIVES_UP, EngineTurns, LeadingTurns, Player, follow, lead
 from megatron_grpo.rollout.vllm_adapters import AdapterSlot, lora_options
 from megatron_grpo.rollout.vllm_options import cpu_options, gpu_options, problem_of
 from megatron_grpo.rollout.vllm_requests import sampled_logprobs, sampling_params, scores, scoring_requests
 from megatron_grpo.rollout.vllm_weights import WeightLoader, missing_sentence
 from megatron_grpo.settings.config import RolloutConfig
 from megatron_grpo.types import Completion, Group, Prompt, answered
+from megatron_grpo.types import Sequence as Scored
 from megatron_grpo.weights.update import NO_VERSION, WeightUpdate
 
 STEPS_BETWEEN_AGREEMENTS = 16  # tokens that the ranks of one engine draw before they agree whether to go on
@@ -53,17 +56,20 @@ class ColocatedEngine:
         self._sleep_level = sleep_level
         self._weights = WeightLoader()
         self._version, self._has_base = 0, True
+        self._eyes: Eyes | None = None  # of a model that sees
+        self._has_tower = True  # its weights that see pictures are those of the trainer, also where they are not pushed
         self._asleep: set[str] = set()  # of "weights" and "kv_cache": vLLM's names for what sleep takes away
         self.gives_up: Callable[[], bool] = lambda: False
 
     @classmethod
     def build(cls, cfg: RolloutConfig, *, model_path: str | Path, dtype: str, max_model_len: int, seed: int, rank: int, world_size: int,
-              lora: LoraPush | None = None, experts: ExpertLayers | None = None) -> ColocatedEngine:  # fmt: skip
+              lora: LoraPush | None = None, experts: ExpertLayers | None = None, eyes: Eyes | None = None,
+              most_pictures: int = 0) -> ColocatedEngine:  # fmt: skip
         """Loads the model at `model_path` (version 0: nothing needs to be pushed before the first rollout). Collective over all ranks.
 
         dtype: "float32" or "bfloat16"; `vllm_dtype` of the settings goes before it. max_model_len: prompt + completion, in tokens;
         `vllm_max_model_len` goes before it. lora: how adapters are pushed, where they train. experts: of the model, where
-        the trainer is to replay them. Raises ConfigError where the KV cache cannot
+        the trainer is to replay them. eyes: of a model that sees; most_pictures: of a prompt. Raises ConfigError where the KV cache cannot
         hold one sequence.
         """
         on_gpu = torch.cuda.is_available()
@@ -79,6 +85,7 @@ class ColocatedEngine:
             options |= lora_options(room)
         if experts is not None:
             options |= vllm_experts.engine_options(on_gpu=on_gpu)
+        options |= vllm_pictures.engine_options(eyes, most_pictures, on_gpu=on_gpu)
         if collectives.has_job():
             options["distributed_executor_backend"] = "external_launcher"  # one worker in each of the launcher's ranks
         with vllm_patches.trainer_untouched(), activity.phase("starting vLLM"):
@@ -96,9 +103,11 @@ class ColocatedEngine:
                     raise
                 raise ConfigError([problem]) from error
         vllm_patches.tell_of_steps(llm)
-        return cls(llm, rank=rank, world_size=world_size, tensor_parallel_size=tp, max_model_len=max_model_len,
-                   sleep_level=cfg.sleep_level if on_gpu else 0, adapter=AdapterSlot(llm, room.modules) if room else None,
-                   experts=experts)  # fmt: skip
+        engine = cls(llm, rank=rank, world_size=world_size, tensor_parallel_size=tp, max_model_len=max_model_len,
+                     sleep_level=cfg.sleep_level if on_gpu else 0, adapter=AdapterSlot(llm, room.modules) if room else None,
+                     experts=experts)  # fmt: skip
+        engine._eyes = eyes
+        return engine
 
     @property
     def version(self) -> int:
@@ -113,25 +122,73 @@ class ColocatedEngine:
         return str(self._llm.llm_engine.model_config.dtype).removeprefix("torch.")
 
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingSettings, *, seed: int) -> list[Group]:
-        if self._version == NO_VERSION:
-            raise WeightSyncError(
-                "the rollout engine holds no weights of a version: it slept at sleep_level 2, or a weight push failed. Push them first."
-            )
+        self._require_weights()
         self._check_lengths(prompts, sampling)
         mine = prompts[self._replica :: self._num_replicas]
-        requests = [(prompt.token_ids, sampling_params(sampling, self._request_seed(seed, prompt, sampling))) for prompt in mine]
+        requests = [
+            (prompt.token_ids, prompt.pictures, sampling_params(sampling, self._request_seed(seed, prompt, sampling))) for prompt in mine
+        ]
         answers: list[list[Completion]] | None
+        fault = None
         try:
             phase = activity.phase("sampling", total=len(mine) * sampling.n, unit="completions")
             with phase, vllm_patches.given_up_where(self._llm.llm_engine, self._agreed_to_give_up()):
                 outputs = self._run(requests)
+            fault = _fault(mine, outputs)
             answers = [self._completions(prompt, answer.outputs) for prompt, answer in zip(mine, outputs, strict=True)]
         except GivenUp:
             answers = None
-        answers = self._agreed((prompts, sampling, seed), answers)
+        except ConfigError as error:  # a picture that has changed: who reads others hears of it too
+            answers, fault = [], str(error)
+        answers = self._agreed((prompts, sampling, seed), answers, fault)
         # The ranks of one engine hold the same groups, and judge every so many of them.
         share = slice(self._rank_in_engine, None, self._tensor_parallel_size)
         return [Group(prompt=prompt, completions=tuple(found)) for prompt, found in list(zip(mine, answers, strict=True))[share]]
+
+    def play(self, prompts: Sequence[Prompt], sampling: SamplingSettings, begin: Callable[[Sequence[Prompt]], Player]) -> list[Group]:
+        """See `rollout.turns.TurnEngine`. The first rank of each engine plays."""
+        self._require_weights()
+        self._check_lengths(prompts, sampling)
+        _check_question(prompts, sampling)
+        mine = prompts[self._replica :: self._num_replicas]
+        adapter = self._adapter.request if self._adapter is not None else None
+        player = begin(mine) if self._rank_in_engine == 0 else None
+        turns, digest = self._turns(sampling, adapter), b""
+        with CleanUp(turns.abort), activity.phase("playing episodes"), vllm_patches.trainer_untouched():
+            while True:
+                if player is not None:
+                    state = lead(player, turns, self.gives_up, version=self._version)
+                    turns.rest(state)
+                else:
+                    state, digest = follow(turns, lambda: self._tell(None), digest)
+                if (worst := collectives.largest(state)) == GIVES_UP:
+                    raise GivenUp
+                if worst == DONE:
+                    break
+        # The first rank of an engine has its groups; all of its ranks judge some of them.
+        tp, parts = self._tensor_parallel_size, dict[int, list[Group]]()
+        if player is not None:
+            groups = player.groups()
+            parts = {self._rank + place: groups[place::tp] for place in range(tp)}
+        return [group for part in collectives.exchange(parts) for group in part]
+
+    def _turns(self, sampling: SamplingSettings, adapter: Any) -> EngineTurns:
+        engine = self._llm.llm_engine
+        if self._rank_in_engine or self._tensor_parallel_size == 1:
+            return EngineTurns(engine, sampling, version=self._version, adapter=adapter)
+        return LeadingTurns(engine, sampling, self._tell, version=self._version, adapter=adapter)
+
+    def _tell(self, value: Any) -> Any:
+        """The value of the first rank of this engine, on all of its ranks."""
+        from vllm.distributed.parallel_state import get_tp_group
+
+        return collectives.from_rank(value, self._rank - self._rank_in_engine, get_tp_group().cpu_group)
+
+    def _require_weights(self) -> None:
+        if self._version == NO_VERSION:
+            raise WeightSyncError(
+                "the rollout engine holds no weights of a version: it slept at sleep_level 2, or a weight push failed. Push them first."
+            )
 
     def take(self, update: WeightUpdate) -> None:
         self._version = NO_VERSION  # until all of it has arrived
@@ -154,11 +211,16 @@ class ColocatedEngine:
         self._adapter.take(update)
 
     def _take_weights(self, update: WeightUpdate) -> None:
-        self._has_base = False
+        has_tower, self._has_base = self._has_tower, False
+        self._has_tower = self._has_tower and not update.moves_tower
         with vllm_patches.trainer_untouched():
-            (missing,) = self._llm.collective_rpc(self._weights.load, args=(update.tensors,))
+            more = {"has_tower": update.moves_tower, "is_tower_there": has_tower}
+            (missing,) = self._llm.collective_rpc(self._weights.load, args=(update.tensors,), kwargs=more)
         if missing:
             raise WeightSyncError(f"the push of version {update.version} {missing_sentence(missing)}")
+        if update.moves_tower:
+            self._forget_pictures()
+        self._has_tower = True
         if self._adapter is not None:
             self._adapter.drop()  # it belonged to what was there before
         self._forget_prefixes()
@@ -168,18 +230,19 @@ class ColocatedEngine:
         """It is always there."""
         return False
 
-    def probes(self) -> list[tuple[int, ...]]:
+    def probes(self) -> list[Scored]:
         vocab_size = self._llm.llm_engine.model_config.get_vocab_size()
-        return probe_sequences(self._llm.get_tokenizer(), vocab_size=vocab_size, max_model_len=self._max_model_len)
+        return probe_sequences(self._llm.get_tokenizer(), vocab_size=vocab_size, max_model_len=self._max_model_len, eyes=self._eyes)
 
-    def scores(self, token_ids: Sequence[Sequence[int]]) -> Mapping[str, list[list[float]]]:
-        return {f"rank {self._rank}": self.score(token_ids)}
+    def scores(self, sequences: Sequence[Scored]) -> Mapping[str, list[list[float]]]:
+        return {f"rank {self._rank}": self.score(sequences)}
 
-    def score(self, token_ids: Sequence[Sequence[int]]) -> list[list[float]]:
+    def score(self, sequences: Sequence[Scored]) -> list[list[float]]:
         """As `scores`, of this rank's engine."""
         self._wake("weights", "kv_cache")
-        answers = iter(self._run([request for ids in token_ids for request in scoring_requests(ids)]))
-        return [scores(ids, next(answers), next(answers)) for ids in token_ids]
+        asked = [(one.token_ids.tolist(), one.shown) for one in sequences]
+        answers = iter(self._run([(ids, shown, params) for long, shown in asked for ids, params in scoring_requests(long)]))
+        return [scores(ids, next(answers), next(answers)) for ids, _ in asked]
 
     @contextlib.contextmanager
     def awake(self) -> Iterator[None]:
@@ -193,7 +256,7 @@ class ColocatedEngine:
             self._llm.sleep(level=self._sleep_level)
             self._asleep = {"weights", "kv_cache"}
             if self._sleep_level == 2:
-                self._version, self._has_base = NO_VERSION, False
+                self._version, self._has_base, self._has_tower = NO_VERSION, False, False
 
     def close(self) -> None:
         if self._llm is not None:
@@ -209,6 +272,10 @@ class ColocatedEngine:
         if not self._llm.reset_prefix_cache():
             raise WeightSyncError("vLLM could not reset its prefix cache: some request is still running.")
 
+    def _forget_pictures(self) -> None:
+        # It keeps what the old tower made of them, by picture, and would show the model that.
+        vllm_pictures.forget_pictures(self._llm.llm_engine)
+
     def _request_seed(self, seed: int, prompt: Prompt, sampling: SamplingSettings) -> int | None:
         # Never None: without it each rank of an engine draws from its own global generator, and they draw different tokens.
         return prompt_seed(seed, prompt.number, sampling.n)
@@ -221,12 +288,12 @@ class ColocatedEngine:
             self._llm.wake_up(tags=asleep)
             self._asleep -= set(asleep)
 
-    def _run(self, requests: Sequence[tuple[Sequence[int], Any]]) -> list[Any]:
+    def _run(self, requests: Sequence[tuple[Sequence[int], vllm_pictures.Shown, Any]]) -> list[Any]:
         if not requests:
             return []
         with vllm_patches.trainer_untouched():
             return self._llm.generate(
-                [{"prompt_token_ids": list(ids)} for ids, _ in requests], [params for _, params in requests],
+                [vllm_pictures.prompt_of(ids, shown) for ids, shown, _ in requests], [params for _, _, params in requests],
                 lora_request=self._adapter.request if self._adapter is not None else None, use_tqdm=False,
             )  # fmt: skip
 
@@ -267,14 +334,16 @@ class ColocatedEngine:
         return asked
 
     def _agreed(
-        self, asked: tuple[Sequence[Prompt], SamplingSettings, int], answers: list[list[Completion]] | None
+        self, asked: tuple[Sequence[Prompt], SamplingSettings, int], answers: list[list[Completion]] | None, fault: str | None
     ) -> list[list[Completion]]:
-        """The answers; but GivenUp where a rank has None. All ranks asked for the same, and the ranks of one engine drew the same tokens.
-        Log-probs may differ in their last bit."""
+        """The answers; but GivenUp where a rank has None, and RunError where one has a fault. All ranks asked for the same, and the ranks
+        of one engine drew the same tokens. Log-probs may differ in their last bit."""
         prompts, sampling, seed = asked
         question = _digest(repr((sampling, seed, [(prompt.number, prompt.token_ids) for prompt in prompts])).encode())
         drawn = "" if answers is None else _digest(*(one.sequence.token_ids.tobytes() for found in answers for one in found))
-        everyone = collectives.from_all((question, drawn))
+        everyone, faults = zip(*((told[:2], told[2]) for told in collectives.from_all((question, drawn, fault))), strict=True)
+        if found := next((one for one in faults if one), None):
+            raise RunError(found)
         if len({question for question, _ in everyone}) > 1:
             raise RuntimeError("ranks asked the rollout engine for different prompts, settings or seeds; generate is collective")
         if answers is None or not all(drawn for _, drawn in everyone):
@@ -287,6 +356,13 @@ class ColocatedEngine:
         return answers
 
 
+def _check_question(prompts: Sequence[Prompt], sampling: SamplingSettings) -> None:
+    """Raises RuntimeError where ranks ask for different things. Collective."""
+    question = _digest(repr((sampling, [(prompt.number, prompt.token_ids) for prompt in prompts])).encode())
+    if len(set(collectives.from_all(question))) > 1:
+        raise RuntimeError("ranks asked the rollout engine for different prompts, settings or seeds; play is collective")
+
+
 def _digest(*parts: bytes) -> str:
     digest = hashlib.blake2b(digest_size=16)
     for part in parts:
@@ -294,8 +370,16 @@ def _digest(*parts: bytes) -> str:
     return digest.hexdigest()
 
 
+def _fault(prompts: Sequence[Prompt], outputs: Sequence[Any]) -> str | None:
+    """The first prompt that was sampled from as another one, as a sentence."""
+    for prompt, output in zip(prompts, outputs, strict=True):
+        if prompt.pictures and (wrong := vllm_pictures.difference(output, prompt.token_ids)):
+            return f"prompt {prompt.number} (data-set row {prompt.row}): {wrong}."
+    return None
+
+
 def _completion(prompt: Prompt, output: Any, version: int, experts: np.ndarray | None) -> Completion:
     return answered(
         prompt.token_ids, output.token_ids, sampled_logprobs(output),
-        text=output.text, ended=output.finish_reason, version=version, experts=experts,
+        text=output.text, ended=output.finish_reason, version=version, experts=experts, shown=prompt.pictures,
     )  # fmt: skip

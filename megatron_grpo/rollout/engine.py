@@ -14,6 +14,7 @@ from typing import Protocol
 
 from megatron_grpo.settings.config import RolloutConfig
 from megatron_grpo.types import Group, Prompt
+from megatron_grpo.types import Sequence as Scored
 from megatron_grpo.weights.update import WeightUpdate
 
 # Completion i of a prompt is drawn with the prompt's seed + i (vLLM's rule), so prompts are this far apart.
@@ -50,7 +51,7 @@ class SamplingSettings:
                    top_k=cfg.top_k, stop=tuple(cfg.stop), stop_token_ids=tuple(cfg.stop_token_ids))  # fmt: skip
 
     def greedy(self) -> SamplingSettings:
-        """One completion per prompt, the likeliest token each time: what evaluation uses."""
+        """One completion per prompt, the likeliest token each time."""
         return SamplingSettings(n=1, max_completion_length=self.max_completion_length, temperature=0.0, stop=self.stop,
                                 stop_token_ids=self.stop_token_ids)  # fmt: skip
 
@@ -149,10 +150,11 @@ class WeightHolder(Protocol):
         Nearly all of a layer's tensors are held until the layer is complete, so memory stays bounded when they come layer by layer.
         """
 
-    def probes(self) -> list[tuple[int, ...]]:
-        """Token sequences to score after a push: the same on every rank and at every call."""
+    def probes(self) -> list[Scored]:
+        """Sequences of one context to score after a push: the same on every rank and at every call. If the model sees, some show a
+        picture."""
 
-    def scores(self, token_ids: Sequence[Sequence[int]]) -> Mapping[str, list[list[float]]]:
+    def scores(self, sequences: Sequence[Scored]) -> Mapping[str, list[list[float]]]:
         """Of each engine that this rank speaks for, by its name: log p(token t | tokens before t) at temperature 1, for t = 1, 2, ... of
         each sequence. Raises HolderChanged.
 

@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 
 from megatron_grpo import activity
+from megatron_grpo.data.eyes import Eyes
 from megatron_grpo.errors import ConfigError, GivenUp, NobodySamples, Problem, RunError
 from megatron_grpo.rollout import wire
 from megatron_grpo.rollout.adapters import LoraPush
@@ -38,6 +39,7 @@ class Member:
     trouble: str | None = "it was not asked yet"  # why it is not used; None: it is
     is_silent: bool = False  # it accepts calls and does not answer: asked again only by the thread, for each call would wait
     is_proven: bool = False  # it took a push of ours since it was started
+    pictures: set[str] = field(default_factory=set)  # keys of those that it was sent since then
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def __str__(self) -> str:
@@ -58,6 +60,8 @@ class Needs:
     max_model_len: int  # tokens of prompt and completion
     adapter_rank: int = 0  # room for adapters of this rank; 0: none are pushed
     tells_experts: bool = False  # answers come with the experts that their tokens were routed to
+    limit_images: int = 0  # pictures of a prompt
+    max_pixels: int = 0  # of a picture
 
     def problem(self, state: wire.State) -> str | None:
         """Why a server that is as `state` says cannot sample for this run, as the end of a sentence."""
@@ -77,15 +81,25 @@ class Needs:
                 "does not tell which experts it takes, and router_replay_mode R3 replays them: start it with --router_replay_mode R3, or "
                 "train with R2"
             )
+        if state.limit_images < self.limit_images:
+            has = f"takes {state.limit_images} pictures a prompt" if state.limit_images else "has a model that sees no pictures"
+            return f"{has}, and the data have {self.limit_images}: start it with the run's model and --limit_images {self.limit_images}"
+        if state.max_pixels < self.max_pixels:
+            return (
+                f"takes pictures of {state.max_pixels:,} pixels, and the run's max_pixels is {self.max_pixels:,}: start it with "
+                f"--max_pixels {self.max_pixels}"
+            )
         return None
 
 
-def needs_of(cfg: Config, longest_prompt: int, lora: LoraPush | None) -> Needs:
-    """longest_prompt: of the data, in tokens. lora: how adapters are pushed."""
+def needs_of(cfg: Config, longest_prompt: int, lora: LoraPush | None, *, eyes: Eyes | None = None, most_pictures: int = 0) -> Needs:
+    """longest_prompt: of the data, in tokens. lora: how adapters are pushed. eyes: of a model that sees. most_pictures: of a prompt."""
     return Needs(
         max_model_len=longest_prompt + cfg.rollout.max_completion_length,
         adapter_rank=lora.slot_rank if lora else 0,
         tells_experts=cfg.grpo.router_replay_mode == "R3",
+        limit_images=max(1, most_pictures) if eyes else 0,  # one that is probed with
+        max_pixels=eyes.max_pixels if eyes else 0,
     )
 
 
@@ -228,7 +242,7 @@ class Fleet:
         if problem and not self._has_begun:
             raise ConfigError([Problem(flags=("vllm_server_host",), message=f"the rollout server {member} {problem}.")])
         if member.state is None or member.state.boot != state.boot:
-            member.is_proven = False
+            member.is_proven, member.pictures = False, set()
         with member.lock:
             member.state, member.trouble = state, problem
 

@@ -1,20 +1,89 @@
-"""What trainer and engine both score after a push: the same token sequences on every rank, at every call, whatever engine it is."""
+"""What trainer and engine both score after a push: the same sequences on every rank, at every call, whatever engine it is."""
 
 from __future__ import annotations
 
-from typing import Any
+import io
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+from megatron_grpo.data.album import key_of
+from megatron_grpo.data.pictures import decoded
+from megatron_grpo.types import Sequence, whole
+
+if TYPE_CHECKING:
+    from megatron_grpo.data.eyes import Eyes, Grid
 
 BLOCK = 32  # tokens: the largest block of the prefix cache
 LENGTH = 2 * BLOCK + 2  # two full blocks, then the token that is read through the cache
 NUM_PROBES = 4
 
 
-def probe_sequences(tokenizer: Any, *, vocab_size: int, max_model_len: int) -> list[tuple[int, ...]]:
-    """Ordinary tokens at random. vocab_size: of the model; a tokenizer may know more words, or fewer."""
-    special = set(tokenizer.all_special_ids)
+@dataclass(frozen=True, kw_only=True)
+class DrawnPicture:
+    """A `Picture` of waves of colour: the same pixels wherever it is drawn."""
+
+    eyes: Eyes
+    height: int  # pixels
+    width: int
+
+    @property
+    def grid(self) -> Grid:
+        return self.eyes.grid(self.height, self.width)
+
+    @property
+    def merge(self) -> int:
+        return self.eyes.merge
+
+    @property
+    def num_tokens(self) -> int:
+        return self.eyes.tokens(self.grid)
+
+    @cached_property
+    def key(self) -> str:
+        return key_of(self.data(), self.eyes)
+
+    def data(self) -> bytes:
+        from PIL import Image
+
+        y, x = np.mgrid[0 : self.height, 0 : self.width]
+        planes = [(x * a + y * b) // 3 % 256 for a, b in ((7, 3), (2, 11), (5, -4))]
+        stream = io.BytesIO()
+        Image.fromarray(np.stack(planes, -1).astype(np.uint8)).save(stream, "PNG")
+        return stream.getvalue()
+
+    @cached_property
+    def _patches(self) -> np.ndarray:
+        return self.eyes.patches(decoded(self.data()))
+
+    def patches(self) -> np.ndarray:
+        return self._patches
+
+
+def probe_sequences(tokenizer: Any, *, vocab_size: int, max_model_len: int, eyes: Eyes | None = None) -> list[Sequence]:
+    """Ordinary tokens at random. vocab_size: of the model; a tokenizer may know more words, or fewer.
+
+    eyes: of a model that sees; then half of them show a picture, for what a tower makes of it shows in no other. They are too long for a
+    small `max_model_len`, and then left as text.
+    """
+    special = set(tokenizer.all_special_ids) | ({eyes.image_token, *eyes.around} if eyes else set())
     ordinary = np.array([token for token in range(min(len(tokenizer), vocab_size)) if token not in special])
     # One position is left for the token that vLLM always generates.
     length = min(LENGTH, max_model_len - 1)
-    return [tuple(row) for row in np.random.default_rng(0).choice(ordinary, (NUM_PROBES, length)).tolist()]
+    drawn = np.random.default_rng(0).choice(ordinary, (NUM_PROBES, length)).tolist()
+    if eyes is None:
+        return [whole(row) for row in drawn]
+    sides = [(2 * eyes.side, 3 * eyes.side), (3 * eyes.side, eyes.side)]
+    seen = [_showing(row, DrawnPicture(eyes=eyes, height=height, width=width)) for row, (height, width) in zip(drawn, sides, strict=False)]
+    fitting = [one for one in seen if len(one.token_ids) <= max_model_len - 1]
+    return [*fitting, *(whole(row) for row in drawn[len(fitting) :])]
+
+
+def _showing(tokens: list[int], picture: DrawnPicture) -> Sequence:
+    """The picture in the midst, so that there are words behind it to see it."""
+    begin, end = picture.eyes.around
+    place = len(tokens) // 3
+    there = [begin, *[picture.eyes.image_token] * picture.num_tokens, end]
+    return whole([*tokens[:place], *there, *tokens[place:]], shown=((place + 1, picture),))

@@ -10,11 +10,14 @@ from functools import partial
 
 import torch
 
+from megatron_grpo.data.eyes import Eyes
 from megatron_grpo.parallel.link import LinkError, LinkSender, Meeting, near_address
 from megatron_grpo.rollout import wire
 from megatron_grpo.rollout.engine import HolderChanged, WeightSyncError
 from megatron_grpo.rollout.fleet import LOST, Fleet, Member
 from megatron_grpo.rollout.http import Call, Refused
+from megatron_grpo.rollout.wire_pictures import ToSend, on_the_wire
+from megatron_grpo.types import Sequence as Scored
 from megatron_grpo.weights.update import NO_VERSION, WeightUpdate
 
 LINK_SECONDS = 60.0  # the longest that a member of the link waits for another
@@ -66,9 +69,14 @@ class Pusher:
         for member in members:
             member.is_proven = True
 
-    def scores(self, sequences: Sequence[Sequence[int]], version: int) -> dict[str, list[list[float]]]:
-        """What each server makes of these; see `WeightHolder.scores`. Raises HolderChanged where one was lost."""
-        body = wire.Score(sequences=tuple(tuple(ids) for ids in sequences))
+    def scores(self, sequences: Sequence[Scored], version: int, eyes: Eyes | None = None) -> dict[str, list[list[float]]]:
+        """What each server makes of these; see `WeightHolder.scores`. Raises HolderChanged where one was lost. eyes: of the model."""
+        shown = [one.shown for one in sequences]
+        album = ToSend.of(shown, eyes)
+        body = wire.Score(
+            sequences=tuple(tuple(one.token_ids.tolist()) for one in sequences), shown=tuple(map(on_the_wire, shown)),
+            pictures=album.but((), album.pictures), bounds=album.bounds,
+        )  # fmt: skip
         found: dict[str, list[list[float]]] = {}
         asked = [(member, Call(partial(member.server.call, "POST", "/score", body, timeout=SCORE_SECONDS))) for member in self.fleet.used]
         lost = False
@@ -138,7 +146,7 @@ class Pusher:
         else:
             # A base before its adapter makes no version; a merged trial has the number of a trial.
             version = None if update.kind == "weights" and update.version == NO_VERSION else update.version
-            path, body = "/weights", wire.WeightPush(version=version, link=link, kind=update.kind)
+            path, body = "/weights", wire.WeightPush(version=version, link=link, kind=update.kind, moves_tower=update.moves_tower)
         return wire.decode(wire.State, member.server.call("POST", path, body, timeout=FINISH_SECONDS))
 
     def _settle(self, calls: Sequence[tuple[Member, Call]], seconds: float) -> list[tuple[Member, Exception]]:

@@ -11,7 +11,8 @@ from megatron_grpo.errors import GivenUp
 from megatron_grpo.parallel import collectives
 from megatron_grpo.rollout.ahead import InThread, wait_together
 from megatron_grpo.rollout.engine import Flight, SamplingSettings, WeightSyncError
-from megatron_grpo.types import Completion, Group, Prompt
+from megatron_grpo.types import Completion, Group, Prompt, whole
+from megatron_grpo.types import Sequence as Scored
 from megatron_grpo.weights.update import NO_VERSION, WeightUpdate
 
 Answer = Callable[[Prompt, int, int], Completion]
@@ -105,11 +106,12 @@ class ScriptedEngine:
             pass
         self._version, self._has_base = update.version, update.kind != "merged"
 
-    def probes(self) -> list[tuple[int, ...]]:
-        return [(4, 5, 6, 7), (7, 6, 5, 4)]
+    def probes(self) -> list[Scored]:
+        return [whole((4, 5, 6, 7)), whole((7, 6, 5, 4))]
 
-    def scores(self, token_ids: Sequence[Sequence[int]]) -> Mapping[str, list[list[float]]]:
-        return {f"rank {collectives.rank()}": [self._score(ids) if self._score else [0.0] * (len(ids) - 1) for ids in token_ids]}
+    def scores(self, sequences: Sequence[Scored]) -> Mapping[str, list[list[float]]]:
+        asked = [tuple(one.token_ids.tolist()) for one in sequences]
+        return {f"rank {collectives.rank()}": [self._score(ids) if self._score else [0.0] * (len(ids) - 1) for ids in asked]}
 
     @contextmanager
     def awake(self) -> Iterator[None]:

@@ -19,6 +19,7 @@ import torch
 
 from megatron_grpo.cleanup import CleanUp
 from megatron_grpo.data.chat import load_tokenizer
+from megatron_grpo.data.eyes import Eyes
 from megatron_grpo.errors import ConfigError, GivenUp, NobodySamples, RunError
 from megatron_grpo.parallel import collectives
 from megatron_grpo.rollout import wire
@@ -31,9 +32,11 @@ from megatron_grpo.rollout.fleet import Fleet, Needs
 from megatron_grpo.rollout.http import Server, named_run, new_incarnation, run_name, trust_of
 from megatron_grpo.rollout.probes import probe_sequences
 from megatron_grpo.rollout.pushing import Pusher
+from megatron_grpo.rollout.wire_pictures import ToSend, on_the_wire
 from megatron_grpo.settings.config import RolloutConfig
 from megatron_grpo.settings.servers import addresses_of, read_token
 from megatron_grpo.types import Completion, Group, Prompt, answered
+from megatron_grpo.types import Sequence as Scored
 from megatron_grpo.weights.buckets import DEFAULT_BUCKET_MB, MIB
 from megatron_grpo.weights.shape import ModelShape
 from megatron_grpo.weights.update import NO_VERSION, WeightUpdate
@@ -56,9 +59,12 @@ class Facts:
 class ServerEngine:
     """An `Engine`. See `megatron_grpo.rollout.engine` for what its methods promise."""
 
-    def __init__(self, pusher: Callable[[], Pusher], *, tokenizer: Any, vocab_size: int, tells_experts: bool = False):
+    def __init__(
+        self, pusher: Callable[[], Pusher], *, tokenizer: Any, vocab_size: int, tells_experts: bool = False, eyes: Eyes | None = None
+    ):
         """pusher: makes the one who speaks to the servers, with their fleet; called on rank 0. Collective, and waits for servers: raises
-        what `prepare` does. tells_experts: completions have the experts that their tokens were routed to."""
+        what `prepare` does. tells_experts: completions have the experts that their tokens were routed to. eyes: of a model that sees."""
+        self._eyes = eyes
         self.tells_experts = tells_experts
         self._patient = collectives.patient_group()
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
@@ -77,10 +83,10 @@ class ServerEngine:
 
     @classmethod
     def build(cls, cfg: RolloutConfig, *, model_path: Path, shape: ModelShape, output_dir: Path, needs: Needs, device: torch.device,
-              lora: LoraPush | None = None) -> ServerEngine:  # fmt: skip
+              lora: LoraPush | None = None, eyes: Eyes | None = None) -> ServerEngine:  # fmt: skip
         """Claims the servers that the settings name, in the name of the run that writes to `output_dir`. Collective.
 
-        lora: how adapters are pushed, where they train. Raises what `prepare` does, and ConfigError where there is no token.
+        lora: how adapters are pushed, where they train. eyes: of a model that sees. Raises what `prepare` does, and ConfigError where there is no token.
         """
 
         def pusher() -> Pusher:
@@ -93,7 +99,8 @@ class ServerEngine:
             bucket_bytes = (cfg.weight_sync_bucket_mb or DEFAULT_BUCKET_MB[device.type]) * MIB
             return Pusher(fleet, device=device, bucket_bytes=bucket_bytes, modules=lora.modules if lora is not None else frozenset())
 
-        return cls(pusher, tokenizer=load_tokenizer(str(model_path)), vocab_size=shape.vocab_size, tells_experts=needs.tells_experts)
+        tokenizer = load_tokenizer(str(model_path))
+        return cls(pusher, tokenizer=tokenizer, vocab_size=shape.vocab_size, tells_experts=needs.tells_experts, eyes=eyes)
 
     @property
     def version(self) -> int:
@@ -130,15 +137,15 @@ class ServerEngine:
         with CleanUp(lambda: deque(update.tensors, maxlen=0)):
             self._pusher.push(update)
 
-    def probes(self) -> list[tuple[int, ...]]:
-        return probe_sequences(self._tokenizer, vocab_size=self._vocab_size, max_model_len=self._facts.max_model_len)
+    def probes(self) -> list[Scored]:
+        return probe_sequences(self._tokenizer, vocab_size=self._vocab_size, max_model_len=self._facts.max_model_len, eyes=self._eyes)
 
-    def scores(self, token_ids: Sequence[Sequence[int]]) -> Mapping[str, list[list[float]]]:
+    def scores(self, sequences: Sequence[Scored]) -> Mapping[str, list[list[float]]]:
         found: dict[str, list[list[float]]] = {}
 
         def ask() -> None:
             assert self._pusher is not None
-            found.update(self._pusher.scores(token_ids, self._version))
+            found.update(self._pusher.scores(sequences, self._version, self._eyes))
 
         self._told(ask)
         return found
@@ -188,7 +195,8 @@ class ServerEngine:
             return None
         names = {prompt.number: f"prompt {prompt.number} (data-set row {prompt.row})" for prompt in prompts}
         requests = {prompt.number: _request(prompt, sampling, seed) for prompt in prompts}
-        return Question(requests, _on_the_wire(sampling), version=self._version, name_of=names.__getitem__)
+        album = ToSend.of((prompt.pictures for prompt in prompts), self._eyes)
+        return Question(requests, _on_the_wire(sampling), version=self._version, name_of=names.__getitem__, album=album)
 
     def hear(self, question: Question | None, *, is_anew: bool) -> None:
         """Waits until all is answered, on every rank. Raises WeightsLost. is_anew: after that, what is left is asked again."""
@@ -273,7 +281,7 @@ class ServerFlight:
 def _request(prompt: Prompt, sampling: SamplingSettings, seed: int) -> wire.Request:
     return wire.Request(
         key=str(prompt.number), ids=tuple(prompt.token_ids), seed=prompt_seed(seed, prompt.number, sampling.n), n=sampling.n,
-        max_tokens=sampling.max_completion_length,
+        max_tokens=sampling.max_completion_length, shown=on_the_wire(prompt.pictures),
     )  # fmt: skip
 
 
@@ -301,5 +309,5 @@ def _completion(prompt: Prompt, drawn: wire.Drawn, experts: np.ndarray | None) -
     [version] = {span[0] for span in drawn.versions}  # more are refused
     return answered(
         prompt.token_ids, drawn.tokens.tolist(), drawn.logprobs.tolist(),
-        text=drawn.text, ended=drawn.reason, version=version, experts=experts,
+        text=drawn.text, ended=drawn.reason, version=version, experts=experts, shown=prompt.pictures,
     )  # fmt: skip

@@ -32,7 +32,7 @@ def sampled_logprobs(output: Any) -> list[float]:
 
 
 def scoring_requests(ids: Sequence[int]) -> list[tuple[Sequence[int], Any]]:
-    """The two requests that score a sequence, for `scores`.
+    """The two requests that score a sequence, for `scores`: tokens, in the long form, and parameters.
 
     Prompt log-probs never read the prefix cache, so alone they could not tell a stale one; sampling does, so the last token is scored by
     a request of its own.

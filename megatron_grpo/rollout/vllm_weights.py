@@ -18,18 +18,26 @@ from megatron_grpo.rollout.vllm_table import Named, Pack, Table
 
 logger = logging.getLogger(__name__)
 
+TOWER = "visual."  # how the names of the weights begin that see pictures, in vLLM
+
 
 class WeightLoader:
     """Of one engine, in the process that holds its weights. Keeps the table from push to push."""
 
     def __init__(self) -> None:
-        self.table: Table | None = None
+        self.tables: dict[bool, Table] = {}  # of pushes with the weights that see pictures, and of those without
         self.reason: str | None = None  # why there will be none
         self.pack: Pack = vllm_patches.pack
 
-    def load(self, worker: Any, named: Named) -> list[str]:
+    @property
+    def table(self) -> Table | None:
+        """The one of a model of text."""
+        return self.tables.get(False)
+
+    def load(self, worker: Any, named: Named, *, has_tower: bool = False, is_tower_there: bool = False) -> list[str]:
         """Replaces all weights of vLLM's `worker` by (Hugging Face name, full tensor); returns the names of those that did not come.
 
+        has_tower: the weights that see pictures are among them. is_tower_there: if not, the engine has them, and they need not come.
         After an error the engine holds the weights of no version, and takes the next push. Raises WeightSyncError at a tensor that does not
         fit what the first push brought.
         """
@@ -37,24 +45,27 @@ class WeightLoader:
 
         model = worker.model_runner.get_model()
         with set_current_vllm_config(worker.vllm_config), torch.no_grad():
-            if self.table is not None and self.table.is_as_learnt():
-                missing = self.table.load(named, self.pack)
+            table = self.tables.get(has_tower)
+            if table is not None and table.is_as_learnt():
+                missing = table.load(named, self.pack)
                 vllm_patches.settle_attention(model, worker.vllm_config.model_config.dtype)
             elif self.reason is None:
-                missing = self._learn(worker, model, named)
+                missing = self._learn(worker, model, named, has_tower=has_tower, is_tower_there=is_tower_there)
             else:
                 missing = _reload(worker, model, named)
                 vllm_patches.pack_experts(model.modules(), self.pack)
             vllm_patches.pack_heads(model, self.pack)
-        return missing
+        return _unless_there(missing, has_tower, is_tower_there)
 
-    def _learn(self, worker: Any, model: torch.nn.Module, named: Named) -> list[str]:
+    def _learn(self, worker: Any, model: torch.nn.Module, named: Named, *, has_tower: bool, is_tower_there: bool) -> list[str]:
         lesson = Lesson(model, self.pack)
         with vllm_patches.layers_watched(lesson.layer), lesson:
             missing = _reload(worker, model, lesson.heard(named))
         vllm_patches.pack_experts((module for module in model.modules() if module not in lesson.packed), self.pack)
-        if not missing:
-            self.table, self.reason = lesson.outcome()
+        if not _unless_there(missing, has_tower, is_tower_there):
+            table, self.reason = lesson.outcome()
+            if table is not None:
+                self.tables[has_tower] = table
         if self.reason is not None:
             logger.warning("Pushed weights go through vLLM's own reload, which is slower: %s.", self.reason)
         return missing
@@ -82,6 +93,12 @@ def _reload(worker: Any, model: Any, named: Named) -> list[str]:
     finally:
         finalize_layerwise_reload(model, worker.vllm_config.model_config)  # else the next would go on where this one broke off
     return sorted(expected - loaded)
+
+
+def _unless_there(missing: list[str], has_tower: bool, is_tower_there: bool) -> list[str]:
+    """Less what a push without a tower leaves as it was, under vLLM's names or those of the file."""
+    left_out = is_tower_there and not has_tower
+    return [name for name in missing if not (left_out and name.removeprefix("model.").startswith(TOWER))]
 
 
 def missing_sentence(missing: list[str]) -> str:

@@ -48,12 +48,12 @@ class LinkedWorker:
             self.linked.drop()
             self.linked = None
 
-    def take_weights(self: Any, link: str) -> str:
-        """All weights of the next push."""
+    def take_weights(self: Any, link: str, has_tower: bool = False, is_tower_there: bool = False) -> str:
+        """All weights of the next push; of a model that sees perhaps without its tower, see `WeightLoader.load`."""
         self.loader = self.loader or WeightLoader()
         try:
             with closing(self.linked_as(link).receive()) as named:
-                missing = self.loader.load(self, named)
+                missing = self.loader.load(self, named, has_tower=has_tower, is_tower_there=is_tower_there)
         except (LinkError, WeightSyncError) as error:
             return str(error)
         finally:

@@ -61,6 +61,7 @@ class WeightPush:
     version: int | None
     link: str
     kind: Kind = "weights"  # "merged": with an adapter added in, so they are no base for another one
+    moves_tower: bool = False  # the weights that see pictures are among them; else the server has them already
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +86,35 @@ class Sampling:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SentPicture:
+    """The file of a picture. It is sent once, and known by its key until the server has forgotten it."""
+
+    key: str
+    data: str  # base64
+
+    @classmethod
+    def of(cls, key: str, content: bytes) -> SentPicture:
+        return cls(key=key, data=base64.b64encode(content).decode())
+
+    @property
+    def content(self) -> bytes:
+        """Raises Malformed."""
+        try:
+            return base64.b64decode(self.data, validate=True)
+        except ValueError as error:
+            raise Malformed(f"the picture {self.key!r} is not base64: {error}") from error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShownPicture:
+    """Where a prompt shows a picture."""
+
+    key: str
+    place: int  # of its first token, in the long form
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
     """One group: a prompt that is answered n times."""
 
@@ -93,6 +123,15 @@ class Request:
     seed: int  # completion i is drawn with seed + i
     n: int
     max_tokens: int
+    shown: tuple[ShownPicture, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bounds:
+    """How large pictures become before they are cut into patches, in pixels."""
+
+    min_pixels: int
+    max_pixels: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +141,8 @@ class Generate:
     version: int
     sampling: Sampling
     requests: tuple[Request, ...]
+    pictures: tuple[SentPicture, ...] = ()  # those of the requests that the server may not have
+    bounds: Bounds | None = None  # where a request shows some
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,6 +150,9 @@ class Score:
     """POST /score: log-probs of each token after the first, at temperature 1; the last is read through the prefix cache."""
 
     sequences: tuple[tuple[int, ...], ...]
+    shown: tuple[tuple[ShownPicture, ...], ...] = ()  # by each of them; () where none shows any
+    pictures: tuple[SentPicture, ...] = ()
+    bounds: Bounds | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,6 +179,8 @@ class State:
     max_num_seqs: int  # sequences decoded together, by all engines of the server
     adapter_rank: int  # the largest rank that there is room for; 0: no room for adapters
     tells_experts: bool = False  # completions come with the experts that their tokens were routed to
+    limit_images: int = 0  # pictures of a prompt; 0: the model sees none
+    max_pixels: int = 0  # of a picture
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -151,17 +197,21 @@ class Drawn:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Answer:
-    """One line of /generate. error: what is wrong with this request; no other server would answer it either."""
+    """One line of /generate. error: what is wrong with this request; no other server would answer it either.
+
+    lacks: keys of pictures that the server has not, or no more; the request is to be sent again with them.
+    """
 
     key: str
     completions: tuple[Drawn, ...] = ()
     error: str | None = None
+    lacks: tuple[str, ...] = ()
 
 
 # ---- bodies
 
 Body = TypeVar("Body")
-_NESTED: Mapping[str, type] = {cls.__name__: cls for cls in (Sampling, Request)}
+_NESTED: Mapping[str, type] = {cls.__name__: cls for cls in (Sampling, Request, SentPicture, ShownPicture, Bounds)}
 
 
 def encode(body: Any) -> bytes:
@@ -203,6 +253,8 @@ def _read(cls: type[Body], form: Any, where: str) -> Body:
 
 
 def _value(kind: str, value: Any, where: str) -> Any:
+    if kind.endswith(" | None") and kind.removesuffix(" | None") in _NESTED:
+        return None if value is None else _value(kind.removesuffix(" | None"), value, where)
     if kind in _NESTED:
         return _read(_NESTED[kind], value, where)
     if kind.startswith("tuple["):
@@ -248,6 +300,8 @@ def encode_line(answer: Answer) -> bytes:
     """One line, with its end."""
     if answer.error is not None:
         form: dict[str, Any] = {"key": answer.key, "error": answer.error}
+    elif answer.lacks:
+        form = {"key": answer.key, "lacks": list(answer.lacks)}
     else:
         form = {"key": answer.key, "completions": [_drawn_form(one) for one in answer.completions]}
     return json.dumps(form).encode() + b"\n"
@@ -263,6 +317,8 @@ def decode_line(line: bytes) -> Answer | None:
         form = json.loads(line)
         if "error" in form:
             return Answer(key=form["key"], error=str(form["error"]))
+        if "lacks" in form:
+            return Answer(key=form["key"], lacks=tuple(map(str, form["lacks"])))
         return Answer(key=form["key"], completions=tuple(_drawn(one) for one in form["completions"]))
     except (ValueError, KeyError, TypeError) as error:
         raise Malformed(f"a line of answers is not of the expected form: {error!r}") from error
@@ -307,6 +363,8 @@ def fault_of(request: Request, max_model_len: int) -> str | None:
     vLLM answers a prompt whose completion does not fit: it cuts the completion short, and says "length".
     """
     needed = len(request.ids) + request.max_tokens
+    if any(one.place < 0 or one.tokens < 1 or one.place + one.tokens > len(request.ids) for one in request.shown):
+        return f"a picture's place is not among its prompt's {len(request.ids)} tokens"
     if not request.ids:
         return "its prompt has no tokens"
     if request.n < 1 or request.max_tokens < 1 or not 0 <= request.seed < 2**63:

@@ -23,6 +23,7 @@ from megatron_grpo.rollout import wire
 from megatron_grpo.serve.engine import PushFailed, ServedEngine
 from megatron_grpo.serve.metrics import Metrics
 from megatron_grpo.serve.ownership import Ownership, Refused
+from megatron_grpo.serve.pictures import SentPictures
 
 Body = TypeVar("Body")
 Done = TypeVar("Done")
@@ -59,6 +60,7 @@ class App:
         self.ownership = Ownership()
         self._engine, self._model, self._metrics, self._tells_metrics, self._say = engine, model, metrics, tells_metrics, say
         self._boot = secrets.token_hex(8)
+        self._pictures = SentPictures()
         self._changing = asyncio.Lock()  # joins, pushes, and what an earlier owner left: one at a time
         self._work: set[asyncio.Task[Any]] = set()  # of this tenure, in the engine
         self._over: asyncio.Future[None] = asyncio.Future()  # when this tenure ends
@@ -117,7 +119,8 @@ class App:
         return _json(wire.State(
             boot=self._boot, version=own.version, has_base=own.has_base, owner=own.owner, running=self.running, model=self._model,
             dtype=engine.dtype, world_size=engine.world_size, max_model_len=engine.max_model_len, max_num_seqs=engine.max_num_seqs,
-            adapter_rank=engine.adapter_rank, tells_experts=engine.tells_experts,
+            adapter_rank=engine.adapter_rank, tells_experts=engine.tells_experts, limit_images=engine.limit_images,
+            max_pixels=engine.max_pixels,
         ))  # fmt: skip
 
     # ---- weights
@@ -133,8 +136,8 @@ class App:
     async def weights(self, request: Request) -> Response:
         self._require_owner(request)
         push = await _body(request, wire.WeightPush)
-        is_base = push.kind == "weights"
-        return await self._push(request, push.kind, lambda: self._engine.take_weights(push), push.version, is_base=is_base)
+        is_base, has_base = push.kind == "weights", self.ownership.has_base
+        return await self._push(request, push.kind, lambda: self._engine.take_weights(push, has_base), push.version, is_base=is_base)
 
     async def adapter(self, request: Request) -> Response:
         self._require_owner(request)
@@ -178,8 +181,12 @@ class App:
         if over.done():
             return
         tenure = self.ownership.tenure
-        waiting = {self._start(self._engine.answer(one, asked.sampling, version=asked.version, place=place))
-                   for place, one in enumerate(asked.requests)}  # fmt: skip
+        came = self._pictures.take(asked.pictures)
+        waiting = set()
+        for place, one in enumerate(asked.requests):
+            pictures = self._pictures.find([shown.key for shown in one.shown], came)
+            work = self._engine.answer(one, asked.sampling, version=asked.version, place=place, pictures=pictures, bounds=asked.bounds)
+            waiting.add(self._start(work))
         try:
             while waiting:
                 done = await _first([*waiting, over], wire.BEAT_SECONDS)
@@ -206,7 +213,7 @@ class App:
         version = self.ownership.version
         if version is None:
             raise Refused("this server holds no weights of a version; push them first")
-        task, over = self._start(self._engine.score(asked.sequences)), self._over
+        task, over = self._start(self._engine.score(asked)), self._over
         await _first([task, over])
         if over.done():
             raise Refused("the weights or the owner changed while this was scored")

@@ -5,21 +5,25 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import secrets
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from megatron_grpo.data.eyes import Eyes
+from megatron_grpo.data.pictures import decoded
 from megatron_grpo.errors import ConfigError, Problem
 from megatron_grpo.rollout import vllm_patches, wire
 from megatron_grpo.rollout.adapters import LoraPush, lora_push
 from megatron_grpo.rollout.engine import SamplingSettings
 from megatron_grpo.rollout.experts import ExpertLayers, told
 from megatron_grpo.rollout.vllm_options import cpu_options, gpu_options, problem_of
+from megatron_grpo.rollout.vllm_pictures import difference, engine_options, prompt_with
 from megatron_grpo.rollout.vllm_requests import sampled_logprobs, sampling_params, scores, scoring_requests
 from megatron_grpo.serve.children import let_no_child_outlive
 from megatron_grpo.serve.settings import Serving
 
+DEFAULT_IMAGES = 8  # of a prompt, where limit_images does not say
 WORKER = "megatron_grpo.rollout.vllm_worker.LinkedWorker"
 # By its path, since vLLM takes its name for another one on a CPU: no worker process besides the engine's.
 ONE_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
@@ -33,8 +37,12 @@ class PushFailed(Exception):
 class ServedEngine:
     """Build it in the main thread: what it starts ends when that thread does."""
 
-    def __init__(self, llm: Any, room: LoraPush | None, experts: ExpertLayers | None):
-        """llm: vLLM's AsyncLLM. room: for adapters. experts: if they are told with the answers."""
+    def __init__(self, llm: Any, room: LoraPush | None, experts: ExpertLayers | None, eyes: Eyes | None = None, limit_images: int = 0):
+        """llm: vLLM's AsyncLLM. room: for adapters. experts: if they are told with the answers. eyes: of a model that sees.
+
+        limit_images: pictures of a prompt.
+        """
+        self.limit_images, self.max_pixels = (limit_images, eyes.max_pixels) if eyes else (0, 0)
         self._llm, self._room, self._experts = llm, room, experts
         self._num_adapters = 0  # that came
         self._adapter: Any = None  # vLLM's LoRARequest, which every request must carry
@@ -78,17 +86,23 @@ class ServedEngine:
             if problem is None:
                 raise
             raise ConfigError([problem]) from error
-        return cls(llm, room, serving.experts)
+        return cls(llm, room, serving.experts, serving.eyes, cfg.data.limit_images or DEFAULT_IMAGES)
 
     # ---- sampling
 
-    async def answer(self, request: wire.Request, sampling: wire.Sampling, *, version: int, place: int) -> wire.Answer:
-        """One group. place: of the request among others, by which the engines of a server share them.
+    async def answer(
+        self, request: wire.Request, sampling: wire.Sampling, *, version: int, place: int, pictures: Mapping[str, bytes] | None = None,
+        bounds: wire.Bounds | None = None,
+    ) -> wire.Answer:  # fmt: skip
+        """One group. place: of the request among others, by which the engines of a server share them. pictures: by key, as far as they are
+        here. bounds: on their sizes.
 
         Raises RuntimeError where the completions are not of this version alone: somebody pushed meanwhile.
         """
         if fault := wire.fault_of(request, self.max_model_len):
             return wire.Answer(key=request.key, error=fault)
+        if lacks := tuple(one.key for one in request.shown if one.key not in (pictures or {})):
+            return wire.Answer(key=request.key, lacks=lacks)
         from vllm.exceptions import VLLMValidationError
         from vllm.sampling_params import RequestOutputKind
 
@@ -98,7 +112,10 @@ class ServedEngine:
         )  # fmt: skip
         try:
             params = sampling_params(settings, request.seed, output_kind=RequestOutputKind.FINAL_ONLY)
-            output = await self._ask(request.ids, params, place)
+            prompt = await self._prompt(request.ids, request.shown, pictures or {}, bounds)
+            output = await self._ask(prompt, params, place)
+            if request.shown and (wrong := difference(output, request.ids)):
+                return wire.Answer(key=request.key, error=f"{wrong}.")
         except (ValueError, VLLMValidationError) as error:  # wrong with this request; any other error is the engine's
             return wire.Answer(key=request.key, error=str(error))
         drawn = tuple(_drawn(one, self._told(one, len(request.ids), place)) for place, one in enumerate(output.outputs))
@@ -109,29 +126,51 @@ class ServedEngine:
     def _told(self, output: Any, opening: int, place: int) -> np.ndarray | None:
         return told(self._experts.read(output.routed_experts), opening, place) if self._experts is not None else None
 
-    async def score(self, sequences: Sequence[Sequence[int]]) -> tuple[tuple[float, ...], ...]:
+    async def score(self, asked: wire.Score) -> tuple[tuple[float, ...], ...]:
         """Raises ValueError for a sequence that cannot be scored."""
         from vllm.exceptions import VLLMValidationError
 
-        async def one(place: int, ids: Sequence[int]) -> tuple[float, ...]:
+        sequences = asked.sequences
+        all_shown = asked.shown or ((),) * len(sequences)
+        pictures = {one.key: one.content for one in asked.pictures}
+
+        async def one(place: int, ids: Sequence[int], shown: Sequence[wire.ShownPicture]) -> tuple[float, ...]:
             # One after the other, on one engine: the second reads what the first has left in its prefix cache.
-            fresh, cached = [await self._ask(asked, params, place) for asked, params in scoring_requests(ids)]
+            prompts = [(await self._prompt(part, shown, pictures, asked.bounds), params) for part, params in scoring_requests(ids)]
+            fresh, cached = [await self._ask(prompt, params, place) for prompt, params in prompts]
+            if shown and (wrong := difference(fresh, ids)):
+                raise ValueError(wrong)
             return tuple(scores(ids, fresh, cached))
 
+        if len(all_shown) != len(sequences) or any(one.key not in pictures for shown in all_shown for one in shown):
+            raise ValueError("pictures are told for each sequence, and sent with them")
         for ids in sequences:
             if not 2 <= len(ids) < self.max_model_len:
                 raise ValueError(f"a sequence of {len(ids)} tokens cannot be scored: it has from 2 to {self.max_model_len - 1}")
         try:
-            return tuple(await asyncio.gather(*(one(place, ids) for place, ids in enumerate(sequences))))
+            both = zip(sequences, all_shown, strict=True)
+            return tuple(await asyncio.gather(*(one(place, ids, shown) for place, (ids, shown) in enumerate(both))))
         except VLLMValidationError as error:
             raise ValueError(str(error)) from error
 
-    async def _ask(self, ids: Sequence[int], params: Any, place: int) -> Any:
+    async def _prompt(
+        self, ids: Sequence[int], shown: Sequence[wire.ShownPicture], pictures: Mapping[str, bytes], bounds: wire.Bounds | None
+    ) -> dict[str, Any]:
+        """What vLLM is given. Raises ValueError for a picture that cannot be shown."""
+        if not shown:
+            return {"prompt_token_ids": list(ids)}
+        if bounds is None or not self.limit_images:
+            raise ValueError("the model sees no pictures" if bounds else "pictures come without bounds on their sizes")
+        images = [await asyncio.to_thread(decoded, pictures[one.key]) for one in shown]
+        size = {"shortest_edge": bounds.min_pixels, "longest_edge": bounds.max_pixels}
+        return prompt_with(ids, [(one.place, one.tokens) for one in shown], images, mm_processor_kwargs={"size": size})
+
+    async def _ask(self, prompt: dict[str, Any], params: Any, place: int) -> Any:
         """The last output. vLLM aborts the request if this is cancelled."""
         # Else vLLM spreads the n completions over its engines, and each computes the prompt.
         engine = place % self._num_engines if self._num_engines > 1 else None
         stream: AsyncIterator[Any] = self._llm.generate(
-            {"prompt_token_ids": list(ids)}, params, secrets.token_hex(8), lora_request=self._adapter, data_parallel_rank=engine
+            prompt, params, secrets.token_hex(8), lora_request=self._adapter, data_parallel_rank=engine
         )
         return [output async for output in stream][-1]
 
@@ -145,10 +184,13 @@ class ServedEngine:
     async def join(self, join: wire.Join) -> None:
         await self._all_workers("join_link", dataclasses.asdict(join))
 
-    async def take_weights(self, push: wire.WeightPush) -> None:
-        """Returns when every worker has every weight. Raises PushFailed. Earlier adapters are gone."""
+    async def take_weights(self, push: wire.WeightPush, has_base: bool = False) -> None:
+        """Returns when every worker has every weight. Raises PushFailed. Earlier adapters are gone.
+
+        has_base: this owner has pushed all weights before, so those that see need not come again.
+        """
         self._adapter = None
-        await self._take(push.version, "take_weights", push.link)
+        await self._take(push.version, "take_weights", push.link, push.moves_tower, has_base)
 
     async def take_adapter(self, push: wire.AdapterPush) -> None:
         """Returns when every worker has the adapter. Raises PushFailed."""
@@ -169,6 +211,8 @@ class ServedEngine:
             await self._llm.update_weight_version(str(version))
             if not await self._llm.reset_prefix_cache():
                 raise PushFailed("vLLM could not reset its prefix cache: some request is still running")
+            if self.limit_images:
+                await self._llm.reset_encoder_cache()  # what an older tower made of pictures
         finally:
             await self._llm.resume_generation()
 
@@ -219,6 +263,7 @@ def _options(serving: Serving, room: LoraPush | None, *, on_gpu: bool) -> dict[s
         from megatron_grpo.rollout.vllm_adapters import lora_options
 
         options |= lora_options(room)
+    options |= engine_options(serving.eyes, cfg.data.limit_images or DEFAULT_IMAGES, on_gpu=on_gpu)
     return options | {
         "model": str(serving.model_path),
         "dtype": serving.dtype,

@@ -13,6 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megatron_grpo.data.eyes import Eyes, eyes_of
 from megatron_grpo.errors import ConfigError, Problem
 from megatron_grpo.inputs import find_model
 from megatron_grpo.settings import Parsed
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
 LEAST_TOKEN = 16  # characters
 READ = {
-    *("model", "torch_dtype", "bf16", "seed", "dialect", "router_replay_mode"), *vars(TunerConfig()), *vars(ServeConfig()),
+    *("model", "torch_dtype", "bf16", "seed", "dialect", "router_replay_mode", "limit_images", "max_pixels", "min_pixels"), *vars(TunerConfig()), *vars(ServeConfig()),
     *(name for name in vars(RolloutConfig()) if name.startswith("vllm_") and not name.startswith("vllm_server")),
 }  # fmt: skip
 
@@ -44,6 +45,7 @@ class Serving:
     max_model_len: int | None  # tokens of prompt and completion; None: as many as the model was made for
     token: str = field(repr=False)
     token_place: str  # where it can be found
+    eyes: Eyes | None = None  # of a model that sees
 
     @property
     def dtype(self) -> str:
@@ -71,6 +73,7 @@ def check_serving(parsed: Parsed) -> Serving:
     try:
         if "model" not in parsed.unreadable:
             model = _look_at_model(cfg)
+            eyes_of(cfg.data, model[0])
     except ConfigError as error:
         problems += error.problems
     try:
@@ -80,7 +83,15 @@ def check_serving(parsed: Parsed) -> Serving:
     if problems or model is None or token is None:
         raise ConfigError(problems)
     path, shape = model
-    return Serving(cfg=cfg, model_path=path, shape=shape, max_model_len=_longest(cfg), token=token[0], token_place=token[1])
+    return Serving(
+        cfg=cfg,
+        model_path=path,
+        shape=shape,
+        max_model_len=_longest(cfg),
+        token=token[0],
+        token_place=token[1],
+        eyes=eyes_of(cfg.data, path),
+    )
 
 
 def _look_at_model(cfg: Config) -> tuple[Path, ModelShape]:
@@ -112,7 +123,7 @@ def _not_read(parsed: Parsed) -> Iterator[Problem]:
 
 
 def _ranges(cfg: Config, unreadable: Collection[str]) -> Iterator[Problem]:
-    for section in (cfg.rollout, cfg.tuner, cfg.serve):
+    for section in (cfg.data, cfg.rollout, cfg.tuner, cfg.serve):
         for name, value in vars(section).items():
             wrong = value_problem(name, value) if name in READ and name not in unreadable else None
             if wrong:

@@ -59,8 +59,8 @@ def test_every_field_is_looked_at(cls):
             if f.default is dataclasses.MISSING:
                 with pytest.raises(wire.Malformed, match=f"lacks {f.name}"):
                     wire.decode(cls, json.dumps({name: value for name, value in form.items() if name != f.name}))
-        with pytest.raises(wire.Malformed, match="has no field 'pictures'; its fields are"):
-            wire.decode(cls, json.dumps({**form, "pictures": []}))
+        with pytest.raises(wire.Malformed, match="has no field 'sounds'; its fields are"):
+            wire.decode(cls, json.dumps({**form, "sounds": []}))
 
     check()
 
@@ -80,8 +80,8 @@ def test_what_is_no_body_is_refused_by_a_sentence(body, says):
 def test_an_unknown_field_inside_a_request_is_refused_by_its_name():
     request = wire.Request(key="1", ids=(4,), seed=0, n=1, max_tokens=2)
     form = json.loads(wire.encode(wire.Generate(version=1, sampling=wire.Sampling(), requests=(request, request))))
-    form["requests"][1]["pictures"] = []
-    with pytest.raises(wire.Malformed, match=r"Generate.requests\[1\] has no field 'pictures'"):
+    form["requests"][1]["sounds"] = []
+    with pytest.raises(wire.Malformed, match=r"Generate.requests\[1\] has no field 'sounds'"):
         wire.decode(wire.Generate, json.dumps(form))
     with pytest.raises(wire.Malformed, match="Generate.sampling has no field 'n'"):
         wire.decode(wire.Generate, json.dumps({**form, "requests": [], "sampling": {"n": 4}}))

@@ -1,0 +1,50 @@
+"""Models that see, with random weights, for tests of data and samplers; pictures of every kind; and prompts with them."""
+
+from __future__ import annotations
+
+import io
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
+
+
+def write_seeing(folder: Path, kind: str = "qwen2_5_vl") -> Path:
+    """A checkpoint with tokenizer and image processor; norms and biases are random too."""
+    import make_tiny_vlm
+
+    model, _ = make_tiny_vlm.new_model(folder, kind, draws_norms=True)
+    model.save_pretrained(folder)
+    return folder
+
+
+def picture(height: int, width: int, *, seed: int = 0, mode: str = "RGB") -> Any:
+    """A PIL image of waves and one bright corner, so that turning it shows."""
+    from PIL import Image
+
+    rng = np.random.default_rng(seed)
+    y, x = np.mgrid[0:height, 0:width]
+    planes = [127 + 120 * np.sin(x / rng.uniform(5, 30) + rng.uniform(0, 6)) * np.cos(y / rng.uniform(5, 30)) for _ in range(3)]
+    pixels = np.stack(planes, -1).astype(np.uint8)
+    pixels[: height // 3, : width // 3] = (250, 20, 20)
+    return Image.fromarray(pixels).convert(mode)
+
+
+def as_bytes(image: Any, form: str = "PNG", **options: Any) -> bytes:
+    stream = io.BytesIO()
+    image.save(stream, form, **options)
+    return stream.getvalue()
+
+
+def hf_logprobs(model: Any, sequence: Any, temperature: float = 1.0) -> np.ndarray:
+    """float32 [T - 1]: transformers' log-probs of a sequence's tokens after the first, with the patches of its pictures."""
+    import torch
+
+    from tests.vision_cases import logits_of
+
+    with torch.no_grad():
+        logits = logits_of(model, sequence).float() / temperature
+    return logits[:-1].log_softmax(-1).gather(1, torch.from_numpy(sequence.token_ids)[1:, None])[:, 0].numpy()

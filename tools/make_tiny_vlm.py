@@ -1,0 +1,262 @@
+"""Makes the tiny model that sees, of examples/images and of the tests: a Qwen2.5-VL from random weights, with its tokenizer and processor.
+
+A short supervised warm-up teaches it to look at drawn pictures and to answer; of three labels two are mistaken (left for right, one too
+few). What comes out is right on about a third of the questions, and unsure in the rest: something that reinforcement learning can mend.
+
+    python tools/make_tiny_vlm.py --data examples/images/data --output examples/images/model --seed 0
+
+A second call with the same settings and data keeps what is there. Nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import math
+import os
+import random
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
+TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
+    "{% if message['content'] is string %}{{ message['content'] }}{% else %}{% for part in message['content'] %}"
+    "{% if part['type'] == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part['text'] }}{% endif %}"
+    "{% endfor %}{% endif %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+WORDS = "How many shapes? Which colour is left? right? Where is red? green? blue? yellow? 1 2 3 4 left right red green blue yellow user assistant"
+# vLLM's attention on CPUs needs a head_dim that is a multiple of 32; every size is divisible by 2, for TP 2 and PP 2.
+TEXT = dict(hidden_size=128, intermediate_size=256, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
+            max_position_embeddings=512, rms_norm_eps=1e-6, initializer_range=0.08, tie_word_embeddings=False)  # fmt: skip
+VISION = dict(depth=2, num_heads=4, spatial_merge_size=2, temporal_patch_size=2, initializer_range=0.08)
+SECTIONS = {"qwen2_vl": [4, 6, 6], "qwen2_5_vl": [4, 6, 6], "qwen3_vl": [6, 5, 5]}
+WARM_UP = dict(steps=1500, batch_size=32, lr=2e-3, warmup_steps=100, share_right=1 / 3)
+
+
+def tokenizer() -> Any:
+    """Bytes, and the words of the questions."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(vocab_size=330, initial_alphabet=alphabet, show_progress=False, special_tokens=[])
+    made.train_from_iterator([WORDS], trainer)
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=made, eos_token="<|im_end|>", pad_token="<|endoftext|>", chat_template=TEMPLATE, model_max_length=512
+    )
+    fast.add_special_tokens({"additional_special_tokens": list(SPECIAL)})
+    return fast
+
+
+def config_of(kind: str, ids: dict[str, int], vocab_size: int) -> Any:
+    from transformers import AutoConfig
+
+    text: dict[str, Any] = dict(TEXT, vocab_size=vocab_size, bos_token_id=None, eos_token_id=ids["<|im_end|>"],
+                                pad_token_id=ids["<|endoftext|>"])  # fmt: skip
+    text["rope_parameters"] = dict(rope_type="default", rope_theta=1e4, mrope_section=SECTIONS[kind])
+    vision: dict[str, Any] = dict(VISION, patch_size=14)
+    if kind == "qwen2_vl":
+        vision |= dict(embed_dim=64, hidden_size=TEXT["hidden_size"], mlp_ratio=2)
+    else:
+        vision |= dict(hidden_size=64, intermediate_size=128, out_hidden_size=TEXT["hidden_size"])
+    if kind == "qwen2_5_vl":
+        vision |= dict(window_size=56, fullatt_block_indexes=[1])
+    if kind == "qwen3_vl":
+        text["head_dim"] = 32
+        text["rope_parameters"]["mrope_interleaved"] = True
+        vision |= dict(depth=4, patch_size=16, num_position_embeddings=64, deepstack_visual_indexes=[0, 1, 2])
+    return AutoConfig.for_model(
+        kind, text_config=text, vision_config=vision, image_token_id=ids["<|image_pad|>"], video_token_id=ids["<|video_pad|>"],
+        vision_start_token_id=ids["<|vision_start|>"], vision_end_token_id=ids["<|vision_end|>"], tie_word_embeddings=False,
+    )  # fmt: skip
+
+
+def write_processor(folder: Path, kind: str, patch: int) -> None:
+    side = 2 * patch
+    mean, std = ([0.5] * 3,) * 2 if kind == "qwen3_vl" else ([0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.26130258, 0.27577711])
+    image = dict(
+        image_processor_type="Qwen2VLImageProcessor", patch_size=patch, temporal_patch_size=2, merge_size=2, do_resize=True, resample=3,
+        do_rescale=True, rescale_factor=1 / 255, do_normalize=True, image_mean=mean, image_std=std, do_convert_rgb=True,
+        size=dict(shortest_edge=4 * side**2, longest_edge=64 * side**2),
+    )  # fmt: skip
+    name = {"qwen2_vl": "Qwen2VL", "qwen2_5_vl": "Qwen2_5_VL", "qwen3_vl": "Qwen3VL"}[kind]
+    video = {**image, "video_processor_type": "Qwen3VLVideoProcessor" if kind == "qwen3_vl" else "Qwen2VLVideoProcessor"}
+    del video["image_processor_type"]
+    for file, content in (("preprocessor_config.json", image), ("video_preprocessor_config.json", video)):
+        (folder / file).write_text(json.dumps({**content, "processor_class": f"{name}Processor"}, indent=2) + "\n")
+
+
+def new_model(folder: Path, kind: str = "qwen2_5_vl", *, seed: int = 0, draws_norms: bool = False) -> tuple[Any, Any]:
+    """Writes tokenizer and processor, and returns (model, tokenizer); the model is not written.
+
+    draws_norms: norms and biases are random too; at 1 and 0 a wrong name would not show.
+    """
+    import torch
+    from transformers import AutoModelForImageTextToText, AutoTokenizer
+
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer().save_pretrained(folder)
+    words = AutoTokenizer.from_pretrained(folder)
+    config = config_of(kind, {token: words.convert_tokens_to_ids(token) for token in SPECIAL}, -(-len(words) // 32) * 32)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForImageTextToText.from_config(config).float()
+        with torch.no_grad():
+            for name, parameter in model.named_parameters() if draws_norms else ():
+                if parameter.dim() == 1:
+                    parameter.add_(torch.randn_like(parameter) * 0.1)
+                elif name.endswith(("patch_embed.proj.weight", "pos_embed.weight")):
+                    parameter.normal_(0, 0.05)
+    write_processor(folder, kind, config.vision_config.patch_size)
+    return model, words
+
+
+# ---- warm-up -----------------------------------------------------------------------------------------------------------------
+
+
+def read_rows(data: Path, name: str, words: Any, eyes: Any) -> list[dict[str, Any]]:
+    """Each row with its prompt's tokens, its patches and its two answers' tokens."""
+    from megatron_grpo.data.chat import encode_prompt
+    from megatron_grpo.data.pictures import decoded
+
+    rows = []
+    for line in (data / f"{name}.jsonl").read_text(encoding="utf-8").splitlines():
+        row = json.loads(line)
+        [picture] = row["images"]
+        image = decoded((data / picture).read_bytes())
+        short = encode_prompt(words, row["messages"], eyes=eyes)
+        grid = eyes.grid(image.height, image.width)
+        place = short.index(eyes.image_token)
+        ids = [*short[:place], *[eyes.image_token] * eyes.tokens(grid), *short[place + 1 :]]
+        answers = [[*words.encode(row[name]), words.eos_token_id] for name in ("answer", "mistaken")]
+        rows.append({"ids": ids, "patches": eyes.patches(image), "grid": grid, "answers": answers, "answer": row["answer"]})
+    return rows
+
+
+def logits_of(model: Any, rows: list[dict[str, Any]], endings: list[list[int]], pad: int) -> tuple[Any, Any]:
+    """(logits, labels) of a batch: rows are padded on the right, where causal attention never looks."""
+    import numpy as np
+    import torch
+
+    longest = max(len(row["ids"]) + len(ending) for row, ending in zip(rows, endings, strict=True))
+    ids, labels = torch.full((len(rows), longest), pad), torch.full((len(rows), longest), -100)
+    for i, (row, ending) in enumerate(zip(rows, endings, strict=True)):
+        begin, end = len(row["ids"]), len(row["ids"]) + len(ending)
+        ids[i, :end] = torch.tensor([*row["ids"], *ending])
+        labels[i, begin:end] = torch.tensor(ending)
+    grids = torch.tensor([row["grid"] for row in rows])
+    logits = model(
+        input_ids=ids, pixel_values=torch.from_numpy(np.concatenate([row["patches"] for row in rows])), image_grid_thw=grids,
+        mm_token_type_ids=(ids == model.config.image_token_id).int(), use_cache=False,
+    ).logits  # fmt: skip
+    return logits, labels
+
+
+def right_share(model: Any, rows: list[dict[str, Any]], pad: int) -> float:
+    """Share of rows whose right answer is the likeliest at each of its tokens."""
+    import torch
+
+    with torch.no_grad():
+        logits, labels = logits_of(model, rows, [row["answers"][0] for row in rows], pad)
+    shifted = labels[:, 1:]
+    return float(((logits[:, :-1].argmax(-1) == shifted) | (shifted == -100)).all(-1).float().mean())
+
+
+def warm_up(model: Any, words: Any, train: list[Any], test: list[Any], seed: int, settings: dict[str, Any]) -> float:
+    """Trains on questions of which `share_right` are labelled rightly. Returns the share of held-out questions answered rightly."""
+    import torch
+
+    draw = random.Random(seed)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=settings["lr"], betas=(0.9, 0.95), weight_decay=0.0)
+    steps, started = settings["steps"], time.monotonic()
+    for step in range(steps):
+        rate = min(1.0, (step + 1) / settings["warmup_steps"]) * 0.5 * (1 + math.cos(math.pi * step / steps))
+        optimizer.param_groups[0]["lr"] = settings["lr"] * rate
+        rows = draw.choices(train, k=settings["batch_size"])
+        endings = [row["answers"][0 if draw.random() < settings["share_right"] else 1] for row in rows]
+        logits, labels = logits_of(model, rows, endings, words.pad_token_id)
+        loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        if (step + 1) % 250 == 0 and step + 1 < steps:
+            print(f"[model] warm-up step {step + 1}/{steps}: loss {loss.item():.3f}, {time.monotonic() - started:.0f} s", flush=True)
+    score = right_share(model, test, words.pad_token_id)
+    print(f"[model] warm-up done in {time.monotonic() - started:.0f} s: {score:.1%} of {len(test)} held-out questions right (greedy)")
+    return score
+
+
+# ---- the whole -----------------------------------------------------------------------------------------------------------------
+
+
+def make_model(data: Path, folder: Path, seed: int, warm_up_steps: int) -> dict[str, Any]:
+    """Writes the checkpoint into `folder` and returns what it was made of and how it scores."""
+    import torch
+    from transformers import GenerationConfig
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    torch.set_num_threads(1)  # whatever the shell says: the order of sums, and so the weights, depend on it
+    torch.manual_seed(seed)
+    model, words = new_model(folder, seed=seed)
+    model.generation_config = GenerationConfig(eos_token_id=words.eos_token_id, pad_token_id=words.pad_token_id)
+    model.save_pretrained(folder)
+    num_parameters, score = sum(p.numel() for p in model.parameters()), 0.0
+    if warm_up_steps:
+        from megatron_grpo.data.eyes import Eyes
+
+        eyes = Eyes.of(folder)
+        train, test = (read_rows(data, name, words, eyes) for name in ("train", "test"))
+        print(f"[model] Qwen2.5-VL with {num_parameters:,} parameters; warm-up on {len(train)} pictures, about a minute", flush=True)
+        score = warm_up(model, words, train, test, seed, {**WARM_UP, "steps": warm_up_steps})
+        model.save_pretrained(folder)
+    return {"num_parameters": num_parameters, "held_out_accuracy": score}
+
+
+def fingerprint(data: Path, seed: int, warm_up_steps: int) -> str:
+    """Of everything that decides the weights: this program, the data, the settings."""
+    parts = [Path(__file__).read_bytes(), (data / "train.jsonl").read_bytes(), (data / "test.jsonl").read_bytes()]
+    parts += [path.read_bytes() for path in sorted(data.rglob("*.png"))]
+    return hashlib.sha256(b"\0".join([*parts, f"{seed} {warm_up_steps}".encode()])).hexdigest()
+
+
+def main() -> None:
+    os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported: a second thread gains nothing, and on a busy machine costs much
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, default=Path("examples/images/data"), help="folder that examples/images/make_data.py made")
+    parser.add_argument("--output", type=Path, default=Path("examples/images/model"))
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--warm_up_steps", type=int, default=WARM_UP["steps"], help="0: random weights")
+    args = parser.parse_args()
+    if not (args.data / "train.jsonl").is_file():
+        parser.error(f"{args.data / 'train.jsonl'} is missing: make it with examples/images/make_data.py --output {args.data}")
+
+    key = fingerprint(args.data, args.seed, args.warm_up_steps)
+    note = args.output / "made_by.json"
+    if note.is_file() and json.loads(note.read_text())["fingerprint"] == key:
+        accuracy = json.loads(note.read_text())["held_out_accuracy"]
+        print(f"[model] reusing {args.output}: made with these settings before, {accuracy:.1%} of the held-out questions right")
+        return
+    if args.output.exists() and any(args.output.iterdir()) and not note.is_file():
+        parser.error(f"{args.output} holds something that this program did not make; give another --output")
+
+    # Made beside its place and moved there whole: a model that was cut short is never taken for a finished one.
+    unfinished = args.output.with_name(args.output.name + ".unfinished")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir(parents=True)
+    made = make_model(args.data, unfinished, args.seed, args.warm_up_steps)
+    (unfinished / note.name).write_text(json.dumps({"fingerprint": key, "seed": args.seed, **made}, indent=2) + "\n")
+    shutil.rmtree(args.output, ignore_errors=True)
+    unfinished.rename(args.output)
+    print(f"[model] written to {args.output}")
+
+
+if __name__ == "__main__":
+    main()
