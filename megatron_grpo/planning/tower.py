@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ from megatron_grpo.sizing.batch_sizes import BatchSizes
 from megatron_grpo.weights.names import tower_entries
 from megatron_grpo.weights.shape import ModelShape
 from megatron_grpo.weights.sizes import VisionShape
+from megatron_grpo.weights.trains import trains_tower
 
 PER_PATCH = 34  # channels a patch and layer, in widths of the tower: what its backward needs (attention without scores, two norms, an MLP)
 
@@ -51,6 +52,16 @@ def _kept(vision: VisionShape, cfg: Config, tuning: Tuning, patches: int, layer:
 def with_tower(found: Activations, tower: Activations, in_flight: int) -> Activations:
     """in_flight: micro-batches of which the first stage keeps what the backward needs."""
     return Activations(training=found.training + tower.training * in_flight, forward=found.forward + tower.forward)
+
+
+def learns_nothing(cfg: Config, shape: ModelShape) -> Iterator[str]:
+    """What to say of a data set that shows no picture."""
+    if trains_tower(cfg.tuner, shape):
+        thawed = " and ".join(f"{name} false" for name in ("freeze_vit", "freeze_aligner") if not getattr(cfg.tuner, name))
+        yield (
+            f"no prompt of {cfg.data.dataset} shows a picture, so the vision tower ({thawed or 'trainable_parameters'}) learns nothing: "
+            "its gradient is zero, and it has the memory of what trains."
+        )
 
 
 def fewer_layers(shape: ModelShape, sizes: BatchSizes, cfg: Config, rows: Sequence[Mapping[str, Any]], tower_bytes: int) -> dict[str, Any]:

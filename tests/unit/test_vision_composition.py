@@ -8,10 +8,16 @@ import re
 import pytest
 
 from megatron_grpo.cli import main
+from tests import vision_cases as vision
 from tests.unit.test_composition import COMMON, MODELS, PAGE
 from tests.unit.weights.test_vision import QWEN2_5_VL_7B, QWEN3_VL_4B
 
 ROWS = re.findall(r"^\| (\S[^|]*) \| `(--[^`]+)` \| (.+) \|$", PAGE.read_text(encoding="utf-8"), re.M)
+PREPROCESSOR = dict(
+    image_processor_type="Qwen2VLImageProcessor", patch_size=4, temporal_patch_size=2, merge_size=2, do_resize=True, do_rescale=True,
+    do_normalize=True, rescale_factor=1 / 255, do_convert_rgb=True, resample=3, size=dict(shortest_edge=64, longest_edge=4096),
+    image_mean=[0.5, 0.5, 0.5], image_std=[0.3, 0.3, 0.3],
+)  # fmt: skip
 CONFIGS = {
     "Qwen2.5-VL": QWEN2_5_VL_7B,
     "Qwen3-VL": QWEN3_VL_4B,
@@ -94,3 +100,18 @@ def test_a_push_without_a_frozen_tower_is_smaller_by_it(ask):
     }
     whole = 2 * 8_292_166_656
     assert list(pushed.values()) == [whole - 2 * 676_550_144, whole, whole]
+
+
+def test_a_tower_that_would_learn_nothing_is_told(tmp_path, capsys):
+    path = vision.write_vlm(tmp_path / "model", "qwen2_5_vl")
+    (path / "preprocessor_config.json").write_text(json.dumps(PREPROCESSOR))
+    data = tmp_path / "data.jsonl"
+    data.write_text('{"prompt": "5 6 7"}\n' * 8)
+    said = {}
+    for freezes in ("true", "false"):
+        sizes = "--global_batch_size 8 --num_generations 4 --micro_batch_size 4 --max_completion_length 64"
+        words = f"--model {path} --dataset {data} --freeze_aligner {freezes} {sizes}"
+        assert main(["plan", "--json", *words.split()]) == 0
+        said[freezes] = [line for line in json.loads(capsys.readouterr().out)["warnings"] if "shows a picture" in line]
+    assert said["true"] == [] and len(said["false"]) == 1
+    assert "the vision tower (freeze_aligner false) learns nothing" in said["false"][0]
