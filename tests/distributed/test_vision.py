@@ -118,7 +118,7 @@ def places_from_ids(_):
             in_stream(c, np.flatnonzero(sequences[c.row].token_ids[c.first : c.first + c.num_computed] == vision.IMAGE)) for c in contexts
         ]
         at = np.unique(np.concatenate(drawn))
-        return found._replace(at=at, token=np.arange(len(at)) % max(len(found.token), 1))
+        return found._replace(at=at, token=np.arange(len(at)) % (found.token.max() + 1))
 
     collate.seen = seen
 
@@ -251,6 +251,23 @@ def test_outputs_of_a_frozen_tower_are_kept_by_key_and_given_away_with_the_memor
         assert len(found) == 6
 
     run_ranks(encoded, 1)
+
+
+@pytest.mark.parametrize("family", vision.FAMILIES)
+def test_no_backward_leads_through_a_frozen_tower_to_its_aligner(prepared, family):
+    from megatron_grpo.policy.vision import build_tower
+    from megatron_grpo.weights.shape import ModelShape
+
+    path, batches, _ = prepared(family)
+    tower = build_tower(ModelShape.from_pretrained(path), path, dtype=torch.float32, device="cpu").train()
+    for name, parameter in tower.named_parameters():
+        parameter.requires_grad_(part_of(f"visual.{name}") == "aligner")
+    asks = {}
+    for block in tower.blocks:
+        block.register_forward_hook(lambda block, args, output: asks.update({id(block): output.requires_grad}))
+    ((_, picture),) = batches[0][0].shown
+    found = tower(torch.from_numpy(picture.patches()), grid_thw=torch.tensor([picture.grid]))
+    assert found.pooler_output.requires_grad and not any(asks.values()) and len(asks) == 3
 
 
 def test_frequencies_of_the_tower_stay_exact_where_weights_are_rounded(prepared):
