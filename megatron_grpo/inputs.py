@@ -22,6 +22,7 @@ from megatron_grpo.environments.protocol import Environment
 from megatron_grpo.errors import ConfigError, Problem
 from megatron_grpo.planning.check import Checked, check_parsed
 from megatron_grpo.planning.command import Plan, make_plan
+from megatron_grpo.planning.tower import learns_nothing
 from megatron_grpo.rewards.loading import check_columns, close_rewards, load_rewards, may_be_here
 from megatron_grpo.rewards.protocol import RewardFunction
 from megatron_grpo.settings import Parsed
@@ -218,6 +219,9 @@ def _plan_of(
         checked = replace(here, config=here.config.with_values({"model": parsed.config.model.model}))
     checked = replace(checked, config=checked.config.with_values(paths))
     made = make_plan(checked, num_prompts=None if found.prompts is None else len(found.prompts))
+    rows = _rows_of(found.prompts)
+    if rows is not None and found.eyes is not None and not rows.most_pictures and checked.shape is not None:
+        made = replace(made, warnings=[*made.warnings, *learns_nothing(checked.config, checked.shape)])
     if _begins_anew(checked.config) and not is_asked_to_train:
         return made, None
     from megatron_grpo.checkpoint.content import content_of
@@ -225,7 +229,7 @@ def _plan_of(
     from megatron_grpo.data.prompts import PromptStream
 
     stream = found.prompts if isinstance(found.prompts, PromptStream) else None
-    content = content_of(checked.config, model_path=found.model_path, rows=_rows_of(found.prompts))
+    content = content_of(checked.config, model_path=found.model_path, rows=rows)
     return made, judge_resume(checked.config, made.timetable, content, stream)
 
 

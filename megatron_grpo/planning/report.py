@@ -167,9 +167,23 @@ def _memory(console: Console, memory: dict[str, Any], cost: dict[str, Any]) -> N
             f"{memory['tokens_per_micro_batch_apart']:,}, which saves {gigabytes(saved)} GB of activations",
             markup=False,
         )
-    for assumption in memory["assumptions"]:
+    for assumption in [*tower_in_words(memory), *memory["assumptions"]]:
         console.print(f"  {assumption}", style="dim", markup=False)
     console.print()
+
+
+def tower_in_words(memory: dict[str, Any]) -> list[str]:
+    """What sees pictures takes of the first stage, and what to do about it; nothing of a model that does not see."""
+    if "tower" not in memory:
+        return []
+    tower, here = memory["tower"], memory["stages"][0]["num_layers"]
+    layers, first = tower["outweighs"]["layers"], tower["outweighs"]["first"]
+    even = "" if first in (None, here) else f": stages are most even with decoder_first_pipeline_num_layers {first}, which is {here} now"
+    return [
+        f"vision tower, on stage 0: {tower['parameters'] / 1e9:.2f} B parameters ({tower['trainable_parameters'] / 1e9:.2f} B train), "
+        f"{gigabytes(tower['static_bytes'])} GB, and {gigabytes(tower['activations_bytes'])} GB for up to "
+        f"{tower['patches_per_micro_batch']:,} patches; as much as {layers:g} layers{even}"
+    ]
 
 
 def _beside_the_policy(console: Console, memory: dict[str, Any]) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Sequence as SequenceOf
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
@@ -274,7 +274,7 @@ class Policy:
         """
         with_tower = self.exchange.map.shape.vision is not None and (self.trains_tower or not has_base)
         if self.adapters is None or self.adapters.push == "merged":
-            kind = "weights" if self.adapters is None else "merged"
+            kind: Literal["weights", "merged"] = "weights" if self.adapters is None else "merged"
             yield WeightUpdate(kind=kind, version=version, tensors=self._stream(kind, with_tower=with_tower), moves_tower=with_tower)
         else:
             if not has_base:

@@ -42,8 +42,19 @@ def build_tower(
         # Not `built.to(dtype)`: that rounds the buffers of rotary frequencies as well, which no checkpoint holds.
         parameter.data = parameter.data.to(dtype)
     if checkpointing:
-        built.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        _checkpoint_layers(built)
     return built
+
+
+def _checkpoint_layers(tower: Any) -> None:
+    from transformers.utils import logging
+
+    level = logging.get_verbosity()
+    logging.set_verbosity_error()  # a tower without word embeddings is warned of, and has none
+    tower.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    logging.set_verbosity(level)
+    # It also makes what the first layer reads ask for a gradient, which would lead the backward through layers that are frozen.
+    tower.disable_input_require_grads()
 
 
 def keep_outputs(chunks: Sequence[Any]) -> None:
@@ -75,8 +86,10 @@ class Vision(torch.nn.Module):
     def see(self, hidden: torch.Tensor, batch: LocalBatch) -> torch.Tensor:
         """hidden [t or t/tp, 1, H], embeddings of the stream -> the same, with the tokens of pictures where they belong."""
         self._added = []
-        at, token = self._mine(batch.seen, len(hidden)) if batch.seen else (None, None)
-        if batch.seen is None or not len(at):
+        if batch.seen is None:
+            return self._touched(hidden)
+        at, token = self._mine(batch.seen, len(hidden))
+        if not len(at):
             return self._touched(hidden)
         tokens, *deep = (features[token].to(hidden.dtype) for features in self._features(batch.seen.pictures))
         self._added = [torch.zeros_like(hidden[:, 0]).index_copy(0, at, features)[:, None] for features in deep]

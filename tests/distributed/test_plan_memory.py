@@ -16,6 +16,8 @@ from tests.lora_cases import ODD, random_adapter
 from tests.parity_cases import join
 from tests.ranks import run_ranks
 from tests.tiny_models import write_tiny
+from tests.vision_cases import FAMILIES as SEE
+from tests.vision_cases import write_vlm
 
 
 def measured(rank, world, path, cfg):
@@ -149,6 +151,14 @@ CASES = {
     ),
     "lora, experts, ep 1, dp 2": (2, "mixtral", dict(ffn=36, experts=3), dict(), dict(tuner_type="lora", lora_rank=5)),
     "lora, latent attention, ep 2": (2, "deepseek_v3", dict(), dict(expert_model_parallel_size=2), dict(tuner_type="lora", beta=0.1)),
+    "sees, pp 2, the aligner trains": (
+        2,
+        "qwen3_vl",
+        dict(tied=True),
+        dict(pipeline_model_parallel_size=2, decoder_first_pipeline_num_layers=3, decoder_last_pipeline_num_layers=1),
+        dict(freeze_aligner=False),
+    ),
+    "sees, dp 2, all trains": (2, "qwen2_5_vl", dict(), dict(), dict(freeze_vit=False, freeze_aligner=False, beta=0.1)),
     "plain optimizer, float32": (2, "qwen3", dict(), dict(), dict(use_distributed_optimizer=False, torch_dtype="float32")),
 }
 
@@ -156,7 +166,7 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_weights_gradients_optimizer_state_and_checkpoints_are_equal_to_the_byte(tmp_path, name):
     world, family, model, layout, settings = CASES[name]
-    path = write_tiny(tmp_path, family, **model)
+    path = (write_vlm if family in SEE else write_tiny)(tmp_path, family, **model)
     batch = {"world_size": world, "global_batch_size": 2 * world * 2, "num_generations": 2 * world}
     files = {key: str(random_adapter(path, tmp_path / key, value)) for key, value in settings.items() if value is ODD}
     cfg = Config().with_values({**layout, **settings, **batch, **files})
