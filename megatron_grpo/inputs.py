@@ -20,6 +20,7 @@ from megatron_grpo.data.files import is_path
 from megatron_grpo.errors import ConfigError, Problem
 from megatron_grpo.planning.check import Checked, check_parsed
 from megatron_grpo.planning.command import Plan, make_plan
+from megatron_grpo.planning.pictures import PictureFacts
 from megatron_grpo.rewards.loading import check_columns, close_rewards, load_rewards, may_be_here
 from megatron_grpo.rewards.protocol import RewardFunction
 from megatron_grpo.settings import Parsed
@@ -194,7 +195,9 @@ def _plan_of(
         here = check_parsed(replace(parsed, config=parsed.config.with_values({"model": str(found.model_path)})))
         checked = replace(here, config=here.config.with_values({"model": parsed.config.model.model}))
     checked = replace(checked, config=checked.config.with_values(paths))
-    made = make_plan(checked, num_prompts=None if found.prompts is None else len(found.prompts))
+    rows = _rows_of(found.prompts)
+    pictures = PictureFacts.of(rows, checked.sizes) if rows is not None else None
+    made = make_plan(checked, num_prompts=None if rows is None else len(rows), pictures=pictures)
     if _begins_anew(checked.config) and not is_asked_to_train:
         return made, None
     from megatron_grpo.checkpoint.content import content_of
@@ -202,7 +205,7 @@ def _plan_of(
     from megatron_grpo.data.prompts import PromptStream
 
     stream = found.prompts if isinstance(found.prompts, PromptStream) else None
-    content = content_of(checked.config, model_path=found.model_path, rows=_rows_of(found.prompts))
+    content = content_of(checked.config, model_path=found.model_path, rows=rows)
     return made, judge_resume(checked.config, made.timetable, content, stream)
 
 

@@ -29,9 +29,8 @@ def grid_of(picture: Picture) -> tuple[int, int]:
     """(rows, columns) of its tokens. Raises ValueError for what is not one still picture."""
     frames, rows, columns = picture.grid
     if frames != 1 or rows % picture.merge or columns % picture.merge:
-        raise ValueError(
-            f"picture {picture.key} has a grid of {picture.grid} patches: one frame is, in whole tokens of {picture.merge} x {picture.merge}"
-        )
+        merge = f"{picture.merge} x {picture.merge}"
+        raise ValueError(f"picture {picture.key} has a grid of {picture.grid} patches: a picture is one frame, in whole tokens of {merge}")
     return rows // picture.merge, columns // picture.merge
 
 

@@ -42,8 +42,8 @@ def encode_prompt(
     """Token ids of one prompt, ready to be continued by the model. A picture is one of them.
 
     raw: a string, or chat messages. eyes: of a model that sees. `system` is put before messages that have no system message of their own;
-    a string prompt has no place for it. Messages that end with an assistant turn are left open, so that the model continues that turn (TRL's
-    prefill).
+    a string prompt has no place for it. Messages that end with an assistant turn are left open, so that the model continues that turn
+    (TRL's prefill).
     """
     if isinstance(raw, str):
         begin, end = eyes.around if eyes else (0, 0)
