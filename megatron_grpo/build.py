@@ -43,7 +43,7 @@ from megatron_grpo.policy.refused import attention_channels, machine_problems, s
 from megatron_grpo.policy.room import Role
 from megatron_grpo.policy.scorer import ModelScorer
 from megatron_grpo.policy.trains import choose_what_trains
-from megatron_grpo.policy.vision import build_tower
+from megatron_grpo.policy.vision import build_tower, keep_outputs
 from megatron_grpo.rollout.adapters import LoraPush, lora_push
 from megatron_grpo.rollout.engine import Engine, Sampler, SamplingSettings, WeightHolder
 from megatron_grpo.rollout.experts import ExpertLayers
@@ -59,6 +59,7 @@ from megatron_grpo.weights.lora import AdapterPush, LoraSettings, lora_of, own_s
 from megatron_grpo.weights.mapping import WeightMap
 from megatron_grpo.weights.reader import HfReader, check_tied_head
 from megatron_grpo.weights.shape import ModelShape
+from megatron_grpo.weights.trains import trains_tower
 
 logger = logging.getLogger(__name__)
 
@@ -492,7 +493,9 @@ def build_policy(
     exchange, loaded_chunks = model_of(cfg, shape, parallel, model_path=model_path)
     chunks = loaded_chunks()
     adapters = choose_tuner(cfg, chunks, exchange, push)
-    model = Trainable.of(chunks, cfg.optimizer, num_steps=num_steps, adapters=adapters)
+    moves = trains_tower(cfg.tuner, shape)
+    model = Trainable.of(chunks, cfg.optimizer, num_steps=num_steps, adapters=adapters, trains_tower=moves)
+    keep_outputs([] if moves else chunks)
     cut = cut_for(
         parallel,
         model.chunks[0].config,
@@ -506,6 +509,7 @@ def build_policy(
             initial = ModelScorer(model.wrapped, parallel, cut, around=adapters.reference)
         else:
             initial = ModelScorer([chunk.eval().requires_grad_(False) for chunk in loaded_chunks()], parallel, cut)
+            keep_outputs([] if moves else initial.model)
         held_to = (reference or REFERENCES[cfg.grpo.sync_ref_model])(cfg.grpo, initial, partial(exchange.tensors, initial.model))
     return Policy(
         model,

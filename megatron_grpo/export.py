@@ -22,7 +22,7 @@ from megatron_grpo.policy.exchange import WeightExchange
 from megatron_grpo.policy.lora import Adapters
 from megatron_grpo.settings.config import Config
 from megatron_grpo.weights.adapters import from_file, merged, write_adapter
-from megatron_grpo.weights.lora import LoraSettings, own_sizes, peft_leaves_out
+from megatron_grpo.weights.lora import LoraSettings, own_sizes, peft_leaves_out, peft_name
 from megatron_grpo.weights.mapping import WeightMap
 from megatron_grpo.weights.reader import HfReader
 from megatron_grpo.weights.shape import ModelShape
@@ -52,7 +52,9 @@ def export_adapter(named: Stream, out: str | Path, *, source: str | Path, config
     """
     with _taken(named) as rest:
         if collectives.rank() == 0:
-            write_adapter(out, rest, config, {"fingerprint": model_fingerprint(Path(source))})
+            shape = ModelShape.from_pretrained(source)
+            named = ((peft_name(name, shape), tensor) for name, tensor in rest)
+            write_adapter(out, named, config, {"fingerprint": model_fingerprint(Path(source))})
     collectives.wait_for_all()
 
 

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from megatron_grpo.settings.config import Config
 from megatron_grpo.weights.adapters import drawn, write_adapter
-from megatron_grpo.weights.lora import PREFIX, LoraSettings, module_of, own_sizes
+from megatron_grpo.weights.lora import PREFIX, LoraSettings, module_of, own_name, own_sizes, peft_name
 from megatron_grpo.weights.shape import ModelShape
 
 # Three columns in one part of a fused linear, six in a layer's down_proj, two alphas: what a file of PEFT may hold.
@@ -51,7 +51,9 @@ def peft_model(path: str | Path, adapter: str | Path, dtype: str = "float64"):
     from peft import PeftModel
 
     model = PeftModel.from_pretrained(base, str(adapter), is_trainable=True, autocast_adapter_dtype=False)
-    named = {name.removeprefix(PREFIX).replace(".default", ""): p for name, p in model.named_parameters() if p.requires_grad}
+    shape = ModelShape.from_pretrained(path)
+    names = ((name.removeprefix(PREFIX).replace(".default", ""), p) for name, p in model.named_parameters() if p.requires_grad)
+    named = {own_name(name, shape): p for name, p in names}
     return model.train(), named
 
 
@@ -110,5 +112,6 @@ def start_of(cfg: Config) -> Path:
     settings = LoraSettings.of(cfg.tuner, shape)
     sizes = own_sizes(settings, shape)
     read, out = drawn(sizes, cfg.run.seed), Path(tempfile.mkdtemp())
-    write_adapter(out, ((name, read(name)) for name in sizes), settings.to_peft(dict.fromkeys(map(module_of, sizes)), cfg.model.model), {})
+    config = settings.to_peft(dict.fromkeys(map(module_of, sizes)), cfg.model.model, sees=shape.vision is not None)
+    write_adapter(out, ((peft_name(name, shape), read(name)) for name in sizes), config, {})
     return out

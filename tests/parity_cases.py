@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from megatron_grpo.settings.config import Config, OptimizerConfig
 from megatron_grpo.types import Sample
+from megatron_grpo.weights.towers import part_of
 from megatron_grpo.weights.trains import parameter_trains, trains
 
 # Groups as a rollout has them: (tokens of the prompt, tokens of each completion of it). Completions of 1 and 2 tokens, a prompt of 1, and
@@ -357,6 +358,12 @@ def _complete(buffer) -> None:
         bucket.grad_data.copy_(torch.cat(shards))
 
 
+def rate_of(name: str, o: OptimizerConfig) -> OptimizerConfig:
+    """With the peak learning rate of a parameter, by its name in transformers' model or in a file."""
+    given = {"vit": o.vit_lr, "aligner": o.aligner_lr}.get(part_of(name))
+    return o if given is None else dataclasses.replace(o, lr=given, min_lr=min(o.min_lr, given))
+
+
 def learning_rate(o: OptimizerConfig, step: int, num_steps: int | None) -> float:
     """Of the optimizer step with this index: a line from 0 while it warms up, then down to min_lr, reached after the last step."""
     warmup = o.lr_warmup_iters if o.lr_warmup_fraction is None else round(o.lr_warmup_fraction * num_steps)
@@ -409,12 +416,12 @@ def reference(path: str | Path, cfg: Config, batches: Sequence[Sequence[Sample]]
         norm = float(torch.sqrt(sum((g * g).sum() for g in grads.values())))
         t = index + 1
         scale = min(1.0, o.clip_grad / (norm + 1e-6)) if o.clip_grad else 1.0
-        lr = learning_rate(o, index, cfg.run.max_steps)
         with torch.no_grad():
             for name, p in named.items():
                 g, (m, v) = grads[name] * scale, moments[name]
                 m.lerp_(g, 1 - o.adam_beta1)
                 v.lerp_(g * g, 1 - o.adam_beta2)
+                lr = learning_rate(rate_of(name, o), index, cfg.run.max_steps)
                 p.mul_(1 - lr * (o.weight_decay if p.dim() > 1 else 0.0))
                 p.sub_(lr * (m / (1 - o.adam_beta1**t)) / ((v / (1 - o.adam_beta2**t)).sqrt() + o.adam_eps))
             if cfg.grpo.sync_ref_model and t % cfg.grpo.ref_model_sync_steps == 0:

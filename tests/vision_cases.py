@@ -14,11 +14,18 @@ from typing import Any
 import numpy as np
 
 from megatron_grpo.types import Sample
+from tests import parity_cases as cases
 from tests.tiny_models import BOS, EOS, PAD, _write_tokenizer, load_tiny
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 VOCAB, IMAGE, BEGIN, END, VIDEO = 125, 121, 122, 123, 124
 MERGE = 2
+# The layouts that pictures are shown in. DeepStack wants three layers in the first chunk.
+LAYOUTS = {
+    **{name: cases.LAYOUTS[name] for name in ("1", "TP2", "TP2 SP", "PP2", "PP2 VPP2", "DP2", "CP2")},
+    **{name: cases.LAYOUTS[name] for name in ("TP2 SP CP2", "TP2 SP PP2", "PP2 CP2", "TP2 SP DP2", "PP2 DP2", "TP4 SP", "CP4")},
+    "PP2, 3 and 1": cases.Case(2, {cases.PP: 2, cases.FIRST: 3, cases.LAST: 1}),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,13 +134,20 @@ GROUPS: tuple[Group, ...] = (
     ((("a", 4, 6),), (6, 2)),
 )
 # Of two data-parallel ranks with one row each, the second has no pictures; then neither has.
-APART: tuple[Group, ...] = (((("a", 4, 6),), (5,)), ((), (3,)), ((("c", 6, 4),), (6,)), ((), (4,)), ((), (5,)), ((), (2,)), ((), (6,)), ((), (4,)))
+APART: tuple[Group, ...] = (
+    ((("a", 4, 6),), (5,)),
+    ((), (3,)),
+    ((("c", 6, 4),), (6,)),
+    ((), (4,)),
+    ((), (5,)),
+    ((), (2,)),
+    ((), (6,)),
+    ((), (4,)),
+)
 
 
 def rollout(path: str | Path, *, groups: Sequence[Group] = GROUPS, num_steps: int = 1, stale: float = 0.5) -> list[list[Sample]]:
     """Samples of so many global batches. The second completion of each group has a placeholder that was drawn."""
-    from tests.parity_cases import with_prefix
-
     model, rng, steps = load_tiny(path), np.random.default_rng(0), []
     for step in range(num_steps):
         samples: list[Sample] = []
@@ -150,7 +164,7 @@ def rollout(path: str | Path, *, groups: Sequence[Group] = GROUPS, num_steps: in
                     completion[length // 2] = IMAGE
                 place = (step, len(samples), number)
                 samples.append(_sample(rng, model, place, tokens, completion, tuple(shown), rng.random() < stale))
-            samples[first:] = with_prefix(samples[first:])
+            samples[first:] = cases.with_prefix(samples[first:])
         steps.append(samples)
     return steps
 
@@ -168,3 +182,74 @@ def _sample(rng, model, place, prompt, completion, shown, is_stale: bool) -> Sam
     near = logprobs_of(model, sample, 0.9)
     sample = dataclasses.replace(sample, sampler_logprobs=near + noise(0.1))
     return sample.anchored(near + noise(0.3), "recompute") if is_stale else sample
+
+
+# ---- ways to run the same two steps, in any layout
+
+ALL_TRAINS = dict(freeze_vit=False, freeze_aligner=False)
+WAYS: dict[str, dict[str, Any]] = {
+    "all trains": ALL_TRAINS,
+    "shared, packed": ALL_TRAINS | dict(share_prompts="true", max_tokens_per_micro_batch=96),
+    "1 each": ALL_TRAINS | dict(micro_batch_size=1),
+    "tower alone": ALL_TRAINS | dict(freeze_llm=True),
+    "aligner alone": dict(freeze_llm=True, freeze_aligner=False),
+    "tower frozen": {},
+    "cispo, reference": ALL_TRAINS | cases.LOSSES["cispo"],
+    "frozen, reference": cases.LOSSES["cispo"],
+    "recompute full": ALL_TRAINS | dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1),
+    "recompute selective": ALL_TRAINS | dict(recompute_granularity="selective", recompute_modules=["core_attn", "mlp"]),
+    "overlapped": ALL_TRAINS | dict(micro_batch_size=1, overlap_grad_reduce=True),
+    "rates": ALL_TRAINS | dict(vit_lr=4e-3, aligner_lr=1e-3),
+    "no checkpointing": ALL_TRAINS | dict(vit_gradient_checkpointing=False),
+    "LoRA": dict(tuner_type="lora", lora_rank=4),
+}
+# What the mathematics depend on.
+DECIDES = ("freeze_llm", "freeze_vit", "freeze_aligner", "vit_lr", "aligner_lr", "tuner_type", "lora_rank", *cases.LOSSES["cispo"])
+
+
+def settings(path: str | Path, way: dict[str, Any], layout: dict[str, Any] | None = None) -> Any:
+    return cases.settings(**{"model": str(path), "share_prompts": "false", "micro_batch_size": 2} | (layout or {}) | way)
+
+
+def suits(family: str, layout: str, way: str = "all trains") -> bool:
+    if family != "qwen3_vl":
+        return layout != "PP2, 3 and 1"
+    here = LAYOUTS[layout].settings
+    first = here.get(cases.FIRST, 4 // here.get(cases.PP, 1)) // here.get(cases.VPP, 1)
+    return first >= 3 and way != "recompute full"
+
+
+def logprobs_in_float64(path: str | Path, samples: Sequence[Sample]) -> list[np.ndarray]:
+    model = load_tiny(path, "float64")
+    with cases.float32_means_float64():
+        return [logprobs_of(model, sample, 0.9) for sample in samples]
+
+
+def far(found: Sequence[np.ndarray], wanted: Sequence[np.ndarray]) -> float:
+    return max(float(np.abs(a - b).max()) for a, b in zip(found, wanted, strict=True))
+
+
+def score_and_train(rank, world, path, cfg, batches, parallel=None, tamper=None) -> tuple[list[np.ndarray], cases.Trained]:
+    """(log-probs of the first batch before any step, what training comes to). What is exported then is the checkpoint, bit for bit."""
+    import torch
+
+    from megatron_grpo.weights.reader import HfReader
+
+    found = []
+
+    def before(policy):
+        read, exported = HfReader(path), dict(policy.named_weights())
+        assert exported.keys() == read.names
+        assert all(torch.equal(exported[name], read(name)) for name in exported)
+        if tamper is not None:
+            tamper(policy)
+        found.append(policy.score(batches[0]))
+
+    trained = cases.train(rank, world, path, cfg, batches, before, parallel)
+    return found[0], trained
+
+
+def all_ways(rank, world, path, layout, ways, batches) -> dict[str, Any]:
+    """`score_and_train`, one way after another on the same ranks."""
+    parallel = cases.join(settings(path, {}, layout), world)
+    return {way: score_and_train(rank, world, path, settings(path, chosen, layout), batches, parallel) for way, chosen in ways.items()}

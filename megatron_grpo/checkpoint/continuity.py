@@ -21,6 +21,7 @@ _TABLE = {
     "refused": """
         torch_dtype seed dataset_shuffle sync_ref_model use_distributed_optimizer
         tuner_type lora_rank lora_alpha use_rslora lora_dtype target_modules target_regex exclude_modules rank_pattern alpha_pattern
+        freeze_llm freeze_vit freeze_aligner
         freeze_parameters freeze_parameters_regex trainable_parameters trainable_parameters_regex
     """,
     "between": """
@@ -39,13 +40,14 @@ _TABLE = {
         multi_objective_aggregation overlong_filter exclude_dead_groups dynamic_sample max_resample_times oversample_ratio
         rollout_importance_sampling_mode rollout_importance_sampling_threshold rollout_importance_sampling_min rollout_is_geometric
         off_policy_sequence_mask_delta ref_model_sync_steps ref_model_mixup_alpha soft_max_length soft_cache_length
-        lr min_lr lr_decay_style lr_warmup_iters lr_warmup_fraction weight_decay adam_beta1 adam_beta2 adam_eps clip_grad
+        lr vit_lr aligner_lr min_lr lr_decay_style lr_warmup_iters lr_warmup_fraction weight_decay adam_beta1 adam_beta2 adam_eps clip_grad
         skip_grad_norm_above skip_grad_norm_factor max_skipped_steps
         max_steps num_train_epochs eval_dataset eval_num_prompts eval_reward
     """,
     "free": """
         bf16 async_generate stop_drain_seconds stop_after_minutes stop_before_end_seconds requeue merge_lora
-        padded_vocab_multiple recompute_granularity recompute_method recompute_num_layers recompute_modules logprob_chunk_size
+        padded_vocab_multiple recompute_granularity recompute_method recompute_num_layers recompute_modules vit_gradient_checkpointing
+        logprob_chunk_size
         moe_token_dispatcher_type
         world_size tensor_model_parallel_size pipeline_model_parallel_size virtual_pipeline_model_parallel_size
         decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers context_parallel_size expert_model_parallel_size
@@ -69,7 +71,15 @@ VERDICTS: Mapping[str, str] = {name: verdict for verdict, names in _TABLE.items(
 _FLAGS = {"model": "model", "vocabulary": "model", "data set": "dataset", "adapters": "adapters", "ref_adapters": "ref_adapters"}
 CONTENT: Mapping[str, str] = dict.fromkeys(_FLAGS, "refused")
 _OTHER_MATRICES = "a checkpoint holds what trains, and that would be something else"
-_FREEZING = ("freeze_parameters", "freeze_parameters_regex", "trainable_parameters", "trainable_parameters_regex")
+_FREEZING = (
+    "freeze_llm",
+    "freeze_vit",
+    "freeze_aligner",
+    "freeze_parameters",
+    "freeze_parameters_regex",
+    "trainable_parameters",
+    "trainable_parameters_regex",
+)
 _WHY = {
     "torch_dtype": "the weights and moments of one are not those of the other",
     "use_distributed_optimizer": "the moments are described in another way",

@@ -11,12 +11,12 @@ from megatron_grpo.planning.computed import Computed, Step
 from megatron_grpo.planning.facts import most_waiting_rows, old_logprobs_summary
 from megatron_grpo.planning.lengths import Lengths, packing, sequence_tokens
 from megatron_grpo.planning.parameters import padded_vocab
-from megatron_grpo.planning.push import push_of
+from megatron_grpo.planning.push import push_of, stays
 from megatron_grpo.planning.sharing import Sharing
 from megatron_grpo.planning.tuning import Adapters, Tuning
 from megatron_grpo.settings.config import Config
 from megatron_grpo.sizing.batch_sizes import BatchSizes
-from megatron_grpo.weights.names import Entry, ShardCut, num_parameters, outer_entries
+from megatron_grpo.weights.names import Entry, ShardCut, num_parameters, outer_entries, tower_entries
 from megatron_grpo.weights.shape import ModelShape
 from megatron_grpo.weights.sizes import MoeShape
 
@@ -214,10 +214,11 @@ def _numel(entry: Entry) -> int:
 def _bytes(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: Tuning) -> dict[str, int]:
     """What a push sends and a checkpoint holds, over all ranks. base_push_bytes: what is sent once, before the first adapter."""
     own = num_parameters(shape) * tuning.size
+    pushed = own - (sum(map(_numel, tower_entries(shape))) * tuning.size if stays(cfg, tuning, shape) else 0)
     adapter = tuning.adapters.num_parameters * tuning.adapters.size if tuning.adapters and tuning.pushes_adapters else 0
     again = cfg.rollout.sleep_level == 2  # the sampler forgets its weights
     return {
-        "weight_push_bytes": own if not adapter else adapter + (own if again else 0),
+        "weight_push_bytes": pushed if not adapter else adapter + (own if again else 0),
         "base_push_bytes": own if adapter and not again else 0,
         **{f"weight_push_{name}": value for name, value in push_of(shape, sizes, cfg, tuning).items()},
         "checkpoint_bytes": checkpoint_bytes(shape, sizes, cfg, tuning),

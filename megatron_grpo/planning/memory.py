@@ -17,12 +17,15 @@ from megatron_grpo.planning.parameters import Kind, Place, buffers_of_chunk, lay
 from megatron_grpo.planning.push import bucket_bytes, push_memory
 from megatron_grpo.planning.room import LINK, Offload, decide
 from megatron_grpo.planning.sampler import sampler_memory
+from megatron_grpo.planning.tower import TowerPlan, fewer_layers, tower_plan, with_tower
 from megatron_grpo.planning.tuning import Tuning
 from megatron_grpo.settings.config import Config
 from megatron_grpo.sizing.batch_sizes import BatchSizes
 from megatron_grpo.weights.buckets import MIB
+from megatron_grpo.weights.names import tower_entries
 from megatron_grpo.weights.shape import ModelShape
 
+TOWER = "vision tower: on the first stage, whole on each rank; activations as if every token of a prompt were a picture's"
 MOST_TOKENS = 2**20  # of a micro-batch on one rank: no larger one is tried
 
 
@@ -99,11 +102,12 @@ def estimate_memory(
     apart, tokens = (-(-stream_tokens(sizes, cfg, prompt, completion, shares=one) // sizes.layout.cp) for one in (False, shares))
     sampler = sampler_memory(shape, sizes, cfg, tuning, prompt + completion)
     stages, rows, pushed = list[Stage](), list[dict[str, Any]](), push_memory(shape, sizes, cfg, tuning)
+    tower = tower_plan(shape, cfg, tuning, min(tokens, prompt * sizes.micro_batch_size))
     for number, layers in enumerate(layers_of_stages(shape.num_layers, sizes, cfg)):
         stage = Stage(
             static=static_memory(shape, sizes, cfg, tuning, Place(stage=number)),
             logits=logits_bytes(shape, sizes, cfg, completion) if number == sizes.layout.pp - 1 else 0,
-            activations=activations_of(shape, sizes, cfg, tuning, number),
+            activations=_with_tower(activations_of(shape, sizes, cfg, tuning, number), tower if number == 0 else None, sizes),
         )
         activations = stage.activations(tokens)
         stages.append(stage)
@@ -143,7 +147,36 @@ def estimate_memory(
         "sampler": sampler,
         "offload": _offload(cfg, offload, sampler, [stage.static for stage in stages]),
         "stages": rows,
-        "assumptions": _assumptions(cfg, tuning, prompt, completion, lengths),
+        **({} if tower is None else {"tower": _tower(shape, sizes, cfg, tuning, tower, rows)}),
+        "assumptions": [*_assumptions(cfg, tuning, prompt, completion, lengths), *([TOWER] if tower else [])],
+    }
+
+
+def _with_tower(found: Callable[[int], Activations], tower: TowerPlan | None, sizes: BatchSizes) -> Callable[[int], Activations]:
+    if tower is None:
+        return found
+    in_flight = min(sizes.gradient_accumulation_steps, sizes.layout.pp) if tower.trains else 1
+    return lambda tokens: with_tower(found(tokens), tower.activations, in_flight)
+
+
+def _tower(
+    shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: Tuning, tower: TowerPlan, rows: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
+    """What sees, on the first stage. Each parameter is as many bytes as one of the language model that trains, or does not, as it does."""
+    entries = [(math.prod(size), tuning.trains_outer(entry)) for entry in tower_entries(shape) for _, size in entry.hf]
+    total, trained = sum(numel for numel, _ in entries), sum(numel for numel, trains in entries if trains)
+    own = rows[0]
+    per_trained = (own["gradients_bytes"] + own["optimizer_bytes"]) / max(own["num_trainable_parameters"], 1)
+    static = round(total * tuning.size + trained * per_trained)
+    in_flight = min(sizes.gradient_accumulation_steps, sizes.layout.pp) if tower.trains else 1
+    activations = tower.activations.training * in_flight
+    return {
+        "parameters": total,
+        "trainable_parameters": trained,
+        "static_bytes": static,
+        "patches_per_micro_batch": tower.patches,
+        "activations_bytes": activations,
+        "outweighs": fewer_layers(shape, sizes, cfg, rows, static + activations),
     }
 
 

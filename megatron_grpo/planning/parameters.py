@@ -16,7 +16,7 @@ from megatron_grpo.planning.tuning import Adapters, Tuning
 from megatron_grpo.settings.config import Config
 from megatron_grpo.sizing.batch_sizes import BatchSizes
 from megatron_grpo.weights.lora import adapter_entries, is_linear
-from megatron_grpo.weights.names import Entry, ShardCut, layer_entries, outer_entries
+from megatron_grpo.weights.names import Entry, ShardCut, layer_entries, outer_entries, tower_entries
 from megatron_grpo.weights.shape import ModelShape
 
 # Megatron-Core's modules in the order in which they are registered; gradient buffers are filled in this order, from the end.
@@ -122,6 +122,9 @@ def parameters_of_chunk(shape: ModelShape, sizes: BatchSizes, cfg: Config, tunin
         yield Parameter(numel_of(norm, sizes), trains=tuning.trains_outer(norm))
         if not shape.tied_embeddings or not is_first:
             yield vocabulary("output_layer.weight")
+    if is_first:
+        for entry in tower_entries(shape):
+            yield Parameter(numel_of(entry, sizes), trains=tuning.trains_outer(entry))
 
 
 def _layer(shape: ModelShape, sizes: BatchSizes, tuning: Tuning, layer: int, ep_rank: int) -> Iterator[Parameter]:

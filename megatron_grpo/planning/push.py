@@ -11,7 +11,7 @@ from megatron_grpo.settings.config import Config
 from megatron_grpo.sizing.batch_sizes import BatchSizes
 from megatron_grpo.weights.buckets import DEFAULT_BUCKET_MB, MIB, Bucket, Owned, Part, Ranks, fill, most_bytes, num_collectives
 from megatron_grpo.weights.lora import adapter_entries, is_linear
-from megatron_grpo.weights.names import Entry, ShardCut, layer_entries, outer_entries
+from megatron_grpo.weights.names import Entry, ShardCut, layer_entries, outer_entries, tower_entries
 from megatron_grpo.weights.shape import ModelShape
 from megatron_grpo.weights.towers import MEGATRON
 
@@ -70,7 +70,7 @@ def buckets_of(owned: Iterator[Owned], sizes: BatchSizes, cfg: Config) -> list[B
 def weights(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: Tuning) -> Iterator[Owned]:
     """What a push of all weights sends. Of experts that lie side by side, those of the first expert rank: the others are alike."""
     for row, entry in enumerate(outer_entries(shape)):
-        if not entry.is_copy:
+        if not entry.is_copy and not (stays(cfg, tuning, shape) and entry.megatron.startswith(MEGATRON)):
             is_first = entry.megatron.startswith(("embedding.", MEGATRON))
             stage, layer = (0, -1) if is_first else (sizes.layout.pp - 1, shape.num_layers)
             numel = padded_vocab(shape, sizes, cfg) * shape.hidden_size // sizes.layout.tp
@@ -80,6 +80,12 @@ def weights(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: Tuning) -
             num_bytes = numel_of(entry, sizes) * (FP32 if entry.is_buffer else tuning.size)
             for expert in range(shape.num_experts // sizes.layout.ep) if entry.is_expert else (0,):
                 yield _owned(entry, (layer, row, expert), stage, num_bytes)
+
+
+def stays(cfg: Config, tuning: Tuning, shape: ModelShape) -> bool:
+    """Whether the sampler keeps the tower that it read by itself: nobody moves it, and it is never forgotten."""
+    forgets = cfg.rollout.sleep_level == 2 and cfg.rollout.vllm_mode == "colocate"
+    return tuning.adapters is None and not forgets and not any(map(tuning.trains_outer, tower_entries(shape)))
 
 
 def adapters(shape: ModelShape, sizes: BatchSizes, cfg: Config, found: Adapters) -> Iterator[Owned]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -177,6 +177,8 @@ def _memory(console: Console, memory: dict[str, Any], cost: dict[str, Any]) -> N
             style="green" if memory["fits"] else "bold red",
             markup=False,
         )
+    if "tower" in memory:
+        console.print(tower_in_words(memory["tower"], memory["stages"]), markup=False)
     if saved := max(stage["activations_saved_bytes"] for stage in memory["stages"]):
         console.print(
             f"each prompt once: a micro-batch has {memory['tokens_per_micro_batch']:,} tokens on a rank in place of "
@@ -186,6 +188,20 @@ def _memory(console: Console, memory: dict[str, Any], cost: dict[str, Any]) -> N
     for assumption in memory["assumptions"]:
         console.print(f"  {assumption}", style="dim", markup=False)
     console.print()
+
+
+def tower_in_words(tower: dict[str, Any], stages: Sequence[dict[str, Any]]) -> str:
+    """What sees pictures takes of the first stage, and what to do about it."""
+    trained, first = tower["trainable_parameters"], tower["outweighs"]["first"]
+    weight = f"as much as {tower['outweighs']['layers']:g} layers"
+    said = (
+        f"vision tower, on stage 0: {tower['parameters'] / 1e9:.2f} B parameters ({trained / 1e9:.2f} B train), "
+        f"{gigabytes(tower['static_bytes'])} GB, and {gigabytes(tower['activations_bytes'])} GB for up to "
+        f"{tower['patches_per_micro_batch']:,} patches: {weight}"
+    )
+    if first is None or first == stages[0]["num_layers"]:
+        return f"{said}."
+    return f"{said}. The stages are most even with decoder_first_pipeline_num_layers {first} (now {stages[0]['num_layers']})."
 
 
 def room_in_words(offload: dict[str, Any]) -> str:

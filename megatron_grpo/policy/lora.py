@@ -190,7 +190,9 @@ class Adapters:
     @property
     def config(self) -> dict[str, Any]:
         """adapter_config.json."""
-        return self.settings.to_peft(dict.fromkeys(map(module_of, self.sizes)), self.base_model)
+        return self.settings.to_peft(
+            dict.fromkeys(map(module_of, self.sizes)), self.base_model, sees=self.base.map.shape.vision is not None
+        )
 
     def merged(self, tensor: torch.Tensor) -> torch.Tensor:
         """A parameter of the base with its adapter added in, if it has one."""

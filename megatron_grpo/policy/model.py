@@ -257,7 +257,7 @@ class PolicyModel(GPTModel):
     def forward(self, batch: LocalBatch, *, with_entropy: bool = False, temperature: float | None = None, slope: Slope | None = None):
         """slope: of this micro-batch's loss, where a token's own log-prob is enough to know it (`parallel.vocab`)."""
         hidden = self.embedding(input_ids=batch.token_ids, position_ids=None) if self.pre_process else None
-        if self.vision is not None:
+        if self.vision is not None and hidden is not None:
             hidden = self.vision.see(hidden, batch)
         angles, packed = self._angles(batch)
         with self.vision.in_layers() if self.vision is not None else nullcontext():

@@ -29,14 +29,19 @@ class Trainable:
     scheduler: OptimizerParamScheduler
     sums: SumOverRanks
     adapters: Adapters | None = None  # they train, and the chunks they stand in do not
+    trains_tower: bool = False  # any of what sees pictures, on the ranks that have it
 
     @classmethod
-    def of(cls, chunks: Sequence[MegatronModule], cfg: OptimizerConfig, *, num_steps: int, adapters: Adapters | None = None) -> Trainable:
+    def of(
+        cls, chunks: Sequence[MegatronModule], cfg: OptimizerConfig, *, num_steps: int, adapters: Adapters | None = None,
+        trains_tower: bool = False,
+    ) -> Trainable:  # fmt: skip
         """What asks for a gradient trains. num_steps: length of the run, in optimizer steps."""
         wrapped, sums = wrap_for_training(chunks, cfg)
         optimizer = build_optimizer(wrapped, cfg)
         scheduler = build_scheduler(optimizer, cfg, num_steps=num_steps)
-        return cls(chunks=chunks, wrapped=wrapped, optimizer=optimizer, scheduler=scheduler, sums=sums, adapters=adapters)
+        return cls(chunks=chunks, wrapped=wrapped, optimizer=optimizer, scheduler=scheduler, sums=sums, adapters=adapters,
+                   trains_tower=trains_tower)  # fmt: skip
 
 
 def wrap_for_training(chunks: Sequence[MegatronModule], cfg: OptimizerConfig) -> tuple[list[DistributedDataParallel], SumOverRanks]:
@@ -113,7 +118,7 @@ def build_optimizer(wrapped: Sequence[DistributedDataParallel], cfg: OptimizerCo
             optimizer_offload_fraction=cfg.optimizer_offload_fraction if cfg.optimizer_cpu_offload else 0.0,
         ),
         list(wrapped),
-        **_no_decay_on_norms(wrapped),
+        **_overrides(cfg),
     )
     config.grad_scale_func = optimizer.scale_loss
     return optimizer
@@ -131,14 +136,18 @@ def gradient_norm(optimizer: Any, *others: float) -> float:
     return collectives.largest(found if all(map(math.isfinite, (found, *others))) else math.inf)
 
 
-def _no_decay_on_norms(wrapped) -> dict:
-    """Megatron's own rule (one-dimensional parameters do not decay) has to be asked for since 0.16."""
+def _overrides(cfg: OptimizerConfig) -> dict:
+    """What some parameters have of their own. Megatron's rule that one-dimensional ones do not decay has to be asked for since 0.16."""
     try:
         from megatron.core.optimizer import ParamKey, ParamPredicate
     except ImportError:
         from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
     one_dimensional = ParamKey(name="*.bias", predicate=ParamPredicate(name="one_dimensional", fn=lambda p: p.dim() == 1))
-    return {"config_overrides": {one_dimensional: {"wd_mult": 0.0}}}
+    overrides: dict[Any, Any] = {one_dimensional: {"wd_mult": 0.0}}
+    for part, rate in (("vit", cfg.vit_lr), ("aligner", cfg.aligner_lr)):
+        if rate is not None:
+            overrides[ParamKey(attr=f"is_of_{part}")] = {"max_lr": rate, "min_lr": min(cfg.min_lr, rate)}
+    return {"config_overrides": overrides}
 
 
 def build_scheduler(optimizer, cfg: OptimizerConfig, *, num_steps: int) -> OptimizerParamScheduler:

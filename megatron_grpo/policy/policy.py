@@ -9,7 +9,7 @@ from collections.abc import Sequence as SequenceOf
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
@@ -35,6 +35,7 @@ from megatron_grpo.policy.router import routers
 from megatron_grpo.policy.scorer import ModelScorer
 from megatron_grpo.policy.stream import LocalBatch
 from megatron_grpo.types import GlobalBatch, MicroBatch, RowKey, Sequence, TrainingMicroBatch
+from megatron_grpo.weights.towers import MEGATRON as TOWER
 from megatron_grpo.weights.update import NO_VERSION, WeightUpdate
 
 
@@ -88,7 +89,7 @@ class Policy:
         self.chunks, self.wrapped, self.optimizer, self.scheduler = model.chunks, model.wrapped, model.optimizer, model.scheduler
         self.loss, self.reference, self.guard, self.skips = loss, reference, guard, Skips()
         self.sums = model.sums
-        self.adapters = model.adapters
+        self.adapters, self.trains_tower = model.adapters, model.trains_tower
         self.scorer, self.parallel, self.cut = scorer, scorer.parallel, scorer.cut
         self.exchange, self.clock = exchange, clock or Clock()
         self.room = Room(partial(tensors_of, self), offload, self.parallel.device, self.clock)
@@ -269,15 +270,16 @@ class Policy:
     def updates(self, version: int, *, has_base: bool) -> Iterator[WeightUpdate]:
         """What a sampler needs, one after another, to hold this policy, which is that of `version`.
 
-        has_base: it holds the weights that an adapter stands beside.
+        has_base: it holds the weights that an adapter stands beside, and a tower that nobody trains.
         """
-        if self.adapters is None:
-            yield WeightUpdate(kind="weights", version=version, tensors=self.named_weights())
-        elif self.adapters.push == "merged":
-            yield WeightUpdate(kind="merged", version=version, tensors=self.named_weights())
+        with_tower = self.exchange.map.shape.vision is not None and (self.trains_tower or not has_base)
+        if self.adapters is None or self.adapters.push == "merged":
+            kind: Literal["weights", "merged"] = "weights" if self.adapters is None else "merged"
+            yield WeightUpdate(kind=kind, version=version, tensors=self._stream(kind, with_tower=with_tower), moves_tower=with_tower)
         else:
             if not has_base:
-                yield WeightUpdate(kind="weights", version=NO_VERSION, tensors=self.exchange.stream(self.tensors(), "weights"))
+                base = self.exchange.stream(self.tensors(), "weights")
+                yield WeightUpdate(kind="weights", version=NO_VERSION, tensors=base, moves_tower=with_tower)
             yield WeightUpdate(kind="adapter", version=version, tensors=self.named_adapters(), config=self.adapters.config)
 
     @contextlib.contextmanager
@@ -297,9 +299,13 @@ class Policy:
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(Hugging Face name, full tensor) of every weight, on every rank, as they are now; adapters are added in."""
-        if self.adapters is None:
-            return self.exchange.stream(self.tensors(), "weights")
-        return self.exchange.stream(self.tensors(), "merged", prepare=self.adapters.merged)
+        return self._stream("weights" if self.adapters is None else "merged", with_tower=True)
+
+    def _stream(self, kind: str, *, with_tower: bool) -> Iterator[tuple[str, torch.Tensor]]:
+        mine = self.tensors()
+        if self.exchange.map.shape.vision and not with_tower:
+            mine, kind = {name: tensor for name, tensor in mine.items() if not name.startswith(TOWER)}, f"{kind} but the tower"
+        return self.exchange.stream(mine, kind, **({} if self.adapters is None else {"prepare": self.adapters.merged}))
 
     def named_adapters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(name of PEFT's files without its prefix, full matrix) of every adapter, on every rank, as they are now."""
@@ -342,6 +348,9 @@ class Policy:
     def make_room(self, *, keep: Part = "nothing") -> None:
         """The sampler needs the memory now: gives away what `--offload_model` and `--offload_optimizer` say, but for what is kept."""
         self.exchange.forget_memory()
+        for chunk in self.chunks:
+            if chunk.vision is not None:
+                chunk.vision.forget()
         if self.adapters is not None:
             self.adapters.exchange.forget_memory()
         self.room.make(keep=keep)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from megatron_grpo.errors import Problem
 from megatron_grpo.settings.config import Config
 from megatron_grpo.weights.shape import ModelShape
-from megatron_grpo.weights.sizes import MoeShape
+from megatron_grpo.weights.sizes import MoeShape, VisionShape
 
 
 def problems(cfg: Config, shape: ModelShape) -> list[Problem]:
@@ -15,14 +15,16 @@ def problems(cfg: Config, shape: ModelShape) -> list[Problem]:
     found = [Problem(flags=("model",), message=f"model: {message}") for message in (_routing(shape.moe) if shape.moe else ())]
     if shape.mla:
         found += _latent_attention(cfg)
+    if shape.vision:
+        found += _vision(cfg, shape, shape.vision)
     return [*found, *_dispatch(cfg, shape), *_recompute(cfg, shape), *_replay(cfg, shape), *sharing_problems(cfg, shape)]
 
 
 def sharing_obstacle(cfg: Config, shape: ModelShape | None, *, has_transformer_engine: bool = False) -> str | None:
     """Why prompts cannot be computed once; a phrase. has_transformer_engine: so `transformer_impl auto` takes it."""
     impl, tuner = cfg.model.transformer_impl, cfg.tuner
-    is_latent = shape is not None and shape.mla is not None  # whose layers are always the local ones
-    if not is_latent and (impl == "transformer_engine" or (impl == "auto" and has_transformer_engine)):
+    is_local = shape is not None and (shape.mla or shape.vision) is not None  # whose layers are always the local ones
+    if not is_local and (impl == "transformer_engine" or (impl == "auto" and has_transformer_engine)):
         return "it needs attention with parents, which Transformer Engine's path has not yet"
     if tuner.tuner_type == "lora" and tuner.lora_dropout > 0:
         return f"lora_dropout ({tuner.lora_dropout:g}) would draw one mask for all copies of a prompt, which is another estimator"
@@ -110,6 +112,48 @@ def _latent_attention(cfg: Config) -> Iterator[Problem]:
     if cfg.model.transformer_impl == "auto" and _fused_recompute(cfg):
         yield _problem("recompute_modules", f"{' and '.join(_fused_recompute(cfg))} can be recomputed with Transformer Engine only, and "
                        "multi-latent attention has local layers only. Leave it out.")  # fmt: skip
+
+
+def _vision(cfg: Config, shape: ModelShape, vision: VisionShape) -> Iterator[Problem]:
+    if cfg.model.transformer_impl == "transformer_engine":
+        yield Problem(
+            flags=("transformer_impl",),
+            nearest={"transformer_impl": ["auto", "local"]},
+            message="transformer_impl transformer_engine: its rotary path has not been compared yet for positions with three axes, which "
+            f"{shape.architecture} has. Use auto or local.",
+        )
+    if _fused_recompute(cfg) and cfg.model.transformer_impl == "auto":
+        yield _problem("recompute_modules", f"{' and '.join(_fused_recompute(cfg))} can be recomputed with Transformer Engine only, and "
+                       "models that see have local layers only. Leave it out.")  # fmt: skip
+    if not vision.num_deepstack:
+        return
+    if cfg.model.recompute_granularity == "full":
+        yield Problem(
+            flags=("recompute_granularity",),
+            nearest={"recompute_granularity": ["selective", "none"]},
+            message=f"recompute_granularity full: what the tower of {shape.architecture} adds to its first {vision.num_deepstack} layers "
+            "(DeepStack) is not there any more when a layer is computed again. Use selective, or none.",
+        )
+    here, p = first_chunk_layers(cfg, shape.num_layers), cfg.parallel
+    if here < vision.num_deepstack:
+        chunks = p.virtual_pipeline_model_parallel_size or 1
+        yield Problem(
+            flags=("pipeline_model_parallel_size", *(("virtual_pipeline_model_parallel_size",) if chunks > 1 else ())),
+            nearest={"decoder_first_pipeline_num_layers": [vision.num_deepstack * chunks]},
+            message=f"the first model chunk has {here} of {shape.num_layers} layers (pipeline_model_parallel_size "
+            f"{p.pipeline_model_parallel_size}{f', {chunks} chunks a stage' if chunks > 1 else ''}), and {shape.architecture} adds what "
+            f"its tower sees to the first {vision.num_deepstack} (DeepStack). Use fewer stages or chunks, or "
+            f"decoder_first_pipeline_num_layers {vision.num_deepstack * chunks} or more.",
+        )
+
+
+def first_chunk_layers(cfg: Config, num_layers: int) -> int:
+    """Of the first stage's first model chunk. Where stages do not come out even, which is refused elsewhere, at least so many."""
+    p = cfg.parallel
+    first, last = p.decoder_first_pipeline_num_layers, p.decoder_last_pipeline_num_layers
+    middle = p.pipeline_model_parallel_size - (first is not None) - (last is not None)
+    of_stage = first if first is not None else (num_layers - (last or 0)) // max(middle, 1)
+    return of_stage // (p.virtual_pipeline_model_parallel_size or 1)
 
 
 def _dispatch(cfg: Config, shape: ModelShape) -> Iterator[Problem]:

@@ -18,6 +18,7 @@ from megatron_grpo.policy.stream import LocalBatch, LocalPictures
 from megatron_grpo.types import Picture
 from megatron_grpo.weights.families import FAMILIES
 from megatron_grpo.weights.shape import ModelShape
+from megatron_grpo.weights.towers import part_of
 
 KEPT_BYTES = 512 << 20  # of outputs of a tower that does not change
 Features = list[torch.Tensor]  # [tokens, hidden]; and where the model has DeepStack one more for each of its first layers
@@ -45,6 +46,13 @@ def build_tower(
     return built
 
 
+def keep_outputs(chunks: Sequence[Any]) -> None:
+    """Pictures that were encoded once need not be again. For towers that nobody changes any more."""
+    for chunk in chunks:
+        if chunk.vision is not None:
+            chunk.vision.keeps_outputs = True
+
+
 class Vision(torch.nn.Module):
     """Encodes the pictures of a micro-batch, and puts their tokens where the stream has placeholders."""
 
@@ -55,7 +63,8 @@ class Vision(torch.nn.Module):
         self.keeps_outputs = False  # true where the tower does not change as long as this object lives
         self._kept: OrderedDict[str, Features] = OrderedDict()  # by key of the picture, the latest last
         self._added: list[torch.Tensor] = []  # by layer: what is added to its output
-        for parameter in tower.parameters():
+        for name, parameter in tower.named_parameters():
+            setattr(parameter, f"is_of_{part_of(f'visual.{name}')}", True)  # by which the optimizer finds them
             # A rank sees the gradient of its own rows alone. Megatron sums over TP what carries this mark.
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
         if len(layers) < deep:
@@ -66,8 +75,10 @@ class Vision(torch.nn.Module):
     def see(self, hidden: torch.Tensor, batch: LocalBatch) -> torch.Tensor:
         """hidden [t or t/tp, 1, H], embeddings of the stream -> the same, with the tokens of pictures where they belong."""
         self._added = []
-        at, token = self._mine(batch.seen, len(hidden)) if batch.seen else (None, None)
-        if batch.seen is None or not len(at):
+        if batch.seen is None:
+            return self._touched(hidden)
+        at, token = self._mine(batch.seen, len(hidden))
+        if not len(at):
             return self._touched(hidden)
         tokens, *deep = (features[token].to(hidden.dtype) for features in self._features(batch.seen.pictures))
         self._added = [torch.zeros_like(hidden[:, 0]).index_copy(0, at, features)[:, None] for features in deep]

@@ -397,6 +397,8 @@ class OptimizerConfig:
 
     lr: float = setting(1e-6, "peak learning rate", aliases=["learning_rate"], at_least=0)
     min_lr: float = setting(0.0, "learning rate at the end of the decay", at_least=0)
+    vit_lr: float | None = setting(None, "peak learning rate of a vision tower (default: lr)", at_least=0)
+    aligner_lr: float | None = setting(None, "peak learning rate of its aligner (default: lr)", at_least=0)
     lr_decay_style: str = setting(
         "constant", "shape after warm-up", choices=["constant", "linear", "cosine"], aliases=["lr_scheduler_type"]
     )

@@ -17,7 +17,8 @@ NO_ADAPTER: Mapping[str, str] = {
     **dict.fromkeys(("all-embedding", "embed_tokens", "word_embeddings", "embedding"), "vLLM does not sample from adapters on embeddings"),
     **dict.fromkeys(("lm_head", "output_layer"), "log-probs are computed from the head as it is"),
 }  # fmt: skip
-_OF_FULL = ("freeze_parameters", "freeze_parameters_regex", "trainable_parameters", "trainable_parameters_regex")
+_TOWER = {"freeze_vit": "vit_lr", "freeze_aligner": "aligner_lr"}  # what may freeze, and the rate at which it trains
+_OF_FULL = ("freeze_llm", "freeze_parameters", "freeze_parameters_regex", "trainable_parameters", "trainable_parameters_regex")
 _PATTERNS = ("target_regex", "freeze_parameters_regex", "trainable_parameters_regex")
 _MAPS = ("rank_pattern", "alpha_pattern")
 
@@ -27,6 +28,7 @@ Pair = tuple[tuple[str, ...], str, dict[str, list[Any]]]
 def pairs(cfg: Config) -> Iterator[Pair]:
     """(settings, what is wrong, nearest values) of each problem."""
     yield from _patterns(cfg.tuner)
+    yield from _rates(cfg)
     yield from _of_lora(cfg) if cfg.tuner.tuner_type == "lora" else _of_full(cfg)
 
 
@@ -61,9 +63,27 @@ def _asked_for(cfg: Config, names: Iterable[str]) -> list[str]:
     return list(dict.fromkeys([*_changed(cfg.tuner, names), *(name for name in by_hand if getattr(cfg.tuner, name))]))
 
 
+def _rates(cfg: Config) -> Iterator[Pair]:
+    """Rates of what does not train."""
+    for freeze, rate in _TOWER.items():
+        given = getattr(cfg.optimizer, rate)
+        if given is not None and getattr(cfg.tuner, freeze) and cfg.tuner.tuner_type == "full":
+            yield (
+                (rate, freeze),
+                f"{rate} ({given}) does nothing while {freeze} is true. Use {freeze} false, or leave {rate} out.",
+                {freeze: [False], rate: ["none"]},
+            )
+        if given is not None and cfg.tuner.tuner_type == "lora":
+            yield (
+                (rate,),
+                f"{rate} ({given}) does nothing: with tuner_type lora adapters of the text model train. Leave {rate} out.",
+                {rate: ["none"]},
+            )
+
+
 def _of_full(cfg: Config) -> Iterator[Pair]:
     tuner = cfg.tuner
-    if of_lora := _asked_for(cfg, [f.name for f in fields(TunerConfig) if f.name not in ("tuner_type", *_OF_FULL)]):
+    if of_lora := _asked_for(cfg, [f.name for f in fields(TunerConfig) if f.name not in ("tuner_type", *_TOWER, *_OF_FULL)]):
         yield (
             ("tuner_type", *of_lora),
             f"{_shown(tuner, of_lora)}: {'these are' if len(of_lora) > 1 else 'this is'} of tuner_type lora, and tuner_type is full. "
@@ -82,6 +102,13 @@ def _of_full(cfg: Config) -> Iterator[Pair]:
 
 def _of_lora(cfg: Config) -> Iterator[Pair]:
     tuner = cfg.tuner
+    if moved := _changed(tuner, _TOWER):
+        yield (
+            (*moved, "tuner_type"),
+            f"{' and '.join(f'{name} false' for name in moved)} with LoRA: the tower's weights are not in the adapter that is pushed. Use "
+            f"{' and '.join(f'{name} true' for name in moved)}, or tuner_type full.",
+            {**{name: [True] for name in moved}, "tuner_type": ["full"]},
+        )
     if of_full := _changed(tuner, _OF_FULL):
         yield (
             ("tuner_type", *of_full),

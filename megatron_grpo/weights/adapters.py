@@ -30,6 +30,7 @@ from megatron_grpo.weights.lora import (
     is_linear,
     linear_modules,
     module_of,
+    own_name,
 )
 from megatron_grpo.weights.mapping import WeightMap
 from megatron_grpo.weights.shape import ModelShape
@@ -85,7 +86,8 @@ def from_file(directory: str | Path, settings: LoraSettings, shape: ModelShape, 
     if problems := adapter_problems(directory, settings, shape, flag=flag):
         raise ConfigError(problems)
     held = safe_open(Path(directory) / WEIGHTS, framework="pt")
-    return lambda name: held.get_tensor(PREFIX + name)
+    stored = {own_name(name.removeprefix(PREFIX), shape): name for name in held.keys()}
+    return lambda name: held.get_tensor(stored[name])
 
 
 def padded(read: Read, own: Sizes, even: Sizes) -> Read:
@@ -117,7 +119,7 @@ def write_adapter(
 ) -> None:
     """`directory` as PEFT, transformers and vLLM read it, whole or not at all.
 
-    named: consumed once; kept in memory, for an adapter is small. config: `LoraSettings.to_peft`. base: fingerprints of the base, by name.
+    named: by `peft_name`; consumed once; kept in memory, for an adapter is small. config: `LoraSettings.to_peft`. base: fingerprints of the base, by name.
     """
     tensors = {PREFIX + name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in named}
     with checkpoint_directory(Path(directory), marker=CONFIG) as partial:

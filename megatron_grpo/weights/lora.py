@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from megatron_grpo.errors import ConfigError, Problem
+from megatron_grpo.weights.families import FAMILIES
 from megatron_grpo.weights.names import Entry, Packing, ShardCut, layer_entries
 from megatron_grpo.weights.shape import ModelShape
 
@@ -155,13 +156,18 @@ class LoraSettings:
             found.append(Problem(flags=(flag,), message=f"{what} leaves no linear layer of this model. {example}"))
         return found
 
-    def to_peft(self, modules: Iterable[str], base_model: str) -> dict[str, Any]:
-        """adapter_config.json. Patterns keep their words. `all-linear` becomes the last words of `modules`, for PEFT adds routers to it."""
+    def to_peft(self, modules: Iterable[str], base_model: str, *, sees: bool = False) -> dict[str, Any]:
+        """adapter_config.json. Patterns keep their words. `all-linear` becomes the last words of `modules`, for PEFT adds routers to it.
+
+        sees: the model has a tower, some of whose layers have the same last words; names then become a pattern that leaves them out.
+        """
         targets: str | list[str] = sorted({module.rsplit(".", 1)[1] for module in modules})
         if self.target_regex is not None:
             targets = self.target_regex
         elif ALL_LINEAR not in self.target_modules:
             targets = list(self.target_modules)
+        if sees and not isinstance(targets, str):
+            targets = rf"(?!.*\bvisual\.).*\.({'|'.join(map(re.escape, targets))})"
         return {
             "peft_type": "LORA",
             "task_type": "CAUSAL_LM",
@@ -180,6 +186,18 @@ class LoraSettings:
             "init_lora_weights": True,
             "modules_to_save": None,
         }
+
+
+def peft_name(name: str, shape: ModelShape) -> str:
+    """What PEFT's files call a matrix of ours, without their prefix: by transformers' modules, not by the files of the model."""
+    tower = FAMILIES[shape.architecture].tower
+    return tower.in_memory(name) if tower else name
+
+
+def own_name(name: str, shape: ModelShape) -> str:
+    """The way back from `peft_name`."""
+    tower = FAMILIES[shape.architecture].tower
+    return tower.on_the_hub(name) if tower else name
 
 
 def lora_of(cfg: TunerConfig, shape: ModelShape) -> LoraSettings | None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from megatron_grpo.errors import ConfigError, Problem
 from megatron_grpo.settings.table import table
 from megatron_grpo.settings.tuner import NO_ADAPTER
-from megatron_grpo.weights.lora import CONFIG, PREFIX, WEIGHTS, LoraSettings, own_sizes
+from megatron_grpo.weights.lora import CONFIG, PREFIX, WEIGHTS, LoraSettings, own_name, own_sizes
 from megatron_grpo.weights.shape import ModelShape
 from megatron_grpo.weights.stored import stored_shapes
 
@@ -34,7 +34,8 @@ def adapter_problems(directory: str | Path, settings: LoraSettings, shape: Model
         held = stored_shapes(path, flag=flag)
     except ConfigError as error:
         return list(error.problems)
-    return [_of(flag, f"{path} {message}") for message in _differences(held, wanted)]
+    ours = {PREFIX + own_name(name.removeprefix(PREFIX), shape) if name.startswith(PREFIX) else name: size for name, size in held.items()}
+    return [_of(flag, f"{path} {message}") for message in _differences(ours, wanted)]
 
 
 def _differences(held: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]]) -> Iterator[str]:

@@ -50,6 +50,10 @@ class Tower:
                 return ours + name.removeprefix(theirs)
         return name
 
+    def in_memory(self, name: str) -> str:
+        """The name that a tensor of the text model has in transformers' module, and so in PEFT's files."""
+        return "model.language_model." + name.removeprefix(self.text_prefix) if name.startswith(self.text_prefix) else name
+
 
 def _shape(
     vision: Config, config: Config, *, width: int, ffn: int, num_positions: int = 0, num_deepstack: int = 0, patch: int

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from megatron_grpo.errors import Problem
-from megatron_grpo.weights.names import Entry, layer_entries, outer_entries
+from megatron_grpo.weights.names import Entry, layer_entries, outer_entries, tower_entries
 from megatron_grpo.weights.shape import ModelShape
 from megatron_grpo.weights.towers import Part, part_of
 
@@ -39,6 +39,11 @@ def frozen_parts(cfg: TunerConfig) -> set[Part]:
     return {part for part, is_frozen in flags.items() if is_frozen}
 
 
+def trains_tower(cfg: TunerConfig, shape: ModelShape) -> bool:
+    """Whether any of what sees pictures trains."""
+    return any(map(trains(cfg), (name for entry in tower_entries(shape) for name, _ in entry.hf)))
+
+
 def trains_all(cfg: TunerConfig, shape: ModelShape) -> bool:
     """Whether every weight of the model trains."""
     is_whole = not cfg.freeze_llm and (shape.vision is None or not frozen_parts(cfg))
@@ -61,15 +66,33 @@ def problems(cfg: TunerConfig, shape: ModelShape) -> list[Problem]:
     if cfg.tuner_type != "full":
         return []
     parameters = list(_parameters(shape))
-    found = [*_lost(cfg, shape, parameters)]
+    found = [*_parts_that_are_not_there(cfg, shape), *_lost(cfg, shape, parameters)]
     if found or trains_all(cfg, shape):
         return found
     rule = trains(cfg)
     if not any(rule(name) for parameter in parameters if not parameter.is_buffer for name in parameter.hf):
-        flags = tuple(flag for flag in ("freeze_parameters", "freeze_parameters_regex") if getattr(cfg, flag))
+        flags = tuple(flag for flag in (*_freezing_parts(shape), "freeze_parameters", "freeze_parameters_regex") if getattr(cfg, flag))
+        thaw = "" if shape.vision is None else " Use freeze_llm, freeze_vit or freeze_aligner false."
         return [Problem(flags=flags, message=f"{' and '.join(flags)} freeze every weight of the model: nothing would train. "
-                                             "Name in trainable_parameters what is to train.")]  # fmt: skip
+                                             f"Name in trainable_parameters what is to train.{thaw}")]  # fmt: skip
     return [*_parts(cfg, parameters, rule), *_lonely_biases(cfg, parameters, rule)]
+
+
+def _freezing_parts(shape: ModelShape) -> tuple[str, ...]:
+    return ("freeze_llm", "freeze_vit", "freeze_aligner") if shape.vision else ()
+
+
+def _parts_that_are_not_there(cfg: TunerConfig, shape: ModelShape) -> Iterator[Problem]:
+    """A text model is one part, which trains."""
+    if shape.vision is not None:
+        return
+    if cfg.freeze_llm:
+        message = f"freeze_llm true: {shape.architecture} is a text model, and nothing else is left to train. Use freeze_llm false."
+        yield Problem(flags=("freeze_llm",), nearest={"freeze_llm": [False]}, message=message)
+    for flag in ("freeze_vit", "freeze_aligner"):
+        if not getattr(cfg, flag):
+            message = f"{flag} false: {shape.architecture} is a text model, without a vision tower. Use {flag} true."
+            yield Problem(flags=(flag,), nearest={flag: [True]}, message=message)
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,11 +30,11 @@ def with_axes(rope: RopeShape, config: Config, family: Family, require: Require)
     """rope: as read from `without_axes`. config: config.json."""
     assert family.tower is not None
     require(rope.type == "default", f"rope type {rope.type!r} with axes (mrope_section) is not supported; only 'mrope' and 'default' are.")
-    sections = _said_once(config, "mrope_section", require) or family.defaults.get("mrope_section")
-    if not _are_sections(sections):
-        require(False, f"mrope_section must be three whole numbers, it is {sections!r}.")
+    given = _said_once(config, "mrope_section", require) or family.defaults.get("mrope_section")
+    if given is None or not _are_sections(given):
+        require(False, f"mrope_section must be three whole numbers, it is {given!r}.")
         return rope
-    sections = tuple(sections)
+    sections = tuple(given)
     require(
         sum(sections) == rope.dim // 2, f"mrope_section ({sections}) must have a sum of head_dim / 2 ({rope.dim // 2}): {sum(sections)}."
     )

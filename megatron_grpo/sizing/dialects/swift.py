@@ -104,7 +104,6 @@ NAMES: Mapping[str, Foreign] = {
     "init_weights": only("true", features.LORA_START),
     "use_dora": lacks(features.DORA),
     "lorap_lr_ratio": lacks(features.ONE_LR),
-    "freeze_llm": lacks("of a model of text it is all there is to train"),
     "finetune": only("true", features.RESUMED_ELSEWHERE),
     "optimizer": only("adam", features.OTHER_OPTIMIZER),
     "weight_decay_incr_style": only("constant", "weight_decay is constant here"),
@@ -125,8 +124,6 @@ NAMES: Mapping[str, Foreign] = {
     "exp_avg_dtype": only("fp32", "gradients and optimizer state are float32 here"),
     "exp_avg_sq_dtype": only("fp32", "gradients and optimizer state are float32 here"),
     "$MAX_PIXELS": lacks(features.IMAGES),  # set before the command
-    "freeze_vit": only("true", features.IMAGES),
-    "freeze_aligner": only("true", features.IMAGES),
     "template_backend": only("jinja", "prompts are written by the model's own chat template"),
     "use_chat_template": only("true", "chat prompts are written by the model's own chat template; a string prompt is taken as it stands"),
     "mtp_num_layers": lacks(features.MTP, "0"),
@@ -164,7 +161,7 @@ NAMES: Mapping[str, Foreign] = {
     ),
     **not_there(
         features.IMAGES,
-        *("vit_lr", "aligner_lr", "vit_gradient_checkpointing", "vit_gradient_checkpointing_kwargs", "vit_attn_impl", "max_pixels"),
+        *("vit_gradient_checkpointing_kwargs", "vit_attn_impl", "max_pixels"),
         *("vllm_limit_mm_per_prompt", "vllm_mm_processor_cache_gb", "norm_bbox"),
     ),
     **not_there(

@@ -101,7 +101,6 @@ def test_the_table_of_defaults_is_true(dialect):
         ("swift", "--tuner_type vera --vera_rank 8", "vera_rank (8): of adapters LoRA alone is there"),
         ("swift", "--use_galore true --galore_rank 8", "use_galore (true), galore_rank (8): what trains is chosen once"),
         ("swift", "--freeze_parameters_ratio 0.5", "freeze_parameters_ratio (0.5): it counts the parameters of one rank"),
-        ("swift", "--freeze_llm true", "freeze_llm (true): of a model of text"),
         ("swift", "--multi_turn_scheduler x --max_turns 3", "multi_turn_scheduler (x), max_turns (3): multi-turn environments"),
         ("swift", "--external_plugins plugin.py", "external_plugins (plugin.py): plugin files are not loaded"),
         ("swift", "--reward_funcs my_orm --external_plugins plugin.py", "(my_orm) is a reward function of Megatron-SWIFT"),

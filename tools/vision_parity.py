@@ -1,0 +1,79 @@
+"""Models that see, in every layout, against transformers in float64: log-probs, and gradients of language model, aligner and tower.
+
+    python tools/vision_parity.py [--families qwen2_5_vl ...] [--layouts "TP2 SP" CP2 ...] [--ways shared ...]
+
+Ranks are real processes that talk over gloo. Rows show one picture, two, or none, share pictures, and hold placeholders that were drawn.
+What is exported before the first step is the checkpoint, bit for bit. Takes half an hour on two cores; a part of it is a test.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: ranks share the cores
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from tests import parity_cases as cases  # noqa: E402
+from tests import vision_cases as vision  # noqa: E402
+from tests.ranks import RanksFailed, run_ranks  # noqa: E402
+
+STEPS = 2
+LIMITS = {"loss": 1e-6, "gradient": 1e-5, "weight": 1e-5}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--families", nargs="+", default=list(vision.FAMILIES), choices=vision.FAMILIES)
+    parser.add_argument("--layouts", nargs="+", default=list(vision.LAYOUTS), choices=vision.LAYOUTS, metavar="LAYOUT")
+    parser.add_argument("--ways", nargs="+", default=list(vision.WAYS), choices=vision.WAYS, metavar="WAY")
+    args = parser.parse_args()
+    found, red = dict[tuple[str, str, str], tuple[float, cases.Distance]](), 0
+    for family in args.families:
+        with tempfile.TemporaryDirectory() as folder:
+            path = vision.write_vlm(folder, family)
+            batches = vision.rollout(path, num_steps=STEPS)
+            wanted = vision.logprobs_in_float64(path, batches[0])
+            references: dict[frozenset, cases.Trained] = {}
+            for layout in (name for name in args.layouts if vision.suits(family, name)):
+                ways = {way: vision.WAYS[way] for way in args.ways if vision.suits(family, layout, way)}
+                found |= {(family, layout, way): one for way, one in run(path, layout, ways, batches, wanted, references).items()}
+                for way in ways:
+                    logprobs, distance = found[family, layout, way]
+                    is_red = not distance.within(**LIMITS) or not logprobs < 1e-5
+                    red += is_red
+                    how = f"{'RED ' * is_red}{family:10} {layout:14} {way:20} log-probs {logprobs:.1e}, {in_words(distance)}"
+                    print(how, flush=True)
+    distances = [distance for _, distance in found.values()]
+    print(f"{len(found)} runs, {red} beyond {LIMITS} or log-probs beyond 1e-5")
+    print(f"worst: log-probs {max(one for one, _ in found.values()):.1e}, {in_words(cases.worst_of(distances))}")
+    return 1 if red else 0
+
+
+def in_words(d: cases.Distance) -> str:
+    return f"loss {d.loss:.0e}, gradient {d.gradient:.1e} ({d.worst_gradient}), weights after {STEPS} steps {d.weight:.0e}"
+
+
+def run(path, layout: str, ways, batches, wanted, references) -> dict[str, tuple[float, cases.Distance]]:
+    where = vision.LAYOUTS[layout]
+    try:
+        of_ranks = run_ranks(vision.all_ways, where.world_size, path, where.settings, ways, batches, timeout=120 + 60 * len(ways))
+    except RanksFailed as error:  # the other layouts go on
+        print(error, file=sys.stderr)
+        return dict.fromkeys(ways, (float("inf"), cases.Distance.failed()))
+    found = {}
+    for way, chosen in ways.items():
+        key = frozenset((name, str(value)) for name, value in chosen.items() if name in vision.DECIDES)
+        if key not in references:
+            references[key] = cases.reference(path, vision.settings(path, chosen), batches)
+        distance = cases.worst_of([cases.distance(mine[way][1], references[key]) for mine in of_ranks])
+        found[way] = max(vision.far(mine[way][0], wanted) for mine in of_ranks), distance
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())
