@@ -28,7 +28,10 @@ TEMPLATE = (
     "{% if part['type'] == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part['text'] }}{% endif %}"
     "{% endfor %}{% endif %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-WORDS = "How many shapes? Which colour is left? right? Where is red? green? blue? yellow? 1 2 3 4 left right red green blue yellow user assistant"
+WORDS = (
+    "How many shapes? Which colour is left? right? Where is red? green? blue? yellow? 1 2 3 4 left right red green blue yellow "
+    "user assistant"
+)
 # vLLM's attention on CPUs needs a head_dim that is a multiple of 32; every size is divisible by 2, for TP 2 and PP 2.
 TEXT = dict(hidden_size=128, intermediate_size=256, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
             max_position_embeddings=512, rms_norm_eps=1e-6, initializer_range=0.08, tie_word_embeddings=False)  # fmt: skip

@@ -57,6 +57,10 @@ class PromptRows:
         """Raises ConfigError where one cannot be used any more."""
         return self.album.pictures(int(self.keep[index])) if self.album is not None else ()
 
+    def shown(self, index: int) -> list[str]:
+        """What tells the pictures of a prompt from others, unopened."""
+        return self.album.identity(int(self.keep[index])) if self.album is not None else []
+
     @property
     def most_pictures(self) -> int:
         """Of a prompt."""

@@ -11,12 +11,13 @@ from typing import Any
 
 import numpy as np
 
+from megatron_grpo.data.album import num_tokens
 from megatron_grpo.files import written_whole
 from megatron_grpo.grpo.advantages import Advantages, mean, reward_metrics, rewards_per_func, total_rewards
 from megatron_grpo.metrics.courtesy import Courtesy
 from megatron_grpo.parallel import collectives
 from megatron_grpo.parallel.collectives import Node
-from megatron_grpo.types import Harvest, Progress, ScoredGroup
+from megatron_grpo.types import Harvest, Progress, Prompt, ScoredGroup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -118,6 +119,8 @@ class Completions:
             return None
         groups.sort(key=lambda columns: columns["prompt_number"][0])
         table = {name: [value for columns in groups for value in columns[name]] for name in groups[0]}
+        if not any(table["pictures"]):
+            del table["pictures"]
         if self.rank == 0 and self._tell is not None:
             self._tell(version, table)
         if not writes:
@@ -151,6 +154,7 @@ class Completions:
             "dataset_row": [group.prompt.row] * len(completions),
             "generation": list(range(len(completions))),
             "prompt": [_text(group.prompt.raw)] * len(completions),
+            "pictures": [_pictures(group.prompt)] * len(completions),
             "completion": [completion.text for completion in completions],
             "reward": _nullable(found.rewards[place]),
         }
@@ -190,6 +194,11 @@ def _remove(path: Path) -> None:
 def _text(raw: Any) -> str:
     """A prompt as one string: chat messages as JSON."""
     return raw if isinstance(raw, str) else json.dumps([dict(message) for message in raw], ensure_ascii=False, default=str)
+
+
+def _pictures(prompt: Prompt) -> str:
+    """Those that a prompt shows, in their order: their files, and how many tokens each has."""
+    return ", ".join(f"{getattr(picture, 'name', picture.key)} ({num_tokens(picture)} tokens)" for _, picture in prompt.pictures)
 
 
 def _nullable(values: np.ndarray) -> list[float | None]:

@@ -119,7 +119,8 @@ def write_adapter(
 ) -> None:
     """`directory` as PEFT, transformers and vLLM read it, whole or not at all.
 
-    named: by `peft_name`; consumed once; kept in memory, for an adapter is small. config: `LoraSettings.to_peft`. base: fingerprints of the base, by name.
+    named: by `peft_name`; consumed once; kept in memory, for an adapter is small. config: `LoraSettings.to_peft`. base: fingerprints of the
+    base, by name.
     """
     tensors = {PREFIX + name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in named}
     with checkpoint_directory(Path(directory), marker=CONFIG) as partial:
