@@ -7,11 +7,16 @@ from __future__ import annotations
 
 import functools
 
+import numpy as np
 import pytest
+import torch
 
+from megatron_grpo.checkpoint.distributed import read_sharded
+from megatron_grpo.weights.towers import part_of
 from tests import parity_cases as cases
 from tests import vision_cases as vision
-from tests.ranks import run_ranks
+from tests.checkpoint_files import write_sharded
+from tests.ranks import RanksFailed, run_ranks
 
 # (family, layout, settings): together every layout that is a way of its own to hold, cut or sum what pictures are.
 CASES = [
@@ -52,3 +57,206 @@ def test_logprobs_gradients_and_exports_are_those_of_transformers(prepared, fami
         assert vision.far(scored, logprobs) < 1e-5
         found = cases.distance(trained, reference(path, **rates))
         assert found.within(), found
+
+
+def test_what_is_frozen_stays_and_the_rest_trains_as_by_transformers(prepared):
+    """By parts, and with adapters beside the language model. Aligner and tower alone have a gradient through all of a frozen model."""
+    path, batches, logprobs = prepared("qwen2_5_vl")
+    ways = {way: vision.WAYS[way] for way in ("tower alone", "aligner alone", "frozen, reference", "LoRA")}
+    where = vision.LAYOUTS["TP2 SP"]
+    references = {way: cases.reference(path, vision.settings(path, chosen), batches) for way, chosen in ways.items()}
+    for found in run_ranks(vision.all_ways, where.world_size, path, where.settings, ways, batches, timeout=180):
+        for way, (scored, trained) in found.items():
+            assert vision.far(scored, logprobs) < 1e-5
+            assert cases.distance(trained, references[way]).within(), way
+
+
+# ---- what leaves no error: each is set here, and must be seen
+
+
+def no_mark(policy):
+    for chunk in policy.chunks:
+        for parameter in chunk.vision.tower.parameters():
+            parameter.sequence_parallel = False
+
+
+def axes_in_blocks(policy):
+    blocks = [axis for axis, count in enumerate(policy.exchange.map.shape.rope.sections) for _ in range(count)]
+    for chunk in policy.chunks:
+        chunk.axes = torch.tensor(blocks)
+
+
+def rotary_buffers_cast(policy):
+    for chunk in policy.chunks:
+        for buffer in chunk.vision.tower.buffers():
+            buffer.copy_(buffer.bfloat16())
+
+
+def deepstack_backwards(policy):
+    for chunk in policy.chunks:
+        chunk.vision._encode = lambda pictures, encode=chunk.vision._encode: (lambda first, *deep: [first, *deep[::-1]])(*encode(pictures))
+
+
+def plain_positions(_):
+    from megatron_grpo.batching import collate
+
+    collate.positions = lambda length, shown: np.tile(np.arange(length), (3, 1))
+
+
+def places_from_ids(_):
+    """As many as there are pictures' tokens, so that no length gives it away: the first of them, behind which a drawn one may stand."""
+    from megatron_grpo.batching import collate
+
+    right = collate.seen
+
+    def seen(sequences, contexts, in_stream):
+        found = right(sequences, contexts, in_stream)
+        drawn = [
+            in_stream(c, np.flatnonzero(sequences[c.row].token_ids[c.first : c.first + c.num_computed] == vision.IMAGE)) for c in contexts
+        ]
+        at = np.unique(np.concatenate(drawn))
+        return found._replace(at=at, token=np.arange(len(at)) % max(len(found.token), 1))
+
+    collate.seen = seen
+
+
+def once_for_each_child(_):
+    """A trunk's pictures enter as often as it has contexts."""
+    from megatron_grpo.batching import collate
+
+    right = collate.seen
+    collate.seen = lambda *args: (lambda found: found._replace(at=np.tile(found.at, 2), token=np.tile(found.token, 2)))(right(*args))
+
+
+MUTATIONS = {
+    "no mark": (no_mark, {}),
+    "axes in blocks": (axes_in_blocks, {}),
+    "rotary buffers cast": (rotary_buffers_cast, {}),
+    "deepstack backwards": (deepstack_backwards, {}),
+    "plain positions": (plain_positions, {}),
+    "places from ids": (places_from_ids, {}),
+    "a picture for each child": (once_for_each_child, dict(share_prompts="true")),
+}
+
+
+def mutated(rank, world, path, layout, batches):
+    from megatron_grpo.batching import collate
+
+    parallel = cases.join(vision.settings(path, {}, layout), world)
+    positions, seen, found = collate.positions, collate.seen, {}
+    for name, (mutate, chosen) in MUTATIONS.items():
+        cfg = vision.settings(path, vision.ALL_TRAINS | chosen, layout)
+        found[name] = vision.score_and_train(rank, world, path, cfg, batches, parallel, tamper=mutate)
+        collate.positions, collate.seen = positions, seen
+    return found
+
+
+def test_traps_that_leave_no_error_are_seen(prepared):
+    path, batches, logprobs = prepared("qwen3_vl")
+    where = vision.LAYOUTS["TP2 SP"]
+    right = reference(path)
+    found = run_ranks(mutated, where.world_size, path, where.settings, batches, timeout=180)[0]
+    far = {name: vision.far(scored, logprobs) for name, (scored, _) in found.items()}
+    for name, (_, trained) in found.items():
+        assert not cases.distance(trained, right).within(), name
+        # Of these log-probs say nothing: only the gradient of the tower is another.
+        assert (far[name] < 1e-5) == (name in ("no mark", "a picture for each child")), (name, far[name])
+
+
+def test_reductions_that_overlap_go_on_where_micro_batches_show_no_picture(tmp_path):
+    """Of two ranks that train one row at a time the second has no picture in the first micro-step, and then neither has."""
+    path = vision.write_vlm(tmp_path, "qwen2_vl")
+    batches = vision.rollout(path, groups=vision.APART, num_steps=2)
+    cfg = vision.settings(path, vision.WAYS["overlapped"])
+    right = cases.reference(path, cfg, batches)
+    for _, trained in run_ranks(vision.score_and_train, 2, path, cfg, batches):
+        assert cases.distance(trained, right).within()
+
+    def untouched(policy):
+        for chunk in policy.chunks:
+            chunk.vision._touched = lambda hidden: hidden
+
+    with pytest.raises(RanksFailed, match="Communication call has not been issued"):
+        run_ranks(lambda rank, world: vision.score_and_train(rank, world, path, cfg, batches, tamper=untouched), 2)
+
+
+def test_a_run_is_continued_bit_for_bit_and_in_another_layout(prepared, tmp_path):
+    path, batches, _ = prepared("qwen3_vl")
+
+    def settings(layout):
+        return vision.settings(path, vision.ALL_TRAINS | dict(share_prompts="true"), vision.LAYOUTS[layout].settings)
+
+    def weights(policy):
+        return {name: tensor.numpy().copy() for name, tensor in policy.named_weights()}
+
+    def begin(rank, world):
+        policy = cases.build(path, settings("TP2 SP"), world)
+        policy.train_step(cases.batch_of(policy, batches[0], 0))
+        write_sharded(policy.sharded_state_dict(is_loading=False), tmp_path)
+        policy.train_step(cases.batch_of(policy, batches[1], 1))
+        return weights(policy)
+
+    def go_on(rank, world, layout):
+        policy = cases.build(path, settings(layout), world)
+        policy.load_sharded_state_dict(read_sharded(policy.sharded_state_dict(is_loading=True), tmp_path))
+        policy.train_step(cases.batch_of(policy, batches[1], 1))
+        return weights(policy)
+
+    whole = run_ranks(begin, 2)[0]
+    again, elsewhere = run_ranks(go_on, 2, "TP2 SP")[0], run_ranks(go_on, 2, "CP2")[0]
+    assert all(np.array_equal(again[name], whole[name]) for name in whole)
+    assert max(cases.relative_error(elsewhere[name], whole[name]) for name in whole) < 1e-5
+
+
+def test_a_push_leaves_out_a_tower_that_stays_and_says_so(prepared):
+    """What the sampler has forgotten comes whole, whoever trains."""
+    path, _, _ = prepared("qwen2_5_vl")
+
+    def pushes(rank, world):
+        found, parallel = {}, cases.join(vision.settings(path, {}, vision.LAYOUTS["PP2"].settings), world)
+        for way in ("tower frozen", "aligner alone"):
+            policy = cases.build(path, vision.settings(path, vision.WAYS[way], vision.LAYOUTS["PP2"].settings), world, parallel)
+            for has_base in (True, False):
+                (update,) = policy.updates(3, has_base=has_base)
+                found[way, has_base] = update.moves_tower, {part_of(name) for name, _ in update.tensors}
+        return found
+
+    whole = True, {"llm", "vit", "aligner"}
+    for found in run_ranks(pushes, 2):
+        assert found == {
+            ("tower frozen", True): (False, {"llm"}),
+            ("tower frozen", False): whole,
+            ("aligner alone", True): whole,
+            ("aligner alone", False): whole,
+        }
+
+
+def test_outputs_of_a_frozen_tower_are_kept_by_key_and_given_away_with_the_memory(prepared):
+    path, batches, _ = prepared("qwen2_5_vl")
+
+    def encoded(rank, world):
+        policy = cases.build(path, vision.settings(path, {}), world)
+        (chunk,) = policy.chunks
+        encode, found = chunk.vision._encode, []
+        chunk.vision._encode = lambda pictures: found.append([one.key for one in pictures]) or encode(pictures)
+        first = policy.score(batches[0])
+        assert sorted(found) == [["a"], ["b"], ["c"]], "each once, and by itself"
+        again = policy.score(batches[0])
+        assert len(found) == 3 and all(np.array_equal(a, b) for a, b in zip(first, again, strict=True))
+        policy.make_room()
+        policy.score(batches[0])
+        assert len(found) == 6
+
+    run_ranks(encoded, 1)
+
+
+def test_frequencies_of_the_tower_stay_exact_where_weights_are_rounded(prepared):
+    from megatron_grpo.policy.vision import build_tower
+    from megatron_grpo.weights.shape import ModelShape
+
+    path, _, _ = prepared("qwen2_5_vl")
+    shape = ModelShape.from_pretrained(path)
+    coarse, exact = (build_tower(shape, path, dtype=dtype, device="cpu") for dtype in (torch.bfloat16, torch.float32))
+    assert all(parameter.dtype is torch.bfloat16 for parameter in coarse.parameters())
+    buffers = list(exact.buffers())
+    assert buffers and all(torch.equal(a, b) for a, b in zip(coarse.buffers(), buffers, strict=True))
