@@ -423,7 +423,7 @@ another output_dir."
 
     def pictures_of(self, number: int) -> tuple[tuple[int, Picture], ...]:
         """((place, picture), ...) of prompt `number` of the run, without drawing it: what a checkpoint of its rows leaves out."""
-        return self._prompt(number).pictures
+        return () if self.rows.album is None else self._prompt(number).pictures
 
     def _placed(self, index: int, token_ids: Sequence[int]) -> tuple[tuple[int, Picture], ...]:
         album = self.rows.album
