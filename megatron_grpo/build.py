@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -15,11 +15,15 @@ from megatron_grpo import train
 from megatron_grpo.checkpoint.resume import start_afresh
 from megatron_grpo.checkpoint.saving import Checkpoints
 from megatron_grpo.clock import Clock
+from megatron_grpo.data.chat import PromptEncoder
+from megatron_grpo.data.prompts import PromptStream
+from megatron_grpo.environments.loading import Stage
+from megatron_grpo.episodes import Episodes
 from megatron_grpo.errors import ConfigError, Problem
-from megatron_grpo.evaluate import Evaluator
+from megatron_grpo.evaluate import Evaluator, Question, sampling_of
 from megatron_grpo.grpo.loss import GrpoLoss
 from megatron_grpo.grpo.refused import is_truncated_sampling, truncated_sampling_warning
-from megatron_grpo.inputs import Inputs
+from megatron_grpo.inputs import Inputs, Looked
 from megatron_grpo.judge import Judge
 from megatron_grpo.metrics import Metrics
 from megatron_grpo.metrics.drift import DriftWatch
@@ -48,8 +52,10 @@ from megatron_grpo.rollout.adapters import LoraPush, lora_push
 from megatron_grpo.rollout.engine import Engine, Sampler, SamplingSettings, WeightHolder
 from megatron_grpo.rollout.experts import ExpertLayers
 from megatron_grpo.rollout.fleet import needs_of
+from megatron_grpo.rollout.turns import TurnEngine
 from megatron_grpo.rollouts import Asker, KlPenalty, Rollouts
 from megatron_grpo.settings.config import Config, GrpoConfig
+from megatron_grpo.settings.evaluation import how_evaluated, score_of
 from megatron_grpo.settings.write import write_config
 from megatron_grpo.sync import MakesRoom, Publisher, Restoring
 from megatron_grpo.types import Prompt
@@ -115,7 +121,7 @@ def put_together(
     )  # fmt: skip
     sampler = patient(started(engine or partial(ENGINES[cfg.rollout.vllm_mode], lora=lora), cfg, inputs, parallel, policy), stop)
     publisher = build_publisher(cfg, policy, sampler, say=journal.metrics.say)
-    in_turn = MakesRoom(Restoring(sampler, partial(publish_again, policy, publisher, clock)), policy)
+    in_turn = MakesRoom(Restoring(answering(cfg, inputs, sampler), partial(publish_again, policy, publisher, clock)), policy)
     sampling = SamplingSettings.of(cfg.rollout, num_generations=cfg.batch.num_generations)
     return train.Run(
         timetable=timetable,
@@ -124,7 +130,15 @@ def put_together(
         engine=sampler,
         publisher=publisher,
         rollouts=Rollouts(
-            Asker(in_turn, judge, sampling=sampling, seed=cfg.run.seed, clock=clock, experts=replayed_experts(cfg, inputs.shape)),
+            Asker(
+                in_turn,
+                judge,
+                sampling=sampling,
+                seed=cfg.run.seed,
+                clock=clock,
+                experts=replayed_experts(cfg, inputs.shape),
+                most_failed_episodes=cfg.turns.max_failed_episodes,
+            ),
             inputs.prompts,
             cfg=cfg.grpo,
             timetable=timetable,
@@ -135,7 +149,7 @@ def put_together(
         ),
         prompts=inputs.prompts,
         checkpoints=checkpoints,
-        evaluator=build_evaluator(cfg, inputs, in_turn, judge, sampling, last_step=timetable.num_steps),
+        evaluator=build_evaluator(cfg, inputs, in_turn, judge, last_step=timetable.num_steps),
         journal=journal,
         stop=stop,
         stop_drain_seconds=cfg.run.stop_drain_seconds,
@@ -143,18 +157,17 @@ def put_together(
     )
 
 
-def build_evaluator(
-    cfg: Config, inputs: Inputs, sampler: Sampler, judge: Judge, sampling: SamplingSettings, *, last_step: int
-) -> Evaluator:
-    return Evaluator(
-        held_out_prompts(inputs, cfg.eval.eval_num_prompts),
-        sampler,
-        judge,
-        sampling,
-        score=cfg.eval.eval_reward or judge.names[0],
-        every=cfg.eval.eval_steps,
-        last_step=last_step,
+def build_evaluator(cfg: Config, inputs: Looked, sampler: Sampler, judge: Judge, *, last_step: int) -> Evaluator:
+    """sampler: that of training's prompts, or one that stands for it."""
+    training = SamplingSettings.of(cfg.rollout, num_generations=cfg.batch.num_generations)
+    question = Question(
+        sets={name: held_out_prompts(stream, cfg.eval.eval_num_prompts) for name, stream in inputs.held_out.items()},
+        sampling=sampling_of(training, how_evaluated(cfg)),
+        score=score_of(cfg, judge.names),
+        pass_threshold=cfg.eval.eval_pass_threshold,
+        seed=cfg.eval.eval_seed,
     )
+    return Evaluator(question, sampler, judge, every=cfg.eval.eval_steps, last_step=last_step)
 
 
 def what_makes_room(made: Plan, parallel: ParallelState) -> tuple[Role, ...]:
@@ -194,6 +207,21 @@ def patient(sampler: Engine, stop: train.StopRequest) -> Engine:
     if hasattr(sampler, "gives_up"):
         sampler.gives_up = stop.gives_up
     return sampler
+
+
+def answering(cfg: Config, inputs: Looked, sampler: Engine) -> Sampler:
+    """The sampler, or what plays episodes over it."""
+    if inputs.environment is None:
+        return sampler
+    if not hasattr(sampler, "play"):
+        flag = "environment" if cfg.turns.environment else "tools"
+        message = f"{flag}: {type(sampler).__name__} has no `play` (rollout.turns.TurnEngine), and cannot draw turns. Leave {flag} out."
+        raise ConfigError([Problem(flags=(flag,), message=message)])
+    stage = Stage.of(
+        cfg, inputs.environment, cast(PromptEncoder, next(iter(inputs.streams)).encode).tokenizer,
+        model_path=inputs.model_path, max_model_len=inputs.longest_prompt + cfg.rollout.max_completion_length,
+    )  # fmt: skip
+    return Episodes(cast(TurnEngine, sampler), stage)
 
 
 def refuse_if_it_cannot_run_ahead(cfg: Config, sampler: Sampler) -> None:
@@ -247,11 +275,9 @@ def open_output(made: Plan, inputs: Inputs, parallel: ParallelState) -> Checkpoi
     return checkpoints
 
 
-def held_out_prompts(inputs: Inputs, most: int | None) -> list[Prompt]:
-    """What the evaluations ask, the same every time. most: None for all there are."""
-    if inputs.held_out is None:
-        return []
-    return inputs.held_out.take(min(len(inputs.held_out), most or len(inputs.held_out)))
+def held_out_prompts(stream: PromptStream, most: int | None) -> list[Prompt]:
+    """What the evaluations ask of a set, the same every time. most: None for all there are."""
+    return stream.take(min(len(stream), most or len(stream)))
 
 
 def build_journal(made: Plan, judge: Judge, parallel: ParallelState, clock: Clock) -> Journal:
@@ -324,7 +350,7 @@ def how_adapters_travel(
     return found
 
 
-def build_colocated(cfg: Config, inputs: Inputs, parallel: ParallelState, *, lora: LoraPush | None = None) -> Engine:
+def build_colocated(cfg: Config, inputs: Looked, parallel: ParallelState, *, lora: LoraPush | None = None) -> Engine:
     """vLLM inside the trainer's own ranks. Collective."""
     from megatron_grpo.rollout.colocated import ColocatedEngine
 
@@ -348,7 +374,7 @@ def replayed_experts(cfg: Config, shape: ModelShape) -> ExpertLayers | None:
     return ExpertLayers.of(shape) if cfg.grpo.router_replay_mode == "R3" else None
 
 
-def build_servers(cfg: Config, inputs: Inputs, parallel: ParallelState, *, lora: LoraPush | None = None) -> Engine:
+def build_servers(cfg: Config, inputs: Looked, parallel: ParallelState, *, lora: LoraPush | None = None) -> Engine:
     """Rollout servers, which are waited for. Collective."""
     from megatron_grpo.rollout.servers import ServerEngine
 

@@ -100,6 +100,25 @@ def export(argv: list[str]) -> int:
     return run_export(parsed)
 
 
+def evaluate(argv: list[str]) -> int:
+    """Samples held-out sets with a model, an export, an adapter or a checkpoint (--resume) of any layout, and scores them."""
+    from megatron_grpo.settings import parse
+    from megatron_grpo.sizing.dialects import DIALECTS
+
+    launched = launcher.read()
+    if launched.by_torchrun:
+        die_with_parent()
+    parsed = parse(argv, launcher_world_size=launched.world_size if launched.is_launched else None, dialects=DIALECTS)
+    if parsed.print_config:
+        return _print_config(parsed.config)
+    from megatron_grpo.run.quiet import quiet_libraries
+
+    quiet_libraries()
+    from megatron_grpo.run.evaluating import run_eval
+
+    return run_eval(parsed)
+
+
 def serve(argv: list[str]) -> int:
     """A rollout server: one vLLM engine that a run owns, pushes weights to and samples from (train --vllm_mode server)."""
     from megatron_grpo.settings import parse
@@ -141,7 +160,7 @@ def rehearse(argv: list[str]) -> int:
 
 
 COMMANDS: dict[str, Command] = {
-    "train": train, "plan": plan, "rehearse": rehearse, "export": export, "serve": serve, "doctor": doctor,
+    "train": train, "plan": plan, "rehearse": rehearse, "eval": evaluate, "export": export, "serve": serve, "doctor": doctor,
 }  # fmt: skip
 
 

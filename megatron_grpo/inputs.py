@@ -12,11 +12,13 @@ from contextlib import redirect_stdout
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from megatron_grpo import launcher
 from megatron_grpo.data.chat import load_tokenizer
 from megatron_grpo.data.files import is_path
+from megatron_grpo.environments.loading import EPISODE_COLUMNS, load_environment
+from megatron_grpo.environments.protocol import Environment
 from megatron_grpo.errors import ConfigError, Problem
 from megatron_grpo.planning.check import Checked, check_parsed
 from megatron_grpo.planning.command import Plan, make_plan
@@ -25,6 +27,7 @@ from megatron_grpo.rewards.loading import check_columns, close_rewards, load_rew
 from megatron_grpo.rewards.protocol import RewardFunction
 from megatron_grpo.settings import Parsed
 from megatron_grpo.settings.config import Config
+from megatron_grpo.settings.evaluation import flag_of, sets_of
 from megatron_grpo.settings.read import COMMAND_LINE
 from megatron_grpo.weights.fit import length_problems
 from megatron_grpo.weights.shape import ModelShape
@@ -40,26 +43,41 @@ _ADAPTERS = ("adapters", "ref_adapters")  # settings that name a directory of PE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Inputs:
-    """Everything here has been looked at and can be used."""
+class Looked:
+    """What an evaluation needs. Everything here has been looked at and can be used."""
 
     model_path: Path
     shape: ModelShape
-    prompts: PromptStream
-    held_out: PromptStream | None
+    held_out: Mapping[str, PromptStream]  # sets by name
     rewards: list[RewardFunction]
     eyes: Eyes | None  # of a model that sees
-    resume: Resume  # how the run begins
+    environment: type[Environment] | None  # whose objects are episodes, where completions are
 
     @property
     def longest_prompt(self) -> int:
         """Tokens."""
-        return max(stream.longest_prompt for stream in (self.prompts, self.held_out) if stream is not None)
+        return max(stream.longest_prompt for stream in self.streams)
 
     @property
     def most_pictures(self) -> int:
         """Of a prompt."""
-        return max(stream.rows.most_pictures for stream in (self.prompts, self.held_out) if stream is not None)
+        return max(stream.rows.most_pictures for stream in self.streams)
+
+    @property
+    def streams(self) -> list[PromptStream]:
+        return list(self.held_out.values())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inputs(Looked):
+    """What a run needs."""
+
+    prompts: PromptStream
+    resume: Resume  # how the run begins
+
+    @property
+    def streams(self) -> list[PromptStream]:
+        return [self.prompts, *self.held_out.values()]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,8 +87,9 @@ class Found:
     model_path: Path | None
     shape: ModelShape | None
     prompts: PromptStream | PromptRows | None
-    held_out: PromptStream | PromptRows | None
+    held_out: Mapping[str, PromptStream | PromptRows]
     rewards: list[RewardFunction]
+    environment: type[Environment] | None = None
     eyes: Eyes | None = None
 
 
@@ -112,9 +131,10 @@ def _left_out(cfg: Config) -> dict[str, str]:
         directory = getattr(cfg.tuner, flag)
         if directory and _is_guest(cfg, flag) and not Path(directory).exists():
             parts |= {flag: f"{flag} ({directory} is not on this machine): ranks and targets are taken from the settings"}
-    for flag, name in (("dataset", cfg.data.dataset), ("eval_dataset", cfg.eval.eval_dataset)):
-        if _is_elsewhere(cfg, flag, name):
-            parts |= {flag: f"the rows of {flag} ({name} is not on this machine)"}
+    sets = [("dataset", "dataset", cfg.data.dataset), *((part_of(name), flag_of(name, cfg), at) for name, at in sets_of(cfg).items())]
+    for part, flag, where in sets:
+        if _is_elsewhere(cfg, flag, where):
+            parts |= {part: f"the rows of {flag} ({where} is not on this machine)"}
     if not cfg.data.dataset:
         parts |= {"dataset": "the data set (none given)"}
     if not rewards.reward_funcs:
@@ -124,6 +144,9 @@ def _left_out(cfg: Config) -> dict[str, str]:
     if _is_guest(cfg, "reward_funcs"):
         absent = [spec for spec in rewards.reward_funcs if not may_be_here(spec)]
         parts |= {spec: f"the reward {spec} (not on this machine)" for spec in absent}
+    specs = [spec for spec in (cfg.turns.environment, *cfg.turns.tools) if spec and ":" in spec]
+    if (_is_guest(cfg, "environment") or _is_guest(cfg, "tools")) and not all(map(may_be_here, specs)):
+        parts |= {"environment": f"the environment ({', '.join(specs)} is not on this machine)"}
     if _is_guest(cfg, "report_to"):
         parts |= {"report_to": f"whether {' and '.join(cfg.run.report_to)} can be reported to"}
     return parts
@@ -246,35 +269,96 @@ def read_inputs(cfg: Config, left_out: Collection[str] = ()) -> Found:
         problems.add(_bases_of_adapters(cfg, model_path))
     if shape and "tokenizer" not in left_out:
         tokenizer = problems.attempt(partial(load_tokenizer, str(model_path)))
-    sight = Sight(None, is_blind=False)  # nobody knows
-    if model_path and shape:
-        sight = problems.attempt(lambda: _sight_of(cfg, model_path, left_out)) or sight
-    prompts = held_out = None
-    if "dataset" not in left_out:
-        prompts = problems.attempt(lambda: _read_data(cfg, tokenizer, "dataset", sight))
-    if cfg.eval.eval_dataset and "eval_dataset" not in left_out:
-        held_out = problems.attempt(lambda: _read_data(cfg, tokenizer, "eval_dataset", sight))
+    sight = (problems.attempt(lambda: _sight_of(cfg, model_path, left_out)) if model_path and shape else None) or UNKNOWN
+    environment = None if "environment" in left_out else problems.attempt(partial(load_environment, cfg, tokenizer))
+    reader = _Reader(cfg, tokenizer, sight, environment)
+    prompts = None if "dataset" in left_out else problems.attempt(reader.read)
+    held_out = _read_held_out(reader, left_out, problems)
     rewards = [] if "rewards" in left_out else problems.attempt(partial(load_rewards, cfg, left_out=left_out))
-    if rewards and (rows := _rows_of(prompts)):
-        problems.attempt(partial(check_columns, rewards, rows.column_names()))
-    for found, flag in ((prompts, "dataset"), (held_out, "eval_dataset")):
-        if shape and tokenizer and (rows := _rows_of(found)):
-            problems.add(_lengths_of_data(cfg, shape, rows, flag))
+    every = [("dataset", prompts), *((flag_of(name, cfg), found) for name, found in held_out.items())]
+    looked = [(flag, rows) for flag, found in every if (rows := _rows_of(found))]
+    _look_at_rows(cfg, shape if tokenizer else None, rewards or [], looked, problems)
     if cfg.rollout.vllm_mode == "server" and shape and "servers" not in left_out and launcher.read().rank == 0:
-        longest = max((rows.longest_prompt or 0 for found in (prompts, held_out) if (rows := _rows_of(found))), default=0)
-        problems.add(problems.attempt(partial(_servers, cfg, shape, longest)) or [])
+        longest = max((rows.longest_prompt or 0 for _, rows in looked), default=0)
+        most = max((rows.most_pictures for _, rows in looked), default=0)
+        problems.add(problems.attempt(partial(_servers, cfg, shape, longest, sight.eyes, most)) or [])
     if problems or rewards is None:
         close_rewards(rewards or [])
         raise ConfigError(problems)
-    return Found(model_path=model_path, shape=shape, prompts=prompts, held_out=held_out, rewards=rewards, eyes=sight.eyes)
+    return Found(
+        model_path=model_path, shape=shape, prompts=prompts, held_out=held_out, rewards=rewards, environment=environment, eyes=sight.eyes
+    )
 
 
-def _servers(cfg: Config, shape: ModelShape, longest_prompt: int) -> list[Problem]:
+def _columns(cfg: Config, rows: PromptRows, flag: str) -> tuple[str, ...]:
+    """What rewards can count on: columns of the data, and of episodes. Raises ConfigError where a name means both."""
+    names = rows.column_names()
+    if not cfg.turns.plays:
+        return names
+    if both := [name for name in names if name in EPISODE_COLUMNS]:
+        message = f"{flag} has the column {', '.join(both)}, and rewards get that name of an episode. Give the column another one."
+        raise ConfigError([Problem(flags=(flag,), message=message)])
+    return (*names, *EPISODE_COLUMNS)
+
+
+def _check_columns(cfg: Config, rewards: list[RewardFunction], rows: PromptRows, flag: str) -> None:
+    check_columns(rewards, _columns(cfg, rows, flag), flag=flag)
+
+
+def read_to_evaluate(cfg: Config) -> Looked:
+    """For `eval`: model, held-out sets and rewards. Raises ConfigError with the problems of all of them at once."""
+    problems = _Problems()
+    shape = tokenizer = None
+    model_path = problems.attempt(partial(find_model, cfg.model.model))
+    if model_path:
+        shape = problems.attempt(partial(ModelShape.from_pretrained, model_path))
+        problems.attempt(partial(stored_names, model_path))
+    if model_path and shape and cfg.tuner.tuner_type == "lora":
+        problems.add(_bases_of_adapters(cfg, model_path))
+    if shape:
+        tokenizer = problems.attempt(partial(load_tokenizer, str(model_path)))
+    sight = (problems.attempt(lambda: _sight_of(cfg, model_path, ())) if model_path and shape else None) or UNKNOWN
+    environment = problems.attempt(partial(load_environment, cfg, tokenizer))
+    held_out = _read_held_out(_Reader(cfg, tokenizer, sight, environment), (), problems)
+    rewards = problems.attempt(partial(load_rewards, cfg))
+    looked = [(flag_of(name, cfg), rows) for name, found in held_out.items() if (rows := _rows_of(found))]
+    _look_at_rows(cfg, shape if tokenizer else None, rewards or [], looked, problems)
+    if problems or model_path is None or shape is None or rewards is None:
+        close_rewards(rewards or [])
+        raise ConfigError(problems)
+    streams = cast("Mapping[str, PromptStream]", held_out)
+    return Looked(model_path=model_path, shape=shape, held_out=streams, rewards=rewards, environment=environment, eyes=sight.eyes)
+
+
+def _read_held_out(reader: _Reader, left_out: Collection[str], problems: _Problems) -> dict[str, PromptStream | PromptRows]:
+    names = [name for name in sets_of(reader.cfg) if part_of(name) not in left_out]
+    read = {name: problems.attempt(partial(reader.read, name)) for name in names}
+    return {name: found for name, found in read.items() if found is not None}
+
+
+def part_of(name: str) -> str:
+    """What stands for a held-out set among the parts that are left out."""
+    return f"held-out set {name}"
+
+
+def _look_at_rows(
+    cfg: Config, shape: ModelShape | None, rewards: list[RewardFunction], looked: list[tuple[str, PromptRows]], problems: _Problems
+) -> None:
+    """Whether rewards find their columns in every set, and prompts their place in the model. looked: (setting, rows)."""
+    for flag, rows in looked:
+        if rewards:
+            problems.attempt(partial(_check_columns, cfg, rewards, rows, flag))
+        if shape:
+            problems.add(_lengths_of_data(cfg, shape, rows, flag))
+
+
+def _servers(cfg: Config, shape: ModelShape, longest_prompt: int, eyes: Eyes | None, most_pictures: int) -> list[Problem]:
     """Of rollout servers that answer already. The rank that will speak to them looks; the others may have no way to them."""
     from megatron_grpo.rollout.adapters import lora_push
     from megatron_grpo.rollout.fleet import needs_of, problems_with_servers
 
-    return problems_with_servers(cfg, needs_of(cfg, longest_prompt, lora_push(cfg, shape, on_gpu=None)))
+    lora = lora_push(cfg, shape, on_gpu=None)
+    return problems_with_servers(cfg, needs_of(cfg, longest_prompt, lora, eyes=eyes, most_pictures=most_pictures))
 
 
 def _bases_of_adapters(cfg: Config, model_path: Path) -> list[Problem]:
@@ -293,6 +377,9 @@ class Sight:
     is_blind: bool  # it has none
 
 
+UNKNOWN = Sight(None, is_blind=False)
+
+
 def _sight_of(cfg: Config, model_path: Path, left_out: Collection[str]) -> Sight:
     from megatron_grpo.data.eyes import eyes_of, sees
     from megatron_grpo.weights.shape import read_config
@@ -303,19 +390,34 @@ def _sight_of(cfg: Config, model_path: Path, left_out: Collection[str]) -> Sight
     return Sight(None if is_config_alone else eyes_of(cfg.data, model_path), is_blind=False)
 
 
-def _read_data(cfg: Config, tokenizer: Any, flag: str, sight: Sight) -> PromptStream | PromptRows:
-    """A data set as a stream of prompts; without a tokenizer its rows, which can be looked at all the same."""
-    from megatron_grpo.data.prompts import check_pictures, load_rows, open_stream
-    from megatron_grpo.data.tokens import FEW
+@dataclass(frozen=True, slots=True)
+class _Reader:
+    """Reads the data sets of a run, as its model and its episodes need them."""
 
-    held_out = flag == "eval_dataset"
-    dataset = cfg.eval.eval_dataset if held_out else cfg.data.dataset
-    if not tokenizer:
-        rows = load_rows(cfg.data, dataset=dataset, flag=flag, eyes=sight.eyes, is_blind=sight.is_blind)
-        check_pictures(rows, at_most=FEW)
-        return rows
-    seed, shuffle = (0, False) if held_out else (cfg.run.seed, None)
-    return open_stream(cfg.data, tokenizer, dataset=dataset, flag=flag, seed=seed, shuffle=shuffle, eyes=sight.eyes)
+    cfg: Config
+    tokenizer: Any
+    sight: Sight
+    environment: type[Environment] | None
+
+    def read(self, held_out: str | None = None) -> PromptStream | PromptRows:
+        """A stream of prompts; without a tokenizer its rows, which can be looked at all the same. held_out: name of a set."""
+        from megatron_grpo.data.prompts import check_for_episodes, check_pictures, load_rows, open_stream
+        from megatron_grpo.data.tokens import FEW
+
+        cfg = self.cfg
+        flag = "dataset" if held_out is None else flag_of(held_out, cfg)
+        dataset = cfg.data.dataset if held_out is None else sets_of(cfg)[held_out]
+        if not self.tokenizer:
+            rows = load_rows(cfg.data, dataset=dataset, flag=flag, eyes=self.sight.eyes, is_blind=self.sight.is_blind)
+            check_pictures(rows, at_most=FEW)
+            if self.environment is not None:
+                check_for_episodes(rows, flag)
+            return rows
+        seed, shuffle = (cfg.run.seed, None) if held_out is None else (0, False)
+        tools = None if self.environment is None else self.environment.tools
+        return open_stream(
+            cfg.data, self.tokenizer, dataset=dataset, flag=flag, seed=seed, shuffle=shuffle, eyes=self.sight.eyes, tools=tools
+        )
 
 
 def check_report_to(cfg: Config) -> None:

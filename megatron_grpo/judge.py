@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from itertools import accumulate
 from typing import Any
 
 from megatron_grpo import activity
@@ -16,7 +15,7 @@ from megatron_grpo.errors import GivenUp, RewardError
 from megatron_grpo.parallel import collectives
 from megatron_grpo.rewards.protocol import RewardBatch, RewardFunction, Score
 from megatron_grpo.rewards.scoring import Notice, Scores, score
-from megatron_grpo.types import Group, ScoredGroup
+from megatron_grpo.types import Completion, EpisodeRecord, Group, Prompt, ScoredGroup
 
 _LOG = logging.getLogger(__name__)
 
@@ -52,8 +51,10 @@ class Judge:
             local = error
         self._agree(local)
         assert isinstance(local, Scores)
-        ends = list(accumulate(len(group.completions) for group in groups))
-        return [ScoredGroup(group=group, rewards=tuple(local.rows[end - len(group.completions) : end])) for group, end in zip(groups, ends)]
+        given, none = iter(local.rows), (None,) * len(self.functions)
+        return [
+            ScoredGroup(group=group, rewards=tuple(none if one.is_failed else next(given) for one in group.completions)) for group in groups
+        ]
 
     def warn_of_sameness(self, rows: Sequence[Sequence[Score]]) -> None:
         """One line, once, for a function that has given nothing, or one value, as long as the run has lasted.
@@ -80,22 +81,45 @@ class Judge:
 
 
 def as_batch(groups: Sequence[Group], *, places: Sequence[int] | None = None, trainer_state: Any = None) -> RewardBatch:
-    """Completions of all groups in TRL's shape. A column that a row lacks is None there. places: see `Judge`."""
+    """Completions of all groups in TRL's shape. A column that a row lacks is None there. places: see `Judge`.
+
+    An episode that failed is left out: nobody judges it. Of the others there are the columns of `of_episodes`.
+    """
     names = list(dict.fromkeys(name for group in groups for name in group.prompt.columns))
     places = range(len(groups)) if places is None else places
     rows = [
         (group.prompt, place * len(group.completions) + number, number, completion)
         for group, place in zip(groups, places, strict=True)
         for number, completion in enumerate(group.completions)
+        if not completion.is_failed
     ]
+    records = [completion.record for *_, completion in rows if completion.record is not None]
     return RewardBatch(
         prompts=[prompt.raw for prompt, *_ in rows],
-        completions=[as_completion(prompt.raw, completion.text) for prompt, _, _, completion in rows],
+        completions=[_told(prompt, completion) for prompt, _, _, completion in rows],
         completion_ids=[completion.answer_ids for *_, completion in rows],
-        columns={name: [prompt.columns.get(name) for prompt, *_ in rows] for name in names},
+        columns={name: [prompt.columns.get(name) for prompt, *_ in rows] for name in names} | (of_episodes(records) if records else {}),
         labels=[f"row {row} of the rollout (data-set row {prompt.row}, completion number {number})" for prompt, row, number, _ in rows],
         trainer_state=trainer_state,
     )
+
+
+def _told(prompt: Prompt, completion: Completion) -> Any:
+    """Of an episode all messages after its opening: the model's, its tools' and its environment's."""
+    record = completion.record
+    if record is None:
+        return as_completion(prompt.raw, completion.text)
+    return [dict(message) for message in record.messages[record.num_opening :]]
+
+
+def of_episodes(records: Sequence[EpisodeRecord]) -> dict[str, list[Any]]:
+    """What reward functions get of episodes by name, besides their completions."""
+    return {
+        "messages": [[dict(message) for message in one.messages] for one in records],
+        "turn_rewards": [list(one.turn_rewards) for one in records],
+        "num_turns": [one.numbers.num_turns for one in records],
+        "ended": [one.numbers.ended for one in records],
+    }
 
 
 def _warn_once(functions: Sequence[RewardFunction], notices: Sequence[Notice], *, aloud: bool) -> None:

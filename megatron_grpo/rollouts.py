@@ -21,6 +21,7 @@ from megatron_grpo.batching.split import BatchCut
 from megatron_grpo.batching.timetable import Timetable
 from megatron_grpo.clock import Clock
 from megatron_grpo.data.prompts import PromptStream
+from megatron_grpo.episodes import check_failures
 from megatron_grpo.grpo.advantages import Advantages, advantages
 from megatron_grpo.judge import Judge
 from megatron_grpo.metrics.rollout import JudgedRollout
@@ -89,12 +90,21 @@ class Asker:
     """Prompts -> verdicts, the same on every rank. Keeps the groups that this rank has judged, until they are taken.
 
     seed: of the run. clock: told what sampling and judging take. experts: if the sampler must tell which ones it took.
+    most_failed_episodes: the largest share of a rollout's episodes that may fail by their environment's fault.
     """
 
     def __init__(
-        self, sampler: Sampler, judge: Judge, *, sampling: SamplingSettings, seed: int, clock: Clock, experts: ExpertLayers | None = None
+        self,
+        sampler: Sampler,
+        judge: Judge,
+        *,
+        sampling: SamplingSettings,
+        seed: int,
+        clock: Clock,
+        experts: ExpertLayers | None = None,
+        most_failed_episodes: float = 1.0,
     ):
-        self.experts = experts
+        self.experts, self.most_failed_episodes = experts, most_failed_episodes
         self.sampler, self.judge, self.sampling, self.seed, self.clock = sampler, judge, sampling, seed, clock
         self._ahead = Ahead(sampler)
         self._held: dict[int, ScoredGroup] = {}  # by the prompt's number
@@ -285,6 +295,7 @@ class Rollouts:
             dynamic_sample=cfg.dynamic_sample,
             max_resample_times=cfg.max_resample_times,
         )
+        check_failures(reaped.sampled, self.asker.most_failed_episodes)
         return reaped, self.asker.take(reaped.kept)
 
     def _finish(self, number: int, reaped: Harvest, mine: Mapping[int, ScoredGroup], *, drained_at: int | None) -> Rollout:
@@ -327,7 +338,7 @@ class Rollouts:
 
     def _sample(self, key: RowKey, completion: Completion, verdict: Verdict, found: Advantages) -> Sample:
         place, member = divmod(key[1], len(verdict.rewards))
-        sequence, trains = completion.sequence, not completion.is_refused
+        sequence, trains = completion.sequence, verdict.trains[member]
         sample = Sample(
             rollout=key[0],
             row=key[1],
@@ -359,7 +370,7 @@ class Rollouts:
             fresh_at=self._fresh_at(key[0], verdict),
             prefix=verdict.prefix,
             contexts=verdict.contexts[member],
-            num_masked=0 if verdict.is_refused[member] else verdict.num_drawn[member],
+            num_masked=verdict.num_drawn[member] if verdict.trains[member] else 0,
             is_dead=bool(found.is_dead[place]),
             is_truncated=verdict.is_truncated[member],
             is_anchored=is_anchored,

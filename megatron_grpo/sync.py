@@ -21,7 +21,6 @@ from megatron_grpo.cleanup import CleanUp
 from megatron_grpo.parallel import collectives
 from megatron_grpo.rollout.engine import (
     BackgroundSampler,
-    Engine,
     Flight,
     HolderChanged,
     Sampler,
@@ -190,7 +189,7 @@ class Restoring:
     They are newer than those that were lost if the policy has trained since the question was begun.
     """
 
-    def __init__(self, engine: Engine, publish: Callable[[], object]):
+    def __init__(self, engine: Sampler, publish: Callable[[], object]):
         """publish: gives the engine the policy's weights. Collective."""
         self.engine, self._publish = engine, publish
 

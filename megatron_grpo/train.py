@@ -169,8 +169,8 @@ def evaluate_if_due(run: Run, progress: Progress, steps: Iterable[int]) -> None:
     if run.evaluator.is_due(steps):
         publish(run, progress.step)
         with run.journal.clock("eval"):
-            results = run.evaluator.run()
-        run.journal.evaluation(progress, results)
+            evaluated = run.evaluator.run()
+        run.journal.evaluation(progress, evaluated)
 
 
 def save(run: Run, progress: Progress, pending: Pending, *, completely: bool) -> None:

@@ -94,6 +94,30 @@ def whole(tokens: SequenceOf[int], shown: tuple[tuple[int, Picture], ...] = ()) 
     return Sequence(token_ids=token_ids, mask=np.arange(len(token_ids)) > 0, shown=shown)
 
 
+FAULTS = ("error", "timeout", "nonsense")  # how an episode ends by the fault of its environment: it has no reward, and trains nothing
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpisodeNumbers:
+    """What every rank knows of an episode, besides what it knows of any completion."""
+
+    ended: str  # "done", "max_turns", "length", or one of FAULTS
+    num_turns: int
+    seconds: float  # that its environment took
+    metrics: Mapping[str, float]  # the environment's own, summed over its turns
+    fault: str = ""  # what the environment did, where it is at fault
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpisodeRecord:
+    """What was said in an episode, for those who judge it and write it down."""
+
+    numbers: EpisodeNumbers
+    messages: tuple[Mapping[str, Any], ...]  # from the opening on
+    num_opening: int  # of those, the messages that the first turn answers
+    turn_rewards: tuple[float | None, ...]  # the environment's, by turn; None where it gave none
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Completion:
     """One sampled response, behind what it answers. `sequence.mask` marks the tokens that the sampler drew itself."""
@@ -101,8 +125,9 @@ class Completion:
     sequence: Sequence
     logprobs: np.ndarray  # float32 [T], the sampler's own of each drawn token; 0 elsewhere
     text: str
-    ended: str  # "stop" or "length"; an episode has further reasons
+    ended: str  # "stop" or "length"; of an episode see `EpisodeNumbers`
     versions: tuple[tuple[int, int, int], ...]  # (weights version, begin, end) of each stretch, in tokens of the sequence
+    record: EpisodeRecord | None = None  # of an episode
 
     @property
     def version(self) -> int:
@@ -124,6 +149,11 @@ class Completion:
     def is_refused(self) -> bool:
         """Its log-probs were those of no distribution (`rollout.logprobs`). Nothing of it is trained; it still counts in N."""
         return bool(np.isnan(self.logprobs).any())
+
+    @property
+    def is_failed(self) -> bool:
+        """Its environment is at fault. No reward applies to it and nothing of it is trained; it still counts in N."""
+        return self.ended in FAULTS
 
 
 def answered(
@@ -190,6 +220,13 @@ class Verdict:
     num_drawn: tuple[int, ...]  # [G]
     is_truncated: tuple[bool, ...]  # [G]: ended by the limit of its length
     is_refused: tuple[bool, ...]  # [G]: its log-probs were those of no distribution
+    episodes: tuple[EpisodeNumbers, ...] = ()  # [G], where completions are episodes
+
+    @property
+    def trains(self) -> tuple[bool, ...]:
+        """[G]: whether its drawn tokens may be trained."""
+        is_failed = [episode.ended in FAULTS for episode in self.episodes] or [False] * len(self.is_refused)
+        return tuple(not (refused or failed) for refused, failed in zip(self.is_refused, is_failed, strict=True))
 
     @classmethod
     def of(cls, scored: ScoredGroup) -> Verdict:
@@ -203,6 +240,7 @@ class Verdict:
             num_drawn=tuple(one.num_drawn for one in group.completions),
             is_truncated=tuple(one.ended == "length" for one in group.completions),
             is_refused=tuple(one.is_refused for one in group.completions),
+            episodes=tuple(one.record.numbers for one in group.completions if one.record is not None),
         )
 
 

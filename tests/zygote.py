@@ -21,6 +21,7 @@ import tempfile
 import time
 import traceback
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 # What a rank of any test may need. vLLM loads its worker, model runner and attention modules late; here they are loaded once for all.
@@ -37,6 +38,7 @@ MODULES = (
     "vllm.model_executor.layers.quantization.online.base", "vllm.plugins.lora_resolvers.filesystem_resolver",
     "vllm.lora.worker_manager", "vllm.lora.punica_wrapper.punica_cpu", "peft",
 )  # fmt: skip
+ROOT = Path(__file__).resolve().parents[1]
 GRACE_AFTER_FAILURE = 0.5  # seconds in which the other ranks of a failed run may still report their own error
 
 
@@ -74,7 +76,8 @@ def main(fd: int) -> None:
     control = socket.socket(fileno=fd)
     gc.disable()
     missing = {}
-    for name in MODULES:
+    sys.path[0] = str(ROOT)
+    for name in (*MODULES, *_own_modules()):
         try:
             importlib.import_module(name)
         except ImportError as error:  # an optional part; the test that needs it says so better than we could
@@ -92,6 +95,13 @@ def main(fd: int) -> None:
         except EOFError:
             os._exit(0)  # some library prints pages about its own leaks at a regular exit
         send(control, serve(control, request))
+
+
+def _own_modules() -> list[str]:
+    """The program's modules and those that tests share: to import them was most of what a rank of a short test did."""
+    files = [file for folder in ("megatron_grpo", "tests") for file in sorted((ROOT / folder).rglob("*.py"))]
+    kept = [file for file in files if not file.name.startswith(("test_", "conftest", "__")) and (file.parent / "__init__.py").exists()]
+    return [".".join(file.relative_to(ROOT).with_suffix("").parts) for file in kept]
 
 
 def serve(control: socket.socket, request: dict) -> dict:

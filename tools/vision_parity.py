@@ -23,7 +23,8 @@ from tests import vision_cases as vision  # noqa: E402
 from tests.ranks import RanksFailed, run_ranks  # noqa: E402
 
 STEPS = 2
-LIMITS = {"loss": 1e-6, "gradient": 1e-5, "weight": 1e-5}
+# Adapters begin at zero: what two steps have made of them has the relative error of a step, which Adam divides by its size.
+LIMITS = {"loss": 1e-6, "gradient": 1e-5, "weight": 5e-5}
 
 
 def main() -> int:

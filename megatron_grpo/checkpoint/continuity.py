@@ -31,6 +31,7 @@ _TABLE = {
         model transformer_impl share_prompts moe_aux_loss_coeff moe_z_loss_coeff lora_dropout adapters ref_adapters vllm_enable_lora
         dataset dataset_split max_prompt_length truncation_strategy system enable_thinking
         vllm_mode async_rollout_depth max_completion_length top_p top_k stop stop_token_ids vllm_dtype
+        environment tools max_turns turn_history turn_discount environment_timeout max_failed_episodes tool_call_parser
         reward_funcs reward_weights reward_timeout reward_on_error answer_column accuracy_exact math_timeout format_tags length_target
         cosine_min_len_value_wrong cosine_max_len_value_wrong cosine_min_len_value_correct cosine_max_len_value_correct cosine_max_len
         repetition_n_grams repetition_max_penalty code_timeout code_memory_mb code_all_or_nothing reward_model reward_model_url
@@ -42,7 +43,8 @@ _TABLE = {
         off_policy_sequence_mask_delta ref_model_sync_steps ref_model_mixup_alpha soft_max_length soft_cache_length
         lr vit_lr aligner_lr min_lr lr_decay_style lr_warmup_iters lr_warmup_fraction weight_decay adam_beta1 adam_beta2 adam_eps clip_grad
         skip_grad_norm_above skip_grad_norm_factor max_skipped_steps
-        max_steps num_train_epochs eval_dataset eval_num_prompts eval_reward
+        max_steps num_train_epochs eval_dataset eval_datasets eval_num_prompts eval_reward num_generations_eval eval_temperature
+        eval_pass_threshold eval_seed
     """,
     "free": """
         bf16 async_generate stop_drain_seconds stop_after_minutes stop_before_end_seconds requeue merge_lora
@@ -57,7 +59,7 @@ _TABLE = {
         vllm_enforce_eager vllm_enable_prefix_caching sleep_level logp_difference_warn verify_weight_push
         weight_sync_bucket_mb vllm_server_host vllm_server_port vllm_server_base_url vllm_server_timeout vllm_server_ca
         vllm_server_token_file offload_model offload_optimizer code_num_workers code_without_landlock
-        reward_model_batch_size reward_concurrency llm_judge_api_key_env log_entropy
+        reward_model_batch_size reward_concurrency max_environment_concurrency llm_judge_api_key_env log_entropy
         overlap_grad_reduce overlap_param_gather optimizer_cpu_offload optimizer_offload_fraction save_interval_seconds
         output_dir save_steps save_total_limit async_save resume report_to log_completions_steps log_completions_nodes overwrite_output_dir
         export_hf eval_steps load_from_cache_file run_name project push_to_hub hub_model_id hub_private_repo

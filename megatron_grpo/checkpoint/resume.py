@@ -34,6 +34,7 @@ WRITTEN_BY_A_RUN = (
     "hf_merged",
     "metrics.jsonl",
     "evaluations.jsonl",
+    "evaluations",
     "skipped.jsonl",
     "schedule.jsonl",
     "untold.json",

@@ -36,27 +36,39 @@ def load_tokenizer(path: str) -> Any:
     return tokenizer
 
 
+def opening_of(raw: Sequence[Mapping[str, Any]], *, system: str | None = None, eyes: Eyes | None = None) -> list[Mapping[str, Any]]:
+    """Chat messages as the template is to get them. `system` is put before those that have no system message of their own."""
+    content_of = with_parts if eyes else text_of_parts
+    messages: list[Mapping[str, Any]] = [dict(message) | {"content": content_of(message["content"])} for message in raw]
+    if system is not None and messages[0]["role"] != "system":
+        messages.insert(0, {"role": "system", "content": system})
+    return messages
+
+
 def encode_prompt(
-    tokenizer: Any, raw: Raw, *, system: str | None = None, enable_thinking: bool | None = None, eyes: Eyes | None = None
+    tokenizer: Any,
+    raw: Raw,
+    *,
+    system: str | None = None,
+    enable_thinking: bool | None = None,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    eyes: Eyes | None = None,
 ) -> tuple[int, ...]:
     """Token ids of one prompt, ready to be continued by the model. A picture is one of them.
 
-    raw: a string, or chat messages. eyes: of a model that sees. `system` is put before messages that have no system message of their own;
-    a string prompt has no place for it. Messages that end with an assistant turn are left open, so that the model continues that turn
-    (TRL's prefill).
+    raw: a string, or chat messages. `system`: see `opening_of`; a string prompt has no place for it. tools: JSON schemas that the template
+    shows. eyes: of a model that sees. Messages that end with an assistant turn are left open, so that the model continues that turn (TRL's
+    prefill).
     """
     if isinstance(raw, str):
         begin, end = eyes.around if eyes else (0, 0)
         tokens = tokenizer.convert_ids_to_tokens([begin, eyes.image_token, end]) if eyes else []
         return tuple(tokenizer(raw.replace(TAG, "".join(tokens)) if eyes else raw)["input_ids"])
-    content_of = with_parts if eyes else text_of_parts
-    messages = [dict(message) | {"content": content_of(message["content"])} for message in raw]
-    if system is not None and messages[0]["role"] != "system":
-        messages.insert(0, {"role": "system", "content": system})
+    messages = opening_of(raw, system=system, eyes=eyes)
     prefill = messages[-1]["role"] == "assistant"
     options = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
     encoded = tokenizer.apply_chat_template(
-        messages, tokenize=True, return_dict=True, add_generation_prompt=not prefill, continue_final_message=prefill, **options
+        messages, tools=tools, tokenize=True, return_dict=True, add_generation_prompt=not prefill, continue_final_message=prefill, **options
     )
     return tuple(encoded["input_ids"])
 
@@ -82,13 +94,16 @@ class PromptEncoder:
         system: str | None = None,
         enable_thinking: bool | None = None,
         keep_last: int | None = None,
+        tools: Sequence[Mapping[str, Any]] = (),
         eyes: Eyes | None = None,
     ):
         self.tokenizer, self.system, self.enable_thinking, self.keep_last = tokenizer, system, enable_thinking, keep_last
-        self.eyes = eyes
+        self.tools, self.eyes = list(tools) or None, eyes
 
     def __call__(self, raw: Raw, pictures: Sequence[Picture] = ()) -> tuple[int, ...]:
-        token_ids = encode_prompt(self.tokenizer, raw, system=self.system, enable_thinking=self.enable_thinking, eyes=self.eyes)
+        token_ids = encode_prompt(
+            self.tokenizer, raw, system=self.system, enable_thinking=self.enable_thinking, tools=self.tools, eyes=self.eyes
+        )
         if self.eyes is not None:
             token_ids = tuple(expanded(token_ids, pictures, self.eyes.image_token))
         return token_ids if self.keep_last is None else token_ids[-self.keep_last :]

@@ -27,7 +27,7 @@ from megatron_grpo.errors import ConfigError, Problem
 from megatron_grpo.settings.config import DataConfig
 from megatron_grpo.types import Picture, Prompt
 
-__all__ = ["PromptRows", "PromptStream", "check_lengths", "check_pictures", "load_rows", "open_stream"]
+__all__ = ["PromptRows", "PromptStream", "check_for_episodes", "check_lengths", "check_pictures", "load_rows", "open_stream"]
 
 SLOWEST = 60.0  # seconds for one prompt; the longest take some hundredths
 _MEDIA = ("images", "image", "videos", "video", "audios", "audio")  # columns that mean this wherever rows with them are trained on
@@ -320,19 +320,25 @@ def open_stream(
     shuffle: bool | None = None,
     flag: str = "dataset",
     eyes: Eyes | None = None,
+    tools: Sequence[Mapping[str, Any]] | None = None,
 ) -> PromptStream:
     """Reads and checks a data set, and opens its stream: all of the above in one call.
 
-    `dataset`, `shuffle` and `flag` stand in for the settings, for the held-out set. eyes: of the model, if it sees.
+    `dataset`, `shuffle` and `flag` stand in for the settings, for the held-out set. eyes: of the model, if it sees. tools: JSON schemas
+    that episodes show to the model, where completions are episodes; None: they are single answers.
     """
     rows = load_rows(cfg, dataset=dataset, flag=flag, eyes=eyes)
+    if tools is not None:
+        check_for_episodes(rows, flag)
     if not getattr(tokenizer, "chat_template", None):
         chats = [index for index in range(len(rows)) if not isinstance(rows.raw(index), str)]
         if chats:
             fault = "are chats, and the model's tokenizer has no chat template (a base model?); give it string prompts, or a chat model"
             raise ConfigError([_problem(flag, rows.rows, chats, fault)])
     keep_last = cfg.max_prompt_length if cfg.truncation_strategy == "left" else None
-    encode = PromptEncoder(tokenizer, system=cfg.system, enable_thinking=cfg.enable_thinking, keep_last=keep_last, eyes=eyes)
+    encode = PromptEncoder(
+        tokenizer, system=cfg.system, enable_thinking=cfg.enable_thinking, keep_last=keep_last, tools=tools or (), eyes=eyes
+    )
 
     def looked_at() -> TokenTable:
         check_pictures(rows)
@@ -346,6 +352,17 @@ def open_stream(
         tokens = looked_at()
     rows = check_lengths(rows, encode, cfg, flag=flag, tokens=tokens)
     return PromptStream(rows, encode, seed=seed, shuffle=cfg.dataset_shuffle if shuffle is None else shuffle)
+
+
+def check_for_episodes(rows: PromptRows, flag: str) -> None:
+    """Environments and tools answer in chats, of text alone. Raises ConfigError."""
+    if rows.album is not None:
+        fault = "show pictures, and episodes of several turns are of text alone: a later turn would not see them"
+        raise ConfigError([_problem(flag, rows.rows, np.flatnonzero(rows.album.counts), fault)])
+    strings = [index for index in range(len(rows)) if isinstance(rows.raw(index), str)]
+    if strings:
+        fault = 'have a string as prompt, and environments and tools answer in chats; write it as [{"role": "user", "content": ...}]'
+        raise ConfigError([_problem(flag, rows.rows, strings, fault)])
 
 
 class PromptStream:

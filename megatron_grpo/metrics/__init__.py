@@ -16,6 +16,7 @@ from megatron_grpo.errors import ConfigError
 from megatron_grpo.metrics import plots
 from megatron_grpo.metrics.courtesy import Courtesy
 from megatron_grpo.metrics.display import Display
+from megatron_grpo.metrics.evaluations import Evaluated, Evaluations, compared, curve_of, curves_in, in_words, score_in
 from megatron_grpo.metrics.records import Records, plain
 from megatron_grpo.metrics.reporters import REPORTERS, Begin, InBackground, Table, report_to_problems, services
 from megatron_grpo.metrics.spent import TimeSpent
@@ -56,10 +57,10 @@ class Metrics:
         self._completions: Table | None = None  # of a rollout that the next step trains
         self._display = Display(console, total=total_steps)
         self._courtesy = Courtesy()
-        self._steps, self._evaluations = Records(self.output_dir / "metrics.jsonl"), Records(self.output_dir / "evaluations.jsonl")
+        self._steps = Records(self.output_dir / "metrics.jsonl")
+        self.evaluations = Evaluations(self.output_dir, writes_completions=bool(self.config.get("log_completions_steps", 1)))
         self._skipped = Records(self.output_dir / "skipped.jsonl")
         self._history: dict[str, list[tuple[int, float]]] = {}
-        self._evaluated: list[dict[str, Any]] = []
         self._started = False
         self._num_tokens = 0
 
@@ -76,8 +77,8 @@ class Metrics:
         for record in self._steps.keep_until(progress.step):
             self._remember(record["step"], record)
         self._skipped.keep_until(progress.step)
-        for record in self._evaluations.keep_until(progress.step):
-            self._remember_evaluation(record)
+        self.evaluations.start(progress.step)
+        self._remember_evaluations()
         begin = Begin(output_dir=self.output_dir, config=self.config, first_step=progress.step + 1)
         for name in self._services:
             self._reporters[name] = InBackground(name, partial(REPORTERS[name], begin))
@@ -108,23 +109,18 @@ class Metrics:
         """Rows of a rollout that the weights of `version` drew. The services hear of them with the next step."""
         self._completions = table
 
-    def log_evaluation(self, progress: Progress, results: Mapping[str, float]) -> None:
-        """One evaluation: one line of evaluations.jsonl. The first of `results` is the score: it is shown, plotted and compared."""
+    def log_evaluation(self, progress: Progress, evaluated: Sequence[Evaluated]) -> None:
+        """One evaluation of every set: a line of evaluations.jsonl each. Its score is shown, plotted and compared."""
         if not self.tells:
             return
         if not self._started:
             self.start(progress)
-        record = {"step": progress.step, **results}
-        again = [old for old in self._evaluated if old["step"] == progress.step]
-        if again:  # a run resumed where it had just evaluated
-            self._evaluations.keep_until(progress.step - 1)
-            self._evaluated = [old for old in self._evaluated if old["step"] < progress.step]
-            self._history["eval"] = [point for point in self._history.get("eval", []) if point[0] < progress.step]
-        self._evaluations.append(record)
-        self._remember_evaluation({name: plain(value) for name, value in record.items()})
-        self._report(progress.step, {f"eval/{name}": value for name, value in results.items()})
-        told = "  ".join(f"{name} {value:.4g}" for name, value in results.items())
-        self._display.say(f"evaluation at step {progress.step}:  {told}")
+        records = [self.evaluations.add(progress.step, one) for one in evaluated]
+        self._remember_evaluations()
+        told = {f"{curve_of(record['name'])}/{name}": value for record in records for name, value in record.items() if name != "step"}
+        self._report(progress.step, told)
+        how, heads, rows = in_words(records)
+        self._display.table(f"Evaluation at step {progress.step} ({how})", heads, rows)
 
     def log_skipped(self, progress: Progress, record: Mapping[str, Any]) -> None:
         """A step that the guard refused: one line of skipped.jsonl."""
@@ -165,14 +161,9 @@ class Metrics:
         self._courtesy.summary()
 
     def _compare(self) -> None:
-        if len(self._evaluated) > 1:
-            before, after = self._evaluated[0], self._evaluated[-1]
-            rows = [
-                (name, before[name], after[name])
-                for name in before
-                if name != "step" and isinstance(before[name], (int, float)) and isinstance(after.get(name), (int, float))
-            ]
-            self._display.compare("Held-out prompts", (f"step {before['step']}", f"step {after['step']}"), rows)
+        for before, after in self.evaluations.first_and_last():
+            heads = (f"step {before['step']}", f"step {after['step']}")
+            self._display.compare(f"Held-out prompts: {score_in(after)[0]}", heads, compared(before, after))
         rows = []
         for name, label in TRAINING_ROWS.items():
             values = [value for _, value in self._history.get(name, [])]
@@ -197,9 +188,9 @@ class Metrics:
             if value is not None:
                 self._history.setdefault(name, []).append((step, value))
 
-    def _remember_evaluation(self, record: Mapping[str, Any]) -> None:
-        self._evaluated.append(dict(record))
-        names = [name for name in record if name != "step"]
-        if names and record[names[0]] is not None:
-            self._history.setdefault("eval", []).append((record["step"], record[names[0]]))
-            self._display.show(**{names[0]: record[names[0]]})
+    def _remember_evaluations(self) -> None:
+        curves = curves_in(self.evaluations.records)
+        for name in [name for name in self._history if plots.is_held_out(name)]:
+            del self._history[name]
+        self._history |= curves
+        self._display.show(**{name: points[-1][1] for name, points in curves.items()})

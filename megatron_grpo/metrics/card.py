@@ -21,6 +21,7 @@ from megatron_grpo import __version__
 from megatron_grpo.data.files import is_path
 from megatron_grpo.files import write_whole
 from megatron_grpo.metrics import plots
+from megatron_grpo.metrics.evaluations import curves_in
 from megatron_grpo.metrics.records import Records
 from megatron_grpo.settings.config import Config
 from megatron_grpo.settings.secrets import secrets_in
@@ -154,10 +155,7 @@ def _draw(folder: Path, records: list[dict[str, Any]], evaluations: list[dict[st
         for name in plots.PLOTTED & record.keys():
             if isinstance(record[name], (int, float)):
                 history.setdefault(name, []).append((record["step"], record[name]))
-    for record in evaluations:
-        score = next((value for name, value in record.items() if name != "step"), None)
-        if isinstance(score, (int, float)):
-            history.setdefault("eval", []).append((record["step"], score))
+    history |= curves_in(evaluations)
     return plots.draw_together(folder / CURVES, ("reward", "kl", "length"), history)
 
 

@@ -12,6 +12,7 @@ from megatron_grpo.clock import Clock
 from megatron_grpo.files import write_whole
 from megatron_grpo.metrics import Metrics
 from megatron_grpo.metrics.drift import DriftWatch
+from megatron_grpo.metrics.evaluations import Evaluated
 from megatron_grpo.metrics.rollout import Completions, JudgedRollout, rollout_stats, selection_stats
 from megatron_grpo.metrics.schedule import ScheduleLog
 from megatron_grpo.metrics.spent import TimeSpent
@@ -121,8 +122,8 @@ class Journal:
             self.metrics.say(f"  {line}")
         self.metrics.log_skipped(progress, record)
 
-    def evaluation(self, progress: Progress, results: Mapping[str, float]) -> None:
-        self.metrics.log_evaluation(progress, results)
+    def evaluation(self, progress: Progress, evaluated: Sequence[Evaluated]) -> None:
+        self.metrics.log_evaluation(progress, evaluated)
 
     def close(self, *, summary: bool = True) -> None:
         """The end of the run. summary: it ended well enough to be compared with its beginning."""

@@ -23,13 +23,14 @@ class Plot:
     unit: str
     curves: Mapping[str, str]
     stacked: bool = False
+    held_out: bool = False  # with the scores of evaluations, a dotted curve for each set
 
 
 # Every block of the run's clock. They sum to `time/step`.
 PARTS_OF_A_STEP = ("rollout", "reward", "old_logprobs", "ref_logprobs", "train", "weight_sync", "eval", "checkpoint", "other")
 
 PLOTS = (
-    Plot(file="reward", title="Reward", unit="reward", curves={"reward": "training (mean of a rollout)", "eval": "held out"}),
+    Plot(file="reward", title="Reward", unit="reward", curves={"reward": "training (mean of a rollout)"}, held_out=True),
     Plot(
         file="length",
         title="Length of completions",
@@ -64,7 +65,18 @@ def refresh(output_dir: Path, history: History) -> list[Path]:
             logger.warning("plots/ is not drawn: matplotlib is not installed (pip install 'megatron-grpo[plot]')")
         _warned = True
         return []
-    return [_draw(output_dir / "plots", plot, history) for plot in PLOTS if any(history.get(name) for name in plot.curves)]
+    return [_draw(output_dir / "plots", plot, history) for plot in PLOTS if _curves(plot, history)]
+
+
+def is_held_out(name: str) -> bool:
+    """Whether a curve is that of evaluations of one set (`metrics.evaluations.curve_of`)."""
+    return name == "eval" or name.startswith("eval/")
+
+
+def _curves(plot: Plot, history: History) -> list[tuple[str, str, Sequence[tuple[int, float]]]]:
+    """(name, label, points) of the curves that there are data for."""
+    held_out = {name: f"held out{name.removeprefix('eval').replace('/', ': ')}" for name in history if plot.held_out and is_held_out(name)}
+    return [(name, label, history[name]) for name, label in {**plot.curves, **held_out}.items() if history.get(name)]
 
 
 def _draw(directory: Path, plot: Plot, history: History) -> Path:
@@ -79,7 +91,7 @@ def _draw(directory: Path, plot: Plot, history: History) -> Path:
 
 def draw_together(path: Path, files: Sequence[str], history: History) -> bool:
     """Several plots side by side in one picture, those that have data; whether there was anything to draw, and matplotlib to draw it."""
-    drawn = [plot for plot in PLOTS if plot.file in files and any(history.get(name) for name in plot.curves)]
+    drawn = [plot for plot in PLOTS if plot.file in files and _curves(plot, history)]
     if not drawn or importlib.util.find_spec("matplotlib") is None:
         return False
     figure = _figure(5.0 * len(drawn))
@@ -101,19 +113,19 @@ def _figure(width: float):
 
 
 def _fill(axes, plot: Plot, history: History) -> None:
-    curves = [(name, label, history[name]) for name, label in plot.curves.items() if history.get(name)]
+    curves = _curves(plot, history)
     if plot.stacked:
         _stack(axes, curves)
     else:
         for (name, label, points), colour in zip(curves, COLOURS, strict=False):
-            _line(axes, points, label, colour, dotted=name == "eval")
+            _line(axes, points, label, colour, dotted=is_held_out(name))
     axes.set(title=plot.title, xlabel="optimizer step", ylabel=plot.unit)
     axes.grid(color="#e4e7ea", linewidth=0.8)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
     if plot.stacked:
         axes.figure.legend(loc="outside right upper", frameon=False, fontsize="small")
-    elif len(plot.curves) > 1:
+    elif len(plot.curves) > 1 or plot.held_out:
         axes.legend(frameon=False, fontsize="small")
 
 

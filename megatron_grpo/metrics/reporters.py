@@ -135,7 +135,8 @@ class Mlflow:
         mlflow.log_params({name: str(value)[:500] for name, value in begin.config.items()})
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        self.mlflow.log_metrics(dict(values), step=step)
+        # It takes no @ in a name.
+        self.mlflow.log_metrics({name.replace("@", "_at_"): value for name, value in values.items()}, step=step)
 
     def completions(self, step: int, table: Table) -> None:
         self.mlflow.log_table({name: list(column) for name, column in table.items()}, f"completions/step_{step:06d}.json")

@@ -17,7 +17,7 @@ from megatron_grpo.grpo.advantages import Advantages, mean, reward_metrics, rewa
 from megatron_grpo.metrics.courtesy import Courtesy
 from megatron_grpo.parallel import collectives
 from megatron_grpo.parallel.collectives import Node
-from megatron_grpo.types import Harvest, Progress, Prompt, ScoredGroup
+from megatron_grpo.types import FAULTS, EpisodeRecord, Group, Harvest, Progress, Prompt, ScoredGroup, Verdict
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -43,8 +43,37 @@ def rollout_stats(rollouts: Sequence[JudgedRollout], reward_names: Sequence[str]
         "completions/clipped_ratio": float(is_clipped.mean()),
         "sampling/refused_completions": sum(sum(verdict.is_refused) for one in rollouts for verdict in one.harvest.sampled),
     }
+    if any(verdict.episodes for verdict in kept):
+        stats |= episode_stats(kept)
     penalties = [one.penalty for one in rollouts if one.penalty is not None]
     return stats | ({"kl_in_reward": float(np.concatenate(penalties).mean())} if penalties else {})
+
+
+def episode_stats(verdicts: Sequence[Verdict]) -> dict[str, float]:
+    """Means over episodes, those that failed among them; `episodes/failed` counts. With tools, TRL's names beside ours."""
+    episodes = [episode for verdict in verdicts for episode in verdict.episodes]
+    contexts = [tokens for verdict in verdicts for tokens in verdict.contexts]
+    drawn, count = sum(sum(verdict.num_drawn) for verdict in verdicts), len(episodes)
+    stats: dict[str, float] = {
+        "episodes/turns": sum(one.num_turns for one in episodes) / count,
+        "episodes/turns_max": max(one.num_turns for one in episodes),
+        "episodes/failed": sum(one.ended in FAULTS for one in episodes),
+        "episodes/rewritten": sum(len(tokens) > 1 for tokens in contexts) / count,
+        "episodes/drawn_tokens": drawn / count,
+        "episodes/masked_token_share": 1 - drawn / sum(map(sum, contexts)),
+        "episodes/environment_seconds": sum(one.seconds for one in episodes) / count,
+    }
+    for how in ENDS:
+        stats[f"episodes/ended/{how}"] = sum(one.ended == how for one in episodes) / count
+    for name in sorted({name for one in episodes for name in one.metrics}):
+        stats[f"environment/{name}"] = sum(one.metrics.get(name, 0.0) for one in episodes) / count
+    if "environment/tool_calls" in stats:
+        calls, errors = stats["environment/tool_calls"], stats["environment/tool_errors"]
+        stats |= {"tools/call_frequency": calls, "tools/failure_frequency": errors / calls if calls else 0.0}
+    return stats
+
+
+ENDS = ("done", "max_turns", "length", *FAULTS)
 
 
 def selection_stats(rollouts: Sequence[JudgedRollout], reward_weights: Sequence[float]) -> dict[str, float]:
@@ -118,9 +147,7 @@ class Completions:
         if not groups:
             return None
         groups.sort(key=lambda columns: columns["prompt_number"][0])
-        table = {name: [value for columns in groups for value in columns[name]] for name in groups[0]}
-        if not any(table["pictures"]):
-            del table["pictures"]
+        table = joined(groups)
         if self.rank == 0 and self._tell is not None:
             self._tell(version, table)
         if not writes:
@@ -151,21 +178,64 @@ class Completions:
             "rollout": [judged.number] * len(completions),
             "version": [completion.version for completion in completions],
             "prompt_number": [group.prompt.number] * len(completions),
-            "dataset_row": [group.prompt.row] * len(completions),
-            "generation": list(range(len(completions))),
-            "prompt": [_text(group.prompt.raw)] * len(completions),
-            "pictures": [_pictures(group.prompt)] * len(completions),
-            "completion": [completion.text for completion in completions],
+            **said_in(group),
             "reward": _nullable(found.rewards[place]),
         }
         for k, name in enumerate(self.reward_names):
             columns[f"rewards/{name}"] = _nullable(found.rewards_per_func[place, :, k])
-        return columns | {
-            "advantage": _nullable(found.advantages[place]),
-            "num_prompt_tokens": [len(group.prompt.token_ids)] * len(completions),
-            "num_completion_tokens": [completion.num_drawn for completion in completions],
-            "finish_reason": [completion.ended for completion in completions],
-        }
+        return columns | {"advantage": _nullable(found.advantages[place]), **counted_in(group)}
+
+
+def _of_episodes(records: Sequence[EpisodeRecord]) -> dict[str, list[Any]]:
+    """Columns of episodes, beside `completion`, in which their turns can be read."""
+    if not records:
+        return {}
+    return {
+        "messages": [_text([_cut(message) for message in one.messages]) for one in records],
+        "num_turns": [one.numbers.num_turns for one in records],
+        "turn_rewards": [list(one.turn_rewards) for one in records],
+        "fault": [one.numbers.fault for one in records],
+        "environment_seconds": [one.numbers.seconds for one in records],
+    }
+
+
+MOST_CHARACTERS = 100_000  # of one message in the table: an environment may have said 10 MB
+
+
+def _cut(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    text = message.get("content")
+    if not isinstance(text, str) or len(text) <= MOST_CHARACTERS:
+        return message
+    return {**message, "content": f"{text[:MOST_CHARACTERS]} ... ({len(text):,} characters)"}
+
+
+def joined(groups: Sequence[Table]) -> Table:
+    """The columns of all groups, one below the other. Where no prompt shows a picture there is no column of them."""
+    table = {name: [value for columns in groups for value in columns[name]] for name in (groups[0] if groups else {})}
+    return {name: values for name, values in table.items() if name != "pictures" or any(values)}
+
+
+def said_in(group: Group) -> dict[str, list[Any]]:
+    """Columns of the rows of a group: what was asked and answered."""
+    completions = group.completions
+    return {
+        "dataset_row": [group.prompt.row] * len(completions),
+        "generation": list(range(len(completions))),
+        "prompt": [_text(group.prompt.raw)] * len(completions),
+        "pictures": [_pictures(group.prompt)] * len(completions),
+        "completion": [completion.text for completion in completions],
+    }
+
+
+def counted_in(group: Group) -> dict[str, list[Any]]:
+    """Further columns: how long it was, and how it ended."""
+    completions = group.completions
+    return {
+        "num_prompt_tokens": [len(group.prompt.token_ids)] * len(completions),
+        "num_completion_tokens": [completion.num_drawn for completion in completions],
+        "finish_reason": [completion.ended for completion in completions],
+        **_of_episodes([completion.record for completion in completions if completion.record is not None]),
+    }
 
 
 def _came_in(path: Path, progress: Progress) -> bool:

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from megatron_grpo.planning.activations import FP32, Activations, activations_of, logits_bytes
+from megatron_grpo.planning.cost import checkpoint_bytes
 from megatron_grpo.planning.lengths import Lengths, sequence_tokens
 from megatron_grpo.planning.parameters import Kind, Place, buffers_of_chunk, layers_of_stages, parameters_of_chunk
 from megatron_grpo.planning.push import bucket_bytes, push_memory
@@ -146,6 +147,7 @@ def estimate_memory(
         "most_tokens_per_micro_batch": None if gpu is None else most,
         "sampler": sampler,
         "offload": _offload(cfg, offload, sampler, [stage.static for stage in stages]),
+        "staged_bytes": _staged(shape, sizes, cfg, tuning, [stage.static for stage in stages]) if cfg.run.async_save else 0,
         "stages": rows,
         **({} if tower is None else {"tower": _tower(shape, sizes, cfg, tuning, tower, rows)}),
         "assumptions": [*_assumptions(cfg, tuning, prompt, completion, lengths), *([TOWER] if tower else [])],
@@ -221,6 +223,15 @@ def _offload(cfg: Config, chosen: Offload, sampler: Mapping[str, int], statics: 
         "most_host_bytes": could + on_host,
         "most_seconds_per_rollout": 2 * could / LINK,
     }
+
+
+def _staged(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: Tuning, statics: Sequence[Static]) -> int:
+    """Host memory of a rank of the widest stage, on the average of its ranks: what it writes of a checkpoint is copied first.
+
+    A stage has as much of the checkpoint as of what trains; its ranks deal that out."""
+    widest, all_stages = (of(static.num_trainable_parameters for static in statics) for of in (max, sum))
+    ranks = sizes.layout.world_size // sizes.layout.pp
+    return -(-checkpoint_bytes(shape, sizes, cfg, tuning) * widest // max(1, all_stages * ranks))
 
 
 def _phases(

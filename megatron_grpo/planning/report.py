@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -156,6 +156,42 @@ def _memory(console: Console, memory: dict[str, Any], cost: dict[str, Any]) -> N
             f"peak: {phase.replace('_', ' ')}", *(gigabytes(value) for value in peak), style="bold" if phase == memory["peak_phase"] else ""
         )
     console.print(out)
+    _beside_the_policy(console, memory)
+    if memory["gpu_memory_bytes"]:
+        is_small_enough = memory["peak_bytes"] <= memory["gpu_memory_bytes"]
+        verdict = "fits in" if is_small_enough else "does NOT fit in"
+        console.print(
+            f"the peak, {gigabytes(memory['peak_bytes'])} GB, {verdict} {gigabytes(memory['gpu_memory_bytes'])} GB"
+            + f"; the KV cache does NOT hold one sequence of {memory['longest_sequence']:,} tokens" * (is_small_enough > memory["fits"]),
+            style="green" if memory["fits"] else "bold red",
+            markup=False,
+        )
+    if saved := max(stage["activations_saved_bytes"] for stage in memory["stages"]):
+        console.print(
+            f"each prompt once: a micro-batch has {memory['tokens_per_micro_batch']:,} tokens on a rank in place of "
+            f"{memory['tokens_per_micro_batch_apart']:,}, which saves {gigabytes(saved)} GB of activations",
+            markup=False,
+        )
+    for assumption in [*tower_in_words(memory), *memory["assumptions"]]:
+        console.print(f"  {assumption}", style="dim", markup=False)
+    console.print()
+
+
+def tower_in_words(memory: dict[str, Any]) -> list[str]:
+    """What sees pictures takes of the first stage, and what to do about it; nothing of a model that does not see."""
+    if "tower" not in memory:
+        return []
+    tower, here = memory["tower"], memory["stages"][0]["num_layers"]
+    layers, first = tower["outweighs"]["layers"], tower["outweighs"]["first"]
+    even = "" if first in (None, here) else f": stages are most even with decoder_first_pipeline_num_layers {first}, which is {here} now"
+    return [
+        f"vision tower, on stage 0: {tower['parameters'] / 1e9:.2f} B parameters ({tower['trainable_parameters'] / 1e9:.2f} B train), "
+        f"{gigabytes(tower['static_bytes'])} GB, and {gigabytes(tower['activations_bytes'])} GB for up to "
+        f"{tower['patches_per_micro_batch']:,} patches; as much as {layers:g} layers{even}"
+    ]
+
+
+def _beside_the_policy(console: Console, memory: dict[str, Any]) -> None:
     sampler = memory["sampler"]
     if not sampler["weights_bytes"]:
         console.print("vLLM: on rollout servers, nothing here", markup=False)
@@ -168,40 +204,8 @@ def _memory(console: Console, memory: dict[str, Any], cost: dict[str, Any]) -> N
             markup=False,
         )
         console.print(room_in_words(memory["offload"]), markup=False)
-    if memory["gpu_memory_bytes"]:
-        is_small_enough = memory["peak_bytes"] <= memory["gpu_memory_bytes"]
-        verdict = "fits in" if is_small_enough else "does NOT fit in"
-        console.print(
-            f"the peak, {gigabytes(memory['peak_bytes'])} GB, {verdict} {gigabytes(memory['gpu_memory_bytes'])} GB"
-            + f"; the KV cache does NOT hold one sequence of {memory['longest_sequence']:,} tokens" * (is_small_enough > memory["fits"]),
-            style="green" if memory["fits"] else "bold red",
-            markup=False,
-        )
-    if "tower" in memory:
-        console.print(tower_in_words(memory["tower"], memory["stages"]), markup=False)
-    if saved := max(stage["activations_saved_bytes"] for stage in memory["stages"]):
-        console.print(
-            f"each prompt once: a micro-batch has {memory['tokens_per_micro_batch']:,} tokens on a rank in place of "
-            f"{memory['tokens_per_micro_batch_apart']:,}, which saves {gigabytes(saved)} GB of activations",
-            markup=False,
-        )
-    for assumption in memory["assumptions"]:
-        console.print(f"  {assumption}", style="dim", markup=False)
-    console.print()
-
-
-def tower_in_words(tower: dict[str, Any], stages: Sequence[dict[str, Any]]) -> str:
-    """What sees pictures takes of the first stage, and what to do about it."""
-    trained, first = tower["trainable_parameters"], tower["outweighs"]["first"]
-    weight = f"as much as {tower['outweighs']['layers']:g} layers"
-    said = (
-        f"vision tower, on stage 0: {tower['parameters'] / 1e9:.2f} B parameters ({trained / 1e9:.2f} B train), "
-        f"{gigabytes(tower['static_bytes'])} GB, and {gigabytes(tower['activations_bytes'])} GB for up to "
-        f"{tower['patches_per_micro_batch']:,} patches: {weight}"
-    )
-    if first is None or first == stages[0]["num_layers"]:
-        return f"{said}."
-    return f"{said}. The stages are most even with decoder_first_pipeline_num_layers {first} (now {stages[0]['num_layers']})."
+    if staged := memory["staged_bytes"]:
+        console.print(f"async_save: the host holds {gigabytes(staged)} GB for a rank, its share of a checkpoint", markup=False)
 
 
 def room_in_words(offload: dict[str, Any]) -> str:

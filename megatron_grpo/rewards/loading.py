@@ -32,6 +32,7 @@ BUILT_IN = {
     "code": "code",
     "reward_model": "reward_model",
     "llm_judge": "llm_judge",
+    "environment": "environment",
 }
 _MARGIN = 15.0  # seconds after which a built-in that keeps its own deadline is stopped all the same
 
@@ -79,12 +80,12 @@ def close_rewards(functions: Sequence[RewardFunction]) -> None:
 
 def check_columns(functions: Sequence[RewardFunction], columns: Sequence[str], *, flag: str = "dataset") -> None:
     """Raises ConfigError for functions that need a column which the data set lacks."""
-    problems = []
+    problems, what = [], "the data set" if flag == "dataset" else f"a set of {flag}"
     for function in functions:
         missing = function.missing_columns(columns)
         if missing:
             has = f"has {', '.join(f'`{column}`' for column in columns)}" if columns else "has none besides the prompt"
-            message = f"Reward `{function.name}` needs the column {', '.join(missing)}; the data set {has}."
+            message = f"Reward `{function.name}` needs the column {', '.join(missing)}; {what} {has}."
             problems.append(Problem(flags=("reward_funcs", flag), message=message))
     if problems:
         raise ConfigError(problems)
@@ -112,17 +113,13 @@ def _load(spec: str, name: str, config: Config, here: Path) -> RewardFunction:
         build = getattr(module, f"build_{spec}")
         timeout = settings.reward_timeout + _MARGIN
         return RewardFunction(name=name, function=build(config), timeout=timeout, on_error=settings.reward_on_error, keeps_deadline=True)
-    where, colon, attribute = spec.rpartition(":")
-    if not colon:
+    if ":" not in spec:
         nearest = difflib.get_close_matches(spec, BUILT_IN, n=1)
         guess = f" Did you mean {nearest[0]}?" if nearest else ""
         if spec.endswith(".py"):
             guess = f" For a function of that file: {spec}:function."
         raise _fail(f"There is no built-in reward {spec!r}.{guess} Built in are {', '.join(BUILT_IN)}.", nearest)
-    module = _module_of_file(Path(where), here) if where.endswith(".py") else _module_of_package(where, here)
-    function = getattr(module, attribute, None)
-    if function is None or not callable(function):
-        raise _fail(_no_such_function(where, module, attribute))
+    function = _named(spec, here)
     if inspect.isclass(function):
         function = _instance(function, spec)
     try:
@@ -134,6 +131,27 @@ def _load(spec: str, name: str, config: Config, here: Path) -> RewardFunction:
     if accepted_names(function) == frozenset():
         raise _fail(f"{spec} takes no arguments: a reward function takes `completions`, and what else it needs, by name.")
     return RewardFunction(name=name, function=function, timeout=settings.reward_timeout, on_error=settings.reward_on_error)
+
+
+def _named(spec: str, here: Path) -> Any:
+    """What `path/to/file.py:name` or `package.module:name` names, which can be called. Raises ConfigError."""
+    where, _, attribute = spec.rpartition(":")
+    module = _module_of_file(Path(where), here) if where.endswith(".py") else _module_of_package(where, here)
+    found = getattr(module, attribute, None)
+    if found is None or not callable(found):
+        raise _fail(_no_such_function(where, module, attribute))
+    return found
+
+
+def user_object(spec: str, *, flag: str) -> Any:
+    """As `--reward_funcs` names functions, for other settings that name the user's code. Raises ConfigError, about that setting."""
+    if ":" not in spec:
+        message = f"{flag} ({spec}) is written path/to/file.py:name, or package.module:name."
+        raise ConfigError([Problem(flags=(flag,), message=message)])
+    try:
+        return _named(spec, Path.cwd())
+    except ConfigError as error:
+        raise ConfigError([Problem(flags=(flag,), message=f"{flag}: {problem.message}") for problem in error.problems]) from error
 
 
 def _instance(cls: type, spec: str) -> Callable[..., Any]:

@@ -28,6 +28,7 @@ from megatron_grpo.rollout.adapters import LoraPush
 from megatron_grpo.rollout.engine import SamplingSettings, WeightSyncError, prompt_seed
 from megatron_grpo.rollout.experts import ExpertLayers, of_group, told
 from megatron_grpo.rollout.probes import probe_sequences
+from megatron_grpo.rollout.turns import DONE, GIVES_UP, EngineTurns, LeadingTurns, Player, follow, lead
 from megatron_grpo.rollout.vllm_adapters import AdapterSlot, lora_options
 from megatron_grpo.rollout.vllm_options import cpu_options, gpu_options, problem_of
 from megatron_grpo.rollout.vllm_requests import sampled_logprobs, sampling_params, scores, scoring_requests
@@ -121,10 +122,7 @@ class ColocatedEngine:
         return str(self._llm.llm_engine.model_config.dtype).removeprefix("torch.")
 
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingSettings, *, seed: int) -> list[Group]:
-        if self._version == NO_VERSION:
-            raise WeightSyncError(
-                "the rollout engine holds no weights of a version: it slept at sleep_level 2, or a weight push failed. Push them first."
-            )
+        self._require_weights()
         self._check_lengths(prompts, sampling)
         mine = prompts[self._replica :: self._num_replicas]
         requests = [
@@ -146,6 +144,51 @@ class ColocatedEngine:
         # The ranks of one engine hold the same groups, and judge every so many of them.
         share = slice(self._rank_in_engine, None, self._tensor_parallel_size)
         return [Group(prompt=prompt, completions=tuple(found)) for prompt, found in list(zip(mine, answers, strict=True))[share]]
+
+    def play(self, prompts: Sequence[Prompt], sampling: SamplingSettings, begin: Callable[[Sequence[Prompt]], Player]) -> list[Group]:
+        """See `rollout.turns.TurnEngine`. The first rank of each engine plays."""
+        self._require_weights()
+        self._check_lengths(prompts, sampling)
+        _check_question(prompts, sampling)
+        mine = prompts[self._replica :: self._num_replicas]
+        adapter = self._adapter.request if self._adapter is not None else None
+        player = begin(mine) if self._rank_in_engine == 0 else None
+        turns, digest = self._turns(sampling, adapter), b""
+        with CleanUp(turns.abort), activity.phase("playing episodes"), vllm_patches.trainer_untouched():
+            while True:
+                if player is not None:
+                    state = lead(player, turns, self.gives_up, version=self._version)
+                    turns.rest(state)
+                else:
+                    state, digest = follow(turns, lambda: self._tell(None), digest)
+                if (worst := collectives.largest(state)) == GIVES_UP:
+                    raise GivenUp
+                if worst == DONE:
+                    break
+        # The first rank of an engine has its groups; all of its ranks judge some of them.
+        tp, parts = self._tensor_parallel_size, dict[int, list[Group]]()
+        if player is not None:
+            groups = player.groups()
+            parts = {self._rank + place: groups[place::tp] for place in range(tp)}
+        return [group for part in collectives.exchange(parts) for group in part]
+
+    def _turns(self, sampling: SamplingSettings, adapter: Any) -> EngineTurns:
+        engine = self._llm.llm_engine
+        if self._rank_in_engine or self._tensor_parallel_size == 1:
+            return EngineTurns(engine, sampling, version=self._version, adapter=adapter)
+        return LeadingTurns(engine, sampling, self._tell, version=self._version, adapter=adapter)
+
+    def _tell(self, value: Any) -> Any:
+        """The value of the first rank of this engine, on all of its ranks."""
+        from vllm.distributed.parallel_state import get_tp_group
+
+        return collectives.from_rank(value, self._rank - self._rank_in_engine, get_tp_group().cpu_group)
+
+    def _require_weights(self) -> None:
+        if self._version == NO_VERSION:
+            raise WeightSyncError(
+                "the rollout engine holds no weights of a version: it slept at sleep_level 2, or a weight push failed. Push them first."
+            )
 
     def take(self, update: WeightUpdate) -> None:
         self._version = NO_VERSION  # until all of it has arrived
@@ -311,6 +354,13 @@ class ColocatedEngine:
                     f"ranks {first} to {first + self._tensor_parallel_size - 1} share a vLLM engine but drew different tokens"
                 )
         return answers
+
+
+def _check_question(prompts: Sequence[Prompt], sampling: SamplingSettings) -> None:
+    """Raises RuntimeError where ranks ask for different things. Collective."""
+    question = _digest(repr((sampling, [(prompt.number, prompt.token_ids) for prompt in prompts])).encode())
+    if len(set(collectives.from_all(question))) > 1:
+        raise RuntimeError("ranks asked the rollout engine for different prompts, settings or seeds; play is collective")
 
 
 def _digest(*parts: bytes) -> str:

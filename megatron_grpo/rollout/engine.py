@@ -51,7 +51,7 @@ class SamplingSettings:
                    top_k=cfg.top_k, stop=tuple(cfg.stop), stop_token_ids=tuple(cfg.stop_token_ids))  # fmt: skip
 
     def greedy(self) -> SamplingSettings:
-        """One completion per prompt, the likeliest token each time: what evaluation uses."""
+        """One completion per prompt, the likeliest token each time."""
         return SamplingSettings(n=1, max_completion_length=self.max_completion_length, temperature=0.0, stop=self.stop,
                                 stop_token_ids=self.stop_token_ids)  # fmt: skip
 

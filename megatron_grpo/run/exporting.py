@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from megatron_grpo import launcher
 from megatron_grpo.build import choose_tuner, model_of, sharing_here
@@ -66,9 +68,9 @@ def settings_of_checkpoint(cfg: Config, directory: Path) -> Config:
     return cfg.with_values(values | typed)
 
 
-def export_checkpoint(cfg: Config, model: Path) -> None:
-    """The model of a checkpoint, under the layout of `cfg`, which need not be the one that wrote it. Collective."""
-    p, shape = cfg.parallel, ModelShape.from_pretrained(model)
+def layout_of(cfg: Config, shape: ModelShape) -> tuple[Layout, list[Problem]]:
+    """How this job's ranks are arranged, and what forbids it. No sizes of batches enter."""
+    p = cfg.parallel
     layout = Layout(
         world_size=launcher.read().world_size, tp=p.tensor_model_parallel_size, pp=p.pipeline_model_parallel_size,
         vpp=p.virtual_pipeline_model_parallel_size, cp=p.context_parallel_size, ep=p.expert_model_parallel_size,
@@ -79,6 +81,13 @@ def export_checkpoint(cfg: Config, model: Path) -> None:
     if layout.world_size % ranks:
         message = f"{layout.world_size} ranks cannot hold copies of a model that is cut over {ranks}. Start a multiple of {ranks}."
         problems.append(_problem("world_size", message))
+    return layout, problems
+
+
+def export_checkpoint(cfg: Config, model: Path) -> None:
+    """The model of a checkpoint, under the layout of `cfg`, which need not be the one that wrote it. Collective."""
+    p, shape = cfg.parallel, ModelShape.from_pretrained(model)
+    layout, problems = layout_of(cfg, shape)
     if problems:
         raise ConfigError(problems)
     parallel = state.start(layout, sequence_parallel=p.sequence_parallel, seed=cfg.run.seed)
@@ -87,8 +96,7 @@ def export_checkpoint(cfg: Config, model: Path) -> None:
         exchange, loaded_chunks = model_of(cfg, shape, parallel, model_path=model)
         chunks = loaded_chunks()
         adapters = choose_tuner(cfg, chunks, exchange)
-        described = sharded_state.sharded_state(chunks, None, None, is_loading=True)
-        sharded_state.load_state(chunks, None, None, read_sharded(described, Path(cfg.run.resume), partly=True))
+        load_weights(chunks, Path(cfg.run.resume))
         out, card = Path(cfg.run.output_dir), card_of(Path(cfg.run.resume), model)
         repositories = hub.open_repositories(cfg, [out, *([merged_folder(out)] if adapters and cfg.tuner.merge_lora else [])])
         export_model(exchange, exchange.tensors(chunks), adapters, out, cfg=cfg, source=model, card=card)
@@ -99,6 +107,12 @@ def export_checkpoint(cfg: Config, model: Path) -> None:
         state.stop()
     if is_first:  # the others need not wait for it
         hub.push(repositories)
+
+
+def load_weights(chunks: Sequence[Any], directory: Path) -> None:
+    """Puts what a checkpoint holds of the model into `chunks`, adapters too. Collective."""
+    described = sharded_state.sharded_state(chunks, None, None, is_loading=True)
+    sharded_state.load_state(chunks, None, None, read_sharded(described, directory, partly=True))
 
 
 def card_of(directory: Path, model: Path) -> Card:

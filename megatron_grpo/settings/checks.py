@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_grpo.errors import Problem
-from megatron_grpo.settings import ahead, servers, tuner
+from megatron_grpo.settings import ahead, evaluation, servers, tuner, turns
 from megatron_grpo.settings.config import Config
 from megatron_grpo.settings.read import COMMAND_LINE
 from megatron_grpo.settings.secrets import secrets_in
@@ -81,6 +81,7 @@ def _pairs(cfg: Config) -> Iterator[tuner.Pair]:
     yield from tuner.pairs(cfg)
     yield from servers.pairs(cfg)
     yield from ahead.pairs(cfg)
+    yield from turns.pairs(cfg)
     yield from _sampling_and_rewards(cfg)
     yield from _files(cfg)
     yield from _of_a_server(cfg)
@@ -143,7 +144,7 @@ def _training(cfg: Config) -> Iterator[tuner.Pair]:
 
 
 def _sampling_and_rewards(cfg: Config) -> Iterator[tuner.Pair]:
-    rollout, rewards, evaluation = cfg.rollout, cfg.rewards, cfg.eval
+    rollout, rewards = cfg.rollout, cfg.rewards
     longest = (cfg.data.max_prompt_length or 1) + rollout.max_completion_length
     if rollout.vllm_max_model_len is not None and rollout.vllm_max_model_len < longest:
         prompt = f"max_prompt_length ({cfg.data.max_prompt_length})" if cfg.data.max_prompt_length else "a prompt (at least 1 token)"
@@ -161,19 +162,7 @@ def _sampling_and_rewards(cfg: Config) -> Iterator[tuner.Pair]:
             f"reward_weights has {weights} values for {functions} reward_funcs: one each, or none at all.",
             {},
         )
-    if evaluation.eval_steps and not evaluation.eval_dataset:
-        yield (
-            ("eval_steps", "eval_dataset"),
-            f"eval_steps ({evaluation.eval_steps}) needs an eval_dataset to evaluate on.",
-            {"eval_steps": [0]},
-        )
-    names = [name.rpartition(":")[2] for name in rewards.reward_funcs]
-    if evaluation.eval_reward and evaluation.eval_reward not in (*names, *rewards.reward_funcs):
-        yield (
-            ("eval_reward", "reward_funcs"),
-            f"eval_reward ({evaluation.eval_reward}) is none of the reward_funcs ({', '.join(names) or 'none'}).",
-            {"eval_reward": names[:1]} if names else {},
-        )
+    yield from evaluation.evaluation_pairs(cfg)
 
 
 def _files(cfg: Config) -> Iterator[tuner.Pair]:

@@ -290,6 +290,34 @@ class RolloutConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TurnsConfig:
+    """Turns (environments and tools)"""
+
+    environment: str | None = setting(None, "who answers between turns: path/to/file.py:Class, or package.module:Class (docs/turns.md)")
+    tools: list[str] = setting([], "Python functions that the model may call: path/to/file.py:function; with an environment, beside it")
+    max_turns: int = setting(8, "turns of the model in one episode", unit="turns", at_least=1)
+    turn_history: str = setting(
+        "template",
+        "where the chat template rewrites earlier turns: template begins a new sequence there, sampled keeps the tokens as they were drawn",
+        choices=["template", "sampled"],
+    )
+    turn_discount: float = setting(1.0, "reward environment: the reward of turn t counts this to the power t", at_least=0, at_most=1)
+    environment_timeout: float = setting(60.0, "longest wait for one answer of an environment, or one tool call", unit="seconds", above=0)
+    max_environment_concurrency: int = setting(64, "calls of environments under way at a time, on one rank", unit="calls", at_least=1)
+    max_failed_episodes: float = setting(
+        0.5, "the run ends where a larger share of a rollout's episodes failed by their environment's fault", at_least=0, at_most=1
+    )
+    tool_call_parser: str = setting(
+        "hermes", "how calls stand in the model's text: hermes (Qwen2.5, Qwen3), or the name of a parser of vLLM"
+    )
+
+    @property
+    def plays(self) -> bool:
+        """Whether a completion is an episode."""
+        return self.environment is not None or bool(self.tools)
+
+
+@dataclass(frozen=True, kw_only=True)
 class RewardConfig:
     """Rewards"""
 
@@ -481,10 +509,19 @@ class RunConfig:
 class EvalConfig:
     """Evaluation"""
 
-    eval_dataset: str = setting("", "held-out prompts, scored greedily with the reward functions")
+    eval_dataset: str = setting("", "held-out prompts; answered greedily, unless one of the settings below says otherwise")
+    eval_datasets: dict[str, str] = setting({}, "several held-out sets, each under its name: path, or Hub name")
     eval_steps: int = setting(0, "how often; 0: only before and after", unit="optimizer steps", at_least=0)
-    eval_num_prompts: int | None = setting(None, "use the first so many", unit="prompts", at_least=1)
+    eval_num_prompts: int | None = setting(None, "use the first so many of each set", unit="prompts", at_least=1)
+    num_generations_eval: int | None = setting(
+        None, "completions of each held-out prompt (default 8; 1 where they are greedy)", unit="completions", at_least=1
+    )
+    eval_temperature: float | None = setting(
+        None, "how they are drawn; 0 is greedy (default: temperature; 0 for eval_dataset alone)", at_least=0
+    )
     eval_reward: str | None = setting(None, "the reward function that is the score (default: the first)")
+    eval_pass_threshold: float = setting(1.0, "a completion is right, for pass@k, from this score on")
+    eval_seed: int = setting(0, "of evaluations alone; the same at each of them", at_least=0, at_most=2**32 - 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -532,6 +569,7 @@ class Config:
     batch: BatchConfig = field(default_factory=BatchConfig)
     data: DataConfig = field(default_factory=DataConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    turns: TurnsConfig = field(default_factory=TurnsConfig)
     rewards: RewardConfig = field(default_factory=RewardConfig)
     grpo: GrpoConfig = field(default_factory=GrpoConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)

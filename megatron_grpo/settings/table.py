@@ -121,10 +121,13 @@ def _map(setting: Setting, words: Sequence[Any]) -> dict[str, Any]:
             except ValueError as error:
                 raise BadValue(f"is not JSON: {error}") from error
         if not isinstance(word, dict):
-            name, equals, value = str(word).rpartition("=")
+            # A path may hold the sign, and so may a pattern: the one is behind it, the other before.
+            name, equals, value = str(word).partition("=") if setting.kind == "str" else str(word).rpartition("=")
             if not equals or not name:
                 raise BadValue(f"needs name=value, or a mapping as JSON, not {word!r}")
             word = {name: value}
+        if twice := found.keys() & word.keys():
+            raise BadValue(f"names {', '.join(sorted(map(str, twice)))} more than once")
         found.update({str(name): _scalar(setting, value) for name, value in word.items()})
     return found
 

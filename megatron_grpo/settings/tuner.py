@@ -91,7 +91,9 @@ def _of_full(cfg: Config) -> Iterator[Pair]:
             {"tuner_type": ["lora"]},
         )
     thawed = _changed(tuner, ("trainable_parameters", "trainable_parameters_regex"))
-    if thawed and not _changed(tuner, ("freeze_parameters", "freeze_parameters_regex")):
+    # A tower is frozen unless somebody says otherwise.
+    of_tower = any("visual" in word for word in (*tuner.trainable_parameters, tuner.trainable_parameters_regex or ""))
+    if thawed and not of_tower and not _changed(tuner, ("freeze_llm", "freeze_parameters", "freeze_parameters_regex")):
         yield (
             tuple(thawed),
             f"{_shown(tuner, thawed)} takes weights out of what freeze_parameters freezes, and nothing is frozen: all weights train. "

@@ -68,7 +68,8 @@ def test_what_is_frozen_stays_and_the_rest_trains_as_by_transformers(prepared):
     for found in run_ranks(vision.all_ways, where.world_size, path, where.settings, ways, batches, timeout=180):
         for way, (scored, trained) in found.items():
             assert vision.far(scored, logprobs) < 1e-5
-            assert cases.distance(trained, references[way]).within(), way
+            # Adapters begin at zero, so what two steps have made of them has the relative error of a step, which Adam divides by its size.
+            assert cases.distance(trained, references[way]).within(weight=5e-5 if way == "LoRA" else 1e-5), way
 
 
 # ---- what leaves no error: each is set here, and must be seen
@@ -111,6 +112,8 @@ def places_from_ids(_):
 
     def seen(sequences, contexts, in_stream):
         found = right(sequences, contexts, in_stream)
+        if not found.pictures:
+            return found
         drawn = [
             in_stream(c, np.flatnonzero(sequences[c.row].token_ids[c.first : c.first + c.num_computed] == vision.IMAGE)) for c in contexts
         ]
@@ -176,7 +179,7 @@ def test_reductions_that_overlap_go_on_where_micro_batches_show_no_picture(tmp_p
         for chunk in policy.chunks:
             chunk.vision._touched = lambda hidden: hidden
 
-    with pytest.raises(RanksFailed, match="Communication call has not been issued"):
+    with pytest.raises(RanksFailed, match="per_param_grad_ready_counts|Communication call has not been issued"):
         run_ranks(lambda rank, world: vision.score_and_train(rank, world, path, cfg, batches, tamper=untouched), 2)
 
 

@@ -170,7 +170,7 @@ def test_a_finished_run_made_longer_is_the_run_that_was_that_long_from_the_start
     world_size, changes = CASES[case]
     flags = [*inputs, *changes, "--lr_decay_style", "constant"]
     assert run_ranks(scripted.train, world_size, [*flags, "--output_dir", str(tmp_path / "long")]) == [0] * world_size
-    for steps in range(1, STEPS + 1):
+    for steps in (1, 2, STEPS):  # in both cases the first two leave rows behind
         short = [*flags, "--output_dir", str(tmp_path / "short"), "--max_steps", str(steps)]
         assert run_ranks(scripted.train, world_size, short) == [0] * world_size
     long, short = (records(tmp_path / name / "metrics.jsonl") for name in ("long", "short"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import threading
 import time
@@ -48,6 +49,16 @@ def uninterrupted(inputs):
     return folder / "whole"
 
 
+@pytest.fixture(scope="module")
+def stopped(inputs):
+    """A run that was stopped on its way. It makes room for the sampler, too, and the one that it is compared with does not."""
+    folder, flags = inputs
+    flags = [*flags, "--offload_model", "true", "--offload_optimizer", "true", "--output_dir", str(folder / "stopped")]
+    assert run_ranks(stop_when_it_has_trained, 2, flags, 2, timeout=180) == [3, 3]
+    assert 2 <= len(records(folder / "stopped" / "metrics.jsonl")) < STEPS
+    return flags
+
+
 def _exact(step: dict) -> dict:
     """A step that sampled nothing has no reward."""
     return {name: step[name] for name in EXACT if name in step}
@@ -56,14 +67,9 @@ def _exact(step: dict) -> dict:
 @pytest.mark.parametrize(
     "layout", [[], ["--tensor_model_parallel_size", "2"], ["--pipeline_model_parallel_size", "2"]], ids=["dp2", "tp2", "pp2"]
 )
-def test_a_stopped_run_continues_as_if_it_had_not_been(inputs, uninterrupted, tmp_path, layout):
-    """The run that is stopped makes room for the sampler, too, and the one that it is compared with does not."""
-    _, flags = inputs
-    flags = [*flags, "--offload_model", "true", "--offload_optimizer", "true", "--output_dir", str(tmp_path / "out")]
-    assert run_ranks(stop_when_it_has_trained, 2, flags, 2, timeout=180) == [3, 3]
-    done = len(records(tmp_path / "out" / "metrics.jsonl"))
-    assert 2 <= done < STEPS
-    assert run_ranks(train, 2, [*flags, *layout], timeout=180) == [0, 0]
+def test_a_stopped_run_continues_as_if_it_had_not_been(uninterrupted, stopped, tmp_path, layout):
+    shutil.copytree(stopped[-1], tmp_path / "out")
+    assert run_ranks(train, 2, [*stopped[:-1], str(tmp_path / "out"), *layout], timeout=180) == [0, 0]
 
     expected, found = records(uninterrupted / "metrics.jsonl"), records(tmp_path / "out" / "metrics.jsonl")
     assert [step["step"] for step in found] == list(range(1, STEPS + 1))

@@ -24,7 +24,7 @@ from megatron_grpo.batching.split import BatchCut
 from megatron_grpo.batching.timetable import Timetable
 from megatron_grpo.clock import Clock
 from megatron_grpo.errors import Interrupted, NobodySamples, RunError
-from megatron_grpo.evaluate import Evaluator
+from megatron_grpo.evaluate import Evaluator, Question
 from megatron_grpo.grpo.advantages import advantages
 from megatron_grpo.grpo.token_weights import token_weights
 from megatron_grpo.policy.guard import Culprit, Refusal, Skips
@@ -152,8 +152,9 @@ class Journal:
     def refusal(self, progress, record, lines):
         self.refused[progress.step] = record, lines
 
-    def evaluation(self, progress, results):
-        self.evaluated[progress.step] = results["r"]
+    def evaluation(self, progress, evaluated):
+        [found] = evaluated
+        self.evaluated[progress.step] = found.others["r"]
 
 
 @dataclass
@@ -294,8 +295,8 @@ def run_of(
                           journal=journal),
         checkpoints=disk, journal=journal, stop_drain_seconds=600.0 if is_dropped_at is None else 0.0,
         max_skipped_steps=case.max_skipped_steps, stop=stop,
-        evaluator=Evaluator(Stream().take(3) if case.eval_every else [], engine, Judge(), SAMPLING, score="r", every=case.eval_every,
-                            last_step=case.num_steps),
+        evaluator=Evaluator(Question(sets={"eval": Stream().take(3)} if case.eval_every else {}, sampling=SAMPLING.greedy(), score="r"),
+                            engine, Judge(), every=case.eval_every, last_step=case.num_steps),
     )  # fmt: skip
 
 

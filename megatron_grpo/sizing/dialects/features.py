@@ -34,4 +34,4 @@ RESUMED_ELSEWHERE = "checkpoints of another system are not read; export them to 
 MTP = "multi-token prediction heads are not trained"
 VERSIONS = "other revisions and converted configurations are not read; give a directory as model"
 CRITIC = "there is no critic: advantages are compared inside groups or batches"
-EVALUATION = "evaluation here is greedy, one completion a prompt"
+EVALUATION = "held-out prompts are asked in their order"

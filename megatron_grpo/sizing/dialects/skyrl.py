@@ -217,7 +217,7 @@ NAMES: Mapping[str, Foreign] = {
     "step_wise_trajectories": lacks(features.TURNS),
     "vision_language_generator": lacks("pictures come in the column images, and nothing has to be chosen for them", "false"),
     "max_input_length": lacks("max_prompt_length bounds what goes in"),
-    "eval_n_samples_per_prompt": lacks(features.EVALUATION, "1"),
+    "eval_n_samples_per_prompt": same("num_generations_eval"),
     "chat_template.name_or_path": lacks("prompts are written by the model's own chat template"),
     f"{_ENGINE}backend": lacks("sampling is by vLLM alone", "vllm"),
     "backend": lacks("sampling is by vLLM alone", "vllm"),

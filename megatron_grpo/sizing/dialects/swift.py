@@ -112,7 +112,6 @@ NAMES: Mapping[str, Foreign] = {
     "freeze_parameters_ratio": lacks(features.FREEZE_RATIO, "0", "0.0"),
     "repetition_penalty": lacks(features.SAMPLING, "1", "1.0"),
     "split_dataset_ratio": lacks("give held-out prompts as eval_dataset", "0", "0.0"),
-    "num_generations_eval": lacks(features.EVALUATION),
     "loss_scale": only("last_round", "the loss covers the completion, whole and alone"),
     "calculate_per_token_loss": lacks("loss_type says what the loss is averaged over"),
     "moe_router_load_balancing_type": lacks("load-balancing losses depend on the layout"),

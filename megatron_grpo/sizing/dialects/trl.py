@@ -119,7 +119,6 @@ NAMES: Mapping[str, Foreign] = {
     "label_smoothing_factor": lacks(features.OTHER_TASK, "0", "0.0"),
     "neftune_noise_alpha": lacks("no noise is added to embeddings"),
     "lr_scheduler_kwargs": lacks("lr_decay_style with min_lr, lr_warmup_iters and lr_warmup_fraction says all of the schedule"),
-    "num_generations_eval": lacks(features.EVALUATION),
     "resume_from_checkpoint": same("resume", {"true": "auto", "false": "never"}),
     "hub_token": TOKEN,
     "config_file": lacks("accelerate's own file is not read: give its num_processes"),

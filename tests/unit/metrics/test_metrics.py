@@ -25,6 +25,7 @@ from megatron_grpo.metrics.display import phase_in_words
 from megatron_grpo.metrics.rollout import Completions, JudgedRollout, rollout_stats
 from megatron_grpo.metrics.spent import TimeSpent
 from megatron_grpo.types import Group, Harvest, Progress, Prompt, ScoredGroup, Verdict, answered
+from tests.evaluated import evaluated
 from tests.ranks import run_ranks
 
 
@@ -88,7 +89,7 @@ def test_numbers_that_json_lacks_are_null_and_numpys_are_plain(tmp_path):
 def test_other_ranks_write_and_print_nothing(tmp_path):
     metrics = metrics_in(tmp_path, rank=1, plot_steps=1)
     progress = run(metrics, 1, 2)
-    metrics.log_evaluation(progress, {"accuracy": 1.0})
+    metrics.log_evaluation(progress, [evaluated(1.0)])
     metrics.close()
     assert list(tmp_path.iterdir()) == [] and told_by(metrics) == ""
 
@@ -96,24 +97,25 @@ def test_other_ranks_write_and_print_nothing(tmp_path):
 def test_the_table_at_the_end_compares_the_first_and_the_last_evaluation_also_after_a_resume(tmp_path):
     first = metrics_in(tmp_path)
     first.start(Progress())
-    first.log_evaluation(Progress(), {"accuracy": 0.25, "mean_length": 9.0})
+    first.log_evaluation(Progress(), [evaluated(0.25, mean_length=9.0)])
     progress = run(first, 1, 2)
-    first.log_evaluation(progress, {"accuracy": 0.5, "mean_length": 8.0})
+    first.log_evaluation(progress, [evaluated(0.5, mean_length=8.0)])
     second = metrics_in(tmp_path)
     progress = run(second, 3, 4)
-    second.log_evaluation(progress, {"accuracy": 0.75, "mean_length": 7.0})
+    second.log_evaluation(progress, [evaluated(0.75, mean_length=7.0)])
     second.close()
     assert re.search(r"step 0 .*step 4 .*change", told_by(second))
-    assert re.search(r"accuracy .*0\.25.*0\.75.*\+0\.5", told_by(second))
+    assert re.search(r"mean@1 .*0\.25.*0\.75.*\+0\.5", told_by(second))
     assert [record["step"] for record in records(tmp_path, "evaluations.jsonl")] == [0, 2, 4]
 
 
 def test_an_evaluation_repeated_at_the_same_step_replaces_the_first(tmp_path):
     metrics = metrics_in(tmp_path)
     for accuracy in (0.1, 0.2):
-        metrics.log_evaluation(Progress(step=3), {"accuracy": accuracy})
-    assert records(tmp_path, "evaluations.jsonl") == [{"step": 3, "accuracy": 0.2}]
-    assert "evaluation at step 3:  accuracy 0.2\n" in told_by(metrics)
+        metrics.log_evaluation(Progress(step=3), [evaluated(accuracy)])
+    [record] = records(tmp_path, "evaluations.jsonl")
+    assert (record["step"], record["mean@1"]) == (3, 0.2)
+    assert "Evaluation at step 3 (greedy)" in told_by(metrics)
 
 
 def test_a_step_that_is_the_first_thing_told_keeps_the_records_of_those_before_it(tmp_path):
@@ -125,7 +127,7 @@ def test_a_step_that_is_the_first_thing_told_keeps_the_records_of_those_before_i
 
 def test_an_evaluation_that_is_the_first_thing_told_forgets_later_ones(tmp_path):
     for step in (2, 5, 3):
-        metrics_in(tmp_path).log_evaluation(Progress(step=step), {"accuracy": step / 10})
+        metrics_in(tmp_path).log_evaluation(Progress(step=step), [evaluated(step / 10)])
     assert [record["step"] for record in records(tmp_path, "evaluations.jsonl")] == [2, 3]
 
 
@@ -135,12 +137,12 @@ def test_the_score_is_in_the_line_and_in_the_plots_also_after_a_resume(tmp_path,
     drawn = []
     monkeypatch.setattr(plots, "refresh", lambda folder, history: drawn.append(dict(history)))
     first = metrics_in(tmp_path, total_steps=1)
-    first.log_evaluation(Progress(), {"accuracy": 0.25, "mean_length": 9.0})
+    first.log_evaluation(Progress(), [evaluated(0.25, mean_length=9.0)])
     run(first, 1, 1)
-    assert "step 1/1  accuracy 0.25  reward 0.1" in told_by(first)
+    assert "step 1/1  eval 0.25  reward 0.1" in told_by(first)
     second = metrics_in(tmp_path)
     second.start(Progress(step=1))
-    second.log_evaluation(Progress(step=1), {"accuracy": 0.5, "mean_length": 8.0})
+    second.log_evaluation(Progress(step=1), [evaluated(0.5, mean_length=8.0)])
     second.refresh_plots()
     assert drawn[-1]["eval"] == [(0, 0.25), (1, 0.5)] and drawn[-1]["reward"] == [(1, 0.1)]
 
@@ -161,10 +163,10 @@ def test_the_table_at_the_end_compares_means_over_the_first_and_the_last_rollout
 def test_the_table_at_the_end_leaves_out_what_has_no_number_at_either_end(tmp_path):
     metrics = metrics_in(tmp_path)
     for step, right in ((0, float("nan")), (1, 0.5)):
-        metrics.log_evaluation(Progress(step=step), {"accuracy": 0.25, "right": right})
+        metrics.log_evaluation(Progress(step=step), [evaluated(0.25, right=right)])
     metrics.close()
     table = told_by(metrics).partition("Held-out prompts")[2]
-    assert "accuracy" in table and "right" not in table and not re.search(r"^\W*step\s+0\s+1\s", table, re.MULTILINE)
+    assert "mean@1" in table and "right" not in table and not re.search(r"^\W*step\s+0\s+1\s", table, re.MULTILINE)
 
 
 def test_a_service_is_told_which_step_comes_next_and_the_settings(tmp_path, monkeypatch):
@@ -183,10 +185,10 @@ def test_a_repeated_evaluation_replaces_its_own_point_alone(tmp_path, monkeypatc
     monkeypatch.setattr(plots, "refresh", lambda folder, history: drawn.append(dict(history)))
     metrics = metrics_in(tmp_path)
     for step, length in ((2, 9.0), (3, 8.0), (3, 7.0)):
-        metrics.log_evaluation(Progress(step=step), {"mean_length": length})
+        metrics.log_evaluation(Progress(step=step), [evaluated(length)])
     metrics.refresh_plots()
     assert drawn == [{"eval": [(2, 9.0), (3, 7.0)]}]
-    assert [(line["step"], line["mean_length"]) for line in records(tmp_path, "evaluations.jsonl")] == [(2, 9.0), (3, 7.0)]
+    assert [(line["step"], line["mean@1"]) for line in records(tmp_path, "evaluations.jsonl")] == [(2, 9.0), (3, 7.0)]
 
 
 def test_records_make_their_folder(tmp_path):
@@ -221,7 +223,7 @@ def test_plots_are_pictures_of_what_was_logged(tmp_path):
     from PIL import Image
 
     metrics = metrics_in(tmp_path, plot_steps=30)
-    metrics.log_evaluation(Progress(), {"accuracy": 0.2})
+    metrics.log_evaluation(Progress(), [evaluated(0.2)])
     run(metrics, 1, 30, entropy=0.5, **{"completions/mean_length": 3.0, "time/rollout": 0.1, "time/train": 0.2, "kl": float("nan")})
     assert sorted(path.name for path in (tmp_path / "plots").iterdir()) == ["entropy.png", "length.png", "reward.png", "step_time.png"]
     for path in (tmp_path / "plots").iterdir():
@@ -260,13 +262,13 @@ def test_tensorboard_gets_the_finite_numbers_of_every_step(tmp_path):
     loader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     metrics = metrics_in(tmp_path, report_to=["tensorboard"])
     progress = run(metrics, 1, 3, kl=float("nan"))
-    metrics.log_evaluation(progress, {"accuracy": 0.5})
+    metrics.log_evaluation(progress, [evaluated(0.5)])
     metrics.close()
     events = loader.EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     assert [(event.step, pytest.approx(event.value)) for event in events.Scalars("reward")] == [(1, 0.1), (2, 0.2), (3, 0.3)]
     tags = events.Tags()["scalars"]
-    assert "eval/accuracy" in tags and "kl" not in tags and "step" not in tags
+    assert "eval/mean@1" in tags and "kl" not in tags and "step" not in tags
 
 
 def test_a_clock_adds_up_blocks_of_one_name_and_begins_again():

@@ -16,6 +16,7 @@ import pytest
 from megatron_grpo.metrics import Metrics, report_to_problems, reporters
 from megatron_grpo.metrics.reporters import Begin, services
 from megatron_grpo.types import Progress
+from tests.evaluated import evaluated
 
 ROOT = Path(__file__).resolve().parents[3]
 TABLE = {"prompt": ["1+1=", "2+2="], "completion": ["2", "five"], "reward": [1.0, None]}
@@ -27,7 +28,7 @@ def two_steps(folder, *names, **settings):
     for step in (1, 2):
         metrics.completions(step - 1, TABLE)
         metrics.log(Progress(step=step, num_tokens=step), {"reward": step / 2, "kl": float("nan"), "time/step": 0.1})
-    metrics.log_evaluation(Progress(step=2), {"accuracy": 0.5})
+    metrics.log_evaluation(Progress(step=2), [evaluated(0.5, accuracy=0.5)])
     metrics.close()
 
 
@@ -56,7 +57,8 @@ def test_a_service_hears_the_settings_every_step_its_completions_and_the_end(tmp
     assert (begin.first_step, begin.name_or(), begin.project_or("X"), begin.config["lr"]) == (1, "mine", "ours", 1e-6)
     first_row = {name: column[:1] for name, column in TABLE.items()}
     names = ["num_tokens", "reward", "time/step", "tokens_per_second"]
-    assert told == [(1, names), (1, first_row), (2, names), (2, first_row), (2, ["eval/accuracy"]), "closed"]
+    of_eval = ["eval/" + name for name in "accuracy mean@1 mean@1/stderr_seed n num_prompts pass@1 temperature unscored".split()]
+    assert told == [(1, names), (1, first_row), (2, names), (2, first_row), (2, of_eval), "closed"]
 
 
 def test_names_come_from_the_settings_then_from_the_services_variable_then_from_output_dir(tmp_path, monkeypatch):

@@ -65,6 +65,15 @@ def test_a_mixture_of_experts_gives_56_gb_away_in_a_little_over_a_second(memory)
     assert before["phases"]["training"] == phases["training"], "training has everything"
 
 
+def test_what_async_save_holds_on_the_host_is_a_ranks_share_of_the_checkpoint(memory):
+    """As `benchmarks/saving.py grids` counts it, by the code that saves: 64 GPUs, TP 4."""
+    grid = ("--world_size", 64, "--tensor_model_parallel_size", 4)
+    assert memory(*grid, "--async_save", "true")["staged_bytes"] == pytest.approx(1.79e9, rel=0.01)
+    assert memory(*grid)["staged_bytes"] == 0
+    halves = memory(*grid, "--async_save", "true", "--pipeline_model_parallel_size", 2)["staged_bytes"]
+    assert halves == pytest.approx(1.79e9, rel=0.01), "half the weights a rank, dealt out among half the ranks"
+
+
 @pytest.mark.parametrize(
     ("model", "optimizer", "gpu", "chosen"),
     [

@@ -1,0 +1,117 @@
+"""Tool calls in the text of a turn. A call that cannot be read is a call all the same, with an error: its answer says so.
+
+Read as "no call", a slip of the model would be taken for its final answer.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron_grpo.errors import ConfigError, Problem
+
+_CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolCall:
+    """error: why it could not be read."""
+
+    name: str = ""
+    arguments: dict[str, Any] = field(default_factory=dict)
+    error: str = ""
+
+
+ReadCalls = Callable[[str], Sequence[ToolCall]]
+
+
+def read_hermes(text: str) -> list[ToolCall]:
+    """Hermes' format, which Qwen uses: a JSON object between tags. What the model thinks (up to `</think>`) calls nothing."""
+    said = text.rpartition("</think>")[2]
+    bodies = _CALL.findall(said)
+    calls = [_of_json(body) for body in bodies]
+    if said.count("<tool_call>") > len(bodies):
+        calls.append(ToolCall(error="a <tool_call> has no </tool_call>"))
+    return calls
+
+
+def _of_json(body: str) -> ToolCall:
+    try:
+        found = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        return ToolCall(error=f"the call is no JSON: {error}")
+    if not isinstance(found, dict) or not isinstance(found.get("name"), str):
+        return ToolCall(error="the call is no JSON object with a name and arguments")
+    return _checked(found["name"], found.get("arguments", {}))
+
+
+def _checked(name: str, arguments: Any) -> ToolCall:
+    if not isinstance(arguments, dict):
+        return ToolCall(name=name, error="the arguments are no JSON object")
+    return ToolCall(name=name, arguments=arguments)
+
+
+def reader(name: str, tokenizer: Any) -> ReadCalls:
+    """Our own for "hermes"; for others a parser of vLLM, which needs the tokenizer alone. Raises ConfigError where there is none."""
+    if name == "hermes":
+        return read_hermes
+    try:
+        from vllm.tool_parsers import ToolParserManager
+    except ImportError as error:
+        raise _problem(f"tool_call_parser ({name}) is a parser of vLLM, which is not installed beside the trainer. Use hermes.") from error
+    known = ToolParserManager.list_registered()
+    if name not in known:
+        raise _problem(f"tool_call_parser ({name}): there is none of this name. There are {', '.join(known)}.")
+    try:
+        parser = ToolParserManager.get_tool_parser(name)(tokenizer)
+    except Exception as error:
+        raise _problem(f"tool_call_parser ({name}) does not take this model's tokenizer: {error}") from error
+    return _Parser(parser)
+
+
+def _problem(message: str) -> ConfigError:
+    return ConfigError([Problem(flags=("tool_call_parser",), message=message)])
+
+
+class _Parser:
+    """vLLM's, which says "no call" of one that it cannot read."""
+
+    def __init__(self, parser: Any):
+        self._parser, self._marks = parser, _marks_of(parser)
+
+    def __call__(self, text: str) -> list[ToolCall]:
+        from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+
+        request = ChatCompletionRequest(model="", messages=[], tools=[])  # type: ignore[call-arg]  # pydantic's defaults
+        try:
+            found = self._parser.extract_tool_calls(text, request)
+            calls = [self._read(call.function) for call in found.tool_calls] if found.tools_called else []
+        except Exception as error:  # noqa: BLE001 - a parser that trips over what a model wrote
+            return [ToolCall(error=f"the call cannot be read: {type(error).__name__}")]
+        if not calls and any(mark in text for mark in self._marks):
+            return [ToolCall(error="the call cannot be read")]
+        return calls
+
+    @staticmethod
+    def _read(function: Any) -> ToolCall:
+        try:
+            arguments = json.loads(function.arguments or "{}")
+        except (ValueError, RecursionError) as error:
+            return ToolCall(name=function.name, error=f"the arguments are no JSON: {error}")
+        return _checked(function.name, arguments)
+
+
+def _marks_of(parser: Any) -> set[str]:
+    """What a call begins with, as the parser's own attributes have it."""
+    marks = set()
+    for name in dir(parser):
+        if re.search("start|begin|bot_token|prefix", name) and not name.startswith("__"):
+            with suppress(Exception):  # a property may raise
+                value = getattr(parser, name)
+                if isinstance(value, str) and len(value.strip()) > 1:
+                    marks.add(value)
+    return marks

@@ -1,0 +1,125 @@
+"""Python functions as tools: their schemas for the chat template, the calls that the model makes of them, and the answers."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, ClassVar
+
+from megatron_grpo.environments.calls import ReadCalls, ToolCall, read_hermes
+from megatron_grpo.environments.protocol import Environment, Message, Reply, Turn
+
+Function = Callable[..., Any]
+
+
+class UnusableTool(ValueError):
+    """A function that cannot be shown to a model. The end of a sentence about it."""
+
+
+def schema_of(function: Function) -> dict[str, Any]:
+    """Its JSON schema, from annotations and a docstring as Google writes it. Raises UnusableTool, which names what is missing."""
+    from transformers.utils import get_json_schema
+
+    try:
+        return get_json_schema(function)
+    except Exception as error:
+        raise UnusableTool(f"has no schema: {error}") from error
+
+
+class ToolEnvironment(Environment):
+    """Answers each call of a turn with what the function returns. A turn without a call is for the environment inside, or ends the episode.
+
+    What a tool raises is its answer, for it is the model's business. `tool_set` makes classes of this kind.
+    """
+
+    functions: ClassVar[Mapping[str, Function]] = {}
+    inner: ClassVar[Callable[[Mapping[str, Any]], Environment] | None] = None
+    read: ClassVar[ReadCalls] = staticmethod(read_hermes)
+
+    def __init__(self, columns: Mapping[str, Any]):
+        super().__init__(columns)
+        make = type(self).inner
+        self._inside = make(columns) if make is not None else None
+
+    def start(self, prompt: Sequence[Message]) -> Any:
+        return prompt if self._inside is None else self._inside.start(prompt)
+
+    def reply(self, turn: Turn) -> Any:
+        """Functions run in this thread; what is to be awaited is returned as a coroutine."""
+        calls = type(self).read(turn.text)
+        if not calls:
+            return Reply(done=True) if self._inside is None else self._inside.reply(turn)
+        begun = [self._begin(call) for call in calls]
+        if any(inspect.isawaitable(value) for value, _ in begun):
+            return self._awaited(calls, begun)
+        return _reply(calls, begun)
+
+    def close(self) -> Any:
+        return None if self._inside is None else self._inside.close()
+
+    async def _awaited(self, calls: Sequence[ToolCall], begun: Sequence[tuple[Any, bool]]) -> Reply:
+        found = []
+        for value, has_failed in begun:
+            if inspect.isawaitable(value):
+                value, has_failed = await _outcome(value)
+            found.append((value, has_failed))
+        return _reply(calls, found)
+
+    def _begin(self, call: ToolCall) -> tuple[Any, bool]:
+        """(what the function returned, or what is said instead; whether it failed)."""
+        if call.error:
+            return f"Error: {call.error}", True
+        if call.name not in self.functions:
+            return f"Error: no tool is called {call.name!r}; there are {', '.join(self.functions)}", True
+        try:
+            return self.functions[call.name](**call.arguments), False
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - the model is told what its call did
+            return _told(error), True
+
+
+async def _outcome(value: Awaitable[Any]) -> tuple[Any, bool]:
+    try:
+        return await value, False
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - as above
+        return _told(error), True
+
+
+def _told(error: BaseException) -> str:
+    first = next(iter(str(error).strip().splitlines()), "")
+    return f"Error: {type(error).__name__}{': ' * bool(first)}{first}"
+
+
+def _reply(calls: Sequence[ToolCall], found: Sequence[tuple[Any, bool]]) -> Reply:
+    messages = [
+        {"role": "tool", "name": call.name or "unknown", "content": _as_text(value)} for call, (value, _) in zip(calls, found, strict=True)
+    ]
+    return Reply(messages=messages, metrics={"tool_calls": len(calls), "tool_errors": sum(has_failed for _, has_failed in found)})
+
+
+def _as_text(value: Any) -> str:
+    if not isinstance(value, str):
+        try:
+            value = json.dumps(value, ensure_ascii=False, default=str)
+        except (TypeError, ValueError, RecursionError):  # keys that are no strings, or a loop
+            value = str(value)
+    return value.encode("utf-8", "replace").decode("utf-8")  # half a character is no text
+
+
+def tool_set(
+    functions: Mapping[str, Function], *, inner: type[Environment] | None = None, read: ReadCalls = read_hermes
+) -> type[ToolEnvironment]:
+    """An environment with these tools. functions: by the name that their schemas have. inner: who answers turns without a call.
+
+    Raises UnusableTool.
+    """
+    from pydantic import validate_call
+    from pydantic.errors import PydanticUndefinedAnnotation, PydanticUserError
+
+    schemas = [schema_of(function) for function in functions.values()]
+    try:
+        checked = {name: validate_call(function) for name, function in functions.items()}
+    except (PydanticUserError, PydanticUndefinedAnnotation) as error:
+        raise UnusableTool(f"has arguments that cannot be checked: {error}") from error
+    values = {"functions": checked, "tools": [*(inner.tools if inner else ()), *schemas], "inner": inner, "read": staticmethod(read)}
+    return type("Tools" if inner is None else f"{inner.__name__}WithTools", (ToolEnvironment,), values)

@@ -1,0 +1,176 @@
+"""Where environments run: beside the sampler, never in its way. A call that does not come back is given up, and its thread with it."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Hashable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from megatron_grpo.rewards.contained import contained
+
+
+class OutOfTime(Exception):
+    """The call did not end within its time."""
+
+
+class Outcome(NamedTuple):
+    """Of a call: what it returned, or what it raised; and what it took."""
+
+    key: Hashable
+    value: Any
+    error: BaseException | None
+    seconds: float
+
+
+@dataclass(slots=True, eq=False)
+class _Call:
+    key: Hashable
+    work: Callable[[], Any]
+    began: float = 0.0
+    is_given_up: bool = False
+    is_awaited: bool = False  # by the loop; its thread is free again
+
+
+class Workers:
+    """Runs calls in daemon threads, and what they await on one event loop.
+
+    No thread pool: that is joined as the process ends, and would wait for a call that hangs. A thread that a call hangs in is left alone,
+    and another one takes its place. If coroutines hold the loop itself, a new loop takes its place.
+
+    concurrency: calls under way at a time, without those that were given up. timeout: seconds of a call, from its start.
+    """
+
+    def __init__(self, *, concurrency: int, timeout: float):
+        self.concurrency, self.timeout = concurrency, timeout
+        self.told: list[str] = []  # what calls did to the process, as the end of a sentence
+        self._waiting: deque[_Call] = deque()
+        self._running: set[_Call] = set()
+        self._ended: queue.SimpleQueue[tuple[_Call, Outcome]] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
+        self._num_free = 0  # threads that wait for a job
+        self._lock = threading.Lock()  # of what threads change: that number, and whether a call is given up
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._is_closed = False
+
+    def __len__(self) -> int:
+        """Calls that have not ended."""
+        return len(self._waiting) + len(self._running)
+
+    def submit(self, key: Hashable, work: Callable[[], Any]) -> None:
+        """work: returns a value, or something to await. Whatever it raises is its outcome."""
+        self._waiting.append(_Call(key, work))
+        self._fill()
+
+    def take(self, seconds: float) -> list[Outcome]:
+        """What has ended since; waits at most so long for the first."""
+        found: list[Outcome] = []
+        until = time.monotonic() + seconds
+        while True:
+            try:
+                call, outcome = self._ended.get(timeout=0.0 if found else self._patience(until))
+            except queue.Empty:
+                found += self._late()
+                self._fill()
+                if found or time.monotonic() >= until:
+                    return found
+                continue
+            if not call.is_given_up:
+                self._running.discard(call)
+                found.append(outcome)
+                self._fill()
+
+    def close(self) -> None:
+        """Free threads end; the others as soon as their call does."""
+        with self._lock:
+            self._is_closed, num_free, self._num_free = True, self._num_free, 0
+        for _ in range(num_free):
+            self._jobs.put(None)
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+
+    # ----
+
+    def _patience(self, until: float) -> float:
+        """Seconds to the next thing that may have to be done."""
+        deadlines = [call.began + self.timeout for call in self._running]
+        return max(0.0, min([until, *deadlines]) - time.monotonic())
+
+    def _late(self) -> list[Outcome]:
+        now = time.monotonic()
+        late = [call for call in self._running if call.began + self.timeout <= now]
+        with self._lock:
+            for call in late:
+                call.is_given_up = True
+        self._running.difference_update(late)
+        if any(call.is_awaited for call in late) and self._loop is not None and not self._is_alive(self._loop):
+            self._loop = None
+        return [Outcome(call.key, None, OutOfTime(), self.timeout) for call in late]
+
+    @staticmethod
+    def _is_alive(loop: asyncio.AbstractEventLoop) -> bool:
+        """False for a loop that a coroutine does not give back."""
+        answered = threading.Event()
+        loop.call_soon_threadsafe(answered.set)
+        return answered.wait(0.5)
+
+    def _fill(self) -> None:
+        while self._waiting and len(self._running) < self.concurrency:
+            call = self._waiting.popleft()
+            call.began = time.monotonic()
+            self._running.add(call)
+            with self._lock:
+                is_taken = self._num_free > 0
+                self._num_free -= is_taken
+            if is_taken:
+                self._jobs.put(call)
+            else:
+                threading.Thread(target=self._work, args=(call,), daemon=True, name="environment").start()
+
+    def _work(self, first: _Call) -> None:
+        call: _Call | None = first
+        while call is not None and self._do(call):
+            call = self._jobs.get()
+
+    def _do(self, call: _Call) -> bool:
+        """One call; whether the thread is then free for another."""
+        value, raised = None, None
+        try:
+            with contained(self.told):
+                value = call.work()
+        except BaseException as error:  # noqa: BLE001 - whatever a user's environment raises ends its own episode, and no more
+            raised = error
+        with self._lock:
+            goes_on = not (call.is_given_up or self._is_closed)  # else nobody counts on it
+            self._num_free += goes_on
+        if raised is None and inspect.isawaitable(value):
+            call.is_awaited = True
+            asyncio.run_coroutine_threadsafe(self._awaited(call, value), self._running_loop())
+        else:
+            self._end(call, value, raised)
+        return goes_on
+
+    def _running_loop(self) -> asyncio.AbstractEventLoop:
+        with self._lock:
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                threading.Thread(target=self._loop.run_forever, daemon=True, name="environments").start()
+            return self._loop
+
+    async def _awaited(self, call: _Call, value: Awaitable[Any]) -> None:
+        try:
+            with contained(self.told):
+                found = await asyncio.wait_for(value, max(0.0, call.began + self.timeout - time.monotonic()))
+        except BaseException as error:  # noqa: BLE001 - as above
+            is_late = isinstance(error, (TimeoutError, asyncio.CancelledError)) and time.monotonic() >= call.began + self.timeout
+            self._end(call, None, OutOfTime() if is_late else error)
+        else:
+            self._end(call, found, None)
+
+    def _end(self, call: _Call, value: Any, error: BaseException | None) -> None:
+        self._ended.put((call, Outcome(call.key, value, error, time.monotonic() - call.began)))

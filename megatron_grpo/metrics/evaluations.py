@@ -1,0 +1,212 @@
+"""What evaluations leave behind: evaluations.jsonl, a table for people, and in evaluations/ the completions and what later ones pair with.
+
+    evaluations.jsonl                       one object per evaluation of a set
+    evaluations/NAME/prompts.jsonl          mean score of each prompt: two evaluations are compared prompt by prompt
+    evaluations/NAME/step_000100.parquet    a row per completion
+
+Rank 0 alone writes. docs/evaluation.md says what each number is.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_grpo.files import written_whole
+from megatron_grpo.metrics import estimates
+from megatron_grpo.metrics.courtesy import Courtesy
+from megatron_grpo.metrics.records import Records, plain
+from megatron_grpo.settings.evaluation import ALONE
+
+Numbers = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Evaluated:
+    """One set, evaluated once. Numbers are the same on every rank."""
+
+    name: str  # of the set
+    n: int  # completions asked of each prompt
+    temperature: float  # 0 is greedy
+    score: str  # the reward that counts
+    question: str  # the same for two evaluations that asked the same of the same prompts
+    rows: Sequence[int]  # of each prompt in its data set
+    scores: np.ndarray  # float64 [P, n]; NaN where a completion has no score
+    pass_threshold: float
+    others: Mapping[str, float] = field(default_factory=dict)  # further means: of every reward, of lengths
+    table: Mapping[str, Sequence[Any]] = field(default_factory=dict)  # completions by column, on rank 0
+
+    @property
+    def means(self) -> np.ndarray:
+        """float64 [P]: mean score of each prompt."""
+        return estimates.prompt_means(self.scores)
+
+    def numbers(self) -> dict[str, Any]:
+        """What evaluations.jsonl holds of it. NaN: cannot be known."""
+        is_scored = ~np.isnan(self.scores)
+        num_scored = is_scored.sum(axis=1)
+        num_right = (np.where(is_scored, self.scores, -math.inf) >= self.pass_threshold).sum(axis=1)
+        mean, error = estimates.over_prompts(self.means)
+        key = f"mean@{self.n}"
+        found: dict[str, Any] = {
+            "name": self.name,
+            "score": self.score,
+            "num_prompts": int((num_scored > 0).sum()),
+            "n": self.n,
+            "temperature": self.temperature,
+            key: mean,
+            f"{key}/stderr": error,
+            f"{key}/stderr_seed": 0.0 if not self.temperature else estimates.of_sampling(self.scores),
+        }
+        for k in estimates.ks(self.n):
+            chances = estimates.pass_at_k(num_right, num_scored, k)
+            found[f"pass@{k}"] = estimates.over_prompts(chances)[0]
+        found["unscored"] = int((~is_scored).sum())
+        return found | {name: value for name, value in self.others.items() if name not in found}
+
+
+def score_in(record: Numbers) -> tuple[str, float | None]:
+    """(name of the set, its score) in a line of evaluations.jsonl. An older version wrote rewards alone, the one that counts first."""
+    key = f"mean@{record['n']}" if "n" in record and "name" in record else next((name for name in record if name != "step"), "")
+    value = record.get(key)
+    return str(record.get("name", ALONE)), float(value) if isinstance(value, (int, float)) else None
+
+
+def curve_of(name: str) -> str:
+    """Under which name a set's scores are plotted, and told to tracking services."""
+    return "eval" if name == ALONE else f"eval/{name}"
+
+
+def curves_in(records: Iterable[Numbers]) -> dict[str, list[tuple[int, float]]]:
+    """{curve: its points (step, score)}, for plots."""
+    curves: dict[str, list[tuple[int, float]]] = {}
+    for record in records:
+        name, score = score_in(record)
+        if score is not None:
+            curves.setdefault(curve_of(name), []).append((record["step"], score))
+    return curves
+
+
+def compared(before: Numbers, after: Numbers) -> list[tuple[str, float, float]]:
+    """(name, before, after) of what a person compares in two lines of evaluations.jsonl: means, not counts, nor their errors."""
+    rows = [name for name in before if name not in ("step", "n", "num_prompts", "temperature", "unscored") and "change" not in name]
+    return [
+        (name, before[name], after[name])
+        for name in rows
+        if isinstance(before[name], (int, float)) and isinstance(after.get(name), (int, float)) and "/stderr" not in name
+    ]
+
+
+class Evaluations:
+    """All evaluations of one folder. replaces: one at the same step takes the place of the earlier one, as in a run that was resumed;
+    else all are kept, as by the command. writes_completions: whether the tables of completions are written too."""
+
+    def __init__(self, folder: Path, *, replaces: bool = True, writes_completions: bool = True):
+        self.folder, self.replaces, self.writes_completions = folder, replaces, writes_completions
+        self.records: list[dict[str, Any]] = []
+        self._file = Records(folder / "evaluations.jsonl")
+        self._courtesy = Courtesy()
+
+    def start(self, step: int | None = None) -> None:
+        """Reads what is there; forgets what is beyond so many optimizer steps."""
+        if step is None:
+            self.records = self._file.all() if self._file.path.exists() else []
+            return
+        self.records = self._file.keep_until(step)
+        for directory in self._directories():
+            Records(directory / "prompts.jsonl").cut(step)
+            for path in directory.glob("step_*.parquet"):
+                ours = re.fullmatch(r"step_(\d{6,})(_\d+)?\.parquet", path.name)
+                if ours and int(ours[1]) > step:
+                    path.unlink()
+
+    def add(self, step: int, found: Evaluated, **told: Any) -> dict[str, Any]:
+        """Writes one evaluation; returns its record, as it stands in the file. told: what else the record is to say; `model`, where
+        weights are not told apart by steps alone."""
+        if self.replaces and any(old["step"] == step and score_in(old)[0] == found.name for old in self.records):
+            self.start(step - 1)
+        prompts = Records(self.folder / "evaluations" / found.name / "prompts.jsonl")
+        numbers = found.numbers()
+        record = {"step": step, **numbers, **self._change(prompts, found), **told}
+        record = {name: plain(value) for name, value in record.items()}
+        means = [plain(mean) for mean in found.means]
+        prompts.append({"step": step, "question": found.question, **told, "rows": list(found.rows), "means": means})
+        if self.writes_completions and found.table:
+            with self._courtesy(f"the completions of evaluations in {self.folder}"):
+                self._write(prompts.path.parent, step, found.table)
+        self._file.append(record)
+        self.records.append(record)
+        return record
+
+    def first_and_last(self) -> Iterable[tuple[dict[str, Any], dict[str, Any]]]:
+        """Of every set that was evaluated twice, in the same way as far as their names tell."""
+        for name in dict.fromkeys(score_in(record)[0] for record in self.records):
+            mine = [record for record in self.records if score_in(record)[0] == name]
+            if len(mine) > 1:
+                yield mine[0], mine[-1]
+
+    def _directories(self) -> list[Path]:
+        root = self.folder / "evaluations"
+        return [path for path in root.iterdir() if path.is_dir()] if root.is_dir() else []
+
+    def _change(self, prompts: Records, found: Evaluated) -> Numbers:
+        """Against the first evaluation that asked the same, prompt by prompt; nothing where this is the first."""
+        before = next((line for line in prompts.all() if line["question"] == found.question), None) if prompts.path.exists() else None
+        if before is None:
+            return {}
+        means = np.array([math.nan if mean is None else mean for mean in before["means"]], dtype=np.float64)
+        mean, error = estimates.change(means, found.means)
+        return {"change": mean, "change/stderr": error, "change/since": before.get("model", before["step"])}
+
+    def _write(self, directory: Path, step: int, table: Mapping[str, Sequence[Any]]) -> None:
+        import pyarrow
+        import pyarrow.parquet
+
+        name = f"step_{step:06d}"
+        place = 0 if self.replaces else len(list(directory.glob(f"{name}*.parquet")))
+        directory.mkdir(parents=True, exist_ok=True)
+        with written_whole(directory / f"{name}{f'_{place}' if place else ''}.parquet") as stream:
+            pyarrow.parquet.write_table(pyarrow.table(dict(table)), stream)
+
+
+def in_words(records: Sequence[Numbers]) -> tuple[str, list[str], list[list[str]]]:
+    """(how they were asked, heads of the columns after the first, rows) of a table of evaluations, a row per set."""
+    how = dict.fromkeys(
+        f"{record['n']} completions of each prompt at temperature {record['temperature']:g}" if record["temperature"] else "greedy"
+        for record in records
+    )
+    first = next((record["change/since"] for record in records if "change/since" in record), "")
+    since = f" since step {first}" if isinstance(first, int) else f" from {first}" if first else ""
+    passes = sorted({int(name[5:]) for record in records for name in record if re.fullmatch(r"pass@\d+", name)})
+    columns: dict[str, list[str]] = {
+        "prompts": [f"{record['num_prompts']:,}" for record in records],
+        "mean": [f"{_mean(record)} ± {_mean(record, '/stderr')}" for record in records],
+        "seed alone": [f"± {_mean(record, '/stderr_seed')}" if record["n"] > 1 else "" for record in records],
+        **{f"pass@{k}": [_number(record.get(f"pass@{k}")) for record in records] for k in passes},
+        f"change{since}": [_change_in_words(record) for record in records],
+        "tokens": [_number(record.get("mean_length")) for record in records],
+        "unscored": [f"{record['unscored']:,}" if record["unscored"] else "" for record in records],
+    }
+    shown = {head: cells for head, cells in columns.items() if any(cells)}
+    rows = [[str(record["name"]), *(cells[place] for cells in shown.values())] for place, record in enumerate(records)]
+    return "; ".join(how), list(shown), rows
+
+
+def _mean(record: Numbers, part: str = "") -> str:
+    return _number(record.get(f"mean@{record['n']}{part}"))
+
+
+def _change_in_words(record: Numbers) -> str:
+    return f"{record['change']:+.3f} ± {_number(record['change/stderr'])}" if record.get("change") is not None else ""
+
+
+def _number(value: Any) -> str:
+    if value is None:
+        return "?"
+    return f"{value:.3f}" if abs(value) < 10 else f"{value:,.1f}"

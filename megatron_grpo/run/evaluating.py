@@ -1,0 +1,151 @@
+"""`megatron-grpo eval`: held-out sets, answered by a model, an export, an adapter beside its base, or a checkpoint of any layout."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from megatron_grpo.build import ENGINES, answering, build_evaluator, choose_tuner, model_of, sharing_here
+from megatron_grpo.checkpoint.manifest import read_manifest
+from megatron_grpo.cleanup import CleanUp
+from megatron_grpo.errors import EXIT_DONE, ConfigError, Problem
+from megatron_grpo.inputs import Looked, read_to_evaluate
+from megatron_grpo.judge import Judge
+from megatron_grpo.metrics.display import Display
+from megatron_grpo.metrics.evaluations import Evaluated, Evaluations, in_words
+from megatron_grpo.parallel import state
+from megatron_grpo.parallel.state import ParallelState
+from megatron_grpo.planning.check_tuner import tuner_problems, with_adapter
+from megatron_grpo.policy.loaded import LoadedModel
+from megatron_grpo.policy.policy import cut_for
+from megatron_grpo.policy.scorer import ModelScorer
+from megatron_grpo.rewards.loading import close_rewards
+from megatron_grpo.run.exporting import layout_of, load_weights, settings_of_checkpoint
+from megatron_grpo.run.life import start_parallel, take_output_dir
+from megatron_grpo.settings import Parsed
+from megatron_grpo.settings.checks import validate
+from megatron_grpo.settings.config import Config
+from megatron_grpo.settings.evaluation import sets_of
+from megatron_grpo.sync import Publisher, Restoring
+from megatron_grpo.weights.fit import engine_problems
+
+_OF_A_RUN = ("metrics.jsonl", "checkpoints", "plan.json")
+
+
+def run_eval(parsed: Parsed) -> int:
+    """Evaluates, writes to `output_dir` what docs/evaluation.md lists, and prints a table. Returns the exit code.
+
+    Raises ConfigError with all that is wrong, before a model loads.
+    """
+    cfg = asked_for(parsed)
+    looked = read_to_evaluate(cfg)
+    with CleanUp(partial(close_rewards, looked.rewards)) as clean_up:
+        layout, problems = layout_of(cfg, looked.shape)
+        engine_ranks = 1 if cfg.rollout.vllm_mode == "server" else cfg.rollout.vllm_tensor_parallel_size
+        problems += engine_problems(looked.shape, engine_ranks, world_size=layout.world_size)
+        if problems := [*problems, *tuner_problems(cfg, looked.shape)]:
+            raise ConfigError(problems)
+        parallel = start_parallel(cfg, layout)
+        clean_up.add(state.stop)
+        take_output_dir(cfg, parallel, clean_up)
+        display = Display() if parallel.is_main else None
+        if display is not None:
+            display.open()
+            clean_up.add(display.stop)
+        step, evaluated = evaluate(cfg, looked, parallel, clean_up)
+        if display is not None:
+            display.stop()
+            _tell(cfg, display, step, evaluated)
+    return EXIT_DONE
+
+
+def asked_for(parsed: Parsed) -> Config:
+    """The configuration: of a checkpoint, that of its run, with what was typed over it. Raises ConfigError."""
+    cfg, problems = parsed.config, list(parsed.problems)
+    if "output_dir" not in cfg.typed:
+        problems.append(_problem("output_dir", "eval needs --output_dir."))
+    elif there := [name for name in _OF_A_RUN if (Path(cfg.run.output_dir) / name).exists()]:
+        out = cfg.run.output_dir
+        message = f"output_dir ({out}) holds a run ({', '.join(there)}), whose evaluations are its own. Use another one: {out}-eval."
+        problems.append(_problem("output_dir", message))
+    if not problems and _is_of_checkpoint(cfg):
+        cfg = _without_other_sets(settings_of_checkpoint(cfg, Path(cfg.run.resume)), typed=cfg)
+    elif cfg.tuner.adapters:
+        cfg = with_adapter(cfg.with_values({"tuner_type": "lora"})) if Path(cfg.tuner.adapters).is_dir() else cfg
+    if not problems and not sets_of(cfg):
+        message = "eval needs something to ask: --eval_datasets name=path ..., or --eval_dataset path."
+        problems.append(_problem("eval_datasets", message))
+    if problems := [*problems, *validate(cfg.with_values({"eval_steps": 0}), parsed.unreadable)]:
+        raise ConfigError(problems)
+    return cfg.with_values({"output_dir": str(Path(cfg.run.output_dir).absolute())})
+
+
+def evaluate(cfg: Config, looked: Looked, parallel: ParallelState, clean_up: CleanUp) -> tuple[int, list[Evaluated]]:
+    """(optimizer steps behind the weights, what came of each set). Collective. clean_up: gets what this opens."""
+    step, model = loaded(cfg, looked, parallel)
+    engine = ENGINES[cfg.rollout.vllm_mode](cfg, looked, parallel)
+    clean_up.add(engine.close)
+    sampler = answering(cfg, looked, engine)
+    if model is not None:
+        is_coarse = cfg.model.torch_dtype != "float32"
+        publisher = Publisher(model, engine, verify=cfg.rollout.verify_weight_push, is_coarse=is_coarse, starts_as_checkpoint=False)
+        publisher.publish(step)
+        sampler = Restoring(sampler, partial(publisher.publish, step))
+    judge = Judge(looked.rewards, cfg.rewards.reward_weights)
+    return step, build_evaluator(cfg, looked, sampler, judge, last_step=0).run()
+
+
+def loaded(cfg: Config, looked: Looked, parallel: ParallelState) -> tuple[int, LoadedModel | None]:
+    """(optimizer steps, the model that the sampler must be given); None where it reads the model's files by itself. Collective."""
+    is_of_checkpoint = _is_of_checkpoint(cfg)
+    if not is_of_checkpoint and not cfg.tuner.adapters and cfg.rollout.vllm_mode == "colocate":
+        return 0, None
+    sharing_here(cfg, looked.shape, parallel)
+    exchange, loaded_chunks = model_of(cfg, looked.shape, parallel, model_path=looked.model_path)
+    chunks = loaded_chunks()
+    adapters = choose_tuner(cfg, chunks, exchange)
+    step = 0
+    if is_of_checkpoint:
+        directory = Path(cfg.run.resume)
+        load_weights(chunks, directory)
+        manifest = read_manifest(directory)
+        assert not isinstance(manifest, str)  # it has been read before
+        step = manifest.step
+    for chunk in chunks:
+        chunk.eval().requires_grad_(False)
+    cut = cut_for(parallel, chunks[0].config, micro_batch_size=1, max_tokens=None)
+    return step, LoadedModel(chunks, ModelScorer(chunks, parallel, cut), exchange, adapters)
+
+
+def _tell(cfg: Config, display: Display, step: int, evaluated: Sequence[Evaluated]) -> None:
+    out = Path(cfg.run.output_dir)
+    evaluations = Evaluations(out, replaces=False, writes_completions=bool(cfg.run.log_completions_steps))
+    evaluations.start()
+    what = _what(cfg)
+    how, heads, rows = in_words([evaluations.add(step, one, model=what) for one in evaluated])
+    display.table(f"{what} ({how})", heads, rows)
+    display.say(f"Done: {out}")
+
+
+def _what(cfg: Config) -> str:
+    """What was evaluated, in words."""
+    if _is_of_checkpoint(cfg):
+        return cfg.run.resume
+    return f"{cfg.model.model} with {cfg.tuner.adapters}" if cfg.tuner.adapters else cfg.model.model
+
+
+def _is_of_checkpoint(cfg: Config) -> bool:
+    return cfg.run.resume not in ("auto", "never")
+
+
+def _without_other_sets(cfg: Config, *, typed: Config) -> Config:
+    """Who names sets means those, and not the ones of the run as well."""
+    said = {name for name in ("eval_dataset", "eval_datasets") if name in typed.typed}
+    nothing: dict[str, Any] = {"eval_dataset": "", "eval_datasets": {}}
+    return cfg.with_values({name: value for name, value in nothing.items() if name not in said}) if said else cfg
+
+
+def _problem(flag: str, message: str) -> Problem:
+    return Problem(flags=(flag,), message=message)

@@ -1,0 +1,80 @@
+"""What the settings of evaluation come to: which sets, how many completions of each prompt, how they are drawn. No torch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from megatron_grpo.settings.config import Config
+from megatron_grpo.settings.tuner import Pair
+
+ALONE = "eval"  # the set that eval_dataset names
+COMPLETIONS = 8  # of each prompt, where they are drawn and nobody says how many
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HowEvaluated:
+    """n: completions of each prompt. temperature: 0 is greedy."""
+
+    n: int
+    temperature: float
+
+
+def sets_of(cfg: Config) -> dict[str, str]:
+    """{name: path or Hub name} of the held-out sets, that of eval_dataset first."""
+    return ({ALONE: cfg.eval.eval_dataset} if cfg.eval.eval_dataset else {}) | dict(cfg.eval.eval_datasets)
+
+
+def flag_of(name: str, cfg: Config) -> str:
+    """The setting that names this set."""
+    return "eval_dataset" if name == ALONE and cfg.eval.eval_dataset else "eval_datasets"
+
+
+def how_evaluated(cfg: Config) -> HowEvaluated:
+    """One answer to each prompt of eval_dataset alone is greedy; all else, episodes too, is drawn at the temperature of training."""
+    said = cfg.eval
+    is_plain = bool(said.eval_dataset) and not said.eval_datasets and said.num_generations_eval in (None, 1) and not cfg.turns.plays
+    temperature = said.eval_temperature
+    if temperature is None:
+        temperature = 0.0 if is_plain else cfg.rollout.temperature
+    return HowEvaluated(n=said.num_generations_eval or (COMPLETIONS if temperature else 1), temperature=temperature)
+
+
+def score_of(cfg: Config, names: Sequence[str]) -> str:
+    """The reward that counts. names: of the functions, in the order of reward_funcs."""
+    asked = cfg.eval.eval_reward
+    return dict(zip(cfg.rewards.reward_funcs, names)).get(asked, asked) if asked else names[0]
+
+
+def evaluation_pairs(cfg: Config) -> Iterator[Pair]:
+    """Settings of evaluation that do not go together."""
+    said = cfg.eval
+    if said.eval_steps and not sets_of(cfg):
+        yield (
+            ("eval_steps", "eval_dataset", "eval_datasets"),
+            f"eval_steps ({said.eval_steps}) needs an eval_dataset, or eval_datasets name=path, to evaluate on.",
+            {"eval_steps": [0]},
+        )
+    names = [name.rpartition(":")[2] for name in cfg.rewards.reward_funcs]
+    if said.eval_reward and said.eval_reward not in (*names, *cfg.rewards.reward_funcs):
+        yield (
+            ("eval_reward", "reward_funcs"),
+            f"eval_reward ({said.eval_reward}) is none of the reward_funcs ({', '.join(names) or 'none'}).",
+            {"eval_reward": names[:1]} if names else {},
+        )
+    if said.eval_temperature == 0 and (said.num_generations_eval or 1) > 1:
+        yield (
+            ("num_generations_eval", "eval_temperature"),
+            f"num_generations_eval ({said.num_generations_eval}) with eval_temperature 0 would be {said.num_generations_eval} times the "
+            f"same completion. Use num_generations_eval 1, or an eval_temperature above 0.",
+            {"num_generations_eval": [1], "eval_temperature": [cfg.rollout.temperature]},
+        )
+    for name in said.eval_datasets:
+        if not _NAME.fullmatch(name):
+            message = f"eval_datasets: {name!r} cannot name a set: files and metrics are named after it. Use letters, digits, _ . and -."
+            yield ("eval_datasets",), message, {}
+        if name == ALONE and said.eval_dataset:
+            message = f"eval_datasets: {ALONE} is the name of eval_dataset's own set ({said.eval_dataset}). Use another name."
+            yield ("eval_datasets", "eval_dataset"), message, {}

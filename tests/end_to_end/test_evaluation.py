@@ -1,0 +1,71 @@
+"""Held-out sets in a run and by the command: the same numbers whoever holds the weights, and a run that does not notice."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pyarrow.parquet
+import pytest
+
+from tests.end_to_end.runs import records, train, write_inputs
+from tests.ranks import run_ranks
+
+ASKED = ("--num_generations_eval", "2", "--eval_num_prompts", "6", "--eval_pass_threshold", "0.5")
+
+
+def evaluate(rank: int, world_size: int, flags: list[str]) -> int:
+    from megatron_grpo.cli import main
+
+    return main(["eval", *flags])
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """The folder of a run with evaluations, and one without."""
+    folder = tmp_path_factory.mktemp("run")
+    common = [*write_inputs(folder, rows=16), "--max_steps", "2", "--export_hf", "false"]
+    sets = ["--eval_datasets", f"all={folder}/data.jsonl", f"again={folder}/data.jsonl", "--eval_steps", "1", *ASKED]
+    for name, flags in (("with", [*common, *sets]), ("without", common)):
+        assert run_ranks(train, 1, [*flags, "--output_dir", str(folder / name)], timeout=300) == [0]
+    return folder
+
+
+def completions(path) -> list[str]:
+    return pyarrow.parquet.read_table(path)["completion"].to_pylist()
+
+
+def test_a_run_does_not_notice_that_it_is_evaluated(run):
+    """Its rollouts and its gradients are those of the run without, to the bit."""
+    with_, without = (records(run / name / "metrics.jsonl") for name in ("with", "without"))
+    assert [(step["reward"], step["grad_norm"], step["loss"]) for step in with_] == [
+        (step["reward"], step["grad_norm"], step["loss"]) for step in without
+    ]
+    for step in range(2):
+        file = f"completions/step_{step:06d}.parquet"
+        assert completions(run / "with" / file) == completions(run / "without" / file)
+
+
+def test_an_evaluation_is_told_with_its_errors_and_paired_with_the_first(run):
+    told = records(run / "with" / "evaluations.jsonl")
+    assert [(line["step"], line["name"]) for line in told] == [(step, name) for step in range(3) for name in ("all", "again")]
+    first, last = told[0], told[4]
+    assert (first["num_prompts"], first["n"], first["temperature"], first["mean@2"]) == (6, 2, 1.0, first["even"])
+    table = pyarrow.parquet.read_table(run / "with" / "evaluations" / "all" / "step_000000.parquet").to_pydict()
+    scores = np.array(table["rewards/even"]).reshape(6, 2)
+    assert first["mean@2"] == pytest.approx(scores.mean()) and first["pass@2"] == (scores >= 0.5).any(axis=1).mean()
+    assert last["change"] == pytest.approx(last["mean@2"] - first["mean@2"]) and last["change/since"] == 0
+    assert completions(run / "with/evaluations/all/step_000000.parquet") != completions(run / "with/evaluations/again/step_000000.parquet")
+    assert (run / "with/plots/reward.png").is_file()
+
+
+def test_the_command_finds_of_a_checkpoint_under_another_layout_what_the_run_found(run):
+    [checkpoint] = (run / "with/checkpoints").glob("iter_*")
+    flags = ["--resume", str(checkpoint), "--tensor_model_parallel_size", "2", "--output_dir", str(run / "command")]
+    assert run_ranks(evaluate, 2, flags, timeout=300) == [0, 0]
+    for ours, theirs in zip(records(run / "command/evaluations.jsonl"), records(run / "with/evaluations.jsonl")[4:], strict=True):
+        assert {name: ours[name] for name in theirs if "change" not in name} == {n: v for n, v in theirs.items() if "change" not in n}
+    for name in ("all", "again"):
+        file = f"evaluations/{name}/step_000002.parquet"
+        assert completions(run / "command" / file) == completions(run / "with" / file)
+    assert json.loads((run / "command/evaluations.jsonl").read_text().splitlines()[0])["model"] == str(checkpoint)

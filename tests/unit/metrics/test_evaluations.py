@@ -1,0 +1,86 @@
+"""What evaluations leave in a folder: lines, pairs, completions; also where a run is resumed, and where a command comes again."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from megatron_grpo.metrics.evaluations import Evaluations, compared, in_words
+from tests.evaluated import evaluated
+
+
+def lines(folder, name="evaluations.jsonl"):
+    return [json.loads(line) for line in (folder / name).read_text().splitlines()]
+
+
+def drawn(scores, **values):
+    return replace(evaluated(0.0), **{"n": 2, "temperature": 1.0, "rows": range(len(scores)), "scores": np.array(scores), **values})
+
+
+def test_a_line_has_means_errors_and_passes_and_counts_what_has_no_score(tmp_path):
+    record = Evaluations(tmp_path).add(3, drawn([[1.0, 0.0], [1.0, 1.0], [np.nan, 2.0], [np.nan, np.nan]]))
+    assert lines(tmp_path) == [record]
+    assert (record["num_prompts"], record["unscored"], record["n"]) == (3, 3, 2)
+    assert record["mean@2"] == pytest.approx((0.5 + 1 + 2) / 3)
+    assert record["mean@2/stderr"] == pytest.approx(np.std([0.5, 1, 2], ddof=1) / np.sqrt(3))
+    assert (record["pass@1"], record["pass@2"]) == (pytest.approx(2.5 / 3), 1.0), "of the third prompt two were not scored"
+
+
+def test_the_change_is_against_the_first_that_asked_the_same(tmp_path):
+    """Another question, as after other settings on resuming, begins anew."""
+    kept = Evaluations(tmp_path)
+    kept.add(0, evaluated(0.0, 1.0, question="a"))
+    kept.add(1, evaluated(0.5, 0.5, question="a"))
+    kept.add(2, evaluated(9.0, 9.0, question="b"))
+    kept.add(3, evaluated(1.0, None, question="a"))
+    assert [line.get("change") for line in lines(tmp_path)] == [None, 0.0, None, 1.0]
+    assert [line.get("change/stderr") for line in lines(tmp_path)] == [None, 0.5, None, None]
+    assert lines(tmp_path)[3]["change/since"] == 0
+
+
+def test_a_resumed_run_pairs_with_the_first_and_forgets_what_it_does_again(tmp_path):
+    first = Evaluations(tmp_path)
+    for step in (0, 2, 4):
+        for name in ("eval", "other"):
+            first.add(step, replace(evaluated(step / 10, step / 10, name=name, question="a"), table={"completion": ["x", "y"]}))
+    second = Evaluations(tmp_path)
+    second.start(2)
+    assert [(record["step"], record["name"]) for record in second.records] == [(0, "eval"), (0, "other"), (2, "eval"), (2, "other")]
+    assert sorted(path.name for path in tmp_path.glob("evaluations/other/*.parquet")) == ["step_000000.parquet", "step_000002.parquet"]
+    for name in ("eval", "other"):  # stopped just after it was evaluated: the resumed run does it again
+        second.add(2, evaluated(0.3, 0.3, name=name, question="a"))
+    assert [(line["step"], line["mean@1"], line.get("change")) for line in lines(tmp_path) if line["name"] == "other"] == [
+        (0, 0.0, None), (2, 0.3, 0.3),
+    ]  # fmt: skip
+    assert len(lines(tmp_path, "evaluations/other/prompts.jsonl")) == 2
+
+
+def test_a_command_that_comes_again_adds_to_what_is_there(tmp_path):
+    for model, score in (("base", 0.0), ("trained", 0.5)):
+        kept = Evaluations(tmp_path, replaces=False)
+        kept.start()
+        kept.add(0, replace(evaluated(score, score, question="a"), table={"completion": ["x", "y"]}), model=model)
+    assert [line.get("change") for line in lines(tmp_path)] == [None, 0.5] and lines(tmp_path)[1]["change/since"] == "base"
+    assert sorted(path.name for path in tmp_path.glob("evaluations/eval/*.parquet")) == ["step_000000.parquet", "step_000000_1.parquet"]
+    assert "change from base" in in_words(kept.records)[1]
+
+
+def test_lines_of_an_older_version_are_read(tmp_path):
+    (tmp_path / "evaluations.jsonl").write_text('{"step": 0, "right": 0.25, "mean_length": 9.0}\n')
+    kept = Evaluations(tmp_path)
+    kept.start(5)
+    kept.add(4, evaluated(0.5, right=0.5, mean_length=8.0))
+    [(before, after)] = kept.first_and_last()
+    assert compared(before, after) == [("right", 0.25, 0.5), ("mean_length", 9.0, 8.0)]
+
+
+def test_the_table_says_how_it_was_asked_and_what_seeds_alone_would_change():
+    found = drawn([[1.0, 0.0], [1.0, 1.0]])
+    how, heads, [row] = in_words([{"step": 1} | found.numbers()])
+    told = dict(zip(heads, row[1:]))
+    assert how == "2 completions of each prompt at temperature 1"
+    assert (told["mean"], told["seed alone"], told["pass@2"]) == ("0.750 ± 0.250", "± 0.250", "1.000") and "change" not in heads
+    assert in_words([evaluated(0.5).numbers()])[0] == "greedy" and "seed alone" not in in_words([evaluated(0.5).numbers()])[1]

@@ -1,0 +1,126 @@
+"""Evaluations: what is asked, with which seeds, and what comes of it, on one rank and on two."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from megatron_grpo.evaluate import Evaluator, Question, sampling_of
+from megatron_grpo.judge import Judge
+from megatron_grpo.rewards.protocol import RewardFunction
+from megatron_grpo.rollout.engine import SamplingSettings, prompt_seed
+from megatron_grpo.rollout.scripted import ScriptedEngine
+from megatron_grpo.settings.evaluation import HowEvaluated, how_evaluated, score_of, sets_of
+from megatron_grpo.settings.parse import resolve
+from megatron_grpo.types import Prompt, answered
+from tests.ranks import run_ranks
+
+TRAINING = SamplingSettings(n=16, max_completion_length=8, temperature=0.9, top_p=0.8, stop=("END",))
+
+
+def prompts(count: int) -> list[Prompt]:
+    return [Prompt(number=i, row=10 + i, raw=f"question {i}", token_ids=(4, 5 + i), columns={}) for i in range(count)]
+
+
+def answer(prompt: Prompt, place: int, version: int):
+    length = 1 + (prompt.number + place) % 3
+    return answered(
+        prompt.token_ids, [7] * length, [-1.0] * length, text=f"{prompt.number}.{place}", ended="length" if length == 3 else "stop",
+        version=version,
+    )  # fmt: skip
+
+
+def right(completions, **rest):
+    """Of prompt p the first p of its completions; the second completion of prompt 2 has no score."""
+    numbers = [tuple(map(int, text.split("."))) for text in completions]
+    return [None if (p, i) == (2, 1) else float(i < p) for p, i in numbers]
+
+
+def words(completions, **rest):
+    return [2.0] * len(completions)
+
+
+def evaluator(engine=None, **sets):
+    judge = Judge([RewardFunction(name="words", function=words, timeout=60.0), RewardFunction(name="right", function=right, timeout=60.0)])
+    sampling = sampling_of(TRAINING, HowEvaluated(n=4, temperature=1.0))
+    return Evaluator(Question(sets=sets, sampling=sampling, score="right"), engine or ScriptedEngine(answer), judge)
+
+
+def evaluate(rank: int, world_size: int):
+    return [(one.numbers(), one.means.tolist(), one.table) for one in evaluator(some=prompts(5), few=prompts(2)).run()]
+
+
+def test_two_ranks_come_to_what_one_comes_to_and_the_first_has_the_completions_in_order():
+    [alone] = run_ranks(evaluate, 1)
+    first, second = run_ranks(evaluate, 2)
+    assert repr(first) == repr(alone) and [one[:2] for one in map(repr, second)] == [one[:2] for one in map(repr, first)]
+    assert not second[0][2]
+    (some, means, table), (few, _, _) = alone
+    assert (some["name"], few["name"], some["num_prompts"], few["num_prompts"]) == ("some", "few", 5, 2)
+    assert means == [0.0, 0.25, pytest.approx(1 / 3), 0.75, 1.0] and some["unscored"] == 1
+    assert some["mean@4"] == pytest.approx(np.mean(means)) and some["words"] == 2.0
+    assert some["pass@4"] == pytest.approx(3 / 4), "prompt 2 was not scored four times"
+    assert table["completion"] == [f"{p}.{i}" for p in range(5) for i in range(4)] and table["dataset_row"][::4] == [10, 11, 12, 13, 14]
+    assert table["rewards/right"][8:12] == [1.0, None, 0.0, 0.0]
+    assert some["mean_length"] == pytest.approx(np.mean([1 + (p + i) % 3 for p in range(5) for i in range(4)]))
+
+
+class Heard(ScriptedEngine):
+    def generate(self, prompts, sampling, *, seed):
+        self.heard = [*getattr(self, "heard", []), (len(prompts), sampling, seed)]
+        return super().generate(prompts, sampling, seed=seed)
+
+
+def test_every_evaluation_meets_the_same_random_numbers_and_none_of_them_is_trainings():
+    engine = Heard(answer)
+    asks = evaluator(engine, a=prompts(3), b=prompts(3))
+    for _ in range(2):
+        asks.run()
+    seeds = [seed for _, _, seed in engine.heard]
+    assert seeds[:2] == seeds[2:] and len(set(seeds)) == 2, "each set has its own"
+    training = {prompt_seed(run, number, 16) for run in range(50) for number in range(50)}
+    assert not training & {prompt_seed(seed, number, 4) for seed in seeds for number in range(3)}
+
+
+def test_held_out_prompts_are_drawn_as_trainings_but_for_number_and_temperature():
+    assert sampling_of(TRAINING, HowEvaluated(n=4, temperature=0.5)) == SamplingSettings(
+        n=4, max_completion_length=8, temperature=0.5, top_p=0.8, stop=("END",)
+    )
+    greedy = sampling_of(TRAINING, HowEvaluated(n=1, temperature=0.0))
+    assert (greedy.n, greedy.temperature, greedy.top_p, greedy.stop) == (1, 0.0, 1.0, ("END",))
+
+
+def test_what_is_paired_asked_the_same():
+    asks = evaluator(a=prompts(3)).question
+    digests = {
+        asks.digest("a"),
+        evaluator(a=prompts(4)).question.digest("a"),
+        evaluator(b=prompts(3)).question.digest("b"),
+        Question(sets=asks.sets, sampling=asks.sampling, score="words").digest("a"),
+        Question(sets=asks.sets, sampling=asks.sampling, score="right", seed=1).digest("a"),
+        Question(sets=asks.sets, sampling=sampling_of(TRAINING, HowEvaluated(n=8, temperature=1.0)), score="right").digest("a"),
+    }
+    assert len(digests) == 6 and evaluator(a=prompts(3)).question.digest("a") in digests
+
+
+@pytest.mark.parametrize(
+    ("words", "sets", "n", "temperature"),
+    [
+        ("--eval_dataset x.jsonl", {"eval": "x.jsonl"}, 1, 0.0),
+        ("--eval_dataset x.jsonl --num_generations_eval 4", {"eval": "x.jsonl"}, 4, 0.7),
+        ("--eval_dataset x.jsonl --eval_temperature 1", {"eval": "x.jsonl"}, 8, 1.0),
+        ("--eval_datasets a=x.jsonl b=y=1.jsonl", {"a": "x.jsonl", "b": "y=1.jsonl"}, 8, 0.7),
+        ("--eval_datasets a=x.jsonl --eval_temperature 0", {"a": "x.jsonl"}, 1, 0.0),
+        ("--eval_dataset z --eval_datasets a=x.jsonl", {"eval": "z", "a": "x.jsonl"}, 8, 0.7),
+    ],
+)
+def test_how_many_are_drawn_and_how(words, sets, n, temperature):
+    cfg = resolve(["--temperature", "0.7", *words.split()])
+    assert sets_of(cfg) == sets and how_evaluated(cfg) == HowEvaluated(n=n, temperature=temperature)
+
+
+def test_the_score_is_named_by_its_function_or_as_it_stands_in_reward_funcs():
+    names = ["format", "good"]
+    for asked, expected in ((None, "format"), ("good", "good"), ("mine.py:good", "good")):
+        cfg = resolve(["--reward_funcs", "format", "mine.py:good", *(["--eval_reward", asked] if asked else [])])
+        assert score_of(cfg, names) == expected

@@ -1,0 +1,96 @@
+"""docs/composition.md, of models that see: what it says is refused is refused, word for word; and what `plan` says of a tower."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+
+from megatron_grpo.cli import main
+from tests.unit.test_composition import COMMON, MODELS, PAGE
+from tests.unit.weights.test_vision import QWEN2_5_VL_7B, QWEN3_VL_4B
+
+ROWS = re.findall(r"^\| (\S[^|]*) \| `(--[^`]+)` \| (.+) \|$", PAGE.read_text(encoding="utf-8"), re.M)
+CONFIGS = {
+    "Qwen2.5-VL": QWEN2_5_VL_7B,
+    "Qwen3-VL": QWEN3_VL_4B,
+    "Qwen3 8B": {"architectures": ["Qwen3ForCausalLM"], **COMMON, **MODELS["Qwen3ForCausalLM"]},
+}
+
+
+@pytest.fixture
+def ask(tmp_path, capsys):
+    def ask(model: str, words: str) -> tuple[int, dict]:
+        config = tmp_path / "config.json"
+        config.write_text(json.dumps(CONFIGS[model]))
+        sizes = {"--world_size": 8, "--micro_batch_size": 2, "--global_batch_size": 64, "--num_generations": 4}
+        typed = [word for name, value in sizes.items() if name not in words for word in (name, str(value))]
+        code = main(["plan", "--json", *typed, "--model", str(config), *words.split()])
+        return code, json.loads(capsys.readouterr().out)
+
+    return ask
+
+
+def test_the_page_has_its_refusals():
+    assert len(ROWS) >= 10
+
+
+@pytest.mark.parametrize(("model", "words", "sentence"), ROWS, ids=[f"{model} {words}" for model, words, _ in ROWS])
+def test_what_is_refused_is_refused_in_the_words_of_the_page(ask, model, words, sentence):
+    code, found = ask(model, words)
+    assert code == 2 and [error["message"] for error in found["errors"]] == [sentence]
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        ("Qwen3-VL", "--recompute_granularity selective"),
+        ("Qwen3-VL", "--pipeline_model_parallel_size 4 --virtual_pipeline_model_parallel_size 3"),
+        ("Qwen2.5-VL", "--recompute_granularity full --recompute_method uniform --recompute_num_layers 1"),
+        ("Qwen2.5-VL", "--freeze_llm true --freeze_aligner false --aligner_lr 1e-5"),
+        ("Qwen2.5-VL", "--freeze_llm true --trainable_parameters model.norm"),
+        ("Qwen2.5-VL", "--trainable_parameters visual.merger."),
+        ("Qwen2.5-VL", "--tuner_type lora --freeze_vit true"),
+        ("Qwen3 8B", "--freeze_vit true --freeze_aligner true --freeze_llm false"),
+    ],
+)
+def test_what_goes_together_is_planned(ask, model, words):
+    assert ask(model, words)[0] == 0
+
+
+def test_plan_counts_a_tower_on_the_first_stage_and_says_how_many_layers_it_outweighs(ask):
+    words = "--pipeline_model_parallel_size 2 --max_prompt_length 4096 --max_completion_length 1024 --micro_batch_size 1"
+    numbers = 676_550_144
+    memory = {}
+    for name, chosen in {"frozen": "", "trained": "--freeze_vit false --freeze_aligner false"}.items():
+        code, found = ask("Qwen2.5-VL", f"{words} {chosen}")
+        assert code == 0
+        memory[name] = found["memory"]
+        tower, (first, last) = found["memory"]["tower"], found["memory"]["stages"]
+        assert tower["parameters"] == numbers and tower["patches_per_micro_batch"] == 4 * 4096
+        # Embedding and head weigh alike, and the last stage has a norm: what is left is the tower.
+        assert first["num_parameters"] - last["num_parameters"] == numbers - 3584
+    frozen, trained = memory["frozen"]["tower"], memory["trained"]["tower"]
+    assert frozen["trainable_parameters"] == 0 and trained["trainable_parameters"] == numbers
+    assert frozen["static_bytes"] == 2 * numbers and frozen["activations_bytes"] < trained["activations_bytes"] / 2
+    assert frozen["outweighs"]["layers"] < trained["outweighs"]["layers"] and trained["outweighs"]["first"] < 14
+
+
+def test_plan_prints_the_tower(tmp_path, capsys):
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(QWEN2_5_VL_7B))
+    sizes = "--world_size 8 --micro_batch_size 1 --global_batch_size 64 --num_generations 4 --pipeline_model_parallel_size 2".split()
+    assert main(["plan", *sizes, "--model", str(config), "--max_prompt_length", "4096", "--freeze_vit", "false"]) == 0
+    said = re.sub(r"\s+", " ", capsys.readouterr().out)
+    assert "vision tower, on stage 0: 0.68 B parameters (0.63 B train)" in said
+    assert re.search(r"as much as [\d.]+ layers: stages are most even with decoder_first_pipeline_num_layers \d+, which is 14 now", said)
+
+
+def test_a_push_without_a_frozen_tower_is_smaller_by_it(ask):
+    pushed = {
+        words: ask("Qwen2.5-VL", words)[1]["cost"]["weight_push_bytes"]
+        for words in ("--sleep_level 1", "--sleep_level 2", "--sleep_level 1 --freeze_aligner false")
+    }
+    whole = 2 * 8_292_166_656
+    assert list(pushed.values()) == [whole - 2 * 676_550_144, whole, whole]

@@ -1,0 +1,153 @@
+"""Models that see, as numbers and names: the tower's tensors, positions with three axes, configs of every generation, both spellings."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from megatron_grpo.errors import ConfigError
+from megatron_grpo.weights.families import FAMILIES
+from megatron_grpo.weights.names import hf_shapes, num_parameters, tower_entries
+from megatron_grpo.weights.reader import HfReader
+from megatron_grpo.weights.shape import ModelShape, read_config
+from megatron_grpo.weights.sizes import RopeShape
+from megatron_grpo.weights.towers import part_of
+from tests import vision_cases as vision
+from tests.tiny_models import load_tiny
+
+# Of the Hub's config.json, what decides sizes. Numbers of parameters are those of the Hub's safetensors index.
+QWEN2_5_VL_7B = {
+    "architectures": ["Qwen2_5_VLForConditionalGeneration"], "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,
+    "num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 152064, "max_position_embeddings": 128000, "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0, "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}, "tie_word_embeddings": False,
+    "image_token_id": 151655, "use_sliding_window": False, "sliding_window": 32768, "max_window_layers": 28,
+    "vision_config": {"depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16, "out_hidden_size": 3584,
+                      "in_chans": 3, "patch_size": 14, "spatial_merge_size": 2, "window_size": 112},
+}  # fmt: skip
+QWEN3_VL_4B = {
+    "architectures": ["Qwen3VLForConditionalGeneration"], "image_token_id": 151655, "tie_word_embeddings": True,
+    "text_config": {"hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32, "head_dim": 128,
+                    "num_key_value_heads": 8, "vocab_size": 151936, "max_position_embeddings": 262144, "rms_norm_eps": 1e-6,
+                    "rope_theta": 5000000, "tie_word_embeddings": True,
+                    "rope_scaling": {"mrope_interleaved": True, "mrope_section": [24, 20, 20], "rope_type": "default"}},
+    "vision_config": {"depth": 24, "hidden_size": 1024, "intermediate_size": 4096, "num_heads": 16, "num_position_embeddings": 2304,
+                      "out_hidden_size": 2560, "deepstack_visual_indexes": [5, 11, 17], "patch_size": 16, "spatial_merge_size": 2},
+}  # fmt: skip
+
+
+def changed(config, **changes):
+    return json.loads(json.dumps(config)) | changes
+
+
+@pytest.fixture(scope="module", params=vision.FAMILIES)
+def checkpoint(request, tmp_path_factory):
+    return vision.write_vlm(tmp_path_factory.mktemp(request.param), request.param, tied=request.param == "qwen3_vl")
+
+
+def test_the_towers_tensors_are_those_of_transformers_in_their_order(checkpoint):
+    from megatron_grpo.policy.vision import build_tower
+
+    shape = ModelShape.from_pretrained(checkpoint)
+    tower = build_tower(shape, checkpoint, dtype=torch.float32, device="meta")
+    prefix = FAMILIES[shape.architecture].tower.prefix
+    ours = [(name.removeprefix(prefix), size) for entry in tower_entries(shape) for name, size in entry.hf]
+    assert ours == [(name, tuple(parameter.shape)) for name, parameter in tower.named_parameters()]
+
+
+def test_all_names_and_sizes_are_those_of_the_file(checkpoint):
+    shape = ModelShape.from_pretrained(checkpoint)
+    stored = {name: tuple(tensor.shape) for name, tensor in load_file(checkpoint / "model.safetensors").items()}
+    assert hf_shapes(shape) == stored
+    assert num_parameters(shape) == sum(tensor.numel() for tensor in load_file(checkpoint / "model.safetensors").values())
+
+
+def test_frequencies_turn_with_the_axes_that_transformers_gives_them(checkpoint):
+    """By three positions of which each moves one axis: the angle of a frequency changes where it is that axis'."""
+    shape, model = ModelShape.from_pretrained(checkpoint), load_tiny(checkpoint)
+    rotary = model.model.language_model.rotary_emb
+    found = []
+    for axis in range(3):
+        positions = torch.zeros(3, 1, 1, dtype=torch.int64)
+        positions[axis] = 1
+        cos, sin = rotary(torch.zeros(1, 1, 1), positions)
+        if cos.dim() == 4:  # by axis, and each layer picks: as Qwen2-VL's do
+            sections = [*shape.rope.sections] * 2
+            sin = torch.cat([part[i % 3] for i, part in enumerate(sin.split(sections, dim=-1))], dim=-1)
+        found.append((sin.flatten()[: shape.rope.dim // 2] != 0).tolist())
+    assert [column.index(True) for column in zip(*found, strict=True)] == list(shape.rope.axes)
+
+
+def test_axes_in_blocks_and_taking_turns():
+    blocks = RopeShape(type="default", dim=16, theta=1e4, sections=(2, 3, 3))
+    assert blocks.axes == (0, 0, 1, 1, 1, 2, 2, 2)
+    turns = RopeShape(type="default", dim=16, theta=1e4, sections=(4, 2, 2), interleaved=True)
+    assert turns.axes == (0, 1, 2, 0, 1, 2, 0, 0)
+    assert RopeShape(type="default", dim=16, theta=1e4).axes == ()
+
+
+def test_names_of_older_versions_are_read_and_offered_as_on_the_hub(tmp_path):
+    path = vision.write_vlm(tmp_path, "qwen2_5_vl")
+    right = load_file(path / "model.safetensors")
+
+    def older(name):
+        return (
+            name.replace("visual.", "model.visual.", 1)
+            if name.startswith("visual.")
+            else name.replace("model.", "model.language_model.", 1)
+        )
+
+    save_file({older(name): tensor for name, tensor in right.items()}, path / "model.safetensors", metadata={"format": "pt"})
+    read = HfReader(path)
+    assert read.names == right.keys()
+    assert all(torch.equal(read(name), right[name]) for name in right)
+
+
+def test_sizes_are_read_where_the_hub_and_where_transformers_puts_them():
+    flat = ModelShape.from_hf(QWEN2_5_VL_7B)
+    assert (flat.rope.sections, flat.rope.interleaved, flat.rope.theta) == ((16, 24, 24), False, 1e6)
+    of_text = {key: value for key, value in QWEN2_5_VL_7B.items() if key not in ("architectures", "vision_config", "image_token_id")}
+    outer = {key: QWEN2_5_VL_7B[key] for key in ("architectures", "vision_config", "image_token_id")}
+    assert ModelShape.from_hf({**outer, "text_config": of_text}) == flat
+    assert ModelShape.from_hf({**QWEN2_5_VL_7B, "text_config": of_text}) == flat, "said twice, alike"
+    assert num_parameters(flat) == 8_292_166_656
+    assert sum(torch.Size(size).numel() for entry in tower_entries(flat) for _, size in entry.hf) == 676_550_144
+    deep = ModelShape.from_hf(QWEN3_VL_4B)
+    assert deep.vision.num_deepstack == 3 and deep.rope.interleaved and deep.tied_embeddings
+    assert num_parameters(deep) == 4_437_815_808
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        (changed(QWEN3_VL_4B, hidden_size=2048), "hidden_size is 2048, and 2560 in its text_config"),
+        (changed(QWEN3_VL_4B, tie_word_embeddings=False), "tie_word_embeddings is False, and True in its text_config"),
+        (changed(QWEN3_VL_4B, rope_scaling={"mrope_section": [20, 24, 20]}), r"mrope_section is said twice.*\[20, 24, 20\] and \[24, 20"),
+        (changed(QWEN2_5_VL_7B, rope_scaling={"type": "mrope", "mrope_section": [16, 24, 20]}), r"a sum of head_dim / 2 \(64\): 60"),
+        (changed(QWEN2_5_VL_7B, rope_scaling={"type": "mrope", "mrope_section": "all"}), "three whole numbers, it is 'all'"),
+        (changed(QWEN2_5_VL_7B, rope_scaling={"type": "yarn", "factor": 4.0, "mrope_section": [16, 24, 24]}), "'yarn' with axes"),
+        (changed(QWEN2_5_VL_7B, vision_config=None), "vision_config must hold named values, it is None"),
+        (changed(QWEN2_5_VL_7B, vision_config=changed(QWEN2_5_VL_7B["vision_config"], out_hidden_size=2048)), "tokens of 2048 channels"),
+        (changed(QWEN2_5_VL_7B, image_token_id=None), "image_token_id must be a positive whole number"),
+        (changed(QWEN2_5_VL_7B, text_config=[1]), r"text_config must hold named values, it is \[1\]"),
+        (changed(QWEN3_VL_4B, architectures=["Qwen3VLMoeForConditionalGeneration"]), "Qwen3-VL with experts has not been shown"),
+    ],
+)  # fmt: skip
+def test_what_a_config_contradicts_or_lacks_is_said(config, says):
+    with pytest.raises(ConfigError, match=says):
+        ModelShape.from_hf(config)
+
+
+def test_parts_of_a_model():
+    assert [part_of(name) for name in ("model.layers.0.mlp.up_proj.weight", "lm_head.weight", "model.language_model.norm.weight")] == [
+        "llm"
+    ] * 3
+    assert [part_of(name) for name in ("visual.blocks.0.attn.qkv.weight", "model.visual.pos_embed.weight")] == ["vit"] * 2
+    aligner = ("visual.merger.ln_q.weight", "model.visual.deepstack_merger_list.0.norm.bias")
+    assert [part_of(name) for name in aligner] == ["aligner"] * 2
+
+
+def test_the_config_of_a_checkpoint_says_the_same_of_its_head(checkpoint):
+    assert ModelShape.from_pretrained(checkpoint).tied_embeddings == bool(read_config(checkpoint)["tie_word_embeddings"])
