@@ -32,6 +32,7 @@ EXTRAS = {
     "data": ["datasets>=4"],
     "math": ["math-verify>=0.8"],
     "plot": ["matplotlib>=3.8"],
+    "images": ["pillow>=11"],
     "peft": ["peft==0.21.*"],
     "tensorboard": ["tensorboard"],
     "wandb": ["wandb"],

@@ -120,7 +120,7 @@ def put_together(
         push=lora.kind if lora else None, offload=what_makes_room(made, parallel),
     )  # fmt: skip
     sampler = patient(started(engine or partial(ENGINES[cfg.rollout.vllm_mode], lora=lora), cfg, inputs, parallel, policy), stop)
-    publisher = build_publisher(cfg, policy, sampler)
+    publisher = build_publisher(cfg, policy, sampler, say=journal.metrics.say)
     in_turn = MakesRoom(Restoring(answering(cfg, inputs, sampler), partial(publish_again, policy, publisher, clock)), policy)
     sampling = SamplingSettings.of(cfg.rollout, num_generations=cfg.batch.num_generations)
     return train.Run(
@@ -233,13 +233,14 @@ def refuse_if_it_cannot_run_ahead(cfg: Config, sampler: Sampler) -> None:
         raise ConfigError([Problem(flags=("async_rollout_depth",), message=message)])
 
 
-def build_publisher(cfg: Config, policy: Policy, holder: WeightHolder) -> Publisher:
+def build_publisher(cfg: Config, policy: Policy, holder: WeightHolder, *, say: Callable[[str], None] | None = None) -> Publisher:
     return Publisher(
         policy,
         holder,
         verify=cfg.rollout.verify_weight_push,
         is_coarse=cfg.model.torch_dtype != "float32",
         starts_as_checkpoint=not cfg.tuner.adapters,
+        say=say,
     )
 
 

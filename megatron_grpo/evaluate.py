@@ -15,7 +15,7 @@ import numpy as np
 
 from megatron_grpo.judge import Judge
 from megatron_grpo.metrics.evaluations import Evaluated
-from megatron_grpo.metrics.rollout import counted_in, said_in
+from megatron_grpo.metrics.rollout import counted_in, joined, said_in
 from megatron_grpo.parallel import collectives
 from megatron_grpo.rollout.engine import Sampler, SamplingSettings
 from megatron_grpo.settings.evaluation import HowEvaluated
@@ -101,8 +101,8 @@ class Evaluator:
     def _table(self, mine: Mapping[int, ScoredGroup]) -> dict[str, list[Any]]:
         """All completions by column, in the order of the prompts, on rank 0. Collective."""
         parts = collectives.to_first({place: self._columns(one) for place, one in mine.items()})
-        groups = sorted((place, columns) for part in parts or [] for place, columns in part.items())
-        return {column: [value for _, columns in groups for value in columns[column]] for column in (groups[0][1] if groups else {})}
+        groups = {place: columns for part in parts or [] for place, columns in part.items()}
+        return joined([groups[place] for place in sorted(groups)])
 
     def _columns(self, scored: ScoredGroup) -> dict[str, list[Any]]:
         rewards = {

@@ -22,6 +22,7 @@ from megatron_grpo.environments.protocol import Environment
 from megatron_grpo.errors import ConfigError, Problem
 from megatron_grpo.planning.check import Checked, check_parsed
 from megatron_grpo.planning.command import Plan, make_plan
+from megatron_grpo.planning.pictures import PictureFacts
 from megatron_grpo.planning.tower import learns_nothing
 from megatron_grpo.rewards.loading import check_columns, close_rewards, load_rewards, may_be_here
 from megatron_grpo.rewards.protocol import RewardFunction
@@ -218,8 +219,9 @@ def _plan_of(
         here = check_parsed(replace(parsed, config=parsed.config.with_values({"model": str(found.model_path)})))
         checked = replace(here, config=here.config.with_values({"model": parsed.config.model.model}))
     checked = replace(checked, config=checked.config.with_values(paths))
-    made = make_plan(checked, num_prompts=None if found.prompts is None else len(found.prompts))
     rows = _rows_of(found.prompts)
+    pictures = PictureFacts.of(rows, checked.sizes) if rows is not None else None
+    made = make_plan(checked, num_prompts=None if rows is None else len(rows), pictures=pictures)
     if rows is not None and found.eyes is not None and not rows.most_pictures and checked.shape is not None:
         made = replace(made, warnings=[*made.warnings, *learns_nothing(checked.config, checked.shape)])
     if _begins_anew(checked.config) and not is_asked_to_train:
@@ -281,7 +283,8 @@ def read_inputs(cfg: Config, left_out: Collection[str] = ()) -> Found:
     _look_at_rows(cfg, shape if tokenizer else None, rewards or [], looked, problems)
     if cfg.rollout.vllm_mode == "server" and shape and "servers" not in left_out and launcher.read().rank == 0:
         longest = max((rows.longest_prompt or 0 for _, rows in looked), default=0)
-        problems.add(problems.attempt(partial(_servers, cfg, shape, longest)) or [])
+        most = max((rows.most_pictures for _, rows in looked), default=0)
+        problems.add(problems.attempt(partial(_servers, cfg, shape, longest, sight.eyes, most)) or [])
     if problems or rewards is None:
         close_rewards(rewards or [])
         raise ConfigError(problems)
@@ -352,12 +355,13 @@ def _look_at_rows(
             problems.add(_lengths_of_data(cfg, shape, rows, flag))
 
 
-def _servers(cfg: Config, shape: ModelShape, longest_prompt: int) -> list[Problem]:
+def _servers(cfg: Config, shape: ModelShape, longest_prompt: int, eyes: Eyes | None, most_pictures: int) -> list[Problem]:
     """Of rollout servers that answer already. The rank that will speak to them looks; the others may have no way to them."""
     from megatron_grpo.rollout.adapters import lora_push
     from megatron_grpo.rollout.fleet import needs_of, problems_with_servers
 
-    return problems_with_servers(cfg, needs_of(cfg, longest_prompt, lora_push(cfg, shape, on_gpu=None)))
+    lora = lora_push(cfg, shape, on_gpu=None)
+    return problems_with_servers(cfg, needs_of(cfg, longest_prompt, lora, eyes=eyes, most_pictures=most_pictures))
 
 
 def _bases_of_adapters(cfg: Config, model_path: Path) -> list[Problem]:
@@ -400,7 +404,7 @@ class _Reader:
 
     def read(self, held_out: str | None = None) -> PromptStream | PromptRows:
         """A stream of prompts; without a tokenizer its rows, which can be looked at all the same. held_out: name of a set."""
-        from megatron_grpo.data.prompts import check_pictures, load_rows, open_stream
+        from megatron_grpo.data.prompts import check_for_episodes, check_pictures, load_rows, open_stream
         from megatron_grpo.data.tokens import FEW
 
         cfg = self.cfg
@@ -409,6 +413,8 @@ class _Reader:
         if not self.tokenizer:
             rows = load_rows(cfg.data, dataset=dataset, flag=flag, eyes=self.sight.eyes, is_blind=self.sight.is_blind)
             check_pictures(rows, at_most=FEW)
+            if self.environment is not None:
+                check_for_episodes(rows, flag)
             return rows
         seed, shuffle = (cfg.run.seed, None) if held_out is None else (0, False)
         tools = None if self.environment is None else self.environment.tools

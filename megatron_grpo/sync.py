@@ -106,19 +106,23 @@ class SyncStats:
     num_bytes: int = 0
     logp_difference_max: float = float("nan")
     logp_difference_mean: float = float("nan")
+    picture_difference_max: float = float("nan")  # over the probes that show one
 
 
 class Publisher:
     """Sees to it that the holder has the policy's weights, and has shown that it does.
 
     verify: compare log-probs after every push, and once before the first: the engine read the checkpoint by itself, and the two readings of
-    it must agree. Where adapters train, the first look is a trial of one that is far from zero: a new adapter changes nothing, so an engine
+    it must agree. say: tells a person what both make of a picture, at the first look and after the first push.
+    Where adapters train, the first look is a trial of one that is far from zero: a new adapter changes nothing, so an engine
     that ignores it would agree. is_coarse: the trainer is not float32. starts_as_checkpoint: the policy of version 0 is the checkpoint.
     """
 
     def __init__(
-        self, policy: PushedPolicy, holder: WeightHolder, *, verify: bool, is_coarse: bool = False, starts_as_checkpoint: bool = True
-    ):
+        self, policy: PushedPolicy, holder: WeightHolder, *, verify: bool, is_coarse: bool = False, starts_as_checkpoint: bool = True,
+        say: Callable[[str], None] | None = None,
+    ):  # fmt: skip
+        self._say, self._num_said = say, 0
         self.policy, self.holder, self.verify, self.is_coarse = policy, holder, verify, is_coarse
         self._is_proven, self._has_policy = not verify, starts_as_checkpoint
 
@@ -145,9 +149,18 @@ class Publisher:
         if not self._has_policy or self.holder.version != version:
             stats = push(self.policy, self.holder, version=version, verify=self.verify, is_coarse=self.is_coarse)
         else:
-            check_weights(self.policy, self.holder, version=version, is_coarse=self.is_coarse)
+            stats = check_weights(self.policy, self.holder, version=version, is_coarse=self.is_coarse)
         self._is_proven = self._has_policy = True
+        self._tell_of_pictures(version, stats)
         return stats
+
+    def _tell_of_pictures(self, version: int, stats: SyncStats) -> None:
+        if self._say is not None and self._num_said < 2 and not np.isnan(stats.picture_difference_max):
+            self._num_said += 1
+            told = f"{stats.picture_difference_max:.1e} nats"
+            self._say(
+                f"Pictures: in probes that show one, sampler and trainer differ by at most {told} a token (weights of version {version})."
+            )
 
     def _try_adapter(self) -> None:
         """Afterwards the holder has no version, so the policy itself is pushed; unless there was nothing to try."""
@@ -233,10 +246,8 @@ def push(policy: PushedPolicy, holder: WeightHolder, *, version: int, verify: bo
         for update in policy.updates(version, has_base=holder.has_base):
             counted = _give(holder, update)
             num_tensors, num_bytes = num_tensors + counted.num_tensors, num_bytes + counted.num_bytes
-    largest = mean = float("nan")
-    if verify:
-        largest, mean = check_weights(policy, holder, version=version, is_coarse=is_coarse)
-    return SyncStats(num_tensors=num_tensors, num_bytes=num_bytes, logp_difference_max=largest, logp_difference_mean=mean)
+    found = check_weights(policy, holder, version=version, is_coarse=is_coarse) if verify else SyncStats()
+    return replace(found, num_tensors=num_tensors, num_bytes=num_bytes)
 
 
 def _give(holder: WeightHolder, update: WeightUpdate) -> _Counted:
@@ -246,8 +257,8 @@ def _give(holder: WeightHolder, update: WeightUpdate) -> _Counted:
     return counted
 
 
-def check_weights(policy: PushedPolicy, holder: WeightHolder, *, version: int, is_coarse: bool = False) -> tuple[float, float]:
-    """Compares what trainer and engines make of the probes; (max, mean) difference over all engines, in nats. Collective over all ranks.
+def check_weights(policy: PushedPolicy, holder: WeightHolder, *, version: int, is_coarse: bool = False) -> SyncStats:
+    """Compares what trainer and engines make of the probes, over all engines. Collective over all ranks.
 
     Once before the first rollout it proves that the checkpoint means the same to both. version: NO_VERSION is a trial. is_coarse: the
     trainer is not float32. Raises WeightSyncError on every rank, with the numbers.
@@ -259,13 +270,15 @@ def check_weights(policy: PushedPolicy, holder: WeightHolder, *, version: int, i
     for name, scores in holder.scores(probes).items():
         differences = [np.abs(np.asarray(theirs) - ours) for theirs, ours in zip(scores, expected, strict=True)]
         fresh, cached = np.concatenate([d[:-1] for d in differences]), np.array([d[-1] for d in differences])
-        mine[name] = _Report(version=holder.version, fresh=fresh, cached=cached)
+        of_pictures = [float(d.max()) for d, probe in zip(differences, probes, strict=True) if probe.shown]
+        mine[name] = _Report(version=holder.version, fresh=fresh, cached=cached, of_pictures=max(of_pictures, default=float("nan")))
     reports = _of_all(mine)
     problem = _problem(reports, version, is_coarse or holder.dtype != "float32")
     if problem:
         raise WeightSyncError(problem)
     every = np.concatenate([np.concatenate([report.fresh, report.cached]) for report in reports.values()])
-    return float(every.max()), float(every.mean())
+    of_pictures = max(report.of_pictures for report in reports.values())
+    return SyncStats(logp_difference_max=float(every.max()), logp_difference_mean=float(every.mean()), picture_difference_max=of_pictures)
 
 
 def _of_all(mine: Mapping[str, Found]) -> dict[str, Found]:
@@ -310,6 +323,7 @@ class _Report:
     version: int
     fresh: np.ndarray
     cached: np.ndarray
+    of_pictures: float = float("nan")  # the largest of a probe that shows one
 
 
 def _problem(reports: Mapping[str, _Report], version: int, is_coarse: bool) -> str | None:

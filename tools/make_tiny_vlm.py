@@ -28,13 +28,17 @@ TEMPLATE = (
     "{% if part['type'] == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part['text'] }}{% endif %}"
     "{% endfor %}{% endif %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-WORDS = "How many shapes? Which colour is left? right? Where is red? green? blue? yellow? 1 2 3 4 left right red green blue yellow user assistant"
+WORDS = (
+    "How many shapes? Which colour is left? right? Where is red? green? blue? yellow? 1 2 3 4 left right red green blue yellow "
+    "user assistant"
+)
 # vLLM's attention on CPUs needs a head_dim that is a multiple of 32; every size is divisible by 2, for TP 2 and PP 2.
 TEXT = dict(hidden_size=128, intermediate_size=256, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
             max_position_embeddings=512, rms_norm_eps=1e-6, initializer_range=0.08, tie_word_embeddings=False)  # fmt: skip
 VISION = dict(depth=2, num_heads=4, spatial_merge_size=2, temporal_patch_size=2, initializer_range=0.08)
+ROPE_THETA = 10.0  # places are few: at the usual 10,000 a column beside another is a turn by a hundredth of a degree
 SECTIONS = {"qwen2_vl": [4, 6, 6], "qwen2_5_vl": [4, 6, 6], "qwen3_vl": [6, 5, 5]}
-WARM_UP = dict(steps=1500, batch_size=32, lr=2e-3, warmup_steps=100, share_right=1 / 3)
+WARM_UP = dict(steps=1200, batch_size=24, lr=2e-3, warmup_steps=100, share_right=1 / 3)
 
 
 def tokenizer() -> Any:
@@ -59,7 +63,7 @@ def config_of(kind: str, ids: dict[str, int], vocab_size: int) -> Any:
 
     text: dict[str, Any] = dict(TEXT, vocab_size=vocab_size, bos_token_id=None, eos_token_id=ids["<|im_end|>"],
                                 pad_token_id=ids["<|endoftext|>"])  # fmt: skip
-    text["rope_parameters"] = dict(rope_type="default", rope_theta=1e4, mrope_section=SECTIONS[kind])
+    text["rope_parameters"] = dict(rope_type="default", rope_theta=ROPE_THETA, mrope_section=SECTIONS[kind])
     vision: dict[str, Any] = dict(VISION, patch_size=14)
     if kind == "qwen2_vl":
         vision |= dict(embed_dim=64, hidden_size=TEXT["hidden_size"], mlp_ratio=2)
@@ -120,23 +124,24 @@ def new_model(folder: Path, kind: str = "qwen2_5_vl", *, seed: int = 0, draws_no
 # ---- warm-up -----------------------------------------------------------------------------------------------------------------
 
 
-def read_rows(data: Path, name: str, words: Any, eyes: Any) -> list[dict[str, Any]]:
-    """Each row with its prompt's tokens, its patches and its two answers' tokens."""
+def encoded_row(row: dict[str, Any], data: Path, words: Any, eyes: Any) -> dict[str, Any]:
+    """A row's prompt as tokens, its patches, and its two answers' tokens."""
     from megatron_grpo.data.chat import encode_prompt
     from megatron_grpo.data.pictures import decoded
 
-    rows = []
-    for line in (data / f"{name}.jsonl").read_text(encoding="utf-8").splitlines():
-        row = json.loads(line)
-        [picture] = row["images"]
-        image = decoded((data / picture).read_bytes())
-        short = encode_prompt(words, row["messages"], eyes=eyes)
-        grid = eyes.grid(image.height, image.width)
-        place = short.index(eyes.image_token)
-        ids = [*short[:place], *[eyes.image_token] * eyes.tokens(grid), *short[place + 1 :]]
-        answers = [[*words.encode(row[name]), words.eos_token_id] for name in ("answer", "mistaken")]
-        rows.append({"ids": ids, "patches": eyes.patches(image), "grid": grid, "answers": answers, "answer": row["answer"]})
-    return rows
+    [picture] = row["images"]
+    image = decoded((data / picture).read_bytes())
+    short = encode_prompt(words, row["messages"], eyes=eyes)
+    grid = eyes.grid(image.height, image.width)
+    place = short.index(eyes.image_token)
+    ids = [*short[:place], *[eyes.image_token] * eyes.tokens(grid), *short[place + 1 :]]
+    answers = [[*words.encode(row[name]), words.eos_token_id] for name in ("answer", "mistaken")]
+    return {"ids": ids, "patches": eyes.patches(image), "grid": grid, "answers": answers}
+
+
+def read_rows(data: Path, name: str, words: Any, eyes: Any) -> list[dict[str, Any]]:
+    lines = (data / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
+    return [encoded_row(json.loads(line), data, words, eyes) for line in lines]
 
 
 def logits_of(model: Any, rows: list[dict[str, Any]], endings: list[list[int]], pad: int) -> tuple[Any, Any]:

@@ -11,7 +11,7 @@ import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, TypeVar
@@ -28,7 +28,7 @@ from megatron_grpo.checkpoint.samples import file_of, files_of_samples, read_sam
 from megatron_grpo.checkpoint.writing import Task
 from megatron_grpo.errors import ConfigError, Problem
 from megatron_grpo.parallel import collectives
-from megatron_grpo.types import Progress, Row, Sample
+from megatron_grpo.types import Picture, Progress, Row, Sample
 
 if TYPE_CHECKING:
     from megatron_grpo.batching.split import BatchCut
@@ -72,6 +72,9 @@ class PromptState(Protocol):
     def state(self) -> dict[str, Any]: ...
 
     def restore(self, state: dict[str, Any]) -> None: ...
+
+    def pictures_of(self, number: int) -> tuple[tuple[int, Picture], ...]:
+        """Of a prompt of the run, which a checkpoint's rows are saved without."""
 
 
 @dataclass(slots=True)
@@ -310,6 +313,7 @@ class Checkpoints:
                 generators.restore_from_own_file(ours / "rng" / f"rank_{collectives.rank():05d}.pt")
             else:
                 generators.restore(ours / generators.FILE)
+            mine = [replace(one, shown=prompts.pictures_of(one.prompt_number)) for one in mine]
         pending = nothing.restored(mine, cut)
         if directory.parent.resolve() == self.folder.path.resolve():
             self._saved_step = progress.step

@@ -51,6 +51,11 @@ class FilePicture:
         return self._key
 
     @property
+    def name(self) -> str:
+        """For people."""
+        return self.source.name
+
+    @property
     def num_tokens(self) -> int:
         return self.album.eyes.tokens(self.grid)
 
@@ -148,6 +153,11 @@ class Album:
                         facts = path.stat()
                         digest.update(f"{path} {facts.st_size} {facts.st_mtime_ns}\n".encode())
         return digest.hexdigest()
+
+    def identity(self, row: int) -> list[str]:
+        """Of each picture of a row: its file's name, or a digest of what the row holds."""
+        sources = self.sources(row)
+        return [str(one.path) if one.held is None else hashlib.sha256(one.held).hexdigest() for one in sources]
 
     def num_bytes(self, row: int) -> list[int]:
         """Of each picture's file: what tells, without reading it, that a data set is another one."""

@@ -27,7 +27,7 @@ from megatron_grpo.errors import ConfigError, Problem
 from megatron_grpo.settings.config import DataConfig
 from megatron_grpo.types import Picture, Prompt
 
-__all__ = ["PromptRows", "PromptStream", "check_lengths", "check_pictures", "load_rows", "open_stream"]
+__all__ = ["PromptRows", "PromptStream", "check_for_episodes", "check_lengths", "check_pictures", "load_rows", "open_stream"]
 
 SLOWEST = 60.0  # seconds for one prompt; the longest take some hundredths
 _MEDIA = ("images", "image", "videos", "video", "audios", "audio")  # columns that mean this wherever rows with them are trained on
@@ -56,6 +56,10 @@ class PromptRows:
     def pictures(self, index: int) -> tuple[Picture, ...]:
         """Raises ConfigError where one cannot be used any more."""
         return self.album.pictures(int(self.keep[index])) if self.album is not None else ()
+
+    def shown(self, index: int) -> list[str]:
+        """What tells the pictures of a prompt from others, unopened."""
+        return self.album.identity(int(self.keep[index])) if self.album is not None else []
 
     @property
     def most_pictures(self) -> int:
@@ -320,12 +324,12 @@ def open_stream(
 ) -> PromptStream:
     """Reads and checks a data set, and opens its stream: all of the above in one call.
 
-    `dataset`, `shuffle` and `flag` stand in for the settings, for the held-out set. eyes: of the model, if it sees. tools: JSON schemas that
-    episodes show to the model, where completions are episodes; None: they are single answers.
+    `dataset`, `shuffle` and `flag` stand in for the settings, for the held-out set. eyes: of the model, if it sees. tools: JSON schemas
+    that episodes show to the model, where completions are episodes; None: they are single answers.
     """
     rows = load_rows(cfg, dataset=dataset, flag=flag, eyes=eyes)
     if tools is not None:
-        _check_for_episodes(rows, flag)
+        check_for_episodes(rows, flag)
     if not getattr(tokenizer, "chat_template", None):
         chats = [index for index in range(len(rows)) if not isinstance(rows.raw(index), str)]
         if chats:
@@ -350,8 +354,11 @@ def open_stream(
     return PromptStream(rows, encode, seed=seed, shuffle=cfg.dataset_shuffle if shuffle is None else shuffle)
 
 
-def _check_for_episodes(rows: PromptRows, flag: str) -> None:
-    """Environments and tools answer in chats."""
+def check_for_episodes(rows: PromptRows, flag: str) -> None:
+    """Environments and tools answer in chats, of text alone. Raises ConfigError."""
+    if rows.album is not None:
+        fault = "show pictures, and episodes of several turns are of text alone: a later turn would not see them"
+        raise ConfigError([_problem(flag, rows.rows, np.flatnonzero(rows.album.counts), fault)])
     strings = [index for index in range(len(rows)) if isinstance(rows.raw(index), str)]
     if strings:
         fault = 'have a string as prompt, and environments and tools answer in chats; write it as [{"role": "user", "content": ...}]'
@@ -433,7 +440,7 @@ another output_dir."
 
     def pictures_of(self, number: int) -> tuple[tuple[int, Picture], ...]:
         """((place, picture), ...) of prompt `number` of the run, without drawing it: what a checkpoint of its rows leaves out."""
-        return self._prompt(number).pictures
+        return () if self.rows.album is None else self._prompt(number).pictures
 
     def _placed(self, index: int, token_ids: Sequence[int]) -> tuple[tuple[int, Picture], ...]:
         album = self.rows.album

@@ -11,12 +11,13 @@ from typing import Any
 
 import numpy as np
 
+from megatron_grpo.data.album import num_tokens
 from megatron_grpo.files import written_whole
 from megatron_grpo.grpo.advantages import Advantages, mean, reward_metrics, rewards_per_func, total_rewards
 from megatron_grpo.metrics.courtesy import Courtesy
 from megatron_grpo.parallel import collectives
 from megatron_grpo.parallel.collectives import Node
-from megatron_grpo.types import FAULTS, EpisodeRecord, Group, Harvest, Progress, ScoredGroup, Verdict
+from megatron_grpo.types import FAULTS, EpisodeRecord, Group, Harvest, Progress, Prompt, ScoredGroup, Verdict
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -146,7 +147,7 @@ class Completions:
         if not groups:
             return None
         groups.sort(key=lambda columns: columns["prompt_number"][0])
-        table = {name: [value for columns in groups for value in columns[name]] for name in groups[0]}
+        table = joined(groups)
         if self.rank == 0 and self._tell is not None:
             self._tell(version, table)
         if not writes:
@@ -208,6 +209,12 @@ def _cut(message: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**message, "content": f"{text[:MOST_CHARACTERS]} ... ({len(text):,} characters)"}
 
 
+def joined(groups: Sequence[Table]) -> Table:
+    """The columns of all groups, one below the other. Where no prompt shows a picture there is no column of them."""
+    table = {name: [value for columns in groups for value in columns[name]] for name in (groups[0] if groups else {})}
+    return {name: values for name, values in table.items() if name != "pictures" or any(values)}
+
+
 def said_in(group: Group) -> dict[str, list[Any]]:
     """Columns of the rows of a group: what was asked and answered."""
     completions = group.completions
@@ -215,6 +222,7 @@ def said_in(group: Group) -> dict[str, list[Any]]:
         "dataset_row": [group.prompt.row] * len(completions),
         "generation": list(range(len(completions))),
         "prompt": [_text(group.prompt.raw)] * len(completions),
+        "pictures": [_pictures(group.prompt)] * len(completions),
         "completion": [completion.text for completion in completions],
     }
 
@@ -256,6 +264,11 @@ def _remove(path: Path) -> None:
 def _text(raw: Any) -> str:
     """A prompt as one string: chat messages as JSON."""
     return raw if isinstance(raw, str) else json.dumps([dict(message) for message in raw], ensure_ascii=False, default=str)
+
+
+def _pictures(prompt: Prompt) -> str:
+    """Those that a prompt shows, in their order: their files, and how many tokens each has."""
+    return ", ".join(f"{getattr(picture, 'name', picture.key)} ({num_tokens(picture)} tokens)" for _, picture in prompt.pictures)
 
 
 def _nullable(values: np.ndarray) -> list[float | None]:

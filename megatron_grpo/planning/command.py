@@ -24,6 +24,7 @@ from megatron_grpo.sizing.dialects import DIALECTS
 
 if TYPE_CHECKING:
     from megatron_grpo.planning.lengths import Lengths
+    from megatron_grpo.planning.pictures import PictureFacts
     from megatron_grpo.planning.tuning import Tuning
 
 MOST_SAVED = 20_000  # micro-steps in the plan.json of a run
@@ -41,6 +42,7 @@ class Plan:
     sharing: Sharing
     warnings: list[str]
     not_checked: tuple[str, ...] = ()  # what `train` would look at besides
+    pictures: PictureFacts | None = None  # of the data set, where it has some
 
     @property
     def servers(self) -> dict[str, Any] | None:
@@ -56,9 +58,11 @@ class Plan:
         """The part of the JSON object after the timetable."""
         sizes, cfg = self.checked.sizes, self.checked.config
         servers = {"servers": self.servers} if self.servers else {}
+        pictures = {"pictures": self.pictures.as_json()} if self.pictures else {}
         return {
             "pipeline": {"bubble_fraction": self.bubble},
             **servers,
+            **pictures,
             "memory": self.memory,
             "cost": self.cost,
             "native_flags": native_flags(cfg, sizes),
@@ -78,8 +82,8 @@ class Plan:
             self.write_json(file.write, num_rollouts=max(1, -(-micro_steps // per_rollout)))
 
 
-def make_plan(checked: Checked, *, num_prompts: int | None = None) -> Plan:
-    """The plan of a configuration that passes. num_prompts: size of the data set where the caller knows it.
+def make_plan(checked: Checked, *, num_prompts: int | None = None, pictures: PictureFacts | None = None) -> Plan:
+    """The plan of a configuration that passes. num_prompts, pictures: of the data set where the caller knows it.
 
     Raises ConfigError where the file of lengths cannot be read.
     """
@@ -96,7 +100,11 @@ def make_plan(checked: Checked, *, num_prompts: int | None = None) -> Plan:
         memory=memory,
         cost=cost,
         sharing=sharing,
-        warnings=warnings_of(checked, timetable, memory, cost, tuning.push if tuning else None),
+        warnings=[
+            *warnings_of(checked, timetable, memory, cost, tuning.push if tuning else None),
+            *(pictures.warnings() if pictures else ()),
+        ],
+        pictures=pictures,
     )
 
 

@@ -35,6 +35,11 @@ def print_report(made: Plan, *, file: TextIO | None = None, is_short: bool = Fal
         console.print()
         if made.memory:
             _memory(console, made.memory, made.cost or {})
+        if made.pictures:
+            console.rule("[bold]pictures", align="left", style="dim")
+            for sentence in made.pictures.told():
+                console.print(sentence, markup=False)
+            console.print()
         if made.servers:
             console.rule("[bold]rollout servers", align="left", style="dim")
             for sentence in told(made.servers, (made.cost or {}).get("weight_push_bytes")):

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from megatron_grpo.batching.timetable import Timetable
+from megatron_grpo.data.eyes import said_of_bounds
 from megatron_grpo.grpo import refused as refused_grpo
 from megatron_grpo.planning.budget import wanted_micro_batches
 from megatron_grpo.planning.check import Checked
@@ -44,7 +45,20 @@ def warnings_of(
         *_memory(memory),
         *_room(cfg),
         *_watch(cfg, sizes),
+        *_pictures(cfg, checked.shape),
     ]
+
+
+def _pictures(cfg: Config, shape: ModelShape | None) -> Iterator[str]:
+    if shape is None:
+        return
+    if shape.vision is not None:
+        yield from (f"Note: {sentence}" for sentence in said_of_bounds(cfg.data))
+        return
+    typed = [name for name in ("data_root", "max_pixels", "min_pixels", "limit_images") if getattr(cfg.data, name) is not None]
+    if typed:
+        does = "do" if len(typed) > 1 else "does"
+        yield f"{' and '.join(typed)} {does} nothing: {shape.architecture} is a model of text and sees no pictures."
 
 
 def _watch(cfg: Config, sizes: BatchSizes) -> Iterator[str]:

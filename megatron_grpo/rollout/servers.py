@@ -86,7 +86,8 @@ class ServerEngine:
               lora: LoraPush | None = None, eyes: Eyes | None = None) -> ServerEngine:  # fmt: skip
         """Claims the servers that the settings name, in the name of the run that writes to `output_dir`. Collective.
 
-        lora: how adapters are pushed, where they train. eyes: of a model that sees. Raises what `prepare` does, and ConfigError where there is no token.
+        lora: how adapters are pushed, where they train. eyes: of a model that sees. Raises what `prepare` does, and ConfigError where
+        there is no token.
         """
 
         def pusher() -> Pusher:

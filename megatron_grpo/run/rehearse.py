@@ -17,8 +17,10 @@ from typing import Any
 
 import numpy as np
 
+from megatron_grpo.data.album import num_tokens
 from megatron_grpo.data.chat import PromptEncoder, as_completion, load_tokenizer
-from megatron_grpo.data.prompts import PromptRows, load_rows
+from megatron_grpo.data.eyes import Eyes, eyes_of
+from megatron_grpo.data.prompts import PromptRows, check_pictures, load_rows
 from megatron_grpo.errors import EXIT_CRASH, EXIT_DONE, ConfigError, Problem, RewardError
 from megatron_grpo.inputs import find_model
 from megatron_grpo.rewards.loading import close_rewards, load_rewards
@@ -54,6 +56,7 @@ class Rehearsal:
     lengths: dict[str, int] = field(default_factory=dict)
     num_too_long: int = 0
     prompt: str = ""
+    pictures: str = ""  # a line about them, where there are some
     judged: dict[str, dict[str, Judged]] = field(default_factory=dict)  # by function, by kind of completion
     wrong: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -93,7 +96,8 @@ def rehearse(cfg: Config, num_rows: int = ROWS) -> Rehearsal:
     opened: dict[str, Any] = {}
     for name, open_it in {
         "tokenizer": lambda: load_tokenizer(str(find_model(cfg.model.model))),
-        "rows": lambda: load_rows(cfg.data),
+        "eyes": lambda: eyes_of(cfg.data, find_model(cfg.model.model)),
+        "rows": lambda: _rows(cfg, opened.get("eyes"), is_blind="eyes" in opened and opened["eyes"] is None),
         "rewards": lambda: load_rewards(cfg),  # the user's own code, which may change the directory, comes last
     }.items():
         try:
@@ -104,7 +108,7 @@ def rehearse(cfg: Config, num_rows: int = ROWS) -> Rehearsal:
         if problems:
             raise ConfigError(problems)
         found, rows = Rehearsal(num_rows=len(opened["rows"])), opened["rows"]
-        _look_at_prompts(found, cfg, rows, opened["tokenizer"])
+        _look_at_prompts(found, cfg, rows, opened["tokenizer"], opened["eyes"])
         for function in opened["rewards"]:
             _look_at_reward(found, cfg, rows, opened["tokenizer"], function, min(num_rows, len(rows)))
         return found
@@ -112,21 +116,35 @@ def rehearse(cfg: Config, num_rows: int = ROWS) -> Rehearsal:
         close_rewards(opened.get("rewards", []))
 
 
+def _rows(cfg: Config, eyes: Eyes | None, *, is_blind: bool) -> PromptRows:
+    rows = load_rows(cfg.data, eyes=eyes, is_blind=is_blind)
+    check_pictures(rows, at_most=MOST_LENGTHS)
+    return rows
+
+
 # -- prompts ------------------------------------------------------------------------------------------------------------------------------
 
 
-def _look_at_prompts(found: Rehearsal, cfg: Config, rows: PromptRows, tokenizer: Any) -> None:
-    encode = PromptEncoder(tokenizer, system=cfg.data.system, enable_thinking=cfg.data.enable_thinking)
+def _look_at_prompts(found: Rehearsal, cfg: Config, rows: PromptRows, tokenizer: Any, eyes: Eyes | None) -> None:
+    encode = PromptEncoder(tokenizer, system=cfg.data.system, enable_thinking=cfg.data.enable_thinking, eyes=eyes)
+    tokens: list[int] = []  # of each picture
     lengths, refused = [], Counter[str]()
     for index in _spread(len(rows), MOST_LENGTHS):
         try:
-            token_ids = encode(rows.raw(index))
+            pictures = rows.pictures(index)
+            token_ids = encode(rows.raw(index), pictures)
         except Exception as error:  # noqa: BLE001 - a chat template raises what it likes, and that is what is looked for
             refused[f"{type(error).__name__}: {error}"] += 1
             continue
         lengths.append(len(token_ids))
+        tokens += [num_tokens(one) for one in pictures]
         found.prompt = found.prompt or tokenizer.decode(token_ids)
     found.num_tokenised = len(lengths) + refused.total()
+    if tokens:
+        found.pictures = (
+            f"Pictures: {len(tokens):,} with {sum(tokens) / len(tokens):,.0f} tokens on average, at most {max(tokens):,}: "
+            f"{sum(tokens) / max(1, sum(lengths)):.0%} of all tokens of prompts. None is damaged."
+        )
     for why, count in refused.most_common(3):
         found.wrong.append(f"The tokenizer or its chat template refuses {count} of {found.num_tokenised} prompts: {why}")
     if any(length == 0 for length in lengths):
@@ -134,7 +152,7 @@ def _look_at_prompts(found: Rehearsal, cfg: Config, rows: PromptRows, tokenizer:
     if lengths:
         found.lengths = {name: int(np.quantile(lengths, share, method="nearest")) for name, share in QUANTILES.items()}
     _look_at_limit(found, cfg, lengths)
-    same = Counter(json.dumps(rows.raw(index), sort_keys=True, default=str) for index in range(len(rows)))
+    same = Counter(json.dumps([rows.raw(index), rows.shown(index)], sort_keys=True, default=str) for index in range(len(rows)))
     if twice := len(rows) - len(same):
         found.notes.append(f"{twice} of {len(rows)} prompts stand in the data set before; the most frequent {max(same.values())} times.")
 
@@ -254,6 +272,7 @@ def in_words(found: Rehearsal, cfg: Config) -> str:
     lines = [f"{cfg.data.dataset}: {found.num_rows:,} prompts{of_all}", "", "The first prompt, as the model will see it:", shown, ""]
     if found.lengths:
         lines.append("Tokens of a prompt: " + ", ".join(f"{name} {length:,}" for name, length in found.lengths.items()))
+    lines += [found.pictures] if found.pictures else []
     lines += ["", *_table(found)] if found.judged else []
     for title, told in (("Wrong", found.wrong), ("Worth knowing", found.notes)):
         lines += ["", f"{title}:", *(f"  {number}. {sentence}" for number, sentence in enumerate(told, 1))] if told else []
@@ -277,5 +296,6 @@ def _as_json(found: Rehearsal) -> dict[str, Any]:
         name: {kind: {"scores": list(one.scores), "seconds": one.seconds, "error": one.error} for kind, one in kinds.items()}
         for name, kinds in found.judged.items()
     }
-    facts = {name: getattr(found, name) for name in ("num_rows", "num_tokenised", "lengths", "num_too_long", "prompt", "wrong", "notes")}
+    names = ("num_rows", "num_tokenised", "lengths", "num_too_long", "prompt", "pictures", "wrong", "notes")
+    facts = {name: getattr(found, name) for name in names}
     return {"passed": not found.wrong, **facts, "rewards": rewards}

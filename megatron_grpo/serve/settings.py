@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 
 LEAST_TOKEN = 16  # characters
 READ = {
-    *("model", "torch_dtype", "bf16", "seed", "dialect", "router_replay_mode", "limit_images", "max_pixels", "min_pixels"), *vars(TunerConfig()), *vars(ServeConfig()),
+    *("model", "torch_dtype", "bf16", "seed", "dialect", "router_replay_mode"), *("limit_images", "max_pixels", "min_pixels"),
+    *vars(TunerConfig()), *vars(ServeConfig()),
     *(name for name in vars(RolloutConfig()) if name.startswith("vllm_") and not name.startswith("vllm_server")),
 }  # fmt: skip
 

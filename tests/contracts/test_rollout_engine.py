@@ -159,10 +159,11 @@ def test_pushed_weights_are_consumed_once_and_become_the_version(model, name):
         assert consumed == list(weights) and engine.version == 7 and engine.has_base
         with engine.awake():
             assert [group.version for group in engine.generate(prompts(1, 2), sampling(), seed=0)] == [7, 7]
-        assert engine.probes() == probes and all(isinstance(token, int) for probe in probes for token in probe)
+        assert [one.token_ids.tolist() for one in engine.probes()] == [one.token_ids.tolist() for one in probes]
+        assert all(one.starts == (0,) and one.mask[1:].all() for one in probes)
         found = engine.scores(probes)
         assert found and not engine.prepare()
-        assert all([len(scores) for scores in of_engine] == [len(probe) - 1 for probe in probes] for of_engine in found.values())
+        assert all([len(scores) for scores in of_engine] == [len(probe.token_ids) - 1 for probe in probes] for of_engine in found.values())
 
         with pytest.raises(RuntimeError, match="a rank of the trainer failed"):
             engine.take(update(8, fail_after=3))

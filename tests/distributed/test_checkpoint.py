@@ -28,6 +28,9 @@ class Prompts:
     def state(self):
         return {"position": self.position}
 
+    def pictures_of(self, number):
+        return ()
+
     def restore(self, state):
         self.position = state["position"]
 

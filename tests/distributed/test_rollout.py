@@ -148,7 +148,7 @@ def test_lengths_that_cannot_fit_are_said_with_their_sum(model_path):
                 ConfigError, match=r"prompt 4 has 12 tokens, and 12 \+ max_completion_length \(16\) = 28 exceeds vllm_max_model_len \(24\)"
             ):
                 engine.generate(PROMPTS, SAMPLING, seed=0)
-            assert all(len(probe) == 23 for probe in engine.probes())  # shorter than a cache block: still scored
+            assert all(len(probe.token_ids) == 23 for probe in engine.probes())  # shorter than a cache block: still scored
             assert all(len(scores) == 22 for scores in engine.score(engine.probes()))
         with pytest.raises(ConfigError, match="may have 4096 tokens together, but the model was made for 2048 positions"):
             with engine_at(model_path, rank, world_size, max_model_len=4096):

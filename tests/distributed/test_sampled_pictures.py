@@ -63,52 +63,116 @@ def worst(model, engine, prompts, *, seed=0):
     at_tokens = max(np.abs((hf_logprobs(model, one.sequence, 0.9) - one.logprobs[1:])[one.sequence.mask[1:]]).max() for one in drawn)
     probes = engine.probes()
     found = [np.abs(hf_logprobs(model, probe) - scores).max() for probe, scores in zip(probes, engine.score(probes), strict=True)]
-    return (
-        at_tokens,
-        max(one for one, probe in zip(found, probes, strict=True) if probe.shown),
-        max(one for one, probe in zip(found, probes, strict=True) if not probe.shown),
-    )
+    of = {seen: max(one for one, probe in zip(found, probes, strict=True) if bool(probe.shown) == seen) for seen in (True, False)}
+    return float(at_tokens), float(of[True]), float(of[False])
 
 
-def test_engine(folder):
+@pytest.fixture(scope="module")
+def told(folder):
+    """What an engine made of prompts and probes, through pushes of the text model and of everything; and through each silent trap."""
+
     def body(rank, world_size):
         import torch
         from safetensors.torch import load_file
 
+        from megatron_grpo.rollout.engine import SamplingSettings
         from megatron_grpo.weights.update import WeightUpdate
 
         stream, eyes = opened(folder)
         prompts = stream.take(4)
         engine, model = started(folder, eyes), load(folder)
-        told = {"as loaded": worst(model, engine, prompts), "warm": worst(model, engine, prompts, seed=1)}
         named = load_file(folder / "model" / "model.safetensors")
         torch.manual_seed(1)
-        moved = {n: t + 0.05 * (t.std() if t.dim() > 1 else 1) * torch.randn_like(t) for n, t in named.items()}
+        moved = {
+            name: tensor + 0.05 * (tensor.std() if tensor.dim() > 1 else 1) * torch.randn_like(tensor) for name, tensor in named.items()
+        }
 
-        def push(tensors, version, tower):
-            engine.take(WeightUpdate(kind="weights", version=version, tensors=iter(tensors.items()), moves_tower=tower))
+        def into(tensors):
+            mine = model.state_dict()
+            by_file = {name.replace("model.language_model.", "model.").replace("model.visual", "visual"): name for name in mine}
             with torch.no_grad():
-                mine = model.state_dict()
-                names = {
-                    n: next(k for k in mine if k.replace("model.language_model.", "model.").replace("model.visual", "visual") == n)
-                    for n in tensors
-                }
-                for n, t in tensors.items():
-                    mine[names[n]].copy_(t)
+                for name, tensor in tensors.items():
+                    mine[by_file[name]].copy_(tensor)
 
-        text = {n: t for n, t in moved.items() if not n.startswith("visual.")}
-        push(text, 1, False)
-        told["text alone"] = worst(model, engine, prompts, seed=2)
-        push(named, 2, True)
-        told["all"] = worst(model, engine, prompts, seed=3)
-        push(moved, 3, True)
-        told["all by the table"] = worst(model, engine, prompts, seed=4)
-        engine._forget_pictures = lambda: None
-        push(named, 4, True)
-        told["stale"] = worst(model, engine, prompts, seed=5)
-        return told
+        def push(tensors, version, *, tower):
+            engine.take(WeightUpdate(kind="weights", version=version, tensors=iter(tensors.items()), moves_tower=tower))
+            into(tensors)
 
-    [told] = run_ranks(body, 1)
-    for k, v in told.items():
-        print(k, v)
-    assert 0
+        found = {"as loaded": worst(model, engine, prompts), "warm": worst(model, engine, prompts, seed=1)}
+        push({name: tensor for name, tensor in moved.items() if not name.startswith("visual.")}, 1, tower=False)
+        found["text alone"] = worst(model, engine, prompts, seed=2)
+        push(named, 2, tower=True)
+        found["everything"] = worst(model, engine, prompts, seed=3)
+        push(moved, 3, tower=True)
+        found["by the table"] = worst(model, engine, prompts, seed=4)
+        into(named)
+        found["another model"] = worst(model, engine, prompts, seed=5)
+        forget, engine._forget_pictures = engine._forget_pictures, lambda: None
+        push(named, 4, tower=True)
+        found["stale pictures"] = worst(model, engine, prompts, seed=6)
+        forget()
+        engine._forget_prefixes()
+        found["forgotten"] = worst(model, engine, prompts, seed=7)
+        return found | {
+            "sizes": [len(prompt.token_ids) for prompt in prompts],
+            "traps": traps(engine, model, folder, prompts, SamplingSettings(n=1, max_completion_length=4)),
+        }
+
+    [found] = run_ranks(body, 1)
+    return found
+
+
+def traps(engine, model, folder, prompts, sampling):
+    """What each wrong way of asking comes to; a sentence, or a difference in nats."""
+    from megatron_grpo.data.eyes import Eyes
+    from megatron_grpo.errors import RunError
+    from megatron_grpo.rollout import vllm_pictures
+
+    found = {}
+    asked = vllm_pictures.prompt_of
+    vllm_pictures.prompt_of = lambda ids, shown: asked(ids, shown) | {"prompt_token_ids": list(ids)}
+    try:
+        engine.generate(prompts[:1], sampling, seed=0)
+    except RunError as error:
+        found["long ids"] = str(error)
+    vllm_pictures.prompt_of = asked
+    smaller, _ = opened(folder, max_pixels=784 * 16)  # the engine was started without
+    try:
+        engine.generate(smaller.take(4)[3:], sampling, seed=0)
+    except RunError as error:
+        found["max_pixels"] = str(error)
+    # torchvision's backend, as transformers takes it where it may choose: equal ids, other pixels.
+    from transformers import AutoImageProcessor
+
+    theirs = AutoImageProcessor.from_pretrained(folder / "model", backend="torchvision")
+    made, Eyes.patches = Eyes.patches, lambda self, image: theirs(images=[image], return_tensors="np")["pixel_values"]
+    for prompt in prompts:
+        for _, picture_ in prompt.pictures:
+            picture_.album.cache = type(picture_.album.cache)()
+    found["torchvision"] = worst(model, engine, prompts[3:])[0]
+    Eyes.patches = made
+    found["processor"] = type(theirs).__name__
+    return found
+
+
+def test_log_probs_are_those_of_transformers_before_and_after_pushes_of_either_part(told):
+    for name in ("as loaded", "warm", "text alone", "everything", "by the table", "forgotten"):
+        assert max(told[name]) < MOST, (name, told[name])
+    assert min(told["another model"]) > 0.01  # so the pushes moved something
+    assert told["sizes"][2] < told["sizes"][0] < told["sizes"][1]
+
+
+def test_pictures_that_are_kept_from_an_older_tower_show_in_probes_with_a_picture_and_in_no_other(told):
+    """Mutations: the encoder cache is kept; the probes are text alone."""
+    drawn, seen, text = told["stale pictures"]
+    assert drawn > 0.05 and seen > 0.05 and text < MOST
+
+
+def test_ids_that_are_expanded_twice_and_another_max_pixels_are_sentences(told):
+    assert "prompt 0 (data-set row 0): vLLM made" in told["traps"]["long ids"]
+    assert "another max_pixels or min_pixels" in told["traps"]["max_pixels"]
+
+
+def test_another_image_processor_shows_in_log_probs_alone(told):
+    assert told["traps"]["processor"] == "Qwen2VLImageProcessor"
+    assert told["traps"]["torchvision"] > 20 * MOST

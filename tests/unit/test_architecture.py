@@ -113,10 +113,7 @@ def test_every_noun_of_types_is_in_the_glossary():
     from megatron_grpo import types
 
     own = {name for name, value in vars(types).items() if inspect.isclass(value) and value.__module__ == types.__name__}
-    assert own - set(re.findall(r"`(\w+)`", GLOSSARY)) == {
-        "Picture",
-        "TrainingMicroBatch",
-    }  # images are not trained yet; a kind of MicroBatch
+    assert own - set(re.findall(r"`(\w+)`", GLOSSARY)) == {"TrainingMicroBatch"}  # a kind of MicroBatch
 
 
 def test_a_word_is_explained_once_and_in_one_sentence():

@@ -15,6 +15,11 @@ WITH_LORA, WITH_REPLAY = (
     re.findall(r"^\| `(--[^`]+)` \| (.+) \|$", part, re.M)
     for part in PAGE.read_text(encoding="utf-8").split("# Router replay with everything else")
 )
+WITH_PICTURES = re.findall(
+    r"^\| (.+) \| (.+) \|$",
+    PAGE.read_text(encoding="utf-8").split("# Pictures with everything else")[1].split("Refused:")[1].split("\n# ")[0],
+    re.M,
+)[2:]
 LORA = "--tuner_type lora --lr 1e-4"
 COMMON = dict(vocab_size=151936, max_position_embeddings=40960, tie_word_embeddings=False, num_attention_heads=32, head_dim=128)
 MODELS = {
@@ -66,6 +71,28 @@ def test_replay_is_planned_with_its_bytes_and_r2_without_stale_rows_is_told(ask)
     code, found = ask("Qwen3MoeForCausalLM", "--router_replay_mode R2", tuner="")
     assert code == 0 and any("router_replay_mode R2 changes nothing" in said for said in found["warnings"])
     assert "experts" not in ask("Qwen3MoeForCausalLM", "", tuner="")[1]["cost"]
+
+
+def test_what_is_refused_with_pictures_is_refused_in_the_words_of_the_page(tmp_path):
+    from megatron_grpo.data.prompts import load_rows
+    from megatron_grpo.errors import ConfigError
+    from megatron_grpo.settings.config import DataConfig
+    from tests.unit.data.test_pictures import EYES
+
+    two = {"prompt": "<image><image>", "images": ["a.png", "b.png"]}
+    cases = {
+        "rows with pictures, a model of text": (two, None, {}),
+        "rows with videos": ({"prompt": "a", "videos": ["a.mp4"]}, EYES, {}),
+        "`truncation_strategy left`": (two, EYES, {"truncation_strategy": "left"}),
+        "`limit_images 1`, a row with two": (two, EYES, {"limit_images": 1}),
+    }
+    assert {what for what, _ in WITH_PICTURES} == cases.keys()
+    for what, sentence in WITH_PICTURES:
+        row, eyes, settings = cases[what]
+        (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+        with pytest.raises(ConfigError) as caught:
+            load_rows(DataConfig(dataset=str(tmp_path / "rows.jsonl"), **settings), eyes=eyes)
+        assert [problem.message for problem in caught.value.problems] == [sentence]
 
 
 @pytest.mark.parametrize(("words", "sentence"), WITH_LORA, ids=[words for words, _ in WITH_LORA])

@@ -26,6 +26,7 @@ OPTIONAL = {
     ),
     ("datasets",): ("data", "data sets by their name on the Hugging Face Hub"),
     ("math-verify",): ("math", "the rewards `math` and whatever compares formulas"),
+    ("pillow",): ("images", "rows with pictures"),
     ("matplotlib",): ("plot", "plots/, and `plan --png`"),
     ("peft",): ("peft", "nothing in a run: tests hold adapters against it"),
     ("tensorboard",): ("tensorboard", "--report_to tensorboard"),
@@ -42,6 +43,7 @@ def look_at_packages() -> Iterator[Check]:
     for name, module in REQUIRED.items():
         yield _required(name, module, f"pip install '{name}{_wanted().get(name, '')}', or {OURS} again, with its dependencies.")
     yield _sampler()
+    yield _torchvision()
     for names, (extra, what) in OPTIONAL.items():
         version = next((found for name in names if (found := _version(name))), None)
         if version:
@@ -59,6 +61,22 @@ def _sampler() -> Check:
     if len(there) > 1:
         return bad("vllm", " and ".join(there), "Both are imported as `vllm`: pip uninstall both, then install one.")
     return _required(there[0], "vllm", f"{which}, in an environment of its own.")
+
+
+def _torchvision() -> Check:
+    """vLLM's models that see import it; one that does not load breaks transformers too, for models of text as well."""
+    version = _version("torchvision")
+    if version is None:
+        off = "Switched off: sampling from models that see, for which vLLM imports it. tools/install.sh installs it beside any torch."
+        return absent("torchvision", "is not installed", off)
+    ended = run([sys.executable, "-c", "import torchvision"], seconds=_IMPORT_SECONDS)
+    if ended.why:
+        remedy = (
+            "It is for another build of torch, and breaks `import transformers`: tools/install.sh mends it; models of text do without it "
+            "(`pip uninstall torchvision`)."
+        )
+        return bad("torchvision", f"{version} cannot be imported: {ended.why}", remedy)
+    return good("torchvision", version)
 
 
 def _required(name: str, module: str, remedy: str) -> Check:

@@ -215,7 +215,7 @@ NAMES: Mapping[str, Foreign] = {
     "resume_path": lacks(features.RESUMED_ELSEWHERE),
     "zero_reward_on_non_stop": lacks("a truncated completion keeps its reward; overlong_filter takes it out of the loss"),
     "step_wise_trajectories": lacks(features.TURNS),
-    "vision_language_generator": lacks(features.IMAGES),
+    "vision_language_generator": lacks("pictures come in the column images, and nothing has to be chosen for them", "false"),
     "max_input_length": lacks("max_prompt_length bounds what goes in"),
     "eval_n_samples_per_prompt": same("num_generations_eval"),
     "chat_template.name_or_path": lacks("prompts are written by the model's own chat template"),

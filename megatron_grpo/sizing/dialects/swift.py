@@ -122,7 +122,9 @@ NAMES: Mapping[str, Foreign] = {
     "main_params_dtype": only("fp32", "gradients and optimizer state are float32 here"),
     "exp_avg_dtype": only("fp32", "gradients and optimizer state are float32 here"),
     "exp_avg_sq_dtype": only("fp32", "gradients and optimizer state are float32 here"),
-    "$MAX_PIXELS": lacks(features.IMAGES),  # set before the command
+    "$MAX_PIXELS": same("max_pixels"),  # set before the command
+    "$MIN_PIXELS": same("min_pixels"),
+    "vllm_limit_mm_per_prompt": lacks("limit_images says how many pictures a prompt may show; it is as many as the data have"),
     "template_backend": only("jinja", "prompts are written by the model's own chat template"),
     "use_chat_template": only("true", "chat prompts are written by the model's own chat template; a string prompt is taken as it stands"),
     "mtp_num_layers": lacks(features.MTP, "0"),
@@ -160,8 +162,7 @@ NAMES: Mapping[str, Foreign] = {
     ),
     **not_there(
         features.IMAGES,
-        *("vit_gradient_checkpointing_kwargs", "vit_attn_impl", "max_pixels"),
-        *("vllm_limit_mm_per_prompt", "vllm_mm_processor_cache_gb", "norm_bbox"),
+        *("vit_gradient_checkpointing_kwargs", "vit_attn_impl", "vllm_mm_processor_cache_gb", "norm_bbox"),
     ),
     **not_there(
         features.TEACHER,

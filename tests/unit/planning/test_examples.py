@@ -61,3 +61,39 @@ def test_page_says_what_plan_estimates(folder, architecture, page, column, tmp_p
     }
     said = {name: rows[name].split(" (")[0] for name in figures(found) if name in rows}
     assert len(said) >= 7 and said == {name: figures(found)[name] for name in said}
+
+
+def test_the_example_that_sees_fits_and_its_pictures_are_planned(tmp_path, capsys):
+    from tests.seeing import as_bytes, picture
+
+    model, data = tmp_path / "model", tmp_path / "data"
+    model.mkdir()
+    data.mkdir()
+    text = dict(vocab_size=152064, hidden_size=3584, intermediate_size=18944, num_hidden_layers=28, num_attention_heads=28,
+                num_key_value_heads=4, max_position_embeddings=128000, rms_norm_eps=1e-6, tie_word_embeddings=False, rope_theta=1e6,
+                rope_scaling={"type": "mrope", "mrope_section": [16, 24, 24]})  # fmt: skip
+    vision = dict(depth=32, hidden_size=1280, intermediate_size=3420, num_heads=16, patch_size=14, spatial_merge_size=2,
+                  temporal_patch_size=2, window_size=112, fullatt_block_indexes=[7, 15, 23, 31], out_hidden_size=3584)  # fmt: skip
+    tokens = dict(image_token_id=151655, video_token_id=151656, vision_start_token_id=151652, vision_end_token_id=151653)
+    config = {
+        "architectures": ["Qwen2_5_VLForConditionalGeneration"],
+        "model_type": "qwen2_5_vl",
+        **text,
+        **tokens,
+        "vision_config": vision,
+    }
+    (model / "config.json").write_text(json.dumps(config))
+    (model / "preprocessor_config.json").write_text(json.dumps({"min_pixels": 3136, "max_pixels": 12845056, "patch_size": 14}))
+    (data / "a.png").write_bytes(as_bytes(picture(2160, 3840)))
+    row = {"prompt": [{"role": "user", "content": "<image>Find x."}], "images": ["a.png"], "answer": "2"}
+    (data / "rows.jsonl").write_text((json.dumps(row) + "\n") * 64)
+    words = ["--config", EXAMPLES / "qwen2_5_vl_7b/config.yaml", "--model", model, "--dataset", data / "rows.jsonl"]
+    words += ["--eval_dataset", data / "rows.jsonl", "--reward_funcs", "accuracy", "--world_size", "8", "--gpu_memory_gb", "80"]
+    code = main(["plan", "--json", *map(str, words)])
+    found = json.loads(capsys.readouterr().out)
+    assert code == 0 and found["memory"]["fits"], found
+    assert found["pictures"]["tokens_of_picture_max"] == 1222 and found["pictures"]["share_of_prompt_tokens"] > 0.9
+    assert found["pictures"]["patches_bytes_of_micro_batch"] == 1222 * 4 * 1176 * 4
+    assert main(["plan", "--json", *map(str, words), "--max_pixels", "12845056"]) == 0
+    said = " ".join(json.loads(capsys.readouterr().out)["warnings"])
+    assert "The largest picture has 10,549 tokens" in said and "--max_pixels 1003520 makes it at most 1,280" in said

@@ -28,6 +28,8 @@ def _of(cls):
 
 
 def _values(kind):
+    if kind.removesuffix(" | None") in wire._NESTED and kind.endswith(" | None"):
+        return st.none() | _values(kind.removesuffix(" | None"))
     if kind in wire._NESTED:
         return _of(wire._NESTED[kind])
     if kind.startswith("tuple["):

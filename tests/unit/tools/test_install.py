@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,21 @@ NOBODY = "http://127.0.0.1:9/"  # the discard port: a connection is refused at o
 CPU_BUILD, PLAIN_BUILD = "2.13.0+cpu", "2.13.0"
 # As PyPI's build does: it loads beside the torch that it was made for alone.
 TORCHVISION = "import torch\nif torch.BUILD.endswith('+cpu'):\n    raise RuntimeError('operator torchvision::nms does not exist')\n"
+# As PyPI's build really is: all of its Python, and descriptions of operators that its library would have declared.
+TORCHVISION_WITHOUT_OPERATORS = {
+    "__init__": "import torch\nimport torchvision.extension\n"
+    "assert {'nms', 'qnms'} <= torch.library.declared, 'operator torchvision::nms does not exist'\n",
+    "extension": "import torch\n\ndef _has_ops():\n    return False\n",
+}
+TORCH = """
+class library:
+    declared = set()
+    class Library:
+        def __init__(self, namespace, kind):
+            assert namespace == "torchvision"
+        def define(self, schema):
+            library.declared.add(schema.partition("(")[0])
+"""
 # A build backend of the checkout's own, since setuptools would have to be fetched.
 BACKEND = """
 import zipfile
@@ -43,13 +59,16 @@ build_wheel = build_editable
 """
 
 
-def add_wheel(index: Path, name: str, version: str, module: str, code: str = "", requires: tuple[str, ...] = ()) -> None:
-    """Puts a wheel with one module, given as a path, into a package index."""
+def add_wheel(
+    index: Path, name: str, version: str, module: str, code: str = "", requires: tuple[str, ...] = (), more: Mapping[str, str] | None = None
+) -> None:
+    """Puts a wheel with one package, given as a path, into a package index. more: its further modules."""
     stem = f"{name.replace('-', '_')}-{version}"
     page = index / name / "index.html"
     page.parent.mkdir(parents=True, exist_ok=True)
     with zipfile.ZipFile(page.with_name(f"{stem}-py3-none-any.whl"), "w") as wheel:
-        wheel.writestr(f"{module}/__init__.py", code)
+        for file, content in {"__init__": code, **(more or {})}.items():
+            wheel.writestr(f"{module}/{file}.py", content)
         lines = ["Metadata-Version: 2.1", f"Name: {name}", f"Version: {version}", *(f"Requires-Dist: {line}" for line in requires)]
         wheel.writestr(f"{stem}.dist-info/METADATA", "\n".join(lines) + "\n")
         wheel.writestr(f"{stem}.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
@@ -59,7 +78,7 @@ def add_wheel(index: Path, name: str, version: str, module: str, code: str = "",
 
 
 def add_torch(index: Path, version: str) -> None:
-    add_wheel(index, "torch", version, "torch", f"BUILD = {version!r}", requires=("tiny-part",))
+    add_wheel(index, "torch", version, "torch", f"BUILD = {version!r}\n{TORCH}", requires=("tiny-part",))
 
 
 class Machine:
@@ -133,6 +152,20 @@ def test_the_cpu_build_is_taken_from_where_pip_looks_and_a_second_call_does_noth
     again = machine.install()
     assert again.returncode == 0
     assert again.stderr.strip() == f"[install] using {machine.environment} (cpu stack, complete)"
+
+
+def test_a_torchvision_without_operators_is_mended_once_and_kept(machine):
+    shutil.rmtree(machine.index / "torchvision")
+    parts = TORCHVISION_WITHOUT_OPERATORS
+    add_wheel(machine.index, "torchvision", "0.28.0", "torchvision", parts["__init__"], more={"extension": parts["extension"]})
+    add_torch(machine.index, CPU_BUILD)
+    done = machine.install()
+    assert done.returncode == 0, done.stderr
+    assert "its Python, which models that see need, works without them" in done.stderr and "removing" not in done.stderr
+    assert machine.python("-c", "import torchvision, transformers; print('loads')") == "loads"
+    [file] = machine.environment.glob("lib/python3*/site-packages/torchvision/extension.py")
+    again = machine.install("dev")
+    assert again.returncode == 0 and file.read_text().count("of megatron_grpo") == 1
 
 
 def test_else_the_cpu_build_is_taken_from_the_index_of_pytorch(machine):

@@ -1,0 +1,109 @@
+"""Says whether a run on pictures did what it promises, and draws held-out pictures with the answers before and after. Exit code 0: yes.
+
+python examples/images/verdict.py output/images examples/images/model examples/images/data
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
+
+AT_MOST_BEFORE, AT_LEAST_AFTER = 0.5, 0.85  # held-out accuracy, greedy
+MOST_DIFFERENCE = 1e-4  # nats between the sampler's and the trainer's log-probs, float32
+FILES = ("config.yaml", "metrics.jsonl", "completions", "plots/reward.png", "hf/config.json", "hf/preprocessor_config.json")
+NUM_SHOWN, LONGEST = 12, 4  # pictures; tokens of an answer
+
+
+def read(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def find_faults(run: Path) -> tuple[list[str], str]:
+    """What is wrong with the run, a sentence each; and the sentence that sums it up."""
+    faults = [f"{name} is missing" for name in FILES if not (run / name).exists()]
+    if not (run / "metrics.jsonl").exists() or not (run / "evaluations.jsonl").exists():
+        return [*faults, "there is nothing to judge"], "no run"
+    steps, evaluations = read(run / "metrics.jsonl"), read(run / "evaluations.jsonl")
+    accuracy = [evaluation["correct"] for evaluation in evaluations]
+    seconds = sum(step["time/step"] for step in steps)
+    difference = max(step["sampling/logp_difference/max"] for step in steps)
+    if accuracy[0] > AT_MOST_BEFORE:
+        faults.append(f"accuracy before training is {accuracy[0]:.3f}, more than {AT_MOST_BEFORE}: there was little left to learn")
+    if accuracy[-1] < AT_LEAST_AFTER:
+        faults.append(f"accuracy after training is {accuracy[-1]:.3f}, less than {AT_LEAST_AFTER}")
+    if difference > MOST_DIFFERENCE:
+        faults.append(f"sampler and trainer differ by up to {difference:.1e} nats, more than {MOST_DIFFERENCE}")
+    return faults, f"held-out accuracy {accuracy[0]:.3f} -> {accuracy[-1]:.3f} in {len(steps)} steps, {seconds:.0f} s of training"
+
+
+def answers(model_path: Path, rows: list[dict[str, Any]], data: Path) -> list[str]:
+    """What transformers reads out of a checkpoint: the likeliest answer to each row."""
+    import torch
+    from make_tiny_vlm import encoded_row
+    from transformers import AutoModelForImageTextToText, AutoTokenizer
+
+    from megatron_grpo.data.eyes import Eyes
+
+    words, eyes = AutoTokenizer.from_pretrained(model_path), Eyes.of(model_path)
+    model = AutoModelForImageTextToText.from_pretrained(model_path, dtype="float32").eval()
+    found = []
+    for row in rows:
+        seen = encoded_row(row, data, words, eyes)
+        patches, grid, ids = torch.from_numpy(seen["patches"]), torch.tensor([seen["grid"]]), list(seen["ids"])
+        for _ in range(LONGEST):
+            tokens = torch.tensor([ids])
+            types = (tokens == eyes.image_token).int()
+            with torch.no_grad():
+                logits = model(input_ids=tokens, pixel_values=patches, image_grid_thw=grid, mm_token_type_ids=types, use_cache=False).logits
+            ids.append(int(logits[0, -1].argmax()))
+            if ids[-1] == words.eos_token_id:
+                break
+        found.append(words.decode(ids[len(seen["ids"]) :], skip_special_tokens=True))
+    return found
+
+
+def draw(path: Path, rows: list[dict[str, Any]], data: Path, before: list[str], after: list[str]) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+    from PIL import Image
+
+    figure, axes = pyplot.subplots(3, NUM_SHOWN // 3, figsize=(11, 9.5))
+    for axis, row, old, new in zip(axes.T.flat, rows, before, after, strict=True):
+        with Image.open(data / row["images"][0]) as picture:
+            axis.imshow(picture)
+        axis.set_axis_off()
+        question = row["messages"][0]["content"].removeprefix("<image>")
+        axis.set_title(f"{question}\nbefore: {old}", fontsize=9)
+        axis.text(0.5, -0.08, f"after: {new}", transform=axis.transAxes, ha="center", va="top", fontsize=10,
+                  color="green" if new == row["answer"] else "red")  # fmt: skip
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+def main() -> int:
+    run, model, data = (Path(word) for word in (sys.argv[1:] or ("output/images", "examples/images/model", "examples/images/data")))
+    faults, summary = find_faults(run)
+    rows = read(data / "test.jsonl")[:NUM_SHOWN]
+    if (run / "hf/config.json").exists():
+        before, after = (answers(path, rows, data) for path in (model, run / "hf"))
+        draw(run / "before_and_after.png", rows, data, before, after)
+        right = [sum(one == row["answer"] for one, row in zip(found, rows, strict=True)) for found in (before, after)]
+        print(f"[verdict] of {NUM_SHOWN} held-out pictures {right[0]} were answered rightly before, {right[1]} after: "
+              f"{run / 'before_and_after.png'}")  # fmt: skip
+        if right[1] <= right[0]:
+            faults.append("transformers, on the exported model, answers no more of them rightly than before")
+    for fault in faults:
+        print(f"[verdict] {fault}")
+    print(f"VERDICT: {'FAILED' if faults else 'PASSED'}: {summary} (see {run})")
+    return 1 if faults else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,47 @@
+"""A checkpoint holds prompt numbers in place of pictures; a run that goes on finds them again."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+from tests.distributed.test_checkpoint import Policy, Waiting, checkpoints, pending_samples
+from tests.ranks import run_ranks
+from tests.seeing import as_bytes, picture
+from tests.unit.data.test_pictures import EYES, Words, asks
+
+
+def test_rows_that_wait_show_their_pictures_again(tmp_path):
+    for number in range(5):
+        (tmp_path / f"{number}.png").write_bytes(as_bytes(picture(56 + 28 * number, 60, seed=number)))
+    rows = [asks(*[f"{number}.png"] * (1 + number % 2), text="<image>" * (1 + number % 2)) for number in range(5)]
+    (tmp_path / "d.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def body(rank, world_size):
+        from megatron_grpo.data.prompts import open_stream
+        from megatron_grpo.settings.config import DataConfig
+        from megatron_grpo.types import Progress
+
+        def stream():
+            return open_stream(DataConfig(dataset=str(tmp_path / "d.jsonl")), Words(), seed=3, eyes=EYES)
+
+        def described(samples):
+            return [[(place, one.key, one.grid) for place, one in sample.shown] for sample in samples]
+
+        drawn = stream()
+        prompts = drawn.take(13)
+        samples = [
+            replace(sample, prompt_number=number, shown=prompts[number].pictures)
+            for sample, number in zip(pending_samples(), (2, 11, 7), strict=True)
+        ]
+        policy, keeper = Policy(1), checkpoints(tmp_path / "run")
+        keeper.save(Progress(step=1, num_rollouts=1, num_prompts=13, num_tokens=1), Waiting(samples), policy, drawn)
+        keeper.finish()
+        again, fresh = checkpoints(tmp_path / "run"), stream()
+        again.choose()
+        _, waiting = again.restore(policy, fresh, Waiting(), None)
+        assert fresh.taken == 13
+        return described(samples), described(waiting.samples)
+
+    [(before, after)] = run_ranks(body, 1)
+    assert before == after and all(before)

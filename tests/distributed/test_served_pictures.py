@@ -1,0 +1,112 @@
+"""A real rollout server for a model that sees: files of pictures come by key, and what is sampled is sampled from what the trainer sees."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from tests.distributed.test_sampled_pictures import MOST, folder, load, opened, worst  # noqa: F401 - a fixture
+from tests.ranks import run_ranks
+from tests.servers import TOKEN, Server
+
+
+def test_a_server_is_sent_files_once_and_sees_what_the_trainer_sees(folder, tmp_path):  # noqa: F811
+    server = Server(tmp_path / "server", folder / "model", "--vllm_max_model_len", "192", "--limit_images", "2")
+    try:
+        server.wait()
+        [told] = run_ranks(body, 1, str(folder), str(server.address_file), str(tmp_path), env={"MEGATRON_GRPO_TOKEN": TOKEN})
+    finally:
+        server.close()
+    for name in ("pushed", "forgotten", "tower moved"):
+        assert max(told[name]) < MOST, (name, told[name])
+    assert told["state"] == (2, 64 * 28**2)
+    assert told["sent"] == [4, 0, 1], "each file once, and again where it was forgotten"
+    assert "vLLM made" in told["another size"] and "another max_pixels" in told["another size"]
+    assert told["damaged"].startswith("is none of BMP"), told["damaged"]
+
+
+def body(rank, world_size, folder, address_file, out):  # noqa: F811
+    from pathlib import Path
+
+    import torch
+    from safetensors.torch import load_file
+
+    from megatron_grpo.errors import RunError
+    from megatron_grpo.parallel.layout import Layout
+    from megatron_grpo.parallel.state import start
+    from megatron_grpo.rollout import wire, wire_pictures
+    from megatron_grpo.rollout.engine import SamplingSettings
+    from megatron_grpo.rollout.fleet import Needs
+    from megatron_grpo.rollout.servers import ServerEngine
+    from megatron_grpo.settings.config import RolloutConfig
+    from megatron_grpo.weights.shape import ModelShape
+    from megatron_grpo.weights.update import WeightUpdate
+
+    folder = Path(folder)
+    start(Layout(world_size=1), seed=0)
+    stream, eyes = opened(folder)
+    prompts, model = stream.take(4), load(folder)
+    engine = ServerEngine.build(
+        RolloutConfig(vllm_mode="server", vllm_server_host=[f"@{address_file}"], vllm_server_timeout=60.0), model_path=folder / "model",
+        shape=ModelShape.from_pretrained(folder / "model"), output_dir=Path(out), device=torch.device("cpu"), eyes=eyes,
+        needs=Needs(max_model_len=192, limit_images=2, max_pixels=eyes.max_pixels),
+    )  # fmt: skip
+    engine.score = lambda probes: next(iter(engine.scores(probes).values()))
+    named = load_file(folder / "model" / "model.safetensors")
+
+    def push(tensors, version, tower):
+        engine.prepare()
+        engine.take(WeightUpdate(kind="weights", version=version, tensors=iter(tensors.items()), moves_tower=tower))
+
+    sent = []
+    but = wire_pictures.ToSend.but
+
+    def counted(self, known, keys):
+        found = but(self, known, keys)
+        if known != ():  # the probes' are sent with them
+            sent[-1] += len(found)
+        return found
+
+    wire_pictures.ToSend.but = counted
+    told = {}
+    try:
+        push(named, 1, True)
+        sent.append(0)
+        told["pushed"] = worst(model, engine, prompts)
+        # What the server has forgotten is asked for again.
+        [member] = engine._pusher.fleet.used
+        sent.append(0)
+        worst(model, engine, prompts, seed=1)
+        sent.append(0)
+        member.pictures.discard(prompts[0].pictures[0][1].key)
+        told["forgotten"] = worst(model, engine, prompts, seed=2)
+        told["sent"] = sent[:3]
+        told["state"] = (member.state.limit_images, member.state.max_pixels)
+        moved = {name: tensor + 0.01 * torch.randn_like(tensor) for name, tensor in named.items()}
+        push(moved, 2, True)
+        mine = model.state_dict()
+        with torch.no_grad():
+            for name, tensor in mine.items():
+                tensor.copy_(moved[name.replace("model.language_model.", "model.").replace("model.visual", "visual")])
+        told["tower moved"] = worst(model, engine, prompts, seed=3)
+        engine._eyes = opened(folder, max_pixels=784 * 16)[1]
+        try:
+            engine.generate(prompts[3:], SamplingSettings(n=1, max_completion_length=4), seed=4)
+        except RunError as error:
+            told["another size"] = str(error)
+        shown = wire.ShownPicture(key="bad", place=0, tokens=4)
+        strange = wire.ShownPicture(key="who", place=0, tokens=4)
+        bounds = wire.Bounds(min_pixels=784, max_pixels=50176)
+        asked = wire.Generate(
+            version=2, sampling=wire.Sampling(), pictures=(wire.SentPicture.of("bad", b"hello"),), bounds=bounds,
+            requests=(wire.Request(key="1", ids=(5,) * 6, seed=0, n=1, max_tokens=2, shown=(shown,)),
+                      wire.Request(key="2", ids=(5,) * 6, seed=0, n=1, max_tokens=2, shown=(strange,))),
+        )  # fmt: skip
+        answers = [wire.decode_line(line) for line in member.server.lines("/generate", asked)]
+        by_key = {answer.key: answer for answer in answers if answer is not None}
+        told["damaged"] = by_key["1"].error
+        assert by_key["2"].lacks == ("who",)
+    finally:
+        wire_pictures.ToSend.but = but
+        engine.close()
+    assert np.isfinite(told["pushed"]).all()
+    return told
