@@ -6,6 +6,7 @@ names, and says so. Nothing here imports torch before it has to.
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Collection, Mapping
 from contextlib import redirect_stdout
@@ -22,7 +23,7 @@ from megatron_grpo.environments.protocol import Environment
 from megatron_grpo.errors import ConfigError, Problem
 from megatron_grpo.planning.check import Checked, check_parsed
 from megatron_grpo.planning.command import Plan, make_plan
-from megatron_grpo.rewards.loading import check_columns, close_rewards, load_rewards, may_be_here
+from megatron_grpo.rewards.loading import check_columns, close_rewards, load_rewards, may_be_here, user_object
 from megatron_grpo.rewards.protocol import RewardFunction
 from megatron_grpo.settings import Parsed
 from megatron_grpo.settings.config import Config
@@ -49,6 +50,7 @@ class Looked:
     held_out: Mapping[str, PromptStream]  # sets by name
     rewards: list[RewardFunction]
     environment: type[Environment] | None  # whose objects are episodes, where completions are
+    rollout_func: Callable[..., Any] | None  # that makes completions
 
     @property
     def longest_prompt(self) -> int:
@@ -82,6 +84,7 @@ class Found:
     held_out: Mapping[str, PromptStream | PromptRows]
     rewards: list[RewardFunction]
     environment: type[Environment] | None = None
+    rollout_func: Callable[..., Any] | None = None
 
 
 def read_everything(parsed: Parsed, *, has_sampler: bool = False) -> tuple[Plan, Inputs]:
@@ -262,6 +265,7 @@ def read_inputs(cfg: Config, left_out: Collection[str] = ()) -> Found:
     prompts = None if "dataset" in left_out else problems.attempt(lambda: _read_data(cfg, tokenizer, environment))
     held_out = _read_held_out(cfg, tokenizer, environment, left_out, problems)
     rewards = [] if "rewards" in left_out else problems.attempt(partial(load_rewards, cfg, left_out=left_out))
+    own = None if "rollout_func" in left_out else problems.attempt(partial(load_rollout_func, cfg))
     every = [("dataset", prompts), *((flag_of(name, cfg), found) for name, found in held_out.items())]
     looked = [(flag, rows) for flag, found in every if (rows := _rows_of(found))]
     _look_at_rows(cfg, shape if tokenizer else None, rewards or [], looked, problems)
@@ -271,7 +275,9 @@ def read_inputs(cfg: Config, left_out: Collection[str] = ()) -> Found:
     if problems or rewards is None:
         close_rewards(rewards or [])
         raise ConfigError(problems)
-    return Found(model_path=model_path, shape=shape, prompts=prompts, held_out=held_out, rewards=rewards, environment=environment)
+    return Found(
+        model_path=model_path, shape=shape, prompts=prompts, held_out=held_out, rewards=rewards, environment=environment, rollout_func=own
+    )
 
 
 def _columns(cfg: Config, rows: PromptRows, flag: str) -> tuple[str, ...]:
@@ -286,6 +292,8 @@ def _columns(cfg: Config, rows: PromptRows, flag: str) -> tuple[str, ...]:
 
 
 def _check_columns(cfg: Config, rewards: list[RewardFunction], rows: PromptRows, flag: str) -> None:
+    if cfg.rollout.rollout_func is not None:  # which may give them columns that nobody knows yet
+        return
     check_columns(rewards, _columns(cfg, rows, flag), flag=flag)
 
 
@@ -304,13 +312,35 @@ def read_to_evaluate(cfg: Config) -> Looked:
     environment = problems.attempt(partial(load_environment, cfg, tokenizer))
     held_out = _read_held_out(cfg, tokenizer, environment, (), problems)
     rewards = problems.attempt(partial(load_rewards, cfg))
+    own = problems.attempt(partial(load_rollout_func, cfg))
     looked = [(flag_of(name, cfg), rows) for name, found in held_out.items() if (rows := _rows_of(found))]
     _look_at_rows(cfg, shape if tokenizer else None, rewards or [], looked, problems)
     if problems or model_path is None or shape is None or rewards is None:
         close_rewards(rewards or [])
         raise ConfigError(problems)
     streams = cast("Mapping[str, PromptStream]", held_out)
-    return Looked(model_path=model_path, shape=shape, held_out=streams, rewards=rewards, environment=environment)
+    return Looked(model_path=model_path, shape=shape, held_out=streams, rewards=rewards, environment=environment, rollout_func=own)
+
+
+def load_rollout_func(cfg: Config) -> Callable[..., Any] | None:
+    """The function that `--rollout_func` names. Raises ConfigError where it cannot be called as it will be."""
+    spec = cfg.rollout.rollout_func
+    if spec is None:
+        return None
+    found = user_object(spec, flag="rollout_func")
+    wrong = None
+    if inspect.isclass(found) or not callable(found):
+        wrong = f"{spec} is no function"
+    elif inspect.iscoroutinefunction(found) or inspect.isgeneratorfunction(found):
+        wrong = f"{spec} is a coroutine or a generator; it must return its completions. It may call the sampler from threads of its own"
+    else:
+        try:
+            inspect.signature(found).bind((), None)
+        except (TypeError, ValueError) as error:
+            wrong = f"{spec} is called as {spec.rpartition(':')[2]}(prompts, sampler), which it does not take ({error})"
+    if wrong:
+        raise ConfigError([Problem(flags=("rollout_func",), message=f"rollout_func: {wrong}.")])
+    return found
 
 
 def _read_held_out(
