@@ -78,9 +78,16 @@ def completions_of(
         mask = _mask(columns[MASK][i], answer, one) if MASK in columns else np.ones(len(answer), dtype=bool)
         logprobs = _logprobs(columns[LOGPROBS][i], mask, one)
         _check_lengths(opening, answer, mask, limits, one)
-        found.append(_completion(opening, answer, mask, logprobs, limits, version=version, text=decode(answer),
+        found.append(_completion(opening, answer, mask, logprobs, limits, version=version, text=_text(opening, answer, decode),
                                  columns={name: values[i] for name, values in others.items()}))  # fmt: skip
     return found
+
+
+def _text(opening: Sequence[int], answer: Sequence[int], decode: Callable[[Sequence[int]], str]) -> str:
+    """As vLLM writes it: behind the prompt, where some tokenizers begin a word with a blank that they drop at the very beginning."""
+    head = decode(opening[-4:])
+    whole = decode([*opening[-4:], *answer])
+    return whole[len(head) :] if whole.startswith(head) else decode(answer)
 
 
 def _columns(returned: Any, count: int) -> dict[str, Sequence[Any]]:

@@ -46,7 +46,7 @@ def test_what_is_returned_becomes_completions_behind_the_prompts_tokens():
     ]  # fmt: skip
     assert [one.sequence.mask.tolist() for one in found[:2]] == [[False, False, True, True], [False, False, True]]
     assert found[0].logprobs.tolist() == [0.0, 0.0, np.float32(-0.5), np.float32(-0.1)]
-    assert [one.ended for one in found] == ["stop", "stop", "stop", "length"] and found[3].text == "5 5 5 5 5 5"
+    assert [one.ended for one in found] == ["stop", "stop", "stop", "length"] and found[3].text == " 5 5 5 5 5 5"
     assert found[0].versions == ((3, 2, 4),) and found[0].answer_ids == (5, 2)
 
 
