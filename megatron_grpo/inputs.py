@@ -7,7 +7,7 @@ names, and says so. Nothing here imports torch before it has to.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from megatron_grpo import launcher
 from megatron_grpo.data.chat import load_tokenizer
 from megatron_grpo.data.files import is_path
-from megatron_grpo.environments.loading import EPISODE_COLUMNS, load_environment
+from megatron_grpo.environments.loading import EPISODE_COLUMNS, load_environment, template_of
+from megatron_grpo.environments.probe import look_at
 from megatron_grpo.environments.protocol import Environment
 from megatron_grpo.errors import ConfigError, Problem
 from megatron_grpo.planning.check import Checked, check_parsed
@@ -49,6 +50,7 @@ class Inputs:
     held_out: PromptStream | None
     rewards: list[RewardFunction]
     environment: type[Environment] | None  # whose objects are episodes, where completions are
+    notes: Sequence[str]  # what a person should know of them
     resume: Resume  # how the run begins
 
     @property
@@ -67,6 +69,7 @@ class Found:
     held_out: PromptStream | PromptRows | None
     rewards: list[RewardFunction]
     environment: type[Environment] | None = None
+    notes: Sequence[str] = ()
 
 
 def read_everything(parsed: Parsed, *, has_sampler: bool = False) -> tuple[Plan, Inputs]:
@@ -243,6 +246,9 @@ def read_inputs(cfg: Config, left_out: Collection[str] = ()) -> Found:
     if shape and "tokenizer" not in left_out:
         tokenizer = problems.attempt(partial(load_tokenizer, str(model_path)))
     environment = None if "environment" in left_out else problems.attempt(partial(load_environment, cfg, tokenizer))
+    notes: Sequence[str] = ()
+    if environment and tokenizer and model_path:
+        notes = problems.attempt(partial(_look_at_template, cfg, environment, tokenizer, model_path)) or ()
     prompts = held_out = None
     if "dataset" not in left_out:
         prompts = problems.attempt(lambda: _read_data(cfg, tokenizer, "dataset", environment))
@@ -260,7 +266,19 @@ def read_inputs(cfg: Config, left_out: Collection[str] = ()) -> Found:
     if problems or rewards is None:
         close_rewards(rewards or [])
         raise ConfigError(problems)
-    return Found(model_path=model_path, shape=shape, prompts=prompts, held_out=held_out, rewards=rewards, environment=environment)
+    return Found(
+        model_path=model_path, shape=shape, prompts=prompts, held_out=held_out, rewards=rewards, environment=environment, notes=notes
+    )
+
+
+def _look_at_template(cfg: Config, environment: type[Environment], tokenizer: Any, model_path: Path) -> list[str]:
+    """What it does to the turns of episodes. Raises ConfigError where they would not be seen."""
+    flag = "environment" if cfg.turns.environment else "tools"
+    if not getattr(tokenizer, "chat_template", None):
+        message = f"{flag}: the model's tokenizer has no chat template (a base model?), and turns are written by one. Use a chat model."
+        raise ConfigError([Problem(flags=(flag, "model"), message=message)])
+    template = template_of(cfg, environment, tokenizer, model_path=model_path)
+    return look_at(template, environment, history=cfg.turns.turn_history, flag=flag)  # type: ignore[arg-type]  # one of its choices
 
 
 def _columns(cfg: Config, rows: PromptRows) -> tuple[str, ...]:
