@@ -113,6 +113,8 @@ def put_together(
     """As `build_run`, once the output is open: what loads models. Collective."""
     cfg, timetable, clock = made.checked.config, made.timetable, journal.clock
     assert timetable.num_steps is not None
+    for note in inputs.notes:
+        journal.metrics.say(note)
     lora = how_adapters_travel(cfg, inputs, parallel, journal, sampler_is_known=engine is None)
     policy = build_policy(
         cfg, inputs.shape, parallel,

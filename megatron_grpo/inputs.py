@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 from megatron_grpo import launcher
 from megatron_grpo.data.chat import load_tokenizer
 from megatron_grpo.data.files import is_path
-from megatron_grpo.environments.loading import EPISODE_COLUMNS, load_environment
+from megatron_grpo.environments.loading import EPISODE_COLUMNS, load_environment, template_of
+from megatron_grpo.environments.probe import look_at
 from megatron_grpo.environments.protocol import Environment
 from megatron_grpo.errors import ConfigError, Problem
 from megatron_grpo.planning.check import Checked, check_parsed
@@ -51,6 +52,7 @@ class Looked:
     rewards: list[RewardFunction]
     environment: type[Environment] | None  # whose objects are episodes, where completions are
     rollout_func: Callable[..., Any] | None  # that makes completions
+    notes: Sequence[str]  # what a person should know of them
 
     @property
     def longest_prompt(self) -> int:
@@ -85,6 +87,7 @@ class Found:
     rewards: list[RewardFunction]
     environment: type[Environment] | None = None
     rollout_func: Callable[..., Any] | None = None
+    notes: Sequence[str] = ()
 
 
 def read_everything(parsed: Parsed, *, has_sampler: bool = False) -> tuple[Plan, Inputs]:
@@ -262,6 +265,9 @@ def read_inputs(cfg: Config, left_out: Collection[str] = ()) -> Found:
     if shape and "tokenizer" not in left_out:
         tokenizer = problems.attempt(partial(load_tokenizer, str(model_path)))
     environment = None if "environment" in left_out else problems.attempt(partial(load_environment, cfg, tokenizer))
+    notes: Sequence[str] = ()
+    if environment and tokenizer and model_path:
+        notes = problems.attempt(partial(_look_at_template, cfg, environment, tokenizer, model_path)) or ()
     prompts = None if "dataset" in left_out else problems.attempt(lambda: _read_data(cfg, tokenizer, environment))
     held_out = _read_held_out(cfg, tokenizer, environment, left_out, problems)
     rewards = [] if "rewards" in left_out else problems.attempt(partial(load_rewards, cfg, left_out=left_out))
@@ -276,8 +282,19 @@ def read_inputs(cfg: Config, left_out: Collection[str] = ()) -> Found:
         close_rewards(rewards or [])
         raise ConfigError(problems)
     return Found(
-        model_path=model_path, shape=shape, prompts=prompts, held_out=held_out, rewards=rewards, environment=environment, rollout_func=own
-    )
+        model_path=model_path, shape=shape, prompts=prompts, held_out=held_out, rewards=rewards, environment=environment,
+        rollout_func=own, notes=notes,
+    )  # fmt: skip
+
+
+def _look_at_template(cfg: Config, environment: type[Environment], tokenizer: Any, model_path: Path) -> list[str]:
+    """What it does to the turns of episodes. Raises ConfigError where they would not be seen."""
+    flag = "environment" if cfg.turns.environment else "tools"
+    if not getattr(tokenizer, "chat_template", None):
+        message = f"{flag}: the model's tokenizer has no chat template (a base model?), and turns are written by one. Use a chat model."
+        raise ConfigError([Problem(flags=(flag, "model"), message=message)])
+    template = template_of(cfg, environment, tokenizer, model_path=model_path)
+    return look_at(template, environment, history=cfg.turns.turn_history, flag=flag)  # type: ignore[arg-type]  # one of its choices
 
 
 def _columns(cfg: Config, rows: PromptRows, flag: str) -> tuple[str, ...]:
@@ -309,7 +326,9 @@ def read_to_evaluate(cfg: Config) -> Looked:
         problems.add(_bases_of_adapters(cfg, model_path))
     if shape:
         tokenizer = problems.attempt(partial(load_tokenizer, str(model_path)))
-    environment = problems.attempt(partial(load_environment, cfg, tokenizer))
+    environment, notes = problems.attempt(partial(load_environment, cfg, tokenizer)), list[str]()
+    if environment and tokenizer and model_path:
+        notes = problems.attempt(partial(_look_at_template, cfg, environment, tokenizer, model_path)) or []
     held_out = _read_held_out(cfg, tokenizer, environment, (), problems)
     rewards = problems.attempt(partial(load_rewards, cfg))
     own = problems.attempt(partial(load_rollout_func, cfg))
@@ -319,7 +338,9 @@ def read_to_evaluate(cfg: Config) -> Looked:
         close_rewards(rewards or [])
         raise ConfigError(problems)
     streams = cast("Mapping[str, PromptStream]", held_out)
-    return Looked(model_path=model_path, shape=shape, held_out=streams, rewards=rewards, environment=environment, rollout_func=own)
+    return Looked(
+        model_path=model_path, shape=shape, held_out=streams, rewards=rewards, environment=environment, rollout_func=own, notes=notes
+    )
 
 
 def load_rollout_func(cfg: Config) -> Callable[..., Any] | None:

@@ -505,14 +505,15 @@ def _reference_loss(model, frozen, cfg: Config, samples: Sequence[Sample], index
 
     completions = []
     for s in samples:
-        at = np.flatnonzero(np.arange(len(s.token_ids)) >= np.argmax(s.mask))
-        ids, targets = torch.from_numpy(s.token_ids)[None], torch.from_numpy(s.token_ids[at])
+        first = np.isin(np.arange(len(s.token_ids)), s.starts)  # of a context: nothing predicts it
+        at = np.flatnonzero((np.arange(len(s.token_ids)) >= np.argmax(s.mask)) & ~first)
+        targets = torch.from_numpy(s.token_ids[at])
         with forced_routes(model, s.experts):
-            logp, entropy = token_logprobs(model(ids, use_cache=False).logits[0, at - 1], targets, cfg.rollout.temperature)
+            logp, entropy = token_logprobs(_logits(model, s)[at - 1], targets, cfg.rollout.temperature)
         ref = torch.zeros_like(logp)
         if frozen is not None:
             with torch.no_grad():
-                ref, _ = token_logprobs(frozen(ids, use_cache=False).logits[0, at - 1], targets, cfg.rollout.temperature)
+                ref, _ = token_logprobs(_logits(frozen, s)[at - 1], targets, cfg.rollout.temperature)
         double = lambda array, at=at: torch.from_numpy(array[at].astype(np.float64))  # noqa: E731
         completions.append(Completion(
             mask=double(s.mask), logp=logp, entropy=entropy, sampler_logp=double(s.sampler_logprobs), ref_logp=ref,
@@ -520,6 +521,12 @@ def _reference_loss(model, frozen, cfg: Config, samples: Sequence[Sample], index
             is_dead=s.is_dead,
         ))  # fmt: skip
     return grpo_loss(completions, cfg.grpo, cfg.rollout.max_completion_length)
+
+
+def _logits(model, sample: Sample) -> torch.Tensor:
+    """[T, words]: each context by itself."""
+    ids = torch.from_numpy(sample.token_ids)[None]
+    return torch.cat([model(ids[:, begin:end], use_cache=False).logits[0] for begin, end in sample.contexts])
 
 
 def in_export_names(tensors: Mapping[str, np.ndarray], path: str | Path) -> dict[str, np.ndarray]:

@@ -150,7 +150,7 @@ class Question:
             # Not a reason to ask elsewhere: every server would say so, one after the other, and look like one that failed.
             self._refuse(f"{self._name_of(number)} cannot be answered: {answer.error}")
             return
-        if wrong := _wrong(answer.completions, self.requests[number].n, self.version):
+        if wrong := fault_of_answer(answer.completions, self.requests[number].n, self.version):
             raise wire.Malformed(wrong)
         with self._changed:
             self._dealing.take(number, answer.completions)
@@ -171,7 +171,7 @@ class Question:
         )
 
 
-def _wrong(completions: Sequence[wire.Drawn], n: int, version: int) -> str | None:
+def fault_of_answer(completions: Sequence[wire.Drawn], n: int, version: int) -> str | None:
     """What makes these no answer to what was asked."""
     if len(completions) != n:
         return f"it drew {len(completions)} of {n} completions"

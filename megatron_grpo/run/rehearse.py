@@ -19,11 +19,16 @@ import numpy as np
 
 from megatron_grpo.data.chat import PromptEncoder, as_completion, load_tokenizer
 from megatron_grpo.data.prompts import PromptRows, load_rows
+from megatron_grpo.environments.loading import EPISODE_COLUMNS, load_environment, template_of
+from megatron_grpo.environments.probe import look_at
+from megatron_grpo.environments.protocol import Environment
 from megatron_grpo.errors import EXIT_CRASH, EXIT_DONE, ConfigError, Problem, RewardError
 from megatron_grpo.inputs import find_model
+from megatron_grpo.judge import as_batch
 from megatron_grpo.rewards.loading import close_rewards, load_rewards
 from megatron_grpo.rewards.protocol import RewardBatch, RewardFunction, Score
 from megatron_grpo.rewards.scoring import score
+from megatron_grpo.run.rehearse_turns import play_rows
 from megatron_grpo.settings import Parsed
 from megatron_grpo.settings.config import Config
 from megatron_grpo.sizing.batch_sizes import BatchSizes
@@ -55,6 +60,7 @@ class Rehearsal:
     num_too_long: int = 0
     prompt: str = ""
     judged: dict[str, dict[str, Judged]] = field(default_factory=dict)  # by function, by kind of completion
+    episodes: dict[str, str] = field(default_factory=dict)  # by what the model says at every turn
     wrong: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -94,6 +100,7 @@ def rehearse(cfg: Config, num_rows: int = ROWS) -> Rehearsal:
     for name, open_it in {
         "tokenizer": lambda: load_tokenizer(str(find_model(cfg.model.model))),
         "rows": lambda: load_rows(cfg.data),
+        "environment": lambda: load_environment(cfg, opened.get("tokenizer")),
         "rewards": lambda: load_rewards(cfg),  # the user's own code, which may change the directory, comes last
     }.items():
         try:
@@ -104,9 +111,11 @@ def rehearse(cfg: Config, num_rows: int = ROWS) -> Rehearsal:
         if problems:
             raise ConfigError(problems)
         found, rows = Rehearsal(num_rows=len(opened["rows"])), opened["rows"]
-        _look_at_prompts(found, cfg, rows, opened["tokenizer"])
+        _look_at_prompts(found, cfg, rows, opened["tokenizer"], opened["environment"])
+        picked = list(_spread(len(rows), min(num_rows, len(rows))))
+        batches = _batches(found, cfg, rows, picked, opened["tokenizer"], opened["environment"])
         for function in opened["rewards"]:
-            _look_at_reward(found, cfg, rows, opened["tokenizer"], function, min(num_rows, len(rows)))
+            _look_at_reward(found, cfg, rows, batches, function)
         return found
     finally:
         close_rewards(opened.get("rewards", []))
@@ -115,8 +124,9 @@ def rehearse(cfg: Config, num_rows: int = ROWS) -> Rehearsal:
 # -- prompts ------------------------------------------------------------------------------------------------------------------------------
 
 
-def _look_at_prompts(found: Rehearsal, cfg: Config, rows: PromptRows, tokenizer: Any) -> None:
-    encode = PromptEncoder(tokenizer, system=cfg.data.system, enable_thinking=cfg.data.enable_thinking)
+def _look_at_prompts(found: Rehearsal, cfg: Config, rows: PromptRows, tokenizer: Any, environment: type[Environment] | None) -> None:
+    tools = environment.tools if environment is not None else ()
+    encode = PromptEncoder(tokenizer, system=cfg.data.system, enable_thinking=cfg.data.enable_thinking, tools=tools)
     lengths, refused = [], Counter[str]()
     for index in _spread(len(rows), MOST_LENGTHS):
         try:
@@ -161,18 +171,40 @@ def _spread(size: int, most: int) -> Iterator[int]:
 # -- rewards ------------------------------------------------------------------------------------------------------------------------------
 
 
-def _look_at_reward(found: Rehearsal, cfg: Config, rows: PromptRows, tokenizer: Any, function: RewardFunction, num_rows: int) -> None:
-    if missing := function.missing_columns(rows.column_names()):
+def _batches(
+    found: Rehearsal, cfg: Config, rows: PromptRows, picked: Sequence[int], tokenizer: Any, environment: type[Environment] | None
+) -> dict[str, RewardBatch]:
+    """What is judged, by kind of completion; of an environment the episodes in which the model says that at every turn."""
+    answers = [_answer_of(rows, index, cfg) for index in picked]
+    kinds = {"nothing": [""] * len(picked), "garbage": [GARBAGE] * len(picked)}
+    if None not in answers:
+        kinds = {"its answer": [answer or "" for answer in answers], **kinds}
+    if environment is None:
+        return {kind: _batch(rows, picked, texts, tokenizer) for kind, texts in kinds.items()}
+    model_path = find_model(cfg.model.model)
+    try:
+        flag = "environment" if cfg.turns.environment else "tools"
+        template = template_of(cfg, environment, tokenizer, model_path=model_path)
+        found.notes += look_at(template, environment, history=cfg.turns.turn_history, flag=flag)  # type: ignore[arg-type]
+    except ConfigError as error:
+        found.wrong += [problem.message for problem in error.problems]
+        return {}
+    played = play_rows(cfg, environment, rows, picked, kinds, tokenizer, model_path)
+    for kind, one in played.items():
+        found.episodes[kind] = one.in_words()
+        found.wrong += [f"The environment, where the model says {kind}: {fault}." for fault in one.faults()]
+    batches = {kind: as_batch(one.groups) for kind, one in played.items()}
+    return {kind: batch for kind, batch in batches.items() if len(batch)}
+
+
+def _look_at_reward(found: Rehearsal, cfg: Config, rows: PromptRows, batches: Mapping[str, RewardBatch], function: RewardFunction) -> None:
+    offered = (*rows.column_names(), *(EPISODE_COLUMNS if cfg.turns.plays else ()))
+    if missing := function.missing_columns(offered):
         has = ", ".join(f"`{name}`" for name in rows.column_names()) or "no column besides the prompt"
         found.wrong.append(f"Reward `{function.name}` needs the column {', '.join(missing)}; the data set has {has}.")
         return
-    picked = list(_spread(len(rows), num_rows))
-    answers = [_answer_of(rows, index, cfg) for index in picked]
-    kinds = {"nothing": [""] * num_rows, "garbage": [GARBAGE] * num_rows}
-    if None not in answers:
-        kinds = {"its answer": [answer or "" for answer in answers], **kinds}
     strict = replace(function, on_error="raise")
-    judged = {kind: _judge(strict, _batch(rows, picked, texts, tokenizer)) for kind, texts in kinds.items()}
+    judged = {kind: _judge(strict, batch) for kind, batch in batches.items()}
     found.judged[function.name] = judged
     for kind, one in judged.items():
         if one.error:
@@ -184,11 +216,13 @@ def _look_at_reward(found: Rehearsal, cfg: Config, rows: PromptRows, tokenizer: 
         found.wrong.append(f"Reward `{function.name}` gives None for everything: it would take no part in the run.")
     elif _says_nothing(judged):
         found.wrong.append(f"Reward `{function.name}` gives {scored[0]:g} to everything, answers and garbage alike: nothing can be learnt.")
-    elif "its answer" in judged:
+    elif {"its answer", "garbage"} <= judged.keys():
         best, worst = _mean(judged["its answer"]), _mean(judged["garbage"])
         if best is not None and worst is not None and best <= worst:
             found.notes.append(f"Reward `{function.name}` gives the data set's own answers no more than garbage.")
-    _look_at_speed(found, cfg, function, max(judged.values(), key=lambda one: one.seconds), num_rows)
+    if judged:
+        slowest = max(judged, key=lambda kind: judged[kind].seconds)
+        _look_at_speed(found, cfg, function, judged[slowest], len(batches[slowest]))
 
 
 def _says_nothing(judged: Mapping[str, Judged]) -> bool:
@@ -254,6 +288,8 @@ def in_words(found: Rehearsal, cfg: Config) -> str:
     lines = [f"{cfg.data.dataset}: {found.num_rows:,} prompts{of_all}", "", "The first prompt, as the model will see it:", shown, ""]
     if found.lengths:
         lines.append("Tokens of a prompt: " + ", ".join(f"{name} {length:,}" for name, length in found.lengths.items()))
+    if found.episodes:
+        lines += ["", "Episodes in which the model says, at every turn,", *(f"  {kind}: {told}" for kind, told in found.episodes.items())]
     lines += ["", *_table(found)] if found.judged else []
     for title, told in (("Wrong", found.wrong), ("Worth knowing", found.notes)):
         lines += ["", f"{title}:", *(f"  {number}. {sentence}" for number, sentence in enumerate(told, 1))] if told else []
@@ -277,5 +313,8 @@ def _as_json(found: Rehearsal) -> dict[str, Any]:
         name: {kind: {"scores": list(one.scores), "seconds": one.seconds, "error": one.error} for kind, one in kinds.items()}
         for name, kinds in found.judged.items()
     }
-    facts = {name: getattr(found, name) for name in ("num_rows", "num_tokenised", "lengths", "num_too_long", "prompt", "wrong", "notes")}
+    facts = {
+        name: getattr(found, name)
+        for name in ("num_rows", "num_tokenised", "lengths", "num_too_long", "prompt", "wrong", "notes", "episodes")
+    }
     return {"passed": not found.wrong, **facts, "rewards": rewards}
