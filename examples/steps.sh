@@ -38,3 +38,23 @@ train() {  # train "FILE..." LABEL SETTING...: unless `output` is a finished run
         { code=$?; failed "the training run ended with exit code $code"; }
     echo "$key" >"$output/finished_with"
 }
+
+evaluate() {  # evaluate LABEL PROMPTS FLAG VALUE SETTING...: the held-out set by the weights that FLAG VALUE names, into `output`-eval
+    echo "$1: megatron-grpo eval $3 $4"
+    python -m megatron_grpo eval --config "$here/config.yaml" --eval_datasets "held_out=$here/data/test.jsonl" --eval_num_prompts "$2" \
+        --output_dir "$output-eval" "$3" "$4" "${@:5}" || failed "the evaluation did not finish"
+}
+
+before_and_after() {  # before_and_after "FILE..." LABEL PROMPTS SETTING...: evaluates, trains, evaluates; unless it is all there
+    local key checkpoints
+    key="$(key_of "$1" "${@:4}")"
+    if is_finished "$key" && [ "$(wc -l <"$output-eval/evaluations.jsonl" 2>/dev/null)" = 2 ]; then
+        echo "$2 3/5, 4/5: $output and $output-eval are of just this; kept (AGAIN=1 trains again)"
+        return
+    fi
+    rm -rf "$output-eval"
+    evaluate "$2 3/5 before" "$3" --model "$here/model"
+    train "$1" "$2 4/5" "${@:4}"
+    checkpoints=("$output"/checkpoints/iter_*)
+    evaluate "$2 4/5 after" "$3" --resume "${checkpoints[-1]}"
+}

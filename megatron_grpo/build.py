@@ -17,7 +17,7 @@ from megatron_grpo.checkpoint.saving import Checkpoints
 from megatron_grpo.clock import Clock
 from megatron_grpo.data.chat import PromptEncoder
 from megatron_grpo.data.prompts import PromptStream
-from megatron_grpo.environments.loading import Stage
+from megatron_grpo.environments.loading import Stage, end_ids_of
 from megatron_grpo.episodes import Episodes
 from megatron_grpo.errors import ConfigError, Problem
 from megatron_grpo.evaluate import Evaluator, Question, sampling_of
@@ -52,6 +52,8 @@ from megatron_grpo.rollout.adapters import LoraPush, lora_push
 from megatron_grpo.rollout.engine import Engine, Sampler, SamplingSettings, WeightHolder
 from megatron_grpo.rollout.experts import ExpertLayers
 from megatron_grpo.rollout.fleet import needs_of
+from megatron_grpo.rollout.own import OwnRollout, OwnRollouts
+from megatron_grpo.rollout.own_answers import Limits
 from megatron_grpo.rollout.turns import TurnEngine
 from megatron_grpo.rollouts import Asker, KlPenalty, Rollouts
 from megatron_grpo.settings.config import Config, GrpoConfig
@@ -113,6 +115,8 @@ def put_together(
     """As `build_run`, once the output is open: what loads models. Collective."""
     cfg, timetable, clock = made.checked.config, made.timetable, journal.clock
     assert timetable.num_steps is not None
+    for note in inputs.notes:
+        journal.metrics.say(note)
     lora = how_adapters_travel(cfg, inputs, parallel, journal, sampler_is_known=engine is None)
     policy = build_policy(
         cfg, inputs.shape, parallel,
@@ -210,18 +214,32 @@ def patient(sampler: Engine, stop: train.StopRequest) -> Engine:
 
 
 def answering(cfg: Config, inputs: Looked, sampler: Engine) -> Sampler:
-    """The sampler, or what plays episodes over it."""
-    if inputs.environment is None:
+    """The sampler; or what plays episodes over it, or runs a rollout function of the user's."""
+    if inputs.environment is None and inputs.rollout_func is None:
         return sampler
     if not hasattr(sampler, "play"):
-        flag = "environment" if cfg.turns.environment else "tools"
+        flag = "rollout_func" if inputs.rollout_func else "environment" if cfg.turns.environment else "tools"
         message = f"{flag}: {type(sampler).__name__} has no `play` (rollout.turns.TurnEngine), and cannot draw turns. Leave {flag} out."
         raise ConfigError([Problem(flags=(flag,), message=message)])
-    stage = Stage.of(
-        cfg, inputs.environment, cast(PromptEncoder, next(iter(inputs.streams)).encode).tokenizer,
-        model_path=inputs.model_path, max_model_len=inputs.longest_prompt + cfg.rollout.max_completion_length,
-    )  # fmt: skip
-    return Episodes(cast(TurnEngine, sampler), stage)
+    engine = cast(TurnEngine, sampler)
+    tokenizer = cast(PromptEncoder, next(iter(inputs.streams)).encode).tokenizer
+    max_model_len = inputs.longest_prompt + cfg.rollout.max_completion_length
+    if inputs.rollout_func is not None:
+        return OwnRollouts(engine, own_rollout(cfg, inputs, inputs.rollout_func, tokenizer, max_model_len=max_model_len))
+    assert inputs.environment is not None
+    return Episodes(engine, Stage.of(cfg, inputs.environment, tokenizer, model_path=inputs.model_path, max_model_len=max_model_len))
+
+
+def own_rollout(cfg: Config, inputs: Looked, function: Callable[..., Any], tokenizer: Any, *, max_model_len: int) -> OwnRollout:
+    """max_model_len: of prompt and completion, unless `vllm_max_model_len` says it."""
+    limits = Limits(
+        vocab_size=inputs.shape.vocab_size,
+        max_completion_length=cfg.rollout.max_completion_length,
+        max_model_len=cfg.rollout.vllm_max_model_len or max_model_len,
+        end_ids=end_ids_of(inputs.model_path, tokenizer, cfg.rollout.stop_token_ids),
+    )
+    name, timeout = cfg.rollout.rollout_func or "", cfg.rollout.rollout_func_timeout
+    return OwnRollout(name=name, function=function, tokenizer=tokenizer, limits=limits, timeout=timeout)
 
 
 def refuse_if_it_cannot_run_ahead(cfg: Config, sampler: Sampler) -> None:

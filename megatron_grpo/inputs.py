@@ -6,8 +6,9 @@ names, and says so. Nothing here imports torch before it has to.
 
 from __future__ import annotations
 
+import inspect
 import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -17,14 +18,15 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 from megatron_grpo import launcher
 from megatron_grpo.data.chat import load_tokenizer
 from megatron_grpo.data.files import is_path
-from megatron_grpo.environments.loading import EPISODE_COLUMNS, load_environment
+from megatron_grpo.environments.loading import EPISODE_COLUMNS, load_environment, template_of
+from megatron_grpo.environments.probe import look_at
 from megatron_grpo.environments.protocol import Environment
 from megatron_grpo.errors import ConfigError, Problem
 from megatron_grpo.planning.check import Checked, check_parsed
 from megatron_grpo.planning.command import Plan, make_plan
 from megatron_grpo.planning.pictures import PictureFacts
 from megatron_grpo.planning.tower import learns_nothing
-from megatron_grpo.rewards.loading import check_columns, close_rewards, load_rewards, may_be_here
+from megatron_grpo.rewards.loading import check_columns, close_rewards, load_rewards, may_be_here, user_object
 from megatron_grpo.rewards.protocol import RewardFunction
 from megatron_grpo.settings import Parsed
 from megatron_grpo.settings.config import Config
@@ -53,6 +55,8 @@ class Looked:
     rewards: list[RewardFunction]
     eyes: Eyes | None  # of a model that sees
     environment: type[Environment] | None  # whose objects are episodes, where completions are
+    rollout_func: Callable[..., Any] | None  # that makes completions
+    notes: Sequence[str]  # what a person should know of them
 
     @property
     def longest_prompt(self) -> int:
@@ -92,6 +96,8 @@ class Found:
     rewards: list[RewardFunction]
     environment: type[Environment] | None = None
     eyes: Eyes | None = None
+    rollout_func: Callable[..., Any] | None = None
+    notes: Sequence[str] = ()
 
 
 def read_everything(parsed: Parsed, *, has_sampler: bool = False) -> tuple[Plan, Inputs]:
@@ -274,10 +280,14 @@ def read_inputs(cfg: Config, left_out: Collection[str] = ()) -> Found:
         tokenizer = problems.attempt(partial(load_tokenizer, str(model_path)))
     sight = (problems.attempt(lambda: _sight_of(cfg, model_path, left_out)) if model_path and shape else None) or UNKNOWN
     environment = None if "environment" in left_out else problems.attempt(partial(load_environment, cfg, tokenizer))
+    notes: Sequence[str] = ()
+    if environment and tokenizer and model_path:
+        notes = problems.attempt(partial(_look_at_template, cfg, environment, tokenizer, model_path)) or ()
     reader = _Reader(cfg, tokenizer, sight, environment)
     prompts = None if "dataset" in left_out else problems.attempt(reader.read)
     held_out = _read_held_out(reader, left_out, problems)
     rewards = [] if "rewards" in left_out else problems.attempt(partial(load_rewards, cfg, left_out=left_out))
+    own = None if "rollout_func" in left_out else problems.attempt(partial(load_rollout_func, cfg))
     every = [("dataset", prompts), *((flag_of(name, cfg), found) for name, found in held_out.items())]
     looked = [(flag, rows) for flag, found in every if (rows := _rows_of(found))]
     _look_at_rows(cfg, shape if tokenizer else None, rewards or [], looked, problems)
@@ -289,8 +299,19 @@ def read_inputs(cfg: Config, left_out: Collection[str] = ()) -> Found:
         close_rewards(rewards or [])
         raise ConfigError(problems)
     return Found(
-        model_path=model_path, shape=shape, prompts=prompts, held_out=held_out, rewards=rewards, environment=environment, eyes=sight.eyes
-    )
+        model_path=model_path, shape=shape, prompts=prompts, held_out=held_out, rewards=rewards, environment=environment,
+        rollout_func=own, notes=notes, eyes=sight.eyes,
+    )  # fmt: skip
+
+
+def _look_at_template(cfg: Config, environment: type[Environment], tokenizer: Any, model_path: Path) -> list[str]:
+    """What it does to the turns of episodes. Raises ConfigError where they would not be seen."""
+    flag = "environment" if cfg.turns.environment else "tools"
+    if not getattr(tokenizer, "chat_template", None):
+        message = f"{flag}: the model's tokenizer has no chat template (a base model?), and turns are written by one. Use a chat model."
+        raise ConfigError([Problem(flags=(flag, "model"), message=message)])
+    template = template_of(cfg, environment, tokenizer, model_path=model_path)
+    return look_at(template, environment, history=cfg.turns.turn_history, flag=flag)  # type: ignore[arg-type]  # one of its choices
 
 
 def _columns(cfg: Config, rows: PromptRows, flag: str) -> tuple[str, ...]:
@@ -305,6 +326,8 @@ def _columns(cfg: Config, rows: PromptRows, flag: str) -> tuple[str, ...]:
 
 
 def _check_columns(cfg: Config, rewards: list[RewardFunction], rows: PromptRows, flag: str) -> None:
+    if cfg.rollout.rollout_func is not None:  # which may give them columns that nobody knows yet
+        return
     check_columns(rewards, _columns(cfg, rows, flag), flag=flag)
 
 
@@ -321,16 +344,43 @@ def read_to_evaluate(cfg: Config) -> Looked:
     if shape:
         tokenizer = problems.attempt(partial(load_tokenizer, str(model_path)))
     sight = (problems.attempt(lambda: _sight_of(cfg, model_path, ())) if model_path and shape else None) or UNKNOWN
-    environment = problems.attempt(partial(load_environment, cfg, tokenizer))
+    environment, notes = problems.attempt(partial(load_environment, cfg, tokenizer)), list[str]()
+    if environment and tokenizer and model_path:
+        notes = problems.attempt(partial(_look_at_template, cfg, environment, tokenizer, model_path)) or []
     held_out = _read_held_out(_Reader(cfg, tokenizer, sight, environment), (), problems)
     rewards = problems.attempt(partial(load_rewards, cfg))
+    own = problems.attempt(partial(load_rollout_func, cfg))
     looked = [(flag_of(name, cfg), rows) for name, found in held_out.items() if (rows := _rows_of(found))]
     _look_at_rows(cfg, shape if tokenizer else None, rewards or [], looked, problems)
     if problems or model_path is None or shape is None or rewards is None:
         close_rewards(rewards or [])
         raise ConfigError(problems)
     streams = cast("Mapping[str, PromptStream]", held_out)
-    return Looked(model_path=model_path, shape=shape, held_out=streams, rewards=rewards, environment=environment, eyes=sight.eyes)
+    return Looked(
+        model_path=model_path, shape=shape, held_out=streams, rewards=rewards, environment=environment, rollout_func=own, notes=notes,
+        eyes=sight.eyes,
+    )  # fmt: skip
+
+
+def load_rollout_func(cfg: Config) -> Callable[..., Any] | None:
+    """The function that `--rollout_func` names. Raises ConfigError where it cannot be called as it will be."""
+    spec = cfg.rollout.rollout_func
+    if spec is None:
+        return None
+    found = user_object(spec, flag="rollout_func")
+    wrong = None
+    if inspect.isclass(found) or not callable(found):
+        wrong = f"{spec} is no function"
+    elif inspect.iscoroutinefunction(found) or inspect.isgeneratorfunction(found):
+        wrong = f"{spec} is a coroutine or a generator; it must return its completions. It may call the sampler from threads of its own"
+    else:
+        try:
+            inspect.signature(found).bind((), None)
+        except (TypeError, ValueError) as error:
+            wrong = f"{spec} is called as {spec.rpartition(':')[2]}(prompts, sampler), which it does not take ({error})"
+    if wrong:
+        raise ConfigError([Problem(flags=("rollout_func",), message=f"rollout_func: {wrong}.")])
+    return found
 
 
 def _read_held_out(reader: _Reader, left_out: Collection[str], problems: _Problems) -> dict[str, PromptStream | PromptRows]:

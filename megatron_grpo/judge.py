@@ -94,11 +94,14 @@ def as_batch(groups: Sequence[Group], *, places: Sequence[int] | None = None, tr
         if not completion.is_failed
     ]
     records = [completion.record for *_, completion in rows if completion.record is not None]
+    own = list(dict.fromkeys(name for *_, completion in rows for name in completion.columns or ()))
     return RewardBatch(
         prompts=[prompt.raw for prompt, *_ in rows],
         completions=[_told(prompt, completion) for prompt, _, _, completion in rows],
         completion_ids=[completion.answer_ids for *_, completion in rows],
-        columns={name: [prompt.columns.get(name) for prompt, *_ in rows] for name in names} | (of_episodes(records) if records else {}),
+        columns={name: [prompt.columns.get(name) for prompt, *_ in rows] for name in names}
+        | (of_episodes(records) if records else {})
+        | {name: [(completion.columns or {}).get(name) for *_, completion in rows] for name in own},
         labels=[f"row {row} of the rollout (data-set row {prompt.row}, completion number {number})" for prompt, row, number, _ in rows],
         trainer_state=trainer_state,
     )

@@ -128,6 +128,7 @@ class Completion:
     ended: str  # "stop" or "length"; of an episode see `EpisodeNumbers`
     versions: tuple[tuple[int, int, int], ...]  # (weights version, begin, end) of each stretch, in tokens of the sequence
     record: EpisodeRecord | None = None  # of an episode
+    columns: Mapping[str, Any] | None = None  # what a rollout function says of it to the rewards
 
     @property
     def version(self) -> int:

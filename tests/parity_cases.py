@@ -512,7 +512,8 @@ def _reference_loss(model, frozen, cfg: Config, samples: Sequence[Sample], index
 
     completions = []
     for s in samples:
-        at = np.flatnonzero(np.arange(len(s.token_ids)) >= np.argmax(s.mask))
+        first = np.isin(np.arange(len(s.token_ids)), s.starts)  # of a context: nothing predicts it
+        at = np.flatnonzero((np.arange(len(s.token_ids)) >= np.argmax(s.mask)) & ~first)
         targets = torch.from_numpy(s.token_ids[at])
         with forced_routes(model, s.experts):
             logp, entropy = token_logprobs(_logits(model, s)[at - 1], targets, cfg.rollout.temperature)
@@ -530,12 +531,13 @@ def _reference_loss(model, frozen, cfg: Config, samples: Sequence[Sample], index
 
 
 def _logits(model, sample: Sample) -> torch.Tensor:
-    """[tokens, vocabulary]."""
+    """[T, words]: each context by itself."""
     if hasattr(model.config, "vision_config"):
         from tests.vision_cases import logits_of
 
         return logits_of(model.get_base_model() if hasattr(model, "get_base_model") else model, sample)
-    return model(torch.from_numpy(sample.token_ids)[None], use_cache=False).logits[0]
+    ids = torch.from_numpy(sample.token_ids)[None]
+    return torch.cat([model(ids[:, begin:end], use_cache=False).logits[0] for begin, end in sample.contexts])
 
 
 def in_export_names(tensors: Mapping[str, np.ndarray], path: str | Path) -> dict[str, np.ndarray]:

@@ -105,6 +105,11 @@ def hf_logprobs(model: Any, token_ids: list[int], temperature: float = 1.0) -> A
 
 
 def _write_tokenizer(path: Path, vocab: int) -> None:
+    word_tokenizer(vocab).save_pretrained(path)
+
+
+def word_tokenizer(vocab: int) -> Any:
+    """Of words: token id n is the word "n", behind the four special ones."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -113,4 +118,4 @@ def _write_tokenizer(path: Path, vocab: int) -> None:
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>", unk_token="<unk>")
     fast.chat_template = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
-    fast.save_pretrained(path)
+    return fast

@@ -38,6 +38,9 @@ def content_of(cfg: Config, *, model_path: Path | None = None, rows: Any = None)
         path = _source(spec)
         if path is not None:
             found[f"reward {spec}"] = _of_files([path])
+    own = _source(cfg.rollout.rollout_func) if cfg.rollout.rollout_func else None
+    if own is not None:
+        found["rollout_func"] = _of_files([own])
     if cfg.rewards.llm_judge_prompt and Path(cfg.rewards.llm_judge_prompt).is_file():
         found["text of llm_judge_prompt"] = _of_files([Path(cfg.rewards.llm_judge_prompt)])
     return found

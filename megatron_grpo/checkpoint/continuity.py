@@ -44,7 +44,7 @@ _TABLE = {
         lr vit_lr aligner_lr min_lr lr_decay_style lr_warmup_iters lr_warmup_fraction weight_decay adam_beta1 adam_beta2 adam_eps clip_grad
         skip_grad_norm_above skip_grad_norm_factor max_skipped_steps
         max_steps num_train_epochs eval_dataset eval_datasets eval_num_prompts eval_reward num_generations_eval eval_temperature
-        eval_pass_threshold eval_seed
+        eval_pass_threshold eval_seed rollout_func
     """,
     "free": """
         bf16 async_generate stop_drain_seconds stop_after_minutes stop_before_end_seconds requeue merge_lora
@@ -64,6 +64,7 @@ _TABLE = {
         output_dir save_steps save_total_limit async_save resume report_to log_completions_steps log_completions_nodes overwrite_output_dir
         export_hf eval_steps load_from_cache_file run_name project push_to_hub hub_model_id hub_private_repo
         plan_rollouts num_prompts gpu_memory_gb lengths json png dialect
+        rollout_func_timeout
         host port vllm_data_parallel_size address_file token_file ssl_certfile ssl_keyfile metrics
     """,
 }  # bf16 is another spelling of torch_dtype, async_generate of async_rollout_depth. Of the sizes, those are compared that decide which

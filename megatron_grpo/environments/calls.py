@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -55,8 +55,8 @@ def _checked(name: str, arguments: Any) -> ToolCall:
     return ToolCall(name=name, arguments=arguments)
 
 
-def reader(name: str, tokenizer: Any) -> ReadCalls:
-    """Our own for "hermes"; for others a parser of vLLM, which needs the tokenizer alone. Raises ConfigError where there is none."""
+def reader(name: str, tokenizer: Any, tools: Sequence[Mapping[str, Any]]) -> ReadCalls:
+    """Our own for "hermes"; for others a parser of vLLM, which needs the tokenizer and the schemas. Raises ConfigError where there is none."""
     if name == "hermes":
         return read_hermes
     try:
@@ -70,7 +70,7 @@ def reader(name: str, tokenizer: Any) -> ReadCalls:
         parser = ToolParserManager.get_tool_parser(name)(tokenizer)
     except Exception as error:
         raise _problem(f"tool_call_parser ({name}) does not take this model's tokenizer: {error}") from error
-    return _Parser(parser)
+    return _Parser(parser, tools)
 
 
 def _problem(message: str) -> ConfigError:
@@ -80,13 +80,13 @@ def _problem(message: str) -> ConfigError:
 class _Parser:
     """vLLM's, which says "no call" of one that it cannot read."""
 
-    def __init__(self, parser: Any):
-        self._parser, self._marks = parser, _marks_of(parser)
+    def __init__(self, parser: Any, tools: Sequence[Mapping[str, Any]]):
+        self._parser, self._marks, self._tools = parser, _marks_of(parser), list(tools)
 
     def __call__(self, text: str) -> list[ToolCall]:
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
-        request = ChatCompletionRequest(model="", messages=[], tools=[])  # type: ignore[call-arg]  # pydantic's defaults
+        request = ChatCompletionRequest(model="", messages=[], tools=self._tools)  # type: ignore[call-arg]  # pydantic's defaults
         try:
             found = self._parser.extract_tool_calls(text, request)
             calls = [self._read(call.function) for call in found.tool_calls] if found.tools_called else []

@@ -14,7 +14,7 @@ from megatron_grpo.environments.calls import reader
 from megatron_grpo.environments.play import Play, Rules
 from megatron_grpo.environments.protocol import Environment
 from megatron_grpo.environments.template import ChatTemplate
-from megatron_grpo.environments.tools import UnusableTool, tool_set
+from megatron_grpo.environments.tools import UnusableTool, schema_of, tool_set
 from megatron_grpo.errors import ConfigError, Problem
 from megatron_grpo.rewards.loading import user_object
 from megatron_grpo.settings.config import Config
@@ -53,7 +53,8 @@ def load_environment(cfg: Config, tokenizer: Any = None) -> type[Environment] | 
     if not functions:
         return inner
     try:
-        read = reader(turns.tool_call_parser if tokenizer is not None else "hermes", tokenizer)
+        schemas = [schema_of(function) for function in functions.values()]
+        read = reader(turns.tool_call_parser if tokenizer is not None else "hermes", tokenizer, schemas)
         return tool_set(functions, inner=inner, read=read)
     except UnusableTool as error:
         raise ConfigError([Problem(flags=("tools",), message=f"tools: one of {' '.join(turns.tools)} {error}")]) from error

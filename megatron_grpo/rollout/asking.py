@@ -174,7 +174,7 @@ class Question:
             return
         if answer.lacks:
             return  # it is not answered, so it is asked again
-        if wrong := _wrong(answer.completions, self.requests[number].n, self.version):
+        if wrong := fault_of_answer(answer.completions, self.requests[number].n, self.version):
             raise wire.Malformed(wrong)
         with self._changed:
             self._dealing.take(number, answer.completions)
@@ -195,7 +195,7 @@ class Question:
         )
 
 
-def _wrong(completions: Sequence[wire.Drawn], n: int, version: int) -> str | None:
+def fault_of_answer(completions: Sequence[wire.Drawn], n: int, version: int) -> str | None:
     """What makes these no answer to what was asked."""
     if len(completions) != n:
         return f"it drew {len(completions)} of {n} completions"

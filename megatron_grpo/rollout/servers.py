@@ -12,11 +12,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, NoReturn, TypeVar, cast
 
 import numpy as np
 import torch
 
+from megatron_grpo import activity
 from megatron_grpo.cleanup import CleanUp
 from megatron_grpo.data.chat import load_tokenizer
 from megatron_grpo.data.eyes import Eyes
@@ -24,7 +25,7 @@ from megatron_grpo.errors import ConfigError, GivenUp, NobodySamples, RunError
 from megatron_grpo.parallel import collectives
 from megatron_grpo.rollout import wire
 from megatron_grpo.rollout.adapters import LoraPush
-from megatron_grpo.rollout.ahead import wait_together
+from megatron_grpo.rollout.ahead import SECONDS_BETWEEN_LOOKS, wait_together
 from megatron_grpo.rollout.asking import Question
 from megatron_grpo.rollout.engine import HolderChanged, SamplingSettings, WeightsLost, WeightSyncError, prompt_seed
 from megatron_grpo.rollout.experts import WrongExperts, of_group
@@ -32,6 +33,8 @@ from megatron_grpo.rollout.fleet import Fleet, Needs
 from megatron_grpo.rollout.http import Server, named_run, new_incarnation, run_name, trust_of
 from megatron_grpo.rollout.probes import probe_sequences
 from megatron_grpo.rollout.pushing import Pusher
+from megatron_grpo.rollout.server_turns import NoServer, ServerTurns
+from megatron_grpo.rollout.turns import Player
 from megatron_grpo.rollout.wire_pictures import ToSend, on_the_wire
 from megatron_grpo.settings.config import RolloutConfig
 from megatron_grpo.settings.servers import addresses_of, read_token
@@ -74,6 +77,7 @@ class ServerEngine:
         self._questions: set[Question] = set()  # that are not answered yet; on rank 0 alone
         self._answering: ServerFlight | None = None
         self._asked: object = None
+        self._playing: tuple[Player, ServerTurns] | None = None  # on rank 0
         self.gives_up: Callable[[], bool] = lambda: False
         self._told(partial(self._begin, pusher))
         self.prepare()
@@ -178,6 +182,56 @@ class ServerEngine:
         self._asked = self._answering = None
         return groups
 
+    def play(self, prompts: Sequence[Prompt], sampling: SamplingSettings, begin: Callable[[Sequence[Prompt]], Player]) -> list[Group]:
+        """See `rollout.turns.TurnEngine`. Rank 0 plays all episodes."""
+        self.require_weights()
+
+        parts: dict[int, list[Group]] = {}
+        if left := self._told(partial(self._played, prompts, sampling, begin, parts)):
+            self._lost(f"{left} turns are not drawn")
+        return [group for part in collectives.exchange(parts) for group in part]
+
+    def _played(
+        self,
+        prompts: Sequence[Prompt],
+        sampling: SamplingSettings,
+        begin: Callable[[Sequence[Prompt]], Player],
+        parts: dict[int, list[Group]],
+    ) -> int:
+        """Fills `parts` with the groups of each rank; or returns how many turns are open, and no server is left."""
+        assert self._pusher is not None
+        player = begin(prompts)
+        turns = self._turns_of(player, prompts, sampling)
+        try:
+            with activity.phase("playing episodes"):
+                while not player.advance(turns, SECONDS_BETWEEN_LOOKS, version=self._version):
+                    if self.gives_up():
+                        raise GivenUp
+        except NoServer:
+            say = self._pusher.fleet.say
+            say(f"{turns.num_running} turns are open, and no rollout server: the weights are pushed again as soon as one is there")
+            return turns.num_running
+        except BaseException:
+            turns.abandon()
+            raise
+        self._playing = None
+        groups, num_ranks = player.groups(), collectives.num_ranks()
+        parts.update((rank, groups[rank::num_ranks]) for rank in range(num_ranks))
+        return 0
+
+    def _turns_of(self, player: Player, prompts: Sequence[Prompt], sampling: SamplingSettings) -> ServerTurns:
+        """The same for the same player, which goes on after servers were lost."""
+        assert self._pusher is not None
+        if self._playing is None or self._playing[0] is not player:
+            rows = {prompt.number: prompt.row for prompt in prompts}
+            turns = ServerTurns(
+                self._pusher.fleet, _on_the_wire(sampling), version=self._version,
+                name_of=lambda key: f"episode {key[1]} of prompt {key[0]} (data-set row {rows[key[0]]})",
+            )  # fmt: skip
+            self._playing = player, turns
+        self._playing[1].version = self._version
+        return self._playing[1]
+
     def begin(self, prompts: Sequence[Prompt], sampling: SamplingSettings, *, seed: int) -> ServerFlight:
         self.require_weights()
         question = self._question_of(prompts, sampling, seed)
@@ -213,8 +267,11 @@ class ServerEngine:
             return left
 
         if left := self._told(wait):
-            version, self._version, self._has_base = self._version, NO_VERSION, False
-            raise WeightsLost(f"no rollout server is left that has the weights of version {version}, and {left} prompts are not answered")
+            self._lost(f"{left} prompts are not answered")
+
+    def _lost(self, what: str) -> NoReturn:
+        version, self._version, self._has_base = self._version, NO_VERSION, False
+        raise WeightsLost(f"no rollout server is left that has the weights of version {version}, and {what}")
 
     def gave_up(self, question: Question | None) -> None:
         if question is not None:
@@ -222,6 +279,8 @@ class ServerEngine:
             self._questions.discard(question)
 
     def close(self) -> None:
+        if self._playing is not None:
+            self._playing[1].abandon()
         if self._pusher is not None:
             for question in list(self._questions):
                 self.gave_up(question)

@@ -53,6 +53,8 @@ def run_eval(parsed: Parsed) -> int:
         display = Display() if parallel.is_main else None
         if display is not None:
             display.open()
+            for note in looked.notes:
+                display.say(note)
             clean_up.add(display.stop)
         step, evaluated = evaluate(cfg, looked, parallel, clean_up)
         if display is not None:

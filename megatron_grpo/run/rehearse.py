@@ -21,11 +21,16 @@ from megatron_grpo.data.album import num_tokens
 from megatron_grpo.data.chat import PromptEncoder, as_completion, load_tokenizer
 from megatron_grpo.data.eyes import Eyes, eyes_of
 from megatron_grpo.data.prompts import PromptRows, check_pictures, load_rows
+from megatron_grpo.environments.loading import EPISODE_COLUMNS, load_environment, template_of
+from megatron_grpo.environments.probe import look_at
+from megatron_grpo.environments.protocol import Environment
 from megatron_grpo.errors import EXIT_CRASH, EXIT_DONE, ConfigError, Problem, RewardError
 from megatron_grpo.inputs import find_model
+from megatron_grpo.judge import as_batch
 from megatron_grpo.rewards.loading import close_rewards, load_rewards
 from megatron_grpo.rewards.protocol import RewardBatch, RewardFunction, Score
 from megatron_grpo.rewards.scoring import score
+from megatron_grpo.run.rehearse_turns import play_rows
 from megatron_grpo.settings import Parsed
 from megatron_grpo.settings.config import Config
 from megatron_grpo.sizing.batch_sizes import BatchSizes
@@ -58,6 +63,7 @@ class Rehearsal:
     prompt: str = ""
     pictures: str = ""  # a line about them, where there are some
     judged: dict[str, dict[str, Judged]] = field(default_factory=dict)  # by function, by kind of completion
+    episodes: dict[str, str] = field(default_factory=dict)  # by what the model says at every turn
     wrong: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -98,6 +104,7 @@ def rehearse(cfg: Config, num_rows: int = ROWS) -> Rehearsal:
         "tokenizer": lambda: load_tokenizer(str(find_model(cfg.model.model))),
         "eyes": lambda: eyes_of(cfg.data, find_model(cfg.model.model)),
         "rows": lambda: _rows(cfg, opened.get("eyes"), is_blind="eyes" in opened and opened["eyes"] is None),
+        "environment": lambda: load_environment(cfg, opened.get("tokenizer")),
         "rewards": lambda: load_rewards(cfg),  # the user's own code, which may change the directory, comes last
     }.items():
         try:
@@ -108,9 +115,11 @@ def rehearse(cfg: Config, num_rows: int = ROWS) -> Rehearsal:
         if problems:
             raise ConfigError(problems)
         found, rows = Rehearsal(num_rows=len(opened["rows"])), opened["rows"]
-        _look_at_prompts(found, cfg, rows, opened["tokenizer"], opened["eyes"])
+        _look_at_prompts(found, cfg, rows, opened["tokenizer"], opened["environment"], opened["eyes"])
+        picked = list(_spread(len(rows), min(num_rows, len(rows))))
+        batches = _batches(found, cfg, rows, picked, opened["tokenizer"], opened["environment"])
         for function in opened["rewards"]:
-            _look_at_reward(found, cfg, rows, opened["tokenizer"], function, min(num_rows, len(rows)))
+            _look_at_reward(found, cfg, rows, batches, function)
         return found
     finally:
         close_rewards(opened.get("rewards", []))
@@ -125,8 +134,11 @@ def _rows(cfg: Config, eyes: Eyes | None, *, is_blind: bool) -> PromptRows:
 # -- prompts ------------------------------------------------------------------------------------------------------------------------------
 
 
-def _look_at_prompts(found: Rehearsal, cfg: Config, rows: PromptRows, tokenizer: Any, eyes: Eyes | None) -> None:
-    encode = PromptEncoder(tokenizer, system=cfg.data.system, enable_thinking=cfg.data.enable_thinking, eyes=eyes)
+def _look_at_prompts(
+    found: Rehearsal, cfg: Config, rows: PromptRows, tokenizer: Any, environment: type[Environment] | None, eyes: Eyes | None
+) -> None:
+    tools = environment.tools if environment is not None else ()
+    encode = PromptEncoder(tokenizer, system=cfg.data.system, enable_thinking=cfg.data.enable_thinking, tools=tools, eyes=eyes)
     tokens: list[int] = []  # of each picture
     lengths, refused = [], Counter[str]()
     for index in _spread(len(rows), MOST_LENGTHS):
@@ -179,18 +191,40 @@ def _spread(size: int, most: int) -> Iterator[int]:
 # -- rewards ------------------------------------------------------------------------------------------------------------------------------
 
 
-def _look_at_reward(found: Rehearsal, cfg: Config, rows: PromptRows, tokenizer: Any, function: RewardFunction, num_rows: int) -> None:
-    if missing := function.missing_columns(rows.column_names()):
+def _batches(
+    found: Rehearsal, cfg: Config, rows: PromptRows, picked: Sequence[int], tokenizer: Any, environment: type[Environment] | None
+) -> dict[str, RewardBatch]:
+    """What is judged, by kind of completion; of an environment the episodes in which the model says that at every turn."""
+    answers = [_answer_of(rows, index, cfg) for index in picked]
+    kinds = {"nothing": [""] * len(picked), "garbage": [GARBAGE] * len(picked)}
+    if None not in answers:
+        kinds = {"its answer": [answer or "" for answer in answers], **kinds}
+    if environment is None:
+        return {kind: _batch(rows, picked, texts, tokenizer) for kind, texts in kinds.items()}
+    model_path = find_model(cfg.model.model)
+    try:
+        flag = "environment" if cfg.turns.environment else "tools"
+        template = template_of(cfg, environment, tokenizer, model_path=model_path)
+        found.notes += look_at(template, environment, history=cfg.turns.turn_history, flag=flag)  # type: ignore[arg-type]
+    except ConfigError as error:
+        found.wrong += [problem.message for problem in error.problems]
+        return {}
+    played = play_rows(cfg, environment, rows, picked, kinds, tokenizer, model_path)
+    for kind, one in played.items():
+        found.episodes[kind] = one.in_words()
+        found.wrong += [f"The environment, where the model says {kind}: {fault}." for fault in one.faults()]
+    batches = {kind: as_batch(one.groups) for kind, one in played.items()}
+    return {kind: batch for kind, batch in batches.items() if len(batch)}
+
+
+def _look_at_reward(found: Rehearsal, cfg: Config, rows: PromptRows, batches: Mapping[str, RewardBatch], function: RewardFunction) -> None:
+    offered = (*rows.column_names(), *(EPISODE_COLUMNS if cfg.turns.plays else ()))
+    if missing := function.missing_columns(offered):
         has = ", ".join(f"`{name}`" for name in rows.column_names()) or "no column besides the prompt"
         found.wrong.append(f"Reward `{function.name}` needs the column {', '.join(missing)}; the data set has {has}.")
         return
-    picked = list(_spread(len(rows), num_rows))
-    answers = [_answer_of(rows, index, cfg) for index in picked]
-    kinds = {"nothing": [""] * num_rows, "garbage": [GARBAGE] * num_rows}
-    if None not in answers:
-        kinds = {"its answer": [answer or "" for answer in answers], **kinds}
     strict = replace(function, on_error="raise")
-    judged = {kind: _judge(strict, _batch(rows, picked, texts, tokenizer)) for kind, texts in kinds.items()}
+    judged = {kind: _judge(strict, batch) for kind, batch in batches.items()}
     found.judged[function.name] = judged
     for kind, one in judged.items():
         if one.error:
@@ -202,11 +236,13 @@ def _look_at_reward(found: Rehearsal, cfg: Config, rows: PromptRows, tokenizer: 
         found.wrong.append(f"Reward `{function.name}` gives None for everything: it would take no part in the run.")
     elif _says_nothing(judged):
         found.wrong.append(f"Reward `{function.name}` gives {scored[0]:g} to everything, answers and garbage alike: nothing can be learnt.")
-    elif "its answer" in judged:
+    elif {"its answer", "garbage"} <= judged.keys():
         best, worst = _mean(judged["its answer"]), _mean(judged["garbage"])
         if best is not None and worst is not None and best <= worst:
             found.notes.append(f"Reward `{function.name}` gives the data set's own answers no more than garbage.")
-    _look_at_speed(found, cfg, function, max(judged.values(), key=lambda one: one.seconds), num_rows)
+    if judged:
+        slowest = max(judged, key=lambda kind: judged[kind].seconds)
+        _look_at_speed(found, cfg, function, judged[slowest], len(batches[slowest]))
 
 
 def _says_nothing(judged: Mapping[str, Judged]) -> bool:
@@ -273,6 +309,8 @@ def in_words(found: Rehearsal, cfg: Config) -> str:
     if found.lengths:
         lines.append("Tokens of a prompt: " + ", ".join(f"{name} {length:,}" for name, length in found.lengths.items()))
     lines += [found.pictures] if found.pictures else []
+    if found.episodes:
+        lines += ["", "Episodes in which the model says, at every turn,", *(f"  {kind}: {told}" for kind, told in found.episodes.items())]
     lines += ["", *_table(found)] if found.judged else []
     for title, told in (("Wrong", found.wrong), ("Worth knowing", found.notes)):
         lines += ["", f"{title}:", *(f"  {number}. {sentence}" for number, sentence in enumerate(told, 1))] if told else []
@@ -296,6 +334,6 @@ def _as_json(found: Rehearsal) -> dict[str, Any]:
         name: {kind: {"scores": list(one.scores), "seconds": one.seconds, "error": one.error} for kind, one in kinds.items()}
         for name, kinds in found.judged.items()
     }
-    names = ("num_rows", "num_tokenised", "lengths", "num_too_long", "prompt", "pictures", "wrong", "notes")
+    names = ("num_rows", "num_tokenised", "lengths", "num_too_long", "prompt", "pictures", "wrong", "notes", "episodes")
     facts = {name: getattr(found, name) for name in names}
     return {"passed": not found.wrong, **facts, "rewards": rewards}

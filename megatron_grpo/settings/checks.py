@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_grpo.errors import Problem
-from megatron_grpo.settings import ahead, evaluation, servers, tuner, turns
+from megatron_grpo.settings import ahead, evaluation, own, servers, tuner, turns
 from megatron_grpo.settings.config import Config
 from megatron_grpo.settings.read import COMMAND_LINE
 from megatron_grpo.settings.secrets import secrets_in
@@ -82,6 +82,7 @@ def _pairs(cfg: Config) -> Iterator[tuner.Pair]:
     yield from servers.pairs(cfg)
     yield from ahead.pairs(cfg)
     yield from turns.pairs(cfg)
+    yield from own.pairs(cfg)
     yield from _sampling_and_rewards(cfg)
     yield from _files(cfg)
     yield from _of_a_server(cfg)

@@ -287,6 +287,13 @@ class RolloutConfig:
     )
     async_generate: bool | None = setting(None, "another way to say async_rollout_depth: true is 1, false is 0")
     verify_weight_push: bool = setting(True, "after each push, compare engine and trainer on a probe prompt")
+    rollout_func: str | None = setting(
+        None,
+        "makes completions with the sampler, for what no environment expresses: path/to/file.py:function (docs/rollout_func.md)",
+    )
+    rollout_func_timeout: float = setting(
+        600.0, "the run ends where it neither asks the sampler nor returns for so long", unit="seconds", above=0
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron_grpo.settings.config import Config
+from megatron_grpo.settings.config import Config, TurnsConfig
 from megatron_grpo.settings.tuner import Pair
 
 REWARD = "environment"  # the built-in reward that is the environment's own
@@ -56,9 +56,9 @@ def pairs(cfg: Config) -> Iterator[Pair]:
 def _of_nobody(cfg: Config) -> Iterator[Pair]:
     names = ("max_turns", "turn_history", "turn_discount", "environment_timeout", "max_environment_concurrency", "max_failed_episodes",
              "tool_call_parser")  # fmt: skip
-    typed = [name for name in names if name in cfg.typed]
+    typed = [name for name in names if getattr(cfg.turns, name) != getattr(TurnsConfig(), name)]
     if typed:
-        told = ", ".join(f"{cfg.typed[name]} ({getattr(cfg.turns, name)})" for name in typed)
+        told = ", ".join(f"{cfg.typed.get(name, name)} ({getattr(cfg.turns, name)})" for name in typed)
         yield tuple(typed), f"{told}: a prompt gets one answer without an environment or tools. Give one, or leave it out.", {}
     if REWARD in cfg.rewards.reward_funcs:
         yield ("reward_funcs", "environment"), "reward_funcs environment needs an environment, which gives it: --environment.", {}

@@ -183,7 +183,118 @@ def test_adapters_travel_by_the_same_link_alone_or_merged(models, servers, tmp_p
     assert alone == 2 * 7 * 2 and merged > 20  # A and B of seven modules in two layers; all weights
 
 
-# ---- whole runs ------------------------------------------------------------------------------------------------------------------------
+# ---- episodes ------------------------------------------------------------------------------------------------------------------------
+
+# Of the words of tiny models: `<bos>` opens a turn and `<eos>` ends it; every third word ends one too, so that turns are short.
+CHAT = "{% for m in messages %}<bos> {{ m['content'] }} <eos> {% endfor %}{% if add_generation_prompt %}<bos> {% endif %}"
+ENDS = tuple(range(4, 128, 3))
+
+
+def play_on(engine):
+    """A sampler of episodes over this engine; its environment says the number of the turn."""
+    from megatron_grpo.environments.loading import Stage
+    from megatron_grpo.environments.play import Rules
+    from megatron_grpo.environments.protocol import Environment
+    from megatron_grpo.environments.template import ChatTemplate
+    from megatron_grpo.episodes import Episodes
+    from tests.tiny_models import word_tokenizer
+
+    class Counts(Environment):
+        async def reply(self, turn):
+            return [{"role": "user", "content": str(10 + turn.number)}], 1.0, False
+
+    tokenizer = word_tokenizer(128)
+    tokenizer.chat_template = CHAT
+    rules = Rules(max_turns=3, max_completion_length=40, max_model_len=60, timeout=10.0, concurrency=8)
+    return Episodes(engine, Stage(environment=Counts, template=ChatTemplate(tokenizer, end_ids=[2, *ENDS]), rules=rules, system=None))
+
+
+def questions(count):
+    from megatron_grpo.types import Prompt
+
+    raws = [[{"role": "user", "content": f"{20 + i} {30 + i}"}] for i in range(count)]
+    return [Prompt(number=i, row=i, raw=raw, token_ids=(1, 20 + i, 30 + i, 2, 1), columns={}) for i, raw in enumerate(raws)]
+
+
+def played(groups):
+    return {
+        group.prompt.number: [
+            (one.sequence.token_ids.tolist(), one.sequence.mask.tolist(), one.sequence.starts, one.ended) for one in group.completions
+        ]
+        for group in groups
+    }
+
+
+def play_inside(rank, world, path):
+    from dataclasses import replace
+
+    with engine_at(path, rank, world) as engine:
+        return played(play_on(engine).generate(questions(8), replace(sampling(4, 40), stop_token_ids=ENDS), seed=SEED))
+
+
+def play_and_lose(rank, world, path, named, out):
+    """The same episodes on all servers; then with one whose connection breaks in mid-episode; then with all, which are taken up again."""
+    from dataclasses import replace
+
+    from megatron_grpo.rollout.http import Gone
+    from megatron_grpo.sync import Restoring
+
+    found = []
+    with trainer(rank, world, path, named, out) as (policy, engine, publisher):
+        for version, num_lost in enumerate((0, 1, 2)):
+            publisher.publish(version)
+            losses = []
+            if rank == 0:
+                for member in engine._pusher.fleet.used[:num_lost]:
+                    break_after(member, 5, Gone, losses)
+            how = replace(sampling(4, 40), stop_token_ids=ENDS)
+            sampler = Restoring(play_on(engine), lambda version=version: publisher.publish(version))
+            groups = sampler.generate(questions(8), how, seed=SEED)
+            assert worst_gap_of_contexts(groups, path) < 1e-4 and (rank or len(losses) == num_lost)
+            assert {one.versions[0][0] for group in groups for one in group.completions} == {version}
+            found.append(played(groups))
+    return found
+
+
+def break_after(member, lines, gone, losses):
+    """The connection to a server breaks once, after so many lines of answers."""
+    real, left = member.server.lines, [lines]
+
+    def breaking(path, body):
+        for line in real(path, body):
+            if left and line.strip():
+                left[0] -= 1
+                if left[0] < 0:
+                    left.clear()
+                    losses.append(member)
+                    raise gone("it went in the middle")
+            yield line
+
+    member.server.lines = breaking
+
+
+def worst_gap_of_contexts(groups, path):
+    from tests.tiny_models import hf_logprobs, load_tiny
+
+    model, worst = load_tiny(path), 0.0
+    for one in (one for group in groups for one in group.completions):
+        for begin, end in one.sequence.contexts:
+            expected = hf_logprobs(model, one.sequence.token_ids[begin:end].tolist(), 0.8).numpy()
+            gaps = np.abs(expected - one.logprobs[begin + 1 : end])[one.sequence.mask[begin + 1 : end]]
+            worst = max(worst, float(gaps.max(initial=0.0)))
+    return worst
+
+
+def test_episodes_are_the_same_on_servers_and_one_that_is_lost_costs_its_open_turns_alone(models, servers, tmp_path):
+    [inside] = run_ranks(play_inside, 1, models[0], timeout=120)
+    assert {ended for group in inside.values() for *_, ended in group} >= {"max_turns"}
+    named = named_in(tmp_path / "names", *servers[:2])
+    first, second = run_ranks(play_and_lose, 2, models[0], named, tmp_path / "run", env=ENV, timeout=180)
+    for ours, theirs in zip(first, second, strict=True):
+        assert sorted(ours) == [0, 2, 4, 6] and by_number([ours, theirs]) == inside
+
+
+# ---- a whole runs ------------------------------------------------------------------------------------------------------------------------
 
 RUN = ["--max_steps", "6", "--save_steps", "100", "--dynamic_sample", "true", "--steps_per_generation", "2", "--seed", "3",
        "--eval_steps", "4", "--eval_num_prompts", "6", "--tensor_model_parallel_size", "2"]  # fmt: skip

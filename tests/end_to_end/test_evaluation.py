@@ -1,4 +1,5 @@
-"""Held-out sets in a run and by the command: the same numbers whoever holds the weights, and a run that does not notice."""
+"""Held-out sets in a run and by the command: the same numbers whoever holds the weights, and a run that does not notice. Beside it, the
+run whose completions come from a function of the user's own."""
 
 from __future__ import annotations
 
@@ -14,6 +15,13 @@ from tests.ranks import run_ranks
 ASKED = ("--num_generations_eval", "2", "--eval_num_prompts", "6", "--eval_pass_threshold", "0.5")
 
 
+OWN = """
+def rollout(prompts, sampler):
+    drawn = sampler(prompts)
+    return {"completion_ids": [one.token_ids for one in drawn], "logprobs": [one.logprobs for one in drawn], "seen": [1.0] * len(drawn)}
+"""
+
+
 def evaluate(rank: int, world_size: int, flags: list[str]) -> int:
     from megatron_grpo.cli import main
 
@@ -22,11 +30,13 @@ def evaluate(rank: int, world_size: int, flags: list[str]) -> int:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """The folder of a run with evaluations, and one without."""
+    """The folder of a run with evaluations, one without, and one whose completions a function of its own draws."""
     folder = tmp_path_factory.mktemp("run")
     common = [*write_inputs(folder, rows=16), "--max_steps", "2", "--export_hf", "false"]
     sets = ["--eval_datasets", f"all={folder}/data.jsonl", f"again={folder}/data.jsonl", "--eval_steps", "1", *ASKED]
-    for name, flags in (("with", [*common, *sets]), ("without", common)):
+    (folder / "own.py").write_text(OWN)
+    own = [*common, "--rollout_func", f"{folder}/own.py:rollout"]
+    for name, flags in (("with", [*common, *sets]), ("without", common), ("own", own)):
         assert run_ranks(train, 1, [*flags, "--output_dir", str(folder / name)], timeout=300) == [0]
     return folder
 
@@ -44,6 +54,15 @@ def test_a_run_does_not_notice_that_it_is_evaluated(run):
     for step in range(2):
         file = f"completions/step_{step:06d}.parquet"
         assert completions(run / "with" / file) == completions(run / "without" / file)
+
+
+def test_a_rollout_function_that_only_samples_trains_the_run_without_it(run):
+    """Its requests join and leave one by one, with the seeds of single answers; tokens, log-probs and masks come back as they were."""
+    own, without = (records(run / name / "metrics.jsonl") for name in ("own", "without"))
+    for ours, theirs in zip(own, without, strict=True):
+        assert ours["reward"] == theirs["reward"] and ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-5)
+        assert ours["sampling/logp_difference/max"] < 1e-4 and ours["completions/clipped_ratio"] == theirs["completions/clipped_ratio"]
+    assert completions(run / "own/completions/step_000001.parquet") == completions(run / "without/completions/step_000001.parquet")
 
 
 def test_an_evaluation_is_told_with_its_errors_and_paired_with_the_first(run):

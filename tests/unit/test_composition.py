@@ -13,7 +13,7 @@ from megatron_grpo.cli import main
 PAGE = Path(__file__).parents[2] / "docs/composition.md"
 WITH_LORA, WITH_REPLAY = (
     re.findall(r"^\| `(--[^`]+)` \| (.+) \|$", part, re.M)
-    for part in PAGE.read_text(encoding="utf-8").split("# Router replay with everything else")
+    for part in PAGE.read_text(encoding="utf-8").split("# Evaluation and rollouts")[0].split("# Router replay with everything else")
 )
 WITH_PICTURES = re.findall(
     r"^\| (.+) \| (.+) \|$",
@@ -118,6 +118,24 @@ def test_what_works_is_planned(ask, architecture, words):
     code, found = ask(architecture, words)
     assert code == 0, found
     assert found["cost"]["trainable_parameters"] < 0.05 * found["cost"]["parameters"]
+
+
+OF_EVALUATION = re.findall(
+    r"^\| `(--[^`]+)` \| (.+) \|$", PAGE.read_text(encoding="utf-8").split("# Evaluation and rollouts of one's own")[1], re.M
+)
+
+
+@pytest.mark.parametrize(("words", "sentence"), OF_EVALUATION, ids=[words for words, _ in OF_EVALUATION])
+def test_what_is_refused_of_evaluation_and_rollout_functions_is_refused_in_the_words_of_the_page(
+    ask, tmp_path, monkeypatch, words, sentence
+):
+    """Functions and rows are there, and right."""
+    monkeypatch.chdir(tmp_path)
+    tool = 'def g(a: int):\n    """Adds.\n\n    Args:\n        a: a number\n    """\n'
+    (tmp_path / "mine.py").write_text(f"def f(prompts, sampler): pass\n{tool}")
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1"}\n')
+    code, found = ask("Qwen3MoeForCausalLM", words, tuner="")
+    assert code == 2 and [error["message"] for error in found["errors"]] == [sentence] and len(OF_EVALUATION) == 5
 
 
 SERVERS = "--vllm_mode server --vllm_server_host a b"

@@ -25,6 +25,17 @@ def planned(folder: str, architecture: str, tmp_path, capsys) -> dict:
     return found
 
 
+def test_python_on_mathematics_is_planned(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(EXAMPLES.parent)
+    rows, config = tmp_path / "rows.jsonl", tmp_path / "config.json"
+    rows.write_text('{"prompt": [{"role": "user", "content": "1+1"}], "answer": "2"}\n' * 64)
+    config.write_text(json.dumps({"architectures": ["Qwen3ForCausalLM"], **COMMON, **MODELS["Qwen3ForCausalLM"]}))
+    words = ["--config", EXAMPLES / "qwen3_8b_python_tool/config.yaml", "--model", config, "--dataset", rows]
+    words += ["--eval_datasets", f"math500={rows}", "--world_size", "8", "--gpu_memory_gb", "80"]
+    assert main(["plan", "--json", *map(str, words)]) == 0
+    assert json.loads(capsys.readouterr().out)["memory"]["fits"]
+
+
 def figures(found: dict) -> dict[str, str]:
     """As the tables of the pages word them."""
     memory, cost = found["memory"], found["cost"]

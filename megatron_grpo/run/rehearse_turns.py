@@ -1,0 +1,114 @@
+"""`megatron-grpo rehearse` with an environment: it is played without a model, by turns that are made up."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_grpo.data.chat import PromptEncoder
+from megatron_grpo.data.prompts import PromptRows
+from megatron_grpo.environments.loading import Stage
+from megatron_grpo.environments.play import Play
+from megatron_grpo.environments.protocol import Environment
+from megatron_grpo.environments.tools import ToolEnvironment
+from megatron_grpo.rollout.turns import Drawn, Key
+from megatron_grpo.settings.config import Config
+from megatron_grpo.types import FAULTS, Group, Prompt
+
+MADE_UP: Mapping[str, Any] = {"string": "7", "integer": 7, "number": 0.5, "boolean": True, "array": [], "object": {}}  # by type
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Played:
+    """The episodes in which the model says one kind of thing."""
+
+    groups: Sequence[Group]
+
+    @property
+    def records(self) -> list[Any]:
+        return [one.record for group in self.groups for one in group.completions if one.record is not None]
+
+    def in_words(self) -> str:
+        """`8 episodes, 3.0 turns; done 6, error 2; environment's reward 0.5`"""
+        ended = Counter(record.numbers.ended for record in self.records)
+        turns = sum(record.numbers.num_turns for record in self.records) / len(self.records)
+        given = sum(reward or 0.0 for record in self.records for reward in record.turn_rewards) / len(self.records)
+        told = ", ".join(f"{how} {count}" for how, count in ended.most_common())
+        return f"{len(self.records)} episodes, {turns:.1f} turns; {told}; the environment's reward {given:.4g}"
+
+    def faults(self) -> list[str]:
+        """What the environment did wrong, the most frequent first, with how often."""
+        found = Counter(record.numbers.fault for record in self.records if record.numbers.ended in FAULTS)
+        return [f"{count} of {len(self.records)} episodes: {fault}" for fault, count in found.most_common(3)]
+
+
+class _Scripted:
+    """Turns that always say the same of a row."""
+
+    num_running = 0
+
+    def __init__(self, stage: Stage, texts: Mapping[int, str]):
+        self._stage, self._texts = stage, texts
+        self._asked: list[tuple[Key, int]] = []
+
+    def submit(self, key: Key, token_ids: Sequence[int], *, seed: int, max_tokens: int) -> None:
+        self._asked.append((key, max_tokens))
+
+    def poll(self) -> list[tuple[Key, Drawn]]:
+        asked, self._asked = self._asked, []
+        return [(key, self._drawn(self._texts[key[0]], most)) for key, most in asked]
+
+    def _drawn(self, text: str, most: int) -> Drawn:
+        template = self._stage.template
+        tokens = [*template.tokenizer(text, add_special_tokens=False)["input_ids"], min(template.end_ids)]
+        if template.tokenizer.eos_token_id is not None:
+            tokens[-1] = template.tokenizer.eos_token_id
+        return Drawn(token_ids=tuple(tokens[:most]), logprobs=(0.0,) * min(most, len(tokens)), is_cut=len(tokens) > most, version=0)
+
+
+def play_rows(
+    cfg: Config,
+    environment: type[Environment],
+    rows: PromptRows,
+    picked: Sequence[int],
+    kinds: Mapping[str, Sequence[str]],
+    tokenizer: Any,
+    model_path: Path,
+) -> dict[str, Played]:
+    """An episode a row and kind. picked: places in `rows`. kinds: what the model says at every turn, by row."""
+    encode = PromptEncoder(tokenizer, system=cfg.data.system, enable_thinking=cfg.data.enable_thinking, tools=environment.tools)
+    prompts = [
+        Prompt(number=place, row=int(rows.keep[index]), raw=rows.raw(index), token_ids=encode(rows.raw(index)), columns=rows.columns(index))
+        for place, index in enumerate(picked)
+    ]
+    longest = max(len(prompt.token_ids) for prompt in prompts)
+    stage = Stage.of(cfg, environment, tokenizer, model_path=model_path, max_model_len=longest + cfg.rollout.max_completion_length)
+    played = {}
+    for kind, texts in {**kinds, **_calls(environment, len(prompts))}.items():
+        play = stage.begin(prompts, n=1, seed_of=lambda *place: 0)
+        _play_out(play, _Scripted(stage, dict(enumerate(texts))))
+        played[kind] = Played(groups=[Group(prompt=prompt, completions=completions) for prompt, completions in play.completions()])
+    return played
+
+
+def _play_out(play: Play, turns: _Scripted) -> None:
+    while not play.advance(turns, 1.0, version=0):
+        pass
+
+
+def _calls(environment: type[Environment], count: int) -> dict[str, list[str]]:
+    """A call of each tool with arguments of the right types, as Hermes writes it."""
+    if not issubclass(environment, ToolEnvironment):
+        return {}
+    found = {}
+    for tool in environment.tools:
+        function = tool["function"]
+        properties = function.get("parameters", {}).get("properties", {})
+        arguments = {name: MADE_UP.get(str(one.get("type")), "7") for name, one in properties.items()}
+        call = json.dumps({"name": function["name"], "arguments": arguments})
+        found[f"{function['name']}()"] = [f"<tool_call>\n{call}\n</tool_call>"] * count
+    return found

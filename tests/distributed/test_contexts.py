@@ -1,0 +1,135 @@
+"""Rows of several contexts, as episodes whose template rewrites history: losses and every gradient against float64, each context alone."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from megatron_grpo.types import Sample
+from tests import parity_cases as cases
+from tests.tiny_models import hf_logprobs, load_tiny, write_tiny
+
+# By group: tokens of the prompt; of each row its contexts, as the lengths of what is drawn and what is heard in turn.
+EPISODES = (
+    (5, (((3, 4, 2),), ((3,), (2, 3, 1)))),
+    (9, (((1,), (4,), (2, 2, 2)), ((6,),))),
+    (2, (((2, 5, 3),), ((1, 1, 1), (7,)))),
+    (7, (((4,), (1,)), ((3, 2, 5),))),
+)
+FAILED = 5  # the row whose environment is at fault
+RUNS = {
+    ("grpo", "1 each"): {},
+    ("dapo", "packed"): dict(max_tokens_per_micro_batch=64, share_prompts="true"),
+    ("GSPO", "2 each"): dict(micro_batch_size=2, share_prompts="false"),
+}
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory):
+    return write_tiny(tmp_path_factory.mktemp("models") / "qwen3", "qwen3", layers=4, vocab=125, std=0.1, tied=True)
+
+
+@pytest.fixture(scope="module")
+def batches(model_path):
+    return [episodes(model_path)]
+
+
+def episodes(path) -> list[Sample]:
+    model, rng = load_tiny(path), np.random.default_rng(3)
+    samples: list[Sample] = []
+    for number, (opening, rows) in enumerate(EPISODES):
+        prompt, first = rng.integers(0, 125, opening), len(samples)
+        for contexts in rows:
+            tokens, mask, near, starts = [], [], [], []
+            for lengths in contexts:
+                starts.append(sum(map(len, tokens)))
+                ids = np.concatenate([prompt, rng.integers(0, 125, sum(lengths))])
+                drawn = np.concatenate(
+                    [np.zeros(opening, bool), *(np.full(length, place % 2 == 0) for place, length in enumerate(lengths))]
+                )
+                tokens.append(ids)
+                mask.append(drawn)
+                near.append(np.concatenate([[0.0], hf_logprobs(model, ids.tolist(), 0.9).numpy()]))
+            ids, drawn = np.concatenate(tokens), np.concatenate(mask) & (len(samples) != FAILED)
+            logprobs = np.where(drawn, np.concatenate(near) + rng.normal(0, 0.1, len(ids)), 0).astype(np.float32)
+            is_stale = len(samples) % 3 == 1
+            sample = Sample(
+                row=len(samples), rollout=0, prompt_number=number, version=-is_stale, fresh_at=-is_stale, token_ids=ids, mask=drawn,
+                starts=tuple(starts), sampler_logprobs=logprobs, is_dead=False, is_truncated=len(samples) == 3,
+                advantage=0.0 if len(samples) == FAILED else float(rng.uniform(0.5, 1.5) * (-0.4 if len(samples) % 3 == 0 else 1.0)),
+            )  # fmt: skip
+            samples.append(sample.anchored(logprobs, "recompute") if is_stale else sample)
+        samples[first:] = cases.with_prefix(samples[first:])
+    return samples
+
+
+@pytest.fixture(scope="module")
+def references(model_path, batches):
+    return {key: cases.reference(model_path, cases.settings(**cases.LOSSES[key[0]]), batches) for key in RUNS}
+
+
+@pytest.mark.parametrize("layout", ["1", "TP2 SP", "PP2", "CP2", "DP2"])
+def test_rows_of_several_contexts_train_each_context_alone(model_path, batches, references, layout):
+    runs = {key: cases.LOSSES[key[0]] | run for key, run in RUNS.items()}
+    found = cases.compare("dense", model_path, cases.LAYOUTS[layout], runs, batches, references)
+    assert [(key, distance) for key, distance in found.items() if not distance.within()] == []
+
+
+def mistakes(samples: list[Sample]) -> dict[str, list[Sample]]:
+    """Traps 1 to 5 of turns: what each makes of the same rows."""
+    heard = [dataclasses.replace(one, mask=_from_first_drawn(one)) if one.row != FAILED else one for one in samples]
+    return {
+        "the environment's words are trained": [_like(one, other) for one, other in zip(heard, samples)],
+        "the mask is one place late": [_like(dataclasses.replace(one, mask=_shifted(one)), one) for one in samples],
+        "the last token of a turn is not trained": [
+            _like(dataclasses.replace(one, mask=one.mask & ~_turn_ends(one)), one) for one in samples
+        ],
+        "only the last context is trained": [
+            _like(dataclasses.replace(one, mask=one.mask & (np.arange(len(one.mask)) >= one.starts[-1])), one) for one in samples
+        ],
+        "contexts are taken for one": [_like(dataclasses.replace(one, starts=(0,)), one) for one in samples],
+    }
+
+
+def _from_first_drawn(one: Sample) -> np.ndarray:
+    mask = np.zeros(len(one.mask), dtype=bool)
+    for begin, end in one.contexts:
+        mask[begin + int(np.argmax(one.mask[begin:end])) : end] = True
+    return mask
+
+
+def _shifted(one: Sample) -> np.ndarray:
+    mask = np.roll(one.mask, 1)
+    mask[list(one.starts)] = False
+    return mask
+
+
+def _turn_ends(one: Sample) -> np.ndarray:
+    after = np.append(one.mask[1:], False)
+    after[np.array(one.starts[1:], dtype=int) - 1] = False
+    return one.mask & ~after
+
+
+def _like(wrong: Sample, right: Sample) -> Sample:
+    """Log-probs where the other mask has them."""
+    return dataclasses.replace(wrong, sampler_logprobs=np.where(wrong.mask, right.sampler_logprobs, 0).astype(np.float32))
+
+
+def test_each_mistake_with_masks_and_contexts_is_another_gradient(model_path, batches, references):
+    [right] = batches
+    wrong = mistakes(right)
+    runs = {"right": right} | wrong
+    key = ("grpo", "1 each")
+
+    def all_runs(rank, world):
+        cfg = cases.settings(**cases.LOSSES[key[0]])
+        parallel = cases.join(cfg, world)
+        return {name: cases.train(rank, world, model_path, cfg, [samples], parallel=parallel) for name, samples in runs.items()}
+
+    from tests.ranks import run_ranks
+
+    [found] = run_ranks(all_runs, 1, timeout=200)
+    within = {name: cases.distance(one, references[key]).within() for name, one in found.items()}
+    assert within == {"right": True} | dict.fromkeys(wrong, False)

@@ -1,0 +1,202 @@
+"""Tools: schemas, calls that can and cannot be read, answers; and environments of other trainers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+
+from megatron_grpo.environments.adapters import adapted
+from megatron_grpo.environments.calls import read_hermes
+from megatron_grpo.environments.protocol import Environment, Reply
+from megatron_grpo.environments.tools import UnusableTool, schema_of, tool_set
+from tests.unit.environments.scripted import played
+
+
+def product(a: int, b: int) -> int:
+    """
+    Multiplies.
+
+    Args:
+        a: one number
+        b: the other
+    """
+    return a * b
+
+
+async def slowly(word: str) -> dict:
+    """
+    Says a word.
+
+    Args:
+        word: what to say
+    """
+    await asyncio.sleep(0)
+    if word == "leave":
+        raise SystemExit(3)
+    return {"said": word}
+
+
+def call(name: str, **arguments) -> str:
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+TOOLS = tool_set({"product": product, "slowly": slowly})
+
+
+@pytest.mark.parametrize(
+    ("text", "answers"),
+    [
+        (call("product", a=47, b=38), ["1786"]),
+        (call("product", a="47", b=38), ["1786"]),  # pydantic reads what a model writes
+        (f"hm {call('product', a=1, b=2)} and {call('slowly', word='x')}", ["2", '{"said": "x"}']),
+        (call("product", a=1), ["Error: ValidationError: 1 validation error for product"]),
+        (call("divide", a=1, b=2), ["Error: no tool is called 'divide'; there are product, slowly"]),
+        (call("slowly", word="leave"), ["Error: SystemExit: 3"]),
+        ("<tool_call>\n{'a': 1}\n</tool_call>", ["Error: the call is no JSON: Expecting property name enclosed in double quotes"]),
+        ('<tool_call>\n{"name": "product", "arguments": [1]}\n</tool_call>', ["Error: the arguments are no JSON object"]),
+        ('<tool_call>\n{"name": "product"', ["Error: a <tool_call> has no </tool_call>"]),
+        (f"{call('product', a=2, b=3)}<tool_call>", ["6", "Error: a <tool_call> has no </tool_call>"]),
+    ],
+)
+def test_every_call_gets_an_answer(text, answers):
+    [one], _ = played(TOOLS, lambda key, turn: "done" if turn else text)
+    told = [message["content"] for message in one.record.messages if message["role"] == "tool"]
+    assert one.ended == "done" and len(told) == len(answers)
+    assert all(found.startswith(answer) for found, answer in zip(told, answers, strict=True)), told
+    failed = sum(answer.startswith("Error") for answer in answers)
+    assert one.record.numbers.metrics == {"tool_calls": len(answers), "tool_errors": failed}
+
+
+def test_the_call_stays_in_the_context_as_it_was_drawn():
+    """Trap 9: a template that writes a parsed call anew gives it other white space."""
+    text = '<tool_call>\n{"name":   "product",  "arguments": {"a": 4,"b": 5}}\n</tool_call>'
+    [one], says = played(TOOLS, lambda key, turn: "20" if turn else text)
+    assert one.sequence.starts == (0,) and text in says.tokenizer.decode(says.asked[1][1])
+
+
+def test_what_the_model_thinks_calls_nothing():
+    assert read_hermes(f"<think>I may {call('product', a=1, b=2)}</think>It is 2") == []
+    assert [one.name for one in read_hermes(f"hm</think>{call('product', a=1, b=2)}")] == ["product"]
+
+
+def test_a_function_without_hints_or_words_cannot_be_a_tool_and_why_is_said():
+    def bare(x):
+        return x
+
+    with pytest.raises(UnusableTool, match="docstring"):
+        schema_of(bare)
+
+
+class Greets(Environment):
+    def start(self, prompt):
+        return [*prompt, {"role": "user", "content": "hello"}]
+
+    def reply(self, turn):
+        return Reply(messages=[{"role": "user", "content": "and?"}], reward=1.0, done=turn.is_last)
+
+
+def test_tools_beside_an_environment_answer_calls_and_it_answers_the_rest():
+    both = tool_set({"product": product}, inner=Greets)
+    [one], _ = played(both, lambda key, turn: call("product", a=2, b=3) if turn == 0 else "six")
+    told = [(message["role"], message["content"]) for message in one.record.messages if message["role"] != "assistant"]
+    assert told == [("user", "q"), ("user", "hello"), ("tool", "6"), ("user", "and?"), ("user", "and?")]
+    assert one.record.turn_rewards == (None, 1.0, 1.0) and len(both.tools) == 1
+
+
+class Counter:
+    """An environment as TRL has them."""
+
+    def reset(self, answer=None, **columns):
+        self.count = int(answer or 0)
+        return " Count."
+
+    def increment(self, step: int) -> int:
+        """
+        Counts.
+
+        Args:
+            step: how far
+        """
+        self.count += step
+        return self.count
+
+    def get_reward(self):
+        return float(self.count)
+
+
+def test_trls_environments_have_methods_as_tools_and_a_state_of_their_own():
+    kind = adapted(Counter)
+    assert [tool["function"]["name"] for tool in kind.tools] == ["increment"]
+    assert list(kind.tools[0]["function"]["parameters"]["properties"]) == ["step"]
+    completions, _ = played(
+        kind, lambda key, turn: call("increment", step=key[1] + 1) if turn < 2 else "done", n=2, columns={"answer": "10"}
+    )
+    assert [one.record.turn_rewards for one in completions] == [(None, None, 12.0), (None, None, 14.0)]
+    assert completions[0].record.messages[0]["content"] == "q Count."
+
+
+class Gym:
+    """An environment as Megatron-SWIFT has them."""
+
+    def __init__(self, env_config):
+        self.left = env_config["left"]
+
+    async def reset(self, config):
+        return f"left: {self.left}", {}, "be brief"
+
+    async def step(self, action):
+        self.left -= 1
+        return f"left: {self.left}", 0.5, self.left == 0, {"said": action[-1]["content"]}
+
+    async def close(self):
+        pass
+
+
+def test_megatron_swifts_environments_give_observations_and_a_reward_a_step():
+    [one], _ = played(adapted(Gym), "a", columns={"env_config": {"left": 2}})
+    assert one.ended == "done" and one.record.turn_rewards == (0.5, 0.5)
+    assert [message["content"] for message in one.record.messages] == ["be brief", "left: 2", "a", "left: 1", "a"]
+
+
+class Verifies:
+    """An environment as verifiers has them."""
+
+    async def setup_state(self, state):
+        return {**state, "heard": 0}
+
+    async def is_completed(self, messages, state):
+        return state["heard"] == 2
+
+    async def env_response(self, messages, state):
+        state["heard"] += 1
+        return [{"role": "user", "content": f"{state['heard']} of {state['answer']}"}], state
+
+
+def test_verifiers_environments_keep_a_state_an_episode():
+    completions, _ = played(adapted(Verifies), "a", n=2, columns={"answer": "x"}, max_turns=5)
+    for one in completions:
+        assert one.ended == "done" and [m["content"] for m in one.record.messages[1:]] == ["a", "1 of x", "a", "2 of x", "a"]
+
+
+def test_what_is_nobodys_environment_is_none():
+    assert adapted(dict) is None and adapted(Greets) is Greets
+
+
+def test_a_parser_of_vllms_that_finds_no_call_where_its_mark_stands_is_answered_with_an_error():
+    from megatron_grpo.environments.calls import ToolCall, _Parser
+
+    class Parser:
+        call_start_token = "[CALL]"
+
+        def extract_tool_calls(self, text, request):
+            from types import SimpleNamespace
+
+            good = text == '[CALL] look {"a": 1}'
+            function = SimpleNamespace(name="look", arguments='{"a": 1}')
+            return SimpleNamespace(tools_called=good, tool_calls=[SimpleNamespace(function=function)] if good else [])
+
+    read = _Parser(Parser(), [schema_of(product)])
+    assert read('[CALL] look {"a": 1}') == [ToolCall(name="look", arguments={"a": 1})]
+    assert read("[CALL] look {") == [ToolCall(error="the call cannot be read")] and read("no call") == []

@@ -1,0 +1,179 @@
+"""Makes the tiny chat model of an example with turns: a Qwen3 of 0.9 million parameters that half knows what it is to learn.
+
+Three parts, as in make_tiny_model.py: a BPE tokenizer with ChatML's marks, a random Qwen3, and a short supervised warm-up on episodes of
+the example's episodes.py, most of which are bad ones. Data and model are written into the example's folder.
+
+    python tools/make_tiny_chat_model.py examples/calculator
+
+A second call with the same sources keeps what is there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import importlib.util
+import json
+import math
+import random
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+START, END, PAD = "<|im_start|>", "<|im_end|>", "<|endoftext|>"
+# ChatML with tools as Hermes and Qwen have them: calls are JSON between <tool_call> tags, results come back as a user's message.
+TEMPLATE = """{%- if tools %}{{ '<|im_start|>system\\nTools:' }}{% for tool in tools %}{{ '\\n' + (tool | tojson) }}{% endfor %}\
+{{ '<|im_end|>\\n' }}{% endif -%}
+{%- for message in messages -%}
+{%- if message.role == 'tool' -%}
+{{- '<|im_start|>user\\n<tool_response>\\n' + message.content + '\\n</tool_response><|im_end|>\\n' -}}
+{%- else -%}
+{{- '<|im_start|>' + message.role + '\\n' + (message.content or '') + '<|im_end|>\\n' -}}
+{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif -%}"""
+ARCHITECTURE = dict(
+    hidden_size=128, intermediate_size=384, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=32,
+    max_position_embeddings=512, tie_word_embeddings=False, initializer_range=0.08, bos_token_id=None,
+)  # fmt: skip
+MOST_PIECES, TEXTS = 480, 600
+BATCH_SIZE, LR, STEPS_TO_FULL_LR = 32, 2e-3, 100
+
+
+def load_example(folder: Path) -> Any:
+    """The module episodes.py of an example."""
+    spec = importlib.util.spec_from_file_location("episodes", folder / "episodes.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def schemas_of(flags: tuple[str, ...]) -> list[dict] | None:
+    """What the template shows of tools, made as a run makes it: a model that knows another schema calls nothing."""
+    from megatron_grpo.environments.loading import load_environment
+    from megatron_grpo.settings.parse import resolve
+
+    environment = load_environment(resolve([*flags]))
+    return [dict(tool) for tool in environment.tools] or None if environment else None
+
+
+def build_tokenizer(texts: list[str], folder: Path) -> Any:
+    """Of pieces that never cross a line, a digit or a mark: what is said in one turn is encoded apart from what stands before it."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split("\n", behavior="merged_with_previous"),
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    marks = [AddedToken(mark, special=True, normalized=False) for mark in (PAD, START, END)]
+    stretches = [part for text in texts for piece in text.split(START) for part in piece.split(END) if part]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=MOST_PIECES, special_tokens=marks, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(stretches, trainer)
+    wrapped = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token=PAD, eos_token=END, model_max_length=ARCHITECTURE["max_position_embeddings"],
+        clean_up_tokenization_spaces=False, chat_template=TEMPLATE,
+    )  # fmt: skip
+    wrapped.save_pretrained(folder)
+    return wrapped
+
+
+def encode(tokenizer: Any, messages: list[dict], tools: list[dict] | None) -> tuple[list[int], list[int]]:
+    """(ids, labels) of an episode. What the assistant says is a label, each stretch encoded by itself, as sampling meets it."""
+    ids: list[int] = []
+    labels: list[int] = []
+    shown = ""
+    for end, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        before = tokenizer.apply_chat_template(messages[:end], tools=tools, tokenize=False, add_generation_prompt=True)
+        heard, said = tokenizer(before[len(shown) :])["input_ids"], tokenizer(message["content"] + END)["input_ids"]
+        ids += heard + said
+        labels += [-100] * len(heard) + said
+        shown = before + message["content"] + END
+    return ids, labels
+
+
+def warm_up(model: Any, tokenizer: Any, example: Any, train: list[dict], tools: list[dict] | None, steps: int, draw: random.Random) -> None:
+    import torch
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.95), weight_decay=0.0)
+    began = time.monotonic()
+    for step in range(steps):
+        optimizer.param_groups[0]["lr"] = LR * min(1.0, (step + 1) / STEPS_TO_FULL_LR) * 0.5 * (1 + math.cos(math.pi * step / steps))
+        batch = [encode(tokenizer, example.episode(draw, draw.choice(train)), tools) for _ in range(BATCH_SIZE)]
+        longest = max(len(ids) for ids, _ in batch)
+        ids = torch.tensor([ids + [tokenizer.pad_token_id] * (longest - len(ids)) for ids, _ in batch])
+        labels = torch.tensor([labels + [-100] * (longest - len(labels)) for _, labels in batch])[:, 1:]
+        hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state[:, :-1]
+        loss = torch.nn.functional.cross_entropy(model.lm_head(hidden[labels != -100]), labels[labels != -100])
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        if (step + 1) % 200 == 0:
+            print(f"[model] warm-up step {step + 1}/{steps}: loss {loss.item():.3f}, {time.monotonic() - began:.0f} s", flush=True)
+
+
+def make(folder: Path, out: Path, seed: int, steps: int | None) -> None:
+    import torch
+    from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    torch.set_num_threads(1)  # whatever the shell says: the order of sums, and so the weights, depend on it
+    torch.manual_seed(seed)
+    example, draw = load_example(folder), random.Random(seed)
+    tools, train = schemas_of(example.FLAGS), example.rows()["train"]
+    shown = [(example.episode(draw, draw.choice(train)), tools) for _ in range(TEXTS)]
+    tokenizer = build_tokenizer([render(messages, tools) for messages, tools in shown], out)
+    vocab_size = -(-len(tokenizer) // 128) * 128
+    config = Qwen3Config(**ARCHITECTURE, vocab_size=vocab_size, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
+    model = Qwen3ForCausalLM(config).float()
+    steps = example.WARM_UP_STEPS if steps is None else steps
+    print(f"[model] Qwen3 with {sum(p.numel() for p in model.parameters()):,} parameters; {steps} steps of warm-up", flush=True)
+    warm_up(model, tokenizer, example, train, tools, steps, draw)
+    model.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
+    model.save_pretrained(out)
+
+
+def render(messages: list[dict], tools: list[dict] | None) -> str:
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    (text,), _ = render_jinja_template([messages], tools=tools, chat_template=TEMPLATE, add_generation_prompt=False)
+    return text
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("example", type=Path, help="its folder, with episodes.py")
+    parser.add_argument("--output", type=Path, help="default: the same folder")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--steps", type=int, help="of the warm-up; default: WARM_UP_STEPS of episodes.py")
+    args = parser.parse_args()
+    out = args.output or args.example
+    (out / "data").mkdir(parents=True, exist_ok=True)
+    for name, rows in load_example(args.example).rows().items():
+        (out / "data" / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    sources = [Path(__file__), *sorted(args.example.glob("*.py"))]
+    key = hashlib.sha256(b"".join(path.read_bytes() for path in sources) + f"{args.seed} {args.steps}".encode()).hexdigest()
+    made_by = out / "model" / "made_by.json"
+    if made_by.is_file() and json.loads(made_by.read_text())["key"] == key:
+        print(f"[model] {out / 'model'} is there already; kept")
+        return
+    shutil.rmtree(out / "model", ignore_errors=True)
+    (out / "model").mkdir()
+    make(args.example, out / "model", args.seed, args.steps)
+    made_by.write_text(json.dumps({"key": key, "seed": args.seed}) + "\n")
+
+
+if __name__ == "__main__":
+    main()
