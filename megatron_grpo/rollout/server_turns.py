@@ -34,7 +34,7 @@ class ServerTurns:
         self._fleet, self._sampling, self._name_of = fleet, sampling, name_of
         self._open: dict[Key, wire.Request] = {}  # asked for, and not drawn
         self._flying: dict[Key, Member] = {}  # of those, the ones in a call
-        self._homes: dict[Key, Member] = {}  # of episodes
+        self._homes: dict[Key, str] = {}  # server of each episode, by name
         self._deaths: dict[Key, list[str]] = {}  # of servers, with this turn in flight
         self._found: list[tuple[Key, Drawn]] = []
         self._changed = threading.Condition()
@@ -70,21 +70,21 @@ class ServerTurns:
 
     def _send(self) -> None:
         waiting = [key for key in self._open if key not in self._flying]
-        members = self._fleet.used
+        members = {str(member): member for member in self._fleet.used}
         if waiting and not members:
             raise NoServer
-        by_member: dict[Member, list[Key]] = {}
+        by_member: dict[str, list[Key]] = {}
         for key in waiting:
-            home = self._homes.get(key)
-            if home is None or home not in members:
+            home = self._homes.get(key, "")
+            if home not in members:
                 episodes = list(self._homes.values())
                 home = self._homes[key] = min(members, key=episodes.count)
-            self._flying[key] = home
+            self._flying[key] = members[home]
             by_member.setdefault(home, []).append(key)
-        for member, keys in by_member.items():
+        for name, keys in by_member.items():
             requests = {self._open[key].key: key for key in keys}
             body = wire.Generate(version=self.version, sampling=self._sampling, requests=tuple(self._open[key] for key in keys))
-            threading.Thread(target=self._call, args=(member, requests, body), daemon=True).start()
+            threading.Thread(target=self._call, args=(members[name], requests, body), daemon=True).start()
 
     def _call(self, member: Member, keys: dict[str, Key], body: wire.Generate) -> None:
         died = False

@@ -15,6 +15,21 @@ WITH_LORA, WITH_REPLAY = (
     re.findall(r"^\| `(--[^`]+)` \| (.+) \|$", part, re.M)
     for part in PAGE.read_text(encoding="utf-8").split("# Router replay with everything else")
 )
+TOOL = '''def f(x: int) -> int:
+    """
+    Doubles.
+
+    Args:
+        x: a number
+    """
+    return 2 * x
+'''
+ENVIRONMENT = """
+from megatron_grpo.environments.protocol import Environment
+class E(Environment):
+    def reply(self, turn):
+        return [], 1.0, True
+"""
 LORA = "--tuner_type lora --lr 1e-4"
 COMMON = dict(vocab_size=151936, max_position_embeddings=40960, tie_word_embeddings=False, num_attention_heads=32, head_dim=128)
 MODELS = {
@@ -32,7 +47,11 @@ MODELS = {
 
 
 @pytest.fixture
-def ask(tmp_path, capsys):
+def ask(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "t.py").write_text(TOOL)
+    (tmp_path / "e.py").write_text(ENVIRONMENT)
+
     def ask(architecture: str, words: str, tuner: str = LORA) -> tuple[int, dict]:
         config = tmp_path / "config.json"
         config.write_text(json.dumps({"architectures": [architecture], **COMMON, **MODELS[architecture]}))
@@ -52,6 +71,13 @@ def test_the_page_has_its_refusals():
 def test_what_is_refused_with_replay_is_refused_in_the_words_of_the_page(ask, words, sentence):
     code, found = ask("Qwen3ForCausalLM" if "MoE model" in sentence else "Qwen3MoeForCausalLM", words, tuner="")
     assert code == 2 and [error["message"] for error in found["errors"]] == [sentence]
+
+
+def test_turns_are_planned_with_what_goes_with_them(ask):
+    words = "--max_turns 4 --context_parallel_size 2 --share_prompts true --transformer_impl local --dynamic_sample true"
+    for who in ("--tools t.py:f", "--environment e.py:E --reward_funcs environment", "--environment e.py:E --tools t.py:f"):
+        assert ask("Qwen3ForCausalLM", f"{who} {words}")[0] == 0
+    assert ask("Qwen3MoeForCausalLM", "--tools t.py:f --router_replay_mode R2 --steps_per_generation 2", tuner="")[0] == 0
 
 
 def test_replay_is_planned_with_its_bytes_and_r2_without_stale_rows_is_told(ask):
