@@ -18,9 +18,6 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 from megatron_grpo import launcher
 from megatron_grpo.data.chat import load_tokenizer
 from megatron_grpo.data.files import is_path
-from megatron_grpo.environments.loading import EPISODE_COLUMNS, load_environment, template_of
-from megatron_grpo.environments.probe import look_at
-from megatron_grpo.environments.protocol import Environment
 from megatron_grpo.errors import ConfigError, Problem
 from megatron_grpo.planning.check import Checked, check_parsed
 from megatron_grpo.planning.command import Plan, make_plan
@@ -32,6 +29,7 @@ from megatron_grpo.settings import Parsed
 from megatron_grpo.settings.config import Config
 from megatron_grpo.settings.evaluation import flag_of, sets_of
 from megatron_grpo.settings.read import COMMAND_LINE
+from megatron_grpo.settings.turns import EPISODE_COLUMNS
 from megatron_grpo.weights.fit import length_problems
 from megatron_grpo.weights.shape import ModelShape
 from megatron_grpo.weights.stored import stored_names
@@ -40,6 +38,7 @@ if TYPE_CHECKING:
     from megatron_grpo.checkpoint.resume import Resume
     from megatron_grpo.data.eyes import Eyes
     from megatron_grpo.data.prompts import PromptRows, PromptStream
+    from megatron_grpo.environments.protocol import Environment
 
 
 _ADAPTERS = ("adapters", "ref_adapters")  # settings that name a directory of PEFT's
@@ -279,7 +278,7 @@ def read_inputs(cfg: Config, left_out: Collection[str] = ()) -> Found:
     if shape and "tokenizer" not in left_out:
         tokenizer = problems.attempt(partial(load_tokenizer, str(model_path)))
     sight = (problems.attempt(lambda: _sight_of(cfg, model_path, left_out)) if model_path and shape else None) or UNKNOWN
-    environment = None if "environment" in left_out else problems.attempt(partial(load_environment, cfg, tokenizer))
+    environment = None if "environment" in left_out else problems.attempt(partial(_environment, cfg, tokenizer))
     notes: Sequence[str] = ()
     if environment and tokenizer and model_path:
         notes = problems.attempt(partial(_look_at_template, cfg, environment, tokenizer, model_path)) or ()
@@ -304,12 +303,24 @@ def read_inputs(cfg: Config, left_out: Collection[str] = ()) -> Found:
     )  # fmt: skip
 
 
+def _environment(cfg: Config, tokenizer: Any) -> type[Environment] | None:
+    """The class of a run's episodes. Raises ConfigError."""
+    if not cfg.turns.plays:
+        return None
+    from megatron_grpo.environments.loading import load_environment
+
+    return load_environment(cfg, tokenizer)
+
+
 def _look_at_template(cfg: Config, environment: type[Environment], tokenizer: Any, model_path: Path) -> list[str]:
     """What it does to the turns of episodes. Raises ConfigError where they would not be seen."""
     flag = "environment" if cfg.turns.environment else "tools"
     if not getattr(tokenizer, "chat_template", None):
         message = f"{flag}: the model's tokenizer has no chat template (a base model?), and turns are written by one. Use a chat model."
         raise ConfigError([Problem(flags=(flag, "model"), message=message)])
+    from megatron_grpo.environments.loading import template_of
+    from megatron_grpo.environments.probe import look_at
+
     template = template_of(cfg, environment, tokenizer, model_path=model_path)
     return look_at(template, environment, history=cfg.turns.turn_history, flag=flag)  # type: ignore[arg-type]  # one of its choices
 
@@ -344,7 +355,7 @@ def read_to_evaluate(cfg: Config) -> Looked:
     if shape:
         tokenizer = problems.attempt(partial(load_tokenizer, str(model_path)))
     sight = (problems.attempt(lambda: _sight_of(cfg, model_path, ())) if model_path and shape else None) or UNKNOWN
-    environment, notes = problems.attempt(partial(load_environment, cfg, tokenizer)), list[str]()
+    environment, notes = problems.attempt(partial(_environment, cfg, tokenizer)), list[str]()
     if environment and tokenizer and model_path:
         notes = problems.attempt(partial(_look_at_template, cfg, environment, tokenizer, model_path)) or []
     held_out = _read_held_out(_Reader(cfg, tokenizer, sight, environment), (), problems)

@@ -56,7 +56,7 @@ def _checked(name: str, arguments: Any) -> ToolCall:
 
 
 def reader(name: str, tokenizer: Any, tools: Sequence[Mapping[str, Any]]) -> ReadCalls:
-    """Our own for "hermes"; for others a parser of vLLM, which needs the tokenizer and the schemas. Raises ConfigError where there is none."""
+    """Our own for "hermes"; for others a parser of vLLM. tools: schemas. Raises ConfigError where there is none."""
     if name == "hermes":
         return read_hermes
     try:

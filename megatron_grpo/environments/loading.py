@@ -20,8 +20,6 @@ from megatron_grpo.rewards.loading import user_object
 from megatron_grpo.settings.config import Config
 from megatron_grpo.types import Prompt
 
-EPISODE_COLUMNS = ("messages", "turn_rewards", "num_turns", "ended")  # that reward functions get of an episode, by these names
-
 
 def load_environment(cfg: Config, tokenizer: Any = None) -> type[Environment] | None:
     """The class of a run's episodes; None where a prompt gets one answer. Runs the user's code.

@@ -7,7 +7,7 @@ one: what was in flight is asked there, with the same seed.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from megatron_grpo import activity
 from megatron_grpo.errors import RunError
@@ -32,9 +32,10 @@ class ServerTurns:
         """name_of: an episode, for people."""
         self.version = version
         self._fleet, self._sampling, self._name_of = fleet, sampling, name_of
+        self._count = 0
         self._open: dict[Key, wire.Request] = {}  # asked for, and not drawn
         self._flying: dict[Key, Member] = {}  # of those, the ones in a call
-        self._homes: dict[Key, Member] = {}  # of episodes
+        self._homes: dict[Key, str] = {}  # server of each episode, by name
         self._deaths: dict[Key, list[str]] = {}  # of servers, with this turn in flight
         self._found: list[tuple[Key, Drawn]] = []
         self._changed = threading.Condition()
@@ -42,7 +43,10 @@ class ServerTurns:
 
     def submit(self, key: Key, token_ids: Sequence[int], *, seed: int, max_tokens: int) -> None:
         with self._changed:
-            self._open[key] = wire.Request(key=f"{key[0]}/{key[1]}", ids=tuple(token_ids), seed=seed, n=1, max_tokens=max_tokens)
+            self._count += 1  # a name for the turn, not for the episode
+            self._open[key] = wire.Request(
+                key=f"{key[0]}/{key[1]}/{self._count}", ids=tuple(token_ids), seed=seed, n=1, max_tokens=max_tokens
+            )
 
     @property
     def num_running(self) -> int:
@@ -70,26 +74,25 @@ class ServerTurns:
 
     def _send(self) -> None:
         waiting = [key for key in self._open if key not in self._flying]
-        members = self._fleet.used
+        members = {str(member): member for member in self._fleet.used}
         if waiting and not members:
             raise NoServer
-        by_member: dict[Member, list[Key]] = {}
+        by_member: dict[str, list[Key]] = {}
         for key in waiting:
-            home = self._homes.get(key)
-            if home is None or home not in members:
+            home = self._homes.get(key, "")
+            if home not in members:
                 episodes = list(self._homes.values())
                 home = self._homes[key] = min(members, key=episodes.count)
-            self._flying[key] = home
+            self._flying[key] = members[home]
             by_member.setdefault(home, []).append(key)
-        for member, keys in by_member.items():
-            requests = {self._open[key].key: key for key in keys}
+        for name, keys in by_member.items():
             body = wire.Generate(version=self.version, sampling=self._sampling, requests=tuple(self._open[key] for key in keys))
-            threading.Thread(target=self._call, args=(member, requests, body), daemon=True).start()
+            threading.Thread(target=self._call, args=(members[name], keys, body), daemon=True).start()
 
-    def _call(self, member: Member, keys: dict[str, Key], body: wire.Generate) -> None:
+    def _call(self, member: Member, keys: Sequence[Key], body: wire.Generate) -> None:
         died = False
         try:
-            self._hear(member, dict(keys), body)
+            self._hear(member, {request.key: key for key, request in zip(keys, body.requests, strict=True)}, body)
         except Gone as error:
             died = not error.is_silent
             self._fleet.lose(member, error)
@@ -104,42 +107,43 @@ class ServerTurns:
         except BaseException as error:  # noqa: BLE001 - raised where turns are polled for
             self._refuse(error)
         finally:
-            self._ended(member, list(keys.values()), died=died)
+            self._ended(member, dict(zip(keys, body.requests, strict=True)), died=died)
 
     def _hear(self, member: Member, left: dict[str, Key], body: wire.Generate) -> None:
         for line in member.server.lines("/generate", body):
             answer = wire.decode_line(line)
             activity.advance(0)  # a server that lives says so
             if answer is not None:
-                self._take(left.pop(answer.key, None), answer, body.version)
+                self._take(left.pop(answer.key, None), answer, body)
             if self._refusal is not None:
                 return
         if left:
             raise Gone(f"its answer ended with {len(left)} of {len(body.requests)} turns left")
 
-    def _take(self, key: Key | None, answer: wire.Answer, version: int) -> None:
+    def _take(self, key: Key | None, answer: wire.Answer, body: wire.Generate) -> None:
         if key is None:
             raise wire.Malformed(f"it answered {answer.key!r}, which it was not asked")
         if answer.error is not None:
             return self._refuse(RunError(f"{self._name_of(key)} cannot be answered: {answer.error}"))
-        if wrong := fault_of_answer(answer.completions, 1, version):
+        if wrong := fault_of_answer(answer.completions, 1, body.version):
             raise wire.Malformed(wrong)
         [one] = answer.completions
         drawn = Drawn(
-            token_ids=tuple(one.tokens.tolist()), logprobs=tuple(one.logprobs.tolist()), is_cut=one.reason == "length", version=version
+            token_ids=tuple(one.tokens.tolist()), logprobs=tuple(one.logprobs.tolist()), is_cut=one.reason == "length", version=body.version
         )
         with self._changed:
-            if self._open.pop(key, None) is not None:
+            if key in self._open and self._open[key].key == answer.key:  # else the turn was asked elsewhere, and answered there
+                del self._open[key]
                 self._flying.pop(key, None)
                 self._deaths.pop(key, None)
                 self._found.append((key, drawn))
                 self._changed.notify_all()
 
-    def _ended(self, member: Member, keys: Sequence[Key], *, died: bool) -> None:
-        """A call is over; what it has not answered is asked again."""
+    def _ended(self, member: Member, asked: Mapping[Key, wire.Request], *, died: bool) -> None:
+        """A call is over; what it has not answered is asked again. Of an episode whose turn it has answered the next may be in flight."""
         with self._changed:
-            for key in keys:
-                if self._flying.get(key) is not member or key not in self._open:
+            for key, request in asked.items():
+                if self._flying.get(key) is not member or self._open.get(key) is not request:
                     continue
                 del self._flying[key]
                 if died:

@@ -21,7 +21,7 @@ from megatron_grpo.data.album import num_tokens
 from megatron_grpo.data.chat import PromptEncoder, as_completion, load_tokenizer
 from megatron_grpo.data.eyes import Eyes, eyes_of
 from megatron_grpo.data.prompts import PromptRows, check_pictures, load_rows
-from megatron_grpo.environments.loading import EPISODE_COLUMNS, load_environment, template_of
+from megatron_grpo.environments.loading import load_environment, template_of
 from megatron_grpo.environments.probe import look_at
 from megatron_grpo.environments.protocol import Environment
 from megatron_grpo.errors import EXIT_CRASH, EXIT_DONE, ConfigError, Problem, RewardError
@@ -33,6 +33,7 @@ from megatron_grpo.rewards.scoring import score
 from megatron_grpo.run.rehearse_turns import play_rows
 from megatron_grpo.settings import Parsed
 from megatron_grpo.settings.config import Config
+from megatron_grpo.settings.turns import EPISODE_COLUMNS
 from megatron_grpo.sizing.batch_sizes import BatchSizes
 
 ROWS = 8

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from megatron_grpo.settings.config import Config, TurnsConfig
 from megatron_grpo.settings.tuner import Pair
 
+EPISODE_COLUMNS = ("messages", "turn_rewards", "num_turns", "ended")  # that reward functions get of an episode, by these names
 REWARD = "environment"  # the built-in reward that is the environment's own
 
 

@@ -11,15 +11,27 @@ import pytest
 from megatron_grpo.cli import main
 
 PAGE = Path(__file__).parents[2] / "docs/composition.md"
-WITH_LORA, WITH_REPLAY = (
-    re.findall(r"^\| `(--[^`]+)` \| (.+) \|$", part, re.M)
-    for part in PAGE.read_text(encoding="utf-8").split("# Evaluation and rollouts")[0].split("# Router replay with everything else")
-)
-WITH_PICTURES = re.findall(
-    r"^\| (.+) \| (.+) \|$",
-    PAGE.read_text(encoding="utf-8").split("# Pictures with everything else")[1].split("Refused:")[1].split("\n# ")[0],
-    re.M,
-)[2:]
+SECTIONS = {title: text for title, text in re.findall(r"^# (.+?)\n(.*?)(?=^# |\Z)", PAGE.read_text(encoding="utf-8"), re.M | re.S)}
+REFUSED = {title: re.findall(r"^\| `(--[^`]+)` \| (.+) \|$", text, re.M) for title, text in SECTIONS.items()}
+WITH_LORA = REFUSED["LoRA with everything else"]
+# Evaluation's sentences are held by tests/unit/settings/test_evaluation.py.
+WITH_OTHERS = [row for title, rows in REFUSED.items() if not title.startswith(("LoRA", "Evaluation")) for row in rows]
+WITH_PICTURES = re.findall(r"^\| (.+) \| (.+) \|$", SECTIONS["Pictures with everything else"].split("Refused:")[1], re.M)[2:]
+TOOL = '''def f(x: int) -> int:
+    """
+    Doubles.
+
+    Args:
+        x: a number
+    """
+    return 2 * x
+'''
+ENVIRONMENT = """
+from megatron_grpo.environments.protocol import Environment
+class E(Environment):
+    def reply(self, turn):
+        return [], 1.0, True
+"""
 LORA = "--tuner_type lora --lr 1e-4"
 COMMON = dict(vocab_size=151936, max_position_embeddings=40960, tie_word_embeddings=False, num_attention_heads=32, head_dim=128)
 MODELS = {
@@ -37,7 +49,11 @@ MODELS = {
 
 
 @pytest.fixture
-def ask(tmp_path, capsys):
+def ask(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "t.py").write_text(TOOL)
+    (tmp_path / "e.py").write_text(ENVIRONMENT)
+
     def ask(architecture: str, words: str, tuner: str = LORA) -> tuple[int, dict]:
         config = tmp_path / "config.json"
         config.write_text(json.dumps({"architectures": [architecture], **COMMON, **MODELS[architecture]}))
@@ -50,13 +66,20 @@ def ask(tmp_path, capsys):
 
 def test_the_page_has_its_refusals():
     assert len(WITH_LORA) >= 11 and any("sync_ref_model" in words for words, _ in WITH_LORA)
-    assert len(WITH_REPLAY) >= 4
+    assert len(REFUSED["Router replay with everything else"]) >= 4 and len(REFUSED["Turns with everything else"]) >= 7
 
 
-@pytest.mark.parametrize(("words", "sentence"), WITH_REPLAY, ids=[words for words, _ in WITH_REPLAY])
-def test_what_is_refused_with_replay_is_refused_in_the_words_of_the_page(ask, words, sentence):
+@pytest.mark.parametrize(("words", "sentence"), WITH_OTHERS, ids=[words for words, _ in WITH_OTHERS])
+def test_what_is_refused_without_adapters_is_refused_in_the_words_of_the_page(ask, words, sentence):
     code, found = ask("Qwen3ForCausalLM" if "MoE model" in sentence else "Qwen3MoeForCausalLM", words, tuner="")
     assert code == 2 and [error["message"] for error in found["errors"]] == [sentence]
+
+
+def test_turns_are_planned_with_what_goes_with_them(ask):
+    words = "--max_turns 4 --context_parallel_size 2 --share_prompts true --transformer_impl local --dynamic_sample true"
+    for who in ("--tools t.py:f", "--environment e.py:E --reward_funcs environment", "--environment e.py:E --tools t.py:f"):
+        assert ask("Qwen3ForCausalLM", f"{who} {words}")[0] == 0
+    assert ask("Qwen3MoeForCausalLM", "--tools t.py:f --router_replay_mode R2 --steps_per_generation 2", tuner="")[0] == 0
 
 
 def test_replay_is_planned_with_its_bytes_and_r2_without_stale_rows_is_told(ask):

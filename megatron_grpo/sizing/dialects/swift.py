@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron_grpo.settings.foreign import Change, Default, Dialect, Foreign, aside, default, kept, lacks, not_there, only, reads, same
 from megatron_grpo.settings.table import BadValue
-from megatron_grpo.sizing.dialects import features
+from megatron_grpo.sizing.dialects import features, turns
 from megatron_grpo.sizing.dialects.vocabulary import BUILT_IN_REWARDS, TOKEN, of_servers, of_the_hub
 
 _REWARDS = {"accuracy": "math", "format": "format", "cosine": "cosine", "repetition": "repetition", "soft_overlong": "soft_overlong"}
@@ -130,7 +130,7 @@ NAMES: Mapping[str, Foreign] = {
     "mtp_num_layers": lacks(features.MTP, "0"),
     "label_smoothing": lacks(features.OTHER_TASK, "0", "0.0"),
     "teacher_kl_coef": lacks(features.TEACHER),
-    "completion_length_limit_scope": lacks(features.TURNS),
+    **turns.SWIFT,
     "external_plugins": lacks(features.PLUGINS),
     "accumulate_allreduce_grads_in_fp32": only("true", "gradients are float32 here"),
     "attention_softmax_in_fp32": only("true", "the softmax of attention is float32 here"),
@@ -156,10 +156,6 @@ NAMES: Mapping[str, Foreign] = {
     ),
     **aside("vllm_server_group_port"),  # the link takes any free port
     "vllm_data_parallel_size": lacks(features.ENGINES, "1"),
-    **not_there(
-        features.TURNS,
-        *("multi_turn_scheduler", "max_turns", "use_gym_env", "gym_env", "vllm_server_pass_dataset", "agent_template"),
-    ),
     **not_there(
         features.IMAGES,
         *("vit_gradient_checkpointing_kwargs", "vit_attn_impl", "vllm_mm_processor_cache_gb", "norm_bbox"),
@@ -255,6 +251,7 @@ def settle(values: Mapping[str, Any], given: Mapping[str, Sequence[str]]) -> Ite
         yield Change(values={"sequence_parallel": None}, note="sequence_parallel does nothing without tensor parallelism, here as there.")
     yield from of_servers(values, program="swift rollout")
     yield from of_the_hub(values)
+    yield from turns.of_swift(values, given)
     yield from _advantages(values)
     yield from _tuner(values)
     mode = values.get("rollout_importance_sampling_mode", "none")

@@ -21,7 +21,7 @@ from megatron_grpo.settings.foreign import (
     same,
 )
 from megatron_grpo.settings.table import FALSE, TRUE, BadValue
-from megatron_grpo.sizing.dialects import features
+from megatron_grpo.sizing.dialects import features, turns
 from megatron_grpo.sizing.dialects.vocabulary import BUILT_IN_REWARDS, NATIVE_SIZES, TOKEN, of_servers, of_the_hub, size, sizes
 
 _REWARDS = {"accuracy_reward": "math", "get_soft_overlong_punishment": "soft_overlong"}
@@ -123,7 +123,8 @@ NAMES: Mapping[str, Foreign] = {
     "hub_token": TOKEN,
     "config_file": lacks("accelerate's own file is not read: give its num_processes"),
     **aside("vllm_group_port"),  # the link takes any free port
-    **not_there(features.TURNS, "max_tool_calling_iterations", "tools", "environment_factory", "rollout_func"),
+    **turns.TRL,
+    **not_there(features.TURNS, "rollout_func"),
     **not_there(features.QUANTIZED, "fp16", "load_in_8bit", "load_in_4bit", "bnb_4bit_quant_type", "use_bnb_nested_quant"),
     **not_there(features.QUANTIZED, "bnb_4bit_quant_storage"),
     **not_there(features.OTHER_LOSS, "vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"),
@@ -180,7 +181,9 @@ def settle(values: Mapping[str, Any], given: Mapping[str, Sequence[str]]) -> Ite
     yield from of_servers(values, program="trl vllm-serve")
     if values.get("vllm_mode") == "server" and not values.get("vllm_server_host") and not values.get("vllm_server_base_url"):
         yield Change(values={"vllm_server_host": ["127.0.0.1"]}, untyped=("vllm_server_host", "0.0.0.0"))
-    if "max_prompt_length" in values and "truncation_strategy" not in values:
+    yield from turns.of_trl(values, given)
+    plays = values.get("environment") or values.get("tools")
+    if "max_prompt_length" in values and "truncation_strategy" not in values and not plays:
         yield Change(
             values={"truncation_strategy": "left"}, note="max_prompt_length: TRL cuts longer prompts on the left; so is done here."
         )

@@ -11,6 +11,7 @@ from megatron_grpo.settings.table import BadValue, Setting
 from megatron_grpo.sizing.sizes import NATIVE
 
 BUILT_IN_REWARDS = (
+    "environment",
     *("math", "accuracy", "format", "length", "soft_overlong", "cosine", "repetition", "code", "reward_model", "llm_judge"),
 )
 NATIVE_SIZES = tuple(flag for flags in NATIVE.values() for flag in flags)

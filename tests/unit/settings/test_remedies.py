@@ -28,7 +28,7 @@ def said(*words: str) -> list[str]:
         ("logging_steps", "changes nothing"),
         ("freeze_parameters_ratio", "counts the parameters of one rank"),
         ("vllm_group_port", "changes nothing"),
-        ("multi_turn_scheduler", "multi-turn"),
+        ("multi_turn_scheduler", "is said here with environment"),
         ("external_plugins", "path/to/file.py:function"),
         ("move_model_batches", "changes nothing"),
         ("actor_rollout_ref.actor.megatron.param_offload", "called offload_model"),

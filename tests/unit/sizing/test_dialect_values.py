@@ -144,3 +144,24 @@ def test_a_kl_that_was_typed_is_no_default():
 def test_values_are_shown_as_one_types_them():
     typed = [shown(value) for value in (None, True, False, 1, 0, 0.5, "False", [1, False, "x"])]
     assert typed == ["none", "true", "false", "1", "0", "0.5", "False", "1 false x"]
+
+
+TURNS = [
+    ("swift", "--multi_turn_scheduler e.py:E --max_turns 3 --completion_length_limit_scope total", dict(environment="e.py:E", max_turns=3)),
+    ("swift", "--multi_turn_scheduler gym_scheduler --gym_env e.py:E --use_gym_env true --reward_funcs r.py:f",
+     dict(environment="e.py:E", reward_funcs=["r.py:f", "environment"])),
+    ("swift", "--gym_env e.py:E --max_length 100", dict(max_prompt_length=100, truncation_strategy="delete")),
+    ("trl", "--environment_factory e.py:E --max_tool_calling_iterations 3", dict(environment="e.py:E", max_turns=4)),
+    ("trl", "--tools t.py:f t.py:g --max_prompt_length 100", dict(tools=["t.py:f", "t.py:g"], truncation_strategy="delete", max_turns=8)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("dialect", "words", "wanted"), TURNS, ids=[words for _, words, _ in TURNS])
+def test_turns_mean_what_they_mean_there(dialect, words, wanted):
+    """TRL counts rounds of tools: the model speaks once more than that. Megatron-SWIFT's use_gym_env adds a reward."""
+    assert values(check(["--dialect", dialect, *words.split()]).config, wanted) == wanted
+
+
+def test_a_limit_of_length_that_is_of_a_turn_there_is_said():
+    notes = " ".join(parse(["--dialect", "swift", "--gym_env", "e.py:E"], dialects=DIALECTS).notes)
+    assert "completion_length_limit_scope per_round" in notes and "max_turns is without a limit" in notes

@@ -1,0 +1,93 @@
+"""A run of episodes, whose template drops history, is killed and stopped in mid-rollout; and is the run that nobody stopped."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.chat_models import DROPS, write_chat
+from tests.end_to_end.runs import records, train
+from tests.ranks import RanksFailed, run_ranks
+
+STEPS = 5
+EXACT = ("loss", "reward", "grad_norm", "num_tokens", "episodes/turns", "episodes/rewritten", "episodes/drawn_tokens")
+MINE = """
+import time
+from pathlib import Path
+from megatron_grpo.environments.protocol import Environment, Reply
+HERE = Path(__file__).parent
+
+class Counts(Environment):
+    def reply(self, turn):
+        while turn.number and (HERE / "hold").exists():
+            (HERE / "open").touch()
+            time.sleep(0.01)
+        return Reply(messages=[{"role": "user", "content": f"{self.columns['answer']} {len(turn.text)}"}], reward=len(turn.text) % 3 / 2)
+
+def short(completions, turn_rewards, num_turns, ended, messages):
+    assert all(len(rewards) == turns for rewards, turns in zip(turn_rewards, num_turns))
+    return [1.0 / (1 + len(said[0]["content"])) for said in completions]
+"""
+
+
+@pytest.fixture(scope="module")
+def flags(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("turns")
+    write_chat(folder / "model", template=DROPS, ends=10.5, layers=1)
+    rows = [{"prompt": [{"role": "user", "content": f"q {i}"}], "answer": i} for i in range(9)]
+    (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "mine.py").write_text(MINE)
+    return [
+        *("--model", str(folder / "model")), *("--dataset", str(folder / "data.jsonl")), *("--environment", f"{folder}/mine.py:Counts"),
+        *("--reward_funcs", "environment", f"{folder}/mine.py:short"), *("--max_turns", "3"), *("--max_completion_length", "250"),
+        *("--torch_dtype", "float32"), *("--num_generations", "4"), *("--global_batch_size", "8"), *("--generation_batch_size", "12"),
+        *("--allow_unaligned_generation", "true"), *("--micro_batch_size", "2"), *("--lr", "1e-3"), *("--vllm_kv_cache_memory_mb", "32"),
+        *("--max_steps", str(STEPS)), *("--save_steps", "1"), *("--stop_drain_seconds", "0"), *("--rank_heartbeat_timeout", "0"),
+        *("--export_hf", "false"),
+    ]  # fmt: skip
+
+
+def end_in_mid_rollout(rank: int, world_size: int, flags: list[str], steps: int, number: int) -> int:
+    """As `train`; but once so many steps are on record and turns of the next rollout are drawn, a signal comes."""
+    out, here = Path(flags[flags.index("--output_dir") + 1]), Path(flags[flags.index("--dataset") + 1]).parent
+
+    def watch():
+        while not (out / "metrics.jsonl").exists() or len(records(out / "metrics.jsonl")) < steps:
+            time.sleep(0.002)
+        (here / "hold").touch()
+        while not (here / "open").exists():
+            time.sleep(0.002)
+        os.kill(os.getpid(), number)
+
+    threading.Thread(target=watch, daemon=True).start()
+    return train(rank, world_size, flags)
+
+
+def test_a_run_that_is_killed_and_stopped_in_mid_rollout_is_the_run_that_nobody_stopped(flags, tmp_path):
+    here = Path(flags[flags.index("--dataset") + 1]).parent
+    assert run_ranks(train, 1, [*flags, "--output_dir", str(tmp_path / "whole")], timeout=180) == [0]
+    flags = [*flags, "--output_dir", str(tmp_path / "out")]
+    with pytest.raises(RanksFailed, match="SIGKILL"):
+        run_ranks(end_in_mid_rollout, 1, flags, 1, signal.SIGKILL, timeout=180)
+    for name in ("hold", "open"):
+        (here / name).unlink()
+    assert run_ranks(end_in_mid_rollout, 1, flags, 3, signal.SIGTERM, timeout=180) == [3], "open episodes are dropped"
+    for name in ("hold", "open"):
+        (here / name).unlink()
+    assert len(records(tmp_path / "out" / "metrics.jsonl")) < STEPS
+    assert run_ranks(train, 1, flags, timeout=180) == [0]
+
+    whole, found = (records(tmp_path / name / "metrics.jsonl") for name in ("whole", "out"))
+    assert [line["step"] for line in found] == [line["step"] for line in whole] == list(range(1, STEPS + 1))
+    for one, other in zip(whole, found, strict=True):
+        kept = [name for name in EXACT if name in one]
+        assert [other[name] for name in kept] == pytest.approx([one[name] for name in kept], rel=1e-6, abs=1e-9)
+    assert max(line.get("episodes/rewritten", 0.0) for line in whole) > 0.5, "rows of several contexts wait in the checkpoints"
+    assert all(line["sampling/logp_difference/max"] < 1e-4 for line in whole)
+    assert {"rewards/environment/mean", "rewards/short/mean", "episodes/ended/max_turns"} <= set(whole[0])
