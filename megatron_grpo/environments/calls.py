@@ -86,7 +86,7 @@ class _Parser:
     def __call__(self, text: str) -> list[ToolCall]:
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
-        request = ChatCompletionRequest(model="", messages=[], tools=self._tools)  # type: ignore[call-arg]  # pydantic's defaults
+        request = ChatCompletionRequest(model="", messages=[], tools=self._tools)  # type: ignore[call-arg, arg-type]  # pydantic's defaults, and its own reading
         try:
             found = self._parser.extract_tool_calls(text, request)
             calls = [self._read(call.function) for call in found.tool_calls] if found.tools_called else []

@@ -14,7 +14,6 @@ PAGE = Path(__file__).parents[2] / "docs/composition.md"
 SECTIONS = {title: text for title, text in re.findall(r"^# (.+?)\n(.*?)(?=^# |\Z)", PAGE.read_text(encoding="utf-8"), re.M | re.S)}
 REFUSED = {title: re.findall(r"^\| `(--[^`]+)` \| (.+) \|$", text, re.M) for title, text in SECTIONS.items()}
 WITH_LORA = REFUSED["LoRA with everything else"]
-# Evaluation's sentences are held by tests/unit/settings/test_evaluation.py.
 WITH_OTHERS = [row for title, rows in REFUSED.items() if not title.startswith(("LoRA", "Evaluation")) for row in rows]
 WITH_PICTURES = re.findall(r"^\| (.+) \| (.+) \|$", SECTIONS["Pictures with everything else"].split("Refused:")[1], re.M)[2:]
 TOOL = '''def f(x: int) -> int:
@@ -143,9 +142,7 @@ def test_what_works_is_planned(ask, architecture, words):
     assert found["cost"]["trainable_parameters"] < 0.05 * found["cost"]["parameters"]
 
 
-OF_EVALUATION = re.findall(
-    r"^\| `(--[^`]+)` \| (.+) \|$", PAGE.read_text(encoding="utf-8").split("# Evaluation and rollouts of one's own")[1], re.M
-)
+OF_EVALUATION = REFUSED["Evaluation and rollouts of one's own with everything else"]
 
 
 @pytest.mark.parametrize(("words", "sentence"), OF_EVALUATION, ids=[words for words, _ in OF_EVALUATION])
