@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from megatron_grpo.errors import ConfigError
+from megatron_grpo.weights.adapters import from_file, write_adapter
 from megatron_grpo.weights.families import FAMILIES
+from megatron_grpo.weights.lora import LoraSettings, module_of, own_sizes, peft_name
 from megatron_grpo.weights.names import hf_shapes, num_parameters, tower_entries
 from megatron_grpo.weights.reader import HfReader
 from megatron_grpo.weights.shape import ModelShape, read_config
@@ -151,3 +154,22 @@ def test_parts_of_a_model():
 
 def test_the_config_of_a_checkpoint_says_the_same_of_its_head(checkpoint):
     assert ModelShape.from_pretrained(checkpoint).tied_embeddings == bool(read_config(checkpoint)["tie_word_embeddings"])
+
+
+@pytest.mark.parametrize("spelling", ["PEFT's", "ours"])
+def test_an_adapter_is_written_by_pefts_names_and_read_by_either(checkpoint, tmp_path, spelling):
+    shape = ModelShape.from_pretrained(checkpoint)
+    settings = LoraSettings(rank=3)
+    sizes = own_sizes(settings, shape)
+    config = settings.to_peft(dict.fromkeys(map(module_of, sizes)), str(checkpoint), sees=True)
+    right = {name: torch.full(size, float(number)) for number, (name, size) in enumerate(sizes.items())}
+    name_of = (lambda name: peft_name(name, shape)) if spelling == "PEFT's" else str
+    write_adapter(tmp_path / "out", ((name_of(name), tensor) for name, tensor in right.items()), config, {})
+    again = LoraSettings.from_peft(tmp_path / "out")
+    read = from_file(tmp_path / "out", again, shape)
+    assert own_sizes(again, shape) == sizes
+    assert all(torch.equal(read(name), tensor) for name, tensor in right.items())
+    model = load_tiny(checkpoint)
+    modules = {name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
+    targets = {name for name in modules if re.fullmatch(config["target_modules"], name)}
+    assert targets == {peft_name(module_of(name), shape) for name in sizes}, "no layer of the tower, some of which have the same last words"
