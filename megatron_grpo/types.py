@@ -33,9 +33,17 @@ class Extent(NamedTuple):
 class Picture(Protocol):
     """What a picture is. Its place is kept beside it, since several contexts may show one picture at several places."""
 
-    key: str  # equal for equal patches alone
-    grid: tuple[int, int, int]  # patches: frames, rows, columns
-    merge: int  # so many by so many patches are one token
+    @property
+    def key(self) -> str:
+        """Equal for equal patches alone."""
+
+    @property
+    def grid(self) -> tuple[int, int, int]:
+        """Patches: frames, rows, columns."""
+
+    @property
+    def merge(self) -> int:
+        """So many by so many patches are one token."""
 
     def patches(self) -> np.ndarray:
         """float32 [n, channels]."""

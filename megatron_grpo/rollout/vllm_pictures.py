@@ -41,7 +41,7 @@ def take_pillow() -> None:
 
     def with_pillow(*args: Any, **kwargs: Any) -> Any:
         found = get(*args, **kwargs)
-        theirs = getattr(found, "image_processor", None)
+        theirs: Any = getattr(found, "image_processor", None)
         if type(theirs).__name__.startswith("Qwen2VLImageProcessor"):
             from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
