@@ -82,7 +82,7 @@ def draw(path: Path, rows: list[dict[str, Any]], data: Path, before: list[str], 
         axis.set_title(f"{question}\nbefore: {old}", fontsize=9)
         axis.text(0.5, -0.08, f"after: {new}", transform=axis.transAxes, ha="center", va="top", fontsize=10,
                   color="green" if new == row["answer"] else "red")  # fmt: skip
-    figure.tight_layout()
+    figure.tight_layout(h_pad=4)  # the answers stand below
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
 
