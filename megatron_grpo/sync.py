@@ -277,11 +277,8 @@ def check_weights(policy: PushedPolicy, holder: WeightHolder, *, version: int, i
     if problem:
         raise WeightSyncError(problem)
     every = np.concatenate([np.concatenate([report.fresh, report.cached]) for report in reports.values()])
-    return SyncStats(
-        logp_difference_max=float(every.max()),
-        logp_difference_mean=float(every.mean()),
-        picture_difference_max=max(report.of_pictures for report in reports.values()),
-    )
+    worst = max(report.of_pictures for report in reports.values())
+    return SyncStats(logp_difference_max=float(every.max()), logp_difference_mean=float(every.mean()), picture_difference_max=worst)
 
 
 def _of_all(mine: Mapping[str, Found]) -> dict[str, Found]:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 BLOCK = 32  # tokens: the largest block of the prefix cache
 LENGTH = 2 * BLOCK + 2  # two full blocks, then the token that is read through the cache
 NUM_PROBES = 4
+FEWEST_WORDS = 3  # around a picture
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,8 +66,8 @@ class DrawnPicture:
 def probe_sequences(tokenizer: Any, *, vocab_size: int, max_model_len: int, eyes: Eyes | None = None) -> list[Sequence]:
     """Ordinary tokens at random. vocab_size: of the model; a tokenizer may know more words, or fewer.
 
-    eyes: of a model that sees; then half of them show a picture, for what a tower makes of it shows in no other. They are too long for a
-    small `max_model_len`, and then left as text.
+    eyes: of a model that sees; then half of them show a picture, for what a tower makes of it shows in no other. Where `max_model_len` is
+    small they have fewer words; a picture that fits with none at all is left out.
     """
     special = set(tokenizer.all_special_ids) | ({eyes.image_token, *eyes.around} if eyes else set())
     ordinary = np.array([token for token in range(min(len(tokenizer), vocab_size)) if token not in special])
@@ -75,10 +76,10 @@ def probe_sequences(tokenizer: Any, *, vocab_size: int, max_model_len: int, eyes
     drawn = np.random.default_rng(0).choice(ordinary, (NUM_PROBES, length)).tolist()
     if eyes is None:
         return [whole(row) for row in drawn]
-    sides = [(2 * eyes.side, 3 * eyes.side), (3 * eyes.side, eyes.side)]
-    seen = [_showing(row, DrawnPicture(eyes=eyes, height=height, width=width)) for row, (height, width) in zip(drawn, sides, strict=False)]
-    fitting = [one for one in seen if len(one.token_ids) <= max_model_len - 1]
-    return [*fitting, *(whole(row) for row in drawn[len(fitting) :])]
+    pictures = [DrawnPicture(eyes=eyes, height=2 * eyes.side, width=width * eyes.side) for width in (3, 2)]
+    fitting = [(one, room) for one in pictures if (room := max_model_len - 1 - one.num_tokens - 2) >= FEWEST_WORDS]
+    seen = [_showing(row[:room], one) for row, (one, room) in zip(drawn, fitting, strict=False)]
+    return [*seen, *(whole(row) for row in drawn[len(seen) :])]
 
 
 def _showing(tokens: list[int], picture: DrawnPicture) -> Sequence:
