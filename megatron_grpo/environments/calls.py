@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -77,22 +77,32 @@ def _problem(message: str) -> ConfigError:
     return ConfigError([Problem(flags=("tool_call_parser",), message=message)])
 
 
+# What a call begins with, in the formats that vLLM's parsers read.
+_MARKS = (
+    *("<tool_call", "<|tool_call", "<|python_tag|>", "[TOOL_CALLS]", "<\uff5ctool", "<function=", "<function_call", "functools["),
+    *("<TOOLCALL>", "<|action_start|>", "<start_function_call>", "<minimax:tool_call", "<invoke "),
+)
+
+
 class _Parser:
-    """vLLM's, which says "no call" of one that it cannot read."""
+    """vLLM's, which says "no call" of one that it cannot read; and that no two threads may use at a time."""
 
     def __init__(self, parser: Any, tools: Sequence[Mapping[str, Any]]):
-        self._parser, self._marks, self._tools = parser, _marks_of(parser), list(tools)
+        self._parser, self._tools, self._lock = parser, list(tools), threading.Lock()
+        names = "|".join(re.escape(tool["function"]["name"]) for tool in tools)
+        self._begun = re.compile(rf"""\[\s*({names})\s*\(|["']name["']\s*:\s*["']({names})["']""")  # pythonic, and JSON without a mark
 
     def __call__(self, text: str) -> list[ToolCall]:
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
-        request = ChatCompletionRequest(model="", messages=[], tools=self._tools)  # type: ignore[call-arg, arg-type]  # pydantic's defaults, and its own reading
+        request = ChatCompletionRequest(model="", messages=[], tools=self._tools)  # type: ignore[call-arg,arg-type]  # pydantic reads them
         try:
-            found = self._parser.extract_tool_calls(text, request)
+            with self._lock:
+                found = self._parser.extract_tool_calls(text, request)
             calls = [self._read(call.function) for call in found.tool_calls] if found.tools_called else []
         except Exception as error:  # noqa: BLE001 - a parser that trips over what a model wrote
             return [ToolCall(error=f"the call cannot be read: {type(error).__name__}")]
-        if not calls and any(mark in text for mark in self._marks):
+        if not calls and (any(mark in text for mark in _MARKS) or self._begun.search(text)):
             return [ToolCall(error="the call cannot be read")]
         return calls
 
@@ -103,15 +113,3 @@ class _Parser:
         except (ValueError, RecursionError) as error:
             return ToolCall(name=function.name, error=f"the arguments are no JSON: {error}")
         return _checked(function.name, arguments)
-
-
-def _marks_of(parser: Any) -> set[str]:
-    """What a call begins with, as the parser's own attributes have it."""
-    marks = set()
-    for name in dir(parser):
-        if re.search("start|begin|bot_token|prefix", name) and not name.startswith("__"):
-            with suppress(Exception):  # a property may raise
-                value = getattr(parser, name)
-                if isinstance(value, str) and len(value.strip()) > 1:
-                    marks.add(value)
-    return marks

@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 
 from megatron_grpo.rewards.contained import contained
 
+LINGER, MOST_LINGERED = 0.001, 0.02  # seconds: for the next call that ends, and for all of them
+
 
 class OutOfTime(Exception):
     """The call did not end within its time."""
@@ -68,22 +70,27 @@ class Workers:
         self._fill()
 
     def take(self, seconds: float) -> list[Outcome]:
-        """What has ended since; waits at most so long for the first."""
+        """What has ended since; waits at most so long for the first, and a little for those that end with it: they join the same step."""
         found: list[Outcome] = []
         until = time.monotonic() + seconds
         while True:
             try:
-                call, outcome = self._ended.get(timeout=0.0 if found else self._patience(until))
+                call, outcome = self._ended.get(timeout=(LINGER if self._running else 0.0) if found else self._patience(until))
             except queue.Empty:
                 found += self._late()
                 self._fill()
                 if found or time.monotonic() >= until:
                     return found
                 continue
-            if not call.is_given_up:
-                self._running.discard(call)
-                found.append(outcome)
-                self._fill()
+            if call.is_given_up:
+                continue
+            if not found:
+                until = time.monotonic() + MOST_LINGERED
+            self._running.discard(call)
+            found.append(outcome)
+            self._fill()
+            if time.monotonic() >= until:
+                return found
 
     def close(self) -> None:
         """Free threads end; the others as soon as their call does."""

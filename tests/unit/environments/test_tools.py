@@ -184,19 +184,31 @@ def test_what_is_nobodys_environment_is_none():
     assert adapted(dict) is None and adapted(Greets) is Greets
 
 
-def test_a_parser_of_vllms_that_finds_no_call_where_its_mark_stands_is_answered_with_an_error():
-    from megatron_grpo.environments.calls import ToolCall, _Parser
+def test_vllms_parsers_read_calls_and_what_they_cannot_read_is_answered_with_an_error():
+    """Read in a process of its own: this one never loads vLLM."""
+    from tests.ranks import run_ranks
 
-    class Parser:
-        call_start_token = "[CALL]"
+    def body(rank, world_size, schemas):
+        from megatron_grpo.environments.calls import reader
+        from megatron_grpo.errors import ConfigError
+        from tests.chat_models import chat_tokenizer
 
-        def extract_tool_calls(self, text, request):
-            from types import SimpleNamespace
+        tokenizer = chat_tokenizer()
+        read, xml = reader("pythonic", tokenizer, schemas), reader("qwen3_xml", tokenizer, schemas)
+        written = (
+            "<tool_call>\n<function=product>\n<parameter=a>\n1\n</parameter>\n<parameter=b>\n2\n</parameter>\n</function>\n</tool_call>"
+        )
+        found = [read(text) for text in ("[product(a=1, b=2)]", "[product(a=1, b=", "product is 2")] + [xml(written), xml("<tool_call> 7")]
+        refused = []
+        for name in ("llama3_json", "nope"):
+            try:
+                reader(name, tokenizer, schemas)
+            except ConfigError as error:
+                refused.append(str(error))
+        return [[(one.name, one.arguments, one.error) for one in calls] for calls in found], refused
 
-            good = text == '[CALL] look {"a": 1}'
-            function = SimpleNamespace(name="look", arguments='{"a": 1}')
-            return SimpleNamespace(tools_called=good, tool_calls=[SimpleNamespace(function=function)] if good else [])
-
-    read = _Parser(Parser(), [schema_of(product)])
-    assert read('[CALL] look {"a": 1}') == [ToolCall(name="look", arguments={"a": 1})]
-    assert read("[CALL] look {") == [ToolCall(error="the call cannot be read")] and read("no call") == []
+    [(found, refused)] = run_ranks(body, 1, list(TOOLS.tools), timeout=120)
+    call = ("product", {"a": 1, "b": 2}, "")
+    assert found[0] == found[3] == [call] and found[2] == []
+    assert found[1] == [("", {}, "the call cannot be read")] and found[4][0][2]
+    assert "does not take this model's tokenizer" in refused[0] and "there is none of this name" in refused[1]

@@ -143,3 +143,27 @@ def test_people_get_a_table(folder, capsys):
     assert "20 prompts" in told and "The first prompt, as the model will see it:\n4 5\n" in told
     assert any(line.split()[:3] == ["raises", "nothing", "fails"] for line in told.splitlines())
     assert "Wrong:\n  1. On nothing: Reward `raises`" in told and told.endswith("1 thing is wrong.\n")
+
+
+def test_an_environment_is_played_without_a_model(tmp_path, monkeypatch):
+    """Turns are made up; what the environment does wrong is said, and its episodes are judged."""
+    from megatron_grpo.run.rehearse import rehearse
+    from megatron_grpo.settings import parse
+    from tests.chat_models import write_chat
+
+    monkeypatch.chdir(tmp_path)
+    write_chat(tmp_path / "model", layers=1)
+    (tmp_path / "e.py").write_text(
+        "from megatron_grpo.environments.protocol import Environment\n"
+        "class E(Environment):\n"
+        "    def reply(self, turn):\n"
+        "        return [], float(turn.text == self.columns['answer']), 1 / len(turn.text) > 0\n"
+    )
+    (tmp_path / "data.jsonl").write_text('{"prompt": [{"role": "user", "content": "q"}], "answer": "7"}\n' * 2)
+    words = "--model model --dataset data.jsonl --environment e.py:E --reward_funcs environment"
+    found = rehearse(parse(words.split()).config, 2)
+    assert found.episodes["its answer"] == "2 episodes, 1.0 turns; done 2; the environment's reward 1"
+    assert found.judged["environment"]["its answer"].scores == (1.0, 1.0) and "nothing" not in found.judged["environment"]
+    assert found.wrong == [
+        "The environment, where the model says nothing: 2 of 2 episodes: reply raised ZeroDivisionError: division by zero."
+    ]

@@ -1,0 +1,103 @@
+"""Episodes against the same contexts in one batch: what it costs that requests join and leave one engine. CPU seconds, on a tiny model.
+
+    python benchmarks/turns.py --episodes 256 --turns 4 --tokens 24 --rounds 3
+
+Each turn has exactly so many tokens in both: a turn that is cut counts as one that ended, and the batch asks vLLM for as many, in the
+contexts that the episodes had. So both draw equal numbers of tokens in equal contexts, and the prefix cache helps both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, default in (("episodes", 256), ("turns", 4), ("tokens", 24), ("rounds", 3), ("hidden", 128), ("layers", 4)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    args = parser.parse_args()
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+    from tests.chat_models import write_chat
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = write_chat(Path(folder) / "model", ends=0.0, hidden=args.hidden, layers=args.layers, ffn=3 * args.hidden)
+        measure(path, args)
+
+
+def measure(path: Path, args: argparse.Namespace) -> None:
+    from megatron_grpo.environments.loading import Stage
+    from megatron_grpo.environments.play import Rules
+    from megatron_grpo.environments.protocol import Environment
+    from megatron_grpo.environments.template import ChatTemplate
+    from megatron_grpo.rollout.colocated import ColocatedEngine
+    from megatron_grpo.rollout.engine import SamplingSettings
+    from megatron_grpo.rollout.turns import EngineTurns, request_seed
+    from megatron_grpo.settings.config import RolloutConfig
+    from megatron_grpo.types import Prompt
+    from tests.chat_models import chat_tokenizer
+
+    class Again(Environment):
+        def reply(self, turn):
+            return [{"role": "user", "content": "again"}], 0.0, False
+
+    class Cut(EngineTurns):
+        """Turns of so many tokens."""
+
+        def submit(self, key, token_ids, *, seed, max_tokens):
+            asked.append((tuple(token_ids), seed))
+            super().submit(key, token_ids, seed=seed, max_tokens=args.tokens)
+
+        def poll(self):
+            return [(key, dataclasses.replace(drawn, is_cut=False)) for key, drawn in super().poll()]
+
+    cfg = RolloutConfig(vllm_kv_cache_memory_mb=512, vllm_max_num_seqs=256)
+    engine = ColocatedEngine.build(cfg, model_path=path, dtype="float32", max_model_len=1000, seed=0, rank=0, world_size=1)
+    tokenizer = chat_tokenizer()
+    question = [{"role": "user", "content": "What is it?"}]
+    ids = tuple(tokenizer.apply_chat_template(question, add_generation_prompt=True, return_dict=True)["input_ids"])
+    prompts = [Prompt(number=i, row=i, raw=question, token_ids=ids, columns={}) for i in range(args.episodes // 8)]
+    rules = Rules(max_turns=args.turns, max_completion_length=800, max_model_len=1000, timeout=60.0, concurrency=64)
+    stage = Stage(environment=Again, template=ChatTemplate(tokenizer, end_ids=[2]), rules=rules, system=None)
+    sampling = SamplingSettings(n=8, max_completion_length=args.tokens)
+
+    def episodes() -> int:
+        asked.clear()
+        play = stage.begin(prompts, n=8, seed_of=lambda number, place, turn: request_seed(number, number, place, turn, n=8))
+        turns = Cut(engine._llm.llm_engine, sampling, version=0)
+        while not play.advance(turns, 10.0, version=0):
+            pass
+        return sum(one.num_drawn for _, group in play.completions() for one in group)
+
+    def batch() -> int:
+        turns = EngineTurns(engine._llm.llm_engine, sampling, version=0)
+        for place, (token_ids, seed) in enumerate(asked):
+            turns.submit((place, 0), token_ids, seed=seed, max_tokens=args.tokens)
+        count = 0
+        while turns.num_running:
+            count += sum(len(drawn.token_ids) for _, drawn in turns.poll())
+        return count
+
+    asked: list[tuple[tuple[int, ...], int]] = []
+    episodes(), batch()  # warm
+    for round_ in range(args.rounds):
+        found = {}
+        for name, work in (("episodes", episodes), ("batch", batch)):
+            engine._forget_prefixes()
+            began, wall = time.process_time(), time.monotonic()
+            tokens = work()
+            found[name] = time.process_time() - began
+            print(f"round {round_ + 1}, {name}: {tokens:,} tokens, {found[name]:.2f} CPU s, {time.monotonic() - wall:.2f} s")
+        print(f"round {round_ + 1}: episodes have {found['batch'] / found['episodes']:.2f} of the speed of one batch, by CPU seconds")
+
+
+if __name__ == "__main__":
+    main()
