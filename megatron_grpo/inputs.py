@@ -6,7 +6,6 @@ names, and says so. Nothing here imports torch before it has to.
 
 from __future__ import annotations
 
-import inspect
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import redirect_stdout
@@ -23,8 +22,9 @@ from megatron_grpo.planning.check import Checked, check_parsed
 from megatron_grpo.planning.command import Plan, make_plan
 from megatron_grpo.planning.pictures import PictureFacts
 from megatron_grpo.planning.tower import learns_nothing
-from megatron_grpo.rewards.loading import check_columns, close_rewards, load_rewards, may_be_here, user_object
+from megatron_grpo.rewards.loading import check_columns, close_rewards, load_rewards, may_be_here
 from megatron_grpo.rewards.protocol import RewardFunction
+from megatron_grpo.rollout.own_loading import load_rollout_func
 from megatron_grpo.settings import Parsed
 from megatron_grpo.settings.config import Config
 from megatron_grpo.settings.evaluation import flag_of, sets_of
@@ -371,27 +371,6 @@ def read_to_evaluate(cfg: Config) -> Looked:
         model_path=model_path, shape=shape, held_out=streams, rewards=rewards, environment=environment, rollout_func=own, notes=notes,
         eyes=sight.eyes,
     )  # fmt: skip
-
-
-def load_rollout_func(cfg: Config) -> Callable[..., Any] | None:
-    """The function that `--rollout_func` names. Raises ConfigError where it cannot be called as it will be."""
-    spec = cfg.rollout.rollout_func
-    if spec is None:
-        return None
-    found = user_object(spec, flag="rollout_func")
-    wrong = None
-    if inspect.isclass(found) or not callable(found):
-        wrong = f"{spec} is no function"
-    elif inspect.iscoroutinefunction(found) or inspect.isgeneratorfunction(found):
-        wrong = f"{spec} is a coroutine or a generator; it must return its completions. It may call the sampler from threads of its own"
-    else:
-        try:
-            inspect.signature(found).bind((), None)
-        except (TypeError, ValueError) as error:
-            wrong = f"{spec} is called as {spec.rpartition(':')[2]}(prompts, sampler), which it does not take ({error})"
-    if wrong:
-        raise ConfigError([Problem(flags=("rollout_func",), message=f"rollout_func: {wrong}.")])
-    return found
 
 
 def _read_held_out(reader: _Reader, left_out: Collection[str], problems: _Problems) -> dict[str, PromptStream | PromptRows]:

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from megatron_grpo.errors import ConfigError, RunError
-from megatron_grpo.inputs import load_rollout_func
 from megatron_grpo.judge import as_batch
 from megatron_grpo.rollout.engine import SamplingSettings
 from megatron_grpo.rollout.own import OwnRollout, OwnRollouts
 from megatron_grpo.rollout.own_answers import BadAnswer, Limits, asked_of, completions_of
+from megatron_grpo.rollout.own_loading import load_rollout_func
 from megatron_grpo.rollout.turns import Drawn, request_seed
 from megatron_grpo.settings.parse import resolve
 from megatron_grpo.types import Group, Prompt
