@@ -164,7 +164,7 @@ def main() -> int:
     wrong = [row.name for row in rows if row.verdict == "BROKEN"] + [chain["why"] for chain in chains if chain["verdict"] != "kept"]
     print("\n".join(["", *said(rows, chains), *wrong]))
     if asked.table:
-        publish(asked.table, results, [fault.name for fault in FAULTS], asked.seed)
+        publish(asked.table, results, {fault.name: fault.promise for fault in FAULTS}, asked.seed)
     print(f"VERDICT: {'FAILED; runs are in ' + str(folder) if wrong else 'PASSED'}")
     if not wrong:
         shutil.rmtree(folder)

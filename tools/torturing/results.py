@@ -6,8 +6,8 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 BEGIN, END = "<!-- torture -->", "<!-- /torture -->"
@@ -121,9 +121,9 @@ def said(rows: Sequence[Row], chains: Sequence[dict]) -> list[str]:
     return lines
 
 
-def publish(path: Path, results: Results, names: Sequence[str], seed: int) -> None:
-    """Replaces what stands between the two marks."""
-    rows, chains = results.rows(names), results.chains(seed)
+def publish(path: Path, results: Results, promises: Mapping[str, str], seed: int) -> None:
+    """Replaces what stands between the two marks. promises: of each fault, as it is worded today, in the order of the table."""
+    rows, chains = [replace(row, promise=promises[row.name]) for row in results.rows(promises)], results.chains(seed)
     loads = [row.load for row in rows]
     days = sorted({row.day for row in rows})
     when = " to ".join(dict.fromkeys((days[0], days[-1])))

@@ -39,10 +39,10 @@ def test_results_accumulate_over_calls_and_the_newest_verdict_counts(tmp_path):
     assert [row.verdict for row in again.rows(["kill/b", "never run", "kill/a"])] == ["kept", "kept"]
     page = tmp_path / "page.md"
     page.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
-    publish(page, again, ["kill/a", "kill/b"], seed=0)
+    publish(page, again, {"kill/a": "p", "kill/b": "today's words"}, seed=0)
     text = page.read_text()
     assert text.startswith(f"before\n{BEGIN}") and text.endswith(f"{END}\nafter\n") and "old" not in text
-    assert "| kill | 2 | 2 | 4.0 | 5.0 | 2.0 | 2.0 |" in text and "| kill/b | p | kept | 3.0 | 2.0 | 6 |  |" in text
+    assert "| kill | 2 | 2 | 4.0 | 5.0 | 2.0 | 2.0 |" in text and "| kill/b | today's words | kept | 3.0 | 2.0 | 6 |  |" in text
 
 
 def test_a_chain_that_went_wrong_is_counted():
