@@ -15,7 +15,6 @@ from megatron_grpo.checkpoint.manifest import read_manifest
 from megatron_grpo.checkpoint.resume import several
 from megatron_grpo.errors import EXIT_DONE, ConfigError, Problem
 from megatron_grpo.export import describe, export_model, merge_adapter, merged_folder
-from megatron_grpo.inputs import find_model
 from megatron_grpo.metrics.card import Card
 from megatron_grpo.parallel import collectives, state
 from megatron_grpo.parallel.layout import Layout
@@ -24,6 +23,7 @@ from megatron_grpo.run import hub
 from megatron_grpo.settings import Parsed
 from megatron_grpo.settings.config import Config, ParallelConfig
 from megatron_grpo.settings.table import table
+from megatron_grpo.sources import find_model
 from megatron_grpo.weights.fit import layout_problems
 from megatron_grpo.weights.shape import ModelShape
 

@@ -25,7 +25,6 @@ from megatron_grpo.environments.loading import load_environment, template_of
 from megatron_grpo.environments.probe import look_at
 from megatron_grpo.environments.protocol import Environment
 from megatron_grpo.errors import EXIT_CRASH, EXIT_DONE, ConfigError, Problem, RewardError
-from megatron_grpo.inputs import find_model
 from megatron_grpo.judge import as_batch
 from megatron_grpo.rewards.loading import close_rewards, load_rewards
 from megatron_grpo.rewards.protocol import RewardBatch, RewardFunction, Score
@@ -35,6 +34,7 @@ from megatron_grpo.settings import Parsed
 from megatron_grpo.settings.config import Config
 from megatron_grpo.settings.turns import EPISODE_COLUMNS
 from megatron_grpo.sizing.batch_sizes import BatchSizes
+from megatron_grpo.sources import find_model
 
 ROWS = 8
 MOST_LENGTHS = 5000  # rows that are tokenised, evenly spread

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING
 
 from megatron_grpo.data.eyes import Eyes, eyes_of
 from megatron_grpo.errors import ConfigError, Problem
-from megatron_grpo.inputs import find_model
 from megatron_grpo.settings import Parsed
 from megatron_grpo.settings.checks import value_problem
 from megatron_grpo.settings.config import Config, RolloutConfig, ServeConfig, TunerConfig
 from megatron_grpo.settings.read import COMMAND_LINE
 from megatron_grpo.settings.servers import TOKEN_VARIABLE
+from megatron_grpo.sources import find_model
 from megatron_grpo.weights.fit import engine_problems, length_problems
 from megatron_grpo.weights.shape import ModelShape
 from megatron_grpo.weights.stored import stored_names

@@ -1,0 +1,216 @@
+"""Reads what settings name: a model's directory, the data sets and episodes that go with it, rollout servers. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from megatron_grpo.data.files import is_path
+from megatron_grpo.errors import ConfigError, Problem
+from megatron_grpo.rewards.loading import check_columns
+from megatron_grpo.rewards.protocol import RewardFunction
+from megatron_grpo.settings.config import Config
+from megatron_grpo.settings.evaluation import flag_of, sets_of
+from megatron_grpo.settings.turns import EPISODE_COLUMNS
+from megatron_grpo.weights.fit import length_problems
+from megatron_grpo.weights.shape import ModelShape
+
+if TYPE_CHECKING:
+    from megatron_grpo.data.eyes import Eyes
+    from megatron_grpo.data.prompts import PromptRows, PromptStream
+    from megatron_grpo.environments.protocol import Environment
+
+ADAPTERS = ("adapters", "ref_adapters")  # settings that name a directory of PEFT's
+
+
+Read = TypeVar("Read")
+
+
+class Problems(list[Problem]):
+    """All that is found wrong, each thing once."""
+
+    def attempt(self, read: Callable[[], Read]) -> Read | None:
+        """What `read` gives, or None."""
+        try:
+            return read()
+        except ConfigError as error:
+            self.add(error.problems)
+            return None
+
+    def add(self, found: Collection[Problem]) -> None:
+        known = {problem.message for problem in self}
+        self += [problem for problem in found if problem.message not in known]
+
+
+def find_model(name: str) -> Path:
+    """The directory of a Hugging Face checkpoint; a Hub name is fetched first."""
+    if not name:
+        raise ConfigError([Problem(flags=("model",), message="model is missing: give a Hugging Face checkpoint directory or a Hub name.")])
+    path = Path(name)
+    if path.is_dir():
+        return path.absolute()
+    if is_path(name):
+        what = "is a file" if path.is_file() else "does not exist"
+        beside = sorted(config.parent.name for config in path.parent.glob("*/config.json"))[:8]
+        there = f" In {path.parent}: {', '.join(beside)}." if beside else ""
+        raise ConfigError([Problem(
+            flags=("model",),
+            message=f"model ({name}) {what}. It is a directory with config.json, tokenizer files and *.safetensors, or a Hub name.{there}"
+        )])  # fmt: skip
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken"]))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ConfigError([Problem(
+            flags=("model",), message=f"model ({name}) is neither a directory here nor a model that can be fetched from the Hub: {reason}"
+        )]) from error  # fmt: skip
+
+
+def bases_of_adapters(cfg: Config, model_path: Path) -> list[Problem]:
+    """Adapters that were trained beside another model than this one."""
+    from megatron_grpo.checkpoint.content import base_problems
+
+    named = {flag: getattr(cfg.tuner, flag) for flag in ADAPTERS}
+    return [problem for flag, directory in named.items() if directory for problem in base_problems(directory, model_path, flag=flag)]
+
+
+@dataclass(frozen=True, slots=True)
+class Sight:
+    """What is known of a model's eyes."""
+
+    eyes: Eyes | None
+    is_blind: bool  # it has none
+
+
+UNKNOWN = Sight(None, is_blind=False)
+
+
+def sight_of(cfg: Config, model_path: Path, left_out: Collection[str]) -> Sight:
+    from megatron_grpo.data.eyes import eyes_of, sees
+    from megatron_grpo.weights.shape import read_config
+
+    if not sees(read_config(model_path)):
+        return Sight(None, is_blind=True)
+    is_config_alone = "weights" in left_out and not (model_path / "preprocessor_config.json").exists()
+    return Sight(None if is_config_alone else eyes_of(cfg.data, model_path), is_blind=False)
+
+
+def environment_of(cfg: Config, tokenizer: Any) -> type[Environment] | None:
+    """The class of a run's episodes. Raises ConfigError."""
+    if not cfg.turns.plays:
+        return None
+
+    return load_environment(cfg, tokenizer)
+
+
+def look_at_template(cfg: Config, environment: type[Environment], tokenizer: Any, model_path: Path) -> list[str]:
+    """What it does to the turns of episodes. Raises ConfigError where they would not be seen."""
+    flag = "environment" if cfg.turns.environment else "tools"
+    if not getattr(tokenizer, "chat_template", None):
+        message = f"{flag}: the model's tokenizer has no chat template (a base model?), and turns are written by one. Use a chat model."
+        raise ConfigError([Problem(flags=(flag, "model"), message=message)])
+    from megatron_grpo.environments.loading import template_of
+    from megatron_grpo.environments.probe import look_at
+
+    template = template_of(cfg, environment, tokenizer, model_path=model_path)
+    return look_at(template, environment, history=cfg.turns.turn_history, flag=flag)  # type: ignore[arg-type]  # one of its choices
+
+
+@dataclass(frozen=True, slots=True)
+class DataReader:
+    """Reads the data sets of a run, as its model and its episodes need them."""
+
+    cfg: Config
+    tokenizer: Any
+    sight: Sight
+    environment: type[Environment] | None
+
+    def read(self, held_out: str | None = None) -> PromptStream | PromptRows:
+        """A stream of prompts; without a tokenizer its rows, which can be looked at all the same. held_out: name of a set."""
+        from megatron_grpo.data.prompts import check_for_episodes, check_pictures, load_rows, open_stream
+        from megatron_grpo.data.tokens import FEW
+
+        cfg = self.cfg
+        flag = "dataset" if held_out is None else flag_of(held_out, cfg)
+        dataset = cfg.data.dataset if held_out is None else sets_of(cfg)[held_out]
+        if not self.tokenizer:
+            rows = load_rows(cfg.data, dataset=dataset, flag=flag, eyes=self.sight.eyes, is_blind=self.sight.is_blind)
+            check_pictures(rows, at_most=FEW)
+            if self.environment is not None:
+                check_for_episodes(rows, flag)
+            return rows
+        seed, shuffle = (cfg.run.seed, None) if held_out is None else (0, False)
+        tools = None if self.environment is None else self.environment.tools
+        return open_stream(
+            cfg.data, self.tokenizer, dataset=dataset, flag=flag, seed=seed, shuffle=shuffle, eyes=self.sight.eyes, tools=tools
+        )
+
+
+def read_held_out(reader: DataReader, left_out: Collection[str], problems: Problems) -> dict[str, PromptStream | PromptRows]:
+    names = [name for name in sets_of(reader.cfg) if part_of(name) not in left_out]
+    read = {name: problems.attempt(partial(reader.read, name)) for name in names}
+    return {name: found for name, found in read.items() if found is not None}
+
+
+def part_of(name: str) -> str:
+    """What stands for a held-out set among the parts that are left out."""
+    return f"held-out set {name}"
+
+
+def rows_of(prompts: PromptStream | PromptRows | None) -> PromptRows | None:
+    if prompts is None:
+        return None
+    from megatron_grpo.data.prompts import PromptStream
+
+    return prompts.rows if isinstance(prompts, PromptStream) else prompts
+
+
+def look_at_rows(
+    cfg: Config, shape: ModelShape | None, rewards: list[RewardFunction], looked: list[tuple[str, PromptRows]], problems: Problems
+) -> None:
+    """Whether rewards find their columns in every set, and prompts their place in the model. looked: (setting, rows)."""
+    for flag, rows in looked:
+        if rewards:
+            problems.attempt(partial(_check_columns, cfg, rewards, rows, flag))
+        if shape:
+            problems.add(_lengths_of_data(cfg, shape, rows, flag))
+
+
+def _check_columns(cfg: Config, rewards: list[RewardFunction], rows: PromptRows, flag: str) -> None:
+    if cfg.rollout.rollout_func is not None:  # which may give them columns that nobody knows yet
+        return
+    check_columns(rewards, _columns(cfg, rows, flag), flag=flag)
+
+
+def _columns(cfg: Config, rows: PromptRows, flag: str) -> tuple[str, ...]:
+    """What rewards can count on: columns of the data, and of episodes. Raises ConfigError where a name means both."""
+    names = rows.column_names()
+    if not cfg.turns.plays:
+        return names
+    if both := [name for name in names if name in EPISODE_COLUMNS]:
+        message = f"{flag} has the column {', '.join(both)}, and rewards get that name of an episode. Give the column another one."
+        raise ConfigError([Problem(flags=(flag,), message=message)])
+    return (*names, *EPISODE_COLUMNS)
+
+
+def _lengths_of_data(cfg: Config, shape: ModelShape, rows: PromptRows, flag: str) -> list[Problem]:
+    """Sequences too long for the model, where only the data tells how long they are: `planning.check` judges what is set."""
+    longest = cfg.rollout.max_completion_length
+    if cfg.data.max_prompt_length is not None or rows.longest_prompt is None or length_problems(shape, 1 + longest):
+        return []
+    return length_problems(shape, rows.longest_prompt + longest, flags=(flag, "max_completion_length"))
+
+
+def servers_that_answer(cfg: Config, shape: ModelShape, longest_prompt: int, eyes: Eyes | None, most_pictures: int) -> list[Problem]:
+    """Of rollout servers that answer already. The rank that will speak to them looks; the others may have no way to them."""
+    from megatron_grpo.rollout.adapters import lora_push
+    from megatron_grpo.rollout.fleet import needs_of
+
+    lora = lora_push(cfg, shape, on_gpu=None)
+    return problems_with_servers(cfg, needs_of(cfg, longest_prompt, lora, eyes=eyes, most_pictures=most_pictures))
