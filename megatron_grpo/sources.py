@@ -105,6 +105,7 @@ def environment_of(cfg: Config, tokenizer: Any) -> type[Environment] | None:
     """The class of a run's episodes. Raises ConfigError."""
     if not cfg.turns.plays:
         return None
+    from megatron_grpo.environments.loading import load_environment
 
     return load_environment(cfg, tokenizer)
 
@@ -210,7 +211,7 @@ def _lengths_of_data(cfg: Config, shape: ModelShape, rows: PromptRows, flag: str
 def servers_that_answer(cfg: Config, shape: ModelShape, longest_prompt: int, eyes: Eyes | None, most_pictures: int) -> list[Problem]:
     """Of rollout servers that answer already. The rank that will speak to them looks; the others may have no way to them."""
     from megatron_grpo.rollout.adapters import lora_push
-    from megatron_grpo.rollout.fleet import needs_of
+    from megatron_grpo.rollout.fleet import needs_of, problems_with_servers
 
     lora = lora_push(cfg, shape, on_gpu=None)
     return problems_with_servers(cfg, needs_of(cfg, longest_prompt, lora, eyes=eyes, most_pictures=most_pictures))

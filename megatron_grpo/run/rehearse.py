@@ -103,8 +103,8 @@ def rehearse(cfg: Config, num_rows: int = ROWS) -> Rehearsal:
     opened: dict[str, Any] = {}
     for name, open_it in {
         "tokenizer": lambda: load_tokenizer(str(find_model(cfg.model.model))),
-        "eyes": lambda: eyes_of(cfg.data, find_model(cfg.model.model)),
-        "rows": lambda: _rows(cfg, opened.get("eyes"), is_blind="eyes" in opened and opened["eyes"] is None),
+        "eyes": lambda: eyes_of(cfg.data, find_model(cfg.model.model)) if "tokenizer" in opened else None,
+        "rows": lambda: _rows(cfg, opened.get("eyes"), is_blind={"tokenizer", "eyes"} <= opened.keys() and opened["eyes"] is None),
         "environment": lambda: load_environment(cfg, opened.get("tokenizer")),
         "rewards": lambda: load_rewards(cfg),  # the user's own code, which may change the directory, comes last
     }.items():
