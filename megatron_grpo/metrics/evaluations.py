@@ -176,7 +176,7 @@ class Evaluations:
 
 
 def in_words(records: Sequence[Numbers]) -> tuple[str, list[str], list[list[str]]]:
-    """(how they were asked, heads of the columns after the first, rows) of a table of evaluations, a row per set."""
+    """(how they were asked, heads of the columns after the first, rows) of a table of evaluations, a column per set."""
     how = dict.fromkeys(
         f"{record['n']} completions of each prompt at temperature {record['temperature']:g}" if record["temperature"] else "greedy"
         for record in records
@@ -184,7 +184,7 @@ def in_words(records: Sequence[Numbers]) -> tuple[str, list[str], list[list[str]
     first = next((record["change/since"] for record in records if "change/since" in record), "")
     since = f" since step {first}" if isinstance(first, int) else f" from {first}" if first else ""
     passes = sorted({int(name[5:]) for record in records for name in record if re.fullmatch(r"pass@\d+", name)})
-    columns: dict[str, list[str]] = {
+    figures: dict[str, list[str]] = {
         "prompts": [f"{record['num_prompts']:,}" for record in records],
         "mean": [f"{_mean(record)} ± {_mean(record, '/stderr')}" for record in records],
         "seed alone": [f"± {_mean(record, '/stderr_seed')}" if record["n"] > 1 else "" for record in records],
@@ -193,9 +193,8 @@ def in_words(records: Sequence[Numbers]) -> tuple[str, list[str], list[list[str]
         "tokens": [_number(record.get("mean_length")) for record in records],
         "unscored": [f"{record['unscored']:,}" if record["unscored"] else "" for record in records],
     }
-    shown = {head: cells for head, cells in columns.items() if any(cells)}
-    rows = [[str(record["name"]), *(cells[place] for cells in shown.values())] for place, record in enumerate(records)]
-    return "; ".join(how), list(shown), rows
+    rows = [[figure, *cells] for figure, cells in figures.items() if any(cells)]
+    return "; ".join(how), [str(record["name"]) for record in records], rows
 
 
 def _mean(record: Numbers, part: str = "") -> str:
