@@ -26,6 +26,7 @@ _TABLE = {
     """,
     "between": """
         generation_batch_size global_batch_size num_generations num_iterations old_logprobs temperature router_replay_mode
+        min_pixels max_pixels
     """,
     "said": """
         model transformer_impl share_prompts moe_aux_loss_coeff moe_z_loss_coeff lora_dropout adapters ref_adapters vllm_enable_lora
@@ -64,7 +65,7 @@ _TABLE = {
         output_dir save_steps save_total_limit async_save resume report_to log_completions_steps log_completions_nodes overwrite_output_dir
         export_hf eval_steps load_from_cache_file run_name project push_to_hub hub_model_id hub_private_repo
         plan_rollouts num_prompts gpu_memory_gb lengths json png dialect
-        rollout_func_timeout
+        rollout_func_timeout data_root limit_images
         host port vllm_data_parallel_size address_file token_file ssl_certfile ssl_keyfile metrics
     """,
 }  # bf16 is another spelling of torch_dtype, async_generate of async_rollout_depth. Of the sizes, those are compared that decide which

@@ -13,11 +13,10 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import cached_property
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
-
-import numpy as np
 
 from megatron_grpo.data.eyes import Eyes, Grid, PatchCache
 from megatron_grpo.data.files import NAMED_ROWS, Rows
@@ -25,6 +24,8 @@ from megatron_grpo.data.pictures import PictureFault, Source, decoded, source_of
 from megatron_grpo.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from megatron_grpo.types import Picture
 
 COLUMNS = ("images", "image")
@@ -75,8 +76,8 @@ class FilePicture:
         if found is None:
             with self.album.told_of(self.row, self.source):
                 found = self.album.eyes.patches(decoded(self.data()))
-                if len(found) != np.prod(self.grid):
-                    raise PictureFault(f"became {len(found)} patches, and its header promised {np.prod(self.grid)}")
+                if len(found) != prod(self.grid):
+                    raise PictureFault(f"became {len(found)} patches, and its header promised {prod(self.grid)}")
             self.album.cache.put(self.key, found)
         return found
 
@@ -114,6 +115,8 @@ class Album:
     @cached_property
     def counts(self) -> np.ndarray:
         """Pictures of each row, int64 [rows]."""
+        import numpy as np  # `plan` without a data set imports none
+
         return np.array([len(shown_by(row)) for row in self.rows], dtype=np.int64)
 
     def sources(self, row: int) -> tuple[Source, ...]:
@@ -145,7 +148,7 @@ class Album:
     def stamp(self) -> str:
         """Of what the files look like from outside: another one where one was written anew."""
         digest = hashlib.sha256(self.eyes.digest.encode())
-        for row in np.flatnonzero(self.counts):
+        for row in self.counts.nonzero()[0]:
             for given in shown_by(self.rows[int(row)]):
                 with suppress(PictureFault, OSError):
                     path = source_of(given, self.root).path

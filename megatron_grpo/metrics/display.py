@@ -130,7 +130,8 @@ class Display:
 
     def table(self, title: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         """heads: of the columns after the first."""
-        table = Table(title=title, title_justify="left", title_style="bold")
+        self.console.print(title, style="bold", markup=False)  # a title of the table would be broken at the table's width
+        table = Table()
         table.add_column("")
         for head in heads:
             table.add_column(head, justify="right")

@@ -54,8 +54,10 @@ class PictureFacts:
             text = float(np.mean([_characters(prompts.raw(int(index))) for index in indices])) / CHARACTERS_OF_A_TOKEN
         eyes = album.eyes
         # Completions of one prompt lie beside each other and share what was made of its pictures.
-        num_prompts = math.ceil(sizes.micro_batch_size / sizes.num_generations) + (sizes.micro_batch_size % sizes.num_generations > 1)
-        most = sum(sorted(of_prompts, reverse=True)[: min(num_prompts, sizes.micro_batch_size)])
+        # A micro-batch begins in a group at a multiple of what divides both.
+        group, rows = sizes.num_generations, sizes.micro_batch_size
+        num_prompts = math.ceil((group - math.gcd(rows, group) + rows) / group)
+        most = sum(sorted(of_prompts, reverse=True)[: min(num_prompts, rows)])
         return cls(
             rows_looked_at=len(indices), rows_with_pictures=sum(map(bool, per_row)), most_pictures=prompts.most_pictures,
             tokens_of_picture_mean=sum(tokens) / max(1, len(tokens)), tokens_of_picture_max=max(tokens, default=0),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron_grpo.settings.config import Config
+from megatron_grpo.settings.config import Config, RolloutConfig
 from megatron_grpo.settings.tuner import Pair
 
 
@@ -12,7 +12,7 @@ def pairs(cfg: Config) -> Iterator[Pair]:
     """(settings, what is wrong, nearest values) of each problem."""
     rollout = cfg.rollout
     if rollout.rollout_func is None:
-        if "rollout_func_timeout" in cfg.typed:
+        if "rollout_func_timeout" in cfg.typed and rollout.rollout_func_timeout != RolloutConfig().rollout_func_timeout:
             message = f"rollout_func_timeout ({rollout.rollout_func_timeout:g}) needs a rollout_func. Give one, or leave it out."
             yield ("rollout_func_timeout", "rollout_func"), message, {}
         return

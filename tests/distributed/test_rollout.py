@@ -67,7 +67,7 @@ def test_sampled_logprobs_equal_transformers_and_a_run_repeats(model_path):
             assert len(set(drawn)) == len(drawn), "completions of a group are different draws"
 
             for probe, scores in zip(engine.probes(), engine.score(engine.probes()), strict=True):
-                torch.testing.assert_close(torch.tensor(scores), hf_logprobs(model, probe), atol=1e-4, rtol=0)
+                torch.testing.assert_close(torch.tensor(scores), hf_logprobs(model, probe.token_ids.tolist()), atol=1e-4, rtol=0)
 
     run_ranks(body, 1)
 
