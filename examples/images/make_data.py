@@ -19,14 +19,19 @@ from PIL import Image, ImageDraw
 
 SIDE = 56  # pixels
 COLOURS = {"red": (220, 40, 40), "green": (40, 170, 60), "blue": (50, 80, 220), "yellow": (240, 210, 40)}
+# A tower knows where patches stand to each other, and not where they stand: a shape looks the same left and right. By its frame a model of
+# two layers tells the sides apart within 300 steps of supervised training; without, it answers by chance after as many as were tried (450).
+FRAME = (30, 30, 30)
 KINDS = ("colour", "count", "place")
 
 
 def draw(shapes: list[tuple[str, int, int]], rng: random.Random) -> Image.Image:
-    """shapes: (colour, column, row) of each, in a grid of 2 x 2. Where in its quarter a shape stands, and its form, is left to chance."""
+    """shapes: (colour, column, row) of each, in a grid of 2 x 2 in a frame. Where in its quarter a shape stands is left to chance, as is its
+    form."""
     grey = rng.randrange(225, 256)
     picture = Image.new("RGB", (SIDE, SIDE), (grey, grey, grey))
     pen = ImageDraw.Draw(picture)
+    pen.rectangle((0, 0, SIDE - 1, SIDE - 1), outline=FRAME, width=2)
     for colour, column, row in shapes:
         size = rng.randrange(13, 20)
         x, y = (at * SIDE // 2 + rng.randrange(3, SIDE // 2 - size - 2) for at in (column, row))
@@ -55,12 +60,14 @@ def make_row(kind: str, rng: random.Random) -> tuple[Image.Image, dict[str, Any]
 
 def write(folder: Path, name: str, count: int, rng: random.Random) -> None:
     (folder / name).mkdir(parents=True, exist_ok=True)
-    lines = []
+    rows = []
     for number in range(count):
         picture, row = make_row(KINDS[number % len(KINDS)], rng)
         picture.save(folder / name / f"{number:05d}.png")
-        lines.append(json.dumps({**row, "images": [f"{name}/{number:05d}.png"]}))
-    (folder / f"{name}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+        rows.append({**row, "images": [f"{name}/{number:05d}.png"]})
+    of = {name: rows} | {f"{name}_{kind}": [row for row in rows if row["kind"] == kind] for kind in KINDS}  # each kind by itself too
+    for file, chosen in of.items():
+        (folder / f"{file}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in chosen), encoding="utf-8")
 
 
 def main() -> None:
