@@ -40,20 +40,20 @@ def draw(shapes: list[tuple[str, int, int]], rng: random.Random) -> Image.Image:
 
 
 def make_row(kind: str, rng: random.Random) -> tuple[Image.Image, dict[str, Any]]:
-    """A picture and its question. `mistaken` is what someone answers who confuses left and right, or overlooks one."""
+    """A picture and its question. `mistaken`: what someone says who echoes the question, and who confuses left and right; or overlooks one."""
     if kind == "count":
         number = rng.randrange(2, 5)
         places = rng.sample([(column, row) for column in (0, 1) for row in (0, 1)], number)
         shapes = [(rng.choice(list(COLOURS)), *place) for place in places]
-        question, answer, mistaken = "How many shapes?", str(number), str(number - 1)
+        question, answer, mistaken = "How many shapes?", str(number), [str(number - 1)] * 2
     else:
         left, right = rng.sample(list(COLOURS), 2)
         shapes = [(left, 0, rng.randrange(2)), (right, 1, rng.randrange(2))]
         side = rng.choice(("left", "right"))
         one, other = (left, right) if side == "left" else (right, left)
-        question, answer, mistaken = f"Which colour is {side}?", one, other
+        question, answer, mistaken = f"Which colour is {side}?", one, [side, other]
         if kind == "place":
-            question, answer, mistaken = f"Where is {one}?", side, "left" if side == "right" else "right"
+            question, answer, mistaken = f"Where is {one}?", side, [one, "left" if side == "right" else "right"]
     row = {"messages": [{"role": "user", "content": f"<image>{question}"}], "answer": answer, "mistaken": mistaken, "kind": kind}
     return draw(shapes, rng), row
 
