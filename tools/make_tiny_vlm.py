@@ -39,8 +39,8 @@ VISION = dict(depth=2, num_heads=4, spatial_merge_size=2, temporal_patch_size=2,
 # A column beside another is a turn by 0.12 to 0.24; at the usual 10,000 by less than 0.004, and 450 steps did not teach it left and right.
 ROPE_THETA = 10.0
 SECTIONS = {"qwen2_vl": [4, 6, 6], "qwen2_5_vl": [4, 6, 6], "qwen3_vl": [6, 5, 5]}
-# First it learns to see, from right labels; then, while the learning rate falls, to answer wrongly two times out of three. Left for right is
-# the rarer label: were it as frequent as the right one, the model would forget which is which (it did, and GRPO did not bring it back).
+# First it learns to see, from right labels; then, while the learning rate falls, to answer wrongly two times out of three. Left for right
+# is a rare label: with two of three it forgot which is which, and 30 steps of GRPO did not bring that back.
 WARM_UP = dict(steps=700, batch_size=24, lr=2e-3, warmup_steps=100, share_seeing=0.75, shares=(1 / 3, 1 / 2, 1 / 6))
 
 

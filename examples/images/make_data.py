@@ -26,8 +26,7 @@ KINDS = ("colour", "count", "place")
 
 
 def draw(shapes: list[tuple[str, int, int]], rng: random.Random) -> Image.Image:
-    """shapes: (colour, column, row) of each, in a grid of 2 x 2 in a frame. Where in its quarter a shape stands is left to chance, as is its
-    form."""
+    """shapes: (colour, column, row) of each, in a grid of 2 x 2. Where in its quarter a shape stands, and its form, is left to chance."""
     grey = rng.randrange(225, 256)
     picture = Image.new("RGB", (SIDE, SIDE), (grey, grey, grey))
     pen = ImageDraw.Draw(picture)
@@ -40,7 +39,7 @@ def draw(shapes: list[tuple[str, int, int]], rng: random.Random) -> Image.Image:
 
 
 def make_row(kind: str, rng: random.Random) -> tuple[Image.Image, dict[str, Any]]:
-    """A picture and its question. `mistaken`: what someone says who echoes the question, and who confuses left and right; or overlooks one."""
+    """A picture and its question. `mistaken`: what one says who echoes the question, and who confuses left and right; or overlooks one."""
     if kind == "count":
         number = rng.randrange(2, 5)
         places = rng.sample([(column, row) for column in (0, 1) for row in (0, 1)], number)

@@ -40,7 +40,7 @@ def find_faults(run: Path) -> tuple[list[str], str]:
             continue
         told.append(f"{kind} {accuracy[0]:.3f} -> {accuracy[-1]:.3f}")
         if accuracy[0] > AT_MOST_BEFORE:
-            faults.append(f"{kind}: accuracy before training is {accuracy[0]:.3f}, more than {AT_MOST_BEFORE}: there was little left to learn")
+            faults.append(f"{kind}: accuracy before training is {accuracy[0]:.3f}, more than {AT_MOST_BEFORE}: little was left to learn")
         if accuracy[-1] < AT_LEAST_AFTER:
             faults.append(f"{kind}: accuracy after training is {accuracy[-1]:.3f}, less than {AT_LEAST_AFTER} (chance: {chance:.2f})")
     if difference > MOST_DIFFERENCE:

@@ -73,7 +73,7 @@ def train(rank, world_size, flags, killed_after=None):
 
 
 def test_a_run_that_is_killed_is_the_run_that_nobody_killed(flags, tmp_path):
-    """A run of other pictures is not: so they decide what is compared. Mutation: a row that waits comes back without its pictures."""
+    """Mutation: a row that waits in a checkpoint comes back without its pictures (`restore` in checkpoint/saving.py)."""
     assert run_ranks(train, 2, [*flags, "--output_dir", str(tmp_path / "whole")], timeout=180) == [0, 0]
     flags = [*flags, "--output_dir", str(tmp_path / "out")]
     with pytest.raises(RanksFailed, match="SIGKILL"):
