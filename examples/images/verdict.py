@@ -91,7 +91,7 @@ def draw(path: Path, rows: list[dict[str, Any]], data: Path, before: list[str], 
         axis.text(0.5, -0.08, f"after: {new}", transform=axis.transAxes, ha="center", va="top", fontsize=10,
                   color="green" if new == row["answer"] else "red")  # fmt: skip
     figure.tight_layout(h_pad=4)  # the answers stand below
-    figure.savefig(path, dpi=110)
+    figure.savefig(path, dpi=110, bbox_inches="tight")
     pyplot.close(figure)
 
 
