@@ -20,7 +20,7 @@ from PIL import Image, ImageDraw
 SIDE = 56  # pixels
 COLOURS = {"red": (220, 40, 40), "green": (40, 170, 60), "blue": (50, 80, 220), "yellow": (240, 210, 40)}
 # A tower knows where patches stand to each other, and not where they stand: a shape looks the same left and right. By its frame a model of
-# two layers tells the sides apart within 300 steps of supervised training; without, it answers by chance after as many as were tried (450).
+# two layers tells the sides apart within 450 steps of supervised training; without, it answers by chance after as many.
 FRAME = (30, 30, 30)
 KINDS = ("colour", "count", "place")
 
