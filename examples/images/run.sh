@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Pictures, from a clean clone to a model that looks: installs what is missing, draws pictures, makes a tiny Qwen2.5-VL from random weights
-# that confuses left and right, trains it by GRPO (vision tower, aligner and text model), and judges the run on pictures it never saw.
+# that echoes questions and confuses left and right, trains it by GRPO (vision tower, aligner and text model), and judges the run on
+# pictures it never saw.
 # What is there already is reused. Arguments are settings of the training run and win over config.yaml:
 #
 #   bash examples/images/run.sh

@@ -16,8 +16,12 @@ MOST = 1e-5  # nats
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    at = tmp_path_factory.mktemp("seeing")
-    write_seeing(at / "model")
+    return written(tmp_path_factory.mktemp("seeing"), "qwen2_5_vl")
+
+
+def written(at, kind):
+    """A model of a family, pictures, and the rows that show them."""
+    write_seeing(at / "model", kind)
     rows = []
     for number, sizes in enumerate(SIZES):
         names = [f"{number}.{i}.png" for i in range(len(sizes))]
@@ -54,6 +58,28 @@ def load(folder):
     return AutoModelForImageTextToText.from_pretrained(folder / "model", dtype="float32").eval()
 
 
+def copied(named, model):
+    """Tensors under their names in files, into transformers' model; returns the names in it that none of them has."""
+    import torch
+
+    mine = model.state_dict()
+    left = set(mine)
+    with torch.no_grad():
+        for name, tensor in named.items():
+            names = (name, f"model.{name}", name.replace("model.", "model.language_model.", 1))
+            place = next(place for place in names if place in mine)
+            mine[place].copy_(tensor)
+            left.discard(place)
+    return left
+
+
+def shaken(named):
+    import torch
+
+    torch.manual_seed(1)
+    return {name: tensor + 0.05 * (tensor.std() if tensor.dim() > 1 else 1) * torch.randn_like(tensor) for name, tensor in named.items()}
+
+
 def worst(model, engine, prompts, *, seed=0):
     """Largest |vLLM - transformers| over the drawn tokens, and over all tokens of the probes that show a picture."""
     from megatron_grpo.rollout.engine import SamplingSettings
@@ -72,7 +98,6 @@ def told(folder):
     """What an engine made of prompts and probes, through pushes of the text model and of everything; and through each silent trap."""
 
     def body(rank, world_size):
-        import torch
         from safetensors.torch import load_file
 
         from megatron_grpo.rollout.engine import SamplingSettings
@@ -82,21 +107,11 @@ def told(folder):
         prompts = stream.take(4)
         engine, model = started(folder, eyes), load(folder)
         named = load_file(folder / "model" / "model.safetensors")
-        torch.manual_seed(1)
-        moved = {
-            name: tensor + 0.05 * (tensor.std() if tensor.dim() > 1 else 1) * torch.randn_like(tensor) for name, tensor in named.items()
-        }
-
-        def into(tensors):
-            mine = model.state_dict()
-            by_file = {name.replace("model.language_model.", "model.").replace("model.visual", "visual"): name for name in mine}
-            with torch.no_grad():
-                for name, tensor in tensors.items():
-                    mine[by_file[name]].copy_(tensor)
+        moved = shaken(named)
 
         def push(tensors, version, *, tower):
             engine.take(WeightUpdate(kind="weights", version=version, tensors=iter(tensors.items()), moves_tower=tower))
-            into(tensors)
+            copied(tensors, model)
 
         found = {"as loaded": worst(model, engine, prompts), "warm": worst(model, engine, prompts, seed=1)}
         push({name: tensor for name, tensor in moved.items() if not name.startswith("visual.")}, 1, tower=False)
@@ -105,7 +120,7 @@ def told(folder):
         found["everything"] = worst(model, engine, prompts, seed=3)
         push(moved, 3, tower=True)
         found["by the table"] = worst(model, engine, prompts, seed=4)
-        into(named)
+        copied(named, model)
         found["another model"] = worst(model, engine, prompts, seed=5)
         forget, engine._forget_pictures = engine._forget_pictures, lambda: None
         push(named, 4, tower=True)
@@ -160,6 +175,31 @@ def test_log_probs_are_those_of_transformers_before_and_after_pushes_of_either_p
         assert max(told[name]) < MOST, (name, told[name])
     assert min(told["another model"]) > 0.01  # so the pushes moved something
     assert told["sizes"][2] < told["sizes"][0] < told["sizes"][1]
+
+
+@pytest.mark.parametrize("kind", ["qwen2_vl", "qwen3_vl"])
+def test_the_other_families_are_sampled_as_by_transformers_before_and_after_a_push(tmp_path, kind):
+    """Measured: 4e-6 nats, and 1 to 1.5 against the weights before the push."""
+
+    def body(rank, world_size):
+        from safetensors.torch import load_file
+
+        from megatron_grpo.weights.update import WeightUpdate
+
+        stream, eyes = opened(tmp_path)
+        prompts = stream.take(4)
+        engine, model = started(tmp_path, eyes), load(tmp_path)
+        found = {"as loaded": worst(model, engine, prompts)}
+        moved = shaken(load_file(tmp_path / "model" / "model.safetensors"))
+        engine.take(WeightUpdate(kind="weights", version=1, tensors=iter(moved.items()), moves_tower=True))
+        found["another model"] = worst(model, engine, prompts, seed=1)
+        assert not copied(moved, model)
+        return found | {"pushed": worst(model, engine, prompts, seed=2)}
+
+    written(tmp_path, kind)
+    [found] = run_ranks(body, 1)
+    assert max(*found["as loaded"], *found["pushed"]) < MOST, found
+    assert min(found["another model"]) > 0.1
 
 
 def test_pictures_that_are_kept_from_an_older_tower_show_in_probes_with_a_picture_and_in_no_other(told):

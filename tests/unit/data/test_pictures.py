@@ -123,6 +123,7 @@ BAD = {
     "an absolute path out of it": (lambda at: "/etc/hostname", r"lies outside of data_root"),
     "a link out of it": (lambda at: (at / "l.png").symlink_to("/etc/hostname") or "l.png", "lies outside of data_root"),
     "a URL": (lambda at: "https://example.org/a.png", "is the URL .* none is fetched"),
+    "a URL of a file": (lambda at: f"file://{at}/good.png", "is the URL .* none is fetched"),
     "text": (lambda at: (at / "t.png").write_text("hello") and "t.png", "is none of BMP, GIF, JPEG"),
     "cut short": (lambda at: (at / "c.jpg").write_bytes(damaged(picture(200, 300))) and "c.jpg", "cannot be read: .*truncated"),
     "a strip": (lambda at: (at / "s.png").write_bytes(as_bytes(picture(2, 500))) and "s.png", "one side is more than 200 times"),
