@@ -58,6 +58,7 @@ from megatron_grpo.rollout.turns import TurnEngine
 from megatron_grpo.rollouts import Asker, KlPenalty, Rollouts
 from megatron_grpo.settings.config import Config, GrpoConfig
 from megatron_grpo.settings.evaluation import how_evaluated, score_of
+from megatron_grpo.settings.turns import rules_in_words
 from megatron_grpo.settings.write import write_config
 from megatron_grpo.sync import MakesRoom, Publisher, Restoring
 from megatron_grpo.types import Prompt
@@ -170,6 +171,7 @@ def build_evaluator(cfg: Config, inputs: Looked, sampler: Sampler, judge: Judge,
         score=score_of(cfg, judge.names),
         pass_threshold=cfg.eval.eval_pass_threshold,
         seed=cfg.eval.eval_seed,
+        episodes=rules_in_words(cfg),
     )
     return Evaluator(question, sampler, judge, every=cfg.eval.eval_steps, last_step=last_step)
 

@@ -31,6 +31,7 @@ class Question:
     score: str  # the reward function that counts
     pass_threshold: float = 1.0
     seed: int = 0
+    episodes: str = ""  # who answers between turns, and by which rules; "" where a prompt gets one answer
 
     def seed_of(self, name: str) -> int:
         """A run seed for `prompt_seed`: of no training run, and another one for each set."""
@@ -38,7 +39,7 @@ class Question:
 
     def digest(self, name: str) -> str:
         """The same where the same is asked of the same prompts: two evaluations of it are paired."""
-        asked = (self.sampling, self.score, self.seed_of(name), [prompt.token_ids for prompt in self.sets[name]])
+        asked = (self.sampling, self.score, self.seed_of(name), self.episodes, [prompt.token_ids for prompt in self.sets[name]])
         return hashlib.blake2b(repr(asked).encode(), digest_size=12).hexdigest()
 
 

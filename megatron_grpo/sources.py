@@ -177,10 +177,18 @@ def look_at_rows(
 ) -> None:
     """Whether rewards find their columns in every set, and prompts their place in the model. looked: (setting, rows)."""
     for flag, rows in looked:
+        if cfg.rollout.rollout_func is not None and rows.album is not None:
+            problems.attempt(partial(_check_without_pictures, rows, flag))
         if rewards:
             problems.attempt(partial(_check_columns, cfg, rewards, rows, flag))
         if shape:
             problems.add(_lengths_of_data(cfg, shape, rows, flag))
+
+
+def _check_without_pictures(rows: PromptRows, flag: str) -> None:
+    from megatron_grpo.data.prompts import check_without_pictures
+
+    check_without_pictures(rows, flag, "rollout_func does not go with them: what it returns has no place for pictures")
 
 
 def _check_columns(cfg: Config, rewards: list[RewardFunction], rows: PromptRows, flag: str) -> None:

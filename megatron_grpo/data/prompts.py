@@ -356,13 +356,17 @@ def open_stream(
 
 def check_for_episodes(rows: PromptRows, flag: str) -> None:
     """Environments and tools answer in chats, of text alone. Raises ConfigError."""
-    if rows.album is not None:
-        fault = "show pictures, and episodes of several turns are of text alone: a later turn would not see them"
-        raise ConfigError([_problem(flag, rows.rows, np.flatnonzero(rows.album.counts), fault)])
+    check_without_pictures(rows, flag, "episodes of several turns are of text alone: a later turn would not see them")
     strings = [index for index in range(len(rows)) if isinstance(rows.raw(index), str)]
     if strings:
         fault = 'have a string as prompt, and environments and tools answer in chats; write it as [{"role": "user", "content": ...}]'
         raise ConfigError([_problem(flag, rows.rows, strings, fault)])
+
+
+def check_without_pictures(rows: PromptRows, flag: str, why: str) -> None:
+    """Raises ConfigError."""
+    if rows.album is not None:
+        raise ConfigError([_problem(flag, rows.rows, np.flatnonzero(rows.album.counts), f"show pictures, and {why}")])
 
 
 class PromptStream:

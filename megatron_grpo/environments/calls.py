@@ -31,12 +31,23 @@ ReadCalls = Callable[[str], Sequence[ToolCall]]
 
 def read_hermes(text: str) -> list[ToolCall]:
     """Hermes' format, which Qwen uses: a JSON object between tags. What the model thinks (up to `</think>`) calls nothing."""
-    said = text.rpartition("</think>")[2]
-    bodies = _CALL.findall(said)
-    calls = [_of_json(body) for body in bodies]
-    if said.count("<tool_call>") > len(bodies):
+    said = _behind_thoughts(text)
+    if said is None:
+        return [ToolCall(error="the call stands in a <think> that has no </think>")] if "<tool_call>" in text else []
+    calls = [_of_json(body) for body in _CALL.findall(said)]
+    if "<tool_call>" in _CALL.sub("", said):
         calls.append(ToolCall(error="a <tool_call> has no </tool_call>"))
     return calls
+
+
+def _behind_thoughts(text: str) -> str | None:
+    """None for thoughts without an end. A mark among a call's arguments ends none: a thought ends at the first that no call holds."""
+    if not text.lstrip().startswith("<think>"):  # the prompt may have begun one all the same
+        of_calls = [hit.span(1) for hit in _CALL.finditer(text) if "</think>" in hit[1] and not _of_json(hit[1]).error]
+        ends = [hit.end() for hit in re.finditer("</think>", text) if not any(begin <= hit.start() < end for begin, end in of_calls)]
+        return text[ends[0] :] if ends else text
+    _, has_ended, said = text.partition("</think>")
+    return said if has_ended else None
 
 
 def _of_json(body: str) -> ToolCall:

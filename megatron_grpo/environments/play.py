@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol, cast
 
-from megatron_grpo.environments.protocol import Environment, Message, Nonsense, Turn, as_messages, as_reply
+from megatron_grpo.environments.protocol import Environment, Message, Nonsense, Turn, as_messages, as_reply, in_words
 from megatron_grpo.environments.template import ChatTemplate
 from megatron_grpo.environments.transcript import History, Transcript, untold
 from megatron_grpo.environments.workers import Outcome, OutOfTime, Workers
@@ -183,7 +183,8 @@ class Play:
         except AskedToEnd as asked:
             self._finish(episode, "error", f"{kind} asked the process to end with {asked}")
         except BaseException as raised:  # noqa: BLE001 - a user's code, and a template that refuses what it said
-            self._finish(episode, "error", f"{kind} raised {type(raised).__name__}{_said_by(raised)}")
+            said = " ".join(in_words(raised).split())
+            self._finish(episode, "error", f"{kind} raised {type(raised).__name__}{': ' * bool(said)}{said}")
 
     def _started(self, episode: _Episode, value: Any) -> None:
         is_own = value is not None and list(value) == list(episode.opening) if isinstance(value, (list, tuple)) else False
@@ -191,7 +192,14 @@ class Play:
         if not messages:
             raise Nonsense("start returned no messages, and there is nothing to answer")
         token_ids = episode.prompt.token_ids if is_own else None  # of one function, for all ranks and all rounds
-        episode.transcript = Transcript(self.template, messages, token_ids, history=self.rules.history)
+        if not is_own and self._is_long(messages, self.rules.max_model_len):
+            raise Nonsense(f"start returned more than the {self.rules.max_model_len} tokens that an episode may have in all")
+        transcript = Transcript(self.template, messages, token_ids, history=self.rules.history)
+        if not is_own and len(transcript.ids) >= self.rules.max_model_len:
+            raise Nonsense(
+                f"start returned {len(transcript.ids)} tokens, and an episode has room for {self.rules.max_model_len} in all, its turns too"
+            )
+        episode.transcript = transcript
         episode.messages, episode.num_opening = list(messages), len(messages)
         first = self._openings.setdefault(episode.prompt.number, episode.transcript.opening)
         if episode.transcript.opening != first:
@@ -207,6 +215,10 @@ class Play:
         assert episode.transcript is not None
         spent = episode.transcript.num_drawn + episode.transcript.num_heard
         return min(self.rules.max_completion_length - spent, self.rules.max_model_len - len(episode.transcript.ids))
+
+    def _is_long(self, messages: Sequence[Message], room: int) -> bool:
+        """So many characters that these are more than `room` tokens: it is not encoded to find out."""
+        return sum(1 + len(message["content"]) for message in messages) > max(LARGE, room * self.template.longest)
 
     def _ask(self, episode: _Episode) -> None:
         assert episode.transcript is not None and self._turns is not None
@@ -243,8 +255,7 @@ class Play:
             return self._finish(episode, "done")
         if episode.num_turns >= self.rules.max_turns:
             return self._finish(episode, "max_turns")
-        characters = sum(len(message["content"]) for message in reply.messages)
-        if characters > max(LARGE, self._room(episode) * self.template.longest):
+        if self._is_long(reply.messages, self._room(episode)):
             return self._finish(episode, "length")
         episode.transcript.hear(reply.messages)
         self._ask(episode)
@@ -254,13 +265,6 @@ class Play:
         episode.ended, episode.fault = ended, fault
         if episode.environment is not None and ended != "timeout":
             self._workers.submit(("close", episode.key), episode.environment.close)
-
-
-def _said_by(error: BaseException) -> str:
-    try:
-        return f": {error}" if str(error) else ""
-    except Exception:  # noqa: BLE001 - a user's exception
-        return ""
 
 
 def _completion(episode: _Episode) -> Completion:
@@ -275,14 +279,14 @@ def _completion(episode: _Episode) -> Completion:
     return Completion(
         sequence=told.sequence,
         logprobs=told.logprobs,
-        text=in_words(episode.messages[episode.num_opening :]),
+        text=_turns(episode.messages[episode.num_opening :]),
         ended=episode.ended,
         versions=told.versions or ((episode.version, length, length),),
         record=record,
     )
 
 
-def in_words(messages: Sequence[Message], most: int = 20_000) -> str:
+def _turns(messages: Sequence[Message], most: int = 20_000) -> str:
     """Turns, one behind the other, each with who said it. most: characters of one."""
     said = []
     for message in messages:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 import numbers
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -103,17 +104,30 @@ def as_messages(value: Any, *, who: str) -> tuple[Message, ...]:
             raise Nonsense(f"{who} returned {shown(message)}: its content is a list, and environments answer with text alone")
         if not isinstance(message.get("content"), str):
             raise Nonsense(f"{who} returned {shown(message)}, where {{'role': str, 'content': str}} should be")
-        try:
-            message["content"].encode()
-        except UnicodeEncodeError as error:
-            raise Nonsense(f"{who} returned {shown(message)}, which is no text: {error.reason}") from error
-    return tuple(dict(message) for message in value)
+    return tuple(_plain(message, who) for message in value)
+
+
+def _plain(message: Message, who: str) -> Message:
+    """A copy of plain values: it travels to the rank that judges, into a template and into files. Raises Nonsense."""
+    try:
+        text = json.dumps(dict(message), ensure_ascii=False)
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise Nonsense(f"{who} returned {shown(message)}, which is no text: {error.reason}") from error
+    except (TypeError, ValueError, RecursionError) as error:
+        raise Nonsense(f"{who} returned {shown(message)}, of which {error}: a message holds text, numbers, lists and dicts") from error
+    return json.loads(text)
 
 
 def shown(value: Any, width: int = 80) -> str:
     """A value as a sentence names it."""
+    return f"the {type(value).__name__} {in_words(value, repr, width)}".strip()
+
+
+def in_words(value: Any, words: Callable[[Any], str] = str, most: int = 500) -> str:
+    """What a user's object says of itself, which may be anything: no half characters, and no more than so many. "" if it raises."""
     try:
-        text = repr(value)
-    except Exception:  # noqa: BLE001 - a user's object, which may raise what it likes
-        text = ""
-    return f"the {type(value).__name__} {text if len(text) <= width else text[:width] + '...'}".strip()
+        text = words(value)
+    except BaseException:  # noqa: BLE001 - a user's code
+        return ""
+    return (text if len(text) <= most else f"{text[:most]}...").encode("utf-8", "backslashreplace").decode()

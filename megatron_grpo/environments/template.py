@@ -24,8 +24,11 @@ class Guards:
         return bool(self._characters)
 
     def over(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
-        """The messages with such characters in their contents."""
-        return [dict(message, content=self._special.sub(self._character, message["content"])) for message in messages]
+        """The messages with such characters in their contents, and in names: templates show those too."""
+        return [
+            {key: self._special.sub(self._character, said) if isinstance(said, str) else said for key, said in message.items()}
+            for message in messages
+        ]
 
     def _character(self, hit: re.Match[str]) -> str:
         return self._characters.setdefault(hit[0], chr(_GUARDS[len(self._characters)]))

@@ -8,9 +8,10 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from megatron_grpo.environments.calls import ReadCalls, ToolCall, read_hermes
-from megatron_grpo.environments.protocol import Environment, Message, Reply, Turn
+from megatron_grpo.environments.protocol import Environment, Message, Reply, Turn, in_words
 
 Function = Callable[..., Any]
+_UNNAMED = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.VAR_POSITIONAL)
 
 
 class UnusableTool(ValueError):
@@ -21,6 +22,10 @@ def schema_of(function: Function) -> dict[str, Any]:
     """Its JSON schema, from annotations and a docstring as Google writes it. Raises UnusableTool, which names what is missing."""
     from transformers.utils import get_json_schema
 
+    if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+        raise UnusableTool(f"({function.__name__}) yields, and a tool returns its answer")
+    if unnamed := [one.name for one in inspect.signature(function).parameters.values() if one.kind in _UNNAMED]:
+        raise UnusableTool(f"({function.__name__}) takes {unnamed[0]} by its place alone, and a call names its arguments")
     try:
         return get_json_schema(function)
     except Exception as error:
@@ -48,12 +53,22 @@ class ToolEnvironment(Environment):
     def reply(self, turn: Turn) -> Any:
         """Functions run in this thread; what is to be awaited is returned as a coroutine."""
         calls = type(self).read(turn.text)
+        if self._inside is not None and (not calls or turn.is_last or self._are_for_inside(calls)):
+            return self._inside.reply(
+                turn
+            )  # at the last turn too: what a tool says then is heard by nobody, and it may have a reward to give
         if not calls:
-            return Reply(done=True) if self._inside is None else self._inside.reply(turn)
+            return Reply(done=True)
         begun = [self._begin(call) for call in calls]
         if any(inspect.isawaitable(value) for value, _ in begun):
             return self._awaited(calls, begun)
-        return _reply(calls, begun)
+        return self._reply(calls, begun)
+
+    def _are_for_inside(self, calls: Sequence[ToolCall]) -> bool:
+        """The environment inside has tools of its own, and reads their calls itself."""
+        theirs = [call.name for call in calls if call.name not in self.functions]
+        known = {tool.get("function", tool).get("name") for tool in self._inside.tools} if self._inside is not None else set()
+        return len(theirs) == len(calls) and not known.isdisjoint(theirs)
 
     def close(self) -> Any:
         return None if self._inside is None else self._inside.close()
@@ -64,7 +79,16 @@ class ToolEnvironment(Environment):
             if inspect.isawaitable(value):
                 value, has_failed = await _outcome(value)
             found.append((value, has_failed))
-        return _reply(calls, found)
+        return self._reply(calls, found)
+
+    def _reply(self, calls: Sequence[ToolCall], found: Sequence[tuple[Any, bool]]) -> Reply:
+        """Names of tools alone are repeated: any other is the model's own words, and may stand in a template's header."""
+        told = [(*_as_text(value), has_failed) for value, has_failed in found]
+        messages = [
+            {"role": "tool", "name": call.name if call.name in self.functions else "unknown", "content": text}
+            for call, (text, *_) in zip(calls, told, strict=True)
+        ]
+        return Reply(messages=messages, metrics={"tool_calls": len(calls), "tool_errors": sum(any(failed) for _, *failed in told)})
 
     def _begin(self, call: ToolCall) -> tuple[Any, bool]:
         """(what the function returned, or what is said instead; whether it failed)."""
@@ -86,24 +110,28 @@ async def _outcome(value: Awaitable[Any]) -> tuple[Any, bool]:
 
 
 def _told(error: BaseException) -> str:
-    first = next(iter(str(error).strip().splitlines()), "")
+    """pydantic's first line counts what is wrong; the model is told what it is."""
+    from pydantic import ValidationError
+
+    if isinstance(error, ValidationError):
+        wrong = [(".".join(map(str, one["loc"])), one["msg"]) for one in error.errors(include_url=False, include_context=False)]
+        return "Error: " + "; ".join(f"{where}: {what}" if where else what for where, what in wrong)
+    first = next(iter(in_words(error).strip().splitlines()), "")
     return f"Error: {type(error).__name__}{': ' * bool(first)}{first}"
 
 
-def _reply(calls: Sequence[ToolCall], found: Sequence[tuple[Any, bool]]) -> Reply:
-    messages = [
-        {"role": "tool", "name": call.name or "unknown", "content": _as_text(value)} for call, (value, _) in zip(calls, found, strict=True)
-    ]
-    return Reply(messages=messages, metrics={"tool_calls": len(calls), "tool_errors": sum(has_failed for _, has_failed in found)})
-
-
-def _as_text(value: Any) -> str:
+def _as_text(value: Any) -> tuple[str, bool]:
+    """(what a function returned as text, whether it can be none)."""
+    failed = False
     if not isinstance(value, str):
         try:
-            value = json.dumps(value, ensure_ascii=False, default=str)
-        except (TypeError, ValueError, RecursionError):  # keys that are no strings, or a loop
-            value = str(value)
-    return value.encode("utf-8", "replace").decode("utf-8")  # half a character is no text
+            try:
+                value = json.dumps(value, ensure_ascii=False, default=str)
+            except (TypeError, ValueError, RecursionError):  # keys that are no strings, or a loop
+                value = str(value)
+        except Exception as error:  # noqa: BLE001 - a user's object
+            value, failed = _told(error), True
+    return value.encode("utf-8", "replace").decode("utf-8"), failed  # half a character is no text
 
 
 def tool_set(

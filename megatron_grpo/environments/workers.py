@@ -146,16 +146,18 @@ class Workers:
 
     def _do(self, call: _Call) -> bool:
         """One call; whether the thread is then free for another."""
-        value, raised = None, None
+        value: Any = None
+        raised, is_awaited = None, False
         try:
             with contained(self.told):
                 value = call.work()
+                is_awaited = inspect.isawaitable(value)
         except BaseException as error:  # noqa: BLE001 - whatever a user's environment raises ends its own episode, and no more
             raised = error
         with self._lock:
             goes_on = not (call.is_given_up or self._is_closed)  # else nobody counts on it
             self._num_free += goes_on
-        if raised is None and inspect.isawaitable(value):
+        if raised is None and is_awaited:
             call.is_awaited = True
             asyncio.run_coroutine_threadsafe(self._awaited(call, value), self._running_loop())
         else:
@@ -166,8 +168,16 @@ class Workers:
         with self._lock:
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
-                threading.Thread(target=self._loop.run_forever, daemon=True, name="environments").start()
+                threading.Thread(target=self._run, args=(self._loop,), daemon=True, name="environments").start()
             return self._loop
+
+    def _run(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Goes on where a coroutine stopped the loop, or a task of its own asked the process to end: others wait on the same loop."""
+        while not self._is_closed:
+            try:
+                loop.run_forever()
+            except BaseException as error:  # noqa: BLE001 - SystemExit and KeyboardInterrupt come out of a loop
+                self.told.append(f"raised {type(error).__name__} in a task of its own")
 
     async def _awaited(self, call: _Call, value: Awaitable[Any]) -> None:
         try:

@@ -23,6 +23,7 @@ RUNS = {
     ("grpo", "1 each"): {},
     ("dapo", "packed"): dict(max_tokens_per_micro_batch=64, share_prompts="true"),
     ("GSPO", "2 each"): dict(micro_batch_size=2, share_prompts="false"),
+    ("cispo", "a divergence, packed"): dict(max_tokens_per_micro_batch=64, share_prompts="false"),
 }
 
 
@@ -70,7 +71,7 @@ def references(model_path, batches):
     return {key: cases.reference(model_path, cases.settings(**cases.LOSSES[key[0]]), batches) for key in RUNS}
 
 
-@pytest.mark.parametrize("layout", ["1", "TP2 SP", "PP2", "CP2", "DP2"])
+@pytest.mark.parametrize("layout", ["1", "TP2 SP", "PP2 VPP2", "CP2", "DP2"])
 def test_rows_of_several_contexts_train_each_context_alone(model_path, batches, references, layout):
     runs = {key: cases.LOSSES[key[0]] | run for key, run in RUNS.items()}
     found = cases.compare("dense", model_path, cases.LAYOUTS[layout], runs, batches, references)

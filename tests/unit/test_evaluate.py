@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -12,6 +14,7 @@ from megatron_grpo.rollout.engine import SamplingSettings, prompt_seed
 from megatron_grpo.rollout.scripted import ScriptedEngine
 from megatron_grpo.settings.evaluation import HowEvaluated, how_evaluated, score_of, sets_of
 from megatron_grpo.settings.parse import resolve
+from megatron_grpo.settings.turns import rules_in_words
 from megatron_grpo.types import Prompt, answered
 from tests.ranks import run_ranks
 
@@ -99,8 +102,10 @@ def test_what_is_paired_asked_the_same():
         Question(sets=asks.sets, sampling=asks.sampling, score="words").digest("a"),
         Question(sets=asks.sets, sampling=asks.sampling, score="right", seed=1).digest("a"),
         Question(sets=asks.sets, sampling=sampling_of(TRAINING, HowEvaluated(n=8, temperature=1.0)), score="right").digest("a"),
-    }
-    assert len(digests) == 6 and evaluator(a=prompts(3)).question.digest("a") in digests
+        *(replace(asks, episodes=rules_in_words(resolve(words.split()))).digest("a") for words in
+          ("--tools a.py:f", "--tools a.py:f --max_turns 3", "--environment b.py:C", "--rollout_func c.py:g")),
+    }  # fmt: skip
+    assert len(digests) == 10 and evaluator(a=prompts(3)).question.digest("a") in digests
 
 
 @pytest.mark.parametrize(
@@ -108,6 +113,7 @@ def test_what_is_paired_asked_the_same():
     [
         ("--eval_dataset x.jsonl", {"eval": "x.jsonl"}, 1, 0.0),
         ("--eval_dataset x.jsonl --num_generations_eval 4", {"eval": "x.jsonl"}, 4, 0.7),
+        ("--eval_dataset x.jsonl --tools a.py:f", {"eval": "x.jsonl"}, 8, 0.7),  # trap 18: greedily a model may look learnt at the start
         ("--eval_dataset x.jsonl --eval_temperature 1", {"eval": "x.jsonl"}, 8, 1.0),
         ("--eval_datasets a=x.jsonl b=y=1.jsonl", {"a": "x.jsonl", "b": "y=1.jsonl"}, 8, 0.7),
         ("--eval_datasets a=x.jsonl --eval_temperature 0", {"a": "x.jsonl"}, 1, 0.0),

@@ -15,9 +15,11 @@ from megatron_grpo.data.album import Album, expanded, num_places, num_tokens, pl
 from megatron_grpo.data.eyes import Eyes, PatchCache, eyes_of, resized, said_of_bounds
 from megatron_grpo.data.files import Rows
 from megatron_grpo.data.pictures import PictureFault, Source, decoded, source_of
-from megatron_grpo.data.prompts import check_pictures, load_rows, open_stream
+from megatron_grpo.data.prompts import check_for_episodes, check_pictures, load_rows, open_stream
 from megatron_grpo.errors import ConfigError
 from megatron_grpo.settings.config import DataConfig
+from megatron_grpo.settings.parse import resolve
+from megatron_grpo.sources import Problems, look_at_rows
 from tests.seeing import as_bytes, picture
 
 EYES = Eyes(image_token=9, around=(7, 8), min_pixels=3136, max_pixels=50176, settings={
@@ -176,6 +178,21 @@ def test_rows_say_which_picture_goes_where(tmp_path):
         load_rows(DataConfig(dataset=rows_at(tmp_path, asks("a.png"), {"prompt": "b"}).dataset, truncation_strategy="left"), eyes=EYES)
     with pytest.raises(ConfigError, match="which the model would not see: training is on text alone"):
         load_rows(rows_at(tmp_path, asks("a.png")))
+
+
+def test_who_has_no_place_for_pictures_is_refused_as_the_data_are_read(tmp_path):
+    """Episodes, and rollout functions: else the first prompt with a picture ends the run, or a later turn does not see it."""
+    (tmp_path / "a.png").write_bytes(as_bytes(picture(40, 40)))
+    seen = load_rows(rows_at(tmp_path, asks("a.png"), {"prompt": "b"}), eyes=EYES)
+    with pytest.raises(ConfigError, match="1 of 2 rows show pictures, and episodes of several turns are of text alone"):
+        check_for_episodes(seen, "dataset")
+    own, problems = resolve(["--rollout_func", "mine.py:f"]), Problems()
+    look_at_rows(own, None, [], [("dataset", seen)], problems)
+    assert ["1 of 2 rows show pictures, and rollout_func does not go with them" in one.message for one in problems] == [True]
+    problems = Problems()
+    look_at_rows(own, None, [], [("dataset", load_rows(rows_at(tmp_path, {"prompt": "b"}), eyes=EYES))], problems)
+    look_at_rows(resolve([]), None, [], [("dataset", seen)], problems)
+    assert not problems
 
 
 def test_parts_and_tags_are_places_alike():

@@ -75,13 +75,15 @@ def test_what_does_not_fit_is_heard_and_not_encoded():
     assert one.record.messages[-1]["content"] == "more"
 
 
-def test_an_opening_that_does_not_fit_is_a_row_without_drawn_tokens():
+@pytest.mark.parametrize(("count", "says"), [(200, "start returned 219 tokens, and an episode has room for 100"), (10**7, "more than the")])
+def test_an_opening_that_does_not_fit_is_the_environments_fault_and_trains_nothing(count, says):
     class Long(More):
         def start(self, prompt):
-            return [{"role": "user", "content": "x" * 200}]
+            return [{"role": "user", "content": "x" * count}]
 
-    [one], says = played(Long, "a", max_model_len=100)
-    assert one.ended == "length" and not says.asked and not one.sequence.mask.any() and one.versions and one.version == 4
+    [one], sampler = played(Long, "a", max_model_len=100)
+    assert one.ended == "nonsense" and says in one.record.numbers.fault and not sampler.asked and one.version == 4
+    assert not one.sequence.mask.any() and len(one.sequence.token_ids) < 100, "the row that is trained is the prompt's"
 
 
 def test_no_messages_end_an_episode_as_done_does():
