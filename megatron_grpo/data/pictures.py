@@ -19,7 +19,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -188,6 +187,8 @@ def _rgb(image: Image) -> Image:
     if image.mode == "F":
         raise PictureFault("holds floating-point numbers, and nothing says which of them is white")
     if image.mode.startswith("I"):  # 16 bits of grey, which Pillow would cut at 255
+        import numpy as np  # `plan` of a run on text imports none
+
         return images.fromarray((np.asarray(image).astype(np.int64).clip(0, 65535) >> 8).astype(np.uint8)).convert("RGB")
     if image.has_transparency_data:
         whole = image.convert("RGBA")
