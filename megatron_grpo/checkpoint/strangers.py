@@ -13,6 +13,7 @@ import pickle
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from enum import Enum
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -41,7 +42,15 @@ class _Data(pickle.Unpickler):
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if is_dtype or (module, name) in _NAMES:
             return super().find_class(module, name)
+        if (module, name) == ("builtins", "getattr"):  # by which Python 3.11.0 to 3.11.3 pickles the member of an enumeration
+            return _member
         raise ForeignCode(f".metadata names {module}.{name}, which no checkpoint needs: it would run code as it is read")
+
+
+def _member(kind: Any, name: Any) -> Enum:
+    if not (isinstance(kind, type) and issubclass(kind, Enum) and name in kind.__members__):
+        raise ForeignCode(f".metadata asks for {name!r} of {kind!r}, which no checkpoint needs: it would run code as it is read")
+    return kind.__members__[name]
 
 
 @contextmanager

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import filesystem
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, BytesStorageMetadata, MetadataIndex
 
 from megatron_grpo.checkpoint.strangers import ForeignCode, nothing_runs, refuse_extra_state
 
@@ -96,7 +96,7 @@ def test_nothing_in_a_checkpoint_runs(checkpoint, tmp_path, attack):
 @pytest.mark.parametrize(
     ("module", "name"),
     [("torch.distributed.checkpoint.metadata", "os.system"), ("torch", "load"), ("torch", "hub.load"), ("builtins", "eval"),
-     ("builtins", "getattr"), ("torch.serialization", "load"), ("pathlib", "os.system"), ("collections", "namedtuple"),
+     ("torch.serialization", "load"), ("pathlib", "os.system"), ("collections", "namedtuple"),
      ("torch.distributed.checkpoint.filesystem", "os.system"), ("importlib", "import_module")],
 )  # fmt: skip
 def test_a_description_may_name_nothing_that_does_something(checkpoint, module, name):
@@ -106,6 +106,36 @@ def test_a_description_may_name_nothing_that_does_something(checkpoint, module, 
     (checkpoint / ".metadata").write_bytes(b"\x80\x04" + text(module) + text(name) + b"\x93.")
     with pytest.raises(ForeignCode, match=f"names {module}.{name}"), nothing_runs(checkpoint):
         dcp.FileSystemReader(checkpoint).read_metadata()
+
+
+class Asks:
+    """Pickled as `getattr(of, name)`, as Python 3.11.0 to 3.11.3 (Debian 12 has 3.11.2) pickles the member of an enumeration."""
+
+    def __init__(self, of, name):
+        self.of, self.name = of, name
+
+    def __reduce__(self):
+        return getattr, (self.of, self.name)
+
+
+@pytest.mark.parametrize(("of", "name"), [(MetadataIndex, "__init__"), (_MEM_FORMAT_ENCODING, "__class__"), ("text", "format")])
+def test_a_description_gets_no_attribute_but_the_member_of_an_enumeration(checkpoint, of, name):
+    def change(metadata):
+        metadata.planner_data = Asks(of, name)
+
+    change_metadata(checkpoint, change)
+    with pytest.raises(ForeignCode, match=f"asks for '{name}'"), nothing_runs(checkpoint):
+        dcp.FileSystemReader(checkpoint).read_metadata()
+
+
+def test_a_member_of_an_enumeration_is_read_however_python_has_pickled_it(checkpoint):
+    def change(metadata):
+        metadata.planner_data = Asks(_MEM_FORMAT_ENCODING, "TORCH_PRESERVE_FORMAT")
+
+    change_metadata(checkpoint, change)
+    with nothing_runs(checkpoint):
+        found = dcp.FileSystemReader(checkpoint).read_metadata()
+    assert found.planner_data is _MEM_FORMAT_ENCODING.TORCH_PRESERVE_FORMAT
 
 
 def test_a_description_leads_to_no_file_outside(checkpoint):
