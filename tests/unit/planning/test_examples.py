@@ -96,10 +96,13 @@ def test_the_example_that_sees_fits_and_its_pictures_are_planned(tmp_path, capsy
     (model / "config.json").write_text(json.dumps(config))
     (model / "preprocessor_config.json").write_text(json.dumps({"min_pixels": 3136, "max_pixels": 12845056, "patch_size": 14}))
     (data / "a.png").write_bytes(as_bytes(picture(2160, 3840)))
-    row = {"prompt": [{"role": "user", "content": "<image>Find x."}], "images": ["a.png"], "answer": "2"}
-    (data / "rows.jsonl").write_text((json.dumps(row) + "\n") * 16)
+    (data / "b.png").write_bytes(as_bytes(picture(448, 448)))
+    row = {"prompt": [{"role": "user", "content": "<image>Find x."}], "answer": "2"}
+    large, small = (json.dumps(row | {"images": [name]}) + "\n" for name in ("a.png", "b.png"))
+    (data / "rows.jsonl").write_text(large + small * 15)
+    (data / "held_out.jsonl").write_text(small)
     words = ["--config", EXAMPLES / "qwen2_5_vl_7b/config.yaml", "--model", model, "--dataset", data / "rows.jsonl"]
-    words += ["--eval_dataset", data / "rows.jsonl", "--reward_funcs", "accuracy", "--world_size", "8", "--gpu_memory_gb", "80"]
+    words += ["--eval_dataset", data / "held_out.jsonl", "--reward_funcs", "accuracy", "--world_size", "8", "--gpu_memory_gb", "80"]
     code = main(["plan", "--json", *map(str, words)])
     found = json.loads(capsys.readouterr().out)
     assert code == 0 and found["memory"]["fits"], found
