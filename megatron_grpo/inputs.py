@@ -12,7 +12,7 @@ from contextlib import redirect_stdout
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from megatron_grpo import launcher
 from megatron_grpo.data.chat import load_tokenizer
@@ -198,9 +198,14 @@ def _look_at(parsed: Parsed, left_out: Collection[str]) -> tuple[Plan, Found, Re
     """Settings first, then what they name, then whether the two go together."""
     problems, paths = Problems(), _absolute_paths(parsed.config)
     checked = problems.attempt(lambda: check_parsed(parsed))
+    if not _begins_anew(parsed.config):
+        from megatron_grpo.checkpoint.resume import find_checkpoints
+
+        run = parsed.config.run
+        problems.attempt(partial(find_checkpoints, run.output_dir, run.resume, overwrites=run.overwrite_output_dir))
     found = problems.attempt(lambda: read_inputs(parsed.config, {*left_out, *_unreadable(parsed)}))
     both: tuple[Plan, Resume | None] | None = None
-    if checked is not None and found is not None:
+    if checked is not None and found is not None and not problems:
         both = problems.attempt(lambda: _plan_of(parsed, checked, found, paths, is_asked_to_train="machine" not in left_out))
     if problems or found is None or both is None:
         close_rewards(found.rewards if found is not None else [])
@@ -245,10 +250,6 @@ def read_inputs(cfg: Config, left_out: Collection[str] = ()) -> Found:
     left_out: of the names in `_left_out`. The user's own code runs last: it may change the directory.
     """
     problems = Problems()
-    if not _begins_anew(cfg):
-        from megatron_grpo.checkpoint.resume import find_checkpoints
-
-        problems.attempt(partial(find_checkpoints, cfg.run.output_dir, cfg.run.resume, overwrites=cfg.run.overwrite_output_dir))
     if "report_to" not in left_out:
         problems.attempt(partial(check_report_to, cfg))
     shape = tokenizer = None
@@ -289,33 +290,8 @@ def read_inputs(cfg: Config, left_out: Collection[str] = ()) -> Found:
 
 def read_to_evaluate(cfg: Config) -> Looked:
     """For `eval`: model, held-out sets and rewards. Raises ConfigError with the problems of all of them at once."""
-    problems = Problems()
-    shape = tokenizer = None
-    model_path = problems.attempt(partial(find_model, cfg.model.model))
-    if model_path:
-        shape = problems.attempt(partial(ModelShape.from_pretrained, model_path))
-        problems.attempt(partial(stored_names, model_path))
-    if model_path and shape and cfg.tuner.tuner_type == "lora":
-        problems.add(bases_of_adapters(cfg, model_path))
-    if shape:
-        tokenizer = problems.attempt(partial(load_tokenizer, str(model_path)))
-    sight = (problems.attempt(lambda: sight_of(cfg, model_path, ())) if model_path and shape else None) or UNKNOWN
-    environment, notes = problems.attempt(partial(environment_of, cfg, tokenizer)), list[str]()
-    if environment and tokenizer and model_path:
-        notes = problems.attempt(partial(look_at_template, cfg, environment, tokenizer, model_path)) or []
-    held_out = read_held_out(DataReader(cfg, tokenizer, sight, environment), (), problems)
-    rewards = problems.attempt(partial(load_rewards, cfg))
-    own = problems.attempt(partial(load_rollout_func, cfg))
-    looked = [(flag_of(name, cfg), rows) for name, found in held_out.items() if (rows := rows_of(found))]
-    look_at_rows(cfg, shape if tokenizer else None, rewards or [], looked, problems)
-    if problems or model_path is None or shape is None or rewards is None:
-        close_rewards(rewards or [])
-        raise ConfigError(problems)
-    streams = cast("Mapping[str, PromptStream]", held_out)
-    return Looked(
-        model_path=model_path, shape=shape, held_out=streams, rewards=rewards, environment=environment, rollout_func=own, notes=notes,
-        eyes=sight.eyes,
-    )  # fmt: skip
+    found = read_inputs(cfg, ("dataset", "report_to", "servers"))
+    return Looked(**{field.name: getattr(found, field.name) for field in fields(Looked)})
 
 
 def check_report_to(cfg: Config) -> None:

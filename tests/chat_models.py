@@ -9,19 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.tiny_models import write_tiny
+from tools.make_tiny_chat_model import END, PAD, START, TEMPLATE  # token ids of PAD, START and END here: 0, 1, 2
 
-PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"  # token ids 0, 1, 2
-# Tools as Hermes and Qwen have them: results come back as a user's message.
-TEMPLATE = """{%- if tools %}{{ '<|im_start|>system\\nTools:' }}{% for tool in tools %}{{ '\\n' + (tool | tojson) }}{% endfor %}\
-{{ '<|im_end|>\\n' }}{% endif -%}
-{%- for message in messages -%}
-{%- if message.role == 'tool' -%}
-{{- '<|im_start|>user\\n<tool_response>\\n' + message.content + '\\n</tool_response><|im_end|>\\n' -}}
-{%- else -%}
-{{- '<|im_start|>' + message.role + '\\n' + (message.content or '') + '<|im_end|>\\n' -}}
-{%- endif -%}
-{%- endfor -%}
-{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif -%}"""
 _CONTENT = "(message.content or '')"
 # Like Qwen3's: what an earlier turn thought (here: all but its last character) is dropped once somebody has answered.
 _LAST = "{%- set last = namespace(user=-1) -%}{%- for m in messages %}{% if m.role != 'assistant' %}\

@@ -16,7 +16,7 @@ import hashlib
 import json
 import os
 import random
-import shutil
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -250,24 +250,11 @@ def main() -> None:
     if not (args.data / "train.jsonl").is_file():
         parser.error(f"{args.data / 'train.jsonl'} is missing: make it with examples/images/make_data.py --output {args.data}")
 
-    key = fingerprint(args.data, args.seed, args.warm_up_steps)
-    note = args.output / "made_by.json"
-    if note.is_file() and json.loads(note.read_text())["fingerprint"] == key:
-        accuracy = json.loads(note.read_text())["held_out_accuracy"]
-        print(f"[model] reusing {args.output}: made with these settings before, {accuracy:.1%} of the held-out questions right")
-        return
-    if args.output.exists() and any(args.output.iterdir()) and not note.is_file():
-        parser.error(f"{args.output} holds something that this program did not make; give another --output")
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a script finds its own folder alone
+    from tools.made_once import make_once
 
-    # Made beside its place and moved there whole: a model that was cut short is never taken for a finished one.
-    unfinished = args.output.with_name(args.output.name + ".unfinished")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir(parents=True)
-    made = make_model(args.data, unfinished, args.seed, args.warm_up_steps)
-    (unfinished / note.name).write_text(json.dumps({"fingerprint": key, "seed": args.seed, **made}, indent=2) + "\n")
-    shutil.rmtree(args.output, ignore_errors=True)
-    unfinished.rename(args.output)
-    print(f"[model] written to {args.output}")
+    facts = {"fingerprint": fingerprint(args.data, args.seed, args.warm_up_steps), "seed": args.seed}
+    make_once(parser, args.output, facts, lambda out: make_model(args.data, out, args.seed, args.warm_up_steps), asked="questions")
 
 
 if __name__ == "__main__":

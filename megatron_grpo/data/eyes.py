@@ -135,7 +135,7 @@ class Eyes:
         try:
             from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil as Processor
         except ModuleNotFoundError:  # transformers 4: its class without "Fast" in its name is Pillow's
-            from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor as Processor  # type: ignore[assignment]
+            from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor as Processor  # type: ignore[assignment]  # the older name
         return Processor(size=self.processor_size, **self.settings)
 
 

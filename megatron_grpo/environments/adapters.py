@@ -34,7 +34,7 @@ class TrlEnvironment(ToolEnvironment):
 
         super().__init__(columns)
         self._object = type(self).theirs()
-        self.functions = {name: validate_call(getattr(self._object, name)) for name in public_methods(type(self).theirs)}  # type: ignore[misc]
+        self.functions = {name: validate_call(getattr(self._object, name)) for name in public_methods(type(self).theirs)}  # type: ignore[misc]  # set for each class
 
     def start(self, prompt: Sequence[Message]) -> Any:
         def opening(said: Any) -> Sequence[Message]:
@@ -158,11 +158,11 @@ def _without_self(method: Callable[..., Any]) -> Callable[..., Any]:
     signature = inspect.signature(method)
 
     def function(*args: Any, **kwargs: Any) -> Any:
-        raise NotImplementedError
+        raise NotImplementedError  # each environment has its own
 
     function.__name__, function.__doc__ = method.__name__, method.__doc__
     function.__annotations__ = {name: hint for name, hint in inspect.get_annotations(method, eval_str=True).items()}
-    function.__signature__ = signature.replace(parameters=list(signature.parameters.values())[1:])  # type: ignore[attr-defined]
+    function.__signature__ = signature.replace(parameters=list(signature.parameters.values())[1:])  # type: ignore[attr-defined]  # inspect reads it
     return function
 
 

@@ -56,7 +56,7 @@ class Environment:
 
     def reply(self, turn: Turn) -> Reply | tuple[Sequence[Message], float | None, bool]:
         """The answer to a turn; a tuple is (messages, reward, done)."""
-        raise NotImplementedError
+        raise NotImplementedError  # each environment has its own
 
     def close(self) -> None:
         """Called once, however the episode ended; but not after a timeout, when a thread may still be inside."""

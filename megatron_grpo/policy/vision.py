@@ -77,7 +77,7 @@ class Vision(torch.nn.Module):
         for name, parameter in tower.named_parameters():
             setattr(parameter, f"is_of_{part_of(f'visual.{name}')}", True)  # by which the optimizer finds them
             # A rank sees the gradient of its own rows alone. Megatron sums over TP what carries this mark.
-            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]  # a mark of Megatron's
         if len(layers) < deep:
             raise ValueError(f"the first model chunk has {len(layers)} layers, and pictures enter the first {deep}")
         for number, layer in enumerate(list(layers)[:deep]):

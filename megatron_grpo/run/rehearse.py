@@ -206,7 +206,7 @@ def _batches(
     try:
         flag = "environment" if cfg.turns.environment else "tools"
         template = template_of(cfg, environment, tokenizer, model_path=model_path)
-        found.notes += look_at(template, environment, history=cfg.turns.turn_history, flag=flag)  # type: ignore[arg-type]
+        found.notes += look_at(template, environment, history=cfg.turns.turn_history, flag=flag)  # type: ignore[arg-type]  # a choice
     except ConfigError as error:
         found.wrong += [problem.message for problem in error.problems]
         return {}

@@ -50,7 +50,7 @@ class Exits(Again):
 
 class Sleeps(Again):
     def reply(self, turn):
-        time.sleep(20)
+        time.sleep(20)  # longer than it is given, and nobody waits for it
 
 
 class SleepsAsync(Again):
