@@ -158,7 +158,7 @@ def _without_self(method: Callable[..., Any]) -> Callable[..., Any]:
     signature = inspect.signature(method)
 
     def function(*args: Any, **kwargs: Any) -> Any:
-        raise NotImplementedError  # each environment has its own
+        raise NotImplementedError  # read for its schema, and never called
 
     function.__name__, function.__doc__ = method.__name__, method.__doc__
     function.__annotations__ = {name: hint for name, hint in inspect.get_annotations(method, eval_str=True).items()}
