@@ -1,4 +1,4 @@
-"""`megatron-grpo train --audit` on two ranks: a copy that parts ends the run before it is saved, and is said; and a capsule has no secrets."""
+"""`megatron-grpo train --audit` on two ranks: a copy that parts ends the run before it is saved; and a capsule has no secrets."""
 
 from __future__ import annotations
 
