@@ -544,7 +544,7 @@ class PlanConfig:
     dialect: str | None = setting(
         None,
         "read names, sizes and defaults as another system means them (docs/configuration.md); swift is swift-megatron",
-        choices=["trl", "skyrl", "skyrl-doc", "swift-megatron", "swift", "cs336"],
+        choices=["trl", "skyrl", "skyrl-doc", "swift-megatron", "swift", "verl", "slime", "cs336"],
     )
 
 
