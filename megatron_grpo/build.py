@@ -312,7 +312,7 @@ def build_journal(made: Plan, judge: Judge, parallel: ParallelState, clock: Cloc
         config={name: value for section in cfg.groups().values() for name, value in vars(section).items()},
     )
     # One rollout ahead the difference is also what weights have moved in between: no bound is usual then.
-    drift = DriftWatch(bound=cfg.rollout.logp_difference_warn, dtype=cfg.model.torch_dtype)
+    drift = DriftWatch(bound=0.0 if cfg.rollout.same_bits else cfg.rollout.logp_difference_warn, dtype=cfg.model.torch_dtype)
     has_bound = cfg.rollout.logp_difference_warn is not None or not cfg.rollout.async_rollout_depth
 
     def truncated(progress, found):
@@ -535,6 +535,10 @@ def build_policy(
     push: how adapters reach the sampler; None where weights train, and for a policy that is not to be sampled from. offload: what leaves
     the device while the sampler works.
     """
+    if cfg.rollout.same_bits:
+        from megatron_grpo.same_bits.switch import switch_on
+
+        switch_on()
     sharing = sharing_here(cfg, shape, parallel)
     loss = GrpoLoss.from_config(cfg.grpo, max_completion_length=cfg.rollout.max_completion_length, temperature=cfg.rollout.temperature)
     exchange, loaded_chunks = model_of(cfg, shape, parallel, model_path=model_path)

@@ -11,6 +11,7 @@ from megatron_grpo.grpo import refused as refused_grpo
 from megatron_grpo.planning.check_tuner import tuner_problems, with_adapter
 from megatron_grpo.planning.model import read_shape, rules_of
 from megatron_grpo.policy import refused as refused_policy
+from megatron_grpo.policy import refused_bits
 from megatron_grpo.settings import Parsed, names, parse
 from megatron_grpo.settings.checks import validate
 from megatron_grpo.settings.config import Config
@@ -66,7 +67,7 @@ def _settings_problems(parsed: Parsed, shape: ModelShape | None) -> list[Problem
         engine_ranks, world_size = max(1, cfg.rollout.vllm_tensor_parallel_size), max(1, cfg.parallel.world_size or 1)
         engine = engine_problems(shape, engine_ranks, world_size=world_size)
         of_model = [*length_problems(shape, longest), *_stops(cfg, shape), *engine, *refused_policy.problems(cfg, shape)]
-    others = [*refused_grpo.problems(cfg), *of_model, *tuner_problems(cfg, shape)]
+    others = [*refused_grpo.problems(cfg), *of_model, *tuner_problems(cfg, shape), *refused_bits.problems(cfg, shape)]
     found = [_in_typed_names(cfg, problem) for problem in others if not set(problem.flags) & parsed.unreadable]
     return [*validate(cfg, parsed.unreadable), *found]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron_grpo.errors import Problem
+from megatron_grpo.policy.refused_bits import gpu_problem
 from megatron_grpo.settings.config import Config
 from megatron_grpo.weights.shape import ModelShape
 from megatron_grpo.weights.sizes import MoeShape, VisionShape
@@ -26,6 +27,8 @@ def sharing_obstacle(cfg: Config, shape: ModelShape | None, *, has_transformer_e
     is_local = shape is not None and (shape.mla or shape.vision) is not None  # whose layers are always the local ones
     if not is_local and (impl == "transformer_engine" or (impl == "auto" and has_transformer_engine)):
         return "it needs attention with parents, which Transformer Engine's path has not yet"
+    if cfg.rollout.same_bits:
+        return "parts of attention that are merged have other bits than the whole (same_bits)"
     if tuner.tuner_type == "lora" and tuner.lora_dropout > 0:
         return f"lora_dropout ({tuner.lora_dropout:g}) would draw one mask for all copies of a prompt, which is another estimator"
     return None
@@ -53,6 +56,8 @@ def sharing_problems(cfg: Config, shape: ModelShape, *, has_transformer_engine: 
     reason = sharing_obstacle(cfg, shape, has_transformer_engine=has_transformer_engine)
     if cfg.batch.share_prompts != "true" or reason is None:
         return []
+    if cfg.rollout.same_bits and "same_bits" in reason:
+        return [_problem("share_prompts", f"true cannot be: {reason}. Use auto or false, or same_bits false.", "auto", "false")]
     if reason.startswith("lora_dropout"):
         return [_problem("share_prompts", f"true cannot be: {reason}. Use auto or false, or lora_dropout 0.", "auto", "false")]
     message = f"share_prompts true needs {reason.removeprefix('it needs ')}. Use auto or false, or transformer_impl local."
@@ -62,7 +67,7 @@ def sharing_problems(cfg: Config, shape: ModelShape, *, has_transformer_engine: 
 
 def machine_problems(cfg: Config, *, has_gpu: bool, has_transformer_engine: bool) -> list[Problem]:
     """What this configuration asks of a machine that has it not. `train` knows the machine; `plan` may be made for another."""
-    found = []
+    found = list(gpu_problem(cfg)) if has_gpu else []
     model, optimizer = cfg.model, cfg.optimizer
     if model.transformer_impl == "transformer_engine" and not has_transformer_engine:
         found.append(_problem("transformer_impl", "transformer_engine is not installed here. Install the extra `te`, or use auto or local.",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -99,6 +99,28 @@ class LocalBatch:
     trained: np.ndarray  # int64 [c], which of the C trained positions these are
     experts: Mapping[int, torch.Tensor]  # by place among the model's layers with experts, of this stage's: int16 [t, k], -1 routes freely
     seen: LocalPictures | None  # None: no picture's token is here
+
+
+def sequences(packed: PackedStream) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Of each run of queries their places, and those of all keys of their sequence up to the last query, in its order; int64.
+
+    Under context parallelism a sequence has two runs here. ValueError where sequences have parents.
+    """
+    if packed.has_parents:
+        raise ValueError("a sequence with a parent begins elsewhere in the stream")
+    earlier = {int(queries[0]): keys for part in packed.full for queries, keys in _pairs(part)}
+    for queries, keys in _pairs(packed.causal) if packed.causal else ():
+        before = earlier.get(int(queries[0]))
+        yield queries, keys if before is None else torch.cat([before, keys])
+
+
+def _pairs(part: Part) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    ways = ((part.queries, part.cu_queries), (part.keys, part.cu_keys))
+    return zip(*(_tensor(places, bounds).split(bounds.diff().tolist()) for places, bounds in ways), strict=True)
+
+
+def _tensor(places: Places, bounds: torch.Tensor) -> torch.Tensor:
+    return torch.arange(places.start, places.stop, device=bounds.device) if isinstance(places, slice) else places
 
 
 ToDevice = Callable[[np.ndarray], torch.Tensor]

@@ -259,6 +259,7 @@ class RolloutConfig:
     )
     vllm_max_num_seqs: int = setting(256, "sequences decoded together", unit="sequences", at_least=1)
     vllm_dtype: str | None = setting(None, "sampling dtype (default: torch_dtype)", choices=["float32", "bfloat16"])
+    same_bits: bool = setting(False, "the trainer computes with the arithmetic of the sampler, bit for bit (CPU, colocate; docs/proof.md)")
     vllm_enforce_eager: bool = setting(False, "no CUDA graphs (always eager on CPU)")
     vllm_enable_prefix_caching: bool = setting(True, "share the KV cache of equal prefixes; reset at every weight push")
     sleep_level: int = setting(
