@@ -3,7 +3,7 @@
     python tools/their_arguments.py swift ~/ms-swift          # a git directory, bare or not
     python tools/their_arguments.py trl                       # the installed trl
 
-One file a system: a line `# repository, version, commit`, then `name TAB default`, as their code has them. Nothing of theirs is imported but trl.
+One file a system: a line `# repository, version, commit`, then `name TAB default`, as their code has them. Of theirs trl alone is imported.
 """
 
 from __future__ import annotations
@@ -48,6 +48,11 @@ def default_of(node: ast.expr | None) -> str:
     return {"None": "none", "True": "true", "False": "false", "list": "[]", "dict": "{}"}.get(text, text).strip("'\"")
 
 
+def word(value: object) -> str:
+    """A value as one would type it."""
+    return {None: "none", True: "true", False: "false"}[value] if value is None or isinstance(value, bool) else str(value)
+
+
 def fields(source: str) -> Iterator[tuple[str, str, str, ast.expr | None]]:
     """(class, name, type, default) of every annotated name in a class body."""
     for found in ast.parse(source).body:
@@ -71,8 +76,7 @@ def trl(_: str) -> tuple[str, dict[str, str]]:
     found = {}
     for field in dataclasses.fields(installed.GRPOConfig):
         value = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
-        found[field.name] = "required" if value is dataclasses.MISSING else {None: "none", True: "true", False: "false"}.get(value, str(value)) \
-            if value is None or isinstance(value, bool) else str(getattr(value, "value", value))  # fmt: skip
+        found[field.name] = "required" if value is dataclasses.MISSING else word(getattr(value, "value", value))
     return f"huggingface/trl {installed.__version__}, installed", found
 
 
@@ -86,7 +90,7 @@ def verl(directory: str) -> tuple[str, dict[str, str]]:
             for key, inner in value.items():
                 walk(inner, f"{name}.{key}" if name else str(key))
         elif not any(word in f"{name}." for word in VERL_NOISE) and not name.startswith(VERL_LEFT_OUT):
-            found.setdefault(name, {None: "none", True: "true", False: "false"}.get(value, str(value)) if value is None or isinstance(value, bool) else str(value))  # fmt: skip
+            found.setdefault(name, word(value))
 
     for kind in ("megatron_trainer", "trainer"):  # where both have a name, Megatron's default stands
         walk(yaml.safe_load(show(directory, f"verl/trainer/config/_generated_ppo_{kind}.yaml")), "")
@@ -121,7 +125,8 @@ def slime(directory: str) -> tuple[str, dict[str, str]]:
             action = ast.unparse(words["action"]).strip("'") if "action" in words else ""
             off = "false" if "store" in action else "none"
             if flags:
-                found[str(flags[0]).lstrip("-").replace("-", "_")] = default_of(words["default"]) if "default" in words and action != "store_false" else off
+                has_default = "default" in words and action != "store_false"
+                found[str(flags[0]).lstrip("-").replace("-", "_")] = default_of(words["default"]) if has_default else off
     return "THUDM/slime", found
 
 

@@ -65,6 +65,7 @@ PRODUCTS: Mapping[str, Mapping[str, Product]] = {
     "slime": {
         "micro": ("micro_batch_size",),
         "global": ("global_batch_size",),
+        "accumulation": ("gradient_accumulation_steps",),  # which nobody can type there
         "generation": ("rollout_batch_size", "n_samples_per_prompt"),
         "group": ("n_samples_per_prompt",),
         "passes": (),  # one pass over a rollout, always

@@ -153,7 +153,6 @@ DEFAULTS: Sequence[Default] = (
     default("loss_type", "dapo"),
     Default(name="vllm_importance_sampling_mode", theirs="sequence_mask", native={"rollout_importance_sampling_mode": "sequence_mask"}),
     Default(name="vllm_importance_sampling_clip_max", theirs="3.0", native={"rollout_importance_sampling_threshold": 3.0}),
-    default("use_bias_correction_kl", False),
     default("lr_scheduler_type", "linear", lr_decay_style="linear"),
     default("adam_beta2", 0.999),
     default("num_train_epochs", 3.0),
