@@ -96,6 +96,13 @@ LOSSES = {
     # In the first step the lowest entropy that trains is that of a group's first token: its completions tie.
     "top entropy": dict(loss_type="dapo", top_entropy_quantile=0.8),
 }  # fmt: skip
+# Those that look at whole sequences or groups: `tools/parity.py --only sequences` takes them through every layout.
+SEQUENCE_LOSSES = {
+    "luspo": dict(loss_type="luspo", importance_sampling_level="sequence", epsilon=0.02),
+    "vespo": dict(loss_type="vespo", beta=0.05, rollout_importance_sampling_mode="token_truncate"),
+    "fipo": dict(loss_type="fipo", epsilon_high=0.28, delta=4.0, fipo_decay_rate=4.0, fipo_clip_high_only=False),
+    "real": dict(loss_type="real", beta=0.05),
+}
 # Each prompt once in each micro-batch, however little a group saves. Groups of 8 and 2; completions of 1 to 20 tokens; a prompt of one
 # token, and one beyond the budget of 32; two groups of one prompt (`shared_rollout`).
 SHARED = dict(share_prompts="true")
@@ -525,7 +532,7 @@ def _reference_loss(model, frozen, cfg: Config, samples: Sequence[Sample], index
         completions.append(Completion(
             mask=double(s.mask), logp=logp, entropy=entropy, sampler_logp=double(s.sampler_logprobs), ref_logp=ref,
             old_logp=None if s.version == index else double(s.old_logprobs), advantage=s.advantage, is_truncated=s.is_truncated,
-            is_dead=s.is_dead,
+            is_dead=s.is_dead, group=s.prompt_number,
         ))  # fmt: skip
     return grpo_loss(completions, cfg.grpo, cfg.rollout.max_completion_length)
 

@@ -31,8 +31,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layouts", nargs="+", default=[], choices=cases.LAYOUTS, metavar="LAYOUT")
     parser.add_argument("--models", nargs="+", default=list(cases.MODELS), choices=cases.MODELS)
-    parser.add_argument("--only", choices=["losses", "shared", "room", "replay"],
-                        help="one of the two tables, or training with everything given away, or with forced experts; no page is written",
+    parser.add_argument("--only", choices=["losses", "shared", "room", "replay", "sequences"],
+                        help="one of the two tables; or training with everything given away, with forced experts, or by losses that look "
+                        "at whole sequences; no page is written",
     )  # fmt: skip
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "parity.md")
     args = parser.parse_args()
@@ -40,6 +41,8 @@ def main() -> int:
         return makes_room()
     if args.only == "replay":
         return replays([model for model in args.models if model in cases.WITH_EXPERTS], args.layouts or list(cases.LAYOUTS))
+    if args.only == "sequences":
+        return looks_at_sequences(args.models, args.layouts or list(cases.LAYOUTS))
     with tempfile.TemporaryDirectory() as folder:
         layouts, in_part = args.layouts or list(cases.LAYOUTS), bool(args.layouts or args.only)
         matrices = {model: Matrix(model, Path(folder)) for model in (args.models if args.only != "shared" else ())}
@@ -105,6 +108,24 @@ def replays(models: list[str], layouts: list[str]) -> int:
     return 1 if red else 0
 
 
+def looks_at_sequences(models: list[str], layouts: list[str]) -> int:
+    """Losses of a token that need other tokens of its sequence, or other sequences of its group.
+
+    The weight in vespo is a product over a sequence: its power multiplies the rounding of all its log-probs.
+    """
+    cells, limits = [], LIMITS | {"loss": 5e-6}
+    with tempfile.TemporaryDirectory() as folder:
+        for model in models:
+            matrix = Matrix(model, Path(folder), cases.SEQUENCE_LOSSES)
+            cells += [(model, *key, distance) for key, distance in matrix.run(layouts).items()]
+    for loss in cases.SEQUENCE_LOSSES:
+        found = [distance for _, _, its, _, distance in cells if its == loss]
+        print(f"{loss}: {len(found)} runs, worst: {in_words(cases.worst_of(found))}")
+    red = [cell[:4] for cell in cells if not cell[4].within(**limits)]
+    print(f"{len(cells)} cells, {len(red)} beyond {limits}: {red[:8]}")
+    return 1 if red else 0
+
+
 def every_cell(table, ways, shared) -> list[cases.Distance]:
     return [distance for cells in (*table.values(), *shared.values(), ways) for distance in cells.values()]
 
@@ -112,14 +133,15 @@ def every_cell(table, ways, shared) -> list[cases.Distance]:
 class Matrix:
     """One model's part of the table: {(layout, loss, cut): distance}."""
 
-    def __init__(self, model: str, folder: Path):
+    def __init__(self, model: str, folder: Path, losses=cases.LOSSES):
         from tests.tiny_models import write_tiny
 
+        self.losses = losses
         self.model, self.path = model, write_tiny(folder / model, **cases.MODELS[model])
         self.batches = cases.stored_rollout(self.path, num_steps=STEPS, vocab=cases.MODELS[model]["vocab"])
         own = cases.MODEL_SETTINGS.get(model, {})
         self.references = {
-            loss: cases.reference(self.path, cases.settings(**own, **chosen), self.batches) for loss, chosen in cases.LOSSES.items()
+            loss: cases.reference(self.path, cases.settings(**own, **chosen), self.batches) for loss, chosen in losses.items()
         }
 
     def run(self, layouts: list[str]) -> dict[tuple[str, str, str], cases.Distance]:
@@ -129,7 +151,7 @@ class Matrix:
             if not cases.suits(layout, self.model):
                 continue
             start = time.perf_counter()
-            runs = {(loss, cut): cases.LOSSES[loss] | cases.CUTS[cut] for loss in cases.LOSSES for cut in cases.CUTS
+            runs = {(loss, cut): self.losses[loss] | cases.CUTS[cut] for loss in self.losses for cut in cases.CUTS
                     if cases.is_legal(layout, cases.CUTS[cut])}  # fmt: skip
             found = self.compare(layout, runs)
             cells |= {(name, *key): distance for key, distance in found.items()}

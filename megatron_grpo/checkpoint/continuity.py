@@ -38,6 +38,8 @@ _TABLE = {
         repetition_n_grams repetition_max_penalty code_timeout code_memory_mb code_all_or_nothing reward_model reward_model_url
         reward_model_max_length llm_judge_url llm_judge_model llm_judge_prompt llm_judge_max_score llm_judge_max_tokens
         loss_type epsilon epsilon_high delta importance_sampling_level sapo_temperature_pos sapo_temperature_neg beta kl_estimator
+        vespo_k_pos vespo_lambda_pos vespo_k_neg vespo_lambda_neg fipo_decay_rate fipo_clip_range fipo_clip_high_only fipo_safety_threshold
+        real_tau
         use_bias_correction_kl kl_in_reward entropy_coef top_entropy_quantile advantage_estimator scale_rewards
         multi_objective_aggregation overlong_filter exclude_dead_groups dynamic_sample max_resample_times oversample_ratio
         rollout_importance_sampling_mode rollout_importance_sampling_threshold rollout_importance_sampling_min rollout_is_geometric

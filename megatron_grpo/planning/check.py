@@ -47,6 +47,12 @@ def check_parsed(parsed: Parsed) -> Checked:
     if problems or size_faults:
         raise ConfigError([_with_proven_values(problem, parsed, shape, model) for problem in problems] + size_faults)
     sizes = BatchSizes.from_config(cfg, model=model)
+    groups = refused_grpo.group_problems(
+        cfg.grpo, generation=sizes.generation_batch_size, global_batch=sizes.global_batch_size, group=sizes.num_generations,
+        passes=sizes.num_iterations,
+    )  # fmt: skip
+    if groups:
+        raise ConfigError([_in_typed_names(cfg, problem) for problem in groups])
     return Checked(config=_with_sleep(with_adapter(settled(cfg, sizes))), sizes=sizes, shape=shape, parsed=parsed)
 
 

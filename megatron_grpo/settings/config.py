@@ -370,14 +370,7 @@ class GrpoConfig:
     loss_type: str = setting(
         "grpo",
         "normalisation and objective",
-        choices=["grpo", "bnpo", "dapo", "dr_grpo", "sequence_sum", "cispo", "sapo"],
-        refused={
-            "luspo": "it weights each sequence by its length, which the token weights here do not "
-            "express. Nearest: sequence_sum with importance_sampling_level sequence",
-            "vespo": "its sequence-level gamma weights are not implemented. Nearest: cispo",
-            "real": "it is not implemented",
-            "fipo": "it is not implemented",
-        },
+        choices=["grpo", "bnpo", "dapo", "dr_grpo", "sequence_sum", "cispo", "sapo", "luspo", "vespo", "fipo", "real"],
     )
     epsilon: float = setting(0.2, "clip range below 1", above=0)
     epsilon_high: float | None = setting(None, "clip range above 1 (default epsilon; cispo: bound on the ratio, default 5.0)", above=0)
@@ -385,6 +378,19 @@ class GrpoConfig:
     importance_sampling_level: str = setting("token", "what the ratio is taken over", choices=["token", "sequence", "sequence_token"])
     sapo_temperature_pos: float = setting(1.0, "SAPO temperature for positive advantages", aliases=["tau_pos"], above=0)
     sapo_temperature_neg: float = setting(1.05, "SAPO temperature for negative advantages", aliases=["tau_neg"], above=0)
+    vespo_k_pos: float = setting(2.0, "VESPO, A at least 0: power of the sequence's weight", at_least=0)
+    vespo_lambda_pos: float = setting(3.0, "VESPO, A at least 0: exponential decay of large weights", above=0)
+    vespo_k_neg: float = setting(3.0, "VESPO, A below 0: power of the sequence's weight", at_least=0)
+    vespo_lambda_neg: float = setting(2.0, "VESPO, A below 0: exponential decay of large weights", above=0)
+    fipo_decay_rate: float = setting(32.0, "FIPO: distance at which a later token counts half", unit="tokens", above=0)
+    fipo_clip_range: float | None = setting(
+        0.2, "FIPO: how far a token's influence may be from 1; 0 or none: anywhere", at_least=0, below=1
+    )
+    fipo_clip_high_only: bool = setting(True, "FIPO: an influence is never below 1")
+    fipo_safety_threshold: float | None = setting(
+        4.0, "FIPO: where A is below 0 and the ratio above this, the influence is 0.8 to 1", above=0
+    )
+    real_tau: float = setting(0.5, "REAL: temperature of the classifier", unit="nats", above=0)
     beta: float = setting(0.0, "KL coefficient; 0 loads no reference model", at_least=0)
     kl_estimator: str = setting("k3", "per-token KL estimate", choices=["k1", "k2", "k3"])
     use_bias_correction_kl: bool = setting(True, "multiply the KL by the ratio, differentiably")

@@ -178,7 +178,6 @@ NAMES: Mapping[str, Foreign] = {
         features.QUANTIZED,
         *("fp16", "fp8_format", "fp8_param_gather", "fp4_format", "fp4_param_gather", "quant_method", "quant_bits"),
     ),
-    **not_there(features.OTHER_LOSS, "real_tau", "fipo_decay_rate", "fipo_clip_range", "fipo_clip_high_only", "fipo_safety_threshold"),
     **not_there(features.OTHER_LOSS, "rpo_alpha", "reference_free", "enable_dft_loss", "enable_channel_loss"),
     **not_there(features.DROPS_TOKENS, "moe_expert_capacity_factor", "moe_pad_expert_input_to_capacity"),
     **not_there(features.PLUGINS, "custom_register_path", "callbacks", "reward_model_plugin", "custom_dataset_info"),
@@ -278,6 +277,12 @@ def settle(values: Mapping[str, Any], given: Mapping[str, Sequence[str]]) -> Ite
         )
     if values.get("loss_type") == "cispo" and values.get("epsilon_high") is None:
         yield Change(values={"epsilon_high": values.get("epsilon", 0.2)})
+    if values.get("loss_type") == "real":
+        yield Change(
+            values={},
+            note="loss_type real: a completion of just its group's mean reward is wrong in Megatron-SWIFT; here it is on neither side. "
+            "A group may lie in several micro-batches.",
+        )
     if "repetition" in values.get("reward_funcs", ()):
         yield Change(values={}, note="The reward repetition counts n-grams of tokens here, of words in Megatron-SWIFT.")
 

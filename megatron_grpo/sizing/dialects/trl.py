@@ -125,7 +125,6 @@ NAMES: Mapping[str, Foreign] = {
     **not_there(features.TURNS, "rollout_func"),
     **not_there(features.QUANTIZED, "fp16", "load_in_8bit", "load_in_4bit", "bnb_4bit_quant_type", "use_bnb_nested_quant"),
     **not_there(features.QUANTIZED, "bnb_4bit_quant_storage"),
-    **not_there(features.OTHER_LOSS, "vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"),
     **not_there("the entropy coefficient is constant", "use_adaptive_entropy", "entropy_coef_max", "entropy_coef_delta", "entropy_target"),
     **not_there(features.SHARDED_ELSEWHERE, "deepspeed", "fsdp", "fsdp_config", "parallelism_config", "accelerator_config"),
     **not_there(features.SAMPLING, "generation_kwargs", "vllm_structured_outputs_regex", "vllm_guided_decoding_regex"),

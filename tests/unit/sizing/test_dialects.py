@@ -124,7 +124,7 @@ def test_the_table_of_defaults_is_true(dialect):
         ("trl", "--use_peft --lora_target_parameters experts", "adapters are on linear layers"),
         ("trl", "--use_vllm false", "sampling is by vLLM alone"),
         ("skyrl", "--run_engines_locally false", "servers are started beside a run (megatron-grpo serve)"),
-        ("trl", "--loss_type vespo", "loss_type cannot be 'vespo'"),
+        ("trl", "--loss_type vespo --vllm_importance_sampling_mode sequence_mask", "would count it once per token"),
         ("trl", "--optim adafactor", "the optimizer is AdamW"),
         ("trl", "--deepspeed zero3.json", "Megatron shards"),
         ("trl", "--min_p 0.1", "min_p (0.1): sampling is by temperature"),
