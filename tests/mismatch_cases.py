@@ -361,7 +361,7 @@ def found_of(rank: int, world: int, paths: Sequence[str | Path], places: Sequenc
         first = first_over(operations)
         found.append({
             "named": over[0] if over else "", "over": over, "difference": first.difference if first else 0.0,
-            "ranks": first.ranks if first else (), "nats": float(abs(row.differences).max()),
+            "ranks": first.ranks if first else (), "cause": first.cause if first else "", "nats": float(abs(row.differences).max()),
             "largest": max((operation.difference, operation.name) for operation in operations if not operation.is_over),
         })  # fmt: skip
     return found

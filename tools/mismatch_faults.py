@@ -47,7 +47,7 @@ def seeded(args: argparse.Namespace, folder: Path) -> int:
         paths = [write_tiny(folder / f"{model}-{layout}-{seed}", **cases.MODELS[model], seed=seed) for seed in (0, 1)]
         ranks = cases.LAYOUTS[layout][0]
         found |= dict(zip(places, run_ranks(cases.found_of, ranks, paths, places, args.dtype, timeout=900)[0], strict=True))
-    print("| fault | model | log-probs differ by, nats | named | of its size |\n|---|---|---|---|---|")
+    print("| fault | model | log-probs differ by, nats | named | of its size | because |\n|---|---|---|---|---|---|")
     wrong = 0
     for place, one in sorted(found.items()):
         fault = every[place]
@@ -55,7 +55,9 @@ def seeded(args: argparse.Namespace, folder: Path) -> int:
         wrong += not is_right
         mark = "" if is_right else f" (WRONG: {fault.named or 'nothing'} was to be named)"
         size = f"{one['difference']:.2g}" if one["named"] else f"{one['largest'][0]:.1e} at most ({one['largest'][1]})"
-        print(f"| {fault.what} | {fault.model} | {one['nats']:.2g} | {one['named'] or 'none'}{mark} | {size} |", flush=True)
+        print(
+            f"| {fault.what} | {fault.model} | {one['nats']:.2g} | {one['named'] or 'none'}{mark} | {size} | {one['cause']} |", flush=True
+        )
     print(f"\n{len(found) - wrong} of {len(found)} right, {args.dtype}")
     return 1 if wrong else 0
 

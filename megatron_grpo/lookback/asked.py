@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_grpo.checkpoint.folder import Folder
-from megatron_grpo.checkpoint.manifest import MANIFEST, Manifest
+from megatron_grpo.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from megatron_grpo.checkpoint.opened import settings_of_checkpoint, settings_over
 from megatron_grpo.errors import ConfigError, Problem
 from megatron_grpo.settings import Parsed
@@ -43,7 +43,7 @@ def read_asked(argv: Sequence[str], parse: Callable[[Sequence[str]], Parsed]) ->
     words = [part for word in argv for part in (word.split("=", 1) if word.startswith("--") else [word])]
     if not words or words[0].startswith("--"):
         raise ConfigError("mismatch needs a directory first: an output_dir, one of its checkpoints (checkpoints/iter_0000100), or a model.")
-    name, rest, found, problems = words[0], [], dict[str, int](), list[Problem]()
+    name, rest, found, problems = words[0], list[str](), dict[str, int](), list[Problem]()
     place, dtype = 1, None
     while place < len(words):
         word, value = words[place], words[place + 1] if place + 1 < len(words) else ""
@@ -94,8 +94,6 @@ def _subject(path: Path, parsed: Parsed, parse: Callable[[Sequence[str]], Parsed
 
 
 def _of_checkpoint(directory: Path, typed: Config, *, run: Path | None) -> Subject:
-    from megatron_grpo.checkpoint.manifest import read_manifest
-
     cfg, manifest = settings_of_checkpoint(typed, directory), read_manifest(directory)
     assert not isinstance(manifest, str)  # its settings have been read
     return Subject(name=str(directory), run=run, checkpoint=directory, step=manifest.step, cfg=cfg)

@@ -66,7 +66,7 @@ class Found:
         sentences = []
         if (first := first_over([one for one in self.operations if one.name not in ASIDE])) is not None:
             shards = f" (shard of rank {', '.join(map(str, first.ranks))})" if len(first.ranks) < self.num_ranks else ""
-            sentences.append(f"{first.in_words}: {first.difference:.2g} of its size{shards}.")
+            sentences.append(f"{first.in_words}: {first.difference:.2g} of its size{shards}{first.cause and f'; {first.cause}'}.")
         sentences += [ASIDE[one.name] for one in self.operations if one.name in ASIDE and one.is_over]
         if not sentences and self.push:
             sentences.append("No operation differs by more than rounding, but the check of the push fails.")
@@ -110,7 +110,10 @@ def look(asked: Asked, cfg: Config, shape: ModelShape, model_path: Path, paralle
     subject, dtype = asked.subject, cfg.model.torch_dtype
     tokenizer = load_tokenizer(str(model_path))
     rows, prompts, source, notes = _rows_to_compare(asked, cfg, shape, tokenizer)
-    longest = max(len(one) for one in [*(row.tokens for row in rows), *(prompt.token_ids for prompt in prompts)])
+    number = len(rows or prompts)
+    if asked.row is not None and asked.row >= number:
+        raise ConfigError([Problem(flags=("row",), message=f"row ({asked.row}): {number} rows are compared, 0 to {number - 1}.")])
+    longest = max([*(len(row.tokens) for row in rows), *(len(prompt.token_ids) for prompt in prompts)])
     answer = min(cfg.rollout.max_completion_length, LONGEST_ANSWER)
     together = max(cfg.batch.micro_batch_size, TOGETHER)
     model = build_loaded(cfg, shape, parallel, model_path=model_path, checkpoint=subject.checkpoint, micro_batch_size=together)
@@ -124,7 +127,7 @@ def look(asked: Asked, cfg: Config, shape: ModelShape, model_path: Path, paralle
     engine.generate(asked_for, replace(sampling, max_completion_length=1), seed=cfg.run.seed)  # so that a cache that is kept shows
     Publisher(model, engine, verify=False, starts_as_checkpoint=False).publish(subject.step)
     rows = rows or _drawn(engine, prompts, sampling, seed=cfg.run.seed)
-    scored = model.score([sequence_of(row.tokens, int(np.argmax(row.mask))) for row in rows])
+    scored = model.score([sequence_of(row.tokens.tolist(), int(np.argmax(row.mask))) for row in rows])
     compared = [
         Row(
             tokens=row.tokens,
@@ -135,18 +138,15 @@ def look(asked: Asked, cfg: Config, shape: ModelShape, model_path: Path, paralle
         for row, trainer in zip(rows, scored, strict=True)
     ]
     chosen = worst_row(compared) if asked.row is None else asked.row
-    if chosen >= len(compared):
-        raise ConfigError(
-            [Problem(flags=("row",), message=f"row ({chosen}): {len(compared)} rows are compared, 0 to {len(compared) - 1}.")]
-        )
     operations: Sequence[Operation] = ()
+    limit = max(LIMITS[dtype], LIMITS[engine.dtype])
     if why := traced.not_traced(model.chunks[0]) or vllm_traced.not_traced(engine):
         notes.append(f"The operations of this model are not compared: it {why}.")
     else:
-        side = Side(engine=engine, model=model.chunks[0], score=alone(model.scorer), temperature=sampling.temperature, limit=LIMITS[dtype])
+        side = Side(engine=engine, model=model.chunks[0], score=alone(model.scorer), temperature=sampling.temperature, limit=limit)
         operations = look_at(side, compared[chosen])
     return Found(
-        subject=subject, dtype=dtype, limit=LIMITS[dtype], bound=USUAL[dtype], num_ranks=parallel.world_size, source=source, rows=compared,
+        subject=subject, dtype=dtype, limit=limit, bound=max(USUAL[dtype], USUAL[engine.dtype]), num_ranks=parallel.world_size, source=source, rows=compared,
         tokens=worst_tokens(compared, tokenizer, WORST), row=chosen, operations=operations, drift=drift_of(subject.run), notes=notes,
         push=_push_problem(model, engine, subject.step, dtype),
     )  # fmt: skip

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from megatron_grpo.lookback.causes import cause_of
 from megatron_grpo.parallel import collectives
 from megatron_grpo.policy import traced
 from megatron_grpo.policy.model import PolicyModel
@@ -34,7 +35,7 @@ BLOCK = ("router", "experts", "gate up", "act", "down", "residual 2")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operation:
-    """One operation's own difference, over the ranks of both sides.
+    """One operation's own difference, over the ranks of both sides. cause: why, of the first that is over; empty where it is not known.
 
     difference: root mean square, relative to that of the sampler's output (of `log-prob`: of the logits). largest: of one number, absolute.
     equal: share of numbers that are the same bits. ranks: tensor-parallel ranks whose shard differs by more than the limit.
@@ -45,6 +46,7 @@ class Operation:
     largest: float
     equal: float
     ranks: tuple[int, ...] = ()
+    cause: str = ""
 
     @property
     def is_over(self) -> bool:
@@ -162,18 +164,23 @@ def _compared(side: Side, tokens: Sequence[int], opening: int) -> tuple[list[Ope
     forced = {name: rows for name, rows in theirs.items() if name not in ("logits", "log-prob")}
     ours = traced.trace(model, lambda: scored.extend(side.score([sequence_of(tokens, opening)])), forced=forced)
     ours["log-prob"] = traced.Own(0, torch.from_numpy(scored[0][opening:])[:, None])
-    first = model.output_layer.vocab_start
-    theirs["logits"] = logits[:, first : first + ours["logits"].rows.shape[1]]
+    start = model.output_layer.vocab_start
+    theirs["logits"] = logits[:, start : start + ours["logits"].rows.shape[1]]
     names = [name for name in order(len(model.decoder.layers)) if name in ours and name in theirs]
     mine = {name: _part(ours[name], theirs[name], size if name == "log-prob" else None) for name in names}
     everyone: list[Mapping[str, _Part]] = collectives.from_all(mine)
-    return [_joined(name, [part[name] for part in everyone], side.limit) for name in names], fresh, size
+    operations = [_joined(name, [part[name] for part in everyone], side.limit) for name in names]
+    if (first := first_over(operations)) is not None:
+        causes = collectives.from_all(cause_of(first.name, side.engine, model))
+        cause = next((causes[rank] for rank in first.ranks if causes[rank]), "")
+        operations = [replace(one, cause=cause) if one is first else one for one in operations]
+    return operations, fresh, size
 
 
 def _aside(name: str, a: np.ndarray, b: np.ndarray, size: float, limit: float) -> Operation:
     """Log-probs of whole models, so the median counts, with ten times the room: a router may flip at a tie, and change a few of them."""
     differences = np.abs(a.astype(np.float64) - b)
-    middle = float(np.median(differences)) / max(size, 1e-30)
+    middle = collectives.largest(float(np.median(differences)) / max(size, 1e-30))  # ranks may differ in the last bit
     ranks = () if middle <= 10 * limit else tuple(range(collectives.num_ranks()))
     return Operation(name=name, difference=middle, largest=float(differences.max()), equal=float((a == b).mean()), ranks=ranks)
 

@@ -64,15 +64,15 @@ class _Tracer:
 
     def instead(self, name: str, own: torch.Tensor) -> torch.Tensor | None:
         """Remembers `own`, whose first dimension is tokens; gives what is to stand in its place, or None."""
-        rows = own.detach().reshape(len(own), -1).clone()
+        rows = own.detach().reshape(len(own), -1).clone()  # what is forced is often written over it
         cut = self.model.config.sequence_parallel and name.split(" ", name.startswith("L"))[-1] in BY_TOKENS
         start = self.rank * len(rows) if cut else 0
-        self.found[name] = Own(start, rows)
+        self.found[name] = Own(start, rows.cpu())
         if name not in self.forced:
             return None
         theirs = self.forced[name][start : start + len(rows)]
         kept = rows.clone()
-        kept[: len(theirs)] = theirs.to(kept.dtype)
+        kept[: len(theirs)] = theirs.to(kept)
         return kept.view_as(own)
 
     @contextmanager
@@ -181,4 +181,4 @@ class _Tracer:
         if head.sequence_parallel:
             hidden = tensor_parallel.gather_from_sequence_parallel_region(hidden, group=head.tp_group)
         words = (head.weight if weight is None else weight)[: head.num_valid_rows]
-        self.found["logits"] = Own(0, (hidden.squeeze(1)[batch.predict_at] @ words.t()).float())
+        self.found["logits"] = Own(0, (hidden.squeeze(1)[batch.predict_at] @ words.t()).float().cpu())

@@ -38,7 +38,7 @@ def not_traced(engine: ColocatedEngine) -> str | None:
     for number, layer in enumerate(inner.layers):
         lacking = [part for part in _LAYER if not hasattr(layer, part)]
         lacking += [part for part in _ATTENTION if not hasattr(getattr(layer, "self_attn", None), part)]
-        block = _block(layer)
+        block = block_of(layer)
         if lacking := lacking or ([] if block is not None else [" or ".join(map(", ".join, (_DENSE, _SPARSE)))]):
             return f"({name}) has another kind of layer in vLLM: layer {number} has no {lacking[0]}"
     return None
@@ -71,7 +71,7 @@ def trace(engine: ColocatedEngine, tokens: Sequence[int], opening: int, *, tempe
     found: dict[str, list[torch.Tensor]] = {}
 
     def keep(name: str, rows: torch.Tensor) -> None:
-        found.setdefault(name, []).append(rows.detach().flatten(1).clone())
+        found.setdefault(name, []).append(rows.detach().flatten(1).to("cpu", copy=True))
 
     engine._llm.reset_prefix_cache()
     with _watched(model_runner(engine).get_model(), keep):
@@ -122,7 +122,7 @@ def _watched(model: Any, keep: Callable[[str, torch.Tensor], None]) -> Iterator[
 
         on(model.model.embed_tokens, first("embedding"))
         for i, layer in enumerate(model.model.layers):
-            attention, block = layer.self_attn, _block(layer)
+            attention, block = layer.self_attn, block_of(layer)
             on(layer.input_layernorm, norm(f"L{i} norm 1", f"L{i - 1} residual 2"))
             on(attention.qkv_proj, first(f"L{i} qkv"))
             for letter in "qk" if hasattr(attention, "q_norm") else "":
@@ -153,7 +153,7 @@ def _rotated(layer: str, keep: Callable[[str, torch.Tensor], None]) -> Callable[
     return hook
 
 
-def _block(layer: Any) -> Any:
+def block_of(layer: Any) -> Any:
     """What follows the second norm: dense, or with experts. None if it is built in a way that is not known here."""
     for name in ("mlp", "block_sparse_moe"):
         block = getattr(layer, name, None)
