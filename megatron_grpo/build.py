@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shlex
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
@@ -12,6 +13,7 @@ from typing import Any, cast
 import torch
 
 from megatron_grpo import train
+from megatron_grpo.checkpoint.opened import load_weights
 from megatron_grpo.checkpoint.resume import start_afresh
 from megatron_grpo.checkpoint.saving import Checkpoints
 from megatron_grpo.clock import Clock
@@ -38,6 +40,7 @@ from megatron_grpo.planning.sharing import Sharing, decide
 from megatron_grpo.policy.attention import gpu_kernel
 from megatron_grpo.policy.exchange import WeightExchange
 from megatron_grpo.policy.guard import Guard, PlausibleGuard
+from megatron_grpo.policy.loaded import LoadedModel
 from megatron_grpo.policy.lora import Adapters
 from megatron_grpo.policy.model import PolicyModel, build_chunks
 from megatron_grpo.policy.optimizer import Trainable
@@ -261,7 +264,13 @@ def build_publisher(cfg: Config, policy: Policy, holder: WeightHolder, *, say: C
         is_coarse=cfg.model.torch_dtype != "float32",
         starts_as_checkpoint=not cfg.tuner.adapters,
         say=say,
+        hint=where_they_part(cfg),
     )
+
+
+def where_they_part(cfg: Config) -> str:
+    """What to type where trainer and sampler differ too much."""
+    return f"To see at which operation they part: megatron-grpo mismatch {shlex.quote(cfg.run.output_dir)}"
 
 
 def publish_again(policy: Policy, publisher: Publisher, clock: Clock) -> None:
@@ -312,7 +321,8 @@ def build_journal(made: Plan, judge: Judge, parallel: ParallelState, clock: Cloc
         config={name: value for section in cfg.groups().values() for name, value in vars(section).items()},
     )
     # One rollout ahead the difference is also what weights have moved in between: no bound is usual then.
-    drift = DriftWatch(bound=0.0 if cfg.rollout.same_bits else cfg.rollout.logp_difference_warn, dtype=cfg.model.torch_dtype)
+    bound = 0.0 if cfg.rollout.same_bits else cfg.rollout.logp_difference_warn
+    drift = DriftWatch(bound=bound, dtype=cfg.model.torch_dtype, hint=where_they_part(cfg))
     has_bound = cfg.rollout.logp_difference_warn is not None or not cfg.rollout.async_rollout_depth
 
     def truncated(progress, found):
@@ -515,6 +525,22 @@ def tower_here(cfg: Config, shape: ModelShape, parallel: ParallelState, model_pa
         return None
     dtype, checkpointing = getattr(torch, cfg.model.torch_dtype), cfg.model.vit_gradient_checkpointing
     return build_tower(shape, model_path, dtype=dtype, device=parallel.device, checkpointing=checkpointing)
+
+
+def build_loaded(
+    cfg: Config, shape: ModelShape, parallel: ParallelState, *, model_path: str | Path, checkpoint: Path | None, micro_batch_size: int = 1
+) -> LoadedModel:
+    """A model that only answers and is pushed: of the files, or of a checkpoint of any layout. Collective."""
+    sharing_here(cfg, shape, parallel)
+    exchange, loaded_chunks = model_of(cfg, shape, parallel, model_path=model_path)
+    chunks = loaded_chunks()
+    adapters = choose_tuner(cfg, chunks, exchange)
+    if checkpoint is not None:
+        load_weights(chunks, checkpoint)
+    for chunk in chunks:
+        chunk.eval().requires_grad_(False)
+    cut = cut_for(parallel, chunks[0].config, micro_batch_size=micro_batch_size, max_tokens=None)
+    return LoadedModel(chunks, ModelScorer(chunks, parallel, cut), exchange, adapters)
 
 
 def build_policy(
