@@ -336,9 +336,7 @@ def open_stream(
             fault = "are chats, and the model's tokenizer has no chat template (a base model?); give it string prompts, or a chat model"
             raise ConfigError([_problem(flag, rows.rows, chats, fault)])
     keep_last = cfg.max_prompt_length if cfg.truncation_strategy == "left" else None
-    encode = PromptEncoder(
-        tokenizer, system=cfg.system, enable_thinking=cfg.enable_thinking, keep_last=keep_last, tools=tools or (), eyes=eyes
-    )
+    encode = PromptEncoder(tokenizer, system=cfg.system, options=cfg.template_options, keep_last=keep_last, tools=tools or (), eyes=eyes)
 
     def looked_at() -> TokenTable:
         check_pictures(rows)

@@ -14,6 +14,7 @@ from megatron_grpo.policy import refused as refused_policy
 from megatron_grpo.settings import Parsed, names, parse
 from megatron_grpo.settings.checks import validate
 from megatron_grpo.settings.config import Config
+from megatron_grpo.settings.evaluation import longest_completion
 from megatron_grpo.sizing.batch_sizes import BatchSizes, settled, size_problems
 from megatron_grpo.sizing.dialects import DIALECTS
 from megatron_grpo.sizing.sizes import Model
@@ -59,7 +60,7 @@ def _with_sleep(cfg: Config) -> Config:
 def _settings_problems(parsed: Parsed, shape: ModelShape | None) -> list[Problem]:
     """All but those of parsing and of sizes."""
     cfg = parsed.config
-    longest = (cfg.data.max_prompt_length or 1) + cfg.rollout.max_completion_length
+    longest = (cfg.data.max_prompt_length or 1) + longest_completion(cfg)
     of_model = []
     if shape:
         # Less than one is for the sizes to say.

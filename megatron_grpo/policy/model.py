@@ -26,19 +26,26 @@ from megatron_grpo.policy.layers import Norm, PackedAttention, te_packed, with_b
 from megatron_grpo.policy.router import replace_routers
 from megatron_grpo.policy.stream import LocalBatch
 from megatron_grpo.policy.vision import Vision
-from megatron_grpo.settings.config import ModelConfig, ParallelConfig
+from megatron_grpo.settings.config import KernelConfig, ModelConfig, ParallelConfig
 from megatron_grpo.weights.rope import rope_inverse_frequencies
 from megatron_grpo.weights.shape import ModelShape
 
 
 def transformer_config(
-    shape: ModelShape, model: ModelConfig, layout: ParallelConfig, *, use_te: bool, plain_linears: bool = False
+    shape: ModelShape,
+    model: ModelConfig,
+    layout: ParallelConfig,
+    *,
+    use_te: bool,
+    plain_linears: bool = False,
+    kernels: KernelConfig | None = None,
 ) -> TransformerConfig:
     """Megatron-Core's configuration of one model. Fusions that need CUDA extensions are off unless Transformer Engine brings them.
 
     plain_linears: see `layer_specs`.
     """
     dtype = getattr(torch, model.torch_dtype)
+    kernels = kernels or KernelConfig()
     interleaved = layout.virtual_pipeline_model_parallel_size is not None
     kind, moe, mla = TransformerConfig, {}, {}
     if shape.mla:
@@ -74,6 +81,9 @@ def transformer_config(
             moe_router_group_topk=shape.moe.group_topk if shape.moe.is_group_limited else None,
             moe_router_topk_scaling_factor=shape.moe.scaling_factor if shape.moe.scaling_factor != 1 else None,
             moe_shared_expert_intermediate_size=shape.moe.shared_ffn_hidden_size,
+            moe_permute_fusion=kernels.moe_permute_fusion,
+            moe_shared_expert_overlap=kernels.moe_shared_expert_overlap,
+            moe_enable_deepep=kernels.moe_enable_deepep,
         )
     _, rope_scale = rope_inverse_frequencies(shape)
     return kind(
@@ -101,6 +111,7 @@ def transformer_config(
         num_layers_in_first_pipeline_stage=layout.decoder_first_pipeline_num_layers,
         num_layers_in_last_pipeline_stage=layout.decoder_last_pipeline_num_layers,
         context_parallel_size=layout.context_parallel_size,
+        cp_comm_type=kernels.cp_comm_type,
         expert_model_parallel_size=layout.expert_model_parallel_size,
         expert_tensor_parallel_size=layout.expert_tensor_parallel_size,
         sequence_parallel=layout.sequence_parallel,
@@ -132,6 +143,7 @@ def transformer_config(
         moe_token_dispatcher_type=model.moe_token_dispatcher_type if shape.moe else "alltoall",
         **moe,
         **mla,
+        **model.megatron_extra_kwargs,  # of `settings.passed_on.OPEN`, none of which stands above
     )
 
 
@@ -315,12 +327,13 @@ def build_chunks(
     padded_vocab_size: int,
     temperature: float,
     tower: torch.nn.Module | None = None,
+    kernels: KernelConfig | None = None,
 ) -> list[PolicyModel]:
     """The model chunks of this rank's stage: one, or `virtual_pipeline_model_parallel_size`. Weights are not set yet.
 
     tower: see `policy.vision`; None where the model has none, and on later stages.
     """
-    config = transformer_config(shape, model, layout, use_te=use_te, plain_linears=plain_linears)
+    config = transformer_config(shape, model, layout, use_te=use_te, plain_linears=plain_linears, kernels=kernels)
     chunks = []
     for index in range(parallel.layout.num_chunks):
         chunks.append(

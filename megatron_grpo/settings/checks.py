@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_grpo.errors import Problem
-from megatron_grpo.settings import ahead, evaluation, own, servers, tuner, turns
+from megatron_grpo.settings import ahead, evaluation, own, passed_on, schedule, servers, tuner, turns
 from megatron_grpo.settings.config import Config
 from megatron_grpo.settings.read import COMMAND_LINE
 from megatron_grpo.settings.secrets import secrets_in
@@ -78,11 +78,13 @@ def validate(cfg: Config, unreadable: Collection[str] = ()) -> list[Problem]:
 
 def _pairs(cfg: Config) -> Iterator[tuner.Pair]:
     yield from _training(cfg)
+    yield from schedule.pairs(cfg)
     yield from tuner.pairs(cfg)
     yield from servers.pairs(cfg)
     yield from ahead.pairs(cfg)
     yield from turns.pairs(cfg)
     yield from own.pairs(cfg)
+    yield from passed_on.pairs(cfg)
     yield from _sampling_and_rewards(cfg)
     yield from _files(cfg)
     yield from _of_a_server(cfg)
@@ -125,15 +127,6 @@ def _training(cfg: Config) -> Iterator[tuner.Pair]:
                 "and recompute_num_layers 1.",
                 {},
             )
-    if opt.min_lr > opt.lr:
-        yield ("min_lr", "lr"), f"min_lr ({opt.min_lr}) must not be above lr ({opt.lr}).", {"min_lr": [opt.lr], "lr": [opt.min_lr]}
-    if opt.lr_warmup_iters and opt.lr_warmup_fraction is not None:
-        yield (
-            ("lr_warmup_iters", "lr_warmup_fraction"),
-            f"lr_warmup_iters ({opt.lr_warmup_iters}) and lr_warmup_fraction "
-            f"({opt.lr_warmup_fraction}) both say how long the warm-up is. Keep one of them.",
-            {"lr_warmup_iters": [0], "lr_warmup_fraction": ["none"]},
-        )
     if opt.overlap_param_gather and not (opt.use_distributed_optimizer and opt.overlap_grad_reduce):
         yield (
             ("overlap_param_gather", "overlap_grad_reduce", "use_distributed_optimizer"),
@@ -146,14 +139,16 @@ def _training(cfg: Config) -> Iterator[tuner.Pair]:
 
 def _sampling_and_rewards(cfg: Config) -> Iterator[tuner.Pair]:
     rollout, rewards = cfg.rollout, cfg.rewards
-    longest = (cfg.data.max_prompt_length or 1) + rollout.max_completion_length
+    longest = (cfg.data.max_prompt_length or 1) + evaluation.longest_completion(cfg)
     if rollout.vllm_max_model_len is not None and rollout.vllm_max_model_len < longest:
         prompt = f"max_prompt_length ({cfg.data.max_prompt_length})" if cfg.data.max_prompt_length else "a prompt (at least 1 token)"
+        is_longer = evaluation.longest_completion(cfg) > rollout.max_completion_length
+        said = "eval_max_completion_length" if is_longer else "max_completion_length"
         yield (
-            ("vllm_max_model_len", "max_prompt_length", "max_completion_length"),
+            ("vllm_max_model_len", "max_prompt_length", said),
             f"vllm_max_model_len "
             f"({rollout.vllm_max_model_len}) is less "
-            f"than {prompt} + max_completion_length ({rollout.max_completion_length}) = {longest}. Use vllm_max_model_len {longest}.",
+            f"than {prompt} + {said} ({evaluation.longest_completion(cfg)}) = {longest}. Use vllm_max_model_len {longest}.",
             {"vllm_max_model_len": [longest]},
         )
     weights, functions = len(rewards.reward_weights), len(rewards.reward_funcs)

@@ -6,69 +6,11 @@ sections of a YAML file; the names are unique over all groups, so a flat file wo
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Range:
-    """The numbers that a setting may be; None is no bound. Sizes that must divide are the business of `sizing`."""
-
-    at_least: float | None = None
-    above: float | None = None
-    at_most: float | None = None
-    below: float | None = None
-
-    def __str__(self) -> str:
-        bounds = {"at least": self.at_least, "above": self.above, "at most": self.at_most, "below": self.below}
-        return " and ".join(f"{words} {bound}" for words, bound in bounds.items() if bound is not None)
-
-    def admits(self, value: float) -> bool:
-        return (
-            (self.at_least is None or value >= self.at_least)
-            and (self.above is None or value > self.above)
-            and (self.at_most is None or value <= self.at_most)
-            and (self.below is None or value < self.below)
-        )
-
-    def nearest(self, value: float) -> list[float]:
-        """The closest number inside, where there is one."""
-        for bound, is_beyond in ((self.at_least, lambda edge: value < edge), (self.at_most, lambda edge: value > edge)):
-            if bound is not None and is_beyond(bound):
-                return [bound]
-        return []
-
-
-def setting(
-    default: Any,
-    help: str,
-    *,
-    unit: str = "",
-    choices: Sequence[str] = (),
-    aliases: Sequence[str] = (),
-    refused: Mapping[str, str] | None = None,
-    **bounds: float,
-) -> Any:
-    """A dataclass field that knows how to present itself. `aliases` are other names that users of TRL or Megatron type.
-
-    refused: values known elsewhere and not here, with the reason, so that nobody trains something else believing it is this.
-    bounds: the range of a number, see `Range`. It stands nowhere else.
-    """
-    meta = {
-        "help": help,
-        "unit": unit,
-        "choices": tuple(choices),
-        "aliases": tuple(aliases),
-        "refused": dict(refused or {}),
-        "range": Range(**bounds),
-    }
-    if isinstance(default, (list, tuple)):
-        values = tuple(default)
-        return field(default_factory=lambda: list(values), metadata=meta)
-    if isinstance(default, dict):
-        return field(default_factory=dict, metadata=meta)
-    return field(default=default, metadata=meta)
+from megatron_grpo.settings.field import setting
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +36,10 @@ class ModelConfig:
     logprob_chunk_size: int = setting(1024, "positions whose logits exist at one time", unit="tokens", at_least=1)
     moe_aux_loss_coeff: float = setting(0.0, "load-balancing loss; only 0 is independent of the layout, others are refused")
     moe_z_loss_coeff: float | None = setting(None, "router z-loss, normalised over the global batch", at_least=0)
-    moe_token_dispatcher_type: str = setting("alltoall", "how tokens travel to experts", choices=["alltoall", "allgather"])
+    megatron_extra_kwargs: dict[str, Any] = setting(
+        {}, "fields of Megatron-Core's TransformerConfig that say how fast and where the same is computed: name=value, or JSON"
+    )
+    moe_token_dispatcher_type: str = setting("alltoall", "how tokens travel to experts", choices=["alltoall", "allgather", "flex"])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,6 +120,19 @@ class ParallelConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class KernelConfig:
+    """Kernels and exchanges (Megatron-Core's, on GPUs)"""
+
+    cp_comm_type: str | None = setting(
+        None, "how attention exchanges keys under context parallelism, with Transformer Engine (default: its own, p2p)",
+        choices=["p2p", "a2a", "allgather", "a2a+p2p"],
+    )  # fmt: skip
+    moe_permute_fusion: bool = setting(False, "Transformer Engine's fused permutation of tokens to experts")
+    moe_shared_expert_overlap: bool = setting(False, "compute shared experts while tokens travel to the others")
+    moe_enable_deepep: bool = setting(False, "tokens travel by DeepEP; with moe_token_dispatcher_type flex")
+
+
+@dataclass(frozen=True, kw_only=True)
 class BatchConfig:
     """Batch sizes (counted in completions)"""
 
@@ -213,6 +171,7 @@ class DataConfig:
     truncation_strategy: str = setting("raise", "what happens to a prompt that is too long", choices=["raise", "delete", "left"])
     system: str | None = setting(None, "system message put before a chat prompt that has none")
     enable_thinking: bool | None = setting(None, "handed to the chat template where it knows it")
+    chat_template_kwargs: dict[str, Any] = setting({}, "handed to the chat template: name=value, or JSON")
     dataset_shuffle: bool = setting(True, "seeded permutation per epoch; false keeps file order")
     load_from_cache_file: bool = setting(True, "tokenise a data set once a machine, into the user's cache directory")
     data_root: str | None = setting(None, "paths of pictures are inside this directory (default: that of the data set)")
@@ -223,6 +182,11 @@ class DataConfig:
         None, "smaller pictures are made larger (default: the variable MIN_PIXELS, else the model's own)", unit="pixels", at_least=1
     )
     limit_images: int | None = setting(None, "most pictures of a prompt (default: as many as the data have)", unit="pictures", at_least=1)
+
+    @property
+    def template_options(self) -> dict[str, Any]:
+        """What the chat template is given besides messages and tools."""
+        return {**self.chat_template_kwargs, **({} if self.enable_thinking is None else {"enable_thinking": self.enable_thinking})}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -249,6 +213,9 @@ class RolloutConfig:
     temperature: float = setting(1.0, "sampling temperature; training log-probs use the same", at_least=0.01, at_most=2)
     top_p: float = setting(1.0, "nucleus sampling", above=0, at_most=1)
     top_k: int = setting(0, "top-k sampling, 0 is off", unit="tokens", at_least=0)
+    generation_kwargs: dict[str, Any] = setting(
+        {}, "more of vLLM's SamplingParams, of those that leave the distribution as it is: name=value, or JSON"
+    )
     stop: list[str] = setting([], "strings that end a completion", aliases=["stop_words"])
     stop_token_ids: list[int] = setting([], "token ids that end a completion, besides the model's own end-of-text ids", at_least=0)
     vllm_tensor_parallel_size: int = setting(1, "ranks that share one engine", unit="ranks")
@@ -261,6 +228,7 @@ class RolloutConfig:
     vllm_dtype: str | None = setting(None, "sampling dtype (default: torch_dtype)", choices=["float32", "bfloat16"])
     vllm_enforce_eager: bool = setting(False, "no CUDA graphs (always eager on CPU)")
     vllm_enable_prefix_caching: bool = setting(True, "share the KV cache of equal prefixes; reset at every weight push")
+    vllm_engine_kwargs: dict[str, Any] = setting({}, "more of vLLM's EngineArgs: name=value, or JSON")
     sleep_level: int = setting(
         0,
         "vLLM sleep while training: 0 off, 1 weights to host, 2 weights dropped (GPU only); 1 where adapters train",
@@ -386,6 +354,9 @@ class GrpoConfig:
     sapo_temperature_neg: float = setting(1.05, "SAPO temperature for negative advantages", aliases=["tau_neg"], above=0)
     beta: float = setting(0.0, "KL coefficient; 0 loads no reference model", at_least=0)
     kl_estimator: str = setting("k3", "per-token KL estimate", choices=["k1", "k2", "k3"])
+    ref_model: str | None = setting(
+        None, "the reference of the KL is this checkpoint of the same architecture, a directory or Hub name (default: model as it begins)"
+    )
     use_bias_correction_kl: bool = setting(True, "multiply the KL by the ratio, differentiably")
     kl_in_reward: bool = setting(False, "subtract the KL from the reward instead of adding it to the loss")
     entropy_coef: float = setting(0.0, "entropy bonus")
@@ -435,13 +406,27 @@ class OptimizerConfig:
     vit_lr: float | None = setting(None, "peak learning rate of a vision tower (default: lr)", at_least=0)
     aligner_lr: float | None = setting(None, "peak learning rate of its aligner (default: lr)", at_least=0)
     lr_decay_style: str = setting(
-        "constant", "shape after warm-up", choices=["constant", "linear", "cosine"], aliases=["lr_scheduler_type"]
+        "constant",
+        "shape after warm-up; WSD stays at lr, and falls in its last lr_wsd_decay_iters",
+        choices=["constant", "linear", "cosine", "inverse-square-root", "WSD"],
+        aliases=["lr_scheduler_type"],
+    )
+    lr_decay_iters: int | None = setting(None, "the decay ends here, at min_lr (default: with the run)", unit="optimizer steps", at_least=1)
+    lr_wsd_decay_iters: int | None = setting(None, "WSD: length of its last part", unit="optimizer steps", at_least=1)
+    lr_wsd_decay_style: str = setting(
+        "exponential", "WSD: shape of its last part", choices=["exponential", "linear", "cosine", "minus_sqrt"]
     )
     lr_warmup_iters: int = setting(0, "linear warm-up", unit="optimizer steps", aliases=["warmup_steps"], at_least=0)
     lr_warmup_fraction: float | None = setting(
         None, "linear warm-up as a share of the run, instead of lr_warmup_iters", aliases=["warmup_ratio"], at_least=0, at_most=1
     )
+    lr_warmup_init: float = setting(0.0, "learning rate at which the warm-up begins", at_least=0)
     weight_decay: float = setting(0.0, "decoupled weight decay", at_least=0)
+    weight_decay_incr_style: str = setting(
+        "constant", "how it rises from start_weight_decay to end_weight_decay over the run", choices=["constant", "linear", "cosine"]
+    )
+    start_weight_decay: float | None = setting(None, "weight decay at the first step, where it rises", at_least=0)
+    end_weight_decay: float | None = setting(None, "weight decay at the last step, where it rises", at_least=0)
     adam_beta1: float = setting(0.9, "", at_least=0, below=1)
     adam_beta2: float = setting(0.95, "", at_least=0, below=1)
     adam_eps: float = setting(1e-8, "", aliases=["adam_epsilon"], above=0)
@@ -526,6 +511,14 @@ class EvalConfig:
     eval_temperature: float | None = setting(
         None, "how they are drawn; 0 is greedy (default: temperature; 0 for eval_dataset alone)", at_least=0
     )
+    eval_top_p: float | None = setting(None, "nucleus sampling of them (default: top_p; 1 where they are greedy)", above=0, at_most=1)
+    eval_top_k: int | None = setting(None, "top-k sampling of them, 0 is off (default: top_k)", unit="tokens", at_least=0)
+    eval_max_completion_length: int | None = setting(
+        None, "longest completion of a held-out prompt (default: max_completion_length)", unit="tokens", at_least=1
+    )
+    eval_generation_kwargs: dict[str, Any] = setting(
+        {}, "more of vLLM's SamplingParams for them, penalties and structured_outputs too (default: generation_kwargs)"
+    )
     eval_reward: str | None = setting(None, "the reward function that is the score (default: the first)")
     eval_pass_threshold: float = setting(1.0, "a completion is right, for pass@k, from this score on")
     eval_seed: int = setting(0, "of evaluations alone; the same at each of them", at_least=0, at_most=2**32 - 1)
@@ -573,6 +566,7 @@ class Config:
     model: ModelConfig = field(default_factory=ModelConfig)
     tuner: TunerConfig = field(default_factory=TunerConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    kernels: KernelConfig = field(default_factory=KernelConfig)
     batch: BatchConfig = field(default_factory=BatchConfig)
     data: DataConfig = field(default_factory=DataConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from megatron_grpo.settings.config import Config
 from megatron_grpo.settings.tuner import Pair
@@ -20,6 +21,10 @@ class HowEvaluated:
 
     n: int
     temperature: float
+    top_p: float
+    top_k: int
+    max_completion_length: int  # tokens
+    more: Mapping[str, Any]  # of vLLM's SamplingParams
 
 
 def sets_of(cfg: Config) -> dict[str, str]:
@@ -39,7 +44,21 @@ def how_evaluated(cfg: Config) -> HowEvaluated:
     temperature = said.eval_temperature
     if temperature is None:
         temperature = 0.0 if is_plain else cfg.rollout.temperature
-    return HowEvaluated(n=said.num_generations_eval or (COMPLETIONS if temperature else 1), temperature=temperature)
+    training, is_greedy = cfg.rollout, temperature == 0
+    return HowEvaluated(
+        n=said.num_generations_eval or (1 if is_greedy else COMPLETIONS),
+        temperature=temperature,
+        top_p=1.0 if is_greedy else training.top_p if said.eval_top_p is None else said.eval_top_p,
+        top_k=0 if is_greedy else training.top_k if said.eval_top_k is None else said.eval_top_k,
+        max_completion_length=said.eval_max_completion_length or training.max_completion_length,
+        more=said.eval_generation_kwargs or training.generation_kwargs,
+    )
+
+
+def longest_completion(cfg: Config) -> int:
+    """Tokens, of training and of evaluations: what the sampler must have room for."""
+    asked = cfg.eval.eval_max_completion_length if sets_of(cfg) else None
+    return max(cfg.rollout.max_completion_length, asked or 0)
 
 
 def score_of(cfg: Config, names: Sequence[str]) -> str:
@@ -70,6 +89,19 @@ def evaluation_pairs(cfg: Config) -> Iterator[Pair]:
             f"num_generations_eval ({said.num_generations_eval}) with eval_temperature 0 would be {said.num_generations_eval} times the "
             f"same completion. Use num_generations_eval 1, or an eval_temperature above 0.",
             {"num_generations_eval": [1], "eval_temperature": [cfg.rollout.temperature]},
+        )
+    if said.eval_temperature == 0:
+        for flag in ("eval_top_p", "eval_top_k"):
+            if getattr(said, flag):
+                message = f"{flag} ({getattr(said, flag)}) does nothing with eval_temperature 0, which is greedy. Leave it out."
+                yield (flag, "eval_temperature"), message, {}
+    own = "environment" if cfg.turns.environment else "tools" if cfg.turns.tools else "rollout_func" if cfg.rollout.rollout_func else None
+    if own and said.eval_max_completion_length not in (None, cfg.rollout.max_completion_length):
+        yield (
+            ("eval_max_completion_length", own),
+            f"eval_max_completion_length ({said.eval_max_completion_length}) does not go with {own}, which has one limit for training and "
+            f"evaluation, max_completion_length ({cfg.rollout.max_completion_length}). Leave it out.",
+            {"eval_max_completion_length": [cfg.rollout.max_completion_length]},
         )
     for name in said.eval_datasets:
         if not _NAME.fullmatch(name):

@@ -130,7 +130,7 @@ NAMES: Mapping[str, Foreign] = {
     **not_there(features.OTHER_LOSS, "vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"),
     **not_there("the entropy coefficient is constant", "use_adaptive_entropy", "entropy_coef_max", "entropy_coef_delta", "entropy_target"),
     **not_there(features.SHARDED_ELSEWHERE, "deepspeed", "fsdp", "fsdp_config", "parallelism_config", "accelerator_config"),
-    **not_there(features.SAMPLING, "generation_kwargs", "vllm_structured_outputs_regex", "vllm_guided_decoding_regex"),
+    **not_there(features.SAMPLING, "vllm_structured_outputs_regex", "vllm_guided_decoding_regex"),
     **not_there("sampling is by vLLM alone", "use_transformers_continuous_batching", "use_transformers_paged", "cache_implementation"),
     **not_there("sampling is by vLLM alone", "transformers_continuous_batching_config"),
     **not_there(features.STREAMING, "datasets", "dataset_streaming", "streaming"),
