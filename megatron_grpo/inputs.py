@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_grpo import launcher
 from megatron_grpo.data.chat import load_tokenizer, unread_options
 from megatron_grpo.data.files import is_path
+from megatron_grpo.data.mixing import plain_name
 from megatron_grpo.errors import ConfigError
 from megatron_grpo.planning.check import Checked, check_parsed
 from megatron_grpo.planning.command import Plan, make_plan
@@ -153,7 +154,8 @@ def _left_out(cfg: Config) -> dict[str, str]:
         if directory and _is_guest(cfg, flag) and not Path(directory).exists():
             parts |= {flag: f"{flag} ({directory} is not on this machine): ranks and targets are taken from the settings"}
     sets = [("dataset", "dataset", cfg.data.dataset), *((part_of(name), flag_of(name, cfg), at) for name, at in sets_of(cfg).items())]
-    named = [(part, flag, where, f"the rows of {flag}") for part, flag, where in sets]
+    sets += [("dataset", "dataset", name) for name in cfg.data.further_datasets]
+    named = [(part, flag, plain_name(where), f"the rows of {flag}") for part, flag, where in sets]
     named.append(("ref_model", "ref_model", cfg.grpo.ref_model or "", "the reference model"))
     if "reward_model" in rewards.reward_funcs:
         named.append(("reward_model", "reward_model", rewards.reward_model or "", "the classifier of the reward reward_model"))

@@ -166,7 +166,8 @@ class DataReader:
         flag = "dataset" if held_out is None else flag_of(held_out, cfg)
         dataset = cfg.data.dataset if held_out is None else sets_of(cfg)[held_out]
         if not self.tokenizer:
-            rows = load_rows(cfg.data, dataset=dataset, flag=flag, eyes=self.sight.eyes, is_blind=self.sight.is_blind)
+            own = cfg.run.seed
+            rows = load_rows(cfg.data, dataset=dataset, flag=flag, eyes=self.sight.eyes, is_blind=self.sight.is_blind, seed=own)
             check_pictures(rows, at_most=FEW)
             if self.environment is not None:
                 check_for_episodes(rows, flag)
@@ -174,7 +175,15 @@ class DataReader:
         seed, shuffle = (cfg.run.seed, None) if held_out is None else (0, False)
         tools = None if self.environment is None else self.environment.tools
         return open_stream(
-            cfg.data, self.tokenizer, dataset=dataset, flag=flag, seed=seed, shuffle=shuffle, eyes=self.sight.eyes, tools=tools
+            cfg.data,
+            self.tokenizer,
+            dataset=dataset,
+            flag=flag,
+            seed=seed,
+            shuffle=shuffle,
+            eyes=self.sight.eyes,
+            tools=tools,
+            data_seed=cfg.run.seed,
         )
 
 

@@ -127,7 +127,7 @@ def rehearse(cfg: Config, num_rows: int = ROWS) -> Rehearsal:
 
 
 def _rows(cfg: Config, eyes: Eyes | None, *, is_blind: bool) -> PromptRows:
-    rows = load_rows(cfg.data, eyes=eyes, is_blind=is_blind)
+    rows = load_rows(cfg.data, eyes=eyes, is_blind=is_blind, seed=cfg.run.seed)
     check_pictures(rows, at_most=MOST_LENGTHS)
     return rows
 

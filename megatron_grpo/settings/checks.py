@@ -86,6 +86,7 @@ def _pairs(cfg: Config) -> Iterator[tuner.Pair]:
     yield from own.pairs(cfg)
     yield from passed_on.pairs(cfg)
     yield from _sampling_and_rewards(cfg)
+    yield from _mixtures(cfg)
     yield from _files(cfg)
     yield from _of_a_server(cfg)
 
@@ -159,6 +160,20 @@ def _sampling_and_rewards(cfg: Config) -> Iterator[tuner.Pair]:
             {},
         )
     yield from evaluation.evaluation_pairs(cfg)
+
+
+def _mixtures(cfg: Config) -> Iterator[tuner.Pair]:
+    data = cfg.data
+    sets, weights = 1 + len(data.further_datasets), data.interleave_prob
+    if weights and len(weights) != sets:
+        yield ("interleave_prob", "dataset"), f"interleave_prob has {len(weights)} weights for {sets} data sets: one each, or none.", {}
+    if not weights and data.stopping_strategy != "first_exhausted":
+        message = f"stopping_strategy ({data.stopping_strategy}) says where a mixture by interleave_prob ends, and there are no weights."
+        yield ("stopping_strategy", "interleave_prob"), message, {"stopping_strategy": ["first_exhausted"]}
+    if data.further_datasets and not data.dataset:
+        yield ("further_datasets", "dataset"), "further_datasets come after dataset, which is not given.", {}
+    if len(set(data.columns.values())) < len(data.columns):
+        yield ("columns",), "columns: two columns cannot get one name.", {}
 
 
 def _files(cfg: Config) -> Iterator[tuner.Pair]:

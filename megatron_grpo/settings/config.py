@@ -163,7 +163,14 @@ class BatchConfig:
 class DataConfig:
     """Data"""
 
-    dataset: str = setting("", "prompts: .jsonl, .json, .parquet, a directory, or a Hub name")
+    dataset: str = setting(
+        "", "prompts: .jsonl, .json, .parquet, a directory, or a Hub name; NAME#500 is 500 rows of it; several are mixed"
+    )
+    further_datasets: list[str] = setting([], "the second and later words of dataset")
+    interleave_prob: list[float] = setting([], "weights of several data sets, in their order (default: all rows of all)", above=0)
+    stopping_strategy: str = setting("first_exhausted", "where a weighted mixture ends", choices=["first_exhausted", "all_exhausted"])
+    columns: dict[str, str] = setting({}, "other names for columns: name in the data = name here")
+    split_dataset_ratio: float = setting(0.0, "share of the data set that is held out, as the set eval", at_least=0, below=1)
     dataset_split: str = setting("train", "split, where the data set has several")
     max_prompt_length: int | None = setting(
         None, "longer prompts are refused or dropped (see truncation_strategy)", unit="tokens", at_least=1

@@ -11,6 +11,7 @@ from megatron_grpo.settings.config import Config
 from megatron_grpo.settings.tuner import Pair
 
 ALONE = "eval"  # the set that eval_dataset names
+SPLIT = "split_dataset_ratio"  # holds rows of the data set itself out
 COMPLETIONS = 8  # of each prompt, where they are drawn and nobody says how many
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 
@@ -29,18 +30,26 @@ class HowEvaluated:
 
 def sets_of(cfg: Config) -> dict[str, str]:
     """{name: path or Hub name} of the held-out sets, that of eval_dataset first."""
-    return ({ALONE: cfg.eval.eval_dataset} if cfg.eval.eval_dataset else {}) | dict(cfg.eval.eval_datasets)
+    alone = cfg.eval.eval_dataset or (cfg.data.dataset if cfg.data.split_dataset_ratio else "")
+    return ({ALONE: alone} if alone else {}) | dict(cfg.eval.eval_datasets)
 
 
 def flag_of(name: str, cfg: Config) -> str:
     """The setting that names this set."""
-    return "eval_dataset" if name == ALONE and cfg.eval.eval_dataset else "eval_datasets"
+    if name != ALONE or not (cfg.eval.eval_dataset or cfg.data.split_dataset_ratio):
+        return "eval_datasets"
+    return "eval_dataset" if cfg.eval.eval_dataset else SPLIT
 
 
 def how_evaluated(cfg: Config) -> HowEvaluated:
     """One answer to each prompt of eval_dataset alone is greedy; all else, episodes too, is drawn at the temperature of training."""
     said = cfg.eval
-    is_plain = bool(said.eval_dataset) and not said.eval_datasets and said.num_generations_eval in (None, 1) and not cfg.turns.plays
+    is_plain = (
+        bool(said.eval_dataset or cfg.data.split_dataset_ratio)
+        and not said.eval_datasets
+        and said.num_generations_eval in (None, 1)
+        and not cfg.turns.plays
+    )
     temperature = said.eval_temperature
     if temperature is None:
         temperature = 0.0 if is_plain else cfg.rollout.temperature
@@ -103,10 +112,13 @@ def evaluation_pairs(cfg: Config) -> Iterator[Pair]:
             f"evaluation, max_completion_length ({cfg.rollout.max_completion_length}). Leave it out.",
             {"eval_max_completion_length": [cfg.rollout.max_completion_length]},
         )
+    if said.eval_dataset and cfg.data.split_dataset_ratio:
+        message = f"split_dataset_ratio ({cfg.data.split_dataset_ratio}) and eval_dataset ({said.eval_dataset}) both say what is held out."
+        yield (SPLIT, "eval_dataset"), f"{message} Keep one of them, or name sets in eval_datasets.", {SPLIT: [0.0]}
     for name in said.eval_datasets:
         if not _NAME.fullmatch(name):
             message = f"eval_datasets: {name!r} cannot name a set: files and metrics are named after it. Use letters, digits, _ . and -."
             yield ("eval_datasets",), message, {}
-        if name == ALONE and said.eval_dataset:
-            message = f"eval_datasets: {ALONE} is the name of eval_dataset's own set ({said.eval_dataset}). Use another name."
+        if name == ALONE and (said.eval_dataset or cfg.data.split_dataset_ratio):
+            message = f"eval_datasets: {ALONE} is the name of {flag_of(ALONE, cfg)}'s own set. Use another name."
             yield ("eval_datasets", "eval_dataset"), message, {}

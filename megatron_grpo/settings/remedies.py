@@ -106,6 +106,7 @@ SAID_WITH: Mapping[str, str] = {
         ("vllm_structured_outputs_regex", "vllm_guided_decoding_regex", "structured_outputs_regex"),
         "training draws from the whole softmax; eval_generation_kwargs structured_outputs is for evaluation.",
     ),
+    "streaming": "rows are counted and checked before a run begins, so they are not streamed: leave it out.",
     "num_rollout": "max_steps is the length of the run in optimizer steps; a rollout has steps_per_generation of them.",
     "colocate": "vllm_mode colocate samples inside the training ranks, which is the default.",
     "n": "num_generations is the number of completions of a prompt.",

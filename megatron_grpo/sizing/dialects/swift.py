@@ -42,23 +42,14 @@ def _reward_funcs(words: Sequence[str], given: Mapping[str, Sequence[str]]) -> M
 
 def _dataset(native: str) -> Foreign:
     def read(words: Sequence[str], given: Mapping[str, Sequence[str]]) -> Mapping[str, Any]:
-        if len(words) != 1:
-            raise BadValue(f"({' '.join(words)}) names {len(words)} data sets; one file, directory or Hub name is taken here")
-        (name,) = words
-        if Path(name).exists():
-            return {native: name}
-        plain, _, count = name.rpartition("#")
-        if plain and count.isdigit():
-            raise BadValue(
-                f"({name}) asks for {count} rows that Megatron-SWIFT's generator draws; drawing rows is not there. "
-                f"Write {count} rows of {plain} to a .jsonl file and give that"
-            )
-        name = name.removeprefix("hf::").removeprefix("HF::")
-        if "::" in name or ":" in name:
-            raise BadValue(f"({words[0]}) names a hub or a subset; a file, a directory or a plain Hub name is taken here")
-        return {native: name}
+        if len(words) != 1 and native != "dataset":
+            raise BadValue(f"({' '.join(words)}) names {len(words)} data sets; give each a name in eval_datasets")
+        names = [one if Path(one).exists() else one.removeprefix("hf::").removeprefix("HF::") for one in words]
+        if strange := [one for one in names if ":" in one and not Path(one).exists()]:
+            raise BadValue(f"({strange[0]}) names a hub or a subset; a file, a directory or a plain Hub name is taken here")
+        return {native: names[0]} | ({"further_datasets": names[1:]} if names[1:] else {})
 
-    return reads(read, f"the same name here, {native}, without `#` and `:`")
+    return reads(read, f"the same names here, {native}, without `:`")
 
 
 def _one_adapter(native: str) -> Foreign:
@@ -108,7 +99,6 @@ NAMES: Mapping[str, Foreign] = {
     "optimizer": only("adam", features.OTHER_OPTIMIZER),
     "freeze_parameters_ratio": lacks(features.FREEZE_RATIO, "0", "0.0"),
     "repetition_penalty": lacks(features.SAMPLING, "1", "1.0"),
-    "split_dataset_ratio": lacks("give held-out prompts as eval_dataset", "0", "0.0"),
     "loss_scale": only("last_round", "the loss covers the completion, whole and alone"),
     "calculate_per_token_loss": lacks("loss_type says what the loss is averaged over"),
     "moe_router_load_balancing_type": lacks("load-balancing losses depend on the layout"),
@@ -173,7 +163,7 @@ NAMES: Mapping[str, Foreign] = {
     **not_there(
         "a reward model is the reward function reward_model: reward_funcs reward_model, and reward_model its directory", "reward_model"
     ),
-    **not_there(features.STREAMING, "streaming", "cached_dataset", "cached_val_dataset", "interleave_prob", "columns"),
+    **not_there(features.STREAMING, "streaming", "cached_dataset", "cached_val_dataset"),
     **not_there(features.RESUMED_ELSEWHERE, "mcore_model", "load_args"),
     **not_there(features.RESUMED_ELSEWHERE, "mcore_ref_model"),
     **not_there(features.VERSIONS, "model_revision", "rope_scaling", "new_special_tokens", "model_kwargs"),
