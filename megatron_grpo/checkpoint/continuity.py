@@ -49,7 +49,7 @@ _TABLE = {
         skip_grad_norm_above skip_grad_norm_factor max_skipped_steps
         max_steps num_train_epochs eval_dataset eval_datasets eval_num_prompts eval_reward num_generations_eval eval_temperature
         eval_pass_threshold eval_seed rollout_func eval_top_p eval_top_k eval_max_completion_length eval_generation_kwargs
-        vllm_engine_kwargs megatron_extra_kwargs ref_model
+        vllm_engine_kwargs megatron_extra_kwargs ref_model cast_lm_head_to_fp32
     """,
     "free": """
         bf16 async_generate stop_drain_seconds stop_after_minutes stop_before_end_seconds requeue merge_lora
@@ -57,6 +57,8 @@ _TABLE = {
         logprob_chunk_size
         moe_token_dispatcher_type
         world_size tensor_model_parallel_size pipeline_model_parallel_size virtual_pipeline_model_parallel_size
+        account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split pipeline_model_parallel_layout
+        microbatch_group_size_per_vp_stage
         decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers context_parallel_size expert_model_parallel_size
         expert_tensor_parallel_size sequence_parallel distributed_timeout_minutes rank_heartbeat_timeout
         cp_comm_type moe_permute_fusion moe_shared_expert_overlap moe_enable_deepep
@@ -67,7 +69,8 @@ _TABLE = {
         vllm_server_token_file offload_model offload_optimizer code_num_workers code_without_landlock
         reward_model_batch_size reward_concurrency max_environment_concurrency llm_judge_api_key_env log_entropy
         overlap_grad_reduce overlap_param_gather optimizer_cpu_offload optimizer_offload_fraction save_interval_seconds
-        output_dir save_steps save_total_limit async_save resume report_to log_completions_steps log_completions_nodes overwrite_output_dir
+        output_dir save_steps save_total_limit async_save resume report_to logging_steps max_shard_size
+        log_completions_steps log_completions_nodes overwrite_output_dir
         export_hf eval_steps load_from_cache_file run_name project push_to_hub hub_model_id hub_private_repo
         plan_rollouts num_prompts gpu_memory_gb lengths json png dialect
         rollout_func_timeout data_root limit_images

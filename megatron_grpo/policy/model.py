@@ -110,6 +110,10 @@ def transformer_config(
         virtual_pipeline_model_parallel_size=layout.virtual_pipeline_model_parallel_size,
         num_layers_in_first_pipeline_stage=layout.decoder_first_pipeline_num_layers,
         num_layers_in_last_pipeline_stage=layout.decoder_last_pipeline_num_layers,
+        microbatch_group_size_per_vp_stage=layout.microbatch_group_size_per_vp_stage,
+        account_for_embedding_in_pipeline_split=layout.account_for_embedding_in_pipeline_split,
+        account_for_loss_in_pipeline_split=layout.account_for_loss_in_pipeline_split,
+        pipeline_model_parallel_layout=layout.pipeline_model_parallel_layout,
         context_parallel_size=layout.context_parallel_size,
         cp_comm_type=kernels.cp_comm_type,
         expert_model_parallel_size=layout.expert_model_parallel_size,
@@ -195,6 +199,7 @@ class LogProbHead(tensor_parallel.ColumnParallelLinear):
 
     num_valid_rows: int
     vocab_start: int
+    in_float32: bool  # the product, besides the softmax
 
     def forward(self, hidden, weight, batch: LocalBatch, *, temperature, chunk_size, with_entropy, slope):
         """hidden [t or t/tp, 1, H] -> (logprobs fp32 [c], entropy fp32 [c] or None), equal on all TP ranks."""
@@ -202,9 +207,10 @@ class LogProbHead(tensor_parallel.ColumnParallelLinear):
             hidden = tensor_parallel.gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True, group=self.tp_group)
         else:
             hidden = copy_to_ranks(hidden, self.tp_group)
+        hidden, weight = hidden.squeeze(1)[batch.predict_at], self.weight if weight is None else weight
         return linear_logprobs(
-            hidden.squeeze(1)[batch.predict_at],
-            self.weight if weight is None else weight,
+            hidden.float() if self.in_float32 else hidden,
+            weight.float() if self.in_float32 else weight,
             batch.targets,
             temperature=temperature,
             vocab_start=self.vocab_start,
@@ -232,6 +238,7 @@ class PolicyModel(GPTModel):
         vp_stage: int | None,
         temperature: float,
         chunk_size: int,
+        in_float32: bool,
         tower: torch.nn.Module | None,
     ):
         """tower: of a model that sees, where this is its first chunk."""
@@ -263,6 +270,7 @@ class PolicyModel(GPTModel):
             head = self.output_layer
             # Re-classed in place, so that Megatron's parameters, hooks and sharding stay; only forward changes.
             head.__class__ = LogProbHead
+            head.in_float32 = in_float32
             head.vocab_start = head.tp_group.rank() * rows
             head.num_valid_rows = max(0, min(rows, shape.vocab_size - head.vocab_start))
 
@@ -348,6 +356,7 @@ def build_chunks(
                 vp_stage=index if parallel.layout.vpp else None,
                 temperature=temperature,
                 chunk_size=model.logprob_chunk_size,
+                in_float32=model.cast_lm_head_to_fp32,
                 tower=tower if index == 0 else None,
             ).to(parallel.device)  # parameters are drawn in params_dtype; a sigmoid router's bias stays float32
         )  # fmt: skip

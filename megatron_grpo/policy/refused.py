@@ -7,6 +7,7 @@ from importlib.util import find_spec
 
 from megatron_grpo.errors import Problem
 from megatron_grpo.settings.config import Config
+from megatron_grpo.sizing.stages import layer_counts
 from megatron_grpo.weights.shape import ModelShape
 from megatron_grpo.weights.sizes import MoeShape, VisionShape
 
@@ -168,12 +169,8 @@ def _vision(cfg: Config, shape: ModelShape, vision: VisionShape) -> Iterator[Pro
 
 
 def first_chunk_layers(cfg: Config, num_layers: int) -> int:
-    """Of the first stage's first model chunk. Where stages do not come out even, which is refused elsewhere, at least so many."""
-    p = cfg.parallel
-    first, last = p.decoder_first_pipeline_num_layers, p.decoder_last_pipeline_num_layers
-    middle = p.pipeline_model_parallel_size - (first is not None) - (last is not None)
-    of_stage = first if first is not None else (num_layers - (last or 0)) // max(middle, 1)
-    return of_stage // (p.virtual_pipeline_model_parallel_size or 1)
+    """Of the first stage's first model chunk."""
+    return layer_counts(cfg.parallel, num_layers)[0][0]
 
 
 def _dispatch(cfg: Config, shape: ModelShape) -> Iterator[Problem]:
@@ -254,10 +251,7 @@ def _recompute(cfg: Config, shape: ModelShape) -> Iterator[Problem]:
 
 def _uniform_recompute(cfg: Config, shape: ModelShape, size: int) -> Iterator[Problem]:
     """Megatron-Core cuts the layers of a model chunk into units of `size`, and fails where the last unit is short."""
-    p = cfg.parallel
-    ends = [n for n in (p.decoder_first_pipeline_num_layers, p.decoder_last_pipeline_num_layers) if n]
-    stages, chunks = p.pipeline_model_parallel_size - len(ends), p.virtual_pipeline_model_parallel_size or 1
-    counts = {n // chunks for n in ends} | ({(shape.num_layers - sum(ends)) // stages // chunks} if stages > 0 else set())
+    counts = {count for row in layer_counts(cfg.parallel, shape.num_layers) for count in row} - {0}
     wrong = sorted(n for n in counts if n % size)
     if wrong:
         works = [n for n in range(max(counts), 0, -1) if all(count % n == 0 for count in counts)]

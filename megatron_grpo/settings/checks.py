@@ -14,7 +14,7 @@ from megatron_grpo.settings import ahead, evaluation, own, passed_on, schedule, 
 from megatron_grpo.settings.config import Config
 from megatron_grpo.settings.read import COMMAND_LINE
 from megatron_grpo.settings.secrets import secrets_in
-from megatron_grpo.settings.table import table
+from megatron_grpo.settings.table import bytes_of, table
 
 LARGEST_WEIGHT = 1e6  # times the largest reward (rewards.protocol), still a number whose square is one
 
@@ -178,6 +178,8 @@ def _mixtures(cfg: Config) -> Iterator[tuner.Pair]:
 
 def _files(cfg: Config) -> Iterator[tuner.Pair]:
     run = cfg.run
+    if bytes_of(run.max_shard_size) is None:
+        yield ("max_shard_size",), f"max_shard_size ({run.max_shard_size}) is a size above 0, such as 5GB, 500MB or 2GiB.", {}
     for name in ("hub_model_id", "hub_private_repo"):
         if getattr(run, name) is not None and not run.push_to_hub:
             message = f"{name} ({getattr(run, name)}) does nothing without push_to_hub true. Give that, or leave it out."

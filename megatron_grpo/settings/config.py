@@ -33,6 +33,7 @@ class ModelConfig:
     )
     recompute_modules: list[str] = setting(["core_attn"], "what selective recompute covers")
     vit_gradient_checkpointing: bool = setting(True, "recompute a vision tower that trains, layer by layer")
+    cast_lm_head_to_fp32: bool = setting(False, "bfloat16: the trainer's output layer multiplies in float32; the sampler's does as it does")
     logprob_chunk_size: int = setting(1024, "positions whose logits exist at one time", unit="tokens", at_least=1)
     moe_aux_loss_coeff: float = setting(0.0, "load-balancing loss; only 0 is independent of the layout, others are refused")
     moe_z_loss_coeff: float | None = setting(None, "router z-loss, normalised over the global batch", at_least=0)
@@ -108,6 +109,14 @@ class ParallelConfig:
     virtual_pipeline_model_parallel_size: int | None = setting(None, "model chunks per pipeline stage (VPP)", unit="chunks")
     decoder_first_pipeline_num_layers: int | None = setting(None, "layers of the first stage, when stages are uneven", unit="layers")
     decoder_last_pipeline_num_layers: int | None = setting(None, "layers of the last stage, when stages are uneven", unit="layers")
+    account_for_embedding_in_pipeline_split: bool = setting(False, "the embedding counts as a layer where stages are cut even")
+    account_for_loss_in_pipeline_split: bool = setting(False, "the head and the loss count as a layer where stages are cut even")
+    pipeline_model_parallel_layout: str | None = setting(
+        None, "what every stage holds, in Megatron-Core's language: E embedding, t layer, L loss, | next stage, Et*3|(tt|)*2tL"
+    )
+    microbatch_group_size_per_vp_stage: int | None = setting(
+        None, "interleaved schedule: micro-batches that a chunk computes in a row (default: PP)", unit="micro-batches", at_least=1
+    )
     context_parallel_size: int = setting(1, "context parallel (CP)", unit="ranks")
     expert_model_parallel_size: int = setting(1, "expert parallel (EP)", unit="ranks")
     expert_tensor_parallel_size: int = setting(1, "tensor parallel inside an expert (ETP)", unit="ranks")
@@ -495,10 +504,17 @@ class RunConfig:
     project: str | None = setting(
         None, "project there (default: what WANDB_PROJECT and its like say)", aliases=["wandb_project", "swanlab_project"]
     )
+    logging_steps: int = setting(
+        1,
+        "services hear of every so many optimizer steps, of their means; metrics.jsonl has every step",
+        unit="optimizer steps",
+        at_least=1,
+    )
     log_completions_steps: int = setting(1, "write completions/ every so many rollouts; 0: never", unit="rollouts", at_least=0)
     log_completions_nodes: int = setting(64, "nodes that write a rollout's completions; more take turns", unit="nodes", at_least=1)
     overwrite_output_dir: bool = setting(False, "start afresh in an output_dir that holds another run")
     export_hf: bool = setting(True, "write hf/ at the end")
+    max_shard_size: str = setting("5GB", "largest file of weights that an export writes, such as 500MB or 2GiB")
     push_to_hub: bool = setting(False, "upload what was exported to the Hugging Face Hub; HF_TOKEN holds the token")
     hub_model_id: str | None = setting(None, "repository there: owner/name, or name (default: the folder of output_dir)")
     hub_private_repo: bool | None = setting(None, "whether a repository that is made is private (default: as the owner has it)")

@@ -86,6 +86,10 @@ _MEGATRON_SETTINGS = {
         "recompute_num_layers", "recompute_modules", "moe_z_loss_coeff", "moe_aux_loss_coeff", "moe_token_dispatcher_type",
         "transformer_impl",
     )},
+    **{name: name for name in (
+        "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split", "pipeline_model_parallel_layout",
+        "microbatch_group_size_per_vp_stage",
+    )},
     "num_layers_in_first_pipeline_stage": "decoder_first_pipeline_num_layers",
     "num_layers_in_last_pipeline_stage": "decoder_last_pipeline_num_layers",
     "params_dtype": "torch_dtype", "bf16": "torch_dtype", "pipeline_dtype": "torch_dtype", "fp16": "torch_dtype",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cache
@@ -186,6 +187,19 @@ def _number(setting: Setting, word: Any, text: str) -> int | float:
     if not math.isfinite(number):
         raise bad
     return number
+
+
+_UNITS = {"": 1, "b": 1, **{f"{letter}b": 1000**k for k, letter in enumerate("kmgt", 1)},
+          **{f"{letter}ib": 1024**k for k, letter in enumerate("kmgt", 1)}}  # fmt: skip
+
+
+def bytes_of(size: str) -> int | None:
+    """`5GB` is 5 * 1000**3, `5GiB` 5 * 1024**3; None for what is no size above 0."""
+    found = re.fullmatch(r"([\d.]+)\s*([A-Za-z]*)", size.strip())
+    try:
+        return int(float(found[1]) * _UNITS[found[2].lower()]) or None if found else None
+    except (KeyError, ValueError):
+        return None
 
 
 def close_to(word: str, known: Sequence[str], *, limit: int = 3, cutoff: float = 0.6) -> list[str]:

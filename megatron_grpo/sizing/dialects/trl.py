@@ -113,7 +113,6 @@ NAMES: Mapping[str, Foreign] = {
     "trust_remote_code": lacks("code of a checkpoint is not run"),
     "model_init_kwargs.trust_remote_code": lacks("code of a checkpoint is not run"),
     "vllm_model_impl": only("vllm", "vLLM's own models sample"),
-    "cast_lm_head_to_fp32": lacks("log-probs are computed in float32 from the head as it is"),
     "entropy_coef_min": lacks("the entropy coefficient is constant"),
     "dataset_config": lacks(features.STREAMING),
     "label_smoothing_factor": lacks(features.OTHER_TASK, "0", "0.0"),
@@ -137,7 +136,7 @@ NAMES: Mapping[str, Foreign] = {
     **not_there(features.EPOCH, "auto_find_batch_size", "load_best_model_at_end"),
     **not_there("optimizers are built in", "optim_args", "optim_target_modules"),
     **aside(
-        *("logging_steps", "logging_strategy", "logging_dir", "logging_first_step", "log_completions", "num_completions_to_print"),
+        *("logging_strategy", "logging_dir", "logging_first_step", "log_completions", "num_completions_to_print"),
         *("log_unique_prompts", "log_multimodal", "log_completions_hub_repo", "wandb_log_unique_prompts"),
         *("disable_tqdm", "log_level", "log_level_replica", "include_num_input_tokens_seen", "trackio_space_id"),
         *("hub_strategy", "hub_always_push", "save_safetensors"),
