@@ -60,7 +60,7 @@ from megatron_grpo.rollout.own_answers import Limits
 from megatron_grpo.rollout.turns import TurnEngine
 from megatron_grpo.rollouts import Asker, KlPenalty, Rollouts
 from megatron_grpo.settings.config import Config, GrpoConfig
-from megatron_grpo.settings.evaluation import how_evaluated, score_of
+from megatron_grpo.settings.evaluation import how_evaluated, longest_completion, score_of
 from megatron_grpo.settings.turns import rules_in_words
 from megatron_grpo.settings.write import write_config
 from megatron_grpo.sync import MakesRoom, Publisher, Restoring
@@ -125,7 +125,7 @@ def put_together(
     policy = build_policy(
         cfg, inputs.shape, parallel,
         model_path=inputs.model_path, num_steps=timetable.num_steps, clock=clock, reference=reference, guard=guard,
-        push=lora.kind if lora else None, offload=what_makes_room(made, parallel),
+        push=lora.kind if lora else None, offload=what_makes_room(made, parallel), ref_model_path=inputs.ref_model_path,
     )  # fmt: skip
     sampler = patient(started(engine or partial(ENGINES[cfg.rollout.vllm_mode], lora=lora), cfg, inputs, parallel, policy), stop)
     publisher = build_publisher(cfg, policy, sampler, say=journal.metrics.say)
@@ -228,7 +228,7 @@ def answering(cfg: Config, inputs: Looked, sampler: Engine) -> Sampler:
         raise ConfigError([Problem(flags=(flag,), message=message)])
     engine = cast(TurnEngine, sampler)
     tokenizer = cast(PromptEncoder, next(iter(inputs.streams)).encode).tokenizer
-    max_model_len = inputs.longest_prompt + cfg.rollout.max_completion_length
+    max_model_len = inputs.longest_prompt + longest_completion(cfg)
     if inputs.rollout_func is not None:
         return OwnRollouts(engine, own_rollout(cfg, inputs, inputs.rollout_func, tokenizer, max_model_len=max_model_len))
     assert inputs.environment is not None
@@ -388,7 +388,7 @@ def build_colocated(cfg: Config, inputs: Looked, parallel: ParallelState, *, lor
         cfg.rollout,
         model_path=inputs.model_path,
         dtype=cfg.model.torch_dtype,
-        max_model_len=inputs.longest_prompt + cfg.rollout.max_completion_length,
+        max_model_len=inputs.longest_prompt + longest_completion(cfg),
         seed=cfg.run.seed,
         rank=parallel.rank,
         world_size=parallel.world_size,
@@ -481,7 +481,7 @@ def choose_tuner(cfg: Config, chunks: Sequence[Any], exchange: WeightExchange, p
     read = from_file(tuner.adapters, settings, shape) if tuner.adapters else drawn(sizes, cfg.run.seed)
     found = Adapters(chunks, exchange, settings, read, base_model=cfg.model.model, push=push or "adapter")
     start = tuner.ref_adapters or tuner.adapters
-    if cfg.grpo.beta and start:
+    if cfg.grpo.beta and start and not cfg.grpo.ref_model:
         flag = "ref_adapters" if tuner.ref_adapters else "adapters"
         theirs = LoraSettings.from_peft(start, flag=flag)
         found.keep_reference(theirs, from_file(start, theirs, shape, flag=flag))
@@ -490,8 +490,9 @@ def choose_tuner(cfg: Config, chunks: Sequence[Any], exchange: WeightExchange, p
 
 def model_of(
     cfg: Config, shape: ModelShape, parallel: ParallelState, *, model_path: str | Path
-) -> tuple[WeightExchange, Callable[[], list[PolicyModel]]]:
-    """Who exchanges the weights of this model in this layout; and a function that makes its chunks, with the checkpoint's weights.
+) -> tuple[WeightExchange, Callable[..., list[PolicyModel]]]:
+    """Who exchanges the weights of this model in this layout; and a function that makes its chunks, with the checkpoint's weights or those
+    of another checkpoint of the same shape.
 
     Raises ConfigError where the checkpoint is not this model. What is asked of the machine has been looked at (`sharing_here`).
     """
@@ -503,15 +504,22 @@ def model_of(
     weight_map = WeightMap.for_shape(shape, padded_vocab_size=rows, naming=naming)
     bucket_bytes = (cfg.rollout.weight_sync_bucket_mb or 0) * MIB or None
     exchange = WeightExchange(weight_map, parallel, bucket_bytes=bucket_bytes, to_first=cfg.rollout.vllm_mode == "server")
-    reader = HfReader(model_path)
-    weight_map.check_complete(reader.names)
-    check_tied_head(reader)
 
-    def loaded_chunks() -> list[PolicyModel]:
-        tower = tower_here(cfg, shape, parallel, model_path)
+    def reader_of(directory: str | Path) -> HfReader:
+        reader = HfReader(directory)
+        weight_map.check_complete(reader.names)
+        check_tied_head(reader)
+        return reader
+
+    own = reader_of(model_path)
+
+    def loaded_chunks(other: Path | None = None) -> list[PolicyModel]:
+        reader = reader_of(other) if other is not None else own
+        tower = tower_here(cfg, shape, parallel, other or model_path)
         chunks = build_chunks(
             shape, cfg.model, cfg.parallel, parallel,
             use_te=use_te, plain_linears=plain_linears, padded_vocab_size=rows, temperature=cfg.rollout.temperature, tower=tower,
+            kernels=cfg.kernels,
         )  # fmt: skip
         exchange.load(chunks, reader)
         return chunks
@@ -555,11 +563,12 @@ def build_policy(
     guard: Guard | None = None,
     push: AdapterPush | None = None,
     offload: Collection[Role] = (),
+    ref_model_path: Path | None = None,
 ) -> Policy:
     """The policy with the checkpoint's weights, ready to train; and its reference where one is asked for. Collective.
 
     push: how adapters reach the sampler; None where weights train, and for a policy that is not to be sampled from. offload: what leaves
-    the device while the sampler works.
+    the device while the sampler works. ref_model_path: of the reference, where it is another checkpoint.
     """
     if cfg.rollout.same_bits:
         from megatron_grpo.same_bits.switch import switch_on
@@ -582,10 +591,10 @@ def build_policy(
     )
     held_to = None
     if cfg.grpo.beta:
-        if adapters is not None:  # the same model without them, or with those it began with
+        if adapters is not None and ref_model_path is None:  # the same model without them, or with those it began with
             initial = ModelScorer(model.wrapped, parallel, cut, around=adapters.reference)
         else:
-            initial = ModelScorer([chunk.eval().requires_grad_(False) for chunk in loaded_chunks()], parallel, cut)
+            initial = ModelScorer([chunk.eval().requires_grad_(False) for chunk in loaded_chunks(ref_model_path)], parallel, cut)
             keep_outputs([] if moves else initial.model)
         held_to = (reference or REFERENCES[cfg.grpo.sync_ref_model])(cfg.grpo, initial, partial(exchange.tensors, initial.model))
     return Policy(

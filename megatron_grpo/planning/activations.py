@@ -132,11 +132,14 @@ def _activations(
     if chunks == 1:
         in_flight: float = min(a, sizes.layout.pp - stage)
     else:
-        in_flight = min(a * chunks, 2 * (sizes.layout.pp - stage - 1) + (chunks - 1) * sizes.layout.pp + 1) / chunks
+        group = min(cfg.parallel.microbatch_group_size_per_vp_stage or sizes.layout.pp, a)
+        in_flight = min(a * chunks, 2 * (sizes.layout.pp - stage - 1) + (chunks - 1) * group + 1) / chunks
     return Activations(training=round(stored * in_flight + working), forward=round(scored))
 
 
 def logits_bytes(shape: ModelShape, sizes: BatchSizes, cfg: Config, completion: int) -> int:
     """Logits and their gradient exist for one chunk of completion positions at a time, in float32, cut over TP."""
     positions = min(cfg.model.logprob_chunk_size, sizes.micro_batch_size * completion)
-    return 2 * positions * padded_vocab(shape, sizes, cfg) // sizes.layout.tp * FP32
+    rows = padded_vocab(shape, sizes, cfg) // sizes.layout.tp
+    head = 2 * rows * shape.hidden_size * FP32 if cfg.model.cast_lm_head_to_fp32 and cfg.model.torch_dtype != "float32" else 0
+    return 2 * positions * rows * FP32 + head  # a copy of the head, and its gradient

@@ -26,19 +26,26 @@ from megatron_grpo.policy.layers import Norm, PackedAttention, te_packed, with_b
 from megatron_grpo.policy.router import replace_routers
 from megatron_grpo.policy.stream import LocalBatch
 from megatron_grpo.policy.vision import Vision
-from megatron_grpo.settings.config import ModelConfig, ParallelConfig
+from megatron_grpo.settings.config import KernelConfig, ModelConfig, ParallelConfig
 from megatron_grpo.weights.rope import rope_inverse_frequencies
 from megatron_grpo.weights.shape import ModelShape
 
 
 def transformer_config(
-    shape: ModelShape, model: ModelConfig, layout: ParallelConfig, *, use_te: bool, plain_linears: bool = False
+    shape: ModelShape,
+    model: ModelConfig,
+    layout: ParallelConfig,
+    *,
+    use_te: bool,
+    plain_linears: bool = False,
+    kernels: KernelConfig | None = None,
 ) -> TransformerConfig:
     """Megatron-Core's configuration of one model. Fusions that need CUDA extensions are off unless Transformer Engine brings them.
 
     plain_linears: see `layer_specs`.
     """
     dtype = getattr(torch, model.torch_dtype)
+    kernels = kernels or KernelConfig()
     interleaved = layout.virtual_pipeline_model_parallel_size is not None
     kind, moe, mla = TransformerConfig, {}, {}
     if shape.mla:
@@ -74,6 +81,9 @@ def transformer_config(
             moe_router_group_topk=shape.moe.group_topk if shape.moe.is_group_limited else None,
             moe_router_topk_scaling_factor=shape.moe.scaling_factor if shape.moe.scaling_factor != 1 else None,
             moe_shared_expert_intermediate_size=shape.moe.shared_ffn_hidden_size,
+            moe_permute_fusion=kernels.moe_permute_fusion,
+            moe_shared_expert_overlap=kernels.moe_shared_expert_overlap,
+            moe_enable_deepep=kernels.moe_enable_deepep,
         )
     _, rope_scale = rope_inverse_frequencies(shape)
     return kind(
@@ -100,7 +110,12 @@ def transformer_config(
         virtual_pipeline_model_parallel_size=layout.virtual_pipeline_model_parallel_size,
         num_layers_in_first_pipeline_stage=layout.decoder_first_pipeline_num_layers,
         num_layers_in_last_pipeline_stage=layout.decoder_last_pipeline_num_layers,
+        microbatch_group_size_per_vp_stage=layout.microbatch_group_size_per_vp_stage,
+        account_for_embedding_in_pipeline_split=layout.account_for_embedding_in_pipeline_split,
+        account_for_loss_in_pipeline_split=layout.account_for_loss_in_pipeline_split,
+        pipeline_model_parallel_layout=layout.pipeline_model_parallel_layout,
         context_parallel_size=layout.context_parallel_size,
+        cp_comm_type=kernels.cp_comm_type,
         expert_model_parallel_size=layout.expert_model_parallel_size,
         expert_tensor_parallel_size=layout.expert_tensor_parallel_size,
         sequence_parallel=layout.sequence_parallel,
@@ -132,6 +147,7 @@ def transformer_config(
         moe_token_dispatcher_type=model.moe_token_dispatcher_type if shape.moe else "alltoall",
         **moe,
         **mla,
+        **model.megatron_extra_kwargs,  # of `settings.passed_on.OPEN`, none of which stands above
     )
 
 
@@ -183,6 +199,7 @@ class LogProbHead(tensor_parallel.ColumnParallelLinear):
 
     num_valid_rows: int
     vocab_start: int
+    in_float32: bool  # the product, besides the softmax
 
     def forward(self, hidden, weight, batch: LocalBatch, *, temperature, chunk_size, with_entropy, slope):
         """hidden [t or t/tp, 1, H] -> (logprobs fp32 [c], entropy fp32 [c] or None), equal on all TP ranks."""
@@ -190,9 +207,10 @@ class LogProbHead(tensor_parallel.ColumnParallelLinear):
             hidden = tensor_parallel.gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True, group=self.tp_group)
         else:
             hidden = copy_to_ranks(hidden, self.tp_group)
+        hidden, weight = hidden.squeeze(1)[batch.predict_at], self.weight if weight is None else weight
         return linear_logprobs(
-            hidden.squeeze(1)[batch.predict_at],
-            self.weight if weight is None else weight,
+            hidden.float() if self.in_float32 else hidden,
+            weight.float() if self.in_float32 else weight,
             batch.targets,
             temperature=temperature,
             vocab_start=self.vocab_start,
@@ -220,6 +238,7 @@ class PolicyModel(GPTModel):
         vp_stage: int | None,
         temperature: float,
         chunk_size: int,
+        in_float32: bool,
         tower: torch.nn.Module | None,
     ):
         """tower: of a model that sees, where this is its first chunk."""
@@ -251,6 +270,7 @@ class PolicyModel(GPTModel):
             head = self.output_layer
             # Re-classed in place, so that Megatron's parameters, hooks and sharding stay; only forward changes.
             head.__class__ = LogProbHead
+            head.in_float32 = in_float32
             head.vocab_start = head.tp_group.rank() * rows
             head.num_valid_rows = max(0, min(rows, shape.vocab_size - head.vocab_start))
 
@@ -315,12 +335,13 @@ def build_chunks(
     padded_vocab_size: int,
     temperature: float,
     tower: torch.nn.Module | None = None,
+    kernels: KernelConfig | None = None,
 ) -> list[PolicyModel]:
     """The model chunks of this rank's stage: one, or `virtual_pipeline_model_parallel_size`. Weights are not set yet.
 
     tower: see `policy.vision`; None where the model has none, and on later stages.
     """
-    config = transformer_config(shape, model, layout, use_te=use_te, plain_linears=plain_linears)
+    config = transformer_config(shape, model, layout, use_te=use_te, plain_linears=plain_linears, kernels=kernels)
     chunks = []
     for index in range(parallel.layout.num_chunks):
         chunks.append(
@@ -335,6 +356,7 @@ def build_chunks(
                 vp_stage=index if parallel.layout.vpp else None,
                 temperature=temperature,
                 chunk_size=model.logprob_chunk_size,
+                in_float32=model.cast_lm_head_to_fp32,
                 tower=tower if index == 0 else None,
             ).to(parallel.device)  # parameters are drawn in params_dtype; a sigmoid router's bias stays float32
         )  # fmt: skip

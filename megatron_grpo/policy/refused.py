@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib.util import find_spec
 
 from megatron_grpo.errors import Problem
 from megatron_grpo.policy.refused_bits import gpu_problem
 from megatron_grpo.settings.config import Config
+from megatron_grpo.sizing.stages import layer_counts
 from megatron_grpo.weights.shape import ModelShape
 from megatron_grpo.weights.sizes import MoeShape, VisionShape
 
@@ -18,7 +20,14 @@ def problems(cfg: Config, shape: ModelShape) -> list[Problem]:
         found += _latent_attention(cfg)
     if shape.vision:
         found += _vision(cfg, shape, shape.vision)
-    return [*found, *_dispatch(cfg, shape), *_recompute(cfg, shape), *_replay(cfg, shape), *sharing_problems(cfg, shape)]
+    return [
+        *found,
+        *_dispatch(cfg, shape),
+        *_kernels(cfg, shape),
+        *_recompute(cfg, shape),
+        *_replay(cfg, shape),
+        *sharing_problems(cfg, shape),
+    ]
 
 
 def sharing_obstacle(cfg: Config, shape: ModelShape | None, *, has_transformer_engine: bool = False) -> str | None:
@@ -74,6 +83,18 @@ def machine_problems(cfg: Config, *, has_gpu: bool, has_transformer_engine: bool
                               "auto", "local"))  # fmt: skip
     if optimizer.optimizer_cpu_offload and not has_gpu:
         found.append(_problem("optimizer_cpu_offload", "there is no GPU here: the optimizer is on the host already. Leave it out.", False))
+    kernels = cfg.kernels
+    if kernels.moe_permute_fusion and not has_transformer_engine:
+        found.append(_problem("moe_permute_fusion", "it is Transformer Engine's, which is not installed here. Leave it out.", False))
+    if kernels.cp_comm_type and model.transformer_impl == "auto" and not has_transformer_engine:
+        found.append(
+            _problem("cp_comm_type", "it is for Transformer Engine's attention, which is not installed here. Leave it out.", "none")
+        )
+    if kernels.moe_shared_expert_overlap and not has_gpu:
+        found.append(_problem("moe_shared_expert_overlap", "it needs CUDA streams, and there is no GPU here. Leave it out.", False))
+    if kernels.moe_enable_deepep and not (has_gpu and find_spec("deep_ep")):
+        lacks = "DeepEP (the package deep_ep) is not installed here" if has_gpu else "there is no GPU here"
+        found.append(_problem("moe_enable_deepep", f"{lacks}. Use false and moe_token_dispatcher_type alltoall.", False))
     fused = _fused_recompute(cfg)
     if fused and model.transformer_impl == "auto" and not has_transformer_engine:
         found.append(_problem("recompute_modules", f"{' and '.join(fused)} can be recomputed with Transformer Engine only, which is not "
@@ -153,12 +174,8 @@ def _vision(cfg: Config, shape: ModelShape, vision: VisionShape) -> Iterator[Pro
 
 
 def first_chunk_layers(cfg: Config, num_layers: int) -> int:
-    """Of the first stage's first model chunk. Where stages do not come out even, which is refused elsewhere, at least so many."""
-    p = cfg.parallel
-    first, last = p.decoder_first_pipeline_num_layers, p.decoder_last_pipeline_num_layers
-    middle = p.pipeline_model_parallel_size - (first is not None) - (last is not None)
-    of_stage = first if first is not None else (num_layers - (last or 0)) // max(middle, 1)
-    return of_stage // (p.virtual_pipeline_model_parallel_size or 1)
+    """Of the first stage's first model chunk."""
+    return layer_counts(cfg.parallel, num_layers)[0][0]
 
 
 def _dispatch(cfg: Config, shape: ModelShape) -> Iterator[Problem]:
@@ -169,6 +186,34 @@ def _dispatch(cfg: Config, shape: ModelShape) -> Iterator[Problem]:
             f"({cfg.parallel.pipeline_model_parallel_size}): packed micro-batches differ in length, which Megatron-Core's pipeline allows "
             "with alltoall only.",
         )  # fmt: skip
+
+
+def _kernels(cfg: Config, shape: ModelShape) -> Iterator[Problem]:
+    """Megatron-Core's kernels and exchanges, where the layers of this model have no place for them. The machine: `machine_problems`."""
+    kernels, cp = cfg.kernels, cfg.parallel.context_parallel_size
+    is_local = cfg.model.transformer_impl == "local" or shape.mla is not None or shape.vision is not None
+    if kernels.cp_comm_type is not None and (cp == 1 or is_local):
+        why = "context_parallel_size is 1, and nothing is exchanged" if cp == 1 else "local layers exchange keys in one way, all at once"
+        yield _problem("cp_comm_type", f"{kernels.cp_comm_type}: {why}. Leave it out.", "none")
+    elif kernels.cp_comm_type == "a2a" and shape.num_query_groups % (cp * cfg.parallel.tensor_model_parallel_size):
+        yield _problem("cp_comm_type", f"a2a deals heads over ranks, and {shape.num_query_groups} key heads cannot be dealt "
+                       f"to TP {cfg.parallel.tensor_model_parallel_size} x CP {cp}. Use p2p or allgather.", "p2p", "allgather")  # fmt: skip
+    asked = [name for name in ("moe_permute_fusion", "moe_shared_expert_overlap", "moe_enable_deepep") if getattr(kernels, name)]
+    if asked and not shape.moe:
+        yield _problem(asked[0], f"{shape.architecture} has no experts. Leave {' and '.join(asked)} out.", False)
+    if shape.moe and kernels.moe_shared_expert_overlap:
+        if not shape.moe.shared_ffn_hidden_size:
+            yield _problem("moe_shared_expert_overlap", f"{shape.architecture} has no shared experts. Leave it out.", False)
+        elif cfg.model.moe_token_dispatcher_type == "allgather" or cfg.tuner.tuner_type == "lora":
+            why = "tuner_type lora puts adapters beside them" if cfg.tuner.tuner_type == "lora" else "allgather does nothing meanwhile"
+            yield _problem("moe_shared_expert_overlap", f"{why}. Leave it out.", False)
+    if kernels.moe_enable_deepep != (cfg.model.moe_token_dispatcher_type == "flex"):
+        yield Problem(
+            flags=("moe_enable_deepep", "moe_token_dispatcher_type"),
+            nearest={"moe_token_dispatcher_type": ["flex" if kernels.moe_enable_deepep else "alltoall"]},
+            message="moe_enable_deepep true and moe_token_dispatcher_type flex go together: flex is the dispatcher that DeepEP works in. "
+            "Use both, or neither.",
+        )
 
 
 def _replay(cfg: Config, shape: ModelShape) -> Iterator[Problem]:
@@ -211,10 +256,7 @@ def _recompute(cfg: Config, shape: ModelShape) -> Iterator[Problem]:
 
 def _uniform_recompute(cfg: Config, shape: ModelShape, size: int) -> Iterator[Problem]:
     """Megatron-Core cuts the layers of a model chunk into units of `size`, and fails where the last unit is short."""
-    p = cfg.parallel
-    ends = [n for n in (p.decoder_first_pipeline_num_layers, p.decoder_last_pipeline_num_layers) if n]
-    stages, chunks = p.pipeline_model_parallel_size - len(ends), p.virtual_pipeline_model_parallel_size or 1
-    counts = {n // chunks for n in ends} | ({(shape.num_layers - sum(ends)) // stages // chunks} if stages > 0 else set())
+    counts = {count for row in layer_counts(cfg.parallel, shape.num_layers) for count in row} - {0}
     wrong = sorted(n for n in counts if n % size)
     if wrong:
         works = [n for n in range(max(counts), 0, -1) if all(count % n == 0 for count in counts)]

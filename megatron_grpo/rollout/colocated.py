@@ -87,7 +87,7 @@ class ColocatedEngine:
             options |= lora_options(room)
         if experts is not None:
             options |= vllm_experts.engine_options(on_gpu=on_gpu)
-        options |= vllm_pictures.engine_options(eyes, most_pictures, on_gpu=on_gpu)
+        options |= vllm_pictures.engine_options(eyes, most_pictures, on_gpu=on_gpu) | cfg.vllm_engine_kwargs
         if collectives.has_job():
             options["distributed_executor_backend"] = "external_launcher"  # one worker in each of the launcher's ranks
         with vllm_patches.trainer_untouched(), activity.phase("starting vLLM"):
@@ -99,7 +99,7 @@ class ColocatedEngine:
                     logprobs_mode="processed_logprobs",  # of the distribution sampled from; the default ignores temperature and top-p
                     disable_log_stats=True, use_tqdm_on_load=False, **options,
                 )  # fmt: skip
-            except ValueError as error:
+            except (ValueError, TypeError) as error:
                 problem = problem_of(cfg, max_model_len, on_gpu, str(error))
                 if problem is None:
                     raise

@@ -125,6 +125,9 @@ class _Builder:
         raw = entry.raw
         if row is not None and row.values:
             raw = [row.values.get(word.lower(), word) for word in words_of(raw)]
+        if setting.name == "dataset" and isinstance(raw, list) and len(raw) > 1:  # several words, or a list in a file
+            self._set(table()["further_datasets"], [str(word) for word in raw[1:]], source=entry.source, typed=name)
+            raw = raw[:1]
         try:
             value = value if value is not None else read_value(setting, raw)
         except BadValue as bad:

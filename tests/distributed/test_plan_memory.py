@@ -95,6 +95,13 @@ CASES = {
         dict(pipeline_model_parallel_size=2, decoder_first_pipeline_num_layers=1, decoder_last_pipeline_num_layers=2),
         dict(),
     ),
+    "pp 2, vpp 2, laid out": (
+        2,
+        "qwen3",
+        dict(layers=4),
+        dict(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2, pipeline_model_parallel_layout="Et|tt|t|L"),
+        dict(),
+    ),
     "dp 3, odd vocabulary": (3, "qwen3", dict(vocab=131, tied=True), dict(), dict()),
     "cp 2, dp 2, tied": (4, "qwen3", dict(tied=True), dict(context_parallel_size=2), dict()),
     # Of sizes that no alignment divides, so that a parameter in the wrong buffer shows.
