@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import shlex
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -13,9 +13,11 @@ from typing import Any, cast
 import torch
 
 from megatron_grpo import train
+from megatron_grpo.checkpoint.capsule import Capsules
 from megatron_grpo.checkpoint.opened import load_weights
-from megatron_grpo.checkpoint.resume import start_afresh
+from megatron_grpo.checkpoint.resume import settings_of, start_afresh
 from megatron_grpo.checkpoint.saving import Checkpoints
+from megatron_grpo.checkpoint.witness import Witness
 from megatron_grpo.clock import Clock
 from megatron_grpo.data.chat import PromptEncoder
 from megatron_grpo.data.prompts import PromptStream
@@ -29,7 +31,7 @@ from megatron_grpo.inputs import Inputs, Looked
 from megatron_grpo.judge import Judge
 from megatron_grpo.metrics import Metrics
 from megatron_grpo.metrics.drift import DriftWatch
-from megatron_grpo.metrics.journal import Journal, watch_drift
+from megatron_grpo.metrics.journal import Journal
 from megatron_grpo.metrics.rollout import Completions
 from megatron_grpo.metrics.schedule import ScheduleLog
 from megatron_grpo.parallel import collectives
@@ -38,6 +40,7 @@ from megatron_grpo.planning.command import Plan, make_plan
 from megatron_grpo.planning.report import room_in_words
 from megatron_grpo.planning.sharing import Sharing, decide
 from megatron_grpo.policy.attention import gpu_kernel
+from megatron_grpo.policy.audit import Audit
 from megatron_grpo.policy.exchange import WeightExchange
 from megatron_grpo.policy.guard import Guard, PlausibleGuard
 from megatron_grpo.policy.loaded import LoadedModel
@@ -129,6 +132,7 @@ def put_together(
     )  # fmt: skip
     sampler = patient(started(engine or partial(ENGINES[cfg.rollout.vllm_mode], lora=lora), cfg, inputs, parallel, policy), stop)
     publisher = build_publisher(cfg, policy, sampler, say=journal.metrics.say)
+    witness = build_witness(cfg, inputs, policy, checkpoints, say=journal.metrics.say)
     in_turn = MakesRoom(Restoring(answering(cfg, inputs, sampler), partial(publish_again, policy, publisher, clock)), policy)
     sampling = SamplingSettings.of(cfg.rollout, num_generations=cfg.batch.num_generations)
     return train.Run(
@@ -162,7 +166,31 @@ def put_together(
         stop=stop,
         stop_drain_seconds=cfg.run.stop_drain_seconds,
         max_skipped_steps=cfg.optimizer.max_skipped_steps,
+        witness=witness,
     )
+
+
+def build_witness(cfg: Config, inputs: Inputs, policy: Policy, checkpoints: Checkpoints, *, say: Callable[[str], None]) -> Witness:
+    """Who looks on while steps are taken. say: heard on the main rank."""
+    capsules = Capsules(
+        folder=Path(cfg.run.output_dir) / "capsules",
+        keep=cfg.run.capsules,
+        weights_gb=cfg.run.capsule_weights_gb,
+        settings=settings_of(cfg),
+        model_path=inputs.model_path,
+        last_checkpoint=checkpoints.folder.newest,
+        say=say,
+    )
+    audit = Audit(cfg.run.audit_steps) if cfg.run.audit else None
+    return Witness(policy, capsules, audit=audit, ends_run=cfg.run.audit_action == "stop", gap=gap_of(cfg), say=say)
+
+
+def gap_of(cfg: Config) -> Callable[[Mapping[str, float]], str | None]:
+    """Of the log-probs of trainer and sampler. One rollout ahead the difference is also what weights have moved: no bound is usual then."""
+    if cfg.rollout.logp_difference_warn is None and cfg.rollout.async_rollout_depth:
+        return lambda metrics: None
+    bound = 0.0 if cfg.rollout.same_bits else cfg.rollout.logp_difference_warn
+    return DriftWatch(bound=bound, dtype=cfg.model.torch_dtype, hint=where_they_part(cfg)).warning
 
 
 def build_evaluator(cfg: Config, inputs: Looked, sampler: Sampler, judge: Judge, *, last_step: int) -> Evaluator:
@@ -320,10 +348,7 @@ def build_journal(made: Plan, judge: Judge, parallel: ParallelState, clock: Cloc
         plot_steps=run_cfg.save_steps,
         config={name: value for section in cfg.groups().values() for name, value in vars(section).items()},
     )
-    # One rollout ahead the difference is also what weights have moved in between: no bound is usual then.
-    bound = 0.0 if cfg.rollout.same_bits else cfg.rollout.logp_difference_warn
-    drift = DriftWatch(bound=bound, dtype=cfg.model.torch_dtype, hint=where_they_part(cfg))
-    has_bound = cfg.rollout.logp_difference_warn is not None or not cfg.rollout.async_rollout_depth
+    gap = gap_of(cfg)
 
     def truncated(progress, found):
         return truncated_sampling_warning(cfg.rollout, found) if progress.step == 1 and is_truncated_sampling(cfg.rollout) else None
@@ -344,7 +369,7 @@ def build_journal(made: Plan, judge: Judge, parallel: ParallelState, clock: Cloc
         reward_weights=judge.reward_weights,
         tells_selection=cfg.grpo.dynamic_sample or cfg.grpo.oversample_ratio > 1,
         from_all=partial(collectives.from_all, group=parallel.dp_group),
-        watches=[*([watch_drift(drift)] if has_bound else []), truncated],
+        watches=[lambda progress, found: gap(found), truncated],
     )
 
 

@@ -34,6 +34,11 @@ def place_in(group: Group) -> int:
     return dist.get_rank(group) if dist.is_initialized() else 0
 
 
+def members(group: Group = None) -> tuple[int, ...]:
+    """The ranks of a group."""
+    return tuple(dist.get_process_group_ranks(group)) if dist.is_initialized() else (0,)
+
+
 def has_job() -> bool:
     """Whether this process has joined other ranks, or a job of one."""
     return dist.is_initialized()

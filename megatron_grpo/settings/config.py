@@ -489,6 +489,14 @@ class RunConfig:
         2, "checkpoints kept, with the last good one among them (docs/checkpoints.md)", unit="checkpoints", at_least=1
     )
     async_save: bool = setting(False, "write checkpoints while training goes on; costs the host a copy of what a rank writes")
+    audit: bool = setting(False, "compare what ranks hold twice, bit for bit, before the optimizer acts")
+    audit_steps: int = setting(50, "how often, besides before the first step", unit="optimizer steps", at_least=1)
+    audit_action: str = setting("stop", "what a difference does: it ends the run, or is said (warn)", choices=["stop", "warn"])
+    capsules: int = setting(
+        2, "steps kept under capsules/, the newest, each with what `replay` needs to take it again; 0: none", unit="steps", at_least=0
+    )
+    capsule_weights_gb: float = setting(20.0, "the weights of one are written up to this size; else it says where they lie", unit="GB",
+                                        at_least=0)  # fmt: skip
     resume: str = setting(
         "auto", "auto: from the newest checkpoint in output_dir; never; or a checkpoint directory", aliases=["resume_from_checkpoint"]
     )
