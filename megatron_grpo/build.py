@@ -49,7 +49,7 @@ from megatron_grpo.policy.model import PolicyModel, build_chunks
 from megatron_grpo.policy.optimizer import Trainable
 from megatron_grpo.policy.policy import Policy, cut_for
 from megatron_grpo.policy.reference import FollowingReference, FrozenReference, Reference
-from megatron_grpo.policy.refused import attention_channels, machine_problems, sharing_problems
+from megatron_grpo.policy.refused import attention_channels, machine_problems, needs_local_layers, sharing_problems
 from megatron_grpo.policy.room import Role
 from megatron_grpo.policy.scorer import ModelScorer
 from megatron_grpo.policy.trains import choose_what_trains
@@ -521,8 +521,7 @@ def model_of(
 
     Raises ConfigError where the checkpoint is not this model. What is asked of the machine has been looked at (`sharing_here`).
     """
-    # policy.latent is for the local layers, and positions with three axes have not been looked at in Transformer Engine's.
-    use_te = uses_transformer_engine(cfg.model.transformer_impl) and shape.mla is None and shape.vision is None
+    use_te = uses_transformer_engine(cfg.model.transformer_impl) and needs_local_layers(shape) is None
     rows = padded_vocab_size(shape, cfg)
     plain_linears = cfg.tuner.tuner_type == "lora"  # an adapter needs the input of the layer that it stands beside
     naming = "transformer_engine" if use_te and not plain_linears else "local"
