@@ -213,8 +213,8 @@ class Policy:
         """Every micro-batch of this rank's share by itself: its log-probs, on ranks of the last stage, and the norm of what it adds to this
         rank's gradient. The optimizer does not act. Collective."""
         reference = self.reference.last_stage_logprobs(batch.micro_batches) if self.loss.needs_reference and self.reference else []
-        threshold = self._entropy_threshold(batch) if self.loss.needs_entropy_threshold else None
-        alone = self._run_alone(partial(self._loss, batch, reference, threshold), partial(self._slope_of, batch, reference))
+        known = before.known_of(batch, self.loss, self.scorer, reference)
+        alone = self._run_alone(partial(self._loss, batch, known), partial(self._slope_of, batch, known))
         for micro, logprobs in culprits.each_alone(self.wrapped, batch.micro_batches, alone):
             yield micro, logprobs, float(own_norm(self.wrapped))
 
