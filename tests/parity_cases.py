@@ -53,7 +53,6 @@ LAYOUTS = {
     "PP2": Case(2, {PP: 2}),
     "PP2 uneven": Case(2, {PP: 2, FIRST: 1, LAST: 3}),
     "PP2 VPP2": Case(2, {PP: 2, VPP: 2}),
-    "PP2 VPP2 laid out": Case(2, {PP: 2, VPP: 2, "pipeline_model_parallel_layout": "Et|tt|t|L", "microbatch_group_size_per_vp_stage": 4}),
     "CP2": Case(2, {CP: 2}),
     "CP3": Case(3, {CP: 3}),
     "DP2": Case(2, {}),
