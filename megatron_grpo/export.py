@@ -72,7 +72,7 @@ def export_model(
 
     tensors: this rank's weights, complete. card: what their model cards say; its kind is filled in here.
     """
-    dtype, expected = getattr(torch, cfg.model.torch_dtype), exchange.map.expected_hf_names()
+    dtype, expected = getattr(torch, cfg.model.torch_dtype), exchange.map.stored_names()
     if adapters is None:
         export_hf(exchange.stream(tensors, "weights"), out, source=source, dtype=dtype, expected=expected)
         describe(out, card)
