@@ -95,7 +95,14 @@ class _SwiGlu(torch.autograd.Function):
         return grad_x
 
 
-ACTIVATIONS = {"silu": swiglu, "gelu_tanh": geglu}
+def clamped_swiglu(x: torch.Tensor, factor: float, limit: float) -> torch.Tensor:
+    """x [..., 2 c] -> gate * sigmoid(factor * gate) * (1 + the second half), both clamped to what limit says first (gpt-oss) [..., c]."""
+    gate, up = x.chunk(2, dim=-1)
+    gate = gate.clamp(max=limit)
+    return gate * torch.sigmoid(gate * factor) * (up.clamp(-limit, limit) + 1)
+
+
+ACTIVATIONS = {"silu": swiglu, "gelu_tanh": geglu, "clamped": clamped_swiglu}
 
 
 class Rotation(NamedTuple):

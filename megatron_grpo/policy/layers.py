@@ -35,6 +35,7 @@ class PackedAttention(MegatronModule):
         self.softmax_scale = softmax_scale
         self.layer_number = layer_number
         self.window: int | None = None
+        self.sinks: torch.Tensor | None = None
         self.rope = 0
 
     def read(self, shape: ModelShape) -> None:
@@ -52,8 +53,20 @@ class PackedAttention(MegatronModule):
             v = F.pad(v, (0, q.shape[-1] - channels))
         if self.cp_group.size() > 1:
             k, v = (all_gather(x, self.cp_group).flatten(0, 1) for x in (k, v))
-        out = attention(q, k, v, packed_seq_params.within(self.window), self.softmax_scale)
+        out = attention(q, k, v, packed_seq_params.within(self.window), self.softmax_scale, self.sinks)
         return out[..., :channels].flatten(1, 2).unsqueeze(1)
+
+
+class SinkAttention(PackedAttention):
+    """With a score of each head beside those of the keys, whose value is 0 (gpt-oss)."""
+
+    def __init__(self, config, **kwargs):
+        super().__init__(config, **kwargs)
+        heads = config.num_attention_heads // parallel_state.get_tensor_model_parallel_world_size()
+        self.sinks = torch.nn.Parameter(torch.zeros(heads, dtype=config.params_dtype, device=torch.cuda.current_device()))
+
+    def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
+        return _cut_in_one_dimension(self, "sinks", prefix, sharded_offsets, metadata)
 
 
 class Norm(torch.nn.Module):

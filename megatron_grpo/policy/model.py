@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
+from collections.abc import Callable
 from contextlib import nullcontext
 
 import torch
@@ -23,7 +25,7 @@ from megatron_grpo.parallel.tensor import copy_to_ranks
 from megatron_grpo.parallel.vocab import Slope, linear_logprobs
 from megatron_grpo.policy.kernels import ACTIVATIONS, Rotation
 from megatron_grpo.policy.latent import LatentAttention, LatentNorm
-from megatron_grpo.policy.layers import AddNormed, Norm, NormFromOne, PackedAttention, WholeNorm, te_packed, with_bias
+from megatron_grpo.policy.layers import AddNormed, Norm, NormFromOne, PackedAttention, SinkAttention, WholeNorm, te_packed, with_bias
 from megatron_grpo.policy.router import replace_routers
 from megatron_grpo.policy.stream import LocalBatch
 from megatron_grpo.policy.vision import Vision
@@ -172,7 +174,7 @@ def layer_specs(
         layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = norm if shape.pre_norm else IdentityOp
         if shape.post_norm:
             layer.submodules.self_attn_bda = layer.submodules.mlp_bda = ModuleSpec(AddNormed, {"config": config, "norm": norm})
-        attention.core_attention = PackedAttention
+        attention.core_attention = SinkAttention if shape.sinks else PackedAttention
         if shape.mla:
             layer.submodules.self_attention.module = LatentAttention
             layer.submodules.self_attention.params |= {"rope_scale": shape.rope.attention_scaling, "interleaved": shape.mla.interleaved}
@@ -267,9 +269,12 @@ class PolicyModel(GPTModel):
             self.vision = Vision(tower, config, self.decoder.layers, self.pg_collection.tp, deep=shape.vision.num_deepstack)
         replace_routers(self)
         if not use_te:
+            activation: Callable[..., torch.Tensor] = ACTIVATIONS[shape.activation]
+            if shape.clamp:
+                activation = functools.partial(activation, factor=shape.clamp[0], limit=shape.clamp[1])
             for module in self.modules():
                 if isinstance(module, MLP):
-                    module.activation_func = ACTIVATIONS[shape.activation]
+                    module.activation_func = activation
                 if isinstance(module, PackedAttention) and not shape.mla:
                     module.read(shape)
                 if shape.post_norm and isinstance(module, TransformerLayer):  # Megatron's own would keep what a norm reads in every pass

@@ -17,6 +17,8 @@ def problems(cfg: Config, shape: ModelShape) -> list[Problem]:
     """Everything that stands between this configuration and this model, besides divisions (`weights.fit`) and batch sizes."""
     found = [Problem(flags=("model",), message=f"model: {message}") for message in (_routing(shape.moe) if shape.moe else ())]
     found += _local_layers(cfg, shape)
+    if shape.moe and shape.moe.has_biases:
+        found += _biased_experts(cfg, shape)
     if shape.vision:
         found += _vision(cfg, shape, shape.vision)
     return [
@@ -136,7 +138,8 @@ def needs_local_layers(shape: ModelShape) -> str | None:
         "a rotation of a part of each head": shape.mla is None and shape.rope.dim < shape.head_dim,
         "a norm over all heads": shape.qk_norm_is_whole,
         "a norm behind attention": shape.post_norm,
-        "a gate by gelu": shape.activation != "silu",
+        "attention with sinks": shape.sinks,
+        "a gate that is not SiLU": shape.activation != "silu",
     }
     return next((reason for reason, has in reasons.items() if has), None)
 
@@ -155,6 +158,15 @@ def _local_layers(cfg: Config, shape: ModelShape) -> Iterator[Problem]:
     if reason and cfg.model.transformer_impl == "auto" and _fused_recompute(cfg):
         yield _problem("recompute_modules", f"{' and '.join(_fused_recompute(cfg))} can be recomputed with Transformer Engine only, and "
                        f"{reason} is computed by local layers only. Leave it out.")  # fmt: skip
+
+
+def _biased_experts(cfg: Config, shape: ModelShape) -> Iterator[Problem]:
+    if (ranks := cfg.parallel.expert_tensor_parallel_size or 1) > 1:
+        yield _problem("expert_tensor_parallel_size", f"{ranks} would add the biases of {shape.architecture}'s experts {ranks} times "
+                       "(Megatron-Core refuses it). Use 1, and expert_model_parallel_size for more ranks.", 1)  # fmt: skip
+    if cfg.tuner.tuner_type == "lora":
+        yield _problem("tuner_type", f"lora: {shape.architecture} keeps the experts of a layer in one tensor, for which PEFT's files and "
+                       "vLLM's adapters have other names than the adapters here. Use full.", "full")  # fmt: skip
 
 
 def _vision(cfg: Config, shape: ModelShape, vision: VisionShape) -> Iterator[Problem]:
