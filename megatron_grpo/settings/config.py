@@ -487,6 +487,7 @@ class RunConfig:
         2, "checkpoints kept, with the last good one among them (docs/checkpoints.md)", unit="checkpoints", at_least=1
     )
     async_save: bool = setting(False, "write checkpoints while training goes on; costs the host a copy of what a rank writes")
+    record_rows: bool = setting(False, "keep beside each checkpoint the rows that its first step trains, for whatif")
     resume: str = setting(
         "auto", "auto: from the newest checkpoint in output_dir; never; or a checkpoint directory", aliases=["resume_from_checkpoint"]
     )
