@@ -53,6 +53,7 @@ LAYOUTS = {
     "PP2": Case(2, {PP: 2}),
     "PP2 uneven": Case(2, {PP: 2, FIRST: 1, LAST: 3}),
     "PP2 VPP2": Case(2, {PP: 2, VPP: 2}),
+    "PP2 VPP2 laid out": Case(2, {PP: 2, VPP: 2, "pipeline_model_parallel_layout": "Et|tt|t|L", "microbatch_group_size_per_vp_stage": 4}),
     "CP2": Case(2, {CP: 2}),
     "CP3": Case(3, {CP: 3}),
     "DP2": Case(2, {}),
@@ -127,7 +128,13 @@ MODELS = {
     "MoE": dict(family="qwen3_moe", layers=4, vocab=125, std=0.1),
     "MLA": dict(family="deepseek_v3", layers=4, vocab=125, std=0.1),
 }
-WITH_EXPERTS = ("MoE", "MLA")
+# Other families, for `tools/parity.py --models`; a few layouts of each are in tests/distributed/test_families.py.
+FAMILIES = {
+    "GLM": dict(family="glm4_moe", layers=4, vocab=125, std=0.1, attention_bias=True, use_qk_norm=True, head_dim=20),
+    "OLMo": dict(family="olmo3", layers=4, vocab=125, heads=12, kv_heads=4, head_dim=10, ffn=68, std=0.1, sliding_window=7),
+    "Gemma": dict(family="gemma3_text", layers=4, vocab=125, tied=True, head_dim=20, ffn=68, std=0.1, sliding_window=7),
+}
+WITH_EXPERTS = ("MoE", "MLA", "GLM")
 MODEL_SETTINGS = {"MoE": dict(moe_z_loss_coeff=0.02)}
 # Other ways to run the same step, each on one layout.
 WAYS = {

@@ -1,6 +1,6 @@
 """Every layout against one float64 reference: loss, every gradient tensor, weights after three optimizer steps. Writes docs/parity.md.
 
-    python tools/parity.py [--layouts "TP2 SP" CP2 ...] [--models dense biases MoE MLA] [--only shared|room|replay]
+    python tools/parity.py [--layouts "TP2 SP" CP2 ...] [--models dense biases MoE MLA GLM OLMo Gemma] [--only shared|room|replay]
 
 Ranks are real processes that talk over gloo; the reference is transformers' model and the written-out mathematics, in one process. Takes
 an hour on two cores; with --layouts or --only, a part of it, and no page is written.
@@ -24,13 +24,14 @@ from tests import parity_cases as cases  # noqa: E402
 from tests.ranks import RanksFailed  # noqa: E402
 
 STEPS = 3
+MODELS = cases.MODELS | cases.FAMILIES  # the page is about the first
 LIMITS = {"loss": 1e-6, "gradient": 1e-5, "weight": 1e-5}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layouts", nargs="+", default=[], choices=cases.LAYOUTS, metavar="LAYOUT")
-    parser.add_argument("--models", nargs="+", default=list(cases.MODELS), choices=cases.MODELS)
+    parser.add_argument("--models", nargs="+", default=list(cases.MODELS), choices=MODELS)
     parser.add_argument("--only", choices=["losses", "shared", "room", "replay", "sequences"],
                         help="one of the two tables; or training with everything given away, with forced experts, or by losses that look "
                         "at whole sequences; no page is written",
@@ -44,10 +45,13 @@ def main() -> int:
     if args.only == "sequences":
         return looks_at_sequences(args.models, args.layouts or list(cases.LAYOUTS))
     with tempfile.TemporaryDirectory() as folder:
-        layouts, in_part = args.layouts or list(cases.LAYOUTS), bool(args.layouts or args.only)
+        layouts, in_part = args.layouts or list(cases.LAYOUTS), bool(args.layouts or args.only or args.models != list(cases.MODELS))
         matrices = {model: Matrix(model, Path(folder)) for model in (args.models if args.only != "shared" else ())}
         table = {model: matrix.run(layouts) for model, matrix in matrices.items()}
-        shared = {model: shares(model, Path(folder), layouts) for model in (args.models if args.only != "losses" else ())}
+        sharing = [
+            model for model in args.models if args.only != "losses" and "sliding_window" not in MODELS[model]
+        ]  # which windows leave off
+        shared = {model: shares(model, Path(folder), layouts) for model in sharing}
         ways = {} if in_part else other_ways(matrices, Path(folder))
     everything = every_cell(table, ways, shared)
     red = [distance for distance in everything if not distance.within(**LIMITS)]
@@ -83,7 +87,7 @@ def replays(models: list[str], layouts: list[str]) -> int:
     count = red = 0
     for model in models:
         with tempfile.TemporaryDirectory() as folder:
-            path = write_tiny(Path(folder) / "model", **cases.MODELS[model])
+            path = write_tiny(Path(folder) / "model", **MODELS[model])
             own = dict(router_replay_mode="R3", beta=0.05) | cases.MODEL_SETTINGS.get(model, {})
             moe_layers = sum(ModelShape.from_pretrained(path).moe.layers)
             batches = [cases.with_routes(step, moe_layers, seed=i) for i, step in enumerate(cases.shared_rollout(path, num_steps=STEPS))]
@@ -137,8 +141,8 @@ class Matrix:
         from tests.tiny_models import write_tiny
 
         self.losses = losses
-        self.model, self.path = model, write_tiny(folder / model, **cases.MODELS[model])
-        self.batches = cases.stored_rollout(self.path, num_steps=STEPS, vocab=cases.MODELS[model]["vocab"])
+        self.model, self.path = model, write_tiny(folder / model, **MODELS[model])
+        self.batches = cases.stored_rollout(self.path, num_steps=STEPS, vocab=MODELS[model]["vocab"])
         own = cases.MODEL_SETTINGS.get(model, {})
         self.references = {
             loss: cases.reference(self.path, cases.settings(**own, **chosen), self.batches) for loss, chosen in losses.items()
@@ -177,7 +181,7 @@ def shares(model: str, folder: Path, layouts: list[str]) -> dict[tuple[str, tupl
     from tests.lora_cases import random_adapter
     from tests.tiny_models import write_tiny
 
-    path = write_tiny(folder / f"{model}, shared", **cases.MODELS[model])
+    path = write_tiny(folder / f"{model}, shared", **MODELS[model])
     batches, own = cases.shared_rollout(path, num_steps=STEPS), cases.MODEL_SETTINGS.get(model, {})
     adapters = own | dict(tuner_type="lora", adapters=str(random_adapter(path, folder / f"{model}, adapter")))
     settings, found = {"weights": own, "adapters": adapters}, {}

@@ -157,6 +157,13 @@ def _kl(cfg: GrpoConfig) -> list[Problem]:
 
 
 def _reference(config: Config) -> list[Problem]:
+    name, ref_adapters = config.grpo.ref_model, config.tuner.ref_adapters
+    if name is not None and config.grpo.beta == 0:
+        message = f"ref_model ({name}) is what the KL is measured against, and beta is 0. Give a beta above 0, or leave it out."
+        return [Problem(flags=("ref_model", "beta"), message=message)]
+    if name is not None and ref_adapters is not None:
+        message = f"ref_model ({name}) and ref_adapters ({ref_adapters}) both say what the reference is. Keep one of them."
+        return [Problem(flags=("ref_model", "ref_adapters"), message=message)]
     if not (config.grpo.sync_ref_model and config.tuner.tuner_type == "lora"):
         return []
     return [

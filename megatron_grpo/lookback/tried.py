@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_grpo import launcher
 from megatron_grpo.checkpoint import folder
 from megatron_grpo.checkpoint.folder import Folder
 from megatron_grpo.checkpoint.manifest import Manifest
+from megatron_grpo.checkpoint.opened import settings_over
 from megatron_grpo.checkpoint.samples import read_samples
 from megatron_grpo.checkpoint.saving import RECORDED
 from megatron_grpo.errors import ConfigError, Problem
 from megatron_grpo.grpo import refused
-from megatron_grpo.parallel.layout import Layout
 from megatron_grpo.settings import Parsed
-from megatron_grpo.settings.config import Config, ParallelConfig
-from megatron_grpo.settings.table import table
+from megatron_grpo.settings.config import Config
 from megatron_grpo.types import Sample
-from megatron_grpo.weights.fit import layout_problems
-from megatron_grpo.weights.shape import ModelShape
 
 # What the loss does with rows that are there. All else decides which rows there are, or what their advantages are.
 TRIED = frozenset(
@@ -32,9 +27,8 @@ TRIED = frozenset(
     rollout_importance_sampling_threshold rollout_importance_sampling_min rollout_is_geometric off_policy_sequence_mask_delta""".split()
 )
 SIZES = ("global_batch_size", "staleness")
-# Of the run's settings these are not wanted: this job has a layout of its own, keeps all on the device, and samples nothing.
-_OTHERS = (*vars(ParallelConfig()), "resume", "output_dir", "micro_batch_size", "max_tokens_per_micro_batch", "share_prompts",
-           "offload_model", "offload_optimizer", "optimizer_cpu_offload", "record_rows", "sync_ref_model")  # fmt: skip
+# Of the run's settings these are not wanted besides those of any checkpoint that is opened: micro-batches suit this job's layout, not that.
+_OTHERS = ("micro_batch_size", "max_tokens_per_micro_batch", "optimizer_cpu_offload", "record_rows", "sync_ref_model")
 OWN = "the run's own"
 
 
@@ -105,13 +99,10 @@ def _checkpoint(run: Path, step: str | None) -> tuple[Manifest, dict[int, Path]]
 
 
 def _settings(typed: Config, manifest: Manifest) -> Config:
-    known = table()
-    values = {name: value for name, value in manifest.origin.settings.items() if name in known and name not in _OTHERS}
-    start = values.get("adapters")
-    if start and not Path(start).is_dir():
-        values["adapters"] = None
-    mine = {name: getattr(section, name) for section in typed.groups().values() for name in vars(section) if name in typed.typed}
-    return typed.with_values(values | {"micro_batch_size": 1, "offload_model": "false", "offload_optimizer": "false"} | mine)
+    of_run = {name: value for name, value in manifest.origin.settings.items() if name not in _OTHERS}
+    mine = {} if "micro_batch_size" in typed.typed else {"micro_batch_size": 1}
+    beta = {} if "beta" in typed.typed else {"beta": of_run.get("beta", 0.0)}
+    return settings_over(typed, of_run).with_values({"offload_model": "false", "offload_optimizer": "false"} | mine | beta)
 
 
 def _moving(cfg: Config, manifest: Manifest, tries: Sequence[str]) -> list[Problem]:
@@ -158,23 +149,6 @@ def _variant(
     if changed.grpo.loss_type == "real" and len(keys) * group != num_rows:
         problems.append(_said("try: loss_type real compares whole groups, and the recorded step cut some."))
     return (None if problems else Variant(name=" ".join(text.split()), cfg=changed, num_rows=num_rows, staleness=staleness)), problems
-
-
-def layout_of(cfg: Config, shape: ModelShape) -> Layout:
-    """How this job's ranks are arranged. Raises ConfigError where the model cannot be cut so."""
-    p = cfg.parallel
-    layout = Layout(
-        world_size=launcher.read().world_size, tp=p.tensor_model_parallel_size, pp=p.pipeline_model_parallel_size,
-        vpp=p.virtual_pipeline_model_parallel_size, cp=p.context_parallel_size, ep=p.expert_model_parallel_size,
-        etp=p.expert_tensor_parallel_size,
-    )  # fmt: skip
-    problems, ranks = layout_problems(shape, tp=layout.tp, ep=layout.ep, etp=layout.etp), math.prod((layout.tp, layout.pp, layout.cp))
-    if layout.world_size % ranks:
-        problems.append(Problem(flags=("world_size",), message=f"{layout.world_size} ranks cannot hold a model that is cut over {ranks}. "
-                                                               f"Start a multiple of {ranks}."))  # fmt: skip
-    if problems:
-        raise ConfigError(problems)
-    return layout
 
 
 def _said(message: str) -> Problem:

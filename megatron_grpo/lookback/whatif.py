@@ -18,15 +18,14 @@ import numpy as np
 import torch
 
 from megatron_grpo.build import build_policy
-from megatron_grpo.checkpoint.distributed import read_sharded
+from megatron_grpo.checkpoint.opened import layout_of, load_weights
 from megatron_grpo.checkpoint.samples import read_samples
 from megatron_grpo.checkpoint.saving import RECORDED
 from megatron_grpo.errors import EXIT_DONE, ConfigError, Problem
 from megatron_grpo.grpo.loss import GrpoLoss
-from megatron_grpo.lookback.tried import Asked, Variant, layout_of, read_asked
+from megatron_grpo.lookback.tried import Asked, Variant, read_asked
 from megatron_grpo.parallel import collectives, state
 from megatron_grpo.pending import Pending, score_rows
-from megatron_grpo.policy import sharded_state
 from megatron_grpo.policy.optimizer import gradient_norm
 from megatron_grpo.policy.policy import Policy
 from megatron_grpo.settings import Parsed
@@ -50,6 +49,13 @@ class Told:
     clip_low: float
     clip_high: float
     kl: float | None
+
+
+class AllowsAll:
+    """A guard that refuses no gradient: what one looks like is what is asked."""
+
+    def allows(self, gradient: Any) -> bool:
+        return True
 
 
 def run_whatif(argv: Sequence[str], parse: Callable[[Sequence[str]], Parsed]) -> int:
@@ -77,18 +83,21 @@ def whatif(asked: Asked) -> list[Told]:
         raise ConfigError(
             [Problem(flags=("whatif",), message="whatif: rows are recorded without their pictures. It takes models of text.")]
         )
-    parallel = state.start(layout_of(cfg, shape), sequence_parallel=cfg.parallel.sequence_parallel, seed=cfg.run.seed)
+    layout, problems = layout_of(cfg, shape)
+    if problems:
+        raise ConfigError(problems)
+    parallel = state.start(layout, sequence_parallel=cfg.parallel.sequence_parallel, seed=cfg.run.seed)
     beta = max(variant.cfg.grpo.beta for variant in asked.variants)  # whether there is a reference at all
-    policy = build_policy(cfg.with_values({"beta": beta}), shape, parallel, model_path=model, num_steps=asked.step + 2)
+    policy = build_policy(cfg.with_values({"beta": beta}), shape, parallel, model_path=model, num_steps=asked.step + 2, guard=AllowsAll())
     policy.optimizer.step = lambda: None  # the weights stay
     samples = read_samples(asked.checkpoint / RECORDED)
-    _load(policy, asked.checkpoint)
+    load_weights(policy.chunks, asked.checkpoint)
     gradient, told = None, list[Told]()
     stale = {variant.staleness for variant in asked.variants} - {0}
     anchored = _anchored(policy, samples) if stale else []
     for staleness in sorted({0, *stale}):
         if staleness:
-            _load(policy, asked.later[staleness])
+            load_weights(policy.chunks, asked.later[staleness])
         rows = anchored if staleness else samples
         for variant in asked.variants:
             if variant.staleness == staleness:
@@ -96,11 +105,6 @@ def whatif(asked: Asked) -> list[Told]:
                 told.append(found)
     order = [variant.name for variant in asked.variants]
     return sorted(told, key=lambda one: order.index(one.name))
-
-
-def _load(policy: Policy, checkpoint: Path) -> None:
-    described = sharded_state.sharded_state(policy.chunks, None, None, is_loading=True)
-    sharded_state.load_state(policy.chunks, None, None, read_sharded(described, checkpoint, partly=True))
 
 
 def _anchored(policy: Policy, samples: Sequence[Sample]) -> list[Sample]:

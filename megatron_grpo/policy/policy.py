@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any, Literal, cast
+from typing import Any, Literal, Protocol, cast
 
 import numpy as np
 import torch
@@ -29,7 +29,7 @@ from megatron_grpo.policy import before, culprits, pipeline, sharded_state
 from megatron_grpo.policy.before import BeforeTheStep
 from megatron_grpo.policy.exchange import WeightExchange
 from megatron_grpo.policy.guard import Gradient, Guard, Refusal, RememberingGuard, Skips
-from megatron_grpo.policy.optimizer import Trainable, gradient_norm
+from megatron_grpo.policy.optimizer import Trainable, gradient_norm, own_norm
 from megatron_grpo.policy.reference import Reference
 from megatron_grpo.policy.room import Part, Role, Room, tensors_of
 from megatron_grpo.policy.router import routers
@@ -48,6 +48,27 @@ class TrainedStep:
     logprobs: Mapping[RowKey, np.ndarray]  # none of a refused step: what it says of its rows may be what was wrong with it
     skipped: str | None = None  # why the optimizer did not act
     refusal: Refusal | None = None  # where it was the guard that kept it from acting
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Seen:
+    """What is known of a step when its gradient is summed: no weight has moved. logprobs, references: by row, of the rows of this rank's
+    share, on ranks of the last stage; empty elsewhere."""
+
+    batch: GlobalBatch
+    metrics: Mapping[str, float]
+    logprobs: Mapping[RowKey, np.ndarray]
+    references: Mapping[RowKey, np.ndarray]
+
+
+class Bystander(Protocol):
+    """Looks on while a step is taken. May raise: the run ends, its weights unharmed. Collective."""
+
+    def summed(self, seen: Seen) -> None:
+        """The gradient is in the buffers, and nobody has judged it."""
+
+    def judged(self, seen: Seen, refusal: Refusal | None) -> None:
+        """The guard has spoken, and the optimizer has not acted. Of a refused step the buffers hold nothing that means anything."""
 
 
 def cut_for(
@@ -116,8 +137,8 @@ class Policy:
         """Of its weights: the number of optimizer steps behind them, counting those in which the optimizer did not act."""
         return self.scheduler.num_steps
 
-    def train_step(self, batch: GlobalBatch) -> TrainedStep:
-        """One optimizer step on this rank's share of a global batch.
+    def train_step(self, batch: GlobalBatch, beside: Bystander | None = None) -> TrainedStep:
+        """One optimizer step on this rank's share of a global batch. beside: is told of it before the optimizer acts.
 
         A batch in which no token trains (everything filtered) and one that the guard refuses change nothing: no weight, no moment, no count
         of Adam's. The schedule goes on, for its rates belong to steps.
@@ -143,27 +164,42 @@ class Policy:
             metrics["memory/given_away_gb"] = self.room.given_bytes / 1e9
         skipped: str | None = "all completions were filtered, nothing was left to train"
         refusal: Refusal | None = None
+        logprobs = _by_row((micro, values) for _, micro, values in kept)
         if batch.num_loss_tokens > 0:
             own = self.sums.own
             metrics["grad_norm"] = gradient_norm(self.optimizer, float(own), metrics["loss"])
+            references = _by_row(zip(batch.micro_batches, reference))
+            seen = Seen(batch=batch, metrics=metrics, logprobs=logprobs, references=references)
+            if beside is not None:
+                beside.summed(seen)
             allowed = self.guard.allows(Gradient(step=batch.step, norm=metrics["grad_norm"]))
             self.skips = self.skips.after(refused=not allowed)
-            if allowed:
-                skipped = None
-                self.optimizer.step()
-            else:
+            if not allowed:
                 refusal = self._refusal(batch, metrics["grad_norm"], own, loss, slope_of, reference)
-                skipped = refusal.why
+            if beside is not None:
+                beside.judged(seen, refusal)
+            skipped = refusal.why if refusal else None
+            if allowed:
+                self.optimizer.step()
         metrics["skipped_iterations"] = self.skips.total
         self.scheduler.step(increment=1)
         if self.reference is not None:
             self.reference.after_step(batch.step + 1, self.tensors)
-        logprobs = {row: values[micro.sequence == place] for _, micro, values in kept for place, row in enumerate(micro.rows)}
         return TrainedStep(metrics=metrics, logprobs={} if refusal else logprobs, skipped=skipped, refusal=refusal)
 
     def _refusal(self, batch: GlobalBatch, norm: float, own: torch.Tensor, loss, slope_of, references: SequenceOf[np.ndarray]) -> Refusal:
         """Who made the gradient of this norm, which the guard has refused. own: norm of this rank's own part. Collective."""
 
+        why = getattr(self.guard, "refusal", None) or f"the gradient was refused (norm {norm:.4g})"
+        finite = math.isfinite(norm)
+        ranks = () if finite else culprits.ranks_not_finite(own)
+        weights = () if finite else culprits.weights_not_finite(self.chunks)
+        found, more = ((), 0) if weights else culprits.search(
+            self.wrapped, batch.micro_batches, self._run_alone(loss, slope_of), self.parallel, references=references, finite=finite
+        )  # fmt: skip
+        return Refusal(why=why, skips=self.skips, ranks=ranks, weights=weights, culprits=found, more=more)
+
+    def _run_alone(self, loss, slope_of) -> culprits.RunAlone:
         def run_alone(micro: TrainingMicroBatch) -> np.ndarray | None:
             kept = pipeline.train(
                 self.wrapped, [micro] * self.cut.multiple, loss, self.parallel,
@@ -171,14 +207,16 @@ class Policy:
             )  # fmt: skip
             return kept[0][2] if kept else None
 
-        why = getattr(self.guard, "refusal", None) or f"the gradient was refused (norm {norm:.4g})"
-        finite = math.isfinite(norm)
-        ranks = () if finite else culprits.ranks_not_finite(own)
-        weights = () if finite else culprits.weights_not_finite(self.chunks)
-        found, more = ((), 0) if weights else culprits.search(
-            self.wrapped, batch.micro_batches, run_alone, self.parallel, references=references, finite=finite
-        )  # fmt: skip
-        return Refusal(why=why, skips=self.skips, ranks=ranks, weights=weights, culprits=found, more=more)
+        return run_alone
+
+    def each_alone(self, batch: GlobalBatch) -> Iterator[tuple[TrainingMicroBatch, np.ndarray | None, float]]:
+        """Every micro-batch of this rank's share by itself: its log-probs, on ranks of the last stage, and the norm of what it adds to this
+        rank's gradient. The optimizer does not act. Collective."""
+        reference = self.reference.last_stage_logprobs(batch.micro_batches) if self.loss.needs_reference and self.reference else []
+        known = before.known_of(batch, self.loss, self.scorer, reference)
+        alone = self._run_alone(partial(self._loss, batch, known), partial(self._slope_of, batch, known))
+        for micro, logprobs in culprits.each_alone(self.wrapped, batch.micro_batches, alone):
+            yield micro, logprobs, float(own_norm(self.wrapped))
 
     def guard_state(self) -> dict[str, Any]:
         """What a checkpoint holds of the guard and its count, as JSON; the same on every rank."""
@@ -343,3 +381,8 @@ class Policy:
         if self.adapters is not None:
             self.adapters.exchange.forget_memory()
         self.room.make(keep=keep)
+
+
+def _by_row(found: Iterable[tuple[TrainingMicroBatch, np.ndarray]]) -> dict[RowKey, np.ndarray]:
+    """Values at the trained positions, [C] of a micro-batch -> of each of its rows."""
+    return {row: values[micro.sequence == place] for micro, values in found for place, row in enumerate(micro.rows)}

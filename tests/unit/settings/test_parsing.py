@@ -167,7 +167,7 @@ def test_settings_have_one_name_each_over_all_groups():
     ]
     aliases = [alias for setting in table().values() for alias in setting.aliases]
     assert len(set(names + aliases)) == len(names + aliases)
-    assert all(setting.kind in ("int", "float", "bool", "str") and setting.help is not None for setting in table().values())
+    assert all(setting.kind in ("int", "float", "bool", "str", "Any") and setting.help is not None for setting in table().values())
 
 
 def test_every_default_can_be_typed():

@@ -108,7 +108,7 @@ def test_the_table_of_defaults_is_true(dialect):
         ("swift", "--external_plugins plugin.py", "external_plugins (plugin.py): plugin files are not loaded"),
         ("swift", "--reward_funcs my_orm --external_plugins plugin.py", "(my_orm) is a reward function of Megatron-SWIFT"),
         ("swift", "--dataset name#10000", "10000 rows that Megatron-SWIFT's generator draws"),
-        ("swift", "--dataset a.jsonl b.jsonl", "names 2 data sets"),
+        ("swift", "--val_dataset a.jsonl b.jsonl", "names 2 data sets"),
         ("swift", "--dataset org/name:subset", "names a hub or a subset"),
         ("swift", "--system /nowhere/prompt.txt", "names a file in Megatron-SWIFT"),
         ("swift", "--teacher_model x", "distillation"),
