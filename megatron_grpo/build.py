@@ -320,6 +320,7 @@ def open_output(made: Plan, inputs: Inputs, parallel: ParallelState) -> Checkpoi
     checkpoints = Checkpoints(
         inputs.resume, save_steps=cfg.run.save_steps, save_interval_seconds=cfg.run.save_interval_seconds,
         save_total_limit=cfg.run.save_total_limit, async_save=cfg.run.async_save, replicas=parallel.dp_cp_group,
+        records=cfg.run.record_rows,
     )  # fmt: skip
     checkpoints.choose()  # before anything in output_dir is overwritten
     if parallel.is_main:

@@ -71,6 +71,7 @@ _TABLE = {
         vllm_server_token_file offload_model offload_optimizer code_num_workers code_without_landlock
         reward_model_batch_size reward_concurrency max_environment_concurrency llm_judge_api_key_env log_entropy
         overlap_grad_reduce overlap_param_gather optimizer_cpu_offload optimizer_offload_fraction save_interval_seconds
+        record_rows
         audit audit_steps audit_action capsules capsule_weights_gb
         output_dir save_steps save_total_limit async_save resume report_to logging_steps max_shard_size
         log_completions_steps log_completions_nodes overwrite_output_dir

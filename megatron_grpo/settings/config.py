@@ -489,6 +489,7 @@ class RunConfig:
         2, "checkpoints kept, with the last good one among them (docs/checkpoints.md)", unit="checkpoints", at_least=1
     )
     async_save: bool = setting(False, "write checkpoints while training goes on; costs the host a copy of what a rank writes")
+    record_rows: bool = setting(False, "keep beside each checkpoint the rows that its first step trains, for whatif")
     audit: bool = setting(False, "compare what ranks hold twice, bit for bit, before the optimizer acts")
     audit_steps: int = setting(50, "how often, besides before the first step", unit="optimizer steps", at_least=1)
     audit_action: str = setting("stop", "what a difference does: it ends the run, or is said (warn)", choices=["stop", "warn"])

@@ -89,7 +89,7 @@ def test_the_table_of_defaults_is_true(dialect):
 @pytest.mark.parametrize(
     ("dialect", "words", "said"),
     [
-        ("swift", "--loss_type real", "loss_type cannot be 'real'"),
+        ("swift", "--loss_type real --rollout_importance_sampling_mode token_mask", "which has none"),
         ("swift", "--vllm_mode server --vllm_data_parallel_size 2", "vllm_data_parallel_size (2): engines of a rollout server"),
         ("swift", "--tuner_type lora_llm", "tuner_type cannot be 'lora_llm': it trains a vision tower"),
         ("swift", "--tuner_type lora --modules_to_save embed_tokens", "modules_to_save (embed_tokens): whole layers would train"),
