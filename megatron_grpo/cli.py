@@ -185,9 +185,32 @@ def mismatch(argv: list[str]) -> int:
     return run_mismatch(argv, read)
 
 
+def replay(argv: list[str]) -> int:
+    """Takes a kept step of a run (OUTPUT_DIR/capsules/...) again, in any layout, and says what is wrong with it. Takes --json."""
+    from itertools import takewhile
+
+    from megatron_grpo.settings import parse
+    from megatron_grpo.sizing.dialects import DIALECTS
+
+    launched = launcher.read()
+    if launched.by_torchrun:
+        die_with_parent()
+    words = list(takewhile(lambda word: not word.startswith("-"), argv))
+    size = launched.world_size if launched.is_launched else None
+    parsed = parse(argv[len(words) :], launcher_world_size=size, dialects=DIALECTS)
+    if parsed.print_config:
+        return _print_config(parsed.config)
+    from megatron_grpo.run.quiet import quiet_libraries
+
+    quiet_libraries()
+    from megatron_grpo.lookback.replay import run_replay
+
+    return run_replay(words, parsed)
+
+
 COMMANDS: dict[str, Command] = {
     "train": train, "plan": plan, "rehearse": rehearse, "eval": evaluate, "export": export, "serve": serve, "doctor": doctor,
-    "mismatch": mismatch,
+    "mismatch": mismatch, "replay": replay,
 }  # fmt: skip
 
 

@@ -44,10 +44,11 @@ class Question:
 
 
 def sampling_of(training: SamplingSettings, how: HowEvaluated) -> SamplingSettings:
-    """How held-out prompts are answered: as those of training but for number and temperature; what cuts the distribution cuts here too."""
-    if not how.temperature:
-        return replace(training.greedy(), n=how.n)
-    return replace(training, n=how.n, temperature=how.temperature)
+    """How held-out prompts are answered: as `how` says, ended by what ends those of training."""
+    return replace(
+        training, n=how.n, temperature=how.temperature, top_p=how.top_p, top_k=how.top_k,
+        max_completion_length=how.max_completion_length, more=how.more,
+    )  # fmt: skip
 
 
 class Evaluator:

@@ -53,6 +53,7 @@ LAYOUTS = {
     "PP2": Case(2, {PP: 2}),
     "PP2 uneven": Case(2, {PP: 2, FIRST: 1, LAST: 3}),
     "PP2 VPP2": Case(2, {PP: 2, VPP: 2}),
+    "PP2 VPP2 laid out": Case(2, {PP: 2, VPP: 2, "pipeline_model_parallel_layout": "Et|tt|t|L", "microbatch_group_size_per_vp_stage": 4}),
     "CP2": Case(2, {CP: 2}),
     "CP3": Case(3, {CP: 3}),
     "DP2": Case(2, {}),
@@ -96,6 +97,13 @@ LOSSES = {
     # In the first step the lowest entropy that trains is that of a group's first token: its completions tie.
     "top entropy": dict(loss_type="dapo", top_entropy_quantile=0.8),
 }  # fmt: skip
+# Those that look at whole sequences or groups: `tools/parity.py --only sequences` takes them through every layout.
+SEQUENCE_LOSSES = {
+    "luspo": dict(loss_type="luspo", importance_sampling_level="sequence", epsilon=0.02),
+    "vespo": dict(loss_type="vespo", beta=0.05, rollout_importance_sampling_mode="token_truncate"),
+    "fipo": dict(loss_type="fipo", epsilon_high=0.28, delta=4.0, fipo_decay_rate=4.0, fipo_clip_high_only=False),
+    "real": dict(loss_type="real", beta=0.05),
+}
 # Each prompt once in each micro-batch, however little a group saves. Groups of 8 and 2; completions of 1 to 20 tokens; a prompt of one
 # token, and one beyond the budget of 32; two groups of one prompt (`shared_rollout`).
 SHARED = dict(share_prompts="true")
@@ -120,7 +128,13 @@ MODELS = {
     "MoE": dict(family="qwen3_moe", layers=4, vocab=125, std=0.1),
     "MLA": dict(family="deepseek_v3", layers=4, vocab=125, std=0.1),
 }
-WITH_EXPERTS = ("MoE", "MLA")
+# Other families, for `tools/parity.py --models`; a few layouts of each are in tests/distributed/test_families.py.
+FAMILIES = {
+    "GLM": dict(family="glm4_moe", layers=4, vocab=125, std=0.1, attention_bias=True, use_qk_norm=True, head_dim=20),
+    "OLMo": dict(family="olmo3", layers=4, vocab=125, heads=12, kv_heads=4, head_dim=10, ffn=68, std=0.1, sliding_window=7),
+    "Gemma": dict(family="gemma3_text", layers=4, vocab=125, tied=True, head_dim=20, ffn=68, std=0.1, sliding_window=7),
+}
+WITH_EXPERTS = ("MoE", "MLA", "GLM")
 MODEL_SETTINGS = {"MoE": dict(moe_z_loss_coeff=0.02)}
 # Other ways to run the same step, each on one layout.
 WAYS = {
@@ -525,7 +539,7 @@ def _reference_loss(model, frozen, cfg: Config, samples: Sequence[Sample], index
         completions.append(Completion(
             mask=double(s.mask), logp=logp, entropy=entropy, sampler_logp=double(s.sampler_logprobs), ref_logp=ref,
             old_logp=None if s.version == index else double(s.old_logprobs), advantage=s.advantage, is_truncated=s.is_truncated,
-            is_dead=s.is_dead,
+            is_dead=s.is_dead, group=s.prompt_number,
         ))  # fmt: skip
     return grpo_loss(completions, cfg.grpo, cfg.rollout.max_completion_length)
 

@@ -41,6 +41,12 @@ def swiglu(x: torch.Tensor) -> torch.Tensor:
     return _SwiGlu.apply(x)
 
 
+def geglu(x: torch.Tensor) -> torch.Tensor:
+    """x [..., 2 c] -> gelu (by its tanh) of its first half times its second one [..., c]."""
+    gate, up = x.chunk(2, dim=-1)
+    return F.gelu(gate, approximate="tanh") * up
+
+
 class _SwiGlu(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
@@ -60,6 +66,9 @@ class _SwiGlu(torch.autograd.Function):
         return grad_x
 
 
+ACTIVATIONS = {"silu": swiglu, "gelu_tanh": geglu}
+
+
 class Rotation(NamedTuple):
     """Of each token [t, 1, channels]: channel i times cos, and the channel that it turns with times sin, which has the sign."""
 
@@ -74,8 +83,11 @@ class Rotation(NamedTuple):
 
 
 def rotate(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-    """x [t, heads, channels], whose channel i turns with channel i + channels / 2."""
-    return _Rotate.apply(x, rotation.cos.to(x.dtype), rotation.sin.to(x.dtype))
+    """x [t, heads, channels], whose channel i turns with channel i + n / 2, of the first n that the rotation has; the others stay."""
+    cos, sin, channels = rotation.cos.to(x.dtype), rotation.sin.to(x.dtype), rotation.cos.shape[-1]
+    if channels < x.shape[-1]:
+        return torch.cat([_Rotate.apply(x[..., :channels], cos, sin), x[..., channels:]], dim=-1)
+    return _Rotate.apply(x, cos, sin)
 
 
 class _Rotate(torch.autograd.Function):

@@ -72,9 +72,14 @@ def tower_entries(shape: ModelShape) -> Iterator[Entry]:
 def layer_entries(shape: ModelShape, *, moe: bool) -> Iterator[Entry]:
     """The parameters of one layer, relative to `decoder.layers.N.` and `ModelShape.layer_prefix`."""
     hidden = shape.hidden_size
-    yield _norm("input_layernorm", "input_layernorm", hidden)
+    if shape.pre_norm:
+        yield _norm("input_layernorm", "input_layernorm", hidden)
     yield from _latent_attention(shape, shape.mla) if shape.mla else _attention(shape)
-    yield _norm("pre_mlp_layernorm", "post_attention_layernorm", hidden)
+    if shape.post_norm:
+        yield _norm("self_attn_bda.norm", "post_attention_layernorm", hidden)
+        yield _norm("mlp_bda.norm", "post_feedforward_layernorm", hidden)
+    if shape.pre_norm:
+        yield _norm("pre_mlp_layernorm", "pre_feedforward_layernorm" if shape.post_norm else "post_attention_layernorm", hidden)
     if moe and shape.moe:
         yield from _experts(shape, shape.moe, FAMILIES[shape.architecture])
     else:
@@ -88,7 +93,10 @@ def _attention(shape: ModelShape) -> Iterator[Entry]:
     if shape.qkv_bias:
         biases = tuple((f"self_attn.{p}_proj.bias", (size,)) for p, size in sizes.items())
         yield Entry("self_attention.linear_qkv.bias", biases, Packing.QKV, ShardCut.COLUMN)
-    if shape.qk_norm:
+    if shape.qk_norm_is_whole:
+        for name, size in (("q", shape.query_size), ("k", shape.key_size)):
+            yield _plain(f"self_attention.{name}_layernorm.weight", f"self_attn.{name}_norm.weight", (size,), ShardCut.COLUMN)
+    elif shape.qk_norm:
         yield _norm("self_attention.q_layernorm", "self_attn.q_norm", shape.head_dim)
         yield _norm("self_attention.k_layernorm", "self_attn.k_norm", shape.head_dim)
     yield _plain("self_attention.linear_proj.weight", "self_attn.o_proj.weight", (hidden, shape.query_size), ShardCut.ROW)

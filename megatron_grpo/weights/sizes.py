@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 RopeType = Literal["default", "linear", "llama3", "yarn"]
+Activation = Literal["silu", "gelu_tanh"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

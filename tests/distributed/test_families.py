@@ -40,6 +40,24 @@ MODELS = {
     "yarn": ("qwen3", {"rope_parameters": YARN}, ["TP2 SP", "CP2"]),
     "deepseek_v3": ("deepseek_v3", {}, ["1", "TP2 SP", "PP2 VPP2", "CP2", "TP2 EP2 ETP1"]),
     "deepseek_v3 with yarn": ("deepseek_v3", {"rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 1.0}}, ["TP2 SP"]),
+    "glm4_moe": (
+        "glm4_moe",
+        {"attention_bias": True, "use_qk_norm": True, "experts": 6},
+        ["PP2 VPP2", "CP2", "TP2 EP2 ETP1"],
+    ),
+    "glm4_moe, groups, no norm": (
+        "glm4_moe",
+        {"n_group": 3, "topk_group": 1, "experts": 6, "kv_heads": 1, "head_dim": 20},
+        ["TP2 EP2 ETP1"],
+    ),
+    "olmo2": (
+        "olmo2",
+        {"heads": 6, "kv_heads": 2, "head_dim": 10, "ffn": 34, "attention_bias": True},
+        ["TP2 SP", "PP2 VPP2"],
+    ),
+    "olmo3": ("olmo3", {}, ["TP2", "CP2"]),
+    "gemma3": ("gemma3_text", {"tied": True, "head_dim": 20, "ffn": 66}, ["TP2 SP", "PP2 VPP2", "CP2"]),
+    "mistral, windows of 7": ("mistral", {"sliding_window": 7}, ["CP2"]),
     "deepseek_v3 with plain queries": ("deepseek_v3", {"q_lora_rank": None, "rope_interleave": False}, ["TP2 SP"]),
 }
 CASES = [(model, layout) for model, (_, _, layouts) in MODELS.items() for layout in layouts]

@@ -10,7 +10,7 @@ from tests.tiny_models import write_tiny
 
 # In each layout two of these, in turn; all combinations are the tool's business.
 RUNS = (("grpo", "1 each"), ("dapo", "packed"), ("GSPO", "2 each"), ("top entropy", "1 each"))
-DENSE = ["1", "TP2 SP", "PP2 uneven", "PP2 VPP2", "CP2", "DP2", "TP2 SP CP2", "PP2 VPP2 DP2"]
+DENSE = ["1", "TP2 SP", "PP2 uneven", "PP2 VPP2", "PP2 VPP2 laid out", "CP2", "DP2", "TP2 SP CP2", "PP2 VPP2 DP2"]
 EXPERTS = ["TP2 SP", "TP2 ETP2", "CP2", "EP2", "TP2 EP2 ETP1", "TP2 EP2 ETP2", "PP2 VPP2 EP2"]
 WAYS = ["recompute full, uniform", "recompute selective, moe", "overlapped gradients and parameters, experts", "all-gather dispatcher, EP2"]
 
