@@ -146,10 +146,20 @@ def look(asked: Asked, cfg: Config, shape: ModelShape, model_path: Path, paralle
         side = Side(engine=engine, model=model.chunks[0], score=alone(model.scorer), temperature=sampling.temperature, limit=limit)
         operations = look_at(side, compared[chosen])
     return Found(
-        subject=subject, dtype=dtype, limit=limit, bound=max(USUAL[dtype], USUAL[engine.dtype]), num_ranks=parallel.world_size, source=source, rows=compared,
-        tokens=worst_tokens(compared, tokenizer, WORST), row=chosen, operations=operations, drift=drift_of(subject.run), notes=notes,
+        subject=subject,
+        dtype=dtype,
+        limit=limit,
+        bound=max(USUAL[dtype], USUAL[engine.dtype]),
+        num_ranks=parallel.world_size,
+        source=source,
+        rows=compared,
+        tokens=worst_tokens(compared, tokenizer, WORST),
+        row=chosen,
+        operations=operations,
+        drift=drift_of(subject.run),
+        notes=notes,
         push=_push_problem(model, engine, subject.step, dtype),
-    )  # fmt: skip
+    )
 
 
 def _push_problem(model: LoadedModel, engine: ColocatedEngine, version: int, dtype: str) -> str:

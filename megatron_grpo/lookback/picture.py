@@ -142,6 +142,7 @@ def _operations(axes: Any, rows: Any, operations: Sequence[Operation], drift: An
         side = "right" if first > len(values) / 2 else "left"
         axes.annotate(operations[first].in_words, (first, values[first]), xytext=(-6 if side == "right" else 6, 6),
                       textcoords="offset points", ha=side, color=RED)  # fmt: skip
+    axes.margins(y=0.12)
     axes.set(title="each operation on the sampler's inputs", xlabel="operation, in order (equal bits: at the bottom)", ylabel="of its size")
 
 

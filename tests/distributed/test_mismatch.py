@@ -11,7 +11,7 @@ from tests.tiny_models import write_tiny
 # One child process each: by model and layout, words of the faults' descriptions.
 TAKEN = {
     ("dense", "1"): (
-        "rope: base",
+        "rope: frequencies",
         "wrong mask: rows",
         "sliding window",
         "temperature",
