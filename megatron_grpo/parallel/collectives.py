@@ -186,6 +186,15 @@ def max_(tensor: torch.Tensor, group: Group) -> torch.Tensor:
     return tensor
 
 
+def of_each(tensor: torch.Tensor, group: Group) -> list[torch.Tensor]:
+    """The tensors of all members of the group, in rank order, on all of them. All have one shape."""
+    if num_ranks(group) == 1:
+        return [tensor]
+    found = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(num_ranks(group))]
+    dist.all_gather(found, tensor.contiguous(), group=group)
+    return found
+
+
 def _require_order(tensor: torch.Tensor) -> None:
     if not tensor.is_contiguous():
         raise ValueError(f"a tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()} is not contiguous")

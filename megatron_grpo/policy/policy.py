@@ -17,15 +17,16 @@ import torch
 from megatron_grpo.batching.alignment import Alignment
 from megatron_grpo.batching.split import BatchCut
 from megatron_grpo.clock import Clock
-from megatron_grpo.grpo.entropy import entropy_threshold
 from megatron_grpo.grpo.loss import GrpoLoss, LossInputs
 from megatron_grpo.grpo.metrics import combine, finish
+from megatron_grpo.grpo.objectives import Labels
 from megatron_grpo.parallel import collectives
 from megatron_grpo.parallel.context import sum_over_context
 from megatron_grpo.parallel.layout import sequence_alignment
 from megatron_grpo.parallel.state import ParallelState
 from megatron_grpo.parallel.vocab import Slope
-from megatron_grpo.policy import culprits, pipeline, sharded_state
+from megatron_grpo.policy import before, culprits, pipeline, sharded_state
+from megatron_grpo.policy.before import BeforeTheStep
 from megatron_grpo.policy.exchange import WeightExchange
 from megatron_grpo.policy.guard import Gradient, Guard, Refusal, RememberingGuard, Skips
 from megatron_grpo.policy.optimizer import Trainable, gradient_norm, own_norm
@@ -145,13 +146,13 @@ class Policy:
         self.room.require("all")
         with self.clock("ref_logprobs"):
             reference = self.reference.last_stage_logprobs(batch.micro_batches) if self.loss.needs_reference and self.reference else []
-        threshold = self._entropy_threshold(batch) if self.loss.needs_entropy_threshold else None
+        known = before.known_of(batch, self.loss, self.scorer, reference)
         for router in routers(self.chunks):
             router.num_routed_tokens = batch.num_computed_tokens
         for chunk in self.wrapped:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        loss, slope_of = partial(self._loss, batch, reference, threshold), partial(self._slope_of, batch, reference)
+        loss, slope_of = partial(self._loss, batch, known), partial(self._slope_of, batch, known)
         routing = self.scorer.router_pass()
         kept = pipeline.train(
             self.wrapped, batch.micro_batches, loss, self.parallel,
@@ -212,8 +213,8 @@ class Policy:
         """Every micro-batch of this rank's share by itself: its log-probs, on ranks of the last stage, and the norm of what it adds to this
         rank's gradient. The optimizer does not act. Collective."""
         reference = self.reference.last_stage_logprobs(batch.micro_batches) if self.loss.needs_reference and self.reference else []
-        threshold = self._entropy_threshold(batch) if self.loss.needs_entropy_threshold else None
-        alone = self._run_alone(partial(self._loss, batch, reference, threshold), partial(self._slope_of, batch, reference))
+        known = before.known_of(batch, self.loss, self.scorer, reference)
+        alone = self._run_alone(partial(self._loss, batch, known), partial(self._slope_of, batch, known))
         for micro, logprobs in culprits.each_alone(self.wrapped, batch.micro_batches, alone):
             yield micro, logprobs, float(own_norm(self.wrapped))
 
@@ -230,39 +231,36 @@ class Policy:
     def _loss(
         self,
         batch: GlobalBatch,
-        reference: SequenceOf[np.ndarray],
-        threshold: float | None,
+        known: BeforeTheStep,
         micro: TrainingMicroBatch,
         local: LocalBatch,
         logprobs: torch.Tensor,
         entropy: torch.Tensor | None,
     ):
-        inputs, ref_logprobs = self._inputs(batch, reference, micro, local.trained)
+        inputs, ref_logprobs = self._inputs(batch, known, micro, local.trained)
         loss, logs = self.loss(
             inputs,
             logprobs=logprobs,
             entropy=entropy,
             ref_logprobs=ref_logprobs,
-            entropy_threshold=threshold,
+            entropy_threshold=known.threshold,
             sum_over_context=lambda x: sum_over_context(x, self.parallel.cp_group),
         )
         return loss, (logs, micro, self.scorer.whole(micro, local, logprobs))
 
-    def _slope_of(
-        self, batch: GlobalBatch, reference: SequenceOf[np.ndarray], micro: TrainingMicroBatch, local: LocalBatch
-    ) -> Slope | None:
+    def _slope_of(self, batch: GlobalBatch, known: BeforeTheStep, micro: TrainingMicroBatch, local: LocalBatch) -> Slope | None:
         """What lets the head make its gradients while it has the logits; None where the loss of a token depends on others."""
         if not self.loss.is_per_token:
             return None
 
         def slope(chunk: slice, logprobs: torch.Tensor) -> torch.Tensor:
-            inputs, ref_logprobs = self._inputs(batch, reference, micro, local.trained[chunk])
+            inputs, ref_logprobs = self._inputs(batch, known, micro, local.trained[chunk])
             return self.loss.slope(inputs, logprobs=logprobs, ref_logprobs=ref_logprobs)
 
         return slope
 
     def _inputs(
-        self, batch: GlobalBatch, reference: SequenceOf[np.ndarray], micro: TrainingMicroBatch, trained: np.ndarray
+        self, batch: GlobalBatch, known: BeforeTheStep, micro: TrainingMicroBatch, trained: np.ndarray
     ) -> tuple[LossInputs, torch.Tensor | None]:
         """What the loss knows of these of the micro-batch's trained positions; and the reference's log-probs, where it has any."""
 
@@ -278,20 +276,11 @@ class Policy:
             sequence=mine(micro.sequence),
             num_sequences=micro.num_sequences,
             num_loss_tokens=batch.num_loss_tokens,
+            place=mine(micro.place),
+            longest=int(micro.place.max(initial=0)) + 1,
+            labels=None if known.labels is None else Labels(*(mine(of[micro.sequence]) for of in known.labels[micro.number])),
         )
-        return inputs, mine(reference[micro.number]) if reference else None
-
-    def _entropy_threshold(self, batch: GlobalBatch) -> float | None:
-        """The entropy above which a token of this global batch trains; None off the last stage, where nobody asks."""
-        entropies = self.scorer.last_stage_entropies(batch.micro_batches)
-        if not self.parallel.is_last_stage:
-            return None
-
-        def over_ranks(counts: np.ndarray) -> np.ndarray:
-            return collectives.add_(torch.from_numpy(counts).to(self.parallel.device), self.parallel.dp_group).cpu().numpy()
-
-        masks = [micro.token_weights > 0 for micro in batch.micro_batches]
-        return entropy_threshold(entropies, masks, self.loss.top_entropy_quantile, over_ranks=over_ranks)
+        return inputs, mine(known.reference[micro.number]) if known.reference else None
 
     def _reduce_logs(self, logs) -> dict[str, float]:
         """Logs of this rank's micro-batches -> the step's metrics, on every rank. Only ranks of the last stage have any."""
