@@ -17,9 +17,9 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: ranks share the cores
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tests import audit_cases as audits  # noqa: E402
-from tests import parity_cases as cases  # noqa: E402
-from tests.tiny_models import write_tiny  # noqa: E402
+from tests import audit_cases as audits
+from tests import parity_cases as cases
+from tests.tiny_models import write_tiny
 
 # Drawn one of each; a run has all of them together.
 OPTIMIZERS = ({}, {}, dict(use_distributed_optimizer=False), dict(overlap_grad_reduce=True),
