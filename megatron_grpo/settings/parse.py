@@ -125,6 +125,9 @@ class _Builder:
         raw = entry.raw
         if row is not None and row.values:
             raw = [row.values.get(word.lower(), word) for word in words_of(raw)]
+        if setting.name == "dataset" and isinstance(raw, list) and len(raw) > 1:  # several words, or a list in a file
+            self._set(table()["further_datasets"], [str(word) for word in raw[1:]], source=entry.source, typed=name)
+            raw = raw[:1]
         try:
             value = value if value is not None else read_value(setting, raw)
         except BadValue as bad:
@@ -180,6 +183,8 @@ class _Builder:
                 f"{typed} stands twice on the command line ({shown(earlier[1])}, {shown(value)}): the last is used."
             )
         self.seen[key] = (typed, value)
+        if setting.name == "dataset" and self.sources.get("further_datasets", source) != source:  # those of a file are not behind this one
+            del self.values["further_datasets"], self.sources["further_datasets"], self.typed["further_datasets"]
         if self.dialect is not None and setting.name in self.dialect.settings:
             self.foreign[setting.name] = value
         else:

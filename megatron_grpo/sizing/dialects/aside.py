@@ -17,9 +17,9 @@ SWIFT: Mapping[str, Foreign] = {
     **aside(
         *("attention_backend", "attn_impl", "experts_impl", "masked_softmax_fusion", "bias_dropout_fusion", "bias_activation_fusion"),
         *("apply_rope_fusion", "gradient_accumulation_fusion", "cross_entropy_loss_fusion", "cross_entropy_fusion_impl"),
-        *("moe_grouped_gemm", "moe_permute_fusion", "moe_shared_expert_overlap", "moe_enable_deepep", "moe_router_dtype"),
+        *("moe_grouped_gemm", "moe_router_dtype"),
         *("overlap_p2p_comm", "batch_p2p_comm", "align_param_gather", "align_grad_reduce", "tp_comm_overlap", "nccl_comm_warmup"),
-        *("overlap_param_gather_with_optimizer_step", "microbatch_group_size_per_vp_stage", "cp_comm_type", "optimizer_cuda_graph"),
+        *("overlap_param_gather_with_optimizer_step", "optimizer_cuda_graph"),
         *("deterministic_mode", "vllm_disable_cascade_attn", "enable_npu_model_patch"),
         why=KERNELS,
     ),
@@ -32,7 +32,13 @@ SWIFT: Mapping[str, Foreign] = {
         *("padding_free", "mlp_padding_free", "packing", "packing_length", "packing_num_proc", "packing_strategy", "padding_side"),
         *("sequence_packing_scheduler", "dataloader_num_workers", "dataloader_pin_memory", "dataloader_persistent_workers"),
         *("dataloader_prefetch_factor", "dataset_num_proc", "download_mode", "lazy_tokenize", "strict", "remove_unused_columns"),
-        *("train_dataloader_shuffle", "data_sharding", "data_seed", "group_by_length", "shuffle_buffer_size", "stopping_strategy"),
+        *(
+            "train_dataloader_shuffle",
+            "data_sharding",
+            "data_seed",
+            "group_by_length",
+            "shuffle_buffer_size",
+        ),
         why=LOADING,
     ),
     **aside(
@@ -50,13 +56,17 @@ SWIFT: Mapping[str, Foreign] = {
     ),
     **aside(
         *("save_safetensors", "save_missing_weights", "no_save_optim", "no_save_rng", "no_load_optim", "no_load_rng"),
-        *("use_persistent_ckpt_worker", "dist_ckpt_save_pre_mcore_014", "dist_ckpt_optim_fully_reshardable", "max_shard_size"),
+        *(
+            "use_persistent_ckpt_worker",
+            "dist_ckpt_save_pre_mcore_014",
+            "dist_ckpt_optim_fully_reshardable",
+        ),
         *("distrib_optim_fully_reshardable_mem_efficient", "create_checkpoint_symlink", "add_version"),
         *("metric_for_best_model", "greater_is_better"),
         why=FILES,
     ),
     **aside(
-        *("logging_steps", "log_completions", "log_rollout_offpolicy_metrics", "wandb_log_unique_prompts", "tensorboard_dir"),
+        *("log_completions", "log_rollout_offpolicy_metrics", "wandb_log_unique_prompts", "tensorboard_dir"),
         *("tensorboard_queue_size", "logprobs", "top_logprobs"),
         why=LOGS,
     ),
@@ -82,7 +92,7 @@ SWIFT: Mapping[str, Foreign] = {
 TRL: Mapping[str, Foreign] = {
     **aside("vllm_group_port", why=PORT),
     **aside(
-        *("logging_steps", "logging_strategy", "logging_dir", "logging_first_step", "log_completions", "num_completions_to_print"),
+        *("logging_strategy", "logging_dir", "logging_first_step", "log_completions", "num_completions_to_print"),
         *("log_unique_prompts", "log_multimodal", "log_completions_hub_repo", "wandb_log_unique_prompts", "logging_nan_inf_filter"),
         *("disable_tqdm", "log_level", "log_level_replica", "log_on_each_node", "include_num_input_tokens_seen", "trackio_space_id"),
         *("trackio_bucket_id", "trackio_static_space_id", "skip_memory_metrics"),

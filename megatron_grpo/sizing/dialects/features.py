@@ -25,7 +25,7 @@ AHEAD = "weights are not pushed into running requests; async_rollout_depth 1 sam
 DROPS_TOKENS = "experts take every token here; a capacity that drops some is not there"
 PLUGINS = "plugin files are not loaded; name a reward function as path/to/file.py:function in reward_funcs"
 SAMPLING = "sampling is by temperature, top_p and top_k alone, because training log-probs must be those of the sampler"
-STREAMING = "streamed and mixed data sets are not there: dataset takes one file, directory or Hub name"
+STREAMING = "rows are counted and checked before a run begins, so they are not streamed: dataset takes files, directories and Hub names"
 EPOCH = "saving and evaluating is counted in optimizer steps: give save_steps and eval_steps"
 SHARDED_ELSEWHERE = (
     "DeepSpeed and FSDP are not used: Megatron shards (tensor_model_parallel_size, pipeline_model_parallel_size, use_distributed_optimizer)"

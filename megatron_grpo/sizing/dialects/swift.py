@@ -51,23 +51,14 @@ def _plugins(words: Sequence[str], given: Mapping[str, Sequence[str]]) -> Mappin
 
 def _dataset(native: str) -> Foreign:
     def read(words: Sequence[str], given: Mapping[str, Sequence[str]]) -> Mapping[str, Any]:
-        if len(words) != 1:
-            raise BadValue(f"({' '.join(words)}) names {len(words)} data sets; one file, directory or Hub name is taken here")
-        (name,) = words
-        if Path(name).exists():
-            return {native: name}
-        plain, _, count = name.rpartition("#")
-        if plain and count.isdigit():
-            raise BadValue(
-                f"({name}) asks for {count} rows that Megatron-SWIFT's generator draws; drawing rows is not there. "
-                f"Write {count} rows of {plain} to a .jsonl file and give that"
-            )
-        name = name.removeprefix("hf::").removeprefix("HF::")
-        if "::" in name or ":" in name:
-            raise BadValue(f"({words[0]}) names a hub or a subset; a file, a directory or a plain Hub name is taken here")
-        return {native: name}
+        if len(words) != 1 and native != "dataset":
+            raise BadValue(f"({' '.join(words)}) names {len(words)} data sets; give each a name in eval_datasets")
+        names = [one if Path(one).exists() else one.removeprefix("hf::").removeprefix("HF::") for one in words]
+        if strange := [one for one in names if ":" in one and not Path(one).exists()]:
+            raise BadValue(f"({strange[0]}) names a hub or a subset; a file, a directory or a plain Hub name is taken here")
+        return {native: names[0]} | ({"further_datasets": names[1:]} if names[1:] else {})
 
-    return reads(read, f"the same name here, {native}, without `#` and `:`")
+    return reads(read, f"the same names here, {native}, without `:`")
 
 
 def _one_adapter(native: str) -> Foreign:
@@ -116,12 +107,8 @@ NAMES: Mapping[str, Foreign] = {
     "lorap_lr_ratio": lacks(features.ONE_LR),
     "finetune": only("true", features.RESUMED_ELSEWHERE),
     "optimizer": only("adam", features.OTHER_OPTIMIZER),
-    "weight_decay_incr_style": only("constant", "weight_decay is constant here"),
-    "lr_warmup_init": lacks("warm-up begins at 0 here", "0", "0.0"),
-    "lr_decay_iters": lacks("the learning rate decays over the whole run here"),
     "freeze_parameters_ratio": lacks(features.FREEZE_RATIO, "0", "0.0"),
     "repetition_penalty": lacks(features.SAMPLING, "1", "1.0"),
-    "split_dataset_ratio": lacks("give held-out prompts as eval_dataset", "0", "0.0"),
     "loss_scale": only("last_round", "the loss covers the completion, whole and alone"),
     "calculate_per_token_loss": lacks("loss_type says what the loss is averaged over"),
     "moe_router_load_balancing_type": lacks("load-balancing losses depend on the layout"),
@@ -178,23 +165,17 @@ NAMES: Mapping[str, Foreign] = {
         features.QUANTIZED,
         *("fp16", "fp8_format", "fp8_param_gather", "fp4_format", "fp4_param_gather", "quant_method", "quant_bits"),
     ),
-    **not_there(features.OTHER_LOSS, "real_tau", "fipo_decay_rate", "fipo_clip_range", "fipo_clip_high_only", "fipo_safety_threshold"),
     **not_there(features.OTHER_LOSS, "rpo_alpha", "reference_free", "enable_dft_loss", "enable_channel_loss"),
     **not_there(features.DROPS_TOKENS, "moe_expert_capacity_factor", "moe_pad_expert_input_to_capacity"),
     **not_there(features.PLUGINS, "custom_register_path", "callbacks", "reward_model_plugin", "custom_dataset_info"),
     **not_there(
         "a reward model is the reward function reward_model: reward_funcs reward_model, and reward_model its directory", "reward_model"
     ),
-    **not_there(features.STREAMING, "streaming", "cached_dataset", "cached_val_dataset", "interleave_prob", "columns"),
+    **not_there(features.STREAMING, "streaming", "cached_dataset", "cached_val_dataset"),
     **not_there(features.RESUMED_ELSEWHERE, "mcore_model", "load_args"),
-    **not_there("the reference model is the model as it was at the start", "ref_model", "mcore_ref_model"),
-    **not_there(features.VERSIONS, "model_revision", "rope_scaling", "new_special_tokens", "model_kwargs", "megatron_extra_kwargs"),
+    **not_there(features.RESUMED_ELSEWHERE, "mcore_ref_model"),
+    **not_there(features.VERSIONS, "model_revision", "rope_scaling", "new_special_tokens", "model_kwargs"),
     **not_there(features.VERSIONS, "perform_initialization", "init_strategy", "language_model_only"),
-    **not_there("the start and end of weight_decay are weight_decay", "start_weight_decay", "end_weight_decay"),
-    **not_there(
-        "stages are cut by decoder_first_pipeline_num_layers and decoder_last_pipeline_num_layers", "pipeline_model_parallel_layout"
-    ),
-    **not_there("stages are cut by layers alone", "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
     **not_there("prompts are written by the model's own chat template", "template", "response_prefix", "preserve_thinking"),
     **not_there(features.SHARDED_ELSEWHERE, "use_megatron_fsdp", "deepspeed", "fsdp"),
     **not_there(features.OTHER_OPTIMIZER, "apply_wd_to_qk_layernorm"),
@@ -220,11 +201,8 @@ NAMES: Mapping[str, Foreign] = {
     "stream": lacks(features.OTHER_TASK),
     "num_beams": lacks(features.SAMPLING, "1"),
     "structured_outputs_regex": lacks(features.STRUCTURED),
-    "vllm_engine_kwargs": lacks(features.ENGINE_WORDS),
     "data_parallel_sharding_strategy": lacks(features.SHARDED_ELSEWHERE, "optim_grads_params"),
     "sequence_parallel_size": lacks("sequences are cut by context_parallel_size", "1"),
-    "lr_wsd_decay_iters": lacks(features.SCHEDULES),
-    "lr_wsd_decay_style": lacks(features.SCHEDULES, "exponential"),
     **aside.SWIFT,
 }
 
@@ -278,6 +256,12 @@ def settle(values: Mapping[str, Any], given: Mapping[str, Sequence[str]]) -> Ite
         )
     if values.get("loss_type") == "cispo" and values.get("epsilon_high") is None:
         yield Change(values={"epsilon_high": values.get("epsilon", 0.2)})
+    if values.get("loss_type") == "real":
+        yield Change(
+            values={},
+            note="loss_type real: a completion of just its group's mean reward is wrong in Megatron-SWIFT; here it is on neither side. "
+            "A group may lie in several micro-batches.",
+        )
     if "repetition" in values.get("reward_funcs", ()):
         yield Change(values={}, note="The reward repetition counts n-grams of tokens here, of words in Megatron-SWIFT.")
 
