@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Sequence
+import shlex
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -12,8 +13,11 @@ from typing import Any, cast
 import torch
 
 from megatron_grpo import train
-from megatron_grpo.checkpoint.resume import start_afresh
+from megatron_grpo.checkpoint.capsule import Capsules
+from megatron_grpo.checkpoint.opened import load_weights
+from megatron_grpo.checkpoint.resume import settings_of, start_afresh
 from megatron_grpo.checkpoint.saving import Checkpoints
+from megatron_grpo.checkpoint.witness import Witness
 from megatron_grpo.clock import Clock
 from megatron_grpo.data.chat import PromptEncoder
 from megatron_grpo.data.prompts import PromptStream
@@ -27,7 +31,7 @@ from megatron_grpo.inputs import Inputs, Looked
 from megatron_grpo.judge import Judge
 from megatron_grpo.metrics import Metrics
 from megatron_grpo.metrics.drift import DriftWatch
-from megatron_grpo.metrics.journal import Journal, watch_drift
+from megatron_grpo.metrics.journal import Journal
 from megatron_grpo.metrics.rollout import Completions
 from megatron_grpo.metrics.schedule import ScheduleLog
 from megatron_grpo.parallel import collectives
@@ -36,14 +40,16 @@ from megatron_grpo.planning.command import Plan, make_plan
 from megatron_grpo.planning.report import room_in_words
 from megatron_grpo.planning.sharing import Sharing, decide
 from megatron_grpo.policy.attention import gpu_kernel
+from megatron_grpo.policy.audit import Audit
 from megatron_grpo.policy.exchange import WeightExchange
 from megatron_grpo.policy.guard import Guard, PlausibleGuard
+from megatron_grpo.policy.loaded import LoadedModel
 from megatron_grpo.policy.lora import Adapters
 from megatron_grpo.policy.model import PolicyModel, build_chunks
 from megatron_grpo.policy.optimizer import Trainable
 from megatron_grpo.policy.policy import Policy, cut_for
 from megatron_grpo.policy.reference import FollowingReference, FrozenReference, Reference
-from megatron_grpo.policy.refused import attention_channels, machine_problems, sharing_problems
+from megatron_grpo.policy.refused import attention_channels, machine_problems, needs_local_layers, sharing_problems
 from megatron_grpo.policy.room import Role
 from megatron_grpo.policy.scorer import ModelScorer
 from megatron_grpo.policy.trains import choose_what_trains
@@ -126,6 +132,7 @@ def put_together(
     )  # fmt: skip
     sampler = patient(started(engine or partial(ENGINES[cfg.rollout.vllm_mode], lora=lora), cfg, inputs, parallel, policy), stop)
     publisher = build_publisher(cfg, policy, sampler, say=journal.metrics.say)
+    witness = build_witness(cfg, inputs, policy, checkpoints, say=journal.metrics.say)
     in_turn = MakesRoom(Restoring(answering(cfg, inputs, sampler), partial(publish_again, policy, publisher, clock)), policy)
     sampling = SamplingSettings.of(cfg.rollout, num_generations=cfg.batch.num_generations)
     return train.Run(
@@ -159,7 +166,31 @@ def put_together(
         stop=stop,
         stop_drain_seconds=cfg.run.stop_drain_seconds,
         max_skipped_steps=cfg.optimizer.max_skipped_steps,
+        witness=witness,
     )
+
+
+def build_witness(cfg: Config, inputs: Inputs, policy: Policy, checkpoints: Checkpoints, *, say: Callable[[str], None]) -> Witness:
+    """Who looks on while steps are taken. say: heard on the main rank."""
+    capsules = Capsules(
+        folder=Path(cfg.run.output_dir) / "capsules",
+        keep=cfg.run.capsules,
+        weights_gb=cfg.run.capsule_weights_gb,
+        settings=settings_of(cfg),
+        model_path=inputs.model_path,
+        last_checkpoint=checkpoints.folder.newest,
+        say=say,
+    )
+    audit = Audit(cfg.run.audit_steps) if cfg.run.audit else None
+    return Witness(policy, capsules, audit=audit, ends_run=cfg.run.audit_action == "stop", gap=gap_of(cfg), say=say)
+
+
+def gap_of(cfg: Config) -> Callable[[Mapping[str, float]], str | None]:
+    """Of the log-probs of trainer and sampler. One rollout ahead the difference is also what weights have moved: no bound is usual then."""
+    if cfg.rollout.logp_difference_warn is None and cfg.rollout.async_rollout_depth:
+        return lambda metrics: None
+    bound = 0.0 if cfg.rollout.same_bits else cfg.rollout.logp_difference_warn
+    return DriftWatch(bound=bound, dtype=cfg.model.torch_dtype, hint=where_they_part(cfg)).warning
 
 
 def build_evaluator(cfg: Config, inputs: Looked, sampler: Sampler, judge: Judge, *, last_step: int) -> Evaluator:
@@ -261,7 +292,13 @@ def build_publisher(cfg: Config, policy: Policy, holder: WeightHolder, *, say: C
         is_coarse=cfg.model.torch_dtype != "float32",
         starts_as_checkpoint=not cfg.tuner.adapters,
         say=say,
+        hint=where_they_part(cfg),
     )
+
+
+def where_they_part(cfg: Config) -> str:
+    """What to type where trainer and sampler differ too much."""
+    return f"To see at which operation they part: megatron-grpo mismatch {shlex.quote(cfg.run.output_dir)}"
 
 
 def publish_again(policy: Policy, publisher: Publisher, clock: Clock) -> None:
@@ -283,6 +320,7 @@ def open_output(made: Plan, inputs: Inputs, parallel: ParallelState) -> Checkpoi
     checkpoints = Checkpoints(
         inputs.resume, save_steps=cfg.run.save_steps, save_interval_seconds=cfg.run.save_interval_seconds,
         save_total_limit=cfg.run.save_total_limit, async_save=cfg.run.async_save, replicas=parallel.dp_cp_group,
+        records=cfg.run.record_rows,
     )  # fmt: skip
     checkpoints.choose()  # before anything in output_dir is overwritten
     if parallel.is_main:
@@ -311,9 +349,7 @@ def build_journal(made: Plan, judge: Judge, parallel: ParallelState, clock: Cloc
         plot_steps=run_cfg.save_steps,
         config={name: value for section in cfg.groups().values() for name, value in vars(section).items()},
     )
-    # One rollout ahead the difference is also what weights have moved in between: no bound is usual then.
-    drift = DriftWatch(bound=cfg.rollout.logp_difference_warn, dtype=cfg.model.torch_dtype)
-    has_bound = cfg.rollout.logp_difference_warn is not None or not cfg.rollout.async_rollout_depth
+    gap = gap_of(cfg)
 
     def truncated(progress, found):
         return truncated_sampling_warning(cfg.rollout, found) if progress.step == 1 and is_truncated_sampling(cfg.rollout) else None
@@ -334,7 +370,7 @@ def build_journal(made: Plan, judge: Judge, parallel: ParallelState, clock: Cloc
         reward_weights=judge.reward_weights,
         tells_selection=cfg.grpo.dynamic_sample or cfg.grpo.oversample_ratio > 1,
         from_all=partial(collectives.from_all, group=parallel.dp_group),
-        watches=[*([watch_drift(drift)] if has_bound else []), truncated],
+        watches=[lambda progress, found: gap(found), truncated],
     )
 
 
@@ -486,8 +522,7 @@ def model_of(
 
     Raises ConfigError where the checkpoint is not this model. What is asked of the machine has been looked at (`sharing_here`).
     """
-    # policy.latent is for the local layers, and positions with three axes have not been looked at in Transformer Engine's.
-    use_te = uses_transformer_engine(cfg.model.transformer_impl) and shape.mla is None and shape.vision is None
+    use_te = uses_transformer_engine(cfg.model.transformer_impl) and needs_local_layers(shape) is None
     rows = padded_vocab_size(shape, cfg)
     plain_linears = cfg.tuner.tuner_type == "lora"  # an adapter needs the input of the layer that it stands beside
     naming = "transformer_engine" if use_te and not plain_linears else "local"
@@ -525,6 +560,22 @@ def tower_here(cfg: Config, shape: ModelShape, parallel: ParallelState, model_pa
     return build_tower(shape, model_path, dtype=dtype, device=parallel.device, checkpointing=checkpointing)
 
 
+def build_loaded(
+    cfg: Config, shape: ModelShape, parallel: ParallelState, *, model_path: str | Path, checkpoint: Path | None, micro_batch_size: int = 1
+) -> LoadedModel:
+    """A model that only answers and is pushed: of the files, or of a checkpoint of any layout. Collective."""
+    sharing_here(cfg, shape, parallel)
+    exchange, loaded_chunks = model_of(cfg, shape, parallel, model_path=model_path)
+    chunks = loaded_chunks()
+    adapters = choose_tuner(cfg, chunks, exchange)
+    if checkpoint is not None:
+        load_weights(chunks, checkpoint)
+    for chunk in chunks:
+        chunk.eval().requires_grad_(False)
+    cut = cut_for(parallel, chunks[0].config, micro_batch_size=micro_batch_size, max_tokens=None)
+    return LoadedModel(chunks, ModelScorer(chunks, parallel, cut), exchange, adapters)
+
+
 def build_policy(
     cfg: Config,
     shape: ModelShape,
@@ -544,6 +595,10 @@ def build_policy(
     push: how adapters reach the sampler; None where weights train, and for a policy that is not to be sampled from. offload: what leaves
     the device while the sampler works. ref_model_path: of the reference, where it is another checkpoint.
     """
+    if cfg.rollout.same_bits:
+        from megatron_grpo.same_bits.switch import switch_on
+
+        switch_on()
     sharing = sharing_here(cfg, shape, parallel)
     loss = GrpoLoss.from_config(cfg.grpo, max_completion_length=cfg.rollout.max_completion_length, temperature=cfg.rollout.temperature)
     exchange, loaded_chunks = model_of(cfg, shape, parallel, model_path=model_path)

@@ -32,13 +32,15 @@ _TABLE = {
         model transformer_impl share_prompts moe_aux_loss_coeff moe_z_loss_coeff lora_dropout adapters ref_adapters vllm_enable_lora
         dataset further_datasets interleave_prob stopping_strategy columns split_dataset_ratio
         dataset_split max_prompt_length truncation_strategy system enable_thinking chat_template_kwargs generation_kwargs
-        vllm_mode async_rollout_depth max_completion_length top_p top_k stop stop_token_ids vllm_dtype
+        vllm_mode same_bits async_rollout_depth max_completion_length top_p top_k stop stop_token_ids vllm_dtype
         environment tools max_turns turn_history turn_discount environment_timeout max_failed_episodes tool_call_parser
         reward_funcs reward_weights reward_timeout reward_on_error answer_column accuracy_exact math_timeout format_tags length_target
         cosine_min_len_value_wrong cosine_max_len_value_wrong cosine_min_len_value_correct cosine_max_len_value_correct cosine_max_len
         repetition_n_grams repetition_max_penalty code_timeout code_memory_mb code_all_or_nothing reward_model reward_model_url
         reward_model_max_length llm_judge_url llm_judge_model llm_judge_prompt llm_judge_max_score llm_judge_max_tokens
         loss_type epsilon epsilon_high delta importance_sampling_level sapo_temperature_pos sapo_temperature_neg beta kl_estimator
+        vespo_k_pos vespo_lambda_pos vespo_k_neg vespo_lambda_neg fipo_decay_rate fipo_clip_range fipo_clip_high_only fipo_safety_threshold
+        real_tau
         use_bias_correction_kl kl_in_reward entropy_coef top_entropy_quantile advantage_estimator scale_rewards
         multi_objective_aggregation overlong_filter exclude_dead_groups dynamic_sample max_resample_times oversample_ratio
         rollout_importance_sampling_mode rollout_importance_sampling_threshold rollout_importance_sampling_min rollout_is_geometric
@@ -69,6 +71,8 @@ _TABLE = {
         vllm_server_token_file offload_model offload_optimizer code_num_workers code_without_landlock
         reward_model_batch_size reward_concurrency max_environment_concurrency llm_judge_api_key_env log_entropy
         overlap_grad_reduce overlap_param_gather optimizer_cpu_offload optimizer_offload_fraction save_interval_seconds
+        record_rows
+        audit audit_steps audit_action capsules capsule_weights_gb
         output_dir save_steps save_total_limit async_save resume report_to logging_steps max_shard_size
         log_completions_steps log_completions_nodes overwrite_output_dir
         export_hf eval_steps load_from_cache_file run_name project push_to_hub hub_model_id hub_private_repo

@@ -78,8 +78,9 @@ def layer_bytes(
     mlp_input = 1 if shape.moe or drops_mlp else kept.input_of("mlp.linear_fc1")
     normed = 0 if "layernorm" in without else hidden * (kept.input_of(*READ_ATTENTION_INPUT) + mlp_input)
     # Flash attention keeps its output itself, which is what linear_proj reads.
-    attention = 2 * query + 2 * key + (query + key if shape.qk_norm else 0)
-    channels = 2 * hidden + normed + attention + (0 if drops_mlp else _mlp_channels(shape, sizes, kept))
+    attention = 2 * query + 2 * key + (query + key) * (shape.qk_norm + shape.qk_norm_is_whole)
+    norms = hidden * (2 * shape.pre_norm + 2 * shape.post_norm) * (FP32 / BYTES[cfg.model.torch_dtype] if shape.norms_from_one else 1)
+    channels = norms + normed + attention + (0 if drops_mlp else _mlp_channels(shape, sizes, kept))
     return tokens * channels * BYTES[cfg.model.torch_dtype] + adapter_size * (kept.inner * tokens + kept.copies)
 
 

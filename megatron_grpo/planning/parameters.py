@@ -23,6 +23,7 @@ from megatron_grpo.weights.shape import ModelShape
 # Megatron-Core's modules in the order in which they are registered; gradient buffers are filled in this order, from the end.
 _ORDER = (
     "input_layernorm",
+    "core_attention",
     "linear_proj",
     "linear_qkv",
     "linear_q_proj",
@@ -33,12 +34,14 @@ _ORDER = (
     "q_layernorm",
     "k_layernorm",
     "kv_layernorm",
+    "self_attn_bda",
     "pre_mlp_layernorm",
     "router",
     "linear_fc1",
     "linear_fc2",
     "experts",
     "shared_experts",
+    "mlp_bda",
 )
 START_ALIGNMENT, BUCKET_ALIGNMENT = 64, 128  # elements
 SMALLEST_BUCKET, BUCKET_PER_RANK = 40_000_000, 1_000_000  # elements, with overlap_grad_reduce

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
+from collections.abc import Callable
 from contextlib import nullcontext
 
 import torch
@@ -16,13 +18,24 @@ from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron_grpo.parallel.state import ParallelState
 from megatron_grpo.parallel.tensor import copy_to_ranks
 from megatron_grpo.parallel.vocab import Slope, linear_logprobs
-from megatron_grpo.policy.kernels import Rotation, swiglu
+from megatron_grpo.policy.kernels import ACTIVATIONS, Rotation
 from megatron_grpo.policy.latent import LatentAttention, LatentNorm
-from megatron_grpo.policy.layers import Norm, PackedAttention, te_packed, with_bias
+from megatron_grpo.policy.layers import (
+    AddNormed,
+    Norm,
+    NormFromOne,
+    PackedAttention,
+    SinkAttention,
+    WholeNorm,
+    te_packed,
+    with_bias,
+    with_output_of_its_own,
+)
 from megatron_grpo.policy.router import replace_routers
 from megatron_grpo.policy.stream import LocalBatch
 from megatron_grpo.policy.vision import Vision
@@ -85,7 +98,6 @@ def transformer_config(
             moe_shared_expert_overlap=kernels.moe_shared_expert_overlap,
             moe_enable_deepep=kernels.moe_enable_deepep,
         )
-    _, rope_scale = rope_inverse_frequencies(shape)
     return kind(
         num_layers=shape.num_layers,
         hidden_size=shape.hidden_size,
@@ -99,10 +111,8 @@ def transformer_config(
         activation_func=F.silu,
         add_bias_linear=shape.mlp_bias,
         add_qkv_bias=shape.qkv_bias,
-        # A factor of cos and sin, of queries and of keys alike, is its square on every score. Latent attention, whose heads are rotated in
-        # part, takes it in `policy.latent`.
-        softmax_scale=None if shape.mla else rope_scale**2 / math.sqrt(shape.head_dim),
-        qk_layernorm=shape.qk_norm,
+        softmax_scale=None if shape.mla else shape.softmax_scale_of(0),  # of local layers: each has its own (`PackedAttention.read`)
+        qk_layernorm=shape.qk_norm and not shape.qk_norm_is_whole,  # it sums gradients over ranks, which have heads of their own
         attention_dropout=0.0,
         hidden_dropout=0.0,
         tensor_model_parallel_size=layout.tensor_model_parallel_size,
@@ -159,6 +169,7 @@ def layer_specs(
     plain_linears: every linear layer is a module of its own that sees its own input. Transformer Engine's usual ones hold the norm before
     them, and all experts at once.
     """
+    norm = NormFromOne if shape.norms_from_one else Norm
     block = get_gpt_decoder_block_spec(config, use_transformer_engine=use_te, normalization="RMSNorm", vp_stage=vp_stage)
     for layer in {id(layer): layer for layer in block.layer_specs}.values():  # layers of a kind share one specification
         attention = layer.submodules.self_attention.submodules
@@ -170,17 +181,25 @@ def layer_specs(
             if plain_linears:
                 _take_norms_out(layer, shape.qkv_bias)
             continue
-        layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = Norm
-        attention.core_attention = PackedAttention
+        if shape.moe and shape.moe.has_biases:
+            experts = layer.submodules.mlp.submodules.experts.submodules
+            experts.linear_fc2 = with_output_of_its_own(experts.linear_fc2)
+        layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = norm if shape.pre_norm else IdentityOp
+        if shape.post_norm:
+            layer.submodules.self_attn_bda = layer.submodules.mlp_bda = ModuleSpec(AddNormed, {"config": config, "norm": norm})
+        attention.core_attention = SinkAttention if shape.sinks else PackedAttention
         if shape.mla:
             layer.submodules.self_attention.module = LatentAttention
             layer.submodules.self_attention.params |= {"rope_scale": shape.rope.attention_scaling, "interleaved": shape.mla.interleaved}
             attention.kv_layernorm = LatentNorm
             attention.q_layernorm = LatentNorm if shape.mla.q_lora_rank else IdentityOp
+        elif shape.qk_norm_is_whole:
+            attention.q_layernorm = ModuleSpec(WholeNorm, {"heads": shape.num_attention_heads})
+            attention.k_layernorm = ModuleSpec(WholeNorm, {"heads": shape.num_query_groups})
         elif shape.qk_norm:
-            attention.q_layernorm = attention.k_layernorm = Norm
+            attention.q_layernorm = attention.k_layernorm = norm
     if not use_te:
-        block.layer_norm = Norm
+        block.layer_norm = norm
     return block
 
 
@@ -254,17 +273,25 @@ class PolicyModel(GPTModel):
             vp_stage=vp_stage,
         )  # fmt: skip
         self.use_te, self.temperature, self.chunk_size = use_te, temperature, chunk_size
-        frequencies, _ = rope_inverse_frequencies(shape)
-        self.inverse_frequencies = torch.tensor(frequencies, dtype=torch.float32, device=torch.cuda.current_device())
+        ropes = [rope_inverse_frequencies(shape, rope)[0] for rope in (shape.rope, shape.local_rope) if rope]
+        self.inverse_frequencies = [torch.tensor(rope, dtype=torch.float32, device=torch.cuda.current_device()) for rope in ropes]
+        self.embedding_scale = float(torch.tensor(shape.embedding_scale, dtype=config.params_dtype))  # rounded as the sampler rounds it
         self.axes = torch.tensor(shape.rope.axes, dtype=torch.int64, device=torch.cuda.current_device())
         self.vision = None
         if tower is not None and shape.vision:
             self.vision = Vision(tower, config, self.decoder.layers, self.pg_collection.tp, deep=shape.vision.num_deepstack)
         replace_routers(self)
         if not use_te:
+            activation: Callable[..., torch.Tensor] = ACTIVATIONS[shape.activation]
+            if shape.clamp:
+                activation = functools.partial(activation, factor=shape.clamp[0], limit=shape.clamp[1])
             for module in self.modules():
                 if isinstance(module, MLP):
-                    module.activation_func = swiglu
+                    module.activation_func = activation
+                if isinstance(module, PackedAttention) and not shape.mla:
+                    module.read(shape)
+                if shape.post_norm and isinstance(module, TransformerLayer):  # Megatron's own would keep what a norm reads in every pass
+                    module.bias_dropout_add_exec_handler = nullcontext
         if last:
             rows = padded_vocab_size // config.tensor_model_parallel_size
             head = self.output_layer
@@ -277,6 +304,8 @@ class PolicyModel(GPTModel):
     def forward(self, batch: LocalBatch, *, with_entropy: bool = False, temperature: float | None = None, slope: Slope | None = None):
         """slope: of this micro-batch's loss, where a token's own log-prob is enough to know it (`parallel.vocab`)."""
         hidden = self.embedding(input_ids=batch.token_ids, position_ids=None) if self.pre_process else None
+        if self.embedding_scale != 1 and hidden is not None:
+            hidden = hidden * self.embedding_scale
         if self.vision is not None and hidden is not None:
             hidden = self.vision.see(hidden, batch)
         angles, packed = self._angles(batch)
@@ -317,9 +346,11 @@ class PolicyModel(GPTModel):
         """
         positions = (batch.all_positions if self.use_te else batch.positions).float()
         # With three axes [3, t] each frequency turns with one of them.
-        angles = (positions[self.axes].T if positions.dim() > 1 else positions[:, None]) * self.inverse_frequencies
+        places = positions[self.axes].T if positions.dim() > 1 else positions[:, None]
         if not (self.use_te or self.config.multi_latent_attention):
-            return None, dataclasses.replace(batch.packed, rotation=Rotation.of(angles))
+            rotations = tuple(Rotation.of(places * frequencies) for frequencies in self.inverse_frequencies)
+            return None, dataclasses.replace(batch.packed, rotations=rotations)
+        angles = places * self.inverse_frequencies[0]
         packed = te_packed(batch.packed) if self.use_te else batch.packed
         return torch.cat([angles, angles], dim=-1)[:, None, None, :], packed
 

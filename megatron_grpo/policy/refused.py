@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 
 from megatron_grpo.errors import Problem
+from megatron_grpo.policy.refused_bits import gpu_problem
 from megatron_grpo.settings.config import Config
 from megatron_grpo.sizing.stages import layer_counts
 from megatron_grpo.weights.shape import ModelShape
@@ -15,8 +16,9 @@ from megatron_grpo.weights.sizes import MoeShape, VisionShape
 def problems(cfg: Config, shape: ModelShape) -> list[Problem]:
     """Everything that stands between this configuration and this model, besides divisions (`weights.fit`) and batch sizes."""
     found = [Problem(flags=("model",), message=f"model: {message}") for message in (_routing(shape.moe) if shape.moe else ())]
-    if shape.mla:
-        found += _latent_attention(cfg)
+    found += _local_layers(cfg, shape)
+    if shape.moe and shape.moe.has_biases:
+        found += _biased_experts(cfg, shape)
     if shape.vision:
         found += _vision(cfg, shape, shape.vision)
     return [
@@ -32,9 +34,14 @@ def problems(cfg: Config, shape: ModelShape) -> list[Problem]:
 def sharing_obstacle(cfg: Config, shape: ModelShape | None, *, has_transformer_engine: bool = False) -> str | None:
     """Why prompts cannot be computed once; a phrase. has_transformer_engine: so `transformer_impl auto` takes it."""
     impl, tuner = cfg.model.transformer_impl, cfg.tuner
-    is_local = shape is not None and (shape.mla or shape.vision) is not None  # whose layers are always the local ones
+    is_local = shape is not None and needs_local_layers(shape) is not None
     if not is_local and (impl == "transformer_engine" or (impl == "auto" and has_transformer_engine)):
         return "it needs attention with parents, which Transformer Engine's path has not yet"
+    if cfg.rollout.same_bits:
+        return "parts of attention that are merged have other bits than the whole (same_bits)"
+    longest = (cfg.data.max_prompt_length or (shape and shape.max_position_embeddings) or 0) + cfg.rollout.max_completion_length
+    if shape and shape.sliding_window and shape.sliding_window < longest:
+        return f"{shape.architecture} has layers that see {shape.sliding_window} tokens, where sequences have up to {longest}"
     if tuner.tuner_type == "lora" and tuner.lora_dropout > 0:
         return f"lora_dropout ({tuner.lora_dropout:g}) would draw one mask for all copies of a prompt, which is another estimator"
     return None
@@ -62,8 +69,10 @@ def sharing_problems(cfg: Config, shape: ModelShape, *, has_transformer_engine: 
     reason = sharing_obstacle(cfg, shape, has_transformer_engine=has_transformer_engine)
     if cfg.batch.share_prompts != "true" or reason is None:
         return []
-    if reason.startswith("lora_dropout"):
-        return [_problem("share_prompts", f"true cannot be: {reason}. Use auto or false, or lora_dropout 0.", "auto", "false")]
+    if not reason.startswith("it needs "):
+        others = {"lora_dropout": ", or lora_dropout 0", "parts of attention": ", or same_bits false"}
+        other = next((words for begin, words in others.items() if reason.startswith(begin)), "")
+        return [_problem("share_prompts", f"true cannot be: {reason}. Use auto or false{other}.", "auto", "false")]
     message = f"share_prompts true needs {reason.removeprefix('it needs ')}. Use auto or false, or transformer_impl local."
     return [Problem(flags=("share_prompts", "transformer_impl"), message=message,
                     nearest={"share_prompts": ["auto", "false"], "transformer_impl": ["local"]})]  # fmt: skip
@@ -71,7 +80,7 @@ def sharing_problems(cfg: Config, shape: ModelShape, *, has_transformer_engine: 
 
 def machine_problems(cfg: Config, *, has_gpu: bool, has_transformer_engine: bool) -> list[Problem]:
     """What this configuration asks of a machine that has it not. `train` knows the machine; `plan` may be made for another."""
-    found = []
+    found = list(gpu_problem(cfg)) if has_gpu else []
     model, optimizer = cfg.model, cfg.optimizer
     if model.transformer_impl == "transformer_engine" and not has_transformer_engine:
         found.append(_problem("transformer_impl", "transformer_engine is not installed here. Install the extra `te`, or use auto or local.",
@@ -120,32 +129,47 @@ def _routing(moe: MoeShape) -> Iterator[str]:
         )
 
 
-def _latent_attention(cfg: Config) -> Iterator[Problem]:
-    if cfg.model.transformer_impl == "transformer_engine":
+def needs_local_layers(shape: ModelShape) -> str | None:
+    """What of a model is computed by the local layers alone, also where Transformer Engine is present; a phrase."""
+    reasons = {
+        "multi-latent attention": shape.mla,
+        "positions with three axes": shape.vision,
+        "attention within a window": shape.sliding_window,
+        "a rotation of a part of each head": shape.mla is None and shape.rope.dim < shape.head_dim,
+        "a norm over all heads": shape.qk_norm_is_whole,
+        "a norm behind attention": shape.post_norm,
+        "attention with sinks": shape.sinks,
+        "a gate that is not SiLU": shape.activation != "silu",
+    }
+    return next((reason for reason, has in reasons.items() if has), None)
+
+
+def _local_layers(cfg: Config, shape: ModelShape) -> Iterator[Problem]:
+    reason, chosen = needs_local_layers(shape), cfg.model.recompute_modules if cfg.model.recompute_granularity == "selective" else ()
+    if reason and cfg.model.transformer_impl == "transformer_engine":
         yield Problem(
             flags=("transformer_impl",),
             nearest={"transformer_impl": ["auto", "local"]},
-            message="transformer_impl transformer_engine: multi-latent attention has local layers only. Use auto or local.",
+            message=f"transformer_impl transformer_engine: {reason}, which {shape.architecture} has, is computed by local layers only. "
+            "Use auto or local.",
         )
-    chosen = cfg.model.recompute_modules if cfg.model.recompute_granularity == "selective" else ()
-    if "mla_up_proj" in chosen:
+    if shape.mla and "mla_up_proj" in chosen:
         yield _problem("recompute_modules", "mla_up_proj is not one that multi-latent attention can recompute here. Leave it out.")
-    if cfg.model.transformer_impl == "auto" and _fused_recompute(cfg):
+    if reason and cfg.model.transformer_impl == "auto" and _fused_recompute(cfg):
         yield _problem("recompute_modules", f"{' and '.join(_fused_recompute(cfg))} can be recomputed with Transformer Engine only, and "
-                       "multi-latent attention has local layers only. Leave it out.")  # fmt: skip
+                       f"{reason} is computed by local layers only. Leave it out.")  # fmt: skip
+
+
+def _biased_experts(cfg: Config, shape: ModelShape) -> Iterator[Problem]:
+    if (ranks := cfg.parallel.expert_tensor_parallel_size or 1) > 1:
+        yield _problem("expert_tensor_parallel_size", f"{ranks} would add the biases of {shape.architecture}'s experts {ranks} times "
+                       "(Megatron-Core refuses it). Use 1, and expert_model_parallel_size for more ranks.", 1)  # fmt: skip
+    if cfg.tuner.tuner_type == "lora":
+        yield _problem("tuner_type", f"lora: {shape.architecture} keeps the experts of a layer in one tensor, for which PEFT's files and "
+                       "vLLM's adapters have other names than the adapters here. Use full.", "full")  # fmt: skip
 
 
 def _vision(cfg: Config, shape: ModelShape, vision: VisionShape) -> Iterator[Problem]:
-    if cfg.model.transformer_impl == "transformer_engine":
-        yield Problem(
-            flags=("transformer_impl",),
-            nearest={"transformer_impl": ["auto", "local"]},
-            message="transformer_impl transformer_engine: its rotary path has not been compared yet for positions with three axes, which "
-            f"{shape.architecture} has. Use auto or local.",
-        )
-    if _fused_recompute(cfg) and cfg.model.transformer_impl == "auto":
-        yield _problem("recompute_modules", f"{' and '.join(_fused_recompute(cfg))} can be recomputed with Transformer Engine only, and "
-                       "models that see have local layers only. Leave it out.")  # fmt: skip
     if not vision.num_deepstack:
         return
     if cfg.model.recompute_granularity == "full":

@@ -23,7 +23,7 @@ from megatron_grpo.cleanup import CleanUp
 from megatron_grpo.data.eyes import Eyes
 from megatron_grpo.errors import ConfigError, GivenUp, Problem, RunError
 from megatron_grpo.parallel import collectives
-from megatron_grpo.rollout import vllm_experts, vllm_patches, vllm_pictures
+from megatron_grpo.rollout import vllm_experts, vllm_patches, vllm_pictures, vllm_same_bits
 from megatron_grpo.rollout.adapters import LoraPush
 from megatron_grpo.rollout.engine import SamplingSettings, WeightSyncError, prompt_seed
 from megatron_grpo.rollout.experts import ExpertLayers, of_group, told
@@ -77,6 +77,8 @@ class ColocatedEngine:
         from vllm import LLM
 
         vllm_patches.apply_patches(on_gpu=on_gpu)
+        if cfg.same_bits:
+            vllm_same_bits.prepare()
         tp = cfg.vllm_tensor_parallel_size
         max_model_len = cfg.vllm_max_model_len or max_model_len
         options = (gpu_options(cfg) if on_gpu else cpu_options(cfg)) | {"dtype": cfg.vllm_dtype or dtype}

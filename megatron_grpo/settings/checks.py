@@ -190,6 +190,13 @@ def _files(cfg: Config) -> Iterator[tuner.Pair]:
             "push_to_hub true uploads what export_hf writes, which is false. Use export_hf true.",
             {"export_hf": [True], "push_to_hub": [False]},
         )
+    for name in ("audit_steps", "audit_action"):
+        if name in cfg.typed and not run.audit:
+            message = f"{name} ({getattr(run, name)}) does nothing without audit true. Give that, or leave it out."
+            yield (name, "audit"), message, {"audit": [True]}
+    if "capsule_weights_gb" in cfg.typed and run.capsules == 0:
+        message = f"capsule_weights_gb ({run.capsule_weights_gb:g}) does nothing with capsules 0. Use capsules 1, or leave it out."
+        yield ("capsule_weights_gb", "capsules"), message, {"capsules": [1]}
     if cfg.plan.lengths and not Path(cfg.plan.lengths).is_file():
         yield ("lengths",), f"lengths: {cfg.plan.lengths} is not a file. It holds a prompt and a completion length a line.", {}
     if cfg.plan.png and not Path(cfg.plan.png).parent.is_dir():

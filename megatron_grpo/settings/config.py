@@ -242,6 +242,7 @@ class RolloutConfig:
     )
     vllm_max_num_seqs: int = setting(256, "sequences decoded together", unit="sequences", at_least=1)
     vllm_dtype: str | None = setting(None, "sampling dtype (default: torch_dtype)", choices=["float32", "bfloat16"])
+    same_bits: bool = setting(False, "the trainer computes with the arithmetic of the sampler, bit for bit (CPU, colocate; docs/proof.md)")
     vllm_enforce_eager: bool = setting(False, "no CUDA graphs (always eager on CPU)")
     vllm_enable_prefix_caching: bool = setting(True, "share the KV cache of equal prefixes; reset at every weight push")
     vllm_engine_kwargs: dict[str, Any] = setting({}, "more of vLLM's EngineArgs: name=value, or JSON")
@@ -353,14 +354,7 @@ class GrpoConfig:
     loss_type: str = setting(
         "grpo",
         "normalisation and objective",
-        choices=["grpo", "bnpo", "dapo", "dr_grpo", "sequence_sum", "cispo", "sapo"],
-        refused={
-            "luspo": "it weights each sequence by its length, which the token weights here do not "
-            "express. Nearest: sequence_sum with importance_sampling_level sequence",
-            "vespo": "its sequence-level gamma weights are not implemented. Nearest: cispo",
-            "real": "it is not implemented",
-            "fipo": "it is not implemented",
-        },
+        choices=["grpo", "bnpo", "dapo", "dr_grpo", "sequence_sum", "cispo", "sapo", "luspo", "vespo", "fipo", "real"],
     )
     epsilon: float = setting(0.2, "clip range below 1", above=0)
     epsilon_high: float | None = setting(None, "clip range above 1 (default epsilon; cispo: bound on the ratio, default 5.0)", above=0)
@@ -368,6 +362,19 @@ class GrpoConfig:
     importance_sampling_level: str = setting("token", "what the ratio is taken over", choices=["token", "sequence", "sequence_token"])
     sapo_temperature_pos: float = setting(1.0, "SAPO temperature for positive advantages", aliases=["tau_pos"], above=0)
     sapo_temperature_neg: float = setting(1.05, "SAPO temperature for negative advantages", aliases=["tau_neg"], above=0)
+    vespo_k_pos: float = setting(2.0, "VESPO, A at least 0: power of the sequence's weight", at_least=0)
+    vespo_lambda_pos: float = setting(3.0, "VESPO, A at least 0: exponential decay of large weights", above=0)
+    vespo_k_neg: float = setting(3.0, "VESPO, A below 0: power of the sequence's weight", at_least=0)
+    vespo_lambda_neg: float = setting(2.0, "VESPO, A below 0: exponential decay of large weights", above=0)
+    fipo_decay_rate: float = setting(32.0, "FIPO: distance at which a later token counts half", unit="tokens", above=0)
+    fipo_clip_range: float | None = setting(
+        0.2, "FIPO: how far a token's influence may be from 1; 0 or none: anywhere", at_least=0, below=1
+    )
+    fipo_clip_high_only: bool = setting(True, "FIPO: an influence is never below 1")
+    fipo_safety_threshold: float | None = setting(
+        4.0, "FIPO: where A is below 0 and the ratio above this, the influence is 0.8 to 1", above=0
+    )
+    real_tau: float = setting(0.5, "REAL: temperature of the classifier", unit="nats", above=0)
     beta: float = setting(0.0, "KL coefficient; 0 loads no reference model", at_least=0)
     kl_estimator: str = setting("k3", "per-token KL estimate", choices=["k1", "k2", "k3"])
     ref_model: str | None = setting(
@@ -482,6 +489,15 @@ class RunConfig:
         2, "checkpoints kept, with the last good one among them (docs/checkpoints.md)", unit="checkpoints", at_least=1
     )
     async_save: bool = setting(False, "write checkpoints while training goes on; costs the host a copy of what a rank writes")
+    record_rows: bool = setting(False, "keep beside each checkpoint the rows that its first step trains, for whatif")
+    audit: bool = setting(False, "compare what ranks hold twice, bit for bit, before the optimizer acts")
+    audit_steps: int = setting(50, "how often, besides before the first step", unit="optimizer steps", at_least=1)
+    audit_action: str = setting("stop", "what a difference does: it ends the run, or is said (warn)", choices=["stop", "warn"])
+    capsules: int = setting(
+        2, "steps kept under capsules/, the newest, each with what `replay` needs to take it again; 0: none", unit="steps", at_least=0
+    )
+    capsule_weights_gb: float = setting(20.0, "the weights of one are written up to this size; else it says where they lie", unit="GB",
+                                        at_least=0)  # fmt: skip
     resume: str = setting(
         "auto", "auto: from the newest checkpoint in output_dir; never; or a checkpoint directory", aliases=["resume_from_checkpoint"]
     )
@@ -560,7 +576,7 @@ class PlanConfig:
     dialect: str | None = setting(
         None,
         "read names, sizes and defaults as another system means them (docs/configuration.md); swift is swift-megatron",
-        choices=["trl", "skyrl", "skyrl-doc", "swift-megatron", "swift", "cs336"],
+        choices=["trl", "skyrl", "skyrl-doc", "swift-megatron", "swift", "verl", "slime", "cs336"],
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
-from megatron_grpo.settings.foreign import Dialect
+from megatron_grpo.settings.foreign import NOTHING, Dialect
 from megatron_grpo.settings.table import close_to, names, table
 
 ALIKE = 0.8  # difflib's ratio above which two names are taken for one with a slip of the finger
@@ -164,7 +164,8 @@ def _from_tables(name: str, dialects: Mapping[str, Dialect], hidden: Collection[
         if row.lacks:
             return f" It is {dialect.title}'s: {row.lacks}. Leave it out."
         if row.read is None:
-            return f" It is {dialect.title}'s and changes nothing that is sampled or trained here. Leave it out."
+            why = f" ({row.why})" if row.why and row.why != NOTHING else ""
+            return f" It is {dialect.title}'s and changes nothing that is sampled or trained here{why}. Leave it out."
     return ""
 
 

@@ -158,6 +158,14 @@ CASES = {
     ),
     "lora, experts, ep 1, dp 2": (2, "mixtral", dict(ffn=36, experts=3), dict(), dict(tuner_type="lora", lora_rank=5)),
     "lora, latent attention, ep 2": (2, "deepseek_v3", dict(), dict(expert_model_parallel_size=2), dict(tuner_type="lora", beta=0.1)),
+    "norms behind attention and over all heads, tp 2, pp 2": (
+        4,
+        "olmo2",
+        dict(),
+        dict(tensor_model_parallel_size=2, sequence_parallel=True, pipeline_model_parallel_size=2),
+        dict(),
+    ),
+    "four norms a layer, lora": (1, "gemma3_text", dict(tied=True), dict(), dict(tuner_type="lora")),
     "sees, pp 2, the aligner trains": (
         2,
         "qwen3_vl",

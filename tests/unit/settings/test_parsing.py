@@ -99,7 +99,7 @@ def test_everything_that_is_wrong_is_said_at_once(tmp_path):
         (["--seed"], "seed needs a value"),
         (["--lr", "nan"], "lr needs a number"),
         (["--seed", "none"], "seed cannot be none"),
-        (["--loss_type", "luspo"], "luspo"),
+        (["--tuner_type", "dora"], "dora"),
         (["--config"], "config needs the name of a file"),
         (["--config", "/nowhere/x.yaml"], "cannot be read"),
         (["--lr", "1", "--learning_rate", "2"], "one setting with two values"),

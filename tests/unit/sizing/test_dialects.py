@@ -89,7 +89,7 @@ def test_the_table_of_defaults_is_true(dialect):
 @pytest.mark.parametrize(
     ("dialect", "words", "said"),
     [
-        ("swift", "--loss_type real", "loss_type cannot be 'real'"),
+        ("swift", "--loss_type real --rollout_importance_sampling_mode token_mask", "which has none"),
         ("swift", "--vllm_mode server --vllm_data_parallel_size 2", "vllm_data_parallel_size (2): engines of a rollout server"),
         ("swift", "--tuner_type lora_llm", "tuner_type cannot be 'lora_llm': it trains a vision tower"),
         ("swift", "--tuner_type lora --modules_to_save embed_tokens", "modules_to_save (embed_tokens): whole layers would train"),
@@ -123,7 +123,7 @@ def test_the_table_of_defaults_is_true(dialect):
         ("trl", "--use_peft --lora_target_parameters experts", "adapters are on linear layers"),
         ("trl", "--use_vllm false", "sampling is by vLLM alone"),
         ("skyrl", "--run_engines_locally false", "servers are started beside a run (megatron-grpo serve)"),
-        ("trl", "--loss_type vespo", "loss_type cannot be 'vespo'"),
+        ("trl", "--loss_type vespo --vllm_importance_sampling_mode sequence_mask", "would count it once per token"),
         ("trl", "--optim adafactor", "the optimizer is AdamW"),
         ("trl", "--deepspeed zero3.json", "Megatron shards"),
         ("trl", "--min_p 0.1", "min_p (0.1): sampling is by temperature"),
