@@ -22,7 +22,7 @@ from megatron_grpo.parallel.tensor import copy_to_ranks
 from megatron_grpo.parallel.vocab import Slope, linear_logprobs
 from megatron_grpo.policy.kernels import Rotation, swiglu
 from megatron_grpo.policy.latent import LatentAttention, LatentNorm
-from megatron_grpo.policy.layers import Norm, PackedAttention, te_packed, with_bias
+from megatron_grpo.policy.layers import FusedAttention, Norm, PackedAttention, with_bias
 from megatron_grpo.policy.router import replace_routers
 from megatron_grpo.policy.stream import LocalBatch
 from megatron_grpo.policy.vision import Vision
@@ -130,6 +130,8 @@ def transformer_config(
         calculate_per_token_loss=True,
         # Megatron checks it even where there are no experts: "allgather" does not go with lengths that vary between stages.
         moe_token_dispatcher_type=model.moe_token_dispatcher_type if shape.moe else "alltoall",
+        fp8=model.fp8_format,
+        fp8_recipe=model.fp8_recipe if model.fp8_format else None,
         **moe,
         **mla,
     )
@@ -151,6 +153,8 @@ def layer_specs(
             attention.linear_qkv = with_bias(attention.linear_qkv, shape.qkv_bias)
             attention.linear_proj = with_bias(attention.linear_proj, shape.attention_out_bias)
         if use_te:
+            attention.core_attention = FusedAttention
+            layer.submodules.sharded_state_dict_keys_map |= NORMS_IN_CHECKPOINTS
             if plain_linears:
                 _take_norms_out(layer, shape.qkv_bias)
             continue
@@ -166,6 +170,11 @@ def layer_specs(
     if not use_te:
         block.layer_norm = Norm
     return block
+
+
+# Checkpoints call norms as Transformer Engine does, which fuses them with the linear layer behind. Megatron's local layers do so always;
+# those with Transformer Engine not where a norm stands alone, as before experts. Each would lack weights of the other's checkpoints.
+NORMS_IN_CHECKPOINTS = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_", "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
 
 
 def _take_norms_out(layer: ModuleSpec, qkv_bias: bool) -> None:
@@ -234,7 +243,7 @@ class PolicyModel(GPTModel):
             position_embedding_type="none",  # frequencies are gathered by position in `forward`
             vp_stage=vp_stage,
         )  # fmt: skip
-        self.use_te, self.temperature, self.chunk_size = use_te, temperature, chunk_size
+        self.temperature, self.chunk_size = temperature, chunk_size
         frequencies, _ = rope_inverse_frequencies(shape)
         self.inverse_frequencies = torch.tensor(frequencies, dtype=torch.float32, device=torch.cuda.current_device())
         self.axes = torch.tensor(shape.rope.axes, dtype=torch.int64, device=torch.cuda.current_device())
@@ -295,13 +304,12 @@ class PolicyModel(GPTModel):
 
         One row a token: segments may start at any position.
         """
-        positions = (batch.all_positions if self.use_te else batch.positions).float()
+        positions = batch.positions.float()
         # With three axes [3, t] each frequency turns with one of them.
         angles = (positions[self.axes].T if positions.dim() > 1 else positions[:, None]) * self.inverse_frequencies
-        if not (self.use_te or self.config.multi_latent_attention):
+        if not self.config.multi_latent_attention:
             return None, dataclasses.replace(batch.packed, rotation=Rotation.of(angles))
-        packed = te_packed(batch.packed) if self.use_te else batch.packed
-        return torch.cat([angles, angles], dim=-1)[:, None, None, :], packed
+        return torch.cat([angles, angles], dim=-1)[:, None, None, :], batch.packed
 
 
 def build_chunks(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from megatron_grpo.errors import Problem
@@ -17,15 +18,18 @@ def problems(cfg: Config, shape: ModelShape) -> list[Problem]:
         found += _latent_attention(cfg)
     if shape.vision:
         found += _vision(cfg, shape, shape.vision)
-    return [*found, *_dispatch(cfg, shape), *_recompute(cfg, shape), *_replay(cfg, shape), *sharing_problems(cfg, shape)]
+    if cfg.optimizer.optimizer_cpu_offload and not cfg.optimizer.use_distributed_optimizer:
+        message = (
+            "optimizer_cpu_offload needs use_distributed_optimizer true: Megatron-Core keeps float32 weights on the host with it alone."
+        )
+        found.append(Problem(flags=("optimizer_cpu_offload", "use_distributed_optimizer"), message=message,
+                             nearest={"use_distributed_optimizer": [True], "optimizer_cpu_offload": [False]}))  # fmt: skip
+    return [*found, *_dispatch(cfg, shape), *_recompute(cfg, shape), *_replay(cfg, shape), *_fp8(cfg, shape), *sharing_problems(cfg)]
 
 
-def sharing_obstacle(cfg: Config, shape: ModelShape | None, *, has_transformer_engine: bool = False) -> str | None:
-    """Why prompts cannot be computed once; a phrase. has_transformer_engine: so `transformer_impl auto` takes it."""
-    impl, tuner = cfg.model.transformer_impl, cfg.tuner
-    is_local = shape is not None and (shape.mla or shape.vision) is not None  # whose layers are always the local ones
-    if not is_local and (impl == "transformer_engine" or (impl == "auto" and has_transformer_engine)):
-        return "it needs attention with parents, which Transformer Engine's path has not yet"
+def sharing_obstacle(cfg: Config) -> str | None:
+    """Why prompts cannot be computed once; a phrase."""
+    tuner = cfg.tuner
     if tuner.tuner_type == "lora" and tuner.lora_dropout > 0:
         return f"lora_dropout ({tuner.lora_dropout:g}) would draw one mask for all copies of a prompt, which is another estimator"
     return None
@@ -48,20 +52,53 @@ def attention_channels(shape: ModelShape) -> int:
     return shape.mla.qk_head_dim + shape.mla.qk_pos_emb_head_dim if shape.mla else shape.head_dim
 
 
-def sharing_problems(cfg: Config, shape: ModelShape, *, has_transformer_engine: bool = False) -> list[Problem]:
+def sharing_problems(cfg: Config) -> list[Problem]:
     """`share_prompts true` where it cannot be."""
-    reason = sharing_obstacle(cfg, shape, has_transformer_engine=has_transformer_engine)
+    reason = sharing_obstacle(cfg)
     if cfg.batch.share_prompts != "true" or reason is None:
         return []
-    if reason.startswith("lora_dropout"):
-        return [_problem("share_prompts", f"true cannot be: {reason}. Use auto or false, or lora_dropout 0.", "auto", "false")]
-    message = f"share_prompts true needs {reason.removeprefix('it needs ')}. Use auto or false, or transformer_impl local."
-    return [Problem(flags=("share_prompts", "transformer_impl"), message=message,
-                    nearest={"share_prompts": ["auto", "false"], "transformer_impl": ["local"]})]  # fmt: skip
+    return [_problem("share_prompts", f"true cannot be: {reason}. Use auto or false, or lora_dropout 0.", "auto", "false")]
 
 
-def machine_problems(cfg: Config, *, has_gpu: bool, has_transformer_engine: bool) -> list[Problem]:
-    """What this configuration asks of a machine that has it not. `train` knows the machine; `plan` may be made for another."""
+# By fp8_recipe: what Transformer Engine asks of a GPU (compute capability), and of both sides of a matrix (a multiple). Read in 2.9 and
+# 2.20: `quantization.check_fp8_*_support`, `utils.assert_dim_for_fp8_exec`, `Float8BlockQuantizer.is_quantizable`, MXFP8's block of 32.
+FP8_NEEDS = {"tensorwise": ((8, 9), 16), "blockwise": ((9, 0), 128), "mxfp8": ((10, 0), 32)}
+
+
+def rank_multiple(cfg: Config) -> int:
+    """What the tokens of a micro-batch on one rank are rounded up to."""
+    rows = FP8_NEEDS[cfg.model.fp8_recipe][1] if cfg.model.fp8_format else 1
+    return math.lcm(cfg.batch.pad_to_multiple_of, rows)
+
+
+def _fp8(cfg: Config, shape: ModelShape) -> Iterator[Problem]:
+    model, tp = cfg.model, cfg.parallel.tensor_model_parallel_size
+    if not model.fp8_format:
+        if "fp8_recipe" in cfg.typed:
+            yield _problem("fp8_recipe", f"{model.fp8_recipe} says how FP8 is scaled, and fp8_format is not set. Add --fp8_format hybrid.")
+        return
+    if model.transformer_impl == "local" or shape.mla or shape.vision:
+        why = "transformer_impl is local" if model.transformer_impl == "local" else f"{shape.architecture} has local layers only"
+        yield _problem("fp8_format", f"{model.fp8_format} needs Transformer Engine's layers, and {why}. Leave it out.", None)
+    if model.torch_dtype != "bfloat16":
+        yield _problem("fp8_format", f"{model.fp8_format} needs torch_dtype bfloat16, not {model.torch_dtype}.", None)
+    multiple = FP8_NEEDS[model.fp8_recipe][1]
+    heads = (shape.num_attention_heads + 2 * max(shape.num_query_groups, tp)) * shape.head_dim
+    ffn = shape.moe.ffn_hidden_size // cfg.parallel.expert_tensor_parallel_size if shape.moe else shape.ffn_hidden_size // tp
+    sizes = {"hidden_size": shape.hidden_size, "queries, keys and values of a rank": heads // tp,
+             "intermediate_size of a rank": ffn, "heads of a rank": shape.num_attention_heads * shape.head_dim // tp}  # fmt: skip
+    if wrong := [f"{name} ({size})" for name, size in sizes.items() if size % multiple]:
+        yield _problem("fp8_format", f"fp8_recipe {model.fp8_recipe} takes matrices whose sides are multiples of {multiple}, and "
+                       f"{', '.join(wrong)} is not. Leave fp8_format out.", None)  # fmt: skip
+
+
+def machine_problems(
+    cfg: Config, *, has_gpu: bool, has_transformer_engine: bool, capability: tuple[int, int] | None = None
+) -> list[Problem]:
+    """What this configuration asks of a machine that has it not. `train` knows the machine; `plan` may be made for another.
+
+    capability: of the GPU to compute.
+    """
     found = []
     model, optimizer = cfg.model, cfg.optimizer
     if model.transformer_impl == "transformer_engine" and not has_transformer_engine:
@@ -69,6 +106,16 @@ def machine_problems(cfg: Config, *, has_gpu: bool, has_transformer_engine: bool
                               "auto", "local"))  # fmt: skip
     if optimizer.optimizer_cpu_offload and not has_gpu:
         found.append(_problem("optimizer_cpu_offload", "there is no GPU here: the optimizer is on the host already. Leave it out.", False))
+    if model.fp8_format and not (has_gpu and has_transformer_engine):
+        lacks = "there is no GPU here" if not has_gpu else "Transformer Engine is not installed here (the extra `te`)"
+        found.append(
+            _problem("fp8_format", f"{model.fp8_format} computes with Transformer Engine on a GPU, and {lacks}. Leave it out.", None)
+        )
+    elif model.fp8_format and capability and capability < (least := FP8_NEEDS[model.fp8_recipe][0]):
+        here, needed = (".".join(map(str, version)) for version in (capability, least))
+        others = [name for name, (at_least, _) in FP8_NEEDS.items() if at_least <= capability]
+        found.append(_problem("fp8_recipe", f"{model.fp8_recipe} needs a GPU of compute capability {needed}, this one has {here}. "
+                              f"{'Use ' + ' or '.join(others) if others else 'Leave fp8_format out'}.", *others))  # fmt: skip
     fused = _fused_recompute(cfg)
     if fused and model.transformer_impl == "auto" and not has_transformer_engine:
         found.append(_problem("recompute_modules", f"{' and '.join(fused)} can be recomputed with Transformer Engine only, which is not "
