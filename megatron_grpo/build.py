@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Sequence
+import shlex
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -12,8 +13,11 @@ from typing import Any, cast
 import torch
 
 from megatron_grpo import train
-from megatron_grpo.checkpoint.resume import start_afresh
+from megatron_grpo.checkpoint.capsule import Capsules
+from megatron_grpo.checkpoint.opened import load_weights
+from megatron_grpo.checkpoint.resume import settings_of, start_afresh
 from megatron_grpo.checkpoint.saving import Checkpoints
+from megatron_grpo.checkpoint.witness import Witness
 from megatron_grpo.clock import Clock
 from megatron_grpo.data.chat import PromptEncoder
 from megatron_grpo.data.prompts import PromptStream
@@ -27,7 +31,7 @@ from megatron_grpo.inputs import Inputs, Looked
 from megatron_grpo.judge import Judge
 from megatron_grpo.metrics import Metrics
 from megatron_grpo.metrics.drift import DriftWatch
-from megatron_grpo.metrics.journal import Journal, watch_drift
+from megatron_grpo.metrics.journal import Journal
 from megatron_grpo.metrics.rollout import Completions
 from megatron_grpo.metrics.schedule import ScheduleLog
 from megatron_grpo.parallel import collectives
@@ -36,14 +40,17 @@ from megatron_grpo.planning.command import Plan, make_plan
 from megatron_grpo.planning.report import room_in_words
 from megatron_grpo.planning.sharing import Sharing, decide
 from megatron_grpo.policy.attention import gpu_kernel
+from megatron_grpo.policy.audit import Audit
 from megatron_grpo.policy.exchange import WeightExchange
+from megatron_grpo.policy.fp8 import rank_multiple
 from megatron_grpo.policy.guard import Guard, PlausibleGuard
+from megatron_grpo.policy.loaded import LoadedModel
 from megatron_grpo.policy.lora import Adapters
 from megatron_grpo.policy.model import PolicyModel, build_chunks
 from megatron_grpo.policy.optimizer import Trainable
 from megatron_grpo.policy.policy import Policy, cut_for
 from megatron_grpo.policy.reference import FollowingReference, FrozenReference, Reference
-from megatron_grpo.policy.refused import attention_channels, machine_problems, rank_multiple, sharing_problems
+from megatron_grpo.policy.refused import attention_channels, machine_problems, needs_local_layers, sharing_problems
 from megatron_grpo.policy.room import Role
 from megatron_grpo.policy.scorer import ModelScorer
 from megatron_grpo.policy.trains import choose_what_trains
@@ -57,7 +64,7 @@ from megatron_grpo.rollout.own_answers import Limits
 from megatron_grpo.rollout.turns import TurnEngine
 from megatron_grpo.rollouts import Asker, KlPenalty, Rollouts
 from megatron_grpo.settings.config import Config, GrpoConfig
-from megatron_grpo.settings.evaluation import how_evaluated, score_of
+from megatron_grpo.settings.evaluation import how_evaluated, longest_completion, score_of
 from megatron_grpo.settings.turns import rules_in_words
 from megatron_grpo.settings.write import write_config
 from megatron_grpo.sync import MakesRoom, Publisher, Restoring
@@ -122,10 +129,11 @@ def put_together(
     policy = build_policy(
         cfg, inputs.shape, parallel,
         model_path=inputs.model_path, num_steps=timetable.num_steps, clock=clock, reference=reference, guard=guard,
-        push=lora.kind if lora else None, offload=what_makes_room(made, parallel),
+        push=lora.kind if lora else None, offload=what_makes_room(made, parallel), ref_model_path=inputs.ref_model_path,
     )  # fmt: skip
     sampler = patient(started(engine or partial(ENGINES[cfg.rollout.vllm_mode], lora=lora), cfg, inputs, parallel, policy), stop)
     publisher = build_publisher(cfg, policy, sampler, say=journal.metrics.say)
+    witness = build_witness(cfg, inputs, policy, checkpoints, say=journal.metrics.say)
     in_turn = MakesRoom(Restoring(answering(cfg, inputs, sampler), partial(publish_again, policy, publisher, clock)), policy)
     sampling = SamplingSettings.of(cfg.rollout, num_generations=cfg.batch.num_generations)
     return train.Run(
@@ -159,7 +167,31 @@ def put_together(
         stop=stop,
         stop_drain_seconds=cfg.run.stop_drain_seconds,
         max_skipped_steps=cfg.optimizer.max_skipped_steps,
+        witness=witness,
     )
+
+
+def build_witness(cfg: Config, inputs: Inputs, policy: Policy, checkpoints: Checkpoints, *, say: Callable[[str], None]) -> Witness:
+    """Who looks on while steps are taken. say: heard on the main rank."""
+    capsules = Capsules(
+        folder=Path(cfg.run.output_dir) / "capsules",
+        keep=cfg.run.capsules,
+        weights_gb=cfg.run.capsule_weights_gb,
+        settings=settings_of(cfg),
+        model_path=inputs.model_path,
+        last_checkpoint=checkpoints.folder.newest,
+        say=say,
+    )
+    audit = Audit(cfg.run.audit_steps) if cfg.run.audit else None
+    return Witness(policy, capsules, audit=audit, ends_run=cfg.run.audit_action == "stop", gap=gap_of(cfg), say=say)
+
+
+def gap_of(cfg: Config) -> Callable[[Mapping[str, float]], str | None]:
+    """Of the log-probs of trainer and sampler. One rollout ahead the difference is also what weights have moved: no bound is usual then."""
+    if cfg.rollout.logp_difference_warn is None and cfg.rollout.async_rollout_depth:
+        return lambda metrics: None
+    bound = 0.0 if cfg.rollout.same_bits else cfg.rollout.logp_difference_warn
+    return DriftWatch(bound=bound, dtype=cfg.model.torch_dtype, hint=where_they_part(cfg)).warning
 
 
 def build_evaluator(cfg: Config, inputs: Looked, sampler: Sampler, judge: Judge, *, last_step: int) -> Evaluator:
@@ -225,7 +257,7 @@ def answering(cfg: Config, inputs: Looked, sampler: Engine) -> Sampler:
         raise ConfigError([Problem(flags=(flag,), message=message)])
     engine = cast(TurnEngine, sampler)
     tokenizer = cast(PromptEncoder, next(iter(inputs.streams)).encode).tokenizer
-    max_model_len = inputs.longest_prompt + cfg.rollout.max_completion_length
+    max_model_len = inputs.longest_prompt + longest_completion(cfg)
     if inputs.rollout_func is not None:
         return OwnRollouts(engine, own_rollout(cfg, inputs, inputs.rollout_func, tokenizer, max_model_len=max_model_len))
     assert inputs.environment is not None
@@ -261,7 +293,13 @@ def build_publisher(cfg: Config, policy: Policy, holder: WeightHolder, *, say: C
         is_coarse=cfg.model.torch_dtype != "float32",
         starts_as_checkpoint=not cfg.tuner.adapters,
         say=say,
+        hint=where_they_part(cfg),
     )
+
+
+def where_they_part(cfg: Config) -> str:
+    """What to type where trainer and sampler differ too much."""
+    return f"To see at which operation they part: megatron-grpo mismatch {shlex.quote(cfg.run.output_dir)}"
 
 
 def publish_again(policy: Policy, publisher: Publisher, clock: Clock) -> None:
@@ -283,6 +321,7 @@ def open_output(made: Plan, inputs: Inputs, parallel: ParallelState) -> Checkpoi
     checkpoints = Checkpoints(
         inputs.resume, save_steps=cfg.run.save_steps, save_interval_seconds=cfg.run.save_interval_seconds,
         save_total_limit=cfg.run.save_total_limit, async_save=cfg.run.async_save, replicas=parallel.dp_cp_group,
+        records=cfg.run.record_rows,
     )  # fmt: skip
     checkpoints.choose()  # before anything in output_dir is overwritten
     if parallel.is_main:
@@ -311,9 +350,7 @@ def build_journal(made: Plan, judge: Judge, parallel: ParallelState, clock: Cloc
         plot_steps=run_cfg.save_steps,
         config={name: value for section in cfg.groups().values() for name, value in vars(section).items()},
     )
-    # One rollout ahead the difference is also what weights have moved in between: no bound is usual then.
-    drift = DriftWatch(bound=cfg.rollout.logp_difference_warn, dtype=cfg.model.torch_dtype)
-    has_bound = cfg.rollout.logp_difference_warn is not None or not cfg.rollout.async_rollout_depth
+    gap = gap_of(cfg)
 
     def truncated(progress, found):
         return truncated_sampling_warning(cfg.rollout, found) if progress.step == 1 and is_truncated_sampling(cfg.rollout) else None
@@ -334,7 +371,7 @@ def build_journal(made: Plan, judge: Judge, parallel: ParallelState, clock: Cloc
         reward_weights=judge.reward_weights,
         tells_selection=cfg.grpo.dynamic_sample or cfg.grpo.oversample_ratio > 1,
         from_all=partial(collectives.from_all, group=parallel.dp_group),
-        watches=[*([watch_drift(drift)] if has_bound else []), truncated],
+        watches=[lambda progress, found: gap(found), truncated],
     )
 
 
@@ -378,7 +415,7 @@ def build_colocated(cfg: Config, inputs: Looked, parallel: ParallelState, *, lor
         cfg.rollout,
         model_path=inputs.model_path,
         dtype=cfg.model.torch_dtype,
-        max_model_len=inputs.longest_prompt + cfg.rollout.max_completion_length,
+        max_model_len=inputs.longest_prompt + longest_completion(cfg),
         seed=cfg.run.seed,
         rank=parallel.rank,
         world_size=parallel.world_size,
@@ -445,7 +482,7 @@ def sharing_here(cfg: Config, shape: ModelShape, parallel: ParallelState) -> Sha
     has_te, has_gpu = uses_transformer_engine("auto"), parallel.device.type == "cuda"
     capability = torch.cuda.get_device_capability(parallel.device) if has_gpu else None
     lacking = machine_problems(cfg, has_gpu=has_gpu, has_transformer_engine=has_te, capability=capability)
-    if lacking := [*lacking, *sharing_problems(cfg)]:
+    if lacking := [*lacking, *sharing_problems(cfg, shape)]:
         raise ConfigError(lacking)
     lacks = gpu_kernel(getattr(torch, cfg.model.torch_dtype), attention_channels(shape)).lacks if has_gpu else None
     sharing = decide(cfg, shape, has_gpu=has_gpu, gpu_lacks=lacks)
@@ -472,7 +509,7 @@ def choose_tuner(cfg: Config, chunks: Sequence[Any], exchange: WeightExchange, p
     read = from_file(tuner.adapters, settings, shape) if tuner.adapters else drawn(sizes, cfg.run.seed)
     found = Adapters(chunks, exchange, settings, read, base_model=cfg.model.model, push=push or "adapter")
     start = tuner.ref_adapters or tuner.adapters
-    if cfg.grpo.beta and start:
+    if cfg.grpo.beta and start and not cfg.grpo.ref_model:
         flag = "ref_adapters" if tuner.ref_adapters else "adapters"
         theirs = LoraSettings.from_peft(start, flag=flag)
         found.keep_reference(theirs, from_file(start, theirs, shape, flag=flag))
@@ -481,28 +518,35 @@ def choose_tuner(cfg: Config, chunks: Sequence[Any], exchange: WeightExchange, p
 
 def model_of(
     cfg: Config, shape: ModelShape, parallel: ParallelState, *, model_path: str | Path
-) -> tuple[WeightExchange, Callable[[], list[PolicyModel]]]:
-    """Who exchanges the weights of this model in this layout; and a function that makes its chunks, with the checkpoint's weights.
+) -> tuple[WeightExchange, Callable[..., list[PolicyModel]]]:
+    """Who exchanges the weights of this model in this layout; and a function that makes its chunks, with the checkpoint's weights or those
+    of another checkpoint of the same shape.
 
     Raises ConfigError where the checkpoint is not this model. What is asked of the machine has been looked at (`sharing_here`).
     """
-    # policy.latent is for the local layers, and positions with three axes have not been looked at in Transformer Engine's.
-    use_te = uses_transformer_engine(cfg.model.transformer_impl) and shape.mla is None and shape.vision is None
+    use_te = uses_transformer_engine(cfg.model.transformer_impl) and needs_local_layers(shape) is None
     rows = padded_vocab_size(shape, cfg)
     plain_linears = cfg.tuner.tuner_type == "lora"  # an adapter needs the input of the layer that it stands beside
     naming = "transformer_engine" if use_te and not plain_linears else "local"
     weight_map = WeightMap.for_shape(shape, padded_vocab_size=rows, naming=naming)
     bucket_bytes = (cfg.rollout.weight_sync_bucket_mb or 0) * MIB or None
     exchange = WeightExchange(weight_map, parallel, bucket_bytes=bucket_bytes, to_first=cfg.rollout.vllm_mode == "server")
-    reader = HfReader(model_path)
-    weight_map.check_complete(reader.names)
-    check_tied_head(reader)
 
-    def loaded_chunks() -> list[PolicyModel]:
-        tower = tower_here(cfg, shape, parallel, model_path)
+    def reader_of(directory: str | Path) -> HfReader:
+        reader = HfReader(directory)
+        weight_map.check_complete(reader.names)
+        check_tied_head(reader)
+        return reader
+
+    own = reader_of(model_path)
+
+    def loaded_chunks(other: Path | None = None) -> list[PolicyModel]:
+        reader = reader_of(other) if other is not None else own
+        tower = tower_here(cfg, shape, parallel, other or model_path)
         chunks = build_chunks(
             shape, cfg.model, cfg.parallel, parallel,
             use_te=use_te, plain_linears=plain_linears, padded_vocab_size=rows, temperature=cfg.rollout.temperature, tower=tower,
+            kernels=cfg.kernels,
         )  # fmt: skip
         exchange.load(chunks, reader)
         return chunks
@@ -518,6 +562,22 @@ def tower_here(cfg: Config, shape: ModelShape, parallel: ParallelState, model_pa
     return build_tower(shape, model_path, dtype=dtype, device=parallel.device, checkpointing=checkpointing)
 
 
+def build_loaded(
+    cfg: Config, shape: ModelShape, parallel: ParallelState, *, model_path: str | Path, checkpoint: Path | None, micro_batch_size: int = 1
+) -> LoadedModel:
+    """A model that only answers and is pushed: of the files, or of a checkpoint of any layout. Collective."""
+    sharing_here(cfg, shape, parallel)
+    exchange, loaded_chunks = model_of(cfg, shape, parallel, model_path=model_path)
+    chunks = loaded_chunks()
+    adapters = choose_tuner(cfg, chunks, exchange)
+    if checkpoint is not None:
+        load_weights(chunks, checkpoint)
+    for chunk in chunks:
+        chunk.eval().requires_grad_(False)
+    cut = cut_for(parallel, chunks[0].config, micro_batch_size=micro_batch_size, max_tokens=None)
+    return LoadedModel(chunks, ModelScorer(chunks, parallel, cut), exchange, adapters)
+
+
 def build_policy(
     cfg: Config,
     shape: ModelShape,
@@ -530,12 +590,17 @@ def build_policy(
     guard: Guard | None = None,
     push: AdapterPush | None = None,
     offload: Collection[Role] = (),
+    ref_model_path: Path | None = None,
 ) -> Policy:
     """The policy with the checkpoint's weights, ready to train; and its reference where one is asked for. Collective.
 
     push: how adapters reach the sampler; None where weights train, and for a policy that is not to be sampled from. offload: what leaves
-    the device while the sampler works.
+    the device while the sampler works. ref_model_path: of the reference, where it is another checkpoint.
     """
+    if cfg.rollout.same_bits:
+        from megatron_grpo.same_bits.switch import switch_on
+
+        switch_on()
     sharing = sharing_here(cfg, shape, parallel)
     loss = GrpoLoss.from_config(cfg.grpo, max_completion_length=cfg.rollout.max_completion_length, temperature=cfg.rollout.temperature)
     exchange, loaded_chunks = model_of(cfg, shape, parallel, model_path=model_path)
@@ -554,10 +619,10 @@ def build_policy(
     )
     held_to = None
     if cfg.grpo.beta:
-        if adapters is not None:  # the same model without them, or with those it began with
+        if adapters is not None and ref_model_path is None:  # the same model without them, or with those it began with
             initial = ModelScorer(model.wrapped, parallel, cut, around=adapters.reference)
         else:
-            initial = ModelScorer([chunk.eval().requires_grad_(False) for chunk in loaded_chunks()], parallel, cut)
+            initial = ModelScorer([chunk.eval().requires_grad_(False) for chunk in loaded_chunks(ref_model_path)], parallel, cut)
             keep_outputs([] if moves else initial.model)
         held_to = (reference or REFERENCES[cfg.grpo.sync_ref_model])(cfg.grpo, initial, partial(exchange.tensors, initial.model))
     return Policy(

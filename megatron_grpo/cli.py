@@ -159,8 +159,76 @@ def rehearse(argv: list[str]) -> int:
     return run_rehearsal(argv, read)
 
 
+def mismatch(argv: list[str]) -> int:
+    """Compares trainer and sampler of a run, a checkpoint or a model, token by token, and names the operation where they part.
+
+    usage: megatron-grpo mismatch OUTPUT_DIR | CHECKPOINT | MODEL [--row N] [--rows 16] [--dtype float32] [--json] [settings]
+
+    --row N looks into row N, not into the worst; --rows: so many are compared; --dtype: both sides are loaded in it. Without settings it is
+    one process; --tensor_model_parallel_size under torchrun compares shard by shard. Exit codes: 0 nothing differs by more than rounding,
+    1 something is named, 2 the question is wrong and nothing was loaded.
+    """
+    from functools import partial
+
+    from megatron_grpo.settings import parse
+    from megatron_grpo.sizing.dialects import DIALECTS
+
+    launched = launcher.read()
+    if launched.by_torchrun:
+        die_with_parent()
+    read = partial(parse, launcher_world_size=launched.world_size if launched.is_launched else None, dialects=DIALECTS)
+    from megatron_grpo.run.quiet import quiet_libraries
+
+    quiet_libraries()
+    from megatron_grpo.lookback.mismatch import run_mismatch
+
+    return run_mismatch(argv, read)
+
+
+def replay(argv: list[str]) -> int:
+    """Takes a kept step of a run (OUTPUT_DIR/capsules/...) again, in any layout, and says what is wrong with it. Takes --json."""
+    from itertools import takewhile
+
+    from megatron_grpo.settings import parse
+    from megatron_grpo.sizing.dialects import DIALECTS
+
+    launched = launcher.read()
+    if launched.by_torchrun:
+        die_with_parent()
+    words = list(takewhile(lambda word: not word.startswith("-"), argv))
+    size = launched.world_size if launched.is_launched else None
+    parsed = parse(argv[len(words) :], launcher_world_size=size, dialects=DIALECTS)
+    if parsed.print_config:
+        return _print_config(parsed.config)
+    from megatron_grpo.run.quiet import quiet_libraries
+
+    quiet_libraries()
+    from megatron_grpo.lookback.replay import run_replay
+
+    return run_replay(words, parsed)
+
+
+def whatif(argv: list[str]) -> int:
+    """What another loss, clip, correction, batch size or staleness would have made of a recorded step (--try "loss_type=dapo" ...)."""
+    from functools import partial
+
+    from megatron_grpo.settings import parse
+    from megatron_grpo.sizing.dialects import DIALECTS
+
+    launched = launcher.read()
+    if launched.by_torchrun:
+        die_with_parent()
+    from megatron_grpo.run.quiet import quiet_libraries
+
+    quiet_libraries()
+    from megatron_grpo.lookback.whatif import run_whatif
+
+    return run_whatif(argv, partial(parse, launcher_world_size=launched.world_size if launched.is_launched else None, dialects=DIALECTS))
+
+
 COMMANDS: dict[str, Command] = {
     "train": train, "plan": plan, "rehearse": rehearse, "eval": evaluate, "export": export, "serve": serve, "doctor": doctor,
+    "mismatch": mismatch, "replay": replay, "whatif": whatif,
 }  # fmt: skip
 
 

@@ -21,6 +21,7 @@ from megatron_grpo.parallel import collectives
 from megatron_grpo.policy.exchange import WeightExchange
 from megatron_grpo.policy.lora import Adapters
 from megatron_grpo.settings.config import Config
+from megatron_grpo.settings.table import bytes_of
 from megatron_grpo.weights.adapters import from_file, merged, write_adapter
 from megatron_grpo.weights.lora import LoraSettings, own_sizes, peft_leaves_out, peft_name
 from megatron_grpo.weights.mapping import WeightMap
@@ -32,14 +33,17 @@ logger = logging.getLogger(__name__)
 Stream = Iterable[tuple[str, torch.Tensor]]  # full tensors under their names; collective
 
 
-def export_hf(named: Stream, out: str | Path, *, source: str | Path, dtype: torch.dtype, expected: frozenset[str]) -> None:
+def export_hf(
+    named: Stream, out: str | Path, *, source: str | Path, dtype: torch.dtype, expected: frozenset[str], max_shard_size: str = "5GB"
+) -> None:
     """Writes safetensors, config and tokenizer to `out`, whole or not at all. Collective; the main rank writes.
 
     named: of a whole model. source: the checkpoint that config.json and the tokenizer are taken from. expected: every name there must be.
+    max_shard_size: of one file.
     """
     with _taken(named) as rest:
         if collectives.rank() == 0:
-            with HfWriter(out, source, dtype=dtype, expected=expected) as write:
+            with HfWriter(out, source, dtype=dtype, expected=expected, max_shard_bytes=bytes_of(max_shard_size) or 1) as write:
                 for name, tensor in rest:
                     write(name, tensor)
     collectives.wait_for_all()
@@ -72,9 +76,10 @@ def export_model(
 
     tensors: this rank's weights, complete. card: what their model cards say; its kind is filled in here.
     """
-    dtype, expected = getattr(torch, cfg.model.torch_dtype), exchange.map.expected_hf_names()
+    dtype, expected = getattr(torch, cfg.model.torch_dtype), exchange.map.stored_names()
     if adapters is None:
-        export_hf(exchange.stream(tensors, "weights"), out, source=source, dtype=dtype, expected=expected)
+        weights = exchange.stream(tensors, "weights")
+        export_hf(weights, out, source=source, dtype=dtype, expected=expected, max_shard_size=cfg.run.max_shard_size)
         describe(out, card)
         return
     export_adapter(adapters.named(), out, source=source, config=adapters.config)
@@ -85,7 +90,7 @@ def export_model(
     if cfg.tuner.merge_lora:
         merged = exchange.stream(tensors, "merged", prepare=adapters.merged)
         beside = merged_folder(out)
-        export_hf(merged, beside, source=source, dtype=dtype, expected=expected)
+        export_hf(merged, beside, source=source, dtype=dtype, expected=expected, max_shard_size=cfg.run.max_shard_size)
         describe(beside, replace(card, kind="merged"))
 
 

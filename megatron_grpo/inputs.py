@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_grpo import launcher
-from megatron_grpo.data.chat import load_tokenizer
+from megatron_grpo.data.chat import load_tokenizer, unread_options
 from megatron_grpo.data.files import is_path
+from megatron_grpo.data.mixing import plain_name
 from megatron_grpo.errors import ConfigError
 from megatron_grpo.planning.check import Checked, check_parsed
 from megatron_grpo.planning.command import Plan, make_plan
@@ -29,6 +30,7 @@ from megatron_grpo.settings import Parsed
 from megatron_grpo.settings.config import Config
 from megatron_grpo.settings.evaluation import flag_of, sets_of
 from megatron_grpo.settings.read import COMMAND_LINE
+from megatron_grpo.settings.schedule import length_problems
 from megatron_grpo.sources import (
     ADAPTERS,
     UNKNOWN,
@@ -37,6 +39,7 @@ from megatron_grpo.sources import (
     bases_of_adapters,
     environment_of,
     find_model,
+    find_reference,
     look_at_rows,
     look_at_template,
     part_of,
@@ -89,6 +92,7 @@ class Inputs(Looked):
 
     prompts: PromptStream
     resume: Resume  # how the run begins
+    ref_model_path: Path | None  # where the reference is not the model as it begins
 
     @property
     def streams(self) -> list[PromptStream]:
@@ -108,6 +112,7 @@ class Found:
     eyes: Eyes | None = None
     rollout_func: Callable[..., Any] | None = None
     notes: Sequence[str] = ()
+    ref_model_path: Path | None = None
 
 
 def read_everything(parsed: Parsed, *, has_sampler: bool = False) -> tuple[Plan, Inputs]:
@@ -149,15 +154,18 @@ def _left_out(cfg: Config) -> dict[str, str]:
         if directory and _is_guest(cfg, flag) and not Path(directory).exists():
             parts |= {flag: f"{flag} ({directory} is not on this machine): ranks and targets are taken from the settings"}
     sets = [("dataset", "dataset", cfg.data.dataset), *((part_of(name), flag_of(name, cfg), at) for name, at in sets_of(cfg).items())]
-    for part, flag, where in sets:
+    sets += [("dataset", "dataset", name) for name in cfg.data.further_datasets]
+    named = [(part, flag, plain_name(where), f"the rows of {flag}") for part, flag, where in sets]
+    named.append(("ref_model", "ref_model", cfg.grpo.ref_model or "", "the reference model"))
+    if "reward_model" in rewards.reward_funcs:
+        named.append(("reward_model", "reward_model", rewards.reward_model or "", "the classifier of the reward reward_model"))
+    for part, flag, where, what in named:
         if _is_elsewhere(cfg, flag, where):
-            parts |= {part: f"the rows of {flag} ({where} is not on this machine)"}
+            parts |= {part: f"{what} ({where} is not on this machine)"}
     if not cfg.data.dataset:
         parts |= {"dataset": "the data set (none given)"}
     if not rewards.reward_funcs:
         parts |= {"rewards": "reward functions (none given)"}
-    if "reward_model" in rewards.reward_funcs and _is_elsewhere(cfg, "reward_model", rewards.reward_model):
-        parts |= {"reward_model": f"the classifier of the reward reward_model ({rewards.reward_model} is not on this machine)"}
     if _is_guest(cfg, "reward_funcs"):
         absent = [spec for spec in rewards.reward_funcs if not may_be_here(spec)]
         parts |= {spec: f"the reward {spec} (not on this machine)" for spec in absent}
@@ -224,6 +232,8 @@ def _plan_of(
     rows = rows_of(found.prompts)
     pictures = PictureFacts.of(rows, checked.sizes) if rows is not None else None
     made = make_plan(checked, num_prompts=None if rows is None else len(rows), pictures=pictures)
+    if problems := length_problems(checked.config.optimizer, made.timetable.num_steps):
+        raise ConfigError(problems)
     if rows is not None and found.eyes is not None and not rows.most_pictures and checked.shape is not None:
         made = replace(made, warnings=[*made.warnings, *learns_nothing(checked.config, checked.shape)])
     if _begins_anew(checked.config) and not is_asked_to_train:
@@ -262,6 +272,11 @@ def read_inputs(cfg: Config, left_out: Collection[str] = ()) -> Found:
         problems.add(bases_of_adapters(cfg, model_path))
     if shape and "tokenizer" not in left_out:
         tokenizer = problems.attempt(partial(load_tokenizer, str(model_path)))
+    if tokenizer is not None:
+        problems.add(unread_options(tokenizer, cfg.data.chat_template_kwargs))
+    ref_model_path = None
+    if cfg.grpo.ref_model and "ref_model" not in left_out:
+        ref_model_path = problems.attempt(lambda: find_reference(cfg.grpo.ref_model or "", model_path, shape))
     sight = (problems.attempt(lambda: sight_of(cfg, model_path, left_out)) if model_path and shape else None) or UNKNOWN
     environment = None if "environment" in left_out else problems.attempt(partial(environment_of, cfg, tokenizer))
     notes: Sequence[str] = ()
@@ -284,13 +299,13 @@ def read_inputs(cfg: Config, left_out: Collection[str] = ()) -> Found:
         raise ConfigError(problems)
     return Found(
         model_path=model_path, shape=shape, prompts=prompts, held_out=held_out, rewards=rewards, environment=environment,
-        rollout_func=own, notes=notes, eyes=sight.eyes,
+        rollout_func=own, notes=notes, eyes=sight.eyes, ref_model_path=ref_model_path,
     )  # fmt: skip
 
 
 def read_to_evaluate(cfg: Config) -> Looked:
     """For `eval`: model, held-out sets and rewards. Raises ConfigError with the problems of all of them at once."""
-    found = read_inputs(cfg, ("dataset", "report_to", "servers"))
+    found = read_inputs(cfg, ("dataset", "report_to", "servers", "ref_model"))
     return Looked(**{field.name: getattr(found, field.name) for field in fields(Looked)})
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -13,7 +13,7 @@ from megatron_grpo.errors import ConfigError, Problem
 from megatron_grpo.rewards.loading import check_columns
 from megatron_grpo.rewards.protocol import RewardFunction
 from megatron_grpo.settings.config import Config
-from megatron_grpo.settings.evaluation import flag_of, sets_of
+from megatron_grpo.settings.evaluation import flag_of, longest_completion, sets_of
 from megatron_grpo.settings.turns import EPISODE_COLUMNS
 from megatron_grpo.weights.fit import length_problems
 from megatron_grpo.weights.shape import ModelShape
@@ -45,8 +45,33 @@ class Problems(list[Problem]):
         self += [problem for problem in found if problem.message not in known]
 
 
-def find_model(name: str) -> Path:
-    """The directory of a Hugging Face checkpoint; a Hub name is fetched first."""
+def find_reference(name: str, model_path: Path | None, shape: ModelShape | None) -> Path:
+    """The directory of `ref_model`, which is looked at as the model is: it has the same shape and the same vocabulary.
+
+    model_path, shape: of the model, as far as it is known. Raises ConfigError.
+    """
+    from megatron_grpo.checkpoint.content import vocabulary_fingerprint
+    from megatron_grpo.weights.stored import stored_names
+
+    path = find_model(name, flag="ref_model")
+    theirs = ModelShape.from_pretrained(path)
+    stored_names(path)
+    if shape is not None and theirs != shape:
+        other = [f.name for f in fields(ModelShape) if getattr(theirs, f.name) != getattr(shape, f.name)]
+        told = ", ".join(f"{name} {getattr(theirs, name)} (model: {getattr(shape, name)})" for name in other)
+        raise _of_reference(f"ref_model ({name}) is not of the model's shape: {told}. A reference is held in "
+                            "the model's own layout.")  # fmt: skip
+    if model_path is not None and vocabulary_fingerprint(path) not in (None, vocabulary_fingerprint(model_path)):
+        raise _of_reference(f"ref_model ({name}) has another vocabulary than the model: the same token ids would be other words.")
+    return path
+
+
+def _of_reference(message: str) -> ConfigError:
+    return ConfigError([Problem(flags=("ref_model", "model"), message=message)])
+
+
+def find_model(name: str, *, flag: str = "model") -> Path:
+    """The directory of a Hugging Face checkpoint; a Hub name is fetched first. flag: the setting that names it."""
     if not name:
         raise ConfigError([Problem(flags=("model",), message="model is missing: give a Hugging Face checkpoint directory or a Hub name.")])
     path = Path(name)
@@ -57,8 +82,8 @@ def find_model(name: str) -> Path:
         beside = sorted(config.parent.name for config in path.parent.glob("*/config.json"))[:8]
         there = f" In {path.parent}: {', '.join(beside)}." if beside else ""
         raise ConfigError([Problem(
-            flags=("model",),
-            message=f"model ({name}) {what}. It is a directory with config.json, tokenizer files and *.safetensors, or a Hub name.{there}"
+            flags=(flag,),
+            message=f"{flag} ({name}) {what}. It is a directory with config.json, tokenizer files and *.safetensors, or a Hub name.{there}"
         )])  # fmt: skip
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
@@ -68,7 +93,7 @@ def find_model(name: str) -> Path:
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ConfigError([Problem(
-            flags=("model",), message=f"model ({name}) is neither a directory here nor a model that can be fetched from the Hub: {reason}"
+            flags=(flag,), message=f"{flag} ({name}) is neither a directory here nor a model that can be fetched from the Hub: {reason}"
         )]) from error  # fmt: skip
 
 
@@ -141,7 +166,8 @@ class DataReader:
         flag = "dataset" if held_out is None else flag_of(held_out, cfg)
         dataset = cfg.data.dataset if held_out is None else sets_of(cfg)[held_out]
         if not self.tokenizer:
-            rows = load_rows(cfg.data, dataset=dataset, flag=flag, eyes=self.sight.eyes, is_blind=self.sight.is_blind)
+            own = cfg.run.seed
+            rows = load_rows(cfg.data, dataset=dataset, flag=flag, eyes=self.sight.eyes, is_blind=self.sight.is_blind, seed=own)
             check_pictures(rows, at_most=FEW)
             if self.environment is not None:
                 check_for_episodes(rows, flag)
@@ -149,7 +175,15 @@ class DataReader:
         seed, shuffle = (cfg.run.seed, None) if held_out is None else (0, False)
         tools = None if self.environment is None else self.environment.tools
         return open_stream(
-            cfg.data, self.tokenizer, dataset=dataset, flag=flag, seed=seed, shuffle=shuffle, eyes=self.sight.eyes, tools=tools
+            cfg.data,
+            self.tokenizer,
+            dataset=dataset,
+            flag=flag,
+            seed=seed,
+            shuffle=shuffle,
+            eyes=self.sight.eyes,
+            tools=tools,
+            data_seed=cfg.run.seed,
         )
 
 
@@ -210,7 +244,7 @@ def _columns(cfg: Config, rows: PromptRows, flag: str) -> tuple[str, ...]:
 
 def _lengths_of_data(cfg: Config, shape: ModelShape, rows: PromptRows, flag: str) -> list[Problem]:
     """Sequences too long for the model, where only the data tells how long they are: `planning.check` judges what is set."""
-    longest = cfg.rollout.max_completion_length
+    longest = longest_completion(cfg)
     if cfg.data.max_prompt_length is not None or rows.longest_prompt is None or length_problems(shape, 1 + longest):
         return []
     return length_problems(shape, rows.longest_prompt + longest, flags=(flag, "max_completion_length"))

@@ -120,9 +120,10 @@ class Publisher:
 
     def __init__(
         self, policy: PushedPolicy, holder: WeightHolder, *, verify: bool, is_coarse: bool = False, starts_as_checkpoint: bool = True,
-        say: Callable[[str], None] | None = None,
+        say: Callable[[str], None] | None = None, hint: str = "",
     ):  # fmt: skip
-        self._say, self._num_said = say, 0
+        """hint: a sentence for who reads that a check has failed."""
+        self._say, self._num_said, self._hint = say, 0, hint
         self.policy, self.holder, self.verify, self.is_coarse = policy, holder, verify, is_coarse
         self._is_proven, self._has_policy = not verify, starts_as_checkpoint
 
@@ -138,6 +139,10 @@ class Publisher:
                 if self.holder.prepare():
                     self._is_proven = not self.verify
                 return self._publish(version)
+            except WeightSyncError as error:
+                if self._hint:
+                    raise WeightSyncError(f"{error}\n{self._hint}") from error
+                raise
             except HolderChanged as changed:
                 if collectives.rank() == 0:
                     logger.warning("%s. The weights are pushed again.", changed)

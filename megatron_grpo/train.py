@@ -12,15 +12,16 @@ from megatron_grpo.pending import Pending
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
+    from contextlib import AbstractContextManager
 
-    from megatron_grpo.batching.timetable import Timetable
+    from megatron_grpo.batching.timetable import Step, Timetable
     from megatron_grpo.checkpoint.saving import Checkpoints
     from megatron_grpo.data.prompts import PromptStream
     from megatron_grpo.evaluate import Evaluator
     from megatron_grpo.metrics.journal import Journal
     from megatron_grpo.parallel.state import ParallelState
     from megatron_grpo.policy.guard import Refusal
-    from megatron_grpo.policy.policy import Policy, TrainedStep
+    from megatron_grpo.policy.policy import Bystander, Policy, TrainedStep
     from megatron_grpo.rollout.engine import Engine
     from megatron_grpo.rollouts import Rollouts
     from megatron_grpo.sync import Publisher
@@ -37,6 +38,16 @@ class StopRequest(Protocol):
 
     def why(self, from_all: Callable[[Any], list[Any]]) -> str:
         """What asked for it, in the same words on every rank. Collective."""
+
+
+class Onlooker(Protocol):
+    """Looks on while steps are taken: it may end the run, and keeps what somebody will want to look at."""
+
+    def __call__(self, step: Step, pending: Pending) -> AbstractContextManager[Bystander | None]:
+        """Around a step. pending: with its rows, where they are trained."""
+
+    def leave_behind(self, words: str) -> None:
+        """Ranks hang, as `words` say: from another thread, without a collective."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +67,7 @@ class Run:
     stop: StopRequest
     stop_drain_seconds: float  # once the run is to stop, how long what is being sampled is waited for
     max_skipped_steps: int  # so many steps in a row that the guard refuses end the run
+    witness: Onlooker
 
 
 def train(run: Run) -> Progress:
@@ -88,8 +100,9 @@ def train(run: Run) -> Progress:
             pending = pending.anchored(policy, step, cut)
         # LEARN    this step's global batch, cut for this rank: the only place where data is cut.
         pending, batch = pending.batch(step, weigh=policy.loss.token_weights, cut=cut)
-        with policy.resident("all"), clock("train"):
-            trained = policy.train_step(batch)
+        run.checkpoints.record(step, pending)
+        with policy.resident("all"), clock("train"), run.witness(step, pending) as beside:
+            trained = policy.train_step(batch, beside)
         rows = pending.rows
         if trained.refusal:  # its weights are still there
             with policy.resident("weights"), clock("old_logprobs"):

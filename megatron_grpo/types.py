@@ -417,6 +417,8 @@ class TrainingMicroBatch(MicroBatch):
     """A micro-batch with what its loss needs."""
 
     rows: tuple[RowKey, ...]  # of each of the S sequences
+    prompts: tuple[int, ...]  # the number of the prompt of each of them
+    place: np.ndarray  # int64 [C]: which token of its row each trained one is, from 0, untrained ones counted
     token_weights: np.ndarray  # float64 [C], `u` of algorithms section 1, fixed over the whole global batch
     advantages: np.ndarray  # float32 [C]
     sampler_logprobs: np.ndarray  # float32 [C]; NaN where the sampler gave none

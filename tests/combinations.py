@@ -22,7 +22,7 @@ from megatron_grpo.types import Sample
 from tests import parity_cases as cases
 from tests.reference import grpo_reference as reference
 
-LOSS_TYPES = ("grpo", "bnpo", "dapo", "dr_grpo", "sequence_sum", "cispo", "sapo")
+LOSS_TYPES = ("grpo", "bnpo", "dapo", "dr_grpo", "sequence_sum", "cispo", "sapo", "luspo", "vespo", "fipo", "real")
 LEVELS = ("token", "sequence", "sequence_token")
 KL_MODES = {
     "no KL": {},
@@ -71,9 +71,9 @@ def whole_product() -> list[Combination]:
 
 
 def every_pair() -> list[Combination]:
-    """49 of the 1029, in which any two choices of different kinds meet: Latin squares."""
+    """77 of the 1617, in which any two choices of different kinds meet: Latin squares."""
     kl, estimators = list(KL_MODES), list(ESTIMATORS)
-    return [(LOSS_TYPES[i], LEVELS[(i + 2 * k) % 3], kl[k], estimators[(i + k) % 7]) for i in range(7) for k in range(7)]
+    return [(LOSS_TYPES[i], LEVELS[(i + 2 * k) % 3], kl[k], estimators[(i + k) % 7]) for i in range(len(LOSS_TYPES)) for k in range(7)]
 
 
 def config_of(combination: Combination) -> GrpoConfig | None:
@@ -192,6 +192,7 @@ def _completion(model, frozen, sample: Sample) -> reference.Completion:
     return reference.Completion(
         mask=double(sample.mask), logp=logp, entropy=entropy, sampler_logp=double(sample.sampler_logprobs), ref_logp=ref,
         old_logp=None if sample.version == 0 else double(sample.old_logprobs), advantage=0.0, is_truncated=sample.is_truncated,
+        group=sample.prompt_number,
     )  # fmt: skip
 
 

@@ -96,6 +96,13 @@ LOSSES = {
     # In the first step the lowest entropy that trains is that of a group's first token: its completions tie.
     "top entropy": dict(loss_type="dapo", top_entropy_quantile=0.8),
 }  # fmt: skip
+# Those that look at whole sequences or groups: `tools/parity.py --only sequences` takes them through every layout.
+SEQUENCE_LOSSES = {
+    "luspo": dict(loss_type="luspo", importance_sampling_level="sequence", epsilon=0.02),
+    "vespo": dict(loss_type="vespo", beta=0.05, rollout_importance_sampling_mode="token_truncate"),
+    "fipo": dict(loss_type="fipo", epsilon_high=0.28, delta=4.0, fipo_decay_rate=4.0, fipo_clip_high_only=False),
+    "real": dict(loss_type="real", beta=0.05),
+}
 # Each prompt once in each micro-batch, however little a group saves. Groups of 8 and 2; completions of 1 to 20 tokens; a prompt of one
 # token, and one beyond the budget of 32; two groups of one prompt (`shared_rollout`).
 SHARED = dict(share_prompts="true")
@@ -120,7 +127,14 @@ MODELS = {
     "MoE": dict(family="qwen3_moe", layers=4, vocab=125, std=0.1),
     "MLA": dict(family="deepseek_v3", layers=4, vocab=125, std=0.1),
 }
-WITH_EXPERTS = ("MoE", "MLA")
+# Other families, for `tools/parity.py --models`; a few layouts of each are in tests/distributed/test_families.py.
+FAMILIES = {
+    "GLM": dict(family="glm4_moe", layers=4, vocab=125, std=0.1, attention_bias=True, use_qk_norm=True, head_dim=20),
+    "gpt-oss": dict(family="gpt_oss", layers=4, vocab=125, heads=8, kv_heads=4, head_dim=10, ffn=36, std=0.1, sliding_window=7),
+    "OLMo": dict(family="olmo3", layers=4, vocab=125, heads=12, kv_heads=4, head_dim=10, ffn=68, std=0.1, sliding_window=7),
+    "Gemma": dict(family="gemma3_text", layers=4, vocab=125, tied=True, head_dim=20, ffn=68, std=0.1, sliding_window=7),
+}
+WITH_EXPERTS = ("MoE", "MLA", "GLM", "gpt-oss")
 MODEL_SETTINGS = {"MoE": dict(moe_z_loss_coeff=0.02)}
 # Other ways to run the same step, each on one layout.
 WAYS = {
@@ -422,7 +436,7 @@ def reference(path: str | Path, cfg: Config, batches: Sequence[Sequence[Sample]]
                 m.lerp_(g, 1 - o.adam_beta1)
                 v.lerp_(g * g, 1 - o.adam_beta2)
                 lr = learning_rate(rate_of(name, o), index, cfg.run.max_steps)
-                p.mul_(1 - lr * (o.weight_decay if p.dim() > 1 else 0.0))
+                p.mul_(1 - lr * (o.weight_decay if p.dim() > 1 and not name.endswith("bias") else 0.0))
                 p.sub_(lr * (m / (1 - o.adam_beta1**t)) / ((v / (1 - o.adam_beta2**t)).sqrt() + o.adam_eps))
             if cfg.grpo.sync_ref_model and t % cfg.grpo.ref_model_sync_steps == 0:
                 for old, new in zip(frozen.parameters(), model.parameters(), strict=True):
@@ -525,7 +539,7 @@ def _reference_loss(model, frozen, cfg: Config, samples: Sequence[Sample], index
         completions.append(Completion(
             mask=double(s.mask), logp=logp, entropy=entropy, sampler_logp=double(s.sampler_logprobs), ref_logp=ref,
             old_logp=None if s.version == index else double(s.old_logprobs), advantage=s.advantage, is_truncated=s.is_truncated,
-            is_dead=s.is_dead,
+            is_dead=s.is_dead, group=s.prompt_number,
         ))  # fmt: skip
     return grpo_loss(completions, cfg.grpo, cfg.rollout.max_completion_length)
 
@@ -546,7 +560,9 @@ def in_export_names(tensors: Mapping[str, np.ndarray], path: str | Path) -> dict
     found, tower = {}, _family(path).tower
     for name, value in tensors.items():
         name = tower.on_the_hub(name) if tower else name
-        if name.endswith("mlp.experts.gate_up_proj"):
+        if _family(path).are_experts_interleaved:
+            found[name] = value
+        elif name.endswith("mlp.experts.gate_up_proj"):
             gate, up, _ = _expert_names(path)
             for e, both in enumerate(value):
                 found[_expert(name, path, e, gate)], found[_expert(name, path, e, up)] = np.split(both, 2)

@@ -10,7 +10,21 @@ import json
 from pathlib import Path
 from typing import Any
 
-FAMILIES = ("qwen3", "qwen2", "llama", "mistral", "qwen3_moe", "mixtral", "deepseek_v3")
+FAMILIES = (
+    "qwen3",
+    "qwen2",
+    "llama",
+    "mistral",
+    "qwen3_moe",
+    "mixtral",
+    "deepseek_v3",
+    "glm4_moe",
+    "gpt_oss",
+    "olmo2",
+    "olmo3",
+    "gemma3_text",
+)
+NARROW = ("qwen2", "olmo2", "olmo3")  # their hidden_size is that of all heads
 SPECIAL = ("<pad>", "<bos>", "<eos>", "<unk>")
 PAD, BOS, EOS, UNK = range(4)
 
@@ -37,7 +51,7 @@ def write_tiny(
     """Writes config, safetensors, generation config and tokenizer into `path`; returns it as a Path. `overrides` go to the model's config.
 
     vLLM's CPU kernels take head sizes, and `ffn / TP` of experts, in multiples of 32. `hidden` need not be `heads * head_dim` except for
-    qwen2, where it is made so. The vocabulary is `<pad> <bos> <eos> <unk>`, then the words "4" to str(vocab - 1): token id n decodes to
+    `NARROW`, where it is made so. The vocabulary is `<pad> <bos> <eos> <unk>`, then the words "4" to str(vocab - 1): token id n decodes to
     "n".
     """
     import torch
@@ -45,11 +59,11 @@ def write_tiny(
 
     path = Path(path)
     common = dict(
-        vocab_size=vocab, hidden_size=heads * head_dim if family == "qwen2" else hidden, intermediate_size=ffn, num_hidden_layers=layers,
+        vocab_size=vocab, hidden_size=heads * head_dim if family in NARROW else hidden, intermediate_size=ffn, num_hidden_layers=layers,
         num_attention_heads=heads, num_key_value_heads=kv_heads, max_position_embeddings=max_positions, tie_word_embeddings=tied,
         initializer_range=std, pad_token_id=PAD, bos_token_id=BOS, eos_token_id=EOS,
     )  # fmt: skip
-    if family != "qwen2":
+    if family not in NARROW:
         common["head_dim"] = head_dim
     if family == "qwen3_moe":
         common |= dict(num_experts=experts, num_experts_per_tok=2, moe_intermediate_size=ffn, norm_topk_prob=True, decoder_sparse_step=1)
@@ -59,6 +73,17 @@ def write_tiny(
         common |= dict(n_routed_experts=experts, num_experts_per_tok=2, moe_intermediate_size=ffn // 4, n_shared_experts=2, n_group=2,
                        topk_group=1, first_k_dense_replace=1, routed_scaling_factor=1.5, kv_lora_rank=24, q_lora_rank=40,
                        qk_nope_head_dim=12, qk_rope_head_dim=8, v_head_dim=16, num_key_value_heads=heads, head_dim=8)  # fmt: skip
+    if family == "glm4_moe":  # the first layer dense; half of each head turns
+        common |= dict(n_routed_experts=experts, num_experts_per_tok=2, moe_intermediate_size=ffn // 4, n_shared_experts=1, n_group=1,
+                       topk_group=1, first_k_dense_replace=1, routed_scaling_factor=1.5, num_mtp_layers=0)  # fmt: skip
+    if family == "gpt_oss":  # gates and what they gate reach their limits
+        common |= dict(num_local_experts=experts, num_experts_per_tok=2, sliding_window=9, layer_types=alternating(layers),
+                       swiglu_limit=0.6, rope_parameters=dict(rope_type="yarn", rope_theta=1e4, factor=4.0, beta_fast=32.0, beta_slow=1.0,
+                       truncate=False, original_max_position_embeddings=16))  # fmt: skip
+    if family == "gemma3_text":
+        common |= dict(query_pre_attn_scalar=24, sliding_window=9, layer_types=alternating(layers))
+    if family == "olmo3":
+        common |= dict(sliding_window=9, layer_types=alternating(layers))
     config = AutoConfig.for_model(family, **(common | overrides))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -69,6 +94,7 @@ def write_tiny(
                     parameter.normal_(0.0, std)
                 elif "norm" in name:
                     parameter.uniform_(0.5, 1.5)  # ones would hide a norm that was never loaded
+                    parameter.sub_(float(family.startswith("gemma")))  # whose norms say how far they are from 1
                 else:
                     parameter.normal_(0.0, std)  # biases; zeros would hide them
             for name, buffer in model.named_buffers():
@@ -82,6 +108,10 @@ def write_tiny(
     model.save_pretrained(path)
     _write_tokenizer(path, vocab)
     return path
+
+
+def alternating(layers: int) -> list[str]:
+    return [("sliding_attention", "full_attention")[layer % 2] for layer in range(layers)]
 
 
 def load_tiny(path: str | Path, dtype: str = "float32") -> Any:

@@ -25,7 +25,7 @@ TARGET = ROOT / "tests" / "golden" / "grpo.json"
 MAX_COMPLETION_LENGTH = 6
 
 # One completion a row. Ratios inside and outside every clip range, a token that is not trained, one without a sampler log-prob, a truncated
-# completion, one of a dead group, one on-policy.
+# completion, one of a dead group, one on-policy. Without "group" a completion is of group 0.
 BATCH = [
     {"mask": [1, 1, 1], "logp": [-0.5, -1.2, -0.1], "old_logp": [-0.75, -1.0, -0.1], "sampler_logp": [-0.7, -0.9, -0.15],
      "ref_logp": [-0.4, -1.9, -0.2], "entropy": [1.1, 0.4, 0.2], "advantage": 1.25},
@@ -39,7 +39,7 @@ BATCH = [
     {"mask": [1, 1, 1], "logp": [-1.0, -0.7, -0.2], "old_logp": None, "sampler_logp": [-0.6, -0.5, -0.2],
      "ref_logp": [-1.1, -0.9, -0.1], "entropy": [1.3, 1.0, 0.35], "advantage": -0.25},
     {"mask": [1, 1], "logp": [-0.9, -1.4], "old_logp": [-0.8, -1.4], "sampler_logp": [-0.8, -1.3],
-     "ref_logp": [-1.0, -1.0], "entropy": [0.95, 1.6], "advantage": 0.0, "is_dead": True},
+     "ref_logp": [-1.0, -1.0], "entropy": [0.95, 1.6], "advantage": 0.0, "is_dead": True, "group": 1},
 ]  # fmt: skip
 
 # [groups][completions][reward functions]; None where a function does not apply.
@@ -55,6 +55,13 @@ LOSS_CASES = [
     *({"loss_type": loss_type, "importance_sampling_level": level}
       for loss_type in ("grpo", "bnpo", "dapo", "dr_grpo", "sequence_sum", "cispo", "sapo")
       for level in ("token", "sequence", "sequence_token")),
+    {"loss_type": "luspo", "importance_sampling_level": "sequence", "epsilon": 0.01},
+    {"loss_type": "real"}, {"loss_type": "real", "real_tau": 1.5},
+    {"loss_type": "vespo"},
+    {"loss_type": "vespo", "vespo_k_pos": 1.0, "vespo_lambda_pos": 0.5, "vespo_k_neg": 2.0, "vespo_lambda_neg": 0.25},
+    {"loss_type": "vespo", IMPORTANCE + "_mode": "token_truncate", IMPORTANCE + "_threshold": 1.2},
+    {"loss_type": "fipo"}, {"loss_type": "fipo", "fipo_decay_rate": 1.0, "fipo_clip_high_only": False, "delta": 4.0},
+    {"loss_type": "fipo", "fipo_clip_range": None, "fipo_safety_threshold": 2.0},
     {"epsilon_high": 0.28}, {"delta": 4.0}, {"loss_type": "cispo", "epsilon_high": 1.5},
     {"loss_type": "sapo", "sapo_temperature_pos": 2.0, "sapo_temperature_neg": 3.0},
     {"importance_sampling_level": "sequence", "epsilon": 3e-4, "epsilon_high": 4e-4},
@@ -89,7 +96,7 @@ def completions() -> list[reference.Completion]:
         tensors["logp"].requires_grad_()
         tensors["entropy"].requires_grad_()
         old = None if row["old_logp"] is None else tensor(row["old_logp"])
-        flags = {name: row.get(name, False) for name in ("is_truncated", "is_dead")}
+        flags = {name: row.get(name, False) for name in ("is_truncated", "is_dead")} | {"group": row.get("group", 0)}
         found.append(reference.Completion(**tensors, old_logp=old, advantage=row["advantage"], **flags))
     return found
 

@@ -1,6 +1,6 @@
 """Every layout against one float64 reference: loss, every gradient tensor, weights after three optimizer steps. Writes docs/parity.md.
 
-    python tools/parity.py [--layouts "TP2 SP" CP2 ...] [--models dense biases MoE MLA] [--only shared|room|replay]
+    python tools/parity.py [--layouts "TP2 SP" CP2 ...] [--models dense biases MoE MLA GLM OLMo Gemma] [--only shared|room|replay]
 
 Ranks are real processes that talk over gloo; the reference is transformers' model and the written-out mathematics, in one process. Takes
 an hour on two cores; with --layouts or --only, a part of it, and no page is written.
@@ -24,15 +24,17 @@ from tests import parity_cases as cases  # noqa: E402
 from tests.ranks import RanksFailed  # noqa: E402
 
 STEPS = 3
+MODELS = cases.MODELS | cases.FAMILIES  # the page is about the first
 LIMITS = {"loss": 1e-6, "gradient": 1e-5, "weight": 1e-5}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layouts", nargs="+", default=[], choices=cases.LAYOUTS, metavar="LAYOUT")
-    parser.add_argument("--models", nargs="+", default=list(cases.MODELS), choices=cases.MODELS)
-    parser.add_argument("--only", choices=["losses", "shared", "room", "replay"],
-                        help="one of the two tables, or training with everything given away, or with forced experts; no page is written",
+    parser.add_argument("--models", nargs="+", default=list(cases.MODELS), choices=MODELS)
+    parser.add_argument("--only", choices=["losses", "shared", "room", "replay", "sequences"],
+                        help="one of the two tables; or training with everything given away, with forced experts, or by losses that look "
+                        "at whole sequences; no page is written",
     )  # fmt: skip
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "parity.md")
     args = parser.parse_args()
@@ -40,11 +42,16 @@ def main() -> int:
         return makes_room()
     if args.only == "replay":
         return replays([model for model in args.models if model in cases.WITH_EXPERTS], args.layouts or list(cases.LAYOUTS))
+    if args.only == "sequences":
+        return looks_at_sequences(args.models, args.layouts or list(cases.LAYOUTS))
     with tempfile.TemporaryDirectory() as folder:
-        layouts, in_part = args.layouts or list(cases.LAYOUTS), bool(args.layouts or args.only)
+        layouts, in_part = args.layouts or list(cases.LAYOUTS), bool(args.layouts or args.only or args.models != list(cases.MODELS))
         matrices = {model: Matrix(model, Path(folder)) for model in (args.models if args.only != "shared" else ())}
         table = {model: matrix.run(layouts) for model, matrix in matrices.items()}
-        shared = {model: shares(model, Path(folder), layouts) for model in (args.models if args.only != "losses" else ())}
+        sharing = [
+            model for model in args.models if args.only != "losses" and "sliding_window" not in MODELS[model]
+        ]  # which windows leave off
+        shared = {model: shares(model, Path(folder), layouts) for model in sharing}
         ways = {} if in_part else other_ways(matrices, Path(folder))
     everything = every_cell(table, ways, shared)
     red = [distance for distance in everything if not distance.within(**LIMITS)]
@@ -80,7 +87,7 @@ def replays(models: list[str], layouts: list[str]) -> int:
     count = red = 0
     for model in models:
         with tempfile.TemporaryDirectory() as folder:
-            path = write_tiny(Path(folder) / "model", **cases.MODELS[model])
+            path = write_tiny(Path(folder) / "model", **MODELS[model])
             own = dict(router_replay_mode="R3", beta=0.05) | cases.MODEL_SETTINGS.get(model, {})
             moe_layers = sum(ModelShape.from_pretrained(path).moe.layers)
             batches = [cases.with_routes(step, moe_layers, seed=i) for i, step in enumerate(cases.shared_rollout(path, num_steps=STEPS))]
@@ -105,6 +112,24 @@ def replays(models: list[str], layouts: list[str]) -> int:
     return 1 if red else 0
 
 
+def looks_at_sequences(models: list[str], layouts: list[str]) -> int:
+    """Losses of a token that need other tokens of its sequence, or other sequences of its group.
+
+    The weight in vespo is a product over a sequence: its power multiplies the rounding of all its log-probs.
+    """
+    cells, limits = [], LIMITS | {"loss": 5e-6}
+    with tempfile.TemporaryDirectory() as folder:
+        for model in models:
+            matrix = Matrix(model, Path(folder), cases.SEQUENCE_LOSSES)
+            cells += [(model, *key, distance) for key, distance in matrix.run(layouts).items()]
+    for loss in cases.SEQUENCE_LOSSES:
+        found = [distance for _, _, its, _, distance in cells if its == loss]
+        print(f"{loss}: {len(found)} runs, worst: {in_words(cases.worst_of(found))}")
+    red = [cell[:4] for cell in cells if not cell[4].within(**limits)]
+    print(f"{len(cells)} cells, {len(red)} beyond {limits}: {red[:8]}")
+    return 1 if red else 0
+
+
 def every_cell(table, ways, shared) -> list[cases.Distance]:
     return [distance for cells in (*table.values(), *shared.values(), ways) for distance in cells.values()]
 
@@ -112,14 +137,15 @@ def every_cell(table, ways, shared) -> list[cases.Distance]:
 class Matrix:
     """One model's part of the table: {(layout, loss, cut): distance}."""
 
-    def __init__(self, model: str, folder: Path):
+    def __init__(self, model: str, folder: Path, losses=cases.LOSSES):
         from tests.tiny_models import write_tiny
 
-        self.model, self.path = model, write_tiny(folder / model, **cases.MODELS[model])
-        self.batches = cases.stored_rollout(self.path, num_steps=STEPS, vocab=cases.MODELS[model]["vocab"])
+        self.losses = losses
+        self.model, self.path = model, write_tiny(folder / model, **MODELS[model])
+        self.batches = cases.stored_rollout(self.path, num_steps=STEPS, vocab=MODELS[model]["vocab"])
         own = cases.MODEL_SETTINGS.get(model, {})
         self.references = {
-            loss: cases.reference(self.path, cases.settings(**own, **chosen), self.batches) for loss, chosen in cases.LOSSES.items()
+            loss: cases.reference(self.path, cases.settings(**own, **chosen), self.batches) for loss, chosen in losses.items()
         }
 
     def run(self, layouts: list[str]) -> dict[tuple[str, str, str], cases.Distance]:
@@ -129,7 +155,7 @@ class Matrix:
             if not cases.suits(layout, self.model):
                 continue
             start = time.perf_counter()
-            runs = {(loss, cut): cases.LOSSES[loss] | cases.CUTS[cut] for loss in cases.LOSSES for cut in cases.CUTS
+            runs = {(loss, cut): self.losses[loss] | cases.CUTS[cut] for loss in self.losses for cut in cases.CUTS
                     if cases.is_legal(layout, cases.CUTS[cut])}  # fmt: skip
             found = self.compare(layout, runs)
             cells |= {(name, *key): distance for key, distance in found.items()}
@@ -155,7 +181,7 @@ def shares(model: str, folder: Path, layouts: list[str]) -> dict[tuple[str, tupl
     from tests.lora_cases import random_adapter
     from tests.tiny_models import write_tiny
 
-    path = write_tiny(folder / f"{model}, shared", **cases.MODELS[model])
+    path = write_tiny(folder / f"{model}, shared", **MODELS[model])
     batches, own = cases.shared_rollout(path, num_steps=STEPS), cases.MODEL_SETTINGS.get(model, {})
     adapters = own | dict(tuner_type="lora", adapters=str(random_adapter(path, folder / f"{model}, adapter")))
     settings, found = {"weights": own, "adapters": adapters}, {}

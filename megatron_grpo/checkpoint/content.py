@@ -18,6 +18,7 @@ from megatron_grpo.weights.lora import BASE
 
 VOCABULARY = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt", "merges.txt", "tekken.json")
 TEMPLATE = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "generation_config.json", "chat_template.*")
+_VOCABULARY = (*VOCABULARY, "*.tiktoken")
 SAMPLES, SAMPLE_BYTES = 256, 4096  # of each file of weights, spread evenly; the first and the last bytes are among them
 SHOWN = 12  # digits of a fingerprint
 
@@ -27,8 +28,10 @@ def content_of(cfg: Config, *, model_path: Path | None = None, rows: Any = None)
     found: dict[str, str] = {}
     if model_path is not None and model_path.is_dir():
         found["model"] = model_fingerprint(model_path)
-        for name, files in (("vocabulary", [*VOCABULARY, "*.tiktoken"]), ("chat template and special tokens", TEMPLATE)):
+        for name, files in (("vocabulary", _VOCABULARY), ("chat template and special tokens", TEMPLATE)):
             found[name] = _of_files(path for pattern in files for path in sorted(model_path.glob(pattern)))
+    if cfg.grpo.ref_model and Path(cfg.grpo.ref_model).is_dir():
+        found["ref_model"] = model_fingerprint(Path(cfg.grpo.ref_model))
     for flag, directory in (("adapters", cfg.tuner.adapters), ("ref_adapters", cfg.tuner.ref_adapters)):
         if directory and Path(directory).is_dir():
             found[flag] = _of_files(sorted(Path(directory).glob("adapter_*")))
@@ -44,6 +47,12 @@ def content_of(cfg: Config, *, model_path: Path | None = None, rows: Any = None)
     if cfg.rewards.llm_judge_prompt and Path(cfg.rewards.llm_judge_prompt).is_file():
         found["text of llm_judge_prompt"] = _of_files([Path(cfg.rewards.llm_judge_prompt)])
     return found
+
+
+def vocabulary_fingerprint(directory: Path) -> str | None:
+    """None where there is none: a checkpoint may hold its weights alone."""
+    files = [path for pattern in _VOCABULARY for path in sorted(directory.glob(pattern))]
+    return _of_files(files) if files else None
 
 
 def model_fingerprint(directory: Path) -> str:

@@ -31,22 +31,28 @@ _TABLE = {
     "said": """
         fp8_format fp8_recipe
         model transformer_impl share_prompts moe_aux_loss_coeff moe_z_loss_coeff lora_dropout adapters ref_adapters vllm_enable_lora
-        dataset dataset_split max_prompt_length truncation_strategy system enable_thinking
-        vllm_mode async_rollout_depth max_completion_length top_p top_k stop stop_token_ids vllm_dtype
+        dataset further_datasets interleave_prob stopping_strategy columns split_dataset_ratio
+        dataset_split max_prompt_length truncation_strategy system enable_thinking chat_template_kwargs generation_kwargs
+        vllm_mode same_bits async_rollout_depth max_completion_length top_p top_k stop stop_token_ids vllm_dtype
         environment tools max_turns turn_history turn_discount environment_timeout max_failed_episodes tool_call_parser
         reward_funcs reward_weights reward_timeout reward_on_error answer_column accuracy_exact math_timeout format_tags length_target
         cosine_min_len_value_wrong cosine_max_len_value_wrong cosine_min_len_value_correct cosine_max_len_value_correct cosine_max_len
         repetition_n_grams repetition_max_penalty code_timeout code_memory_mb code_all_or_nothing reward_model reward_model_url
         reward_model_max_length llm_judge_url llm_judge_model llm_judge_prompt llm_judge_max_score llm_judge_max_tokens
         loss_type epsilon epsilon_high delta importance_sampling_level sapo_temperature_pos sapo_temperature_neg beta kl_estimator
+        vespo_k_pos vespo_lambda_pos vespo_k_neg vespo_lambda_neg fipo_decay_rate fipo_clip_range fipo_clip_high_only fipo_safety_threshold
+        real_tau
         use_bias_correction_kl kl_in_reward entropy_coef top_entropy_quantile advantage_estimator scale_rewards
         multi_objective_aggregation overlong_filter exclude_dead_groups dynamic_sample max_resample_times oversample_ratio
         rollout_importance_sampling_mode rollout_importance_sampling_threshold rollout_importance_sampling_min rollout_is_geometric
         off_policy_sequence_mask_delta ref_model_sync_steps ref_model_mixup_alpha soft_max_length soft_cache_length
-        lr vit_lr aligner_lr min_lr lr_decay_style lr_warmup_iters lr_warmup_fraction weight_decay adam_beta1 adam_beta2 adam_eps clip_grad
+        lr vit_lr aligner_lr min_lr lr_decay_style lr_decay_iters lr_wsd_decay_iters lr_wsd_decay_style lr_warmup_iters
+        lr_warmup_fraction lr_warmup_init weight_decay weight_decay_incr_style start_weight_decay end_weight_decay
+        adam_beta1 adam_beta2 adam_eps clip_grad
         skip_grad_norm_above skip_grad_norm_factor max_skipped_steps
         max_steps num_train_epochs eval_dataset eval_datasets eval_num_prompts eval_reward num_generations_eval eval_temperature
-        eval_pass_threshold eval_seed rollout_func
+        eval_pass_threshold eval_seed rollout_func eval_top_p eval_top_k eval_max_completion_length eval_generation_kwargs
+        vllm_engine_kwargs megatron_extra_kwargs ref_model cast_lm_head_to_fp32
     """,
     "free": """
         bf16 async_generate stop_drain_seconds stop_after_minutes stop_before_end_seconds requeue merge_lora
@@ -54,8 +60,11 @@ _TABLE = {
         logprob_chunk_size pad_to_multiple_of
         moe_token_dispatcher_type
         world_size tensor_model_parallel_size pipeline_model_parallel_size virtual_pipeline_model_parallel_size
+        account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split pipeline_model_parallel_layout
+        microbatch_group_size_per_vp_stage
         decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers context_parallel_size expert_model_parallel_size
         expert_tensor_parallel_size sequence_parallel distributed_timeout_minutes rank_heartbeat_timeout
+        cp_comm_type moe_permute_fusion moe_shared_expert_overlap moe_enable_deepep
         micro_batch_size gradient_accumulation_steps steps_per_generation allow_unaligned_generation max_tokens_per_micro_batch
         vllm_tensor_parallel_size vllm_gpu_memory_utilization vllm_kv_cache_memory_mb vllm_max_model_len vllm_max_num_seqs
         vllm_enforce_eager vllm_enable_prefix_caching sleep_level logp_difference_warn verify_weight_push
@@ -63,7 +72,10 @@ _TABLE = {
         vllm_server_token_file offload_model offload_optimizer code_num_workers code_without_landlock
         reward_model_batch_size reward_concurrency max_environment_concurrency llm_judge_api_key_env log_entropy
         overlap_grad_reduce overlap_param_gather optimizer_cpu_offload optimizer_offload_fraction save_interval_seconds
-        output_dir save_steps save_total_limit async_save resume report_to log_completions_steps log_completions_nodes overwrite_output_dir
+        record_rows
+        audit audit_steps audit_action capsules capsule_weights_gb
+        output_dir save_steps save_total_limit async_save resume report_to logging_steps max_shard_size
+        log_completions_steps log_completions_nodes overwrite_output_dir
         export_hf eval_steps load_from_cache_file run_name project push_to_hub hub_model_id hub_private_repo
         plan_rollouts num_prompts gpu_memory_gb lengths json png dialect
         rollout_func_timeout data_root limit_images
@@ -73,7 +85,8 @@ _TABLE = {
 # rows a step trains.
 VERDICTS: Mapping[str, str] = {name: verdict for verdict, names in _TABLE.items() for name in names.split()}
 # Content -> the setting that names it. Another content is refused; of everything that is not here it is said.
-_FLAGS = {"model": "model", "vocabulary": "model", "data set": "dataset", "adapters": "adapters", "ref_adapters": "ref_adapters"}
+_FLAGS = {"model": "model", "vocabulary": "model", "data set": "dataset", "adapters": "adapters", "ref_adapters": "ref_adapters",
+          "ref_model": "ref_model"}  # fmt: skip
 CONTENT: Mapping[str, str] = dict.fromkeys(_FLAGS, "refused")
 _OTHER_MATRICES = "a checkpoint holds what trains, and that would be something else"
 _FREEZING = (
@@ -99,6 +112,7 @@ _WHY = {
     "lora_dtype": "the weights and moments of one are not those of the other",
     "adapters": "ranks, alphas and targets come from that file, and so does the reference of the KL",
     "ref_adapters": "the KL would be measured against another model",
+    "ref_model": "the KL would be measured against another model",
     "vocabulary": "the same token ids would be other words",
     "data set": "the prompts that are left would be other ones",
 }

@@ -39,6 +39,11 @@ class Folder:
         names = [entry.name for entry in self.path.iterdir()] if self.path.is_dir() else []
         return sorted(int(match[1]) for match in (re.fullmatch(r"iter_(\d{7,})", name) for name in names) if match)
 
+    def newest(self) -> Path | None:
+        """The directory of the highest step, whole or not; None where there is none."""
+        steps = self.steps()
+        return self.directory(steps[-1]) if steps else None
+
     def candidates(self) -> list[Manifest | str]:
         """The checkpoint written last, then the ones before it; first of all a sentence for each that cannot be read.
 

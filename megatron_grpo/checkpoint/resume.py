@@ -29,6 +29,7 @@ OURS = "grpo"  # what Megatron-Core knows nothing of lies in this directory of a
 WRITTEN_BY_A_RUN = (
     "checkpoints",
     "completions",
+    "capsules",
     "plots",
     "hf",
     "hf_merged",

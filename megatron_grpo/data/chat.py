@@ -6,6 +6,7 @@ chat template. A reward gets a string back for a string, and `[{"role": "assista
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +37,17 @@ def load_tokenizer(path: str) -> Any:
     return tokenizer
 
 
+def unread_options(tokenizer: Any, options: Mapping[str, Any]) -> list[Problem]:
+    """Of `chat_template_kwargs`, those that the template never names: they would do nothing, and nobody would hear of it."""
+    template = getattr(tokenizer, "chat_template", None) or ""
+    text = " ".join(template.values()) if isinstance(template, dict) else template
+    unread = [name for name in options if not re.search(rf"\b{re.escape(name)}\b", text)]
+    return [
+        Problem(flags=("chat_template_kwargs",), message=f"chat_template_kwargs: nothing in the model's chat template is called {name}.")
+        for name in unread
+    ]
+
+
 def opening_of(raw: Sequence[Mapping[str, Any]], *, system: str | None = None, eyes: Eyes | None = None) -> list[Mapping[str, Any]]:
     """Chat messages as the template is to get them. `system` is put before those that have no system message of their own."""
     content_of = with_parts if eyes else text_of_parts
@@ -50,15 +62,15 @@ def encode_prompt(
     raw: Raw,
     *,
     system: str | None = None,
-    enable_thinking: bool | None = None,
+    options: Mapping[str, Any] | None = None,
     tools: Sequence[Mapping[str, Any]] | None = None,
     eyes: Eyes | None = None,
 ) -> tuple[int, ...]:
     """Token ids of one prompt, ready to be continued by the model. A picture is one of them.
 
     raw: a string, or chat messages. `system`: see `opening_of`; a string prompt has no place for it. tools: JSON schemas that the template
-    shows. eyes: of a model that sees. Messages that end with an assistant turn are left open, so that the model continues that turn (TRL's
-    prefill).
+    shows. options: handed to it. eyes: of a model that sees. Messages that end with an assistant turn are left open, so that the model
+    continues that turn (TRL's prefill).
     """
     if isinstance(raw, str):
         begin, end = eyes.around if eyes else (0, 0)
@@ -66,9 +78,14 @@ def encode_prompt(
         return tuple(tokenizer(raw.replace(TAG, "".join(tokens)) if eyes else raw)["input_ids"])
     messages = opening_of(raw, system=system, eyes=eyes)
     prefill = messages[-1]["role"] == "assistant"
-    options = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
     encoded = tokenizer.apply_chat_template(
-        messages, tools=tools, tokenize=True, return_dict=True, add_generation_prompt=not prefill, continue_final_message=prefill, **options
+        messages,
+        tools=tools,
+        tokenize=True,
+        return_dict=True,
+        add_generation_prompt=not prefill,
+        continue_final_message=prefill,
+        **(options or {}),
     )
     return tuple(encoded["input_ids"])
 
@@ -92,18 +109,16 @@ class PromptEncoder:
         tokenizer: Any,
         *,
         system: str | None = None,
-        enable_thinking: bool | None = None,
+        options: Mapping[str, Any] | None = None,
         keep_last: int | None = None,
         tools: Sequence[Mapping[str, Any]] = (),
         eyes: Eyes | None = None,
     ):
-        self.tokenizer, self.system, self.enable_thinking, self.keep_last = tokenizer, system, enable_thinking, keep_last
+        self.tokenizer, self.system, self.options, self.keep_last = tokenizer, system, dict(options or {}), keep_last
         self.tools, self.eyes = list(tools) or None, eyes
 
     def __call__(self, raw: Raw, pictures: Sequence[Picture] = ()) -> tuple[int, ...]:
-        token_ids = encode_prompt(
-            self.tokenizer, raw, system=self.system, enable_thinking=self.enable_thinking, tools=self.tools, eyes=self.eyes
-        )
+        token_ids = encode_prompt(self.tokenizer, raw, system=self.system, options=self.options, tools=self.tools, eyes=self.eyes)
         if self.eyes is not None:
             token_ids = tuple(expanded(token_ids, pictures, self.eyes.image_token))
         return token_ids if self.keep_last is None else token_ids[-self.keep_last :]

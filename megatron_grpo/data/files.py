@@ -95,9 +95,6 @@ def _wrong(flag: str, message: str) -> ConfigError:
 
 def _no_such_file(flag: str, path: Path) -> str:
     folder = path.parent
-    plain, _, count = str(path).rpartition("#")
-    if Path(plain).exists() and count.isdigit():
-        return f"{flag} {str(path)!r} does not exist. `#{count}` draws no rows here: write {count} rows of {plain} to a file and give that."
     if not folder.is_dir():
         return f"{flag} {str(path)!r} does not exist, nor does its directory."
     beside = sorted(file.name for file in folder.iterdir() if file.suffix in SUFFIXES)[:8]

@@ -20,11 +20,13 @@ import numpy as np
 from megatron_grpo.data.album import COLUMNS, Album, num_places, places, shown_by
 from megatron_grpo.data.chat import PromptEncoder, Raw
 from megatron_grpo.data.eyes import Eyes
-from megatron_grpo.data.files import NAMED_ROWS, Rows, read_rows
+from megatron_grpo.data.files import NAMED_ROWS, Rows
+from megatron_grpo.data.mixing import part_of_flag, permutation, plain_name, read_sets
 from megatron_grpo.data.pictures import require_pillow
 from megatron_grpo.data.tokens import FEW, TokenTable, key_of, shared
 from megatron_grpo.errors import ConfigError, Problem
 from megatron_grpo.settings.config import DataConfig
+from megatron_grpo.settings.evaluation import SPLIT
 from megatron_grpo.types import Picture, Prompt
 
 __all__ = ["PromptRows", "PromptStream", "check_for_episodes", "check_lengths", "check_pictures", "load_rows", "open_stream"]
@@ -98,16 +100,18 @@ def _described(value: Any) -> str:
 
 
 def load_rows(
-    cfg: DataConfig, *, dataset: str | None = None, flag: str = "dataset", eyes: Eyes | None = None, is_blind: bool = True
+    cfg: DataConfig, *, dataset: str | None = None, flag: str = "dataset", eyes: Eyes | None = None, is_blind: bool = True, seed: int = 0
 ) -> PromptRows:
     """Reads the data set and checks that every row holds a prompt; no tokenizer needed, and no picture opened.
 
     `dataset` and `flag` stand in for cfg.dataset (the held-out set). eyes: of the model, if it sees. is_blind: it does not; without either
-    nobody knows. Raises ConfigError with every kind of fault found, each counted, the first rows named by file and line.
+    nobody knows. seed: of the run, which draws rows. Raises ConfigError with every kind of fault found, each counted, the first rows
+    named by file and line.
     """
     is_blind = is_blind and eyes is None
     name = cfg.dataset if dataset is None else dataset
-    rows = read_rows(name, split=cfg.dataset_split, flag=flag)
+    names = [name, *cfg.further_datasets] if flag in ("dataset", SPLIT) else [name]
+    rows = read_sets(cfg, names, flag=flag, seed=seed, part=part_of_flag(flag, cfg))
     faults: dict[str, list[int]] = {}
     num_showing = 0
     for index in range(len(rows)):
@@ -127,6 +131,10 @@ def load_rows(
             )
             nearest = {"truncation_strategy": ["delete", "raise"]}
             problems.append(Problem(flags=("truncation_strategy",), message=message, nearest=nearest))
+        name = plain_name(name)
+        if len(names) > 1 and not cfg.data_root:
+            message = f"{len(names)} data sets show pictures, and paths are inside one directory: name it with data_root."
+            problems.append(Problem(flags=("data_root", flag), message=message))
         root = cfg.data_root or (name if Path(name).is_dir() else Path(name).parent if Path(name).exists() else ".")
         album = Album(rows, eyes, root=Path(root).absolute(), flag=flag)
     if problems:
@@ -321,13 +329,15 @@ def open_stream(
     flag: str = "dataset",
     eyes: Eyes | None = None,
     tools: Sequence[Mapping[str, Any]] | None = None,
+    data_seed: int | None = None,
 ) -> PromptStream:
     """Reads and checks a data set, and opens its stream: all of the above in one call.
 
     `dataset`, `shuffle` and `flag` stand in for the settings, for the held-out set. eyes: of the model, if it sees. tools: JSON schemas
-    that episodes show to the model, where completions are episodes; None: they are single answers.
+    that episodes show to the model, where completions are episodes; None: they are single answers. data_seed: draws and holds out rows
+    (default: seed).
     """
-    rows = load_rows(cfg, dataset=dataset, flag=flag, eyes=eyes)
+    rows = load_rows(cfg, dataset=dataset, flag=flag, eyes=eyes, seed=seed if data_seed is None else data_seed)
     if tools is not None:
         check_for_episodes(rows, flag)
     if not getattr(tokenizer, "chat_template", None):
@@ -336,9 +346,7 @@ def open_stream(
             fault = "are chats, and the model's tokenizer has no chat template (a base model?); give it string prompts, or a chat model"
             raise ConfigError([_problem(flag, rows.rows, chats, fault)])
     keep_last = cfg.max_prompt_length if cfg.truncation_strategy == "left" else None
-    encode = PromptEncoder(
-        tokenizer, system=cfg.system, enable_thinking=cfg.enable_thinking, keep_last=keep_last, tools=tools or (), eyes=eyes
-    )
+    encode = PromptEncoder(tokenizer, system=cfg.system, options=cfg.template_options, keep_last=keep_last, tools=tools or (), eyes=eyes)
 
     def looked_at() -> TokenTable:
         check_pictures(rows)
@@ -454,12 +462,3 @@ another output_dir."
         """A checksum of up to 16 prompts, spread evenly: enough to notice another file under the same name."""
         picked = sorted({round(i * (len(self) - 1) / 15) for i in range(16)})
         return zlib.crc32(json.dumps([self.rows.raw(index) for index in picked], default=str).encode())
-
-
-def permutation(size: int, seed: int, epoch: int) -> np.ndarray:
-    """A permutation of range(size), int64, that depends on (seed, epoch) alone.
-
-    It sorts the raw stream of a counter-based generator: numpy promises that stream for ever, and does not promise `Generator.permutation`.
-    """
-    keys = np.random.Philox(key=np.array([seed % 2**64, epoch], dtype=np.uint64)).random_raw(size)
-    return np.argsort(keys, kind="stable")

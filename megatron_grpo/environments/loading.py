@@ -132,6 +132,5 @@ class Stage:
 
 
 def template_of(cfg: Config, environment: type[Environment], tokenizer: Any, *, model_path: Path) -> ChatTemplate:
-    options: Mapping[str, Any] = {} if cfg.data.enable_thinking is None else {"enable_thinking": cfg.data.enable_thinking}
     end_ids = end_ids_of(model_path, tokenizer, cfg.rollout.stop_token_ids)
-    return ChatTemplate(tokenizer, tools=environment.tools, options=options, end_ids=end_ids)
+    return ChatTemplate(tokenizer, tools=environment.tools, options=cfg.data.template_options, end_ids=end_ids)

@@ -17,7 +17,7 @@ from megatron_grpo.grpo import objectives
 from megatron_grpo.grpo.corrections import Importance, RolloutCorrection, log_rho, off_policy_mask, rollout_correction
 from megatron_grpo.grpo.kl import KL_ESTIMATORS, KlEstimator
 from megatron_grpo.grpo.metrics import LossLogs, clip_extremes, clip_logs, mismatch_logs
-from megatron_grpo.grpo.objectives import Objective, PerToken
+from megatron_grpo.grpo.objectives import Labels, Objective, PerToken, Tokens
 from megatron_grpo.grpo.ratios import RATIOS, Ratio
 from megatron_grpo.grpo.sequences import Sequences, SumOverContext, whole_sequences
 from megatron_grpo.grpo.token_weights import TokenWeights, token_weights
@@ -42,6 +42,25 @@ def _sapo(cfg: GrpoConfig) -> Objective:
     return objectives.sapo(cfg.sapo_temperature_pos, cfg.sapo_temperature_neg)
 
 
+def _vespo(cfg: GrpoConfig) -> Objective:
+    return objectives.vespo((cfg.vespo_k_pos, cfg.vespo_lambda_pos), (cfg.vespo_k_neg, cfg.vespo_lambda_neg))
+
+
+def _fipo(cfg: GrpoConfig) -> Objective:
+    return objectives.fipo(
+        _clipped(cfg),
+        half_life=cfg.fipo_decay_rate,
+        clip_range=cfg.fipo_clip_range or 0.0,
+        high_only=cfg.fipo_clip_high_only,
+        safety=cfg.fipo_safety_threshold,
+        delta=cfg.delta,
+    )
+
+
+def _real(cfg: GrpoConfig) -> Objective:
+    return objectives.real
+
+
 OBJECTIVES: dict[str, Callable[[GrpoConfig], Objective]] = {
     "grpo": _clipped,
     "bnpo": _clipped,
@@ -50,7 +69,13 @@ OBJECTIVES: dict[str, Callable[[GrpoConfig], Objective]] = {
     "sequence_sum": _clipped,
     "cispo": _cispo,
     "sapo": _sapo,
+    "luspo": _clipped,
+    "vespo": _vespo,
+    "fipo": _fipo,
+    "real": _real,
 }
+# Their token's loss needs other tokens of its sequence.
+_OF_A_SEQUENCE = ("vespo", "fipo")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -69,6 +94,9 @@ class LossInputs:
     sequence: torch.Tensor  # int64 [C], 0..S-1
     num_sequences: int  # S
     num_loss_tokens: int  # over the whole global batch, all ranks: the entropy bonus is a mean over them
+    place: torch.Tensor | None = None  # int64 [C]: which token of its row each is, from 0, untrained ones counted; for `fipo`
+    longest: int = 0  # more than any place in the whole micro-batch
+    labels: Labels | None = None  # of the rows' groups, where `needs_classification`
 
 
 class _Terms(NamedTuple):
@@ -93,15 +121,17 @@ class GrpoLoss:
     """The loss of a run. Call it on each micro-batch and add up: losses and `logs.sums` over micro-batches, DP and CP ranks.
 
     needs_entropy: pass `entropy`. needs_reference: pass `ref_logprobs`. needs_entropy_threshold: a no-grad pass over the global batch
-    must find the threshold first (`entropy.entropy_threshold`). temperature: what logits are divided by before the softmax.
-    is_per_token: what a token adds depends on its own log-prob alone, so `slope` can be asked.
+    must find the threshold first (`entropy.entropy_threshold`). needs_classification: one must find `LossInputs.labels`, with this tau
+    (`classification.classification`). temperature: what logits are divided by before the softmax. is_per_token: what a token adds depends
+    on its own log-prob alone, so `slope` can be asked.
     """
 
     token_weights: TokenWeigher
     temperature: float
     ratio: Ratio
     objective: Objective
-    sequence_clip: bool  # a clip decision is one per sequence, and counted so
+    sequence_clip: bool  # a clip decision, or a weight that is told, is one per sequence, and counted so
+    corrects_inside: bool  # the objective takes the rollout correction in, so it is no factor besides
     kl: KlEstimator
     beta: float  # of the KL term in the loss; 0 where the KL is in the reward
     use_bias_correction_kl: bool
@@ -112,6 +142,7 @@ class GrpoLoss:
     needs_entropy: bool
     needs_entropy_threshold: bool
     needs_reference: bool
+    needs_classification: float | None
     is_per_token: bool
 
     @classmethod
@@ -128,7 +159,8 @@ class GrpoLoss:
             temperature=temperature,
             ratio=RATIOS[cfg.importance_sampling_level],
             objective=OBJECTIVES[cfg.loss_type](cfg),
-            sequence_clip=cfg.importance_sampling_level != "token",
+            sequence_clip=cfg.importance_sampling_level != "token" or cfg.loss_type == "vespo",
+            corrects_inside=cfg.loss_type == "vespo",
             kl=KL_ESTIMATORS[cfg.kl_estimator],
             beta=0.0 if cfg.kl_in_reward else cfg.beta,
             use_bias_correction_kl=cfg.use_bias_correction_kl and not cfg.kl_in_reward,
@@ -139,7 +171,9 @@ class GrpoLoss:
             needs_entropy=cfg.log_entropy or cfg.entropy_coef != 0.0 or cfg.top_entropy_quantile < 1.0,
             needs_entropy_threshold=cfg.top_entropy_quantile < 1.0,
             needs_reference=cfg.beta != 0.0 and not cfg.kl_in_reward,
+            needs_classification=cfg.real_tau if cfg.loss_type == "real" else None,
             is_per_token=cfg.importance_sampling_level == "token"
+            and cfg.loss_type not in _OF_A_SEQUENCE
             and not cfg.rollout_importance_sampling_mode.startswith("sequence")
             and cfg.off_policy_sequence_mask_delta is None
             and cfg.entropy_coef == 0.0
@@ -184,7 +218,9 @@ class GrpoLoss:
                 loss = loss - self.entropy_coef * entropy_sum / max(tensors.num_loss_tokens, 1)
             sums["entropy"] = entropy_sum.detach()
 
-        clips = clip_logs(per_token, is_trained * sequences.one_over_length if self.sequence_clip else is_trained)
+        units = is_trained * sequences.one_over_length if self.sequence_clip else is_trained
+        clips = clip_logs(per_token, units)
+        sums |= {name: (units * value).sum() for name, value in per_token.told.items()}
         sampler_logprobs = tensors.sampler_logprobs.double()
         is_scored = is_trained * tensors.is_compared * (~sampler_logprobs.isnan())
         mismatch_sums, maxima = mismatch_logs(mismatch, sampler_logprobs, old_logprobs, importance, is_trained, is_scored)
@@ -204,13 +240,16 @@ class GrpoLoss:
         logprobs, constant = logprobs.double(), logprobs.detach().double()
         old_logprobs = torch.where(tensors.old_logprobs.isnan(), constant, tensors.old_logprobs.double())
         u, advantages, sampler_logprobs = tensors.token_weights.double(), tensors.advantages.double(), tensors.sampler_logprobs.double()
-        ratio = self.ratio(logprobs, old_logprobs, sequences)
-        per_token = self.objective(ratio, logprobs, advantages)
-
-        # c: factors that are constants of the gradient and of every denominator.
         mismatch = log_rho(old_logprobs, sampler_logprobs)
         importance = self.correction(mismatch, sequences) if self.correction is not None else None
-        factor = torch.ones_like(constant) if importance is None else importance.factors
+        correction = None if importance is None else importance.factors
+        ratio = self.ratio(logprobs, old_logprobs, sequences)
+        per_token = self.objective(
+            Tokens(ratio, logprobs, old_logprobs, advantages, sequences, tensors.place, tensors.longest, correction, tensors.labels)
+        )
+
+        # c: factors that are constants of the gradient and of every denominator.
+        factor = torch.ones_like(constant) if correction is None or self.corrects_inside else correction
         if self.off_policy_delta is not None:
             factor = factor * off_policy_mask(
                 self.off_policy_delta, logprobs=constant, old_logprobs=old_logprobs, sampler_logprobs=sampler_logprobs,

@@ -81,6 +81,10 @@ def mismatch_logs(
     return sums, {"logp_difference": distance.amax() if distance.numel() else distance.new_zeros(())}
 
 
+# What single objectives tell of themselves, under TRL's and Megatron-SWIFT's names: means over what a clip decision is one of.
+TOLD = ("vespo/phi_seq_mean", "fipo/future_kl_mean", "fipo/influence_weight_mean", "fipo/safety_keep_ratio")
+
+
 def finish(sums: Mapping[str, float], maxima: Mapping[str, float]) -> dict[str, float]:
     """Added-up logs of one optimizer step -> the metrics of the contract. A mean over nothing is left out rather than invented.
 
@@ -102,6 +106,8 @@ def finish(sums: Mapping[str, float], maxima: Mapping[str, float]) -> dict[str, 
         # A token is clipped below for A < 0 or above for A > 0, never both.
         metrics["clip_ratio/region_mean"] = metrics["clip_ratio/low_mean"] + metrics["clip_ratio/high_mean"]
         metrics["clip_ratio/low_min"], metrics["clip_ratio/high_max"] = -float(maxima["clip_low"]), float(maxima["clip_high"])
+    for name in TOLD:
+        mean(name, name, "clip_units")
     mean("sampling/importance_sampling_ratio/mean", "importance", "importance_units")
     mean("sampling/logp_difference/mean", "logp_difference", "num_scored_tokens")
     mean("sampling/kl_k1", "rollout_kl_k1", "num_scored_tokens")

@@ -5,22 +5,48 @@ A new objective is a function here and a row in `loss.OBJECTIVES`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
 
+from megatron_grpo.grpo.ratios import bounded
+from megatron_grpo.grpo.sequences import Sequences
+
+
+class Labels(NamedTuple):
+    """What `real` knows of a token's sequence before the step, see `classification`: its share of the loss, and its slope."""
+
+    value: torch.Tensor  # float64 [C]
+    slope: torch.Tensor  # float64 [C]
+
+
+class Tokens(NamedTuple):
+    """What an objective may look at, of C trained positions."""
+
+    ratio: torch.Tensor  # r, at the level of `importance_sampling_level`
+    logprobs: torch.Tensor
+    old_logprobs: torch.Tensor  # constants
+    advantages: torch.Tensor
+    sequences: Sequences
+    place: torch.Tensor | None = None  # int64: which token of its row each is, from 0, untrained ones counted
+    longest: int = 0  # more than any place in this micro-batch
+    correction: torch.Tensor | None = None  # factors of the rollout correction; None without one
+    labels: Labels | None = None
+
 
 class PerToken(NamedTuple):
-    """loss [C]; is_low, is_high bool [C]: the bound below or above was what decided it (for the clip metrics)."""
+    """loss [C]; is_low, is_high bool [C]: the bound below or above was what decided it (for the clip metrics); told: [C] by the name of
+    the metric that is its mean."""
 
     loss: torch.Tensor
     is_low: torch.Tensor
     is_high: torch.Tensor
+    told: Mapping[str, torch.Tensor] = {}
 
 
-# (ratio [C], logprobs [C], advantages [C]) -> PerToken
-Objective = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], PerToken]
+Objective = Callable[[Tokens], PerToken]
 
 
 def clipped(epsilon: float, epsilon_high: float) -> Objective:
@@ -32,7 +58,8 @@ def two_sided(epsilon: float, epsilon_high: float, delta: float) -> Objective:
     """As `clipped`, with min(r, delta) for r in the unclipped term: bounds what A < 0 can do (INTELLECT-2, arXiv 2505.07291)."""
     lowest, highest = 1.0 - epsilon, 1.0 + epsilon_high
 
-    def objective(ratio: torch.Tensor, logprobs: torch.Tensor, advantages: torch.Tensor) -> PerToken:
+    def objective(of: Tokens) -> PerToken:
+        ratio, advantages = of.ratio, of.advantages
         surrogate = torch.min(ratio.clamp(max=delta) * advantages, ratio.clamp(lowest, highest) * advantages)
         return PerToken(-surrogate, (ratio < lowest) & (advantages < 0), (ratio > highest) & (advantages > 0))
 
@@ -45,10 +72,10 @@ def cispo(epsilon_high: float) -> Objective:
     Here epsilon_high bounds r itself, not its distance from 1.
     """
 
-    def objective(ratio: torch.Tensor, logprobs: torch.Tensor, advantages: torch.Tensor) -> PerToken:
-        weight = ratio.detach().clamp(max=epsilon_high)
-        is_high = (ratio > epsilon_high) & (advantages > 0)
-        return PerToken(-weight * advantages * logprobs, torch.zeros_like(is_high), is_high)
+    def objective(of: Tokens) -> PerToken:
+        weight = of.ratio.detach().clamp(max=epsilon_high)
+        is_high = (of.ratio > epsilon_high) & (of.advantages > 0)
+        return PerToken(-weight * of.advantages * of.logprobs, torch.zeros_like(is_high), is_high)
 
     return objective
 
@@ -56,9 +83,94 @@ def cispo(epsilon_high: float) -> Objective:
 def sapo(temperature_pos: float, temperature_neg: float) -> Objective:
     """-(4 / tau) sigmoid(tau (r - 1)) A, a soft gate in place of the clip (arXiv 2511.20347). Its slope at r = 1 is A, as PPO's."""
 
-    def objective(ratio: torch.Tensor, logprobs: torch.Tensor, advantages: torch.Tensor) -> PerToken:
-        tau = torch.where(advantages > 0, ratio.new_tensor(temperature_pos), ratio.new_tensor(temperature_neg))
-        never = torch.zeros_like(advantages, dtype=torch.bool)
-        return PerToken(-(4.0 / tau) * torch.sigmoid(tau * (ratio - 1.0)) * advantages, never, never)
+    def objective(of: Tokens) -> PerToken:
+        tau = torch.where(of.advantages > 0, of.ratio.new_tensor(temperature_pos), of.ratio.new_tensor(temperature_neg))
+        return _unclipped(of, -(4.0 / tau) * torch.sigmoid(tau * (of.ratio - 1.0)) * of.advantages)
 
     return objective
+
+
+# Below it a sequence's weight counts as this, above exp(20) as that: the bounds of TRL and of the paper's own code.
+SMALLEST_WEIGHT = 1e-8
+
+
+def vespo(positive: tuple[float, float], negative: tuple[float, float]) -> Objective:
+    """-stopgrad(phi(w)) A logp with phi(w) = w^k exp(lambda (1 - w)), which is 1 at w = 1 (arXiv 2602.10693).
+
+    w is the product of the sequence's token ratios, and of the factors of the rollout correction where there is one: it belongs into phi,
+    not beside it. positive, negative: (k, lambda) where A is at least 0, and where it is below.
+    """
+
+    def objective(of: Tokens) -> PerToken:
+        with torch.no_grad():
+            log_ratio = bounded(of.logprobs - of.old_logprobs)
+            if of.correction is not None:
+                log_ratio = log_ratio + of.correction.log().clamp(math.log(SMALLEST_WEIGHT), 20.0)
+            log_w = of.sequences.spread(of.sequences.sum(log_ratio).clamp(math.log(SMALLEST_WEIGHT), 20.0))
+            k, slope = (torch.where(of.advantages >= 0, log_w.new_tensor(a), log_w.new_tensor(b)) for a, b in zip(positive, negative))
+            phi = (slope + k * log_w - slope * log_w.exp()).exp()
+        return _unclipped(of, -phi * of.advantages * of.logprobs, {"vespo/phi_seq_mean": phi})
+
+    return objective
+
+
+def fipo(
+    surrogate: Objective, *, half_life: float, clip_range: float, high_only: bool, safety: float | None, delta: float | None
+) -> Objective:
+    """The clipped surrogate times an influence weight, a constant of the gradient (arXiv 2603.19835):
+
+        f[t] = clip(exp(sum over k >= t of 2^(-(k - t) / half_life) (logp - old)[k]), low, 1 + clip_range)
+
+    low is 1, or 1 - clip_range unless high_only; clip_range 0 clips nothing. delta: a token with a ratio above it adds nothing to the sum.
+    safety: where A < 0 and the ratio is above it, f is at least 0.8 and at most 1.
+    """
+
+    def objective(of: Tokens) -> PerToken:
+        with torch.no_grad():
+            shift = of.logprobs - of.old_logprobs
+            if delta is not None:
+                shift = torch.where(of.ratio > delta, 0.0, shift)
+            future = _discounted_future(of, shift, 2.0 ** (-1.0 / half_life))
+            influence = bounded(future).exp()
+            if clip_range:
+                influence = influence.clamp(1.0 if high_only else 1.0 - clip_range, 1.0 + clip_range)
+            is_unsafe = torch.zeros_like(of.ratio, dtype=torch.bool)
+            if safety is not None:
+                is_unsafe = (of.advantages < 0) & (of.ratio > safety)
+                influence = torch.where(is_unsafe, influence.clamp(0.8, 1.0), influence)
+        told = {"fipo/future_kl_mean": future, "fipo/influence_weight_mean": influence, "fipo/safety_keep_ratio": (~is_unsafe).double()}
+        plain = surrogate(of)
+        return plain._replace(loss=influence * plain.loss, told=told)
+
+    return objective
+
+
+def real(of: Tokens) -> PerToken:
+    """A group's rollouts as labels of a classifier whose logit is the sequence's mean of logp - old (arXiv 2602.05630).
+
+    The sums inside its logarithms go over a group, which micro-batches and ranks divide: `classification` has taken them beforehand. What
+    is left is the sequence's share of the value and the tangent there, so the gradient is that of the paper's loss.
+    """
+    assert of.labels is not None, "real needs what classification finds"
+    return _unclipped(of, of.labels.value + of.labels.slope * (of.logprobs - of.logprobs.detach()))
+
+
+def _unclipped(of: Tokens, loss: torch.Tensor, told: Mapping[str, torch.Tensor] | None = None) -> PerToken:
+    never = torch.zeros_like(of.advantages, dtype=torch.bool)
+    return PerToken(loss, never, never, told or {})
+
+
+def _discounted_future(of: Tokens, values: torch.Tensor, discount: float) -> torch.Tensor:
+    """[C]: of each token the sum of its sequence's values from it on, each times discount^(places between them).
+
+    In log2(longest) doublings: after n of them a place holds the sum of the 2^n values from it on.
+    """
+    assert of.place is not None, "fipo needs the places of tokens"
+    sequences = of.sequences
+    flat = sequences.index * of.longest + of.place
+    table = sequences.over_context(values.new_zeros(sequences.num_sequences * of.longest).index_add(0, flat, values))
+    table, reach = table.view(sequences.num_sequences, of.longest), 1
+    while reach < of.longest:
+        table = table + discount**reach * torch.nn.functional.pad(table[:, reach:], (0, reach))
+        reach *= 2
+    return table.reshape(-1)[flat]

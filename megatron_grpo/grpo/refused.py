@@ -6,13 +6,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields
 
 from megatron_grpo.errors import Problem
 from megatron_grpo.settings.config import Config, GrpoConfig, RolloutConfig
-
-# Known elsewhere, not here, with the reason. `flags` refuses them as they are read; this is for configurations made by hand.
-REFUSED_LOSS_TYPES: Mapping[str, str] = next(f for f in fields(GrpoConfig) if f.name == "loss_type").metadata["refused"]
 
 # What scale_rewards may say next to an estimator: the default, or what the estimator does anyway.
 SCALES_OF_ESTIMATOR: Mapping[str, tuple[str, ...]] = {
@@ -22,9 +18,11 @@ SCALES_OF_ESTIMATOR: Mapping[str, tuple[str, ...]] = {
     "reinforce_plus_plus_baseline": ("group", "batch"),
     "gdpo": ("group", "gdpo"),
 }
-CLIPPED_LOSS_TYPES = ("grpo", "bnpo", "dapo", "dr_grpo", "sequence_sum")
+CLIPPED_LOSS_TYPES = ("grpo", "bnpo", "dapo", "dr_grpo", "sequence_sum", "luspo", "fipo")
+# These look at the whole sequence by themselves: the level of the ratio is left for the KL's correction alone.
+SEQUENCE_LOSS_TYPES = ("vespo", "real")
 # These add tokens up, so a ratio shared by a whole sequence counts once per token.
-LOSS_TYPES_OVER_TOKENS = ("bnpo", "dapo", "dr_grpo", "cispo", "sequence_sum")
+LOSS_TYPES_OVER_TOKENS = ("bnpo", "dapo", "dr_grpo", "cispo", "sequence_sum", "fipo")
 
 
 def problems(config: Config) -> list[Problem]:
@@ -57,9 +55,7 @@ def _replay(config: Config) -> list[Problem]:
 
 def _objective(cfg: GrpoConfig) -> list[Problem]:
     found = []
-    if cfg.loss_type in REFUSED_LOSS_TYPES:
-        found.append(Problem(flags=("loss_type",), message=f"loss_type {cfg.loss_type} is refused: {REFUSED_LOSS_TYPES[cfg.loss_type]}."))
-    elif cfg.delta is not None and cfg.loss_type not in CLIPPED_LOSS_TYPES:
+    if cfg.delta is not None and cfg.loss_type not in CLIPPED_LOSS_TYPES:
         found.append(
             Problem(
                 flags=("delta", "loss_type"),
@@ -67,7 +63,62 @@ def _objective(cfg: GrpoConfig) -> list[Problem]:
                 f"Leave delta out, or use loss_type {', '.join(CLIPPED_LOSS_TYPES)}.",
             )
         )
-    return found
+    mode = cfg.rollout_importance_sampling_mode
+    if cfg.loss_type == "vespo" and mode.startswith("sequence_"):
+        found.append(
+            Problem(
+                flags=("loss_type", "rollout_importance_sampling_mode"),
+                message=f"loss_type vespo multiplies the correction of every token into the sequence's weight: rollout_importance_sampling_"
+                f"mode {mode}, which gives all tokens the sequence's, would count it once per token. Use a mode per token, or none.",
+                nearest={"rollout_importance_sampling_mode": ["token_truncate", "token_mask", "none"]},
+            )
+        )
+    return [*found, *_of_real(cfg)]
+
+
+def _of_real(cfg: GrpoConfig) -> list[Problem]:
+    """Its loss is one number a group, not a sum over tokens that could be weighed one by one."""
+    factors = {
+        "rollout_importance_sampling_mode": (cfg.rollout_importance_sampling_mode, "none"),
+        "off_policy_sequence_mask_delta": (cfg.off_policy_sequence_mask_delta, None),
+        "top_entropy_quantile": (cfg.top_entropy_quantile, 1.0),
+    }
+    return [
+        Problem(
+            flags=("loss_type", name),
+            message=f"{name} ({value}) is a factor of single tokens, and loss_type real is a function of a whole group's mean log-ratios, "
+            f"which has none. Leave {name} out, or use another loss_type.",
+            nearest={} if off is None else {name: [off]},
+        )
+        for name, (value, off) in factors.items()
+        if cfg.loss_type == "real" and value != off
+    ]
+
+
+def group_problems(cfg: GrpoConfig, *, generation: int, global_batch: int, group: int, passes: int) -> list[Problem]:
+    """Where sizes that go together do not suit the loss. generation, global_batch, group: in completions. passes: over a rollout."""
+    if cfg.loss_type != "real":
+        return []
+    if global_batch % group:
+        near = [size for size in (global_batch // group * group, -(-global_batch // group) * group) if size]
+        return [
+            Problem(
+                flags=("loss_type", "global_batch_size", "num_generations"),
+                message=f"loss_type real compares the completions of a group within a step, and a step of {global_batch} completions holds "
+                f"no whole number of groups of {group}. Use a global batch that is a multiple of {group}.",
+                nearest={"global_batch_size": near},
+            )
+        ]
+    if passes > 1 and generation % global_batch:
+        return [
+            Problem(
+                flags=("loss_type", "num_iterations"),
+                message="loss_type real compares the completions of a group within a step, and with num_iterations above 1 where rollouts "
+                "straddle steps a step may hold a group twice. Use num_iterations 1, or rollouts of whole steps.",
+                nearest={"num_iterations": [1]},
+            )
+        ]
+    return []
 
 
 def _kl(cfg: GrpoConfig) -> list[Problem]:
@@ -106,6 +157,13 @@ def _kl(cfg: GrpoConfig) -> list[Problem]:
 
 
 def _reference(config: Config) -> list[Problem]:
+    name, ref_adapters = config.grpo.ref_model, config.tuner.ref_adapters
+    if name is not None and config.grpo.beta == 0:
+        message = f"ref_model ({name}) is what the KL is measured against, and beta is 0. Give a beta above 0, or leave it out."
+        return [Problem(flags=("ref_model", "beta"), message=message)]
+    if name is not None and ref_adapters is not None:
+        message = f"ref_model ({name}) and ref_adapters ({ref_adapters}) both say what the reference is. Keep one of them."
+        return [Problem(flags=("ref_model", "ref_adapters"), message=message)]
     if not (config.grpo.sync_ref_model and config.tuner.tuner_type == "lora"):
         return []
     return [
@@ -192,6 +250,18 @@ def warnings(config: Config) -> list[str]:
         )
     if cfg.loss_type == "sapo" and cfg.epsilon_high is not None:
         found.append(f"sapo has no clip: epsilon_high ({cfg.epsilon_high}) does nothing. See sapo_temperature_pos and _neg.")
+    if cfg.loss_type == "luspo" and cfg.importance_sampling_level == "token":
+        found.append(
+            "luspo with importance_sampling_level token sums what tokens lose: it is sequence_sum. Its paper's ratio is the sequence's: "
+            "importance_sampling_level sequence."
+        )
+    if cfg.loss_type in SEQUENCE_LOSS_TYPES and cfg.importance_sampling_level != "token":
+        found.append(
+            f"{cfg.loss_type} looks at the whole sequence by itself: importance_sampling_level {cfg.importance_sampling_level} changes "
+            "only the ratio that corrects the KL."
+        )
+    if cfg.loss_type in SEQUENCE_LOSS_TYPES and cfg.epsilon_high is not None:
+        found.append(f"{cfg.loss_type} has no clip: epsilon_high ({cfg.epsilon_high}) does nothing.")
     epsilon_high = cfg.epsilon if cfg.epsilon_high is None else cfg.epsilon_high
     if cfg.loss_type in CLIPPED_LOSS_TYPES:
         if cfg.delta is not None and cfg.delta <= 1 + epsilon_high:

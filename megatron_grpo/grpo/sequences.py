@@ -7,8 +7,8 @@ from functools import cached_property
 
 import torch
 
-# Adds a [S] tensor over the ranks that hold parts of the same sequences; differentiable. Every such rank sees the total, so its
-# backward must add the gradients over the same ranks.
+# Adds a tensor, such as one number a sequence [S], over the ranks that hold parts of the same sequences; differentiable. Every such rank
+# sees the total, so its backward must add the gradients over the same ranks.
 SumOverContext = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -30,7 +30,11 @@ class Sequences:
 
     def sum(self, per_token: torch.Tensor) -> torch.Tensor:
         """[C] -> [S], over all context-parallel ranks."""
-        return self._sum_over_context(per_token.new_zeros(self.num_sequences).index_add(0, self.index, per_token))
+        return self.over_context(per_token.new_zeros(self.num_sequences).index_add(0, self.index, per_token))
+
+    def over_context(self, parts: torch.Tensor) -> torch.Tensor:
+        """Added up over the context-parallel ranks, each of which has the part of its own positions."""
+        return self._sum_over_context(parts)
 
     def mean(self, per_token: torch.Tensor) -> torch.Tensor:
         """[C] -> [S], over the trained positions of each sequence."""

@@ -64,9 +64,13 @@ def _sum_per_sequence(num_sequences: int, num_loss_tokens: int, own_tokens: int,
 NORMALISATIONS: dict[str, Callable[[int, int, int, int], float]] = {
     "grpo": _mean_of_sequence_means,
     "sapo": _mean_of_sequence_means,
+    "real": _mean_of_sequence_means,
     "dapo": _mean_over_tokens,
     "bnpo": _mean_over_tokens,
     "cispo": _mean_over_tokens,
+    "vespo": _mean_over_tokens,
+    "fipo": _mean_over_tokens,
     "dr_grpo": _constant_length,
     "sequence_sum": _sum_per_sequence,
+    "luspo": _sum_per_sequence,  # GSPO's loss of a sequence times its length
 }

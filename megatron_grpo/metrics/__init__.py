@@ -63,6 +63,7 @@ class Metrics:
         self._history: dict[str, list[tuple[int, float]]] = {}
         self._started = False
         self._num_tokens = 0
+        self._untold: list[dict[str, Any]] = []  # steps that no service has heard of
 
     def open(self) -> None:
         """From now on phases are told: loading comes before `start`."""
@@ -99,12 +100,25 @@ class Metrics:
         self._num_tokens = progress.num_tokens
         self._steps.append(record)
         self._remember(progress.step, record)
-        self._report(progress.step, record)
+        self._untold.append(record)
+        if progress.step % self.config.get("logging_steps", 1) == 0 or progress.step == self.total_steps:
+            self._tell_services()
         if plain(record.get("reward")) is not None:  # not every optimizer step has a rollout of its own
             self._display.show(reward=plain(record["reward"]))
         self._display.step(progress.step, seconds=seconds)
         if self.plot_steps and progress.step % self.plot_steps == 0:
             self.refresh_plots()
+
+    def _tell_services(self) -> None:
+        """Of the steps since the last time: the mean of each metric over those that have it, and where the run is now."""
+        if not self._untold:
+            return
+        last, told = self._untold[-1], self._untold
+        self._untold = []
+        means = {
+            name: _mean([record[name] for record in told if name in record]) for name in dict.fromkeys(key for one in told for key in one)
+        }
+        self._report(last["step"], means | {name: last[name] for name in ("step", "num_tokens")} if len(told) > 1 else last)
 
     def completions(self, version: int, table: Table) -> None:
         """Rows of a rollout that the weights of `version` drew. The services hear of them with the next step."""
@@ -147,6 +161,7 @@ class Metrics:
         """
         if not self.tells:
             return
+        self._tell_services()
         self._display.stop()
         if not self._started:
             return
@@ -195,3 +210,9 @@ class Metrics:
             del self._history[name]
         self._history |= curves
         self._display.show(**{name: points[-1][1] for name, points in curves.items()})
+
+
+def _mean(values: Sequence[Any]) -> Any:
+    """Of numbers; the last of anything else."""
+    numbers = [number for number in map(plain, values) if number is not None]
+    return sum(numbers) / len(numbers) if numbers else values[-1]

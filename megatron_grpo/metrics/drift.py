@@ -11,7 +11,9 @@ USUAL = {"float32": 1e-3, "bfloat16": 1.0}
 class DriftWatch:
     """Says something once `sampling/logp_difference/max` exceeds `bound` (nats), and again whenever it has doubled since."""
 
-    def __init__(self, *, bound: float | None, dtype: str):
+    def __init__(self, *, bound: float | None, dtype: str, hint: str = ""):
+        """hint: a sentence that says what to do about it."""
+        self.hint = hint
         self.bound = USUAL[dtype] if bound is None else bound
 
     def warning(self, metrics: Mapping[str, float]) -> str | None:
@@ -21,6 +23,6 @@ class DriftWatch:
         text = (
             f"trainer and sampler differ by {largest:.3g} nats on a token (sampling/logp_difference/max; bound {self.bound:.3g}): "
             "their weights or their arithmetic are not the same"
-        )
+        ) + (f". {self.hint}" if self.hint else "")
         self.bound = 2 * largest
         return text

@@ -11,7 +11,6 @@ from megatron_grpo import activity
 from megatron_grpo.clock import Clock
 from megatron_grpo.files import write_whole
 from megatron_grpo.metrics import Metrics
-from megatron_grpo.metrics.drift import DriftWatch
 from megatron_grpo.metrics.evaluations import Evaluated
 from megatron_grpo.metrics.rollout import Completions, JudgedRollout, rollout_stats, selection_stats
 from megatron_grpo.metrics.schedule import ScheduleLog
@@ -129,7 +128,3 @@ class Journal:
         """The end of the run. summary: it ended well enough to be compared with its beginning."""
         self._spent.add(self.clock.take())
         self.metrics.close(summary=summary, spent=self._spent)
-
-
-def watch_drift(drift: DriftWatch) -> Watch:
-    return lambda progress, metrics: drift.warning(metrics)

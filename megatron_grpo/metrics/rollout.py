@@ -149,7 +149,7 @@ class Completions:
         groups.sort(key=lambda columns: columns["prompt_number"][0])
         table = joined(groups)
         if self.rank == 0 and self._tell is not None:
-            self._tell(version, table)
+            self._tell(version, {name: column for name, column in table.items() if name not in TOKENS})
         if not writes:
             return None
         file = f"{name}.parquet" if self.node.count == 1 else f"{name}/node_{self.node.number:05d}.parquet"
@@ -183,7 +183,7 @@ class Completions:
         }
         for k, name in enumerate(self.reward_names):
             columns[f"rewards/{name}"] = _nullable(found.rewards_per_func[place, :, k])
-        return columns | {"advantage": _nullable(found.advantages[place]), **counted_in(group)}
+        return columns | {"advantage": _nullable(found.advantages[place]), **counted_in(group), **drawn_in(group)}
 
 
 def _of_episodes(records: Sequence[EpisodeRecord]) -> dict[str, list[Any]]:
@@ -235,6 +235,21 @@ def counted_in(group: Group) -> dict[str, list[Any]]:
         "num_completion_tokens": [completion.num_drawn for completion in completions],
         "finish_reason": [completion.ended for completion in completions],
         **_of_episodes([completion.record for completion in completions if completion.record is not None]),
+    }
+
+
+TOKENS = ("token_ids", "sampler_logprobs")  # columns that are no reading for people
+
+
+def drawn_in(group: Group) -> dict[str, list[Any]]:
+    """Columns that `megatron-grpo mismatch` compares the trainer with: the prompt and what followed; NaN where the sampler drew nothing.
+
+    None for a completion of several contexts, or with pictures.
+    """
+    plain = [one if len(one.sequence.starts) == 1 and not one.sequence.shown else None for one in group.completions]
+    return {
+        "token_ids": [one and one.sequence.token_ids.astype(np.int32) for one in plain],
+        "sampler_logprobs": [one and np.where(one.sequence.mask, one.logprobs, np.float32("nan")) for one in plain],
     }
 
 

@@ -34,6 +34,11 @@ def place_in(group: Group) -> int:
     return dist.get_rank(group) if dist.is_initialized() else 0
 
 
+def members(group: Group = None) -> tuple[int, ...]:
+    """The ranks of a group."""
+    return tuple(dist.get_process_group_ranks(group)) if dist.is_initialized() else (0,)
+
+
 def has_job() -> bool:
     """Whether this process has joined other ranks, or a job of one."""
     return dist.is_initialized()
@@ -193,6 +198,15 @@ def max_(tensor: torch.Tensor, group: Group) -> torch.Tensor:
         _require_order(tensor)
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=group)
     return tensor
+
+
+def of_each(tensor: torch.Tensor, group: Group) -> list[torch.Tensor]:
+    """The tensors of all members of the group, in rank order, on all of them. All have one shape."""
+    if num_ranks(group) == 1:
+        return [tensor]
+    found = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(num_ranks(group))]
+    dist.all_gather(found, tensor.contiguous(), group=group)
+    return found
 
 
 def _require_order(tensor: torch.Tensor) -> None:

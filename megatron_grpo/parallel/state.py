@@ -39,6 +39,7 @@ class ParallelState:
         self.dp_cp_group = mpu.get_data_parallel_group(with_context_parallel=True)
         self.ep_group = mpu.get_expert_model_parallel_group()
         self.etp_group = mpu.get_expert_tensor_parallel_group()
+        self.edp_group = mpu.get_expert_data_parallel_group()  # the ranks that hold the same shards of the same experts
         self.expert_group = mpu.get_expert_tensor_and_model_parallel_group()  # the ranks that share a stage's experts
         self.tp_rank, self.tp_size = self.tp_group.rank(), layout.tp
         self.pp_rank, self.pp_size = self.pp_group.rank(), layout.pp

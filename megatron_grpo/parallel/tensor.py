@@ -27,3 +27,20 @@ def copy_to_ranks(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     reduces a contiguous copy and returns the original (`tensor_parallel/mappings.py`, `_reduce`; mended in 0.19).
     """
     return _CopyToRanks.apply(x, group) if group.size() > 1 else x
+
+
+class _SumOverRanks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        total = x.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor):
+        return grad, None
+
+
+def sum_over_ranks(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """The sum of every rank's `x`, which each of them goes on to use for a part of its own: gradients are summed as well."""
+    return copy_to_ranks(_SumOverRanks.apply(x, group), group) if group.size() > 1 else x

@@ -78,8 +78,9 @@ def layer_bytes(
     mlp_input = 1 if shape.moe or drops_mlp else kept.input_of("mlp.linear_fc1")
     normed = 0 if "layernorm" in without else hidden * (kept.input_of(*READ_ATTENTION_INPUT) + mlp_input)
     # Flash attention keeps its output itself, which is what linear_proj reads.
-    attention = 2 * query + 2 * key + (query + key if shape.qk_norm else 0)
-    channels = 2 * hidden + normed + attention + (0 if drops_mlp else _mlp_channels(shape, sizes, kept))
+    attention = 2 * query + 2 * key + (query + key) * (shape.qk_norm + shape.qk_norm_is_whole)
+    norms = hidden * (2 * shape.pre_norm + 2 * shape.post_norm) * (FP32 / BYTES[cfg.model.torch_dtype] if shape.norms_from_one else 1)
+    channels = norms + normed + attention + (0 if drops_mlp else _mlp_channels(shape, sizes, kept))
     return tokens * channels * BYTES[cfg.model.torch_dtype] + adapter_size * (kept.inner * tokens + kept.copies)
 
 
@@ -132,11 +133,14 @@ def _activations(
     if chunks == 1:
         in_flight: float = min(a, sizes.layout.pp - stage)
     else:
-        in_flight = min(a * chunks, 2 * (sizes.layout.pp - stage - 1) + (chunks - 1) * sizes.layout.pp + 1) / chunks
+        group = min(cfg.parallel.microbatch_group_size_per_vp_stage or sizes.layout.pp, a)
+        in_flight = min(a * chunks, 2 * (sizes.layout.pp - stage - 1) + (chunks - 1) * group + 1) / chunks
     return Activations(training=round(stored * in_flight + working), forward=round(scored))
 
 
 def logits_bytes(shape: ModelShape, sizes: BatchSizes, cfg: Config, completion: int) -> int:
     """Logits and their gradient exist for one chunk of completion positions at a time, in float32, cut over TP."""
     positions = min(cfg.model.logprob_chunk_size, sizes.micro_batch_size * completion)
-    return 2 * positions * padded_vocab(shape, sizes, cfg) // sizes.layout.tp * FP32
+    rows = padded_vocab(shape, sizes, cfg) // sizes.layout.tp
+    head = 2 * rows * shape.hidden_size * FP32 if cfg.model.cast_lm_head_to_fp32 and cfg.model.torch_dtype != "float32" else 0
+    return 2 * positions * rows * FP32 + head  # a copy of the head, and its gradient

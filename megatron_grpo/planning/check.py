@@ -11,9 +11,12 @@ from megatron_grpo.grpo import refused as refused_grpo
 from megatron_grpo.planning.check_tuner import tuner_problems, with_adapter
 from megatron_grpo.planning.model import read_shape, rules_of
 from megatron_grpo.policy import refused as refused_policy
+from megatron_grpo.policy import refused_bits
 from megatron_grpo.settings import Parsed, names, parse
 from megatron_grpo.settings.checks import validate
 from megatron_grpo.settings.config import Config
+from megatron_grpo.settings.evaluation import longest_completion
+from megatron_grpo.sizing import stages
 from megatron_grpo.sizing.batch_sizes import BatchSizes, settled, size_problems
 from megatron_grpo.sizing.dialects import DIALECTS
 from megatron_grpo.sizing.sizes import Model
@@ -46,6 +49,12 @@ def check_parsed(parsed: Parsed) -> Checked:
     if problems or size_faults:
         raise ConfigError([_with_proven_values(problem, parsed, shape, model) for problem in problems] + size_faults)
     sizes = BatchSizes.from_config(cfg, model=model)
+    groups = refused_grpo.group_problems(
+        cfg.grpo, generation=sizes.generation_batch_size, global_batch=sizes.global_batch_size, group=sizes.num_generations,
+        passes=sizes.num_iterations,
+    )  # fmt: skip
+    if groups:
+        raise ConfigError([_in_typed_names(cfg, problem) for problem in groups])
     return Checked(config=_with_sleep(with_adapter(settled(cfg, sizes))), sizes=sizes, shape=shape, parsed=parsed)
 
 
@@ -59,14 +68,15 @@ def _with_sleep(cfg: Config) -> Config:
 def _settings_problems(parsed: Parsed, shape: ModelShape | None) -> list[Problem]:
     """All but those of parsing and of sizes."""
     cfg = parsed.config
-    longest = (cfg.data.max_prompt_length or 1) + cfg.rollout.max_completion_length
+    longest = (cfg.data.max_prompt_length or 1) + longest_completion(cfg)
+    of_stages = list(stages.problems(cfg, shape.num_layers if shape else None))
     of_model = []
-    if shape:
+    if shape and not of_stages:
         # Less than one is for the sizes to say.
         engine_ranks, world_size = max(1, cfg.rollout.vllm_tensor_parallel_size), max(1, cfg.parallel.world_size or 1)
         engine = engine_problems(shape, engine_ranks, world_size=world_size)
         of_model = [*length_problems(shape, longest), *_stops(cfg, shape), *engine, *refused_policy.problems(cfg, shape)]
-    others = [*refused_grpo.problems(cfg), *of_model, *tuner_problems(cfg, shape)]
+    others = [*refused_grpo.problems(cfg), *of_stages, *of_model, *tuner_problems(cfg, shape), *refused_bits.problems(cfg, shape)]
     found = [_in_typed_names(cfg, problem) for problem in others if not set(problem.flags) & parsed.unreadable]
     return [*validate(cfg, parsed.unreadable), *found]
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -27,6 +28,7 @@ class Computed:
     sequences: int
     tokens: int  # in the streams, alignment included
     squares: int  # of attention: twice its pairs of a query and a key, which makes T^2 of a sequence of T tokens
+    lengths: Mapping[int, int]  # sequences by their tokens
     scored: int  # places of the output layer
     pieces: int
     micro_batches: int
@@ -81,6 +83,7 @@ def packed(pairs: Sequence[tuple[int, int]], extents: Sequence[Extent], cut: Bat
         sequences=len(rows),
         tokens=sum(portion.num_tokens for portion in portions),
         squares=sum((sum(pairs[i]) - 1) ** 2 for i in rows) - sum(_squares_saved(portion, extents, cut.alignment) for portion in portions),
+        lengths=Counter(sum(pairs[i]) - 1 for i in rows),
         scored=sum(min(pairs[i][1], sum(pairs[i]) - 1) for i in rows),
         pieces=sum(len({extents[i if i < len(extents) else 0].group for i in portion.rows}) for portion in portions),
         micro_batches=len(portions),

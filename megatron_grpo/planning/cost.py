@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,8 +95,17 @@ class Work:
         return self.linears + self.weight_gradients + 2 * self.attention + 2 * self.adapters
 
 
-def work_of(shape: ModelShape, tuning: Tuning, tokens: int, *, squares: int, head_positions: int) -> Work:
-    """Of so many tokens, with the output layer at `head_positions` of them. squares: as in `Computed`, of their attention."""
+def work_of(
+    shape: ModelShape, tuning: Tuning, tokens: int, *, squares: int, head_positions: int, lengths: Mapping[int, int] | None = None
+) -> Work:
+    """Of so many tokens, with the output layer at `head_positions` of them. squares, lengths: as in `Computed`, of their attention, which
+    a window makes less; without lengths they are one sequence's.
+    """
+    lengths = {tokens: 1} if lengths is None else lengths
+    of_layers = 0
+    for layer in range(shape.num_layers):
+        window = shape.window(layer) or tokens
+        of_layers += squares - sum(count * max(0, length - window) ** 2 for length, count in lengths.items())
     # Causal attention: half of the tokens x tokens scores, once for the scores and once for the values.
     value_size = shape.num_attention_heads * (shape.mla.v_head_dim if shape.mla else shape.head_dim)
     head = 2 * head_positions * shape.hidden_size * shape.vocab_size
@@ -103,7 +113,7 @@ def work_of(shape: ModelShape, tuning: Tuning, tokens: int, *, squares: int, hea
     is_head_trained = all(tuning.trains_outer(entry) for entry in outer_entries(shape) if entry.megatron == "output_layer.weight")
     return Work(
         linears=2 * products * tokens + head,
-        attention=shape.num_layers * squares * (shape.query_size + value_size),
+        attention=of_layers * (shape.query_size + value_size),
         weight_gradients=2 * trained * tokens + (head if is_head_trained else 0),
         adapters=2 * tokens * _adapter_products(shape, tuning.adapters),
         reference=2 * tokens * _adapter_products(shape, tuning.reference),
@@ -143,7 +153,7 @@ def _rows_and_channels(entry: Entry) -> tuple[int, int]:
 
 def _trained(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: Tuning, computed: Computed) -> dict[str, int]:
     """FLOPs of the phases in which the policy's ranks compute the rows of one rollout, computed as those of this step are."""
-    work = work_of(shape, tuning, computed.tokens, squares=computed.squares, head_positions=computed.scored)
+    work = work_of(shape, tuning, computed.tokens, squares=computed.squares, head_positions=computed.scored, lengths=computed.lengths)
     rows, sequences = sizes.generation_batch_size, computed.sequences
     period = min(1000, sizes.gradient_accumulation_steps)  # after so many rollouts the timetable repeats
     summary = old_logprobs_summary(sizes, period)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_grpo.errors import ConfigError, Problem
 from megatron_grpo.parallel.layout import sequence_alignment
-from megatron_grpo.policy.refused import rank_multiple
+from megatron_grpo.policy.fp8 import rank_multiple
 from megatron_grpo.settings.config import Config
 from megatron_grpo.sizing.batch_sizes import BatchSizes
 

@@ -68,7 +68,7 @@ def static_memory(
     sharded, size = cfg.optimizer.use_distributed_optimizer, tuning.size_of_trained
     owned = sum(buffer.owned_by(expert_dp_rank if buffer.holds_experts else dp_rank) for buffer in buffers) if sharded else trained
     kept = 1 - cfg.optimizer.optimizer_offload_fraction if cfg.optimizer.optimizer_cpu_offload else 1
-    has_second_model = cfg.grpo.beta > 0 and tuning.adapters is None
+    has_second_model = cfg.grpo.beta > 0 and (tuning.adapters is None or cfg.grpo.ref_model is not None)
     return Static(
         num_parameters=numel[Kind.WEIGHT] + numel[Kind.ADAPTER],
         num_trainable_parameters=trained,
@@ -266,7 +266,7 @@ def _assumptions(cfg: Config, tuning: Tuning, prompt: int, completion: int, leng
         2: "vLLM drops its weights while training",
     }
     reference = []
-    if tuning.adapters and cfg.grpo.beta > 0:
+    if tuning.adapters and cfg.grpo.beta > 0 and not cfg.grpo.ref_model:
         what = (
             f"other matrices in its adapters' places ({cfg.tuner.ref_adapters or cfg.tuner.adapters})"
             if tuning.reference

@@ -15,6 +15,7 @@ from itertools import groupby
 from megatron_grpo.planning.tuning import Adapters, Tuning
 from megatron_grpo.settings.config import Config
 from megatron_grpo.sizing.batch_sizes import BatchSizes
+from megatron_grpo.sizing.stages import layer_counts
 from megatron_grpo.weights.lora import adapter_entries, is_linear
 from megatron_grpo.weights.names import Entry, ShardCut, layer_entries, outer_entries, tower_entries
 from megatron_grpo.weights.shape import ModelShape
@@ -22,6 +23,7 @@ from megatron_grpo.weights.shape import ModelShape
 # Megatron-Core's modules in the order in which they are registered; gradient buffers are filled in this order, from the end.
 _ORDER = (
     "input_layernorm",
+    "core_attention",
     "linear_proj",
     "linear_qkv",
     "linear_q_proj",
@@ -32,12 +34,14 @@ _ORDER = (
     "q_layernorm",
     "k_layernorm",
     "kv_layernorm",
+    "self_attn_bda",
     "pre_mlp_layernorm",
     "router",
     "linear_fc1",
     "linear_fc2",
     "experts",
     "shared_experts",
+    "mlp_bda",
 )
 START_ALIGNMENT, BUCKET_ALIGNMENT = 64, 128  # elements
 SMALLEST_BUCKET, BUCKET_PER_RANK = 40_000_000, 1_000_000  # elements, with overlap_grad_reduce
@@ -71,26 +75,17 @@ def padded_vocab(shape: ModelShape, sizes: BatchSizes, cfg: Config) -> int:
 
 def layers_of_stages(num_layers: int, sizes: BatchSizes, cfg: Config) -> list[int]:
     """Layers of each pipeline stage, over all its chunks."""
-    first, last = cfg.parallel.decoder_first_pipeline_num_layers, cfg.parallel.decoder_last_pipeline_num_layers
-    ends = (first or 0) + (last or 0)
-    middle = sizes.layout.pp - (first is not None) - (last is not None)
-    counts = [(num_layers - ends) // middle if middle else 0] * sizes.layout.pp
-    if first is not None:
-        counts[0] = first
-    if last is not None:
-        counts[-1] = last
-    return counts
+    return [sum(counts) for counts in zip(*layer_counts(cfg.parallel, num_layers), strict=True)]
 
 
 def chunks_of_stage(num_layers: int, sizes: BatchSizes, cfg: Config, stage: int) -> list[range]:
     """Global numbers of the layers of each model chunk of a stage: one range, or `vpp` of them."""
-    counts, chunks = layers_of_stages(num_layers, sizes, cfg), sizes.layout.num_chunks
     begin, found = 0, []
-    for _ in range(chunks):
+    for counts in layer_counts(cfg.parallel, num_layers):
         for other, count in enumerate(counts):
             if other == stage:
-                found.append(range(begin, begin + count // chunks))
-            begin += count // chunks
+                found.append(range(begin, begin + count))
+            begin += count
     return found
 
 

@@ -47,7 +47,7 @@ def decide(
     if cfg.batch.share_prompts == "true":
         kernel = _kernel(has_gpu, f"{_PLAIN}: {lacks}" if lacks else None)
         return Sharing(least_saving=0.0, why="share_prompts true, wherever a token is saved" + kernel)
-    reason = sharing_obstacle(cfg) or _nothing_to_gain(cfg)
+    reason = sharing_obstacle(cfg, shape) or _nothing_to_gain(cfg)
     if reason is None and lacks and (has_gpu or cfg.plan.gpu_memory_gb):
         reason = f"{lacks}; share_prompts true takes plain matrix products"
     if reason is not None:

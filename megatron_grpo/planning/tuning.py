@@ -95,7 +95,9 @@ class Tuning:
         if lora is None:
             return cls(trains=rule, rows=rows, size=size, text_prefix=shape.text_prefix)
         adapters, reference = Adapters.of(lora, shape, BYTES[tuner.lora_dtype or cfg.model.torch_dtype]), None
-        if cfg.grpo.beta > 0 and tuner.ref_adapters:
+        if cfg.grpo.ref_model:
+            pass  # a whole model of its own
+        elif cfg.grpo.beta > 0 and tuner.ref_adapters:
             reference = Adapters.of(LoraSettings.from_peft(tuner.ref_adapters, flag="ref_adapters"), shape, adapters.size)
         elif cfg.grpo.beta > 0 and tuner.adapters:
             reference = adapters  # as the run began

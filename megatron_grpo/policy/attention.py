@@ -32,12 +32,17 @@ class Kernel(Protocol):
         ...
 
 
-def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packed: PackedStream, scale: float | None) -> torch.Tensor:
-    """q [t, heads, c], k and v [keys, groups, c] -> [t, heads, c]. scale: of the scores; None for 1 / sqrt(c). 0 where padding asks."""
+def attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packed: PackedStream, scale: float | None, sinks: torch.Tensor | None = None
+) -> torch.Tensor:
+    """q [t, heads, c], k and v [keys, groups, c] -> [t, heads, c]. scale: of the scores; None for 1 / sqrt(c). 0 where padding asks.
+
+    sinks [heads]: a score of each head beside those of the keys, whose value is 0 (gpt-oss).
+    """
     kernel = FLASH_ON_CPU if q.device.type == "cpu" else gpu_kernel(q.dtype, q.shape[-1]).kernel
-    if kernel is PLAIN and not packed.full:
+    if kernel is PLAIN and not packed.full and sinks is None:
         return _by_torch(q, k, v, packed, scale)
-    return _Attention.apply(q, k, v, packed, scale, kernel)
+    return _Attention.apply(q, k, v, packed, scale, kernel, sinks)
 
 
 class Chosen(NamedTuple):
@@ -188,7 +193,7 @@ class _Attention(torch.autograd.Function):
     """Kernels do not differentiate the log-sum-exp that they give, so the merge and the parts are one function with one backward."""
 
     @staticmethod
-    def forward(ctx, q, k, v, packed: PackedStream, scale, kernel: Kernel):
+    def forward(ctx, q, k, v, packed: PackedStream, scale, kernel: Kernel, sinks=None):
         if packed.causal is None:
             out, lse = torch.zeros_like(q), q.new_zeros(q.shape[1::-1])
         else:
@@ -201,13 +206,17 @@ class _Attention(torch.autograd.Function):
             share = (found_lse - both).exp_().t().unsqueeze(-1)
             out[part.queries] = torch.lerp(out[part.queries].to(share.dtype), found.to(share.dtype), share).to(out.dtype)
             lse[:, part.queries] = both
-        ctx.save_for_backward(q, k, v, out, lse)
+        if sinks is not None:
+            both = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
+            out = (out * (lse - both).exp().t().unsqueeze(-1)).to(out.dtype)
+            lse = both
+        ctx.save_for_backward(q, k, v, out, lse, *([] if sinks is None else [sinks]))
         ctx.packed, ctx.scale, ctx.kernel = packed, scale, kernel
         return out
 
     @staticmethod
     def backward(ctx, grad):
-        q, k, v, out, lse = ctx.saved_tensors
+        q, k, v, out, lse, *sinks = ctx.saved_tensors
         packed, totals = ctx.packed, []
         for part in (*filter(None, [packed.causal]), *packed.full):
             at, of = part.queries, part.keys
@@ -217,7 +226,11 @@ class _Attention(torch.autograd.Function):
             else:
                 for total, places, value in zip(totals, (at, of, of), found, strict=True):
                     _add(total, places, value)
-        return *(totals or map(torch.zeros_like, (q, k, v))), None, None, None
+        of_sinks = None
+        if sinks:  # its value is 0, so the gradient of its weight is 0
+            rows = (grad * out).sum(dim=-1, dtype=lse.dtype).t()
+            of_sinks = -((sinks[0].to(lse.dtype)[:, None] - lse).exp() * rows).sum(dim=1).to(sinks[0].dtype)
+        return *(totals or map(torch.zeros_like, (q, k, v))), None, None, None, of_sinks
 
 
 def _part_forward(kernel: Kernel, q, k, v, part: Part, scale):

@@ -50,11 +50,7 @@ def search(
     """
     mine: list[_Told] = []
     rows: dict[int, Rows] = {}  # of this share's micro-batches, on ranks of the last stage
-    for micro in micro_batches:
-        for chunk in wrapped:
-            chunk.zero_grad_buffer()
-        with _unsummed(wrapped):
-            logprobs = run_alone(micro)
+    for micro, logprobs in each_alone(wrapped, micro_batches, run_alone):
         if logprobs is not None:
             rows[micro.number] = wrong_rows(micro, logprobs, references[micro.number] if references else None)
         is_wrong = bool(rows.get(micro.number, ((), ""))[1])
@@ -70,6 +66,18 @@ def search(
     of_place = {place: of for part in asked for place, of in part.items()}
     culprits = (_culprit(found[place], *of_place[place]) for place in sorted(named, key=lambda place: (place[1], place[0])))
     return tuple(culprits), 0 if finite else len(found) - len(named)
+
+
+def each_alone(
+    wrapped: Sequence[Any], micro_batches: Sequence[TrainingMicroBatch], run_alone: RunAlone
+) -> Iterator[tuple[TrainingMicroBatch, np.ndarray | None]]:
+    """Every micro-batch with its log-probs (on ranks of the last stage), while its own gradient is in the buffers, summed with nobody's."""
+    for micro in micro_batches:
+        for chunk in wrapped:
+            chunk.zero_grad_buffer()
+        with _unsummed(wrapped):
+            logprobs = run_alone(micro)
+        yield micro, logprobs
 
 
 class _Told(NamedTuple):

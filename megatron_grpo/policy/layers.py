@@ -7,13 +7,17 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, make_sharded_tensors_for_checkpoint
 
 from megatron_grpo.parallel.context import all_gather
+from megatron_grpo.parallel.tensor import sum_over_ranks
 from megatron_grpo.policy.attention import attention
 from megatron_grpo.policy.kernels import rms_norm, rotate
 from megatron_grpo.policy.stream import PackedStream
+from megatron_grpo.weights.shape import ModelShape
 
 
 class PackedAttention(MegatronModule):
@@ -24,22 +28,32 @@ class PackedAttention(MegatronModule):
     stream says by how much, and not by Megatron, whose sines and cosines are computed twice a layer.
     """
 
-    def __init__(self, config, *, softmax_scale=None, pg_collection, **unused):
+    def __init__(self, config, *, layer_number=1, softmax_scale=None, pg_collection, **unused):
         """softmax_scale: multiplies the scores (default: 1 / sqrt of the query's channels)."""
         super().__init__(config)
         self.cp_group = pg_collection.cp
         self.softmax_scale = softmax_scale
+        self.layer_number = layer_number
+        self.window: int | None = None
+        self.sinks: torch.Tensor | None = None
+        self.rope = 0
+
+    def read(self, shape: ModelShape) -> None:
+        """Learns what its own layer of a model with grouped-query attention sees, and how it turns."""
+        layer = self.layer_number - 1
+        self.window, self.softmax_scale = shape.window(layer), shape.softmax_scale_of(layer)
+        self.rope = int(shape.rope_of(layer) is not shape.rope)
 
     def forward(self, query, key, value, attention_mask, attn_mask_type=None, attention_bias=None, *, packed_seq_params: PackedStream):
         q, k, v = query.squeeze(1), key.squeeze(1), value.squeeze(1)
-        if rotation := packed_seq_params.rotation:
-            q, k = rotate(q, rotation), rotate(k, rotation)
+        if rotations := packed_seq_params.rotations:
+            q, k = (rotate(x, rotations[self.rope]) for x in (q, k))
         channels = v.shape[-1]
         if channels < q.shape[-1]:  # latent attention; kernels take one size for all three
             v = F.pad(v, (0, q.shape[-1] - channels))
         if self.cp_group.size() > 1:
             k, v = (all_gather(x, self.cp_group).flatten(0, 1) for x in (k, v))
-        out = attention(q, k, v, packed_seq_params, self.softmax_scale)
+        out = attention(q, k, v, packed_seq_params.within(self.window), self.softmax_scale, self.sinks)
         return out[..., :channels].flatten(1, 2).unsqueeze(1)
 
 
@@ -51,21 +65,35 @@ class FusedAttention(PackedAttention):
     they are rotated at once, as on the local layers.
     """
 
-    def __init__(self, config, *, softmax_scale=None, pg_collection, **more):
+    def __init__(self, config, *, layer_number=1, softmax_scale=None, pg_collection, **more):
         """more: Megatron's arguments for Transformer Engine's attention."""
-        super().__init__(config, softmax_scale=softmax_scale, pg_collection=pg_collection)
+        super().__init__(config, layer_number=layer_number, softmax_scale=softmax_scale, pg_collection=pg_collection)
         from megatron.core.extensions.transformer_engine import TEDotProductAttention
 
-        self.fused = TEDotProductAttention(config=config, softmax_scale=softmax_scale, pg_collection=pg_collection, **more)
+        self.fused = TEDotProductAttention(
+            config=config, layer_number=layer_number, softmax_scale=softmax_scale, pg_collection=pg_collection, **more
+        )
 
     def forward(self, query, key, value, attention_mask, attn_mask_type=None, attention_bias=None, *, packed_seq_params: PackedStream):
         if packed_seq_params.has_parents or query.dtype is torch.float32:  # of which Transformer Engine has no kernel in this layout
             return super().forward(query, key, value, attention_mask, packed_seq_params=packed_seq_params)
         q, k, v = query.squeeze(1), key.squeeze(1), value.squeeze(1)
-        if rotation := packed_seq_params.rotation:
-            q, k = rotate(q, rotation), rotate(k, rotation)
+        if rotations := packed_seq_params.rotations:
+            q, k = (rotate(x, rotations[self.rope]) for x in (q, k))
         out = self.fused(q, k, v, None, attn_mask_type=attn_mask_type, packed_seq_params=te_packed(packed_seq_params))
         return out.reshape(len(q), 1, -1)
+
+
+class SinkAttention(PackedAttention):
+    """With a score of each head beside those of the keys, whose value is 0 (gpt-oss)."""
+
+    def __init__(self, config, **kwargs):
+        super().__init__(config, **kwargs)
+        heads = config.num_attention_heads // parallel_state.get_tensor_model_parallel_world_size()
+        self.sinks = torch.nn.Parameter(torch.zeros(heads, dtype=config.params_dtype, device=torch.cuda.current_device()))
+
+    def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
+        return _cut_in_one_dimension(self, "sinks", prefix, sharded_offsets, metadata)
 
 
 class Norm(torch.nn.Module):
@@ -79,6 +107,60 @@ class Norm(torch.nn.Module):
 
     def forward(self, x):
         return rms_norm(x, self.weight, self.eps)
+
+
+class NormFromOne(Norm):
+    """An RMSNorm whose weight says how far it is from 1, and that is computed in float32 (Gemma)."""
+
+    def forward(self, x):
+        return rms_norm(x.float(), 1 + self.weight.float(), self.eps).to(x.dtype)
+
+
+class WholeNorm(MegatronModule):
+    """RMSNorm over all heads together, of which this rank has some (OLMo 2): the mean of the squares is over tensor parallelism."""
+
+    def __init__(self, config, hidden_size, eps, *, heads: int):
+        """hidden_size: channels of a head. heads: of all ranks."""
+        super().__init__(config)
+        self.tp_group = parallel_state.get_tensor_model_parallel_group()
+        self.channels, self.eps = heads * hidden_size, eps
+        here = self.channels // self.tp_group.size()
+        self.weight = torch.nn.Parameter(torch.ones(here, dtype=config.params_dtype, device=torch.cuda.current_device()))
+
+    def forward(self, x):
+        """x [t, 1, heads of this rank, channels]."""
+        whole = x.flatten(-2).float()
+        mean = sum_over_ranks(whole.square().sum(dim=-1, keepdim=True), self.tp_group) / self.channels
+        return (whole * (mean + self.eps).rsqrt() * self.weight).to(x.dtype).view_as(x)
+
+    def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
+        return _cut_in_one_dimension(self, "weight", prefix, sharded_offsets, metadata)
+
+
+def _cut_in_one_dimension(module, name: str, prefix, offsets, metadata):
+    """The module's one tensor, of which every tensor-parallel rank has a run, as a checkpoint describes it."""
+    groups = dict(
+        tp_group=parallel_state.get_tensor_model_parallel_group(), dp_cp_group=ensure_metadata_has_dp_cp_group(metadata)["dp_cp_group"]
+    )
+    tensors = module.state_dict(prefix="", keep_vars=True)
+    return make_sharded_tensors_for_checkpoint(tensors, prefix, {name: 0}, offsets, **groups)
+
+
+class AddNormed(MegatronModule):
+    """In place of Megatron's sum of a layer's part and the residual: the part is normed first."""
+
+    def __init__(self, config, norm: type):
+        super().__init__(config)
+        self.norm = norm(config, config.hidden_size, eps=config.layernorm_epsilon)
+
+    def forward(self, training, fused):
+        """A function of ((part, bias or None), residual, dropout), as Megatron's is."""
+
+        def add(part_with_bias, residual, dropout):
+            part, bias = part_with_bias
+            return residual + self.norm(part if bias is None else part + bias)
+
+        return add
 
 
 def with_bias(linear: type, bias: bool) -> type:

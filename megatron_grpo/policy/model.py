@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
+from collections.abc import Callable
 from contextlib import nullcontext
 
 import torch
@@ -16,29 +18,37 @@ from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron_grpo.parallel.state import ParallelState
 from megatron_grpo.parallel.tensor import copy_to_ranks
 from megatron_grpo.parallel.vocab import Slope, linear_logprobs
-from megatron_grpo.policy.kernels import Rotation, swiglu
+from megatron_grpo.policy.kernels import ACTIVATIONS, Rotation
 from megatron_grpo.policy.latent import LatentAttention, LatentNorm
-from megatron_grpo.policy.layers import FusedAttention, Norm, PackedAttention, with_bias
+from megatron_grpo.policy.layers import AddNormed, FusedAttention, Norm, NormFromOne, PackedAttention, SinkAttention, WholeNorm, with_bias
 from megatron_grpo.policy.router import replace_routers
 from megatron_grpo.policy.stream import LocalBatch
 from megatron_grpo.policy.vision import Vision
-from megatron_grpo.settings.config import ModelConfig, ParallelConfig
+from megatron_grpo.settings.config import KernelConfig, ModelConfig, ParallelConfig
 from megatron_grpo.weights.rope import rope_inverse_frequencies
 from megatron_grpo.weights.shape import ModelShape
 
 
 def transformer_config(
-    shape: ModelShape, model: ModelConfig, layout: ParallelConfig, *, use_te: bool, plain_linears: bool = False
+    shape: ModelShape,
+    model: ModelConfig,
+    layout: ParallelConfig,
+    *,
+    use_te: bool,
+    plain_linears: bool = False,
+    kernels: KernelConfig | None = None,
 ) -> TransformerConfig:
     """Megatron-Core's configuration of one model. Fusions that need CUDA extensions are off unless Transformer Engine brings them.
 
     plain_linears: see `layer_specs`.
     """
     dtype = getattr(torch, model.torch_dtype)
+    kernels = kernels or KernelConfig()
     interleaved = layout.virtual_pipeline_model_parallel_size is not None
     kind, moe, mla = TransformerConfig, {}, {}
     if shape.mla:
@@ -74,8 +84,10 @@ def transformer_config(
             moe_router_group_topk=shape.moe.group_topk if shape.moe.is_group_limited else None,
             moe_router_topk_scaling_factor=shape.moe.scaling_factor if shape.moe.scaling_factor != 1 else None,
             moe_shared_expert_intermediate_size=shape.moe.shared_ffn_hidden_size,
+            moe_permute_fusion=kernels.moe_permute_fusion,
+            moe_shared_expert_overlap=kernels.moe_shared_expert_overlap,
+            moe_enable_deepep=kernels.moe_enable_deepep,
         )
-    _, rope_scale = rope_inverse_frequencies(shape)
     return kind(
         num_layers=shape.num_layers,
         hidden_size=shape.hidden_size,
@@ -89,10 +101,8 @@ def transformer_config(
         activation_func=F.silu,
         add_bias_linear=shape.mlp_bias,
         add_qkv_bias=shape.qkv_bias,
-        # A factor of cos and sin, of queries and of keys alike, is its square on every score. Latent attention, whose heads are rotated in
-        # part, takes it in `policy.latent`.
-        softmax_scale=None if shape.mla else rope_scale**2 / math.sqrt(shape.head_dim),
-        qk_layernorm=shape.qk_norm,
+        softmax_scale=None if shape.mla else shape.softmax_scale_of(0),  # of local layers: each has its own (`PackedAttention.read`)
+        qk_layernorm=shape.qk_norm and not shape.qk_norm_is_whole,  # it sums gradients over ranks, which have heads of their own
         attention_dropout=0.0,
         hidden_dropout=0.0,
         tensor_model_parallel_size=layout.tensor_model_parallel_size,
@@ -100,7 +110,12 @@ def transformer_config(
         virtual_pipeline_model_parallel_size=layout.virtual_pipeline_model_parallel_size,
         num_layers_in_first_pipeline_stage=layout.decoder_first_pipeline_num_layers,
         num_layers_in_last_pipeline_stage=layout.decoder_last_pipeline_num_layers,
+        microbatch_group_size_per_vp_stage=layout.microbatch_group_size_per_vp_stage,
+        account_for_embedding_in_pipeline_split=layout.account_for_embedding_in_pipeline_split,
+        account_for_loss_in_pipeline_split=layout.account_for_loss_in_pipeline_split,
+        pipeline_model_parallel_layout=layout.pipeline_model_parallel_layout,
         context_parallel_size=layout.context_parallel_size,
+        cp_comm_type=kernels.cp_comm_type,
         expert_model_parallel_size=layout.expert_model_parallel_size,
         expert_tensor_parallel_size=layout.expert_tensor_parallel_size,
         sequence_parallel=layout.sequence_parallel,
@@ -134,6 +149,7 @@ def transformer_config(
         fp8_recipe=model.fp8_recipe if model.fp8_format else None,
         **moe,
         **mla,
+        **model.megatron_extra_kwargs,  # of `settings.passed_on.OPEN`, none of which stands above
     )
 
 
@@ -145,6 +161,7 @@ def layer_specs(
     plain_linears: every linear layer is a module of its own that sees its own input. Transformer Engine's usual ones hold the norm before
     them, and all experts at once.
     """
+    norm = NormFromOne if shape.norms_from_one else Norm
     block = get_gpt_decoder_block_spec(config, use_transformer_engine=use_te, normalization="RMSNorm", vp_stage=vp_stage)
     for layer in {id(layer): layer for layer in block.layer_specs}.values():  # layers of a kind share one specification
         attention = layer.submodules.self_attention.submodules
@@ -158,17 +175,22 @@ def layer_specs(
             if plain_linears:
                 _take_norms_out(layer, shape.qkv_bias)
             continue
-        layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = Norm
-        attention.core_attention = PackedAttention
+        layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = norm if shape.pre_norm else IdentityOp
+        if shape.post_norm:
+            layer.submodules.self_attn_bda = layer.submodules.mlp_bda = ModuleSpec(AddNormed, {"config": config, "norm": norm})
+        attention.core_attention = SinkAttention if shape.sinks else PackedAttention
         if shape.mla:
             layer.submodules.self_attention.module = LatentAttention
             layer.submodules.self_attention.params |= {"rope_scale": shape.rope.attention_scaling, "interleaved": shape.mla.interleaved}
             attention.kv_layernorm = LatentNorm
             attention.q_layernorm = LatentNorm if shape.mla.q_lora_rank else IdentityOp
+        elif shape.qk_norm_is_whole:
+            attention.q_layernorm = ModuleSpec(WholeNorm, {"heads": shape.num_attention_heads})
+            attention.k_layernorm = ModuleSpec(WholeNorm, {"heads": shape.num_query_groups})
         elif shape.qk_norm:
-            attention.q_layernorm = attention.k_layernorm = Norm
+            attention.q_layernorm = attention.k_layernorm = norm
     if not use_te:
-        block.layer_norm = Norm
+        block.layer_norm = norm
     return block
 
 
@@ -192,6 +214,7 @@ class LogProbHead(tensor_parallel.ColumnParallelLinear):
 
     num_valid_rows: int
     vocab_start: int
+    in_float32: bool  # the product, besides the softmax
 
     def forward(self, hidden, weight, batch: LocalBatch, *, temperature, chunk_size, with_entropy, slope):
         """hidden [t or t/tp, 1, H] -> (logprobs fp32 [c], entropy fp32 [c] or None), equal on all TP ranks."""
@@ -199,9 +222,10 @@ class LogProbHead(tensor_parallel.ColumnParallelLinear):
             hidden = tensor_parallel.gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True, group=self.tp_group)
         else:
             hidden = copy_to_ranks(hidden, self.tp_group)
+        hidden, weight = hidden.squeeze(1)[batch.predict_at], self.weight if weight is None else weight
         return linear_logprobs(
-            hidden.squeeze(1)[batch.predict_at],
-            self.weight if weight is None else weight,
+            hidden.float() if self.in_float32 else hidden,
+            weight.float() if self.in_float32 else weight,
             batch.targets,
             temperature=temperature,
             vocab_start=self.vocab_start,
@@ -229,6 +253,7 @@ class PolicyModel(GPTModel):
         vp_stage: int | None,
         temperature: float,
         chunk_size: int,
+        in_float32: bool,
         tower: torch.nn.Module | None,
     ):
         """tower: of a model that sees, where this is its first chunk."""
@@ -244,28 +269,39 @@ class PolicyModel(GPTModel):
             vp_stage=vp_stage,
         )  # fmt: skip
         self.temperature, self.chunk_size = temperature, chunk_size
-        frequencies, _ = rope_inverse_frequencies(shape)
-        self.inverse_frequencies = torch.tensor(frequencies, dtype=torch.float32, device=torch.cuda.current_device())
+        ropes = [rope_inverse_frequencies(shape, rope)[0] for rope in (shape.rope, shape.local_rope) if rope]
+        self.inverse_frequencies = [torch.tensor(rope, dtype=torch.float32, device=torch.cuda.current_device()) for rope in ropes]
+        self.embedding_scale = float(torch.tensor(shape.embedding_scale, dtype=config.params_dtype))  # rounded as the sampler rounds it
         self.axes = torch.tensor(shape.rope.axes, dtype=torch.int64, device=torch.cuda.current_device())
         self.vision = None
         if tower is not None and shape.vision:
             self.vision = Vision(tower, config, self.decoder.layers, self.pg_collection.tp, deep=shape.vision.num_deepstack)
         replace_routers(self)
         if not use_te:
+            activation: Callable[..., torch.Tensor] = ACTIVATIONS[shape.activation]
+            if shape.clamp:
+                activation = functools.partial(activation, factor=shape.clamp[0], limit=shape.clamp[1])
             for module in self.modules():
                 if isinstance(module, MLP):
-                    module.activation_func = swiglu
+                    module.activation_func = activation
+                if isinstance(module, PackedAttention) and not shape.mla:
+                    module.read(shape)
+                if shape.post_norm and isinstance(module, TransformerLayer):  # Megatron's own would keep what a norm reads in every pass
+                    module.bias_dropout_add_exec_handler = nullcontext
         if last:
             rows = padded_vocab_size // config.tensor_model_parallel_size
             head = self.output_layer
             # Re-classed in place, so that Megatron's parameters, hooks and sharding stay; only forward changes.
             head.__class__ = LogProbHead
+            head.in_float32 = in_float32
             head.vocab_start = head.tp_group.rank() * rows
             head.num_valid_rows = max(0, min(rows, shape.vocab_size - head.vocab_start))
 
     def forward(self, batch: LocalBatch, *, with_entropy: bool = False, temperature: float | None = None, slope: Slope | None = None):
         """slope: of this micro-batch's loss, where a token's own log-prob is enough to know it (`parallel.vocab`)."""
         hidden = self.embedding(input_ids=batch.token_ids, position_ids=None) if self.pre_process else None
+        if self.embedding_scale != 1 and hidden is not None:
+            hidden = hidden * self.embedding_scale
         if self.vision is not None and hidden is not None:
             hidden = self.vision.see(hidden, batch)
         angles, packed = self._angles(batch)
@@ -306,9 +342,11 @@ class PolicyModel(GPTModel):
         """
         positions = batch.positions.float()
         # With three axes [3, t] each frequency turns with one of them.
-        angles = (positions[self.axes].T if positions.dim() > 1 else positions[:, None]) * self.inverse_frequencies
+        places = positions[self.axes].T if positions.dim() > 1 else positions[:, None]
         if not self.config.multi_latent_attention:
-            return None, dataclasses.replace(batch.packed, rotation=Rotation.of(angles))
+            rotations = tuple(Rotation.of(places * frequencies) for frequencies in self.inverse_frequencies)
+            return None, dataclasses.replace(batch.packed, rotations=rotations)
+        angles = places * self.inverse_frequencies[0]
         return torch.cat([angles, angles], dim=-1)[:, None, None, :], batch.packed
 
 
@@ -323,12 +361,13 @@ def build_chunks(
     padded_vocab_size: int,
     temperature: float,
     tower: torch.nn.Module | None = None,
+    kernels: KernelConfig | None = None,
 ) -> list[PolicyModel]:
     """The model chunks of this rank's stage: one, or `virtual_pipeline_model_parallel_size`. Weights are not set yet.
 
     tower: see `policy.vision`; None where the model has none, and on later stages.
     """
-    config = transformer_config(shape, model, layout, use_te=use_te, plain_linears=plain_linears)
+    config = transformer_config(shape, model, layout, use_te=use_te, plain_linears=plain_linears, kernels=kernels)
     chunks = []
     for index in range(parallel.layout.num_chunks):
         chunks.append(
@@ -343,6 +382,7 @@ def build_chunks(
                 vp_stage=index if parallel.layout.vpp else None,
                 temperature=temperature,
                 chunk_size=model.logprob_chunk_size,
+                in_float32=model.cast_lm_head_to_fp32,
                 tower=tower if index == 0 else None,
             ).to(parallel.device)  # parameters are drawn in params_dtype; a sigmoid router's bias stays float32
         )  # fmt: skip

@@ -30,15 +30,30 @@ def kept_here(optimizer: DistributedOptimizer, described: Mapping[str, Any]) -> 
     if optimizer.is_stub_optimizer:  # nothing trains on this rank
         return
     weights = {id(leaf.data): leaf for leaf in nested_values(described) if isinstance(leaf, (ShardedTensor, ShardedTensorFactory))}
-    runs = (
-        run for ranges in optimizer.gbuf_ranges for buckets in ranges.values() for bucket in buckets for run in bucket["param_map"].items()
-    )
-    for parameter, places in runs:
-        leaf, first = weights[id(parameter)], places["param"].start
-        for name, values in optimizer._get_main_param_and_optimizer_states(parameter).items():
+    for parameter, first, _, states in _runs(optimizer):
+        leaf = weights[id(parameter)]
+        for name, values in states.items():
             if name != "step":  # a count, and the same for all
                 for part in _parts(leaf, f"optimizer.state.{name}.{leaf.key}", values.dtype):
                     yield from _boxes_of(part, values.detach(), first)
+
+
+Run = tuple[torch.nn.Parameter, int, int, dict[str, torch.Tensor]]  # a weight; the first of its elements here, the first behind; its states
+
+
+def runs_of(optimizer: Any) -> Iterator[Run]:
+    """What a distributed optimizer keeps on this rank. optimizer: one, or a chain of them."""
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if not part.is_stub_optimizer:  # as where nothing trains on this rank
+            yield from _runs(part)
+
+
+def _runs(optimizer: DistributedOptimizer) -> Iterator[Run]:
+    for ranges in optimizer.gbuf_ranges:
+        for bucket in (bucket for buckets in ranges.values() for bucket in buckets):
+            for parameter, places in bucket["param_map"].items():
+                states = optimizer._get_main_param_and_optimizer_states(parameter)
+                yield parameter, places["param"].start, places["param"].end, states
 
 
 def _parts(leaf: ShardedTensor | ShardedTensorFactory, key: str, dtype: torch.dtype) -> list[ShardedTensor]:

@@ -17,6 +17,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron_grpo.parallel import collectives
 from megatron_grpo.policy.lora import Adapters
 from megatron_grpo.settings.config import OptimizerConfig
+from megatron_grpo.settings.schedule import course_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -154,20 +155,22 @@ def _overrides(cfg: OptimizerConfig) -> dict:
 
 
 def build_scheduler(optimizer, cfg: OptimizerConfig, *, num_steps: int) -> OptimizerParamScheduler:
-    """Linear warm-up from 0, then the decay, counted in optimizer steps. The decay ends with the run."""
-    warmup = cfg.lr_warmup_iters if cfg.lr_warmup_fraction is None else round(cfg.lr_warmup_fraction * num_steps)
+    """Linear warm-up, then the decay, counted in optimizer steps."""
+    course = course_of(cfg, num_steps)
     return OptimizerParamScheduler(
         optimizer,
-        init_lr=0.0,
+        init_lr=cfg.lr_warmup_init,
         max_lr=cfg.lr,
         min_lr=min(cfg.min_lr, cfg.lr),
-        lr_warmup_steps=warmup,
-        lr_decay_steps=max(num_steps, warmup + 1),
+        lr_warmup_steps=course.warmup,
+        lr_decay_steps=course.decay,
         lr_decay_style=cfg.lr_decay_style,
-        start_wd=cfg.weight_decay,
-        end_wd=cfg.weight_decay,
+        wsd_decay_steps=course.anneal,
+        lr_wsd_decay_style=cfg.lr_wsd_decay_style,
+        start_wd=course.start_wd,
+        end_wd=course.end_wd,
         wd_incr_steps=num_steps,
-        wd_incr_style="constant",
+        wd_incr_style=cfg.weight_decay_incr_style,
         # On resume the step count comes from the checkpoint, the shape from this run's settings: a longer run decays to its own end.
         override_opt_param_scheduler=True,
         use_checkpoint_opt_param_scheduler=False,

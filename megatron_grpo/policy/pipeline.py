@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.utils import get_model_config
 
 from megatron_grpo import activity
 from megatron_grpo.parallel.state import ParallelState
@@ -81,6 +82,18 @@ def _without_dropout(model: Sequence[torch.nn.Module]) -> Iterator[None]:
             chunk.train(training)
 
 
+@contextmanager
+def _group_at_most(chunk: torch.nn.Module, num_micro_batches: int) -> Iterator[None]:
+    """Megatron-Core refuses a microbatch_group_size_per_vp_stage above the number of micro-batches; a pass that scores may have few."""
+    config = get_model_config(chunk)
+    asked = config.microbatch_group_size_per_vp_stage
+    config.microbatch_group_size_per_vp_stage = min(asked, num_micro_batches)
+    try:
+        yield
+    finally:
+        config.microbatch_group_size_per_vp_stage = asked
+
+
 def _run(
     model, micro_batches, finish, parallel, asked: dict[str, Any], *, slope_of: SlopeOf, routing: RouterPass, forward_only: bool
 ) -> list[Any]:
@@ -100,7 +113,11 @@ def _run(
 
     iterators = [iter(list(zip(micro_batches, local, strict=True))) for _ in model]
     name = "scoring" if forward_only else "training"
-    with routed(model, local, routing), activity.phase(name, total=len(micro_batches) * len(model), unit="micro-batches"):
+    with (
+        routed(model, local, routing),
+        _group_at_most(model[0], len(micro_batches)),
+        activity.phase(name, total=len(micro_batches) * len(model), unit="micro-batches"),
+    ):
         return get_forward_backward_func()(
             forward_step_func=step,
             data_iterator=iterators if len(model) > 1 else iterators[0],

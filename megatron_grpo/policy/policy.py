@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any, Literal, cast
+from typing import Any, Literal, Protocol, cast
 
 import numpy as np
 import torch
@@ -17,18 +17,19 @@ import torch
 from megatron_grpo.batching.alignment import Alignment
 from megatron_grpo.batching.split import BatchCut
 from megatron_grpo.clock import Clock
-from megatron_grpo.grpo.entropy import entropy_threshold
 from megatron_grpo.grpo.loss import GrpoLoss, LossInputs
 from megatron_grpo.grpo.metrics import combine, finish
+from megatron_grpo.grpo.objectives import Labels
 from megatron_grpo.parallel import collectives
 from megatron_grpo.parallel.context import sum_over_context
 from megatron_grpo.parallel.layout import sequence_alignment
 from megatron_grpo.parallel.state import ParallelState
 from megatron_grpo.parallel.vocab import Slope
-from megatron_grpo.policy import culprits, pipeline, sharded_state
+from megatron_grpo.policy import before, culprits, pipeline, sharded_state
+from megatron_grpo.policy.before import BeforeTheStep
 from megatron_grpo.policy.exchange import WeightExchange
 from megatron_grpo.policy.guard import Gradient, Guard, Refusal, RememberingGuard, Skips
-from megatron_grpo.policy.optimizer import Trainable, gradient_norm
+from megatron_grpo.policy.optimizer import Trainable, gradient_norm, own_norm
 from megatron_grpo.policy.reference import Reference
 from megatron_grpo.policy.room import Part, Role, Room, tensors_of
 from megatron_grpo.policy.router import routers
@@ -47,6 +48,27 @@ class TrainedStep:
     logprobs: Mapping[RowKey, np.ndarray]  # none of a refused step: what it says of its rows may be what was wrong with it
     skipped: str | None = None  # why the optimizer did not act
     refusal: Refusal | None = None  # where it was the guard that kept it from acting
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Seen:
+    """What is known of a step when its gradient is summed: no weight has moved. logprobs, references: by row, of the rows of this rank's
+    share, on ranks of the last stage; empty elsewhere."""
+
+    batch: GlobalBatch
+    metrics: Mapping[str, float]
+    logprobs: Mapping[RowKey, np.ndarray]
+    references: Mapping[RowKey, np.ndarray]
+
+
+class Bystander(Protocol):
+    """Looks on while a step is taken. May raise: the run ends, its weights unharmed. Collective."""
+
+    def summed(self, seen: Seen) -> None:
+        """The gradient is in the buffers, and nobody has judged it."""
+
+    def judged(self, seen: Seen, refusal: Refusal | None) -> None:
+        """The guard has spoken, and the optimizer has not acted. Of a refused step the buffers hold nothing that means anything."""
 
 
 def cut_for(
@@ -122,8 +144,8 @@ class Policy:
         """Of its weights: the number of optimizer steps behind them, counting those in which the optimizer did not act."""
         return self.scheduler.num_steps
 
-    def train_step(self, batch: GlobalBatch) -> TrainedStep:
-        """One optimizer step on this rank's share of a global batch.
+    def train_step(self, batch: GlobalBatch, beside: Bystander | None = None) -> TrainedStep:
+        """One optimizer step on this rank's share of a global batch. beside: is told of it before the optimizer acts.
 
         A batch in which no token trains (everything filtered) and one that the guard refuses change nothing: no weight, no moment, no count
         of Adam's. The schedule goes on, for its rates belong to steps.
@@ -131,13 +153,13 @@ class Policy:
         self.room.require("all")
         with self.clock("ref_logprobs"):
             reference = self.reference.last_stage_logprobs(batch.micro_batches) if self.loss.needs_reference and self.reference else []
-        threshold = self._entropy_threshold(batch) if self.loss.needs_entropy_threshold else None
+        known = before.known_of(batch, self.loss, self.scorer, reference)
         for router in routers(self.chunks):
             router.num_routed_tokens = batch.num_computed_tokens
         for chunk in self.wrapped:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        loss, slope_of = partial(self._loss, batch, reference, threshold), partial(self._slope_of, batch, reference)
+        loss, slope_of = partial(self._loss, batch, known), partial(self._slope_of, batch, known)
         routing = self.scorer.router_pass()
         kept = pipeline.train(
             self.wrapped, batch.micro_batches, loss, self.parallel,
@@ -149,27 +171,42 @@ class Policy:
             metrics["memory/given_away_gb"] = self.room.given_bytes / 1e9
         skipped: str | None = "all completions were filtered, nothing was left to train"
         refusal: Refusal | None = None
+        logprobs = _by_row((micro, values) for _, micro, values in kept)
         if batch.num_loss_tokens > 0:
             own = self.sums.own
             metrics["grad_norm"] = gradient_norm(self.optimizer, float(own), metrics["loss"])
+            references = _by_row(zip(batch.micro_batches, reference))
+            seen = Seen(batch=batch, metrics=metrics, logprobs=logprobs, references=references)
+            if beside is not None:
+                beside.summed(seen)
             allowed = self.guard.allows(Gradient(step=batch.step, norm=metrics["grad_norm"]))
             self.skips = self.skips.after(refused=not allowed)
-            if allowed:
-                skipped = None
-                self.optimizer.step()
-            else:
+            if not allowed:
                 refusal = self._refusal(batch, metrics["grad_norm"], own, loss, slope_of, reference)
-                skipped = refusal.why
+            if beside is not None:
+                beside.judged(seen, refusal)
+            skipped = refusal.why if refusal else None
+            if allowed:
+                self.optimizer.step()
         metrics["skipped_iterations"] = self.skips.total
         self.scheduler.step(increment=1)
         if self.reference is not None:
             self.reference.after_step(batch.step + 1, self.tensors)
-        logprobs = {row: values[micro.sequence == place] for _, micro, values in kept for place, row in enumerate(micro.rows)}
         return TrainedStep(metrics=metrics, logprobs={} if refusal else logprobs, skipped=skipped, refusal=refusal)
 
     def _refusal(self, batch: GlobalBatch, norm: float, own: torch.Tensor, loss, slope_of, references: SequenceOf[np.ndarray]) -> Refusal:
         """Who made the gradient of this norm, which the guard has refused. own: norm of this rank's own part. Collective."""
 
+        why = getattr(self.guard, "refusal", None) or f"the gradient was refused (norm {norm:.4g})"
+        finite = math.isfinite(norm)
+        ranks = () if finite else culprits.ranks_not_finite(own)
+        weights = () if finite else culprits.weights_not_finite(self.chunks)
+        found, more = ((), 0) if weights else culprits.search(
+            self.wrapped, batch.micro_batches, self._run_alone(loss, slope_of), self.parallel, references=references, finite=finite
+        )  # fmt: skip
+        return Refusal(why=why, skips=self.skips, ranks=ranks, weights=weights, culprits=found, more=more)
+
+    def _run_alone(self, loss, slope_of) -> culprits.RunAlone:
         def run_alone(micro: TrainingMicroBatch) -> np.ndarray | None:
             kept = pipeline.train(
                 self.wrapped, [micro] * self.cut.multiple, loss, self.parallel,
@@ -177,14 +214,16 @@ class Policy:
             )  # fmt: skip
             return kept[0][2] if kept else None
 
-        why = getattr(self.guard, "refusal", None) or f"the gradient was refused (norm {norm:.4g})"
-        finite = math.isfinite(norm)
-        ranks = () if finite else culprits.ranks_not_finite(own)
-        weights = () if finite else culprits.weights_not_finite(self.chunks)
-        found, more = ((), 0) if weights else culprits.search(
-            self.wrapped, batch.micro_batches, run_alone, self.parallel, references=references, finite=finite
-        )  # fmt: skip
-        return Refusal(why=why, skips=self.skips, ranks=ranks, weights=weights, culprits=found, more=more)
+        return run_alone
+
+    def each_alone(self, batch: GlobalBatch) -> Iterator[tuple[TrainingMicroBatch, np.ndarray | None, float]]:
+        """Every micro-batch of this rank's share by itself: its log-probs, on ranks of the last stage, and the norm of what it adds to this
+        rank's gradient. The optimizer does not act. Collective."""
+        reference = self.reference.last_stage_logprobs(batch.micro_batches) if self.loss.needs_reference and self.reference else []
+        known = before.known_of(batch, self.loss, self.scorer, reference)
+        alone = self._run_alone(partial(self._loss, batch, known), partial(self._slope_of, batch, known))
+        for micro, logprobs in culprits.each_alone(self.wrapped, batch.micro_batches, alone):
+            yield micro, logprobs, float(own_norm(self.wrapped))
 
     def guard_state(self) -> dict[str, Any]:
         """What a checkpoint holds of the guard and its count, as JSON; the same on every rank."""
@@ -199,39 +238,36 @@ class Policy:
     def _loss(
         self,
         batch: GlobalBatch,
-        reference: SequenceOf[np.ndarray],
-        threshold: float | None,
+        known: BeforeTheStep,
         micro: TrainingMicroBatch,
         local: LocalBatch,
         logprobs: torch.Tensor,
         entropy: torch.Tensor | None,
     ):
-        inputs, ref_logprobs = self._inputs(batch, reference, micro, local.trained)
+        inputs, ref_logprobs = self._inputs(batch, known, micro, local.trained)
         loss, logs = self.loss(
             inputs,
             logprobs=logprobs,
             entropy=entropy,
             ref_logprobs=ref_logprobs,
-            entropy_threshold=threshold,
+            entropy_threshold=known.threshold,
             sum_over_context=lambda x: sum_over_context(x, self.parallel.cp_group),
         )
         return loss, (logs, micro, self.scorer.whole(micro, local, logprobs))
 
-    def _slope_of(
-        self, batch: GlobalBatch, reference: SequenceOf[np.ndarray], micro: TrainingMicroBatch, local: LocalBatch
-    ) -> Slope | None:
+    def _slope_of(self, batch: GlobalBatch, known: BeforeTheStep, micro: TrainingMicroBatch, local: LocalBatch) -> Slope | None:
         """What lets the head make its gradients while it has the logits; None where the loss of a token depends on others."""
         if not self.loss.is_per_token:
             return None
 
         def slope(chunk: slice, logprobs: torch.Tensor) -> torch.Tensor:
-            inputs, ref_logprobs = self._inputs(batch, reference, micro, local.trained[chunk])
+            inputs, ref_logprobs = self._inputs(batch, known, micro, local.trained[chunk])
             return self.loss.slope(inputs, logprobs=logprobs, ref_logprobs=ref_logprobs)
 
         return slope
 
     def _inputs(
-        self, batch: GlobalBatch, reference: SequenceOf[np.ndarray], micro: TrainingMicroBatch, trained: np.ndarray
+        self, batch: GlobalBatch, known: BeforeTheStep, micro: TrainingMicroBatch, trained: np.ndarray
     ) -> tuple[LossInputs, torch.Tensor | None]:
         """What the loss knows of these of the micro-batch's trained positions; and the reference's log-probs, where it has any."""
 
@@ -247,20 +283,11 @@ class Policy:
             sequence=mine(micro.sequence),
             num_sequences=micro.num_sequences,
             num_loss_tokens=batch.num_loss_tokens,
+            place=mine(micro.place),
+            longest=int(micro.place.max(initial=0)) + 1,
+            labels=None if known.labels is None else Labels(*(mine(of[micro.sequence]) for of in known.labels[micro.number])),
         )
-        return inputs, mine(reference[micro.number]) if reference else None
-
-    def _entropy_threshold(self, batch: GlobalBatch) -> float | None:
-        """The entropy above which a token of this global batch trains; None off the last stage, where nobody asks."""
-        entropies = self.scorer.last_stage_entropies(batch.micro_batches)
-        if not self.parallel.is_last_stage:
-            return None
-
-        def over_ranks(counts: np.ndarray) -> np.ndarray:
-            return collectives.add_(torch.from_numpy(counts).to(self.parallel.device), self.parallel.dp_group).cpu().numpy()
-
-        masks = [micro.token_weights > 0 for micro in batch.micro_batches]
-        return entropy_threshold(entropies, masks, self.loss.top_entropy_quantile, over_ranks=over_ranks)
+        return inputs, mine(known.reference[micro.number]) if known.reference else None
 
     def _reduce_logs(self, logs) -> dict[str, float]:
         """Logs of this rank's micro-batches -> the step's metrics, on every rank. Only ranks of the last stage have any."""
@@ -361,3 +388,8 @@ class Policy:
         if self.adapters is not None:
             self.adapters.exchange.forget_memory()
         self.room.make(keep=keep)
+
+
+def _by_row(found: Iterable[tuple[TrainingMicroBatch, np.ndarray]]) -> dict[RowKey, np.ndarray]:
+    """Values at the trained positions, [C] of a micro-batch -> of each of its rows."""
+    return {row: values[micro.sequence == place] for micro, values in found for place, row in enumerate(micro.rows)}

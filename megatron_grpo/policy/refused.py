@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
+from importlib.util import find_spec
 
 from megatron_grpo.errors import Problem
+from megatron_grpo.policy.fp8 import fp8_machine_problems, fp8_problems
+from megatron_grpo.policy.refused_bits import gpu_problem
 from megatron_grpo.settings.config import Config
+from megatron_grpo.sizing.stages import layer_counts
 from megatron_grpo.weights.shape import ModelShape
 from megatron_grpo.weights.sizes import MoeShape, VisionShape
 
@@ -14,22 +17,34 @@ from megatron_grpo.weights.sizes import MoeShape, VisionShape
 def problems(cfg: Config, shape: ModelShape) -> list[Problem]:
     """Everything that stands between this configuration and this model, besides divisions (`weights.fit`) and batch sizes."""
     found = [Problem(flags=("model",), message=f"model: {message}") for message in (_routing(shape.moe) if shape.moe else ())]
-    if shape.mla:
-        found += _latent_attention(cfg)
+    found += _local_layers(cfg, shape)
+    if shape.moe and shape.moe.has_biases:
+        found += _biased_experts(cfg, shape)
     if shape.vision:
         found += _vision(cfg, shape, shape.vision)
     if cfg.optimizer.optimizer_cpu_offload and not cfg.optimizer.use_distributed_optimizer:
-        message = (
-            "optimizer_cpu_offload needs use_distributed_optimizer true: Megatron-Core keeps float32 weights on the host with it alone."
-        )
+        message = "optimizer_cpu_offload needs use_distributed_optimizer true: with it alone Megatron-Core keeps float32 weights there."
         found.append(Problem(flags=("optimizer_cpu_offload", "use_distributed_optimizer"), message=message,
                              nearest={"use_distributed_optimizer": [True], "optimizer_cpu_offload": [False]}))  # fmt: skip
-    return [*found, *_dispatch(cfg, shape), *_recompute(cfg, shape), *_replay(cfg, shape), *_fp8(cfg, shape), *sharing_problems(cfg)]
+    return [
+        *found,
+        *_dispatch(cfg, shape),
+        *_kernels(cfg, shape),
+        *_recompute(cfg, shape),
+        *_replay(cfg, shape),
+        *fp8_problems(cfg, shape, needs_local_layers(shape)),
+        *sharing_problems(cfg, shape),
+    ]
 
 
-def sharing_obstacle(cfg: Config) -> str | None:
+def sharing_obstacle(cfg: Config, shape: ModelShape | None) -> str | None:
     """Why prompts cannot be computed once; a phrase."""
     tuner = cfg.tuner
+    if cfg.rollout.same_bits:
+        return "parts of attention that are merged have other bits than the whole (same_bits)"
+    longest = (cfg.data.max_prompt_length or (shape and shape.max_position_embeddings) or 0) + cfg.rollout.max_completion_length
+    if shape and shape.sliding_window and shape.sliding_window < longest:
+        return f"{shape.architecture} has layers that see {shape.sliding_window} tokens, where sequences have up to {longest}"
     if tuner.tuner_type == "lora" and tuner.lora_dropout > 0:
         return f"lora_dropout ({tuner.lora_dropout:g}) would draw one mask for all copies of a prompt, which is another estimator"
     return None
@@ -52,44 +67,14 @@ def attention_channels(shape: ModelShape) -> int:
     return shape.mla.qk_head_dim + shape.mla.qk_pos_emb_head_dim if shape.mla else shape.head_dim
 
 
-def sharing_problems(cfg: Config) -> list[Problem]:
+def sharing_problems(cfg: Config, shape: ModelShape) -> list[Problem]:
     """`share_prompts true` where it cannot be."""
-    reason = sharing_obstacle(cfg)
+    reason = sharing_obstacle(cfg, shape)
     if cfg.batch.share_prompts != "true" or reason is None:
         return []
-    return [_problem("share_prompts", f"true cannot be: {reason}. Use auto or false, or lora_dropout 0.", "auto", "false")]
-
-
-# By fp8_recipe: what Transformer Engine asks of a GPU (compute capability), and of both sides of a matrix (a multiple). Read in 2.9 and
-# 2.20: `quantization.check_fp8_*_support`, `utils.assert_dim_for_fp8_exec`, `Float8BlockQuantizer.is_quantizable`, MXFP8's block of 32.
-FP8_NEEDS = {"tensorwise": ((8, 9), 16), "blockwise": ((9, 0), 128), "mxfp8": ((10, 0), 32)}
-
-
-def rank_multiple(cfg: Config) -> int:
-    """What the tokens of a micro-batch on one rank are rounded up to."""
-    rows = FP8_NEEDS[cfg.model.fp8_recipe][1] if cfg.model.fp8_format else 1
-    return math.lcm(cfg.batch.pad_to_multiple_of, rows)
-
-
-def _fp8(cfg: Config, shape: ModelShape) -> Iterator[Problem]:
-    model, tp = cfg.model, cfg.parallel.tensor_model_parallel_size
-    if not model.fp8_format:
-        if "fp8_recipe" in cfg.typed:
-            yield _problem("fp8_recipe", f"{model.fp8_recipe} says how FP8 is scaled, and fp8_format is not set. Add --fp8_format hybrid.")
-        return
-    if model.transformer_impl == "local" or shape.mla or shape.vision:
-        why = "transformer_impl is local" if model.transformer_impl == "local" else f"{shape.architecture} has local layers only"
-        yield _problem("fp8_format", f"{model.fp8_format} needs Transformer Engine's layers, and {why}. Leave it out.", None)
-    if model.torch_dtype != "bfloat16":
-        yield _problem("fp8_format", f"{model.fp8_format} needs torch_dtype bfloat16, not {model.torch_dtype}.", None)
-    multiple = FP8_NEEDS[model.fp8_recipe][1]
-    heads = (shape.num_attention_heads + 2 * max(shape.num_query_groups, tp)) * shape.head_dim
-    ffn = shape.moe.ffn_hidden_size // cfg.parallel.expert_tensor_parallel_size if shape.moe else shape.ffn_hidden_size // tp
-    sizes = {"hidden_size": shape.hidden_size, "queries, keys and values of a rank": heads // tp,
-             "intermediate_size of a rank": ffn, "heads of a rank": shape.num_attention_heads * shape.head_dim // tp}  # fmt: skip
-    if wrong := [f"{name} ({size})" for name, size in sizes.items() if size % multiple]:
-        yield _problem("fp8_format", f"fp8_recipe {model.fp8_recipe} takes matrices whose sides are multiples of {multiple}, and "
-                       f"{', '.join(wrong)} is not. Leave fp8_format out.", None)  # fmt: skip
+    others = {"lora_dropout": ", or lora_dropout 0", "parts of attention": ", or same_bits false"}
+    other = next((words for begin, words in others.items() if reason.startswith(begin)), "")
+    return [_problem("share_prompts", f"true cannot be: {reason}. Use auto or false{other}.", "auto", "false")]
 
 
 def machine_problems(
@@ -99,23 +84,26 @@ def machine_problems(
 
     capability: of the GPU to compute.
     """
-    found = []
+    found = list(gpu_problem(cfg)) if has_gpu else []
     model, optimizer = cfg.model, cfg.optimizer
     if model.transformer_impl == "transformer_engine" and not has_transformer_engine:
         found.append(_problem("transformer_impl", "transformer_engine is not installed here. Install the extra `te`, or use auto or local.",
                               "auto", "local"))  # fmt: skip
     if optimizer.optimizer_cpu_offload and not has_gpu:
         found.append(_problem("optimizer_cpu_offload", "there is no GPU here: the optimizer is on the host already. Leave it out.", False))
-    if model.fp8_format and not (has_gpu and has_transformer_engine):
-        lacks = "there is no GPU here" if not has_gpu else "Transformer Engine is not installed here (the extra `te`)"
+    found += fp8_machine_problems(cfg, has_gpu=has_gpu, has_transformer_engine=has_transformer_engine, capability=capability)
+    kernels = cfg.kernels
+    if kernels.moe_permute_fusion and not has_transformer_engine:
+        found.append(_problem("moe_permute_fusion", "it is Transformer Engine's, which is not installed here. Leave it out.", False))
+    if kernels.cp_comm_type and model.transformer_impl == "auto" and not has_transformer_engine:
         found.append(
-            _problem("fp8_format", f"{model.fp8_format} computes with Transformer Engine on a GPU, and {lacks}. Leave it out.", None)
+            _problem("cp_comm_type", "it is for Transformer Engine's attention, which is not installed here. Leave it out.", "none")
         )
-    elif model.fp8_format and capability and capability < (least := FP8_NEEDS[model.fp8_recipe][0]):
-        here, needed = (".".join(map(str, version)) for version in (capability, least))
-        others = [name for name, (at_least, _) in FP8_NEEDS.items() if at_least <= capability]
-        found.append(_problem("fp8_recipe", f"{model.fp8_recipe} needs a GPU of compute capability {needed}, this one has {here}. "
-                              f"{'Use ' + ' or '.join(others) if others else 'Leave fp8_format out'}.", *others))  # fmt: skip
+    if kernels.moe_shared_expert_overlap and not has_gpu:
+        found.append(_problem("moe_shared_expert_overlap", "it needs CUDA streams, and there is no GPU here. Leave it out.", False))
+    if kernels.moe_enable_deepep and not (has_gpu and find_spec("deep_ep")):
+        lacks = "DeepEP (the package deep_ep) is not installed here" if has_gpu else "there is no GPU here"
+        found.append(_problem("moe_enable_deepep", f"{lacks}. Use false and moe_token_dispatcher_type alltoall.", False))
     fused = _fused_recompute(cfg)
     if fused and model.transformer_impl == "auto" and not has_transformer_engine:
         found.append(_problem("recompute_modules", f"{' and '.join(fused)} can be recomputed with Transformer Engine only, which is not "
@@ -146,32 +134,47 @@ def _routing(moe: MoeShape) -> Iterator[str]:
         )
 
 
-def _latent_attention(cfg: Config) -> Iterator[Problem]:
-    if cfg.model.transformer_impl == "transformer_engine":
+def needs_local_layers(shape: ModelShape) -> str | None:
+    """What of a model is computed by the local layers alone, also where Transformer Engine is present; a phrase."""
+    reasons = {
+        "multi-latent attention": shape.mla,
+        "positions with three axes": shape.vision,
+        "attention within a window": shape.sliding_window,
+        "a rotation of a part of each head": shape.mla is None and shape.rope.dim < shape.head_dim,
+        "a norm over all heads": shape.qk_norm_is_whole,
+        "a norm behind attention": shape.post_norm,
+        "attention with sinks": shape.sinks,
+        "a gate that is not SiLU": shape.activation != "silu",
+    }
+    return next((reason for reason, has in reasons.items() if has), None)
+
+
+def _local_layers(cfg: Config, shape: ModelShape) -> Iterator[Problem]:
+    reason, chosen = needs_local_layers(shape), cfg.model.recompute_modules if cfg.model.recompute_granularity == "selective" else ()
+    if reason and cfg.model.transformer_impl == "transformer_engine":
         yield Problem(
             flags=("transformer_impl",),
             nearest={"transformer_impl": ["auto", "local"]},
-            message="transformer_impl transformer_engine: multi-latent attention has local layers only. Use auto or local.",
+            message=f"transformer_impl transformer_engine: {reason}, which {shape.architecture} has, is computed by local layers only. "
+            "Use auto or local.",
         )
-    chosen = cfg.model.recompute_modules if cfg.model.recompute_granularity == "selective" else ()
-    if "mla_up_proj" in chosen:
+    if shape.mla and "mla_up_proj" in chosen:
         yield _problem("recompute_modules", "mla_up_proj is not one that multi-latent attention can recompute here. Leave it out.")
-    if cfg.model.transformer_impl == "auto" and _fused_recompute(cfg):
+    if reason and cfg.model.transformer_impl == "auto" and _fused_recompute(cfg):
         yield _problem("recompute_modules", f"{' and '.join(_fused_recompute(cfg))} can be recomputed with Transformer Engine only, and "
-                       "multi-latent attention has local layers only. Leave it out.")  # fmt: skip
+                       f"{reason} is computed by local layers only. Leave it out.")  # fmt: skip
+
+
+def _biased_experts(cfg: Config, shape: ModelShape) -> Iterator[Problem]:
+    if (ranks := cfg.parallel.expert_tensor_parallel_size or 1) > 1:
+        yield _problem("expert_tensor_parallel_size", f"{ranks} would add the biases of {shape.architecture}'s experts {ranks} times "
+                       "(Megatron-Core refuses it). Use 1, and expert_model_parallel_size for more ranks.", 1)  # fmt: skip
+    if cfg.tuner.tuner_type == "lora":
+        yield _problem("tuner_type", f"lora: {shape.architecture} keeps the experts of a layer in one tensor, for which PEFT's files and "
+                       "vLLM's adapters have other names than the adapters here. Use full.", "full")  # fmt: skip
 
 
 def _vision(cfg: Config, shape: ModelShape, vision: VisionShape) -> Iterator[Problem]:
-    if cfg.model.transformer_impl == "transformer_engine":
-        yield Problem(
-            flags=("transformer_impl",),
-            nearest={"transformer_impl": ["auto", "local"]},
-            message="transformer_impl transformer_engine: its rotary path has not been compared yet for positions with three axes, which "
-            f"{shape.architecture} has. Use auto or local.",
-        )
-    if _fused_recompute(cfg) and cfg.model.transformer_impl == "auto":
-        yield _problem("recompute_modules", f"{' and '.join(_fused_recompute(cfg))} can be recomputed with Transformer Engine only, and "
-                       "models that see have local layers only. Leave it out.")  # fmt: skip
     if not vision.num_deepstack:
         return
     if cfg.model.recompute_granularity == "full":
@@ -195,12 +198,8 @@ def _vision(cfg: Config, shape: ModelShape, vision: VisionShape) -> Iterator[Pro
 
 
 def first_chunk_layers(cfg: Config, num_layers: int) -> int:
-    """Of the first stage's first model chunk. Where stages do not come out even, which is refused elsewhere, at least so many."""
-    p = cfg.parallel
-    first, last = p.decoder_first_pipeline_num_layers, p.decoder_last_pipeline_num_layers
-    middle = p.pipeline_model_parallel_size - (first is not None) - (last is not None)
-    of_stage = first if first is not None else (num_layers - (last or 0)) // max(middle, 1)
-    return of_stage // (p.virtual_pipeline_model_parallel_size or 1)
+    """Of the first stage's first model chunk."""
+    return layer_counts(cfg.parallel, num_layers)[0][0]
 
 
 def _dispatch(cfg: Config, shape: ModelShape) -> Iterator[Problem]:
@@ -211,6 +210,34 @@ def _dispatch(cfg: Config, shape: ModelShape) -> Iterator[Problem]:
             f"({cfg.parallel.pipeline_model_parallel_size}): packed micro-batches differ in length, which Megatron-Core's pipeline allows "
             "with alltoall only.",
         )  # fmt: skip
+
+
+def _kernels(cfg: Config, shape: ModelShape) -> Iterator[Problem]:
+    """Megatron-Core's kernels and exchanges, where the layers of this model have no place for them. The machine: `machine_problems`."""
+    kernels, cp = cfg.kernels, cfg.parallel.context_parallel_size
+    is_local = cfg.model.transformer_impl == "local" or shape.mla is not None or shape.vision is not None
+    if kernels.cp_comm_type is not None and (cp == 1 or is_local):
+        why = "context_parallel_size is 1, and nothing is exchanged" if cp == 1 else "local layers exchange keys in one way, all at once"
+        yield _problem("cp_comm_type", f"{kernels.cp_comm_type}: {why}. Leave it out.", "none")
+    elif kernels.cp_comm_type == "a2a" and shape.num_query_groups % (cp * cfg.parallel.tensor_model_parallel_size):
+        yield _problem("cp_comm_type", f"a2a deals heads over ranks, and {shape.num_query_groups} key heads cannot be dealt "
+                       f"to TP {cfg.parallel.tensor_model_parallel_size} x CP {cp}. Use p2p or allgather.", "p2p", "allgather")  # fmt: skip
+    asked = [name for name in ("moe_permute_fusion", "moe_shared_expert_overlap", "moe_enable_deepep") if getattr(kernels, name)]
+    if asked and not shape.moe:
+        yield _problem(asked[0], f"{shape.architecture} has no experts. Leave {' and '.join(asked)} out.", False)
+    if shape.moe and kernels.moe_shared_expert_overlap:
+        if not shape.moe.shared_ffn_hidden_size:
+            yield _problem("moe_shared_expert_overlap", f"{shape.architecture} has no shared experts. Leave it out.", False)
+        elif cfg.model.moe_token_dispatcher_type == "allgather" or cfg.tuner.tuner_type == "lora":
+            why = "tuner_type lora puts adapters beside them" if cfg.tuner.tuner_type == "lora" else "allgather does nothing meanwhile"
+            yield _problem("moe_shared_expert_overlap", f"{why}. Leave it out.", False)
+    if kernels.moe_enable_deepep != (cfg.model.moe_token_dispatcher_type == "flex"):
+        yield Problem(
+            flags=("moe_enable_deepep", "moe_token_dispatcher_type"),
+            nearest={"moe_token_dispatcher_type": ["flex" if kernels.moe_enable_deepep else "alltoall"]},
+            message="moe_enable_deepep true and moe_token_dispatcher_type flex go together: flex is the dispatcher that DeepEP works in. "
+            "Use both, or neither.",
+        )
 
 
 def _replay(cfg: Config, shape: ModelShape) -> Iterator[Problem]:
@@ -253,10 +280,7 @@ def _recompute(cfg: Config, shape: ModelShape) -> Iterator[Problem]:
 
 def _uniform_recompute(cfg: Config, shape: ModelShape, size: int) -> Iterator[Problem]:
     """Megatron-Core cuts the layers of a model chunk into units of `size`, and fails where the last unit is short."""
-    p = cfg.parallel
-    ends = [n for n in (p.decoder_first_pipeline_num_layers, p.decoder_last_pipeline_num_layers) if n]
-    stages, chunks = p.pipeline_model_parallel_size - len(ends), p.virtual_pipeline_model_parallel_size or 1
-    counts = {n // chunks for n in ends} | ({(shape.num_layers - sum(ends)) // stages // chunks} if stages > 0 else set())
+    counts = {count for row in layer_counts(cfg.parallel, shape.num_layers) for count in row} - {0}
     wrong = sorted(n for n in counts if n % size)
     if wrong:
         works = [n for n in range(max(counts), 0, -1) if all(count % n == 0 for count in counts)]

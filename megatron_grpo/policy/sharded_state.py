@@ -50,13 +50,13 @@ def sharded_state(
         # With a single chunk Megatron expects the chunk's own dict, not a dict of chunks.
         whole = models["model"] if len(chunks) == 1 else models
         _make_room(optimizer)
-        if _is_distributed(optimizer):
-            kept = (box for part in _chain(optimizer) for box in moments.kept_here(part, whole))
+        if is_distributed(optimizer):
+            kept = (box for part in chain(optimizer) for box in moments.kept_here(part, whole))
             state["optimizer"] = {str(place): box for place, box in enumerate(kept)}
         else:
             described = optimizer.sharded_state_dict(whole, is_loading=is_loading, metadata=dict(how))
             state["optimizer"] = dict_list_map_inplace(_local_unless_sharded, described)
-        state["optimizer_step"] = int(collectives.largest(_step_of(optimizer)))  # a stage without anything that trains counts none
+        state["optimizer_step"] = int(collectives.largest(steps_counted(optimizer)))  # a stage without anything that trains counts none
     if scheduler is not None:
         state["scheduler"] = scheduler.state_dict()
     for name, chunk in _named(reference or ()):
@@ -74,7 +74,7 @@ def load_state(
     for name, chunk in _named(chunks):
         _load_weights(unwrapped(chunk), state.get(name, {}), everything=is_whole)  # what is empty does not come back
     if optimizer is not None:
-        if not _is_distributed(optimizer):  # else it has been read in place
+        if not is_distributed(optimizer):  # else it has been read in place
             _load_optimizer(optimizer, state["optimizer"], state["optimizer_step"])
         _count_steps(optimizer, state["optimizer_step"])
     if scheduler is not None:
@@ -127,7 +127,7 @@ def _make_room(optimizer: Any) -> None:
 
     Where this rank owns nothing that trains, Megatron still asks for a count of steps; the key is no parameter, so it is nobody's.
     """
-    for part in _chain(optimizer):
+    for part in chain(optimizer):
         if isinstance(part.optimizer, HybridDeviceOptimizer):
             _make_room_on_host(part.optimizer)
         elif isinstance(part.optimizer, torch.optim.Adam):  # AdamW is a kind of Adam
@@ -159,9 +159,9 @@ def _make_room_on_host(optimizer: HybridDeviceOptimizer) -> None:
 
 def _load_optimizer(optimizer: Any, state: dict[Any, Any], step: int) -> None:
     """`optimizer.load_state_dict` of one that is not distributed. Megatron-Core looks for torch's `step` among the tensors."""
-    chain = _chain(optimizer)
-    states = [state] if len(chain) == 1 else [state[place] for place in range(len(chain))]
-    for part, values in zip(chain, states, strict=True):
+    parts = chain(optimizer)
+    states = [state] if len(parts) == 1 else [state[place] for place in range(len(parts))]
+    for part, values in zip(parts, states, strict=True):
         if isinstance(part.optimizer, torch.optim.Adam):
             values.get("optimizer", values)["state"]["common_step"] = torch.tensor(float(step))
     optimizer.load_state_dict(state)
@@ -178,7 +178,7 @@ def _count_steps(optimizer: Any, step: int) -> None:
                 entry["step"] = torch.tensor(float(step))
 
 
-def _step_of(optimizer: Any) -> int:
+def steps_counted(optimizer: Any) -> int:
     """Steps that Adam has counted, for its bias correction; the same for all parameters.
 
     The highest count that is found: Megatron-Core leaves one in the parameter groups when it loads, which torch's Adam never advances.
@@ -189,17 +189,17 @@ def _step_of(optimizer: Any) -> int:
 
 def torch_optimizers(optimizer: Any) -> Iterator[torch.optim.Optimizer]:
     """What does the arithmetic; a hybrid one (`--optimizer_cpu_offload`) has parts on the GPU and on the host."""
-    for part in _chain(optimizer):
+    for part in chain(optimizer):
         if part.optimizer is not None:  # as where nothing trains on this rank
             yield part.optimizer
         yield from getattr(part.optimizer, "sub_optimizers", [])
 
 
-def _is_distributed(optimizer: Any) -> bool:
-    return all(isinstance(part, DistributedOptimizer) for part in _chain(optimizer))
+def is_distributed(optimizer: Any) -> bool:
+    return all(isinstance(part, DistributedOptimizer) for part in chain(optimizer))
 
 
-def _chain(optimizer: Any) -> list[Any]:
+def chain(optimizer: Any) -> list[Any]:
     """Dense and expert parameters have an optimizer each, where there is expert parallelism."""
     return getattr(optimizer, "chained_optimizers", [optimizer])
 

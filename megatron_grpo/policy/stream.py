@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -66,12 +67,24 @@ class PackedStream:
     causal: Part | None  # every query but those of padding once, on its segment, or on the chunk of it that lies here; None: all is padding
     full: tuple[Part, ...]  # what queries see besides: under context parallelism earlier chunks of their segment; their parent
     has_parents: bool
+    windowed: Callable[[int], tuple[Part | None, tuple[Part, ...]]]  # the same two where a token sees so many, itself among them
+    longest: int  # tokens of a segment and its parent
     cu_seqlens: torch.Tensor  # int32 [segments + 1], of the whole stream: what Transformer Engine's attention reads
     max_seqlen: int
-    rotation: Rotation | None = None  # of queries and keys, by the model that reads the stream; None: it has rotated them before
+    # Of queries and keys, by the model that reads the stream, for each of its ropes; (): it has rotated them before.
+    rotations: tuple[Rotation, ...] = ()
     qkv_format: str = "segments"
     local_cp_size: None = None
     cp_group: None = None
+
+    def within(self, window: int | None) -> PackedStream:
+        """As a layer reads it whose tokens see `window` tokens, themselves among them; all of them where it is None."""
+        if window is None or self.longest <= window:
+            return self
+        if self.has_parents:
+            raise ValueError(f"share_prompts needs attention to whole sequences, and a layer sees {window} of {self.longest} tokens")
+        causal, full = self.windowed(window)
+        return replace(self, causal=causal, full=full)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -98,6 +111,28 @@ class LocalBatch:
     trained: np.ndarray  # int64 [c], which of the C trained positions these are
     experts: Mapping[int, torch.Tensor]  # by place among the model's layers with experts, of this stage's: int16 [t, k], -1 routes freely
     seen: LocalPictures | None  # None: no picture's token is here
+
+
+def sequences(packed: PackedStream) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Of each run of queries their places, and those of all keys of their sequence up to the last query, in its order; int64.
+
+    Under context parallelism a sequence has two runs here. ValueError where sequences have parents.
+    """
+    if packed.has_parents:
+        raise ValueError("a sequence with a parent begins elsewhere in the stream")
+    earlier = {int(queries[0]): keys for part in packed.full for queries, keys in _pairs(part)}
+    for queries, keys in _pairs(packed.causal) if packed.causal else ():
+        before = earlier.get(int(queries[0]))
+        yield queries, keys if before is None else torch.cat([before, keys])
+
+
+def _pairs(part: Part) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    ways = ((part.queries, part.cu_queries), (part.keys, part.cu_keys))
+    return zip(*(_tensor(places, bounds).split(bounds.diff().tolist()) for places, bounds in ways), strict=True)
+
+
+def _tensor(places: Places, bounds: torch.Tensor) -> torch.Tensor:
+    return torch.arange(places.start, places.stop, device=bounds.device) if isinstance(places, slice) else places
 
 
 ToDevice = Callable[[np.ndarray], torch.Tensor]
@@ -150,15 +185,23 @@ def _seen(batch: MicroBatch, place: np.ndarray, tensor: ToDevice) -> LocalPictur
 def packed_stream(segments: Sequence[Segment], cp: int, rank: int, tensor: ToDevice, *, by_length: bool = False) -> PackedStream:
     """How rank `rank` of `cp` reads a stream of these segments. by_length: short ones may be copied, by length."""
     causal, full = _own(segments, cp, rank)
-    if by_length:
-        ordered = sorted(causal, key=lambda pair: len(pair[0]))
-        if (len(_runs(causal)) - len(_runs(ordered))) * TOKENS_A_CALL > sum(len(queries) for queries, _ in causal):
-            causal = ordered
     cu = np.array([0] + [segment.end for segment in segments], dtype=np.int32)
+
+    def diagonal(pairs: Sequence[Pair]) -> Part | None:
+        return _part(_by_length(pairs) if by_length else pairs, tensor, is_causal=True) if pairs else None
+
+    @functools.cache
+    def windowed(window: int) -> tuple[Part | None, tuple[Part, ...]]:
+        own, bands, seen = _in_window(causal, full, window)
+        parts = ((bands, True), (seen, False))
+        return diagonal(own), tuple(_part(pairs, tensor, is_causal=is_causal) for pairs, is_causal in parts if pairs)
+
     return PackedStream(
-        causal=_part(causal, tensor, is_causal=True) if causal else None,
+        causal=diagonal(causal),
         full=tuple(_part(pairs, tensor, is_causal=False) for pairs in (full, _inherited(segments, cp)) if pairs),
         has_parents=any(segment.parent >= 0 for segment in segments),
+        windowed=windowed,
+        longest=max(one.end - one.start + (segments[one.parent].length if one.parent >= 0 else 0) for one in segments),
         cu_seqlens=tensor(cu),
         max_seqlen=max(segment.end - segment.start for segment in segments),
     )
@@ -184,6 +227,47 @@ def _own(segments: Sequence[Segment], cp: int, rank: int) -> tuple[list[Pair], l
             if number:
                 full.append((queries, keys[: number * chunk]))
     return causal, full
+
+
+def _in_window(causal: Sequence[Pair], full: Sequence[Pair], window: int) -> tuple[list[Pair], list[Pair], list[Pair]]:
+    """What is left of `_own` where a token sees `window` tokens, itself among them, as (causal, causal, full): no part needs a mask.
+
+    Runs are cut into blocks of a window. In its own block a token sees what comes before it; of the block before it sees a triangle the
+    other way round, which is causal attention of what stands in reverse.
+    """
+    own: list[Pair] = []
+    bands: list[Pair] = []
+    seen: list[Pair] = []
+    for queries, keys in causal:
+        for begin in range(0, len(queries), window):
+            own.append((queries[begin : begin + window], keys[begin : begin + window]))
+            if begin:
+                _add_band(queries[begin : begin + window], keys[begin - window : begin], window, bands, seen)
+    for queries, keys in full:  # earlier chunks of the segment, which end where the queries begin
+        _add_band(queries[:window], keys[-window:], window, bands, seen)
+    return own, bands, seen
+
+
+def _add_band(queries: np.ndarray, keys: np.ndarray, window: int, bands: list[Pair], seen: list[Pair]) -> None:
+    """The keys come before the queries, side by side: query i sees all but the first i + 1 + len(keys) - window of them."""
+    if window == 1:
+        return
+    queries, keys = queries[: window - 1], keys[-(window - 1) :]
+    see_all = window - 1 - len(keys)
+    if len(queries[:see_all]):
+        seen.append((queries[:see_all], keys))
+    late = queries[see_all:]
+    if len(late):
+        bands.append((late[::-1], keys[: len(late)][::-1]))
+        if len(late) < len(keys):
+            seen.append((late, keys[len(late) :]))
+
+
+def _by_length(pairs: Sequence[Pair]) -> Sequence[Pair]:
+    """In the order of their lengths, where that saves calls enough to pay for the copies."""
+    ordered = sorted(pairs, key=lambda pair: len(pair[0]))
+    saves = (len(_runs(pairs)) - len(_runs(ordered))) * TOKENS_A_CALL > sum(len(queries) for queries, _ in pairs)
+    return ordered if saves else pairs
 
 
 def _inherited(segments: Sequence[Segment], cp: int) -> list[Pair]:

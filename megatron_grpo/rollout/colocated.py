@@ -23,7 +23,7 @@ from megatron_grpo.cleanup import CleanUp
 from megatron_grpo.data.eyes import Eyes
 from megatron_grpo.errors import ConfigError, GivenUp, Problem, RunError
 from megatron_grpo.parallel import collectives
-from megatron_grpo.rollout import vllm_experts, vllm_patches, vllm_pictures
+from megatron_grpo.rollout import vllm_experts, vllm_patches, vllm_pictures, vllm_same_bits
 from megatron_grpo.rollout.adapters import LoraPush
 from megatron_grpo.rollout.engine import SamplingSettings, WeightSyncError, prompt_seed
 from megatron_grpo.rollout.experts import ExpertLayers, of_group, told
@@ -78,6 +78,8 @@ class ColocatedEngine:
         from vllm import LLM
 
         vllm_patches.apply_patches(on_gpu=on_gpu)
+        if cfg.same_bits:
+            vllm_same_bits.prepare()
         tp = cfg.vllm_tensor_parallel_size
         max_model_len = cfg.vllm_max_model_len or max_model_len
         options = (gpu_options(cfg) if on_gpu else cpu_options(cfg)) | {"dtype": cfg.vllm_dtype or dtype}
@@ -86,7 +88,7 @@ class ColocatedEngine:
             options |= lora_options(room)
         if experts is not None:
             options |= vllm_experts.engine_options(on_gpu=on_gpu)
-        options |= vllm_pictures.engine_options(eyes, most_pictures, on_gpu=on_gpu)
+        options |= vllm_pictures.engine_options(eyes, most_pictures, on_gpu=on_gpu) | cfg.vllm_engine_kwargs
         if collectives.has_job():
             options["distributed_executor_backend"] = "external_launcher"  # one worker in each of the launcher's ranks
         device = torch.cuda.current_device() if on_gpu else None
@@ -99,7 +101,7 @@ class ColocatedEngine:
                     logprobs_mode="processed_logprobs",  # of the distribution sampled from; the default ignores temperature and top-p
                     disable_log_stats=True, use_tqdm_on_load=False, **options,
                 )  # fmt: skip
-            except (ValueError, RuntimeError, AssertionError) as error:
+            except (ValueError, TypeError, RuntimeError, AssertionError) as error:
                 problem = problem_of(cfg, max_model_len, on_gpu, str(error))
                 if problem is None:
                     raise

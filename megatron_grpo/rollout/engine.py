@@ -9,8 +9,8 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 from megatron_grpo.settings.config import RolloutConfig
 from megatron_grpo.types import Group, Prompt
@@ -43,16 +43,17 @@ class SamplingSettings:
     top_p: float = 1.0
     top_k: int = 0  # 0 is off
     stop: tuple[str, ...] = ()
+    more: Mapping[str, Any] = field(default_factory=dict)  # of vLLM's SamplingParams, as JSON has them
     stop_token_ids: tuple[int, ...] = ()  # besides the model's own end-of-text ids
 
     @classmethod
     def of(cls, cfg: RolloutConfig, *, num_generations: int) -> SamplingSettings:
         return cls(n=num_generations, max_completion_length=cfg.max_completion_length, temperature=cfg.temperature, top_p=cfg.top_p,
-                   top_k=cfg.top_k, stop=tuple(cfg.stop), stop_token_ids=tuple(cfg.stop_token_ids))  # fmt: skip
+                   top_k=cfg.top_k, more=cfg.generation_kwargs, stop=tuple(cfg.stop), stop_token_ids=tuple(cfg.stop_token_ids))  # fmt: skip
 
     def greedy(self) -> SamplingSettings:
         """One completion per prompt, the likeliest token each time."""
-        return SamplingSettings(n=1, max_completion_length=self.max_completion_length, temperature=0.0, stop=self.stop,
+        return SamplingSettings(n=1, max_completion_length=self.max_completion_length, temperature=0.0, more=self.more, stop=self.stop,
                                 stop_token_ids=self.stop_token_ids)  # fmt: skip
 
 

@@ -23,6 +23,7 @@ from megatron_grpo.rollout import wire
 from megatron_grpo.rollout.adapters import LoraPush
 from megatron_grpo.rollout.http import CONNECT, Call, Gone, Refused, Server, run_name, trust_of
 from megatron_grpo.settings.config import Config
+from megatron_grpo.settings.evaluation import longest_completion
 from megatron_grpo.settings.servers import Address, addresses_of, read_token
 
 SECONDS_BETWEEN_SIGNS = 10.0  # of life, to servers that are ours; and between two words while waiting
@@ -95,7 +96,7 @@ class Needs:
 def needs_of(cfg: Config, longest_prompt: int, lora: LoraPush | None, *, eyes: Eyes | None = None, most_pictures: int = 0) -> Needs:
     """longest_prompt: of the data, in tokens. lora: how adapters are pushed. eyes: of a model that sees. most_pictures: of a prompt."""
     return Needs(
-        max_model_len=longest_prompt + cfg.rollout.max_completion_length,
+        max_model_len=longest_prompt + longest_completion(cfg),
         adapter_rank=lora.slot_rank if lora else 0,
         tells_experts=cfg.grpo.router_replay_mode == "R3",
         limit_images=max(1, most_pictures) if eyes else 0,  # one that is probed with

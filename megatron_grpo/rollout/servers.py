@@ -348,7 +348,7 @@ def _request(prompt: Prompt, sampling: SamplingSettings, seed: int) -> wire.Requ
 def _on_the_wire(sampling: SamplingSettings) -> wire.Sampling:
     return wire.Sampling(
         temperature=sampling.temperature, top_p=sampling.top_p, top_k=sampling.top_k, stop=sampling.stop,
-        stop_token_ids=sampling.stop_token_ids,
+        stop_token_ids=sampling.stop_token_ids, more=dict(sampling.more),
     )  # fmt: skip
 
 

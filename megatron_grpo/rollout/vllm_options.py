@@ -64,4 +64,7 @@ def problem_of(cfg: RolloutConfig, max_model_len: int, on_gpu: bool, error: str)
         return Problem(flags=["vllm_max_model_len", "max_completion_length"], message=(
             f"prompt and completion may have {max_model_len} tokens together, but the model was made for {positions} positions. "
             "Lower max_completion_length, max_prompt_length or vllm_max_model_len."))  # fmt: skip
+    if cfg.vllm_engine_kwargs:
+        given = ", ".join(f"{name}={value}" for name, value in cfg.vllm_engine_kwargs.items())
+        return Problem(flags=["vllm_engine_kwargs"], message=f"vLLM does not start with vllm_engine_kwargs {given}. It says: {error}")
     return None

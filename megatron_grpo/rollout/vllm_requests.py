@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron_grpo.rollout.engine import SamplingSettings
 
 
 def sampling_params(sampling: SamplingSettings, seed: int | None, **more: Any) -> Any:
-    """vLLM's SamplingParams. more: of its own arguments."""
+    """vLLM's SamplingParams. more: of its own arguments. Raises ValueError for what it does not take."""
     from vllm import SamplingParams
+    from vllm.sampling_params import StructuredOutputsParams
+
+    asked = dict(sampling.more)
+    if isinstance(asked.get("structured_outputs"), Mapping):
+        asked["structured_outputs"] = StructuredOutputsParams(**asked["structured_outputs"])
+    if bias := asked.get("logit_bias"):
+        asked["logit_bias"] = {int(token): float(value) for token, value in bias.items()}  # JSON's keys are words
 
     return SamplingParams(
         n=sampling.n, temperature=sampling.temperature, top_p=sampling.top_p, top_k=sampling.top_k, seed=seed,
         max_tokens=sampling.max_completion_length, stop=list(sampling.stop), stop_token_ids=list(sampling.stop_token_ids),
         logprobs=0, flat_logprobs=True,  # the sampled token's only, in lists instead of an object a token
-        **more,
+        **asked, **more,
     )  # fmt: skip
 
 

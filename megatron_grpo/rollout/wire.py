@@ -11,7 +11,7 @@ import base64
 import json
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, Literal, TypeVar
 
 import numpy as np
@@ -83,6 +83,7 @@ class Sampling:
     top_k: int = 0  # 0 is off
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
+    more: dict[str, Any] = field(default_factory=dict)  # of vLLM's SamplingParams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -246,7 +247,7 @@ def _read(cls: type[Body], form: Any, where: str) -> Body:
     known: dict[str, Any] = {f.name: f for f in fields(cls)}  # type: ignore[arg-type]  # every class here is a dataclass
     if unknown := [name for name in form if name not in known]:
         raise Malformed(f"{where} has no field {unknown[0]!r}; its fields are {', '.join(known) or 'none'}")
-    needed = [name for name, f in known.items() if f.default is MISSING and name not in form]
+    needed = [name for name, f in known.items() if f.default is MISSING and f.default_factory is MISSING and name not in form]
     if needed:
         raise Malformed(f"{where} lacks {', '.join(needed)}")
     return cls(**{name: _value(known[name].type, value, f"{where}.{name}") for name, value in form.items()})

@@ -7,8 +7,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megatron_grpo.build import ENGINES, answering, build_evaluator, choose_tuner, model_of, sharing_here
+from megatron_grpo.build import ENGINES, answering, build_evaluator, build_loaded
 from megatron_grpo.checkpoint.manifest import read_manifest
+from megatron_grpo.checkpoint.opened import layout_of, settings_of_checkpoint
 from megatron_grpo.cleanup import CleanUp
 from megatron_grpo.errors import EXIT_DONE, ConfigError, Problem
 from megatron_grpo.inputs import Looked, read_to_evaluate
@@ -19,10 +20,7 @@ from megatron_grpo.parallel import state
 from megatron_grpo.parallel.state import ParallelState
 from megatron_grpo.planning.check_tuner import tuner_problems, with_adapter
 from megatron_grpo.policy.loaded import LoadedModel
-from megatron_grpo.policy.policy import cut_for
-from megatron_grpo.policy.scorer import ModelScorer
 from megatron_grpo.rewards.loading import close_rewards
-from megatron_grpo.run.exporting import layout_of, load_weights, settings_of_checkpoint
 from megatron_grpo.run.life import start_parallel, take_output_dir
 from megatron_grpo.settings import Parsed
 from megatron_grpo.settings.checks import validate
@@ -104,21 +102,14 @@ def loaded(cfg: Config, looked: Looked, parallel: ParallelState) -> tuple[int, L
     is_of_checkpoint = _is_of_checkpoint(cfg)
     if not is_of_checkpoint and not cfg.tuner.adapters and cfg.rollout.vllm_mode == "colocate":
         return 0, None
-    sharing_here(cfg, looked.shape, parallel)
-    exchange, loaded_chunks = model_of(cfg, looked.shape, parallel, model_path=looked.model_path)
-    chunks = loaded_chunks()
-    adapters = choose_tuner(cfg, chunks, exchange)
+    checkpoint = Path(cfg.run.resume) if is_of_checkpoint else None
+    model = build_loaded(cfg, looked.shape, parallel, model_path=looked.model_path, checkpoint=checkpoint)
     step = 0
     if is_of_checkpoint:
-        directory = Path(cfg.run.resume)
-        load_weights(chunks, directory)
-        manifest = read_manifest(directory)
+        manifest = read_manifest(Path(cfg.run.resume))
         assert not isinstance(manifest, str)  # it has been read before
         step = manifest.step
-    for chunk in chunks:
-        chunk.eval().requires_grad_(False)
-    cut = cut_for(parallel, chunks[0].config, micro_batch_size=1, max_tokens=None)
-    return step, LoadedModel(chunks, ModelScorer(chunks, parallel, cut), exchange, adapters)
+    return step, model
 
 
 def _tell(cfg: Config, display: Display, step: int, evaluated: Sequence[Evaluated]) -> None:
@@ -144,8 +135,8 @@ def _is_of_checkpoint(cfg: Config) -> bool:
 
 def _without_other_sets(cfg: Config, *, typed: Config) -> Config:
     """Who names sets means those, and not the ones of the run as well."""
-    said = {name for name in ("eval_dataset", "eval_datasets") if name in typed.typed}
-    nothing: dict[str, Any] = {"eval_dataset": "", "eval_datasets": {}}
+    nothing: dict[str, Any] = {"eval_dataset": "", "eval_datasets": {}, "split_dataset_ratio": 0.0}
+    said = {name for name in nothing if name in typed.typed}
     return cfg.with_values({name: value for name, value in nothing.items() if name not in said}) if said else cfg
 
 

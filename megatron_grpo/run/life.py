@@ -54,7 +54,7 @@ def run_training(made: Plan, inputs: Inputs, **parts: Any) -> int:
             with CleanUp() as opened, reported(peers, watchdog):
                 take_output_dir(cfg, parallel, opened)
                 repositories = hub.open_repositories(cfg, exports(cfg))
-                train_and_export(made, inputs, parallel, signal, opened, parts)
+                train_and_export(made, inputs, parallel, signal, opened, parts, watchdog)
         except Interrupted as stopped:
             stopped.is_final = signal.is_final
             leave_together(cfg, parallel, peers, signal)
@@ -101,13 +101,17 @@ def launched_at() -> float:
     return time.monotonic() - age_of(launcher_pid() if launcher.read().by_torchrun else os.getpid())
 
 
-def train_and_export(made: Plan, inputs: Inputs, parallel: ParallelState, signal: StopSignal, clean_up: CleanUp, parts) -> None:
+def train_and_export(
+    made: Plan, inputs: Inputs, parallel: ParallelState, signal: StopSignal, clean_up: CleanUp, parts, watchdog: Watchdog | None
+) -> None:
     """The run itself. Collective. clean_up: gets what this opens."""
     cfg = made.checked.config
     if parallel.is_main:
         print_report(made, is_short=True)
     run = build_run(made, inputs, parallel, signal, **parts)
     clean_up.add(run.engine.close)
+    if watchdog is not None:
+        watchdog.leaves_behind = run.witness.leave_behind
     try:
         train.train(run)
         if cfg.run.export_hf:

@@ -127,7 +127,7 @@ def rehearse(cfg: Config, num_rows: int = ROWS) -> Rehearsal:
 
 
 def _rows(cfg: Config, eyes: Eyes | None, *, is_blind: bool) -> PromptRows:
-    rows = load_rows(cfg.data, eyes=eyes, is_blind=is_blind)
+    rows = load_rows(cfg.data, eyes=eyes, is_blind=is_blind, seed=cfg.run.seed)
     check_pictures(rows, at_most=MOST_LENGTHS)
     return rows
 
@@ -139,7 +139,7 @@ def _look_at_prompts(
     found: Rehearsal, cfg: Config, rows: PromptRows, tokenizer: Any, environment: type[Environment] | None, eyes: Eyes | None
 ) -> None:
     tools = environment.tools if environment is not None else ()
-    encode = PromptEncoder(tokenizer, system=cfg.data.system, enable_thinking=cfg.data.enable_thinking, tools=tools, eyes=eyes)
+    encode = PromptEncoder(tokenizer, system=cfg.data.system, options=cfg.data.template_options, tools=tools, eyes=eyes)
     tokens: list[int] = []  # of each picture
     lengths, refused = [], Counter[str]()
     for index in _spread(len(rows), MOST_LENGTHS):

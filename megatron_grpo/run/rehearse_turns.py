@@ -80,7 +80,7 @@ def play_rows(
     model_path: Path,
 ) -> dict[str, Played]:
     """An episode a row and kind. picked: places in `rows`. kinds: what the model says at every turn, by row."""
-    encode = PromptEncoder(tokenizer, system=cfg.data.system, enable_thinking=cfg.data.enable_thinking, tools=environment.tools)
+    encode = PromptEncoder(tokenizer, system=cfg.data.system, options=cfg.data.template_options, tools=environment.tools)
     prompts = [
         Prompt(number=place, row=int(rows.keep[index]), raw=rows.raw(index), token_ids=encode(rows.raw(index)), columns=rows.columns(index))
         for place, index in enumerate(picked)

@@ -135,6 +135,7 @@ class Watchdog:
         self.rank, self.processes, self.output_dir = rank, processes, output_dir
         self._link = _Link(store.clone())  # a connection of its own: the main thread may be waiting on the other one
         self._leaves, self._page = leaves, page
+        self.leaves_behind: Callable[[str], object] | None = None  # told that ranks hang, it writes down what this rank was at
         self._alarms = Alarms(timeout, self.period)
         self._main = threading.main_thread().ident or 0
         stacks.register()
@@ -237,6 +238,7 @@ class Watchdog:
         try:
             leads = self._link.claim("alarm", str(self.rank))
             self._link.set(f"account/{self.rank}", json.dumps(asdict(self._my_account())))
+            self._leave_behind()
             if leads:
                 silent = self._without_account(expected=[self._neighbour] if reason == "silent" else [])
                 self._link.set("silent", json.dumps(silent))
@@ -275,6 +277,14 @@ class Watchdog:
     @property
     def _patience(self) -> float:
         return 8 * self.period + 3 * SECONDS_TO_ANSWER
+
+    def _leave_behind(self) -> None:
+        if self.leaves_behind is None:
+            return
+        try:
+            self.leaves_behind(f"a rank hangs (rank_heartbeat_timeout {self.timeout:g} s)")
+        except Exception as error:  # noqa: BLE001 - whatever it is, who hangs must be named all the same
+            print(f"{PREFIX}rank {self.rank} could keep nothing of its step: {error}", file=sys.stderr, flush=True)
 
     def _my_account(self) -> Account:
         phases = activity.current()

@@ -80,7 +80,7 @@ class ServedEngine:
         room = _room(serving, on_gpu=on_gpu)
         try:
             llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**_options(serving, room, on_gpu=on_gpu)))
-        except (ValueError, RuntimeError, AssertionError) as error:
+        except (ValueError, TypeError, RuntimeError, AssertionError) as error:
             # The reason is in the log of the engine's process; what the settings can mend is said by the first of these.
             problem = problem_of(rollout, serving.max_model_len or serving.shape.max_position_embeddings or 0, on_gpu, str(error))
             if problem is None:
@@ -108,7 +108,7 @@ class ServedEngine:
 
         settings = SamplingSettings(
             n=request.n, max_completion_length=request.max_tokens, temperature=sampling.temperature, top_p=sampling.top_p,
-            top_k=sampling.top_k, stop=sampling.stop, stop_token_ids=sampling.stop_token_ids,
+            top_k=sampling.top_k, stop=sampling.stop, stop_token_ids=sampling.stop_token_ids, more=sampling.more,
         )  # fmt: skip
         try:
             params = sampling_params(settings, request.seed, output_kind=RequestOutputKind.FINAL_ONLY)
@@ -116,7 +116,7 @@ class ServedEngine:
             output = await self._ask(prompt, params, place)
             if request.shown and (wrong := difference(output, request.ids)):
                 return wire.Answer(key=request.key, error=f"{wrong}.")
-        except (ValueError, VLLMValidationError) as error:  # wrong with this request; any other error is the engine's
+        except (ValueError, TypeError, VLLMValidationError) as error:  # wrong with this request; any other error is the engine's
             return wire.Answer(key=request.key, error=str(error))
         drawn = tuple(_drawn(one, self._told(one, len(request.ids), place)) for place, one in enumerate(output.outputs))
         if any(spans != version for one in drawn for spans, _, _ in one.versions):
@@ -263,7 +263,7 @@ def _options(serving: Serving, room: LoraPush | None, *, on_gpu: bool) -> dict[s
         from megatron_grpo.rollout.vllm_adapters import lora_options
 
         options |= lora_options(room)
-    options |= engine_options(serving.eyes, cfg.data.limit_images or DEFAULT_IMAGES, on_gpu=on_gpu)
+    options |= engine_options(serving.eyes, cfg.data.limit_images or DEFAULT_IMAGES, on_gpu=on_gpu) | rollout.vllm_engine_kwargs
     return options | {
         "model": str(serving.model_path),
         "dtype": serving.dtype,

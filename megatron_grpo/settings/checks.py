@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from megatron_grpo.errors import Problem
-from megatron_grpo.settings import ahead, evaluation, own, servers, tuner, turns
+from megatron_grpo.settings import ahead, evaluation, own, passed_on, schedule, servers, tuner, turns
 from megatron_grpo.settings.config import Config
 from megatron_grpo.settings.read import COMMAND_LINE
 from megatron_grpo.settings.secrets import secrets_in
-from megatron_grpo.settings.table import table
+from megatron_grpo.settings.table import bytes_of, table
 
 LARGEST_WEIGHT = 1e6  # times the largest reward (rewards.protocol), still a number whose square is one
 
@@ -78,12 +78,15 @@ def validate(cfg: Config, unreadable: Collection[str] = ()) -> list[Problem]:
 
 def _pairs(cfg: Config) -> Iterator[tuner.Pair]:
     yield from _training(cfg)
+    yield from schedule.pairs(cfg)
     yield from tuner.pairs(cfg)
     yield from servers.pairs(cfg)
     yield from ahead.pairs(cfg)
     yield from turns.pairs(cfg)
     yield from own.pairs(cfg)
+    yield from passed_on.pairs(cfg)
     yield from _sampling_and_rewards(cfg)
+    yield from _mixtures(cfg)
     yield from _files(cfg)
     yield from _of_a_server(cfg)
 
@@ -125,15 +128,6 @@ def _training(cfg: Config) -> Iterator[tuner.Pair]:
                 "and recompute_num_layers 1.",
                 {},
             )
-    if opt.min_lr > opt.lr:
-        yield ("min_lr", "lr"), f"min_lr ({opt.min_lr}) must not be above lr ({opt.lr}).", {"min_lr": [opt.lr], "lr": [opt.min_lr]}
-    if opt.lr_warmup_iters and opt.lr_warmup_fraction is not None:
-        yield (
-            ("lr_warmup_iters", "lr_warmup_fraction"),
-            f"lr_warmup_iters ({opt.lr_warmup_iters}) and lr_warmup_fraction "
-            f"({opt.lr_warmup_fraction}) both say how long the warm-up is. Keep one of them.",
-            {"lr_warmup_iters": [0], "lr_warmup_fraction": ["none"]},
-        )
     if opt.overlap_param_gather and not (opt.use_distributed_optimizer and opt.overlap_grad_reduce):
         yield (
             ("overlap_param_gather", "overlap_grad_reduce", "use_distributed_optimizer"),
@@ -146,14 +140,16 @@ def _training(cfg: Config) -> Iterator[tuner.Pair]:
 
 def _sampling_and_rewards(cfg: Config) -> Iterator[tuner.Pair]:
     rollout, rewards = cfg.rollout, cfg.rewards
-    longest = (cfg.data.max_prompt_length or 1) + rollout.max_completion_length
+    longest = (cfg.data.max_prompt_length or 1) + evaluation.longest_completion(cfg)
     if rollout.vllm_max_model_len is not None and rollout.vllm_max_model_len < longest:
         prompt = f"max_prompt_length ({cfg.data.max_prompt_length})" if cfg.data.max_prompt_length else "a prompt (at least 1 token)"
+        is_longer = evaluation.longest_completion(cfg) > rollout.max_completion_length
+        said = "eval_max_completion_length" if is_longer else "max_completion_length"
         yield (
-            ("vllm_max_model_len", "max_prompt_length", "max_completion_length"),
+            ("vllm_max_model_len", "max_prompt_length", said),
             f"vllm_max_model_len "
             f"({rollout.vllm_max_model_len}) is less "
-            f"than {prompt} + max_completion_length ({rollout.max_completion_length}) = {longest}. Use vllm_max_model_len {longest}.",
+            f"than {prompt} + {said} ({evaluation.longest_completion(cfg)}) = {longest}. Use vllm_max_model_len {longest}.",
             {"vllm_max_model_len": [longest]},
         )
     weights, functions = len(rewards.reward_weights), len(rewards.reward_funcs)
@@ -166,8 +162,24 @@ def _sampling_and_rewards(cfg: Config) -> Iterator[tuner.Pair]:
     yield from evaluation.evaluation_pairs(cfg)
 
 
+def _mixtures(cfg: Config) -> Iterator[tuner.Pair]:
+    data = cfg.data
+    sets, weights = 1 + len(data.further_datasets), data.interleave_prob
+    if weights and len(weights) != sets:
+        yield ("interleave_prob", "dataset"), f"interleave_prob has {len(weights)} weights for {sets} data sets: one each, or none.", {}
+    if not weights and data.stopping_strategy != "first_exhausted":
+        message = f"stopping_strategy ({data.stopping_strategy}) says where a mixture by interleave_prob ends, and there are no weights."
+        yield ("stopping_strategy", "interleave_prob"), message, {"stopping_strategy": ["first_exhausted"]}
+    if data.further_datasets and not data.dataset:
+        yield ("further_datasets", "dataset"), "further_datasets come after dataset, which is not given.", {}
+    if len(set(data.columns.values())) < len(data.columns):
+        yield ("columns",), "columns: two columns cannot get one name.", {}
+
+
 def _files(cfg: Config) -> Iterator[tuner.Pair]:
     run = cfg.run
+    if bytes_of(run.max_shard_size) is None:
+        yield ("max_shard_size",), f"max_shard_size ({run.max_shard_size}) is a size above 0, such as 5GB, 500MB or 2GiB.", {}
     for name in ("hub_model_id", "hub_private_repo"):
         if getattr(run, name) is not None and not run.push_to_hub:
             message = f"{name} ({getattr(run, name)}) does nothing without push_to_hub true. Give that, or leave it out."
@@ -178,6 +190,13 @@ def _files(cfg: Config) -> Iterator[tuner.Pair]:
             "push_to_hub true uploads what export_hf writes, which is false. Use export_hf true.",
             {"export_hf": [True], "push_to_hub": [False]},
         )
+    for name in ("audit_steps", "audit_action"):
+        if name in cfg.typed and not run.audit:
+            message = f"{name} ({getattr(run, name)}) does nothing without audit true. Give that, or leave it out."
+            yield (name, "audit"), message, {"audit": [True]}
+    if "capsule_weights_gb" in cfg.typed and run.capsules == 0:
+        message = f"capsule_weights_gb ({run.capsule_weights_gb:g}) does nothing with capsules 0. Use capsules 1, or leave it out."
+        yield ("capsule_weights_gb", "capsules"), message, {"capsules": [1]}
     if cfg.plan.lengths and not Path(cfg.plan.lengths).is_file():
         yield ("lengths",), f"lengths: {cfg.plan.lengths} is not a file. It holds a prompt and a completion length a line.", {}
     if cfg.plan.png and not Path(cfg.plan.png).parent.is_dir():

@@ -6,69 +6,11 @@ sections of a YAML file; the names are unique over all groups, so a flat file wo
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Range:
-    """The numbers that a setting may be; None is no bound. Sizes that must divide are the business of `sizing`."""
-
-    at_least: float | None = None
-    above: float | None = None
-    at_most: float | None = None
-    below: float | None = None
-
-    def __str__(self) -> str:
-        bounds = {"at least": self.at_least, "above": self.above, "at most": self.at_most, "below": self.below}
-        return " and ".join(f"{words} {bound}" for words, bound in bounds.items() if bound is not None)
-
-    def admits(self, value: float) -> bool:
-        return (
-            (self.at_least is None or value >= self.at_least)
-            and (self.above is None or value > self.above)
-            and (self.at_most is None or value <= self.at_most)
-            and (self.below is None or value < self.below)
-        )
-
-    def nearest(self, value: float) -> list[float]:
-        """The closest number inside, where there is one."""
-        for bound, is_beyond in ((self.at_least, lambda edge: value < edge), (self.at_most, lambda edge: value > edge)):
-            if bound is not None and is_beyond(bound):
-                return [bound]
-        return []
-
-
-def setting(
-    default: Any,
-    help: str,
-    *,
-    unit: str = "",
-    choices: Sequence[str] = (),
-    aliases: Sequence[str] = (),
-    refused: Mapping[str, str] | None = None,
-    **bounds: float,
-) -> Any:
-    """A dataclass field that knows how to present itself. `aliases` are other names that users of TRL or Megatron type.
-
-    refused: values known elsewhere and not here, with the reason, so that nobody trains something else believing it is this.
-    bounds: the range of a number, see `Range`. It stands nowhere else.
-    """
-    meta = {
-        "help": help,
-        "unit": unit,
-        "choices": tuple(choices),
-        "aliases": tuple(aliases),
-        "refused": dict(refused or {}),
-        "range": Range(**bounds),
-    }
-    if isinstance(default, (list, tuple)):
-        values = tuple(default)
-        return field(default_factory=lambda: list(values), metadata=meta)
-    if isinstance(default, dict):
-        return field(default_factory=dict, metadata=meta)
-    return field(default=default, metadata=meta)
+from megatron_grpo.settings.field import setting
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,10 +41,14 @@ class ModelConfig:
     )
     recompute_modules: list[str] = setting(["core_attn"], "what selective recompute covers")
     vit_gradient_checkpointing: bool = setting(True, "recompute a vision tower that trains, layer by layer")
+    cast_lm_head_to_fp32: bool = setting(False, "bfloat16: the trainer's output layer multiplies in float32; the sampler's does as it does")
     logprob_chunk_size: int = setting(1024, "positions whose logits exist at one time", unit="tokens", at_least=1)
     moe_aux_loss_coeff: float = setting(0.0, "load-balancing loss; only 0 is independent of the layout, others are refused")
     moe_z_loss_coeff: float | None = setting(None, "router z-loss, normalised over the global batch", at_least=0)
-    moe_token_dispatcher_type: str = setting("alltoall", "how tokens travel to experts", choices=["alltoall", "allgather"])
+    megatron_extra_kwargs: dict[str, Any] = setting(
+        {}, "fields of Megatron-Core's TransformerConfig that say how fast and where the same is computed: name=value, or JSON"
+    )
+    moe_token_dispatcher_type: str = setting("alltoall", "how tokens travel to experts", choices=["alltoall", "allgather", "flex"])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,6 +117,14 @@ class ParallelConfig:
     virtual_pipeline_model_parallel_size: int | None = setting(None, "model chunks per pipeline stage (VPP)", unit="chunks")
     decoder_first_pipeline_num_layers: int | None = setting(None, "layers of the first stage, when stages are uneven", unit="layers")
     decoder_last_pipeline_num_layers: int | None = setting(None, "layers of the last stage, when stages are uneven", unit="layers")
+    account_for_embedding_in_pipeline_split: bool = setting(False, "the embedding counts as a layer where stages are cut even")
+    account_for_loss_in_pipeline_split: bool = setting(False, "the head and the loss count as a layer where stages are cut even")
+    pipeline_model_parallel_layout: str | None = setting(
+        None, "what every stage holds, in Megatron-Core's language: E embedding, t layer, L loss, | next stage, Et*3|(tt|)*2tL"
+    )
+    microbatch_group_size_per_vp_stage: int | None = setting(
+        None, "interleaved schedule: micro-batches that a chunk computes in a row (default: PP)", unit="micro-batches", at_least=1
+    )
     context_parallel_size: int = setting(1, "context parallel (CP)", unit="ranks")
     expert_model_parallel_size: int = setting(1, "expert parallel (EP)", unit="ranks")
     expert_tensor_parallel_size: int = setting(1, "tensor parallel inside an expert (ETP)", unit="ranks")
@@ -180,6 +134,19 @@ class ParallelConfig:
         300.0, "a rank that hangs or is stopped is named after this, and the run ends; 0: never", unit="seconds",
         aliases=["ft_rank_heartbeat_timeout"], at_least=0,
     )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelConfig:
+    """Kernels and exchanges (Megatron-Core's, on GPUs)"""
+
+    cp_comm_type: str | None = setting(
+        None, "how attention exchanges keys under context parallelism, with Transformer Engine (default: its own, p2p)",
+        choices=["p2p", "a2a", "allgather", "a2a+p2p"],
+    )  # fmt: skip
+    moe_permute_fusion: bool = setting(False, "Transformer Engine's fused permutation of tokens to experts")
+    moe_shared_expert_overlap: bool = setting(False, "compute shared experts while tokens travel to the others")
+    moe_enable_deepep: bool = setting(False, "tokens travel by DeepEP; with moe_token_dispatcher_type flex")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,7 +186,14 @@ class BatchConfig:
 class DataConfig:
     """Data"""
 
-    dataset: str = setting("", "prompts: .jsonl, .json, .parquet, a directory, or a Hub name")
+    dataset: str = setting(
+        "", "prompts: .jsonl, .json, .parquet, a directory, or a Hub name; NAME#500 is 500 rows of it; several are mixed"
+    )
+    further_datasets: list[str] = setting([], "the second and later words of dataset")
+    interleave_prob: list[float] = setting([], "weights of several data sets, in their order (default: all rows of all)", above=0)
+    stopping_strategy: str = setting("first_exhausted", "where a weighted mixture ends", choices=["first_exhausted", "all_exhausted"])
+    columns: dict[str, str] = setting({}, "other names for columns: name in the data = name here")
+    split_dataset_ratio: float = setting(0.0, "share of the data set that is held out, as the set eval", at_least=0, below=1)
     dataset_split: str = setting("train", "split, where the data set has several")
     max_prompt_length: int | None = setting(
         None, "longer prompts are refused or dropped (see truncation_strategy)", unit="tokens", at_least=1
@@ -227,6 +201,7 @@ class DataConfig:
     truncation_strategy: str = setting("raise", "what happens to a prompt that is too long", choices=["raise", "delete", "left"])
     system: str | None = setting(None, "system message put before a chat prompt that has none")
     enable_thinking: bool | None = setting(None, "handed to the chat template where it knows it")
+    chat_template_kwargs: dict[str, Any] = setting({}, "handed to the chat template: name=value, or JSON")
     dataset_shuffle: bool = setting(True, "seeded permutation per epoch; false keeps file order")
     load_from_cache_file: bool = setting(True, "tokenise a data set once a machine, into the user's cache directory")
     data_root: str | None = setting(None, "paths of pictures are inside this directory (default: that of the data set)")
@@ -237,6 +212,11 @@ class DataConfig:
         None, "smaller pictures are made larger (default: the variable MIN_PIXELS, else the model's own)", unit="pixels", at_least=1
     )
     limit_images: int | None = setting(None, "most pictures of a prompt (default: as many as the data have)", unit="pictures", at_least=1)
+
+    @property
+    def template_options(self) -> dict[str, Any]:
+        """What the chat template is given besides messages and tools."""
+        return {**self.chat_template_kwargs, **({} if self.enable_thinking is None else {"enable_thinking": self.enable_thinking})}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -263,6 +243,9 @@ class RolloutConfig:
     temperature: float = setting(1.0, "sampling temperature; training log-probs use the same", at_least=0.01, at_most=2)
     top_p: float = setting(1.0, "nucleus sampling", above=0, at_most=1)
     top_k: int = setting(0, "top-k sampling, 0 is off", unit="tokens", at_least=0)
+    generation_kwargs: dict[str, Any] = setting(
+        {}, "more of vLLM's SamplingParams, of those that leave the distribution as it is: name=value, or JSON"
+    )
     stop: list[str] = setting([], "strings that end a completion", aliases=["stop_words"])
     stop_token_ids: list[int] = setting([], "token ids that end a completion, besides the model's own end-of-text ids", at_least=0)
     vllm_tensor_parallel_size: int = setting(1, "ranks that share one engine", unit="ranks")
@@ -273,8 +256,10 @@ class RolloutConfig:
     )
     vllm_max_num_seqs: int = setting(256, "sequences decoded together", unit="sequences", at_least=1)
     vllm_dtype: str | None = setting(None, "sampling dtype (default: torch_dtype)", choices=["float32", "bfloat16"])
+    same_bits: bool = setting(False, "the trainer computes with the arithmetic of the sampler, bit for bit (CPU, colocate; docs/proof.md)")
     vllm_enforce_eager: bool = setting(False, "no CUDA graphs (always eager on CPU)")
     vllm_enable_prefix_caching: bool = setting(True, "share the KV cache of equal prefixes; reset at every weight push")
+    vllm_engine_kwargs: dict[str, Any] = setting({}, "more of vLLM's EngineArgs: name=value, or JSON")
     sleep_level: int = setting(
         0,
         "vLLM sleep while training: 0 off, 1 weights to host, 2 weights dropped (GPU only); 1 where adapters train",
@@ -383,14 +368,7 @@ class GrpoConfig:
     loss_type: str = setting(
         "grpo",
         "normalisation and objective",
-        choices=["grpo", "bnpo", "dapo", "dr_grpo", "sequence_sum", "cispo", "sapo"],
-        refused={
-            "luspo": "it weights each sequence by its length, which the token weights here do not "
-            "express. Nearest: sequence_sum with importance_sampling_level sequence",
-            "vespo": "its sequence-level gamma weights are not implemented. Nearest: cispo",
-            "real": "it is not implemented",
-            "fipo": "it is not implemented",
-        },
+        choices=["grpo", "bnpo", "dapo", "dr_grpo", "sequence_sum", "cispo", "sapo", "luspo", "vespo", "fipo", "real"],
     )
     epsilon: float = setting(0.2, "clip range below 1", above=0)
     epsilon_high: float | None = setting(None, "clip range above 1 (default epsilon; cispo: bound on the ratio, default 5.0)", above=0)
@@ -398,8 +376,24 @@ class GrpoConfig:
     importance_sampling_level: str = setting("token", "what the ratio is taken over", choices=["token", "sequence", "sequence_token"])
     sapo_temperature_pos: float = setting(1.0, "SAPO temperature for positive advantages", aliases=["tau_pos"], above=0)
     sapo_temperature_neg: float = setting(1.05, "SAPO temperature for negative advantages", aliases=["tau_neg"], above=0)
+    vespo_k_pos: float = setting(2.0, "VESPO, A at least 0: power of the sequence's weight", at_least=0)
+    vespo_lambda_pos: float = setting(3.0, "VESPO, A at least 0: exponential decay of large weights", above=0)
+    vespo_k_neg: float = setting(3.0, "VESPO, A below 0: power of the sequence's weight", at_least=0)
+    vespo_lambda_neg: float = setting(2.0, "VESPO, A below 0: exponential decay of large weights", above=0)
+    fipo_decay_rate: float = setting(32.0, "FIPO: distance at which a later token counts half", unit="tokens", above=0)
+    fipo_clip_range: float | None = setting(
+        0.2, "FIPO: how far a token's influence may be from 1; 0 or none: anywhere", at_least=0, below=1
+    )
+    fipo_clip_high_only: bool = setting(True, "FIPO: an influence is never below 1")
+    fipo_safety_threshold: float | None = setting(
+        4.0, "FIPO: where A is below 0 and the ratio above this, the influence is 0.8 to 1", above=0
+    )
+    real_tau: float = setting(0.5, "REAL: temperature of the classifier", unit="nats", above=0)
     beta: float = setting(0.0, "KL coefficient; 0 loads no reference model", at_least=0)
     kl_estimator: str = setting("k3", "per-token KL estimate", choices=["k1", "k2", "k3"])
+    ref_model: str | None = setting(
+        None, "the reference of the KL is this checkpoint of the same architecture, a directory or Hub name (default: model as it begins)"
+    )
     use_bias_correction_kl: bool = setting(True, "multiply the KL by the ratio, differentiably")
     kl_in_reward: bool = setting(False, "subtract the KL from the reward instead of adding it to the loss")
     entropy_coef: float = setting(0.0, "entropy bonus")
@@ -449,13 +443,27 @@ class OptimizerConfig:
     vit_lr: float | None = setting(None, "peak learning rate of a vision tower (default: lr)", at_least=0)
     aligner_lr: float | None = setting(None, "peak learning rate of its aligner (default: lr)", at_least=0)
     lr_decay_style: str = setting(
-        "constant", "shape after warm-up", choices=["constant", "linear", "cosine"], aliases=["lr_scheduler_type"]
+        "constant",
+        "shape after warm-up; WSD stays at lr, and falls in its last lr_wsd_decay_iters",
+        choices=["constant", "linear", "cosine", "inverse-square-root", "WSD"],
+        aliases=["lr_scheduler_type"],
+    )
+    lr_decay_iters: int | None = setting(None, "the decay ends here, at min_lr (default: with the run)", unit="optimizer steps", at_least=1)
+    lr_wsd_decay_iters: int | None = setting(None, "WSD: length of its last part", unit="optimizer steps", at_least=1)
+    lr_wsd_decay_style: str = setting(
+        "exponential", "WSD: shape of its last part", choices=["exponential", "linear", "cosine", "minus_sqrt"]
     )
     lr_warmup_iters: int = setting(0, "linear warm-up", unit="optimizer steps", aliases=["warmup_steps"], at_least=0)
     lr_warmup_fraction: float | None = setting(
         None, "linear warm-up as a share of the run, instead of lr_warmup_iters", aliases=["warmup_ratio"], at_least=0, at_most=1
     )
+    lr_warmup_init: float = setting(0.0, "learning rate at which the warm-up begins", at_least=0)
     weight_decay: float = setting(0.0, "decoupled weight decay", at_least=0)
+    weight_decay_incr_style: str = setting(
+        "constant", "how it rises from start_weight_decay to end_weight_decay over the run", choices=["constant", "linear", "cosine"]
+    )
+    start_weight_decay: float | None = setting(None, "weight decay at the first step, where it rises", at_least=0)
+    end_weight_decay: float | None = setting(None, "weight decay at the last step, where it rises", at_least=0)
     adam_beta1: float = setting(0.9, "", at_least=0, below=1)
     adam_beta2: float = setting(0.95, "", at_least=0, below=1)
     adam_eps: float = setting(1e-8, "", aliases=["adam_epsilon"], above=0)
@@ -495,6 +503,15 @@ class RunConfig:
         2, "checkpoints kept, with the last good one among them (docs/checkpoints.md)", unit="checkpoints", at_least=1
     )
     async_save: bool = setting(False, "write checkpoints while training goes on; costs the host a copy of what a rank writes")
+    record_rows: bool = setting(False, "keep beside each checkpoint the rows that its first step trains, for whatif")
+    audit: bool = setting(False, "compare what ranks hold twice, bit for bit, before the optimizer acts")
+    audit_steps: int = setting(50, "how often, besides before the first step", unit="optimizer steps", at_least=1)
+    audit_action: str = setting("stop", "what a difference does: it ends the run, or is said (warn)", choices=["stop", "warn"])
+    capsules: int = setting(
+        2, "steps kept under capsules/, the newest, each with what `replay` needs to take it again; 0: none", unit="steps", at_least=0
+    )
+    capsule_weights_gb: float = setting(20.0, "the weights of one are written up to this size; else it says where they lie", unit="GB",
+                                        at_least=0)  # fmt: skip
     resume: str = setting(
         "auto", "auto: from the newest checkpoint in output_dir; never; or a checkpoint directory", aliases=["resume_from_checkpoint"]
     )
@@ -517,10 +534,17 @@ class RunConfig:
     project: str | None = setting(
         None, "project there (default: what WANDB_PROJECT and its like say)", aliases=["wandb_project", "swanlab_project"]
     )
+    logging_steps: int = setting(
+        1,
+        "services hear of every so many optimizer steps, of their means; metrics.jsonl has every step",
+        unit="optimizer steps",
+        at_least=1,
+    )
     log_completions_steps: int = setting(1, "write completions/ every so many rollouts; 0: never", unit="rollouts", at_least=0)
     log_completions_nodes: int = setting(64, "nodes that write a rollout's completions; more take turns", unit="nodes", at_least=1)
     overwrite_output_dir: bool = setting(False, "start afresh in an output_dir that holds another run")
     export_hf: bool = setting(True, "write hf/ at the end")
+    max_shard_size: str = setting("5GB", "largest file of weights that an export writes, such as 500MB or 2GiB")
     push_to_hub: bool = setting(False, "upload what was exported to the Hugging Face Hub; HF_TOKEN holds the token")
     hub_model_id: str | None = setting(None, "repository there: owner/name, or name (default: the folder of output_dir)")
     hub_private_repo: bool | None = setting(None, "whether a repository that is made is private (default: as the owner has it)")
@@ -540,6 +564,14 @@ class EvalConfig:
     eval_temperature: float | None = setting(
         None, "how they are drawn; 0 is greedy (default: temperature; 0 for eval_dataset alone)", at_least=0
     )
+    eval_top_p: float | None = setting(None, "nucleus sampling of them (default: top_p; 1 where they are greedy)", above=0, at_most=1)
+    eval_top_k: int | None = setting(None, "top-k sampling of them, 0 is off (default: top_k)", unit="tokens", at_least=0)
+    eval_max_completion_length: int | None = setting(
+        None, "longest completion of a held-out prompt (default: max_completion_length)", unit="tokens", at_least=1
+    )
+    eval_generation_kwargs: dict[str, Any] = setting(
+        {}, "more of vLLM's SamplingParams for them, penalties and structured_outputs too (default: generation_kwargs)"
+    )
     eval_reward: str | None = setting(None, "the reward function that is the score (default: the first)")
     eval_pass_threshold: float = setting(1.0, "a completion is right, for pass@k, from this score on")
     eval_seed: int = setting(0, "of evaluations alone; the same at each of them", at_least=0, at_most=2**32 - 1)
@@ -558,7 +590,7 @@ class PlanConfig:
     dialect: str | None = setting(
         None,
         "read names, sizes and defaults as another system means them (docs/configuration.md); swift is swift-megatron",
-        choices=["trl", "skyrl", "skyrl-doc", "swift-megatron", "swift", "cs336"],
+        choices=["trl", "skyrl", "skyrl-doc", "swift-megatron", "swift", "verl", "slime", "cs336"],
     )
 
 
@@ -587,6 +619,7 @@ class Config:
     model: ModelConfig = field(default_factory=ModelConfig)
     tuner: TunerConfig = field(default_factory=TunerConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    kernels: KernelConfig = field(default_factory=KernelConfig)
     batch: BatchConfig = field(default_factory=BatchConfig)
     data: DataConfig = field(default_factory=DataConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)

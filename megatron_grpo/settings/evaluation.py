@@ -3,43 +3,70 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from megatron_grpo.settings.config import Config
 from megatron_grpo.settings.tuner import Pair
 
 ALONE = "eval"  # the set that eval_dataset names
+SPLIT = "split_dataset_ratio"  # holds rows of the data set itself out
 COMPLETIONS = 8  # of each prompt, where they are drawn and nobody says how many
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HowEvaluated:
-    """n: completions of each prompt. temperature: 0 is greedy."""
+    """n: completions of each prompt. temperature: 0 is greedy. The rest is that of training where it is None."""
 
     n: int
     temperature: float
+    top_p: float | None = None
+    top_k: int | None = None
+    max_completion_length: int | None = None  # tokens
+    more: Mapping[str, Any] | None = None  # of vLLM's SamplingParams
 
 
 def sets_of(cfg: Config) -> dict[str, str]:
     """{name: path or Hub name} of the held-out sets, that of eval_dataset first."""
-    return ({ALONE: cfg.eval.eval_dataset} if cfg.eval.eval_dataset else {}) | dict(cfg.eval.eval_datasets)
+    alone = cfg.eval.eval_dataset or (cfg.data.dataset if cfg.data.split_dataset_ratio else "")
+    return ({ALONE: alone} if alone else {}) | dict(cfg.eval.eval_datasets)
 
 
 def flag_of(name: str, cfg: Config) -> str:
     """The setting that names this set."""
-    return "eval_dataset" if name == ALONE and cfg.eval.eval_dataset else "eval_datasets"
+    if name != ALONE or not (cfg.eval.eval_dataset or cfg.data.split_dataset_ratio):
+        return "eval_datasets"
+    return "eval_dataset" if cfg.eval.eval_dataset else SPLIT
 
 
 def how_evaluated(cfg: Config) -> HowEvaluated:
     """One answer to each prompt of eval_dataset alone is greedy; all else, episodes too, is drawn at the temperature of training."""
     said = cfg.eval
-    is_plain = bool(said.eval_dataset) and not said.eval_datasets and said.num_generations_eval in (None, 1) and not cfg.turns.plays
+    is_plain = (
+        bool(said.eval_dataset or cfg.data.split_dataset_ratio)
+        and not said.eval_datasets
+        and said.num_generations_eval in (None, 1)
+        and not cfg.turns.plays
+    )
     temperature = said.eval_temperature
     if temperature is None:
         temperature = 0.0 if is_plain else cfg.rollout.temperature
-    return HowEvaluated(n=said.num_generations_eval or (COMPLETIONS if temperature else 1), temperature=temperature)
+    return HowEvaluated(
+        n=said.num_generations_eval or (COMPLETIONS if temperature else 1),
+        temperature=temperature,
+        top_p=said.eval_top_p,
+        top_k=said.eval_top_k,
+        max_completion_length=said.eval_max_completion_length,
+        more=said.eval_generation_kwargs or None,
+    )
+
+
+def longest_completion(cfg: Config) -> int:
+    """Tokens, of training and of evaluations: what the sampler must have room for."""
+    asked = cfg.eval.eval_max_completion_length if sets_of(cfg) else None
+    return max(cfg.rollout.max_completion_length, asked or 0)
 
 
 def score_of(cfg: Config, names: Sequence[str]) -> str:
@@ -71,10 +98,26 @@ def evaluation_pairs(cfg: Config) -> Iterator[Pair]:
             f"same completion. Use num_generations_eval 1, or an eval_temperature above 0.",
             {"num_generations_eval": [1], "eval_temperature": [cfg.rollout.temperature]},
         )
+    if said.eval_temperature == 0:
+        for flag in ("eval_top_p", "eval_top_k"):
+            if getattr(said, flag):
+                message = f"{flag} ({getattr(said, flag)}) does nothing with eval_temperature 0, which is greedy. Leave it out."
+                yield (flag, "eval_temperature"), message, {}
+    own = "environment" if cfg.turns.environment else "tools" if cfg.turns.tools else "rollout_func" if cfg.rollout.rollout_func else None
+    if own and said.eval_max_completion_length not in (None, cfg.rollout.max_completion_length):
+        yield (
+            ("eval_max_completion_length", own),
+            f"eval_max_completion_length ({said.eval_max_completion_length}) does not go with {own}, which has one limit for training and "
+            f"evaluation, max_completion_length ({cfg.rollout.max_completion_length}). Leave it out.",
+            {"eval_max_completion_length": [cfg.rollout.max_completion_length]},
+        )
+    if said.eval_dataset and cfg.data.split_dataset_ratio:
+        message = f"split_dataset_ratio ({cfg.data.split_dataset_ratio}) and eval_dataset ({said.eval_dataset}) both say what is held out."
+        yield (SPLIT, "eval_dataset"), f"{message} Keep one of them, or name sets in eval_datasets.", {SPLIT: [0.0]}
     for name in said.eval_datasets:
         if not _NAME.fullmatch(name):
             message = f"eval_datasets: {name!r} cannot name a set: files and metrics are named after it. Use letters, digits, _ . and -."
             yield ("eval_datasets",), message, {}
-        if name == ALONE and said.eval_dataset:
-            message = f"eval_datasets: {ALONE} is the name of eval_dataset's own set ({said.eval_dataset}). Use another name."
+        if name == ALONE and (said.eval_dataset or cfg.data.split_dataset_ratio):
+            message = f"eval_datasets: {ALONE} is the name of {flag_of(ALONE, cfg)}'s own set. Use another name."
             yield ("eval_datasets", "eval_dataset"), message, {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from typing import Any
 
 from megatron_grpo.settings.table import Setting
@@ -19,6 +20,7 @@ class Foreign:
     values: words that are spelt otherwise here; all others are read as they stand.
     lacks: the sentence that refuses it, but where its value is one of `off`.
     hint: what to type instead, for someone who typed the name without the dialect.
+    why: of a name that is set aside: what it is about.
     """
 
     native: str = ""
@@ -27,9 +29,25 @@ class Foreign:
     lacks: str = ""
     off: Sequence[str] = ()
     hint: str = ""
+    why: str = ""
+
+    @property
+    def says(self) -> str:
+        """What it is here, as `docs/arguments.md` has it: one sentence."""
+        words = ", ".join(f"`{theirs}` is `{ours}`" for theirs, ours in self.values.items())
+        if self.native:
+            return f"`{self.native}`" + (f"; {words}" if words else "")
+        if self.read is not None:
+            return f"read: {self.hint}"
+        if self.lacks:
+            asked = [word for word in self.off if word not in OFF]
+            unless = f" (unless {' or '.join(f'`{word}`' for word in asked)})" if asked else ""
+            return f"refused{unless}: {self.lacks}"
+        return f"set aside: {self.why or NOTHING}"
 
 
 OFF = ("none", "null", "false", "", "[]", "{}")  # nobody asks for anything with these
+NOTHING = "nothing that is sampled or trained depends on it"
 SET_ASIDE = Foreign()
 
 
@@ -52,8 +70,8 @@ def only(value: str, sentence: str) -> Foreign:
     return Foreign(lacks=sentence, off=(value,))
 
 
-def aside(*names: str) -> dict[str, Foreign]:
-    return {name: SET_ASIDE for name in names}
+def aside(*names: str, why: str = NOTHING) -> dict[str, Foreign]:
+    return {name: Foreign(why=why) for name in names}
 
 
 def not_there(sentence: str, *names: str) -> dict[str, Foreign]:
@@ -103,6 +121,7 @@ class Dialect:
     prefixes: Sequence[str] = ()  # sections of its files that may stand before the name of a size: "trainer."
     sections: Sequence[str] = ()  # sections that are left out in the keys of `names`
     names: Mapping[str, Foreign] = field(default_factory=dict)
+    patterns: Mapping[str, Foreign] = field(default_factory=dict)  # of names that `names` lacks: "ref.*", without sections
     defaults: Sequence[Default] = ()
     implies: Mapping[str, Any] = field(default_factory=dict)  # native settings that it switches on
     # (native values, foreign names with their words) -> what changes once everything has been read
@@ -114,7 +133,10 @@ class Dialect:
             if name.startswith(section):
                 name = name.removeprefix(section)
                 break
-        return name, self.names.get(name)
+        found = self.names.get(name)
+        if found is None:
+            found = next((row for pattern, row in self.patterns.items() if fnmatchcase(name, pattern)), None)
+        return name, found
 
     def size(self, name: str) -> str | None:
         """The name of a size without its section, where it is one."""

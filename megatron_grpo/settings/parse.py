@@ -11,6 +11,7 @@ from megatron_grpo.settings.config import Config
 from megatron_grpo.settings.foreign import Change, Dialect, Foreign, shown, words_of
 from megatron_grpo.settings.read import COMMAND_LINE, TypedSetting, read_file, read_words
 from megatron_grpo.settings.remedies import ALIKE, reads_as, remedy
+from megatron_grpo.settings.script import UNKNOWN, plain
 from megatron_grpo.settings.table import BadValue, Setting, close_to, names, read_value, table
 
 
@@ -95,11 +96,15 @@ class _Builder:
         self.foreign: dict[str, int] = {}
         self.given: dict[str, list[str]] = {}  # every name of another system with its words, as typed
         self.seen: dict[tuple[str, str], tuple[str, Any]] = {}  # (source, setting) -> (name typed, value)
+        self.said: set[str] = set()  # names whose values are known, wherever they stand
         self.unknown: dict[str, list[str]] = {}  # by source
         self.lacking: dict[str, list[tuple[str, str]]] = {}  # sentence -> (name, words) that it refuses
 
     def hear(self, entry: TypedSetting) -> None:
         """Names that are read together need each other's words, whichever comes first."""
+        if any(UNKNOWN in word for word in words_of(entry.raw)):
+            return
+        self.said.add(entry.name)
         if self.dialect:
             self.given[self.dialect.row(entry.name)[0]] = words_of(entry.raw) or ["true"]
 
@@ -107,6 +112,8 @@ class _Builder:
         row = self.dialect.row(entry.name)[1] if self.dialect else None
         if entry.name.startswith("$") and row is None:
             self._of_a_script(entry)
+            return
+        if self._is_unknown(entry, row):
             return
         if row is not None and not row.native:
             self._take_foreign(entry, row)
@@ -118,12 +125,28 @@ class _Builder:
         raw = entry.raw
         if row is not None and row.values:
             raw = [row.values.get(word.lower(), word) for word in words_of(raw)]
+        if setting.name == "dataset" and isinstance(raw, list) and len(raw) > 1:  # several words, or a list in a file
+            self._set(table()["further_datasets"], [str(word) for word in raw[1:]], source=entry.source, typed=name)
+            raw = raw[:1]
         try:
             value = value if value is not None else read_value(setting, raw)
         except BadValue as bad:
             self._bad(name, setting.name, entry.source, bad)
             return
         self._set(setting, value, source=entry.source, typed=name)
+
+    def _is_unknown(self, entry: TypedSetting, row: Foreign | None) -> bool:
+        """Whether its value cannot be known from its script: a mistake, unless it is said elsewhere too, or changes nothing."""
+        unknown = [plain(word) for word in words_of(entry.raw) if UNKNOWN in word]
+        idle = row is not None and not (row.native or row.read or row.lacks)
+        if not unknown or idle:
+            return False
+        if entry.name not in self.said:
+            message = (
+                f"{entry.source}: {entry.name} {' '.join(unknown)} cannot be known from the script. Give {entry.name} on the command line."
+            )
+            self.parsed.problems.append(Problem(flags=(entry.name,), message=message))
+        return True
 
     def _take_foreign(self, entry: TypedSetting, row: Foreign) -> None:
         """A name that is read by a function, refused, or set aside."""
@@ -160,6 +183,8 @@ class _Builder:
                 f"{typed} stands twice on the command line ({shown(earlier[1])}, {shown(value)}): the last is used."
             )
         self.seen[key] = (typed, value)
+        if setting.name == "dataset" and self.sources.get("further_datasets", source) != source:  # those of a file are not behind this one
+            del self.values["further_datasets"], self.sources["further_datasets"], self.typed["further_datasets"]
         if self.dialect is not None and setting.name in self.dialect.settings:
             self.foreign[setting.name] = value
         else:
@@ -261,6 +286,9 @@ class _Builder:
 
     def _change(self, change: Change, dialect: Dialect) -> None:
         for name, value in change.values.items():
+            if name in dialect.settings:
+                self.foreign[name] = value
+                continue
             self.values[name] = table()[name].default if value is None else value
             self.sources[name] = f"{dialect.title}'s reading"
         if change.untyped:
@@ -278,7 +306,7 @@ class _Builder:
             asked = per_node * self.seen.get(("shell", "$NNODES"), ("", 1))[1]
             self.sources["world_size"] = f"{source} (NPROC_PER_NODE x NNODES)"
         if launcher is not None:
-            if asked not in (None, launcher):
+            if asked not in (None, launcher) and not self.sources.get("world_size", "").endswith("default"):  # of a dialect
                 name = self.typed.get("world_size", "world_size")
                 self.parsed.problems.append(
                     Problem(

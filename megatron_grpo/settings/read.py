@@ -13,7 +13,7 @@ from megatron_grpo.settings.table import canonical, names, table
 
 COMMAND_LINE = "command line"
 _FLAG = re.compile(r"--[A-Za-z]")
-_ASSIGNMENT = re.compile(r"[A-Za-z_][\w.]*=")
+_ASSIGNMENT = re.compile(r"\+*[A-Za-z_][\w.]*=")  # with a plus: a name that their file lacks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +53,7 @@ def read_words(words: Sequence[str], *, source: str = COMMAND_LINE, lenient: boo
 
 
 def read_file(path: str) -> tuple[list[TypedSetting], list[Problem]]:
-    """A YAML file, or a shell script whose last command holds the flags."""
+    """A YAML file, a shell script whose last command holds the flags, or a Python file that builds a configuration of TRL."""
     file = Path(path)
     try:
         text = file.read_text(encoding="utf-8")
@@ -61,7 +61,11 @@ def read_file(path: str) -> tuple[list[TypedSetting], list[Problem]]:
         reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
         return [], [Problem(flags=("config",), message=f"config {path} cannot be read: {reason}.")]
     if file.suffix in (".sh", ".bash") or text.startswith("#!"):
-        return read_script(text, source=file.name)
+        return read_script(text, source=file.name, directory=file.parent)
+    if file.suffix == ".py":
+        from megatron_grpo.settings.python import read_python
+
+        return read_python(text, source=file.name, path=path)
     return read_yaml(text, source=file.name)
 
 
@@ -122,11 +126,11 @@ def _repeated(root: Any) -> list[str]:
     return found
 
 
-def read_script(text: str, *, source: str) -> tuple[list[TypedSetting], list[Problem]]:
+def read_script(text: str, *, source: str, directory: Path = Path(".")) -> tuple[list[TypedSetting], list[Problem]]:
     """The flags of a launch script. Its variables become entries named `$NAME`, so that the number of ranks can be found."""
     from megatron_grpo.settings.script import read_shell
 
-    script = read_shell(text, source=source)
+    script = read_shell(text, source=source, directory=directory)
     entries = read_words(script.words, source=source, lenient=True)[0]
     entries += [TypedSetting(name=f"${name}", raw=[value], source=source) for name, value in script.variables.items()]
     entries += [TypedSetting(name="$other", raw=[program], source=source) for program in script.others]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
-from megatron_grpo.settings.foreign import Dialect
+from megatron_grpo.settings.foreign import NOTHING, Dialect
 from megatron_grpo.settings.table import close_to, names, table
 
 ALIKE = 0.8  # difflib's ratio above which two names are taken for one with a slip of the finger
@@ -95,7 +95,29 @@ SAID_WITH: Mapping[str, str] = {
     "eval_iters": "eval_num_prompts is the number of held-out prompts that are used.",
     "max_seq_length": "max_prompt_length and max_completion_length bound the two parts of a sequence.",
     "seq_length": "max_prompt_length and max_completion_length bound the two parts of a sequence.",
-    "chat_template_kwargs": "enable_thinking is handed to the chat template; nothing else is.",
+    "tp_comm_overlap": "its buffers are made for micro-batches of one length, and packed ones differ: leave it out.",
+    "use_precision_aware_optimizer": "checkpoints read and write the optimizer's float32 state where it lies, which this one hands "
+    "out as copies: leave it out. optimizer_cpu_offload saves its memory.",
+    **dict.fromkeys(
+        ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"),
+        "gradients and optimizer state are float32 here: leave it out.",
+    ),
+    **dict.fromkeys(
+        ("vllm_structured_outputs_regex", "vllm_guided_decoding_regex", "structured_outputs_regex"),
+        "training draws from the whole softmax; eval_generation_kwargs structured_outputs is for evaluation.",
+    ),
+    "streaming": "rows are counted and checked before a run begins, so they are not streamed: leave it out.",
+    "metric_for_best_model": "checkpoints are kept by age; evaluations.jsonl says which step was best, save_total_limit how many stay.",
+    "greater_is_better": "checkpoints are kept by age, and none for its score: leave it out.",
+    **dict.fromkeys(
+        ("no_load_optim", "finetune", "mcore_model"),
+        "a run that begins from weights alone is a new one: model takes OLD_OUTPUT_DIR/hf, or what `megatron-grpo export` writes.",
+    ),
+    "trust_remote_code": "code of a checkpoint is not run, in the trainer or in vLLM: leave it out.",
+    **dict.fromkeys(
+        ("use_adaptive_entropy", "target_entropy", "entropy_coef_delta", "entropy_coef_min", "entropy_coef_max"),
+        "entropy_coef is constant over a run: it is no state of a checkpoint.",
+    ),
     "num_rollout": "max_steps is the length of the run in optimizer steps; a rollout has steps_per_generation of them.",
     "colocate": "vllm_mode colocate samples inside the training ranks, which is the default.",
     "n": "num_generations is the number of completions of a prompt.",
@@ -142,7 +164,8 @@ def _from_tables(name: str, dialects: Mapping[str, Dialect], hidden: Collection[
         if row.lacks:
             return f" It is {dialect.title}'s: {row.lacks}. Leave it out."
         if row.read is None:
-            return f" It is {dialect.title}'s and changes nothing that is sampled or trained here. Leave it out."
+            why = f" ({row.why})" if row.why and row.why != NOTHING else ""
+            return f" It is {dialect.title}'s and changes nothing that is sampled or trained here{why}. Leave it out."
     return ""
 
 

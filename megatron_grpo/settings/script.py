@@ -1,86 +1,215 @@
 """The flags of a launch script, read as a shell reads them: `NPROC_PER_NODE=8 megatron rlhf --micro_batch_size 1 ...`.
 
-Only what a list of flags needs of the shell: comments, quotes, continued lines, variables that the script itself assigns, redirections.
-What a shell would pass on and this cannot know (a variable from outside, `$(...)`, an array) is a problem, never a word left out.
+Only what a list of flags needs of the shell: comments, quotes, continued lines, redirections, arithmetic, arrays and variables that the
+script itself assigns, files that it sources. What a shell would pass on and this cannot know (a variable from outside, `$(...)`, a value
+that depends on a condition) is a problem, never a word left out.
 """
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import shlex
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from megatron_grpo.errors import Problem
 
-_ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
+UNKNOWN = "\x01"  # begins a word, or stands in one, that cannot be known from the script
+_PLAIN_DOLLAR = "\x00"  # a dollar sign that quotes keep from being a variable
+_OPEN, _CLOSE = "\x02", "\x03"  # the words of an array stand between them
+_ASSIGNMENT = re.compile(r"[A-Za-z_]\w*\+?=")
 _FLAG = re.compile(r"--[A-Za-z]|\+*[A-Za-z_]\w*(\.\w+)+=")  # --name, or Hydra's section.name=
-_VARIABLE = re.compile(r"\$\{(\w+)(?::?([-=])([^}]*))?\}|\$(\w+)")
+_VARIABLE = re.compile(r"\$\{(\w+)(\[[@*]\])?(?::?([-=])([^{}]*))?\}|\$(\w+)")  # the innermost first
+_ALONE = re.compile(UNKNOWN + r"\$(\w+|\{[^/]*\})")
+_ARITHMETIC = re.compile(r"\$\(\(([^()]*(?:\([^()]*\)[^()]*)*)\)\)")
 _REDIRECTION = re.compile(r"(?:\d+|&)?[<>]+[&|]?[ \t]*[^\s;&|]*")
 _LAUNCHERS = ("torchrun", "accelerate", "torch.distributed.run", "deepspeed")
 _OF_LAUNCHERS = {"nproc_per_node": "NPROC_PER_NODE", "nnodes": "NNODES", "num_processes": "NPROC_PER_NODE"}
-_PLAIN_DOLLAR = "\x00"  # a dollar sign that quotes keep from being a variable
+_BEGINS, _ENDS = ("if", "for", "while", "until", "case"), ("fi", "done", "esac")
+_ITS_DIRECTORY = re.compile(r"dirname.*(BASH_SOURCE|\$0)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Script:
-    """`words` of the last command that has flags, and the variables as they are at the end."""
+    """`words` of the last command that has flags, and the variables as they are at the end. UNKNOWN stands in what cannot be known."""
 
     words: list[str] = field(default_factory=list)
-    variables: Mapping[str, str] = field(default_factory=dict)
+    variables: dict[str, str] = field(default_factory=dict)
     others: list[str] = field(default_factory=list)  # the programs of earlier commands that have flags too
     problems: list[Problem] = field(default_factory=list)
 
 
-def read_shell(text: str, *, source: str) -> Script:
-    """The flags of a script. source: how its file is called in messages."""
-    variables: dict[str, str] = {}
-    found: list[list[str]] = []
-    problems: list[Problem] = []
-    for command in commands(text.replace("\r\n", "\n")):
-        try:
-            quoted = shlex.split(command)
-        except ValueError as error:
-            return Script(problems=[_problem(f"{source} cannot be read as a shell script: {error} in {command.strip()[:60]!r}.")])
-        words = [part for word in quoted for part in _expanded(word, variables)]
-        words = [word for word in words if word not in ("export", "$@", "$*")]  # the script's own arguments: it was given none
+@dataclass(slots=True, kw_only=True)
+class _Shell:
+    """What a script has assigned so far, and the commands with flags that it has come to."""
+
+    source: str
+    directory: Path
+    variables: dict[str, str] = field(default_factory=dict)
+    arrays: dict[str, list[str]] = field(default_factory=dict)
+    depth: int = 0  # of conditions and loops
+    found: list[list[str]] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)  # files that it sources and that are not there
+
+    def problem(self, message: str) -> None:
+        self.problems.append(Problem(flags=("config",), message=message))
+
+    def read(self, text: str) -> None:
+        for command in commands(text.replace("\r\n", "\n")):
+            try:
+                quoted = shlex.split(command)
+            except ValueError as error:
+                self.problem(f"{self.source} cannot be read as a shell script: {error} in {command.strip()[:60]!r}.")
+                return
+            while quoted and quoted[0] in (*_BEGINS, *_ENDS, "then", "else", "elif", "do", "{", "}", "!"):
+                self.depth += (quoted[0] in _BEGINS) - (quoted[0] in _ENDS)
+                quoted = quoted[1:]
+            self.obey([part for word in quoted for part in self.expanded(word)])
+
+    def obey(self, words: list[str]) -> None:
+        words = [
+            word for word in words if word not in ("export", "declare", "local", "readonly", "$@", "$*")
+        ]  # of its own it was given none
         while words and _ASSIGNMENT.match(words[0]):
-            name, _, value = words.pop(0).partition("=")
-            variables[name] = value
-        if not any(_FLAG.match(word) for word in words):
-            continue
-        if _FLAG.match(words[0]):
-            problems.append(
-                _problem(
-                    f"{source}: a shell ends the command before {words[0]}, because the line above it does not end in a backslash "
-                    "(a space after the backslash, or a comment between two lines, ends it too). Mend that line."
-                )
+            words = self.assign(words)
+        if words[:1] in (["source"], ["."]) and len(words) > 1:
+            self.source_file(words[1])
+        elif words[:2] == ["printf", "-v"] and len(words) > 2:
+            self.variables[words[2]] = f"{UNKNOWN}${words[2]}"
+        elif not any(_FLAG.match(word) for word in words):
+            return
+        elif _FLAG.match(words[0]):
+            self.problem(
+                f"{self.source}: a shell ends the command before {words[0]}, because the line above it does not end in a backslash "
+                "(a space after the backslash, or a comment between two lines, ends it too). Mend that line."
             )
-            continue
-        found.append(_without_launcher(words, variables))
-    last = found[-1] if found else []
-    unknown = [word.replace(_PLAIN_DOLLAR, "$") for word in last if "$" in word or "`" in word]
-    if unknown:
-        problems.append(
-            _problem(
-                f"{source}: {', '.join(unknown)} cannot be known from the script. Give those flags on the command line, or write values."
-            )
-        )
+        else:
+            self.found.append(_without_launcher(words, self.variables))
+
+    def assign(self, words: list[str]) -> list[str]:
+        """Take the assignment that stands first; what is left. In a condition or a loop, what is assigned cannot be known."""
+        name, _, value = words[0].partition("=")
+        name, adds = name.removesuffix("+"), name.endswith("+")
+        if value == _OPEN:
+            end = words.index(_CLOSE) if _CLOSE in words else len(words)
+            items = [*(self.arrays.get(name, []) if adds else []), *words[1:end]]
+            self.arrays[name] = [f"{UNKNOWN}${{{name}[@]}}"] if self.depth > 0 else items
+            return words[end + 1 :]
+        if self.depth > 0 and self.variables.get(name) != value:
+            value = f"{UNKNOWN}${name}"
+        self.variables[name] = self.variables.get(name, "") + value if adds else value
+        return words[1:]
+
+    def source_file(self, name: str) -> None:
+        path = self.directory / name
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError, ValueError):
+            self.missing.append(name.replace(UNKNOWN, ""))
+        else:
+            self.read(text)
+
+    def expanded(self, word: str) -> list[str]:
+        """The word with its variables; an array is several words, and so is ARGS="--tp 2 --pp 2" where it is run."""
+        whole = _VARIABLE.fullmatch(word)
+        if whole and whole[2]:
+            return self.arrays.get(whole[1], [f"{UNKNOWN}{word}"])
+
+        def known_value(match: re.Match[str]) -> str:
+            name, instead = match[1] or match[5], match[4]
+            known = self.variables.get(name, os.environ.get(name))
+            if known is None and name in self.arrays:
+                known = " ".join(self.arrays[name])
+            if known is None and instead is not None:
+                known = _VARIABLE.sub(known_value, instead)
+                if match[3] == "=":
+                    self.variables[name] = known
+            return f"{UNKNOWN}{match[0]}" if known is None else known
+
+        expanded = _ARITHMETIC.sub(lambda match: self.computed(match[1]), word)
+        before = ""
+        while before != expanded and UNKNOWN not in expanded:
+            before, expanded = expanded, _VARIABLE.sub(known_value, expanded)
+        if _ITS_DIRECTORY.search(word):
+            expanded = re.sub(r"\$\(.*\)", lambda _: str(self.directory), expanded)
+        if UNKNOWN not in expanded and ("`" in expanded or "$(" in expanded or "${" in expanded):
+            name, equals, value = expanded.partition("=") if _ASSIGNMENT.match(expanded) else ("", "", expanded)
+            expanded = f"{name}{equals}{UNKNOWN}{value}"
+        return expanded.split() if expanded != word and expanded.lstrip().startswith("--") else [expanded]
+
+    def computed(self, formula: str) -> str:
+        """Arithmetic of whole numbers, with names that have a value."""
+        names = re.sub(r"\$?\{?\b([A-Za-z_]\w*)\b\}?", lambda match: self.variables.get(match[1], os.environ.get(match[1], "?")), formula)
+        try:
+            return str(_number(ast.parse(names.strip(), mode="eval").body))
+        except (SyntaxError, ValueError, ZeroDivisionError):
+            return f"{UNKNOWN}$(({formula}))"
+
+
+def _number(node: ast.expr) -> int:
+    if isinstance(node, ast.Constant) and isinstance(node.value, int):
+        return node.value
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        return -_number(node.operand)
+    if isinstance(node, ast.BinOp):
+        left, right = _number(node.left), _number(node.right)
+        match node.op:
+            case ast.Add():
+                return left + right
+            case ast.Sub():
+                return left - right
+            case ast.Mult():
+                return left * right
+            case ast.Div() | ast.FloorDiv():
+                return int(left / right)  # a shell cuts towards 0
+            case ast.Mod():
+                return left % right
+    raise ValueError
+
+
+def read_shell(text: str, *, source: str, directory: str | Path = ".") -> Script:
+    """The flags of a script. source: how its file is called in messages; directory: where it lies, for files that it sources."""
+    shell = _Shell(source=source, directory=Path(directory))
+    shell.read(text)
+    last = shell.found[-1] if shell.found else []
+    stray = [word for before, word in zip(["", *last], last) if _may_hold_flags(before, word)]
+    if stray:
+        where = f", for it sources {', '.join(shell.missing)}, not there" if shell.missing else ""
+        shell.problem(f"{source}: {', '.join(map(plain, stray))} cannot be known from the script{where}. Write its flags out.")
     return Script(
-        words=[word.replace(_PLAIN_DOLLAR, "$") for word in last],
-        variables={name: value.replace(_PLAIN_DOLLAR, "$") for name, value in variables.items()},
-        others=[_program(words) for words in found[:-1]],
-        problems=problems,
+        words=[word.replace(_PLAIN_DOLLAR, "$") for word in last if word not in stray],
+        variables={name: plain(value) for name, value in shell.variables.items()},
+        others=[_program(words) for words in shell.found[:-1]],
+        problems=shell.problems,
     )
 
 
+def _may_hold_flags(before: str, word: str) -> bool:
+    """A variable that cannot be known, where it is not the value of the flag before it. What a program prints is taken for a value."""
+    return bool(_ALONE.fullmatch(word)) and (not before.startswith("--") or "[" in word)
+
+
+def plain(word: str) -> str:
+    return word.replace(_PLAIN_DOLLAR, "$").replace(UNKNOWN, "")
+
+
 def commands(text: str) -> Iterator[str]:
-    """The commands of a script, quotes kept: without comments and redirections, continued lines joined."""
-    command, place, quote = "", 0, ""
+    """The commands of a script, quotes kept: without comments and redirections, continued lines joined, arrays on one line."""
+    command, place, quote, array = "", 0, "", False
     while place < len(text):
         char = text[place]
-        at_word = not command or command[-1].isspace()
+        at_word = not command or command[-1].isspace() or command[-1] == _OPEN
+        if quote != "'" and text.startswith(("$(", "${"), place):
+            end = _closing(text, place + 1)
+            inner = text[place:end]
+            # One word for shlex, quotes and all, unless it is a variable or arithmetic, which holds none.
+            command += inner if not set(inner) & set(" \t\n'\"|&;<>") else inner if quote and '"' not in inner else _one_word(inner, quote)
+            place = end
+            continue
         if quote:
             if char == "\\" and quote == '"':
                 following = text[place + 1 : place + 2]
@@ -100,10 +229,18 @@ def commands(text: str) -> Iterator[str]:
         elif char == "#" and at_word:
             place = text.find("\n", place) if "\n" in text[place:] else len(text)
             continue
+        elif char == "(" and command.endswith("=") and not array:
+            array = True
+            command += f"{_OPEN} "
+        elif char == ")" and array:
+            array = False
+            command += f" {_CLOSE} "
+        elif array and char == "\n":
+            command += " "
         elif (match := _REDIRECTION.match(text, place)) and (at_word or char in "<>"):
             place = match.end()
             continue
-        elif char in "\n;&|":
+        elif char in "\n;&|" and not array:
             yield command
             command = ""
         else:
@@ -112,24 +249,26 @@ def commands(text: str) -> Iterator[str]:
     yield command
 
 
-def _expanded(word: str, variables: MutableMapping[str, str]) -> list[str]:
-    """The word with its variables; one that holds several flags (ARGS="--tp 2 --pp 2"; run $ARGS) becomes several words."""
-
-    def value(match: re.Match[str]) -> str:
-        name, instead = match[1] or match[4], match[3]
-        known = variables.get(name, os.environ.get(name))
-        if known is None and instead is not None:
-            known = _VARIABLE.sub(value, instead)
-            if match[2] == "=":
-                variables[name] = known
-        return match[0] if known is None else known
-
-    expanded = _VARIABLE.sub(value, word)
-    return expanded.split() if expanded != word and expanded.lstrip().startswith("--") else [expanded]
+def _closing(text: str, start: int) -> int:
+    """The place behind the bracket that closes the one at `start`."""
+    depth = 0
+    for place in range(start, len(text)):
+        depth += (text[place] in "({") - (text[place] in ")}")
+        if depth == 0:
+            return place + 1
+    return len(text)
 
 
-def _without_launcher(words: list[str], variables: MutableMapping[str, str]) -> list[str]:
-    """What torchrun or accelerate is told of itself stands before the program; of it, the number of ranks is kept."""
+def _one_word(inner: str, quote: str) -> str:
+    """A substitution as one word of shlex: its own quotes are taken out, and its spaces kept."""
+    bare = re.sub(r"[\"'\n]", lambda match: " " if match[0] == "\n" else "", inner)
+    return bare if quote else f'"{bare}"'
+
+
+def _without_launcher(words: list[str], variables: dict[str, str]) -> list[str]:
+    """What a launcher is told of itself stands before the program; of torchrun's and accelerate's, the number of ranks is kept."""
+    if "--" in words and any(_FLAG.match(word) for word in words[words.index("--") :]):  # ray job submit ... -- python3 train.py ...
+        words = words[words.index("--") + 1 :]
     if not any(word.rpartition("/")[2] in _LAUNCHERS for word in words[:3]):
         return words
     start = next((place for place, word in enumerate(words) if word == "-m" and place > 2 or word.endswith(".py")), 0)
@@ -143,7 +282,3 @@ def _without_launcher(words: list[str], variables: MutableMapping[str, str]) -> 
 
 def _program(words: list[str]) -> str:
     return " ".join(word for word in words[:2] if not word.startswith("--"))
-
-
-def _problem(message: str) -> Problem:
-    return Problem(flags=("config",), message=message)

@@ -46,7 +46,7 @@ def _entry(setting: Setting) -> list[str]:
     if setting.choices:
         kind = "{" + ",".join(setting.choices) + "}"
     else:
-        kind = {"int": "N", "float": "X", "bool": "true|false", "str": "TEXT"}[setting.kind]
+        kind = {"int": "N", "float": "X", "bool": "true|false", "str": "TEXT", "Any": "JSON"}[setting.kind]
         kind = f"TEXT={kind} ..." if setting.is_map else kind + (" ..." if setting.is_list else "")
     several = setting.is_list or setting.is_map
     default = "none" if setting.default is None else " ".join(map(str, setting.default)) if several else str(setting.default)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cache
 from typing import Any
 
-from megatron_grpo.settings.config import Config, Range
+from megatron_grpo.settings.config import Config
+from megatron_grpo.settings.field import Range
 
 TRUE, FALSE, NONE = ("true", "yes", "on", "1"), ("false", "no", "off", "0"), ("none", "null")
 
@@ -20,7 +22,7 @@ class Setting:
 
     name: str
     group: str
-    kind: str  # "int", "float", "bool" or "str"
+    kind: str  # "int", "float", "bool" or "str"; of a map also "Any": whatever JSON can say
     default: Any = None
     is_list: bool = False
     is_map: bool = False  # values of `kind` by words
@@ -122,18 +124,26 @@ def _map(setting: Setting, words: Sequence[Any]) -> dict[str, Any]:
                 raise BadValue(f"is not JSON: {error}") from error
         if not isinstance(word, dict):
             # A path may hold the sign, and so may a pattern: the one is behind it, the other before.
-            name, equals, value = str(word).partition("=") if setting.kind == "str" else str(word).rpartition("=")
+            name, equals, value = str(word).partition("=") if setting.kind in ("str", "Any") else str(word).rpartition("=")
             if not equals or not name:
                 raise BadValue(f"needs name=value, or a mapping as JSON, not {word!r}")
-            word = {name: value}
+            word = {name: _as_json(value) if setting.kind == "Any" else value}
         if twice := found.keys() & word.keys():
             raise BadValue(f"names {', '.join(sorted(map(str, twice)))} more than once")
-        found.update({str(name): _scalar(setting, value) for name, value in word.items()})
+        found.update({str(name): value if setting.kind == "Any" else _scalar(setting, value) for name, value in word.items()})
     return found
 
 
+def _as_json(word: str) -> Any:
+    """What a word behind `name=` says: JSON where it is JSON (`true`, `3`, `[1, 2]`), else the word."""
+    try:
+        return json.loads(word)
+    except ValueError:
+        return word
+
+
 def _article(setting: Setting) -> str:
-    return {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "a word"}[setting.kind]
+    return {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "a word", "Any": "a mapping"}[setting.kind]
 
 
 def _scalar(setting: Setting, word: Any) -> Any:
@@ -177,6 +187,19 @@ def _number(setting: Setting, word: Any, text: str) -> int | float:
     if not math.isfinite(number):
         raise bad
     return number
+
+
+_UNITS = {"": 1, "b": 1, **{f"{letter}b": 1000**k for k, letter in enumerate("kmgt", 1)},
+          **{f"{letter}ib": 1024**k for k, letter in enumerate("kmgt", 1)}}  # fmt: skip
+
+
+def bytes_of(size: str) -> int | None:
+    """`5GB` is 5 * 1000**3, `5GiB` 5 * 1024**3; None for what is no size above 0."""
+    found = re.fullmatch(r"([\d.]+)\s*([A-Za-z]*)", size.strip())
+    try:
+        return int(float(found[1]) * _UNITS[found[2].lower()]) or None if found else None
+    except (KeyError, ValueError):
+        return None
 
 
 def close_to(word: str, known: Sequence[str], *, limit: int = 3, cutoff: float = 0.6) -> list[str]:

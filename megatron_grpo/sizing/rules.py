@@ -22,6 +22,7 @@ from megatron_grpo.sizing.sizes import (
     TypedSizes,
     derive,
 )
+from megatron_grpo.sizing.stages import counted_layers
 from megatron_grpo.sizing.words import Words, remainder
 
 
@@ -222,6 +223,11 @@ def _interleaving_rules(inputs: TypedSizes, d: Derived, words: Words) -> Iterato
 def _layer_rules(inputs: TypedSizes, words: Words) -> Iterator[Rule]:
     """How the model's layers divide into stages and chunks of stages; the ends may be of a size of their own."""
     v, layers = inputs.values, inputs.model.num_layers
+    if inputs.parallel.pipeline_model_parallel_layout:  # says it all (`sizing.stages`)
+        return
+    own = layers
+    layers = counted_layers(inputs.parallel, layers) if layers else layers
+    what = f"the model's {own} layers" + (f" and {layers - own} at its ends" if layers and own and layers > own else "")
     ends, chunks = [flag for flag in (FIRST, LAST) if flag in v], v.get(VPP, 1)
     if ends:
         yield Rule(key="ends", flags=(*ends, PP), holds=v[PP] > 1, text=lambda: f"{words.flag(ends[0])} needs {words.name(PP)} above 1")
@@ -236,8 +242,7 @@ def _layer_rules(inputs: TypedSizes, words: Words) -> Iterator[Rule]:
             multiple=layers,
             divisor=v[PP] * chunks,
             text=lambda: (
-                f"the model's {layers} layers must be a multiple of {words.product((PP, VPP) if chunks > 1 else (PP,))}: "
-                f"{remainder(layers, v[PP] * chunks)}"
+                f"{what} must be a multiple of {words.product((PP, VPP) if chunks > 1 else (PP,))}: {remainder(layers, v[PP] * chunks)}"
             ),
         )
         return

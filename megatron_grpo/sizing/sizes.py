@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from megatron_grpo.settings.config import Config
+from megatron_grpo.settings.config import Config, ParallelConfig
 
 WORLD, TP, PP, CP = "world_size", "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"
 VPP, EP, ETP = "virtual_pipeline_model_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size"
@@ -54,6 +54,7 @@ class TypedSizes:
     aligned: bool
     needs_group: bool
     sequence_parallel: bool
+    parallel: ParallelConfig  # how layers are dealt out, besides numbers
     model: Model
     names: Mapping[str, str]  # what the user calls a flag, where it is an alias
 
@@ -122,6 +123,7 @@ def inputs_of(cfg: Config, products: Mapping[str, Product] | None = None, model:
         aligned=not cfg.batch.allow_unaligned_generation,
         needs_group=cfg.grpo.advantage_estimator not in NO_GROUP_NEEDED,
         sequence_parallel=cfg.parallel.sequence_parallel,
+        parallel=cfg.parallel,
         model=model or Model(),
         names=cfg.typed,
     )

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_grpo.errors import ConfigError, Problem
-from megatron_grpo.weights.sizes import MlaShape, MoeShape, yarn_mscale
+from megatron_grpo.weights import traits
 from megatron_grpo.weights.towers import QWEN2_5_VL, QWEN2_VL, QWEN3_VL, Tower
 
 Config = Mapping[str, Any]
@@ -28,9 +28,14 @@ class Family:
     traits: Callable[[Config, Config], dict[str, Any]]
     defaults: Mapping[str, Any] = field(default_factory=dict)
     moe_block: str = "mlp"
+    router: str = "gate"
+    # Files, and samplers, have the experts of a layer in one tensor: transposed, a gate's channels and those that it gates side by side.
+    are_experts_interleaved: bool = False
     expert_names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     # Layers after the last one predict further tokens for speculative decoding. GRPO neither trains nor exports them.
     has_prediction_layers: bool = False
+    # config.json -> as layers that see everything read it for their rope, and as layers with a window do; None: all of them alike.
+    ropes: Callable[[Config], tuple[Config, Config]] | None = None
     tower: Tower | None = None
 
     @property
@@ -39,122 +44,78 @@ class Family:
         return self.tower.text_prefix if self.tower else "model."
 
 
-def _llama(config: Config, common: Config) -> dict[str, Any]:
-    bias = bool(config.get("attention_bias", False))
-    return {"qkv_bias": bias, "attention_out_bias": bias, "mlp_bias": bool(config.get("mlp_bias", False))}
-
-
-def _qwen2(config: Config, common: Config) -> dict[str, Any]:
-    return {"qkv_bias": True, "sliding_window": _qwen_window(config, common["num_layers"])}
-
-
-def _qwen3(config: Config, common: Config) -> dict[str, Any]:
-    bias = bool(config.get("attention_bias", False))
-    return {"qkv_bias": bias, "attention_out_bias": bias, "qk_norm": True, "sliding_window": _qwen_window(config, common["num_layers"])}
-
-
-def _mistral(config: Config, common: Config) -> dict[str, Any]:
-    return {"sliding_window": config.get("sliding_window", 4096)}
-
-
-def _qwen3_moe(config: Config, common: Config) -> dict[str, Any]:
-    bias, layers = bool(config.get("attention_bias", False)), common["num_layers"]
-    step, dense = config.get("decoder_sparse_step") or 1, config.get("mlp_only_layers") or ()
-    experts = config.get("num_experts", config.get("num_local_experts")) or 128
-    return {
-        "qkv_bias": bias,
-        "attention_out_bias": bias,
-        "qk_norm": True,
-        "sliding_window": config.get("sliding_window", 4096) if config.get("use_sliding_window") else None,
-        "moe": MoeShape(
-            layers=tuple(i not in dense and (i + 1) % step == 0 for i in range(layers)),
-            num_experts=experts,
-            topk=config.get("num_experts_per_tok") or 8,
-            ffn_hidden_size=config.get("moe_intermediate_size") or 768,
-            norm_topk_prob=bool(config.get("norm_topk_prob", False)),
-        ),
-    }
-
-
-def _mixtral(config: Config, common: Config) -> dict[str, Any]:
-    return {
-        "sliding_window": config.get("sliding_window"),
-        "moe": MoeShape(
-            layers=(True,) * common["num_layers"],
-            num_experts=config.get("num_local_experts") or 8,
-            topk=config.get("num_experts_per_tok") or 2,
-            ffn_hidden_size=common["ffn_hidden_size"],
-        ),
-    }
-
-
-def _deepseek_v3(config: Config, common: Config) -> dict[str, Any]:
-    given = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    nope, rope, stretch = config["qk_nope_head_dim"], config["qk_rope_head_dim"], given.get("mscale_all_dim")
-    sharper = yarn_mscale(float(given.get("factor") or 1), stretch) if stretch else 1.0
-    dense = config.get("first_k_dense_replace", 3) or 0
-    return {
-        "num_query_groups": common["num_attention_heads"],
-        "head_dim": nope + rope,
-        "qk_norm": True,
-        "mla": MlaShape(
-            q_lora_rank=config.get("q_lora_rank"),
-            kv_lora_rank=config["kv_lora_rank"],
-            qk_head_dim=nope,
-            qk_pos_emb_head_dim=rope,
-            v_head_dim=config["v_head_dim"],
-            softmax_scale=sharper * sharper / (nope + rope) ** 0.5,
-            interleaved=bool(config.get("rope_interleave", True)),
-        ),
-        "moe": MoeShape(
-            layers=tuple(i >= dense for i in range(common["num_layers"])),
-            num_experts=config["n_routed_experts"],
-            topk=config["num_experts_per_tok"],
-            ffn_hidden_size=config["moe_intermediate_size"],
-            norm_topk_prob=bool(config.get("norm_topk_prob", True)),
-            score_function="sigmoid",
-            has_expert_bias=True,
-            scaling_factor=float(config.get("routed_scaling_factor", 2.5) or 1),
-            shared_ffn_hidden_size=config["moe_intermediate_size"] * (config.get("n_shared_experts", 1) or 0) or None,
-            num_groups=config.get("n_group", 8),
-            group_topk=config.get("topk_group", 4),
-        ),
-    }
-
-
-def _qwen_window(config: Config, num_layers: int) -> int | None:
-    """Qwen windows only the layers from max_window_layers on, and only when asked to."""
-    if not config.get("use_sliding_window"):
-        return None
-    kinds = config.get("layer_types")
-    windowed = "sliding_attention" in kinds if kinds else config.get("max_window_layers", 28) < num_layers
-    return config.get("sliding_window", 4096) if windowed else None
-
-
 _QWEN2_VL = {"num_key_value_heads": 8, "rope_theta": 1e6, "rms_norm_eps": 1e-5}
 FAMILIES: dict[str, Family] = {
-    "LlamaForCausalLM": Family(traits=_llama),
-    "MistralForCausalLM": Family(traits=_mistral, defaults={"num_key_value_heads": 8}),
-    "Qwen2ForCausalLM": Family(traits=_qwen2),
-    "Qwen3ForCausalLM": Family(traits=_qwen3, defaults={"head_dim": 128}),
-    "Qwen3MoeForCausalLM": Family(traits=_qwen3_moe, defaults={"num_key_value_heads": 4}),
+    "LlamaForCausalLM": Family(traits=traits.llama),
+    "MistralForCausalLM": Family(traits=traits.mistral, defaults={"num_key_value_heads": 8}),
+    "Qwen2ForCausalLM": Family(traits=traits.qwen2),
+    "Qwen3ForCausalLM": Family(traits=traits.qwen3, defaults={"head_dim": 128}),
+    "Qwen3MoeForCausalLM": Family(traits=traits.qwen3_moe, defaults={"num_key_value_heads": 4}),
     "MixtralForCausalLM": Family(
-        traits=_mixtral,
+        traits=traits.mixtral,
         defaults={"num_key_value_heads": 8, "rope_theta": 1e6, "rms_norm_eps": 1e-5},
         moe_block="block_sparse_moe",
         expert_names=("w1", "w3", "w2"),
     ),
-    "DeepseekV3ForCausalLM": Family(traits=_deepseek_v3, has_prediction_layers=True),
-    "Qwen2VLForConditionalGeneration": Family(traits=_qwen2, defaults=_QWEN2_VL, tower=QWEN2_VL),
-    "Qwen2_5_VLForConditionalGeneration": Family(traits=_qwen2, defaults=_QWEN2_VL, tower=QWEN2_5_VL),
+    "DeepseekV3ForCausalLM": Family(traits=traits.deepseek_v3, has_prediction_layers=True),
+    "Glm4MoeForCausalLM": Family(
+        traits=traits.glm4_moe,
+        defaults={"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5},
+        has_prediction_layers=True,
+    ),
+    "GptOssForCausalLM": Family(
+        traits=traits.gpt_oss,
+        defaults={
+            "num_key_value_heads": 8,
+            "head_dim": 64,
+            "rope_theta": 15e4,
+            "rms_norm_eps": 1e-5,
+            "rope_parameters": traits.GPT_OSS_ROPE,
+        },
+        router="router",
+        are_experts_interleaved=True,
+    ),
+    "Olmo2ForCausalLM": Family(traits=traits.olmo2, defaults={"rms_norm_eps": 1e-5}),
+    "Olmo3ForCausalLM": Family(traits=traits.olmo3, defaults={"rms_norm_eps": 1e-5, "rope_theta": 5e5}, ropes=traits.olmo3_ropes),
+    "Gemma3ForCausalLM": Family(
+        traits=traits.gemma3,
+        defaults={"num_key_value_heads": 4, "head_dim": 256, "rope_theta": 1e6, "hidden_act": "gelu_pytorch_tanh"},
+        ropes=traits.gemma3_ropes,
+    ),
+    "Qwen2VLForConditionalGeneration": Family(traits=traits.qwen2, defaults=_QWEN2_VL, tower=QWEN2_VL),
+    "Qwen2_5_VLForConditionalGeneration": Family(traits=traits.qwen2, defaults=_QWEN2_VL, tower=QWEN2_5_VL),
     "Qwen3VLForConditionalGeneration": Family(
-        traits=_qwen3,
+        traits=traits.qwen3,
         defaults={"head_dim": 128, "num_key_value_heads": 32, "rope_theta": 5e5, "mrope_section": (24, 20, 20)},
         tower=QWEN3_VL,
     ),
 }
+_GATED_DELTA = (
+    "its linear attention (gated delta rule) needs kernels of a GPU in Megatron-Core (flash-linear-attention), so nothing of it can be "
+    "compared with transformers on a CPU; packed sequences and context parallelism are missing there besides"
+)
+_MAMBA = (
+    "its Mamba-2 layers need kernels of a GPU in Megatron-Core (mamba-ssm), so nothing of them can be compared with transformers on a CPU"
+)
+_SPARSE = "its sparse attention (a lightning indexer that chooses keys) is not in the attention over packed streams here"
+_SIZES = "its embeddings of each layer, and its layers that may be left out, are not in Megatron-Core"
+_SEES = "its tower has not been shown to give transformers' gradients here"
 # Known elsewhere and not here, with the reason.
 NOT_YET = {
+    "Qwen3NextForCausalLM": _GATED_DELTA,
+    "Qwen3_5ForCausalLM": _GATED_DELTA,
+    "Qwen3_5MoeForCausalLM": _GATED_DELTA,
+    "Qwen3_5ForConditionalGeneration": _GATED_DELTA,
+    "Qwen3_5MoeForConditionalGeneration": _GATED_DELTA,
+    "NemotronHForCausalLM": _MAMBA,
+    "DeepseekV32ForCausalLM": f"{_SPARSE}; DeepSeek-V3 has full attention (DeepseekV3ForCausalLM)",
+    "GlmMoeDsaForCausalLM": _SPARSE,
+    "Glm4MoeLiteForCausalLM": "it has not been shown to give transformers' gradients here; GLM-4.5 has (Glm4MoeForCausalLM)",
+    "Glm4vMoeForConditionalGeneration": f"{_SEES}; the text model of GLM-4.5 can be trained (Glm4MoeForCausalLM)",
+    "Gemma2ForCausalLM": "it caps its scores and logits by a tanh, which attention here does not; Gemma 3 has no caps (Gemma3ForCausalLM)",
+    "Gemma3ForConditionalGeneration": f"{_SEES}; the text models of Gemma 3 can be trained (Gemma3ForCausalLM)",
+    "Gemma3nForCausalLM": _SIZES,
+    "Gemma3nForConditionalGeneration": _SIZES,
     "Qwen3VLMoeForConditionalGeneration": "Qwen3-VL with experts has not been shown to give transformers' gradients here; Qwen3-VL without "
     "experts has (Qwen3VLForConditionalGeneration)",
 }

@@ -41,12 +41,6 @@ def length_problems(shape: ModelShape, longest: int, *, flags: tuple[str, ...] =
         problems.append(
             f"sequences of up to {longest} tokens are longer than the model's max_position_embeddings ({shape.max_position_embeddings})."
         )
-    if shape.sliding_window and longest > shape.sliding_window:
-        # Up to the window's length, windowed and full attention are the same.
-        problems.append(
-            f"the model attends to a sliding window of {shape.sliding_window} tokens, and training attends to whole sequences: "
-            f"sequences of up to {longest} tokens would be scored differently. Use at most {shape.sliding_window} together."
-        )
     return [Problem(flags=flags, message=message) for message in problems]
 
 
@@ -76,6 +70,8 @@ def _tensor_parallel(shape: ModelShape, tp: int, whole_down_projections: bool) -
         yield f"it must divide the model's num_key_value_heads ({groups}), or be a multiple of it."
     elif shape.mla is None and rows % tp:
         yield _rest("the rows of query, key and value together", rows, tp)
+    elif shape.qk_norm_is_whole and groups % tp:
+        yield f"it must divide the model's num_key_value_heads ({groups}): a norm over all heads of keys counts each of them once."
 
 
 def _engine_parallel(shape: ModelShape, tp: int) -> Iterator[str]:

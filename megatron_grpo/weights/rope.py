@@ -13,12 +13,13 @@ import torch
 from megatron_grpo.weights.shape import ModelShape, RopeShape
 
 
-def rope_inverse_frequencies(shape: ModelShape) -> tuple[np.ndarray, float]:
+def rope_inverse_frequencies(shape: ModelShape, rope: RopeShape | None = None) -> tuple[np.ndarray, float]:
     """Radians per position, float32 [rope.dim / 2], and the number that multiplies cos and sin.
 
     Computed in torch and in float32: at position 30,000 the last bit of a frequency is worth more than the tolerance of the log-probs.
     """
-    return _FREQUENCIES[shape.rope.type](shape.rope).numpy(), shape.rope.attention_scaling
+    rope = rope or shape.rope
+    return _FREQUENCIES[rope.type](rope).numpy(), rope.attention_scaling
 
 
 def _wavelengths_per_turn(rope: RopeShape) -> torch.Tensor:

@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from megatron_grpo.errors import ConfigError, Problem
-from megatron_grpo.weights.families import FAMILIES, family_of, text_config
-from megatron_grpo.weights.sizes import MlaShape, MoeShape, RopeShape, VisionShape, yarn_mscale
+from megatron_grpo.weights.families import FAMILIES, Family, family_of, text_config
+from megatron_grpo.weights.sizes import Activation, MlaShape, MoeShape, RopeShape, VisionShape, yarn_mscale
 from megatron_grpo.weights.vision import vision_of, with_axes, without_axes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """One decoder-only model: pre-norm RMSNorm, rotary positions, SiLU-gated MLP, possibly experts.
+    """One decoder-only model: RMSNorm, rotary positions, gated MLP, possibly experts.
 
     All sizes are of the whole model, in channels, heads or rows; nothing here knows about ranks.
     """
@@ -36,12 +36,22 @@ class ModelShape:
     max_position_embeddings: int
     norm_epsilon: float
     rope: RopeShape
+    local_rope: RopeShape | None = None  # of layers with a window, where they turn otherwise
     tied_embeddings: bool = False
     qkv_bias: bool = False
     attention_out_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
-    sliding_window: int | None = None  # tokens; None where no layer has one
+    qk_norm_is_whole: bool = False  # one norm over all heads of queries, and one over those of keys
+    pre_norm: bool = True  # before attention, and before the MLP
+    post_norm: bool = False  # after each of them, before it joins the residual
+    norms_from_one: bool = False  # a norm's weight says how far it is from 1
+    activation: Activation = "silu"  # of the gate
+    clamp: tuple[float, float] | None = None  # of a clamped gate: the factor in its sigmoid, and what it is clamped to
+    sinks: bool = False  # a score for each head beside those of the keys, whose value is 0
+    embedding_scale: float = 1.0  # multiplies what the embedding gives
+    softmax_scale: float | None = None  # None: 1 / sqrt(head_dim)
+    windows: tuple[int | None, ...] = ()  # by layer: tokens that a token sees, itself among them, None for all; (): all see everything
     moe: MoeShape | None = None
     mla: MlaShape | None = None
     vision: VisionShape | None = None  # of a model that sees
@@ -70,10 +80,17 @@ class ModelShape:
             "norm_epsilon": config.get("rms_norm_eps") or family.defaults.get("rms_norm_eps") or 1e-6,
             "tied_embeddings": bool(config.get("tie_word_embeddings", False)),
         }
-        read.require(config.get("hidden_act", "silu") == "silu", f"hidden_act is {config.get('hidden_act')!r}; only 'silu' is supported.")
+        usual = family.defaults.get("hidden_act", "silu")
+        for key in ("hidden_act", "hidden_activation"):
+            read.require(config.get(key) in (None, usual), f"{key} is {config.get(key)!r}; only {usual!r} is supported.")
         read.require(
             not config.get("quantization_config"),
-            "the checkpoint is quantized (quantization_config); training needs one in bfloat16 or float32.",
+            "the checkpoint is quantized (quantization_config); training needs one in bfloat16 or float32."
+            + (
+                " transformers makes one: load it with Mxfp4Config(dequantize=True) and save_pretrained."
+                if family.are_experts_interleaved
+                else ""
+            ),
         )
         if not read.problems:  # all numbers are numbers
             read.require(
@@ -86,9 +103,10 @@ class ModelShape:
         except KeyError as missing:
             raise ConfigError([Problem(flags=("model",), message=f"config.json: {architecture} needs {missing.args[0]}.")]) from missing
         rotated = merged["mla"].qk_pos_emb_head_dim if merged.get("mla") else merged["head_dim"]
-        rope = rope_from_hf(config, rotated, family.defaults.get("rope_theta", 10000.0), read)
-        if rope is None:
-            raise ConfigError(read.problems)
+        ropes = [rope_from_hf(one, rotated, family, read) for one in (family.ropes(config) if family.ropes else (config,))]
+        read.stop_if_wrong()
+        rope, *others = (one for one in ropes if one)
+        merged["local_rope"] = next((other for other in others if other != rope), None)
         if family.tower:
             rope = with_axes(rope, whole, family, read.require)
             merged["vision"] = vision_of(whole, family, read.require, hidden=hidden)
@@ -107,6 +125,21 @@ class ModelShape:
     @property
     def key_size(self) -> int:
         return self.num_query_groups * self.head_dim
+
+    @property
+    def sliding_window(self) -> int | None:
+        """Tokens that are seen where the fewest are; None where every layer sees everything."""
+        return min((window for window in self.windows if window), default=None)
+
+    def window(self, layer: int) -> int | None:
+        return self.windows[layer] if self.windows else None
+
+    def rope_of(self, layer: int) -> RopeShape:
+        return self.local_rope if self.local_rope and self.window(layer) else self.rope
+
+    def softmax_scale_of(self, layer: int) -> float:
+        """A factor of cos and sin, of queries and of keys alike, is its square on every score. Latent attention has a scale of its own."""
+        return self.rope_of(layer).attention_scaling ** 2 * (self.softmax_scale or self.head_dim**-0.5)
 
     @property
     def num_experts(self) -> int:
@@ -131,9 +164,12 @@ _OPTIONAL: tuple[str, ...] = (
     *("num_key_value_heads", "head_dim", "max_position_embeddings", "original_max_position_embeddings", "sliding_window"),
     *("num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", "n_shared_experts"),
     *("decoder_sparse_step", "first_k_dense_replace", "n_group", "topk_group", "max_window_layers"),
-    *("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
+    *("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "sliding_window_pattern"),
 )
-_OPTIONAL_FLOATS: tuple[str, ...] = ("rms_norm_eps", "rope_theta", "partial_rotary_factor", "routed_scaling_factor")
+_OPTIONAL_FLOATS: tuple[str, ...] = (
+    *("swiglu_alpha", "swiglu_limit"),
+    *("rms_norm_eps", "rope_theta", "rope_local_base_freq", "partial_rotary_factor", "routed_scaling_factor", "query_pre_attn_scalar"),
+)
 _ROPE_FLOATS: tuple[str, ...] = (
     *("rope_theta", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings", "beta_fast", "beta_slow"),
     *("attention_factor", "mscale", "mscale_all_dim", "partial_rotary_factor"),
@@ -163,16 +199,22 @@ class _Config:
             value = self.config.get(key)
             whole = isinstance(value, int) and not isinstance(value, bool) and value >= 0
             self.require(value is None or whole, f"{key} must be a whole number or absent, it is {value!r}.")
-        rope = {name: self.config.get(name) for name in ("rope_scaling", "rope_parameters")}
-        for name, given in rope.items():
+        for name in ("rope_scaling", "rope_parameters"):
+            given = self.config.get(name)
             self.require(given is None or isinstance(given, Mapping), f"{name} must hold named values, it is {given!r}.")
-        places = [("", self.config, _OPTIONAL_FLOATS)]
-        places += [(f"{name}.", given, _ROPE_FLOATS) for name, given in rope.items() if isinstance(given, Mapping)]
-        for prefix, given, keys in places:
-            for key in keys:
-                value = given.get(key)
-                is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and value >= 0
-                self.require(value is None or is_number, f"{prefix}{key} must be a number or absent, it is {value!r}.")
+        self._numbers("", self.config, _OPTIONAL_FLOATS)
+        self.rope_numbers(self.config)
+
+    def rope_numbers(self, config: Mapping[str, Any]) -> None:
+        for name in ("rope_scaling", "rope_parameters"):
+            if isinstance(given := config.get(name), Mapping):
+                self._numbers(f"{name}.", given, _ROPE_FLOATS)
+
+    def _numbers(self, prefix: str, given: Mapping[str, Any], keys: tuple[str, ...]) -> None:
+        for key in keys:
+            value = given.get(key)
+            is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and value >= 0
+            self.require(value is None or is_number, f"{prefix}{key} must be a number or absent, it is {value!r}.")
 
     def stop_if_wrong(self) -> None:
         if self.problems:
@@ -202,14 +244,18 @@ def read_config(directory: str | Path) -> dict[str, Any]:
     return config
 
 
-def rope_from_hf(config: Mapping[str, Any], dim: int, default_theta: float, read: _Config) -> RopeShape | None:
-    """The rope settings of either generation of config; `None` with the problem in `read` where they cannot be served."""
-    given = dict(config.get("rope_scaling") or config.get("rope_parameters") or {})
+def rope_from_hf(config: Mapping[str, Any], channels: int, family: Family, read: _Config) -> RopeShape | None:
+    """The rope settings of either generation of config; `None` with the problem in `read` where they cannot be served.
+
+    channels: of a head.
+    """
+    read.rope_numbers(config)
+    if read.problems:
+        return None
+    given = dict(config.get("rope_scaling") or config.get("rope_parameters") or family.defaults.get("rope_parameters") or {})
     kind = given.get("rope_type", given.get("type")) or "default"
-    theta = float(given.get("rope_theta") or config.get("rope_theta") or default_theta)
-    partial = given.get("partial_rotary_factor", config.get("partial_rotary_factor")) or 1.0
-    read.require(partial == 1.0, f"partial_rotary_factor is {partial}; only heads that are rotated whole are supported.")
-    read.require(dim % 2 == 0, f"a head has {dim} rotated channels; rotary positions need an even number.")
+    theta = float(given.get("rope_theta") or config.get("rope_theta") or family.defaults.get("rope_theta", 10000.0))
+    dim = _rotated_channels(given.get("partial_rotary_factor", config.get("partial_rotary_factor")), kind, channels, family, read)
     nested = [key for key, value in given.items() if isinstance(value, Mapping)]
     read.require(not nested, f"rope settings that differ by layer type ({', '.join(nested)}) are not supported.")
     known = ("default", "linear", "llama3", "yarn")
@@ -253,6 +299,19 @@ def rope_from_hf(config: Mapping[str, Any], dim: int, default_theta: float, read
             attention_scaling=_yarn_attention_scaling(given, factor),
         )
     return RopeShape(type="default", dim=dim, theta=theta)
+
+
+def _rotated_channels(partial: float | None, kind: str, channels: int, family: Family, read: _Config) -> int:
+    usual = family.defaults.get("partial_rotary_factor")
+    partial = partial or usual or 1.0
+    is_known = partial == 1.0 or usual is not None
+    read.require(is_known, f"partial_rotary_factor is {partial}; only heads that are rotated whole are supported.")
+    read.require(partial <= 1.0, f"partial_rotary_factor is {partial}; a head has no more channels than all of them.")
+    dim = int(channels * partial)
+    is_plain = dim == channels or kind in ("default", "linear")
+    read.require(is_plain, f"rope type {kind!r} with partial_rotary_factor {partial} is not supported.")
+    read.require(dim % 2 == 0, f"a head has {dim} rotated channels; rotary positions need an even number.")
+    return dim
 
 
 def _yarn_attention_scaling(given: Mapping[str, Any], factor: float) -> float:

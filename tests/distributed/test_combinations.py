@@ -6,6 +6,7 @@ Here those in which each pair of choices meets; `tools/combinations.py` runs the
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
 
@@ -49,16 +50,25 @@ def test_any_two_choices_of_different_kinds_meet_and_the_cuts_take_turns():
 
 
 def take_each_ranks_own_entropy_threshold(policy):
-    from megatron_grpo.policy import policy as module
+    from megatron_grpo.policy import before as module
 
     threshold = module.entropy_threshold  # a rank that hears only itself of its group
     module.entropy_threshold = lambda *of, over_ranks: threshold(*of, over_ranks=lambda counts: counts)
+
+
+def compare_completions_on_one_rank_alone(policy):
+    """What `real` asks of a group, of which the other rank has a part."""
+    from megatron_grpo.policy import before as module
+
+    module.collectives = SimpleNamespace(**vars(module.collectives) | {"from_all": lambda mine: [mine]})
 
 
 def ask_the_policy_for_the_references_log_probs(policy):
     policy.reference.scorer.model = policy.wrapped
 
 
-@pytest.mark.parametrize("mistake", [take_each_ranks_own_entropy_threshold, ask_the_policy_for_the_references_log_probs])
+@pytest.mark.parametrize(
+    "mistake", [take_each_ranks_own_entropy_threshold, compare_completions_on_one_rank_alone, ask_the_policy_for_the_references_log_probs]
+)
 def test_a_mistake_is_seen(stored, mistake):
     assert errors(stored, "DP2", mistake).beyond(loss=1e-4, gradient=1e-3)

@@ -82,3 +82,25 @@ def test_a_vocabulary_shard_without_a_word(models, sequences):
     """125 words padded to 256 rows: the second rank holds padding only."""
     layout = cases.Case(2, {cases.TP: 2, "padded_vocab_multiple": 128})
     assert_transformers_agrees(models["qwen3"], sequences, layout)
+
+
+def test_the_head_multiplies_in_float32_where_that_is_asked_for(models, sequences):
+    def body(rank, world_size):
+        import torch
+
+        parallel = cases.join(cases.settings(torch_dtype="bfloat16"), world_size)
+        far, seen = {}, []
+        for is_cast in (False, True):
+            cfg = cases.settings(torch_dtype="bfloat16", cast_lm_head_to_fp32=is_cast)
+            policy = cases.build(models["qwen3"], cfg, world_size, parallel)
+            head = policy.chunks[0].output_layer
+            head.register_forward_pre_hook(lambda module, given: seen.append((given[0].detach().clone(), given[2])))
+            (found,) = cases.score_tokens(policy, sequences[3:4])
+            hidden, batch = seen[-1]
+            logits = hidden.squeeze(1)[batch.predict_at].double() @ head.weight.detach().double().T[:, :VOCAB]
+            right = logits.log_softmax(-1).gather(-1, batch.targets[:, None]).squeeze(-1)
+            far[is_cast] = float(abs(torch.as_tensor(found) - right).max())
+        return far
+
+    [far] = run_ranks(body, 1)
+    assert far[True] < 1e-5 < 1e-3 < far[False], far

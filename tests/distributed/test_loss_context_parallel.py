@@ -10,22 +10,24 @@ import torch
 
 from megatron_grpo.grpo.loss import OBJECTIVES, GrpoLoss
 from megatron_grpo.grpo.metrics import finish
+from megatron_grpo.grpo.objectives import Labels
 from megatron_grpo.grpo.ratios import RATIOS
 from megatron_grpo.settings.config import GrpoConfig
 from tests.ranks import run_ranks
-from tests.reference.packing import MAX_COMPLETION_LENGTH, pack, random_batch, weigh
+from tests.reference.packing import MAX_COMPLETION_LENGTH, labels_of, pack, random_batch, weigh
 
+MODES = dict(zip(OBJECTIVES, ["none", "sequence_truncate", "sequence_mask", "token_mask"] * 3)) | {"vespo": "token_mask", "real": "none"}
 CASES = [
     GrpoConfig(
         loss_type=loss_type,
         importance_sampling_level=level,
         beta=0.2,
         entropy_coef=0.01,
-        rollout_importance_sampling_mode=mode,
-        rollout_is_geometric=mode == "sequence_mask",
-        off_policy_sequence_mask_delta=0.05,
+        rollout_importance_sampling_mode=MODES[loss_type],
+        rollout_is_geometric=MODES[loss_type] == "sequence_mask",
+        off_policy_sequence_mask_delta=None if loss_type == "real" else 0.05,
     )
-    for loss_type, mode in zip(OBJECTIVES, ["none", "sequence_truncate", "sequence_mask", "token_mask"] * 2)
+    for loss_type in OBJECTIVES
     for level in RATIOS
 ]
 
@@ -36,10 +38,12 @@ def losses_on(positions_of, sum_over_context):
     for seed, cfg in enumerate(CASES):
         completions = random_batch(seed)
         loss = GrpoLoss.from_config(cfg, max_completion_length=MAX_COMPLETION_LENGTH, temperature=1.0)
-        packed = pack(completions, weigh(loss, completions), range(len(completions)), torch.float64)
+        weights = weigh(loss, completions)
+        packed = pack(completions, weights, range(len(completions)), torch.float64, labels_of(loss, completions, weights))
         mine = positions_of(len(packed.places))
         cut = {f.name: getattr(packed.inputs, f.name) for f in dataclasses.fields(packed.inputs)}
         cut = {name: value[mine] if isinstance(value, torch.Tensor) else value for name, value in cut.items()}
+        cut["labels"] = packed.inputs.labels and Labels(*(of[mine] for of in packed.inputs.labels))
         value, logs = loss(
             type(packed.inputs)(**cut),
             logprobs=packed.logprobs[mine],

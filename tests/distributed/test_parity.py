@@ -51,6 +51,11 @@ def test_dense_steps_equal_float64(matrix, name):
     assert_equal("dense", matrix, cases.LAYOUTS[name], DENSE.index(name))
 
 
+def test_stages_that_are_laid_out_equal_float64_the_last_of_them_without_a_layer(matrix):
+    laid_out = {"pipeline_model_parallel_layout": "Et|tt|t|L", "microbatch_group_size_per_vp_stage": 4}
+    assert_equal("dense", matrix, cases.Case(2, {cases.PP: 2, cases.VPP: 2, **laid_out}), 0)
+
+
 @pytest.mark.parametrize("name", EXPERTS)
 def test_steps_with_experts_and_z_loss_equal_float64(matrix, name):
     assert_equal("MoE", matrix, cases.LAYOUTS[name], EXPERTS.index(name))

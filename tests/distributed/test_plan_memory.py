@@ -95,6 +95,13 @@ CASES = {
         dict(pipeline_model_parallel_size=2, decoder_first_pipeline_num_layers=1, decoder_last_pipeline_num_layers=2),
         dict(),
     ),
+    "pp 2, vpp 2, laid out": (
+        2,
+        "qwen3",
+        dict(layers=4),
+        dict(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2, pipeline_model_parallel_layout="Et|tt|t|L"),
+        dict(),
+    ),
     "dp 3, odd vocabulary": (3, "qwen3", dict(vocab=131, tied=True), dict(), dict()),
     "cp 2, dp 2, tied": (4, "qwen3", dict(tied=True), dict(context_parallel_size=2), dict()),
     # Of sizes that no alignment divides, so that a parameter in the wrong buffer shows.
@@ -151,6 +158,14 @@ CASES = {
     ),
     "lora, experts, ep 1, dp 2": (2, "mixtral", dict(ffn=36, experts=3), dict(), dict(tuner_type="lora", lora_rank=5)),
     "lora, latent attention, ep 2": (2, "deepseek_v3", dict(), dict(expert_model_parallel_size=2), dict(tuner_type="lora", beta=0.1)),
+    "norms behind attention and over all heads, tp 2, pp 2": (
+        4,
+        "olmo2",
+        dict(),
+        dict(tensor_model_parallel_size=2, sequence_parallel=True, pipeline_model_parallel_size=2),
+        dict(),
+    ),
+    "four norms a layer, lora": (1, "gemma3_text", dict(tied=True), dict(), dict(tuner_type="lora")),
     "sees, pp 2, the aligner trains": (
         2,
         "qwen3_vl",

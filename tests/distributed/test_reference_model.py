@@ -77,3 +77,28 @@ def test_every_weight_of_the_reference_moves_by_alpha_and_the_policy_stays(model
         return float(abs(kl_to_reference(policy, samples, beta=0.1)).max())
 
     assert max(run_ranks(body, case.world_size)) == 0.0
+
+
+@pytest.mark.parametrize("tuner", ["full", "lora"])
+def test_a_reference_of_its_own_is_the_model_it_is_and_the_policy_the_model_it_was(model, tmp_path, tuner):
+    other = write_tiny(tmp_path, "deepseek_v3", layers=2, vocab=60, hidden=32, ffn=32, seed=5)
+    (samples,) = cases.stored_rollout(model, vocab=60)
+
+    def body(rank, world_size):
+        import torch
+
+        from megatron_grpo.build import build_policy
+        from megatron_grpo.weights.shape import ModelShape
+        from tests.combinations import kl_to_reference
+
+        parallel, shape = cases.join(cases.settings(), world_size), ModelShape.from_pretrained(model)
+        begins = {path: cases.build(path, cases.settings(), world_size, parallel).tensors() for path in (model, other)}
+        cfg = cases.settings(beta=0.1, ref_model=str(other), tuner_type=tuner)
+        policy = build_policy(cfg, shape, parallel, model_path=model, num_steps=4, ref_model_path=other)
+        held = policy.exchange.tensors(policy.reference.scorer.model)
+        assert held.keys() == begins[other].keys() and all(torch.equal(held[name], begins[other][name]) for name in held)
+        if tuner == "full":
+            assert all(torch.equal(tensor, begins[model][name]) for name, tensor in policy.tensors().items())
+        assert abs(kl_to_reference(policy, samples, beta=0.1)).mean() > 0.05
+
+    run_ranks(body, 1)

@@ -236,3 +236,21 @@ def test_killed_job_leaves_no_shared_memory_and_left_over_segments_do_not_block_
     with pytest.raises(RanksFailed, match="SIGKILL"):
         run_ranks(killed, 2)
     assert [path for path in set(glob.glob("/dev/shm/*")) - before if "megatron-grpo" in path] == []
+
+
+def test_what_is_passed_on_reaches_vllm(model_path):
+    def body(rank, world_size):
+        from dataclasses import replace
+
+        with engine_at(model_path, rank, world_size, vllm_engine_kwargs={"stream_interval": 5}) as engine:
+            assert engine._llm.llm_engine.vllm_config.scheduler_config.stream_interval == 5
+            allowed = replace(SAMPLING, more={"allowed_token_ids": [7, 9], "min_tokens": 3})
+            drawn = [token for group in tokens_of(engine.generate(PROMPTS[:1], allowed, seed=1)) for one in group for token in one]
+            assert set(drawn) == {7, 9}
+            biased = replace(SAMPLING, n=1, more={"logit_bias": {"11": 100.0}})  # keys are words, as JSON has them
+            assert set(tokens_of(engine.generate(PROMPTS[:1], biased, seed=1))[0][0]) == {11}
+            grammar = replace(SAMPLING, n=1, more={"structured_outputs": {"choice": ["12"]}})
+            [found] = engine.generate(PROMPTS[:1], grammar, seed=1)[0].completions
+            assert found.text.split()[:1] == ["12"]
+
+    run_ranks(body, 1, timeout=120)

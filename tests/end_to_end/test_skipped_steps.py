@@ -9,6 +9,7 @@ from unittest import mock
 
 import pytest
 
+from tests.capsule_cases import replayed
 from tests.distributed.test_guard import is_no_number, spoilt
 from tests.end_to_end import scripted
 from tests.end_to_end.runs import records, write_inputs
@@ -28,11 +29,11 @@ def train(rank: int, world_size: int, flags: list[str], spoils: tuple[int, ...],
 
     take = Policy.train_step
 
-    def train_step(self, batch):
+    def train_step(self, batch, beside=None):
         how = is_no_number if batch.step in spoils else (lambda gradient: 1e3 * gradient)
         is_bad = batch.step in spoils or batch.step == spike
         with spoilt(self, BAD_RANK, how, micro_batch=1) if is_bad else contextlib.nullcontext():
-            return take(self, batch)
+            return take(self, batch, beside)
 
     said = io.StringIO()
     with mock.patch.object(Policy, "train_step", train_step), mock.patch.object(guard, "FEWEST", 3):
@@ -46,6 +47,7 @@ def inputs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("skipped")
     flags = [*write_inputs(folder, rows=30), *UNEVEN, *("--max_steps", str(STEPS)), *("--lr_decay_style", "linear")]
     flags += ["--save_steps", "1", "--save_total_limit", "none", "--skip_grad_norm_factor", "8", "--log_completions_steps", "0"]
+    flags += ["--audit", "--audit_steps", "1"]  # which finds nothing
     return folder, flags
 
 
@@ -70,6 +72,17 @@ def test_a_run_skips_what_is_spoilt_and_goes_on(whole):
     assert [step["learning_rate"] for step in steps] == pytest.approx([1e-3 * (1 - place / STEPS) for place in range(STEPS)])
     assert "optimizer step 3 is skipped: its gradient is not finite" in said
     assert "optimizer step 7 is skipped: its gradient norm" in said and "(skip_grad_norm_factor)" in said
+
+
+def test_a_skipped_step_is_kept_and_comes_again(whole):
+    """What spoilt it was no number of its rows: on one rank, without the hook, its gradient is sound."""
+    out, said = whole
+    assert sorted(path.name for path in out.glob("capsules/*")) == ["step_000003_not_finite", "step_000007_spike"]
+    assert f"megatron-grpo replay {out}/capsules/step_000003_not_finite" in said
+    [(code, told)] = run_ranks(replayed, 1, out / "capsules/step_000003_not_finite", "--json", "true", timeout=120)
+    assert code == 0 and "Everything is finite here, and was not in the run" in told["verdict"][0]
+    assert told["was"]["grad_norm"] == "inf" and len(told["rows"]) == 16
+    assert max(row["forward"] for row in told["rows"]) < 1e-4 and told["numbers"]["loss"] == pytest.approx(told["was"]["loss"], abs=1e-6)
 
 
 def test_rank_micro_batch_and_rows_are_told_and_written_down(whole, inputs):

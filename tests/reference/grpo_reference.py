@@ -42,6 +42,7 @@ class Completion:
     advantage: float
     is_truncated: bool = False
     is_dead: bool = False
+    group: int = 0  # completions of one prompt
 
     @property
     def old(self):
@@ -61,13 +62,13 @@ def token_weights(completions, s, max_completion_length):
     num_tokens = sum(m.sum() for _, m in batch)
     weights = []
     for _, m in batch:
-        if s.loss_type in ("grpo", "sapo"):
+        if s.loss_type in ("grpo", "sapo", "real"):
             u = m / (num_completions * m.sum()) if m.sum() > 0 else m
-        elif s.loss_type in ("dapo", "bnpo", "cispo"):
+        elif s.loss_type in ("dapo", "bnpo", "cispo", "vespo", "fipo"):
             u = m / num_tokens if num_tokens > 0 else m
         elif s.loss_type == "dr_grpo":
             u = m / (num_completions * max_completion_length)
-        elif s.loss_type == "sequence_sum":
+        elif s.loss_type in ("sequence_sum", "luspo"):
             u = m / num_completions
         weights.append(u)
     return weights
@@ -107,9 +108,52 @@ def objective(c, r, s):
     if s.loss_type == "sapo":
         tau = s.sapo_temperature_pos if a > 0 else s.sapo_temperature_neg
         return -(4.0 / tau) * torch.sigmoid(tau * (r - 1.0)) * a
+    if s.loss_type == "vespo":
+        k, decay = (s.vespo_k_pos, s.vespo_lambda_pos) if a >= 0 else (s.vespo_k_neg, s.vespo_lambda_neg)
+        log_w = 0.0
+        for t in range(len(c.mask)):
+            if c.mask[t]:
+                correction = min(max(math.log(max(float(rollout_importance(c, s)[t]), 1e-300)), math.log(1e-8)), 20.0)
+                log_w += min(max(float(c.logp[t].detach() - c.old[t]), -20.0), 20.0) + correction
+        w = math.exp(min(max(log_w, math.log(1e-8)), 20.0))
+        exponent = decay + k * math.log(w) - decay * w
+        return -math.exp(exponent) * a * c.logp
+    if s.loss_type == "real":
+        return 0.0 * c.logp  # `real_loss` is not a sum over tokens
     high = s.epsilon if s.epsilon_high is None else s.epsilon_high
     unclipped = r if s.delta is None else torch.clamp(r, max=s.delta)
-    return -torch.minimum(unclipped * a, torch.clamp(r, 1.0 - s.epsilon, 1.0 + high) * a)
+    surrogate = -torch.minimum(unclipped * a, torch.clamp(r, 1.0 - s.epsilon, 1.0 + high) * a)
+    return fipo_influence(c, r, s) * surrogate if s.loss_type == "fipo" else surrogate
+
+
+def fipo_influence(c, r, s):
+    """f[i,t], a constant."""
+    influence = []
+    for t in range(len(c.mask)):
+        future = 0.0
+        for k in range(t, len(c.mask)):
+            if c.mask[k] and not (s.delta is not None and r[k] > s.delta):
+                future += 0.5 ** ((k - t) / s.fipo_decay_rate) * float(c.logp[k].detach() - c.old[k])
+        f = math.exp(min(max(future, -20.0), 20.0))
+        if s.fipo_clip_range:
+            f = min(max(f, 1.0 if s.fipo_clip_high_only else 1.0 - s.fipo_clip_range), 1.0 + s.fipo_clip_range)
+        if s.fipo_safety_threshold is not None and c.advantage < 0 and r[t] > s.fipo_safety_threshold:
+            f = min(max(f, 0.8), 1.0)
+        influence.append(f)
+    return torch.tensor(influence, dtype=torch.float64)
+
+
+def real_loss(batch, s):
+    """Mean over groups of log(1 + sum over good e^(-S/tau)) + log(1 + sum over bad e^(S/tau)); 0 of a group that lacks either."""
+    groups = sorted({c.group for c, _ in batch})
+    loss = 0.0
+    for group in groups:
+        scores = [(c.advantage, masked_mean(c.logp - c.old, m)) for c, m in batch if c.group == group and m.sum() > 0]
+        good, bad = [score for a, score in scores if a > 0], [score for a, score in scores if a < 0]
+        if good and bad:
+            loss = loss + torch.log(1 + sum(torch.exp(-score / s.real_tau) for score in good))
+            loss = loss + torch.log(1 + sum(torch.exp(score / s.real_tau) for score in bad))
+    return loss / max(len(groups), 1)
 
 
 def kl(c, r, s):
@@ -175,10 +219,13 @@ def grpo_loss(completions, s, max_completion_length):
     batch = counted(completions, s)
     num_tokens = sum(m.sum() for _, m in batch)
     loss = sum(0.0 * (c.logp.sum() + c.entropy.sum()) for c in completions)
+    if s.loss_type == "real":
+        loss = loss + real_loss(batch, s)
     weights, kept = token_weights(completions, s, max_completion_length), entropy_kept(completions, s)
     for (c, m), u, high_entropy in zip(batch, weights, kept, strict=True):
         r = ratio(c, s)
-        factor = rollout_importance(c, s) * off_policy_kept(c, s) * high_entropy
+        correction = 1.0 if s.loss_type == "vespo" else rollout_importance(c, s)  # vespo has it in its weight
+        factor = torch.as_tensor(correction * off_policy_kept(c, s) * high_entropy)
         loss = loss + (u * factor.detach() * objective(c, r, s)).sum()
         if s.beta and not s.kl_in_reward:
             loss = loss + s.beta * (u * kl(c, r, s)).sum()

@@ -8,9 +8,11 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from megatron_grpo.grpo.classification import classification
 from megatron_grpo.grpo.entropy import entropy_threshold
 from megatron_grpo.grpo.loss import GrpoLoss, LossInputs
 from megatron_grpo.grpo.metrics import LossLogs, combine
+from megatron_grpo.grpo.objectives import Labels
 from megatron_grpo.grpo.token_weights import TokenWeights
 from megatron_grpo.settings.config import GrpoConfig
 from tests.reference.grpo_reference import Completion
@@ -54,6 +56,7 @@ def random_batch(
                 advantage=0.0 if is_dead else float(np.float32(rng.normal())),
                 is_truncated=bool(rng.random() < 0.2),
                 is_dead=is_dead,
+                group=row // 4,
             )
         )
     return completions
@@ -70,8 +73,11 @@ class Packed:
     places: list[tuple[int, int]]  # (completion, token) of each of the C positions
 
 
-def pack(completions: Sequence[Completion], weights: TokenWeights, which: Sequence[int], dtype: torch.dtype) -> Packed:
-    """The completions `which`, in this order, packed end to end. Only trained positions exist; a completion may have none."""
+def pack(completions: Sequence[Completion], weights: TokenWeights, which: Sequence[int], dtype: torch.dtype, labels=None) -> Packed:
+    """The completions `which`, in this order, packed end to end. Only trained positions exist; a completion may have none.
+
+    labels: what `labels_of` says.
+    """
     places = [(i, int(t)) for i in which for t in torch.nonzero(completions[i].mask)[:, 0]]
     nan = float("nan")
 
@@ -87,6 +93,9 @@ def pack(completions: Sequence[Completion], weights: TokenWeights, which: Sequen
         sequence=torch.tensor([list(which).index(i) for i, _ in places], dtype=torch.int64),
         num_sequences=len(which),
         num_loss_tokens=weights.num_loss_tokens,
+        place=torch.tensor([t for _, t in places], dtype=torch.int64),
+        longest=max((len(completions[i].mask) for i in which), default=1),
+        labels=None if labels is None else Labels(*(column(lambda c, i, t, of=of: of[i], torch.float64) for of in labels)),
     )
     return Packed(
         inputs=inputs,
@@ -111,17 +120,37 @@ def threshold_of(cfg: GrpoConfig, completions: Sequence[Completion], weights: To
     return entropy_threshold([c.entropy.detach().numpy() for c in completions], masks, cfg.top_entropy_quantile)
 
 
+def in_whole_groups(completions: Sequence[Completion]) -> Sequence[Completion]:
+    """Dead groups are dead as a whole, as those of a rollout are, and worth nothing."""
+    for group in {c.group for c in completions}:
+        members = [c for c in completions if c.group == group]
+        for c in members:
+            c.is_dead = members[0].is_dead
+            c.advantage = 0.0 if c.is_dead else c.advantage
+    return completions
+
+
+def labels_of(loss: GrpoLoss, completions: Sequence[Completion], weights: TokenWeights) -> tuple[np.ndarray, np.ndarray] | None:
+    """As the policy gathers them before a step."""
+    if loss.needs_classification is None:
+        return None
+    means = [float(((c.logp.detach() - c.old) * c.mask).sum() / max(c.mask.sum(), 1)) for c in completions]
+    return classification(
+        means, [c.advantage for c in completions], [c.group for c in completions], weights.of_rows > 0, tau=loss.needs_classification
+    )
+
+
 def package_loss(
     cfg: GrpoConfig, completions: Sequence[Completion], split: Sequence[Sequence[int]], dtype: torch.dtype = torch.float64
 ) -> tuple[float, list[np.ndarray], list[np.ndarray], LossLogs]:
     """The package's loss over a global batch cut into micro-batches `split`; its gradients by completion (logp, entropy); its logs."""
     loss = GrpoLoss.from_config(cfg, max_completion_length=MAX_COMPLETION_LENGTH, temperature=1.0)
     weights = weigh(loss, completions)
-    threshold = threshold_of(cfg, completions, weights)
+    threshold, labels = threshold_of(cfg, completions, weights), labels_of(loss, completions, weights)
     total, logs = 0.0, []
     grads = [[np.zeros(len(c.mask)) for c in completions] for _ in range(2)]
     for which in split:
-        packed = pack(completions, weights, which, dtype)
+        packed = pack(completions, weights, which, dtype, labels)
         value, log = loss(
             packed.inputs,
             logprobs=packed.logprobs,

@@ -98,7 +98,7 @@ class Policy:
     def anchors(self, micro_batches):
         return self.logprobs(micro_batches), None
 
-    def train_step(self, batch):
+    def train_step(self, batch, beside=None):
         assert batch.step == self.version
         if self.ends.get(batch.step) == "kill":
             raise Killed
@@ -168,6 +168,9 @@ class Disk:
     resume = SimpleNamespace(output_dir=Path("out"))
     is_time = staticmethod(lambda: False)
     good: int = 0
+
+    def record(self, step, pending):
+        pass
 
     def has_trained(self, version, step):
         self.good = version
@@ -294,7 +297,7 @@ def run_of(
         rollouts=Rollouts(asker, stream, cfg=case.grpo, timetable=case.table, penalty=None, cut=policy.cut, parallel=OneRank(),
                           journal=journal),
         checkpoints=disk, journal=journal, stop_drain_seconds=600.0 if is_dropped_at is None else 0.0,
-        max_skipped_steps=case.max_skipped_steps, stop=stop,
+        max_skipped_steps=case.max_skipped_steps, stop=stop, witness=lambda step, pending: nullcontext(),
         evaluator=Evaluator(Question(sets={"eval": Stream().take(3)} if case.eval_every else {}, sampling=SAMPLING.greedy(), score="r"),
                             engine, Judge(), every=case.eval_every, last_step=case.num_steps),
     )  # fmt: skip

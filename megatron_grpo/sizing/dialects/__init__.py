@@ -8,8 +8,10 @@ from megatron_grpo.settings.foreign import Dialect
 from megatron_grpo.sizing.dialects.cs336 import CS336
 from megatron_grpo.sizing.dialects.explain import explain
 from megatron_grpo.sizing.dialects.skyrl import SKYRL, SKYRL_DOC
+from megatron_grpo.sizing.dialects.slime import SLIME
 from megatron_grpo.sizing.dialects.swift import SWIFT
 from megatron_grpo.sizing.dialects.trl import TRL
+from megatron_grpo.sizing.dialects.verl import VERL
 from megatron_grpo.sizing.sizes import NATIVE, Product
 
 __all__ = ["DIALECTS", "PRODUCTS", "explain"]
@@ -22,6 +24,8 @@ DIALECTS: Mapping[str, Dialect] = {
     "swift-megatron": SWIFT,
     "swift": SWIFT,
     "cs336": CS336,
+    "verl": VERL,
+    "slime": SLIME,
 }
 
 PRODUCTS: Mapping[str, Mapping[str, Product]] = {
@@ -50,6 +54,22 @@ PRODUCTS: Mapping[str, Mapping[str, Product]] = {
         "passes": ("update_epochs_per_batch",),
     },
     "swift-megatron": NATIVE,
+    # Both batches are counted in prompts: RayPPOTrainer repeats prompts n times, and its workers multiply the mini-batch by n.
+    "verl": {
+        "micro": ("ppo_micro_batch_size_per_gpu",),
+        "global": ("ppo_mini_batch_size", "rollout.n"),
+        "generation": ("train_batch_size", "rollout.n"),
+        "group": ("rollout.n",),
+        "passes": ("ppo_epochs",),
+    },
+    "slime": {
+        "micro": ("micro_batch_size",),
+        "global": ("global_batch_size",),
+        "accumulation": ("gradient_accumulation_steps",),  # which nobody can type there
+        "generation": ("rollout_batch_size", "n_samples_per_prompt"),
+        "group": ("n_samples_per_prompt",),
+        "passes": (),  # one pass over a rollout, always
+    },
     "cs336": {
         "micro": ("micro_train_batch_size",),
         "global": ("train_batch_size",),

@@ -6,12 +6,26 @@ Source: its SkyRLTrainConfig and what its trainer does with it. Its code counts 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
-from megatron_grpo.settings.foreign import Change, Default, Dialect, Foreign, aside, default, kept, lacks, not_there, only, reads, same
+from megatron_grpo.settings.foreign import Change, Default, Dialect, Foreign, default, kept, lacks, not_there, only, reads, same
 from megatron_grpo.settings.table import TRUE, BadValue
-from megatron_grpo.sizing.dialects import features
-from megatron_grpo.sizing.dialects.vocabulary import NATIVE_SIZES, size, sizes
+from megatron_grpo.sizing.dialects import aside, features
+from megatron_grpo.sizing.dialects.vocabulary import (
+    NATIVE_SIZES,
+    betas,
+    in_steps,
+    is_true,
+    layout,
+    listed,
+    one_dataset,
+    own_rewards,
+    size,
+    sizes,
+    text_of,
+    whole,
+)
 
 _ALGORITHM, _POLICY, _ENGINE, _LORA = "algorithm.", "policy.megatron_config.", "inference_engine.", "policy.model.lora."
 
@@ -28,29 +42,6 @@ _LOSSES: Mapping[tuple[str, str], Mapping[str, Any]] = {
 }
 
 
-def _one(text: Sequence[str]) -> list[str]:
-    """The words of a Hydra list: "['a', 'b']" or [a,b]."""
-    joined = " ".join(text).strip().removeprefix("[").removesuffix("]")
-    return [part.strip().strip("'\"") for part in joined.split(",") if part.strip()]
-
-
-def _dataset(native: str) -> Foreign:
-    def read(words: Sequence[str], given: Mapping[str, Sequence[str]]) -> Mapping[str, Any]:
-        found = [name for word in words for name in _one([word])]
-        if len(found) > 1:
-            raise BadValue(f"({' '.join(found)}) names {len(found)} data sets; one file, directory or Hub name is taken here")
-        return {native: found[0]} if found else {}
-
-    return reads(read, native)
-
-
-def _betas(words: Sequence[str], given: Mapping[str, Sequence[str]]) -> Mapping[str, Any]:
-    found = [part for word in words for part in _one([word])]
-    if len(found) != 2:
-        raise BadValue(f"needs two numbers, not {' '.join(words)!r}")
-    return {"adam_beta1": found[0], "adam_beta2": found[1]}
-
-
 def _ranks(words: Sequence[str], given: Mapping[str, Sequence[str]]) -> Mapping[str, Any]:
     numbers = [(given.get(f"placement.policy_{name}") or ["1"])[0] for name in ("num_nodes", "num_gpus_per_node")]
     if not all(number.isdigit() for number in numbers):
@@ -59,13 +50,7 @@ def _ranks(words: Sequence[str], given: Mapping[str, Sequence[str]]) -> Mapping[
 
 
 def _stop(words: Sequence[str], given: Mapping[str, Sequence[str]]) -> Mapping[str, Any]:
-    return {"stop": [] if list(words) == ["none"] else [part for word in words for part in _one([word])]}
-
-
-def _environment(words: Sequence[str], given: Mapping[str, Sequence[str]]) -> Mapping[str, Any]:
-    if not given.get("reward_funcs"):
-        raise BadValue(f"({' '.join(words)}) is an environment of SkyRL, and not there: rewards come from reward_funcs. Add --reward_funcs")
-    return {}
+    return {"stop": [] if list(words) == ["none"] else [part for word in words for part in listed([word])]}
 
 
 def _rank(words: Sequence[str], given: Mapping[str, Sequence[str]]) -> Mapping[str, Any]:
@@ -74,7 +59,7 @@ def _rank(words: Sequence[str], given: Mapping[str, Sequence[str]]) -> Mapping[s
 
 def _routers(words: Sequence[str], given: Mapping[str, Sequence[str]]) -> Mapping[str, Any]:
     """They do not train under LoRA anyway."""
-    is_lora = _text(given, f"{_LORA}rank", "0") != "0"
+    is_lora = text_of(given, f"{_LORA}rank", "0") != "0"
     return {"freeze_parameters_regex": r"\.gate\.weight$"} if words[0].lower() in TRUE and not is_lora else {}
 
 
@@ -88,22 +73,21 @@ def _forever(native: str) -> Foreign:
     return same(native, {"-1": "0"})
 
 
-def _text(given: Mapping[str, Sequence[str]], name: str, otherwise: str) -> str:
-    return " ".join(given.get(name, [otherwise]))
+# `settle` below reads these, several at a time.
+_LOSS = reads(lambda words, given: {}, "loss_type, importance_sampling_level, delta and epsilon_high, with others of its names")
+_KL = reads(lambda words, given: {}, "beta, kl_in_reward and entropy_coef, with others of its names")
+_CORRECT = reads(lambda words, given: {}, "rollout_importance_sampling_mode and its threshold, with others of its names")
+_READ_TOGETHER = reads(lambda words, given: {}, "the setting of the same name, with others of its names")
 
-
-def _is_true(given: Mapping[str, Sequence[str]], name: str, otherwise: str) -> bool:
-    return _text(given, name, otherwise).lower() == "true"
-
-
-_READ_TOGETHER = Foreign(read=lambda words, given: {})  # `settle` below reads these, several at a time
+_RECOMPUTE = "of these words recompute_granularity, _method, _num_layers and _modules are translated"
+_COUNTED_IN_ROLLOUTS = {"max_steps": "max_training_steps", "save_steps": "ckpt_interval", "eval_steps": "eval_interval"}
 
 NAMES: Mapping[str, Foreign] = {
     "policy.model.path": same("model"),
     "project_name": same("project"),
     "run_name": same("run_name"),
     "policy.optimizer_config.lr": same("lr"),
-    "policy.optimizer_config.adam_betas": reads(_betas, "adam_beta1 and adam_beta2"),
+    "policy.optimizer_config.adam_betas": reads(betas, "adam_beta1 and adam_beta2"),
     "policy.optimizer_config.weight_decay": same("weight_decay"),
     "policy.optimizer_config.max_grad_norm": same("clip_grad"),
     "policy.optimizer_config.num_warmup_steps": same("lr_warmup_iters"),
@@ -132,10 +116,10 @@ NAMES: Mapping[str, Foreign] = {
     "sampling_params.top_k": same("top_k", {"-1": "0"}),
     "sampling_params.stop": reads(_stop, "stop"),
     "chat_template_kwargs.enable_thinking": same("enable_thinking"),
-    "data.train_data": _dataset("dataset"),
-    "data.val_data": _dataset("eval_dataset"),
-    "train_data": _dataset("dataset"),  # a file's section `data` is one of ours too, and disappears
-    "val_data": _dataset("eval_dataset"),
+    "data.train_data": one_dataset("dataset"),
+    "data.val_data": one_dataset("eval_dataset"),
+    "train_data": one_dataset("dataset"),  # a file's section `data` is one of ours too, and disappears
+    "val_data": one_dataset("eval_dataset"),
     "epochs": same("num_train_epochs"),
     "max_training_steps": same("max_steps"),
     "ckpt_interval": _forever("save_steps"),
@@ -170,17 +154,18 @@ NAMES: Mapping[str, Foreign] = {
     f"{_ALGORITHM}sapo.tau_pos": same("sapo_temperature_pos"),
     f"{_ALGORITHM}sapo.tau_neg": same("sapo_temperature_neg"),
     f"{_ALGORITHM}advantage_estimator": lacks("here it is grpo or rloo; its others are not there", "grpo", "rloo"),
+    **dict.fromkeys((f"{_ALGORITHM}{name}" for name in ("policy_loss_type", "loss_reduction", "clip_ratio_c")), _LOSS),
+    f"{_ALGORITHM}cispo.cispo_eps_clip_high": _LOSS,
+    **dict.fromkeys((f"{_ALGORITHM}{name}" for name in ("use_kl_loss", "kl_loss_coef", "use_kl_in_reward")), _KL),
+    **dict.fromkeys((f"{_ALGORITHM}{name}" for name in ("use_entropy_loss", "entropy_loss_coef")), _KL),
+    **dict.fromkeys((f"{_ALGORITHM}{name}" for name in ("use_tis", "tis_imp_ratio_cap")), _CORRECT),
     **{
-        f"{_ALGORITHM}{name}": _READ_TOGETHER
-        for name in (
-            *("policy_loss_type", "loss_reduction", "clip_ratio_c", "use_kl_loss", "kl_loss_coef", "use_entropy_loss", "use_kl_in_reward"),
-            *("entropy_loss_coef", "cispo.cispo_eps_clip_high", "use_tis", "tis_imp_ratio_cap", "off_policy_correction.tis_ratio_type"),
-            *("off_policy_correction.token_tis_ratio_clip_high", "off_policy_correction.sequence_tis_ratio_clip_high"),
-        )
+        f"{_ALGORITHM}off_policy_correction.{name}": _CORRECT
+        for name in ("tis_ratio_type", "token_tis_ratio_clip_high", "sequence_tis_ratio_clip_high")
     },
     # Asked for, and not there.
     "strategy": lacks(features.SHARDED_ELSEWHERE, "megatron"),
-    "environment.env_class": reads(_environment, "reward_funcs"),
+    "environment.env_class": reads(own_rewards("an environment of SkyRL"), "reward_funcs"),
     "max_turns": lacks(features.TURNS, "1"),
     "placement.colocate_all": only("true", features.SERVER),
     f"{_LORA}rank": reads(_rank, "tuner_type lora and lora_rank"),
@@ -239,45 +224,53 @@ NAMES: Mapping[str, Foreign] = {
         ),
     ),
     **not_there(features.CRITIC, "critic.model.path", "critic.optimizer_config.lr", f"{_ALGORITHM}value_clip"),
-    **aside(
-        *(
-            "logger",
-            "tags",
-            "log_path",
-            "ckpt_path",
-            "hf_save_interval",
-            "dump_data_batch",
-            "dump_eval_results",
-        ),
-        *(
-            "print_example_interval",
-            "num_logger_eval_samples",
-            "num_logger_train_samples",
-            "log_example_interval",
-            "enable_ray_gpu_monitor",
-        ),
-        *("micro_forward_batch_size_per_gpu", "use_sample_packing", "remove_microbatch_padding", "flash_attn", "eval_batch_size"),
-        *("eval_before_train", "critic_mini_batch_size", "gradient_checkpointing", "gradient_checkpointing_use_reentrant"),
-        *("use_expandable_segments", "disable_fast_tokenizer", "sequence_parallel_backend", "vocab_entropy_chunk_size", "batched"),
-        *("vocab_entropy_chunk_memory_mb", "fused_lm_head_logprob", "fused_lm_head_logprob_backend", "use_cache_salt"),
-        *("use_conversation_multi_turn", "append_eos_token_after_stop_str_in_multi_turn", "sampling_params.logprobs"),
-        *("placement.colocate_policy_ref", "placement.ref_num_nodes", "placement.ref_num_gpus_per_node", "placement.critic_num_nodes"),
-        *("placement.critic_num_gpus_per_node", "data.dataloader.num_workers", "data.dataloader.persistent_workers"),
-        *("policy.optimizer_config.offload_after_step", "policy.use_torch_compile", "policy.record_memory", "ref.sequence_parallel_size"),
-        *(f"{_POLICY}{name}" for name in ("moe_grouped_gemm", "moe_router_dtype", "moe_per_layer_logging", "empty_cuda_cache")),
-        *(f"{_POLICY}{name}" for name in ("dist_ckpt_optim_fully_reshardable", "async_dist_ckpt_strategy")),
-        *(f"{_LORA}{name}" for name in ("lora_sync_path", "max_loras", "max_cpu_loras")),
-        f"{_POLICY}transformer_config_kwargs.gradient_accumulation_fusion",
-        *(f"ref.megatron_config.{name}_parallel_size" for name in ("tensor_model", "pipeline_model", "context", "expert_model")),
-        "ref.megatron_config.expert_tensor_parallel_size",
-        *(f"{_ENGINE}{name}" for name in ("num_engines", "weight_sync_backend", "async_engine", "enable_chunked_prefill")),
-        *(f"{_ENGINE}{name}" for name in ("max_num_batched_tokens", "vllm_v1_disable_multiproc", "enable_ray_prometheus_stats")),
-        *(f"{_ENGINE}{name}" for name in ("distributed_executor_backend", "served_model_name", "weight_transfer_threshold_cuda_ipc_GB")),
-        *("num_inference_engines", "weight_sync_backend", "async_engine", "enable_chunked_prefill", "max_num_batched_tokens"),
-        *("vllm_v1_disable_multiproc", "environment.skyrl_gym.max_env_workers", f"{_ALGORITHM}value_head_prefix"),
-        *(f"{_ALGORITHM}{name}" for name in ("lambd", "gamma", "kl_ctrl.kl_target", "kl_ctrl.horizon", "zero_variance_filter_tol")),
-        *(f"{_ALGORITHM}dynamic_sampling.{name}" for name in ("max_sample_batches", "min_replace_ratio")),
-    ),
+    "critic.sequence_parallel_size": lacks(features.CRITIC, "1"),
+    f"{_ALGORITHM}max_seq_len": lacks("Dr. GRPO divides by max_completion_length here, and has to be asked for with loss_type dr_grpo"),
+    f"{_POLICY}moe_router_score_function": lacks("the model's config.json says it"),
+    f"{_POLICY}moe_router_enable_expert_bias": lacks("the model's config.json says it"),
+    f"{_ENGINE}engine_init_kwargs": lacks(features.ENGINE_WORDS),
+    f"{_ENGINE}num_prefill": lacks(features.SERVER, "0"),
+    f"{_ENGINE}router_init_kwargs": lacks(features.SERVER),
+    "chat_template.source": lacks("prompts are written by the model's own chat template", "name"),
+    "chat_template_kwargs": lacks("enable_thinking is handed to the chat template, and nothing else"),
+    "merge_stepwise_output": lacks(features.TURNS),
+    "eval_sampling_params.temperature": same("eval_temperature"),
+    "eval_sampling_params.top_p": lacks(features.EVAL_SAMPLING, "1", "1.0"),
+    "eval_sampling_params.top_k": lacks(features.EVAL_SAMPLING, "-1"),
+    "eval_sampling_params.min_p": lacks(features.EVAL_SAMPLING, "0", "0.0"),
+    "eval_sampling_params.repetition_penalty": lacks(features.EVAL_SAMPLING, "1", "1.0"),
+    "eval_sampling_params.max_generate_length": lacks(features.EVAL_SAMPLING),
+    "eval_sampling_params.stop": lacks(features.EVAL_SAMPLING),
+    "eval_sampling_params.additional_kwargs": lacks(features.EVAL_SAMPLING),
+    **{
+        f"{_POLICY}ddp_config.{name}": only("true", "gradients are reduced in float32, and summed by token weights")
+        for name in ("grad_reduce_in_fp32", "average_in_collective")
+    },
+    **aside.SKYRL,
+}
+
+PATTERNS: Mapping[str, Foreign] = {
+    "fully_async.simulate_*": lacks(features.AHEAD, "30.0", "0.0"),
+    "fully_async.*": Foreign(why="it does nothing without fully_async.enabled, which is refused"),
+    "policy.fsdp_config.*": Foreign(why="it does nothing with strategy megatron"),
+    "*language_model_only": lacks("what of a model that sees trains is said by freeze_llm, freeze_vit and freeze_aligner"),
+    "policy.model.fake_int4_qat.enabled": lacks(features.QUANTIZED),
+    "policy.model.fake_int4_qat.*": Foreign(why="it does nothing without fake_int4_qat.enabled, which is refused"),
+    "policy.inference_only_init": lacks("the policy trains"),
+    "*model_config_kwargs": lacks("the model is built as its config.json says"),
+    f"{_POLICY}optimizer_config_kwargs": lacks("of these words optimizer_cpu_offload and optimizer_offload_fraction are translated"),
+    f"{_POLICY}optimizer_config_kwargs.*": lacks("of these words optimizer_cpu_offload and optimizer_offload_fraction are translated"),
+    f"{_POLICY}transformer_config_kwargs": lacks(_RECOMPUTE),
+    f"{_POLICY}transformer_config_kwargs.*": lacks(_RECOMPUTE),
+    f"{_POLICY}hf_export_config.*": Foreign(why=features.FILES),
+    f"{_POLICY}mtp_*": Foreign(why="it does nothing without mtp_num_layers, which is refused"),
+    "mtp.*": Foreign(why="it does nothing without mtp.enabled, which is refused"),
+    "ref.*": Foreign(why="the reference is the model as it was at the start, cut as the policy is"),
+    f"{_ALGORITHM}clip_cov.*": Foreign(why="it does nothing without policy_loss_type clip_cov, which is refused"),
+    f"{_ALGORITHM}kl_cov.*": Foreign(why="it does nothing without policy_loss_type kl_cov, which is refused"),
+    f"{_ALGORITHM}dppo.*": Foreign(why="it does nothing without policy_loss_type dppo, which is refused"),
+    f"{_ALGORITHM}off_policy_correction.*_mask_*": Foreign(why="it does nothing without sequence_mask_metric, which is refused"),
+    "environment.skyrl_gym.*": Foreign(why="its environments are not there; environment and tools name yours"),
 }
 
 DEFAULTS: Sequence[Default] = (
@@ -295,16 +288,18 @@ DEFAULTS: Sequence[Default] = (
     ),
     default("inference_engine.gpu_memory_utilization", 0.8, vllm_gpu_memory_utilization=0.8),
     default("inference_engine.max_num_seqs", 1024, vllm_max_num_seqs=1024),
-    default("ckpt_interval", 10, save_steps=10),
     Default(name="max_ckpts_to_keep", theirs="all", native={"save_total_limit": None}),
     kept("strategy", "fsdp", "megatron"),
     kept("logger", "wandb", "none"),
 )
 
 
-def settle(values: Mapping[str, Any], given: Mapping[str, Sequence[str]]) -> Iterator[Change]:
+def settle(values: Mapping[str, Any], given: Mapping[str, Sequence[str]], *, in_prompts: bool) -> Iterator[Change]:
     """The loss, the KL and the corrections, each of which SkyRL says with several names; and what its sizes imply."""
-    kind, reduction = _text(given, f"{_ALGORITHM}policy_loss_type", "regular"), _text(given, f"{_ALGORITHM}loss_reduction", "token_mean")
+    kind, reduction = (
+        text_of(given, f"{_ALGORITHM}policy_loss_type", "regular"),
+        text_of(given, f"{_ALGORITHM}loss_reduction", "token_mean"),
+    )
     if "loss_type" not in values:
         loss = _LOSSES.get((kind, reduction))
         if loss is None:
@@ -313,9 +308,9 @@ def settle(values: Mapping[str, Any], given: Mapping[str, Sequence[str]]) -> Ite
                 f"There are: {', '.join(f'{a} with {b}' for a, b in _LOSSES)}"
             )
         if kind == "dual_clip":
-            loss = {**loss, "delta": float(_text(given, f"{_ALGORITHM}clip_ratio_c", "3.0"))}
+            loss = {**loss, "delta": float(text_of(given, f"{_ALGORITHM}clip_ratio_c", "3.0"))}
         if kind == "cispo":
-            loss = {**loss, "epsilon_high": 1 + float(_text(given, f"{_ALGORITHM}cispo.cispo_eps_clip_high", "4.0"))}
+            loss = {**loss, "epsilon_high": 1 + float(text_of(given, f"{_ALGORITHM}cispo.cispo_eps_clip_high", "4.0"))}
         said = ", ".join(f"{name} {value}" for name, value in loss.items())
         typed = {f"{_ALGORITHM}policy_loss_type", f"{_ALGORITHM}loss_reduction"} & set(given)
         yield Change(
@@ -324,73 +319,73 @@ def settle(values: Mapping[str, Any], given: Mapping[str, Sequence[str]]) -> Ite
             untyped=None if typed else ("algorithm.loss_reduction", reduction),
         )
     if "beta" not in values:
-        in_loss, in_reward = _is_true(given, f"{_ALGORITHM}use_kl_loss", "true"), _is_true(given, f"{_ALGORITHM}use_kl_in_reward", "false")
+        in_loss, in_reward = is_true(given, f"{_ALGORITHM}use_kl_loss", "true"), is_true(given, f"{_ALGORITHM}use_kl_in_reward", "false")
         typed = {f"{_ALGORITHM}{name}" for name in ("use_kl_loss", "use_kl_in_reward", "kl_loss_coef")} & set(given)
-        beta = float(_text(given, f"{_ALGORITHM}kl_loss_coef", "0.001")) if in_loss or in_reward else 0.0
+        beta = float(text_of(given, f"{_ALGORITHM}kl_loss_coef", "0.001")) if in_loss or in_reward else 0.0
         yield Change(
             values={"beta": beta, "kl_in_reward": in_reward and beta > 0},
             note=f"use_kl_loss ({str(in_loss).lower()}) and kl_loss_coef make beta {beta:g} here.",
             untyped=None if typed else ("algorithm.kl_loss_coef", f"{beta:g}"),
         )
-    if _is_true(given, f"{_ALGORITHM}use_entropy_loss", "false"):
-        yield Change(values={"entropy_coef": float(_text(given, f"{_ALGORITHM}entropy_loss_coef", "0.01"))})
+    if is_true(given, f"{_ALGORITHM}use_entropy_loss", "false"):
+        yield Change(values={"entropy_coef": float(text_of(given, f"{_ALGORITHM}entropy_loss_coef", "0.01"))})
     yield from _correction(given)
-    estimator = _text(given, f"{_ALGORITHM}advantage_estimator", "grpo")
+    estimator = text_of(given, f"{_ALGORITHM}advantage_estimator", "grpo")
     if estimator == "rloo":
         yield Change(values={"advantage_estimator": "rloo", "scale_rewards": "none"})
-    yield from _layout(values, given)
+    yield from layout(values, text_of(given, f"{_POLICY}expert_tensor_parallel_size", "none"), shards_norms_by_itself="SkyRL")
+    yield from _steps(values, given, in_prompts)
     if values.get("tuner_type") == "lora":
         yield from _lora(values, given)
     if values.get("eval_steps") and not values.get("eval_dataset"):
         yield Change(values={"eval_steps": None}, note=f"eval_interval ({values['eval_steps']}) does nothing without data.val_data.")
 
 
+def _steps(values: Mapping[str, Any], given: Mapping[str, Sequence[str]], in_prompts: bool) -> Iterator[Change]:
+    """Its trainer counts train batches (global_step of its RayPPOTrainer); each is several optimizer steps."""
+    rollout = whole(given, "train_batch_size", 1024) * (1 if in_prompts else whole(given, "n_samples_per_prompt", 5))
+    passes = whole(given, "update_epochs_per_batch", 1)
+    per_rollout = max(1, rollout // max(1, whole(given, "policy_mini_batch_size", 256))) * passes
+    yield from in_steps(values, per_rollout, _COUNTED_IN_ROLLOUTS)
+    if "save_steps" not in values:
+        yield Change(values={"save_steps": 10 * per_rollout}, untyped=("ckpt_interval", "10"))
+
+
 def _correction(given: Mapping[str, Sequence[str]]) -> Iterator[Change]:
     section = f"{_ALGORITHM}off_policy_correction."
-    level = _text(given, f"{section}tis_ratio_type", "none")
+    level = text_of(given, f"{section}tis_ratio_type", "none")
     if level in ("token", "sequence"):
-        cap = float(_text(given, f"{section}{level}_tis_ratio_clip_high", "2.0" if level == "token" else "5.0"))
+        cap = float(text_of(given, f"{section}{level}_tis_ratio_clip_high", "2.0" if level == "token" else "5.0"))
         yield Change(values={"rollout_importance_sampling_mode": f"{level}_truncate", "rollout_importance_sampling_threshold": cap})
     elif level not in ("none", "null"):
         raise BadValue(f"{section}tis_ratio_type ({level}) is not there. It is token or sequence")
-    elif _is_true(given, f"{_ALGORITHM}use_tis", "false"):
-        cap = float(_text(given, f"{_ALGORITHM}tis_imp_ratio_cap", "2.0"))
+    elif is_true(given, f"{_ALGORITHM}use_tis", "false"):
+        cap = float(text_of(given, f"{_ALGORITHM}tis_imp_ratio_cap", "2.0"))
         yield Change(values={"rollout_importance_sampling_mode": "token_truncate", "rollout_importance_sampling_threshold": cap})
 
 
 def _lora(values: Mapping[str, Any], given: Mapping[str, Sequence[str]]) -> Iterator[Change]:
-    alpha = float(_text(given, f"{_LORA}alpha", "16"))
+    alpha = float(text_of(given, f"{_LORA}alpha", "16"))
     typed = f"{_LORA}alpha" in given
     if "lora_alpha" not in values:
         yield Change(values={"lora_alpha": alpha}, untyped=None if typed else ("policy.model.lora.alpha", "16"))
-    found: dict[str, Any] = {"lora_dropout": float(_text(given, f"{_LORA}dropout", "0"))}
+    found: dict[str, Any] = {"lora_dropout": float(text_of(given, f"{_LORA}dropout", "0"))}
     for name in ("target_modules", "exclude_modules"):
-        words = [part for word in given.get(f"{_LORA}{name}", ()) for part in _one([word]) if part not in ("none", "null")]
+        words = [part for word in given.get(f"{_LORA}{name}", ()) for part in listed([word]) if part not in ("none", "null")]
         found |= {name: words} if words else {}
     yield Change(values={name: value for name, value in found.items() if name not in values})
-    if _text(given, f"{_POLICY}lora_config.lora_type", "lora") == "lora":
+    if text_of(given, f"{_POLICY}lora_config.lora_type", "lora") == "lora":
         yield Change(
             values={},
             note="SkyRL's lora_type lora has one matrix A for q, k and v, and one for gate and up; here each has its own, as in PEFT "
             "and in its canonical_lora.",
         )
-    if _is_true(given, f"{_POLICY}lora_config.merge_lora", "true"):
+    if is_true(given, f"{_POLICY}lora_config.merge_lora", "true"):
         yield Change(
             values={},
             note="SkyRL's lora_config.merge_lora true pushes merged weights to vLLM, where bfloat16 rounds most of the first updates away. "
             "Here it gets the adapter; vllm_enable_lora false pushes merged weights.",
         )
-
-
-def _layout(values: Mapping[str, Any], given: Mapping[str, Sequence[str]]) -> Iterator[Change]:
-    tensor = values.get("tensor_model_parallel_size", 1)
-    if tensor > 1 and "sequence_parallel" not in values:
-        yield Change(
-            values={"sequence_parallel": True}, note="SkyRL shards norms over tensor-parallel ranks by itself: sequence_parallel true."
-        )
-    expert = _text(given, f"{_POLICY}expert_tensor_parallel_size", "none")
-    if "expert_tensor_parallel_size" not in values:
-        yield Change(values={"expert_tensor_parallel_size": tensor if expert in ("none", "null") else int(expert)})
 
 
 def _dialect(name: str) -> Dialect:
@@ -401,8 +396,9 @@ def _dialect(name: str) -> Dialect:
         prefixes=("trainer.algorithm.", "trainer.", "generator.sampling_params.", "generator."),
         sections=("trainer.", "generator."),
         names=NAMES,
+        patterns=PATTERNS,
         defaults=DEFAULTS,
-        settle=settle,
+        settle=partial(settle, in_prompts=name == "skyrl"),
         settings=sizes(
             size("train_batch_size", 1024, "prompts in one rollout"),
             size("policy_mini_batch_size", 256, "prompts (the code) or completions (the guide) in one optimizer step"),

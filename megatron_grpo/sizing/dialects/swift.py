@@ -9,10 +9,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_grpo.settings.foreign import Change, Default, Dialect, Foreign, aside, default, kept, lacks, not_there, only, reads, same
+from megatron_grpo.settings.foreign import Change, Default, Dialect, Foreign, default, kept, lacks, not_there, only, reads, same
 from megatron_grpo.settings.table import BadValue
-from megatron_grpo.sizing.dialects import features, turns
-from megatron_grpo.sizing.dialects.vocabulary import BUILT_IN_REWARDS, TOKEN, of_servers, of_the_hub
+from megatron_grpo.sizing.dialects import aside, features, turns
+from megatron_grpo.sizing.dialects.vocabulary import BUILT_IN_REWARDS, DISPATCHER, TOKEN, of_servers, of_the_hub
 
 _REWARDS = {"accuracy": "math", "format": "format", "cosine": "cosine", "repetition": "repetition", "soft_overlong": "soft_overlong"}
 _ONLY_OURS = tuple(name for name in BUILT_IN_REWARDS if name not in (*_REWARDS, "math"))  # its `math` is another one
@@ -40,25 +40,25 @@ def _reward_funcs(words: Sequence[str], given: Mapping[str, Sequence[str]]) -> M
     return {"reward_funcs": [_REWARDS.get(word, word) for word in words]}
 
 
+def _plugins(words: Sequence[str], given: Mapping[str, Sequence[str]]) -> Mapping[str, Any]:
+    """Refused but where a sentence about what it holds names it already."""
+    of_it = [word for word in given.get("reward_funcs", ()) if word not in (*_REWARDS, *_ONLY_OURS) and ":" not in word]
+    named = [name for name in ("gym_env", "multi_turn_scheduler") if any(":" not in word for word in given.get(name, ()))]
+    if not of_it and not named:
+        raise BadValue(f"({' '.join(words)}): {features.PLUGINS}")
+    return {}
+
+
 def _dataset(native: str) -> Foreign:
     def read(words: Sequence[str], given: Mapping[str, Sequence[str]]) -> Mapping[str, Any]:
-        if len(words) != 1:
-            raise BadValue(f"({' '.join(words)}) names {len(words)} data sets; one file, directory or Hub name is taken here")
-        (name,) = words
-        if Path(name).exists():
-            return {native: name}
-        plain, _, count = name.rpartition("#")
-        if plain and count.isdigit():
-            raise BadValue(
-                f"({name}) asks for {count} rows that Megatron-SWIFT's generator draws; drawing rows is not there. "
-                f"Write {count} rows of {plain} to a .jsonl file and give that"
-            )
-        name = name.removeprefix("hf::").removeprefix("HF::")
-        if "::" in name or ":" in name:
-            raise BadValue(f"({words[0]}) names a hub or a subset; a file, a directory or a plain Hub name is taken here")
-        return {native: name}
+        if len(words) != 1 and native != "dataset":
+            raise BadValue(f"({' '.join(words)}) names {len(words)} data sets; give each a name in eval_datasets")
+        names = [one if Path(one).exists() else one.removeprefix("hf::").removeprefix("HF::") for one in words]
+        if strange := [one for one in names if ":" in one and not Path(one).exists()]:
+            raise BadValue(f"({strange[0]}) names a hub or a subset; a file, a directory or a plain Hub name is taken here")
+        return {native: names[0]} | ({"further_datasets": names[1:]} if names[1:] else {})
 
-    return reads(read, f"the same name here, {native}, without `#` and `:`")
+    return reads(read, f"the same names here, {native}, without `:`")
 
 
 def _one_adapter(native: str) -> Foreign:
@@ -78,6 +78,7 @@ def _minutes(words: Sequence[str], given: Mapping[str, Sequence[str]]) -> Mappin
 
 
 NAMES: Mapping[str, Foreign] = {
+    "moe_token_dispatcher_type": DISPATCHER,
     # The same under another name, or with other words for its values.
     "train_iters": same("max_steps"),
     "val_dataset": _dataset("eval_dataset"),
@@ -106,12 +107,8 @@ NAMES: Mapping[str, Foreign] = {
     "lorap_lr_ratio": lacks(features.ONE_LR),
     "finetune": only("true", features.RESUMED_ELSEWHERE),
     "optimizer": only("adam", features.OTHER_OPTIMIZER),
-    "weight_decay_incr_style": only("constant", "weight_decay is constant here"),
-    "lr_warmup_init": lacks("warm-up begins at 0 here", "0", "0.0"),
-    "lr_decay_iters": lacks("the learning rate decays over the whole run here"),
     "freeze_parameters_ratio": lacks(features.FREEZE_RATIO, "0", "0.0"),
     "repetition_penalty": lacks(features.SAMPLING, "1", "1.0"),
-    "split_dataset_ratio": lacks("give held-out prompts as eval_dataset", "0", "0.0"),
     "loss_scale": only("last_round", "the loss covers the completion, whole and alone"),
     "calculate_per_token_loss": lacks("loss_type says what the loss is averaged over"),
     "moe_router_load_balancing_type": lacks("load-balancing losses depend on the layout"),
@@ -131,7 +128,7 @@ NAMES: Mapping[str, Foreign] = {
     "label_smoothing": lacks(features.OTHER_TASK, "0", "0.0"),
     "teacher_kl_coef": lacks(features.TEACHER),
     **turns.SWIFT,
-    "external_plugins": lacks(features.PLUGINS),
+    "external_plugins": reads(_plugins, "reward_funcs path/to/file.py:function, environment path/to/file.py:Class"),
     "accumulate_allreduce_grads_in_fp32": only("true", "gradients are float32 here"),
     "attention_softmax_in_fp32": only("true", "the softmax of attention is float32 here"),
     **not_there(features.MODULES_TO_SAVE, "modules_to_save"),
@@ -154,7 +151,6 @@ NAMES: Mapping[str, Foreign] = {
         *("lisa_activated_layers", "lisa_step_interval", "use_galore", "galore_target_modules", "galore_rank", "use_q_galore"),
         *("galore_update_proj_gap", "galore_scale", "galore_proj_type", "galore_optim_per_parameter", "galore_with_embedding"),
     ),
-    **aside("vllm_server_group_port"),  # the link takes any free port
     "vllm_data_parallel_size": lacks(features.ENGINES, "1"),
     **not_there(
         features.IMAGES,
@@ -169,49 +165,45 @@ NAMES: Mapping[str, Foreign] = {
         features.QUANTIZED,
         *("fp16", "fp8_format", "fp8_param_gather", "fp4_format", "fp4_param_gather", "quant_method", "quant_bits"),
     ),
-    **not_there(features.OTHER_LOSS, "real_tau", "fipo_decay_rate", "fipo_clip_range", "fipo_clip_high_only", "fipo_safety_threshold"),
     **not_there(features.OTHER_LOSS, "rpo_alpha", "reference_free", "enable_dft_loss", "enable_channel_loss"),
     **not_there(features.DROPS_TOKENS, "moe_expert_capacity_factor", "moe_pad_expert_input_to_capacity"),
     **not_there(features.PLUGINS, "custom_register_path", "callbacks", "reward_model_plugin", "custom_dataset_info"),
     **not_there(
         "a reward model is the reward function reward_model: reward_funcs reward_model, and reward_model its directory", "reward_model"
     ),
-    **not_there(features.STREAMING, "streaming", "cached_dataset", "cached_val_dataset", "interleave_prob", "columns"),
+    **not_there(features.STREAMING, "streaming", "cached_dataset", "cached_val_dataset"),
     **not_there(features.RESUMED_ELSEWHERE, "mcore_model", "load_args"),
-    **not_there("the reference model is the model as it was at the start", "ref_model", "mcore_ref_model"),
-    **not_there(features.VERSIONS, "model_revision", "rope_scaling", "new_special_tokens", "model_kwargs", "megatron_extra_kwargs"),
+    **not_there(features.RESUMED_ELSEWHERE, "mcore_ref_model"),
+    **not_there(features.VERSIONS, "model_revision", "rope_scaling", "new_special_tokens", "model_kwargs"),
     **not_there(features.VERSIONS, "perform_initialization", "init_strategy", "language_model_only"),
-    **not_there("the start and end of weight_decay are weight_decay", "start_weight_decay", "end_weight_decay"),
-    **not_there(
-        "stages are cut by decoder_first_pipeline_num_layers and decoder_last_pipeline_num_layers", "pipeline_model_parallel_layout"
-    ),
-    **not_there("stages are cut by layers alone", "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
     **not_there("prompts are written by the model's own chat template", "template", "response_prefix", "preserve_thinking"),
     **not_there(features.SHARDED_ELSEWHERE, "use_megatron_fsdp", "deepspeed", "fsdp"),
     **not_there(features.OTHER_OPTIMIZER, "apply_wd_to_qk_layernorm"),
     "hub_token": TOKEN,
-    # Kernels, workers, memory, logs, formats: neither what is sampled nor what is trained depends on them.
-    **aside(
-        *("attention_backend", "attn_impl", "experts_impl", "masked_softmax_fusion", "bias_dropout_fusion", "bias_activation_fusion"),
-        *("apply_rope_fusion", "gradient_accumulation_fusion", "cross_entropy_loss_fusion", "cross_entropy_fusion_impl"),
-        *("moe_grouped_gemm", "moe_permute_fusion", "moe_shared_expert_overlap", "moe_enable_deepep", "moe_router_dtype"),
-        *("overlap_p2p_comm", "batch_p2p_comm", "align_param_gather", "align_grad_reduce", "tp_comm_overlap", "nccl_comm_warmup"),
-        *("overlap_param_gather_with_optimizer_step", "microbatch_group_size_per_vp_stage", "cp_comm_type"),
-        *("use_precision_aware_optimizer", "optimizer_cuda_graph", "deterministic_mode", "manual_gc", "manual_gc_steps", "manual_gc_eval"),
-        *("offload_bridge", "move_model_batches", "device_map", "max_memory"),
-        *("padding_free", "mlp_padding_free", "packing", "packing_length", "packing_num_proc", "packing_strategy", "padding_side"),
-        *("dataloader_num_workers", "dataloader_pin_memory", "dataloader_persistent_workers", "dataloader_prefetch_factor"),
-        *("dataset_num_proc", "download_mode", "lazy_tokenize", "strict", "remove_unused_columns"),
-        *("train_dataloader_shuffle", "data_sharding", "data_seed", "group_by_length", "te_rng_tracker", "data_parallel_random_init"),
-        *("use_cpu_initialization", "check_model", "model_type", "local_repo_path", "use_hf", "bridge_backend"),
-        *("save_safetensors", "save_missing_weights", "no_save_optim", "no_save_rng", "no_load_optim", "no_load_rng"),
-        *("use_persistent_ckpt_worker", "dist_ckpt_save_pre_mcore_014", "dist_ckpt_optim_fully_reshardable"),
-        *("distrib_optim_fully_reshardable_mem_efficient", "max_shard_size", "create_checkpoint_symlink", "add_version"),
-        *("logging_steps", "log_completions", "log_rollout_offpolicy_metrics", "wandb_log_unique_prompts", "tensorboard_dir"),
-        *("tensorboard_queue_size", "metric_for_best_model"),
-        *("greater_is_better", "local_rank", "vllm_disable_cascade_attn", "ignore_args_error", "ray_exp_name"),
-        *("moe_token_drop_policy", "fp8_recipe", "fp8_amax_history_len", "fp8_amax_compute_algo", "fp4_recipe", "mtp_loss_scaling_factor"),
-    ),
+    "apply_query_key_layer_scaling": lacks("scores of attention are not scaled by the number of the layer"),
+    "eval_iters": lacks("eval_num_prompts is the number of held-out prompts that are asked", "-1"),
+    "tuner_backend": only("peft", features.OTHER_ADAPTERS),
+    "add_non_thinking_prefix": only("true", "prompts are written by the model's own chat template"),
+    "disable_ignore_empty_think": lacks("the loss covers the completion, whole and alone"),
+    "disable_auto_column_mapping": lacks(features.STREAMING),
+    "load_data_args": lacks(features.RESUMED_ELSEWHERE),
+    "moe_layer_recompute": lacks("recompute_granularity selective with recompute_modules moe does it"),
+    "skip_megatron_init": lacks("it is for its Ray pipeline, and Ray is not used"),
+    "mhc_recompute_layer_num": lacks(features.OTHER_MODEL),
+    "use_fused_mhc": lacks(features.OTHER_MODEL),
+    "csa_dense_mode": lacks(features.OTHER_MODEL),
+    "linear_decoupled_in_proj": lacks(features.OTHER_MODEL),
+    "apply_dsa_kernel_fusion": lacks(features.OTHER_MODEL),
+    "dsa_indexer_loss_coeff": lacks(features.OTHER_MODEL, "0", "0.0"),
+    "dsa_indexer_use_sparse_loss": lacks(features.OTHER_MODEL),
+    "mtp_shared_weights": lacks(features.MTP),
+    "mtp_decoder_input_detach": lacks(features.MTP),
+    "stream": lacks(features.OTHER_TASK),
+    "num_beams": lacks(features.SAMPLING, "1"),
+    "structured_outputs_regex": lacks(features.STRUCTURED),
+    "data_parallel_sharding_strategy": lacks(features.SHARDED_ELSEWHERE, "optim_grads_params"),
+    "sequence_parallel_size": lacks("sequences are cut by context_parallel_size", "1"),
+    **aside.SWIFT,
 }
 
 DEFAULTS: Sequence[Default] = (
@@ -264,6 +256,12 @@ def settle(values: Mapping[str, Any], given: Mapping[str, Sequence[str]]) -> Ite
         )
     if values.get("loss_type") == "cispo" and values.get("epsilon_high") is None:
         yield Change(values={"epsilon_high": values.get("epsilon", 0.2)})
+    if values.get("loss_type") == "real":
+        yield Change(
+            values={},
+            note="loss_type real: a completion of just its group's mean reward is wrong in Megatron-SWIFT; here it is on neither side. "
+            "A group may lie in several micro-batches.",
+        )
     if "repetition" in values.get("reward_funcs", ()):
         yield Change(values={}, note="The reward repetition counts n-grams of tokens here, of words in Megatron-SWIFT.")
 

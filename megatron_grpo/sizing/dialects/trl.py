@@ -11,7 +11,6 @@ from megatron_grpo.settings.foreign import (
     Default,
     Dialect,
     Foreign,
-    aside,
     default,
     kept,
     lacks,
@@ -21,7 +20,7 @@ from megatron_grpo.settings.foreign import (
     same,
 )
 from megatron_grpo.settings.table import FALSE, TRUE, BadValue
-from megatron_grpo.sizing.dialects import features, turns
+from megatron_grpo.sizing.dialects import aside, features, turns
 from megatron_grpo.sizing.dialects.vocabulary import BUILT_IN_REWARDS, NATIVE_SIZES, TOKEN, of_servers, of_the_hub, size, sizes
 
 _REWARDS = {"accuracy_reward": "math", "get_soft_overlong_punishment": "soft_overlong"}
@@ -113,7 +112,6 @@ NAMES: Mapping[str, Foreign] = {
     "trust_remote_code": lacks("code of a checkpoint is not run"),
     "model_init_kwargs.trust_remote_code": lacks("code of a checkpoint is not run"),
     "vllm_model_impl": only("vllm", "vLLM's own models sample"),
-    "cast_lm_head_to_fp32": lacks("log-probs are computed in float32 from the head as it is"),
     "entropy_coef_min": lacks("the entropy coefficient is constant"),
     "dataset_config": lacks(features.STREAMING),
     "label_smoothing_factor": lacks(features.OTHER_TASK, "0", "0.0"),
@@ -122,48 +120,36 @@ NAMES: Mapping[str, Foreign] = {
     "resume_from_checkpoint": same("resume", {"true": "auto", "false": "never"}),
     "hub_token": TOKEN,
     "config_file": lacks("accelerate's own file is not read: give its num_processes"),
-    **aside("vllm_group_port"),  # the link takes any free port
     **turns.TRL,
     **not_there(features.TURNS, "rollout_func"),
     **not_there(features.QUANTIZED, "fp16", "load_in_8bit", "load_in_4bit", "bnb_4bit_quant_type", "use_bnb_nested_quant"),
     **not_there(features.QUANTIZED, "bnb_4bit_quant_storage"),
-    **not_there(features.OTHER_LOSS, "vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"),
     **not_there("the entropy coefficient is constant", "use_adaptive_entropy", "entropy_coef_max", "entropy_coef_delta", "entropy_target"),
     **not_there(features.SHARDED_ELSEWHERE, "deepspeed", "fsdp", "fsdp_config", "parallelism_config", "accelerator_config"),
-    **not_there(features.SAMPLING, "generation_kwargs", "vllm_structured_outputs_regex", "vllm_guided_decoding_regex"),
+    **not_there(features.SAMPLING, "vllm_structured_outputs_regex", "vllm_guided_decoding_regex"),
     **not_there("sampling is by vLLM alone", "use_transformers_continuous_batching", "use_transformers_paged", "cache_implementation"),
     **not_there("sampling is by vLLM alone", "transformers_continuous_batching_config"),
     **not_there(features.STREAMING, "datasets", "dataset_streaming", "streaming"),
     **not_there(features.EPOCH, "auto_find_batch_size", "load_best_model_at_end"),
     **not_there("optimizers are built in", "optim_args", "optim_target_modules"),
-    **aside(
-        *("logging_steps", "logging_strategy", "logging_dir", "logging_first_step", "log_completions", "num_completions_to_print"),
-        *("log_unique_prompts", "log_multimodal", "log_completions_hub_repo", "wandb_log_unique_prompts"),
-        *("disable_tqdm", "log_level", "log_level_replica", "include_num_input_tokens_seen", "trackio_space_id"),
-        *("hub_strategy", "hub_always_push", "save_safetensors"),
-        *("save_only_model", "save_on_each_node", "dataloader_num_workers", "dataloader_pin_memory", "dataloader_persistent_workers"),
-        *(
-            "dataloader_prefetch_factor",
-            "dataloader_drop_last",
-            "dataset_num_proc",
-            "remove_unused_columns",
-            "data_seed",
-            "full_determinism",
-        ),
-        *("gradient_checkpointing_kwargs", "ds3_gather_for_generation", "disable_dropout", "use_liger_kernel", "use_liger_loss"),
-        *("liger_kernel_config", "torch_compile", "torch_empty_cache_steps", "tf32", "pad_to_multiple_of", "attn_implementation"),
-        *("ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_backend", "ddp_timeout", "ignore_bias_buffers", "local_rank"),
-        *("do_train", "do_eval", "do_predict", "per_device_eval_batch_size", "dataset_test_split", "overwrite_output_dir_on_start"),
-        *("metric_for_best_model", "greater_is_better", "use_cache", "average_tokens_across_devices", "prediction_loss_only"),
-        *("mixed_precision", "machine_rank", "main_process_ip", "main_process_port", "num_machines", "rdzv_backend"),
-    ),
+    "model_init_kwargs": lacks("the model is read as its config.json says; of these words dtype is translated"),
+    "bf16_full_eval": lacks("evaluation samples with the weights as they are pushed"),
+    "fp16_full_eval": lacks(features.QUANTIZED),
+    "eval_on_start": only("true", "held-out prompts are answered before and after a run where there is an eval_dataset"),
+    "eval_delay": lacks("evaluation comes every eval_steps, from the start", "0"),
+    "hub_revision": lacks("exports are pushed to the main branch of a repository"),
+    "ignore_data_skip": lacks("a run that goes on takes the prompts that come next"),
+    "train_sampling_strategy": lacks("prompts come in a seeded order, or in the file's (dataset_shuffle)", "random"),
+    "use_cpu": lacks("ranks compute on what the machine has"),
+    "debug": lacks("underflow and TPU debugging are of its Trainer"),
+    "enable_jit_checkpoint": lacks("stop_after_minutes, stop_before_end_seconds and signals save a run that has to end (docs/stops.md)"),
+    **aside.TRL,
 }
 
 DEFAULTS: Sequence[Default] = (
     default("loss_type", "dapo"),
     Default(name="vllm_importance_sampling_mode", theirs="sequence_mask", native={"rollout_importance_sampling_mode": "sequence_mask"}),
     Default(name="vllm_importance_sampling_clip_max", theirs="3.0", native={"rollout_importance_sampling_threshold": 3.0}),
-    default("use_bias_correction_kl", False),
     default("lr_scheduler_type", "linear", lr_decay_style="linear"),
     default("adam_beta2", 0.999),
     default("num_train_epochs", 3.0),

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from megatron_grpo.settings.foreign import OFF, Change, reads
+from megatron_grpo.settings.foreign import OFF, Change, Foreign, Reader, reads, same
 from megatron_grpo.settings.servers import OF_THE_ENGINE
-from megatron_grpo.settings.table import BadValue, Setting
+from megatron_grpo.settings.table import TRUE, BadValue, Setting
 from megatron_grpo.sizing.sizes import NATIVE
 
 BUILT_IN_REWARDS = (
@@ -24,7 +24,81 @@ def _no_token(words: Sequence[str], given: Mapping[str, Sequence[str]]) -> Mappi
     raise BadValue("is a secret, and settings are written to files: the environment variable HF_TOKEN holds it")
 
 
+# flex is the same journey by other kernels (DeepEP).
+DISPATCHER = same("moe_token_dispatcher_type", {"flex": "alltoall"})
 TOKEN = reads(_no_token, "the environment variable HF_TOKEN holds it")
+
+
+def listed(words: Sequence[str]) -> list[str]:
+    """The words of a Hydra list: "['a', 'b']" or [a,b]."""
+    joined = " ".join(words).strip().removeprefix("[").removesuffix("]")
+    return [part.strip().strip("'\"") for part in joined.split(",") if part.strip()]
+
+
+def text_of(given: Mapping[str, Sequence[str]], name: str, otherwise: str) -> str:
+    return " ".join(given.get(name, [otherwise]))
+
+
+def is_true(given: Mapping[str, Sequence[str]], name: str, otherwise: str) -> bool:
+    return text_of(given, name, otherwise).lower() in TRUE
+
+
+def whole(given: Mapping[str, Sequence[str]], name: str, otherwise: int) -> int:
+    text = text_of(given, name, str(otherwise))
+    if not text.isdigit():
+        raise BadValue(f"{name} needs a whole number, not {text!r}")
+    return int(text)
+
+
+def one_dataset(native: str) -> Foreign:
+    def read(words: Sequence[str], given: Mapping[str, Sequence[str]]) -> Mapping[str, Any]:
+        found = [name for word in words for name in listed([word])]
+        if len(found) > 1:
+            raise BadValue(f"({' '.join(found)}) names {len(found)} data sets; one file, directory or Hub name is taken here")
+        return {native: found[0]} if found else {}
+
+    return reads(read, f"`{native}`, where it names one")
+
+
+def betas(words: Sequence[str], given: Mapping[str, Sequence[str]]) -> Mapping[str, Any]:
+    found = [part for word in words for part in listed([word])]
+    if len(found) != 2:
+        raise BadValue(f"needs two numbers, not {' '.join(words)!r}")
+    return {"adam_beta1": found[0], "adam_beta2": found[1]}
+
+
+def own_rewards(what: str) -> Reader:
+    """A reward of theirs, which does nothing where reward_funcs says what judges here."""
+
+    def read(words: Sequence[str], given: Mapping[str, Sequence[str]]) -> Mapping[str, Any]:
+        if not given.get("reward_funcs"):
+            raise BadValue(f"({' '.join(words)}) is {what}, and not there: rewards come from reward_funcs. Add --reward_funcs")
+        return {}
+
+    return read
+
+
+def in_steps(values: Mapping[str, Any], per_rollout: int, names: Mapping[str, str]) -> Iterator[Change]:
+    """Settings that the other system counts in rollouts, and that are optimizer steps here. names: native -> theirs."""
+    found = {name: values[name] for name in names if values.get(name)}
+    if found and per_rollout > 1:
+        said = ", ".join(f"{names[name]} {count} is {name} {count * per_rollout}" for name, count in found.items())
+        yield Change(
+            values={name: count * per_rollout for name, count in found.items()},
+            note=f"One step of theirs is one rollout, and {per_rollout} optimizer steps here: {said}.",
+        )
+
+
+def layout(values: Mapping[str, Any], expert: str, *, shards_norms_by_itself: str = "") -> Iterator[Change]:
+    """What Megatron-Core makes of tensor parallelism. expert: their expert tensor parallel size, as typed; shards_...: who does that."""
+    tensor = values.get("tensor_model_parallel_size", 1)
+    if tensor > 1 and "sequence_parallel" not in values and shards_norms_by_itself:
+        note = f"{shards_norms_by_itself} shards norms over tensor-parallel ranks by itself: sequence_parallel true."
+        yield Change(values={"sequence_parallel": True}, note=note)
+    if values.get("sequence_parallel") and tensor == 1:
+        yield Change(values={"sequence_parallel": None}, note="sequence_parallel does nothing without tensor parallelism, here as there.")
+    if "expert_tensor_parallel_size" not in values:
+        yield Change(values={"expert_tensor_parallel_size": tensor if expert in ("none", "null") else int(expert)})
 
 
 def size(name: str, default: int | None, help: str) -> Setting:

@@ -52,8 +52,15 @@ def test_system_is_put_before_messages_that_have_none(tokenizer):
     assert words(encode_prompt(tokenizer, own, system="be brief")).startswith("[system] well </s> [user]")
 
 
+def test_what_the_template_never_names_is_refused(tokenizer):
+    from megatron_grpo.data.chat import unread_options
+
+    [problem] = unread_options(tokenizer, {"enable_thinking": True, "enable_thinkin": True})
+    assert problem.message == "chat_template_kwargs: nothing in the model's chat template is called enable_thinkin."
+
+
 def test_enable_thinking_reaches_the_template_only_when_set(tokenizer):
-    assert words(encode_prompt(tokenizer, HELLO, enable_thinking=True)).endswith("[assistant] [think]")
+    assert words(encode_prompt(tokenizer, HELLO, options={"enable_thinking": True})).endswith("[assistant] [think]")
     assert words(encode_prompt(tokenizer, HELLO)).endswith("[assistant]")
 
 

@@ -8,7 +8,8 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from megatron_grpo.data.prompts import PromptStream, check_lengths, load_rows, permutation
+from megatron_grpo.data.mixing import permutation
+from megatron_grpo.data.prompts import PromptStream, check_lengths, load_rows
 from megatron_grpo.errors import ConfigError
 from megatron_grpo.settings.config import DataConfig
 

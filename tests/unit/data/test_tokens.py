@@ -88,8 +88,9 @@ def test_what_changes_the_tokens_is_never_found(cache, data, model, tmp_path):
         return key_of(rows, PromptEncoder(tokenizer, **settings))
 
     tokenizer = load_tokenizer(str(model))
-    names = [name(tokenizer), name(tokenizer, rows="others"), name(tokenizer, system="Be brief."), name(tokenizer, enable_thinking=True),
-             name(tokenizer, enable_thinking=False), name(tokenizer, keep_last=3)]  # fmt: skip
+    names = [name(tokenizer), name(tokenizer, rows="others"), name(tokenizer, system="Be brief."),
+             name(tokenizer, options={"enable_thinking": True}), name(tokenizer, options={"enable_thinking": False}),
+             name(tokenizer, keep_last=3)]  # fmt: skip
     tokenizer.chat_template = "{{ messages[0].content }}"
     names.append(name(tokenizer))
     tokenizer = load_tokenizer(str(model))

@@ -61,6 +61,7 @@ class TablesForAModel(grpo_trainer.GRPOTrainer):
             loss_type="grpo", epsilon_high=None, delta=None, beta=0.0, use_bias_correction_kl=True, importance_sampling_level="token",
             scale_rewards="group", multi_objective_aggregation="sum_then_normalize", sapo_temperature_pos=1.0, sapo_temperature_neg=1.05,
             top_entropy_quantile=1.0, off_policy_mask_threshold=None, mask_truncated_completions=False, entropy_coef=0.0,
+            vespo_k_pos=2.0, vespo_lambda_pos=3.0, vespo_k_neg=3.0, vespo_lambda_neg=2.0,
             use_vllm=False, vllm_importance_sampling_mode="sequence_mask", clip_max=3.0, clip_min=None, epsilon=0.2,
         )  # fmt: skip
         s = self.args = SimpleNamespace(**(defaults | settings))
@@ -181,6 +182,8 @@ def assert_same(
     for name in same_names:
         if name in theirs:
             assert found[name] == pytest.approx(theirs[name], rel=1e-6, abs=1e-7), name  # TRL counts in float32
+    if "vespo/phi_seq_mean" in theirs:
+        assert found["vespo/phi_seq_mean"] == pytest.approx(theirs["vespo/phi_seq_mean"])
     if "cispo_clip_ratio" in theirs:
         assert found["clip_ratio/high_mean"] == pytest.approx(theirs["cispo_clip_ratio"])
     if trl.use_vllm:
@@ -190,11 +193,23 @@ def assert_same(
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
-@pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dapo", "dr_grpo", "cispo", "sapo"])
+@pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dapo", "dr_grpo", "cispo", "sapo", "luspo"])
 def test_losses_and_clipping(loss_type, level):
     for seed, epsilon_high in enumerate((0.28, 5.0)):
         settings = {"loss_type": loss_type, "importance_sampling_level": level, "epsilon_high": epsilon_high}
         assert_same(GrpoConfig(**settings), settings, seed=seed)
+
+
+@pytest.mark.parametrize("mode", [None, "token_truncate", "token_mask"])
+def test_vespo(mode):
+    """Its correction is inside the weight."""
+    ours = {"loss_type": "vespo", "vespo_k_pos": 1.5, "vespo_lambda_pos": 0.7, "vespo_k_neg": 2.5, "vespo_lambda_neg": 1.2, "beta": 0.04}
+    theirs = dict(ours)
+    if mode is not None:
+        ours |= {"rollout_importance_sampling_mode": mode, "rollout_importance_sampling_threshold": 1.3}
+        theirs |= {"use_vllm": True, "vllm_importance_sampling_mode": mode, "clip_max": 1.3}
+    for seed, share_on_policy in ((20, 0.0), (21, 1.0)):
+        assert_same(GrpoConfig(**ours), theirs, seed=seed, share_on_policy=share_on_policy)
 
 
 def test_two_sided_clip():

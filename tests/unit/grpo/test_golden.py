@@ -36,6 +36,7 @@ def completions() -> list[Completion]:
             advantage=row["advantage"],
             is_truncated=row.get("is_truncated", False),
             is_dead=row.get("is_dead", False),
+            group=row.get("group", 0),
         )
         for row in GOLDEN["batch"]
     ]

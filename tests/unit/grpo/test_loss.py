@@ -10,13 +10,15 @@ import pytest
 import torch
 
 from megatron_grpo.grpo import corrections
+from megatron_grpo.grpo.classification import classification
 from megatron_grpo.grpo.loss import OBJECTIVES, GrpoLoss, LossInputs
+from megatron_grpo.grpo.objectives import Labels
 from megatron_grpo.grpo.ratios import RATIOS
 from megatron_grpo.grpo.sequences import Sequences, whole_sequences
 from megatron_grpo.settings.config import GrpoConfig
 from tests.combinations import KL_MODES, legal, random_others
 from tests.reference import grpo_reference as reference
-from tests.reference.packing import MAX_COMPLETION_LENGTH, pack, package_loss, random_batch, random_split, weigh
+from tests.reference.packing import MAX_COMPLETION_LENGTH, in_whole_groups, labels_of, pack, package_loss, random_batch, random_split, weigh
 
 LOSS_TYPES, LEVELS = tuple(OBJECTIVES), tuple(RATIOS)
 OTHERS = {
@@ -33,6 +35,11 @@ OTHERS = {
     "rollout_is_geometric": (False, True),
     "off_policy_sequence_mask_delta": (None, 0.01, 0.3),
 }
+
+
+def drawn(cfg: GrpoConfig, seed: int, **how):
+    completions = random_batch(seed, **how)
+    return in_whole_groups(completions) if cfg.loss_type == "real" else completions
 
 
 def expected(cfg: GrpoConfig, completions):
@@ -59,7 +66,7 @@ def test_every_legal_combination_equals_the_reference_however_the_batch_is_cut(l
         base = {"loss_type": loss_type, "importance_sampling_level": level, **kl}
         for cfg in (legal(base), random_others(rng, base, OTHERS), random_others(rng, base, OTHERS)):
             seed = int(rng.integers(1 << 30))
-            completions = random_batch(seed)
+            completions = drawn(cfg, seed)
             wanted = expected(cfg, completions)
             found = package_loss(cfg, completions, random_split(seed, len(completions)))
             assert_equal(found, wanted, loss_rtol=1e-11, grad_rtol=1e-11, context=(kl_mode, cfg))
@@ -71,7 +78,7 @@ def test_float32_log_probs_lose_less_than_the_bar(loss_type):
     for level, kl in itertools.product(LEVELS, KL_MODES.values()):
         cfg = random_others(rng, {"loss_type": loss_type, "importance_sampling_level": level, **kl}, OTHERS)
         seed = int(rng.integers(1 << 30))
-        completions = random_batch(seed, dtype=torch.float32)
+        completions = drawn(cfg, seed, dtype=torch.float32)
         wanted = expected(cfg, completions)
         found = package_loss(cfg, completions, random_split(seed, len(completions)), torch.float32)
         assert_equal(found, wanted, loss_rtol=1e-6, grad_rtol=1e-5, context=cfg)
@@ -131,6 +138,8 @@ def one_token(cfg: GrpoConfig, *, ratio: float, advantage: float) -> tuple[float
         sequence=torch.zeros(1, dtype=torch.int64),
         num_sequences=1,
         num_loss_tokens=1,
+        place=torch.zeros(1, dtype=torch.int64),
+        longest=1,
     )
     value, _ = loss(inputs, logprobs=logprobs)
     value.backward()
@@ -157,11 +166,61 @@ def one_token(cfg: GrpoConfig, *, ratio: float, advantage: float) -> tuple[float
         # SAPO at r = 1: -(4 / tau) / 2, slope -A.
         ({"loss_type": "sapo"}, 1.0, 3.0, -6.0, -3.0),
         ({"loss_type": "sapo", "sapo_temperature_neg": 2.0}, 1.0, -3.0, 3.0, 3.0),
+        # LUSPO is the clipped surrogate; what differs is the weight.
+        ({"loss_type": "luspo"}, 1.5, 2.0, -2.4, 0.0),
+        # VESPO: phi(1) = 1; phi(2) = 2^k e^-lambda, k and lambda by the sign of A, 2 and 3, or 3 and 2. logp = -1.
+        ({"loss_type": "vespo"}, 1.0, 3.0, 3.0, -3.0),
+        ({"loss_type": "vespo"}, 2.0, 3.0, 3 * 4 * np.exp(-3), -3 * 4 * np.exp(-3)),
+        ({"loss_type": "vespo"}, 2.0, -3.0, -3 * 8 * np.exp(-2), 3 * 8 * np.exp(-2)),
+        ({"loss_type": "vespo", "vespo_k_neg": 1.0, "vespo_lambda_neg": 0.5}, 2.0, -3.0, -6 * np.exp(-0.5), 6 * np.exp(-0.5)),
+        # FIPO: the last token's future is itself: a ratio of 1.1 gives a weight of 1.1, one of 2 is clipped to 1.2, and never below 1.
+        ({"loss_type": "fipo"}, 1.1, 1.0, -1.21, -1.21),
+        ({"loss_type": "fipo"}, 2.0, -1.0, 2.4, 2.4),
+        ({"loss_type": "fipo"}, 0.9, 1.0, -0.9, -0.9),
+        ({"loss_type": "fipo", "fipo_clip_high_only": False}, 0.9, 1.0, -0.81, -0.81),
+        ({"loss_type": "fipo", "fipo_clip_range": None}, 2.0, -1.0, 4.0, 4.0),
+        ({"loss_type": "fipo"}, 5.0, -1.0, 5.0, 5.0),  # unsafe: the weight is at most 1
+        ({"loss_type": "fipo", "fipo_safety_threshold": None}, 5.0, -1.0, 6.0, 6.0),
+        ({"loss_type": "fipo", "delta": 3.0, "fipo_safety_threshold": None}, 2.0, -1.0, 2.4, 2.4),
+        ({"loss_type": "fipo", "delta": 3.0, "fipo_safety_threshold": None}, 4.0, -1.0, 3.0, 0.0),  # beyond delta: no future of its own
     ],
 )
 def test_one_token_by_hand(settings, ratio, advantage, loss, grad):
     found = one_token(GrpoConfig(**settings), ratio=ratio, advantage=advantage)
     assert found == (pytest.approx(loss), pytest.approx(grad, abs=1e-12))
+
+
+def test_what_follows_a_token_counts_half_after_the_half_life_and_untrained_tokens_are_distance():
+    """Three trained tokens at places 0, 1 and 3, a half-life of one token; log-ratios of the last two log 2 and log 4."""
+    loss = GrpoLoss.from_config(
+        GrpoConfig(loss_type="fipo", fipo_decay_rate=1.0, fipo_clip_range=0.0), max_completion_length=4, temperature=1.0
+    )
+    logprobs = torch.full((3,), -1.0, dtype=torch.float64, requires_grad=True)
+    inputs = LossInputs(
+        token_weights=torch.ones(3), advantages=torch.full((3,), 0.01), sampler_logprobs=torch.full((3,), np.nan),
+        old_logprobs=logprobs.detach() - torch.tensor([1.0, 2.0, 4.0], dtype=torch.float64).log(),
+        is_compared=torch.ones(3, dtype=torch.bool), sequence=torch.zeros(3, dtype=torch.int64), num_sequences=1, num_loss_tokens=3,
+        place=torch.tensor([0, 1, 3]), longest=4,
+    )  # fmt: skip
+    _, logs = loss(inputs, logprobs=logprobs)
+    log2 = np.log(2)
+    assert logs.sums["fipo/future_kl_mean"].item() == pytest.approx((log2 / 2 + 2 * log2 / 8) + (log2 + 2 * log2 / 4) + 2 * log2)
+    exact = 2**0.75 + 2**1.5 + 4
+    assert logs.sums["fipo/influence_weight_mean"].item() == pytest.approx(exact)
+
+
+def test_reals_groups_by_hand():
+    """Good ones have scores 0 and log 4, a bad one 0; beside a group of good ones alone, and one with a row that trains nothing."""
+    scores, tau = [0.0, np.log(4), 0.0, 5.0, 5.0, 5.0, 0.0, 0.0, 7.0], 1.0
+    advantages = [1.0, 2.0, -1.0, 1.0, 1.0, 0.0, 1.0, -1.0, -1.0]
+    groups, trains = [0, 0, 0, 1, 1, 1, 2, 2, 2], [True] * 8 + [False]
+    values, slopes = classification(scores, advantages, groups, trains, tau=tau)
+    good = np.log(1 + 1 + 0.25)
+    np.testing.assert_allclose(values, [3 * good / 2, 3 * good / 2, 3 * np.log(2), 0, 0, 0, 3 * np.log(2), 3 * np.log(2), 0])
+    np.testing.assert_allclose(slopes, [-3 / 2.25, -3 * 0.25 / 2.25, 3 / 2, 0, 0, 0, -3 / 2, 3 / 2, 0])
+    halved = classification(scores, advantages, groups, trains, tau=0.5)[1]
+    assert halved[2] == pytest.approx(3 * 2 / 2)  # of a score of 0, twice as steep
+    assert classification([0.0, 1e6], [1.0, -1.0], [0, 0], [True, True], tau=0.5)[1].tolist() == [-2.0, 4.0]  # no overflow
 
 
 def test_the_entropy_bonus_of_a_single_token_by_hand():
@@ -199,7 +258,8 @@ def test_loss_of_a_rank_without_trained_positions_is_a_zero_that_backpropagates(
         cfg = GrpoConfig(loss_type=loss_type, importance_sampling_level=level, beta=0.1, entropy_coef=0.1)
         loss = GrpoLoss.from_config(cfg, max_completion_length=4, temperature=1.0)
         completions = random_batch(1)
-        packed = pack(completions, weigh(loss, completions), [], torch.float32)
+        weights = weigh(loss, completions)
+        packed = pack(completions, weights, [], torch.float32, labels_of(loss, completions, weights))
         value, logs = loss(packed.inputs, logprobs=packed.logprobs, entropy=packed.entropy, ref_logprobs=packed.ref_logprobs)
         value.backward()
         assert value.item() == 0.0 and packed.logprobs.grad.shape == (0,)
@@ -252,24 +312,28 @@ def test_the_slope_of_any_piece_is_the_gradient_of_the_whole_to_the_last_bit(los
     for kl in KL_MODES.values():
         cfg = random_others(rng, {"loss_type": loss_type, **kl}, {**OTHERS, "entropy_coef": (0.0,), "top_entropy_quantile": (1.0,)})
         loss, completions = GrpoLoss.from_config(cfg, max_completion_length=MAX_COMPLETION_LENGTH, temperature=1.0), random_batch(asked)
-        packed = pack(completions, weigh(loss, completions), range(len(completions)), torch.float32)
+        weights = weigh(loss, completions)
+        packed = pack(completions, weights, range(len(completions)), torch.float32, labels_of(loss, completions, weights))
         ref_logprobs = packed.ref_logprobs if loss.needs_reference else None
         loss(packed.inputs, logprobs=packed.logprobs, ref_logprobs=ref_logprobs)[0].backward()
         if not loss.is_per_token:
-            assert cfg.rollout_importance_sampling_mode.startswith("sequence") or cfg.off_policy_sequence_mask_delta is not None
+            of_a_sequence = cfg.rollout_importance_sampling_mode.startswith("sequence") or cfg.off_policy_sequence_mask_delta is not None
+            assert of_a_sequence or loss_type in ("vespo", "fipo")
             continue
         asked += 1
         for chunk in (slice(0, 1), slice(1, 12), slice(12, None)):
             names = ("token_weights", "advantages", "sampler_logprobs", "old_logprobs", "is_compared", "sequence")
-            piece = dataclasses.replace(packed.inputs, **{name: getattr(packed.inputs, name)[chunk] for name in names})
+            labels = packed.inputs.labels and Labels(*(of[chunk] for of in packed.inputs.labels))
+            piece = dataclasses.replace(packed.inputs, **{name: getattr(packed.inputs, name)[chunk] for name in names}, labels=labels)
             piece_ref = None if ref_logprobs is None else ref_logprobs[chunk]
             found = loss.slope(piece, logprobs=packed.logprobs[chunk], ref_logprobs=piece_ref)
             assert torch.equal(found, packed.logprobs.grad[chunk]), cfg
-    assert asked
+    assert bool(asked) == (loss_type not in ("vespo", "fipo"))
 
 
 @pytest.mark.parametrize("settings", [
     dict(importance_sampling_level="sequence"), dict(importance_sampling_level="sequence_token"), dict(entropy_coef=0.01),
+    dict(loss_type="vespo"), dict(loss_type="fipo"),
     dict(top_entropy_quantile=0.5), dict(rollout_importance_sampling_mode="sequence_mask"), dict(off_policy_sequence_mask_delta=0.1),
 ], ids=str)  # fmt: skip
 def test_a_loss_that_looks_at_other_tokens_has_no_slope(settings):

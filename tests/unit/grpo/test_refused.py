@@ -10,7 +10,6 @@ import sys
 import pytest
 
 from megatron_grpo.grpo import refused
-from megatron_grpo.settings import parse
 from megatron_grpo.settings.config import Config, GrpoConfig, RolloutConfig
 
 
@@ -31,10 +30,15 @@ def test_every_choice_of_every_setting_is_legal_alone():
 @pytest.mark.parametrize(
     ("settings", "flag", "reason"),
     [
-        ({"loss_type": "luspo"}, "loss_type", "luspo is refused: .* sequence_sum"),
-        ({"loss_type": "vespo"}, "loss_type", "vespo is refused"),
-        ({"loss_type": "real"}, "loss_type", "real is refused"),
-        ({"loss_type": "fipo"}, "loss_type", "fipo is refused"),
+        ({"loss_type": "vespo", "delta": 4.0}, "delta", "loss_type vespo has none"),
+        (
+            {"loss_type": "vespo", "rollout_importance_sampling_mode": "sequence_mask"},
+            "rollout_importance_sampling_mode",
+            "would count it once per token",
+        ),
+        ({"loss_type": "real", "rollout_importance_sampling_mode": "token_mask"}, "rollout_importance_sampling_mode", "has none"),
+        ({"loss_type": "real", "top_entropy_quantile": 0.5}, "top_entropy_quantile", "has none"),
+        ({"loss_type": "real", "off_policy_sequence_mask_delta": 0.5}, "off_policy_sequence_mask_delta", "has none"),
         ({"beta": 0.1, "kl_estimator": "k1", "use_bias_correction_kl": False}, "kl_estimator", "zero mean"),
         ({"loss_type": "cispo", "delta": 4.0}, "delta", "loss_type cispo has none"),
         ({"loss_type": "sapo", "delta": 4.0}, "delta", "loss_type sapo has none"),
@@ -62,7 +66,7 @@ def test_refused_with_a_reason(settings, flag, reason):
 
 
 def test_all_problems_are_reported_together():
-    found = refused.problems(config(loss_type="vespo", kl_in_reward=True, rollout_is_geometric=True))
+    found = refused.problems(config(loss_type="vespo", delta=4.0, kl_in_reward=True, rollout_is_geometric=True))
     assert len(found) == 3
 
 
@@ -72,6 +76,9 @@ def test_all_problems_are_reported_together():
         ({"loss_type": "cispo"}, "5.0 is used"),
         ({"loss_type": "cispo", "epsilon_high": 0.2}, "every weight becomes 0.2"),
         ({"loss_type": "sapo", "epsilon_high": 0.28}, "no clip"),
+        ({"loss_type": "luspo"}, "it is sequence_sum"),
+        ({"loss_type": "vespo", "importance_sampling_level": "sequence"}, "only the ratio that corrects the KL"),
+        ({"loss_type": "real", "epsilon_high": 0.28}, "real has no clip"),
         ({"delta": 1.1}, "not above 1 \\+ epsilon_high"),
         ({"importance_sampling_level": "sequence"}, "3e-4"),
         ({"importance_sampling_level": "sequence", "epsilon": 3e-4, "loss_type": "dapo"}, "once per token"),
@@ -100,6 +107,15 @@ def test_checking_imports_no_torch():
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
-def test_a_refused_loss_type_is_refused_with_its_reason_where_it_is_typed():
-    (problem,) = parse(["--loss_type", "vespo"]).problems
-    assert "loss_type cannot be 'vespo': its sequence-level gamma weights are not implemented. Nearest: cispo." in problem.message
+@pytest.mark.parametrize(
+    ("sizes", "flag", "near"),
+    [
+        (dict(generation=24, global_batch=12, passes=1), "global_batch_size", {"global_batch_size": [8, 16]}),
+        (dict(generation=24, global_batch=16, passes=2), "num_iterations", {"num_iterations": [1]}),
+    ],
+)
+def test_real_asks_for_whole_groups_in_each_step(sizes, flag, near):
+    (problem,) = refused.group_problems(GrpoConfig(loss_type="real"), group=8, **sizes)
+    assert flag in problem.flags and problem.nearest == near
+    assert refused.group_problems(GrpoConfig(), group=8, **sizes) == []
+    assert refused.group_problems(GrpoConfig(loss_type="real"), generation=32, global_batch=16, group=8, passes=2) == []

@@ -15,7 +15,7 @@ from rich.console import Console
 from megatron_grpo.clock import Clock
 from megatron_grpo.metrics import Metrics
 from megatron_grpo.metrics.drift import DriftWatch
-from megatron_grpo.metrics.journal import Journal, watch_drift
+from megatron_grpo.metrics.journal import Journal
 from megatron_grpo.metrics.rollout import Completions
 from megatron_grpo.metrics.schedule import ScheduleLog
 from megatron_grpo.parallel.collectives import Node
@@ -178,7 +178,8 @@ def test_other_ranks_write_no_schedule(tmp_path):
 
 
 def test_what_was_skipped_and_what_drifts_is_said(tmp_path):
-    journal = journal_in(tmp_path, watches=[watch_drift(DriftWatch(bound=0.5, dtype="float32"))])
+    watch = DriftWatch(bound=0.5, dtype="float32")
+    journal = journal_in(tmp_path, watches=[lambda progress, metrics: watch.warning(metrics)])
     journal.start(Progress())
     step(journal, 1, **{"sampling/logp_difference/max": 0.5})
     assert "WARNING" not in told(journal) and "optimizer step 1 is skipped" not in told(journal)

@@ -356,10 +356,15 @@ def test_rollout_stats_by_hand():
 def test_completions_are_a_table_with_a_row_each(tmp_path):
     import pyarrow.parquet
 
-    path = Completions(tmp_path, reward_names=["right", "short"]).write(rollout_of_two(version=4, number=9))
+    told = []
+    writer = Completions(tmp_path, reward_names=["right", "short"], tell=lambda version, table: told.append(table))
+    path = writer.write(rollout_of_two(version=4, number=9))
     assert path == tmp_path / "completions" / "step_000004.parquet"
     rows = pyarrow.parquet.read_table(path).to_pylist()
     assert len(rows) == 4
+    tokens, logprobs = (np.array(rows[1].pop(name)) for name in ("token_ids", "sampler_logprobs"))
+    assert len(tokens) == 7 and np.isnan(logprobs).tolist() == [True] * 3 + [False] * 4  # 3 tokens of the prompt
+    assert list(told[0]) == list(rows[1])  # services are not sent what nobody reads
     assert rows[1] == {
         "rollout": 9, "version": 4, "prompt_number": 0, "dataset_row": 10, "generation": 1, "prompt": "one?", "completion": "xxxx",
         "reward": 1.0, "rewards/right": 0.0, "rewards/short": 1.0, "advantage": -1.0, "num_prompt_tokens": 3, "num_completion_tokens": 4,

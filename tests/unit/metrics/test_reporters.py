@@ -61,6 +61,27 @@ def test_a_service_hears_the_settings_every_step_its_completions_and_the_end(tmp
     assert told == [(1, names), (1, first_row), (2, names), (2, first_row), (2, of_eval), "closed"]
 
 
+def test_every_so_many_steps_a_service_hears_the_means_of_those_and_at_the_end_of_what_is_left(tmp_path, monkeypatch):
+    told = []
+
+    class Values(Heard):
+        def log(self, step, values):
+            told.append((step, values))
+
+    monkeypatch.setitem(reporters.REPORTERS, "tensorboard", Values)
+    metrics = Metrics(tmp_path, report_to=("tensorboard",), config={"logging_steps": 3}, total_steps=10)
+    metrics.start(Progress())
+    for step in range(1, 5):
+        more = {"reward": float(step)} if step != 2 else {}  # a step without a rollout of its own
+        metrics.log(Progress(step=step, num_tokens=10 * step), {"loss": step**2, "time/step": 0.1, **more})
+    metrics.close()
+    assert [(step, values["loss"], values["reward"], values["num_tokens"]) for step, values in told] == [
+        (3, 14 / 3, 2.0, 30),
+        (4, 16, 4.0, 40),
+    ]
+    assert [json.loads(line)["loss"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [1, 4, 9, 16]
+
+
 def test_names_come_from_the_settings_then_from_the_services_variable_then_from_output_dir(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_PROJECT", "theirs")
     assert Begin(output_dir=tmp_path, config={"project": "ours"}).project_or("WANDB_PROJECT") == "ours"

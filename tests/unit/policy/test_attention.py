@@ -79,13 +79,59 @@ def test_parts_are_one_softmax_forward_and_backward(kernel, cp, by_length, monke
     assert max((mine - right).abs().max() for mine, right in pairs) < 1e-12
 
 
-def test_without_parents_torchs_own_attention_gives_the_same():
-    stream = [segment for segment in segments() if segment.parent < 0]
+def apart(stream: list[Segment]) -> list[Segment]:
+    """Those without a parent, end to end."""
     moved, end = [], 0
-    for one in stream:
+    for one in (one for one in stream if one.parent < 0):
         moved.append(Segment(start=end, end=end + one.end - one.start, length=one.length))
         end = moved[-1].end
-    *inputs, gradient = drawn(end)
+    return moved
+
+
+def dense_with_sinks(q, k, v, sees, sinks, scale):
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    scores = torch.where(sees, torch.einsum("qhc,khc->hqk", q, k) * scale, -1e30)
+    weights = torch.cat([scores, sinks[:, None, None].expand(-1, len(q), 1)], dim=-1).softmax(-1)[..., :-1]
+    return torch.einsum("hqk,khc->qhc", weights * sees.any(-1, keepdim=True), v)
+
+
+@pytest.mark.parametrize("kernel", [attention.FLASH_ON_CPU, attention.PLAIN], ids=("flash on CPU", "plain"))
+@pytest.mark.parametrize(
+    ("window", "cp"),
+    [(1, 1), (1, 2), (2, 4), (3, 1), (3, 2), (7, 1), (7, 2), (7, 4), (66, 2), (100, 2), (100, 4), (263, 2), (265, 1), (265, 4)],
+)
+def test_windows_and_sinks_are_one_masked_softmax_forward_and_backward(kernel, window, cp):
+    """Windows of one token, within a chunk of a rank, beyond one and several, of all but one and of all tokens."""
+    stream = [dataclasses.replace(one, length=one.length - place % 4) for place, one in enumerate(end_to_end([16, LONG, 8, 24]))]
+    stream.append(Segment(start=stream[-1].end, end=stream[-1].end + 8, length=0))
+    *inputs, gradient = drawn(stream[-1].end)
+    sinks = torch.tensor([0.5, -2.0, 3.0, 0.0], dtype=torch.float64, requires_grad=True)
+    places = torch.arange(stream[-1].end)
+    wanted = dense_with_sinks(*inputs, seen_by(stream) & (places[:, None] - places < window), sinks, 0.3)
+    order = torch.from_numpy(np.concatenate([held_tokens(stream, cp, rank) for rank in range(cp)]))
+    found = torch.zeros_like(wanted)
+    for rank in range(cp):
+        held = torch.from_numpy(held_tokens(stream, cp, rank))
+        packed = packed_stream(stream, cp, rank, torch.from_numpy, by_length=True).within(window)
+        parts = [part for part in (packed.causal, *packed.full) if part]
+        assert all(run.num_queries <= window and run.num_keys <= window for part in parts for run in part.runs) or window > 264
+        part = attention._Attention.apply(inputs[0][held], inputs[1][order], inputs[2][order], packed, 0.3, kernel, sinks)
+        found = found.index_put((held,), part)
+    assert (found - wanted).abs().max() < 1e-12
+    pairs = zip(*(torch.autograd.grad(out, [*inputs, sinks], gradient) for out in (found, wanted)), strict=True)
+    assert max((mine - right).abs().max() for mine, right in pairs) < 1e-12
+
+
+def test_a_window_that_cuts_children_from_their_parent_is_an_error():
+    packed = packed_stream(segments(), 1, 0, torch.from_numpy)
+    assert packed.within(None) is packed and packed.within(LONG + 8) is packed
+    with pytest.raises(ValueError, match="share_prompts needs attention to whole sequences, and a layer sees 100 of 2"):
+        packed.within(100)
+
+
+def test_without_parents_torchs_own_attention_gives_the_same():
+    moved = apart(segments())
+    *inputs, gradient = drawn(moved[-1].end)
     wanted, packed = dense(*inputs, seen_by(moved), 0.3), packed_stream(moved, 1, 0, torch.from_numpy)
     found = attention._by_torch(*inputs, packed, 0.3)
     assert (found - wanted).abs().max() < 1e-12
@@ -154,7 +200,7 @@ def test_fused_attention_is_transformer_engines_where_it_can_be_and_the_same_fun
     draw = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(total, 1, heads, 16, generator=draw).to(getattr(torch, dtype)) for heads in (4, 2, 2))
     angles = torch.arange(total, dtype=torch.float32)[:, None] * 0.1 * torch.ones(8)
-    packed = dataclasses.replace(packed, rotation=Rotation.of(angles))
+    packed = dataclasses.replace(packed, rotations=(Rotation.of(angles),))
     mine, theirs = (each(q, k, v, None, packed_seq_params=packed).float() for each in (one, other))
     assert len(OfTransformerEngine.calls) == calls and mine.shape == theirs.shape
     seen = torch.from_numpy(np.concatenate([np.arange(s.start, s.start + s.length) for s in found]))  # what padding says nobody reads

@@ -12,12 +12,12 @@ from megatron_grpo.inputs import read_everything
 from megatron_grpo.parallel.layout import Layout, sequence_alignment
 from megatron_grpo.planning.check import check
 from megatron_grpo.planning.sharing import LEAST_SAVING, decide
+from megatron_grpo.policy.fp8 import rank_multiple
 from megatron_grpo.policy.refused import (
     attention_channels,
     flash_obstacle,
     machine_problems,
     problems,
-    rank_multiple,
     sharing_problems,
 )
 from megatron_grpo.settings import parse
@@ -93,18 +93,18 @@ DROPOUT = {"tuner_type": "lora", "lora_dropout": 0.1}
 
 def test_sharing_prompts_is_refused_where_it_would_train_something_else_and_auto_leaves_it_off():
     dense = ModelShape.from_hf(config_of("qwen3"))
-    (problem,) = sharing_problems(Config().with_values(DROPOUT | {"share_prompts": "true"}))
+    (problem,) = sharing_problems(Config().with_values(DROPOUT | {"share_prompts": "true"}), dense)
     assert "lora_dropout (0.1) would draw one mask for all copies of a prompt" in problem.message
     assert problem.nearest["share_prompts"] == ["auto", "false"]
     for setting in ("auto", "false"):
         cfg = Config().with_values(DROPOUT | {"share_prompts": setting, "micro_batch_size": 4})
-        assert sharing_problems(cfg) == [] and decide(cfg, dense).least_saving is None
+        assert sharing_problems(cfg, dense) == [] and decide(cfg, dense).least_saving is None
 
 
 @pytest.mark.parametrize("impl", ["auto", "local", "transformer_engine"])
 def test_prompts_are_shared_whatever_the_layers_are(impl):
     dense, cfg = ModelShape.from_hf(config_of("qwen3")), Config().with_values({"micro_batch_size": 4, "transformer_impl": impl})
-    assert decide(cfg, dense).least_saving == LEAST_SAVING and sharing_problems(cfg.with_values({"share_prompts": "true"})) == []
+    assert decide(cfg, dense).least_saving == LEAST_SAVING and sharing_problems(cfg.with_values({"share_prompts": "true"}), dense) == []
 
 
 FP8 = {"fp8_format": "hybrid", "torch_dtype": "bfloat16", "transformer_impl": "transformer_engine"}

@@ -26,3 +26,24 @@ def test_neither_is_a_weight(weights):
     assert any(
         message.startswith("reward_weights") for message in problems("--reward_funcs", "length", "format", "--reward_weights", *weights)
     )
+
+
+def test_a_size_of_files_is_said_as_people_say_it():
+    from megatron_grpo.settings.checks import validate
+    from megatron_grpo.settings.config import Config
+    from megatron_grpo.settings.table import bytes_of
+
+    said = {
+        "5GB": 5 * 10**9,
+        "500 mb": 5 * 10**8,
+        "2GiB": 2 << 30,
+        "1.5KiB": 1536,
+        "7": 7,
+        "0GB": None,
+        "5 apples": None,
+        "": None,
+        "1.2.3GB": None,
+    }
+    assert {text: bytes_of(text) for text in said} == said
+    [problem] = validate(Config().with_values({"max_shard_size": "big"}))
+    assert "max_shard_size (big) is a size above 0" in problem.message

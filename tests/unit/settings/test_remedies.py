@@ -25,7 +25,7 @@ def said(*words: str) -> list[str]:
         ("use_vllm", "always by vLLM"),
         ("per_device_train_batch_size", "called micro_batch_size"),
         ("dataset_name", "called dataset here"),
-        ("logging_steps", "changes nothing"),
+        ("dataloader_num_workers", "changes nothing"),
         ("freeze_parameters_ratio", "counts the parameters of one rank"),
         ("vllm_group_port", "changes nothing"),
         ("multi_turn_scheduler", "is said here with environment"),

@@ -34,6 +34,11 @@ def flags(text: str) -> list[str]:
         (': "${DIR:="/data"}"\nrun data.train=$DIR/x "$@"', ["run", "data.train=/data/x"]),
         ("serve --model x &\nuntil curl -s u > /dev/null 2>&1; do sleep 1; done\nrun --a 1", ["run", "--a", "1"]),
         ("export A=1\nA=2 run --a $A", ["run", "--a", "1"]),
+        ("A=(--a 1 # one\n  --b '2 3'\n)\nrun \"${A[@]}\" --c 4", ["run", "--a", "1", "--b", "2 3", "--c", "4"]),
+        ("A=(--a 1)\nA+=(--b 2)\nrun ${A[@]}", ["run", "--a", "1", "--b", "2"]),
+        ("N=$((1024 * 2))\nrun --a $N --b $(((N + 1) * 3)) --c $((7 / 2))", ["run", "--a", "2048", "--b", "6147", "--c", "3"]),
+        ("ray job submit --address=x \\\n -- python3 train.py --a 1", ["python3", "train.py", "--a", "1"]),
+        ("run a.b=1 +c.d=2 ++e.f=3", ["run", "a.b=1", "+c.d=2", "++e.f=3"]),
     ],
 )
 def test_words_are_those_of_a_shell(text, words):
@@ -45,17 +50,45 @@ def test_words_are_those_of_a_shell(text, words):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("run --a 1 \\ \n  --b 2\n", "a shell ends the command before --b"),
-        ("run --a 1 \\\n  # --b 2 \\\n  --c 3\n", "a shell ends the command before --c"),
+        ("run --reward_funcs math \\ \n  --b 2\n", "a shell ends the command before --b"),
+        ("run --seed 1 \\\n  # --b 2 \\\n  --c 3\n", "a shell ends the command before --c"),
         ("run --model $NOWHERE_SET_7", "$NOWHERE_SET_7 cannot be known from the script"),
-        ('run "${ARGS[@]}" --a 1', "${ARGS[@]} cannot be known"),
-        ("run --seed $(date +%s)", "$(date cannot be known"),
+        ('run "${ARGS[@]}" --seed 1', "${ARGS[@]} cannot be known"),
+        ("run --seed 1 $ARGS_OF_NOBODY", "$ARGS_OF_NOBODY cannot be known"),
+        ("run --seed $(date +%s)", "seed $(date +%s) cannot be known"),
+        ("run --model '/a b'`hostname`", "`hostname` cannot be known"),
         ("run --a 'x", "cannot be read as a shell script: No closing quotation"),
+        ("N=1\nif true; then N=2; fi\nrun --seed $N", "seed $N cannot be known"),
+        ("for N in 1 2; do M=$N; done\nrun --seed $M", "seed $M cannot be known"),
+        ("run --seed $((1 + NOBODY_KNOWS))", "seed $((1 + NOBODY_KNOWS)) cannot be known"),
+        ("source nowhere.sh\nrun ${ARGS[@]} --seed 1", "for it sources nowhere.sh, not there"),
     ],
 )
-def test_what_cannot_be_known_is_said(text, said):
-    (problem,) = read_shell(text, source="run.sh").problems
+def test_what_cannot_be_known_is_said(text, said, tmp_path):
+    script = tmp_path / "run.sh"
+    script.write_text(text)
+    (problem,) = parse(["--config", str(script)]).problems
     assert said in problem.message and "run.sh" in problem.message
+
+
+def test_what_cannot_be_known_is_no_matter_where_it_is_said_again_or_changes_nothing(tmp_path):
+    script = tmp_path / "run.sh"
+    script.write_text("run --seed $(date +%s) --lr 0.5")
+    parsed = parse(["--config", str(script), "--seed", "7"])
+    assert not parsed.problems and (parsed.config.run.seed, parsed.config.optimizer.lr) == (7, 0.5)
+    script.write_text("run --dataloader_num_workers $(nproc) --lr 0.5")
+    parsed = parse(["--config", str(script), "--dialect", "swift"], dialects=DIALECTS)
+    assert not parsed.problems and parsed.config.optimizer.lr == 0.5
+
+
+def test_a_file_that_is_sourced_is_looked_for_where_the_script_lies(tmp_path):
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "small.sh").write_text("MODEL=(\n  --seed 5  # five\n  --lr 0.5\n)\n")
+    script = tmp_path / "run.sh"
+    here = 'HERE="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" &>/dev/null && pwd)"'
+    script.write_text(f'{here}\nsource "$HERE/models/small.sh"\nrun ${{MODEL[@]}}\n')
+    parsed = parse(["--config", str(script)])
+    assert not parsed.problems and (parsed.config.run.seed, parsed.config.optimizer.lr) == (5, 0.5)
 
 
 def test_the_flags_after_a_sample_of_a_data_set_count(tmp_path):

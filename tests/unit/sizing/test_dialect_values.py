@@ -15,11 +15,11 @@ DEFAULTS = {
     "swift": dict(beta=0.04, lr=1e-5, lr_decay_style="cosine", weight_decay=0.1, temperature=0.9, max_completion_length=512,
                   truncation_strategy="left", recompute_granularity="selective", vllm_gpu_memory_utilization=0.9, save_steps=500),
     "trl": dict(loss_type="dapo", rollout_importance_sampling_mode="sequence_mask", rollout_importance_sampling_threshold=3.0,
-                use_bias_correction_kl=False, lr_decay_style="linear", adam_beta2=0.999, num_train_epochs=3.0, max_completion_length=512,
+                use_bias_correction_kl=True, lr_decay_style="linear", adam_beta2=0.999, num_train_epochs=3.0, max_completion_length=512,
                 vllm_gpu_memory_utilization=0.3, save_steps=500, save_total_limit=None, num_generations=8, num_iterations=1,
                 micro_batch_size=8, **FULL),
     "skyrl": dict(weight_decay=0.01, adam_beta2=0.999, max_prompt_length=512, max_completion_length=1024, use_bias_correction_kl=False,
-                  vllm_gpu_memory_utilization=0.8, vllm_max_num_seqs=1024, save_steps=10, save_total_limit=None, num_generations=5,
+                  vllm_gpu_memory_utilization=0.8, vllm_max_num_seqs=1024, save_steps=40, save_total_limit=None, num_generations=5,
                   num_iterations=1, micro_batch_size=1, beta=0.001, kl_in_reward=False, entropy_coef=0.0, **FULL),
 }  # fmt: skip
 
@@ -49,7 +49,7 @@ TRL_EVALUATES = "--eval_strategy steps --eval_steps 7"
         ("skyrl", "--algorithm.use_kl_loss false --algorithm.use_kl_in_reward true", dict(beta=0.001, kl_in_reward=True)),
         ("skyrl", "--algorithm.advantage_estimator rloo", dict(advantage_estimator="rloo", scale_rewards="none")),
         ("skyrl", SKYRL_EVALUATES, dict(eval_steps=0)),
-        ("skyrl", f"{SKYRL_EVALUATES} --eval_dataset held.jsonl", dict(eval_steps=5)),
+        ("skyrl", f"{SKYRL_EVALUATES} --eval_dataset held.jsonl", dict(eval_steps=20)),
         ("skyrl", "--data.train_data a.jsonl", dict(dataset="a.jsonl")),
         (
             "swift",

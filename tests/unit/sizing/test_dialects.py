@@ -89,7 +89,7 @@ def test_the_table_of_defaults_is_true(dialect):
 @pytest.mark.parametrize(
     ("dialect", "words", "said"),
     [
-        ("swift", "--loss_type real", "loss_type cannot be 'real'"),
+        ("swift", "--loss_type real --rollout_importance_sampling_mode token_mask", "which has none"),
         ("swift", "--vllm_mode server --vllm_data_parallel_size 2", "vllm_data_parallel_size (2): engines of a rollout server"),
         ("swift", "--tuner_type lora_llm", "tuner_type cannot be 'lora_llm': it trains a vision tower"),
         ("swift", "--tuner_type lora --modules_to_save embed_tokens", "modules_to_save (embed_tokens): whole layers would train"),
@@ -107,8 +107,7 @@ def test_the_table_of_defaults_is_true(dialect):
         ("swift", "--agent_template react", "agent_template (react): tools are shown by the model's own chat template"),
         ("swift", "--external_plugins plugin.py", "external_plugins (plugin.py): plugin files are not loaded"),
         ("swift", "--reward_funcs my_orm --external_plugins plugin.py", "(my_orm) is a reward function of Megatron-SWIFT"),
-        ("swift", "--dataset name#10000", "10000 rows that Megatron-SWIFT's generator draws"),
-        ("swift", "--dataset a.jsonl b.jsonl", "names 2 data sets"),
+        ("swift", "--val_dataset a.jsonl b.jsonl", "names 2 data sets"),
         ("swift", "--dataset org/name:subset", "names a hub or a subset"),
         ("swift", "--system /nowhere/prompt.txt", "names a file in Megatron-SWIFT"),
         ("swift", "--teacher_model x", "distillation"),
@@ -124,7 +123,7 @@ def test_the_table_of_defaults_is_true(dialect):
         ("trl", "--use_peft --lora_target_parameters experts", "adapters are on linear layers"),
         ("trl", "--use_vllm false", "sampling is by vLLM alone"),
         ("skyrl", "--run_engines_locally false", "servers are started beside a run (megatron-grpo serve)"),
-        ("trl", "--loss_type vespo", "loss_type cannot be 'vespo'"),
+        ("trl", "--loss_type vespo --vllm_importance_sampling_mode sequence_mask", "would count it once per token"),
         ("trl", "--optim adafactor", "the optimizer is AdamW"),
         ("trl", "--deepspeed zero3.json", "Megatron shards"),
         ("trl", "--min_p 0.1", "min_p (0.1): sampling is by temperature"),

@@ -44,9 +44,14 @@ def test_what_fits_can_be_cut_and_what_cannot_be_cut_does_not_fit(name, tp):
         assert not fits
 
 
-def test_a_window_matters_only_to_sequences_that_leave_it():
+def test_sequences_may_leave_a_window_and_not_the_positions_that_a_model_has():
     shape = ModelShape.from_hf({**config_of("mistral"), "sliding_window": 32})
-    assert length_problems(shape, 32) == []
-    (problem,) = length_problems(shape, 33)
-    assert "sliding window of 32" in str(problem)
-    assert len(length_problems(shape, 65)) == 2  # and longer than the 64 positions it was made for
+    assert length_problems(shape, 64) == []
+    (problem,) = length_problems(shape, 65)
+    assert "max_position_embeddings (64)" in str(problem)
+
+
+def test_a_norm_over_all_heads_needs_a_group_on_every_rank():
+    shape = ModelShape.from_hf({**config_of("olmo2"), "num_key_value_heads": 2})
+    (problem,) = layout_problems(shape, tp=4)
+    assert "num_key_value_heads (2): a norm over all heads of keys counts each of them once. Use 2" in str(problem)

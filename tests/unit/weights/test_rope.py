@@ -6,8 +6,11 @@ import pytest
 import torch
 from transformers import AutoConfig
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention, DeepseekV3RotaryEmbedding
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RotaryEmbedding
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from transformers.models.olmo3.modeling_olmo3 import Olmo3RotaryEmbedding
 
+from megatron_grpo.errors import ConfigError
 from megatron_grpo.weights.rope import rope_inverse_frequencies
 from megatron_grpo.weights.shape import ModelShape
 from tests.unit.weights.tiny import CHECKPOINTS, config_of
@@ -59,8 +62,44 @@ def test_frequencies_are_those_of_transformers(scaling, head_dim):
 def test_defaults_of_each_family_are_those_of_transformers(name):
     ours, scaling = rope_inverse_frequencies(ModelShape.from_hf(config_of(name)))
     silent = {key: value for key, value in config_of(name).items() if key not in ("rope_parameters", "rope_theta", "rope_scaling")}
-    theta_of_family = AutoConfig.for_model(**silent).rope_parameters["rope_theta"]
-    assert ModelShape.from_hf(silent).rope.theta == theta_of_family and scaling == 1.0
+    theirs, shape = AutoConfig.for_model(**silent).rope_parameters, ModelShape.from_hf(silent)
+    whole, local = theirs.get("full_attention", theirs), theirs.get("sliding_attention", theirs)
+    assert (shape.rope.theta, (shape.local_rope or shape.rope).theta, scaling) == (whole["rope_theta"], local["rope_theta"], 1.0)
+    assert shape.rope.dim == shape.head_dim * whole.get("partial_rotary_factor", 1.0) or shape.mla
+
+
+YARN_OF_SOME = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 512, "beta_fast": 32.0, "beta_slow": 1.0}
+
+
+@pytest.mark.parametrize(("name", "kind", "older"), [
+    ("olmo3", Olmo3RotaryEmbedding, {"rope_theta": 5e5, "rope_scaling": YARN_OF_SOME}),
+    ("gemma3", Gemma3RotaryEmbedding, {"rope_theta": 1e6, "rope_local_base_freq": 2e4, "rope_scaling": {"type": "linear", "factor": 8.0}}),
+])  # fmt: skip
+def test_layers_with_a_window_have_a_rope_of_their_own(name, kind, older):
+    silent = {key: value for key, value in config_of(name).items() if key not in ("rope_parameters", "rope_theta", "rope_scaling")}
+    newer = AutoConfig.for_model(**silent, **older)
+    for config in ({**silent, **older}, {**silent, "rope_parameters": newer.rope_parameters}):
+        theirs, shape = kind(newer), ModelShape.from_hf(config)
+        for rope, layers in ((shape.rope, "full_attention"), (shape.local_rope, "sliding_attention")):
+            ours, scaling = rope_inverse_frequencies(shape, rope)
+            assert torch.equal(torch.from_numpy(ours), getattr(theirs, f"{layers}_inv_freq"))
+            assert scaling == pytest.approx(getattr(theirs, f"{layers}_attention_scaling"), rel=1e-15)
+
+
+@pytest.mark.parametrize(("name", "said", "words"), [
+    ("olmo3", {"rope_theta": 1e4}, "versions of transformers read it otherwise"),
+    ("gemma3", {"rope_parameters": {"rope_type": "yarn"}}, "rope_parameters must have full_attention and sliding_attention here"),
+    ("glm4_moe", {"rope_parameters": {**YARN_OF_SOME, "partial_rotary_factor": 0.5}}, "'yarn' with partial_rotary_factor 0.5 is not"),
+    ("glm4_moe", {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 2}}, "no more channels than all of them"),
+    ("gemma3", {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": "many"}}}, "rope_theta must be a number"),
+    ("gemma3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping is 50.0, which is not computed here"),
+    ("gemma3", {"layer_types": ["full_attention"] * 3}, "for each of 4 layers"),
+    ("olmo3", {"layer_types": ["chunked_attention"] * 4}, "layer_types must name full_attention or sliding_attention"),
+])  # fmt: skip
+def test_what_a_config_says_of_its_layers_and_is_not_served_is_refused(name, said, words):
+    config = {key: value for key, value in config_of(name).items() if key != "rope_parameters"}
+    with pytest.raises(ConfigError, match=words):
+        ModelShape.from_hf({**config, **said})
 
 
 def test_latent_attention_rotates_its_own_part_and_sharpens_its_softmax():

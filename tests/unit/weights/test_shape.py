@@ -132,7 +132,7 @@ def test_layers_with_experts_are_those_of_transformers(name):
 
 
 def test_unknown_architecture_is_refused_by_name_with_the_known_ones():
-    known = r"FalconForCausalLM is not supported. Known: DeepseekV3ForCausalLM, LlamaForCausalLM,.*adding-a-model"
+    known = r"FalconForCausalLM is not supported. Known: DeepseekV3ForCausalLM, Gemma3ForCausalLM,.*adding-a-model"
     with pytest.raises(ConfigError, match=known):
         ModelShape.from_hf({**LLAMA, "architectures": ["FalconForCausalLM"]})
     with pytest.raises(ConfigError, match="without `architectures`"):
@@ -190,4 +190,18 @@ QWEN = {**LLAMA, "architectures": ["Qwen2ForCausalLM"], "num_key_value_heads": 4
     ],
 )
 def test_a_window_counts_only_where_a_layer_has_it(config, window):
-    assert ModelShape.from_hf(config).sliding_window == window
+    shape = ModelShape.from_hf(config)
+    assert shape.sliding_window == window and not (config is QWEN and shape.windows)
+
+
+def test_windows_are_those_of_transformers_layers():
+    from transformers import AutoConfig
+
+    for name in ("olmo3", "gemma3"):
+        silent = {key: value for key, value in config_of(name).items() if key not in ("layer_types", "rope_parameters")}
+        kinds = AutoConfig.for_model(**silent).layer_types
+        windows = tuple(9 if kind == "sliding_attention" else None for kind in kinds)
+        assert ModelShape.from_hf(silent).windows == ModelShape.from_hf({**silent, "layer_types": kinds}).windows == windows
+        assert {9, None} == set(windows)
+    part = ModelShape.from_hf({**QWEN, "use_sliding_window": True, "max_window_layers": 1})
+    assert part.windows == (None, 16)

@@ -18,6 +18,7 @@ BASE = {
     "head_dim": 6,
     "max_position_embeddings": 64,
 }
+EXPERTS_OF_GLM = {"moe_intermediate_size": 16, "num_experts_per_tok": 2, "n_routed_experts": 4, "num_mtp_layers": 0}
 MOE = {"moe_intermediate_size": 16, "num_experts_per_tok": 2, "num_experts": 4, "norm_topk_prob": True}
 
 # name -> (config class, fields). All can be cut over 4 ranks, except where the name says otherwise.
@@ -57,6 +58,15 @@ CHECKPOINTS: dict[str, tuple[str, dict]] = {
             "n_shared_experts": 2,
         },
     ),
+    "glm4_moe": (
+        "Glm4MoeConfig",
+        {**BASE, **EXPERTS_OF_GLM, "head_dim": 12, "attention_bias": True, "use_qk_norm": True},
+    ),
+    "glm4_moe_plain": ("Glm4MoeConfig", {**BASE, **EXPERTS_OF_GLM, "partial_rotary_factor": 1.0}),
+    "gpt_oss": ("GptOssConfig", {**BASE, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 9}),
+    "olmo2": ("Olmo2Config", {**{k: v for k, v in BASE.items() if k != "head_dim"}, "attention_bias": True}),
+    "olmo3": ("Olmo3Config", {**{k: v for k, v in BASE.items() if k != "head_dim"}, "num_hidden_layers": 4, "sliding_window": 9}),
+    "gemma3": ("Gemma3TextConfig", {**BASE, "num_hidden_layers": 4, "sliding_window": 9, "sliding_window_pattern": 2}),
 }
 DENSE = [name for name in CHECKPOINTS if "moe" not in name and name not in ("mixtral", "deepseek_v3")]
 EXPERTS = [name for name in CHECKPOINTS if name not in DENSE]

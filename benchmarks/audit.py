@@ -1,0 +1,76 @@
+"""What `--audit true` costs: CPU seconds of an audit beside those of the optimizer steps between two of them, in one run.
+
+    python benchmarks/audit.py [steps]
+
+Two gloo ranks, a model of some millions of parameters and short rows: a step has little to compute for each weight, so the share is an
+upper bound. What a run does besides its optimizer steps (sampling, pushes, scoring) is not counted.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # the ranks of the tests
+
+from megatron_grpo.settings.config import RunConfig
+from tests import parity_cases as cases
+from tests.audit_cases import Looks
+from tests.ranks import run_ranks
+from tests.tiny_models import write_tiny
+
+GROUPS = tuple((24, (96, 60, 80, 72)) for _ in range(4))  # 16 rows, 1,600 tokens
+LAYOUTS = {"DP2": ("dense", {}), "TP2 SP": ("dense", {cases.TP: 2, cases.SP: True}), "EP2": ("MoE", {cases.EP: 2}),
+           "DP2, bfloat16": ("dense", dict(torch_dtype="bfloat16"))}  # fmt: skip
+MODELS = {"dense": dict(family="qwen3", layers=4, vocab=8000, hidden=256, std=0.02),
+          "MoE": dict(family="qwen3_moe", layers=4, vocab=8000, hidden=256, std=0.02)}  # fmt: skip
+
+
+def measured(path, settings, samples, steps: int):
+    def body(rank, world):
+        from megatron_grpo.policy.audit import Audit
+
+        class Timed(Audit):
+            seconds = 0.0
+
+            def look(self, *args):
+                began = time.process_time()
+                try:
+                    return super().look(*args)
+                finally:
+                    self.seconds += time.process_time() - began
+
+        policy = cases.build(path, cases.settings(**settings), world)
+        audit, step, total = Timed(1), 0.0, 0.0
+        for index in range(steps):
+            batch, audit.seconds = cases.batch_of(policy, samples, index), 0.0
+            looks, began = Looks(policy, audit), time.process_time()
+            policy.train_step(batch, looks)
+            assert looks.found is None
+            if index:  # the first is slower, in both
+                step += time.process_time() - began - audit.seconds
+                total += audit.seconds
+        count = sum(parameter.numel() for chunk in policy.chunks for parameter in chunk.parameters())
+        return count, step / (steps - 1), total / (steps - 1)
+
+    return run_ranks(body, 2, timeout=900)
+
+
+def main(steps: int) -> None:
+    every = RunConfig().audit_steps
+    print(f"| layout | parameters a rank | step, CPU s | audit, CPU s | share at --audit_steps {every} |\n| --- | --- | --- | --- | --- |")
+    with tempfile.TemporaryDirectory() as scratch:
+        for name, (model, settings) in LAYOUTS.items():
+            path = Path(scratch) / model
+            if not path.exists():
+                write_tiny(path, **MODELS[model])
+            [samples] = cases.stored_rollout(path, vocab=8000, num_steps=1, groups=GROUPS, stale=0)
+            found = measured(path, settings, samples, steps)
+            count, step, audit = max(found, key=lambda one: one[2] / one[1])
+            print(f"| {name} | {count:,} | {step:.3f} | {audit:.4f} | {audit / (every * step + audit):.2%} |", flush=True)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]) if len(sys.argv) > 1 else 6)

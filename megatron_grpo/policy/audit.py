@@ -1,0 +1,357 @@
+"""Finds copies that are no longer the same: what tensor, parallel, expert and data ranks hold twice is compared bit for bit.
+
+Megatron-Core keeps copies equal by doing the same to each of them; nothing looks whether they are. A gradient that is not summed over one
+group, data that differ over another, a bit that flips: the loss goes on falling, by another gradient than the one that is meant. So every
+so many steps, before the optimizer acts, each rank makes a number of every tensor (`parallel.fingerprint`), and each group takes the
+largest and the smallest of each number: one collective a group, 16 bytes a tensor. Where all is the same nothing else travels.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from hashlib import blake2b
+from typing import Any
+
+import numpy as np
+import torch
+
+from megatron_grpo.parallel import collectives
+from megatron_grpo.parallel.fingerprint import fingerprint
+from megatron_grpo.parallel.state import ParallelState
+from megatron_grpo.policy.moments import runs_of
+from megatron_grpo.policy.router import routers
+from megatron_grpo.policy.sharded_state import chain, is_distributed, steps_counted
+from megatron_grpo.types import GlobalBatch, RowKey
+from megatron_grpo.weights.mapping import is_of_adapter
+from megatron_grpo.weights.names import ShardCut
+
+# What a fault spreads along: of all that differs, the first kind is where it began.
+KINDS = ("group", "list", "data", "weight", "mark", "reference", "random numbers", "log-probs", "gradient", "moment", "number")
+GROUPS = {
+    "TP": "tensor-parallel ranks",
+    "DP": "data and context parallel ranks",
+    "CP": "context-parallel ranks",
+    "PP": "pipeline ranks",
+    "EDP": "expert-data-parallel ranks",
+    "ETP": "expert-tensor-parallel ranks",
+    "all": "ranks",
+    "EP": "expert-parallel ranks",
+    "": "copies on one rank",
+}
+SHOWN = 4  # findings that are named one by one
+_FEWEST = torch.iinfo(torch.int64).min
+Held = tuple[str, str, tuple[str, ...], torch.Tensor | int]  # kind, name, groups over which it is one, the tensor or its number
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parted:
+    """Copies that are not the same. copies: (rank, fingerprint) of those that were compared; over: a key of GROUPS."""
+
+    kind: str
+    name: str
+    over: str
+    copies: tuple[tuple[int, int], ...]
+
+    def __str__(self) -> str:
+        if self.kind == "group":
+            [(rank, _)] = self.copies
+            return f"{self.name} of rank {rank} is not the group of its {GROUPS[self.over]}"
+        if self.kind == "mark":
+            return f"{self.name} is cut over {GROUPS[self.over]}, and not marked so: the gradient norm counts the first rank's part alone"
+        if not self.over:
+            [(rank, _)] = self.copies
+            return f"{self.name} of rank {rank} is not its float32 copy, rounded"
+        what = self.name if self.kind in ("list", "number", "data") else f"the {self.kind} of {self.name}"
+        what = {"log-probs": f"the {self.name}", "weight": self.name, "reference": f"the reference's {self.name}"}.get(self.kind, what)
+        return f"{what} is not the same on the {GROUPS[self.over]} {self._sides()}"
+
+    def _sides(self) -> str:
+        """Ranks that agree, side by side; fewer first, for they are likelier to be at fault."""
+        sides: dict[int, list[int]] = {}
+        for rank, number in self.copies:
+            sides.setdefault(number, []).append(rank)
+        parts = sorted(sides.values(), key=lambda ranks: (len(ranks), -ranks[0]) if len(sides) < len(self.copies) else (0, ranks[0]))
+        return " and ".join(", ".join(map(str, ranks)) for ranks in parts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Finding:
+    """All that differs at an audit, the likeliest origin first. equal_at: the step of the last audit at which nothing did."""
+
+    step: int  # the optimizer step that was about to be taken, from 1
+    equal_at: int | None
+    parted: tuple[Parted, ...]
+    mine: Mapping[str, torch.Tensor] = field(default_factory=dict)  # this rank's copies of the first of them, by "kind name"
+
+    def __str__(self) -> str:
+        more = len(self.parted) - SHOWN
+        since = "no audit was before it" if self.equal_at is None else f"at step {self.equal_at} all was equal"
+        found = "; ".join(map(str, self.parted[:SHOWN])) + (f"; and {more} more" if more > 0 else "")
+        return f"audit before optimizer step {self.step} ({since}): {found}"
+
+
+class Audit:
+    """Every `every` optimizer steps, and at the first of a run."""
+
+    def __init__(self, every: int):
+        self.every = every
+        self._equal_at: int | None = None
+        self._has_looked = False
+        self._lists: dict[str, bool] = {}  # group -> whether its ranks have the same tensors
+
+    def is_due(self, step: int) -> bool:
+        """step: optimizer steps done. The same on every rank."""
+        return self.every > 0 and (not self._has_looked or step % self.every == 0)
+
+    @torch.no_grad()
+    def look(self, policy: Any, batch: GlobalBatch, metrics: Mapping[str, float], logprobs: Mapping[RowKey, np.ndarray]) -> Finding | None:
+        """Compares everything, when the gradient is summed and the optimizer has not acted. Collective; the same on every rank."""
+        self._has_looked = True
+        held = list(everything(policy, batch, metrics, logprobs))
+        mine = [*_strange_groups(policy), *_unmarked(policy), *_rounded(policy)]
+        groups = groups_of(policy.parallel)
+        for name, group in groups.items():
+            if collectives.num_ranks(group) > 1:
+                mine += self._compared(name, group, [one for one in held if name in one[2]], policy.parallel)
+        if not collectives.largest(len(mine)):
+            self._equal_at = batch.step + 1
+            return None
+        found = dict.fromkeys(one for part in collectives.from_all(mine) for one in part)
+        parted = tuple(sorted(found, key=lambda one: KINDS.index(one.kind)))
+        first = {f"{one.kind} {one.name}" for one in parted[:SHOWN]}
+        tensors = {f"{kind} {name}": value for kind, name, _, value in held if isinstance(value, torch.Tensor)}
+        return Finding(
+            step=batch.step + 1, equal_at=self._equal_at, parted=parted,
+            mine={name: tensor for name, tensor in tensors.items() if name in first},
+        )  # fmt: skip
+
+    def _compared(self, over: str, group: Any, held: Sequence[Held], parallel: ParallelState) -> list[Parted]:
+        """What differs in one group. A rank that has no such tensor says nothing of it. Collective over the group."""
+        if over not in self._lists:
+            names = _number_of(json.dumps([one[:2] for one in held]))
+            told = collectives.from_all((parallel.rank, names), group)
+            self._lists[over] = len({names for _, names in told}) == 1
+            if not self._lists[over]:
+                return [Parted(kind="list", name="the list of tensors", over=over, copies=tuple(told))]
+        if not held or not self._lists[over]:
+            return []
+        absent = torch.tensor([value is _ABSENT for *_, value in held], device=parallel.device)
+        numbers = torch.stack([_fingerprint(value, parallel.device) for *_, value in held])
+        extremes = torch.cat([numbers, ~numbers]).masked_fill_(absent.repeat(2), _FEWEST)
+        largest, smallest = collectives.max_(extremes, group).chunk(2)
+        differs = torch.nonzero(largest != ~smallest).flatten().tolist()
+        differs = [place for place in differs if int(largest[place]) != _FEWEST or int(smallest[place]) != _FEWEST]
+        if not differs:
+            return []
+        mine = [None if bool(absent[place]) else int(numbers[place]) for place in differs]
+        told = collectives.from_all((parallel.rank, mine), group)
+        return [
+            Parted(kind=held[at][0], name=held[at][1], over=over, copies=tuple((rank, its[n]) for rank, its in told if its[n] is not None))
+            for n, at in enumerate(differs)
+        ]
+
+
+def groups_of(parallel: ParallelState) -> dict[str, Any]:
+    """By the keys of GROUPS, in one order on every rank."""
+    return {"TP": parallel.tp_group, "CP": parallel.cp_group, "PP": parallel.pp_group, "DP": parallel.dp_cp_group,
+            "EDP": parallel.edp_group, "ETP": parallel.etp_group, "all": None}  # fmt: skip
+
+
+# ---- what must be one ------------------------------------------------------------------------------------------------------------------
+
+_HELD = {"tp_group": "TP", "_tp_group": "TP", "cp_group": "CP", "ep_group": "EP"}  # attributes of modules
+_COLLECTED = {"tp": "TP", "cp": "CP", "pp": "PP", "ep": "EP", "expt_tp": "ETP"}  # and of what many of them share
+_ABSENT = torch.zeros(0)  # this rank has no such tensor
+
+
+def everything(
+    policy: Any, batch: GlobalBatch, metrics: Mapping[str, float], logprobs: Mapping[RowKey, np.ndarray]
+) -> Iterator[Held]:  # fmt: skip
+    """All that this rank holds and that others hold too, in one order on the ranks of a group."""
+    yield from _data(batch)
+    for name, tensor in tensors_of(policy).items():
+        yield "weight", name, _over(policy, name), tensor
+    yield from _tied(policy)
+    if policy.reference is not None and policy.reference.chunks:
+        for name, tensor in policy.exchange.tensors(policy.reference.chunks).items():
+            yield "reference", name, _over(policy, name), tensor
+    yield from _random(policy)
+    if policy.parallel.is_last_stage:
+        together = np.concatenate([np.zeros(0, dtype=np.float32), *(logprobs[key] for key in sorted(logprobs))])
+        yield "log-probs", "log-probs of the training forward", ("TP", "CP"), torch.from_numpy(together)
+    yield from _gradients(policy)
+    yield from _moments(policy)
+    yield from _numbers(policy, batch, metrics)
+
+
+def tensors_of(policy: Any) -> dict[str, torch.Tensor]:
+    """Parameters, adapters among them, and the buffers that a checkpoint holds, under their names in the whole model."""
+    found = dict(policy.exchange.tensors(policy.chunks))
+    return found | (policy.adapters.exchange.tensors(policy.chunks) if policy.adapters is not None else {})
+
+
+def _over(policy: Any, name: str) -> tuple[str, ...]:
+    """The groups whose ranks hold the same shard of it."""
+    kind = _kind(policy, name)
+    copies = ("EDP",) if kind.is_expert else ("DP",)
+    whole = ("ETP",) if kind.is_expert else ("TP",)
+    return copies + (whole if kind.cut is ShardCut.REPLICATED else ())
+
+
+def _kind(policy: Any, name: str) -> Any:
+    exchange = policy.adapters.exchange if is_of_adapter(name) else policy.exchange
+    return exchange.map.kind(name)
+
+
+def _data(batch: GlobalBatch) -> Iterator[Held]:
+    """What the ranks of one share train, before context parallelism cuts it."""
+    for one in fields(batch.micro_batches[0]) if batch.micro_batches else ():
+        digest = blake2b(digest_size=8)
+        for micro in batch.micro_batches:
+            value = getattr(micro, one.name)
+            if one.name == "pictures":
+                value = tuple(picture.key for picture in value)
+            digest.update(np.ascontiguousarray(value).tobytes() if isinstance(value, np.ndarray) else repr(value).encode())
+        yield "data", one.name, ("TP", "CP", "PP"), int.from_bytes(digest.digest(), "little", signed=True)
+
+
+def _tied(policy: Any) -> Iterator[Held]:
+    """The embedding and the head that is its copy, on the first stage and on the last."""
+    if policy.parallel.pp_size == 1 or not getattr(policy.chunks[0], "share_embeddings_and_output_weights", False):
+        return
+    own = tensors_of(policy)
+    tensor = own.get("embedding.word_embeddings.weight", own.get("output_layer.weight"))
+    yield "weight", "embedding.word_embeddings.weight (tied with the head)", ("PP",), _ABSENT if tensor is None else tensor
+    if not is_distributed(policy.optimizer):  # whose shards of the gradient lie elsewhere on each stage
+        gradient = getattr(tensor, "main_grad", None)
+        yield "gradient", "embedding.word_embeddings.weight (tied with the head)", ("PP",), _ABSENT if gradient is None else gradient
+
+
+def _random(policy: Any) -> Iterator[Held]:
+    """The generator that ranks with the same input draw the same dropout from."""
+    if policy.adapters is not None and policy.adapters.settings.dropout:
+        state = torch.cuda.get_rng_state() if policy.parallel.device.type == "cuda" else torch.get_rng_state()
+        yield "random numbers", "dropout", ("TP",), state
+
+
+def _gradients(policy: Any) -> Iterator[Held]:
+    """After they were summed. A distributed optimizer leaves each rank its own run of a gradient: that is compared over TP."""
+    names = {id(tensor): name for name, tensor in tensors_of(policy).items()}
+    if is_distributed(policy.optimizer):
+        for parameter, start, end, _ in runs_of(policy.optimizer):
+            name, gradient = names[id(parameter)], parameter.main_grad.view(-1)[start:end]  # type: ignore[attr-defined]  # Megatron's
+            yield "gradient", name, _only_whole(_over(policy, name)), gradient
+        return
+    for parameter in (parameter for chunk in policy.chunks for parameter in chunk.parameters() if parameter.requires_grad):
+        name = names[id(parameter)]
+        yield "gradient", name, _over(policy, name), parameter.main_grad
+
+
+def _moments(policy: Any) -> Iterator[Held]:
+    """Adam's, and the float32 weights that the optimizer moves."""
+    names = {id(tensor): name for name, tensor in tensors_of(policy).items()}
+    if is_distributed(policy.optimizer):
+        for parameter, _, _, states in runs_of(policy.optimizer):
+            name = names[id(parameter)]
+            for what, tensor in states.items():
+                if isinstance(tensor, torch.Tensor) and tensor.dim():
+                    yield "moment", f"{name} ({what})", _only_whole(_over(policy, name)), tensor
+        return
+    for parameter in (parameter for chunk in policy.chunks for parameter in chunk.parameters() if parameter.requires_grad):
+        name, main = names[id(parameter)], getattr(parameter, "main_param", parameter)
+        states = next((part.optimizer.state[main] for part in chain(policy.optimizer) if main in part.optimizer.state), {})
+        for what, tensor in sorted(states.items()):
+            if isinstance(tensor, torch.Tensor) and tensor.dim():
+                yield "moment", f"{name} ({what})", _over(policy, name), tensor
+
+
+def _only_whole(over: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(group for group in over if group in ("TP", "ETP"))
+
+
+def _numbers(policy: Any, batch: GlobalBatch, metrics: Mapping[str, float]) -> Iterator[Held]:
+    """What enters the arithmetic of every rank, or comes out of it."""
+    for one in ("step", "num_sequences", "num_loss_tokens", "num_tokens", "num_contexts", "staleness", "lag"):
+        yield "number", f"{one} of the batch", ("all",), _number_of(repr(getattr(batch, one)))
+    for one in ("loss", "grad_norm", "learning_rate"):
+        yield "number", one, ("all",), _bits(metrics.get(one, 0.0))
+    counted = {router.num_routed_tokens for router in routers(policy.chunks)}
+    yield "number", "the tokens that routers count", ("all",), _number_of(repr(counted)) if counted else _ABSENT
+    yield "number", "the guard's memory", ("all",), _number_of(json.dumps(policy.guard_state(), sort_keys=True))
+    yield "number", "the schedule's steps", ("all",), int(policy.version)
+    yield "number", "Adam's steps", ("TP", "DP"), steps_counted(policy.optimizer)
+
+
+# ---- one rank alone --------------------------------------------------------------------------------------------------------------------
+
+
+def _strange_groups(policy: Any) -> list[Parted]:
+    """Process groups that modules of Megatron-Core hold and that are not the job's: a collective over one mixes data of other replicas."""
+    p, found = policy.parallel, []
+    groups = {"TP": p.tp_group, "CP": p.cp_group, "PP": p.pp_group, "EP": p.ep_group, "ETP": p.etp_group}
+    ranks = {over: collectives.members(group) for over, group in groups.items()}
+    seen: set[tuple[int, str]] = set()
+    for chunk in policy.chunks:
+        for name, module in chunk.named_modules():
+            held = [(f"{name}.{one}", over, getattr(module, one, None)) for one, over in _HELD.items()]
+            collection = getattr(module, "pg_collection", None)
+            held += [(f"{name}.pg_collection.{one}", over, getattr(collection, one, None)) for one, over in _COLLECTED.items()]
+            for label, over, group in held:
+                its = "ETP" if over == "TP" and ".experts" in name and ".pg_collection" not in label else over
+                if group is None or (id(group), its) in seen:
+                    continue
+                seen.add((id(group), its))
+                if not isinstance(group, list) and collectives.members(group) != ranks[its]:
+                    found.append(Parted(kind="group", name=label, over=its, copies=((p.rank, 0),)))
+    return found
+
+
+def _unmarked(policy: Any) -> list[Parted]:
+    """Weights that are cut over ranks and lack Megatron's mark for it (of adapters in experts it says something else)."""
+    group = policy.parallel
+    found = []
+    for name, tensor in policy.exchange.tensors(policy.chunks).items():
+        kind = _kind(policy, name)
+        over, size = ("ETP", group.etp_size) if kind.is_expert else ("TP", group.tp_size)
+        if size > 1 and kind.cut is not ShardCut.REPLICATED and not getattr(tensor, "tensor_model_parallel", False):
+            found.append(Parted(kind="mark", name=name, over=over, copies=()))
+    return found
+
+
+def _rounded(policy: Any) -> list[Parted]:
+    """Weights in bfloat16 that are not what the optimizer's float32 weights round to."""
+    names = {id(tensor): name for name, tensor in tensors_of(policy).items()}
+    if is_distributed(policy.optimizer):
+        pairs = [(p, p.detach().view(-1)[start:end], states["param"]) for p, start, end, states in runs_of(policy.optimizer)]
+    else:
+        trained = (p for chunk in policy.chunks for p in chunk.parameters() if p.requires_grad)
+        pairs = [(p, p.detach(), p.main_param) for p in trained if getattr(p, "main_param", None) is not None]
+    pairs = [pair for pair in pairs if pair[1].dtype is not pair[2].dtype and pair[1].device == pair[2].device]
+    if not pairs:
+        return []
+    # Numbers that are no numbers: whoever looks at them is the guard.
+    wrong = torch.stack([(mine != main.detach().to(mine.dtype).view_as(mine)).any() for _, mine, main in pairs]).tolist()
+    return [
+        Parted(kind="weight", name=names[id(p)], over="", copies=((policy.parallel.rank, 0),))
+        for (p, _, _), is_wrong in zip(pairs, wrong, strict=True)
+        if is_wrong
+    ]
+
+
+# ---- numbers ---------------------------------------------------------------------------------------------------------------------------
+
+
+def _fingerprint(value: torch.Tensor | int, device: torch.device) -> torch.Tensor:
+    found = fingerprint(value) if isinstance(value, torch.Tensor) else torch.tensor(value, dtype=torch.int64)
+    return found.to(device)
+
+
+def _number_of(text: str) -> int:
+    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
+
+
+def _bits(number: float) -> int:
+    return struct.unpack("<q", struct.pack("<d", float(number)))[0]

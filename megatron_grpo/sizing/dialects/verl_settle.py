@@ -1,0 +1,202 @@
+"""What verl makes of several names together: its loss, its KL, its packing, its layout, and what it counts in rollouts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from megatron_grpo.settings.foreign import Change
+from megatron_grpo.settings.table import BadValue
+from megatron_grpo.sizing.dialects.vocabulary import in_steps, is_true, layout, listed, text_of, whole
+
+Given = Mapping[str, Sequence[str]]
+
+_AVERAGED = {
+    "token-mean": "dapo",
+    "seq-mean-token-mean": "grpo",
+    "seq-mean-token-sum": "sequence_sum",
+    "seq-mean-token-sum-norm": "dr_grpo",
+}
+_ESTIMATORS = {
+    "grpo": {},
+    "grpo_vectorized": {},
+    "rloo": {"advantage_estimator": "rloo", "scale_rewards": "none"},
+    "rloo_vectorized": {"advantage_estimator": "rloo", "scale_rewards": "none"},
+}
+_KL = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
+
+
+def settle(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
+    yield from _loss(values, given)
+    yield from _kl(values, given)
+    yield from _advantages(given)
+    yield from _correction(given)
+    yield from _packing(values, given)
+    yield from _layout(values, given)
+    yield from _data(values, given)
+    yield from _schedule(values, given)
+    if values.get("adapters"):
+        yield Change(values={"tuner_type": "lora"})
+    if values.get("tuner_type") == "lora" or values.get("adapters"):
+        yield from _lora(values, given)
+
+
+def _loss(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
+    mode, average = text_of(given, "actor.policy_loss.loss_mode", "vanilla"), text_of(given, "actor.loss_agg_mode", "token-mean")
+    if average not in _AVERAGED:
+        raise BadValue(f"actor.loss_agg_mode ({average}) is not there. There are: {', '.join(_AVERAGED)}")
+    high = float(text_of(given, "actor.clip_ratio_high", "0.2"))
+    found: dict[str, Any] = {"loss_type": _AVERAGED[average], "epsilon_high": high}
+    if mode == "vanilla":
+        found["delta"] = float(text_of(given, "actor.clip_ratio_c", "3.0"))
+    elif mode == "gspo":  # whatever loss_agg_mode says
+        found |= {"loss_type": "grpo", "importance_sampling_level": "sequence_token"}
+    elif mode == "sapo":
+        found = {"loss_type": "sapo"}
+    elif mode == "cispo":
+        if average != "token-mean" or values.get("epsilon", 0.2) < 1:
+            raise BadValue(
+                "actor.policy_loss.loss_mode (cispo) bounds the ratio from below by 1 - clip_ratio_low, and is a mean over tokens here: "
+                "there is no lower bound here. Use clip_ratio_low 1 and loss_agg_mode token-mean"
+            )
+        found = {"loss_type": "cispo", "epsilon_high": 1 + high, "epsilon": None}
+    else:
+        raise BadValue(f"actor.policy_loss.loss_mode ({mode}) is not there. There are: vanilla, gspo, sapo, cispo")
+    typed = {"actor.policy_loss.loss_mode", "actor.loss_agg_mode"} & set(given)
+    said = ", ".join(f"{name} {value}" for name, value in found.items() if value is not None)
+    yield Change(
+        values=found,
+        note=f"loss_mode {mode} with loss_agg_mode {average} is {said} here.",
+        untyped=None if typed else ("actor.loss_agg_mode", average),
+    )
+    if average == "seq-mean-token-sum-norm" and mode == "vanilla":
+        yield Change(
+            values={}, note="verl's seq-mean-token-sum-norm does not divide by the number of completions in a micro-batch; dr_grpo does."
+        )
+
+
+def _kl(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
+    if "beta" in values:
+        return
+    in_loss, in_reward = is_true(given, "actor.use_kl_loss", "false"), is_true(given, "algorithm.use_kl_in_reward", "false")
+    loss, reward = float(text_of(given, "actor.kl_loss_coef", "0.001")), float(text_of(given, "algorithm.kl_ctrl.kl_coef", "0.001"))
+    in_loss, in_reward = in_loss and loss > 0, in_reward and reward > 0
+    if in_loss and in_reward:
+        raise BadValue("actor.use_kl_loss and algorithm.use_kl_in_reward are both true; the KL is in the loss or in the reward here")
+    if not in_loss and not in_reward:
+        return
+    name = "algorithm.kl_penalty" if in_reward else "actor.kl_loss_type"
+    kind = text_of(given, name, "kl" if in_reward else "low_var_kl")
+    if kind not in _KL or (in_reward and _KL[kind] != "k1"):
+        raise BadValue(f"{name} ({kind}) is not there. There are: {'kl' if in_reward else ', '.join(_KL)}")
+    beta = reward if in_reward else loss
+    found = {"beta": beta, "kl_in_reward": in_reward} | ({} if in_reward else {"kl_estimator": _KL[kind]})
+    yield Change(values=found, note=f"{name} {kind} with its coefficient is beta {beta:g}, {'in the reward' if in_reward else _KL[kind]}.")
+
+
+def _advantages(given: Given) -> Iterator[Change]:
+    name = text_of(given, "algorithm.adv_estimator", "grpo")
+    if name not in _ESTIMATORS:
+        raise BadValue(f"algorithm.adv_estimator ({name}) is not there. There are: {', '.join(_ESTIMATORS)}")
+    if _ESTIMATORS[name]:
+        yield Change(values=_ESTIMATORS[name])
+
+
+def _correction(given: Given) -> Iterator[Change]:
+    level = text_of(given, "algorithm.rollout_correction.rollout_is", "none")
+    if level in ("token", "sequence"):
+        yield Change(values={"rollout_importance_sampling_mode": f"{level}_truncate"})
+    elif level not in ("none", "null"):
+        raise BadValue(f"algorithm.rollout_correction.rollout_is ({level}) is not there. It is token or sequence")
+
+
+def _packing(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
+    if not is_true(given, "actor.use_dynamic_bsz", "false"):
+        return
+    tokens = whole(given, "actor.ppo_max_token_len_per_gpu", 16384) * values.get("context_parallel_size", 1)
+    found = {"max_tokens_per_micro_batch": tokens, "ppo_micro_batch_size_per_gpu": 1}
+    if "max_tokens_per_micro_batch" in values:
+        found.pop("max_tokens_per_micro_batch")
+    yield Change(
+        values=found, note=f"use_dynamic_bsz: micro-batches of up to {tokens} tokens, and ppo_micro_batch_size_per_gpu is not read."
+    )
+
+
+def _layout(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
+    yield from layout(values, text_of(given, "actor.megatron.expert_tensor_parallel_size", "none"), shards_norms_by_itself="verl")
+    if "actor.ulysses_sequence_parallel_size" in given and values.get("context_parallel_size", 1) > 1:
+        yield Change(
+            values={}, note="ulysses_sequence_parallel_size is context_parallel_size: attention goes round a ring here, not over heads."
+        )
+    megatron = any(name.startswith("actor.megatron.") for name in given) or "megatron" in (
+        text_of(given, "config_name", "") + text_of(given, "actor.strategy", "")
+    )
+    if megatron:
+        return
+    yield Change(
+        values={},
+        note="Of these names none is of verl's Megatron workers: they shard weights over all ranks with FSDP. Here a rank holds them whole "
+        "but for tensor_model_parallel_size, pipeline_model_parallel_size and expert_model_parallel_size.",
+    )
+    recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    if is_true(given, "model.enable_gradient_checkpointing", "true") and not set(recompute) & set(values):
+        yield Change(values=recompute, untyped=("model.enable_gradient_checkpointing", "true"))
+
+
+def _data(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
+    how = text_of(given, "truncation", "error")
+    strategy = {"error": "raise", "left": "left"}.get(how)
+    if is_true(given, "filter_overlong_prompts", "false"):
+        strategy = "delete"
+    if strategy is None:
+        raise BadValue(f"data.truncation ({how}) is not there. There are: error, left")
+    if "truncation_strategy" not in values and strategy != "raise":
+        yield Change(values={"truncation_strategy": strategy})
+    buffer = "reward_model.reward_kwargs.overlong_buffer_cfg."
+    if is_true(given, f"{buffer}enable", "false"):
+        longest = whole(given, "reward_model.reward_kwargs.max_resp_len", whole(given, "max_response_length", 512))
+        found: dict[str, Any] = {"soft_max_length": longest, "soft_cache_length": whole(given, f"{buffer}len", 0)}
+        if values.get("reward_funcs") and "soft_overlong" not in values["reward_funcs"]:
+            found["reward_funcs"] = [*values["reward_funcs"], "soft_overlong"]
+        yield Change(values=found, note="overlong_buffer_cfg is the reward soft_overlong, beside what reward_funcs names.")
+    if values.get("eval_datasets"):  # held-out prompts are answered once, greedily, where val_kwargs does not say otherwise
+        greedy = {"num_generations_eval": 1, "eval_temperature": 0.0}
+        yield Change(values={name: value for name, value in greedy.items() if name not in values})
+    if values.get("eval_steps") and not values.get("eval_dataset") and not values.get("eval_datasets"):
+        yield Change(values={"eval_steps": None}, note="trainer.test_freq does nothing without data.val_files.")
+
+
+def _schedule(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
+    """global_steps of its RayPPOTrainer counts rollouts, and its workers move the learning rate once a rollout."""
+    rollouts = whole(given, "train_batch_size", 1024) // max(
+        1, whole(given, "actor.ppo_mini_batch_size", whole(given, "ppo_mini_batch_size", 256))
+    )
+    per_rollout = max(1, rollouts) * whole(given, "actor.ppo_epochs", whole(given, "ppo_epochs", 1))
+    names = {"max_steps": "trainer.total_training_steps", "save_steps": "trainer.save_freq", "eval_steps": "trainer.test_freq"}
+    without = {} if values.get("eval_dataset") or values.get("eval_datasets") else {"eval_steps"}
+    counted = {native: theirs for native, theirs in names.items() if native not in without}
+    yield from in_steps(values, per_rollout, counted | {"lr_warmup_iters": "actor.optim.lr_warmup_steps"})
+    if values.get("lr_warmup_iters"):
+        yield Change(values={"lr_warmup_fraction": None})
+    if "actor.optim.min_lr_ratio" in given and text_of(given, "actor.optim.min_lr_ratio", "0") not in ("none", "null"):
+        yield Change(values={"min_lr": values.get("lr", 1e-6) * float(text_of(given, "actor.optim.min_lr_ratio", "0"))})
+
+
+def _lora(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
+    section = "model.lora." if "model.lora.rank" in given else "model."
+    found: dict[str, Any] = {}
+    for name in ("target_modules", "exclude_modules"):
+        words = [part for word in given.get(f"{section}{name}", ()) for part in listed([word]) if part not in ("none", "null")]
+        found |= {name: words} if words else {}
+    if values.get("adapters"):
+        found = {}
+    elif f"{section}alpha" not in given and f"{section}lora_alpha" not in given:
+        found["lora_alpha"] = 32.0 if section == "model.lora." else 16.0
+    if is_true(given, "model.lora.merge", "false"):
+        found["vllm_enable_lora"] = False
+    yield Change(values=found)
+    if section == "model.lora." and text_of(given, "model.lora.type", "lora") != "canonical_lora":
+        yield Change(
+            values={},
+            note="verl's lora.type lora has one matrix A for q, k and v, and one for gate and up; here each has its own, as in PEFT.",
+        )

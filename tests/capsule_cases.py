@@ -1,0 +1,78 @@
+"""Steps that go wrong on two real ranks, with a witness that keeps them; and their replay by the command."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import json
+from pathlib import Path
+
+import torch
+
+from megatron_grpo.batching.timetable import MicroStep, Step
+from tests import parity_cases as cases
+
+
+def step_of(samples, index: int, rows_per_slice: int) -> Step:
+    """As `parity_cases.step_of`, of the timetable's own kind."""
+    micro_steps = tuple(
+        MicroStep(micro_step=n, optimizer_step=index, rollout=samples[first].rollout, pass_index=0, slice_index=n,
+                  rows=(first, first + rows_per_slice), sampled_by_version=index, fresh_at=index, staleness=0, old_logprobs="on_policy")
+        for n, first in enumerate(range(0, len(samples), rows_per_slice))
+    )  # fmt: skip
+    no = range(0)
+    return Step(
+        index=index, arriving=no, immediate=no, launches=no, evaluates=no, micro_steps=micro_steps, anchors=(), keeps=(), last_use=()
+    )
+
+
+def witness_of(policy, cfg, path, folder: Path, *, audit: int = 0, ends_run: bool = True, said: list | None = None):
+    from megatron_grpo.build import gap_of
+    from megatron_grpo.checkpoint.capsule import Capsules
+    from megatron_grpo.checkpoint.resume import settings_of
+    from megatron_grpo.checkpoint.witness import Witness
+    from megatron_grpo.policy.audit import Audit
+
+    say = (said if said is not None else []).append
+    capsules = Capsules(folder=folder, keep=cfg.run.capsules, weights_gb=cfg.run.capsule_weights_gb, settings=settings_of(cfg),
+                        model_path=Path(path), say=say)  # fmt: skip
+    return Witness(policy, capsules, audit=Audit(audit) if audit else None, ends_run=ends_run, gap=gap_of(cfg), say=say)
+
+
+def take(policy, witness, samples, index: int):
+    """One step, as the loop takes it."""
+    from megatron_grpo.pending import Pending
+
+    pending = Pending(parallel=policy.parallel).restored(samples if policy.parallel.is_main else [], policy.cut)
+    step = step_of(samples, index, policy.cut.rows_per_slice)
+    pending, batch = pending.batch(step, weigh=policy.loss.token_weights, cut=policy.cut)
+    with witness(step, pending) as beside:
+        return policy.train_step(batch, beside)
+
+
+def flip(tensor: torch.Tensor, at: int, bit: int) -> None:
+    """One bit of one number, in place."""
+    whole = {2: torch.int16, 4: torch.int32}[tensor.element_size()]
+    words = tensor.detach().view(-1).view(whole)
+    mask = 1 << bit if bit < 8 * tensor.element_size() - 1 else -(1 << bit)
+    words[at] = words[at] ^ torch.tensor(mask, dtype=torch.int64).to(whole)
+
+
+def fresh(samples, poison: dict[int, dict] | None = None):
+    """On-policy samples, some of them with other fields."""
+    return [dataclasses.replace(sample, **(poison or {}).get(sample.row, {})) for sample in samples]
+
+
+def replayed(rank: int, world: int, path, *flags: str) -> tuple[int, dict | str]:
+    """`megatron-grpo replay`, by this rank: the exit code, and what it printed, read if it is JSON."""
+    from megatron_grpo import cli
+
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
+        code = cli.main(["replay", str(path), *flags])
+    text = out.getvalue()
+    return code, json.loads(text[text.index("{") :]) if "--json" in flags and "{" in text else text
+
+
+__all__ = ["cases"]

@@ -1,0 +1,61 @@
+"""Copies that part are named, before the optimizer acts; tools/audit_faults.py has the rest of the faults, and the clean runs."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests import audit_cases as audits
+from tests import parity_cases as cases
+from tests.tiny_models import write_tiny
+
+HERE = (
+    "loss over the local vocabulary",
+    "log-probs off by log(TP) on all ranks",
+    "a cut weight that is not marked",
+    "a layer with another tensor-parallel group",
+    "a bfloat16 weight that is not its float32 copy",
+    "an adapter that went its own way",
+    "divided by the share's own number of tokens",
+    "weights that were not gathered",
+    "a moment that drifts",
+    "a gradient that is not summed over DP",
+    "a copy of an expert",
+    "a norm whose parts are not summed over TP",
+    "the tied embedding's gradient that is not summed",
+)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    return {name: write_tiny(folder / name, **cases.MODELS[name]) for name in ("dense", "MoE")}
+
+
+@pytest.fixture(scope="module")
+def found(models):
+    batches = {name: cases.stored_rollout(path, vocab=125, num_steps=2, stale=0) for name, path in models.items()}
+    return audits.seeded(HERE, models, batches)
+
+
+@pytest.mark.parametrize("name", HERE)
+def test_a_fault_is_named_and_what_was_before_it_is_not(found, name):
+    fault, of_ranks = audits.FAULTS[name], found[name]
+    assert len(set(of_ranks)) == 1, "all ranks say the same"
+    before, after, gap = of_ranks[0]
+    assert before is None
+    if fault.says is None:
+        assert after is None and "nats on a token" in gap
+    else:
+        assert after.startswith("audit before optimizer step 2 (at step 1 all was equal): ")
+        assert fault.says in after.split(";")[0]
+
+
+def test_a_copy_of_its_own_is_named_by_its_ranks_fewest_first():
+    from megatron_grpo.policy.audit import Finding, Parted
+
+    one = Parted(kind="gradient", name="w", over="DP", copies=((0, 7), (1, 7), (2, 9), (3, 7)))
+    assert str(one) == "the gradient of w is not the same on the data and context parallel ranks 2 and 0, 1, 3"
+    finding = str(Finding(step=41, equal_at=21, parted=(one,) * 6))
+    assert finding.startswith("audit before optimizer step 41 (at step 21 all was equal): the gradient of w") and finding.endswith(
+        "and 2 more"
+    )

@@ -1,0 +1,139 @@
+"""A step that goes wrong on two ranks is kept, and one rank that replays it names the poison."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from tests import capsule_cases as kept
+from tests import parity_cases as cases
+from tests.ranks import run_ranks
+from tests.tiny_models import write_tiny
+
+NORM = "decoder.layers.1.input_layernorm.weight"
+TP, SP = cases.TP, cases.SP
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory):
+    return write_tiny(tmp_path_factory.mktemp("models") / "qwen3", "qwen3", layers=2, vocab=125, std=0.1)
+
+
+@pytest.fixture(scope="module")
+def batches(dense):
+    return cases.stored_rollout(dense, vocab=125, num_steps=2, stale=0)
+
+
+def run(path, batches, folder, settings, *, poison=None, spoil=None, audit=0, flags=()):
+    """Two steps on two ranks, the second one poisoned; what the ranks said; and what a replay on one rank found, if there is a capsule."""
+    cfg = cases.settings(**dict(logp_difference_warn=100.0) | settings)  # what is stored is not what a sampler would say
+
+    def body(rank, world):
+        from megatron_grpo.errors import RunError
+
+        policy, said = cases.build(path, cfg, world), []
+        witness = kept.witness_of(policy, cfg, path, folder, audit=audit, said=said)
+        kept.take(policy, witness, kept.fresh(batches[0]), 0)
+        if spoil is not None and rank == 1:
+            spoil(policy)
+        try:
+            trained = kept.take(policy, witness, kept.fresh(batches[1], poison), 1)
+        except RunError as error:
+            return said, str(error), None
+        return said, trained.skipped, {name: float(trained.metrics[name]) for name in ("loss", "grad_norm")}
+
+    ranks = run_ranks(body, 2, timeout=120)
+    found = sorted(folder.glob("step_*"))
+    replays = [run_ranks(kept.replayed, 1, one, "--json", "true", *flags, timeout=120)[0] for one in found]
+    return ranks, found, replays
+
+
+@pytest.mark.parametrize("settings", [{}, {TP: 2}], ids=["DP2", "TP2"])
+def test_an_advantage_that_is_no_number_is_named_by_a_replay_on_one_rank(dense, batches, tmp_path, settings):
+    ranks, found, replays = run(dense, batches, tmp_path, settings, poison={5: dict(advantage=math.nan)})
+    [path], [(code, told)] = found, replays
+    assert path.name == "step_000002_not_finite" and code == 0
+    assert ranks[0][1] == "its gradient is not finite" and any("megatron-grpo replay" in line for line in ranks[0][0])
+    assert told["weights"]["same"] == told["weights"]["tensors"] == told["weights"]["recorded"] > 20
+    [verdict] = told["verdict"]
+    assert verdict.startswith("POISON: row 5 of rollout 1 (prompt 2): its advantages are not finite")
+    assert [row["key"] for row in told["rows"] if row["what"]] == [[1, 5]] and len(told["rows"]) == cases.NUM_ROWS
+    assert not [one for one in tmp_path.iterdir() if "partial" in one.name]
+
+
+def test_a_weight_that_became_infinite_is_named(dense, batches, tmp_path):
+    def spoil(policy):  # each rank has a shard of its own, so nobody has another copy to compare with
+        policy.tensors()["decoder.layers.0.mlp.linear_fc2.weight"].data[3, 2] = math.inf
+
+    _, [path], [(_, told)] = run(dense, batches, tmp_path, {TP: 2}, spoil=spoil)
+    assert path.name == "step_000002_not_finite"
+    assert list(told["weights"]["not_finite"]) == ["model.layers.0.mlp.down_proj.weight"]
+    assert told["verdict"][0].startswith("POISON: the weight model.layers.0.mlp.down_proj.weight is not finite (1 of its ")
+    assert "inf" in told["verdict"][0] and told["weights"]["same"] == told["weights"]["tensors"]
+
+
+@pytest.mark.parametrize("settings", [{TP: 2, SP: True}, dict(torch_dtype="bfloat16")], ids=["TP2 SP", "DP2 bfloat16"])
+def test_a_flipped_bit_ends_the_run_and_the_replay_says_which(dense, batches, tmp_path, settings):
+    def spoil(policy):
+        kept.flip(policy.tensors()[NORM], 7, 5)
+
+    ranks, [path], [(_, told)] = run(dense, batches, tmp_path, settings, spoil=spoil, audit=1)
+    assert path.name == "step_000002_parted"
+    assert len({error for _, error, _ in ranks}) == 1
+    _, error, trained = ranks[0]
+    assert trained is None and error.startswith("audit before optimizer step 2 (at step 1 all was equal): " + NORM)
+    assert "ranks 0 and 1" in error and "no checkpoint is written" in error
+    assert f"weight {NORM} is not the same on ranks 0 and 1: 1 of " in told["verdict"][0] and "differ in bit 5 of" in told["verdict"][0]
+    assert "the first at [7]" in told["verdict"][0]
+    if settings.get("torch_dtype") is None:
+        assert [copy["rank"] for copy in told["copies"]] == [0, 1] and told["copies"][0]["loss"] != told["copies"][1]["loss"]
+
+
+def test_what_living_ranks_leave_behind_replays_if_it_is_all_there(dense, batches, tmp_path):
+    """Two data-parallel ranks that hang before their gradient is summed; then the rows of one of them are gone."""
+    cfg = cases.settings(logp_difference_warn=100.0)
+
+    def body(rank, world):
+        class Hangs(Exception):
+            pass
+
+        policy = cases.build(dense, cfg, world)
+        witness = kept.witness_of(policy, cfg, dense, tmp_path)
+
+        def hang(batch, beside=None):
+            witness.leave_behind("a rank hangs (rank_heartbeat_timeout 300 s)")
+            raise Hangs
+
+        policy.train_step = hang
+        with pytest.raises(Hangs):
+            kept.take(policy, witness, kept.fresh(batches[0]), 0)
+        witness.leave_behind("between two steps nothing is left behind")
+
+    run_ranks(body, 2, timeout=120)
+    [path] = tmp_path.glob("step_*")
+    assert path.name == "step_000001_time_out"
+    [(code, told)] = run_ranks(kept.replayed, 1, path, "--json", "true", timeout=120)
+    assert code == 0 and told["why"].startswith("a rank hangs") and len(told["rows"]) == cases.NUM_ROWS
+    assert told["verdict"] == ["The step comes again, and nothing in it is wrong: what the run saw lies outside of it."]
+    (path / "rows/rank_00001.npz").unlink()
+    [(code, told)] = run_ranks(kept.replayed, 1, path, timeout=120)
+    assert code == 2 and "4 of its 8 rows are missing" in told
+
+
+def test_a_step_that_was_well_comes_again_on_one_rank_and_on_two(dense, batches, tmp_path):
+    """A gap to the sampler, which is the test's: loss, norm and log-probs of the run come again in other layouts."""
+    settings = dict(logp_difference_warn=0.01, beta=0.05, **{TP: 2})
+    ranks, found, replays = run(dense, batches, tmp_path, settings)
+    assert [path.name for path in found] == ["step_000001_logp_gap", "step_000002_logp_gap"][-len(found) :]
+    path, (_, told) = found[-1], replays[-1]
+    here = told["numbers"]
+    [two, _] = run_ranks(kept.replayed, 2, path, "--json", "true", timeout=120)
+    for numbers in (here, two[1]["numbers"]):
+        assert numbers["loss"] == pytest.approx(told["was"]["loss"], rel=1e-4, abs=1e-7)
+        assert numbers["grad_norm"] == pytest.approx(told["was"]["grad_norm"], rel=1e-4)
+    assert max(row["forward"] for row in told["rows"]) < 1e-4
+    assert any("look at the sampler" in line for line in told["verdict"])
+    norms = [row["norm"] for row in told["rows"]]
+    assert np.isfinite(norms).all() and min(norms) >= 0

@@ -1,0 +1,104 @@
+"""With `--same_bits` trainer and sampler are one function to the last bit, on a CPU. `tools/same_bits.py` has all models and layouts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests import parity_cases as parity
+from tests import same_bits_cases as cases
+from tests.end_to_end.runs import records, train, write_inputs
+from tests.ranks import run_ranks
+from tests.tiny_models import write_tiny
+
+CASES = {  # model, layout, settings
+    "steps": ("qwen3", "1", dict(steps=3)),
+    "TP2 SP": ("qwen3", "TP2 SP", {}),
+    "PP2 VPP2": ("qwen3 tied", "PP2 VPP2", {}),
+    "CP2": ("llama", "CP2", {}),
+    "MoE, EP2": ("qwen3_moe", "EP2", dict(steps=2)),
+    "MoE, TP2 ETP1": ("mixtral", "TP2 ETP1", {}),
+    "bfloat16": ("qwen3", "1", dict(torch_dtype="bfloat16")),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_sampled_scored_and_trained_log_probs_are_one_number(case, tmp_path):
+    model, layout, chosen = CASES[case]
+    path = cases.write(tmp_path, model, chosen.get("torch_dtype", "float32"))
+    layout = cases.LAYOUTS[layout]
+    found = run_ranks(lambda rank, world: cases.compare(rank, world, path, **layout.settings | chosen), layout.world_size)
+    assert_exact(found)
+
+
+def assert_exact(of_ranks):
+    for name, total in cases.over_ranks(of_ranks).items():
+        assert total.is_exact, f"{name}: {total} log-probs are equal"
+
+
+def test_so_they_are_of_the_other_families(tmp_path):
+    paths = [cases.write(tmp_path / name, name) for name in ("qwen2", "mistral")]
+
+    def body(rank, world):
+        parallel = parity.join(parity.settings(), world)
+        return [cases.compare(rank, world, path, parallel=parallel) for path in paths]
+
+    for found in run_ranks(body, 1)[0]:
+        assert_exact([found])
+
+
+def an_ulp(policy):
+    weight = policy.chunks[0].decoder.layers[1].self_attention.linear_proj.weight.data.view(-1)
+    weight[5] = torch.nextafter(weight[5], torch.tensor(9.0))
+
+
+def an_epsilon(policy):
+    for module in policy.chunks[0].modules():
+        if type(module).__name__ == "Norm":
+            module.eps *= 1.01
+
+
+def an_angle(policy):
+    policy.chunks[0].inverse_frequencies *= 1 + 1e-7
+
+
+def test_the_smallest_differences_are_seen_and_without_the_setting_there_are_many(tmp_path):
+    path = cases.write(tmp_path, "qwen3")
+
+    def body(rank, world):
+        from megatron_grpo.same_bits.switch import switch_off
+
+        parallel = parity.join(parity.settings(), world)
+        pair = cases.Pair.build(rank, world, path, parallel=parallel)
+        completions, found = pair.sample(cases.prompts()), {}
+        for change in (None, an_ulp, an_epsilon, an_angle):
+            pair.policy = parity.build(path, parity.settings(temperature=0.8, same_bits=True), world, parallel)
+            if change is not None:
+                change(pair.policy)
+            found[change and change.__name__] = pair.agreement(completions)
+        switch_off()
+        pair.policy = parity.build(path, parity.settings(temperature=0.8), world, parallel)
+        return found | {"off": pair.agreement(completions)}
+
+    (found,) = run_ranks(body, 1)
+    assert found.pop(None).is_exact and len(found) == 4
+    for name, count in found.items():
+        assert not count.is_exact and count.worst < 1e-4, f"{name}: {count}"
+
+
+def test_gradients_are_as_near_to_float64_as_without_it(tmp_path):
+    model, layout = "MoE", "TP2 ETP2"
+    path = write_tiny(tmp_path, **parity.MODELS[model])
+    batches = parity.stored_rollout(path, vocab=parity.MODELS[model]["vocab"])
+    own = parity.MODEL_SETTINGS.get(model, {})
+    losses = {name: parity.LOSSES[name] | dict(same_bits=True) for name in ("grpo",)}
+    right = {name: parity.reference(path, parity.settings(**own | loss), batches) for name, loss in losses.items()}
+    for name, found in parity.compare(model, path, parity.LAYOUTS[layout], losses, batches, right).items():
+        assert found.within(), f"{name}: {found}"
+
+
+def test_a_run_says_that_nothing_differs(tmp_path):
+    flags = [*write_inputs(tmp_path), *("--output_dir", str(tmp_path / "out"), "--max_steps", "3", "--same_bits", "true")]
+    assert run_ranks(train, 1, [*flags, "--export_hf", "false"], timeout=180) == [0]
+    differences = [step["sampling/logp_difference/max"] for step in records(tmp_path / "out" / "metrics.jsonl")]
+    assert differences == [0.0] * 3

@@ -1,0 +1,59 @@
+"""`megatron-grpo train --audit` on two ranks: a copy that parts ends the run before it is saved; and a capsule has no secrets."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from unittest import mock
+
+from tests.capsule_cases import flip, replayed
+from tests.end_to_end import scripted
+from tests.end_to_end.runs import records, write_inputs
+from tests.ranks import run_ranks
+
+SECRET = "hf_" + "Zq7" * 9
+SIZES = ["--micro_batch_size", "4", "--max_steps", "3", "--save_steps", "1", "--log_completions_steps", "0", "--export_hf", "false"]
+
+
+def train(rank: int, world_size: int, flags: list[str]):
+    """Before the second step a bit of one weight of rank 1 flips. Returns the exit code and all that was said."""
+    from megatron_grpo.policy.audit import tensors_of
+    from megatron_grpo.policy.policy import Policy
+
+    take = Policy.train_step
+
+    def train_step(self, batch, beside=None):
+        if batch.step == 1 and rank == 1:
+            flip(tensors_of(self)["decoder.final_layernorm.weight"], 4, 0)
+        return take(self, batch, beside)
+
+    said = io.StringIO()
+    with mock.patch.object(Policy, "train_step", train_step), contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        code = scripted.train(rank, world_size, flags)
+    return code, said.getvalue()
+
+
+def test_a_bit_that_flips_ends_the_run_and_what_was_saved_before_stays(tmp_path):
+    flags = [*write_inputs(tmp_path, rows=12), *SIZES, "--output_dir", str(tmp_path / "out")]
+    found = run_ranks(train, 2, [*flags, "--audit", "--audit_steps", "1"], timeout=240, env={"HF_TOKEN": SECRET})
+    assert [code for code, _ in found] == [1, 1], found
+    said = "".join(text for _, text in found)
+    assert "audit before optimizer step 2 (at step 1 all was equal): decoder.final_layernorm.weight is not the same on the data and" in said
+    assert "Traceback" not in said
+    out = tmp_path / "out"
+    assert [path.name for path in out.glob("checkpoints/iter_*")] == ["iter_0000001"] and len(records(out / "metrics.jsonl")) == 1
+    [capsule] = out.glob("capsules/*")
+    assert capsule.name == "step_000002_parted"
+    files = [path for path in capsule.rglob("*") if path.is_file()]
+    assert len(files) > 6 and not [path for path in files if SECRET.encode() in path.read_bytes()]
+    [(code, told)] = run_ranks(replayed, 1, capsule, timeout=120)
+    assert code == 0 and "1 of 64 numbers, the first at [4]" in told and "bit 0 of 32" in told
+    assert "with rank 1's copy of decoder.final_layernorm.weight: loss " in told
+
+
+def test_a_run_that_is_to_warn_goes_on(tmp_path):
+    flags = [*write_inputs(tmp_path, rows=12), *SIZES, "--max_steps", "2", "--save_steps", "0", "--output_dir", str(tmp_path / "out")]
+    found = run_ranks(train, 2, [*flags, "--audit", "--audit_steps", "1", "--audit_action", "warn", "--capsules", "0"], timeout=240)
+    assert [code for code, _ in found] == [0, 0], found
+    assert "WARNING: audit before optimizer step 2" in found[0][1] and len(records(tmp_path / "out/metrics.jsonl")) == 2
+    assert not (tmp_path / "out/capsules").exists()

@@ -1,0 +1,110 @@
+"""Several data sets, a number of rows of one, renamed columns, rows that are held out: rows by hand, and the same on every rank."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron_grpo.data.files import read_rows
+from megatron_grpo.data.prompts import load_rows
+from megatron_grpo.errors import ConfigError
+from megatron_grpo.planning.check import check
+from megatron_grpo.settings.checks import validate
+from megatron_grpo.settings.config import Config, DataConfig
+from megatron_grpo.settings.evaluation import SPLIT, flag_of, how_evaluated, sets_of
+
+
+@pytest.fixture
+def sets(tmp_path):
+    for name, count in (("a", 10), ("b", 4), ("c", 3)):
+        rows = [{"prompt": f"{name}{i}", "answer": i} for i in range(count)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return lambda *names: [str(tmp_path / name) for name in names]
+
+
+def prompts(names, *, flag="dataset", seed=1, **settings) -> list[str]:
+    cfg = DataConfig(dataset=names[0], further_datasets=names[1:], **settings)
+    rows = load_rows(cfg, flag=flag, seed=seed)
+    return [rows.raw(index) for index in range(len(rows))]
+
+
+def test_several_sets_are_one_behind_the_other_and_each_row_is_named_as_its_own_file_names_it(sets):
+    names = sets("b.jsonl", "c.jsonl")
+    assert prompts(names) == ["b0", "b1", "b2", "b3", "c0", "c1", "c2"]
+    rows = load_rows(DataConfig(dataset=names[0], further_datasets=names[1:]))
+    assert rows.rows.place(5) == read_rows(names[1]).place(1) == "c.jsonl line 2"
+
+
+def test_so_many_rows_are_drawn_without_one_twice_before_all_have_come(sets):
+    whole = prompts(sets("a.jsonl"))
+    drawn = prompts(sets("a.jsonl#4"))
+    assert len(set(drawn)) == 4 and set(drawn) < set(whole) and drawn == prompts(sets("a.jsonl#4"))
+    assert len({tuple(prompts(sets("a.jsonl#4"), seed=seed)) for seed in range(5)}) > 1
+    assert prompts(sets("a.jsonl#4"), dataset_shuffle=False) == whole[:4]
+    more = prompts(sets("a.jsonl#23"))
+    assert len(more) == 23 and sorted({more.count(one) for one in whole}) == [2, 3]
+    with pytest.raises(ConfigError, match="asks for 0 rows of 10"):
+        prompts(sets("a.jsonl#0"))
+
+
+def test_a_file_whose_name_ends_so_is_that_file(sets, tmp_path):
+    (tmp_path / "d#2").mkdir()
+    (tmp_path / "d#2" / "rows.jsonl").write_text('{"prompt": "d"}\n' * 3)
+    assert prompts(sets("d#2")) == ["d"] * 3
+
+
+def test_weights_hold_at_every_place_of_the_mixture(sets):
+    mixed = prompts(sets("a.jsonl", "b.jsonl"), interleave_prob=[3.0, 1.0])
+    assert len(mixed) == 13, "a has 10 rows, and is used up when b has given 10 / 3 of its 4"
+    for place in range(1, len(mixed) + 1):
+        assert abs(sum(one.startswith("a") for one in mixed[:place]) - 0.75 * place) <= 1
+    assert [one for one in mixed if one.startswith("a")] == [f"a{i}" for i in range(10)]
+    every = prompts(sets("a.jsonl", "b.jsonl"), interleave_prob=[0.75, 0.25], stopping_strategy="all_exhausted")
+    assert len(every) == 16 and [one for one in every if one.startswith("b")] == ["b0", "b1", "b2", "b3"]
+    assert [every.count(f"a{i}") for i in range(10)] == [2, 2] + [1] * 8
+
+
+def test_columns_get_their_names_here_and_a_name_that_is_nowhere_is_refused(sets):
+    rows = load_rows(DataConfig(dataset=sets("b.jsonl")[0], columns={"answer": "solution"}))
+    assert rows.columns(1) == {"solution": 1}
+    with pytest.raises(ConfigError, match="columns: the first row of dataset has no anser; it has prompt, answer"):
+        prompts(sets("b.jsonl"), columns={"anser": "solution"})
+    with pytest.raises(ConfigError, match="has a column prompt already"):
+        prompts(sets("b.jsonl"), columns={"answer": "prompt"})
+
+
+def test_what_is_held_out_is_never_trained_on(sets):
+    names = sets("a.jsonl", "b.jsonl")
+    trained, held = prompts(names, split_dataset_ratio=0.2), prompts(names, split_dataset_ratio=0.2, flag=SPLIT)
+    assert len(held) == 3 and sorted(trained + held) == sorted(prompts(names)) and prompts(names, flag="eval_dataset")[0] == "a0"
+    cfg = Config().with_values({"dataset": names[0], "split_dataset_ratio": 0.2})
+    assert sets_of(cfg) == {"eval": names[0]} and flag_of("eval", cfg) == SPLIT and how_evaluated(cfg).n == 1
+    with pytest.raises(ConfigError, match="would hold out 4 of 4 rows"):
+        prompts(sets("b.jsonl"), split_dataset_ratio=0.95)
+
+
+def test_words_behind_dataset_are_further_ones(sets):
+    cfg = check(["--dataset", "a.jsonl", "b.jsonl#3", "--interleave_prob", "0.5", "0.5"]).config
+    assert (cfg.data.dataset, cfg.data.further_datasets) == ("a.jsonl", ["b.jsonl#3"])
+    file = Path(sets("run.yaml")[0])
+    file.write_text("dataset: [a.jsonl, b.jsonl]\n")
+    assert check(["--config", str(file)]).config.data.further_datasets == ["b.jsonl"]
+    other = check(["--config", str(file), "--dataset", "c.jsonl"]).config.data
+    assert (other.dataset, other.further_datasets) == ("c.jsonl", []), "what a file names is not behind what is typed"
+    assert check(["--dialect", "swift", "--dataset", "a.jsonl", "b.jsonl#3"]).config.data.further_datasets == ["b.jsonl#3"]
+
+
+@pytest.mark.parametrize(
+    ("values", "sentence"),
+    [
+        ({"interleave_prob": [0.5, 0.5]}, "has 2 weights for 1 data sets"),
+        ({"stopping_strategy": "all_exhausted"}, "there are no weights"),
+        ({"columns": {"a": "prompt", "b": "prompt"}}, "cannot get one name"),
+        ({"split_dataset_ratio": 0.1, "eval_dataset": "y"}, "both say what is held out"),
+    ],
+)
+def test_what_does_not_go_together_is_one_sentence(values, sentence):
+    [problem] = validate(Config().with_values({"dataset": "x", **values}))
+    assert sentence in problem.message

@@ -1,0 +1,83 @@
+"""What `--audit` finds, and that it finds nothing where nothing is wrong.
+
+    python tools/audit_faults.py faults            every seeded fault of tests/audit_cases.py, as the table of docs/audit.md
+    python tools/audit_faults.py clean [200]       so many sound runs of two steps, drawn from layouts, models, optimizers and tuners
+
+Exit code 1 if a fault is not said as it should be, or a sound run is not sound.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import tempfile
+from pathlib import Path
+
+from tests import audit_cases as audits
+from tests import parity_cases as cases
+from tests.tiny_models import write_tiny
+
+# Drawn one of each; a run has all of them together.
+OPTIMIZERS = ({}, {}, dict(use_distributed_optimizer=False), dict(overlap_grad_reduce=True),
+              dict(overlap_grad_reduce=True, overlap_param_gather=True))  # fmt: skip
+TUNERS = ({}, {}, dict(tuner_type="lora"), dict(tuner_type="lora", lora_dropout=0.1))
+MEMORY = ({}, dict(recompute_granularity="selective"),
+          dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1))  # fmt: skip
+DTYPES = ({}, {}, dict(torch_dtype="bfloat16"))
+LOSSES = ({}, dict(beta=0.05), dict(loss_type="dapo"), dict(loss_type="dr_grpo", beta=0.1), dict(importance_sampling_level="sequence"))
+CUTS = ({}, dict(micro_batch_size=2), dict(max_tokens_per_micro_batch=32), dict(share_prompts="true"))
+
+
+def models(folder: Path) -> dict[str, Path]:
+    return {name: write_tiny(folder / name, **how) for name, how in cases.MODELS.items()}
+
+
+def faults(folder: Path) -> bool:
+    at, well = models(folder), True
+    batches = {name: cases.stored_rollout(path, vocab=125, num_steps=2, stale=0) for name, path in at.items()}
+    found = audits.seeded(list(audits.FAULTS), at, batches)
+    print("| fault | finding | layout | said |\n| --- | --- | --- | --- |")
+    for name, fault in audits.FAULTS.items():
+        before, after, gap = found[name][0]
+        right = before is None and len(set(found[name])) == 1 and (fault.says in (after or "") if fault.says else after is None and gap)
+        well &= bool(right)
+        said = after.split("equal): ")[-1].split(";")[0] if after else f"nothing; the watch over log-probs: {gap}"
+        layout = ", ".join(f"{key} {value}" for key, value in fault.settings.items()) or "two data-parallel ranks"
+        print(f"| {name} | {fault.finding or ''} | {layout}; {fault.model} | {said}{'' if right else ' NOT WHAT IT SHOULD SAY'} |")
+    for finding, why in audits.NOT_POSSIBLE.items():
+        print(f"| | {finding} | | not possible here: {why} |")
+    return well
+
+
+def clean(folder: Path, count: int, seed: int = 0) -> bool:
+    at, rng, drawn = models(folder), random.Random(seed), {}
+    pairs = [(name, model) for name, case in cases.LAYOUTS.items() for model in cases.MODELS
+             if case.world_size > 1 and cases.suits(case, model)]  # fmt: skip
+    while sum(map(len, drawn.values())) < count:
+        name, model = rng.choice(pairs)
+        layout = cases.LAYOUTS[name].settings | cases.MODEL_SETTINGS.get(model, {})
+        ways = {}
+        for way in map(rng.choice, (OPTIMIZERS, TUNERS, MEMORY, DTYPES, LOSSES, CUTS)):
+            ways |= way
+        if ways.get("tuner_type") and model == "MLA" or ways.get("lora_dropout") and "share_prompts" in ways:
+            continue
+        if not ways.get("max_tokens_per_micro_batch") and not cases.is_legal(cases.LAYOUTS[name], ways):
+            continue
+        drawn.setdefault((name, model), []).append(layout | ways)
+    false = 0
+    for (name, model), settings in drawn.items():
+        runs = [(one, cases.stored_rollout(at[model], vocab=125, num_steps=2, seed=rng.randrange(10**6))) for one in settings]
+        said = audits.clean(cases.LAYOUTS[name], model, at[model], runs, cases.LAYOUTS[name].settings)
+        for one, found in zip(settings, said, strict=True):
+            false += bool(found)
+            if found:
+                print(f"{name}, {model}, {one}: {found[0]}", flush=True)
+        print(f"{name}, {model}: {len(runs)} runs", file=sys.stderr, flush=True)
+    print(f"{count} sound runs over {len(drawn)} pairs of layout and model: {false} false alarms")
+    return not false
+
+
+if __name__ == "__main__":
+    what, *rest = sys.argv[1:] or ["faults"]
+    with tempfile.TemporaryDirectory() as scratch:
+        sys.exit(0 if (faults(Path(scratch)) if what == "faults" else clean(Path(scratch), int(rest[0]) if rest else 200)) else 1)

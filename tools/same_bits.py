@@ -1,0 +1,61 @@
+"""Counts log-probs of trainer and sampler that are equal in every bit under `--same_bits true`, as a table.
+
+    python tools/same_bits.py [--models qwen3 mixtral ...] [--layouts 1 "TP2 SP" ...] [--dtypes float32 bfloat16] [--steps 2]
+
+Models and layouts are those of tests/same_bits_cases.py; ranks are real processes that talk over gloo. All of them take about ten minutes
+of CPU time. Ends with 1 where a bit differs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: ranks share the cores
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from tests import same_bits_cases as cases  # noqa: E402
+from tests.ranks import RanksFailed, run_ranks  # noqa: E402
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", choices=cases.MODELS, metavar="MODEL", default=list(cases.MODELS))
+    parser.add_argument("--layouts", nargs="+", choices=cases.LAYOUTS, metavar="LAYOUT", default=list(cases.LAYOUTS))
+    parser.add_argument("--dtypes", nargs="+", choices=cases.DTYPES, default=list(cases.DTYPES))
+    parser.add_argument("--steps", type=int, default=2, help="optimizer steps, with a push after each")
+    args = parser.parse_args()
+    print(f"A processor with {cases.instructions()}.\n\n| dtype | model | layout | {' | '.join(cases.COMPARED)} |\n{'|---' * 7}|")
+    count = wrong = 0
+    with tempfile.TemporaryDirectory() as folder:
+        for dtype, model in ((dtype, model) for dtype in args.dtypes for model in args.models):
+            path = cases.write(Path(folder) / f"{model}, {dtype}", model, dtype)
+            for layout in (layout for layout in args.layouts if cases.suits(model, layout, dtype)):
+                found = of_all_ranks(path, layout, dtype, args.steps)
+                count, wrong = count + 1, wrong + (found is None or not all(one.is_exact for one in found.values()))
+                cells = ["failed"] * len(cases.COMPARED) if found is None else [str(found[name]) for name in cases.COMPARED]
+                print(f"| {dtype} | {model} | {layout} | {' | '.join(cells)} |", flush=True)
+    print(f"\n{count} cases, {wrong} with other bits")
+    return 1 if wrong else 0
+
+
+def of_all_ranks(path: Path, layout: str, dtype: str, steps: int) -> dict[str, cases.Count] | None:
+    """None where ranks failed."""
+    case = cases.LAYOUTS[layout]
+
+    def body(rank, world):
+        return cases.compare(rank, world, path, steps=steps, torch_dtype=dtype, **case.settings)
+
+    try:
+        return cases.over_ranks(run_ranks(body, case.world_size, timeout=600))
+    except RanksFailed as error:  # the others go on
+        print(error, file=sys.stderr)
+        return None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,143 @@
+"""Write the lists of arguments of other systems, from their sources, into `tools/theirs/`: what docs/arguments.md must answer, row by row.
+
+    python tools/their_arguments.py swift ~/ms-swift          # a git directory, bare or not
+    python tools/their_arguments.py trl                       # the installed trl
+
+One file a system: a line `# repository, version, commit`, then `name TAB default`, as their code has them. Of theirs trl alone is imported.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+THEIRS = Path(__file__).parent / "theirs"
+SWIFT = [
+    *(f"swift/arguments/base_args/{name}_args.py" for name in ("base", "generation", "quant", "data", "template", "model")),
+    *("swift/megatron/arguments/megatron_args.py", "swift/megatron/arguments/megatron_base_args.py"),
+    *("swift/megatron/arguments/sft_args.py", "swift/megatron/arguments/rlhf_args.py"),
+]
+# Sections of verl's that describe what no GRPO run of it has, or another place's profile.
+VERL_LEFT_OUT = ("critic.", "reward_model.model.", "reward_model.megatron.", "reward_model.rollout.", "reward_model.profiler.")
+VERL_NOISE = ("._target_", ".profiler.", "global_profiler.", "npu_profile.")
+
+
+def git(directory: str, *words: str) -> str:
+    return subprocess.run(["git", "-C", directory, *words], check=True, capture_output=True, text=True).stdout
+
+
+def show(directory: str, path: str) -> str:
+    return git(directory, "show", f"HEAD:{path}")
+
+
+def default_of(node: ast.expr | None) -> str:
+    """A default as one would type it; what a factory makes is written as its body."""
+    if isinstance(node, ast.Call) and ast.unparse(node.func) == "field":
+        words = {word.arg: word.value for word in node.keywords}
+        node = words.get("default", words.get("default_factory"))
+    if isinstance(node, ast.Lambda):
+        node = node.body
+    if node is None:
+        return "required"
+    text = ast.unparse(node)
+    return {"None": "none", "True": "true", "False": "false", "list": "[]", "dict": "{}"}.get(text, text).strip("'\"")
+
+
+def word(value: object) -> str:
+    """A value as one would type it."""
+    return {None: "none", True: "true", False: "false"}[value] if value is None or isinstance(value, bool) else str(value)
+
+
+def fields(source: str) -> Iterator[tuple[str, str, str, ast.expr | None]]:
+    """(class, name, type, default) of every annotated name in a class body."""
+    for found in ast.parse(source).body:
+        if isinstance(found, ast.ClassDef):
+            for line in found.body:
+                if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name):
+                    yield found.name, line.target.id, ast.unparse(line.annotation), line.value
+
+
+def swift(directory: str) -> tuple[str, dict[str, str]]:
+    found: dict[str, str] = {}
+    for path in SWIFT:
+        found |= {name: default_of(value) for _, name, _, value in fields(show(directory, path)) if not name.startswith("_")}
+    version = re.search(r"'(.+)'", show(directory, "swift/version.py").split("__version__")[-1])
+    return f"modelscope/ms-swift {version[1] if version else ''}", found
+
+
+def trl(_: str) -> tuple[str, dict[str, str]]:
+    import trl as installed
+
+    found = {}
+    for field in dataclasses.fields(installed.GRPOConfig):
+        value = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        found[field.name] = "required" if value is dataclasses.MISSING else word(getattr(value, "value", value))
+    return f"huggingface/trl {installed.__version__}, installed", found
+
+
+def verl(directory: str) -> tuple[str, dict[str, str]]:
+    import yaml
+
+    found: dict[str, str] = {}
+
+    def walk(value: object, name: str) -> None:
+        if isinstance(value, dict) and value:
+            for key, inner in value.items():
+                walk(inner, f"{name}.{key}" if name else str(key))
+        elif not any(word in f"{name}." for word in VERL_NOISE) and not name.startswith(VERL_LEFT_OUT):
+            found.setdefault(name, word(value))
+
+    for kind in ("megatron_trainer", "trainer"):  # where both have a name, Megatron's default stands
+        walk(yaml.safe_load(show(directory, f"verl/trainer/config/_generated_ppo_{kind}.yaml")), "")
+    return f"volcengine/verl {show(directory, 'verl/version/version').strip()}", found
+
+
+def skyrl(directory: str) -> tuple[str, dict[str, str]]:
+    classes: dict[str, list[tuple[str, str, ast.expr | None]]] = {}
+    for owner, name, kind, value in fields(show(directory, "skyrl/train/config/config.py")):
+        classes.setdefault(owner, []).append((name, kind, value))
+    found: dict[str, str] = {}
+
+    def walk(owner: str, prefix: str) -> None:
+        for name, kind, value in classes[owner]:
+            inner = next((other for other in classes if re.search(rf"\b{other}\b", kind)), None)
+            if inner and not prefix.startswith("trainer.critic."):
+                walk(inner, f"{prefix}{name}.")
+            elif not inner:
+                found[f"{prefix}{name}"] = default_of(value)
+
+    walk("SkyRLTrainConfig", "")
+    found = {name: value for name, value in found.items() if not re.search(r"\.torch_profiler_config\.|\.delta_weight_sync\.", name)}
+    return "NovaSky-AI/SkyRL", found
+
+
+def slime(directory: str) -> tuple[str, dict[str, str]]:
+    found = {}
+    for call in ast.walk(ast.parse(show(directory, "slime/utils/arguments.py"))):
+        if isinstance(call, ast.Call) and getattr(call.func, "attr", getattr(call.func, "id", "")) in ("add_argument", "reset_arg"):
+            words = {word.arg: word.value for word in call.keywords}
+            flags = [word.value for word in call.args if isinstance(word, ast.Constant)]
+            action = ast.unparse(words["action"]).strip("'") if "action" in words else ""
+            off = "false" if "store" in action else "none"
+            if flags:
+                has_default = "default" in words and action != "store_false"
+                found[str(flags[0]).lstrip("-").replace("-", "_")] = default_of(words["default"]) if has_default else off
+    return "THUDM/slime", found
+
+
+def main() -> int:
+    name, directory = sys.argv[1], sys.argv[2] if len(sys.argv) > 2 else ""
+    title, found = {"swift": swift, "trl": trl, "verl": verl, "skyrl": skyrl, "slime": slime}[name](directory)
+    commit = f", commit {git(directory, 'rev-parse', 'HEAD').strip()}" if directory else ""
+    text = f"# {title}{commit}\n" + "".join(f"{key}\t{value}\n" for key, value in sorted(found.items()))
+    (THEIRS / f"{name}.tsv").write_text(text, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
