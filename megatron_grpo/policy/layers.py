@@ -173,6 +173,17 @@ def with_bias(linear: type, bias: bool) -> type:
     return Linear
 
 
+def with_output_of_its_own(linear: type) -> type:
+    """The same, and what it gives may be written to: Megatron's MLP adds an expert's bias in place, which autograd takes for no view."""
+
+    class Linear(linear):
+        def forward(self, *args, **kwargs):
+            out, bias = super().forward(*args, **kwargs)
+            return out.clone(), bias
+
+    return Linear
+
+
 def te_packed(packed: PackedStream) -> PackedSeqParams:
     """The same stream in the words of Transformer Engine's attention, which knows no parents. Under context parallelism too: it cuts each
     segment into the chunks that `parallel.context` says."""

@@ -25,7 +25,17 @@ from megatron_grpo.parallel.tensor import copy_to_ranks
 from megatron_grpo.parallel.vocab import Slope, linear_logprobs
 from megatron_grpo.policy.kernels import ACTIVATIONS, Rotation
 from megatron_grpo.policy.latent import LatentAttention, LatentNorm
-from megatron_grpo.policy.layers import AddNormed, FusedAttention, Norm, NormFromOne, PackedAttention, SinkAttention, WholeNorm, with_bias
+from megatron_grpo.policy.layers import (
+    AddNormed,
+    FusedAttention,
+    Norm,
+    NormFromOne,
+    PackedAttention,
+    SinkAttention,
+    WholeNorm,
+    with_bias,
+    with_output_of_its_own,
+)
 from megatron_grpo.policy.router import replace_routers
 from megatron_grpo.policy.stream import LocalBatch
 from megatron_grpo.policy.vision import Vision
@@ -175,6 +185,9 @@ def layer_specs(
             if plain_linears:
                 _take_norms_out(layer, shape.qkv_bias)
             continue
+        if shape.moe and shape.moe.has_biases:
+            experts = layer.submodules.mlp.submodules.experts.submodules
+            experts.linear_fc2 = with_output_of_its_own(experts.linear_fc2)
         layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = norm if shape.pre_norm else IdentityOp
         if shape.post_norm:
             layer.submodules.self_attn_bda = layer.submodules.mlp_bda = ModuleSpec(AddNormed, {"config": config, "norm": norm})
