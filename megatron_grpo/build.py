@@ -42,6 +42,7 @@ from megatron_grpo.planning.sharing import Sharing, decide
 from megatron_grpo.policy.attention import gpu_kernel
 from megatron_grpo.policy.audit import Audit
 from megatron_grpo.policy.exchange import WeightExchange
+from megatron_grpo.policy.fp8 import rank_multiple
 from megatron_grpo.policy.guard import Guard, PlausibleGuard
 from megatron_grpo.policy.loaded import LoadedModel
 from megatron_grpo.policy.lora import Adapters
@@ -478,11 +479,12 @@ def uses_transformer_engine(transformer_impl: str) -> bool:
 def sharing_here(cfg: Config, shape: ModelShape, parallel: ParallelState) -> Sharing:
     """Whether this machine computes each prompt once. Raises ConfigError with all that is asked of it and that it has not."""
     has_te, has_gpu = uses_transformer_engine("auto"), parallel.device.type == "cuda"
-    lacking = machine_problems(cfg, has_gpu=has_gpu, has_transformer_engine=has_te)
-    if lacking := [*lacking, *sharing_problems(cfg, shape, has_transformer_engine=has_te)]:
+    capability = torch.cuda.get_device_capability(parallel.device) if has_gpu else None
+    lacking = machine_problems(cfg, has_gpu=has_gpu, has_transformer_engine=has_te, capability=capability)
+    if lacking := [*lacking, *sharing_problems(cfg, shape)]:
         raise ConfigError(lacking)
     lacks = gpu_kernel(getattr(torch, cfg.model.torch_dtype), attention_channels(shape)).lacks if has_gpu else None
-    sharing = decide(cfg, shape, has_gpu=has_gpu, has_transformer_engine=has_te, gpu_lacks=lacks)
+    sharing = decide(cfg, shape, has_gpu=has_gpu, gpu_lacks=lacks)
     planned = decide(cfg, shape)  # `plan`, and the sizes shown at the start, know nothing of the machine
     if parallel.is_main and sharing != planned and (has_gpu or sharing.least_saving != planned.least_saving):
         logger.warning("Shared prompts are %s.", sharing)
@@ -612,6 +614,7 @@ def build_policy(
         micro_batch_size=cfg.batch.micro_batch_size,
         max_tokens=cfg.batch.max_tokens_per_micro_batch,
         least_saving=sharing.least_saving,
+        rank_multiple=rank_multiple(cfg),
     )
     held_to = None
     if cfg.grpo.beta:
