@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron_grpo.errors import Problem
 from megatron_grpo.settings import ahead, evaluation, own, passed_on, schedule, servers, tuner, turns
-from megatron_grpo.settings.config import Config
+from megatron_grpo.settings.config import Config, RunConfig
 from megatron_grpo.settings.read import COMMAND_LINE
 from megatron_grpo.settings.secrets import secrets_in
 from megatron_grpo.settings.table import bytes_of, table
@@ -191,7 +191,7 @@ def _files(cfg: Config) -> Iterator[tuner.Pair]:
             {"export_hf": [True], "push_to_hub": [False]},
         )
     for name in ("audit_steps", "audit_action"):
-        if name in cfg.typed and not run.audit:
+        if getattr(run, name) != getattr(RunConfig(), name) and not run.audit:
             message = f"{name} ({getattr(run, name)}) does nothing without audit true. Give that, or leave it out."
             yield (name, "audit"), message, {"audit": [True]}
     if "capsule_weights_gb" in cfg.typed and run.capsules == 0:

@@ -232,7 +232,7 @@ NAMES: Mapping[str, Foreign] = {
     f"{_ENGINE}num_prefill": lacks(features.SERVER, "0"),
     f"{_ENGINE}router_init_kwargs": lacks(features.SERVER),
     "chat_template.source": lacks("prompts are written by the model's own chat template", "name"),
-    "chat_template_kwargs": lacks("enable_thinking is handed to the chat template, and nothing else"),
+    "chat_template_kwargs": same("chat_template_kwargs"),
     "merge_stepwise_output": lacks(features.TURNS),
     "eval_sampling_params.temperature": same("eval_temperature"),
     "eval_sampling_params.top_p": lacks(features.EVAL_SAMPLING, "1", "1.0"),

@@ -159,6 +159,7 @@ DEFAULTS: Sequence[Default] = (
     default("save_steps", 500),
     Default(name="save_total_limit", theirs="none", native={"save_total_limit": None}),
     kept("use_vllm", False, True),
+    kept("logging_steps", 10, 1),
 )
 
 
