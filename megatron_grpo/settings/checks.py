@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron_grpo.errors import Problem
 from megatron_grpo.settings import ahead, evaluation, own, passed_on, schedule, servers, tuner, turns
-from megatron_grpo.settings.config import Config, RunConfig
+from megatron_grpo.settings.config import Config
 from megatron_grpo.settings.read import COMMAND_LINE
 from megatron_grpo.settings.secrets import secrets_in
 from megatron_grpo.settings.table import bytes_of, table
@@ -191,10 +191,10 @@ def _files(cfg: Config) -> Iterator[tuner.Pair]:
             {"export_hf": [True], "push_to_hub": [False]},
         )
     for name in ("audit_steps", "audit_action"):
-        if getattr(run, name) != getattr(RunConfig(), name) and not run.audit:
+        if cfg.sources.get(name) == COMMAND_LINE and not run.audit:  # a file that a run has written has every setting
             message = f"{name} ({getattr(run, name)}) does nothing without audit true. Give that, or leave it out."
             yield (name, "audit"), message, {"audit": [True]}
-    if "capsule_weights_gb" in cfg.typed and run.capsules == 0:
+    if cfg.sources.get("capsule_weights_gb") == COMMAND_LINE and run.capsules == 0:
         message = f"capsule_weights_gb ({run.capsule_weights_gb:g}) does nothing with capsules 0. Use capsules 1, or leave it out."
         yield ("capsule_weights_gb", "capsules"), message, {"capsules": [1]}
     if cfg.plan.lengths and not Path(cfg.plan.lengths).is_file():
