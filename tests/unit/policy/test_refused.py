@@ -12,14 +12,9 @@ from megatron_grpo.inputs import read_everything
 from megatron_grpo.parallel.layout import Layout, sequence_alignment
 from megatron_grpo.planning.check import check
 from megatron_grpo.planning.sharing import LEAST_SAVING, decide
+from megatron_grpo.policy import refused_bits
 from megatron_grpo.policy.fp8 import rank_multiple
-from megatron_grpo.policy.refused import (
-    attention_channels,
-    flash_obstacle,
-    machine_problems,
-    problems,
-    sharing_problems,
-)
+from megatron_grpo.policy.refused import attention_channels, flash_obstacle, machine_problems, problems, sharing_problems
 from megatron_grpo.settings import parse
 from megatron_grpo.settings.config import Config
 from megatron_grpo.weights.shape import ModelShape
@@ -165,3 +160,30 @@ def test_flash_attention_takes_half_precision_and_heads_of_up_to_256_channels(dt
 def test_the_heads_of_latent_attention_are_those_of_its_queries():
     assert attention_channels(DEEPSEEK) == DEEPSEEK.mla.qk_head_dim + DEEPSEEK.mla.qk_pos_emb_head_dim
     assert attention_channels(ModelShape.from_hf(config_of("qwen3"))) == ModelShape.from_hf(config_of("qwen3")).head_dim
+
+
+def test_equal_bits_are_refused_for_what_has_not_been_compared():
+    def said(shape, **values):
+        return [problem.message for problem in refused_bits.problems(Config().with_values({"same_bits": True, **values}), shape)]
+
+    qwen = ModelShape.from_hf(config_of("qwen3"))
+    yarn = dataclasses.replace(qwen.rope, attention_scaling=1.1)
+    assert said(qwen) == said(qwen, torch_dtype="float32") == said(None) == []
+    assert list(refused_bits.problems(Config(), DEEPSEEK)) == [] and list(refused_bits.gpu_problem(Config())) == []
+    for shape, values, words in (
+        (DEEPSEEK, {}, "multi-latent attention"),
+        (dataclasses.replace(qwen, architecture="NobodyForCausalLM"), {}, "NobodyForCausalLM is not reached"),
+        (dataclasses.replace(qwen, windows=(8,) * qwen.num_layers), {}, "sliding windows"),
+        (dataclasses.replace(qwen, rope=yarn), {}, "YaRN"),
+        (dataclasses.replace(qwen, qkv_bias=True), {}, "rounds to bfloat16"),
+        (
+            dataclasses.replace(qwen, attention_out_bias=True),
+            dict(tensor_model_parallel_size=2, vllm_tensor_parallel_size=2),
+            "adds a bias",
+        ),
+    ):
+        (message,) = said(shape, **values)
+        assert message.startswith("same_bits true: ") and words in message
+    assert said(dataclasses.replace(qwen, qkv_bias=True), torch_dtype="float32") == []
+    (problem,) = refused_bits.gpu_problem(Config().with_values({"same_bits": True}))
+    assert "GPU" in problem.message
