@@ -31,6 +31,7 @@ MODELS = {
     "qwen2": False,
     "mixtral": False,
     "glm4_moe": False,
+    "gpt_oss": False,
     "olmo2": False,
     "olmo3": False,
     "gemma3_text": True,
