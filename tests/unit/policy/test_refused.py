@@ -83,6 +83,37 @@ def test_a_prompt_too_long_for_the_model_is_named_with_every_other_problem(tmp_p
     assert "num_attention_heads" in said
 
 
+@pytest.mark.parametrize(("model", "changes", "words"), [
+    ("gpt_oss", {"expert_tensor_parallel_size": 2}, "2 would add the biases of GptOssForCausalLM's experts 2 times"),
+    ("gpt_oss", {"tuner_type": "lora"}, "GptOssForCausalLM keeps the experts of a layer in one tensor"),
+    ("olmo3", {"transformer_impl": "transformer_engine"}, "attention within a window, which Olmo3ForCausalLM has, is computed"),
+    ("glm4_moe", {"transformer_impl": "transformer_engine"}, "a rotation of a part of each head"),
+    ("olmo2", {"transformer_impl": "transformer_engine"}, "a norm over all heads"),
+])  # fmt: skip
+def test_what_some_families_have_and_a_setting_has_not_is_refused(model, changes, words):
+    shape = ModelShape.from_hf(config_of(model))
+    (problem,) = problems(Config().with_values(changes), shape)
+    assert words in problem.message and problems(Config(), shape) == []
+
+
+def test_prompts_are_shared_where_a_window_reaches_over_the_longest_sequence():
+    shape = ModelShape.from_hf(config_of("olmo3"))  # windows of 9 tokens
+    short = Config().with_values({"max_prompt_length": 4, "max_completion_length": 5, "micro_batch_size": 4})
+    assert decide(short, shape).least_saving == LEAST_SAVING
+    longer = short.with_values({"max_completion_length": 6})
+    assert "Olmo3ForCausalLM has layers that see 9 tokens, where sequences have up to 10" in decide(longer, shape).why
+    (problem,) = sharing_problems(longer.with_values({"share_prompts": "true"}), shape)
+    assert "true cannot be: Olmo3ForCausalLM has layers" in problem.message
+
+
+@pytest.mark.parametrize("name", [
+    "Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM", "NemotronHForCausalLM", "DeepseekV32ForCausalLM"
+])  # fmt: skip
+def test_families_that_are_known_and_missing_are_refused_by_name_with_what_is_missing(name):
+    with pytest.raises(ConfigError, match=f"the architecture {name} is not supported: its .*(kernels of a GPU|sparse attention)"):
+        ModelShape.from_hf({**config_of("qwen3"), "architectures": [name]})
+
+
 DROPOUT = {"tuner_type": "lora", "lora_dropout": 0.1}
 
 
