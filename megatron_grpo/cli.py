@@ -208,9 +208,27 @@ def replay(argv: list[str]) -> int:
     return run_replay(words, parsed)
 
 
+def whatif(argv: list[str]) -> int:
+    """What another loss, clip, correction, batch size or staleness would have made of a recorded step (--try "loss_type=dapo" ...)."""
+    from functools import partial
+
+    from megatron_grpo.settings import parse
+    from megatron_grpo.sizing.dialects import DIALECTS
+
+    launched = launcher.read()
+    if launched.by_torchrun:
+        die_with_parent()
+    from megatron_grpo.run.quiet import quiet_libraries
+
+    quiet_libraries()
+    from megatron_grpo.lookback.whatif import run_whatif
+
+    return run_whatif(argv, partial(parse, launcher_world_size=launched.world_size if launched.is_launched else None, dialects=DIALECTS))
+
+
 COMMANDS: dict[str, Command] = {
     "train": train, "plan": plan, "rehearse": rehearse, "eval": evaluate, "export": export, "serve": serve, "doctor": doctor,
-    "mismatch": mismatch, "replay": replay,
+    "mismatch": mismatch, "replay": replay, "whatif": whatif,
 }  # fmt: skip
 
 

@@ -44,11 +44,10 @@ class Question:
 
 
 def sampling_of(training: SamplingSettings, how: HowEvaluated) -> SamplingSettings:
-    """How held-out prompts are answered: as `how` says, ended by what ends those of training."""
-    return replace(
-        training, n=how.n, temperature=how.temperature, top_p=how.top_p, top_k=how.top_k,
-        max_completion_length=how.max_completion_length, more=how.more,
-    )  # fmt: skip
+    """How held-out prompts are answered: as those of training, but for what `how` says. Greedy is of the whole distribution."""
+    training = replace(training, top_p=1.0, top_k=0) if not how.temperature else training
+    said = {name: getattr(how, name) for name in ("top_p", "top_k", "max_completion_length", "more")}
+    return replace(training, n=how.n, temperature=how.temperature, **{name: value for name, value in said.items() if value is not None})
 
 
 class Evaluator:

@@ -76,7 +76,7 @@ def export_model(
 
     tensors: this rank's weights, complete. card: what their model cards say; its kind is filled in here.
     """
-    dtype, expected = getattr(torch, cfg.model.torch_dtype), exchange.map.expected_hf_names()
+    dtype, expected = getattr(torch, cfg.model.torch_dtype), exchange.map.stored_names()
     if adapters is None:
         weights = exchange.stream(tensors, "weights")
         export_hf(weights, out, source=source, dtype=dtype, expected=expected, max_shard_size=cfg.run.max_shard_size)

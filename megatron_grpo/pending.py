@@ -291,6 +291,13 @@ class Pending:
         """The samples that this rank writes: each is written by one rank."""
         return [self.samples[key] for key in self.rows if key in self.samples] if self.parallel.is_first_of_share else []
 
+    def of_step(self, step: Step) -> list[Sample]:
+        """The rows that a step trains, in its order, on the first rank of all; elsewhere none. Collective."""
+        keys = [(micro.rollout, row) for micro in step.micro_steps for row in range(*micro.rows)]
+        mine = {key: self.samples[key] for key in keys if key in self.samples} if self.parallel.is_first_of_share else {}
+        found = {key: sample for part in collectives.exchange({0: mine}) for key, sample in part.items()}
+        return [found[key] for key in keys] if found else []
+
     def restored(self, samples: SequenceOf[Sample], cut: BatchCut) -> Pending:
         """As it was when saved. samples: those that this rank has read; every one is read by one rank."""
         mine = [Row.of(sample, home=cut.home_of(sample.row)) for sample in samples]

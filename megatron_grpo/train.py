@@ -100,6 +100,7 @@ def train(run: Run) -> Progress:
             pending = pending.anchored(policy, step, cut)
         # LEARN    this step's global batch, cut for this rank: the only place where data is cut.
         pending, batch = pending.batch(step, weigh=policy.loss.token_weights, cut=cut)
+        run.checkpoints.record(step, pending)
         with policy.resident("all"), clock("train"), run.witness(step, pending) as beside:
             trained = policy.train_step(batch, beside)
         rows = pending.rows

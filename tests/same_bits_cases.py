@@ -6,7 +6,7 @@ What `tests/distributed/test_same_bits.py` and `tools/same_bits.py` count.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,7 @@ LAYOUTS = {
 
 
 DTYPES = ("float32", "bfloat16")
+COMPARED = ("packed", "alone", "prompts", "training")  # see `compare`
 
 
 def suits(model: str, layout: str, dtype: str = "float32") -> bool:
@@ -155,6 +156,10 @@ class Pair:
         return Count.of(ours, theirs)
 
 
+def over_ranks(found: Sequence[Mapping[str, Count]]) -> dict[str, Count]:
+    return {name: sum((one[name] for one in found), Count()) for name in COMPARED}
+
+
 def drawn(completion) -> np.ndarray:
     return completion.logprobs[completion.sequence.mask]
 
@@ -184,7 +189,7 @@ def compare(
     from megatron_grpo.types import whole
 
     pair = Pair.build(rank, world, path, max_model_len=longest + length, **chosen)
-    asked, found = prompts(count, longest=longest, vocab=vocab), dict.fromkeys(("packed", "alone", "prompts", "training"), Count())
+    asked, found = prompts(count, longest=longest, vocab=vocab), dict.fromkeys(COMPARED, Count())
     for step in range(steps):
         completions = pair.sample(asked, length, seed=step)
         found["packed"] += pair.agreement(completions)

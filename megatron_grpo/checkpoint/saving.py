@@ -27,11 +27,13 @@ from megatron_grpo.checkpoint.resume import OURS, Candidate, Resume, several, un
 from megatron_grpo.checkpoint.samples import file_of, files_of_samples, read_samples
 from megatron_grpo.checkpoint.writing import Task
 from megatron_grpo.errors import ConfigError, Problem
+from megatron_grpo.files import written_whole
 from megatron_grpo.parallel import collectives
 from megatron_grpo.types import Picture, Progress, Row, Sample
 
 if TYPE_CHECKING:
     from megatron_grpo.batching.split import BatchCut
+    from megatron_grpo.batching.timetable import Step
 
 __all__ = ["CheckpointError", "Checkpoints"]
 
@@ -62,6 +64,8 @@ class RowsToSave(Protocol):
 
     def to_save(self) -> list[Sample]: ...
 
+    def of_step(self, step: Step) -> list[Sample]: ...
+
     def restored(self, samples: Sequence[Sample], cut: BatchCut) -> Self: ...
 
 
@@ -87,6 +91,7 @@ class Underway:
     publishes: bool = False
 
 
+RECORDED = "trained.npz"  # in a checkpoint's directory and not among its files: written when its first step is about to train them
 GOES_ON, FAILED = 1, 2  # what a rank says of its part of a save; the largest counts
 
 
@@ -96,7 +101,8 @@ class Checkpoints:
     resume: how the run begins, as `resume.judge_resume` found it. save_steps: optimizer steps between checkpoints, 0 for none but those
     asked for with `save`. save_interval_seconds: the same by the clock of rank 0. save_total_limit: how many are kept (None: all).
     async_save: files are written while training goes on. replicas: the group of ranks that may hold what this rank holds, and share the
-    writing of it; None for all. say: how rank 0 tells a line (by default: prints it).
+    writing of it; None for all. records: rows that a checkpoint's
+    first step trains are kept beside it. say: how rank 0 tells a line (by default: prints it).
     """
 
     def __init__(
@@ -108,6 +114,7 @@ class Checkpoints:
         save_total_limit: int | None,
         async_save: bool = False,
         replicas: Any = None,
+        records: bool = False,
         say: Callable[[str], None] | None = None,
     ):
         self.resume, self.say = resume, say or partial(print, flush=True)
@@ -115,6 +122,7 @@ class Checkpoints:
         self.save_steps, self.save_total_limit, self.async_save = save_steps, save_total_limit, async_save
         self.save_interval_seconds, self._saved_at = save_interval_seconds, time.monotonic()
         self._sharded = ShardedWriter(replicas, staged=async_save)
+        self._records = records
         self._chosen: Candidate | None = None
         self._saved_step: int | None = None  # the last that is complete
         self._underway: Underway | None = None
@@ -138,6 +146,25 @@ class Checkpoints:
             self._unproven -= {saved for saved in self._unproven if saved <= version and self.folder.mark_good(saved, trained=step)}
         except OSError as error:  # the step is as good as it was
             self.say(f"WARNING: that a checkpoint is good cannot be written down ({error.strerror}); the next step tries again")
+
+    def record(self, step: Step, pending: RowsToSave) -> None:
+        """Before an optimizer step is taken: if a checkpoint holds the weights that it starts from, its rows are written beside it, in the
+        order of the step. The checkpoint is as whole without them. Collective, where rows are recorded at all."""
+        if not self._records or step.index != (self._underway.step if self._underway else self._saved_step):
+            return
+        rows = pending.of_step(step)
+        if collectives.rank() > 0:
+            return
+        for place in (self.folder.directory(step.index), self.folder.being_written(step.index), self.folder.directory(step.index)):
+            try:
+                with written_whole(place / RECORDED) as stream:
+                    stream.write(file_of(rows))
+                return
+            except FileNotFoundError:  # it is being written beside the steps, or has just been published
+                continue
+            except OSError as error:
+                self.say(f"WARNING: the rows of step {step.index + 1} cannot be written beside its checkpoint ({error.strerror})")
+                return
 
     def last_good(self, step: int) -> Path | None:
         """The last checkpoint up to `step` whose weights are known to have trained. Rank 0 looks. Collective."""

@@ -102,10 +102,10 @@ def work_of(
     a window makes less; without lengths they are one sequence's.
     """
     lengths = {tokens: 1} if lengths is None else lengths
-    beyond = {
-        window: sum(count * max(0, length - window) ** 2 for length, count in lengths.items()) for window in set(shape.windows) if window
-    }
-    of_layers = sum(squares - beyond.get(shape.window(layer), 0) for layer in range(shape.num_layers))
+    of_layers = 0
+    for layer in range(shape.num_layers):
+        window = shape.window(layer) or tokens
+        of_layers += squares - sum(count * max(0, length - window) ** 2 for length, count in lengths.items())
     # Causal attention: half of the tokens x tokens scores, once for the scores and once for the values.
     value_size = shape.num_attention_heads * (shape.mla.v_head_dim if shape.mla else shape.head_dim)
     head = 2 * head_positions * shape.hidden_size * shape.vocab_size

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -10,10 +11,16 @@ from torch.autograd.function import once_differentiable
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-    """x / sqrt(mean of x^2 + epsilon) * weight, over the last dimension."""
-    if x.device.type == "cpu" and x.dtype in (torch.float32, torch.float64):
+    """x / sqrt(mean of x^2 + epsilon) * weight, over the last dimension.
+
+    Numbers coarser than float32 are rounded before they are multiplied by the weight, as samplers and transformers do; torch's own norm
+    rounds once, after, and so a quarter of its numbers are others.
+    """
+    if x.dtype not in (torch.float32, torch.float64):
+        return _RoundedNorm.apply(x, weight, epsilon)
+    if x.device.type == "cpu":
         return _RmsNorm.apply(x, weight, epsilon)
-    return F.rms_norm(x, weight.shape, weight, epsilon)  # one kernel on a GPU; coarser numbers are squared in float32 there
+    return F.rms_norm(x, weight.shape, weight, epsilon)  # one kernel on a GPU
 
 
 class _RmsNorm(torch.autograd.Function):
@@ -34,6 +41,29 @@ class _RmsNorm(torch.autograd.Function):
             of_scale = torch.mv(product, weight).view(scale.shape).mul_(scale.pow(3)).div_(-x.shape[-1])
             grad_x = torch.mul(grad, weight, out=product.view(x.shape)).mul_(scale).addcmul_(x, of_scale)
         return grad_x, grad_weight, None
+
+
+class _RoundedNorm(torch.autograd.Function):
+    """The squares are summed in float32, in one kernel on a GPU. What is multiplied by the weight is computed again in the backward."""
+
+    @staticmethod
+    def forward(ctx, x, weight, epsilon):
+        ctx.save_for_backward(x, weight)
+        ctx.epsilon = epsilon
+        return F.rms_norm(x, weight.shape, None, epsilon).mul_(weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            normed = F.rms_norm(x, weight.shape, None, ctx.epsilon)
+        (grad_x,) = torch.autograd.grad(normed, x, grad * weight)
+        if not ctx.needs_input_grad[1]:
+            return grad_x, None, None
+        product = grad.float().mul_(normed.detach()).reshape(-1, len(weight))
+        return grad_x, product.sum(dim=0).to(weight.dtype), None
 
 
 def swiglu(x: torch.Tensor) -> torch.Tensor:
@@ -66,7 +96,14 @@ class _SwiGlu(torch.autograd.Function):
         return grad_x
 
 
-ACTIVATIONS = {"silu": swiglu, "gelu_tanh": geglu}
+def clamped_swiglu(x: torch.Tensor, factor: float, limit: float) -> torch.Tensor:
+    """x [..., 2 c] -> gate * sigmoid(factor * gate) * (1 + the second half), both clamped to what limit says first (gpt-oss) [..., c]."""
+    gate, up = x.chunk(2, dim=-1)
+    gate = gate.clamp(max=limit)
+    return gate * torch.sigmoid(gate * factor) * (up.clamp(-limit, limit) + 1)
+
+
+ACTIVATIONS: dict[str, Callable[..., torch.Tensor]] = {"silu": swiglu, "gelu_tanh": geglu, "clamped": clamped_swiglu}
 
 
 class Rotation(NamedTuple):

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 
 from megatron_grpo.errors import Problem
+from megatron_grpo.policy.fp8 import fp8_machine_problems, fp8_problems
 from megatron_grpo.policy.refused_bits import gpu_problem
 from megatron_grpo.settings.config import Config
 from megatron_grpo.sizing.stages import layer_counts
@@ -17,24 +18,28 @@ def problems(cfg: Config, shape: ModelShape) -> list[Problem]:
     """Everything that stands between this configuration and this model, besides divisions (`weights.fit`) and batch sizes."""
     found = [Problem(flags=("model",), message=f"model: {message}") for message in (_routing(shape.moe) if shape.moe else ())]
     found += _local_layers(cfg, shape)
+    if shape.moe and shape.moe.has_biases:
+        found += _biased_experts(cfg, shape)
     if shape.vision:
         found += _vision(cfg, shape, shape.vision)
+    if cfg.optimizer.optimizer_cpu_offload and not cfg.optimizer.use_distributed_optimizer:
+        message = "optimizer_cpu_offload needs use_distributed_optimizer true: with it alone Megatron-Core keeps float32 weights there."
+        found.append(Problem(flags=("optimizer_cpu_offload", "use_distributed_optimizer"), message=message,
+                             nearest={"use_distributed_optimizer": [True], "optimizer_cpu_offload": [False]}))  # fmt: skip
     return [
         *found,
         *_dispatch(cfg, shape),
         *_kernels(cfg, shape),
         *_recompute(cfg, shape),
         *_replay(cfg, shape),
+        *fp8_problems(cfg, shape, needs_local_layers(shape)),
         *sharing_problems(cfg, shape),
     ]
 
 
-def sharing_obstacle(cfg: Config, shape: ModelShape | None, *, has_transformer_engine: bool = False) -> str | None:
-    """Why prompts cannot be computed once; a phrase. has_transformer_engine: so `transformer_impl auto` takes it."""
-    impl, tuner = cfg.model.transformer_impl, cfg.tuner
-    is_local = shape is not None and needs_local_layers(shape) is not None
-    if not is_local and (impl == "transformer_engine" or (impl == "auto" and has_transformer_engine)):
-        return "it needs attention with parents, which Transformer Engine's path has not yet"
+def sharing_obstacle(cfg: Config, shape: ModelShape | None) -> str | None:
+    """Why prompts cannot be computed once; a phrase."""
+    tuner = cfg.tuner
     if cfg.rollout.same_bits:
         return "parts of attention that are merged have other bits than the whole (same_bits)"
     longest = (cfg.data.max_prompt_length or (shape and shape.max_position_embeddings) or 0) + cfg.rollout.max_completion_length
@@ -62,22 +67,23 @@ def attention_channels(shape: ModelShape) -> int:
     return shape.mla.qk_head_dim + shape.mla.qk_pos_emb_head_dim if shape.mla else shape.head_dim
 
 
-def sharing_problems(cfg: Config, shape: ModelShape, *, has_transformer_engine: bool = False) -> list[Problem]:
+def sharing_problems(cfg: Config, shape: ModelShape) -> list[Problem]:
     """`share_prompts true` where it cannot be."""
-    reason = sharing_obstacle(cfg, shape, has_transformer_engine=has_transformer_engine)
+    reason = sharing_obstacle(cfg, shape)
     if cfg.batch.share_prompts != "true" or reason is None:
         return []
-    if not reason.startswith("it needs "):
-        others = {"lora_dropout": ", or lora_dropout 0", "parts of attention": ", or same_bits false"}
-        other = next((words for begin, words in others.items() if reason.startswith(begin)), "")
-        return [_problem("share_prompts", f"true cannot be: {reason}. Use auto or false{other}.", "auto", "false")]
-    message = f"share_prompts true needs {reason.removeprefix('it needs ')}. Use auto or false, or transformer_impl local."
-    return [Problem(flags=("share_prompts", "transformer_impl"), message=message,
-                    nearest={"share_prompts": ["auto", "false"], "transformer_impl": ["local"]})]  # fmt: skip
+    others = {"lora_dropout": ", or lora_dropout 0", "parts of attention": ", or same_bits false"}
+    other = next((words for begin, words in others.items() if reason.startswith(begin)), "")
+    return [_problem("share_prompts", f"true cannot be: {reason}. Use auto or false{other}.", "auto", "false")]
 
 
-def machine_problems(cfg: Config, *, has_gpu: bool, has_transformer_engine: bool) -> list[Problem]:
-    """What this configuration asks of a machine that has it not. `train` knows the machine; `plan` may be made for another."""
+def machine_problems(
+    cfg: Config, *, has_gpu: bool, has_transformer_engine: bool, capability: tuple[int, int] | None = None
+) -> list[Problem]:
+    """What this configuration asks of a machine that has it not. `train` knows the machine; `plan` may be made for another.
+
+    capability: of the GPU to compute.
+    """
     found = list(gpu_problem(cfg)) if has_gpu else []
     model, optimizer = cfg.model, cfg.optimizer
     if model.transformer_impl == "transformer_engine" and not has_transformer_engine:
@@ -85,6 +91,7 @@ def machine_problems(cfg: Config, *, has_gpu: bool, has_transformer_engine: bool
                               "auto", "local"))  # fmt: skip
     if optimizer.optimizer_cpu_offload and not has_gpu:
         found.append(_problem("optimizer_cpu_offload", "there is no GPU here: the optimizer is on the host already. Leave it out.", False))
+    found += fp8_machine_problems(cfg, has_gpu=has_gpu, has_transformer_engine=has_transformer_engine, capability=capability)
     kernels = cfg.kernels
     if kernels.moe_permute_fusion and not has_transformer_engine:
         found.append(_problem("moe_permute_fusion", "it is Transformer Engine's, which is not installed here. Leave it out.", False))
@@ -136,7 +143,8 @@ def needs_local_layers(shape: ModelShape) -> str | None:
         "a rotation of a part of each head": shape.mla is None and shape.rope.dim < shape.head_dim,
         "a norm over all heads": shape.qk_norm_is_whole,
         "a norm behind attention": shape.post_norm,
-        "a gate by gelu": shape.activation != "silu",
+        "attention with sinks": shape.sinks,
+        "a gate that is not SiLU": shape.activation != "silu",
     }
     return next((reason for reason, has in reasons.items() if has), None)
 
@@ -155,6 +163,15 @@ def _local_layers(cfg: Config, shape: ModelShape) -> Iterator[Problem]:
     if reason and cfg.model.transformer_impl == "auto" and _fused_recompute(cfg):
         yield _problem("recompute_modules", f"{' and '.join(_fused_recompute(cfg))} can be recomputed with Transformer Engine only, and "
                        f"{reason} is computed by local layers only. Leave it out.")  # fmt: skip
+
+
+def _biased_experts(cfg: Config, shape: ModelShape) -> Iterator[Problem]:
+    if (ranks := cfg.parallel.expert_tensor_parallel_size or 1) > 1:
+        yield _problem("expert_tensor_parallel_size", f"{ranks} would add the biases of {shape.architecture}'s experts {ranks} times "
+                       "(Megatron-Core refuses it). Use 1, and expert_model_parallel_size for more ranks.", 1)  # fmt: skip
+    if cfg.tuner.tuner_type == "lora":
+        yield _problem("tuner_type", f"lora: {shape.architecture} keeps the experts of a layer in one tensor, for which PEFT's files and "
+                       "vLLM's adapters have other names than the adapters here. Use full.", "full")  # fmt: skip
 
 
 def _vision(cfg: Config, shape: ModelShape, vision: VisionShape) -> Iterator[Problem]:

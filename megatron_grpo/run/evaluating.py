@@ -135,8 +135,8 @@ def _is_of_checkpoint(cfg: Config) -> bool:
 
 def _without_other_sets(cfg: Config, *, typed: Config) -> Config:
     """Who names sets means those, and not the ones of the run as well."""
-    said = {name for name in ("eval_dataset", "eval_datasets") if name in typed.typed}
-    nothing: dict[str, Any] = {"eval_dataset": "", "eval_datasets": {}}
+    nothing: dict[str, Any] = {"eval_dataset": "", "eval_datasets": {}, "split_dataset_ratio": 0.0}
+    said = {name for name in nothing if name in typed.typed}
     return cfg.with_values({name: value for name, value in nothing.items() if name not in said}) if said else cfg
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from megatron_grpo.data.eyes import Eyes, eyes_of
 from megatron_grpo.errors import ConfigError, Problem
-from megatron_grpo.settings import Parsed
+from megatron_grpo.settings import Parsed, passed_on
 from megatron_grpo.settings.checks import value_problem
 from megatron_grpo.settings.config import Config, RolloutConfig, ServeConfig, TunerConfig
 from megatron_grpo.settings.read import COMMAND_LINE
@@ -68,6 +68,7 @@ def check_serving(parsed: Parsed) -> Serving:
     """Raises ConfigError with all that is wrong. Reads the token, and makes one where there is none."""
     cfg = parsed.config
     problems = [*parsed.problems, *_not_read(parsed), *_ranges(cfg, parsed.unreadable), *_tls(cfg.serve), *_files(cfg.serve)]
+    problems += [Problem(flags=names, message=message) for names, message, _ in passed_on.pairs(cfg) if set(names) & READ]
     if find_spec("vllm") is None:
         problems.append(_problem("serve", "serve needs vLLM, which is not installed here: install the extra `vllm`, or `cpu`."))
     model = token = None

@@ -18,14 +18,14 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HowEvaluated:
-    """n: completions of each prompt. temperature: 0 is greedy."""
+    """n: completions of each prompt. temperature: 0 is greedy. The rest is that of training where it is None."""
 
     n: int
     temperature: float
-    top_p: float
-    top_k: int
-    max_completion_length: int  # tokens
-    more: Mapping[str, Any]  # of vLLM's SamplingParams
+    top_p: float | None = None
+    top_k: int | None = None
+    max_completion_length: int | None = None  # tokens
+    more: Mapping[str, Any] | None = None  # of vLLM's SamplingParams
 
 
 def sets_of(cfg: Config) -> dict[str, str]:
@@ -53,14 +53,13 @@ def how_evaluated(cfg: Config) -> HowEvaluated:
     temperature = said.eval_temperature
     if temperature is None:
         temperature = 0.0 if is_plain else cfg.rollout.temperature
-    training, is_greedy = cfg.rollout, temperature == 0
     return HowEvaluated(
-        n=said.num_generations_eval or (1 if is_greedy else COMPLETIONS),
+        n=said.num_generations_eval or (COMPLETIONS if temperature else 1),
         temperature=temperature,
-        top_p=1.0 if is_greedy else training.top_p if said.eval_top_p is None else said.eval_top_p,
-        top_k=0 if is_greedy else training.top_k if said.eval_top_k is None else said.eval_top_k,
-        max_completion_length=said.eval_max_completion_length or training.max_completion_length,
-        more=said.eval_generation_kwargs or training.generation_kwargs,
+        top_p=said.eval_top_p,
+        top_k=said.eval_top_k,
+        max_completion_length=said.eval_max_completion_length,
+        more=said.eval_generation_kwargs or None,
     )
 
 

@@ -183,6 +183,8 @@ class _Builder:
                 f"{typed} stands twice on the command line ({shown(earlier[1])}, {shown(value)}): the last is used."
             )
         self.seen[key] = (typed, value)
+        if setting.name == "dataset" and self.sources.get("further_datasets", source) != source:  # those of a file are not behind this one
+            del self.values["further_datasets"], self.sources["further_datasets"], self.typed["further_datasets"]
         if self.dialect is not None and setting.name in self.dialect.settings:
             self.foreign[setting.name] = value
         else:

@@ -96,6 +96,7 @@ _MEGATRON_SETTINGS = {
 }  # fmt: skip
 _MEGATRON_REASON = "it belongs to the model, or changes what is computed, and the sampler would not follow"
 
+SAMPLING, ENGINE, MEGATRON = "vLLM's SamplingParams", "vLLM's EngineArgs", "Megatron-Core's TransformerConfig"
 _TEMPLATE_OWN = ("messages", "tools", "add_generation_prompt", "continue_final_message", "tokenize", "return_dict", "conversation",
                  "chat_template", "documents", "padding", "truncation", "max_length", "return_tensors")  # fmt: skip
 
@@ -104,19 +105,16 @@ def pairs(cfg: Config) -> Iterator[Pair]:
     """(settings, what is wrong, nearest values) of each problem."""
     drawn = "it changes the distribution that tokens are drawn from, and the trainer's softmax does not know of it: ratios would be wrong"
     reshaping = dict.fromkeys(RESHAPES, f"{drawn}. For evaluation alone there is eval_generation_kwargs")
-    for flag, own, allowed in (
-        ("generation_kwargs", _SAMPLING_SETTINGS, _ENDS_AND_TEXT),
-        ("eval_generation_kwargs", {**_SAMPLING_SETTINGS, **_EVAL_SETTINGS}, (*_ENDS_AND_TEXT, *RESHAPES)),
+    eval_settings, eval_allowed = {**_SAMPLING_SETTINGS, **_EVAL_SETTINGS}, (*_ENDS_AND_TEXT, *RESHAPES)
+    kernels = {name: name for name in vars(cfg.kernels)}
+    for flag, given, fields, what, own, reasons, allowed in (
+        ("generation_kwargs", cfg.rollout.generation_kwargs, sampling_fields, SAMPLING, _SAMPLING_SETTINGS, reshaping, _ENDS_AND_TEXT),
+        ("eval_generation_kwargs", cfg.eval.eval_generation_kwargs, sampling_fields, SAMPLING, eval_settings, {}, eval_allowed),
+        ("vllm_engine_kwargs", cfg.rollout.vllm_engine_kwargs, engine_fields, ENGINE, _ENGINE_SETTINGS, _ENGINE_REASONS, None),
+        ("megatron_extra_kwargs", cfg.model.megatron_extra_kwargs, megatron_fields, MEGATRON, _MEGATRON_SETTINGS | kernels, {}, OPEN),
     ):
-        given = getattr(cfg.rollout if flag == "generation_kwargs" else cfg.eval, flag)
-        fields = fields_of("vllm", "sampling_params.py", "SamplingParams")
-        yield from _problems(flag, given, own, reshaping, fields, "vLLM's SamplingParams", allowed)
-    engine, engine_kwargs = fields_of("vllm", "engine/arg_utils.py", "EngineArgs"), cfg.rollout.vllm_engine_kwargs
-    yield from _problems("vllm_engine_kwargs", engine_kwargs, _ENGINE_SETTINGS, _ENGINE_REASONS, engine, "vLLM's EngineArgs")
-    transformer = megatron_fields()
-    own_settings = {**_MEGATRON_SETTINGS, **{name: name for name in vars(cfg.kernels) if name in transformer}}
-    extra = cfg.model.megatron_extra_kwargs
-    yield from _problems("megatron_extra_kwargs", extra, own_settings, {}, transformer, "Megatron-Core's TransformerConfig", OPEN)
+        if given:  # else no package is looked for
+            yield from _problems(flag, given, own, reasons, fields(), what, allowed)
     yield from _template(cfg)
 
 
@@ -167,6 +165,14 @@ def fields_of(package: str, file: str, name: str) -> Mapping[str, str]:
             lines = [line for line in body if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name)]
             return {line.target.id: ast.unparse(line.annotation) for line in lines if isinstance(line.target, ast.Name)}
     return {}
+
+
+def sampling_fields() -> Mapping[str, str]:
+    return fields_of("vllm", "sampling_params.py", "SamplingParams")
+
+
+def engine_fields() -> Mapping[str, str]:
+    return fields_of("vllm", "engine/arg_utils.py", "EngineArgs")
 
 
 def megatron_fields() -> Mapping[str, str]:

@@ -35,6 +35,7 @@ def secrets_in(cfg: Config, environ: Mapping[str, str] = os.environ) -> Iterator
 
 def _held(name: str, value: Any, environ: Mapping[str, str]) -> str | None:
     texts = [value] if isinstance(value, str) else [*map(str, value)] if isinstance(value, (list, dict)) else []
+    texts += map(str, value.values()) if isinstance(value, dict) else []
     if name == _ENV:
         is_name = not texts or value in environ or _VARIABLE.fullmatch(value)
         return None if is_name else "something that is no name of an environment variable; a key itself does not belong here"

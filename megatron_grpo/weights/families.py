@@ -28,6 +28,9 @@ class Family:
     traits: Callable[[Config, Config], dict[str, Any]]
     defaults: Mapping[str, Any] = field(default_factory=dict)
     moe_block: str = "mlp"
+    router: str = "gate"
+    # Files, and samplers, have the experts of a layer in one tensor: transposed, a gate's channels and those that it gates side by side.
+    are_experts_interleaved: bool = False
     expert_names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     # Layers after the last one predict further tokens for speculative decoding. GRPO neither trains nor exports them.
     has_prediction_layers: bool = False
@@ -59,6 +62,18 @@ FAMILIES: dict[str, Family] = {
         traits=traits.glm4_moe,
         defaults={"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5},
         has_prediction_layers=True,
+    ),
+    "GptOssForCausalLM": Family(
+        traits=traits.gpt_oss,
+        defaults={
+            "num_key_value_heads": 8,
+            "head_dim": 64,
+            "rope_theta": 15e4,
+            "rms_norm_eps": 1e-5,
+            "rope_parameters": traits.GPT_OSS_ROPE,
+        },
+        router="router",
+        are_experts_interleaved=True,
     ),
     "Olmo2ForCausalLM": Family(traits=traits.olmo2, defaults={"rms_norm_eps": 1e-5}),
     "Olmo3ForCausalLM": Family(traits=traits.olmo3, defaults={"rms_norm_eps": 1e-5, "rope_theta": 5e5}, ropes=traits.olmo3_ropes),

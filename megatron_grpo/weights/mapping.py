@@ -14,6 +14,7 @@ import torch
 
 from megatron_grpo.errors import ConfigError, Problem
 from megatron_grpo.weights.families import FAMILIES
+from megatron_grpo.weights.interleaved import stored_name
 from megatron_grpo.weights.names import NAMINGS, Entry, Packing, ShardCut, grouped_experts, hf_shapes, layer_entries, outer_entries
 from megatron_grpo.weights.shape import ModelShape
 from megatron_grpo.weights.towers import MEGATRON
@@ -83,6 +84,11 @@ class WeightMap:
     def expected_hf_names(self) -> frozenset[str]:
         """What a complete checkpoint holds and a complete export writes. Tied: no lm_head."""
         return frozenset(hf_shapes(self.shape))
+
+    def stored_names(self) -> frozenset[str]:
+        """`expected_hf_names` as files have them: some families keep the experts of a layer in one tensor (`weights.interleaved`)."""
+        names = self.expected_hf_names()
+        return frozenset(map(stored_name, names)) if FAMILIES[self.shape.architecture].are_experts_interleaved else names
 
     def check_complete(self, names: frozenset[str] | set[str]) -> None:
         """`ConfigError` unless a checkpoint with these tensors has every one that the model needs, and none that it would ignore."""

@@ -99,6 +99,8 @@ def _attention(shape: ModelShape) -> Iterator[Entry]:
     elif shape.qk_norm:
         yield _norm("self_attention.q_layernorm", "self_attn.q_norm", shape.head_dim)
         yield _norm("self_attention.k_layernorm", "self_attn.k_norm", shape.head_dim)
+    if shape.sinks:
+        yield _plain("self_attention.core_attention.sinks", "self_attn.sinks", (shape.num_attention_heads,), ShardCut.COLUMN)
     yield _plain("self_attention.linear_proj.weight", "self_attn.o_proj.weight", (hidden, shape.query_size), ShardCut.ROW)
     if shape.attention_out_bias:
         yield _plain("self_attention.linear_proj.bias", "self_attn.o_proj.bias", (hidden,), ShardCut.REPLICATED)
@@ -140,21 +142,25 @@ def _gated_mlp(
     )
     yield Entry(f"{megatron}.linear_fc2.weight", ((f"{down}.weight", (hidden, ffn)),), Packing.PLAIN, ShardCut.ROW, expert)
     if bias:
-        yield Entry(f"{megatron}.linear_fc1.bias", ((f"{gate}.bias", (ffn,)), (f"{up}.bias", (ffn,))), Packing.STACK, ShardCut.GATED_COLUMN)
-        yield Entry(f"{megatron}.linear_fc2.bias", ((f"{down}.bias", (hidden,)),), Packing.PLAIN, ShardCut.REPLICATED)
+        biases = ((f"{gate}.bias", (ffn,)), (f"{up}.bias", (ffn,)))
+        yield Entry(f"{megatron}.linear_fc1.bias", biases, Packing.STACK, ShardCut.GATED_COLUMN, expert)
+        yield Entry(f"{megatron}.linear_fc2.bias", ((f"{down}.bias", (hidden,)),), Packing.PLAIN, ShardCut.REPLICATED, expert)
 
 
 def _experts(shape: ModelShape, moe: MoeShape, family: Family) -> Iterator[Entry]:
     hidden, block = shape.hidden_size, family.moe_block
-    yield _plain("mlp.router.weight", f"{block}.gate.weight", (moe.num_experts, hidden), ShardCut.REPLICATED)
+    yield _plain("mlp.router.weight", f"{block}.{family.router}.weight", (moe.num_experts, hidden), ShardCut.REPLICATED)
+    if moe.has_biases:
+        yield _plain("mlp.router.bias", f"{block}.{family.router}.bias", (moe.num_experts,), ShardCut.REPLICATED)
     if moe.has_expert_bias:
         yield replace(
             _plain("mlp.router.expert_bias", f"{block}.gate.e_score_correction_bias", (moe.num_experts,), ShardCut.REPLICATED),
             is_buffer=True,
         )
     yield from _gated_mlp(
-        "mlp.experts.local_experts.{e}", f"{block}.experts.{{e}}", hidden, moe.ffn_hidden_size, expert=True, names=family.expert_names
-    )
+        "mlp.experts.local_experts.{e}", f"{block}.experts.{{e}}", hidden, moe.ffn_hidden_size, bias=moe.has_biases, expert=True,
+        names=family.expert_names,
+    )  # fmt: skip
     if moe.shared_ffn_hidden_size:
         yield from _gated_mlp("mlp.shared_experts", f"{block}.shared_experts", hidden, moe.shared_ffn_hidden_size)
 

@@ -10,6 +10,7 @@ from safetensors import SafetensorError, safe_open
 
 from megatron_grpo.errors import ConfigError, Problem
 from megatron_grpo.weights.families import family_of, text_config
+from megatron_grpo.weights.interleaved import experts_in
 from megatron_grpo.weights.shape import read_config
 from megatron_grpo.weights.stored import stored_names
 
@@ -36,16 +37,25 @@ class HfReader:
         tower = family_of(self.config).tower
         self._stored = {tower.on_the_hub(name) if tower else name: name for name in self._where}  # name -> name in the file
         self._slices: dict[str, tuple[str, int | slice, int, int]] = {}  # name -> stored name, expert, which part of how many
+        self._interleaved: dict[str, tuple[str, int, slice]] = {}  # name -> stored name, expert, channels of it
         for name in self._where:
-            if fused := _FUSED.fullmatch(name):
+            if family_of(self.config).are_experts_interleaved:
+                whole = experts_in(name, self.config.get("num_local_experts", self.config.get("num_experts", 0)))
+                self._interleaved |= {one: (name, expert, channels) for one, expert, channels in whole}
+            elif fused := _FUSED.fullmatch(name):
                 self._offer_experts(name, *fused.groups())
-        self.names = frozenset(self._stored) - {stored for stored, *_ in self._slices.values()} | frozenset(self._slices)
+        offered = {**self._slices, **self._interleaved}
+        self.names = frozenset(self._stored) - {stored for stored, *_ in offered.values()} | frozenset(offered)
 
     def __call__(self, name: str) -> torch.Tensor:
         if name in self._slices:
             stored, expert, part, parts = self._slices[name]
             both = self._open(stored).get_slice(stored)[expert]
             return both.chunk(parts)[part]
+        if name in self._interleaved:
+            stored, number, channels = self._interleaved[name]
+            one = self._open(stored).get_slice(stored)[number][..., channels]
+            return one.t() if one.dim() > 1 else one
         if name not in self._stored:
             raise _wrong(f"{self.directory} has no tensor {name}.")
         return self._open(self._stored[name]).get_tensor(self._stored[name])

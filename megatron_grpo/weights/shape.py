@@ -47,6 +47,8 @@ class ModelShape:
     post_norm: bool = False  # after each of them, before it joins the residual
     norms_from_one: bool = False  # a norm's weight says how far it is from 1
     activation: Activation = "silu"  # of the gate
+    clamp: tuple[float, float] | None = None  # of a clamped gate: the factor in its sigmoid, and what it is clamped to
+    sinks: bool = False  # a score for each head beside those of the keys, whose value is 0
     embedding_scale: float = 1.0  # multiplies what the embedding gives
     softmax_scale: float | None = None  # None: 1 / sqrt(head_dim)
     windows: tuple[int | None, ...] = ()  # by layer: tokens that a token sees, itself among them, None for all; (): all see everything
@@ -83,7 +85,12 @@ class ModelShape:
             read.require(config.get(key) in (None, usual), f"{key} is {config.get(key)!r}; only {usual!r} is supported.")
         read.require(
             not config.get("quantization_config"),
-            "the checkpoint is quantized (quantization_config); training needs one in bfloat16 or float32.",
+            "the checkpoint is quantized (quantization_config); training needs one in bfloat16 or float32."
+            + (
+                " transformers makes one: load it with Mxfp4Config(dequantize=True) and save_pretrained."
+                if family.are_experts_interleaved
+                else ""
+            ),
         )
         if not read.problems:  # all numbers are numbers
             read.require(
@@ -160,6 +167,7 @@ _OPTIONAL: tuple[str, ...] = (
     *("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "sliding_window_pattern"),
 )
 _OPTIONAL_FLOATS: tuple[str, ...] = (
+    *("swiglu_alpha", "swiglu_limit"),
     *("rms_norm_eps", "rope_theta", "rope_local_base_freq", "partial_rotary_factor", "routed_scaling_factor", "query_pre_attn_scalar"),
 )
 _ROPE_FLOATS: tuple[str, ...] = (
@@ -244,18 +252,10 @@ def rope_from_hf(config: Mapping[str, Any], channels: int, family: Family, read:
     read.rope_numbers(config)
     if read.problems:
         return None
-    given = dict(config.get("rope_scaling") or config.get("rope_parameters") or {})
+    given = dict(config.get("rope_scaling") or config.get("rope_parameters") or family.defaults.get("rope_parameters") or {})
     kind = given.get("rope_type", given.get("type")) or "default"
     theta = float(given.get("rope_theta") or config.get("rope_theta") or family.defaults.get("rope_theta", 10000.0))
-    usual = family.defaults.get("partial_rotary_factor")
-    partial = given.get("partial_rotary_factor", config.get("partial_rotary_factor")) or usual or 1.0
-    read.require(partial == 1.0 or usual, f"partial_rotary_factor is {partial}; only heads that are rotated whole are supported.")
-    read.require(partial <= 1.0, f"partial_rotary_factor is {partial}; a head has no more channels than all of them.")
-    dim = int(channels * partial)
-    read.require(
-        dim == channels or kind in ("default", "linear"), f"rope type {kind!r} with partial_rotary_factor {partial} is not supported."
-    )
-    read.require(dim % 2 == 0, f"a head has {dim} rotated channels; rotary positions need an even number.")
+    dim = _rotated_channels(given.get("partial_rotary_factor", config.get("partial_rotary_factor")), kind, channels, family, read)
     nested = [key for key, value in given.items() if isinstance(value, Mapping)]
     read.require(not nested, f"rope settings that differ by layer type ({', '.join(nested)}) are not supported.")
     known = ("default", "linear", "llama3", "yarn")
@@ -299,6 +299,19 @@ def rope_from_hf(config: Mapping[str, Any], channels: int, family: Family, read:
             attention_scaling=_yarn_attention_scaling(given, factor),
         )
     return RopeShape(type="default", dim=dim, theta=theta)
+
+
+def _rotated_channels(partial: float | None, kind: str, channels: int, family: Family, read: _Config) -> int:
+    usual = family.defaults.get("partial_rotary_factor")
+    partial = partial or usual or 1.0
+    is_known = partial == 1.0 or usual is not None
+    read.require(is_known, f"partial_rotary_factor is {partial}; only heads that are rotated whole are supported.")
+    read.require(partial <= 1.0, f"partial_rotary_factor is {partial}; a head has no more channels than all of them.")
+    dim = int(channels * partial)
+    is_plain = dim == channels or kind in ("default", "linear")
+    read.require(is_plain, f"rope type {kind!r} with partial_rotary_factor {partial} is not supported.")
+    read.require(dim % 2 == 0, f"a head has {dim} rotated channels; rotary positions need an even number.")
+    return dim
 
 
 def _yarn_attention_scaling(given: Mapping[str, Any], factor: float) -> float:

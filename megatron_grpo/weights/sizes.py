@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 RopeType = Literal["default", "linear", "llama3", "yarn"]
-Activation = Literal["silu", "gelu_tanh"]
+Activation = Literal["silu", "gelu_tanh", "clamped"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +51,7 @@ class MoeShape:
     score_function: Literal["softmax", "sigmoid"] = "softmax"
     scaling_factor: float = 1.0
     shared_ffn_hidden_size: int | None = None  # the expert that every token visits
+    has_biases: bool = False  # of the router, and of every expert
     has_expert_bias: bool = False  # a bias on the choice of experts, not on their weights
     num_groups: int | None = None  # experts are chosen inside the best `group_topk` of `num_groups` groups
     group_topk: int | None = None

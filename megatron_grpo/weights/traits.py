@@ -120,6 +120,33 @@ def glm4_moe(config: Config, common: Config) -> dict[str, Any]:
     }
 
 
+def gpt_oss(config: Config, common: Config) -> dict[str, Any]:
+    bias, layers = bool(config.get("attention_bias", True)), common["num_layers"]
+    experts = config.get("num_local_experts", config.get("num_experts"))
+    return {
+        "qkv_bias": bias,
+        "attention_out_bias": bias,
+        "mlp_bias": True,
+        "sinks": True,
+        "activation": "clamped",
+        "clamp": (float(config.get("swiglu_alpha") or 1.702), float(config.get("swiglu_limit") or 7.0)),
+        "windows": windows_of(config, layers, config.get("sliding_window", 128), lambda layer: layer % 2 == 0),
+        "moe": MoeShape(
+            layers=(True,) * layers,
+            num_experts=experts or 128,
+            topk=config.get("num_experts_per_tok") or 4,
+            ffn_hidden_size=common["ffn_hidden_size"],
+            has_biases=True,
+        ),
+    }
+
+
+# What the config class of transformers assumes.
+GPT_OSS_ROPE = {
+    "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False, "original_max_position_embeddings": 4096,
+}  # fmt: skip
+
+
 def olmo2(config: Config, common: Config) -> dict[str, Any]:
     bias = bool(config.get("attention_bias", False))
     return {"qkv_bias": bias, "attention_out_bias": bias, "pre_norm": False, "post_norm": True, "qk_norm": True, "qk_norm_is_whole": True}

@@ -89,15 +89,15 @@ def test_the_head_multiplies_in_float32_where_that_is_asked_for(models, sequence
         import torch
 
         parallel = cases.join(cases.settings(torch_dtype="bfloat16"), world_size)
-        far = {}
+        far, seen = {}, []
         for is_cast in (False, True):
-            cfg = cases.settings(torch_dtype="bfloat16", cast_lm_head_to_fp32=is_cast, temperature=0.5)
+            cfg = cases.settings(torch_dtype="bfloat16", cast_lm_head_to_fp32=is_cast)
             policy = cases.build(models["qwen3"], cfg, world_size, parallel)
-            head, seen = policy.chunks[0].output_layer, []
+            head = policy.chunks[0].output_layer
             head.register_forward_pre_hook(lambda module, given: seen.append((given[0].detach().clone(), given[2])))
             (found,) = cases.score_tokens(policy, sequences[3:4])
-            [(hidden, batch)] = seen
-            logits = hidden.squeeze(1)[batch.predict_at].double() @ head.weight.detach().double().T[:, :VOCAB] / 0.5
+            hidden, batch = seen[-1]
+            logits = hidden.squeeze(1)[batch.predict_at].double() @ head.weight.detach().double().T[:, :VOCAB]
             right = logits.log_softmax(-1).gather(-1, batch.targets[:, None]).squeeze(-1)
             far[is_cast] = float(abs(torch.as_tensor(found) - right).max())
         return far

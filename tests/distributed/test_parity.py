@@ -10,7 +10,7 @@ from tests.tiny_models import write_tiny
 
 # In each layout two of these, in turn; all combinations are the tool's business.
 RUNS = (("grpo", "1 each"), ("dapo", "packed"), ("GSPO", "2 each"), ("top entropy", "1 each"))
-DENSE = ["1", "TP2 SP", "PP2 uneven", "PP2 VPP2", "PP2 VPP2 laid out", "CP2", "DP2", "TP2 SP CP2", "PP2 VPP2 DP2"]
+DENSE = ["1", "TP2 SP", "PP2 uneven", "PP2 VPP2", "CP2", "DP2", "TP2 SP CP2", "PP2 VPP2 DP2"]
 EXPERTS = ["TP2 SP", "TP2 ETP2", "CP2", "EP2", "TP2 EP2 ETP1", "TP2 EP2 ETP2", "PP2 VPP2 EP2"]
 WAYS = ["recompute full, uniform", "recompute selective, moe", "overlapped gradients and parameters, experts", "all-gather dispatcher, EP2"]
 
@@ -49,6 +49,11 @@ def assert_equal(model: str, matrix, layout: cases.Case, place: int, **more):
 @pytest.mark.parametrize("name", DENSE)
 def test_dense_steps_equal_float64(matrix, name):
     assert_equal("dense", matrix, cases.LAYOUTS[name], DENSE.index(name))
+
+
+def test_stages_that_are_laid_out_equal_float64_the_last_of_them_without_a_layer(matrix):
+    laid_out = {"pipeline_model_parallel_layout": "Et|tt|t|L", "microbatch_group_size_per_vp_stage": 4}
+    assert_equal("dense", matrix, cases.Case(2, {cases.PP: 2, cases.VPP: 2, **laid_out}), 0)
 
 
 @pytest.mark.parametrize("name", EXPERTS)

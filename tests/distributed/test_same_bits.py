@@ -7,6 +7,7 @@ import torch
 
 from tests import parity_cases as parity
 from tests import same_bits_cases as cases
+from tests.end_to_end.runs import records, train, write_inputs
 from tests.ranks import run_ranks
 from tests.tiny_models import write_tiny
 
@@ -31,8 +32,7 @@ def test_sampled_scored_and_trained_log_probs_are_one_number(case, tmp_path):
 
 
 def assert_exact(of_ranks):
-    for name in of_ranks[0]:
-        total = sum((found[name] for found in of_ranks), cases.Count())
+    for name, total in cases.over_ranks(of_ranks).items():
         assert total.is_exact, f"{name}: {total} log-probs are equal"
 
 
@@ -95,3 +95,10 @@ def test_gradients_are_as_near_to_float64_as_without_it(tmp_path):
     right = {name: parity.reference(path, parity.settings(**own | loss), batches) for name, loss in losses.items()}
     for name, found in parity.compare(model, path, parity.LAYOUTS[layout], losses, batches, right).items():
         assert found.within(), f"{name}: {found}"
+
+
+def test_a_run_says_that_nothing_differs(tmp_path):
+    flags = [*write_inputs(tmp_path), *("--output_dir", str(tmp_path / "out"), "--max_steps", "3", "--same_bits", "true")]
+    assert run_ranks(train, 1, [*flags, "--export_hf", "false"], timeout=180) == [0]
+    differences = [step["sampling/logp_difference/max"] for step in records(tmp_path / "out" / "metrics.jsonl")]
+    assert differences == [0.0] * 3

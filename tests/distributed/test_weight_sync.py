@@ -104,6 +104,7 @@ def checkpoints(tmp_path_factory):
         ("qwen2", 2),
         ("mixtral", 1),
         ("glm4_moe", 1),
+        ("gpt_oss", 1),
         ("olmo2", 1),
         ("olmo3", 1),
         ("gemma3_text", 1),

@@ -40,6 +40,22 @@ def explain(dialect: str, sizes: BatchSizes, foreign: Mapping[str, int], *, max_
             f"optimizer steps "
             "per rollout."
         )
+    elif dialect == "verl":
+        mini, n = foreign["ppo_mini_batch_size"], sizes.num_generations
+        yield (
+            f"{same}. verl counts ppo_mini_batch_size ({mini}) in prompts, and its workers multiply it by rollout.n: {mini} x {n} = "
+            f"{sizes.global_batch_size} completions an optimizer step, with gradient_accumulation_steps {a}. One step of its trainer is "
+            "one rollout."
+        )
+        yield (
+            "What differs from verl: it computes old log-probs of every rollout in a pass of its own; here a pass is made just for what is "
+            "first trained by other weights than sampled it."
+        )
+    elif dialect == "slime":
+        yield (
+            f"{same}. slime counts global_batch_size in samples, as here, and rollout_batch_size in prompts: {sizes.num_rollout_prompts} x "
+            f"{sizes.num_generations} = {sizes.generation_batch_size} completions. One step of num_rollout is one rollout."
+        )
     elif dialect == "swift-megatron":
         yield f"{same}: names and meanings of the sizes are Megatron-SWIFT's."
     elif dialect == "cs336":

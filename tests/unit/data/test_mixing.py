@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -87,6 +88,11 @@ def test_what_is_held_out_is_never_trained_on(sets):
 def test_words_behind_dataset_are_further_ones(sets):
     cfg = check(["--dataset", "a.jsonl", "b.jsonl#3", "--interleave_prob", "0.5", "0.5"]).config
     assert (cfg.data.dataset, cfg.data.further_datasets) == ("a.jsonl", ["b.jsonl#3"])
+    file = Path(sets("run.yaml")[0])
+    file.write_text("dataset: [a.jsonl, b.jsonl]\n")
+    assert check(["--config", str(file)]).config.data.further_datasets == ["b.jsonl"]
+    other = check(["--config", str(file), "--dataset", "c.jsonl"]).config.data
+    assert (other.dataset, other.further_datasets) == ("c.jsonl", []), "what a file names is not behind what is typed"
     assert check(["--dialect", "swift", "--dataset", "a.jsonl", "b.jsonl#3"]).config.data.further_datasets == ["b.jsonl#3"]
 
 

@@ -44,9 +44,11 @@ def test_everything_that_is_wrong_is_said_at_once_and_no_token_is_made(model, ho
     said = problems("--model", str(model), "--vllm_tensor_parallel_size", "3", "--port", "70000",
                     "--vllm_max_model_len", "999", "--lr", "1",
                     "--ssl_certfile", str(home / "not.pem"), "--address_file", "/nowhere/at/all", "--vllm_gpu_memory_utilization", "2",
-                    "--data_parallel_size", "0", "--surprise", "1", "--token_file", str(home / "token"))  # fmt: skip
+                    "--data_parallel_size", "0", "--surprise", "1", "--vllm_engine_kwargs", "max_num_seqs=3",
+                    "--token_file", str(home / "token"))  # fmt: skip
     for part in ("surprise is not a setting", "lr is a setting of the run, and `serve` does not read it",
                  "port (70000) must be at least 0 and at most 65535. Use 65535", "data_parallel_size (0) must be at least 1. Use 1",
+                 "vllm_engine_kwargs: max_num_seqs is the setting vllm_max_num_seqs here",
                  "vllm_gpu_memory_utilization (2.0) must be above 0 and at most 1", "not.pem) cannot be used",
                  "address_file (/nowhere/at/all): /nowhere/at is no directory", "vllm_tensor_parallel_size (3): ",
                  "999 tokens are longer than the model's max_position_embeddings (256)"):  # fmt: skip

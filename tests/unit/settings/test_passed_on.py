@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 import megatron_grpo
+from megatron_grpo.evaluate import sampling_of
 from megatron_grpo.planning.check import check
+from megatron_grpo.rollout.engine import SamplingSettings
 from megatron_grpo.settings import passed_on
 from megatron_grpo.settings.checks import validate
 from megatron_grpo.settings.config import Config
@@ -62,8 +64,8 @@ def test_nothing_that_passes_on_to_megatron_is_set_here_too():
 
 
 def test_every_name_that_vllm_is_refused_exists_in_it():
-    engine = passed_on.fields_of("vllm", "engine/arg_utils.py", "EngineArgs")
-    sampling = passed_on.fields_of("vllm", "sampling_params.py", "SamplingParams")
+    engine = passed_on.engine_fields()
+    sampling = passed_on.sampling_fields()
     assert not {*passed_on._ENGINE_SETTINGS, *passed_on._ENGINE_REASONS} - engine.keys()
     assert not {*passed_on.RESHAPES, *passed_on._SAMPLING_SETTINGS, *passed_on._ENDS_AND_TEXT} - sampling.keys()
 
@@ -88,14 +90,18 @@ def test_an_evaluation_draws_as_training_does_unless_it_says_otherwise():
     training = {"top_p": 0.9, "top_k": 7, "temperature": 0.8, "max_completion_length": 100, "generation_kwargs": {"ignore_eos": True}}
     held_out = {"eval_datasets": {"a": "x"}}
     cfg = Config().with_values({**training, **held_out})
-    how = how_evaluated(cfg)
+
+    def drawn(cfg):
+        return sampling_of(SamplingSettings.of(cfg.rollout, num_generations=16), how_evaluated(cfg))
+
+    how = drawn(cfg)
     assert (how.top_p, how.top_k, how.temperature, how.max_completion_length, how.more) == (0.9, 7, 0.8, 100, {"ignore_eos": True})
     own = {"eval_top_p": 1.0, "eval_top_k": 0, "eval_temperature": 0.5, "eval_max_completion_length": 300,
            "eval_generation_kwargs": {"min_tokens": 2}}  # fmt: skip
-    how = how_evaluated(cfg.with_values(own))
+    how = drawn(cfg.with_values(own))
     assert (how.top_p, how.top_k, how.temperature, how.max_completion_length, how.more) == (1.0, 0, 0.5, 300, {"min_tokens": 2})
     assert longest_completion(cfg.with_values(own)) == 300 and longest_completion(cfg.with_values({**own, "eval_datasets": {}})) == 100
-    greedy = how_evaluated(cfg.with_values({"eval_temperature": 0.0}))
+    greedy = drawn(cfg.with_values({"eval_temperature": 0.0}))
     assert (greedy.n, greedy.top_p, greedy.top_k) == (1, 1.0, 0)
     assert any("eval_top_k (5) does nothing with eval_temperature 0" in one for one in said(eval_temperature=0.0, eval_top_k=5))
     [sentence] = said(**held_out, eval_max_completion_length=300, rollout_func="a.py:f")

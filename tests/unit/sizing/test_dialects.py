@@ -89,7 +89,7 @@ def test_the_table_of_defaults_is_true(dialect):
 @pytest.mark.parametrize(
     ("dialect", "words", "said"),
     [
-        ("swift", "--loss_type real", "loss_type cannot be 'real'"),
+        ("swift", "--loss_type real --rollout_importance_sampling_mode token_mask", "which has none"),
         ("swift", "--vllm_mode server --vllm_data_parallel_size 2", "vllm_data_parallel_size (2): engines of a rollout server"),
         ("swift", "--tuner_type lora_llm", "tuner_type cannot be 'lora_llm': it trains a vision tower"),
         ("swift", "--tuner_type lora --modules_to_save embed_tokens", "modules_to_save (embed_tokens): whole layers would train"),
@@ -107,7 +107,6 @@ def test_the_table_of_defaults_is_true(dialect):
         ("swift", "--agent_template react", "agent_template (react): tools are shown by the model's own chat template"),
         ("swift", "--external_plugins plugin.py", "external_plugins (plugin.py): plugin files are not loaded"),
         ("swift", "--reward_funcs my_orm --external_plugins plugin.py", "(my_orm) is a reward function of Megatron-SWIFT"),
-        ("swift", "--dataset name#10000", "10000 rows that Megatron-SWIFT's generator draws"),
         ("swift", "--val_dataset a.jsonl b.jsonl", "names 2 data sets"),
         ("swift", "--dataset org/name:subset", "names a hub or a subset"),
         ("swift", "--system /nowhere/prompt.txt", "names a file in Megatron-SWIFT"),

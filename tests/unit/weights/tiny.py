@@ -63,6 +63,7 @@ CHECKPOINTS: dict[str, tuple[str, dict]] = {
         {**BASE, **EXPERTS_OF_GLM, "head_dim": 12, "attention_bias": True, "use_qk_norm": True},
     ),
     "glm4_moe_plain": ("Glm4MoeConfig", {**BASE, **EXPERTS_OF_GLM, "partial_rotary_factor": 1.0}),
+    "gpt_oss": ("GptOssConfig", {**BASE, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 9}),
     "olmo2": ("Olmo2Config", {**{k: v for k, v in BASE.items() if k != "head_dim"}, "attention_bias": True}),
     "olmo3": ("Olmo3Config", {**{k: v for k, v in BASE.items() if k != "head_dim"}, "num_hidden_layers": 4, "sliding_window": 9}),
     "gemma3": ("Gemma3TextConfig", {**BASE, "num_hidden_layers": 4, "sliding_window": 9, "sliding_window_pattern": 2}),

@@ -1,0 +1,120 @@
+"""`whatif` takes a recorded step again: under the run's own settings it is the run's step, under others what a run with those would do."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.end_to_end import outside_parts
+from tests.end_to_end.runs import records, write_inputs
+from tests.ranks import run_ranks
+
+STEPS = 4
+
+
+def train(rank: int, world_size: int, *runs: list[str]) -> list[int]:
+    """One run after another, in which a sampler made of a table answers."""
+    from megatron_grpo import cli
+
+    return [cli.main(["train", *flags], engine=lambda cfg, inputs, parallel: outside_parts.Alphabet()) for flags in runs]
+
+
+def whatif(rank: int, world_size: int, argv: list[str]) -> tuple[int, str]:
+    from megatron_grpo import cli
+
+    with contextlib.redirect_stdout(io.StringIO()) as said, contextlib.redirect_stderr(said):
+        code = cli.main(["whatif", *argv])
+    return code, said.getvalue()
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Path:
+    """Two steps a rollout: the second trains stale rows. Recorded are steps 2 to 4, the first behind checkpoint 1."""
+    folder = tmp_path_factory.mktemp("run")
+    flags = [*write_inputs(folder), "--max_steps", str(STEPS), "--verify_weight_push", "false", "--export_hf", "false"]
+    flags += ["--num_generations", "2", "--global_batch_size", "8", "--micro_batch_size", "2", "--steps_per_generation", "2"]
+    flags += ["--save_steps", "1", "--save_total_limit", "9", "--record_rows", "true", "--skip_grad_norm_factor", "none"]
+    [codes] = run_ranks(train, 1, [*flags, "--output_dir", str(folder / "out")])
+    assert codes == [0]
+    return folder
+
+
+TRIES = ["loss_type=vespo", "loss_type=real", "loss_type=dapo epsilon_high=0.28", "global_batch_size=4", "staleness=1", "beta=0.1"]
+
+
+@pytest.fixture(scope="module")
+def found(run):
+    """By number of ranks: what is said of step 2, whose rows are stale."""
+    argv = [str(run / "out"), "--step", "1", "--json", *(word for one in TRIES for word in ("--try", one))]
+    answers = {}
+    for world, layout in ((1, []), (2, ["--pipeline_model_parallel_size", "2"])):
+        code, said = run_ranks(whatif, world, [*argv, *layout, "--png", str(run / f"{world}.png")])[0]
+        assert code == 0, said
+        answers[world] = json.loads(said[said.index("{") : said.rindex("}") + 1])
+    return answers
+
+
+def test_the_runs_own_settings_give_its_own_numbers_and_a_cosine_of_one(run, found):
+    line = next(one for one in records(run / "out" / "metrics.jsonl") if one["step"] == 2)
+    own = found[1]["variants"][0]
+    assert (own["cosine"], own["rows"]) == (1.0, 8)
+    for name in ("loss", "grad_norm"):
+        assert own[name] == pytest.approx(line[name], rel=1e-5, abs=1e-7) and found[1]["recorded"][name] == line[name]
+    assert own["clip_low"] == pytest.approx(line["clip_ratio/low_mean"]) and line["staleness/max"] == 1
+
+
+def test_variants_differ_as_they_say(found):
+    told = dict(zip(["own", *TRIES], found[1]["variants"], strict=True))
+    assert told["global_batch_size=4"]["rows"] == 4 and told["global_batch_size=4"]["cosine"] < 1
+    assert told["beta=0.1"]["kl"] is not None and told["own"]["kl"] is None
+    assert told["staleness=1"]["kl_sampler"] != told["own"]["kl_sampler"]
+    assert 0 < told["loss_type=dapo epsilon_high=0.28"]["cosine"] < 1
+    assert told["loss_type=real"]["loss"] != told["own"]["loss"] and told["loss_type=vespo"]["cosine"] < 1
+
+
+def test_any_layout_says_the_same(found):
+    for one, two in zip(found[1]["variants"], found[2]["variants"], strict=True):
+        for name in ("loss", "grad_norm", "cosine", "kl_sampler", "ess"):
+            assert two[name] == pytest.approx(one[name], rel=1e-4, abs=1e-5), (one["name"], name)
+
+
+def test_a_variants_step_is_that_of_a_run_with_its_settings(run, found, tmp_path):
+    """Resumed behind the checkpoint, with the same rows: loss and gradient norm are what was foretold."""
+    line_of = {}
+    for name, setting in (("loss_type=vespo", ["--loss_type", "vespo"]), ("loss_type=real", ["--loss_type", "real"])):
+        flags = [*write_inputs(run), "--max_steps", "2", "--verify_weight_push", "false", "--export_hf", "false", *setting]
+        flags += ["--num_generations", "2", "--global_batch_size", "8", "--micro_batch_size", "2", "--steps_per_generation", "2"]
+        out = tmp_path / name
+        flags += ["--output_dir", str(out), "--resume", str(run / "out" / "checkpoints" / "iter_0000001")]
+        assert run_ranks(train, 1, flags) == [[0]]
+        [line_of[name]] = [one for one in records(out / "metrics.jsonl") if one["step"] == 2]
+    for told in found[1]["variants"]:
+        if told["name"] in line_of:
+            for key in ("loss", "grad_norm"):
+                assert told[key] == pytest.approx(line_of[told["name"]][key], rel=1e-5, abs=1e-7), told["name"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--try", "loss_type=gspo"], "loss_type cannot be 'gspo'"),
+        (["--try", "advantage_estimator=rloo"], "decides which rows there are or what they are worth"),
+        (["--try", "global_batch_size=3"], "whole groups of 2 of the 8 rows"),
+        (["--try", "staleness=7"], "needs a checkpoint of the run so many steps later. There is: 1, 2, 3"),
+        (["--try", "vespo"], "needs name=value"),
+        (["--try", "loss_type=vespo delta=4"], "loss_type vespo has none"),
+        (["--step", "9"], "step 9 has no recorded rows; 1, 2, 3 have"),
+    ],
+)
+def test_what_cannot_be_tried_is_said_before_anything_loads(run, argv, said):
+    code, text = run_ranks(whatif, 1, [str(run / "out"), *(["--step", "1"] if "--step" not in argv else []), *argv])[0]
+    assert code == 2 and said in " ".join(text.split()), text
+
+
+def test_a_run_without_recorded_rows_is_told_how_to_record_them(tmp_path):
+    code, text = run_ranks(whatif, 1, [str(tmp_path)])[0]
+    assert code == 2 and "--record_rows true" in " ".join(text.split())
