@@ -222,6 +222,7 @@ DEFAULTS: Sequence[Default] = (
     kept("report_to", "tensorboard", "none"),
     kept("offload_model", "false", "auto"),
     kept("offload_optimizer", "false", "auto"),
+    kept("logging_steps", 5, 1),
     kept("use_hf", "false (ModelScope's hub)", "true (Hugging Face's hub)"),
 )
 
