@@ -22,7 +22,7 @@ from megatron_grpo.sizing.sizes import (
     TypedSizes,
     derive,
 )
-from megatron_grpo.sizing.stages import counted_layers
+from megatron_grpo.sizing.stages import ACCOUNTS, counted_layers
 from megatron_grpo.sizing.words import Words, remainder
 
 
@@ -225,6 +225,9 @@ def _layer_rules(inputs: TypedSizes, words: Words) -> Iterator[Rule]:
     v, layers = inputs.values, inputs.model.num_layers
     if inputs.parallel.pipeline_model_parallel_layout:  # says it all (`sizing.stages`)
         return
+    if accounts := [name for name in ACCOUNTS if getattr(inputs.parallel, name)]:
+        text = f"{' and '.join(accounts)} {'need' if len(accounts) > 1 else 'needs'} {words.name(PP)} above 1"
+        yield Rule(key="accounts", flags=(*accounts, PP), holds=v[PP] > 1, text=lambda: text)
     own = layers
     layers = counted_layers(inputs.parallel, layers) if layers else layers
     what = f"the model's {own} layers" + (f" and {layers - own} at its ends" if layers and own and layers > own else "")

@@ -9,14 +9,14 @@ from megatron_grpo.errors import Problem
 from megatron_grpo.settings.config import Config, ParallelConfig
 
 LAYOUT = "pipeline_model_parallel_layout"
-_ACCOUNTS = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
+ACCOUNTS = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
 _ENDS = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
 _LARGEST = 4096  # characters of a layout that is written out
 
 
 def counted_layers(parallel: ParallelConfig, num_layers: int) -> int:
     """Layers that are dealt out: the embedding and the loss are one each, where they are accounted for."""
-    return num_layers + sum(getattr(parallel, name) for name in _ACCOUNTS)
+    return num_layers + sum(getattr(parallel, name) for name in ACCOUNTS)
 
 
 def layer_counts(parallel: ParallelConfig, num_layers: int) -> list[list[int]]:
@@ -57,10 +57,8 @@ def problems(cfg: Config, num_layers: int | None) -> Iterator[Problem]:
     """What is wrong with how layers are dealt out, besides divisions (`sizing.rules`). num_layers: of the model, where it is known."""
     parallel = cfg.parallel
     pp, layout = parallel.pipeline_model_parallel_size, parallel.pipeline_model_parallel_layout
-    asked = [name for name in _ACCOUNTS if getattr(parallel, name)]
+    asked = [name for name in ACCOUNTS if getattr(parallel, name)]
     ends = [name for name in _ENDS if getattr(parallel, name) is not None]
-    if asked and pp == 1:
-        yield _problem(asked[0], f"{asked[0]} needs pipeline_model_parallel_size above 1: there is one stage.", *asked)
     if asked and ends:
         yield _problem(asked[0], f"{asked[0]} and {ends[0]} both say what the ends hold. Keep one of them.", *asked, *ends)
     if layout is not None:

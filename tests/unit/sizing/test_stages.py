@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from megatron_grpo.settings.config import Config, ParallelConfig
@@ -62,7 +64,6 @@ def test_counts_are_those_of_megatron():
 @pytest.mark.parametrize(
     ("layers", "settings", "sentence"),
     [
-        (8, {EMBEDDING: True}, "needs pipeline_model_parallel_size above 1"),
         (8, {PP: 2, EMBEDDING: True, FIRST: 3}, "both say what the ends hold"),
         (8, {PP: 2, LAYOUT: "Et*4|t*4L", LOSS: True}, "does not go with it"),
         (8, {PP: 2, LAYOUT: "Et*4|t*3L"}, "it has 7 layers (t), and the model has 8"),
@@ -82,3 +83,20 @@ def test_what_megatron_would_not_take_is_one_sentence(layers, settings, sentence
 
 def test_a_layout_is_written_out_as_megatron_writes_it():
     assert written_out("Et*2|(t|)*2L") == ["Ett", "t", "t", "L"] and written_out("Et,t|tL") == ["Ett", "tL"]
+
+
+def test_what_is_counted_needs_stages_and_the_sizes_that_are_offered_have_some(tmp_path):
+    from megatron_grpo.errors import ConfigError
+    from megatron_grpo.planning.check import check
+
+    model = tmp_path / "config.json"
+    model.write_text(json.dumps({"architectures": ["Qwen3ForCausalLM"], "hidden_size": 32, "num_hidden_layers": 8, "num_attention_heads": 4,
+                                 "num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 64, "vocab_size": 64,
+                                 "max_position_embeddings": 4096}))  # fmt: skip
+    asked = ["--model", str(model), f"--{LOSS}", "--world_size", "6", "--num_generations", "4", "--global_batch_size", "48"]
+    with pytest.raises(ConfigError, match=f"{LOSS} needs {PP} above 1"):
+        check(asked)
+    with pytest.raises(ConfigError) as found:
+        check([*asked, f"--{PP}", "2"])
+    assert found.value.problems[0].nearest == {PP: [3]} and "9 = 4 x 2 + 1" in found.value.problems[0].message
+    assert check([*asked, f"--{PP}", "3"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from transformers import AutoConfig
@@ -64,16 +66,18 @@ def test_defaults_of_each_family_are_those_of_transformers(name):
     silent = {key: value for key, value in config_of(name).items() if key not in ("rope_parameters", "rope_theta", "rope_scaling")}
     theirs, shape = AutoConfig.for_model(**silent).rope_parameters, ModelShape.from_hf(silent)
     whole, local = theirs.get("full_attention", theirs), theirs.get("sliding_attention", theirs)
-    assert (shape.rope.theta, (shape.local_rope or shape.rope).theta, scaling) == (whole["rope_theta"], local["rope_theta"], 1.0)
+    assert (shape.rope.theta, (shape.local_rope or shape.rope).theta) == (whole["rope_theta"], local["rope_theta"])
+    assert scaling == pytest.approx(1.0 if name != "gpt_oss" else 0.1 * math.log(32) + 1, rel=1e-15)
     assert shape.rope.dim == shape.head_dim * whole.get("partial_rotary_factor", 1.0) or shape.mla
 
 
+LINEAR = {"rope_type": "linear", "factor": 8.0}
 YARN_OF_SOME = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 512, "beta_fast": 32.0, "beta_slow": 1.0}
 
 
 @pytest.mark.parametrize(("name", "kind", "older"), [
     ("olmo3", Olmo3RotaryEmbedding, {"rope_theta": 5e5, "rope_scaling": YARN_OF_SOME}),
-    ("gemma3", Gemma3RotaryEmbedding, {"rope_theta": 1e6, "rope_local_base_freq": 2e4, "rope_scaling": {"type": "linear", "factor": 8.0}}),
+    ("gemma3", Gemma3RotaryEmbedding, {"rope_theta": 1e6, "rope_local_base_freq": 2e4, "rope_scaling": LINEAR}),
 ])  # fmt: skip
 def test_layers_with_a_window_have_a_rope_of_their_own(name, kind, older):
     silent = {key: value for key, value in config_of(name).items() if key not in ("rope_parameters", "rope_theta", "rope_scaling")}
