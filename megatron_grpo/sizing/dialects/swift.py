@@ -223,6 +223,7 @@ DEFAULTS: Sequence[Default] = (
     kept("logging_steps", 5, 1),
     kept("offload_model", "false", "auto"),
     kept("offload_optimizer", "false", "auto"),
+    kept("logging_steps", 5, 1),
     kept("use_hf", "false (ModelScope's hub)", "true (Hugging Face's hub)"),
 )
 
