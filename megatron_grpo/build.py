@@ -101,6 +101,8 @@ def build_run(
     journal = build_journal(made, judge, parallel, clock)  # before any model loads: a service that is not installed is an error
     journal.open()
     try:
+        for note in inputs.notes:
+            journal.metrics.say(note)
         return put_together(made, inputs, parallel, stop, checkpoints, judge, journal, engine=engine, reference=reference, guard=guard)
     except BaseException:
         journal.close(summary=False)
@@ -123,8 +125,6 @@ def put_together(
     """As `build_run`, once the output is open: what loads models. Collective."""
     cfg, timetable, clock = made.checked.config, made.timetable, journal.clock
     assert timetable.num_steps is not None
-    for note in inputs.notes:
-        journal.metrics.say(note)
     lora = how_adapters_travel(cfg, inputs, parallel, journal, sampler_is_known=engine is None)
     policy = build_policy(
         cfg, inputs.shape, parallel,
@@ -133,7 +133,6 @@ def put_together(
     )  # fmt: skip
     sampler = patient(started(engine or partial(ENGINES[cfg.rollout.vllm_mode], lora=lora), cfg, inputs, parallel, policy), stop)
     publisher = build_publisher(cfg, policy, sampler, say=journal.metrics.say)
-    witness = build_witness(cfg, inputs, policy, checkpoints, say=journal.metrics.say)
     in_turn = MakesRoom(Restoring(answering(cfg, inputs, sampler), partial(publish_again, policy, publisher, clock)), policy)
     sampling = SamplingSettings.of(cfg.rollout, num_generations=cfg.batch.num_generations)
     return train.Run(
@@ -167,7 +166,7 @@ def put_together(
         stop=stop,
         stop_drain_seconds=cfg.run.stop_drain_seconds,
         max_skipped_steps=cfg.optimizer.max_skipped_steps,
-        witness=witness,
+        witness=build_witness(cfg, inputs, policy, checkpoints, say=journal.metrics.say),
     )
 
 
