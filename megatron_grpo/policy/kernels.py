@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -102,7 +103,7 @@ def clamped_swiglu(x: torch.Tensor, factor: float, limit: float) -> torch.Tensor
     return gate * torch.sigmoid(gate * factor) * (up.clamp(-limit, limit) + 1)
 
 
-ACTIVATIONS = {"silu": swiglu, "gelu_tanh": geglu, "clamped": clamped_swiglu}
+ACTIVATIONS: dict[str, Callable[..., torch.Tensor]] = {"silu": swiglu, "gelu_tanh": geglu, "clamped": clamped_swiglu}
 
 
 class Rotation(NamedTuple):
