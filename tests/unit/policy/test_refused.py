@@ -14,17 +14,7 @@ from megatron_grpo.planning.check import check
 from megatron_grpo.planning.sharing import LEAST_SAVING, decide
 from megatron_grpo.policy import refused_bits
 from megatron_grpo.policy.fp8 import rank_multiple
-<<<<<<< HEAD
 from megatron_grpo.policy.refused import attention_channels, flash_obstacle, machine_problems, problems, sharing_problems
-=======
-from megatron_grpo.policy.refused import (
-    attention_channels,
-    flash_obstacle,
-    machine_problems,
-    problems,
-    sharing_problems,
-)
->>>>>>> exact
 from megatron_grpo.settings import parse
 from megatron_grpo.settings.config import Config
 from megatron_grpo.weights.shape import ModelShape
