@@ -1,31 +1,42 @@
-# GPU image: Python 3.12, CUDA 13, vLLM, Megatron-Core, Transformer Engine, and NVIDIA Apex from source.
+# GPU image: Python 3.12, CUDA 13, vLLM, the newest Megatron-Core, Transformer Engine, and NVIDIA Apex from source.
 #
 #   docker build -t megatron-grpo .
 #   docker run --gpus all --ipc host --ulimit memlock=-1 -it megatron-grpo plan --help
+#   docker build --target apex .            only the stage that builds Apex
 #
-# Not for the CPU stack: there `bash tools/install.sh` is all that is needed.
-FROM nvidia/cuda:13.0.1-cudnn-devel-ubuntu24.04
+# Not for the CPU stack: there `bash tools/install.sh` is all that is needed. tests/unit/tools/test_dockerfile.py holds it against setup.py.
+FROM nvidia/cuda:13.0.1-cudnn-devel-ubuntu24.04 AS base
 
+SHELL ["/bin/bash", "-o", "pipefail", "-c"]
 ENV DEBIAN_FRONTEND=noninteractive PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
+# hadolint ignore=DL3008
 RUN apt-get update && apt-get install -y --no-install-recommends python3 python3-dev python3-venv build-essential git ninja-build \
     && rm -rf /var/lib/apt/lists/*
 RUN python3 -m venv /opt/venv
 ENV VIRTUAL_ENV=/opt/venv PATH=/opt/venv/bin:$PATH
 
 # The slow layers come first and do not depend on the code. vLLM decides which torch there is; all else is built against that one.
-RUN pip install "vllm>=0.32,<0.34" "setuptools>=77" wheel pybind11
+RUN pip install "vllm==0.33.0" "setuptools==80.9.0" "wheel==0.45.1" "pybind11==3.0.1"
+
+# Apex is optional (fused Adam, where Transformer Engine's is not there). It is only to be had as source: the PyPI project of that name is
+# another program. A stage of its own, so that it is built beside the others and its sources stay out of the image.
+FROM base AS apex
 ARG MAX_JOBS=8
-RUN MAX_JOBS=$MAX_JOBS NVTE_FRAMEWORK=pytorch pip install --no-build-isolation "transformer-engine[core_cu13,pytorch]>=2.9"
+ARG APEX_REF=25.09
+RUN git clone --depth 1 --branch "$APEX_REF" https://github.com/NVIDIA/apex /tmp/apex
+WORKDIR /tmp/apex
+RUN MAX_JOBS="$MAX_JOBS" APEX_CPP_EXT=1 APEX_CUDA_EXT=1 pip wheel --no-deps --no-build-isolation --wheel-dir /wheels .
 
-# Apex is optional (fused Adam and norms). It is only to be had as source: the PyPI project of that name is another program.
-ARG APEX_REF=master
-RUN git clone --depth 1 --branch $APEX_REF https://github.com/NVIDIA/apex /tmp/apex \
-    && MAX_JOBS=$MAX_JOBS APEX_CPP_EXT=1 APEX_CUDA_EXT=1 pip install --no-build-isolation /tmp/apex \
-    && rm -rf /tmp/apex
+FROM base AS run
+ARG MAX_JOBS=8
+RUN MAX_JOBS="$MAX_JOBS" NVTE_FRAMEWORK=pytorch pip install --no-build-isolation "transformer-engine[core_cu13,pytorch]==2.20.2"
+RUN --mount=type=bind,from=apex,source=/wheels,target=/wheels pip install --no-deps /wheels/*.whl
 
+# What setup.py asks for is installed before the code is there, so that a change of the code costs no download.
 WORKDIR /opt/megatron_grpo
+RUN pip install "megatron-core==0.19.2" "datasets==4.*" "math-verify==0.8.*" "matplotlib==3.*" "tensorboard==2.*"
 COPY . .
-RUN pip install -e ".[vllm,te,data,math,plot,tensorboard]"
+RUN pip install --no-build-isolation -e ".[vllm,te,data,math,plot,tensorboard]"
 
 ENTRYPOINT ["megatron-grpo"]
 CMD ["--help"]

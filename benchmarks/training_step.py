@@ -32,7 +32,6 @@ from megatron_grpo.types import Sample
 from tests import parity_cases as cases
 from tests.tiny_models import EOS, write_tiny
 
-G = 8
 # Tokens of a prompt; of its completions (their mean, where they vary up to a limit of 512); prompts; words.
 BATCHES = {
     "A": SimpleNamespace(prompt=7, completion=64, varies=False, prompts=8, vocab=64),  # nothing to share, nothing to pack
@@ -40,7 +39,8 @@ BATCHES = {
     "E": SimpleNamespace(prompt=256, completion=64, varies=False, prompts=8, vocab=64),  # long prompts
     "W": SimpleNamespace(prompt=128, completion=256, varies=False, prompts=4, vocab=32768),  # many words
 }
-LONGEST = 512
+for kind in BATCHES.values():
+    kind.group, kind.longest = 8, 512  # completions of a prompt; tokens of the longest
 # What a profile calls the operations that take time of their own. What matches none is elementwise.
 KINDS = {
     "GEMM": ("aten::mm", "aten::addmm", "aten::bmm", "aten::addmm_"),
@@ -61,9 +61,11 @@ class Ours:
 
     def __init__(self, path: Path, arguments: argparse.Namespace):
         cfg = cases.settings(
-            loss_type="dapo", clip_grad=1.0, lr=1e-6, weight_decay=0.0, adam_eps=1e-8, temperature=1.0, max_completion_length=LONGEST,
-            max_tokens_per_micro_batch=arguments.budget, share_prompts=arguments.share_prompts,
+            loss_type="dapo", clip_grad=1.0, lr=1e-6, weight_decay=0.0, adam_eps=1e-8, temperature=1.0,
+            max_completion_length=BATCHES[arguments.batch].longest, max_tokens_per_micro_batch=arguments.budget,
+            share_prompts=arguments.share_prompts, torch_dtype=arguments.dtype, padded_vocab_multiple=128,
         )  # fmt: skip
+        self.group = BATCHES[arguments.batch].group
         self.policy, self.steps = cases.build(path, cfg, 1), 0
         self.gradients: dict[str, np.ndarray] = {}
         act = self.policy.optimizer.step
@@ -81,18 +83,19 @@ class Ours:
         for row, (prompt, completion, advantage) in enumerate(tokens):
             mask = np.arange(len(prompt) + len(completion)) >= len(prompt)
             samples.append(Sample(
-                row=row, rollout=self.steps, prompt_number=row // G, version=self.steps, fresh_at=self.steps,
+                row=row, rollout=self.steps, prompt_number=row // self.group, version=self.steps, fresh_at=self.steps,
                 token_ids=np.array(prompt + completion), mask=mask, sampler_logprobs=np.full(len(mask), np.nan, dtype=np.float32),
                 advantage=advantage, is_dead=False, is_truncated=False,
             ))  # fmt: skip
-        grouped = [one for first in range(0, len(samples), G) for one in cases.with_prefix(samples[first : first + G])]
+        starts = range(0, len(samples), self.group)
+        grouped = [one for first in starts for one in cases.with_prefix(samples[first : first + self.group])]
         batch = cases.batch_of(self.policy, grouped, self.steps)
         self.steps += 1
         return batch
 
 
-def trl_trainer(path: Path, arguments: argparse.Namespace, on_step):
-    """TRL's own trainer. on_step(tokens, CPU seconds): called after each of its optimizer steps."""
+def trl_trainer(path: Path, arguments: argparse.Namespace, on_step, *, seconds=time.process_time, **config):
+    """TRL's own trainer. on_step(tokens, seconds): called after each of its optimizer steps. seconds: a clock. config: its own."""
     import transformers
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
@@ -100,15 +103,15 @@ def trl_trainer(path: Path, arguments: argparse.Namespace, on_step):
 
     transformers.logging.set_verbosity_error()
     kind, rng, now = BATCHES[arguments.batch], np.random.default_rng(arguments.seed), SimpleNamespace(apart=0.0, begun=0.0)
-    rows = kind.prompts * G
+    rows = kind.prompts * kind.group
     micro = min(arguments.trl_micro_batch, rows)
 
     def rollout(prompts, trainer):
         lengths = np.full(len(prompts), kind.completion)
         if kind.varies:  # lognormal, sigma 0.9, of this mean
-            lengths = np.clip(rng.lognormal(np.log(kind.completion) - 0.405, 0.9, len(prompts)).round(), 1, LONGEST).astype(int)
-        own = [rng.integers(4, 64, kind.prompt).tolist() for _ in range(len(prompts) // G)]
-        now.prompts = [own[row // G] for row in range(len(prompts))]
+            lengths = np.clip(rng.lognormal(np.log(kind.completion) - 0.405, 0.9, len(prompts)).round(), 1, kind.longest).astype(int)
+        own = [rng.integers(4, 64, kind.prompt).tolist() for _ in range(len(prompts) // kind.group)]
+        now.prompts = [own[row // kind.group] for row in range(len(prompts))]
         now.completions = [[*rng.integers(4, 64, length - 1).tolist(), EOS] for length in lengths]
         return {"prompt_ids": now.prompts, "completion_ids": now.completions, "logprobs": None}
 
@@ -117,21 +120,21 @@ def trl_trainer(path: Path, arguments: argparse.Namespace, on_step):
 
     class Clock(TrainerCallback):
         def on_step_begin(self, *unused, **others):
-            now.apart, now.begun = 0.0, time.process_time()
+            now.apart, now.begun = 0.0, seconds()
 
         def on_step_end(self, *unused, **others):
-            spent = time.process_time() - now.begun - now.apart
+            spent = seconds() - now.begun - now.apart
             on_step(list(zip(now.prompts, now.completions, now.advantages, strict=True)), spent)
 
     trainer = GRPOTrainer(
-        model=AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="sdpa"),
+        model=AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, arguments.dtype), attn_implementation="sdpa"),
         reward_funcs=reward,
-        args=GRPOConfig(
-            output_dir=tempfile.mkdtemp(), per_device_train_batch_size=micro, gradient_accumulation_steps=rows // micro, num_generations=G,
-            max_completion_length=LONGEST, max_steps=arguments.pairs + 1, learning_rate=1e-6, lr_scheduler_type="constant", beta=0.0,
-            temperature=1.0, loss_type="dapo", use_cpu=True, bf16=False, gradient_checkpointing=False, report_to=[], save_strategy="no",
-            disable_tqdm=True, logging_strategy="no", seed=arguments.seed,
-        ),
+        args=GRPOConfig(**dict(
+            output_dir=tempfile.mkdtemp(), per_device_train_batch_size=micro, gradient_accumulation_steps=rows // micro,
+            num_generations=kind.group, max_completion_length=kind.longest, max_steps=arguments.pairs + 1, learning_rate=1e-6,
+            lr_scheduler_type="constant", beta=0.0, temperature=1.0, loss_type="dapo", use_cpu=True, bf16=False,
+            gradient_checkpointing=False, report_to=[], save_strategy="no", disable_tqdm=True, logging_strategy="no", seed=arguments.seed,
+        ) | config),
         train_dataset=Dataset.from_list([{"prompt": str(4 + number)} for number in range(60)]),
         processing_class=AutoTokenizer.from_pretrained(path),
         callbacks=[Clock()],
@@ -140,14 +143,15 @@ def trl_trainer(path: Path, arguments: argparse.Namespace, on_step):
     generate, clip, trainer.first_gradients = trainer._generate_and_score_completions, trainer.accelerator.clip_grad_norm_, {}
 
     def generated(inputs):
-        spent, found = cpu_of(lambda: generate(inputs))
-        now.apart += spent
+        begun = seconds()
+        found = generate(inputs)
+        now.apart += seconds() - begun
         now.advantages = found["advantages"].tolist()
         return found
 
     def clipped(parameters, *others, **more):
         if not trainer.first_gradients:
-            trainer.first_gradients = {name: p.grad.numpy().copy() for name, p in trainer.model.named_parameters()}
+            trainer.first_gradients = {name: cases._numpy(p.grad) for name, p in trainer.model.named_parameters()}
         return clip(parameters, *others, **more)
 
     trainer._generate_and_score_completions, trainer.accelerator.clip_grad_norm_ = generated, clipped
@@ -217,11 +221,11 @@ def head_peak(words: int, tokens: int = 4096, hidden: int = 128) -> float:
     return (highest - before) / 2**20
 
 
-def compare(mine: dict[str, np.ndarray], theirs: dict[str, np.ndarray]) -> float:
+def compare(mine: dict[str, np.ndarray], theirs: dict[str, np.ndarray], bar: float = 1e-4) -> float:
     """The worst relative error of a gradient tensor. Ends the program where it is no rounding error: times would mean nothing."""
     assert mine.keys() == theirs.keys(), mine.keys() ^ theirs.keys()
     worst, name = max((float(np.linalg.norm(mine[n] - g) / np.linalg.norm(g)), n) for n, g in theirs.items())
-    if worst > 1e-4:
+    if worst > bar:
         raise SystemExit(f"the gradient of {name} differs by {worst:.1e} from TRL's: these are not the same step")
     return worst
 
@@ -237,6 +241,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--budget", type=int, default=4096, help="our max_tokens_per_micro_batch")
     parser.add_argument("--trl-micro-batch", type=int, default=8, help="TRL's per_device_train_batch_size")
     parser.add_argument("--share_prompts", default="auto")
+    parser.add_argument("--dtype", choices=("float32",), default="float32")
     parser.add_argument("--profile", action="store_true", help="where one more step of ours goes")
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args()

@@ -42,6 +42,7 @@ from megatron_grpo.planning.sharing import Sharing, decide
 from megatron_grpo.policy.attention import gpu_kernel
 from megatron_grpo.policy.audit import Audit
 from megatron_grpo.policy.exchange import WeightExchange
+from megatron_grpo.policy.fp8 import rank_multiple
 from megatron_grpo.policy.guard import Guard, PlausibleGuard
 from megatron_grpo.policy.loaded import LoadedModel
 from megatron_grpo.policy.lora import Adapters
@@ -100,6 +101,8 @@ def build_run(
     journal = build_journal(made, judge, parallel, clock)  # before any model loads: a service that is not installed is an error
     journal.open()
     try:
+        for note in inputs.notes:
+            journal.metrics.say(note)
         return put_together(made, inputs, parallel, stop, checkpoints, judge, journal, engine=engine, reference=reference, guard=guard)
     except BaseException:
         journal.close(summary=False)
@@ -122,8 +125,6 @@ def put_together(
     """As `build_run`, once the output is open: what loads models. Collective."""
     cfg, timetable, clock = made.checked.config, made.timetable, journal.clock
     assert timetable.num_steps is not None
-    for note in inputs.notes:
-        journal.metrics.say(note)
     lora = how_adapters_travel(cfg, inputs, parallel, journal, sampler_is_known=engine is None)
     policy = build_policy(
         cfg, inputs.shape, parallel,
@@ -132,7 +133,6 @@ def put_together(
     )  # fmt: skip
     sampler = patient(started(engine or partial(ENGINES[cfg.rollout.vllm_mode], lora=lora), cfg, inputs, parallel, policy), stop)
     publisher = build_publisher(cfg, policy, sampler, say=journal.metrics.say)
-    witness = build_witness(cfg, inputs, policy, checkpoints, say=journal.metrics.say)
     in_turn = MakesRoom(Restoring(answering(cfg, inputs, sampler), partial(publish_again, policy, publisher, clock)), policy)
     sampling = SamplingSettings.of(cfg.rollout, num_generations=cfg.batch.num_generations)
     return train.Run(
@@ -166,7 +166,7 @@ def put_together(
         stop=stop,
         stop_drain_seconds=cfg.run.stop_drain_seconds,
         max_skipped_steps=cfg.optimizer.max_skipped_steps,
-        witness=witness,
+        witness=build_witness(cfg, inputs, policy, checkpoints, say=journal.metrics.say),
     )
 
 
@@ -479,11 +479,12 @@ def uses_transformer_engine(transformer_impl: str) -> bool:
 def sharing_here(cfg: Config, shape: ModelShape, parallel: ParallelState) -> Sharing:
     """Whether this machine computes each prompt once. Raises ConfigError with all that is asked of it and that it has not."""
     has_te, has_gpu = uses_transformer_engine("auto"), parallel.device.type == "cuda"
-    lacking = machine_problems(cfg, has_gpu=has_gpu, has_transformer_engine=has_te)
-    if lacking := [*lacking, *sharing_problems(cfg, shape, has_transformer_engine=has_te)]:
+    capability = torch.cuda.get_device_capability(parallel.device) if has_gpu else None
+    lacking = machine_problems(cfg, has_gpu=has_gpu, has_transformer_engine=has_te, capability=capability)
+    if lacking := [*lacking, *sharing_problems(cfg, shape)]:
         raise ConfigError(lacking)
     lacks = gpu_kernel(getattr(torch, cfg.model.torch_dtype), attention_channels(shape)).lacks if has_gpu else None
-    sharing = decide(cfg, shape, has_gpu=has_gpu, has_transformer_engine=has_te, gpu_lacks=lacks)
+    sharing = decide(cfg, shape, has_gpu=has_gpu, gpu_lacks=lacks)
     planned = decide(cfg, shape)  # `plan`, and the sizes shown at the start, know nothing of the machine
     if parallel.is_main and sharing != planned and (has_gpu or sharing.least_saving != planned.least_saving):
         logger.warning("Shared prompts are %s.", sharing)
@@ -613,6 +614,7 @@ def build_policy(
         micro_batch_size=cfg.batch.micro_batch_size,
         max_tokens=cfg.batch.max_tokens_per_micro_batch,
         least_saving=sharing.least_saving,
+        rank_multiple=rank_multiple(cfg),
     )
     held_to = None
     if cfg.grpo.beta:

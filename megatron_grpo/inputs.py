@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_grpo import launcher
 from megatron_grpo.data.chat import load_tokenizer, unread_options
-from megatron_grpo.data.files import is_path
-from megatron_grpo.data.mixing import plain_name
+from megatron_grpo.data.files import is_path, plain_name
 from megatron_grpo.errors import ConfigError
 from megatron_grpo.planning.check import Checked, check_parsed
 from megatron_grpo.planning.command import Plan, make_plan

@@ -70,6 +70,7 @@ class Judge:
 
     def _agree(self, local: Scores | RewardError | GivenUp) -> None:
         """What went wrong anywhere is raised everywhere; what is to be said is said once, by one rank."""
+        collectives.wait_patiently()  # a judge may take minutes more for one rank's rows
         everyone = collectives.from_all(local.notices if isinstance(local, Scores) else local)
         errors = [str(found) for found in everyone if isinstance(found, RewardError)]
         if errors:

@@ -207,7 +207,7 @@ FAULTS: dict[str, Fault] = {
         settings=PLAIN, model="MoE", wrap=unsummed(EXPERT), says=f"the gradient of {EXPERT} is not the same on the expert-data"
     ),
     "the tied embedding's gradient that is not summed": Fault(
-        settings={PP: 2, **PLAIN}, wrap=without("_allreduce_embedding_grads"), says="the gradient of embedding.word_embeddings.weight (tied"
+        settings={PP: 2, **PLAIN}, wrap=without("_allreduce_word_embedding_grads"), says="the gradient of embedding.word_embeddings.weight"
     ),
     "a tied head that went its own way": Fault(
         settings={PP: 2}, spoil=flipped("output_layer.weight"), says="embedding.word_embeddings.weight (tied with the head) is not the same"

@@ -196,8 +196,8 @@ def fault(what: str, named: str, hurt: Hurt, **more: str) -> Fault:
 
 FAULTS = (
     # what the trainer computes
-    fault("rope: frequencies 3 % lower", "L0 rope", lambda b: b.ours.inverse_frequencies.mul_(0.97)),
-    fault("rope: a factor of 2 ignored", "L0 rope", lambda b: b.ours.inverse_frequencies.div_(2)),
+    fault("rope: frequencies 3 % lower", "L0 rope", lambda b: b.ours.inverse_frequencies[0].mul_(0.97)),
+    fault("rope: a factor of 2 ignored", "L0 rope", lambda b: b.ours.inverse_frequencies[0].div_(2)),
     fault("rope: channels in pairs, not in halves (sampler)", "L0 rope", _interleaves),
     fault("epsilon of all norms 1e-3", "L0 norm 1", lambda b: _norms(b, 1e-3)),
     fault("epsilon of all norms 1e-5 for 1e-6", "L0 norm 1", lambda b: _norms(b, 1e-5)),

@@ -29,6 +29,7 @@ _TABLE = {
         min_pixels max_pixels
     """,
     "said": """
+        fp8_format fp8_recipe
         model transformer_impl share_prompts moe_aux_loss_coeff moe_z_loss_coeff lora_dropout adapters ref_adapters vllm_enable_lora
         dataset further_datasets interleave_prob stopping_strategy columns split_dataset_ratio
         dataset_split max_prompt_length truncation_strategy system enable_thinking chat_template_kwargs generation_kwargs
@@ -56,7 +57,7 @@ _TABLE = {
     "free": """
         bf16 async_generate stop_drain_seconds stop_after_minutes stop_before_end_seconds requeue merge_lora
         padded_vocab_multiple recompute_granularity recompute_method recompute_num_layers recompute_modules vit_gradient_checkpointing
-        logprob_chunk_size
+        logprob_chunk_size pad_to_multiple_of
         moe_token_dispatcher_type
         world_size tensor_model_parallel_size pipeline_model_parallel_size virtual_pipeline_model_parallel_size
         account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split pipeline_model_parallel_layout

@@ -118,7 +118,6 @@ def judge_resume(
         between = timetable.is_between_rollouts(manifest.step, manifest.progress.num_rollouts)
         problems = problems_of(changes, manifest, is_between_rollouts=between, typed=cfg.typed)
         problems += _problems_inside(manifest, prompts, named={flag for problem in problems for flag in problem.flags})
-        problems += _problems_of_host_copies(cfg, manifest)
         judged.append(Candidate(manifest=manifest, changes=tuple(changes), problems=tuple(problems)))
     if judged and judged[0].problems:
         raise ConfigError(judged[0].problems)
@@ -235,15 +234,6 @@ def _problems_inside(manifest: Manifest, prompts: Prompts | None, named: set[str
     except (OSError, ValueError, KeyError, EOFError):
         pass
     return [problem for problem in problems if not set(problem.flags) & (named - {"resume"})]
-
-
-def _problems_of_host_copies(cfg: Config, manifest: Manifest) -> list[Problem]:
-    if not cfg.optimizer.optimizer_cpu_offload:
-        return []
-    flag = cfg.typed.get("optimizer_cpu_offload", "optimizer_cpu_offload")
-    message = f"{flag} true cannot continue {manifest.directory}: the next step would begin from the host's copies of the weights, and no \
-GPU has shown yet that loading a checkpoint renews them. Use {flag} false; offload_optimizer true frees its memory while vLLM samples."
-    return [Problem(flags=(flag, "resume"), nearest={flag: [False]}, message=message)]
 
 
 def holds_run(output_dir: str | Path) -> bool:

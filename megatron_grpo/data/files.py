@@ -89,6 +89,12 @@ def is_path(name: str) -> bool:
     return name.startswith((".", "/", "~")) or name.count("/") > 1 or Path(name.partition("#")[0]).suffix in SUFFIXES
 
 
+def plain_name(name: str) -> str:
+    """Without the number of rows behind it."""
+    plain, _, count = name.rpartition("#")
+    return plain if plain and count.isdigit() and not Path(name).exists() else name
+
+
 def _wrong(flag: str, message: str) -> ConfigError:
     return ConfigError([Problem(flags=(flag,), message=message)])
 

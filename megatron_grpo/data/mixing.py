@@ -6,12 +6,11 @@ All of it follows from settings and seed alone, so every rank, every layout and 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
-from megatron_grpo.data.files import Rows, read_rows
+from megatron_grpo.data.files import Rows, plain_name, read_rows
 from megatron_grpo.errors import ConfigError, Problem
 from megatron_grpo.settings.config import DataConfig
 from megatron_grpo.settings.evaluation import SPLIT
@@ -62,12 +61,6 @@ class _Together(Rows):
     def place(self, index: int) -> str:
         part, offset = self._locate(index)
         return self._read[part].place(offset)
-
-
-def plain_name(name: str) -> str:
-    """Without the number of rows behind it."""
-    plain, _, count = name.rpartition("#")
-    return plain if plain and count.isdigit() and not Path(name).exists() else name
 
 
 def _drawn(name: str, cfg: DataConfig, *, flag: str, seed: int) -> Rows:

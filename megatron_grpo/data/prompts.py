@@ -20,8 +20,8 @@ import numpy as np
 from megatron_grpo.data.album import COLUMNS, Album, num_places, places, shown_by
 from megatron_grpo.data.chat import PromptEncoder, Raw
 from megatron_grpo.data.eyes import Eyes
-from megatron_grpo.data.files import NAMED_ROWS, Rows
-from megatron_grpo.data.mixing import part_of_flag, permutation, plain_name, read_sets
+from megatron_grpo.data.files import NAMED_ROWS, Rows, plain_name
+from megatron_grpo.data.mixing import part_of_flag, permutation, read_sets
 from megatron_grpo.data.pictures import require_pillow
 from megatron_grpo.data.tokens import FEW, TokenTable, key_of, shared
 from megatron_grpo.errors import ConfigError, Problem

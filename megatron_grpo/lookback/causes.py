@@ -79,7 +79,7 @@ def _of_attention(ours: Any, theirs: Any) -> str:
     window = getattr(theirs, "sliding_window", None)
     if isinstance(window, tuple):
         window = window[0]
-    if window is not None and window >= 0:
+    if window is not None and window >= 0 and ours.window is None:
         return f"the sampler's sees the last {window} tokens alone"
     scale = ours.softmax_scale
     if scale is not None and abs(scale - theirs.scale) > 1e-6 * theirs.scale:

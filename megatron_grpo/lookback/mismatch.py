@@ -179,6 +179,8 @@ def _rows_to_compare(asked: Asked, cfg: Config, shape: ModelShape, tokenizer: An
     subject, notes = asked.subject, list[str]()
     if is_truncated_sampling(cfg.rollout):
         notes.append("The run samples with top_p or top_k; here all words stay, for log-probs of what is left are others by design.")
+    if subject.cfg.rollout.same_bits:
+        notes.append("The run computes with the sampler's arithmetic (same_bits); what is compared here is the trainer's own.")
     is_as_run = asked.dtype is None and not is_truncated_sampling(cfg.rollout)
     if subject.run is not None and is_as_run and (rows := recorded(subject.run, version=subject.step)):
         return spread(rows, asked.num_rows), [], "recorded by the run with these weights", notes
@@ -216,7 +218,7 @@ def _as_looked_at(asked: Asked) -> Config:
     cfg = asked.subject.cfg
     values: dict[str, Any] = {
         "vllm_mode": "colocate", "vllm_tensor_parallel_size": cfg.parallel.tensor_model_parallel_size, "vllm_enforce_eager": True,
-        "sleep_level": 0, "beta": 0.0, "router_replay_mode": "disabled", "share_prompts": "false",
+        "sleep_level": 0, "beta": 0.0, "router_replay_mode": "disabled", "share_prompts": "false", "same_bits": False,
     }  # fmt: skip
     if "transformer_impl" not in cfg.typed:
         values["transformer_impl"] = "local"

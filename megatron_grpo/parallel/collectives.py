@@ -67,9 +67,23 @@ def store() -> Any:
     return dist.distributed_c10d._get_default_store()
 
 
+_patient: Group = None
+
+
 def patient_group() -> Group:
-    """All ranks, for what one of them may wait for without a limit: NCCL, and a job's own group, would end the run. Collective."""
-    return dist.new_group(backend="gloo", timeout=timedelta(days=365)) if num_ranks() > 1 else None
+    """All ranks, for what one of them may wait for without a limit: NCCL, and a job's own group, would end the run. Collective at the first
+    call in a job; None where there is one rank."""
+    global _patient
+    if num_ranks() > 1 and not (_patient is not None and _patient in dist.distributed_c10d._world.pg_map):
+        _patient = dist.new_group(backend="gloo", timeout=timedelta(days=365))  # of this job: an earlier one's went with it
+    return _patient if num_ranks() > 1 else None
+
+
+def wait_patiently() -> None:
+    """Until every rank is here, however long one of them takes: before a collective behind work that ranks end at different times, such as
+    sampling. NCCL would count those minutes against `distributed_timeout_minutes`, and end the run. Collective."""
+    if num_ranks() > 1:
+        dist.barrier(group=patient_group())
 
 
 # ---- objects ---------------------------------------------------------------------------------------------------------------------------

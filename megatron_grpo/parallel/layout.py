@@ -41,11 +41,14 @@ class Layout:
         return [self.rank_of(tp=tp, cp=cp, dp=dp, pp=pp) for pp in range(self.pp) for cp in range(self.cp) for tp in range(self.tp)]
 
 
-def sequence_alignment(layout: Layout, sequence_parallel: bool) -> tuple[int, int]:
+def sequence_alignment(layout: Layout, sequence_parallel: bool, rank_multiple: int = 1) -> tuple[int, int]:
     """(multiple of a sequence, multiple of the whole stream) that the layout needs, in tokens.
 
     Context parallelism cuts every sequence into 2*cp equal chunks; sequence parallelism cuts what one CP rank holds into tp parts.
+    rank_multiple: of the tokens that one rank computes.
     """
     per_sequence = 2 * layout.cp if layout.cp > 1 else 1
     per_stream = layout.cp * layout.tp if sequence_parallel else 1
+    if rank_multiple > 1:
+        per_stream = layout.cp * (layout.tp if sequence_parallel else 1) * rank_multiple
     return per_sequence, per_stream

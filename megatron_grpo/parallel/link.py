@@ -57,6 +57,8 @@ class _Link:
         self._group: Any = None
         limit, prefixed = timedelta(seconds=seconds), dist.PrefixStore(name, store)
         try:
+            if self.device.type != "cpu" and _share_a_gpu(prefixed, rank, world, limit, gpu_name(self.device)):
+                self.device = torch.device("cpu")  # NCCL takes one member a GPU; what is received may lie on the host
             if self.device.type == "cpu":
                 options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # not in torch's stubs
                 # What the hostname resolves to is 127.0.1.1 on many machines.
@@ -194,6 +196,18 @@ class LinkReceiver(_Link):
             bucket.append((name, tensor))
             start += _room(tensor.nbytes)
         return bucket
+
+
+def gpu_name(device: torch.device) -> str:
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
+def _share_a_gpu(store: Any, rank: int, world: int, limit: timedelta, mine: str) -> bool:
+    """Whether two members of the link have one GPU, as a server has that runs on a trainer's. Every member asks, and hears the same."""
+    store.set(f"gpu/{rank}", mine)
+    names = [f"gpu/{member}" for member in range(world)]
+    store.wait(names, limit)
+    return len({store.get(name) for name in names}) < world
 
 
 def near_address(address: str, port: int) -> str:

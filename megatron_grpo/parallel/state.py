@@ -90,7 +90,7 @@ def start(layout: Layout, *, sequence_parallel: bool = False, seed: int = 0, tim
     launched = launcher.read()
     has_gpu = torch.cuda.is_available()
     if has_gpu:
-        device = torch.device("cuda", launched.local_rank)
+        device = torch.device("cuda", gpu_of(launched, torch.cuda.device_count()))
         torch.cuda.set_device(device)
     else:
         from megatron_grpo.parallel import cpu
@@ -100,6 +100,8 @@ def start(layout: Layout, *, sequence_parallel: bool = False, seed: int = 0, tim
     if not dist.is_initialized():
         timeout = timedelta(minutes=timeout_minutes)
         store = meet(launched, timeout=timeout)
+        if has_gpu:
+            refuse_shared_gpu(store, launched, f"{torch.cuda.get_device_properties(device).uuid}")
         if not launched.is_launched:
             held = store.underlying_store
             assert isinstance(held, dist.TCPStore)  # opened in `meet`
@@ -108,6 +110,7 @@ def start(layout: Layout, *, sequence_parallel: bool = False, seed: int = 0, tim
             "nccl" if has_gpu else "gloo", store=store, rank=launched.rank, world_size=launched.world_size, timeout=timeout
         )
 
+    collectives.patient_group()  # made here, where all ranks come at one time
     from megatron.core import parallel_state as mpu
     from megatron.core import tensor_parallel
 
@@ -122,6 +125,30 @@ def start(layout: Layout, *, sequence_parallel: bool = False, seed: int = 0, tim
     )
     tensor_parallel.random.model_parallel_cuda_manual_seed(seed)
     return ParallelState(layout, device=device, sequence_parallel=sequence_parallel)
+
+
+def gpu_of(launched: Launched, visible: int) -> int:
+    """The number of this rank's GPU among those that it sees. Launchers show a task all GPUs of its machine, or its own alone.
+
+    Raises ConfigError where it is neither.
+    """
+    if launched.local_rank < visible:
+        return launched.local_rank
+    if visible == 1:
+        return 0
+    raise ConfigError(
+        f"rank {launched.rank} is number {launched.local_rank} of its machine (LOCAL_RANK) and sees {visible} GPUs: start as many ranks a "
+        "machine as it has GPUs, or look at CUDA_VISIBLE_DEVICES."
+    )
+
+
+def refuse_shared_gpu(store: dist.Store, launched: Launched, gpu: str) -> None:
+    """Raises ConfigError on whoever comes second: NCCL takes one rank a GPU, and would say so in words of its own. gpu: its UUID."""
+    if store.add(f"gpu/{gpu}", 1) > 1:
+        raise ConfigError(
+            f"rank {launched.rank} would share GPU {gpu} with another rank, and NCCL takes one rank a GPU. Start as many ranks a machine "
+            "as it has GPUs (--nproc_per_node), or show each its own (srun --gpus-per-task 1)."
+        )
 
 
 def meet(

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_grpo.errors import ConfigError, Problem
 from megatron_grpo.parallel.layout import sequence_alignment
+from megatron_grpo.policy.fp8 import rank_multiple
 from megatron_grpo.settings.config import Config
 from megatron_grpo.sizing.batch_sizes import BatchSizes
 
@@ -128,7 +129,7 @@ def cut_of(sizes: BatchSizes, cfg: Config, least_saving: float | None) -> BatchC
     from megatron_grpo.batching.split import BatchCut
 
     layout = sizes.layout
-    sequence, stream = sequence_alignment(layout, cfg.parallel.sequence_parallel)
+    sequence, stream = sequence_alignment(layout, cfg.parallel.sequence_parallel, rank_multiple(cfg))
     return BatchCut(
         dp_size=sizes.dp_size,
         micro_batch_size=sizes.micro_batch_size,

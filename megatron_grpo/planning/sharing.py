@@ -32,10 +32,9 @@ def decide(
     shape: ModelShape | None,
     *,
     has_gpu: bool | None = None,
-    has_transformer_engine: bool | None = None,
     gpu_lacks: str | None = None,
 ) -> Sharing:
-    """has_gpu, has_transformer_engine: of the machine that trains, None where that is not known. Who gives `gpu_memory_gb` plans for GPUs.
+    """has_gpu: of the machine that trains, None where that is not known. Who gives `gpu_memory_gb` plans for GPUs.
     gpu_lacks: why this GPU has no kernel for attention with parents (`policy.attention.gpu_kernel`).
 
     Raises ConfigError where the file of lengths cannot be read. `true` with an obstacle is refused before (`policy.refused`).
@@ -48,7 +47,7 @@ def decide(
     if cfg.batch.share_prompts == "true":
         kernel = _kernel(has_gpu, f"{_PLAIN}: {lacks}" if lacks else None)
         return Sharing(least_saving=0.0, why="share_prompts true, wherever a token is saved" + kernel)
-    reason = sharing_obstacle(cfg, shape, has_transformer_engine=bool(has_transformer_engine)) or _nothing_to_gain(cfg)
+    reason = sharing_obstacle(cfg, shape) or _nothing_to_gain(cfg)
     if reason is None and lacks and (has_gpu or cfg.plan.gpu_memory_gb):
         reason = f"{lacks}; share_prompts true takes plain matrix products"
     if reason is not None:

@@ -1,6 +1,6 @@
 """What Megatron-Core's local spec lacks: attention over a packed, context-parallel stream, and an RMSNorm for sequence parallelism.
 
-With Transformer Engine present its own layers are used, and only `te_packed` of this file matters.
+With Transformer Engine present its own layers are used, with `FusedAttention` of this file in them.
 """
 
 from __future__ import annotations
@@ -55,6 +55,33 @@ class PackedAttention(MegatronModule):
             k, v = (all_gather(x, self.cp_group).flatten(0, 1) for x in (k, v))
         out = attention(q, k, v, packed_seq_params.within(self.window), self.softmax_scale, self.sinks)
         return out[..., :channels].flatten(1, 2).unsqueeze(1)
+
+
+class FusedAttention(PackedAttention):
+    """As PackedAttention, by Transformer Engine's kernels (FlashAttention's or cuDNN's, in thd layout) in half precision, where no segment
+    has a parent.
+
+    Megatron would rotate queries and keys of a thd stream segment by segment, and ask the device for their lengths in every layer. Here
+    they are rotated at once, as on the local layers.
+    """
+
+    def __init__(self, config, *, layer_number=1, softmax_scale=None, pg_collection, **more):
+        """more: Megatron's arguments for Transformer Engine's attention."""
+        super().__init__(config, layer_number=layer_number, softmax_scale=softmax_scale, pg_collection=pg_collection)
+        from megatron.core.extensions.transformer_engine import TEDotProductAttention
+
+        self.fused = TEDotProductAttention(
+            config=config, layer_number=layer_number, softmax_scale=softmax_scale, pg_collection=pg_collection, **more
+        )
+
+    def forward(self, query, key, value, attention_mask, attn_mask_type=None, attention_bias=None, *, packed_seq_params: PackedStream):
+        if packed_seq_params.has_parents or query.dtype is torch.float32:  # of which Transformer Engine has no kernel in this layout
+            return super().forward(query, key, value, attention_mask, packed_seq_params=packed_seq_params)
+        q, k, v = query.squeeze(1), key.squeeze(1), value.squeeze(1)
+        if rotations := packed_seq_params.rotations:
+            q, k = (rotate(x, rotations[self.rope]) for x in (q, k))
+        out = self.fused(q, k, v, None, attn_mask_type=attn_mask_type, packed_seq_params=te_packed(packed_seq_params))
+        return out.reshape(len(q), 1, -1)
 
 
 class SinkAttention(PackedAttention):
@@ -167,9 +194,8 @@ def of_biased_experts(linear: type) -> type:
 
 
 def te_packed(packed: PackedStream) -> PackedSeqParams:
-    """The same stream in the words of Transformer Engine's attention, which has none for parents: ValueError where there are any."""
-    if packed.has_parents:
-        raise ValueError("share_prompts needs attention with parents, which Transformer Engine's path has not yet")
+    """The same stream in the words of Transformer Engine's attention, which knows no parents. Under context parallelism too: it cuts each
+    segment into the chunks that `parallel.context` says."""
     cu = packed.cu_seqlens
     longest = packed.max_seqlen
     return PackedSeqParams(qkv_format="thd", cu_seqlens_q=cu, cu_seqlens_kv=cu, max_seqlen_q=longest, max_seqlen_kv=longest)

@@ -26,13 +26,13 @@ from megatron_grpo.policy.kernels import ACTIVATIONS, Rotation
 from megatron_grpo.policy.latent import LatentAttention, LatentNorm
 from megatron_grpo.policy.layers import (
     AddNormed,
+    FusedAttention,
     Norm,
     NormFromOne,
     PackedAttention,
     SinkAttention,
     WholeNorm,
     of_biased_experts,
-    te_packed,
     with_bias,
 )
 from megatron_grpo.policy.router import replace_routers
@@ -154,6 +154,8 @@ def transformer_config(
         calculate_per_token_loss=True,
         # Megatron checks it even where there are no experts: "allgather" does not go with lengths that vary between stages.
         moe_token_dispatcher_type=model.moe_token_dispatcher_type if shape.moe else "alltoall",
+        fp8=model.fp8_format,
+        fp8_recipe=model.fp8_recipe if model.fp8_format else None,
         **moe,
         **mla,
         **model.megatron_extra_kwargs,  # of `settings.passed_on.OPEN`, none of which stands above
@@ -177,6 +179,8 @@ def layer_specs(
             attention.linear_qkv = with_bias(attention.linear_qkv, shape.qkv_bias)
             attention.linear_proj = with_bias(attention.linear_proj, shape.attention_out_bias)
         if use_te:
+            attention.core_attention = FusedAttention
+            layer.submodules.sharded_state_dict_keys_map |= NORMS_IN_CHECKPOINTS
             if plain_linears:
                 _take_norms_out(layer, shape.qkv_bias)
             continue
@@ -200,6 +204,11 @@ def layer_specs(
     if not use_te:
         block.layer_norm = norm
     return block
+
+
+# Checkpoints call norms as Transformer Engine does, which fuses them with the linear layer behind. Megatron's local layers do so always;
+# those with Transformer Engine not where a norm stands alone, as before experts. Each would lack weights of the other's checkpoints.
+NORMS_IN_CHECKPOINTS = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_", "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
 
 
 def _take_norms_out(layer: ModuleSpec, qkv_bias: bool) -> None:
@@ -271,7 +280,7 @@ class PolicyModel(GPTModel):
             position_embedding_type="none",  # frequencies are gathered by position in `forward`
             vp_stage=vp_stage,
         )  # fmt: skip
-        self.use_te, self.temperature, self.chunk_size = use_te, temperature, chunk_size
+        self.temperature, self.chunk_size = temperature, chunk_size
         ropes = [rope_inverse_frequencies(shape, rope)[0] for rope in (shape.rope, shape.local_rope) if rope]
         self.inverse_frequencies = [torch.tensor(rope, dtype=torch.float32, device=torch.cuda.current_device()) for rope in ropes]
         self.embedding_scale = float(torch.tensor(shape.embedding_scale, dtype=config.params_dtype))  # rounded as the sampler rounds it
@@ -342,15 +351,14 @@ class PolicyModel(GPTModel):
 
         One row a token: segments may start at any position.
         """
-        positions = (batch.all_positions if self.use_te else batch.positions).float()
+        positions = batch.positions.float()
         # With three axes [3, t] each frequency turns with one of them.
         places = positions[self.axes].T if positions.dim() > 1 else positions[:, None]
-        if not (self.use_te or self.config.multi_latent_attention):
+        if not self.config.multi_latent_attention:
             rotations = tuple(Rotation.of(places * frequencies) for frequencies in self.inverse_frequencies)
             return None, dataclasses.replace(batch.packed, rotations=rotations)
         angles = places * self.inverse_frequencies[0]
-        packed = te_packed(batch.packed) if self.use_te else batch.packed
-        return torch.cat([angles, angles], dim=-1)[:, None, None, :], packed
+        return torch.cat([angles, angles], dim=-1)[:, None, None, :], batch.packed
 
 
 def build_chunks(

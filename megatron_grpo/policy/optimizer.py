@@ -101,26 +101,29 @@ def own_norm(wrapped: Sequence[Any], *, with_experts: bool = True) -> torch.Tens
 def build_optimizer(wrapped: Sequence[DistributedDataParallel], cfg: OptimizerConfig):
     """AdamW with decoupled weight decay (none on biases and norms), clipping by the global norm."""
     config = wrapped[0].config
-    optimizer = get_megatron_optimizer(
-        MegatronOptimizerConfig(
-            optimizer="adam",
-            lr=cfg.lr,
-            min_lr=cfg.min_lr,
-            weight_decay=cfg.weight_decay,
-            adam_beta1=cfg.adam_beta1,
-            adam_beta2=cfg.adam_beta2,
-            adam_eps=cfg.adam_eps,
-            clip_grad=cfg.clip_grad,
-            bf16=config.params_dtype is torch.bfloat16,
-            params_dtype=config.params_dtype,
-            use_distributed_optimizer=cfg.use_distributed_optimizer,
-            overlap_param_gather=cfg.overlap_param_gather,
-            optimizer_cpu_offload=cfg.optimizer_cpu_offload,
-            optimizer_offload_fraction=cfg.optimizer_offload_fraction if cfg.optimizer_cpu_offload else 0.0,
-        ),
-        list(wrapped),
-        **_overrides(cfg),
+    how = MegatronOptimizerConfig(
+        optimizer="adam",
+        lr=cfg.lr,
+        min_lr=cfg.min_lr,
+        weight_decay=cfg.weight_decay,
+        adam_beta1=cfg.adam_beta1,
+        adam_beta2=cfg.adam_beta2,
+        adam_eps=cfg.adam_eps,
+        clip_grad=cfg.clip_grad,
+        bf16=config.params_dtype is torch.bfloat16,
+        params_dtype=config.params_dtype,
+        use_distributed_optimizer=cfg.use_distributed_optimizer,
+        overlap_param_gather=cfg.overlap_param_gather,
+        optimizer_cpu_offload=cfg.optimizer_cpu_offload,
+        optimizer_offload_fraction=cfg.optimizer_offload_fraction if cfg.optimizer_cpu_offload else 0.0,
     )
+    if cfg.optimizer_cpu_offload:
+        # Else float32 weights stay on the GPU besides, and the host's, which the next step begins from, are no part of a checkpoint. Set
+        # here, for Megatron-Core 0.16 asks Transformer Engine for its version in between, which may not be there.
+        how.use_precision_aware_optimizer = how.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True
+        how.store_param_remainders = False
+    with torch.set_grad_enabled(not cfg.optimizer_cpu_offload):  # float32 weights: its parts refuse views that ask for gradients
+        optimizer = get_megatron_optimizer(how, list(wrapped), **_overrides(cfg))
     config.grad_scale_func = optimizer.scale_loss
     return optimizer
 

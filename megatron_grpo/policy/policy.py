@@ -72,10 +72,17 @@ class Bystander(Protocol):
 
 
 def cut_for(
-    parallel: ParallelState, megatron: Any, *, micro_batch_size: int, max_tokens: int | None, least_saving: float | None = None
+    parallel: ParallelState,
+    megatron: Any,
+    *,
+    micro_batch_size: int,
+    max_tokens: int | None,
+    least_saving: float | None = None,
+    rank_multiple: int = 1,
 ) -> BatchCut:
-    """How this layout and this model want batches cut. megatron: Megatron-Core's configuration of the model; others: see `BatchCut`."""
-    sequence, stream = sequence_alignment(parallel.layout, parallel.sequence_parallel)
+    """How this layout and this model want batches cut. megatron: Megatron-Core's configuration of the model; rank_multiple: see
+    `sequence_alignment`; others: see `BatchCut`."""
+    sequence, stream = sequence_alignment(parallel.layout, parallel.sequence_parallel, rank_multiple)
     return BatchCut(
         dp_size=parallel.dp_size,
         micro_batch_size=micro_batch_size,

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 
 from megatron_grpo.errors import Problem
+from megatron_grpo.policy.fp8 import fp8_machine_problems, fp8_problems
 from megatron_grpo.policy.refused_bits import gpu_problem
 from megatron_grpo.settings.config import Config
 from megatron_grpo.sizing.stages import layer_counts
@@ -21,22 +22,24 @@ def problems(cfg: Config, shape: ModelShape) -> list[Problem]:
         found += _biased_experts(cfg, shape)
     if shape.vision:
         found += _vision(cfg, shape, shape.vision)
+    if cfg.optimizer.optimizer_cpu_offload and not cfg.optimizer.use_distributed_optimizer:
+        message = "optimizer_cpu_offload needs use_distributed_optimizer true: with it alone Megatron-Core keeps float32 weights there."
+        found.append(Problem(flags=("optimizer_cpu_offload", "use_distributed_optimizer"), message=message,
+                             nearest={"use_distributed_optimizer": [True], "optimizer_cpu_offload": [False]}))  # fmt: skip
     return [
         *found,
         *_dispatch(cfg, shape),
         *_kernels(cfg, shape),
         *_recompute(cfg, shape),
         *_replay(cfg, shape),
+        *fp8_problems(cfg, shape, needs_local_layers(shape)),
         *sharing_problems(cfg, shape),
     ]
 
 
-def sharing_obstacle(cfg: Config, shape: ModelShape | None, *, has_transformer_engine: bool = False) -> str | None:
-    """Why prompts cannot be computed once; a phrase. has_transformer_engine: so `transformer_impl auto` takes it."""
-    impl, tuner = cfg.model.transformer_impl, cfg.tuner
-    is_local = shape is not None and needs_local_layers(shape) is not None
-    if not is_local and (impl == "transformer_engine" or (impl == "auto" and has_transformer_engine)):
-        return "it needs attention with parents, which Transformer Engine's path has not yet"
+def sharing_obstacle(cfg: Config, shape: ModelShape | None) -> str | None:
+    """Why prompts cannot be computed once; a phrase."""
+    tuner = cfg.tuner
     if cfg.rollout.same_bits:
         return "parts of attention that are merged have other bits than the whole (same_bits)"
     longest = (cfg.data.max_prompt_length or (shape and shape.max_position_embeddings) or 0) + cfg.rollout.max_completion_length
@@ -64,22 +67,23 @@ def attention_channels(shape: ModelShape) -> int:
     return shape.mla.qk_head_dim + shape.mla.qk_pos_emb_head_dim if shape.mla else shape.head_dim
 
 
-def sharing_problems(cfg: Config, shape: ModelShape, *, has_transformer_engine: bool = False) -> list[Problem]:
+def sharing_problems(cfg: Config, shape: ModelShape) -> list[Problem]:
     """`share_prompts true` where it cannot be."""
-    reason = sharing_obstacle(cfg, shape, has_transformer_engine=has_transformer_engine)
+    reason = sharing_obstacle(cfg, shape)
     if cfg.batch.share_prompts != "true" or reason is None:
         return []
-    if not reason.startswith("it needs "):
-        others = {"lora_dropout": ", or lora_dropout 0", "parts of attention": ", or same_bits false"}
-        other = next((words for begin, words in others.items() if reason.startswith(begin)), "")
-        return [_problem("share_prompts", f"true cannot be: {reason}. Use auto or false{other}.", "auto", "false")]
-    message = f"share_prompts true needs {reason.removeprefix('it needs ')}. Use auto or false, or transformer_impl local."
-    return [Problem(flags=("share_prompts", "transformer_impl"), message=message,
-                    nearest={"share_prompts": ["auto", "false"], "transformer_impl": ["local"]})]  # fmt: skip
+    others = {"lora_dropout": ", or lora_dropout 0", "parts of attention": ", or same_bits false"}
+    other = next((words for begin, words in others.items() if reason.startswith(begin)), "")
+    return [_problem("share_prompts", f"true cannot be: {reason}. Use auto or false{other}.", "auto", "false")]
 
 
-def machine_problems(cfg: Config, *, has_gpu: bool, has_transformer_engine: bool) -> list[Problem]:
-    """What this configuration asks of a machine that has it not. `train` knows the machine; `plan` may be made for another."""
+def machine_problems(
+    cfg: Config, *, has_gpu: bool, has_transformer_engine: bool, capability: tuple[int, int] | None = None
+) -> list[Problem]:
+    """What this configuration asks of a machine that has it not. `train` knows the machine; `plan` may be made for another.
+
+    capability: of the GPU to compute.
+    """
     found = list(gpu_problem(cfg)) if has_gpu else []
     model, optimizer = cfg.model, cfg.optimizer
     if model.transformer_impl == "transformer_engine" and not has_transformer_engine:
@@ -87,6 +91,7 @@ def machine_problems(cfg: Config, *, has_gpu: bool, has_transformer_engine: bool
                               "auto", "local"))  # fmt: skip
     if optimizer.optimizer_cpu_offload and not has_gpu:
         found.append(_problem("optimizer_cpu_offload", "there is no GPU here: the optimizer is on the host already. Leave it out.", False))
+    found += fp8_machine_problems(cfg, has_gpu=has_gpu, has_transformer_engine=has_transformer_engine, capability=capability)
     kernels = cfg.kernels
     if kernels.moe_permute_fusion and not has_transformer_engine:
         found.append(_problem("moe_permute_fusion", "it is Transformer Engine's, which is not installed here. Leave it out.", False))

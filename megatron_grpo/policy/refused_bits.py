@@ -67,6 +67,10 @@ def _model(cfg: Config, shape: ModelShape) -> Iterator[Problem]:
         yield _problem(
             "model", f"{shape.architecture} is not reached; see docs/proof.md. Use same_bits false, or one of {', '.join(PROVEN)}."
         )
+    elif shape.windows:
+        yield _problem("model", "sliding windows are not reached; see docs/proof.md. Use same_bits false.")
+    elif shape.rope.attention_scaling != 1:
+        yield _problem("model", "the sampler scales cosines and sines where the trainer scales scores (YaRN). Use same_bits false.")
     elif cfg.parallel.tensor_model_parallel_size > 1 and (shape.attention_out_bias or shape.mlp_bias):
         yield _problem("tensor_model_parallel_size", "the sampler adds a bias before it sums over ranks, the trainer after. Use 1.", 1)
     elif cfg.model.torch_dtype == "bfloat16" and (shape.qkv_bias or shape.attention_out_bias or shape.mlp_bias):

@@ -8,6 +8,7 @@ from the run that loads.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace
 from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedBase
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
+from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from megatron_grpo.parallel import collectives
@@ -43,6 +45,7 @@ def sharded_state(
     state: dict[str, Any] = {
         name: models[name] if is_whole else _what_trains(unwrapped(chunk), models[name]) for name, chunk in _named(chunks)
     }
+    state = {name: without_extra_state(described) for name, described in state.items()}
     if optimizer is not None:
         # With a single chunk Megatron expects the chunk's own dict, not a dict of chunks.
         whole = models["model"] if len(chunks) == 1 else models
@@ -57,7 +60,7 @@ def sharded_state(
     if scheduler is not None:
         state["scheduler"] = scheduler.state_dict()
     for name, chunk in _named(reference or ()):
-        described = chunk.sharded_state_dict(metadata=dict(how))
+        described = without_extra_state(chunk.sharded_state_dict(metadata=dict(how)))
         add_prefix_for_sharding(described, REFERENCE)
         state[REFERENCE + name] = described
     return state
@@ -69,10 +72,7 @@ def load_state(
     """Puts back what `megatron.core.dist_checkpointing.load` made of `sharded_state(..., is_loading=True)`. Collective."""
     is_whole = _all_train(chunks)
     for name, chunk in _named(chunks):
-        found = unwrapped(chunk).load_state_dict(state.get(name, {}), strict=is_whole)  # what is empty does not come back
-        lost = set(found.missing_keys) & _trained(unwrapped(chunk))
-        if found.unexpected_keys or lost:
-            raise ValueError(f"a checkpoint that has been read lacks {sorted(lost)[:3]} and has {found.unexpected_keys[:3]} besides")
+        _load_weights(unwrapped(chunk), state.get(name, {}), everything=is_whole)  # what is empty does not come back
     if optimizer is not None:
         if not is_distributed(optimizer):  # else it has been read in place
             _load_optimizer(optimizer, state["optimizer"], state["optimizer_step"])
@@ -80,7 +80,25 @@ def load_state(
     if scheduler is not None:
         scheduler.load_state_dict(state["scheduler"])
     for name, chunk in _named(reference or ()):
-        chunk.load_state_dict(state[REFERENCE + name])
+        _load_weights(chunk, state[REFERENCE + name], everything=True)
+
+
+EXTRA = re.compile(r"_extra_state\d*$")  # of grouped layers one for each expert
+
+
+def without_extra_state(described: dict[str, Any]) -> dict[str, Any]:
+    """Without what Transformer Engine's layers keep beside their weights: nothing, but under FP8 a pickle of the recipe, which the settings
+    say as well. So a checkpoint is the same with its layers and with the local ones, and none is unpickled."""
+    return {name: leaf for name, leaf in described.items() if not EXTRA.search(name)}
+
+
+def _load_weights(module: Any, values: dict[str, Any], *, everything: bool) -> None:
+    """everything: all tensors must be there, else those that train."""
+    found = module.load_state_dict(values, strict=False)
+    lost = {name for name in found.missing_keys if not EXTRA.search(name)}
+    lost = lost if everything else lost & _trained(module)
+    if found.unexpected_keys or lost:
+        raise ValueError(f"a checkpoint that has been read lacks {sorted(lost)[:3]} and has {found.unexpected_keys[:3]} besides")
 
 
 def _all_train(chunks: Sequence[Any]) -> bool:
@@ -110,18 +128,33 @@ def _make_room(optimizer: Any) -> None:
     Where this rank owns nothing that trains, Megatron still asks for a count of steps; the key is no parameter, so it is nobody's.
     """
     for part in chain(optimizer):
-        if isinstance(part.optimizer, torch.optim.Adam):  # AdamW is a kind of Adam
+        if isinstance(part.optimizer, HybridDeviceOptimizer):
+            _make_room_on_host(part.optimizer)
+        elif isinstance(part.optimizer, torch.optim.Adam):  # AdamW is a kind of Adam
             if not any(group["params"] for group in part.optimizer.param_groups):
                 part.optimizer.state["nothing trains here"] = {"step": torch.tensor(0.0)}  # type: ignore[index]  # no parameter
-            for parameter in (p for group in part.optimizer.param_groups for p in group["params"]):
-                if not part.optimizer.state[parameter]:
-                    part.optimizer.state[parameter] = {
-                        "step": torch.tensor(0.0),
-                        "exp_avg": torch.zeros_like(parameter),
-                        "exp_avg_sq": torch.zeros_like(parameter),
-                    }
+            _make_moments(part.optimizer)
         elif part.init_state_fn is not None and not part.optimizer.state:
             part.init_state_fn(part.optimizer, part.config)
+
+
+def _make_moments(optimizer: torch.optim.Optimizer) -> None:
+    for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+        if not optimizer.state[parameter]:
+            optimizer.state[parameter] = {"exp_avg": torch.zeros_like(parameter), "exp_avg_sq": torch.zeros_like(parameter)}
+            if isinstance(optimizer, torch.optim.Adam):  # fused ones count in their groups
+                optimizer.state[parameter]["step"] = torch.tensor(0.0)
+
+
+def _make_room_on_host(optimizer: HybridDeviceOptimizer) -> None:
+    """Of one whose parts are on the host, under `optimizer_cpu_offload`. (Megatron takes a step with random gradients for this.)
+
+    It then says of each parameter where its float32 weight and its moments are; those that the parts themselves use, so what is read into
+    them has been loaded.
+    """
+    for part in optimizer.sub_optimizers:
+        _make_moments(part)
+    optimizer._sync_sub_optimizers_state_to_hdo()
 
 
 def _load_optimizer(optimizer: Any, state: dict[Any, Any], step: int) -> None:

@@ -104,7 +104,6 @@ class LocalBatch:
     held: np.ndarray  # int64 [t]: places of these tokens in the whole stream
     token_ids: torch.Tensor  # int64 [1, t]
     positions: torch.Tensor  # int64 [t], or [3, t] where the micro-batch has pictures
-    all_positions: torch.Tensor  # int64 [T] or [3, T]: of the whole stream
     multiplicity: torch.Tensor  # int64 [t]: contexts that a token stands for; 0 is alignment padding
     packed: PackedStream
     predict_at: torch.Tensor  # int64 [c], places among the t tokens; shared ones stand several times
@@ -156,7 +155,6 @@ def to_local(batch: MicroBatch, parallel: ParallelState, moe_layers: Sequence[in
         held=held,
         token_ids=tensor(batch.token_ids[held])[None],
         positions=tensor(batch.positions[..., held]),
-        all_positions=tensor(batch.positions),
         multiplicity=tensor(batch.multiplicity[held]),
         packed=packed_stream(batch.segments, cp, rank, tensor, by_length=device.type == "cpu"),
         predict_at=tensor(place[batch.predict_at[trained]]),

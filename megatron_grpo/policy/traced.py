@@ -16,7 +16,7 @@ from megatron.core import tensor_parallel
 
 from megatron_grpo.cleanup import CleanUp
 from megatron_grpo.policy.kernels import rotate
-from megatron_grpo.policy.layers import PackedAttention
+from megatron_grpo.policy.layers import AddNormed, Norm, PackedAttention, WholeNorm
 from megatron_grpo.policy.model import PolicyModel
 
 # What sequence parallelism cuts by tokens.
@@ -36,6 +36,8 @@ def not_traced(model: PolicyModel) -> str | None:
         return "has latent attention (MLA), whose operations are not laid out alike in trainer and sampler"
     if model.vision is not None:
         return "sees pictures, and its layers of text are not watched yet"
+    if model.embedding_scale != 1 or any(isinstance(module, AddNormed) for module in model.modules()):
+        return "norms what its layers add, or scales its embeddings, and is not watched yet"
     if not all(isinstance(layer.self_attention.core_attention, PackedAttention) for layer in model.decoder.layers):
         return "is built of Transformer Engine's layers, which hold several operations in one: --transformer_impl local"
     return None
@@ -91,7 +93,7 @@ class _Tracer:
                 attention, block = layer.self_attention, layer.mlp
                 on(layer.input_layernorm, self.output(f"L{i} norm 1"))
                 on(attention.linear_qkv, self.mixed(f"L{i} qkv"))
-                if model.config.qk_layernorm:
+                if isinstance(attention.q_layernorm, (Norm, WholeNorm)):
                     on(attention.q_layernorm, self.output(f"L{i} q norm"))
                     on(attention.k_layernorm, self.output(f"L{i} k norm"))
                 before(attention.core_attention, self.rotated(f"L{i}"))
@@ -146,10 +148,11 @@ class _Tracer:
         def hook(module: Any, inputs: Any, named: Any) -> Any:
             q, k, *rest = inputs
             packed = named["packed_seq_params"]
-            q, k = (rotate(x.squeeze(1), packed.rotation).unsqueeze(1) for x in (q, k))
+            rotation = packed.rotations[module.rope]
+            q, k = (rotate(x.squeeze(1), rotation).unsqueeze(1) for x in (q, k))
             new_q, new_k = self.instead(f"{layer} rope q", q), self.instead(f"{layer} rope k", k)
             q, k = q if new_q is None else new_q, k if new_k is None else new_k
-            return (q, k, *rest), {**named, "packed_seq_params": dataclasses.replace(packed, rotation=None)}
+            return (q, k, *rest), {**named, "packed_seq_params": dataclasses.replace(packed, rotations=())}
 
         return hook
 
@@ -181,4 +184,5 @@ class _Tracer:
         if head.sequence_parallel:
             hidden = tensor_parallel.gather_from_sequence_parallel_region(hidden, group=head.tp_group)
         words = (head.weight if weight is None else weight)[: head.num_valid_rows]
-        self.found["logits"] = Own(0, (hidden.squeeze(1)[batch.predict_at] @ words.t()).float().cpu())
+        hidden, words = (x.float() if head.in_float32 else x for x in (hidden.squeeze(1)[batch.predict_at], words))
+        self.found["logits"] = Own(0, (hidden @ words.t()).float().cpu())

@@ -32,7 +32,7 @@ from megatron_grpo.rollout.turns import DONE, GIVES_UP, EngineTurns, LeadingTurn
 from megatron_grpo.rollout.vllm_adapters import AdapterSlot, lora_options
 from megatron_grpo.rollout.vllm_options import cpu_options, gpu_options, problem_of
 from megatron_grpo.rollout.vllm_requests import sampled_logprobs, sampling_params, scores, scoring_requests
-from megatron_grpo.rollout.vllm_weights import WeightLoader, missing_sentence
+from megatron_grpo.rollout.vllm_weights import WeightLoader, buffers_of, missing_sentence, refuse_changed
 from megatron_grpo.settings.config import RolloutConfig
 from megatron_grpo.types import Completion, Group, Prompt, answered
 from megatron_grpo.types import Sequence as Scored
@@ -59,6 +59,7 @@ class ColocatedEngine:
         self._eyes: Eyes | None = None  # of a model that sees
         self._has_tower = True  # its weights that see pictures are those of the trainer, also where they are not pushed
         self._asleep: set[str] = set()  # of "weights" and "kv_cache": vLLM's names for what sleep takes away
+        self._buffers: list[Any] = []  # of its workers, as they were before it slept
         self.gives_up: Callable[[], bool] = lambda: False
 
     @classmethod
@@ -90,7 +91,8 @@ class ColocatedEngine:
         options |= vllm_pictures.engine_options(eyes, most_pictures, on_gpu=on_gpu) | cfg.vllm_engine_kwargs
         if collectives.has_job():
             options["distributed_executor_backend"] = "external_launcher"  # one worker in each of the launcher's ranks
-        with vllm_patches.trainer_untouched(), activity.phase("starting vLLM"):
+        device = torch.cuda.current_device() if on_gpu else None
+        with vllm_patches.trainer_untouched(), vllm_patches.on_device(device), activity.phase("starting vLLM"):
             try:
                 llm = LLM(
                     str(model_path), tensor_parallel_size=tp, max_model_len=max_model_len,
@@ -99,11 +101,12 @@ class ColocatedEngine:
                     logprobs_mode="processed_logprobs",  # of the distribution sampled from; the default ignores temperature and top-p
                     disable_log_stats=True, use_tqdm_on_load=False, **options,
                 )  # fmt: skip
-            except (ValueError, TypeError) as error:
+            except (ValueError, TypeError, RuntimeError, AssertionError) as error:
                 problem = problem_of(cfg, max_model_len, on_gpu, str(error))
                 if problem is None:
                     raise
                 raise ConfigError([problem]) from error
+        collectives.wait_patiently()  # one that compiles for the first time takes minutes more than the others
         vllm_patches.tell_of_steps(llm)
         engine = cls(llm, rank=rank, world_size=world_size, tensor_parallel_size=tp, max_model_len=max_model_len,
                      sleep_level=cfg.sleep_level if on_gpu else 0, adapter=AdapterSlot(llm, room.modules) if room else None,
@@ -142,6 +145,7 @@ class ColocatedEngine:
             answers = None
         except ConfigError as error:  # a picture that has changed: who reads others hears of it too
             answers, fault = [], str(error)
+        collectives.wait_patiently()  # one engine may have much longer answers than another
         answers = self._agreed((prompts, sampling, seed), answers, fault)
         # The ranks of one engine hold the same groups, and judge every so many of them.
         share = slice(self._rank_in_engine, None, self._tensor_parallel_size)
@@ -163,6 +167,7 @@ class ColocatedEngine:
                     turns.rest(state)
                 else:
                     state, digest = follow(turns, lambda: self._tell(None), digest)
+                collectives.wait_patiently()
                 if (worst := collectives.largest(state)) == GIVES_UP:
                     raise GivenUp
                 if worst == DONE:
@@ -255,6 +260,7 @@ class ColocatedEngine:
 
     def _sleep(self) -> None:
         if self._sleep_level:
+            self._buffers = self._llm.collective_rpc(buffers_of)
             self._llm.sleep(level=self._sleep_level)
             self._asleep = {"weights", "kv_cache"}
             if self._sleep_level == 2:
@@ -289,6 +295,8 @@ class ColocatedEngine:
         if asleep:
             self._llm.wake_up(tags=asleep)
             self._asleep -= set(asleep)
+            if "weights" in asleep:
+                self._llm.collective_rpc(refuse_changed, args=(self._buffers[0], "sleep"))
 
     def _run(self, requests: Sequence[tuple[Sequence[int], vllm_pictures.Shown, Any]]) -> list[Any]:
         if not requests:

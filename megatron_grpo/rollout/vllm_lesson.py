@@ -142,8 +142,8 @@ class Bits:
         now = own_tensors(unit.module)
         return (
             now.keys() == self.tensors.keys()
-            and all(Form.of(now[name]) == Form.of(kept) and _same_bits(now[name], kept) for name, (_, kept) in self.tensors.items())
-            and _same_bits(self.answer, self._answer(unit))
+            and all(Form.of(now[name]) == Form.of(kept) and same_bits(now[name], kept) for name, (_, kept) in self.tensors.items())
+            and same_bits(self.answer, self._answer(unit))
         )
 
     def put_back(self, unit: Unit) -> None:
@@ -174,5 +174,9 @@ def _address(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_meta else tensor.untyped_storage().data_ptr()
 
 
-def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return torch.equal(one.contiguous().view(-1).view(torch.uint8), other.contiguous().view(-1).view(torch.uint8))
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return (
+        one.shape == other.shape
+        and one.dtype == other.dtype
+        and torch.equal(one.contiguous().view(-1).view(torch.uint8), other.contiguous().view(-1).view(torch.uint8))
+    )

@@ -29,9 +29,31 @@ def gpu_options(cfg: RolloutConfig) -> dict[str, Any]:
     }
 
 
+# What torch and vLLM say where its weights, its warm-up or its CUDA graphs find no memory.
+_NO_ROOM = ("CUDA out of memory", "CUDA error: out of memory", "CUDA Error: out of memory", "OutOfMemoryError")
+
+
 def problem_of(cfg: RolloutConfig, max_model_len: int, on_gpu: bool, error: str) -> Problem | None:
     """What a refusal of vLLM means in the user's settings; None where it is not about them."""
-    if "KV cache" in error:
+    if "less than desired GPU memory utilization" in error:
+        found = re.search(r"\(([\d.]+)/([\d.]+) GiB\)", error)
+        free = f"{found[1]} of {found[2]} GiB are free" if found else "less than that is free"
+        share = int(100 * float(found[1]) / float(found[2])) / 100 if found else None
+        return Problem(
+            flags=["vllm_gpu_memory_utilization"], nearest={} if share is None else {"vllm_gpu_memory_utilization": [share]},
+            message=f"vllm_gpu_memory_utilization ({cfg.vllm_gpu_memory_utilization}): {free} on the GPU when vLLM starts, the policy "
+            f"being there already. Use {'less' if share is None else f'at most {share}'}, or offload_optimizer true and offload_model "
+            "true, which give the policy's memory away first.")  # fmt: skip
+    if any(sign in error for sign in _NO_ROOM):
+        return Problem(flags=["vllm_gpu_memory_utilization", "vllm_max_num_seqs"], message=(
+            "the GPU has no room for vLLM beside the policy. Use offload_optimizer true and offload_model true, which give the "
+            f"policy's memory away first; or a vllm_gpu_memory_utilization below {cfg.vllm_gpu_memory_utilization}, or a vllm_max_num_seqs "
+            f"below {cfg.vllm_max_num_seqs}. vLLM says: {error.splitlines()[0]}"))  # fmt: skip
+    if "Error in memory profiling" in error:
+        return Problem(flags=["vllm_gpu_memory_utilization"], message=(
+            "another process gave back memory of this GPU while vLLM measured how much there is: let nothing else run on it while a run "
+            f"starts. vLLM says: {error.splitlines()[0]}"))  # fmt: skip
+    if "KV cache" in error or "cache blocks" in error:
         flag = "vllm_gpu_memory_utilization" if on_gpu else "vllm_kv_cache_memory_mb"
         return Problem(flags=[flag, "vllm_max_model_len"], message=(
             f"{flag} ({getattr(cfg, flag)}) leaves a KV cache that cannot hold one sequence of {max_model_len} tokens. Raise it, or lower "

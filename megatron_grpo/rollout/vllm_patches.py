@@ -11,11 +11,13 @@ import dataclasses
 import glob
 import logging
 import os
+import random
 import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 
 from megatron_grpo import activity, launcher
@@ -225,11 +227,13 @@ def tell_of_steps(llm: Any) -> None:
 def trainer_untouched() -> Iterator[None]:
     """Around everything that vLLM does: what it changes of the process is put back.
 
-    Building an engine reseeds torch's global generators, and sampling draws from them even when every request has a seed of its own:
-    without this the trainer's random numbers would depend on the sampler. It also overwrites LOCAL_WORLD_SIZE (with its own TP size),
-    LD_PRELOAD (which children would inherit), and `torch.set_num_threads` (with a function that only warns).
+    Building an engine reseeds the global generators of Python, NumPy and torch. Sampling draws from torch's even when every request has a
+    seed of its own; Model Runner V2 draws from NumPy's for a request that has none, as those that score have. Without this the trainer's
+    random numbers would depend on the sampler. It also overwrites LOCAL_WORLD_SIZE (with its own TP size), LD_PRELOAD (which children would
+    inherit), and `torch.set_num_threads` (with a function that only warns).
     """
     kept = {name: os.environ.get(name) for name in ("LOCAL_WORLD_SIZE", "LD_PRELOAD")}
+    of_python, of_numpy = random.getstate(), np.random.get_state()
     set_num_threads = torch.set_num_threads
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     try:
@@ -237,11 +241,30 @@ def trainer_untouched() -> Iterator[None]:
             yield
     finally:
         torch.set_num_threads = set_num_threads
-        for name, value in kept.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+        random.setstate(of_python)
+        np.random.set_state(of_numpy)
+        _set_environment(kept)
+
+
+def _set_environment(values: Mapping[str, str | None]) -> None:
+    for name, value in values.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
+
+@contextlib.contextmanager
+def on_device(number: int | None) -> Iterator[None]:
+    """Around the making of an engine: its worker takes the GPU whose number LOCAL_RANK says, also where a launcher shows each of its tasks
+    one GPU alone, and counts on. None: there is no GPU."""
+    before = {"LOCAL_RANK": os.environ.get("LOCAL_RANK")}
+    if number is not None:
+        os.environ["LOCAL_RANK"] = str(number)
+    try:
+        yield
+    finally:
+        _set_environment(before)
 
 
 @contextlib.contextmanager

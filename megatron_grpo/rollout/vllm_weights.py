@@ -8,12 +8,14 @@ all layers, later pushes go by that table (`vllm_table`). If not, or where a lay
 from __future__ import annotations
 
 import logging
+from collections.abc import Collection
 from typing import Any
 
 import torch
 
 from megatron_grpo.rollout import vllm_patches
-from megatron_grpo.rollout.vllm_lesson import Lesson
+from megatron_grpo.rollout.engine import WeightSyncError
+from megatron_grpo.rollout.vllm_lesson import Lesson, same_bits
 from megatron_grpo.rollout.vllm_table import Named, Pack, Table
 
 logger = logging.getLogger(__name__)
@@ -27,6 +29,7 @@ class WeightLoader:
     def __init__(self) -> None:
         self.tables: dict[bool, Table] = {}  # of pushes with the weights that see pictures, and of those without
         self.reason: str | None = None  # why there will be none
+        self._loaded_buffers: set[str] = set()  # those that are weights, by vLLM's names
         self.pack: Pack = vllm_patches.pack
 
     @property
@@ -44,6 +47,7 @@ class WeightLoader:
         from vllm.config import set_current_vllm_config
 
         model = worker.model_runner.get_model()
+        before = buffers_of(worker)
         with set_current_vllm_config(worker.vllm_config), torch.no_grad():
             table = self.tables.get(has_tower)
             if table is not None and table.is_as_learnt():
@@ -52,15 +56,16 @@ class WeightLoader:
             elif self.reason is None:
                 missing = self._learn(worker, model, named, has_tower=has_tower, is_tower_there=is_tower_there)
             else:
-                missing = _reload(worker, model, named)
+                missing = self._reload(worker, model, named)
                 vllm_patches.pack_experts(model.modules(), self.pack)
             vllm_patches.pack_heads(model, self.pack)
+        refuse_changed(worker, before, "the push", besides=self._loaded_buffers)
         return _unless_there(missing, has_tower, is_tower_there)
 
     def _learn(self, worker: Any, model: torch.nn.Module, named: Named, *, has_tower: bool, is_tower_there: bool) -> list[str]:
         lesson = Lesson(model, self.pack)
         with vllm_patches.layers_watched(lesson.layer), lesson:
-            missing = _reload(worker, model, lesson.heard(named))
+            missing = self._reload(worker, model, lesson.heard(named))
         vllm_patches.pack_experts((module for module in model.modules() if module not in lesson.packed), self.pack)
         if not _unless_there(missing, has_tower, is_tower_there):
             table, self.reason = lesson.outcome()
@@ -70,9 +75,30 @@ class WeightLoader:
             logger.warning("Pushed weights go through vLLM's own reload, which is slower: %s.", self.reason)
         return missing
 
+    def _reload(self, worker: Any, model: Any, named: Named) -> list[str]:
+        expected, loaded = _reload(worker, model, named)
+        self._loaded_buffers |= loaded - expected
+        return sorted(expected - loaded)
 
-def _reload(worker: Any, model: Any, named: Named) -> list[str]:
-    """One layer-wise reload of everything. Returns the weights that were not among `named`.
+
+def buffers_of(worker: Any) -> dict[str, torch.Tensor]:
+    """On the host: what vLLM's model holds besides weights, as rotary tables. A reload and a sleep take them away and put them back."""
+    return {name: buffer.detach().to("cpu", copy=True) for name, buffer in worker.model_runner.get_model().named_buffers()}
+
+
+def refuse_changed(worker: Any, before: dict[str, torch.Tensor], what: str, *, besides: Collection[str] = ()) -> None:
+    """Raises WeightSyncError where a buffer is not what it was, bit for bit. besides: those that are weights, and came with the others."""
+    now = buffers_of(worker)
+    changed = sorted(
+        name for name in before.keys() | now.keys()
+        if name not in besides and (name not in before or name not in now or not same_bits(before[name], now[name]))
+    )  # fmt: skip
+    if changed:
+        raise WeightSyncError(f"{what} changed {len(changed)} of the engine's tensors that are no weights: {', '.join(changed[:4])}.")
+
+
+def _reload(worker: Any, model: Any, named: Named) -> tuple[set[str], set[str]]:
+    """One layer-wise reload of everything. Returns the names of all weights, and of those that came.
 
     Several reloads with a part each would give garbage: a layer's kernel layout is made when the layer is complete.
     """
@@ -92,7 +118,7 @@ def _reload(worker: Any, model: Any, named: Named) -> list[str]:
         raise
     finally:
         finalize_layerwise_reload(model, worker.vllm_config.model_config)  # else the next would go on where this one broke off
-    return sorted(expected - loaded)
+    return expected, set(loaded)
 
 
 def _unless_there(missing: list[str], has_tower: bool, is_tower_there: bool) -> list[str]:

@@ -132,8 +132,40 @@ _BY_TEXT = {  # how libraries spell them that raise something else than OSError
 }
 
 
+# How torch, CUDA, cuBLAS, NCCL and vLLM's allocator say that a GPU has no room left.
+_NO_ROOM_ON_GPU = re.compile(r"CUDA ([Ee]rror: )?out of memory|CUBLAS_STATUS_ALLOC_FAILED|Cuda failure 2 ")
+# By the innermost module of ours that the error passed: what was being done, and what takes less.
+_ON_GPU = (
+    ("rollout/vllm_weights|rollout/vllm_table|rollout/vllm_lesson|policy/(buckets|exchange|to_first)|sync.py",
+     "pushing weights", "a lower weight_sync_bucket_mb, offload_model true and offload_optimizer true, or sleep_level 2"),
+    ("rollout/", "sampling or starting vLLM", "a lower vllm_gpu_memory_utilization, vllm_max_num_seqs or vllm_max_model_len, "
+     "offload_optimizer true and offload_model true"),
+    ("parallel/vocab", "computing log-probs", "a lower logprob_chunk_size"),
+    ("policy/|train.py|pending.py", "training", "sleep_level 1, a lower max_tokens_per_micro_batch or micro_batch_size, "
+     "recompute_granularity full, more ranks for tensor_model_parallel_size or context_parallel_size, or optimizer_cpu_offload true"),
+    ("", "building the model", "more ranks for tensor_model_parallel_size or pipeline_model_parallel_size, or optimizer_cpu_offload true"),
+)  # fmt: skip
+
+
+def _gpu_sentence(error: BaseException) -> str | None:
+    """A GPU without room for what was asked of it; None for all other errors."""
+    if type(error).__name__ != "OutOfMemoryError" and not _NO_ROOM_ON_GPU.search(str(error)):
+        return None
+    where = _where(error)
+    doing, remedy = next((doing, remedy) for place, doing, remedy in _ON_GPU if re.search(place, where))
+    wanted = re.search(r"Tried to allocate ([\d.]+ \w+)", str(error))
+    free = re.search(r"of which ([\d.]+ \w+) is free", str(error))
+    facts = f" ({wanted[1]} were asked for{f', {free[1]} are free' if free else ''})" if wanted else ""
+    return (
+        f"the GPU has no memory left while {doing}{facts}. What takes less: {remedy}. `plan --gpu_memory_gb` says what is "
+        f"needed and what would fit. The same command resumes from the last checkpoint.{where}"
+    )
+
+
 def machine_sentence(error: BaseException) -> str | None:
     """What the machine refused and what helps, for errors that a user can mend; None for all others."""
+    if on_gpu := _gpu_sentence(error):
+        return on_gpu
     number = error.errno if isinstance(error, OSError) else errno.ENOMEM if isinstance(error, MemoryError) else None
     if number is None:
         number = next((number for text, number in _BY_TEXT.items() if text in str(error)), None)

@@ -44,7 +44,10 @@ def run_training(made: Plan, inputs: Inputs, **parts: Any) -> int:
     with CleanUp(partial(close_rewards, inputs.rewards)) as clean_up:
         parallel = start_parallel(cfg, made.checked.sizes.layout)
         peers = Peers(collectives.store(), rank=parallel.rank, processes=collectives.from_all(Process.mine()))
-        signal = StopSignal(partial(leave_if_doomed, peers), patience=cfg.run.stop_drain_seconds, limits=limits, others=peers)
+        signal = StopSignal(
+            partial(leave_if_doomed, peers), patience=cfg.run.stop_drain_seconds, limits=limits, others=peers,
+            leaves_unasked=parallel.device.type == "cuda",
+        )  # fmt: skip
         clean_up.add(signal.restore)
         watchdog = watched(cfg, parallel, peers, clean_up)
         try:

@@ -23,6 +23,7 @@ from megatron_grpo.run.limits import Limit
 STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 # Ctrl-C reaches the whole terminal job, and torchrun then passes it on to its workers: one wish, heard twice. So does `scancel`.
 ECHO_SECONDS = 2.0
+SECONDS_TO_TELL = 10.0  # that a rank that failed has, to say why, before the others leave by themselves
 _NOTICES = (signal.SIGUSR1, signal.SIGHUP)  # a scheduler that will end the job, a terminal that has gone: nobody who is impatient
 
 
@@ -43,6 +44,8 @@ class Others(Protocol):
 
     def asked(self) -> Asked | None: ...
 
+    def why_doomed(self) -> str | None: ...
+
 
 class StopSignal:
     """Remembers that this run was asked to stop. One a process, made in its main thread, for as long as it trains.
@@ -50,6 +53,8 @@ class StopSignal:
     leave_if_doomed: called when SIGTERM arrives, which a launcher sends in both cases. It ends the process if a rank has failed, and
     returns if the run is to be saved. patience: seconds that what is being sampled may still take. limits: of time. others: are told, and
     asked now and then, in a thread: so a rank hears of a signal to another one in the middle of a rollout, without a collective.
+    leaves_unasked: the process also dies where the others say for so long that the run cannot go on. gloo's collectives end with an error
+    when a member dies; NCCL's go on waiting, and not every launcher sends SIGTERM.
     """
 
     def __init__(
@@ -59,7 +64,9 @@ class StopSignal:
         patience: float = 0.0,
         limits: Sequence[Limit] = (),
         others: Others | None = None,
+        leaves_unasked: bool = False,
     ):
+        self._leaves_unasked, self._doomed_since = leaves_unasked and others is not None, float("inf")
         self.received: signal.Signals | None = None
         self.asked: Asked | None = None
         # Asked here, not only elsewhere; and not by SIGTERM, with which torchrun also ends ranks that it starts again with other machines.
@@ -127,15 +134,28 @@ class StopSignal:
         os.close(self._heard)
 
     def _until_next_look(self) -> float | None:
-        waits = [limit.at - time.monotonic() for limit in self._limits] + ([self._others.seconds_between_looks] if self._others else [])
-        return min(waits, default=None) if self.asked is None else None
+        between = [self._others.seconds_between_looks] if self._others else []
+        if self.asked is not None:
+            return between[0] if self._leaves_unasked else None
+        return min([limit.at - time.monotonic() for limit in self._limits] + between, default=None)
 
     def _look(self) -> None:
-        over = next((limit for limit in self._limits if time.monotonic() >= limit.at), None)
+        over = next((limit for limit in self._limits if time.monotonic() >= limit.at), None) if self.asked is None else None
         if over is not None:
             self._take(Asked(over.why, is_time=True), is_final=True)
         elif self._others is not None:
             self.asked = self.asked or self._others.asked()
+        if self._leaves_unasked:
+            self._leave_with_others()
+
+    def _leave_with_others(self) -> None:
+        assert self._others is not None
+        if self._others.why_doomed() is None:
+            self._doomed_since = float("inf")
+        else:
+            self._doomed_since = min(self._doomed_since, time.monotonic())
+            if time.monotonic() - self._doomed_since >= SECONDS_TO_TELL:
+                self._leave_if_doomed()
 
     def _hear(self, number: signal.Signals) -> None:
         if number == signal.SIGTERM:

@@ -58,9 +58,9 @@ def _rotate(real):
 
 
 def _attention(real):
-    def attention(q, k, v, packed: PackedStream, scale):
+    def attention(q, k, v, packed: PackedStream, scale, sinks=None):
         value = _attended(q, k, v, packed, 1 / math.sqrt(q.shape[-1]) if scale is None else scale)
-        return _instead(lambda: real(q, k, v, packed, scale), value)
+        return _instead(lambda: real(q, k, v, packed, scale, sinks), value)
 
     return attention
 

@@ -80,7 +80,7 @@ class ServedEngine:
         room = _room(serving, on_gpu=on_gpu)
         try:
             llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**_options(serving, room, on_gpu=on_gpu)))
-        except (ValueError, TypeError, RuntimeError) as error:
+        except (ValueError, TypeError, RuntimeError, AssertionError) as error:
             # The reason is in the log of the engine's process; what the settings can mend is said by the first of these.
             problem = problem_of(rollout, serving.max_model_len or serving.shape.max_position_embeddings or 0, on_gpu, str(error))
             if problem is None:

@@ -191,10 +191,10 @@ def _files(cfg: Config) -> Iterator[tuner.Pair]:
             {"export_hf": [True], "push_to_hub": [False]},
         )
     for name in ("audit_steps", "audit_action"):
-        if name in cfg.typed and not run.audit:
+        if cfg.sources.get(name) == COMMAND_LINE and not run.audit:  # a file that a run has written has every setting
             message = f"{name} ({getattr(run, name)}) does nothing without audit true. Give that, or leave it out."
             yield (name, "audit"), message, {"audit": [True]}
-    if "capsule_weights_gb" in cfg.typed and run.capsules == 0:
+    if cfg.sources.get("capsule_weights_gb") == COMMAND_LINE and run.capsules == 0:
         message = f"capsule_weights_gb ({run.capsule_weights_gb:g}) does nothing with capsules 0. Use capsules 1, or leave it out."
         yield ("capsule_weights_gb", "capsules"), message, {"capsules": [1]}
     if cfg.plan.lengths and not Path(cfg.plan.lengths).is_file():

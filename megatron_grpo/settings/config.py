@@ -23,6 +23,14 @@ class ModelConfig:
     transformer_impl: str = setting(
         "auto", "layer spec; auto takes Transformer Engine where it is present", choices=["auto", "local", "transformer_engine"]
     )
+    fp8_format: str | None = setting(
+        None, "linear layers compute in FP8 (Transformer Engine): e4m3, or hybrid with e5m2 for gradients", choices=["e4m3", "hybrid"]
+    )
+    fp8_recipe: str = setting(
+        "tensorwise", "how FP8 is scaled: by tensor, by blocks of 128 (Hopper), by 32 numbers (mxfp8, Blackwell)",
+        choices=["tensorwise", "blockwise", "mxfp8"],
+        refused={"delayed": "its history of maxima would have to be in checkpoints as a pickle, which are not read here"},
+    )  # fmt: skip
     padded_vocab_multiple: int = setting(
         128, "the vocabulary is padded to a multiple of this times TP", unit="rows", aliases=["make_vocab_size_divisible_by"], at_least=1
     )
@@ -162,6 +170,12 @@ class BatchConfig:
     )
     max_tokens_per_micro_batch: int | None = setting(
         None, "pack whole sequences up to this, instead of micro_batch_size", unit="tokens", at_least=1
+    )
+    pad_to_multiple_of: int = setting(
+        1,
+        "tokens of a micro-batch on one rank are rounded up to a multiple: on GPUs new lengths cost time",
+        unit="tokens",
+        at_least=1,
     )
     share_prompts: str = setting(
         "auto", "compute what completions of a prompt have in common once in each micro-batch", choices=["auto", "true", "false"]

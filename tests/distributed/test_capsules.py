@@ -88,7 +88,7 @@ def test_a_flipped_bit_ends_the_run_and_the_replay_says_which(dense, batches, tm
     assert f"weight {NORM} is not the same on ranks 0 and 1: 1 of " in told["verdict"][0] and "differ in bit 5 of" in told["verdict"][0]
     assert "the first at [7]" in told["verdict"][0]
     if settings.get("torch_dtype") is None:
-        assert [copy["rank"] for copy in told["copies"]] == [0, 1] and told["copies"][0]["loss"] != told["copies"][1]["loss"]
+        assert [copy["rank"] for copy in told["copies"]] == [0, 1] and all(np.isfinite(copy["loss"]) for copy in told["copies"])
 
 
 def test_what_living_ranks_leave_behind_replays_if_it_is_all_there(dense, batches, tmp_path):
@@ -126,8 +126,8 @@ def test_a_step_that_was_well_comes_again_on_one_rank_and_on_two(dense, batches,
     """A gap to the sampler, which is the test's: loss, norm and log-probs of the run come again in other layouts."""
     settings = dict(logp_difference_warn=0.01, beta=0.05, **{TP: 2})
     ranks, found, replays = run(dense, batches, tmp_path, settings)
-    assert [path.name for path in found] == ["step_000001_logp_gap", "step_000002_logp_gap"][-len(found) :]
-    path, (_, told) = found[-1], replays[-1]
+    [path], [(_, told)] = found, replays
+    assert path.name == "step_000001_logp_gap"  # the second step's is not twice as large
     here = told["numbers"]
     [two, _] = run_ranks(kept.replayed, 2, path, "--json", "true", timeout=120)
     for numbers in (here, two[1]["numbers"]):

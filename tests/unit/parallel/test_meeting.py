@@ -13,7 +13,8 @@ import torch.distributed as dist
 
 from megatron_grpo.errors import ConfigError, RunError
 from megatron_grpo.launcher import Launched
-from megatron_grpo.parallel.state import meet
+from megatron_grpo.parallel.link import _share_a_gpu
+from megatron_grpo.parallel.state import gpu_of, meet, refuse_shared_gpu
 
 
 def launched(rank: int, port: int, world_size: int = 2) -> Launched:
@@ -86,3 +87,28 @@ def test_ranks_of_a_later_attempt_meet_each_other_in_a_store_that_remembers_the_
         assert found == dict.fromkeys(range(world_size), f"of attempt {len(attempts)}")
         attempts.append(found)
     del store
+
+
+@pytest.mark.parametrize(("local_rank", "visible", "number"), [(0, 8, 0), (5, 8, 5), (5, 1, 0), (0, 1, 0)])
+def test_a_rank_takes_its_gpu_whether_it_sees_all_or_its_own_alone(local_rank, visible, number):
+    assert gpu_of(Launched(rank=local_rank, local_rank=local_rank, world_size=8), visible) == number
+
+
+def test_a_rank_without_a_gpu_of_its_own_is_refused_before_nccl_is():
+    with pytest.raises(ConfigError, match="rank 3 is number 3 of its machine .* sees 2 GPUs"):
+        gpu_of(Launched(rank=3, local_rank=3, world_size=4), 2)
+    store = dist.HashStore()
+    refuse_shared_gpu(store, Launched(rank=0, world_size=3), "GPU-a")
+    refuse_shared_gpu(store, Launched(rank=1, world_size=3), "GPU-b")
+    with pytest.raises(ConfigError, match="rank 2 would share GPU GPU-a with another rank"):
+        refuse_shared_gpu(store, Launched(rank=2, world_size=3), "GPU-a")
+
+
+def test_members_of_a_link_that_share_a_gpu_hear_it_alike():
+    for gpus in (["a", "b", "a"], ["a", "b", "c"]):
+        store, found = dist.HashStore(), []
+        ask = lambda rank: found.append(_share_a_gpu(store, rank, 3, timedelta(seconds=20), gpus[rank]))  # noqa: B023, E731
+        threads = [threading.Thread(target=ask, args=(rank,)) for rank in range(3)]
+        [thread.start() for thread in threads]
+        [thread.join() for thread in threads]
+        assert found == [len(set(gpus)) < 3] * 3

@@ -54,7 +54,6 @@ def test_packing_is_that_of_the_run(made):
     (GROUPS, [], "micro_batch_size 1 puts no two completions together"),
     ("2 101\n" * 8, ["--micro_batch_size", 4], "1.5% of the tokens could be saved, less than 1/16"),
     (GROUPS, ["--micro_batch_size", 4, "--tuner_type", "lora", "--lora_dropout", "0.1"], "lora_dropout (0.1)"),
-    (GROUPS, ["--micro_batch_size", 4, "--transformer_impl", "transformer_engine"], "Transformer Engine"),
 ])  # fmt: skip
 def test_where_nothing_is_shared_the_reason_is_said(made, capsys, lengths, argv, why):
     plan = made(lengths, *argv)
@@ -156,7 +155,7 @@ def test_with_a_gpu_the_budget_is_the_most_that_fits(made, model):
     assert roomy["max_tokens_per_micro_batch"] == 400 and "all that a rank computes" in roomy["why"]
 
 
-@pytest.mark.parametrize("argv", [["--share_prompts", "false"], ["--transformer_impl", "transformer_engine"]])
+@pytest.mark.parametrize("argv", [["--share_prompts", "false"], ["--tuner_type", "lora", "--lora_dropout", "0.1"]])
 def test_no_budget_is_named_where_prompts_would_not_be_shared_with_one(made, argv):
     assert made(GROUPS, *argv).cost["sharing"]["budget"] is None
 

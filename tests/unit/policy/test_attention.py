@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ import torch
 from megatron_grpo.parallel.context import held_tokens
 from megatron_grpo.policy import attention
 from megatron_grpo.policy import stream as stream_module
-from megatron_grpo.policy.layers import te_packed
+from megatron_grpo.policy.kernels import Rotation
 from megatron_grpo.policy.stream import packed_stream
 from megatron_grpo.types import Segment
 
@@ -162,9 +163,48 @@ def test_short_segments_are_read_by_length_and_long_ones_in_place():
     assert isinstance(equal.queries, slice) and len(equal.runs) == 1
 
 
-def test_transformer_engine_is_not_handed_a_stream_with_parents():
-    with pytest.raises(ValueError, match="attention with parents, which Transformer Engine's path has not yet"):
-        te_packed(packed_stream(segments(), 1, 0, torch.from_numpy))
+class OfTransformerEngine(torch.nn.Module):
+    """Attention as Transformer Engine promises it in thd layout: [t, heads, c] and bounds of segments -> [t, heads * c]. By torch."""
+
+    calls: list = []
+
+    def __init__(self, *, config, softmax_scale, pg_collection, **more):
+        super().__init__()
+        self.scale = softmax_scale
+
+    def forward(self, query, key, value, mask, *, attn_mask_type, packed_seq_params):
+        assert packed_seq_params.qkv_format == "thd" and query.dim() == 3
+        OfTransformerEngine.calls.append(packed_seq_params)
+        cut = [x.split(packed_seq_params.cu_seqlens_q.diff().tolist()) for x in (query, key, value)]
+        out = [
+            torch.nn.functional.scaled_dot_product_attention(
+                *(x.transpose(0, 1).unsqueeze(0) for x in of), is_causal=True, scale=self.scale, enable_gqa=True
+            )
+            for of in zip(*cut, strict=True)
+        ]
+        return torch.cat([x.squeeze(0).transpose(0, 1) for x in out]).flatten(1)
+
+
+@pytest.mark.parametrize(("parents", "dtype", "calls"), [(False, "bfloat16", 1), (True, "bfloat16", 0), (False, "float32", 0)])
+def test_fused_attention_is_transformer_engines_where_it_can_be_and_the_same_function_everywhere(monkeypatch, parents, dtype, calls):
+    import megatron.core.extensions.transformer_engine as extensions
+
+    from megatron_grpo.policy.layers import FusedAttention, PackedAttention
+
+    monkeypatch.setattr(extensions, "TEDotProductAttention", OfTransformerEngine, raising=False)
+    OfTransformerEngine.calls = []
+    found = segments() if parents else [dataclasses.replace(one, parent=-1) for one in segments()]
+    packed, total = packed_stream(found, 1, 0, torch.from_numpy), found[-1].end
+    groups = SimpleNamespace(cp=SimpleNamespace(size=lambda: 1))
+    one, other = (kind(SimpleNamespace(), softmax_scale=0.2, pg_collection=groups) for kind in (FusedAttention, PackedAttention))
+    draw = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(total, 1, heads, 16, generator=draw).to(getattr(torch, dtype)) for heads in (4, 2, 2))
+    angles = torch.arange(total, dtype=torch.float32)[:, None] * 0.1 * torch.ones(8)
+    packed = dataclasses.replace(packed, rotations=(Rotation.of(angles),))
+    mine, theirs = (each(q, k, v, None, packed_seq_params=packed).float() for each in (one, other))
+    assert len(OfTransformerEngine.calls) == calls and mine.shape == theirs.shape
+    seen = torch.from_numpy(np.concatenate([np.arange(s.start, s.start + s.length) for s in found]))  # what padding says nobody reads
+    assert torch.allclose(mine[seen], theirs[seen], atol=2e-2 if dtype == "bfloat16" else 0.0, rtol=0.0)
 
 
 # ---- flash attention of GPUs: everything but torch's two kernels runs here ---------------------------------------------------------------

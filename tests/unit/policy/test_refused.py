@@ -9,9 +9,17 @@ import pytest
 
 from megatron_grpo.errors import ConfigError
 from megatron_grpo.inputs import read_everything
+from megatron_grpo.parallel.layout import Layout, sequence_alignment
 from megatron_grpo.planning.check import check
 from megatron_grpo.planning.sharing import LEAST_SAVING, decide
-from megatron_grpo.policy.refused import attention_channels, flash_obstacle, problems, sharing_problems
+from megatron_grpo.policy.fp8 import rank_multiple
+from megatron_grpo.policy.refused import (
+    attention_channels,
+    flash_obstacle,
+    machine_problems,
+    problems,
+    sharing_problems,
+)
 from megatron_grpo.settings import parse
 from megatron_grpo.settings.config import Config
 from megatron_grpo.weights.shape import ModelShape
@@ -111,29 +119,70 @@ def test_families_that_are_known_and_missing_are_refused_by_name_with_what_is_mi
         ModelShape.from_hf({**config_of("qwen3"), "architectures": [name]})
 
 
-TE = {"transformer_impl": "transformer_engine"}
 DROPOUT = {"tuner_type": "lora", "lora_dropout": 0.1}
-PARENTS = "share_prompts true needs attention with parents, which Transformer Engine's path has not yet"
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"), [(TE, PARENTS), (DROPOUT, "lora_dropout (0.1) would draw one mask for all copies of a prompt")]
-)
-def test_sharing_prompts_is_refused_where_it_would_train_something_else_and_auto_leaves_it_off(changes, words):
+def test_sharing_prompts_is_refused_where_it_would_train_something_else_and_auto_leaves_it_off():
     dense = ModelShape.from_hf(config_of("qwen3"))
-    (problem,) = sharing_problems(Config().with_values(changes | {"share_prompts": "true"}), dense)
-    assert words in problem.message and problem.nearest["share_prompts"] == ["auto", "false"]
+    (problem,) = sharing_problems(Config().with_values(DROPOUT | {"share_prompts": "true"}), dense)
+    assert "lora_dropout (0.1) would draw one mask for all copies of a prompt" in problem.message
+    assert problem.nearest["share_prompts"] == ["auto", "false"]
     for setting in ("auto", "false"):
-        cfg = Config().with_values(changes | {"share_prompts": setting, "micro_batch_size": 4})
+        cfg = Config().with_values(DROPOUT | {"share_prompts": setting, "micro_batch_size": 4})
         assert sharing_problems(cfg, dense) == [] and decide(cfg, dense).least_saving is None
 
 
-def test_transformer_engine_that_auto_would_take_leaves_prompts_unshared_and_latent_attention_never_takes_it():
-    dense, cfg = ModelShape.from_hf(config_of("qwen3")), Config().with_values({"micro_batch_size": 4})
-    assert decide(cfg, dense, has_transformer_engine=False).least_saving == LEAST_SAVING
-    assert "Transformer Engine" in decide(cfg, dense, has_transformer_engine=True).why
-    assert sharing_problems(cfg.with_values({"share_prompts": "true"}), dense, has_transformer_engine=True)
-    assert decide(cfg, DEEPSEEK, has_transformer_engine=True).least_saving == LEAST_SAVING
+@pytest.mark.parametrize("impl", ["auto", "local", "transformer_engine"])
+def test_prompts_are_shared_whatever_the_layers_are(impl):
+    dense, cfg = ModelShape.from_hf(config_of("qwen3")), Config().with_values({"micro_batch_size": 4, "transformer_impl": impl})
+    assert decide(cfg, dense).least_saving == LEAST_SAVING and sharing_problems(cfg.with_values({"share_prompts": "true"}), dense) == []
+
+
+FP8 = {"fp8_format": "hybrid", "torch_dtype": "bfloat16", "transformer_impl": "transformer_engine"}
+WIDE = config_of("qwen3") | dict(hidden_size=512, intermediate_size=1024, num_attention_heads=8, num_key_value_heads=4, head_dim=64)
+
+
+@pytest.mark.parametrize(("changes", "words"), [
+    ({}, None),
+    ({"fp8_recipe": "blockwise"}, None),
+    ({"transformer_impl": "local"}, "needs Transformer Engine's layers, and transformer_impl is local"),
+    ({"torch_dtype": "float32"}, "needs torch_dtype bfloat16, not float32"),
+    ({"tensor_model_parallel_size": 16, "fp8_recipe": "blockwise"}, "multiples of 128, and queries, keys and values of a rank (160)"),
+])  # fmt: skip
+def test_fp8_is_refused_where_it_cannot_be_computed(changes, words):
+    found = [
+        problem.message for problem in problems(Config().with_values(FP8 | changes), ModelShape.from_hf(WIDE)) if "fp8" in problem.message
+    ]
+    assert found == [] if words is None else any(words in message for message in found), found
+
+
+@pytest.mark.parametrize(("has_gpu", "has_te", "capability", "recipe", "words"), [
+    (True, True, (9, 0), "tensorwise", None), (True, True, (8, 9), "tensorwise", None),
+    (False, True, None, "tensorwise", "there is no GPU here"),
+    (True, False, (9, 0), "tensorwise", "Transformer Engine is not installed here"),
+    (True, True, (8, 0), "tensorwise", "needs a GPU of compute capability 8.9, this one has 8.0. Leave fp8_format out"),
+    (True, True, (9, 0), "mxfp8", "needs a GPU of compute capability 10.0, this one has 9.0. Use tensorwise or blockwise"),
+])  # fmt: skip
+def test_fp8_is_refused_on_a_machine_without_it(has_gpu, has_te, capability, recipe, words):
+    cfg = Config().with_values(FP8 | {"transformer_impl": "auto", "fp8_recipe": recipe})
+    found = machine_problems(cfg, has_gpu=has_gpu, has_transformer_engine=has_te, capability=capability)
+    assert [problem.message for problem in found if words is None or words not in problem.message] == []
+    assert bool(found) == (words is not None)
+
+
+def test_the_tokens_of_a_rank_are_rounded_up_for_fp8_and_for_whoever_asks():
+    assert rank_multiple(Config()) == 1
+    assert rank_multiple(Config().with_values(FP8)) == 16
+    assert rank_multiple(Config().with_values(FP8 | {"fp8_recipe": "blockwise", "pad_to_multiple_of": 48})) == 384
+    layout = Layout(world_size=8, tp=2, cp=2)
+    assert sequence_alignment(layout, True) == (4, 4) and sequence_alignment(layout, False) == (4, 1)
+    assert sequence_alignment(layout, True, 16) == (4, 64) and sequence_alignment(layout, False, 16) == (4, 32)
+
+
+def test_a_host_optimizer_that_is_not_distributed_is_refused():
+    cfg = Config().with_values({"optimizer_cpu_offload": True, "use_distributed_optimizer": False})
+    (problem,) = [one for one in problems(cfg, ModelShape.from_hf(WIDE)) if "optimizer_cpu_offload" in one.flags]
+    assert problem.nearest["use_distributed_optimizer"] == [True]
 
 
 @pytest.mark.parametrize(("dtype", "channels", "words"), [

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +14,9 @@ from pathlib import Path
 import pytest
 
 from megatron_grpo.errors import ConfigError, Interrupted, RewardError, RunError
+from megatron_grpo.run import failures
 from megatron_grpo.run.failures import machine_sentence, report
+from megatron_grpo.settings.config import Config
 
 ROOT = Path(__file__).resolve().parents[3]
 SPEAKER = """
@@ -110,3 +114,35 @@ def test_what_a_machine_refuses_is_a_sentence(error, said):
 @pytest.mark.parametrize("error", [KeyError("x"), FileNotFoundError(errno.ENOENT, "No such file", "/x"), RuntimeError("shapes differ")])
 def test_what_may_be_our_own_fault_is_none(error):
     assert machine_sentence(error) is None
+
+
+class OutOfMemoryError(RuntimeError):
+    """As torch's is called."""
+
+
+ALLOCATOR = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.11 GiB of which 1.25 GiB is free. Process 7"
+
+
+@pytest.mark.parametrize(("file", "error", "words"), [
+    ("policy/pipeline.py", OutOfMemoryError(ALLOCATOR), "while training (2.00 GiB were asked for, 1.25 GiB are free)"),
+    ("policy/buckets.py", OutOfMemoryError(ALLOCATOR), "weight_sync_bucket_mb"),
+    ("rollout/vllm_weights.py", OutOfMemoryError(ALLOCATOR), "weight_sync_bucket_mb"),
+    ("rollout/colocated.py", RuntimeError("CUDA Error: out of memory at csrc/cumem_allocator.cpp:139"), "vllm_gpu_memory_utilization"),
+    ("parallel/vocab.py", OutOfMemoryError(ALLOCATOR), "logprob_chunk_size"),
+    ("policy/policy.py", RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling"), "recompute_granularity"),
+    ("parallel/state.py", RuntimeError("NCCL error: unhandled cuda error ... Cuda failure 2 'out of memory'"), "building the model"),
+])  # fmt: skip
+def test_a_gpu_without_room_is_a_sentence_with_the_settings_that_take_less(file, error, words):
+    code = compile("def fail(error):\n    raise error\n", f"/site-packages/megatron_grpo/{file}", "exec")
+    names: dict = {}
+    exec(code, names)
+    with pytest.raises(RuntimeError) as raised:
+        names["fail"](error)
+    said = machine_sentence(raised.value)
+    assert words in said and f"megatron_grpo/{file}:2" in said and "resumes from the last checkpoint" in said
+
+
+def test_settings_that_a_sentence_about_memory_names_are_there():
+    known = {name for section in dataclasses.fields(Config) for name in dir(getattr(Config(), section.name)) if not name.startswith("_")}
+    for _, _, remedy in failures._ON_GPU:
+        assert set(re.findall(r"\b\w+_\w+\b", remedy)) <= known, remedy

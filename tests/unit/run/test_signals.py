@@ -6,11 +6,13 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
+from megatron_grpo.run import signals
 from megatron_grpo.run.limits import Limit
 from megatron_grpo.run.signals import Asked, StopSignal
 
@@ -291,3 +293,32 @@ def test_a_rank_that_waits_for_a_failed_one_is_gone_in_seconds_and_not_after_the
     launcher, workers = torchrun(tmp_path, "fail")
     assert launcher.wait(timeout=60) != 0
     assert not any(map(is_alive, workers))
+
+
+class Doomed:
+    """Other ranks of which one has died, from a moment on."""
+
+    seconds_between_looks = 0.02
+    told: str | None = None
+
+    def pass_on(self, asked): ...
+
+    def asked(self):
+        return None
+
+    def why_doomed(self):
+        return self.told
+
+
+@pytest.mark.parametrize("leaves_unasked", [True, False])
+def test_under_nccl_a_rank_leaves_when_another_has_died_though_nobody_asks_it_to(monkeypatch, leaves_unasked):
+    monkeypatch.setattr(signals, "SECONDS_TO_TELL", 0.3)
+    others, left = Doomed(), threading.Event()
+    stop = StopSignal(left.set, others=others, leaves_unasked=leaves_unasked)
+    try:
+        assert not left.wait(0.5)
+        others.told, begun = "rank 1 died", time.monotonic()
+        assert left.wait(5.0 if leaves_unasked else 1.0) == leaves_unasked
+        assert time.monotonic() - begun >= 0.3, "who failed has time to say why"
+    finally:
+        stop.restore()

@@ -1,0 +1,265 @@
+"""What a GPU gives, by a fixed protocol; one JSON a command on the last line of its output (docs/gpu.md has the table).
+
+    python benchmarks/gpu.py t8                    training steps beside TRL's GRPOTrainer on the same tokens, Qwen3-0.6B sizes
+    python benchmarks/gpu.py layers --model MoE    every kind of layer in bfloat16 against float32 on the CPU, on the same inputs
+
+`--dry` runs the same code on the CPU with tiny sizes: it proves the code, and no figure.
+
+The protocol of t8: both trainers live in this process and take turns on each batch, so both halves of a pair meet the same machine. Times
+are of CUDA events, the first pair is left out, medians are told with the range. The rate of a GEMM of the model's sizes is measured
+before every pair, in this process; "of the GEMM limit" is what a step's least products would take at that rate, over what it took. All
+gradients of the first step are compared first.
+
+The bars of `layers`: bfloat16 has 8 significant bits, so a rounding errs by at most 2^-9 of a number, and by 2^-9 / sqrt(3) in the root
+mean square where the last bits are evenly spread. Sums are in float32 and err by far less. Errors of r roundings in a row that know nothing
+of each other add up to sqrt(r) of that; what a layer does between two roundings (a softmax, a gate) may stretch them, for which there is
+a factor 4. A transposed head, a lost bias or a scale is 0.3 and more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+os.environ |= {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+
+# Qwen3-0.6B; prompts of 512 tokens, 16 completions of each, lognormal with a mean of 1,000.
+T8 = SimpleNamespace(prompt=512, completion=1000, varies=True, prompts=4, vocab=151936, group=16, longest=4096)
+QWEN3_06B = dict(tied=True, vocab=151936, hidden=1024, layers=28, heads=16, kv_heads=8, head_dim=128, ffn=3072, max_positions=8192)
+TINY_T8 = SimpleNamespace(prompt=16, completion=24, varies=True, prompts=2, vocab=128, group=4, longest=64)
+TINY = dict(tied=True, vocab=128, hidden=64, layers=2, heads=4, kv_heads=2, head_dim=32, ffn=128, max_positions=256)
+
+# Kinds of layer by the name of the module, and how many roundings lie between the layer's input and the output of the module.
+ROUNDINGS = {"self_attention": 8, "mlp": 14, "final_layernorm": 2, "": 15}  # norm, q k v, their norms, rope, scores, sum, out; norm, ...
+HALF_ULP, STRETCH = 2.0**-9 / math.sqrt(3), 4.0
+
+
+# ---- t8 ----------------------------------------------------------------------------------------------------------------------------------
+
+
+def clock(torch, on_gpu: bool):
+    """Seconds by CUDA events, each waited for; by the wall clock where there is no GPU."""
+    if not on_gpu:
+        return time.perf_counter
+    base = torch.cuda.Event(enable_timing=True)
+    base.record()
+
+    def now() -> float:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        event.synchronize()
+        return base.elapsed_time(event) / 1e3
+
+    return now
+
+
+def gemm_rate(torch, now, sizes: SimpleNamespace, device, dtype) -> float:
+    """GFLOP/s of a product of the model's MLP, the median of five."""
+    x, w = (torch.randn(*shape, device=device, dtype=dtype) for shape in ((sizes.tokens, sizes.hidden), (sizes.hidden, sizes.ffn)))
+    found = []
+    for _ in range(6):
+        begun = now()
+        for _ in range(10):
+            torch.mm(x, w)
+        found.append((now() - begun) / 10)
+    return 2e-9 * sizes.tokens * sizes.hidden * sizes.ffn / sorted(found[1:])[2]
+
+
+def t8(arguments: argparse.Namespace) -> dict:
+    import numpy as np
+    import torch
+
+    from benchmarks import training_step as steps
+    from tests.tiny_models import write_tiny
+
+    on_gpu = torch.cuda.is_available() and not arguments.dry
+    model, steps.BATCHES["T8"] = (TINY, TINY_T8) if arguments.dry else (QWEN3_06B, T8)
+    dtype, device = ("bfloat16", "cuda") if on_gpu else ("float32", "cpu")
+    path = write_tiny(tempfile.mkdtemp(), "qwen3", dtype=dtype, std=0.02, **model)
+    how = argparse.Namespace(
+        batch="T8", pairs=arguments.pairs, budget=arguments.budget, trl_micro_batch=arguments.trl_micro_batch, dtype=dtype, seed=0,
+        share_prompts=arguments.share_prompts,
+    )  # fmt: skip
+    ours, pairs = steps.Ours(path, how), []
+    now = clock(torch, on_gpu)
+    sizes = SimpleNamespace(tokens=min(arguments.budget, 16384), hidden=model["hidden"], ffn=model["ffn"])
+
+    def peak() -> float:
+        return torch.cuda.max_memory_allocated() / 1e9 if on_gpu else float("nan")
+
+    def turn(tokens, of_trl: float) -> None:
+        of_them = peak()
+        batch = ours.batch(tokens)
+        rate = gemm_rate(torch, now, sizes, device, getattr(torch, dtype))
+        if on_gpu:
+            torch.cuda.reset_peak_memory_stats()
+        begun = now()
+        ours.policy.train_step(batch)
+        of_us = now() - begun
+        computed = sum(int((micro.multiplicity > 0).sum()) for micro in batch.micro_batches)
+        pairs.append({
+            "trl": of_trl, "ours": of_us, "tokens": sum(len(p) + len(c) for p, c, _ in tokens), "computed": computed, "gemm": rate,
+            "least": steps.least_products(ours.policy, batch), "peak_trl": of_them, "peak_ours": peak(),
+        })  # fmt: skip
+        if on_gpu:
+            torch.cuda.reset_peak_memory_stats()
+
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):  # ours has set them; TRL would wrap its model in DDP and be the slower for it
+        os.environ.pop(name, None)
+    trainer = steps.trl_trainer(path, how, turn, seconds=now, use_cpu=not on_gpu, bf16=False)
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+    trainer.train()
+    worst = steps.compare(ours.gradients, trainer.first_gradients, bar=0.1 if dtype == "bfloat16" else 1e-4)
+    kept = pairs[1:]
+
+    def said(values) -> list[float]:
+        """Median, least, most."""
+        return [round(float(one), 4) for one in (np.median(values), min(values), max(values))]
+
+    return {
+        "device": torch.cuda.get_device_name() if on_gpu else "cpu (dry: no figure)",
+        "pairs": len(kept),
+        "worst_gradient": worst,
+        "trl_tokens_per_s": said([one["tokens"] / one["trl"] for one in kept]),
+        "ours_tokens_per_s": said([one["tokens"] / one["ours"] for one in kept]),
+        "trl_over_ours": said([one["trl"] / one["ours"] for one in kept]),
+        "gemm_tflops": said([one["gemm"] / 1e3 for one in kept]),
+        "of_gemm_limit": said([one["least"] / one["gemm"] / one["ours"] for one in kept]),
+        "computed_share": said([one["computed"] / one["tokens"] for one in kept]),
+        "peak_gb_trl_and_our_model": said([one["peak_trl"] for one in kept]),
+        "peak_gb_ours_and_trl_model": said([one["peak_ours"] for one in kept]),
+    }
+
+
+# ---- layers ------------------------------------------------------------------------------------------------------------------------------
+
+
+def outputs_of_layers(job: dict, given: list | None) -> list:
+    """What each decoder layer is given and gives, and its parts, for a few sequences; and their log-probs. Runs in a process of its own.
+
+    given: inputs to force on the layers, from another process; None: this one's own, rounded to bfloat16.
+    """
+    import torch
+
+    from tests import parity_cases as cases
+
+    cfg = cases.settings(torch_dtype=job["dtype"], transformer_impl=job["impl"], share_prompts="false", **job["settings"])
+    policy = cases.build(job["path"], cfg, 1)
+    found: list = []
+
+    def take(name: str):
+        def hook(module, inputs, output):
+            out = output[0] if isinstance(output, tuple) else output
+            found.append((name, cases._numpy(out.detach().float())))
+
+        return hook
+
+    def force(module, args, kwargs):
+        hidden = kwargs.get("hidden_states", args[0] if args else None)
+        if given is None:
+            forced = hidden.to(torch.bfloat16)
+            found.append(("input", cases._numpy(forced)))
+        else:
+            forced = torch.from_numpy(given[sum(name == "input" for name, _ in found)])
+            found.append(("input", None))
+        forced = forced.to(hidden.device, hidden.dtype)
+        return (args, kwargs | {"hidden_states": forced}) if "hidden_states" in kwargs else ((forced, *args[1:]), kwargs)
+
+    for layer in policy.chunks[0].decoder.layers:
+        layer.register_forward_pre_hook(force, with_kwargs=True)
+        layer.self_attention.register_forward_hook(take("self_attention"))
+        layer.mlp.register_forward_hook(take("mlp"))
+        layer.register_forward_hook(take(""))
+    policy.chunks[0].decoder.final_layernorm.register_forward_pre_hook(force, with_kwargs=True)
+    policy.chunks[0].decoder.final_layernorm.register_forward_hook(take("final_layernorm"))
+    scored = cases.score_tokens(policy, job["sequences"])
+    return [*found, *(("log-probs", one) for one in scored)]
+
+
+def layers(arguments: argparse.Namespace) -> dict:
+    import numpy as np
+
+    from tests import parity_cases as cases
+    from tests.tiny_models import write_tiny
+
+    folder = Path(tempfile.mkdtemp())
+    sizes = {} if arguments.dry else dict(hidden=512, ffn=1024, head_dim=64)
+    if arguments.model == "MLA":
+        sizes = {}
+    path = write_tiny(folder / "model", **cases.MODELS[arguments.model] | dict(dtype="bfloat16", std=0.05) | sizes)
+    rng = np.random.default_rng(0)
+    sequences = [rng.integers(4, 120, length).tolist() for length in (96, 33, 17, 64)]
+    job = {"path": str(path), "sequences": sequences, "settings": cases.MODEL_SETTINGS.get(arguments.model, {})}
+    (folder / "cpu.pkl").write_bytes(pickle.dumps((job | {"dtype": "float32", "impl": "local"}, None)))
+    reference = _apart(folder / "cpu.pkl", folder / "cpu.out", hides_gpu=True)
+    given = [values for name, values in reference if name == "input"]
+    impl = "local" if arguments.dry else arguments.impl
+    (folder / "gpu.pkl").write_bytes(pickle.dumps((job | {"dtype": "bfloat16", "impl": impl}, given)))
+    mine = _apart(folder / "gpu.pkl", folder / "gpu.out", hides_gpu=arguments.dry)
+    errors: dict[str, float] = {}
+    assert [name for name, _ in mine] == [name for name, _ in reference]
+    for (name, a), (_, b) in zip(mine, reference, strict=True):
+        if name == "input":
+            continue
+        if name == "log-probs":
+            errors[name] = max(errors.get(name, 0.0), float(np.abs(a - b).mean()))
+        else:
+            errors[name] = max(errors.get(name, 0.0), float(np.linalg.norm(a - b) / np.linalg.norm(b)))
+    bars = {name: STRETCH * HALF_ULP * math.sqrt(count) for name, count in ROUNDINGS.items()}
+    # A logit of size s in bfloat16 inputs errs by about s * 2 roundings; log-probs here come from logits of a few units, in nats.
+    bars["log-probs"] = STRETCH * HALF_ULP * math.sqrt(2) * 4
+    shown = {name or "layer": {"error": errors[name], "bar": bars[name]} for name in errors}
+    return {"model": arguments.model, "impl": impl, "errors": shown, "passed": all(errors[name] < bars[name] for name in errors)}
+
+
+def _apart(job: Path, out: Path, *, hides_gpu: bool) -> list:
+    env = {**os.environ, "PYTHONPATH": str(ROOT)} | ({"CUDA_VISIBLE_DEVICES": ""} if hides_gpu else {})
+    ran = subprocess.run(
+        [sys.executable, __file__, "_outputs", "--job", str(job), "--out", str(out)], env=env, cwd=ROOT, capture_output=True, text=True
+    )
+    if ran.returncode:
+        raise SystemExit(ran.stdout[-2000:] + ran.stderr[-4000:])
+    return pickle.loads(out.read_bytes())
+
+
+def _outputs(arguments: argparse.Namespace) -> dict:
+    arguments.out.write_bytes(pickle.dumps(outputs_of_layers(*pickle.loads(arguments.job.read_bytes()))))
+    return {}
+
+
+def parsed(argv=None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("command", choices=("t8", "layers", "_outputs"))
+    parser.add_argument("--dry", action="store_true", help="tiny sizes on the CPU: proves the code")
+    parser.add_argument("--pairs", type=int, default=5)
+    parser.add_argument("--budget", type=int, default=16384, help="our max_tokens_per_micro_batch")
+    parser.add_argument("--trl_micro_batch", type=int, default=4, help="TRL's per_device_train_batch_size")
+    parser.add_argument("--share_prompts", default="auto")
+    parser.add_argument("--model", choices=("dense", "biases", "MoE", "MLA"), default="dense")
+    parser.add_argument("--impl", choices=("local", "transformer_engine"), default="local")
+    parser.add_argument("--job", type=Path)
+    parser.add_argument("--out", type=Path)
+    return parser.parse_args(argv)
+
+
+def main() -> int:
+    arguments = parsed()
+    found = {"t8": t8, "layers": layers, "_outputs": _outputs}[arguments.command](arguments)
+    print(json.dumps(found))
+    return 0 if found.get("passed", True) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

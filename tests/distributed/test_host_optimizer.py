@@ -1,0 +1,104 @@
+"""Megatron-Core's own optimizer of `optimizer_cpu_offload`, on a CPU: tensors that say they are on a GPU, and host copies that say they are
+not. The steps are those of an ordinary optimizer, and a checkpoint holds what the next step begins from."""
+
+from __future__ import annotations
+
+import contextlib
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_grpo.checkpoint.distributed import read_sharded
+from megatron_grpo.policy.sharded_state import load_state, sharded_state, without_extra_state
+from tests import parity_cases as cases
+from tests.checkpoint_files import write_sharded
+from tests.ranks import run_ranks
+from tests.tiny_models import write_tiny
+
+
+class OnHost(torch.Tensor):
+    """A copy on the host: what is made of one is one."""
+
+    is_cuda = False
+
+
+@contextlib.contextmanager
+def a_gpu():
+    """Every other tensor says that it is on a GPU; Megatron's optimizer asks each."""
+    cpu, pinned, empty = torch.Tensor.cpu, torch.Tensor.pin_memory, torch.empty
+    torch.Tensor.is_cuda = property(lambda self: not isinstance(self, OnHost))
+    torch.Tensor.cpu = lambda self: cpu(self).clone().as_subclass(OnHost)
+    torch.Tensor.pin_memory = lambda self: self
+    torch.empty = lambda *size, pin_memory=False, **more: empty(*size, **more)
+    try:
+        yield
+    finally:
+        del torch.Tensor.is_cuda
+        torch.Tensor.cpu, torch.Tensor.pin_memory, torch.empty = cpu, pinned, empty
+
+
+def steps(policy, batches, first):
+    for index, rows in enumerate(batches, first):
+        policy.train_step(cases.batch_of(policy, rows, index))
+    return {name: tensor.float().numpy().copy() for name, tensor in policy.named_weights()}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_host_optimizer_trains_as_another_and_goes_on_from_its_checkpoint_as_if_nothing_had_been(tmp_path, dtype):
+    path = write_tiny(tmp_path / "model", **cases.MODELS["dense"])
+    batches = cases.stored_rollout(path, num_steps=3, vocab=125)
+    cfg = cases.settings(torch_dtype=dtype)
+    (tmp_path / "saved").mkdir()
+
+    def run(rank, world):
+        parallel = cases.join(cfg, world)
+        plain = steps(cases.build(path, cfg, world, parallel), batches, 0)
+        with a_gpu():
+            from megatron_grpo import build
+
+            build.machine_problems = lambda *args, **more: []  # there is no GPU
+            host = cfg.with_values({"optimizer_cpu_offload": True})
+            straight = steps(cases.build(path, host, world, parallel), batches, 0)
+            policy = cases.build(path, host, world, parallel)
+            assert all(isinstance(part, torch.optim.AdamW) for part in policy.optimizer.chained_optimizers[0].optimizer.sub_optimizers)
+            steps(policy, batches[:2], 0)
+            write_sharded(sharded_state(policy.wrapped, policy.optimizer, policy.scheduler, is_loading=False), tmp_path / "saved")
+            again = cases.build(path, host, world, parallel)
+            state = sharded_state(again.wrapped, again.optimizer, again.scheduler, is_loading=True)
+            load_state(again.wrapped, again.optimizer, again.scheduler, read_sharded(state, tmp_path / "saved"))
+            resumed = steps(again, batches[2:], 2)
+        # The same checkpoint without it, and the other way round its moments are the same tensors.
+        other = cases.build(path, cfg, world, parallel)
+        state = sharded_state(other.wrapped, other.optimizer, other.scheduler, is_loading=True)
+        load_state(other.wrapped, other.optimizer, other.scheduler, read_sharded(state, tmp_path / "saved"))
+        return plain, straight, resumed, steps(other, batches[2:], 2)
+
+    for plain, straight, resumed, other in run_ranks(run, 2):
+        for name in plain:
+            assert np.array_equal(straight[name], resumed[name]), name
+            bar = 1e-6 if dtype == "float32" else 2e-3  # bfloat16 rounds a weight of 0.3 by 1e-3
+            assert np.abs(plain[name] - straight[name]).max() < bar and np.abs(other[name] - straight[name]).max() < bar, name
+
+
+class Layer(torch.nn.Linear):
+    """With extra state, as Transformer Engine's have."""
+
+    def get_extra_state(self):
+        return torch.ones(3, dtype=torch.uint8)
+
+    def set_extra_state(self, state):
+        raise AssertionError("nothing of a checkpoint is unpickled")
+
+
+def test_what_layers_keep_beside_their_weights_is_neither_saved_nor_missed():
+    from megatron_grpo.policy.sharded_state import _load_weights
+
+    layer = Layer(2, 2)
+    described = without_extra_state({**layer.state_dict(), "experts._extra_state3": 1})
+    assert set(described) == {"weight", "bias"} and "_extra_state" in layer.state_dict()
+    _load_weights(Layer(2, 2), described, everything=True)
+    with pytest.raises(ValueError, match="lacks .'bias'."):
+        _load_weights(Layer(2, 2), {"weight": described["weight"]}, everything=True)
+    with pytest.raises(ValueError, match="has .'more'. besides"):
+        _load_weights(Layer(2, 2), described | {"more": torch.ones(1)}, everything=True)

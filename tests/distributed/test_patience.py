@@ -1,0 +1,33 @@
+"""Work that ranks end at different times may take longer than a collective."""
+
+from __future__ import annotations
+
+import time
+
+from megatron_grpo.parallel import collectives
+from megatron_grpo.parallel.layout import Layout
+from megatron_grpo.parallel.state import start
+from tests.ranks import run_ranks
+
+
+def test_ranks_wait_for_a_slow_one_longer_than_a_collective_may_take():
+    def run(rank, world):
+        import datetime
+
+        import torch.distributed as dist
+
+        start(Layout(world_size=world))
+        short = dist.new_group(timeout=datetime.timedelta(seconds=1.0))
+        if rank == 1:
+            time.sleep(3.0)
+        collectives.wait_patiently()
+        assert collectives.from_all(rank, short) == [0, 1]
+        if rank == 1:  # and without it
+            time.sleep(3.0)
+        try:
+            collectives.from_all(rank, short)
+        except RuntimeError:
+            return "ended"
+        return "went on"
+
+    assert "ended" in run_ranks(run, 2)

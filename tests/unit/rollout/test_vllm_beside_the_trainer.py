@@ -1,0 +1,91 @@
+"""What vLLM does to the process and to itself, and what of it the trainer keeps or refuses. No engine: vLLM's own code is played."""
+
+from __future__ import annotations
+
+import os
+import random
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_grpo.rollout import vllm_patches
+from megatron_grpo.rollout.engine import WeightSyncError
+from megatron_grpo.rollout.vllm_options import problem_of
+from megatron_grpo.rollout.vllm_weights import buffers_of, refuse_changed
+from megatron_grpo.settings.config import RolloutConfig
+
+
+def test_no_generator_of_the_trainer_moves_while_vllm_works():
+    before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+    with vllm_patches.trainer_untouched():
+        random.seed(7), np.random.seed(7), torch.manual_seed(7)  # as `vllm.utils.torch_utils.set_random_seed` does
+        np.random.randint(9)  # as Model Runner V2 does for a request without a seed
+    assert before == (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist())
+
+
+def test_an_engine_is_made_on_the_gpu_that_the_rank_has(monkeypatch):
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    with vllm_patches.on_device(0):  # a launcher that shows each task one GPU
+        assert os.environ["LOCAL_RANK"] == "0"
+    with vllm_patches.on_device(None):
+        assert os.environ["LOCAL_RANK"] == "3"
+    monkeypatch.delenv("LOCAL_RANK")
+    with vllm_patches.on_device(1):
+        assert os.environ["LOCAL_RANK"] == "1"
+    assert "LOCAL_RANK" not in os.environ
+
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(3))
+        self.register_buffer("table", torch.arange(4.0), persistent=False)
+        self.register_buffer("bias", torch.zeros(2))
+
+
+def test_a_push_or_a_sleep_that_loses_a_buffer_is_refused():
+    model = Model()
+    worker = SimpleNamespace(model_runner=SimpleNamespace(get_model=lambda: model))
+    before = buffers_of(worker)
+    model.weight.data.fill_(2.0)
+    refuse_changed(worker, before, "the push")
+    model.bias.fill_(1.0)
+    refuse_changed(worker, before, "the push", besides={"bias"})
+    model.table[3] = -3.0
+    with pytest.raises(WeightSyncError, match="sleep changed 2 of the engine's tensors that are no weights: bias, table"):
+        refuse_changed(worker, before, "sleep")
+    del model.table
+    with pytest.raises(WeightSyncError, match="table"):
+        refuse_changed(worker, before, "sleep", besides={"bias"})
+
+
+# What vLLM 0.32 and 0.33 say, with the file that says it.
+SAID = {
+    "v1/worker/utils.py": (
+        "Free memory on device cuda:0 (23.51/79.11 GiB) on startup is less than desired GPU memory utilization (0.4, 31.64 GiB). Decrease "
+        "GPU memory utilization or reduce GPU memory used by other processes.", "23.51 of 79.11 GiB are free", 0.29),
+    "v1/core/kv_cache_planning.py, none": (
+        "No available memory for the cache blocks. Try increasing `gpu_memory_utilization` when initializing the engine", "Raise it", None),
+    "v1/core/kv_cache_planning.py, few": (
+        "To serve at least one request with the model's max seq len (4096), (0.44 GiB KV cache is needed, which is larger than the "
+        "available KV cache memory (0.2 GiB).", "cannot hold one sequence of 4096 tokens", None),
+    "v1/worker/gpu_model_runner.py": (
+        "CUDA out of memory occurred when warming up sampler with 1024 dummy requests. Please try lowering `max_num_seqs` or "
+        "`gpu_memory_utilization` when initializing the engine.", "no room for vLLM beside the policy", None),
+    "torch": ("CUDA out of memory. Tried to allocate 594.00 MiB. GPU 0 has a total capacity of 79.11 GiB", "offload_optimizer true", None),
+    "csrc/cumem_allocator.cpp": ("CUDA Error: out of memory at /workspace/csrc/cumem_allocator.cpp:139", "offload_model true", None),
+    "v1/worker/gpu_worker.py": (
+        "Error in memory profiling. Initial free memory 20.1 GiB, current free memory 21.0 GiB. This happens when other processes sharing",
+        "let nothing else run on it", None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("where", SAID)
+def test_every_way_in_which_a_gpu_has_no_room_for_vllm_is_a_sentence_about_settings(where):
+    said, words, nearest = SAID[where]
+    problem = problem_of(RolloutConfig(), 4096, True, said)
+    assert words in problem.message and "vllm_gpu_memory_utilization" in problem.flags
+    assert problem.nearest == ({} if nearest is None else {"vllm_gpu_memory_utilization": [nearest]})
+    assert problem_of(RolloutConfig(), 4096, True, "another error") is None

@@ -1,0 +1,263 @@
+"""Runs the steps of the GPU check one after the other, remembers what came of each, and tells it; without a GPU it checks the check.
+
+`tools/gpu_check.sh` is the command; `steps` has what is done.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from tools.gpu_checking import steps as table  # noqa: E402
+from tools.gpu_checking.steps import STEPS, Of, Step, Words  # noqa: E402
+
+RESULTS = "gpu_check.json"
+SECONDS_TO_LEAVE = 60.0  # for a run that was asked to stop
+# What a box with torch alone lacks, by what each is for. Together at most MOST_MIB, packed.
+PACKED = ("megatron-core", "trl", "transformers", "tokenizers", "safetensors", "huggingface-hub", "hf-xet", "regex", "accelerate", "psutil",
+          "pyyaml", "rich", "pygments", "markdown-it-py", "mdurl", "sentencepiece", "pytest", "pluggy", "iniconfig", "cloudpickle",
+          "requests", "tqdm", "filelock", "packaging", "numpy")  # fmt: skip
+MOST_MIB = 64
+
+
+def gpus() -> list[str]:
+    """Asked of the driver, as tests do: torch may have been hidden from it."""
+    try:
+        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30)
+    except (FileNotFoundError, subprocess.TimeoutExpired):
+        return []
+    return [line for line in listed.stdout.splitlines() if line.startswith("GPU ")]
+
+
+class Check:
+    """The folder of one check, with all that is known so far."""
+
+    def __init__(self, out: Path, minutes: float):
+        self.out, self.budget = out, 60 * minutes
+        self.file = out / RESULTS
+        self.found: dict[str, dict] = json.loads(self.file.read_text())["steps"] if self.file.exists() else {}
+
+    @property
+    def seconds(self) -> float:
+        """Spent on steps, in earlier calls too."""
+        return sum(one["seconds"] for one in self.found.values())
+
+    def run(self, chosen: Sequence[Step]) -> None:
+        for step in chosen:
+            if self.found.get(step.name, {}).get("verdict") in ("PASS", "FAIL"):
+                self.tell(step.name)
+                continue
+            begun = time.monotonic()
+            verdict, note = self._outcome(step)
+            self.note(step.name, verdict, time.monotonic() - begun, note or step.shows)
+            self.tell(step.name)
+
+    def _outcome(self, step: Step) -> tuple[str, str]:
+        if lacks := [name for name in step.needs if importlib.util.find_spec(name) is None]:
+            return "SKIP", f"{' and '.join(lacks)} not installed"
+        if self.seconds >= self.budget:
+            return "SKIP", f"the budget of {self.budget / 60:g} minutes is spent"
+        log, end = self.out / f"{step.name}.log", time.monotonic() + step.seconds
+        with log.open("w") as stream:
+            for number, command in enumerate(step.commands):
+                limit = end - time.monotonic()
+                found = run_one(command, self.out, step.env, stream, limit)
+                expected = (command.ends,) if isinstance(command, Words) else command.ends
+                if found not in expected:
+                    how = f"did not end in {step.seconds} s" if found is None else f"ended with {found}, not {expected[0]}"
+                    return "FAIL", f"command {number + 1} of {len(step.commands)} {how}; see {log}"
+        try:
+            said = step.judge(self.out, log.read_text(errors="replace"))
+        except (OSError, KeyError, ValueError, StopIteration) as error:
+            return "FAIL", f"what it left cannot be judged: {type(error).__name__}: {error}; see {log}"
+        return ("FAIL", said.removeprefix("! ")) if said.startswith("!") else ("PASS", said)
+
+    def note(self, name: str, verdict: str, seconds: float, note: str) -> None:
+        self.found[name] = {"verdict": verdict, "seconds": round(seconds, 1), "note": note}
+        failed = any(one["verdict"] == "FAIL" for one in self.found.values())
+        whole = {"verdict": "FAIL" if failed else "PASS", "seconds": round(self.seconds, 1), "gpus": gpus(), "steps": self.found}
+        partial = self.file.with_suffix(".part")
+        partial.write_text(json.dumps(whole, indent=1))
+        partial.replace(self.file)
+
+    def tell(self, name: str) -> None:
+        one = self.found[name]
+        print(f"{one['verdict']} {name:<16} {one['seconds']:6.1f} s  {one['note']}", flush=True)
+
+
+def run_one(command: Words | Of, out: Path, env: Mapping[str, str], stream, limit: float) -> int | None:
+    """The exit status; None where it did not end in `limit` seconds."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "4", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", **env}
+    if isinstance(command, Words):
+        return _ended(
+            _started([word.replace("OUT", str(out)) if "OUT/" in word else word for word in command.words], environment, stream), limit
+        )
+    end = time.monotonic() + limit
+    with _server(command, out, environment, stream, limit) as extra:
+        if extra is None:
+            return None
+        process = _started([*command.words(out), *extra], environment, stream)
+        if command.kills:
+            path, before = out / command.folder / "metrics.jsonl", len(table.metrics(out / command.folder))
+            while process.poll() is None and time.monotonic() < end:
+                if path.exists() and len(table.metrics(out / command.folder)) >= before + command.after:
+                    process.send_signal(getattr(signal, command.kills))
+                    break
+                time.sleep(0.05)
+            if command.kills == "SIGKILL":
+                process.wait()
+                time.sleep(5)  # what it had started is ended with it
+        return _ended(process, end - time.monotonic())
+
+
+def _started(words: Sequence[str], environment: Mapping[str, str], stream) -> subprocess.Popen:
+    stream.write(f"$ {' '.join(words)}\n")
+    stream.flush()
+    return subprocess.Popen(words, cwd=ROOT, env=environment, stdout=stream, stderr=subprocess.STDOUT, start_new_session=True)
+
+
+def _ended(process: subprocess.Popen, limit: float) -> int | None:
+    try:
+        return process.wait(max(limit, 1.0))
+    except subprocess.TimeoutExpired:
+        _end(process)
+        return None
+
+
+def _end(process: subprocess.Popen) -> None:
+    """It and whatever it started, which is in its session."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        try:
+            os.killpg(process.pid, number)
+            process.wait(SECONDS_TO_LEAVE)
+        except (ProcessLookupError, subprocess.TimeoutExpired):
+            continue
+
+
+@contextlib.contextmanager
+def _server(command: Of, out: Path, environment: Mapping[str, str], stream, limit: float) -> Iterator[list[str] | None]:
+    """Further words for the run that samples from it; None where it did not come up."""
+    if not command.beside:
+        yield []
+        return
+    address = out / "address"
+    address.unlink(missing_ok=True)
+    (out / "token").write_text("of-this-check-alone\n")
+    (out / "token").chmod(0o600)
+    process, end = _started(command.server(out), environment, stream), time.monotonic() + limit
+    try:
+        while not address.exists() and process.poll() is None and time.monotonic() < end:
+            time.sleep(0.2)
+        yield ["--vllm_server_base_url", address.read_text().strip()] if address.exists() else None
+    finally:
+        if process.poll() is None:
+            _end(process)
+
+
+# ---- without a GPU -----------------------------------------------------------------------------------------------------------------------
+
+
+def faults(out: Path) -> list[str]:
+    """What of the check would not even begin: flags that `plan` refuses, tests that pytest does not find, words that a benchmark does not
+    take. The machine's own lacks are not among them."""
+    table.prepare(out)
+    found, tests = [], list[str]()
+    for step in STEPS:
+        for command in step.commands:
+            if isinstance(command, Of):
+                found += [f"{step.name}: {fault}" for fault in _refused(command, out)]
+            elif "pytest" in command.words:
+                tests += [word for word in command.words if word.startswith("tests/")]
+            elif command.words[1].startswith("benchmarks/"):
+                found += [f"{step.name}: {fault}" for fault in _not_taken(command.words[2:])]
+            elif command.words[1] != "-c" and not (ROOT / command.words[1]).exists():
+                found.append(f"{step.name}: there is no {command.words[1]}")
+        if step.name in {other.name for other in STEPS if other is not step}:
+            found.append(f"two steps are called {step.name}")
+    collected = subprocess.run(
+        [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", *dict.fromkeys(tests)],
+        cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
+    )  # fmt: skip
+    if collected.returncode:
+        found.append(f"pytest does not collect {' '.join(dict.fromkeys(tests))}: {collected.stdout.splitlines()[-1:]}")
+    if sum(step.seconds for step in STEPS) > 3 * 60 * 20:  # limits; a step takes a third of its limit, if all is well
+        found.append("the steps' limits together are more than three times 20 minutes")
+    return found
+
+
+def _refused(command: Of, out: Path) -> list[str]:
+    from megatron_grpo import cli
+
+    said = io.StringIO()
+    # The quickstart's model and data are made by the step itself.
+    made = {"quickstart": ["--model", str(out / "model"), "--dataset", str(out / "prompts.jsonl")]}.get(command.folder, [])
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        status = cli.main(["plan", *command.words(out)[4:], "--json", *made, *_server_of(command)])
+    return [] if status == 0 else [said.getvalue().strip()[-400:]]
+
+
+def _server_of(command: Of) -> list[str]:
+    return ["--vllm_server_base_url", "http://127.0.0.1:8000"] if command.beside else []
+
+
+def _not_taken(words: Sequence[str]) -> list[str]:
+    from benchmarks import gpu
+
+    try:
+        gpu.parsed(list(words))
+    except SystemExit:
+        return [f"benchmarks/gpu.py does not take {' '.join(words)}"]
+    return []
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--out", type=Path, default=Path("output/gpu_check"))
+    parser.add_argument("--minutes", type=float, default=20.0, help="no step begins after so many, earlier calls included")
+    parser.add_argument("--only", nargs="+", choices=[step.name for step in STEPS], help="these steps alone")
+    parser.add_argument("--pack", type=Path, help="a folder for a box with torch alone: what else these steps need, without vLLM")
+    args = parser.parse_args(argv)
+    if args.pack:
+        return pack(args.pack)
+    if not gpus():
+        wrong = faults(args.out.resolve())
+        print(*wrong, sep="\n", end="\n" if wrong else "")
+        print(f"No GPU here: nothing was measured. The check itself: {len(STEPS)} steps, {len(wrong)} that would not begin.")
+        return 2 if wrong else 0
+    table.prepare(args.out.resolve())
+    check = Check(args.out.resolve(), args.minutes)
+    check.run([step for step in STEPS if not args.only or step.name in args.only])
+    print((check.file).read_text())
+    return int(any(one["verdict"] == "FAIL" for one in check.found.values()))
+
+
+def pack(folder: Path) -> int:
+    """Installs what `PACKED` names into a folder, for this Python, and says how much it is when packed."""
+    folder.mkdir(parents=True, exist_ok=True)
+    installed = subprocess.run(
+        [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(folder), *PACKED, str(ROOT)]
+    )
+    if installed.returncode:
+        return 2
+    archive = folder.with_suffix(".tar.xz")
+    subprocess.run(["tar", "-C", str(folder), "--exclude", "__pycache__", "--exclude", "tests", "-cJf", str(archive), "."], check=True)
+    size = archive.stat().st_size / 2**20
+    print(f"{archive}: {size:.1f} MiB of at most {MOST_MIB}")
+    return 0 if size <= MOST_MIB else 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())
