@@ -73,7 +73,7 @@ class World:
         mine: dict[str, Any] = {"from_all": self.from_all, "exchange": self.exchange}
         if not self.is_real:
             mine |= {"rank": lambda: self.rank, "num_ranks": lambda group=None: self.size, "has_job": lambda: True}
-            mine |= {"largest": lambda number: number, "any_of_all": list}  # the other ranks say the same
+            mine |= {"largest": lambda number: number, "any_of_all": list, "wait_patiently": lambda: None}  # the others say the same
         self._real = {name: getattr(collectives, name) for name in mine}
         for name, function in mine.items():
             setattr(collectives, name, function)

@@ -160,6 +160,7 @@ DEFAULTS: Sequence[Default] = (
     Default(name="save_total_limit", theirs="none", native={"save_total_limit": None}),
     kept("logging_steps", 10, 1),
     kept("use_vllm", False, True),
+    kept("logging_steps", 10, 1),
 )
 
 
