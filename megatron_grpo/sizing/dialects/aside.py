@@ -70,10 +70,11 @@ SWIFT: Mapping[str, Foreign] = {
         *("tensorboard_queue_size", "logprobs", "top_logprobs"),
         why=LOGS,
     ),
+    **aside("fp8_amax_history_len", "fp8_amax_compute_algo", why="it is of fp8_recipe delayed, which is not there"),
     **aside("moe_token_drop_policy", why="it does nothing without moe_expert_capacity_factor, which is refused"),
     **aside("mtp_loss_scaling_factor", why="it does nothing without mtp_num_layers, which is refused"),
     **aside(
-        *("fp8_recipe", "fp8_amax_history_len", "fp8_amax_compute_algo", "fp4_recipe", "hqq_axis", "bnb_4bit_compute_dtype"),
+        *("fp4_recipe", "hqq_axis", "bnb_4bit_compute_dtype"),
         *("bnb_4bit_quant_storage", "bnb_4bit_quant_type", "bnb_4bit_use_double_quant"),
         why=_QUANT,
     ),
@@ -111,7 +112,7 @@ TRL: Mapping[str, Foreign] = {
     ),
     **aside(
         *("gradient_checkpointing_kwargs", "full_determinism", "use_liger_kernel", "use_liger_loss", "liger_kernel_config"),
-        *("torch_compile", "torch_compile_backend", "torch_compile_mode", "tf32", "pad_to_multiple_of", "attn_implementation", "use_cache"),
+        *("torch_compile", "torch_compile_backend", "torch_compile_mode", "tf32", "attn_implementation", "use_cache"),
         why=KERNELS,
     ),
     **aside("torch_empty_cache_steps", "ds3_gather_for_generation", why=MEMORY),

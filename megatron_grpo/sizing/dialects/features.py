@@ -12,7 +12,7 @@ ENGINES = "engines of a rollout server beside each other are its own setting (me
 IMAGES = "of what models see and hear pictures alone are there, and this setting of theirs is not (docs/images.md)"
 TURNS = "multi-turn environments are named with --environment and --tools (docs/turns.md)"
 TEACHER = "distillation from a teacher is not there"
-QUANTIZED = "quantised weights, fp8, fp4 and fp16 are not there: bfloat16 or float32"
+QUANTIZED = "quantised weights, weights held in FP8, fp4 and fp16 are not there: bfloat16 or float32, with fp8_format for linear layers"
 FREEZE_RATIO = (
     "it counts the parameters of one rank in their order, so what is frozen would depend on tensor_model_parallel_size: name what is "
     "frozen in freeze_parameters"

@@ -188,7 +188,7 @@ NAMES: Mapping[str, Foreign] = {
     "moe_router_load_balancing_type": Foreign(why="it does nothing with moe_aux_loss_coeff 0, and other values are refused"),
     "mtp_num_layers": lacks(features.MTP, "0"),
     "enable_mtp_training": lacks(features.MTP),
-    **not_there(features.QUANTIZED, "fp16", "fp8_format", "fp8_recipe", "sglang_kv_cache_dtype", "sglang_quantization"),
+    **not_there(features.QUANTIZED, "fp16", "sglang_kv_cache_dtype", "sglang_quantization"),
     "freeze_params_name_list": lacks("freeze_parameters_regex is compared with Hugging Face's names, these with Megatron's"),
     "only_train_params_name_list": lacks("trainable_parameters_regex is compared with Hugging Face's names, these with Megatron's"),
     "freeze_indexer": lacks(features.OTHER_MODEL),

@@ -163,7 +163,7 @@ NAMES: Mapping[str, Foreign] = {
     ),
     **not_there(
         features.QUANTIZED,
-        *("fp16", "fp8_format", "fp8_param_gather", "fp4_format", "fp4_param_gather", "quant_method", "quant_bits"),
+        *("fp16", "fp8_param_gather", "fp4_format", "fp4_param_gather", "quant_method", "quant_bits"),
     ),
     **not_there(features.OTHER_LOSS, "rpo_alpha", "reference_free", "enable_dft_loss", "enable_channel_loss"),
     **not_there(features.DROPS_TOKENS, "moe_expert_capacity_factor", "moe_pad_expert_input_to_capacity"),
@@ -224,6 +224,7 @@ DEFAULTS: Sequence[Default] = (
     kept("offload_model", "false", "auto"),
     kept("offload_optimizer", "false", "auto"),
     kept("logging_steps", 5, 1),
+    kept("fp8_recipe", "delayed", "tensorwise"),
     kept("use_hf", "false (ModelScope's hub)", "true (Hugging Face's hub)"),
 )
 

@@ -113,7 +113,7 @@ def test_the_table_of_defaults_is_true(dialect):
         ("swift", "--teacher_model x", "distillation"),
         ("swift", "--finetune false", "finetune (false): checkpoints of another system are not read"),
         ("swift", "--moe_expert_capacity_factor 2", "a capacity that drops some"),
-        ("swift", "--fp8_format hybrid", "fp8"),
+        ("swift", "--fp4_format e2m1", "fp4"),
         ("swift", "--optimizer muon", "the optimizer is AdamW"),
         ("swift", "--rlhf_type dpo", "only GRPO"),
         ("swift", "--advantage_estimator rloo --scale_rewards group", "divides by a std"),
