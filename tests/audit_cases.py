@@ -107,8 +107,9 @@ def log_probs_off(by: float, *, ranks: tuple[int, ...] = (1,)):
     def wrap(policy, rank):
         loss = policy._loss
 
-        def off(batch, reference, threshold, micro, local, logprobs, entropy):
-            return loss(batch, reference, threshold, micro, local, logprobs + by * (rank in ranks), entropy)
+        def off(*others):
+            *others, logprobs, entropy = others
+            return loss(*others, logprobs + by * (rank in ranks), entropy)
 
         with mock.patch.object(policy, "_loss", off, create=True), mock.patch.object(policy, "_slope_of", lambda *args: None, create=True):
             yield
