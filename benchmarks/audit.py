@@ -8,6 +8,7 @@ upper bound. What a run does besides its optimizer steps (sampling, pushes, scor
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 import tempfile
 import time
@@ -45,7 +46,8 @@ def measured(path, settings, samples, steps: int):
         policy = cases.build(path, cases.settings(**settings), world)
         audit, step, total = Timed(1), 0.0, 0.0
         for index in range(steps):
-            batch, audit.seconds = cases.batch_of(policy, samples, index), 0.0
+            rows = [dataclasses.replace(sample, version=index, fresh_at=index) for sample in samples]
+            batch, audit.seconds = cases.batch_of(policy, rows, index), 0.0
             looks, began = Looks(policy, audit), time.process_time()
             policy.train_step(batch, looks)
             assert looks.found is None

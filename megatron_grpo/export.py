@@ -116,7 +116,10 @@ def merge_adapter(model: str | Path, adapter: str | Path, out: str | Path) -> No
     if problems := base_problems(adapter, Path(model)):
         raise ConfigError(problems)
     read = merged(reader, adapter_read, settings, own_sizes(settings, shape))
-    names = WeightMap.for_shape(shape, padded_vocab_size=shape.vocab_size).expected_hf_names()
+    weights = WeightMap.for_shape(shape, padded_vocab_size=shape.vocab_size)
+    names = weights.expected_hf_names()
+    if names != weights.stored_names():
+        raise ConfigError(f"model: {shape.architecture} keeps the experts of a layer in one tensor, into which no adapter is merged here.")
     with HfWriter(out, model, expected=names) as write:
         for name in sorted(names):
             write(name, read(name))

@@ -8,10 +8,14 @@ Exit code 1 if a fault is not said as it should be, or a sound run is not sound.
 
 from __future__ import annotations
 
+import os
 import random
 import sys
 import tempfile
 from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: ranks share the cores
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tests import audit_cases as audits
 from tests import parity_cases as cases

@@ -117,7 +117,7 @@ def looks_at_sequences(models: list[str], layouts: list[str]) -> int:
 
     The weight in vespo is a product over a sequence: its power multiplies the rounding of all its log-probs.
     """
-    cells, limits = [], LIMITS | {"loss": 5e-6}
+    cells, limits = [], LIMITS | {"loss": 1e-5}
     with tempfile.TemporaryDirectory() as folder:
         for model in models:
             matrix = Matrix(model, Path(folder), cases.SEQUENCE_LOSSES)

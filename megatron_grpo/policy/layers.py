@@ -173,10 +173,19 @@ def with_bias(linear: type, bias: bool) -> type:
     return Linear
 
 
-def with_output_of_its_own(linear: type) -> type:
-    """The same, and what it gives may be written to: Megatron's MLP adds an expert's bias in place, which autograd takes for no view."""
+def of_biased_experts(linear: type) -> type:
+    """The second linear layer of experts with biases.
+
+    Megatron's MLP adds the bias to what it gives, in place, which autograd allows in no view. And Megatron marks the bias as one whose
+    gradient tensor-parallel ranks share under sequence parallelism: these have other experts, or other tokens for the same ones, and the
+    gradients of experts are summed elsewhere.
+    """
 
     class Linear(linear):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            self.bias.sequence_parallel = False
+
         def forward(self, *args, **kwargs):
             out, bias = super().forward(*args, **kwargs)
             return out.clone(), bias

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
 from contextlib import nullcontext
 
 import torch
@@ -33,8 +32,8 @@ from megatron_grpo.policy.layers import (
     PackedAttention,
     SinkAttention,
     WholeNorm,
+    of_biased_experts,
     with_bias,
-    with_output_of_its_own,
 )
 from megatron_grpo.policy.router import replace_routers
 from megatron_grpo.policy.stream import LocalBatch
@@ -187,7 +186,7 @@ def layer_specs(
             continue
         if shape.moe and shape.moe.has_biases:
             experts = layer.submodules.mlp.submodules.experts.submodules
-            experts.linear_fc2 = with_output_of_its_own(experts.linear_fc2)
+            experts.linear_fc2 = of_biased_experts(experts.linear_fc2)
         layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = norm if shape.pre_norm else IdentityOp
         if shape.post_norm:
             layer.submodules.self_attn_bda = layer.submodules.mlp_bda = ModuleSpec(AddNormed, {"config": config, "norm": norm})
@@ -291,9 +290,8 @@ class PolicyModel(GPTModel):
             self.vision = Vision(tower, config, self.decoder.layers, self.pg_collection.tp, deep=shape.vision.num_deepstack)
         replace_routers(self)
         if not use_te:
-            activation: Callable[..., torch.Tensor] = ACTIVATIONS[shape.activation]
-            if shape.clamp:
-                activation = functools.partial(activation, factor=shape.clamp[0], limit=shape.clamp[1])
+            limits = {"factor": shape.clamp[0], "limit": shape.clamp[1]} if shape.clamp else {}
+            activation = functools.partial(ACTIVATIONS[shape.activation], **limits)
             for module in self.modules():
                 if isinstance(module, MLP):
                     module.activation_func = activation

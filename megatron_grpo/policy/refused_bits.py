@@ -67,7 +67,7 @@ def _model(cfg: Config, shape: ModelShape) -> Iterator[Problem]:
         yield _problem(
             "model", f"{shape.architecture} is not reached; see docs/proof.md. Use same_bits false, or one of {', '.join(PROVEN)}."
         )
-    elif shape.windows:
+    elif any(shape.windows or ()):
         yield _problem("model", "sliding windows are not reached; see docs/proof.md. Use same_bits false.")
     elif shape.rope.attention_scaling != 1:
         yield _problem("model", "the sampler scales cosines and sines where the trainer scales scores (YaRN). Use same_bits false.")

@@ -160,7 +160,7 @@ def _from_tables(name: str, dialects: Mapping[str, Dialect], hidden: Collection[
         if row.native:
             return f" {dialect.title}'s {name} is called {row.native} here." if row.native != name else ""
         if row.hint:
-            return f" {dialect.title}'s {name} is said here with {row.hint}."
+            return f" {dialect.title}'s {name} is said here with {row.hint.replace('`', '')}."
         if row.lacks:
             return f" It is {dialect.title}'s: {row.lacks}. Leave it out."
         if row.read is None:

@@ -50,7 +50,11 @@ MODELS = {
         {"n_group": 3, "topk_group": 1, "experts": 6, "kv_heads": 1, "head_dim": 20},
         ["TP2 EP2 ETP1"],
     ),
-    "gpt_oss": ("gpt_oss", {"heads": 6, "kv_heads": 2, "head_dim": 10, "ffn": 36, "experts": 6}, ["PP2 VPP2", "CP2", "TP2 EP2 ETP1"]),
+    "gpt_oss": (
+        "gpt_oss",
+        {"heads": 6, "kv_heads": 2, "head_dim": 10, "ffn": 36, "experts": 6, "swiglu_limit": 0.6},
+        ["PP2 VPP2", "CP2", "TP2 EP2 ETP1"],
+    ),
     "olmo2": (
         "olmo2",
         {"heads": 6, "kv_heads": 2, "head_dim": 10, "ffn": 34, "attention_bias": True},

@@ -59,7 +59,7 @@ def an_epsilon(policy):
 
 
 def an_angle(policy):
-    policy.chunks[0].inverse_frequencies *= 1 + 1e-7
+    policy.chunks[0].inverse_frequencies[0].mul_(1 + 1e-7)
 
 
 def test_the_smallest_differences_are_seen_and_without_the_setting_there_are_many(tmp_path):

@@ -31,6 +31,7 @@ MODELS = {
     "qwen2": False,
     "mixtral": False,
     "glm4_moe": False,
+    "gpt_oss": False,
     "olmo2": False,
     "olmo3": False,
     "gemma3_text": True,
@@ -115,7 +116,9 @@ def test_push_is_right_and_its_own_repair_is_needed(checkpoints, name, tp):
 
     def body(rank, world_size):
         policies = [HfPolicy(path) for path in paths]  # first: vLLM changes the classes that it takes from transformers
-        with engine_at(paths[0], rank, world_size, tp=tp) as engine:
+        # With sinks and a window vLLM's attention on CPUs gives nan for what it reads through the prefix cache.
+        caching = {} if name != "gpt_oss" else {"vllm_enable_prefix_caching": False}
+        with engine_at(paths[0], rank, world_size, tp=tp, **caching) as engine:
             found = check_weights(policies[0], engine, version=0)
             largest, mean = found.logp_difference_max, found.logp_difference_mean
             assert mean <= largest < 1e-4

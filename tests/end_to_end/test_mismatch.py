@@ -14,7 +14,7 @@ from tests.ranks import run_ranks
 def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("mismatch")
     flags = [*write_inputs(folder / "in"), "--output_dir", str(folder / "out")]
-    run_ranks(train, 1, [*flags, "--max_steps", "2", "--save_steps", "1", "--export_hf", "false"])
+    run_ranks(train, 1, [*flags, "--max_steps", "2", "--save_steps", "1", "--export_hf", "false"], timeout=300)
     return folder / "out"
 
 
@@ -38,7 +38,7 @@ def command(rank, world_size, words, loses=None):
 
 
 def test_rows_that_the_run_recorded_are_compared_with_the_trainer_of_their_version(run):
-    [(code, printed)] = run_ranks(command, 1, [str(run / "checkpoints" / "iter_0000001"), "--json", "--rows", "8"])
+    [(code, printed)] = run_ranks(command, 1, [str(run / "checkpoints" / "iter_0000001"), "--json", "--rows", "8"], timeout=300)
     found = json.loads(printed)
     assert code == 0 and found["verdict"] == "" and found["named"] == [] and found["push"] == ""
     assert found["source"] == "recorded by the run with these weights" and (found["rows"], found["step"]) == (8, 1)
@@ -55,7 +55,7 @@ def test_rows_that_the_run_recorded_are_compared_with_the_trainer_of_their_versi
 
 def test_a_tensor_that_a_push_loses_is_named_by_its_operation(run):
     lost = "model.layers.1.self_attn.q_norm.weight"
-    [(code, printed)] = run_ranks(command, 1, [str(run), "--row", "2"], lost)
+    [(code, printed)] = run_ranks(command, 1, [str(run), "--row", "2"], lost, timeout=300)
     assert code == 1
     assert "step 2, float32, one rank" in printed and "drawn anew from prompts of the run" in printed
     assert "Row 2 (" in printed and "layer 1, q norm: " in printed and "<- over" in printed

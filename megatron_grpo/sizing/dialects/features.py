@@ -37,9 +37,8 @@ CRITIC = "there is no critic: advantages are compared inside groups or batches"
 EVALUATION = "held-out prompts are asked in their order"
 OTHER_MODEL = "it is of a layer that no family of models here has"
 STRUCTURED = "completions are drawn freely: the trainer's softmax knows no grammar"
-ENGINE_WORDS = "of vLLM's own arguments those are there that are settings (`--help`, group Rollout)"
-EVAL_SAMPLING = "of how held-out prompts are sampled eval_temperature and num_generations_eval are there"
-SCHEDULES = "the learning rate is constant, linear or cosine after its warm-up"
+ENGINE_WORDS = "give vllm_engine_kwargs, which hands name=value to vLLM's EngineArgs"
+EVAL_SAMPLING = "of how held-out prompts are sampled there are eval_temperature, eval_top_p, eval_top_k and eval_max_completion_length"
 
 # What names that are set aside are about.
 KERNELS = "how fast something is computed, not what: kernels, fusions, overlap"

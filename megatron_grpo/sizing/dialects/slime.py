@@ -50,6 +50,10 @@ def _judge(words: Sequence[str], given: Given) -> Mapping[str, Any]:
     return own_rewards("a judge of slime")(words, given)
 
 
+def _column(words: Sequence[str], given: Given) -> Mapping[str, Any]:
+    return {} if list(words) in (["prompt"], ["messages"]) else {"columns": {words[0]: "prompt"}}
+
+
 def _switch(native: str, value: Any) -> Foreign:
     def read(words: Sequence[str], given: Given) -> Mapping[str, Any]:
         return {native: value} if words[0].lower() != "false" else {}
@@ -90,22 +94,21 @@ NAMES: Mapping[str, Foreign] = {
     "sglang_context_length": same("vllm_max_model_len"),
     # Data.
     "prompt_data": same("dataset"),
-    "input_key": lacks("the column is called prompt, or messages", "prompt", "messages"),
+    "input_key": reads(_column, "`columns`, where it is neither prompt nor messages"),
     "label_key": same("answer_column"),
     "rollout_shuffle": same("dataset_shuffle"),
     "rollout_seed": _together("`seed`, which is of prompts, sampling and all else"),
     "rollout_max_prompt_len": same("max_prompt_length"),
     "apply_chat_template": _together("a note: chat prompts are written by the template here, and a string prompt is taken as it stands"),
-    "apply_chat_template_kwargs": lacks("enable_thinking is handed to the chat template, and nothing else"),
+    "apply_chat_template_kwargs": same("chat_template_kwargs"),
     "multimodal_keys": lacks("pictures come in the column images"),
     "eval_prompt_data": reads(_held_out, "`eval_dataset`; of several with names, `eval_datasets`"),
     "eval_interval": same("eval_steps"),
     "eval_config": lacks("held-out sets are named by eval_datasets"),
     "n_samples_per_eval_prompt": same("num_generations_eval"),
     "eval_temperature": same("eval_temperature"),
-    "eval_top_p": lacks(features.EVAL_SAMPLING, "1", "1.0"),
-    "eval_top_k": lacks(features.EVAL_SAMPLING, "-1"),
-    "eval_max_response_len": _together("nothing where it is `rollout_max_response_len`; another one is refused"),
+    "eval_top_k": same("eval_top_k", {"-1": "0"}),
+    "eval_max_response_len": same("eval_max_completion_length"),
     **not_there(features.EVAL_SAMPLING, "eval_max_prompt_len", "eval_max_context_len", "eval_min_new_tokens"),
     **not_there("columns are prompt and answer_column", "eval_input_key", "eval_label_key", "eval_tool_key"),
     "num_rollout": same("max_steps"),
@@ -175,10 +178,6 @@ NAMES: Mapping[str, Foreign] = {
     **not_there("a reward is a number", "reward_key", "eval_reward_key"),
     **not_there("a reward function is given many completions at a time, groups whole or not", "group_rm"),
     # Megatron-LM's own.
-    "lr_decay_iters": lacks("the learning rate decays over the whole run"),
-    "lr_warmup_init": lacks("warm-up begins at 0", "0", "0.0"),
-    "lr_wsd_decay_style": lacks(features.SCHEDULES, "exponential"),
-    "lr_wsd_decay_iters": lacks(features.SCHEDULES),
     "optimizer": only("adam", features.OTHER_OPTIMIZER),
     "attention_dropout": lacks("models are trained without dropout", "0", "0.0"),
     "hidden_dropout": lacks("models are trained without dropout", "0", "0.0"),
@@ -244,9 +243,6 @@ def settle(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
         )
     if values.get("eval_steps") and not values.get("eval_dataset") and not values.get("eval_datasets"):
         yield Change(values={"eval_steps": None}, note="eval_interval does nothing without eval_prompt_data.")
-    longest = text_of(given, "eval_max_response_len", "")
-    if longest and longest != str(values.get("max_completion_length", "")):
-        raise BadValue(f"eval_max_response_len ({longest}) is not rollout_max_response_len: {features.EVAL_SAMPLING}")
     if values.get("eval_datasets"):
         alike = {"eval_temperature": values.get("temperature", 1.0), "num_generations_eval": 1}
         yield Change(values={name: value for name, value in alike.items() if name not in values})

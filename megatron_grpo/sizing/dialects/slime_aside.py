@@ -31,9 +31,9 @@ NAMES: Mapping[str, Foreign] = {
         why="the model's own config.json says it",
     ),
     **aside(
-        *("attention_backend", "moe_grouped_gemm", "moe_permute_fusion", "moe_router_dtype", "moe_enable_deepep", "no_rope_fusion"),
+        *("attention_backend", "moe_grouped_gemm", "moe_router_dtype", "no_rope_fusion"),
         *("no_masked_softmax_fusion", "no_gradient_accumulation_fusion", "enable_experimental", "deterministic_mode", "qwen_gdn_backend"),
-        *("moe_token_drop_policy", "moe_shared_expert_overlap", "recompute_loss_function", "no_check_for_nan_in_loss_and_grad"),
+        *("moe_token_drop_policy", "recompute_loss_function", "no_check_for_nan_in_loss_and_grad"),
         *("log_probs_max_tokens_per_gpu", "data_pad_size_multiplier"),
         why=KERNELS,
     ),

@@ -220,8 +220,10 @@ DEFAULTS: Sequence[Default] = (
     default("save_steps", 500),
     Default(name="save_total_limit", theirs="none", native={"save_total_limit": None}),
     kept("report_to", "tensorboard", "none"),
+    kept("logging_steps", 5, 1),
     kept("offload_model", "false", "auto"),
     kept("offload_optimizer", "false", "auto"),
+    kept("logging_steps", 5, 1),
     kept("use_hf", "false (ModelScope's hub)", "true (Hugging Face's hub)"),
 )
 

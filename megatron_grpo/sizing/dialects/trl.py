@@ -158,7 +158,9 @@ DEFAULTS: Sequence[Default] = (
     default("vllm_gpu_memory_utilization", 0.3),
     default("save_steps", 500),
     Default(name="save_total_limit", theirs="none", native={"save_total_limit": None}),
+    kept("logging_steps", 10, 1),
     kept("use_vllm", False, True),
+    kept("logging_steps", 10, 1),
 )
 
 

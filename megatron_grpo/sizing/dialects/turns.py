@@ -31,11 +31,17 @@ def _use_gym_env(words: Sequence[str], given: Mapping[str, Sequence[str]]) -> Ma
     return {}
 
 
+def _max_turns(words: Sequence[str], given: Mapping[str, Sequence[str]]) -> Mapping[str, Any]:
+    """Nothing where who answers is refused already: a limit of turns would be a second mistake about the same."""
+    refused = [word for name in ("gym_env", "multi_turn_scheduler") for word in given.get(name, ()) if ":" not in word and word != GYM]
+    return {} if refused else {"max_turns": list(words)}
+
+
 SWIFT: Mapping[str, Foreign] = {
     "multi_turn_scheduler": reads(_scheduler, "environment"),
     "gym_env": reads(_gym_env, "environment"),
     "use_gym_env": reads(_use_gym_env, "reward_funcs environment"),
-    "max_turns": same("max_turns"),
+    "max_turns": reads(_max_turns, "`max_turns`, which is 8 where nobody says it"),
     "completion_length_limit_scope": only(
         "total", "max_completion_length is of the whole episode here. Use total, and max_completion_length times max_turns"
     ),

@@ -9,11 +9,22 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megatron_grpo.settings.foreign import Default, Dialect, Foreign, default, kept, lacks, not_there, only, reads, same
+from megatron_grpo.settings.foreign import Default, Dialect, Foreign, Reader, default, kept, lacks, only, reads, same
 from megatron_grpo.settings.table import TRUE
 from megatron_grpo.sizing.dialects import features, verl_aside
 from megatron_grpo.sizing.dialects.verl_settle import settle
-from megatron_grpo.sizing.dialects.vocabulary import DISPATCHER, NATIVE_SIZES, betas, listed, one_dataset, own_rewards, size, sizes, whole
+from megatron_grpo.sizing.dialects.vocabulary import (
+    DATASETS,
+    DISPATCHER,
+    HELD_OUT,
+    NATIVE_SIZES,
+    betas,
+    listed,
+    own_rewards,
+    size,
+    sizes,
+    whole,
+)
 
 _MEGATRON, _OPTIM, _TRANSFORMER = "actor.megatron.", "actor.optim.", "actor.megatron.override_transformer_config."
 _OPTIMIZER, _LORA, _RIGHT = "actor.optim.override_optimizer_config.", "model.lora.", "algorithm.rollout_correction."
@@ -23,12 +34,11 @@ def _ranks(words: Sequence[str], given: Mapping[str, Sequence[str]]) -> Mapping[
     return {"world_size": whole(given, "nnodes", 1) * whole(given, "n_gpus_per_node", 8)}
 
 
-def _held_out(words: Sequence[str], given: Mapping[str, Sequence[str]]) -> Mapping[str, Any]:
-    """Several files are several sets, each under the name of its folder and file."""
-    found = [name for word in words for name in listed([word])]
-    if len(found) < 2:
-        return {"eval_dataset": found[0]} if found else {}
-    return {"eval_datasets": {"_".join(name.rsplit(".", 1)[0].split("/")[-2:]): name for name in found}}
+def _column(ours: str) -> Reader:
+    def read(words: Sequence[str], given: Mapping[str, Sequence[str]]) -> Mapping[str, Any]:
+        return {} if list(words) == [ours] else {"columns": {words[0]: ours}}
+
+    return read
 
 
 def _sleep(words: Sequence[str], given: Mapping[str, Sequence[str]]) -> Mapping[str, Any]:
@@ -85,21 +95,21 @@ NAMES: Mapping[str, Foreign] = {
     "resume_from_path": lacks(features.RESUMED_ELSEWHERE),
     "actor.checkpoint.async_save": same("async_save"),
     # Data.
-    "train_files": one_dataset("dataset"),
-    "val_files": reads(_held_out, "`eval_dataset`; of several, `eval_datasets`"),
+    "train_files": DATASETS,
+    "val_files": HELD_OUT,
     "max_prompt_length": same("max_prompt_length"),
     "max_response_length": same("max_completion_length"),
     "shuffle": same("dataset_shuffle"),
     "seed": same("seed"),
     "filter_overlong_prompts": _TOO_LONG,
     "truncation": _TOO_LONG,
-    "prompt_key": only("prompt", "the column is called prompt, or messages"),
-    "image_key": only("images", "the column is called images"),
+    "prompt_key": reads(_column("prompt"), "`columns`, where it is not prompt"),
+    "image_key": reads(_column("images"), "`columns`, where it is not images"),
     "train_max_samples": lacks("all rows of a data set are used", "-1"),
     "val_max_samples": same("eval_num_prompts", {"-1": "none"}),
     "validation_shuffle": lacks(features.EVALUATION),
     "apply_chat_template_kwargs.enable_thinking": same("enable_thinking"),
-    "apply_chat_template_kwargs": lacks("enable_thinking is handed to the chat template, and nothing else"),
+    "apply_chat_template_kwargs": same("chat_template_kwargs"),
     "tokenizer": lacks(features.VERSIONS),
     "custom_cls.path": lacks("data sets are rows of files; classes of one's own are not loaded"),
     "sampler.class_path": lacks("prompts come in a seeded order, or in the file's (dataset_shuffle)"),
@@ -125,8 +135,8 @@ NAMES: Mapping[str, Foreign] = {
     "rollout.enable_rollout_routing_replay": reads(_replay, "`router_replay_mode` R3"),
     "rollout.val_kwargs.n": same("num_generations_eval"),
     "rollout.val_kwargs.temperature": same("eval_temperature"),
-    "rollout.val_kwargs.top_p": lacks(features.EVAL_SAMPLING, "1", "1.0"),
-    "rollout.val_kwargs.top_k": lacks(features.EVAL_SAMPLING, "-1"),
+    "rollout.val_kwargs.top_p": same("eval_top_p"),
+    "rollout.val_kwargs.top_k": same("eval_top_k", {"-1": "0"}),
     "rollout.name": only("vllm", "sampling is by vLLM alone"),
     "rollout.do_sample": only("true", "completions are drawn, never greedy"),
     "rollout.ignore_eos": lacks("a completion ends with the model's end-of-text token"),
@@ -180,11 +190,13 @@ NAMES: Mapping[str, Foreign] = {
     f"{_TRANSFORMER}num_layers_in_first_pipeline_stage": same("decoder_first_pipeline_num_layers"),
     f"{_TRANSFORMER}num_layers_in_last_pipeline_stage": same("decoder_last_pipeline_num_layers"),
     f"{_TRANSFORMER}moe_router_load_balancing_type": lacks("load-balancing losses depend on the layout"),
-    **not_there(
-        "stages are cut by layers alone",
-        f"{_TRANSFORMER}account_for_loss_in_pipeline_split",
-        f"{_TRANSFORMER}account_for_embedding_in_pipeline_split",
-    ),
+    **{
+        f"{_TRANSFORMER}{name}": same(name)
+        for name in (
+            *("account_for_loss_in_pipeline_split", "account_for_embedding_in_pipeline_split", "moe_permute_fusion", "moe_enable_deepep"),
+            *("moe_shared_expert_overlap", "pipeline_model_parallel_layout"),
+        )
+    },
     # What trains.
     "model.lora.rank": reads(_rank, "`tuner_type` lora and `lora_rank`"),
     "model.lora_rank": reads(_rank, "`tuner_type` lora and `lora_rank`"),
@@ -231,11 +243,11 @@ NAMES: Mapping[str, Foreign] = {
     f"{_OPTIM}min_lr_ratio": _together("`min_lr`, which is this times lr"),
     f"{_OPTIM}num_cycles": lacks("a cosine goes half a period", "0.5"),
     f"{_OPTIM}optimizer": lacks(features.OTHER_OPTIMIZER, "adam", "adamw"),
-    f"{_OPTIM}lr_warmup_init": lacks("warm-up begins at 0", "0", "0.0"),
-    f"{_OPTIM}lr_decay_steps": lacks("the learning rate decays over the whole run"),
-    f"{_OPTIM}weight_decay_incr_style": only("constant", "weight_decay is constant"),
-    f"{_OPTIM}lr_wsd_decay_style": lacks(features.SCHEDULES, "exponential"),
-    f"{_OPTIM}lr_wsd_decay_steps": lacks(features.SCHEDULES),
+    f"{_OPTIM}lr_warmup_init": same("lr_warmup_init"),
+    f"{_OPTIM}lr_decay_steps": same("lr_decay_iters"),
+    f"{_OPTIM}weight_decay_incr_style": same("weight_decay_incr_style"),
+    f"{_OPTIM}lr_wsd_decay_style": same("lr_wsd_decay_style"),
+    f"{_OPTIM}lr_wsd_decay_steps": same("lr_wsd_decay_iters"),
     f"{_OPTIM}zero_indexed_step": Foreign(why="whether the first step counts as 0 or 1 in its schedule: one step of warm-up"),
     f"{_OPTIM}total_training_steps": lacks("the schedule is as long as the run (max_steps, num_train_epochs)", "-1"),
     **{f"{_OPTIMIZER}{name}": same(name) for name in ("optimizer_cpu_offload", "optimizer_offload_fraction")},

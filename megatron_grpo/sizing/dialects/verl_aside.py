@@ -46,10 +46,7 @@ NAMES: Mapping[str, Foreign] = {
                 *("attention_backend", "apply_rope_fusion", "masked_softmax_fusion", "bias_activation_fusion", "bias_dropout_fusion"),
                 *("gradient_accumulation_fusion", "deallocate_pipeline_outputs", "persist_layer_norm", "moe_grouped_gemm"),
                 *(
-                    "moe_permute_fusion",
                     "moe_router_dtype",
-                    "moe_enable_deepep",
-                    "moe_shared_expert_overlap",
                     "overlap_moe_expert_parallel_comm",
                 ),
             )
@@ -137,6 +134,6 @@ PATTERNS: Mapping[str, Foreign] = {
     "ray_kwargs.*": Foreign(why="Ray is not used: ranks are started by torchrun"),
     "hydra.*": Foreign(why="how its program is put together and started"),
     "npu_profile.*": Foreign(why=LOGS),
-    "apply_chat_template_kwargs.*": lacks("enable_thinking is handed to the chat template, and nothing else"),
+    "apply_chat_template_kwargs.*": lacks("give chat_template_kwargs, which hands name=value to the chat template"),
     "model.override_config.*": lacks("the model is built as its config.json says"),
 }

@@ -23,6 +23,11 @@ _ESTIMATORS = {
     "rloo": {"advantage_estimator": "rloo", "scale_rewards": "none"},
     "rloo_vectorized": {"advantage_estimator": "rloo", "scale_rewards": "none"},
 }
+_OF_THE_SCHEDULE = {
+    "lr_warmup_iters": "actor.optim.lr_warmup_steps",
+    "lr_decay_iters": "actor.optim.lr_decay_steps",
+    "lr_wsd_decay_iters": "actor.optim.lr_wsd_decay_steps",
+}
 _KL = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
 
 
@@ -175,7 +180,7 @@ def _schedule(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
     names = {"max_steps": "trainer.total_training_steps", "save_steps": "trainer.save_freq", "eval_steps": "trainer.test_freq"}
     without = {} if values.get("eval_dataset") or values.get("eval_datasets") else {"eval_steps"}
     counted = {native: theirs for native, theirs in names.items() if native not in without}
-    yield from in_steps(values, per_rollout, counted | {"lr_warmup_iters": "actor.optim.lr_warmup_steps"})
+    yield from in_steps(values, per_rollout, counted | _OF_THE_SCHEDULE)
     if values.get("lr_warmup_iters"):
         yield Change(values={"lr_warmup_fraction": None})
     if "actor.optim.min_lr_ratio" in given and text_of(given, "actor.optim.min_lr_ratio", "0") not in ("none", "null"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from megatron_grpo.settings.foreign import OFF, Change, Foreign, Reader, reads, same
+from megatron_grpo.settings.foreign import OFF, Change, Reader, reads, same
 from megatron_grpo.settings.servers import OF_THE_ENGINE
 from megatron_grpo.settings.table import TRUE, BadValue, Setting
 from megatron_grpo.sizing.sizes import NATIVE
@@ -50,14 +50,21 @@ def whole(given: Mapping[str, Sequence[str]], name: str, otherwise: int) -> int:
     return int(text)
 
 
-def one_dataset(native: str) -> Foreign:
-    def read(words: Sequence[str], given: Mapping[str, Sequence[str]]) -> Mapping[str, Any]:
-        found = [name for word in words for name in listed([word])]
-        if len(found) > 1:
-            raise BadValue(f"({' '.join(found)}) names {len(found)} data sets; one file, directory or Hub name is taken here")
-        return {native: found[0]} if found else {}
+def datasets(words: Sequence[str], given: Mapping[str, Sequence[str]]) -> Mapping[str, Any]:
+    """One file or several, all rows of all."""
+    found = [name for word in words for name in listed([word])]
+    return {"dataset": found[0], "further_datasets": found[1:]} if found else {}
 
-    return reads(read, f"`{native}`, where it names one")
+
+def held_out(words: Sequence[str], given: Mapping[str, Sequence[str]]) -> Mapping[str, Any]:
+    """Several files are several sets, each under the name of its folder and file."""
+    found = [name for word in words for name in listed([word])]
+    if len(found) < 2:
+        return {"eval_dataset": found[0]} if found else {}
+    return {"eval_datasets": {"_".join(name.rsplit(".", 1)[0].split("/")[-2:]): name for name in found}}
+
+
+DATASETS, HELD_OUT = reads(datasets, "`dataset`"), reads(held_out, "`eval_dataset`; of several, `eval_datasets`")
 
 
 def betas(words: Sequence[str], given: Mapping[str, Sequence[str]]) -> Mapping[str, Any]:

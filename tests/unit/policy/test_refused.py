@@ -12,7 +12,11 @@ from megatron_grpo.inputs import read_everything
 from megatron_grpo.parallel.layout import Layout, sequence_alignment
 from megatron_grpo.planning.check import check
 from megatron_grpo.planning.sharing import LEAST_SAVING, decide
+from megatron_grpo.policy import refused_bits
 from megatron_grpo.policy.fp8 import rank_multiple
+<<<<<<< HEAD
+from megatron_grpo.policy.refused import attention_channels, flash_obstacle, machine_problems, problems, sharing_problems
+=======
 from megatron_grpo.policy.refused import (
     attention_channels,
     flash_obstacle,
@@ -20,6 +24,7 @@ from megatron_grpo.policy.refused import (
     problems,
     sharing_problems,
 )
+>>>>>>> exact
 from megatron_grpo.settings import parse
 from megatron_grpo.settings.config import Config
 from megatron_grpo.weights.shape import ModelShape
@@ -86,6 +91,37 @@ def test_a_prompt_too_long_for_the_model_is_named_with_every_other_problem(tmp_p
     said = str(refusal.value)
     assert "18 tokens are longer than the model's max_position_embeddings (16)" in said
     assert "num_attention_heads" in said
+
+
+@pytest.mark.parametrize(("model", "changes", "words"), [
+    ("gpt_oss", {"expert_tensor_parallel_size": 2}, "2 would add the biases of GptOssForCausalLM's experts 2 times"),
+    ("gpt_oss", {"tuner_type": "lora"}, "GptOssForCausalLM keeps the experts of a layer in one tensor"),
+    ("olmo3", {"transformer_impl": "transformer_engine"}, "attention within a window, which Olmo3ForCausalLM has, is computed"),
+    ("glm4_moe", {"transformer_impl": "transformer_engine"}, "a rotation of a part of each head"),
+    ("olmo2", {"transformer_impl": "transformer_engine"}, "a norm over all heads"),
+])  # fmt: skip
+def test_what_some_families_have_and_a_setting_has_not_is_refused(model, changes, words):
+    shape = ModelShape.from_hf(config_of(model))
+    (problem,) = problems(Config().with_values(changes), shape)
+    assert words in problem.message and problems(Config(), shape) == []
+
+
+def test_prompts_are_shared_where_a_window_reaches_over_the_longest_sequence():
+    shape = ModelShape.from_hf(config_of("olmo3"))  # windows of 9 tokens
+    short = Config().with_values({"max_prompt_length": 4, "max_completion_length": 5, "micro_batch_size": 4})
+    assert decide(short, shape).least_saving == LEAST_SAVING
+    longer = short.with_values({"max_completion_length": 6})
+    assert "Olmo3ForCausalLM has layers that see 9 tokens, where sequences have up to 10" in decide(longer, shape).why
+    (problem,) = sharing_problems(longer.with_values({"share_prompts": "true"}), shape)
+    assert "true cannot be: Olmo3ForCausalLM has layers" in problem.message
+
+
+@pytest.mark.parametrize("name", [
+    "Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM", "NemotronHForCausalLM", "DeepseekV32ForCausalLM"
+])  # fmt: skip
+def test_families_that_are_known_and_missing_are_refused_by_name_with_what_is_missing(name):
+    with pytest.raises(ConfigError, match=f"the architecture {name} is not supported: its .*(kernels of a GPU|sparse attention)"):
+        ModelShape.from_hf({**config_of("qwen3"), "architectures": [name]})
 
 
 DROPOUT = {"tuner_type": "lora", "lora_dropout": 0.1}
@@ -165,3 +201,30 @@ def test_flash_attention_takes_half_precision_and_heads_of_up_to_256_channels(dt
 def test_the_heads_of_latent_attention_are_those_of_its_queries():
     assert attention_channels(DEEPSEEK) == DEEPSEEK.mla.qk_head_dim + DEEPSEEK.mla.qk_pos_emb_head_dim
     assert attention_channels(ModelShape.from_hf(config_of("qwen3"))) == ModelShape.from_hf(config_of("qwen3")).head_dim
+
+
+def test_equal_bits_are_refused_for_what_has_not_been_compared():
+    def said(shape, **values):
+        return [problem.message for problem in refused_bits.problems(Config().with_values({"same_bits": True, **values}), shape)]
+
+    qwen = ModelShape.from_hf(config_of("qwen3"))
+    yarn = dataclasses.replace(qwen.rope, attention_scaling=1.1)
+    assert said(qwen) == said(qwen, torch_dtype="float32") == said(None) == []
+    assert list(refused_bits.problems(Config(), DEEPSEEK)) == [] and list(refused_bits.gpu_problem(Config())) == []
+    for shape, values, words in (
+        (DEEPSEEK, {}, "multi-latent attention"),
+        (dataclasses.replace(qwen, architecture="NobodyForCausalLM"), {}, "NobodyForCausalLM is not reached"),
+        (dataclasses.replace(qwen, windows=(8,) * qwen.num_layers), {}, "sliding windows"),
+        (dataclasses.replace(qwen, rope=yarn), {}, "YaRN"),
+        (dataclasses.replace(qwen, qkv_bias=True), {}, "rounds to bfloat16"),
+        (
+            dataclasses.replace(qwen, attention_out_bias=True),
+            dict(tensor_model_parallel_size=2, vllm_tensor_parallel_size=2),
+            "adds a bias",
+        ),
+    ):
+        (message,) = said(shape, **values)
+        assert message.startswith("same_bits true: ") and words in message
+    assert said(dataclasses.replace(qwen, qkv_bias=True), torch_dtype="float32") == []
+    (problem,) = refused_bits.gpu_problem(Config().with_values({"same_bits": True}))
+    assert "GPU" in problem.message

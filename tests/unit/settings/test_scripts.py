@@ -67,7 +67,7 @@ def test_words_are_those_of_a_shell(text, words):
 def test_what_cannot_be_known_is_said(text, said, tmp_path):
     script = tmp_path / "run.sh"
     script.write_text(text)
-    (problem,) = parse(["--config", str(script)]).problems
+    problem = parse(["--config", str(script)]).problems[0]
     assert said in problem.message and "run.sh" in problem.message
 
 

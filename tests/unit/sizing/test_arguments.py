@@ -70,7 +70,14 @@ def test_a_default_of_theirs_that_is_not_ours_is_used(system):
     unlike = []
     for name, default in arguments.theirs(arguments.SYSTEMS[system][0])[1].items():
         native = arguments.native_of(dialect, name)
-        passed_over = default == "none" or "$" in default or name in OTHERWISE[system] or {name, name.split(".", 1)[-1]} & kept
+        passed_over = (
+            default == "none"
+            or "val_kwargs" in name
+            or "eval_sampling_params" in name
+            or "$" in default
+            or name in OTHERWISE[system]
+            or {name, name.split(".", 1)[-1]} & kept
+        )
         if not native or dialect.size(name) is not None or native in dialect.settings or passed_over:
             continue
         row, setting = dialect.row(name)[1], table()[native]

@@ -85,6 +85,7 @@ TRL_EVALUATES = "--eval_strategy steps --eval_steps 7"
             dict(lora_rank=4, lora_alpha=8.0, target_modules=["q_proj", "o_proj"]),
         ),
         ("skyrl", "trainer.policy.model.lora.rank=0", dict(tuner_type="full")),
+        ("skyrl", "data.train_data=['a.jsonl','b.jsonl']", dict(dataset="a.jsonl", further_datasets=["b.jsonl"])),
         ("skyrl", "trainer.policy.megatron_config.freeze_moe_router=true", dict(freeze_parameters_regex=r"\.gate\.weight$")),
         ("trl", "--vllm_enable_sleep_mode true", dict(sleep_level=2)),
         ("trl", "--vllm_enable_sleep_mode false", dict(sleep_level=0)),
@@ -106,7 +107,6 @@ def test_names_that_are_read_together(dialect, words, found):
     ("words", "says"),
     [
         ("--policy.optimizer_config.adam_betas 0.8", "needs two numbers, not '0.8'"),
-        ("--data.train_data a.jsonl b.jsonl", "b.jsonl"),
     ],
 )
 def test_what_skyrl_would_not_take_is_refused(words, says):
