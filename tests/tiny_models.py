@@ -78,7 +78,7 @@ def write_tiny(
                        topk_group=1, first_k_dense_replace=1, routed_scaling_factor=1.5, num_mtp_layers=0)  # fmt: skip
     if family == "gpt_oss":  # with the limits that vLLM has for all models
         common |= dict(num_local_experts=experts, num_experts_per_tok=2, sliding_window=9, layer_types=alternating(layers),
-                       rope_parameters=dict(rope_type="yarn", rope_theta=1e4, factor=4.0, beta_fast=32.0, beta_slow=1.0,
+                       rope_parameters=dict(rope_type="yarn", rope_theta=1e4, factor=max_positions / 16, beta_fast=32.0, beta_slow=1.0,
                        truncate=False, original_max_position_embeddings=16))  # fmt: skip
     if family == "gemma3_text":
         common |= dict(query_pre_attn_scalar=24, sliding_window=9, layer_types=alternating(layers))

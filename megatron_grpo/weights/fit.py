@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 
 from megatron_grpo.errors import Problem
@@ -40,6 +41,13 @@ def length_problems(shape: ModelShape, longest: int, *, flags: tuple[str, ...] =
     if shape.max_position_embeddings and longest > shape.max_position_embeddings:
         problems.append(
             f"sequences of up to {longest} tokens are longer than the model's max_position_embeddings ({shape.max_position_embeddings})."
+        )
+    # vLLM has sines and cosines of so many positions, and reads other memory behind them.
+    stretched = math.floor(shape.rope.factor * shape.rope.original_max_position_embeddings)
+    if not problems and shape.rope.type == "yarn" and longest > stretched:
+        problems.append(
+            f"sequences of up to {longest} tokens are longer than what the model's rope was stretched to by yarn ({stretched}: its factor "
+            f"times original_max_position_embeddings). Keep them within {stretched}."
         )
     return [Problem(flags=flags, message=message) for message in problems]
 

@@ -51,6 +51,14 @@ def test_sequences_may_leave_a_window_and_not_the_positions_that_a_model_has():
     assert "max_position_embeddings (64)" in str(problem)
 
 
+def test_sequences_may_not_leave_what_yarn_stretched_a_rope_to():
+    yarn = {"rope_type": "yarn", "factor": 2.5, "original_max_position_embeddings": 17, "rope_theta": 1e4}
+    shape = ModelShape.from_hf({**config_of("qwen3"), "rope_parameters": yarn})
+    assert length_problems(shape, 42) == []
+    (problem,) = length_problems(shape, 43)
+    assert "stretched to by yarn (42:" in str(problem)
+
+
 def test_a_norm_over_all_heads_needs_a_group_on_every_rank():
     shape = ModelShape.from_hf({**config_of("olmo2"), "num_key_value_heads": 2})
     (problem,) = layout_problems(shape, tp=4)
