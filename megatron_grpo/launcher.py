@@ -6,10 +6,11 @@ the sentence that a user reads who started one process where many were meant.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import tempfile
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -169,6 +170,23 @@ def become_single(port: int) -> None:
     facts = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     for name, value in facts.items():
         os.environ.setdefault(name, value)
+
+
+@contextlib.contextmanager
+def on_device(number: int | None) -> Iterator[None]:
+    """Around a library that takes the GPU whose number LOCAL_RANK says. A launcher may show each of its tasks one GPU alone, and count on.
+
+    number: of the GPU; None where there is none.
+    """
+    before = os.environ.get("LOCAL_RANK")
+    if number is not None:
+        os.environ["LOCAL_RANK"] = str(number)
+    try:
+        yield
+    finally:
+        os.environ.pop("LOCAL_RANK", None)
+        if before is not None:
+            os.environ["LOCAL_RANK"] = before
 
 
 def _count(env: Mapping[str, str], name: str) -> int:

@@ -161,7 +161,7 @@ def of_settings() -> Iterator[Case]:
         if setting.kind != "bool" and not setting.is_list and not setting.is_map:
             yield Case(name=f"{setting.name} without a value", flags=flags, extra=[f"--{setting.name}"], says=[setting.name])
         if not setting.is_list:
-            pair = {"int": "3 4", "float": "0.3 0.4", "bool": "true false", "str": "one two"}[setting.kind].split()
+            pair = {"int": "3 4", "float": "0.3 0.4", "bool": "true false", "str": "one two", "Any": "one two"}[setting.kind].split()
             yield Case(name=f"{setting.name} with two values", flags=flags, extra=[f"--{setting.name}", *pair],
                        says=[setting.name, pair[0] if setting.is_map else " ".join(pair)])  # fmt: skip
 
@@ -611,13 +611,11 @@ def of_data() -> Iterator[Case]:
         ("gone.jsonl", ["gone.jsonl"]),
         ("./gone", ["gone"]),
         ("~/no/file.jsonl", ["~/no/file.jsonl"]),
-        ("data.jsonl#100", ["data.jsonl#100"]),
+        ("data.jsonl#100", ["data.jsonl"]),
     ):
         yield Case(name=f"data: {value}", flags={"dataset": value}, says=says)
     yield Case(name="data: a name nobody has", flags={"dataset": "nobody/nothing"}, says=["nobody/nothing"], commands=TRAIN)
-    yield Case(
-        name="data: two files", flags={"dataset": None}, extra=["--dataset", "a.jsonl", "b.jsonl"], says=["dataset", "a.jsonl b.jsonl"]
-    )
+    yield Case(name="data: two files", flags={"dataset": None}, extra=["--dataset", "a.jsonl", "b.jsonl"], says=["dataset", "a.jsonl"])
     yield Case(
         name="data: too long for the model",
         flags=at_file("d.jsonl", json.dumps({"prompt": "5 " * 300}) + "\n"),

@@ -173,6 +173,8 @@ class OneRank:
         per_node = self.world.per_node
         if self.me % per_node:
             return {}
+        from megatron_grpo.metrics.rollout import TOKENS
+
         one = self.judged[-1]
         columns = self.completions._columns(0, next(iter(one.held.values())), one)
         found: dict[int, Any] = {}
@@ -180,7 +182,8 @@ class OneRank:
             for number in self.judged_by(mate):
                 numbers = {name: [number] * self.group_size for name in ("prompt_number", "dataset_row")}
                 texts = {"completion": [self.text_of(number, place) for place in range(self.group_size)]}
-                found.setdefault(mate, []).append({**columns, **numbers, **texts})
+                tokens = {name: [one.copy() for one in columns[name]] for name in TOKENS}  # as with strings, pickle writes one array once
+                found.setdefault(mate, []).append({**columns, **numbers, **texts, **tokens})
         return found
 
     def rows_of(self, source: int, mine: Any) -> Any:

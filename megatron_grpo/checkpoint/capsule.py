@@ -94,9 +94,10 @@ class Capsules:
                     if random is not None:
                         (partial / generators.FILE).write_bytes(random)
                 weights = self._weights(partial, policy)
-                if collectives.rank() == 0:
-                    told = self._facts(moment, pending) | layout_of(policy) | _measured(policy, seen) | {"weights": weights}
-                    (partial / FACTS).write_text(json.dumps(told, indent=1) + "\n")
+                with agreed(f"writing {partial / FACTS}"):
+                    if collectives.rank() == 0:
+                        told = self._facts(moment, pending) | layout_of(policy) | _measured(policy, seen) | {"weights": weights}
+                        (partial / FACTS).write_text(json.dumps(told, indent=1) + "\n")
         except CheckpointError as error:
             self.say(f"WARNING: the capsule {path} could not be written: {error}")
             return None
@@ -189,8 +190,29 @@ class Capsule:
             self.facts: dict[str, Any] = json.loads((self.path / FACTS).read_text())
         except (OSError, ValueError) as error:
             raise ValueError(f"{path} is no capsule: it has no {FACTS} that can be read ({error})") from None
-        if self.facts.get("format") != FORMAT:
-            raise ValueError(f"{path} has format {self.facts.get('format')}; this version reads format {FORMAT}")
+        written = self.facts.get("format") if isinstance(self.facts, dict) else None
+        if written != FORMAT:
+            raise ValueError(f"{path} has format {written}; this version reads format {FORMAT}")
+        for file in (self.path / FACTS, *sorted(self.path.glob("*/rank_*.npz")), *self.path.glob(generators.FILE)):
+            try:
+                self._look_at(file)
+            except Exception as error:  # noqa: BLE001 - np.load and zipfile raise all sorts of a file that was cut, or made by others
+                raise ValueError(f"{path} is no whole capsule: {file.name if file.parent == self.path else file} cannot be read "
+                                 f"({type(error).__name__}: {error})") from None  # fmt: skip
+
+    def _look_at(self, file: Path) -> None:
+        """Reads what a replay reads of it. Raises anything."""
+        if file.name == FACTS:
+            if not self.step.micro_steps:
+                raise ValueError("its step has no rows")
+            {name: float(value) for name, value in self.facts.get("metrics", {}).items()}
+            wanted = ("kind", "why", "pictures", "model", "parted")
+            _ = [self.facts[name] for name in wanted], dict(self.facts["settings"]), dict(self.facts["weights"])["folder"]
+        elif file.parent.name == "rows":
+            read_samples(file)
+        else:
+            with np.load(file, allow_pickle=False) as arrays:
+                _ = [arrays[name].shape for name in arrays.files]
 
     @property
     def step(self) -> Step:

@@ -10,7 +10,7 @@ from typing import Any
 from megatron_grpo import launcher
 from megatron_grpo.checkpoint import folder
 from megatron_grpo.checkpoint.distributed import read_sharded
-from megatron_grpo.checkpoint.manifest import read_manifest
+from megatron_grpo.checkpoint.manifest import Manifest, read_manifest
 from megatron_grpo.checkpoint.resume import several
 from megatron_grpo.errors import ConfigError, Problem
 from megatron_grpo.parallel.layout import Layout
@@ -26,12 +26,17 @@ _OTHERS = (*vars(ParallelConfig()), "resume", "output_dir", "beta", "ref_adapter
 
 def settings_of_checkpoint(cfg: Config, directory: Path) -> Config:
     """What was typed, over what the run was that wrote the checkpoint. Raises ConfigError where it is damaged, or no checkpoint."""
+    return settings_over(cfg, whole_checkpoint(directory).origin.settings)
+
+
+def whole_checkpoint(directory: Path) -> Manifest:
+    """Its manifest. Raises ConfigError where it is damaged, or no checkpoint."""
     manifest = read_manifest(directory)
     if isinstance(manifest, str):
         raise ConfigError([_problem("resume", f"resume: {manifest}. Name a directory such as OUTPUT_DIR/checkpoints/iter_0000100.")])
     if faults := folder.damage(directory, manifest.files):
         raise ConfigError([_problem("resume", f"resume: {directory} is damaged: {several(faults)}.")])
-    return settings_over(cfg, manifest.origin.settings)
+    return manifest
 
 
 def settings_over(cfg: Config, of_run: Mapping[str, Any]) -> Config:

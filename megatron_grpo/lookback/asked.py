@@ -51,7 +51,7 @@ def read_asked(argv: Sequence[str], parse: Callable[[Sequence[str]], Parsed]) ->
             least = _NUMBERS[word]
             if not value.isdecimal() or int(value) < least:
                 problems.append(
-                    Problem(flags=(word[2:],), message=f"{word[2:]} ({value or 'nothing'}) is a whole number, {least} or more.")
+                    Problem(flags=(word[2:],), message=f"{word[2:]} ({value or 'nothing'}) must be a whole number, {least} or more.")
                 )
             found[word] = int(value) if value.isdecimal() else least
             place += 2
@@ -89,7 +89,8 @@ def _subject(path: Path, parsed: Parsed, parse: Callable[[Sequence[str]], Parsed
     if (path / "config.json").is_file():
         cfg = typed.with_values({"model": str(path)})
         return Subject(name=str(path), run=None, checkpoint=None, step=0, cfg=cfg)
-    there = "is a file" if path.is_file() else "holds no run (metrics.jsonl), checkpoint (manifest.json) or model (config.json)"
+    what = "holds no run (metrics.jsonl), checkpoint (manifest.json) or model (config.json)"
+    there = "is a file, not a directory" if path.is_file() else what
     raise _refused(f"{path} {there if path.exists() else 'does not exist'}.")
 
 

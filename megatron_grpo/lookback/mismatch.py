@@ -234,7 +234,7 @@ def _problems(layout: Layout, shape: ModelShape) -> list[Problem]:
         if size > 1:
             message = f"{name} ({size}): mismatch compares whole layers, shard by shard. Leave it out: checkpoints load in any layout."
             wrong.append(Problem(flags=(name,), nearest={name: [1]}, message=message))
-    if not wrong and layout.world_size != layout.tp:
+    if not wrong and layout.world_size > layout.tp:
         message = f"{layout.world_size} ranks hold several copies of a model that is cut over {layout.tp}. Start {layout.tp}."
         wrong.append(Problem(flags=("world_size", "tensor_model_parallel_size"), message=message))
     if shape.vision is not None:

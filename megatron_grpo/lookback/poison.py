@@ -47,7 +47,7 @@ class Told:
 
     def as_json(self) -> dict[str, Any]:
         rows = [asdict(row) | {"key": list(row.key), "prompt_number": self.prompts[row.key]} for row in self.rows]
-        return _finite({"why": self.why, "verdict": self.verdict, "numbers": self.numbers, "was": self.was, "weights": self.weights,
+        return finite({"why": self.why, "verdict": self.verdict, "numbers": self.numbers, "was": self.was, "weights": self.weights,
                         "rows": rows, "copies": self.copies, "ranks": self.ranks})  # fmt: skip
 
     def lines(self) -> list[str]:
@@ -185,10 +185,10 @@ def _name(row: Row, prompts: Mapping[RowKey, int]) -> str:
     return f"row {row.key[1]} of rollout {row.key[0]} (prompt {prompts[row.key]})"
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
     """Numbers that are none as words: JSON has none."""
     if isinstance(value, dict):
-        return {key: _finite(one) for key, one in value.items()}
+        return {key: finite(one) for key, one in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_finite(one) for one in value]
+        return [finite(one) for one in value]
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value

@@ -17,13 +17,12 @@ from megatron_grpo import launcher
 from megatron_grpo.build import build_policy
 from megatron_grpo.checkpoint import generators
 from megatron_grpo.checkpoint.capsule import Capsule, marked, rows_of
-from megatron_grpo.checkpoint.distributed import read_sharded
+from megatron_grpo.checkpoint.opened import load_weights, whole_checkpoint
 from megatron_grpo.errors import EXIT_DONE, ConfigError, Problem
 from megatron_grpo.lookback.poison import Row, Told, told
 from megatron_grpo.parallel import collectives, state
 from megatron_grpo.parallel.layout import Layout
 from megatron_grpo.pending import Pending
-from megatron_grpo.policy import sharded_state
 from megatron_grpo.policy.audit import tensors_of
 from megatron_grpo.policy.culprits import wrong_rows
 from megatron_grpo.policy.policy import Policy, Seen
@@ -72,13 +71,20 @@ def _settings(capsule: Capsule, typed: Config) -> tuple[Config, Path, Path | Non
         raise ConfigError([_problem("replay", "its loss has a KL term (beta), and no log-probs of the reference were kept, for ranks hung. "
                                               "Type --beta 0 to replay the rest of its loss.")])  # fmt: skip
     model = mine.get("model") or (capsule.path / "weights" if weights["folder"] == "weights" else facts["model"])
-    if weights["folder"] == "adapter":
+    if "resume" in mine:
+        checkpoint = mine["resume"]
+    elif weights["folder"] == "adapter":
         values["adapters"] = str(capsule.path / "adapter")
-    elif weights["folder"] is None:
-        checkpoint = typed.run.resume if "resume" in typed.typed else weights["checkpoint"]
+        if not (capsule.path / "adapter" / "adapter_config.json").is_file():
+            raise ConfigError([_problem("replay", f"{capsule.path / 'adapter'}, the adapter as the step found it, is not here. Copy the "
+                                                  "whole capsule, or name a checkpoint with --resume.")])  # fmt: skip
+    elif weights["folder"] is None and "model" not in mine:
+        checkpoint = weights.get("checkpoint")
         if checkpoint is not None and not Path(checkpoint).is_dir():
             raise ConfigError([_problem("resume", f"the capsule holds no weights, and the checkpoint nearest to it, {checkpoint}, is not "
                                                   "here. Copy it and name it with --resume, or name a model with --model.")])  # fmt: skip
+    if checkpoint is not None:
+        whole_checkpoint(Path(checkpoint))
     values |= {"offload_model": "false", "offload_optimizer": "false", "micro_batch_size": 1}
     return typed.with_values(values | {"model": str(model)} | mine), find_model(str(model)), Path(checkpoint) if checkpoint else None
 
@@ -96,8 +102,7 @@ def replay(capsule: Capsule, cfg: Config, model: Path, checkpoint: Path | None =
     policy = build_policy(cfg, shape, parallel, model_path=model, num_steps=capsule.step.index + 1,
                           reference=lambda *_: Recorded(capsule.forward("references"), parallel))  # fmt: skip
     if checkpoint is not None:
-        described = sharded_state.sharded_state(policy.chunks, None, None, is_loading=True)
-        sharded_state.load_state(policy.chunks, None, None, read_sharded(described, checkpoint, partly=True))
+        load_weights(policy.chunks, checkpoint)
     pending = Pending(parallel=parallel).restored(samples if parallel.is_main else [], policy.cut)
     try:
         _, batch = pending.batch(capsule.step, weigh=policy.loss.token_weights, cut=policy.cut)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -23,6 +24,7 @@ from megatron_grpo.checkpoint.samples import read_samples
 from megatron_grpo.checkpoint.saving import RECORDED
 from megatron_grpo.errors import EXIT_DONE, ConfigError, Problem
 from megatron_grpo.grpo.loss import GrpoLoss
+from megatron_grpo.lookback.poison import finite
 from megatron_grpo.lookback.tried import Asked, Variant, read_asked
 from megatron_grpo.parallel import collectives, state
 from megatron_grpo.pending import Pending, score_rows
@@ -65,12 +67,14 @@ def run_whatif(argv: Sequence[str], parse: Callable[[Sequence[str]], Parsed]) ->
     if collectives.rank() == 0:
         recorded = _recorded(asked)
         if asked.cfg.plan.json:
-            print(json.dumps({"step": asked.step, "recorded": recorded, "variants": [asdict(one) for one in told]}, indent=1), flush=True)
+            found = {"step": asked.step, "recorded": recorded, "variants": [asdict(one) for one in told]}
+            print(json.dumps(finite(found), indent=1), flush=True)
         else:
             print("\n".join(in_words(asked, told, recorded)), flush=True)
         from megatron_grpo.lookback.whatif_picture import draw
 
-        print(draw(told, Path(asked.cfg.plan.png or asked.run / "plots" / "whatif.png"), asked.step), flush=True)
+        line = draw(told, Path(asked.cfg.plan.png or asked.run / "plots" / "whatif.png"), asked.step)
+        print(line, file=sys.stderr if asked.cfg.plan.json else sys.stdout, flush=True)  # with --json, stdout is the object alone
     state.stop()
     return EXIT_DONE
 

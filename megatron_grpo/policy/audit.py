@@ -333,7 +333,8 @@ def _rounded(policy: Any) -> list[Parted]:
     if not pairs:
         return []
     # Numbers that are no numbers: whoever looks at them is the guard.
-    wrong = torch.stack([(mine != main.detach().to(mine.dtype).view_as(mine)).any() for _, mine, main in pairs]).tolist()
+    rounded = [(mine, main.detach().to(mine.dtype).view_as(mine)) for _, mine, main in pairs]
+    wrong = torch.stack([((mine != its) & ~(mine.isnan() & its.isnan())).any() for mine, its in rounded]).tolist()
     return [
         Parted(kind="weight", name=names[id(p)], over="", copies=((policy.parallel.rank, 0),))
         for (p, _, _), is_wrong in zip(pairs, wrong, strict=True)

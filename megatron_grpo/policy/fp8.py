@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from megatron_grpo.errors import Problem
 from megatron_grpo.settings.config import Config
+from megatron_grpo.settings.read import COMMAND_LINE
 from megatron_grpo.weights.shape import ModelShape
 
 # By fp8_recipe: what Transformer Engine asks of a GPU (compute capability), and of both sides of a matrix (a multiple). Read in 2.9 and
@@ -24,7 +25,7 @@ def fp8_problems(cfg: Config, shape: ModelShape, local: str | None) -> Iterator[
     """local: why the model has local layers only; None where it has not."""
     model, tp = cfg.model, cfg.parallel.tensor_model_parallel_size
     if not model.fp8_format:
-        if "fp8_recipe" in cfg.typed:
+        if cfg.sources.get("fp8_recipe") == COMMAND_LINE:  # a file that a run has written has every setting
             yield _problem("fp8_recipe", f"{model.fp8_recipe} says how FP8 is scaled, and fp8_format is not set. Add --fp8_format hybrid.")
         return
     if local or model.transformer_impl == "local":

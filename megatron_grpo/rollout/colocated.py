@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron_grpo import activity
+from megatron_grpo import activity, launcher
 from megatron_grpo.cleanup import CleanUp
 from megatron_grpo.data.eyes import Eyes
 from megatron_grpo.errors import ConfigError, GivenUp, Problem, RunError
@@ -92,7 +92,7 @@ class ColocatedEngine:
         if collectives.has_job():
             options["distributed_executor_backend"] = "external_launcher"  # one worker in each of the launcher's ranks
         device = torch.cuda.current_device() if on_gpu else None
-        with vllm_patches.trainer_untouched(), vllm_patches.on_device(device), activity.phase("starting vLLM"):
+        with vllm_patches.trainer_untouched(), launcher.on_device(device), activity.phase("starting vLLM"):
             try:
                 llm = LLM(
                     str(model_path), tensor_parallel_size=tp, max_model_len=max_model_len,

@@ -255,19 +255,6 @@ def _set_environment(values: Mapping[str, str | None]) -> None:
 
 
 @contextlib.contextmanager
-def on_device(number: int | None) -> Iterator[None]:
-    """Around the making of an engine: its worker takes the GPU whose number LOCAL_RANK says, also where a launcher shows each of its tasks
-    one GPU alone, and counts on. None: there is no GPU."""
-    before = {"LOCAL_RANK": os.environ.get("LOCAL_RANK")}
-    if number is not None:
-        os.environ["LOCAL_RANK"] = str(number)
-    try:
-        yield
-    finally:
-        _set_environment(before)
-
-
-@contextlib.contextmanager
 def given_up_where(engine: Any, has_no_time: Callable[[], bool]) -> Iterator[None]:
     """Inside, `engine` (vLLM's LLMEngine) asks before every step; where it is told so, it forgets its requests and raises GivenUp.
 

@@ -152,15 +152,16 @@ def words_of(raw: Any) -> list[str]:
     """What stood after a flag or a YAML key, as words; a mapping is `name=value` words."""
     if isinstance(raw, dict):
         return [f"{name}={shown(value)}" for name, value in raw.items()]
-    return [shown(word) for word in raw] if isinstance(raw, (list, tuple)) else [shown(raw)]
+    return [_word(word) for word in raw] if isinstance(raw, (list, tuple)) else [_word(raw)]
 
 
 def shown(value: Any) -> str:
     """A value as one would type it."""
-    if isinstance(value, (list, tuple, dict)):
-        return " ".join(words_of(value))
-    return (
-        {None: "none", True: "true", False: "false"}.get(value, str(value))
-        if value is None or value is True or value is False
-        else str(value)
-    )
+    return " ".join(words_of(value))
+
+
+def _word(value: Any) -> str:
+    """A list or mapping inside another is as Python writes it, which ends where one holds itself."""
+    if value is None or value is True or value is False:
+        return {None: "none", True: "true", False: "false"}[value]
+    return str(value)

@@ -173,7 +173,7 @@ def _number(node: ast.expr) -> int:
 
 def read_shell(text: str, *, source: str, directory: str | Path = ".") -> Script:
     """The flags of a script. source: how its file is called in messages; directory: where it lies, for files that it sources."""
-    shell = _Shell(source=source, directory=Path(directory))
+    shell = _Shell(source=source, directory=Path(directory).absolute())  # as `cd` and `pwd` say it
     shell.read(text)
     last = shell.found[-1] if shell.found else []
     stray = [word for before, word in zip(["", *last], last) if _may_hold_flags(before, word)]

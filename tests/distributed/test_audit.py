@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from tests import audit_cases as audits
 from tests import parity_cases as cases
+from tests.ranks import run_ranks
 from tests.tiny_models import write_tiny
 
 HERE = (
@@ -59,3 +62,21 @@ def test_a_copy_of_its_own_is_named_by_its_ranks_fewest_first():
     assert finding.startswith("audit before optimizer step 41 (at step 21 all was equal): the gradient of w") and finding.endswith(
         "and 2 more"
     )
+
+
+def test_a_weight_that_is_no_number_in_both_precisions_is_for_the_guard(models):
+    """As an optimizer leaves it: the bfloat16 weight and its float32 copy are the same, though no NaN equals itself."""
+
+    def body(rank, world):
+        from megatron_grpo.policy.audit import _rounded
+        from megatron_grpo.policy.moments import runs_of
+
+        policy = cases.build(models["dense"], cases.settings(torch_dtype="bfloat16"), world)
+        before = len(_rounded(policy))
+        weight, start, _, states = next(runs_of(policy.optimizer))
+        states["param"].data.view(-1)[0] = math.nan
+        apart = len(_rounded(policy))
+        weight.data.view(-1)[start] = math.nan
+        return before, apart, len(_rounded(policy))
+
+    assert run_ranks(body, 1, timeout=60) == [(0, 1, 0)]

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
+import shutil
+from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -61,6 +65,86 @@ def test_an_advantage_that_is_no_number_is_named_by_a_replay_on_one_rank(dense, 
     assert verdict.startswith("POISON: row 5 of rollout 1 (prompt 2): its advantages are not finite")
     assert [row["key"] for row in told["rows"] if row["what"]] == [[1, 5]] and len(told["rows"]) == cases.NUM_ROWS
     assert not [one for one in tmp_path.iterdir() if "partial" in one.name]
+
+
+def changed(**values):
+    def change(path):
+        facts = json.loads((path / "capsule.json").read_text()) | values
+        (path / "capsule.json").write_text(json.dumps({name: value for name, value in facts.items() if value != "gone"}))
+
+    return change
+
+
+def cut(name):
+    def change(path):
+        whole = (path / name).read_bytes()
+        (path / name).write_bytes(whole[: len(whole) // 2])
+
+    return change
+
+
+# What is done to a capsule -> flags, and what is said. Nothing of it loads a model.
+SPOILED = {
+    "not an object": (lambda path: (path / "capsule.json").write_text("[]"), [], "has format None; this version reads format 1"),
+    "no settings": (changed(settings="gone"), [], "no whole capsule: capsule.json cannot be read (KeyError: 'settings')"),
+    "no rows of the timetable": (changed(micro_steps=[]), [], "its step has no rows"),
+    "other micro-steps": (changed(micro_steps=[{"rows": [0, 1]}]), [], "capsule.json cannot be read"),
+    "a cut file of rows": (cut("rows/rank_00000.npz"), [], "rows/rank_00000.npz cannot be read"),
+    "a cut forward": (cut("forward/rank_00000.npz"), [], "forward/rank_00000.npz cannot be read"),
+    "cut generators": (cut("rng.npz"), [], "rng.npz cannot be read"),
+    "no rows": (lambda path: shutil.rmtree(path / "rows"), [], "8 of its 8 rows are missing"),
+    "no weights": (lambda path: shutil.rmtree(path / "weights"), [], "/weights) does not exist"),
+    "an adapter that is gone": (changed(weights={"folder": "adapter"}), [], "the adapter as the step found it, is not here"),
+    "a checkpoint that was removed": (changed(weights={"folder": None, "checkpoint": "/gone"}), [], "/gone, is not here"),
+    "a checkpoint that is none": (changed(weights={"folder": None, "checkpoint": "/"}), [], "resume: /manifest.json is missing"),
+    "another checkpoint": (lambda path: None, ["--resume", "/gone"], "resume: /gone/manifest.json is missing"),
+    "a flag that is none": (lambda path: None, ["--tensor_paralel", "2"], "tensor_paralel is not a setting"),
+}
+
+
+@pytest.fixture(scope="module")
+def capsule(dense, batches, tmp_path_factory):
+    """Of a step on one rank."""
+    folder, cfg = tmp_path_factory.mktemp("capsules"), cases.settings(logp_difference_warn=100.0)
+
+    def body(rank, world):
+        policy = cases.build(dense, cfg, world)
+        kept.take(policy, kept.witness_of(policy, cfg, dense, folder), kept.fresh(batches[0], {5: dict(advantage=math.nan)}), 0)
+
+    run_ranks(body, 1, timeout=120)
+    [path] = folder.glob("step_*")
+    return path
+
+
+@pytest.mark.parametrize("name", SPOILED)
+def test_a_capsule_that_is_not_whole_is_refused(capsule, tmp_path, name):
+    change, flags, said = SPOILED[name]
+    path = shutil.copytree(capsule, tmp_path / "step_000001_not_finite")
+    change(path)
+    [(code, text)] = run_ranks(kept.replayed, 1, path, *flags, timeout=60)
+    assert code == 2 and said in " ".join(text.split()) and "Traceback" not in text, text
+
+
+def test_a_disk_that_is_full_at_the_last_file_leaves_no_rank_waiting(dense, batches, tmp_path):
+    cfg = cases.settings(logp_difference_warn=100.0)
+    write_text = Path.write_text
+
+    def full(path, *args, **kwargs):
+        if path.name == "capsule.json":
+            raise OSError(28, "No space left on device")
+        return write_text(path, *args, **kwargs)
+
+    def body(rank, world):
+        policy, said = cases.build(dense, cfg, world), []
+        witness = kept.witness_of(policy, cfg, dense, tmp_path, said=said)
+        with mock.patch.object(Path, "write_text", full):
+            trained = kept.take(policy, witness, kept.fresh(batches[0], {5: dict(advantage=math.nan)}), 0)
+        return trained.skipped, said
+
+    for skipped, said in run_ranks(body, 2, timeout=60):
+        assert skipped == "its gradient is not finite"
+        assert ["could not be written" in line and "No space left" in line for line in said] == [True]
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_weight_that_became_infinite_is_named(dense, batches, tmp_path):

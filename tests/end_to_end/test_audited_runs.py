@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import io
+import re
 from unittest import mock
+
+from safetensors.torch import load_file, save_file
 
 from tests.capsule_cases import flip, replayed
 from tests.end_to_end import scripted
@@ -50,6 +53,10 @@ def test_a_bit_that_flips_ends_the_run_and_what_was_saved_before_stays(tmp_path)
     [(code, told)] = run_ranks(replayed, 1, capsule, timeout=120)
     assert code == 0 and "1 of 64 numbers, the first at [4]" in told and "bit 0 of 32" in told
     assert "with rank 1's copy of decoder.final_layernorm.weight: loss " in told
+    [weights] = (capsule / "weights").glob("*.safetensors")
+    save_file({name: tensor * 1.5 for name, tensor in load_file(weights).items()}, weights, metadata={"format": "pt"})
+    [(code, told)] = run_ranks(replayed, 1, capsule, "--resume", str(out / "checkpoints/iter_0000001"), timeout=120)
+    assert code == 0 and re.search(r"weights: (\d+) of \1 tensors are those of the run", told), "not those of the capsule, but as typed"
 
 
 def test_a_run_that_is_to_warn_goes_on(tmp_path):

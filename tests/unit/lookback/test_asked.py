@@ -32,9 +32,9 @@ read = partial(read_asked, parse=partial(parse, dialects=DIALECTS))
         (["/nowhere"], ["/nowhere does not exist"]),
         (
             ["/nowhere", "--row", "-1", "--rows=0"],
-            ["row (-1) is a whole number, 0 or more", "rows (0) is a whole number, 1 or more", "exist"],
+            ["row (-1) must be a whole number, 0 or more", "rows (0) must be a whole number, 1 or more", "exist"],
         ),
-        (["/nowhere", "--row"], ["row (nothing) is a whole number"]),
+        (["/nowhere", "--row"], ["row (nothing) must be a whole number"]),
         (["/nowhere", "--dtype", "float8"], ["torch_dtype", "float8", "bfloat16", "float32"]),
         (["/nowhere", "--rowz", "3"], ["rowz"]),
     ],

@@ -16,7 +16,7 @@ SIZES = {
     "dr_grpo": (128, 8, 8),
     "gspo": (None, None, 4),
     "minimax_m1_cispo": (None, None, 16),
-    "magistral": (None, None, None),
+    "magistral": (None, None, 1),
     "skywork_or1": (256, 16, 1),
     "intellect_2": (256, 16, 8),
 }

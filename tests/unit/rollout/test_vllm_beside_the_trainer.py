@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_grpo import launcher
 from megatron_grpo.rollout import vllm_patches
 from megatron_grpo.rollout.engine import WeightSyncError
 from megatron_grpo.rollout.vllm_options import problem_of
@@ -27,12 +28,12 @@ def test_no_generator_of_the_trainer_moves_while_vllm_works():
 
 def test_an_engine_is_made_on_the_gpu_that_the_rank_has(monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "3")
-    with vllm_patches.on_device(0):  # a launcher that shows each task one GPU
+    with launcher.on_device(0):  # a launcher that shows each task one GPU
         assert os.environ["LOCAL_RANK"] == "0"
-    with vllm_patches.on_device(None):
+    with launcher.on_device(None):
         assert os.environ["LOCAL_RANK"] == "3"
     monkeypatch.delenv("LOCAL_RANK")
-    with vllm_patches.on_device(1):
+    with launcher.on_device(1):
         assert os.environ["LOCAL_RANK"] == "1"
     assert "LOCAL_RANK" not in os.environ
 

@@ -81,7 +81,7 @@ def test_what_cannot_be_known_is_no_matter_where_it_is_said_again_or_changes_not
     assert not parsed.problems and parsed.config.optimizer.lr == 0.5
 
 
-def test_a_file_that_is_sourced_is_looked_for_where_the_script_lies(tmp_path):
+def test_a_file_that_is_sourced_is_looked_for_where_the_script_lies(tmp_path, monkeypatch):
     (tmp_path / "models").mkdir()
     (tmp_path / "models" / "small.sh").write_text("MODEL=(\n  --seed 5  # five\n  --lr 0.5\n)\n")
     script = tmp_path / "run.sh"
@@ -89,6 +89,8 @@ def test_a_file_that_is_sourced_is_looked_for_where_the_script_lies(tmp_path):
     script.write_text(f'{here}\nsource "$HERE/models/small.sh"\nrun ${{MODEL[@]}}\n')
     parsed = parse(["--config", str(script)])
     assert not parsed.problems and (parsed.config.run.seed, parsed.config.optimizer.lr) == (5, 0.5)
+    monkeypatch.chdir(tmp_path.parent)  # and named from elsewhere
+    assert parse(["--config", f"{tmp_path.name}/{script.name}"]).config.run.seed == 5
 
 
 def test_the_flags_after_a_sample_of_a_data_set_count(tmp_path):

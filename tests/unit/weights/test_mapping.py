@@ -38,6 +38,8 @@ def shards_of(weights: WeightMap, name: str, read, tp: int, expert_tp: int) -> l
 @pytest.mark.parametrize("naming", ["local", "transformer_engine"])
 @pytest.mark.parametrize("name,tp,expert_tp", CASES)
 def test_round_trip_is_bit_exact_and_complete(reader, name, tp, expert_tp, naming):
+    if (name, naming) == ("gpt_oss", "transformer_engine"):
+        pytest.skip("its layers are local ones only")
     source = reader(name)
     weights = WeightMap.for_shape(ModelShape.from_hf(source.config), padded_vocab_size=64, naming=naming)
     weights.check_complete(source.names)
