@@ -99,7 +99,7 @@ def _mixed(sizes: Sequence[int], cfg: DataConfig) -> np.ndarray:
     A set whose rows are used up begins anew, until the first one is used up, or all have been (stopping_strategy).
     """
     starts = np.concatenate([[0], np.cumsum(sizes)])
-    if not cfg.interleave_prob:
+    if not cfg.interleave_prob or min(cfg.interleave_prob) <= 0:  # the second is refused
         return np.arange(starts[-1])
     weights = np.array(cfg.interleave_prob) / sum(cfg.interleave_prob)
     # Set i gives its k-th row where its share has come to k - 1/2: the sets merge in the order of these places.

@@ -38,7 +38,7 @@ EVALUATION = "held-out prompts are asked in their order"
 OTHER_MODEL = "it is of a layer that no family of models here has"
 STRUCTURED = "completions are drawn freely: the trainer's softmax knows no grammar"
 ENGINE_WORDS = "give vllm_engine_kwargs, which hands name=value to vLLM's EngineArgs"
-EVAL_SAMPLING = "of how held-out prompts are sampled there are eval_temperature, eval_top_p, eval_top_k and eval_max_completion_length"
+EVAL_SAMPLING = "give eval_generation_kwargs, which hands name=value to vLLM's SamplingParams for held-out prompts"
 
 # What names that are set aside are about.
 KERNELS = "how fast something is computed, not what: kernels, fusions, overlap"

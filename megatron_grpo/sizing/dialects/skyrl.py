@@ -16,7 +16,9 @@ from megatron_grpo.sizing.dialects.vocabulary import (
     DATASETS,
     HELD_OUT,
     NATIVE_SIZES,
+    asked_once,
     betas,
+    holds_out,
     in_steps,
     is_true,
     layout,
@@ -78,9 +80,15 @@ def _forever(native: str) -> Foreign:
 _LOSS = reads(lambda words, given: {}, "loss_type, importance_sampling_level, delta and epsilon_high, with others of its names")
 _KL = reads(lambda words, given: {}, "beta, kl_in_reward and entropy_coef, with others of its names")
 _CORRECT = reads(lambda words, given: {}, "rollout_importance_sampling_mode and its threshold, with others of its names")
-_READ_TOGETHER = reads(lambda words, given: {}, "the setting of the same name, with others of its names")
 
-_RECOMPUTE = "of these words recompute_granularity, _method, _num_layers and _modules are translated"
+
+def _together(hint: str) -> Foreign:
+    """`settle` reads it with others."""
+    return reads(lambda words, given: {}, hint)
+
+
+_RECOMPUTE = "of these words those of recomputation, pipeline splits, FP8 and experts' kernels are translated"
+_TEMPLATE = "give chat_template_kwargs, which hands name=value to the chat template"
 _COUNTED_IN_ROLLOUTS = {"max_steps": "max_training_steps", "save_steps": "ckpt_interval", "eval_steps": "eval_interval"}
 
 NAMES: Mapping[str, Foreign] = {
@@ -100,11 +108,18 @@ NAMES: Mapping[str, Foreign] = {
             *("moe_token_dispatcher_type", "moe_aux_loss_coeff"),
         )
     },
-    f"{_POLICY}expert_tensor_parallel_size": _READ_TOGETHER,
+    f"{_POLICY}expert_tensor_parallel_size": _together("`expert_tensor_parallel_size`; null is the tensor parallel size"),
     **{
         f"{_POLICY}transformer_config_kwargs.{name}": same(name)
-        for name in ("recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules")
+        for name in (
+            *("recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules"),
+            *("account_for_loss_in_pipeline_split", "account_for_embedding_in_pipeline_split", "moe_permute_fusion", "moe_enable_deepep"),
+            *("moe_shared_expert_overlap", "pipeline_model_parallel_layout", "moe_z_loss_coeff", "fp8_recipe"),
+        )
     },
+    f"{_POLICY}transformer_config_kwargs.fp8": same("fp8_format"),
+    f"{_POLICY}transformer_config_kwargs.num_layers_in_first_pipeline_stage": same("decoder_first_pipeline_num_layers"),
+    f"{_POLICY}transformer_config_kwargs.num_layers_in_last_pipeline_stage": same("decoder_last_pipeline_num_layers"),
     **{f"{_POLICY}ddp_config.{name}": same(name) for name in ("overlap_grad_reduce", "overlap_param_gather")},
     **{f"{_POLICY}optimizer_config_kwargs.{name}": same(name) for name in ("optimizer_cpu_offload", "optimizer_offload_fraction")},
     f"{_POLICY}async_dist_ckpt_save": same("async_save"),
@@ -171,13 +186,16 @@ NAMES: Mapping[str, Foreign] = {
     "max_turns": lacks(features.TURNS, "1"),
     "placement.colocate_all": only("true", features.SERVER),
     f"{_LORA}rank": reads(_rank, "tuner_type lora and lora_rank"),
-    f"{_LORA}alpha": _READ_TOGETHER,
-    f"{_LORA}dropout": _READ_TOGETHER,
-    f"{_LORA}target_modules": _READ_TOGETHER,
-    f"{_LORA}exclude_modules": _READ_TOGETHER,
+    **{
+        f"{_LORA}{theirs}": _together(f"`{ours}`, with tuner_type lora")
+        for theirs, ours in (
+            *(("alpha", "lora_alpha"), ("dropout", "lora_dropout")),
+            *((name, name) for name in ("target_modules", "exclude_modules")),
+        )
+    },
     f"{_LORA}init_method": only("kaiming", features.LORA_START),
-    f"{_POLICY}lora_config.lora_type": _READ_TOGETHER,
-    f"{_POLICY}lora_config.merge_lora": _READ_TOGETHER,
+    f"{_POLICY}lora_config.lora_type": _together("a note: lora shares one A between q, k and v, here each has its own"),
+    f"{_POLICY}lora_config.merge_lora": _together("a note: the engine gets the adapter, unless `vllm_enable_lora` is false"),
     "policy.sequence_parallel_size": lacks("sequences are cut by context_parallel_size", "1"),
     "sampling_params.min_p": lacks(features.SAMPLING, "0", "0.0"),
     "sampling_params.repetition_penalty": lacks(features.SAMPLING, "1", "1.0"),
@@ -215,7 +233,7 @@ NAMES: Mapping[str, Foreign] = {
         f"{_ENGINE}{name}": lacks("engines are split by tensor parallelism alone", "1")
         for name in ("pipeline_parallel_size", "expert_parallel_size", "data_parallel_size")
     },
-    f"{_ENGINE}enable_return_routed_experts": _READ_TOGETHER,
+    f"{_ENGINE}enable_return_routed_experts": Foreign(why="router_replay_mode R3 (moe_enable_routing_replay) asks the engine for them"),
     f"{_ENGINE}speculative_config": lacks("speculative decoding is not there"),
     **not_there(
         "of its corrections tis_ratio_type is translated",
@@ -251,6 +269,11 @@ NAMES: Mapping[str, Foreign] = {
 }
 
 PATTERNS: Mapping[str, Foreign] = {
+    f"{_ENGINE}engine_init_kwargs.*": lacks(features.ENGINE_WORDS),
+    "engine_init_kwargs.*": lacks(features.ENGINE_WORDS),
+    "chat_template_kwargs.*": lacks(_TEMPLATE),
+    "sampling_params.additional_kwargs.*": lacks(features.SAMPLING),
+    "eval_sampling_params.additional_kwargs.*": lacks(features.EVAL_SAMPLING),
     "fully_async.simulate_*": lacks(features.AHEAD, "30.0", "0.0"),
     "fully_async.*": Foreign(why="it does nothing without fully_async.enabled, which is refused"),
     "policy.fsdp_config.*": Foreign(why="it does nothing with strategy megatron"),
@@ -338,7 +361,8 @@ def settle(values: Mapping[str, Any], given: Mapping[str, Sequence[str]], *, in_
     yield from _steps(values, given, in_prompts)
     if values.get("tuner_type") == "lora":
         yield from _lora(values, given)
-    if values.get("eval_steps") and not values.get("eval_dataset"):
+    yield from asked_once(values, eval_temperature=0.0, eval_top_p=1.0, eval_top_k=0)
+    if values.get("eval_steps") and not holds_out(values):
         yield Change(values={"eval_steps": None}, note=f"eval_interval ({values['eval_steps']}) does nothing without data.val_data.")
 
 

@@ -14,6 +14,8 @@ from megatron_grpo.sizing.dialects import features, slime_aside
 from megatron_grpo.sizing.dialects.vocabulary import (
     DISPATCHER,
     NATIVE_SIZES,
+    asked_once,
+    holds_out,
     in_steps,
     is_true,
     layout,
@@ -101,7 +103,7 @@ NAMES: Mapping[str, Foreign] = {
     "rollout_max_prompt_len": same("max_prompt_length"),
     "apply_chat_template": _together("a note: chat prompts are written by the template here, and a string prompt is taken as it stands"),
     "apply_chat_template_kwargs": same("chat_template_kwargs"),
-    "multimodal_keys": lacks("pictures come in the column images"),
+    "multimodal_keys": lacks("pictures come in the column images, which columns can name otherwise"),
     "eval_prompt_data": reads(_held_out, "`eval_dataset`; of several with names, `eval_datasets`"),
     "eval_interval": same("eval_steps"),
     "eval_config": lacks("held-out sets are named by eval_datasets"),
@@ -109,8 +111,9 @@ NAMES: Mapping[str, Foreign] = {
     "eval_temperature": same("eval_temperature"),
     "eval_top_k": same("eval_top_k", {"-1": "0"}),
     "eval_max_response_len": same("eval_max_completion_length"),
-    **not_there(features.EVAL_SAMPLING, "eval_max_prompt_len", "eval_max_context_len", "eval_min_new_tokens"),
-    **not_there("columns are prompt and answer_column", "eval_input_key", "eval_label_key", "eval_tool_key"),
+    "eval_min_new_tokens": lacks(features.EVAL_SAMPLING),
+    **not_there("max_prompt_length and vllm_max_model_len bound held-out prompts too", "eval_max_prompt_len", "eval_max_context_len"),
+    **not_there("columns and answer_column name the columns of all sets alike", "eval_input_key", "eval_label_key", "eval_tool_key"),
     "num_rollout": same("max_steps"),
     "num_epoch": same("num_train_epochs"),
     "start_rollout_id": lacks("a run goes on from its checkpoint, which knows where it was", "0"),
@@ -218,7 +221,6 @@ DEFAULTS: Sequence[Default] = (
     default("seed", 1234),
     Default(name="save_total_limit", theirs="all", native={"save_total_limit": None}),
     kept("colocate", False, "vllm_mode colocate"),
-    kept("n_samples_per_eval_prompt", 1, "num_generations_eval 1 where they are greedy"),
 )
 
 
@@ -241,11 +243,9 @@ def settle(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
         yield Change(
             values={}, note="apply_chat_template: a prompt that is a string is taken as it stands here; write it as chat messages."
         )
-    if values.get("eval_steps") and not values.get("eval_dataset") and not values.get("eval_datasets"):
+    if values.get("eval_steps") and not holds_out(values):
         yield Change(values={"eval_steps": None}, note="eval_interval does nothing without eval_prompt_data.")
-    if values.get("eval_datasets"):
-        alike = {"eval_temperature": values.get("temperature", 1.0), "num_generations_eval": 1}
-        yield Change(values={name: value for name, value in alike.items() if name not in values})
+    yield from asked_once(values, eval_temperature=values.get("temperature", 1.0))
 
 
 def _sizes(values: Mapping[str, Any], given: Given) -> Iterator[Change]:

@@ -12,7 +12,7 @@ from typing import Any
 from megatron_grpo.settings.foreign import Change, Default, Dialect, Foreign, default, kept, lacks, not_there, only, reads, same
 from megatron_grpo.settings.table import BadValue
 from megatron_grpo.sizing.dialects import aside, features, turns
-from megatron_grpo.sizing.dialects.vocabulary import BUILT_IN_REWARDS, DISPATCHER, TOKEN, of_servers, of_the_hub
+from megatron_grpo.sizing.dialects.vocabulary import BUILT_IN_REWARDS, DISPATCHER, TOKEN, holds_out, of_servers, of_the_hub
 
 _REWARDS = {"accuracy": "math", "format": "format", "cosine": "cosine", "repetition": "repetition", "soft_overlong": "soft_overlong"}
 _ONLY_OURS = tuple(name for name in BUILT_IN_REWARDS if name not in (*_REWARDS, "math"))  # its `math` is another one
@@ -126,7 +126,6 @@ NAMES: Mapping[str, Foreign] = {
     "use_chat_template": only("true", "chat prompts are written by the model's own chat template; a string prompt is taken as it stands"),
     "mtp_num_layers": lacks(features.MTP, "0"),
     "label_smoothing": lacks(features.OTHER_TASK, "0", "0.0"),
-    "teacher_kl_coef": lacks(features.TEACHER),
     **turns.SWIFT,
     "external_plugins": reads(_plugins, "reward_funcs path/to/file.py:function, environment path/to/file.py:Class"),
     "accumulate_allreduce_grads_in_fp32": only("true", "gradients are float32 here"),
@@ -223,7 +222,6 @@ DEFAULTS: Sequence[Default] = (
     kept("logging_steps", 5, 1),
     kept("offload_model", "false", "auto"),
     kept("offload_optimizer", "false", "auto"),
-    kept("logging_steps", 5, 1),
     kept("fp8_recipe", "delayed", "tensorwise"),
     kept("use_hf", "false (ModelScope's hub)", "true (Hugging Face's hub)"),
 )
@@ -237,10 +235,10 @@ def settle(values: Mapping[str, Any], given: Mapping[str, Sequence[str]]) -> Ite
             note=f"num_train_epochs ({values['num_train_epochs']:g}) decides the length of the run: Megatron-SWIFT works train_iters "
             f"({values['max_steps']}) out anew where both are given.",
         )
-    if values.get("eval_steps") and not values.get("eval_dataset"):
+    if values.get("eval_steps") and not holds_out(values):
         yield Change(
             values={"eval_steps": None},
-            note=f"eval_steps ({values['eval_steps']}) does nothing without a val_dataset, here as there.",
+            note=f"eval_steps ({values['eval_steps']}) does nothing without a val_dataset or a split_dataset_ratio, here as there.",
         )
     if values.get("sequence_parallel") and values.get("tensor_model_parallel_size", 1) == 1:
         yield Change(values={"sequence_parallel": None}, note="sequence_parallel does nothing without tensor parallelism, here as there.")

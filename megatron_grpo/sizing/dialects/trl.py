@@ -21,7 +21,7 @@ from megatron_grpo.settings.foreign import (
 )
 from megatron_grpo.settings.table import FALSE, TRUE, BadValue
 from megatron_grpo.sizing.dialects import aside, features, turns
-from megatron_grpo.sizing.dialects.vocabulary import BUILT_IN_REWARDS, NATIVE_SIZES, TOKEN, of_servers, of_the_hub, size, sizes
+from megatron_grpo.sizing.dialects.vocabulary import BUILT_IN_REWARDS, NATIVE_SIZES, TOKEN, holds_out, of_servers, of_the_hub, size, sizes
 
 _REWARDS = {"accuracy_reward": "math", "get_soft_overlong_punishment": "soft_overlong"}
 _FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
@@ -160,7 +160,6 @@ DEFAULTS: Sequence[Default] = (
     Default(name="save_total_limit", theirs="none", native={"save_total_limit": None}),
     kept("logging_steps", 10, 1),
     kept("use_vllm", False, True),
-    kept("logging_steps", 10, 1),
 )
 
 
@@ -176,7 +175,7 @@ def settle(values: Mapping[str, Any], given: Mapping[str, Sequence[str]]) -> Ite
             values={"truncation_strategy": "left"}, note="max_prompt_length: TRL cuts longer prompts on the left; so is done here."
         )
     off = given.get("eval_strategy", given.get("evaluation_strategy", ["no"])) == ["no"]
-    if values.get("eval_steps") and (off or not values.get("eval_dataset")):
+    if values.get("eval_steps") and (off or not holds_out(values)):
         why = "eval_strategy is no" if off else "there is no eval_dataset"
         yield Change(values={"eval_steps": None}, note=f"eval_steps ({values['eval_steps']}) does nothing: {why}.")
     if values.get("loss_type") == "cispo" and values.get("epsilon_high") is None:

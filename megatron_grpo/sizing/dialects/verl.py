@@ -194,9 +194,10 @@ NAMES: Mapping[str, Foreign] = {
         f"{_TRANSFORMER}{name}": same(name)
         for name in (
             *("account_for_loss_in_pipeline_split", "account_for_embedding_in_pipeline_split", "moe_permute_fusion", "moe_enable_deepep"),
-            *("moe_shared_expert_overlap", "pipeline_model_parallel_layout"),
+            *("moe_shared_expert_overlap", "pipeline_model_parallel_layout", "fp8_recipe"),
         )
     },
+    f"{_TRANSFORMER}fp8": same("fp8_format"),
     # What trains.
     "model.lora.rank": reads(_rank, "`tuner_type` lora and `lora_rank`"),
     "model.lora_rank": reads(_rank, "`tuner_type` lora and `lora_rank`"),

@@ -63,9 +63,10 @@ NAMES: Mapping[str, Foreign] = {
         *("rollout.logprobs_mode", "rollout.scheduling_policy", "rollout.load_format", "rollout.skip_tokenizer_init"),
         *("rollout.calculate_log_probs", "rollout.agent.num_workers", "rollout.agent.custom_async_server.name"),
         *("rollout.checkpoint_engine.backend", "rollout.checkpoint_engine.engine_kwargs", "rollout.quantization_config_file"),
-        *("rollout.val_kwargs.do_sample", "rollout.layered_summon"),
+        "rollout.layered_summon",
         why="how the engine is started and fed; log-probs of the sampler always come with a completion",
     ),
+    **aside("rollout.val_kwargs.do_sample", why="rollout.val_kwargs.temperature decides: 0 is greedy"),
     **aside(
         *(f"{_MEGATRON}{name}" for name in ("use_dist_checkpointing", "dist_checkpointing_path", "dist_checkpointing_prefix")),
         *(f"{_MEGATRON}{name}" for name in ("use_mbridge", "vanilla_mbridge")),

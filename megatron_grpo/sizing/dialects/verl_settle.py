@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron_grpo.settings.foreign import Change
 from megatron_grpo.settings.table import BadValue
-from megatron_grpo.sizing.dialects.vocabulary import in_steps, is_true, layout, listed, text_of, whole
+from megatron_grpo.sizing.dialects.vocabulary import asked_once, holds_out, in_steps, is_true, layout, listed, text_of, whole
 
 Given = Mapping[str, Sequence[str]]
 
@@ -164,10 +164,8 @@ def _data(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
         if values.get("reward_funcs") and "soft_overlong" not in values["reward_funcs"]:
             found["reward_funcs"] = [*values["reward_funcs"], "soft_overlong"]
         yield Change(values=found, note="overlong_buffer_cfg is the reward soft_overlong, beside what reward_funcs names.")
-    if values.get("eval_datasets"):  # held-out prompts are answered once, greedily, where val_kwargs does not say otherwise
-        greedy = {"num_generations_eval": 1, "eval_temperature": 0.0}
-        yield Change(values={name: value for name, value in greedy.items() if name not in values})
-    if values.get("eval_steps") and not values.get("eval_dataset") and not values.get("eval_datasets"):
+    yield from asked_once(values, eval_temperature=0.0, eval_top_p=1.0, eval_top_k=0)
+    if values.get("eval_steps") and not holds_out(values):
         yield Change(values={"eval_steps": None}, note="trainer.test_freq does nothing without data.val_files.")
 
 
@@ -178,7 +176,7 @@ def _schedule(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
     )
     per_rollout = max(1, rollouts) * whole(given, "actor.ppo_epochs", whole(given, "ppo_epochs", 1))
     names = {"max_steps": "trainer.total_training_steps", "save_steps": "trainer.save_freq", "eval_steps": "trainer.test_freq"}
-    without = {} if values.get("eval_dataset") or values.get("eval_datasets") else {"eval_steps"}
+    without = {} if holds_out(values) else {"eval_steps"}
     counted = {native: theirs for native, theirs in names.items() if native not in without}
     yield from in_steps(values, per_rollout, counted | _OF_THE_SCHEDULE)
     if values.get("lr_warmup_iters"):

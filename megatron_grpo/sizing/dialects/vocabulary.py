@@ -96,6 +96,23 @@ def in_steps(values: Mapping[str, Any], per_rollout: int, names: Mapping[str, st
         )
 
 
+def holds_out(values: Mapping[str, Any]) -> bool:
+    """Whether any prompts are held out, under whichever of our names."""
+    return any(values.get(name) for name in ("eval_dataset", "eval_datasets", "split_dataset_ratio"))
+
+
+def asked_once(values: Mapping[str, Any], **how: float) -> Iterator[Change]:
+    """Held-out prompts are answered once where nobody says otherwise. how: their program's own settings of evaluation."""
+    if holds_out(values):
+        found = {"num_generations_eval": 1, **how}
+        if not values.get("eval_temperature", how["eval_temperature"]):  # greedy
+            idle = [name for name in ("eval_top_p", "eval_top_k") if values.get(name)]
+            if idle:
+                yield Change(values=dict.fromkeys(idle), note=f"{' and '.join(idle)} does nothing at temperature 0, here as there.")
+            found = {name: value for name, value in found.items() if name not in ("eval_top_p", "eval_top_k")}
+        yield Change(values={name: value for name, value in found.items() if name not in values})
+
+
 def layout(values: Mapping[str, Any], expert: str, *, shards_norms_by_itself: str = "") -> Iterator[Change]:
     """What Megatron-Core makes of tensor parallelism. expert: their expert tensor parallel size, as typed; shards_...: who does that."""
     tensor = values.get("tensor_model_parallel_size", 1)
@@ -104,6 +121,10 @@ def layout(values: Mapping[str, Any], expert: str, *, shards_norms_by_itself: st
         yield Change(values={"sequence_parallel": True}, note=note)
     if values.get("sequence_parallel") and tensor == 1:
         yield Change(values={"sequence_parallel": None}, note="sequence_parallel does nothing without tensor parallelism, here as there.")
+    if values.get("fp8_format") and "fp8_recipe" not in values:
+        yield Change(
+            values={}, note="fp8_recipe is delayed in Megatron-Core where nobody says it, which is not there: it is tensorwise here."
+        )
     if "expert_tensor_parallel_size" not in values:
         yield Change(values={"expert_tensor_parallel_size": tensor if expert in ("none", "null") else int(expert)})
 

@@ -52,6 +52,29 @@ TRL_EVALUATES = "--eval_strategy steps --eval_steps 7"
         ("skyrl", f"{SKYRL_EVALUATES} --eval_dataset held.jsonl", dict(eval_steps=20)),
         ("skyrl", "--data.train_data a.jsonl", dict(dataset="a.jsonl")),
         (
+            "skyrl",
+            "data.val_data=[a.jsonl,b.jsonl] trainer.eval_interval=5",
+            dict(eval_datasets={"a": "a.jsonl", "b": "b.jsonl"}, eval_steps=20, num_generations_eval=1, eval_temperature=0.0),
+        ),
+        (
+            "skyrl",
+            "data.val_data=a.jsonl generator.eval_sampling_params.temperature=1.0 generator.sampling_params.top_p=0.9",
+            dict(eval_temperature=1.0, eval_top_p=1.0, eval_top_k=0, num_generations_eval=1),
+        ),
+        ("skyrl", "trainer.policy.megatron_config.transformer_config_kwargs.fp8=e4m3", dict(fp8_format="e4m3")),
+        (
+            "verl",
+            "data.val_files=a.parquet actor_rollout_ref.rollout.n=4 actor_rollout_ref.rollout.val_kwargs.top_k=20",
+            dict(eval_temperature=0.0, eval_top_k=None),
+        ),
+        (
+            "slime",
+            "--eval-prompt-data a.jsonl --rollout-temperature 0.8 --n-samples-per-prompt 4 --rollout-batch-size 2",
+            dict(eval_temperature=0.8, num_generations_eval=1),
+        ),
+        ("swift", "--dataset a.jsonl --split_dataset_ratio 0.01 --eval_steps 50", dict(split_dataset_ratio=0.01, eval_steps=50)),
+        ("trl", "--eval_datasets a=b.jsonl --eval_strategy steps --eval_steps 7", dict(eval_steps=7)),
+        (
             "swift",
             "--tuner_type lora",
             dict(
