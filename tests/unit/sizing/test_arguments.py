@@ -54,7 +54,7 @@ OTHERWISE = {
     "skyrl": {"trainer.policy.model.path", "trainer.project_name", "trainer.run_name", "trainer.export_path", "trainer.bf16",
               "generator.eval_n_samples_per_prompt", "generator.eval_sampling_params.temperature", "trainer.algorithm.eps_clip_high",
               "generator.inference_engine.model_dtype", "trainer.ckpt_interval", "trainer.epochs", "trainer.eval_interval"},
-    "slime": set(),
+    "slime": {"n_samples_per_eval_prompt"},
 }  # fmt: skip
 
 
