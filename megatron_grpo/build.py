@@ -50,7 +50,7 @@ from megatron_grpo.policy.model import PolicyModel, build_chunks
 from megatron_grpo.policy.optimizer import Trainable
 from megatron_grpo.policy.policy import Policy, cut_for
 from megatron_grpo.policy.reference import FollowingReference, FrozenReference, Reference
-from megatron_grpo.policy.refused import attention_channels, machine_problems, needs_local_layers, sharing_problems
+from megatron_grpo.policy.refused import attention_channels, machine_problems, needs_local_layers, sampler_problems, sharing_problems
 from megatron_grpo.policy.room import Role
 from megatron_grpo.policy.scorer import ModelScorer
 from megatron_grpo.policy.trains import choose_what_trains
@@ -125,6 +125,8 @@ def put_together(
     """As `build_run`, once the output is open: what loads models. Collective."""
     cfg, timetable, clock = made.checked.config, made.timetable, journal.clock
     assert timetable.num_steps is not None
+    if engine is None and (lacking := sampler_problems(cfg, inputs.shape, has_gpu=parallel.device.type == "cuda")):
+        raise ConfigError(lacking)
     lora = how_adapters_travel(cfg, inputs, parallel, journal, sampler_is_known=engine is None)
     policy = build_policy(
         cfg, inputs.shape, parallel,

@@ -111,6 +111,14 @@ def machine_problems(
     return found
 
 
+def sampler_problems(cfg: Config, shape: ModelShape, *, has_gpu: bool) -> list[Problem]:
+    """Models that vLLM 0.32 does not sample right here: on CPUs, experts with biases compute something else once weights were pushed."""
+    if has_gpu or cfg.rollout.vllm_mode != "colocate" or not (shape.moe and shape.moe.has_biases):
+        return []
+    return [_problem("model", f"{shape.architecture} cannot be sampled on a CPU: there vLLM's experts with biases compute something else "
+                     "once weights were pushed. Train it on GPUs.")]  # fmt: skip
+
+
 def _problem(flag: str, message: str, *nearest: object) -> Problem:
     return Problem(flags=(flag,), message=f"{flag}: {message}", nearest={flag: list(nearest)} if nearest else {})
 

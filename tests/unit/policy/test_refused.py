@@ -14,7 +14,7 @@ from megatron_grpo.planning.check import check
 from megatron_grpo.planning.sharing import LEAST_SAVING, decide
 from megatron_grpo.policy import refused_bits
 from megatron_grpo.policy.fp8 import rank_multiple
-from megatron_grpo.policy.refused import attention_channels, flash_obstacle, machine_problems, problems, sharing_problems
+from megatron_grpo.policy.refused import attention_channels, flash_obstacle, machine_problems, problems, sampler_problems, sharing_problems
 from megatron_grpo.settings import parse
 from megatron_grpo.settings.config import Config
 from megatron_grpo.weights.shape import ModelShape
@@ -94,6 +94,14 @@ def test_what_some_families_have_and_a_setting_has_not_is_refused(model, changes
     shape = ModelShape.from_hf(config_of(model))
     (problem,) = problems(Config().with_values(changes), shape)
     assert words in problem.message and problems(Config(), shape) == []
+
+
+def test_experts_with_biases_are_not_sampled_on_a_cpu():
+    shape = ModelShape.from_hf(config_of("gpt_oss"))
+    (problem,) = sampler_problems(Config(), shape, has_gpu=False)
+    assert "GptOssForCausalLM cannot be sampled on a CPU" in problem.message
+    assert sampler_problems(Config(), shape, has_gpu=True) == []
+    assert sampler_problems(Config(), ModelShape.from_hf(config_of("qwen3_moe")), has_gpu=False) == []
 
 
 def test_prompts_are_shared_where_a_window_reaches_over_the_longest_sequence():
