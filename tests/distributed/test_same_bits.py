@@ -42,7 +42,7 @@ def test_so_they_are_of_every_dense_family_on_one_rank(tmp_path):
         parallel = parity.join(parity.settings(), world)
         return [cases.compare(rank, world, path, parallel=parallel, steps=steps[path.name]) for path in paths]
 
-    for found in run_ranks(body, 1)[0]:
+    for found in run_ranks(body, 1, timeout=180)[0]:
         assert_exact([found])
 
 
