@@ -96,6 +96,8 @@ def build_run(
     """
     cfg, timetable = made.checked.config, made.timetable
     assert timetable.num_steps is not None  # the data are here, so the length of the run is known
+    if engine is None and (lacking := sampler_problems(cfg, inputs.shape, has_gpu=parallel.device.type == "cuda")):
+        raise ConfigError(lacking)
     checkpoints = open_output(made, inputs, parallel)
     clock, judge = Clock(), Judge(inputs.rewards, cfg.rewards.reward_weights, gives_up=stop.gives_up)
     journal = build_journal(made, judge, parallel, clock)  # before any model loads: a service that is not installed is an error
@@ -125,8 +127,6 @@ def put_together(
     """As `build_run`, once the output is open: what loads models. Collective."""
     cfg, timetable, clock = made.checked.config, made.timetable, journal.clock
     assert timetable.num_steps is not None
-    if engine is None and (lacking := sampler_problems(cfg, inputs.shape, has_gpu=parallel.device.type == "cuda")):
-        raise ConfigError(lacking)
     lora = how_adapters_travel(cfg, inputs, parallel, journal, sampler_is_known=engine is None)
     policy = build_policy(
         cfg, inputs.shape, parallel,
