@@ -144,16 +144,7 @@ def doctor(argv: list[str]) -> int:
 
 def rehearse(argv: list[str]) -> int:
     """Tries data set, chat template and rewards of a training run on a few rows (--rows 8), with the flags of train. Loads no weights."""
-    from functools import partial
-
-    from megatron_grpo.settings import parse
-    from megatron_grpo.sizing.dialects import DIALECTS
-
-    launched = launcher.read()
-    read = partial(parse, launcher_world_size=launched.world_size if launched.is_launched else None, dialects=DIALECTS)
-    from megatron_grpo.run.quiet import quiet_libraries
-
-    quiet_libraries()
+    read = _reader()
     from megatron_grpo.run.rehearse import run_rehearsal
 
     return run_rehearsal(argv, read)
@@ -168,18 +159,9 @@ def mismatch(argv: list[str]) -> int:
     one process; --tensor_model_parallel_size under torchrun compares shard by shard. Exit codes: 0 nothing differs by more than rounding,
     1 something is named, 2 the question is wrong and nothing was loaded.
     """
-    from functools import partial
-
-    from megatron_grpo.settings import parse
-    from megatron_grpo.sizing.dialects import DIALECTS
-
-    launched = launcher.read()
-    if launched.by_torchrun:
+    if launcher.read().by_torchrun:
         die_with_parent()
-    read = partial(parse, launcher_world_size=launched.world_size if launched.is_launched else None, dialects=DIALECTS)
-    from megatron_grpo.run.quiet import quiet_libraries
-
-    quiet_libraries()
+    read = _reader()
     from megatron_grpo.lookback.mismatch import run_mismatch
 
     return run_mismatch(argv, read)
@@ -210,26 +192,31 @@ def replay(argv: list[str]) -> int:
 
 def whatif(argv: list[str]) -> int:
     """What another loss, clip, correction, batch size or staleness would have made of a recorded step (--try "loss_type=dapo" ...)."""
-    from functools import partial
-
-    from megatron_grpo.settings import parse
-    from megatron_grpo.sizing.dialects import DIALECTS
-
-    launched = launcher.read()
-    if launched.by_torchrun:
+    if launcher.read().by_torchrun:
         die_with_parent()
-    from megatron_grpo.run.quiet import quiet_libraries
-
-    quiet_libraries()
+    read = _reader()
     from megatron_grpo.lookback.whatif import run_whatif
 
-    return run_whatif(argv, partial(parse, launcher_world_size=launched.world_size if launched.is_launched else None, dialects=DIALECTS))
+    return run_whatif(argv, read)
 
 
 COMMANDS: dict[str, Command] = {
     "train": train, "plan": plan, "rehearse": rehearse, "eval": evaluate, "export": export, "serve": serve, "doctor": doctor,
     "mismatch": mismatch, "replay": replay, "whatif": whatif,
 }  # fmt: skip
+
+
+def _reader() -> Callable[..., Any]:
+    """Reads the settings of a command that has words of its own; libraries are quiet from here on."""
+    from functools import partial
+
+    from megatron_grpo.run.quiet import quiet_libraries
+    from megatron_grpo.settings import parse
+    from megatron_grpo.sizing.dialects import DIALECTS
+
+    quiet_libraries()
+    launched = launcher.read()
+    return partial(parse, launcher_world_size=launched.world_size if launched.is_launched else None, dialects=DIALECTS)
 
 
 def _print_config(config: Config) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -13,15 +12,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron_grpo import launcher
 from megatron_grpo.build import build_policy
 from megatron_grpo.checkpoint import generators
 from megatron_grpo.checkpoint.capsule import Capsule, marked, rows_of
-from megatron_grpo.checkpoint.opened import load_weights, whole_checkpoint
+from megatron_grpo.checkpoint.opened import layout_of, load_weights, whole_checkpoint
 from megatron_grpo.errors import EXIT_DONE, ConfigError, Problem
 from megatron_grpo.lookback.poison import Row, Told, told
 from megatron_grpo.parallel import collectives, state
-from megatron_grpo.parallel.layout import Layout
 from megatron_grpo.pending import Pending
 from megatron_grpo.policy.audit import tensors_of
 from megatron_grpo.policy.culprits import wrong_rows
@@ -31,7 +28,6 @@ from megatron_grpo.settings.config import Config, ParallelConfig
 from megatron_grpo.settings.table import table
 from megatron_grpo.sources import find_model
 from megatron_grpo.types import GlobalBatch, MicroBatch, RowKey
-from megatron_grpo.weights.fit import layout_problems
 from megatron_grpo.weights.shape import ModelShape
 
 # Of the run's settings these are not wanted: a replay has a layout of its own, trains nothing, and scores every row alone.
@@ -92,7 +88,9 @@ def _settings(capsule: Capsule, typed: Config) -> tuple[Config, Path, Path | Non
 def replay(capsule: Capsule, cfg: Config, model: Path, checkpoint: Path | None = None) -> Told:
     """Takes the step as far as its gradient, and every row of it alone. Collective; joins the job. The optimizer does not act."""
     shape, samples = ModelShape.from_pretrained(model), capsule.samples()
-    layout = _layout(cfg, shape)
+    layout, misfits = layout_of(cfg, shape)
+    if misfits:
+        raise ConfigError(misfits)
     missing = rows_of(capsule.step) - {sample.key for sample in samples}
     if missing:
         ranks = sorted(missing)[:8]
@@ -270,23 +268,6 @@ def _copies(capsule: Capsule, policy: Policy, batch: GlobalBatch) -> list[dict[s
                 tensor.copy_(kept)
             found.append({"rank": rank, "name": name, "loss": seen.metrics["loss"], "grad_norm": seen.metrics["grad_norm"]})
     return found
-
-
-def _layout(cfg: Config, shape: ModelShape) -> Layout:
-    p = cfg.parallel
-    layout = Layout(
-        world_size=launcher.read().world_size, tp=p.tensor_model_parallel_size, pp=p.pipeline_model_parallel_size,
-        vpp=p.virtual_pipeline_model_parallel_size, cp=p.context_parallel_size, ep=p.expert_model_parallel_size,
-        etp=p.expert_tensor_parallel_size,
-    )  # fmt: skip
-    problems = layout_problems(shape, tp=layout.tp, ep=layout.ep, etp=layout.etp)
-    if layout.world_size % math.prod((layout.tp, layout.pp, layout.cp)):
-        ranks = math.prod((layout.tp, layout.pp, layout.cp))
-        problems.append(_problem("world_size", f"{layout.world_size} ranks cannot hold a model that is cut over {ranks}. "
-                                               f"Start a multiple of {ranks}, with torchrun --nproc_per_node {ranks}."))  # fmt: skip
-    if problems:
-        raise ConfigError(problems)
-    return layout
 
 
 def _problem(flag: str, message: str) -> Problem:

@@ -73,6 +73,9 @@ def _prompts(sizes: BatchSizes, begin: int, end: int, first_prompt: int) -> str:
         return ",".join(
             [",".join([f"[{p + first_prompt}]"] * ((min(end, (p + 1) * group) - max(begin, p * group)) // size)) for p in numbers]
         )
+    if size <= group:  # of one prompt or of two
+        ends = ((x // group + first_prompt, (x + size - 1) // group + first_prompt) for x in range(begin, end, size))
+        return ",".join([f"[{a}]" if a == b else f"[{a},{b}]" for a, b in ends])
     cells = []
     for x in range(begin, end, size):
         cells.append("[" + ",".join(map(str, range(x // group + first_prompt, (x + size - 1) // group + first_prompt + 1))) + "]")
