@@ -235,7 +235,7 @@ def merged_outside_of_the_function():
             part, scale, kernel = ctx.rest
             return *kernel.backward(grad, *ctx.saved_tensors, part, scale), None, None, None
 
-    def merged(q, k, v, packed, scale, kernel):
+    def merged(q, k, v, packed, scale, kernel, sinks):
         out, lse = torch.zeros_like(q), q.new_full(q.shape[1::-1], -np.inf)
         for part in (packed.causal, *packed.full):
             found, found_lse = Alone.apply(q[part.queries], k[part.keys], v[part.keys], part, scale, kernel)
