@@ -349,6 +349,9 @@ def inside(inputs, tmp_path_factory):
 
 
 def same_run(found, right):
+    logprobs = [np.concatenate([row.pop("sampler_logprobs") for row in map(dict, rows[0])]) for rows in (found, right)]
+    assert np.allclose(*logprobs, atol=1e-4, equal_nan=True)  # NaN where nothing was drawn
+    found, right = ([[{**row, "sampler_logprobs": None} for row in rows[0]], *rows[1:]] for rows in (found, right))
     assert found[0] == right[0] and len(found[0]) > 40  # every token of every completion, with rewards and advantages
     for mine, theirs in zip(found[1], right[1], strict=True):
         assert mine.keys() == theirs.keys()
