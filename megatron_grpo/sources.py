@@ -105,6 +105,13 @@ def bases_of_adapters(cfg: Config, model_path: Path) -> list[Problem]:
     return [problem for flag, directory in named.items() if directory for problem in base_problems(directory, model_path, flag=flag)]
 
 
+def weights_to_begin_with(cfg: Config, model_path: Path | None) -> list[Problem]:
+    """What a checkpoint's weights say against beginning with them. Raises ConfigError where there is none."""
+    from megatron_grpo.checkpoint.begins import problems_of_beginning
+
+    return problems_of_beginning(cfg, model_path)
+
+
 @dataclass(frozen=True, slots=True)
 class Sight:
     """What is known of a model's eyes."""

@@ -356,15 +356,18 @@ class Policy:
                 chunk.start_param_sync(force_sync=True)
         return self.exchange.tensors(self.chunks)
 
-    def sharded_state_dict(self, *, is_loading: bool):
+    def sharded_state_dict(self, *, is_loading: bool, with_optimizer: bool = True):
         """What a checkpoint holds of this policy; see `policy.sharded_state`."""
         self.room.require("all")
         self.tensors()  # complete, before they are described
-        return sharded_state.sharded_state(self.wrapped, self.optimizer, self.scheduler, reference=self._saved_reference(),
-                                           is_loading=is_loading)  # fmt: skip
+        return sharded_state.sharded_state(self.wrapped, self.optimizer if with_optimizer else None, self.scheduler,
+                                           reference=self._saved_reference(), is_loading=is_loading)  # fmt: skip
 
-    def load_sharded_state_dict(self, state) -> None:
-        sharded_state.load_state(self.wrapped, self.optimizer, self.scheduler, state, reference=self._saved_reference())
+    def load_sharded_state_dict(self, state, *, with_optimizer: bool = True) -> None:
+        optimizer = self.optimizer if with_optimizer else None
+        sharded_state.load_state(self.wrapped, optimizer, self.scheduler, state, reference=self._saved_reference())
+        if not with_optimizer:
+            self.optimizer.reload_model_params()
 
     def _saved_reference(self) -> SequenceOf[Any] | None:
         return (self.reference.saved_chunks or None) if self.reference is not None else None

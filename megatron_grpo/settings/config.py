@@ -502,6 +502,10 @@ class RunConfig:
     save_total_limit: int | None = setting(
         2, "checkpoints kept, with the last good one among them (docs/checkpoints.md)", unit="checkpoints", at_least=1
     )
+    metric_for_best_model: str | None = setting(
+        None, "keep the checkpoint that is best by this: eval, eval/pass@8, reward ... (docs/checkpoints.md)"
+    )
+    greater_is_better: bool | None = setting(None, "more of metric_for_best_model is better (default: unless its name ends in loss)")
     async_save: bool = setting(False, "write checkpoints while training goes on; costs the host a copy of what a rank writes")
     record_rows: bool = setting(False, "keep beside each checkpoint the rows that its first step trains, for whatif")
     audit: bool = setting(False, "compare what ranks hold twice, bit for bit, before the optimizer acts")
@@ -515,6 +519,14 @@ class RunConfig:
     resume: str = setting(
         "auto", "auto: from the newest checkpoint in output_dir; never; or a checkpoint directory", aliases=["resume_from_checkpoint"]
     )
+    mcore_model: str | None = setting(
+        None, "begin with the weights of this checkpoint of another run (checkpoints/iter_*), under any layout: step 0, a new optimizer"
+    )
+    finetune: bool | None = setting(
+        None, "true: resume names weights to begin with, as mcore_model does; false: mcore_model is gone on from, as resume does"
+    )
+    no_load_optim: bool = setting(False, "go on from the checkpoint that resume names without its optimizer state")
+    no_load_rng: bool = setting(False, "go on from it without its random generators")
     stop_drain_seconds: float = setting(
         10.0, "once the run is to stop, how long what is being sampled and judged is waited for before it is given up", unit="seconds",
         at_least=0,

@@ -107,12 +107,6 @@ SAID_WITH: Mapping[str, str] = {
         "training draws from the whole softmax; eval_generation_kwargs structured_outputs is for evaluation.",
     ),
     "streaming": "rows are counted and checked before a run begins, so they are not streamed: leave it out.",
-    "metric_for_best_model": "checkpoints are kept by age; evaluations.jsonl says which step was best, save_total_limit how many stay.",
-    "greater_is_better": "checkpoints are kept by age, and none for its score: leave it out.",
-    **dict.fromkeys(
-        ("no_load_optim", "finetune", "mcore_model"),
-        "a run that begins from weights alone is a new one: model takes OLD_OUTPUT_DIR/hf, or what `megatron-grpo export` writes.",
-    ),
     "trust_remote_code": "code of a checkpoint is not run, in the trainer or in vLLM: leave it out.",
     **dict.fromkeys(
         ("use_adaptive_entropy", "target_entropy", "entropy_coef_delta", "entropy_coef_min", "entropy_coef_max"),

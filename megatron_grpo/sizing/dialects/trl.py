@@ -21,7 +21,17 @@ from megatron_grpo.settings.foreign import (
 )
 from megatron_grpo.settings.table import FALSE, TRUE, BadValue
 from megatron_grpo.sizing.dialects import aside, features, turns
-from megatron_grpo.sizing.dialects.vocabulary import BUILT_IN_REWARDS, NATIVE_SIZES, TOKEN, holds_out, of_servers, of_the_hub, size, sizes
+from megatron_grpo.sizing.dialects.vocabulary import (
+    BEST,
+    BUILT_IN_REWARDS,
+    NATIVE_SIZES,
+    TOKEN,
+    holds_out,
+    of_servers,
+    of_the_hub,
+    size,
+    sizes,
+)
 
 _REWARDS = {"accuracy_reward": "math", "get_soft_overlong_punishment": "soft_overlong"}
 _FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
@@ -117,6 +127,8 @@ NAMES: Mapping[str, Foreign] = {
     "label_smoothing_factor": lacks(features.OTHER_TASK, "0", "0.0"),
     "neftune_noise_alpha": lacks("no noise is added to embeddings"),
     "lr_scheduler_kwargs": lacks("lr_decay_style with min_lr, lr_warmup_iters and lr_warmup_fraction says all of the schedule"),
+    "metric_for_best_model": BEST,
+    "load_best_model_at_end": lacks(features.BEST_AT_END),
     "resume_from_checkpoint": same("resume", {"true": "auto", "false": "never"}),
     "hub_token": TOKEN,
     "config_file": lacks("accelerate's own file is not read: give its num_processes"),
@@ -130,7 +142,7 @@ NAMES: Mapping[str, Foreign] = {
     **not_there("sampling is by vLLM alone", "use_transformers_continuous_batching", "use_transformers_paged", "cache_implementation"),
     **not_there("sampling is by vLLM alone", "transformers_continuous_batching_config"),
     **not_there(features.STREAMING, "datasets", "dataset_streaming", "streaming"),
-    **not_there(features.EPOCH, "auto_find_batch_size", "load_best_model_at_end"),
+    **not_there(features.EPOCH, "auto_find_batch_size"),
     **not_there("optimizers are built in", "optim_args", "optim_target_modules"),
     "model_init_kwargs": lacks("the model is read as its config.json says; of these words dtype is translated"),
     "bf16_full_eval": lacks("evaluation samples with the weights as they are pushed"),
