@@ -42,7 +42,9 @@ _TABLE = {
         loss_type epsilon epsilon_high delta importance_sampling_level sapo_temperature_pos sapo_temperature_neg beta kl_estimator
         vespo_k_pos vespo_lambda_pos vespo_k_neg vespo_lambda_neg fipo_decay_rate fipo_clip_range fipo_clip_high_only fipo_safety_threshold
         real_tau
-        use_bias_correction_kl kl_in_reward entropy_coef top_entropy_quantile advantage_estimator scale_rewards
+        use_bias_correction_kl kl_in_reward entropy_coef use_adaptive_entropy
+        entropy_coef_min entropy_coef_max entropy_coef_delta entropy_target
+        top_entropy_quantile advantage_estimator scale_rewards
         multi_objective_aggregation overlong_filter exclude_dead_groups dynamic_sample max_resample_times oversample_ratio
         rollout_importance_sampling_mode rollout_importance_sampling_threshold rollout_importance_sampling_min rollout_is_geometric
         off_policy_sequence_mask_delta ref_model_sync_steps ref_model_mixup_alpha soft_max_length soft_cache_length

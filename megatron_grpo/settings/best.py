@@ -78,7 +78,7 @@ def _training(cfg: Config) -> Iterator[str]:
     yield from _STEPS
     if grpo.beta:
         yield "kl_in_reward" if grpo.kl_in_reward else "kl"
-    if grpo.log_entropy or grpo.entropy_coef or grpo.top_entropy_quantile < 1:
+    if grpo.log_entropy or grpo.entropy_coef or grpo.use_adaptive_entropy or grpo.top_entropy_quantile < 1:
         yield "entropy"
     if grpo.dynamic_sample or grpo.oversample_ratio > 1:
         yield "dynamic_sample/reward"

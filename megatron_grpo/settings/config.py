@@ -397,6 +397,13 @@ class GrpoConfig:
     use_bias_correction_kl: bool = setting(True, "multiply the KL by the ratio, differentiably")
     kl_in_reward: bool = setting(False, "subtract the KL from the reward instead of adding it to the loss")
     entropy_coef: float = setting(0.0, "entropy bonus")
+    use_adaptive_entropy: bool = setting(False, "entropy_coef follows the entropy: up after a step at entropy_target or below, else down")
+    entropy_coef_min: float = setting(0.0, "adaptive: lower bound of entropy_coef")
+    entropy_coef_max: float = setting(1.0, "adaptive: upper bound of entropy_coef")
+    entropy_coef_delta: float = setting(0.005, "adaptive: how far it moves in an optimizer step", above=0)
+    entropy_target: float = setting(
+        0.2, "adaptive: the bonus is given after a step whose entropy was this or less", unit="nats", at_least=0
+    )
     log_entropy: bool = setting(False, "compute and log the entropy even where nothing needs it")
     top_entropy_quantile: float = setting(
         1.0, "train only the tokens in this top share of entropy, over the global batch", above=0, at_most=1

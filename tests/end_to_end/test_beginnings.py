@@ -31,6 +31,20 @@ def runs(tmp_path_factory):
     return folder
 
 
+def test_a_coefficient_that_follows_the_entropy_goes_on_as_if_nothing_had_happened(tmp_path):
+    adaptive = ["--use_adaptive_entropy", "true", "--entropy_coef", "0.02", "--entropy_coef_delta", "0.01", "--entropy_target", "9"]
+    common = [*write_inputs(tmp_path), *adaptive, "--capsules", "0", "--max_steps", "3", "--save_steps", "2", "--output_dir"]
+    assert run_ranks(train, 1, [*common, str(tmp_path / "whole")], timeout=300) == [0]
+    half = ["--resume", str(tmp_path / "whole/checkpoints/iter_0000002")]
+    assert run_ranks(train, 1, [*common, str(tmp_path / "half"), *half], timeout=300) == [0]
+    whole, [last] = records(tmp_path / "whole/metrics.jsonl"), records(tmp_path / "half/metrics.jsonl")
+    assert [(step["entropy_coef/applied"], step["entropy_coef"]) for step in whole] == [
+        (0.0, pytest.approx(0.03)), (pytest.approx(0.03), pytest.approx(0.04)), (pytest.approx(0.04), pytest.approx(0.05)),
+    ]  # fmt: skip
+    for name in ("loss", "grad_norm", "entropy", "entropy_coef", "entropy_coef/applied"):
+        assert last[name] == whole[2][name], name
+
+
 def weights(folder):
     return safetensors.torch.load_file(folder / "hf/model.safetensors")
 

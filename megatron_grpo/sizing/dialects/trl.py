@@ -33,6 +33,7 @@ from megatron_grpo.sizing.dialects.vocabulary import (
     sizes,
 )
 
+ADAPTIVE = ("entropy_coef_min", "entropy_coef_max", "entropy_coef_delta", "entropy_target")
 _REWARDS = {"accuracy_reward": "math", "get_soft_overlong_punishment": "soft_overlong"}
 _FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
@@ -122,7 +123,6 @@ NAMES: Mapping[str, Foreign] = {
     "trust_remote_code": lacks("code of a checkpoint is not run"),
     "model_init_kwargs.trust_remote_code": lacks("code of a checkpoint is not run"),
     "vllm_model_impl": only("vllm", "vLLM's own models sample"),
-    "entropy_coef_min": lacks("the entropy coefficient is constant"),
     "dataset_config": lacks(features.STREAMING),
     "label_smoothing_factor": lacks(features.OTHER_TASK, "0", "0.0"),
     "neftune_noise_alpha": lacks("no noise is added to embeddings"),
@@ -136,7 +136,6 @@ NAMES: Mapping[str, Foreign] = {
     **not_there(features.TURNS, "rollout_func"),
     **not_there(features.QUANTIZED, "fp16", "load_in_8bit", "load_in_4bit", "bnb_4bit_quant_type", "use_bnb_nested_quant"),
     **not_there(features.QUANTIZED, "bnb_4bit_quant_storage"),
-    **not_there("the entropy coefficient is constant", "use_adaptive_entropy", "entropy_coef_max", "entropy_coef_delta", "entropy_target"),
     **not_there(features.SHARDED_ELSEWHERE, "deepspeed", "fsdp", "fsdp_config", "parallelism_config", "accelerator_config"),
     **not_there(features.SAMPLING, "vllm_structured_outputs_regex", "vllm_guided_decoding_regex"),
     **not_there("sampling is by vLLM alone", "use_transformers_continuous_batching", "use_transformers_paged", "cache_implementation"),
@@ -192,6 +191,12 @@ def settle(values: Mapping[str, Any], given: Mapping[str, Sequence[str]]) -> Ite
         yield Change(values={"eval_steps": None}, note=f"eval_steps ({values['eval_steps']}) does nothing: {why}.")
     if values.get("loss_type") == "cispo" and values.get("epsilon_high") is None:
         yield Change(values={"epsilon_high": values.get("epsilon", 0.2)})
+    idle = [name for name in ADAPTIVE if name in values] if not values.get("use_adaptive_entropy") else []
+    if idle:
+        yield Change(values=dict.fromkeys(idle), note=f"{' and '.join(idle)} does nothing without use_adaptive_entropy, here as there.")
+    if values.get("use_adaptive_entropy") and values.get("top_entropy_quantile", 1.0) < 1:
+        note = "entropy_target is held against the mean over all trained tokens here; TRL's is over those of top_entropy_quantile."
+        yield Change(values={}, note=note)
     if values.get("tuner_type") == "lora":
         yield from _peft(values)
     yield from of_the_hub(values)

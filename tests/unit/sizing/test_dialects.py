@@ -131,7 +131,6 @@ def test_the_table_of_defaults_is_true(dialect):
         ("trl", "--metric_for_best_model loss", "(loss) is nothing that an evaluation tells here"),
         ("trl", "--metric_for_best_model eval_reward --reward_funcs accuracy_reward a.b", "(eval_reward) is the sum of 2 rewards"),
         ("trl", "--load_best_model_at_end true", "hf/ holds the last weights"),
-        ("trl", "--use_adaptive_entropy true", "the entropy coefficient is constant"),
         ("skyrl", "trainer.policy.model.lora.rank=8 trainer.policy.model.lora.init_method=zero", "(zero): A begins uniform"),
         ("skyrl", "trainer.algorithm.advantage_estimator=gae", "advantage_estimator (gae)"),
         ("skyrl", "trainer.algorithm.policy_loss_type=clip_cov", "policy_loss_type (clip_cov)"),
@@ -200,6 +199,8 @@ def test_what_is_not_there_is_refused_by_name_and_feature(dialect, words, said):
          {"metric_for_best_model": "eval/accuracy"}),
         ("swift", "--mcore_model /a --finetune false --no_load_optim true", {"mcore_model": None, "resume": "/a", "no_load_optim": True}),
         ("swift", "--mcore_model /a --no_load_optim true", {"mcore_model": "/a", "resume": "auto", "no_load_optim": False}),
+        ("trl", "--use_adaptive_entropy true --entropy_target 3", {"use_adaptive_entropy": True, "entropy_target": 3.0}),
+        ("trl", "--entropy_target 3", {"use_adaptive_entropy": False, "entropy_target": 0.2}),
         ("swift", "--router_replay_mode R2", {"router_replay_mode": "R2"}),
     ],
 )  # fmt: skip
