@@ -162,7 +162,8 @@ def _left_out(cfg: Config) -> dict[str, str]:
     if "reward_model" in rewards.reward_funcs:
         named.append(("reward_model", "reward_model", rewards.reward_model or "", "the classifier of the reward reward_model"))
     for part, flag, where, what in named:
-        if _is_elsewhere(cfg, flag, where):
+        is_word = flag == "ref_model" and "/" not in where and not _is_guest(cfg, flag)  # which no repository is called
+        if _is_elsewhere(cfg, flag, where) and not is_word:
             parts |= {part: f"{what} ({where} is not on this machine)"}
     if not cfg.data.dataset:
         parts |= {"dataset": "the data set (none given)"}

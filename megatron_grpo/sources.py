@@ -53,6 +53,8 @@ def find_reference(name: str, model_path: Path | None, shape: ModelShape | None)
     from megatron_grpo.checkpoint.content import vocabulary_fingerprint
     from megatron_grpo.weights.stored import stored_names
 
+    if "/" not in name and not Path(name).exists():
+        raise _of_reference(f"ref_model ({name}) is neither a directory here nor a Hub name, which is owner/name.")
     path = find_model(name, flag="ref_model")
     theirs = ModelShape.from_pretrained(path)
     stored_names(path)

@@ -258,8 +258,10 @@ class _Builder:
         self._world_size(launcher_world_size)
         self._another_way("bf16", "torch_dtype", "bfloat16", "float32")
         self._another_way("async_generate", "async_rollout_depth", 1, 0)
-        for name, value in begins.settled(self.values).items():
-            self.values[name], self.sources[name] = value, "derived from finetune"
+        settled, was = begins.settled(self.values), dict(self.sources)
+        for name, value in settled.items():  # the path is given, under the other name
+            other = next(one for one in settled if one != name)
+            self.values[name], self.sources[name] = value, was.get(other, "default") if value not in (None, "auto") else "default"
         sources = {name: self.sources.get(name, "default") for name in {**table(), **self.sources}}
         config = Config().with_values(self.values, sources=sources)
         return replace(self.parsed, config=replace(config, typed=self.typed, foreign=self.foreign))

@@ -5,6 +5,7 @@ Source: its MegatronArguments, RLHFMegatronArgumentsMixin and BaseArguments, and
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -77,6 +78,18 @@ def _minutes(words: Sequence[str], given: Mapping[str, Sequence[str]]) -> Mappin
         raise BadValue(f"needs seconds, not {' '.join(words)!r}") from None
 
 
+def _columns(words: Sequence[str], given: Mapping[str, Sequence[str]]) -> Mapping[str, Any]:
+    """Its standard names on the right: query is what is asked; others are columns that rewards may read, under the same name."""
+    text = " ".join(words).strip()
+    try:
+        found = json.loads(text) if text.startswith("{") else dict(word.rsplit("=", 1) for word in words)
+    except ValueError:
+        raise BadValue(f'needs a mapping as JSON, such as {{"question": "query"}}, not {text!r}') from None
+    if "history" in found.values():
+        raise BadValue("(history): earlier turns of a conversation stand in a column messages here")
+    return {"columns": {theirs: "prompt" if name == "query" else name for theirs, name in found.items()}}
+
+
 def _finetune(words: Sequence[str], given: Mapping[str, Sequence[str]]) -> Mapping[str, Any]:
     return {"finetune": list(words)} if given.get("mcore_model") else {}
 
@@ -124,6 +137,7 @@ NAMES: Mapping[str, Foreign] = {
     "main_params_dtype": only("fp32", "gradients and optimizer state are float32 here"),
     "exp_avg_dtype": only("fp32", "gradients and optimizer state are float32 here"),
     "exp_avg_sq_dtype": only("fp32", "gradients and optimizer state are float32 here"),
+    "columns": reads(_columns, "`columns`; its query is our prompt"),
     "$MAX_PIXELS": same("max_pixels"),  # set before the command
     "$MIN_PIXELS": same("min_pixels"),
     "vllm_limit_mm_per_prompt": lacks("limit_images says how many pictures a prompt may show; it is as many as the data have"),
@@ -254,6 +268,8 @@ def settle(values: Mapping[str, Any], given: Mapping[str, Sequence[str]]) -> Ite
     if idle and values.get("finetune", True):
         note = f"{' and '.join(idle)} does nothing unless finetune is false, here as there: a run begins without them anyway."
         yield Change(values=dict.fromkeys(idle), note=note)
+    if values.get("interleave_prob") and not values.get("further_datasets"):
+        yield Change(values={"interleave_prob": None}, note="interleave_prob does nothing with one dataset, here as there.")
     yield from _advantages(values)
     yield from _tuner(values)
     mode = values.get("rollout_importance_sampling_mode", "none")

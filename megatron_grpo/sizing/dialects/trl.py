@@ -74,11 +74,21 @@ def _reward_funcs(words: Sequence[str], given: Mapping[str, Sequence[str]]) -> M
     return found
 
 
+def _warmup(words: Sequence[str], given: Mapping[str, Sequence[str]]) -> Mapping[str, Any]:
+    """A number of steps, or below 1 a share of the run."""
+    try:
+        share = float(words[0])
+    except (ValueError, IndexError):
+        share = 1.0
+    return {"lr_warmup_fraction" if 0 < share < 1 else "lr_warmup_iters": list(words)}
+
+
 def _no_limit(words: Sequence[str], given: Mapping[str, Sequence[str]]) -> Mapping[str, Any]:
     return {} if words in (["-1"], ["-1.0"]) else {"max_steps": list(words)}
 
 
 NAMES: Mapping[str, Foreign] = {
+    "warmup_steps": reads(_warmup, "`lr_warmup_iters`; below 1 `lr_warmup_fraction`"),
     "max_steps": reads(_no_limit, "max_steps; leave it out where there is no limit"),
     "scale_rewards": same("scale_rewards", {"true": "group", "false": "none"}),
     "lr_scheduler_type": same("lr_decay_style", {"constant_with_warmup": "constant"}),

@@ -155,6 +155,16 @@ def layout(values: Mapping[str, Any], expert: str, *, shards_norms_by_itself: st
         yield Change(values={"expert_tensor_parallel_size": tensor if expert in ("none", "null") else int(expert)})
 
 
+def idle(given: Mapping[str, Sequence[str]], defaults: Mapping[str, str], *, without: str) -> Iterator[Change]:
+    """Names that do nothing because `without` is not on, there as here, where somebody gave them. defaults: theirs by name, which whole
+    files hold."""
+    found = [name for name, default in defaults.items() if text_of(given, name, default).lower() != default]
+    if found:
+        yield Change(
+            values={}, note=f"{' and '.join(found)} {'do' if len(found) > 1 else 'does'} nothing without {without}, here as there."
+        )
+
+
 def size(name: str, default: int | None, help: str) -> Setting:
     return Setting(name=name, group="foreign", kind="int", default=default, help=help, optional=default is None)
 
