@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import safetensors.torch
 
@@ -27,6 +29,11 @@ def runs(tmp_path_factory):
         "whole": (1, ["--resume", checkpoint, "--max_steps", "3", *still]),
     }
     for name, (ranks, flags) in cases.items():
+        if name == "begun":  # of the first run's two steps the earlier one is to be best in this one
+            lengths = [line["completions/mean_length"] for line in records(folder / "first/metrics.jsonl")]
+            by = ["--metric_for_best_model", "completions/mean_length", "--greater_is_better", str(lengths[0] >= lengths[1])]
+            best = [*common, "--max_steps", "2", "--save_steps", "1", *by, "--load_best_model_at_end", "true", "--capsules", "0"]
+            assert run_ranks(train, 1, [*best, "--output_dir", str(folder / "best")], timeout=300) == [0]
         assert run_ranks(train, ranks, [*common, *flags, "--output_dir", str(folder / name)], timeout=300) == [0] * ranks, name
     return folder
 
@@ -43,6 +50,12 @@ def test_a_coefficient_that_follows_the_entropy_goes_on_as_if_nothing_had_happen
     ]  # fmt: skip
     for name in ("loss", "grad_norm", "entropy", "entropy_coef", "entropy_coef/applied"):
         assert last[name] == whole[2][name], name
+
+
+def export(rank: int, world_size: int, flags: list[str]) -> int:
+    from megatron_grpo.cli import main
+
+    return main(["export", *flags])
 
 
 def weights(folder):
@@ -65,6 +78,17 @@ def test_a_run_begins_with_the_weights_of_a_checkpoint_under_another_layout_at_s
     [step] = records(runs / "begun/metrics.jsonl")
     assert step["step"] == 1 and step["kl"] == pytest.approx(0.0, abs=1e-6)  # the reference is the model as the run began
     assert optimizer_steps(runs / "begun/checkpoints/iter_0000001") == 1
+
+
+def test_the_model_at_the_end_is_that_of_the_best_checkpoint(runs):
+    best = json.loads((runs / "best/checkpoints/best.json").read_text())
+    assert best["best_global_step"] == 1 and (runs / "best/checkpoints/iter_0000002").is_dir()
+    found, first = weights(runs / "best"), weights(runs / "first")
+    assert any((found[name] != first[name]).any() for name in first), "that of the last step"
+    checkpoint = [*("--resume", str(runs / "best/checkpoints/iter_0000001")), *("--output_dir", str(runs / "of_1"))]
+    assert run_ranks(export, 1, checkpoint) == [0]
+    then = safetensors.torch.load_file(runs / "of_1/model.safetensors")
+    assert then.keys() == found.keys() and all((then[name] == found[name]).all() for name in then)
 
 
 def test_a_run_goes_on_without_the_moments_of_its_checkpoint(runs):
