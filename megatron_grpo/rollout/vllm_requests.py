@@ -5,10 +5,31 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from megatron_grpo.rollout.engine import SamplingSettings
+from megatron_grpo.rollout.kept import TIES, num_asked, whole_or_cut
+from megatron_grpo.settings.kept import MOST
+from megatron_grpo.types import Kept
+
+KEPT_OPTIONS = {"max_logprobs": MOST + TIES}  # of every engine: it may be asked what was left of the vocabulary
 
 
-def sampling_params(sampling: SamplingSettings, seed: int | None, **more: Any) -> Any:
+def spell_no_words() -> None:
+    """In the process that asks an engine. vLLM decodes every word whose log-prob it tells, one by one; nobody here reads them."""
+    from vllm.v1.engine.logprobs import LogprobsProcessor
+
+    processor: Any = LogprobsProcessor
+    told = processor.from_new_request.__func__
+    if told.__name__ != "unspelt":
+
+        def unspelt(cls: Any, tokenizer: Any, request: Any) -> Any:
+            return told(cls, None, request)
+
+        processor.from_new_request = classmethod(unspelt)
+
+
+def sampling_params(sampling: SamplingSettings, seed: int | None, *, vocab_size: int, **more: Any) -> Any:
     """vLLM's SamplingParams. more: of its own arguments. Raises ValueError for what it does not take."""
     from vllm import SamplingParams
     from vllm.sampling_params import StructuredOutputsParams
@@ -20,9 +41,10 @@ def sampling_params(sampling: SamplingSettings, seed: int | None, **more: Any) -
         asked["logit_bias"] = {int(token): float(value) for token, value in bias.items()}  # JSON's keys are words
 
     return SamplingParams(
-        n=sampling.n, temperature=sampling.temperature, top_p=sampling.top_p, top_k=sampling.top_k, seed=seed,
+        n=sampling.n, temperature=sampling.temperature, top_p=sampling.top_p, top_k=sampling.top_k, min_p=sampling.min_p, seed=seed,
         max_tokens=sampling.max_completion_length, stop=list(sampling.stop), stop_token_ids=list(sampling.stop_token_ids),
-        logprobs=0, flat_logprobs=True,  # the sampled token's only, in lists instead of an object a token
+        # The sampled token's, in lists instead of an object a token; and those of the words that may be left, where they are wanted.
+        logprobs=num_asked(sampling.top_k, vocab_size) if sampling.tells_kept else 0, flat_logprobs=True,
         **asked, **more,
     )  # fmt: skip
 
@@ -36,6 +58,19 @@ def sampled_logprobs(output: Any) -> list[float]:
     if len(logprobs) != len(output.token_ids):
         raise RuntimeError(f"vLLM returned {len(logprobs)} log-probs for {len(output.token_ids)} tokens")
     return logprobs
+
+
+def sampled(output: Any, sampling: SamplingSettings, vocab_size: int) -> tuple[list[float], Kept | None]:
+    """(as `sampled_logprobs`; what was left of the vocabulary for each token, where that was asked). Raises RuntimeError as that does."""
+    logprobs = sampled_logprobs(output)
+    if not sampling.tells_kept:
+        return logprobs, None
+    flat, width = output.logprobs, 1 + num_asked(sampling.top_k, vocab_size)
+    if len(flat.logprobs) != len(logprobs) * width:
+        raise RuntimeError(f"vLLM returned {len(flat.logprobs)} log-probs of words for {len(logprobs)} tokens with {width} each")
+    values = (np.array(column, dtype).reshape(-1, width) for column, dtype in ((flat.token_ids, np.int32), (flat.logprobs, np.float32)))
+    told, kept = whole_or_cut(*values, vocab_size)
+    return told.tolist(), kept
 
 
 def scoring_requests(ids: Sequence[int]) -> list[tuple[Sequence[int], Any]]:

@@ -106,6 +106,11 @@ SAID_WITH: Mapping[str, str] = {
         ("vllm_structured_outputs_regex", "vllm_guided_decoding_regex", "structured_outputs_regex"),
         "training draws from the whole softmax; eval_generation_kwargs structured_outputs is for evaluation.",
     ),
+    **dict.fromkeys(
+        ("repetition_penalty", "presence_penalty", "frequency_penalty"),
+        "the trainer's softmax does not know which words were said before, so training draws without it; eval_generation_kwargs takes it "
+        "for evaluation.",
+    ),
     "streaming": "rows are counted and checked before a run begins, so they are not streamed: leave it out.",
     "metric_for_best_model": "checkpoints are kept by age; evaluations.jsonl says which step was best, save_total_limit how many stay.",
     "greater_is_better": "checkpoints are kept by age, and none for its score: leave it out.",
