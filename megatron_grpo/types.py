@@ -124,7 +124,9 @@ class Sequence:
         if self.kept_at is None or self.kept_ids is None:
             return None
         if len(self.kept_at) != self.num_masked + 1 or self.kept_at[-1] != len(self.kept_ids):
-            raise ValueError(f"kept words of {len(self.kept_at) - 1} tokens, {len(self.kept_ids)} in all, for {self.num_masked} masked ones")
+            raise ValueError(
+                f"kept words of {len(self.kept_at) - 1} tokens, {len(self.kept_ids)} in all, for {self.num_masked} masked ones"
+            )
         return Kept(self.kept_at, self.kept_ids)
 
     def spread(self, values: np.ndarray) -> np.ndarray:
@@ -225,8 +227,12 @@ def answered(
     values[opening:] = logprobs
     return Completion(
         sequence=Sequence(
-            token_ids=tokens, mask=np.arange(len(tokens)) >= opening, shown=shown, experts=experts,
-            kept_at=None if kept is None else kept.at, kept_ids=None if kept is None else kept.ids,
+            token_ids=tokens,
+            mask=np.arange(len(tokens)) >= opening,
+            shown=shown,
+            experts=experts,
+            kept_at=None if kept is None else kept.at,
+            kept_ids=None if kept is None else kept.ids,
         ),
         logprobs=values,
         text=text,

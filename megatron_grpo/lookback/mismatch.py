@@ -177,7 +177,9 @@ def _rows_to_compare(asked: Asked, cfg: Config, shape: ModelShape, tokenizer: An
     """(rows that the run recorded with these weights; or the prompts to draw some for; where they come from, in words; notes)."""
     subject, notes = asked.subject, list[str]()
     if kept.is_cut(cfg.rollout):
-        notes.append(f"The run samples with {kept.in_words(cfg.rollout)}; here all words stay, for recorded rows lack those that were left.")
+        notes.append(
+            f"The run samples with {kept.in_words(cfg.rollout)}; here all words stay, for recorded rows lack those that were left."
+        )
     if subject.cfg.rollout.same_bits:
         notes.append("The run computes with the sampler's arithmetic (same_bits); what is compared here is the trainer's own.")
     is_as_run = asked.dtype is None and not kept.is_cut(cfg.rollout)

@@ -26,7 +26,7 @@ Slope = Callable[[slice, torch.Tensor], torch.Tensor]
 _CPU_CHUNK, _CPU_ROWS = 2**23, 2**18
 
 
-# In place of the logits of words that were left out: e to this is 0 whatever stands beside it, and 0 times it is no NaN, as that of -inf is.
+# In place of logits of words that were left out: e to this is 0 whatever stands beside it, and 0 times it is no NaN, as that of -inf is.
 _LEFT_OUT = -1e30
 
 

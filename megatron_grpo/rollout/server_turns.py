@@ -129,7 +129,10 @@ class ServerTurns:
             raise wire.Malformed(wrong)
         [one] = answer.completions
         drawn = Drawn(
-            token_ids=tuple(one.tokens.tolist()), logprobs=tuple(one.logprobs.tolist()), is_cut=one.reason == "length", kept=one.kept,
+            token_ids=tuple(one.tokens.tolist()),
+            logprobs=tuple(one.logprobs.tolist()),
+            is_cut=one.reason == "length",
+            kept=one.kept,
             version=body.version,
         )
         with self._changed:

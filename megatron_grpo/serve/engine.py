@@ -111,7 +111,8 @@ class ServedEngine:
 
         settings = SamplingSettings(
             n=request.n, max_completion_length=request.max_tokens, temperature=sampling.temperature, top_p=sampling.top_p,
-            top_k=sampling.top_k, min_p=sampling.min_p, tells_kept=sampling.tells_kept, stop=sampling.stop, stop_token_ids=sampling.stop_token_ids, more=sampling.more,
+            top_k=sampling.top_k, min_p=sampling.min_p, tells_kept=sampling.tells_kept,
+            stop=sampling.stop, stop_token_ids=sampling.stop_token_ids, more=sampling.more,
         )  # fmt: skip
         try:
             params = sampling_params(settings, request.seed, vocab_size=self._vocab_size, output_kind=RequestOutputKind.FINAL_ONLY)

@@ -43,8 +43,8 @@ def pairs(cfg: Config) -> Iterator[Pair]:
         flag, value, off = ("top_p", rollout.top_p, 1.0) if rollout.top_p < 1 else ("min_p", rollout.min_p, 0.0)
         yield (
             (flag, "top_k"),
-            f"{flag} ({value:g}) without top_k leaves any number of words, and their ids travel with every token, for the trainer's softmax "
-            f"runs over them. Add top_k, at most {MOST}: for example top_k {USUAL}.",
+            f"{flag} ({value:g}) without top_k leaves any number of words, and their ids travel with every token, for the trainer's "
+            f"softmax runs over them. Add top_k, at most {MOST}: for example top_k {USUAL}.",
             {"top_k": [USUAL, MOST], flag: [off]},
         )
     if rollout.rollout_func is not None:

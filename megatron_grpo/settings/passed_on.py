@@ -103,7 +103,9 @@ _TEMPLATE_OWN = ("messages", "tools", "add_generation_prompt", "continue_final_m
 def pairs(cfg: Config) -> Iterator[Pair]:
     """(settings, what is wrong, nearest values) of each problem."""
     drawn = "it changes the distribution that tokens are drawn from, and the trainer's softmax does not know of it: ratios would be wrong"
-    said_before = "it makes a word's probability depend on which words were said before it, and the trainer's softmax is of the logits alone"
+    said_before = (
+        "it makes a word's probability depend on which words were said before it, and the trainer's softmax is of the logits alone"
+    )
     for_evaluation = "For evaluation alone there is eval_generation_kwargs"
     reshaping = {name: f"{said_before if name in _PENALTIES else drawn}. {for_evaluation}" for name in RESHAPES}
     eval_settings, eval_allowed = {**_SAMPLING_SETTINGS, **_EVAL_SETTINGS}, (*_ENDS_AND_TEXT, *RESHAPES)

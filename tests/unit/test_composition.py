@@ -155,7 +155,7 @@ def test_what_is_refused_of_evaluation_and_rollout_functions_is_refused_in_the_w
     (tmp_path / "mine.py").write_text(f"def f(prompts, sampler): pass\n{tool}")
     (tmp_path / "rows.jsonl").write_text('{"prompt": "1"}\n')
     code, found = ask("Qwen3MoeForCausalLM", words, tuner="")
-    assert code == 2 and [error["message"] for error in found["errors"]] == [sentence] and len(OF_EVALUATION) == 5
+    assert code == 2 and [error["message"] for error in found["errors"]] == [sentence] and len(OF_EVALUATION) == 6
 
 
 SERVERS = "--vllm_mode server --vllm_server_host a b"

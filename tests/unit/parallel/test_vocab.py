@@ -285,7 +285,9 @@ class TestKeptWords:
     def kept(self):
         generator = torch.Generator().manual_seed(1)
         targets = make()[2]
-        words = [torch.cat([target[None], torch.randint(0, VOCAB, (n % 6,), generator=generator)]).unique() for n, target in enumerate(targets)]
+        words = [
+            torch.cat([target[None], torch.randint(0, VOCAB, (n % 6,), generator=generator)]).unique() for n, target in enumerate(targets)
+        ]
         words[3] = words[8] = words[3][:0]
         counts = [len(ids) for ids in words]
         return vocab.KeptWords.of(np.cumsum([0, *counts]), torch.cat(words).numpy().astype(np.int32), torch.device("cpu"))
