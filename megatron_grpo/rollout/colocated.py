@@ -32,7 +32,7 @@ from megatron_grpo.rollout.probes import probe_sequences
 from megatron_grpo.rollout.turns import DONE, GIVES_UP, EngineTurns, LeadingTurns, Player, follow, lead
 from megatron_grpo.rollout.vllm_adapters import AdapterSlot, lora_options
 from megatron_grpo.rollout.vllm_options import cpu_options, gpu_options, problem_of
-from megatron_grpo.rollout.vllm_requests import KEPT_OPTIONS, sampled, sampling_params, scores, scoring_requests, spell_no_words
+from megatron_grpo.rollout.vllm_requests import KEPT_OPTIONS, sampled, sampling_params, scores, scoring_requests, take_logprobs_as_they_come
 from megatron_grpo.rollout.vllm_weights import WeightLoader, buffers_of, missing_sentence, refuse_changed
 from megatron_grpo.settings.config import RolloutConfig
 from megatron_grpo.types import Completion, Group, Kept, Prompt, answered
@@ -80,7 +80,7 @@ class ColocatedEngine:
         from vllm import LLM
 
         vllm_patches.apply_patches(on_gpu=on_gpu)
-        spell_no_words()
+        take_logprobs_as_they_come()
         if cfg.same_bits:
             vllm_same_bits.prepare()
         tp = cfg.vllm_tensor_parallel_size

@@ -19,7 +19,7 @@ from megatron_grpo.rollout.engine import SamplingSettings
 from megatron_grpo.rollout.experts import ExpertLayers, told
 from megatron_grpo.rollout.vllm_options import cpu_options, gpu_options, problem_of
 from megatron_grpo.rollout.vllm_pictures import difference, engine_options, prompt_with
-from megatron_grpo.rollout.vllm_requests import KEPT_OPTIONS, sampled, sampling_params, scores, scoring_requests, spell_no_words
+from megatron_grpo.rollout.vllm_requests import KEPT_OPTIONS, sampled, sampling_params, scores, scoring_requests, take_logprobs_as_they_come
 from megatron_grpo.serve.children import let_no_child_outlive
 from megatron_grpo.serve.settings import Serving
 from megatron_grpo.types import Kept
@@ -71,7 +71,7 @@ class ServedEngine:
         from vllm.v1.engine.async_llm import AsyncLLM
 
         vllm_patches.patch_start()
-        spell_no_words()
+        take_logprobs_as_they_come()
         let_no_child_outlive()
         cfg, rollout = serving.cfg, serving.cfg.rollout
         workers = rollout.vllm_tensor_parallel_size * cfg.serve.vllm_data_parallel_size

@@ -23,7 +23,7 @@ class Counts(Environment):
 
 
 def test_rows_that_wait_keep_their_words_over_a_checkpoint_and_another_layout(tmp_path):
-    flags = [*write_inputs(tmp_path, rows=12, layers=2), *CUT, *("--global_batch_size", "8"), *("--steps_per_generation", "2")]
+    flags = [*write_inputs(tmp_path, rows=12, layers=1, hidden=16, ffn=16), *CUT, *("--global_batch_size", "8"), *("--steps_per_generation", "2")]
     flags += [*("--num_iterations", "2"), *("--beta", "0.02"), *("--log_entropy", "true"), *("--max_tokens_per_micro_batch", "64")]
     flags += [*("--max_steps", "4"), *("--save_steps", "3"), *("--save_total_limit", "3"), *("--export_hf", "false")]
     whole, other = tmp_path / "whole", tmp_path / "other"
@@ -46,7 +46,7 @@ def test_turns_of_episodes_have_their_words_and_an_adapter_trains_on_them(tmp_pa
     (tmp_path / "mine.py").write_text(ENVIRONMENT)
     flags = [
         *("--model", str(tmp_path / "model")), *("--dataset", str(tmp_path / "data.jsonl")), *("--reward_funcs", "environment"),
-        *("--environment", f"{tmp_path}/mine.py:Counts"), *("--max_turns", "3"), *("--max_completion_length", "250"), *("--lr", "1e-2"),
+        *("--environment", f"{tmp_path}/mine.py:Counts"), *("--max_turns", "2"), *("--max_completion_length", "90"), *("--lr", "1e-2"),
         *("--torch_dtype", "float32"), *("--num_generations", "4"), *("--global_batch_size", "8"), *("--micro_batch_size", "2"),
         *("--vllm_kv_cache_memory_mb", "32"), *("--max_steps", "2"), *("--export_hf", "false"), *("--tuner_type", "lora"),
         *("--temperature", "0.7"), *("--top_k", "40"), *("--min_p", "0.01"), *("--output_dir", str(tmp_path / "out")),
