@@ -29,11 +29,11 @@ LOSS_TYPES_OVER_TOKENS = ("bnpo", "dapo", "dr_grpo", "cispo", "sequence_sum", "f
 def problems(config: Config) -> list[Problem]:
     """Every combination that has no meaning, each with its reason. What a single value may be stands beside it, in `settings.config`."""
     cfg = config.grpo
-    return [*_objective(cfg), *_kl(cfg), *_reference(config), *_advantages(cfg), *_corrections(cfg), *_replay(config), *_kept(config)]
+    return [*_objective(cfg), *_kl(cfg), *_reference(config), *_advantages(cfg), *_corrections(cfg), *_replay(config)]
 
 
-def _kept(config: Config) -> list[Problem]:
-    """What training draws from. (Evaluations may draw from anything, and ask only `settings.checks`.)"""
+def sampling_problems(config: Config) -> list[Problem]:
+    """What training draws from. (Evaluations may draw from anything, and rows that were recorded have been drawn.)"""
     return [Problem(flags=flags, message=message, nearest=nearest) for flags, message, nearest in kept.pairs(config)]
 
 

@@ -23,7 +23,12 @@ class Counts(Environment):
 
 
 def test_rows_that_wait_keep_their_words_over_a_checkpoint_and_another_layout(tmp_path):
-    flags = [*write_inputs(tmp_path, rows=12, layers=1, hidden=16, ffn=16), *CUT, *("--global_batch_size", "8"), *("--steps_per_generation", "2")]
+    flags = [
+        *write_inputs(tmp_path, rows=12, layers=1, hidden=16, ffn=16),
+        *CUT,
+        *("--global_batch_size", "8"),
+        *("--steps_per_generation", "2"),
+    ]
     flags += [*("--num_iterations", "2"), *("--beta", "0.02"), *("--log_entropy", "true"), *("--max_tokens_per_micro_batch", "64")]
     flags += [*("--max_steps", "4"), *("--save_steps", "3"), *("--save_total_limit", "3"), *("--export_hf", "false")]
     whole, other = tmp_path / "whole", tmp_path / "other"
