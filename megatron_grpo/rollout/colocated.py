@@ -313,8 +313,8 @@ class ColocatedEngine:
         if self._experts is not None:
             opening = len(prompt.token_ids)
             experts = of_group([told(self._experts.read(one.routed_experts), opening, i) for i, one in enumerate(outputs)], opening)
-        told = [sampled(output, sampling, self._vocab_size) for output in outputs]
-        return [_completion(prompt, *one, self._version) for one in zip(outputs, told, experts, strict=True)]
+        draws = [sampled(output, sampling, self._vocab_size) for output in outputs]
+        return [_completion(prompt, *one, self._version) for one in zip(outputs, draws, experts, strict=True)]
 
     def _check_lengths(self, prompts: Sequence[Prompt], sampling: SamplingSettings) -> None:
         longest = max((prompt for prompt in prompts), key=lambda prompt: len(prompt.token_ids), default=None)

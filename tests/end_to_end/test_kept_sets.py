@@ -24,7 +24,7 @@ class Counts(Environment):
 
 def test_rows_that_wait_keep_their_words_over_a_checkpoint_and_another_layout(tmp_path):
     flags = [
-        *write_inputs(tmp_path, rows=12, layers=1, hidden=16, ffn=16),
+        *write_inputs(tmp_path, rows=12, layers=1, hidden=16, ffn=16, std=0.4),
         *CUT,
         *("--global_batch_size", "8"),
         *("--steps_per_generation", "2"),
