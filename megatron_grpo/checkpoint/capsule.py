@@ -17,7 +17,7 @@ import json
 import shutil
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -113,9 +113,9 @@ class Capsules:
         if mine:
             with written_whole(path / "rows" / f"rank_{collectives.rank():05d}.npz") as stream:
                 stream.write(file_of(mine))
-        write_whole(
-            path / FACTS, json.dumps(self._facts(moment, pending) | dict(layout) | {"weights": self._elsewhere(0)}, indent=1) + "\n"
-        )
+        facts = self._facts(moment, pending) | dict(layout) | {"weights": self._elsewhere(0)}
+        with suppress(FileNotFoundError):  # another rank wrote it at the same time, and its rename took what both had written
+            write_whole(path / FACTS, json.dumps(facts, indent=1) + "\n")
         return path
 
     @contextmanager
