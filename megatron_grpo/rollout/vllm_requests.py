@@ -18,8 +18,8 @@ KEPT_OPTIONS = {"max_logprobs": MOST + TIES}  # of every engine: it may be asked
 def take_logprobs_as_they_come() -> None:
     """In the process that asks an engine, before its first request; calling it again changes nothing.
 
-    vLLM spells every word whose log-prob it tells, and makes Python objects of each: 0.3 ms a token for 256 words, and 25 kB. Here a token
-    has two arrays, of the words that were left: itself first.
+    vLLM makes Python objects of every word whose log-prob it tells, and spells it: without spelling 0.4 ms a token for 256 words, 25 kB.
+    Here a token has two arrays, of the words that were left, itself first, which takes 0.05 ms; or its log-prob alone.
     """
     from vllm.v1.engine import output_processor
     from vllm.v1.engine.logprobs import LogprobsProcessor
@@ -40,11 +40,14 @@ def take_logprobs_as_they_come() -> None:
         def _update_sample_logprobs(self, told: Any) -> None:
             all_ids, all_logprobs, *_ = told
             for row_ids, row in zip(all_ids, all_logprobs, strict=True):
-                ids, logprobs = row_ids[: 1 + self.num_logprobs], row[: 1 + self.num_logprobs]  # other requests may ask for more
-                is_left = logprobs > -np.inf
-                is_left[0] = True
-                self.logprobs.append((ids[is_left], logprobs[is_left]))
                 self.cumulative_logprob += float(row[0])
+                if not self.num_logprobs:
+                    self.logprobs.append((None, (float(row[0]),)))
+                    continue
+                is_left = row[: 1 + self.num_logprobs] > -np.inf  # other requests may ask for more
+                is_left[0] = True
+                here = is_left.nonzero()[0]
+                self.logprobs.append((row_ids[here], row[here]))
 
     processor: Any = output_processor
     processor.LogprobsProcessor = AsTheyCome

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from megatron_grpo.settings.config import Config, RolloutConfig
 from megatron_grpo.settings.tuner import Pair
 
-# The largest top_k. vLLM tells the words of a token one by one, in Python: 256 of them take longer than a small model does to draw it.
+# The largest top_k: its words are a kilobyte a token, at each place where a row waits or travels.
 MOST = 256
 USUAL = 64  # what is said where a top_k is missing
 
