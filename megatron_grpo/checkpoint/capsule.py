@@ -17,7 +17,7 @@ import json
 import shutil
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -114,8 +114,9 @@ class Capsules:
             with written_whole(path / "rows" / f"rank_{collectives.rank():05d}.npz") as stream:
                 stream.write(file_of(mine))
         facts = self._facts(moment, pending) | dict(layout) | {"weights": self._elsewhere(0)}
-        with suppress(FileNotFoundError):  # another rank wrote it at the same time, and its rename took what both had written
-            write_whole(path / FACTS, json.dumps(facts, indent=1) + "\n")
+        own = path / f".{FACTS}.{collectives.rank():05d}"  # ranks come here at one moment: the last whole file is the one that stays
+        write_whole(own, json.dumps(facts, indent=1) + "\n")
+        own.replace(path / FACTS)
         return path
 
     @contextmanager
