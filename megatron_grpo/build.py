@@ -27,7 +27,6 @@ from megatron_grpo.episodes import Episodes
 from megatron_grpo.errors import ConfigError, Problem
 from megatron_grpo.evaluate import Evaluator, Question, sampling_of
 from megatron_grpo.grpo.loss import GrpoLoss
-from megatron_grpo.grpo.refused import is_truncated_sampling, truncated_sampling_warning
 from megatron_grpo.inputs import Inputs, Looked
 from megatron_grpo.judge import Judge
 from megatron_grpo.metrics import Metrics
@@ -362,10 +361,6 @@ def build_journal(
         heard=heard,
     )
     gap = gap_of(cfg)
-
-    def truncated(progress, found):
-        return truncated_sampling_warning(cfg.rollout, found) if progress.step == 1 and is_truncated_sampling(cfg.rollout) else None
-
     return Journal(
         metrics,
         ScheduleLog(out, rank=parallel.rank),
@@ -382,7 +377,7 @@ def build_journal(
         reward_weights=judge.reward_weights,
         tells_selection=cfg.grpo.dynamic_sample or cfg.grpo.oversample_ratio > 1,
         from_all=partial(collectives.from_all, group=parallel.dp_group),
-        watches=[lambda progress, found: gap(found), truncated],
+        watches=[lambda progress, found: gap(found)],
     )
 
 

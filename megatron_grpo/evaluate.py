@@ -45,8 +45,9 @@ class Question:
 
 def sampling_of(training: SamplingSettings, how: HowEvaluated) -> SamplingSettings:
     """How held-out prompts are answered: as those of training, but for what `how` says. Greedy is of the whole distribution."""
-    training = replace(training, top_p=1.0, top_k=0) if not how.temperature else training
-    said = {name: getattr(how, name) for name in ("top_p", "top_k", "max_completion_length", "more")}
+    training = replace(training, tells_kept=False)  # nothing of it is trained
+    training = replace(training, top_p=1.0, top_k=0, min_p=0.0) if not how.temperature else training
+    said = {name: getattr(how, name) for name in ("top_p", "top_k", "min_p", "max_completion_length", "more")}
     return replace(training, n=how.n, temperature=how.temperature, **{name: value for name, value in said.items() if value is not None})
 
 

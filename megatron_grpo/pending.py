@@ -59,7 +59,7 @@ class ScoredRows:
 def emptied(sample: Sample) -> Sample:
     """The sample without anything that trains. It still counts in N."""
     nothing = np.zeros(len(sample.token_ids), dtype=np.float32)
-    return replace(sample, mask=nothing > 0, sampler_logprobs=nothing).anchored(nothing, "recompute")
+    return replace(sample, mask=nothing > 0, sampler_logprobs=nothing, kept_at=None, kept_ids=None).anchored(nothing, "recompute")
 
 
 def deliver(items: Mapping[RowKey, tuple[int, Any]], parallel: ParallelState) -> dict[RowKey, Any]:

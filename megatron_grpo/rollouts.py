@@ -31,6 +31,7 @@ from megatron_grpo.pending import Scorer, Scores, at_home, deliver, score_rows
 from megatron_grpo.rollout.ahead import Ahead
 from megatron_grpo.rollout.engine import Sampler, SamplingSettings
 from megatron_grpo.rollout.experts import ExpertLayers
+from megatron_grpo.rollout.kept import check as check_kept
 from megatron_grpo.rollout.logprobs import refuse_impossible, warning_of
 from megatron_grpo.settings.config import GrpoConfig
 from megatron_grpo.types import Completion, Extent, Harvest, MicroBatch, Prompt, Rollout, Row, RowKey, Sample, ScoredGroup, Verdict
@@ -137,6 +138,9 @@ class Asker:
         if self.experts is not None:
             for completion in (one for group in groups for one in group.completions):
                 self.experts.check(completion.sequence)
+        if self.sampling.tells_kept:
+            for completion in (one for group in groups for one in group.completions):
+                check_kept(completion.sequence, self.sampling.top_k)
         groups = [replace(group, prefix=prefix_of(group.completions)) for group in groups]
         places = {prompt.number: place for place, prompt in enumerate(prompts)}
         with self.clock("reward"):
@@ -351,8 +355,8 @@ class Rollouts:
             starts=sequence.starts,
             shown=sequence.shown,
             experts=sequence.experts,
-            kept_at=sequence.kept_at,
-            kept_ids=sequence.kept_ids,
+            kept_at=sequence.kept_at if trains else None,
+            kept_ids=sequence.kept_ids if trains else None,
             sampler_logprobs=completion.logprobs if trains else np.zeros_like(completion.logprobs),
             advantage=float(found.advantages[place, member]),
             is_dead=bool(found.is_dead[place]),

@@ -22,6 +22,35 @@ def _none() -> np.ndarray:
     return np.zeros(0, dtype=np.int64)
 
 
+class Kept(NamedTuple):
+    """The words that each of n tokens was drawn among, the token itself one of them. None of them: it was drawn among all."""
+
+    at: np.ndarray  # int64 [n + 1]: where each token's words begin in `ids`
+    ids: np.ndarray  # int32 [m]
+
+    @property
+    def counts(self) -> np.ndarray:
+        """int64 [n]"""
+        return np.diff(self.at)
+
+    @classmethod
+    def joined(cls, parts: SequenceOf[Kept]) -> Kept:
+        """Of tokens that follow each other."""
+        counts = np.concatenate([np.zeros(1, dtype=np.int64), *(part.counts for part in parts)])
+        return cls(np.cumsum(counts), np.concatenate([np.zeros(0, dtype=np.int32), *(part.ids for part in parts)]))
+
+    @classmethod
+    def all_words(cls, count: int) -> Kept:
+        """Of tokens that were drawn among all."""
+        return cls(np.zeros(count + 1, dtype=np.int64), np.zeros(0, dtype=np.int32))
+
+    def taken(self, places: np.ndarray) -> Kept:
+        """Of these of the tokens, in this order."""
+        counts = self.counts[places]
+        at = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(counts)])
+        return Kept(at, self.ids[np.repeat(self.at[:-1][places] - at[:-1], counts) + np.arange(at[-1])])
+
+
 class Extent(NamedTuple):
     """What packing knows of a row. Rows of one group begin alike."""
 
@@ -78,7 +107,7 @@ class Sequence:
     shown: tuple[tuple[int, Picture], ...] = ()  # (place in token_ids, picture), ascending
     experts: np.ndarray | None = None  # int16 [T, MoE layers, k]: where the sampler routed each token; -1 routes freely
     kept_at: np.ndarray | None = None  # int64 [masked + 1]: where each masked token's kept words begin in kept_ids
-    kept_ids: np.ndarray | None = None  # int32 [m]: the words that top-k, top-p or a grammar left
+    kept_ids: np.ndarray | None = None  # int32 [m]: the words that top-k, top-p and min-p left; None with kept_at: all of them
 
     @property
     def contexts(self) -> tuple[RowKey, ...]:
@@ -88,6 +117,17 @@ class Sequence:
     @property
     def num_masked(self) -> int:
         return int(self.mask.sum())
+
+    @property
+    def kept(self) -> Kept | None:
+        """What its masked tokens were drawn among. Raises ValueError where that is told of another number of tokens."""
+        if self.kept_at is None or self.kept_ids is None:
+            return None
+        if len(self.kept_at) != self.num_masked + 1 or self.kept_at[-1] != len(self.kept_ids):
+            raise ValueError(
+                f"kept words of {len(self.kept_at) - 1} tokens, {len(self.kept_ids)} in all, for {self.num_masked} masked ones"
+            )
+        return Kept(self.kept_at, self.kept_ids)
 
     def spread(self, values: np.ndarray) -> np.ndarray:
         """One value per masked token -> float32 [T], 0 elsewhere."""
@@ -175,9 +215,10 @@ def answered(
     version: int,
     experts: np.ndarray | None = None,
     shown: tuple[tuple[int, Picture], ...] = (),
+    kept: Kept | None = None,
 ) -> Completion:
-    """The completion that is one answer to one prompt, which shows these pictures. Raises ValueError where tokens and log-probs are not
-    as many."""
+    """The completion that is one answer to one prompt, which shows these pictures. kept: what each token was drawn among, where not all.
+    Raises ValueError where tokens and log-probs are not as many."""
     if len(token_ids) != len(logprobs):
         raise ValueError(f"{len(logprobs)} log-probs for {len(token_ids)} tokens")
     opening = len(prompt_ids)
@@ -185,7 +226,14 @@ def answered(
     values = np.zeros(len(tokens), dtype=np.float32)
     values[opening:] = logprobs
     return Completion(
-        sequence=Sequence(token_ids=tokens, mask=np.arange(len(tokens)) >= opening, shown=shown, experts=experts),
+        sequence=Sequence(
+            token_ids=tokens,
+            mask=np.arange(len(tokens)) >= opening,
+            shown=shown,
+            experts=experts,
+            kept_at=None if kept is None else kept.at,
+            kept_ids=None if kept is None else kept.ids,
+        ),
         logprobs=values,
         text=text,
         ended=ended,
@@ -230,6 +278,8 @@ class Verdict:
     is_truncated: tuple[bool, ...]  # [G]: ended by the limit of its length
     is_refused: tuple[bool, ...]  # [G]: its log-probs were those of no distribution
     episodes: tuple[EpisodeNumbers, ...] = ()  # [G], where completions are episodes
+    num_kept: tuple[int, ...] = ()  # [G], where it is told: words that their drawn tokens were drawn among, added up over tokens
+    most_kept: int = 0  # of one token
 
     @property
     def trains(self) -> tuple[bool, ...]:
@@ -240,6 +290,7 @@ class Verdict:
     @classmethod
     def of(cls, scored: ScoredGroup) -> Verdict:
         group = scored.group
+        kept = [one.sequence.kept for one in group.completions]
         return cls(
             prompt_number=group.prompt.number,
             version=group.version,
@@ -250,6 +301,8 @@ class Verdict:
             is_truncated=tuple(one.ended == "length" for one in group.completions),
             is_refused=tuple(one.is_refused for one in group.completions),
             episodes=tuple(one.record.numbers for one in group.completions if one.record is not None),
+            num_kept=tuple(0 if one is None else len(one.ids) for one in kept) if any(kept) else (),
+            most_kept=max((int(one.counts.max(initial=0)) for one in kept if one is not None), default=0),
         )
 
 
@@ -394,6 +447,7 @@ class MicroBatch:
     num_contexts: int
     places: np.ndarray  # int64 [tokens of all sequences, row by row]: where each lies in the stream; -1: it is not computed
     experts: np.ndarray | None = None  # int16 [T, MoE layers, k]: the experts that each token is to take; -1 routes freely
+    kept: Kept | None = None  # of the C trained positions: the words that their softmax runs over; None: all words everywhere
     pictures: tuple[Picture, ...] = ()  # each once, however many contexts show it
     picture_at: np.ndarray = field(default_factory=_none)  # int64 [n], ascending: places whose tokens are pictures'
     picture_token: np.ndarray = field(default_factory=_none)  # int64 [n]: which of the tokens of all `pictures` stands there

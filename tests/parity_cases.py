@@ -526,6 +526,43 @@ def with_routes(samples: Sequence[Sample], layers: int, *, experts: int = 4, k: 
     return found
 
 
+def of_kept(logits: torch.Tensor, sample: Sample, at: np.ndarray) -> torch.Tensor:
+    """The logits [n, words] that predict the tokens `at`; those of words that were left out for a masked token are far below any other."""
+    if sample.kept_at is None:
+        return logits
+    left_out, places = torch.zeros(logits.shape, dtype=torch.bool), {token: place for place, token in enumerate(at.tolist())}
+    for number, token in enumerate(np.flatnonzero(sample.mask)):
+        if len(words := sample.kept_ids[sample.kept_at[number] : sample.kept_at[number + 1]]):
+            left_out[places[token]] = True
+            left_out[places[token], torch.from_numpy(words.astype(np.int64))] = False
+    return logits.masked_fill(left_out, -1e9)
+
+
+def with_kept(path: str | Path, samples: Sequence[Sample], *, vocab: int, temperature: float = 0.9, seed: int = 0) -> list[Sample]:
+    """The samples with 1 to 12 random words, the token itself among them, or all words, that each masked token was drawn among. Their
+    log-probs, the sampler's and the old ones, are as far from the model's own as before."""
+    from tests.tiny_models import load_tiny
+
+    model, rng, found = load_tiny(path), np.random.default_rng(seed), []
+    for sample in samples:
+        at = np.flatnonzero(sample.mask)
+        words = [
+            np.unique([token, *rng.integers(0, vocab, rng.integers(0, 12))]) if rng.random() > 0.15 else np.zeros(0)
+            for token in sample.token_ids[at]
+        ]
+        counts = [len(ids) for ids in words]
+        sample = dataclasses.replace(
+            sample, kept_at=np.cumsum([0, *counts]), kept_ids=np.concatenate([*words, []]).astype(np.int32)
+        )  # fmt: skip
+        with torch.no_grad():
+            scaled = _logits(model, sample)[at - 1].double() / temperature
+            change = (scaled.logsumexp(-1) - of_kept(scaled, sample, at).logsumexp(-1)).numpy()
+        shift = sample.spread(change)
+        own = {name: getattr(sample, name) + shift for name in ("sampler_logprobs", "old_logprobs") if hasattr(sample, name)}
+        found.append(dataclasses.replace(sample, **own))
+    return found
+
+
 def _reference_loss(model, frozen, cfg: Config, samples: Sequence[Sample], index: int) -> torch.Tensor:
     from tests.reference.grpo_reference import Completion, grpo_loss, token_logprobs
 
@@ -535,11 +572,11 @@ def _reference_loss(model, frozen, cfg: Config, samples: Sequence[Sample], index
         at = np.flatnonzero((np.arange(len(s.token_ids)) >= np.argmax(s.mask)) & ~first)
         targets = torch.from_numpy(s.token_ids[at])
         with forced_routes(model, s.experts):
-            logp, entropy = token_logprobs(_logits(model, s)[at - 1], targets, cfg.rollout.temperature)
+            logp, entropy = token_logprobs(of_kept(_logits(model, s)[at - 1], s, at), targets, cfg.rollout.temperature)
         ref = torch.zeros_like(logp)
         if frozen is not None:
             with torch.no_grad():
-                ref, _ = token_logprobs(_logits(frozen, s)[at - 1], targets, cfg.rollout.temperature)
+                ref, _ = token_logprobs(of_kept(_logits(frozen, s)[at - 1], s, at), targets, cfg.rollout.temperature)
 
         def double(array, at=at):
             return torch.from_numpy(array[at].astype(np.float64))

@@ -12,7 +12,7 @@ import numpy as np
 from megatron_grpo.batching.alignment import Alignment
 from megatron_grpo.batching.families import FREE, Context, Family, common_prefix, num_shared
 from megatron_grpo.batching.pictures import Shown, positions, seen, shown_in
-from megatron_grpo.types import AnchoredSample, MicroBatch, Sample, Segment, Sequence, TrainingMicroBatch
+from megatron_grpo.types import AnchoredSample, Kept, MicroBatch, Sample, Segment, Sequence, TrainingMicroBatch
 
 
 class _Tree(NamedTuple):
@@ -109,6 +109,7 @@ def collate(
         num_contexts=len(contexts),
         places=of_tokens,
         experts=_experts(sequences, of_tokens, stream.length),
+        kept=_kept(sequences),
         pictures=pictures.pictures,
         picture_at=pictures.at,
         picture_token=pictures.token,
@@ -165,6 +166,14 @@ def _trained(
         sequence = sequences[context.row]
         at = np.flatnonzero(sequence.mask[context.first : context.end])
         yield places[context].of(at - 1), sequence.token_ids[context.first + at], np.full(len(at), context.row)
+
+
+def _kept(sequences: SequenceOf[Sequence]) -> Kept | None:
+    """Of all trained positions. None if every token of all sequences was drawn among all words."""
+    found = [sequence.kept for sequence in sequences]
+    if all(kept is None for kept in found):
+        return None
+    return Kept.joined([kept or Kept.all_words(one.num_masked) for kept, one in zip(found, sequences, strict=True)])
 
 
 def _experts(sequences: SequenceOf[Sequence], places: np.ndarray, length: int) -> np.ndarray | None:

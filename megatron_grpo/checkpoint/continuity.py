@@ -33,7 +33,7 @@ _TABLE = {
         model transformer_impl share_prompts moe_aux_loss_coeff moe_z_loss_coeff lora_dropout adapters ref_adapters vllm_enable_lora
         dataset further_datasets interleave_prob stopping_strategy columns split_dataset_ratio
         dataset_split max_prompt_length truncation_strategy system enable_thinking chat_template_kwargs generation_kwargs
-        vllm_mode same_bits async_rollout_depth max_completion_length top_p top_k stop stop_token_ids vllm_dtype
+        vllm_mode same_bits async_rollout_depth max_completion_length top_p top_k min_p stop stop_token_ids vllm_dtype
         environment tools max_turns turn_history turn_discount environment_timeout max_failed_episodes tool_call_parser
         reward_funcs reward_weights reward_timeout reward_on_error answer_column accuracy_exact math_timeout format_tags length_target
         cosine_min_len_value_wrong cosine_max_len_value_wrong cosine_min_len_value_correct cosine_max_len_value_correct cosine_max_len
@@ -53,7 +53,7 @@ _TABLE = {
         adam_beta1 adam_beta2 adam_eps clip_grad
         skip_grad_norm_above skip_grad_norm_factor max_skipped_steps
         max_steps num_train_epochs eval_dataset eval_datasets eval_num_prompts eval_reward num_generations_eval eval_temperature
-        eval_pass_threshold eval_seed rollout_func eval_top_p eval_top_k eval_max_completion_length eval_generation_kwargs
+        eval_pass_threshold eval_seed rollout_func eval_top_p eval_top_k eval_min_p eval_max_completion_length eval_generation_kwargs
         vllm_engine_kwargs megatron_extra_kwargs ref_model cast_lm_head_to_fp32 mcore_model
     """,
     "free": """

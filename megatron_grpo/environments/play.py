@@ -13,7 +13,7 @@ from megatron_grpo.environments.template import ChatTemplate
 from megatron_grpo.environments.transcript import History, Transcript, untold
 from megatron_grpo.environments.workers import Outcome, OutOfTime, Workers
 from megatron_grpo.rewards.contained import AskedToEnd
-from megatron_grpo.types import Completion, EpisodeNumbers, EpisodeRecord, Prompt
+from megatron_grpo.types import Completion, EpisodeNumbers, EpisodeRecord, Kept, Prompt
 
 MOST_WAITED = 0.5  # seconds for environments, before the sampler is looked at again
 LARGE = 1_000_000  # characters: what is longer is looked at before it is encoded
@@ -32,6 +32,9 @@ class DrawnTurn(Protocol):
 
     @property
     def version(self) -> int: ...
+    @property
+    def kept(self) -> Kept | None:
+        """What each token was drawn among, where that is told."""
 
 
 class Turns(Protocol):
@@ -233,7 +236,7 @@ class Play:
         """The model has said its turn."""
         assert episode.transcript is not None and episode.environment is not None
         del self._asked[episode.key]
-        text = episode.transcript.say(drawn.token_ids, drawn.logprobs, drawn.version)
+        text = episode.transcript.say(drawn.token_ids, drawn.logprobs, drawn.version, drawn.kept)
         number, episode.num_turns = episode.num_turns, episode.num_turns + 1
         episode.rewards.append(None)
         episode.messages.append({"role": "assistant", "content": text})

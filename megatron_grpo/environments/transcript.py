@@ -13,6 +13,7 @@ import numpy as np
 
 from megatron_grpo.environments.protocol import Message
 from megatron_grpo.environments.template import MARK, ChatTemplate
+from megatron_grpo.types import Kept
 from megatron_grpo.types import Sequence as Scored
 
 History = Literal["template", "sampled"]
@@ -35,9 +36,11 @@ class _Context:
         self.ids = list(opening)
         self.turns: list[tuple[int, int, int]] = []  # (weights version, begin, end)
         self.logprobs: list[float] = []  # of the drawn tokens
+        self.kept: list[Kept] = []  # of each turn, where it is told
 
-    def draw(self, token_ids: Sequence[int], logprobs: Sequence[float], version: int) -> None:
+    def draw(self, token_ids: Sequence[int], logprobs: Sequence[float], version: int, kept: Kept | None) -> None:
         begin = len(self.ids)
+        self.kept += [] if kept is None else [kept]
         self.ids += token_ids
         self.logprobs += logprobs
         self.turns.append((version, begin, len(self.ids)))
@@ -85,13 +88,13 @@ class Transcript:
     def num_drawn(self) -> int:
         return sum(len(context.logprobs) for context in self._contexts)
 
-    def say(self, token_ids: Sequence[int], logprobs: Sequence[float], version: int) -> str:
-        """A turn of the model, its end-of-turn token included. Returns its text, without that token."""
+    def say(self, token_ids: Sequence[int], logprobs: Sequence[float], version: int, kept: Kept | None = None) -> str:
+        """A turn of the model, its end-of-turn token included. Returns its text, without that token. kept: told of all turns or of none."""
         before = self.ids[-1:]
         has_ended = bool(token_ids) and token_ids[-1] in self.template.end_ids
         self._end = self.template.decode(token_ids[-1:]) if has_ended else ""
         self._said = self.template.decode_behind(before, token_ids[:-1] if has_ended else token_ids)
-        self._contexts[-1].draw(token_ids, logprobs, version)
+        self._contexts[-1].draw(token_ids, logprobs, version, kept)
         self.messages.append({"role": "assistant", "content": self._prefill + self._said})
         return self._said
 
@@ -144,7 +147,12 @@ class Transcript:
             ids.append(np.array(context.ids[:length], dtype=np.int64))
             mask.append(drawn)
             logprobs.append(values)
-        sequence = Scored(token_ids=np.concatenate(ids), mask=np.concatenate(mask), starts=tuple(starts))
+        told = [kept for context, _ in parts for kept in context.kept]
+        kept = Kept.joined(told) if told else None
+        sequence = Scored(
+            token_ids=np.concatenate(ids), mask=np.concatenate(mask), starts=tuple(starts),
+            kept_at=None if kept is None else kept.at, kept_ids=None if kept is None else kept.ids,
+        )  # fmt: skip
         return Transcribed(sequence=sequence, logprobs=np.concatenate(logprobs), versions=tuple(versions))
 
 

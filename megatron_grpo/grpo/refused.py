@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 from megatron_grpo.errors import Problem
-from megatron_grpo.settings.config import Config, GrpoConfig, RolloutConfig
+from megatron_grpo.settings import kept
+from megatron_grpo.settings.config import Config, GrpoConfig
 
 # What scale_rewards may say next to an estimator: the default, or what the estimator does anyway.
 SCALES_OF_ESTIMATOR: Mapping[str, tuple[str, ...]] = {
@@ -37,6 +38,11 @@ def problems(config: Config) -> list[Problem]:
         *_replay(config),
         *_adaptive_entropy(cfg, config.typed),
     ]
+
+
+def sampling_problems(config: Config) -> list[Problem]:
+    """What training draws from. (Evaluations may draw from anything, and rows that were recorded have been drawn.)"""
+    return [Problem(flags=flags, message=message, nearest=nearest) for flags, message, nearest in kept.pairs(config)]
 
 
 def _replay(config: Config) -> list[Problem]:
@@ -320,21 +326,4 @@ def warnings(config: Config) -> list[str]:
             f"lora_dropout {config.tuner.lora_dropout:g}: the policy that trains drops parts of its input, the one that samples does not, "
             "so their ratio is not 1 even before the first step, and the gradient is that of another policy. 0 trains the one that samples."
         )
-    if is_truncated_sampling(config.rollout):
-        found.append(truncated_sampling_warning(config.rollout))
     return found
-
-
-def is_truncated_sampling(rollout: RolloutConfig) -> bool:
-    return rollout.top_p < 1 or rollout.top_k > 0
-
-
-def truncated_sampling_warning(rollout: RolloutConfig, metrics: Mapping[str, float] | None = None) -> str:
-    """Said before the run, and again with `metrics` of the first step, when the size of the bias has been measured."""
-    how = " and ".join(
-        text for text, on in ((f"top_p {rollout.top_p}", rollout.top_p < 1), (f"top_k {rollout.top_k}", rollout.top_k > 0)) if on
-    )
-    said = f"{how}: the sampler's log-probs are renormalised over the tokens it kept, the trainer's are over all of them."
-    if metrics is None or "sampling/kl_k1" not in metrics:
-        return f"{said} Ratios between the two are biased; sampling/kl_k1 will say by how much."
-    return f"{said} Measured: {metrics['sampling/kl_k1']:.4g} nats per token (sampling/kl_k1; about 0 without truncation)."

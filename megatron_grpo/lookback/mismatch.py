@@ -15,7 +15,6 @@ from megatron_grpo.checkpoint.opened import layout_of
 from megatron_grpo.cleanup import CleanUp
 from megatron_grpo.data.chat import load_tokenizer
 from megatron_grpo.errors import EXIT_CRASH, EXIT_DONE, ConfigError, Problem
-from megatron_grpo.grpo.refused import is_truncated_sampling
 from megatron_grpo.lookback.asked import Asked, Subject, read_asked
 from megatron_grpo.lookback.operations import ASIDE, LIMITS, Operation, Row, Side, alone, first_over, look_at, sequence_of
 from megatron_grpo.lookback.picture import Token, draw, drift_of, quantiles, worst_row, worst_tokens
@@ -30,7 +29,7 @@ from megatron_grpo.rollout import vllm_traced
 from megatron_grpo.rollout.colocated import ColocatedEngine
 from megatron_grpo.rollout.engine import SamplingSettings
 from megatron_grpo.rollout.probes import probe_sequences
-from megatron_grpo.settings import Parsed
+from megatron_grpo.settings import Parsed, kept
 from megatron_grpo.settings.config import Config
 from megatron_grpo.sources import find_model
 from megatron_grpo.sync import Publisher, WeightSyncError, check_weights
@@ -177,11 +176,13 @@ def _push_problem(model: LoadedModel, engine: ColocatedEngine, version: int, dty
 def _rows_to_compare(asked: Asked, cfg: Config, shape: ModelShape, tokenizer: Any) -> tuple[list[Drawn], list[Prompt], str, list[str]]:
     """(rows that the run recorded with these weights; or the prompts to draw some for; where they come from, in words; notes)."""
     subject, notes = asked.subject, list[str]()
-    if is_truncated_sampling(cfg.rollout):
-        notes.append("The run samples with top_p or top_k; here all words stay, for log-probs of what is left are others by design.")
+    if kept.is_cut(cfg.rollout):
+        notes.append(
+            f"The run samples with {kept.in_words(cfg.rollout)}; here all words stay, for recorded rows lack those that were left."
+        )
     if subject.cfg.rollout.same_bits:
         notes.append("The run computes with the sampler's arithmetic (same_bits); what is compared here is the trainer's own.")
-    is_as_run = asked.dtype is None and not is_truncated_sampling(cfg.rollout)
+    is_as_run = asked.dtype is None and not kept.is_cut(cfg.rollout)
     if subject.run is not None and is_as_run and (rows := recorded(subject.run, version=subject.step)):
         return spread(rows, asked.num_rows), [], "recorded by the run with these weights", notes
     if subject.run is not None and (rows := recorded(subject.run)):

@@ -43,6 +43,11 @@ def rollout_stats(rollouts: Sequence[JudgedRollout], reward_names: Sequence[str]
         "completions/clipped_ratio": float(is_clipped.mean()),
         "sampling/refused_completions": sum(sum(verdict.is_refused) for one in rollouts for verdict in one.harvest.sampled),
     }
+    if any(verdict.num_kept for verdict in kept):
+        stats |= {
+            "sampling/kept_words": sum(sum(verdict.num_kept) for verdict in kept) / max(int(lengths.sum()), 1),
+            "sampling/kept_words_max": max(verdict.most_kept for verdict in kept),
+        }
     if any(verdict.episodes for verdict in kept):
         stats |= episode_stats(kept)
     penalties = [one.penalty for one in rollouts if one.penalty is not None]

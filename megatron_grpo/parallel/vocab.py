@@ -15,6 +15,7 @@ import math
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -23,6 +24,25 @@ Slope = Callable[[slice, torch.Tensor], torch.Tensor]
 
 # Numbers of one chunk's logits, and of the rows of it that pass through the softmax together, which a processor's cache should hold.
 _CPU_CHUNK, _CPU_ROWS = 2**23, 2**18
+
+
+# In place of logits of words that were left out: e to this is 0 whatever stands beside it, and 0 times it is no NaN, as that of -inf is.
+_LEFT_OUT = -1e30
+
+
+class KeptWords(NamedTuple):
+    """The words of the whole vocabulary that the softmax of each of the C positions runs over; of one that has none, over all of them."""
+
+    at: np.ndarray  # int64 [C + 1], on the host: where each position's words begin
+    ids: torch.Tensor  # int64 [m]
+    positions: torch.Tensor  # int64 [m], 0..C-1: whose they are
+    is_some: torch.Tensor  # bool [C]: has words
+
+    @classmethod
+    def of(cls, at: np.ndarray, ids: np.ndarray, device: torch.device) -> KeptWords:
+        counts = np.diff(at)
+        of_ids = torch.from_numpy(np.stack([ids.astype(np.int64), np.repeat(np.arange(len(counts)), counts)])).to(device)
+        return cls(at, of_ids[0], of_ids[1], torch.from_numpy(counts > 0).to(device))
 
 
 class TokenScores(NamedTuple):
@@ -71,13 +91,15 @@ def linear_logprobs(
     chunk_size: int = 1024,
     with_entropy: bool = False,
     slope: Slope | None = None,
+    kept: KeptWords | None = None,
 ) -> TokenScores:
     """Log-prob of each target, and the entropy of the distribution it was drawn from, under softmax(hidden @ weight.T / temperature).
 
     hidden: [C, H], the same on every rank of `group`. weight: [V_shard, H], this rank's rows of the output layer, which are rows
     vocab_start.. of the vocabulary. targets: int64 [C], ids in the whole vocabulary. num_valid_rows: how many of this shard's rows
     are words; the rest is padding of the vocabulary and takes no part in the softmax (default: all). slope: see above; asked of one chunk
-    after another, if a gradient is wanted at all.
+    after another, if a gradient is wanted at all. kept: over which the softmax runs, with its entropy (default: all words). A target is
+    one of its own.
 
     The matrix products run in the dtype of the inputs, everything after them in float32. One MAX and one SUM all-reduce per chunk in
     forward, none in backward: the gradient of `hidden` that comes back is this shard's PARTIAL sum, to be summed over `group` by the
@@ -95,13 +117,14 @@ def linear_logprobs(
         _rows_of_chunk(hidden, num_rows, chunk_size),
         with_entropy,
         slope,
+        kept,
     )
     return TokenScores(logprobs, entropy)
 
 
 class _LinearLogprobs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, targets, temperature, vocab_start, num_rows, group, chunk_size, with_entropy, slope):
+    def forward(ctx, hidden, weight, targets, temperature, vocab_start, num_rows, group, chunk_size, with_entropy, slope, kept):
         num_positions, wants = hidden.shape[0], ctx.needs_input_grad[:2]
         log_normaliser, logprobs, entropy = hidden.new_empty(3, num_positions, dtype=_softmax_dtype(hidden))
         made = asked = None
@@ -110,6 +133,8 @@ class _LinearLogprobs(torch.autograd.Function):
             asked = torch.empty_like(logprobs)
         for chunk in _chunks(num_positions, chunk_size):
             logits = _logits(hidden[chunk], weight[:num_rows], temperature)
+            if kept is not None:
+                _leave_out(logits, kept, chunk, vocab_start)
             columns, owned = _own_columns(targets[chunk], vocab_start, num_rows)
             highest = logits.amax(dim=1) if num_rows else logits.new_full((len(logits),), -math.inf)
             if group is not None:
@@ -129,7 +154,7 @@ class _LinearLogprobs(torch.autograd.Function):
                 made.add(chunk, logits, -asked[chunk] / sums[0])
         ctx.save_for_backward(hidden, weight, targets, log_normaliser, entropy)
         ctx.temperature, ctx.vocab_start, ctx.num_rows, ctx.chunk_size = temperature, vocab_start, num_rows, chunk_size
-        ctx.made, ctx.asked = made, asked
+        ctx.made, ctx.asked, ctx.kept = made, asked, kept
         ctx.set_materialize_grads(False)
         return logprobs, entropy if with_entropy else None
 
@@ -139,7 +164,7 @@ class _LinearLogprobs(torch.autograd.Function):
         asks_entropy = grad_entropy is not None and bool(grad_entropy.any())
         if made is None or asks_entropy or grad_logprobs is None or not torch.equal(grad_logprobs, ctx.asked):
             made = _again(ctx, grad_logprobs, grad_entropy if asks_entropy else None)
-        return *made.all(), *[None] * 8
+        return *made.all(), *[None] * 9
 
 
 def _again(ctx, grad_logprobs, grad_entropy) -> _Gradients:
@@ -151,6 +176,8 @@ def _again(ctx, grad_logprobs, grad_entropy) -> _Gradients:
         grad_logprobs = torch.zeros_like(log_normaliser)
     for chunk in _chunks(hidden.shape[0], ctx.chunk_size):
         logits = _logits(hidden[chunk], weight[: ctx.num_rows], ctx.temperature)
+        if ctx.kept is not None:
+            _leave_out(logits, ctx.kept, chunk, ctx.vocab_start)
         asked = grad_logprobs[chunk]
         for rows in _rows(logits):
             x = logits[rows].sub_(log_normaliser[chunk][rows, None])
@@ -183,6 +210,16 @@ def _sums(logits, columns, owned, highest, with_entropy: bool) -> torch.Tensor:
         if offsets is not None:
             sums[2, rows] = offsets.mul_(x).sum(dim=1)
     return sums
+
+
+def _leave_out(logits: torch.Tensor, kept: KeptWords, chunk: slice, vocab_start: int) -> None:
+    """All but the kept words of each row of a chunk's logits, of those that this shard has. In place."""
+    words = slice(int(kept.at[chunk.start]), int(kept.at[chunk.stop]))
+    columns, owned = _own_columns(kept.ids[words], vocab_start, logits.shape[1])
+    rows, columns = (kept.positions[words] - chunk.start)[owned], columns[owned]
+    values = logits[rows, columns]
+    logits.masked_fill_(kept.is_some[chunk, None], _LEFT_OUT)
+    logits[rows, columns] = values
 
 
 def _rows_of_chunk(hidden: torch.Tensor, num_rows: int, chunk_size: int) -> int:

@@ -76,7 +76,8 @@ def _settings_problems(parsed: Parsed, shape: ModelShape | None) -> list[Problem
         engine_ranks, world_size = max(1, cfg.rollout.vllm_tensor_parallel_size), max(1, cfg.parallel.world_size or 1)
         engine = engine_problems(shape, engine_ranks, world_size=world_size)
         of_model = [*length_problems(shape, longest), *_stops(cfg, shape), *engine, *refused_policy.problems(cfg, shape)]
-    others = [*refused_grpo.problems(cfg), *of_stages, *of_model, *tuner_problems(cfg, shape), *refused_bits.problems(cfg, shape)]
+    of_grpo = [*refused_grpo.problems(cfg), *refused_grpo.sampling_problems(cfg)]
+    others = [*of_grpo, *of_stages, *of_model, *tuner_problems(cfg, shape), *refused_bits.problems(cfg, shape)]
     found = [_in_typed_names(cfg, problem) for problem in others if not set(problem.flags) & parsed.unreadable]
     return [*validate(cfg, parsed.unreadable), *found]
 

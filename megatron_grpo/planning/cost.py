@@ -16,6 +16,7 @@ from megatron_grpo.planning.push import push_of, stays
 from megatron_grpo.planning.sharing import Sharing
 from megatron_grpo.planning.tuning import Adapters, Tuning
 from megatron_grpo.settings.config import Config
+from megatron_grpo.settings.kept import is_cut
 from megatron_grpo.sizing.batch_sizes import BatchSizes
 from megatron_grpo.weights.names import Entry, ShardCut, num_parameters, outer_entries, tower_entries
 from megatron_grpo.weights.shape import ModelShape
@@ -34,6 +35,8 @@ def estimate_cost(
         cost = {**_parameters(shape, tuning), **_flops(shape, sizes, cfg, tuning, lengths, shared), **_bytes(shape, sizes, cfg, tuning)}
         if shape.moe and cfg.grpo.router_replay_mode != "disabled":
             cost["experts"] = _experts(shape, shape.moe, sizes, cfg, lengths)
+        if is_cut(cfg.rollout):
+            cost["kept"] = _kept(sizes, cfg, lengths)
     if lengths is not None:
         cost["packing"] = packing(sizes, cfg, lengths, sharing.least_saving)
     return cost | both
@@ -43,6 +46,18 @@ def _experts(shape: ModelShape, moe: MoeShape, sizes: BatchSizes, cfg: Config, l
     """Bytes of the experts that are replayed: int16, of every token and every layer that has some."""
     of_token = 2 * sum(moe.layers) * moe.topk
     of_row = of_token * sum(sequence_tokens(cfg, lengths, longest=False))
+    return {
+        "bytes_of_token": of_token,
+        "bytes_of_row": of_row,
+        "bytes_of_rollout": of_row * sizes.generation_batch_size,
+        "checkpoint_bytes": of_row * most_waiting_rows(sizes),
+    }
+
+
+def _kept(sizes: BatchSizes, cfg: Config, lengths: Lengths | None) -> dict[str, int]:
+    """Most bytes of the words that drawn tokens are drawn among: their ids, and where they begin. top_p and min_p leave fewer."""
+    of_token = 8 + 4 * cfg.rollout.top_k
+    of_row = of_token * sequence_tokens(cfg, lengths, longest=False)[1]
     return {
         "bytes_of_token": of_token,
         "bytes_of_row": of_row,

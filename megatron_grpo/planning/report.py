@@ -239,6 +239,12 @@ def _cost(console: Console, cost: dict[str, Any]) -> None:
                 f"token; in a checkpoint up to {gigabytes(experts['checkpoint_bytes'])} GB besides",
                 markup=False,
             )
+        if kept := cost.get("kept"):
+            console.print(
+                f"{'kept words':<20}{gigabytes(kept['bytes_of_rollout']):>14} GB a rollout at most, {kept['bytes_of_token']:,} bytes a "
+                f"drawn token; in a checkpoint up to {gigabytes(kept['checkpoint_bytes'])} GB besides",
+                markup=False,
+            )
         for assumption in cost["assumptions"]:
             console.print(f"  {assumption}", style="dim", markup=False)
     _sharing(console, cost["sharing"])

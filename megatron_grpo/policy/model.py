@@ -251,6 +251,7 @@ class LogProbHead(tensor_parallel.ColumnParallelLinear):
             chunk_size=chunk_size,
             with_entropy=with_entropy,
             slope=slope,
+            kept=batch.kept,
         )
 
 

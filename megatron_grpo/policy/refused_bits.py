@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from megatron_grpo.errors import Problem
 from megatron_grpo.settings.config import Config
+from megatron_grpo.settings.kept import is_cut
 from megatron_grpo.weights.shape import ModelShape
 
 # Compared bit by bit, by tools/same_bits.py.
@@ -52,10 +53,9 @@ def _settings(cfg: Config) -> Iterator[Problem]:
         )
     if rollout.vllm_dtype not in (None, cfg.model.torch_dtype):
         yield _problem("vllm_dtype", f"the trainer computes in {cfg.model.torch_dtype} (torch_dtype). Leave vllm_dtype out.")
-    if rollout.top_p < 1 or rollout.top_k > 0:
-        flag = "top_p" if rollout.top_p < 1 else "top_k"
-        off = 1.0 if rollout.top_p < 1 else 0
-        yield _problem(flag, f"the sampler's log-probs are then of the kept tokens alone, the trainer's of all. Use {off:g}.", off)
+    if is_cut(rollout):
+        flag, off = ("top_p", 1.0) if rollout.top_p < 1 else ("min_p", 0.0) if rollout.min_p else ("top_k", 0)
+        yield _problem(flag, f"a softmax over what is left of the vocabulary is not reached; see docs/proof.md. Use {off:g}.", off)
 
 
 def _model(cfg: Config, shape: ModelShape) -> Iterator[Problem]:

@@ -14,6 +14,7 @@ import torch
 from megatron_grpo.batching.pictures import num_tokens
 from megatron_grpo.parallel.context import gathered_places, held_tokens
 from megatron_grpo.parallel.state import ParallelState
+from megatron_grpo.parallel.vocab import KeptWords
 from megatron_grpo.policy.kernels import Rotation
 from megatron_grpo.types import MicroBatch, Picture, Segment
 
@@ -110,6 +111,7 @@ class LocalBatch:
     targets: torch.Tensor  # int64 [c]
     trained: np.ndarray  # int64 [c], which of the C trained positions these are
     experts: Mapping[int, torch.Tensor]  # by place among the model's layers with experts, of this stage's: int16 [t, k], -1 routes freely
+    kept: KeptWords | None  # of the c trained positions; None: their softmax runs over all words
     seen: LocalPictures | None  # None: no picture's token is here
 
 
@@ -161,6 +163,7 @@ def to_local(batch: MicroBatch, parallel: ParallelState, moe_layers: Sequence[in
         targets=tensor(batch.targets[trained]),
         trained=trained,
         experts={} if batch.experts is None else {layer: tensor(batch.experts[held, layer]) for layer in moe_layers},
+        kept=None if batch.kept is None else KeptWords.of(*batch.kept.taken(trained), device),
         seen=_seen(batch, place, tensor),
     )
 

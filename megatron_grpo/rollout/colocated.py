@@ -11,6 +11,7 @@ import contextlib
 import gc
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -31,10 +32,10 @@ from megatron_grpo.rollout.probes import probe_sequences
 from megatron_grpo.rollout.turns import DONE, GIVES_UP, EngineTurns, LeadingTurns, Player, follow, lead
 from megatron_grpo.rollout.vllm_adapters import AdapterSlot, lora_options
 from megatron_grpo.rollout.vllm_options import cpu_options, gpu_options, problem_of
-from megatron_grpo.rollout.vllm_requests import sampled_logprobs, sampling_params, scores, scoring_requests
+from megatron_grpo.rollout.vllm_requests import KEPT_OPTIONS, sampled, sampling_params, scores, scoring_requests, take_logprobs_as_they_come
 from megatron_grpo.rollout.vllm_weights import WeightLoader, buffers_of, missing_sentence, refuse_changed
 from megatron_grpo.settings.config import RolloutConfig
-from megatron_grpo.types import Completion, Group, Prompt, answered
+from megatron_grpo.types import Completion, Group, Kept, Prompt, answered
 from megatron_grpo.types import Sequence as Scored
 from megatron_grpo.weights.update import NO_VERSION, WeightUpdate
 
@@ -48,6 +49,7 @@ class ColocatedEngine:
                  adapter: AdapterSlot | None = None, experts: ExpertLayers | None = None):  # fmt: skip
         """adapter: where the policy's adapter goes, if it is pushed by itself. experts: if they are told with the answers."""
         self._llm, self._adapter, self._experts = llm, adapter, experts
+        self._vocab_size = llm.llm_engine.model_config.get_vocab_size()
         self._rank = rank
         self._replica, self._rank_in_engine = divmod(rank, tensor_parallel_size)
         self._num_replicas = world_size // tensor_parallel_size
@@ -78,11 +80,12 @@ class ColocatedEngine:
         from vllm import LLM
 
         vllm_patches.apply_patches(on_gpu=on_gpu)
+        take_logprobs_as_they_come()
         if cfg.same_bits:
             vllm_same_bits.prepare()
         tp = cfg.vllm_tensor_parallel_size
         max_model_len = cfg.vllm_max_model_len or max_model_len
-        options = (gpu_options(cfg) if on_gpu else cpu_options(cfg)) | {"dtype": cfg.vllm_dtype or dtype}
+        options = (gpu_options(cfg) if on_gpu else cpu_options(cfg)) | {"dtype": cfg.vllm_dtype or dtype} | KEPT_OPTIONS
         room = lora if lora is not None and lora.kind == "adapter" else None
         if room is not None:
             options |= lora_options(room)
@@ -130,9 +133,8 @@ class ColocatedEngine:
         self._require_weights()
         self._check_lengths(prompts, sampling)
         mine = prompts[self._replica :: self._num_replicas]
-        requests = [
-            (prompt.token_ids, prompt.pictures, sampling_params(sampling, self._request_seed(seed, prompt, sampling))) for prompt in mine
-        ]
+        params = partial(sampling_params, sampling, vocab_size=self._vocab_size)
+        requests = [(prompt.token_ids, prompt.pictures, params(self._request_seed(seed, prompt, sampling))) for prompt in mine]
         answers: list[list[Completion]] | None
         fault = None
         try:
@@ -140,7 +142,7 @@ class ColocatedEngine:
             with phase, vllm_patches.given_up_where(self._llm.llm_engine, self._agreed_to_give_up()):
                 outputs = self._run(requests)
             fault = _fault(mine, outputs)
-            answers = [self._completions(prompt, answer.outputs) for prompt, answer in zip(mine, outputs, strict=True)]
+            answers = [self._completions(prompt, answer.outputs, sampling) for prompt, answer in zip(mine, outputs, strict=True)]
         except GivenUp:
             answers = None
         except ConfigError as error:  # a picture that has changed: who reads others hears of it too
@@ -238,8 +240,7 @@ class ColocatedEngine:
         return False
 
     def probes(self) -> list[Scored]:
-        vocab_size = self._llm.llm_engine.model_config.get_vocab_size()
-        return probe_sequences(self._llm.get_tokenizer(), vocab_size=vocab_size, max_model_len=self._max_model_len, eyes=self._eyes)
+        return probe_sequences(self._llm.get_tokenizer(), vocab_size=self._vocab_size, max_model_len=self._max_model_len, eyes=self._eyes)
 
     def scores(self, sequences: Sequence[Scored]) -> Mapping[str, list[list[float]]]:
         return {f"rank {self._rank}": self.score(sequences)}
@@ -307,12 +308,13 @@ class ColocatedEngine:
                 lora_request=self._adapter.request if self._adapter is not None else None, use_tqdm=False,
             )  # fmt: skip
 
-    def _completions(self, prompt: Prompt, outputs: Sequence[Any]) -> list[Completion]:
+    def _completions(self, prompt: Prompt, outputs: Sequence[Any], sampling: SamplingSettings) -> list[Completion]:
         experts: Sequence[np.ndarray | None] = [None] * len(outputs)
         if self._experts is not None:
             opening = len(prompt.token_ids)
             experts = of_group([told(self._experts.read(one.routed_experts), opening, i) for i, one in enumerate(outputs)], opening)
-        return [_completion(prompt, output, self._version, routes) for output, routes in zip(outputs, experts, strict=True)]
+        draws = [sampled(output, sampling, self._vocab_size) for output in outputs]
+        return [_completion(prompt, *one, self._version) for one in zip(outputs, draws, experts, strict=True)]
 
     def _check_lengths(self, prompts: Sequence[Prompt], sampling: SamplingSettings) -> None:
         longest = max((prompt for prompt in prompts), key=lambda prompt: len(prompt.token_ids), default=None)
@@ -388,8 +390,11 @@ def _fault(prompts: Sequence[Prompt], outputs: Sequence[Any]) -> str | None:
     return None
 
 
-def _completion(prompt: Prompt, output: Any, version: int, experts: np.ndarray | None) -> Completion:
+def _completion(
+    prompt: Prompt, output: Any, sampled: tuple[list[float], Kept | None], experts: np.ndarray | None, version: int
+) -> Completion:
+    logprobs, kept = sampled
     return answered(
-        prompt.token_ids, output.token_ids, sampled_logprobs(output),
+        prompt.token_ids, output.token_ids, logprobs, kept=kept,
         text=output.text, ended=output.finish_reason, version=version, experts=experts, shown=prompt.pictures,
     )  # fmt: skip

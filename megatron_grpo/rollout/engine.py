@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from megatron_grpo.settings.config import RolloutConfig
+from megatron_grpo.settings.kept import is_cut
 from megatron_grpo.types import Group, Prompt
 from megatron_grpo.types import Sequence as Scored
 from megatron_grpo.weights.update import WeightUpdate
@@ -35,13 +36,15 @@ class WeightsLost(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingSettings:
-    """How completions are drawn. Log-probs are those of the distribution drawn from: after temperature, top-k and top-p."""
+    """How completions are drawn. Log-probs are those of the distribution drawn from: after temperature, min-p, top-k and top-p."""
 
     n: int  # completions per prompt
     max_completion_length: int  # tokens
     temperature: float = 1.0  # 0 is greedy
     top_p: float = 1.0
     top_k: int = 0  # 0 is off
+    min_p: float = 0.0  # of the likeliest word's probability; 0 is off
+    tells_kept: bool = False  # of each token comes what top_k, top_p and min_p left; needs top_k
     stop: tuple[str, ...] = ()
     more: Mapping[str, Any] = field(default_factory=dict)  # of vLLM's SamplingParams, as JSON has them
     stop_token_ids: tuple[int, ...] = ()  # besides the model's own end-of-text ids
@@ -49,7 +52,8 @@ class SamplingSettings:
     @classmethod
     def of(cls, cfg: RolloutConfig, *, num_generations: int) -> SamplingSettings:
         return cls(n=num_generations, max_completion_length=cfg.max_completion_length, temperature=cfg.temperature, top_p=cfg.top_p,
-                   top_k=cfg.top_k, more=cfg.generation_kwargs, stop=tuple(cfg.stop), stop_token_ids=tuple(cfg.stop_token_ids))  # fmt: skip
+                   top_k=cfg.top_k, min_p=cfg.min_p, tells_kept=is_cut(cfg), more=cfg.generation_kwargs, stop=tuple(cfg.stop),
+                   stop_token_ids=tuple(cfg.stop_token_ids))  # fmt: skip
 
     def greedy(self) -> SamplingSettings:
         """One completion per prompt, the likeliest token each time."""

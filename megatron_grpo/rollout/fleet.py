@@ -24,6 +24,7 @@ from megatron_grpo.rollout.adapters import LoraPush
 from megatron_grpo.rollout.http import CONNECT, Call, Gone, Refused, Server, run_name, trust_of
 from megatron_grpo.settings.config import Config
 from megatron_grpo.settings.evaluation import longest_completion
+from megatron_grpo.settings.kept import is_cut
 from megatron_grpo.settings.servers import Address, addresses_of, read_token
 
 SECONDS_BETWEEN_SIGNS = 10.0  # of life, to servers that are ours; and between two words while waiting
@@ -66,6 +67,7 @@ class Needs:
     tells_experts: bool = False  # answers come with the experts that their tokens were routed to
     limit_images: int = 0  # pictures of a prompt
     max_pixels: int = 0  # of a picture
+    most_kept: int = 0  # top_k, where answers come with what was left of the vocabulary
 
     def problem(self, state: wire.State) -> str | None:
         """Why a server that is as `state` says cannot sample for this run, as the end of a sentence."""
@@ -93,6 +95,11 @@ class Needs:
                 f"takes pictures of {state.max_pixels:,} pixels, and the run's max_pixels is {self.max_pixels:,}: start it with "
                 f"--max_pixels {self.max_pixels}"
             )
+        if state.most_kept < self.most_kept:
+            return (
+                f"tells what is left of the vocabulary for a top_k of {state.most_kept}, and the run's top_k is {self.most_kept}: start it "
+                "from the release that the run is started from"
+            )
         return None
 
 
@@ -104,6 +111,7 @@ def needs_of(cfg: Config, longest_prompt: int, lora: LoraPush | None, *, eyes: E
         tells_experts=cfg.grpo.router_replay_mode == "R3",
         limit_images=max(1, most_pictures) if eyes else 0,  # one that is probed with
         max_pixels=eyes.max_pixels if eyes else 0,
+        most_kept=cfg.rollout.top_k if is_cut(cfg.rollout) else 0,
     )
 
 

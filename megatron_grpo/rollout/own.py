@@ -73,7 +73,7 @@ class _Call:
 class OwnSampler:
     """What a rollout function is given to draw with. It may be called from several threads; a call returns when all of it is drawn.
 
-    Drawing is at the run's temperature, top_p, top_k, stop and stop_token_ids: the policy is trained on just that distribution.
+    Drawing is at the run's temperature, stop and stop_token_ids: the policy is trained on just that distribution.
     """
 
     def __init__(self, own: OwnRollout, sampling: SamplingSettings, ask: Callable[[_Call], None], seed_of: Callable[[int, int, int], int]):

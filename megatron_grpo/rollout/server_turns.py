@@ -127,7 +127,11 @@ class ServerTurns:
             raise wire.Malformed(wrong)
         [one] = answer.completions
         drawn = Drawn(
-            token_ids=tuple(one.tokens.tolist()), logprobs=tuple(one.logprobs.tolist()), is_cut=one.reason == "length", version=body.version
+            token_ids=tuple(one.tokens.tolist()),
+            logprobs=tuple(one.logprobs.tolist()),
+            is_cut=one.reason == "length",
+            kept=one.kept,
+            version=body.version,
         )
         with self._changed:
             if key in self._open and self._open[key].key == answer.key:  # else the turn was asked elsewhere, and answered there

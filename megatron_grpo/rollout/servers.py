@@ -347,8 +347,8 @@ def _request(prompt: Prompt, sampling: SamplingSettings, seed: int) -> wire.Requ
 
 def _on_the_wire(sampling: SamplingSettings) -> wire.Sampling:
     return wire.Sampling(
-        temperature=sampling.temperature, top_p=sampling.top_p, top_k=sampling.top_k, stop=sampling.stop,
-        stop_token_ids=sampling.stop_token_ids, more=dict(sampling.more),
+        temperature=sampling.temperature, top_p=sampling.top_p, top_k=sampling.top_k, min_p=sampling.min_p, stop=sampling.stop,
+        tells_kept=sampling.tells_kept, stop_token_ids=sampling.stop_token_ids, more=dict(sampling.more),
     )  # fmt: skip
 
 
@@ -369,5 +369,5 @@ def _completion(prompt: Prompt, drawn: wire.Drawn, experts: np.ndarray | None) -
     [version] = {span[0] for span in drawn.versions}  # more are refused
     return answered(
         prompt.token_ids, drawn.tokens.tolist(), drawn.logprobs.tolist(),
-        text=drawn.text, ended=drawn.reason, version=version, experts=experts, shown=prompt.pictures,
+        text=drawn.text, ended=drawn.reason, version=version, experts=experts, shown=prompt.pictures, kept=drawn.kept,
     )  # fmt: skip

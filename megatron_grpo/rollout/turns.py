@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from megatron_grpo.rollout.ahead import SECONDS_BETWEEN_AGREEMENTS, SECONDS_BETWEEN_LOOKS
 from megatron_grpo.rollout.engine import Sampler, SamplingSettings, prompt_seed
-from megatron_grpo.types import Group, Prompt
+from megatron_grpo.types import Group, Kept, Prompt
 
 Key = tuple[int, int]  # (prompt's number, place in its group)
 
@@ -23,6 +23,7 @@ class Drawn:
     logprobs: tuple[float, ...]
     is_cut: bool  # by max_tokens
     version: int  # of the weights
+    kept: Kept | None = None  # what each token was drawn among, where that is told
 
 
 class TurnSampler(Protocol):
@@ -78,6 +79,7 @@ class EngineTurns:
     def __init__(self, engine: Any, sampling: SamplingSettings, *, version: int, adapter: Any = None):
         """engine: an LLMEngine. adapter: vLLM's LoRARequest, which every request must carry."""
         self._engine, self._sampling, self._version, self._adapter = engine, sampling, version, adapter
+        self._vocab_size = engine.model_config.get_vocab_size()
         self._keys: dict[str, Key] = {}
         self._count = 0
 
@@ -88,7 +90,8 @@ class EngineTurns:
 
         settings = replace(self._sampling, n=1, max_completion_length=max_tokens)
         # FINAL_ONLY: else vLLM copies all tokens so far at every step. Without strings that stop it nobody needs its text.
-        params = sampling_params(settings, seed, output_kind=RequestOutputKind.FINAL_ONLY, detokenize=bool(settings.stop))
+        final, words = RequestOutputKind.FINAL_ONLY, bool(settings.stop)
+        params = sampling_params(settings, seed, vocab_size=self._vocab_size, output_kind=final, detokenize=words)
         self._count += 1
         name = f"turn-{self._count}"
         self._keys[name] = key
@@ -113,11 +116,11 @@ class EngineTurns:
         self._engine.abort_request(list(self._engine.output_processor.request_states), internal=True)
 
     def _drawn(self, output: Any) -> Drawn:
-        from megatron_grpo.rollout.vllm_requests import sampled_logprobs
+        from megatron_grpo.rollout.vllm_requests import sampled
 
-        logprobs = tuple(sampled_logprobs(output))
+        logprobs, kept = sampled(output, self._sampling, self._vocab_size)
         is_cut = output.finish_reason == "length"
-        return Drawn(token_ids=tuple(output.token_ids), logprobs=logprobs, is_cut=is_cut, version=self._version)
+        return Drawn(token_ids=tuple(output.token_ids), logprobs=tuple(logprobs), is_cut=is_cut, version=self._version, kept=kept)
 
 
 class LeadingTurns(EngineTurns):

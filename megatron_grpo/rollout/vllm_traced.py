@@ -14,6 +14,7 @@ import torch
 
 from megatron_grpo.cleanup import CleanUp
 from megatron_grpo.rollout.colocated import ColocatedEngine
+from megatron_grpo.rollout.vllm_requests import sampled_logprobs
 
 Rows = dict[str, torch.Tensor]  # by operation: [tokens, channels of this rank]
 
@@ -60,7 +61,7 @@ def force(engine: ColocatedEngine, tokens: Sequence[int], opening: int, *, tempe
     output = answer.outputs[0]
     if list(output.token_ids) != list(drawn):
         raise RuntimeError("vLLM did not take the tokens that it was given")
-    return [output.logprobs.logprobs[start] for start in output.logprobs.start_indices]
+    return sampled_logprobs(output)
 
 
 def trace(engine: ColocatedEngine, tokens: Sequence[int], opening: int, *, temperature: float) -> Rows:

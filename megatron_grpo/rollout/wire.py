@@ -16,6 +16,8 @@ from typing import Any, Literal, TypeVar
 
 import numpy as np
 
+from megatron_grpo.types import Kept
+
 INCARNATION = "X-Incarnation"  # header: the incarnation that claimed the server; 409 where another one has it now
 AUTHORIZATION = "Authorization"  # header: "Bearer <token>"
 LEASE_SECONDS = 60.0  # an owner that is not heard of for so long has gone
@@ -81,6 +83,8 @@ class Sampling:
     temperature: float = 1.0  # 0 is greedy
     top_p: float = 1.0
     top_k: int = 0  # 0 is off
+    min_p: float = 0.0  # 0 is off
+    tells_kept: bool = False  # completions come with what top_k, top_p and min_p left of the vocabulary
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     more: dict[str, Any] = field(default_factory=dict)  # of vLLM's SamplingParams
@@ -182,6 +186,7 @@ class State:
     tells_experts: bool = False  # completions come with the experts that their tokens were routed to
     limit_images: int = 0  # pictures of a prompt; 0: the model sees none
     max_pixels: int = 0  # of a picture
+    most_kept: int = 0  # the largest top_k with which it tells what was left of the vocabulary
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -194,6 +199,7 @@ class Drawn:
     reason: Literal["stop", "length"]
     versions: tuple[tuple[int, int, int], ...]  # (weights version, begin, end) in tokens of the completion
     experts: np.ndarray | None = None  # int16 [tokens, MoE layers, k]: what `experts.told` hands on
+    kept: Kept | None = None  # what each token was drawn among
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -335,6 +341,8 @@ def _drawn_form(drawn: Drawn) -> dict[str, Any]:
     }
     if drawn.experts is not None:
         form["experts"] = {"shape": list(drawn.experts.shape), "ids": _packed(drawn.experts, "<i2")}
+    if drawn.kept is not None:
+        form["kept"] = {"counts": _packed(drawn.kept.counts, "<i4"), "ids": _packed(drawn.kept.ids, "<i4")}
     return form
 
 
@@ -347,7 +355,15 @@ def _drawn(form: Mapping[str, Any]) -> Drawn:
         tokens=tokens, logprobs=logprobs, text=form["text"], reason=form["reason"],
         versions=tuple((span["version"], span["begin"], span["end"]) for span in form["versions"]),
         experts=None if routes is None else _unpacked(routes["ids"], "<i2").reshape(routes["shape"]),
+        kept=_kept(form["kept"], len(tokens)) if "kept" in form else None,
     )  # fmt: skip
+
+
+def _kept(form: Mapping[str, Any], num_tokens: int) -> Kept:
+    counts, ids = _unpacked(form["counts"], "<i4"), _unpacked(form["ids"], "<i4")
+    if len(counts) != num_tokens or (counts < 0).any() or counts.sum() != len(ids):
+        raise Malformed(f"{len(ids)} kept words of {len(counts)} tokens, {int(counts.sum())} by their counts, for {num_tokens} tokens")
+    return Kept(np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(counts, dtype=np.int64)]), ids)
 
 
 def _packed(values: Any, dtype: str) -> str:

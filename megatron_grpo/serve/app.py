@@ -24,6 +24,7 @@ from megatron_grpo.serve.engine import PushFailed, ServedEngine
 from megatron_grpo.serve.metrics import Metrics
 from megatron_grpo.serve.ownership import Ownership, Refused
 from megatron_grpo.serve.pictures import SentPictures
+from megatron_grpo.settings.kept import MOST
 
 Body = TypeVar("Body")
 Done = TypeVar("Done")
@@ -119,7 +120,7 @@ class App:
         return _json(wire.State(
             boot=self._boot, version=own.version, has_base=own.has_base, owner=own.owner, running=self.running, model=self._model,
             dtype=engine.dtype, world_size=engine.world_size, max_model_len=engine.max_model_len, max_num_seqs=engine.max_num_seqs,
-            adapter_rank=engine.adapter_rank, tells_experts=engine.tells_experts, limit_images=engine.limit_images,
+            adapter_rank=engine.adapter_rank, tells_experts=engine.tells_experts, most_kept=MOST, limit_images=engine.limit_images,
             max_pixels=engine.max_pixels,
         ))  # fmt: skip
 

@@ -19,9 +19,10 @@ from megatron_grpo.rollout.engine import SamplingSettings
 from megatron_grpo.rollout.experts import ExpertLayers, told
 from megatron_grpo.rollout.vllm_options import cpu_options, gpu_options, problem_of
 from megatron_grpo.rollout.vllm_pictures import difference, engine_options, prompt_with
-from megatron_grpo.rollout.vllm_requests import sampled_logprobs, sampling_params, scores, scoring_requests
+from megatron_grpo.rollout.vllm_requests import KEPT_OPTIONS, sampled, sampling_params, scores, scoring_requests, take_logprobs_as_they_come
 from megatron_grpo.serve.children import let_no_child_outlive
 from megatron_grpo.serve.settings import Serving
+from megatron_grpo.types import Kept
 
 DEFAULT_IMAGES = 8  # of a prompt, where limit_images does not say
 WORKER = "megatron_grpo.rollout.vllm_worker.LinkedWorker"
@@ -53,6 +54,7 @@ class ServedEngine:
         self._num_engines = config.parallel_config.data_parallel_size
         self.dtype = str(config.model_config.dtype).removeprefix("torch.")
         self.world_size = config.parallel_config.world_size * self._num_engines
+        self._vocab_size = config.model_config.get_vocab_size()
         self.max_model_len = config.model_config.max_model_len
         self.max_num_seqs = config.scheduler_config.max_num_seqs * self._num_engines
         self.adapter_rank = room.slot_rank if room is not None else 0
@@ -69,6 +71,7 @@ class ServedEngine:
         from vllm.v1.engine.async_llm import AsyncLLM
 
         vllm_patches.patch_start()
+        take_logprobs_as_they_come()
         let_no_child_outlive()
         cfg, rollout = serving.cfg, serving.cfg.rollout
         workers = rollout.vllm_tensor_parallel_size * cfg.serve.vllm_data_parallel_size
@@ -108,17 +111,21 @@ class ServedEngine:
 
         settings = SamplingSettings(
             n=request.n, max_completion_length=request.max_tokens, temperature=sampling.temperature, top_p=sampling.top_p,
-            top_k=sampling.top_k, stop=sampling.stop, stop_token_ids=sampling.stop_token_ids, more=sampling.more,
+            top_k=sampling.top_k, min_p=sampling.min_p, tells_kept=sampling.tells_kept,
+            stop=sampling.stop, stop_token_ids=sampling.stop_token_ids, more=sampling.more,
         )  # fmt: skip
         try:
-            params = sampling_params(settings, request.seed, output_kind=RequestOutputKind.FINAL_ONLY)
+            params = sampling_params(settings, request.seed, vocab_size=self._vocab_size, output_kind=RequestOutputKind.FINAL_ONLY)
             prompt = await self._prompt(request.ids, request.shown, pictures or {}, bounds)
             output = await self._ask(prompt, params, place)
             if request.shown and (wrong := difference(output, request.ids)):
                 return wire.Answer(key=request.key, error=f"{wrong}.")
         except (ValueError, TypeError, VLLMValidationError) as error:  # wrong with this request; any other error is the engine's
             return wire.Answer(key=request.key, error=str(error))
-        drawn = tuple(_drawn(one, self._told(one, len(request.ids), place)) for place, one in enumerate(output.outputs))
+        drawn = tuple(
+            _drawn(one, *sampled(one, settings, self._vocab_size), self._told(one, len(request.ids), place))
+            for place, one in enumerate(output.outputs)
+        )
         if any(spans != version for one in drawn for spans, _, _ in one.versions):
             raise RuntimeError(f"request {request.key} was not answered by version {version} alone")
         return wire.Answer(key=request.key, completions=drawn)
@@ -273,6 +280,7 @@ def _options(serving: Serving, room: LoraPush | None, *, on_gpu: bool) -> dict[s
         "max_num_seqs": rollout.vllm_max_num_seqs,
         "enable_prefix_caching": rollout.vllm_enable_prefix_caching,
         "seed": cfg.run.seed % 2**32,  # requests carry their own
+        **KEPT_OPTIONS,
         "logprobs_mode": "processed_logprobs",  # of the distribution sampled from; the default ignores temperature and top-p
         "disable_log_stats": not cfg.serve.metrics,
         "worker_extension_cls": WORKER,
@@ -280,9 +288,10 @@ def _options(serving: Serving, room: LoraPush | None, *, on_gpu: bool) -> dict[s
     }
 
 
-def _drawn(output: Any, experts: np.ndarray | None) -> wire.Drawn:
+def _drawn(output: Any, logprobs: list[float], kept: Kept | None, experts: np.ndarray | None) -> wire.Drawn:
     return wire.Drawn(
-        logprobs=np.array(sampled_logprobs(output), np.float32),
+        logprobs=np.array(logprobs, np.float32),
+        kept=kept,
         tokens=np.array(output.token_ids, np.int32),
         text=output.text,
         reason=output.finish_reason,

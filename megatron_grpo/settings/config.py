@@ -241,8 +241,13 @@ class RolloutConfig:
     max_completion_length: int = setting(256, "longest completion", unit="tokens", at_least=1)
     # vLLM takes anything below 0.01 for 0.01 and says so in its log alone; above 2 it refuses the request, after the model has loaded.
     temperature: float = setting(1.0, "sampling temperature; training log-probs use the same", at_least=0.01, at_most=2)
-    top_p: float = setting(1.0, "nucleus sampling", above=0, at_most=1)
-    top_k: int = setting(0, "top-k sampling, 0 is off", unit="tokens", at_least=0)
+    top_p: float = setting(1.0, "nucleus sampling; in training with a top_k, whose words it cuts further", above=0, at_most=1)
+    top_k: int = setting(
+        0, "top-k sampling, 0 is off; up to 256 in training, whose softmax runs over what is left", unit="tokens", at_least=0
+    )
+    min_p: float = setting(
+        0.0, "leaves out words of less than this share of the likeliest one's probability; in training with a top_k", at_least=0, at_most=1
+    )
     generation_kwargs: dict[str, Any] = setting(
         {}, "more of vLLM's SamplingParams, of those that leave the distribution as it is: name=value, or JSON"
     )
@@ -586,6 +591,7 @@ class EvalConfig:
     )
     eval_top_p: float | None = setting(None, "nucleus sampling of them (default: top_p; 1 where they are greedy)", above=0, at_most=1)
     eval_top_k: int | None = setting(None, "top-k sampling of them, 0 is off (default: top_k)", unit="tokens", at_least=0)
+    eval_min_p: float | None = setting(None, "min_p of them (default: min_p; 0 where they are greedy)", at_least=0, at_most=1)
     eval_max_completion_length: int | None = setting(
         None, "longest completion of a held-out prompt (default: max_completion_length)", unit="tokens", at_least=1
     )

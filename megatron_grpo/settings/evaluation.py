@@ -24,6 +24,7 @@ class HowEvaluated:
     temperature: float
     top_p: float | None = None
     top_k: int | None = None
+    min_p: float | None = None
     max_completion_length: int | None = None  # tokens
     more: Mapping[str, Any] | None = None  # of vLLM's SamplingParams
 
@@ -68,6 +69,7 @@ def how_evaluated(cfg: Config) -> HowEvaluated:
         temperature=temperature,
         top_p=said.eval_top_p,
         top_k=said.eval_top_k,
+        min_p=said.eval_min_p,
         max_completion_length=said.eval_max_completion_length,
         more=said.eval_generation_kwargs or None,
     )
@@ -109,7 +111,7 @@ def evaluation_pairs(cfg: Config) -> Iterator[Pair]:
             {"num_generations_eval": [1], "eval_temperature": [cfg.rollout.temperature]},
         )
     if said.eval_temperature == 0:
-        for flag in ("eval_top_p", "eval_top_k"):
+        for flag in ("eval_top_p", "eval_top_k", "eval_min_p"):
             if getattr(said, flag):
                 message = f"{flag} ({getattr(said, flag)}) does nothing with eval_temperature 0, which is greedy. Leave it out."
                 yield (flag, "eval_temperature"), message, {}

@@ -20,16 +20,15 @@ from megatron_grpo.settings.tuner import Pair
 
 _ENDS_AND_TEXT = ("skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output", "ignore_eos")
 # Tokens are then drawn from another distribution than the softmax of the logits, which is what the trainer's log-probs are of.
-RESHAPES = (
-    *("presence_penalty", "frequency_penalty", "repetition_penalty", "min_p", "min_tokens", "logit_bias", "allowed_token_ids"),
-    *("bad_words", "structured_outputs"),
-)
+_PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
+RESHAPES = (*_PENALTIES, *("min_tokens", "logit_bias", "allowed_token_ids", "bad_words", "structured_outputs"))
 _SAMPLING_SETTINGS = {
-    "n": "num_generations", "temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "max_tokens": "max_completion_length",
-    "stop": "stop", "stop_token_ids": "stop_token_ids", "seed": "seed",
+    "n": "num_generations", "temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p",
+    "max_tokens": "max_completion_length", "stop": "stop", "stop_token_ids": "stop_token_ids", "seed": "seed",
 }  # fmt: skip
 _EVAL_SETTINGS = {
     "n": "num_generations_eval", "temperature": "eval_temperature", "top_p": "eval_top_p", "top_k": "eval_top_k",
+    "min_p": "eval_min_p",
     "max_tokens": "eval_max_completion_length", "seed": "eval_seed",
 }  # fmt: skip
 
@@ -104,7 +103,11 @@ _TEMPLATE_OWN = ("messages", "tools", "add_generation_prompt", "continue_final_m
 def pairs(cfg: Config) -> Iterator[Pair]:
     """(settings, what is wrong, nearest values) of each problem."""
     drawn = "it changes the distribution that tokens are drawn from, and the trainer's softmax does not know of it: ratios would be wrong"
-    reshaping = dict.fromkeys(RESHAPES, f"{drawn}. For evaluation alone there is eval_generation_kwargs")
+    said_before = (
+        "it makes a word's probability depend on which words were said before it, and the trainer's softmax is of the logits alone"
+    )
+    for_evaluation = "For evaluation alone there is eval_generation_kwargs"
+    reshaping = {name: f"{said_before if name in _PENALTIES else drawn}. {for_evaluation}" for name in RESHAPES}
     eval_settings, eval_allowed = {**_SAMPLING_SETTINGS, **_EVAL_SETTINGS}, (*_ENDS_AND_TEXT, *RESHAPES)
     kernels = {name: name for name in vars(cfg.kernels)}
     for flag, given, fields, what, own, reasons, allowed in (

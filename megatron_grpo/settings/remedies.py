@@ -106,6 +106,11 @@ SAID_WITH: Mapping[str, str] = {
         ("vllm_structured_outputs_regex", "vllm_guided_decoding_regex", "structured_outputs_regex"),
         "training draws from the whole softmax; eval_generation_kwargs structured_outputs is for evaluation.",
     ),
+    **dict.fromkeys(
+        ("repetition_penalty", "presence_penalty", "frequency_penalty"),
+        "the trainer's softmax does not know which words were said before, so training draws without it; eval_generation_kwargs takes it "
+        "for evaluation.",
+    ),
     "streaming": "rows are counted and checked before a run begins, so they are not streamed: leave it out.",
     "trust_remote_code": "code of a checkpoint is not run, in the trainer or in vLLM: leave it out.",
     "num_rollout": "max_steps is the length of the run in optimizer steps; a rollout has steps_per_generation of them.",

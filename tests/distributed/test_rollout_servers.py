@@ -6,6 +6,7 @@ Three servers are started once. They end one after the other, so the tests run i
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import shutil
 import signal
@@ -65,6 +66,17 @@ def sampling(n=3, length=16):
     from megatron_grpo.rollout.engine import SamplingSettings
 
     return SamplingSettings(n=n, max_completion_length=length, temperature=0.8)
+
+
+def cut(**how):
+    """Of what is left each token tells."""
+    return dataclasses.replace(sampling(**how), top_k=12, top_p=0.9, min_p=0.01, tells_kept=True)
+
+
+def told_of(groups):
+    """Tokens, and what they were drawn among."""
+    kept = [[one.sequence.kept and [part.tolist() for part in one.sequence.kept] for one in group.completions] for group in groups]
+    return list(zip(tokens_of(groups), kept, strict=True))
 
 
 @contextlib.contextmanager
@@ -134,17 +146,17 @@ def sample_versions(rank, world, paths, named, out, layout):
             groups = engine.generate(prompts(9), sampling(), seed=SEED)
             assert worst_gap(groups, path, 0.8) < 1e-4
             assert [group.prompt.number for group in groups] == list(range(9))[rank::world]
-            further = engine.generate(prompts(12)[9:], sampling(), seed=SEED)  # as a round of dynamic sampling
+            further = engine.generate(prompts(12)[9:], cut(), seed=SEED)  # as a round of dynamic sampling
             greedy = engine.generate(prompts(3), sampling().greedy(), seed=0)
-            found.append([dict(zip((g.prompt.number for g in part), tokens_of(part), strict=True)) for part in (groups, further, greedy)])
+            found.append([dict(zip((g.prompt.number for g in part), told_of(part), strict=True)) for part in (groups, further, greedy)])
         assert engine.generate([], sampling(), seed=SEED) == []
     return found
 
 
 def sample_inside(rank, world, path):
     with engine_at(path, rank, world) as engine:
-        asked = ((prompts(9), sampling(), SEED), (prompts(12)[9:], sampling(), SEED), (prompts(3), sampling().greedy(), 0))
-        return [dict(enumerate(tokens_of(engine.generate(some, how, seed=seed)), some[0].number)) for some, how, seed in asked]
+        asked = ((prompts(9), sampling(), SEED), (prompts(12)[9:], cut(), SEED), (prompts(3), sampling().greedy(), 0))
+        return [dict(enumerate(told_of(engine.generate(some, how, seed=seed)), some[0].number)) for some, how, seed in asked]
 
 
 TP2, PP2 = dict(tensor_model_parallel_size=2), dict(pipeline_model_parallel_size=2)
@@ -219,23 +231,21 @@ def questions(count):
 def played(groups):
     return {
         group.prompt.number: [
-            (one.sequence.token_ids.tolist(), one.sequence.mask.tolist(), one.sequence.starts, one.ended) for one in group.completions
+            (one.sequence.token_ids.tolist(), one.sequence.mask.tolist(), one.sequence.starts, one.sequence.kept_ids.tolist(), one.ended)
+            for one in group.completions
         ]
         for group in groups
     }
 
 
 def play_inside(rank, world, path):
-    from dataclasses import replace
-
+    how = dataclasses.replace(cut(n=4, length=40), stop_token_ids=ENDS)
     with engine_at(path, rank, world) as engine:
-        return played(play_on(engine).generate(questions(8), replace(sampling(4, 40), stop_token_ids=ENDS), seed=SEED))
+        return played(play_on(engine).generate(questions(8), how, seed=SEED))
 
 
 def play_and_lose(rank, world, path, named, out):
     """The same episodes on all servers; then with one whose connection breaks in mid-episode; then with all, which are taken up again."""
-    from dataclasses import replace
-
     from megatron_grpo.rollout.http import Gone
     from megatron_grpo.sync import Restoring
 
@@ -247,7 +257,7 @@ def play_and_lose(rank, world, path, named, out):
             if rank == 0:
                 for member in engine._pusher.fleet.used[:num_lost]:
                     break_after(member, 5, Gone, losses)
-            how = replace(sampling(4, 40), stop_token_ids=ENDS)
+            how = dataclasses.replace(cut(n=4, length=40), stop_token_ids=ENDS)
             sampler = Restoring(play_on(engine), lambda version=version: publisher.publish(version))
             groups = sampler.generate(questions(8), how, seed=SEED)
             assert worst_gap_of_contexts(groups, path) < 1e-4 and (rank or len(losses) == num_lost)
@@ -274,14 +284,18 @@ def break_after(member, lines, gone, losses):
 
 
 def worst_gap_of_contexts(groups, path):
-    from tests.tiny_models import hf_logprobs, load_tiny
+    import torch
+
+    from tests.parity_cases import of_kept
+    from tests.tiny_models import load_tiny
 
     model, worst = load_tiny(path), 0.0
     for one in (one for group in groups for one in group.completions):
-        for begin, end in one.sequence.contexts:
-            expected = hf_logprobs(model, one.sequence.token_ids[begin:end].tolist(), 0.8).numpy()
-            gaps = np.abs(expected - one.logprobs[begin + 1 : end])[one.sequence.mask[begin + 1 : end]]
-            worst = max(worst, float(gaps.max(initial=0.0)))
+        ids, at = torch.from_numpy(one.sequence.token_ids), np.flatnonzero(one.sequence.mask)
+        with torch.no_grad():
+            logits = torch.cat([model(ids[None, begin:end]).logits[0] for begin, end in one.sequence.contexts]) / 0.8
+        expected = of_kept(logits[at - 1], one.sequence, at).log_softmax(-1).gather(1, ids[at, None])[:, 0].numpy()
+        worst = max(worst, float(np.abs(expected - one.logprobs[at]).max(initial=0.0)))
     return worst
 
 

@@ -1,6 +1,6 @@
 """Dynamic sampling and over-sampling in whole runs: which prompts are trained, which are asked again, and that a resumed run does the same.
 
-Also what a run says of truncated sampling, and of a reward that fails. Answers come from a table (`scripted`).
+Also what a run says of a reward that fails. Answers come from a table (`scripted`).
 """
 
 from __future__ import annotations
@@ -132,15 +132,6 @@ def train_and_listen(rank: int, world_size: int, flags: list[str]) -> tuple[int,
 
 def _same_file() -> bool:
     return Path("/proc/self/fd/1").resolve() == Path("/proc/self/fd/2").resolve()
-
-
-def test_a_run_measures_the_bias_of_truncated_sampling_once(inputs, tmp_path):
-    [(code, said)] = run_ranks(train_and_listen, 1, [*inputs, "--output_dir", str(tmp_path), "--max_steps", "2", "--top_p", "0.9"])
-    words = " ".join(said.split())
-    assert code == 0
-    assert words.count("sampling/kl_k1 will say by how much") == 1, "before the run"
-    measured = records(tmp_path / "metrics.jsonl")[0]["sampling/kl_k1"]
-    assert words.count("Measured:") == 1 and f"Measured: {measured:.4g} nats per token" in words, "after the first step"
 
 
 def test_a_failing_reward_ends_the_run_with_its_own_sentence(inputs, tmp_path):

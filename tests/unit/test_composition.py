@@ -95,6 +95,15 @@ def test_replay_is_planned_with_its_bytes_and_r2_without_stale_rows_is_told(ask)
     assert "experts" not in ask("Qwen3MoeForCausalLM", "", tuner="")[1]["cost"]
 
 
+def test_kept_words_are_planned_with_their_bytes(ask):
+    code, found = ask("Qwen3ForCausalLM", "--top_k 50 --top_p 0.9 --steps_per_generation 2 --max_completion_length 100")
+    row = 100 * (8 + 4 * 50)
+    assert code == 0 and found["cost"]["kept"] == {
+        "bytes_of_token": 208, "bytes_of_row": row, "bytes_of_rollout": 128 * row, "checkpoint_bytes": 64 * row,
+    }  # fmt: skip
+    assert "kept" not in ask("Qwen3ForCausalLM", "")[1]["cost"]
+
+
 def test_what_is_refused_with_pictures_is_refused_in_the_words_of_the_page(tmp_path):
     from megatron_grpo.data.prompts import load_rows
     from megatron_grpo.errors import ConfigError
@@ -155,7 +164,7 @@ def test_what_is_refused_of_evaluation_and_rollout_functions_is_refused_in_the_w
     (tmp_path / "mine.py").write_text(f"def f(prompts, sampler): pass\n{tool}")
     (tmp_path / "rows.jsonl").write_text('{"prompt": "1"}\n')
     code, found = ask("Qwen3MoeForCausalLM", words, tuner="")
-    assert code == 2 and [error["message"] for error in found["errors"]] == [sentence] and len(OF_EVALUATION) == 5
+    assert code == 2 and [error["message"] for error in found["errors"]] == [sentence] and len(OF_EVALUATION) == 6
 
 
 SERVERS = "--vllm_mode server --vllm_server_host a b"

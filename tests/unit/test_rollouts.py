@@ -17,7 +17,9 @@ from megatron_grpo.clock import Clock
 from megatron_grpo.grpo.advantages import dead_groups
 from megatron_grpo.metrics.rollout import rollout_stats, selection_stats
 from megatron_grpo.parallel.layout import Layout
+from megatron_grpo.pending import emptied
 from megatron_grpo.rollout.engine import SamplingSettings
+from megatron_grpo.rollout.kept import WrongKept
 from megatron_grpo.rollout.logprobs import ImpossibleLogprobs
 from megatron_grpo.rollout.scripted import ScriptedEngine
 from megatron_grpo.rollouts import Asker, Rollouts
@@ -217,8 +219,8 @@ def timetable(*, num_groups=2, steps=1, old_logprobs="auto", depth=0):
                                 old_logprobs=old_logprobs, async_rollout_depth=depth))  # fmt: skip
 
 
-def rollouts_of(rewards, table, *, penalty=None, answer=answer, engine=None, stream=None, journal=None, **config):
-    asker = Asker(engine or ScriptedEngine(answer), Judge(rewards), sampling=SAMPLING, seed=0, clock=Clock())
+def rollouts_of(rewards, table, *, penalty=None, answer=answer, engine=None, stream=None, journal=None, sampling=SAMPLING, **config):
+    asker = Asker(engine or ScriptedEngine(answer), Judge(rewards), sampling=sampling, seed=0, clock=Clock())
     return Rollouts(
         asker, stream or Stream(), cfg=GrpoConfig(**config), timetable=table, penalty=penalty,
         cut=BatchCut(dp_size=1, micro_batch_size=1), parallel=OneRank(), journal=Heard() if journal is None else journal,
@@ -282,6 +284,28 @@ def test_a_completion_with_an_impossible_log_prob_trains_nothing_and_is_counted(
         assert stats["sampling/refused_completions"] == 2
     assert "2 of 4 completions have a log-prob that no distribution has (the first: completion 1 of prompt 0" in caplog.text
     assert rollout({0: LIVE, 1: LIVE})[1]["sampling/refused_completions"] == 0
+
+
+def test_a_sample_keeps_what_its_tokens_were_drawn_among_and_one_that_trains_nothing_has_none(caplog):
+    def told(prompt, place, version):
+        """Completion 0 among two words and one; completion 1, of which prompt 1's is refused, among three and two."""
+        one = answer(prompt, place, version)
+        first, second = one.answer_ids
+        words = [[first, 8, 9], [second, 8]] if place else [[first, 9], [second]]
+        kept_ids = np.array(sum(words, []), dtype=np.int32)
+        told = replace(one.sequence, kept_at=np.cumsum([0, *map(len, words)]), kept_ids=kept_ids)
+        logprobs = np.float32([0, 0, -0.5, 0.3]) if place and prompt.number else one.logprobs
+        return replace(one, sequence=told, logprobs=logprobs)
+
+    sampling = replace(SAMPLING, top_k=3, tells_kept=True)
+    samples, stats, _ = rollout({0: LIVE, 1: LIVE}, answer=told, sampling=sampling)
+    assert [sample.kept and sample.kept.ids.tolist() for sample in samples] == [[0, 9, 1], [1, 8, 9, 2, 8], [10, 9, 11], None]
+    assert (stats["sampling/kept_words"], stats["sampling/kept_words_max"]) == ((3 + 5) * 2 / 8, 3)
+    nothing = emptied(samples[1])
+    assert nothing.kept is None and not nothing.mask.any()
+    assert "sampling/kept_words" not in rollout({0: LIVE, 1: LIVE})[1]
+    with pytest.raises(WrongKept, match="did not say among which words it drew the 2 tokens"):
+        rollout({0: LIVE, 1: LIVE}, sampling=sampling)
 
 
 def test_where_every_completion_is_refused_the_run_ends():

@@ -24,7 +24,11 @@ OTHER_TASK = "only GRPO on a causal language model is there"
 AHEAD = "weights are not pushed into running requests; async_rollout_depth 1 samples one whole rollout ahead of training"
 DROPS_TOKENS = "experts take every token here; a capacity that drops some is not there"
 PLUGINS = "plugin files are not loaded; name a reward function as path/to/file.py:function in reward_funcs"
-SAMPLING = "sampling is by temperature, top_p and top_k alone, because training log-probs must be those of the sampler"
+SAMPLING = "sampling is by temperature, top_k, top_p and min_p alone, because training log-probs must be those of the sampler"
+PENALTY = (
+    "it makes a word's probability depend on which words were said before it, and training log-probs are of the logits alone; "
+    "eval_generation_kwargs takes it for evaluation"
+)
 STREAMING = "rows are counted and checked before a run begins, so they are not streamed: dataset takes files, directories and Hub names"
 EPOCH = "saving and evaluating is counted in optimizer steps: give save_steps and eval_steps"
 SHARDED_ELSEWHERE = (

@@ -198,8 +198,8 @@ NAMES: Mapping[str, Foreign] = {
     f"{_POLICY}lora_config.lora_type": _together("a note: lora shares one A between q, k and v, here each has its own"),
     f"{_POLICY}lora_config.merge_lora": _together("a note: the engine gets the adapter, unless `vllm_enable_lora` is false"),
     "policy.sequence_parallel_size": lacks("sequences are cut by context_parallel_size", "1"),
-    "sampling_params.min_p": lacks(features.SAMPLING, "0", "0.0"),
-    "sampling_params.repetition_penalty": lacks(features.SAMPLING, "1", "1.0"),
+    "sampling_params.min_p": same("min_p"),
+    "sampling_params.repetition_penalty": lacks(features.PENALTY, "1", "1.0"),
     "sampling_params.additional_kwargs": lacks(features.SAMPLING),
     "ref.model.path": lacks("the reference model is the model as it was at the start"),
     "update_ref_every_epoch": lacks("the reference follows the policy with sync_ref_model alone"),
@@ -257,7 +257,7 @@ NAMES: Mapping[str, Foreign] = {
     "eval_sampling_params.temperature": same("eval_temperature"),
     "eval_sampling_params.top_p": same("eval_top_p"),
     "eval_sampling_params.top_k": same("eval_top_k", {"-1": "0"}),
-    "eval_sampling_params.min_p": lacks(features.EVAL_SAMPLING, "0", "0.0"),
+    "eval_sampling_params.min_p": same("eval_min_p"),
     "eval_sampling_params.repetition_penalty": lacks(features.EVAL_SAMPLING, "1", "1.0"),
     "eval_sampling_params.max_generate_length": same("eval_max_completion_length"),
     "eval_sampling_params.stop": lacks(features.EVAL_SAMPLING),
@@ -364,7 +364,7 @@ def settle(values: Mapping[str, Any], given: Mapping[str, Sequence[str]], *, in_
         yield from _lora(values, given)
     else:
         yield from idle(given, {f"{_LORA}dropout": "0.0"}, without=f"{_LORA}rank")
-    yield from asked_once(values, eval_temperature=0.0, eval_top_p=1.0, eval_top_k=0)
+    yield from asked_once(values, eval_temperature=0.0, eval_top_p=1.0, eval_top_k=0, eval_min_p=0.0)
     if values.get("eval_steps") and not holds_out(values):
         yield Change(values={"eval_steps": None}, note=f"eval_interval ({values['eval_steps']}) does nothing without data.val_data.")
 

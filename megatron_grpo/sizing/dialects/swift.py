@@ -125,7 +125,7 @@ NAMES: Mapping[str, Foreign] = {
     "finetune": reads(_finetune, "`finetune`, with `mcore_model`; it does nothing without"),
     "optimizer": only("adam", features.OTHER_OPTIMIZER),
     "freeze_parameters_ratio": lacks(features.FREEZE_RATIO, "0", "0.0"),
-    "repetition_penalty": lacks(features.SAMPLING, "1", "1.0"),
+    "repetition_penalty": lacks(features.PENALTY, "1", "1.0"),
     "loss_scale": only("last_round", "the loss covers the completion, whole and alone"),
     "calculate_per_token_loss": lacks("loss_type says what the loss is averaged over"),
     "moe_router_load_balancing_type": lacks("load-balancing losses depend on the layout"),

@@ -132,10 +132,11 @@ def asked_once(values: Mapping[str, Any], **how: float) -> Iterator[Change]:
     if holds_out(values):
         found = {"num_generations_eval": 1, **how}
         if not values.get("eval_temperature", how["eval_temperature"]):  # greedy
-            idle = [name for name in ("eval_top_p", "eval_top_k") if values.get(name)]
+            cuts = ("eval_top_p", "eval_top_k", "eval_min_p")
+            idle = [name for name in cuts if values.get(name)]
             if idle:
                 yield Change(values=dict.fromkeys(idle), note=f"{' and '.join(idle)} does nothing at temperature 0, here as there.")
-            found = {name: value for name, value in found.items() if name not in ("eval_top_p", "eval_top_k")}
+            found = {name: value for name, value in found.items() if name not in cuts}
         yield Change(values={name: value for name, value in found.items() if name not in values})
 
 

@@ -7,6 +7,7 @@ import pytest
 
 from megatron_grpo.environments.template import ChatTemplate, Guards
 from megatron_grpo.environments.transcript import Transcript
+from megatron_grpo.types import Kept
 from tests.chat_models import DROPS, TEMPLATE, THINKS, TRIMS, chat_tokenizer
 
 QUESTION = [{"role": "user", "content": "q"}]
@@ -27,7 +28,8 @@ def talked(template: ChatTemplate, *turns: str, history="template", ends: int | 
     transcript = Transcript(template, QUESTION, history=history)
     for place, text in enumerate(turns):
         tokens = [*ids_of(template, text), *([] if ends is None else [ends])]
-        transcript.say(tokens, [-1.0] * len(tokens), 3)
+        kept = Kept(np.arange(len(tokens) + 1) * 2, np.array([word for token in tokens for word in (token, token + place + 1)]))
+        transcript.say(tokens, [-1.0] * len(tokens), 3, kept)
         if place < len(turns) - 1:
             transcript.hear(heard)
     return transcript
@@ -64,6 +66,10 @@ def test_a_template_that_rewrites_begins_a_context_where_it_does(source, turns):
         said += [{"role": "assistant", "content": text}, *HEARD]
         assert place < 3
     assert all(found.sequence.mask[end - 1] and not found.sequence.mask[begin] for begin, end in found.sequence.contexts)
+    words = found.sequence.kept.ids.reshape(-1, 2)
+    assert (words[:, 0] == found.sequence.token_ids[found.sequence.mask]).all(), "what they were drawn among goes with them"
+    turn = np.repeat(np.arange(len(turns)), [len(ids_of(template, text)) + 1 for text in turns])
+    assert (words[:, 1] - words[:, 0] == turn + 1).all()
     assert int(found.sequence.mask.sum()) == sum(len(ids_of(template, text)) + 1 for text in turns), "each drawn token is there once"
 
 

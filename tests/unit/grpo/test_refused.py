@@ -83,8 +83,6 @@ def test_all_problems_are_reported_together():
         ({"importance_sampling_level": "sequence"}, "3e-4"),
         ({"importance_sampling_level": "sequence", "epsilon": 3e-4, "loss_type": "dapo"}, "once per token"),
         ({"advantage_estimator": "reinforce_plus_plus", "exclude_dead_groups": True}, "whole batch"),
-        ({"top_p": 0.9}, "top_p 0.9: .*sampling/kl_k1 will say"),
-        ({"top_p": 0.9, "top_k": 50}, "top_p 0.9 and top_k 50"),
     ],
 )
 def test_warned_about(settings, says):
@@ -93,9 +91,20 @@ def test_warned_about(settings, says):
     assert re.search(says, warning), warning
 
 
-def test_the_bias_of_truncated_sampling_is_named_once_it_is_measured():
-    said = refused.truncated_sampling_warning(RolloutConfig(top_p=0.9), {"sampling/kl_k1": 0.05123})
-    assert "0.05123 nats per token" in said
+@pytest.mark.parametrize(
+    ("rollout", "says", "nearest"),
+    [
+        ({"top_k": 257}, "top_k (257) is more than 256: the ids of the words that it leaves travel with every token", {"top_k": [256, 0]}),
+        ({"top_p": 0.9}, "top_p (0.9) without top_k leaves any number of words", {"top_k": [64, 256], "top_p": [1.0]}),
+        ({"min_p": 0.1}, "min_p (0.1) without top_k leaves any number of words", {"top_k": [64, 256], "min_p": [0.0]}),
+        ({"min_p": 0.1, "top_k": 4, "rollout_func": "a.py:f"}, "top_k 4 and min_p 0.1 does not go with rollout_func", {}),
+        ({"min_p": 0.1, "top_k": 256, "top_p": 0.9}, None, {}),
+    ],
+)
+def test_what_is_left_of_the_vocabulary_must_be_able_to_travel(rollout, says, nearest):
+    found = refused.sampling_problems(Config(rollout=RolloutConfig(**rollout)))
+    assert [says in one.message for one in found] == ([True] if says else []) and all(one.nearest == nearest for one in found)
+    assert refused.warnings(Config(rollout=RolloutConfig(top_p=0.9, top_k=5))) == []
 
 
 def test_gspo_as_its_paper_has_it_is_quiet():

@@ -7,6 +7,7 @@ import time
 from functools import partial
 from unittest import mock
 
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -40,7 +41,7 @@ def expected(hidden, weight, targets, grads, with_entropy):
     return logprobs.detach(), entropy.detach(), hidden.grad, weight.grad
 
 
-def on_a_shard(rank, world_size, tensors, with_entropy, chunk_size, slope=None):
+def on_a_shard(rank, world_size, tensors, with_entropy, chunk_size, slope=None, kept=None):
     """One tensor-parallel rank's answer: (logprobs, entropy, partial grad of hidden summed over ranks, grad of its rows)."""
     import torch.distributed as dist
 
@@ -59,6 +60,7 @@ def on_a_shard(rank, world_size, tensors, with_entropy, chunk_size, slope=None):
         chunk_size=chunk_size,
         with_entropy=with_entropy,
         slope=slope and partial(slope, grads[0]),
+        kept=kept,
     )
     loss = (grads[0].to(logprobs.dtype) * logprobs).sum()
     if with_entropy:
@@ -275,3 +277,63 @@ class TestMemory:
         assert self.peak(ours) < bound
         # The measure sees what it should: the plain way holds at least one full tensor.
         assert self.peak(whole) > self.FULL
+
+
+class TestKeptWords:
+    """The softmax runs over some words of each position; over all where it has none."""
+
+    def kept(self):
+        generator = torch.Generator().manual_seed(1)
+        targets = make()[2]
+        words = [
+            torch.cat([target[None], torch.randint(0, VOCAB, (n % 6,), generator=generator)]).unique() for n, target in enumerate(targets)
+        ]
+        words[3] = words[8] = words[3][:0]
+        counts = [len(ids) for ids in words]
+        return vocab.KeptWords.of(np.cumsum([0, *counts]), torch.cat(words).numpy().astype(np.int32), torch.device("cpu"))
+
+    def expected(self, tensors, kept):
+        """As `expected`, with what was left out at -inf, in torch's own softmax."""
+        hidden, weight, targets, grads = tensors
+        hidden, weight = (tensor.detach().clone().requires_grad_() for tensor in (hidden, weight))
+        left = torch.ones(POSITIONS, VOCAB, dtype=torch.bool)
+        for position in range(POSITIONS):
+            if kept.at[position] < kept.at[position + 1]:
+                left[position] = False
+                left[position, kept.ids[kept.at[position] : kept.at[position + 1]]] = True
+        log_softmax = torch.log_softmax((hidden @ weight[:VOCAB].t() / TEMPERATURE).masked_fill(~left, -torch.inf), dim=-1)
+        logprobs = log_softmax.gather(1, targets[:, None])[:, 0]
+        entropy = -(log_softmax.exp() * log_softmax.masked_fill(~left, 0)).sum(dim=-1)
+        ((grads[0] * logprobs).sum() + (grads[1] * entropy).sum()).backward()
+        return logprobs.detach(), entropy.detach(), hidden.grad, weight.grad
+
+    @pytest.mark.parametrize("world_size", [1, 2, 6])
+    def test_values_and_gradients_equal_a_softmax_over_them(self, world_size):
+        """Some shards have none of a position's words, and the last of six has no word at all."""
+        tensors, kept = make(), self.kept()
+
+        def both_chunks(rank, world_size):
+            return [on_a_shard(rank, world_size, tensors, True, chunk, kept=kept) for chunk in (5, 64)]
+
+        by_rank = run_ranks(both_chunks, world_size) if world_size > 1 else [both_chunks(0, 1)]
+        right = self.expected(tensors, kept)
+        for answers in zip(*by_rank, strict=True):
+            for found in answers:
+                for value, wanted in zip(found[:3], right[:3], strict=True):
+                    torch.testing.assert_close(value, wanted, rtol=0, atol=1e-12)
+            torch.testing.assert_close(torch.cat([found[3] for found in answers]), right[3], rtol=0, atol=1e-12)
+
+    def test_gradients_made_in_the_forward_are_those_of_the_backward(self):
+        tensors, kept = make(), self.kept()
+        again, found = recomputed(partial(on_a_shard, kept=kept), 0, 1, tensors, False, 5, right)
+        wanted = self.expected((*tensors[:3], torch.stack([tensors[3][0], torch.zeros(POSITIONS)])), kept)
+        assert again == 0
+        for value, one in ((found[0], wanted[0]), *zip(found[2:], wanted[2:], strict=True)):
+            torch.testing.assert_close(value, one, rtol=0, atol=1e-12)
+
+    def test_gradcheck(self):
+        hidden, weight, targets, _ = make()
+        kept = vocab.KeptWords.of(np.array([0, 3, 3, 4]), np.array([targets[0], 2, 30, targets[2]]), torch.device("cpu"))
+        hidden, weight = hidden[:3].requires_grad_(), weight[:VOCAB].requires_grad_()
+        both = lambda *x: tuple(linear_logprobs(*x, targets[:3], temperature=0.6, chunk_size=2, with_entropy=True, kept=kept))  # noqa: E731
+        assert torch.autograd.gradcheck(both, (hidden, weight))

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_grpo.rollout import wire
+from megatron_grpo.types import Kept
 
 _texts = st.text(max_size=20)
 _small = st.integers(-(2**40), 2**40)
@@ -91,7 +92,7 @@ def test_an_unknown_field_inside_a_request_is_refused_by_its_name():
 
 def _same(one: wire.Drawn, other: wire.Drawn) -> bool:
     def arrays(drawn):
-        return [a for a in (drawn.tokens, drawn.logprobs, drawn.experts) if a is not None]
+        return [a for a in (drawn.tokens, drawn.logprobs, drawn.experts, *(drawn.kept or ())) if a is not None]
 
     pairs = list(zip(arrays(one), arrays(other), strict=True))
     return (one.text, one.reason, one.versions) == (other.text, other.reason, other.versions) and all(
@@ -104,12 +105,14 @@ def _drawn(draw):
     length = draw(st.integers(0, 9))
     bits = draw(st.lists(st.integers(0, 2**32 - 1), min_size=length, max_size=length))
     routed = draw(st.booleans())
+    counts = draw(st.none() | st.lists(st.integers(0, 3), min_size=length, max_size=length))
     return wire.Drawn(
         tokens=np.array(draw(st.lists(st.integers(-(2**31), 2**31 - 1), min_size=length, max_size=length)), np.int32),
         logprobs=np.array(bits, np.uint32).view(np.float32), text=draw(st.text(max_size=9)),
         reason=draw(st.sampled_from(["stop", "length"])),
         versions=((draw(st.integers(0, 9)), 0, length),),
         experts=np.arange(length * 6, dtype=np.int16).reshape(length, 3, 2) - 1 if routed else None,
+        kept=None if counts is None else Kept(np.cumsum([0, *counts]), np.arange(sum(counts), dtype=np.int32)),
     )  # fmt: skip
 
 
@@ -128,8 +131,12 @@ def test_lines_that_are_no_answers():
     assert wire.decode_line(wire.encode_line(wire.Answer(key="3", error="too long"))).error == "too long"
     whole = wire.encode_line(wire.Answer(key="3"))
     short = json.dumps({"key": "3", "completions": [{"tokens": "AAAAAA==", "logprobs": "", "text": "", "reason": "stop", "versions": []}]})
+    shorter = wire.encode_line(wire.Answer(key="3", completions=(wire.Drawn(
+        tokens=np.zeros(1, np.int32), logprobs=np.zeros(1), text="", reason="stop", versions=(),
+        kept=Kept(np.array([0, 1, 2]), np.array([5, 6])),
+    ),)))  # fmt: skip
     for line, says in ((whole[:-1], "in the middle of a line"), (whole[3:], "not of the expected form"),
-                       (b"[]\n", "not of the expected form"),
+                       (shorter, "2 kept words of 2 tokens, 2 by their counts, for 1 tokens"), (b"[]\n", "not of the expected form"),
                        (short.encode() + b"\n", "0 log-probs for 1 tokens"), (b'{"key": "3"}\n', "completions")):  # fmt: skip
         with pytest.raises(wire.Malformed, match=says):
             wire.decode_line(line)

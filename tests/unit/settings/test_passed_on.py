@@ -40,7 +40,9 @@ def said(**values) -> list[str]:
         ("megatron_extra_kwargs", {"batch_p2p_sync": "no"}, "batch_p2p_sync is bool in Megatron-Core's TransformerConfig, not 'no'"),
         ("generation_kwargs", {"ignore_eos": True, "skip_special_tokens": False}, None),
         ("generation_kwargs", {"max_tokens": 3}, "is the setting max_completion_length here"),
-        ("generation_kwargs", {"presence_penalty": 0.5}, "the trainer's softmax does not know of it"),
+        ("generation_kwargs", {"presence_penalty": 0.5}, "it makes a word's probability depend on which words were said before it"),
+        ("generation_kwargs", {"logit_bias": {"5": 1.0}}, "the trainer's softmax does not know of it"),
+        ("generation_kwargs", {"min_p": 0.1}, "is the setting min_p here"),
         ("generation_kwargs", {"structured_outputs": {"regex": "a"}}, "the trainer's softmax does not know of it"),
         ("generation_kwargs", {"logprobs": 3}, "how answers come is arranged here"),
         ("generation_kwargs", {"ignore_eoss": True}, "Did you mean ignore_eos?"),
@@ -87,7 +89,14 @@ def test_thinking_is_said_once():
 
 
 def test_an_evaluation_draws_as_training_does_unless_it_says_otherwise():
-    training = {"top_p": 0.9, "top_k": 7, "temperature": 0.8, "max_completion_length": 100, "generation_kwargs": {"ignore_eos": True}}
+    training = {
+        "top_p": 0.9,
+        "top_k": 7,
+        "min_p": 0.1,
+        "temperature": 0.8,
+        "max_completion_length": 100,
+        "generation_kwargs": {"ignore_eos": True},
+    }
     held_out = {"eval_datasets": {"a": "x"}}
     cfg = Config().with_values({**training, **held_out})
 
@@ -96,13 +105,15 @@ def test_an_evaluation_draws_as_training_does_unless_it_says_otherwise():
 
     how = drawn(cfg)
     assert (how.top_p, how.top_k, how.temperature, how.max_completion_length, how.more) == (0.9, 7, 0.8, 100, {"ignore_eos": True})
-    own = {"eval_top_p": 1.0, "eval_top_k": 0, "eval_temperature": 0.5, "eval_max_completion_length": 300,
+    assert how.min_p == 0.1 and not how.tells_kept and SamplingSettings.of(cfg.rollout, num_generations=16).tells_kept
+    own = {"eval_top_p": 1.0, "eval_top_k": 0, "eval_min_p": 0.2, "eval_temperature": 0.5, "eval_max_completion_length": 300,
            "eval_generation_kwargs": {"min_tokens": 2}}  # fmt: skip
     how = drawn(cfg.with_values(own))
+    assert how.min_p == 0.2
     assert (how.top_p, how.top_k, how.temperature, how.max_completion_length, how.more) == (1.0, 0, 0.5, 300, {"min_tokens": 2})
     assert longest_completion(cfg.with_values(own)) == 300 and longest_completion(cfg.with_values({**own, "eval_datasets": {}})) == 100
     greedy = drawn(cfg.with_values({"eval_temperature": 0.0}))
-    assert (greedy.n, greedy.top_p, greedy.top_k) == (1, 1.0, 0)
+    assert (greedy.n, greedy.top_p, greedy.top_k, greedy.min_p) == (1, 1.0, 0, 0.0)
     assert any("eval_top_k (5) does nothing with eval_temperature 0" in one for one in said(eval_temperature=0.0, eval_top_k=5))
     [sentence] = said(**held_out, eval_max_completion_length=300, rollout_func="a.py:f")
     assert "eval_max_completion_length (300) does not go with rollout_func" in sentence

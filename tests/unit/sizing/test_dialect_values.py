@@ -58,8 +58,9 @@ TRL_EVALUATES = "--eval_strategy steps --eval_steps 7"
         ),
         (
             "skyrl",
-            "data.val_data=a.jsonl generator.eval_sampling_params.temperature=1.0 generator.sampling_params.top_p=0.9",
-            dict(eval_temperature=1.0, eval_top_p=1.0, eval_top_k=0, num_generations_eval=1),
+            "data.val_data=a.jsonl generator.eval_sampling_params.temperature=1.0 generator.sampling_params.top_p=0.9 "
+            "generator.sampling_params.top_k=20 generator.sampling_params.min_p=0.1",
+            dict(eval_temperature=1.0, eval_top_p=1.0, eval_top_k=0, eval_min_p=0.0, num_generations_eval=1, min_p=0.1),
         ),
         ("skyrl", "trainer.policy.megatron_config.transformer_config_kwargs.fp8=e4m3", dict(fp8_format="e4m3")),
         (

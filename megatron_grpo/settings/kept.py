@@ -1,0 +1,56 @@
+"""What sampling from less than the whole vocabulary (top_k, top_p, min_p) asks of the other settings. No torch.
+
+The trainer's softmax runs over the words that were left, so that its log-probs are those of the distribution drawn from. Their ids travel
+with every token, from the sampler to where the row trains.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron_grpo.settings.config import Config, RolloutConfig
+from megatron_grpo.settings.tuner import Pair
+
+# The largest top_k: its words are a kilobyte a token, at each place where a row waits or travels.
+MOST = 256
+USUAL = 64  # what is said where a top_k is missing
+
+
+def is_cut(rollout: RolloutConfig) -> bool:
+    """Whether training draws from less than the whole vocabulary."""
+    return rollout.top_k > 0 or rollout.top_p < 1 or rollout.min_p > 0
+
+
+def in_words(rollout: RolloutConfig) -> str:
+    """`top_k 5 and top_p 0.9`"""
+    cuts = {"top_k": (rollout.top_k, 0), "top_p": (rollout.top_p, 1), "min_p": (rollout.min_p, 0)}
+    return " and ".join(f"{name} {value:g}" for name, (value, off) in cuts.items() if value != off)
+
+
+def pairs(cfg: Config) -> Iterator[Pair]:
+    """(settings, what is wrong, nearest values) of each problem."""
+    rollout = cfg.rollout
+    if not is_cut(rollout):
+        return
+    if rollout.top_k > MOST:
+        yield (
+            ("top_k",),
+            f"top_k ({rollout.top_k}) is more than {MOST}: the ids of the words that it leaves travel with every token, for the trainer's "
+            f"softmax runs over them. Use {MOST}, or 0, which draws from all words.",
+            {"top_k": [MOST, 0]},
+        )
+    if rollout.top_k == 0:
+        flag, value, off = ("top_p", rollout.top_p, 1.0) if rollout.top_p < 1 else ("min_p", rollout.min_p, 0.0)
+        yield (
+            (flag, "top_k"),
+            f"{flag} ({value:g}) without top_k leaves any number of words, and their ids travel with every token, for the trainer's "
+            f"softmax runs over them. Add top_k, at most {MOST}: for example top_k {USUAL}.",
+            {"top_k": [USUAL, MOST], flag: [off]},
+        )
+    if rollout.rollout_func is not None:
+        yield (
+            ("top_k" if rollout.top_k else "top_p" if rollout.top_p < 1 else "min_p", "rollout_func"),
+            f"{in_words(rollout)} does not go with rollout_func: nobody knows which request drew which of the tokens that it returns, so "
+            "not which words were left for each. Leave top_k, top_p and min_p out.",
+            {},
+        )

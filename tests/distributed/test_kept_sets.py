@@ -1,0 +1,110 @@
+"""Sampling from what top_k, top_p and min_p leave: the trainer's softmax is that of the sampler, exact in every layout."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+
+from tests import parity_cases as cases
+from tests.ranks import run_ranks
+from tests.tiny_models import load_tiny, write_tiny
+
+GROUPS = ((3, (5, 1, 4, 8)), (1, (2, 12)), (7, (2, 9)))
+# Entropies and the KL to the reference are of the kept words too, and their gradients.
+LOSS = dict(loss_type="cispo", entropy_coef=0.01, beta=0.05, rollout_importance_sampling_mode="token_truncate")
+CUT = dict(temperature=0.7, top_k=5, top_p=0.9, min_p=0.02)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """(path, a batch whose tokens were drawn among a few words or among all, settings by loss, what each should give)."""
+    path = write_tiny(tmp_path_factory.mktemp("models") / "dense", **cases.MODELS["dense"])
+    [samples] = cases.stored_rollout(path, vocab=125, groups=GROUPS)
+    batches = [cases.with_kept(path, samples, vocab=125)]
+    losses = {"cispo": LOSS, "slope": {}}
+    return path, batches, losses, {name: cases.reference(path, cases.settings(**loss), batches) for name, loss in losses.items()}
+
+
+@pytest.mark.parametrize("layout", ["1", "TP2 SP", "CP2", "PP2"])
+def test_steps_over_kept_words_equal_float64(made, layout):
+    """With entropy's gradient, and with gradients that are made in the forward; each prompt computed once, and apart."""
+    path, batches, losses, right = made
+    shared = dict(max_tokens_per_micro_batch=32, **cases.SHARED)
+    runs = {"cispo": losses["cispo"] | dict(micro_batch_size=2), "slope": losses["slope"] | shared}
+    found = cases.compare("dense", path, cases.LAYOUTS[layout], runs, batches, right)
+    assert [(key, distance) for key, distance in found.items() if not distance.within()] == []
+
+
+def all_words(kept):
+    return None
+
+
+def a_token_late(kept):
+    return kept.taken(np.roll(np.arange(len(kept.counts)), 1))
+
+
+@pytest.mark.parametrize("mistake", [all_words, a_token_late])
+def test_a_mistake_of_kept_words_is_seen(made, mistake):
+    path, batches, losses, right = made
+    cfg = cases.settings(**losses["cispo"], micro_batch_size=4)
+
+    def tamper(policy):
+        real = policy.train_step
+        wrong = lambda batch: [dataclasses.replace(micro, kept=mistake(micro.kept)) for micro in batch.micro_batches]  # noqa: E731
+        policy.train_step = lambda batch: real(dataclasses.replace(batch, micro_batches=tuple(wrong(batch))))
+
+    [found] = run_ranks(lambda rank, world: cases.train(rank, world, path, cfg, batches, tamper), 1)
+    assert cases.distance(found, right["cispo"]).gradient > 0.01
+
+
+def test_the_sampler_and_the_trainer_have_one_softmax(tmp_path):
+    """As near as without a cut, where each is the log of a probability among all words. What is left is what transformers' logits say."""
+    path = write_tiny(tmp_path / "model", vocab=125, layers=2, std=0.1)
+
+    def body(rank, world):
+        from megatron_grpo.rollout.colocated import ColocatedEngine
+        from megatron_grpo.rollout.engine import SamplingSettings
+        from megatron_grpo.rollout.kept import check
+        from megatron_grpo.settings.config import RolloutConfig
+        from megatron_grpo.types import Prompt
+
+        policy = cases.build(path, cases.settings(temperature=0.7), world)
+        limits = RolloutConfig(vllm_kv_cache_memory_mb=8, vllm_max_num_seqs=32)
+        engine = ColocatedEngine.build(limits, model_path=path, dtype="float32", max_model_len=64, seed=0, rank=rank, world_size=world)
+        prompts = [Prompt(number=i, row=i, raw="", token_ids=tuple(range(4 + i, 12 + 2 * i)), columns={}) for i in range(3)]
+        model, apart, counts = load_tiny(path), {}, []
+        for name, rollout in (("cut", RolloutConfig(**CUT)), ("whole", RolloutConfig(temperature=0.7))):
+            sampling = dataclasses.replace(SamplingSettings.of(rollout, num_generations=3), max_completion_length=16)
+            drawn = [one for group in engine.generate(prompts, sampling, seed=1) for one in group.completions]
+            scored = policy.score([one.sequence for one in drawn])
+            gaps = [np.abs(ours - one.logprobs)[one.sequence.mask] for ours, one in zip(scored, drawn, strict=True)]
+            apart[name] = float(np.concatenate(gaps).max())
+            if name == "cut":
+                over_all = policy.score([dataclasses.replace(one.sequence, kept_at=None, kept_ids=None) for one in drawn])
+                gaps = [np.abs(ours - one.logprobs)[one.sequence.mask] for ours, one in zip(over_all, drawn, strict=True)]
+                apart["mutant"] = float(np.concatenate(gaps).max())
+                for one in drawn:
+                    check(one.sequence, 5)
+                    with torch.no_grad():
+                        logits = model(torch.from_numpy(one.sequence.token_ids)[None]).logits[0].double() / 0.7
+                    for number, at in enumerate(np.flatnonzero(one.sequence.mask)):
+                        words = one.sequence.kept_ids[one.sequence.kept_at[number] : one.sequence.kept_at[number + 1]]
+                        assert sorted(words.tolist()) == left_of(logits[at - 1])
+                        counts.append(len(words))
+        return apart, counts
+
+    [(apart, counts)] = run_ranks(body, 1)
+    assert apart["whole"] < 1e-4 and apart["cut"] < 1e-4, apart
+    assert apart["mutant"] > 0.1 and {*counts} >= {3, 4, 5}, (apart, counts)
+
+
+def left_of(logits: torch.Tensor) -> list[int]:
+    """min_p first, then top_k, then top_p of what these left: as vLLM does."""
+    p = logits.softmax(-1)
+    p = torch.where(p >= CUT["min_p"] * p.max(), p, 0.0)
+    values, ids = p.topk(CUT["top_k"])
+    before = (values / values.sum()).cumsum(0) - values / values.sum()
+    return sorted(ids[(values > 0) & (before < CUT["top_p"])].tolist())

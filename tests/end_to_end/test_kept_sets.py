@@ -1,0 +1,61 @@
+"""Whole runs that draw from less than the vocabulary: sampler and trainer agree, and rows that wait keep the words that were left."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+
+from tests.chat_models import DROPS, write_chat
+from tests.end_to_end import scripted
+from tests.end_to_end.runs import records, train, write_inputs
+from tests.ranks import run_ranks
+
+CUT = [*("--temperature", "0.7"), *("--top_k", "5"), *("--top_p", "0.9")]
+SAME = ("loss", "grad_norm", "kl", "entropy", "num_tokens", "sampling/logp_difference/mean")
+ENVIRONMENT = """
+from megatron_grpo.environments.protocol import Environment, Reply
+
+class Counts(Environment):
+    def reply(self, turn):
+        return Reply(messages=[{"role": "user", "content": str(len(turn.text))}], reward=len(turn.text) % 3 / 2)
+"""
+
+
+def test_rows_that_wait_keep_their_words_over_a_checkpoint_and_another_layout(tmp_path):
+    flags = [
+        *write_inputs(tmp_path, rows=12, layers=1, hidden=16, ffn=16, std=0.4),
+        *CUT,
+        *("--global_batch_size", "8"),
+        *("--steps_per_generation", "2"),
+    ]
+    flags += [*("--num_iterations", "2"), *("--beta", "0.02"), *("--log_entropy", "true"), *("--max_tokens_per_micro_batch", "64")]
+    flags += [*("--max_steps", "4"), *("--save_steps", "3"), *("--save_total_limit", "3"), *("--export_hf", "false")]
+    whole, other = tmp_path / "whole", tmp_path / "other"
+    assert run_ranks(train, 1, [*flags, "--share_prompts", "true", "--output_dir", str(whole)], timeout=180) == [0]
+    one = records(whole / "metrics.jsonl")
+    assert all(step["sampling/logp_difference/max"] < 1e-4 for step in one), "of the same words, at the weights that drew"
+    assert 1 < one[0]["sampling/kept_words"] < one[0]["sampling/kept_words_max"] <= 5 and "sampling/kept_words" not in one[-1]
+    shutil.copytree(whole, other)
+    changed = ["--resume", str(other / "checkpoints" / "iter_0000003"), "--share_prompts", "false", "--output_dir", str(other)]
+    assert run_ranks(scripted.train, 2, [*flags, *changed, "--tensor_model_parallel_size", "2"], timeout=180) == [0, 0]  # samples nothing
+    wanted, found = ({name: steps[-1][name] for name in SAME} for steps in (one, records(other / "metrics.jsonl")))
+    assert found == pytest.approx(wanted, rel=1e-5, abs=1e-6)
+
+
+def test_turns_of_episodes_have_their_words_and_an_adapter_trains_on_them(tmp_path):
+    write_chat(tmp_path / "model", template=DROPS, ends=10.5, layers=1)
+    rows = [{"prompt": [{"role": "user", "content": f"q {i}"}]} for i in range(4)]
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "mine.py").write_text(ENVIRONMENT)
+    flags = [
+        *("--model", str(tmp_path / "model")), *("--dataset", str(tmp_path / "data.jsonl")), *("--reward_funcs", "environment"),
+        *("--environment", f"{tmp_path}/mine.py:Counts"), *("--max_turns", "2"), *("--max_completion_length", "90"), *("--lr", "1e-2"),
+        *("--torch_dtype", "float32"), *("--num_generations", "4"), *("--global_batch_size", "8"), *("--micro_batch_size", "2"),
+        *("--vllm_kv_cache_memory_mb", "32"), *("--max_steps", "2"), *("--export_hf", "false"), *("--tuner_type", "lora"),
+        *("--temperature", "0.7"), *("--top_k", "40"), *("--min_p", "0.01"), *("--output_dir", str(tmp_path / "out")),
+    ]  # fmt: skip
+    assert run_ranks(train, 1, flags, timeout=180) == [0]
+    for step in records(tmp_path / "out" / "metrics.jsonl"):
+        assert step["episodes/turns"] > 1 and step["sampling/logp_difference/max"] < 1e-4 and step["sampling/kept_words_max"] <= 40
