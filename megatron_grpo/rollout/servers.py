@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar, cast
+from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 import torch
@@ -291,18 +291,7 @@ class ServerEngine:
     # ----
 
     def _told(self, work: Callable[[], Value]) -> Value:
-        """What `work` gives on rank 0, on every rank; or what it raises. Others wait for it as long as it takes."""
-        value: Value | None = None
-        failure: Exception | None = None
-        if collectives.rank() == 0:
-            try:
-                value = work()
-            except TOLD as error:
-                failure = error
-        value, failure = collectives.from_rank((value, failure), 0, self._patient)
-        if failure is not None:
-            raise failure
-        return cast(Value, value)
+        return collectives.told(work, TOLD)
 
 
 class ServerFlight:

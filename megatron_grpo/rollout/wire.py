@@ -182,6 +182,10 @@ class State:
     tells_experts: bool = False  # completions come with the experts that their tokens were routed to
     limit_images: int = 0  # pictures of a prompt; 0: the model sees none
     max_pixels: int = 0  # of a picture
+    is_frozen: bool = False  # nobody may claim it or push to it: it answers /prompt_logprobs alone, to all who have the token
+    vocabulary: str = ""  # of a frozen one's tokenizer: `data.chat.vocabulary_of`
+    fingerprint: str = ""  # of a frozen one's model: its configuration and weights
+    vocab_size: int = 0  # of a frozen one's model: token ids below it have log-probs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -327,34 +331,36 @@ def decode_line(line: bytes) -> Answer | None:
 
 def _drawn_form(drawn: Drawn) -> dict[str, Any]:
     form: dict[str, Any] = {
-        "tokens": _packed(drawn.tokens, "<i4"),
-        "logprobs": _packed(drawn.logprobs, "<f4"),
+        "tokens": packed(drawn.tokens, "<i4"),
+        "logprobs": packed(drawn.logprobs, "<f4"),
         "text": drawn.text,
         "reason": drawn.reason,
         "versions": [{"version": version, "begin": begin, "end": end} for version, begin, end in drawn.versions],
     }
     if drawn.experts is not None:
-        form["experts"] = {"shape": list(drawn.experts.shape), "ids": _packed(drawn.experts, "<i2")}
+        form["experts"] = {"shape": list(drawn.experts.shape), "ids": packed(drawn.experts, "<i2")}
     return form
 
 
 def _drawn(form: Mapping[str, Any]) -> Drawn:
     routes = form.get("experts")
-    tokens, logprobs = _unpacked(form["tokens"], "<i4"), _unpacked(form["logprobs"], "<f4")
+    tokens, logprobs = unpacked(form["tokens"], "<i4"), unpacked(form["logprobs"], "<f4")
     if len(tokens) != len(logprobs):
         raise Malformed(f"{len(logprobs)} log-probs for {len(tokens)} tokens")
     return Drawn(
         tokens=tokens, logprobs=logprobs, text=form["text"], reason=form["reason"],
         versions=tuple((span["version"], span["begin"], span["end"]) for span in form["versions"]),
-        experts=None if routes is None else _unpacked(routes["ids"], "<i2").reshape(routes["shape"]),
+        experts=None if routes is None else unpacked(routes["ids"], "<i2").reshape(routes["shape"]),
     )  # fmt: skip
 
 
-def _packed(values: Any, dtype: str) -> str:
+def packed(values: Any, dtype: str) -> str:
+    """Base64 of their bytes."""
     return base64.b64encode(np.ascontiguousarray(values, dtype).tobytes()).decode()
 
 
-def _unpacked(text: str, dtype: str) -> np.ndarray:
+def unpacked(text: str, dtype: str) -> np.ndarray:
+    """What `packed` made. Raises ValueError."""
     return np.frombuffer(base64.b64decode(text, validate=True), dtype).astype(np.dtype(dtype).newbyteorder("="))
 
 

@@ -1,0 +1,117 @@
+"""On-policy distillation with a real frozen server: a teacher of another size that nobody can push to, and its student."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_grpo.rollout import wire
+from megatron_grpo.rollout.wire_scores import ROUTE, PromptLogprobs, decode_scores
+from tests.end_to_end.runs import records, train, write_inputs
+from tests.ranks import run_ranks
+from tests.servers import TOKEN, Refusal, Server
+from tests.tiny_models import hf_logprobs, load_tiny, write_tiny
+
+STEPS = 24
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("teacher")
+
+
+@pytest.fixture(scope="module")
+def teacher(folder):
+    """(its server, its directory): three layers where the student has two, and wider."""
+    path = write_tiny(folder / "large", hidden=96, layers=3, ffn=160, seed=1)
+    server = Server(folder / "server", path, "--frozen", "true", "--vllm_max_model_len", "64")
+    try:
+        yield server.wait(), path
+    finally:
+        server.close()
+
+
+def test_it_scores_as_transformers_does_and_refuses_everything_else(teacher):
+    server, path = teacher
+    model = load_tiny(path)
+    rng = np.random.default_rng(3)
+    sequences = tuple(tuple(rng.integers(4, 128, length).tolist()) for length in (2, 9, 40, 63))
+    first = (1, 4, 12, 1)
+    body = PromptLogprobs(sequences=sequences, first=first)
+    for _ in range(2):  # the second time the prefix cache holds all of them
+        found = dict(filter(None, map(decode_scores, server.call(ROUTE, body).splitlines(keepends=True))))
+        assert found.keys() == {0, 1, 2, 3}
+        for place, (ids, begin) in enumerate(zip(sequences, first, strict=True)):
+            expected = hf_logprobs(model, list(ids))[begin - 1 :].numpy()
+            assert found[place].shape == expected.shape and np.abs(found[place] - expected).max() < 1e-4
+    state = server.state()
+    assert state.is_frozen and state.version is None and state.vocab_size == 128 and state.fingerprint and state.vocabulary
+
+    def said(path, body, status=409):
+        with pytest.raises(Refusal) as caught:
+            server.call(path, body)
+        assert caught.value.status == status
+        return str(caught.value)
+
+    for path, body in (
+        ("/claim", wire.Claim(run="r", incarnation="1")), ("/weights", wire.WeightPush(version=0, link="l")),
+        ("/adapter", wire.Nothing()), ("/join", wire.Nothing()), ("/generate", wire.Nothing()), ("/score", wire.Nothing()),
+    ):  # fmt: skip
+        assert "this server is frozen" in said(path, body) and path in said(path, body)
+    assert "at most 63 (max_model_len - 1) tokens" in said(ROUTE, PromptLogprobs(sequences=(tuple([5] * 64),), first=(1,)), 400)
+    assert "token id 128 is not among the 128" in said(ROUTE, PromptLogprobs(sequences=((5, 128),), first=(1,)), 400)
+    connection, answer = server.request("POST", ROUTE, b"{}", headers={})
+    assert answer.status == 401
+    connection.close()
+    assert [server.state().boot, server.state().owner] == [state.boot, None]
+
+
+def without_rewards(flags: list[str]) -> list[str]:
+    at = flags.index("--reward_funcs")
+    return [*flags[:at], *flags[at + 2 :]]
+
+
+@pytest.fixture
+def named(teacher, monkeypatch):
+    """The flags that name the teacher, and its token where runs look for it."""
+    monkeypatch.setenv("MEGATRON_GRPO_TOKEN", TOKEN)
+    return ["--teacher_model_server", f"@{teacher[0].address_file}"]
+
+
+def kl_to(teacher, student) -> float:
+    """Mean over places of KL(student || teacher), exactly, on texts that neither was trained on."""
+    ids = torch.from_numpy(np.random.default_rng(11).integers(4, 128, (16, 12)))
+    with torch.no_grad():
+        p, q = (load_tiny(path)(ids).logits.log_softmax(-1) for path in (student, teacher))
+    return float((p.exp() * (p - q)).sum(-1).mean())
+
+
+def test_a_student_without_any_reward_comes_closer_to_its_teacher(teacher, folder, named):
+    flags = without_rewards(write_inputs(folder / "run"))
+    flags += ["--output_dir", str(folder / "out"), "--max_steps", str(STEPS), "--lr", "3e-3", "--save_steps", str(STEPS)]
+    assert run_ranks(train, 2, [*flags, *named], timeout=180) == [0, 0]
+    steps = records(folder / "out" / "metrics.jsonl")
+    kl = [step["teacher_kl"] for step in steps]
+    assert np.mean(kl[-3:]) < 0.75 * np.mean(kl[:3]), kl
+    assert all("reward" not in step and step["time/teacher"] > 0 for step in steps)
+    before, after = (kl_to(teacher[1], path) for path in (folder / "run" / "model", folder / "out" / "hf"))
+    assert after < 0.9 * before, (before, after)
+
+
+def test_another_vocabulary_is_refused_before_a_model_loads(folder, named, capfd):
+    flags = write_inputs(folder / "other", vocab=120)
+    assert run_ranks(train, 1, [*flags, *named, "--output_dir", str(folder / "none")]) == [2]
+    said = capfd.readouterr().err
+    assert "whose tokenizer has other words than the policy's" in said and not (folder / "none" / "metrics.jsonl").exists()
+    assert run_ranks(train, 1, [*write_inputs(folder / "long"), *named, "--output_dir", str(folder / "none"),
+                                "--max_completion_length", "100"]) == [2]  # fmt: skip
+    assert "start it with --vllm_max_model_len 107" in capfd.readouterr().err
+
+
+def test_a_frozen_server_is_no_rollout_server(teacher, folder, named, capfd):
+    flags = ["--vllm_mode", "server", "--vllm_server_host", f"@{teacher[0].address_file}", "--output_dir", str(folder / "none")]
+    inputs = write_inputs(folder / "pushed")
+    at = inputs.index("--vllm_kv_cache_memory_mb")
+    assert run_ranks(train, 1, [*inputs[:at], *flags]) == [2]
+    assert "is frozen, and takes no weights of a run" in capfd.readouterr().err
