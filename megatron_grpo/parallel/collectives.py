@@ -125,6 +125,7 @@ def from_rank(value: Any, source: int, group: Group = None) -> Any:
 
 def told(work: Callable[[], Value], failures: tuple[type[Exception], ...]) -> Value:
     """What `work` gives on rank 0, on every rank; or what it raises, if that is one of `failures`. Others wait as long as it takes."""
+    group = patient_group()  # the first call makes it, which waits no longer than a job's own group does
     value: Value | None = None
     failure: Exception | None = None
     if rank() == 0:
@@ -132,7 +133,7 @@ def told(work: Callable[[], Value], failures: tuple[type[Exception], ...]) -> Va
             value = work()
         except failures as error:
             failure = error
-    value, failure = from_rank((value, failure), 0, patient_group())
+    value, failure = from_rank((value, failure), 0, group)
     if failure is not None:
         raise failure
     return cast(Value, value)

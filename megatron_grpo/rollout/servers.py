@@ -69,7 +69,6 @@ class ServerEngine:
         what `prepare` does. tells_experts: completions have the experts that their tokens were routed to. eyes: of a model that sees."""
         self._eyes = eyes
         self.tells_experts = tells_experts
-        self._patient = collectives.patient_group()
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
         self._pusher: Pusher | None = None
         # What a server was started with is never version 0: nobody knows which files it read.

@@ -70,9 +70,9 @@ def longest_completion(cfg: Config) -> int:
 
 
 def score_of(cfg: Config, names: Sequence[str]) -> str:
-    """The reward that counts. names: of the functions, in the order of reward_funcs."""
-    asked = cfg.eval.eval_reward
-    return dict(zip(cfg.rewards.reward_funcs, names)).get(asked, asked) if asked else names[0]
+    """The reward that counts; "" where there is none, and nothing is evaluated. names: of the functions, in the order of reward_funcs."""
+    asked = cfg.eval.eval_reward or next(iter(names), "")
+    return dict(zip(cfg.rewards.reward_funcs, names)).get(asked, asked)
 
 
 def evaluation_pairs(cfg: Config) -> Iterator[Pair]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 import torch
@@ -9,6 +11,7 @@ import torch
 from megatron_grpo.rollout import wire
 from megatron_grpo.rollout.wire_scores import ROUTE, PromptLogprobs, decode_scores
 from tests.end_to_end.runs import records, train, write_inputs
+from tests.end_to_end.test_whatif import whatif
 from tests.ranks import run_ranks
 from tests.servers import TOKEN, Refusal, Server
 from tests.tiny_models import hf_logprobs, load_tiny, write_tiny
@@ -97,6 +100,28 @@ def test_a_student_without_any_reward_comes_closer_to_its_teacher(teacher, folde
     assert all("reward" not in step and step["time/teacher"] > 0 for step in steps)
     before, after = (kl_to(teacher[1], path) for path in (folder / "run" / "model", folder / "out" / "hf"))
     assert after < 0.9 * before, (before, after)
+
+
+def test_what_the_teacher_said_outlives_a_resume_and_can_be_weighed_otherwise_afterwards(folder, named):
+    """Of a rollout of two steps the second is trained from a checkpoint, by rows that had waited in it. No teacher is asked again."""
+    inputs = [*write_inputs(folder / "two"), "--save_steps", "1", "--record_rows", "true", "--export_hf", "false"]
+    inputs += ["--steps_per_generation", "2", "--max_steps", "2", "--verify_weight_push", "false"]
+    assert run_ranks(train, 1, [*inputs, *named, "--output_dir", str(folder / "whole")]) == [0]
+    first = str(folder / "whole" / "checkpoints" / "iter_0000001")
+    # Half of the coefficient: the resumed step is foretold by `whatif` on the rows that the whole run recorded.
+    changed = [*inputs, *named, "--output_dir", str(folder / "resumed"), "--resume", first, "--teacher_kl_coef", "0.5"]
+    assert run_ranks(train, 1, changed) == [0]
+    argv = [str(folder / "whole"), "--step", "1", "--json", "--try", "teacher_kl_coef=0.5"]
+    [(code, said)] = run_ranks(whatif, 1, argv)
+    assert code == 0, said
+    own, half = json.loads(said)["variants"]
+    [step] = [one for one in records(folder / "whole" / "metrics.jsonl") if one["step"] == 2]
+    [resumed] = [one for one in records(folder / "resumed" / "metrics.jsonl") if one["step"] == 2]
+    for name in ("loss", "grad_norm"):
+        assert own[name] == pytest.approx(step[name], rel=1e-5, abs=1e-7)
+        assert half[name] == pytest.approx(resumed[name], rel=1e-5, abs=1e-7)
+        assert half[name] != pytest.approx(own[name], rel=1e-2)
+    assert resumed["teacher_kl"] == pytest.approx(step["teacher_kl"], rel=1e-5) and resumed["staleness/max"] == 1
 
 
 def test_another_vocabulary_is_refused_before_a_model_loads(folder, named, capfd):
