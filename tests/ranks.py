@@ -36,6 +36,7 @@ ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "false",
     "CUDA_VISIBLE_DEVICES": "",
     "GLOO_SOCKET_IFNAME": "lo",
+    "JE_ARROW_MALLOC_CONF": "background_thread:false",  # pyarrow's allocator; a process with a second thread cannot be forked
 }
 
 

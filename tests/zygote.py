@@ -37,6 +37,9 @@ MODULES = (
     "vllm.distributed.device_communicators.cpu_communicator", "vllm.distributed.elastic_ep.elastic_execute", "compressed_tensors",
     "vllm.model_executor.layers.quantization.online.base", "vllm.plugins.lora_resolvers.filesystem_resolver",
     "vllm.lora.worker_manager", "vllm.lora.punica_wrapper.punica_cpu", "peft",
+    "vllm.entrypoints.launchers.cli_args", "vllm.v1.core.sched.scheduler", "vllm.plugins.lora_resolvers.hf_hub_resolver",
+    "vllm.v1.pool.flash_maxsim", "torch.profiler._cupti_monitor", "torch.utils.serialization.config",
+    "pyarrow.parquet", "pandas", "matplotlib.figure", "matplotlib.backends.backend_agg",
 )  # fmt: skip
 ROOT = Path(__file__).resolve().parents[1]
 GRACE_AFTER_FAILURE = 0.5  # seconds in which the other ranks of a failed run may still report their own error
@@ -82,6 +85,7 @@ def main(fd: int) -> None:
             importlib.import_module(name)
         except ImportError as error:  # an optional part; the test that needs it says so better than we could
             missing[name] = str(error)
+    _prepare_engines()
     gc.collect()
     gc.freeze()
     threads = os.listdir("/proc/self/task")
@@ -95,6 +99,19 @@ def main(fd: int) -> None:
         except EOFError:
             os._exit(0)  # some library prints pages about its own leaks at a regular exit
         send(control, serve(control, request))
+
+
+def _prepare_engines() -> None:
+    """What vLLM does in each process before its first engine, and half of that engine's start: it walks all loggers and all modules."""
+    try:
+        from vllm.config.logging import LoggingConfig
+        from vllm.logger import configure_logging_if_needed
+        from vllm.platforms import current_platform
+    except ImportError:
+        return
+    configure_logging_if_needed(LoggingConfig())
+    current_platform.register_triton_kernel_overrides()
+    type(current_platform).register_triton_kernel_overrides = classmethod(lambda cls: None)  # done, and inherited by every fork
 
 
 def _own_modules() -> list[str]:
@@ -225,6 +242,8 @@ def _fork(request: dict, rank: int, port: int, listener: socket.socket, control:
         faulthandler.enable(sys.stderr)
         faulthandler.register(signal.SIGUSR1, sys.stderr, all_threads=False)
         gc.enable()
+        # An engine that closes thaws all that is frozen: each collection behind it would walk, and copy, the zygote's heap, a second long.
+        gc.freeze = gc.unfreeze = lambda: None
         outcome = _run(request, rank, port, listener)
         try:
             blob = pickle.dumps(outcome)

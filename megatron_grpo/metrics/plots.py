@@ -85,7 +85,7 @@ def _draw(directory: Path, plot: Plot, history: History) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / f"{plot.file}.png"
     with written_whole(path) as stream:
-        figure.savefig(stream, format="png")
+        figure.canvas.print_png(stream)  # savefig would draw it twice, to lay it out first
     return path
 
 
@@ -98,7 +98,7 @@ def draw_together(path: Path, files: Sequence[str], history: History) -> bool:
     for place, plot in enumerate(drawn):
         _fill(figure.add_subplot(1, len(drawn), place + 1), plot, history)
     with written_whole(path) as stream:
-        figure.savefig(stream, format="png")
+        figure.canvas.print_png(stream)  # savefig would draw it twice, to lay it out first
     return True
 
 

@@ -65,6 +65,8 @@ class FusedAttention(PackedAttention):
     they are rotated at once, as on the local layers.
     """
 
+    DTYPES = (torch.bfloat16, torch.float16)  # Transformer Engine has no kernel in this layout for others, nor for parents
+
     def __init__(self, config, *, layer_number=1, softmax_scale=None, pg_collection, **more):
         """more: Megatron's arguments for Transformer Engine's attention."""
         super().__init__(config, layer_number=layer_number, softmax_scale=softmax_scale, pg_collection=pg_collection)
@@ -75,7 +77,7 @@ class FusedAttention(PackedAttention):
         )
 
     def forward(self, query, key, value, attention_mask, attn_mask_type=None, attention_bias=None, *, packed_seq_params: PackedStream):
-        if packed_seq_params.has_parents or query.dtype is torch.float32:  # of which Transformer Engine has no kernel in this layout
+        if packed_seq_params.has_parents or query.dtype not in self.DTYPES:
             return super().forward(query, key, value, attention_mask, packed_seq_params=packed_seq_params)
         q, k, v = query.squeeze(1), key.squeeze(1), value.squeeze(1)
         if rotations := packed_seq_params.rotations:

@@ -185,7 +185,7 @@ def layer_specs(
                 _take_norms_out(layer, shape.qkv_bias)
             continue
         if shape.moe and shape.moe.has_biases:
-            experts = layer.submodules.mlp.submodules.experts.submodules
+            experts = _parts(_parts(layer.submodules.mlp).experts)
             experts.linear_fc2 = of_biased_experts(experts.linear_fc2)
         layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = norm if shape.pre_norm else IdentityOp
         if shape.post_norm:
@@ -217,8 +217,13 @@ def _take_norms_out(layer: ModuleSpec, qkv_bias: bool) -> None:
     layer.submodules.input_layernorm = TENorm
     layer.submodules.self_attention.submodules.linear_qkv = with_bias(TEColumnParallelLinear, qkv_bias)
     layer.submodules.pre_mlp_layernorm = TENorm  # before experts it is one already
-    if hasattr(layer.submodules.mlp.submodules, "linear_fc1"):
-        layer.submodules.mlp.submodules.linear_fc1 = TEColumnParallelLinear
+    if hasattr(mlp := _parts(layer.submodules.mlp), "linear_fc1"):
+        mlp.linear_fc1 = TEColumnParallelLinear
+
+
+def _parts(spec: ModuleSpec | functools.partial):
+    """The submodules that a specification of an MLP names. Newer Megatron-Core (0.19) binds them to the function that builds it."""
+    return spec.keywords["submodules"] if isinstance(spec, functools.partial) else spec.submodules
 
 
 class LogProbHead(tensor_parallel.ColumnParallelLinear):

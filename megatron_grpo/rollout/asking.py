@@ -10,7 +10,7 @@ from megatron_grpo import activity
 from megatron_grpo.errors import ConfigError, GivenUp, RunError
 from megatron_grpo.rollout import wire, wire_pictures
 from megatron_grpo.rollout.dealing import CALLS, MOST_DEATHS, Dealing, chunk_size
-from megatron_grpo.rollout.fleet import Fleet, Member
+from megatron_grpo.rollout.fleet import LOST, Fleet, Member
 from megatron_grpo.rollout.http import Gone, Refused
 
 ENDS = ("stop", "length")  # "abort" is no answer
@@ -57,7 +57,7 @@ class Question:
             for _ in range(CALLS):
                 with self._changed:
                     self._open += 1
-                threading.Thread(target=self._serve, args=(fleet, member, size), daemon=True).start()
+                threading.Thread(target=self._serve, args=(fleet, member, size, member.times_claimed), daemon=True).start()
 
     @property
     def seconds(self) -> float:
@@ -102,41 +102,33 @@ class Question:
     def _is_over(self) -> bool:
         return self._dealing.is_done or self._refusal is not None or bool(self._dealing.deadly)
 
-    def _serve(self, fleet: Fleet, member: Member, size: int) -> None:
-        """One of a server's calls at a time, until nothing is left or it is lost."""
+    def _serve(self, fleet: Fleet, member: Member, size: int, since: int) -> None:
+        """One of a server's calls at a time, until nothing is left or it is lost. since: its `times_claimed`."""
         try:
-            while chunk := self._next(member, size):
-                self._call(fleet, member, chunk)
+            while chunk := self._next(member, size, since):
+                self._call(fleet, member, chunk, since)
         finally:
             with self._changed:
                 self._open -= 1
                 self._changed.notify_all()
 
-    def _next(self, member: Member, size: int) -> Asked:
+    def _next(self, member: Member, size: int, since: int) -> Asked:
         """Waits where all is with other servers, for those may be lost."""
         with self._changed:
-            while not self._is_over and member.trouble is None:
+            while not self._is_over and member.trouble is None and member.times_claimed == since:
                 if chunk := self._dealing.next_for(str(member), size):
                     return chunk
                 self._changed.wait(timeout=1.0)
             return ()
 
-    def _call(self, fleet: Fleet, member: Member, chunk: Asked) -> None:
+    def _call(self, fleet: Fleet, member: Member, chunk: Asked, since: int) -> None:
         died = False
         try:
             self._hear(member, chunk)
-        except Gone as error:
-            # Closed at its end: perhaps by what it was asked. Who stands still does not die of a prompt.
-            died = not error.is_silent
-            fleet.lose(member, error)
-        except wire.Malformed as error:
-            died = True
-            fleet.lose(member, error)
-        except Refused as error:
-            if not (error.is_conflict or error.is_failure):
+        except LOST as error:
+            if isinstance(error, Refused) and not (error.is_conflict or error.is_failure):
                 self._refuse(f"the rollout server {member} refused to sample: {error}")
-            died = error.is_failure
-            fleet.lose(member, error)
+            died = fleet.lose(member, error, since=since)
         finally:
             with self._changed:
                 self._dealing.ended(str(member), chunk, died=died)

@@ -39,6 +39,7 @@ class Member:
     state: wire.State | None = None  # as it answered the last claim; None: it was never ours
     trouble: str | None = "it was not asked yet"  # why it is not used; None: it is
     is_silent: bool = False  # it accepts calls and does not answer: asked again only by the thread, for each call would wait
+    times_claimed: int = 0  # by this process
     is_proven: bool = False  # it took a push of ours since it was started
     pictures: set[str] = field(default_factory=set)  # keys of those that it was sent since then
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -46,9 +47,11 @@ class Member:
     def __str__(self) -> str:
         return str(self.server)
 
-    def give_up(self, why: Exception) -> bool:
-        """Whether it was in use."""
+    def give_up(self, why: Exception, since: int | None = None) -> bool | None:
+        """Whether it was in use; None, and nothing changes, if it was claimed again since it had been claimed so often."""
         with self.lock:
+            if since not in (None, self.times_claimed):
+                return None
             was_used, self.trouble = self.trouble is None, str(why)
             self.is_silent = self.is_silent or getattr(why, "is_silent", False)
             return was_used
@@ -168,10 +171,16 @@ class Fleet:
         """Those that are ours and well."""
         return [member for member in self.members.values() if member.trouble is None]
 
-    def lose(self, member: Member, why: Exception) -> None:
-        """It is given up until the next push."""
-        if member.give_up(why):
+    def lose(self, member: Member, why: Exception, *, since: int | None = None) -> bool:
+        """It is given up until the next push, by a call that failed. Whether what was in flight may have killed it.
+
+        since: `times_claimed` of the server as the call began. A call from before the last claim says nothing of the server: the push
+        that a claim is for ends what is under way there.
+        """
+        was_used = member.give_up(why, since)
+        if was_used:
             self.say(f"rollout server {member} is given up until the next push: {why}")
+        return was_used is not None and is_death(why)
 
     # ---- who is there
 
@@ -247,7 +256,7 @@ class Fleet:
         if member.state is None or member.state.boot != state.boot:
             member.is_proven, member.pictures = False, set()
         with member.lock:
-            member.state, member.trouble = state, problem
+            member.state, member.trouble, member.times_claimed = state, problem, member.times_claimed + 1
 
     # ---- how they stay ours
 
@@ -274,6 +283,13 @@ class Fleet:
         for call in calls:
             with suppress(*LOST):  # it has gone, or is another's
                 call.wait(CONNECT)
+
+
+def is_death(why: Exception) -> bool:
+    """Closed at its end: perhaps by what it was asked. Who stands still does not die of a prompt."""
+    if isinstance(why, Refused):
+        return why.is_failure
+    return not getattr(why, "is_silent", False)
 
 
 def named(members: Sequence[Member]) -> str:

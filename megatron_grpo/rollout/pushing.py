@@ -51,7 +51,7 @@ class Pusher:
         Raises HolderChanged where that failed and may succeed if it is done again; WeightSyncError where it failed twice though everybody
         was there. An error of the update's own tensors is raised as it is.
         """
-        members = self.fleet.used
+        members = self._members()
         link = self._link_of(members)
         calls = [(member, Call(partial(self._order, member, update, link.name))) for member in members]
         try:
@@ -78,7 +78,7 @@ class Pusher:
             pictures=album.but((), album.pictures), bounds=album.bounds,
         )  # fmt: skip
         found: dict[str, list[list[float]]] = {}
-        asked = [(member, Call(partial(member.server.call, "POST", "/score", body, timeout=SCORE_SECONDS))) for member in self.fleet.used]
+        asked = [(member, Call(partial(member.server.call, "POST", "/score", body, timeout=SCORE_SECONDS))) for member in self._members()]
         lost = False
         for member, call in asked:
             try:
@@ -92,6 +92,12 @@ class Pusher:
         if lost:
             raise HolderChanged("a rollout server was lost before it had shown what it holds")
         return found
+
+    def _members(self) -> list[Member]:
+        """Those that are used. Raises HolderChanged where all were lost since they were gathered."""
+        if not (members := self.fleet.used):
+            raise HolderChanged("no rollout server is left")
+        return members
 
     # ---- the link
 

@@ -14,7 +14,7 @@ from megatron_grpo.errors import RunError
 from megatron_grpo.rollout import wire
 from megatron_grpo.rollout.asking import fault_of_answer
 from megatron_grpo.rollout.dealing import MOST_DEATHS
-from megatron_grpo.rollout.fleet import Fleet, Member
+from megatron_grpo.rollout.fleet import LOST, Fleet, Member
 from megatron_grpo.rollout.http import Gone, Refused
 from megatron_grpo.rollout.turns import Drawn, Key
 
@@ -22,7 +22,7 @@ BETWEEN_CALLS = 0.02  # seconds
 
 
 class NoServer(Exception):
-    """Turns are open, and no server is left that has the weights."""
+    """Turns are open, none is in flight any more, and no server is left that has the weights."""
 
 
 class ServerTurns:
@@ -75,8 +75,11 @@ class ServerTurns:
     def _send(self) -> None:
         waiting = [key for key in self._open if key not in self._flying]
         members = {str(member): member for member in self._fleet.used}
-        if waiting and not members:
-            raise NoServer
+        if not members:
+            # A server that one call lost may still answer others, and a push would end those.
+            if waiting and not self._flying:
+                raise NoServer
+            return
         by_member: dict[str, list[Key]] = {}
         for key in waiting:
             home = self._homes.get(key, "")
@@ -87,23 +90,18 @@ class ServerTurns:
             by_member.setdefault(home, []).append(key)
         for name, keys in by_member.items():
             body = wire.Generate(version=self.version, sampling=self._sampling, requests=tuple(self._open[key] for key in keys))
-            threading.Thread(target=self._call, args=(members[name], keys, body), daemon=True).start()
+            member = members[name]
+            threading.Thread(target=self._call, args=(member, keys, body, member.times_claimed), daemon=True).start()
 
-    def _call(self, member: Member, keys: Sequence[Key], body: wire.Generate) -> None:
+    def _call(self, member: Member, keys: Sequence[Key], body: wire.Generate, since: int) -> None:
+        """since: the server's `times_claimed`."""
         died = False
         try:
             self._hear(member, {request.key: key for key, request in zip(keys, body.requests, strict=True)}, body)
-        except Gone as error:
-            died = not error.is_silent
-            self._fleet.lose(member, error)
-        except wire.Malformed as error:
-            died = True
-            self._fleet.lose(member, error)
-        except Refused as error:
-            if not (error.is_conflict or error.is_failure):
+        except LOST as error:
+            if isinstance(error, Refused) and not (error.is_conflict or error.is_failure):
                 self._refuse(RunError(f"the rollout server {member} refused to sample: {error}"))
-            died = error.is_failure
-            self._fleet.lose(member, error)
+            died = self._fleet.lose(member, error, since=since)
         except BaseException as error:  # noqa: BLE001 - raised where turns are polled for
             self._refuse(error)
         finally:

@@ -19,7 +19,7 @@ from megatron_grpo import activity
 from megatron_grpo.errors import ConfigError, GivenUp, NobodySamples, Problem, RunError
 from megatron_grpo.rollout import wire
 from megatron_grpo.rollout.dealing import CALLS, Dealing, chunk_size
-from megatron_grpo.rollout.fleet import LOST, SECONDS_BETWEEN_SIGNS, SECONDS_BETWEEN_TRIES, Member, named, say_aloud
+from megatron_grpo.rollout.fleet import LOST, SECONDS_BETWEEN_SIGNS, SECONDS_BETWEEN_TRIES, Member, is_death, named, say_aloud
 from megatron_grpo.rollout.http import CONNECT, Call, Gone, Refused, Server, trust_of
 from megatron_grpo.rollout.wire_scores import ROUTE, PromptLogprobs, decode_scores
 from megatron_grpo.settings.config import Config
@@ -130,16 +130,15 @@ class Teacher:
                 time.sleep(SECONDS_BETWEEN_TRIES)
 
     def _look(self) -> list[Member]:
-        """Asks all that are not in use how they are, at the same time. Returns those of them that answered."""
+        """Asks all how they are, at the same time: one may have been started again, with another model. Returns those that answered."""
         try:
             for address in self._addresses():
                 if address not in self._members:
                     self._members[address] = Member(self._server_at(address))
         except ValueError as error:
             raise ConfigError([Problem(flags=(FLAG,), message=f"{FLAG}: {error}.")]) from error
-        asleep = [member for member in self._members.values() if member.trouble is not None]
-        answered = list(asleep)
-        for member, call in [(one, Call(partial(one.server.state, as_owner=False))) for one in asleep]:
+        answered = list(self._members.values())
+        for member, call in [(one, Call(partial(one.server.state, as_owner=False))) for one in answered]:
             try:
                 member.state = call.wait(2 * CONNECT)
                 member.trouble = self._needs.problem(member.state) or self._other_model(member.state)
@@ -238,7 +237,7 @@ class _Question:
         try:
             self._hear(member, chunk)
         except LOST as error:
-            died = not getattr(error, "is_silent", False)
+            died = is_death(error)
             if isinstance(error, Refused) and not (error.is_conflict or error.is_failure):
                 self._refuse(f"the teacher's server {member} cannot score what was drawn: {error}.")
             self._teacher.lose(member, error)

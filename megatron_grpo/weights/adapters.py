@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 
 from megatron_grpo.errors import ConfigError
 from megatron_grpo.weights.lora import (
@@ -35,7 +34,7 @@ from megatron_grpo.weights.lora import (
 from megatron_grpo.weights.mapping import WeightMap
 from megatron_grpo.weights.shape import ModelShape
 from megatron_grpo.weights.stored_adapter import adapter_problems
-from megatron_grpo.weights.writer import checkpoint_directory
+from megatron_grpo.weights.writer import checkpoint_directory, save_tensors
 
 Read = Callable[[str], torch.Tensor]
 
@@ -124,7 +123,7 @@ def write_adapter(
     """
     tensors = {PREFIX + name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in named}
     with checkpoint_directory(Path(directory), marker=CONFIG) as partial:
-        save_file(tensors, partial / WEIGHTS, metadata={"format": "pt"})
+        save_tensors(tensors, partial / WEIGHTS)
         (partial / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         (partial / BASE).write_text(json.dumps(dict(base), indent=2) + "\n", encoding="utf-8")
 

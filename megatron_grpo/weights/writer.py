@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from megatron_grpo.errors import ConfigError, Problem
@@ -46,6 +48,16 @@ def checkpoint_directory(out: Path, *, marker: str) -> Iterator[Path]:
             yield partial
     except FileExistsError as error:
         raise ConfigError([Problem(flags=("output_dir",), message=str(error))]) from error
+
+
+def save_tensors(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
+    """One .safetensors file. What the machine refuses is an OSError here too, of which callers know what to do."""
+    try:
+        save_file(dict(tensors), path, metadata={"format": "pt"})
+    except SafetensorError as error:
+        if found := re.search(r"\(os error (\d+)\)", str(error)):
+            raise OSError(int(found[1]), os.strerror(int(found[1])), str(path)) from error
+        raise
 
 
 class HfWriter:
@@ -99,7 +111,7 @@ class HfWriter:
         self._stack.__exit__(*error)
 
     def _flush(self) -> None:
-        save_file(self._pending, self._partial / f"shard-{len(self._shards)}", metadata={"format": "pt"})
+        save_tensors(self._pending, self._partial / f"shard-{len(self._shards)}")
         self._shards.append(tuple(self._pending))
         self._pending, self._pending_bytes = {}, 0
 

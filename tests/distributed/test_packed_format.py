@@ -1,4 +1,4 @@
-"""What Transformer Engine's attention is handed, read by an attention that needs no GPU: cumulative lengths, and RoPE by Megatron-Core."""
+"""What Transformer Engine is handed, read by an attention that needs no GPU: cumulative lengths, and rotated queries and keys."""
 
 from __future__ import annotations
 
@@ -17,31 +17,41 @@ def test_steps_from_cumulative_lengths_equal_float64(tmp_path, name):
     cfg = cases.settings(micro_batch_size=2, share_prompts="false", **layout.settings)
 
     def train(rank, world):
+        import megatron.core.extensions.transformer_engine as extensions
         import torch
 
         from megatron_grpo.policy import layers, model, stream
         from megatron_grpo.types import Segment
 
-        class ReadsCumulativeLengths(layers.PackedAttention):
-            """query [t, heads, k], as Megatron-Core hands it to a "thd" attention."""
+        local, calls = layers.PackedAttention, []
 
-            def forward(self, query, key, value, attention_mask, attn_mask_type=None, attention_bias=None, packed_seq_params=None):
+        class OfTransformerEngine(torch.nn.Module):
+            """query [t, heads, k], as Megatron-Core hands it to a "thd" attention -> [t, heads * k]. Its segments are all that it knows."""
+
+            def __init__(self, **as_megatron_does):
+                super().__init__()
+                self.local = local(**as_megatron_does)
+
+            def forward(self, query, key, value, attention_mask, attn_mask_type=None, packed_seq_params=None):
                 assert packed_seq_params.qkv_format == "thd"
                 cu = packed_seq_params.cu_seqlens_q.tolist()
                 segments = [Segment(start=a, end=b, length=b - a) for a, b in zip(cu, cu[1:], strict=False)]
-                packed = stream.packed_stream(segments, self.cp_group.size(), self.cp_group.rank(), torch.from_numpy)
-                out = super().forward(query[:, None], key[:, None], value[:, None], None, packed_seq_params=packed)
-                return out.squeeze(1)
+                assert packed_seq_params.max_seqlen_q == max(segment.length for segment in segments)
+                group = self.local.cp_group
+                packed = stream.packed_stream(segments, group.size(), group.rank(), torch.from_numpy)
+                calls.append(len(segments))
+                return self.local(query[:, None], key[:, None], value[:, None], None, packed_seq_params=packed).squeeze(1)
 
-        model.PackedAttention = ReadsCumulativeLengths
+        class Fused(layers.FusedAttention):
+            DTYPES = (torch.float32,)  # or float64 would say nothing of it
 
-        def as_for_transformer_engine(policy):
-            for chunk in policy.chunks:
-                chunk.use_te = True
-
-        return cases.train(rank, world, path, cfg, batches, as_for_transformer_engine)
+        # Ranks are processes of their own: nothing of this outlives them.
+        extensions.TEDotProductAttention = OfTransformerEngine
+        model.PackedAttention = Fused
+        return cases.train(rank, world, path, cfg, batches), calls
 
     right = cases.reference(path, cfg, batches)
-    for found in run_ranks(train, layout.world_size):
+    for found, calls in run_ranks(train, layout.world_size):
+        assert len(calls) == 4 * 4 and max(calls) > 1  # layers and micro-batches, of several segments
         distance = cases.distance(found, right)
         assert distance.within(), distance

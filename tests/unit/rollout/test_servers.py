@@ -9,12 +9,15 @@ from functools import partial
 
 import numpy as np
 import pytest
+import torch
 
-from megatron_grpo.rollout import wire
-from megatron_grpo.rollout.engine import SamplingSettings
+from megatron_grpo.rollout import pushing, wire
+from megatron_grpo.rollout.asking import Question
+from megatron_grpo.rollout.engine import HolderChanged, SamplingSettings
 from megatron_grpo.rollout.experts import WrongExperts
 from megatron_grpo.rollout.fleet import Fleet, Needs
-from megatron_grpo.rollout.http import Server
+from megatron_grpo.rollout.http import Gone, Server
+from megatron_grpo.rollout.server_turns import NoServer, ServerTurns
 from megatron_grpo.rollout.servers import ServerEngine
 from megatron_grpo.sync import Restoring
 from megatron_grpo.types import Prompt
@@ -144,3 +147,88 @@ def test_a_server_that_leaves_experts_out_is_no_server_to_replay_from(engine_of)
     engine, _ = engine_of(all_at_once, tells_experts=True)
     with pytest.raises(WrongExperts, match="without the experts"):
         engine.generate(PROMPTS, SAMPLING, seed=7)
+
+
+# ---- calls that are in flight as servers are lost, and taken up again ----------------------------------------------------------------
+
+
+def drawn(body):
+    """Answers to turns."""
+    for request in body.requests:
+        yield wire.encode_line(replace(answer(replace(request, key="0"), body.version), key=request.key))
+
+
+def until(is_so):
+    end = time.monotonic() + 60
+    while not is_so():
+        assert time.monotonic() < end
+        time.sleep(0.01)  # nobody tells: what is waited for happens in another thread
+
+
+def test_turns_in_flight_on_a_server_that_was_lost_are_drawn_before_anything_is_pushed(engine_of):
+    gate = threading.Event()
+
+    def one_breaks(server, body):
+        if len(body.requests[0].ids) == 1:
+            raise Broken
+        gate.wait()
+        yield from drawn(body)
+
+    engine, [server] = engine_of(one_breaks)
+    fleet = engine._pusher.fleet
+    turns = ServerTurns(fleet, wire.Sampling(), version=1)
+    for key, ids in (((0, 0), (4, 5)), ((1, 0), (4,))):
+        turns.submit(key, ids, seed=7, max_tokens=3)
+        turns.poll()
+    until(lambda: not fleet.used)
+    assert turns.poll() == []  # a push would end the other one
+    gate.set()
+    found = []
+    until(lambda: found.extend(turns.poll()) or found)
+    assert [key for key, _ in found] == [(0, 0)]
+    with pytest.raises(NoServer):
+        turns.poll()
+    assert turns.num_running == 1
+
+
+@pytest.mark.parametrize("asks", ["prompts", "turns"])
+def test_a_call_that_a_push_has_ended_is_no_loss_of_the_server_that_took_it(engine_of, asks):
+    gate = threading.Event()
+
+    def ends_at_a_push(server, body):
+        gate.wait()
+        yield b"\n"
+
+    engine, [server] = engine_of(ends_at_a_push)
+    fleet = engine._pusher.fleet
+    if asks == "turns":
+        asked = ServerTurns(fleet, wire.Sampling(), version=1)
+        asked.submit((0, 0), (4, 5), seed=7, max_tokens=3)
+        asked.poll()
+    else:
+        asked = Question({0: wire.Request(key="0", ids=(4, 5), seed=7, n=2, max_tokens=3)}, wire.Sampling(), version=1)
+        asked.ask(fleet)
+    until(lambda: server.asked)
+    [member] = fleet.used
+    fleet.lose(member, Gone("another call was cut"))
+    engine.prepare()
+    pushed(engine, 2)
+    gate.set()
+    until(lambda: not (asked._flying if asks == "turns" else asked._open))
+    assert fleet.used == [member] and len(server.asked) == 1  # nor is it asked on by who was told of older weights
+    assert not (asked._deaths if asks == "turns" else asked._dealing.deaths)
+
+
+@pytest.mark.parametrize("job", [
+    lambda pusher: pusher.push(WeightUpdate(kind="weights", version=2, tensors=())),
+    lambda pusher: pusher.scores([], 2),
+], ids=["push", "scores"])  # fmt: skip
+def test_a_push_that_finds_nobody_there_is_made_again_when_somebody_is(engine_of, job):
+    engine, _ = engine_of(all_at_once)
+    fleet = engine._pusher.fleet
+    for member in fleet.used:
+        fleet.lose(member, Gone("its machine has gone"))
+    pusher = pushing.Pusher(fleet, device=torch.device("cpu"), bucket_bytes=1)
+    with pytest.raises(HolderChanged, match="no rollout server is left"):
+        job(pusher)
+    pusher.close()
