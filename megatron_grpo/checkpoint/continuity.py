@@ -52,7 +52,7 @@ _TABLE = {
         skip_grad_norm_above skip_grad_norm_factor max_skipped_steps
         max_steps num_train_epochs eval_dataset eval_datasets eval_num_prompts eval_reward num_generations_eval eval_temperature
         eval_pass_threshold eval_seed rollout_func eval_top_p eval_top_k eval_max_completion_length eval_generation_kwargs
-        vllm_engine_kwargs megatron_extra_kwargs ref_model cast_lm_head_to_fp32 teacher_kl_coef
+        vllm_engine_kwargs megatron_extra_kwargs ref_model cast_lm_head_to_fp32 teacher_model_server teacher_kl_coef
     """,
     "free": """
         bf16 async_generate stop_drain_seconds stop_after_minutes stop_before_end_seconds requeue merge_lora

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from megatron_grpo.rollout import wire
 from megatron_grpo.rollout.wire_scores import ROUTE, PromptLogprobs, decode_scores
@@ -16,7 +19,8 @@ from tests.ranks import run_ranks
 from tests.servers import TOKEN, Refusal, Server
 from tests.tiny_models import hf_logprobs, load_tiny, write_tiny
 
-STEPS = 24
+STEPS = 16
+WIDTH, LIKING = 96, 1.5
 
 
 @pytest.fixture(scope="module")
@@ -24,10 +28,20 @@ def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("teacher")
 
 
+def likes_even_tokens(path):
+    """The model, with so much more of a logit for even ids than for odd ones that a student hears it through the noise of few samples."""
+    weights = load_file(path / "model.safetensors")
+    weights["model.embed_tokens.weight"] += 1.0  # a part that all hidden states have, and the head answers to
+    weights["lm_head.weight"][0::2] += LIKING / WIDTH
+    weights["lm_head.weight"][1::2] -= LIKING / WIDTH
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    return path
+
+
 @pytest.fixture(scope="module")
 def teacher(folder):
     """(its server, its directory): three layers where the student has two, and wider."""
-    path = write_tiny(folder / "large", hidden=96, layers=3, ffn=160, seed=1)
+    path = likes_even_tokens(write_tiny(folder / "large", hidden=WIDTH, layers=3, ffn=160, seed=1, std=0.05))
     server = Server(folder / "server", path, "--frozen", "true", "--vllm_max_model_len", "64")
     try:
         yield server.wait(), path
@@ -124,19 +138,24 @@ def test_what_the_teacher_said_outlives_a_resume_and_can_be_weighed_otherwise_af
     assert resumed["teacher_kl"] == pytest.approx(step["teacher_kl"], rel=1e-5) and resumed["staleness/max"] == 1
 
 
-def test_another_vocabulary_is_refused_before_a_model_loads(folder, named, capfd):
+def refused(rank: int, world_size: int, flags: list[str]) -> str:
+    """What is said, where the exit code is 2. For `run_ranks`."""
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        code = train(rank, world_size, flags)
+    assert code == 2, said.getvalue()
+    return " ".join(said.getvalue().split())
+
+
+def test_another_vocabulary_is_refused_before_a_model_loads(folder, named):
     flags = write_inputs(folder / "other", vocab=120)
-    assert run_ranks(train, 1, [*flags, *named, "--output_dir", str(folder / "none")]) == [2]
-    said = capfd.readouterr().err
+    [said] = run_ranks(refused, 1, [*flags, *named, "--output_dir", str(folder / "none")])
     assert "whose tokenizer has other words than the policy's" in said and not (folder / "none" / "metrics.jsonl").exists()
-    assert run_ranks(train, 1, [*write_inputs(folder / "long"), *named, "--output_dir", str(folder / "none"),
-                                "--max_completion_length", "100"]) == [2]  # fmt: skip
-    assert "start it with --vllm_max_model_len 107" in capfd.readouterr().err
+    flags = [*write_inputs(folder / "long"), *named, "--output_dir", str(folder / "none"), "--max_completion_length", "100"]
+    assert "start it with --vllm_max_model_len 107" in run_ranks(refused, 1, flags)[0]
 
 
-def test_a_frozen_server_is_no_rollout_server(teacher, folder, named, capfd):
+def test_a_frozen_server_is_no_rollout_server(teacher, folder, named):
     flags = ["--vllm_mode", "server", "--vllm_server_host", f"@{teacher[0].address_file}", "--output_dir", str(folder / "none")]
     inputs = write_inputs(folder / "pushed")
     at = inputs.index("--vllm_kv_cache_memory_mb")
-    assert run_ranks(train, 1, [*inputs[:at], *flags]) == [2]
-    assert "is frozen, and takes no weights of a run" in capfd.readouterr().err
+    assert "is frozen, and takes no weights of a run" in run_ranks(refused, 1, [*inputs[:at], *flags])[0]
