@@ -96,7 +96,7 @@ def t8(arguments: argparse.Namespace) -> dict:
     sizes = SimpleNamespace(tokens=min(arguments.budget, 16384), hidden=model["hidden"], ffn=model["ffn"])
 
     def peak() -> float:
-        return torch.cuda.max_memory_allocated() / 1e9 if on_gpu else float("nan")
+        return torch.cuda.max_memory_allocated() / 1e9 if on_gpu else 0.0
 
     def turn(tokens, of_trl: float) -> None:
         of_them = peak()
@@ -128,6 +128,10 @@ def t8(arguments: argparse.Namespace) -> dict:
         """Median, least, most."""
         return [round(float(one), 4) for one in (np.median(values), min(values), max(values))]
 
+    memory = {
+        "peak_gb_trl_and_our_model": said([one["peak_trl"] for one in kept]),
+        "peak_gb_ours_and_trl_model": said([one["peak_ours"] for one in kept]),
+    }
     return {
         "device": torch.cuda.get_device_name() if on_gpu else "cpu (dry: no figure)",
         "pairs": len(kept),
@@ -138,8 +142,7 @@ def t8(arguments: argparse.Namespace) -> dict:
         "gemm_tflops": said([one["gemm"] / 1e3 for one in kept]),
         "of_gemm_limit": said([one["least"] / one["gemm"] / one["ours"] for one in kept]),
         "computed_share": said([one["computed"] / one["tokens"] for one in kept]),
-        "peak_gb_trl_and_our_model": said([one["peak_trl"] for one in kept]),
-        "peak_gb_ours_and_trl_model": said([one["peak_ours"] for one in kept]),
+        **(memory if on_gpu else {}),
     }
 
 

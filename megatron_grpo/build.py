@@ -13,8 +13,9 @@ from typing import Any, cast
 import torch
 
 from megatron_grpo import train
+from megatron_grpo.checkpoint.best import Best
 from megatron_grpo.checkpoint.capsule import Capsules
-from megatron_grpo.checkpoint.opened import load_weights
+from megatron_grpo.checkpoint.opened import begin_with, copy_weights, load_weights
 from megatron_grpo.checkpoint.resume import settings_of, start_afresh
 from megatron_grpo.checkpoint.saving import Checkpoints
 from megatron_grpo.checkpoint.witness import Witness
@@ -63,6 +64,7 @@ from megatron_grpo.rollout.own import OwnRollout, OwnRollouts
 from megatron_grpo.rollout.own_answers import Limits
 from megatron_grpo.rollout.turns import TurnEngine
 from megatron_grpo.rollouts import Asker, KlPenalty, Rollouts, Teacher
+from megatron_grpo.settings.best import is_greater_better, metric_of
 from megatron_grpo.settings.config import Config, GrpoConfig
 from megatron_grpo.settings.evaluation import how_evaluated, longest_completion, score_of
 from megatron_grpo.settings.turns import rules_in_words
@@ -100,7 +102,10 @@ def build_run(
         raise ConfigError(lacking)
     checkpoints = open_output(made, inputs, parallel)
     clock, judge = Clock(), Judge(inputs.rewards, cfg.rewards.reward_weights, gives_up=stop.gives_up)
-    journal = build_journal(made, judge, parallel, clock)  # before any model loads: a service that is not installed is an error
+    heard = checkpoints.best.hear if checkpoints.best else None
+    journal = build_journal(
+        made, judge, parallel, clock, heard=heard
+    )  # before any model loads: a service that is not installed is an error
     journal.open()
     try:
         for note in inputs.notes:
@@ -293,7 +298,7 @@ def build_publisher(cfg: Config, policy: Policy, holder: WeightHolder, *, say: C
         holder,
         verify=cfg.rollout.verify_weight_push,
         is_coarse=cfg.model.torch_dtype != "float32",
-        starts_as_checkpoint=not cfg.tuner.adapters,
+        starts_as_checkpoint=not (cfg.tuner.adapters or cfg.run.mcore_model),
         say=say,
         hint=where_they_part(cfg),
     )
@@ -325,6 +330,8 @@ def open_output(made: Plan, inputs: Inputs, parallel: ParallelState) -> Checkpoi
         save_total_limit=cfg.run.save_total_limit, async_save=cfg.run.async_save, replicas=parallel.dp_cp_group,
         records=cfg.run.record_rows,
     )  # fmt: skip
+    if metric := metric_of(cfg):
+        checkpoints.best = Best(out / "checkpoints", metric, greater=is_greater_better(cfg))
     checkpoints.choose()  # before anything in output_dir is overwritten
     if parallel.is_main:
         if inputs.resume.wipes:
@@ -341,8 +348,10 @@ def held_out_prompts(stream: PromptStream, most: int | None) -> list[Prompt]:
     return stream.take(min(len(stream), most or len(stream)))
 
 
-def build_journal(made: Plan, judge: Judge, parallel: ParallelState, clock: Clock) -> Journal:
-    """What the run tells, and to whom."""
+def build_journal(
+    made: Plan, judge: Judge, parallel: ParallelState, clock: Clock, *, heard: Callable[[int, Mapping[str, Any]], None] | None
+) -> Journal:
+    """What the run tells, and to whom. heard: who else is given its numbers."""
     cfg, out, run_cfg = made.checked.config, Path(made.checked.config.run.output_dir), made.checked.config.run
     metrics = Metrics(
         out,
@@ -351,6 +360,7 @@ def build_journal(made: Plan, judge: Judge, parallel: ParallelState, clock: Cloc
         total_steps=made.timetable.num_steps,
         plot_steps=run_cfg.save_steps,
         config={name: value for section in cfg.groups().values() for name, value in vars(section).items()},
+        heard=heard,
     )
     gap = gap_of(cfg)
 
@@ -594,6 +604,13 @@ def build_loaded(
     return LoadedModel(chunks, ModelScorer(chunks, parallel, cut), exchange, adapters)
 
 
+def frozen_copy(cfg: Config, chunks: Sequence[PolicyModel], model: Trainable, *, is_itself: bool) -> list[PolicyModel]:
+    """A model that does not train. is_itself: of the one that trains, as the run begins."""
+    if cfg.run.mcore_model and is_itself:
+        copy_weights(chunks, of=model.chunks)
+    return [chunk.eval().requires_grad_(False) for chunk in chunks]
+
+
 def build_policy(
     cfg: Config,
     shape: ModelShape,
@@ -622,6 +639,8 @@ def build_policy(
     exchange, loaded_chunks = model_of(cfg, shape, parallel, model_path=model_path)
     chunks = loaded_chunks()
     adapters = choose_tuner(cfg, chunks, exchange, push)
+    if cfg.run.mcore_model:
+        begin_with(chunks, cfg.run.mcore_model)
     moves = trains_tower(cfg.tuner, shape)
     model = Trainable.of(chunks, cfg.optimizer, num_steps=num_steps, adapters=adapters, trains_tower=moves)
     keep_outputs([] if moves else chunks)
@@ -638,7 +657,7 @@ def build_policy(
         if adapters is not None and ref_model_path is None:  # the same model without them, or with those it began with
             initial = ModelScorer(model.wrapped, parallel, cut, around=adapters.reference)
         else:
-            initial = ModelScorer([chunk.eval().requires_grad_(False) for chunk in loaded_chunks(ref_model_path)], parallel, cut)
+            initial = ModelScorer(frozen_copy(cfg, loaded_chunks(ref_model_path), model, is_itself=ref_model_path is None), parallel, cut)
             keep_outputs([] if moves else initial.model)
         held_to = (reference or REFERENCES[cfg.grpo.sync_ref_model])(cfg.grpo, initial, partial(exchange.tensors, initial.model))
     return Policy(

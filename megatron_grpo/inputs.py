@@ -47,6 +47,7 @@ from megatron_grpo.sources import (
     servers_that_answer,
     sight_of,
     teachers_that_answer,
+    weights_to_begin_with,
 )
 from megatron_grpo.weights.shape import ModelShape
 from megatron_grpo.weights.stored import stored_names
@@ -157,11 +158,14 @@ def _left_out(cfg: Config) -> dict[str, str]:
     sets = [("dataset", "dataset", cfg.data.dataset), *((part_of(name), flag_of(name, cfg), at) for name, at in sets_of(cfg).items())]
     sets += [("dataset", "dataset", name) for name in cfg.data.further_datasets]
     named = [(part, flag, plain_name(where), f"the rows of {flag}") for part, flag, where in sets]
+    begins = cfg.run.mcore_model if _is_guest(cfg, "mcore_model") else None
+    named.append(("mcore_model", "mcore_model", begins or "", "the weights to begin with"))
     named.append(("ref_model", "ref_model", cfg.grpo.ref_model or "", "the reference model"))
     if "reward_model" in rewards.reward_funcs:
         named.append(("reward_model", "reward_model", rewards.reward_model or "", "the classifier of the reward reward_model"))
     for part, flag, where, what in named:
-        if _is_elsewhere(cfg, flag, where):
+        is_word = flag == "ref_model" and "/" not in where and not _is_guest(cfg, flag)  # which no repository is called
+        if _is_elsewhere(cfg, flag, where) and not is_word:
             parts |= {part: f"{what} ({where} is not on this machine)"}
     if not cfg.data.dataset:
         parts |= {"dataset": "the data set (none given)"}
@@ -199,6 +203,10 @@ def _absolute_paths(cfg: Config) -> dict[str, str]:
     """Settings whose paths are used after the user's code has run, which may change the directory; as they have to be then."""
     paths = {"output_dir": cfg.run.output_dir, "resume": cfg.run.resume, "lengths": cfg.plan.lengths, "png": cfg.plan.png}
     paths |= {flag: getattr(cfg.tuner, flag) for flag in ADAPTERS}
+    if cfg.run.mcore_model:
+        from megatron_grpo.checkpoint.begins import resolved
+
+        paths["mcore_model"] = resolved(cfg.run.mcore_model)
     return {name: str(Path(path).absolute()) for name, path in paths.items() if path not in (None, "auto", "never")}
 
 
@@ -272,6 +280,8 @@ def read_inputs(cfg: Config, left_out: Collection[str] = ()) -> Found:
     model_path = None if "model" in left_out else problems.attempt(partial(find_model, cfg.model.model))
     if model_path:
         shape = problems.attempt(partial(ModelShape.from_pretrained, model_path))
+    if cfg.run.mcore_model and "mcore_model" not in left_out:
+        problems.add(problems.attempt(partial(weights_to_begin_with, cfg, model_path)) or [])
     if model_path and shape and "weights" not in left_out:
         problems.attempt(partial(stored_names, model_path))
     if model_path and shape and cfg.tuner.tuner_type == "lora":

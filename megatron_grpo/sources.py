@@ -54,6 +54,8 @@ def find_reference(name: str, model_path: Path | None, shape: ModelShape | None)
     from megatron_grpo.checkpoint.content import vocabulary_fingerprint
     from megatron_grpo.weights.stored import stored_names
 
+    if "/" not in name and not Path(name).exists():
+        raise _of_reference(f"ref_model ({name}) is neither a directory here nor a Hub name, which is owner/name.")
     path = find_model(name, flag="ref_model")
     theirs = ModelShape.from_pretrained(path)
     stored_names(path)
@@ -104,6 +106,13 @@ def bases_of_adapters(cfg: Config, model_path: Path) -> list[Problem]:
 
     named = {flag: getattr(cfg.tuner, flag) for flag in ADAPTERS}
     return [problem for flag, directory in named.items() if directory for problem in base_problems(directory, model_path, flag=flag)]
+
+
+def weights_to_begin_with(cfg: Config, model_path: Path | None) -> list[Problem]:
+    """What a checkpoint's weights say against beginning with them. Raises ConfigError where there is none."""
+    from megatron_grpo.checkpoint.begins import problems_of_beginning
+
+    return problems_of_beginning(cfg, model_path)
 
 
 @dataclass(frozen=True, slots=True)

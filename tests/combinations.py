@@ -196,7 +196,10 @@ def _completion(model, frozen, sample: Sample) -> reference.Completion:
         logp, entropy = reference.token_logprobs(model(ids, use_cache=False).logits[0, at - 1], targets, 0.9)
         with torch.no_grad():
             ref, _ = reference.token_logprobs(frozen(ids, use_cache=False).logits[0, at - 1], targets, 0.9)
-    double = lambda array: torch.from_numpy(array[at].astype(np.float64))  # noqa: E731
+
+    def double(array):
+        return torch.from_numpy(array[at].astype(np.float64))
+
     return reference.Completion(
         mask=double(sample.mask), logp=logp, entropy=entropy, sampler_logp=double(sample.sampler_logprobs), ref_logp=ref,
         old_logp=None if sample.version == 0 else double(sample.old_logprobs), advantage=0.0, is_truncated=sample.is_truncated,

@@ -271,7 +271,10 @@ def _sample(rng, model, place: tuple[int, int, int], prompt, completion, tempera
     near = np.zeros(len(tokens), dtype=np.float32)
     near[1:] = hf_logprobs(model, tokens.tolist(), temperature).numpy()
     near = np.where(mask, near, 0).astype(np.float32)
-    noise = lambda scale: np.where(mask, rng.normal(0, scale, len(tokens)), 0).astype(np.float32)  # noqa: E731
+
+    def noise(scale):
+        return np.where(mask, rng.normal(0, scale, len(tokens)), 0).astype(np.float32)
+
     advantage = float(rng.uniform(0.5, 1.5) * (-0.4 if row % 3 == 0 else 1.0))
     sample = Sample(
         row=row, rollout=step, prompt_number=prompt_number, version=step - is_stale, fresh_at=step - is_stale, token_ids=tokens, mask=mask,
@@ -537,7 +540,10 @@ def _reference_loss(model, frozen, cfg: Config, samples: Sequence[Sample], index
         if frozen is not None:
             with torch.no_grad():
                 ref, _ = token_logprobs(_logits(frozen, s)[at - 1], targets, cfg.rollout.temperature)
-        double = lambda array, at=at: torch.from_numpy(array[at].astype(np.float64))  # noqa: E731
+
+        def double(array, at=at):
+            return torch.from_numpy(array[at].astype(np.float64))
+
         completions.append(Completion(
             mask=double(s.mask), logp=logp, entropy=entropy, sampler_logp=double(s.sampler_logprobs), ref_logp=ref,
             old_logp=None if s.version == index else double(s.old_logprobs), advantage=s.advantage, is_truncated=s.is_truncated,

@@ -47,7 +47,7 @@ class Server:
         until = time.monotonic() + START
         while not self.address_file.exists():
             assert self.process.poll() is None and time.monotonic() < until, self.log.read_text()[-4000:]
-            time.sleep(0.05)
+            time.sleep(0.05)  # between two looks
         self.host, _, port = self.address_file.read_text().strip().partition("://")[2].rpartition(":")
         self.port = int(port)
         return self
@@ -107,7 +107,7 @@ class Server:
         while self.processes():
             if time.monotonic() > until:
                 return False
-            time.sleep(0.05)
+            time.sleep(0.05)  # between two looks
         return True
 
     def close(self) -> None:

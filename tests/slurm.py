@@ -188,7 +188,7 @@ class StandIn:
     def _end(self, job: str) -> None:
         process, end = self._jobs[job]["process"], time.monotonic() + 30
         while process.poll() is None and time.monotonic() < end:
-            time.sleep(0.05)
+            time.sleep(0.05)  # between two looks
         self.send(job, signal.SIGKILL)
         process.kill()
         process.wait()

@@ -173,7 +173,10 @@ def _sample(rng, model, place, prompt, completion, shown, is_stale: bool) -> Sam
     step, row, number = place
     ids = np.concatenate([prompt, completion]).astype(np.int64)
     mask = np.arange(len(ids)) >= len(prompt)
-    noise = lambda scale: np.where(mask, rng.normal(0, scale, len(ids)), 0).astype(np.float32)  # noqa: E731
+
+    def noise(scale):
+        return np.where(mask, rng.normal(0, scale, len(ids)), 0).astype(np.float32)
+
     sample = Sample(
         row=row, rollout=step, prompt_number=number, version=step - is_stale, fresh_at=step - is_stale, token_ids=ids, mask=mask,
         shown=shown, sampler_logprobs=np.zeros(len(ids), dtype=np.float32),

@@ -161,7 +161,7 @@ def _supervise(control: socket.socket, ranks: list[Rank], deadline: float, timeo
     for rank in stuck:
         _signal(rank.pid, signal.SIGUSR1)  # faulthandler writes to the log where it is
     if stuck:
-        time.sleep(0.2)
+        time.sleep(0.2)  # to write it
     for rank in stuck:
         rank.outcome = ("killed", None)
     if reason is None:

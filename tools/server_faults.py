@@ -24,7 +24,7 @@ from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(ROOT))  # this file is run as a script; what it imports of the repository comes after
 
 from tests.distributed.test_rollout_servers import ENV, PROMPTS_OF_FAULTS, ask_rounds  # noqa: E402
 from tests.ranks import RanksFailed, run_ranks  # noqa: E402

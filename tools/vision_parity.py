@@ -16,7 +16,7 @@ from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: ranks share the cores
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(ROOT))  # this file is run as a script; what it imports of the repository comes after
 
 from tests import parity_cases as cases  # noqa: E402
 from tests import vision_cases as vision  # noqa: E402

@@ -113,9 +113,10 @@ class Capsules:
         if mine:
             with written_whole(path / "rows" / f"rank_{collectives.rank():05d}.npz") as stream:
                 stream.write(file_of(mine))
-        write_whole(
-            path / FACTS, json.dumps(self._facts(moment, pending) | dict(layout) | {"weights": self._elsewhere(0)}, indent=1) + "\n"
-        )
+        facts = self._facts(moment, pending) | dict(layout) | {"weights": self._elsewhere(0)}
+        own = path / f".{FACTS}.{collectives.rank():05d}"  # ranks come here at one moment: the last whole file is the one that stays
+        write_whole(own, json.dumps(facts, indent=1) + "\n")
+        own.replace(path / FACTS)
         return path
 
     @contextmanager

@@ -12,6 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from megatron_grpo.checkpoint.manifest import MANIFEST
 from megatron_grpo.errors import Problem
 from megatron_grpo.settings.config import Config
 from megatron_grpo.weights.lora import BASE
@@ -35,6 +36,8 @@ def content_of(cfg: Config, *, model_path: Path | None = None, rows: Any = None)
     for flag, directory in (("adapters", cfg.tuner.adapters), ("ref_adapters", cfg.tuner.ref_adapters)):
         if directory and Path(directory).is_dir():
             found[flag] = _of_files(sorted(Path(directory).glob("adapter_*")))
+    if cfg.run.mcore_model and (Path(cfg.run.mcore_model) / MANIFEST).is_file():
+        found["mcore_model"] = _of_files([Path(cfg.run.mcore_model) / MANIFEST])
     if rows is not None:
         found["data set"] = f"{len(rows.rows)} rows, {rows.fingerprint()[:SHOWN]}"
     for spec in cfg.rewards.reward_funcs:

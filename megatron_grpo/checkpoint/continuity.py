@@ -42,7 +42,9 @@ _TABLE = {
         loss_type epsilon epsilon_high delta importance_sampling_level sapo_temperature_pos sapo_temperature_neg beta kl_estimator
         vespo_k_pos vespo_lambda_pos vespo_k_neg vespo_lambda_neg fipo_decay_rate fipo_clip_range fipo_clip_high_only fipo_safety_threshold
         real_tau
-        use_bias_correction_kl kl_in_reward entropy_coef top_entropy_quantile advantage_estimator scale_rewards
+        use_bias_correction_kl kl_in_reward entropy_coef use_adaptive_entropy
+        entropy_coef_min entropy_coef_max entropy_coef_delta entropy_target
+        top_entropy_quantile advantage_estimator scale_rewards
         multi_objective_aggregation overlong_filter exclude_dead_groups dynamic_sample max_resample_times oversample_ratio
         rollout_importance_sampling_mode rollout_importance_sampling_threshold rollout_importance_sampling_min rollout_is_geometric
         off_policy_sequence_mask_delta ref_model_sync_steps ref_model_mixup_alpha soft_max_length soft_cache_length
@@ -52,7 +54,7 @@ _TABLE = {
         skip_grad_norm_above skip_grad_norm_factor max_skipped_steps
         max_steps num_train_epochs eval_dataset eval_datasets eval_num_prompts eval_reward num_generations_eval eval_temperature
         eval_pass_threshold eval_seed rollout_func eval_top_p eval_top_k eval_max_completion_length eval_generation_kwargs
-        vllm_engine_kwargs megatron_extra_kwargs ref_model cast_lm_head_to_fp32 teacher_model_server teacher_kl_coef
+        vllm_engine_kwargs megatron_extra_kwargs ref_model cast_lm_head_to_fp32 mcore_model teacher_model_server teacher_kl_coef
     """,
     "free": """
         bf16 async_generate stop_drain_seconds stop_after_minutes stop_before_end_seconds requeue merge_lora
@@ -75,6 +77,7 @@ _TABLE = {
         record_rows
         audit audit_steps audit_action capsules capsule_weights_gb
         output_dir save_steps save_total_limit async_save resume report_to logging_steps max_shard_size
+        metric_for_best_model greater_is_better finetune no_load_optim no_load_rng
         log_completions_steps log_completions_nodes overwrite_output_dir
         export_hf eval_steps load_from_cache_file run_name project push_to_hub hub_model_id hub_private_repo
         plan_rollouts num_prompts gpu_memory_gb lengths json png dialect
@@ -86,10 +89,10 @@ _TABLE = {
 VERDICTS: Mapping[str, str] = {name: verdict for verdict, names in _TABLE.items() for name in names.split()}
 # Content -> the setting that names it. Another content is refused; of everything that is not here it is said.
 _FLAGS = {"model": "model", "vocabulary": "model", "data set": "dataset", "adapters": "adapters", "ref_adapters": "ref_adapters",
-          "ref_model": "ref_model"}  # fmt: skip
+          "ref_model": "ref_model", "mcore_model": "mcore_model"}  # fmt: skip
 CONTENT: Mapping[str, str] = dict.fromkeys(_FLAGS, "refused")
 _OTHER_MATRICES = "a checkpoint holds what trains, and that would be something else"
-_FREEZING = (
+FREEZING = (
     "freeze_llm",
     "freeze_vit",
     "freeze_aligner",
@@ -108,10 +111,11 @@ _WHY = {
     "model": "the weights, and the reference that the KL is measured against, would be of two models",
     **dict.fromkeys(("tuner_type", "lora_rank", "target_modules", "target_regex", "exclude_modules", "rank_pattern"), _OTHER_MATRICES),
     **dict.fromkeys(("lora_alpha", "use_rslora", "alpha_pattern"), "the same matrices would be another adapter"),
-    **dict.fromkeys(_FREEZING, "what was frozen has no moments in it, and what trains has no other place"),
+    **dict.fromkeys(FREEZING, "what was frozen has no moments in it, and what trains has no other place"),
     "lora_dtype": "the weights and moments of one are not those of the other",
     "adapters": "ranks, alphas and targets come from that file, and so does the reference of the KL",
     "ref_adapters": "the KL would be measured against another model",
+    "mcore_model": "the KL is measured against the weights that the run began with",
     "ref_model": "the KL would be measured against another model",
     "vocabulary": "the same token ids would be other words",
     "data set": "the prompts that are left would be other ones",
@@ -145,6 +149,8 @@ def _settings(before: Origin, now: Origin) -> Iterator[Difference]:
         verdict = VERDICTS.get(name, "said")
         if name in _OF_THE_REFERENCE:
             verdict = "refused" if _keeps_reference(was) != _keeps_reference(are) else "said"
+        if name == "mcore_model" and are.get("beta") and not _keeps_reference(are):
+            verdict = "refused" if not (value and was.get(name)) else "said"  # two that are given are compared by their content
         if name in was and was[name] != value and verdict != "free":
             yield Difference(name=name, was=was[name], now=value, verdict=verdict)
     if are:

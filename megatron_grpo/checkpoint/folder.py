@@ -3,6 +3,7 @@
     checkpoints/latest_checkpointed_iteration.txt    the step written last; for people and Megatron's own tools
     checkpoints/iter_0000010/manifest.json           what it is of, and size and SHA-256 of every other file (manifest.py)
     checkpoints/iter_0000010/good.json               its weights have trained: written by one rename, some steps later
+    checkpoints/best.json                            which one is best, and by what (best.py)
     checkpoints/.writing_iter_0000010/               one that is being written, or whose writer died
 
 A directory gets its name `iter_*` by one rename, when everything in it is on the disk.
@@ -109,16 +110,18 @@ class Folder:
         whole = (one for one in self.candidates() if isinstance(one, Manifest))
         return next((one.directory for one in whole if one.is_good and one.step <= step), None)
 
-    def retain(self, limit: int | None, newest: int) -> None:
-        """Keeps `limit` checkpoints up to step `newest`, with the last good one among them: beside `newest`, if `limit` is 1.
+    def retain(self, limit: int | None, newest: int, *, best: int | None = None) -> None:
+        """Keeps `limit` checkpoints up to step `newest`, with the last good one among them, and the one of step `best`: beside `newest`,
+        if `limit` is too small for them.
 
         Later ones, of a future that was given up, are overwritten when reached.
         """
         if not limit:
             return
-        good = self.last_good(newest)
-        others = [step for step in self.steps() if step <= newest and self.directory(step) not in (good, self.directory(newest))]
-        kept = limit - len({good, self.directory(newest)} - {None})
+        steps = self.steps()
+        never = {self.last_good(newest), self.directory(newest)} | ({self.directory(best)} if best in steps else set())
+        others = [step for step in steps if step <= newest and self.directory(step) not in never]
+        kept = limit - len(never - {None})
         for step in others[: max(0, len(others) - max(0, kept))]:
             trash = self.path / f"{TRASH}{self.directory(step).name}"
             self.directory(step).rename(trash)  # so that half a deletion is never taken for a checkpoint

@@ -7,11 +7,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from megatron_grpo import launcher
 from megatron_grpo.checkpoint import folder
-from megatron_grpo.checkpoint.distributed import read_sharded
+from megatron_grpo.checkpoint.begins import beginning_of
+from megatron_grpo.checkpoint.distributed import CheckpointError, read_sharded
 from megatron_grpo.checkpoint.manifest import Manifest, read_manifest
 from megatron_grpo.checkpoint.resume import several
+from megatron_grpo.checkpoint.saving import damage_of
 from megatron_grpo.errors import ConfigError, Problem
 from megatron_grpo.parallel.layout import Layout
 from megatron_grpo.policy import sharded_state
@@ -21,7 +25,10 @@ from megatron_grpo.weights.fit import layout_problems
 from megatron_grpo.weights.shape import ModelShape
 
 # Of a checkpoint's settings these are not wanted: an export has a layout of its own, needs no reference, and is no run.
-_OTHERS = (*vars(ParallelConfig()), "resume", "output_dir", "beta", "ref_adapters", "merge_lora", "share_prompts")
+_OTHERS = (
+    *(*vars(ParallelConfig()), "resume", "output_dir", "beta", "ref_adapters", "merge_lora", "share_prompts"),
+    *("metric_for_best_model", "greater_is_better", "finetune", "no_load_optim", "no_load_rng"),
+)
 
 
 def settings_of_checkpoint(cfg: Config, directory: Path) -> Config:
@@ -46,6 +53,8 @@ def settings_over(cfg: Config, of_run: Mapping[str, Any]) -> Config:
     start = values.get("adapters")
     if start and not Path(start).is_dir():
         values["adapters"] = None  # where the run began; ranks and targets stand in its settings too
+    if values.get("mcore_model") and not Path(values["mcore_model"]).is_dir():
+        values["mcore_model"] = None
     typed = {name: getattr(section, name) for section in cfg.groups().values() for name in vars(section) if name in cfg.typed}
     return cfg.with_values(values | typed)
 
@@ -70,6 +79,29 @@ def load_weights(chunks: Sequence[Any], directory: Path) -> None:
     """Puts what a checkpoint holds of the model into `chunks`, adapters too. Collective."""
     described = sharded_state.sharded_state(chunks, None, None, is_loading=True)
     sharded_state.load_state(chunks, None, None, read_sharded(described, directory, partly=True))
+
+
+def begin_with(chunks: Sequence[Any], path: str | Path) -> None:
+    """Puts the weights that a run begins with into `chunks`. Collective. Raises ConfigError where they are damaged, or of another shape."""
+    manifest = beginning_of(path)
+    directory = manifest.directory
+    if faults := damage_of(manifest):
+        raise ConfigError([_problem("mcore_model", f"mcore_model: {directory} is damaged: {several(faults)}.")])
+    try:
+        load_weights(chunks, directory)
+    except CheckpointError as error:
+        message = f"mcore_model: {directory} is undamaged but does not fit this model: {error}. Give the model that it was trained from."
+        raise ConfigError([_problem("mcore_model", message)]) from error
+
+
+def copy_weights(chunks: Sequence[Any], of: Sequence[Any]) -> None:
+    """The weights of one model into another one of the same shape on the same ranks."""
+    with torch.no_grad():
+        for mine, theirs in zip(chunks, of, strict=True):
+            for kind in ("named_parameters", "named_buffers"):
+                found = dict(getattr(theirs, kind)())
+                for name, tensor in getattr(mine, kind)():
+                    tensor.copy_(found[name])
 
 
 def _problem(flag: str, message: str) -> Problem:

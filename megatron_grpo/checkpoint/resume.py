@@ -64,6 +64,7 @@ class Resume:
 
     origin: what this run is made of, for its own checkpoints. wipes: what an earlier run left is removed first. asked: the path given with
     --resume, "" without one. num_steps: optimizer steps of the whole run, where known. notes: what a person should hear, a line each.
+    without: "optim", "rng": what of the checkpoint that was asked for is left out. A restart goes on from its own, with all that is in it.
     """
 
     output_dir: Path
@@ -73,6 +74,7 @@ class Resume:
     asked: str = ""
     num_steps: int | None = None
     notes: tuple[str, ...] = ()
+    without: tuple[str, ...] = ()
 
     def lines(self, chosen: Candidate) -> list[str]:
         """What is said of the checkpoint that the run continues."""
@@ -80,6 +82,9 @@ class Resume:
         pending = f", {manifest.num_pending} sampled completions wait to be trained" if manifest.num_pending else ""
         lines = [f"Resuming from {manifest.directory}: {manifest.step}{f' of {total}' if total else ''} optimizer steps done{pending}."]
         lines.append(self._standing(manifest))
+        if self.without:
+            left = " and ".join({"optim": "its optimizer state", "rng": "its random generators"}[part] for part in self.without)
+            lines.append(f"Without {left}, as was asked for.")
         if chosen.changes:
             lines += ["Changed since that checkpoint:", *(f"  {change}" for change in chosen.changes)]
         if manifest.format == 1:
@@ -121,7 +126,9 @@ def judge_resume(
         judged.append(Candidate(manifest=manifest, changes=tuple(changes), problems=tuple(problems)))
     if judged and judged[0].problems:
         raise ConfigError(judged[0].problems)
-    return replace(resume, candidates=tuple(judged), num_steps=timetable.num_steps)
+    left_out = {"optim": cfg.run.no_load_optim, "rng": cfg.run.no_load_rng}
+    without = tuple(part for part, is_left_out in left_out.items() if is_left_out and resume.asked)
+    return replace(resume, candidates=tuple(judged), num_steps=timetable.num_steps, without=without)
 
 
 def find_checkpoints(

@@ -20,9 +20,10 @@ import torch
 
 from megatron_grpo import activity
 from megatron_grpo.checkpoint import folder, generators
+from megatron_grpo.checkpoint.best import Best
 from megatron_grpo.checkpoint.distributed import CheckpointError, ShardedWriter, Written, agreed, read_sharded
 from megatron_grpo.checkpoint.folder import Folder
-from megatron_grpo.checkpoint.manifest import CONFIG, facts
+from megatron_grpo.checkpoint.manifest import CONFIG, Manifest, facts
 from megatron_grpo.checkpoint.resume import OURS, Candidate, Resume, several, unusable
 from megatron_grpo.checkpoint.samples import file_of, files_of_samples, read_samples
 from megatron_grpo.checkpoint.writing import Task
@@ -41,9 +42,10 @@ __all__ = ["CheckpointError", "Checkpoints"]
 class ShardedPolicy(Protocol):
     """What a checkpoint asks of a policy; `policy.sharded_state` has both halves."""
 
-    def sharded_state_dict(self, *, is_loading: bool) -> dict[str, Any]: ...
+    def sharded_state_dict(self, *, is_loading: bool, with_optimizer: bool = True) -> dict[str, Any]: ...
 
-    def load_sharded_state_dict(self, state: dict[str, Any]) -> None: ...
+    def load_sharded_state_dict(self, state: dict[str, Any], *, with_optimizer: bool = True) -> None:
+        """with_optimizer: else its float32 weights are the model's, and its moments begin anew."""
 
     def guard_state(self) -> dict[str, Any]:
         """What its guard remembers, as JSON; the same on every rank."""
@@ -123,6 +125,7 @@ class Checkpoints:
         self.save_interval_seconds, self._saved_at = save_interval_seconds, time.monotonic()
         self._sharded = ShardedWriter(replicas, staged=async_save)
         self._records = records
+        self.best: Best | None = None  # hears which are published, and says which one stays whatever its age; set by who knows the metric
         self._chosen: Candidate | None = None
         self._saved_step: int | None = None  # the last that is complete
         self._underway: Underway | None = None
@@ -239,7 +242,9 @@ class Checkpoints:
         if describe is not None:
             files = describe(self.folder.being_written(save.step))
             self.folder.commit(save.step, save.facts, files)
-            self.folder.retain(self.save_total_limit, newest=save.step)
+            if self.best is not None:
+                self.best.published(save.step)
+            self.folder.retain(self.save_total_limit, newest=save.step, best=self.best.step if self.best else None)
 
     @contextmanager
     def _removed_if_it_fails(self, step: int) -> Iterator[None]:
@@ -285,7 +290,7 @@ class Checkpoints:
             self.say(line)
         for candidate in resume.candidates:
             with activity.phase("restoring"):
-                damage = _damage_of(candidate)
+                damage = damage_of(candidate.manifest)
             if damage:
                 refused.append(several(damage))
                 if first:
@@ -310,11 +315,14 @@ class Checkpoints:
         """
         self._saved_at = time.monotonic()
         if self._chosen is None:
+            self._go_on_with_best(0, is_ours=False)
             return Progress(), nothing
         directory = self._chosen.manifest.directory
         try:
             with policy.resident("all"), activity.phase("restoring"):
-                policy.load_sharded_state_dict(read_sharded(policy.sharded_state_dict(is_loading=True), directory))
+                how = {} if "optim" not in self.resume.without else {"with_optimizer": False}
+                described = policy.sharded_state_dict(is_loading=True, **how)
+                policy.load_sharded_state_dict(read_sharded(described, directory, partly=bool(how)), **how)
         except CheckpointError as error:
             raise ConfigError(
                 [
@@ -336,13 +344,17 @@ class Checkpoints:
             mine = [
                 sample for path in files_of_samples(ours)[collectives.rank() :: collectives.num_ranks()] for sample in read_samples(path)
             ]
-            if self._chosen.manifest.format < 3:
+            if "rng" in self.resume.without:
+                pass
+            elif self._chosen.manifest.format < 3:
                 generators.restore_from_own_file(ours / "rng" / f"rank_{collectives.rank():05d}.pt")
             else:
                 generators.restore(ours / generators.FILE)
             mine = [replace(one, shown=prompts.pictures_of(one.prompt_number)) for one in mine]
         pending = nothing.restored(mine, cut)
-        if directory.parent.resolve() == self.folder.path.resolve():
+        is_ours = directory.parent.resolve() == self.folder.path.resolve()
+        self._go_on_with_best(progress.step, is_ours=is_ours)
+        if is_ours:
             self._saved_step = progress.step
             if not self._chosen.manifest.is_good:
                 self._unproven.add(progress.step)
@@ -350,10 +362,15 @@ class Checkpoints:
             self.folder.sweep()
         return progress, pending
 
+    def _go_on_with_best(self, step: int, *, is_ours: bool) -> None:
+        """Forgets which was best of a future that was given up."""
+        if self.best is not None and collectives.rank() == 0:
+            self.best.go_on(step, is_saved=is_ours)
 
-def _damage_of(candidate: Candidate) -> list[str]:
-    """Checks every byte of a checkpoint, the files dealt out over the ranks; the same answer on all of them."""
-    files = candidate.manifest.files
+
+def damage_of(manifest: Manifest) -> list[str]:
+    """Checks every byte of a checkpoint, the files dealt out over the ranks; the same answer on all of them. Collective."""
+    files = manifest.files
     mine = sorted(files)[collectives.rank() :: collectives.num_ranks()]
-    found = collectives.from_all(folder.damage(candidate.manifest.directory, {name: files[name] for name in mine}))
+    found = collectives.from_all(folder.damage(manifest.directory, {name: files[name] for name in mine}))
     return [sentence for sentences in found for sentence in sentences]

@@ -112,6 +112,8 @@ def _mixed(sizes: Sequence[int], cfg: DataConfig) -> np.ndarray:
 
 
 def _part(size: int, ratio: float, seed: int, part: Part, flag: str) -> np.ndarray:
+    if ratio >= 1:  # which is refused as a number
+        return np.arange(size)
     num_held = max(1, round(size * ratio))
     if num_held >= size:
         raise ConfigError([Problem(flags=("split_dataset_ratio", "dataset"), message=(

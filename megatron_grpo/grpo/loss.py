@@ -14,6 +14,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from megatron_grpo.grpo import objectives
+from megatron_grpo.grpo.adaptive import AdaptiveEntropy
 from megatron_grpo.grpo.corrections import Importance, RolloutCorrection, log_rho, off_policy_mask, rollout_correction
 from megatron_grpo.grpo.kl import KL_ESTIMATORS, KlEstimator
 from megatron_grpo.grpo.metrics import LossLogs, clip_extremes, clip_logs, mismatch_logs, teacher_logs
@@ -119,6 +120,11 @@ class TokenWeigher(Protocol):
     def __call__(self, num_masked, *, is_truncated, is_dead) -> TokenWeights: ...
 
 
+def gives_bonus(cfg: GrpoConfig) -> bool:
+    """Whether entropy is in the loss, in some step at least."""
+    return cfg.entropy_coef != 0.0 or cfg.use_adaptive_entropy
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GrpoLoss:
     """The loss of a run. Call it on each micro-batch and add up: losses and `logs.sums` over micro-batches, DP and CP ranks.
@@ -139,7 +145,8 @@ class GrpoLoss:
     beta: float  # of the KL term in the loss; 0 where the KL is in the reward
     use_bias_correction_kl: bool
     teacher_kl_coef: float  # 0 without a teacher
-    entropy_coef: float
+    entropy_coef: float  # of every step; `adaptive`: as it is before the first, where it moves
+    adaptive: AdaptiveEntropy | None
     correction: RolloutCorrection | None
     off_policy_delta: float | None
     top_entropy_quantile: float
@@ -170,10 +177,11 @@ class GrpoLoss:
             use_bias_correction_kl=cfg.use_bias_correction_kl and not cfg.kl_in_reward,
             teacher_kl_coef=cfg.teacher_kl_coef if cfg.teacher_model_server else 0.0,
             entropy_coef=cfg.entropy_coef,
+            adaptive=AdaptiveEntropy.of(cfg),
             correction=_correction(cfg),
             off_policy_delta=cfg.off_policy_sequence_mask_delta,
             top_entropy_quantile=cfg.top_entropy_quantile,
-            needs_entropy=cfg.log_entropy or cfg.entropy_coef != 0.0 or cfg.top_entropy_quantile < 1.0,
+            needs_entropy=cfg.log_entropy or gives_bonus(cfg) or cfg.top_entropy_quantile < 1.0,
             needs_entropy_threshold=cfg.top_entropy_quantile < 1.0,
             needs_reference=cfg.beta != 0.0 and not cfg.kl_in_reward,
             needs_classification=cfg.real_tau if cfg.loss_type == "real" else None,
@@ -181,7 +189,7 @@ class GrpoLoss:
             and cfg.loss_type not in _OF_A_SEQUENCE
             and not cfg.rollout_importance_sampling_mode.startswith("sequence")
             and cfg.off_policy_sequence_mask_delta is None
-            and cfg.entropy_coef == 0.0
+            and not gives_bonus(cfg)
             and cfg.top_entropy_quantile == 1.0,
         )
 
@@ -201,11 +209,13 @@ class GrpoLoss:
         entropy: torch.Tensor | None = None,
         ref_logprobs: torch.Tensor | None = None,
         entropy_threshold: float | None = None,
+        entropy_coef: float | None = None,
         sum_over_context: SumOverContext = whole_sequences,
     ) -> tuple[torch.Tensor, LossLogs]:
         """Loss (0-d float64, to be summed, never averaged) and its logs.
 
         logprobs, entropy, ref_logprobs: [C], of the policy now, and of the reference; those of a sampling distribution at `temperature`.
+        entropy_coef: of this step, where it moves.
         sum_over_context: see sequences.SumOverContext. Works for C = 0, where it returns a 0 that can still be back-propagated.
         """
         self._require(entropy, ref_logprobs, entropy_threshold)
@@ -221,8 +231,8 @@ class GrpoLoss:
             sums |= teacher_logs(of_teacher, is_trained * ~tensors.teacher_logprobs.isnan())
         if entropy is not None:
             entropy_sum = (is_trained * entropy.double()).sum()
-            if self.entropy_coef:
-                loss = loss - self.entropy_coef * entropy_sum / max(tensors.num_loss_tokens, 1)
+            if coef := self.entropy_coef if entropy_coef is None else entropy_coef:
+                loss = loss - coef * entropy_sum / max(tensors.num_loss_tokens, 1)
             sums["entropy"] = entropy_sum.detach()
 
         units = is_trained * sequences.one_over_length if self.sequence_clip else is_trained

@@ -46,7 +46,10 @@ def clip_extremes(clips: Mapping[str, torch.Tensor], sum_over_context: SumOverCo
     """
     units, low, high = sum_over_context(torch.stack([clips["clip_units"], clips["clip_low"], clips["clip_high"]]))
     nothing = torch.full_like(units, -math.inf)
-    share = lambda part: torch.where(units > 0, part / units.clamp(min=1e-300), nothing)  # noqa: E731
+
+    def share(part: torch.Tensor) -> torch.Tensor:
+        return torch.where(units > 0, part / units.clamp(min=1e-300), nothing)
+
     return {"clip_low": share(-low), "clip_high": share(high)}
 
 

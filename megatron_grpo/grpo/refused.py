@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from megatron_grpo.errors import Problem
 from megatron_grpo.settings.config import Config, GrpoConfig, RolloutConfig
@@ -30,7 +30,16 @@ LOSS_TYPES_OVER_TOKENS = ("bnpo", "dapo", "dr_grpo", "cispo", "sequence_sum", "f
 def problems(config: Config) -> list[Problem]:
     """Every combination that has no meaning, each with its reason. What a single value may be stands beside it, in `settings.config`."""
     cfg = config.grpo
-    return [*_objective(cfg), *_kl(cfg), *_reference(config), *_advantages(cfg), *_corrections(cfg), *_replay(config), *_teacher(config)]
+    return [
+        *_objective(cfg),
+        *_kl(cfg),
+        *_reference(config),
+        *_advantages(cfg),
+        *_corrections(cfg),
+        *_replay(config),
+        *_teacher(config),
+        *_adaptive_entropy(cfg, config.typed),
+    ]
 
 
 def _replay(config: Config) -> list[Problem]:
@@ -116,6 +125,30 @@ def _objective(cfg: GrpoConfig) -> list[Problem]:
             )
         )
     return [*found, *_of_real(cfg)]
+
+
+ADAPTIVE = ("entropy_coef_min", "entropy_coef_max", "entropy_coef_delta", "entropy_target")
+
+
+def _adaptive_entropy(cfg: GrpoConfig, typed: Collection[str]) -> list[Problem]:
+    """typed: settings that somebody gave."""
+    if not cfg.use_adaptive_entropy:
+        return [
+            Problem(
+                flags=(name, "use_adaptive_entropy"),
+                message=f"{name} ({getattr(cfg, name):g}) does nothing without use_adaptive_entropy true. Give that, or leave it out.",
+                nearest={"use_adaptive_entropy": [True]},
+            )
+            for name in ADAPTIVE
+            if name in typed and getattr(cfg, name) != getattr(GrpoConfig(), name)
+        ]
+    if not cfg.entropy_coef_min <= cfg.entropy_coef <= cfg.entropy_coef_max:
+        message = (
+            f"use_adaptive_entropy begins with entropy_coef ({cfg.entropy_coef:g}), which is not between entropy_coef_min "
+            f"({cfg.entropy_coef_min:g}) and entropy_coef_max ({cfg.entropy_coef_max:g})."
+        )
+        return [Problem(flags=("entropy_coef", "entropy_coef_min", "entropy_coef_max"), message=message)]
+    return []
 
 
 def _of_real(cfg: GrpoConfig) -> list[Problem]:

@@ -108,6 +108,7 @@ def replay(capsule: Capsule, cfg: Config, model: Path, checkpoint: Path | None =
         raise ConfigError(
             [_problem("world_size", f"the step does not come out even over these ranks: {error}. Replay it on one.")]
         ) from None
+    policy.restore_entropy(capsule.facts.get("guard", {}))
     if (capsule.path / generators.FILE).exists():
         generators.restore(capsule.path / generators.FILE)
     weights = _weights(capsule, policy)

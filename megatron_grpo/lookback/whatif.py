@@ -20,9 +20,11 @@ import torch
 
 from megatron_grpo.build import build_policy
 from megatron_grpo.checkpoint.opened import layout_of, load_weights
+from megatron_grpo.checkpoint.resume import OURS
 from megatron_grpo.checkpoint.samples import read_samples
 from megatron_grpo.checkpoint.saving import RECORDED
 from megatron_grpo.errors import EXIT_DONE, ConfigError, Problem
+from megatron_grpo.grpo.adaptive import AdaptiveEntropy
 from megatron_grpo.grpo.loss import GrpoLoss
 from megatron_grpo.lookback.poison import finite
 from megatron_grpo.lookback.tried import Asked, Variant, read_asked
@@ -96,6 +98,7 @@ def whatif(asked: Asked) -> list[Told]:
     policy.optimizer.step = lambda: None  # the weights stay
     samples = read_samples(asked.checkpoint / RECORDED)
     load_weights(policy.chunks, asked.checkpoint)
+    adaptive, entropy = policy.entropy, _entropy_of(policy, asked.checkpoint)
     gradient, told = None, list[Told]()
     stale = {variant.staleness for variant in asked.variants} - {0}
     anchored = _anchored(policy, samples) if stale else []
@@ -105,10 +108,21 @@ def whatif(asked: Asked) -> list[Told]:
         rows = anchored if staleness else samples
         for variant in asked.variants:
             if variant.staleness == staleness:
+                policy.entropy = (
+                    entropy if adaptive and variant.cfg.grpo.entropy_coef == adaptive.coef else None
+                )  # else it is the one tried
                 found, gradient = _take(policy, variant, rows, asked.step + staleness, gradient)
                 told.append(found)
     order = [variant.name for variant in asked.variants]
     return sorted(told, key=lambda one: order.index(one.name))
+
+
+def _entropy_of(policy: Policy, checkpoint: Path) -> AdaptiveEntropy | None:
+    """The coefficient that moves, as the checkpoint has it."""
+    guard = checkpoint / OURS / "guard.json"
+    if guard.exists():
+        policy.restore_entropy(json.loads(guard.read_text(encoding="utf-8")))
+    return policy.entropy
 
 
 def _anchored(policy: Policy, samples: Sequence[Sample]) -> list[Sample]:

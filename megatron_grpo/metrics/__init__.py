@@ -5,7 +5,7 @@ Only rank 0 tells anything; on the others every method returns at once. docs/met
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,11 @@ from megatron_grpo.errors import ConfigError
 from megatron_grpo.metrics import plots
 from megatron_grpo.metrics.courtesy import Courtesy
 from megatron_grpo.metrics.display import Display
-from megatron_grpo.metrics.evaluations import Evaluated, Evaluations, compared, curve_of, curves_in, in_words, score_in
+from megatron_grpo.metrics.evaluations import Evaluated, Evaluations, compared, curves_in, in_words, score_in
 from megatron_grpo.metrics.records import Records, plain
 from megatron_grpo.metrics.reporters import REPORTERS, Begin, InBackground, Table, report_to_problems, services
 from megatron_grpo.metrics.spent import TimeSpent
+from megatron_grpo.settings.evaluation import curve_of
 from megatron_grpo.types import Progress
 
 __all__ = ["Metrics", "report_to_problems"]
@@ -32,7 +33,8 @@ class Metrics:
     after restoring.
 
     total_steps: optimizer steps of the whole run. plot_steps: optimizer steps between two refreshes of plots/, 0 for only at the end.
-    config: the resolved settings, flat, for the services. console: for tests.
+    config: the resolved settings, flat, for the services. console: for tests. heard: is given the numbers of every step and evaluation,
+    by name, as soon as they are known.
     """
 
     def __init__(
@@ -45,6 +47,7 @@ class Metrics:
         plot_steps: int = 0,
         config: Mapping[str, Any] | None = None,
         console: Console | None = None,
+        heard: Callable[[int, Mapping[str, Any]], None] | None = None,
     ):
         problems = report_to_problems(report_to)
         if problems:
@@ -57,6 +60,7 @@ class Metrics:
         self._completions: Table | None = None  # of a rollout that the next step trains
         self._display = Display(console, total=total_steps)
         self._courtesy = Courtesy()
+        self._heard = heard or (lambda step, numbers: None)
         self._steps = Records(self.output_dir / "metrics.jsonl")
         self.evaluations = Evaluations(self.output_dir, writes_completions=bool(self.config.get("log_completions_steps", 1)))
         self._skipped = Records(self.output_dir / "skipped.jsonl")
@@ -101,6 +105,7 @@ class Metrics:
         self._steps.append(record)
         self._remember(progress.step, record)
         self._untold.append(record)
+        self._heard(progress.step, record)
         if progress.step % self.config.get("logging_steps", 1) == 0 or progress.step == self.total_steps:
             self._tell_services()
         if plain(record.get("reward")) is not None:  # not every optimizer step has a rollout of its own
@@ -134,6 +139,7 @@ class Metrics:
         self._remember_evaluations()
         told = {f"{curve_of(record['name'])}/{name}": value for record in records for name, value in record.items() if name != "step"}
         self._report(progress.step, told)
+        self._heard(progress.step, told)
         how, heads, rows = in_words(records)
         self._display.table(f"Evaluation at step {progress.step} ({how})", heads, rows)
 

@@ -55,11 +55,6 @@ def pass_at_k(num_right: np.ndarray, num_sampled: np.ndarray, k: int) -> np.ndar
     return np.where(sampled[:, 0] >= k, 1.0 - ratios.prod(axis=1), np.nan)
 
 
-def ks(n: int) -> list[int]:
-    """1, 2, 4 ... and n: the k of pass@k that are told."""
-    return sorted({2**i for i in range(n.bit_length()) if 2**i <= n} | {n})
-
-
 def change(before: np.ndarray, after: np.ndarray) -> tuple[float, float]:
     """(mean, standard error) of after - before, float64 [P] of the same prompts. Paired: how hard a prompt is cancels."""
     return over_prompts(after - before)

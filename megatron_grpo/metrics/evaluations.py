@@ -22,7 +22,7 @@ from megatron_grpo.files import written_whole
 from megatron_grpo.metrics import estimates
 from megatron_grpo.metrics.courtesy import Courtesy
 from megatron_grpo.metrics.records import Records, plain
-from megatron_grpo.settings.evaluation import ALONE
+from megatron_grpo.settings.evaluation import ALONE, curve_of, ks
 
 Numbers = Mapping[str, Any]
 
@@ -64,7 +64,7 @@ class Evaluated:
             f"{key}/stderr": error,
             f"{key}/stderr_seed": 0.0 if not self.temperature else estimates.of_sampling(self.scores),
         }
-        for k in estimates.ks(self.n):
+        for k in ks(self.n):
             chances = estimates.pass_at_k(num_right, num_scored, k)
             found[f"pass@{k}"] = estimates.over_prompts(chances)[0]
         found["unscored"] = int((~is_scored).sum())
@@ -76,11 +76,6 @@ def score_in(record: Numbers) -> tuple[str, float | None]:
     key = f"mean@{record['n']}" if "n" in record and "name" in record else next((name for name in record if name != "step"), "")
     value = record.get(key)
     return str(record.get("name", ALONE)), float(value) if isinstance(value, (int, float)) else None
-
-
-def curve_of(name: str) -> str:
-    """Under which name a set's scores are plotted, and told to tracking services."""
-    return "eval" if name == ALONE else f"eval/{name}"
 
 
 def curves_in(records: Iterable[Numbers]) -> dict[str, list[tuple[int, float]]]:

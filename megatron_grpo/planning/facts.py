@@ -81,12 +81,14 @@ def native_flags(cfg: Config, sizes: BatchSizes) -> str:
     for setting in table().values():
         source = cfg.sources.get(setting.name, "default")
         if (
-            setting.group in ("batch", "plan")
+            (setting.group in ("batch", "plan") and setting.name not in ("max_tokens_per_micro_batch", "pad_to_multiple_of"))
             or setting.name in ("world_size", *grid)
             or source.startswith(("default", "derived", "implied"))
         ):
             continue
         value = getattr(getattr(cfg, setting.group), setting.name)
+        if value in ([], {}) and value == setting.default:
+            continue
         values = words_of(value) if isinstance(value, dict) else value if isinstance(value, list) else [value]
         words += [f"--{setting.name}", *(str(v).lower() if isinstance(v, bool) or v is None else shlex.quote(str(v)) for v in values)]
     return " ".join(words)

@@ -117,6 +117,7 @@ class Policy:
         step take. offload: what leaves the device while the sampler works."""
         self.chunks, self.wrapped, self.optimizer, self.scheduler = model.chunks, model.wrapped, model.optimizer, model.scheduler
         self.loss, self.reference, self.guard, self.skips = loss, reference, guard, Skips()
+        self.entropy = loss.adaptive  # as it is now; None where the coefficient is constant
         self.sums = model.sums
         self.adapters, self.trains_tower = model.adapters, model.trains_tower
         self.scorer, self.parallel, self.cut = scorer, scorer.parallel, scorer.cut
@@ -188,11 +189,19 @@ class Policy:
             skipped = refusal.why if refusal else None
             if allowed:
                 self.optimizer.step()
+                metrics |= self._entropy_moves(metrics)
         metrics["skipped_iterations"] = self.skips.total
         self.scheduler.step(increment=1)
         if self.reference is not None:
             self.reference.after_step(batch.step + 1, self.tensors)
         return TrainedStep(metrics=metrics, logprobs={} if refusal else logprobs, skipped=skipped, refusal=refusal)
+
+    def _entropy_moves(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Once the optimizer has acted: the coefficient of the next step, and what this one's was applied as."""
+        if self.entropy is None or "entropy" not in metrics:
+            return {}
+        applied, self.entropy = self.entropy.applied, self.entropy.after(metrics["entropy"])
+        return {"entropy_coef": self.entropy.coef, "entropy_coef/applied": applied}
 
     def _refusal(self, batch: GlobalBatch, norm: float, own: torch.Tensor, loss, slope_of, references: SequenceOf[np.ndarray]) -> Refusal:
         """Who made the gradient of this norm, which the guard has refused. own: norm of this rank's own part. Collective."""
@@ -226,14 +235,21 @@ class Policy:
             yield micro, logprobs, float(own_norm(self.wrapped))
 
     def guard_state(self) -> dict[str, Any]:
-        """What a checkpoint holds of the guard and its count, as JSON; the same on every rank."""
+        """What a checkpoint holds of the guard, its count and a coefficient that moves, as JSON; the same on every rank."""
         remembers = hasattr(self.guard, "state")
-        return {"skips": asdict(self.skips), "guard": cast(RememberingGuard, self.guard).state() if remembers else {}}
+        state = {"skips": asdict(self.skips), "guard": cast(RememberingGuard, self.guard).state() if remembers else {}}
+        return state | ({"entropy": self.entropy.state()} if self.entropy else {})
 
     def restore_guard(self, state: Mapping[str, Any]) -> None:
         self.skips = Skips(**state["skips"])
         if hasattr(self.guard, "restore") and state["guard"]:
             cast(RememberingGuard, self.guard).restore(state["guard"])
+        self.restore_entropy(state)
+
+    def restore_entropy(self, state: Mapping[str, Any]) -> None:
+        """state: of `guard_state`; of a run whose coefficient was constant it says nothing of it."""
+        if self.entropy is not None and "entropy" in state:
+            self.entropy = self.entropy.restored(state["entropy"])
 
     def _loss(
         self,
@@ -251,6 +267,7 @@ class Policy:
             entropy=entropy,
             ref_logprobs=ref_logprobs,
             entropy_threshold=known.threshold,
+            entropy_coef=self.entropy.applied if self.entropy else None,
             sum_over_context=lambda x: sum_over_context(x, self.parallel.cp_group),
         )
         return loss, (logs, micro, self.scorer.whole(micro, local, logprobs))
@@ -357,15 +374,18 @@ class Policy:
                 chunk.start_param_sync(force_sync=True)
         return self.exchange.tensors(self.chunks)
 
-    def sharded_state_dict(self, *, is_loading: bool):
+    def sharded_state_dict(self, *, is_loading: bool, with_optimizer: bool = True):
         """What a checkpoint holds of this policy; see `policy.sharded_state`."""
         self.room.require("all")
         self.tensors()  # complete, before they are described
-        return sharded_state.sharded_state(self.wrapped, self.optimizer, self.scheduler, reference=self._saved_reference(),
-                                           is_loading=is_loading)  # fmt: skip
+        return sharded_state.sharded_state(self.wrapped, self.optimizer if with_optimizer else None, self.scheduler,
+                                           reference=self._saved_reference(), is_loading=is_loading)  # fmt: skip
 
-    def load_sharded_state_dict(self, state) -> None:
-        sharded_state.load_state(self.wrapped, self.optimizer, self.scheduler, state, reference=self._saved_reference())
+    def load_sharded_state_dict(self, state, *, with_optimizer: bool = True) -> None:
+        optimizer = self.optimizer if with_optimizer else None
+        sharded_state.load_state(self.wrapped, optimizer, self.scheduler, state, reference=self._saved_reference())
+        if not with_optimizer:
+            self.optimizer.reload_model_params()
 
     def _saved_reference(self) -> SequenceOf[Any] | None:
         return (self.reference.saved_chunks or None) if self.reference is not None else None

@@ -53,6 +53,7 @@ def prepare() -> None:
         total = x + residual
         return norm(self, total), total
 
+    # vLLM has no setting for either, and looks both up in their classes.
     CpuCommunicator.all_reduce, RMSNorm.forward_native = in_rank_order, of_rounded_sum  # type: ignore[method-assign]
 
 

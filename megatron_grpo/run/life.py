@@ -114,6 +114,8 @@ def train_and_export(
         watchdog.leaves_behind = run.witness.leave_behind
     try:
         train.train(run)
+        if parallel.is_main and run.checkpoints.best is not None:
+            run.journal.metrics.say(run.checkpoints.best.words() or "No checkpoint has a number to be best by.")
         if cfg.run.export_hf:
             policy = run.policy
             with policy.resident("weights"), activity.phase("exporting"):

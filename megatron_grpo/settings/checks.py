@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_grpo.errors import Problem
-from megatron_grpo.settings import ahead, evaluation, own, passed_on, schedule, servers, tuner, turns
+from megatron_grpo.settings import ahead, begins, best, evaluation, own, passed_on, schedule, servers, tuner, turns
 from megatron_grpo.settings.config import Config
 from megatron_grpo.settings.read import COMMAND_LINE
 from megatron_grpo.settings.secrets import secrets_in
@@ -88,6 +88,8 @@ def _pairs(cfg: Config) -> Iterator[tuner.Pair]:
     yield from _sampling_and_rewards(cfg)
     yield from _mixtures(cfg)
     yield from _files(cfg)
+    yield from best.pairs(cfg)
+    yield from begins.pairs(cfg)
     yield from _of_a_server(cfg)
 
 
@@ -165,7 +167,10 @@ def _sampling_and_rewards(cfg: Config) -> Iterator[tuner.Pair]:
 def _mixtures(cfg: Config) -> Iterator[tuner.Pair]:
     data = cfg.data
     sets, weights = 1 + len(data.further_datasets), data.interleave_prob
-    if weights and len(weights) != sets:
+    if len(weights) == sets == 1 and data.dataset:
+        message = "interleave_prob weighs several data sets against each other, and there is one. Leave it out, or name more in dataset."
+        yield ("interleave_prob", "dataset"), message, {"interleave_prob": []}
+    elif weights and len(weights) != sets:
         yield ("interleave_prob", "dataset"), f"interleave_prob has {len(weights)} weights for {sets} data sets: one each, or none.", {}
     if not weights and data.stopping_strategy != "first_exhausted":
         message = f"stopping_strategy ({data.stopping_strategy}) says where a mixture by interleave_prob ends, and there are no weights."

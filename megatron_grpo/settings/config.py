@@ -404,6 +404,13 @@ class GrpoConfig:
     )
     kl_in_reward: bool = setting(False, "subtract the KL from the reward instead of adding it to the loss")
     entropy_coef: float = setting(0.0, "entropy bonus")
+    use_adaptive_entropy: bool = setting(False, "entropy_coef follows the entropy: up after a step at entropy_target or below, else down")
+    entropy_coef_min: float = setting(0.0, "adaptive: lower bound of entropy_coef")
+    entropy_coef_max: float = setting(1.0, "adaptive: upper bound of entropy_coef")
+    entropy_coef_delta: float = setting(0.005, "adaptive: how far it moves in an optimizer step", above=0)
+    entropy_target: float = setting(
+        0.2, "adaptive: the bonus is given after a step whose entropy was this or less", unit="nats", at_least=0
+    )
     log_entropy: bool = setting(False, "compute and log the entropy even where nothing needs it")
     top_entropy_quantile: float = setting(
         1.0, "train only the tokens in this top share of entropy, over the global batch", above=0, at_most=1
@@ -509,6 +516,10 @@ class RunConfig:
     save_total_limit: int | None = setting(
         2, "checkpoints kept, with the last good one among them (docs/checkpoints.md)", unit="checkpoints", at_least=1
     )
+    metric_for_best_model: str | None = setting(
+        None, "keep the checkpoint that is best by this: eval, eval/pass@8, reward ... (docs/checkpoints.md)"
+    )
+    greater_is_better: bool | None = setting(None, "more of metric_for_best_model is better (default: unless its name ends in loss)")
     async_save: bool = setting(False, "write checkpoints while training goes on; costs the host a copy of what a rank writes")
     record_rows: bool = setting(False, "keep beside each checkpoint the rows that its first step trains, for whatif")
     audit: bool = setting(False, "compare what ranks hold twice, bit for bit, before the optimizer acts")
@@ -522,6 +533,14 @@ class RunConfig:
     resume: str = setting(
         "auto", "auto: from the newest checkpoint in output_dir; never; or a checkpoint directory", aliases=["resume_from_checkpoint"]
     )
+    mcore_model: str | None = setting(
+        None, "begin with the weights of this checkpoint of another run (checkpoints/iter_*), under any layout: step 0, a new optimizer"
+    )
+    finetune: bool | None = setting(
+        None, "true: resume names weights to begin with, as mcore_model does; false: mcore_model is gone on from, as resume does"
+    )
+    no_load_optim: bool = setting(False, "go on from the checkpoint that resume names without its optimizer state")
+    no_load_rng: bool = setting(False, "go on from it without its random generators")
     stop_drain_seconds: float = setting(
         10.0, "once the run is to stop, how long what is being sampled and judged is waited for before it is given up", unit="seconds",
         at_least=0,

@@ -41,6 +41,16 @@ def flag_of(name: str, cfg: Config) -> str:
     return "eval_dataset" if cfg.eval.eval_dataset else SPLIT
 
 
+def curve_of(name: str) -> str:
+    """Under which name a set's scores are plotted, and told to tracking services."""
+    return ALONE if name == ALONE else f"{ALONE}/{name}"
+
+
+def ks(n: int) -> list[int]:
+    """1, 2, 4 ... and n: the k of pass@k that are told."""
+    return sorted({2**i for i in range(n.bit_length()) if 2**i <= n} | {n})
+
+
 def how_evaluated(cfg: Config) -> HowEvaluated:
     """One answer to each prompt of eval_dataset alone is greedy; all else, episodes too, is drawn at the temperature of training."""
     said = cfg.eval

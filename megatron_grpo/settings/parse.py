@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megatron_grpo.errors import ConfigError, Problem
+from megatron_grpo.settings import begins
 from megatron_grpo.settings.config import Config
 from megatron_grpo.settings.foreign import Change, Dialect, Foreign, shown, words_of
 from megatron_grpo.settings.read import COMMAND_LINE, TypedSetting, read_file, read_words
@@ -257,6 +258,10 @@ class _Builder:
         self._world_size(launcher_world_size)
         self._another_way("bf16", "torch_dtype", "bfloat16", "float32")
         self._another_way("async_generate", "async_rollout_depth", 1, 0)
+        settled, was = begins.settled(self.values), dict(self.sources)
+        for name, value in settled.items():  # the path is given, under the other name
+            other = next(one for one in settled if one != name)
+            self.values[name], self.sources[name] = value, was.get(other, "default") if value not in (None, "auto") else "default"
         sources = {name: self.sources.get(name, "default") for name in {**table(), **self.sources}}
         config = Config().with_values(self.values, sources=sources)
         return replace(self.parsed, config=replace(config, typed=self.typed, foreign=self.foreign))

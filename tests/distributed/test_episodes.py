@@ -198,7 +198,10 @@ def _as_rendered(tokenizer, tokens, mask, record) -> int:
     """What stands before each turn of a context, decoded, is transformers' own rendering of the conversation up to there."""
     starts = np.flatnonzero(mask & ~np.append(False, mask[:-1]))
     ends = [place for place, message in enumerate(record.messages) if message["role"] == "assistant"]
-    text = lambda count: tokenizer.apply_chat_template(list(record.messages[:count]), tokenize=False, add_generation_prompt=True)  # noqa: E731
+
+    def text(count):
+        return tokenizer.apply_chat_template(list(record.messages[:count]), tokenize=False, add_generation_prompt=True)
+
     known = {text(count) for count in ends}
     for start in starts:
         assert tokenizer.decode(tokens[:start]) in known, tokenizer.decode(tokens[:start])

@@ -98,7 +98,7 @@ def test_what_one_rank_spoils_is_skipped_on_all_ranks_and_leaves_no_trace(models
                 assert one.train_step(cases.batch_of(one, first, 0)).refusal is None
             batch = cases.batch_of(policy, second, 1)
             with spoilt(policy, BAD_RANK, is_no_number) as done:
-                trained, same, scheduled = nothing_moved(policy, lambda: policy.train_step(batch))  # noqa: B023
+                trained, same, scheduled = nothing_moved(policy, lambda: policy.train_step(batch))  # noqa: B023 - called at once
             assert len(done) >= 1 or rank != BAD_RANK, "the hook ran"
             assert same and scheduled == 1 and trained.logprobs == {}
             assert trained.metrics["grad_norm"] == math.inf and trained.metrics["skipped_iterations"] == 1

@@ -1,4 +1,4 @@
-"""LoRA in every layout against PEFT in float64: losses, norms, every matrix's gradient, weights after three AdamW steps. And its traps."""
+"""LoRA in every layout against PEFT in float64: losses, norms, every matrix's gradient, weights after two AdamW steps. And its traps."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def made(tmp_path_factory):
         """(model directory, global batches, settings, what PEFT makes of them)."""
         if model not in models:
             path = write_tiny(folder / model, **MODELS[model])
-            models[model] = path, cases.stored_rollout(path, num_steps=3, vocab=125)
+            models[model] = path, cases.stored_rollout(path, num_steps=2, vocab=125)
         path, batches = models[model]
         adapter = folder / f"{model}, {targets}"
         if not adapter.exists():
@@ -253,7 +253,7 @@ def test_each_mistake_is_seen(made, layout):
 
 
 def with_dropout(rank, world, path, cfg, batches):
-    """After three steps: the matrices that every tensor-parallel rank holds whole, a text scored twice, and the first gradient norm."""
+    """After two steps: the matrices that every tensor-parallel rank holds whole, a text scored twice, and the first gradient norm."""
     policy, norms = cases.build(path, cfg, world), []
     for index, samples in enumerate(batches):
         norms.append(policy.train_step(cases.batch_of(policy, samples, index)).metrics["grad_norm"])

@@ -449,7 +449,7 @@ def freeze(rank, world, path, named, out, pid):
         if rank == 0:
             os.killpg(pid, signal.SIGCONT)
             while any(member.is_silent for member in engine._pusher.fleet.members.values()):
-                time.sleep(0.05)
+                time.sleep(0.05)  # between two looks
         publisher.publish(1)
         assert rank or len(engine._pusher.fleet.used) == 2
         assert engine.generate(prompts(4), sampling(), seed=SEED)

@@ -34,6 +34,7 @@ def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
     common = [*write_inputs(folder, rows=16), "--max_steps", "2", "--export_hf", "false"]
     sets = ["--eval_datasets", f"all={folder}/data.jsonl", f"again={folder}/data.jsonl", "--eval_steps", "1", *ASKED]
+    sets += ["--save_steps", "1", "--save_total_limit", "1", "--metric_for_best_model", "eval/all", "--greater_is_better", "false"]
     (folder / "own.py").write_text(OWN)
     own = [*common, "--rollout_func", f"{folder}/own.py:rollout"]
     for name, flags in (("with", [*common, *sets]), ("without", common), ("own", own)):
@@ -78,8 +79,15 @@ def test_an_evaluation_is_told_with_its_errors_and_paired_with_the_first(run):
     assert (run / "with/plots/reward.png").is_file()
 
 
+def test_the_checkpoint_with_the_best_evaluation_is_kept_beside_the_last(run):
+    told = {line["step"]: line["mean@2"] for line in records(run / "with" / "evaluations.jsonl") if line["name"] == "all" and line["step"]}
+    best = json.loads((run / "with/checkpoints/best.json").read_text())
+    assert best["metric"] == "eval/all/mean@2" and best["best_metric"] == min(told.values()) == told[best["best_global_step"]]
+    assert {path.name for path in run.glob("with/checkpoints/iter_*")} == {f"iter_{best['best_global_step']:07d}", "iter_0000002"}
+
+
 def test_the_command_finds_of_a_checkpoint_under_another_layout_what_the_run_found(run):
-    [checkpoint] = (run / "with/checkpoints").glob("iter_*")
+    checkpoint = run / "with/checkpoints/iter_0000002"
     flags = ["--resume", str(checkpoint), "--tensor_model_parallel_size", "2", "--output_dir", str(run / "command")]
     assert run_ranks(evaluate, 2, flags, timeout=300) == [0, 0]
     for ours, theirs in zip(records(run / "command/evaluations.jsonl"), records(run / "with/evaluations.jsonl")[4:], strict=True):

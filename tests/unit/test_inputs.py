@@ -9,6 +9,7 @@ import sys
 
 import pytest
 
+from megatron_grpo.cli import main
 from megatron_grpo.errors import ConfigError
 from megatron_grpo.inputs import look_at_everything, read_everything
 from megatron_grpo.rewards.loading import close_rewards
@@ -149,3 +150,9 @@ def test_a_plan_with_everything_named_imports_no_torch(good):
     ended = subprocess.run([sys.executable, "-c", program], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, timeout=120,
                            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})  # fmt: skip
     assert ended.returncode == 0, ended.stderr
+
+
+def test_a_word_that_names_no_reference_is_refused_and_a_repository_is_left_to_the_run(capsys):
+    words = ["plan", "--beta", "0.1", "--global_batch_size", "8", "--num_generations", "4", "--ref_model"]
+    assert main([*words, "nowhere"]) == 2 and "ref_model (nowhere) is neither a directory here nor a Hub name" in capsys.readouterr().err
+    assert main([*words, "owner/name"]) == 0 and "owner/name is not on" in " ".join(capsys.readouterr().out.split())

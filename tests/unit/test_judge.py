@@ -110,7 +110,7 @@ def test_what_takes_too_long_is_given_up_on_all_ranks_where_the_run_is_to_stop()
         def deaf(completions):
             for _ in range(2 * (rank == 1)):
                 try:
-                    time.sleep(60)
+                    time.sleep(60)  # until it is given up
                 except BaseException:  # noqa: BLE001 - as a user's function might
                     pass
             return sleeping(completions)

@@ -34,7 +34,7 @@ def test_failure_of_one_rank_ends_the_others_at_once_and_shows_its_traceback():
         answer = 41
         if rank == 1:
             assert answer == 42
-        time.sleep(60)
+        time.sleep(60)  # until it is killed
 
     start = time.monotonic()
     with pytest.raises(RanksFailed, match="assert 41 == 42") as failure:
@@ -47,9 +47,9 @@ def test_timeout_kills_the_ranks_and_their_children(tmp_path):
     def body(rank, world_size):
         pid = os.fork()
         if pid == 0:
-            time.sleep(60)
+            time.sleep(60)  # until it is killed
         (tmp_path / str(rank)).write_text(str(pid))
-        time.sleep(60)
+        time.sleep(60)  # until it is killed
 
     with pytest.raises(RanksFailed, match="not finished after 1 s"):
         run_ranks(body, 2, timeout=1)

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(ROOT))  # this file is run as a script; what it imports of the repository comes after
 
 from tools.gpu_checking import steps as table  # noqa: E402
 from tools.gpu_checking.steps import STEPS, Of, Step, Words  # noqa: E402
@@ -116,7 +116,7 @@ def run_one(command: Words | Of, out: Path, env: Mapping[str, str], stream, limi
                 if path.exists() and len(table.metrics(out / command.folder)) >= before + command.after:
                     process.send_signal(getattr(signal, command.kills))
                     break
-                time.sleep(0.05)
+                time.sleep(0.05)  # between two looks: nobody tells that a step was written
             if command.kills == "SIGKILL":
                 process.wait()
                 time.sleep(5)  # what it had started is ended with it
@@ -160,7 +160,7 @@ def _server(command: Of, out: Path, environment: Mapping[str, str], stream, limi
     process, end = _started(command.server(out), environment, stream), time.monotonic() + limit
     try:
         while not address.exists() and process.poll() is None and time.monotonic() < end:
-            time.sleep(0.2)
+            time.sleep(0.2)  # between two looks: nobody tells that the server has come up
         yield ["--vllm_server_base_url", address.read_text().strip()] if address.exists() else None
     finally:
         if process.poll() is None:

@@ -33,7 +33,7 @@ class Handler(BaseHTTPRequestHandler):
         if is_rude and self.how != "slow":
             return self._misbehave()
         if is_rude:
-            time.sleep(3.0)
+            time.sleep(3.0)  # the fault itself: it answers late
         tokens = [int(word) for word in text.partition("[Response]\n")[2].partition("\n")[0].split()]
         score = 10 * sum(token % 2 == 0 for token in tokens) / max(1, len(tokens))
         self._say(200, json.dumps({"choices": [{"message": {"content": f"Score: {score:.3f}"}}]}))

@@ -55,14 +55,18 @@ SWIFT: Mapping[str, Foreign] = {
         why="how the program and the model are set up: names, seeds of weights that are read, hubs",
     ),
     **aside(
-        *("save_safetensors", "save_missing_weights", "no_save_optim", "no_save_rng", "no_load_optim", "no_load_rng"),
+        *(
+            "save_safetensors",
+            "save_missing_weights",
+            "no_save_optim",
+            "no_save_rng",
+        ),
         *(
             "use_persistent_ckpt_worker",
             "dist_ckpt_save_pre_mcore_014",
             "dist_ckpt_optim_fully_reshardable",
         ),
         *("distrib_optim_fully_reshardable_mem_efficient", "create_checkpoint_symlink", "add_version"),
-        *("metric_for_best_model", "greater_is_better"),
         why=FILES,
     ),
     **aside(
@@ -101,7 +105,7 @@ TRL: Mapping[str, Foreign] = {
     ),
     **aside(
         *("hub_strategy", "hub_always_push", "save_safetensors", "save_only_model", "save_on_each_node", "overwrite_output_dir_on_start"),
-        *("metric_for_best_model", "greater_is_better", "restore_callback_states_from_checkpoint"),
+        "restore_callback_states_from_checkpoint",
         why=FILES,
     ),
     **aside(

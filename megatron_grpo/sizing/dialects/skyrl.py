@@ -19,6 +19,7 @@ from megatron_grpo.sizing.dialects.vocabulary import (
     asked_once,
     betas,
     holds_out,
+    idle,
     in_steps,
     is_true,
     layout,
@@ -361,6 +362,8 @@ def settle(values: Mapping[str, Any], given: Mapping[str, Sequence[str]], *, in_
     yield from _steps(values, given, in_prompts)
     if values.get("tuner_type") == "lora":
         yield from _lora(values, given)
+    else:
+        yield from idle(given, {f"{_LORA}dropout": "0.0"}, without=f"{_LORA}rank")
     yield from asked_once(values, eval_temperature=0.0, eval_top_p=1.0, eval_top_k=0)
     if values.get("eval_steps") and not holds_out(values):
         yield Change(values={"eval_steps": None}, note=f"eval_interval ({values['eval_steps']}) does nothing without data.val_data.")
@@ -387,6 +390,8 @@ def _correction(given: Mapping[str, Sequence[str]]) -> Iterator[Change]:
     elif is_true(given, f"{_ALGORITHM}use_tis", "false"):
         cap = float(text_of(given, f"{_ALGORITHM}tis_imp_ratio_cap", "2.0"))
         yield Change(values={"rollout_importance_sampling_mode": "token_truncate", "rollout_importance_sampling_threshold": cap})
+    else:
+        yield from idle(given, {f"{_ALGORITHM}tis_imp_ratio_cap": "-1.0"}, without="use_tis")
 
 
 def _lora(values: Mapping[str, Any], given: Mapping[str, Sequence[str]]) -> Iterator[Change]:

@@ -16,6 +16,7 @@ from megatron_grpo.sizing.dialects.vocabulary import (
     NATIVE_SIZES,
     asked_once,
     holds_out,
+    idle,
     in_steps,
     is_true,
     layout,
@@ -233,6 +234,8 @@ def settle(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
         low = float(text_of(given, "tis_clip_low", "0"))
         found = {"rollout_importance_sampling_mode": "token_truncate", "rollout_importance_sampling_min": low or None}
         yield Change(values=found | {"rollout_importance_sampling_threshold": float(text_of(given, "tis_clip", "2.0"))})
+    else:
+        yield from idle(given, {"tis_clip": "2.0", "tis_clip_low": "0"}, without="use_tis")
     if is_true(given, "use_opsm", "false"):
         yield Change(values={"off_policy_sequence_mask_delta": float(text_of(given, "opsm_delta", "1e-4"))})
     yield from layout(values, text_of(given, "expert_tensor_parallel_size", "none"))
@@ -307,6 +310,7 @@ def _loss(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
 
 def _kl(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
     if "beta" in values or not is_true(given, "use_kl_loss", "false"):
+        yield from idle(given, {"kl_loss_coef": "0.0", "kl_loss_type": "k1"}, without="use_kl_loss")
         return
     beta, kind = float(text_of(given, "kl_loss_coef", "0")), text_of(given, "kl_loss_type", "k1")
     if kind not in _KL:

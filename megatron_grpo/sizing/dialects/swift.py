@@ -5,6 +5,7 @@ Source: its MegatronArguments, RLHFMegatronArgumentsMixin and BaseArguments, and
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 from megatron_grpo.settings.foreign import Change, Default, Dialect, Foreign, default, kept, lacks, not_there, only, reads, same
 from megatron_grpo.settings.table import BadValue
 from megatron_grpo.sizing.dialects import aside, features, turns
-from megatron_grpo.sizing.dialects.vocabulary import BUILT_IN_REWARDS, DISPATCHER, TOKEN, holds_out, of_servers, of_the_hub
+from megatron_grpo.sizing.dialects.vocabulary import BEST, BUILT_IN_REWARDS, DISPATCHER, TOKEN, holds_out, of_servers, of_the_hub
 
 _REWARDS = {"accuracy": "math", "format": "format", "cosine": "cosine", "repetition": "repetition", "soft_overlong": "soft_overlong"}
 _ONLY_OURS = tuple(name for name in BUILT_IN_REWARDS if name not in (*_REWARDS, "math"))  # its `math` is another one
@@ -77,6 +78,22 @@ def _minutes(words: Sequence[str], given: Mapping[str, Sequence[str]]) -> Mappin
         raise BadValue(f"needs seconds, not {' '.join(words)!r}") from None
 
 
+def _columns(words: Sequence[str], given: Mapping[str, Sequence[str]]) -> Mapping[str, Any]:
+    """Its standard names on the right: query is what is asked; others are columns that rewards may read, under the same name."""
+    text = " ".join(words).strip()
+    try:
+        found = json.loads(text) if text.startswith("{") else dict(word.rsplit("=", 1) for word in words)
+    except ValueError:
+        raise BadValue(f'needs a mapping as JSON, such as {{"question": "query"}}, not {text!r}') from None
+    if "history" in found.values():
+        raise BadValue("(history): earlier turns of a conversation stand in a column messages here")
+    return {"columns": {theirs: "prompt" if name == "query" else name for theirs, name in found.items()}}
+
+
+def _finetune(words: Sequence[str], given: Mapping[str, Sequence[str]]) -> Mapping[str, Any]:
+    return {"finetune": list(words)} if given.get("mcore_model") else {}
+
+
 NAMES: Mapping[str, Foreign] = {
     "moe_token_dispatcher_type": DISPATCHER,
     # The same under another name, or with other words for its values.
@@ -105,13 +122,14 @@ NAMES: Mapping[str, Foreign] = {
     "init_weights": only("true", features.LORA_START),
     "use_dora": lacks(features.DORA),
     "lorap_lr_ratio": lacks(features.ONE_LR),
-    "finetune": only("true", features.RESUMED_ELSEWHERE),
+    "finetune": reads(_finetune, "`finetune`, with `mcore_model`; it does nothing without"),
     "optimizer": only("adam", features.OTHER_OPTIMIZER),
     "freeze_parameters_ratio": lacks(features.FREEZE_RATIO, "0", "0.0"),
     "repetition_penalty": lacks(features.SAMPLING, "1", "1.0"),
     "loss_scale": only("last_round", "the loss covers the completion, whole and alone"),
     "calculate_per_token_loss": lacks("loss_type says what the loss is averaged over"),
     "moe_router_load_balancing_type": lacks("load-balancing losses depend on the layout"),
+    "metric_for_best_model": BEST,
     "save_strategy": only("steps", features.EPOCH),
     "ddp_backend": only("nccl", "the backend follows from the machine"),
     "cp_partition_mode": only("zigzag", "context parallelism is zigzag here"),
@@ -119,6 +137,7 @@ NAMES: Mapping[str, Foreign] = {
     "main_params_dtype": only("fp32", "gradients and optimizer state are float32 here"),
     "exp_avg_dtype": only("fp32", "gradients and optimizer state are float32 here"),
     "exp_avg_sq_dtype": only("fp32", "gradients and optimizer state are float32 here"),
+    "columns": reads(_columns, "`columns`; its query is our prompt"),
     "$MAX_PIXELS": same("max_pixels"),  # set before the command
     "$MIN_PIXELS": same("min_pixels"),
     "vllm_limit_mm_per_prompt": lacks("limit_images says how many pictures a prompt may show; it is as many as the data have"),
@@ -171,7 +190,7 @@ NAMES: Mapping[str, Foreign] = {
         "a reward model is the reward function reward_model: reward_funcs reward_model, and reward_model its directory", "reward_model"
     ),
     **not_there(features.STREAMING, "streaming", "cached_dataset", "cached_val_dataset"),
-    **not_there(features.RESUMED_ELSEWHERE, "mcore_model", "load_args"),
+    **not_there(features.RESUMED_ELSEWHERE, "load_args"),
     **not_there(features.RESUMED_ELSEWHERE, "mcore_ref_model"),
     **not_there(features.VERSIONS, "model_revision", "rope_scaling", "new_special_tokens", "model_kwargs"),
     **not_there(features.VERSIONS, "perform_initialization", "init_strategy", "language_model_only"),
@@ -245,6 +264,12 @@ def settle(values: Mapping[str, Any], given: Mapping[str, Sequence[str]]) -> Ite
     yield from of_servers(values, program="swift rollout")
     yield from of_the_hub(values)
     yield from turns.of_swift(values, given)
+    idle = [name for name in ("no_load_optim", "no_load_rng") if values.get(name)]
+    if idle and values.get("finetune", True):
+        note = f"{' and '.join(idle)} does nothing unless finetune is false, here as there: a run begins without them anyway."
+        yield Change(values=dict.fromkeys(idle), note=note)
+    if values.get("interleave_prob") and not values.get("further_datasets"):
+        yield Change(values={"interleave_prob": None}, note="interleave_prob does nothing with one dataset, here as there.")
     yield from _advantages(values)
     yield from _tuner(values)
     mode = values.get("rollout_importance_sampling_mode", "none")

@@ -21,8 +21,19 @@ from megatron_grpo.settings.foreign import (
 )
 from megatron_grpo.settings.table import FALSE, TRUE, BadValue
 from megatron_grpo.sizing.dialects import aside, features, turns
-from megatron_grpo.sizing.dialects.vocabulary import BUILT_IN_REWARDS, NATIVE_SIZES, TOKEN, holds_out, of_servers, of_the_hub, size, sizes
+from megatron_grpo.sizing.dialects.vocabulary import (
+    BEST,
+    BUILT_IN_REWARDS,
+    NATIVE_SIZES,
+    TOKEN,
+    holds_out,
+    of_servers,
+    of_the_hub,
+    size,
+    sizes,
+)
 
+ADAPTIVE = ("entropy_coef_min", "entropy_coef_max", "entropy_coef_delta", "entropy_target")
 _REWARDS = {"accuracy_reward": "math", "get_soft_overlong_punishment": "soft_overlong"}
 _FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
@@ -63,11 +74,21 @@ def _reward_funcs(words: Sequence[str], given: Mapping[str, Sequence[str]]) -> M
     return found
 
 
+def _warmup(words: Sequence[str], given: Mapping[str, Sequence[str]]) -> Mapping[str, Any]:
+    """A number of steps, or below 1 a share of the run."""
+    try:
+        share = float(words[0])
+    except (ValueError, IndexError):
+        share = 1.0
+    return {"lr_warmup_fraction" if 0 < share < 1 else "lr_warmup_iters": list(words)}
+
+
 def _no_limit(words: Sequence[str], given: Mapping[str, Sequence[str]]) -> Mapping[str, Any]:
     return {} if words in (["-1"], ["-1.0"]) else {"max_steps": list(words)}
 
 
 NAMES: Mapping[str, Foreign] = {
+    "warmup_steps": reads(_warmup, "`lr_warmup_iters`; below 1 `lr_warmup_fraction`"),
     "max_steps": reads(_no_limit, "max_steps; leave it out where there is no limit"),
     "scale_rewards": same("scale_rewards", {"true": "group", "false": "none"}),
     "lr_scheduler_type": same("lr_decay_style", {"constant_with_warmup": "constant"}),
@@ -112,11 +133,12 @@ NAMES: Mapping[str, Foreign] = {
     "trust_remote_code": lacks("code of a checkpoint is not run"),
     "model_init_kwargs.trust_remote_code": lacks("code of a checkpoint is not run"),
     "vllm_model_impl": only("vllm", "vLLM's own models sample"),
-    "entropy_coef_min": lacks("the entropy coefficient is constant"),
     "dataset_config": lacks(features.STREAMING),
     "label_smoothing_factor": lacks(features.OTHER_TASK, "0", "0.0"),
     "neftune_noise_alpha": lacks("no noise is added to embeddings"),
     "lr_scheduler_kwargs": lacks("lr_decay_style with min_lr, lr_warmup_iters and lr_warmup_fraction says all of the schedule"),
+    "metric_for_best_model": BEST,
+    "load_best_model_at_end": lacks(features.BEST_AT_END),
     "resume_from_checkpoint": same("resume", {"true": "auto", "false": "never"}),
     "hub_token": TOKEN,
     "config_file": lacks("accelerate's own file is not read: give its num_processes"),
@@ -124,13 +146,12 @@ NAMES: Mapping[str, Foreign] = {
     **not_there(features.TURNS, "rollout_func"),
     **not_there(features.QUANTIZED, "fp16", "load_in_8bit", "load_in_4bit", "bnb_4bit_quant_type", "use_bnb_nested_quant"),
     **not_there(features.QUANTIZED, "bnb_4bit_quant_storage"),
-    **not_there("the entropy coefficient is constant", "use_adaptive_entropy", "entropy_coef_max", "entropy_coef_delta", "entropy_target"),
     **not_there(features.SHARDED_ELSEWHERE, "deepspeed", "fsdp", "fsdp_config", "parallelism_config", "accelerator_config"),
     **not_there(features.SAMPLING, "vllm_structured_outputs_regex", "vllm_guided_decoding_regex"),
     **not_there("sampling is by vLLM alone", "use_transformers_continuous_batching", "use_transformers_paged", "cache_implementation"),
     **not_there("sampling is by vLLM alone", "transformers_continuous_batching_config"),
     **not_there(features.STREAMING, "datasets", "dataset_streaming", "streaming"),
-    **not_there(features.EPOCH, "auto_find_batch_size", "load_best_model_at_end"),
+    **not_there(features.EPOCH, "auto_find_batch_size"),
     **not_there("optimizers are built in", "optim_args", "optim_target_modules"),
     "model_init_kwargs": lacks("the model is read as its config.json says; of these words dtype is translated"),
     "bf16_full_eval": lacks("evaluation samples with the weights as they are pushed"),
@@ -180,6 +201,12 @@ def settle(values: Mapping[str, Any], given: Mapping[str, Sequence[str]]) -> Ite
         yield Change(values={"eval_steps": None}, note=f"eval_steps ({values['eval_steps']}) does nothing: {why}.")
     if values.get("loss_type") == "cispo" and values.get("epsilon_high") is None:
         yield Change(values={"epsilon_high": values.get("epsilon", 0.2)})
+    idle = [name for name in ADAPTIVE if name in values] if not values.get("use_adaptive_entropy") else []
+    if idle:
+        yield Change(values=dict.fromkeys(idle), note=f"{' and '.join(idle)} does nothing without use_adaptive_entropy, here as there.")
+    if values.get("use_adaptive_entropy") and values.get("top_entropy_quantile", 1.0) < 1:
+        note = "entropy_target is held against the mean over all trained tokens here; TRL's is over those of top_entropy_quantile."
+        yield Change(values={}, note=note)
     if values.get("tuner_type") == "lora":
         yield from _peft(values)
     yield from of_the_hub(values)

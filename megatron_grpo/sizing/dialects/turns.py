@@ -53,6 +53,9 @@ SWIFT: Mapping[str, Foreign] = {
 def of_swift(values: Mapping[str, Any], given: Mapping[str, Sequence[str]]) -> Iterator[Change]:
     """What Megatron-SWIFT makes of several of them together."""
     if not (values.get("environment") or values.get("tools")):
+        if list(given.get("use_gym_env", ())) == ["true"] and not {"gym_env", "multi_turn_scheduler"} & set(given):
+            raise BadValue("use_gym_env (true) rewards what an environment says, and none is named: give gym_env path/to/file.py:Class. "
+                           "What a row says of it (env_config) is not read")  # fmt: skip
         return
     if list(given.get("use_gym_env", ())) == ["true"] and "environment" not in values.get("reward_funcs", ()):
         yield Change(

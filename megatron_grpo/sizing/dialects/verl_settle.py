@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron_grpo.settings.foreign import Change
 from megatron_grpo.settings.table import BadValue
-from megatron_grpo.sizing.dialects.vocabulary import asked_once, holds_out, in_steps, is_true, layout, listed, text_of, whole
+from megatron_grpo.sizing.dialects.vocabulary import asked_once, holds_out, idle, in_steps, is_true, layout, listed, text_of, whole
 
 Given = Mapping[str, Sequence[str]]
 
@@ -88,6 +88,8 @@ def _kl(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
     in_loss, in_reward = in_loss and loss > 0, in_reward and reward > 0
     if in_loss and in_reward:
         raise BadValue("actor.use_kl_loss and algorithm.use_kl_in_reward are both true; the KL is in the loss or in the reward here")
+    if not in_loss:
+        yield from idle(given, {"actor.kl_loss_coef": "0.001", "actor.kl_loss_type": "low_var_kl"}, without="actor.use_kl_loss")
     if not in_loss and not in_reward:
         return
     name = "algorithm.kl_penalty" if in_reward else "actor.kl_loss_type"

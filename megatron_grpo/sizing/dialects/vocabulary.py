@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -41,6 +42,31 @@ def text_of(given: Mapping[str, Sequence[str]], name: str, otherwise: str) -> st
 
 def is_true(given: Mapping[str, Sequence[str]], name: str, otherwise: str) -> bool:
     return text_of(given, name, otherwise).lower() in TRUE
+
+
+_LENGTHS = ("completions/mean_length", "completions/clipped_ratio")
+
+
+def _best(words: Sequence[str], given: Mapping[str, Sequence[str]]) -> Mapping[str, Any]:
+    """transformers compares what an evaluation tells, and puts eval_ before a name that lacks it."""
+    name = " ".join(words)
+    asked = name.removeprefix("eval_")
+    by_function = re.fullmatch(r"rewards/(.+?)(/mean)?", asked)
+    functions = given.get("reward_funcs", ())
+    if name.lower() in OFF:
+        return {}
+    if asked == "reward" and len(functions) > 1:
+        raise BadValue(f"({name}) is the sum of {len(functions)} rewards; an evaluation has each of them: name one, eval_rewards/NAME/mean")
+    if asked == "reward" or name == "eval" or name.startswith("eval/"):
+        return {"metric_for_best_model": "eval" if asked == "reward" else name}
+    if by_function:
+        return {"metric_for_best_model": f"eval/{re.split('[.:]', by_function[1])[-1]}"}
+    if asked in _LENGTHS:
+        return {"metric_for_best_model": f"eval/{asked.partition('/')[2]}"}
+    raise BadValue(f"({name}) is nothing that an evaluation tells here. Use eval_reward, eval_rewards/NAME/mean, eval_{_LENGTHS[0]}")
+
+
+BEST = reads(_best, "`metric_for_best_model` eval for eval_reward, eval/NAME for eval_rewards/NAME/mean")
 
 
 def whole(given: Mapping[str, Sequence[str]], name: str, otherwise: int) -> int:
@@ -127,6 +153,16 @@ def layout(values: Mapping[str, Any], expert: str, *, shards_norms_by_itself: st
         )
     if "expert_tensor_parallel_size" not in values:
         yield Change(values={"expert_tensor_parallel_size": tensor if expert in ("none", "null") else int(expert)})
+
+
+def idle(given: Mapping[str, Sequence[str]], defaults: Mapping[str, str], *, without: str) -> Iterator[Change]:
+    """Names that do nothing because `without` is not on, there as here, where somebody gave them. defaults: theirs by name, which whole
+    files hold."""
+    found = [name for name, default in defaults.items() if text_of(given, name, default).lower() != default]
+    if found:
+        yield Change(
+            values={}, note=f"{' and '.join(found)} {'do' if len(found) > 1 else 'does'} nothing without {without}, here as there."
+        )
 
 
 def size(name: str, default: int | None, help: str) -> Setting:

@@ -145,7 +145,7 @@ def test_a_new_sampler_is_asked_for_the_turns_that_are_open():
 
 class Slow(Environment):
     def reply(self, turn):
-        time.sleep(0.2)
+        time.sleep(0.2)  # blocks, as a user's may
         return Reply(done=True)
 
 

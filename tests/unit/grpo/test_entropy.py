@@ -79,7 +79,10 @@ def test_whatever_rounding_does_in_two_cuts_the_same_tokens_train(contexts, quan
     """Contexts at least 0.25 % apart, each with up to six tokens; noise of 1e-5 of an entropy, drawn anew in every pass of either cut."""
     rng = np.random.default_rng(seed)
     exact = np.repeat([0.01 * 1.0025**level for level, _ in contexts], [count for _, count in contexts])
-    noisy = lambda: exact * (1 + rng.uniform(-1e-5, 1e-5, len(exact)))  # noqa: E731
+
+    def noisy():
+        return exact * (1 + rng.uniform(-1e-5, 1e-5, len(exact)))
+
     right = kept(exact, quantile)
     assert right.any()
     for _ in range(2):

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from megatron_grpo.metrics import estimates
+from megatron_grpo.settings.evaluation import ks
 
 
 def test_pass_at_k_is_the_share_of_subsets_with_a_right_one():
@@ -96,4 +97,4 @@ def test_what_has_no_score_is_left_out():
 
 
 def test_the_k_that_are_told():
-    assert [estimates.ks(n) for n in (1, 2, 6, 8)] == [[1], [1, 2], [1, 2, 4, 6], [1, 2, 4, 8]]
+    assert [ks(n) for n in (1, 2, 6, 8)] == [[1], [1, 2], [1, 2, 4, 6], [1, 2, 4, 8]]

@@ -78,7 +78,10 @@ def test_the_first_step_begins_when_the_run_is_there_and_each_next_one_at_the_re
         with journal.clock("checkpoint"):
             seconds.pass_(7)
     first, second = lines(tmp_path)
-    times = lambda line: {name: value for name, value in line.items() if name.startswith("time/")}  # noqa: E731
+
+    def times(line):
+        return {name: value for name, value in line.items() if name.startswith("time/")}
+
     assert times(first) == {"time/other": 1, "time/train": 4, "time/step": 5} and first["tokens_per_second"] == 12
     assert times(second) == {"time/checkpoint": 7, "time/other": 1, "time/train": 4, "time/step": 12} and second["tokens_per_second"] == 5
 

@@ -107,7 +107,10 @@ def test_a_rank_without_a_gpu_of_its_own_is_refused_before_nccl_is():
 def test_members_of_a_link_that_share_a_gpu_hear_it_alike():
     for gpus in (["a", "b", "a"], ["a", "b", "c"]):
         store, found = dist.HashStore(), []
-        ask = lambda rank: found.append(_share_a_gpu(store, rank, 3, timedelta(seconds=20), gpus[rank]))  # noqa: B023, E731
+
+        def ask(rank, store=store, found=found, gpus=gpus):
+            found.append(_share_a_gpu(store, rank, 3, timedelta(seconds=20), gpus[rank]))
+
         threads = [threading.Thread(target=ask, args=(rank,)) for rank in range(3)]
         [thread.start() for thread in threads]
         [thread.join() for thread in threads]

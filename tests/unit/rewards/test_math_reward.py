@@ -83,7 +83,7 @@ def test_one_child_serves_many_batches(math_reward):
 def test_a_child_that_was_killed_is_replaced(math_reward):
     math_reward(completions=["$\\frac{1}{2}$"], answer=["0.5"])
     os.kill(math_reward.child._process.pid, signal.SIGKILL)
-    time.sleep(0.2)
+    time.sleep(0.2)  # until its end is seen
     assert math_reward(completions=["$\\frac{1}{2}$"], answer=["0.5"]) == [1]
 
 

@@ -201,7 +201,7 @@ def test_a_frozen_server_is_waited_for_once_and_taken_up_when_it_thaws(opened, f
     deadline = time.monotonic() + 20
     while len(found.gather()) < 2:
         assert time.monotonic() < deadline
-        time.sleep(0.05)
+        time.sleep(0.05)  # between two looks
 
 
 def test_a_server_that_was_started_again_has_proven_nothing(opened, fleet_of):

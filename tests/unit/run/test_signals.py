@@ -277,7 +277,7 @@ def torchrun(folder: Path, what: str) -> tuple[subprocess.Popen, list[int]]:
     files = [folder / "0", folder / "1"]
     while not all(file.exists() and file.read_text() for file in files):
         assert time.monotonic() < end and process.poll() is None
-        time.sleep(0.05)
+        time.sleep(0.05)  # between two looks
     return process, [int(file.read_text()) for file in files]
 
 

@@ -272,7 +272,7 @@ def all_at_once(rank: int, world_size: int, folder: str) -> dict[str, list[int]]
         while not (ended := os.waitpid(child, os.WNOHANG))[0]:
             if time.monotonic() > end:
                 os.kill(child, signal.SIGABRT)
-            time.sleep(0.05)
+            time.sleep(0.05)  # between two looks
         codes.setdefault(name, []).append(os.waitstatus_to_exitcode(ended[1]))
     return codes
 

@@ -114,9 +114,9 @@ def test_the_table_of_defaults_is_true(dialect):
         ("swift", "--gkd_logits_topk 8", "a teacher is asked for its log-prob of each drawn token"),
         ("swift", "--temperature 1.0 --teacher_model_server [{}]", "'[{}]' is no address like http://host:8000"),
         ("slime", "--use_opd", "distillation: a teacher answers through a server of its own"),
-        ("swift", "--finetune false", "finetune (false): checkpoints of another system are not read"),
         ("swift", "--moe_expert_capacity_factor 2", "a capacity that drops some"),
         ("swift", "--fp4_format e2m1", "fp4"),
+        ("swift", "--use_gym_env true", "use_gym_env (true) rewards what an environment says, and none is named"),
         ("swift", "--optimizer muon", "the optimizer is AdamW"),
         ("swift", "--rlhf_type dpo", "only GRPO"),
         ("swift", "--advantage_estimator rloo --scale_rewards group", "divides by a std"),
@@ -132,7 +132,9 @@ def test_the_table_of_defaults_is_true(dialect):
         ("trl", "--min_p 0.1", "min_p (0.1): sampling is by temperature"),
         ("trl", "--reward_funcs think_format_reward", "(think_format_reward) is a reward function of TRL"),
         ("trl", "--save_strategy epoch", "counted in optimizer steps"),
-        ("trl", "--use_adaptive_entropy true", "the entropy coefficient is constant"),
+        ("trl", "--metric_for_best_model loss", "(loss) is nothing that an evaluation tells here"),
+        ("trl", "--metric_for_best_model eval_reward --reward_funcs accuracy_reward a.b", "(eval_reward) is the sum of 2 rewards"),
+        ("trl", "--load_best_model_at_end true", "hf/ holds the last weights"),
         ("skyrl", "trainer.policy.model.lora.rank=8 trainer.policy.model.lora.init_method=zero", "(zero): A begins uniform"),
         ("skyrl", "trainer.algorithm.advantage_estimator=gae", "advantage_estimator (gae)"),
         ("skyrl", "trainer.algorithm.policy_loss_type=clip_cov", "policy_loss_type (clip_cov)"),
@@ -195,6 +197,18 @@ def test_what_is_not_there_is_refused_by_name_and_feature(dialect, words, said):
         ("skyrl", "environment.env_class=gsm8k --reward_funcs math", {"reward_funcs": ["math"]}),
         ("skyrl", "trainer.policy.megatron_config.moe_enable_routing_replay=true "
                   "generator.inference_engine.enable_return_routed_experts=true", {"router_replay_mode": "R3"}),
+        ("trl", "--metric_for_best_model eval_reward --greater_is_better false --eval_strategy steps --eval_dataset x --eval_steps 500",
+         {"metric_for_best_model": "eval", "greater_is_better": False}),
+        ("swift", "--metric_for_best_model rewards/accuracy/mean --val_dataset x --reward_funcs p/a.py:accuracy --eval_steps 500",
+         {"metric_for_best_model": "eval/accuracy"}),
+        ("swift", "--mcore_model /a --finetune false --no_load_optim true", {"mcore_model": None, "resume": "/a", "no_load_optim": True}),
+        ("swift", "--mcore_model /a --no_load_optim true", {"mcore_model": "/a", "resume": "auto", "no_load_optim": False}),
+        ("swift", '--columns {"q":"query","a":"solution"}', {"columns": {"q": "prompt", "a": "solution"}}),
+        ("swift", "--dataset d.jsonl --interleave_prob 1", {"interleave_prob": []}),
+        ("trl", "--warmup_steps 0.1", {"lr_warmup_fraction": 0.1, "lr_warmup_iters": 0}),
+        ("trl", "--warmup_steps 7", {"lr_warmup_fraction": None, "lr_warmup_iters": 7}),
+        ("trl", "--use_adaptive_entropy true --entropy_target 3", {"use_adaptive_entropy": True, "entropy_target": 3.0}),
+        ("trl", "--entropy_target 3", {"use_adaptive_entropy": False, "entropy_target": 0.2}),
         ("swift", "--router_replay_mode R2", {"router_replay_mode": "R2"}),
     ],
 )  # fmt: skip
@@ -220,6 +234,28 @@ def test_translated_words_are_native_flags_that_mean_the_same(capsys, tmp_path):
     here = json.loads(capsys.readouterr().out)
     assert here["native_flags"] == there["native_flags"] and here["timetable"] == there["timetable"]
     assert "--lr_decay_style cosine" in there["native_flags"] and "--beta 0.04" in there["native_flags"]
+
+
+def test_a_budget_of_tokens_is_among_the_native_flags(capsys):
+    words = "--dialect swift --max_tokens_per_micro_batch 4096 --pad_to_multiple_of 64"
+    assert main(["plan", "--json", *words.split()]) == 0
+    flags = json.loads(capsys.readouterr().out)["native_flags"]
+    assert "--max_tokens_per_micro_batch 4096 --pad_to_multiple_of 64" in flags and "further_datasets" not in flags
+
+
+@pytest.mark.parametrize(
+    ("dialect", "words", "said"),
+    [
+        ("slime", "--tis_clip_low 0.5 --kl_loss_type k2", ["tis_clip_low does nothing without use_tis", "kl_loss_type does nothing"]),
+        ("slime", "--use_tis --tis_clip_low 0.5", []),
+        ("verl", "actor_rollout_ref.actor.kl_loss_coef=0.01", ["actor.kl_loss_coef does nothing without actor.use_kl_loss"]),
+        ("verl", "actor_rollout_ref.actor.kl_loss_coef=0.001", []),
+        ("skyrl", "trainer.policy.model.lora.dropout=0.1", ["lora.dropout does nothing without policy.model.lora.rank"]),
+    ],
+)  # fmt: skip
+def test_what_does_nothing_there_is_said(dialect, words, said):
+    notes = [note for note in parse(["--dialect", dialect, *words.split()], dialects=DIALECTS).notes if "does nothing" in note]
+    assert len(notes) == len(said) and all(any(one in note for note in notes) for one in said)
 
 
 @pytest.mark.parametrize("dialect", ["trl", "skyrl", "swift", "cs336"])

@@ -168,9 +168,11 @@ def test_a_torchvision_without_operators_is_mended_once_and_kept(machine):
     assert again.returncode == 0 and file.read_text().count("of megatron_grpo") == 1
 
 
-def test_else_the_cpu_build_is_taken_from_the_index_of_pytorch(machine):
+@pytest.mark.parametrize("constraints", ["", "torch<=2.14.1\n"])  # with them, pip says "conflict" in place of "not found"
+def test_else_the_cpu_build_is_taken_from_the_index_of_pytorch(machine, tmp_path, constraints):
     add_torch(machine.torch_index, CPU_BUILD)
-    done = machine.install()
+    (tmp_path / "constraints.txt").write_text(constraints)
+    done = machine.install(PIP_CONSTRAINT=str(tmp_path / "constraints.txt"))
     assert done.returncode == 0, done.stderr
     assert machine.torch() == CPU_BUILD
     assert "way 1: pip's indexes do not have it" in done.stderr

@@ -95,7 +95,10 @@ def test_what_a_newer_wheel_lost_is_named(files, file, old, new, said):
 
 def test_a_method_that_is_reached_through_an_object_is_looked_up_in_bases_too(files, monkeypatch):
     monkeypatch.setattr(upstream, "THROUGH_OBJECTS", {"vllm.LLM.sleep": ("level",)})
-    of = lambda: [finding.what for finding in upstream.check(files / "wheel", [])[1]]  # noqa: E731
+
+    def of():
+        return [finding.what for finding in upstream.check(files / "wheel", [])[1]]
+
     assert of() == []
     path = files / "wheel/vllm/entry/llm.py"
     path.write_text(path.read_text().replace("level", "depth"))

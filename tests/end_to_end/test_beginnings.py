@@ -1,0 +1,74 @@
+"""Runs that begin with the weights of another run's checkpoint, or go on from one without a part of it. Answers come from a table."""
+
+from __future__ import annotations
+
+import pytest
+import safetensors.torch
+
+from tests.end_to_end.runs import records, write_inputs
+from tests.end_to_end.scripted import train
+from tests.ranks import run_ranks
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """`first` trains two steps; `begun` has its weights under TP 2 and a rate of 0; `bare` goes on without moments, `whole` with them."""
+    folder = tmp_path_factory.mktemp("run")
+    common = [*write_inputs(folder), "--save_total_limit", "4"]
+    checkpoint = str(folder / "first/checkpoints/iter_0000002")
+    still = ["--lr", "0", "--capsules", "0"]
+    cases = {
+        "first": (1, ["--max_steps", "2"]),
+        "begun": (
+            2,
+            ["--mcore_model", str(folder / "first"), "--tensor_model_parallel_size", "2", "--beta", "0.1", "--max_steps", "1", *still],
+        ),
+        "bare": (1, ["--resume", checkpoint, "--no_load_optim", "true", "--no_load_rng", "true", "--max_steps", "3", *still]),
+        "whole": (1, ["--resume", checkpoint, "--max_steps", "3", *still]),
+    }
+    for name, (ranks, flags) in cases.items():
+        assert run_ranks(train, ranks, [*common, *flags, "--output_dir", str(folder / name)], timeout=300) == [0] * ranks, name
+    return folder
+
+
+def test_a_coefficient_that_follows_the_entropy_goes_on_as_if_nothing_had_happened(tmp_path):
+    adaptive = ["--use_adaptive_entropy", "true", "--entropy_coef", "0.02", "--entropy_coef_delta", "0.01", "--entropy_target", "9"]
+    common = [*write_inputs(tmp_path), *adaptive, "--capsules", "0", "--max_steps", "3", "--save_steps", "2", "--output_dir"]
+    assert run_ranks(train, 1, [*common, str(tmp_path / "whole")], timeout=300) == [0]
+    half = ["--resume", str(tmp_path / "whole/checkpoints/iter_0000002")]
+    assert run_ranks(train, 1, [*common, str(tmp_path / "half"), *half], timeout=300) == [0]
+    whole, [last] = records(tmp_path / "whole/metrics.jsonl"), records(tmp_path / "half/metrics.jsonl")
+    assert [(step["entropy_coef/applied"], step["entropy_coef"]) for step in whole] == [
+        (0.0, pytest.approx(0.03)), (pytest.approx(0.03), pytest.approx(0.04)), (pytest.approx(0.04), pytest.approx(0.05)),
+    ]  # fmt: skip
+    for name in ("loss", "grad_norm", "entropy", "entropy_coef", "entropy_coef/applied"):
+        assert last[name] == whole[2][name], name
+
+
+def weights(folder):
+    return safetensors.torch.load_file(folder / "hf/model.safetensors")
+
+
+def optimizer_steps(directory) -> int:
+    def read(rank, world_size):
+        from megatron.core import dist_checkpointing
+
+        return dist_checkpointing.load_common_state_dict(str(directory))["optimizer_step"]
+
+    return run_ranks(read, 1)[0]
+
+
+def test_a_run_begins_with_the_weights_of_a_checkpoint_under_another_layout_at_step_0(runs):
+    then, begun, model = weights(runs / "first"), weights(runs / "begun"), safetensors.torch.load_file(runs / "model/model.safetensors")
+    assert then.keys() == begun.keys() and all((then[name] == begun[name]).all() for name in then)
+    assert any((then[name] != model[name]).any() for name in then)
+    [step] = records(runs / "begun/metrics.jsonl")
+    assert step["step"] == 1 and step["kl"] == pytest.approx(0.0, abs=1e-6)  # the reference is the model as the run began
+    assert optimizer_steps(runs / "begun/checkpoints/iter_0000001") == 1
+
+
+def test_a_run_goes_on_without_the_moments_of_its_checkpoint(runs):
+    assert [optimizer_steps(runs / name / "checkpoints/iter_0000003") for name in ("bare", "whole")] == [1, 3]
+    bare, whole, then = (weights(runs / name) for name in ("bare", "whole", "first"))
+    assert all((bare[name] == then[name]).all() and (whole[name] == then[name]).all() for name in then)
+    assert [line["step"] for line in records(runs / "bare/metrics.jsonl")] == [3]

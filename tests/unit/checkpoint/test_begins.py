@@ -1,0 +1,80 @@
+"""What a run may begin with: a checkpoint of ours with the weights that it wants, known before a model loads."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_grpo.checkpoint.begins import beginning_of, problems_of_beginning, resolved
+from megatron_grpo.checkpoint.folder import Folder
+from megatron_grpo.checkpoint.manifest import Origin, facts
+from megatron_grpo.errors import ConfigError
+from megatron_grpo.settings.checks import validate
+from megatron_grpo.settings.parse import resolve
+from megatron_grpo.types import Progress
+
+
+def checkpoint(path, step=3, **settings):
+    folder = Folder(path / "checkpoints")
+    writing = folder.begin(step)
+    (writing / "weights").write_bytes(b"1234")
+    files = {"weights": {"bytes": 4, "sha256": "x"}}
+    folder.commit(step, facts(Origin(settings=settings), Progress(step=step), world_size=1, torch="", num_pending=0, versions={}), files)
+    return folder.directory(step)
+
+
+def test_a_run_its_folder_of_checkpoints_and_a_checkpoint_are_the_newest_one(tmp_path):
+    checkpoint(tmp_path, 2)
+    newest = checkpoint(tmp_path, 3)
+    for path in (tmp_path, tmp_path / "checkpoints", newest):
+        assert beginning_of(path).directory == newest and resolved(str(path)) == str(newest)
+    (newest / "weights").write_bytes(b"12")
+    assert beginning_of(tmp_path).step == 2
+    with pytest.raises(ConfigError, match="has 2 bytes, 4 were written"):
+        beginning_of(newest)
+
+
+def test_what_another_program_wrote_is_refused_as_that(tmp_path):
+    (tmp_path / "iter_0000100").mkdir()
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("100")
+    with pytest.raises(ConfigError, match="is a checkpoint of Megatron-Core that another program wrote"):
+        beginning_of(tmp_path)
+    with pytest.raises(ConfigError, match="holds no checkpoint of ours"):
+        beginning_of(tmp_path / "iter_0000100")
+    with pytest.raises(ConfigError, match="does not exist"):
+        beginning_of(tmp_path / "nowhere")
+
+
+def test_other_weights_than_the_run_wants_are_refused(tmp_path):
+    checkpoint(tmp_path, tuner_type="lora", freeze_parameters=["model.embed"])
+    cfg = resolve(["--mcore_model", str(tmp_path)])
+    assert [problem.flags[1] for problem in problems_of_beginning(cfg, None)] == ["tuner_type", "freeze_parameters"]
+
+
+@pytest.mark.parametrize(
+    ("words", "begins", "resume"),
+    [
+        ("--mcore_model x", "x", "auto"),
+        ("--mcore_model x --finetune true", "x", "auto"),
+        ("--mcore_model x --finetune false", None, "x"),
+        ("--resume x --finetune true", "x", "auto"),
+        ("--resume x", None, "x"),
+        ("--resume x --finetune false --no_load_optim true", None, "x"),
+    ],
+)
+def test_finetune_says_which_of_the_two_is_meant(words, begins, resume):
+    cfg = resolve(words.split())
+    assert (cfg.run.mcore_model, cfg.run.resume) == (begins, resume) and validate(cfg) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--finetune true", "and none is named"),
+        ("--no_load_optim true", "goes on from a checkpoint without its optimizer, and resume names none"),
+        ("--no_load_rng true --mcore_model x", "without its random generators, and resume names none"),
+        ("--mcore_model x --tuner_type lora", "tuner_type lora trains adapters beside model's"),
+    ],
+)
+def test_what_names_no_beginning_is_refused(words, said):
+    [problem] = validate(resolve(words.split()))
+    assert said in problem.message

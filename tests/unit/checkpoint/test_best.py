@@ -1,0 +1,84 @@
+"""Which checkpoint is the best, and that it stays; checkpoints are folders with a manifest here."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from megatron_grpo.checkpoint.best import Best
+from megatron_grpo.checkpoint.folder import Folder
+from megatron_grpo.checkpoint.manifest import Origin, facts
+from megatron_grpo.types import Progress
+
+
+class Run:
+    """Saves a checkpoint and tells a number a step, as the loop does: training's before the save, evaluation's after."""
+
+    def __init__(self, path, *, greater=True, limit=2, metric="reward"):
+        self.folder, self.limit, self.said = Folder(path / "checkpoints"), limit, []
+        self.best = Best(self.folder.path, metric, greater=greater, say=self.said.append)
+
+    def save(self, step):
+        self.folder.begin(step)
+        self.folder.commit(step, facts(Origin(), Progress(step=step), world_size=1, torch="", num_pending=0, versions={}), {})
+        self.best.published(step)
+        self.folder.retain(self.limit, newest=step, best=self.best.step)
+
+    def go(self, values, *, evaluates=False):
+        for step, value in values.items():
+            if not evaluates:
+                self.best.hear(step, {"reward": value})
+            self.save(step)
+            if evaluates:
+                self.best.hear(step, {"reward": value})
+        return self
+
+    @property
+    def written(self):
+        return json.loads((self.folder.path / "best.json").read_text())
+
+
+@pytest.mark.parametrize("evaluates", [False, True])
+@pytest.mark.parametrize(("greater", "best", "limit", "kept"), [(True, 2, 2, [2, 5]), (False, 4, 1, [4, 5]), (False, 4, 3, [3, 4, 5])])
+def test_the_best_one_is_kept_and_counts_among_those_kept(tmp_path, evaluates, greater, best, limit, kept):
+    run = Run(tmp_path, greater=greater, limit=limit).go({1: 0.5, 2: 0.9, 3: 0.9, 4: 0.1, 5: 0.4}, evaluates=evaluates)
+    assert run.folder.steps() == kept
+    assert (run.written["best_global_step"], run.written["best_metric"]) == (best, 0.9 if greater else 0.1)
+    assert run.written["best_model_checkpoint"] == str(run.folder.directory(best)) and len(run.said) == 2
+    assert run.best.words() == f"The best checkpoint is {run.folder.directory(best)} (reward {0.9 if greater else 0.1})."
+
+
+def test_a_number_is_of_the_checkpoint_of_its_own_step_alone(tmp_path):
+    run = Run(tmp_path)
+    run.best.hear(0, {"reward": 9.0})
+    for step, told in ((1, {"loss": 0.1}), (2, {"reward": None}), (3, {"reward": float("nan")})):
+        run.best.hear(step, told)
+        run.save(step)
+    run.best.hear(4, {"reward": 9.0})  # no checkpoint
+    run.save(5)
+    assert run.best.words() is None and not (run.folder.path / "best.json").exists()
+    run.best.hear(5, {"reward": 0.1})
+    assert run.best.step == 5
+
+
+def test_a_run_that_goes_on_knows_its_best_one_and_forgets_what_it_gave_up(tmp_path):
+    Run(tmp_path, limit=None).go({1: 0.5, 2: 0.3, 3: 0.9})
+    later = Run(tmp_path, limit=None)
+    later.best.go_on(2, is_saved=True)
+    assert later.best.step == 1
+    later.best.hear(3, {"reward": 0.7})
+    assert later.best.step == 1  # the checkpoint that is there is of the steps that were given up
+    later.save(3)
+    assert later.best.step == 3 and later.written["values"] == {"1": 0.5, "2": 0.3, "3": 0.7}
+
+
+def test_the_best_one_by_another_metric_is_looked_for_anew(tmp_path):
+    Run(tmp_path).go({1: 0.5})
+    other = Run(tmp_path, metric="eval/mean@1")
+    other.best.go_on(1, is_saved=True)
+    assert other.best.step is None and "looked for from here on" in other.said[0]
+    (tmp_path / "checkpoints/best.json").write_text('{"values": {"x": 1}}')
+    same = Run(tmp_path)
+    same.best.go_on(1, is_saved=True)
+    assert same.best.step is None

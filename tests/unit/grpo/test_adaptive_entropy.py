@@ -1,0 +1,69 @@
+"""The entropy coefficient that follows the entropy, against TRL's arithmetic written out."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+
+from megatron_grpo.grpo.adaptive import AdaptiveEntropy
+from megatron_grpo.grpo.loss import GrpoLoss, LossInputs
+from megatron_grpo.grpo.refused import problems
+from megatron_grpo.settings.config import GrpoConfig
+from megatron_grpo.settings.parse import resolve
+
+
+def control(**settings):
+    cfg = dict(use_adaptive_entropy=True, entropy_coef=0.25, entropy_coef_delta=0.125, entropy_coef_max=0.5, entropy_target=2.0)
+    return AdaptiveEntropy.of(GrpoConfig(**(cfg | settings)))
+
+
+def test_it_moves_after_each_step_and_is_applied_only_at_the_target_or_below():
+    assert AdaptiveEntropy.of(GrpoConfig(entropy_coef=0.1)) is None
+    now, course = control(), []
+    for entropy in (2.5, 2.0, 1.0, 1.0, 1.5, 3.0, 3.0, 3.0, 3.0, 3.0, 3.0):
+        applied, now = now.applied, now.after(entropy)
+        course.append((applied, now.coef))
+    assert course == [
+        (0.0, 0.125), (0.0, 0.25), (0.25, 0.375), (0.375, 0.5), (0.5, 0.5), (0.5, 0.375), (0.0, 0.25), (0.0, 0.125), (0.0, 0.0), (0.0, 0.0),
+        (0.0, 0.0),
+    ]  # fmt: skip
+
+
+def test_a_checkpoint_holds_what_decides_the_next_step():
+    for now in (control(), control().after(1.5)):
+        again = control(entropy_coef=0.5).restored(json.loads(json.dumps(now.state())))
+        assert (again.coef, again.entropy, again.applied) == (now.coef, now.entropy, now.applied)
+    assert control().entropy == math.inf
+
+
+def test_the_loss_takes_the_coefficient_of_the_step():
+    logprobs = torch.tensor([-1.0, -2.0, -0.5])
+    tensors = LossInputs(
+        token_weights=torch.tensor([0.5, 0.5, 0.5]), advantages=torch.tensor([1.0, 1.0, -1.0]), sampler_logprobs=logprobs,
+        old_logprobs=logprobs, is_compared=torch.ones(3), sequence=torch.tensor([0, 0, 1]), num_sequences=2, num_loss_tokens=3,
+        place=torch.tensor([0, 1, 0]), longest=2,
+    )  # fmt: skip
+    entropy = torch.full_like(logprobs, 1.5)
+
+    def loss(coef=None, **settings):
+        made = GrpoLoss.from_config(GrpoConfig(**settings), max_completion_length=9, temperature=1.0)
+        assert made.needs_entropy and not made.is_per_token
+        return float(made(tensors, logprobs=logprobs, entropy=entropy, entropy_coef=coef)[0])
+
+    without = loss(0.0, use_adaptive_entropy=True)
+    assert loss(0.25, use_adaptive_entropy=True) == pytest.approx(loss(entropy_coef=0.25)) == pytest.approx(without - 0.25 * 1.5)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--entropy_target 3", "entropy_target (3) does nothing without use_adaptive_entropy true"),
+        ("--use_adaptive_entropy true --entropy_coef 2", "begins with entropy_coef (2), which is not between entropy_coef_min (0)"),
+    ],
+)
+def test_what_would_do_nothing_or_begin_outside_is_refused(words, said):
+    [problem] = problems(resolve(words.split()))
+    assert said in problem.message
