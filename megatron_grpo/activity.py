@@ -15,6 +15,7 @@ WORDS = {
     "reward": "judging",
     "old_logprobs": "scoring for old log-probs",
     "ref_logprobs": "scoring by the reference",
+    "teacher": "asking the teacher",
     "train": "training",
     "weight_sync": "pushing weights",
     "offload": "moving weights",

@@ -62,7 +62,7 @@ from megatron_grpo.rollout.fleet import needs_of
 from megatron_grpo.rollout.own import OwnRollout, OwnRollouts
 from megatron_grpo.rollout.own_answers import Limits
 from megatron_grpo.rollout.turns import TurnEngine
-from megatron_grpo.rollouts import Asker, KlPenalty, Rollouts
+from megatron_grpo.rollouts import Asker, KlPenalty, Rollouts, Teacher
 from megatron_grpo.settings.best import is_greater_better, metric_of
 from megatron_grpo.settings.config import Config, GrpoConfig
 from megatron_grpo.settings.evaluation import how_evaluated, longest_completion, score_of
@@ -131,6 +131,7 @@ def put_together(
     """As `build_run`, once the output is open: what loads models. Collective."""
     cfg, timetable, clock = made.checked.config, made.timetable, journal.clock
     assert timetable.num_steps is not None
+    teacher = build_teacher(cfg, inputs, parallel, stop)  # who may refuse: before a model loads
     lora = how_adapters_travel(cfg, inputs, parallel, journal, sampler_is_known=engine is None)
     policy = build_policy(
         cfg, inputs.shape, parallel,
@@ -140,7 +141,6 @@ def put_together(
     sampler = patient(started(engine or partial(ENGINES[cfg.rollout.vllm_mode], lora=lora), cfg, inputs, parallel, policy), stop)
     publisher = build_publisher(cfg, policy, sampler, say=journal.metrics.say)
     in_turn = MakesRoom(Restoring(answering(cfg, inputs, sampler), partial(publish_again, policy, publisher, clock)), policy)
-    sampling = SamplingSettings.of(cfg.rollout, num_generations=cfg.batch.num_generations)
     return train.Run(
         timetable=timetable,
         parallel=parallel,
@@ -151,11 +151,12 @@ def put_together(
             Asker(
                 in_turn,
                 judge,
-                sampling=sampling,
+                sampling=SamplingSettings.of(cfg.rollout, num_generations=cfg.batch.num_generations),
                 seed=cfg.run.seed,
                 clock=clock,
                 experts=replayed_experts(cfg, inputs.shape),
                 most_failed_episodes=cfg.turns.max_failed_episodes,
+                teacher=teacher,
             ),
             inputs.prompts,
             cfg=cfg.grpo,
@@ -454,6 +455,20 @@ def build_servers(cfg: Config, inputs: Looked, parallel: ParallelState, *, lora:
 
 
 ENGINES: dict[str, Callable[..., Engine]] = {"colocate": build_colocated, "server": build_servers}  # by vllm_mode
+
+
+def build_teacher(cfg: Config, inputs: Inputs, parallel: ParallelState, stop: train.StopRequest) -> Teacher | None:
+    """Frozen servers, which are waited for; None where none are named. Collective."""
+    if not cfg.grpo.teacher_model_server:
+        return None
+    from megatron_grpo.rollout import teachers
+    from megatron_grpo.sources import needs_of_teacher
+    from megatron_grpo.teacher import ServedTeacher
+
+    tokenizer = cast(PromptEncoder, next(iter(inputs.streams)).encode).tokenizer
+    needs = needs_of_teacher(cfg, inputs.shape, tokenizer, inputs.longest_prompt)
+    return ServedTeacher(teachers.Teacher.build(cfg, needs, stop.gives_up) if parallel.is_main else None)
+
 
 # ---- which reference -------------------------------------------------------------------------------------------------------------------
 

@@ -46,6 +46,7 @@ from megatron_grpo.sources import (
     rows_of,
     servers_that_answer,
     sight_of,
+    teachers_that_answer,
     weights_to_begin_with,
 )
 from megatron_grpo.weights.shape import ModelShape
@@ -143,6 +144,7 @@ def _left_out(cfg: Config) -> dict[str, str]:
     parts = {"machine": machine, "tokenizer": "the tokenizer (chat template, prompt lengths in tokens)"}
     if cfg.rollout.vllm_mode == "server":
         parts |= {"servers": "the rollout servers (whether they answer, whose they are, how long their sequences may be)"}
+    parts |= _left_out_of_teacher(cfg)
     if not model:
         parts |= {"model": "the model (none given)"}
     elif (Path(model).is_file() and model.endswith(".json")) or _is_elsewhere(cfg, "model", model):
@@ -168,7 +170,7 @@ def _left_out(cfg: Config) -> dict[str, str]:
     if not cfg.data.dataset:
         parts |= {"dataset": "the data set (none given)"}
     if not rewards.reward_funcs:
-        parts |= {"rewards": "reward functions (none given)"}
+        parts |= _left_out_of_teacher(cfg) or {"rewards": "reward functions (none given)"}
     if _is_guest(cfg, "reward_funcs"):
         absent = [spec for spec in rewards.reward_funcs if not may_be_here(spec)]
         parts |= {spec: f"the reward {spec} (not on this machine)" for spec in absent}
@@ -178,6 +180,11 @@ def _left_out(cfg: Config) -> dict[str, str]:
     if _is_guest(cfg, "report_to"):
         parts |= {"report_to": f"whether {' and '.join(cfg.run.report_to)} can be reported to"}
     return parts
+
+
+def _left_out_of_teacher(cfg: Config) -> dict[str, str]:
+    told = "the teacher's servers (whether they answer, and whether they have the model's vocabulary)"
+    return {"teacher": told} if cfg.grpo.teacher_model_server else {}
 
 
 def _is_guest(cfg: Config, name: str) -> bool:
@@ -303,6 +310,9 @@ def read_inputs(cfg: Config, left_out: Collection[str] = ()) -> Found:
         longest = max((rows.longest_prompt or 0 for _, rows in looked), default=0)
         most = max((rows.most_pictures for _, rows in looked), default=0)
         problems.add(problems.attempt(partial(servers_that_answer, cfg, shape, longest, sight.eyes, most)) or [])
+    if cfg.grpo.teacher_model_server and shape and tokenizer is not None and "teacher" not in left_out and launcher.read().rank == 0:
+        longest = max((rows.longest_prompt or 0 for _, rows in looked), default=0)
+        problems.add(problems.attempt(partial(teachers_that_answer, cfg, shape, tokenizer, longest)) or [])
     if problems or rewards is None:
         close_rewards(rewards or [])
         raise ConfigError(problems)
@@ -314,7 +324,7 @@ def read_inputs(cfg: Config, left_out: Collection[str] = ()) -> Found:
 
 def read_to_evaluate(cfg: Config) -> Looked:
     """For `eval`: model, held-out sets and rewards. Raises ConfigError with the problems of all of them at once."""
-    found = read_inputs(cfg, ("dataset", "report_to", "servers", "ref_model"))
+    found = read_inputs(cfg, ("dataset", "report_to", "servers", "teacher", "ref_model"))
     return Looked(**{field.name: getattr(found, field.name) for field in fields(Looked)})
 
 

@@ -91,7 +91,7 @@ class Asker:
     """Prompts -> verdicts, the same on every rank. Keeps the groups that this rank has judged, until they are taken.
 
     seed: of the run. clock: told what sampling and judging take. experts: if the sampler must tell which ones it took.
-    most_failed_episodes: the largest share of a rollout's episodes that may fail by their environment's fault.
+    most_failed_episodes: the largest share of a rollout's episodes that may fail by their environment's fault. teacher: who scores tokens.
     """
 
     def __init__(
@@ -104,8 +104,9 @@ class Asker:
         clock: Clock,
         experts: ExpertLayers | None = None,
         most_failed_episodes: float = 1.0,
+        teacher: Teacher | None = None,
     ):
-        self.experts, self.most_failed_episodes = experts, most_failed_episodes
+        self.experts, self.most_failed_episodes, self.teacher = experts, most_failed_episodes, teacher
         self.sampler, self.judge, self.sampling, self.seed, self.clock = sampler, judge, sampling, seed, clock
         self._ahead = Ahead(sampler)
         self._held: dict[int, ScoredGroup] = {}  # by the prompt's number
@@ -194,6 +195,14 @@ class KlPenalty:
         mine = {key: self.beta * float((ours[key].astype(np.float64) - theirs[key]).sum()) for key in ours}
         everyone = collectives.from_all(mine if parallel.is_first_of_share else {})
         return {key: value for part in everyone for key, value in part.items()}, at_home(ours, scored.homes, homes, parallel)
+
+
+class Teacher(Protocol):
+    """What a teacher says of drawn tokens. See `teacher.ServedTeacher`."""
+
+    def __call__(
+        self, sequences: Mapping[RowKey, Scored], homes: Mapping[RowKey, int], parallel: ParallelState
+    ) -> dict[RowKey, np.ndarray]: ...
 
 
 def _alone(scorer: Scorer) -> Callable[[Sequence[MicroBatch]], Scores]:
@@ -327,11 +336,15 @@ class Rollouts:
                 penalty = np.array([of_rows[key] for key in extents]).reshape(len(kept), group_size)
         found = advantages([verdict.rewards for verdict in kept], self.cfg, self.asker.judge.reward_weights, kl_penalty=penalty)
         self.journal.rollout(JudgedRollout(number=number, harvest=reaped, advantages=found, penalty=penalty, held=mine))
+        taught: Mapping[RowKey, np.ndarray] = {}
+        if self.asker.teacher is not None:
+            with self.asker.clock("teacher"):
+                taught = self.asker.teacher({key: completion.sequence for key, completion in held.items()}, homes, self.parallel)
         # The policy's log-probs are those that stale slices need, if the weights are those of the rollout's own step.
         keeps = logprobs is not None and drained_at in (None, table.version_of(number)) and table.sizes.old_logprobs != "always"
         anchored = {key for key in extents if keeps and table.needs_anchor(number, key[1] // self.cut.rows_per_slice)}
         rows = tuple(self._row(key, kept[key[1] // group_size], found, homes[key], key in anchored) for key in extents)
-        samples = {key: self._sample(key, held[key], kept[key[1] // group_size], found) for key in sorted(held)}
+        samples = {key: self._sample(key, held[key], kept[key[1] // group_size], found, taught.get(key)) for key in sorted(held)}
         if logprobs is not None:
             samples |= {key: samples[key].anchored(logprobs[key] * samples[key].mask, "recompute") for key in samples if key in anchored}
         return Rollout(number=number, rows=rows, samples=samples, num_prompts=reaped.num_prompts)
@@ -340,7 +353,7 @@ class Rollouts:
         """Against the sampler's own log-probs a ratio is 1 at its weights; else at the weights that are there when the rollout comes in."""
         return verdict.version if self.timetable.sizes.old_logprobs == "rollout" else self.timetable.version_of(number)
 
-    def _sample(self, key: RowKey, completion: Completion, verdict: Verdict, found: Advantages) -> Sample:
+    def _sample(self, key: RowKey, completion: Completion, verdict: Verdict, found: Advantages, of_teacher: np.ndarray | None) -> Sample:
         place, member = divmod(key[1], len(verdict.rewards))
         sequence, trains = completion.sequence, verdict.trains[member]
         sample = Sample(
@@ -358,6 +371,7 @@ class Rollouts:
             kept_at=sequence.kept_at if trains else None,
             kept_ids=sequence.kept_ids if trains else None,
             sampler_logprobs=completion.logprobs if trains else np.zeros_like(completion.logprobs),
+            teacher_logprobs=of_teacher if trains else None,
             advantage=float(found.advantages[place, member]),
             is_dead=bool(found.is_dead[place]),
             is_truncated=completion.ended == "length",

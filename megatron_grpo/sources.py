@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from megatron_grpo.data.eyes import Eyes
     from megatron_grpo.data.prompts import PromptRows, PromptStream
     from megatron_grpo.environments.protocol import Environment
+    from megatron_grpo.rollout.teachers import Needs as TeacherNeeds
 
 ADAPTERS = ("adapters", "ref_adapters")  # settings that name a directory of PEFT's
 
@@ -220,18 +221,27 @@ def look_at_rows(
 ) -> None:
     """Whether rewards find their columns in every set, and prompts their place in the model. looked: (setting, rows)."""
     for flag, rows in looked:
-        if cfg.rollout.rollout_func is not None and rows.album is not None:
-            problems.attempt(partial(_check_without_pictures, rows, flag))
+        if rows.album is not None:
+            for why in _blind(cfg):
+                problems.attempt(partial(_check_without_pictures, rows, flag, why))
         if rewards:
             problems.attempt(partial(_check_columns, cfg, rewards, rows, flag))
         if shape:
             problems.add(_lengths_of_data(cfg, shape, rows, flag))
 
 
-def _check_without_pictures(rows: PromptRows, flag: str) -> None:
+def _blind(cfg: Config) -> Iterator[str]:
+    """What was asked for that cannot be with pictures."""
+    if cfg.rollout.rollout_func is not None:
+        yield "rollout_func does not go with them: what it returns has no place for pictures"
+    if cfg.grpo.teacher_model_server:
+        yield "teacher_model_server does not go with them: a teacher is shown text alone"
+
+
+def _check_without_pictures(rows: PromptRows, flag: str, why: str) -> None:
     from megatron_grpo.data.prompts import check_without_pictures
 
-    check_without_pictures(rows, flag, "rollout_func does not go with them: what it returns has no place for pictures")
+    check_without_pictures(rows, flag, why)
 
 
 def _check_columns(cfg: Config, rewards: list[RewardFunction], rows: PromptRows, flag: str) -> None:
@@ -266,3 +276,19 @@ def servers_that_answer(cfg: Config, shape: ModelShape, longest_prompt: int, eye
 
     lora = lora_push(cfg, shape, on_gpu=None)
     return problems_with_servers(cfg, needs_of(cfg, longest_prompt, lora, eyes=eyes, most_pictures=most_pictures))
+
+
+def needs_of_teacher(cfg: Config, shape: ModelShape, tokenizer: Any, longest_prompt: int) -> TeacherNeeds:
+    """What a teacher's servers must have. longest_prompt: of the data, in tokens."""
+    from megatron_grpo.data.chat import vocabulary_of
+    from megatron_grpo.rollout.teachers import Needs
+
+    longest = longest_prompt + cfg.rollout.max_completion_length
+    return Needs(max_model_len=longest + 1, vocabulary=vocabulary_of(tokenizer), vocab_size=shape.vocab_size)
+
+
+def teachers_that_answer(cfg: Config, shape: ModelShape, tokenizer: Any, longest_prompt: int) -> list[Problem]:
+    """What is wrong with servers of a teacher that answer already. The rank that will speak to them looks."""
+    from megatron_grpo.rollout.teachers import Teacher
+
+    return Teacher.build(cfg, needs_of_teacher(cfg, shape, tokenizer, longest_prompt)).problems()

@@ -333,6 +333,7 @@ class Sample(Sequence):
     version: int  # the weights that sampled it
     fresh_at: int  # the version at which its ratio is 1 without old log-probs
     sampler_logprobs: np.ndarray  # float32 [T], 0 where the mask is false, NaN where the sampler gave none
+    teacher_logprobs: np.ndarray | None = None  # float32 [T], 0 where the mask is false; None: no teacher has seen it
     advantage: float
     is_dead: bool  # all rewards of its group are exactly equal
     is_truncated: bool  # ran into max_completion_length
@@ -475,6 +476,7 @@ class TrainingMicroBatch(MicroBatch):
     place: np.ndarray  # int64 [C]: which token of its row each trained one is, from 0, untrained ones counted
     token_weights: np.ndarray  # float64 [C], `u` of algorithms section 1, fixed over the whole global batch
     advantages: np.ndarray  # float32 [C]
+    teacher_logprobs: np.ndarray  # float32 [C]; NaN where no teacher has seen the row
     sampler_logprobs: np.ndarray  # float32 [C]; NaN where the sampler gave none
     old_logprobs: np.ndarray  # float32 [C]; NaN where the sequence is on-policy: there `logp.detach()` is the old log-prob
     is_compared: np.ndarray  # bool [C]: old log-probs are the trainer's own, so comparing them with the sampler's means something

@@ -134,10 +134,18 @@ def material(folder: Path, seed: int = 0, groups: cases.Groups = GROUPS, **shape
     moved = {name: w + 0.01 * torch.randn(w.shape, generator=generator) for name, w in weights.items()}
     save_file(moved, folder / "reference" / "model.safetensors", metadata={"format": "pt"})
     (samples,) = cases.stored_rollout(model, vocab=MODEL["vocab"], seed=seed, groups=groups)
+    samples = [taught(sample) for sample in samples]
     rng = np.random.default_rng(seed)
     rewards = [[[float(rng.normal()), float(rng.normal(1.0))] for _ in completions] for _, completions in groups]
     rewards[-1][-2][1] = None
     return Material(model, folder / "reference", samples, rewards)
+
+
+def taught(sample: Sample) -> Sample:
+    """With what some teacher makes of it; one row has not been seen by any."""
+    noise = np.random.default_rng(sample.row).normal(0.0, 0.4, len(sample.token_ids))
+    values = np.where(sample.mask, sample.sampler_logprobs + noise, 0.0).astype(np.float32)
+    return dataclasses.replace(sample, teacher_logprobs=None if sample.row == 1 else values)
 
 
 # ---- transformers, in float64 ----------------------------------------------------------------------------------------------------------
@@ -195,7 +203,7 @@ def _completion(model, frozen, sample: Sample) -> reference.Completion:
     return reference.Completion(
         mask=double(sample.mask), logp=logp, entropy=entropy, sampler_logp=double(sample.sampler_logprobs), ref_logp=ref,
         old_logp=None if sample.version == 0 else double(sample.old_logprobs), advantage=0.0, is_truncated=sample.is_truncated,
-        group=sample.prompt_number,
+        group=sample.prompt_number, teacher_logp=None if sample.teacher_logprobs is None else double(sample.teacher_logprobs),
     )  # fmt: skip
 
 
@@ -273,7 +281,8 @@ def _worst(found: Mapping[str, np.ndarray], right: Expected, wanted: np.ndarray)
 
 # ---- runs drawn at random --------------------------------------------------------------------------------------------------------------
 
-RANDOM_OTHERS = OTHERS | {"top_entropy_quantile": (1.0, 1.0, 1.0, 0.1, 0.2, 0.3, 0.5, 0.7, 0.9)}
+TEACHERS = {"teacher_model_server": ((), ("http://teacher:8000",)), "teacher_kl_coef": (1.0, 0.3)}
+RANDOM_OTHERS = OTHERS | TEACHERS | {"top_entropy_quantile": (1.0, 1.0, 1.0, 0.1, 0.2, 0.3, 0.5, 0.7, 0.9)}
 RANDOM_SHAPES = ({}, {"tied": True}, {"kv_heads": 4}, {"family": "qwen2", "heads": 4})
 
 

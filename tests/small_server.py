@@ -11,11 +11,12 @@ from contextlib import suppress
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from megatron_grpo.rollout import wire
+from megatron_grpo.rollout import wire, wire_scores
 from megatron_grpo.settings.servers import Address
 
 TOKEN = "the token of these tests"
@@ -24,7 +25,7 @@ STATE = wire.State(
     max_num_seqs=8, adapter_rank=0,
 )  # fmt: skip
 
-Lines = Callable[["SmallServer", wire.Generate], Iterator[bytes]]
+Lines = Callable[["SmallServer", Any], Iterator[bytes]]
 
 
 def certificate_in(folder: Path) -> tuple[Path, Path]:
@@ -105,7 +106,9 @@ class _Handler(BaseHTTPRequestHandler):
         with suppress(Broken, ConnectionError):
             if self.headers.get(wire.AUTHORIZATION) != f"Bearer {TOKEN}":
                 return self._send(401, wire.encode_error("the token is missing or wrong"))
-            mine = self.headers.get(wire.INCARNATION)
+            if server.state.is_frozen and self.path != "/state":
+                return self._stream(wire.decode(wire_scores.PromptLogprobs, body))
+            mine = None if server.state.is_frozen else self.headers.get(wire.INCARNATION)
             is_owner = server.claim is not None and server.claim.incarnation == mine
             if self.path == "/claim":
                 claim = wire.decode(wire.Claim, body)
@@ -124,9 +127,12 @@ class _Handler(BaseHTTPRequestHandler):
         server.asked.append(tuple(request.key for request in body.requests))
         if body.version != server.state.version:
             return self._send(409, wire.encode_error(f"this server holds version {server.state.version}, not {body.version}"))
+        self._stream(body)
+
+    def _stream(self, body) -> None:
         self.send_response(200)
         self.end_headers()
-        for line in server.lines(server, body):
+        for line in self.server_of.lines(self.server_of, body):
             self.wfile.write(line)
             self.wfile.flush()
 

@@ -216,6 +216,7 @@ def collate_samples(
         place=_column([np.flatnonzero(sample.mask) for sample in samples], np.int64),
         token_weights=np.repeat(np.asarray(token_weights, dtype=np.float64), counts),
         advantages=np.repeat(np.array([sample.advantage for sample in samples], dtype=np.float32), counts),
+        teacher_logprobs=_column([_of_teacher(sample)[sample.mask] for sample in samples], np.float32),
         sampler_logprobs=_column([sample.sampler_logprobs[sample.mask] for sample in samples], np.float32),
         old_logprobs=_column(old, np.float32),
         is_compared=np.repeat(np.array([_is_compared(sample, trained_at) for sample in samples], dtype=bool), counts),
@@ -224,6 +225,10 @@ def collate_samples(
 
 def _column(parts: SequenceOf[np.ndarray], dtype: type) -> np.ndarray:
     return np.concatenate([np.zeros(0, dtype=dtype), *parts]).astype(dtype)
+
+
+def _of_teacher(sample: Sample) -> np.ndarray:
+    return np.full(len(sample.token_ids), np.nan) if sample.teacher_logprobs is None else sample.teacher_logprobs
 
 
 def _old_logprobs(sample: Sample, trained_at: int) -> np.ndarray:

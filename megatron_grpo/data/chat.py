@@ -6,6 +6,8 @@ chat template. A reward gets a string back for a string, and `[{"role": "assista
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -35,6 +37,12 @@ def load_tokenizer(path: str) -> Any:
             [Problem(flags=("model",), message=f"model {path!r} has no tokenizer: its files (tokenizer.json, ...) are missing.")]
         )
     return tokenizer
+
+
+def vocabulary_of(tokenizer: Any) -> str:
+    """A fingerprint of which token id is which word: two models with the same one read the same ids alike, whatever their files."""
+    words = sorted(tokenizer.get_vocab().items())
+    return hashlib.sha256(json.dumps(words).encode()).hexdigest()[:16]
 
 
 def unread_options(tokenizer: Any, options: Mapping[str, Any]) -> list[Problem]:

@@ -88,7 +88,8 @@ def name_of_estimator(cfg: GrpoConfig) -> str:
 
 def rewards_per_func(rewards: Sequence[Rewards], num_reward_funcs: int) -> np.ndarray:
     """[num_groups][G][num_reward_funcs] with `None` -> float64 array with NaN."""
-    return np.asarray(rewards, dtype=np.float64).reshape(len(rewards), -1, num_reward_funcs)
+    group_size = len(rewards[0]) if rewards else 0
+    return np.asarray(rewards, dtype=np.float64).reshape(len(rewards), group_size, num_reward_funcs)
 
 
 def total_rewards(per_func: np.ndarray, reward_weights: Sequence[float]) -> np.ndarray:

@@ -17,10 +17,11 @@ from megatron_grpo.grpo import objectives
 from megatron_grpo.grpo.adaptive import AdaptiveEntropy
 from megatron_grpo.grpo.corrections import Importance, RolloutCorrection, log_rho, off_policy_mask, rollout_correction
 from megatron_grpo.grpo.kl import KL_ESTIMATORS, KlEstimator
-from megatron_grpo.grpo.metrics import LossLogs, clip_extremes, clip_logs, mismatch_logs
+from megatron_grpo.grpo.metrics import LossLogs, clip_extremes, clip_logs, mismatch_logs, teacher_logs
 from megatron_grpo.grpo.objectives import Labels, Objective, PerToken, Tokens
 from megatron_grpo.grpo.ratios import RATIOS, Ratio
 from megatron_grpo.grpo.sequences import Sequences, SumOverContext, whole_sequences
+from megatron_grpo.grpo.teacher import teacher_log_ratio
 from megatron_grpo.grpo.token_weights import TokenWeights, token_weights
 from megatron_grpo.settings.config import GrpoConfig
 
@@ -95,6 +96,7 @@ class LossInputs:
     sequence: torch.Tensor  # int64 [C], 0..S-1
     num_sequences: int  # S
     num_loss_tokens: int  # over the whole global batch, all ranks: the entropy bonus is a mean over them
+    teacher_logprobs: torch.Tensor | None = None  # float [C], NaN where no teacher has seen the row
     place: torch.Tensor | None = None  # int64 [C]: which token of its row each is, from 0, untrained ones counted; for `fipo`
     longest: int = 0  # more than any place in the whole micro-batch
     labels: Labels | None = None  # of the rows' groups, where `needs_classification`
@@ -109,6 +111,7 @@ class _Terms(NamedTuple):
     mismatch: torch.Tensor
     importance: Importance | None
     kl: torch.Tensor | None
+    of_teacher: torch.Tensor | None  # float64 [C]: log p_teacher - log p_old, 0 where no teacher has seen the row
 
 
 class TokenWeigher(Protocol):
@@ -141,6 +144,7 @@ class GrpoLoss:
     kl: KlEstimator
     beta: float  # of the KL term in the loss; 0 where the KL is in the reward
     use_bias_correction_kl: bool
+    teacher_kl_coef: float  # 0 without a teacher
     entropy_coef: float  # of every step; `adaptive`: as it is before the first, where it moves
     adaptive: AdaptiveEntropy | None
     correction: RolloutCorrection | None
@@ -171,6 +175,7 @@ class GrpoLoss:
             kl=KL_ESTIMATORS[cfg.kl_estimator],
             beta=0.0 if cfg.kl_in_reward else cfg.beta,
             use_bias_correction_kl=cfg.use_bias_correction_kl and not cfg.kl_in_reward,
+            teacher_kl_coef=cfg.teacher_kl_coef if cfg.teacher_model_server else 0.0,
             entropy_coef=cfg.entropy_coef,
             adaptive=AdaptiveEntropy.of(cfg),
             correction=_correction(cfg),
@@ -215,13 +220,15 @@ class GrpoLoss:
         """
         self._require(entropy, ref_logprobs, entropy_threshold)
         sequences = Sequences(tensors.sequence, tensors.num_sequences, sum_over_context)
-        loss, per_token, old_logprobs, mismatch, importance, kl = self._terms(
+        loss, per_token, old_logprobs, mismatch, importance, kl, of_teacher = self._terms(
             tensors, sequences, logprobs, ref_logprobs, entropy, entropy_threshold
         )
         is_trained = (tensors.token_weights > 0).double()
         sums = {"num_loss_tokens": is_trained.sum()}
         if kl is not None:
             sums["kl"] = (is_trained * kl.detach()).sum()
+        if of_teacher is not None and tensors.teacher_logprobs is not None:
+            sums |= teacher_logs(of_teacher, is_trained * ~tensors.teacher_logprobs.isnan())
         if entropy is not None:
             entropy_sum = (is_trained * entropy.double()).sum()
             if coef := self.entropy_coef if entropy_coef is None else entropy_coef:
@@ -250,6 +257,10 @@ class GrpoLoss:
         logprobs, constant = logprobs.double(), logprobs.detach().double()
         old_logprobs = torch.where(tensors.old_logprobs.isnan(), constant, tensors.old_logprobs.double())
         u, advantages, sampler_logprobs = tensors.token_weights.double(), tensors.advantages.double(), tensors.sampler_logprobs.double()
+        of_teacher = None
+        if self.teacher_kl_coef and tensors.teacher_logprobs is not None:
+            of_teacher = teacher_log_ratio(tensors.teacher_logprobs.double(), old_logprobs)
+            advantages = advantages + self.teacher_kl_coef * of_teacher
         mismatch = log_rho(old_logprobs, sampler_logprobs)
         importance = self.correction(mismatch, sequences) if self.correction is not None else None
         correction = None if importance is None else importance.factors
@@ -276,7 +287,7 @@ class GrpoLoss:
                 kl = kl * ratio
             if self.beta:
                 loss = loss + self.beta * (u * kl).sum()
-        return _Terms(loss, per_token, old_logprobs, mismatch, importance, kl)
+        return _Terms(loss, per_token, old_logprobs, mismatch, importance, kl, of_teacher)
 
     def _require(self, entropy: torch.Tensor | None, ref_logprobs: torch.Tensor | None, entropy_threshold: float | None) -> None:
         needed = (

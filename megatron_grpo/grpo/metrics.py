@@ -84,6 +84,14 @@ def mismatch_logs(
     return sums, {"logp_difference": distance.amax() if distance.numel() else distance.new_zeros(())}
 
 
+def teacher_logs(log_ratio: torch.Tensor, is_seen: torch.Tensor) -> dict[str, torch.Tensor]:
+    """KL(old || teacher) of the trained tokens by the estimator that is never negative (k3), as Megatron-SWIFT logs it.
+
+    log_ratio: log p_teacher - log p_old. is_seen: 1 where a teacher has seen a trained token, else 0.
+    """
+    return {"teacher_kl": (is_seen * (bounded(log_ratio).exp() - log_ratio - 1.0)).sum(), "num_seen_tokens": is_seen.sum()}
+
+
 # What single objectives tell of themselves, under TRL's and Megatron-SWIFT's names: means over what a clip decision is one of.
 TOLD = ("vespo/phi_seq_mean", "fipo/future_kl_mean", "fipo/influence_weight_mean", "fipo/safety_keep_ratio")
 
@@ -102,6 +110,7 @@ def finish(sums: Mapping[str, float], maxima: Mapping[str, float]) -> dict[str, 
             metrics[name] = totals[numerator] / totals[denominator]
 
     mean("kl", "kl", "num_loss_tokens")
+    mean("teacher_kl", "teacher_kl", "num_seen_tokens")
     mean("entropy", "entropy", "num_loss_tokens")
     mean("clip_ratio/low_mean", "clip_low", "clip_units")
     mean("clip_ratio/high_mean", "clip_high", "clip_units")

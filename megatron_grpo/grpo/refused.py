@@ -22,6 +22,8 @@ SCALES_OF_ESTIMATOR: Mapping[str, tuple[str, ...]] = {
 CLIPPED_LOSS_TYPES = ("grpo", "bnpo", "dapo", "dr_grpo", "sequence_sum", "luspo", "fipo")
 # These look at the whole sequence by themselves: the level of the ratio is left for the KL's correction alone.
 SEQUENCE_LOSS_TYPES = ("vespo", "real")
+# What they do to a token depends on the sign of its sequence's one advantage, or on what follows in the sequence.
+OF_ONE_SIGN = ("vespo", "fipo", "real")
 # These add tokens up, so a ratio shared by a whole sequence counts once per token.
 LOSS_TYPES_OVER_TOKENS = ("bnpo", "dapo", "dr_grpo", "cispo", "sequence_sum", "fipo")
 
@@ -36,6 +38,7 @@ def problems(config: Config) -> list[Problem]:
         *_advantages(cfg),
         *_corrections(cfg),
         *_replay(config),
+        *_teacher(config),
         *_adaptive_entropy(cfg, config.typed),
     ]
 
@@ -65,6 +68,46 @@ def _replay(config: Config) -> list[Problem]:
             )
         ]
     return []
+
+
+def _teacher(config: Config) -> list[Problem]:
+    cfg, flag = config.grpo, "teacher_model_server"
+    if not cfg.teacher_model_server:
+        message = (
+            f"teacher_kl_coef ({cfg.teacher_kl_coef}) weighs what a teacher says, and there is no teacher_model_server. Name the teacher's "
+            "server, or leave it out."
+        )
+        return [Problem(flags=("teacher_kl_coef", flag), message=message)] if cfg.teacher_kl_coef != GrpoConfig().teacher_kl_coef else []
+    found = []
+    if cfg.loss_type in OF_ONE_SIGN:
+        message = (
+            f"teacher_model_server gives each token an advantage of its own, and loss_type {cfg.loss_type} weighs a whole sequence by the "
+            "one advantage that it has. Use grpo, dapo, or another loss_type of single tokens."
+        )
+        found.append(Problem(flags=(flag, "loss_type"), message=message, nearest={"loss_type": ["grpo", "dapo"]}))
+    if cfg.off_policy_sequence_mask_delta is not None:
+        message = (
+            "teacher_model_server gives each token an advantage of its own, and off_policy_sequence_mask_delta drops sequences whose one "
+            "advantage is below 0. Leave one of them out."
+        )
+        found.append(Problem(flags=(flag, "off_policy_sequence_mask_delta"), message=message))
+    rollout = config.rollout
+    drawn_otherwise = {"temperature": (rollout.temperature, 1.0), "top_p": (rollout.top_p, 1.0), "top_k": (rollout.top_k, 0)}
+    for name, (value, plain) in drawn_otherwise.items():
+        if value != plain:
+            message = (
+                f"teacher_model_server: a teacher's log-probs are those of its whole softmax at temperature 1, and with {name} ({value}) "
+                f"tokens are drawn from another distribution than that. Use {name} {plain:g}."
+            )
+            found.append(Problem(flags=(flag, name), message=message, nearest={name: [plain]}))
+    dropped = [name for name in ("dynamic_sample", "exclude_dead_groups") if getattr(cfg, name)]
+    if dropped and not config.rewards.reward_funcs:
+        message = (
+            f"{' and '.join(dropped)} leaves out groups whose rewards are equal, and without reward_funcs those are all groups. Leave "
+            f"{'them' if len(dropped) > 1 else 'it'} out: a teacher teaches by every group."
+        )
+        found.append(Problem(flags=(*dropped, flag), message=message, nearest={name: [False] for name in dropped}))
+    return found
 
 
 def _objective(cfg: GrpoConfig) -> list[Problem]:
@@ -321,9 +364,25 @@ def warnings(config: Config) -> list[str]:
         found.append(
             "reinforce_plus_plus compares with the whole batch: a group with equal rewards still says something there, and is taken out."
         )
+    found += _of_teacher(config)
     if config.tuner.tuner_type == "lora" and config.tuner.lora_dropout > 0:
         found.append(
             f"lora_dropout {config.tuner.lora_dropout:g}: the policy that trains drops parts of its input, the one that samples does not, "
             "so their ratio is not 1 even before the first step, and the gradient is that of another policy. 0 trains the one that samples."
+        )
+    return found
+
+
+def _of_teacher(config: Config) -> list[str]:
+    cfg, found = config.grpo, []
+    if cfg.teacher_model_server and config.rewards.reward_funcs and (cfg.exclude_dead_groups or cfg.dynamic_sample):
+        found.append(
+            "teacher_model_server: a group with equal rewards is still taught token by token, and exclude_dead_groups and dynamic_sample "
+            "take it out."
+        )
+    if cfg.teacher_model_server and cfg.importance_sampling_level == "sequence":
+        found.append(
+            "teacher_model_server with importance_sampling_level sequence: the ratio is the sequence's, so what the teacher says of single "
+            "tokens is averaged over it. importance_sampling_level token, or sequence_token, keeps it apart."
         )
     return found

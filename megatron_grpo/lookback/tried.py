@@ -24,7 +24,8 @@ TRIED = frozenset(
     """loss_type epsilon epsilon_high delta importance_sampling_level sapo_temperature_pos sapo_temperature_neg vespo_k_pos vespo_lambda_pos
     vespo_k_neg vespo_lambda_neg fipo_decay_rate fipo_clip_range fipo_clip_high_only fipo_safety_threshold real_tau beta kl_estimator
     use_bias_correction_kl entropy_coef top_entropy_quantile overlong_filter exclude_dead_groups rollout_importance_sampling_mode
-    rollout_importance_sampling_threshold rollout_importance_sampling_min rollout_is_geometric off_policy_sequence_mask_delta""".split()
+    rollout_importance_sampling_threshold rollout_importance_sampling_min rollout_is_geometric off_policy_sequence_mask_delta
+    teacher_kl_coef""".split()
 )
 SIZES = ("global_batch_size", "staleness")
 # Of the run's settings these are not wanted besides those of any checkpoint that is opened: micro-batches suit this job's layout, not that.
@@ -145,6 +146,8 @@ def _variant(
     problems += refused.problems(changed)
     if changed.grpo.kl_in_reward and values.get("beta") is not None:
         problems.append(_said("try: beta is in the reward of this run (kl_in_reward), so it has made the advantages that were recorded."))
+    if "teacher_kl_coef" in values and not cfg.grpo.teacher_model_server:
+        problems.append(_said("try: teacher_kl_coef weighs what a teacher said of the rows, and this run had no teacher_model_server."))
     keys = {(sample.rollout, sample.prompt_number) for sample in samples[:num_rows]}
     if changed.grpo.loss_type == "real" and len(keys) * group != num_rows:
         problems.append(_said("try: loss_type real compares whole groups, and the recorded step cut some."))

@@ -27,7 +27,7 @@ class Plot:
 
 
 # Every block of the run's clock. They sum to `time/step`.
-PARTS_OF_A_STEP = ("rollout", "reward", "old_logprobs", "ref_logprobs", "train", "weight_sync", "eval", "checkpoint", "other")
+PARTS_OF_A_STEP = ("rollout", "reward", "old_logprobs", "ref_logprobs", "teacher", "train", "weight_sync", "eval", "checkpoint", "other")
 
 PLOTS = (
     Plot(file="reward", title="Reward", unit="reward", curves={"reward": "training (mean of a rollout)"}, held_out=True),

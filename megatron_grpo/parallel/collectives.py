@@ -12,11 +12,12 @@ import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 
+Value = TypeVar("Value")
 Group = Any  # a torch.distributed.ProcessGroup; None is all ranks
 
 
@@ -120,6 +121,22 @@ def from_rank(value: Any, source: int, group: Group = None) -> Any:
     box = [value]
     dist.broadcast_object_list(box, src=source, group=group)
     return box[0]
+
+
+def told(work: Callable[[], Value], failures: tuple[type[Exception], ...]) -> Value:
+    """What `work` gives on rank 0, on every rank; or what it raises, if that is one of `failures`. Others wait as long as it takes."""
+    group = patient_group()  # the first call makes it, which waits no longer than a job's own group does
+    value: Value | None = None
+    failure: Exception | None = None
+    if rank() == 0:
+        try:
+            value = work()
+        except failures as error:
+            failure = error
+    value, failure = from_rank((value, failure), 0, group)
+    if failure is not None:
+        raise failure
+    return cast(Value, value)
 
 
 def exchange(parts: Mapping[int, Any]) -> list[Any]:

@@ -116,6 +116,7 @@ def wrong_rows(micro: TrainingMicroBatch, logprobs: np.ndarray, reference: np.nd
         "advantages": micro.advantages,
         "token weights": micro.token_weights,
         "old log-probs": np.where(np.isnan(micro.old_logprobs), 0.0, micro.old_logprobs),
+        "the teacher's log-probs": np.where(np.isnan(micro.teacher_logprobs), 0.0, micro.teacher_logprobs),
         "the sampler's log-probs": np.where(np.isnan(micro.sampler_logprobs), 0.0, micro.sampler_logprobs),
     }
     wrong = {name: ~np.isfinite(values) for name, values in numbers.items() if values is not None}

@@ -295,6 +295,7 @@ class Policy:
         inputs = LossInputs(
             token_weights=mine(micro.token_weights),
             advantages=mine(micro.advantages),
+            teacher_logprobs=mine(micro.teacher_logprobs),
             sampler_logprobs=mine(micro.sampler_logprobs),
             old_logprobs=mine(micro.old_logprobs),
             is_compared=mine(micro.is_compared),

@@ -73,7 +73,7 @@ def score(functions: Sequence[RewardFunction], batch: RewardBatch, gives_up: Cal
         columns.append([None if isinstance(value, RowFailure) else value for value in rows])
     if errors:
         raise RewardError("\n".join(errors))
-    return Scores(rows=tuple(zip(*columns)), notices=tuple(notices))
+    return Scores(rows=tuple(zip(*columns)) if columns else ((),) * len(batch), notices=tuple(notices))
 
 
 def _counted(outcome: list[Score | RowFailure] | RowFailure, batch: RewardBatch) -> list[Score | RowFailure] | RowFailure:

@@ -71,6 +71,8 @@ class Needs:
 
     def problem(self, state: wire.State) -> str | None:
         """Why a server that is as `state` says cannot sample for this run, as the end of a sentence."""
+        if state.is_frozen:
+            return "is frozen, and takes no weights of a run: start it without --frozen, or name it as teacher_model_server"
         if state.max_model_len < self.max_model_len:
             return (
                 f"holds sequences of {state.max_model_len} tokens, and prompt and completion may have {self.max_model_len}: start it with "
@@ -166,7 +168,7 @@ class Fleet:
         """
         self._addresses, self._server_at = addresses, server_at
         self._claim, self.needs, self.timeout = wire.Claim(run=run, incarnation=incarnation), needs, timeout
-        self.say = say or _say
+        self.say = say or say_aloud
         self.members: dict[Address, Member] = {}
         self._has_begun, self._waits_for_all = False, waits_for_all
         self._ended = threading.Event()
@@ -186,7 +188,7 @@ class Fleet:
         was_used = member.give_up(why, since)
         if was_used:
             self.say(f"rollout server {member} is given up until the next push: {why}")
-        return was_used is not None and _is_death(why)
+        return was_used is not None and is_death(why)
 
     # ---- who is there
 
@@ -207,16 +209,16 @@ class Fleet:
             waited, missing = time.monotonic() - start, [member for member in self.members.values() if member.trouble is not None]
             if self.used and (self._has_begun or not self._waits_for_all or not missing or waited > self.timeout):
                 if missing and not self._has_begun:
-                    self.say(f"the run begins without {_of_whom(missing)}; they are taken up when they come")
+                    self.say(f"the run begins without {named(missing)}; they are taken up when they come")
                 self._has_begun = True
                 return self.used
             if gives_up():
                 raise GivenUp("the wait for rollout servers is given up")
             if waited > self.timeout:
-                raise NobodySamples(f"no rollout server answered within {self.timeout:g} s (vllm_server_timeout): {_of_whom(missing)}")
+                raise NobodySamples(f"no rollout server answered within {self.timeout:g} s (vllm_server_timeout): {named(missing)}")
             if time.monotonic() >= next_word + SECONDS_BETWEEN_SIGNS:
                 next_word = time.monotonic()
-                self.say(f"waiting for rollout servers ({waited:.0f} of {self.timeout:g} s): {_of_whom(missing)}")
+                self.say(f"waiting for rollout servers ({waited:.0f} of {self.timeout:g} s): {named(missing)}")
             time.sleep(SECONDS_BETWEEN_TRIES)  # nobody tells that a server has come up
 
     def _look(self) -> None:
@@ -291,16 +293,18 @@ class Fleet:
                 call.wait(CONNECT)
 
 
-def _is_death(why: Exception) -> bool:
+def is_death(why: Exception) -> bool:
     """Closed at its end: perhaps by what it was asked. Who stands still does not die of a prompt."""
     if isinstance(why, Refused):
         return why.is_failure
     return not getattr(why, "is_silent", False)
 
 
-def _of_whom(members: Sequence[Member]) -> str:
+def named(members: Sequence[Member]) -> str:
+    """Who they are, and why none of them is used."""
     return "; ".join(f"{member} ({member.trouble})" for member in members) or "none has written its address yet"
 
 
-def _say(text: str) -> None:
+def say_aloud(text: str) -> None:
+    """To whoever started the run."""
     print(f"megatron-grpo: {text}", file=sys.stderr, flush=True)

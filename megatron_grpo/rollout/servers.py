@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar, cast
+from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 import torch
@@ -69,7 +69,6 @@ class ServerEngine:
         what `prepare` does. tells_experts: completions have the experts that their tokens were routed to. eyes: of a model that sees."""
         self._eyes = eyes
         self.tells_experts = tells_experts
-        self._patient = collectives.patient_group()
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
         self._pusher: Pusher | None = None
         # What a server was started with is never version 0: nobody knows which files it read.
@@ -291,18 +290,7 @@ class ServerEngine:
     # ----
 
     def _told(self, work: Callable[[], Value]) -> Value:
-        """What `work` gives on rank 0, on every rank; or what it raises. Others wait for it as long as it takes."""
-        value: Value | None = None
-        failure: Exception | None = None
-        if collectives.rank() == 0:
-            try:
-                value = work()
-            except TOLD as error:
-                failure = error
-        value, failure = collectives.from_rank((value, failure), 0, self._patient)
-        if failure is not None:
-            raise failure
-        return cast(Value, value)
+        return collectives.told(work, TOLD)
 
 
 class ServerFlight:

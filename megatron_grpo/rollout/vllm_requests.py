@@ -113,3 +113,18 @@ def scores(ids: Sequence[int], fresh: Any, cached: Any) -> list[float]:
     """log p of each token after the first, from the answers to `scoring_requests`."""
     logprobs = [position[token].logprob for position, token in zip(fresh.prompt_logprobs[1:-1], ids[1:-1], strict=True)]
     return [*logprobs, cached.outputs[0].logprobs[0][ids[-1]].logprob]
+
+
+def whole_request() -> Any:
+    """Parameters that score a whole sequence in one request, which never reads the prefix cache."""
+    from vllm import SamplingParams
+
+    return SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, flat_logprobs=True, detokenize=False)
+
+
+def whole_scores(ids: Sequence[int], output: Any) -> list[float]:
+    """log p of each token after the first, from the answer to `whole_request`. Raises RuntimeError where vLLM scored other tokens."""
+    flat = output.prompt_logprobs
+    if list(flat.token_ids) != list(ids[1:]):
+        raise RuntimeError(f"vLLM scored {len(flat.token_ids)} tokens of a sequence of {len(ids)}, or others than it was given")
+    return list(flat.logprobs)

@@ -187,6 +187,10 @@ class State:
     limit_images: int = 0  # pictures of a prompt; 0: the model sees none
     max_pixels: int = 0  # of a picture
     most_kept: int = 0  # the largest top_k with which it tells what was left of the vocabulary
+    is_frozen: bool = False  # nobody may claim it or push to it: it answers /prompt_logprobs alone, to all who have the token
+    vocabulary: str = ""  # of a frozen one's tokenizer: `data.chat.vocabulary_of`
+    fingerprint: str = ""  # of a frozen one's model: its configuration and weights
+    vocab_size: int = 0  # of a frozen one's model: token ids below it have log-probs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -333,44 +337,46 @@ def decode_line(line: bytes) -> Answer | None:
 
 def _drawn_form(drawn: Drawn) -> dict[str, Any]:
     form: dict[str, Any] = {
-        "tokens": _packed(drawn.tokens, "<i4"),
-        "logprobs": _packed(drawn.logprobs, "<f4"),
+        "tokens": packed(drawn.tokens, "<i4"),
+        "logprobs": packed(drawn.logprobs, "<f4"),
         "text": drawn.text,
         "reason": drawn.reason,
         "versions": [{"version": version, "begin": begin, "end": end} for version, begin, end in drawn.versions],
     }
     if drawn.experts is not None:
-        form["experts"] = {"shape": list(drawn.experts.shape), "ids": _packed(drawn.experts, "<i2")}
+        form["experts"] = {"shape": list(drawn.experts.shape), "ids": packed(drawn.experts, "<i2")}
     if drawn.kept is not None:
-        form["kept"] = {"counts": _packed(drawn.kept.counts, "<i4"), "ids": _packed(drawn.kept.ids, "<i4")}
+        form["kept"] = {"counts": packed(drawn.kept.counts, "<i4"), "ids": packed(drawn.kept.ids, "<i4")}
     return form
 
 
 def _drawn(form: Mapping[str, Any]) -> Drawn:
     routes = form.get("experts")
-    tokens, logprobs = _unpacked(form["tokens"], "<i4"), _unpacked(form["logprobs"], "<f4")
+    tokens, logprobs = unpacked(form["tokens"], "<i4"), unpacked(form["logprobs"], "<f4")
     if len(tokens) != len(logprobs):
         raise Malformed(f"{len(logprobs)} log-probs for {len(tokens)} tokens")
     return Drawn(
         tokens=tokens, logprobs=logprobs, text=form["text"], reason=form["reason"],
         versions=tuple((span["version"], span["begin"], span["end"]) for span in form["versions"]),
-        experts=None if routes is None else _unpacked(routes["ids"], "<i2").reshape(routes["shape"]),
+        experts=None if routes is None else unpacked(routes["ids"], "<i2").reshape(routes["shape"]),
         kept=_kept(form["kept"], len(tokens)) if "kept" in form else None,
     )  # fmt: skip
 
 
 def _kept(form: Mapping[str, Any], num_tokens: int) -> Kept:
-    counts, ids = _unpacked(form["counts"], "<i4"), _unpacked(form["ids"], "<i4")
+    counts, ids = unpacked(form["counts"], "<i4"), unpacked(form["ids"], "<i4")
     if len(counts) != num_tokens or (counts < 0).any() or counts.sum() != len(ids):
         raise Malformed(f"{len(ids)} kept words of {len(counts)} tokens, {int(counts.sum())} by their counts, for {num_tokens} tokens")
     return Kept(np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(counts, dtype=np.int64)]), ids)
 
 
-def _packed(values: Any, dtype: str) -> str:
+def packed(values: Any, dtype: str) -> str:
+    """Base64 of their bytes."""
     return base64.b64encode(np.ascontiguousarray(values, dtype).tobytes()).decode()
 
 
-def _unpacked(text: str, dtype: str) -> np.ndarray:
+def unpacked(text: str, dtype: str) -> np.ndarray:
+    """What `packed` made. Raises ValueError."""
     return np.frombuffer(base64.b64decode(text, validate=True), dtype).astype(np.dtype(dtype).newbyteorder("="))
 
 

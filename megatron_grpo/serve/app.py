@@ -10,7 +10,8 @@ import hashlib
 import hmac
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from contextlib import aclosing
 from typing import Any, TypeVar
 
 from starlette.applications import Starlette
@@ -74,12 +75,16 @@ class App:
         return len(self._work)
 
     def asgi(self, token: str) -> Door:
-        methods = {self.state: "GET", self.metrics: "GET"}
-        served = (self.state, self.metrics, self.claim, self.release, self.join, self.weights, self.adapter, self.generate, self.score)
-        routes = [Route(f"/{route.__name__}", route, methods=[methods.get(route, "POST")]) for route in served]
+        asked = (self.state, self.metrics)
+        routes = [Route(f"/{route.__name__}", route, methods=["GET"]) for route in asked]
+        routes += [Route(f"/{route.__name__}", route, methods=["POST"]) for route in self.served()]
         known = (*_STATUS, self._engine.Dead, HTTPException, Exception)
         app = Starlette(routes=routes, exception_handlers={kind: _failed for kind in known})
         return Door(app, token, self._metrics)
+
+    def served(self) -> tuple[Callable[[Request], Awaitable[Response]], ...]:
+        """What is asked by POST, by the name of its route."""
+        return (self.claim, self.release, self.join, self.weights, self.adapter, self.generate, self.score)
 
     async def stop(self) -> None:
         """Ends the streams."""
@@ -94,7 +99,7 @@ class App:
         return self._state()
 
     async def claim(self, request: Request) -> Response:
-        claim = await _body(request, wire.Claim)
+        claim = await body_of(request, wire.Claim)
         if self.ownership.claim(claim):
             self._say(f"run {claim.run!r} has the server now")
             self._has_orphans = True
@@ -106,7 +111,7 @@ class App:
         return self._state()
 
     async def release(self, request: Request) -> Response:
-        await _body(request, wire.Nothing)
+        await body_of(request, wire.Nothing)
         self.ownership.release(request.headers.get(wire.INCARNATION))
         await self._end_tenure()
         self._say("the server is free")
@@ -116,19 +121,22 @@ class App:
         self.ownership.require(request.headers.get(wire.INCARNATION))
 
     def _state(self) -> Response:
+        return _json(self._told())
+
+    def _told(self) -> wire.State:
         engine, own = self._engine, self.ownership
-        return _json(wire.State(
+        return wire.State(
             boot=self._boot, version=own.version, has_base=own.has_base, owner=own.owner, running=self.running, model=self._model,
             dtype=engine.dtype, world_size=engine.world_size, max_model_len=engine.max_model_len, max_num_seqs=engine.max_num_seqs,
             adapter_rank=engine.adapter_rank, tells_experts=engine.tells_experts, most_kept=MOST, limit_images=engine.limit_images,
             max_pixels=engine.max_pixels,
-        ))  # fmt: skip
+        )  # fmt: skip
 
     # ---- weights
 
     async def join(self, request: Request) -> Response:
         self._require_owner(request)
-        join = await _body(request, wire.Join)
+        join = await body_of(request, wire.Join)
         async with self._changing:
             self._require_owner(request)
             await self._engine.join(join)
@@ -136,13 +144,13 @@ class App:
 
     async def weights(self, request: Request) -> Response:
         self._require_owner(request)
-        push = await _body(request, wire.WeightPush)
+        push = await body_of(request, wire.WeightPush)
         is_base, has_base = push.kind == "weights", self.ownership.has_base
         return await self._push(request, push.kind, lambda: self._engine.take_weights(push, has_base), push.version, is_base=is_base)
 
     async def adapter(self, request: Request) -> Response:
         self._require_owner(request)
-        push = await _body(request, wire.AdapterPush)
+        push = await body_of(request, wire.AdapterPush)
         return await self._push(request, "adapter", lambda: self._engine.take_adapter(push), push.version, is_base=True)
 
     async def _push(
@@ -172,7 +180,7 @@ class App:
 
     async def generate(self, request: Request) -> Response:
         self._require_owner(request)
-        asked = await _body(request, wire.Generate)
+        asked = await body_of(request, wire.Generate)
         self._require_owner(request)
         self.ownership.require_version(asked.version)
         return StreamingResponse(self._lines(asked, self._over), media_type=wire.STREAM_TYPE)
@@ -181,13 +189,21 @@ class App:
         """Ends early where the weights or the owner change: whoever counts lines sees that some are missing."""
         if over.done():
             return
-        tenure = self.ownership.tenure
         came = self._pictures.take(asked.pictures)
-        waiting = set()
+        works = []
         for place, one in enumerate(asked.requests):
             pictures = self._pictures.find([shown.key for shown in one.shown], came)
             work = self._engine.answer(one, asked.sampling, version=asked.version, place=place, pictures=pictures, bounds=asked.bounds)
-            waiting.add(self._start(work))
+            works.append(work)
+        async with aclosing(self._as_they_end(works, over, lambda answer: wire.encode_line(self._counted(answer)))) as lines:
+            async for line in lines:
+                yield line
+
+    async def _as_they_end(
+        self, works: Sequence[Coroutine[Any, Any, Done]], over: asyncio.Future[None], line_of: Callable[[Done], bytes]
+    ) -> AsyncGenerator[bytes]:
+        """A line of each, and empty ones between them; until `over`."""
+        tenure, waiting = self.ownership.tenure, {self._start(work) for work in works}
         try:
             while waiting:
                 done = await _first([*waiting, over], wire.BEAT_SECONDS)
@@ -196,7 +212,7 @@ class App:
                 self.ownership.heard(tenure)
                 ended = [task for task in waiting if task in done]
                 waiting.difference_update(ended)
-                yield b"".join(wire.encode_line(self._counted(task.result())) for task in ended) or b"\n"
+                yield b"".join(line_of(task.result()) for task in ended) or b"\n"
         except self._engine.Dead:
             return  # the server ends too, and says why
         finally:  # the caller has gone, perhaps: vLLM aborts what is cancelled
@@ -209,7 +225,7 @@ class App:
 
     async def score(self, request: Request) -> Response:
         self._require_owner(request)
-        asked = await _body(request, wire.Score)
+        asked = await body_of(request, wire.Score)
         self._require_owner(request)
         version = self.ownership.version
         if version is None:
@@ -253,7 +269,8 @@ async def _first(futures: list[asyncio.Future[Any]], seconds: float | None = Non
     return (await asyncio.wait(futures, timeout=seconds, return_when=asyncio.FIRST_COMPLETED))[0]
 
 
-async def _body(request: Request, cls: type[Body]) -> Body:
+async def body_of(request: Request, cls: type[Body]) -> Body:
+    """Raises Malformed."""
     return wire.decode(cls, await request.body())
 
 

@@ -19,7 +19,16 @@ from megatron_grpo.rollout.engine import SamplingSettings
 from megatron_grpo.rollout.experts import ExpertLayers, told
 from megatron_grpo.rollout.vllm_options import cpu_options, gpu_options, problem_of
 from megatron_grpo.rollout.vllm_pictures import difference, engine_options, prompt_with
-from megatron_grpo.rollout.vllm_requests import KEPT_OPTIONS, sampled, sampling_params, scores, scoring_requests, take_logprobs_as_they_come
+from megatron_grpo.rollout.vllm_requests import (
+    KEPT_OPTIONS,
+    sampled,
+    sampling_params,
+    scores,
+    scoring_requests,
+    take_logprobs_as_they_come,
+    whole_request,
+    whole_scores,
+)
 from megatron_grpo.serve.children import let_no_child_outlive
 from megatron_grpo.serve.settings import Serving
 from megatron_grpo.types import Kept
@@ -59,6 +68,7 @@ class ServedEngine:
         self.max_num_seqs = config.scheduler_config.max_num_seqs * self._num_engines
         self.adapter_rank = room.slot_rank if room is not None else 0
         self.tells_experts = experts is not None
+        self.vocab_size = config.model_config.get_vocab_size()
 
     @classmethod
     def build(cls, serving: Serving) -> ServedEngine:
@@ -160,6 +170,10 @@ class ServedEngine:
         except VLLMValidationError as error:
             raise ValueError(str(error)) from error
 
+    async def prompt_logprobs(self, ids: Sequence[int], place: int) -> list[float]:
+        """log p of each token after the first, at temperature 1. place: as in `answer`."""
+        return whole_scores(ids, await self._ask({"prompt_token_ids": list(ids)}, whole_request(), place))
+
     async def _prompt(
         self, ids: Sequence[int], shown: Sequence[wire.ShownPicture], pictures: Mapping[str, bytes], bounds: wire.Bounds | None
     ) -> dict[str, Any]:
@@ -246,7 +260,7 @@ class ServedEngine:
 
 def _room(serving: Serving, *, on_gpu: bool) -> LoraPush | None:
     """For adapters of the run whose settings these are, if it pushes them alone."""
-    if serving.cfg.tuner.tuner_type != "lora":
+    if serving.cfg.tuner.tuner_type != "lora" or serving.cfg.serve.frozen:
         return None
     from megatron_grpo.rollout.vllm_adapters import sampler_obstacle
 

@@ -15,7 +15,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from megatron_grpo.checkpoint.content import model_fingerprint
 from megatron_grpo.cleanup import CleanUp
+from megatron_grpo.data.chat import load_tokenizer, vocabulary_of
 from megatron_grpo.errors import EXIT_DONE, ConfigError, Problem, RunError
 from megatron_grpo.files import write_whole
 from megatron_grpo.serve.settings import Serving, check_serving
@@ -56,11 +58,8 @@ def serve(parsed: Parsed) -> int:
 
 async def _answer(serving: Serving, engine: Any, listener: socket.socket, address: str, clean_up: CleanUp) -> None:
     """Returns after a signal. Raises RunError where the engine died."""
-    from megatron_grpo.serve.app import App
-    from megatron_grpo.serve.metrics import Metrics
-
     cfg = serving.cfg.serve
-    app = App(engine, model=str(serving.model_path), metrics=Metrics(), tells_metrics=cfg.metrics, say=_say)
+    app = _app(serving, engine)
     server = _http(app.asgi(serving.token), cfg)
     was_asked = asyncio.Event()
     for number in STOPPING:
@@ -74,9 +73,10 @@ async def _answer(serving: Serving, engine: Any, listener: socket.socket, addres
     if cfg.address_file is not None:
         write_whole(cfg.address_file, address + "\n")
         clean_up.add(lambda: _remove(Path(str(cfg.address_file)), address))
+    kind = "ready, frozen," if cfg.frozen else "ready"
     room = f", adapters to rank {engine.adapter_rank}" if engine.adapter_rank else ""
-    _say(f"ready at {address} ({engine.dtype}, {engine.max_model_len} tokens, {engine.max_num_seqs} sequences at once{room}); the token is "
-         f"{serving.token_place}")  # fmt: skip
+    _say(f"{kind} at {address} ({engine.dtype}, {engine.max_model_len} tokens, {engine.max_num_seqs} sequences at once{room}); the token "
+         f"is {serving.token_place}")  # fmt: skip
     while not was_asked.is_set() and not engine.is_dead and not answering.done():
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(was_asked.wait(), 0.5)
@@ -86,6 +86,18 @@ async def _answer(serving: Serving, engine: Any, listener: socket.socket, addres
     await answering
     if died:
         raise RunError("the engine of this server died; what it said is above. Start the server again.")
+
+
+def _app(serving: Serving, engine: Any) -> Any:
+    from megatron_grpo.serve.app import App
+    from megatron_grpo.serve.frozen import FrozenApp
+    from megatron_grpo.serve.metrics import Metrics
+
+    common: dict[str, Any] = dict(model=str(serving.model_path), metrics=Metrics(), tells_metrics=serving.cfg.serve.metrics, say=_say)
+    if not serving.cfg.serve.frozen:
+        return App(engine, **common)
+    path = serving.model_path
+    return FrozenApp(engine, vocabulary=vocabulary_of(load_tokenizer(str(path))), fingerprint=model_fingerprint(path), **common)
 
 
 def _http(app: Any, cfg: ServeConfig) -> Any:

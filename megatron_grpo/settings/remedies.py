@@ -71,6 +71,11 @@ _RECOMPUTE = "recompute_granularity full, recompute_method uniform and recompute
 _RANKS = "the launcher says how many ranks there are; for plan, world_size is their number on all nodes together."
 
 
+TEACHER = (
+    "a teacher of any size answers through a server of its own: `megatron-grpo serve --frozen true --model TEACHER --port 8100`, and "
+    "`--teacher_model_server http://localhost:8100` here."
+)
+
 # Names without a setting of their own, and what does it here.
 SAID_WITH: Mapping[str, str] = {
     "use_kl_loss": "a beta above 0 puts the KL into the loss.",
@@ -112,6 +117,11 @@ SAID_WITH: Mapping[str, str] = {
         "for evaluation.",
     ),
     "streaming": "rows are counted and checked before a run begins, so they are not streamed: leave it out.",
+    **dict.fromkeys(("teacher_model", "teacher", "teacher_model_path"), TEACHER),
+    **dict.fromkeys(
+        ("use_opd", "opd_teacher_load", "distill", "use_teacher"),
+        "teacher_model_server names a server that holds a teacher (megatron-grpo serve --frozen true).",
+    ),
     "trust_remote_code": "code of a checkpoint is not run, in the trainer or in vLLM: leave it out.",
     "num_rollout": "max_steps is the length of the run in optimizer steps; a rollout has steps_per_generation of them.",
     "colocate": "vllm_mode colocate samples inside the training ranks, which is the default.",

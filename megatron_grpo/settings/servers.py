@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from megatron_grpo.errors import ConfigError, Problem
-from megatron_grpo.settings.config import Config, RolloutConfig
+from megatron_grpo.settings.config import Config, GrpoConfig, RolloutConfig
 from megatron_grpo.settings.tuner import Pair
 
 TOKEN_VARIABLE = "MEGATRON_GRPO_TOKEN"  # environment variable that both sides read the token from
@@ -68,6 +69,20 @@ def addresses_of(cfg: RolloutConfig) -> list[Address]:
     return list(dict.fromkeys(found))
 
 
+def teacher_addresses(cfg: GrpoConfig) -> list[Address]:
+    """Of a teacher's servers that are known now, as `addresses_of` those that sample. Raises ValueError."""
+    found: list[Address] = []
+    for word in cfg.teacher_model_server:
+        if word.startswith(FROM_FILE):
+            found += _in_files(Path(word.removeprefix(FROM_FILE)))
+            continue
+        try:
+            found.append(Address.of_url(word))
+        except ValueError as error:
+            raise ValueError(f"{word[:80]!r} {error}") from error
+    return list(dict.fromkeys(found))
+
+
 def _in_files(path: Path) -> Iterator[Address]:
     """An address a line, of a file or of all files in a directory; nothing where there is none yet."""
     try:
@@ -118,6 +133,7 @@ def read_token(cfg: RolloutConfig, environment: Mapping[str, str] = os.environ) 
 def pairs(cfg: Config) -> Iterator[Pair]:
     """What does not go together where servers sample, or where they do not."""
     rollout = cfg.rollout
+    yield from _of_a_teacher(cfg)
     if rollout.vllm_mode != "server":
         named = [name for name in NAMES if getattr(rollout, name)]
         if named:
@@ -139,6 +155,23 @@ def pairs(cfg: Config) -> Iterator[Pair]:
         )
     if rollout.vllm_server_ca is not None and not Path(rollout.vllm_server_ca).is_file():
         yield ("vllm_server_ca",), f"vllm_server_ca ({rollout.vllm_server_ca}) is not a file. It holds certificates as PEM.", {}
+
+
+def _of_a_teacher(cfg: Config) -> Iterator[Pair]:
+    try:
+        teachers = teacher_addresses(cfg.grpo)
+    except ValueError as error:
+        yield ("teacher_model_server",), f"teacher_model_server: {error}.", {}
+        return
+    with suppress(ValueError):  # which is said of them elsewhere
+        both = [address for address in addresses_of(cfg.rollout) if address in teachers]
+        if both:
+            yield (
+                ("teacher_model_server", "vllm_server_host"),
+                f"{both[0]} is named as a rollout server, which takes the run's weights, and as the teacher's, which keeps its own. Start "
+                "the teacher at another port (megatron-grpo serve --frozen true).",
+                {},
+            )
 
 
 def of_the_engine(cfg: Config, among: Collection[str]) -> list[str]:

@@ -37,11 +37,12 @@ def third(layout: str) -> list[every.Combination]:
     return drawn + [combination for combination in chosen if combination[0] == "real" and combination not in drawn]
 
 
-def errors(stored, layout: str, chosen: Collection[every.Combination], tamper=None) -> every.Errors:
+def errors(stored, layout: str, chosen: Collection[every.Combination], tamper=None, **settings) -> every.Errors:
     made, runs, right = stored
     runs = {combination: (cfg if combination in chosen else None, cut) for combination, (cfg, cut) in runs.items()}
     case = cases.LAYOUTS[layout]
-    everyone = run_ranks(lambda *rank: every.measure(*rank, made, case.settings, runs, right, tamper), case.world_size, timeout=180)
+    words = case.settings | settings
+    everyone = run_ranks(lambda *rank: every.measure(*rank, made, words, runs, right, tamper), case.world_size, timeout=180)
     assert len({tuple(found.loss.values()) for found in everyone}) == 1, "ranks report different losses"
     return everyone[-1]
 
@@ -97,3 +98,48 @@ def ask_the_policy_for_the_references_log_probs(policy):
 )
 def test_a_mistake_is_seen(stored, mistake):
     assert errors(stored, "DP2", third("DP2"), mistake).beyond(loss=1e-4, gradient=1e-3)
+
+
+# ---- a teacher's word on each token ----------------------------------------------------------------------------------------------------
+
+TAUGHT = ("grpo", "dapo", "cispo", "sapo", "sequence_sum")
+
+
+@pytest.fixture(scope="module")
+def with_a_teacher(tmp_path_factory):
+    """As `stored`: one run of each of these, all with a teacher; cuts that put rows of a group into one stream."""
+    folder, cut = tmp_path_factory.mktemp("taught"), {"micro_batch_size": 4}
+    words = dict(teacher_model_server=("http://teacher:8000",), teacher_kl_coef=0.7, epsilon=0.05)
+    made, runs = every.material(folder), {name: (every.legal(dict(loss_type=name, **words)), cut) for name in TAUGHT}
+    return made, runs, every.expect(made, runs, folder)
+
+
+@pytest.mark.parametrize("layout", ["1", "TP2", "CP2", "PP2"])
+def test_a_teachers_word_reaches_its_token_where_a_prompt_is_computed_once(with_a_teacher, layout):
+    found = errors(with_a_teacher, layout, TAUGHT, share_prompts="true")
+    assert found.loss.keys() == set(TAUGHT) and not found.beyond()
+
+
+def change_what_the_teacher_says(change):
+    def tamper(policy):
+        from megatron_grpo.grpo import loss as module
+
+        right = module.teacher_log_ratio
+        module.teacher_log_ratio = lambda teacher, old: change(right, teacher, old)
+
+    return tamper
+
+
+MISTAKES = {
+    "a sign": lambda right, teacher, old: -right(teacher, old),
+    "one token off": lambda right, teacher, old: right(teacher.roll(1), old),
+    "of the row before": lambda right, teacher, old: right(teacher.flip(0), old),
+    "the policy forgotten": lambda right, teacher, old: right(teacher, 0.0 * old),
+    "unseen rows at 0": lambda right, teacher, old: right(teacher.nan_to_num(nan=0.0), old),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_about_the_teacher_is_seen(with_a_teacher, mistake):
+    found = errors(with_a_teacher, "1", TAUGHT, change_what_the_teacher_says(MISTAKES[mistake]))
+    assert {key[0] for key in found.beyond(gradient=1e-3)} == set(TAUGHT)

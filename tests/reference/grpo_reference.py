@@ -43,6 +43,7 @@ class Completion:
     is_truncated: bool = False
     is_dead: bool = False
     group: int = 0  # completions of one prompt
+    teacher_logp: torch.Tensor | None = None  # None: no teacher has seen it
 
     @property
     def old(self):
@@ -99,14 +100,22 @@ def ratio(c, s):
         return sequence.detach() * torch.exp(c.logp - c.logp.detach())
 
 
+def token_advantage(c, s):
+    """A[i], or with a teacher A[i,t] = A[i] + coef * (log p_teacher - log p_old), a constant of the gradient."""
+    if not s.teacher_model_server or c.teacher_logp is None:
+        return c.advantage
+    return torch.stack([c.advantage + s.teacher_kl_coef * (c.teacher_logp[t] - c.old[t]) for t in range(len(c.mask))])
+
+
 def objective(c, r, s):
     """l[i,t]."""
-    a = c.advantage
+    a = token_advantage(c, s)
     if s.loss_type == "cispo":
         bound = 5.0 if s.epsilon_high is None else s.epsilon_high
         return -torch.clamp(r, max=bound).detach() * a * c.logp
     if s.loss_type == "sapo":
-        tau = s.sapo_temperature_pos if a > 0 else s.sapo_temperature_neg
+        positive = (torch.as_tensor(a) > 0).double()
+        tau = positive * s.sapo_temperature_pos + (1.0 - positive) * s.sapo_temperature_neg
         return -(4.0 / tau) * torch.sigmoid(tau * (r - 1.0)) * a
     if s.loss_type == "vespo":
         k, decay = (s.vespo_k_pos, s.vespo_lambda_pos) if a >= 0 else (s.vespo_k_neg, s.vespo_lambda_neg)

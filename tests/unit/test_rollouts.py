@@ -219,8 +219,10 @@ def timetable(*, num_groups=2, steps=1, old_logprobs="auto", depth=0):
                                 old_logprobs=old_logprobs, async_rollout_depth=depth))  # fmt: skip
 
 
-def rollouts_of(rewards, table, *, penalty=None, answer=answer, engine=None, stream=None, journal=None, sampling=SAMPLING, **config):
-    asker = Asker(engine or ScriptedEngine(answer), Judge(rewards), sampling=sampling, seed=0, clock=Clock())
+def rollouts_of(
+    rewards, table, *, penalty=None, answer=answer, engine=None, stream=None, journal=None, sampling=SAMPLING, teacher=None, **config
+):
+    asker = Asker(engine or ScriptedEngine(answer), Judge(rewards), sampling=sampling, seed=0, clock=Clock(), teacher=teacher)
     return Rollouts(
         asker, stream or Stream(), cfg=GrpoConfig(**config), timetable=table, penalty=penalty,
         cut=BatchCut(dp_size=1, micro_batch_size=1), parallel=OneRank(), journal=Heard() if journal is None else journal,
@@ -253,6 +255,23 @@ def test_a_sample_is_its_prompt_and_completion_with_its_own_advantage():
     assert [(row.contexts, row.num_masked, row.is_dead, row.is_truncated) for row in rows] == [
         ((4,), 2, False, False), ((4,), 2, False, True), ((4,), 2, True, False), ((4,), 2, True, True)]  # fmt: skip
     assert "dynamic_sample/rounds" not in stats
+
+
+def test_a_row_keeps_what_the_teacher_said_of_its_own_tokens_and_one_that_trains_nothing_has_no_word_of_it():
+    """The teacher says the row's number at drawn tokens. Of one completion the sampler's log-probs are impossible."""
+
+    def teacher(sequences, homes, parallel):
+        assert homes == dict.fromkeys(sequences, 0)
+        return {key: np.where(one.mask, -key[1], 0).astype(np.float32) for key, one in sequences.items()}
+
+    def some_wrong(prompt, place, version):
+        right = answer(prompt, place, version)
+        return replace(right, logprobs=np.full_like(right.logprobs, np.inf)) if (prompt.number, place) == (1, 0) else right
+
+    samples, _, _ = rollout({0: LIVE, 1: LIVE}, teacher=teacher, answer=some_wrong)
+    assert [None if s.teacher_logprobs is None else s.teacher_logprobs.tolist() for s in samples] == [
+        [0, 0, 0, 0], [0, 0, -1, -1], None, [0, 0, -3, -3]]  # fmt: skip
+    assert all(s.teacher_logprobs is None for s in rollout({0: LIVE, 1: DEAD})[0])
 
 
 def test_every_row_knows_its_group_and_what_the_group_begins_with_and_so_does_who_packs_for_the_penalty():

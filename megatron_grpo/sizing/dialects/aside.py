@@ -75,7 +75,6 @@ SWIFT: Mapping[str, Foreign] = {
         why=LOGS,
     ),
     **aside("fp8_amax_history_len", "fp8_amax_compute_algo", why="it is of fp8_recipe delayed, which is not there"),
-    **aside("teacher_kl_coef", why="it does nothing without teacher_model, which is refused"),
     **aside("moe_token_drop_policy", why="it does nothing without moe_expert_capacity_factor, which is refused"),
     **aside("mtp_loss_scaling_factor", why="it does nothing without mtp_num_layers, which is refused"),
     **aside(

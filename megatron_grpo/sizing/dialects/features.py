@@ -11,7 +11,11 @@ SERVER = "servers are started beside a run (megatron-grpo serve) and named with 
 ENGINES = "engines of a rollout server beside each other are its own setting (megatron-grpo serve --vllm_data_parallel_size)"
 IMAGES = "of what models see and hear pictures alone are there, and this setting of theirs is not (docs/images.md)"
 TURNS = "multi-turn environments are named with --environment and --tools (docs/turns.md)"
-TEACHER = "distillation from a teacher is not there"
+TEACHER = (
+    "distillation: a teacher answers through a server of its own (megatron-grpo serve --frozen true --model TEACHER), which "
+    "teacher_model_server names, one teacher for all rows"
+)
+GKD = "a teacher is asked for its log-prob of each drawn token, and not for its whole distribution or for answers of its own"
 QUANTIZED = "quantised weights, weights held in FP8, fp4 and fp16 are not there: bfloat16 or float32, with fp8_format for linear layers"
 FREEZE_RATIO = (
     "it counts the parameters of one rank in their order, so what is frozen would depend on tensor_model_parallel_size: name what is "

@@ -176,9 +176,9 @@ NAMES: Mapping[str, Foreign] = {
     ),
     **not_there(
         features.TEACHER,
-        *("teacher_model", "teacher_model_type", "teacher_model_revision", "teacher_model_server", "teacher_tag_key", "teacher_adapters"),
-        *("offload_teacher_model", "gkd_logits_topk", "seq_kd", "lmbda", "sft_alpha"),
+        *("teacher_model", "teacher_model_type", "teacher_model_revision", "teacher_tag_key", "teacher_adapters", "offload_teacher_model"),
     ),
+    **not_there(features.GKD, "gkd_logits_topk", "seq_kd", "lmbda", "sft_alpha"),
     **not_there(
         features.QUANTIZED,
         *("fp16", "fp8_param_gather", "fp4_format", "fp4_param_gather", "quant_method", "quant_bits"),
@@ -288,6 +288,11 @@ def settle(values: Mapping[str, Any], given: Mapping[str, Sequence[str]]) -> Ite
             note="loss_type real: a completion of just its group's mean reward is wrong in Megatron-SWIFT; here it is on neither side. "
             "A group may lie in several micro-batches.",
         )
+    if values.get("teacher_model_server"):
+        said = "is a server of `megatron-grpo serve --frozen true` here, of vLLM's or its own API there"
+        yield Change(values={}, note=f"teacher_model_server {said}.")
+    elif "teacher_kl_coef" in values:
+        yield Change(values={"teacher_kl_coef": None}, note="teacher_kl_coef does nothing without a teacher, here as there.")
     if "repetition" in values.get("reward_funcs", ()):
         yield Change(values={}, note="The reward repetition counts n-grams of tokens here, of words in Megatron-SWIFT.")
 

@@ -54,7 +54,8 @@ def assert_same(back, samples):
     [sample(AnchoredSample, old_logprobs=np.zeros(4, np.float32), anchored_by="cached"), sample(row=7), sample(row=8, advantage=-1.5)],
     [sample(AnchoredSample, old_logprobs=np.full(4, -2, np.float32), anchored_by="rollout", row=1)] * 3,
     [sample(AnchoredSample, old_logprobs=np.array([0, 0, np.nan, -1], np.float32), anchored_by="rollout")],
-], ids=["none", "one", "mixed", "anchored", "without some log-probs"])  # fmt: skip
+    [sample(teacher_logprobs=np.array([0, 0, -3.5, -1e-3], np.float32)), sample(row=1)],
+], ids=["none", "one", "mixed", "anchored", "without some log-probs", "one that a teacher has seen"])  # fmt: skip
 def test_samples_survive_a_file_bit_for_bit(tmp_path, samples):
     (tmp_path / "pending.npz").write_bytes(file_of(samples))
     assert_same(read_samples(tmp_path / "pending.npz"), samples)

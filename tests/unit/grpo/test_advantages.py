@@ -191,3 +191,11 @@ def test_the_largest_rewards_that_are_let_in_have_finite_advantages(estimator):
         found = advantages(rewards.tolist(), GrpoConfig(advantage_estimator=estimator), weights)
     assert np.isfinite(found.advantages).all() and found.advantages[0, 0] > found.advantages[0, 1]
     assert np.isfinite(found.advantages.astype(np.float32)).all()
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gdpo"])
+def test_without_a_reward_function_all_advantages_are_zero(estimator):
+    """As where a teacher alone teaches: groups are dead, and there is no reward to be told."""
+    found = advantages([[(), ()], [(), ()], [(), ()]], GrpoConfig(advantage_estimator=estimator), [])
+    assert found.advantages.shape == (3, 2) and not found.advantages.any() and found.is_dead.all()
+    assert reward_metrics(found, []) == {"frac_reward_zero_std": 1.0}

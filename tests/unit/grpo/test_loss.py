@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ import torch
 from megatron_grpo.grpo import corrections
 from megatron_grpo.grpo.classification import classification
 from megatron_grpo.grpo.loss import OBJECTIVES, GrpoLoss, LossInputs
+from megatron_grpo.grpo.metrics import finish
 from megatron_grpo.grpo.objectives import Labels
 from megatron_grpo.grpo.ratios import RATIOS
 from megatron_grpo.grpo.sequences import Sequences, whole_sequences
@@ -339,3 +341,32 @@ def test_the_slope_of_any_piece_is_the_gradient_of_the_whole_to_the_last_bit(los
 def test_a_loss_that_looks_at_other_tokens_has_no_slope(settings):
     assert GrpoLoss.from_config(GrpoConfig(), max_completion_length=9, temperature=1.0).is_per_token
     assert not GrpoLoss.from_config(GrpoConfig(**settings), max_completion_length=9, temperature=1.0).is_per_token
+
+
+def test_a_teachers_word_by_hand():
+    """Two on-policy tokens, and one whose old log-prob is -1: A + 2 (log p_teacher - log p_old); the third no teacher has seen."""
+    cfg = GrpoConfig(teacher_model_server=["http://t:1"], teacher_kl_coef=2.0, epsilon=0.9)
+    logp = torch.tensor([-1.0, -2.0, -0.5, -3.0], dtype=torch.float64, requires_grad=True)
+    inputs = LossInputs(
+        token_weights=torch.ones(4), advantages=torch.tensor([0.5, 0.5, -1.0, 0.0]), sampler_logprobs=torch.full((4,), torch.nan),
+        old_logprobs=torch.tensor([torch.nan, torch.nan, torch.nan, -1.0]), is_compared=torch.ones(4, dtype=torch.bool),
+        sequence=torch.tensor([0, 0, 1, 2]), num_sequences=3, num_loss_tokens=4,
+        teacher_logprobs=torch.tensor([-1.25, -1.0, torch.nan, -2.0]),
+    )  # fmt: skip
+    loss_of = GrpoLoss.from_config(cfg, max_completion_length=8, temperature=1.0)
+    loss, logs = loss_of(inputs, logprobs=logp)
+    ratio = math.exp(-2.0)  # of the last one
+    advantages = [0.5 + 2 * -0.25, 0.5 + 2 * 1.0, -1.0, 2 * -1.0]
+    right = -(advantages[0] + advantages[1] + advantages[2] + max(ratio, 0.1) * advantages[3])
+    assert loss.item() == pytest.approx(right, rel=1e-12)
+    (grad,) = torch.autograd.grad(loss, logp)
+    assert grad.tolist() == pytest.approx([-advantages[0], -advantages[1], -advantages[2], -ratio * advantages[3]], rel=1e-12)
+    k3 = [math.exp(d) - d - 1 for d in (-0.25, 1.0, -1.0)]
+    told = finish({name: float(value) for name, value in logs.sums.items()}, logs.maxima)
+    assert told["teacher_kl"] == pytest.approx(sum(k3) / 3, rel=1e-12)
+    plain = GrpoLoss.from_config(GrpoConfig(), max_completion_length=8, temperature=1.0)
+    assert "teacher_kl" not in plain(inputs, logprobs=logp)[1].sums
+    nobody = dataclasses.replace(inputs, teacher_logprobs=torch.full((4,), torch.nan))
+    unseen = GrpoLoss.from_config(GrpoConfig(epsilon=0.9), max_completion_length=8, temperature=1.0)
+    assert loss_of(nobody, logprobs=logp)[0] == unseen(nobody, logprobs=logp)[0]
+    assert "teacher_kl" not in finish({k: float(v) for k, v in loss_of(nobody, logprobs=logp)[1].sums.items()}, logs.maxima)

@@ -10,11 +10,12 @@ import sys
 import pytest
 
 from megatron_grpo.grpo import refused
-from megatron_grpo.settings.config import Config, GrpoConfig, RolloutConfig
+from megatron_grpo.settings.config import Config, GrpoConfig, RewardConfig, RolloutConfig
 
 
-def config(temperature=1.0, top_p=1.0, top_k=0, **grpo):
-    return Config(grpo=GrpoConfig(**grpo), rollout=RolloutConfig(temperature=temperature, top_p=top_p, top_k=top_k))
+def config(temperature=1.0, top_p=1.0, top_k=0, reward_funcs=(), **grpo):
+    sampling = RolloutConfig(temperature=temperature, top_p=top_p, top_k=top_k)
+    return Config(grpo=GrpoConfig(**grpo), rollout=sampling, rewards=RewardConfig(reward_funcs=[*reward_funcs]))
 
 
 def test_the_defaults_are_legal_and_quiet():
@@ -83,6 +84,8 @@ def test_all_problems_are_reported_together():
         ({"importance_sampling_level": "sequence"}, "3e-4"),
         ({"importance_sampling_level": "sequence", "epsilon": 3e-4, "loss_type": "dapo"}, "once per token"),
         ({"advantage_estimator": "reinforce_plus_plus", "exclude_dead_groups": True}, "whole batch"),
+        ({"teacher_model_server": ["http://t:1"], "importance_sampling_level": "sequence", "epsilon": 3e-4}, "averaged over it"),
+        ({"teacher_model_server": ["http://t:1"], "reward_funcs": ["length"], "dynamic_sample": True}, "still taught token by token"),
     ],
 )
 def test_warned_about(settings, says):

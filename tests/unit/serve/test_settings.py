@@ -167,3 +167,11 @@ def test_nothing_of_a_configuration_is_shown_with_the_token(model, monkeypatch):
     serving = check_serving(parse(["--model", str(model)]))
     assert serving.token == GOOD and GOOD not in repr(serving)
     assert Config(run=RunConfig()).serve.host == "127.0.0.1"  # nobody is let in from elsewhere unless it is asked for
+
+
+def test_a_frozen_server_takes_nothing_that_only_a_push_or_a_sampler_needs(model):
+    argv = ["--model", str(model), "--frozen"]
+    for name, value in (("tuner_type", "lora"), ("router_replay_mode", "R2")):
+        said = problems(*argv, f"--{name}", value)
+        assert any(f"so {name} ({value}) has no meaning" in line for line in said), said
+    assert check_serving(parse(argv)).cfg.serve.frozen

@@ -1,0 +1,161 @@
+"""On-policy distillation with a real frozen server: a teacher of another size that nobody can push to, and its student."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from megatron_grpo.rollout import wire
+from megatron_grpo.rollout.wire_scores import ROUTE, PromptLogprobs, decode_scores
+from tests.end_to_end.runs import records, train, write_inputs
+from tests.end_to_end.test_whatif import whatif
+from tests.ranks import run_ranks
+from tests.servers import TOKEN, Refusal, Server
+from tests.tiny_models import hf_logprobs, load_tiny, write_tiny
+
+STEPS = 16
+WIDTH, LIKING = 96, 1.5
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("teacher")
+
+
+def likes_even_tokens(path):
+    """The model, with so much more of a logit for even ids than for odd ones that a student hears it through the noise of few samples."""
+    weights = load_file(path / "model.safetensors")
+    weights["model.embed_tokens.weight"] += 1.0  # a part that all hidden states have, and the head answers to
+    weights["lm_head.weight"][0::2] += LIKING / WIDTH
+    weights["lm_head.weight"][1::2] -= LIKING / WIDTH
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    return path
+
+
+@pytest.fixture(scope="module")
+def teacher(folder):
+    """(its server, its directory): three layers where the student has two, and wider."""
+    path = likes_even_tokens(write_tiny(folder / "large", hidden=WIDTH, layers=3, ffn=160, seed=1, std=0.05))
+    server = Server(folder / "server", path, "--frozen", "true", "--vllm_max_model_len", "64")
+    try:
+        yield server.wait(), path
+    finally:
+        server.close()
+
+
+def test_it_scores_as_transformers_does_and_refuses_everything_else(teacher):
+    server, path = teacher
+    model = load_tiny(path)
+    rng = np.random.default_rng(3)
+    sequences = tuple(tuple(rng.integers(4, 128, length).tolist()) for length in (2, 9, 40, 63))
+    first = (1, 4, 12, 1)
+    body = PromptLogprobs(sequences=sequences, first=first)
+    for _ in range(2):  # the second time the prefix cache holds all of them
+        found = dict(filter(None, map(decode_scores, server.call(ROUTE, body).splitlines(keepends=True))))
+        assert found.keys() == {0, 1, 2, 3}
+        for place, (ids, begin) in enumerate(zip(sequences, first, strict=True)):
+            expected = hf_logprobs(model, list(ids))[begin - 1 :].numpy()
+            assert found[place].shape == expected.shape and np.abs(found[place] - expected).max() < 1e-4
+    state = server.state()
+    assert state.is_frozen and state.version is None and state.vocab_size == 128 and state.fingerprint and state.vocabulary
+
+    def said(path, body, status=409):
+        with pytest.raises(Refusal) as caught:
+            server.call(path, body)
+        assert caught.value.status == status
+        return str(caught.value)
+
+    for path, body in (
+        ("/claim", wire.Claim(run="r", incarnation="1")), ("/weights", wire.WeightPush(version=0, link="l")),
+        ("/adapter", wire.Nothing()), ("/join", wire.Nothing()), ("/generate", wire.Nothing()), ("/score", wire.Nothing()),
+    ):  # fmt: skip
+        assert "this server is frozen" in said(path, body) and path in said(path, body)
+    assert "at most 63 (max_model_len - 1) tokens" in said(ROUTE, PromptLogprobs(sequences=(tuple([5] * 64),), first=(1,)), 400)
+    assert "token id 128 is not among the 128" in said(ROUTE, PromptLogprobs(sequences=((5, 128),), first=(1,)), 400)
+    connection, answer = server.request("POST", ROUTE, b"{}", headers={})
+    assert answer.status == 401
+    connection.close()
+    assert [server.state().boot, server.state().owner] == [state.boot, None]
+
+
+def without_rewards(flags: list[str]) -> list[str]:
+    at = flags.index("--reward_funcs")
+    return [*flags[:at], *flags[at + 2 :]]
+
+
+@pytest.fixture
+def named(teacher, monkeypatch):
+    """The flags that name the teacher, and its token where runs look for it."""
+    monkeypatch.setenv("MEGATRON_GRPO_TOKEN", TOKEN)
+    return ["--teacher_model_server", f"@{teacher[0].address_file}"]
+
+
+def kl_to(teacher, student) -> float:
+    """Mean over places of KL(student || teacher), exactly, on texts that neither was trained on."""
+    ids = torch.from_numpy(np.random.default_rng(11).integers(4, 128, (16, 12)))
+    with torch.no_grad():
+        p, q = (load_tiny(path)(ids).logits.log_softmax(-1) for path in (student, teacher))
+    return float((p.exp() * (p - q)).sum(-1).mean())
+
+
+def test_a_student_without_any_reward_comes_closer_to_its_teacher(teacher, folder, named):
+    flags = without_rewards(write_inputs(folder / "run"))
+    flags += ["--output_dir", str(folder / "out"), "--max_steps", str(STEPS), "--lr", "3e-3", "--save_steps", str(STEPS)]
+    assert run_ranks(train, 2, [*flags, *named], timeout=180) == [0, 0]
+    steps = records(folder / "out" / "metrics.jsonl")
+    kl = [step["teacher_kl"] for step in steps]
+    assert np.mean(kl[-3:]) < 0.75 * np.mean(kl[:3]), kl
+    assert all("reward" not in step and step["time/teacher"] > 0 for step in steps)
+    before, after = (kl_to(teacher[1], path) for path in (folder / "run" / "model", folder / "out" / "hf"))
+    assert after < 0.9 * before, (before, after)
+
+
+def test_what_the_teacher_said_outlives_a_resume_and_can_be_weighed_otherwise_afterwards(folder, named):
+    """Of a rollout of two steps the second is trained from a checkpoint, by rows that had waited in it. No teacher is asked again."""
+    inputs = [*write_inputs(folder / "two"), "--save_steps", "1", "--record_rows", "true", "--export_hf", "false"]
+    inputs += ["--steps_per_generation", "2", "--max_steps", "2", "--verify_weight_push", "false"]
+    assert run_ranks(train, 1, [*inputs, *named, "--output_dir", str(folder / "whole")]) == [0]
+    first = str(folder / "whole" / "checkpoints" / "iter_0000001")
+    # Half of the coefficient: the resumed step is foretold by `whatif` on the rows that the whole run recorded.
+    changed = [*inputs, *named, "--output_dir", str(folder / "resumed"), "--resume", first, "--teacher_kl_coef", "0.5"]
+    assert run_ranks(train, 1, changed) == [0]
+    argv = [str(folder / "whole"), "--step", "1", "--json", "--try", "teacher_kl_coef=0.5"]
+    [(code, said)] = run_ranks(whatif, 1, argv)
+    assert code == 0, said
+    own, half = json.loads(said)["variants"]
+    [step] = [one for one in records(folder / "whole" / "metrics.jsonl") if one["step"] == 2]
+    [resumed] = [one for one in records(folder / "resumed" / "metrics.jsonl") if one["step"] == 2]
+    for name in ("loss", "grad_norm"):
+        assert own[name] == pytest.approx(step[name], rel=1e-5, abs=1e-7)
+        assert half[name] == pytest.approx(resumed[name], rel=1e-5, abs=1e-7)
+        assert half[name] != pytest.approx(own[name], rel=1e-2)
+    assert resumed["teacher_kl"] == pytest.approx(step["teacher_kl"], rel=1e-5) and resumed["staleness/max"] == 1
+
+
+def refused(rank: int, world_size: int, flags: list[str]) -> str:
+    """What is said, where the exit code is 2. For `run_ranks`."""
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        code = train(rank, world_size, flags)
+    assert code == 2, said.getvalue()
+    return " ".join(said.getvalue().split())
+
+
+def test_another_vocabulary_is_refused_before_a_model_loads(folder, named):
+    flags = write_inputs(folder / "other", vocab=120)
+    [said] = run_ranks(refused, 1, [*flags, *named, "--output_dir", str(folder / "none")])
+    assert "whose tokenizer has other words than the policy's" in said and not (folder / "none" / "metrics.jsonl").exists()
+    flags = [*write_inputs(folder / "long"), *named, "--output_dir", str(folder / "none"), "--max_completion_length", "100"]
+    assert "start it with --vllm_max_model_len 107" in run_ranks(refused, 1, flags)[0]
+
+
+def test_a_frozen_server_is_no_rollout_server(teacher, folder, named):
+    flags = ["--vllm_mode", "server", "--vllm_server_host", f"@{teacher[0].address_file}", "--output_dir", str(folder / "none")]
+    inputs = write_inputs(folder / "pushed")
+    at = inputs.index("--vllm_kv_cache_memory_mb")
+    assert "is frozen, and takes no weights of a run" in run_ranks(refused, 1, [*inputs[:at], *flags])[0]
