@@ -375,10 +375,11 @@ def random_model(seed: int) -> dict[str, Any]:
 
     draw = random.Random(seed)
     family = draw.choice(("qwen3", "qwen2", "llama", "mistral", "qwen3_moe", "mixtral"))
-    kv_heads = draw.choice((1, 2, 4))
+    kv_heads, per_group = draw.choice((1, 2, 4)), draw.choice((1, 2, 3))
+    hidden = draw.choice((96, 192) if per_group == 3 else (64, 96, 128, 256))  # transformers wants a multiple of the heads
     return dict(
-        family=family, layers=draw.randint(1, 4), vocab=125, hidden=draw.choice((64, 96, 128, 256)), kv_heads=kv_heads,
-        heads=kv_heads * draw.choice((1, 2, 3)), head_dim=draw.choice((32, 64)), ffn=draw.choice((64, 128, 192)),
+        family=family, layers=draw.randint(1, 4), vocab=125, hidden=hidden, kv_heads=kv_heads,
+        heads=kv_heads * per_group, head_dim=draw.choice((32, 64)), ffn=draw.choice((64, 128, 192)),
         tied=draw.random() < 0.3, std=draw.choice((0.02, 0.05, 0.1, 0.2)), seed=seed,
     )  # fmt: skip
 

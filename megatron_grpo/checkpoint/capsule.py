@@ -125,7 +125,8 @@ class Capsules:
         partial, first = path.with_name(f".{path.name}.partial"), collectives.rank() == 0
         with agreed(f"creating {partial}"):
             if first:
-                shutil.rmtree(partial, ignore_errors=True)
+                for left in self.folder.glob(".step_*.partial"):  # by a run that was killed while it wrote
+                    shutil.rmtree(left, ignore_errors=True)
                 for part in ("rows", "forward", "parted"):
                     (partial / part).mkdir(parents=True)
         try:
@@ -237,6 +238,12 @@ class Capsule:
                     if kind == what:
                         found[int(rollout), int(row)] = file[name]
         return found
+
+    def lacks(self) -> list[str]:
+        """What a replay would compare with, or go on from, and has not. Ranks that hung leave less behind."""
+        parts = {"its log-probs (forward/): they are not compared": any((self.path / "forward").glob("*.npz")),
+                 f"its generators ({generators.FILE}): dropout falls otherwise": (self.path / generators.FILE).exists()}  # fmt: skip
+        return [words for words, is_there in parts.items() if not is_there]
 
     def parted(self) -> dict[int, dict[str, np.ndarray]]:
         """By rank: its copies, as raw bytes, by "kind name"."""

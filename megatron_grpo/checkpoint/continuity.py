@@ -77,7 +77,7 @@ _TABLE = {
         record_rows
         audit audit_steps audit_action capsules capsule_weights_gb
         output_dir save_steps save_total_limit async_save resume report_to logging_steps max_shard_size
-        metric_for_best_model greater_is_better finetune no_load_optim no_load_rng
+        metric_for_best_model greater_is_better load_best_model_at_end finetune no_load_optim no_load_rng
         log_completions_steps log_completions_nodes overwrite_output_dir
         export_hf eval_steps load_from_cache_file run_name project push_to_hub hub_model_id hub_private_repo
         plan_rollouts num_prompts gpu_memory_gb lengths json png dialect

@@ -44,17 +44,25 @@ class Told:
     ranks: str
     copies: list[dict[str, Any]]
     prompts: Mapping[RowKey, int]
+    lacks: list[str]
 
     def as_json(self) -> dict[str, Any]:
         rows = [asdict(row) | {"key": list(row.key), "prompt_number": self.prompts[row.key]} for row in self.rows]
         return finite({"why": self.why, "verdict": self.verdict, "numbers": self.numbers, "was": self.was, "weights": self.weights,
-                        "rows": rows, "copies": self.copies, "ranks": self.ranks})  # fmt: skip
+                        "rows": rows, "copies": self.copies, "ranks": self.ranks, "lacks": self.lacks})  # fmt: skip
 
     def lines(self) -> list[str]:
         weights = self.weights
         held = f"{weights['same']} of {weights['tensors']} tensors are those of the run, bit for bit" if weights["recorded"] else (
             "not compared: none were recorded")  # fmt: skip
-        found = [f"kept because {self.why}", f"replayed on {self.ranks}", f"weights: {held}", "", f"{'':14}{'here':>14}{'in the run':>14}"]
+        found = [
+            f"kept because {self.why}",
+            f"replayed on {self.ranks}",
+            f"weights: {held}",
+            *(f"not in the capsule: {what}" for what in self.lacks),
+            "",
+            f"{'':14}{'here':>14}{'in the run':>14}",
+        ]
         for name in ("loss", "grad_norm"):
             found.append(f"{name:14}{self.numbers[name]:>14.6g}{self.was.get(name, math.nan):>14.6g}")
         total = math.fsum(row.norm for row in self.rows if math.isfinite(row.norm))
@@ -93,7 +101,7 @@ def told(
         else f"{layout.world_size} ranks (TP {layout.tp}, PP {layout.pp}, CP {layout.cp}, EP {layout.ep})"
     )
     return Told(why=capsule.facts["why"], verdict=verdict, numbers=numbers, was=was, weights=weights, rows=list(rows), ranks=ranks,
-                copies=copies, prompts=prompts)  # fmt: skip
+                copies=copies, prompts=prompts, lacks=capsule.lacks())  # fmt: skip
 
 
 def _weights(weights: Mapping[str, Any]) -> list[str]:

@@ -25,7 +25,7 @@ from megatron_grpo.policy.culprits import wrong_rows
 from megatron_grpo.policy.policy import Policy, Seen
 from megatron_grpo.settings import Parsed
 from megatron_grpo.settings.config import Config, ParallelConfig
-from megatron_grpo.settings.table import table
+from megatron_grpo.settings.table import BadValue, Setting, read_value, table
 from megatron_grpo.sources import find_model
 from megatron_grpo.types import GlobalBatch, MicroBatch, RowKey
 from megatron_grpo.weights.shape import ModelShape
@@ -58,7 +58,7 @@ def run_replay(words: Sequence[str], parsed: Parsed) -> int:
 def _settings(capsule: Capsule, typed: Config) -> tuple[Config, Path, Path | None]:
     """The run's settings under what was typed; the model; and the checkpoint that its weights are in, if they are not in the capsule."""
     facts, known = capsule.facts, table()
-    values = {name: value for name, value in facts["settings"].items() if name in known and name not in _OTHERS}
+    values = {name: _read(known[name], value) for name, value in facts["settings"].items() if name in known and name not in _OTHERS}
     mine = {name: getattr(section, name) for section in typed.groups().values() for name in vars(section) if name in typed.typed}
     weights, checkpoint = facts["weights"], None
     if facts["pictures"]:
@@ -83,6 +83,14 @@ def _settings(capsule: Capsule, typed: Config) -> tuple[Config, Path, Path | Non
         whole_checkpoint(Path(checkpoint))
     values |= {"offload_model": "false", "offload_optimizer": "false", "micro_batch_size": 1}
     return typed.with_values(values | {"model": str(model)} | mine), find_model(str(model)), Path(checkpoint) if checkpoint else None
+
+
+def _read(setting: Setting, value: Any) -> Any:
+    """A run's setting as it is read from a file: a capsule may come from a stranger, or from another version."""
+    try:
+        return value if value == setting.default else read_value(setting, value)
+    except BadValue as bad:
+        raise ConfigError([_problem("replay", f"of the capsule's settings, {setting.name} {bad}. Copy the capsule anew.")]) from None
 
 
 def replay(capsule: Capsule, cfg: Config, model: Path, checkpoint: Path | None = None) -> Told:

@@ -175,7 +175,7 @@ def everything(
     for name, tensor in tensors_of(policy).items():
         yield "weight", name, _over(policy, name), tensor
     yield from _tied(policy)
-    if policy.reference is not None and policy.reference.chunks:
+    if policy.reference is not None and policy.reference.chunks is not policy.wrapped:  # adapters' reference is the policy without them
         for name, tensor in policy.exchange.tensors(policy.reference.chunks).items():
             yield "reference", name, _over(policy, name), tensor
     yield from _random(policy)

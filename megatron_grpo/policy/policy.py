@@ -197,10 +197,11 @@ class Policy:
         return TrainedStep(metrics=metrics, logprobs={} if refusal else logprobs, skipped=skipped, refusal=refusal)
 
     def _entropy_moves(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Once the optimizer has acted: the coefficient of the next step, and what this one's was applied as."""
+        """Once the optimizer has acted: the coefficient of the next step, and what this one's was applied as. Collective."""
         if self.entropy is None or "entropy" not in metrics:
             return {}
-        applied, self.entropy = self.entropy.applied, self.entropy.after(metrics["entropy"])
+        found = collectives.largest(metrics["entropy"])  # the very same number on every rank, on either side of the target
+        applied, self.entropy = self.entropy.applied, self.entropy.after(found)
         return {"entropy_coef": self.entropy.coef, "entropy_coef/applied": applied}
 
     def _refusal(self, batch: GlobalBatch, norm: float, own: torch.Tensor, loss, slope_of, references: SequenceOf[np.ndarray]) -> Refusal:

@@ -12,6 +12,7 @@ from typing import Any
 
 from megatron_grpo import activity, launcher, train
 from megatron_grpo.build import build_run
+from megatron_grpo.checkpoint.opened import load_weights
 from megatron_grpo.cleanup import CleanUp
 from megatron_grpo.errors import EXIT_CRASH, EXIT_DONE, ConfigError, Interrupted, RunError
 from megatron_grpo.export import export_model, merged_folder
@@ -114,11 +115,13 @@ def train_and_export(
         watchdog.leaves_behind = run.witness.leave_behind
     try:
         train.train(run)
-        if parallel.is_main and run.checkpoints.best is not None:
-            run.journal.metrics.say(run.checkpoints.best.words() or "No checkpoint has a number to be best by.")
+        best = best_of(run)
         if cfg.run.export_hf:
             policy = run.policy
             with policy.resident("weights"), activity.phase("exporting"):
+                if best is not None and cfg.run.load_best_model_at_end:
+                    policy.tensors()  # nothing of the last step is on its way
+                    load_weights(policy.chunks, best)
                 export_model(policy.exchange, policy.tensors(), policy.adapters, exports(cfg)[0], cfg=cfg, source=inputs.model_path,
                              card=Card(cfg=cfg, source=inputs.model_path, run=Path(cfg.run.output_dir)))  # fmt: skip
     except Interrupted:
@@ -128,6 +131,15 @@ def train_and_export(
         clean_up.add(partial(run.journal.close, summary=False))  # a run that failed shows no before and after
         raise
     clean_up.add(run.journal.close)
+
+
+def best_of(run: train.Run) -> Path | None:
+    """The best checkpoint, which is said; None where nothing says which it is, or none has a number. Collective."""
+    best, found = run.checkpoints.best, None
+    if best is not None and collectives.rank() == 0:
+        run.journal.metrics.say(best.words() or "No checkpoint has a number to be best by.")
+        found = best.folder.directory(best.step) if best.step is not None else None
+    return collectives.from_first(found)
 
 
 def watched(cfg: Config, parallel: ParallelState, peers: Peers, clean_up: CleanUp) -> Watchdog | None:

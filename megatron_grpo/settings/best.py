@@ -34,7 +34,13 @@ def pairs(cfg: Config) -> Iterator[Pair]:
         if run.greater_is_better is not None:
             message = f"greater_is_better ({str(run.greater_is_better).lower()}) does nothing without metric_for_best_model. Leave it out."
             yield ("greater_is_better", "metric_for_best_model"), message, {}
+        if run.load_best_model_at_end:
+            message = "load_best_model_at_end true exports the best checkpoint, and nothing says which is best. Give metric_for_best_model."
+            yield ("load_best_model_at_end", "metric_for_best_model"), message, {"load_best_model_at_end": [False]}
         return
+    if run.load_best_model_at_end and not run.export_hf:
+        message = "load_best_model_at_end true is about what export_hf writes, which is false. Use export_hf true, or leave it out."
+        yield ("load_best_model_at_end", "export_hf"), message, {"export_hf": [True]}
     is_held_out = metric == ALONE or metric.startswith(f"{ALONE}/")
     known = [*_held_out(cfg), *_training(cfg)]
     is_own = metric.startswith(_OWN) and cfg.turns.plays

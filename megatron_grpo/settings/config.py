@@ -520,6 +520,7 @@ class RunConfig:
         None, "keep the checkpoint that is best by this: eval, eval/pass@8, reward ... (docs/checkpoints.md)"
     )
     greater_is_better: bool | None = setting(None, "more of metric_for_best_model is better (default: unless its name ends in loss)")
+    load_best_model_at_end: bool = setting(False, "hf/ is the best checkpoint's model, not the last step's")
     async_save: bool = setting(False, "write checkpoints while training goes on; costs the host a copy of what a rank writes")
     record_rows: bool = setting(False, "keep beside each checkpoint the rows that its first step trains, for whatif")
     audit: bool = setting(False, "compare what ranks hold twice, bit for bit, before the optimizer acts")

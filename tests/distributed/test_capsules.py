@@ -75,6 +75,14 @@ def changed(**values):
     return change
 
 
+def other_setting(name, value):
+    def change(path):
+        facts = json.loads((path / "capsule.json").read_text())
+        changed(settings=facts["settings"] | {name: value})(path)
+
+    return change
+
+
 def cut(name):
     def change(path):
         whole = (path / name).read_bytes()
@@ -87,6 +95,9 @@ def cut(name):
 SPOILED = {
     "not an object": (lambda path: (path / "capsule.json").write_text("[]"), [], "has format None; this version reads format 1"),
     "no settings": (changed(settings="gone"), [], "no whole capsule: capsule.json cannot be read (KeyError: 'settings')"),
+    "a loss that is none": (other_setting("loss_type", "grqo"), [], "of the capsule's settings, loss_type cannot be 'grqo'"),
+    "a number in words": (other_setting("beta", "much"), [], "of the capsule's settings, beta needs a number"),
+    "a list for a number": (other_setting("num_generations", [1, 2]), [], "of the capsule's settings, num_generations takes one value"),
     "no rows of the timetable": (changed(micro_steps=[]), [], "its step has no rows"),
     "other micro-steps": (changed(micro_steps=[{"rows": [0, 1]}]), [], "capsule.json cannot be read"),
     "a cut file of rows": (cut("rows/rank_00000.npz"), [], "rows/rank_00000.npz cannot be read"),
@@ -199,19 +210,21 @@ def test_what_living_ranks_leave_behind_replays_if_it_is_all_there(dense, batche
     [path] = tmp_path.glob("step_*")
     assert path.name == "step_000001_time_out"
     [(code, told)] = run_ranks(kept.replayed, 1, path, "--json", "true", timeout=120)
-    assert code == 0 and told["why"].startswith("a rank hangs") and len(told["rows"]) == cases.NUM_ROWS
+    assert code == 0 and told["why"].startswith("a rank hangs") and len(told["rows"]) == cases.NUM_ROWS and len(told["lacks"]) == 2
     assert told["verdict"] == ["The step comes again, and nothing in it is wrong: what the run saw lies outside of it."]
     (path / "rows/rank_00001.npz").unlink()
     [(code, told)] = run_ranks(kept.replayed, 1, path, timeout=120)
     assert code == 2 and "4 of its 8 rows are missing" in told
 
 
-def test_a_step_that_was_well_comes_again_on_one_rank_and_on_two(dense, batches, tmp_path):
+@pytest.mark.parametrize("more", [{}, dict(tuner_type="lora", lora_rank=4)], ids=["full", "lora"])
+def test_a_step_that_was_well_comes_again_on_one_rank_and_on_two(dense, batches, tmp_path, more):
     """A gap to the sampler, which is the test's: loss, norm and log-probs of the run come again in other layouts."""
-    settings = dict(logp_difference_warn=0.01, beta=0.05, **{TP: 2})
+    settings = dict(logp_difference_warn=0.01, beta=0.05, **{TP: 2}, **more)
     ranks, found, replays = run(dense, batches, tmp_path, settings)
     [path], [(_, told)] = found, replays
     assert path.name == "step_000001_logp_gap"  # the second step's is not twice as large
+    assert told["lacks"] == [] and told["weights"]["same"] == told["weights"]["tensors"] == told["weights"]["recorded"] > 0
     here = told["numbers"]
     [two, _] = run_ranks(kept.replayed, 2, path, "--json", "true", timeout=120)
     for numbers in (here, two[1]["numbers"]):

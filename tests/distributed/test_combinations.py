@@ -1,12 +1,16 @@
 """Every legal loss, importance level, KL and estimator gives float64's loss and gradients, in every layout.
 
-Here those in which each pair of choices meets; `tools/combinations.py` runs the whole product.
+Here those in which each pair of choices meets, all of them on one rank and a third of them in each other layout, in which each choice is
+met; `tools/combinations.py` runs the whole product everywhere.
 """
 
 from __future__ import annotations
 
 import itertools
+import random
+from collections.abc import Collection
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -23,8 +27,20 @@ def stored(tmp_path_factory):
     return made, runs, every.expect(made, runs, folder)
 
 
-def errors(stored, layout: str, tamper=None, **settings) -> every.Errors:
+# Where a group, a sequence, the vocabulary or the layers are cut; and the seed that draws a third of the combinations for it.
+THIRDS = {"TP2": 1, "PP2": 13, "DP2": 40, "CP2": 26}
+
+
+def third(layout: str) -> list[every.Combination]:
+    chosen = every.every_pair()
+    drawn = random.Random(THIRDS[layout]).sample(chosen, len(chosen) // 3)
+    # Not each cut lets two ranks have parts of one group, and `real` alone compares those.
+    return drawn + [combination for combination in chosen if combination[0] == "real" and combination not in drawn]
+
+
+def errors(stored, layout: str, chosen: Collection[Any], tamper=None, **settings) -> every.Errors:
     made, runs, right = stored
+    runs = {combination: (cfg if combination in chosen else None, cut) for combination, (cfg, cut) in runs.items()}
     case = cases.LAYOUTS[layout]
     words = case.settings | settings
     everyone = run_ranks(lambda *rank: every.measure(*rank, made, words, runs, right, tamper), case.world_size, timeout=180)
@@ -32,10 +48,16 @@ def errors(stored, layout: str, tamper=None, **settings) -> every.Errors:
     return everyone[-1]
 
 
-@pytest.mark.parametrize("layout", ["1", "TP2", "PP2", "DP2", "CP2"])
-def test_every_pair_of_choices_equals_float64_however_the_batch_is_cut(stored, layout):
-    found = errors(stored, layout)
+def test_every_pair_of_choices_equals_float64_however_the_batch_is_cut(stored):
+    found = errors(stored, "1", every.every_pair())
     assert len(found.loss) > 40 and not found.beyond()
+    assert found.kl_in_reward < 1e-5
+
+
+@pytest.mark.parametrize("layout", THIRDS)
+def test_every_choice_equals_float64_in_every_layout(stored, layout):
+    found = errors(stored, layout, third(layout))
+    assert len(found.loss) > 20 and not found.beyond()
     assert found.kl_in_reward < 1e-5
 
 
@@ -48,6 +70,10 @@ def test_any_two_choices_of_different_kinds_meet_and_the_cuts_take_turns():
     assert [c for c, cfg in zip(chosen, drawn, strict=True) if cfg is None] == [c for c in chosen if c[2:] == ("in reward", "gdpo")]
     for name, values in every.OTHERS.items():
         assert {getattr(cfg, name) for cfg in drawn if cfg} == set(values), name
+    for layout in THIRDS:
+        legal = [combination for combination in third(layout) if every.config_of(combination) is not None]
+        for place, kind in enumerate((every.LOSS_TYPES, every.LEVELS, every.KL_MODES, every.ESTIMATORS)):
+            assert {combination[place] for combination in legal} == set(kind), (layout, every.NAMES[place])
 
 
 def take_each_ranks_own_entropy_threshold(policy):
@@ -72,7 +98,7 @@ def ask_the_policy_for_the_references_log_probs(policy):
     "mistake", [take_each_ranks_own_entropy_threshold, compare_completions_on_one_rank_alone, ask_the_policy_for_the_references_log_probs]
 )
 def test_a_mistake_is_seen(stored, mistake):
-    assert errors(stored, "DP2", mistake).beyond(loss=1e-4, gradient=1e-3)
+    assert errors(stored, "DP2", third("DP2"), mistake).beyond(loss=1e-4, gradient=1e-3)
 
 
 # ---- a teacher's word on each token ----------------------------------------------------------------------------------------------------
@@ -91,7 +117,7 @@ def with_a_teacher(tmp_path_factory):
 
 @pytest.mark.parametrize("layout", ["1", "TP2", "CP2", "PP2"])
 def test_a_teachers_word_reaches_its_token_where_a_prompt_is_computed_once(with_a_teacher, layout):
-    found = errors(with_a_teacher, layout, share_prompts="true")
+    found = errors(with_a_teacher, layout, TAUGHT, share_prompts="true")
     assert found.loss.keys() == set(TAUGHT) and not found.beyond()
 
 
@@ -116,5 +142,5 @@ MISTAKES = {
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_about_the_teacher_is_seen(with_a_teacher, mistake):
-    found = errors(with_a_teacher, "1", change_what_the_teacher_says(MISTAKES[mistake]))
+    found = errors(with_a_teacher, "1", TAUGHT, change_what_the_teacher_says(MISTAKES[mistake]))
     assert {key[0] for key in found.beyond(gradient=1e-3)} == set(TAUGHT)

@@ -41,7 +41,8 @@ STAYS = ("DP2",)
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models")
-    return {family: write_tiny(folder / family, family, layers=4, vocab=125, std=0.1) for family in ("qwen3", "qwen3_moe")}
+    sizes = {"qwen3": ("qwen3", 2), "qwen3_moe": ("qwen3_moe", 2), "four layers": ("qwen3", 4)}
+    return {name: write_tiny(folder / name, family, layers=layers, vocab=125, std=0.1) for name, (family, layers) in sizes.items()}
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +87,7 @@ def is_no_number(gradient):
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_what_one_rank_spoils_is_skipped_on_all_ranks_and_leaves_no_trace(models, batches, name):
     """The next step is that of a policy that never saw the spoilt one, and the count of Adam's steps too."""
-    family = "qwen3_moe" if "EP" in name else "qwen3"
+    family = "qwen3_moe" if "EP" in name else "four layers" if "VPP" in name else "qwen3"
     layout, path, (first, second) = cases.LAYOUTS[name], models[family], batches[family]
 
     def body(rank, world):
@@ -180,10 +181,10 @@ def test_rows_are_named_by_the_number_that_is_wrong_with_them_and_spikes_by_thei
 
 
 def test_weights_that_are_no_numbers_are_named_by_rank(models, batches):
-    layout, (first, _) = cases.LAYOUTS["PP2"], batches["qwen3"]
+    layout, (first, _) = cases.LAYOUTS["PP2"], batches["four layers"]
 
     def body(rank, world):
-        policy = cases.build(models["qwen3"], cases.settings(**layout.settings), world)
+        policy = cases.build(models["four layers"], cases.settings(**layout.settings), world)
         if rank == BAD_RANK:
             with torch.no_grad():
                 policy.chunks[0].decoder.layers[1].mlp.linear_fc2.weight[0, 0] = math.nan

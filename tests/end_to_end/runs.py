@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +30,18 @@ def write_inputs(folder: Path, *, rows: int = 40, **model: Any) -> list[str]:
     ]  # fmt: skip
 
 
-def train(rank: int, world_size: int, flags: list[str]) -> int:
-    """What a rank of the launcher does: the command itself. For `run_ranks`."""
+def train(rank: int, world_size: int, flags: list[str], draws: bool = False) -> int:
+    """What a rank of the launcher does: the command itself. For `run_ranks`. draws: also plots, a third of the seconds of a short run."""
     from megatron_grpo.cli import main
 
+    if not draws:
+        without_plots()
     return main(["train", *flags])
+
+
+def without_plots() -> None:
+    """As where matplotlib is not installed."""
+    sys.modules["matplotlib"] = None  # type: ignore[assignment]
 
 
 def records(path: Path) -> list[dict[str, Any]]:

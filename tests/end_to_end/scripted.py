@@ -41,10 +41,14 @@ def answers_of(cfg: Any, model_path: str | Path) -> Callable[[Prompt, int, int],
     return answers(model_path, cfg.rollout.temperature, by_version=cfg.rollout.async_rollout_depth > 0)
 
 
-def train(rank: int, world_size: int, flags: list[str]) -> int:
-    """`megatron-grpo train` with a scripted engine. For `run_ranks`."""
+def train(rank: int, world_size: int, flags: list[str], *, draws: bool = False) -> int:
+    """`megatron-grpo train` with a scripted engine. For `run_ranks`. draws: also plots."""
     from megatron_grpo.cli import main
     from megatron_grpo.rollout.scripted import ScriptedEngine
+    from tests.end_to_end.runs import without_plots
+
+    if not draws:
+        without_plots()
 
     def engine(cfg, inputs, parallel):
         return ScriptedEngine(answers_of(cfg, inputs.model_path))

@@ -37,4 +37,5 @@ def engine(cfg, inputs, parallel):
 
 
 if __name__ == "__main__":
+    sys.modules["matplotlib"] = None  # type: ignore[assignment]  # plots cost as much as the steps, and are looked at elsewhere
     sys.exit(cli.main(engine=engine))

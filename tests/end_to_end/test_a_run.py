@@ -36,7 +36,7 @@ PUSHED: dict[str, dict] = {}
 def train_and_push(rank: int, world_size: int, flags: list[str], address: str) -> int:
     with pytest.MonkeyPatch.context() as patch:
         use(patch, address)
-        return train(rank, world_size, flags)
+        return train(rank, world_size, flags, draws=True)
 
 
 def test_the_reward_rises(run):

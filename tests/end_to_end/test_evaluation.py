@@ -38,7 +38,7 @@ def run(tmp_path_factory):
     (folder / "own.py").write_text(OWN)
     own = [*common, "--rollout_func", f"{folder}/own.py:rollout"]
     for name, flags in (("with", [*common, *sets]), ("without", common), ("own", own)):
-        assert run_ranks(train, 1, [*flags, "--output_dir", str(folder / name)], timeout=300) == [0]
+        assert run_ranks(train, 1, [*flags, "--output_dir", str(folder / name)], True, timeout=300) == [0]
     return folder
 
 

@@ -9,12 +9,17 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from tests.end_to_end.runs import records, write_inputs
 
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPTED = [str(ROOT / "tests/end_to_end/slow_run.py")]  # half of what a rank with vLLM costs, which is mostly imports
+UNCHECKED = ["--verify_weight_push", "false"]  # a table's log-probs are not the policy's
 LONG = 180.0  # seconds; two ranks import everything afresh, on a machine that may be busy
 
 
@@ -37,61 +42,64 @@ def wait_for(condition, what: str, seconds: float = LONG):
         time.sleep(0.1)
 
 
-@pytest.fixture
-def launched(tmp_path):
-    """A run of two ranks that has trained a step: (launcher, output_dir)."""
-    out = tmp_path / "out"
-    flags = [*write_inputs(tmp_path), *("--output_dir", str(out)), *("--max_steps", "100000"), *("--log_completions_steps", "0")]
+@contextmanager
+def running(folder: Path, program: Sequence[str], *more: str) -> Iterator[tuple[subprocess.Popen, Path]]:
+    """A run of two ranks that has trained a step: (launcher, output_dir). Where `folder` holds a file `sampling`, SCRIPTED may wait."""
+    out = folder / "out"
+    flags = [*write_inputs(folder), *("--output_dir", str(out)), *("--max_steps", "100000"), *("--log_completions_steps", "0"), *more]
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    command = [*launch, "-m", "megatron_grpo", "train", *flags]
-    log = (tmp_path / "log").open("wb")
-    launcher = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+    log = (folder / "log").open("wb")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PACE": str(folder)}
+    launcher = subprocess.Popen([*launch, *program, "train", *flags], stdout=log, stderr=log, env=environment, start_new_session=True)
     try:
         wait_for(lambda: (out / "metrics.jsonl").exists() or launcher.poll() is not None, "the first optimizer step")
-        assert launcher.poll() is None, (tmp_path / "log").read_text()[-4000:]
+        assert launcher.poll() is None, (folder / "log").read_text()[-4000:]
         yield launcher, out
     finally:
-        for pid in processes_of(tmp_path):
+        for pid in processes_of(folder):
             os.kill(pid, signal.SIGKILL)
         launcher.kill()
         launcher.wait()
 
 
-def test_killing_the_launcher_leaves_no_process(launched, tmp_path):
-    launcher, _ = launched
-    assert len(processes_of(tmp_path)) >= 3
-    launcher.kill()
-    launcher.wait()
-    wait_for(lambda: not processes_of(tmp_path), "the end of every rank", 10)
+def test_killing_the_launcher_leaves_no_process(tmp_path):
+    with running(tmp_path, ["-m", "megatron_grpo"]) as (launcher, _):
+        assert len(processes_of(tmp_path)) >= 3
+        launcher.kill()
+        launcher.wait()
+        wait_for(lambda: not processes_of(tmp_path), "the end of every rank", 10)
 
 
-def test_a_second_run_in_the_same_folder_is_refused_and_the_first_saves_and_leaves_when_terminated(launched, tmp_path):
-    launcher, out = launched
-    before = {name: (out / name).read_bytes() for name in ("config.yaml", "plan.json", "run.lock")}
-    flags = [*write_inputs(tmp_path / "second"), "--output_dir", str(out), "--overwrite_output_dir", "true"]
-    second = subprocess.run([sys.executable, "-m", "megatron_grpo", "train", *flags], capture_output=True, text=True)
-    assert second.returncode == 2, second.stderr[-4000:]
-    main_rank = json.loads(before["run.lock"])["pid"]
-    assert main_rank in processes_of(tmp_path)
-    assert f"is in use by another run: pid {main_rank} on " in second.stderr
-    assert {name: (out / name).read_bytes() for name in before} == before
-    assert records(out / "metrics.jsonl")[0]["step"] == 1
-    assert launcher.poll() is None
+def test_a_second_run_in_the_same_folder_is_refused_and_the_first_saves_and_leaves_when_terminated(tmp_path):
+    (tmp_path / "sampling").write_text("1")  # it waits for its second rollout, while the second run comes and goes
+    with running(tmp_path, SCRIPTED, *UNCHECKED) as (launcher, out):
+        before = {name: (out / name).read_bytes() for name in ("config.yaml", "plan.json", "run.lock")}
+        flags = [*write_inputs(tmp_path / "second"), "--output_dir", str(out), "--overwrite_output_dir", "true"]
+        second = subprocess.run([sys.executable, "-m", "megatron_grpo", "train", *flags], capture_output=True, text=True)
+        assert second.returncode == 2, second.stderr[-4000:]
+        main_rank = json.loads(before["run.lock"])["pid"]
+        assert main_rank in processes_of(tmp_path)
+        assert f"is in use by another run: pid {main_rank} on " in second.stderr
+        assert {name: (out / name).read_bytes() for name in before} == before
+        assert records(out / "metrics.jsonl")[0]["step"] == 1
+        assert launcher.poll() is None
 
-    launcher.terminate()
-    launcher.wait(60)
-    wait_for(lambda: not processes_of(tmp_path), "the end of every rank", 10)
-    saved = sorted((out / "checkpoints").glob("iter_*"))
-    assert len(saved) == 1
-    assert int(saved[0].name.removeprefix("iter_")) == records(out / "metrics.jsonl")[-1]["step"]
+        (tmp_path / "sampling").unlink()
+        wait_for(lambda: len(records(out / "metrics.jsonl")) > 1, "the second optimizer step")
+        launcher.terminate()
+        launcher.wait(60)
+        wait_for(lambda: not processes_of(tmp_path), "the end of every rank", 10)
+        saved = sorted((out / "checkpoints").glob("iter_*"))
+        assert len(saved) == 1
+        assert int(saved[0].name.removeprefix("iter_")) == records(out / "metrics.jsonl")[-1]["step"]
 
 
-def test_a_rank_that_dies_takes_the_others_with_it_and_is_named(launched, tmp_path):
-    launcher, _ = launched
-    ranks = [pid for pid in processes_of(tmp_path) if pid != launcher.pid]
-    os.kill(ranks[-1], signal.SIGKILL)
-    assert launcher.wait(60) != 0
-    wait_for(lambda: not processes_of(tmp_path), "the end of every rank", 10)
+def test_a_rank_that_dies_takes_the_others_with_it_and_is_named(tmp_path):
+    with running(tmp_path, SCRIPTED, *UNCHECKED) as (launcher, _):
+        ranks = [pid for pid in processes_of(tmp_path) if pid != launcher.pid]
+        os.kill(ranks[-1], signal.SIGKILL)
+        assert launcher.wait(60) != 0
+        wait_for(lambda: not processes_of(tmp_path), "the end of every rank", 10)
     ours = (tmp_path / "log").read_text().partition("Traceback (most recent call last)")[0]  # then follows torchrun's own report
     assert re.search(rf"^megatron-grpo: rank [01] died .*without a word \(process {ranks[-1]} on ", ours, re.MULTILINE)
     assert ours.count("without a word") == 1
@@ -111,7 +119,7 @@ sys.exit(main(["train", *sys.argv[1:]]))
 def test_a_configuration_error_is_said_once_and_is_the_root_cause_whichever_rank_is_late(tmp_path, late):
     (tmp_path / "late.py").write_text(LATE)
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(tmp_path / "late.py")]
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2]), "LATE": late}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "LATE": late}
     ended = subprocess.run([*launch, "--micro_batch_size", "two"], capture_output=True, text=True, env=environment)
     ours, _, report = ended.stderr.partition("Traceback (most recent call last)")
     assert ended.returncode != 0

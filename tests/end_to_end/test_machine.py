@@ -30,7 +30,7 @@ def train_and_write_down(rank: int, world_size: int, flags: list[str], log: str)
     handle = os.open(log, os.O_WRONLY | os.O_CREAT)
     os.dup2(handle, 1)
     os.dup2(handle, 2)
-    return scripted.train(rank, world_size, flags)
+    return scripted.train(rank, world_size, flags, draws=True)
 
 
 def run(folder: Path, out: Path, *more: str) -> tuple[int, str]:

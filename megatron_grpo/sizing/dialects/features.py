@@ -31,7 +31,6 @@ PLUGINS = "plugin files are not loaded; name a reward function as path/to/file.p
 SAMPLING = "sampling is by temperature, top_p and top_k alone, because training log-probs must be those of the sampler"
 STREAMING = "rows are counted and checked before a run begins, so they are not streamed: dataset takes files, directories and Hub names"
 EPOCH = "saving and evaluating is counted in optimizer steps: give save_steps and eval_steps"
-BEST_AT_END = "hf/ holds the last weights; metric_for_best_model keeps the best checkpoint, which `megatron-grpo export` writes"
 SHARDED_ELSEWHERE = (
     "DeepSpeed and FSDP are not used: Megatron shards (tensor_model_parallel_size, pipeline_model_parallel_size, use_distributed_optimizer)"
 )

@@ -138,7 +138,6 @@ NAMES: Mapping[str, Foreign] = {
     "neftune_noise_alpha": lacks("no noise is added to embeddings"),
     "lr_scheduler_kwargs": lacks("lr_decay_style with min_lr, lr_warmup_iters and lr_warmup_fraction says all of the schedule"),
     "metric_for_best_model": BEST,
-    "load_best_model_at_end": lacks(features.BEST_AT_END),
     "resume_from_checkpoint": same("resume", {"true": "auto", "false": "never"}),
     "hub_token": TOKEN,
     "config_file": lacks("accelerate's own file is not read: give its num_processes"),

@@ -134,7 +134,7 @@ def test_the_table_of_defaults_is_true(dialect):
         ("trl", "--save_strategy epoch", "counted in optimizer steps"),
         ("trl", "--metric_for_best_model loss", "(loss) is nothing that an evaluation tells here"),
         ("trl", "--metric_for_best_model eval_reward --reward_funcs accuracy_reward a.b", "(eval_reward) is the sum of 2 rewards"),
-        ("trl", "--load_best_model_at_end true", "hf/ holds the last weights"),
+        ("trl", "--load_best_model_at_end true", "nothing says which is best"),
         ("skyrl", "trainer.policy.model.lora.rank=8 trainer.policy.model.lora.init_method=zero", "(zero): A begins uniform"),
         ("skyrl", "trainer.algorithm.advantage_estimator=gae", "advantage_estimator (gae)"),
         ("skyrl", "trainer.algorithm.policy_loss_type=clip_cov", "policy_loss_type (clip_cov)"),
