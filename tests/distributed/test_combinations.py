@@ -10,6 +10,7 @@ import itertools
 import random
 from collections.abc import Collection
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -37,7 +38,7 @@ def third(layout: str) -> list[every.Combination]:
     return drawn + [combination for combination in chosen if combination[0] == "real" and combination not in drawn]
 
 
-def errors(stored, layout: str, chosen: Collection[every.Combination], tamper=None, **settings) -> every.Errors:
+def errors(stored, layout: str, chosen: Collection[Any], tamper=None, **settings) -> every.Errors:
     made, runs, right = stored
     runs = {combination: (cfg if combination in chosen else None, cut) for combination, (cfg, cut) in runs.items()}
     case = cases.LAYOUTS[layout]
