@@ -39,12 +39,13 @@ def pairs(cfg: Config) -> Iterator[Pair]:
             f"softmax runs over them. Use {MOST}, or 0, which draws from all words.",
             {"top_k": [MOST, 0]},
         )
-    for flag, value in (("top_k", rollout.top_k), ("min_p", rollout.min_p)):
-        if value == 1:
+    others = {"top_k": f"{USUAL}, or 0, which draws from all words", "min_p": "less"}
+    for flag, other in others.items():
+        if getattr(rollout, flag) == 1:
             yield (
                 (flag,),
-                f"{flag} ({value:g}) leaves the likeliest word alone, whose log-prob is then 0 whatever the weights are: nothing would train. "
-                f"Use {f'{USUAL}, or 0, which draws from all words' if flag == 'top_k' else 'less'}.",
+                f"{flag} (1) leaves the likeliest word alone, whose log-prob is then 0 whatever the weights are: nothing would train. Use "
+                f"{other}.",
                 {"top_k": [USUAL, 0]} if flag == "top_k" else {"min_p": [0.0]},
             )
     if rollout.top_k == 0:
