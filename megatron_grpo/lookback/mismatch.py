@@ -178,7 +178,8 @@ def _rows_to_compare(asked: Asked, cfg: Config, shape: ModelShape, tokenizer: An
     subject, notes = asked.subject, list[str]()
     if kept.is_cut(cfg.rollout):
         notes.append(
-            f"The run samples with {kept.in_words(cfg.rollout)}; here all words stay, for recorded rows lack those that were left."
+            f"The run samples with {kept.in_words(cfg.rollout)}; here all words stay, for tables of completions do "
+            "not tell those that were left."
         )
     if subject.cfg.rollout.same_bits:
         notes.append("The run computes with the sampler's arithmetic (same_bits); what is compared here is the trainer's own.")

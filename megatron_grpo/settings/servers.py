@@ -115,8 +115,8 @@ def read_token(cfg: RolloutConfig, environment: Mapping[str, str] = os.environ) 
         path = str(default_token_file(environment))
         if not Path(path).exists():
             raise ConfigError([Problem(flags=flags, message=(
-                f"the rollout servers answer to nobody without their token: set the variable {TOKEN_VARIABLE}, or name the file in which "
-                "they keep it with vllm_server_token_file."))])  # fmt: skip
+                f"servers that sample or teach answer to nobody without their token: set the variable {TOKEN_VARIABLE}, or name "
+                "the file in which they keep it with vllm_server_token_file."))])  # fmt: skip
     try:
         mode, token = Path(path).stat().st_mode, Path(path).read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
