@@ -122,7 +122,6 @@ SAID_WITH: Mapping[str, str] = {
         ("use_opd", "opd_teacher_load", "distill", "use_teacher"),
         "teacher_model_server names a server that holds a teacher (megatron-grpo serve --frozen true).",
     ),
-    "trust_remote_code": "code of a checkpoint is not run, in the trainer or in vLLM: leave it out.",
     "num_rollout": "max_steps is the length of the run in optimizer steps; a rollout has steps_per_generation of them.",
     "colocate": "vllm_mode colocate samples inside the training ranks, which is the default.",
     "n": "num_generations is the number of completions of a prompt.",
