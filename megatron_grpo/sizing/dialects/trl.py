@@ -151,7 +151,7 @@ NAMES: Mapping[str, Foreign] = {
     **not_there(features.STREAMING, "datasets", "dataset_streaming", "streaming"),
     **not_there(features.EPOCH, "auto_find_batch_size"),
     **not_there("optimizers are built in", "optim_args", "optim_target_modules"),
-    "model_init_kwargs": lacks("the model is read as its config.json says; of these words dtype is translated"),
+    "model_init_kwargs": lacks("the model is read as its config.json says; of these words dtype and trust_remote_code are translated"),
     "bf16_full_eval": lacks("evaluation samples with the weights as they are pushed"),
     "fp16_full_eval": lacks(features.QUANTIZED),
     "eval_on_start": only("true", "held-out prompts are answered before and after a run where there is an eval_dataset"),

@@ -217,3 +217,24 @@ def test_ranks_load_it_together_and_vllm_samples_with_it(model):
         return ids, engine._llm.get_tokenizer()("8")["input_ids"]
 
     assert run_ranks(body, 2) == [([7, 8], [7, 8])] * 2
+
+
+def test_the_card_of_an_export_loads_it_as_it_must_be_loaded(model, plain):
+    from megatron_grpo.metrics.card import Card, text_of
+    from megatron_grpo.settings.config import Config
+
+    for source, trusts in ((model, True), (plain, False)):
+        text = text_of(Card(kind="model", cfg=Config(), source=source), [], name="out", has_curves=False)
+        assert ('AutoTokenizer.from_pretrained("out", trust_remote_code=True)' in text) == trusts
+
+
+def test_other_code_is_another_content(model):
+    from megatron_grpo.checkpoint.content import content_of
+    from megatron_grpo.settings.config import Config, ModelConfig
+
+    name, cfg = "the model's own code", Config(model=ModelConfig(trust_remote_code=True))
+    before = content_of(cfg, model_path=model)
+    (model / "helper_of_mine.py").write_text("def mark(who): pass\n")
+    after = content_of(cfg, model_path=model)
+    assert {what for what in before if before[what] != after[what]} == {name}
+    assert name not in content_of(Config(), model_path=model)
