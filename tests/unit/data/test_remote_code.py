@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
+import os
 import shutil
+import subprocess
 import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
@@ -238,3 +244,47 @@ def test_other_code_is_another_content(model):
     after = content_of(cfg, model_path=model)
     assert {what for what in before if before[what] != after[what]} == {name}
     assert name not in content_of(Config(), model_path=model)
+
+
+class Hub(BaseHTTPRequestHandler):
+    """As much of the Hugging Face Hub as a download needs; the client is the real one."""
+
+    files: ClassVar[dict[str, bytes]] = {}
+    sha = "a" * 40
+
+    def do_GET(self):
+        path = self.path.partition("?")[0]
+        if path.startswith("/api/"):
+            tree = [{"type": "file", "path": name, "size": len(body), "oid": "b" * 40} for name, body in self.files.items()]
+            body = json.dumps(tree if "/tree/" in path else {"id": "me/own", "sha": self.sha, "siblings": []}).encode()
+        else:
+            body = self.files[path.rpartition("/")[2]]
+        self.send_response(200)
+        for name, value in {"Content-Length": len(body), "ETag": f'"{hashlib.sha1(body).hexdigest()}"', "X-Repo-Commit": self.sha}.items():
+            self.send_header(name, str(value))
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body)
+
+    do_HEAD = do_GET
+
+    def log_message(self, *args):
+        pass
+
+
+def test_code_is_fetched_from_the_hub_only_where_it_may_run(model, tmp_path):
+    Hub.files = {path.name: path.read_bytes() for path in model.iterdir() if path.suffix in (".py", ".json")}
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    program = """
+from megatron_grpo.sources import find_model
+for with_code in (False, True):
+    print(*sorted(path.name for path in find_model('me/own', with_code=with_code).glob('*.py')))
+"""
+    env = os.environ | {"HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}", "HF_HOME": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "0"}
+    try:
+        done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=60)
+    finally:
+        server.shutdown()
+        server.server_close()
+    assert done.stdout.splitlines() == ["", " ".join(sorted(name for name in Hub.files if name.endswith(".py")))], done.stderr
