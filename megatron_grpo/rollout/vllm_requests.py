@@ -76,7 +76,10 @@ def sampling_params(sampling: SamplingSettings, seed: int | None, *, vocab_size:
 def sampled_logprobs(output: Any) -> list[float]:
     """One for each token of a completion that has ended by itself. Raises RuntimeError for one that was aborted."""
     if output.finish_reason not in ("stop", "length"):
-        raise RuntimeError(f"vLLM ended a completion with finish_reason {output.finish_reason!r}")
+        why = ": its log says why. Under a grammar it is that none of the vocabulary's words may come next" * (
+            output.finish_reason == "error"
+        )
+        raise RuntimeError(f"vLLM ended a completion with finish_reason {output.finish_reason!r}{why}")
     logprobs = [float(of_words[0]) for _, of_words in output.logprobs]  # the sampled token comes first at each position
     if len(logprobs) != len(output.token_ids):
         raise RuntimeError(f"vLLM returned {len(logprobs)} log-probs for {len(output.token_ids)} tokens")
