@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, Literal
 
 from megatron_grpo.errors import Problem
 from megatron_grpo.settings.config import Config
@@ -57,12 +58,15 @@ def _readings(bound: Mapping[str, Any]) -> Iterator[Callable[[], Any]]:
         elif tag is not None:
             yield lambda: of.from_structural_tag(tag)
     if find_spec("llguidance") is not None:
-        for kind, given in (("regex", regex), ("json_schema", text), ("grammar", grammar)):
-            if given is not None:
-                yield lambda kind=kind, given=given: _guidance(kind, given)
+        if regex is not None:
+            yield partial(_guidance, "regex", regex)
+        elif text is not None:
+            yield partial(_guidance, "json_schema", text)
+        elif grammar is not None:
+            yield partial(_guidance, "grammar", grammar)
 
 
-def _guidance(kind: str, text: str) -> None:
+def _guidance(kind: Literal["regex", "json_schema", "grammar"], text: str) -> None:
     """Raises ValueError."""
     import llguidance
 

@@ -16,7 +16,8 @@ FIELD, REGEX = "structured_outputs", "vllm_structured_outputs_regex"  # of vLLM'
 KINDS: Mapping[str, tuple[type, ...]] = {
     "regex": (str,), "json": (str, dict), "choice": (list,), "grammar": (str,), "json_object": (bool,), "structural_tag": (str,),
 }  # fmt: skip
-OPTIONS = ("disable_any_whitespace", "disable_additional_properties", "whitespace_pattern")
+# vLLM takes these in a request too, and looks at those of the engine alone. At whitespace_pattern it looks nowhere.
+OF_THE_ENGINE = ("disable_any_whitespace", "disable_additional_properties")
 _FORMS = {str: "a string", dict: "an object", list: "a list of strings", bool: "true"}
 
 
@@ -49,7 +50,9 @@ def fault(bound: Any) -> str | None:
     """What is wrong with its form, as the end of a sentence."""
     if not isinstance(bound, Mapping):
         return 'is an object such as {"regex": "[0-9]+"}' + f", not {bound!r}"
-    if unknown := [name for name in bound if name not in (*KINDS, *OPTIONS)]:
+    if engine := [name for name in bound if name in OF_THE_ENGINE]:
+        return f"has {engine[0]}, which vLLM does not read there. Its engine has it: vllm_engine_kwargs structured_outputs_config"
+    if unknown := [name for name in bound if name not in KINDS]:
         return f"has no {unknown[0]}. It has one of {', '.join(KINDS)}"
     given = [name for name in KINDS if bound.get(name) is not None]
     if len(given) != 1:

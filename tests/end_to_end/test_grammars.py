@@ -48,13 +48,15 @@ def test_turns_of_episodes_are_bounded_one_by_one(tmp_path):
     rows = [{"prompt": [{"role": "user", "content": f"q {i}"}]} for i in range(2)]
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "mine.py").write_text(ENVIRONMENT + SEES)
-    bound = {"structured_outputs": {"json": SCHEMA, "disable_any_whitespace": True}}
+    bound = {"structured_outputs": {"json": SCHEMA}}
     flags = [
         *("--model", str(tmp_path / "model")), *("--dataset", str(tmp_path / "data.jsonl")), *("--reward_funcs", "environment"),
         *("--environment", f"{tmp_path}/mine.py:Sees"), *("--max_turns", "2"), *("--max_completion_length", "150"), *("--lr", "1e-2"),
         *("--torch_dtype", "float32"), *("--num_generations", "4"), *("--global_batch_size", "8"), *("--micro_batch_size", "2"),
         *("--vllm_kv_cache_memory_mb", "32"), *("--max_steps", "1"), *("--export_hf", "false"),
-        *("--top_k", "40"), *("--generation_kwargs", json.dumps(bound)), *("--output_dir", str(tmp_path / "out")),
+        *("--top_k", "40"), *("--generation_kwargs", json.dumps(bound)),
+        *("--vllm_engine_kwargs", '{"structured_outputs_config": {"backend": "xgrammar", "disable_any_whitespace": true}}'),
+        *("--output_dir", str(tmp_path / "out")),
     ]  # fmt: skip
     assert run_ranks(train, 1, flags, timeout=180) == [0]
     [step] = records(tmp_path / "out" / "metrics.jsonl")

@@ -45,8 +45,9 @@ def said(**values) -> list[str]:
         ("generation_kwargs", {"min_p": 0.1}, "is the setting min_p here"),
         ("generation_kwargs", {"structured_outputs": {"regex": "a"}}, None),
         ("generation_kwargs", {"structured_outputs": "a"}, "is an object such as"),
-        ("generation_kwargs", {"structured_outputs": {"regexp": "a"}}, "structured_outputs has no regexp. It has one of regex, json"),
+        ("generation_kwargs", {"structured_outputs": {"regexp": "a"}}, "structured_outputs has no regexp. It has one"),
         ("generation_kwargs", {"structured_outputs": {"regex": "a", "choice": ["b"]}}, "and here are regex and choice"),
+        ("generation_kwargs", {"structured_outputs": {"regex": "a", "disable_any_whitespace": True}}, "vllm_engine_kwargs structured"),
         ("generation_kwargs", {"structured_outputs": {"choice": ["b", ""]}}, "Give a list of strings, not empty"),
         ("vllm_structured_outputs_regex", "", "has '' as regex. Give a string, not empty"),
         ("eval_generation_kwargs", {"structured_outputs": {}}, "and here are none of them"),
@@ -77,7 +78,9 @@ def test_every_name_that_vllm_is_refused_exists_in_it():
     assert not {*passed_on._ENGINE_SETTINGS, *passed_on._ENGINE_REASONS} - engine.keys()
     assert not {*passed_on.RESHAPES, *passed_on._SAMPLING_SETTINGS, *passed_on._ENDS_AND_TEXT} - sampling.keys()
     bounds = passed_on.fields_of("vllm", "sampling_params.py", "StructuredOutputsParams").keys()
-    assert grammar.FIELD in sampling and {*grammar.KINDS, *grammar.OPTIONS} == {name for name in bounds if not name.startswith("_")}
+    assert grammar.FIELD in sampling and {*grammar.KINDS, *grammar.OF_THE_ENGINE, "whitespace_pattern"} == {
+        name for name in bounds if not name.startswith("_")
+    }
 
 
 def test_values_are_json_where_they_are_json():
