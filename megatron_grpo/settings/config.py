@@ -608,7 +608,7 @@ class EvalConfig:
         None, "longest completion of a held-out prompt (default: max_completion_length)", unit="tokens", at_least=1
     )
     eval_generation_kwargs: dict[str, Any] = setting(
-        {}, "more of vLLM's SamplingParams for them, penalties and structured_outputs too (default: generation_kwargs)"
+        {}, "more of vLLM's SamplingParams for them, penalties and structured_outputs too (default: those of training)"
     )
     eval_reward: str | None = setting(None, "the reward function that is the score (default: the first)")
     eval_pass_threshold: float = setting(1.0, "a completion is right, for pass@k, from this score on")

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from megatron_grpo.grpo import refused
 from megatron_grpo.rollout.grammar import unreadable, why_unreadable
 from megatron_grpo.settings.config import Config
+from megatron_grpo.settings.grammar import of_training
+from megatron_grpo.settings.parse import parse
+from megatron_grpo.sizing.dialects import DIALECTS
 
 
 @pytest.mark.parametrize(
@@ -41,3 +45,16 @@ def test_training_and_evaluation_are_asked_by_the_names_that_were_typed():
         "eval_generation_kwargs: structured_outputs json ({'type': 'objec'}) cannot be drawn by: Unsupported type \"objec\"."
     )
     assert unreadable(Config()) == []
+
+
+def test_a_teacher_does_not_go_with_a_bound_and_other_names_mean_the_setting():
+    values = {"teacher_model_server": ["http://t:1"], "vllm_structured_outputs_regex": "a", "top_k": 5}
+    said = [problem.message for problem in refused.problems(Config().with_values(values))]
+    assert sum("with vllm_structured_outputs_regex tokens are drawn from the words that a grammar leaves." in one for one in said) == 1
+    for words in (
+        "--vllm_guided_decoding_regex a",
+        "--dialect swift --structured_outputs_regex a",
+        "--dialect trl --vllm_guided_decoding_regex a",
+    ):
+        cfg = parse([*words.split(), "--top_k", "5"], dialects=DIALECTS).config
+        assert cfg.rollout.vllm_structured_outputs_regex == "a" and of_training(cfg.rollout) == {"regex": "a"}
