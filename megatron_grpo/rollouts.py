@@ -335,16 +335,17 @@ class Rollouts:
                 of_rows, logprobs = self.penalty(sequences, extents, homes, cut=self.cut, parallel=self.parallel)
                 penalty = np.array([of_rows[key] for key in extents]).reshape(len(kept), group_size)
         found = advantages([verdict.rewards for verdict in kept], self.cfg, self.asker.judge.reward_weights, kl_penalty=penalty)
-        self.journal.rollout(JudgedRollout(number=number, harvest=reaped, advantages=found, penalty=penalty, held=mine))
-        taught: Mapping[RowKey, np.ndarray] = {}
+        taught: Mapping[RowKey, np.ndarray | None] = dict.fromkeys(held)
         if self.asker.teacher is not None:
             with self.asker.clock("teacher"):
                 taught = self.asker.teacher({key: completion.sequence for key, completion in held.items()}, homes, self.parallel)
+        # Last of what may end the run: a rollout that is asked again is told of once.
+        self.journal.rollout(JudgedRollout(number=number, harvest=reaped, advantages=found, penalty=penalty, held=mine))
         # The policy's log-probs are those that stale slices need, if the weights are those of the rollout's own step.
         keeps = logprobs is not None and drained_at in (None, table.version_of(number)) and table.sizes.old_logprobs != "always"
         anchored = {key for key in extents if keeps and table.needs_anchor(number, key[1] // self.cut.rows_per_slice)}
         rows = tuple(self._row(key, kept[key[1] // group_size], found, homes[key], key in anchored) for key in extents)
-        samples = {key: self._sample(key, held[key], kept[key[1] // group_size], found, taught.get(key)) for key in sorted(held)}
+        samples = {key: self._sample(key, held[key], kept[key[1] // group_size], found, taught[key]) for key in sorted(held)}
         if logprobs is not None:
             samples |= {key: samples[key].anchored(logprobs[key] * samples[key].mask, "recompute") for key in samples if key in anchored}
         return Rollout(number=number, rows=rows, samples=samples, num_prompts=reaped.num_prompts)

@@ -284,6 +284,9 @@ def needs_of_teacher(cfg: Config, shape: ModelShape, tokenizer: Any, longest_pro
     from megatron_grpo.rollout.teachers import Needs
 
     longest = longest_prompt + cfg.rollout.max_completion_length
+    if cfg.turns.environment or cfg.rollout.rollout_func:  # may begin with more than the data's prompt: as long as the sampler has room for
+        given = cfg.rollout.vllm_max_model_len if cfg.rollout.rollout_func else None
+        longest = given or longest_prompt + longest_completion(cfg)
     return Needs(max_model_len=longest + 1, vocabulary=vocabulary_of(tokenizer), vocab_size=shape.vocab_size)
 
 

@@ -341,7 +341,7 @@ def of_lines() -> Iterator[Case]:
         (["--micro_batch_sizes", "1"], ["micro_batch_sizes", "micro_batch_size?"]), (["--Lr", "1"], ["Lr"]),
         (["--no_lr"], ["no_lr"]), (["--no_export_hf", "true"], ["no_export_hf"]), (["--config"], ["config"]),
         (["--config", "gone.yaml"], ["gone.yaml"]), (["--config", "."], ["config ."]), (["--config=gone.yaml"], ["gone.yaml"]),
-        (["--lr=1e-6=2"], ["lr", "1e-6=2"]), (["--lr", "--seed", "1"], ["lr"]), (["--dialect", "verl"], ["dialect", "verl"]),
+        (["--lr=1e-6=2"], ["lr", "1e-6=2"]), (["--lr", "--seed", "1"], ["lr"]), (["--dialect", "openrlhf"], ["dialect", "openrlhf"]),
         (["--dialect", "sft"], ["dialect", "sft"]), (["--dialect"], ["dialect"]), (["lr=1e-6"], ["lr=1e-6"]),
         (["optimizer.lr=two"], ["optimizer.lr", "--lr"]), (["trainer.lr=1"], ["trainer.lr"]), (["--lr\u00a0", "1"], ["lr"]),
         (["--lr", "１ｅ"], ["lr"]), (["\u2014lr", "1"], ["\u2014lr"]), (["--seed", "4294967296"], ["seed (4294967296)"]),

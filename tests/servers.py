@@ -18,6 +18,7 @@ from megatron_grpo.rollout import wire
 from tests.ranks import ENVIRONMENT
 
 TOKEN = "the-token-of-these-tests"
+ASKS = {"MEGATRON_GRPO_TOKEN": TOKEN}  # the environment of a run that asks them
 START = 240.0  # seconds; three processes import torch and vLLM, on a machine that does other things too
 
 
@@ -35,7 +36,7 @@ class Server:
     def __init__(self, folder: Path, model: Path, *flags: str, env: Mapping[str, str] | None = None):
         folder.mkdir(exist_ok=True)
         self.log, self.address_file = folder / "log", folder / "address"
-        env = {**os.environ, **ENVIRONMENT, "MEGATRON_GRPO_TOKEN": TOKEN, "PYTHONPATH": str(Path(__file__).parent.parent), **(env or {})}
+        env = {**os.environ, **ENVIRONMENT, **ASKS, "PYTHONPATH": str(Path(__file__).parent.parent), **(env or {})}
         command = [sys.executable, "-m", "megatron_grpo", "serve", "--model", str(model), "--port", "0", "--torch_dtype", "float32",
                    "--vllm_kv_cache_memory_mb", "32", "--vllm_max_num_seqs", "16",
                    "--address_file", str(self.address_file), *flags]  # fmt: skip

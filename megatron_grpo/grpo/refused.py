@@ -93,7 +93,8 @@ def _teacher(config: Config) -> list[Problem]:
         )
         found.append(Problem(flags=(flag, "off_policy_sequence_mask_delta"), message=message))
     rollout = config.rollout
-    drawn_otherwise = {"temperature": (rollout.temperature, 1.0), "top_p": (rollout.top_p, 1.0), "top_k": (rollout.top_k, 0)}
+    drawn_otherwise = {"temperature": (rollout.temperature, 1.0), "top_p": (rollout.top_p, 1.0), "top_k": (rollout.top_k, 0),
+                       "min_p": (rollout.min_p, 0.0)}  # fmt: skip
     for name, (value, plain) in drawn_otherwise.items():
         if value != plain:
             message = (
@@ -114,6 +115,12 @@ def _teacher(config: Config) -> list[Problem]:
             f"{'them' if len(dropped) > 1 else 'it'} out: a teacher teaches by every group."
         )
         found.append(Problem(flags=(*dropped, flag), message=message, nearest={name: [False] for name in dropped}))
+    if cfg.oversample_ratio > 1 and not config.rewards.reward_funcs:
+        message = (
+            f"oversample_ratio ({cfg.oversample_ratio:g}) samples more groups than are trained and keeps those whose rewards differ, and "
+            "without reward_funcs none do: what is sampled besides would be thrown away. Use 1."
+        )
+        found.append(Problem(flags=("oversample_ratio", flag), message=message, nearest={"oversample_ratio": [1.0]}))
     return found
 
 

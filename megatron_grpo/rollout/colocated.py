@@ -49,7 +49,6 @@ class ColocatedEngine:
                  adapter: AdapterSlot | None = None, experts: ExpertLayers | None = None):  # fmt: skip
         """adapter: where the policy's adapter goes, if it is pushed by itself. experts: if they are told with the answers."""
         self._llm, self._adapter, self._experts = llm, adapter, experts
-        self._vocab_size = llm.llm_engine.model_config.get_vocab_size()
         self._rank = rank
         self._replica, self._rank_in_engine = divmod(rank, tensor_parallel_size)
         self._num_replicas = world_size // tensor_parallel_size
@@ -124,6 +123,10 @@ class ColocatedEngine:
     @property
     def has_base(self) -> bool:
         return self._has_base
+
+    @property
+    def _vocab_size(self) -> int:
+        return self._llm.llm_engine.model_config.get_vocab_size()
 
     @property
     def dtype(self) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from megatron_grpo.errors import RunError
 from megatron_grpo.types import Kept
 from megatron_grpo.types import Sequence as Tokens
 
@@ -16,7 +17,7 @@ from megatron_grpo.types import Sequence as Tokens
 TIES = 8
 
 
-class WrongKept(RuntimeError):
+class WrongKept(RunError):
     """The sampler did not say what it left of the vocabulary, or what cannot be. The trainer's softmax would be another one's."""
 
 
@@ -43,7 +44,10 @@ def whole_or_cut(ids: np.ndarray, logprobs: np.ndarray, vocab_size: int) -> tupl
 
 def check(sequence: Tokens, top_k: int) -> None:
     """Each masked token is one of the different words that it was drawn among, no more of them than may travel. Raises WrongKept."""
-    kept = sequence.kept
+    try:
+        kept = sequence.kept
+    except ValueError as error:
+        raise WrongKept(f"the sampler does not say of each token of a completion among which words it drew it: {error}.") from error
     if kept is None and not sequence.num_masked:
         return
     if kept is None:

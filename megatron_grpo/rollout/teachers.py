@@ -180,7 +180,7 @@ class _Question:
         self._asked, self._teacher = asked, teacher
         self._dealing: Dealing[int, np.ndarray] = Dealing(range(len(asked)))
         self._changed = threading.Condition()
-        self._refusal: RunError | None = None
+        self._refusal: BaseException | None = None
         self._open = 0  # threads
 
     @property
@@ -239,8 +239,10 @@ class _Question:
         except LOST as error:
             died = is_death(error)
             if isinstance(error, Refused) and not (error.is_conflict or error.is_failure):
-                self._refuse(f"the teacher's server {member} cannot score what was drawn: {error}.")
+                self._refuse(RunError(f"the teacher's server {member} cannot score what was drawn: {error}."))
             self._teacher.lose(member, error)
+        except BaseException as error:  # noqa: BLE001 - raised where the answers are waited for: else they would be asked for without end
+            self._refuse(error)
         finally:
             with self._changed:
                 self._dealing.ended(str(member), chunk, died=died)
@@ -257,7 +259,7 @@ class _Question:
                 if not 0 <= place < len(chunk) or len(logprobs) != len(asked[place].ids) - asked[place].first:
                     raise wire.Malformed(f"it gave {len(logprobs)} log-probs for sequence {place} of {len(chunk)}")
                 if not (np.isfinite(logprobs) & (logprobs <= LARGEST)).all():
-                    return self._refuse(f"the teacher ({member}) gives a drawn token a log-prob that no distribution has.")
+                    return self._refuse(RunError(f"the teacher ({member}) gives a drawn token a log-prob that no distribution has."))
                 left.discard(chunk[place])
                 with self._changed:
                     self._dealing.take(chunk[place], logprobs)
@@ -265,9 +267,9 @@ class _Question:
         if left:
             raise Gone(f"its answer ended with {len(left)} of {len(chunk)} sequences left")
 
-    def _refuse(self, sentence: str) -> None:
+    def _refuse(self, error: BaseException) -> None:
         with self._changed:
-            self._refusal = self._refusal or RunError(sentence)
+            self._refusal = self._refusal or error
             self._changed.notify_all()
 
 

@@ -49,5 +49,5 @@ def decode_scores(line: bytes) -> tuple[int, np.ndarray] | None:
     try:
         form = json.loads(line)
         return int(form["place"]), wire.unpacked(form["logprobs"], "<f4")
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise wire.Malformed(f"a line of log-probs is not of the expected form: {error!r}") from error

@@ -13,6 +13,7 @@ import pytest
 
 from tests import capsule_cases as kept
 from tests import parity_cases as cases
+from tests.combinations import taught
 from tests.ranks import run_ranks
 from tests.tiny_models import write_tiny
 
@@ -217,9 +218,16 @@ def test_what_living_ranks_leave_behind_replays_if_it_is_all_there(dense, batche
     assert code == 2 and "4 of its 8 rows are missing" in told
 
 
-@pytest.mark.parametrize("more", [{}, dict(tuner_type="lora", lora_rank=4)], ids=["full", "lora"])
+TAUGHT = dict(teacher_model_server=["http://teacher:8000"], teacher_kl_coef=0.7)
+
+
+@pytest.mark.parametrize(
+    "more", [{}, dict(tuner_type="lora", lora_rank=4), TAUGHT], ids=["full", "lora", "kept words and a teacher's log-probs"]
+)
 def test_a_step_that_was_well_comes_again_on_one_rank_and_on_two(dense, batches, tmp_path, more):
     """A gap to the sampler, which is the test's: loss, norm and log-probs of the run come again in other layouts."""
+    if more is TAUGHT:
+        batches = [[taught(row) for row in cases.with_kept(dense, rows, vocab=125)] for rows in batches]
     settings = dict(logp_difference_warn=0.01, beta=0.05, **{TP: 2}, **more)
     ranks, found, replays = run(dense, batches, tmp_path, settings)
     [path], [(_, told)] = found, replays

@@ -20,10 +20,9 @@ import pytest
 
 from tests.distributed.test_rollout import engine_at, tokens_of
 from tests.ranks import run_ranks
-from tests.servers import TOKEN, Server
+from tests.servers import ASKS, Server
 from tests.tiny_models import write_tiny
 
-ENV = {"MEGATRON_GRPO_TOKEN": TOKEN}
 SEED = 5
 
 
@@ -171,7 +170,7 @@ def test_one_server_two_servers_and_an_engine_inside_the_ranks_draw_the_same_tok
     inside = [[by_number([part]) for part in run_ranks(sample_inside, 1, path)[0]] for path in models]
     for number, (layout, used) in enumerate([(TP2, servers[:1]), (PP2, servers[:2])]):
         named = named_in(tmp_path / "names", *used)
-        ranks = run_ranks(sample_versions, 2, models, named, tmp_path / str(number), layout, env=ENV, timeout=180)
+        ranks = run_ranks(sample_versions, 2, models, named, tmp_path / str(number), layout, env=ASKS, timeout=180)
         for version, right in enumerate(inside):
             assert [by_number([rank[version][part] for rank in ranks]) for part in range(3)] == right
 
@@ -195,7 +194,7 @@ def push_adapters(rank, world, path, named, out, alone):
 def test_adapters_travel_by_the_same_link_alone_or_merged(models, servers, tmp_path):
     named = named_in(tmp_path / "names", *servers[:2])
     alone, merged = (
-        run_ranks(push_adapters, 2, models[0], named, tmp_path / str(way), way, env=ENV, timeout=180)[0] for way in (True, False)
+        run_ranks(push_adapters, 2, models[0], named, tmp_path / str(way), way, env=ASKS, timeout=180)[0] for way in (True, False)
     )
     assert alone == 2 * 7 * 2 and merged > 20  # A and B of seven modules in two layers; all weights
 
@@ -308,7 +307,7 @@ def test_episodes_are_the_same_on_servers_and_one_that_is_lost_costs_its_open_tu
     [inside] = run_ranks(play_inside, 1, models[0], timeout=120)
     assert {ended for group in inside.values() for *_, ended in group} >= {"max_turns"}
     named = named_in(tmp_path / "names", *servers[:2])
-    first, second = run_ranks(play_and_lose, 2, models[0], named, tmp_path / "run", env=ENV, timeout=180)
+    first, second = run_ranks(play_and_lose, 2, models[0], named, tmp_path / "run", env=ASKS, timeout=180)
     for ours, theirs in zip(first, second, strict=True):
         assert sorted(ours) == [0, 2, 4, 6] and by_number([ours, theirs]) == inside
 
@@ -382,7 +381,7 @@ def same_run(found, right):
 def test_a_run_on_servers_is_the_run_with_vllm_inside(inputs, inside, servers, tmp_path):
     named = named_in(tmp_path / "names", *servers[:2])
     flags = [*inputs, "--vllm_mode", "server", "--vllm_server_host", named, "--output_dir", str(tmp_path / "run")]
-    assert run_ranks(run_of, 2, flags, env=ENV, timeout=180) == [0, 0]
+    assert run_ranks(run_of, 2, flags, env=ASKS, timeout=180) == [0, 0]
     same_run(outcome(tmp_path / "run"), inside)
 
 
@@ -410,7 +409,7 @@ def push_wrong_tensors(rank, world, path, named, out):
 
 
 def test_what_is_wrong_with_a_push_is_said_with_the_servers_names(models, servers, tmp_path):
-    run_ranks(push_wrong_tensors, 1, models[0], named_in(tmp_path / "names", *servers[:2]), tmp_path / "run", env=ENV, timeout=120)
+    run_ranks(push_wrong_tensors, 1, models[0], named_in(tmp_path / "names", *servers[:2]), tmp_path / "run", env=ASKS, timeout=120)
 
 
 # ---- who comes and who goes ----------------------------------------------------------------------------------------------------------
@@ -433,7 +432,7 @@ def take_over(rank, world, path, named, out):
 
 
 def test_one_run_has_a_server_and_its_latest_process_is_that_run(models, servers, tmp_path):
-    run_ranks(take_over, 1, models[0], named_in(tmp_path / "names", servers[0]), tmp_path / "run", env=ENV, timeout=120)
+    run_ranks(take_over, 1, models[0], named_in(tmp_path / "names", servers[0]), tmp_path / "run", env=ASKS, timeout=120)
 
 
 def when_answered(rank, count, act):
@@ -486,12 +485,12 @@ def ask_all(rank, world, path, named, out):
 def whole(models, servers, tmp_path_factory):
     """What a question of sixty prompts is answered where nothing happens."""
     folder = tmp_path_factory.mktemp("whole")
-    return by_number(run_ranks(ask_all, 2, models[0], named_in(folder / "names", servers[0]), folder / "run", env=ENV, timeout=120))
+    return by_number(run_ranks(ask_all, 2, models[0], named_in(folder / "names", servers[0]), folder / "run", env=ASKS, timeout=120))
 
 
 def test_a_server_that_stands_still_loses_no_prompt_and_is_used_again_when_it_thaws(models, servers, tmp_path, whole):
     named = named_in(tmp_path / "names", *servers[:2])
-    ranks = run_ranks(freeze, 2, models[0], named, tmp_path / "run", servers[1].process.pid, env=ENV, timeout=180)
+    ranks = run_ranks(freeze, 2, models[0], named, tmp_path / "run", servers[1].process.pid, env=ASKS, timeout=180)
     assert by_number(ranks) == whole
 
 
@@ -524,7 +523,7 @@ def die_in_a_push(rank, world, path, named, out, pid):
 
 def test_a_server_killed_in_a_push_costs_that_push_alone(models, servers, tmp_path, whole):
     named = named_in(tmp_path / "names", *servers[:2])
-    ranks = run_ranks(die_in_a_push, 2, models[0], named, tmp_path / "run", servers[1].process.pid, env=ENV, timeout=180)
+    ranks = run_ranks(die_in_a_push, 2, models[0], named, tmp_path / "run", servers[1].process.pid, env=ASKS, timeout=180)
     assert by_number(ranks) == whole and servers[1].has_left_nothing()
 
 
@@ -550,7 +549,7 @@ def lose_all(rank, world, path, named, out, pid, address):
 def test_when_the_last_server_dies_another_one_goes_on_with_the_same_question(models, servers, tmp_path, whole):
     named = named_in(tmp_path / "names", servers[0])
     ranks = run_ranks(
-        lose_all, 2, models[0], named, tmp_path / "run", servers[0].process.pid, servers[2].address_file, env=ENV, timeout=180
+        lose_all, 2, models[0], named, tmp_path / "run", servers[0].process.pid, servers[2].address_file, env=ASKS, timeout=180
     )
     assert by_number(ranks) == whole and servers[0].has_left_nothing()
 
@@ -570,11 +569,11 @@ def test_a_run_whose_servers_have_all_gone_is_saved_and_resumes_as_if_nothing_ha
 
     threading.Thread(target=freeze, daemon=True).start()
     try:
-        assert run_ranks(run_of, 2, [*flags, "--vllm_server_timeout", "2"], env=ENV, timeout=180) == [3, 3]
+        assert run_ranks(run_of, 2, [*flags, "--vllm_server_timeout", "2"], env=ASKS, timeout=180) == [3, 3]
     finally:
         os.killpg(pid, signal.SIGCONT)
     assert list((out / "checkpoints").iterdir()) and not (out / "hf").exists()
-    assert run_ranks(run_of, 2, flags, env=ENV, timeout=180) == [0, 0]
+    assert run_ranks(run_of, 2, flags, env=ASKS, timeout=180) == [0, 0]
     same_run(outcome(out), inside)
 
 

@@ -6,14 +6,14 @@ import numpy as np
 
 from tests.distributed.test_sampled_pictures import MOST, folder, load, opened, worst  # noqa: F401 - a fixture
 from tests.ranks import run_ranks
-from tests.servers import TOKEN, Server
+from tests.servers import ASKS, Server
 
 
 def test_a_server_is_sent_files_once_and_sees_what_the_trainer_sees(folder, tmp_path):  # noqa: F811
     server = Server(tmp_path / "server", folder / "model", "--vllm_max_model_len", "192", "--limit_images", "2")
     try:
         server.wait()
-        [told] = run_ranks(body, 1, str(folder), str(server.address_file), str(tmp_path), env={"MEGATRON_GRPO_TOKEN": TOKEN})
+        [told] = run_ranks(body, 1, str(folder), str(server.address_file), str(tmp_path), env=ASKS)
     finally:
         server.close()
     for name in ("pushed", "forgotten", "tower moved"):

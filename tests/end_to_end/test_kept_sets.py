@@ -10,10 +10,12 @@ import pytest
 from tests.chat_models import DROPS, write_chat
 from tests.end_to_end import scripted
 from tests.end_to_end.runs import records, train, write_inputs
+from tests.end_to_end.test_whatif import whatif
 from tests.ranks import run_ranks
 
 CUT = [*("--temperature", "0.7"), *("--top_k", "5"), *("--top_p", "0.9")]
 SAME = ("loss", "grad_norm", "kl", "entropy", "num_tokens", "sampling/logp_difference/mean")
+WHAT_IF = ("loss", "grad_norm", "kl")
 ENVIRONMENT = """
 from megatron_grpo.environments.protocol import Environment, Reply
 
@@ -32,11 +34,15 @@ def test_rows_that_wait_keep_their_words_over_a_checkpoint_and_another_layout(tm
     ]
     flags += [*("--num_iterations", "2"), *("--beta", "0.02"), *("--log_entropy", "true"), *("--max_tokens_per_micro_batch", "64")]
     flags += [*("--max_steps", "4"), *("--save_steps", "3"), *("--save_total_limit", "3"), *("--export_hf", "false")]
+    flags += ["--record_rows", "true"]
     whole, other = tmp_path / "whole", tmp_path / "other"
     assert run_ranks(train, 1, [*flags, "--share_prompts", "true", "--output_dir", str(whole)], timeout=180) == [0]
     one = records(whole / "metrics.jsonl")
     assert all(step["sampling/logp_difference/max"] < 1e-4 for step in one), "of the same words, at the weights that drew"
     assert 1 < one[0]["sampling/kept_words"] < one[0]["sampling/kept_words_max"] <= 5 and "sampling/kept_words" not in one[-1]
+    [(code, said)] = run_ranks(whatif, 1, [str(whole), "--step", "3", "--json", "--try", "epsilon=0.1"], timeout=180)
+    again = json.loads(said)["variants"][0]
+    assert code == 0 and {name: again[name] for name in WHAT_IF} == pytest.approx({name: one[-1][name] for name in WHAT_IF}, rel=1e-4)
     shutil.copytree(whole, other)
     changed = ["--resume", str(other / "checkpoints" / "iter_0000003"), "--share_prompts", "false", "--output_dir", str(other)]
     assert run_ranks(scripted.train, 2, [*flags, *changed, "--tensor_model_parallel_size", "2"], timeout=180) == [0, 0]  # samples nothing

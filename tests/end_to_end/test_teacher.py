@@ -16,7 +16,7 @@ from megatron_grpo.rollout.wire_scores import ROUTE, PromptLogprobs, decode_scor
 from tests.end_to_end.runs import records, train, write_inputs
 from tests.end_to_end.test_whatif import whatif
 from tests.ranks import run_ranks
-from tests.servers import TOKEN, Refusal, Server
+from tests.servers import ASKS, Refusal, Server
 from tests.tiny_models import hf_logprobs, load_tiny, write_tiny
 
 STEPS = 16
@@ -90,9 +90,8 @@ def without_rewards(flags: list[str]) -> list[str]:
 
 
 @pytest.fixture
-def named(teacher, monkeypatch):
-    """The flags that name the teacher, and its token where runs look for it."""
-    monkeypatch.setenv("MEGATRON_GRPO_TOKEN", TOKEN)
+def named(teacher):
+    """The flags that name the teacher."""
     return ["--teacher_model_server", f"@{teacher[0].address_file}"]
 
 
@@ -107,7 +106,7 @@ def kl_to(teacher, student) -> float:
 def test_a_student_without_any_reward_comes_closer_to_its_teacher(teacher, folder, named):
     flags = without_rewards(write_inputs(folder / "run"))
     flags += ["--output_dir", str(folder / "out"), "--max_steps", str(STEPS), "--lr", "3e-3", "--save_steps", str(STEPS)]
-    assert run_ranks(train, 2, [*flags, *named], timeout=180) == [0, 0]
+    assert run_ranks(train, 2, [*flags, *named], env=ASKS, timeout=180) == [0, 0]
     steps = records(folder / "out" / "metrics.jsonl")
     kl = [step["teacher_kl"] for step in steps]
     assert np.mean(kl[-3:]) < 0.75 * np.mean(kl[:3]), kl
@@ -120,13 +119,13 @@ def test_what_the_teacher_said_outlives_a_resume_and_can_be_weighed_otherwise_af
     """Of a rollout of two steps the second is trained from a checkpoint, by rows that had waited in it. No teacher is asked again."""
     inputs = [*write_inputs(folder / "two"), "--save_steps", "1", "--record_rows", "true", "--export_hf", "false"]
     inputs += ["--steps_per_generation", "2", "--max_steps", "2", "--verify_weight_push", "false"]
-    assert run_ranks(train, 1, [*inputs, *named, "--output_dir", str(folder / "whole")]) == [0]
+    assert run_ranks(train, 1, [*inputs, *named, "--output_dir", str(folder / "whole")], env=ASKS) == [0]
     first = str(folder / "whole" / "checkpoints" / "iter_0000001")
     # Half of the coefficient: the resumed step is foretold by `whatif` on the rows that the whole run recorded.
     changed = [*inputs, *named, "--output_dir", str(folder / "resumed"), "--resume", first, "--teacher_kl_coef", "0.5"]
-    assert run_ranks(train, 1, changed) == [0]
+    assert run_ranks(train, 1, changed, env=ASKS) == [0]
     argv = [str(folder / "whole"), "--step", "1", "--json", "--try", "teacher_kl_coef=0.5"]
-    [(code, said)] = run_ranks(whatif, 1, argv)
+    [(code, said)] = run_ranks(whatif, 1, argv, env=ASKS)
     assert code == 0, said
     own, half = json.loads(said)["variants"]
     [step] = [one for one in records(folder / "whole" / "metrics.jsonl") if one["step"] == 2]
@@ -148,14 +147,14 @@ def refused(rank: int, world_size: int, flags: list[str]) -> str:
 
 def test_another_vocabulary_is_refused_before_a_model_loads(folder, named):
     flags = write_inputs(folder / "other", vocab=120)
-    [said] = run_ranks(refused, 1, [*flags, *named, "--output_dir", str(folder / "none")])
+    [said] = run_ranks(refused, 1, [*flags, *named, "--output_dir", str(folder / "none")], env=ASKS)
     assert "whose tokenizer has other words than the policy's" in said and not (folder / "none" / "metrics.jsonl").exists()
     flags = [*write_inputs(folder / "long"), *named, "--output_dir", str(folder / "none"), "--max_completion_length", "100"]
-    assert "start it with --vllm_max_model_len 107" in run_ranks(refused, 1, flags)[0]
+    assert "start it with --vllm_max_model_len 107" in run_ranks(refused, 1, flags, env=ASKS)[0]
 
 
 def test_a_frozen_server_is_no_rollout_server(teacher, folder, named):
     flags = ["--vllm_mode", "server", "--vllm_server_host", f"@{teacher[0].address_file}", "--output_dir", str(folder / "none")]
     inputs = write_inputs(folder / "pushed")
     at = inputs.index("--vllm_kv_cache_memory_mb")
-    assert "is frozen, and takes no weights of a run" in run_ranks(refused, 1, [*inputs[:at], *flags])[0]
+    assert "is frozen, and takes no weights of a run" in run_ranks(refused, 1, [*inputs[:at], *flags], env=ASKS)[0]

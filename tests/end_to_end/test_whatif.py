@@ -95,7 +95,9 @@ def test_a_variants_step_is_that_of_a_run_with_its_settings(run, found, tmp_path
     for told in found[1]["variants"]:
         if told["name"] in line_of:
             for key in ("loss", "grad_norm"):
-                assert told[key] == pytest.approx(line_of[told["name"]][key], rel=1e-5, abs=1e-7), told["name"]
+                # vespo weighs a sequence by a power of its whole ratio, so what rounding does to each token adds up.
+                rel = 1e-4 if told["name"] == "loss_type=vespo" else 1e-5
+                assert told[key] == pytest.approx(line_of[told["name"]][key], rel=rel, abs=1e-7), told["name"]
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from megatron_grpo.batching.split import BatchCut
 from megatron_grpo.batching.timetable import Timetable
 from megatron_grpo.clock import Clock
+from megatron_grpo.errors import NobodySamples
 from megatron_grpo.grpo.advantages import dead_groups
 from megatron_grpo.metrics.rollout import rollout_stats, selection_stats
 from megatron_grpo.parallel.layout import Layout
@@ -272,6 +273,19 @@ def test_a_row_keeps_what_the_teacher_said_of_its_own_tokens_and_one_that_trains
     assert [None if s.teacher_logprobs is None else s.teacher_logprobs.tolist() for s in samples] == [
         [0, 0, 0, 0], [0, 0, -1, -1], None, [0, 0, -3, -3]]  # fmt: skip
     assert all(s.teacher_logprobs is None for s in rollout({0: LIVE, 1: DEAD})[0])
+
+
+def test_a_rollout_whose_teacher_has_gone_is_told_of_when_it_is_asked_again_and_once():
+    heard, rewards = Heard(), {number: LIVE for number in range(8)}
+
+    def gone(sequences, homes, parallel):
+        raise NobodySamples("no server of the teacher answered")
+
+    with pytest.raises(NobodySamples):
+        rollouts_of(rewards, timetable(), journal=heard, teacher=gone).sample([0])
+    assert heard == []
+    with pytest.raises(KeyError):  # and a row that a teacher forgot does not pass for one that was never to be taught
+        rollouts_of(rewards, timetable(), journal=heard, teacher=lambda *asked: {}).sample([0])
 
 
 def test_every_row_knows_its_group_and_what_the_group_begins_with_and_so_does_who_packs_for_the_penalty():

@@ -13,8 +13,8 @@ from megatron_grpo.grpo import refused
 from megatron_grpo.settings.config import Config, GrpoConfig, RewardConfig, RolloutConfig
 
 
-def config(temperature=1.0, top_p=1.0, top_k=0, reward_funcs=(), **grpo):
-    sampling = RolloutConfig(temperature=temperature, top_p=top_p, top_k=top_k)
+def config(temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, reward_funcs=(), **grpo):
+    sampling = RolloutConfig(temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p)
     return Config(grpo=GrpoConfig(**grpo), rollout=sampling, rewards=RewardConfig(reward_funcs=[*reward_funcs]))
 
 
@@ -53,6 +53,8 @@ def test_every_choice_of_every_setting_is_legal_alone():
         ({"rollout_is_geometric": True}, "rollout_is_geometric", "whole sequence"),
         ({"rollout_is_geometric": True, "rollout_importance_sampling_mode": "token_mask"}, "rollout_is_geometric", "token_mask"),
         ({"rollout_importance_sampling_min": 0.5}, "rollout_importance_sampling_min", "is off"),
+        ({"teacher_model_server": ["http://t:1"], "min_p": 0.1}, "min_p", r"with min_p \(0.1\) tokens are drawn from another"),
+        ({"teacher_model_server": ["http://t:1"], "oversample_ratio": 1.5}, "oversample_ratio", "without reward_funcs none do"),
         (
             {"rollout_importance_sampling_min": 3.0, "rollout_importance_sampling_mode": "token_mask"},
             "rollout_importance_sampling_min",

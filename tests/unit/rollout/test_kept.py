@@ -7,6 +7,7 @@ import re
 import numpy as np
 import pytest
 
+from megatron_grpo.errors import RunError
 from megatron_grpo.rollout.kept import TIES, WrongKept, check, num_asked, whole_or_cut
 from megatron_grpo.types import Kept, Sequence
 
@@ -70,6 +71,9 @@ def test_kept_words_belong_to_as_many_tokens_as_are_masked():
     one = sequence([[3], [4], [5]])
     with pytest.raises(ValueError, match="kept words of 3 tokens, 3 in all, for 2 masked ones"):
         _ = one.kept
+    with pytest.raises(WrongKept, match="among which words it drew it: kept words of 3 tokens") as caught:
+        check(one, 8)
+    assert isinstance(caught.value, RunError), "of a sampler of one's own: a sentence, and no traceback"
     check(Sequence(token_ids=np.array([1]), mask=np.array([False])), 8)  # an episode in which nothing was drawn
 
 

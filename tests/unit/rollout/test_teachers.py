@@ -6,6 +6,7 @@ import dataclasses
 import threading
 import time
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,6 +15,8 @@ from megatron_grpo.errors import ConfigError, GivenUp, NobodySamples, RunError
 from megatron_grpo.rollout.http import Server
 from megatron_grpo.rollout.teachers import Drawn, Needs, Teacher
 from megatron_grpo.rollout.wire_scores import encode_scores
+from megatron_grpo.settings.config import Config, EvalConfig, RolloutConfig, TurnsConfig
+from megatron_grpo.sources import needs_of_teacher
 from megatron_grpo.teacher import ServedTeacher
 from megatron_grpo.types import Sequence
 from tests.small_server import TOKEN, Broken, SmallServer
@@ -134,6 +137,48 @@ def test_a_number_that_is_no_log_prob_ends_the_run(opened, value):
 
     with pytest.raises(RunError, match="a log-prob that no distribution has"):
         teacher_of(opened(wrong)).logprobs(DRAWN)
+
+
+@pytest.mark.parametrize("place", ["1e999", "0"])
+def test_an_answer_that_makes_no_sense_is_asked_for_three_times_and_no_more(opened, place):
+    """Of the right form but for a number that is none; and with a log-prob too few."""
+    calls = []
+
+    def senseless(server, body):
+        calls.append(body)
+        right = encode_scores(0, [-1.0] * (len(body.sequences[0]) - body.first[0] - 1))
+        yield right.replace(b'"place": 0', f'"place": {place}'.encode())
+
+    with pytest.raises(RunError, match="with three of the teacher's servers as they died"):
+        teacher_of(opened(senseless)).logprobs(DRAWN[:1])
+    assert len(calls) == 3
+
+
+def test_what_goes_wrong_in_a_call_by_our_own_fault_ends_the_run(opened):
+    """Not for ever: who asks again and again would hear of it in threads alone. Such an id has no JSON."""
+    with pytest.raises(TypeError, match="int64 is not JSON"):
+        teacher_of(opened()).logprobs([Drawn(ids=(5, np.int64(6)), first=1)])
+
+
+ENVIRONMENT, OWN, LONG = dict(turns=TurnsConfig(environment="e.py:E")), dict(rollout_func="mine.py:f"), dict(vllm_max_model_len=200)
+
+
+@pytest.mark.parametrize(
+    ("parts", "rollout", "wanted"),
+    [
+        ({}, {}, 31),
+        (ENVIRONMENT, {}, 51),
+        ({}, OWN, 51),
+        ({}, OWN | dict(vllm_max_model_len=200), 201),
+        ({}, dict(vllm_max_model_len=200), 31),
+    ],
+)
+def test_the_teacher_has_room_for_contexts_that_begin_with_more_than_a_prompt_of_the_data(parts, rollout, wanted):
+    """Prompts of 10 tokens, completions of 20, of 40 in evaluations: environments and rollout functions may open with what they like."""
+    held_out = EvalConfig(eval_dataset="rows.jsonl", eval_max_completion_length=40)
+    cfg = Config(rollout=RolloutConfig(max_completion_length=20, **rollout), eval=held_out, **parts)
+    shape, tokenizer = SimpleNamespace(vocab_size=7), SimpleNamespace(get_vocab=dict)
+    assert needs_of_teacher(cfg, shape, tokenizer, 10).max_model_len == wanted
 
 
 def test_nobody_there_is_waited_for_and_then_said_and_a_run_that_stops_waits_no_more(opened):

@@ -39,7 +39,8 @@ lock = threading.Lock(); lock.acquire(); lock.acquire()
 
 def start(script: str, **values: object) -> subprocess.Popen:
     """The script, once it says that it is ready."""
-    code = script.format(**{"argument": "", "save_seconds": 0} | values)
+    heard = "import signal; signal.signal(signal.SIGHUP, signal.SIG_DFL)\n"  # these tests may run under nohup, which a run respects
+    code = heard + script.format(**{"argument": "", "save_seconds": 0} | values)
     process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     assert process.stdout.readline() == "ready\n"
     return process
