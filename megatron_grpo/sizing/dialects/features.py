@@ -40,11 +40,11 @@ SHARDED_ELSEWHERE = (
 )
 RESUMED_ELSEWHERE = "checkpoints of another system are not read; export them to Hugging Face format and give them as model"
 MTP = "multi-token prediction heads are not trained"
+FLOAT32_STATE = "gradients and optimizer state are float32 here; optimizer_cpu_offload saves their memory"
 VERSIONS = "other revisions and converted configurations are not read; give a directory as model"
 CRITIC = "there is no critic: advantages are compared inside groups or batches"
 EVALUATION = "held-out prompts are asked in their order"
 OTHER_MODEL = "it is of a layer that no family of models here has"
-STRUCTURED = "completions are drawn freely: the trainer's softmax knows no grammar"
 ENGINE_WORDS = "give vllm_engine_kwargs, which hands name=value to vLLM's EngineArgs"
 EVAL_SAMPLING = "give eval_generation_kwargs, which hands name=value to vLLM's SamplingParams for held-out prompts"
 
