@@ -430,6 +430,7 @@ def build_colocated(cfg: Config, inputs: Looked, parallel: ParallelState, *, lor
         experts=replayed_experts(cfg, inputs.shape),
         eyes=inputs.eyes,
         most_pictures=cfg.data.limit_images or inputs.most_pictures,
+        trust_remote_code=cfg.model.trust_remote_code,
     )
 
 
@@ -451,6 +452,7 @@ def build_servers(cfg: Config, inputs: Looked, parallel: ParallelState, *, lora:
         device=parallel.device,
         lora=lora,
         eyes=inputs.eyes,
+        trust_remote_code=cfg.model.trust_remote_code,
     )
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -73,3 +75,37 @@ def sync(path: str | Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+@contextmanager
+def only_one(lock: Path, *, patience: float) -> Iterator[bool]:
+    """Inside, no other process of this machine is; or the wait for it was too long, or locks are unknown here: then it is False.
+
+    patience: seconds.
+    """
+    try:
+        handle = os.open(lock, os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError:
+        yield False
+        return
+    try:
+        held = _take(handle, patience)
+        yield held
+        if held:
+            with suppress(OSError):
+                lock.unlink()
+    finally:
+        os.close(handle)
+
+
+def _take(handle: int, patience: float) -> bool:
+    until = time.monotonic() + patience
+    while time.monotonic() < until:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            time.sleep(0.1)  # the kernel's locks have no time limit
+        except OSError:  # this file system has no locks
+            return False
+    return False

@@ -26,7 +26,7 @@ from megatron_grpo.rewards.loading import close_rewards, load_rewards, may_be_he
 from megatron_grpo.rewards.protocol import RewardFunction
 from megatron_grpo.rollout.grammar import unreadable
 from megatron_grpo.rollout.own_loading import load_rollout_func
-from megatron_grpo.settings import Parsed
+from megatron_grpo.settings import Parsed, remote_code
 from megatron_grpo.settings.config import Config
 from megatron_grpo.settings.evaluation import flag_of, sets_of
 from megatron_grpo.settings.read import COMMAND_LINE
@@ -251,6 +251,8 @@ def _plan_of(
         raise ConfigError(problems)
     if rows is not None and found.eyes is not None and not rows.most_pictures and checked.shape is not None:
         made = replace(made, warnings=[*made.warnings, *learns_nothing(checked.config, checked.shape)])
+    if not is_asked_to_train and found.model_path and checked.config.model.trust_remote_code:  # who trains hears it as it runs
+        made = replace(made, warnings=[*made.warnings, *filter(None, [remote_code.warning_of(found.model_path)])])
     if _begins_anew(checked.config) and not is_asked_to_train:
         return made, None
     from megatron_grpo.checkpoint.content import content_of
@@ -274,12 +276,13 @@ def read_inputs(cfg: Config, left_out: Collection[str] = ()) -> Found:
 
     left_out: of the names in `_left_out`. The user's own code runs last: it may change the directory.
     """
-    problems = Problems()
+    problems, trusts = Problems(), cfg.model.trust_remote_code
     if "report_to" not in left_out:
         problems.attempt(partial(check_report_to, cfg))
     shape = tokenizer = None
-    model_path = None if "model" in left_out else problems.attempt(partial(find_model, cfg.model.model))
+    model_path = None if "model" in left_out else problems.attempt(lambda: find_model(cfg.model.model, with_code=trusts))
     if model_path:
+        problems.add([*filter(None, [remote_code.problem_of(model_path, is_trusted=trusts)])])
         shape = problems.attempt(partial(ModelShape.from_pretrained, model_path))
     if cfg.run.mcore_model and "mcore_model" not in left_out:
         problems.add(problems.attempt(partial(weights_to_begin_with, cfg, model_path)) or [])
@@ -289,7 +292,7 @@ def read_inputs(cfg: Config, left_out: Collection[str] = ()) -> Found:
     if model_path and shape and cfg.tuner.tuner_type == "lora":
         problems.add(bases_of_adapters(cfg, model_path))
     if shape and "tokenizer" not in left_out:
-        tokenizer = problems.attempt(partial(load_tokenizer, str(model_path)))
+        tokenizer = problems.attempt(partial(load_tokenizer, str(model_path), trust_remote_code=trusts))
     if tokenizer is not None:
         problems.add(unread_options(tokenizer, cfg.data.chat_template_kwargs))
     ref_model_path = None

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from megatron_grpo.environments.protocol import Environment
     from megatron_grpo.rollout.teachers import Needs as TeacherNeeds
 
+_FETCHED = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken")
 ADAPTERS = ("adapters", "ref_adapters")  # settings that name a directory of PEFT's
 
 
@@ -73,8 +74,11 @@ def _of_reference(message: str) -> ConfigError:
     return ConfigError([Problem(flags=("ref_model", "model"), message=message)])
 
 
-def find_model(name: str, *, flag: str = "model") -> Path:
-    """The directory of a Hugging Face checkpoint; a Hub name is fetched first. flag: the setting that names it."""
+def find_model(name: str, *, flag: str = "model", with_code: bool = False) -> Path:
+    """The directory of a Hugging Face checkpoint; a Hub name is fetched first.
+
+    flag: the setting that names it. with_code: Python files are fetched as well; nothing is run.
+    """
     if not name:
         raise ConfigError([Problem(flags=("model",), message="model is missing: give a Hugging Face checkpoint directory or a Hub name.")])
     path = Path(name)
@@ -92,7 +96,7 @@ def find_model(name: str, *, flag: str = "model") -> Path:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken"]))
+        return Path(snapshot_download(name, allow_patterns=[*_FETCHED, *(["*.py"] if with_code else [])]))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ConfigError([Problem(

@@ -15,6 +15,7 @@ from typing import Any
 from megatron_grpo.checkpoint.manifest import MANIFEST
 from megatron_grpo.errors import Problem
 from megatron_grpo.settings.config import Config
+from megatron_grpo.settings.remote_code import files_that_run
 from megatron_grpo.weights.lora import BASE
 
 VOCABULARY = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt", "merges.txt", "tekken.json")
@@ -31,6 +32,8 @@ def content_of(cfg: Config, *, model_path: Path | None = None, rows: Any = None)
         found["model"] = model_fingerprint(model_path)
         for name, files in (("vocabulary", _VOCABULARY), ("chat template and special tokens", TEMPLATE)):
             found[name] = _of_files(path for pattern in files for path in sorted(model_path.glob(pattern)))
+        if cfg.model.trust_remote_code and (code := files_that_run(model_path)):
+            found["the model's own code"] = _of_files(model_path / name for name in sorted(code))
     if cfg.grpo.ref_model and Path(cfg.grpo.ref_model).is_dir():
         found["ref_model"] = model_fingerprint(Path(cfg.grpo.ref_model))
     for flag, directory in (("adapters", cfg.tuner.adapters), ("ref_adapters", cfg.tuner.ref_adapters)):

@@ -30,7 +30,8 @@ _TABLE = {
     """,
     "said": """
         fp8_format fp8_recipe
-        model transformer_impl share_prompts moe_aux_loss_coeff moe_z_loss_coeff lora_dropout adapters ref_adapters vllm_enable_lora
+        model trust_remote_code
+        transformer_impl share_prompts moe_aux_loss_coeff moe_z_loss_coeff lora_dropout adapters ref_adapters vllm_enable_lora
         dataset further_datasets interleave_prob stopping_strategy columns split_dataset_ratio
         dataset_split max_prompt_length truncation_strategy system enable_thinking chat_template_kwargs generation_kwargs
         vllm_structured_outputs_regex

@@ -27,6 +27,7 @@ from megatron_grpo.weights.shape import ModelShape
 # Of a checkpoint's settings these are not wanted: an export has a layout of its own, needs no reference, and is no run.
 _OTHERS = (
     *(*vars(ParallelConfig()), "resume", "output_dir", "beta", "ref_adapters", "merge_lora", "share_prompts"),
+    "trust_remote_code",  # who has a checkpoint of a stranger says it himself
     *("metric_for_best_model", "greater_is_better", "load_best_model_at_end", "finetune", "no_load_optim", "no_load_rng"),
 )
 

@@ -8,26 +8,44 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_grpo import launcher
 from megatron_grpo.data.album import TAG, expanded, with_parts
 from megatron_grpo.errors import ConfigError, Problem
+from megatron_grpo.files import only_one
+from megatron_grpo.settings import remote_code
 
 if TYPE_CHECKING:
     from megatron_grpo.data.eyes import Eyes
     from megatron_grpo.types import Picture
 
+logger = logging.getLogger(__name__)
+
 Raw = str | Sequence[Mapping[str, Any]]
+PATIENCE = 120.0  # seconds that a rank waits for another one that loads a tokenizer with code of its own
 
 
-def load_tokenizer(path: str) -> Any:
-    """The tokenizer of a Hugging Face checkpoint (directory or Hub name). Raises ConfigError where there is none."""
+def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> Any:
+    """The tokenizer of a Hugging Face checkpoint (directory or Hub name). Raises ConfigError where there is none.
+
+    trust_remote_code: code in the directory may run, and is named before it does. Nobody is ever asked.
+    """
+    if problem := remote_code.problem_of(Path(path), is_trusted=trust_remote_code):
+        raise ConfigError([problem])
+    if trust_remote_code:
+        _warn_once(path)
     from transformers import AutoTokenizer  # a second of imports that `plan` must not pay
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+        with _copied_alone() if trust_remote_code else nullcontext():
+            tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
     except Exception as error:
         reason = (str(error).strip().splitlines() or [""])[0]
         reason = reason if isinstance(error, (OSError, ValueError)) else f"{type(error).__name__}: {reason}"
@@ -37,6 +55,24 @@ def load_tokenizer(path: str) -> Any:
             [Problem(flags=("model",), message=f"model {path!r} has no tokenizer: its files (tokenizer.json, ...) are missing.")]
         )
     return tokenizer
+
+
+@cache
+def _warn_once(path: str) -> None:
+    warning = remote_code.warning_of(Path(path))
+    if warning and launcher.read().speaks:
+        logger.warning("%s", warning)
+
+
+@contextmanager
+def _copied_alone() -> Iterator[None]:
+    """transformers copies a model's code into its cache and runs the copy: ranks that did so together would read halves of files."""
+    from transformers.dynamic_module_utils import HF_MODULES_CACHE
+
+    folder = Path(HF_MODULES_CACHE)
+    folder.mkdir(parents=True, exist_ok=True)
+    with only_one(folder / ".megatron_grpo.lock", patience=PATIENCE):
+        yield
 
 
 def vocabulary_of(tokenizer: Any) -> str:

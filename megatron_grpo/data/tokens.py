@@ -6,15 +6,14 @@ libraries. So whatever changes finds no file, and is tokenised anew. docs/data.m
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import logging
 import os
 import socket
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ import numpy as np
 
 from megatron_grpo import launcher
 from megatron_grpo.data.chat import PromptEncoder
+from megatron_grpo.files import only_one
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ FEW = 2000  # rows up to which a file is not worth it
 PATIENCE = 900.0  # seconds that a rank waits for another one that tokenises the same
 UNUSED = 90 * 24 * 3600.0  # seconds after which a file that nobody has opened is removed
 _MAGIC = b"megatron_grpo tokens 1\n\0"
-_FILES = (".json", ".jinja", ".model", ".txt", ".tiktoken")  # of a model's folder: what a tokenizer may be read from
+_FILES = (".json", ".jinja", ".model", ".txt", ".tiktoken", ".py")  # of a model's folder: what a tokenizer may be read from
 
 
 class TokenTable(Sequence[tuple[int, ...]]):
@@ -72,7 +72,7 @@ def shared(key: str, make: Callable[[], TokenTable]) -> TokenTable:
     found = read(path)
     if found is not None:
         return found
-    with _only_one(path.with_suffix(".lock")) as may_write:
+    with only_one(path.with_suffix(".lock"), patience=PATIENCE) as may_write:
         found = read(path)
         if found is not None:
             return found
@@ -118,7 +118,11 @@ def tokenizer_fingerprint(tokenizer: Any) -> str:
             digest.update(len(part).to_bytes(8, "big") + part)
 
     fast = getattr(tokenizer, "backend_tokenizer", None)
-    as_loaded = [type(tokenizer).__name__, getattr(tokenizer, "chat_template", None), getattr(tokenizer, "special_tokens_map", None)]
+    as_loaded = [
+        f"{type(tokenizer).__module__}.{type(tokenizer).__name__}",
+        getattr(tokenizer, "chat_template", None),
+        getattr(tokenizer, "special_tokens_map", None),
+    ]
     add([repr(as_loaded).encode(), (fast.to_str() if fast is not None else json.dumps(tokenizer.get_vocab(), sort_keys=True)).encode()])
     folder = Path(str(getattr(tokenizer, "name_or_path", "")))
     if folder.is_dir():
@@ -162,37 +166,6 @@ def read(path: Path) -> TokenTable | None:
     num_rows = int(content[start : start + 8].view(np.int64)[0])
     ends = content[start + 8 : start + 8 + 8 * num_rows].view(np.int64)
     return TokenTable(ends, content[start + 8 + 8 * num_rows :].view(np.int32))
-
-
-@contextmanager
-def _only_one(lock: Path) -> Iterator[bool]:
-    """Inside, no other process of this machine is; or the wait for it was too long, or locks are unknown here: then it is False."""
-    try:
-        handle = os.open(lock, os.O_RDWR | os.O_CREAT, 0o644)
-    except OSError:
-        yield False
-        return
-    try:
-        held = _take(handle)
-        yield held
-        if held:
-            with suppress(OSError):
-                lock.unlink()
-    finally:
-        os.close(handle)
-
-
-def _take(handle: int) -> bool:
-    until = time.monotonic() + PATIENCE
-    while time.monotonic() < until:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
-        except BlockingIOError:
-            time.sleep(0.1)  # the kernel's locks have no time limit
-        except OSError:  # this file system has no locks
-            return False
-    return False
 
 
 def _forget_unused(folder: Path) -> None:

@@ -85,7 +85,7 @@ def run_mismatch(argv: Sequence[str], parse: Callable[[Sequence[str]], Parsed]) 
     """
     asked = read_asked(argv, parse)
     cfg = _as_looked_at(asked)
-    model_path = find_model(cfg.model.model)
+    model_path = find_model(cfg.model.model, with_code=cfg.model.trust_remote_code)
     shape = ModelShape.from_pretrained(model_path)
     layout, problems = layout_of(cfg, shape)
     if problems := [*problems, *_problems(layout, shape)]:
@@ -107,7 +107,7 @@ def run_mismatch(argv: Sequence[str], parse: Callable[[Sequence[str]], Parsed]) 
 def look(asked: Asked, cfg: Config, shape: ModelShape, model_path: Path, parallel: ParallelState, clean_up: CleanUp) -> Found:
     """Collective. clean_up: gets what this opens."""
     subject, dtype = asked.subject, cfg.model.torch_dtype
-    tokenizer = load_tokenizer(str(model_path))
+    tokenizer = load_tokenizer(str(model_path), trust_remote_code=cfg.model.trust_remote_code)
     rows, prompts, source, notes = _rows_to_compare(asked, cfg, shape, tokenizer)
     number = len(rows or prompts)
     if asked.row is not None and asked.row >= number:
@@ -118,7 +118,7 @@ def look(asked: Asked, cfg: Config, shape: ModelShape, model_path: Path, paralle
     model = build_loaded(cfg, shape, parallel, model_path=model_path, checkpoint=subject.checkpoint, micro_batch_size=together)
     engine = ColocatedEngine.build(
         cfg.rollout, model_path=model_path, dtype=dtype, max_model_len=min(longest + answer + 1, shape.max_position_embeddings),
-        seed=cfg.run.seed, rank=parallel.rank, world_size=parallel.world_size,
+        seed=cfg.run.seed, rank=parallel.rank, world_size=parallel.world_size, trust_remote_code=cfg.model.trust_remote_code,
     )  # fmt: skip
     clean_up.add(engine.close)
     sampling = SamplingSettings(n=1, max_completion_length=answer, temperature=cfg.rollout.temperature)

@@ -24,6 +24,7 @@ from megatron_grpo.metrics import plots
 from megatron_grpo.metrics.evaluations import curves_in
 from megatron_grpo.metrics.records import Records
 from megatron_grpo.settings.config import Config
+from megatron_grpo.settings.remote_code import problem_of
 from megatron_grpo.settings.secrets import secrets_in
 
 CARD, CURVES = "README.md", "training.png"
@@ -84,7 +85,7 @@ def text_of(card: Card, records: list[dict[str, Any]], *, name: str, has_curves:
         f"{what}, trained with [GRPO](https://arxiv.org/abs/2402.03300) by megatron_grpo {__version__} on Megatron-Core and vLLM.",
         _table(("", ""), [(key, value) for key, value in facts.items() if value not in (None, "")]),
         "## How to load it",
-        f"```python\n{_loading(card.kind, base, name)}\n```",
+        f"```python\n{_loading(card.kind, base, name, own_code=problem_of(card.source, is_trusted=False) is not None)}\n```",
     ]
     if has_curves:
         parts += ["## Curves", f"![reward, KL and length of completions over the optimizer steps]({CURVES})"]
@@ -164,14 +165,17 @@ def _ends(records: list[dict[str, Any]], name: str) -> str | None:
     return f"{values[0]:.4g}, {values[-1]:.4g}" if values else None
 
 
-def _loading(kind: str, base: str, name: str) -> str:
-    tokenizer = "from transformers import AutoModelForCausalLM, AutoTokenizer"
+def _loading(kind: str, base: str, name: str, *, own_code: bool) -> str:
+    """own_code: the tokenizer is code in the model's folder."""
+    tokenizer, trust = "from transformers import AutoModelForCausalLM, AutoTokenizer", ", trust_remote_code=True" if own_code else ""
     if kind == "adapter":
         return (
             f'from peft import PeftModel\n{tokenizer}\n\nmodel = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("{base}"), '
-            f'"{name}")\ntokenizer = AutoTokenizer.from_pretrained("{base}")'
+            f'"{name}")\ntokenizer = AutoTokenizer.from_pretrained("{base}"{trust})'
         )
-    return f'{tokenizer}\n\nmodel = AutoModelForCausalLM.from_pretrained("{name}")\ntokenizer = AutoTokenizer.from_pretrained("{name}")'
+    return (
+        f'{tokenizer}\n\nmodel = AutoModelForCausalLM.from_pretrained("{name}")\ntokenizer = AutoTokenizer.from_pretrained("{name}"{trust})'
+    )
 
 
 def _versions() -> Iterable[tuple[str, str]]:

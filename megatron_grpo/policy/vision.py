@@ -35,7 +35,7 @@ def build_tower(
 
     module, name = tower.module.rsplit(".", 1)
     kind = getattr(importlib.import_module(f"transformers.models.{module}"), name)
-    config = AutoConfig.from_pretrained(model_path).vision_config
+    config = AutoConfig.from_pretrained(model_path, trust_remote_code=False).vision_config
     with torch.random.fork_rng(devices=[]), torch.device(device):
         built = kind._from_config(config, attn_implementation="sdpa")
     for parameter in built.parameters():

@@ -66,7 +66,7 @@ class ColocatedEngine:
     @classmethod
     def build(cls, cfg: RolloutConfig, *, model_path: str | Path, dtype: str, max_model_len: int, seed: int, rank: int, world_size: int,
               lora: LoraPush | None = None, experts: ExpertLayers | None = None, eyes: Eyes | None = None,
-              most_pictures: int = 0) -> ColocatedEngine:  # fmt: skip
+              most_pictures: int = 0, trust_remote_code: bool = False) -> ColocatedEngine:  # fmt: skip
         """Loads the model at `model_path` (version 0: nothing needs to be pushed before the first rollout). Collective over all ranks.
 
         dtype: "float32" or "bfloat16"; `vllm_dtype` of the settings goes before it. max_model_len: prompt + completion, in tokens;
@@ -85,6 +85,7 @@ class ColocatedEngine:
         tp = cfg.vllm_tensor_parallel_size
         max_model_len = cfg.vllm_max_model_len or max_model_len
         options = (gpu_options(cfg) if on_gpu else cpu_options(cfg)) | {"dtype": cfg.vllm_dtype or dtype} | KEPT_OPTIONS
+        options |= {"trust_remote_code": trust_remote_code}
         room = lora if lora is not None and lora.kind == "adapter" else None
         if room is not None:
             options |= lora_options(room)

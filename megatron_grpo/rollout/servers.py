@@ -86,7 +86,7 @@ class ServerEngine:
 
     @classmethod
     def build(cls, cfg: RolloutConfig, *, model_path: Path, shape: ModelShape, output_dir: Path, needs: Needs, device: torch.device,
-              lora: LoraPush | None = None, eyes: Eyes | None = None) -> ServerEngine:  # fmt: skip
+              lora: LoraPush | None = None, eyes: Eyes | None = None, trust_remote_code: bool = False) -> ServerEngine:  # fmt: skip
         """Claims the servers that the settings name, in the name of the run that writes to `output_dir`. Collective.
 
         lora: how adapters are pushed, where they train. eyes: of a model that sees. Raises what `prepare` does, and ConfigError where
@@ -103,7 +103,7 @@ class ServerEngine:
             bucket_bytes = (cfg.weight_sync_bucket_mb or DEFAULT_BUCKET_MB[device.type]) * MIB
             return Pusher(fleet, device=device, bucket_bytes=bucket_bytes, modules=lora.modules if lora is not None else frozenset())
 
-        tokenizer = load_tokenizer(str(model_path))
+        tokenizer = load_tokenizer(str(model_path), trust_remote_code=trust_remote_code)
         return cls(pusher, tokenizer=tokenizer, vocab_size=shape.vocab_size, tells_experts=needs.tells_experts, eyes=eyes)
 
     @property

@@ -27,11 +27,11 @@ def run_export(parsed: Parsed) -> int:
         raise ConfigError(problems)
     if cfg.run.resume not in ("auto", "never"):
         cfg = settings_of_checkpoint(cfg, Path(cfg.run.resume))
-        export_checkpoint(cfg, find_model(cfg.model.model))
+        export_checkpoint(cfg, find_model(cfg.model.model, with_code=cfg.model.trust_remote_code))
         return EXIT_DONE
     if not (cfg.tuner.adapters and cfg.tuner.merge_lora and cfg.model.model):
         raise ConfigError([_problem("resume", "export needs --resume CHECKPOINT, or --model, --adapters and --merge_lora true.")])
-    out, model = Path(cfg.run.output_dir), find_model(cfg.model.model)
+    out, model = Path(cfg.run.output_dir), find_model(cfg.model.model, with_code=cfg.model.trust_remote_code)
     repositories = hub.open_repositories(cfg, [out])
     merge_adapter(model, cfg.tuner.adapters, out)
     describe(out, Card(kind="merged", cfg=cfg, source=model))

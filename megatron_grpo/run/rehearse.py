@@ -101,8 +101,9 @@ def rehearse(cfg: Config, num_rows: int = ROWS) -> Rehearsal:
     """Raises ConfigError, with all problems, where model, data or rewards cannot even be opened."""
     problems: list[Problem] = []
     opened: dict[str, Any] = {}
+    trusts = cfg.model.trust_remote_code
     for name, open_it in {
-        "tokenizer": lambda: load_tokenizer(str(find_model(cfg.model.model))),
+        "tokenizer": lambda: load_tokenizer(str(find_model(cfg.model.model, with_code=trusts)), trust_remote_code=trusts),
         "eyes": lambda: eyes_of(cfg.data, find_model(cfg.model.model)) if "tokenizer" in opened else None,
         "rows": lambda: _rows(cfg, opened.get("eyes"), is_blind={"tokenizer", "eyes"} <= opened.keys() and opened["eyes"] is None),
         "environment": lambda: load_environment(cfg, opened.get("tokenizer")),

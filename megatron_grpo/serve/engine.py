@@ -291,6 +291,7 @@ def _options(serving: Serving, room: LoraPush | None, *, on_gpu: bool) -> dict[s
     options |= engine_options(serving.eyes, cfg.data.limit_images or DEFAULT_IMAGES, on_gpu=on_gpu) | rollout.vllm_engine_kwargs
     return options | {
         "model": str(serving.model_path),
+        "trust_remote_code": cfg.model.trust_remote_code,
         "dtype": serving.dtype,
         "tensor_parallel_size": rollout.vllm_tensor_parallel_size,
         "data_parallel_size": cfg.serve.vllm_data_parallel_size,

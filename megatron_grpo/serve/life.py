@@ -21,7 +21,7 @@ from megatron_grpo.data.chat import load_tokenizer, vocabulary_of
 from megatron_grpo.errors import EXIT_DONE, ConfigError, Problem, RunError
 from megatron_grpo.files import write_whole
 from megatron_grpo.serve.settings import Serving, check_serving
-from megatron_grpo.settings import Parsed
+from megatron_grpo.settings import Parsed, remote_code
 from megatron_grpo.settings.config import ServeConfig
 from megatron_grpo.settings.servers import TOKEN_VARIABLE
 
@@ -42,6 +42,8 @@ def serve(parsed: Parsed) -> int:
         address = f"{serving.scheme}://{reachable(serving.cfg.serve.host)}:{listener.getsockname()[1]}"
         if warning := _in_the_clear(serving, address):
             _say(warning)
+        if serving.cfg.model.trust_remote_code and (code := remote_code.warning_of(serving.model_path)):
+            _say(code)
         try:
             with _stopped_by_signals(), _progress(serving):
                 from megatron_grpo.serve.engine import ServedEngine
@@ -97,7 +99,8 @@ def _app(serving: Serving, engine: Any) -> Any:
     if not serving.cfg.serve.frozen:
         return App(engine, **common)
     path = serving.model_path
-    return FrozenApp(engine, vocabulary=vocabulary_of(load_tokenizer(str(path))), fingerprint=model_fingerprint(path), **common)
+    tokenizer = load_tokenizer(str(path), trust_remote_code=serving.cfg.model.trust_remote_code)
+    return FrozenApp(engine, vocabulary=vocabulary_of(tokenizer), fingerprint=model_fingerprint(path), **common)
 
 
 def _http(app: Any, cfg: ServeConfig) -> Any:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from megatron_grpo.data.eyes import Eyes, eyes_of
 from megatron_grpo.errors import ConfigError, Problem
-from megatron_grpo.settings import Parsed, passed_on
+from megatron_grpo.settings import Parsed, passed_on, remote_code
 from megatron_grpo.settings.checks import value_problem
 from megatron_grpo.settings.config import Config, RolloutConfig, ServeConfig, TunerConfig
 from megatron_grpo.settings.read import COMMAND_LINE
@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 
 LEAST_TOKEN = 16  # characters
 READ = {
-    *("model", "torch_dtype", "bf16", "seed", "dialect", "router_replay_mode"), *("limit_images", "max_pixels", "min_pixels"),
+    *("model", "trust_remote_code", "torch_dtype", "bf16", "seed", "dialect", "router_replay_mode"),
+    *("limit_images", "max_pixels", "min_pixels"),
     *vars(TunerConfig()), *vars(ServeConfig()),
     *(name for name in vars(RolloutConfig()) if name.startswith("vllm_") and not name.startswith("vllm_server")),
 }  # fmt: skip
@@ -97,7 +98,8 @@ def check_serving(parsed: Parsed) -> Serving:
 
 
 def _look_at_model(cfg: Config) -> tuple[Path, ModelShape]:
-    path = find_model(cfg.model.model)
+    trusts = cfg.model.trust_remote_code
+    path = find_model(cfg.model.model, with_code=trusts)
     shape = ModelShape.from_pretrained(path)
     stored_names(path)
     tp = cfg.rollout.vllm_tensor_parallel_size
@@ -107,6 +109,7 @@ def _look_at_model(cfg: Config) -> tuple[Path, ModelShape]:
         wrong.append(
             _problem("router_replay_mode", f"router_replay_mode R3 needs a MoE model: {shape.architecture} has no experts to tell of.")
         )
+    wrong += filter(None, [remote_code.problem_of(path, is_trusted=trusts)])
     if wrong := [*wrong, *length_problems(shape, _longest(cfg) or 0, flags=("vllm_max_model_len",))]:
         raise ConfigError(wrong)
     return path, shape

@@ -18,6 +18,9 @@ class ModelConfig:
     """Model"""
 
     model: str = setting("", "Hugging Face checkpoint: a directory, or a Hub name", aliases=["model_name_or_path", "load"])
+    trust_remote_code: bool = setting(
+        False, "run code in the model's folder, for its tokenizer and configuration: plan names the files (docs/security.md)"
+    )
     torch_dtype: str = setting("bfloat16", "training dtype", choices=["float32", "bfloat16"], aliases=["dtype"])
     bf16: bool | None = setting(None, "another way to say torch_dtype: true is bfloat16, false is float32")
     transformer_impl: str = setting(

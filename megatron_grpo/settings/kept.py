@@ -41,6 +41,14 @@ def pairs(cfg: Config) -> Iterator[Pair]:
             f"softmax runs over them. Use {MOST}, or 0, which draws from all words.",
             {"top_k": [MOST, 0]},
         )
+    for flag, value in (("top_k", rollout.top_k), ("min_p", rollout.min_p)):
+        if value == 1:
+            yield (
+                (flag,),
+                f"{flag} ({value:g}) leaves the likeliest word alone, whose log-prob is then 0 whatever the weights are: nothing would "
+                f"train. Use {f'{USUAL}, or 0, which draws from all words' if flag == 'top_k' else 'less'}.",
+                {"top_k": [USUAL, 0]} if flag == "top_k" else {"min_p": [0.0]},
+            )
     if rollout.top_k == 0:
         flag, said, nearest = _without_top_k(rollout)
         yield (

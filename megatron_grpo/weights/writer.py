@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 
 from megatron_grpo.errors import ConfigError, Problem
 from megatron_grpo.files import directory_whole
+from megatron_grpo.settings.remote_code import files_named
 from megatron_grpo.weights.families import family_of
 from megatron_grpo.weights.shape import read_config
 from megatron_grpo.weights.stored import INDEX, SINGLE
@@ -63,9 +64,10 @@ def save_tensors(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
 class HfWriter:
     """`with HfWriter(out, source) as write: write(name, tensor)`; leaving the block without an error puts `out` in place.
 
-    Tensors go to numbered shards of at most `max_shard_bytes`, with an index where there is more than one. config.json, the tokenizer
-    and the generation settings come from `source`; config.json says the dtype that was written. `out` may be an earlier checkpoint,
-    which is replaced, or an empty directory, but nothing else. `expected`: names that must all have been written.
+    Tensors go to numbered shards of at most `max_shard_bytes`, with an index where there is more than one. config.json, the tokenizer,
+    code of its own that these name, and the generation settings come from `source`; config.json says the dtype that was written. `out`
+    may be an earlier checkpoint, which is replaced, or an empty directory, but nothing else. `expected`: names that must all have been
+    written.
     """
 
     def __init__(
@@ -129,6 +131,8 @@ class HfWriter:
             for path in self.source.glob(pattern):
                 if path.is_file():
                     shutil.copyfile(path, self._partial / path.name)
+        for name in files_named(self.source):
+            shutil.copyfile(self.source / name, self._partial / name)
 
     def _name_shards(self) -> None:
         count = len(self._shards)

@@ -73,6 +73,9 @@ def _together(hint: str) -> Foreign:
     return reads(lambda words, given: {}, hint)
 
 
+_TRUSTS = reads(
+    lambda words, given: {"trust_remote_code": "true"} if words[0].lower() in TRUE else {}, "`trust_remote_code` true, of either name"
+)
 _LOSS = _together("`loss_type`, `importance_sampling_level`, `delta` and `epsilon_high`, of all names of the loss")
 _KL = _together("`beta`, `kl_estimator` and `kl_in_reward`, of all names of the KL")
 _PACKED = _together("`max_tokens_per_micro_batch`, which is `ppo_max_token_len_per_gpu` times the ranks that share a sequence")
@@ -115,7 +118,7 @@ NAMES: Mapping[str, Foreign] = {
     "sampler.class_path": lacks("prompts come in a seeded order, or in the file's (dataset_shuffle)"),
     "datagen.path": lacks("data sets are rows of files; classes of one's own are not loaded"),
     "tool_config_path": lacks(features.TURNS),
-    "trust_remote_code": lacks("code of a checkpoint is not run"),
+    "trust_remote_code": _TRUSTS,
     # Sampling.
     "rollout.temperature": same("temperature"),
     "rollout.top_p": same("top_p"),
@@ -222,7 +225,7 @@ NAMES: Mapping[str, Foreign] = {
     "model.enable_gradient_checkpointing": _together(
         "`recompute_granularity` full, where verl trains with FSDP; with Megatron it is not read"
     ),
-    "model.trust_remote_code": lacks("code of a checkpoint is not run"),
+    "model.trust_remote_code": _TRUSTS,
     "model.external_lib": lacks("modules of one's own are not imported by name"),
     "model.custom_chat_template": lacks("prompts are written by the model's own chat template"),
     "model.hf_config_path": lacks(features.VERSIONS),

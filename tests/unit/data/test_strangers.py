@@ -94,8 +94,7 @@ def test_code_in_a_model_folder_does_not_run(tokenizer, tmp_path, standard):
     config |= {"auto_map": {"AutoTokenizer": ["evil.Evil", "evil.Evil"]}} | ({} if standard else {"tokenizer_class": "Evil"})
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "evil", "auto_map": {"AutoConfig": "evil.EvilConfig"}}))
-    try:
-        assert load_tokenizer(str(tmp_path)).get_vocab() == tokenizer.get_vocab()
-    except ConfigError as error:
-        assert "has no tokenizer that can be loaded" in str(error)
+    what = "the configuration" if standard else "the tokenizer and the configuration"
+    with pytest.raises(ConfigError, match=rf"{what} of .* code of its own \(evil.py\), which is not run"):
+        load_tokenizer(str(tmp_path))
     assert not proof.exists()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import socket
 import stat
 import subprocess
@@ -66,6 +68,24 @@ def test_everything_that_is_wrong_is_said_at_once_and_no_token_is_made(model, ho
 ])  # fmt: skip
 def test_each_mistake_is_a_sentence(model, argv, says):
     assert any(says in line for line in problems(*(str(model) if word == "MODEL" else word for word in argv)))
+
+
+def test_code_in_the_models_folder_runs_in_an_engine_that_was_told_so(home, model):
+    from megatron_grpo.serve.engine import _options
+
+    own = home / "own"
+    shutil.copytree(model, own)
+    (own / "mine.py").write_text("raise SystemExit('it ran')")
+    told = json.loads((own / "tokenizer_config.json").read_text())
+    told |= {"tokenizer_class": "Mine", "auto_map": {"AutoTokenizer": ["mine.Mine", None]}}
+    (own / "tokenizer_config.json").write_text(json.dumps(told))
+    assert problems("--model", str(own)) == [
+        f"model: the tokenizer of {own} is code of its own (mine.py), which is not run. Read it; if you trust it, give trust_remote_code "
+        "true."
+    ]
+    trusts = [_options(check_serving(parse(["--model", str(path), *words])), None, on_gpu=False)["trust_remote_code"]
+              for path, words in ((model, []), (own, ["--trust_remote_code", "true"]))]  # fmt: skip
+    assert trusts == [False, True]
 
 
 def test_one_file_describes_the_run_and_its_servers(model, home):

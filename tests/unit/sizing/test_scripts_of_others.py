@@ -93,7 +93,6 @@ VERL = {
                                             (256, 16, 1, 512, 2048, 4)),
     "run_qwen2-7b_seq_balance": ("actor_rollout_ref.rollout.name=sglang", "sampling is by vLLM alone"),
     "run_mistral13b_skyworkrm_hhrlhf": ("reward_model.enable=True", "a reward model is the reward function reward_model"),
-    "run_moonlight16b_math_megatron": ("data.trust_remote_code=True", "code of a checkpoint is not run"),
     "run_qwen2-32b_sglang_fsdp_npu": ("custom_reward_function.path=recipe/r1_ascend/deepscaler.py", "is a function with verl's signature"),
 }  # fmt: skip
 
@@ -194,6 +193,10 @@ def test_a_script_has_the_sizes_of_its_own_program_or_is_refused_by_one_feature(
          dict(sequence_parallel=True, expert_tensor_parallel_size=2, recompute_granularity=None)),
         ("verl", "+actor_rollout_ref.actor.megatron.override_transformer_config.moe_token_dispatcher_type=flex",
          dict(moe_token_dispatcher_type="alltoall")),
+        ("verl", "data.trust_remote_code=True actor_rollout_ref.model.trust_remote_code=False", dict(trust_remote_code=True)),
+        ("verl", "actor_rollout_ref.model.trust_remote_code=False", dict(trust_remote_code=False)),
+        ("trl", "--trust_remote_code", dict(trust_remote_code=True)),
+        ("trl", "--model_init_kwargs.trust_remote_code true", dict(trust_remote_code=True)),
         # slime: utils/ppo_utils.py (compute_policy_loss, compute_cispo_loss, compute_opsm_mask), megatron_utils/loss.py
         # (vanilla_tis_function)
         ("slime", "--eps-clip 0.2 --eps-clip-high 0.28", dict(loss_type="grpo", epsilon=0.2, epsilon_high=0.28, delta=None)),
