@@ -57,6 +57,7 @@ def _readings(bound: Mapping[str, Any]) -> Iterator[Callable[[], Any]]:
             yield lambda: of.from_lark(grammar)
         elif tag is not None:
             yield lambda: of.from_structural_tag(tag)
+            yield lambda: [(one["begin"], one["schema"], one["end"]) for one in json.loads(tag)["structures"]]  # the older form
     if find_spec("llguidance") is not None:
         if regex is not None:
             yield partial(_guidance, "regex", regex)

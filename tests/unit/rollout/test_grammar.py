@@ -26,6 +26,8 @@ from megatron_grpo.sizing.dialects import DIALECTS
         ({"grammar": 'root ::= "a" | "b"'}, None),
         ({"grammar": 'start: "a" | "b"'}, None),
         ({"grammar": 'root ::= "a" | b'}, 'Rule "b" is not defined'),
+        ({"structural_tag": '{"structures": [{"begin": "<a>", "schema": {}, "end": "</a>"}], "triggers": ["<a>"]}'}, None),
+        ({"structural_tag": '{"structures": [{"begin": "<a>"}]}'}, "must have a format field"),
         ({"choice": ["a", "b"]}, None),
         ({"json_object": True}, None),
     ],
