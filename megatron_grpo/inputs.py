@@ -24,6 +24,7 @@ from megatron_grpo.planning.pictures import PictureFacts
 from megatron_grpo.planning.tower import learns_nothing
 from megatron_grpo.rewards.loading import close_rewards, load_rewards, may_be_here
 from megatron_grpo.rewards.protocol import RewardFunction
+from megatron_grpo.rollout.grammar import unreadable
 from megatron_grpo.rollout.own_loading import load_rollout_func
 from megatron_grpo.settings import Parsed, remote_code
 from megatron_grpo.settings.config import Config
@@ -287,6 +288,7 @@ def read_inputs(cfg: Config, left_out: Collection[str] = ()) -> Found:
         problems.add(problems.attempt(partial(weights_to_begin_with, cfg, model_path)) or [])
     if model_path and shape and "weights" not in left_out:
         problems.attempt(partial(stored_names, model_path))
+    problems.add(unreadable(cfg))
     if model_path and shape and cfg.tuner.tuner_type == "lora":
         problems.add(bases_of_adapters(cfg, model_path))
     if shape and "tokenizer" not in left_out:

@@ -34,6 +34,7 @@ _TABLE = {
         transformer_impl share_prompts moe_aux_loss_coeff moe_z_loss_coeff lora_dropout adapters ref_adapters vllm_enable_lora
         dataset further_datasets interleave_prob stopping_strategy columns split_dataset_ratio
         dataset_split max_prompt_length truncation_strategy system enable_thinking chat_template_kwargs generation_kwargs
+        vllm_structured_outputs_regex
         vllm_mode same_bits async_rollout_depth max_completion_length top_p top_k min_p stop stop_token_ids vllm_dtype
         environment tools max_turns turn_history turn_discount environment_timeout max_failed_episodes tool_call_parser
         reward_funcs reward_weights reward_timeout reward_on_error answer_column accuracy_exact math_timeout format_tags length_target

@@ -10,6 +10,7 @@ from collections.abc import Collection, Mapping
 from megatron_grpo.errors import Problem
 from megatron_grpo.settings import kept
 from megatron_grpo.settings.config import Config, GrpoConfig
+from megatron_grpo.settings.grammar import flag_of, of_training
 
 # What scale_rewards may say next to an estimator: the default, or what the estimator does anyway.
 SCALES_OF_ESTIMATOR: Mapping[str, tuple[str, ...]] = {
@@ -101,6 +102,12 @@ def _teacher(config: Config) -> list[Problem]:
                 f"tokens are drawn from another distribution than that. Use {name} {plain:g}."
             )
             found.append(Problem(flags=(flag, name), message=message, nearest={name: [plain]}))
+    if of_training(rollout) is not None:
+        message = (
+            f"teacher_model_server: a teacher's log-probs are those of its whole softmax, and with {flag_of(rollout)} tokens are drawn "
+            "from the words that a grammar leaves. Leave it out."
+        )
+        found.append(Problem(flags=(flag, flag_of(rollout)), message=message))
     dropped = [name for name in ("dynamic_sample", "exclude_dead_groups") if getattr(cfg, name)]
     if dropped and not config.rewards.reward_funcs:
         message = (

@@ -111,7 +111,7 @@ def transformer_config(
         add_bias_linear=shape.mlp_bias,
         add_qkv_bias=shape.qkv_bias,
         softmax_scale=None if shape.mla else shape.softmax_scale_of(0),  # of local layers: each has its own (`PackedAttention.read`)
-        qk_layernorm=shape.qk_norm and not shape.qk_norm_is_whole,  # it sums gradients over ranks, which have heads of their own
+        qk_layernorm=shape.qk_norm,
         attention_dropout=0.0,
         hidden_dropout=0.0,
         tensor_model_parallel_size=layout.tensor_model_parallel_size,
@@ -403,4 +403,7 @@ def build_chunks(
                 tower=tower if index == 0 else None,
             ).to(parallel.device)  # parameters are drawn in params_dtype; a sigmoid router's bias stays float32
         )  # fmt: skip
+    # megatron-core 0.19 builds no norm of queries without it; in training it sums the norms' gradients over tensor-parallel ranks, which is
+    # wrong for a norm over all heads: each rank has the weights of its own ones.
+    config.qk_layernorm = shape.qk_norm and not shape.qk_norm_is_whole
     return chunks

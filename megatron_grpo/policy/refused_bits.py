@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from megatron_grpo.errors import Problem
 from megatron_grpo.settings.config import Config
+from megatron_grpo.settings.grammar import flag_of, of_training
 from megatron_grpo.settings.kept import is_cut
 from megatron_grpo.weights.shape import ModelShape
 
@@ -53,7 +54,10 @@ def _settings(cfg: Config) -> Iterator[Problem]:
         )
     if rollout.vllm_dtype not in (None, cfg.model.torch_dtype):
         yield _problem("vllm_dtype", f"the trainer computes in {cfg.model.torch_dtype} (torch_dtype). Leave vllm_dtype out.")
-    if is_cut(rollout):
+    if of_training(rollout) is not None:
+        flag = flag_of(rollout)
+        yield _problem(flag, "a softmax over the words that a grammar leaves is not reached; see docs/proof.md. Leave it out.")
+    elif is_cut(rollout):
         flag, off = ("top_p", 1.0) if rollout.top_p < 1 else ("min_p", 0.0) if rollout.min_p else ("top_k", 0)
         yield _problem(flag, f"a softmax over what is left of the vocabulary is not reached; see docs/proof.md. Use {off:g}.", off)
 

@@ -149,7 +149,7 @@ class ColocatedEngine:
             answers = [self._completions(prompt, answer.outputs, sampling) for prompt, answer in zip(mine, outputs, strict=True)]
         except GivenUp:
             answers = None
-        except ConfigError as error:  # a picture that has changed: who reads others hears of it too
+        except ConfigError as error:  # a picture that has changed, a grammar without a way on: who draws others hears of it too
             answers, fault = [], str(error)
         collectives.wait_patiently()  # one engine may have much longer answers than another
         answers = self._agreed((prompts, sampling, seed), answers, fault)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from megatron_grpo.settings.config import RolloutConfig
+from megatron_grpo.settings.grammar import sampling_fields_of
 from megatron_grpo.settings.kept import is_cut
 from megatron_grpo.types import Group, Prompt
 from megatron_grpo.types import Sequence as Scored
@@ -44,7 +45,7 @@ class SamplingSettings:
     top_p: float = 1.0
     top_k: int = 0  # 0 is off
     min_p: float = 0.0  # of the likeliest word's probability; 0 is off
-    tells_kept: bool = False  # of each token comes what top_k, top_p and min_p left; needs top_k
+    tells_kept: bool = False  # of each token comes what top_k, top_p, min_p and a grammar left; needs top_k
     stop: tuple[str, ...] = ()
     more: Mapping[str, Any] = field(default_factory=dict)  # of vLLM's SamplingParams, as JSON has them
     stop_token_ids: tuple[int, ...] = ()  # besides the model's own end-of-text ids
@@ -52,7 +53,7 @@ class SamplingSettings:
     @classmethod
     def of(cls, cfg: RolloutConfig, *, num_generations: int) -> SamplingSettings:
         return cls(n=num_generations, max_completion_length=cfg.max_completion_length, temperature=cfg.temperature, top_p=cfg.top_p,
-                   top_k=cfg.top_k, min_p=cfg.min_p, tells_kept=is_cut(cfg), more=cfg.generation_kwargs, stop=tuple(cfg.stop),
+                   top_k=cfg.top_k, min_p=cfg.min_p, tells_kept=is_cut(cfg), more=sampling_fields_of(cfg), stop=tuple(cfg.stop),
                    stop_token_ids=tuple(cfg.stop_token_ids))  # fmt: skip
 
     def greedy(self) -> SamplingSettings:

@@ -7,8 +7,10 @@ from typing import Any
 
 import numpy as np
 
+from megatron_grpo.errors import ConfigError
 from megatron_grpo.rollout.engine import SamplingSettings
 from megatron_grpo.rollout.kept import TIES, num_asked, whole_or_cut
+from megatron_grpo.settings.grammar import FIELD
 from megatron_grpo.settings.kept import MOST
 from megatron_grpo.types import Kept
 
@@ -84,7 +86,13 @@ def sampled_logprobs(output: Any) -> list[float]:
 
 
 def sampled(output: Any, sampling: SamplingSettings, vocab_size: int) -> tuple[list[float], Kept | None]:
-    """(as `sampled_logprobs`; what was left of the vocabulary for each token, where that was asked). Raises RuntimeError as that does."""
+    """(as `sampled_logprobs`; what was left of the vocabulary for each token, where that was asked). Raises RuntimeError as that does,
+    and ConfigError where a grammar has no way on in the model's vocabulary."""
+    if output.finish_reason == "error" and sampling.more.get(FIELD):
+        raise ConfigError(
+            f"vLLM ended a completion with an error under {FIELD} {sampling.more[FIELD]}: no word of the model's vocabulary may come "
+            "next, for its tokenizer cannot write what is asked for; or the log of vLLM has another reason."
+        )
     logprobs = sampled_logprobs(output)
     if not sampling.tells_kept:
         return logprobs, None

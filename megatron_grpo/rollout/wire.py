@@ -84,7 +84,7 @@ class Sampling:
     top_p: float = 1.0
     top_k: int = 0  # 0 is off
     min_p: float = 0.0  # 0 is off
-    tells_kept: bool = False  # completions come with what top_k, top_p and min_p left of the vocabulary
+    tells_kept: bool = False  # completions come with what top_k, top_p, min_p and a grammar left of the vocabulary
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     more: dict[str, Any] = field(default_factory=dict)  # of vLLM's SamplingParams

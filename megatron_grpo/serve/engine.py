@@ -132,9 +132,13 @@ class ServedEngine:
                 return wire.Answer(key=request.key, error=f"{wrong}.")
         except (ValueError, TypeError, VLLMValidationError) as error:  # wrong with this request; any other error is the engine's
             return wire.Answer(key=request.key, error=str(error))
+        try:
+            draws = [sampled(one, settings, self._vocab_size) for one in output.outputs]
+        except ConfigError as error:
+            return wire.Answer(key=request.key, error=str(error))
         drawn = tuple(
-            _drawn(one, *sampled(one, settings, self._vocab_size), self._told(one, len(request.ids), place))
-            for place, one in enumerate(output.outputs)
+            _drawn(one, *what, self._told(one, len(request.ids), place))
+            for place, (one, what) in enumerate(zip(output.outputs, draws, strict=True))
         )
         if any(spans != version for one in drawn for spans, _, _ in one.versions):
             raise RuntimeError(f"request {request.key} was not answered by version {version} alone")

@@ -252,7 +252,12 @@ class RolloutConfig:
         0.0, "leaves out words of less than this share of the likeliest one's probability; in training with a top_k", at_least=0, at_most=1
     )
     generation_kwargs: dict[str, Any] = setting(
-        {}, "more of vLLM's SamplingParams, of those that leave the distribution as it is: name=value, or JSON"
+        {}, "more of vLLM's SamplingParams, of those that leave the distribution as it is, and structured_outputs: name=value, or JSON"
+    )
+    vllm_structured_outputs_regex: str | None = setting(
+        None,
+        "completions are drawn so that they match this regular expression; in training with a top_k (docs/sampling.md)",
+        aliases=["structured_outputs_regex", "vllm_guided_decoding_regex"],
     )
     stop: list[str] = setting([], "strings that end a completion", aliases=["stop_words"])
     stop_token_ids: list[int] = setting([], "token ids that end a completion, besides the model's own end-of-text ids", at_least=0)
@@ -606,7 +611,7 @@ class EvalConfig:
         None, "longest completion of a held-out prompt (default: max_completion_length)", unit="tokens", at_least=1
     )
     eval_generation_kwargs: dict[str, Any] = setting(
-        {}, "more of vLLM's SamplingParams for them, penalties and structured_outputs too (default: generation_kwargs)"
+        {}, "more of vLLM's SamplingParams for them, penalties and structured_outputs too (default: those of training)"
     )
     eval_reward: str | None = setting(None, "the reward function that is the score (default: the first)")
     eval_pass_threshold: float = setting(1.0, "a completion is right, for pass@k, from this score on")

@@ -1,4 +1,4 @@
-"""What sampling from less than the whole vocabulary (top_k, top_p, min_p) asks of the other settings. No torch.
+"""What sampling from less than the whole vocabulary (top_k, top_p, min_p, a grammar) asks of the other settings. No torch.
 
 The trainer's softmax runs over the words that were left, so that its log-probs are those of the distribution drawn from. Their ids travel
 with every token, from the sampler to where the row trains.
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron_grpo.settings.config import Config, RolloutConfig
+from megatron_grpo.settings.grammar import FIELD, REGEX, flag_of, of_training
 from megatron_grpo.settings.tuner import Pair
 
 # The largest top_k: its words are a kilobyte a token, at each place where a row waits or travels.
@@ -18,13 +19,14 @@ USUAL = 64  # what is said where a top_k is missing
 
 def is_cut(rollout: RolloutConfig) -> bool:
     """Whether training draws from less than the whole vocabulary."""
-    return rollout.top_k > 0 or rollout.top_p < 1 or rollout.min_p > 0
+    return rollout.top_k > 0 or rollout.top_p < 1 or rollout.min_p > 0 or of_training(rollout) is not None
 
 
 def in_words(rollout: RolloutConfig) -> str:
     """`top_k 5 and top_p 0.9`"""
     cuts = {"top_k": (rollout.top_k, 0), "top_p": (rollout.top_p, 1), "min_p": (rollout.min_p, 0)}
-    return " and ".join(f"{name} {value:g}" for name, (value, off) in cuts.items() if value != off)
+    said = [f"{name} {value:g}" for name, (value, off) in cuts.items() if value != off]
+    return " and ".join([*said, *(["structured outputs"] if of_training(rollout) is not None else [])])
 
 
 def pairs(cfg: Config) -> Iterator[Pair]:
@@ -39,18 +41,37 @@ def pairs(cfg: Config) -> Iterator[Pair]:
             f"softmax runs over them. Use {MOST}, or 0, which draws from all words.",
             {"top_k": [MOST, 0]},
         )
+    for flag, value in (("top_k", rollout.top_k), ("min_p", rollout.min_p)):
+        if value == 1:
+            yield (
+                (flag,),
+                f"{flag} ({value:g}) leaves the likeliest word alone, whose log-prob is then 0 whatever the weights are: nothing would "
+                f"train. Use {f'{USUAL}, or 0, which draws from all words' if flag == 'top_k' else 'less'}.",
+                {"top_k": [USUAL, 0]} if flag == "top_k" else {"min_p": [0.0]},
+            )
     if rollout.top_k == 0:
-        flag, value, off = ("top_p", rollout.top_p, 1.0) if rollout.top_p < 1 else ("min_p", rollout.min_p, 0.0)
+        flag, said, nearest = _without_top_k(rollout)
         yield (
             (flag, "top_k"),
-            f"{flag} ({value:g}) without top_k leaves any number of words, and their ids travel with every token, for the trainer's "
+            f"{said} without top_k leaves any number of words, and their ids travel with every token, for the trainer's "
             f"softmax runs over them. Add top_k, at most {MOST}: for example top_k {USUAL}.",
-            {"top_k": [USUAL, MOST], flag: [off]},
+            {"top_k": [USUAL, MOST]} | nearest,
         )
     if rollout.rollout_func is not None:
         yield (
-            ("top_k" if rollout.top_k else "top_p" if rollout.top_p < 1 else "min_p", "rollout_func"),
+            (
+                "top_k" if rollout.top_k else "top_p" if rollout.top_p < 1 else "min_p" if rollout.min_p else flag_of(rollout),
+                "rollout_func",
+            ),
             f"{in_words(rollout)} does not go with rollout_func: nobody knows which request drew which of the tokens that it returns, so "
-            "not which words were left for each. Leave top_k, top_p and min_p out.",
+            f"not which words were left for each. Leave {'them' if of_training(rollout) is not None else 'top_k, top_p and min_p'} out.",
             {},
         )
+
+
+def _without_top_k(rollout: RolloutConfig) -> tuple[str, str, dict[str, list[float]]]:
+    """(the setting that needs one, as it is told, its value without that need)"""
+    if of_training(rollout) is not None:
+        return flag_of(rollout), REGEX if flag_of(rollout) == REGEX else f"{flag_of(rollout)} {FIELD}", {}
+    flag, value, off = ("top_p", rollout.top_p, 1.0) if rollout.top_p < 1 else ("min_p", rollout.min_p, 0.0)
+    return flag, f"{flag} ({value:g})", {flag: [off]}

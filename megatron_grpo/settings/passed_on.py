@@ -12,6 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from megatron_grpo.settings import grammar
 from megatron_grpo.settings.config import Config
 from megatron_grpo.settings.table import close_to
 from megatron_grpo.settings.tuner import Pair
@@ -21,7 +22,7 @@ from megatron_grpo.settings.tuner import Pair
 _ENDS_AND_TEXT = ("skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output", "ignore_eos")
 # Tokens are then drawn from another distribution than the softmax of the logits, which is what the trainer's log-probs are of.
 _PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
-RESHAPES = (*_PENALTIES, *("min_tokens", "logit_bias", "allowed_token_ids", "bad_words", "structured_outputs"))
+RESHAPES = (*_PENALTIES, *("min_tokens", "logit_bias", "allowed_token_ids", "bad_words"))
 _SAMPLING_SETTINGS = {
     "n": "num_generations", "temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p",
     "max_tokens": "max_completion_length", "stop": "stop", "stop_token_ids": "stop_token_ids", "seed": "seed",
@@ -108,10 +109,11 @@ def pairs(cfg: Config) -> Iterator[Pair]:
     )
     for_evaluation = "For evaluation alone there is eval_generation_kwargs"
     reshaping = {name: f"{said_before if name in _PENALTIES else drawn}. {for_evaluation}" for name in RESHAPES}
-    eval_settings, eval_allowed = {**_SAMPLING_SETTINGS, **_EVAL_SETTINGS}, (*_ENDS_AND_TEXT, *RESHAPES)
+    bounded = (*_ENDS_AND_TEXT, grammar.FIELD)
+    eval_settings, eval_allowed = {**_SAMPLING_SETTINGS, **_EVAL_SETTINGS}, (*bounded, *RESHAPES)
     kernels = {name: name for name in vars(cfg.kernels)}
     for flag, given, fields, what, own, reasons, allowed in (
-        ("generation_kwargs", cfg.rollout.generation_kwargs, sampling_fields, SAMPLING, _SAMPLING_SETTINGS, reshaping, _ENDS_AND_TEXT),
+        ("generation_kwargs", cfg.rollout.generation_kwargs, sampling_fields, SAMPLING, _SAMPLING_SETTINGS, reshaping, bounded),
         ("eval_generation_kwargs", cfg.eval.eval_generation_kwargs, sampling_fields, SAMPLING, eval_settings, {}, eval_allowed),
         ("vllm_engine_kwargs", cfg.rollout.vllm_engine_kwargs, engine_fields, ENGINE, _ENGINE_SETTINGS, _ENGINE_REASONS, None),
         ("megatron_extra_kwargs", cfg.model.megatron_extra_kwargs, megatron_fields, MEGATRON, _MEGATRON_SETTINGS | kernels, {}, OPEN),

@@ -109,10 +109,6 @@ SAID_WITH: Mapping[str, str] = {
         "gradients and optimizer state are float32 here: leave it out. optimizer_cpu_offload saves their memory.",
     ),
     **dict.fromkeys(
-        ("vllm_structured_outputs_regex", "vllm_guided_decoding_regex", "structured_outputs_regex"),
-        "training draws from the whole softmax; eval_generation_kwargs structured_outputs is for evaluation.",
-    ),
-    **dict.fromkeys(
         ("repetition_penalty", "presence_penalty", "frequency_penalty"),
         "the trainer's softmax does not know which words were said before, so training draws without it; eval_generation_kwargs takes it "
         "for evaluation.",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 
 import numpy as np
 import pytest
@@ -10,12 +11,13 @@ import torch
 
 from tests import parity_cases as cases
 from tests.ranks import run_ranks
-from tests.tiny_models import load_tiny, write_tiny
+from tests.tiny_models import EOS, load_tiny, write_tiny
 
 GROUPS = ((3, (5, 1, 4, 8)), (1, (2, 12)), (7, (2, 9)))
 # Entropies and the KL to the reference are of the kept words too, and their gradients.
 LOSS = dict(loss_type="cispo", entropy_coef=0.01, beta=0.05, rollout_importance_sampling_mode="token_truncate")
 CUT = dict(temperature=0.7, top_k=5, top_p=0.9, min_p=0.02)
+BOUND = dict(temperature=0.7, top_k=20, vllm_structured_outputs_regex="1[0-9]{3,7}")
 
 
 @pytest.fixture(scope="module")
@@ -76,29 +78,40 @@ def test_the_sampler_and_the_trainer_have_one_softmax(tmp_path):
         engine = ColocatedEngine.build(limits, model_path=path, dtype="float32", max_model_len=64, seed=0, rank=rank, world_size=world)
         prompts = [Prompt(number=i, row=i, raw="", token_ids=tuple(range(4 + i, 12 + 2 * i)), columns={}) for i in range(3)]
         model, apart, counts = load_tiny(path), {}, []
-        for name, rollout in (("cut", RolloutConfig(**CUT)), ("whole", RolloutConfig(temperature=0.7))):
+        for name, how in (("cut", CUT), ("bound", BOUND), ("whole", dict(temperature=0.7))):
+            rollout = RolloutConfig(**how)
             sampling = dataclasses.replace(SamplingSettings.of(rollout, num_generations=3), max_completion_length=16)
             drawn = [one for group in engine.generate(prompts, sampling, seed=1) for one in group.completions]
             scored = policy.score([one.sequence for one in drawn])
             gaps = [np.abs(ours - one.logprobs)[one.sequence.mask] for ours, one in zip(scored, drawn, strict=True)]
             apart[name] = float(np.concatenate(gaps).max())
-            if name == "cut":
+            if name != "whole":
                 over_all = policy.score([dataclasses.replace(one.sequence, kept_at=None, kept_ids=None) for one in drawn])
                 gaps = [np.abs(ours - one.logprobs)[one.sequence.mask] for ours, one in zip(over_all, drawn, strict=True)]
-                apart["mutant"] = float(np.concatenate(gaps).max())
+                apart[f"{name}, mutant"] = float(np.concatenate(gaps).max())
                 for one in drawn:
-                    check(one.sequence, 5)
+                    check(one.sequence, rollout.top_k)
                     with torch.no_grad():
                         logits = model(torch.from_numpy(one.sequence.token_ids)[None]).logits[0].double() / 0.7
                     for number, at in enumerate(np.flatnonzero(one.sequence.mask)):
                         words = one.sequence.kept_ids[one.sequence.kept_at[number] : one.sequence.kept_at[number + 1]]
-                        assert sorted(words.tolist()) == left_of(logits[at - 1])
+                        before = one.sequence.token_ids[at - number : at]
+                        right = left_of(logits[at - 1]) if name == "cut" else allowed(logits[at - 1], "".join(map(str, before)))
+                        assert sorted(words.tolist()) == right
                         counts.append(len(words))
+                    assert name == "cut" or (one.ended == "stop" and re.fullmatch("1[0-9]{3,7}", "".join(one.text.split())))
         return apart, counts
 
     [(apart, counts)] = run_ranks(body, 1)
-    assert apart["whole"] < 1e-4 and apart["cut"] < 1e-4, apart
-    assert apart["mutant"] > 0.1 and {*counts} >= {3, 4, 5}, (apart, counts)
+    assert apart["whole"] < 1e-4 and apart["cut"] < 1e-4 and apart["bound"] < 1e-4, apart
+    assert apart["cut, mutant"] > 0.1 and apart["bound, mutant"] > 0.1 and {*counts} >= {1, 3, 4, 5, 20}, (apart, counts)
+
+
+def allowed(logits: torch.Tensor, said: str) -> list[int]:
+    """The likeliest of the words that may come next: word n is written "n", and EOS may come where the whole is there."""
+    may = [n for n in range(4, len(logits)) if re.fullmatch("1[0-9]{0,7}", f"{said}{n}")]
+    may += [EOS] if re.fullmatch("1[0-9]{3,7}", said) else []
+    return sorted(sorted(may, key=lambda n: -float(logits[n]))[: BOUND["top_k"]])
 
 
 def left_of(logits: torch.Tensor) -> list[int]:

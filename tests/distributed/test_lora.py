@@ -6,9 +6,11 @@ from contextlib import ExitStack
 from dataclasses import replace
 from unittest import mock
 
+import megatron.core
 import numpy as np
 import pytest
 import torch
+from packaging.version import Version
 
 from megatron_grpo.policy import lora
 from megatron_grpo.weights.lora import LoraSettings
@@ -222,6 +224,10 @@ MISTAKES = {
 }
 
 
+# What megatron-core 0.19 does right by itself: gradients that are not contiguous, and copies of experts in the norm.
+MENDED = () if Version(megatron.core.__version__) < Version("0.19") else (megatron_s_own_copy, expert_copies_counted)
+
+
 @pytest.mark.parametrize("layout", MISTAKES)
 def test_each_mistake_is_seen(made, layout):
     case, given = cases.LAYOUTS[layout], {}
@@ -246,7 +252,8 @@ def test_each_mistake_is_seen(made, layout):
         return found
 
     for of_rank in run_ranks(all_mistakes, case.world_size, timeout=300):
-        assert [(name, shows, error) for name, shows, error in of_rank if error < 1e-3] == []
+        mended = {mistake.__name__ for mistake in MENDED}
+        assert {name for name, _, error in of_rank if error < 1e-3} <= mended, of_rank
 
 
 # ---- dropout -----------------------------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_grpo.errors import ConfigError
+from megatron_grpo.errors import ConfigError, RunError
 from megatron_grpo.rollout.engine import SamplingSettings
 from megatron_grpo.settings.config import RolloutConfig
 from megatron_grpo.types import Prompt
@@ -251,6 +251,10 @@ def test_what_is_passed_on_reaches_vllm(model_path):
             assert set(tokens_of(engine.generate(PROMPTS[:1], biased, seed=1))[0][0]) == {11}
             grammar = replace(SAMPLING, n=1, more={"structured_outputs": {"choice": ["12"]}})
             [found] = engine.generate(PROMPTS[:1], grammar, seed=1)[0].completions
-            assert found.text.split()[:1] == ["12"]
+            assert found.text.split() == ["12"] and found.ended == "stop"
+            braces = replace(SAMPLING, more={"structured_outputs": {"json_object": True}})
+            with pytest.raises(RunError, match="no word of the model's vocabulary may come next"):
+                engine.generate(PROMPTS[:1], braces, seed=1)
+            assert engine.generate(PROMPTS[:1], grammar, seed=1)[0].completions[0].text.split() == ["12"]
 
     run_ranks(body, 1, timeout=120)

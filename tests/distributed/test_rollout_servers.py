@@ -72,6 +72,11 @@ def cut(**how):
     return dataclasses.replace(sampling(**how), top_k=12, top_p=0.9, min_p=0.01, tells_kept=True)
 
 
+def bound():
+    """By a grammar too: it goes over HTTP, and is part of what is left."""
+    return dataclasses.replace(cut(), more={"structured_outputs": {"regex": "1[0-9]{3,30}"}})
+
+
 def told_of(groups):
     """Tokens, and what they were drawn among."""
     kept = [[one.sequence.kept and [part.tolist() for part in one.sequence.kept] for one in group.completions] for group in groups]
@@ -145,7 +150,7 @@ def sample_versions(rank, world, paths, named, out, layout):
             groups = engine.generate(prompts(9), sampling(), seed=SEED)
             assert worst_gap(groups, path, 0.8) < 1e-4
             assert [group.prompt.number for group in groups] == list(range(9))[rank::world]
-            further = engine.generate(prompts(12)[9:], cut(), seed=SEED)  # as a round of dynamic sampling
+            further = engine.generate(prompts(12)[9:], bound(), seed=SEED)  # as a round of dynamic sampling
             greedy = engine.generate(prompts(3), sampling().greedy(), seed=0)
             found.append([dict(zip((g.prompt.number for g in part), told_of(part), strict=True)) for part in (groups, further, greedy)])
         assert engine.generate([], sampling(), seed=SEED) == []
@@ -154,7 +159,7 @@ def sample_versions(rank, world, paths, named, out, layout):
 
 def sample_inside(rank, world, path):
     with engine_at(path, rank, world) as engine:
-        asked = ((prompts(9), sampling(), SEED), (prompts(12)[9:], cut(), SEED), (prompts(3), sampling().greedy(), 0))
+        asked = ((prompts(9), sampling(), SEED), (prompts(12)[9:], bound(), SEED), (prompts(3), sampling().greedy(), 0))
         return [dict(enumerate(told_of(engine.generate(some, how, seed=seed)), some[0].number)) for some, how, seed in asked]
 
 

@@ -102,6 +102,8 @@ def test_kept_words_are_planned_with_their_bytes(ask):
         "bytes_of_token": 208, "bytes_of_row": row, "bytes_of_rollout": 128 * row, "checkpoint_bytes": 64 * row,
     }  # fmt: skip
     assert "kept" not in ask("Qwen3ForCausalLM", "")[1]["cost"]
+    bound = "--top_k 50 --vllm_structured_outputs_regex [0-9]{1,4} --tools t.py:f"
+    assert ask("Qwen3ForCausalLM", bound)[1]["cost"]["kept"]["bytes_of_token"] == 208
 
 
 def test_what_is_refused_with_pictures_is_refused_in_the_words_of_the_page(tmp_path):
@@ -164,7 +166,7 @@ def test_what_is_refused_of_evaluation_and_rollout_functions_is_refused_in_the_w
     (tmp_path / "mine.py").write_text(f"def f(prompts, sampler): pass\n{tool}")
     (tmp_path / "rows.jsonl").write_text('{"prompt": "1"}\n')
     code, found = ask("Qwen3MoeForCausalLM", words, tuner="")
-    assert code == 2 and [error["message"] for error in found["errors"]] == [sentence] and len(OF_EVALUATION) == 6
+    assert code == 2 and [error["message"] for error in found["errors"]] == [sentence] and len(OF_EVALUATION) == 7
 
 
 SERVERS = "--vllm_mode server --vllm_server_host a b"

@@ -319,16 +319,38 @@ def test_a_completion_with_an_impossible_log_prob_trains_nothing_and_is_counted(
     assert rollout({0: LIVE, 1: LIVE})[1]["sampling/refused_completions"] == 0
 
 
+def told_words(prompt, place, version):
+    """Completion 0 among two words and one; completion 1 among three and two."""
+    one = answer(prompt, place, version)
+    first, second = one.answer_ids
+    words = [[first, 8, 9], [second, 8]] if place else [[first, 9], [second]]
+    kept_ids = np.array(sum(words, []), dtype=np.int32)
+    return replace(one, sequence=replace(one.sequence, kept_at=np.cumsum([0, *map(len, words)]), kept_ids=kept_ids))
+
+
+def test_a_rollout_that_was_sampled_ahead_has_its_words_and_its_teachers():
+    engine, asked = ScriptedEngine(told_words), []
+    engine.take(WeightUpdate(kind="weights", version=0, tensors=()))
+
+    def teacher(sequences, homes, parallel):
+        asked.append(len(sequences))
+        return {key: np.where(one.mask, -key[1], 0).astype(np.float32) for key, one in sequences.items()}
+
+    sampling = replace(SAMPLING, top_k=3, tells_kept=True)
+    rollouts = rollouts_of({0: LIVE, 1: LIVE}, timetable(depth=1), engine=engine, sampling=sampling, teacher=teacher)
+    rollouts.launch(1)
+    assert asked == []
+    [found] = rollouts.drain(0)  # a checkpoint asks for it before its own step does
+    assert [sample.kept.ids.tolist() for sample in found.samples.values()] == [[0, 9, 1], [1, 8, 9, 2, 8], [10, 9, 11], [11, 8, 9, 12, 8]]
+    assert [sample.teacher_logprobs.tolist() for sample in found.samples.values()] == [[0, 0, -row, -row] for row in range(4)]
+    assert rollouts.collect([1]) == [] and asked == [4]
+
+
 def test_a_sample_keeps_what_its_tokens_were_drawn_among_and_one_that_trains_nothing_has_none(caplog):
     def told(prompt, place, version):
-        """Completion 0 among two words and one; completion 1, of which prompt 1's is refused, among three and two."""
-        one = answer(prompt, place, version)
-        first, second = one.answer_ids
-        words = [[first, 8, 9], [second, 8]] if place else [[first, 9], [second]]
-        kept_ids = np.array(sum(words, []), dtype=np.int32)
-        told = replace(one.sequence, kept_at=np.cumsum([0, *map(len, words)]), kept_ids=kept_ids)
-        logprobs = np.float32([0, 0, -0.5, 0.3]) if place and prompt.number else one.logprobs
-        return replace(one, sequence=told, logprobs=logprobs)
+        """Completion 1 of prompt 1 is refused."""
+        one = told_words(prompt, place, version)
+        return replace(one, logprobs=np.float32([0, 0, -0.5, 0.3])) if place and prompt.number else one
 
     sampling = replace(SAMPLING, top_k=3, tells_kept=True)
     samples, stats, _ = rollout({0: LIVE, 1: LIVE}, answer=told, sampling=sampling)

@@ -45,7 +45,6 @@ VERSIONS = "other revisions and converted configurations are not read; give a di
 CRITIC = "there is no critic: advantages are compared inside groups or batches"
 EVALUATION = "held-out prompts are asked in their order"
 OTHER_MODEL = "it is of a layer that no family of models here has"
-STRUCTURED = "completions are drawn freely: the trainer's softmax knows no grammar"
 ENGINE_WORDS = "give vllm_engine_kwargs, which hands name=value to vLLM's EngineArgs"
 EVAL_SAMPLING = "give eval_generation_kwargs, which hands name=value to vLLM's SamplingParams for held-out prompts"
 

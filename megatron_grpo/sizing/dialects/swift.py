@@ -218,7 +218,7 @@ NAMES: Mapping[str, Foreign] = {
     "mtp_decoder_input_detach": lacks(features.MTP),
     "stream": lacks(features.OTHER_TASK),
     "num_beams": lacks(features.SAMPLING, "1"),
-    "structured_outputs_regex": lacks(features.STRUCTURED),
+    "structured_outputs_regex": same("vllm_structured_outputs_regex"),
     "data_parallel_sharding_strategy": lacks(features.SHARDED_ELSEWHERE, "optim_grads_params"),
     "sequence_parallel_size": lacks("sequences are cut by context_parallel_size", "1"),
     **aside.SWIFT,

@@ -145,7 +145,6 @@ NAMES: Mapping[str, Foreign] = {
     **not_there(features.QUANTIZED, "fp16", "load_in_8bit", "load_in_4bit", "bnb_4bit_quant_type", "use_bnb_nested_quant"),
     **not_there(features.QUANTIZED, "bnb_4bit_quant_storage"),
     **not_there(features.SHARDED_ELSEWHERE, "deepspeed", "fsdp", "fsdp_config", "parallelism_config", "accelerator_config"),
-    **not_there(features.SAMPLING, "vllm_structured_outputs_regex", "vllm_guided_decoding_regex"),
     **not_there("sampling is by vLLM alone", "use_transformers_continuous_batching", "use_transformers_paged", "cache_implementation"),
     **not_there("sampling is by vLLM alone", "transformers_continuous_batching_config"),
     **not_there(features.STREAMING, "datasets", "dataset_streaming", "streaming"),

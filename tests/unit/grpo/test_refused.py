@@ -103,6 +103,8 @@ def test_warned_about(settings, says):
         ({"top_p": 0.9}, "top_p (0.9) without top_k leaves any number of words", {"top_k": [64, 256], "top_p": [1.0]}),
         ({"min_p": 0.1}, "min_p (0.1) without top_k leaves any number of words", {"top_k": [64, 256], "min_p": [0.0]}),
         ({"min_p": 0.1, "top_k": 4, "rollout_func": "a.py:f"}, "top_k 4 and min_p 0.1 does not go with rollout_func", {}),
+        ({"top_k": 1}, "top_k (1) leaves the likeliest word alone", {"top_k": [64, 0]}),
+        ({"top_k": 5, "min_p": 1.0}, "min_p (1) leaves the likeliest word alone", {"min_p": [0.0]}),
         ({"min_p": 0.1, "top_k": 256, "top_p": 0.9}, None, {}),
     ],
 )

@@ -88,6 +88,8 @@ def test_a_forked_child_does_not_go_on_with_the_run(how):
 
 def test_a_forked_child_that_exits_keeps_its_own_exit_code():
     ended = run("""
+        import warnings
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 has one about forks beside threads
         def f(completions):
             if os.fork() == 0:
                 sys.exit(7)

@@ -11,7 +11,7 @@ import megatron_grpo
 from megatron_grpo.evaluate import sampling_of
 from megatron_grpo.planning.check import check
 from megatron_grpo.rollout.engine import SamplingSettings
-from megatron_grpo.settings import passed_on
+from megatron_grpo.settings import grammar, passed_on
 from megatron_grpo.settings.checks import validate
 from megatron_grpo.settings.config import Config
 from megatron_grpo.settings.evaluation import how_evaluated, longest_completion
@@ -43,7 +43,14 @@ def said(**values) -> list[str]:
         ("generation_kwargs", {"presence_penalty": 0.5}, "it makes a word's probability depend on which words were said before it"),
         ("generation_kwargs", {"logit_bias": {"5": 1.0}}, "the trainer's softmax does not know of it"),
         ("generation_kwargs", {"min_p": 0.1}, "is the setting min_p here"),
-        ("generation_kwargs", {"structured_outputs": {"regex": "a"}}, "the trainer's softmax does not know of it"),
+        ("generation_kwargs", {"structured_outputs": {"regex": "a"}}, None),
+        ("generation_kwargs", {"structured_outputs": "a"}, "is an object such as"),
+        ("generation_kwargs", {"structured_outputs": {"regexp": "a"}}, "structured_outputs has no regexp. It has one"),
+        ("generation_kwargs", {"structured_outputs": {"regex": "a", "choice": ["b"]}}, "and here are regex and choice"),
+        ("generation_kwargs", {"structured_outputs": {"regex": "a", "disable_any_whitespace": True}}, "vllm_engine_kwargs structured"),
+        ("generation_kwargs", {"structured_outputs": {"choice": ["b", ""]}}, "Give a list of strings, not empty"),
+        ("vllm_structured_outputs_regex", "", "has '' as regex. Give a string, not empty"),
+        ("eval_generation_kwargs", {"structured_outputs": {}}, "and here are none of them"),
         ("generation_kwargs", {"logprobs": 3}, "how answers come is arranged here"),
         ("generation_kwargs", {"ignore_eoss": True}, "Did you mean ignore_eos?"),
         ("eval_generation_kwargs", {"presence_penalty": 0.5, "structured_outputs": {"regex": "a"}, "min_tokens": 2}, None),
@@ -70,6 +77,10 @@ def test_every_name_that_vllm_is_refused_exists_in_it():
     sampling = passed_on.sampling_fields()
     assert not {*passed_on._ENGINE_SETTINGS, *passed_on._ENGINE_REASONS} - engine.keys()
     assert not {*passed_on.RESHAPES, *passed_on._SAMPLING_SETTINGS, *passed_on._ENDS_AND_TEXT} - sampling.keys()
+    bounds = passed_on.fields_of("vllm", "sampling_params.py", "StructuredOutputsParams").keys()
+    assert grammar.FIELD in sampling and {*grammar.KINDS, *grammar.OF_THE_ENGINE, "whitespace_pattern"} == {
+        name for name in bounds if not name.startswith("_")
+    }
 
 
 def test_values_are_json_where_they_are_json():
@@ -112,6 +123,9 @@ def test_an_evaluation_draws_as_training_does_unless_it_says_otherwise():
     assert how.min_p == 0.2
     assert (how.top_p, how.top_k, how.temperature, how.max_completion_length, how.more) == (1.0, 0, 0.5, 300, {"min_tokens": 2})
     assert longest_completion(cfg.with_values(own)) == 300 and longest_completion(cfg.with_values({**own, "eval_datasets": {}})) == 100
+    bounded = cfg.with_values({"vllm_structured_outputs_regex": "a+"})
+    assert drawn(bounded).more == {"ignore_eos": True, "structured_outputs": {"regex": "a+"}}
+    assert drawn(bounded.with_values(own)).more == {"min_tokens": 2}
     greedy = drawn(cfg.with_values({"eval_temperature": 0.0}))
     assert (greedy.n, greedy.top_p, greedy.top_k, greedy.min_p) == (1, 1.0, 0, 0.0)
     assert any("eval_top_k (5) does nothing with eval_temperature 0" in one for one in said(eval_temperature=0.0, eval_top_k=5))

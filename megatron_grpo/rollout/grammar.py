@@ -1,0 +1,81 @@
+"""Whether a regular expression, a schema or a grammar can be read, before any model loads. No torch unless there is one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from importlib.util import find_spec
+from typing import Any, Literal
+
+from megatron_grpo.errors import Problem
+from megatron_grpo.settings.config import Config
+from megatron_grpo.settings.grammar import FIELD, REGEX, asked, fault
+
+
+def unreadable(cfg: Config) -> list[Problem]:
+    """Of training's and of evaluation's. Nothing where the readers are not installed: servers may have them."""
+    found = []
+    for flag, bound in asked(cfg):
+        if fault(bound) is None and (why := why_unreadable(bound)) is not None:
+            name = next(name for name in ("regex", "json", "grammar", "structural_tag") if bound.get(name) is not None)
+            what = REGEX if flag == REGEX else f"{flag}: {FIELD} {name}"
+            found.append(Problem(flags=(flag,), message=f"{what} ({bound[name]}) cannot be drawn by: {why}."))
+    return found
+
+
+def why_unreadable(bound: Mapping[str, Any]) -> str | None:
+    """What the first reader says of it, in one line, where none can read it. bound: of the right form."""
+    said = []
+    for read in _readings(bound):
+        try:
+            read()
+        except (RuntimeError, ValueError, TypeError, KeyError) as error:
+            said.append(_in_one_line(str(error)))
+        else:
+            return None
+    return said[0] if said else None
+
+
+def _readings(bound: Mapping[str, Any]) -> Iterator[Callable[[], Any]]:
+    """vLLM asks these in this order, and draws by the first that can read it."""
+    regex, grammar, tag = bound.get("regex"), bound.get("grammar"), bound.get("structural_tag")
+    schema = bound.get("json")
+    text = schema if schema is None or isinstance(schema, str) else json.dumps(schema)
+    if not any((regex, grammar, tag, text)):
+        return  # a list of answers, or any JSON
+    if find_spec("xgrammar") is not None:
+        import xgrammar
+
+        of = xgrammar.Grammar
+        if regex is not None:
+            yield lambda: of.from_regex(regex)
+        elif text is not None:
+            yield lambda: of.from_json_schema(text)
+        elif grammar is not None:
+            yield lambda: of.from_ebnf(grammar)
+            yield lambda: of.from_lark(grammar)
+        elif tag is not None:
+            yield lambda: of.from_structural_tag(tag)
+    if find_spec("llguidance") is not None:
+        if regex is not None:
+            yield partial(_guidance, "regex", regex)
+        elif text is not None:
+            yield partial(_guidance, "json_schema", text)
+        elif grammar is not None:
+            yield partial(_guidance, "grammar", grammar)
+
+
+def _guidance(kind: Literal["regex", "json_schema", "grammar"], text: str) -> None:
+    """Raises ValueError."""
+    import llguidance
+
+    if wrong := llguidance.LLMatcher.validate_grammar(llguidance.grammar_from(kind, text), None):
+        raise ValueError(wrong)
+
+
+def _in_one_line(said: str) -> str:
+    """Without the place in xgrammar's own source that its sentences begin with: "[12:30:01] /project/cpp/parser.cc:83: "."""
+    line = " ".join(said.split())
+    head, _, rest = line.partition(": ")
+    return (rest if head.startswith("[") and rest else line).rstrip(".")

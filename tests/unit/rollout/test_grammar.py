@@ -1,0 +1,60 @@
+"""A bound that none of vLLM's readers can read is told before any model loads, with what the first of them says of it."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_grpo.grpo import refused
+from megatron_grpo.rollout.grammar import unreadable, why_unreadable
+from megatron_grpo.settings.config import Config
+from megatron_grpo.settings.grammar import of_training
+from megatron_grpo.settings.parse import parse
+from megatron_grpo.sizing.dialects import DIALECTS
+
+
+@pytest.mark.parametrize(
+    ("bound", "why"),
+    [
+        ({"regex": "[0-9]{1,3}"}, None),
+        ({"regex": r"\p{L}+"}, None),  # by the second reader alone
+        ({"regex": "(a"}, "Regex parsing error at position 3: The parenthesis is not closed"),
+        ({"regex": r"(a)\1"}, "Backreference is not supported yet"),
+        ({"json": {"type": "object", "properties": {"a": {"type": "integer"}}}}, None),
+        ({"json": '{"type": "boolean"}'}, None),
+        ({"json": "{"}, ""),
+        ({"json": {"type": "objec"}}, 'Unsupported type "objec"'),
+        ({"grammar": 'root ::= "a" | "b"'}, None),
+        ({"grammar": 'start: "a" | "b"'}, None),
+        ({"grammar": 'root ::= "a" | b'}, 'Rule "b" is not defined'),
+        ({"choice": ["a", "b"]}, None),
+        ({"json_object": True}, None),
+    ],
+)
+def test_what_can_be_read_is_what_vllm_reads(bound, why):
+    said = why_unreadable(bound)
+    assert said is None if why is None else said is not None and why in said and "/" not in said, said
+
+
+def test_training_and_evaluation_are_asked_by_the_names_that_were_typed():
+    values = {"vllm_structured_outputs_regex": "(a", "eval_generation_kwargs": {"structured_outputs": {"json": {"type": "objec"}}}}
+    first, second = unreadable(Config().with_values(values))
+    assert first.message.startswith("vllm_structured_outputs_regex ((a) cannot be drawn by: Regex parsing error") and first.flags == (
+        "vllm_structured_outputs_regex",
+    )
+    assert second.message == (
+        "eval_generation_kwargs: structured_outputs json ({'type': 'objec'}) cannot be drawn by: Unsupported type \"objec\"."
+    )
+    assert unreadable(Config()) == []
+
+
+def test_a_teacher_does_not_go_with_a_bound_and_other_names_mean_the_setting():
+    values = {"teacher_model_server": ["http://t:1"], "vllm_structured_outputs_regex": "a", "top_k": 5}
+    said = [problem.message for problem in refused.problems(Config().with_values(values))]
+    assert sum("with vllm_structured_outputs_regex tokens are drawn from the words that a grammar leaves." in one for one in said) == 1
+    for words in (
+        "--vllm_guided_decoding_regex a",
+        "--dialect swift --structured_outputs_regex a",
+        "--dialect trl --vllm_guided_decoding_regex a",
+    ):
+        cfg = parse([*words.split(), "--top_k", "5"], dialects=DIALECTS).config
+        assert cfg.rollout.vllm_structured_outputs_regex == "a" and of_training(cfg.rollout) == {"regex": "a"}
