@@ -7,6 +7,11 @@ something that reinforcement learning can mend. The files are those of any Huggi
     python tools/make_tiny_model.py --data examples/quickstart/data --output examples/quickstart/model --seed 0
 
 A second call with the same settings and data keeps what is there.
+
+    python tools/make_tiny_model.py --family gpt_oss --output /tmp/gpt_oss
+
+writes a model of another family instead, to try a layout or an engine with: as small, with random weights and a vocabulary of numbers, as
+the tests make theirs.
 """
 
 from __future__ import annotations
@@ -211,25 +216,42 @@ def fingerprint(data: Path, seed: int, warm_up_steps: int) -> str:
     return hashlib.sha256(b"\0".join([*parts, f"{seed} {warm_up_steps}".encode()])).hexdigest()
 
 
+def make_of_family(family: str, folder: Path, seed: int) -> dict:
+    """A checkpoint with random weights: nothing was learnt that could be scored."""
+    from tests.tiny_models import write_tiny
+
+    write_tiny(folder, family, seed=seed)
+    return {"family": family, "held_out_accuracy": 0.0}
+
+
 def main() -> None:
     # Before torch is imported. The work is so small that a second thread gains nothing; on a busy machine the two wait for each other,
     # and a step takes up to 45 times as long.
     os.environ["OMP_NUM_THREADS"] = "1"
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a script finds its own folder alone
+    from tests.tiny_models import FAMILIES
+    from tools.made_once import make_once
+
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, default=Path("examples/quickstart/data"), help="folder with train.jsonl and test.jsonl")
-    parser.add_argument("--output", type=Path, default=Path("examples/quickstart/model"))
+    parser.add_argument("--output", type=Path, help="folder of the model (default: examples/quickstart/model)")
+    parser.add_argument("--family", choices=FAMILIES, help="another one, with random weights; it needs an --output")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--warm_up_steps", type=int, default=WARM_UP["steps"], help="0: random weights")
     args = parser.parse_args()
+    if args.family:
+        if args.output is None:
+            parser.error(f"--family {args.family} needs an --output, for the model of the quickstart is another one")
+        facts = {"fingerprint": f"{args.family} {args.seed}", "seed": args.seed}
+        make_once(parser, args.output, facts, lambda out: make_of_family(args.family, out, args.seed), asked="sums")
+        return
     for name in ("train.jsonl", "test.jsonl"):
         if not (args.data / name).is_file():
             parser.error(f"{args.data / name} is missing: make it with examples/quickstart/make_data.py --output {args.data}")
 
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a script finds its own folder alone
-    from tools.made_once import make_once
-
     facts = {"fingerprint": fingerprint(args.data, args.seed, args.warm_up_steps), "seed": args.seed}
-    make_once(parser, args.output, facts, lambda out: make_model(args.data, out, args.seed, args.warm_up_steps), asked="sums")
+    output = args.output or Path("examples/quickstart/model")
+    make_once(parser, output, facts, lambda out: make_model(args.data, out, args.seed, args.warm_up_steps), asked="sums")
 
 
 if __name__ == "__main__":

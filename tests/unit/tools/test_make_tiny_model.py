@@ -5,6 +5,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from tests.tiny_models import write_tiny
+
 ROOT = Path(__file__).resolve().parents[3]
 # Runs the tool as a command does, then says how many threads torch uses and what its children would inherit.
 THREADS = """
@@ -24,3 +28,20 @@ def test_the_model_is_made_on_one_thread_whatever_the_shell_says(tmp_path):
     command = [sys.executable, "-c", THREADS, "--data", str(tmp_path / "data"), "--output", str(tmp_path / "model"), "--warm_up_steps", "1"]
     made = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert made.stdout.splitlines()[-1:] == ["THREADS 1 1"], made.stdout + made.stderr
+
+
+def test_a_family_is_made_as_the_tests_make_it_and_nothing_else_is_overwritten(tmp_path, monkeypatch, capsys):
+    """Any of them: which there are, and that each is right, is of `tests/tiny_models.py`."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # which the program sets
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    made = write_tiny(tmp_path / "theirs", "gpt_oss", seed=3)
+    from tools.make_tiny_model import main
+
+    monkeypatch.setattr(sys, "argv", ["make_tiny_model.py", "--family", "gpt_oss", "--seed", "3", "--output", str(tmp_path / "ours")])
+    main()
+    for name in ("config.json", "model.safetensors"):
+        assert (made / name).read_bytes() == (tmp_path / "ours" / name).read_bytes()
+    monkeypatch.setattr(sys, "argv", sys.argv[:-2])
+    with pytest.raises(SystemExit):
+        main()
+    assert "--family gpt_oss needs an --output" in capsys.readouterr().err
