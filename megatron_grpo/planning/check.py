@@ -113,6 +113,6 @@ def _passes_with(flag: str, value: Any, parsed: Parsed, shape: ModelShape | None
     if setting is None or setting.name == "dialect":  # which decides what all other names mean: they would have to be read anew
         return False
     left = [problem for problem in parsed.problems if list(problem.flags) != [flag] and flag not in problem.nearest]
-    config = parsed.config.with_values({setting.name: None if value == "none" else value})
+    config = parsed.config.with_values({setting.name: None if value == "none" and setting.optional else value})
     changed = Parsed(config=config, unreadable=parsed.unreadable - {setting.name})
     return not left and not _settings_problems(changed, shape) and not size_problems(changed.config, model, others_pass=False)
