@@ -10,6 +10,8 @@ are of CUDA events, the first pair is left out, medians are told with the range.
 before every pair, in this process; "of the GEMM limit" is what a step's least products would take at that rate, over what it took. All
 gradients of the first step are compared first.
 
+In `layers` a token that rounding sends to other experts is left out of its layer's errors, and counted.
+
 The bars of `layers`: bfloat16 has 8 significant bits, so a rounding errs by at most 2^-9 of a number, and by 2^-9 / sqrt(3) in the root
 mean square where the last bits are evenly spread. Sums are in float32 and err by far less. Errors of r roundings in a row that know nothing
 of each other add up to sqrt(r) of that; what a layer does between two roundings (a softmax, a gate) may stretch them, for which there is
@@ -43,6 +45,7 @@ TINY = dict(tied=True, vocab=128, hidden=64, layers=2, heads=4, kv_heads=2, head
 # Kinds of layer by the name of the module, and how many roundings lie between the layer's input and the output of the module.
 ROUNDINGS = {"self_attention": 8, "mlp": 14, "final_layernorm": 2, "": 15}  # norm, q k v, their norms, rope, scores, sum, out; norm, ...
 HALF_ULP, STRETCH = 2.0**-9 / math.sqrt(3), 4.0
+MOST_MOVED = 0.1  # share of tokens, for which two experts are so near to each other that rounding decides; they are left out of the rest
 
 
 # ---- t8 ----------------------------------------------------------------------------------------------------------------------------------
@@ -183,6 +186,8 @@ def outputs_of_layers(job: dict, given: list | None) -> list:
     for layer in policy.chunks[0].decoder.layers:
         layer.register_forward_pre_hook(force, with_kwargs=True)
         layer.self_attention.register_forward_hook(take("self_attention"))
+        if hasattr(layer.mlp, "router"):
+            layer.mlp.router.register_forward_hook(take("router"))  # weights [tokens, experts], 0 where it did not choose
         layer.mlp.register_forward_hook(take("mlp"))
         layer.register_forward_hook(take(""))
     policy.chunks[0].decoder.final_layernorm.register_forward_pre_hook(force, with_kwargs=True)
@@ -212,17 +217,26 @@ def layers(arguments: argparse.Namespace) -> dict:
     (folder / "gpu.pkl").write_bytes(pickle.dumps((job | {"dtype": "bfloat16", "impl": impl}, given)))
     mine = _apart(folder / "gpu.pkl", folder / "gpu.out", hides_gpu=arguments.dry)
     errors: dict[str, float] = {}
+    moved: list[np.ndarray] = []  # of each layer with experts: tokens that bfloat16 sends to other experts
     assert [name for name, _ in mine] == [name for name, _ in reference]
     for (name, a), (_, b) in zip(mine, reference, strict=True):
         if name == "input":
+            alike = slice(None)
+            continue
+        if name == "router":
+            moved.append(((a > 0) != (b > 0)).any(axis=-1))
+            alike = ~moved[-1]
             continue
         if name == "log-probs":
             errors[name] = max(errors.get(name, 0.0), float(np.abs(a - b).mean()))
         else:
-            errors[name] = max(errors.get(name, 0.0), float(np.linalg.norm(a - b) / np.linalg.norm(b)))
+            errors[name] = max(errors.get(name, 0.0), float(np.linalg.norm((a - b)[alike]) / np.linalg.norm(b[alike])))
+    if moved:
+        errors["other experts"] = float(np.mean(moved))
     bars = {name: STRETCH * HALF_ULP * math.sqrt(count) for name, count in ROUNDINGS.items()}
     # A logit of size s in bfloat16 inputs errs by about s * 2 roundings; log-probs here come from logits of a few units, in nats.
     bars["log-probs"] = STRETCH * HALF_ULP * math.sqrt(2) * 4
+    bars["other experts"] = MOST_MOVED
     shown = {name or "layer": {"error": errors[name], "bar": bars[name]} for name in errors}
     return {"model": arguments.model, "impl": impl, "errors": shown, "passed": all(errors[name] < bars[name] for name in errors)}
 
