@@ -102,9 +102,8 @@ def build_run(
     checkpoints = open_output(made, inputs, parallel)
     clock, judge = Clock(), Judge(inputs.rewards, cfg.rewards.reward_weights, gives_up=stop.gives_up)
     heard = checkpoints.best.hear if checkpoints.best else None
-    journal = build_journal(
-        made, judge, parallel, clock, heard=heard
-    )  # before any model loads: a service that is not installed is an error
+    # Before any model loads: a service that is not installed is an error.
+    journal = build_journal(made, judge, parallel, clock, heard=heard)
     journal.open()
     try:
         for note in inputs.notes:

@@ -311,12 +311,11 @@ def read_inputs(cfg: Config, left_out: Collection[str] = ()) -> Found:
     every = [("dataset", prompts), *((flag_of(name, cfg), found) for name, found in held_out.items())]
     looked = [(flag, rows) for flag, found in every if (rows := rows_of(found))]
     look_at_rows(cfg, shape if tokenizer else None, rewards or [], looked, problems)
+    longest = max((rows.longest_prompt or 0 for _, rows in looked), default=0)
     if cfg.rollout.vllm_mode == "server" and shape and "servers" not in left_out and launcher.read().rank == 0:
-        longest = max((rows.longest_prompt or 0 for _, rows in looked), default=0)
         most = max((rows.most_pictures for _, rows in looked), default=0)
         problems.add(problems.attempt(partial(servers_that_answer, cfg, shape, longest, sight.eyes, most)) or [])
     if cfg.grpo.teacher_model_server and shape and tokenizer is not None and "teacher" not in left_out and launcher.read().rank == 0:
-        longest = max((rows.longest_prompt or 0 for _, rows in looked), default=0)
         problems.add(problems.attempt(partial(teachers_that_answer, cfg, shape, tokenizer, longest)) or [])
     if problems or rewards is None:
         close_rewards(rewards or [])

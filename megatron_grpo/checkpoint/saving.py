@@ -320,9 +320,10 @@ class Checkpoints:
         directory = self._chosen.manifest.directory
         try:
             with policy.resident("all"), activity.phase("restoring"):
-                how = {} if "optim" not in self.resume.without else {"with_optimizer": False}
-                described = policy.sharded_state_dict(is_loading=True, **how)
-                policy.load_sharded_state_dict(read_sharded(described, directory, partly=bool(how)), **how)
+                with_optimizer = "optim" not in self.resume.without
+                described = policy.sharded_state_dict(is_loading=True, with_optimizer=with_optimizer)
+                state = read_sharded(described, directory, partly=not with_optimizer)
+                policy.load_sharded_state_dict(state, with_optimizer=with_optimizer)
         except CheckpointError as error:
             raise ConfigError(
                 [

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 
 from megatron_grpo import activity
-from megatron_grpo.errors import ConfigError, GivenUp, RunError
+from megatron_grpo.errors import ConfigError, RunError
 from megatron_grpo.rollout import wire, wire_pictures
-from megatron_grpo.rollout.dealing import CALLS, MOST_DEATHS, Dealing, chunk_size
-from megatron_grpo.rollout.fleet import LOST, Fleet, Member
+from megatron_grpo.rollout.calls import Calls, Chunk
+from megatron_grpo.rollout.dealing import MOST_DEATHS
+from megatron_grpo.rollout.fleet import Fleet, Member
 from megatron_grpo.rollout.http import Gone, Refused
 
 ENDS = ("stop", "length")  # "abort" is no answer
 
-Asked = tuple[int, ...]
 
-
-class Question:
+class Question(Calls[tuple[wire.Drawn, ...]]):
     """Prompts and what was answered so far. It is asked by threads of its own; `wait` says what came of it."""
 
     def __init__(
@@ -34,12 +32,9 @@ class Question:
 
         album: the pictures of the requests.
         """
+        super().__init__(list(requests))
         self._album = album
         self.requests, self.sampling, self.version, self._name_of = dict(requests), sampling, version, name_of
-        self._dealing: Dealing[int, tuple[wire.Drawn, ...]] = Dealing(list(requests))
-        self._changed = threading.Condition()
-        self._refusal: RunError | None = None
-        self._open = 0  # threads
         self._num_answered = 0  # completions
         self._began = self._last_heard = time.monotonic()
 
@@ -49,15 +44,8 @@ class Question:
 
     def ask(self, fleet: Fleet) -> None:
         """Begins to ask whoever is used now for what is not answered. Returns at once."""
-        members = fleet.used
         n = max((request.n for request in self.requests.values()), default=1)
-        for member in members:
-            assert member.state is not None  # it was claimed
-            size = chunk_size(len(self._dealing.left), n=n, num_servers=len(members), max_num_seqs=member.state.max_num_seqs)
-            for _ in range(CALLS):
-                with self._changed:
-                    self._open += 1
-                threading.Thread(target=self._serve, args=(fleet, member, size, member.times_claimed), daemon=True).start()
+        self._begin(fleet.used, fleet.lose, n=n)
 
     @property
     def seconds(self) -> float:
@@ -78,70 +66,27 @@ class Question:
         """Until all is answered, or nobody is left to ask: how many prompts are then left. Raises RunError where a prompt cannot be
         answered by anybody, and GivenUp soon after `gives_up()` is true."""
         total = sum(request.n for request in self.requests.values())
-        with activity.phase("sampling", total=total, unit="completions") as phase, self._changed:
-            while self._open and not self._is_over:
-                if gives_up():
-                    raise GivenUp
-                self._changed.wait(timeout=1.0)  # woken now and then, so that the main thread hears of signals
-                phase.done = self._num_answered
-            if self._refusal is not None:
-                raise self._refusal
-            if deadly := self._dealing.deadly:
-                raise RunError(self._of_deadly(deadly))
-            return len(self._dealing.left)
+        with activity.phase("sampling", total=total, unit="completions") as phase:
+            self._wait(phase, lambda: self._num_answered, gives_up)
+        return len(self._dealing.left)
 
     def abandon(self) -> None:
         """Nobody waits for it any more: its calls end."""
-        with self._changed:
-            self._refusal = self._refusal or RunError("the question was given up")
-            self._changed.notify_all()
+        self._refuse(RunError("the question was given up"))
 
     # ---- in threads
 
-    @property
-    def _is_over(self) -> bool:
-        return self._dealing.is_done or self._refusal is not None or bool(self._dealing.deadly)
+    def _refused_by(self, member: Member, error: Refused) -> str:
+        return f"the rollout server {member} refused to sample: {error}"
 
-    def _serve(self, fleet: Fleet, member: Member, size: int, since: int) -> None:
-        """One of a server's calls at a time, until nothing is left or it is lost. since: its `times_claimed`."""
-        try:
-            while chunk := self._next(member, size, since):
-                self._call(fleet, member, chunk, since)
-        finally:
-            with self._changed:
-                self._open -= 1
-                self._changed.notify_all()
-
-    def _next(self, member: Member, size: int, since: int) -> Asked:
-        """Waits where all is with other servers, for those may be lost."""
-        with self._changed:
-            while not self._is_over and member.trouble is None and member.times_claimed == since:
-                if chunk := self._dealing.next_for(str(member), size):
-                    return chunk
-                self._changed.wait(timeout=1.0)
-            return ()
-
-    def _call(self, fleet: Fleet, member: Member, chunk: Asked, since: int) -> None:
-        died = False
-        try:
-            self._hear(member, chunk)
-        except LOST as error:
-            if isinstance(error, Refused) and not (error.is_conflict or error.is_failure):
-                self._refuse(f"the rollout server {member} refused to sample: {error}")
-            died = fleet.lose(member, error, since=since)
-        finally:
-            with self._changed:
-                self._dealing.ended(str(member), chunk, died=died)
-                self._changed.notify_all()
-
-    def _hear(self, member: Member, chunk: Asked) -> None:
+    def _hear(self, member: Member, chunk: Chunk) -> None:
         by_key = {self.requests[number].key: number for number in chunk}
         requests = tuple(self.requests[number] for number in chunk)
         shown = [one.key for request in requests for one in request.shown]
         try:
             sent = self._album.but(member.pictures, shown)
         except ConfigError as error:  # a file that has gone, or has changed
-            return self._refuse(str(error))
+            return self._refuse(RunError(str(error)))
         body = wire.Generate(
             version=self.version, sampling=self.sampling, requests=requests, pictures=sent, bounds=self._album.bounds if shown else None
         )
@@ -162,7 +107,7 @@ class Question:
             raise wire.Malformed(f"it answered {answer.key!r}, which it was not asked")
         if answer.error is not None:
             # Not a reason to ask elsewhere: every server would say so, one after the other, and look like one that failed.
-            self._refuse(f"{self._name_of(number)} cannot be answered: {answer.error}")
+            self._refuse(RunError(f"{self._name_of(number)} cannot be answered: {answer.error}"))
             return
         if answer.lacks:
             return  # it is not answered, so it is asked again
@@ -172,11 +117,6 @@ class Question:
             self._dealing.take(number, answer.completions)
             self._num_answered += len(answer.completions)
             self._last_heard = time.monotonic()
-            self._changed.notify_all()
-
-    def _refuse(self, sentence: str) -> None:
-        with self._changed:
-            self._refusal = self._refusal or RunError(sentence)
             self._changed.notify_all()
 
     def _of_deadly(self, numbers: Sequence[int]) -> str:

@@ -7,7 +7,6 @@ until the next question.
 from __future__ import annotations
 
 import http.client
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,8 +17,8 @@ import numpy as np
 from megatron_grpo import activity
 from megatron_grpo.errors import ConfigError, GivenUp, NobodySamples, Problem, RunError
 from megatron_grpo.rollout import wire
-from megatron_grpo.rollout.dealing import CALLS, Dealing, chunk_size
-from megatron_grpo.rollout.fleet import LOST, SECONDS_BETWEEN_SIGNS, SECONDS_BETWEEN_TRIES, Member, is_death, named, say_aloud
+from megatron_grpo.rollout.calls import Calls, Chunk, Loses
+from megatron_grpo.rollout.fleet import SECONDS_BETWEEN_SIGNS, SECONDS_BETWEEN_TRIES, Member, is_death, named, say_aloud
 from megatron_grpo.rollout.http import CONNECT, Call, Gone, Refused, Server, trust_of
 from megatron_grpo.rollout.wire_scores import ROUTE, PromptLogprobs, decode_scores
 from megatron_grpo.settings.config import Config
@@ -165,23 +164,22 @@ class Teacher:
 
         Raises RunError where the teacher cannot score one of them, and what `gather` raises.
         """
-        question = _Question(asked, self)
+        question = _Question(asked)
         while not question.is_done:
-            question.ask(self.gather(), self._gives_up)
+            question.ask(self.gather(), self.lose, self._gives_up)
         return question.answers()
 
-    def lose(self, member: Member, why: Exception) -> None:
+    def lose(self, member: Member, why: Exception, *, since: int) -> bool:
+        """See `calls.Loses`. Nobody claims a teacher's server, so every call says something of it."""
         if member.give_up(why):
             self._say(f"the teacher's server {member} is given up until the next question: {why}")
+        return is_death(why)
 
 
-class _Question:
-    def __init__(self, asked: Sequence[Drawn], teacher: Teacher):
-        self._asked, self._teacher = asked, teacher
-        self._dealing: Dealing[int, np.ndarray] = Dealing(range(len(asked)))
-        self._changed = threading.Condition()
-        self._refusal: BaseException | None = None
-        self._open = 0  # threads
+class _Question(Calls[np.ndarray]):
+    def __init__(self, asked: Sequence[Drawn]):
+        super().__init__(range(len(asked)))
+        self._asked = asked
 
     @property
     def is_done(self) -> bool:
@@ -190,65 +188,19 @@ class _Question:
     def answers(self) -> list[np.ndarray]:
         return [self._dealing.answers[place] for place in range(len(self._asked))]
 
-    def ask(self, members: Sequence[Member], gives_up: Callable[[], bool]) -> None:
+    def ask(self, members: Sequence[Member], lose: Loses, gives_up: Callable[[], bool]) -> None:
         """Until all is answered, or all of these are lost."""
-        for member in members:
-            assert member.state is not None
-            left, most = len(self._dealing.left), member.state.max_num_seqs
-            size = chunk_size(left, n=1, num_servers=len(members), max_num_seqs=most)
-            for _ in range(CALLS):
-                with self._changed:
-                    self._open += 1
-                threading.Thread(target=self._serve, args=(member, size), daemon=True).start()
-        with activity.phase("asking the teacher", total=len(self._asked), unit="completions") as phase, self._changed:
-            while self._open and not self._is_over:
-                if gives_up():
-                    raise GivenUp
-                self._changed.wait(timeout=1.0)
-                phase.done = len(self._dealing.answers)
-            if self._refusal is not None:
-                raise self._refusal
-            if self._dealing.deadly:
-                raise RunError("a completion was with three of the teacher's servers as they died: their logs say of what.")
+        self._begin(members, lose)
+        with activity.phase("asking the teacher", total=len(self._asked), unit="completions") as phase:
+            self._wait(phase, lambda: len(self._dealing.answers), gives_up)
 
-    @property
-    def _is_over(self) -> bool:
-        return self._dealing.is_done or self._refusal is not None or bool(self._dealing.deadly)
+    def _refused_by(self, member: Member, error: Refused) -> str:
+        return f"the teacher's server {member} cannot score what was drawn: {error}."
 
-    def _serve(self, member: Member, size: int) -> None:
-        try:
-            while chunk := self._next(member, size):
-                self._call(member, chunk)
-        finally:
-            with self._changed:
-                self._open -= 1
-                self._changed.notify_all()
+    def _of_deadly(self, numbers: Sequence[int]) -> str:
+        return "a completion was with three of the teacher's servers as they died: their logs say of what."
 
-    def _next(self, member: Member, size: int) -> tuple[int, ...]:
-        with self._changed:
-            while not self._is_over and member.trouble is None:
-                if chunk := self._dealing.next_for(str(member), size):
-                    return chunk
-                self._changed.wait(timeout=1.0)
-            return ()
-
-    def _call(self, member: Member, chunk: tuple[int, ...]) -> None:
-        died = False
-        try:
-            self._hear(member, chunk)
-        except LOST as error:
-            died = is_death(error)
-            if isinstance(error, Refused) and not (error.is_conflict or error.is_failure):
-                self._refuse(RunError(f"the teacher's server {member} cannot score what was drawn: {error}."))
-            self._teacher.lose(member, error)
-        except BaseException as error:  # noqa: BLE001 - raised where the answers are waited for: else they would be asked for without end
-            self._refuse(error)
-        finally:
-            with self._changed:
-                self._dealing.ended(str(member), chunk, died=died)
-                self._changed.notify_all()
-
-    def _hear(self, member: Member, chunk: tuple[int, ...]) -> None:
+    def _hear(self, member: Member, chunk: Chunk) -> None:
         asked = [self._asked[place] for place in chunk]
         body = PromptLogprobs(sequences=tuple(one.ids for one in asked), first=tuple(one.first for one in asked))
         left = set(chunk)
@@ -266,11 +218,6 @@ class _Question:
                     self._changed.notify_all()
         if left:
             raise Gone(f"its answer ended with {len(left)} of {len(chunk)} sequences left")
-
-    def _refuse(self, error: BaseException) -> None:
-        with self._changed:
-            self._refusal = self._refusal or error
-            self._changed.notify_all()
 
 
 def _problem(sentence: str) -> Problem:

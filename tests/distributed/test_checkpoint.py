@@ -164,12 +164,12 @@ class Policy:
         self.optimizer.step()
         self.scheduler.step(1)
 
-    def sharded_state_dict(self, *, is_loading):
+    def sharded_state_dict(self, *, is_loading, with_optimizer=True):
         from megatron_grpo.policy.sharded_state import sharded_state
 
         return sharded_state(self.chunks, self.optimizer, self.scheduler, is_loading=is_loading)
 
-    def load_sharded_state_dict(self, state):
+    def load_sharded_state_dict(self, state, *, with_optimizer=True):
         from megatron_grpo.policy.sharded_state import load_state
 
         load_state(self.chunks, self.optimizer, self.scheduler, state)

@@ -55,8 +55,12 @@ def test_a_mistake_of_kept_words_is_seen(made, mistake):
 
     def tamper(policy):
         real = policy.train_step
-        wrong = lambda batch: [dataclasses.replace(micro, kept=mistake(micro.kept)) for micro in batch.micro_batches]  # noqa: E731
-        policy.train_step = lambda batch: real(dataclasses.replace(batch, micro_batches=tuple(wrong(batch))))
+
+        def wrong(batch):
+            micro_batches = tuple(dataclasses.replace(micro, kept=mistake(micro.kept)) for micro in batch.micro_batches)
+            return real(dataclasses.replace(batch, micro_batches=micro_batches))
+
+        policy.train_step = wrong
 
     [found] = run_ranks(lambda rank, world: cases.train(rank, world, path, cfg, batches, tamper), 1)
     assert cases.distance(found, right["cispo"]).gradient > 0.01

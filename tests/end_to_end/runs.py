@@ -40,8 +40,8 @@ def train(rank: int, world_size: int, flags: list[str], draws: bool = False) -> 
 
 
 def without_plots() -> None:
-    """As where matplotlib is not installed."""
-    sys.modules["matplotlib"] = None  # type: ignore[assignment]
+    """As where matplotlib is not installed. Plots cost as much as the steps of a short run, and are looked at elsewhere."""
+    sys.modules["matplotlib"] = None  # type: ignore[assignment]  # Python's own way to say that an import fails
 
 
 def records(path: Path) -> list[dict[str, Any]]:

@@ -37,5 +37,7 @@ def engine(cfg, inputs, parallel):
 
 
 if __name__ == "__main__":
-    sys.modules["matplotlib"] = None  # type: ignore[assignment]  # plots cost as much as the steps, and are looked at elsewhere
+    from tests.end_to_end.runs import without_plots
+
+    without_plots()
     sys.exit(cli.main(engine=engine))

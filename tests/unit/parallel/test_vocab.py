@@ -335,5 +335,8 @@ class TestKeptWords:
         hidden, weight, targets, _ = make()
         kept = vocab.KeptWords.of(np.array([0, 3, 3, 4]), np.array([targets[0], 2, 30, targets[2]]), torch.device("cpu"))
         hidden, weight = hidden[:3].requires_grad_(), weight[:VOCAB].requires_grad_()
-        both = lambda *x: tuple(linear_logprobs(*x, targets[:3], temperature=0.6, chunk_size=2, with_entropy=True, kept=kept))  # noqa: E731
+
+        def both(*x):
+            return tuple(linear_logprobs(*x, targets[:3], temperature=0.6, chunk_size=2, with_entropy=True, kept=kept))
+
         assert torch.autograd.gradcheck(both, (hidden, weight))
