@@ -53,6 +53,7 @@ _TABLE = {
         lr vit_lr aligner_lr min_lr lr_decay_style lr_decay_iters lr_wsd_decay_iters lr_wsd_decay_style lr_warmup_iters
         lr_warmup_fraction lr_warmup_init weight_decay weight_decay_incr_style start_weight_decay end_weight_decay
         adam_beta1 adam_beta2 adam_eps clip_grad
+        use_precision_aware_optimizer main_grads_dtype main_params_dtype exp_avg_dtype exp_avg_sq_dtype
         skip_grad_norm_above skip_grad_norm_factor max_skipped_steps
         max_steps num_train_epochs eval_dataset eval_datasets eval_num_prompts eval_reward num_generations_eval eval_temperature
         eval_pass_threshold eval_seed rollout_func eval_top_p eval_top_k eval_min_p eval_max_completion_length eval_generation_kwargs

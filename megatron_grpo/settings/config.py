@@ -508,6 +508,11 @@ class OptimizerConfig:
     overlap_param_gather: bool = setting(False, "gather parameters while the forward runs")
     optimizer_cpu_offload: bool = setting(False, "keep optimizer state on the host (GPU only)")
     optimizer_offload_fraction: float = setting(1.0, "share of it kept there", at_least=0, at_most=1)
+    use_precision_aware_optimizer: bool = setting(False, "gradients and optimizer state are kept in the dtypes below (docs/memory.md)")
+    main_grads_dtype: str = setting("fp32", "gradients, and their sums over micro-batches and ranks", choices=["fp32", "bf16"])
+    main_params_dtype: str = setting("fp32", "the optimizer's weights; fp16 with a scale", choices=["fp32", "fp16"])
+    exp_avg_dtype: str = setting("fp32", "Adam's first moment; fp16 and fp8 with scales", choices=["fp32", "fp16", "bf16", "fp8"])
+    exp_avg_sq_dtype: str = setting("fp32", "Adam's second moment; the same", choices=["fp32", "fp16", "bf16", "fp8"])
 
 
 @dataclass(frozen=True, kw_only=True)

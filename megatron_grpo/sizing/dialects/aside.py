@@ -24,7 +24,7 @@ SWIFT: Mapping[str, Foreign] = {
         why=KERNELS,
     ),
     **aside(
-        *("use_precision_aware_optimizer", "manual_gc", "manual_gc_steps", "manual_gc_eval", "offload_bridge", "move_model_batches"),
+        *("manual_gc", "manual_gc_steps", "manual_gc_eval", "offload_bridge", "move_model_batches"),
         *("device_map", "max_memory"),
         why=MEMORY,
     ),

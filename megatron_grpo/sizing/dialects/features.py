@@ -40,7 +40,6 @@ SHARDED_ELSEWHERE = (
 )
 RESUMED_ELSEWHERE = "checkpoints of another system are not read; export them to Hugging Face format and give them as model"
 MTP = "multi-token prediction heads are not trained"
-FLOAT32_STATE = "gradients and optimizer state are float32 here; optimizer_cpu_offload saves their memory"
 VERSIONS = "other revisions and converted configurations are not read; give a directory as model"
 CRITIC = "there is no critic: advantages are compared inside groups or batches"
 EVALUATION = "held-out prompts are asked in their order"
