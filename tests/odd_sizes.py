@@ -19,18 +19,17 @@ from typing import Any
 import numpy as np
 
 from megatron_grpo.errors import ConfigError
-from megatron_grpo.policy.refused import problems
-from megatron_grpo.weights.fit import layout_problems, length_problems
-from megatron_grpo.weights.shape import ModelShape
+from megatron_grpo.planning.check import check
 from tests import parity_cases as cases
 from tests.tiny_models import FAMILIES, NARROW, hf_logprobs, load_tiny, write_tiny
 
 LONGEST = 40  # tokens
-LIMITS = {"log-prob": 2e-5, "gradient": 1e-5}  # absolute; of a tensor's norm
+LIMITS = {"log-prob": 2e-5, "gradient": 3e-5}  # absolute; of a tensor's norm
 # Of the norm of all gradients together: what a tensor counts at least, and beneath which it has none, as queries of tokens that see themselves
 # alone.
 LEAST, NONE = 1e-3, 1e-9
 KINDS = ("sliding_attention", "full_attention")
+MULTIPLES = ("gemma3_text", "llama")  # of the heads are their widths, transformers says
 SPARSE = ("qwen3_moe", "mixtral", "deepseek_v3", "glm4_moe", "gpt_oss")
 
 
@@ -54,7 +53,7 @@ def draw(rng: random.Random, family: str, layout: Mapping[str, Any] | None = Non
     layers = size(1, 2, 3, 5, ranks=stages)
     chosen: dict[str, Any] = {
         "heads": heads, "kv_heads": rng.choice(groups or [heads]), "head_dim": head_dim, "layers": layers, "tied": rng.random() < 0.5,
-        "hidden": heads * rng.choice([4, 6, 9]) if family == "gemma3_text" else size(22, 27, 36, 45, 60, ranks=tp), "std": 0.1,
+        "hidden": heads * rng.choice([4, 6, 9]) if family in MULTIPLES else size(22, 27, 36, 45, 60, ranks=tp), "std": 0.1,
         "ffn": size(7, 33, 48, 66, ranks=max(tp, etp)), "vocab": rng.choice([61, 97, 125, 131, 256]), "max_positions": 64,
         "rms_norm_eps": rng.choice([1e-6, 1e-5, 3e-4, 0.01]),
     }  # fmt: skip
@@ -93,7 +92,7 @@ def _coin(rng) -> bool:
 
 
 def _window(rng) -> int:
-    return rng.choice([1, 2, 3, 5, 8, LONGEST - 1, LONGEST, 1000])
+    return 0 if rng.random() < 0.03 else rng.choice([1, 2, 3, 5, 8, LONGEST - 1, LONGEST, 1000])
 
 
 def _pattern(rng, layers: int) -> list[str]:
@@ -134,7 +133,7 @@ _OWN = {
     "mixtral": lambda rng, chosen: {"sliding_window": rng.choice([None, _window(rng)])},
     "qwen2": _qwen,
     "qwen3": lambda rng, chosen: _bias(rng, chosen) | _qwen(rng, chosen),
-    "qwen3_moe": lambda rng, chosen: _bias(rng, chosen) | {"use_sliding_window": _coin(rng), "sliding_window": _window(rng)},
+    "qwen3_moe": lambda rng, chosen: _bias(rng, chosen) | {k: v for k, v in _qwen(rng, chosen).items() if k != "layer_types"},
     "deepseek_v3": _deepseek,
     "glm4_moe": lambda rng, chosen: _bias(rng, chosen) | {"use_qk_norm": _coin(rng)},
     "gpt_oss": _gpt_oss,
@@ -163,6 +162,8 @@ def _rope(rng, family: str) -> dict[str, Any]:
     if kind == "yarn":
         found |= rng.choice([{}, {"attention_factor": 1.3}, {"mscale": 0.7, "mscale_all_dim": 1.2}, {"mscale": 0.7}])
         found |= rng.choice([{}, {"beta_fast": 8.0, "beta_slow": 0.5}]) | rng.choice([{}, {"truncate": False}])
+    elif family == "deepseek_v3" and _coin(rng):
+        found |= {"mscale_all_dim": 1.2, "factor": found.get("factor", 3.0)}
     if kind == "longrope":
         found |= {"short_factor": [1.0], "long_factor": [1.5], "factor": 2.0, "original_max_position_embeddings": 16}
     if family == "glm4_moe":
@@ -218,22 +219,22 @@ class Outcome:
     gradient: float = 0.0
 
 
-def refusals(path: Path, layout: Mapping[str, Any]) -> list[str]:
+def refusals(path: Path, layout: cases.Case) -> list[str]:
     """What a run would say of this model before anything loads."""
+    flags = {**layout.settings, "model": path, "max_prompt_length": LONGEST - 16, "max_completion_length": 16, "torch_dtype": "float32",
+             "num_generations": 8, "steps_per_generation": 1, "global_batch_size": 8, "micro_batch_size": 1}  # fmt: skip
+    argv = [word for flag, value in flags.items() for word in (f"--{flag}", str(value).lower() if isinstance(value, bool) else str(value))]
     try:
-        shape = ModelShape.from_pretrained(path)
+        check(argv, launcher_world_size=layout.world_size)
     except ConfigError as error:
         return [problem.message for problem in error.problems]
-    sizes = {name: layout.get(flag, 1) for name, flag in (("tp", cases.TP), ("ep", cases.EP))}
-    etp = layout.get(cases.ETP, sizes["tp"] if shape.moe and not shape.moe.has_biases else 1)
-    found = [*problems(cases.settings(**layout), shape), *layout_problems(shape, **sizes, etp=etp), *length_problems(shape, LONGEST)]
-    return [problem.message for problem in found]
+    return []
 
 
-def prepare(folder: Path, number: int, family: str, seed: int, layout: Mapping[str, Any]) -> Odd | Outcome | None:
+def prepare(folder: Path, number: int, family: str, seed: int, layout: cases.Case) -> Odd | Outcome | None:
     """None where transformers itself does not take what was drawn; an Outcome where the model is refused."""
     rng = random.Random(f"{seed} {number} {family}")
-    changes, path = draw(rng, family, layout), folder / f"{number} {family}"
+    changes, path = draw(rng, family, layout.settings), folder / f"{number} {family}"
     try:
         write_tiny(path, family, seed=number, **changes)
         if rng.random() < 0.3:
@@ -242,7 +243,6 @@ def prepare(folder: Path, number: int, family: str, seed: int, layout: Mapping[s
         sequences = [[rng.randrange(changes["vocab"]) for _ in range(length)] for length in (5, 9, 2, LONGEST, 9, 17)]
         logprobs = [hf_logprobs(model, tokens).numpy() for tokens in sequences]
     except Exception as error:
-        print(family, repr(error)[:300])
         return None if _is_theirs(error) else Outcome("crashed", f"transformers: {error!r}")
     if said := refusals(path, layout):
         return Outcome("refused", " ".join(said))
@@ -252,9 +252,7 @@ def prepare(folder: Path, number: int, family: str, seed: int, layout: Mapping[s
 
 def _is_theirs(error: Exception) -> bool:
     """transformers checks what it is given by its own rules, and says so in these."""
-    return isinstance(error, (ValueError, KeyError, RuntimeError, AssertionError, TypeError, IndexError, ZeroDivisionError)) or (
-        type(error).__name__ == "StrictDataclassClassValidationError"
-    )
+    return isinstance(error, (ValueError, RuntimeError, UnboundLocalError, ZeroDivisionError)) or "Validation" in type(error).__name__
 
 
 def measure(rank: int, world: int, models: Sequence[Odd], settings: Mapping[str, Any], tamper=None) -> list[Outcome]:
@@ -263,6 +261,8 @@ def measure(rank: int, world: int, models: Sequence[Odd], settings: Mapping[str,
     for odd in models:
         try:
             found.append(_measure_one(rank, world, odd, cases.settings(**settings), parallel, tamper))
+        except ConfigError as error:  # by what lies in the files
+            found.append(Outcome("refused", str(error)))
         except Exception as error:  # the others go on
             last = traceback.extract_tb(error.__traceback__)[-1]
             found.append(Outcome("crashed", f"{error!r} at {Path(last.filename).name}:{last.lineno}"))
@@ -309,16 +309,16 @@ def gradient_error(found: Mapping[str, np.ndarray], right: Mapping[str, np.ndarr
 
 
 def outcomes(
-    folder: Path, numbers: Sequence[int], seed: int, layout: cases.Case, families: Sequence[str] = FAMILIES, tamper=None
+    folder: Path, numbers: Sequence[int], seed: int, layout: cases.Case, tamper=None
 ) -> dict[tuple[int, str], tuple[Outcome, Mapping[str, Any]]]:
     """By (number, family), with what was drawn: number i is of the i-th family, and so on around. Nothing for what transformers refuses."""
     from tests.ranks import run_ranks
 
-    models: list[Odd] = []
+    families, models = SPARSE if layout.needs_experts else FAMILIES, list[Odd]()
     found: dict[tuple[int, str], tuple[Outcome, Mapping[str, Any]]] = {}
     for number in numbers:
         family = families[number % len(families)]
-        made = prepare(folder, number, family, seed, layout.settings)
+        made = prepare(folder, number, family, seed, layout)
         if isinstance(made, Outcome):
             found[number, family] = made, draw(random.Random(f"{seed} {number} {family}"), family, layout.settings)
         elif made is not None:
