@@ -97,7 +97,7 @@ def build_run(
     """
     cfg, timetable = made.checked.config, made.timetable
     assert timetable.num_steps is not None  # the data are here, so the length of the run is known
-    if engine is None and (lacking := sampler_problems(cfg, inputs.shape, has_gpu=parallel.device.type == "cuda")):
+    if engine is None and (lacking := sampler_problems(inputs.shape)):
         raise ConfigError(lacking)
     checkpoints = open_output(made, inputs, parallel)
     clock, judge = Clock(), Judge(inputs.rewards, cfg.rewards.reward_weights, gives_up=stop.gives_up)
