@@ -107,8 +107,6 @@ SAID_WITH: Mapping[str, str] = {
         "the trainer's softmax does not know which words were said before, so training draws without it; eval_generation_kwargs takes it "
         "for evaluation.",
     ),
-    "streaming": "rows are counted and checked before a run begins, so they are not streamed: leave it out. dataset takes files, "
-    "directories and Hub names.",
     **dict.fromkeys(("teacher_model", "teacher", "teacher_model_path"), TEACHER),
     **dict.fromkeys(
         ("use_opd", "opd_teacher_load", "distill", "use_teacher"),

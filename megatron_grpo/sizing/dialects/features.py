@@ -33,7 +33,9 @@ PENALTY = (
     "it makes a word's probability depend on which words were said before it, and training log-probs are of the logits alone; "
     "eval_generation_kwargs takes it for evaluation"
 )
-STREAMING = "rows are counted and checked before a run begins, so they are not streamed: dataset takes files, directories and Hub names"
+TOKENISED_ELSEWHERE = "prompts are tokenised here, with the model's own template: dataset takes files, directories and Hub names"
+COLUMNS = "columns are never renamed by guessing; columns gives them other names"
+SUBSET = "a subset is named behind its data set: dataset owner/name:subset"
 EPOCH = "saving and evaluating is counted in optimizer steps: give save_steps and eval_steps"
 SHARDED_ELSEWHERE = (
     "DeepSpeed and FSDP are not used: Megatron shards (tensor_model_parallel_size, pipeline_model_parallel_size, use_distributed_optimizer)"

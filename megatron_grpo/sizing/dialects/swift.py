@@ -185,7 +185,7 @@ NAMES: Mapping[str, Foreign] = {
     **not_there(
         "a reward model is the reward function reward_model: reward_funcs reward_model, and reward_model its directory", "reward_model"
     ),
-    **not_there(features.STREAMING, "streaming", "cached_dataset", "cached_val_dataset"),
+    **not_there(features.TOKENISED_ELSEWHERE, "cached_dataset", "cached_val_dataset"),
     **not_there(features.RESUMED_ELSEWHERE, "load_args"),
     **not_there(features.RESUMED_ELSEWHERE, "mcore_ref_model"),
     **not_there(features.VERSIONS, "model_revision", "rope_scaling", "new_special_tokens", "model_kwargs"),
@@ -199,7 +199,7 @@ NAMES: Mapping[str, Foreign] = {
     "tuner_backend": only("peft", features.OTHER_ADAPTERS),
     "add_non_thinking_prefix": only("true", "prompts are written by the model's own chat template"),
     "disable_ignore_empty_think": lacks("the loss covers the completion, whole and alone"),
-    "disable_auto_column_mapping": lacks(features.STREAMING),
+    "disable_auto_column_mapping": lacks(features.COLUMNS),
     "load_data_args": lacks(features.RESUMED_ELSEWHERE),
     "moe_layer_recompute": lacks("recompute_granularity selective with recompute_modules moe does it"),
     "skip_megatron_init": lacks("it is for its Ray pipeline, and Ray is not used"),
@@ -244,7 +244,9 @@ DEFAULTS: Sequence[Default] = (
 
 def settle(values: Mapping[str, Any], given: Mapping[str, Sequence[str]]) -> Iterator[Change]:
     """What Megatron-SWIFT makes of several names together."""
-    if "max_steps" in values and "num_train_epochs" in values:
+    if "max_steps" in values and "num_train_epochs" in values and values.get("streaming"):
+        yield Change(values={"num_train_epochs": None}, note="train_iters decides: Megatron-SWIFT does not read epochs with streaming.")
+    elif "max_steps" in values and "num_train_epochs" in values:
         yield Change(
             values={"max_steps": None},
             note=f"num_train_epochs ({values['num_train_epochs']:g}) decides the length of the run: Megatron-SWIFT works train_iters "
