@@ -26,6 +26,9 @@ OTHER_LOSS = "that loss is not there"
 OTHER_OPTIMIZER = "the optimizer is AdamW"
 OTHER_TASK = "only GRPO on a causal language model is there"
 AHEAD = "weights are not pushed into running requests; async_rollout_depth 1 samples one whole rollout ahead of training"
+APART = (
+    "rollouts on GPUs of their own are vllm_mode server, beside megatron-grpo serve; async_rollout_depth 1 samples one ahead of training"
+)
 DROPS_TOKENS = "experts take every token here; a capacity that drops some is not there"
 PLUGINS = "plugin files are not loaded; name a reward function as path/to/file.py:function in reward_funcs"
 SAMPLING = "sampling is by temperature, top_k, top_p and min_p alone, because training log-probs must be those of the sampler"
