@@ -10,7 +10,21 @@ from pathlib import Path
 from typing import Any
 
 from megatron_grpo.errors import Problem
-from megatron_grpo.settings import ahead, begins, best, evaluation, grammar, own, passed_on, precision, schedule, servers, tuner, turns
+from megatron_grpo.settings import (
+    ahead,
+    begins,
+    best,
+    evaluation,
+    grammar,
+    own,
+    passed_on,
+    precision,
+    schedule,
+    servers,
+    streaming,
+    tuner,
+    turns,
+)
 from megatron_grpo.settings.config import Config
 from megatron_grpo.settings.read import COMMAND_LINE
 from megatron_grpo.settings.secrets import secrets_in
@@ -89,6 +103,7 @@ def _pairs(cfg: Config) -> Iterator[tuner.Pair]:
     yield from grammar.pairs(cfg)
     yield from _sampling_and_rewards(cfg)
     yield from _mixtures(cfg)
+    yield from streaming.pairs(cfg)
     yield from _files(cfg)
     yield from best.pairs(cfg)
     yield from begins.pairs(cfg)

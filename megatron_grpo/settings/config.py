@@ -206,6 +206,8 @@ class DataConfig:
     enable_thinking: bool | None = setting(None, "handed to the chat template where it knows it")
     chat_template_kwargs: dict[str, Any] = setting({}, "handed to the chat template: name=value, or JSON")
     dataset_shuffle: bool = setting(True, "seeded permutation per epoch; false keeps file order")
+    streaming: bool = setting(False, "rows are read and checked as the run goes, a block at a time, and not all of them before it")
+    shuffle_buffer_size: int = setting(1000, "with streaming: rows that are read together, and shuffled among each other", at_least=1)
     load_from_cache_file: bool = setting(True, "tokenise a data set once a machine, into the user's cache directory")
     data_root: str | None = setting(None, "paths of pictures are inside this directory (default: that of the data set)")
     max_pixels: int | None = setting(

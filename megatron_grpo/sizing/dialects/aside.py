@@ -37,7 +37,6 @@ SWIFT: Mapping[str, Foreign] = {
             "data_sharding",
             "data_seed",
             "group_by_length",
-            "shuffle_buffer_size",
         ),
         why=LOADING,
     ),
