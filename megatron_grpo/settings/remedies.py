@@ -100,7 +100,8 @@ SAID_WITH: Mapping[str, str] = {
     "eval_iters": "eval_num_prompts is the number of held-out prompts that are used.",
     "max_seq_length": "max_prompt_length and max_completion_length bound the two parts of a sequence.",
     "seq_length": "max_prompt_length and max_completion_length bound the two parts of a sequence.",
-    "tp_comm_overlap": "its buffers are made for micro-batches of one length, and packed ones differ: leave it out. "
+    "tp_comm_overlap": "Transformer Engine's buffers for it have one number of tokens for all passes of a process, and passes here differ "
+    "in theirs, whether they train or score: leave it out. "
     "overlap_grad_reduce and overlap_param_gather overlap what data-parallel ranks exchange.",
     **dict.fromkeys(
         ("repetition_penalty", "presence_penalty", "frequency_penalty"),
