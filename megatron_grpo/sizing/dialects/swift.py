@@ -286,8 +286,13 @@ def settle(values: Mapping[str, Any], given: Mapping[str, Sequence[str]]) -> Ite
     yield from of_servers(values, program="swift rollout")
     yield from of_the_hub(values)
     yield from idle_schedule(values, given, style="cosine")
+    if values.get("weight_decay_incr_style", "constant") != "constant" and "start_weight_decay" in values:
+        note = "weight_decay is not read beside start_weight_decay and end_weight_decay, here as there."
+        yield Change(values={"weight_decay": 0.0}, note=note)
     if holds_out(values):  # by the request_config of training
         yield Change(values=as_in_training(values, 0.9, values.get("num_generations", 8)))
+        if not values.get("eval_steps"):
+            yield Change(values={"eval_steps": values.get("save_steps", 500)}, untyped=("eval_steps", "save_steps"))
     idle = [name for name in ("no_load_optim", "no_load_rng") if values.get(name)]
     if idle and values.get("finetune", True):
         note = f"{' and '.join(idle)} does nothing unless finetune is false, here as there: a run begins without them anyway."
@@ -330,9 +335,9 @@ def _tuner(values: Mapping[str, Any]) -> Iterator[Change]:
     elif values.get("tuner_type", "full") != "lora":
         if "merge_lora" in values:
             yield Change(values={"merge_lora": None}, note="merge_lora does nothing with tuner_type full, here as there.")
-        if any(values.get(f"{name}_regex") for name in ("freeze_parameters", "trainable_parameters")):
-            said = "are looked for in Hugging Face's names here, in those of Megatron's modules there, which count layers by pipeline stage"
-            yield Change(values={}, note=f"freeze_parameters_regex and trainable_parameters_regex {said}.")
+        if any(values.get(f"{name}{end}") for name in ("freeze_parameters", "trainable_parameters") for end in ("", "_regex")):
+            said = "compared with Hugging Face's names here, with those of Megatron's modules there, which count layers by pipeline stage"
+            yield Change(values={}, note=f"freeze_parameters and trainable_parameters, and their _regex, are {said}.")
         return
     if values.get("target_regex") and "target_modules" in values:
         yield Change(values={"target_modules": None}, note="target_regex goes before target_modules in Megatron-SWIFT; so is done here.")

@@ -248,7 +248,10 @@ NAMES: Mapping[str, Foreign] = {
     "model.hf_config_path": lacks(features.VERSIONS),
     "model.tokenizer_path": lacks(features.VERSIONS),
     "model.mtp.enable": lacks(features.MTP),
-    "actor.freeze_vision_tower": same("freeze_vit"),
+    "actor.freeze_vision_tower": reads(
+        lambda words, given: dict.fromkeys(("freeze_vit", "freeze_aligner"), list(words)),
+        "`freeze_vit` and `freeze_aligner`, for its tower is both; both false where data.image_key is named, and nobody says this",
+    ),
     # The optimizer.
     f"{_OPTIM}lr": same("lr"),
     f"{_OPTIM}betas": reads(betas, "`adam_beta1` and `adam_beta2`"),
@@ -354,7 +357,6 @@ DEFAULTS: Sequence[Default] = (
     Default(name="trainer.max_actor_ckpt_to_keep", theirs="none", native={"save_total_limit": None}),
     kept("rollout.free_cache_engine", True, "sleep_level 0"),
     kept("algorithm.adv_estimator", "gae", "grpo"),
-    kept("actor.freeze_vision_tower", False, "freeze_vit true"),
     kept("trainer.logger", "console wandb", "none"),
 )
 
