@@ -276,6 +276,8 @@ def settle(values: Mapping[str, Any], given: Mapping[str, Sequence[str]]) -> Ite
             note=f"num_train_epochs ({values['num_train_epochs']:g}) decides the length of the run: Megatron-SWIFT works train_iters "
             f"({values['max_steps']}) out anew where both are given.",
         )
+    if values.get("shuffle_buffer_size") and not values.get("streaming"):
+        yield Change(values={"shuffle_buffer_size": None}, note="shuffle_buffer_size does nothing without streaming, here as there.")
     if values.get("eval_steps") and not holds_out(values):
         yield Change(
             values={"eval_steps": None},
