@@ -93,7 +93,7 @@ def test_a_row_of_several_contexts_is_scored_in_each_of_them_and_where_it_was_dr
     row = Sequence(token_ids=np.arange(20, 32), mask=mask, starts=(0, 6))
     empty = Sequence(token_ids=np.arange(4), mask=np.zeros(4, dtype=bool))
     rows = {(0, 3): row, (0, 4): empty}
-    found = ServedTeacher(teacher_of(opened()))(rows, dict.fromkeys(rows, 0), OneRank())
+    found = ServedTeacher(teacher_of(opened()))(rows, {}, dict.fromkeys(rows, 0), OneRank())
     wanted = np.where(mask, [-(id_ / 100 + at % 6) for at, id_ in enumerate(range(20, 32))], 0.0)
     assert np.allclose(found[0, 3], wanted, atol=1e-6) and not found[0, 4].any() and found[0, 3].dtype == np.float32
 
