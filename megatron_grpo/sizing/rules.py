@@ -334,5 +334,5 @@ def _model_rules(inputs: TypedSizes, words: Words, model: Model, name: str) -> I
             text=lambda: f"a mixture-of-experts {name} with {words.flag(TP)} {verb} with sequence_parallel true only",
         )
     for number, (flag, sentence) in enumerate(model.misfits(v[TP], v[EP], v[ETP]) if model.misfits else ()):
-        said = sentence if name == "model" else f"{name}: {sentence}"
+        said = sentence.replace("the model's", f"the {name}'s")
         yield Rule(key=f"{name} {number}", flags=(flag,), holds=False, text=partial(str, said), after=(f"{name} experts", "dense"))

@@ -39,12 +39,13 @@ def models(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def samples(models):
-    """Of eight rows in two groups; one row was drawn among few words."""
+    """Of eight rows in two groups; one row was drawn among few words, and one was routed to experts of some other model."""
     [found] = cases.stored_rollout(models["student"], vocab=VOCAB, groups=((5, (5, 1, 2, 9)), (3, (12, 2, 3, 1))))
     drawn = found[3]
     ids = drawn.token_ids[drawn.mask]
     kept = np.stack([ids, (ids + 1) % VOCAB, (ids + 7) % VOCAB], axis=1)
     found[3] = dataclasses.replace(drawn, kept_at=np.arange(len(ids) + 1) * 3, kept_ids=np.sort(kept, axis=1).ravel().astype(np.int32))
+    found[1] = dataclasses.replace(found[1], experts=np.zeros((len(found[1].token_ids), 3, 2), dtype=np.int16))
     return found
 
 
@@ -70,23 +71,34 @@ def expected(path, samples) -> list[np.ndarray]:
 
 def scored(rank: int, world: int, models, samples, settings: dict, teachers: tuple[str, ...], more: list[dict]) -> dict:
     """{(teacher, which of `more`): {row: what it says}} of the rows whose home this rank is. For `run_ranks`."""
+    from dataclasses import replace
+
     from megatron_grpo.build import build_held_teacher
     from megatron_grpo.clock import Clock
     from megatron_grpo.pending import Pending
-    from megatron_grpo.planning.check import check_parsed  # noqa: F401
+    from megatron_grpo.planning.held import held_stages
+    from megatron_grpo.planning.model import rules_of
+    from megatron_grpo.sizing.batch_sizes import BatchSizes
     from megatron_grpo.weights.shape import ModelShape
 
     parallel, found = cases.join(cases.settings(**settings), world), {}
-    shape = ModelShape.from_pretrained(models["student"])
     for name in teachers:
+        student = "MoE" if EP in settings and name == "dense" else "student"  # one of the two has experts
+        shape = ModelShape.from_pretrained(models[student])
         for number, others in enumerate(more):
             cfg = cases.settings(temperature=TEMPERATURE, teacher_model=str(models[name]), **settings | others)
             teacher = build_held_teacher(cfg, shape, parallel, teacher_path=models[name], clock=Clock())
-            cut = dataclasses.replace(teacher._scorer.cut)
-            pending = Pending(parallel=parallel).restored(samples if parallel.is_main else [], cut)
+            pending = Pending(parallel=parallel).restored(samples if parallel.is_main else [], teacher._scorer.cut)
             extents, homes = ({key: getattr(row, what) for key, row in pending.rows.items()} for what in ("extent", "home"))
             for _ in range(2):  # the second time it comes back from the host, where it goes there
                 found[name, number] = teacher(pending.samples, extents, homes, parallel)
+            weights = [parameter for chunk in teacher._scorer.model for parameter in chunk.parameters()]
+            own = ModelShape.from_pretrained(models[name])
+            sizes = BatchSizes.from_config(cfg.with_values({"world_size": world}), model=replace(rules_of(shape), teacher=rules_of(own)))
+            planned = held_stages(own, shape, sizes, cfg, 16)[parallel.pp_rank].weights_bytes
+            assert planned == sum(4 * parameter.numel() for parameter in weights)
+            away = others.get("offload_teacher_model", False)
+            assert all(bool(parameter.untyped_storage().nbytes()) != away for parameter in weights)
     return found
 
 

@@ -195,3 +195,16 @@ def test_nobody_there_is_waited_for_and_then_said_and_a_run_that_stops_waits_no_
     began = time.monotonic()
     assert is_right(late.logprobs(DRAWN)) and time.monotonic() - began > 0.3
     servers[0].close()
+
+
+def alive(server, body):
+    """It says that it lives, and scores nothing."""
+    for _ in range(200):
+        yield b"\n"
+        time.sleep(0.05)
+
+
+def test_a_server_that_lives_and_scores_nothing_is_waited_for_no_longer_than_any_other(opened):
+    with pytest.raises(NobodySamples, match=r"has scored anything for 0\.3 s \(vllm_server_timeout\): .*it lives, and has scored nothing"):
+        teacher_of(opened(alive), timeout=0.3).logprobs(DRAWN)
+    assert is_right(teacher_of(opened(alive), opened(), timeout=0.3).logprobs(DRAWN))
