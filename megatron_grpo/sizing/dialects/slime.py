@@ -12,7 +12,7 @@ from typing import Any
 
 from megatron_grpo.settings.foreign import Change, Default, Dialect, Foreign, default, kept, lacks, not_there, only, only_task, reads, same
 from megatron_grpo.settings.table import BadValue
-from megatron_grpo.sizing.dialects import features, slime_aside
+from megatron_grpo.sizing.dialects import features, slime_aside, slime_teacher
 from megatron_grpo.sizing.dialects.vocabulary import (
     DISPATCHER,
     NATIVE_SIZES,
@@ -206,7 +206,8 @@ NAMES: Mapping[str, Foreign] = {
     "opsm_delta": _together("`off_policy_sequence_mask_delta`, where use_opsm is given"),
     "use_routing_replay": _switch("router_replay_mode", "R2"),
     "use_rollout_routing_replay": _switch("router_replay_mode", "R3"),
-    **not_there(features.TEACHER, "use_opd", "opd_type", "opd_teacher_load", "opd_teacher_ckpt_step"),
+    **dict.fromkeys(slime_teacher.NAMES, _together("`teacher_model` and `teacher_kl_coef`, of all names of the teacher")),
+    **not_there(features.TEACHER, "opd_teacher_ckpt_step"),
     "value_clip": Foreign(why="there is no critic; what asks for one is advantage_estimator ppo"),
     # Batches, of which the sizes are a table of their own.
     "use_dynamic_batch_size": _PACKED,
@@ -276,6 +277,7 @@ def settle(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
         yield from idle(given, {"tis_clip": "2.0", "tis_clip_low": "0"}, without="use_tis")
     if is_true(given, "use_opsm", "false"):
         yield Change(values={"off_policy_sequence_mask_delta": float(text_of(given, "opsm_delta", "1e-4"))})
+    yield from slime_teacher.settle(values, given)
     yield from layout(values, text_of(given, "expert_tensor_parallel_size", "none"))
     if not is_true(given, "colocate", "false"):
         note = "slime samples on GPUs of their own without colocate: here that is vllm_mode server, beside `megatron-grpo serve`."

@@ -194,10 +194,7 @@ NAMES: Mapping[str, Foreign] = {
         features.IMAGES,
         *("vit_gradient_checkpointing_kwargs", "vit_attn_impl", "vllm_mm_processor_cache_gb", "norm_bbox"),
     ),
-    **not_there(
-        features.TEACHER,
-        *("teacher_model", "teacher_model_type", "teacher_model_revision", "teacher_tag_key", "teacher_adapters", "offload_teacher_model"),
-    ),
+    **not_there(features.TEACHER, "teacher_model_type", "teacher_model_revision", "teacher_tag_key", "teacher_adapters"),
     **not_there(features.GKD, "gkd_logits_topk", "seq_kd", "lmbda", "sft_alpha"),
     **not_there(
         features.QUANTIZED,
@@ -321,7 +318,7 @@ def settle(values: Mapping[str, Any], given: Mapping[str, Sequence[str]]) -> Ite
     if values.get("teacher_model_server"):
         said = "is a server of `megatron-grpo serve --frozen true` here, of vLLM's or its own API there"
         yield Change(values={}, note=f"teacher_model_server {said}.")
-    elif "teacher_kl_coef" in values:
+    elif "teacher_kl_coef" in values and not values.get("teacher_model"):
         yield Change(values={"teacher_kl_coef": None}, note="teacher_kl_coef does nothing without a teacher, here as there.")
     if "repetition" in values.get("reward_funcs", ()):
         yield Change(values={}, note="The reward repetition counts n-grams of tokens here, of words in Megatron-SWIFT.")
