@@ -265,16 +265,7 @@ DEFAULTS: Sequence[Default] = (
 
 def settle(values: Mapping[str, Any], given: Mapping[str, Sequence[str]]) -> Iterator[Change]:
     """What Megatron-SWIFT makes of several names together."""
-    if "max_steps" in values and "num_train_epochs" in values and values.get("streaming"):
-        yield Change(values={"num_train_epochs": None}, note="train_iters decides: Megatron-SWIFT does not read epochs with streaming.")
-    elif "max_steps" in values and "num_train_epochs" in values:
-        yield Change(
-            values={"max_steps": None},
-            note=f"num_train_epochs ({values['num_train_epochs']:g}) decides the length of the run: Megatron-SWIFT works train_iters "
-            f"({values['max_steps']}) out anew where both are given.",
-        )
-    if values.get("shuffle_buffer_size") and not values.get("streaming"):
-        yield Change(values={"shuffle_buffer_size": None}, note="shuffle_buffer_size does nothing without streaming, here as there.")
+    yield from _data(values)
     if values.get("eval_steps") and not holds_out(values):
         yield Change(
             values={"eval_steps": None},
@@ -296,9 +287,28 @@ def settle(values: Mapping[str, Any], given: Mapping[str, Sequence[str]]) -> Ite
     if idle and values.get("finetune", True):
         note = f"{' and '.join(idle)} does nothing unless finetune is false, here as there: a run begins without them anyway."
         yield Change(values=dict.fromkeys(idle), note=note)
+    yield from _tuner(values)
+    yield from _loss(values)
+
+
+def _data(values: Mapping[str, Any]) -> Iterator[Change]:
+    """How long a run is, and the order of its rows."""
+    if "max_steps" in values and "num_train_epochs" in values and values.get("streaming"):
+        yield Change(values={"num_train_epochs": None}, note="train_iters decides: Megatron-SWIFT does not read epochs with streaming.")
+    elif "max_steps" in values and "num_train_epochs" in values:
+        yield Change(
+            values={"max_steps": None},
+            note=f"num_train_epochs ({values['num_train_epochs']:g}) decides the length of the run: Megatron-SWIFT works train_iters "
+            f"({values['max_steps']}) out anew where both are given.",
+        )
+    if values.get("shuffle_buffer_size") and not values.get("streaming"):
+        yield Change(values={"shuffle_buffer_size": None}, note="shuffle_buffer_size does nothing without streaming, here as there.")
     if values.get("interleave_prob") and not values.get("further_datasets"):
         yield Change(values={"interleave_prob": None}, note="interleave_prob does nothing with one dataset, here as there.")
-    yield from _tuner(values)
+
+
+def _loss(values: Mapping[str, Any]) -> Iterator[Change]:
+    """The loss, its corrections and a teacher."""
     mode = values.get("rollout_importance_sampling_mode", "none")
     if mode.startswith("sequence_"):
         rest = " It then weighs each token by its own ratio; here all tokens carry the sequence's." if mode == "sequence_mask" else ""
