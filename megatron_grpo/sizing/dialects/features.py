@@ -36,14 +36,15 @@ PENALTY = (
     "it makes a word's probability depend on which words were said before it, and training log-probs are of the logits alone; "
     "eval_generation_kwargs takes it for evaluation"
 )
-STREAMING = "rows are counted and checked before a run begins, so they are not streamed: dataset takes files, directories and Hub names"
+TOKENISED_ELSEWHERE = "prompts are tokenised here, with the model's own template: dataset takes files, directories and Hub names"
+COLUMNS = "columns are never renamed by guessing; columns gives them other names"
+SUBSET = "a subset is named behind its data set: dataset owner/name:subset"
 EPOCH = "saving and evaluating is counted in optimizer steps: give save_steps and eval_steps"
 SHARDED_ELSEWHERE = (
     "DeepSpeed and FSDP are not used: Megatron shards (tensor_model_parallel_size, pipeline_model_parallel_size, use_distributed_optimizer)"
 )
 RESUMED_ELSEWHERE = "checkpoints of another system are not read; export them to Hugging Face format and give them as model"
 MTP = "multi-token prediction heads are not trained"
-FLOAT32_STATE = "gradients and optimizer state are float32 here; optimizer_cpu_offload saves their memory"
 VERSIONS = "other revisions and converted configurations are not read; give a directory as model"
 CRITIC = "there is no critic: advantages are compared inside groups or batches"
 EVALUATION = "held-out prompts are asked in their order"

@@ -69,6 +69,7 @@ def _together(hint: str) -> Foreign:
     return reads(lambda words, given: {}, hint)
 
 
+_OF_OPTIMIZER = "of these words optimizer_cpu_offload, optimizer_offload_fraction and use_precision_aware_optimizer are translated"
 _ENGINE_WORDS = _together("`vllm_engine_kwargs`, or the setting that says it (`vllm_max_model_len`)")
 _RECOMPUTE = "of these words those of recomputation, pipeline splits, FP8 and experts' kernels are translated"
 
@@ -102,7 +103,10 @@ NAMES: Mapping[str, Foreign] = {
     f"{_POLICY}transformer_config_kwargs.num_layers_in_first_pipeline_stage": same("decoder_first_pipeline_num_layers"),
     f"{_POLICY}transformer_config_kwargs.num_layers_in_last_pipeline_stage": same("decoder_last_pipeline_num_layers"),
     **{f"{_POLICY}ddp_config.{name}": same(name) for name in ("overlap_grad_reduce", "overlap_param_gather")},
-    **{f"{_POLICY}optimizer_config_kwargs.{name}": same(name) for name in ("optimizer_cpu_offload", "optimizer_offload_fraction")},
+    **{
+        f"{_POLICY}optimizer_config_kwargs.{name}": same(name)
+        for name in ("optimizer_cpu_offload", "optimizer_offload_fraction", "use_precision_aware_optimizer")
+    },
     f"{_POLICY}async_dist_ckpt_save": same("async_save"),
     "placement.policy_num_nodes": reads(_ranks, "world_size, which is nodes times GPUs"),
     "placement.policy_num_gpus_per_node": reads(_ranks, "world_size, which is nodes times GPUs"),
@@ -269,8 +273,8 @@ PATTERNS: Mapping[str, Foreign] = {
     "policy.model.fake_int4_qat.*": Foreign(why="it does nothing without fake_int4_qat.enabled, which is refused"),
     "policy.inference_only_init": lacks("the policy trains"),
     "*model_config_kwargs": lacks("the model is built as its config.json says"),
-    f"{_POLICY}optimizer_config_kwargs": lacks("of these words optimizer_cpu_offload and optimizer_offload_fraction are translated"),
-    f"{_POLICY}optimizer_config_kwargs.*": lacks("of these words optimizer_cpu_offload and optimizer_offload_fraction are translated"),
+    f"{_POLICY}optimizer_config_kwargs": lacks(_OF_OPTIMIZER),
+    f"{_POLICY}optimizer_config_kwargs.*": lacks(_OF_OPTIMIZER),
     f"{_POLICY}transformer_config_kwargs": lacks(_RECOMPUTE),
     f"{_POLICY}transformer_config_kwargs.*": lacks(_RECOMPUTE),
     f"{_POLICY}hf_export_config.*": Foreign(why=features.FILES),

@@ -224,7 +224,7 @@ NAMES: Mapping[str, Foreign] = {
     "optimizer": only("adam", features.OTHER_OPTIMIZER),
     "attention_dropout": lacks("models are trained without dropout", "0", "0.0"),
     "hidden_dropout": lacks("models are trained without dropout", "0", "0.0"),
-    "accumulate_allreduce_grads_in_fp32": only("true", "gradients are float32"),
+    "accumulate_allreduce_grads_in_fp32": only("true", "main_grads_dtype says in which dtype gradients are summed"),
     "attention_softmax_in_fp32": only("true", "the softmax of attention is float32"),
     "num_virtual_stages_per_pipeline_rank": same("virtual_pipeline_model_parallel_size"),
     "num_layers_per_virtual_pipeline_stage": lacks("virtual_pipeline_model_parallel_size says how many chunks a stage has"),

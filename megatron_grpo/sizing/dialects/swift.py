@@ -157,10 +157,6 @@ NAMES: Mapping[str, Foreign] = {
     "save_strategy": only("steps", features.EPOCH),
     "ddp_backend": only("nccl", "the backend follows from the machine"),
     "cp_partition_mode": only("zigzag", "context parallelism is zigzag here"),
-    "main_grads_dtype": only("fp32", features.FLOAT32_STATE),
-    "main_params_dtype": only("fp32", features.FLOAT32_STATE),
-    "exp_avg_dtype": only("fp32", features.FLOAT32_STATE),
-    "exp_avg_sq_dtype": only("fp32", features.FLOAT32_STATE),
     "columns": reads(_columns, "`columns`; its query is our prompt"),
     "$MAX_PIXELS": same("max_pixels"),  # set before the command
     "$MIN_PIXELS": same("min_pixels"),
@@ -171,7 +167,7 @@ NAMES: Mapping[str, Foreign] = {
     "label_smoothing": lacks(features.OTHER_TASK, "0", "0.0"),
     **turns.SWIFT,
     "external_plugins": reads(_plugins, "reward_funcs path/to/file.py:function, environment path/to/file.py:Class"),
-    "accumulate_allreduce_grads_in_fp32": only("true", "gradients are float32 here"),
+    "accumulate_allreduce_grads_in_fp32": only("true", "main_grads_dtype says in which dtype gradients are summed"),
     "attention_softmax_in_fp32": only("true", "the softmax of attention is float32 here"),
     **not_there(features.MODULES_TO_SAVE, "modules_to_save"),
     **not_there(features.LORA_TARGETS, "target_parameters"),
@@ -213,8 +209,7 @@ NAMES: Mapping[str, Foreign] = {
     **not_there(
         "a reward model is the reward function reward_model: reward_funcs reward_model, and reward_model its directory", "reward_model"
     ),
-    **not_there(features.STREAMING, "streaming"),
-    **not_there("rows are tokenised when a run begins: give what it was made of as dataset", "cached_dataset", "cached_val_dataset"),
+    **not_there(features.TOKENISED_ELSEWHERE, "cached_dataset", "cached_val_dataset"),
     **not_there(features.RESUMED_ELSEWHERE, "load_args"),
     **not_there(features.RESUMED_ELSEWHERE, "mcore_ref_model"),
     **not_there(features.VERSIONS, "model_revision", "rope_scaling", "new_special_tokens", "model_kwargs"),
@@ -228,7 +223,7 @@ NAMES: Mapping[str, Foreign] = {
     "tuner_backend": only("peft", features.OTHER_ADAPTERS),
     "add_non_thinking_prefix": only("true", "prompts are written by the model's own chat template"),
     "disable_ignore_empty_think": lacks("the loss covers the completion, whole and alone"),
-    "disable_auto_column_mapping": lacks("columns says which column is which; what is not in it keeps its name"),
+    "disable_auto_column_mapping": lacks(features.COLUMNS),
     "load_data_args": lacks(features.RESUMED_ELSEWHERE),
     "moe_layer_recompute": lacks("recompute_granularity selective with recompute_modules moe does it"),
     "skip_megatron_init": lacks("it is for its Ray pipeline, and Ray is not used"),
@@ -273,7 +268,9 @@ DEFAULTS: Sequence[Default] = (
 
 def settle(values: Mapping[str, Any], given: Mapping[str, Sequence[str]]) -> Iterator[Change]:
     """What Megatron-SWIFT makes of several names together."""
-    if "max_steps" in values and "num_train_epochs" in values:
+    if "max_steps" in values and "num_train_epochs" in values and values.get("streaming"):
+        yield Change(values={"num_train_epochs": None}, note="train_iters decides: Megatron-SWIFT does not read epochs with streaming.")
+    elif "max_steps" in values and "num_train_epochs" in values:
         yield Change(
             values={"max_steps": None},
             note=f"num_train_epochs ({values['num_train_epochs']:g}) decides the length of the run: Megatron-SWIFT works train_iters "

@@ -280,7 +280,10 @@ NAMES: Mapping[str, Foreign] = {
     f"{_OPTIM}lr_wsd_decay_steps": same("lr_wsd_decay_iters"),
     f"{_OPTIM}zero_indexed_step": Foreign(why="whether the first step counts as 0 or 1 in its schedule: one step of warm-up"),
     f"{_OPTIM}total_training_steps": lacks("the schedule is as long as the run (max_steps, num_train_epochs)", "-1"),
-    **{f"{_OPTIMIZER}{name}": same(name) for name in ("optimizer_cpu_offload", "optimizer_offload_fraction")},
+    **{
+        f"{_OPTIMIZER}{name}": same(name)
+        for name in ("optimizer_cpu_offload", "optimizer_offload_fraction", "use_precision_aware_optimizer")
+    },
     # The mathematics.
     "actor.clip_ratio_low": same("epsilon"),
     "actor.clip_ratio_high": _LOSS,

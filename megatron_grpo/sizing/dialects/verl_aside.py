@@ -56,7 +56,6 @@ NAMES: Mapping[str, Foreign] = {
     ),
     **aside(
         *("model.enable_activation_offload", "model.use_shm", "rollout.multi_stage_wake_up", f"{_OPTIMIZER}overlap_cpu_optimizer_d2h_h2d"),
-        f"{_OPTIMIZER}use_precision_aware_optimizer",
         why=MEMORY,
     ),
     **aside(

@@ -96,12 +96,22 @@ def test_what_some_families_have_and_a_setting_has_not_is_refused(model, changes
     assert words in problem.message and problems(Config(), shape) == []
 
 
-def test_experts_with_biases_are_not_sampled_on_a_cpu():
-    shape = ModelShape.from_hf(config_of("gpt_oss"))
-    (problem,) = sampler_problems(Config(), shape, has_gpu=False)
-    assert "GptOssForCausalLM cannot be sampled on a CPU" in problem.message
-    assert sampler_problems(Config(), shape, has_gpu=True) == []
-    assert sampler_problems(Config(), ModelShape.from_hf(config_of("qwen3_moe")), has_gpu=False) == []
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"rms_norm_eps": 1e-6}, "rms_norm_eps is 1e-5"),
+        ({"swiglu_limit": 0.6}, "swiglu_alpha is 1.702 and swiglu_limit 7"),
+        ({"attention_bias": False}, "attention_bias is true"),
+        ({"tie_word_embeddings": True}, "tie_word_embeddings is false"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "every other layer has a window, from the first"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}, "the rope is stretched by yarn"),
+    ],
+)
+def test_a_gpt_oss_that_vllm_would_sample_as_another_is_refused(changes, words):
+    plain = config_of("gpt_oss")
+    assert sampler_problems(ModelShape.from_hf(plain)) == [] == sampler_problems(ModelShape.from_hf(config_of("qwen3_moe")))
+    (problem,) = sampler_problems(ModelShape.from_hf(plain | changes))
+    assert words in problem.message
 
 
 def test_prompts_are_shared_where_a_window_reaches_over_the_longest_sequence():
