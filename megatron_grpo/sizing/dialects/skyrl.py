@@ -72,7 +72,6 @@ def _together(hint: str) -> Foreign:
 _OF_OPTIMIZER = "of these words optimizer_cpu_offload, optimizer_offload_fraction and use_precision_aware_optimizer are translated"
 _ENGINE_WORDS = _together("`vllm_engine_kwargs`, or the setting that says it (`vllm_max_model_len`)")
 _RECOMPUTE = "of these words those of recomputation, pipeline splits, FP8 and experts' kernels are translated"
-_TEMPLATE = "give chat_template_kwargs, which hands name=value to the chat template"
 
 NAMES: Mapping[str, Foreign] = {
     "policy.model.path": same("model"),
@@ -263,7 +262,7 @@ PATTERNS: Mapping[str, Foreign] = {
     "engine_init_kwargs.*": _ENGINE_WORDS,
     f"{_ENGINE}delta_weight_sync.*": Foreign(why="how weights travel; here each push is whole, and checked by log-probs"),
     "policy.torch_profiler_config.*": Foreign(why=features.LOGS),
-    "chat_template_kwargs.*": lacks(_TEMPLATE),
+    "chat_template_kwargs.*": _together("`chat_template_kwargs`"),
     "sampling_params.additional_kwargs.*": lacks(features.SAMPLING),
     "eval_sampling_params.additional_kwargs.*": lacks(features.EVAL_SAMPLING),
     "fully_async.simulate_*": lacks(features.AHEAD, "30.0", "0.0"),

@@ -16,6 +16,7 @@ from megatron_grpo.sizing.dialects.vocabulary import (
     is_true,
     layout,
     listed,
+    of_template,
     of_vllm,
     soft_overlong,
     text_of,
@@ -135,6 +136,7 @@ def _asked(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
     stop, eval_stop = (listed(given.get(f"{name}sampling_params.stop", ())) for name in ("", "eval_"))
     if eval_stop not in ([], ["none"], ["null"], stop):
         raise BadValue(f"eval_sampling_params.stop ({' '.join(eval_stop)}) differs from sampling_params.stop, which is of both here")
+    yield from of_template(values, given, prefix="chat_template_kwargs")
     yield from of_vllm(values, given, prefix=f"{_ENGINE}engine_init_kwargs")
     yield from of_vllm(values, given, prefix="engine_init_kwargs")
     yield from asked_once(values, eval_temperature=0.0, eval_top_p=1.0, eval_top_k=0, eval_min_p=0.0)

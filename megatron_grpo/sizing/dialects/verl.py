@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron_grpo.settings.foreign import OFF, Default, Dialect, Foreign, Reader, default, kept, lacks, only, reads, same
-from megatron_grpo.settings.table import TRUE
+from megatron_grpo.settings.table import TRUE, BadValue
 from megatron_grpo.sizing.dialects import features, verl_aside
 from megatron_grpo.sizing.dialects.verl_settle import PROCESSOR_CACHES, SETTLE
 from megatron_grpo.sizing.dialects.vocabulary import (
@@ -29,6 +29,12 @@ from megatron_grpo.sizing.dialects.vocabulary import (
 
 _MEGATRON, _OPTIM, _TRANSFORMER = "actor.megatron.", "actor.optim.", "actor.megatron.override_transformer_config."
 _OPTIMIZER, _LORA, _RIGHT = "actor.optim.override_optimizer_config.", "model.lora.", "algorithm.rollout_correction."
+
+
+def _resumed(words: Sequence[str], given: Mapping[str, Sequence[str]]) -> Mapping[str, Any]:
+    if text_of(given, "resume_mode", "auto") == "resume_path":
+        raise BadValue(f"({' '.join(words)}): {features.RESUMED_ELSEWHERE}")
+    return {}
 
 
 def _ranks(words: Sequence[str], given: Mapping[str, Sequence[str]]) -> Mapping[str, Any]:
@@ -112,7 +118,7 @@ NAMES: Mapping[str, Foreign] = {
     "test_freq": same("eval_steps", {"-1": "0"}),
     "max_actor_ckpt_to_keep": same("save_total_limit"),
     "resume_mode": same("resume", {"disable": "never"}),
-    "resume_from_path": lacks(features.RESUMED_ELSEWHERE),
+    "resume_from_path": reads(_resumed, "nothing; with resume_mode resume_path it is refused"),
     "actor.checkpoint.async_save": same("async_save"),
     # Data.
     "train_files": DATASETS,

@@ -17,6 +17,7 @@ from megatron_grpo.sizing.dialects.vocabulary import (
     is_true,
     layout,
     listed,
+    of_template,
     of_vllm,
     soft_overlong,
     text_of,
@@ -235,6 +236,7 @@ def _lora(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
 
 def _engine(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
     section = "rollout.engine_kwargs.vllm"
+    yield from of_template(values, given, prefix="apply_chat_template_kwargs")
     yield from of_vllm(values, given, prefix=section, apart=[f"{section}.{name}" for name in PROCESSOR_CACHES])
 
 

@@ -275,6 +275,10 @@ def test_a_script_has_the_sizes_of_its_own_program_or_is_refused_by_one_feature(
         ("verl", "data.image_key=images", dict(freeze_vit=False, freeze_aligner=False)),
         ("verl", "data.image_key=images actor_rollout_ref.actor.freeze_vision_tower=True", dict(freeze_vit=True, freeze_aligner=True)),
         ("verl", "data.image_key=images actor_rollout_ref.model.lora_rank=8", dict(freeze_vit=True)),
+        ("verl", "data.apply_chat_template_kwargs.reasoning_effort=medium trainer.resume_from_path=checkpoints/",
+         dict(chat_template_kwargs={"reasoning_effort": "medium"}, enable_thinking=None, resume="auto")),
+        ("skyrl", "generator.chat_template_kwargs.low_effort=true generator.chat_template_kwargs.enable_thinking=false",
+         dict(chat_template_kwargs={"low_effort": True}, enable_thinking=False)),
         # engine words of vLLM
         ("verl", "actor_rollout_ref.rollout.engine_kwargs.vllm={max_model_len:4096,disable_custom_all_reduce:true}",
          dict(vllm_max_model_len=4096, vllm_engine_kwargs={"disable_custom_all_reduce": True})),
@@ -315,6 +319,7 @@ def test_what_a_name_means_there_happens_here(dialect, words, values):
         ("skyrl", "trainer.policy.model.path=x trainer.ref.model.path=y", "ref.model.path (y) differs from policy.model.path (x)"),
         ("skyrl", "trainer.algorithm.temperature=0.7", "differs from sampling_params.temperature (1.0)"),
         ("trl", '--model_init_kwargs {"revision":"x"}', "model_init_kwargs (revision)"),
+        ("verl", "trainer.resume_mode=resume_path trainer.resume_from_path=x", "resume_from_path (x): checkpoints of another system"),
         ("verl", "~data.train_files", "takes a name out of a file of theirs"),
         ("trl", "--save_steps 0.05", "save_steps (0.05) is a share of the run in TRL"),
         ("trl", '--lr_scheduler_kwargs {"num_cycles":2}', "lr_scheduler_kwargs (num_cycles) of linear"),
