@@ -51,8 +51,8 @@ def write_tiny(
     """Writes config, safetensors, generation config and tokenizer into `path`; returns it as a Path. `overrides` go to the model's config.
 
     vLLM's CPU kernels take head sizes, and `ffn / TP` of experts, in multiples of 32. `hidden` need not be `heads * head_dim` except for
-    `NARROW`, where it is made so unless `overrides` has a `hidden_size`. The vocabulary is `<pad> <bos> <eos> <unk>`, then the words "4" to str(vocab - 1): token id n decodes to
-    "n".
+    `NARROW`, where it is made so unless `overrides` has a `hidden_size`. The vocabulary is `<pad> <bos> <eos> <unk>`, then the words "4" to
+    str(vocab - 1): token id n decodes to "n".
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig

@@ -89,11 +89,12 @@ def odd_sizes(count: int, seed: int, layouts: list[str]) -> int:
                 if one.kind == "equal":
                     worst = [max(worst[0], one.logprob), max(worst[1], one.gradient)]
                 else:
-                    drawn = "" if one.kind == "refused" else f" {changes}"
+                    drawn = f" {changes}" if one.kind in ("wrong", "crashed") else ""
                     print(f"{layout}, {number} ({family}) {one.kind}: {one.said}{drawn}", flush=True)
         red += kinds["wrong"] + kinds["crashed"]
-        print(f"{layout}: {', '.join(f'{number} {kind}' for kind, number in kinds.items())} of {count} (the others transformers does not take); "
-              f"worst log-prob {worst[0]:.1e}, worst gradient {worst[1]:.1e} ({time.perf_counter() - start:.0f} s)", flush=True)  # fmt: skip
+        counts, seconds = ", ".join(f"{number} {kind}" for kind, number in kinds.items()), time.perf_counter() - start
+        print(f"{layout}: {counts} of {count} (the others transformers does not take); worst log-prob {worst[0]:.1e}, "
+              f"worst gradient {worst[1]:.1e} ({seconds:.0f} s)", flush=True)  # fmt: skip
     return 1 if red else 0
 
 

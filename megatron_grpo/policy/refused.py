@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from importlib.util import find_spec
 
-from megatron_grpo.errors import Problem
+from megatron_grpo.errors import ConfigError, Problem
 from megatron_grpo.policy.fp8 import fp8_machine_problems, fp8_problems
 from megatron_grpo.policy.refused_bits import gpu_problem
 from megatron_grpo.settings.config import Config
 from megatron_grpo.sizing.stages import layer_counts
+from megatron_grpo.weights.lora import linear_modules, lora_of
 from megatron_grpo.weights.shape import ModelShape
 from megatron_grpo.weights.sizes import MoeShape, VisionShape, yarn_mscale
 
@@ -187,9 +188,16 @@ def _biased_experts(cfg: Config, shape: ModelShape) -> Iterator[Problem]:
     if (ranks := cfg.parallel.expert_tensor_parallel_size or 1) > 1:
         yield _problem("expert_tensor_parallel_size", f"{ranks} would add the biases of {shape.architecture}'s experts {ranks} times "
                        "(Megatron-Core refuses it). Use 1, and expert_model_parallel_size for more ranks.", 1)  # fmt: skip
-    if cfg.tuner.tuner_type == "lora":
-        yield _problem("tuner_type", f"lora: {shape.architecture} keeps the experts of a layer in one tensor, for which PEFT's files and "
-                       "vLLM's adapters have other names than the adapters here. Use full.", "full")  # fmt: skip
+    if cfg.tuner.tuner_type != "lora":
+        return
+    try:
+        settings = lora_of(cfg.tuner, shape)
+    except ConfigError:  # of the adapter's own file: said where that is looked at
+        return
+    if settings and any(settings.rank_of(module.name) for module in linear_modules(shape) if module.is_expert):
+        yield _problem("target_modules", f"{shape.architecture} keeps the experts of a layer in one tensor, for which PEFT's files and "
+                       "vLLM's adapters have other names than the adapters here. Use q_proj k_proj v_proj o_proj, or tuner_type full."
+                       )  # fmt: skip
 
 
 def _vision(cfg: Config, shape: ModelShape, vision: VisionShape) -> Iterator[Problem]:

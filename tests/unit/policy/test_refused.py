@@ -86,6 +86,7 @@ def test_a_prompt_too_long_for_the_model_is_named_with_every_other_problem(tmp_p
 @pytest.mark.parametrize(("model", "changes", "words"), [
     ("gpt_oss", {"expert_tensor_parallel_size": 2}, "2 would add the biases of GptOssForCausalLM's experts 2 times"),
     ("gpt_oss", {"tuner_type": "lora"}, "GptOssForCausalLM keeps the experts of a layer in one tensor"),
+    ("gpt_oss", {"tuner_type": "lora", "target_modules": ["q_proj", "down_proj"]}, "Use q_proj k_proj v_proj o_proj, or tuner_type full"),
     ("olmo3", {"transformer_impl": "transformer_engine"}, "attention within a window, which Olmo3ForCausalLM has, is computed"),
     ("glm4_moe", {"transformer_impl": "transformer_engine"}, "a rotation of a part of each head"),
     ("olmo2", {"transformer_impl": "transformer_engine"}, "a norm over all heads"),
@@ -94,6 +95,11 @@ def test_what_some_families_have_and_a_setting_has_not_is_refused(model, changes
     shape = ModelShape.from_hf(config_of(model))
     (problem,) = problems(Config().with_values(changes), shape)
     assert words in problem.message and problems(Config(), shape) == []
+
+
+def test_adapters_may_be_beside_the_attention_of_a_model_that_keeps_experts_in_one_tensor():
+    shape, words = ModelShape.from_hf(config_of("gpt_oss")), {"tuner_type": "lora", "target_modules": ["q_proj", "o_proj"]}
+    assert problems(Config().with_values(words), shape) == []
 
 
 @pytest.mark.parametrize(
