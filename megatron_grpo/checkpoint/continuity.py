@@ -53,11 +53,12 @@ _TABLE = {
         lr vit_lr aligner_lr min_lr lr_decay_style lr_decay_iters lr_wsd_decay_iters lr_wsd_decay_style lr_warmup_iters
         lr_warmup_fraction lr_warmup_init weight_decay weight_decay_incr_style start_weight_decay end_weight_decay
         adam_beta1 adam_beta2 adam_eps clip_grad
+        use_precision_aware_optimizer main_grads_dtype main_params_dtype exp_avg_dtype exp_avg_sq_dtype
         skip_grad_norm_above skip_grad_norm_factor max_skipped_steps
         max_steps num_train_epochs eval_dataset eval_datasets eval_num_prompts eval_reward num_generations_eval eval_temperature
         eval_pass_threshold eval_seed rollout_func eval_top_p eval_top_k eval_min_p eval_max_completion_length eval_generation_kwargs
         vllm_engine_kwargs megatron_extra_kwargs ref_model cast_lm_head_to_fp32 mcore_model
-        teacher_model_server teacher_kl_coef
+        teacher_model teacher_model_server teacher_kl_coef
     """,
     "free": """
         bf16 async_generate stop_drain_seconds stop_after_minutes stop_before_end_seconds requeue merge_lora
@@ -84,7 +85,7 @@ _TABLE = {
         log_completions_steps log_completions_nodes overwrite_output_dir
         export_hf eval_steps load_from_cache_file run_name project push_to_hub hub_model_id hub_private_repo
         plan_rollouts num_prompts gpu_memory_gb lengths json png dialect
-        rollout_func_timeout data_root limit_images
+        rollout_func_timeout data_root limit_images offload_teacher_model
         host port vllm_data_parallel_size address_file token_file ssl_certfile ssl_keyfile metrics frozen
     """,
 }  # bf16 is another spelling of torch_dtype, async_generate of async_rollout_depth. Of the sizes, those are compared that decide which

@@ -13,6 +13,7 @@ from typing import Any
 
 from megatron_grpo.planning.activations import FP32, Activations, activations_of, logits_bytes
 from megatron_grpo.planning.cost import checkpoint_bytes
+from megatron_grpo.planning.held import HeldStage, held_stages
 from megatron_grpo.planning.lengths import Lengths, sequence_tokens
 from megatron_grpo.planning.parameters import Kind, Place, buffers_of_chunk, layers_of_stages, parameters_of_chunk
 from megatron_grpo.planning.push import bucket_bytes, push_memory
@@ -20,7 +21,8 @@ from megatron_grpo.planning.room import LINK, Offload, decide
 from megatron_grpo.planning.sampler import sampler_memory
 from megatron_grpo.planning.tower import TowerPlan, fewer_layers, tower_plan, with_tower
 from megatron_grpo.planning.tuning import Tuning
-from megatron_grpo.settings.config import Config
+from megatron_grpo.settings.config import Config, OptimizerConfig
+from megatron_grpo.settings.precision import BYTES
 from megatron_grpo.sizing.batch_sizes import BatchSizes
 from megatron_grpo.weights.buckets import MIB
 from megatron_grpo.weights.names import tower_entries
@@ -38,8 +40,8 @@ class Static:
     num_trainable_parameters: int
     weights_bytes: int  # the model's own
     adapters_bytes: int  # without their scales, a few numbers a linear
-    gradients_bytes: int  # float32, one per parameter that trains
-    optimizer_bytes: int  # of data-parallel rank 0: both Adam moments, and the float32 copy of bfloat16 weights
+    gradients_bytes: int  # one per parameter that trains, float32 unless main_grads_dtype says otherwise
+    optimizer_bytes: int  # of data-parallel rank 0: both Adam moments, and the main weights of bfloat16 ones, in the dtypes of the settings
     padding_bytes: int  # alignment inside Megatron-Core's buffers of weights and gradients, which hold what trains
     reference_bytes: int  # where beta asks for one: a frozen model; with adapters nothing, or other matrices of theirs
 
@@ -67,6 +69,7 @@ def static_memory(
     padding = sum(buffer.numel for buffer in buffers) - trained
     sharded, size = cfg.optimizer.use_distributed_optimizer, tuning.size_of_trained
     owned = sum(buffer.owned_by(expert_dp_rank if buffer.holds_experts else dp_rank) for buffer in buffers) if sharded else trained
+    of_gradient = BYTES[cfg.optimizer.main_grads_dtype]
     kept = 1 - cfg.optimizer.optimizer_offload_fraction if cfg.optimizer.optimizer_cpu_offload else 1
     has_second_model = cfg.grpo.beta > 0 and (tuning.adapters is None or cfg.grpo.ref_model is not None)
     return Static(
@@ -74,11 +77,17 @@ def static_memory(
         num_trainable_parameters=trained,
         weights_bytes=numel[Kind.WEIGHT] * tuning.size,
         adapters_bytes=numel[Kind.ADAPTER] * size + numel[Kind.HELPER] * tuning.size,
-        gradients_bytes=trained * FP32,
-        optimizer_bytes=round(owned * (2 * FP32 + (FP32 if size < FP32 else 0)) * kept),
-        padding_bytes=padding * (size + FP32),
+        gradients_bytes=trained * of_gradient,
+        optimizer_bytes=round(owned * _kept_bytes(cfg.optimizer, size) * kept),
+        padding_bytes=padding * (size + of_gradient),
         reference_bytes=numel[Kind.WEIGHT] * tuning.size if has_second_model else numel[Kind.REFERENCE] * size,
     )
+
+
+def _kept_bytes(optimizer: OptimizerConfig, size: int) -> int:
+    """Of one weight that trains, whose own are `size`: both moments, and the main weight, which float32 is itself."""
+    main = BYTES[optimizer.main_params_dtype] if size < FP32 else 0
+    return BYTES[optimizer.exp_avg_dtype] + BYTES[optimizer.exp_avg_sq_dtype] + main
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,40 +97,49 @@ class Stage:
     static: Static
     logits: int
     activations: Callable[[int], Activations]
+    teacher: HeldStage
 
-    def needs(self, tokens: int, asleep: int) -> int:
+    def holds(self, tokens: int, apart: int) -> dict[str, int]:
+        """By name. tokens: of a micro-batch on one rank; apart: as many as they are where no prompt is shared."""
+        training = self.activations(tokens).training
+        return {
+            **asdict(self.static),
+            "teacher_bytes": self.teacher.weights_bytes,
+            "activations_bytes": training,
+            "activations_saved_bytes": self.activations(apart).training - training,
+            "logits_bytes": self.logits,
+        }
+
+    def needs(self, tokens: int, asleep: int, *, teacher_leaves: bool) -> int:
         """The most of training and of scoring. asleep: what the sampler keeps meanwhile."""
-        found = self.activations(tokens)
-        return self.static.total() + asleep + max(found.training + self.logits, found.forward + self.logits // 2)
+        found, teacher = self.activations(tokens), self.teacher.weights_bytes
+        own = max(found.training + self.logits, found.forward + self.logits // 2) + teacher * (not teacher_leaves)
+        return self.static.total() + asleep + max(own, teacher + self.teacher.scoring(tokens))
 
 
 def estimate_memory(
-    shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: Tuning, lengths: Lengths | None, *, shares: bool
-) -> dict[str, Any]:
-    """The `memory` object of `plan --json`: every pipeline stage, every phase, the peak, and whether it fits in gpu_memory_gb."""
+    shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: Tuning, lengths: Lengths | None, *, shares: bool,
+    teacher: ModelShape | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """The `memory` object of `plan --json`: every pipeline stage, every phase, the peak, and whether it fits in gpu_memory_gb.
+
+    teacher: that the ranks hold as well.
+    """
     prompt, completion = sequence_tokens(cfg, lengths, longest=True)
     apart, tokens = (-(-stream_tokens(sizes, cfg, prompt, completion, shares=one) // sizes.layout.cp) for one in (False, shares))
     sampler = sampler_memory(shape, sizes, cfg, tuning, prompt + completion)
     stages, rows, pushed = list[Stage](), list[dict[str, Any]](), push_memory(shape, sizes, cfg, tuning)
     tower = tower_plan(shape, cfg, tuning, min(tokens, prompt * sizes.micro_batch_size))
+    held = held_stages(teacher, shape, sizes, cfg, completion)
     for number, layers in enumerate(layers_of_stages(shape.num_layers, sizes, cfg)):
         stage = Stage(
+            teacher=held[number],
             static=static_memory(shape, sizes, cfg, tuning, Place(stage=number)),
             logits=logits_bytes(shape, sizes, cfg, completion) if number == sizes.layout.pp - 1 else 0,
             activations=_with_tower(activations_of(shape, sizes, cfg, tuning, number), tower if number == 0 else None, sizes),
         )
-        activations = stage.activations(tokens)
         stages.append(stage)
-        rows.append(
-            {
-                "stage": number,
-                "num_layers": layers,
-                **asdict(stage.static),
-                "activations_bytes": activations.training,
-                "activations_saved_bytes": stage.activations(apart).training - activations.training,
-                "logits_bytes": stage.logits,
-            }
-        )
+        rows.append({"stage": number, "num_layers": layers, **stage.holds(tokens, apart)})
 
     def phases(offload: Offload) -> list[dict[str, int]]:
         return [_phases(cfg, tuning, stage, tokens, offload, sampler, pushed) for stage in stages]
@@ -132,7 +150,7 @@ def estimate_memory(
         row |= {"freed_bytes": offload.freed(stage.static), "phases": found}
     peak, peak_stage, phase = max((bytes_, row["stage"], phase) for row in rows for phase, bytes_ in row["phases"].items())
     holds_one = cfg.rollout.vllm_mode != "colocate" or sampler["kv_cache_tokens"] >= prompt + completion
-    most = _most_tokens(stages, gpu, _asleep(cfg, sampler)) if gpu else 0
+    most = _most_tokens(stages, gpu, _asleep(cfg, sampler), teacher_leaves=_teacher_leaves(cfg, offload)) if gpu else 0
     if most * sizes.layout.cp < prompt + completion:
         most = 0  # the longest sequence is a micro-batch by itself, whatever the budget
     return {
@@ -146,7 +164,7 @@ def estimate_memory(
         "tokens_per_micro_batch_apart": apart,
         "most_tokens_per_micro_batch": None if gpu is None else most,
         "sampler": sampler,
-        "offload": _offload(cfg, offload, sampler, [stage.static for stage in stages]),
+        "offload": _offload(cfg, offload, sampler, stages),
         "staged_bytes": _staged(shape, sizes, cfg, tuning, [stage.static for stage in stages]) if cfg.run.async_save else 0,
         "stages": rows,
         **({} if tower is None else {"tower": _tower(shape, sizes, cfg, tuning, tower, rows)}),
@@ -192,11 +210,11 @@ def stream_tokens(sizes: BatchSizes, cfg: Config, prompt: int, completion: int, 
     return min(prompts, rows) * prompt + rows * completion
 
 
-def _most_tokens(stages: Sequence[Stage], gpu: int, asleep: int) -> int:
+def _most_tokens(stages: Sequence[Stage], gpu: int, asleep: int, *, teacher_leaves: bool) -> int:
     """Of a micro-batch on one rank, so that training and scoring fit on every stage; 0 if none does."""
 
     def fits(tokens: int) -> bool:
-        return all(stage.needs(tokens, asleep) <= gpu for stage in stages)
+        return all(stage.needs(tokens, asleep, teacher_leaves=teacher_leaves) <= gpu for stage in stages)
 
     return bisect.bisect_left(range(1, MOST_TOKENS + 1), True, key=lambda tokens: not fits(tokens))
 
@@ -207,10 +225,18 @@ def _asleep(cfg: Config, sampler: Mapping[str, int]) -> int:
     return {0: awake, 1: 0, 2: 0}[cfg.rollout.sleep_level]
 
 
-def _offload(cfg: Config, chosen: Offload, sampler: Mapping[str, int], statics: Sequence[Static]) -> dict[str, Any]:
+def _teacher_leaves(cfg: Config, offload: Offload) -> bool:
+    """Whether a teacher is on the host but for its scorings."""
+    return cfg.grpo.offload_teacher_model or offload.model
+
+
+def _offload(cfg: Config, chosen: Offload, sampler: Mapping[str, int], stages: Sequence[Stage]) -> dict[str, Any]:
     """What is given away between training and sampling, of the rank that has most of it; and what all of it would be."""
-    everything = Offload(model=True, optimizer=True)
-    copied, could = (max(way.copied(static) for static in statics) for way in (chosen, everything))
+    everything, statics = Offload(model=True, optimizer=True), [stage.static for stage in stages]
+    copied, could = (
+        max(way.copied(stage.static) + stage.teacher.weights_bytes * _teacher_leaves(cfg, way) for stage in stages)
+        for way in (chosen, everything)
+    )
     on_host = sampler["weights_bytes"] + sampler["adapters_bytes"] if cfg.rollout.sleep_level == 1 else 0
     return {
         "model": chosen.model,
@@ -238,17 +264,21 @@ def _phases(
     cfg: Config, tuning: Tuning, stage: Stage, tokens: int, offload: Offload, sampler: Mapping[str, int], pushed: int
 ) -> dict[str, int]:
     """What is there at the same time. Of the policy, while the sampler works, what was not given away; log-probs of later steps of a
-    rollout are computed with everything there. pushed: what is on its way in a push."""
-    base, found = stage.static.total(), stage.activations(tokens)
+    rollout are computed with everything there. pushed: what is on its way in a push. A teacher scores before the policy is back, unless
+    the KL in the reward has just needed that."""
+    teacher, leaves, asleep = stage.teacher, _teacher_leaves(cfg, offload), _asleep(cfg, sampler)
+    base, found = stage.static.total() + teacher.weights_bytes * (not leaves), stage.activations(tokens)
+    back = 0 if cfg.grpo.kl_in_reward and cfg.grpo.beta else offload.freed(stage.static)
+    scoring = base - back + teacher.weights_bytes * leaves + asleep + teacher.scoring(tokens)
     held = sampler["weights_bytes"] + sampler["adapters_bytes"]
     awake = held + sampler["kv_cache_bytes"]
-    asleep = _asleep(cfg, sampler)
     # The trial before the first push of adapters has woken the KV cache.
     is_awake = cfg.rollout.sleep_level == 0 or (tuning.adapters is not None and cfg.rollout.verify_weight_push)
     return {
         "rollout": base - offload.freed(stage.static) + awake,
         "logprobs": base + asleep + found.forward + stage.logits // 2,
         "training": base + asleep + found.training + stage.logits,
+        **({"teacher": scoring} if teacher.weights_bytes else {}),
         "weight_push": base - offload.freed(stage.static, during_push=True) + (awake if is_awake else held) + pushed,
     }
 
@@ -273,8 +303,11 @@ def _assumptions(cfg: Config, tuning: Tuning, prompt: int, completion: int, leng
             else "adapters off"
         )
         reference = [f"reference: the same model with {what}"]
+    scaled = {"fp16", "fp8"} & {cfg.optimizer.main_params_dtype, cfg.optimizer.exp_avg_dtype, cfg.optimizer.exp_avg_sq_dtype}
+    scales = [f"scales of {' and '.join(sorted(scaled))}, 4 bytes for 4,194,304 numbers, not counted"] if scaled else []
     return [
         "weights, gradients and optimizer state are exact (the optimizer's of data-parallel rank 0), Adam's step counters not counted",
+        *scales,
         *reference,
         f"every sequence has {prompt} + {completion} tokens ({where})",
         "activations: flash attention, fused norms, no dropout; what a layer's backward needs, for the micro-batches in flight",

@@ -12,8 +12,8 @@ ENGINES = "engines of a rollout server beside each other are its own setting (me
 IMAGES = "of what models see and hear pictures alone are there, and this setting of theirs is not (docs/images.md)"
 TURNS = "multi-turn environments are named with --environment and --tools (docs/turns.md)"
 TEACHER = (
-    "distillation: a teacher answers through a server of its own (megatron-grpo serve --frozen true --model TEACHER), which "
-    "teacher_model_server names, one teacher for all rows"
+    "distillation: one teacher for all rows, which is a Hugging Face checkpoint as it stands: in the training ranks (teacher_model), or on "
+    "servers of its own (teacher_model_server, megatron-grpo serve --frozen true)"
 )
 GKD = "a teacher is asked for its log-prob of each drawn token, and not for its whole distribution or for answers of its own"
 QUANTIZED = "quantised weights, weights held in FP8, fp4 and fp16 are not there: bfloat16 or float32, with fp8_format for linear layers"
@@ -26,6 +26,9 @@ OTHER_LOSS = "that loss is not there"
 OTHER_OPTIMIZER = "the optimizer is AdamW"
 OTHER_TASK = "only GRPO on a causal language model is there"
 AHEAD = "weights are not pushed into running requests; async_rollout_depth 1 samples one whole rollout ahead of training"
+APART = (
+    "rollouts on GPUs of their own are vllm_mode server, beside megatron-grpo serve; async_rollout_depth 1 samples one ahead of training"
+)
 DROPS_TOKENS = "experts take every token here; a capacity that drops some is not there"
 PLUGINS = "plugin files are not loaded; name a reward function as path/to/file.py:function in reward_funcs"
 SAMPLING = "sampling is by temperature, top_k, top_p and min_p alone, because training log-probs must be those of the sampler"
@@ -42,7 +45,6 @@ SHARDED_ELSEWHERE = (
 )
 RESUMED_ELSEWHERE = "checkpoints of another system are not read; export them to Hugging Face format and give them as model"
 MTP = "multi-token prediction heads are not trained"
-FLOAT32_STATE = "gradients and optimizer state are float32 here; optimizer_cpu_offload saves their memory"
 VERSIONS = "other revisions and converted configurations are not read; give a directory as model"
 CRITIC = "there is no critic: advantages are compared inside groups or batches"
 EVALUATION = "held-out prompts are asked in their order"

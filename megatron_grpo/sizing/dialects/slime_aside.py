@@ -37,7 +37,7 @@ NAMES: Mapping[str, Foreign] = {
         *("log_probs_max_tokens_per_gpu", "data_pad_size_multiplier"),
         why=KERNELS,
     ),
-    **aside("use_precision_aware_optimizer", "overlap_cpu_optimizer_d2h_h2d", "train_env_vars", "use_distributed_post", why=MEMORY),
+    **aside("overlap_cpu_optimizer_d2h_h2d", "train_env_vars", "use_distributed_post", why=MEMORY),
     **aside(
         *("num_gpus_per_node", "distributed_backend", "http_proxy", "runtime_env_json", "address", "working_dir", "prefill_num_servers"),
         *("use_fault_tolerance", "rollout_health_check_interval", "rollout_health_check_timeout", "rollout_health_check_first_wait"),
@@ -63,7 +63,6 @@ NAMES: Mapping[str, Foreign] = {
     ),
     **aside("wandb_key", why="it is a secret: the environment variable WANDB_API_KEY holds it"),
     **aside("gamma", "lambd", why="it does nothing without advantage_estimator ppo, which is refused"),
-    **aside("opd_kl_coef", why="it does nothing without use_opd, which is refused"),
     **aside("mtp_loss_scaling_factor", why="it does nothing without mtp_num_layers, which is refused"),
     **aside(
         *("ci_test", "ci_disable_kl_checker", "ci_train_rollout_logprob_abs_diff_threshold", "ci_save_grad_norm", "ci_load_grad_norm"),

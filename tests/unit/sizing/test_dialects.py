@@ -110,10 +110,11 @@ def test_the_table_of_defaults_is_true(dialect):
         ("swift", "--val_dataset a.jsonl b.jsonl", "names 2 data sets"),
         ("swift", "--dataset org/name:subset", "names a hub or a subset"),
         ("swift", "--system /nowhere/prompt.txt", "names a file in Megatron-SWIFT"),
-        ("swift", "--teacher_model x", "teacher_model (x): distillation: a teacher answers through a server of its own"),
+        ("swift", "--teacher_adapters x", "teacher_adapters (x): distillation: one teacher for all rows"),
         ("swift", "--gkd_logits_topk 8", "a teacher is asked for its log-prob of each drawn token"),
         ("swift", "--temperature 1.0 --teacher_model_server [{}]", "'[{}]' is no address like http://host:8000"),
-        ("slime", "--use_opd", "distillation: a teacher answers through a server of its own"),
+        ("slime", "--use_opd --opd_type sglang", "an SGLang server is no teacher here"),
+        ("slime", "--use_opd --opd_type megatron --opd_teacher_load /t", "(/t) is a checkpoint of Megatron-LM"),
         ("swift", "--moe_expert_capacity_factor 2", "a capacity that drops some"),
         ("swift", "--fp4_format e2m1", "fp4"),
         ("swift", "--use_gym_env true", "use_gym_env (true) rewards what an environment says, and none is named"),
@@ -145,7 +146,7 @@ def test_the_table_of_defaults_is_true(dialect):
         ("skyrl", "trainer.fully_async.enabled=true", "not pushed into running requests"),
         ("skyrl", "generator.max_turns=4", "multi-turn"),
         ("skyrl", "environment.env_class=gsm8k", "rewards come from reward_funcs"),
-        ("skyrl", "trainer.strategy=fsdp2", "Megatron shards"),
+        ("skyrl", "trainer.strategy=deepspeed", "trainer.strategy (deepspeed) is not there. There are: megatron, fsdp, fsdp2"),
     ],
 )  # fmt: skip
 def test_what_is_not_there_is_refused_by_name_and_feature(dialect, words, said):
