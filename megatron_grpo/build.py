@@ -23,6 +23,7 @@ from megatron_grpo.checkpoint.witness import Witness
 from megatron_grpo.clock import Clock
 from megatron_grpo.data.chat import PromptEncoder
 from megatron_grpo.data.prompts import PromptStream
+from megatron_grpo.data.streamed import StreamedPrompts
 from megatron_grpo.environments.loading import Stage, end_ids_of
 from megatron_grpo.episodes import Episodes
 from megatron_grpo.errors import ConfigError, Problem
@@ -99,7 +100,7 @@ def build_run(
     """
     cfg, timetable = made.checked.config, made.timetable
     assert timetable.num_steps is not None  # the data are here, so the length of the run is known
-    if engine is None and (lacking := sampler_problems(cfg, inputs.shape, has_gpu=parallel.device.type == "cuda")):
+    if engine is None and (lacking := sampler_problems(inputs.shape)):
         raise ConfigError(lacking)
     checkpoints = open_output(made, inputs, parallel)
     clock, judge = Clock(), Judge(inputs.rewards, cfg.rewards.reward_weights, gives_up=stop.gives_up)
@@ -110,6 +111,8 @@ def build_run(
     try:
         for note in inputs.notes:
             journal.metrics.say(note)
+        if isinstance(inputs.prompts, StreamedPrompts):
+            inputs.prompts.agree_by(collectives.from_all)
         return put_together(made, inputs, parallel, stop, checkpoints, judge, journal, engine=engine, reference=reference, guard=guard)
     except BaseException:
         journal.close(summary=False)

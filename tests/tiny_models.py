@@ -51,8 +51,8 @@ def write_tiny(
     """Writes config, safetensors, generation config and tokenizer into `path`; returns it as a Path. `overrides` go to the model's config.
 
     vLLM's CPU kernels take head sizes, and `ffn / TP` of experts, in multiples of 32. `hidden` need not be `heads * head_dim` except for
-    `NARROW`, where it is made so. The vocabulary is `<pad> <bos> <eos> <unk>`, then the words "4" to str(vocab - 1): token id n decodes to
-    "n".
+    `NARROW`, where it is made so unless `overrides` has a `hidden_size`. The vocabulary is `<pad> <bos> <eos> <unk>`, then the words "4" to
+    str(vocab - 1): token id n decodes to "n".
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
@@ -63,7 +63,7 @@ def write_tiny(
         num_attention_heads=heads, num_key_value_heads=kv_heads, max_position_embeddings=max_positions, tie_word_embeddings=tied,
         initializer_range=std, pad_token_id=PAD, bos_token_id=BOS, eos_token_id=EOS,
     )  # fmt: skip
-    if family not in NARROW:
+    if family not in NARROW or "hidden_size" in overrides:
         common["head_dim"] = head_dim
     if family == "qwen3_moe":
         common |= dict(num_experts=experts, num_experts_per_tok=2, moe_intermediate_size=ffn, norm_topk_prob=True, decoder_sparse_step=1)
@@ -72,7 +72,8 @@ def write_tiny(
     if family == "deepseek_v3":  # the first layer dense, the others with experts; all channel counts different
         common |= dict(n_routed_experts=experts, num_experts_per_tok=2, moe_intermediate_size=ffn // 4, n_shared_experts=2, n_group=2,
                        topk_group=1, first_k_dense_replace=1, routed_scaling_factor=1.5, kv_lora_rank=24, q_lora_rank=40,
-                       qk_nope_head_dim=12, qk_rope_head_dim=8, v_head_dim=16, num_key_value_heads=heads, head_dim=8)  # fmt: skip
+                       qk_nope_head_dim=12, qk_rope_head_dim=8, v_head_dim=16, num_key_value_heads=heads,
+                       head_dim=overrides.get("qk_rope_head_dim", 8))  # fmt: skip
     if family == "glm4_moe":  # the first layer dense; half of each head turns
         common |= dict(n_routed_experts=experts, num_experts_per_tok=2, moe_intermediate_size=ffn // 4, n_shared_experts=1, n_group=1,
                        topk_group=1, first_k_dense_replace=1, routed_scaling_factor=1.5, num_mtp_layers=0)  # fmt: skip
@@ -121,7 +122,10 @@ def load_tiny(path: str | Path, dtype: str = "float32") -> Any:
 
     sees = "vision_config" in json.loads((Path(path) / "config.json").read_text())
     kind = AutoModelForImageTextToText if sees else AutoModelForCausalLM
-    return kind.from_pretrained(path, dtype=getattr(torch, dtype), attn_implementation="eager").eval()
+    model = kind.from_pretrained(path, dtype=getattr(torch, dtype), attn_implementation="eager").eval()
+    if hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("eager")  # the grouped one takes neither float64 nor every width
+    return model
 
 
 def hf_logprobs(model: Any, token_ids: list[int], temperature: float = 1.0) -> Any:

@@ -1,9 +1,11 @@
 """Every layout against one float64 reference: loss, every gradient tensor, weights after three optimizer steps. Writes docs/parity.md.
 
     python tools/parity.py [--layouts "TP2 SP" CP2 ...] [--models dense biases MoE MLA GLM OLMo Gemma] [--only shared|room|replay]
+    python tools/parity.py --odd 240 [--seed 0] [--layouts 1 "TP2 SP" ...]
 
 Ranks are real processes that talk over gloo; the reference is transformers' model and the written-out mathematics, in one process. Takes
-an hour on two cores; with --layouts or --only, a part of it, and no page is written.
+an hour on two cores; with --layouts or --only, a part of it, and no page is written. --odd draws so many models of sizes that nobody would
+choose, over all families (tests/odd_sizes.py), and compares one step of each; a model that was refused is told with its sentence.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import os
 import sys
 import tempfile
 import time
+from collections import Counter
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: ranks share the cores
@@ -37,7 +40,11 @@ def main() -> int:
                         "at whole sequences; no page is written",
     )  # fmt: skip
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "parity.md")
+    parser.add_argument("--odd", type=int, metavar="N", help="so many models of odd sizes in each layout (default: on one rank)")
+    parser.add_argument("--seed", type=int, default=0, help="of what --odd draws")
     args = parser.parse_args()
+    if args.odd is not None:
+        return odd_sizes(args.odd, args.seed, args.layouts or ["1"])
     if args.only == "room":
         return makes_room()
     if args.only == "replay":
@@ -59,6 +66,35 @@ def main() -> int:
         args.out.write_text(page(table, ways, shared), encoding="utf-8")
         print(f"wrote {args.out}")
     print(f"{len(everything)} cells, {len(red)} beyond {LIMITS}")
+    return 1 if red else 0
+
+
+def odd_sizes(count: int, seed: int, layouts: list[str]) -> int:
+    """Models drawn at random over all families: refused, or as transformers has them."""
+    from transformers.utils import logging
+
+    from tests import odd_sizes as odd
+
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    red = 0
+    for layout in layouts:
+        start, kinds, worst = time.perf_counter(), Counter[str](), [0.0, 0.0]
+        for first in range(0, count, 48):  # of which the files are on disk at one time
+            with tempfile.TemporaryDirectory() as folder:
+                numbers = range(first, min(first + 48, count))
+                found = odd.outcomes(Path(folder), numbers, seed, cases.LAYOUTS[layout])
+            for (number, family), (one, changes) in found.items():
+                kinds[one.kind] += 1
+                if one.kind == "equal":
+                    worst = [max(worst[0], one.logprob), max(worst[1], one.gradient)]
+                else:
+                    drawn = f" {changes}" if one.kind in ("wrong", "crashed") else ""
+                    print(f"{layout}, {number} ({family}) {one.kind}: {one.said}{drawn}", flush=True)
+        red += kinds["wrong"] + kinds["crashed"]
+        counts, seconds = ", ".join(f"{number} {kind}" for kind, number in kinds.items()), time.perf_counter() - start
+        print(f"{layout}: {counts} of {count} (the others transformers does not take); worst log-prob {worst[0]:.1e}, "
+              f"worst gradient {worst[1]:.1e} ({seconds:.0f} s)", flush=True)  # fmt: skip
     return 1 if red else 0
 
 

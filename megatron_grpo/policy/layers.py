@@ -48,12 +48,13 @@ class PackedAttention(MegatronModule):
         q, k, v = query.squeeze(1), key.squeeze(1), value.squeeze(1)
         if rotations := packed_seq_params.rotations:
             q, k = (rotate(x, rotations[self.rope]) for x in (q, k))
-        channels = v.shape[-1]
-        if channels < q.shape[-1]:  # latent attention; kernels take one size for all three
-            v = F.pad(v, (0, q.shape[-1] - channels))
+        channels, scale = v.shape[-1], self.softmax_scale
+        if channels != q.shape[-1]:  # latent attention; kernels take one size for all three
+            scale, widest = scale or q.shape[-1] ** -0.5, max(channels, q.shape[-1])
+            q, k, v = (F.pad(x, (0, widest - x.shape[-1])) if x.shape[-1] < widest else x for x in (q, k, v))
         if self.cp_group.size() > 1:
             k, v = (all_gather(x, self.cp_group).flatten(0, 1) for x in (k, v))
-        out = attention(q, k, v, packed_seq_params.within(self.window), self.softmax_scale, self.sinks)
+        out = attention(q, k, v, packed_seq_params.within(self.window), scale, self.sinks)
         return out[..., :channels].flatten(1, 2).unsqueeze(1)
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from importlib.util import find_spec
 
-from megatron_grpo.errors import Problem
+from megatron_grpo.errors import ConfigError, Problem
 from megatron_grpo.policy.fp8 import fp8_machine_problems, fp8_problems
 from megatron_grpo.policy.refused_bits import gpu_problem
 from megatron_grpo.settings.config import Config
 from megatron_grpo.sizing.stages import layer_counts
+from megatron_grpo.weights.lora import linear_modules, lora_of
 from megatron_grpo.weights.shape import ModelShape
-from megatron_grpo.weights.sizes import MoeShape, VisionShape
+from megatron_grpo.weights.sizes import MoeShape, VisionShape, yarn_mscale
 
 
 def problems(cfg: Config, shape: ModelShape) -> list[Problem]:
@@ -63,8 +64,8 @@ def flash_obstacle(dtype: str, channels: int) -> str | None:
 
 
 def attention_channels(shape: ModelShape) -> int:
-    """Channels of a query's head."""
-    return shape.mla.qk_head_dim + shape.mla.qk_pos_emb_head_dim if shape.mla else shape.head_dim
+    """Of one head, as the kernels take it: queries, keys and values alike."""
+    return max(shape.mla.qk_head_dim + shape.mla.qk_pos_emb_head_dim, shape.mla.v_head_dim) if shape.mla else shape.head_dim
 
 
 def sharing_problems(cfg: Config, shape: ModelShape) -> list[Problem]:
@@ -111,12 +112,22 @@ def machine_problems(
     return found
 
 
-def sampler_problems(cfg: Config, shape: ModelShape, *, has_gpu: bool) -> list[Problem]:
-    """Models that vLLM 0.32 does not sample right here: on CPUs, experts with biases compute something else once weights were pushed."""
-    if has_gpu or cfg.rollout.vllm_mode != "colocate" or not (shape.moe and shape.moe.has_biases):
+def sampler_problems(shape: ModelShape) -> list[Problem]:
+    """What vLLM 0.32 would sample otherwise than the model is: its gpt-oss has as constants what config.json may say."""
+    if not shape.sinks:
         return []
-    return [_problem("model", f"{shape.architecture} cannot be sampled on a CPU: there vLLM's experts with biases compute something else "
-                     "once weights were pushed. Train it on GPUs.")]  # fmt: skip
+    rope, yarn = shape.rope, yarn_mscale(shape.rope.factor)
+    others = {
+        "rms_norm_eps is 1e-5": shape.norm_epsilon == 1e-5,
+        "swiglu_alpha is 1.702 and swiglu_limit 7": shape.clamp == (1.702, 7.0),
+        "attention_bias is true": shape.qkv_bias,
+        "tie_word_embeddings is false": not shape.tied_embeddings,
+        "every other layer has a window, from the first": all(bool(window) != bool(i % 2) for i, window in enumerate(shape.windows)),
+        "the rope is stretched by yarn, without an attention_factor": rope.type == "yarn" and rope.attention_scaling == yarn,
+    }
+    wrong = [words for words, holds in others.items() if not holds]
+    what = f"vLLM 0.32 samples every {shape.architecture} as if it had these: {'; '.join(wrong)}"
+    return [_problem("model", f"{what}. This one has not. Use a checkpoint that has.")] if wrong else []
 
 
 def _problem(flag: str, message: str, *nearest: object) -> Problem:
@@ -177,9 +188,16 @@ def _biased_experts(cfg: Config, shape: ModelShape) -> Iterator[Problem]:
     if (ranks := cfg.parallel.expert_tensor_parallel_size or 1) > 1:
         yield _problem("expert_tensor_parallel_size", f"{ranks} would add the biases of {shape.architecture}'s experts {ranks} times "
                        "(Megatron-Core refuses it). Use 1, and expert_model_parallel_size for more ranks.", 1)  # fmt: skip
-    if cfg.tuner.tuner_type == "lora":
-        yield _problem("tuner_type", f"lora: {shape.architecture} keeps the experts of a layer in one tensor, for which PEFT's files and "
-                       "vLLM's adapters have other names than the adapters here. Use full.", "full")  # fmt: skip
+    if cfg.tuner.tuner_type != "lora":
+        return
+    try:
+        settings = lora_of(cfg.tuner, shape)
+    except ConfigError:  # of the adapter's own file: said where that is looked at
+        return
+    if settings and any(settings.rank_of(module.name) for module in linear_modules(shape) if module.is_expert):
+        yield _problem("target_modules", f"{shape.architecture} keeps the experts of a layer in one tensor, for which PEFT's files and "
+                       "vLLM's adapters have other names than the adapters here. Use q_proj k_proj v_proj o_proj, or tuner_type full."
+                       )  # fmt: skip
 
 
 def _vision(cfg: Config, shape: ModelShape, vision: VisionShape) -> Iterator[Problem]:

@@ -47,6 +47,9 @@ class Lesson(TorchDispatchMode):
         self._kept = {_address(tensor): (module, weight, tensor) for module, weight, tensor in reversed(kept)}  # tied: the embedding's
         self._clones: dict[str, torch.Tensor] = {}
         self._names: dict[int, str] = {}  # by address of a clone
+        # Of what vLLM has laid out anew: name, part of the clone, form. An address may be of something else by now; the trial would tell.
+        self._parts: dict[int, tuple[str, Place, Form]] = {}
+        self._zeroed: set[str] = set()  # which vLLM does not take on this rank
         self._layer: torch.nn.Module | None = None  # which vLLM is loading
         self._seen: dict[tuple[torch.nn.Module, str], _Seen] = {}
 
@@ -59,8 +62,14 @@ class Lesson(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
-        if not self._is_trying and function in (torch.ops.aten.copy_.default, torch.ops.aten.fill_.Scalar):
+        if self._is_trying:
+            return result
+        if function in (torch.ops.aten.copy_.default, torch.ops.aten.fill_.Scalar):
             self._note(args[0], args[1])
+        elif function is torch.ops.aten.clone.default and (name := self._names.get(_address(args[0]))) in self._clones:
+            self._parts[_address(result)] = name, Place.of(args[0], self._clones[name]), Form.of(result)
+        elif function is torch.ops.aten.zero_.default and (name := self._names.get(_address(args[0]))) in self._clones:
+            self._zeroed.add(name)
         return result
 
     def _note(self, to: torch.Tensor, what: torch.Tensor | float) -> None:
@@ -71,10 +80,14 @@ class Lesson(TorchDispatchMode):
         seen = self._seen.setdefault((module, weight), _Seen(Form.of(whole)))
         if not isinstance(what, torch.Tensor):
             seen.padding[Place.of(to, whole), what] = None
-        elif (name := self._names.get(_address(what))) in self._clones:
+        elif (name := self._names.get(_address(what))) in self._zeroed:
+            seen.padding[Place.of(to, whole), 0.0] = None
+        elif name in self._clones:
             clone = self._clones[name]
             part = None if Form.of(what) == Form.of(clone) else Place.of(what, clone)
             seen.copies[name, Place.of(to, whole), part] = None
+        elif (found := self._parts.get(_address(what))) is not None and found[0] in self._clones and found[2] == Form.of(what):
+            seen.copies[found[0], Place.of(to, whole), found[1]] = None
 
     def layer(self, load: Callable[..., None], module: torch.nn.Module, info: Any) -> None:
         """In place of vLLM's `load(module, info)`, which loads a layer when all its tensors have come."""
@@ -108,7 +121,7 @@ class Lesson(TorchDispatchMode):
         live = {weight: Form.of(getattr(module, weight)) for weight in found}
         unit = Unit(
             module=module, loaded={weight: seen.form for weight, seen in found.items()}, live=live,
-            packed=frozenset(weight for weight, seen in found.items() if module in self.packed or live[weight] != seen.form),
+            packed=frozenset(weight for weight, seen in found.items() if self._is_packed(module, weight) or live[weight] != seen.form),
             padding=[(weight, to, value) for weight, seen in found.items() for to, value in seen.padding],
             num_copies=sum(len(seen.copies) for seen in found.values()),
         )  # fmt: skip
@@ -117,6 +130,9 @@ class Lesson(TorchDispatchMode):
                 self._table.copies[name].append(Copy(len(self._table.units), weight, to, part))
         self._table.units.append(unit)
         return "" if self._try(unit, names) else f"{path} has other bits when it is loaded without vLLM"
+
+    def _is_packed(self, module: torch.nn.Module, weight: str) -> bool:
+        return module in self.packed and weight in vllm_patches.PACKED_OF_EXPERTS
 
     def _try(self, unit: Unit, names: set[str]) -> bool:
         before, self._is_trying = Bits(unit), True

@@ -300,6 +300,10 @@ def settle_attention(model: torch.nn.Module, dtype: torch.dtype) -> None:
 # What a CPU's kernels read in place of a weight, in a layout of their own.
 
 
+# Of experts. Their biases stay as they are: the kernel holds on to the parameters that it was made with.
+PACKED_OF_EXPERTS = ("w13_weight", "w2_weight")
+
+
 def has_cpu_experts(module: torch.nn.Module) -> bool:
     kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
     return not torch.cuda.is_available() and kernel is not None and hasattr(module, "w13_weight")

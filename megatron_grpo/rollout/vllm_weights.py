@@ -15,6 +15,7 @@ import torch
 
 from megatron_grpo.rollout import vllm_patches
 from megatron_grpo.rollout.engine import WeightSyncError
+from megatron_grpo.rollout.vllm_copied import catch_copies, kept_whole
 from megatron_grpo.rollout.vllm_lesson import Lesson, same_bits
 from megatron_grpo.rollout.vllm_table import Named, Pack, Table
 
@@ -56,7 +57,7 @@ class WeightLoader:
             elif self.reason is None:
                 missing = self._learn(worker, model, named, has_tower=has_tower, is_tower_there=is_tower_there)
             else:
-                missing = self._reload(worker, model, named)
+                missing = self._reload(worker, model, kept_whole(named))
                 vllm_patches.pack_experts(model.modules(), self.pack)
             vllm_patches.pack_heads(model, self.pack)
         refuse_changed(worker, before, "the push", besides=self._loaded_buffers)
@@ -108,6 +109,7 @@ def _reload(worker: Any, model: Any, named: Named) -> tuple[set[str], set[str]]:
     # A layer with room for an adapter is inside another module, and its weights are loaded under their own names all the same.
     expected = {name.replace(".base_layer.", ".") for name, _ in model.named_parameters()}
     initialize_layerwise_reload(model)
+    catch_copies(model)
     try:
         loaded = model.load_weights(named)
     except BaseException:

@@ -102,6 +102,7 @@ class ModelShape:
             merged = {**common, **family.traits(config, common)}
         except KeyError as missing:
             raise ConfigError([Problem(flags=("model",), message=f"config.json: {architecture} needs {missing.args[0]}.")]) from missing
+        read.require(0 not in merged.get("windows", ()), "sliding_window is 0; a token sees itself at least, so 1 or more, or null.")
         rotated = merged["mla"].qk_pos_emb_head_dim if merged.get("mla") else merged["head_dim"]
         ropes = [rope_from_hf(one, rotated, family, read) for one in (family.ropes(config) if family.ropes else (config,))]
         read.stop_if_wrong()

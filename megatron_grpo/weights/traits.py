@@ -65,8 +65,12 @@ def mixtral(config: Config, common: Config) -> dict[str, Any]:
 
 
 def deepseek_v3(config: Config, common: Config) -> dict[str, Any]:
+    if config.get("attention_bias"):
+        raise _wrong("attention_bias is true; biases of multi-latent attention are not computed here. DeepSeek-V3 has none.")
     given = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    nope, rope, stretch = config["qk_nope_head_dim"], config["qk_rope_head_dim"], given.get("mscale_all_dim")
+    nope, rope = config["qk_nope_head_dim"], config["qk_rope_head_dim"]
+    is_stretched = (given.get("rope_type", given.get("type")) or "default") != "default"
+    stretch = given.get("mscale_all_dim") if is_stretched else None
     sharper = yarn_mscale(float(given.get("factor") or 1), stretch) if stretch else 1.0
     dense = config.get("first_k_dense_replace", 3) or 0
     return {
@@ -166,7 +170,7 @@ def olmo3_ropes(config: Config) -> tuple[Config, Config]:
             f"rope_theta is {config['rope_theta']!r}: versions of transformers read it otherwise for layers with a window, where it is not "
             "500000. Say rope_parameters for full_attention and for sliding_attention."
         )
-    scaling = config.get("rope_scaling") or {}
+    scaling = _read_by_kind(config.get("rope_scaling") or {})
     plain = {key: value for key, value in config.items() if key not in ROPES}
     return {**plain, "rope_scaling": scaling}, plain
 
@@ -194,7 +198,8 @@ def gemma3_ropes(config: Config) -> tuple[Config, Config]:
     if nested := _nested_ropes(config, 1e6, 1e4):
         return nested
     plain = {key: value for key, value in config.items() if key not in ROPES}
-    whole = {**plain, "rope_theta": config.get("rope_theta") or 1e6, "rope_scaling": config.get("rope_scaling") or {}}
+    whole = {**plain, "rope_theta": config.get("rope_theta") or 1e6}
+    whole["rope_scaling"] = _read_by_kind(config.get("rope_scaling") or {})
     return whole, {**plain, "rope_theta": config.get("rope_local_base_freq") or 1e4}
 
 
@@ -211,9 +216,16 @@ def _nested_ropes(config: Config, theta: float, local_theta: float) -> tuple[Con
         return None
     plain = {key: value for key, value in config.items() if key not in (*ROPES, "rope_theta")}
     return tuple(  # type: ignore[return-value]  # of two
-        {**plain, "rope_theta": default, "rope_parameters": given.get(kind) or {}}
+        {**plain, "rope_theta": default, "rope_parameters": _read_by_kind(given.get(kind) or {})}
         for kind, default in zip(_KINDS, (theta, local_theta), strict=True)
     )
+
+
+def _read_by_kind(rope: Config) -> Config:
+    """What a rope is that layers of one kind have, as transformers 5 reads it."""
+    if isinstance(rope, Mapping) and rope.get("truncate") is False:
+        raise _wrong("truncate is false in a rope of one kind of layers, where transformers does not read it. Leave it out.")
+    return rope
 
 
 def windows_of(config: Config, num_layers: int, window: int | None, has_window: Callable[[int], bool]) -> tuple[int | None, ...]:

@@ -19,7 +19,7 @@ from tests import parity_cases as cases
 from tests.ranks import run_ranks
 from tests.tiny_models import write_tiny
 
-MODELS = cases.MODELS | {"one group": dict(family="qwen3", layers=4, vocab=125, std=0.1, heads=4, kv_heads=1)}
+MODELS = cases.MODELS | cases.FAMILIES | {"one group": dict(family="qwen3", layers=4, vocab=125, std=0.1, heads=4, kv_heads=1)}
 FULL = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
 BLOCK = dict(recompute_granularity="full", recompute_method="block", recompute_num_layers=2)
 SELECTIVE = dict(recompute_granularity="selective", recompute_modules=["mlp"])
@@ -55,13 +55,13 @@ def made(tmp_path_factory):
     return of
 
 
-def assert_equal(made, model: str, layout: str, runs) -> None:
-    """runs: (targets, loss, other settings), on the same ranks one after another."""
+def assert_equal(made, model: str, layout: str, runs, **limits) -> None:
+    """runs: (targets, loss, other settings), on the same ranks one after another. limits: see `Distance.within`."""
     given = {str(run): made(model, run[0], run[1]) for run in runs}
     (path, batches, *_), right = next(iter(given.values())), {key: found[3] for key, found in given.items()}
     settings = {str(run): given[str(run)][2] | run[2] for run in runs}
     found = cases.compare(model, path, cases.LAYOUTS[layout], settings, batches, right)
-    assert [(key, distance) for key, distance in found.items() if not distance.within()] == []
+    assert [(key, distance) for key, distance in found.items() if not distance.within(**limits)] == []
 
 
 PACKED = cases.CUTS["packed"]
@@ -96,9 +96,23 @@ def test_steps_with_an_adapter_in_each_expert_equal_the_definition(made, layout)
     assert_equal(made, "MoE", layout, EXPERTS[layout])
 
 
-@pytest.mark.parametrize(("model", "layout"), [("biases", "TP2 SP"), ("one group", "TP2 SP"), ("MLA", "TP2 ETP2"), ("MLA", "EP2")])
-def test_other_families_equal_peft(made, model, layout):
-    assert_equal(made, model, layout, [("odd", "grpo", {})])
+OTHERS = [
+    ("biases", "TP2 SP", "odd"),
+    ("one group", "TP2 SP", "odd"),
+    ("MLA", "TP2 ETP2", "odd"),
+    ("MLA", "EP2", "odd"),
+    ("GLM", "TP2 EP2 ETP1", "odd"),
+    ("gpt-oss", "TP2 ETP1", "attention"),
+    ("OLMo", "TP2 SP", "odd"),
+    ("Gemma", "CP2", "odd"),
+]
+
+
+@pytest.mark.parametrize(("model", "layout", "targets"), OTHERS)
+def test_other_families_equal_peft(made, model, layout, targets):
+    # OLMo's adapters move its log-probs far, and the terms of most losses nearly cancel.
+    loss, limits = ("cispo", {"loss": 5e-6}) if model == "OLMo" else ("grpo", {})
+    assert_equal(made, model, layout, [(targets, loss, {})], **limits)
 
 
 # ---- mistakes that run to the end without an error ---------------------------------------------------------------------------------------

@@ -112,6 +112,26 @@ def test_transformers_and_peft_load_what_is_written_without_naming_the_base(mode
     assert worst(logprobs_of(plain), logprobs_of(loaded(model, adapter))) < 1e-6
 
 
+ATTENTION = dict(r=3, lora_alpha=6, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"], rank_pattern={"v_proj": 2})
+
+
+@pytest.mark.parametrize(("name", "layout"), [("GLM", "TP2 ETP1"), ("gpt-oss", "EP2"), ("OLMo", "PP2"), ("Gemma", "TP2 SP")])
+def test_adapters_of_other_families_come_in_and_go_out_as_they_are(tmp_path, name, layout):
+    """Beside attention; and in dense models beside the MLP. Of experts PEFT's files have other names (`test_what_peft_drops...`)."""
+    path, config = write_tiny(tmp_path / "model", **cases.FAMILIES[name]), ATTENTION
+    if name not in cases.WITH_EXPERTS:
+        config = config | dict(target_modules="all-linear")
+    adapter, case = by_peft(path, tmp_path / "in", **config), cases.LAYOUTS[layout]
+    found = run_ranks(use, case.world_size, path, cases.settings(**case.settings), {"one": adapter}, tmp_path / "out")[0]["one"]
+    assert worst(logprobs_of(loaded(path, adapter)), found) < 2e-5
+    assert worst(logprobs_of(load_tiny(path)), found) > 0.02, "the adapter says nothing"
+    before, after = (load_file(folder / "adapter_model.safetensors") for folder in (adapter, tmp_path / "out" / "one"))
+    assert before.keys() == after.keys() and all(torch.equal(before[key], after[key]) for key in before)
+    assert worst(logprobs_of(loaded(path, tmp_path / "out" / "one")), logprobs_of(loaded(path, adapter))) == 0
+    merged = load_tiny(tmp_path / "out" / "one_merged")
+    assert worst(logprobs_of(merged), found) < 2e-5
+
+
 def test_merging_files_is_merging_the_policy(model, tmp_path):
     from megatron_grpo.export import merge_adapter
 

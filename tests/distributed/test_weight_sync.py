@@ -105,6 +105,8 @@ def checkpoints(tmp_path_factory):
         ("qwen2", 2),
         ("mixtral", 1),
         ("glm4_moe", 1),
+        ("gpt_oss", 1),
+        ("gpt_oss", 2),
         ("olmo2", 1),
         ("olmo3", 1),
         ("gemma3_text", 1),
@@ -295,7 +297,7 @@ def test_without_a_table_the_reload_stays_and_says_why(checkpoints):
 
             class Deaf(vllm_lesson.Lesson):  # vLLM transforms a tensor on its way
                 def heard(self, named):
-                    return ((name, tensor.clone() if "q_norm" in name else tensor) for name, tensor in super().heard(named))
+                    return ((name, tensor * 1 if "q_norm" in name else tensor) for name, tensor in super().heard(named))
 
             vllm_weights.Lesson = Deaf
             refused("it was not seen where each part of model.layers.0.self_attn.q_norm.weight comes from")

@@ -24,7 +24,7 @@ SWIFT: Mapping[str, Foreign] = {
         why=KERNELS,
     ),
     **aside(
-        *("use_precision_aware_optimizer", "manual_gc", "manual_gc_steps", "manual_gc_eval", "offload_bridge", "move_model_batches"),
+        *("manual_gc", "manual_gc_steps", "manual_gc_eval", "offload_bridge", "move_model_batches"),
         *("device_map", "max_memory"),
         why=MEMORY,
     ),
@@ -37,7 +37,6 @@ SWIFT: Mapping[str, Foreign] = {
             "data_sharding",
             "data_seed",
             "group_by_length",
-            "shuffle_buffer_size",
         ),
         why=LOADING,
     ),
@@ -132,6 +131,8 @@ TRL: Mapping[str, Foreign] = {
         *("eval_accumulation_steps", "eval_do_concat_batches", "eval_use_gather_object", "include_for_metrics"),
         why="how its Trainer evaluates; here held-out prompts are sampled by the engine, all at a time",
     ),
+    **aside("eval_on_start", why="held-out prompts are answered before and after a run where there are any, which trains nothing"),
+    **aside("train_sampling_strategy", why="GRPOTrainer has a sampler of its own, which shuffle_dataset decides, there as here"),
 }
 
 _MEGATRON, _LORA, _ENGINE, _ALGORITHM = "policy.megatron_config.", "policy.model.lora.", "inference_engine.", "algorithm."

@@ -5,10 +5,12 @@ Source: slime/utils/arguments.py, and what its schedule (dp_schedule.py), its lo
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from megatron_grpo.settings.foreign import Change, Default, Dialect, Foreign, default, kept, lacks, not_there, only, reads, same
+from megatron_grpo.settings.foreign import Change, Default, Dialect, Foreign, default, kept, lacks, not_there, only, only_task, reads, same
 from megatron_grpo.settings.table import BadValue
 from megatron_grpo.sizing.dialects import features, slime_aside, slime_teacher
 from megatron_grpo.sizing.dialects.vocabulary import (
@@ -17,6 +19,7 @@ from megatron_grpo.sizing.dialects.vocabulary import (
     asked_once,
     holds_out,
     idle,
+    idle_schedule,
     in_steps,
     is_true,
     layout,
@@ -35,8 +38,27 @@ def _ranks(words: Sequence[str], given: Given) -> Mapping[str, Any]:
     return {"world_size": whole(given, "actor_num_nodes", 1) * whole(given, "actor_num_gpus_per_node", 8)}
 
 
+def _whole_files(words: Sequence[str]) -> None:
+    if parts := [word for word in words if re.search(r"@\[.*\]$", word)]:
+        raise BadValue(f"({' '.join(parts)}) takes a part of a file; rows of files are used whole. Write that part to a file of its own")
+
+
+def _prompts(words: Sequence[str], given: Given) -> Mapping[str, Any]:
+    _whole_files(words)
+    return {"dataset": list(words)}
+
+
+def _seed(words: Sequence[str], given: Given) -> Mapping[str, Any]:
+    return {} if "seed" in given else {"seed": list(words)}
+
+
+def _offload(words: Sequence[str], given: Given) -> Mapping[str, Any]:
+    return {} if words[0].lower() == "false" else {"offload_model": "true", "sleep_level": 2}
+
+
 def _held_out(words: Sequence[str], given: Given) -> Mapping[str, Any]:
     """A name and a path each; one word alone is a path."""
+    _whole_files(words)
     if len(words) == 1:
         return {"eval_dataset": words[0]}
     if len(words) % 2:
@@ -55,6 +77,22 @@ def _judge(words: Sequence[str], given: Given) -> Mapping[str, Any]:
 
 def _column(words: Sequence[str], given: Given) -> Mapping[str, Any]:
     return {} if list(words) in (["prompt"], ["messages"]) else {"columns": {words[0]: "prompt"}}
+
+
+def _pictures(words: Sequence[str], given: Given) -> Mapping[str, Any]:
+    try:
+        found = dict(json.loads(" ".join(words)))
+    except ValueError:
+        raise BadValue(f'needs a mapping as JSON, such as {{"image": "images"}}, not {" ".join(words)!r}') from None
+    if others := [kind for kind in found if kind != "image"]:
+        raise BadValue(f"({', '.join(others)}): of what models see and hear pictures alone are there")
+    return {} if found.get("image", "images") == "images" else {"columns": {found["image"]: "images"}}
+
+
+def _environment(words: Sequence[str], given: Given) -> Mapping[str, Any]:
+    if re.search(r"OPEN_TRAINING_INT4_FAKE_QAT_FLAG\W+1", " ".join(words)):
+        raise BadValue(f"sets OPEN_TRAINING_INT4_FAKE_QAT_FLAG, with which slime trains as if weights were INT4: {features.QUANTIZED}")
+    return {}
 
 
 def _switch(native: str, value: Any) -> Foreign:
@@ -87,7 +125,7 @@ NAMES: Mapping[str, Foreign] = {
     "colocate": _together("a note where it is left out: engines beside the ranks are `vllm_mode` server"),
     "rollout_num_gpus": _together("a note: engines beside the ranks are `vllm_mode` server and `megatron-grpo serve`"),
     "rollout_num_gpus_per_engine": same("vllm_tensor_parallel_size"),
-    "offload": _switch("offload_model", "true"),
+    "offload": reads(_offload, "`offload_model` true and `sleep_level` 2"),
     "offload_train": _switch("offload_model", "true"),
     "no_offload_train": _switch("offload_model", "false"),
     "offload_rollout": _switch("sleep_level", 2),
@@ -96,15 +134,16 @@ NAMES: Mapping[str, Foreign] = {
     "sglang_max_running_requests": same("vllm_max_num_seqs"),
     "sglang_context_length": same("vllm_max_model_len"),
     # Data.
-    "prompt_data": same("dataset"),
+    "prompt_data": reads(_prompts, "`dataset`; a part of a file, path@[0:16], is refused"),
     "input_key": reads(_column, "`columns`, where it is neither prompt nor messages"),
     "label_key": same("answer_column"),
     "rollout_shuffle": same("dataset_shuffle"),
-    "rollout_seed": _together("`seed`, which is of prompts, sampling and all else"),
+    "rollout_seed": reads(_seed, "`seed`, which is of prompts, sampling and all else, where seed is left out"),
     "rollout_max_prompt_len": same("max_prompt_length"),
     "apply_chat_template": _together("a note: chat prompts are written by the template here, and a string prompt is taken as it stands"),
     "apply_chat_template_kwargs": same("chat_template_kwargs"),
-    "multimodal_keys": lacks("pictures come in the column images, which columns can name otherwise"),
+    "multimodal_keys": reads(_pictures, "`columns`, where pictures are not in images; other kinds than image are refused"),
+    "$RUNTIME_ENV_JSON": reads(_environment, "variables of its ranks: quantisation in training is refused"),
     "eval_prompt_data": reads(_held_out, "`eval_dataset`; of several with names, `eval_datasets`"),
     "eval_interval": same("eval_steps"),
     "eval_config": lacks("held-out sets are named by eval_datasets"),
@@ -158,7 +197,7 @@ NAMES: Mapping[str, Foreign] = {
     "disable_rewards_normalization": lacks("advantages are normalised by advantage_estimator and scale_rewards"),
     "normalize_advantages": lacks("advantages are normalised by advantage_estimator and scale_rewards"),
     "disable_compute_advantages_and_returns": lacks(features.OTHER_TASK),
-    "loss_type": only("policy_loss", features.OTHER_TASK),
+    "loss_type": only_task("policy_loss", features.OTHER_TASK),
     "use_rollout_logprobs": _switch("old_logprobs", "rollout"),
     "use_tis": _CORRECT,
     "tis_clip": _CORRECT,
@@ -186,7 +225,7 @@ NAMES: Mapping[str, Foreign] = {
     "optimizer": only("adam", features.OTHER_OPTIMIZER),
     "attention_dropout": lacks("models are trained without dropout", "0", "0.0"),
     "hidden_dropout": lacks("models are trained without dropout", "0", "0.0"),
-    "accumulate_allreduce_grads_in_fp32": only("true", "gradients are float32"),
+    "accumulate_allreduce_grads_in_fp32": only("true", "main_grads_dtype says in which dtype gradients are summed"),
     "attention_softmax_in_fp32": only("true", "the softmax of attention is float32"),
     "num_virtual_stages_per_pipeline_rank": same("virtual_pipeline_model_parallel_size"),
     "num_layers_per_virtual_pipeline_stage": lacks("virtual_pipeline_model_parallel_size says how many chunks a stage has"),
@@ -223,14 +262,13 @@ DEFAULTS: Sequence[Default] = (
     default("seed", 1234),
     Default(name="save_total_limit", theirs="all", native={"save_total_limit": None}),
     kept("colocate", False, "vllm_mode colocate"),
+    kept("freeze_vit", "false, of a model that sees", True),
 )
 
 
 def settle(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
-    """What slime makes of several names together."""
-    yield from _sizes(values, given)
-    yield from _loss(values, given)
-    yield from _kl(values, given)
+    """What slime makes of several names together, but for sizes, loss and KL."""
+    yield from idle_schedule(values, given, style="linear")
     if is_true(given, "use_tis", "false"):
         low = float(text_of(given, "tis_clip_low", "0"))
         found = {"rollout_importance_sampling_mode": "token_truncate", "rollout_importance_sampling_min": low or None}
@@ -244,6 +282,8 @@ def settle(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
     if not is_true(given, "colocate", "false"):
         note = "slime samples on GPUs of their own without colocate: here that is vllm_mode server, beside `megatron-grpo serve`."
         yield Change(values={}, note=note)
+    if text_of(given, "rollout_seed", text_of(given, "seed", "")) != text_of(given, "seed", text_of(given, "rollout_seed", "")):
+        yield Change(values={}, note=f"seed {text_of(given, 'seed', '')} is of prompts and sampling too: rollout_seed is not read.")
     if "apply_chat_template" in given:
         yield Change(
             values={}, note="apply_chat_template: a prompt that is a string is taken as it stands here; write it as chat messages."
@@ -330,7 +370,7 @@ SLIME = Dialect(
     names=NAMES,
     patterns=slime_aside.PATTERNS,
     defaults=DEFAULTS,
-    settle=settle,
+    settle=(_sizes, _loss, _kl, settle),
     settings=sizes(
         size("rollout_batch_size", None, "prompts in one rollout"),
         size("n_samples_per_prompt", 1, "completions per prompt"),

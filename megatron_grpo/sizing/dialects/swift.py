@@ -10,10 +10,34 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_grpo.settings.foreign import Change, Default, Dialect, Foreign, default, kept, lacks, not_there, only, reads, same
+from megatron_grpo.settings.foreign import (
+    OFF,
+    Change,
+    Default,
+    Dialect,
+    Foreign,
+    default,
+    kept,
+    lacks,
+    not_there,
+    only,
+    only_task,
+    reads,
+    same,
+)
 from megatron_grpo.settings.table import BadValue
 from megatron_grpo.sizing.dialects import aside, features, turns
-from megatron_grpo.sizing.dialects.vocabulary import BEST, BUILT_IN_REWARDS, DISPATCHER, TOKEN, holds_out, of_servers, of_the_hub
+from megatron_grpo.sizing.dialects.vocabulary import (
+    BEST,
+    BUILT_IN_REWARDS,
+    DISPATCHER,
+    TOKEN,
+    as_in_training,
+    holds_out,
+    idle_schedule,
+    of_servers,
+    of_the_hub,
+)
 
 _REWARDS = {"accuracy": "math", "format": "format", "cosine": "cosine", "repetition": "repetition", "soft_overlong": "soft_overlong"}
 _ONLY_OURS = tuple(name for name in BUILT_IN_REWARDS if name not in (*_REWARDS, "math"))  # its `math` is another one
@@ -112,10 +136,10 @@ NAMES: Mapping[str, Foreign] = {
     "val_dataset_shuffle": only("false", features.EVALUATION),
     # Asked for, and not there.
     "resume_from_checkpoint": lacks(features.RESUMED_ELSEWHERE),
-    "rlhf_type": only("grpo", features.OTHER_TASK),
-    "task_type": only("causal_lm", features.OTHER_TASK),
+    "rlhf_type": only_task("grpo", features.OTHER_TASK),
+    "task_type": only_task("causal_lm", features.OTHER_TASK),
     "use_vllm": only("true", "sampling is by vLLM alone"),
-    "use_ray": lacks("Ray is not used: ranks are started by torchrun"),
+    "use_ray": Foreign(lacks="Ray is not used: ranks are started by torchrun", off=OFF, is_task=True),
     "adapters": _one_adapter("adapters"),
     "ref_adapters": _one_adapter("ref_adapters"),
     "lora_bias": only("none", features.LORA_BIAS),
@@ -133,10 +157,6 @@ NAMES: Mapping[str, Foreign] = {
     "save_strategy": only("steps", features.EPOCH),
     "ddp_backend": only("nccl", "the backend follows from the machine"),
     "cp_partition_mode": only("zigzag", "context parallelism is zigzag here"),
-    "main_grads_dtype": only("fp32", features.FLOAT32_STATE),
-    "main_params_dtype": only("fp32", features.FLOAT32_STATE),
-    "exp_avg_dtype": only("fp32", features.FLOAT32_STATE),
-    "exp_avg_sq_dtype": only("fp32", features.FLOAT32_STATE),
     "columns": reads(_columns, "`columns`; its query is our prompt"),
     "$MAX_PIXELS": same("max_pixels"),  # set before the command
     "$MIN_PIXELS": same("min_pixels"),
@@ -147,7 +167,7 @@ NAMES: Mapping[str, Foreign] = {
     "label_smoothing": lacks(features.OTHER_TASK, "0", "0.0"),
     **turns.SWIFT,
     "external_plugins": reads(_plugins, "reward_funcs path/to/file.py:function, environment path/to/file.py:Class"),
-    "accumulate_allreduce_grads_in_fp32": only("true", "gradients are float32 here"),
+    "accumulate_allreduce_grads_in_fp32": only("true", "main_grads_dtype says in which dtype gradients are summed"),
     "attention_softmax_in_fp32": only("true", "the softmax of attention is float32 here"),
     **not_there(features.MODULES_TO_SAVE, "modules_to_save"),
     **not_there(features.LORA_TARGETS, "target_parameters"),
@@ -186,7 +206,7 @@ NAMES: Mapping[str, Foreign] = {
     **not_there(
         "a reward model is the reward function reward_model: reward_funcs reward_model, and reward_model its directory", "reward_model"
     ),
-    **not_there(features.STREAMING, "streaming", "cached_dataset", "cached_val_dataset"),
+    **not_there(features.TOKENISED_ELSEWHERE, "cached_dataset", "cached_val_dataset"),
     **not_there(features.RESUMED_ELSEWHERE, "load_args"),
     **not_there(features.RESUMED_ELSEWHERE, "mcore_ref_model"),
     **not_there(features.VERSIONS, "model_revision", "rope_scaling", "new_special_tokens", "model_kwargs"),
@@ -200,7 +220,7 @@ NAMES: Mapping[str, Foreign] = {
     "tuner_backend": only("peft", features.OTHER_ADAPTERS),
     "add_non_thinking_prefix": only("true", "prompts are written by the model's own chat template"),
     "disable_ignore_empty_think": lacks("the loss covers the completion, whole and alone"),
-    "disable_auto_column_mapping": lacks(features.STREAMING),
+    "disable_auto_column_mapping": lacks(features.COLUMNS),
     "load_data_args": lacks(features.RESUMED_ELSEWHERE),
     "moe_layer_recompute": lacks("recompute_granularity selective with recompute_modules moe does it"),
     "skip_megatron_init": lacks("it is for its Ray pipeline, and Ray is not used"),
@@ -245,12 +265,7 @@ DEFAULTS: Sequence[Default] = (
 
 def settle(values: Mapping[str, Any], given: Mapping[str, Sequence[str]]) -> Iterator[Change]:
     """What Megatron-SWIFT makes of several names together."""
-    if "max_steps" in values and "num_train_epochs" in values:
-        yield Change(
-            values={"max_steps": None},
-            note=f"num_train_epochs ({values['num_train_epochs']:g}) decides the length of the run: Megatron-SWIFT works train_iters "
-            f"({values['max_steps']}) out anew where both are given.",
-        )
+    yield from _data(values)
     if values.get("eval_steps") and not holds_out(values):
         yield Change(
             values={"eval_steps": None},
@@ -260,15 +275,40 @@ def settle(values: Mapping[str, Any], given: Mapping[str, Sequence[str]]) -> Ite
         yield Change(values={"sequence_parallel": None}, note="sequence_parallel does nothing without tensor parallelism, here as there.")
     yield from of_servers(values, program="swift rollout")
     yield from of_the_hub(values)
-    yield from turns.of_swift(values, given)
+    yield from idle_schedule(values, given, style="cosine")
+    if values.get("weight_decay_incr_style", "constant") != "constant" and "start_weight_decay" in values:
+        note = "weight_decay is not read beside start_weight_decay and end_weight_decay, here as there."
+        yield Change(values={"weight_decay": 0.0}, note=note)
+    if holds_out(values):  # by the request_config of training
+        yield Change(values=as_in_training(values, 0.9, values.get("num_generations", 8)))
+        if not values.get("eval_steps"):
+            yield Change(values={"eval_steps": values.get("save_steps", 500)}, untyped=("eval_steps", "save_steps"))
     idle = [name for name in ("no_load_optim", "no_load_rng") if values.get(name)]
     if idle and values.get("finetune", True):
         note = f"{' and '.join(idle)} does nothing unless finetune is false, here as there: a run begins without them anyway."
         yield Change(values=dict.fromkeys(idle), note=note)
+    yield from _tuner(values)
+    yield from _loss(values)
+
+
+def _data(values: Mapping[str, Any]) -> Iterator[Change]:
+    """How long a run is, and the order of its rows."""
+    if "max_steps" in values and "num_train_epochs" in values and values.get("streaming"):
+        yield Change(values={"num_train_epochs": None}, note="train_iters decides: Megatron-SWIFT does not read epochs with streaming.")
+    elif "max_steps" in values and "num_train_epochs" in values:
+        yield Change(
+            values={"max_steps": None},
+            note=f"num_train_epochs ({values['num_train_epochs']:g}) decides the length of the run: Megatron-SWIFT works train_iters "
+            f"({values['max_steps']}) out anew where both are given.",
+        )
+    if values.get("shuffle_buffer_size") and not values.get("streaming"):
+        yield Change(values={"shuffle_buffer_size": None}, note="shuffle_buffer_size does nothing without streaming, here as there.")
     if values.get("interleave_prob") and not values.get("further_datasets"):
         yield Change(values={"interleave_prob": None}, note="interleave_prob does nothing with one dataset, here as there.")
-    yield from _advantages(values)
-    yield from _tuner(values)
+
+
+def _loss(values: Mapping[str, Any]) -> Iterator[Change]:
+    """The loss, its corrections and a teacher."""
     mode = values.get("rollout_importance_sampling_mode", "none")
     if mode.startswith("sequence_"):
         rest = " It then weighs each token by its own ratio; here all tokens carry the sequence's." if mode == "sequence_mask" else ""
@@ -304,9 +344,9 @@ def _tuner(values: Mapping[str, Any]) -> Iterator[Change]:
     elif values.get("tuner_type", "full") != "lora":
         if "merge_lora" in values:
             yield Change(values={"merge_lora": None}, note="merge_lora does nothing with tuner_type full, here as there.")
-        if any(values.get(f"{name}_regex") for name in ("freeze_parameters", "trainable_parameters")):
-            said = "are looked for in Hugging Face's names here, in those of Megatron's modules there, which count layers by pipeline stage"
-            yield Change(values={}, note=f"freeze_parameters_regex and trainable_parameters_regex {said}.")
+        if any(values.get(f"{name}{end}") for name in ("freeze_parameters", "trainable_parameters") for end in ("", "_regex")):
+            said = "compared with Hugging Face's names here, with those of Megatron's modules there, which count layers by pipeline stage"
+            yield Change(values={}, note=f"freeze_parameters and trainable_parameters, and their _regex, are {said}.")
         return
     if values.get("target_regex") and "target_modules" in values:
         yield Change(values={"target_modules": None}, note="target_regex goes before target_modules in Megatron-SWIFT; so is done here.")
@@ -328,7 +368,7 @@ def _tuner(values: Mapping[str, Any]) -> Iterator[Change]:
     )
 
 
-def _advantages(values: Mapping[str, Any]) -> Iterator[Change]:
+def _advantages(values: Mapping[str, Any], given: Mapping[str, Sequence[str]]) -> Iterator[Change]:
     """Its reinforce_plus_plus subtracts the group's mean and divides by the std that scale_rewards names; its guide says `batch`."""
     estimator, scale = values.get("advantage_estimator"), values.get("scale_rewards")
     if estimator == "reinforce_plus_plus":
@@ -344,4 +384,4 @@ def _advantages(values: Mapping[str, Any]) -> Iterator[Change]:
         )
 
 
-SWIFT = Dialect(name="swift-megatron", title="Megatron-SWIFT", names=NAMES, defaults=DEFAULTS, settle=settle)
+SWIFT = Dialect(name="swift-megatron", title="Megatron-SWIFT", names=NAMES, defaults=DEFAULTS, settle=(settle, turns.of_swift, _advantages))

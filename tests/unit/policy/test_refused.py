@@ -86,6 +86,7 @@ def test_a_prompt_too_long_for_the_model_is_named_with_every_other_problem(tmp_p
 @pytest.mark.parametrize(("model", "changes", "words"), [
     ("gpt_oss", {"expert_tensor_parallel_size": 2}, "2 would add the biases of GptOssForCausalLM's experts 2 times"),
     ("gpt_oss", {"tuner_type": "lora"}, "GptOssForCausalLM keeps the experts of a layer in one tensor"),
+    ("gpt_oss", {"tuner_type": "lora", "target_modules": ["q_proj", "down_proj"]}, "Use q_proj k_proj v_proj o_proj, or tuner_type full"),
     ("olmo3", {"transformer_impl": "transformer_engine"}, "attention within a window, which Olmo3ForCausalLM has, is computed"),
     ("glm4_moe", {"transformer_impl": "transformer_engine"}, "a rotation of a part of each head"),
     ("olmo2", {"transformer_impl": "transformer_engine"}, "a norm over all heads"),
@@ -96,12 +97,27 @@ def test_what_some_families_have_and_a_setting_has_not_is_refused(model, changes
     assert words in problem.message and problems(Config(), shape) == []
 
 
-def test_experts_with_biases_are_not_sampled_on_a_cpu():
-    shape = ModelShape.from_hf(config_of("gpt_oss"))
-    (problem,) = sampler_problems(Config(), shape, has_gpu=False)
-    assert "GptOssForCausalLM cannot be sampled on a CPU" in problem.message
-    assert sampler_problems(Config(), shape, has_gpu=True) == []
-    assert sampler_problems(Config(), ModelShape.from_hf(config_of("qwen3_moe")), has_gpu=False) == []
+def test_adapters_may_be_beside_the_attention_of_a_model_that_keeps_experts_in_one_tensor():
+    shape, words = ModelShape.from_hf(config_of("gpt_oss")), {"tuner_type": "lora", "target_modules": ["q_proj", "o_proj"]}
+    assert problems(Config().with_values(words), shape) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"rms_norm_eps": 1e-6}, "rms_norm_eps is 1e-5"),
+        ({"swiglu_limit": 0.6}, "swiglu_alpha is 1.702 and swiglu_limit 7"),
+        ({"attention_bias": False}, "attention_bias is true"),
+        ({"tie_word_embeddings": True}, "tie_word_embeddings is false"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "every other layer has a window, from the first"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}, "the rope is stretched by yarn"),
+    ],
+)
+def test_a_gpt_oss_that_vllm_would_sample_as_another_is_refused(changes, words):
+    plain = config_of("gpt_oss")
+    assert sampler_problems(ModelShape.from_hf(plain)) == [] == sampler_problems(ModelShape.from_hf(config_of("qwen3_moe")))
+    (problem,) = sampler_problems(ModelShape.from_hf(plain | changes))
+    assert words in problem.message
 
 
 def test_prompts_are_shared_where_a_window_reaches_over_the_longest_sequence():

@@ -12,6 +12,7 @@ from megatron_grpo.errors import ConfigError
 from megatron_grpo.planning.check import check, check_parsed
 from megatron_grpo.settings import parse, table
 from megatron_grpo.sizing.dialects import DIALECTS
+from tests.unit.planning.test_estimates import TINY
 
 
 def read(dialect: str, *words: str):
@@ -71,7 +72,7 @@ def test_each_default_that_differs_and_was_not_typed_is_used_and_shown_once(tmp_
 
 
 def test_a_teacher_inside_megatron_is_the_one_that_the_ranks_hold(tmp_path):
-    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "config.json").write_text(json.dumps(TINY))
     theirs = ["--use_opd", "--opd_type", "megatron", "--opd_kl_coef", "0.5", "--opd_teacher_load"]
     for cfg in (
         read("slime", *theirs, str(tmp_path)),
@@ -158,7 +159,7 @@ def test_the_table_of_defaults_is_true(dialect):
         ("skyrl", "trainer.fully_async.enabled=true", "not pushed into running requests"),
         ("skyrl", "generator.max_turns=4", "multi-turn"),
         ("skyrl", "environment.env_class=gsm8k", "rewards come from reward_funcs"),
-        ("skyrl", "trainer.strategy=fsdp2", "Megatron shards"),
+        ("skyrl", "trainer.strategy=deepspeed", "trainer.strategy (deepspeed) is not there. There are: megatron, fsdp, fsdp2"),
     ],
 )  # fmt: skip
 def test_what_is_not_there_is_refused_by_name_and_feature(dialect, words, said):
@@ -177,6 +178,10 @@ def test_what_is_not_there_is_refused_by_name_and_feature(dialect, words, said):
         ("swift", "--system a\\nb", {"system": "a\nb"}),
         ("swift", "--ddp_timeout 1800", {"distributed_timeout_minutes": 30.0}),
         ("swift", "--train_iters 7", {"max_steps": 7}),
+        ("swift", "--streaming true --train_iters 7 --num_train_epochs 1 --shuffle_buffer_size 50 --max_length 9",
+         {"streaming": True, "max_steps": 7, "num_train_epochs": None, "shuffle_buffer_size": 50, "max_prompt_length": 9}),
+        ("swift", "--shuffle_buffer_size 50", {"shuffle_buffer_size": 1000}),
+        ("trl", "--dataset_streaming true --max_steps 7 --max_prompt_length 9", {"streaming": True, "max_steps": 7}),
         ("trl", "--scale_rewards false", {"scale_rewards": "none"}),
         ("trl", "--scale_rewards true", {"scale_rewards": "group"}),
         ("trl", "--scale_rewards batch", {"scale_rewards": "batch"}),

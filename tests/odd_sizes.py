@@ -1,0 +1,355 @@
+"""Models of sizes that nobody would choose, drawn at random for each family, against transformers: for `tools/parity.py --odd`.
+
+One to twelve heads in one to all groups, heads of 6 to 40 channels whatever the width, windows of 1 token or more than there are, any
+pattern of layers, biases on and off, each kind of rope, vocabularies that nothing divides, any number of experts. Each model is either
+refused by a sentence before anything loads, or its log-probs of packed sequences, every gradient and what it exports are transformers'.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from megatron_grpo.errors import ConfigError
+from megatron_grpo.planning.check import check
+from tests import parity_cases as cases
+from tests.tiny_models import FAMILIES, NARROW, hf_logprobs, load_tiny, write_tiny
+
+LONGEST = 40  # tokens
+LIMITS = {"log-prob": 2e-5, "gradient": 3e-5}  # absolute; of a tensor's norm
+# Of the norm of all gradients together: what a tensor counts at least, and beneath which it has none, as queries of tokens that see but
+# themselves.
+LEAST, NONE = 1e-3, 1e-9
+KINDS = ("sliding_attention", "full_attention")
+MULTIPLES = ("gemma3_text", "llama")  # of the heads are their widths, transformers says
+SPARSE = ("qwen3_moe", "mixtral", "deepseek_v3", "glm4_moe", "gpt_oss")
+
+
+# ---- drawing -------------------------------------------------------------------------------------------------------------------------
+
+
+def draw(rng: random.Random, family: str, layout: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Settings of `write_tiny`. layout: parallel sizes, most draws of which divide; the others are to be refused."""
+    layout = layout or {}
+    tp, ep, stages = layout.get(cases.TP, 1), layout.get(cases.EP, 1), layout.get(cases.PP, 1) * layout.get(cases.VPP, 1)
+    etp = layout.get(cases.ETP) or tp
+
+    def size(*sizes: int, ranks: int = 1) -> int:
+        """One of these; mostly made a multiple of so many ranks."""
+        chosen = rng.choice(sizes)
+        return chosen if rng.random() < 0.05 else -(-chosen // ranks) * ranks
+
+    heads = size(1, 3, 5, 6, 7, 12, ranks=tp)
+    groups = [n for n in range(1, heads + 1) if heads % n == 0 and (n % tp == 0 or rng.random() < 0.3)]
+    head_dim = rng.choice([6, 10, 14, 24, 40])
+    layers = size(1, 2, 3, 5, ranks=stages)
+    chosen: dict[str, Any] = {
+        "heads": heads, "kv_heads": rng.choice(groups or [heads]), "head_dim": head_dim, "layers": layers, "tied": rng.random() < 0.5,
+        "hidden": heads * rng.choice([4, 6, 9]) if family in MULTIPLES else size(22, 27, 36, 45, 60, ranks=tp), "std": 0.1,
+        "ffn": size(7, 33, 48, 66, ranks=max(tp, etp)), "vocab": rng.choice([61, 97, 125, 131, 256]), "max_positions": 64,
+        "rms_norm_eps": rng.choice([1e-6, 1e-5, 3e-4, 0.01]),
+    }  # fmt: skip
+    if family in NARROW:  # config.json may name a head_dim all the same
+        chosen |= {"hidden_size": chosen.pop("hidden")}
+    if rng.random() < 0.03:
+        chosen["hidden_activation" if family == "gemma3_text" else "hidden_act"] = rng.choice(["relu", "gelu"])
+    if family in SPARSE:
+        chosen |= _experts(rng, family, layers, size, ep=ep, etp=etp, tp=tp)
+    chosen |= _OWN.get(family, lambda rng, chosen: {})(rng, chosen)
+    return chosen | ({"rope_parameters": rope} if (rope := _ropes(rng, family)) else {})
+
+
+def _experts(rng, family: str, layers: int, size, *, ep: int, etp: int, tp: int) -> dict[str, Any]:
+    experts = size(3, 4, 5, 6, 8, ranks=ep)
+    found: dict[str, Any] = {"experts": experts, "num_experts_per_tok": rng.randint(2 if rng.random() < 0.9 else 1, experts)}
+    width = size(5, 12, 18, ranks=etp)
+    if family == "qwen3_moe":
+        found |= {"norm_topk_prob": _coin(rng), "decoder_sparse_step": rng.choice([1, 1, 2]), "moe_intermediate_size": width}
+        found["mlp_only_layers"] = [layer for layer in range(layers) if rng.random() < 0.2]
+    if family in ("deepseek_v3", "glm4_moe"):
+        groups = [n for n in range(1, experts) if experts % n == 0 and experts // n > 1]
+        n_group = rng.choice(groups)
+        found |= {
+            "n_group": n_group, "topk_group": rng.randint(1, n_group), "norm_topk_prob": rng.random() < 0.95,
+            "first_k_dense_replace": rng.choice([0, 1, layers]), "n_shared_experts": rng.choice([1, 1, 2, 0]),
+            "routed_scaling_factor": rng.choice([1.0, 0.7, 2.5]), "moe_intermediate_size": -(-width // tp) * tp,
+        }  # fmt: skip
+        most = experts // n_group * found["topk_group"]
+        some = [most, rng.randint(min(2, most), most)] if found["topk_group"] == n_group else [2 * found["topk_group"]]
+        found["num_experts_per_tok"] = rng.choice(some) if rng.random() < 0.9 else rng.randint(1, most)
+    return found
+
+
+def _coin(rng) -> bool:
+    return rng.random() < 0.5
+
+
+def _window(rng) -> int:
+    return 0 if rng.random() < 0.03 else rng.choice([1, 2, 3, 5, 8, LONGEST - 1, LONGEST, 1000])
+
+
+def _pattern(rng, layers: int) -> list[str]:
+    return rng.choice([[KINDS[0]] * layers, [KINDS[1]] * layers, [rng.choice(KINDS) for _ in range(layers)]])
+
+
+def _bias(rng, chosen) -> dict[str, Any]:
+    return {"attention_bias": _coin(rng)}
+
+
+def _qwen(rng, chosen) -> dict[str, Any]:
+    found: dict[str, Any] = {"use_sliding_window": _coin(rng), "sliding_window": _window(rng), "max_window_layers": rng.randint(0, 3)}
+    return found | ({"layer_types": _pattern(rng, chosen["layers"])} if found["use_sliding_window"] and _coin(rng) else {})
+
+
+def _deepseek(rng, chosen) -> dict[str, Any]:
+    return {
+        "q_lora_rank": rng.choice([None, 20, 14]), "kv_lora_rank": rng.choice([12, 22]), "qk_nope_head_dim": rng.choice([6, 10]),
+        "qk_rope_head_dim": rng.choice([4, 6]), "v_head_dim": rng.choice([6, 14]), "rope_interleave": _coin(rng),
+        "num_key_value_heads": chosen["heads"], "attention_bias": rng.random() < 0.1,
+    }  # fmt: skip
+
+
+def _gpt_oss(rng, chosen) -> dict[str, Any]:
+    return {
+        "sliding_window": _window(rng), "layer_types": _pattern(rng, chosen["layers"]), "swiglu_limit": rng.choice([7.0, 0.3]),
+        "swiglu_alpha": rng.choice([1.702, 1.0]), "attention_bias": rng.random() < 0.7,
+    }  # fmt: skip
+
+
+def _windowed(rng, chosen) -> dict[str, Any]:
+    return _bias(rng, chosen) | {"sliding_window": _window(rng), "layer_types": _pattern(rng, chosen["layers"])}
+
+
+_OWN = {
+    "llama": lambda rng, chosen: _bias(rng, chosen) | {"mlp_bias": _coin(rng)},
+    "mistral": lambda rng, chosen: {"sliding_window": rng.choice([None, _window(rng)])},
+    "mixtral": lambda rng, chosen: {"sliding_window": rng.choice([None, _window(rng)])},
+    "qwen2": _qwen,
+    "qwen3": lambda rng, chosen: _bias(rng, chosen) | _qwen(rng, chosen),
+    "qwen3_moe": lambda rng, chosen: _bias(rng, chosen) | {k: v for k, v in _qwen(rng, chosen).items() if k != "layer_types"},
+    "deepseek_v3": _deepseek,
+    "glm4_moe": lambda rng, chosen: _bias(rng, chosen) | {"use_qk_norm": _coin(rng)},
+    "gpt_oss": _gpt_oss,
+    "olmo2": _bias,
+    "olmo3": _windowed,
+    "gemma3_text": lambda rng, chosen: _windowed(rng, chosen) | {"query_pre_attn_scalar": rng.choice([7, 24, 256])},
+}
+
+
+def _ropes(rng, family: str) -> dict[str, Any] | None:
+    one = partial(_rope, rng, family)
+    if family in ("olmo3", "gemma3_text"):
+        return {KINDS[0]: one(), KINDS[1]: one()} if rng.random() < 0.7 else None
+    return one() if rng.random() < 0.85 else None
+
+
+def _rope(rng, family: str) -> dict[str, Any]:
+    kind = rng.choice(["default", "default", "linear", "llama3", "yarn", "yarn", rng.choice(["dynamic", "longrope", "linear"])])
+    found: dict[str, Any] = {"rope_type": kind, "rope_theta": rng.choice([500.0, 1e4, 1e6])}
+    if kind in ("linear", "llama3", "yarn", "dynamic"):
+        found["factor"] = rng.choice([4.0, 6.5])
+    if kind in ("llama3", "yarn"):
+        found["original_max_position_embeddings"] = 16
+    if kind == "llama3":
+        found |= {"low_freq_factor": rng.choice([1.0, 0.5]), "high_freq_factor": rng.choice([4.0, 2.0])}
+    if kind == "yarn":
+        found |= rng.choice([{}, {"attention_factor": 1.3}, {"mscale": 0.7, "mscale_all_dim": 1.2}, {"mscale": 0.7}])
+        found |= rng.choice([{}, {"beta_fast": 8.0, "beta_slow": 0.5}]) | rng.choice([{}, {"truncate": False}])
+    elif family == "deepseek_v3" and _coin(rng):
+        found |= {"mscale_all_dim": 1.2, "factor": found.get("factor", 3.0)}
+    if kind == "longrope":
+        found |= {"short_factor": [1.0], "long_factor": [1.5], "factor": 2.0, "original_max_position_embeddings": 16}
+    if family == "glm4_moe":
+        found["partial_rotary_factor"] = rng.choice([0.5, 0.25, 0.75, 1.0])
+    return found
+
+
+def older_spelling(path: Path) -> None:
+    """The config.json as transformers 4 writes it: what a rope is beside what it is scaled by, a theta for each kind of layer."""
+    file = path / "config.json"
+    config = json.loads(file.read_text())
+    given = config.pop("rope_parameters", None) or {}
+    local, whole = (given.get(kind) for kind in KINDS)
+    if config["model_type"] == "olmo3" and any(one and one["rope_theta"] != 5e5 for one in (local, whole)):
+        return  # its versions read one theta otherwise, so that is refused
+    if (local or {}).get("rope_type", "default") != "default":
+        return  # had no spelling
+    if local and config["model_type"] == "gemma3_text":
+        config["rope_local_base_freq"] = local["rope_theta"]
+    given = dict(whole or given)
+    for key in ("rope_theta", "partial_rotary_factor"):
+        if key in given:
+            config[key] = given.pop(key)
+    if given.get("rope_type", "default") != "default":
+        config["rope_scaling"] = given
+    file.write_text(json.dumps(config))
+
+
+# ---- comparing -----------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Odd:
+    """A model that was drawn, with what transformers makes of it."""
+
+    number: int
+    family: str
+    changes: Mapping[str, Any]
+    path: Path
+    sequences: list[list[int]]
+    logprobs: list[np.ndarray]
+    batches: list
+    right: cases.Trained
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """kind: equal, refused, wrong, crashed, or undecided where float32 cannot tell. said: the sentences of a refusal, or what is wrong."""
+
+    kind: str
+    said: str = ""
+    logprob: float = 0.0
+    gradient: float = 0.0
+
+
+def refusals(path: Path, layout: cases.Case) -> list[str]:
+    """What a run would say of this model before anything loads."""
+    flags = {**layout.settings, "model": path, "max_prompt_length": LONGEST - 16, "max_completion_length": 16, "torch_dtype": "float32",
+             "num_generations": 8, "steps_per_generation": 1, "global_batch_size": 8, "micro_batch_size": 1}  # fmt: skip
+    argv = [word for flag, value in flags.items() for word in (f"--{flag}", str(value).lower() if isinstance(value, bool) else str(value))]
+    try:
+        check(argv, launcher_world_size=layout.world_size)
+    except ConfigError as error:
+        return [problem.message for problem in error.problems]
+    return []
+
+
+def prepare(folder: Path, number: int, family: str, seed: int, layout: cases.Case) -> Odd | Outcome | None:
+    """None where transformers itself does not take what was drawn; an Outcome where the model is refused."""
+    rng = random.Random(f"{seed} {number} {family}")
+    changes, path = draw(rng, family, layout.settings), folder / f"{number} {family}"
+    try:
+        write_tiny(path, family, seed=number, **changes)
+        if rng.random() < 0.3:
+            older_spelling(path)
+        model = load_tiny(path)
+        sequences = [[rng.randrange(changes["vocab"]) for _ in range(length)] for length in (5, 9, 2, LONGEST, 9, 17)]
+        logprobs = [hf_logprobs(model, tokens).numpy() for tokens in sequences]
+    except Exception as error:  # noqa: BLE001  # whatever it is, it is told of this model, and the others go on
+        return None if _is_theirs(error) else Outcome("crashed", f"transformers: {error!r}")
+    if said := refusals(path, layout):
+        return Outcome("refused", " ".join(said))
+    batches = cases.stored_rollout(path, vocab=changes["vocab"], seed=number)
+    if family == "gpt_oss" and at_a_clamp(load_tiny(path, "float64"), batches[0]):
+        return Outcome("undecided", "a gate lies at its clamp, where its gradient has a step")
+    return Odd(number, family, changes, path, sequences, logprobs, batches, cases.reference(path, cases.settings(), batches))
+
+
+def at_a_clamp(model, samples) -> bool:
+    """Whether some gate is so near to its clamp (gpt-oss) that float32 may see it on the other side."""
+    nearest = []
+
+    def look(experts, args, output):
+        hidden, chosen = args[0].reshape(-1, args[0].shape[-1]), args[1]
+        for number in range(len(experts.gate_up_proj)):
+            rows = hidden[(chosen.reshape(len(hidden), -1) == number).any(dim=-1)]
+            both = rows @ experts.gate_up_proj[number] + experts.gate_up_proj_bias[number]
+            nearest.extend((both.abs() - model.config.swiglu_limit).abs().flatten().tolist())
+
+    for module in model.modules():
+        if hasattr(module, "gate_up_proj_bias"):
+            module.register_forward_hook(look)
+    with torch.no_grad():
+        for sample in samples:
+            model(torch.from_numpy(sample.token_ids)[None])
+    return min(nearest) < 1e-6
+
+
+def _is_theirs(error: Exception) -> bool:
+    """transformers checks what it is given by its own rules, and says so in these."""
+    return isinstance(error, (ValueError, RuntimeError, UnboundLocalError, ZeroDivisionError)) or "Validation" in type(error).__name__
+
+
+def measure(rank: int, world: int, models: Sequence[Odd], settings: Mapping[str, Any], tamper=None) -> list[Outcome]:
+    """By the package, on real ranks, which take one model after another. tamper(policy): breaks something first."""
+    parallel, found = cases.join(cases.settings(**settings), world), []
+    for odd in models:
+        try:
+            found.append(_measure_one(rank, world, odd, cases.settings(**settings), parallel, tamper))
+        except ConfigError as error:  # by what lies in the files
+            found.append(Outcome("refused", str(error)))
+        except Exception as error:  # noqa: BLE001  # as above
+            last = traceback.extract_tb(error.__traceback__)[-1]
+            found.append(Outcome("crashed", f"{error!r} at {Path(last.filename).name}:{last.lineno}"))
+    return found
+
+
+def _measure_one(rank: int, world: int, odd: Odd, cfg, parallel, tamper) -> Outcome:
+    from megatron_grpo.weights.reader import HfReader
+    from megatron_grpo.weights.stored import stored_names
+
+    seen: dict[str, Any] = {}
+
+    def look(policy):
+        if tamper is not None:
+            tamper(policy)
+        read, exported = HfReader(odd.path), {name: tensor.clone() for name, tensor in policy.named_weights()}
+        names = set(stored_names(odd.path)) if cases._family(odd.path).are_experts_interleaved else read.names
+        seen["export"] = exported.keys() == names and all(
+            bytes(exported[name].numpy().tobytes()) == bytes(read(name).numpy().tobytes()) for name in exported
+        )
+        seen["logprobs"] = cases.score_tokens(policy, odd.sequences)
+
+    trained = cases.train(rank, world, odd.path, cfg, odd.batches, look, parallel=parallel)
+    logprob = max(float(np.abs(a - b).max()) for a, b in zip(seen["logprobs"], odd.logprobs, strict=True))
+    gradient, name = gradient_error(trained.gradients, odd.right.gradients)
+    wrong = [] if seen["export"] else ["what it exports is not the checkpoint"]
+    if not logprob <= LIMITS["log-prob"]:
+        wrong.append(f"log-probs by {logprob:.1e}")
+    if not gradient <= LIMITS["gradient"]:
+        wrong.append(f"the gradient of {name} by {gradient:.1e}")
+    return Outcome("wrong" if wrong else "equal", ", ".join(wrong), logprob, gradient)
+
+
+def gradient_error(found: Mapping[str, np.ndarray], right: Mapping[str, np.ndarray]) -> tuple[float, str]:
+    """The worst tensor: the norm of the difference over its own, or over LEAST of that of all where it has less."""
+    assert found.keys() == right.keys(), sorted(found.keys() ^ right.keys())[:4]
+    whole = float(np.sqrt(sum(float((tensor.astype(np.float64) ** 2).sum()) for tensor in right.values())))
+
+    def size(tensor: np.ndarray) -> float:
+        norm = float(np.linalg.norm(tensor))
+        return max(norm, LEAST * whole) if norm > NONE * whole else 0.1 * whole
+
+    return max((float(np.linalg.norm(found[name] - tensor)) / size(tensor), name) for name, tensor in right.items())
+
+
+def outcomes(
+    folder: Path, numbers: Sequence[int], seed: int, layout: cases.Case, tamper=None
+) -> dict[tuple[int, str], tuple[Outcome, Mapping[str, Any]]]:
+    """By (number, family), with what was drawn: number i is of the i-th family, and so on around. Nothing for what transformers refuses."""
+    from tests.ranks import run_ranks
+
+    families, models = SPARSE if layout.needs_experts else FAMILIES, list[Odd]()
+    found: dict[tuple[int, str], tuple[Outcome, Mapping[str, Any]]] = {}
+    for number in numbers:
+        family = families[number % len(families)]
+        made = prepare(folder, number, family, seed, layout)
+        if isinstance(made, Outcome):
+            found[number, family] = made, draw(random.Random(f"{seed} {number} {family}"), family, layout.settings)
+        elif made is not None:
+            models.append(made)
+    settings = layout.settings | dict(max_tokens_per_micro_batch=48)
+    ranks = run_ranks(lambda *place: measure(*place, models, settings, tamper), layout.world_size, timeout=120 + 10 * len(models))
+    for odd, of_ranks in zip(models, zip(*ranks, strict=True), strict=True):
+        worst = max(of_ranks, key=lambda one: (one.kind in ("wrong", "crashed"), one.gradient))
+        found[odd.number, odd.family] = worst, odd.changes
+    return found
