@@ -22,6 +22,7 @@ from megatron_grpo.checkpoint.witness import Witness
 from megatron_grpo.clock import Clock
 from megatron_grpo.data.chat import PromptEncoder
 from megatron_grpo.data.prompts import PromptStream
+from megatron_grpo.data.streamed import StreamedPrompts
 from megatron_grpo.environments.loading import Stage, end_ids_of
 from megatron_grpo.episodes import Episodes
 from megatron_grpo.errors import ConfigError, Problem
@@ -108,6 +109,8 @@ def build_run(
     try:
         for note in inputs.notes:
             journal.metrics.say(note)
+        if isinstance(inputs.prompts, StreamedPrompts):
+            inputs.prompts.agree_by(collectives.from_all)
         return put_together(made, inputs, parallel, stop, checkpoints, judge, journal, engine=engine, reference=reference, guard=guard)
     except BaseException:
         journal.close(summary=False)

@@ -51,6 +51,11 @@ class RunError(Exception):
     """A run that had begun cannot go on, for a reason outside the program that the message says in full: a peer died, a disk is full."""
 
 
+class RowsError(RunError):
+    """Rows of a data set that is read as the run goes cannot be read, or are not what rows must be. Raised on every rank; what the run has
+    is saved before it ends."""
+
+
 class Interrupted(Exception):
     """The run was asked to stop, by a signal or because its time is up; its state is on disk. `cli.main` exits with 3: safe to resume."""
 

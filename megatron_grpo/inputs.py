@@ -246,7 +246,7 @@ def _plan_of(
     checked = replace(checked, config=checked.config.with_values(paths))
     rows = rows_of(found.prompts)
     pictures = PictureFacts.of(rows, checked.sizes) if rows is not None else None
-    made = make_plan(checked, num_prompts=None if rows is None else len(rows), pictures=pictures)
+    made = make_plan(checked, num_prompts=None if rows is None or rows.is_beginning else len(rows), pictures=pictures)
     if problems := length_problems(checked.config.optimizer, made.timetable.num_steps):
         raise ConfigError(problems)
     if rows is not None and found.eyes is not None and not rows.most_pictures and checked.shape is not None:

@@ -173,32 +173,28 @@ class DataReader:
 
     def read(self, held_out: str | None = None) -> PromptStream | PromptRows:
         """A stream of prompts; without a tokenizer its rows, which can be looked at all the same. held_out: name of a set."""
-        from megatron_grpo.data.prompts import check_for_episodes, check_pictures, load_rows, open_stream
+        from megatron_grpo.data.checks import check_for_episodes, check_pictures
+        from megatron_grpo.data.prompts import load_rows, open_stream
+        from megatron_grpo.data.streamed import open_prompts, rows_to_look_at
         from megatron_grpo.data.tokens import FEW
 
         cfg = self.cfg
         flag = "dataset" if held_out is None else flag_of(held_out, cfg)
-        dataset = cfg.data.dataset if held_out is None else sets_of(cfg)[held_out]
+        # Of a held-out set, all of which is asked, every row is read; of the training set maybe only as the run goes.
+        named: dict[str, Any] = {} if held_out is None else {"dataset": sets_of(cfg)[held_out], "flag": flag}
         if not self.tokenizer:
-            own = cfg.run.seed
-            rows = load_rows(cfg.data, dataset=dataset, flag=flag, eyes=self.sight.eyes, is_blind=self.sight.is_blind, seed=own)
+            look = rows_to_look_at if held_out is None else load_rows
+            rows = look(cfg.data, eyes=self.sight.eyes, is_blind=self.sight.is_blind, seed=cfg.run.seed, **named)
             check_pictures(rows, at_most=FEW)
             if self.environment is not None:
                 check_for_episodes(rows, flag)
             return rows
-        seed, shuffle = (cfg.run.seed, None) if held_out is None else (0, False)
         tools = None if self.environment is None else self.environment.tools
+        if held_out is None:
+            return open_prompts(cfg.data, self.tokenizer, seed=cfg.run.seed, eyes=self.sight.eyes, tools=tools)
         return open_stream(
-            cfg.data,
-            self.tokenizer,
-            dataset=dataset,
-            flag=flag,
-            seed=seed,
-            shuffle=shuffle,
-            eyes=self.sight.eyes,
-            tools=tools,
-            data_seed=cfg.run.seed,
-        )
+            cfg.data, self.tokenizer, seed=0, shuffle=False, eyes=self.sight.eyes, tools=tools, data_seed=cfg.run.seed, **named
+        )  # fmt: skip
 
 
 def read_held_out(reader: DataReader, left_out: Collection[str], problems: Problems) -> dict[str, PromptStream | PromptRows]:
@@ -243,7 +239,7 @@ def _blind(cfg: Config) -> Iterator[str]:
 
 
 def _check_without_pictures(rows: PromptRows, flag: str, why: str) -> None:
-    from megatron_grpo.data.prompts import check_without_pictures
+    from megatron_grpo.data.checks import check_without_pictures
 
     check_without_pictures(rows, flag, why)
 

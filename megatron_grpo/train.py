@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from megatron_grpo.errors import GivenUp, Interrupted, NobodySamples, RunError
+from megatron_grpo.errors import GivenUp, Interrupted, NobodySamples, RowsError, RunError
 from megatron_grpo.parallel import collectives
 from megatron_grpo.pending import Pending
 
@@ -207,15 +207,15 @@ def stop_if_asked(run: Run, progress: Progress, pending: Pending) -> None:
 def saved_if_sampling_ends(
     run: Run, progress: Progress, pending: Pending, told: tuple[GlobalBatch, TrainedStep, Mapping[RowKey, Row]] | None = None
 ) -> Iterator[None]:
-    """Around sampling: if it ends because all rollout servers have gone for good, or because the run is to stop and cannot wait for it, the
-    run is saved as it was before, and ends. It can be resumed.
+    """Around sampling: if it ends because all rollout servers have gone for good, because the run is to stop and cannot wait for it, or
+    because of rows that are read as the run goes, the run is saved as it was before, and ends. It can be resumed.
 
     told: of the step that was just taken, where the journal has not heard of it.
     """
     before = run.prompts.state()
     try:
         yield
-    except (NobodySamples, GivenUp) as end:
+    except (NobodySamples, GivenUp, RowsError) as end:
         if told:
             tell(run, progress, *told)
         if progress.step:
@@ -223,7 +223,7 @@ def saved_if_sampling_ends(
             save(run, progress, pending, completely=True)
         if isinstance(end, GivenUp):
             raise stopped(run, progress, f", and {end}") from end
-        raise NobodySamples(f"{end}; {where_it_is_saved(run, progress)}") from end
+        raise type(end)(f"{end}; {where_it_is_saved(run, progress)}") from end
 
 
 def stopped(run: Run, progress: Progress, more: str = "") -> Interrupted:

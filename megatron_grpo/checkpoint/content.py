@@ -42,7 +42,7 @@ def content_of(cfg: Config, *, model_path: Path | None = None, rows: Any = None)
     if cfg.run.mcore_model and (Path(cfg.run.mcore_model) / MANIFEST).is_file():
         found["mcore_model"] = _of_files([Path(cfg.run.mcore_model) / MANIFEST])
     if rows is not None:
-        found["data set"] = f"{len(rows.rows)} rows, {rows.fingerprint()[:SHOWN]}"
+        found["data set"] = rows.described(SHOWN)
     for spec in cfg.rewards.reward_funcs:
         path = _source(spec)
         if path is not None:

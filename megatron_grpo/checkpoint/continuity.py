@@ -19,7 +19,7 @@ from megatron_grpo.errors import Problem
 
 _TABLE = {
     "refused": """
-        torch_dtype seed dataset_shuffle sync_ref_model use_distributed_optimizer
+        torch_dtype seed dataset_shuffle streaming shuffle_buffer_size sync_ref_model use_distributed_optimizer
         tuner_type lora_rank lora_alpha use_rslora lora_dtype target_modules target_regex exclude_modules rank_pattern alpha_pattern
         freeze_llm freeze_vit freeze_aligner
         freeze_parameters freeze_parameters_regex trainable_parameters trainable_parameters_regex
@@ -53,6 +53,7 @@ _TABLE = {
         lr vit_lr aligner_lr min_lr lr_decay_style lr_decay_iters lr_wsd_decay_iters lr_wsd_decay_style lr_warmup_iters
         lr_warmup_fraction lr_warmup_init weight_decay weight_decay_incr_style start_weight_decay end_weight_decay
         adam_beta1 adam_beta2 adam_eps clip_grad
+        use_precision_aware_optimizer main_grads_dtype main_params_dtype exp_avg_dtype exp_avg_sq_dtype
         skip_grad_norm_above skip_grad_norm_factor max_skipped_steps
         max_steps num_train_epochs eval_dataset eval_datasets eval_num_prompts eval_reward num_generations_eval eval_temperature
         eval_pass_threshold eval_seed rollout_func eval_top_p eval_top_k eval_min_p eval_max_completion_length eval_generation_kwargs
@@ -107,8 +108,9 @@ FREEZING = (
 _WHY = {
     "torch_dtype": "the weights and moments of one are not those of the other",
     "use_distributed_optimizer": "the moments are described in another way",
-    "seed": "the prompts that are left would come in another order",
-    "dataset_shuffle": "the prompts that are left would come in another order",
+    **dict.fromkeys(
+        ("seed", "dataset_shuffle", "streaming", "shuffle_buffer_size"), "the prompts that are left would come in another order"
+    ),
     "sync_ref_model": "only a run whose reference moves keeps it in its checkpoints",
     "beta": "only a run whose reference moves keeps it in its checkpoints",
     "model": "the weights, and the reference that the KL is measured against, would be of two models",

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import psutil
 
@@ -68,20 +69,29 @@ def read_rows(dataset: str, *, split: str = "train", flag: str = "dataset") -> R
 
     Raises ConfigError about `flag`: an unknown path, an unreadable file, every line that is not JSON, a data set without rows.
     """
+    kind = kind_of(dataset, flag)
+    if kind == "files":
+        rows = Rows([_read_file(file, name, flag) for file, name in files_of(Path(dataset), split, flag)])
+    else:
+        found = saved_by_datasets(dataset, flag) if kind == "saved" else from_hub(dataset, split, flag)
+        rows = Rows([(dataset if kind == "hub" else Path(dataset).name, "row", found, None)])
+    if not len(rows):
+        raise wrong(flag, f"{flag} {dataset!r} has no rows.")
+    return rows
+
+
+def kind_of(dataset: str, flag: str) -> Literal["saved", "files", "hub"]:
+    """Where a data set is: a directory of `datasets.save_to_disk`, files, or the Hub. Raises ConfigError for a path that is not there."""
     path = Path(dataset)
     if not dataset:
-        raise _wrong(flag, f"{flag} is not given: a .jsonl, .json or .parquet file, a directory, or a Hugging Face Hub name.")
+        raise wrong(flag, f"{flag} is not given: a .jsonl, .json or .parquet file, a directory, or a Hugging Face Hub name.")
     if path.is_dir() and (path / "state.json").is_file():
-        rows = _saved_by_datasets(path, flag)
-    elif path.exists():
-        rows = Rows([_read_file(file, name, flag) for file, name in _files(path, split, flag)])
-    elif is_path(dataset):
-        raise _wrong(flag, _no_such_file(flag, path))
-    else:
-        rows = _from_hub(dataset, split, flag)
-    if not len(rows):
-        raise _wrong(flag, f"{flag} {dataset!r} has no rows.")
-    return rows
+        return "saved"
+    if path.exists():
+        return "files"
+    if is_path(dataset):
+        raise wrong(flag, _no_such_file(flag, path))
+    return "hub"
 
 
 def is_path(name: str) -> bool:
@@ -95,7 +105,7 @@ def plain_name(name: str) -> str:
     return plain if plain and count.isdigit() and not Path(name).exists() else name
 
 
-def _wrong(flag: str, message: str) -> ConfigError:
+def wrong(flag: str, message: str) -> ConfigError:
     return ConfigError([Problem(flags=(flag,), message=message)])
 
 
@@ -108,53 +118,60 @@ def _no_such_file(flag: str, path: Path) -> str:
     return f"{flag} {str(path)!r} does not exist. {there}"
 
 
-def _files(path: Path, split: str, flag: str) -> list[tuple[Path, str]]:
+def files_of(path: Path, split: str, flag: str) -> list[tuple[Path, str]]:
     """The data files of a path, each with the name it has in errors. In a directory with files named after the split, only those."""
     if path.is_file():
         if path.suffix not in SUFFIXES:
-            raise _wrong(flag, f"{flag} {str(path)!r} ends in {path.suffix or 'nothing'!r}. What can be read: {', '.join(SUFFIXES)}.")
+            raise wrong(flag, f"{flag} {str(path)!r} ends in {path.suffix or 'nothing'!r}. What can be read: {', '.join(SUFFIXES)}.")
         return [(path, path.name)]
     found = sorted(file for file in path.rglob("*") if file.suffix in SUFFIXES and file.is_file() and not file.name.startswith("."))
     if not found:
-        raise _wrong(flag, f"{flag} {str(path)!r} is a directory without {', '.join(SUFFIXES)} files.")
+        raise wrong(flag, f"{flag} {str(path)!r} is a directory without {', '.join(SUFFIXES)} files.")
     of_split = [file for file in found if file.name.startswith(split) or split in file.relative_to(path).parts[:-1]]
     return [(file, str(file.relative_to(path))) for file in of_split or found]
 
 
 def _read_file(file: Path, name: str, flag: str) -> tuple[str, str, Sequence[dict[str, Any]], Sequence[int] | None]:
     if file.suffix == ".parquet":
-        parquet = _pyarrow(flag)
-        try:
+        parquet = pyarrow_parquet(flag)
+        with read_as_parquet(name, flag):
             return name, "row", _ParquetRows(_table(parquet, file, name, flag, psutil.virtual_memory().available // 2)), None
-        except (OSError, ValueError) as error:  # pyarrow's ArrowInvalid is a ValueError
-            raise _wrong(flag, f"{name} cannot be read as parquet: {str(error).splitlines()[0]}") from error
-    if _is_json_array(file):
+    if is_json_array(file):
         return name, "row", _json_array(file, name, flag), None
     rows, lines, bad = [], [], []
-    for number, text in _text_lines(file, name, flag):
-        try:
-            row = json.loads(text.rstrip(b"\r\n"))
-        except (ValueError, RecursionError) as error:  # JSONDecodeError; UnicodeDecodeError for bytes that are no UTF-8; too deep
-            bad.append((number, f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)))
-            continue
-        if isinstance(row, dict):
+    for number, _, text in text_lines(file, name, flag):
+        row = row_of(text)
+        if isinstance(row, str):
+            bad.append((number, row))
+        else:
             rows.append(row)
             lines.append(number)
-        else:
-            bad.append((number, f"a {type(row).__name__} where an object with named columns should be"))
     if bad:
         named = "; ".join(f"line {number}: {reason}" for number, reason in bad[:NAMED_ROWS])
-        raise _wrong(flag, f"{name} has {len(bad)} line(s) that are not JSON objects: {named}{'; ...' if len(bad) > NAMED_ROWS else ''}")
+        raise wrong(flag, f"{name} has {len(bad)} line(s) that are not JSON objects: {named}{'; ...' if len(bad) > NAMED_ROWS else ''}")
     return name, "line", rows, lines
 
 
-def _text_lines(file: Path, name: str, flag: str) -> Iterator[tuple[int, bytes]]:
+def text_lines(file: Path, name: str, flag: str, *, before: int = 0, begin: int = 0) -> Iterator[tuple[int, int, bytes]]:
+    """(its number, from 1; the byte behind it; what it holds) of each line that holds something. before: lines that end at `begin`."""
     with file.open("rb") as lines:
-        for number, line in enumerate(iter(partial(lines.readline, LONGEST_LINE), b""), start=1):
+        lines.seek(begin)
+        end = begin
+        for number, line in enumerate(iter(partial(lines.readline, LONGEST_LINE), b""), start=before + 1):
             if len(line) == LONGEST_LINE:
-                raise _wrong(flag, f"{name} line {number} is longer than {LONGEST_LINE >> 20} MiB, and no line of a data set is.")
+                raise wrong(flag, f"{name} line {number} is longer than {LONGEST_LINE >> 20} MiB, and no line of a data set is.")
+            end += len(line)
             if line.strip():
-                yield number, line
+                yield number, end, line
+
+
+def row_of(text: bytes) -> dict[str, Any] | str:
+    """The row that a line holds; or, as a string, why it holds none."""
+    try:
+        row = json.loads(text.rstrip(b"\r\n"))
+    except (ValueError, RecursionError) as error:  # JSONDecodeError; UnicodeDecodeError for bytes that are no UTF-8; too deep
+        return f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
+    return row if isinstance(row, dict) else f"a {type(row).__name__} where an object with named columns should be"
 
 
 def _table(parquet: Any, file: Path, name: str, flag: str, room: int) -> Any:
@@ -175,12 +192,12 @@ def _table(parquet: Any, file: Path, name: str, flag: str, room: int) -> Any:
                     f"{name} ({file.stat().st_size:,} bytes) holds {source.metadata.num_rows:,} rows, of which {read:,} already take all "
                     f"memory that one file may have: {room:,} bytes, half of what is free. Cut it into smaller data sets."
                 )
-                raise _wrong(flag, message)
+                raise wrong(flag, message)
             batches.append(batch)
         return pyarrow.Table.from_batches(batches, schema=source.schema_arrow)
 
 
-def _is_json_array(file: Path) -> bool:
+def is_json_array(file: Path) -> bool:
     """Whether a .json file holds one array. Many hold one object a line, whatever their name."""
     if file.suffix != ".json":
         return False
@@ -192,18 +209,26 @@ def _json_array(file: Path, name: str, flag: str) -> list[dict[str, Any]]:
     try:
         rows = json.loads(file.read_bytes())
     except json.JSONDecodeError as error:
-        raise _wrong(flag, f"{name} line {error.lineno} column {error.colno} is not JSON: {error.msg}.") from error
+        raise wrong(flag, f"{name} line {error.lineno} column {error.colno} is not JSON: {error.msg}.") from error
     except (ValueError, RecursionError) as error:  # bytes that are no UTF-8, a number of 5,000 digits; too deep
-        raise _wrong(flag, f"{name} cannot be read as JSON: {error}.") from error
+        raise wrong(flag, f"{name} cannot be read as JSON: {error}.") from error
     bad = [index for index, row in enumerate(rows) if not isinstance(row, dict)]
     if bad:
-        raise _wrong(flag, f"{name} has {len(bad)} entries that are not objects with named columns; the first is entry {bad[0]}.")
+        raise wrong(flag, f"{name} has {len(bad)} entries that are not objects with named columns; the first is entry {bad[0]}.")
     return rows
 
 
-def _pyarrow(flag: str) -> Any:
+@contextmanager
+def read_as_parquet(name: str, flag: str) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError) as error:  # pyarrow's ArrowInvalid is a ValueError
+        raise wrong(flag, f"{name} cannot be read as parquet: {str(error).splitlines()[0]}") from error
+
+
+def pyarrow_parquet(flag: str) -> Any:
     if find_spec("pyarrow") is None:
-        raise _wrong(flag, "Reading parquet needs the extra `data`: pip install 'megatron-grpo[data]'.")
+        raise wrong(flag, "Reading parquet needs the extra `data`: pip install 'megatron-grpo[data]'.")
     from pyarrow import parquet
 
     return parquet
@@ -211,22 +236,23 @@ def _pyarrow(flag: str) -> Any:
 
 def _datasets(flag: str) -> Any:
     if find_spec("datasets") is None:
-        raise _wrong(flag, "Reading from the Hugging Face Hub needs the extra `data`: pip install 'megatron-grpo[data]'.")
+        raise wrong(flag, "Reading from the Hugging Face Hub needs the extra `data`: pip install 'megatron-grpo[data]'.")
     import datasets
 
     return datasets
 
 
-def _saved_by_datasets(path: Path, flag: str) -> Rows:
-    return Rows([(path.name, "row", _datasets(flag).load_from_disk(str(path)), None)])
+def saved_by_datasets(directory: str, flag: str) -> Any:
+    """A data set that `datasets` maps into memory."""
+    return _datasets(flag).load_from_disk(directory)
 
 
-def _from_hub(dataset: str, split: str, flag: str) -> Rows:
+def from_hub(dataset: str, split: str, flag: str, *, streaming: bool = False) -> Any:
+    """streaming: what `datasets` reads as it is asked for it, and does not fetch first."""
     datasets = _datasets(flag)
     name, _, subset = dataset.partition(":")
     try:
-        loaded = datasets.load_dataset(name, subset or None, split=split)
+        return datasets.load_dataset(name, subset or None, split=split, **({"streaming": True} if streaming else {}))
     except (OSError, ValueError, RuntimeError) as error:  # not found, offline, unknown split or subset: datasets has no one base for them
         reason = str(error).strip().splitlines()[0]
-        raise _wrong(flag, f"{flag} {dataset!r} is no local path, and the Hub gave: {reason}") from error
-    return Rows([(dataset, "row", loaded, None)])
+        raise wrong(flag, f"{flag} {dataset!r} is no local path, and the Hub gave: {reason}") from error

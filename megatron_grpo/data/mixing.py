@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from megatron_grpo.data.files import Rows, plain_name, read_rows
+from megatron_grpo.data.files import Rows, plain_name, read_rows, wrong
 from megatron_grpo.errors import ConfigError, Problem
 from megatron_grpo.settings.config import DataConfig
 from megatron_grpo.settings.evaluation import SPLIT
@@ -63,24 +63,31 @@ class _Together(Rows):
         return self._read[part].place(offset)
 
 
+def with_count(name: str) -> tuple[str, int | None]:
+    """`name#n` as (name, n)."""
+    plain = plain_name(name)
+    return plain, None if plain == name else int(name.rpartition("#")[2])
+
+
 def _drawn(name: str, cfg: DataConfig, *, flag: str, seed: int) -> Rows:
     """`name#n` is n rows: all of them as often as they go into n, and the rest drawn (the first ones, with dataset_shuffle false)."""
-    plain = plain_name(name)
+    plain, count = with_count(name)
     rows = read_rows(plain, split=cfg.dataset_split, flag=flag)
-    if plain == name:
+    if count is None:
         return rows
-    count = int(name.rpartition("#")[2])
     if count < 1:
-        raise _wrong(flag, f"{flag} ({name}) asks for {count} rows of {len(rows)}. Ask for at least 1.")
+        raise wrong(flag, f"{flag} ({name}) asks for {count} rows of {len(rows)}. Ask for at least 1.")
     whole, rest = divmod(count, len(rows))
     order = permutation(len(rows), seed, _DRAW_EPOCH) if cfg.dataset_shuffle else np.arange(len(rows))
     return Chosen(rows, np.concatenate([*([np.arange(len(rows))] * whole), np.sort(order[:rest])]), {})
 
 
 def _with_columns(rows: Rows, columns: Mapping[str, str], flag: str) -> Rows:
-    if not columns:
-        return rows
-    first = rows[0]
+    return Chosen(rows, np.arange(len(rows)), names_here(rows[0], columns, flag)) if columns else rows
+
+
+def names_here(first: Mapping[str, Any], columns: Mapping[str, str], flag: str) -> dict[str, str]:
+    """Other names of columns, of those that a set has. first: its first row. Raises ConfigError."""
     missing = [theirs for theirs, ours in columns.items() if theirs not in first and ours not in first]
     if missing:
         message = f"columns: the first row of {flag} has no {', '.join(missing)}; it has {', '.join(first) or 'none'}."
@@ -90,7 +97,7 @@ def _with_columns(rows: Rows, columns: Mapping[str, str], flag: str) -> Rows:
     if both:
         message = f"columns: the first row of {flag} has a column {', '.join(both)} already. Give that one another name too."
         raise ConfigError([Problem(flags=("columns", flag), message=message)])
-    return Chosen(rows, np.arange(len(rows)), named)
+    return named
 
 
 def _mixed(sizes: Sequence[int], cfg: DataConfig) -> np.ndarray:
@@ -127,14 +134,11 @@ def part_of_flag(flag: str, cfg: DataConfig) -> Part:
     return "held out" if flag == SPLIT else "trained" if flag == "dataset" and cfg.split_dataset_ratio else "all"
 
 
-def _wrong(flag: str, message: str) -> ConfigError:
-    return ConfigError([Problem(flags=(flag,), message=message)])
-
-
-def permutation(size: int, seed: int, epoch: int) -> np.ndarray:
-    """A permutation of range(size), int64, that depends on (seed, epoch) alone.
+def permutation(size: int, seed: int, epoch: int, block: int = 0) -> np.ndarray:
+    """A permutation of range(size), int64, that depends on (seed, epoch, block) alone.
 
     It sorts the raw stream of a counter-based generator: numpy promises that stream for ever, and does not promise `Generator.permutation`.
     """
-    keys = np.random.Philox(key=np.array([seed % 2**64, epoch], dtype=np.uint64)).random_raw(size)
+    counter = np.array([0, 0, 0, block], dtype=np.uint64)  # the last word: two blocks of one epoch never meet
+    keys = np.random.Philox(key=np.array([seed % 2**64, epoch], dtype=np.uint64), counter=counter).random_raw(size)
     return np.argsort(keys, kind="stable")

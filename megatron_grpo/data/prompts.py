@@ -1,4 +1,4 @@
-"""Owns the prompts of a run: checking every row before anything is loaded, and the seeded stream that hands them out and can be resumed.
+"""Owns the prompts of a run: reading a data set before anything is loaded, and the seeded stream that hands them out and can be resumed.
 
 The order is a function of (seed, epoch) alone, so every rank and every layout derives the same one, and the whole state is one small dict.
 An epoch is a permutation without replacement; the next one continues where it ends, and no prompt is dropped or padded (docs/data.md).
@@ -6,23 +6,29 @@ An epoch is a permutation without replacement; the next one continues where it e
 
 from __future__ import annotations
 
-import hashlib
 import json
-import threading
 import zlib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from megatron_grpo.data.album import COLUMNS, Album, num_places, places, shown_by
-from megatron_grpo.data.chat import PromptEncoder, Raw
+from megatron_grpo.data.album import places
+from megatron_grpo.data.checks import (
+    Encode,
+    PromptRows,
+    check_for_episodes,
+    check_lengths,
+    check_pictures,
+    check_rows,
+    check_template,
+    encoded,
+    encoder_of,
+    tokenised,
+)
 from megatron_grpo.data.eyes import Eyes
-from megatron_grpo.data.files import NAMED_ROWS, Rows, plain_name
 from megatron_grpo.data.mixing import part_of_flag, permutation, read_sets
-from megatron_grpo.data.pictures import require_pillow
 from megatron_grpo.data.tokens import FEW, TokenTable, key_of, shared
 from megatron_grpo.errors import ConfigError, Problem
 from megatron_grpo.settings.config import DataConfig
@@ -31,292 +37,23 @@ from megatron_grpo.types import Picture, Prompt
 
 __all__ = ["PromptRows", "PromptStream", "check_for_episodes", "check_lengths", "check_pictures", "load_rows", "open_stream"]
 
-SLOWEST = 60.0  # seconds for one prompt; the longest take some hundredths
-_MEDIA = ("images", "image", "videos", "video", "audios", "audio")  # columns that mean this wherever rows with them are trained on
-_OWN_SOURCE = ("image", "image_url", "url", "path", "base64")
-Encode = Callable[..., Sequence[int]]  # of a prompt, and of its pictures where it has some
-_NOT_COLUMNS = frozenset({"prompt", "messages", "completion", "completions", "completion_ids", "trainer_state"})
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PromptRows:
-    """A data set whose rows are known to hold prompts. `keep` maps a prompt's row here to its row in the file."""
-
-    rows: Rows
-    keep: np.ndarray  # int64 [number of prompts]
-    longest_prompt: int | None  # tokens, after truncation; None before `check_lengths`
-    tokens: TokenTable | None = None  # of every row of the file; None before `check_lengths`
-    digest: str | None = None  # the fingerprint, where it is known
-    album: Album | None = None  # of the file's rows, where the model sees and some of them show something
-
-    def __len__(self) -> int:
-        return len(self.keep)
-
-    def raw(self, index: int) -> Raw:
-        return raw_prompt(self.rows[int(self.keep[index])])
-
-    def pictures(self, index: int) -> tuple[Picture, ...]:
-        """Raises ConfigError where one cannot be used any more."""
-        return self.album.pictures(int(self.keep[index])) if self.album is not None else ()
-
-    def shown(self, index: int) -> list[str]:
-        """What tells the pictures of a prompt from others, unopened."""
-        return self.album.identity(int(self.keep[index])) if self.album is not None else []
-
-    @property
-    def most_pictures(self) -> int:
-        """Of a prompt."""
-        return int(self.album.counts[self.keep].max()) if self.album is not None and len(self.keep) else 0
-
-    def columns(self, index: int) -> dict[str, Any]:
-        """Every column that is handed to the rewards."""
-        row = self.rows[int(self.keep[index])]
-        return {name: value for name, value in row.items() if name not in _NOT_COLUMNS}
-
-    def fingerprint(self) -> str:
-        """SHA-256 of all rows in their order, all columns, those too that were left out for their length."""
-        if self.digest is not None:
-            return self.digest
-        digest = hashlib.sha256()
-        for number, row in enumerate(self.rows):
-            digest.update(json.dumps(row, sort_keys=True, default=_described).encode() + b"\n")
-            if self.album is not None:
-                digest.update(json.dumps(self.album.num_bytes(number)).encode())
-        return digest.hexdigest()
-
-    def column_names(self) -> tuple[str, ...]:
-        """Columns of the first row: what rewards can count on."""
-        return tuple(self.columns(0))
-
-
-def _described(value: Any) -> str:
-    """What JSON has no word for, in words that are the same in every process: not the address of an object."""
-    if isinstance(value, (bytes, bytearray)):
-        return hashlib.sha256(value).hexdigest()
-    if hasattr(value, "tobytes"):  # an array, a decoded picture
-        return f"{type(value).__name__} {getattr(value, 'size', '')} {hashlib.sha256(value.tobytes()).hexdigest()}"
-    text = str(value)
-    return type(value).__name__ if f"at {id(value):#x}" in text.lower() else text
-
 
 def load_rows(
     cfg: DataConfig, *, dataset: str | None = None, flag: str = "dataset", eyes: Eyes | None = None, is_blind: bool = True, seed: int = 0
 ) -> PromptRows:
-    """Reads the data set and checks that every row holds a prompt; no tokenizer needed, and no picture opened.
+    """Reads the data set and checks that every row holds a prompt (`check_rows`).
 
-    `dataset` and `flag` stand in for cfg.dataset (the held-out set). eyes: of the model, if it sees. is_blind: it does not; without either
-    nobody knows. seed: of the run, which draws rows. Raises ConfigError with every kind of fault found, each counted, the first rows
-    named by file and line.
+    `dataset` and `flag` stand in for cfg.dataset (the held-out set). seed: of the run, which draws rows. Raises ConfigError.
     """
-    is_blind = is_blind and eyes is None
-    name = cfg.dataset if dataset is None else dataset
-    names = [name, *cfg.further_datasets] if flag in ("dataset", SPLIT) else [name]
+    names = names_of(cfg, dataset, flag)
     rows = read_sets(cfg, names, flag=flag, seed=seed, part=part_of_flag(flag, cfg))
-    faults: dict[str, list[int]] = {}
-    num_showing = 0
-    for index in range(len(rows)):
-        row = rows[index]
-        fault = _fault(row, is_blind=is_blind) or (None if is_blind else _fault_of_places(row, cfg.limit_images))
-        if fault is not None:
-            faults.setdefault(fault, []).append(index)
-        num_showing += bool(shown_by(row))
-    problems = [_problem(flag, rows, indices, fault) for fault, indices in faults.items()]
-    album = None
-    if eyes is not None and num_showing:
-        if lacking := require_pillow():
-            problems.append(Problem(flags=(flag,), message=lacking))
-        if cfg.truncation_strategy == "left":
-            message = (
-                f"truncation_strategy left would cut into pictures, and {num_showing} of {len(rows)} rows show some. Use delete or raise."
-            )
-            nearest = {"truncation_strategy": ["delete", "raise"]}
-            problems.append(Problem(flags=("truncation_strategy",), message=message, nearest=nearest))
-        name = plain_name(name)
-        if len(names) > 1 and not cfg.data_root:
-            message = f"{len(names)} data sets show pictures, and paths are inside one directory: name it with data_root."
-            problems.append(Problem(flags=("data_root", flag), message=message))
-        root = cfg.data_root or (name if Path(name).is_dir() else Path(name).parent if Path(name).exists() else ".")
-        album = Album(rows, eyes, root=Path(root).absolute(), flag=flag)
-    if problems:
-        raise ConfigError(problems)
-    return PromptRows(rows=rows, keep=np.arange(len(rows)), longest_prompt=None, album=album)
+    return check_rows(rows, cfg, names, flag=flag, eyes=eyes, is_blind=is_blind)
 
 
-def check_pictures(prompts: PromptRows, *, at_most: int | None = None) -> None:
-    """Opens the pictures of all rows, or of so many that are evenly spread. Raises ConfigError with those that cannot be used."""
-    if prompts.album is None:
-        return
-    rows = np.flatnonzero(prompts.album.counts)
-    if at_most is not None and len(rows) > at_most:
-        rows = rows[np.linspace(0, len(rows) - 1, at_most).astype(np.int64)]
-    if problems := prompts.album.faults(rows.tolist()):
-        raise ConfigError(problems)
-
-
-def raw_prompt(row: Mapping[str, Any]) -> Raw:
-    """`prompt`, or else `messages` without the answer they end with (a chat data set for supervised training can be used as it is)."""
-    if row.get("prompt") is not None:
-        return row["prompt"]
-    messages = row["messages"]
-    return messages[:-1] if messages[-1]["role"] == "assistant" else messages
-
-
-def check_lengths(
-    prompts: PromptRows,
-    encode: Encode,
-    cfg: DataConfig,
-    *,
-    flag: str = "dataset",
-    tokens: TokenTable | None = None,
-) -> PromptRows:
-    """Encodes every prompt once, and applies max_prompt_length and truncation_strategy. Returns the rows that remain.
-
-    tokens: of every row, where they have been made. Raises ConfigError for prompts that encode to nothing, and, with `raise`, for those
-    that are too long.
-    """
-    limit = cfg.max_prompt_length if (cfg.max_prompt_length or 0) >= 1 else None  # less than one is for the settings to say
-    tokens = tokens or tokenised(prompts, encode, flag)
-    lengths = tokens.lengths
-    empty = np.flatnonzero(lengths == 0)
-    too_long = np.flatnonzero(lengths > limit) if limit is not None else np.empty(0, dtype=np.int64)
-    problems = []
-    if len(empty):
-        problems.append(_problem(flag, prompts.rows, prompts.keep[empty], "have a prompt of no tokens"))
-    if len(too_long) and cfg.truncation_strategy == "raise":
-        longest = int(lengths.max())
-        message = f"have a prompt of more than max_prompt_length ({limit}) tokens; the longest has {longest}"
-        problem = _problem(flag, prompts.rows, prompts.keep[too_long], message)
-        advice = f" Use max_prompt_length {longest}, or truncation_strategy delete (leaves {len(prompts) - len(too_long)} rows) or left."
-        flags = ("max_prompt_length", "truncation_strategy", flag)
-        nearest: dict[str, list[Any]] = {"max_prompt_length": [longest], "truncation_strategy": ["delete", "left"]}
-        problems.append(Problem(flags=flags, message=problem.message + advice, nearest=nearest))
-    if problems:
-        raise ConfigError(problems)
-    if cfg.truncation_strategy == "delete" and len(too_long):
-        kept = np.flatnonzero(lengths <= limit)
-        if not len(kept):
-            message = f"truncation_strategy delete leaves nothing: all {len(lengths)} prompts are longer than max_prompt_length ({limit}); \
-the shortest has {int(lengths.min())} tokens."
-            nearest = {"max_prompt_length": [int(lengths.max())]}
-            raise ConfigError([Problem(flags=("max_prompt_length", flag), message=message, nearest=nearest)])
-        return replace(prompts, keep=prompts.keep[kept], longest_prompt=int(lengths[kept].max()), tokens=tokens)
-    return replace(prompts, longest_prompt=int(lengths.max()), tokens=tokens)
-
-
-def tokenised(prompts: PromptRows, encode: Encode, flag: str, *, seconds: float = SLOWEST) -> TokenTable:
-    """Tokens of each prompt. Raises ConfigError for prompts that the chat template refuses, and for one without an end.
-
-    A template is a program of whoever made the model. It runs in a thread, so that one that loops for ever is left behind there.
-    """
-    found: list[np.ndarray] = []
-    refused: dict[str, list[int]] = {}
-    at, unexpected = [0], list[BaseException]()
-
-    def work() -> None:
-        try:
-            for index in range(len(prompts)):
-                at[0] = index
-                try:
-                    found.append(np.asarray(_encoded(prompts, encode, index), dtype=np.int32))
-                except Exception as error:  # noqa: BLE001 - what a template raises is about the row that it was given
-                    why = f"are refused by the model's tokenizer or chat template ({type(error).__name__}: {error})"
-                    refused.setdefault(why, []).append(index)
-        except BaseException as error:  # noqa: BLE001 - raised again below
-            unexpected.append(error)
-
-    worker = threading.Thread(target=work, name="chat-template", daemon=True)
-    worker.start()
-    seen = -1
-    while worker.is_alive() and seen != at[0]:
-        seen = at[0]
-        worker.join(seconds)
-    if worker.is_alive():
-        message = (
-            f"The model's chat template, or its tokenizer, has not come to an end after {seconds:g} s with "
-            f"{prompts.rows.place(int(prompts.keep[seen]))}. Look at both: the template is a program that came with the model."
-        )
-        raise ConfigError([Problem(flags=("model", flag), message=message)])
-    if unexpected:
-        raise unexpected[0]
-    if refused:
-        raise ConfigError([_problem(flag, prompts.rows, prompts.keep[indices], fault) for fault, indices in refused.items()])
-    return TokenTable.of(found)
-
-
-def _encoded(prompts: PromptRows, encode: Encode, index: int) -> Sequence[int]:
-    raw, pictures = prompts.raw(index), prompts.pictures(index)
-    return encode(raw, pictures) if pictures else encode(raw)
-
-
-def _fault(row: Mapping[str, Any], *, is_blind: bool) -> str | None:
-    """What is wrong with a row, as the end of a sentence whose subject is the rows; None for a good one."""
-    prompt, messages = row.get("prompt"), row.get("messages")
-    seen = [name for name in _MEDIA if _is_filled(row.get(name)) and (is_blind or name not in COLUMNS)]
-    if seen:
-        what = "text" if is_blind else "text and pictures"
-        return (
-            f"have something in `{'`, `'.join(seen)}`, which the model would not see: training is on {what} alone, so leave that column out"
-        )
-    if prompt is None and messages is None:
-        return f"have neither `prompt` nor `messages`; the first has the columns {', '.join(map(repr, row)) or '(none)'}"
-    if prompt is None and isinstance(messages, str):
-        return "have `messages` that are a string, where a list of {role, content} should be"
-    value = messages if prompt is None else prompt
-    name = "messages" if prompt is None else "prompt"
-    if isinstance(value, str):
-        return None if value else "have an empty `prompt`"
-    if not isinstance(value, Sequence):
-        return f"have a `{name}` of type {type(value).__name__}, where a string or a list of chat messages should be"
-    if not value or (prompt is None and len(value) == 1 and isinstance(value[0], Mapping) and value[0].get("role") == "assistant"):
-        return f"have `{name}` with nothing to answer"
-    for message in value:
-        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str) or "content" not in message:
-            return f"have a message in `{name}` without `role` or `content`"
-        if fault := _content_fault(message, is_blind=is_blind):
-            return f"have a message in `{name}` {fault}"
-    return None
-
-
-def _is_filled(value: Any) -> bool:
-    return value is not None and (not hasattr(value, "__len__") or len(value) > 0)
-
-
-def _fault_of_places(row: Mapping[str, Any], limit: int | None) -> str | None:
-    """Where a model sees: of a row whose prompt is one."""
-    num_pictures, found = len(shown_by(row)), num_places(raw_prompt(row))
-    if num_pictures != found:
-        return (
-            f"have {num_pictures} picture(s) in `images` and {found} place(s) for them (<image> in a text, or a part of type image): "
-            "each picture has one place, in their order"
-        )
-    if limit is not None and num_pictures > limit:
-        return f"have {num_pictures} pictures, more than limit_images ({limit})"
-    return None
-
-
-def _content_fault(message: Mapping[str, Any], *, is_blind: bool) -> str | None:
-    """What a chat template for text would leave out, or print as Python prints it."""
-    content = message["content"]
-    if isinstance(content, str) or (content is None and message.get("tool_calls")):
-        return None
-    if not isinstance(content, Sequence):
-        return f"whose `content` is of type {type(content).__name__}, where a string or a list of text parts should be"
-    kinds = [part.get("type") if isinstance(part, Mapping) else type(part).__name__ for part in content]
-    known = ("text",) if is_blind else ("text", "image")
-    strange = sorted({str(kind) for kind in kinds if kind not in known})
-    if strange:
-        what = "text" if is_blind else "text and pictures"
-        return f"with a part of type {', '.join(strange)}, which the model would not see: training is on {what} alone"
-    if any(part["type"] == "image" and any(part.get(name) is not None for name in _OWN_SOURCE) for part in content):
-        return "with a part of type image that names its picture itself: put it into the column `images`, in the order of the parts"
-    if not all(isinstance(part.get("text"), str) for part in content if part["type"] == "text"):
-        return "with a text part without `text`"
-    return None
-
-
-def _problem(flag: str, rows: Rows, indices: Sequence[int] | np.ndarray, fault: str) -> Problem:
-    named = ", ".join(rows.place(int(index)) for index in indices[:NAMED_ROWS]) + (", ..." if len(indices) > NAMED_ROWS else "")
-    return Problem(flags=(flag,), message=f"{len(indices)} of {len(rows)} rows {fault}: {named}.")
+def names_of(cfg: DataConfig, dataset: str | None, flag: str) -> list[str]:
+    """Of the data sets that a setting means."""
+    name = cfg.dataset if dataset is None else dataset
+    return [name, *cfg.further_datasets] if flag in ("dataset", SPLIT) else [name]
 
 
 def open_stream(
@@ -340,13 +77,8 @@ def open_stream(
     rows = load_rows(cfg, dataset=dataset, flag=flag, eyes=eyes, seed=seed if data_seed is None else data_seed)
     if tools is not None:
         check_for_episodes(rows, flag)
-    if not getattr(tokenizer, "chat_template", None):
-        chats = [index for index in range(len(rows)) if not isinstance(rows.raw(index), str)]
-        if chats:
-            fault = "are chats, and the model's tokenizer has no chat template (a base model?); give it string prompts, or a chat model"
-            raise ConfigError([_problem(flag, rows.rows, chats, fault)])
-    keep_last = cfg.max_prompt_length if cfg.truncation_strategy == "left" else None
-    encode = PromptEncoder(tokenizer, system=cfg.system, options=cfg.template_options, keep_last=keep_last, tools=tools or (), eyes=eyes)
+    check_template(rows, tokenizer, flag)
+    encode = encoder_of(cfg, tokenizer, eyes, tools)
 
     def looked_at() -> TokenTable:
         check_pictures(rows)
@@ -362,23 +94,15 @@ def open_stream(
     return PromptStream(rows, encode, seed=seed, shuffle=cfg.dataset_shuffle if shuffle is None else shuffle)
 
 
-def check_for_episodes(rows: PromptRows, flag: str) -> None:
-    """Environments and tools answer in chats, of text alone. Raises ConfigError."""
-    check_without_pictures(rows, flag, "episodes of several turns are of text alone: a later turn would not see them")
-    strings = [index for index in range(len(rows)) if isinstance(rows.raw(index), str)]
-    if strings:
-        fault = 'have a string as prompt, and environments and tools answer in chats; write it as [{"role": "user", "content": ...}]'
-        raise ConfigError([_problem(flag, rows.rows, strings, fault)])
-
-
-def check_without_pictures(rows: PromptRows, flag: str, why: str) -> None:
-    """Raises ConfigError."""
-    if rows.album is not None:
-        raise ConfigError([_problem(flag, rows.rows, np.flatnonzero(rows.album.counts), f"show pictures, and {why}")])
-
-
 class PromptStream:
     """Hands out prompts in a seeded order, without end. `number` counts them over the whole run; row and epoch follow from it."""
+
+    # Of a state: name, the setting that it comes from, and how its value is said.
+    COMPARED: tuple[tuple[str, str, str], ...] = (
+        ("seed", "seed", "{}"),
+        ("shuffle", "dataset_shuffle", "{}"),
+        ("num_rows", "dataset", "{} rows"),
+    )
 
     def __init__(self, rows: PromptRows, encode: Encode, *, seed: int, shuffle: bool = True):
         self.rows, self.encode, self.seed, self.shuffle = rows, encode, seed, shuffle
@@ -419,46 +143,53 @@ class PromptStream:
 
     def problems_with(self, state: Mapping[str, Any]) -> list[Problem]:
         """Why this stream cannot go on from a saved state; empty where it can."""
-        now = self.state()
-        problems = []
-        for name, flag, value in (("seed", "seed", "{}"), ("shuffle", "dataset_shuffle", "{}"), ("num_rows", "dataset", "{} rows")):
-            if state[name] != now[name]:
-                was, found = value.format(state[name]), value.format(now[name])
+        now, problems = self.state(), list[Problem]()
+        # What a run read as it went is in another order, and says other things of itself: nothing else can be compared then.
+        compared = self.COMPARED if state.get("streaming", False) == now.get("streaming", False) else (("streaming", "streaming", "{}"),)
+        for name, flag, value in compared:
+            if state.get(name, False) != now.get(name, False):
+                was, found = value.format(state.get(name, False)), value.format(now.get(name, False))
                 message = f"The checkpoint was made with {flag} {was}, and this run has {found}: its prompts would not be the ones that \
 the interrupted run had left. Use {was}, or start afresh in another output_dir."
                 problems.append(Problem(flags=(flag,), message=message))
-        if not problems and state["fingerprint"] != now["fingerprint"]:
-            message = f"The data set has as many rows as at the checkpoint ({len(self)}), but other ones. Restore it, or start afresh in \
+        return problems or self._of_other_rows(state)
+
+    def _of_other_rows(self, state: Mapping[str, Any]) -> list[Problem]:
+        if state["fingerprint"] == self._fingerprint():
+            return []
+        message = f"The data set has as many rows as at the checkpoint ({len(self)}), but other ones. Restore it, or start afresh in \
 another output_dir."
-            problems.append(Problem(flags=("dataset",), message=message))
-        return problems
+        return [Problem(flags=("dataset",), message=message)]
 
     def row_of(self, number: int) -> int:
         """The row in the data set of prompt `number` of the run."""
-        return int(self.rows.keep[self._index(number)])
+        rows, index, first = self._found(number)
+        return first + int(rows.keep[index])
 
-    def _index(self, number: int) -> int:
+    def _found(self, number: int) -> tuple[PromptRows, int, int]:
+        """(rows that prompt `number` of the run is among, its index there, the row of the data set with which they begin)."""
         epoch, place = divmod(number, len(self))
         if self._order[0] != epoch:
             self._order = (epoch, permutation(len(self), self.seed, epoch) if self.shuffle else np.arange(len(self)))
-        return int(self._order[1][place])
+        return self.rows, int(self._order[1][place]), 0
 
     def _prompt(self, number: int) -> Prompt:
-        index = self._index(number)
-        raw, row = self.rows.raw(index), int(self.rows.keep[index])
-        token_ids = tuple(_encoded(self.rows, self.encode, index)) if self.rows.tokens is None else self.rows.tokens[row]
-        columns, pictures = self.rows.columns(index), self._placed(index, token_ids)
-        return Prompt(number=number, row=row, raw=raw, token_ids=token_ids, columns=columns, pictures=pictures)
+        rows, index, first = self._found(number)
+        row = int(rows.keep[index])
+        token_ids = tuple(encoded(rows, self.encode, index)) if rows.tokens is None else rows.tokens[row]
+        columns, pictures = rows.columns(index), _placed(rows, index, token_ids)
+        return Prompt(number=number, row=first + row, raw=rows.raw(index), token_ids=token_ids, columns=columns, pictures=pictures)
 
     def pictures_of(self, number: int) -> tuple[tuple[int, Picture], ...]:
         """((place, picture), ...) of prompt `number` of the run, without drawing it: what a checkpoint of its rows leaves out."""
         return () if self.rows.album is None else self._prompt(number).pictures
 
-    def _placed(self, index: int, token_ids: Sequence[int]) -> tuple[tuple[int, Picture], ...]:
-        album = self.rows.album
-        return () if album is None else places(token_ids, self.rows.pictures(index), album.eyes.image_token)
-
     def _fingerprint(self) -> int:
         """A checksum of up to 16 prompts, spread evenly: enough to notice another file under the same name."""
         picked = sorted({round(i * (len(self) - 1) / 15) for i in range(16)})
         return zlib.crc32(json.dumps([self.rows.raw(index) for index in picked], default=str).encode())
+
+
+def _placed(rows: PromptRows, index: int, token_ids: Sequence[int]) -> tuple[tuple[int, Picture], ...]:
+    album = rows.album
+    return () if album is None else places(token_ids, rows.pictures(index), album.eyes.image_token)

@@ -41,6 +41,8 @@ def check(argv: Sequence[str], *, launcher_world_size: int | None = None) -> Che
 
 def check_parsed(parsed: Parsed) -> Checked:
     """As `check`, from what has been parsed. The configuration of the result holds the derived sizes too."""
+    if parsed.is_other_task:
+        raise ConfigError(parsed.problems)
     shape, model_problems = read_shape(parsed.config.model.model)
     model = rules_of(shape) if shape else Model()
     cfg = parsed.config

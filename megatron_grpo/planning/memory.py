@@ -20,7 +20,8 @@ from megatron_grpo.planning.room import LINK, Offload, decide
 from megatron_grpo.planning.sampler import sampler_memory
 from megatron_grpo.planning.tower import TowerPlan, fewer_layers, tower_plan, with_tower
 from megatron_grpo.planning.tuning import Tuning
-from megatron_grpo.settings.config import Config
+from megatron_grpo.settings.config import Config, OptimizerConfig
+from megatron_grpo.settings.precision import BYTES
 from megatron_grpo.sizing.batch_sizes import BatchSizes
 from megatron_grpo.weights.buckets import MIB
 from megatron_grpo.weights.names import tower_entries
@@ -38,8 +39,8 @@ class Static:
     num_trainable_parameters: int
     weights_bytes: int  # the model's own
     adapters_bytes: int  # without their scales, a few numbers a linear
-    gradients_bytes: int  # float32, one per parameter that trains
-    optimizer_bytes: int  # of data-parallel rank 0: both Adam moments, and the float32 copy of bfloat16 weights
+    gradients_bytes: int  # one per parameter that trains, float32 unless main_grads_dtype says otherwise
+    optimizer_bytes: int  # of data-parallel rank 0: both Adam moments, and the main weights of bfloat16 ones, in the dtypes of the settings
     padding_bytes: int  # alignment inside Megatron-Core's buffers of weights and gradients, which hold what trains
     reference_bytes: int  # where beta asks for one: a frozen model; with adapters nothing, or other matrices of theirs
 
@@ -67,6 +68,7 @@ def static_memory(
     padding = sum(buffer.numel for buffer in buffers) - trained
     sharded, size = cfg.optimizer.use_distributed_optimizer, tuning.size_of_trained
     owned = sum(buffer.owned_by(expert_dp_rank if buffer.holds_experts else dp_rank) for buffer in buffers) if sharded else trained
+    of_gradient = BYTES[cfg.optimizer.main_grads_dtype]
     kept = 1 - cfg.optimizer.optimizer_offload_fraction if cfg.optimizer.optimizer_cpu_offload else 1
     has_second_model = cfg.grpo.beta > 0 and (tuning.adapters is None or cfg.grpo.ref_model is not None)
     return Static(
@@ -74,11 +76,17 @@ def static_memory(
         num_trainable_parameters=trained,
         weights_bytes=numel[Kind.WEIGHT] * tuning.size,
         adapters_bytes=numel[Kind.ADAPTER] * size + numel[Kind.HELPER] * tuning.size,
-        gradients_bytes=trained * FP32,
-        optimizer_bytes=round(owned * (2 * FP32 + (FP32 if size < FP32 else 0)) * kept),
-        padding_bytes=padding * (size + FP32),
+        gradients_bytes=trained * of_gradient,
+        optimizer_bytes=round(owned * _kept_bytes(cfg.optimizer, size) * kept),
+        padding_bytes=padding * (size + of_gradient),
         reference_bytes=numel[Kind.WEIGHT] * tuning.size if has_second_model else numel[Kind.REFERENCE] * size,
     )
+
+
+def _kept_bytes(optimizer: OptimizerConfig, size: int) -> int:
+    """Of one weight that trains, whose own are `size`: both moments, and the main weight, which float32 is itself."""
+    main = BYTES[optimizer.main_params_dtype] if size < FP32 else 0
+    return BYTES[optimizer.exp_avg_dtype] + BYTES[optimizer.exp_avg_sq_dtype] + main
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -273,8 +281,11 @@ def _assumptions(cfg: Config, tuning: Tuning, prompt: int, completion: int, leng
             else "adapters off"
         )
         reference = [f"reference: the same model with {what}"]
+    scaled = {"fp16", "fp8"} & {cfg.optimizer.main_params_dtype, cfg.optimizer.exp_avg_dtype, cfg.optimizer.exp_avg_sq_dtype}
+    scales = [f"scales of {' and '.join(sorted(scaled))}, 4 bytes for 4,194,304 numbers, not counted"] if scaled else []
     return [
         "weights, gradients and optimizer state are exact (the optimizer's of data-parallel rank 0), Adam's step counters not counted",
+        *scales,
         *reference,
         f"every sequence has {prompt} + {completion} tokens ({where})",
         "activations: flash attention, fused norms, no dropout; what a layer's backward needs, for the micro-batches in flight",

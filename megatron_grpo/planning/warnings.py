@@ -14,6 +14,7 @@ from megatron_grpo.planning.check import Checked
 from megatron_grpo.planning.facts import bubble_fraction, staleness
 from megatron_grpo.planning.room import in_words
 from megatron_grpo.rollout.adapters import LoraPush
+from megatron_grpo.settings import precision
 from megatron_grpo.settings.config import Config
 from megatron_grpo.settings.servers import addresses_of
 from megatron_grpo.sizing.batch_sizes import BatchSizes
@@ -40,6 +41,7 @@ def warnings_of(
         *_swift(cfg, sizes),
         *_run(cfg, timetable),
         *refused_grpo.warnings(cfg),
+        *precision.lost(cfg.optimizer),
         *_lora(cfg, checked.shape, push),
         *_servers(cfg),
         *_memory(memory),

@@ -19,12 +19,15 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
+from megatron_grpo.policy.adamw import AdamW
+
 Box = tuple[tuple[int, ...], tuple[int, ...]]  # where it begins, and its shape
 
 
-def kept_here(optimizer: DistributedOptimizer, described: Mapping[str, Any]) -> Iterator[ShardedTensor]:
-    """Float32 weights and moments of this rank, box by box; views, so that loading into them loads the optimizer.
+def kept_here(optimizer: DistributedOptimizer, described: Mapping[str, Any], *, is_loading: bool) -> Iterator[ShardedTensor]:
+    """Main weights and moments of this rank in float32, box by box; views, so that loading into them loads the optimizer.
 
+    Of those that an `AdamW` keeps in another dtype copies on the host; `AdamW.take_back` then keeps what was read into them.
     described: the sharded state dict of the optimizer's model chunks, with the parameters themselves in it.
     """
     if optimizer.is_stub_optimizer:  # nothing trains on this rank
@@ -32,10 +35,28 @@ def kept_here(optimizer: DistributedOptimizer, described: Mapping[str, Any]) -> 
     weights = {id(leaf.data): leaf for leaf in nested_values(described) if isinstance(leaf, (ShardedTensor, ShardedTensorFactory))}
     for parameter, first, _, states in _runs(optimizer):
         leaf = weights[id(parameter)]
+        if isinstance(optimizer.optimizer, AdamW):
+            states = _in_float32(optimizer, parameter, states, is_loading=is_loading)
         for name, values in states.items():
             if name != "step":  # a count, and the same for all
                 for part in _parts(leaf, f"optimizer.state.{name}.{leaf.key}", values.dtype):
                     yield from _boxes_of(part, values.detach(), first)
+
+
+def _in_float32(
+    optimizer: DistributedOptimizer, parameter: torch.nn.Parameter, states: dict[str, torch.Tensor], *, is_loading: bool
+) -> dict[str, torch.Tensor]:
+    """States that are kept in other dtypes, on the host: what they are, or room for what they will be."""
+    inner: AdamW = optimizer.optimizer
+    group, place = optimizer.model_param_group_index_map[parameter]
+    shard = inner.param_groups[group]["params"][place]
+    found = {}
+    for name, values in states.items():
+        own = "master_param" if name == "param" else name  # Megatron-Core's two words
+        if not inner.is_kept_in_float32(shard, own):
+            values = inner.lend(shard, own) if is_loading else values.cpu()
+        found[name] = values
+    return found
 
 
 Run = tuple[torch.nn.Parameter, int, int, dict[str, torch.Tensor]]  # a weight; the first of its elements here, the first behind; its states

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +16,9 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.module import MegatronModule
 
 from megatron_grpo.parallel import collectives
+from megatron_grpo.policy.adamw import AdamW
 from megatron_grpo.policy.lora import Adapters
+from megatron_grpo.policy.sharded_state import rounding, share_rounded
 from megatron_grpo.settings.config import OptimizerConfig
 from megatron_grpo.settings.schedule import course_of
 
@@ -46,9 +49,10 @@ class Trainable:
 
 
 def wrap_for_training(chunks: Sequence[MegatronModule], cfg: OptimizerConfig) -> tuple[list[DistributedDataParallel], SumOverRanks]:
-    """Chunks in DDP, their gradients in one float32 buffer; and what sums (does not average) these over data and context parallel ranks."""
+    """Chunks in DDP, their gradients in buffers of `main_grads_dtype`; and what sums (does not average) these over data and context
+    parallel ranks."""
     ddp_config = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True,
+        grad_reduce_in_fp32=cfg.main_grads_dtype == "fp32",  # else they are of the weights' dtype
         use_distributed_optimizer=cfg.use_distributed_optimizer,
         overlap_grad_reduce=cfg.overlap_grad_reduce,
         overlap_param_gather=cfg.overlap_param_gather,
@@ -94,7 +98,7 @@ def own_norm(wrapped: Sequence[Any], *, with_experts: bool = True) -> torch.Tens
     """
     kinds = [kind for chunk in wrapped for kind in (chunk.buffers, chunk.expert_parallel_buffers if with_experts else ())]
     buffers = [buffer.grad_data for kind in kinds for buffer in kind]
-    norms = [torch.linalg.vector_norm(buffer) for buffer in buffers]
+    norms = [_norm(buffer) for buffer in buffers]
     return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
 
 
@@ -122,10 +126,46 @@ def build_optimizer(wrapped: Sequence[DistributedDataParallel], cfg: OptimizerCo
         # here, for Megatron-Core 0.16 asks Transformer Engine for its version in between, which may not be there.
         how.use_precision_aware_optimizer = how.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True
         how.store_param_remainders = False
-    with torch.set_grad_enabled(not cfg.optimizer_cpu_offload):  # float32 weights: its parts refuse views that ask for gradients
+    is_precision_aware = cfg.use_precision_aware_optimizer and not cfg.optimizer_cpu_offload
+    if is_precision_aware:
+        # Main weights are the inner optimizer's, which is put in below. Of the two flags this one alone leaves Transformer Engine's out.
+        how.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True
+    # Float32 weights: inner optimizers refuse views that ask for gradients.
+    with torch.set_grad_enabled(not (cfg.optimizer_cpu_offload or is_precision_aware)):
         optimizer = get_megatron_optimizer(how, list(wrapped), **_overrides(cfg))
+        if is_precision_aware:
+            _keep_in_dtypes(optimizer, cfg)
+            share_rounded(optimizer, wrapped)
     config.grad_scale_func = optimizer.scale_loss
     return optimizer
+
+
+def _keep_in_dtypes(optimizer: Any, cfg: OptimizerConfig) -> None:
+    """Its parts, which are new, get the AdamW that keeps its state in the dtypes of the settings."""
+    for part in optimizer.chained_optimizers:
+        if part.is_stub_optimizer:  # nothing trains on this rank
+            continue
+        part.optimizer = AdamW(part.optimizer.param_groups, main_params_dtype=cfg.main_params_dtype, exp_avg_dtype=cfg.exp_avg_dtype,
+                               exp_avg_sq_dtype=cfg.exp_avg_sq_dtype)  # fmt: skip
+        if cfg.main_grads_dtype != "fp32":
+            # Without Transformer Engine Megatron-Core rounds the norm of a bfloat16 gradient to bfloat16. The norm of these is the same.
+            part.get_main_grads_for_grad_norm = partial(_norms, part.get_main_grads_for_grad_norm)
+
+
+def _norms(gradients: Callable[[], Sequence[torch.Tensor]]) -> list[torch.Tensor]:
+    return [_norm(gradient).view(1) for gradient in gradients()]
+
+
+def _norm(values: torch.Tensor) -> torch.Tensor:
+    return torch.linalg.vector_norm(values, dtype=torch.float32)
+
+
+def reload_main_params(optimizer: Any, wrapped: Sequence[DistributedDataParallel]) -> None:
+    """The optimizer goes on from the model's weights as they are. Collective."""
+    optimizer.reload_model_params()
+    for inner in rounding(optimizer):
+        inner.reload()
+    share_rounded(optimizer, wrapped)
 
 
 @torch.no_grad()

@@ -29,7 +29,7 @@ from megatron_grpo.policy import before, culprits, pipeline, sharded_state
 from megatron_grpo.policy.before import BeforeTheStep
 from megatron_grpo.policy.exchange import WeightExchange
 from megatron_grpo.policy.guard import Gradient, Guard, Refusal, RememberingGuard, Skips
-from megatron_grpo.policy.optimizer import Trainable, gradient_norm, own_norm
+from megatron_grpo.policy.optimizer import Trainable, gradient_norm, own_norm, reload_main_params
 from megatron_grpo.policy.reference import Reference
 from megatron_grpo.policy.room import Part, Role, Room, tensors_of
 from megatron_grpo.policy.router import routers
@@ -386,7 +386,7 @@ class Policy:
         optimizer = self.optimizer if with_optimizer else None
         sharded_state.load_state(self.wrapped, optimizer, self.scheduler, state, reference=self._saved_reference())
         if not with_optimizer:
-            self.optimizer.reload_model_params()
+            reload_main_params(self.optimizer, self.wrapped)
 
     def _saved_reference(self) -> SequenceOf[Any] | None:
         return (self.reference.saved_chunks or None) if self.reference is not None else None

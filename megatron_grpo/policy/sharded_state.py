@@ -21,6 +21,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from megatron_grpo.parallel import collectives
 from megatron_grpo.policy import moments
+from megatron_grpo.policy.adamw import AdamW
 
 REFERENCE = "reference."  # before the global names of a moving reference's tensors, which are the policy's
 RESHARDABLE = {"chained_optim_avoid_prefix": True}  # dense and expert parameters have an optimizer each; their names are theirs alone
@@ -51,7 +52,7 @@ def sharded_state(
         whole = models["model"] if len(chunks) == 1 else models
         _make_room(optimizer)
         if is_distributed(optimizer):
-            kept = (box for part in chain(optimizer) for box in moments.kept_here(part, whole))
+            kept = (box for part in chain(optimizer) for box in moments.kept_here(part, whole, is_loading=is_loading))
             state["optimizer"] = {str(place): box for place, box in enumerate(kept)}
         else:
             described = optimizer.sharded_state_dict(whole, is_loading=is_loading, metadata=dict(how))
@@ -74,8 +75,11 @@ def load_state(
     for name, chunk in _named(chunks):
         _load_weights(unwrapped(chunk), state.get(name, {}), everything=is_whole)  # what is empty does not come back
     if optimizer is not None:
-        if not is_distributed(optimizer):  # else it has been read in place
+        if not is_distributed(optimizer):  # else it has been read in place, or into what was lent
             _load_optimizer(optimizer, state["optimizer"], state["optimizer_step"])
+        for inner in rounding(optimizer):
+            inner.take_back()
+        share_rounded(optimizer, chunks)
         _count_steps(optimizer, state["optimizer_step"])
     if scheduler is not None:
         scheduler.load_state_dict(state["scheduler"])
@@ -128,6 +132,8 @@ def _make_room(optimizer: Any) -> None:
     Where this rank owns nothing that trains, Megatron still asks for a count of steps; the key is no parameter, so it is nobody's.
     """
     for part in chain(optimizer):
+        if isinstance(part.optimizer, AdamW):  # has them from the beginning
+            continue
         if isinstance(part.optimizer, HybridDeviceOptimizer):
             _make_room_on_host(part.optimizer)
         elif isinstance(part.optimizer, torch.optim.Adam):  # AdamW is a kind of Adam
@@ -193,6 +199,18 @@ def torch_optimizers(optimizer: Any) -> Iterator[torch.optim.Optimizer]:
         if part.optimizer is not None:  # as where nothing trains on this rank
             yield part.optimizer
         yield from getattr(part.optimizer, "sub_optimizers", [])
+
+
+def rounding(optimizer: Any) -> list[AdamW]:
+    """What keeps its state in the dtypes of the settings, of `use_precision_aware_optimizer`."""
+    return [inner for inner in torch_optimizers(optimizer) if isinstance(inner, AdamW)]
+
+
+def share_rounded(optimizer: Any, wrapped: Sequence[Any]) -> None:
+    """Each rank has what others keep of their share of the weights, where keeping them may have changed them. Collective."""
+    if any(inner.rounds_weights for inner in rounding(optimizer)):
+        for chunk in wrapped:
+            chunk.start_param_sync(force_sync=True)
 
 
 def is_distributed(optimizer: Any) -> bool:

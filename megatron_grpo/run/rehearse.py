@@ -20,7 +20,8 @@ import numpy as np
 from megatron_grpo.data.album import num_tokens
 from megatron_grpo.data.chat import PromptEncoder, as_completion, load_tokenizer
 from megatron_grpo.data.eyes import Eyes, eyes_of
-from megatron_grpo.data.prompts import PromptRows, check_pictures, load_rows
+from megatron_grpo.data.prompts import PromptRows, check_pictures
+from megatron_grpo.data.streamed import rows_to_look_at
 from megatron_grpo.environments.loading import load_environment, template_of
 from megatron_grpo.environments.probe import look_at
 from megatron_grpo.environments.protocol import Environment
@@ -117,6 +118,8 @@ def rehearse(cfg: Config, num_rows: int = ROWS) -> Rehearsal:
         if problems:
             raise ConfigError(problems)
         found, rows = Rehearsal(num_rows=len(opened["rows"])), opened["rows"]
+        if rows.is_beginning:
+            found.notes.append(f"streaming: the first {len(rows):,} rows were looked at; a run looks at the others when it comes to them.")
         _look_at_prompts(found, cfg, rows, opened["tokenizer"], opened["environment"], opened["eyes"])
         picked = list(_spread(len(rows), min(num_rows, len(rows))))
         batches = _batches(found, cfg, rows, picked, opened["tokenizer"], opened["environment"])
@@ -128,7 +131,7 @@ def rehearse(cfg: Config, num_rows: int = ROWS) -> Rehearsal:
 
 
 def _rows(cfg: Config, eyes: Eyes | None, *, is_blind: bool) -> PromptRows:
-    rows = load_rows(cfg.data, eyes=eyes, is_blind=is_blind, seed=cfg.run.seed)
+    rows = rows_to_look_at(cfg.data, eyes=eyes, is_blind=is_blind, seed=cfg.run.seed)
     check_pictures(rows, at_most=MOST_LENGTHS)
     return rows
 

@@ -10,7 +10,21 @@ from pathlib import Path
 from typing import Any
 
 from megatron_grpo.errors import Problem
-from megatron_grpo.settings import ahead, begins, best, evaluation, grammar, own, passed_on, schedule, servers, tuner, turns
+from megatron_grpo.settings import (
+    ahead,
+    begins,
+    best,
+    evaluation,
+    grammar,
+    own,
+    passed_on,
+    precision,
+    schedule,
+    servers,
+    streaming,
+    tuner,
+    turns,
+)
 from megatron_grpo.settings.config import Config
 from megatron_grpo.settings.read import COMMAND_LINE
 from megatron_grpo.settings.secrets import secrets_in
@@ -78,6 +92,7 @@ def validate(cfg: Config, unreadable: Collection[str] = ()) -> list[Problem]:
 
 def _pairs(cfg: Config) -> Iterator[tuner.Pair]:
     yield from _training(cfg)
+    yield from precision.pairs(cfg)
     yield from schedule.pairs(cfg)
     yield from tuner.pairs(cfg)
     yield from servers.pairs(cfg)
@@ -88,6 +103,7 @@ def _pairs(cfg: Config) -> Iterator[tuner.Pair]:
     yield from grammar.pairs(cfg)
     yield from _sampling_and_rewards(cfg)
     yield from _mixtures(cfg)
+    yield from streaming.pairs(cfg)
     yield from _files(cfg)
     yield from best.pairs(cfg)
     yield from begins.pairs(cfg)

@@ -206,6 +206,8 @@ class DataConfig:
     enable_thinking: bool | None = setting(None, "handed to the chat template where it knows it")
     chat_template_kwargs: dict[str, Any] = setting({}, "handed to the chat template: name=value, or JSON")
     dataset_shuffle: bool = setting(True, "seeded permutation per epoch; false keeps file order")
+    streaming: bool = setting(False, "rows are read and checked as the run goes, a block at a time, and not all of them before it")
+    shuffle_buffer_size: int = setting(1000, "with streaming: rows that are read together, and shuffled among each other", at_least=1)
     load_from_cache_file: bool = setting(True, "tokenise a data set once a machine, into the user's cache directory")
     data_root: str | None = setting(None, "paths of pictures are inside this directory (default: that of the data set)")
     max_pixels: int | None = setting(
@@ -508,6 +510,11 @@ class OptimizerConfig:
     overlap_param_gather: bool = setting(False, "gather parameters while the forward runs")
     optimizer_cpu_offload: bool = setting(False, "keep optimizer state on the host (GPU only)")
     optimizer_offload_fraction: float = setting(1.0, "share of it kept there", at_least=0, at_most=1)
+    use_precision_aware_optimizer: bool = setting(False, "gradients and optimizer state are kept in the dtypes below (docs/memory.md)")
+    main_grads_dtype: str = setting("fp32", "gradients, and their sums over micro-batches and ranks", choices=["fp32", "bf16"])
+    main_params_dtype: str = setting("fp32", "the optimizer's weights; fp16 with a scale", choices=["fp32", "fp16"])
+    exp_avg_dtype: str = setting("fp32", "Adam's first moment; fp16 and fp8 with scales", choices=["fp32", "fp16", "bf16", "fp8"])
+    exp_avg_sq_dtype: str = setting("fp32", "Adam's second moment; the same", choices=["fp32", "fp16", "bf16", "fp8"])
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,10 +7,14 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
-from megatron_grpo.settings.table import Setting
+from megatron_grpo.settings.table import BadValue, Setting
 
 # (words after the name, all foreign names of this run with their words) -> what that is in native settings, not yet read.
 Reader = Callable[[Sequence[str], Mapping[str, Sequence[str]]], Mapping[str, Any]]
+
+
+class OtherTask(BadValue):
+    """Several names together ask for another task than GRPO: this is said, and nothing else."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,6 +25,7 @@ class Foreign:
     lacks: the sentence that refuses it, but where its value is one of `off`.
     hint: what to type instead, for someone who typed the name without the dialect.
     why: of a name that is set aside: what it is about.
+    is_task: what it refuses is another task, of which nothing else needs to be said.
     """
 
     native: str = ""
@@ -30,6 +35,7 @@ class Foreign:
     off: Sequence[str] = ()
     hint: str = ""
     why: str = ""
+    is_task: bool = False
 
     @property
     def says(self) -> str:
@@ -68,6 +74,11 @@ def lacks(sentence: str, *off: str) -> Foreign:
 def only(value: str, sentence: str) -> Foreign:
     """Changes nothing with this value; with every other, `false` and `none` included, the sentence refuses it."""
     return Foreign(lacks=sentence, off=(value,))
+
+
+def only_task(value: str, sentence: str) -> Foreign:
+    """As `only`; every other value is another task."""
+    return Foreign(lacks=sentence, off=(value,), is_task=True)
 
 
 def aside(*names: str, why: str = NOTHING) -> dict[str, Foreign]:
@@ -124,8 +135,8 @@ class Dialect:
     patterns: Mapping[str, Foreign] = field(default_factory=dict)  # of names that `names` lacks: "ref.*", without sections
     defaults: Sequence[Default] = ()
     implies: Mapping[str, Any] = field(default_factory=dict)  # native settings that it switches on
-    # (native values, foreign names with their words) -> what changes once everything has been read
-    settle: Callable[[Mapping[str, Any], Mapping[str, Sequence[str]]], Iterable[Change]] | None = None
+    # each (native values, foreign names with their words) -> what changes once everything has been read
+    settle: Sequence[Callable[[Mapping[str, Any], Mapping[str, Sequence[str]]], Iterable[Change]]] = ()
 
     def row(self, name: str) -> tuple[str, Foreign | None]:
         """A name without its section, and what it is here."""

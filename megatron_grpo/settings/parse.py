@@ -3,42 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 from megatron_grpo.errors import ConfigError, Problem
 from megatron_grpo.settings import begins
 from megatron_grpo.settings.config import Config
-from megatron_grpo.settings.foreign import Change, Dialect, Foreign, shown, words_of
+from megatron_grpo.settings.foreign import Change, Dialect, Foreign, OtherTask, shown, words_of
+from megatron_grpo.settings.parsed import ForeignDefault, Parsed
 from megatron_grpo.settings.read import COMMAND_LINE, TypedSetting, read_file, read_words
-from megatron_grpo.settings.remedies import ALIKE, reads_as, remedy
+from megatron_grpo.settings.remedies import ALIKE, LIST, reads_as, remedy
 from megatron_grpo.settings.script import UNKNOWN, plain
 from megatron_grpo.settings.table import BadValue, Setting, close_to, names, read_value, table
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ForeignDefault:
-    """A default of another system that differs from ours and that nobody typed: `used` is one of the two."""
-
-    name: str
-    theirs: str
-    ours: str
-    used: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Parsed:
-    """A configuration, what is wrong with it, and the settings whose values could not be read (they hold their defaults)."""
-
-    config: Config = field(default_factory=Config)
-    problems: list[Problem] = field(default_factory=list)
-    unreadable: set[str] = field(default_factory=set)
-    print_config: bool = False
-    # Of a dialect: names that change nothing and were set aside, by source; what was read as something else; defaults that differ.
-    aside: dict[str, list[str]] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
-    repeated: list[str] = field(default_factory=list)  # flags that stand twice, a sentence each
-    defaults: list[ForeignDefault] = field(default_factory=list)
+_LABELS = ("run_name", "project")  # nothing depends on them
 
 
 def resolve(argv: Sequence[str], *, launcher_world_size: int | None = None, dialects: Mapping[str, Dialect] | None = None) -> Config:
@@ -99,7 +77,9 @@ class _Builder:
         self.seen: dict[tuple[str, str], tuple[str, Any]] = {}  # (source, setting) -> (name typed, value)
         self.said: set[str] = set()  # names whose values are known, wherever they stand
         self.unknown: dict[str, list[str]] = {}  # by source
+        self.unknowable: dict[str, list[tuple[str, str]]] = {}  # by source: (name, name and words) that depend on what is not in it
         self.lacking: dict[str, list[tuple[str, str]]] = {}  # sentence -> (name, words) that it refuses
+        self.tasks: set[str] = set()  # those of them that refuse another task
 
     def hear(self, entry: TypedSetting) -> None:
         """Names that are read together need each other's words, whichever comes first."""
@@ -142,11 +122,11 @@ class _Builder:
         idle = row is not None and not (row.native or row.read or row.lacks)
         if not unknown or idle:
             return False
-        if entry.name not in self.said:
-            message = (
-                f"{entry.source}: {entry.name} {' '.join(unknown)} cannot be known from the script. Give {entry.name} on the command line."
-            )
-            self.parsed.problems.append(Problem(flags=(entry.name,), message=message))
+        setting = self._find(entry, row)[0] if row is None or row.native else None
+        if setting is not None and setting.name in _LABELS and entry.name not in self.said:
+            self.parsed.notes.append(f"{entry.source}: {entry.name} {' '.join(unknown)} cannot be known from the script, and is left out.")
+        elif entry.name not in self.said:
+            self.unknowable.setdefault(entry.source, []).append((entry.name, f"{entry.name} {' '.join(unknown)}"))
         return True
 
     def _take_foreign(self, entry: TypedSetting, row: Foreign) -> None:
@@ -162,6 +142,7 @@ class _Builder:
                 self._bad(entry.name, entry.name, entry.source, bad)
         elif row.lacks and " ".join(words).lower() not in row.off:
             self.lacking.setdefault(row.lacks, []).append((entry.name, " ".join(words)))
+            self.tasks |= {row.lacks} if row.is_task else set()
         else:
             self.parsed.aside.setdefault(entry.source, []).append(entry.name)
 
@@ -215,6 +196,8 @@ class _Builder:
         """A script's own launcher says how many ranks it starts; a script may hold more commands than one."""
         if entry.name == "$other":
             self.parsed.notes.append(f"{entry.source}: the flags of its last command are read, not those of {entry.raw[0]}.")
+        elif entry.name == "$twice":
+            self.parsed.repeated.append(f"{entry.raw[0]} stands twice in {entry.source}: the last is used.")
         elif entry.name in ("$NPROC_PER_NODE", "$NNODES") and entry.raw[0].isdigit():
             self.seen[("shell", entry.name)] = (entry.source, int(entry.raw[0]))
 
@@ -230,8 +213,17 @@ class _Builder:
                 some = ", ".join(known[:4]) + (f" and {len(known) - 4} more" if len(known) > 4 else "")
                 message = f"{what} reads as a {dialect.title} file ({some}): add `--dialect {dialect.name}`."
                 problems.append(Problem(flags=tuple(known), message=message))
-            for name in unknown if not found else [name for name in unknown if name not in found[1]]:
-                problems.append(Problem(flags=(name,), message=f"{name}{where} is not a setting.{self._hint(name)}"))
+            hints = {name: self._hint(name) for name in unknown if not found or name not in found[1]}
+            if self.dialect and len(alike := [name for name, hint in hints.items() if LIST in hint]) > 1:
+                message = f"{', '.join(alike)}{where} are neither settings nor {self.dialect.title} names that are known here, so they may \
+change what is trained."
+                problems.append(Problem(flags=tuple(alike), message=message))
+                hints = {name: hint for name, hint in hints.items() if name not in alike}
+            problems += [Problem(flags=(name,), message=f"{name}{where} is not a setting.{hint}") for name, hint in hints.items()]
+        for source, names in self.unknowable.items():
+            it = names[0][0] if len(names) == 1 else "them"
+            message = f"{source}: {', '.join(said for _, said in names)} cannot be known from the script. Give {it} on the command line."
+            problems.append(Problem(flags=tuple(name for name, _ in names), message=message))
         self.parsed.problems[self.first : self.first] = problems
 
     def _hint(self, name: str) -> str:
@@ -264,7 +256,9 @@ class _Builder:
             self.values[name], self.sources[name] = value, was.get(other, "default") if value not in (None, "auto") else "default"
         sources = {name: self.sources.get(name, "default") for name in {**table(), **self.sources}}
         config = Config().with_values(self.values, sources=sources)
-        return replace(self.parsed, config=replace(config, typed=self.typed, foreign=self.foreign))
+        config = replace(config, typed=self.typed, foreign=self.foreign)
+        problems = [one for one in self.parsed.problems if not self.tasks or any(task in one.message for task in self.tasks)]
+        return replace(self.parsed, config=config, problems=problems, is_other_task=bool(self.tasks))
 
     def _settle_dialect(self, dialect: Dialect) -> None:
         """What follows from several names at once, and the defaults that nobody typed."""
@@ -272,11 +266,16 @@ class _Builder:
         for name, value in dialect.implies.items():
             self.values[name] = value
             self.sources.setdefault(name, f"implied by the {dialect.name} dialect")
-        try:
-            for change in dialect.settle(dict(self.values), self.given) if dialect.settle else ():
-                self._change(change, dialect)
-        except (BadValue, ValueError) as bad:  # ValueError: a number that is none, of names that are read together
-            self.parsed.problems.append(Problem(flags=("dialect",), message=f"{bad}."))
+        values = dict(self.values)
+        for part in dialect.settle:  # each by itself, so that all that is wrong is told at once
+            try:
+                for change in part(values, self.given):
+                    self._change(change, dialect)
+            except OtherTask as bad:
+                self.tasks.add(str(bad))
+                self.parsed.problems.append(Problem(flags=("dialect",), message=f"{bad}."))
+            except (BadValue, ValueError) as bad:  # ValueError: a number that is none, of names that are read together
+                self.parsed.problems.append(Problem(flags=("dialect",), message=f"{bad}."))
         for row in dialect.defaults:
             ours = {name: table()[name].default for name in row.native}
             if row.name in self.given or set(row.native) & set(self.values) or (row.native and ours == dict(row.native)):

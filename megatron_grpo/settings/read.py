@@ -127,11 +127,28 @@ def _repeated(root: Any) -> list[str]:
 
 
 def read_script(text: str, *, source: str, directory: Path = Path(".")) -> tuple[list[TypedSetting], list[Problem]]:
-    """The flags of a launch script. Its variables become entries named `$NAME`, so that the number of ranks can be found."""
-    from megatron_grpo.settings.script import read_shell
+    """The flags of a launch script, each as it stands last in it. Its variables become entries named `$NAME`, so that the number of ranks
+    can be found; what of it is read otherwise than it stands, `$other` and `$twice`. A file that it names as config is read before them.
+    """
+    from megatron_grpo.settings.script import UNKNOWN, read_shell, text_of_file
 
     script = read_shell(text, source=source, directory=directory)
-    entries = read_words(script.words, source=source, lenient=True)[0]
+    typed, problems = read_words(script.words, source=source, lenient=True)[0], list(script.problems)
+    entries: list[TypedSetting] = []
+    last: dict[str, TypedSetting] = {}
+    if not typed and not problems:
+        problems.append(Problem(flags=("config",), message=f"{source} starts nothing with flags that could be read here."))
+    for entry in typed:
+        if entry.name == "config" and entry.raw and UNKNOWN not in entry.raw[0] and text_of_file(entry.raw[0], directory)[0] is not None:
+            more, wrong = read_file(str(text_of_file(entry.raw[0], directory)[1] / Path(entry.raw[0]).name))
+            entries, problems = entries + more, problems + wrong
+        elif entry.name == "config":
+            problems.append(Problem(flags=("config",), message=f"{source}: config {' '.join(entry.raw)} is not there. Name that file too."))
+        else:
+            if last.get(entry.name, entry).raw != entry.raw:
+                entries.append(TypedSetting(name="$twice", raw=[entry.name], source=source))
+            last[entry.name] = entry
+    entries += last.values()
     entries += [TypedSetting(name=f"${name}", raw=[value], source=source) for name, value in script.variables.items()]
     entries += [TypedSetting(name="$other", raw=[program], source=source) for program in script.others]
-    return entries, script.problems
+    return entries, problems

@@ -102,19 +102,11 @@ SAID_WITH: Mapping[str, str] = {
     "seq_length": "max_prompt_length and max_completion_length bound the two parts of a sequence.",
     "tp_comm_overlap": "its buffers are made for micro-batches of one length, and packed ones differ: leave it out. "
     "overlap_grad_reduce and overlap_param_gather overlap what data-parallel ranks exchange.",
-    "use_precision_aware_optimizer": "checkpoints read and write the optimizer's float32 state where it lies, which this one hands "
-    "out as copies: leave it out. optimizer_cpu_offload saves its memory.",
-    **dict.fromkeys(
-        ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"),
-        "gradients and optimizer state are float32 here: leave it out. optimizer_cpu_offload saves their memory.",
-    ),
     **dict.fromkeys(
         ("repetition_penalty", "presence_penalty", "frequency_penalty"),
         "the trainer's softmax does not know which words were said before, so training draws without it; eval_generation_kwargs takes it "
         "for evaluation.",
     ),
-    "streaming": "rows are counted and checked before a run begins, so they are not streamed: leave it out. dataset takes files, "
-    "directories and Hub names.",
     **dict.fromkeys(("teacher_model", "teacher", "teacher_model_path"), TEACHER),
     **dict.fromkeys(
         ("use_opd", "opd_teacher_load", "distill", "use_teacher"),
@@ -171,15 +163,18 @@ def _from_tables(name: str, dialects: Mapping[str, Dialect], hidden: Collection[
     return ""
 
 
+LIST = " `megatron-grpo train --help` lists all settings."
+
+
 def _alike(name: str, last: str, hidden: Collection[str]) -> str:
     known = [known for known, setting in names().items() if setting.name not in hidden]
     if last != name and last in known:
         section, groups = name.rpartition(".")[0], sorted({setting.group for setting in table().values()})
-        if section in groups:
+        if section in groups or hidden:  # of a dialect, whose sections are others
             return f" {last} is a setting: on the command line, say --{last}."
         return f" {last} is a setting, but {section} is not a section; the sections are: {', '.join(groups)}."
     close = close_to(last, [*known, "config", "print_config"], limit=1, cutoff=ALIKE)
-    return f" Did you mean {close[0]}?" if close else " `megatron-grpo train --help` lists all settings."
+    return f" Did you mean {close[0]}?" if close else LIST
 
 
 def reads_as(unknown: Sequence[str], dialects: Mapping[str, Dialect]) -> tuple[Dialect, list[str]] | None:

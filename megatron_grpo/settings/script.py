@@ -11,8 +11,8 @@ import ast
 import os
 import re
 import shlex
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from megatron_grpo.errors import Problem
@@ -26,10 +26,15 @@ _VARIABLE = re.compile(r"\$\{(\w+)(\[[@*]\])?(?::?([-=])([^{}]*))?\}|\$(\w+)")  
 _ALONE = re.compile(UNKNOWN + r"\$(\w+|\{[^/]*\})")
 _ARITHMETIC = re.compile(r"\$\(\(([^()]*(?:\([^()]*\)[^()]*)*)\)\)")
 _REDIRECTION = re.compile(r"(?:\d+|&)?[<>]+[&|]?[ \t]*[^\s;&|]*")
-_LAUNCHERS = ("torchrun", "accelerate", "torch.distributed.run", "deepspeed")
+_LAUNCHERS, _WRAPPERS = ("torchrun", "accelerate", "torch.distributed.run", "deepspeed"), ("uv", "srun")
+_PROGRAM = re.compile(r"(python[\d.]*|bash|sh|torchrun|accelerate|deepspeed|trl|swift|megatron|megatron[-_]grpo|-m|.*\.(py|sh))$")
+_NESTED = 5  # scripts that start scripts, at most
 _OF_LAUNCHERS = {"nproc_per_node": "NPROC_PER_NODE", "nnodes": "NNODES", "num_processes": "NPROC_PER_NODE"}
 _BEGINS, _ENDS = ("if", "for", "while", "until", "case"), ("fi", "done", "esac")
 _ITS_DIRECTORY = re.compile(r"dirname.*(BASH_SOURCE|\$0)")
+_PART_OF_PATH = re.compile(r"\$\((basename|dirname) +(?:-- +)?([^\s()$`]+)\)")
+_OF_PATH = {"basename": "name", "dirname": "parent"}
+_IN_CASE = re.compile(r"\$\{(\w+)(,,?|\^\^?)\}")  # ${NAME,,} is its value in small letters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,10 +53,12 @@ class _Shell:
 
     source: str
     directory: Path
+    arguments: list[str] = field(default_factory=list)  # what it was started with, by another script
     variables: dict[str, str] = field(default_factory=dict)
     arrays: dict[str, list[str]] = field(default_factory=dict)
     depth: int = 0  # of conditions and loops
     found: list[list[str]] = field(default_factory=list)
+    scripts: list[list[str]] = field(default_factory=list)  # that it starts without a flag
     problems: list[Problem] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)  # files that it sources and that are not there
 
@@ -71,17 +78,19 @@ class _Shell:
             self.obey([part for word in quoted for part in self.expanded(word)])
 
     def obey(self, words: list[str]) -> None:
-        words = [
-            word for word in words if word not in ("export", "declare", "local", "readonly", "$@", "$*")
-        ]  # of its own it was given none
+        words = [word for word in words if word not in ("export", "declare", "local", "readonly")]
         while words and _ASSIGNMENT.match(words[0]):
             words = self.assign(words)
         if words[:1] in (["source"], ["."]) and len(words) > 1:
             self.source_file(words[1])
         elif words[:2] == ["printf", "-v"] and len(words) > 2:
             self.variables[words[2]] = f"{UNKNOWN}${words[2]}"
+        elif words[:1] == ["shift"]:
+            count = int(words[1]) if len(words) > 1 and words[1].isdigit() else 1
+            self.arguments = self.arguments[count:]
         elif not any(_FLAG.match(word) for word in words):
-            return
+            if started_script(words):
+                self.scripts.append(words)
         elif _FLAG.match(words[0]):
             self.problem(
                 f"{self.source}: a shell ends the command before {words[0]}, because the line above it does not end in a backslash "
@@ -105,23 +114,24 @@ class _Shell:
         return words[1:]
 
     def source_file(self, name: str) -> None:
-        path = self.directory / name
-        try:
-            text = path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError, ValueError):
+        text = text_of_file(name, self.directory)[0]
+        if text is None:
             self.missing.append(name.replace(UNKNOWN, ""))
         else:
             self.read(text)
 
     def expanded(self, word: str) -> list[str]:
         """The word with its variables; an array is several words, and so is ARGS="--tp 2 --pp 2" where it is run."""
+        if word in ("$@", "$*"):
+            return self.arguments
         whole = _VARIABLE.fullmatch(word)
         if whole and whole[2]:
             return self.arrays.get(whole[1], [f"{UNKNOWN}{word}"])
 
         def known_value(match: re.Match[str]) -> str:
             name, instead = match[1] or match[5], match[4]
-            known = self.variables.get(name, os.environ.get(name))
+            given = self.arguments[int(name) - 1 : int(name)] if name.isdigit() and name != "0" else []
+            known = given[0] if given else self.variables.get(name, os.environ.get(name))
             if known is None and name in self.arrays:
                 known = " ".join(self.arrays[name])
             if known is None and instead is not None:
@@ -130,10 +140,17 @@ class _Shell:
                     self.variables[name] = known
             return f"{UNKNOWN}{match[0]}" if known is None else known
 
+        def in_case(match: re.Match[str]) -> str:
+            known = self.variables.get(match[1], os.environ.get(match[1]))
+            change = str.upper if "^" in match[2] else str.lower
+            return match[0] if known is None else change(known) if len(match[2]) > 1 else change(known[:1]) + known[1:]
+
         expanded = _ARITHMETIC.sub(lambda match: self.computed(match[1]), word)
         before = ""
         while before != expanded and UNKNOWN not in expanded:
-            before, expanded = expanded, _VARIABLE.sub(known_value, expanded)
+            before, expanded = expanded, _VARIABLE.sub(known_value, _IN_CASE.sub(in_case, expanded))
+        expanded = expanded.replace("$(pwd)", os.getcwd())
+        expanded = _PART_OF_PATH.sub(lambda match: str(getattr(Path(match[2]), _OF_PATH[match[1]])), expanded)
         if _ITS_DIRECTORY.search(word):
             expanded = re.sub(r"\$\(.*\)", lambda _: str(self.directory), expanded)
         if UNKNOWN not in expanded and ("`" in expanded or "$(" in expanded or "${" in expanded):
@@ -171,21 +188,50 @@ def _number(node: ast.expr) -> int:
     raise ValueError
 
 
-def read_shell(text: str, *, source: str, directory: str | Path = ".") -> Script:
-    """The flags of a script. source: how its file is called in messages; directory: where it lies, for files that it sources."""
-    shell = _Shell(source=source, directory=Path(directory).absolute())  # as `cd` and `pwd` say it
+def read_shell(text: str, *, source: str, directory: str | Path = ".", arguments: Sequence[str] = (), nested: int = 0) -> Script:
+    """The flags of a script, or of the one that its last command starts.
+
+    source: how its file is called in messages; directory: where it lies, for files that it names; arguments: what it is started with.
+    """
+    shell = _Shell(source=source, directory=Path(directory).absolute(), arguments=list(arguments))  # as `cd` and `pwd` say it
     shell.read(text)
-    last = shell.found[-1] if shell.found else []
-    stray = [word for before, word in zip(["", *last], last) if _may_hold_flags(before, word)]
+    found = shell.found or shell.scripts[-1:]
+    trains = [place for place, words in enumerate(found) if _PROGRAM.match(words[0].rpartition("/")[2])]
+    place = trains[-1] if trains else len(found) - 1
+    last, others = found[place] if found else [], found[: max(place, 0)]
+    if name := started_script(last):
+        inner, folder = text_of_file(name, shell.directory)
+        if inner is not None and nested < _NESTED:
+            rest = last[last.index(name) + 1 :]
+            read = read_shell(inner, source=Path(name).name, directory=folder, arguments=rest, nested=nested + 1)
+            return replace(read, problems=[*shell.problems, *read.problems])
+        shell.problem(f"{source}: it starts {plain(name)}, which is not there. Name that script as config, and give its flags beside it.")
+    stray = [word for before, word in zip(last, last[1:]) if _may_hold_flags(before, word)]
     if stray:
         where = f", for it sources {', '.join(shell.missing)}, not there" if shell.missing else ""
         shell.problem(f"{source}: {', '.join(map(plain, stray))} cannot be known from the script{where}. Write its flags out.")
     return Script(
         words=[word.replace(_PLAIN_DOLLAR, "$") for word in last if word not in stray],
         variables={name: plain(value) for name, value in shell.variables.items()},
-        others=[_program(words) for words in shell.found[:-1]],
+        others=[_program(words) for words in others],
         problems=shell.problems,
     )
+
+
+def text_of_file(name: str, directory: Path) -> tuple[str | None, Path]:
+    """A file that a script names, and its folder: from where one stands, from where the script lies, or from a folder above it."""
+    for folder in (Path("."), directory, *directory.parents):
+        try:
+            return (folder / name).read_text(encoding="utf-8"), (folder / name).absolute().parent
+        except (OSError, UnicodeDecodeError, ValueError):
+            continue
+    return None, directory
+
+
+def started_script(words: list[str]) -> str:
+    """The shell script that a command starts, or nothing."""
+    names = words[1:2] if words and words[0].rpartition("/")[2] in ("bash", "sh") else words[:1]
+    return next((name for name in names if name.endswith((".sh", ".bash"))), "")
 
 
 def _may_hold_flags(before: str, word: str) -> bool:
@@ -269,6 +315,9 @@ def _without_launcher(words: list[str], variables: dict[str, str]) -> list[str]:
     """What a launcher is told of itself stands before the program; of torchrun's and accelerate's, the number of ranks is kept."""
     if "--" in words and any(_FLAG.match(word) for word in words[words.index("--") :]):  # ray job submit ... -- python3 train.py ...
         words = words[words.index("--") + 1 :]
+    if words and words[0] in _WRAPPERS:
+        start = next((place for place, word in enumerate(words) if place and _PROGRAM.match(word.rpartition("/")[2])), 0)
+        return _without_launcher(words[start:], variables) if start else words
     if not any(word.rpartition("/")[2] in _LAUNCHERS for word in words[:3]):
         return words
     start = next((place for place, word in enumerate(words) if word == "-m" and place > 2 or word.endswith(".py")), 0)

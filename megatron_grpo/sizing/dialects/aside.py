@@ -24,7 +24,7 @@ SWIFT: Mapping[str, Foreign] = {
         why=KERNELS,
     ),
     **aside(
-        *("use_precision_aware_optimizer", "manual_gc", "manual_gc_steps", "manual_gc_eval", "offload_bridge", "move_model_batches"),
+        *("manual_gc", "manual_gc_steps", "manual_gc_eval", "offload_bridge", "move_model_batches"),
         *("device_map", "max_memory"),
         why=MEMORY,
     ),
@@ -37,7 +37,6 @@ SWIFT: Mapping[str, Foreign] = {
             "data_sharding",
             "data_seed",
             "group_by_length",
-            "shuffle_buffer_size",
         ),
         why=LOADING,
     ),

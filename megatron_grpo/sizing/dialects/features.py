@@ -26,6 +26,9 @@ OTHER_LOSS = "that loss is not there"
 OTHER_OPTIMIZER = "the optimizer is AdamW"
 OTHER_TASK = "only GRPO on a causal language model is there"
 AHEAD = "weights are not pushed into running requests; async_rollout_depth 1 samples one whole rollout ahead of training"
+APART = (
+    "rollouts on GPUs of their own are vllm_mode server, beside megatron-grpo serve; async_rollout_depth 1 samples one ahead of training"
+)
 DROPS_TOKENS = "experts take every token here; a capacity that drops some is not there"
 PLUGINS = "plugin files are not loaded; name a reward function as path/to/file.py:function in reward_funcs"
 SAMPLING = "sampling is by temperature, top_k, top_p and min_p alone, because training log-probs must be those of the sampler"
@@ -33,14 +36,15 @@ PENALTY = (
     "it makes a word's probability depend on which words were said before it, and training log-probs are of the logits alone; "
     "eval_generation_kwargs takes it for evaluation"
 )
-STREAMING = "rows are counted and checked before a run begins, so they are not streamed: dataset takes files, directories and Hub names"
+TOKENISED_ELSEWHERE = "prompts are tokenised here, with the model's own template: dataset takes files, directories and Hub names"
+COLUMNS = "columns are never renamed by guessing; columns gives them other names"
+SUBSET = "a subset is named behind its data set: dataset owner/name:subset"
 EPOCH = "saving and evaluating is counted in optimizer steps: give save_steps and eval_steps"
 SHARDED_ELSEWHERE = (
     "DeepSpeed and FSDP are not used: Megatron shards (tensor_model_parallel_size, pipeline_model_parallel_size, use_distributed_optimizer)"
 )
 RESUMED_ELSEWHERE = "checkpoints of another system are not read; export them to Hugging Face format and give them as model"
 MTP = "multi-token prediction heads are not trained"
-FLOAT32_STATE = "gradients and optimizer state are float32 here; optimizer_cpu_offload saves their memory"
 VERSIONS = "other revisions and converted configurations are not read; give a directory as model"
 CRITIC = "there is no critic: advantages are compared inside groups or batches"
 EVALUATION = "held-out prompts are asked in their order"

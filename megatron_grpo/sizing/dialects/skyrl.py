@@ -5,45 +5,26 @@ Source: its SkyRLTrainConfig and what its trainer does with it. Its code counts 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megatron_grpo.settings.foreign import Change, Default, Dialect, Foreign, default, kept, lacks, not_there, only, reads, same
+from megatron_grpo.settings.foreign import Default, Dialect, Foreign, default, kept, lacks, not_there, only, reads, same
 from megatron_grpo.settings.table import TRUE, BadValue
 from megatron_grpo.sizing.dialects import aside, features
+from megatron_grpo.sizing.dialects.skyrl_settle import settle
 from megatron_grpo.sizing.dialects.vocabulary import (
     DATASETS,
     HELD_OUT,
     NATIVE_SIZES,
-    asked_once,
     betas,
-    holds_out,
-    idle,
-    in_steps,
-    is_true,
-    layout,
     listed,
     own_rewards,
     size,
     sizes,
     text_of,
-    whole,
 )
 
 _ALGORITHM, _POLICY, _ENGINE, _LORA = "algorithm.", "policy.megatron_config.", "inference_engine.", "policy.model.lora."
-
-# (policy_loss_type, loss_reduction) -> what it is here. All other pairs are refused.
-_LOSSES: Mapping[tuple[str, str], Mapping[str, Any]] = {
-    ("regular", "token_mean"): {"loss_type": "dapo"},
-    ("regular", "sequence_mean"): {"loss_type": "grpo"},
-    ("dual_clip", "token_mean"): {"loss_type": "dapo"},
-    ("dual_clip", "sequence_mean"): {"loss_type": "grpo"},
-    ("gspo", "token_mean"): {"loss_type": "dapo", "importance_sampling_level": "sequence_token"},
-    ("gspo", "sequence_mean"): {"loss_type": "grpo", "importance_sampling_level": "sequence_token"},
-    ("cispo", "token_mean"): {"loss_type": "cispo"},
-    ("sapo", "sequence_mean"): {"loss_type": "sapo"},
-}
 
 
 def _ranks(words: Sequence[str], given: Mapping[str, Sequence[str]]) -> Mapping[str, Any]:
@@ -88,9 +69,10 @@ def _together(hint: str) -> Foreign:
     return reads(lambda words, given: {}, hint)
 
 
+_OF_OPTIMIZER = "of these words optimizer_cpu_offload, optimizer_offload_fraction and use_precision_aware_optimizer are translated"
+_ENGINE_WORDS = _together("`vllm_engine_kwargs`, or the setting that says it (`vllm_max_model_len`)")
 _RECOMPUTE = "of these words those of recomputation, pipeline splits, FP8 and experts' kernels are translated"
 _TEMPLATE = "give chat_template_kwargs, which hands name=value to the chat template"
-_COUNTED_IN_ROLLOUTS = {"max_steps": "max_training_steps", "save_steps": "ckpt_interval", "eval_steps": "eval_interval"}
 
 NAMES: Mapping[str, Foreign] = {
     "policy.model.path": same("model"),
@@ -122,7 +104,10 @@ NAMES: Mapping[str, Foreign] = {
     f"{_POLICY}transformer_config_kwargs.num_layers_in_first_pipeline_stage": same("decoder_first_pipeline_num_layers"),
     f"{_POLICY}transformer_config_kwargs.num_layers_in_last_pipeline_stage": same("decoder_last_pipeline_num_layers"),
     **{f"{_POLICY}ddp_config.{name}": same(name) for name in ("overlap_grad_reduce", "overlap_param_gather")},
-    **{f"{_POLICY}optimizer_config_kwargs.{name}": same(name) for name in ("optimizer_cpu_offload", "optimizer_offload_fraction")},
+    **{
+        f"{_POLICY}optimizer_config_kwargs.{name}": same(name)
+        for name in ("optimizer_cpu_offload", "optimizer_offload_fraction", "use_precision_aware_optimizer")
+    },
     f"{_POLICY}async_dist_ckpt_save": same("async_save"),
     "placement.policy_num_nodes": reads(_ranks, "world_size, which is nodes times GPUs"),
     "placement.policy_num_gpus_per_node": reads(_ranks, "world_size, which is nodes times GPUs"),
@@ -182,7 +167,7 @@ NAMES: Mapping[str, Foreign] = {
         for name in ("tis_ratio_type", "token_tis_ratio_clip_high", "sequence_tis_ratio_clip_high")
     },
     # Asked for, and not there.
-    "strategy": lacks(features.SHARDED_ELSEWHERE, "megatron"),
+    "strategy": _together("a note where it is fsdp or fsdp2: here Megatron shards (`tensor_model_parallel_size`)"),
     "environment.env_class": reads(own_rewards("an environment of SkyRL"), "reward_funcs"),
     "max_turns": lacks(features.TURNS, "1"),
     "placement.colocate_all": only("true", features.SERVER),
@@ -197,7 +182,7 @@ NAMES: Mapping[str, Foreign] = {
     f"{_LORA}init_method": only("kaiming", features.LORA_START),
     f"{_POLICY}lora_config.lora_type": _together("a note: lora shares one A between q, k and v, here each has its own"),
     f"{_POLICY}lora_config.merge_lora": _together("a note: the engine gets the adapter, unless `vllm_enable_lora` is false"),
-    "policy.sequence_parallel_size": lacks("sequences are cut by context_parallel_size", "1"),
+    "policy.sequence_parallel_size": _together("`context_parallel_size`, with strategy fsdp"),
     "sampling_params.min_p": same("min_p"),
     "sampling_params.repetition_penalty": lacks(features.PENALTY, "1", "1.0"),
     "sampling_params.additional_kwargs": lacks(features.SAMPLING),
@@ -222,7 +207,9 @@ NAMES: Mapping[str, Foreign] = {
     "zero_reward_on_non_stop": lacks("a truncated completion keeps its reward; overlong_filter takes it out of the loss"),
     "step_wise_trajectories": lacks(features.TURNS),
     "vision_language_generator": lacks("pictures come in the column images, and nothing has to be chosen for them", "false"),
-    "max_input_length": lacks("max_prompt_length bounds what goes in"),
+    "max_input_length": _together("nothing, where it is max_prompt_length; another number is refused"),
+    f"{_ALGORITHM}overlong_buffer_len": _together("the reward `soft_overlong` beside `reward_funcs` (of its example main_dapo)"),
+    f"{_ALGORITHM}overlong_buffer_penalty_factor": lacks("it is the weight of soft_overlong: reward_weights", "1", "1.0"),
     "eval_n_samples_per_prompt": same("num_generations_eval"),
     "chat_template.name_or_path": lacks("prompts are written by the model's own chat template"),
     f"{_ENGINE}backend": lacks("sampling is by vLLM alone", "vllm"),
@@ -249,7 +236,8 @@ NAMES: Mapping[str, Foreign] = {
     f"{_ALGORITHM}max_seq_len": lacks("Dr. GRPO divides by max_completion_length here, and has to be asked for with loss_type dr_grpo"),
     f"{_POLICY}moe_router_score_function": lacks("the model's config.json says it"),
     f"{_POLICY}moe_router_enable_expert_bias": lacks("the model's config.json says it"),
-    f"{_ENGINE}engine_init_kwargs": lacks(features.ENGINE_WORDS),
+    f"{_ENGINE}engine_init_kwargs": _ENGINE_WORDS,
+    "engine_init_kwargs": _ENGINE_WORDS,
     f"{_ENGINE}num_prefill": lacks(features.SERVER, "0"),
     f"{_ENGINE}router_init_kwargs": lacks(features.SERVER),
     "chat_template.source": lacks("prompts are written by the model's own chat template", "name"),
@@ -260,31 +248,34 @@ NAMES: Mapping[str, Foreign] = {
     "eval_sampling_params.min_p": same("eval_min_p"),
     "eval_sampling_params.repetition_penalty": lacks(features.EVAL_SAMPLING, "1", "1.0"),
     "eval_sampling_params.max_generate_length": same("eval_max_completion_length"),
-    "eval_sampling_params.stop": lacks(features.EVAL_SAMPLING),
+    "eval_sampling_params.stop": _together("nothing, where it is sampling_params.stop; others are refused"),
     "eval_sampling_params.additional_kwargs": lacks(features.EVAL_SAMPLING),
     **{
         f"{_POLICY}ddp_config.{name}": only("true", "gradients are reduced in float32, and summed by token weights")
         for name in ("grad_reduce_in_fp32", "average_in_collective")
     },
+    f"{_POLICY}optimizer_config_kwargs.overlap_cpu_optimizer_d2h_h2d": Foreign(why=features.MEMORY),
     **aside.SKYRL,
 }
 
 PATTERNS: Mapping[str, Foreign] = {
-    f"{_ENGINE}engine_init_kwargs.*": lacks(features.ENGINE_WORDS),
-    "engine_init_kwargs.*": lacks(features.ENGINE_WORDS),
+    f"{_ENGINE}engine_init_kwargs.*": _ENGINE_WORDS,
+    "engine_init_kwargs.*": _ENGINE_WORDS,
+    f"{_ENGINE}delta_weight_sync.*": Foreign(why="how weights travel; here each push is whole, and checked by log-probs"),
+    "policy.torch_profiler_config.*": Foreign(why=features.LOGS),
     "chat_template_kwargs.*": lacks(_TEMPLATE),
     "sampling_params.additional_kwargs.*": lacks(features.SAMPLING),
     "eval_sampling_params.additional_kwargs.*": lacks(features.EVAL_SAMPLING),
     "fully_async.simulate_*": lacks(features.AHEAD, "30.0", "0.0"),
     "fully_async.*": Foreign(why="it does nothing without fully_async.enabled, which is refused"),
-    "policy.fsdp_config.*": Foreign(why="it does nothing with strategy megatron"),
+    "policy.fsdp_config.*": Foreign(why="it is of its FSDP workers: here Megatron shards"),
     "*language_model_only": lacks("what of a model that sees trains is said by freeze_llm, freeze_vit and freeze_aligner"),
     "policy.model.fake_int4_qat.enabled": lacks(features.QUANTIZED),
     "policy.model.fake_int4_qat.*": Foreign(why="it does nothing without fake_int4_qat.enabled, which is refused"),
     "policy.inference_only_init": lacks("the policy trains"),
     "*model_config_kwargs": lacks("the model is built as its config.json says"),
-    f"{_POLICY}optimizer_config_kwargs": lacks("of these words optimizer_cpu_offload and optimizer_offload_fraction are translated"),
-    f"{_POLICY}optimizer_config_kwargs.*": lacks("of these words optimizer_cpu_offload and optimizer_offload_fraction are translated"),
+    f"{_POLICY}optimizer_config_kwargs": lacks(_OF_OPTIMIZER),
+    f"{_POLICY}optimizer_config_kwargs.*": lacks(_OF_OPTIMIZER),
     f"{_POLICY}transformer_config_kwargs": lacks(_RECOMPUTE),
     f"{_POLICY}transformer_config_kwargs.*": lacks(_RECOMPUTE),
     f"{_POLICY}hf_export_config.*": Foreign(why=features.FILES),
@@ -319,105 +310,6 @@ DEFAULTS: Sequence[Default] = (
 )
 
 
-def settle(values: Mapping[str, Any], given: Mapping[str, Sequence[str]], *, in_prompts: bool) -> Iterator[Change]:
-    """The loss, the KL and the corrections, each of which SkyRL says with several names; and what its sizes imply."""
-    kind, reduction = (
-        text_of(given, f"{_ALGORITHM}policy_loss_type", "regular"),
-        text_of(given, f"{_ALGORITHM}loss_reduction", "token_mean"),
-    )
-    if "loss_type" not in values:
-        loss = _LOSSES.get((kind, reduction))
-        if loss is None:
-            raise BadValue(
-                f"algorithm.policy_loss_type ({kind}) with algorithm.loss_reduction ({reduction}) is not there. "
-                f"There are: {', '.join(f'{a} with {b}' for a, b in _LOSSES)}"
-            )
-        if kind == "dual_clip":
-            loss = {**loss, "delta": float(text_of(given, f"{_ALGORITHM}clip_ratio_c", "3.0"))}
-        if kind == "cispo":
-            loss = {**loss, "epsilon_high": 1 + float(text_of(given, f"{_ALGORITHM}cispo.cispo_eps_clip_high", "4.0"))}
-        said = ", ".join(f"{name} {value}" for name, value in loss.items())
-        typed = {f"{_ALGORITHM}policy_loss_type", f"{_ALGORITHM}loss_reduction"} & set(given)
-        yield Change(
-            values=loss,
-            note=f"policy_loss_type {kind} with loss_reduction {reduction} is {said} here.",
-            untyped=None if typed else ("algorithm.loss_reduction", reduction),
-        )
-    if "beta" not in values:
-        in_loss, in_reward = is_true(given, f"{_ALGORITHM}use_kl_loss", "true"), is_true(given, f"{_ALGORITHM}use_kl_in_reward", "false")
-        typed = {f"{_ALGORITHM}{name}" for name in ("use_kl_loss", "use_kl_in_reward", "kl_loss_coef")} & set(given)
-        beta = float(text_of(given, f"{_ALGORITHM}kl_loss_coef", "0.001")) if in_loss or in_reward else 0.0
-        yield Change(
-            values={"beta": beta, "kl_in_reward": in_reward and beta > 0},
-            note=f"use_kl_loss ({str(in_loss).lower()}) and kl_loss_coef make beta {beta:g} here.",
-            untyped=None if typed else ("algorithm.kl_loss_coef", f"{beta:g}"),
-        )
-    if is_true(given, f"{_ALGORITHM}use_entropy_loss", "false"):
-        yield Change(values={"entropy_coef": float(text_of(given, f"{_ALGORITHM}entropy_loss_coef", "0.01"))})
-    yield from _correction(given)
-    estimator = text_of(given, f"{_ALGORITHM}advantage_estimator", "grpo")
-    if estimator == "rloo":
-        yield Change(values={"advantage_estimator": "rloo", "scale_rewards": "none"})
-    yield from layout(values, text_of(given, f"{_POLICY}expert_tensor_parallel_size", "none"), shards_norms_by_itself="SkyRL")
-    yield from _steps(values, given, in_prompts)
-    if values.get("tuner_type") == "lora":
-        yield from _lora(values, given)
-    else:
-        yield from idle(given, {f"{_LORA}dropout": "0.0"}, without=f"{_LORA}rank")
-    yield from asked_once(values, eval_temperature=0.0, eval_top_p=1.0, eval_top_k=0, eval_min_p=0.0)
-    if values.get("eval_steps") and not holds_out(values):
-        yield Change(values={"eval_steps": None}, note=f"eval_interval ({values['eval_steps']}) does nothing without data.val_data.")
-
-
-def _steps(values: Mapping[str, Any], given: Mapping[str, Sequence[str]], in_prompts: bool) -> Iterator[Change]:
-    """Its trainer counts train batches (global_step of its RayPPOTrainer); each is several optimizer steps."""
-    rollout = whole(given, "train_batch_size", 1024) * (1 if in_prompts else whole(given, "n_samples_per_prompt", 5))
-    passes = whole(given, "update_epochs_per_batch", 1)
-    per_rollout = max(1, rollout // max(1, whole(given, "policy_mini_batch_size", 256))) * passes
-    yield from in_steps(values, per_rollout, _COUNTED_IN_ROLLOUTS)
-    if "save_steps" not in values:
-        yield Change(values={"save_steps": 10 * per_rollout}, untyped=("ckpt_interval", "10"))
-
-
-def _correction(given: Mapping[str, Sequence[str]]) -> Iterator[Change]:
-    section = f"{_ALGORITHM}off_policy_correction."
-    level = text_of(given, f"{section}tis_ratio_type", "none")
-    if level in ("token", "sequence"):
-        cap = float(text_of(given, f"{section}{level}_tis_ratio_clip_high", "2.0" if level == "token" else "5.0"))
-        yield Change(values={"rollout_importance_sampling_mode": f"{level}_truncate", "rollout_importance_sampling_threshold": cap})
-    elif level not in ("none", "null"):
-        raise BadValue(f"{section}tis_ratio_type ({level}) is not there. It is token or sequence")
-    elif is_true(given, f"{_ALGORITHM}use_tis", "false"):
-        cap = float(text_of(given, f"{_ALGORITHM}tis_imp_ratio_cap", "2.0"))
-        yield Change(values={"rollout_importance_sampling_mode": "token_truncate", "rollout_importance_sampling_threshold": cap})
-    else:
-        yield from idle(given, {f"{_ALGORITHM}tis_imp_ratio_cap": "-1.0"}, without="use_tis")
-
-
-def _lora(values: Mapping[str, Any], given: Mapping[str, Sequence[str]]) -> Iterator[Change]:
-    alpha = float(text_of(given, f"{_LORA}alpha", "16"))
-    typed = f"{_LORA}alpha" in given
-    if "lora_alpha" not in values:
-        yield Change(values={"lora_alpha": alpha}, untyped=None if typed else ("policy.model.lora.alpha", "16"))
-    found: dict[str, Any] = {"lora_dropout": float(text_of(given, f"{_LORA}dropout", "0"))}
-    for name in ("target_modules", "exclude_modules"):
-        words = [part for word in given.get(f"{_LORA}{name}", ()) for part in listed([word]) if part not in ("none", "null")]
-        found |= {name: words} if words else {}
-    yield Change(values={name: value for name, value in found.items() if name not in values})
-    if text_of(given, f"{_POLICY}lora_config.lora_type", "lora") == "lora":
-        yield Change(
-            values={},
-            note="SkyRL's lora_type lora has one matrix A for q, k and v, and one for gate and up; here each has its own, as in PEFT "
-            "and in its canonical_lora.",
-        )
-    if is_true(given, f"{_POLICY}lora_config.merge_lora", "true"):
-        yield Change(
-            values={},
-            note="SkyRL's lora_config.merge_lora true pushes merged weights to vLLM, where bfloat16 rounds most of the first updates away. "
-            "Here it gets the adapter; vllm_enable_lora false pushes merged weights.",
-        )
-
-
 def _dialect(name: str) -> Dialect:
     return Dialect(
         name=name,
@@ -428,7 +320,7 @@ def _dialect(name: str) -> Dialect:
         names=NAMES,
         patterns=PATTERNS,
         defaults=DEFAULTS,
-        settle=partial(settle, in_prompts=name == "skyrl"),
+        settle=settle(in_prompts=name == "skyrl"),
         settings=sizes(
             size("train_batch_size", 1024, "prompts in one rollout"),
             size("policy_mini_batch_size", 256, "prompts (the code) or completions (the guide) in one optimizer step"),

@@ -5,10 +5,12 @@ Source: slime/utils/arguments.py, and what its schedule (dp_schedule.py), its lo
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from megatron_grpo.settings.foreign import Change, Default, Dialect, Foreign, default, kept, lacks, not_there, only, reads, same
+from megatron_grpo.settings.foreign import Change, Default, Dialect, Foreign, default, kept, lacks, not_there, only, only_task, reads, same
 from megatron_grpo.settings.table import BadValue
 from megatron_grpo.sizing.dialects import features, slime_aside
 from megatron_grpo.sizing.dialects.vocabulary import (
@@ -17,6 +19,7 @@ from megatron_grpo.sizing.dialects.vocabulary import (
     asked_once,
     holds_out,
     idle,
+    idle_schedule,
     in_steps,
     is_true,
     layout,
@@ -55,6 +58,22 @@ def _judge(words: Sequence[str], given: Given) -> Mapping[str, Any]:
 
 def _column(words: Sequence[str], given: Given) -> Mapping[str, Any]:
     return {} if list(words) in (["prompt"], ["messages"]) else {"columns": {words[0]: "prompt"}}
+
+
+def _pictures(words: Sequence[str], given: Given) -> Mapping[str, Any]:
+    try:
+        found = dict(json.loads(" ".join(words)))
+    except ValueError:
+        raise BadValue(f'needs a mapping as JSON, such as {{"image": "images"}}, not {" ".join(words)!r}') from None
+    if others := [kind for kind in found if kind != "image"]:
+        raise BadValue(f"({', '.join(others)}): of what models see and hear pictures alone are there")
+    return {} if found.get("image", "images") == "images" else {"columns": {found["image"]: "images"}}
+
+
+def _environment(words: Sequence[str], given: Given) -> Mapping[str, Any]:
+    if re.search(r"OPEN_TRAINING_INT4_FAKE_QAT_FLAG\W+1", " ".join(words)):
+        raise BadValue(f"sets OPEN_TRAINING_INT4_FAKE_QAT_FLAG, with which slime trains as if weights were INT4: {features.QUANTIZED}")
+    return {}
 
 
 def _switch(native: str, value: Any) -> Foreign:
@@ -104,7 +123,8 @@ NAMES: Mapping[str, Foreign] = {
     "rollout_max_prompt_len": same("max_prompt_length"),
     "apply_chat_template": _together("a note: chat prompts are written by the template here, and a string prompt is taken as it stands"),
     "apply_chat_template_kwargs": same("chat_template_kwargs"),
-    "multimodal_keys": lacks("pictures come in the column images, which columns can name otherwise"),
+    "multimodal_keys": reads(_pictures, "`columns`, where pictures are not in images; other kinds than image are refused"),
+    "$RUNTIME_ENV_JSON": reads(_environment, "variables of its ranks: quantisation in training is refused"),
     "eval_prompt_data": reads(_held_out, "`eval_dataset`; of several with names, `eval_datasets`"),
     "eval_interval": same("eval_steps"),
     "eval_config": lacks("held-out sets are named by eval_datasets"),
@@ -158,7 +178,7 @@ NAMES: Mapping[str, Foreign] = {
     "disable_rewards_normalization": lacks("advantages are normalised by advantage_estimator and scale_rewards"),
     "normalize_advantages": lacks("advantages are normalised by advantage_estimator and scale_rewards"),
     "disable_compute_advantages_and_returns": lacks(features.OTHER_TASK),
-    "loss_type": only("policy_loss", features.OTHER_TASK),
+    "loss_type": only_task("policy_loss", features.OTHER_TASK),
     "use_rollout_logprobs": _switch("old_logprobs", "rollout"),
     "use_tis": _CORRECT,
     "tis_clip": _CORRECT,
@@ -185,7 +205,7 @@ NAMES: Mapping[str, Foreign] = {
     "optimizer": only("adam", features.OTHER_OPTIMIZER),
     "attention_dropout": lacks("models are trained without dropout", "0", "0.0"),
     "hidden_dropout": lacks("models are trained without dropout", "0", "0.0"),
-    "accumulate_allreduce_grads_in_fp32": only("true", "gradients are float32"),
+    "accumulate_allreduce_grads_in_fp32": only("true", "main_grads_dtype says in which dtype gradients are summed"),
     "attention_softmax_in_fp32": only("true", "the softmax of attention is float32"),
     "num_virtual_stages_per_pipeline_rank": same("virtual_pipeline_model_parallel_size"),
     "num_layers_per_virtual_pipeline_stage": lacks("virtual_pipeline_model_parallel_size says how many chunks a stage has"),
@@ -226,10 +246,8 @@ DEFAULTS: Sequence[Default] = (
 
 
 def settle(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
-    """What slime makes of several names together."""
-    yield from _sizes(values, given)
-    yield from _loss(values, given)
-    yield from _kl(values, given)
+    """What slime makes of several names together, but for sizes, loss and KL."""
+    yield from idle_schedule(values, given, style="linear")
     if is_true(given, "use_tis", "false"):
         low = float(text_of(given, "tis_clip_low", "0"))
         found = {"rollout_importance_sampling_mode": "token_truncate", "rollout_importance_sampling_min": low or None}
@@ -328,7 +346,7 @@ SLIME = Dialect(
     names=NAMES,
     patterns=slime_aside.PATTERNS,
     defaults=DEFAULTS,
-    settle=settle,
+    settle=(_sizes, _loss, _kl, settle),
     settings=sizes(
         size("rollout_batch_size", None, "prompts in one rollout"),
         size("n_samples_per_prompt", 1, "completions per prompt"),

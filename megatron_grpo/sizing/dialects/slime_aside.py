@@ -37,7 +37,7 @@ NAMES: Mapping[str, Foreign] = {
         *("log_probs_max_tokens_per_gpu", "data_pad_size_multiplier"),
         why=KERNELS,
     ),
-    **aside("use_precision_aware_optimizer", "overlap_cpu_optimizer_d2h_h2d", "train_env_vars", "use_distributed_post", why=MEMORY),
+    **aside("overlap_cpu_optimizer_d2h_h2d", "train_env_vars", "use_distributed_post", why=MEMORY),
     **aside(
         *("num_gpus_per_node", "distributed_backend", "http_proxy", "runtime_env_json", "address", "working_dir", "prefill_num_servers"),
         *("use_fault_tolerance", "rollout_health_check_interval", "rollout_health_check_timeout", "rollout_health_check_first_wait"),

@@ -10,10 +10,34 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_grpo.settings.foreign import Change, Default, Dialect, Foreign, default, kept, lacks, not_there, only, reads, same
+from megatron_grpo.settings.foreign import (
+    OFF,
+    Change,
+    Default,
+    Dialect,
+    Foreign,
+    default,
+    kept,
+    lacks,
+    not_there,
+    only,
+    only_task,
+    reads,
+    same,
+)
 from megatron_grpo.settings.table import BadValue
 from megatron_grpo.sizing.dialects import aside, features, turns
-from megatron_grpo.sizing.dialects.vocabulary import BEST, BUILT_IN_REWARDS, DISPATCHER, TOKEN, holds_out, of_servers, of_the_hub
+from megatron_grpo.sizing.dialects.vocabulary import (
+    BEST,
+    BUILT_IN_REWARDS,
+    DISPATCHER,
+    TOKEN,
+    as_in_training,
+    holds_out,
+    idle_schedule,
+    of_servers,
+    of_the_hub,
+)
 
 _REWARDS = {"accuracy": "math", "format": "format", "cosine": "cosine", "repetition": "repetition", "soft_overlong": "soft_overlong"}
 _ONLY_OURS = tuple(name for name in BUILT_IN_REWARDS if name not in (*_REWARDS, "math"))  # its `math` is another one
@@ -112,10 +136,10 @@ NAMES: Mapping[str, Foreign] = {
     "val_dataset_shuffle": only("false", features.EVALUATION),
     # Asked for, and not there.
     "resume_from_checkpoint": lacks(features.RESUMED_ELSEWHERE),
-    "rlhf_type": only("grpo", features.OTHER_TASK),
-    "task_type": only("causal_lm", features.OTHER_TASK),
+    "rlhf_type": only_task("grpo", features.OTHER_TASK),
+    "task_type": only_task("causal_lm", features.OTHER_TASK),
     "use_vllm": only("true", "sampling is by vLLM alone"),
-    "use_ray": lacks("Ray is not used: ranks are started by torchrun"),
+    "use_ray": Foreign(lacks="Ray is not used: ranks are started by torchrun", off=OFF, is_task=True),
     "adapters": _one_adapter("adapters"),
     "ref_adapters": _one_adapter("ref_adapters"),
     "lora_bias": only("none", features.LORA_BIAS),
@@ -133,10 +157,6 @@ NAMES: Mapping[str, Foreign] = {
     "save_strategy": only("steps", features.EPOCH),
     "ddp_backend": only("nccl", "the backend follows from the machine"),
     "cp_partition_mode": only("zigzag", "context parallelism is zigzag here"),
-    "main_grads_dtype": only("fp32", features.FLOAT32_STATE),
-    "main_params_dtype": only("fp32", features.FLOAT32_STATE),
-    "exp_avg_dtype": only("fp32", features.FLOAT32_STATE),
-    "exp_avg_sq_dtype": only("fp32", features.FLOAT32_STATE),
     "columns": reads(_columns, "`columns`; its query is our prompt"),
     "$MAX_PIXELS": same("max_pixels"),  # set before the command
     "$MIN_PIXELS": same("min_pixels"),
@@ -147,7 +167,7 @@ NAMES: Mapping[str, Foreign] = {
     "label_smoothing": lacks(features.OTHER_TASK, "0", "0.0"),
     **turns.SWIFT,
     "external_plugins": reads(_plugins, "reward_funcs path/to/file.py:function, environment path/to/file.py:Class"),
-    "accumulate_allreduce_grads_in_fp32": only("true", "gradients are float32 here"),
+    "accumulate_allreduce_grads_in_fp32": only("true", "main_grads_dtype says in which dtype gradients are summed"),
     "attention_softmax_in_fp32": only("true", "the softmax of attention is float32 here"),
     **not_there(features.MODULES_TO_SAVE, "modules_to_save"),
     **not_there(features.LORA_TARGETS, "target_parameters"),
@@ -189,7 +209,7 @@ NAMES: Mapping[str, Foreign] = {
     **not_there(
         "a reward model is the reward function reward_model: reward_funcs reward_model, and reward_model its directory", "reward_model"
     ),
-    **not_there(features.STREAMING, "streaming", "cached_dataset", "cached_val_dataset"),
+    **not_there(features.TOKENISED_ELSEWHERE, "cached_dataset", "cached_val_dataset"),
     **not_there(features.RESUMED_ELSEWHERE, "load_args"),
     **not_there(features.RESUMED_ELSEWHERE, "mcore_ref_model"),
     **not_there(features.VERSIONS, "model_revision", "rope_scaling", "new_special_tokens", "model_kwargs"),
@@ -203,7 +223,7 @@ NAMES: Mapping[str, Foreign] = {
     "tuner_backend": only("peft", features.OTHER_ADAPTERS),
     "add_non_thinking_prefix": only("true", "prompts are written by the model's own chat template"),
     "disable_ignore_empty_think": lacks("the loss covers the completion, whole and alone"),
-    "disable_auto_column_mapping": lacks(features.STREAMING),
+    "disable_auto_column_mapping": lacks(features.COLUMNS),
     "load_data_args": lacks(features.RESUMED_ELSEWHERE),
     "moe_layer_recompute": lacks("recompute_granularity selective with recompute_modules moe does it"),
     "skip_megatron_init": lacks("it is for its Ray pipeline, and Ray is not used"),
@@ -248,7 +268,9 @@ DEFAULTS: Sequence[Default] = (
 
 def settle(values: Mapping[str, Any], given: Mapping[str, Sequence[str]]) -> Iterator[Change]:
     """What Megatron-SWIFT makes of several names together."""
-    if "max_steps" in values and "num_train_epochs" in values:
+    if "max_steps" in values and "num_train_epochs" in values and values.get("streaming"):
+        yield Change(values={"num_train_epochs": None}, note="train_iters decides: Megatron-SWIFT does not read epochs with streaming.")
+    elif "max_steps" in values and "num_train_epochs" in values:
         yield Change(
             values={"max_steps": None},
             note=f"num_train_epochs ({values['num_train_epochs']:g}) decides the length of the run: Megatron-SWIFT works train_iters "
@@ -263,14 +285,15 @@ def settle(values: Mapping[str, Any], given: Mapping[str, Sequence[str]]) -> Ite
         yield Change(values={"sequence_parallel": None}, note="sequence_parallel does nothing without tensor parallelism, here as there.")
     yield from of_servers(values, program="swift rollout")
     yield from of_the_hub(values)
-    yield from turns.of_swift(values, given)
+    yield from idle_schedule(values, given, style="cosine")
+    if holds_out(values):  # by the request_config of training
+        yield Change(values=as_in_training(values, 0.9, values.get("num_generations", 8)))
     idle = [name for name in ("no_load_optim", "no_load_rng") if values.get(name)]
     if idle and values.get("finetune", True):
         note = f"{' and '.join(idle)} does nothing unless finetune is false, here as there: a run begins without them anyway."
         yield Change(values=dict.fromkeys(idle), note=note)
     if values.get("interleave_prob") and not values.get("further_datasets"):
         yield Change(values={"interleave_prob": None}, note="interleave_prob does nothing with one dataset, here as there.")
-    yield from _advantages(values)
     yield from _tuner(values)
     mode = values.get("rollout_importance_sampling_mode", "none")
     if mode.startswith("sequence_"):
@@ -331,7 +354,7 @@ def _tuner(values: Mapping[str, Any]) -> Iterator[Change]:
     )
 
 
-def _advantages(values: Mapping[str, Any]) -> Iterator[Change]:
+def _advantages(values: Mapping[str, Any], given: Mapping[str, Sequence[str]]) -> Iterator[Change]:
     """Its reinforce_plus_plus subtracts the group's mean and divides by the std that scale_rewards names; its guide says `batch`."""
     estimator, scale = values.get("advantage_estimator"), values.get("scale_rewards")
     if estimator == "reinforce_plus_plus":
@@ -347,4 +370,4 @@ def _advantages(values: Mapping[str, Any]) -> Iterator[Change]:
         )
 
 
-SWIFT = Dialect(name="swift-megatron", title="Megatron-SWIFT", names=NAMES, defaults=DEFAULTS, settle=settle)
+SWIFT = Dialect(name="swift-megatron", title="Megatron-SWIFT", names=NAMES, defaults=DEFAULTS, settle=(settle, turns.of_swift, _advantages))

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from megatron_grpo.settings.foreign import (
+    OFF,
     SET_ASIDE,
     Change,
     Default,
     Dialect,
     Foreign,
+    Reader,
     default,
     kept,
     lacks,
@@ -26,11 +30,14 @@ from megatron_grpo.sizing.dialects.vocabulary import (
     BUILT_IN_REWARDS,
     NATIVE_SIZES,
     TOKEN,
+    as_in_training,
     holds_out,
     of_servers,
     of_the_hub,
     size,
     sizes,
+    text_of,
+    whole,
 )
 
 ADAPTIVE = ("entropy_coef_min", "entropy_coef_max", "entropy_coef_delta", "entropy_target")
@@ -87,11 +94,45 @@ def _no_limit(words: Sequence[str], given: Mapping[str, Sequence[str]]) -> Mappi
     return {} if words in (["-1"], ["-1.0"]) else {"max_steps": list(words)}
 
 
+def _steps(name: str) -> Reader:
+    def read(words: Sequence[str], given: Mapping[str, Sequence[str]]) -> Mapping[str, Any]:
+        if re.fullmatch(r"0?\.\d+", " ".join(words)):
+            raise BadValue(f"({' '.join(words)}) is a share of the run in TRL, and here a number of optimizer steps. Give that")
+        return {name: list(words)}
+
+    return read
+
+
+def _together(hint: str) -> Foreign:
+    """`settle` reads it with others."""
+    return reads(lambda words, given: {}, hint)
+
+
+def _lowest_lr(values: Mapping[str, Any], given: Mapping[str, Sequence[str]]) -> Iterator[Change]:
+    """lr_scheduler_kwargs of transformers' cosine_with_min_lr, as one mapping or a name each."""
+    words = " ".join(given.get("lr_scheduler_kwargs", ["{}"]))
+    try:
+        found = {} if words.lower() in OFF else dict(json.loads(words))
+    except ValueError:
+        found = dict(word.partition("=")[::2] for word in given["lr_scheduler_kwargs"])
+    prefix = "lr_scheduler_kwargs."
+    found |= {name.removeprefix(prefix): " ".join(word) for name, word in given.items() if name.startswith(prefix)}
+    style = " ".join(given.get("lr_scheduler_type", ["linear"]))
+    if others := [name for name in found if name not in ("min_lr", "min_lr_rate") or style != "cosine_with_min_lr"]:
+        raise BadValue(f"lr_scheduler_kwargs ({', '.join(others)}) of {style}: min_lr and min_lr_rate of cosine_with_min_lr are translated")
+    lr = float(values.get("lr", 1e-6))
+    lowest = float(found["min_lr"]) if found.get("min_lr") else lr * float(found.get("min_lr_rate") or 0)
+    if lowest:
+        yield Change(values={"min_lr": lowest}, note=f"lr_scheduler_kwargs of cosine_with_min_lr: min_lr {lowest:g}.")
+
+
 NAMES: Mapping[str, Foreign] = {
     "warmup_steps": reads(_warmup, "`lr_warmup_iters`; below 1 `lr_warmup_fraction`"),
     "max_steps": reads(_no_limit, "max_steps; leave it out where there is no limit"),
     "scale_rewards": same("scale_rewards", {"true": "group", "false": "none"}),
-    "lr_scheduler_type": same("lr_decay_style", {"constant_with_warmup": "constant"}),
+    "lr_scheduler_type": same("lr_decay_style", {"constant_with_warmup": "constant", "cosine_with_min_lr": "cosine"}),
+    "lr_scheduler_kwargs": _together("`min_lr`, of min_lr or min_lr_rate; other words are refused"),
+    **{name: reads(_steps(name), f"`{name}`; a share of the run is refused") for name in ("save_steps", "eval_steps", "logging_steps")},
     "vllm_max_model_length": same("vllm_max_model_len"),
     "shuffle_dataset": same("dataset_shuffle"),
     "dataset_name": same("dataset"),
@@ -125,17 +166,17 @@ NAMES: Mapping[str, Foreign] = {
     "peft_config": lacks("it is an object of Python: give use_peft and its values as lora_r, lora_alpha, lora_target_modules"),
     "eval_strategy": lacks(features.EPOCH, "no", "steps"),
     "evaluation_strategy": lacks(features.EPOCH, "no", "steps"),
-    "save_strategy": lacks(features.EPOCH, "steps"),
+    "save_strategy": lacks(features.EPOCH, "steps", "no"),
     "optim": lacks(features.OTHER_OPTIMIZER, "adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused"),
     "min_p": same("min_p", {"none": "0"}),
     "repetition_penalty": lacks(features.PENALTY, "1", "1.0"),
     "model_revision": lacks(features.VERSIONS, "main"),
     "model_init_kwargs.trust_remote_code": same("trust_remote_code"),
     "vllm_model_impl": only("vllm", "vLLM's own models sample"),
-    "dataset_config": lacks(features.STREAMING),
+    "dataset_config": lacks(features.SUBSET),
+    "dataset_streaming": same("streaming"),
     "label_smoothing_factor": lacks(features.OTHER_TASK, "0", "0.0"),
     "neftune_noise_alpha": lacks("no noise is added to embeddings"),
-    "lr_scheduler_kwargs": lacks("lr_decay_style with min_lr, lr_warmup_iters and lr_warmup_fraction says all of the schedule"),
     "metric_for_best_model": BEST,
     "resume_from_checkpoint": same("resume", {"true": "auto", "false": "never"}),
     "hub_token": TOKEN,
@@ -147,7 +188,7 @@ NAMES: Mapping[str, Foreign] = {
     **not_there(features.SHARDED_ELSEWHERE, "deepspeed", "fsdp", "fsdp_config", "parallelism_config", "accelerator_config"),
     **not_there("sampling is by vLLM alone", "use_transformers_continuous_batching", "use_transformers_paged", "cache_implementation"),
     **not_there("sampling is by vLLM alone", "transformers_continuous_batching_config"),
-    **not_there(features.STREAMING, "datasets", "dataset_streaming", "streaming"),
+    **not_there("several data sets are the words of dataset, with interleave_prob as their weights", "datasets"),
     **not_there(features.EPOCH, "auto_find_batch_size"),
     **not_there("optimizers are built in", "optim_args", "optim_target_modules"),
     "model_init_kwargs": lacks("the model is read as its config.json says; of these words dtype and trust_remote_code are translated"),
@@ -186,12 +227,15 @@ def settle(values: Mapping[str, Any], given: Mapping[str, Sequence[str]]) -> Ite
     yield from of_servers(values, program="trl vllm-serve")
     if values.get("vllm_mode") == "server" and not values.get("vllm_server_host") and not values.get("vllm_server_base_url"):
         yield Change(values={"vllm_server_host": ["127.0.0.1"]}, untyped=("vllm_server_host", "0.0.0.0"))
-    yield from turns.of_trl(values, given)
+    if holds_out(values):  # by the generation config of training
+        yield Change(values=as_in_training(values, 1.0, whole(given, "num_generations", 8)))
     plays = values.get("environment") or values.get("tools")
     if "max_prompt_length" in values and "truncation_strategy" not in values and not plays:
         yield Change(
             values={"truncation_strategy": "left"}, note="max_prompt_length: TRL cuts longer prompts on the left; so is done here."
         )
+    if text_of(given, "save_strategy", "steps").lower() in ("no", *OFF):
+        yield Change(values={"save_steps": 0}, note="save_strategy no: save_steps 0.")
     off = given.get("eval_strategy", given.get("evaluation_strategy", ["no"])) == ["no"]
     if values.get("eval_steps") and (off or not holds_out(values)):
         why = "eval_strategy is no" if off else "there is no eval_dataset"
@@ -228,7 +272,11 @@ TRL = Dialect(
     implies={"allow_unaligned_generation": True},
     names=NAMES,
     defaults=DEFAULTS,
-    settle=settle,
+    patterns={
+        "gradient_checkpointing_kwargs.*": Foreign(why=features.KERNELS),
+        "lr_scheduler_kwargs.*": _together("`min_lr`"),
+    },
+    settle=(settle, turns.of_trl, _lowest_lr),
     settings=sizes(
         size("per_device_train_batch_size", 8, "completions in one forward on one DP rank"),
         size("gradient_accumulation_steps", 1, "micro-steps in one optimizer step"),

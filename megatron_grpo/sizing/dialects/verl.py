@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megatron_grpo.settings.foreign import Default, Dialect, Foreign, Reader, default, kept, lacks, only, reads, same
+from megatron_grpo.settings.foreign import OFF, Default, Dialect, Foreign, Reader, default, kept, lacks, only, reads, same
 from megatron_grpo.settings.table import TRUE
 from megatron_grpo.sizing.dialects import features, verl_aside
-from megatron_grpo.sizing.dialects.verl_settle import settle
+from megatron_grpo.sizing.dialects.verl_settle import PROCESSOR_CACHES, SETTLE
 from megatron_grpo.sizing.dialects.vocabulary import (
     DATASETS,
     DISPATCHER,
@@ -23,6 +23,7 @@ from megatron_grpo.sizing.dialects.vocabulary import (
     own_rewards,
     size,
     sizes,
+    text_of,
     whole,
 )
 
@@ -56,6 +57,21 @@ def _rank(words: Sequence[str], given: Mapping[str, Sequence[str]]) -> Mapping[s
     return {} if list(words) == ["0"] else {"tuner_type": "lora", "lora_rank": list(words)}
 
 
+def _has_adapter(given: Mapping[str, Sequence[str]]) -> bool:
+    ranks = [text_of(given, name, "0") for name in ("model.lora.rank", "model.lora_rank")]
+    paths = [text_of(given, name, "none").lower() for name in ("model.lora_adapter_path", "model.lora.adapter_path")]
+    return any(rank != "0" for rank in ranks) or any(path not in OFF for path in paths)
+
+
+def _of_adapter(native: str) -> Foreign:
+    """It does nothing without an adapter, there as here."""
+    return reads(lambda words, given: {native: list(words)} if _has_adapter(given) else {}, f"`{native}`, where there is an adapter")
+
+
+def _threshold(words: Sequence[str], given: Mapping[str, Sequence[str]]) -> Mapping[str, Any]:
+    return {} if " ".join(words).lower() in OFF else {"rollout_importance_sampling_threshold": list(words)}
+
+
 def _routers(words: Sequence[str], given: Mapping[str, Sequence[str]]) -> Mapping[str, Any]:
     return {"freeze_parameters_regex": r"\.gate\.weight$"} if words[0].lower() in TRUE else {}
 
@@ -80,6 +96,7 @@ _LOSS = _together("`loss_type`, `importance_sampling_level`, `delta` and `epsilo
 _KL = _together("`beta`, `kl_estimator` and `kl_in_reward`, of all names of the KL")
 _PACKED = _together("`max_tokens_per_micro_batch`, which is `ppo_max_token_len_per_gpu` times the ranks that share a sequence")
 _TOO_LONG = _together("`truncation_strategy`, of both names")
+_ENGINE = _together("`vllm_engine_kwargs`, or the setting that says it (`vllm_max_model_len`)")
 _SOFT = _together("the reward `soft_overlong` beside `reward_funcs`, with `soft_max_length` and `soft_cache_length`")
 
 NAMES: Mapping[str, Foreign] = {
@@ -108,6 +125,7 @@ NAMES: Mapping[str, Foreign] = {
     "truncation": _TOO_LONG,
     "prompt_key": reads(_column("prompt"), "`columns`, where it is not prompt"),
     "image_key": reads(_column("images"), "`columns`, where it is not images"),
+    "gen_batch_size": _together("nothing, where it is `train_batch_size`; another number is refused"),
     "train_max_samples": lacks("all rows of a data set are used", "-1"),
     "val_max_samples": same("eval_num_prompts", {"-1": "none"}),
     "validation_shuffle": lacks(features.EVALUATION),
@@ -154,9 +172,8 @@ NAMES: Mapping[str, Foreign] = {
     "rollout.mtp": lacks(features.MTP),
     "rollout.engine_kwargs.sglang": lacks("sampling is by vLLM alone"),
     "rollout.engine_kwargs.trtllm": lacks("sampling is by vLLM alone"),
-    "rollout.engine_kwargs.vllm": lacks(features.ENGINE_WORDS),
-    "rollout.engine_kwargs.vllm.disable_mm_preprocessor_cache": Foreign(why=features.MEMORY),
-    "rollout.engine_kwargs.vllm.mm_processor_cache_gb": Foreign(why=features.MEMORY),
+    "rollout.engine_kwargs.vllm": _ENGINE,
+    **{f"rollout.engine_kwargs.vllm.{name}": Foreign(why=features.MEMORY) for name in PROCESSOR_CACHES},
     **{
         f"rollout.{name}_parallel_size": lacks("engines are split by tensor parallelism alone", "1")
         for name in ("data", "expert", "pipeline_model")
@@ -204,10 +221,10 @@ NAMES: Mapping[str, Foreign] = {
     # What trains.
     "model.lora.rank": reads(_rank, "`tuner_type` lora and `lora_rank`"),
     "model.lora_rank": reads(_rank, "`tuner_type` lora and `lora_rank`"),
-    "model.lora.alpha": same("lora_alpha"),
-    "model.lora_alpha": same("lora_alpha"),
-    "model.lora.dropout": same("lora_dropout"),
-    "model.lora.dtype": same("lora_dtype"),
+    "model.lora.alpha": _of_adapter("lora_alpha"),
+    "model.lora_alpha": _of_adapter("lora_alpha"),
+    "model.lora.dropout": _of_adapter("lora_dropout"),
+    "model.lora.dtype": _of_adapter("lora_dtype"),
     "model.lora.merge": _together("`vllm_enable_lora`, which is false where it is true"),
     **{
         f"{section}{name}": _together(f"`{name}`, with tuner_type lora")
@@ -254,7 +271,10 @@ NAMES: Mapping[str, Foreign] = {
     f"{_OPTIM}lr_wsd_decay_steps": same("lr_wsd_decay_iters"),
     f"{_OPTIM}zero_indexed_step": Foreign(why="whether the first step counts as 0 or 1 in its schedule: one step of warm-up"),
     f"{_OPTIM}total_training_steps": lacks("the schedule is as long as the run (max_steps, num_train_epochs)", "-1"),
-    **{f"{_OPTIMIZER}{name}": same(name) for name in ("optimizer_cpu_offload", "optimizer_offload_fraction")},
+    **{
+        f"{_OPTIMIZER}{name}": same(name)
+        for name in ("optimizer_cpu_offload", "optimizer_offload_fraction", "use_precision_aware_optimizer")
+    },
     # The mathematics.
     "actor.clip_ratio_low": same("epsilon"),
     "actor.clip_ratio_high": _LOSS,
@@ -288,7 +308,7 @@ NAMES: Mapping[str, Foreign] = {
     "actor.router_replay.replay_file": lacks("what routers chose is not read from files"),
     "actor.load_weight": only("true", "the policy starts from the model's weights"),
     f"{_RIGHT}rollout_is": _together("`rollout_importance_sampling_mode`: token is token_truncate, sequence is sequence_truncate"),
-    f"{_RIGHT}rollout_is_threshold": same("rollout_importance_sampling_threshold"),
+    f"{_RIGHT}rollout_is_threshold": reads(_threshold, "`rollout_importance_sampling_threshold`"),
     f"{_RIGHT}rollout_is_batch_normalize": lacks("the weights of the correction are not normalised"),
     f"{_RIGHT}rollout_rs": lacks("of its corrections rollout_is is translated"),
     f"{_RIGHT}rollout_rs_threshold": lacks("of its corrections rollout_is is translated"),
@@ -297,9 +317,7 @@ NAMES: Mapping[str, Foreign] = {
     # Batches, of which the sizes are a table of their own.
     "actor.use_dynamic_bsz": _PACKED,
     "actor.ppo_max_token_len_per_gpu": _PACKED,
-    "actor.ppo_micro_batch_size": lacks(
-        "verl deprecates it, for it is divided by the data-parallel size: give ppo_micro_batch_size_per_gpu"
-    ),
+    "actor.ppo_micro_batch_size": _together("`micro_batch_size`, which is this over the data-parallel size"),
     # Rewards.
     "custom_reward_function.path": reads(own_rewards("a function with verl's signature"), "nothing; reward_funcs has to be given"),
     "reward_model.enable": lacks("a reward model is the reward function reward_model: reward_funcs reward_model, and its directory"),
@@ -315,6 +333,9 @@ NAMES: Mapping[str, Foreign] = {
     ),
     "reward_manager.source": only("register", "rewards come from reward_funcs"),
     "reward_manager.module.path": reads(own_rewards("a reward manager of verl"), "nothing; reward_funcs has to be given"),
+    # Its trainers that sample on other GPUs, or into a running step.
+    **{f"rollout.{name}": lacks(features.APART, "0") for name in ("nnodes", "n_gpus_per_node", "total_rollout_steps")},
+    **{f"rollout.{name}": lacks(features.APART) for name in ("test_freq", "total_epochs")},
     "val_only": lacks("`megatron-grpo eval` scores a checkpoint"),
     "critic.enable": lacks(features.CRITIC),
     **verl_aside.NAMES,
@@ -346,7 +367,7 @@ VERL = Dialect(
     names=NAMES,
     patterns=verl_aside.PATTERNS,
     defaults=DEFAULTS,
-    settle=settle,
+    settle=SETTLE,
     settings=sizes(
         size("train_batch_size", 1024, "prompts in one rollout"),
         size("ppo_mini_batch_size", 256, "prompts in one optimizer step"),

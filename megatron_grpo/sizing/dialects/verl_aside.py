@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from megatron_grpo.settings.foreign import Foreign, aside, lacks
+from megatron_grpo.settings.foreign import Foreign, aside, lacks, reads
 from megatron_grpo.sizing.dialects import features
 from megatron_grpo.sizing.dialects.features import FILES, KERNELS, LOADING, LOGS, MEMORY
 
@@ -48,6 +48,7 @@ NAMES: Mapping[str, Foreign] = {
                 *(
                     "moe_router_dtype",
                     "overlap_moe_expert_parallel_comm",
+                    "use_flash_attn",
                 ),
             )
         ),
@@ -55,7 +56,6 @@ NAMES: Mapping[str, Foreign] = {
     ),
     **aside(
         *("model.enable_activation_offload", "model.use_shm", "rollout.multi_stage_wake_up", f"{_OPTIMIZER}overlap_cpu_optimizer_d2h_h2d"),
-        f"{_OPTIMIZER}use_precision_aware_optimizer",
         why=MEMORY,
     ),
     **aside(
@@ -120,7 +120,8 @@ PATTERNS: Mapping[str, Foreign] = {
     "rollout.multi_turn.*": Foreign(why="it does nothing without rollout.multi_turn.enable, which is refused"),
     "rollout.engine_kwargs.sglang.*": Foreign(why="vLLM samples"),
     "rollout.engine_kwargs.trtllm.*": Foreign(why="vLLM samples"),
-    "rollout.engine_kwargs.vllm.*": lacks(features.ENGINE_WORDS),
+    "rollout.engine_kwargs.vllm.*": reads(lambda words, given: {}, "`vllm_engine_kwargs`, or the setting that says it"),
+    "async_training.*": Foreign(lacks=features.AHEAD, is_task=True),
     "model.mtp.*": Foreign(why="it does nothing without model.mtp.enable, which is refused"),
     "ref.router_replay.*": Foreign(why="the reference chooses its experts itself"),
     "ref.*": Foreign(why="the reference is the model as it was at the start, cut and packed as the policy is"),

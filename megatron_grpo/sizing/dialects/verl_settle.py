@@ -5,9 +5,23 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from megatron_grpo.settings.foreign import Change
+from megatron_grpo.settings.foreign import Change, OtherTask
 from megatron_grpo.settings.table import BadValue
-from megatron_grpo.sizing.dialects.vocabulary import asked_once, holds_out, idle, in_steps, is_true, layout, listed, text_of, whole
+from megatron_grpo.sizing.dialects import features
+from megatron_grpo.sizing.dialects.vocabulary import (
+    asked_once,
+    holds_out,
+    idle,
+    idle_schedule,
+    in_steps,
+    is_true,
+    layout,
+    listed,
+    of_vllm,
+    soft_overlong,
+    text_of,
+    whole,
+)
 
 Given = Mapping[str, Sequence[str]]
 
@@ -29,21 +43,6 @@ _OF_THE_SCHEDULE = {
     "lr_wsd_decay_iters": "actor.optim.lr_wsd_decay_steps",
 }
 _KL = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
-
-
-def settle(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
-    yield from _loss(values, given)
-    yield from _kl(values, given)
-    yield from _advantages(given)
-    yield from _correction(given)
-    yield from _packing(values, given)
-    yield from _layout(values, given)
-    yield from _data(values, given)
-    yield from _schedule(values, given)
-    if values.get("adapters"):
-        yield Change(values={"tuner_type": "lora"})
-    if values.get("tuner_type") == "lora" or values.get("adapters"):
-        yield from _lora(values, given)
 
 
 def _loss(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
@@ -101,15 +100,17 @@ def _kl(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
     yield Change(values=found, note=f"{name} {kind} with its coefficient is beta {beta:g}, {'in the reward' if in_reward else _KL[kind]}.")
 
 
-def _advantages(given: Given) -> Iterator[Change]:
+def _advantages(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
     name = text_of(given, "algorithm.adv_estimator", "grpo")
+    if name == "gae":
+        raise OtherTask(f"algorithm.adv_estimator (gae): {features.CRITIC}")
     if name not in _ESTIMATORS:
         raise BadValue(f"algorithm.adv_estimator ({name}) is not there. There are: {', '.join(_ESTIMATORS)}")
     if _ESTIMATORS[name]:
         yield Change(values=_ESTIMATORS[name])
 
 
-def _correction(given: Given) -> Iterator[Change]:
+def _correction(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
     level = text_of(given, "algorithm.rollout_correction.rollout_is", "none")
     if level in ("token", "sequence"):
         yield Change(values={"rollout_importance_sampling_mode": f"{level}_truncate"})
@@ -118,6 +119,17 @@ def _correction(given: Given) -> Iterator[Change]:
 
 
 def _packing(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
+    of_all = text_of(given, "actor.ppo_micro_batch_size", "none")
+    if of_all not in ("none", "null"):
+        shared = 1
+        for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"):
+            shared *= values.get(name, 1)
+        ranks = values.get("world_size", 8) // max(1, shared)
+        each = whole(given, "actor.ppo_micro_batch_size", 1) // max(1, ranks)
+        if not each:
+            raise BadValue(f"actor.ppo_micro_batch_size ({of_all}) is divided by the data-parallel size, and {ranks} is more than that")
+        note = f"ppo_micro_batch_size {of_all} is of all {ranks} data-parallel ranks: ppo_micro_batch_size_per_gpu {each}."
+        yield Change(values={"ppo_micro_batch_size_per_gpu": each}, note=note)
     if not is_true(given, "actor.use_dynamic_bsz", "false"):
         return
     tokens = whole(given, "actor.ppo_max_token_len_per_gpu", 16384) * values.get("context_parallel_size", 1)
@@ -162,10 +174,7 @@ def _data(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
     buffer = "reward_model.reward_kwargs.overlong_buffer_cfg."
     if is_true(given, f"{buffer}enable", "false"):
         longest = whole(given, "reward_model.reward_kwargs.max_resp_len", whole(given, "max_response_length", 512))
-        found: dict[str, Any] = {"soft_max_length": longest, "soft_cache_length": whole(given, f"{buffer}len", 0)}
-        if values.get("reward_funcs") and "soft_overlong" not in values["reward_funcs"]:
-            found["reward_funcs"] = [*values["reward_funcs"], "soft_overlong"]
-        yield Change(values=found, note="overlong_buffer_cfg is the reward soft_overlong, beside what reward_funcs names.")
+        yield from soft_overlong(values, longest, whole(given, f"{buffer}len", 0), "overlong_buffer_cfg")
     yield from asked_once(values, eval_temperature=0.0, eval_top_p=1.0, eval_top_k=0)
     if values.get("eval_steps") and not holds_out(values):
         yield Change(values={"eval_steps": None}, note="trainer.test_freq does nothing without data.val_files.")
@@ -173,6 +182,15 @@ def _data(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
 
 def _schedule(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
     """global_steps of its RayPPOTrainer counts rollouts, and its workers move the learning rate once a rollout."""
+    unread = [change for change in idle_schedule(values, given, style="constant")]
+    yield from unread
+    values = {name: value for name, value in values.items() if not any(name in change.values for change in unread)}
+    prompts = whole(given, "gen_batch_size", whole(given, "train_batch_size", 1024))
+    if prompts != whole(given, "train_batch_size", 1024):
+        raise BadValue(
+            f"data.gen_batch_size ({prompts}) is what verl's loader draws for one rollout, in place of train_batch_size "
+            f"({whole(given, 'train_batch_size', 1024)}): give it as train_batch_size, and leave gen_batch_size out"
+        )
     rollouts = whole(given, "train_batch_size", 1024) // max(
         1, whole(given, "actor.ppo_mini_batch_size", whole(given, "ppo_mini_batch_size", 256))
     )
@@ -188,6 +206,10 @@ def _schedule(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
 
 
 def _lora(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
+    if values.get("adapters"):
+        yield Change(values={"tuner_type": "lora"})
+    elif values.get("tuner_type") != "lora":
+        return
     section = "model.lora." if "model.lora.rank" in given else "model."
     found: dict[str, Any] = {}
     for name in ("target_modules", "exclude_modules"):
@@ -205,3 +227,13 @@ def _lora(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
             values={},
             note="verl's lora.type lora has one matrix A for q, k and v, and one for gate and up; here each has its own, as in PEFT.",
         )
+
+
+def _engine(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
+    section = "rollout.engine_kwargs.vllm"
+    yield from of_vllm(values, given, prefix=section, apart=[f"{section}.{name}" for name in PROCESSOR_CACHES])
+
+
+# Words of vLLM's that move where pictures wait.
+PROCESSOR_CACHES = ("disable_mm_preprocessor_cache", "mm_processor_cache_gb")
+SETTLE = (_loss, _kl, _advantages, _correction, _packing, _layout, _data, _schedule, _lora, _engine)

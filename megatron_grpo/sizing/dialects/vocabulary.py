@@ -111,6 +111,59 @@ def own_rewards(what: str) -> Reader:
     return read
 
 
+def idle_schedule(values: Mapping[str, Any], given: Mapping[str, Sequence[str]], *, style: str) -> Iterator[Change]:
+    """Words of a decay that their program does not read with the decay that it has. style: theirs, where nobody names one."""
+    style = values.get("lr_decay_style", style)
+    of = {"lr_decay_iters": style != "constant", "lr_wsd_decay_iters": style == "WSD", "lr_wsd_decay_style": style == "WSD"}
+    if found := [name for name, is_read in of.items() if not is_read and values.get(name) is not None]:
+        note = f"{' and '.join(found)} {'do' if len(found) > 1 else 'does'} nothing with lr_decay_style {style}, here as there."
+        yield Change(values=dict.fromkeys(found), note=note)
+
+
+# EngineArgs of vLLM that are settings here, and mean the same.
+_SAME = ("max_model_len", "max_num_seqs", "enforce_eager", "gpu_memory_utilization", "enable_prefix_caching")
+_OF_THE_ENGINE = {name: f"vllm_{name}" for name in _SAME}
+
+
+def _nested(words: Mapping[str, Any]) -> dict[str, Any]:
+    """a.b=1 as {"a": {"b": 1}}."""
+    found: dict[str, Any] = {}
+    for name, value in words.items():
+        *sections, last = name.split(".")
+        inner = found
+        for section in sections:
+            inner = inner.setdefault(section, {})
+        inner[last] = value
+    return found
+
+
+def of_vllm(values: Mapping[str, Any], given: Mapping[str, Sequence[str]], *, prefix: str, apart: Sequence[str] = ()) -> Iterator[Change]:
+    """Words for vLLM's EngineArgs: one mapping, or a name each behind `prefix`. apart: those that have a row of their own."""
+    import yaml
+
+    flow = re.sub(r"([{,]\s*\w+):(?=\S)", r"\1: ", text_of(given, prefix, "{}"))  # Hydra wants no space there
+    whole_of_it = {} if flow.lower() in OFF else yaml.safe_load(flow)
+    if not isinstance(whole_of_it, dict):
+        raise BadValue(f"{prefix} ({text_of(given, prefix, '')}) needs a mapping, such as {{max_model_len: 4096}}")
+    names = [name for name in given if name.startswith(f"{prefix}.") and name not in apart]
+    words = {**whole_of_it, **{name.removeprefix(f"{prefix}."): yaml.safe_load(" ".join(given[name])) for name in names}}
+    ours = {_OF_THE_ENGINE[name]: value for name, value in words.items() if name in _OF_THE_ENGINE and value is not None}
+    if clash := [name for name, value in ours.items() if values.get(name, value) != value]:
+        raise BadValue(f"{prefix} says {clash[0]} {ours[clash[0]]}, which is {values[clash[0]]} elsewhere. Keep one of them")
+    more = _nested({name: value for name, value in words.items() if name not in _OF_THE_ENGINE and value is not None})
+    if ours or more:
+        note = f"{prefix} is handed to vLLM's EngineArgs: {', '.join([*ours, *(['vllm_engine_kwargs'] if more else [])])}."
+        yield Change(values=ours | ({"vllm_engine_kwargs": {**values.get("vllm_engine_kwargs", {}), **more}} if more else {}), note=note)
+
+
+def soft_overlong(values: Mapping[str, Any], longest: int, buffer: int, name: str) -> Iterator[Change]:
+    """DAPO's punishment of long completions, which is a reward beside the others here. name: theirs."""
+    found: dict[str, Any] = {"soft_max_length": longest, "soft_cache_length": buffer}
+    if values.get("reward_funcs") and "soft_overlong" not in values["reward_funcs"]:
+        found["reward_funcs"] = [*values["reward_funcs"], "soft_overlong"]
+    yield Change(values=found, note=f"{name} is the reward soft_overlong, beside what reward_funcs names.")
+
+
 def in_steps(values: Mapping[str, Any], per_rollout: int, names: Mapping[str, str]) -> Iterator[Change]:
     """Settings that the other system counts in rollouts, and that are optimizer steps here. names: native -> theirs."""
     found = {name: values[name] for name in names if values.get(name)}
@@ -136,8 +189,19 @@ def asked_once(values: Mapping[str, Any], **how: float) -> Iterator[Change]:
             idle = [name for name in cuts if values.get(name)]
             if idle:
                 yield Change(values=dict.fromkeys(idle), note=f"{' and '.join(idle)} does nothing at temperature 0, here as there.")
+            if (values.get("num_generations_eval") or 1) > 1:
+                said = f"{values['num_generations_eval']} greedy answers to a prompt are one answer: num_generations_eval 1."
+                yield Change(values={"num_generations_eval": 1}, note=said)
             found = {name: value for name, value in found.items() if name not in cuts}
         yield Change(values={name: value for name, value in found.items() if name not in values})
+
+
+def as_in_training(values: Mapping[str, Any], temperature: float, group: int) -> Mapping[str, Any]:
+    """How held-out prompts are answered where their program knows one way of sampling. temperature, group: theirs unsaid."""
+    if values.get("eval_temperature") == 0:  # ours, and greedy
+        return {}
+    ours = {"eval_temperature": values.get("temperature", temperature), "num_generations_eval": group}
+    return {name: value for name, value in ours.items() if values.get(name) is None}
 
 
 def layout(values: Mapping[str, Any], expert: str, *, shards_norms_by_itself: str = "") -> Iterator[Change]:

@@ -12,6 +12,8 @@ from megatron_grpo.planning.check import check
 RECIPES = Path(__file__).parents[3] / "docs" / "recipes"
 # file -> (prompts in a rollout, responses, optimizer steps a rollout); None where the paper is silent
 SIZES = {
+    "deepseekmath": (16, 64, 1),
+    "deepseek_r1_zero": (512, 16, 16),
     "dapo": (512, 16, 16),
     "dr_grpo": (128, 8, 8),
     "gspo": (None, None, 4),

@@ -39,6 +39,15 @@ def flags(text: str) -> list[str]:
         ("N=$((1024 * 2))\nrun --a $N --b $(((N + 1) * 3)) --c $((7 / 2))", ["run", "--a", "2048", "--b", "6147", "--c", "3"]),
         ("ray job submit --address=x \\\n -- python3 train.py --a 1", ["python3", "train.py", "--a", "1"]),
         ("run a.b=1 +c.d=2 ++e.f=3", ["run", "a.b=1", "+c.d=2", "++e.f=3"]),
+        ("uv run --isolated --extra fsdp --with a -m b.main c.d=1", ["-m", "b.main", "c.d=1"]),
+        ("uv run torchrun --nproc_per_node 2 t.py --a 1", ["t.py", "--a", "1"]),
+        (
+            'A=1 srun --overlap --nodes=1 -w "$NODE_0" apptainer run --nv i.sif python3 -m v.main c.d=1',
+            ["python3", "-m", "v.main", "c.d=1"],
+        ),
+        ("python3 train.py --a 1\npkill -9 ray\nray stop --force", ["python3", "train.py", "--a", "1"]),
+        ("M=org/Big-7B\nrun --a $(basename $M) --b ${M,,} --c $(dirname /x/y)", ["run", "--a", "Big-7B", "--b", "org/big-7b", "--c", "/x"]),
+        ("$PYTHON_OF_NOBODY -m v.main --a 1", ["\x01$PYTHON_OF_NOBODY", "-m", "v.main", "--a", "1"]),
     ],
 )
 def test_words_are_those_of_a_shell(text, words):
@@ -125,3 +134,51 @@ def test_the_command_that_trains_is_read_and_the_other_one_named(tmp_path):
     parsed = parse(["--config", str(script), "--dialect", "swift"], dialects=DIALECTS)
     assert not parsed.problems and parsed.config.model.model == "/b" and parsed.config.run.seed == 42
     assert parsed.notes == ["both.sh: the flags of its last command are read, not those of swift rollout."]
+
+
+@pytest.mark.parametrize("call", ["bash examples/base.sh", "./examples/base.sh", "uv run bash examples/base.sh"])
+def test_a_script_that_starts_another_one_is_that_one_with_its_own_words_last(tmp_path, call):
+    """They were read as the whole run, and all that the other script says was left out."""
+    (tmp_path / "examples" / "more").mkdir(parents=True)
+    (tmp_path / "examples" / "base.sh").write_text('SEED=$1\nshift\npython3 t.py --seed $SEED --lr 0.5 --micro_batch_size 2 \\\n  "$@"\n')
+    script = tmp_path / "examples" / "more" / "run.sh"  # its paths are from where it is started: two folders above it
+    script.write_text(f'{call} 7 \\\n  --lr 0.25 "$@"\n')
+    parsed = parse(["--config", str(script)])
+    assert not parsed.problems
+    cfg = parsed.config
+    assert (cfg.run.seed, cfg.optimizer.lr, cfg.batch.micro_batch_size) == (7, 0.25, 2)
+    assert parsed.repeated == ["lr stands twice in run.sh: the last is used."]
+    script.write_text("bash nowhere.sh --lr 0.25")
+    assert "run.sh: it starts nowhere.sh, which is not there" in parse(["--config", str(script)]).problems[0].message
+    script.write_text("bash run.sh --lr 0.25")
+    assert "it starts run.sh, which is not there" in parse(["--config", str(script)]).problems[0].message  # itself, without end
+
+
+def test_a_file_that_a_script_names_as_config_is_read_before_its_words(tmp_path):
+    (tmp_path / "values.yaml").write_text("lr: 0.5\nseed: 7\n")
+    script = tmp_path / "run.sh"
+    script.write_text("accelerate launch --config_file zero3.yaml t.py --config values.yaml --seed 8")
+    parsed = parse(["--config", str(script)])
+    assert not parsed.problems and (parsed.config.optimizer.lr, parsed.config.run.seed) == (0.5, 8)
+    script.write_text("t.py --config nowhere.yaml --seed 8")
+    assert "config nowhere.yaml is not there" in parse(["--config", str(script)]).problems[0].message
+
+
+def test_a_script_without_a_flag_is_no_run_of_defaults(tmp_path):
+    script = tmp_path / "run.sh"
+    script.write_text("echo nothing\ncd /tmp\n")
+    assert [problem.message for problem in parse(["--config", str(script)]).problems] == [
+        "run.sh starts nothing with flags that could be read here."
+    ]
+
+
+def test_a_name_of_a_run_that_cannot_be_known_is_left_out(tmp_path):
+    script = tmp_path / "run.sh"
+    script.write_text("run --run_name a-$(date +%s) --lr 0.5 --seed $(x) --model $NOWHERE_7")
+    parsed = parse(["--config", str(script)])
+    assert parsed.config.run.run_name is None and parsed.notes == [
+        "run.sh: run_name a-$(date +%s) cannot be known from the script, and is left out."
+    ]
+    assert [problem.message for problem in parsed.problems] == [
+        "run.sh: seed $(x), model $NOWHERE_7 cannot be known from the script. Give them on the command line."
+    ]

@@ -95,7 +95,11 @@ def test_a_default_of_theirs_that_is_not_ours_is_used(system):
 def test_what_is_refused_is_refused_in_the_words_of_its_row_and_what_is_set_aside_is_listed(system):
     dialect = DIALECTS[system]
     rows = {name: dialect.row(name)[1] for name, *_ in arguments.rows(system) if dialect.size(name) is None}
-    spoken = {name: row for name, row in rows.items() if row is not None and not (row.native or row.read)}
+    tasks = {name for name, row in rows.items() if row is not None and row.is_task}  # of which nothing else is said
+    spoken = {name: row for name, row in rows.items() if row is not None and not (row.native or row.read) and name not in tasks}
+    for name in tasks:
+        alone = parse(["--dialect", system, f"--{name}=something-else", "--lr", "x"], dialects=DIALECTS)
+        assert [problem.message for problem in alone.problems] == [f"{name} (something-else): {rows[name].lacks}."]
     parsed = parse(["--dialect", system, *(f"--{name}=something-else" for name in spoken)], dialects=DIALECTS)
     messages = "\n".join(problem.message for problem in parsed.problems)
     for name, row in spoken.items():

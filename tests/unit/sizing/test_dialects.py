@@ -145,7 +145,7 @@ def test_the_table_of_defaults_is_true(dialect):
         ("skyrl", "trainer.fully_async.enabled=true", "not pushed into running requests"),
         ("skyrl", "generator.max_turns=4", "multi-turn"),
         ("skyrl", "environment.env_class=gsm8k", "rewards come from reward_funcs"),
-        ("skyrl", "trainer.strategy=fsdp2", "Megatron shards"),
+        ("skyrl", "trainer.strategy=deepspeed", "trainer.strategy (deepspeed) is not there. There are: megatron, fsdp, fsdp2"),
     ],
 )  # fmt: skip
 def test_what_is_not_there_is_refused_by_name_and_feature(dialect, words, said):

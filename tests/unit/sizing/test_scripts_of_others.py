@@ -139,9 +139,52 @@ TRL = {
     "grpo_vlm, its reward": ("--reward_funcs think_format_reward accuracy_reward", "(think_format_reward) is a reward function of TRL"),
 }  # fmt: skip
 
+# examples of SkyRL: dp = ranks / (tp x pp x cp) with megatron, ranks / sequence_parallel_size with fsdp; both batches are counted in
+# prompts and multiplied by n_samples_per_prompt (skyrl/train/utils/utils.py, validate_batch_sizes, lines 85 to 128).
+PROMPTS = "trainer.train_batch_size={train} trainer.policy_mini_batch_size={mini} generator.n_samples_per_prompt={n} "
+EACH, GPUS = "trainer.micro_train_batch_size_per_gpu=", "trainer.placement.policy_num_gpus_per_node="
+FULL, MEGATRON = "trainer.strategy=fsdp ", "trainer.strategy=megatron trainer.policy.megatron_config."
+SKYRL = {
+    "gsm8k/run_gsm8k": (PROMPTS.format(train=1024, mini=256, n=5) + f"{FULL}{EACH}64 {GPUS}4", (4, 4, 64, 1280, 5120, 5)),
+    "gspo/run_gspo_gsm8k": (PROMPTS.format(train=1024, mini=256, n=5) + f"{FULL}{EACH}16 {GPUS}4 trainer.algorithm.policy_loss_type=gspo "
+                            "trainer.algorithm.loss_reduction=sequence_mean", (4, 4, 16, 1280, 5120, 5)),
+    "gsm8k/run_32b_gsm8k": (PROMPTS.format(train=32, mini=32, n=4) + f"{FULL}{EACH}8 {GPUS}16", (16, 16, 8, 128, 128, 4)),
+    "dapo, Ulysses": (PROMPTS.format(train=512, mini=32, n=16) + f"{FULL}{EACH}8 {GPUS}8 trainer.policy.sequence_parallel_size=4",
+                      (8, 2, 8, 512, 8192, 16)),
+    "megatron/run_megatron": (PROMPTS.format(train=128, mini=64, n=5) + f"{EACH}4 {GPUS}4 {MEGATRON}tensor_model_parallel_size=2 "
+                              "trainer.policy.megatron_config.pipeline_model_parallel_size=2", (4, 1, 4, 320, 640, 5)),
+    "megatron/run_megatron_dapo_qwen3_30b_a3b": (
+        PROMPTS.format(train=512, mini=32, n=16) + f"{EACH}2 {GPUS}8 trainer.placement.policy_num_nodes=2 "
+        f"{MEGATRON}tensor_model_parallel_size=4 trainer.policy.megatron_config.expert_model_parallel_size=8 "
+        "trainer.policy.megatron_config.expert_tensor_parallel_size=1 generator.inference_engine.engine_init_kwargs.max_model_len=12000 "
+        "trainer.algorithm.overlong_buffer_len=512 trainer.algorithm.overlong_buffer_penalty_factor=1.0 --reward_funcs math",
+        (16, 4, 2, 512, 8192, 16)),
+    "clip_cov": ("trainer.algorithm.policy_loss_type=clip_cov", "(clip_cov) with algorithm.loss_reduction (token_mean) is not there"),
+    "fully_async": ("trainer.fully_async.enabled=true", "weights are not pushed into running requests"),
+}  # fmt: skip
+# More of verl: examples/tuning and verl/experimental.
+VERL |= {
+    # actor.ppo_micro_batch_size //= ranks / ulysses (fsdp_workers.py:249), or the data-parallel size (megatron_workers.py:357)
+    "tuning/70b/qwen2-72b_grpo-lora_8_h100": (
+        SCRIPT.format(mini=176, train=176, n=5) + f"{ACTOR}ppo_micro_batch_size=176 {ACTOR}ulysses_sequence_parallel_size=2 "
+        "trainer.n_gpus_per_node=8", (8, 4, 44, 880, 880, 5)),
+    "tuning/32b/qwen2_32B_grpo_8_h20_megatron": (SCRIPT.format(mini=256, train=512, n=5) + f"{MICRO}1 trainer.n_gpus_per_node=8 "
+                                                 f"{ACTOR}megatron.tensor_model_parallel_size=8", (8, 1, 1, 1280, 2560, 5)),
+    "router_replay/run_qwen30_a3b_megatron": (
+        SCRIPT.format(mini=8, train=8, n=8) + f"{MICRO}1 {ACTOR}megatron.tensor_model_parallel_size=2 "
+        f"{ACTOR}megatron.expert_model_parallel_size=8 {ACTOR}megatron.expert_tensor_parallel_size=1", (8, 4, 1, 64, 64, 8)),
+    "special_npu/run_qwen2_5_05b_grpo": (
+        SCRIPT.format(mini=8, train=16, n=2) + f"{MICRO}1 data.gen_batch_size=16 actor_rollout_ref.model.lora.rank=0 "
+        "actor_rollout_ref.model.lora.alpha=0 actor_rollout_ref.actor.optim.lr_decay_steps=100 "
+        "algorithm.rollout_correction.rollout_is_threshold=null "
+        "+actor_rollout_ref.rollout.engine_kwargs.vllm.compilation_config.cudagraph_mode=FULL_AND_PIECEWISE", (8, 8, 1, 16, 32, 2)),
+    "ppo_trainer": ("algorithm.adv_estimator=gae critic.enable=True actor_rollout_ref.rollout.n=1", "there is no critic"),
+    "fully_async": ("async_training.partial_rollout=True data.train_batch_size=0 rollout.nnodes=2", "weights are not pushed into running"),
+    "one_step_off": ("rollout.nnodes=1 rollout.n_gpus_per_node=2", "rollouts on GPUs of their own are vllm_mode server"),
+}  # fmt: skip
 CASES = [
     pytest.param(dialect, words, outcome, id=f"{dialect}-{name}")
-    for dialect, scripts in (("swift", SWIFT), ("verl", VERL), ("slime", SLIME), ("trl", TRL))
+    for dialect, scripts in (("swift", SWIFT), ("verl", VERL), ("slime", SLIME), ("skyrl", SKYRL), ("trl", TRL))
     for name, (words, outcome) in scripts.items()
 ]
 
@@ -212,6 +255,20 @@ def test_a_script_has_the_sizes_of_its_own_program_or_is_refused_by_one_feature(
          dict(max_steps=200, save_steps=40)),
         ("slime", f"{DYNAMIC} 4608 --context-parallel-size 2 --micro-batch-size 4", dict(max_tokens_per_micro_batch=9216)),
         ("slime", "", dict(seed=1234, lr_decay_style="linear", dataset_shuffle=False, adam_beta2=0.999)),
+        ("slime", '--multimodal-keys {"image":"pictures"}', dict(columns={"pictures": "images"})),
+        ("trl", "--lr_scheduler_type cosine_with_min_lr --learning_rate 2e-5 --lr_scheduler_kwargs.min_lr_rate 0.5",
+         dict(lr_decay_style="cosine", min_lr=1e-5)),
+        ("trl", "--save_strategy no", dict(save_steps=0)),
+        # engine words of vLLM
+        ("verl", "actor_rollout_ref.rollout.engine_kwargs.vllm={max_model_len:4096,disable_custom_all_reduce:true}",
+         dict(vllm_max_model_len=4096, vllm_engine_kwargs={"disable_custom_all_reduce": True})),
+        ("skyrl", "generator.inference_engine.engine_init_kwargs.compilation_config.cudagraph_mode=NONE",
+         dict(vllm_engine_kwargs={"compilation_config": {"cudagraph_mode": "NONE"}})),
+        # evaluation: by the sampling of training (TRL _generate, Megatron-SWIFT request_config), or greedy and then once
+        ("trl", "--eval_dataset a.jsonl --temperature 0.7 --num_generations 4", dict(eval_temperature=0.7, num_generations_eval=4)),
+        ("trl", "--eval_dataset a.jsonl --num_generations_eval 2", dict(eval_temperature=1.0, num_generations_eval=2)),
+        ("swift", "--val_dataset a.jsonl", dict(eval_temperature=0.9, num_generations_eval=8)),
+        ("skyrl", "data.val_data=a.jsonl generator.eval_n_samples_per_prompt=32", dict(eval_temperature=0.0, num_generations_eval=1)),
         # SkyRL: global_step of skyrl/train/trainer.py counts train batches
         ("skyrl", "trainer.max_training_steps=10 trainer.ckpt_interval=5", dict(max_steps=40, save_steps=20)),
     ],
@@ -230,8 +287,15 @@ def test_what_a_name_means_there_happens_here(dialect, words, values):
     [
         ("verl", f"{ACTOR}policy_loss.loss_mode=clip_cov", "loss_mode (clip_cov) is not there. There are: vanilla, gspo, sapo, cispo"),
         ("verl", f"{ACTOR}policy_loss.loss_mode=cispo", "Use clip_ratio_low 1 and loss_agg_mode token-mean"),
-        ("verl", "algorithm.adv_estimator=gae", "adv_estimator (gae) is not there"),
-        ("verl", f"{ACTOR}ppo_micro_batch_size=64", "give ppo_micro_batch_size_per_gpu"),
+        ("verl", "algorithm.adv_estimator=gae", "adv_estimator (gae): there is no critic"),
+        ("verl", f"{ACTOR}ppo_micro_batch_size=4", "divided by the data-parallel size, and 8 is more than that"),
+        ("verl", "data.gen_batch_size=2048", "give it as train_batch_size, and leave gen_batch_size out"),
+        ("skyrl", "generator.max_input_length=1024", "In one turn they are one number, in SkyRL too"),
+        ("skyrl", "trainer.policy.sequence_parallel_size=2 trainer.strategy=megatron", "with FSDP alone, in SkyRL too"),
+        ("skyrl", "generator.eval_sampling_params.stop=['a']", "differs from sampling_params.stop"),
+        ("slime", '--multimodal-keys {"audio":"sound"}', "(audio): of what models see and hear pictures alone"),
+        ("trl", "--save_steps 0.05", "save_steps (0.05) is a share of the run in TRL"),
+        ("trl", '--lr_scheduler_kwargs {"num_cycles":2}', "lr_scheduler_kwargs (num_cycles) of linear"),
         ("verl", f"{ACTOR}some_new_name=1", "Nor is it a verl name that is known here"),
         ("slime", "--advantage-estimator ppo", "advantage_estimator (ppo) is not there"),
         ("slime", "--rollout-batch-size 32 --n-samples-per-prompt 8 --num-steps-per-rollout 3", "num_steps_per_rollout (3) does not "
@@ -254,3 +318,45 @@ def test_a_secret_is_not_repeated(capsys):
     main(["plan", "--dialect", "slime", "--rollout-batch-size", "8", "--n-samples-per-prompt", "8", "--wandb-key", "s3cr3t"])
     said = capsys.readouterr()
     assert "wandb_key" in said.out and "s3cr3t" not in said.out + said.err
+
+
+@pytest.mark.parametrize(
+    ("dialect", "words"),
+    [
+        ("swift", "--rlhf_type dpo --loss_type sigmoid --rpo_alpha 0.1 --global_batch_size 4 --moe_aux_loss_coeff 1e-3"),
+        ("swift", "--use_ray true --group_name x"),
+        ("slime", "--loss-type sft_loss --n-samples-per-prompt 1 --no-such-name 3"),
+        ("verl", "algorithm.adv_estimator=gae data.truncation=middle actor_rollout_ref.rollout.n=1"),
+    ],
+)
+def test_what_is_another_task_is_said_alone(dialect, words):
+    with pytest.raises(ConfigError) as error:
+        check(["--dialect", dialect, *words.split()])
+    assert len(error.value.problems) == 1
+
+
+def test_names_that_are_read_together_are_refused_together():
+    """Each used to hide the next: one refusal a run."""
+    words = ["--dialect", "verl", f"{ACTOR}policy_loss.loss_mode=clip_cov", "algorithm.adv_estimator=remax", "data.truncation=middle"]
+    with pytest.raises(ConfigError) as error:
+        check([*words, "actor_rollout_ref.rollout.n=2"])
+    assert len(error.value.problems) == 3
+
+
+def test_names_that_nobody_knows_are_one_sentence(capsys):
+    with pytest.raises(ConfigError) as error:
+        check(["--dialect", "skyrl", "harbor.zzqa=1", "harbor.zzqb=2"])
+    (problem,) = error.value.problems
+    assert problem.message.startswith("harbor.zzqa, harbor.zzqb are neither settings nor SkyRL names")
+
+
+def test_a_script_that_trains_quantised_by_a_variable_is_refused(tmp_path):
+    script = tmp_path / "run.sh"
+    script.write_text(
+        """RUNTIME_ENV_JSON="{ \\"env_vars\\": { \\"OPEN_TRAINING_INT4_FAKE_QAT_FLAG\\": \\"1\\" } }"
+ray job submit --runtime-env-json="${RUNTIME_ENV_JSON}" -- python3 train.py --rollout-batch-size 2 --n-samples-per-prompt 4 --rm-type math
+"""
+    )
+    with pytest.raises(ConfigError) as error:
+        check(["--dialect", "slime", "--config", str(script)])
+    assert any("OPEN_TRAINING_INT4_FAKE_QAT_FLAG" in problem.message for problem in error.value.problems)

@@ -1,0 +1,314 @@
+"""A data set that is read as the run goes: its order, its places, and what is said of rows that come late."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+
+from megatron_grpo.data.prompts import open_stream
+from megatron_grpo.data.reading import open_sets
+from megatron_grpo.data.streamed import MOST_MARKS, REMEMBERED, StreamedPrompts, open_prompts, rows_to_look_at
+from megatron_grpo.errors import ConfigError, RowsError, RunError
+from megatron_grpo.settings.config import DataConfig
+
+ROWS = [{"prompt": chr(97 + n % 26) * (1 + n % 5), "answer": n} for n in range(23)]
+
+
+class Letters:
+    """A tokenizer: a letter is a token."""
+
+    chat_template = None
+
+    def __call__(self, text: str) -> dict[str, list[int]]:
+        return {"input_ids": [ord(letter) for letter in text]}
+
+
+def write(path: Path, rows=ROWS) -> str:
+    if path.suffix == ".parquet":
+        import pyarrow
+        from pyarrow import parquet
+
+        parquet.write_table(pyarrow.Table.from_pylist(rows), path, row_group_size=5)
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def config(dataset: str, block: int = 4, **settings) -> DataConfig:
+    return DataConfig(**{"dataset": dataset, "streaming": True, "shuffle_buffer_size": block, "max_prompt_length": 5} | settings)
+
+
+def opened(dataset: str, block: int = 4, *, seed: int = 7, **settings) -> StreamedPrompts:
+    stream = open_prompts(config(dataset, block, **settings), Letters(), seed=seed)
+    assert isinstance(stream, StreamedPrompts)
+    return stream
+
+
+def answers(prompts) -> list[int]:
+    return [prompt.columns["answer"] for prompt in prompts]
+
+
+# ---- order
+
+
+@pytest.mark.parametrize("shuffles", [True, False])
+def test_a_data_set_of_one_block_is_trained_on_as_without_streaming(tmp_path, shuffles):
+    path = write(tmp_path / "a.jsonl")
+    whole = open_stream(DataConfig(dataset=path, dataset_shuffle=shuffles), Letters(), seed=7)
+    assert opened(path, block=50, dataset_shuffle=shuffles).take(70) == whole.take(70)
+    assert opened(path, block=23, dataset_shuffle=shuffles).take(70) == open_stream(
+        DataConfig(dataset=path, dataset_shuffle=shuffles), Letters(), seed=7
+    ).take(70), "also where the file ends with the block"
+
+
+def test_each_block_is_an_order_of_its_rows_and_each_epoch_has_other_ones(tmp_path):
+    found = opened(write(tmp_path / "a.jsonl")).take(46)
+    assert [prompt.number for prompt in found] == list(range(46)) and [prompt.row for prompt in found] == answers(found)
+    first, second = answers(found)[:23], answers(found)[23:]
+    for epoch in (first, second):
+        blocks = [epoch[begin : begin + 4] for begin in range(0, 23, 4)]
+        assert [sorted(block) for block in blocks] == [list(range(begin, min(begin + 4, 23))) for begin in range(0, 23, 4)]
+        assert len({tuple(one - block[0] for one in block) for block in blocks}) > 1, "blocks do not share one order"
+    assert first != second
+    assert answers(opened(write(tmp_path / "a.jsonl"), dataset_shuffle=False).take(46)) == [*range(23), *range(23)]
+
+
+@pytest.fixture
+def kinds(tmp_path):
+    """The same rows in every form that is read."""
+    import datasets
+
+    (tmp_path / "several").mkdir()
+    write(tmp_path / "several" / "train-0.jsonl", ROWS[:9])
+    write(tmp_path / "several" / "train-1.parquet", ROWS[9:])
+    datasets.Dataset.from_list(ROWS).save_to_disk(str(tmp_path / "saved"))
+    found = {name: write(tmp_path / f"a.{name}") for name in ("jsonl", "json", "parquet")}
+    return {**found, "several": str(tmp_path / "several"), "saved": str(tmp_path / "saved")}
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "json", "parquet", "several", "saved"])
+def test_rows_of_every_form_come_from_every_place_as_from_the_beginning(kinds, kind):
+    source = open_sets(config(kinds[kind]), [kinds[kind]], "dataset")
+    read = list(source(None))
+    assert [one.row for one in read] == ROWS
+    for place in range(len(read)):
+        behind = json.loads(json.dumps(read[place].after))
+        assert list(source(behind)) == read[place + 1 :]
+
+
+def test_the_hub_is_read_from_every_place(kinds, monkeypatch):
+    import datasets
+
+    from megatron_grpo.data import reading
+
+    def from_hub(dataset, split, flag, *, streaming):
+        assert (dataset, split, flag, streaming) == ("owner/name", "train", "dataset", True)
+        return datasets.load_dataset("parquet", data_files=kinds["parquet"], split="train", streaming=True)
+
+    monkeypatch.setattr(reading, "from_hub", from_hub)
+    source = open_sets(config("owner/name"), ["owner/name"], "dataset")
+    read = list(source(None))
+    assert [one.row for one in read] == ROWS and read[6].stands == "owner/name row 6"
+    for place in (0, 4, 11, 22):
+        behind = source(json.loads(json.dumps(read[place].after)))
+        assert [one[1:] for one in behind] == [one[1:] for one in read[place + 1 :]]
+
+
+def test_a_number_of_rows_and_other_names_of_columns(tmp_path):
+    path = write(tmp_path / "a.jsonl")
+    found = opened(f"{path}#30", dataset_shuffle=False, columns={"answer": "solution"}).take(40)
+    assert [prompt.columns["solution"] for prompt in found] == [*range(23), *range(7), *range(10)]
+    assert answers(opened(f"{path}#6", dataset_shuffle=False).take(13)) == [*range(6), *range(6), 0]
+    with pytest.raises(ConfigError, match="the first row of dataset has no solution"):
+        opened(path, columns={"solution": "x"})
+
+
+def mixture(tmp_path: Path, **settings) -> DataConfig:
+    a, b = write(tmp_path / "a.jsonl"), write(tmp_path / "b.jsonl", [{"prompt": "b", "answer": 100 + n} for n in range(7)])
+    return config(a, further_datasets=[b], **settings)
+
+
+@pytest.mark.parametrize("weights", [[], [3.0, 1.0], [1.0, 1.0]])
+@pytest.mark.parametrize("ends", ["first_exhausted", "all_exhausted"])
+def test_sets_are_mixed_as_without_streaming_to_within_a_row_where_an_epoch_ends(tmp_path, weights, ends):
+    cfg = mixture(tmp_path, interleave_prob=weights, stopping_strategy=ends, dataset_shuffle=False)
+    whole = open_stream(cfg, Letters(), seed=0)
+    source = open_sets(cfg, [cfg.dataset, *cfg.further_datasets], "dataset")
+    read = list(source(None))
+    assert abs(len(read) - len(whole)) <= (1 if weights else 0)
+    both = min(len(read), len(whole))
+    assert [one.row["answer"] for one in read][:both] == answers(whole.take(both))
+    for place in range(len(read)):
+        assert list(source(json.loads(json.dumps(read[place].after)))) == read[place + 1 :]
+
+
+# ---- going on
+
+
+def test_a_run_goes_on_from_every_place_with_the_prompts_that_were_left(tmp_path):
+    path = write(tmp_path / "a.jsonl")
+    whole = opened(path).take(80)
+    for taken in (0, 1, 3, 4, 5, 22, 23, 24, 46, 50):
+        before = opened(path)
+        before.take(taken + 9)
+        before.give_back(9)
+        state = json.loads(json.dumps(before.state()))
+        assert before.take(30) == whole[taken : taken + 30], "given back across blocks"
+        after = opened(path)
+        after.restore(state)
+        assert after.take(30) == whole[taken : taken + 30]
+        assert [after.row_of(number) for number in range(80 if taken > 40 else 30)] == [one.row for one in whole][
+            : 80 if taken > 40 else 30
+        ]
+
+
+def test_rows_older_than_the_places_that_a_checkpoint_holds_are_found_again(tmp_path):
+    path = write(tmp_path / "a.jsonl", [{"prompt": "p", "answer": n} for n in range(60)])
+    before = opened(path, block=1)
+    rows = [prompt.row for prompt in before.take(50)]
+    state = before.state()
+    assert len(state["marks"]) == REMEMBERED + 1
+    after = opened(path, block=1)
+    after.restore(state)
+    assert [after.row_of(number) for number in range(50)] == rows
+
+
+def test_a_process_remembers_so_many_places_and_finds_the_others_again(tmp_path):
+    stream = opened(write(tmp_path / "a.jsonl", [{"prompt": "p", "answer": n} for n in range(MOST_MARKS + 200)]), block=1)
+    stream.take(MOST_MARKS + 150)
+    assert len(stream._marks) == MOST_MARKS + 2
+    assert [stream.row_of(number) for number in (0, 1, 100, 149, 200)] == [0, 1, 100, 149, 200]
+
+
+def test_no_more_is_read_than_is_asked_for_and_no_more_held_than_is_taken_from(tmp_path):
+    path = write(tmp_path / "a.jsonl", ROWS * 20)
+    stream = opened(path)
+    for _ in range(60):
+        stream.take(7)
+        assert len(stream._held) <= 4, "those of seven prompts, and the one before"
+    assert stream._marks[-1].end < stream.taken + 4
+
+
+def test_another_order_is_not_gone_on_with(tmp_path):
+    path = write(tmp_path / "a.jsonl")
+    state = opened(path).state()
+    whole = open_stream(DataConfig(dataset=path), Letters(), seed=7)
+    for other, flag in ((opened(path, seed=8), "seed"), (opened(path, dataset_shuffle=False), "dataset_shuffle"),
+                        (opened(path, block=5), "shuffle_buffer_size"), (whole, "streaming")):  # fmt: skip
+        assert [problem.flags for problem in other.problems_with(state)] == [(flag,)]
+    assert [problem.flags for problem in opened(path).problems_with(whole.state())] == [("streaming",)]
+
+
+def test_rows_behind_the_place_may_be_mended_and_those_at_it_may_not(tmp_path):
+    path = write(tmp_path / "a.jsonl", [*ROWS[:10], {"no": "prompt"}])
+    before = opened(path)
+    before.take(6)
+    state = before.state()
+    write(tmp_path / "a.jsonl")
+    after = opened(path)
+    after.restore(state)
+    assert sorted(answers(after.take(17))) == sorted({*range(23)} - set(answers(opened(path).take(6))))
+    write(tmp_path / "a.jsonl", [*ROWS[:5], {"prompt": "x", "answer": 5}, *ROWS[6:]])
+    [problem] = opened(path).problems_with(state)
+    assert "Rows 4 to 7 of the data set are not what they were" in problem.message
+    with pytest.raises(ConfigError, match="Rows 4 to 7"):
+        opened(path).restore(state)
+
+
+def test_rows_that_change_under_a_run_end_it(tmp_path):
+    path = write(tmp_path / "a.jsonl")
+    stream = opened(path)
+    for _ in range(5):
+        stream.take(4)
+    write(tmp_path / "a.jsonl", [{"prompt": "x", "answer": 5}] * 23)
+    with pytest.raises(RunError, match="Rows 0 to 3 of the data set are not what they were"):
+        stream.row_of(0)
+
+
+# ---- what is wrong
+
+
+def test_a_row_that_cannot_be_trained_on_ends_the_run_when_it_comes_by_file_and_line(tmp_path):
+    path = write(tmp_path / "a.jsonl")
+    lines = Path(path).read_text().splitlines()
+    Path(path).write_text("\n".join([*lines[:9], "", "{oops", "[1]", *lines[11:]]))
+    stream = opened(path)
+    assert len(stream.take(8)) == 8
+    with pytest.raises(RowsError) as error:
+        stream.take(1)
+    said = str(error.value)
+    assert "dataset, rows 8 to 11, which streaming reads together: 2 line(s) are not JSON objects: a.jsonl line 11: Expecting" in said
+    assert "a.jsonl line 12: a list where an object" in said and stream.taken == 8
+    write(tmp_path / "b.jsonl", [*ROWS[:9], {"question": "?"}])
+    with pytest.raises(RowsError, match=r"rows 8 to 9, .* 1 of 2 rows have neither `prompt` nor `messages`.*: b.jsonl line 10"):
+        opened(str(tmp_path / "b.jsonl")).take(9)
+    with pytest.raises(RowsError, match=r"1 of 4 rows have a prompt of more than max_prompt_length \(4\) tokens.*: a.jsonl line 5"):
+        opened(write(tmp_path / "a.jsonl"), max_prompt_length=4, block=4).take(5)
+    with pytest.raises(RowsError, match="show pictures, and streaming|would not see"):
+        opened(write(tmp_path / "a.jsonl", [*ROWS[:5], {"prompt": "x", "images": ["a.png"]}])).take(5)
+
+
+def test_what_is_wrong_with_the_first_block_is_said_before_a_run(tmp_path):
+    path = write(tmp_path / "a.jsonl", [*ROWS[:2], {"prompt": ""}])
+    with pytest.raises(ConfigError, match="rows 0 to 2, .* have an empty `prompt`: a.jsonl line 3"):
+        opened(path)
+    with pytest.raises(ConfigError, match="rows 0 to 2, .* have an empty `prompt`: a.jsonl line 3"):
+        rows_to_look_at(config(path), eyes=None, is_blind=True, seed=0)
+    (tmp_path / "b.json").write_text(json.dumps(ROWS))
+    with pytest.raises(ConfigError, match="b.json is one JSON array, which can only be read whole"):
+        opened(str(tmp_path / "b.json"))
+    (tmp_path / "c.jsonl").write_text("\n")
+    with pytest.raises(ConfigError, match="c.jsonl' has no rows"):
+        opened(str(tmp_path / "c.jsonl"))
+
+
+def test_a_rank_that_cannot_read_ends_all_ranks_at_the_same_place(tmp_path):
+    stream = opened(write(tmp_path / "a.jsonl"))
+    asked = []
+    stream.agree_by(lambda fault: asked.append(fault) or [fault, "" if stream.taken < 8 else "disk: gone."])
+    stream.take(8)
+    assert asked == [""], "one question a block that is read"
+    with pytest.raises(RowsError, match="disk: gone. Mend the rows"):
+        stream.take(1)
+    Path(tmp_path / "a.jsonl").unlink()
+    stream = opened(write(tmp_path / "a.jsonl"), block=4)
+    stream._going_on = None  # as after a resume
+    Path(tmp_path / "a.jsonl").unlink()
+    with pytest.raises(RowsError, match="No such file"):
+        stream.take(5)
+
+
+def test_rows_that_are_left_out_for_their_length_are_counted(tmp_path, caplog):
+    path = write(tmp_path / "a.jsonl")  # lengths 1 2 3 4 5 1 2 ...
+    stream = opened(path, max_prompt_length=2, truncation_strategy="delete", block=5)
+    with caplog.at_level(logging.WARNING):
+        found = stream.take(12)
+    short = [n for n in range(23) if n % 5 < 2]
+    assert sorted(answers(found)[:10]) == short and [prompt.row for prompt in found] == answers(found)
+    assert "3 of rows 5 to 9 are longer than max_prompt_length" in caplog.text and "6 so far" in caplog.text
+    assert stream.state()["marks"][-1]["left_out"] == 16, "13 of the first epoch, 3 of the second one's first block"
+    whole = open_stream(DataConfig(dataset=path, max_prompt_length=2, truncation_strategy="delete"), Letters(), seed=7)
+    assert opened(path, max_prompt_length=2, truncation_strategy="delete", block=23).take(30) == whole.take(30)
+    late = write(tmp_path / "b.jsonl", [{"prompt": "long", "answer": n} for n in range(9)] + [{"prompt": "a", "answer": 9}])
+    assert answers(opened(late, max_prompt_length=2, truncation_strategy="delete", block=3).take(3)) == [9, 9, 9]
+    with pytest.raises(ConfigError, match="No row of the whole data set can be trained on: 9 are longer"):
+        opened(write(tmp_path / "b.jsonl", [{"prompt": "long"}] * 9), max_prompt_length=2, truncation_strategy="delete", block=3)
+
+
+def test_prompts_are_cut_as_without_streaming(tmp_path):
+    cut = {"max_prompt_length": 2, "truncation_strategy": "left"}
+    assert {len(prompt.token_ids) for prompt in opened(write(tmp_path / "a.jsonl"), **cut).take(23)} == {1, 2}
+
+
+def test_rows_to_look_at_are_the_first_ones(tmp_path):
+    path = write(tmp_path / "a.jsonl")
+    rows = rows_to_look_at(config(path), eyes=None, is_blind=True, seed=0)
+    assert len(rows) == 4 and rows.is_beginning and rows.described(4).startswith("begins with 4 rows, ")
+    assert len(rows_to_look_at(config(path, streaming=False), eyes=None, is_blind=True, seed=0)) == 23
+    stream = opened(path)
+    assert stream.rows.is_beginning and stream.longest_prompt == 5 and stream.rows.fingerprint() == rows.fingerprint()
+    with pytest.raises(TypeError, match="nobody knows how many"):
+        len(stream)

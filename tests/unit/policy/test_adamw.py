@@ -1,0 +1,155 @@
+"""AdamW that keeps its state in chosen dtypes, against float64, against torch's own, and against itself after it was written and read."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from megatron_grpo.policy import adamw
+from megatron_grpo.policy.adamw import DTYPES, AdamW
+from megatron_grpo.settings.config import OptimizerConfig
+from megatron_grpo.settings.precision import BYTES, lost
+
+GROUP = dict(lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+FP32 = dict(main_params_dtype="fp32", exp_avg_dtype="fp32", exp_avg_sq_dtype="fp32")
+# What rounding to nearest may change of a number, relative to it.
+ROUNDS = {"fp32": 2.0**-24, "bf16": 2.0**-8, "fp16": 2.0**-11, "fp8": 2.0**-4}
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch):
+    monkeypatch.setattr(adamw, "BLOCK", 64)
+
+
+def made(weights, **dtypes) -> tuple[torch.Tensor, AdamW]:
+    parameter = weights.clone()
+    return parameter, AdamW([GROUP | {"params": [parameter]}], **FP32 | dtypes)
+
+
+def stepped(parameter, optimizer, gradients):
+    for gradient in gradients:
+        parameter.decoupled_grad = gradient
+        optimizer.step()
+    return parameter
+
+
+def some_gradients(number=5, size=150):
+    """Of 12 orders of magnitude, a few of them zero."""
+    torch.manual_seed(1)
+    found = torch.randn(number, size) * 10.0 ** torch.linspace(-10, 2, size)
+    found[:, ::17] = 0
+    return found
+
+
+def test_all_in_float32_is_torchs_adamw_bit_for_bit():
+    torch.manual_seed(0)
+    weights, gradients = torch.randn(150), some_gradients()
+    parameter, optimizer = made(weights)
+    right = torch.nn.Parameter(weights.clone())
+    other = torch.optim.AdamW([GROUP | {"params": [right]}])
+    for gradient in gradients:
+        right.grad = gradient.clone()
+        other.step()
+    assert torch.equal(stepped(parameter, optimizer, gradients), right)
+    state = other.state[right]
+    assert all(torch.equal(optimizer.get_unscaled_state(parameter, name), state[name]) for name in ("exp_avg", "exp_avg_sq"))
+    assert optimizer.param_groups[0]["step"] == 5 and torch.equal(optimizer.get_unscaled_state(parameter, "master_param"), right)
+
+
+@pytest.mark.parametrize(("first", "second"), list(itertools.product(DTYPES, DTYPES)))
+def test_a_step_is_float64s_from_the_state_that_is_kept_and_what_it_keeps_is_that_rounded_once(first, second):
+    torch.manual_seed(0)
+    weights, (*before, last) = torch.randn(150).bfloat16(), some_gradients()
+    parameter, optimizer = made(weights, exp_avg_dtype=first, exp_avg_sq_dtype=second)
+    stepped(parameter, optimizer, before)
+    w, m, v = (optimizer.get_unscaled_state(parameter, name).double() for name in ("master_param", "exp_avg", "exp_avg_sq"))
+    stepped(parameter, optimizer, [last])
+    g, (b1, b2), lr, t = last.double(), GROUP["betas"], GROUP["lr"], len(before) + 1
+    m, v = b1 * m + (1 - b1) * g, b2 * v + (1 - b2) * g * g
+    w = w * (1 - lr * GROUP["weight_decay"]) - lr * m / (1 - b1**t) / ((v / (1 - b2**t)).sqrt() + GROUP["eps"])
+    found = {name: optimizer.get_unscaled_state(parameter, name).double() for name in ("master_param", "exp_avg", "exp_avg_sq")}
+    assert torch.allclose(found["master_param"], w, rtol=1e-5, atol=1e-6)
+    assert torch.equal(parameter, found["master_param"].bfloat16())
+    for name, right, dtype in (("exp_avg", m, first), ("exp_avg_sq", v, second)):
+        assert optimizer.state[parameter][name].dtype is DTYPES[dtype]
+        assert optimizer.state[parameter][name].element_size() == BYTES[dtype]
+        for part in (slice(0, 64), slice(64, 128), slice(128, 150)):  # each block has a scale, and what is small beside its largest is lost
+            least = right[part].abs().max() * {"fp16": 2.0**-38, "fp8": 2.0**-16}.get(dtype, 0.0)
+            assert torch.allclose(found[name][part], right[part], rtol=ROUNDS[dtype] + 1e-5, atol=float(least)), (name, dtype)
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "fp8"])
+def test_a_second_moment_above_zero_is_kept_above_zero(dtype):
+    """Its root divides: of a weight whose gradients ended a step would have no bound."""
+    gradient = torch.tensor([1e3, 1e-6])
+    parameter, optimizer = made(torch.zeros(2).bfloat16(), exp_avg_dtype="fp32", exp_avg_sq_dtype=dtype)
+    stepped(parameter, optimizer, [gradient])
+    assert optimizer.get_unscaled_state(parameter, "exp_avg_sq")[1] >= 0.05 * 1e-12
+    before = parameter.clone()
+    stepped(parameter, optimizer, [torch.zeros(2)])
+    assert (parameter - before).abs().max() < 3 * GROUP["lr"]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_is_read_and_kept_again_is_the_same_to_the_bit_and_so_is_what_follows(dtype):
+    torch.manual_seed(0)
+    main = dtype if dtype in ("fp32", "fp16") else "fp32"
+    kinds = dict(main_params_dtype=main, exp_avg_dtype=dtype, exp_avg_sq_dtype=dtype)
+    for _ in range(20):
+        weights, gradients = torch.randn(150).bfloat16(), some_gradients() * 10.0 ** torch.randint(-6, 6, (150,))
+        parameter, optimizer = made(weights, **kinds)
+        stepped(parameter, optimizer, gradients[:3])
+        again, other = made(parameter, **kinds)
+        other.param_groups[0]["step"] = 3
+        for name in ("exp_avg", "exp_avg_sq", "master_param"):
+            other.lend(again, name).copy_(optimizer.get_unscaled_state(parameter, name))
+        other.take_back()
+        assert torch.equal(again, parameter) and not other._lent
+        for one in (stepped(parameter, optimizer, gradients[3:]), stepped(again, other, gradients[3:])):
+            assert torch.isfinite(one).all() and torch.equal(one, parameter)
+        for name in ("exp_avg", "exp_avg_sq", "master_param"):
+            assert torch.equal(optimizer.get_unscaled_state(parameter, name), other.get_unscaled_state(again, name)), name
+
+
+def test_a_gradient_in_bfloat16_is_taken_as_it_is_and_one_that_is_lacking_moves_nothing():
+    weights, gradient = torch.ones(3).bfloat16(), torch.tensor([1.0, -2.0, 0.5])
+    (a, one), (b, other), (c, idle) = made(weights), made(weights), made(weights)
+    assert torch.equal(stepped(a, one, [gradient.bfloat16()]), stepped(b, other, [gradient]))
+    idle.step()
+    assert torch.equal(c, weights) and not torch.equal(a, weights)
+
+
+def test_a_scale_is_a_power_of_two_and_numbers_that_are_none_stay_so():
+    for values in ([0.0], [3.0, -7.0], [448.0], [449.0], [1e-42], [2.0**-100 * 448], [65504.0], [1e38]):
+        scale = float(adamw._scale_of(torch.tensor(values), 448.0))
+        assert torch.frexp(torch.tensor(scale))[0] == 0.5 and max(map(abs, values)) / scale <= 448.0, values
+    parameter, optimizer = made(torch.ones(2).bfloat16(), exp_avg_dtype="fp8", exp_avg_sq_dtype="fp16")
+    stepped(parameter, optimizer, [torch.tensor([float("nan"), 1.0])])
+    assert optimizer.get_unscaled_state(parameter, "exp_avg").isnan().tolist() == [True, False]
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp8"])
+@pytest.mark.parametrize("beta2", [0.9, 0.95, 0.98, 0.99, 0.995, 0.997, 0.999, 0.9999])
+def test_plan_warns_exactly_where_a_moment_would_stay_for_good(dtype, beta2):
+    """Without gradients a second moment falls; the one that a step cannot move is what is warned of."""
+    parameter = torch.zeros(64)
+    optimizer = AdamW([GROUP | {"params": [parameter], "betas": (0.9, beta2)}], **FP32 | dict(exp_avg_sq_dtype=dtype))
+    optimizer.set_scaled_state(parameter, "exp_avg_sq", torch.linspace(1, 2, 64))
+    stepped(parameter, optimizer, [torch.zeros(64)] * 40)
+    before = optimizer.get_unscaled_state(parameter, "exp_avg_sq").clone()
+    stepped(parameter, optimizer, [torch.zeros(64)])
+    stays = bool((optimizer.get_unscaled_state(parameter, "exp_avg_sq") == before).any())
+    said = list(lost(OptimizerConfig(use_precision_aware_optimizer=True, exp_avg_sq_dtype=dtype, adam_beta2=beta2)))
+    assert bool(said) == stays, (said, stays)
+
+
+def test_plan_says_which_weights_an_update_in_fp16_leaves_where_they_are():
+    (said,) = lost(OptimizerConfig(use_precision_aware_optimizer=True, main_params_dtype="fp16", lr=1e-5))
+    assert "weights above 0.0205 mostly stay" in said
+    parameter = torch.tensor([0.01, 0.1]).bfloat16()
+    optimizer = AdamW([GROUP | {"params": [parameter], "lr": 1e-5, "weight_decay": 0.0}], **FP32 | dict(main_params_dtype="fp16"))
+    kept = optimizer.get_unscaled_state(parameter, "master_param").clone()
+    stepped(parameter, optimizer, [torch.ones(2)])
+    assert (optimizer.get_unscaled_state(parameter, "master_param") != kept).tolist() == [True, False]
