@@ -15,6 +15,7 @@ import torch
 from megatron_grpo import train
 from megatron_grpo.checkpoint.best import Best
 from megatron_grpo.checkpoint.capsule import Capsules
+from megatron_grpo.checkpoint.content import TEACHER
 from megatron_grpo.checkpoint.opened import begin_with, copy_weights, load_weights
 from megatron_grpo.checkpoint.resume import settings_of, start_afresh
 from megatron_grpo.checkpoint.saving import Checkpoints
@@ -40,6 +41,7 @@ from megatron_grpo.parallel.state import ParallelState
 from megatron_grpo.planning.command import Plan, make_plan
 from megatron_grpo.planning.report import room_in_words
 from megatron_grpo.planning.sharing import Sharing, decide
+from megatron_grpo.planning.teacher import config_of_teacher
 from megatron_grpo.policy.attention import gpu_kernel
 from megatron_grpo.policy.audit import Audit
 from megatron_grpo.policy.exchange import WeightExchange
@@ -133,13 +135,16 @@ def put_together(
     """As `build_run`, once the output is open: what loads models. Collective."""
     cfg, timetable, clock = made.checked.config, made.timetable, journal.clock
     assert timetable.num_steps is not None
-    teacher = build_teacher(cfg, inputs, parallel, stop)  # who may refuse: before a model loads
+    teacher = build_served_teacher(cfg, inputs, parallel, stop, checkpoints)  # which may be refused: before a model loads
     lora = how_adapters_travel(cfg, inputs, parallel, journal, sampler_is_known=engine is None)
+    offload = what_makes_room(made, parallel)
     policy = build_policy(
         cfg, inputs.shape, parallel,
         model_path=inputs.model_path, num_steps=timetable.num_steps, clock=clock, reference=reference, guard=guard,
-        push=lora.kind if lora else None, offload=what_makes_room(made, parallel), ref_model_path=inputs.ref_model_path,
+        push=lora.kind if lora else None, offload=offload, ref_model_path=inputs.ref_model_path,
     )  # fmt: skip
+    if inputs.teacher_path is not None:
+        teacher = build_held_teacher(cfg, inputs.shape, parallel, teacher_path=inputs.teacher_path, clock=clock, offload=offload)
     sampler = patient(started(engine or partial(ENGINES[cfg.rollout.vllm_mode], lora=lora), cfg, inputs, parallel, policy), stop)
     publisher = build_publisher(cfg, policy, sampler, say=journal.metrics.say)
     in_turn = MakesRoom(Restoring(answering(cfg, inputs, sampler), partial(publish_again, policy, publisher, clock)), policy)
@@ -150,16 +155,7 @@ def put_together(
         engine=sampler,
         publisher=publisher,
         rollouts=Rollouts(
-            Asker(
-                in_turn,
-                judge,
-                sampling=SamplingSettings.of(cfg.rollout, num_generations=cfg.batch.num_generations),
-                seed=cfg.run.seed,
-                clock=clock,
-                experts=replayed_experts(cfg, inputs.shape),
-                most_failed_episodes=cfg.turns.max_failed_episodes,
-                teacher=teacher,
-            ),
+            asker_of(cfg, inputs, in_turn, judge, clock, teacher),
             inputs.prompts,
             cfg=cfg.grpo,
             timetable=timetable,
@@ -176,6 +172,19 @@ def put_together(
         stop_drain_seconds=cfg.run.stop_drain_seconds,
         max_skipped_steps=cfg.optimizer.max_skipped_steps,
         witness=build_witness(cfg, inputs, policy, checkpoints, say=journal.metrics.say),
+    )
+
+
+def asker_of(cfg: Config, inputs: Inputs, sampler: Sampler, judge: Judge, clock: Clock, teacher: Teacher | None) -> Asker:
+    return Asker(
+        sampler,
+        judge,
+        sampling=SamplingSettings.of(cfg.rollout, num_generations=cfg.batch.num_generations),
+        seed=cfg.run.seed,
+        clock=clock,
+        experts=replayed_experts(cfg, inputs.shape),
+        most_failed_episodes=cfg.turns.max_failed_episodes,
+        teacher=teacher,
     )
 
 
@@ -461,7 +470,9 @@ def build_servers(cfg: Config, inputs: Looked, parallel: ParallelState, *, lora:
 ENGINES: dict[str, Callable[..., Engine]] = {"colocate": build_colocated, "server": build_servers}  # by vllm_mode
 
 
-def build_teacher(cfg: Config, inputs: Inputs, parallel: ParallelState, stop: train.StopRequest) -> Teacher | None:
+def build_served_teacher(
+    cfg: Config, inputs: Inputs, parallel: ParallelState, stop: train.StopRequest, checkpoints: Checkpoints
+) -> Teacher | None:
     """Frozen servers, which are waited for; None where none are named. Collective."""
     if not cfg.grpo.teacher_model_server:
         return None
@@ -471,7 +482,33 @@ def build_teacher(cfg: Config, inputs: Inputs, parallel: ParallelState, stop: tr
 
     tokenizer = cast(PromptEncoder, next(iter(inputs.streams)).encode).tokenizer
     needs = needs_of_teacher(cfg, inputs.shape, tokenizer, inputs.longest_prompt)
-    return ServedTeacher(teachers.Teacher.build(cfg, needs, stop.gives_up) if parallel.is_main else None)
+    teacher = ServedTeacher(teachers.Teacher.build(cfg, needs, stop.gives_up) if parallel.is_main else None)
+    checkpoints.learned(TEACHER, teacher.fingerprint)
+    return teacher
+
+
+def build_held_teacher(
+    cfg: Config, student: ModelShape, parallel: ParallelState, *, teacher_path: Path, clock: Clock, offload: Collection[Role] = ()
+) -> Teacher:
+    """A frozen model of any shape in the run's layout. Collective.
+
+    offload: what of the policy leaves the device while the sampler works.
+    """
+    from megatron_grpo.teacher import HeldTeacher
+
+    shape = ModelShape.from_pretrained(teacher_path)
+    own = config_of_teacher(cfg, shape, student)
+    _, loaded_chunks = model_of(own, shape, parallel, model_path=teacher_path)
+    chunks = [chunk.eval().requires_grad_(False) for chunk in loaded_chunks()]
+    cut = cut_for(
+        parallel,
+        chunks[0].config,
+        micro_batch_size=cfg.batch.micro_batch_size,
+        max_tokens=cfg.batch.max_tokens_per_micro_batch,
+        least_saving=sharing_of(own, shape, parallel).least_saving,
+    )
+    leaves = cfg.grpo.offload_teacher_model or "reference" in offload
+    return HeldTeacher(cfg.grpo.teacher_model or str(teacher_path), ModelScorer(chunks, parallel, cut), clock, leaves=leaves)
 
 
 # ---- which reference -------------------------------------------------------------------------------------------------------------------
@@ -509,12 +546,18 @@ def sharing_here(cfg: Config, shape: ModelShape, parallel: ParallelState) -> Sha
     lacking = machine_problems(cfg, has_gpu=has_gpu, has_transformer_engine=has_te, capability=capability)
     if lacking := [*lacking, *sharing_problems(cfg, shape)]:
         raise ConfigError(lacking)
-    lacks = gpu_kernel(getattr(torch, cfg.model.torch_dtype), attention_channels(shape)).lacks if has_gpu else None
-    sharing = decide(cfg, shape, has_gpu=has_gpu, gpu_lacks=lacks)
+    sharing = sharing_of(cfg, shape, parallel)
     planned = decide(cfg, shape)  # `plan`, and the sizes shown at the start, know nothing of the machine
     if parallel.is_main and sharing != planned and (has_gpu or sharing.least_saving != planned.least_saving):
         logger.warning("Shared prompts are %s.", sharing)
     return sharing
+
+
+def sharing_of(cfg: Config, shape: ModelShape, parallel: ParallelState) -> Sharing:
+    """Of a model on this machine, which has all that is asked of it."""
+    has_gpu = parallel.device.type == "cuda"
+    lacks = gpu_kernel(getattr(torch, cfg.model.torch_dtype), attention_channels(shape)).lacks if has_gpu else None
+    return decide(cfg, shape, has_gpu=has_gpu, gpu_lacks=lacks)
 
 
 def padded_vocab_size(shape: ModelShape, cfg: Config) -> int:

@@ -40,6 +40,7 @@ from megatron_grpo.sources import (
     environment_of,
     find_model,
     find_reference,
+    find_teacher,
     look_at_rows,
     look_at_template,
     part_of,
@@ -95,6 +96,7 @@ class Inputs(Looked):
     prompts: PromptStream
     resume: Resume  # how the run begins
     ref_model_path: Path | None  # where the reference is not the model as it begins
+    teacher_path: Path | None  # of a teacher that the training ranks hold
 
     @property
     def streams(self) -> list[PromptStream]:
@@ -115,6 +117,7 @@ class Found:
     rollout_func: Callable[..., Any] | None = None
     notes: Sequence[str] = ()
     ref_model_path: Path | None = None
+    teacher_path: Path | None = None
 
 
 def read_everything(parsed: Parsed, *, has_sampler: bool = False) -> tuple[Plan, Inputs]:
@@ -162,10 +165,11 @@ def _left_out(cfg: Config) -> dict[str, str]:
     begins = cfg.run.mcore_model if _is_guest(cfg, "mcore_model") else None
     named.append(("mcore_model", "mcore_model", begins or "", "the weights to begin with"))
     named.append(("ref_model", "ref_model", cfg.grpo.ref_model or "", "the reference model"))
+    named.append(("teacher_model", "teacher_model", cfg.grpo.teacher_model or "", "the teacher"))
     if "reward_model" in rewards.reward_funcs:
         named.append(("reward_model", "reward_model", rewards.reward_model or "", "the classifier of the reward reward_model"))
     for part, flag, where, what in named:
-        is_word = flag == "ref_model" and "/" not in where and not _is_guest(cfg, flag)  # which no repository is called
+        is_word = flag in ("ref_model", "teacher_model") and "/" not in where and not _is_guest(cfg, flag)  # which no repository is called
         if _is_elsewhere(cfg, flag, where) and not is_word:
             parts |= {part: f"{what} ({where} is not on this machine)"}
     if not cfg.data.dataset:
@@ -185,7 +189,16 @@ def _left_out(cfg: Config) -> dict[str, str]:
 
 def _left_out_of_teacher(cfg: Config) -> dict[str, str]:
     told = "the teacher's servers (whether they answer, and whether they have the model's vocabulary)"
-    return {"teacher": told} if cfg.grpo.teacher_model_server else {}
+    if cfg.grpo.teacher_model_server:
+        return {"teacher": told}
+    if not cfg.grpo.teacher_model:
+        return {}
+    named = Path(cfg.grpo.teacher_model)
+    if named.is_file() and named.suffix == ".json":
+        return {"teacher_model": f"the teacher's weights ({named} is its configuration)"}
+    if named.is_dir() and not any(named.glob("*.safetensors*")) and not any(named.glob("tokenizer*")):
+        return {"teacher_model": f"the teacher's weights ({named} holds its configuration alone)"}
+    return {"vocabulary of the teacher": "whether the teacher has the model's vocabulary"}
 
 
 def _is_guest(cfg: Config, name: str) -> bool:
@@ -240,9 +253,15 @@ def _look_at(parsed: Parsed, left_out: Collection[str]) -> tuple[Plan, Found, Re
 def _plan_of(
     parsed: Parsed, checked: Checked, found: Found, paths: Mapping[str, str], *, is_asked_to_train: bool
 ) -> tuple[Plan, Resume | None]:
-    if checked.shape is None and found.model_path is not None:  # a Hub name, whose config.json has only now been fetched
-        here = check_parsed(replace(parsed, config=parsed.config.with_values({"model": str(found.model_path)})))
-        checked = replace(here, config=here.config.with_values({"model": parsed.config.model.model}))
+    fetched: dict[str, str] = {}  # Hub names, whose config.json has only now come
+    if checked.shape is None and found.model_path is not None:
+        fetched["model"] = str(found.model_path)
+    if checked.teacher is None and found.teacher_path is not None:
+        fetched["teacher_model"] = str(found.teacher_path)
+    if fetched:
+        here = check_parsed(replace(parsed, config=parsed.config.with_values(fetched)))
+        typed = {"model": parsed.config.model.model, "teacher_model": parsed.config.grpo.teacher_model}
+        checked = replace(here, config=here.config.with_values(typed))
     checked = replace(checked, config=checked.config.with_values(paths))
     rows = rows_of(found.prompts)
     pictures = PictureFacts.of(rows, checked.sizes) if rows is not None else None
@@ -260,7 +279,7 @@ def _plan_of(
     from megatron_grpo.data.prompts import PromptStream
 
     stream = found.prompts if isinstance(found.prompts, PromptStream) else None
-    content = content_of(checked.config, model_path=found.model_path, rows=rows)
+    content = content_of(checked.config, model_path=found.model_path, rows=rows, teacher_path=found.teacher_path)
     return made, judge_resume(checked.config, made.timetable, content, stream)
 
 
@@ -298,6 +317,9 @@ def read_inputs(cfg: Config, left_out: Collection[str] = ()) -> Found:
     ref_model_path = None
     if cfg.grpo.ref_model and "ref_model" not in left_out:
         ref_model_path = problems.attempt(lambda: find_reference(cfg.grpo.ref_model or "", model_path, shape))
+    teacher_path = None
+    if cfg.grpo.teacher_model and "teacher_model" not in left_out:
+        teacher_path = problems.attempt(partial(find_teacher, cfg, tokenizer))
     sight = (problems.attempt(lambda: sight_of(cfg, model_path, left_out)) if model_path and shape else None) or UNKNOWN
     environment = None if "environment" in left_out else problems.attempt(partial(environment_of, cfg, tokenizer))
     notes: Sequence[str] = ()
@@ -323,12 +345,13 @@ def read_inputs(cfg: Config, left_out: Collection[str] = ()) -> Found:
     return Found(
         model_path=model_path, shape=shape, prompts=prompts, held_out=held_out, rewards=rewards, environment=environment,
         rollout_func=own, notes=notes, eyes=sight.eyes, ref_model_path=ref_model_path,
+        teacher_path=teacher_path,
     )  # fmt: skip
 
 
 def read_to_evaluate(cfg: Config) -> Looked:
     """For `eval`: model, held-out sets and rewards. Raises ConfigError with the problems of all of them at once."""
-    found = read_inputs(cfg, ("dataset", "report_to", "servers", "teacher", "ref_model"))
+    found = read_inputs(cfg, ("dataset", "report_to", "servers", "teacher", "ref_model", "teacher_model"))
     return Looked(**{field.name: getattr(found, field.name) for field in fields(Looked)})
 
 

@@ -198,11 +198,15 @@ class KlPenalty:
 
 
 class Teacher(Protocol):
-    """What a teacher says of drawn tokens. See `teacher.ServedTeacher`."""
+    """What a teacher says of drawn tokens. `megatron_grpo.teacher` has two."""
 
     def __call__(
-        self, sequences: Mapping[RowKey, Scored], homes: Mapping[RowKey, int], parallel: ParallelState
-    ) -> dict[RowKey, np.ndarray]: ...
+        self, sequences: Mapping[RowKey, Scored], extents: Mapping[RowKey, Extent], homes: Mapping[RowKey, int], parallel: ParallelState
+    ) -> dict[RowKey, np.ndarray]:
+        """log p of each masked token given those before it in its context, float32 [T], 0 elsewhere; of the rows whose home this rank is.
+
+        sequences: those that this rank holds. extents, homes: of all rows. Collective.
+        """
 
 
 def _alone(scorer: Scorer) -> Callable[[Sequence[MicroBatch]], Scores]:
@@ -338,7 +342,8 @@ class Rollouts:
         taught: Mapping[RowKey, np.ndarray | None] = dict.fromkeys(held)
         if self.asker.teacher is not None:
             with self.asker.clock("teacher"):
-                taught = self.asker.teacher({key: completion.sequence for key, completion in held.items()}, homes, self.parallel)
+                sequences = {key: completion.sequence for key, completion in held.items()}
+                taught = self.asker.teacher(sequences, extents, homes, self.parallel)
         # Last of what may end the run: a rollout that is asked again is told of once.
         self.journal.rollout(JudgedRollout(number=number, harvest=reaped, advantages=found, penalty=penalty, held=mine))
         # The policy's log-probs are those that stale slices need, if the weights are those of the rollout's own step.

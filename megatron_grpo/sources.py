@@ -74,6 +74,36 @@ def _of_reference(message: str) -> ConfigError:
     return ConfigError([Problem(flags=("ref_model", "model"), message=message)])
 
 
+def find_teacher(cfg: Config, tokenizer: Any) -> Path:
+    """The directory of `teacher_model`: a model of any size, whose tokenizer has the words of the policy's.
+
+    tokenizer: the policy's, None where it is not known. Raises ConfigError.
+    """
+    from megatron_grpo.data.chat import load_tokenizer, vocabulary_of
+    from megatron_grpo.planning.teacher import of_teacher
+    from megatron_grpo.weights.stored import stored_names
+
+    name, flag, trusts = cfg.grpo.teacher_model or "", "teacher_model", cfg.model.trust_remote_code
+    if "/" not in name and not Path(name).exists():
+        message = f"teacher_model ({name}) is neither a directory here nor a Hub name, which is owner/name."
+        raise ConfigError([Problem(flags=(flag,), message=message)])
+    path = find_model(name, flag=flag, with_code=trusts)
+    try:
+        ModelShape.from_pretrained(path)
+        stored_names(path)
+    except ConfigError as error:
+        raise ConfigError([of_teacher(problem) for problem in error.problems]) from error
+    if tokenizer is None:
+        return path
+    if vocabulary_of(load_tokenizer(str(path), trust_remote_code=trusts, flag=flag)) != vocabulary_of(tokenizer):
+        message = (
+            f"teacher_model ({name}) has a tokenizer with other words than the policy's: the same token ids would be other text. A teacher "
+            "is of the policy's family, with the same vocabulary."
+        )
+        raise ConfigError([Problem(flags=(flag, "model"), message=message)])
+    return path
+
+
 def find_model(name: str, *, flag: str = "model", with_code: bool = False) -> Path:
     """The directory of a Hugging Face checkpoint; a Hub name is fetched first.
 
@@ -234,8 +264,8 @@ def _blind(cfg: Config) -> Iterator[str]:
     """What was asked for that cannot be with pictures."""
     if cfg.rollout.rollout_func is not None:
         yield "rollout_func does not go with them: what it returns has no place for pictures"
-    if cfg.grpo.teacher_model_server:
-        yield "teacher_model_server does not go with them: a teacher is shown text alone"
+    if flag := cfg.grpo.teacher_flag:
+        yield f"{flag} does not go with them: a teacher is shown text alone"
 
 
 def _check_without_pictures(rows: PromptRows, flag: str, why: str) -> None:

@@ -1,17 +1,26 @@
-"""What a teacher says of the rows of a rollout, wherever they lie. `rollout.teachers` asks its servers, `grpo.teacher` uses it."""
+"""What a teacher says of the rows of a rollout, wherever they lie: one that servers hold, or one that the training ranks hold.
+
+`rollout.teachers` asks servers, `policy.scorer` computes, `grpo.teacher` uses what is said.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 import numpy as np
+import torch
 
+from megatron_grpo.clock import Clock
 from megatron_grpo.errors import ConfigError, GivenUp, NobodySamples, RunError
 from megatron_grpo.parallel import collectives
 from megatron_grpo.parallel.state import ParallelState
-from megatron_grpo.pending import deliver
+from megatron_grpo.pending import at_home, deliver, score_rows
+from megatron_grpo.policy.room import Role, Room
+from megatron_grpo.policy.scorer import ModelScorer
 from megatron_grpo.rollout import teachers
-from megatron_grpo.types import RowKey, Sequence
+from megatron_grpo.types import Extent, RowKey
+from megatron_grpo.types import Sequence as Scored
 
 TOLD = (ConfigError, RunError, NobodySamples, GivenUp)  # what rank 0 may end with, on behalf of all
 
@@ -23,14 +32,12 @@ class ServedTeacher:
         """servers: on rank 0. Waits for them: raises what `Teacher.gather` does. Collective."""
         self._servers = servers
         collectives.told(self._begin, TOLD)
+        self.fingerprint: str = collectives.from_first(servers.fingerprint if servers else None)  # of the teacher, on every rank
 
     def __call__(
-        self, sequences: Mapping[RowKey, Sequence], homes: Mapping[RowKey, int], parallel: ParallelState
+        self, sequences: Mapping[RowKey, Scored], extents: Mapping[RowKey, Extent], homes: Mapping[RowKey, int], parallel: ParallelState
     ) -> dict[RowKey, np.ndarray]:
-        """log p of each masked token given those before it in its context, float32 [T], 0 elsewhere; of the rows whose home this rank is.
-
-        sequences: those that this rank holds. homes: of all rows. Raises what `Teacher.logprobs` does, on every rank. Collective.
-        """
+        """See `rollouts.Teacher`. At temperature 1, of the whole softmax. Raises what `Teacher.logprobs` does, on every rank."""
         mine = dict(sequences) if parallel.is_first_of_share else {}
         held = {key: sequence for part in collectives.exchange({0: mine}) for key, sequence in part.items()}
         found: dict[RowKey, np.ndarray] = {}
@@ -45,7 +52,7 @@ class ServedTeacher:
         assert self._servers is not None  # asked on rank 0 alone
         self._servers.gather()
 
-    def _scored(self, held: Mapping[RowKey, Sequence]) -> dict[RowKey, np.ndarray]:
+    def _scored(self, held: Mapping[RowKey, Scored]) -> dict[RowKey, np.ndarray]:
         assert self._servers is not None
         found = {key: np.zeros(len(sequence.token_ids), dtype=np.float32) for key, sequence in held.items()}
         asked, places = [], []
@@ -59,3 +66,38 @@ class ServedTeacher:
         for (key, where), logprobs in zip(places, self._servers.logprobs(asked), strict=True):
             found[key][where] = np.where(held[key].mask[where], logprobs, 0.0)
         return found
+
+
+class HeldTeacher:
+    """A model that the training ranks hold beside the policy and that nobody trains. It scores as old log-probs are made: by the same pass,
+    over the sampling temperature, among the words that sampling left; experts are its own choice."""
+
+    def __init__(self, name: str, scorer: ModelScorer, clock: Clock, *, leaves: bool):
+        """name: for sentences. leaves: it is on the host between scorings."""
+        self._name, self._scorer = name, scorer
+        movable: tuple[Role, ...] = ("weights",) if leaves else ()
+        self._room = Room(self._tensors, movable, scorer.parallel.device, clock)
+        self._make_room()
+
+    def __call__(
+        self, sequences: Mapping[RowKey, Scored], extents: Mapping[RowKey, Extent], homes: Mapping[RowKey, int], parallel: ParallelState
+    ) -> dict[RowKey, np.ndarray]:
+        """See `rollouts.Teacher`. Raises RunError on every rank where it gives no number."""
+        bare = {key: replace(sequence, experts=None) for key, sequence in sequences.items()}  # routes are of the policy's layers
+        with self._room.resident("weights"):
+            found = score_rows(
+                bare, extents, homes, score=lambda batches: (self._scorer.logprobs(batches), None), cut=self._scorer.cut, parallel=parallel
+            )
+        self._make_room()
+        senseless = sum(not np.isfinite(values).all() for values in found.logprobs.values())
+        if collectives.largest(senseless):
+            raise RunError(f"the teacher ({self._name}) gives a drawn token a log-prob that no distribution has.")
+        return at_home(found.logprobs, found.homes, homes, parallel)
+
+    def _make_room(self) -> None:
+        if self._room.movable:
+            self._room.make()
+
+    def _tensors(self) -> Iterator[tuple[Role, torch.Tensor]]:
+        for chunk in self._scorer.model:
+            yield from (("weights", tensor.data) for tensor in (*chunk.parameters(), *chunk.buffers()))

@@ -232,6 +232,12 @@ _PAIRS: Sequence[tuple[Mapping[str, str], Words]] = (
     ({"lr": "1e-6", "min_lr": "1e-5"}, ("min_lr (1e-05)", "lr (1e-06)")),
     ({"lr_warmup_iters": "5", "lr_warmup_fraction": "0.1"}, ("lr_warmup_iters (5)", "lr_warmup_fraction (0.1)")),
     ({"overlap_param_gather": "true"}, ("overlap_param_gather",)),
+    ({"exp_avg_dtype": "bf16"}, ("exp_avg_dtype bf16", "use_precision_aware_optimizer true")),
+    ({"use_precision_aware_optimizer": "true", "use_distributed_optimizer": "false"}, ("use_distributed_optimizer true",)),
+    ({"use_precision_aware_optimizer": "true", "main_grads_dtype": "bf16", "torch_dtype": "float32"}, ("torch_dtype bfloat16",)),
+    ({"use_precision_aware_optimizer": "true", "main_grads_dtype": "fp16"}, ("'fp16'", "fp32, bf16")),
+    ({"use_precision_aware_optimizer": "true", "main_params_dtype": "bf16"}, ("'bf16'", "fp32, fp16")),
+    ({"use_precision_aware_optimizer": "true", "exp_avg_sq_dtype": "uint8"}, ("'uint8'", "fp8")),
     ({"recompute_method": "uniform"}, ("recompute_method (uniform)",)),
     ({"recompute_num_layers": "2"}, ("recompute_num_layers (2)",)),
     ({"recompute_granularity": "full"}, ("recompute_granularity full",)),
@@ -316,6 +322,9 @@ _PAIRS: Sequence[tuple[Mapping[str, str], Words]] = (
     ({"oversample_ratio": "inf"}, ("oversample_ratio", "inf")),
     ({"vllm_dtype": "float16"}, ("vllm_dtype", "float16")),
     ({"vllm_gpu_memory_utilization": "90"}, ("vllm_gpu_memory_utilization (90",)),
+    ({"streaming": "true"}, ("max_prompt_length", "streaming")),
+    ({"streaming": "true", "max_prompt_length": "20", "split_dataset_ratio": "0.1"}, ("split_dataset_ratio (0.1)", "eval_dataset")),
+    ({"shuffle_buffer_size": "5"}, ("shuffle_buffer_size (5)", "streaming true")),
     ({"model": ""}, ("model is missing",)),
     ({"dataset": ""}, ("dataset",)),
     ({"reward_funcs": ""}, ("reward_funcs",)),
@@ -602,6 +611,15 @@ def of_data() -> Iterator[Case]:
             yield Case(name=f"eval data: {name}", flags=lambda at, good, file=file, content=content: {"eval_dataset": _written(file,
             content)(at, good)[1]},
                        says=[*says])  # fmt: skip
+    for name, file, content, says in (
+        ("broken at line 3", "d.jsonl", _ROW * 2 + "{oops\n", ["rows 0 to 2", "d.jsonl line 3"]),
+        ("no prompt", "d.jsonl", '{"a": 1}\n', ["d.jsonl line 1", "'a'"]),
+        ("one array", "d.json", '[{"prompt": "5"}]', ["d.json", "one JSON array", "one object a line"]),
+        ("images beside", "d.jsonl", '{"prompt": "5", "images": ["a.png"]}\n', ["`images`"]),
+        ("empty", "d.jsonl", "\n", ["no rows"]), ("no parquet", "d.parquet", "hello", ["d.parquet", "parquet"]),
+    ):  # fmt: skip
+        yield Case(name=f"streamed data: {name}", flags=at_file(file, content), says=says,
+                   extra=["--streaming", "true", "--max_prompt_length", "20"])  # fmt: skip
     yield Case(name="data: an empty folder", flags=lambda at, good: {"dataset": _folder(at / "data")}, says=["data", "directory without"])
     yield Case(
         name="data: a folder of text", flags=lambda at, good: {"dataset": _folder(at / "data", {"a.txt": "5"})}, says=["directory without"]

@@ -19,6 +19,8 @@ from tests.parity_cases import EP, PP, SP, TP, VPP
 
 STEPS = 3
 OVERLAPPED = dict(overlap_grad_reduce=True, overlap_param_gather=True)
+LOW = dict(use_precision_aware_optimizer=True, main_grads_dtype="bf16", main_params_dtype="fp16", exp_avg_dtype="fp8",
+           exp_avg_sq_dtype="fp16")  # fmt: skip
 # Name -> (model of `parity_cases.MODELS`, ranks, settings).
 LAYOUTS: Mapping[str, tuple[str, int, dict[str, Any]]] = {
     "dense tied DP2": ("dense", 2, {}),
@@ -35,6 +37,10 @@ LAYOUTS: Mapping[str, tuple[str, int, dict[str, Any]]] = {
     "MoE EP2": ("MoE", 2, {EP: 2}),
     "MoE EP2, plain optimizer": ("MoE", 2, {EP: 2} | dict(use_distributed_optimizer=False)),
     "MLA EP2": ("MLA", 2, {EP: 2}),
+    "few bits, DP2, overlapped": ("dense", 2, OVERLAPPED | LOW),
+    "few bits, PP2 VPP2": ("dense", 2, {PP: 2, VPP: 2} | LOW | dict(main_params_dtype="fp32", exp_avg_dtype="bf16")),
+    "few bits, MoE EP2": ("MoE", 2, {EP: 2} | LOW),
+    "few bits, LoRA TP2": ("dense", 2, {TP: 2, SP: True} | LOW | dict(tuner_type="lora")),
     "LoRA DP2": ("dense", 2, dict(tuner_type="lora")),
     "LoRA TP2, from an adapter": ("dense", 2, {TP: 2, SP: True} | dict(tuner_type="lora", beta=0.1, adapters="random")),
     "LoRA MoE EP2": ("MoE", 2, {EP: 2} | dict(tuner_type="lora", beta=0.1)),

@@ -3,9 +3,10 @@
     python tools/combinations.py [--layouts 1 TP2 PP2 DP2 CP2]
     python tools/combinations.py --random 200 [--seed 0]
 
-Each of about a thousand legal combinations has other settings (clip ranges, corrections, filters, entropy) drawn at random, and is cut into
+Each of the 1584 legal combinations has other settings (clip ranges, corrections, filters, entropy) drawn at random, and is cut into
 micro-batches of 1, 2 or 4 completions or packed, in turn. Prints the worst loss and the worst gradient tensor of each layout; ends with 1
-where one is off by more than 1e-6 or 1e-5. Takes some minutes on two cores. CI runs a part of it: tests/distributed/test_combinations.py.
+where one is off by more than 1e-6 (the loss of vespo 6e-6) or 1e-5. Takes twenty minutes on two cores. CI runs a part of it:
+tests/distributed/test_combinations.py.
 
 --random N: that many runs in which everything is drawn: model, groups, rewards, layout, combination, other settings, cut. There a loss
 may be off by 5e-6: its terms cancel in some of them.
@@ -31,6 +32,7 @@ from tests import parity_cases as cases
 from tests.ranks import run_ranks
 
 RUNS_OF_ONE_MODEL = 10
+OF_VESPO = 6e-6  # its weight is a power of a product over a sequence, and so multiplies the rounding of all its log-probs
 
 
 def main() -> int:
@@ -72,6 +74,11 @@ def at_random(count: int, seed: int) -> int:
     return 0 if is_good else 1
 
 
+def is_rounding(loss_type: str, error: float, tensor: str = "") -> bool:
+    """tensor: of a gradient's error; a loss's has none."""
+    return loss_type == "vespo" and not tensor and error <= OF_VESPO
+
+
 def measured(layout: str, made: every.Material, runs: every.Runs, right: every.Expected, *, bar: float) -> tuple[float, float, bool]:
     """(worst loss, worst gradient, whether all is well), and a line about it. bar: by how much a loss may be off."""
     start, case = time.perf_counter(), cases.LAYOUTS[layout]
@@ -79,7 +86,7 @@ def measured(layout: str, made: every.Material, runs: every.Runs, right: every.E
     loss, gradient = max(found.loss.values()), max(found.gradient.values())
     print(f"{layout:<16} {len(found.loss)} combinations  loss {loss:.1e}  gradient {gradient[0]:.1e} ({gradient[1]})  "
           f"{time.perf_counter() - start:.0f} s", flush=True)  # fmt: skip
-    beyond = found.beyond(loss=bar)
+    beyond = [wrong for wrong in found.beyond(loss=bar) if not is_rounding(runs[wrong[0]][0].loss_type, *wrong[1:])]
     for key, *wrong in beyond:
         cfg, cut = runs[key]
         chosen = {name: value for name, value in vars(cfg).items() if value != getattr(GrpoConfig(), name)}

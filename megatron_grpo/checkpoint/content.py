@@ -22,11 +22,12 @@ VOCABULARY = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json",
 TEMPLATE = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "generation_config.json", "chat_template.*")
 _VOCABULARY = (*VOCABULARY, "*.tiktoken")
 SAMPLES, SAMPLE_BYTES = 256, 4096  # of each file of weights, spread evenly; the first and the last bytes are among them
+TEACHER = "teacher"  # wherever it is: servers tell the same fingerprint of the same model
 SHOWN = 12  # digits of a fingerprint
 
 
-def content_of(cfg: Config, *, model_path: Path | None = None, rows: Any = None) -> dict[str, str]:
-    """Name -> fingerprint of everything that is at hand. rows: `PromptRows` of the training set."""
+def content_of(cfg: Config, *, model_path: Path | None = None, rows: Any = None, teacher_path: Path | None = None) -> dict[str, str]:
+    """Name -> fingerprint of everything that is at hand. rows: `PromptRows` of the training set. teacher_path: of teacher_model."""
     found: dict[str, str] = {}
     if model_path is not None and model_path.is_dir():
         found["model"] = model_fingerprint(model_path)
@@ -36,6 +37,8 @@ def content_of(cfg: Config, *, model_path: Path | None = None, rows: Any = None)
             found["the model's own code"] = _of_files(model_path / name for name in sorted(code))
     if cfg.grpo.ref_model and Path(cfg.grpo.ref_model).is_dir():
         found["ref_model"] = model_fingerprint(Path(cfg.grpo.ref_model))
+    if teacher_path is not None:
+        found[TEACHER] = model_fingerprint(teacher_path)
     for flag, directory in (("adapters", cfg.tuner.adapters), ("ref_adapters", cfg.tuner.ref_adapters)):
         if directory and Path(directory).is_dir():
             found[flag] = _of_files(sorted(Path(directory).glob("adapter_*")))

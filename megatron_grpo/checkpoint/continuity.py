@@ -58,7 +58,7 @@ _TABLE = {
         max_steps num_train_epochs eval_dataset eval_datasets eval_num_prompts eval_reward num_generations_eval eval_temperature
         eval_pass_threshold eval_seed rollout_func eval_top_p eval_top_k eval_min_p eval_max_completion_length eval_generation_kwargs
         vllm_engine_kwargs megatron_extra_kwargs ref_model cast_lm_head_to_fp32 mcore_model
-        teacher_model_server teacher_kl_coef
+        teacher_model teacher_model_server teacher_kl_coef
     """,
     "free": """
         bf16 async_generate stop_drain_seconds stop_after_minutes stop_before_end_seconds requeue merge_lora
@@ -85,7 +85,7 @@ _TABLE = {
         log_completions_steps log_completions_nodes overwrite_output_dir
         export_hf eval_steps load_from_cache_file run_name project push_to_hub hub_model_id hub_private_repo
         plan_rollouts num_prompts gpu_memory_gb lengths json png dialect
-        rollout_func_timeout data_root limit_images
+        rollout_func_timeout data_root limit_images offload_teacher_model
         host port vllm_data_parallel_size address_file token_file ssl_certfile ssl_keyfile metrics frozen
     """,
 }  # bf16 is another spelling of torch_dtype, async_generate of async_rollout_depth. Of the sizes, those are compared that decide which

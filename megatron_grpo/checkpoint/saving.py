@@ -21,6 +21,7 @@ import torch
 from megatron_grpo import activity
 from megatron_grpo.checkpoint import folder, generators
 from megatron_grpo.checkpoint.best import Best
+from megatron_grpo.checkpoint.continuity import Difference
 from megatron_grpo.checkpoint.distributed import CheckpointError, ShardedWriter, Written, agreed, read_sharded
 from megatron_grpo.checkpoint.folder import Folder
 from megatron_grpo.checkpoint.manifest import CONFIG, Manifest, facts
@@ -306,6 +307,15 @@ class Checkpoints:
         if refused:
             raise unusable(refused)
         return None
+
+    def learned(self, name: str, fingerprint: str) -> None:
+        """What the run is made of besides, which nobody knew when it began: its checkpoints tell it, and it is said where the checkpoint
+        that it continues tells another. The same on every rank."""
+        origin = self.resume.origin
+        self.resume = replace(self.resume, origin=replace(origin, content={**origin.content, name: fingerprint}))
+        before = self._chosen.manifest.origin.content.get(name, fingerprint) if self._chosen else fingerprint
+        if before != fingerprint and collectives.rank() == 0:
+            self.say(f"Changed since that checkpoint:\n  {Difference(name=name, was=before, now=fingerprint, verdict='said')}")
 
     def restore(self, policy: ShardedPolicy, prompts: PromptState, nothing: Rows, cut: BatchCut) -> tuple[Progress, Rows]:
         """Puts the run back to where the chosen checkpoint was taken; a fresh run is at step 0 with nothing pending.

@@ -32,14 +32,15 @@ Raw = str | Sequence[Mapping[str, Any]]
 PATIENCE = 120.0  # seconds that a rank waits for another one that loads a tokenizer with code of its own
 
 
-def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> Any:
+def load_tokenizer(path: str, *, trust_remote_code: bool = False, flag: str = "model", warns: bool = True) -> Any:
     """The tokenizer of a Hugging Face checkpoint (directory or Hub name). Raises ConfigError where there is none.
 
-    trust_remote_code: code in the directory may run, and is named before it does. Nobody is ever asked.
+    trust_remote_code: code in the directory may run, and is named before it does. Nobody is ever asked. flag: the setting that names the
+    checkpoint. warns: the caller has not named the code already.
     """
-    if problem := remote_code.problem_of(Path(path), is_trusted=trust_remote_code):
+    if problem := remote_code.problem_of(Path(path), is_trusted=trust_remote_code, flag=flag):
         raise ConfigError([problem])
-    if trust_remote_code:
+    if trust_remote_code and warns:
         _warn_once(path)
     from transformers import AutoTokenizer  # a second of imports that `plan` must not pay
 
@@ -49,10 +50,10 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> Any:
     except Exception as error:
         reason = (str(error).strip().splitlines() or [""])[0]
         reason = reason if isinstance(error, (OSError, ValueError)) else f"{type(error).__name__}: {reason}"
-        raise ConfigError([Problem(flags=("model",), message=f"model {path!r} has no tokenizer that can be loaded: {reason}")]) from error
+        raise ConfigError([Problem(flags=(flag,), message=f"{flag} {path!r} has no tokenizer that can be loaded: {reason}")]) from error
     if not tokenizer.get_vocab().keys() - tokenizer.get_added_vocab().keys():  # transformers makes an empty one where its files are missing
         raise ConfigError(
-            [Problem(flags=("model",), message=f"model {path!r} has no tokenizer: its files (tokenizer.json, ...) are missing.")]
+            [Problem(flags=(flag,), message=f"{flag} {path!r} has no tokenizer: its files (tokenizer.json, ...) are missing.")]
         )
     return tokenizer
 

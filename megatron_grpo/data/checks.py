@@ -81,7 +81,7 @@ class PromptRows:
 
     def described(self, digits: int) -> str:
         """For a checkpoint and for people: how many rows there are, and the beginning of their fingerprint."""
-        first = "begins with " if self.is_beginning else ""
+        first = "first " if self.is_beginning else ""
         return f"{first}{len(self.rows)} rows, {self.fingerprint()[:digits]}"
 
     def column_names(self) -> tuple[str, ...]:

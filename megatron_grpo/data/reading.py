@@ -28,6 +28,7 @@ from megatron_grpo.data.mixing import names_here, with_count
 from megatron_grpo.settings.config import DataConfig
 
 BATCH = 256  # rows of a Parquet file that are decoded together
+BUFFER = 1 << 20  # bytes of each of its columns that are read together
 
 
 class Read(NamedTuple):
@@ -94,7 +95,8 @@ def _lines(file: Path, name: str, flag: str, before: int, begin: int) -> Iterato
 
 def _parquet(file: Path, name: str, flag: str, begin: int) -> Iterator[Read]:
     """A place: rows before it. Row groups before it are not read."""
-    with read_as_parquet(name, flag), pyarrow_parquet(flag).ParquetFile(file) as source:
+    buffers = {"buffer_size": BUFFER, "pre_buffer": False}  # without either, a whole row group is read, which may be the file
+    with read_as_parquet(name, flag), pyarrow_parquet(flag).ParquetFile(file, **buffers) as source:
         groups, row = list(range(source.metadata.num_row_groups)), 0
         while groups and row + source.metadata.row_group(groups[0]).num_rows <= begin:
             row += source.metadata.row_group(groups.pop(0)).num_rows

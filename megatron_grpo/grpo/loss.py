@@ -175,7 +175,7 @@ class GrpoLoss:
             kl=KL_ESTIMATORS[cfg.kl_estimator],
             beta=0.0 if cfg.kl_in_reward else cfg.beta,
             use_bias_correction_kl=cfg.use_bias_correction_kl and not cfg.kl_in_reward,
-            teacher_kl_coef=cfg.teacher_kl_coef if cfg.teacher_model_server else 0.0,
+            teacher_kl_coef=cfg.teacher_kl_coef if cfg.teacher_flag else 0.0,
             entropy_coef=cfg.entropy_coef,
             adaptive=AdaptiveEntropy.of(cfg),
             correction=_correction(cfg),

@@ -72,42 +72,27 @@ def _replay(config: Config) -> list[Problem]:
 
 
 def _teacher(config: Config) -> list[Problem]:
-    cfg, flag = config.grpo, "teacher_model_server"
-    if not cfg.teacher_model_server:
+    cfg, flag = config.grpo, config.grpo.teacher_flag
+    if flag is None:
         message = (
-            f"teacher_kl_coef ({cfg.teacher_kl_coef}) weighs what a teacher says, and there is no teacher_model_server. Name the teacher's "
-            "server, or leave it out."
+            f"teacher_kl_coef ({cfg.teacher_kl_coef}) weighs what a teacher says, and there is none. Name it with teacher_model, or its "
+            "servers with teacher_model_server, or leave this out."
         )
-        return [Problem(flags=("teacher_kl_coef", flag), message=message)] if cfg.teacher_kl_coef != GrpoConfig().teacher_kl_coef else []
-    found = []
+        flags = ("teacher_kl_coef", "teacher_model")
+        return [Problem(flags=flags, message=message)] if cfg.teacher_kl_coef != GrpoConfig().teacher_kl_coef else []
+    found = _served_teacher(config) if flag == "teacher_model_server" else []
     if cfg.loss_type in OF_ONE_SIGN:
         message = (
-            f"teacher_model_server gives each token an advantage of its own, and loss_type {cfg.loss_type} weighs a whole sequence by the "
+            f"{flag} gives each token an advantage of its own, and loss_type {cfg.loss_type} weighs a whole sequence by the "
             "one advantage that it has. Use grpo, dapo, or another loss_type of single tokens."
         )
         found.append(Problem(flags=(flag, "loss_type"), message=message, nearest={"loss_type": ["grpo", "dapo"]}))
     if cfg.off_policy_sequence_mask_delta is not None:
         message = (
-            "teacher_model_server gives each token an advantage of its own, and off_policy_sequence_mask_delta drops sequences whose one "
-            "advantage is below 0. Leave one of them out."
+            f"{flag} gives each token an advantage of its own, and off_policy_sequence_mask_delta drops sequences whose one advantage is "
+            "below 0. Leave one of them out."
         )
         found.append(Problem(flags=(flag, "off_policy_sequence_mask_delta"), message=message))
-    rollout = config.rollout
-    drawn_otherwise = {"temperature": (rollout.temperature, 1.0), "top_p": (rollout.top_p, 1.0), "top_k": (rollout.top_k, 0),
-                       "min_p": (rollout.min_p, 0.0)}  # fmt: skip
-    for name, (value, plain) in drawn_otherwise.items():
-        if value != plain:
-            message = (
-                f"teacher_model_server: a teacher's log-probs are those of its whole softmax at temperature 1, and with {name} ({value}) "
-                f"tokens are drawn from another distribution than that. Use {name} {plain:g}."
-            )
-            found.append(Problem(flags=(flag, name), message=message, nearest={name: [plain]}))
-    if of_training(rollout) is not None:
-        message = (
-            f"teacher_model_server: a teacher's log-probs are those of its whole softmax, and with {flag_of(rollout)} tokens are drawn "
-            "from the words that a grammar leaves. Leave it out."
-        )
-        found.append(Problem(flags=(flag, flag_of(rollout)), message=message))
     dropped = [name for name in ("dynamic_sample", "exclude_dead_groups") if getattr(cfg, name)]
     if dropped and not config.rewards.reward_funcs:
         message = (
@@ -121,6 +106,28 @@ def _teacher(config: Config) -> list[Problem]:
             "without reward_funcs none do: what is sampled besides would be thrown away. Use 1."
         )
         found.append(Problem(flags=("oversample_ratio", flag), message=message, nearest={"oversample_ratio": [1.0]}))
+    return found
+
+
+def _served_teacher(config: Config) -> list[Problem]:
+    """What servers cannot say: vLLM tells of drawn tokens the log-probs of a whole softmax at temperature 1."""
+    found, flag = [], "teacher_model_server"
+    rollout = config.rollout
+    drawn_otherwise = {"temperature": (rollout.temperature, 1.0), "top_p": (rollout.top_p, 1.0), "top_k": (rollout.top_k, 0),
+                       "min_p": (rollout.min_p, 0.0)}  # fmt: skip
+    for name, (value, plain) in drawn_otherwise.items():
+        if value != plain:
+            message = (
+                f"{flag}: a server's log-probs are those of its whole softmax at temperature 1, and with {name} ({value}) tokens are "
+                f"drawn from another distribution than that. Use {name} {plain:g}, or teacher_model."
+            )
+            found.append(Problem(flags=(flag, name), message=message, nearest={name: [plain]}))
+    if of_training(rollout) is not None:
+        message = (
+            f"{flag}: a server's log-probs are those of its whole softmax, and with {flag_of(rollout)} tokens are drawn from the words "
+            "that a grammar leaves. Leave it out, or use teacher_model."
+        )
+        found.append(Problem(flags=(flag, flag_of(rollout)), message=message))
     return found
 
 
@@ -389,14 +396,14 @@ def warnings(config: Config) -> list[str]:
 
 def _of_teacher(config: Config) -> list[str]:
     cfg, found = config.grpo, []
-    if cfg.teacher_model_server and config.rewards.reward_funcs and (cfg.exclude_dead_groups or cfg.dynamic_sample):
+    if cfg.teacher_flag and config.rewards.reward_funcs and (cfg.exclude_dead_groups or cfg.dynamic_sample):
         found.append(
-            "teacher_model_server: a group with equal rewards is still taught token by token, and exclude_dead_groups and dynamic_sample "
+            f"{cfg.teacher_flag}: a group with equal rewards is still taught token by token, and exclude_dead_groups and dynamic_sample "
             "take it out."
         )
-    if cfg.teacher_model_server and cfg.importance_sampling_level == "sequence":
+    if cfg.teacher_flag and cfg.importance_sampling_level == "sequence":
         found.append(
-            "teacher_model_server with importance_sampling_level sequence: the ratio is the sequence's, so what the teacher says of single "
+            f"{cfg.teacher_flag} with importance_sampling_level sequence: the ratio is the sequence's, so what the teacher says of single "
             "tokens is averaged over it. importance_sampling_level token, or sequence_token, keeps it apart."
         )
     return found

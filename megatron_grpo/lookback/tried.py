@@ -148,8 +148,8 @@ def _variant(
     problems += refused.problems(changed)
     if changed.grpo.kl_in_reward and values.get("beta") is not None:
         problems.append(_said("try: beta is in the reward of this run (kl_in_reward), so it has made the advantages that were recorded."))
-    if "teacher_kl_coef" in values and not cfg.grpo.teacher_model_server:
-        problems.append(_said("try: teacher_kl_coef weighs what a teacher said of the rows, and this run had no teacher_model_server."))
+    if "teacher_kl_coef" in values and cfg.grpo.teacher_flag is None:
+        problems.append(_said("try: teacher_kl_coef weighs what a teacher said of the rows, and this run had no teacher."))
     keys = {(sample.rollout, sample.prompt_number) for sample in samples[:num_rows]}
     if changed.grpo.loss_type == "real" and len(keys) * group != num_rows:
         problems.append(_said("try: loss_type real compares whole groups, and the recorded step cut some."))

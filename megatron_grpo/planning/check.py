@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_grpo.errors import ConfigError, Problem
 from megatron_grpo.grpo import refused as refused_grpo
 from megatron_grpo.planning.check_tuner import tuner_problems, with_adapter
 from megatron_grpo.planning.model import read_shape, rules_of
+from megatron_grpo.planning.teacher import read_teacher, teacher_problems
 from megatron_grpo.policy import refused as refused_policy
 from megatron_grpo.policy import refused_bits
 from megatron_grpo.settings import Parsed, names, parse
@@ -26,12 +27,13 @@ from megatron_grpo.weights.shape import ModelShape
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checked:
-    """A configuration that passes, its sizes, and the model's shape where its config.json is at hand."""
+    """A configuration that passes, its sizes, and the shapes of its models where their config.json is at hand."""
 
     config: Config
     sizes: BatchSizes
     shape: ModelShape | None
     parsed: Parsed
+    teacher: ModelShape | None = None  # the one of teacher_model
 
 
 def check(argv: Sequence[str], *, launcher_world_size: int | None = None) -> Checked:
@@ -44,12 +46,15 @@ def check_parsed(parsed: Parsed) -> Checked:
     if parsed.is_other_task:
         raise ConfigError(parsed.problems)
     shape, model_problems = read_shape(parsed.config.model.model)
+    teacher, of_teacher = read_teacher(parsed.config)
     model = rules_of(shape) if shape else Model()
-    cfg = parsed.config
-    problems = [*parsed.problems, *model_problems, *_settings_problems(parsed, shape)]
+    if parsed.config.grpo.teacher_model:
+        model = replace(model, teacher=rules_of(teacher) if teacher else Model())
+    cfg, shapes = parsed.config, (shape, teacher)
+    problems = [*parsed.problems, *model_problems, *of_teacher, *_settings_problems(parsed, shapes)]
     size_faults = size_problems(cfg, model, others_pass=not problems, unreadable=parsed.unreadable)
     if problems or size_faults:
-        raise ConfigError([_with_proven_values(problem, parsed, shape, model) for problem in problems] + size_faults)
+        raise ConfigError([_with_proven_values(problem, parsed, shapes, model) for problem in problems] + size_faults)
     sizes = BatchSizes.from_config(cfg, model=model)
     groups = refused_grpo.group_problems(
         cfg.grpo, generation=sizes.generation_batch_size, global_batch=sizes.global_batch_size, group=sizes.num_generations,
@@ -57,7 +62,7 @@ def check_parsed(parsed: Parsed) -> Checked:
     )  # fmt: skip
     if groups:
         raise ConfigError([_in_typed_names(cfg, problem) for problem in groups])
-    return Checked(config=_with_sleep(with_adapter(settled(cfg, sizes))), sizes=sizes, shape=shape, parsed=parsed)
+    return Checked(config=_with_sleep(with_adapter(settled(cfg, sizes))), sizes=sizes, shape=shape, parsed=parsed, teacher=teacher)
 
 
 def _with_sleep(cfg: Config) -> Config:
@@ -67,9 +72,13 @@ def _with_sleep(cfg: Config) -> Config:
     return cfg.with_values({"sleep_level": 1}, sources={"sleep_level": "derived from tuner_type"})
 
 
-def _settings_problems(parsed: Parsed, shape: ModelShape | None) -> list[Problem]:
+# Of the model, and of a teacher beside it.
+Shapes = tuple[ModelShape | None, ModelShape | None]
+
+
+def _settings_problems(parsed: Parsed, shapes: Shapes) -> list[Problem]:
     """All but those of parsing and of sizes."""
-    cfg = parsed.config
+    cfg, (shape, teacher) = parsed.config, shapes
     longest = (cfg.data.max_prompt_length or 1) + longest_completion(cfg)
     of_stages = list(stages.problems(cfg, shape.num_layers if shape else None))
     of_model = []
@@ -78,6 +87,8 @@ def _settings_problems(parsed: Parsed, shape: ModelShape | None) -> list[Problem
         engine_ranks, world_size = max(1, cfg.rollout.vllm_tensor_parallel_size), max(1, cfg.parallel.world_size or 1)
         engine = engine_problems(shape, engine_ranks, world_size=world_size)
         of_model = [*length_problems(shape, longest), *_stops(cfg, shape), *engine, *refused_policy.problems(cfg, shape)]
+    if teacher and not of_stages:
+        of_model += teacher_problems(cfg, shape, teacher, longest)
     of_grpo = [*refused_grpo.problems(cfg), *refused_grpo.sampling_problems(cfg)]
     others = [*of_grpo, *of_stages, *of_model, *tuner_problems(cfg, shape), *refused_bits.problems(cfg, shape)]
     found = [_in_typed_names(cfg, problem) for problem in others if not set(problem.flags) & parsed.unreadable]
@@ -100,21 +111,21 @@ def _in_typed_names(cfg: Config, problem: Problem) -> Problem:
     )
 
 
-def _with_proven_values(problem: Problem, parsed: Parsed, shape: ModelShape | None, model: Model) -> Problem:
+def _with_proven_values(problem: Problem, parsed: Parsed, shapes: Shapes, model: Model) -> Problem:
     """The problem with those of its nearest values with which, when only they are changed, everything passes."""
     proven = {
         flag: good
         for flag, values in problem.nearest.items()
-        if (good := [value for value in values if _passes_with(flag, value, parsed, shape, model)])
+        if (good := [value for value in values if _passes_with(flag, value, parsed, shapes, model)])
     }
     return Problem(flags=problem.flags, message=problem.message, nearest=proven)
 
 
-def _passes_with(flag: str, value: Any, parsed: Parsed, shape: ModelShape | None, model: Model) -> bool:
+def _passes_with(flag: str, value: Any, parsed: Parsed, shapes: Shapes, model: Model) -> bool:
     setting = names().get(flag)
     if setting is None or setting.name == "dialect":  # which decides what all other names mean: they would have to be read anew
         return False
     left = [problem for problem in parsed.problems if list(problem.flags) != [flag] and flag not in problem.nearest]
     config = parsed.config.with_values({setting.name: None if value == "none" and setting.optional else value})
     changed = Parsed(config=config, unreadable=parsed.unreadable - {setting.name})
-    return not left and not _settings_problems(changed, shape) and not size_problems(changed.config, model, others_pass=False)
+    return not left and not _settings_problems(changed, shapes) and not size_problems(changed.config, model, others_pass=False)

@@ -125,11 +125,11 @@ def _estimates(checked: Checked, sharing: Sharing) -> tuple[dict[str, Any] | Non
     memory = tuning = None
     if shape is not None:
         tuning = Tuning.of(cfg, shape)
-        memory = estimate_memory(shape, sizes, cfg, tuning, lengths, shares=sharing.least_saving is not None)
+        memory = estimate_memory(shape, sizes, cfg, tuning, lengths, shares=sharing.least_saving is not None, teacher=checked.teacher)
         if memory["fits"] is False:
             memory["would_fit"] = ways_to_fit(checked, lambda other: _memory_of(other, lengths))
     step = Step.of(sharing, sizes, cfg, lengths)
-    cost = estimate_cost(shape, sizes, cfg, tuning, lengths, sharing, step)
+    cost = estimate_cost(shape, sizes, cfg, tuning, lengths, sharing, step, teacher=checked.teacher)
     cost["sharing"]["budget"] = suggest_budget(cfg, shape, sharing, step, memory)
     return memory, cost, tuning
 
@@ -141,7 +141,7 @@ def _memory_of(checked: Checked, lengths: Lengths | None) -> dict[str, Any]:
     cfg, shape = checked.config, checked.shape
     assert shape is not None
     shares = decide(cfg, shape).least_saving is not None
-    return estimate_memory(shape, checked.sizes, cfg, Tuning.of(cfg, shape), lengths, shares=shares)
+    return estimate_memory(shape, checked.sizes, cfg, Tuning.of(cfg, shape), lengths, shares=shares, teacher=checked.teacher)
 
 
 def run_plan(argv: Sequence[str], look_at: Callable[[Parsed], Plan], *, launcher_world_size: int | None = None) -> int:

@@ -14,6 +14,7 @@ from megatron_grpo.planning.lengths import Lengths, packing, sequence_tokens
 from megatron_grpo.planning.parameters import padded_vocab
 from megatron_grpo.planning.push import push_of, stays
 from megatron_grpo.planning.sharing import Sharing
+from megatron_grpo.planning.teacher import config_of_teacher
 from megatron_grpo.planning.tuning import Adapters, Tuning
 from megatron_grpo.settings.config import Config
 from megatron_grpo.settings.kept import is_cut
@@ -24,13 +25,14 @@ from megatron_grpo.weights.sizes import MoeShape
 
 
 def estimate_cost(
-    shape: ModelShape | None, sizes: BatchSizes, cfg: Config, tuning: Tuning | None, lengths: Lengths | None, sharing: Sharing, step: Step
-) -> dict[str, Any]:
-    """The `cost` object of `plan --json`. Without a model, only what the lengths say."""
+    shape: ModelShape | None, sizes: BatchSizes, cfg: Config, tuning: Tuning | None, lengths: Lengths | None, sharing: Sharing, step: Step,
+    *, teacher: ModelShape | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """The `cost` object of `plan --json`. Without a model, only what the lengths say. teacher: that the ranks hold."""
     cost: dict[str, Any] = {}
     both = {"sharing": _sharing(sharing, cfg, step)}
     if shape is not None and tuning is not None:
-        apart, shared = (_trained(shape, sizes, cfg, tuning, computed) for computed in (step.apart, step.shared))
+        apart, shared = (_trained(shape, sizes, cfg, tuning, computed, teacher) for computed in (step.apart, step.shared))
         both["sharing"] |= {"flops_apart": apart, "flops_shared": shared}
         cost = {**_parameters(shape, tuning), **_flops(shape, sizes, cfg, tuning, lengths, shared), **_bytes(shape, sizes, cfg, tuning)}
         if shape.moe and cfg.grpo.router_replay_mode != "disabled":
@@ -166,9 +168,16 @@ def _rows_and_channels(entry: Entry) -> tuple[int, int]:
     return sum(size[0] for _, size in entry.hf), entry.hf[0][1][1]
 
 
-def _trained(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: Tuning, computed: Computed) -> dict[str, int]:
+def _trained(
+    shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: Tuning, computed: Computed, teacher: ModelShape | None
+) -> dict[str, int]:
     """FLOPs of the phases in which the policy's ranks compute the rows of one rollout, computed as those of this step are."""
-    work = work_of(shape, tuning, computed.tokens, squares=computed.squares, head_positions=computed.scored, lengths=computed.lengths)
+
+    def of(shape: ModelShape, tuning: Tuning) -> Work:
+        return work_of(shape, tuning, computed.tokens, squares=computed.squares, head_positions=computed.scored, lengths=computed.lengths)
+
+    work = of(shape, tuning)
+    taught = of(teacher, Tuning.of(config_of_teacher(cfg, teacher, shape), teacher)).forward if teacher is not None else 0
     rows, sequences = sizes.generation_batch_size, computed.sequences
     period = min(1000, sizes.gradient_accumulation_steps)  # after so many rollouts the timetable repeats
     summary = old_logprobs_summary(sizes, period)
@@ -176,6 +185,7 @@ def _trained(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: Tuning, 
     return {
         "old_logprobs": rows * summary["slices_recomputed"] * work.forward // (summary["slices_total"] * sequences),
         "reference_logprobs": rows * work.reference_forward // sequences if cfg.grpo.beta > 0 else 0,
+        **({"teacher_logprobs": rows * taught // sequences} if teacher is not None else {}),
         "training": sizes.num_iterations * rows * (work.forward + work.backward + recompute) // sequences,
     }
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from megatron_grpo.planning.activations import FP32, Activations, activations_of, logits_bytes
 from megatron_grpo.planning.cost import checkpoint_bytes
+from megatron_grpo.planning.held import HeldStage, held_stages
 from megatron_grpo.planning.lengths import Lengths, sequence_tokens
 from megatron_grpo.planning.parameters import Kind, Place, buffers_of_chunk, layers_of_stages, parameters_of_chunk
 from megatron_grpo.planning.push import bucket_bytes, push_memory
@@ -96,40 +97,49 @@ class Stage:
     static: Static
     logits: int
     activations: Callable[[int], Activations]
+    teacher: HeldStage
 
-    def needs(self, tokens: int, asleep: int) -> int:
+    def holds(self, tokens: int, apart: int) -> dict[str, int]:
+        """By name. tokens: of a micro-batch on one rank; apart: as many as they are where no prompt is shared."""
+        training = self.activations(tokens).training
+        return {
+            **asdict(self.static),
+            "teacher_bytes": self.teacher.weights_bytes,
+            "activations_bytes": training,
+            "activations_saved_bytes": self.activations(apart).training - training,
+            "logits_bytes": self.logits,
+        }
+
+    def needs(self, tokens: int, asleep: int, *, teacher_leaves: bool) -> int:
         """The most of training and of scoring. asleep: what the sampler keeps meanwhile."""
-        found = self.activations(tokens)
-        return self.static.total() + asleep + max(found.training + self.logits, found.forward + self.logits // 2)
+        found, teacher = self.activations(tokens), self.teacher.weights_bytes
+        own = max(found.training + self.logits, found.forward + self.logits // 2) + teacher * (not teacher_leaves)
+        return self.static.total() + asleep + max(own, teacher + self.teacher.scoring(tokens))
 
 
 def estimate_memory(
-    shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: Tuning, lengths: Lengths | None, *, shares: bool
-) -> dict[str, Any]:
-    """The `memory` object of `plan --json`: every pipeline stage, every phase, the peak, and whether it fits in gpu_memory_gb."""
+    shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: Tuning, lengths: Lengths | None, *, shares: bool,
+    teacher: ModelShape | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """The `memory` object of `plan --json`: every pipeline stage, every phase, the peak, and whether it fits in gpu_memory_gb.
+
+    teacher: that the ranks hold as well.
+    """
     prompt, completion = sequence_tokens(cfg, lengths, longest=True)
     apart, tokens = (-(-stream_tokens(sizes, cfg, prompt, completion, shares=one) // sizes.layout.cp) for one in (False, shares))
     sampler = sampler_memory(shape, sizes, cfg, tuning, prompt + completion)
     stages, rows, pushed = list[Stage](), list[dict[str, Any]](), push_memory(shape, sizes, cfg, tuning)
     tower = tower_plan(shape, cfg, tuning, min(tokens, prompt * sizes.micro_batch_size))
+    held = held_stages(teacher, shape, sizes, cfg, completion)
     for number, layers in enumerate(layers_of_stages(shape.num_layers, sizes, cfg)):
         stage = Stage(
+            teacher=held[number],
             static=static_memory(shape, sizes, cfg, tuning, Place(stage=number)),
             logits=logits_bytes(shape, sizes, cfg, completion) if number == sizes.layout.pp - 1 else 0,
             activations=_with_tower(activations_of(shape, sizes, cfg, tuning, number), tower if number == 0 else None, sizes),
         )
-        activations = stage.activations(tokens)
         stages.append(stage)
-        rows.append(
-            {
-                "stage": number,
-                "num_layers": layers,
-                **asdict(stage.static),
-                "activations_bytes": activations.training,
-                "activations_saved_bytes": stage.activations(apart).training - activations.training,
-                "logits_bytes": stage.logits,
-            }
-        )
+        rows.append({"stage": number, "num_layers": layers, **stage.holds(tokens, apart)})
 
     def phases(offload: Offload) -> list[dict[str, int]]:
         return [_phases(cfg, tuning, stage, tokens, offload, sampler, pushed) for stage in stages]
@@ -140,7 +150,7 @@ def estimate_memory(
         row |= {"freed_bytes": offload.freed(stage.static), "phases": found}
     peak, peak_stage, phase = max((bytes_, row["stage"], phase) for row in rows for phase, bytes_ in row["phases"].items())
     holds_one = cfg.rollout.vllm_mode != "colocate" or sampler["kv_cache_tokens"] >= prompt + completion
-    most = _most_tokens(stages, gpu, _asleep(cfg, sampler)) if gpu else 0
+    most = _most_tokens(stages, gpu, _asleep(cfg, sampler), teacher_leaves=_teacher_leaves(cfg, offload)) if gpu else 0
     if most * sizes.layout.cp < prompt + completion:
         most = 0  # the longest sequence is a micro-batch by itself, whatever the budget
     return {
@@ -154,7 +164,7 @@ def estimate_memory(
         "tokens_per_micro_batch_apart": apart,
         "most_tokens_per_micro_batch": None if gpu is None else most,
         "sampler": sampler,
-        "offload": _offload(cfg, offload, sampler, [stage.static for stage in stages]),
+        "offload": _offload(cfg, offload, sampler, stages),
         "staged_bytes": _staged(shape, sizes, cfg, tuning, [stage.static for stage in stages]) if cfg.run.async_save else 0,
         "stages": rows,
         **({} if tower is None else {"tower": _tower(shape, sizes, cfg, tuning, tower, rows)}),
@@ -200,11 +210,11 @@ def stream_tokens(sizes: BatchSizes, cfg: Config, prompt: int, completion: int, 
     return min(prompts, rows) * prompt + rows * completion
 
 
-def _most_tokens(stages: Sequence[Stage], gpu: int, asleep: int) -> int:
+def _most_tokens(stages: Sequence[Stage], gpu: int, asleep: int, *, teacher_leaves: bool) -> int:
     """Of a micro-batch on one rank, so that training and scoring fit on every stage; 0 if none does."""
 
     def fits(tokens: int) -> bool:
-        return all(stage.needs(tokens, asleep) <= gpu for stage in stages)
+        return all(stage.needs(tokens, asleep, teacher_leaves=teacher_leaves) <= gpu for stage in stages)
 
     return bisect.bisect_left(range(1, MOST_TOKENS + 1), True, key=lambda tokens: not fits(tokens))
 
@@ -215,10 +225,18 @@ def _asleep(cfg: Config, sampler: Mapping[str, int]) -> int:
     return {0: awake, 1: 0, 2: 0}[cfg.rollout.sleep_level]
 
 
-def _offload(cfg: Config, chosen: Offload, sampler: Mapping[str, int], statics: Sequence[Static]) -> dict[str, Any]:
+def _teacher_leaves(cfg: Config, offload: Offload) -> bool:
+    """Whether a teacher is on the host but for its scorings."""
+    return cfg.grpo.offload_teacher_model or offload.model
+
+
+def _offload(cfg: Config, chosen: Offload, sampler: Mapping[str, int], stages: Sequence[Stage]) -> dict[str, Any]:
     """What is given away between training and sampling, of the rank that has most of it; and what all of it would be."""
-    everything = Offload(model=True, optimizer=True)
-    copied, could = (max(way.copied(static) for static in statics) for way in (chosen, everything))
+    everything, statics = Offload(model=True, optimizer=True), [stage.static for stage in stages]
+    copied, could = (
+        max(way.copied(stage.static) + stage.teacher.weights_bytes * _teacher_leaves(cfg, way) for stage in stages)
+        for way in (chosen, everything)
+    )
     on_host = sampler["weights_bytes"] + sampler["adapters_bytes"] if cfg.rollout.sleep_level == 1 else 0
     return {
         "model": chosen.model,
@@ -246,17 +264,21 @@ def _phases(
     cfg: Config, tuning: Tuning, stage: Stage, tokens: int, offload: Offload, sampler: Mapping[str, int], pushed: int
 ) -> dict[str, int]:
     """What is there at the same time. Of the policy, while the sampler works, what was not given away; log-probs of later steps of a
-    rollout are computed with everything there. pushed: what is on its way in a push."""
-    base, found = stage.static.total(), stage.activations(tokens)
+    rollout are computed with everything there. pushed: what is on its way in a push. A teacher scores before the policy is back, unless
+    the KL in the reward has just needed that."""
+    teacher, leaves, asleep = stage.teacher, _teacher_leaves(cfg, offload), _asleep(cfg, sampler)
+    base, found = stage.static.total() + teacher.weights_bytes * (not leaves), stage.activations(tokens)
+    back = 0 if cfg.grpo.kl_in_reward and cfg.grpo.beta else offload.freed(stage.static)
+    scoring = base - back + teacher.weights_bytes * leaves + asleep + teacher.scoring(tokens)
     held = sampler["weights_bytes"] + sampler["adapters_bytes"]
     awake = held + sampler["kv_cache_bytes"]
-    asleep = _asleep(cfg, sampler)
     # The trial before the first push of adapters has woken the KV cache.
     is_awake = cfg.rollout.sleep_level == 0 or (tuning.adapters is not None and cfg.rollout.verify_weight_push)
     return {
         "rollout": base - offload.freed(stage.static) + awake,
         "logprobs": base + asleep + found.forward + stage.logits // 2,
         "training": base + asleep + found.training + stage.logits,
+        **({"teacher": scoring} if teacher.weights_bytes else {}),
         "weight_push": base - offload.freed(stage.static, during_push=True) + (awake if is_awake else held) + pushed,
     }
 

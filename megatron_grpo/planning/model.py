@@ -75,6 +75,8 @@ def rules_of(shape: ModelShape) -> Model:
     """What the rules of the layout need to know of it."""
 
     def misfits(tp: int, ep: int, etp: int) -> Sequence[tuple[str, str]]:
+        if shape.moe is None:  # experts are dealt out for the other model, or not at all
+            ep = etp = 1
         # The nearest values that stand in these sentences are about the model alone; ours are about the whole configuration.
         return [
             (problem.flags[0], problem.message.partition(" Use ")[0].rstrip("."))

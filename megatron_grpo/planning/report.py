@@ -139,6 +139,7 @@ def _memory(console: Console, memory: dict[str, Any], cost: dict[str, Any]) -> N
         "gradients_bytes": "gradients",
         "optimizer_bytes": "optimizer",
         "reference_bytes": "reference",
+        "teacher_bytes": "teacher",
         "activations_bytes": "activations",
         "logits_bytes": "logits",
     }

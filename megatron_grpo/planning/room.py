@@ -96,12 +96,14 @@ def ways_to_fit(checked: Checked, estimate: Estimate) -> list[dict[str, Any]]:
 def _changes(checked: Checked) -> Iterator[dict[str, Any]]:
     cfg, layout, shape = checked.config, checked.sizes.layout, checked.shape
     room: dict[str, Any] = {}
+    away = {"offload_teacher_model": True} if cfg.grpo.teacher_model and not cfg.grpo.offload_teacher_model else {}
     others: list[dict[str, Any]] = []
     if cfg.rollout.vllm_mode == "colocate":
         room = {"sleep_level": 1} if cfg.rollout.sleep_level == 0 else {}
         room |= {name: "true" for name in ("offload_optimizer", "offload_model") if getattr(cfg.rollout, name) == "false"}
         share = round(cfg.rollout.vllm_gpu_memory_utilization * 10)  # a larger one where its KV cache is too small
         others = [{"vllm_gpu_memory_utilization": tenth / 10} for tenth in (*range(share - 1, 1, -1), share + 1) if tenth < 10]
+    room |= away
     if cfg.model.recompute_granularity != "full":
         others.append({"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1})
     axes = {"tensor_model_parallel_size": layout.tp, "pipeline_model_parallel_size": layout.pp}

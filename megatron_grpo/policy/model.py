@@ -125,7 +125,8 @@ def transformer_config(
         pipeline_model_parallel_layout=layout.pipeline_model_parallel_layout,
         context_parallel_size=layout.context_parallel_size,
         cp_comm_type=kernels.cp_comm_type,
-        expert_model_parallel_size=layout.expert_model_parallel_size,
+        # Experts may be another model's alone, which is in the same layout (a teacher); Megatron-Core refuses it of a dense one.
+        expert_model_parallel_size=layout.expert_model_parallel_size if shape.moe else 1,
         expert_tensor_parallel_size=layout.expert_tensor_parallel_size,
         sequence_parallel=layout.sequence_parallel,
         params_dtype=dtype,

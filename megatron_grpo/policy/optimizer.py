@@ -149,11 +149,13 @@ def _keep_in_dtypes(optimizer: Any, cfg: OptimizerConfig) -> None:
                                exp_avg_sq_dtype=cfg.exp_avg_sq_dtype)  # fmt: skip
         if cfg.main_grads_dtype != "fp32":
             # Without Transformer Engine Megatron-Core rounds the norm of a bfloat16 gradient to bfloat16. The norm of these is the same.
-            part.get_main_grads_for_grad_norm = partial(_norms, part.get_main_grads_for_grad_norm)
+            # (0.19 has another name for it.)
+            name = "get_grads_for_grad_norm" if hasattr(part, "get_grads_for_grad_norm") else "get_main_grads_for_grad_norm"
+            setattr(part, name, partial(_norms, getattr(part, name)))
 
 
-def _norms(gradients: Callable[[], Sequence[torch.Tensor]]) -> list[torch.Tensor]:
-    return [_norm(gradient).view(1) for gradient in gradients()]
+def _norms(gradients: Callable[..., Sequence[torch.Tensor]], *of: Any) -> list[torch.Tensor]:
+    return [_norm(gradient).view(1) for gradient in gradients(*of)]
 
 
 def _norm(values: torch.Tensor) -> torch.Tensor:

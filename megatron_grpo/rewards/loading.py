@@ -44,7 +44,7 @@ def load_rewards(config: Config, *, left_out: Collection[str] = ()) -> list[Rewa
     """
     specs = config.rewards.reward_funcs
     problems: list[Problem] = []
-    if not specs and not config.grpo.teacher_model_server:  # which teaches without a reward
+    if not specs and not config.grpo.teacher_flag:  # which teaches without a reward
         problems.append(_problem(f"reward_funcs is empty. Built in are {', '.join(BUILT_IN)}; your own is path/to/file.py:function."))
     twice = sorted({spec for spec in specs if specs.count(spec) > 1})
     if twice:

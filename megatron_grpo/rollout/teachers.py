@@ -93,6 +93,11 @@ class Teacher:
         server_at = partial(Server, token=token, incarnation="", trust=trust)
         return cls(partial(teacher_addresses, cfg.grpo), server_at, needs, timeout=cfg.rollout.vllm_server_timeout, gives_up=gives_up)
 
+    @property
+    def fingerprint(self) -> str | None:
+        """Of the teacher; None before `gather`."""
+        return self._fingerprint
+
     def problems(self) -> list[Problem]:
         """What is wrong with servers that answer already. Who is not there yet may still come."""
         answered = self._look()
@@ -162,11 +167,18 @@ class Teacher:
     def logprobs(self, asked: Sequence[Drawn]) -> list[np.ndarray]:
         """float32 [tokens from `first` on] of each, at temperature 1, by whichever server has room.
 
-        Raises RunError where the teacher cannot score one of them, and what `gather` raises.
+        Raises RunError where the teacher cannot score one of them, NobodySamples where all that live have scored nothing for `timeout`, and
+        what `gather` raises.
         """
-        question = _Question(asked)
+        question = _Question(asked, timeout=self._timeout)
         while not question.is_done:
+            before = question.num_answered
             question.ask(self.gather(), self.lose, self._gives_up)
+            if question.hangs and question.num_answered == before:
+                raise NobodySamples(
+                    f"no server of the teacher has scored anything for {self._timeout:g} s (vllm_server_timeout): "
+                    f"{named(list(self._members.values()))}"
+                )
         return question.answers()
 
     def lose(self, member: Member, why: Exception, *, since: int) -> bool:
@@ -177,13 +189,19 @@ class Teacher:
 
 
 class _Question(Calls[np.ndarray]):
-    def __init__(self, asked: Sequence[Drawn]):
+    def __init__(self, asked: Sequence[Drawn], *, timeout: float):
+        """timeout: seconds for which a server that lives may score nothing."""
         super().__init__(range(len(asked)))
-        self._asked = asked
+        self._asked, self._timeout = asked, timeout
+        self.hangs = False  # some server has let that pass
 
     @property
     def is_done(self) -> bool:
         return self._dealing.is_done
+
+    @property
+    def num_answered(self) -> int:
+        return len(self._dealing.answers)
 
     def answers(self) -> list[np.ndarray]:
         return [self._dealing.answers[place] for place in range(len(self._asked))]
@@ -192,7 +210,7 @@ class _Question(Calls[np.ndarray]):
         """Until all is answered, or all of these are lost."""
         self._begin(members, lose)
         with activity.phase("asking the teacher", total=len(self._asked), unit="completions") as phase:
-            self._wait(phase, lambda: len(self._dealing.answers), gives_up)
+            self._wait(phase, lambda: self.num_answered, gives_up)
 
     def _refused_by(self, member: Member, error: Refused) -> str:
         return f"the teacher's server {member} cannot score what was drawn: {error}."
@@ -203,9 +221,12 @@ class _Question(Calls[np.ndarray]):
     def _hear(self, member: Member, chunk: Chunk) -> None:
         asked = [self._asked[place] for place in chunk]
         body = PromptLogprobs(sequences=tuple(one.ids for one in asked), first=tuple(one.first for one in asked))
-        left = set(chunk)
+        left, heard = set(chunk), time.monotonic()
         for line in member.server.lines(ROUTE, body):
             activity.advance(0)
+            if time.monotonic() - heard > self._timeout:
+                self.hangs = True
+                raise Gone(f"it lives, and has scored nothing for {self._timeout:g} s (vllm_server_timeout)", is_silent=True)
             if found := decode_scores(line):
                 place, logprobs = found
                 if not 0 <= place < len(chunk) or len(logprobs) != len(asked[place].ids) - asked[place].first:
@@ -213,6 +234,7 @@ class _Question(Calls[np.ndarray]):
                 if not (np.isfinite(logprobs) & (logprobs <= LARGEST)).all():
                     return self._refuse(RunError(f"the teacher ({member}) gives a drawn token a log-prob that no distribution has."))
                 left.discard(chunk[place])
+                heard = time.monotonic()
                 with self._changed:
                     self._dealing.take(chunk[place], logprobs)
                     self._changed.notify_all()

@@ -99,7 +99,7 @@ def _app(serving: Serving, engine: Any) -> Any:
     if not serving.cfg.serve.frozen:
         return App(engine, **common)
     path = serving.model_path
-    tokenizer = load_tokenizer(str(path), trust_remote_code=serving.cfg.model.trust_remote_code)
+    tokenizer = load_tokenizer(str(path), trust_remote_code=serving.cfg.model.trust_remote_code, warns=False)  # `serve` has
     return FrozenApp(engine, vocabulary=vocabulary_of(tokenizer), fingerprint=model_fingerprint(path), **common)
 
 

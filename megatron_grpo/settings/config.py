@@ -410,12 +410,16 @@ class GrpoConfig:
         None, "the reference of the KL is this checkpoint of the same architecture, a directory or Hub name (default: model as it begins)"
     )
     use_bias_correction_kl: bool = setting(True, "multiply the KL by the ratio, differentiably")
+    teacher_model: str | None = setting(
+        None, "a teacher of any size with the model's vocabulary, held in the training ranks beside the policy: a directory, or a Hub name"
+    )
+    offload_teacher_model: bool = setting(False, "teacher_model is on the host between its scorings, one a rollout")
     teacher_model_server: list[str] = setting(
         [],
         "servers that hold a teacher (http://host:8000), each started with `megatron-grpo serve --frozen true`; several are one teacher's",
     )
     teacher_kl_coef: float = setting(
-        1.0, "each token's advantage gets this times log p_teacher - log p_old, where there is a teacher_model_server", above=0
+        1.0, "each token's advantage gets this times log p_teacher - log p_old, where there is a teacher", above=0
     )
     kl_in_reward: bool = setting(False, "subtract the KL from the reward instead of adding it to the loss")
     entropy_coef: float = setting(0.0, "entropy bonus")
@@ -461,6 +465,11 @@ class GrpoConfig:
     ref_model_mixup_alpha: float = setting(0.6, "ref = alpha * policy + (1 - alpha) * ref", above=0, at_most=1)
     soft_max_length: int | None = setting(None, "soft_overlong: hard limit (default max_completion_length)", unit="tokens", at_least=1)
     soft_cache_length: int | None = setting(None, "soft_overlong: width of the penalty ramp", unit="tokens", at_least=1)
+
+    @property
+    def teacher_flag(self) -> str | None:
+        """The setting that names the teacher; None without one."""
+        return "teacher_model" if self.teacher_model else "teacher_model_server" if self.teacher_model_server else None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -103,7 +103,7 @@ def evaluation_pairs(cfg: Config) -> Iterator[Pair]:
             f"eval_reward ({said.eval_reward}) is none of the reward_funcs ({', '.join(names) or 'none'}).",
             {"eval_reward": names[:1]} if names else {},
         )
-    if cfg.grpo.teacher_model_server and sets_of(cfg) and not cfg.rewards.reward_funcs:
+    if cfg.grpo.teacher_flag and sets_of(cfg) and not cfg.rewards.reward_funcs:
         yield (
             ("eval_dataset", "reward_funcs"),
             "an evaluation scores completions by reward_funcs, and there are none. Name one: with reward_weights 0 it is only watched.",

@@ -220,10 +220,10 @@ change what is trained."
                 problems.append(Problem(flags=tuple(alike), message=message))
                 hints = {name: hint for name, hint in hints.items() if name not in alike}
             problems += [Problem(flags=(name,), message=f"{name}{where} is not a setting.{hint}") for name, hint in hints.items()]
-        for source, names in self.unknowable.items():
-            it = names[0][0] if len(names) == 1 else "them"
-            message = f"{source}: {', '.join(said for _, said in names)} cannot be known from the script. Give {it} on the command line."
-            problems.append(Problem(flags=tuple(name for name, _ in names), message=message))
+        for source, found_in in self.unknowable.items():
+            it = found_in[0][0] if len(found_in) == 1 else "them"
+            message = f"{source}: {', '.join(said for _, said in found_in)} cannot be known from the script. Give {it} on the command line."
+            problems.append(Problem(flags=tuple(name for name, _ in found_in), message=message))
         self.parsed.problems[self.first : self.first] = problems
 
     def _hint(self, name: str) -> str:

@@ -3,7 +3,7 @@ rounding. No torch."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from megatron_grpo.settings.config import Config, OptimizerConfig
 from megatron_grpo.settings.tuner import Pair
@@ -18,10 +18,9 @@ def pairs(cfg: Config) -> Iterator[Pair]:
     opt = cfg.optimizer
     other = {name: getattr(opt, name) for name in DTYPES if getattr(opt, name) != "fp32"}
     fp32 = dict.fromkeys(other, ["fp32"])
-    told = " and ".join(f"{name} {value}" for name, value in other.items())
     if not opt.use_precision_aware_optimizer:
         if other:
-            message = f"{told} needs use_precision_aware_optimizer true: without it all is kept in float32. Add it, or use fp32."
+            message = f"{_told(other)} without use_precision_aware_optimizer true: all would be kept in float32. Add it, or use fp32."
             yield (*other, "use_precision_aware_optimizer"), message, {"use_precision_aware_optimizer": [True], **fp32}
         return
     if not opt.use_distributed_optimizer:
@@ -30,17 +29,21 @@ def pairs(cfg: Config) -> Iterator[Pair]:
         yield names, message, {"use_distributed_optimizer": [True], "use_precision_aware_optimizer": [False]}
     if other and opt.optimizer_cpu_offload:
         message = (
-            f"{told} does not go with optimizer_cpu_offload true: Megatron-Core's optimizer on the host keeps float32. Use fp32, or false."
+            f"{_told(other)} with optimizer_cpu_offload true: Megatron-Core's optimizer on the host keeps float32. Use fp32, or "
+            "optimizer_cpu_offload false."
         )
         yield (*other, "optimizer_cpu_offload"), message, {"optimizer_cpu_offload": [False], **fp32}
-    of_weights = [name for name in ("main_grads_dtype", "main_params_dtype") if name in other]
+    of_weights = {name: other[name] for name in ("main_grads_dtype", "main_params_dtype") if name in other}
     if of_weights and cfg.model.torch_dtype == "float32":
-        told = " and ".join(f"{name} {other[name]}" for name in of_weights)
         message = (
-            f"{told} needs torch_dtype bfloat16: float32 weights have float32 gradients and are the optimizer's own. Use fp32, or "
+            f"{_told(of_weights)} with torch_dtype float32: such weights have float32 gradients and are the optimizer's own. Use fp32, or "
             "torch_dtype bfloat16."
         )
-        yield (*of_weights, "torch_dtype"), message, {"torch_dtype": ["bfloat16"], **{name: ["fp32"] for name in of_weights}}
+        yield (*of_weights, "torch_dtype"), message, {"torch_dtype": ["bfloat16"], **dict.fromkeys(of_weights, ["fp32"])}
+
+
+def _told(named: Mapping[str, str]) -> str:
+    return " and ".join(f"{name} {value}" for name, value in named.items())
 
 
 def lost(opt: OptimizerConfig) -> Iterator[str]:

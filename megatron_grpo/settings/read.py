@@ -16,6 +16,9 @@ _FLAG = re.compile(r"--[A-Za-z]")
 _ASSIGNMENT = re.compile(r"\+*[A-Za-z_][\w.]*=")  # with a plus: a name that their file lacks
 
 
+_REMOVED = re.compile(r"~[A-Za-z_][\w]*(\.\w+)+(=.*)?")  # Hydra's: a name that it is to forget
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TypedSetting:
     """One setting as it was typed. `raw` is a list of words from a command line, or whatever YAML made of it."""
@@ -40,6 +43,9 @@ def read_words(words: Sequence[str], *, source: str = COMMAND_LINE, lenient: boo
             entries.append(TypedSetting(name=canonical(name), raw=current, source=source))
             if equals:
                 current = None
+        elif _REMOVED.fullmatch(word):
+            said = f"{word} takes a name out of a file of theirs, which is not read here. Leave it out"
+            problems.append(Problem(flags=(word,), message=f"{said}, and give what follows from it."))
         elif "." in word.partition("=")[0] and _ASSIGNMENT.match(word) and not (current is not None and not current):
             name, _, value = word.lstrip("+").partition("=")
             entries.append(TypedSetting(name=canonical(name), raw=[value], source=source))
@@ -133,7 +139,8 @@ def read_script(text: str, *, source: str, directory: Path = Path(".")) -> tuple
     from megatron_grpo.settings.script import UNKNOWN, read_shell, text_of_file
 
     script = read_shell(text, source=source, directory=directory)
-    typed, problems = read_words(script.words, source=source, lenient=True)[0], list(script.problems)
+    typed, wrong = read_words(script.words, source=source, lenient=True)
+    problems = [*script.problems, *wrong]
     entries: list[TypedSetting] = []
     last: dict[str, TypedSetting] = {}
     if not typed and not problems:

@@ -57,6 +57,8 @@ SAME_AS: Mapping[str, str] = {
     "val_files": "eval_dataset", "val_data": "eval_dataset", "val_dataset": "eval_dataset", "dataset_path": "dataset",
     "system_prompt": "system", "model_path": "model", "model_name": "model", "pretrained_model_name_or_path": "model", "hf_model": "model",
     "hf_checkpoint": "model", "model.path": "model",
+    "teacher": "teacher_model", "teacher_model_path": "teacher_model", "teacher_model_name_or_path": "teacher_model",
+    "opd_kl_coef": "teacher_kl_coef",
     "reward_func": "reward_funcs", "reward_function": "reward_funcs", "reward_functions": "reward_funcs",
     "custom_reward_function": "reward_funcs", "reward_plugin": "reward_funcs", "reward_fn": "reward_funcs",
     "optimizer_offload": "offload_optimizer", "param_offload": "offload_model", "grad_offload": "offload_model",
@@ -69,12 +71,6 @@ COUNTED_IN_PROMPTS = (*("train_batch_size", "rollout_batch_size", "policy_mini_b
 
 _RECOMPUTE = "recompute_granularity full, recompute_method uniform and recompute_num_layers 1 do it."
 _RANKS = "the launcher says how many ranks there are; for plan, world_size is their number on all nodes together."
-
-
-TEACHER = (
-    "a teacher of any size answers through a server of its own: `megatron-grpo serve --frozen true --model TEACHER --port 8100`, and "
-    "`--teacher_model_server http://localhost:8100` here."
-)
 
 # Names without a setting of their own, and what does it here.
 SAID_WITH: Mapping[str, str] = {
@@ -100,17 +96,17 @@ SAID_WITH: Mapping[str, str] = {
     "eval_iters": "eval_num_prompts is the number of held-out prompts that are used.",
     "max_seq_length": "max_prompt_length and max_completion_length bound the two parts of a sequence.",
     "seq_length": "max_prompt_length and max_completion_length bound the two parts of a sequence.",
-    "tp_comm_overlap": "its buffers are made for micro-batches of one length, and packed ones differ: leave it out. "
+    "tp_comm_overlap": "Transformer Engine's buffers for it have one number of tokens for all passes of a process, and passes here differ "
+    "in theirs, whether they train or score: leave it out. "
     "overlap_grad_reduce and overlap_param_gather overlap what data-parallel ranks exchange.",
     **dict.fromkeys(
         ("repetition_penalty", "presence_penalty", "frequency_penalty"),
         "the trainer's softmax does not know which words were said before, so training draws without it; eval_generation_kwargs takes it "
         "for evaluation.",
     ),
-    **dict.fromkeys(("teacher_model", "teacher", "teacher_model_path"), TEACHER),
     **dict.fromkeys(
         ("use_opd", "opd_teacher_load", "distill", "use_teacher"),
-        "teacher_model_server names a server that holds a teacher (megatron-grpo serve --frozen true).",
+        "teacher_model names a teacher that the training ranks hold, teacher_model_server a server that holds one.",
     ),
     "num_rollout": "max_steps is the length of the run in optimizer steps; a rollout has steps_per_generation of them.",
     "colocate": "vllm_mode colocate samples inside the training ranks, which is the default.",

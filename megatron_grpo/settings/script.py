@@ -32,6 +32,7 @@ _NESTED = 5  # scripts that start scripts, at most
 _OF_LAUNCHERS = {"nproc_per_node": "NPROC_PER_NODE", "nnodes": "NNODES", "num_processes": "NPROC_PER_NODE"}
 _BEGINS, _ENDS = ("if", "for", "while", "until", "case"), ("fi", "done", "esac")
 _ITS_DIRECTORY = re.compile(r"dirname.*(BASH_SOURCE|\$0)")
+_ARGUMENTS = re.compile(r"\$(?:[@*]|\{[@*](?::(\d+))?\})")  # $@, ${@:2}
 _PART_OF_PATH = re.compile(r"\$\((basename|dirname) +(?:-- +)?([^\s()$`]+)\)")
 _OF_PATH = {"basename": "name", "dirname": "parent"}
 _IN_CASE = re.compile(r"\$\{(\w+)(,,?|\^\^?)\}")  # ${NAME,,} is its value in small letters
@@ -122,8 +123,8 @@ class _Shell:
 
     def expanded(self, word: str) -> list[str]:
         """The word with its variables; an array is several words, and so is ARGS="--tp 2 --pp 2" where it is run."""
-        if word in ("$@", "$*"):
-            return self.arguments
+        if rest := _ARGUMENTS.fullmatch(word):
+            return self.arguments[max(0, int(rest[1] or 1) - 1) :]
         whole = _VARIABLE.fullmatch(word)
         if whole and whole[2]:
             return self.arrays.get(whole[1], [f"{UNKNOWN}{word}"])

@@ -158,6 +158,19 @@ def pairs(cfg: Config) -> Iterator[Pair]:
 
 
 def _of_a_teacher(cfg: Config) -> Iterator[Pair]:
+    if cfg.grpo.teacher_model and cfg.grpo.teacher_model_server:
+        yield (
+            ("teacher_model", "teacher_model_server"),
+            f"teacher_model ({cfg.grpo.teacher_model}) is held in the training ranks, and teacher_model_server says that servers hold the "
+            "teacher. Keep one of them.",
+            {},
+        )
+    if cfg.grpo.offload_teacher_model and not cfg.grpo.teacher_model:
+        yield (
+            ("offload_teacher_model",),
+            "offload_teacher_model moves the teacher_model of the training ranks, and there is none. Leave it out.",
+            {"offload_teacher_model": [False]},
+        )
     try:
         teachers = teacher_addresses(cfg.grpo)
     except ValueError as error:

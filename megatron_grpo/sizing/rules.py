@@ -18,6 +18,7 @@ from megatron_grpo.sizing.sizes import (
     WORLD,
     Derived,
     Fraction,
+    Model,
     Rule,
     TypedSizes,
     derive,
@@ -84,7 +85,17 @@ def rules(inputs: TypedSizes) -> Iterator[Rule]:
     yield from _rollout_rules(inputs, d, words)
     yield from _interleaving_rules(inputs, d, words)
     yield from _layer_rules(inputs, words)
-    yield from _model_rules(inputs, words)
+    yield from _dense_rule(inputs, words)
+    yield from _model_rules(inputs, words, inputs.model, "model")
+    if inputs.model.teacher is not None:
+        yield from _teacher_layer_rule(inputs, words, inputs.model.teacher)
+        yield from _model_rules(inputs, words, inputs.model.teacher, "teacher")
+    yield Rule(
+        key="sequence parallel",
+        flags=("sequence_parallel", TP),
+        holds=inputs.values[TP] > 1 or not inputs.sequence_parallel,
+        text=lambda: f"sequence_parallel needs {TP} above 1: there is nothing to cut a sequence over",
+    )
 
 
 def _cross(a: Fraction, b: Fraction) -> tuple[int, int]:
@@ -273,34 +284,55 @@ def _chunked_end(flag: str, layers: int, chunks: int, words: Words) -> Rule:
     )
 
 
-def _model_rules(inputs: TypedSizes, words: Words) -> Iterator[Rule]:
-    v, model, experts = inputs.values, inputs.model, inputs.model.num_experts
+def _teacher_layer_rule(inputs: TypedSizes, words: Words, teacher: Model) -> Iterator[Rule]:
+    v, layers = inputs.values, teacher.num_layers
+    if layers is None or layers == inputs.model.num_layers:
+        return
+    chunks = v.get(VPP, 1)
+    yield Rule(
+        key="teacher layers",
+        flags=(PP, VPP),
+        multiple=layers,
+        divisor=v[PP] * chunks,
+        text=lambda: (
+            f"the teacher's {layers} layers must be a multiple of {words.product((PP, VPP) if chunks > 1 else (PP,))}: "
+            f"{remainder(layers, v[PP] * chunks)}"
+        ),
+    )
+
+
+def _dense_rule(inputs: TypedSizes, words: Words) -> Iterator[Rule]:
+    """Ranks that share out experts need a model that has some."""
+    v, teacher = inputs.values, inputs.model.teacher
+    if inputs.model.num_experts != 0 or (teacher is not None and teacher.num_experts != 0):
+        return
+    whose = "the model has no experts" if teacher is None else "neither the model nor the teacher has experts"
+    yield Rule(
+        key="dense",
+        flags=(EP, ETP),
+        holds=v[EP] == 1 and v[ETP] == 1,
+        text=lambda: f"{words.flag(EP)} and {words.flag(ETP)} must be 1: {whose}",
+    )
+
+
+def _model_rules(inputs: TypedSizes, words: Words, model: Model, name: str) -> Iterator[Rule]:
+    """name: what it is called in sentences, model or teacher."""
+    v, experts = inputs.values, model.num_experts
     if experts:
+        verb = "trains" if name == "model" else "scores"
         yield Rule(
-            key="experts",
+            key=f"{name} experts",
             flags=(EP,),
             multiple=experts,
             divisor=v[EP],
-            text=lambda: f"the model's {experts} experts must be a multiple of {words.flag(EP)}: {remainder(experts, v[EP])}",
+            text=lambda: f"the {name}'s {experts} experts must be a multiple of {words.flag(EP)}: {remainder(experts, v[EP])}",
         )
         yield Rule(
-            key="expert sequence",
+            key=f"{name} expert sequence",
             flags=(TP, "sequence_parallel"),
             holds=v[TP] == 1 or inputs.sequence_parallel,
-            text=lambda: f"a mixture-of-experts model with {words.flag(TP)} trains with sequence_parallel true only",
-        )
-    elif experts == 0:
-        yield Rule(
-            key="dense",
-            flags=(EP, ETP),
-            holds=v[EP] == 1 and v[ETP] == 1,
-            text=lambda: f"{words.flag(EP)} and {words.flag(ETP)} must be 1: the model has no experts",
+            text=lambda: f"a mixture-of-experts {name} with {words.flag(TP)} {verb} with sequence_parallel true only",
         )
     for number, (flag, sentence) in enumerate(model.misfits(v[TP], v[EP], v[ETP]) if model.misfits else ()):
-        yield Rule(key=f"model {number}", flags=(flag,), holds=False, text=partial(str, sentence), after=("experts", "dense"))
-    yield Rule(
-        key="sequence parallel",
-        flags=("sequence_parallel", TP),
-        holds=v[TP] > 1 or not inputs.sequence_parallel,
-        text=lambda: f"sequence_parallel needs {TP} above 1: there is nothing to cut a sequence over",
-    )
+        said = sentence.replace("the model's", f"the {name}'s")
+        yield Rule(key=f"{name} {number}", flags=(flag,), holds=False, text=partial(str, said), after=(f"{name} experts", "dense"))

@@ -36,12 +36,14 @@ DEFAULT_GLOBAL_BATCH_SIZE = 16
 class Model:
     """What the rules need to know of a model; None where it is not known. num_experts 0: a dense model.
 
-    misfits: (tp, ep, etp) -> (flag, sentence) for every division of the model over ranks that leaves a rest.
+    misfits: (tp, ep, etp) -> (flag, sentence) for every division of the model over ranks that leaves a rest. teacher: a second model in the
+    same layout, whose layers are dealt out evenly where it has not as many as this one.
     """
 
     num_layers: int | None = None
     num_experts: int | None = None
     misfits: Callable[[int, int, int], Sequence[tuple[str, str]]] | None = None
+    teacher: Model | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,6 +11,7 @@ from megatron_grpo.settings.config import Config, ParallelConfig
 LAYOUT = "pipeline_model_parallel_layout"
 ACCOUNTS = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
 _ENDS = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
+OF_ONE_DEPTH = (LAYOUT, *_ENDS)  # what is said in layers, of a model of so many
 _LARGEST = 4096  # characters of a layout that is written out
 
 

@@ -48,14 +48,16 @@ def measured(rank, world, path, cfg):
     buffers = [b for chunk in policy.wrapped for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
     storage = size(b.grad_data for b in buffers)
     storage += size(b.param_data for b in buffers) if cfg.optimizer.use_distributed_optimizer else size(trained)
-    state = {}
+    state, is_rounded = {}, all(p.dtype is torch.bfloat16 for p in trained)
     for part in getattr(policy.optimizer, "chained_optimizers", [policy.optimizer]):
         for moments in part.optimizer.state.values():
-            state |= {id(t): t for name, t in moments.items() if name in ("exp_avg", "exp_avg_sq")}
-        if all(p.dtype is torch.bfloat16 for p in trained):
+            state |= {
+                id(t): t for name, t in moments.items() if name in ("exp_avg", "exp_avg_sq") or (name == "master_param" and is_rounded)
+            }
+        if is_rounded and not cfg.optimizer.use_precision_aware_optimizer:
             state |= {id(p): p for group in part.optimizer.param_groups for p in group["params"]}
-    assert all(t.dtype is torch.float32 for t in state.values())
-    gradients = sum(p.main_grad.nelement() * 4 for p in trained)
+    assert cfg.optimizer.use_precision_aware_optimizer or all(t.dtype is torch.float32 for t in state.values())
+    gradients = size(p.main_grad for p in trained)
     saved = policy.sharded_state_dict(is_loading=False)
     apply_factories(saved)
     saved = [t for t in nested_values(saved) if isinstance(t, ShardedTensor) and is_main_replica(t.replica_id)]
@@ -174,6 +176,27 @@ CASES = {
         dict(freeze_aligner=False),
     ),
     "sees, dp 2, all trains": (2, "qwen2_5_vl", dict(), dict(), dict(freeze_vit=False, freeze_aligner=False, beta=0.1)),
+    "few bits, dp 2": (
+        2,
+        "qwen3",
+        dict(tied=True),
+        dict(),
+        dict(use_precision_aware_optimizer=True, main_grads_dtype="bf16", exp_avg_dtype="fp8", exp_avg_sq_dtype="bf16", beta=0.1),
+    ),
+    "few bits, experts, ep 2, lora": (
+        2,
+        "qwen3_moe",
+        dict(experts=6),
+        dict(expert_model_parallel_size=2),
+        dict(use_precision_aware_optimizer=True, main_params_dtype="fp16", exp_avg_dtype="fp16", tuner_type="lora"),
+    ),
+    "few bits, float32": (
+        1,
+        "qwen3",
+        dict(),
+        dict(),
+        dict(use_precision_aware_optimizer=True, exp_avg_sq_dtype="fp8", torch_dtype="float32"),
+    ),
     "plain optimizer, float32": (2, "qwen3", dict(), dict(), dict(use_distributed_optimizer=False, torch_dtype="float32")),
 }
 

@@ -95,6 +95,8 @@ CASES = [
     ("PP2 VPP2", "float32", (only_the_first_chunk_leaves,)),
     ("MLA EP2", "bfloat16", (module_buffers_are_left_behind,)),
     ("LoRA TP2, from an adapter", "bfloat16", (the_base_is_left_behind,)),
+    ("few bits, DP2, overlapped", "bfloat16", (moments_are_lost,)),
+    ("few bits, MoE EP2", "bfloat16", ()),
 ]
 
 

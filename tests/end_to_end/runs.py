@@ -16,10 +16,10 @@ def even(completion_ids, **columns):
 """
 
 
-def write_inputs(folder: Path, *, rows: int = 40, **model: Any) -> list[str]:
+def write_inputs(folder: Path, *, rows: int = 40, family: str = "qwen3", **model: Any) -> list[str]:
     """Model, data and reward in `folder`; the flags that name them."""
     folder.mkdir(exist_ok=True)
-    write_tiny(folder / "model", "qwen3", **({"layers": 2, "tied": True, "std": 0.1} | model))
+    write_tiny(folder / "model", family, **({"layers": 2, "tied": True, "std": 0.1} | model))
     lines = [{"prompt": " ".join(str(4 + (7 * i + j) % 100) for j in range(3 + i % 4)), "answer": "x"} for i in range(rows)]
     (folder / "data.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (folder / "reward.py").write_text(REWARD)

@@ -9,6 +9,7 @@ import safetensors.torch
 
 from tests.end_to_end.runs import records, write_inputs
 from tests.end_to_end.scripted import train
+from tests.end_to_end.test_whatif import whatif
 from tests.ranks import run_ranks
 
 
@@ -26,6 +27,7 @@ def runs(tmp_path_factory):
             ["--mcore_model", str(folder / "first"), "--tensor_model_parallel_size", "2", "--beta", "0.1", "--max_steps", "1", *still],
         ),
         "bare": (1, ["--resume", checkpoint, "--no_load_optim", "true", "--no_load_rng", "true", "--max_steps", "3", *still]),
+        "bare of 2": (2, ["--resume", checkpoint, "--no_load_optim", "true", "--max_steps", "3", *still]),  # each has a part of the moments
     }
     for name, (ranks, flags) in cases.items():
         if name == "begun":  # of the first run's two steps the earlier one is to be best in this one
@@ -50,6 +52,8 @@ def test_a_coefficient_that_follows_the_entropy_goes_on_as_if_nothing_had_happen
         "3",
         "--save_steps",
         "2",
+        "--record_rows",
+        "true",
         "--output_dir",
     ]
     assert run_ranks(train, 1, [*common, str(tmp_path / "whole")], timeout=300) == [0]
@@ -61,6 +65,13 @@ def test_a_coefficient_that_follows_the_entropy_goes_on_as_if_nothing_had_happen
     ]  # fmt: skip
     for name in ("loss", "grad_norm", "entropy", "entropy_coef", "entropy_coef/applied"):
         assert last[name] == whole[2][name], name
+    asked = [str(tmp_path / "whole"), "--step", "2", "--json", "--try", "entropy_coef=0"]  # behind the second checkpoint
+    [(code, said)] = run_ranks(whatif, 1, asked)
+    own, without = json.loads(said)["variants"]
+    assert code == 0 and {name: own[name] for name in ("loss", "grad_norm")} == pytest.approx(
+        {name: whole[2][name] for name in ("loss", "grad_norm")}, rel=1e-5
+    )
+    assert own["loss"] - without["loss"] == pytest.approx(-0.04 * whole[2]["entropy"], rel=1e-3)  # what the step had, not entropy_coef
 
 
 def export(rank: int, world_size: int, flags: list[str]) -> int:
@@ -102,8 +113,21 @@ def test_the_model_at_the_end_is_that_of_the_best_checkpoint(runs):
     assert then.keys() == found.keys() and all((then[name] == found[name]).all() for name in then)
 
 
-def test_a_run_goes_on_without_the_moments_of_its_checkpoint(runs):
-    assert [optimizer_steps(runs / name) for name in ("first/checkpoints/iter_0000002", "bare/checkpoints/iter_0000003")] == [2, 1]
-    bare, then = weights(runs / "bare"), weights(runs / "first")
+def test_experts_begin_with_the_weights_of_a_checkpoint_on_other_ranks(tmp_path):
+    """Saved by one rank, taken by two that have half of the experts each."""
+    common = [*write_inputs(tmp_path, family="qwen3_moe", layers=1, ffn=64, experts=4), "--max_steps", "1", "--capsules", "0"]
+    first, begun = tmp_path / "first", tmp_path / "begun"
+    assert run_ranks(train, 1, [*common, "--output_dir", str(first)], timeout=300) == [0]
+    flags = [*common, "--mcore_model", str(first), "--expert_model_parallel_size", "2", "--lr", "0", "--output_dir", str(begun)]
+    assert run_ranks(train, 2, flags, timeout=300) == [0, 0]
+    then, now, model = weights(first), weights(begun), safetensors.torch.load_file(tmp_path / "model/model.safetensors")
+    assert then.keys() == now.keys() and all((then[name] == now[name]).all() for name in then)
+    assert all((then[name] != model[name]).any() for name in then if "experts" in name and "down_proj" in name)
+
+
+@pytest.mark.parametrize("name", ["bare", "bare of 2"])
+def test_a_run_goes_on_without_the_moments_of_its_checkpoint(runs, name):
+    assert [optimizer_steps(runs / one) for one in ("first/checkpoints/iter_0000002", f"{name}/checkpoints/iter_0000003")] == [2, 1]
+    bare, then = weights(runs / name), weights(runs / "first")
     assert all((bare[name] == then[name]).all() for name in then)
-    assert [line["step"] for line in records(runs / "bare/metrics.jsonl")] == [3]
+    assert [line["step"] for line in records(runs / name / "metrics.jsonl")] == [3]

@@ -1,4 +1,5 @@
-"""On-policy distillation with a real frozen server: a teacher of another size that nobody can push to, and its student."""
+"""On-policy distillation: a teacher of another size, on a real frozen server that nobody can push to or in the training ranks, and its
+student."""
 
 from __future__ import annotations
 
@@ -13,7 +14,10 @@ from safetensors.torch import load_file, save_file
 
 from megatron_grpo.rollout import wire
 from megatron_grpo.rollout.wire_scores import ROUTE, PromptLogprobs, decode_scores
+from tests.end_to_end import scripted
 from tests.end_to_end.runs import records, train, write_inputs
+from tests.end_to_end.test_many_steps import LORA
+from tests.end_to_end.test_one_ahead import AHEAD, CORRECTED
 from tests.end_to_end.test_whatif import whatif
 from tests.ranks import run_ranks
 from tests.servers import ASKS, Refusal, Server
@@ -145,10 +149,14 @@ def refused(rank: int, world_size: int, flags: list[str]) -> str:
     return " ".join(said.getvalue().split())
 
 
-def test_another_vocabulary_is_refused_before_a_model_loads(folder, named):
+def test_another_vocabulary_is_refused_before_a_model_loads(folder, named, teacher):
     flags = write_inputs(folder / "other", vocab=120)
-    [said] = run_ranks(refused, 1, [*flags, *named, "--output_dir", str(folder / "none")], env=ASKS)
-    assert "whose tokenizer has other words than the policy's" in said and not (folder / "none" / "metrics.jsonl").exists()
+    for words, sentence in (
+        (named, "whose tokenizer has other words than the policy's"),
+        (["--teacher_model", str(teacher[1])], "has a tokenizer with other words than the policy's"),
+    ):
+        [said] = run_ranks(refused, 1, [*flags, *words, "--output_dir", str(folder / "none")], env=ASKS)
+        assert sentence in said and not (folder / "none" / "metrics.jsonl").exists()
     flags = [*write_inputs(folder / "long"), *named, "--output_dir", str(folder / "none"), "--max_completion_length", "100"]
     assert "start it with --vllm_max_model_len 107" in run_ranks(refused, 1, flags, env=ASKS)[0]
 
@@ -158,3 +166,65 @@ def test_a_frozen_server_is_no_rollout_server(teacher, folder, named):
     inputs = write_inputs(folder / "pushed")
     at = inputs.index("--vllm_kv_cache_memory_mb")
     assert "is frozen, and takes no weights of a run" in run_ranks(refused, 1, [*inputs[:at], *flags], env=ASKS)[0]
+
+
+# ---- in the training ranks -------------------------------------------------------------------------------------------------------------
+
+
+def scripted_flags(folder, *more: str) -> list[str]:
+    """Of runs whose answers come from a table, without vLLM: two short steps."""
+    flags = write_inputs(folder)
+    at = flags.index("--vllm_kv_cache_memory_mb")
+    return [*flags[:at], *flags[at + 2 :], "--global_batch_size", "8", "--max_steps", "2", "--export_hf", "false", *more]
+
+
+def told(rank: int, world_size: int, flags: list[str]) -> str:
+    """What a run prints. For `run_ranks`."""
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        code = scripted.train(rank, world_size, flags)
+    assert code == 0, said.getvalue()
+    return said.getvalue()
+
+
+def same_steps(one, other, **within) -> None:
+    ours, theirs = (records(path / "metrics.jsonl") for path in (one, other))
+    for name in ("loss", "grad_norm", "teacher_kl"):
+        assert [step[name] for step in ours] == pytest.approx([step[name] for step in theirs], **within), name
+
+
+def test_a_teacher_in_the_ranks_teaches_as_its_server_does_and_another_one_is_said_on_resuming(teacher, folder, named, tmp_path):
+    flags = scripted_flags(tmp_path / "in", "--save_steps", "1", "--save_total_limit", "none")
+    held = ["--teacher_model", str(teacher[1]), "--offload_teacher_model", "true", "--tensor_model_parallel_size", "2"]
+    said = run_ranks(told, 1, [*flags, *named, "--output_dir", str(tmp_path / "served")], env=ASKS)
+    run_ranks(told, 2, [*flags, *held, "--sequence_parallel", "true", "--output_dir", str(tmp_path / "held")])
+    same_steps(tmp_path / "held", tmp_path / "served", rel=1e-4)
+    # Wherever it is, a checkpoint knows which one it was.
+    first = [tmp_path / where / "checkpoints" / "iter_0000001" for where in ("served", "held")]
+    before, same = (json.loads((path / "manifest.json").read_text())["content"]["teacher"] for path in first)
+    assert before == same == teacher[0].state().fingerprint
+    other = write_tiny(tmp_path / "other", hidden=96, layers=4, ffn=160, seed=3, std=0.05)
+    [said] = run_ranks(told, 1, [*flags, "--teacher_model", str(other), "--resume", str(first[0]), "--output_dir", str(tmp_path / "2")])
+    assert f"teacher  {before} -> qwen3" in said
+    now = json.loads((tmp_path / "2" / "checkpoints" / "iter_0000002" / "manifest.json").read_text())["content"]["teacher"]
+    again = [*flags, *named, "--resume", str(tmp_path / "2"), "--max_steps", "3", "--output_dir", str(tmp_path / "3")]
+    assert f"teacher  {now} -> {before}" in run_ranks(told, 1, again, env=ASKS)[0]
+
+
+def test_a_run_one_rollout_ahead_with_adapters_a_reference_and_a_teacher_resumes_bit_for_bit(teacher, tmp_path):
+    flags = [*scripted_flags(tmp_path / "in", *AHEAD, *CORRECTED, *LORA), "--max_steps", "4", "--save_steps", "2"]
+    flags += ["--teacher_model", str(teacher[1]), "--beta", "0.1", "--temperature", "0.7", "--max_tokens_per_micro_batch", "40"]
+    run_ranks(told, 2, [*flags, "--output_dir", str(tmp_path / "whole")])
+    first = str(tmp_path / "whole" / "checkpoints" / "iter_0000002")
+    run_ranks(told, 2, [*flags, "--output_dir", str(tmp_path / "resumed"), "--resume", first])
+    whole, resumed = (records(tmp_path / name / "metrics.jsonl") for name in ("whole", "resumed"))
+    for name in ("loss", "grad_norm", "teacher_kl", "kl"):
+        assert [step[name] for step in whole[2:]] == [step[name] for step in resumed]
+    assert whole[0]["time/teacher"] > 0
+
+
+def test_a_teacher_with_experts_teaches_a_dense_student_under_expert_parallelism(tmp_path):
+    large = write_tiny(tmp_path / "large", "qwen3_moe", layers=3, ffn=36, seed=3, std=0.05)
+    flags = [*scripted_flags(tmp_path / "in"), "--teacher_model", str(large), "--temperature", "0.9"]
+    run_ranks(told, 1, [*flags, "--output_dir", str(tmp_path / "one")])
+    run_ranks(told, 2, [*flags, "--expert_model_parallel_size", "2", "--output_dir", str(tmp_path / "two")])
+    same_steps(tmp_path / "two", tmp_path / "one", rel=1e-4)

@@ -17,6 +17,7 @@ import torch
 from tests import parity_cases as cases
 from tests.gpu.test_steps import GPUS, ROOT
 from tests.lora_cases import random_adapter
+from tests.room_cases import LOW
 from tests.tiny_models import write_tiny
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS == 0, reason="no GPU here")]
@@ -24,7 +25,9 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS == 0, reason="no GPU here
 STILL_HELD = 1 << 20  # bytes: step counters, rotary frequencies, what cuBLAS keeps besides its workspace
 
 
-@pytest.mark.parametrize("kind", ["bfloat16", "float32", "reference", "experts", "plain optimizer", "adapters", "optimizer on the host"])
+@pytest.mark.parametrize(
+    "kind", ["bfloat16", "float32", "reference", "experts", "plain optimizer", "adapters", "optimizer on the host", "few bits"]
+)
 def test_the_gpu_is_empty_while_all_is_away_and_training_goes_on_bit_for_bit(tmp_path, kind):
     model = "MoE" if kind == "experts" else "dense"
     path = write_tiny(tmp_path / "model", **cases.MODELS[model] | {"hidden": 512, "ffn": 2048})
@@ -34,6 +37,7 @@ def test_the_gpu_is_empty_while_all_is_away_and_training_goes_on_bit_for_bit(tmp
         "plain optimizer": dict(use_distributed_optimizer=False),
         "adapters": dict(tuner_type="lora", beta=0.1),
         "optimizer on the host": dict(optimizer_cpu_offload=True),
+        "few bits": LOW,
     }.get(kind, {})
     if kind == "adapters":
         settings["adapters"] = str(random_adapter(path, tmp_path / "adapter"))

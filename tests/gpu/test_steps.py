@@ -149,8 +149,16 @@ def test_transformer_engine_steps_of_adapters_are_near_float64(stored, tmp_path,
         assert distance.within(**BF16), distance
 
 
+@pytest.mark.parametrize("impl", ["local", pytest.param("transformer_engine", marks=needs_te)])
+def test_steps_with_gradients_and_optimizer_state_in_fewer_bits_are_near_float64(stored, tmp_path, impl):
+    few = dict(use_precision_aware_optimizer=True, main_grads_dtype="bf16", exp_avg_dtype="fp8", exp_avg_sq_dtype="fp16")
+    name = "1" if GPUS == 1 else "DP2"
+    for distance in distances("dense", stored, tmp_path, name, transformer_impl=impl, torch_dtype="bfloat16", **few).values():
+        assert distance.within(**BF16), distance
+
+
 @pytest.mark.parametrize("settings", [
-    dict(optimizer_cpu_offload=True), dict(overlap_grad_reduce=True, overlap_param_gather=True),
+    dict(optimizer_cpu_offload=True), dict(use_precision_aware_optimizer=True), dict(overlap_grad_reduce=True, overlap_param_gather=True),
     dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=2), dict(recompute_granularity="selective"),
 ], ids=lambda settings: next(iter(settings)) + "=" + str(next(iter(settings.values()))))  # fmt: skip
 def test_other_ways_to_run_a_step_equal_float64(stored, tmp_path, settings):

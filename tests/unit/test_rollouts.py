@@ -261,7 +261,7 @@ def test_a_sample_is_its_prompt_and_completion_with_its_own_advantage():
 def test_a_row_keeps_what_the_teacher_said_of_its_own_tokens_and_one_that_trains_nothing_has_no_word_of_it():
     """The teacher says the row's number at drawn tokens. Of one completion the sampler's log-probs are impossible."""
 
-    def teacher(sequences, homes, parallel):
+    def teacher(sequences, extents, homes, parallel):
         assert homes == dict.fromkeys(sequences, 0)
         return {key: np.where(one.mask, -key[1], 0).astype(np.float32) for key, one in sequences.items()}
 
@@ -278,7 +278,7 @@ def test_a_row_keeps_what_the_teacher_said_of_its_own_tokens_and_one_that_trains
 def test_a_rollout_whose_teacher_has_gone_is_told_of_when_it_is_asked_again_and_once():
     heard, rewards = Heard(), {number: LIVE for number in range(8)}
 
-    def gone(sequences, homes, parallel):
+    def gone(sequences, extents, homes, parallel):
         raise NobodySamples("no server of the teacher answered")
 
     with pytest.raises(NobodySamples):
@@ -332,7 +332,7 @@ def test_a_rollout_that_was_sampled_ahead_has_its_words_and_its_teachers():
     engine, asked = ScriptedEngine(told_words), []
     engine.take(WeightUpdate(kind="weights", version=0, tensors=()))
 
-    def teacher(sequences, homes, parallel):
+    def teacher(sequences, extents, homes, parallel):
         asked.append(len(sequences))
         return {key: np.where(one.mask, -key[1], 0).astype(np.float32) for key, one in sequences.items()}
 

@@ -193,6 +193,7 @@ QUICKSTART = {
     "max_completion_length": 6, "lr": 3e-4, "max_steps": 40, "sleep_level": 0, "lr_warmup_iters": 5,
 }  # fmt: skip
 LORA = {"tuner_type": "lora", "lora_rank": 8, "lora_alpha": 16, "target_modules": "all-linear"}
+FEW_BITS = {"use_precision_aware_optimizer": "true", "main_grads_dtype": "bf16", "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "fp8"}
 OF_THE_SERVER = dict.fromkeys(("vllm_gpu_memory_utilization", "vllm_enforce_eager", "sleep_level"))
 TE, LOCAL = {"transformer_impl": "transformer_engine"}, {"transformer_impl": "local"}
 
@@ -236,6 +237,9 @@ STEPS: tuple[Step, ...] = (
     Step(name="offload", shows="the optimizer on the host, saved and gone on with", seconds=120, needs=("vllm",),
          commands=(Of(folder="offload", flags=SAVING | {"optimizer_cpu_offload": "true", "max_steps": 2}),
                    Of(folder="offload", flags=SAVING | {"optimizer_cpu_offload": "true", "max_steps": 3})), judge=gap("offload", 3)),
+    Step(name="few_bits", shows="gradients and optimizer state in fewer bits, saved and gone on with", seconds=120, needs=("vllm",),
+         commands=(Of(folder="few_bits", flags=SAVING | FEW_BITS | {"max_steps": 2}),
+                   Of(folder="few_bits", flags=SAVING | FEW_BITS | {"max_steps": 3})), judge=gap("few_bits", 3)),
     Step(name="out_of_memory", shows="a GPU without room for vLLM is a sentence", seconds=60, needs=("vllm",), judge=words_of_memory,
          commands=(Of(folder="oom", flags={"vllm_gpu_memory_utilization": 0.999, "max_steps": 1}, ends=(1, 2)),)),
     Step(name="runner_v1", shows="vLLM's older model runner", seconds=60, needs=("vllm",), env={"VLLM_USE_V2_MODEL_RUNNER": "0"},

@@ -131,6 +131,8 @@ TRL: Mapping[str, Foreign] = {
         *("eval_accumulation_steps", "eval_do_concat_batches", "eval_use_gather_object", "include_for_metrics"),
         why="how its Trainer evaluates; here held-out prompts are sampled by the engine, all at a time",
     ),
+    **aside("eval_on_start", why="held-out prompts are answered before and after a run where there are any, which trains nothing"),
+    **aside("train_sampling_strategy", why="GRPOTrainer has a sampler of its own, which shuffle_dataset decides, there as here"),
 }
 
 _MEGATRON, _LORA, _ENGINE, _ALGORITHM = "policy.megatron_config.", "policy.model.lora.", "inference_engine.", "algorithm."

@@ -12,8 +12,8 @@ ENGINES = "engines of a rollout server beside each other are its own setting (me
 IMAGES = "of what models see and hear pictures alone are there, and this setting of theirs is not (docs/images.md)"
 TURNS = "multi-turn environments are named with --environment and --tools (docs/turns.md)"
 TEACHER = (
-    "distillation: a teacher answers through a server of its own (megatron-grpo serve --frozen true --model TEACHER), which "
-    "teacher_model_server names, one teacher for all rows"
+    "distillation: one teacher for all rows, which is a Hugging Face checkpoint as it stands: in the training ranks (teacher_model), or on "
+    "servers of its own (teacher_model_server, megatron-grpo serve --frozen true)"
 )
 GKD = "a teacher is asked for its log-prob of each drawn token, and not for its whole distribution or for answers of its own"
 QUANTIZED = "quantised weights, weights held in FP8, fp4 and fp16 are not there: bfloat16 or float32, with fp8_format for linear layers"

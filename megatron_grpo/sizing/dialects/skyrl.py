@@ -72,7 +72,6 @@ def _together(hint: str) -> Foreign:
 _OF_OPTIMIZER = "of these words optimizer_cpu_offload, optimizer_offload_fraction and use_precision_aware_optimizer are translated"
 _ENGINE_WORDS = _together("`vllm_engine_kwargs`, or the setting that says it (`vllm_max_model_len`)")
 _RECOMPUTE = "of these words those of recomputation, pipeline splits, FP8 and experts' kernels are translated"
-_TEMPLATE = "give chat_template_kwargs, which hands name=value to the chat template"
 
 NAMES: Mapping[str, Foreign] = {
     "policy.model.path": same("model"),
@@ -186,7 +185,7 @@ NAMES: Mapping[str, Foreign] = {
     "sampling_params.min_p": same("min_p"),
     "sampling_params.repetition_penalty": lacks(features.PENALTY, "1", "1.0"),
     "sampling_params.additional_kwargs": lacks(features.SAMPLING),
-    "ref.model.path": lacks("the reference model is the model as it was at the start"),
+    "ref.model.path": _together("nothing, where it is policy.model.path; another model is refused"),
     "update_ref_every_epoch": lacks("the reference follows the policy with sync_ref_model alone"),
     f"{_POLICY}virtual_pipeline_model_parallel_size": same("virtual_pipeline_model_parallel_size"),
     f"{_POLICY}moe_router_load_balancing_type": lacks("load-balancing losses depend on the layout"),
@@ -195,7 +194,7 @@ NAMES: Mapping[str, Foreign] = {
     f"{_POLICY}mtp_num_layers": lacks(features.MTP, "0"),
     f"{_ALGORITHM}dynamic_sampling.type": lacks("its ways to resample are not there; dynamic_sample draws further prompts for dead groups"),
     f"{_ALGORITHM}advantage_batch_normalize": lacks("advantages are normalised by advantage_estimator and scale_rewards alone"),
-    f"{_ALGORITHM}temperature": lacks("log-probs are those of the sampling temperature"),
+    f"{_ALGORITHM}temperature": _together("nothing, where it is sampling_params.temperature; another number is refused"),
     f"{_ALGORITHM}kl_ctrl.type": lacks("beta is constant", "fixed"),
     f"{_ALGORITHM}off_policy_correction.sequence_mask_metric": lacks("of its corrections tis_ratio_type is translated"),
     f"{_ALGORITHM}cispo.cispo_eps_clip_low": lacks("the ratio has no lower bound in cispo here", "1", "1.0"),
@@ -263,7 +262,7 @@ PATTERNS: Mapping[str, Foreign] = {
     "engine_init_kwargs.*": _ENGINE_WORDS,
     f"{_ENGINE}delta_weight_sync.*": Foreign(why="how weights travel; here each push is whole, and checked by log-probs"),
     "policy.torch_profiler_config.*": Foreign(why=features.LOGS),
-    "chat_template_kwargs.*": lacks(_TEMPLATE),
+    "chat_template_kwargs.*": _together("`chat_template_kwargs`"),
     "sampling_params.additional_kwargs.*": lacks(features.SAMPLING),
     "eval_sampling_params.additional_kwargs.*": lacks(features.EVAL_SAMPLING),
     "fully_async.simulate_*": lacks(features.AHEAD, "30.0", "0.0"),
@@ -307,6 +306,7 @@ DEFAULTS: Sequence[Default] = (
     Default(name="max_ckpts_to_keep", theirs="all", native={"save_total_limit": None}),
     kept("strategy", "fsdp", "megatron"),
     kept("logger", "wandb", "none"),
+    kept("freeze_vit", "false, of a model that sees", True),
 )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from megatron_grpo.settings.foreign import Change
+from megatron_grpo.settings.foreign import OFF, Change
 from megatron_grpo.settings.table import BadValue
 from megatron_grpo.sizing.dialects.vocabulary import (
     asked_once,
@@ -16,6 +16,7 @@ from megatron_grpo.sizing.dialects.vocabulary import (
     is_true,
     layout,
     listed,
+    of_template,
     of_vllm,
     soft_overlong,
     text_of,
@@ -110,6 +111,13 @@ def _layout(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
     yield from layout(values, text_of(given, f"{_POLICY}expert_tensor_parallel_size", "none"), shards_norms_by_itself="SkyRL")
 
 
+def _is_same(first: str, second: str) -> bool:
+    try:
+        return float(first) == float(second)
+    except ValueError:
+        return first == second
+
+
 def _asked(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
     """Prompts, engines and evaluations."""
     longest = text_of(given, "max_prompt_length", "512")
@@ -118,9 +126,17 @@ def _asked(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
             f"max_input_length ({text_of(given, 'max_input_length', '')}) differs from max_prompt_length ({longest}), which bounds what "
             "goes in. In one turn they are one number, in SkyRL too"
         )
+    for name, of, why in (
+        ("ref.model.path", "policy.model.path", "the reference is the model as it was at the start"),
+        (f"{_ALGORITHM}temperature", "sampling_params.temperature", "log-probs are those of the sampling temperature"),
+    ):
+        theirs, ours = text_of(given, name, "none"), text_of(given, of, "1.0" if "temperature" in of else "")
+        if theirs.lower() not in OFF and not _is_same(theirs, ours):
+            raise BadValue(f"{name} ({theirs}) differs from {of} ({ours}), and {why}")
     stop, eval_stop = (listed(given.get(f"{name}sampling_params.stop", ())) for name in ("", "eval_"))
     if eval_stop not in ([], ["none"], ["null"], stop):
         raise BadValue(f"eval_sampling_params.stop ({' '.join(eval_stop)}) differs from sampling_params.stop, which is of both here")
+    yield from of_template(values, given, prefix="chat_template_kwargs")
     yield from of_vllm(values, given, prefix=f"{_ENGINE}engine_init_kwargs")
     yield from of_vllm(values, given, prefix="engine_init_kwargs")
     yield from asked_once(values, eval_temperature=0.0, eval_top_p=1.0, eval_top_k=0, eval_min_p=0.0)
@@ -136,6 +152,8 @@ def _steps(values: Mapping[str, Any], given: Given, *, in_prompts: bool) -> Iter
     yield from in_steps(values, per_rollout, _COUNTED_IN_ROLLOUTS)
     if "save_steps" not in values:
         yield Change(values={"save_steps": 10 * per_rollout}, untyped=("ckpt_interval", "10"))
+    if "eval_steps" not in values and holds_out(values):
+        yield Change(values={"eval_steps": 5 * per_rollout}, untyped=("eval_interval", "5"))
 
 
 def _correction(values: Mapping[str, Any], given: Given) -> Iterator[Change]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from megatron_grpo.settings.foreign import Change, Default, Dialect, Foreign, default, kept, lacks, not_there, only, only_task, reads, same
 from megatron_grpo.settings.table import BadValue
-from megatron_grpo.sizing.dialects import features, slime_aside
+from megatron_grpo.sizing.dialects import features, slime_aside, slime_teacher
 from megatron_grpo.sizing.dialects.vocabulary import (
     DISPATCHER,
     NATIVE_SIZES,
@@ -38,8 +38,27 @@ def _ranks(words: Sequence[str], given: Given) -> Mapping[str, Any]:
     return {"world_size": whole(given, "actor_num_nodes", 1) * whole(given, "actor_num_gpus_per_node", 8)}
 
 
+def _whole_files(words: Sequence[str]) -> None:
+    if parts := [word for word in words if re.search(r"@\[.*\]$", word)]:
+        raise BadValue(f"({' '.join(parts)}) takes a part of a file; rows of files are used whole. Write that part to a file of its own")
+
+
+def _prompts(words: Sequence[str], given: Given) -> Mapping[str, Any]:
+    _whole_files(words)
+    return {"dataset": list(words)}
+
+
+def _seed(words: Sequence[str], given: Given) -> Mapping[str, Any]:
+    return {} if "seed" in given else {"seed": list(words)}
+
+
+def _offload(words: Sequence[str], given: Given) -> Mapping[str, Any]:
+    return {} if words[0].lower() == "false" else {"offload_model": "true", "sleep_level": 2}
+
+
 def _held_out(words: Sequence[str], given: Given) -> Mapping[str, Any]:
     """A name and a path each; one word alone is a path."""
+    _whole_files(words)
     if len(words) == 1:
         return {"eval_dataset": words[0]}
     if len(words) % 2:
@@ -106,7 +125,7 @@ NAMES: Mapping[str, Foreign] = {
     "colocate": _together("a note where it is left out: engines beside the ranks are `vllm_mode` server"),
     "rollout_num_gpus": _together("a note: engines beside the ranks are `vllm_mode` server and `megatron-grpo serve`"),
     "rollout_num_gpus_per_engine": same("vllm_tensor_parallel_size"),
-    "offload": _switch("offload_model", "true"),
+    "offload": reads(_offload, "`offload_model` true and `sleep_level` 2"),
     "offload_train": _switch("offload_model", "true"),
     "no_offload_train": _switch("offload_model", "false"),
     "offload_rollout": _switch("sleep_level", 2),
@@ -115,11 +134,11 @@ NAMES: Mapping[str, Foreign] = {
     "sglang_max_running_requests": same("vllm_max_num_seqs"),
     "sglang_context_length": same("vllm_max_model_len"),
     # Data.
-    "prompt_data": same("dataset"),
+    "prompt_data": reads(_prompts, "`dataset`; a part of a file, path@[0:16], is refused"),
     "input_key": reads(_column, "`columns`, where it is neither prompt nor messages"),
     "label_key": same("answer_column"),
     "rollout_shuffle": same("dataset_shuffle"),
-    "rollout_seed": _together("`seed`, which is of prompts, sampling and all else"),
+    "rollout_seed": reads(_seed, "`seed`, which is of prompts, sampling and all else, where seed is left out"),
     "rollout_max_prompt_len": same("max_prompt_length"),
     "apply_chat_template": _together("a note: chat prompts are written by the template here, and a string prompt is taken as it stands"),
     "apply_chat_template_kwargs": same("chat_template_kwargs"),
@@ -187,7 +206,8 @@ NAMES: Mapping[str, Foreign] = {
     "opsm_delta": _together("`off_policy_sequence_mask_delta`, where use_opsm is given"),
     "use_routing_replay": _switch("router_replay_mode", "R2"),
     "use_rollout_routing_replay": _switch("router_replay_mode", "R3"),
-    **not_there(features.TEACHER, "use_opd", "opd_type", "opd_teacher_load", "opd_teacher_ckpt_step"),
+    **dict.fromkeys(slime_teacher.NAMES, _together("`teacher_model` and `teacher_kl_coef`, of all names of the teacher")),
+    **not_there(features.TEACHER, "opd_teacher_ckpt_step"),
     "value_clip": Foreign(why="there is no critic; what asks for one is advantage_estimator ppo"),
     # Batches, of which the sizes are a table of their own.
     "use_dynamic_batch_size": _PACKED,
@@ -242,6 +262,7 @@ DEFAULTS: Sequence[Default] = (
     default("seed", 1234),
     Default(name="save_total_limit", theirs="all", native={"save_total_limit": None}),
     kept("colocate", False, "vllm_mode colocate"),
+    kept("freeze_vit", "false, of a model that sees", True),
 )
 
 
@@ -256,10 +277,13 @@ def settle(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
         yield from idle(given, {"tis_clip": "2.0", "tis_clip_low": "0"}, without="use_tis")
     if is_true(given, "use_opsm", "false"):
         yield Change(values={"off_policy_sequence_mask_delta": float(text_of(given, "opsm_delta", "1e-4"))})
+    yield from slime_teacher.settle(values, given)
     yield from layout(values, text_of(given, "expert_tensor_parallel_size", "none"))
     if not is_true(given, "colocate", "false"):
         note = "slime samples on GPUs of their own without colocate: here that is vllm_mode server, beside `megatron-grpo serve`."
         yield Change(values={}, note=note)
+    if text_of(given, "rollout_seed", text_of(given, "seed", "")) != text_of(given, "seed", text_of(given, "rollout_seed", "")):
+        yield Change(values={}, note=f"seed {text_of(given, 'seed', '')} is of prompts and sampling too: rollout_seed is not read.")
     if "apply_chat_template" in given:
         yield Change(
             values={}, note="apply_chat_template: a prompt that is a string is taken as it stands here; write it as chat messages."

@@ -63,7 +63,6 @@ NAMES: Mapping[str, Foreign] = {
     ),
     **aside("wandb_key", why="it is a secret: the environment variable WANDB_API_KEY holds it"),
     **aside("gamma", "lambd", why="it does nothing without advantage_estimator ppo, which is refused"),
-    **aside("opd_kl_coef", why="it does nothing without use_opd, which is refused"),
     **aside("mtp_loss_scaling_factor", why="it does nothing without mtp_num_layers, which is refused"),
     **aside(
         *("ci_test", "ci_disable_kl_checker", "ci_train_rollout_logprob_abs_diff_threshold", "ci_save_grad_norm", "ci_load_grad_norm"),

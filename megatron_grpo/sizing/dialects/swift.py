@@ -194,10 +194,7 @@ NAMES: Mapping[str, Foreign] = {
         features.IMAGES,
         *("vit_gradient_checkpointing_kwargs", "vit_attn_impl", "vllm_mm_processor_cache_gb", "norm_bbox"),
     ),
-    **not_there(
-        features.TEACHER,
-        *("teacher_model", "teacher_model_type", "teacher_model_revision", "teacher_tag_key", "teacher_adapters", "offload_teacher_model"),
-    ),
+    **not_there(features.TEACHER, "teacher_model_type", "teacher_model_revision", "teacher_tag_key", "teacher_adapters"),
     **not_there(features.GKD, "gkd_logits_topk", "seq_kd", "lmbda", "sft_alpha"),
     **not_there(
         features.QUANTIZED,
@@ -268,14 +265,7 @@ DEFAULTS: Sequence[Default] = (
 
 def settle(values: Mapping[str, Any], given: Mapping[str, Sequence[str]]) -> Iterator[Change]:
     """What Megatron-SWIFT makes of several names together."""
-    if "max_steps" in values and "num_train_epochs" in values and values.get("streaming"):
-        yield Change(values={"num_train_epochs": None}, note="train_iters decides: Megatron-SWIFT does not read epochs with streaming.")
-    elif "max_steps" in values and "num_train_epochs" in values:
-        yield Change(
-            values={"max_steps": None},
-            note=f"num_train_epochs ({values['num_train_epochs']:g}) decides the length of the run: Megatron-SWIFT works train_iters "
-            f"({values['max_steps']}) out anew where both are given.",
-        )
+    yield from _data(values)
     if values.get("eval_steps") and not holds_out(values):
         yield Change(
             values={"eval_steps": None},
@@ -286,15 +276,39 @@ def settle(values: Mapping[str, Any], given: Mapping[str, Sequence[str]]) -> Ite
     yield from of_servers(values, program="swift rollout")
     yield from of_the_hub(values)
     yield from idle_schedule(values, given, style="cosine")
+    if values.get("weight_decay_incr_style", "constant") != "constant" and "start_weight_decay" in values:
+        note = "weight_decay is not read beside start_weight_decay and end_weight_decay, here as there."
+        yield Change(values={"weight_decay": 0.0}, note=note)
     if holds_out(values):  # by the request_config of training
         yield Change(values=as_in_training(values, 0.9, values.get("num_generations", 8)))
+        if not values.get("eval_steps"):
+            yield Change(values={"eval_steps": values.get("save_steps", 500)}, untyped=("eval_steps", "save_steps"))
     idle = [name for name in ("no_load_optim", "no_load_rng") if values.get(name)]
     if idle and values.get("finetune", True):
         note = f"{' and '.join(idle)} does nothing unless finetune is false, here as there: a run begins without them anyway."
         yield Change(values=dict.fromkeys(idle), note=note)
+    yield from _tuner(values)
+    yield from _loss(values)
+
+
+def _data(values: Mapping[str, Any]) -> Iterator[Change]:
+    """How long a run is, and the order of its rows."""
+    if "max_steps" in values and "num_train_epochs" in values and values.get("streaming"):
+        yield Change(values={"num_train_epochs": None}, note="train_iters decides: Megatron-SWIFT does not read epochs with streaming.")
+    elif "max_steps" in values and "num_train_epochs" in values:
+        yield Change(
+            values={"max_steps": None},
+            note=f"num_train_epochs ({values['num_train_epochs']:g}) decides the length of the run: Megatron-SWIFT works train_iters "
+            f"({values['max_steps']}) out anew where both are given.",
+        )
+    if values.get("shuffle_buffer_size") and not values.get("streaming"):
+        yield Change(values={"shuffle_buffer_size": None}, note="shuffle_buffer_size does nothing without streaming, here as there.")
     if values.get("interleave_prob") and not values.get("further_datasets"):
         yield Change(values={"interleave_prob": None}, note="interleave_prob does nothing with one dataset, here as there.")
-    yield from _tuner(values)
+
+
+def _loss(values: Mapping[str, Any]) -> Iterator[Change]:
+    """The loss, its corrections and a teacher."""
     mode = values.get("rollout_importance_sampling_mode", "none")
     if mode.startswith("sequence_"):
         rest = " It then weighs each token by its own ratio; here all tokens carry the sequence's." if mode == "sequence_mask" else ""
@@ -314,7 +328,7 @@ def settle(values: Mapping[str, Any], given: Mapping[str, Sequence[str]]) -> Ite
     if values.get("teacher_model_server"):
         said = "is a server of `megatron-grpo serve --frozen true` here, of vLLM's or its own API there"
         yield Change(values={}, note=f"teacher_model_server {said}.")
-    elif "teacher_kl_coef" in values:
+    elif "teacher_kl_coef" in values and not values.get("teacher_model"):
         yield Change(values={"teacher_kl_coef": None}, note="teacher_kl_coef does nothing without a teacher, here as there.")
     if "repetition" in values.get("reward_funcs", ()):
         yield Change(values={}, note="The reward repetition counts n-grams of tokens here, of words in Megatron-SWIFT.")
@@ -330,9 +344,9 @@ def _tuner(values: Mapping[str, Any]) -> Iterator[Change]:
     elif values.get("tuner_type", "full") != "lora":
         if "merge_lora" in values:
             yield Change(values={"merge_lora": None}, note="merge_lora does nothing with tuner_type full, here as there.")
-        if any(values.get(f"{name}_regex") for name in ("freeze_parameters", "trainable_parameters")):
-            said = "are looked for in Hugging Face's names here, in those of Megatron's modules there, which count layers by pipeline stage"
-            yield Change(values={}, note=f"freeze_parameters_regex and trainable_parameters_regex {said}.")
+        if any(values.get(f"{name}{end}") for name in ("freeze_parameters", "trainable_parameters") for end in ("", "_regex")):
+            said = "compared with Hugging Face's names here, with those of Megatron's modules there, which count layers by pipeline stage"
+            yield Change(values={}, note=f"freeze_parameters and trainable_parameters, and their _regex, are {said}.")
         return
     if values.get("target_regex") and "target_modules" in values:
         yield Change(values={"target_modules": None}, note="target_regex goes before target_modules in Megatron-SWIFT; so is done here.")

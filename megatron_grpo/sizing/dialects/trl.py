@@ -22,6 +22,7 @@ from megatron_grpo.settings.foreign import (
     only,
     reads,
     same,
+    shown,
 )
 from megatron_grpo.settings.table import FALSE, TRUE, BadValue
 from megatron_grpo.sizing.dialects import aside, features, turns
@@ -88,6 +89,20 @@ def _warmup(words: Sequence[str], given: Mapping[str, Sequence[str]]) -> Mapping
     except (ValueError, IndexError):
         share = 1.0
     return {"lr_warmup_fraction" if 0 < share < 1 else "lr_warmup_iters": list(words)}
+
+
+_IDLE_OF_MODEL = ("attn_implementation", "use_cache", "device_map", "low_cpu_mem_usage")
+
+
+def _of_model(words: Sequence[str], given: Mapping[str, Sequence[str]]) -> Mapping[str, Any]:
+    try:
+        found = {} if " ".join(words).lower() in OFF else dict(json.loads(" ".join(words)))
+    except ValueError:
+        raise BadValue(f'needs a mapping as JSON, such as {{"dtype": "bfloat16"}}, not {" ".join(words)!r}') from None
+    ours = {"torch_dtype": "torch_dtype", "dtype": "torch_dtype", "trust_remote_code": "trust_remote_code"}
+    if others := [name for name in found if name not in (*ours, *_IDLE_OF_MODEL)]:
+        raise BadValue(f"({', '.join(others)}): the model is read as its config.json says; dtype and trust_remote_code are translated")
+    return {ours[name]: shown(value) for name, value in found.items() if name in ours}
 
 
 def _no_limit(words: Sequence[str], given: Mapping[str, Sequence[str]]) -> Mapping[str, Any]:
@@ -191,14 +206,12 @@ NAMES: Mapping[str, Foreign] = {
     **not_there("several data sets are the words of dataset, with interleave_prob as their weights", "datasets"),
     **not_there(features.EPOCH, "auto_find_batch_size"),
     **not_there("optimizers are built in", "optim_args", "optim_target_modules"),
-    "model_init_kwargs": lacks("the model is read as its config.json says; of these words dtype and trust_remote_code are translated"),
+    "model_init_kwargs": reads(_of_model, "`torch_dtype` and `trust_remote_code`; what asks for another model is refused"),
     "bf16_full_eval": lacks("evaluation samples with the weights as they are pushed"),
     "fp16_full_eval": lacks(features.QUANTIZED),
-    "eval_on_start": only("true", "held-out prompts are answered before and after a run where there is an eval_dataset"),
     "eval_delay": lacks("evaluation comes every eval_steps, from the start", "0"),
     "hub_revision": lacks("exports are pushed to the main branch of a repository"),
     "ignore_data_skip": lacks("a run that goes on takes the prompts that come next"),
-    "train_sampling_strategy": lacks("prompts come in a seeded order, or in the file's (dataset_shuffle)", "random"),
     "use_cpu": lacks("ranks compute on what the machine has"),
     "debug": lacks("underflow and TPU debugging are of its Trainer"),
     "enable_jit_checkpoint": lacks("stop_after_minutes, stop_before_end_seconds and signals save a run that has to end (docs/stops.md)"),
@@ -219,6 +232,7 @@ DEFAULTS: Sequence[Default] = (
     Default(name="save_total_limit", theirs="none", native={"save_total_limit": None}),
     kept("logging_steps", 10, 1),
     kept("use_vllm", False, True),
+    kept("freeze_vit", "false, of a model that sees", True),
 )
 
 
@@ -242,6 +256,8 @@ def settle(values: Mapping[str, Any], given: Mapping[str, Sequence[str]]) -> Ite
         yield Change(values={"eval_steps": None}, note=f"eval_steps ({values['eval_steps']}) does nothing: {why}.")
     if values.get("loss_type") == "cispo" and values.get("epsilon_high") is None:
         yield Change(values={"epsilon_high": values.get("epsilon", 0.2)})
+    if not off and holds_out(values) and not values.get("eval_steps"):
+        yield Change(values={"eval_steps": values.get("logging_steps", 10)}, untyped=("eval_steps", "logging_steps"))
     idle = [name for name in ADAPTIVE if name in values] if not values.get("use_adaptive_entropy") else []
     if idle:
         yield Change(values=dict.fromkeys(idle), note=f"{' and '.join(idle)} does nothing without use_adaptive_entropy, here as there.")

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron_grpo.settings.foreign import OFF, Default, Dialect, Foreign, Reader, default, kept, lacks, only, reads, same
-from megatron_grpo.settings.table import TRUE
+from megatron_grpo.settings.table import TRUE, BadValue
 from megatron_grpo.sizing.dialects import features, verl_aside
 from megatron_grpo.sizing.dialects.verl_settle import PROCESSOR_CACHES, SETTLE
 from megatron_grpo.sizing.dialects.vocabulary import (
@@ -29,6 +29,12 @@ from megatron_grpo.sizing.dialects.vocabulary import (
 
 _MEGATRON, _OPTIM, _TRANSFORMER = "actor.megatron.", "actor.optim.", "actor.megatron.override_transformer_config."
 _OPTIMIZER, _LORA, _RIGHT = "actor.optim.override_optimizer_config.", "model.lora.", "algorithm.rollout_correction."
+
+
+def _resumed(words: Sequence[str], given: Mapping[str, Sequence[str]]) -> Mapping[str, Any]:
+    if text_of(given, "resume_mode", "auto") == "resume_path":
+        raise BadValue(f"({' '.join(words)}): {features.RESUMED_ELSEWHERE}")
+    return {}
 
 
 def _ranks(words: Sequence[str], given: Mapping[str, Sequence[str]]) -> Mapping[str, Any]:
@@ -112,7 +118,7 @@ NAMES: Mapping[str, Foreign] = {
     "test_freq": same("eval_steps", {"-1": "0"}),
     "max_actor_ckpt_to_keep": same("save_total_limit"),
     "resume_mode": same("resume", {"disable": "never"}),
-    "resume_from_path": lacks(features.RESUMED_ELSEWHERE),
+    "resume_from_path": reads(_resumed, "nothing; with resume_mode resume_path it is refused"),
     "actor.checkpoint.async_save": same("async_save"),
     # Data.
     "train_files": DATASETS,
@@ -248,7 +254,10 @@ NAMES: Mapping[str, Foreign] = {
     "model.hf_config_path": lacks(features.VERSIONS),
     "model.tokenizer_path": lacks(features.VERSIONS),
     "model.mtp.enable": lacks(features.MTP),
-    "actor.freeze_vision_tower": same("freeze_vit"),
+    "actor.freeze_vision_tower": reads(
+        lambda words, given: dict.fromkeys(("freeze_vit", "freeze_aligner"), list(words)),
+        "`freeze_vit` and `freeze_aligner`, for its tower is both; both false where data.image_key is named, and nobody says this",
+    ),
     # The optimizer.
     f"{_OPTIM}lr": same("lr"),
     f"{_OPTIM}betas": reads(betas, "`adam_beta1` and `adam_beta2`"),
@@ -354,7 +363,6 @@ DEFAULTS: Sequence[Default] = (
     Default(name="trainer.max_actor_ckpt_to_keep", theirs="none", native={"save_total_limit": None}),
     kept("rollout.free_cache_engine", True, "sleep_level 0"),
     kept("algorithm.adv_estimator", "gae", "grpo"),
-    kept("actor.freeze_vision_tower", False, "freeze_vit true"),
     kept("trainer.logger", "console wandb", "none"),
 )
 

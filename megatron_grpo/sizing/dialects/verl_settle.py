@@ -17,6 +17,7 @@ from megatron_grpo.sizing.dialects.vocabulary import (
     is_true,
     layout,
     listed,
+    of_template,
     of_vllm,
     soft_overlong,
     text_of,
@@ -175,6 +176,10 @@ def _data(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
     if is_true(given, f"{buffer}enable", "false"):
         longest = whole(given, "reward_model.reward_kwargs.max_resp_len", whole(given, "max_response_length", 512))
         yield from soft_overlong(values, longest, whole(given, f"{buffer}len", 0), "overlong_buffer_cfg")
+    if "image_key" in given and "actor.freeze_vision_tower" not in given and values.get("tuner_type") != "lora":
+        thawed = {"freeze_vit": False, "freeze_aligner": False}
+        yield Change(values={name: value for name, value in thawed.items() if name not in values},
+                     note="freeze_vision_tower is false in verl where nobody says it: freeze_vit false, freeze_aligner false.")  # fmt: skip
     yield from asked_once(values, eval_temperature=0.0, eval_top_p=1.0, eval_top_k=0)
     if values.get("eval_steps") and not holds_out(values):
         yield Change(values={"eval_steps": None}, note="trainer.test_freq does nothing without data.val_files.")
@@ -231,6 +236,7 @@ def _lora(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
 
 def _engine(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
     section = "rollout.engine_kwargs.vllm"
+    yield from of_template(values, given, prefix="apply_chat_template_kwargs")
     yield from of_vllm(values, given, prefix=section, apart=[f"{section}.{name}" for name in PROCESSOR_CACHES])
 
 

@@ -156,6 +156,16 @@ def of_vllm(values: Mapping[str, Any], given: Mapping[str, Sequence[str]], *, pr
         yield Change(values=ours | ({"vllm_engine_kwargs": {**values.get("vllm_engine_kwargs", {}), **more}} if more else {}), note=note)
 
 
+def of_template(values: Mapping[str, Any], given: Mapping[str, Sequence[str]], *, prefix: str) -> Iterator[Change]:
+    """Words for the chat template, a name each behind `prefix`; enable_thinking has a setting of its own."""
+    import yaml
+
+    names = [name for name in given if name.startswith(f"{prefix}.") and not name.endswith(".enable_thinking")]
+    if words := {name.removeprefix(f"{prefix}."): yaml.safe_load(" ".join(given[name])) for name in names}:
+        yield Change(values={"chat_template_kwargs": {**values.get("chat_template_kwargs", {}), **words}},
+                     note=f"{prefix} is handed to the chat template: chat_template_kwargs.")  # fmt: skip
+
+
 def soft_overlong(values: Mapping[str, Any], longest: int, buffer: int, name: str) -> Iterator[Change]:
     """DAPO's punishment of long completions, which is a reward beside the others here. name: theirs."""
     found: dict[str, Any] = {"soft_max_length": longest, "soft_cache_length": buffer}

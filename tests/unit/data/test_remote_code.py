@@ -225,6 +225,26 @@ def test_ranks_load_it_together_and_vllm_samples_with_it(model):
     assert run_ranks(body, 2) == [([7, 8], [7, 8])] * 2
 
 
+def test_mismatch_runs_its_code_where_it_is_trusted_and_is_refused_where_not(model, mark):
+    modules = model.parent / "modules"
+
+    def body(rank, world_size, *words):
+        import contextlib
+        import io
+
+        import transformers.dynamic_module_utils as theirs
+
+        theirs.HF_MODULES_CACHE = str(modules)
+        with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as said:
+            code = main(["mismatch", str(model), "--rows", "1", "--torch_dtype", "float32", "--output_dir", str(modules), *words])
+        return code, " ".join((out.getvalue() + said.getvalue()).split())
+
+    [(code, said)] = run_ranks(body, 1)
+    assert code == 2 and "is code of its own (tokenization_mine.py" in said and "trust_remote_code true" in said and not mark.exists()
+    [(code, said)] = run_ranks(body, 1, "--trust_remote_code", "true", timeout=200)
+    assert code == 0 and "tokenizer" in mark.read_text().split(), said
+
+
 def test_the_card_of_an_export_loads_it_as_it_must_be_loaded(model, plain):
     from megatron_grpo.metrics.card import Card, text_of
     from megatron_grpo.settings.config import Config

@@ -306,7 +306,7 @@ def test_prompts_are_cut_as_without_streaming(tmp_path):
 def test_rows_to_look_at_are_the_first_ones(tmp_path):
     path = write(tmp_path / "a.jsonl")
     rows = rows_to_look_at(config(path), eyes=None, is_blind=True, seed=0)
-    assert len(rows) == 4 and rows.is_beginning and rows.described(4).startswith("begins with 4 rows, ")
+    assert len(rows) == 4 and rows.is_beginning and rows.described(4).startswith("first 4 rows, ")
     assert len(rows_to_look_at(config(path, streaming=False), eyes=None, is_blind=True, seed=0)) == 23
     stream = opened(path)
     assert stream.rows.is_beginning and stream.longest_prompt == 5 and stream.rows.fingerprint() == rows.fingerprint()

@@ -97,6 +97,13 @@ def test_what_is_read_and_kept_again_is_the_same_to_the_bit_and_so_is_what_follo
     torch.manual_seed(0)
     main = dtype if dtype in ("fp32", "fp16") else "fp32"
     kinds = dict(main_params_dtype=main, exp_avg_dtype=dtype, exp_avg_sq_dtype=dtype)
+    parameter, optimizer = made(torch.ones(2), **kinds)
+    for values in ([447.99, 2.0**-9], [32767.9, 2.0**-24], [224.1, 3 * 2.0**-10]):  # the largest is rounded to where a scale ends or begins
+        for _ in range(2):
+            before = optimizer.get_unscaled_state(parameter, "exp_avg").clone()
+            optimizer.set_scaled_state(parameter, "exp_avg", torch.tensor(values))
+            values = optimizer.get_unscaled_state(parameter, "exp_avg").tolist()
+        assert optimizer.get_unscaled_state(parameter, "exp_avg").equal(before)
     for _ in range(20):
         weights, gradients = torch.randn(150).bfloat16(), some_gradients() * 10.0 ** torch.randint(-6, 6, (150,))
         parameter, optimizer = made(weights, **kinds)

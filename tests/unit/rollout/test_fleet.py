@@ -7,6 +7,7 @@ import time
 from dataclasses import replace
 from functools import partial
 
+import numpy as np
 import pytest
 
 from megatron_grpo.errors import ConfigError, NobodySamples, RunError
@@ -367,3 +368,17 @@ def test_a_silent_server_is_given_up_and_one_that_sends_empty_lines_is_not(opene
     assert [str(member) for member in found.used] == [str(good.address)]
     assert not asked._dealing.deaths  # who stands still was not killed by a prompt
     assert asking.ENDS == ("stop", "length")
+
+
+def test_what_goes_wrong_in_a_call_by_our_own_fault_ends_the_question(opened, fleet_of):
+    """Not for ever: who asks again and again would hear of it in threads alone. Such a seed has no JSON."""
+    server = opened(SmallServer(all_at_once))
+    found = fleet_of(server)
+    ready([server], found)
+    ours = wire.Request(key="0", ids=(4, 5), seed=np.int64(7), n=2, max_tokens=4)
+    asked = Question({**question(2).requests, 0: ours}, SAMPLING, version=1)
+    asked.ask(found)
+    limit = time.monotonic() + 20
+    with pytest.raises(TypeError, match="int64 is not JSON"):
+        asked.wait(gives_up=lambda: time.monotonic() > limit)
+    assert [str(member) for member in found.used] == [str(server.address)]  # it is no fault of the server's

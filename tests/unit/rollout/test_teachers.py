@@ -93,7 +93,7 @@ def test_a_row_of_several_contexts_is_scored_in_each_of_them_and_where_it_was_dr
     row = Sequence(token_ids=np.arange(20, 32), mask=mask, starts=(0, 6))
     empty = Sequence(token_ids=np.arange(4), mask=np.zeros(4, dtype=bool))
     rows = {(0, 3): row, (0, 4): empty}
-    found = ServedTeacher(teacher_of(opened()))(rows, dict.fromkeys(rows, 0), OneRank())
+    found = ServedTeacher(teacher_of(opened()))(rows, {}, dict.fromkeys(rows, 0), OneRank())
     wanted = np.where(mask, [-(id_ / 100 + at % 6) for at, id_ in enumerate(range(20, 32))], 0.0)
     assert np.allclose(found[0, 3], wanted, atol=1e-6) and not found[0, 4].any() and found[0, 3].dtype == np.float32
 
@@ -195,3 +195,16 @@ def test_nobody_there_is_waited_for_and_then_said_and_a_run_that_stops_waits_no_
     began = time.monotonic()
     assert is_right(late.logprobs(DRAWN)) and time.monotonic() - began > 0.3
     servers[0].close()
+
+
+def alive(server, body):
+    """It says that it lives, and scores nothing."""
+    for _ in range(200):
+        yield b"\n"
+        time.sleep(0.05)
+
+
+def test_a_server_that_lives_and_scores_nothing_is_waited_for_no_longer_than_any_other(opened):
+    with pytest.raises(NobodySamples, match=r"has scored anything for 0\.3 s \(vllm_server_timeout\): .*it lives, and has scored nothing"):
+        teacher_of(opened(alive), timeout=0.3).logprobs(DRAWN)
+    assert is_right(teacher_of(opened(alive), opened(), timeout=0.3).logprobs(DRAWN))

@@ -145,6 +145,12 @@ def test_people_get_a_table(folder, capsys):
     assert "Wrong:\n  1. On nothing: Reward `raises`" in told and told.endswith("1 thing is wrong.\n")
 
 
+def test_of_a_data_set_that_is_read_as_the_run_goes_the_first_block_is_looked_at(rehearse):
+    code, found = rehearse("right", more="--streaming true --shuffle_buffer_size 7")
+    assert code == 0 and found["num_rows"] == 7
+    assert any("the first 7 rows were looked at; a run looks at the others when it comes to them" in note for note in found["notes"])
+
+
 def test_an_environment_is_played_without_a_model(tmp_path, monkeypatch):
     """Turns are made up; what the environment does wrong is said, and its episodes are judged."""
     from megatron_grpo.run.rehearse import rehearse

@@ -45,6 +45,7 @@ def flags(text: str) -> list[str]:
             'A=1 srun --overlap --nodes=1 -w "$NODE_0" apptainer run --nv i.sif python3 -m v.main c.d=1',
             ["python3", "-m", "v.main", "c.d=1"],
         ),
+        ('run --a 1 ${@:2} ${@} "$*"', ["run", "--a", "1"]),
         ("python3 train.py --a 1\npkill -9 ray\nray stop --force", ["python3", "train.py", "--a", "1"]),
         ("M=org/Big-7B\nrun --a $(basename $M) --b ${M,,} --c $(dirname /x/y)", ["run", "--a", "Big-7B", "--b", "org/big-7b", "--c", "/x"]),
         ("$PYTHON_OF_NOBODY -m v.main --a 1", ["\x01$PYTHON_OF_NOBODY", "-m", "v.main", "--a", "1"]),

@@ -1,0 +1,93 @@
+"""What a data set takes of a rank's memory, and how long it takes to the first prompt: read whole before a run, and with `streaming`.
+
+    python benchmarks/streaming.py [MEGABYTES]
+
+Each way in a process of its own, which imports, opens the data set of so many megabytes (default 200; rows of some 1,000 bytes), and takes
+4,000 prompts. Peaks are of the resident set, over what the process had before it opened the data set; seconds are of a wall clock.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import psutil
+
+TAKEN, LONGEST = 4000, 512
+MIB = 1 << 20
+
+
+class Words:
+    """A tokenizer that costs nothing: what is measured are rows."""
+
+    chat_template = None
+
+    def __call__(self, text: str) -> dict[str, list[int]]:
+        return {"input_ids": [len(word) for word in text.split()]}
+
+
+def write(path: Path, size: int) -> None:
+    row = 0
+    with path.open("w") as stream:
+        while stream.tell() < size * 1_000_000:
+            words = " ".join(str((7919 * row + place) % 99991) for place in range(100))
+            record = {"prompt": f"What comes after {words}?", "answer": row, "steps": [f"{row} and {place}" for place in range(20)]}
+            stream.write(json.dumps(record) + "\n")
+            row += 1
+
+
+def peak_bytes() -> int:
+    """Of the resident set of this process; what `getrusage` tells is its parent's too."""
+    [line] = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM")]
+    return int(line.split()[1]) * 1024
+
+
+def as_parquet(path: Path) -> Path:
+    """The same rows in one row group, which is what most libraries write."""
+    import pyarrow
+    from pyarrow import parquet
+
+    rows = [json.loads(line) for line in path.open()]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), path.with_suffix(".parquet"), row_group_size=len(rows))
+    return path.with_suffix(".parquet")
+
+
+def measure(path: str, how: str) -> None:
+    from pyarrow import parquet  # noqa: F401 - its own memory is no row's
+
+    from megatron_grpo.data.streamed import open_prompts
+    from megatron_grpo.settings.config import DataConfig
+
+    cfg = DataConfig(dataset=path, streaming=how == "streaming", max_prompt_length=LONGEST, load_from_cache_file=False)
+    before, began = psutil.Process().memory_info().rss, time.perf_counter()
+    stream = open_prompts(cfg, Words(), seed=0)
+    stream.take(1)
+    first = time.perf_counter() - began
+    stream.take(TAKEN - 1)
+    seconds = time.perf_counter() - began
+    peak = peak_bytes() - before
+    form = Path(path).suffix
+    print(
+        f"{form:>8} {how:>10}: {peak / MIB:8,.0f} MiB at most, first prompt after {first:6.2f} s, {TAKEN:,} prompts after {seconds:6.2f} s"
+    )
+
+
+def main() -> None:
+    if len(sys.argv) == 3:
+        return measure(*sys.argv[1:])
+    size = int(sys.argv[1]) if len(sys.argv) > 1 else 200
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "data.jsonl"
+        write(path, size)
+        print(f"{path.stat().st_size / 1e6:,.0f} MB in {sum(1 for _ in path.open('rb')):,} rows")
+        for file in (path, as_parquet(path)):
+            for how in ("whole", "streaming"):
+                subprocess.run([sys.executable, __file__, str(file), how], check=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,132 @@
+"""Runs whose rows are read as they go: the same prompts for all ranks, exactly on after a stop, and an end by a sentence at a bad row."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.end_to_end.runs import records, write_inputs
+from tests.end_to_end.test_checkpoint_continuity import SMALL, heard
+from tests.ranks import run_ranks
+
+STEPS = 6
+EXACT = ("loss", "reward", "grad_norm", "num_tokens")
+# Four prompts a step out of 22 rows, five of which are read together: blocks and epochs end inside of steps.
+STREAMED = ["--streaming", "true", "--shuffle_buffer_size", "5", "--max_prompt_length", "20"]
+
+
+def stopped_when_it_has_trained(rank: int, world_size: int, flags: list[str], steps: int) -> tuple[int, str]:
+    """As `heard`, but a signal arrives at rank 0 once `steps` optimizer steps are on record."""
+    out = Path(flags[flags.index("--output_dir") + 1])
+
+    def watch():
+        while not (out / "metrics.jsonl").exists() or len(records(out / "metrics.jsonl")) < steps:
+            time.sleep(0.002)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    if rank == 0:
+        threading.Thread(target=watch, daemon=True).start()
+    return heard(rank, world_size, flags)
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("streaming")
+    flags = [*write_inputs(folder, rows=22, **SMALL), "--max_steps", str(STEPS), "--log_completions_steps", "0"]
+    return folder, [*flags, "--lr_decay_style", "constant"]
+
+
+@pytest.fixture(scope="module")
+def whole(inputs):
+    folder, flags = inputs
+    [(code, told), _] = run_ranks(heard, 2, [*flags, *STREAMED, "--output_dir", str(folder / "whole")])
+    assert code == 0, told
+    return folder / "whole"
+
+
+def steps_of(out: Path) -> list[dict]:
+    return [{name: step[name] for name in EXACT} for step in records(out / "metrics.jsonl")]
+
+
+def weights_of(out: Path) -> dict[str, np.ndarray]:
+    from safetensors.numpy import load_file
+
+    [file] = (out / "hf").rglob("*.safetensors")
+    return load_file(file)
+
+
+def assert_same_run(out: Path, whole: Path):
+    assert steps_of(out) == steps_of(whole) and len(steps_of(out)) == STEPS
+    expected = weights_of(whole)
+    assert all(np.array_equal(found, expected[name]) for name, found in weights_of(out).items())
+
+
+def test_where_a_block_holds_all_rows_the_run_is_the_one_without_streaming(inputs, tmp_path):
+    _, flags = inputs
+    streamed = ["--streaming", "true", "--max_prompt_length", "20"]
+    for name, more in (("with", streamed), ("without", ["--max_prompt_length", "20"])):
+        [(code, told)] = run_ranks(heard, 1, [*flags, *more, "--output_dir", str(tmp_path / name)])
+        assert code == 0, told
+    assert_same_run(tmp_path / "with", tmp_path / "without")
+
+
+def test_a_stopped_run_goes_on_bit_for_bit_and_on_another_number_of_ranks_with_the_same_rows(inputs, whole, tmp_path):
+    _, flags = inputs
+    flags = [*flags, *STREAMED, "--output_dir"]
+    results = run_ranks(stopped_when_it_has_trained, 2, [*flags, str(tmp_path / "out")], 2)
+    assert [code for code, _ in results] == [3, 3], results
+    before = len(records(tmp_path / "out" / "metrics.jsonl"))
+    assert 2 <= before < STEPS
+    shutil.copytree(tmp_path / "out", tmp_path / "one")
+    assert [code for code, _ in run_ranks(heard, 2, [*flags, str(tmp_path / "out")])] == [0, 0]
+    assert_same_run(tmp_path / "out", whole)
+
+    [(code, told)] = run_ranks(heard, 1, [*flags, str(tmp_path / "one")])
+    assert code == 0, told
+    for one, other in zip(steps_of(tmp_path / "one"), steps_of(whole), strict=True):
+        assert one == pytest.approx(other, rel=1e-4, abs=1e-6)
+    assert [step["num_tokens"] for step in steps_of(tmp_path / "one")] == [step["num_tokens"] for step in steps_of(whole)]
+
+
+def test_a_bad_row_ends_the_run_saved_and_once_it_is_mended_the_run_goes_on_bit_for_bit(inputs, whole, tmp_path):
+    folder, flags = inputs
+    good = (folder / "data.jsonl").read_text().splitlines(keepends=True)
+    data = tmp_path / "data.jsonl"
+    flags = [*(str(data) if flag == str(folder / "data.jsonl") else flag for flag in flags), *STREAMED]
+    flags += ["--output_dir", str(tmp_path / "out")]
+    data.write_text("".join([*good[:12], "{oops\n", *good[13:]]))
+    results = run_ranks(heard, 2, flags)
+    assert [code for code, _ in results] == [1, 1]
+    told = "".join(text for _, text in results)
+    assert told.count("dataset, rows 10 to 14, which streaming reads together: 1 line(s) are not JSON objects: data.jsonl line 13: ") == 1
+    assert f"start the same command again; saved after optimizer step 2 in {tmp_path / 'out'}" in told
+    assert [step["step"] for step in records(tmp_path / "out" / "metrics.jsonl")] == [1, 2], "ten good rows are two steps of four"
+
+    data.write_text("".join(good))
+    assert [code for code, _ in run_ranks(heard, 2, flags)] == [0, 0]
+    assert_same_run(tmp_path / "out", whole)
+
+
+def test_what_streaming_cannot_go_with_is_refused_before_a_model_loads(inputs, whole, tmp_path):
+    from tests.end_to_end.test_checkpoint_continuity import refused
+
+    folder, flags = inputs
+    [(code, told)] = run_ranks(refused, 1, [*flags, "--streaming", "true", "--output_dir", str(tmp_path / "a")])
+    assert code == 2 and "the sampler is made for the longest prompt before the first one comes. Give max_prompt_length" in told
+    shutil.copytree(whole, tmp_path / "b")
+    flags = [*flags, "--max_prompt_length", "20", "--output_dir", str(tmp_path / "b")]
+    [(code, told)] = run_ranks(refused, 1, flags)
+    assert code == 2 and "streaming" in told and "the prompts that are left would come in another order" in told
+    data = json.dumps({"prompt": "9 9 9", "answer": "y"}) + "\n"
+    (tmp_path / "d.jsonl").write_text(data * 22)
+    flags[flags.index("--dataset") + 1] = str(tmp_path / "d.jsonl")
+    [(code, told)] = run_ranks(refused, 1, [*flags, *STREAMED])
+    assert code == 2 and "The data set (first 5 rows, " in told
