@@ -73,14 +73,15 @@ def test_each_default_that_differs_and_was_not_typed_is_used_and_shown_once(tmp_
 
 def test_a_teacher_inside_megatron_is_the_one_that_the_ranks_hold(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(TINY))
-    theirs = ["--use_opd", "--opd_type", "megatron", "--opd_kl_coef", "0.5", "--opd_teacher_load"]
+    group = ["--n_samples_per_prompt", "2", "--opd_kl_coef", "0.5"]
+    theirs = [*group, "--use_opd", "--opd_type", "megatron", "--opd_teacher_load"]
     for cfg in (
         read("slime", *theirs, str(tmp_path)),
         read("slime", *theirs, "/converted", "--teacher_model", str(tmp_path)),
         read("swift", "--teacher_model", str(tmp_path), "--teacher_kl_coef", "0.5"),
     ):
         assert (value(cfg, "teacher_model"), value(cfg, "teacher_kl_coef")) == (str(tmp_path), 0.5)
-    assert value(read("slime", "--opd_kl_coef", "0.5"), "teacher_kl_coef") == 1.0
+    assert value(read("slime", *group), "teacher_kl_coef") == 1.0
 
 
 @pytest.mark.parametrize("dialect", ["trl", "skyrl", "skyrl-doc", "swift", "cs336"])
