@@ -40,6 +40,7 @@ MODELS = {
     "yarn": ("qwen3", {"rope_parameters": YARN}, ["TP2 SP", "CP2"]),
     "deepseek_v3": ("deepseek_v3", {}, ["1", "TP2 SP", "PP2 VPP2", "CP2", "TP2 EP2 ETP1"]),
     "deepseek_v3 with yarn": ("deepseek_v3", {"rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 1.0}}, ["TP2 SP"]),
+    "deepseek_v3 with values wider than queries": ("deepseek_v3", {"v_head_dim": 24}, ["TP2 SP"]),
     "glm4_moe": (
         "glm4_moe",
         {"attention_bias": True, "use_qk_norm": True, "experts": 6},
