@@ -33,7 +33,7 @@ def pairs(cfg: Config) -> Iterator[Pair]:
             "optimizer_cpu_offload false."
         )
         yield (*other, "optimizer_cpu_offload"), message, {"optimizer_cpu_offload": [False], **fp32}
-    of_weights = {name: other[name] for name in ("main_grads_dtype", "main_params_dtype") if name in other}
+    of_weights: dict[str, str] = {name: other[name] for name in ("main_grads_dtype", "main_params_dtype") if name in other}
     if of_weights and cfg.model.torch_dtype == "float32":
         message = (
             f"{_told(of_weights)} with torch_dtype float32: such weights have float32 gradients and are the optimizer's own. Use fp32, or "
