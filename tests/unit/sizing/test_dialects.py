@@ -12,6 +12,7 @@ from megatron_grpo.errors import ConfigError
 from megatron_grpo.planning.check import check, check_parsed
 from megatron_grpo.settings import parse, table
 from megatron_grpo.sizing.dialects import DIALECTS
+from tests.unit.planning.test_estimates import TINY
 
 
 def read(dialect: str, *words: str):
@@ -68,6 +69,18 @@ def test_each_default_that_differs_and_was_not_typed_is_used_and_shown_once(tmp_
     assert rows.count(["report_to", "tensorboard", "none", "none"]) == 1, "where ours is used, the table says so"
     assert not any(row[:1] == ["weight_decay"] for row in rows), "it was typed"
     assert value(read("swift", "--beta", "0.0"), "beta") == 0.0
+
+
+def test_a_teacher_inside_megatron_is_the_one_that_the_ranks_hold(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(TINY))
+    theirs = ["--use_opd", "--opd_type", "megatron", "--opd_kl_coef", "0.5", "--opd_teacher_load"]
+    for cfg in (
+        read("slime", *theirs, str(tmp_path)),
+        read("slime", *theirs, "/converted", "--teacher_model", str(tmp_path)),
+        read("swift", "--teacher_model", str(tmp_path), "--teacher_kl_coef", "0.5"),
+    ):
+        assert (value(cfg, "teacher_model"), value(cfg, "teacher_kl_coef")) == (str(tmp_path), 0.5)
+    assert value(read("slime", "--opd_kl_coef", "0.5"), "teacher_kl_coef") == 1.0
 
 
 @pytest.mark.parametrize("dialect", ["trl", "skyrl", "skyrl-doc", "swift", "cs336"])
