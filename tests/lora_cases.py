@@ -22,6 +22,10 @@ from megatron_grpo.weights.shape import ModelShape
 ODD = LoraSettings(
     rank=4, alpha=6.0, rank_pattern={"v_proj": 3, r"layers\.1\.mlp.*down_proj": 6, "up_proj": 2}, alpha_pattern={"k_proj": 5.0}
 )
+# Of models whose experts lie in one tensor.
+BESIDE_ATTENTION = LoraSettings(
+    rank=4, alpha=6.0, target_modules=("q_proj", "k_proj", "v_proj", "o_proj"), rank_pattern={"v_proj": 3}, alpha_pattern={"k_proj": 5.0}
+)
 
 
 def random_adapter(model: str | Path, out: str | Path, settings: LoraSettings = ODD, *, seed: int = 1, std: float = 0.1) -> Path:
@@ -43,8 +47,6 @@ def peft_model(path: str | Path, adapter: str | Path, dtype: str = "float64"):
     from tests.tiny_models import load_tiny
 
     base = load_tiny(path, dtype)
-    if hasattr(base, "set_experts_implementation"):
-        base.set_experts_implementation("eager")  # the grouped one takes no float64
     base.get_input_embeddings().padding_idx = None
     if any(hasattr(module, "gate_up_proj") for module in base.modules()):
         return _with_experts(base, path, Path(adapter), dtype)

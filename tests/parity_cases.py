@@ -133,6 +133,7 @@ FAMILIES = {
     "gpt-oss": dict(
         family="gpt_oss", layers=4, vocab=125, heads=8, kv_heads=4, head_dim=10, ffn=36, std=0.1, sliding_window=7, swiglu_limit=0.6
     ),
+    "OLMo 2": dict(family="olmo2", layers=4, vocab=125, heads=12, kv_heads=4, head_dim=10, ffn=68, std=0.1, attention_bias=True),
     "OLMo": dict(family="olmo3", layers=4, vocab=125, heads=12, kv_heads=4, head_dim=10, ffn=68, std=0.1, sliding_window=7),
     "Gemma": dict(family="gemma3_text", layers=4, vocab=125, tied=True, head_dim=20, ffn=68, std=0.1, sliding_window=7),
 }

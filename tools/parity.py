@@ -55,10 +55,7 @@ def main() -> int:
         layouts, in_part = args.layouts or list(cases.LAYOUTS), bool(args.layouts or args.only or args.models != list(cases.MODELS))
         matrices = {model: Matrix(model, Path(folder)) for model in (args.models if args.only != "shared" else ())}
         table = {model: matrix.run(layouts) for model, matrix in matrices.items()}
-        sharing = [
-            model for model in args.models if args.only != "losses" and "sliding_window" not in MODELS[model]
-        ]  # which windows leave off
-        shared = {model: shares(model, Path(folder), layouts) for model in sharing}
+        shared = {model: shares(model, Path(folder), layouts) for model in (args.models if args.only != "losses" else ())}
         ways = {} if in_part else other_ways(matrices, Path(folder))
     everything = every_cell(table, ways, shared)
     red = [distance for distance in everything if not distance.within(**LIMITS)]
@@ -213,13 +210,16 @@ COLUMNS = {(tuner, once): dict(share_prompts=str(once).lower()) for tuner in ("w
 
 
 def shares(model: str, folder: Path, layouts: list[str]) -> dict[tuple[str, tuple[str, bool]], cases.Distance]:
-    """{(layout, column): the worst over losses and cuts}, of groups of uneven sizes and lengths."""
-    from tests.lora_cases import random_adapter
+    """{(layout, column): the worst over losses and cuts}, of groups of uneven sizes and lengths. A window is wider than all of them: a
+    narrow one leaves no prompt to share."""
+    from tests.lora_cases import BESIDE_ATTENTION, ODD, random_adapter
     from tests.tiny_models import write_tiny
 
-    path = write_tiny(folder / f"{model}, shared", **MODELS[model])
+    wide = {"sliding_window": 512} if "sliding_window" in MODELS[model] else {}
+    path = write_tiny(folder / f"{model}, shared", **MODELS[model] | wide)
     batches, own = cases.shared_rollout(path, num_steps=STEPS), cases.MODEL_SETTINGS.get(model, {})
-    adapters = own | dict(tuner_type="lora", adapters=str(random_adapter(path, folder / f"{model}, adapter")))
+    adapters = own | dict(tuner_type="lora", adapters=str(random_adapter(path, folder / f"{model}, adapter",
+                                                                          BESIDE_ATTENTION if model == "gpt-oss" else ODD)))  # fmt: skip
     settings, found = {"weights": own, "adapters": adapters}, {}
     references = {
         (tuner, loss): cases.reference(path, cases.settings(**chosen, **cases.LOSSES[loss]), batches)

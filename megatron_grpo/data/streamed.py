@@ -44,6 +44,8 @@ from megatron_grpo.types import Picture, Prompt
 
 logger = logging.getLogger(__name__)
 
+# A collective that gives what every rank tells to all: (what is wrong with its rows, or "", a checksum of them).
+Ask = Callable[[tuple[str, int]], Sequence[tuple[str, int]]]
 REMEMBERED = 16  # blocks before the place of a checkpoint, whose places it holds
 MOST_MARKS = 1000  # whose places a process remembers
 _BLIND = "streaming reads rows of text alone: the sampler is made for the most pictures of a prompt, which only the whole data set tells"
@@ -143,12 +145,12 @@ class StreamedPrompts(PromptStream):
         nothing = PromptRows(rows=Block([]), keep=np.empty(0, dtype=np.int64), longest_prompt=None)
         super().__init__(nothing, encode, seed=seed, shuffle=cfg.dataset_shuffle)
         self._source, self._look, self._size = source, look, max(1, cfg.shuffle_buffer_size)
-        self._ask: Callable[[str], Sequence[str]] = lambda fault: [fault]
+        self._ask: Ask = lambda told: [told]
         self._going_on: tuple[Any, Iterator[Read]] | None = None  # a reader that stands at a place
         self._held: dict[tuple[int, int], tuple[Mark, PromptRows]] = {}
-        self._marks = [self._next(NOTHING)]
-        while not self._marks[-1].num_prompts:
-            self._marks.append(self._next(self._marks[-1]))
+        self._marks: list[Mark] = []
+        while not self._marks or not self._marks[-1].num_prompts:
+            self._remember(self._next(self._marks[-1] if self._marks else NOTHING))
         # Prompts that nobody has read yet are as long as they may be.
         begin = self._rows_of(self._marks[-1])
         self.rows = replace(begin, is_beginning=True, longest_prompt=cfg.max_prompt_length or begin.longest_prompt)
@@ -156,24 +158,30 @@ class StreamedPrompts(PromptStream):
     def __len__(self) -> int:
         raise TypeError("nobody knows how many prompts an epoch has that is read as the run goes")
 
-    def agree_by(self, ask: Callable[[str], Sequence[str]]) -> None:
-        """ask: a collective that gives every rank's sentence to all, "" where a rank has none. A row that one rank cannot read ends all."""
+    def agree_by(self, ask: Ask) -> None:
+        """From here on all ranks read the same rows, or end together. ask: see there. Raises RowsError, on every rank."""
         self._ask = ask
+        self._agree("", self._marks[-1])
 
     def take(self, count: int) -> list[Prompt]:
         """As of any stream. Raises RowsError, on every rank, where rows cannot be read, or are not what rows must be."""
         while self._marks[-1].end < self.taken + count:
-            made, fault = None, ""
+            made, fault = NOTHING, ""
             try:
                 made = self._next(self._marks[-1])
             except (ConfigError, OSError) as error:
                 fault = str(error)
-            faults = [one for one in self._ask(fault) if one]
-            if faults or made is None:
-                raise RowsError(f"{faults[0]} Mend the rows, or take them out behind this place, and start the same command again")
-            self._say_what_is_left_out(made)
-            self._marks = [self._marks[0], *self._marks[1:][-MOST_MARKS:], made]
+            self._agree(fault, made)
+            self._remember(made)
         return super().take(count)
+
+    def _agree(self, fault: str, mark: Mark) -> None:
+        told = self._ask((fault, mark.digest))
+        if faults := [one for one, _ in told if one]:
+            raise RowsError(f"{faults[0]} Mend the rows, or take them out behind this place, and start the same command again")
+        if len({digest for _, digest in told}) > 1:
+            where = f"dataset: {self._named(mark).lower()} are not the same for all ranks."
+            raise RowsError(f"{where} Give every machine the same files, and start the same command again")
 
     def state(self) -> dict[str, Any]:
         at = self._place_of(self.taken)
@@ -275,7 +283,8 @@ afresh in another output_dir."
             del self._held[key]
         self._held[mark.epoch, mark.block] = (mark, rows)
 
-    def _say_what_is_left_out(self, mark: Mark) -> None:
+    def _remember(self, mark: Mark) -> None:
+        self._marks = [*self._marks[:1], *self._marks[1:][-MOST_MARKS:], mark]
         count = mark.num_rows - mark.num_prompts
         if count and launcher.read().speaks:
             logger.warning(

@@ -10,7 +10,7 @@ from megatron_grpo.settings.tuner import Pair
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 _BITS = {"bf16": 7, "fp16": 10, "fp8": 3}  # behind the point, of numbers between one power of two and the next
-DTYPES = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
+DTYPES = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")  # those of weights, those of moments
 
 
 def pairs(cfg: Config) -> Iterator[Pair]:
@@ -33,7 +33,7 @@ def pairs(cfg: Config) -> Iterator[Pair]:
             "optimizer_cpu_offload false."
         )
         yield (*other, "optimizer_cpu_offload"), message, {"optimizer_cpu_offload": [False], **fp32}
-    of_weights = {name: other[name] for name in ("main_grads_dtype", "main_params_dtype") if name in other}
+    of_weights = {name: value for name, value in other.items() if name in DTYPES[:2]}
     if of_weights and cfg.model.torch_dtype == "float32":
         message = (
             f"{_told(of_weights)} with torch_dtype float32: such weights have float32 gradients and are the optimizer's own. Use fp32, or "

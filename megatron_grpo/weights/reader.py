@@ -9,9 +9,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from megatron_grpo.errors import ConfigError, Problem
-from megatron_grpo.weights.families import family_of, text_config
+from megatron_grpo.weights.families import family_of
 from megatron_grpo.weights.interleaved import experts_in
-from megatron_grpo.weights.shape import read_config
+from megatron_grpo.weights.shape import ModelShape, read_config
 from megatron_grpo.weights.stored import stored_names
 
 # What transformers 5 calls the experts inside a model, and may write when asked to keep its own layout: all experts in one tensor.
@@ -84,7 +84,7 @@ def check_tied_head(reader: HfReader) -> None:
     vLLM (0.32) and transformers (5) then take the head that is there: the sampler would be another model than the policy.
     """
     embedding, head = f"{family_of(reader.config).text_prefix}embed_tokens.weight", "lm_head.weight"
-    if not text_config(reader.config).get("tie_word_embeddings") or not {embedding, head} <= reader.names:
+    if not ModelShape.from_hf(reader.config).tied_embeddings or not {embedding, head} <= reader.names:
         return
     one, other = reader(embedding), reader(head)
     if torch.equal(one, other):
@@ -95,7 +95,8 @@ def check_tied_head(reader: HfReader) -> None:
     else:
         how = f"their shapes are {tuple(other.shape)} and {tuple(one.shape)}"
     raise _wrong(
-        f"config.json says tie_word_embeddings, but {head} is not {embedding}: {how}. vLLM and transformers use the head that is there. "
+        f"config.json says tie_word_embeddings (or says nothing of it, in a family that ties them), but {head} is not {embedding}: {how}. "
+        "vLLM and transformers use the head that is there. "
         f"Set tie_word_embeddings to false in {reader.directory / 'config.json'} to train both, or remove {head} to train them as one."
     )
 

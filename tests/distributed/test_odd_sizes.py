@@ -11,6 +11,7 @@ from megatron_grpo.errors import ConfigError
 from megatron_grpo.weights.shape import ModelShape
 from tests import odd_sizes as odd
 from tests import parity_cases as cases
+from tests.odd_draws import KINDS
 from tests.tiny_models import FAMILIES, write_tiny
 
 logging.disable_progress_bar()
@@ -43,7 +44,7 @@ STRETCHED = {"rope_type": "yarn", "factor": 4.0, "truncate": False}
     [
         ("mistral", {"sliding_window": 0}, "sliding_window is 0"),
         ("deepseek_v3", {"attention_bias": True}, "attention_bias is true"),
-        ("olmo3", {"rope_parameters": dict.fromkeys(odd.KINDS, STRETCHED)}, "truncate is false"),
+        ("olmo3", {"rope_parameters": dict.fromkeys(KINDS, STRETCHED)}, "truncate is false"),
         ("gemma3_text", {"rope_parameters": None, "rope_scaling": STRETCHED}, "truncate is false"),
     ],
 )

@@ -180,6 +180,15 @@ def test_a_tied_checkpoint_that_ships_another_head_is_refused_by_name(tmp_path):
         check_tied_head(HfReader(with_head(tmp_path / "longer", "llama_tied", lambda embedding: torch.zeros(60, 32))))
 
 
+def test_a_family_that_ties_by_itself_is_not_given_another_head_either(tmp_path):
+    path = with_head(tmp_path, "gemma3", lambda embedding: -embedding)
+    config = json.loads((path / "config.json").read_text())
+    config.pop("tie_word_embeddings", None)
+    (path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match="or says nothing of it, in a family that ties them"):
+        check_tied_head(HfReader(path))
+
+
 @pytest.mark.parametrize(("name", "change"), [("llama_tied", lambda w: w), ("qwen2", lambda w: -w)])
 def test_a_copy_of_the_embedding_and_an_untied_head_are_as_they_should_be(tmp_path, name, change):
     check_tied_head(HfReader(with_head(tmp_path, name, change)))

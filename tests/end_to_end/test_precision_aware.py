@@ -1,0 +1,33 @@
+"""`megatron-grpo train --use_precision_aware_optimizer`, killed in a save: the run goes on bit for bit, and then with other dtypes."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.end_to_end import scripted
+from tests.end_to_end.runs import records, write_inputs
+from tests.end_to_end.test_async_save import SAVES, TINY, UNEVEN, fingerprints, killed_in
+from tests.ranks import RanksFailed, run_ranks
+
+STEPS = 4
+FEW = "--use_precision_aware_optimizer true --main_grads_dtype bf16 --main_params_dtype fp16 --exp_avg_dtype fp8 --exp_avg_sq_dtype fp16"
+OTHERS = "--main_grads_dtype fp32 --main_params_dtype fp32 --exp_avg_dtype bf16 --tensor_model_parallel_size 2"
+
+
+def test_a_killed_run_with_few_bits_ends_as_the_one_that_was_not_and_goes_on_with_others(tmp_path):
+    common = "--torch_dtype bfloat16 --lr 1e-3 --audit true --audit_steps 1 --async_save true"
+    flags = [*write_inputs(tmp_path, rows=10, **TINY), *UNEVEN.split(), *SAVES.split(), *common.split(), *FEW.split()]
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    assert run_ranks(scripted.train, 2, [*flags, "--output_dir", str(whole), "--max_steps", str(STEPS)], timeout=300) == [0, 0]
+    flags += ["--output_dir", str(killed), "--max_steps"]
+    with pytest.raises(RanksFailed, match="rank 1: the process was ended by SIGKILL"):
+        run_ranks(killed_in, 2, [*flags, str(STEPS)], 1, "telling", 3, timeout=300)
+    assert not (killed / "checkpoints" / f"iter_{STEPS:07d}").exists()
+    assert run_ranks(scripted.train, 2, [*flags, str(STEPS)], timeout=300) == [0, 0]
+    names = ("step", "loss", "reward", "grad_norm", "num_tokens", "kl")
+    expected, found = ([{name: row.get(name) for name in names} for row in records(out / "metrics.jsonl")] for out in (whole, killed))
+    assert found == expected and len(found) == STEPS and found[-1]["grad_norm"] > 0
+    assert fingerprints(killed, STEPS) == fingerprints(whole, STEPS) and "__1_0.distcp" in fingerprints(whole, STEPS)
+    assert run_ranks(scripted.train, 2, [*flags, str(STEPS + 1), *OTHERS.split()], timeout=300) == [0, 0]
+    last = records(killed / "metrics.jsonl")[-1]
+    assert last["step"] == STEPS + 1 and last["skipped_iterations"] == 0 and last["grad_norm"] > 0
