@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
+import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -47,3 +52,20 @@ def without_plots() -> None:
 def records(path: Path) -> list[dict[str, Any]]:
     """The lines of a .jsonl file."""
     return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def after_steps(flags: list[str], steps: int, then: Callable[[], None]) -> None:
+    """`then` is called, in a thread of this process, once so many optimizer steps of the run with these flags are on record."""
+    file = Path(flags[flags.index("--output_dir") + 1]) / "metrics.jsonl"
+
+    def watch():
+        while not file.exists() or len(records(file)) < steps:
+            time.sleep(0.002)
+        then()
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def stop_after_steps(flags: list[str], steps: int) -> None:
+    """This process gets the signal that a scheduler sends."""
+    after_steps(flags, steps, lambda: os.kill(os.getpid(), signal.SIGTERM))

@@ -7,10 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import os
-import signal
-import threading
-import time
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +15,7 @@ import pytest
 from megatron_grpo import cli
 from tests.end_to_end import scripted
 from tests.end_to_end.outside_parts import Alphabet
-from tests.end_to_end.runs import records, write_inputs
+from tests.end_to_end.runs import records, stop_after_steps, write_inputs
 from tests.end_to_end.test_many_steps import LORA, SIZES, weights_of
 from tests.ranks import run_ranks
 
@@ -98,14 +94,7 @@ def test_a_run_that_was_killed_goes_on_from_its_checkpoint_bit_for_bit(whole, tm
 
 def interrupted(rank: int, world_size: int, flags: list[str]) -> int:
     """As `scripted.train`, but a signal arrives once two optimizer steps are on record."""
-    out = Path(flags[flags.index("--output_dir") + 1])
-
-    def watch():
-        while not (out / "metrics.jsonl").exists() or len(records(out / "metrics.jsonl")) < 2:
-            time.sleep(0.002)
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    threading.Thread(target=watch, daemon=True).start()
+    stop_after_steps(flags, 2)
     return scripted.train(rank, world_size, flags)
 
 

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import signal
-import threading
-import time
 from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.runs import records, train, write_inputs
+from tests.end_to_end.runs import records, stop_after_steps, train, write_inputs
 from tests.ranks import run_ranks
 
 STEPS = 6
@@ -23,15 +19,8 @@ EXACT = ("loss", "reward", "grad_norm", "staleness/mean", "num_tokens", "learnin
 
 def stop_when_it_has_trained(rank: int, world_size: int, flags: list[str], steps: int) -> int:
     """As `train`, but a signal arrives at rank 0 once `steps` optimizer steps are on record."""
-    out = Path(flags[flags.index("--output_dir") + 1])
-
-    def watch():
-        while not (out / "metrics.jsonl").exists() or len(records(out / "metrics.jsonl")) < steps:
-            time.sleep(0.002)
-        os.kill(os.getpid(), signal.SIGTERM)
-
     if rank == 0:
-        threading.Thread(target=watch, daemon=True).start()
+        stop_after_steps(flags, steps)
     return train(rank, world_size, flags)
 
 

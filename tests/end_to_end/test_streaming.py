@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import signal
-import threading
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from tests.end_to_end.runs import records, write_inputs
+from tests.end_to_end.runs import records, stop_after_steps, write_inputs
 from tests.end_to_end.test_checkpoint_continuity import SMALL, heard
 from tests.ranks import run_ranks
 
@@ -25,15 +21,8 @@ STREAMED = ["--streaming", "true", "--shuffle_buffer_size", "5", "--max_prompt_l
 
 def stopped_when_it_has_trained(rank: int, world_size: int, flags: list[str], steps: int) -> tuple[int, str]:
     """As `heard`, but a signal arrives at rank 0 once `steps` optimizer steps are on record."""
-    out = Path(flags[flags.index("--output_dir") + 1])
-
-    def watch():
-        while not (out / "metrics.jsonl").exists() or len(records(out / "metrics.jsonl")) < steps:
-            time.sleep(0.002)
-        os.kill(os.getpid(), signal.SIGTERM)
-
     if rank == 0:
-        threading.Thread(target=watch, daemon=True).start()
+        stop_after_steps(flags, steps)
     return heard(rank, world_size, flags)
 
 

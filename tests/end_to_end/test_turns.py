@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import os
 import signal
-import threading
 import time
 from pathlib import Path
 
 import pytest
 
 from tests.chat_models import DROPS, write_chat
-from tests.end_to_end.runs import records, train
+from tests.end_to_end.runs import after_steps, records, train
 from tests.ranks import RanksFailed, run_ranks
 
 STEPS = 5
@@ -55,17 +54,15 @@ def flags(tmp_path_factory):
 
 def end_in_mid_rollout(rank: int, world_size: int, flags: list[str], steps: int, number: int) -> int:
     """As `train`; but once so many steps are on record and turns of the next rollout are drawn, a signal comes."""
-    out, here = Path(flags[flags.index("--output_dir") + 1]), Path(flags[flags.index("--dataset") + 1]).parent
+    here = Path(flags[flags.index("--dataset") + 1]).parent
 
-    def watch():
-        while not (out / "metrics.jsonl").exists() or len(records(out / "metrics.jsonl")) < steps:
-            time.sleep(0.002)
+    def end():
         (here / "hold").touch()
         while not (here / "open").exists():
             time.sleep(0.002)
         os.kill(os.getpid(), number)
 
-    threading.Thread(target=watch, daemon=True).start()
+    after_steps(flags, steps, end)
     return train(rank, world_size, flags)
 
 
