@@ -19,6 +19,7 @@ from megatron_grpo.checkpoint.saving import damage_of
 from megatron_grpo.errors import ConfigError, Problem
 from megatron_grpo.parallel.layout import Layout
 from megatron_grpo.policy import sharded_state
+from megatron_grpo.settings import precision
 from megatron_grpo.settings.config import Config, ParallelConfig
 from megatron_grpo.settings.table import table
 from megatron_grpo.weights.fit import layout_problems
@@ -29,6 +30,7 @@ _OTHERS = (
     *(*vars(ParallelConfig()), "resume", "output_dir", "beta", "ref_adapters", "merge_lora", "share_prompts"),
     "trust_remote_code",  # who has a checkpoint of a stranger says it himself
     *("metric_for_best_model", "greater_is_better", "load_best_model_at_end", "finetune", "no_load_optim", "no_load_rng"),
+    *precision.OF_THE_OPTIMIZER,  # and float32 may be typed over the run's bfloat16
 )
 
 

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 
 from megatron_grpo.checkpoint.capsule import Capsule
+from megatron_grpo.metrics.drift import USUAL
 from megatron_grpo.types import RowKey, Sample
 
 SHOWN = 8  # rows, tensors and elements that are named one by one
-_ALIKE = 1e-3  # nats: two layouts, or two machines, differ by less in float32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,14 +135,15 @@ def _finite_here(
         found.append("Everything is finite here, and was not in the run, from the same rows and weights: it is of the run's own ranks. "
                      "Look at the machine, its kernels and its dtype.")  # fmt: skip
     off = max((row.forward for row in rows if row.forward is not None), default=None)
+    alike = USUAL[capsule.facts["settings"].get("torch_dtype", "float32")]  # two layouts, or two machines, differ by less
     if weights["recorded"] and weights["same"] < weights["tensors"]:
         found.append(f"{weights['tensors'] - weights['same']} tensors are not those of the run, so its numbers need not come again.")
-    elif off is not None and off > _ALIKE:
+    elif off is not None and off > alike:
         found.append(f"The forward of the run is not what these weights give here: log-probs differ by up to {off:.3g} nats. "
                      "Look at the trainer: its kernels, its dtype, its ranks.")  # fmt: skip
     if capsule.facts["kind"] == "logp_gap":
         worst = max(rows, key=lambda row: row.gap)
-        same = "the run's forward comes again here, so" if off is not None and off <= _ALIKE else "if the forward comes again,"
+        same = "the run's forward comes again here, so" if off is not None and off <= alike else "if the forward comes again,"
         found.append(f"The largest gap to the sampler is {worst.gap:.3g} nats, at trained token {worst.token} of {_name(worst, prompts)}: "
                      f"{same} look at the sampler: stale weights, a cache, another setting (megatron-grpo mismatch).")  # fmt: skip
     if capsule.facts["kind"] == "spike" and rows:

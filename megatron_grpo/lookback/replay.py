@@ -25,14 +25,16 @@ from megatron_grpo.policy.culprits import wrong_rows
 from megatron_grpo.policy.policy import Policy, Seen
 from megatron_grpo.settings import Parsed
 from megatron_grpo.settings.config import Config, ParallelConfig
+from megatron_grpo.settings.precision import OF_THE_OPTIMIZER
 from megatron_grpo.settings.table import BadValue, Setting, read_value, table
 from megatron_grpo.sources import find_model
 from megatron_grpo.types import GlobalBatch, MicroBatch, RowKey
 from megatron_grpo.weights.shape import ModelShape
 
-# Of the run's settings these are not wanted: a replay has a layout of its own, trains nothing, and scores every row alone.
+# Of the run's settings these are not wanted: a replay has a layout of its own, trains nothing, and scores every row alone, so that more
+# micro-batches are summed than in the run: in float32.
 _OTHERS = (*vars(ParallelConfig()), "resume", "output_dir", "model", "adapters", "ref_adapters", "share_prompts", "sync_ref_model",
-           "micro_batch_size", "max_tokens_per_micro_batch", "optimizer_cpu_offload", "vllm_mode")  # fmt: skip
+           "micro_batch_size", "max_tokens_per_micro_batch", "optimizer_cpu_offload", "vllm_mode", *OF_THE_OPTIMIZER)  # fmt: skip
 
 
 def run_replay(words: Sequence[str], parsed: Parsed) -> int:

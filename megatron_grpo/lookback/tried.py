@@ -17,7 +17,6 @@ from megatron_grpo.errors import ConfigError, Problem
 from megatron_grpo.grpo import refused
 from megatron_grpo.settings import Parsed
 from megatron_grpo.settings.config import Config
-from megatron_grpo.settings.precision import DTYPES
 from megatron_grpo.types import Sample
 
 # What the loss does with rows that are there. All else decides which rows there are, or what their advantages are.
@@ -30,8 +29,7 @@ TRIED = frozenset(
 )
 SIZES = ("global_batch_size", "staleness")
 # Of the run's settings these are not wanted besides those of any checkpoint that is opened: micro-batches suit this job's layout, not that.
-_OTHERS = ("micro_batch_size", "max_tokens_per_micro_batch", "optimizer_cpu_offload", "use_precision_aware_optimizer",
-           *DTYPES, "record_rows", "sync_ref_model")  # fmt: skip
+_OTHERS = ("micro_batch_size", "max_tokens_per_micro_batch", "optimizer_cpu_offload", "record_rows", "sync_ref_model")
 OWN = "the run's own"
 
 

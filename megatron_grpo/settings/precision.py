@@ -11,6 +11,7 @@ from megatron_grpo.settings.tuner import Pair
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 _BITS = {"bf16": 7, "fp16": 10, "fp8": 3}  # behind the point, of numbers between one power of two and the next
 DTYPES = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")  # those of weights, those of moments
+OF_THE_OPTIMIZER = ("use_precision_aware_optimizer", *DTYPES)  # of no use to a command that takes no step
 
 
 def pairs(cfg: Config) -> Iterator[Pair]:

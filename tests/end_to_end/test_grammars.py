@@ -35,12 +35,14 @@ def test_a_run_trains_on_what_a_regex_leaves(tmp_path):
     flags += [*("--vllm_structured_outputs_regex", "1[0-9]{2,7}"), *("--top_k", "30"), *("--temperature", "0.8"), *("--beta", "0.02")]
     flags += [*("--max_steps", "2"), *("--log_entropy", "true"), *("--lr", "1e-2"), *("--max_completion_length", "9")]
     flags += [*("--eval_dataset", str(tmp_path / "data.jsonl")), *("--eval_num_prompts", "2"), *("--export_hf", "false")]
+    flags += ["--teacher_model", str(tmp_path / "model")]  # the policy itself, as it began
     assert run_ranks(train, 1, [*flags, "--output_dir", str(tmp_path / "out")], timeout=180) == [0]
     first, second = records(tmp_path / "out" / "metrics.jsonl")
     for step in (first, second):
         assert step["sampling/logp_difference/max"] < 1e-4 and step["grad_norm"] > 0 and step["completions/clipped_ratio"] == 0
         assert 1 < step["sampling/kept_words"] < step["sampling/kept_words_max"] <= 30
     assert first["entropy"] < 3.5  # log(30): over the words that are left
+    assert first["teacher_kl"] < 1e-9 < second["teacher_kl"], "among the words that the regex left"
 
 
 def test_turns_of_episodes_are_bounded_one_by_one(tmp_path):

@@ -51,7 +51,7 @@ def test_rows_that_wait_keep_their_words_over_a_checkpoint_and_another_layout(tm
 
 
 def test_turns_of_episodes_have_their_words_and_an_adapter_trains_on_them(tmp_path):
-    write_chat(tmp_path / "model", template=DROPS, ends=10.5, layers=1)
+    write_chat(tmp_path / "model", template=DROPS, ends=4.0, layers=1)
     rows = [{"prompt": [{"role": "user", "content": f"q {i}"}]} for i in range(4)]
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "mine.py").write_text(ENVIRONMENT)
@@ -61,7 +61,12 @@ def test_turns_of_episodes_have_their_words_and_an_adapter_trains_on_them(tmp_pa
         *("--torch_dtype", "float32"), *("--num_generations", "4"), *("--global_batch_size", "8"), *("--micro_batch_size", "2"),
         *("--vllm_kv_cache_memory_mb", "32"), *("--max_steps", "2"), *("--export_hf", "false"), *("--tuner_type", "lora"),
         *("--temperature", "0.7"), *("--top_k", "40"), *("--min_p", "0.01"), *("--output_dir", str(tmp_path / "out")),
+        *("--teacher_model", str(tmp_path / "model")), *("--streaming", "true"), *("--max_prompt_length", "40"),
     ]  # fmt: skip
     assert run_ranks(train, 1, flags, timeout=180) == [0]
-    for step in records(tmp_path / "out" / "metrics.jsonl"):
+    first, second = records(tmp_path / "out" / "metrics.jsonl")
+    # The policy as it began is its teacher: of the same contexts, and among the same words, both say the same.
+    assert first["teacher_kl"] < 1e-9 < second["teacher_kl"] and first["episodes/rewritten"] > 0
+    for step in (first, second):
         assert step["episodes/turns"] > 1 and step["sampling/logp_difference/max"] < 1e-4 and step["sampling/kept_words_max"] <= 40
+        assert step["grad_norm"] > 0

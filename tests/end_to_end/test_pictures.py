@@ -43,13 +43,15 @@ def flags(tmp_path_factory):
 
 
 def train(rank, world_size, flags, killed_after=None):
-    """`megatron-grpo train`, with answers that depend on the prompt alone, and log-probs of the model as it was loaded."""
+    """`megatron-grpo train`, with answers that depend on the prompt alone, each token drawn among three, and log-probs of the model as it
+    was loaded."""
+    import torch
     from transformers import AutoModelForImageTextToText
 
     from megatron_grpo.cli import main
     from megatron_grpo.rollout.scripted import ScriptedEngine
-    from megatron_grpo.types import Sequence, answered
-    from tests.seeing import hf_logprobs
+    from megatron_grpo.types import Kept, Sequence, answered
+    from tests.vision_cases import logits_of
 
     model = AutoModelForImageTextToText.from_pretrained(flags[flags.index("--model") + 1], dtype="float32").eval()
     out = Path(flags[flags.index("--output_dir") + 1])
@@ -58,9 +60,12 @@ def train(rank, world_size, flags, killed_after=None):
         drawn = np.random.default_rng([prompt.number, place]).integers(4, 250, 1 + (prompt.number + place) % 8)
         ids = np.array([*prompt.token_ids, *drawn])
         shown = Sequence(token_ids=ids, mask=np.arange(len(ids)) >= len(prompt.token_ids), shown=prompt.pictures)
-        logprobs = hf_logprobs(model, shown)[-len(drawn) :]
-        return answered(prompt.token_ids, drawn.tolist(), logprobs.tolist(), text=str(drawn), ended="stop", version=version,
-                        shown=prompt.pictures)  # fmt: skip
+        words = np.stack([drawn, drawn + 1, drawn + 5], axis=1)
+        with torch.no_grad():
+            few = logits_of(model, shown).float()[-1 - len(drawn) : -1].gather(1, torch.from_numpy(words))
+        kept = Kept(3 * np.arange(len(drawn) + 1), words.ravel().astype(np.int32))
+        return answered(prompt.token_ids, drawn.tolist(), few.log_softmax(-1)[:, 0].tolist(), text=str(drawn), ended="stop",
+                        version=version, kept=kept, shown=prompt.pictures)  # fmt: skip
 
     def kill():
         while not (out / "metrics.jsonl").exists() or len(records(out / "metrics.jsonl")) < killed_after:
@@ -81,6 +86,7 @@ def test_a_run_that_is_killed_is_the_run_that_nobody_killed(flags, tmp_path):
     done = len(records(tmp_path / "out" / "metrics.jsonl"))
     assert run_ranks(train, 2, flags, timeout=180) == [0, 0]
     assert 2 <= done < STEPS
+    assert records(tmp_path / "whole" / "metrics.jsonl")[0]["sampling/logp_difference/max"] < 1e-4, "over the words that were left"
 
     whole, found = (records(tmp_path / name / "metrics.jsonl") for name in ("whole", "out"))
     assert [line["step"] for line in found] == list(range(1, STEPS + 1))

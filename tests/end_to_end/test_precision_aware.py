@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from megatron_grpo.checkpoint.opened import settings_of_checkpoint
+from megatron_grpo.settings import parse
+from megatron_grpo.settings.checks import validate
+from tests.capsule_cases import replayed
 from tests.end_to_end import scripted
 from tests.end_to_end.runs import records, write_inputs
 from tests.end_to_end.test_async_save import SAVES, TINY, UNEVEN, fingerprints, killed_in
@@ -15,7 +19,7 @@ OTHERS = "--main_grads_dtype fp32 --main_params_dtype fp32 --exp_avg_dtype bf16 
 
 
 def test_a_killed_run_with_few_bits_ends_as_the_one_that_was_not_and_goes_on_with_others(tmp_path):
-    common = "--torch_dtype bfloat16 --lr 1e-3 --audit true --audit_steps 1 --async_save true"
+    common = "--torch_dtype bfloat16 --lr 1e-3 --audit true --audit_steps 1 --async_save true --logp_difference_warn 0.001"
     flags = [*write_inputs(tmp_path, rows=10, **TINY), *UNEVEN.split(), *SAVES.split(), *common.split(), *FEW.split()]
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     assert run_ranks(scripted.train, 2, [*flags, "--output_dir", str(whole), "--max_steps", str(STEPS)], timeout=300) == [0, 0]
@@ -31,3 +35,11 @@ def test_a_killed_run_with_few_bits_ends_as_the_one_that_was_not_and_goes_on_wit
     assert run_ranks(scripted.train, 2, [*flags, str(STEPS + 1), *OTHERS.split()], timeout=300) == [0, 0]
     last = records(killed / "metrics.jsonl")[-1]
     assert last["step"] == STEPS + 1 and last["skipped_iterations"] == 0 and last["grad_norm"] > 0
+
+    # What looks back takes no step, so such an optimizer forbids nothing of it: neither the ordinary one nor float32.
+    [capsule] = (whole / "capsules").iterdir()
+    [(code, told)] = run_ranks(replayed, 1, capsule, "--json", "true", "--use_distributed_optimizer", "false")
+    assert code == 0 and told["numbers"]["grad_norm"] == pytest.approx(expected[0]["grad_norm"], rel=0.02), told
+    assert told["weights"]["same"] == told["weights"]["tensors"] and all("the run's forward comes again" in one for one in told["verdict"])
+    opened = settings_of_checkpoint(parse(["--torch_dtype", "float32"]).config, whole / "checkpoints" / f"iter_{STEPS:07d}")
+    assert validate(opened, ()) == [] and opened.model.torch_dtype == "float32"

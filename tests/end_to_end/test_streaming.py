@@ -9,8 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.capsule_cases import replayed
 from tests.end_to_end.runs import records, stop_after_steps, write_inputs
 from tests.end_to_end.test_checkpoint_continuity import SMALL, heard
+from tests.end_to_end.test_whatif import whatif
 from tests.ranks import run_ranks
 
 STEPS = 6
@@ -35,8 +37,12 @@ def inputs(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def whole(inputs):
+    """The run that nobody stopped. It alone keeps a step, records rows and is evaluated, by rows that are read whole."""
     folder, flags = inputs
-    [(code, told), _] = run_ranks(heard, 2, [*flags, *STREAMED, "--output_dir", str(folder / "whole")])
+    (folder / "held.jsonl").write_text("".join((folder / "data.jsonl").read_text().splitlines(keepends=True)[:7]))
+    more = ["--logp_difference_warn", "0.001", "--save_steps", str(STEPS - 1), "--record_rows", "true"]
+    more += ["--eval_dataset", str(folder / "held.jsonl"), "--eval_steps", "4"]
+    [(code, told), _] = run_ranks(heard, 2, [*flags, *STREAMED, *more, "--output_dir", str(folder / "whole")])
     assert code == 0, told
     return folder / "whole"
 
@@ -83,6 +89,22 @@ def test_a_stopped_run_goes_on_bit_for_bit_and_on_another_number_of_ranks_with_t
     for one, other in zip(steps_of(tmp_path / "one"), steps_of(whole), strict=True):
         assert one == pytest.approx(other, rel=1e-4, abs=1e-6)
     assert [step["num_tokens"] for step in steps_of(tmp_path / "one")] == [step["num_tokens"] for step in steps_of(whole)]
+
+
+def test_a_kept_step_and_recorded_rows_are_taken_again_without_the_data_set(inputs, whole):
+    folder, _ = inputs
+    data = folder / "data.jsonl"
+    data.rename(folder / "gone")
+    steps = records(whole / "metrics.jsonl")
+    [capsule] = (whole / "capsules").iterdir()
+    [(code, replay)] = run_ranks(replayed, 1, capsule, "--json", "true")
+    assert code == 0 and replay["numbers"]["grad_norm"] == pytest.approx(steps[0]["grad_norm"], rel=1e-4), replay
+    [(code, told)] = run_ranks(whatif, 1, [str(whole), "--json", "--try", "loss_type=vespo"])
+    own = json.loads(told)["variants"][0]
+    assert code == 0 and own["grad_norm"] == pytest.approx(steps[-1]["grad_norm"], rel=1e-4)
+    (folder / "gone").rename(data)
+    told = records(whole / "evaluations.jsonl")
+    assert [(one["step"], one["num_prompts"]) for one in told] == [(step, 7) for step in (0, 4, STEPS)]
 
 
 def test_a_bad_row_ends_the_run_saved_and_once_it_is_mended_the_run_goes_on_bit_for_bit(inputs, whole, tmp_path):

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from megatron_grpo.rollout import wire
 from megatron_grpo.rollout.wire_scores import ROUTE, PromptLogprobs, decode_scores
+from tests.capsule_cases import replayed
 from tests.end_to_end import scripted
 from tests.end_to_end.runs import records, train, write_inputs
 from tests.end_to_end.test_many_steps import LORA
@@ -222,9 +223,19 @@ def test_a_run_one_rollout_ahead_with_adapters_a_reference_and_a_teacher_resumes
     assert whole[0]["time/teacher"] > 0
 
 
-def test_a_teacher_with_experts_teaches_a_dense_student_under_expert_parallelism(tmp_path):
+def test_a_teacher_with_experts_teaches_a_dense_student_under_expert_parallelism_and_is_not_asked_for_afterwards(tmp_path):
     large = write_tiny(tmp_path / "large", "qwen3_moe", layers=3, ffn=36, seed=3, std=0.05)
     flags = [*scripted_flags(tmp_path / "in"), "--teacher_model", str(large), "--temperature", "0.9"]
     run_ranks(told, 1, [*flags, "--output_dir", str(tmp_path / "one")])
-    run_ranks(told, 2, [*flags, "--expert_model_parallel_size", "2", "--output_dir", str(tmp_path / "two")])
+    looked_at = ["--audit", "true", "--audit_steps", "1", "--logp_difference_warn", "0.001", "--save_steps", "1", "--record_rows", "true"]
+    flags += ["--expert_model_parallel_size", "2", "--dynamic_sample", "true", *looked_at]
+    run_ranks(told, 2, [*flags, "--output_dir", str(tmp_path / "two")])
     same_steps(tmp_path / "two", tmp_path / "one", rel=1e-4)
+    large.rename(tmp_path / "gone")
+    steps = records(tmp_path / "two" / "metrics.jsonl")
+    [capsule] = (tmp_path / "two" / "capsules").iterdir()
+    [(code, replay)] = run_ranks(replayed, 1, capsule, "--json", "true")
+    assert code == 0 and replay["numbers"] == pytest.approx({name: steps[0][name] for name in ("loss", "grad_norm")}, rel=1e-4)
+    [(code, said)] = run_ranks(whatif, 1, [str(tmp_path / "two"), "--json", "--try", "teacher_kl_coef=0"])
+    own, without = json.loads(said)["variants"]
+    assert code == 0 and own["loss"] == pytest.approx(steps[1]["loss"], rel=1e-4) and without["loss"] != pytest.approx(own["loss"], rel=0.1)
