@@ -137,6 +137,13 @@ def _hub(name: str, open_it: Callable[[], Any], flag: str) -> Source:
 # ---- sources made of others
 
 
+def _there(read: Read | None) -> Read:
+    """A row that was there when its set was last read. Raises ConfigError where it is gone: a set without rows never comes to its share."""
+    if read is None:
+        raise wrong("dataset", "One of the sets of dataset has fewer rows than when this run read it last. Restore its files.")
+    return read
+
+
 def _behind_each_other(sources: Sequence[Source]) -> Source:
     """A place: number of the source, and the place in it."""
 
@@ -154,13 +161,14 @@ def _so_many(source: Source, count: int) -> Source:
 
     def begin(at: Any) -> Iterator[Read]:
         given, inner = at or (0, None)
+        reader = source(inner)
         while given < count:
-            for read in source(inner):
-                given += 1
-                yield read._replace(after=[given, read.after])
-                if given == count:
-                    return
-            inner = None
+            read = next(reader, None)
+            if read is None:
+                reader = source(None)
+                read = _there(next(reader, None))
+            given += 1
+            yield read._replace(after=[given, read.after])
 
     return begin
 
@@ -185,7 +193,7 @@ def _mixed(sources: Sequence[Source], weights: Sequence[float], *, ends_with_fir
         empty = [None] * len(sources)
         counts, places, sizes = [list(one) for one in at or ([0] * len(sources), empty, empty)]
         readers = [source(place) for source, place in zip(sources, places, strict=True)]
-        ahead = [next(reader) for reader in readers]
+        ahead = [_there(next(reader, None)) for reader in readers]
         while open_ones := left(counts, sizes):
             which = min(open_ones, key=lambda one: (counts[one] + 0.5) / shares[one])
             read, following = ahead[which], next(readers[which], None)
@@ -194,7 +202,7 @@ def _mixed(sources: Sequence[Source], weights: Sequence[float], *, ends_with_fir
             if following is None:
                 sizes[which] = sizes[which] or counts[which]
                 places[which], readers[which] = None, sources[which](None)
-                following = next(readers[which])
+                following = _there(next(readers[which], None))
             ahead[which] = following
             yield read._replace(after=[list(counts), list(places), list(sizes)])
 

@@ -207,17 +207,19 @@ class StreamedPrompts(PromptStream):
             self._rows_of(at)
         except ConfigError as error:
             return list(error.problems)
+        except OSError as error:
+            return [Problem(flags=("dataset",), message=f"dataset: rows that this run was reading cannot be read any more: {error}.")]
         return []
 
     # ---- blocks
 
     def _found(self, number: int) -> tuple[PromptRows, int, int]:
         mark = self._marks[self._place_of(number)]
-        while mark.end <= number:  # its place is not remembered
-            mark = self._next(mark)
         try:
+            while mark.end <= number:  # its place is not remembered
+                mark = self._next(mark)
             rows = self._rows_of(mark)
-        except ConfigError as error:  # which is for before a run
+        except (ConfigError, OSError) as error:  # which are for before a run
             raise RunError(str(error)) from error
         if self._order[0] != mark.first:
             count = mark.num_prompts

@@ -244,6 +244,34 @@ def test_rows_that_change_under_a_run_end_it(tmp_path):
         stream.row_of(0)
 
 
+@pytest.mark.parametrize("settings", [{}, {"interleave_prob": [1.0, 1.0], "stopping_strategy": "all_exhausted"}])
+def test_a_set_that_loses_its_rows_under_a_run_ends_it_by_a_sentence_and_does_not_go_on_with_it(tmp_path, settings):
+    cfg = mixture(tmp_path, **settings) if settings else config(f"{write(tmp_path / 'b.jsonl', ROWS[:7])}#50")
+    stream = open_prompts(cfg, Letters(), seed=7)
+    stream.take(9)
+    state = json.loads(json.dumps(stream.state()))
+    (tmp_path / "b.jsonl").write_text("")
+    with pytest.raises(RowsError, match="has fewer rows than when this run read it last.*Mend the rows"):
+        stream.take(30)
+    write(tmp_path / "b.jsonl", ROWS[:7])
+    after = open_prompts(cfg, Letters(), seed=7)
+    (tmp_path / "b.jsonl").write_text("")
+    [problem] = after.problems_with(state)
+    assert "has fewer rows than when this run read it last" in problem.message
+
+
+def test_a_file_that_is_gone_when_a_run_goes_on_is_told_by_a_sentence(tmp_path):
+    path = write(tmp_path / "a.jsonl")
+    before, after = opened(path), opened(path)
+    before.take(10)
+    Path(path).unlink()
+    [problem] = after.problems_with(before.state())
+    assert problem.flags == ("dataset",) and "cannot be read any more: [Errno 2] No such file" in problem.message
+    before._held.clear()
+    with pytest.raises(RunError, match="No such file"):
+        before.row_of(0)
+
+
 # ---- what is wrong
 
 
