@@ -140,10 +140,10 @@ class _Builder:
                     self._set(setting, raw if is_text else read_value(setting, raw), source=entry.source, typed=entry.name)
             except BadValue as bad:
                 self._bad(entry.name, entry.name, entry.source, bad)
-        elif row.lacks and " ".join(words).lower() not in row.off:
+        elif row.refuses(words, self.given):
             self.lacking.setdefault(row.lacks, []).append((entry.name, " ".join(words)))
             self.tasks |= {row.lacks} if row.is_task else set()
-        else:
+        elif not row.lacks or " ".join(words).lower() in row.off:
             self.parsed.aside.setdefault(entry.source, []).append(entry.name)
 
     def _bad(self, name: str, setting: str, source: str, bad: BadValue) -> None:
