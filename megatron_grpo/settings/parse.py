@@ -132,6 +132,9 @@ class _Builder:
     def _take_foreign(self, entry: TypedSetting, row: Foreign) -> None:
         """A name that is read by a function, refused, or set aside."""
         words = words_of(entry.raw) or ["true"]
+        name = self.dialect.row(entry.name)[0] if self.dialect else entry.name
+        if words != self.given.get(name, words):  # said again further on: the command line wins over a file
+            return
         if row.read is not None:
             try:
                 for native, raw in row.read(words, self.given).items():

@@ -18,6 +18,7 @@ from megatron_grpo.sizing.dialects.vocabulary import (
     layout,
     listed,
     of_pictures,
+    of_servers,
     of_template,
     of_vllm,
     soft_overlong,
@@ -130,6 +131,7 @@ def _is_same(first: str, second: str) -> bool:
 
 def _asked(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
     """Prompts, engines and evaluations."""
+    yield from of_servers(values, program="SkyRL")
     longest, bound = text_of(given, "max_prompt_length", "512"), text_of(given, "max_input_length", "")
     if {"environment", "tools"} & set(given):
         if bound:

@@ -18,6 +18,7 @@ from megatron_grpo.sizing.dialects.vocabulary import (
     is_true,
     layout,
     of_pictures,
+    of_servers,
     text_of,
     whole,
 )
@@ -28,6 +29,7 @@ PLUGIN = "functions of one's own are rewards (reward_funcs), environments, tools
 
 def _rest(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
     """What slime makes of several names together, but for sizes, loss and KL."""
+    yield from of_servers(values, program="slime")
     yield from idle_schedule(values, given, style="linear")
     if is_true(given, "use_tis", "false"):
         low = float(text_of(given, "tis_clip_low", "0"))

@@ -17,6 +17,7 @@ from megatron_grpo.sizing.dialects.vocabulary import (
     HELD_OUT,
     NATIVE_SIZES,
     OF_THE_OPTIMIZER,
+    TEMPLATE_WORDS,
     betas,
     listed,
     own_rewards,
@@ -58,7 +59,7 @@ NAMES: Mapping[str, Foreign] = {
     "val_max_samples": same("eval_num_prompts", {"-1": "none"}),
     "validation_shuffle": lacks(features.EVALUATION),
     "apply_chat_template_kwargs.enable_thinking": same("enable_thinking"),
-    "apply_chat_template_kwargs": same("chat_template_kwargs"),
+    "apply_chat_template_kwargs": TEMPLATE_WORDS,
     "tokenizer": lacks(features.VERSIONS),
     "custom_cls.path": lacks("data sets are rows of files; classes of one's own are not loaded"),
     "sampler.class_path": lacks("prompts come in a seeded order, or in the file's (dataset_shuffle)"),
@@ -165,8 +166,8 @@ NAMES: Mapping[str, Foreign] = {
     "model.lora.lora_A_init_method": lacks(features.LORA_START, "xavier", "kaiming", "uniform"),
     "model.lora.lora_B_init_method": only("zero", features.LORA_START),
     "model.override_config.moe_config.freeze_moe_router": reads(verl_reads.routers, "`freeze_parameters_regex`"),
-    "model.override_config.model_config": lacks("the model is built as its config.json says"),
-    "model.override_config": lacks("the model is built as its config.json says"),
+    "model.override_config.model_config": lacks(features.BUILT),
+    "model.override_config": lacks(features.BUILT),
     "model.enable_gradient_checkpointing": verl_reads.together(
         "`recompute_granularity` full, where verl trains with FSDP; with Megatron it is not read"
     ),

@@ -19,6 +19,7 @@ from megatron_grpo.sizing.dialects.vocabulary import (
     layout,
     listed,
     of_pictures,
+    of_servers,
     of_template,
     of_vllm,
     soft_overlong,
@@ -237,6 +238,7 @@ def _lora(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
 
 
 def _engine(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
+    yield from of_servers(values, program="verl")
     section = "rollout.engine_kwargs.vllm"
     yield from of_template(values, given, prefix="apply_chat_template_kwargs")
     yield from of_vllm(values, given, prefix=section, apart=[f"{section}.{name}" for name in PROCESSOR_CACHES])

@@ -152,6 +152,9 @@ _SAME = ("max_model_len", "max_num_seqs", "enforce_eager", "gpu_memory_utilizati
 _OF_THE_ENGINE = {name: f"vllm_{name}" for name in _SAME}
 
 
+_FLOW = re.compile(r"([{,]\s*['\"]?\w+['\"]?):(?=\S)")  # Hydra wants no space there
+
+
 def _nested(words: Mapping[str, Any]) -> dict[str, Any]:
     """a.b=1 as {"a": {"b": 1}}."""
     found: dict[str, Any] = {}
@@ -168,7 +171,7 @@ def of_vllm(values: Mapping[str, Any], given: Given, *, prefix: str, apart: Sequ
     """Words for vLLM's EngineArgs: one mapping, or a name each behind `prefix`. apart: those that have a row of their own."""
     import yaml
 
-    flow = re.sub(r"([{,]\s*\w+):(?=\S)", r"\1: ", text_of(given, prefix, "{}"))  # Hydra wants no space there
+    flow = _FLOW.sub(r"\1: ", text_of(given, prefix, "{}"))
     whole_of_it = {} if flow.lower() in OFF else yaml.safe_load(flow)
     if not isinstance(whole_of_it, dict):
         raise BadValue(f"{prefix} ({text_of(given, prefix, '')}) needs a mapping, such as {{max_model_len: 4096}}")
@@ -181,6 +184,23 @@ def of_vllm(values: Mapping[str, Any], given: Given, *, prefix: str, apart: Sequ
     if ours or more:
         note = f"{prefix} is handed to vLLM's EngineArgs: {', '.join([*ours, *(['vllm_engine_kwargs'] if more else [])])}."
         yield Change(values=ours | ({"vllm_engine_kwargs": {**values.get("vllm_engine_kwargs", {}), **more}} if more else {}), note=note)
+
+
+def _template(words: Sequence[str], given: Given) -> Mapping[str, Any]:
+    """JSON, or a mapping as Hydra writes it."""
+    import yaml
+
+    text = " ".join(words)
+    try:
+        found = {} if text.lower() in OFF else yaml.safe_load(_FLOW.sub(r"\1: ", text))
+    except yaml.YAMLError:
+        found = None
+    if not isinstance(found, dict):
+        raise BadValue(f"needs a mapping, such as {{enable_thinking: false}}, not {text!r}")
+    return {"chat_template_kwargs": found} if found else {}
+
+
+TEMPLATE_WORDS = reads(_template, "`chat_template_kwargs`")
 
 
 def of_template(values: Mapping[str, Any], given: Given, *, prefix: str) -> Iterator[Change]:

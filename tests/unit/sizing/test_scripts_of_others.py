@@ -307,6 +307,8 @@ def test_a_script_has_the_sizes_of_its_own_program_or_is_refused_by_one_feature(
         ("skyrl", "trainer.algorithm.loss_reduction=seq_mean_token_sum_norm trainer.algorithm.max_seq_len=1024", dict(loss_type="dr_grpo")),
         ("verl", "data.apply_chat_template_kwargs.reasoning_effort=medium trainer.resume_from_path=checkpoints/",
          dict(chat_template_kwargs={"reasoning_effort": "medium"}, enable_thinking=None, resume="auto")),
+        ("skyrl", "generator.chat_template_kwargs={reasoning_effort:'low'}", dict(chat_template_kwargs={"reasoning_effort": "low"})),
+        ("verl", 'data.apply_chat_template_kwargs={"a":1}', dict(chat_template_kwargs={"a": 1})),
         ("skyrl", "generator.chat_template_kwargs.low_effort=true generator.chat_template_kwargs.enable_thinking=false",
          dict(chat_template_kwargs={"low_effort": True}, enable_thinking=False)),
         # engine words of vLLM
@@ -422,3 +424,31 @@ ray job submit --runtime-env-json="${RUNTIME_ENV_JSON}" -- python3 train.py --ro
     with pytest.raises(ConfigError) as error:
         check(["--dialect", "slime", "--config", str(script)])
     assert any("OPEN_TRAINING_INT4_FAKE_QAT_FLAG" in problem.message for problem in error.value.problems)
+
+
+@pytest.mark.parametrize(
+    ("dialect", "start", "refused", "instead"),
+    [
+        ("verl", "python3 -m verl.trainer.main_ppo rollout.n=4 algorithm.adv_estimator=grpo",
+         "actor_rollout_ref.rollout.name=sglang actor_rollout_ref.model.override_config.max_position_embeddings=32768",
+         "actor_rollout_ref.rollout.name=vllm actor_rollout_ref.model.override_config.max_position_embeddings=none"),
+        ("skyrl", "python -m skyrl.train.entrypoints.main_base trainer.algorithm.advantage_estimator=grpo",
+         "generator.max_turns=4", "generator.max_turns=1"),
+        ("skyrl", "python -m skyrl.train.entrypoints.main_base trainer.algorithm.advantage_estimator=grpo",
+         "trainer.placement.colocate_all=false generator.inference_engine.gpu_memory_utilization=0.8",
+         "--vllm_mode server --vllm_server_host 127.0.0.1"),
+        ("slime", "python3 train.py --colocate --rollout-batch-size 32 --n-samples-per-prompt 8", "--custom-generate-function-path a.b",
+         "--custom_generate_function_path none"),
+    ],
+)  # fmt: skip
+def test_what_a_script_asks_for_in_vain_is_taken_back_on_the_command_line(tmp_path, dialect, start, refused, instead):
+    """The command line wins over the file, in names that are refused too."""
+    script = tmp_path / "run.sh"
+    script.write_text(f"{start} {refused}\n")
+    argv = ["--dialect", dialect, "--config", str(script), "--world_size", "8", "--reward_funcs", "math"]
+    with pytest.raises(ConfigError):
+        check(argv)
+    check([*argv, *instead.split()])
+    script.write_text(f"{start}\n")
+    with pytest.raises(ConfigError):  # and the other way round
+        check([*argv, *(refused if "--vllm_mode" not in instead else "generator.max_turns=4").split()])
