@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron_grpo.errors import ConfigError, Problem
 from megatron_grpo.grpo import refused as refused_grpo
-from megatron_grpo.planning.check_tuner import tuner_problems, with_adapter
+from megatron_grpo.planning.check_tuner import tuner_problems, with_adapter, with_tower
 from megatron_grpo.planning.model import read_shape, rules_of
 from megatron_grpo.planning.teacher import read_teacher, teacher_problems
 from megatron_grpo.policy import refused as refused_policy
@@ -46,6 +46,7 @@ def check_parsed(parsed: Parsed) -> Checked:
     if parsed.is_other_task:
         raise ConfigError(parsed.problems)
     shape, model_problems = read_shape(parsed.config.model.model)
+    parsed = with_tower(parsed, shape)
     teacher, of_teacher = read_teacher(parsed.config)
     model = rules_of(shape) if shape else Model()
     if parsed.config.grpo.teacher_model:

@@ -3,19 +3,45 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from megatron_grpo.errors import ConfigError, Problem
 from megatron_grpo.rollout.adapters import lora_push
 from megatron_grpo.settings.config import Config
 from megatron_grpo.settings.foreign import shown
+from megatron_grpo.settings.parsed import ForeignDefault, Parsed
 from megatron_grpo.settings.tuner import are_names_readable
+from megatron_grpo.sizing.dialects import DIALECTS
 from megatron_grpo.weights import trains
 from megatron_grpo.weights.lora import LoraSettings, linear_modules
 from megatron_grpo.weights.shape import ModelShape
 from megatron_grpo.weights.stored_adapter import adapter_problems
 
+_SEES = "false, of a model that sees"
 _TARGETS = ("target_modules", "target_regex", "exclude_modules")
+
+
+def with_tower(parsed: Parsed, shape: ModelShape | None) -> Parsed:
+    """Where another system trains a model that sees whole, tower and aligner train here too, unless somebody says otherwise.
+
+    A text model has neither, whatever its script says of pictures. shape: None where the model is not at hand; then that is said.
+    """
+    cfg, dialect = parsed.config, DIALECTS.get(parsed.config.plan.dialect or "")
+    if dialect is None or not dialect.trains_tower or cfg.tuner.tuner_type == "lora":
+        return parsed
+    theirs, read = f"{dialect.title}'s default", f"{dialect.title}'s reading"
+    unsaid = [name for name in ("freeze_vit", "freeze_aligner") if cfg.sources.get(name, "default") in ("default", theirs, read)]
+    if shape is None:
+        unknown = [name for name in unsaid if cfg.sources.get(name, "default") == "default"]
+        told, values = [ForeignDefault(name=name, theirs=_SEES, ours="true", used=_SEES) for name in unknown], {}
+    else:
+        sees = shape.vision is not None
+        moved = [name for name in unsaid if getattr(cfg.tuner, name) == sees]
+        told = [ForeignDefault(name=name, theirs="false", ours="true", used="false") for name in moved if sees]
+        values = dict.fromkeys(moved, not sees)
+    config = cfg.with_values(values, sources=dict.fromkeys(values, theirs))
+    return replace(parsed, config=config, defaults=[*parsed.defaults, *told])
 
 
 def tuner_problems(cfg: Config, shape: ModelShape | None) -> list[Problem]:

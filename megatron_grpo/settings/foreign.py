@@ -22,7 +22,8 @@ class Foreign:
     """A name of another system: translated (`native` or `read`), refused (`lacks`), or set aside because it changes nothing (neither).
 
     values: words that are spelt otherwise here; all others are read as they stand.
-    lacks: the sentence that refuses it, but where its value is one of `off`.
+    lacks: the sentence that refuses it, but where its value is one of `off`, or where one of `instead` was typed.
+    instead: what the sentence says to type: a setting, or a setting and its value (`vllm_mode server`).
     hint: what to type instead, for someone who typed the name without the dialect.
     why: of a name that is set aside: what it is about.
     is_task: what it refuses is another task, of which nothing else needs to be said.
@@ -33,6 +34,7 @@ class Foreign:
     read: Reader | None = None
     lacks: str = ""
     off: Sequence[str] = ()
+    instead: Sequence[str] = ()
     hint: str = ""
     why: str = ""
     is_task: bool = False
@@ -47,9 +49,16 @@ class Foreign:
             return f"read: {self.hint}"
         if self.lacks:
             asked = [word for word in self.off if word not in OFF]
-            unless = f" (unless {' or '.join(f'`{word}`' for word in asked)})" if asked else ""
+            said = [f"`{word}`" for word in asked] + [f"`{one}` is given" for one in self.instead]
+            unless = f" (unless {' or '.join(said)})" if said else ""
             return f"refused{unless}: {self.lacks}"
         return f"set aside: {self.why or NOTHING}"
+
+    def refuses(self, words: Sequence[str], given: Mapping[str, Sequence[str]]) -> bool:
+        """Whether these words ask for what is not there. given: all names of this run with their words."""
+        asked = [one.split() for one in self.instead]
+        is_said = any(name in given and (not value or list(given[name]) == value) for name, *value in asked)
+        return bool(self.lacks) and " ".join(words).lower() not in self.off and not is_said
 
 
 OFF = ("none", "null", "false", "", "[]", "{}")  # nobody asks for anything with these
@@ -66,14 +75,14 @@ def reads(read: Reader, hint: str) -> Foreign:
     return Foreign(read=read, hint=hint)
 
 
-def lacks(sentence: str, *off: str) -> Foreign:
-    """Asks for what is not there, unless its value is one of `off` or of OFF."""
-    return Foreign(lacks=sentence, off=(*OFF, *off))
+def lacks(sentence: str, *off: str, instead: Sequence[str] = ()) -> Foreign:
+    """Asks for what is not there, unless its value is one of `off` or of OFF, or one of `instead` was typed."""
+    return Foreign(lacks=sentence, off=(*OFF, *off), instead=instead)
 
 
-def only(value: str, sentence: str) -> Foreign:
+def only(value: str, sentence: str, *, instead: Sequence[str] = ()) -> Foreign:
     """Changes nothing with this value; with every other, `false` and `none` included, the sentence refuses it."""
-    return Foreign(lacks=sentence, off=(value,))
+    return Foreign(lacks=sentence, off=(value,), instead=instead)
 
 
 def only_task(value: str, sentence: str) -> Foreign:
@@ -135,6 +144,7 @@ class Dialect:
     patterns: Mapping[str, Foreign] = field(default_factory=dict)  # of names that `names` lacks: "ref.*", without sections
     defaults: Sequence[Default] = ()
     implies: Mapping[str, Any] = field(default_factory=dict)  # native settings that it switches on
+    trains_tower: bool = False  # a model that sees trains whole where nobody says otherwise
     # each (native values, foreign names with their words) -> what changes once everything has been read
     settle: Sequence[Callable[[Mapping[str, Any], Mapping[str, Sequence[str]]], Iterable[Change]]] = ()
 

@@ -132,6 +132,9 @@ class _Builder:
     def _take_foreign(self, entry: TypedSetting, row: Foreign) -> None:
         """A name that is read by a function, refused, or set aside."""
         words = words_of(entry.raw) or ["true"]
+        name = self.dialect.row(entry.name)[0] if self.dialect else entry.name
+        if words != self.given.get(name, words):  # said again further on: the command line wins over a file
+            return
         if row.read is not None:
             try:
                 for native, raw in row.read(words, self.given).items():
@@ -140,10 +143,10 @@ class _Builder:
                     self._set(setting, raw if is_text else read_value(setting, raw), source=entry.source, typed=entry.name)
             except BadValue as bad:
                 self._bad(entry.name, entry.name, entry.source, bad)
-        elif row.lacks and " ".join(words).lower() not in row.off:
+        elif row.refuses(words, self.given):
             self.lacking.setdefault(row.lacks, []).append((entry.name, " ".join(words)))
             self.tasks |= {row.lacks} if row.is_task else set()
-        else:
+        elif not row.lacks or " ".join(words).lower() in row.off:
             self.parsed.aside.setdefault(entry.source, []).append(entry.name)
 
     def _bad(self, name: str, setting: str, source: str, bad: BadValue) -> None:

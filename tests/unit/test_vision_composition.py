@@ -8,6 +8,7 @@ import re
 import pytest
 
 from megatron_grpo.cli import main
+from megatron_grpo.planning.check import check
 from tests import vision_cases as vision
 from tests.unit.test_composition import COMMON, MODELS, PAGE
 from tests.unit.weights.test_vision import QWEN2_5_VL_7B, QWEN3_VL_4B
@@ -115,3 +116,32 @@ def test_a_tower_that_would_learn_nothing_is_told(tmp_path, capsys):
         said[freezes] = [line for line in json.loads(capsys.readouterr().out)["warnings"] if "shows a picture" in line]
     assert said["true"] == [] and len(said["false"]) == 1
     assert "the vision tower (freeze_aligner false) learns nothing" in said["false"][0]
+
+
+@pytest.mark.parametrize(
+    ("dialect", "model", "words", "is_frozen"),
+    [
+        *((dialect, "Qwen2.5-VL", "", False) for dialect in ("trl", "skyrl", "verl", "slime")),
+        *((dialect, "Qwen3 8B", "", True) for dialect in ("trl", "skyrl", "verl", "slime")),
+        ("swift", "Qwen2.5-VL", "", True),
+        ("trl", "Qwen2.5-VL", "--freeze_vit true --freeze_aligner true", True),
+        ("trl", "Qwen2.5-VL", "--use_peft", True),
+        ("verl", "Qwen2.5-VL", "--actor.freeze_vision_tower true", True),
+        ("skyrl", "Qwen2.5-VL", "--trainer.policy.language_model_only true", True),
+        ("verl", "Qwen3 8B", "--data.image_key images", True),
+        ("skyrl", "Qwen3 8B", "--generator.vision_language_generator true", True),
+    ],
+)
+def test_a_tower_trains_where_the_program_of_a_script_trains_it(tmp_path, dialect, model, words, is_frozen):
+    """Unless somebody says otherwise, and of a model that has one."""
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(CONFIGS[model]))
+    group = {"verl": "--rollout.n 4", "slime": "--rollout_batch_size 32 --n_samples_per_prompt 8 --colocate"}.get(dialect, "")
+    argv = ["--dialect", dialect, "--world_size", "8", "--model", str(config), *group.split(), *words.split()]
+    checked = check(argv)
+    assert (checked.config.tuner.freeze_vit, checked.config.tuner.freeze_aligner) == (is_frozen, is_frozen)
+    told = [row.used for row in checked.parsed.defaults if row.name == "freeze_vit"]
+    assert told == ([] if is_frozen else ["false"])
+    unknown = check([*argv, "--model", "nobody/has-this"]) if not words else None
+    if unknown and dialect != "swift":
+        assert [row.used for row in unknown.parsed.defaults if row.name == "freeze_vit"] == ["false, of a model that sees"]

@@ -25,7 +25,10 @@ SPARSE_UPDATES = "what trains is chosen once, by freeze_parameters and trainable
 OTHER_LOSS = "that loss is not there"
 OTHER_OPTIMIZER = "the optimizer is AdamW"
 OTHER_TASK = "only GRPO on a causal language model is there"
-AHEAD = "weights are not pushed into running requests; async_rollout_depth 1 samples one whole rollout ahead of training"
+AHEAD = (
+    "weights are not pushed into running requests; async_rollout_depth 1 samples one whole rollout ahead of training, with vllm_mode "
+    "server and rollout_importance_sampling_mode token_truncate"
+)
 APART = (
     "rollouts on GPUs of their own are vllm_mode server, beside megatron-grpo serve; async_rollout_depth 1 samples one ahead of training"
 )
@@ -48,6 +51,8 @@ MTP = "multi-token prediction heads are not trained"
 VERSIONS = "other revisions and converted configurations are not read; give a directory as model"
 CRITIC = "there is no critic: advantages are compared inside groups or batches"
 EVALUATION = "held-out prompts are asked in their order"
+BUILT = "the model is built as its config.json says: write it there, and give this name as none"
+AHEAD_INSTEAD = ("async_rollout_depth 1",)
 OTHER_MODEL = "it is of a layer that no family of models here has"
 ENGINE_WORDS = "give vllm_engine_kwargs, which hands name=value to vLLM's EngineArgs"
 EVAL_SAMPLING = "give eval_generation_kwargs, which hands name=value to vLLM's SamplingParams for held-out prompts"

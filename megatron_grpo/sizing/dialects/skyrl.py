@@ -16,6 +16,9 @@ from megatron_grpo.sizing.dialects.vocabulary import (
     DATASETS,
     HELD_OUT,
     NATIVE_SIZES,
+    OF_THE_OPTIMIZER,
+    TEMPLATE_WORDS,
+    Given,
     betas,
     listed,
     own_rewards,
@@ -24,31 +27,45 @@ from megatron_grpo.sizing.dialects.vocabulary import (
     text_of,
 )
 
+_SERVED = ("vllm_mode server",)
 _ALGORITHM, _POLICY, _ENGINE, _LORA = "algorithm.", "policy.megatron_config.", "inference_engine.", "policy.model.lora."
 
 
-def _ranks(words: Sequence[str], given: Mapping[str, Sequence[str]]) -> Mapping[str, Any]:
+def _ranks(words: Sequence[str], given: Given) -> Mapping[str, Any]:
     numbers = [(given.get(f"placement.policy_{name}") or ["1"])[0] for name in ("num_nodes", "num_gpus_per_node")]
     if not all(number.isdigit() for number in numbers):
         raise BadValue(f"needs a whole number, not {' '.join(words)!r}")
     return {"world_size": int(numbers[0]) * int(numbers[1])}
 
 
-def _stop(words: Sequence[str], given: Mapping[str, Sequence[str]]) -> Mapping[str, Any]:
+def _stop(words: Sequence[str], given: Given) -> Mapping[str, Any]:
     return {"stop": [] if list(words) == ["none"] else [part for word in words for part in listed([word])]}
 
 
-def _rank(words: Sequence[str], given: Mapping[str, Sequence[str]]) -> Mapping[str, Any]:
+def _turns(words: Sequence[str], given: Given) -> Mapping[str, Any]:
+    if list(words) == ["1"]:
+        return {}
+    if not {"environment", "tools"} & set(given):
+        raise BadValue(f"({' '.join(words)}): {features.TURNS}")
+    return {"max_turns": list(words)}
+
+
+def _no_tower(words: Sequence[str], given: Given) -> Mapping[str, Any]:
+    """It leaves the tower out, and trains the rest."""
+    return {"freeze_vit": True, "freeze_aligner": True} if words[0].lower() in TRUE else {}
+
+
+def _rank(words: Sequence[str], given: Given) -> Mapping[str, Any]:
     return {"tuner_type": "full"} if list(words) == ["0"] else {"tuner_type": "lora", "lora_rank": list(words)}
 
 
-def _routers(words: Sequence[str], given: Mapping[str, Sequence[str]]) -> Mapping[str, Any]:
+def _routers(words: Sequence[str], given: Given) -> Mapping[str, Any]:
     """They do not train under LoRA anyway."""
     is_lora = text_of(given, f"{_LORA}rank", "0") != "0"
     return {"freeze_parameters_regex": r"\.gate\.weight$"} if words[0].lower() in TRUE and not is_lora else {}
 
 
-def _replay(words: Sequence[str], given: Mapping[str, Sequence[str]]) -> Mapping[str, Any]:
+def _replay(words: Sequence[str], given: Given) -> Mapping[str, Any]:
     """Its trainer replays what its sampler returns."""
     return {"router_replay_mode": "R3"} if words[0].lower() in TRUE else {}
 
@@ -69,7 +86,7 @@ def _together(hint: str) -> Foreign:
     return reads(lambda words, given: {}, hint)
 
 
-_OF_OPTIMIZER = "of these words optimizer_cpu_offload, optimizer_offload_fraction and use_precision_aware_optimizer are translated"
+_OF_OPTIMIZER = f"of these words {', '.join(OF_THE_OPTIMIZER)} are translated"
 _ENGINE_WORDS = _together("`vllm_engine_kwargs`, or the setting that says it (`vllm_max_model_len`)")
 _RECOMPUTE = "of these words those of recomputation, pipeline splits, FP8 and experts' kernels are translated"
 
@@ -103,10 +120,7 @@ NAMES: Mapping[str, Foreign] = {
     f"{_POLICY}transformer_config_kwargs.num_layers_in_first_pipeline_stage": same("decoder_first_pipeline_num_layers"),
     f"{_POLICY}transformer_config_kwargs.num_layers_in_last_pipeline_stage": same("decoder_last_pipeline_num_layers"),
     **{f"{_POLICY}ddp_config.{name}": same(name) for name in ("overlap_grad_reduce", "overlap_param_gather")},
-    **{
-        f"{_POLICY}optimizer_config_kwargs.{name}": same(name)
-        for name in ("optimizer_cpu_offload", "optimizer_offload_fraction", "use_precision_aware_optimizer")
-    },
+    **{f"{_POLICY}optimizer_config_kwargs.{name}": row for name, row in OF_THE_OPTIMIZER.items()},
     f"{_POLICY}async_dist_ckpt_save": same("async_save"),
     "placement.policy_num_nodes": reads(_ranks, "world_size, which is nodes times GPUs"),
     "placement.policy_num_gpus_per_node": reads(_ranks, "world_size, which is nodes times GPUs"),
@@ -117,7 +131,7 @@ NAMES: Mapping[str, Foreign] = {
     "sampling_params.top_k": same("top_k", {"-1": "0"}),
     "sampling_params.stop": reads(_stop, "stop"),
     "chat_template_kwargs.enable_thinking": same("enable_thinking"),
-    "chat_template_kwargs": same("chat_template_kwargs"),
+    "chat_template_kwargs": TEMPLATE_WORDS,
     "data.train_data": DATASETS,
     "data.val_data": HELD_OUT,
     "train_data": DATASETS,  # a file's section `data` is one of ours too, and disappears
@@ -155,7 +169,12 @@ NAMES: Mapping[str, Foreign] = {
     f"{_ALGORITHM}zero_variance_filter": same("exclude_dead_groups"),
     f"{_ALGORITHM}sapo.tau_pos": same("sapo_temperature_pos"),
     f"{_ALGORITHM}sapo.tau_neg": same("sapo_temperature_neg"),
-    f"{_ALGORITHM}advantage_estimator": lacks("here it is grpo or rloo; its others are not there", "grpo", "rloo"),
+    f"{_ALGORITHM}advantage_estimator": lacks(
+        "here it is grpo or rloo; its others are not there, and ours of their own are given as --advantage_estimator",
+        "grpo",
+        "rloo",
+        instead=("advantage_estimator",),
+    ),
     **dict.fromkeys((f"{_ALGORITHM}{name}" for name in ("policy_loss_type", "loss_reduction", "clip_ratio_c")), _LOSS),
     f"{_ALGORITHM}cispo.cispo_eps_clip_high": _LOSS,
     **dict.fromkeys((f"{_ALGORITHM}{name}" for name in ("use_kl_loss", "kl_loss_coef", "use_kl_in_reward")), _KL),
@@ -168,8 +187,8 @@ NAMES: Mapping[str, Foreign] = {
     # Asked for, and not there.
     "strategy": _together("a note where it is fsdp or fsdp2: here Megatron shards (`tensor_model_parallel_size`)"),
     "environment.env_class": reads(own_rewards("an environment of SkyRL"), "reward_funcs"),
-    "max_turns": lacks(features.TURNS, "1"),
-    "placement.colocate_all": only("true", features.SERVER),
+    "max_turns": reads(_turns, "`max_turns`, with `environment` or `tools`; without them more than one is refused"),
+    "placement.colocate_all": only("true", features.SERVER, instead=_SERVED),
     f"{_LORA}rank": reads(_rank, "tuner_type lora and lora_rank"),
     **{
         f"{_LORA}{theirs}": _together(f"`{ours}`, with tuner_type lora")
@@ -199,13 +218,13 @@ NAMES: Mapping[str, Foreign] = {
     f"{_ALGORITHM}off_policy_correction.sequence_mask_metric": lacks("of its corrections tis_ratio_type is translated"),
     f"{_ALGORITHM}cispo.cispo_eps_clip_low": lacks("the ratio has no lower bound in cispo here", "1", "1.0"),
     f"{_ALGORITHM}cispo.cispo_anchor": only("old", "the ratio is taken against old log-probs"),
-    "fully_async.enabled": lacks(features.AHEAD),
+    "fully_async.enabled": lacks(features.AHEAD, instead=features.AHEAD_INSTEAD),
     "mtp.enabled": lacks(features.MTP),
     "recompute_old_logprobs_per_minibatch": only("true", "old log-probs are those of the weights that sampled"),
     "resume_path": lacks(features.RESUMED_ELSEWHERE),
     "zero_reward_on_non_stop": lacks("a truncated completion keeps its reward; overlong_filter takes it out of the loss"),
-    "step_wise_trajectories": lacks(features.TURNS),
-    "vision_language_generator": lacks("pictures come in the column images, and nothing has to be chosen for them", "false"),
+    "step_wise_trajectories": lacks("an episode is one sequence, which is trained whole"),
+    "vision_language_generator": _together("`freeze_vit` and `freeze_aligner` false; pictures come in the column images"),
     "max_input_length": _together("nothing, where it is max_prompt_length; another number is refused"),
     f"{_ALGORITHM}overlong_buffer_len": _together("the reward `soft_overlong` beside `reward_funcs` (of its example main_dapo)"),
     f"{_ALGORITHM}overlong_buffer_penalty_factor": lacks("it is the weight of soft_overlong: reward_weights", "1", "1.0"),
@@ -213,9 +232,9 @@ NAMES: Mapping[str, Foreign] = {
     "chat_template.name_or_path": lacks("prompts are written by the model's own chat template"),
     f"{_ENGINE}backend": lacks("sampling is by vLLM alone", "vllm"),
     "backend": lacks("sampling is by vLLM alone", "vllm"),
-    f"{_ENGINE}run_engines_locally": only("true", features.SERVER),
-    "run_engines_locally": only("true", features.SERVER),
-    **{f"{_ENGINE}{name}": lacks(features.SERVER) for name in ("external_proxy_url", "external_server_urls", "enable_pd")},
+    f"{_ENGINE}run_engines_locally": only("true", features.SERVER, instead=_SERVED),
+    "run_engines_locally": only("true", features.SERVER, instead=_SERVED),
+    **{f"{_ENGINE}{name}": lacks(features.SERVER, instead=_SERVED) for name in ("external_proxy_url", "external_server_urls")},
     **{
         f"{_ENGINE}{name}": lacks("engines are split by tensor parallelism alone", "1")
         for name in ("pipeline_parallel_size", "expert_parallel_size", "data_parallel_size")
@@ -232,15 +251,15 @@ NAMES: Mapping[str, Foreign] = {
     ),
     **not_there(features.CRITIC, "critic.model.path", "critic.optimizer_config.lr", f"{_ALGORITHM}value_clip"),
     "critic.sequence_parallel_size": lacks(features.CRITIC, "1"),
-    f"{_ALGORITHM}max_seq_len": lacks("Dr. GRPO divides by max_completion_length here, and has to be asked for with loss_type dr_grpo"),
-    f"{_POLICY}moe_router_score_function": lacks("the model's config.json says it"),
-    f"{_POLICY}moe_router_enable_expert_bias": lacks("the model's config.json says it"),
+    f"{_ALGORITHM}max_seq_len": _LOSS,
+    f"{_POLICY}moe_router_score_function": lacks(features.BUILT),
+    f"{_POLICY}moe_router_enable_expert_bias": lacks(features.BUILT),
     f"{_ENGINE}engine_init_kwargs": _ENGINE_WORDS,
     "engine_init_kwargs": _ENGINE_WORDS,
-    f"{_ENGINE}num_prefill": lacks(features.SERVER, "0"),
-    f"{_ENGINE}router_init_kwargs": lacks(features.SERVER),
+    **not_there("prompts and answers are computed by the same engines", f"{_ENGINE}enable_pd", f"{_ENGINE}router_init_kwargs"),
+    f"{_ENGINE}num_prefill": lacks("prompts and answers are computed by the same engines", "0"),
     "chat_template.source": lacks("prompts are written by the model's own chat template", "name"),
-    "merge_stepwise_output": lacks(features.TURNS),
+    "merge_stepwise_output": Foreign(why="it does nothing without step_wise_trajectories, which is refused"),
     "eval_sampling_params.temperature": same("eval_temperature"),
     "eval_sampling_params.top_p": same("eval_top_p"),
     "eval_sampling_params.top_k": same("eval_top_k", {"-1": "0"}),
@@ -265,14 +284,15 @@ PATTERNS: Mapping[str, Foreign] = {
     "chat_template_kwargs.*": _together("`chat_template_kwargs`"),
     "sampling_params.additional_kwargs.*": lacks(features.SAMPLING),
     "eval_sampling_params.additional_kwargs.*": lacks(features.EVAL_SAMPLING),
-    "fully_async.simulate_*": lacks(features.AHEAD, "30.0", "0.0"),
+    "fully_async.simulate_*": lacks(features.AHEAD, "30.0", "0.0", instead=features.AHEAD_INSTEAD),
     "fully_async.*": Foreign(why="it does nothing without fully_async.enabled, which is refused"),
     "policy.fsdp_config.*": Foreign(why="it is of its FSDP workers: here Megatron shards"),
-    "*language_model_only": lacks("what of a model that sees trains is said by freeze_llm, freeze_vit and freeze_aligner"),
+    "policy.language_model_only": reads(_no_tower, "`freeze_vit` and `freeze_aligner` true; the tower is held all the same"),
+    "*language_model_only": Foreign(why="the tower is held, and does nothing where no prompt has pictures"),
     "policy.model.fake_int4_qat.enabled": lacks(features.QUANTIZED),
     "policy.model.fake_int4_qat.*": Foreign(why="it does nothing without fake_int4_qat.enabled, which is refused"),
     "policy.inference_only_init": lacks("the policy trains"),
-    "*model_config_kwargs": lacks("the model is built as its config.json says"),
+    "*model_config_kwargs": lacks(features.BUILT),
     f"{_POLICY}optimizer_config_kwargs": lacks(_OF_OPTIMIZER),
     f"{_POLICY}optimizer_config_kwargs.*": lacks(_OF_OPTIMIZER),
     f"{_POLICY}transformer_config_kwargs": lacks(_RECOMPUTE),
@@ -306,7 +326,6 @@ DEFAULTS: Sequence[Default] = (
     Default(name="max_ckpts_to_keep", theirs="all", native={"save_total_limit": None}),
     kept("strategy", "fsdp", "megatron"),
     kept("logger", "wandb", "none"),
-    kept("freeze_vit", "false, of a model that sees", True),
 )
 
 
@@ -321,6 +340,7 @@ def _dialect(name: str) -> Dialect:
         patterns=PATTERNS,
         defaults=DEFAULTS,
         settle=settle(in_prompts=name == "skyrl"),
+        trains_tower=True,
         settings=sizes(
             size("train_batch_size", 1024, "prompts in one rollout"),
             size("policy_mini_batch_size", 256, "prompts (the code) or completions (the guide) in one optimizer step"),

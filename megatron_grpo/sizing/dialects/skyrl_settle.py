@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
 from megatron_grpo.settings.foreign import OFF, Change
 from megatron_grpo.settings.table import BadValue
 from megatron_grpo.sizing.dialects.vocabulary import (
+    Given,
     asked_once,
     holds_out,
     idle,
@@ -16,14 +17,14 @@ from megatron_grpo.sizing.dialects.vocabulary import (
     is_true,
     layout,
     listed,
+    of_pictures,
+    of_servers,
     of_template,
     of_vllm,
     soft_overlong,
     text_of,
     whole,
 )
-
-Given = Mapping[str, Sequence[str]]
 
 _ALGORITHM, _POLICY, _ENGINE, _LORA = "algorithm.", "policy.megatron_config.", "inference_engine.", "policy.model.lora."
 # (policy_loss_type, loss_reduction) -> what it is here. All other pairs are refused.
@@ -52,6 +53,16 @@ def _loss(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
         text_of(given, f"{_ALGORITHM}loss_reduction", "token_mean"),
     )
     loss = _LOSSES.get((kind, reduction))
+    if kind in ("regular", "dual_clip") and reduction == "seq_mean_token_sum_norm":
+        loss = {"loss_type": "dr_grpo"}
+        by, longest = whole(given, f"{_ALGORITHM}max_seq_len", 0), whole(given, "sampling_params.max_generate_length", 1024)
+        if by != longest:
+            raise BadValue(
+                f"algorithm.loss_reduction (seq_mean_token_sum_norm) divides by algorithm.max_seq_len ({by or 'unsaid'}), and dr_grpo by "
+                f"max_completion_length ({longest}). Give algorithm.max_seq_len {longest}, or loss_type dr_grpo"
+            )
+    elif f"{_ALGORITHM}max_seq_len" in given:
+        yield Change(values={}, note="max_seq_len does nothing without loss_reduction seq_mean_token_sum_norm, here as there.")
     if loss is None:
         raise BadValue(
             f"algorithm.policy_loss_type ({kind}) with algorithm.loss_reduction ({reduction}) is not there. "
@@ -120,12 +131,19 @@ def _is_same(first: str, second: str) -> bool:
 
 def _asked(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
     """Prompts, engines and evaluations."""
-    longest = text_of(given, "max_prompt_length", "512")
-    if text_of(given, "max_input_length", longest) != longest:  # which SkyRL refuses too, in one turn
+    yield from of_servers(values, program="SkyRL")
+    longest, bound = text_of(given, "max_prompt_length", "512"), text_of(given, "max_input_length", "")
+    if {"environment", "tools"} & set(given):
+        if bound:
+            yield Change(values={}, note="max_input_length bounds what goes into each turn in SkyRL; here max_completion_length is of the "
+                                         "whole episode after its prompt, the environment's words included.")  # fmt: skip
+    elif bound not in ("", longest) and text_of(given, "max_turns", "1") == "1":  # which SkyRL refuses too, in one turn
         raise BadValue(
-            f"max_input_length ({text_of(given, 'max_input_length', '')}) differs from max_prompt_length ({longest}), which bounds what "
-            "goes in. In one turn they are one number, in SkyRL too"
+            f"max_input_length ({bound}) differs from max_prompt_length ({longest}), which bounds what "
+            f"goes in. In one turn they are one number, in SkyRL too: give generator.max_input_length {longest}"
         )
+    if is_true(given, "vision_language_generator", "false"):
+        yield from of_pictures(values, title="SkyRL", says="vision_language_generator")
     for name, of, why in (
         ("ref.model.path", "policy.model.path", "the reference is the model as it was at the start"),
         (f"{_ALGORITHM}temperature", "sampling_params.temperature", "log-probs are those of the sampling temperature"),

@@ -13,10 +13,11 @@ from typing import Any
 from megatron_grpo.settings.foreign import Default, Dialect, Foreign, default, kept, lacks, not_there, only, only_task, reads, same
 from megatron_grpo.settings.table import BadValue
 from megatron_grpo.sizing.dialects import features, slime_aside, slime_teacher
-from megatron_grpo.sizing.dialects.slime_settle import PLUGIN, SETTLE, Given
+from megatron_grpo.sizing.dialects.slime_settle import PLUGIN, SETTLE
 from megatron_grpo.sizing.dialects.vocabulary import (
     DISPATCHER,
     NATIVE_SIZES,
+    Given,
     own_rewards,
     size,
     sizes,
@@ -131,7 +132,10 @@ NAMES: Mapping[str, Foreign] = {
     "rollout_max_prompt_len": same("max_prompt_length"),
     "apply_chat_template": _together("a note: chat prompts are written by the template here, and a string prompt is taken as it stands"),
     "apply_chat_template_kwargs": same("chat_template_kwargs"),
-    "multimodal_keys": reads(_pictures, "`columns`, where pictures are not in images; other kinds than image are refused"),
+    "multimodal_keys": reads(
+        _pictures,
+        "`columns`, where pictures are not in images, and `freeze_vit` and `freeze_aligner` false; only image is there",
+    ),
     "$RUNTIME_ENV_JSON": reads(_environment, "variables of its ranks: quantisation in training is refused"),
     "eval_prompt_data": reads(_held_out, "`eval_dataset`; of several with names, `eval_datasets`"),
     "eval_interval": same("eval_steps"),
@@ -251,7 +255,6 @@ DEFAULTS: Sequence[Default] = (
     default("seed", 1234),
     Default(name="save_total_limit", theirs="all", native={"save_total_limit": None}),
     kept("colocate", False, "vllm_mode colocate"),
-    kept("freeze_vit", "false, of a model that sees", True),
 )
 
 
@@ -263,6 +266,7 @@ SLIME = Dialect(
     patterns=slime_aside.PATTERNS,
     defaults=DEFAULTS,
     settle=SETTLE,
+    trains_tower=True,
     settings=sizes(
         size("rollout_batch_size", None, "prompts in one rollout"),
         size("n_samples_per_prompt", 1, "completions per prompt"),

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megatron_grpo.settings.foreign import Change
 from megatron_grpo.settings.table import BadValue
 from megatron_grpo.sizing.dialects import slime_teacher
 from megatron_grpo.sizing.dialects.vocabulary import (
+    Given,
     asked_once,
     holds_out,
     idle,
@@ -16,17 +17,19 @@ from megatron_grpo.sizing.dialects.vocabulary import (
     in_steps,
     is_true,
     layout,
+    of_pictures,
+    of_servers,
     text_of,
     whole,
 )
 
-Given = Mapping[str, Sequence[str]]
 _KL = {"k1": "k1", "k2": "k2", "k3": "k3", "low_var_kl": "k3"}
 PLUGIN = "functions of one's own are rewards (reward_funcs), environments, tools and rollout_func"
 
 
 def _rest(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
     """What slime makes of several names together, but for sizes, loss and KL."""
+    yield from of_servers(values, program="slime")
     yield from idle_schedule(values, given, style="linear")
     if is_true(given, "use_tis", "false"):
         low = float(text_of(given, "tis_clip_low", "0"))
@@ -47,6 +50,8 @@ def _rest(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
         yield Change(
             values={}, note="apply_chat_template: a prompt that is a string is taken as it stands here; write it as chat messages."
         )
+    if "multimodal_keys" in given:
+        yield from of_pictures(values, title="slime", says="multimodal_keys")
     if values.get("eval_steps") and not holds_out(values):
         yield Change(values={"eval_steps": None}, note="eval_interval does nothing without eval_prompt_data.")
     yield from asked_once(values, eval_temperature=values.get("temperature", 1.0))

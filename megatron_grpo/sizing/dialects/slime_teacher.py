@@ -5,18 +5,18 @@ Source: apply_opd_kl_to_advantages in slime/backends/megatron_utils/loss.py, who
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from megatron_grpo.settings.foreign import Change
 from megatron_grpo.settings.table import BadValue
-from megatron_grpo.sizing.dialects.vocabulary import idle, is_true, text_of
+from megatron_grpo.sizing.dialects.vocabulary import Given, idle, is_true, text_of
 
 NAMES = ("use_opd", "opd_type", "opd_teacher_load", "opd_kl_coef")
 
 
-def settle(values: Mapping[str, Any], given: Mapping[str, Sequence[str]]) -> Iterator[Change]:
+def settle(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
     if not is_true(given, "use_opd", "false"):
         yield from idle(given, {"opd_type": "none", "opd_teacher_load": "none", "opd_kl_coef": "1.0"}, without="use_opd")
         return

@@ -31,6 +31,7 @@ from megatron_grpo.sizing.dialects.vocabulary import (
     BUILT_IN_REWARDS,
     NATIVE_SIZES,
     TOKEN,
+    Given,
     as_in_training,
     holds_out,
     of_servers,
@@ -53,23 +54,23 @@ def _is_on(words: Sequence[str]) -> bool:
     return word in TRUE
 
 
-def _recompute(words: Sequence[str], given: Mapping[str, Sequence[str]]) -> Mapping[str, Any]:
+def _recompute(words: Sequence[str], given: Given) -> Mapping[str, Any]:
     return _FULL if _is_on(words) else {"recompute_granularity": None}
 
 
-def _use_peft(words: Sequence[str], given: Mapping[str, Sequence[str]]) -> Mapping[str, Any]:
+def _use_peft(words: Sequence[str], given: Given) -> Mapping[str, Any]:
     return {"tuner_type": "lora" if _is_on(words) else "full"}
 
 
-def _sleep(words: Sequence[str], given: Mapping[str, Sequence[str]]) -> Mapping[str, Any]:
+def _sleep(words: Sequence[str], given: Given) -> Mapping[str, Any]:
     return {"sleep_level": 2 if _is_on(words) else 0}
 
 
-def _correction(words: Sequence[str], given: Mapping[str, Sequence[str]]) -> Mapping[str, Any]:
+def _correction(words: Sequence[str], given: Given) -> Mapping[str, Any]:
     return {} if _is_on(words) else {"rollout_importance_sampling_mode": "none"}
 
 
-def _reward_funcs(words: Sequence[str], given: Mapping[str, Sequence[str]]) -> Mapping[str, Any]:
+def _reward_funcs(words: Sequence[str], given: Given) -> Mapping[str, Any]:
     unread = [word for word in words if word not in (*_REWARDS, *BUILT_IN_REWARDS) and not {".", ":"} & set(word)]
     if unread:
         raise BadValue(
@@ -82,7 +83,7 @@ def _reward_funcs(words: Sequence[str], given: Mapping[str, Sequence[str]]) -> M
     return found
 
 
-def _warmup(words: Sequence[str], given: Mapping[str, Sequence[str]]) -> Mapping[str, Any]:
+def _warmup(words: Sequence[str], given: Given) -> Mapping[str, Any]:
     """A number of steps, or below 1 a share of the run."""
     try:
         share = float(words[0])
@@ -94,7 +95,7 @@ def _warmup(words: Sequence[str], given: Mapping[str, Sequence[str]]) -> Mapping
 _IDLE_OF_MODEL = ("attn_implementation", "use_cache", "device_map", "low_cpu_mem_usage")
 
 
-def _of_model(words: Sequence[str], given: Mapping[str, Sequence[str]]) -> Mapping[str, Any]:
+def _of_model(words: Sequence[str], given: Given) -> Mapping[str, Any]:
     try:
         found = {} if " ".join(words).lower() in OFF else dict(json.loads(" ".join(words)))
     except ValueError:
@@ -105,12 +106,12 @@ def _of_model(words: Sequence[str], given: Mapping[str, Sequence[str]]) -> Mappi
     return {ours[name]: shown(value) for name, value in found.items() if name in ours}
 
 
-def _no_limit(words: Sequence[str], given: Mapping[str, Sequence[str]]) -> Mapping[str, Any]:
+def _no_limit(words: Sequence[str], given: Given) -> Mapping[str, Any]:
     return {} if words in (["-1"], ["-1.0"]) else {"max_steps": list(words)}
 
 
 def _steps(name: str) -> Reader:
-    def read(words: Sequence[str], given: Mapping[str, Sequence[str]]) -> Mapping[str, Any]:
+    def read(words: Sequence[str], given: Given) -> Mapping[str, Any]:
         if re.fullmatch(r"0?\.\d+", " ".join(words)):
             raise BadValue(f"({' '.join(words)}) is a share of the run in TRL, and here a number of optimizer steps. Give that")
         return {name: list(words)}
@@ -123,7 +124,7 @@ def _together(hint: str) -> Foreign:
     return reads(lambda words, given: {}, hint)
 
 
-def _lowest_lr(values: Mapping[str, Any], given: Mapping[str, Sequence[str]]) -> Iterator[Change]:
+def _lowest_lr(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
     """lr_scheduler_kwargs of transformers' cosine_with_min_lr, as one mapping or a name each."""
     words = " ".join(given.get("lr_scheduler_kwargs", ["{}"]))
     try:
@@ -232,11 +233,10 @@ DEFAULTS: Sequence[Default] = (
     Default(name="save_total_limit", theirs="none", native={"save_total_limit": None}),
     kept("logging_steps", 10, 1),
     kept("use_vllm", False, True),
-    kept("freeze_vit", "false, of a model that sees", True),
 )
 
 
-def settle(values: Mapping[str, Any], given: Mapping[str, Sequence[str]]) -> Iterator[Change]:
+def settle(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
     """What TRL makes of several names together."""
     yield from of_servers(values, program="trl vllm-serve")
     if values.get("vllm_mode") == "server" and not values.get("vllm_server_host") and not values.get("vllm_server_base_url"):
@@ -285,6 +285,7 @@ TRL = Dialect(
     name="trl",
     title="TRL",
     hides=NATIVE_SIZES,
+    trains_tower=True,
     implies={"allow_unaligned_generation": True},
     names=NAMES,
     defaults=DEFAULTS,

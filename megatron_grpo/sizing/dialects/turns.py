@@ -7,6 +7,7 @@ from typing import Any
 
 from megatron_grpo.settings.foreign import Change, Foreign, only, reads, same
 from megatron_grpo.settings.table import BadValue
+from megatron_grpo.sizing.dialects.vocabulary import Given
 
 GYM = "gym_scheduler"  # Megatron-SWIFT's scheduler that plays an `Env`
 
@@ -18,20 +19,20 @@ def _of_a_class(words: Sequence[str], what: str) -> Mapping[str, Any]:
     return {"environment": name}
 
 
-def _scheduler(words: Sequence[str], given: Mapping[str, Sequence[str]]) -> Mapping[str, Any]:
+def _scheduler(words: Sequence[str], given: Given) -> Mapping[str, Any]:
     return {} if list(words) == [GYM] and "gym_env" in given else _of_a_class(words, "a scheduler")
 
 
-def _gym_env(words: Sequence[str], given: Mapping[str, Sequence[str]]) -> Mapping[str, Any]:
+def _gym_env(words: Sequence[str], given: Given) -> Mapping[str, Any]:
     return _of_a_class(words, "an environment")
 
 
-def _use_gym_env(words: Sequence[str], given: Mapping[str, Sequence[str]]) -> Mapping[str, Any]:
+def _use_gym_env(words: Sequence[str], given: Given) -> Mapping[str, Any]:
     """What it adds is in `of_swift`."""
     return {}
 
 
-def _max_turns(words: Sequence[str], given: Mapping[str, Sequence[str]]) -> Mapping[str, Any]:
+def _max_turns(words: Sequence[str], given: Given) -> Mapping[str, Any]:
     """Nothing where who answers is refused already: a limit of turns would be a second mistake about the same."""
     refused = [word for name in ("gym_env", "multi_turn_scheduler") for word in given.get(name, ()) if ":" not in word and word != GYM]
     return {} if refused else {"max_turns": list(words)}
@@ -50,7 +51,7 @@ SWIFT: Mapping[str, Foreign] = {
 }
 
 
-def of_swift(values: Mapping[str, Any], given: Mapping[str, Sequence[str]]) -> Iterator[Change]:
+def of_swift(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
     """What Megatron-SWIFT makes of several of them together."""
     if not (values.get("environment") or values.get("tools")):
         if list(given.get("use_gym_env", ())) == ["true"] and not {"gym_env", "multi_turn_scheduler"} & set(given):
@@ -82,7 +83,7 @@ def not_left(values: Mapping[str, Any], title: str) -> Iterator[Change]:
         )
 
 
-def _iterations(words: Sequence[str], given: Mapping[str, Sequence[str]]) -> Mapping[str, Any]:
+def _iterations(words: Sequence[str], given: Given) -> Mapping[str, Any]:
     try:
         return {"max_turns": int(words[0]) + 1}
     except (ValueError, IndexError):
@@ -96,7 +97,7 @@ TRL: Mapping[str, Foreign] = {
 }
 
 
-def of_trl(values: Mapping[str, Any], given: Mapping[str, Sequence[str]]) -> Iterator[Change]:
+def of_trl(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
     if values.get("environment") or values.get("tools"):
         if "max_turns" not in values:
             yield Change(values={}, note="max_tool_calling_iterations is without a limit in TRL where nobody says it; max_turns is 8 here.")

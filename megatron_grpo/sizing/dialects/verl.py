@@ -7,118 +7,41 @@ its RayPPOTrainer do with them. A mini-batch is counted in prompts.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
-from megatron_grpo.settings.foreign import OFF, Default, Dialect, Foreign, Reader, default, kept, lacks, only, reads, same
-from megatron_grpo.settings.table import TRUE, BadValue
-from megatron_grpo.sizing.dialects import features, verl_aside
+from megatron_grpo.settings.foreign import Default, Dialect, Foreign, default, kept, lacks, only, reads, same
+from megatron_grpo.sizing.dialects import features, verl_aside, verl_reads
 from megatron_grpo.sizing.dialects.verl_settle import PROCESSOR_CACHES, SETTLE
 from megatron_grpo.sizing.dialects.vocabulary import (
     DATASETS,
     DISPATCHER,
     HELD_OUT,
     NATIVE_SIZES,
+    OF_THE_OPTIMIZER,
+    TEMPLATE_WORDS,
     betas,
     listed,
     own_rewards,
     size,
     sizes,
-    text_of,
-    whole,
 )
 
 _MEGATRON, _OPTIM, _TRANSFORMER = "actor.megatron.", "actor.optim.", "actor.megatron.override_transformer_config."
 _OPTIMIZER, _LORA, _RIGHT = "actor.optim.override_optimizer_config.", "model.lora.", "algorithm.rollout_correction."
-
-
-def _resumed(words: Sequence[str], given: Mapping[str, Sequence[str]]) -> Mapping[str, Any]:
-    if text_of(given, "resume_mode", "auto") == "resume_path":
-        raise BadValue(f"({' '.join(words)}): {features.RESUMED_ELSEWHERE}")
-    return {}
-
-
-def _ranks(words: Sequence[str], given: Mapping[str, Sequence[str]]) -> Mapping[str, Any]:
-    return {"world_size": whole(given, "nnodes", 1) * whole(given, "n_gpus_per_node", 8)}
-
-
-def _column(ours: str) -> Reader:
-    def read(words: Sequence[str], given: Mapping[str, Sequence[str]]) -> Mapping[str, Any]:
-        return {} if list(words) == [ours] else {"columns": {words[0]: ours}}
-
-    return read
-
-
-def _sleep(words: Sequence[str], given: Mapping[str, Sequence[str]]) -> Mapping[str, Any]:
-    return {"sleep_level": 2 if words[0].lower() in TRUE else 0}
-
-
-def _offload(native: str) -> Foreign:
-    def read(words: Sequence[str], given: Mapping[str, Sequence[str]]) -> Mapping[str, Any]:
-        return {native: "true"} if words[0].lower() in TRUE else {}
-
-    return reads(read, f"`{native}` true")
-
-
-def _rank(words: Sequence[str], given: Mapping[str, Sequence[str]]) -> Mapping[str, Any]:
-    return {} if list(words) == ["0"] else {"tuner_type": "lora", "lora_rank": list(words)}
-
-
-def _has_adapter(given: Mapping[str, Sequence[str]]) -> bool:
-    ranks = [text_of(given, name, "0") for name in ("model.lora.rank", "model.lora_rank")]
-    paths = [text_of(given, name, "none").lower() for name in ("model.lora_adapter_path", "model.lora.adapter_path")]
-    return any(rank != "0" for rank in ranks) or any(path not in OFF for path in paths)
-
-
-def _of_adapter(native: str) -> Foreign:
-    """It does nothing without an adapter, there as here."""
-    return reads(lambda words, given: {native: list(words)} if _has_adapter(given) else {}, f"`{native}`, where there is an adapter")
-
-
-def _threshold(words: Sequence[str], given: Mapping[str, Sequence[str]]) -> Mapping[str, Any]:
-    return {} if " ".join(words).lower() in OFF else {"rollout_importance_sampling_threshold": list(words)}
-
-
-def _routers(words: Sequence[str], given: Mapping[str, Sequence[str]]) -> Mapping[str, Any]:
-    return {"freeze_parameters_regex": r"\.gate\.weight$"} if words[0].lower() in TRUE else {}
-
-
-def _replay(words: Sequence[str], given: Mapping[str, Sequence[str]]) -> Mapping[str, Any]:
-    return {"router_replay_mode": "R3"} if words[0].lower() in TRUE else {}
-
-
-def _bypass(words: Sequence[str], given: Mapping[str, Sequence[str]]) -> Mapping[str, Any]:
-    return {"old_logprobs": "rollout"} if words[0].lower() in TRUE else {}
-
-
-def _together(hint: str) -> Foreign:
-    """`verl_settle` reads it with others."""
-    return reads(lambda words, given: {}, hint)
-
-
-_TRUSTS = reads(
-    lambda words, given: {"trust_remote_code": "true"} if words[0].lower() in TRUE else {}, "`trust_remote_code` true, of either name"
-)
-_LOSS = _together("`loss_type`, `importance_sampling_level`, `delta` and `epsilon_high`, of all names of the loss")
-_KL = _together("`beta`, `kl_estimator` and `kl_in_reward`, of all names of the KL")
-_PACKED = _together("`max_tokens_per_micro_batch`, which is `ppo_max_token_len_per_gpu` times the ranks that share a sequence")
-_TOO_LONG = _together("`truncation_strategy`, of both names")
-_ENGINE = _together("`vllm_engine_kwargs`, or the setting that says it (`vllm_max_model_len`)")
-_SOFT = _together("the reward `soft_overlong` beside `reward_funcs`, with `soft_max_length` and `soft_cache_length`")
 
 NAMES: Mapping[str, Foreign] = {
     "model.path": same("model"),
     "project_name": same("project"),
     "experiment_name": same("run_name"),
     "default_local_dir": same("output_dir"),
-    "nnodes": reads(_ranks, "`world_size`, which is nodes times GPUs"),
-    "n_gpus_per_node": reads(_ranks, "`world_size`, which is nodes times GPUs"),
+    "nnodes": reads(verl_reads.ranks, "`world_size`, which is nodes times GPUs"),
+    "n_gpus_per_node": reads(verl_reads.ranks, "`world_size`, which is nodes times GPUs"),
     "total_epochs": same("num_train_epochs"),
     "total_training_steps": same("max_steps"),
     "save_freq": same("save_steps", {"-1": "0"}),
     "test_freq": same("eval_steps", {"-1": "0"}),
     "max_actor_ckpt_to_keep": same("save_total_limit"),
     "resume_mode": same("resume", {"disable": "never"}),
-    "resume_from_path": reads(_resumed, "nothing; with resume_mode resume_path it is refused"),
+    "resume_from_path": reads(verl_reads.resumed, "nothing; with resume_mode resume_path it is refused"),
     "actor.checkpoint.async_save": same("async_save"),
     # Data.
     "train_files": DATASETS,
@@ -127,22 +50,22 @@ NAMES: Mapping[str, Foreign] = {
     "max_response_length": same("max_completion_length"),
     "shuffle": same("dataset_shuffle"),
     "seed": same("seed"),
-    "filter_overlong_prompts": _TOO_LONG,
-    "truncation": _TOO_LONG,
-    "prompt_key": reads(_column("prompt"), "`columns`, where it is not prompt"),
-    "image_key": reads(_column("images"), "`columns`, where it is not images"),
-    "gen_batch_size": _together("nothing, where it is `train_batch_size`; another number is refused"),
+    "filter_overlong_prompts": verl_reads.TOO_LONG,
+    "truncation": verl_reads.TOO_LONG,
+    "prompt_key": reads(verl_reads.column("prompt"), "`columns`, where it is not prompt"),
+    "image_key": reads(verl_reads.column("images"), "`columns`, where it is not images"),
+    "gen_batch_size": verl_reads.together("nothing, where it is `train_batch_size`; another number is refused"),
     "train_max_samples": lacks("all rows of a data set are used", "-1"),
     "val_max_samples": same("eval_num_prompts", {"-1": "none"}),
     "validation_shuffle": lacks(features.EVALUATION),
     "apply_chat_template_kwargs.enable_thinking": same("enable_thinking"),
-    "apply_chat_template_kwargs": same("chat_template_kwargs"),
+    "apply_chat_template_kwargs": TEMPLATE_WORDS,
     "tokenizer": lacks(features.VERSIONS),
     "custom_cls.path": lacks("data sets are rows of files; classes of one's own are not loaded"),
     "sampler.class_path": lacks("prompts come in a seeded order, or in the file's (dataset_shuffle)"),
     "datagen.path": lacks("data sets are rows of files; classes of one's own are not loaded"),
     "tool_config_path": lacks(features.TURNS),
-    "trust_remote_code": _TRUSTS,
+    "trust_remote_code": verl_reads.TRUSTS,
     # Sampling.
     "rollout.temperature": same("temperature"),
     "rollout.top_p": same("top_p"),
@@ -158,8 +81,8 @@ NAMES: Mapping[str, Foreign] = {
     "rollout.max_num_seqs": same("vllm_max_num_seqs"),
     "rollout.limit_images": same("limit_images"),
     "rollout.checkpoint_engine.update_weights_bucket_megabytes": same("weight_sync_bucket_mb"),
-    "rollout.free_cache_engine": reads(_sleep, "`sleep_level` 2"),
-    "rollout.enable_rollout_routing_replay": reads(_replay, "`router_replay_mode` R3"),
+    "rollout.free_cache_engine": reads(verl_reads.sleep, "`sleep_level` 2"),
+    "rollout.enable_rollout_routing_replay": reads(verl_reads.replay, "`router_replay_mode` R3"),
     "rollout.val_kwargs.n": same("num_generations_eval"),
     "rollout.val_kwargs.temperature": same("eval_temperature"),
     "rollout.val_kwargs.top_p": same("eval_top_p"),
@@ -178,7 +101,7 @@ NAMES: Mapping[str, Foreign] = {
     "rollout.mtp": lacks(features.MTP),
     "rollout.engine_kwargs.sglang": lacks("sampling is by vLLM alone"),
     "rollout.engine_kwargs.trtllm": lacks("sampling is by vLLM alone"),
-    "rollout.engine_kwargs.vllm": _ENGINE,
+    "rollout.engine_kwargs.vllm": verl_reads.ENGINE,
     **{f"rollout.engine_kwargs.vllm.{name}": Foreign(why=features.MEMORY) for name in PROCESSOR_CACHES},
     **{
         f"rollout.{name}_parallel_size": lacks("engines are split by tensor parallelism alone", "1")
@@ -192,16 +115,16 @@ NAMES: Mapping[str, Foreign] = {
             *("context_parallel_size", "expert_model_parallel_size", "sequence_parallel", "use_distributed_optimizer", "seed"),
         )
     },
-    f"{_MEGATRON}expert_tensor_parallel_size": _together("`expert_tensor_parallel_size`; null is the tensor parallel size"),
+    f"{_MEGATRON}expert_tensor_parallel_size": verl_reads.together("`expert_tensor_parallel_size`; null is the tensor parallel size"),
     f"{_MEGATRON}dtype": same("torch_dtype"),
-    f"{_MEGATRON}param_offload": _offload("offload_model"),
-    f"{_MEGATRON}grad_offload": _offload("offload_model"),
-    f"{_MEGATRON}optimizer_offload": _offload("offload_optimizer"),
+    f"{_MEGATRON}param_offload": verl_reads.offload("offload_model"),
+    f"{_MEGATRON}grad_offload": verl_reads.offload("offload_model"),
+    f"{_MEGATRON}optimizer_offload": verl_reads.offload("offload_optimizer"),
     f"{_MEGATRON}forward_only": lacks("the policy trains"),
     "actor.ulysses_sequence_parallel_size": same("context_parallel_size"),
     "actor.fsdp_config.ulysses_sequence_parallel_size": same("context_parallel_size"),
-    "actor.fsdp_config.param_offload": _offload("offload_model"),
-    "actor.fsdp_config.optimizer_offload": _offload("offload_optimizer"),
+    "actor.fsdp_config.param_offload": verl_reads.offload("offload_model"),
+    "actor.fsdp_config.optimizer_offload": verl_reads.offload("offload_optimizer"),
     "actor.fsdp_config.forward_only": lacks("the policy trains"),
     "actor.fsdp_config.seed": same("seed"),
     **{
@@ -225,30 +148,30 @@ NAMES: Mapping[str, Foreign] = {
     },
     f"{_TRANSFORMER}fp8": same("fp8_format"),
     # What trains.
-    "model.lora.rank": reads(_rank, "`tuner_type` lora and `lora_rank`"),
-    "model.lora_rank": reads(_rank, "`tuner_type` lora and `lora_rank`"),
-    "model.lora.alpha": _of_adapter("lora_alpha"),
-    "model.lora_alpha": _of_adapter("lora_alpha"),
-    "model.lora.dropout": _of_adapter("lora_dropout"),
-    "model.lora.dtype": _of_adapter("lora_dtype"),
-    "model.lora.merge": _together("`vllm_enable_lora`, which is false where it is true"),
+    "model.lora.rank": reads(verl_reads.rank, "`tuner_type` lora and `lora_rank`"),
+    "model.lora_rank": reads(verl_reads.rank, "`tuner_type` lora and `lora_rank`"),
+    "model.lora.alpha": verl_reads.of_adapter("lora_alpha"),
+    "model.lora_alpha": verl_reads.of_adapter("lora_alpha"),
+    "model.lora.dropout": verl_reads.of_adapter("lora_dropout"),
+    "model.lora.dtype": verl_reads.of_adapter("lora_dtype"),
+    "model.lora.merge": verl_reads.together("`vllm_enable_lora`, which is false where it is true"),
     **{
-        f"{section}{name}": _together(f"`{name}`, with tuner_type lora")
+        f"{section}{name}": verl_reads.together(f"`{name}`, with tuner_type lora")
         for section in ("model.", _LORA)
         for name in ("target_modules", "exclude_modules")
     },
     "model.lora_adapter_path": same("adapters"),
     "model.lora.adapter_path": same("adapters"),
-    "model.lora.type": _together("a note: what is not canonical_lora shares one A between q, k and v, here each has its own"),
+    "model.lora.type": verl_reads.together("a note: what is not canonical_lora shares one A between q, k and v, here each has its own"),
     "model.lora.lora_A_init_method": lacks(features.LORA_START, "xavier", "kaiming", "uniform"),
     "model.lora.lora_B_init_method": only("zero", features.LORA_START),
-    "model.override_config.moe_config.freeze_moe_router": reads(_routers, "`freeze_parameters_regex`"),
-    "model.override_config.model_config": lacks("the model is built as its config.json says"),
-    "model.override_config": lacks("the model is built as its config.json says"),
-    "model.enable_gradient_checkpointing": _together(
+    "model.override_config.moe_config.freeze_moe_router": reads(verl_reads.routers, "`freeze_parameters_regex`"),
+    "model.override_config.model_config": lacks(features.BUILT),
+    "model.override_config": lacks(features.BUILT),
+    "model.enable_gradient_checkpointing": verl_reads.together(
         "`recompute_granularity` full, where verl trains with FSDP; with Megatron it is not read"
     ),
-    "model.trust_remote_code": _TRUSTS,
+    "model.trust_remote_code": verl_reads.TRUSTS,
     "model.external_lib": lacks("modules of one's own are not imported by name"),
     "model.custom_chat_template": lacks("prompts are written by the model's own chat template"),
     "model.hf_config_path": lacks(features.VERSIONS),
@@ -256,7 +179,7 @@ NAMES: Mapping[str, Foreign] = {
     "model.mtp.enable": lacks(features.MTP),
     "actor.freeze_vision_tower": reads(
         lambda words, given: dict.fromkeys(("freeze_vit", "freeze_aligner"), list(words)),
-        "`freeze_vit` and `freeze_aligner`, for its tower is both; both false where data.image_key is named, and nobody says this",
+        "`freeze_vit` and `freeze_aligner`, for its tower is both; both false, of a model that sees, where nobody says this",
     ),
     # The optimizer.
     f"{_OPTIM}lr": same("lr"),
@@ -270,7 +193,7 @@ NAMES: Mapping[str, Foreign] = {
     f"{_OPTIM}min_lr": same("min_lr"),
     f"{_OPTIM}lr_warmup_steps": same("lr_warmup_iters", {"-1": "0"}),
     f"{_OPTIM}lr_warmup_steps_ratio": same("lr_warmup_fraction", {"0.0": "none", "0": "none"}),
-    f"{_OPTIM}min_lr_ratio": _together("`min_lr`, which is this times lr"),
+    f"{_OPTIM}min_lr_ratio": verl_reads.together("`min_lr`, which is this times lr"),
     f"{_OPTIM}num_cycles": lacks("a cosine goes half a period", "0.5"),
     f"{_OPTIM}optimizer": lacks(features.OTHER_OPTIMIZER, "adam", "adamw"),
     f"{_OPTIM}lr_warmup_init": same("lr_warmup_init"),
@@ -280,33 +203,30 @@ NAMES: Mapping[str, Foreign] = {
     f"{_OPTIM}lr_wsd_decay_steps": same("lr_wsd_decay_iters"),
     f"{_OPTIM}zero_indexed_step": Foreign(why="whether the first step counts as 0 or 1 in its schedule: one step of warm-up"),
     f"{_OPTIM}total_training_steps": lacks("the schedule is as long as the run (max_steps, num_train_epochs)", "-1"),
-    **{
-        f"{_OPTIMIZER}{name}": same(name)
-        for name in ("optimizer_cpu_offload", "optimizer_offload_fraction", "use_precision_aware_optimizer")
-    },
+    **{f"{_OPTIMIZER}{name}": row for name, row in OF_THE_OPTIMIZER.items()},
     # The mathematics.
     "actor.clip_ratio_low": same("epsilon"),
-    "actor.clip_ratio_high": _LOSS,
+    "actor.clip_ratio_high": verl_reads.LOSS,
     "actor.clip_ratio": Foreign(
         why="verl reads clip_ratio_low and clip_ratio_high, which are 0.2 where nobody says otherwise, in its place"
     ),
     "actor.tau_pos": same("sapo_temperature_pos"),
     "actor.tau_neg": same("sapo_temperature_neg"),
-    "actor.clip_ratio_c": _LOSS,
-    "actor.loss_agg_mode": _LOSS,
-    "actor.policy_loss.loss_mode": _LOSS,
+    "actor.clip_ratio_c": verl_reads.LOSS,
+    "actor.loss_agg_mode": verl_reads.LOSS,
+    "actor.policy_loss.loss_mode": verl_reads.LOSS,
     "actor.loss_scale_factor": lacks("Dr. GRPO divides by max_completion_length"),
     "actor.entropy_coeff": same("entropy_coef"),
     "actor.calculate_entropy": same("log_entropy"),
-    "actor.use_kl_loss": _KL,
-    "actor.kl_loss_coef": _KL,
-    "actor.kl_loss_type": _KL,
-    "algorithm.use_kl_in_reward": _KL,
-    "algorithm.kl_ctrl.kl_coef": _KL,
-    "algorithm.kl_penalty": _KL,
+    "actor.use_kl_loss": verl_reads.KL,
+    "actor.kl_loss_coef": verl_reads.KL,
+    "actor.kl_loss_type": verl_reads.KL,
+    "algorithm.use_kl_in_reward": verl_reads.KL,
+    "algorithm.kl_ctrl.kl_coef": verl_reads.KL,
+    "algorithm.kl_penalty": verl_reads.KL,
     "algorithm.kl_ctrl.type": only("fixed", "beta is constant"),
     "algorithm.norm_adv_by_std_in_grpo": same("scale_rewards", {"true": "group", "false": "none"}),
-    "algorithm.adv_estimator": _together("`advantage_estimator`: grpo, rloo; its others are refused"),
+    "algorithm.adv_estimator": verl_reads.together("`advantage_estimator`: grpo, rloo; its others are refused"),
     "algorithm.use_pf_ppo": lacks("completions are not drawn again by their rewards"),
     "algorithm.filter_groups.enable": same("dynamic_sample"),
     "algorithm.filter_groups.max_num_gen_batches": same("max_resample_times"),
@@ -316,25 +236,27 @@ NAMES: Mapping[str, Foreign] = {
     "actor.router_replay.record_file": lacks("what routers chose is not written to files"),
     "actor.router_replay.replay_file": lacks("what routers chose is not read from files"),
     "actor.load_weight": only("true", "the policy starts from the model's weights"),
-    f"{_RIGHT}rollout_is": _together("`rollout_importance_sampling_mode`: token is token_truncate, sequence is sequence_truncate"),
-    f"{_RIGHT}rollout_is_threshold": reads(_threshold, "`rollout_importance_sampling_threshold`"),
+    f"{_RIGHT}rollout_is": verl_reads.together(
+        "`rollout_importance_sampling_mode`: token is token_truncate, sequence is sequence_truncate"
+    ),
+    f"{_RIGHT}rollout_is_threshold": reads(verl_reads.threshold, "`rollout_importance_sampling_threshold`"),
     f"{_RIGHT}rollout_is_batch_normalize": lacks("the weights of the correction are not normalised"),
     f"{_RIGHT}rollout_rs": lacks("of its corrections rollout_is is translated"),
     f"{_RIGHT}rollout_rs_threshold": lacks("of its corrections rollout_is is translated"),
-    f"{_RIGHT}bypass_mode": reads(_bypass, "`old_logprobs` rollout"),
+    f"{_RIGHT}bypass_mode": reads(verl_reads.bypass, "`old_logprobs` rollout"),
     f"{_RIGHT}loss_type": only("ppo_clip", "the loss is clipped"),
     # Batches, of which the sizes are a table of their own.
-    "actor.use_dynamic_bsz": _PACKED,
-    "actor.ppo_max_token_len_per_gpu": _PACKED,
-    "actor.ppo_micro_batch_size": _together("`micro_batch_size`, which is this over the data-parallel size"),
+    "actor.use_dynamic_bsz": verl_reads.PACKED,
+    "actor.ppo_max_token_len_per_gpu": verl_reads.PACKED,
+    "actor.ppo_micro_batch_size": verl_reads.together("`micro_batch_size`, which is this over the data-parallel size"),
     # Rewards.
     "custom_reward_function.path": reads(own_rewards("a function with verl's signature"), "nothing; reward_funcs has to be given"),
     "reward_model.enable": lacks("a reward model is the reward function reward_model: reward_funcs reward_model, and its directory"),
     "reward_model.reward_manager": lacks("rewards come from reward_funcs", "naive", "dapo", "batch"),
-    "reward_model.reward_kwargs.overlong_buffer_cfg.enable": _SOFT,
-    "reward_model.reward_kwargs.overlong_buffer_cfg.len": _SOFT,
+    "reward_model.reward_kwargs.overlong_buffer_cfg.enable": verl_reads.SOFT,
+    "reward_model.reward_kwargs.overlong_buffer_cfg.len": verl_reads.SOFT,
     "reward_model.reward_kwargs.overlong_buffer_cfg.penalty_factor": lacks("it is the weight of soft_overlong: reward_weights", "1", "1.0"),
-    "reward_model.reward_kwargs.max_resp_len": _SOFT,
+    "reward_model.reward_kwargs.max_resp_len": verl_reads.SOFT,
     "reward_model.sandbox_fusion.url": lacks("programs are run by the reward code"),
     "reward_model.reward_loop_module_path": reads(own_rewards("a reward loop of verl"), "nothing; reward_funcs has to be given"),
     "reward_manager.name": lacks(
@@ -343,8 +265,11 @@ NAMES: Mapping[str, Foreign] = {
     "reward_manager.source": only("register", "rewards come from reward_funcs"),
     "reward_manager.module.path": reads(own_rewards("a reward manager of verl"), "nothing; reward_funcs has to be given"),
     # Its trainers that sample on other GPUs, or into a running step.
-    **{f"rollout.{name}": lacks(features.APART, "0") for name in ("nnodes", "n_gpus_per_node", "total_rollout_steps")},
-    **{f"rollout.{name}": lacks(features.APART) for name in ("test_freq", "total_epochs")},
+    **{
+        f"rollout.{name}": lacks(features.APART, "0", instead=("vllm_mode server",))
+        for name in ("nnodes", "n_gpus_per_node", "total_rollout_steps")
+    },
+    **{f"rollout.{name}": lacks(features.APART, instead=("vllm_mode server",)) for name in ("test_freq", "total_epochs")},
     "val_only": lacks("`megatron-grpo eval` scores a checkpoint"),
     "critic.enable": lacks(features.CRITIC),
     **verl_aside.NAMES,
@@ -376,6 +301,7 @@ VERL = Dialect(
     patterns=verl_aside.PATTERNS,
     defaults=DEFAULTS,
     settle=SETTLE,
+    trains_tower=True,
     settings=sizes(
         size("train_batch_size", 1024, "prompts in one rollout"),
         size("ppo_mini_batch_size", 256, "prompts in one optimizer step"),

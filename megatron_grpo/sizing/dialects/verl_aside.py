@@ -137,5 +137,5 @@ PATTERNS: Mapping[str, Foreign] = {
     "hydra.*": Foreign(why="how its program is put together and started"),
     "npu_profile.*": Foreign(why=LOGS),
     "apply_chat_template_kwargs.*": reads(lambda words, given: {}, "`chat_template_kwargs`"),
-    "model.override_config.*": lacks("the model is built as its config.json says"),
+    "model.override_config.*": lacks(features.BUILT),
 }

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megatron_grpo.settings.foreign import Change, OtherTask
 from megatron_grpo.settings.table import BadValue
 from megatron_grpo.sizing.dialects import features
 from megatron_grpo.sizing.dialects.vocabulary import (
+    Given,
     asked_once,
     holds_out,
     idle,
@@ -17,14 +18,14 @@ from megatron_grpo.sizing.dialects.vocabulary import (
     is_true,
     layout,
     listed,
+    of_pictures,
+    of_servers,
     of_template,
     of_vllm,
     soft_overlong,
     text_of,
     whole,
 )
-
-Given = Mapping[str, Sequence[str]]
 
 _AVERAGED = {
     "token-mean": "dapo",
@@ -38,6 +39,7 @@ _ESTIMATORS = {
     "rloo": {"advantage_estimator": "rloo", "scale_rewards": "none"},
     "rloo_vectorized": {"advantage_estimator": "rloo", "scale_rewards": "none"},
 }
+_OVER_TOKENS = ("reinforce_plus_plus", "reinforce_plus_plus_baseline")  # ours of these names are other estimators
 _OF_THE_SCHEDULE = {
     "lr_warmup_iters": "actor.optim.lr_warmup_steps",
     "lr_decay_iters": "actor.optim.lr_decay_steps",
@@ -103,10 +105,13 @@ def _kl(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
 
 def _advantages(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
     name = text_of(given, "algorithm.adv_estimator", "grpo")
+    if "advantage_estimator" in values and name != "gae":
+        return
     if name == "gae":
         raise OtherTask(f"algorithm.adv_estimator (gae): {features.CRITIC}")
     if name not in _ESTIMATORS:
-        raise BadValue(f"algorithm.adv_estimator ({name}) is not there. There are: {', '.join(_ESTIMATORS)}")
+        own = f". verl whitens over tokens; advantage_estimator {name} does so over completions" if name in _OVER_TOKENS else ""
+        raise BadValue(f"algorithm.adv_estimator ({name}) is not there. There are: {', '.join(_ESTIMATORS)}{own}")
     if _ESTIMATORS[name]:
         yield Change(values=_ESTIMATORS[name])
 
@@ -176,10 +181,8 @@ def _data(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
     if is_true(given, f"{buffer}enable", "false"):
         longest = whole(given, "reward_model.reward_kwargs.max_resp_len", whole(given, "max_response_length", 512))
         yield from soft_overlong(values, longest, whole(given, f"{buffer}len", 0), "overlong_buffer_cfg")
-    if "image_key" in given and "actor.freeze_vision_tower" not in given and values.get("tuner_type") != "lora":
-        thawed = {"freeze_vit": False, "freeze_aligner": False}
-        yield Change(values={name: value for name, value in thawed.items() if name not in values},
-                     note="freeze_vision_tower is false in verl where nobody says it: freeze_vit false, freeze_aligner false.")  # fmt: skip
+    if "image_key" in given:
+        yield from of_pictures(values, title="verl", says="image_key")
     yield from asked_once(values, eval_temperature=0.0, eval_top_p=1.0, eval_top_k=0)
     if values.get("eval_steps") and not holds_out(values):
         yield Change(values={"eval_steps": None}, note="trainer.test_freq does nothing without data.val_files.")
@@ -235,6 +238,7 @@ def _lora(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
 
 
 def _engine(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
+    yield from of_servers(values, program="verl")
     section = "rollout.engine_kwargs.vllm"
     yield from of_template(values, given, prefix="apply_chat_template_kwargs")
     yield from of_vllm(values, given, prefix=section, apart=[f"{section}.{name}" for name in PROCESSOR_CACHES])

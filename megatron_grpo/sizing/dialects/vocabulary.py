@@ -11,6 +11,8 @@ from megatron_grpo.settings.servers import OF_THE_ENGINE
 from megatron_grpo.settings.table import TRUE, BadValue, Setting
 from megatron_grpo.sizing.sizes import NATIVE
 
+Given = Mapping[str, Sequence[str]]  # every name of theirs in a run, with its words
+
 BUILT_IN_REWARDS = (
     "environment",
     *("math", "accuracy", "format", "length", "soft_overlong", "cosine", "repetition", "code", "reward_model", "llm_judge"),
@@ -18,7 +20,7 @@ BUILT_IN_REWARDS = (
 NATIVE_SIZES = tuple(flag for flags in NATIVE.values() for flag in flags)
 
 
-def _no_token(words: Sequence[str], given: Mapping[str, Sequence[str]]) -> Mapping[str, Any]:
+def _no_token(words: Sequence[str], given: Given) -> Mapping[str, Any]:
     """The sentence does not repeat what was typed."""
     if " ".join(words).lower() in OFF:
         return {}
@@ -36,18 +38,31 @@ def listed(words: Sequence[str]) -> list[str]:
     return [part.strip().strip("'\"") for part in joined.split(",") if part.strip()]
 
 
-def text_of(given: Mapping[str, Sequence[str]], name: str, otherwise: str) -> str:
+# torch's names of dtypes, and Megatron's.
+DTYPES = {
+    **{f"{torch}{name}": ours for name, ours in (("float32", "fp32"), ("bfloat16", "bf16"), ("float16", "fp16"), ("uint8", "fp8"))
+       for torch in ("", "torch.")},
+    **{"float": "fp32", "half": "fp16", "float8": "fp8"},
+    **{ours: ours for ours in ("fp32", "bf16", "fp16", "fp8")},
+}  # fmt: skip
+OF_THE_OPTIMIZER = {
+    **{name: same(name) for name in ("optimizer_cpu_offload", "optimizer_offload_fraction", "use_precision_aware_optimizer")},
+    **{name: same(name, DTYPES) for name in ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")},
+}
+
+
+def text_of(given: Given, name: str, otherwise: str) -> str:
     return " ".join(given.get(name, [otherwise]))
 
 
-def is_true(given: Mapping[str, Sequence[str]], name: str, otherwise: str) -> bool:
+def is_true(given: Given, name: str, otherwise: str) -> bool:
     return text_of(given, name, otherwise).lower() in TRUE
 
 
 _LENGTHS = ("completions/mean_length", "completions/clipped_ratio")
 
 
-def _best(words: Sequence[str], given: Mapping[str, Sequence[str]]) -> Mapping[str, Any]:
+def _best(words: Sequence[str], given: Given) -> Mapping[str, Any]:
     """transformers compares what an evaluation tells, and puts eval_ before a name that lacks it."""
     name = " ".join(words)
     asked = name.removeprefix("eval_")
@@ -69,20 +84,20 @@ def _best(words: Sequence[str], given: Mapping[str, Sequence[str]]) -> Mapping[s
 BEST = reads(_best, "`metric_for_best_model` eval for eval_reward, eval/NAME for eval_rewards/NAME/mean")
 
 
-def whole(given: Mapping[str, Sequence[str]], name: str, otherwise: int) -> int:
+def whole(given: Given, name: str, otherwise: int) -> int:
     text = text_of(given, name, str(otherwise))
     if not text.isdigit():
         raise BadValue(f"{name} needs a whole number, not {text!r}")
     return int(text)
 
 
-def datasets(words: Sequence[str], given: Mapping[str, Sequence[str]]) -> Mapping[str, Any]:
+def datasets(words: Sequence[str], given: Given) -> Mapping[str, Any]:
     """One file or several, all rows of all."""
     found = [name for word in words for name in listed([word])]
     return {"dataset": found[0], "further_datasets": found[1:]} if found else {}
 
 
-def held_out(words: Sequence[str], given: Mapping[str, Sequence[str]]) -> Mapping[str, Any]:
+def held_out(words: Sequence[str], given: Given) -> Mapping[str, Any]:
     """Several files are several sets, each under the name of its folder and file."""
     found = [name for word in words for name in listed([word])]
     if len(found) < 2:
@@ -93,7 +108,7 @@ def held_out(words: Sequence[str], given: Mapping[str, Sequence[str]]) -> Mappin
 DATASETS, HELD_OUT = reads(datasets, "`dataset`"), reads(held_out, "`eval_dataset`; of several, `eval_datasets`")
 
 
-def betas(words: Sequence[str], given: Mapping[str, Sequence[str]]) -> Mapping[str, Any]:
+def betas(words: Sequence[str], given: Given) -> Mapping[str, Any]:
     found = [part for word in words for part in listed([word])]
     if len(found) != 2:
         raise BadValue(f"needs two numbers, not {' '.join(words)!r}")
@@ -103,7 +118,7 @@ def betas(words: Sequence[str], given: Mapping[str, Sequence[str]]) -> Mapping[s
 def own_rewards(what: str) -> Reader:
     """A reward of theirs, which does nothing where reward_funcs says what judges here."""
 
-    def read(words: Sequence[str], given: Mapping[str, Sequence[str]]) -> Mapping[str, Any]:
+    def read(words: Sequence[str], given: Given) -> Mapping[str, Any]:
         if not given.get("reward_funcs"):
             raise BadValue(f"({' '.join(words)}) is {what}, and not there: rewards come from reward_funcs. Add --reward_funcs")
         return {}
@@ -111,7 +126,19 @@ def own_rewards(what: str) -> Reader:
     return read
 
 
-def idle_schedule(values: Mapping[str, Any], given: Mapping[str, Sequence[str]], *, style: str) -> Iterator[Change]:
+def of_pictures(values: Mapping[str, Any], *, title: str, says: str) -> Iterator[Change]:
+    """A script that says that its model sees: the tower trains there. says: the name that says so.
+
+    Without one the model itself says it, where its config.json is at hand (`Dialect.trains_tower`).
+    """
+    if values.get("tuner_type") == "lora" or values.get("adapters"):
+        return
+    if thawed := {name: False for name in ("freeze_vit", "freeze_aligner") if name not in values}:
+        said = " and ".join(f"{name} false" for name in thawed)
+        yield Change(values=thawed, note=f"{says}: {title} trains the tower of a model that sees where nobody says otherwise: {said}.")
+
+
+def idle_schedule(values: Mapping[str, Any], given: Given, *, style: str) -> Iterator[Change]:
     """Words of a decay that their program does not read with the decay that it has. style: theirs, where nobody names one."""
     style = values.get("lr_decay_style", style)
     of = {"lr_decay_iters": style != "constant", "lr_wsd_decay_iters": style == "WSD", "lr_wsd_decay_style": style == "WSD"}
@@ -123,6 +150,9 @@ def idle_schedule(values: Mapping[str, Any], given: Mapping[str, Sequence[str]],
 # EngineArgs of vLLM that are settings here, and mean the same.
 _SAME = ("max_model_len", "max_num_seqs", "enforce_eager", "gpu_memory_utilization", "enable_prefix_caching")
 _OF_THE_ENGINE = {name: f"vllm_{name}" for name in _SAME}
+
+
+_FLOW = re.compile(r"([{,]\s*['\"]?\w+['\"]?):(?=\S)")  # Hydra wants no space there
 
 
 def _nested(words: Mapping[str, Any]) -> dict[str, Any]:
@@ -137,11 +167,11 @@ def _nested(words: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def of_vllm(values: Mapping[str, Any], given: Mapping[str, Sequence[str]], *, prefix: str, apart: Sequence[str] = ()) -> Iterator[Change]:
+def of_vllm(values: Mapping[str, Any], given: Given, *, prefix: str, apart: Sequence[str] = ()) -> Iterator[Change]:
     """Words for vLLM's EngineArgs: one mapping, or a name each behind `prefix`. apart: those that have a row of their own."""
     import yaml
 
-    flow = re.sub(r"([{,]\s*\w+):(?=\S)", r"\1: ", text_of(given, prefix, "{}"))  # Hydra wants no space there
+    flow = _FLOW.sub(r"\1: ", text_of(given, prefix, "{}"))
     whole_of_it = {} if flow.lower() in OFF else yaml.safe_load(flow)
     if not isinstance(whole_of_it, dict):
         raise BadValue(f"{prefix} ({text_of(given, prefix, '')}) needs a mapping, such as {{max_model_len: 4096}}")
@@ -156,7 +186,24 @@ def of_vllm(values: Mapping[str, Any], given: Mapping[str, Sequence[str]], *, pr
         yield Change(values=ours | ({"vllm_engine_kwargs": {**values.get("vllm_engine_kwargs", {}), **more}} if more else {}), note=note)
 
 
-def of_template(values: Mapping[str, Any], given: Mapping[str, Sequence[str]], *, prefix: str) -> Iterator[Change]:
+def _template(words: Sequence[str], given: Given) -> Mapping[str, Any]:
+    """JSON, or a mapping as Hydra writes it."""
+    import yaml
+
+    text = " ".join(words)
+    try:
+        found = {} if text.lower() in OFF else yaml.safe_load(_FLOW.sub(r"\1: ", text))
+    except yaml.YAMLError:
+        found = None
+    if not isinstance(found, dict):
+        raise BadValue(f"needs a mapping, such as {{enable_thinking: false}}, not {text!r}")
+    return {"chat_template_kwargs": found} if found else {}
+
+
+TEMPLATE_WORDS = reads(_template, "`chat_template_kwargs`")
+
+
+def of_template(values: Mapping[str, Any], given: Given, *, prefix: str) -> Iterator[Change]:
     """Words for the chat template, a name each behind `prefix`; enable_thinking has a setting of its own."""
     import yaml
 
@@ -230,7 +277,7 @@ def layout(values: Mapping[str, Any], expert: str, *, shards_norms_by_itself: st
         yield Change(values={"expert_tensor_parallel_size": tensor if expert in ("none", "null") else int(expert)})
 
 
-def idle(given: Mapping[str, Sequence[str]], defaults: Mapping[str, str], *, without: str) -> Iterator[Change]:
+def idle(given: Given, defaults: Mapping[str, str], *, without: str) -> Iterator[Change]:
     """Names that do nothing because `without` is not on, there as here, where somebody gave them. defaults: theirs by name, which whole
     files hold."""
     found = [name for name, default in defaults.items() if text_of(given, name, default).lower() != default]

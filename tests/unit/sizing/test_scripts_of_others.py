@@ -69,6 +69,7 @@ SWIFT = {
 # Megatron's (megatron_workers.py:355) or ranks / ulysses (fsdp_workers.py:242); a rollout is train_batch_size x n (ray_trainer.py, repeat).
 SCRIPT = "actor_rollout_ref.actor.ppo_mini_batch_size={mini} data.train_batch_size={train} actor_rollout_ref.rollout.n={n} "
 MICRO = "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu="
+KWARGS = "trainer.policy.megatron_config.optimizer_config_kwargs."
 ACTOR = "actor_rollout_ref.actor."
 VERL = {
     "run_qwen2-7b": (SCRIPT.format(mini=256, train=1024, n=5) + f"{MICRO}40 trainer.n_gpus_per_node=8", (8, 8, 40, 1280, 5120, 5)),
@@ -280,8 +281,34 @@ def test_a_script_has_the_sizes_of_its_own_program_or_is_refused_by_one_feature(
         ("verl", "data.image_key=images", dict(freeze_vit=False, freeze_aligner=False)),
         ("verl", "data.image_key=images actor_rollout_ref.actor.freeze_vision_tower=True", dict(freeze_vit=True, freeze_aligner=True)),
         ("verl", "data.image_key=images actor_rollout_ref.model.lora_rank=8", dict(freeze_vit=True)),
+        # its model is an AutoModelForImageTextToText, or has `model.visual`, and nothing takes requires_grad away
+        ("slime", '--multimodal-keys {"image":"pictures"}', dict(freeze_vit=False, freeze_aligner=False)),
+        ("skyrl", "generator.vision_language_generator=true", dict(freeze_vit=False, freeze_aligner=False)),
+        ("skyrl", "generator.vision_language_generator=true trainer.policy.model.lora.rank=8", dict(freeze_vit=True)),
+        ("skyrl", "trainer.policy.language_model_only=true generator.inference_engine.language_model_only=true",
+         dict(freeze_vit=True, freeze_aligner=True)),
+        ("verl", f"{ACTOR}optim.override_optimizer_config.use_precision_aware_optimizer=True "
+         f"+{ACTOR}optim.override_optimizer_config.exp_avg_dtype=torch.bfloat16 "
+         f"+{ACTOR}optim.override_optimizer_config.exp_avg_sq_dtype=bf16 +{ACTOR}optim.override_optimizer_config.main_grads_dtype=float32",
+         dict(use_precision_aware_optimizer=True, exp_avg_dtype="bf16", exp_avg_sq_dtype="bf16", main_grads_dtype="fp32")),
+        # distributed/megatron/optimizer_dtype.py of SkyRL: whatever the case, and fp8 is uint8
+        ("skyrl", f"{KWARGS}use_precision_aware_optimizer=true {KWARGS}exp_avg_dtype=UINT8 {KWARGS}exp_avg_sq_dtype=half "
+         f"{KWARGS}main_params_dtype=Float16 {KWARGS}main_grads_dtype=BFloat16",
+         dict(exp_avg_dtype="fp8", exp_avg_sq_dtype="fp16", main_params_dtype="fp16", main_grads_dtype="bf16")),
+        # what the sentence of a refusal says, typed
+        ("skyrl", "generator.max_turns=6 generator.max_input_length=4096 --environment env.py:Search",
+         dict(max_turns=6, environment="env.py:Search")),
+        ("skyrl", "trainer.placement.colocate_all=false generator.inference_engine.run_engines_locally=false --vllm_mode server "
+         "--vllm_server_host 127.0.0.1", dict(vllm_mode="server")),
+        ("verl", "rollout.nnodes=1 rollout.n_gpus_per_node=2 --vllm_mode server --vllm_server_host 127.0.0.1", dict(vllm_mode="server")),
+        ("verl", "algorithm.adv_estimator=reinforce_plus_plus --advantage_estimator reinforce_plus_plus",
+         dict(advantage_estimator="reinforce_plus_plus")),
+        # ppo_utils.py:1203 of SkyRL: advantages over mini-batch times max_seq_len
+        ("skyrl", "trainer.algorithm.loss_reduction=seq_mean_token_sum_norm trainer.algorithm.max_seq_len=1024", dict(loss_type="dr_grpo")),
         ("verl", "data.apply_chat_template_kwargs.reasoning_effort=medium trainer.resume_from_path=checkpoints/",
          dict(chat_template_kwargs={"reasoning_effort": "medium"}, enable_thinking=None, resume="auto")),
+        ("skyrl", "generator.chat_template_kwargs={reasoning_effort:'low'}", dict(chat_template_kwargs={"reasoning_effort": "low"})),
+        ("verl", 'data.apply_chat_template_kwargs={"a":1}', dict(chat_template_kwargs={"a": 1})),
         ("skyrl", "generator.chat_template_kwargs.low_effort=true generator.chat_template_kwargs.enable_thinking=false",
          dict(chat_template_kwargs={"low_effort": True}, enable_thinking=False)),
         # engine words of vLLM
@@ -317,6 +344,11 @@ def test_what_a_name_means_there_happens_here(dialect, words, values):
         ("verl", "data.gen_batch_size=2048", "give it as train_batch_size, and leave gen_batch_size out"),
         ("skyrl", "generator.max_input_length=1024", "In one turn they are one number, in SkyRL too"),
         ("skyrl", "trainer.policy.sequence_parallel_size=2 trainer.strategy=megatron", "with FSDP alone, in SkyRL too"),
+        ("skyrl", "trainer.algorithm.loss_reduction=seq_mean_token_sum_norm trainer.algorithm.max_seq_len=1536",
+         "divides by algorithm.max_seq_len (1536), and dr_grpo by max_completion_length (1024). Give algorithm.max_seq_len 1024"),
+        ("skyrl", f"{KWARGS}exp_avg_dtype=int8", "exp_avg_dtype cannot be 'int8'"),
+        ("skyrl", "trainer.placement.colocate_all=false --vllm_mode colocate", "named with vllm_mode server"),
+        ("verl", "algorithm.adv_estimator=reinforce_plus_plus", "verl whitens over tokens"),
         ("skyrl", "generator.eval_sampling_params.stop=['a']", "differs from sampling_params.stop"),
         ("slime", '--multimodal-keys {"audio":"sound"}', "(audio): of what models see and hear pictures alone"),
         ("slime", "--prompt-data a.jsonl@[0:16]", "takes a part of a file"),
@@ -392,3 +424,31 @@ ray job submit --runtime-env-json="${RUNTIME_ENV_JSON}" -- python3 train.py --ro
     with pytest.raises(ConfigError) as error:
         check(["--dialect", "slime", "--config", str(script)])
     assert any("OPEN_TRAINING_INT4_FAKE_QAT_FLAG" in problem.message for problem in error.value.problems)
+
+
+@pytest.mark.parametrize(
+    ("dialect", "start", "refused", "instead"),
+    [
+        ("verl", "python3 -m verl.trainer.main_ppo rollout.n=4 algorithm.adv_estimator=grpo",
+         "actor_rollout_ref.rollout.name=sglang actor_rollout_ref.model.override_config.max_position_embeddings=32768",
+         "actor_rollout_ref.rollout.name=vllm actor_rollout_ref.model.override_config.max_position_embeddings=none"),
+        ("skyrl", "python -m skyrl.train.entrypoints.main_base trainer.algorithm.advantage_estimator=grpo",
+         "generator.max_turns=4", "generator.max_turns=1"),
+        ("skyrl", "python -m skyrl.train.entrypoints.main_base trainer.algorithm.advantage_estimator=grpo",
+         "trainer.placement.colocate_all=false generator.inference_engine.gpu_memory_utilization=0.8",
+         "--vllm_mode server --vllm_server_host 127.0.0.1"),
+        ("slime", "python3 train.py --colocate --rollout-batch-size 32 --n-samples-per-prompt 8", "--custom-generate-function-path a.b",
+         "--custom_generate_function_path none"),
+    ],
+)  # fmt: skip
+def test_what_a_script_asks_for_in_vain_is_taken_back_on_the_command_line(tmp_path, dialect, start, refused, instead):
+    """The command line wins over the file, in names that are refused too."""
+    script = tmp_path / "run.sh"
+    script.write_text(f"{start} {refused}\n")
+    argv = ["--dialect", dialect, "--config", str(script), "--world_size", "8", "--reward_funcs", "math"]
+    with pytest.raises(ConfigError):
+        check(argv)
+    check([*argv, *instead.split()])
+    script.write_text(f"{start}\n")
+    with pytest.raises(ConfigError):  # and the other way round
+        check([*argv, *(refused if "--vllm_mode" not in instead else "generator.max_turns=4").split()])
