@@ -136,6 +136,7 @@ NAMES: Mapping[str, Foreign] = {
         _pictures,
         "`columns`, where pictures are not in images, and `freeze_vit` and `freeze_aligner` false; only image is there",
     ),
+    "train_env_vars": reads(_environment, "variables of its ranks: quantisation in training is refused"),
     "$RUNTIME_ENV_JSON": reads(_environment, "variables of its ranks: quantisation in training is refused"),
     "eval_prompt_data": reads(_held_out, "`eval_dataset`; of several with names, `eval_datasets`"),
     "eval_interval": same("eval_steps"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from megatron_grpo.settings.foreign import Foreign, aside
+from megatron_grpo.settings.foreign import Foreign, aside, not_there
 from megatron_grpo.sizing.dialects.features import FILES, KERNELS, LOADING, LOGS, MEMORY
 
 PLUGINS = (
@@ -37,7 +37,7 @@ NAMES: Mapping[str, Foreign] = {
         *("log_probs_max_tokens_per_gpu", "data_pad_size_multiplier"),
         why=KERNELS,
     ),
-    **aside("overlap_cpu_optimizer_d2h_h2d", "train_env_vars", "use_distributed_post", why=MEMORY),
+    **aside("overlap_cpu_optimizer_d2h_h2d", "use_distributed_post", why=MEMORY),
     **aside(
         *("num_gpus_per_node", "distributed_backend", "http_proxy", "runtime_env_json", "address", "working_dir", "prefill_num_servers"),
         *("use_fault_tolerance", "rollout_health_check_interval", "rollout_health_check_timeout", "rollout_health_check_first_wait"),
@@ -68,9 +68,9 @@ NAMES: Mapping[str, Foreign] = {
         *("ci_test", "ci_disable_kl_checker", "ci_train_rollout_logprob_abs_diff_threshold", "ci_save_grad_norm", "ci_load_grad_norm"),
         why="checks of its own tests",
     ),
-    **aside(
+    **not_there(
+        "parts of its program alone; `rehearse` tries a run here, and `eval` samples without training",
         *("debug_rollout_only", "debug_train_only", "load_debug_rollout_data", "load_forge_rollout_data"),
-        why="parts of its program alone; here `rehearse`, `eval` and tests do that",
     ),
 }
 

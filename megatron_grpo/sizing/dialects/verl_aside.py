@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from megatron_grpo.settings.foreign import Foreign, aside, lacks, reads
+from megatron_grpo.settings.foreign import Foreign, aside, lacks, only, reads
 from megatron_grpo.sizing.dialects import features
 from megatron_grpo.sizing.dialects.features import FILES, KERNELS, LOADING, LOGS, MEMORY
 
@@ -93,10 +93,10 @@ NAMES: Mapping[str, Foreign] = {
         why="it does nothing in GRPO with a fixed coefficient, there as here",
     ),
     **aside("model.lora.dropout_position", "model.lora.a2a_experimental", why="the adapter's dropout is before A, as in PEFT"),
-    **aside(
-        *(f"model.lora.freeze_{name}" for name in ("vision_model", "vision_projection", "language_model")),
-        why="what has no adapter does not train",
-    ),
+    **{
+        f"model.lora.freeze_{name}": only("true", "with tuner_type lora what has no adapter does not train")
+        for name in ("vision_model", "vision_projection", "language_model")
+    },
     **aside("model.mtp.enable_train", "model.mtp.enable_rollout", why="it does nothing without model.mtp.enable, which is refused"),
     **aside(
         "actor.optim.use_checkpoint_opt_param_scheduler", "actor.optim.override_optimizer_config", "actor.optim.optimizer_impl", why=FILES
