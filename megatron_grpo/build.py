@@ -16,6 +16,7 @@ from megatron_grpo import train
 from megatron_grpo.checkpoint.best import Best
 from megatron_grpo.checkpoint.capsule import Capsules
 from megatron_grpo.checkpoint.content import TEACHER
+from megatron_grpo.checkpoint.continuity import between_ranks
 from megatron_grpo.checkpoint.opened import begin_with, copy_weights, load_weights
 from megatron_grpo.checkpoint.resume import settings_of, start_afresh
 from megatron_grpo.checkpoint.saving import Checkpoints
@@ -335,6 +336,8 @@ def penalty_of(cfg: GrpoConfig, policy: Policy) -> KlPenalty | None:
 def open_output(made: Plan, inputs: Inputs, parallel: ParallelState) -> Checkpoints:
     """The checkpoints of a run, with the one to continue chosen; and output_dir as a run begins with it. Collective."""
     cfg, out = made.checked.config, Path(made.checked.config.run.output_dir)
+    if differing := between_ranks(collectives.from_all(dict(inputs.resume.origin.content))):
+        raise ConfigError(differing)
     checkpoints = Checkpoints(
         inputs.resume, save_steps=cfg.run.save_steps, save_interval_seconds=cfg.run.save_interval_seconds,
         save_total_limit=cfg.run.save_total_limit, async_save=cfg.run.async_save, replicas=parallel.dp_cp_group,

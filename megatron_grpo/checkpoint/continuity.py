@@ -10,7 +10,7 @@ What a setting only names (a model, a data set, a reward file) is compared by it
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -145,6 +145,19 @@ class Difference:
 def changes_since(before: Origin, now: Origin) -> list[Difference]:
     """All that differs and is not free. What either side does not know is not compared."""
     return [*_settings(before, now), *_contents(before, now)]
+
+
+def between_ranks(contents: Sequence[Mapping[str, str]]) -> list[Problem]:
+    """What the ranks of one job have read differently, of `Origin.content`. contents: by rank."""
+    problems = []
+    for name in dict.fromkeys(name for content in contents for name in content):
+        found = [content.get(name, "none") for content in contents]
+        other = next((rank for rank, one in enumerate(found) if one != found[0]), None)
+        if other is not None:
+            message = f"The {name} is not the same for all ranks: rank 0 has {found[0]}, rank {other} has {found[other]}. Give every \
+machine the same files."
+            problems.append(Problem(flags=(_FLAGS.get(name, name),), message=message))
+    return problems
 
 
 def _settings(before: Origin, now: Origin) -> Iterator[Difference]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -126,6 +127,32 @@ def test_what_cannot_be_continued_is_refused_before_a_model_loads_and_leaves_out
     [(code, told)] = run_ranks(refused, 1, [*given, "--max_steps", "6", "--lr", "0.5", *(flag.format(out=out) for flag in flags)])
     assert code == 2 and says in told and "Traceback" not in told, told
     assert everything_in(out) == before
+
+
+def refused_on_its_own_machine(rank, world_size, flags):
+    """As `refused`, where every rank has a folder of its own at the same relative path."""
+    os.chdir(Path(f"machine{rank}"))
+    return refused(rank, world_size, flags)
+
+
+def test_files_that_differ_between_machines_are_refused_on_all_ranks_and_named(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    flags = write_inputs(tmp_path / "machine0", **SMALL)
+    shutil.copytree(tmp_path / "machine0", tmp_path / "machine0" / "teacher")
+    shutil.copytree(tmp_path / "machine0", tmp_path / "machine1")
+    flags = [flag.replace(f"{tmp_path}/machine0", ".") for flag in flags] + ["--teacher_model", "./teacher/model", "--max_steps", "1"]
+    flags += ["--output_dir", str(tmp_path / "out")]
+    other_model(tmp_path / "machine1" / "teacher", None)
+    other_column(tmp_path / "machine1", None)
+    with (tmp_path / "machine1" / "reward.py").open("a") as reward:
+        reward.write("# another one\n")
+    results = run_ranks(refused_on_its_own_machine, 2, flags)
+    told = "".join(text for _, text in results)
+    assert [code for code, _ in results] == [2, 2] and "Traceback" not in told, told
+    for name in ("teacher", "data set", "reward ./reward.py:even"):
+        assert told.count(f"The {name} is not the same for all ranks: rank 0 has ") == 1, told
+    assert "The model " not in told
+    assert not (tmp_path / "out" / "config.yaml").exists()
 
 
 def test_a_restart_does_not_overwrite(run):
