@@ -22,7 +22,7 @@ from megatron_grpo.planning.sampler import sampler_memory
 from megatron_grpo.planning.tower import TowerPlan, fewer_layers, tower_plan, with_tower
 from megatron_grpo.planning.tuning import Tuning
 from megatron_grpo.settings.config import Config, OptimizerConfig
-from megatron_grpo.settings.precision import BYTES
+from megatron_grpo.settings.precision import BLOCK, BYTES
 from megatron_grpo.sizing.batch_sizes import BatchSizes
 from megatron_grpo.weights.buckets import MIB
 from megatron_grpo.weights.names import tower_entries
@@ -304,7 +304,7 @@ def _assumptions(cfg: Config, tuning: Tuning, prompt: int, completion: int, leng
         )
         reference = [f"reference: the same model with {what}"]
     scaled = {"fp16", "fp8"} & {cfg.optimizer.main_params_dtype, cfg.optimizer.exp_avg_dtype, cfg.optimizer.exp_avg_sq_dtype}
-    scales = [f"scales of {' and '.join(sorted(scaled))}, 4 bytes for 4,194,304 numbers, not counted"] if scaled else []
+    scales = [f"scales of {' and '.join(sorted(scaled))}, 4 bytes for {BLOCK:,} numbers, not counted"] if scaled else []
     return [
         "weights, gradients and optimizer state are exact (the optimizer's of data-parallel rank 0), Adam's step counters not counted",
         *scales,

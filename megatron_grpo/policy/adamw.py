@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch.optim.adamw import adamw
 
+from megatron_grpo.settings.precision import BLOCK
+
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.float8_e4m3fn}
-BLOCK = 1 << 22  # elements
 # Of those with a scale: the largest number that a block's largest becomes, and the smallest there is above zero.
 _LARGEST = {torch.float16: 2.0**15, torch.float8_e4m3fn: 448.0}
 _SMALLEST = {torch.float16: 2.0**-24, torch.float8_e4m3fn: 2.0**-9}

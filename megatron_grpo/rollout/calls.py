@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Generic, Protocol, TypeVar
 
@@ -21,7 +22,7 @@ class Loses(Protocol):
         """A call to a server failed that began when it had been claimed `since` times. Whether what was in flight may have killed it."""
 
 
-class Calls(Generic[Answered]):
+class Calls(ABC, Generic[Answered]):
     """Numbers that are answered by whichever server has room. Who derives from it says what one call is, in `_hear`."""
 
     def __init__(self, numbers: Sequence[int]):
@@ -60,17 +61,17 @@ class Calls(Generic[Answered]):
 
     # ---- in threads
 
+    @abstractmethod
     def _hear(self, member: Member, chunk: Chunk) -> None:
         """One call: what a server answers goes to `_dealing`. Raises what is in LOST where the server is of no use."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _refused_by(self, member: Member, error: Refused) -> str:
         """Any server would refuse it, as a sentence."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _of_deadly(self, numbers: Sequence[int]) -> str:
         """They were with as many servers as died of one question, as a sentence."""
-        raise NotImplementedError
 
     @property
     def _is_over(self) -> bool:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from megatron_grpo.settings.config import Config, OptimizerConfig
 from megatron_grpo.settings.tuner import Pair
 
+BLOCK = 1 << 22  # numbers that share a scale
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 _BITS = {"bf16": 7, "fp16": 10, "fp8": 3}  # behind the point, of numbers between one power of two and the next
 DTYPES = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")  # those of weights, those of moments

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 
 from megatron_grpo.sizing.sizes import (
@@ -250,15 +250,7 @@ def _layer_rules(inputs: TypedSizes, words: Words) -> Iterator[Rule]:
     if not layers:
         return
     if not ends:
-        yield Rule(
-            key="layers",
-            flags=(PP, VPP),
-            multiple=layers,
-            divisor=v[PP] * chunks,
-            text=lambda: (
-                f"{what} must be a multiple of {words.product((PP, VPP) if chunks > 1 else (PP,))}: {remainder(layers, v[PP] * chunks)}"
-            ),
-        )
+        yield _even_layers("layers", what, layers, v, words)
         return
     middle, stages = layers - sum(v[flag] for flag in ends), v[PP] - len(ends)
     fits = middle % (stages * chunks) == 0 and middle > 0 if stages > 0 else middle == 0
@@ -274,6 +266,20 @@ def _layer_rules(inputs: TypedSizes, words: Words) -> Iterator[Rule]:
     )
 
 
+def _even_layers(key: str, what: str, layers: int, v: Mapping[str, int], words: Words) -> Rule:
+    """The same number of them for each chunk of each stage. what: whose they are, and how many."""
+    chunks = v.get(VPP, 1)
+    return Rule(
+        key=key,
+        flags=(PP, VPP),
+        multiple=layers,
+        divisor=v[PP] * chunks,
+        text=lambda: (
+            f"{what} must be a multiple of {words.product((PP, VPP) if chunks > 1 else (PP,))}: {remainder(layers, v[PP] * chunks)}"
+        ),
+    )
+
+
 def _chunked_end(flag: str, layers: int, chunks: int, words: Words) -> Rule:
     return Rule(
         key=f"chunked {flag}",
@@ -285,20 +291,9 @@ def _chunked_end(flag: str, layers: int, chunks: int, words: Words) -> Rule:
 
 
 def _teacher_layer_rule(inputs: TypedSizes, words: Words, teacher: Model) -> Iterator[Rule]:
-    v, layers = inputs.values, teacher.num_layers
-    if layers is None or layers == inputs.model.num_layers:
-        return
-    chunks = v.get(VPP, 1)
-    yield Rule(
-        key="teacher layers",
-        flags=(PP, VPP),
-        multiple=layers,
-        divisor=v[PP] * chunks,
-        text=lambda: (
-            f"the teacher's {layers} layers must be a multiple of {words.product((PP, VPP) if chunks > 1 else (PP,))}: "
-            f"{remainder(layers, v[PP] * chunks)}"
-        ),
-    )
+    layers = teacher.num_layers
+    if layers is not None and layers != inputs.model.num_layers:
+        yield _even_layers("teacher layers", f"the teacher's {layers} layers", layers, inputs.values, words)
 
 
 def _dense_rule(inputs: TypedSizes, words: Words) -> Iterator[Rule]:

@@ -158,8 +158,10 @@ def test_a_checkpoint_goes_on_in_another_layout_and_with_other_dtypes_and_withou
     saved = run_ranks(save, 2)
     weights = saved[0][1]
     parts = {key: value for found, _ in saved for key, value in found.items()}
-    by_name = lambda found: {name: np.sort(np.concatenate([v.ravel() for (k, *_), v in found.items() if k == name]))  # noqa: E731
-                             for name in {k for k, *_ in found}}  # fmt: skip
+
+    def by_name(found):
+        return {name: np.sort(np.concatenate([v.ravel() for (k, *_), v in found.items() if k == name])) for name in {k for k, *_ in found}}
+
     right = by_name(parts)
     for world, settings in (
         (2, few),

@@ -60,7 +60,7 @@ def after_steps(flags: list[str], steps: int, then: Callable[[], None]) -> None:
 
     def watch():
         while not file.exists() or len(records(file)) < steps:
-            time.sleep(0.002)
+            time.sleep(0.002)  # between two looks
         then()
 
     threading.Thread(target=watch, daemon=True).start()

@@ -25,6 +25,8 @@ from megatron_grpo.sizing.dialects.vocabulary import (
     size,
     sizes,
     text_of,
+    together,
+    where_true,
 )
 
 _SERVED = ("vllm_mode server",)
@@ -50,11 +52,6 @@ def _turns(words: Sequence[str], given: Given) -> Mapping[str, Any]:
     return {"max_turns": list(words)}
 
 
-def _no_tower(words: Sequence[str], given: Given) -> Mapping[str, Any]:
-    """It leaves the tower out, and trains the rest."""
-    return {"freeze_vit": True, "freeze_aligner": True} if words[0].lower() in TRUE else {}
-
-
 def _rank(words: Sequence[str], given: Given) -> Mapping[str, Any]:
     return {"tuner_type": "full"} if list(words) == ["0"] else {"tuner_type": "lora", "lora_rank": list(words)}
 
@@ -65,29 +62,19 @@ def _routers(words: Sequence[str], given: Given) -> Mapping[str, Any]:
     return {"freeze_parameters_regex": r"\.gate\.weight$"} if words[0].lower() in TRUE and not is_lora else {}
 
 
-def _replay(words: Sequence[str], given: Given) -> Mapping[str, Any]:
-    """Its trainer replays what its sampler returns."""
-    return {"router_replay_mode": "R3"} if words[0].lower() in TRUE else {}
-
-
 def _forever(native: str) -> Foreign:
     """-1 (and 0) is never, or no bound."""
     return same(native, {"-1": "0"})
 
 
 # `settle` below reads these, several at a time.
-_LOSS = reads(lambda words, given: {}, "loss_type, importance_sampling_level, delta and epsilon_high, with others of its names")
-_KL = reads(lambda words, given: {}, "beta, kl_in_reward and entropy_coef, with others of its names")
-_CORRECT = reads(lambda words, given: {}, "rollout_importance_sampling_mode and its threshold, with others of its names")
-
-
-def _together(hint: str) -> Foreign:
-    """`settle` reads it with others."""
-    return reads(lambda words, given: {}, hint)
+_LOSS = together("loss_type, importance_sampling_level, delta and epsilon_high, with others of its names")
+_KL = together("beta, kl_in_reward and entropy_coef, with others of its names")
+_CORRECT = together("rollout_importance_sampling_mode and its threshold, with others of its names")
 
 
 _OF_OPTIMIZER = f"of these words {', '.join(OF_THE_OPTIMIZER)} are translated"
-_ENGINE_WORDS = _together("`vllm_engine_kwargs`, or the setting that says it (`vllm_max_model_len`)")
+_ENGINE_WORDS = together("`vllm_engine_kwargs`, or the setting that says it (`vllm_max_model_len`)")
 _RECOMPUTE = "of these words those of recomputation, pipeline splits, FP8 and experts' kernels are translated"
 
 NAMES: Mapping[str, Foreign] = {
@@ -107,7 +94,7 @@ NAMES: Mapping[str, Foreign] = {
             *("moe_token_dispatcher_type", "moe_aux_loss_coeff"),
         )
     },
-    f"{_POLICY}expert_tensor_parallel_size": _together("`expert_tensor_parallel_size`; null is the tensor parallel size"),
+    f"{_POLICY}expert_tensor_parallel_size": together("`expert_tensor_parallel_size`; null is the tensor parallel size"),
     **{
         f"{_POLICY}transformer_config_kwargs.{name}": same(name)
         for name in (
@@ -185,35 +172,35 @@ NAMES: Mapping[str, Foreign] = {
         for name in ("tis_ratio_type", "token_tis_ratio_clip_high", "sequence_tis_ratio_clip_high")
     },
     # Asked for, and not there.
-    "strategy": _together("a note where it is fsdp or fsdp2: here Megatron shards (`tensor_model_parallel_size`)"),
+    "strategy": together("a note where it is fsdp or fsdp2: here Megatron shards (`tensor_model_parallel_size`)"),
     "environment.env_class": reads(own_rewards("an environment of SkyRL"), "reward_funcs"),
     "max_turns": reads(_turns, "`max_turns`, with `environment` or `tools`; without them more than one is refused"),
     "placement.colocate_all": only("true", features.SERVER, instead=_SERVED),
     f"{_LORA}rank": reads(_rank, "tuner_type lora and lora_rank"),
     **{
-        f"{_LORA}{theirs}": _together(f"`{ours}`, with tuner_type lora")
+        f"{_LORA}{theirs}": together(f"`{ours}`, with tuner_type lora")
         for theirs, ours in (
             *(("alpha", "lora_alpha"), ("dropout", "lora_dropout")),
             *((name, name) for name in ("target_modules", "exclude_modules")),
         )
     },
     f"{_LORA}init_method": only("kaiming", features.LORA_START),
-    f"{_POLICY}lora_config.lora_type": _together("a note: lora shares one A between q, k and v, here each has its own"),
-    f"{_POLICY}lora_config.merge_lora": _together("a note: the engine gets the adapter, unless `vllm_enable_lora` is false"),
-    "policy.sequence_parallel_size": _together("`context_parallel_size`, with strategy fsdp"),
+    f"{_POLICY}lora_config.lora_type": together("a note: lora shares one A between q, k and v, here each has its own"),
+    f"{_POLICY}lora_config.merge_lora": together("a note: the engine gets the adapter, unless `vllm_enable_lora` is false"),
+    "policy.sequence_parallel_size": together("`context_parallel_size`, with strategy fsdp"),
     "sampling_params.min_p": same("min_p"),
     "sampling_params.repetition_penalty": lacks(features.PENALTY, "1", "1.0"),
     "sampling_params.additional_kwargs": lacks(features.SAMPLING),
-    "ref.model.path": _together("nothing, where it is policy.model.path; another model is refused"),
+    "ref.model.path": together("nothing, where it is policy.model.path; another model is refused"),
     "update_ref_every_epoch": lacks("the reference follows the policy with sync_ref_model alone"),
     f"{_POLICY}virtual_pipeline_model_parallel_size": same("virtual_pipeline_model_parallel_size"),
     f"{_POLICY}moe_router_load_balancing_type": lacks("load-balancing losses depend on the layout"),
-    f"{_POLICY}moe_enable_routing_replay": reads(_replay, "router_replay_mode"),
+    f"{_POLICY}moe_enable_routing_replay": where_true("router_replay_mode", router_replay_mode="R3"),
     f"{_POLICY}freeze_moe_router": reads(_routers, "freeze_parameters_regex"),
     f"{_POLICY}mtp_num_layers": lacks(features.MTP, "0"),
     f"{_ALGORITHM}dynamic_sampling.type": lacks("its ways to resample are not there; dynamic_sample draws further prompts for dead groups"),
     f"{_ALGORITHM}advantage_batch_normalize": lacks("advantages are normalised by advantage_estimator and scale_rewards alone"),
-    f"{_ALGORITHM}temperature": _together("nothing, where it is sampling_params.temperature; another number is refused"),
+    f"{_ALGORITHM}temperature": together("nothing, where it is sampling_params.temperature; another number is refused"),
     f"{_ALGORITHM}kl_ctrl.type": lacks("beta is constant", "fixed"),
     f"{_ALGORITHM}off_policy_correction.sequence_mask_metric": lacks("of its corrections tis_ratio_type is translated"),
     f"{_ALGORITHM}cispo.cispo_eps_clip_low": lacks("the ratio has no lower bound in cispo here", "1", "1.0"),
@@ -224,9 +211,9 @@ NAMES: Mapping[str, Foreign] = {
     "resume_path": lacks(features.RESUMED_ELSEWHERE),
     "zero_reward_on_non_stop": lacks("a truncated completion keeps its reward; overlong_filter takes it out of the loss"),
     "step_wise_trajectories": lacks("an episode is one sequence, which is trained whole"),
-    "vision_language_generator": _together("`freeze_vit` and `freeze_aligner` false; pictures come in the column images"),
-    "max_input_length": _together("nothing, where it is max_prompt_length; another number is refused"),
-    f"{_ALGORITHM}overlong_buffer_len": _together("the reward `soft_overlong` beside `reward_funcs` (of its example main_dapo)"),
+    "vision_language_generator": together("`freeze_vit` and `freeze_aligner` false; pictures come in the column images"),
+    "max_input_length": together("nothing, where it is max_prompt_length; another number is refused"),
+    f"{_ALGORITHM}overlong_buffer_len": together("the reward `soft_overlong` beside `reward_funcs` (of its example main_dapo)"),
     f"{_ALGORITHM}overlong_buffer_penalty_factor": lacks("it is the weight of soft_overlong: reward_weights", "1", "1.0"),
     "eval_n_samples_per_prompt": same("num_generations_eval"),
     "chat_template.name_or_path": lacks("prompts are written by the model's own chat template"),
@@ -266,7 +253,7 @@ NAMES: Mapping[str, Foreign] = {
     "eval_sampling_params.min_p": same("eval_min_p"),
     "eval_sampling_params.repetition_penalty": lacks(features.EVAL_SAMPLING, "1", "1.0"),
     "eval_sampling_params.max_generate_length": same("eval_max_completion_length"),
-    "eval_sampling_params.stop": _together("nothing, where it is sampling_params.stop; others are refused"),
+    "eval_sampling_params.stop": together("nothing, where it is sampling_params.stop; others are refused"),
     "eval_sampling_params.additional_kwargs": lacks(features.EVAL_SAMPLING),
     **{
         f"{_POLICY}ddp_config.{name}": only("true", "gradients are reduced in float32, and summed by token weights")
@@ -281,13 +268,15 @@ PATTERNS: Mapping[str, Foreign] = {
     "engine_init_kwargs.*": _ENGINE_WORDS,
     f"{_ENGINE}delta_weight_sync.*": Foreign(why="how weights travel; here each push is whole, and checked by log-probs"),
     "policy.torch_profiler_config.*": Foreign(why=features.LOGS),
-    "chat_template_kwargs.*": _together("`chat_template_kwargs`"),
+    "chat_template_kwargs.*": together("`chat_template_kwargs`"),
     "sampling_params.additional_kwargs.*": lacks(features.SAMPLING),
     "eval_sampling_params.additional_kwargs.*": lacks(features.EVAL_SAMPLING),
     "fully_async.simulate_*": lacks(features.AHEAD, "30.0", "0.0", instead=features.AHEAD_INSTEAD),
     "fully_async.*": Foreign(why="it does nothing without fully_async.enabled, which is refused"),
     "policy.fsdp_config.*": Foreign(why="it is of its FSDP workers: here Megatron shards"),
-    "policy.language_model_only": reads(_no_tower, "`freeze_vit` and `freeze_aligner` true; the tower is held all the same"),
+    "policy.language_model_only": where_true(
+        "`freeze_vit` and `freeze_aligner` true; the tower is held all the same", freeze_vit=True, freeze_aligner=True
+    ),
     "*language_model_only": Foreign(why="the tower is held, and does nothing where no prompt has pictures"),
     "policy.model.fake_int4_qat.enabled": lacks(features.QUANTIZED),
     "policy.model.fake_int4_qat.*": Foreign(why="it does nothing without fake_int4_qat.enabled, which is refused"),

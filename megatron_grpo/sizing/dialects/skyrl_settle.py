@@ -10,6 +10,7 @@ from megatron_grpo.settings.foreign import OFF, Change
 from megatron_grpo.settings.table import BadValue
 from megatron_grpo.sizing.dialects.vocabulary import (
     Given,
+    adapted,
     asked_once,
     holds_out,
     idle,
@@ -197,10 +198,7 @@ def _lora(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
     typed = f"{_LORA}alpha" in given
     if "lora_alpha" not in values:
         yield Change(values={"lora_alpha": alpha}, untyped=None if typed else ("policy.model.lora.alpha", "16"))
-    found: dict[str, Any] = {"lora_dropout": float(text_of(given, f"{_LORA}dropout", "0"))}
-    for name in ("target_modules", "exclude_modules"):
-        words = [part for word in given.get(f"{_LORA}{name}", ()) for part in listed([word]) if part not in ("none", "null")]
-        found |= {name: words} if words else {}
+    found = {"lora_dropout": float(text_of(given, f"{_LORA}dropout", "0")), **adapted(given, _LORA)}
     yield Change(values={name: value for name, value in found.items() if name not in values})
     if text_of(given, f"{_POLICY}lora_config.lora_type", "lora") == "lora":
         yield Change(

@@ -21,6 +21,7 @@ from megatron_grpo.sizing.dialects.vocabulary import (
     own_rewards,
     size,
     sizes,
+    together,
     whole,
 )
 
@@ -93,15 +94,10 @@ def _switch(native: str, value: Any) -> Foreign:
     return reads(read, f"`{native}` {value}")
 
 
-def _together(hint: str) -> Foreign:
-    """`settle` reads it with others."""
-    return reads(lambda words, given: {}, hint)
-
-
-_LOSS = _together("`loss_type`, `importance_sampling_level` and `advantage_estimator`, of all names of the loss")
-_BELOW = _together("`beta` and `kl_estimator`, of all names of the KL")
-_CORRECT = _together("`rollout_importance_sampling_mode` token_truncate with its bounds, of all three names")
-_PACKED = _together("`max_tokens_per_micro_batch`, which is `max_tokens_per_gpu` times `context_parallel_size`")
+_LOSS = together("`loss_type`, `importance_sampling_level` and `advantage_estimator`, of all names of the loss")
+_BELOW = together("`beta` and `kl_estimator`, of all names of the KL")
+_CORRECT = together("`rollout_importance_sampling_mode` token_truncate with its bounds, of all three names")
+_PACKED = together("`max_tokens_per_micro_batch`, which is `max_tokens_per_gpu` times `context_parallel_size`")
 
 NAMES: Mapping[str, Foreign] = {
     "moe_token_dispatcher_type": DISPATCHER,
@@ -112,8 +108,8 @@ NAMES: Mapping[str, Foreign] = {
     "ref_load": Foreign(why="the reference is the model as it was at the start; nothing has to be converted before"),
     "actor_num_nodes": reads(_ranks, "`world_size`, which is nodes times GPUs"),
     "actor_num_gpus_per_node": reads(_ranks, "`world_size`, which is nodes times GPUs"),
-    "colocate": _together("a note where it is left out: engines beside the ranks are `vllm_mode` server"),
-    "rollout_num_gpus": _together("a note: engines beside the ranks are `vllm_mode` server and `megatron-grpo serve`"),
+    "colocate": together("a note where it is left out: engines beside the ranks are `vllm_mode` server"),
+    "rollout_num_gpus": together("a note: engines beside the ranks are `vllm_mode` server and `megatron-grpo serve`"),
     "rollout_num_gpus_per_engine": same("vllm_tensor_parallel_size"),
     "offload": reads(_offload, "`offload_model` true and `sleep_level` 2"),
     "offload_train": _switch("offload_model", "true"),
@@ -130,7 +126,7 @@ NAMES: Mapping[str, Foreign] = {
     "rollout_shuffle": same("dataset_shuffle"),
     "rollout_seed": reads(_seed, "`seed`, which is of prompts, sampling and all else, where seed is left out"),
     "rollout_max_prompt_len": same("max_prompt_length"),
-    "apply_chat_template": _together("a note: chat prompts are written by the template here, and a string prompt is taken as it stands"),
+    "apply_chat_template": together("a note: chat prompts are written by the template here, and a string prompt is taken as it stands"),
     "apply_chat_template_kwargs": same("chat_template_kwargs"),
     "multimodal_keys": reads(
         _pictures,
@@ -151,7 +147,7 @@ NAMES: Mapping[str, Foreign] = {
     "num_rollout": same("max_steps"),
     "num_epoch": same("num_train_epochs"),
     "start_rollout_id": lacks("a run goes on from its checkpoint, which knows where it was", "0"),
-    "num_steps_per_rollout": _together("`steps_per_generation`: global_batch_size is rollout_batch_size x n_samples_per_prompt / it"),
+    "num_steps_per_rollout": together("`steps_per_generation`: global_batch_size is rollout_batch_size x n_samples_per_prompt / it"),
     # Sampling.
     "rollout_temperature": same("temperature"),
     "rollout_top_p": same("top_p"),
@@ -165,8 +161,8 @@ NAMES: Mapping[str, Foreign] = {
         lambda words, given: {"weight_sync_bucket_mb": max(1, int(words[0]) >> 20)}, "`weight_sync_bucket_mb`, in MiB"
     ),
     "update_weights_interval": lacks(features.AHEAD, "1"),
-    "over_sampling_batch_size": _together("`oversample_ratio`, which is it over rollout_batch_size"),
-    "dynamic_sampling_filter_path": _together("`dynamic_sample`, where it is check_reward_nonzero_std; others are refused"),
+    "over_sampling_batch_size": together("`oversample_ratio`, which is it over rollout_batch_size"),
+    "dynamic_sampling_filter_path": together("`dynamic_sample`, where it is check_reward_nonzero_std; others are refused"),
     "partial_rollout": lacks(features.AHEAD),
     "mask_offpolicy_in_partial_rollout": lacks(features.AHEAD),
     "rollout_external_engine_addrs": lacks(features.SERVER),
@@ -196,11 +192,11 @@ NAMES: Mapping[str, Foreign] = {
     "use_tis": _CORRECT,
     "tis_clip": _CORRECT,
     "tis_clip_low": _CORRECT,
-    "use_opsm": _together("`off_policy_sequence_mask_delta`, which is opsm_delta"),
-    "opsm_delta": _together("`off_policy_sequence_mask_delta`, where use_opsm is given"),
+    "use_opsm": together("`off_policy_sequence_mask_delta`, which is opsm_delta"),
+    "opsm_delta": together("`off_policy_sequence_mask_delta`, where use_opsm is given"),
     "use_routing_replay": _switch("router_replay_mode", "R2"),
     "use_rollout_routing_replay": _switch("router_replay_mode", "R3"),
-    **dict.fromkeys(slime_teacher.NAMES, _together("`teacher_model` and `teacher_kl_coef`, of all names of the teacher")),
+    **dict.fromkeys(slime_teacher.NAMES, together("`teacher_model` and `teacher_kl_coef`, of all names of the teacher")),
     **not_there(features.TEACHER, "opd_teacher_ckpt_step"),
     "value_clip": Foreign(why="there is no critic; what asks for one is advantage_estimator ppo"),
     # Batches, of which the sizes are a table of their own.

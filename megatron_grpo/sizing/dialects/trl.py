@@ -39,6 +39,7 @@ from megatron_grpo.sizing.dialects.vocabulary import (
     size,
     sizes,
     text_of,
+    together,
     whole,
 )
 
@@ -119,11 +120,6 @@ def _steps(name: str) -> Reader:
     return read
 
 
-def _together(hint: str) -> Foreign:
-    """`settle` reads it with others."""
-    return reads(lambda words, given: {}, hint)
-
-
 def _lowest_lr(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
     """lr_scheduler_kwargs of transformers' cosine_with_min_lr, as one mapping or a name each."""
     words = " ".join(given.get("lr_scheduler_kwargs", ["{}"]))
@@ -147,7 +143,7 @@ NAMES: Mapping[str, Foreign] = {
     "max_steps": reads(_no_limit, "max_steps; leave it out where there is no limit"),
     "scale_rewards": same("scale_rewards", {"true": "group", "false": "none"}),
     "lr_scheduler_type": same("lr_decay_style", {"constant_with_warmup": "constant", "cosine_with_min_lr": "cosine"}),
-    "lr_scheduler_kwargs": _together("`min_lr`, of min_lr or min_lr_rate; other words are refused"),
+    "lr_scheduler_kwargs": together("`min_lr`, of min_lr or min_lr_rate; other words are refused"),
     **{name: reads(_steps(name), f"`{name}`; a share of the run is refused") for name in ("save_steps", "eval_steps", "logging_steps")},
     "vllm_max_model_length": same("vllm_max_model_len"),
     "shuffle_dataset": same("dataset_shuffle"),
@@ -291,7 +287,7 @@ TRL = Dialect(
     defaults=DEFAULTS,
     patterns={
         "gradient_checkpointing_kwargs.*": Foreign(why=features.KERNELS),
-        "lr_scheduler_kwargs.*": _together("`min_lr`"),
+        "lr_scheduler_kwargs.*": together("`min_lr`"),
     },
     settle=(settle, turns.of_trl, _lowest_lr),
     settings=sizes(

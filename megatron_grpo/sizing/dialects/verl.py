@@ -23,6 +23,7 @@ from megatron_grpo.sizing.dialects.vocabulary import (
     own_rewards,
     size,
     sizes,
+    together,
 )
 
 _MEGATRON, _OPTIM, _TRANSFORMER = "actor.megatron.", "actor.optim.", "actor.megatron.override_transformer_config."
@@ -54,7 +55,7 @@ NAMES: Mapping[str, Foreign] = {
     "truncation": verl_reads.TOO_LONG,
     "prompt_key": reads(verl_reads.column("prompt"), "`columns`, where it is not prompt"),
     "image_key": reads(verl_reads.column("images"), "`columns`, where it is not images"),
-    "gen_batch_size": verl_reads.together("nothing, where it is `train_batch_size`; another number is refused"),
+    "gen_batch_size": together("nothing, where it is `train_batch_size`; another number is refused"),
     "train_max_samples": lacks("all rows of a data set are used", "-1"),
     "val_max_samples": same("eval_num_prompts", {"-1": "none"}),
     "validation_shuffle": lacks(features.EVALUATION),
@@ -82,7 +83,7 @@ NAMES: Mapping[str, Foreign] = {
     "rollout.limit_images": same("limit_images"),
     "rollout.checkpoint_engine.update_weights_bucket_megabytes": same("weight_sync_bucket_mb"),
     "rollout.free_cache_engine": reads(verl_reads.sleep, "`sleep_level` 2"),
-    "rollout.enable_rollout_routing_replay": reads(verl_reads.replay, "`router_replay_mode` R3"),
+    "rollout.enable_rollout_routing_replay": verl_reads.REPLAY,
     "rollout.val_kwargs.n": same("num_generations_eval"),
     "rollout.val_kwargs.temperature": same("eval_temperature"),
     "rollout.val_kwargs.top_p": same("eval_top_p"),
@@ -115,7 +116,7 @@ NAMES: Mapping[str, Foreign] = {
             *("context_parallel_size", "expert_model_parallel_size", "sequence_parallel", "use_distributed_optimizer", "seed"),
         )
     },
-    f"{_MEGATRON}expert_tensor_parallel_size": verl_reads.together("`expert_tensor_parallel_size`; null is the tensor parallel size"),
+    f"{_MEGATRON}expert_tensor_parallel_size": together("`expert_tensor_parallel_size`; null is the tensor parallel size"),
     f"{_MEGATRON}dtype": same("torch_dtype"),
     f"{_MEGATRON}param_offload": verl_reads.offload("offload_model"),
     f"{_MEGATRON}grad_offload": verl_reads.offload("offload_model"),
@@ -154,21 +155,21 @@ NAMES: Mapping[str, Foreign] = {
     "model.lora_alpha": verl_reads.of_adapter("lora_alpha"),
     "model.lora.dropout": verl_reads.of_adapter("lora_dropout"),
     "model.lora.dtype": verl_reads.of_adapter("lora_dtype"),
-    "model.lora.merge": verl_reads.together("`vllm_enable_lora`, which is false where it is true"),
+    "model.lora.merge": together("`vllm_enable_lora`, which is false where it is true"),
     **{
-        f"{section}{name}": verl_reads.together(f"`{name}`, with tuner_type lora")
+        f"{section}{name}": together(f"`{name}`, with tuner_type lora")
         for section in ("model.", _LORA)
         for name in ("target_modules", "exclude_modules")
     },
     "model.lora_adapter_path": same("adapters"),
     "model.lora.adapter_path": same("adapters"),
-    "model.lora.type": verl_reads.together("a note: what is not canonical_lora shares one A between q, k and v, here each has its own"),
+    "model.lora.type": together("a note: what is not canonical_lora shares one A between q, k and v, here each has its own"),
     "model.lora.lora_A_init_method": lacks(features.LORA_START, "xavier", "kaiming", "uniform"),
     "model.lora.lora_B_init_method": only("zero", features.LORA_START),
-    "model.override_config.moe_config.freeze_moe_router": reads(verl_reads.routers, "`freeze_parameters_regex`"),
+    "model.override_config.moe_config.freeze_moe_router": verl_reads.ROUTERS,
     "model.override_config.model_config": lacks(features.BUILT),
     "model.override_config": lacks(features.BUILT),
-    "model.enable_gradient_checkpointing": verl_reads.together(
+    "model.enable_gradient_checkpointing": together(
         "`recompute_granularity` full, where verl trains with FSDP; with Megatron it is not read"
     ),
     "model.trust_remote_code": verl_reads.TRUSTS,
@@ -193,7 +194,7 @@ NAMES: Mapping[str, Foreign] = {
     f"{_OPTIM}min_lr": same("min_lr"),
     f"{_OPTIM}lr_warmup_steps": same("lr_warmup_iters", {"-1": "0"}),
     f"{_OPTIM}lr_warmup_steps_ratio": same("lr_warmup_fraction", {"0.0": "none", "0": "none"}),
-    f"{_OPTIM}min_lr_ratio": verl_reads.together("`min_lr`, which is this times lr"),
+    f"{_OPTIM}min_lr_ratio": together("`min_lr`, which is this times lr"),
     f"{_OPTIM}num_cycles": lacks("a cosine goes half a period", "0.5"),
     f"{_OPTIM}optimizer": lacks(features.OTHER_OPTIMIZER, "adam", "adamw"),
     f"{_OPTIM}lr_warmup_init": same("lr_warmup_init"),
@@ -226,7 +227,7 @@ NAMES: Mapping[str, Foreign] = {
     "algorithm.kl_penalty": verl_reads.KL,
     "algorithm.kl_ctrl.type": only("fixed", "beta is constant"),
     "algorithm.norm_adv_by_std_in_grpo": same("scale_rewards", {"true": "group", "false": "none"}),
-    "algorithm.adv_estimator": verl_reads.together("`advantage_estimator`: grpo, rloo; its others are refused"),
+    "algorithm.adv_estimator": together("`advantage_estimator`: grpo, rloo; its others are refused"),
     "algorithm.use_pf_ppo": lacks("completions are not drawn again by their rewards"),
     "algorithm.filter_groups.enable": same("dynamic_sample"),
     "algorithm.filter_groups.max_num_gen_batches": same("max_resample_times"),
@@ -236,19 +237,17 @@ NAMES: Mapping[str, Foreign] = {
     "actor.router_replay.record_file": lacks("what routers chose is not written to files"),
     "actor.router_replay.replay_file": lacks("what routers chose is not read from files"),
     "actor.load_weight": only("true", "the policy starts from the model's weights"),
-    f"{_RIGHT}rollout_is": verl_reads.together(
-        "`rollout_importance_sampling_mode`: token is token_truncate, sequence is sequence_truncate"
-    ),
+    f"{_RIGHT}rollout_is": together("`rollout_importance_sampling_mode`: token is token_truncate, sequence is sequence_truncate"),
     f"{_RIGHT}rollout_is_threshold": reads(verl_reads.threshold, "`rollout_importance_sampling_threshold`"),
     f"{_RIGHT}rollout_is_batch_normalize": lacks("the weights of the correction are not normalised"),
     f"{_RIGHT}rollout_rs": lacks("of its corrections rollout_is is translated"),
     f"{_RIGHT}rollout_rs_threshold": lacks("of its corrections rollout_is is translated"),
-    f"{_RIGHT}bypass_mode": reads(verl_reads.bypass, "`old_logprobs` rollout"),
+    f"{_RIGHT}bypass_mode": verl_reads.BYPASS,
     f"{_RIGHT}loss_type": only("ppo_clip", "the loss is clipped"),
     # Batches, of which the sizes are a table of their own.
     "actor.use_dynamic_bsz": verl_reads.PACKED,
     "actor.ppo_max_token_len_per_gpu": verl_reads.PACKED,
-    "actor.ppo_micro_batch_size": verl_reads.together("`micro_batch_size`, which is this over the data-parallel size"),
+    "actor.ppo_micro_batch_size": together("`micro_batch_size`, which is this over the data-parallel size"),
     # Rewards.
     "custom_reward_function.path": reads(own_rewards("a function with verl's signature"), "nothing; reward_funcs has to be given"),
     "reward_model.enable": lacks("a reward model is the reward function reward_model: reward_funcs reward_model, and its directory"),

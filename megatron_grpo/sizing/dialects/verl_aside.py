@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from megatron_grpo.settings.foreign import Foreign, aside, lacks, only, reads
+from megatron_grpo.settings.foreign import Foreign, aside, lacks, only
 from megatron_grpo.sizing.dialects import features
 from megatron_grpo.sizing.dialects.features import FILES, KERNELS, LOADING, LOGS, MEMORY
+from megatron_grpo.sizing.dialects.vocabulary import together
 
 _FSDP = "it is of its FSDP workers: here Megatron shards (tensor_model_parallel_size, use_distributed_optimizer)"
 _MEGATRON, _TRANSFORMER = "actor.megatron.", "actor.megatron.override_transformer_config."
@@ -120,7 +121,7 @@ PATTERNS: Mapping[str, Foreign] = {
     "rollout.multi_turn.*": Foreign(why="it does nothing without rollout.multi_turn.enable, which is refused"),
     "rollout.engine_kwargs.sglang.*": Foreign(why="vLLM samples"),
     "rollout.engine_kwargs.trtllm.*": Foreign(why="vLLM samples"),
-    "rollout.engine_kwargs.vllm.*": reads(lambda words, given: {}, "`vllm_engine_kwargs`, or the setting that says it"),
+    "rollout.engine_kwargs.vllm.*": together("`vllm_engine_kwargs`, or the setting that says it"),
     "async_training.*": Foreign(lacks=features.AHEAD, is_task=True),
     "model.mtp.*": Foreign(why="it does nothing without model.mtp.enable, which is refused"),
     "ref.router_replay.*": Foreign(why="the reference chooses its experts itself"),
@@ -136,6 +137,6 @@ PATTERNS: Mapping[str, Foreign] = {
     "ray_kwargs.*": Foreign(why="Ray is not used: ranks are started by torchrun"),
     "hydra.*": Foreign(why="how its program is put together and started"),
     "npu_profile.*": Foreign(why=LOGS),
-    "apply_chat_template_kwargs.*": reads(lambda words, given: {}, "`chat_template_kwargs`"),
+    "apply_chat_template_kwargs.*": together("`chat_template_kwargs`"),
     "model.override_config.*": lacks(features.BUILT),
 }

@@ -8,7 +8,7 @@ from typing import Any
 from megatron_grpo.settings.foreign import OFF, Foreign, Reader, reads
 from megatron_grpo.settings.table import TRUE, BadValue
 from megatron_grpo.sizing.dialects import features
-from megatron_grpo.sizing.dialects.vocabulary import Given, text_of, whole
+from megatron_grpo.sizing.dialects.vocabulary import Given, text_of, together, where_true, whole
 
 
 def resumed(words: Sequence[str], given: Given) -> Mapping[str, Any]:
@@ -33,10 +33,7 @@ def sleep(words: Sequence[str], given: Given) -> Mapping[str, Any]:
 
 
 def offload(native: str) -> Foreign:
-    def read(words: Sequence[str], given: Given) -> Mapping[str, Any]:
-        return {native: "true"} if words[0].lower() in TRUE else {}
-
-    return reads(read, f"`{native}` true")
+    return where_true(f"`{native}` true", **{native: "true"})
 
 
 def rank(words: Sequence[str], given: Given) -> Mapping[str, Any]:
@@ -58,26 +55,10 @@ def threshold(words: Sequence[str], given: Given) -> Mapping[str, Any]:
     return {} if " ".join(words).lower() in OFF else {"rollout_importance_sampling_threshold": list(words)}
 
 
-def routers(words: Sequence[str], given: Given) -> Mapping[str, Any]:
-    return {"freeze_parameters_regex": r"\.gate\.weight$"} if words[0].lower() in TRUE else {}
-
-
-def replay(words: Sequence[str], given: Given) -> Mapping[str, Any]:
-    return {"router_replay_mode": "R3"} if words[0].lower() in TRUE else {}
-
-
-def bypass(words: Sequence[str], given: Given) -> Mapping[str, Any]:
-    return {"old_logprobs": "rollout"} if words[0].lower() in TRUE else {}
-
-
-def together(hint: str) -> Foreign:
-    """`verl_settle` reads it with others."""
-    return reads(lambda words, given: {}, hint)
-
-
-TRUSTS = reads(
-    lambda words, given: {"trust_remote_code": "true"} if words[0].lower() in TRUE else {}, "`trust_remote_code` true, of either name"
-)
+ROUTERS = where_true("`freeze_parameters_regex`", freeze_parameters_regex=r"\.gate\.weight$")
+REPLAY = where_true("`router_replay_mode` R3", router_replay_mode="R3")
+BYPASS = where_true("`old_logprobs` rollout", old_logprobs="rollout")
+TRUSTS = where_true("`trust_remote_code` true, of either name", trust_remote_code="true")
 LOSS = together("`loss_type`, `importance_sampling_level`, `delta` and `epsilon_high`, of all names of the loss")
 KL = together("`beta`, `kl_estimator` and `kl_in_reward`, of all names of the KL")
 PACKED = together("`max_tokens_per_micro_batch`, which is `ppo_max_token_len_per_gpu` times the ranks that share a sequence")

@@ -10,6 +10,7 @@ from megatron_grpo.settings.table import BadValue
 from megatron_grpo.sizing.dialects import features
 from megatron_grpo.sizing.dialects.vocabulary import (
     Given,
+    adapted,
     asked_once,
     holds_out,
     idle,
@@ -17,7 +18,6 @@ from megatron_grpo.sizing.dialects.vocabulary import (
     in_steps,
     is_true,
     layout,
-    listed,
     of_pictures,
     of_servers,
     of_template,
@@ -219,10 +219,7 @@ def _lora(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
     elif values.get("tuner_type") != "lora":
         return
     section = "model.lora." if "model.lora.rank" in given else "model."
-    found: dict[str, Any] = {}
-    for name in ("target_modules", "exclude_modules"):
-        words = [part for word in given.get(f"{section}{name}", ()) for part in listed([word]) if part not in ("none", "null")]
-        found |= {name: words} if words else {}
+    found: dict[str, Any] = adapted(given, section)
     if values.get("adapters"):
         found = {}
     elif f"{section}alpha" not in given and f"{section}lora_alpha" not in given:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from megatron_grpo.settings.foreign import OFF, Change, Reader, reads, same
+from megatron_grpo.settings.foreign import OFF, Change, Foreign, Reader, reads, same
 from megatron_grpo.settings.servers import OF_THE_ENGINE
 from megatron_grpo.settings.table import TRUE, BadValue, Setting
 from megatron_grpo.sizing.sizes import NATIVE
@@ -18,6 +18,16 @@ BUILT_IN_REWARDS = (
     *("math", "accuracy", "format", "length", "soft_overlong", "cosine", "repetition", "code", "reward_model", "llm_judge"),
 )
 NATIVE_SIZES = tuple(flag for flags in NATIVE.values() for flag in flags)
+
+
+def together(hint: str) -> Foreign:
+    """The dialect's `settle` reads it with others."""
+    return reads(lambda words, given: {}, hint)
+
+
+def where_true(hint: str, **native: Any) -> Foreign:
+    """Our settings where theirs is true; else it says nothing."""
+    return reads(lambda words, given: dict(native) if words[0].lower() in TRUE else {}, hint)
 
 
 def _no_token(words: Sequence[str], given: Given) -> Mapping[str, Any]:
@@ -211,6 +221,15 @@ def of_template(values: Mapping[str, Any], given: Given, *, prefix: str) -> Iter
     if words := {name.removeprefix(f"{prefix}."): yaml.safe_load(" ".join(given[name])) for name in names}:
         yield Change(values={"chat_template_kwargs": {**values.get("chat_template_kwargs", {}), **words}},
                      note=f"{prefix} is handed to the chat template: chat_template_kwargs.")  # fmt: skip
+
+
+def adapted(given: Given, section: str) -> dict[str, list[str]]:
+    """Which layers have adapters, and which not, where their `section` names any."""
+    found: dict[str, list[str]] = {}
+    for name in ("target_modules", "exclude_modules"):
+        words = [part for word in given.get(f"{section}{name}", ()) for part in listed([word]) if part not in ("none", "null")]
+        found |= {name: words} if words else {}
+    return found
 
 
 def soft_overlong(values: Mapping[str, Any], longest: int, buffer: int, name: str) -> Iterator[Change]:

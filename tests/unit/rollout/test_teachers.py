@@ -201,7 +201,7 @@ def alive(server, body):
     """It says that it lives, and scores nothing."""
     for _ in range(200):
         yield b"\n"
-        time.sleep(0.05)
+        time.sleep(0.05)  # a sign of life now and then
 
 
 def test_a_server_that_lives_and_scores_nothing_is_waited_for_no_longer_than_any_other(opened):
