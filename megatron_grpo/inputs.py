@@ -266,6 +266,7 @@ def _plan_of(
     rows = rows_of(found.prompts)
     pictures = PictureFacts.of(rows, checked.sizes) if rows is not None else None
     made = make_plan(checked, num_prompts=None if rows is None or rows.is_beginning else len(rows), pictures=pictures)
+    checked = made.checked
     if problems := length_problems(checked.config.optimizer, made.timetable.num_steps):
         raise ConfigError(problems)
     if rows is not None and found.eyes is not None and not rows.most_pictures and checked.shape is not None:
@@ -279,6 +280,8 @@ def _plan_of(
     from megatron_grpo.data.prompts import PromptStream
 
     stream = found.prompts if isinstance(found.prompts, PromptStream) else None
+    if stream is not None and checked.config.data.dataset_drop_last:
+        stream.whole = checked.sizes.num_rollout_prompts
     content = content_of(checked.config, model_path=found.model_path, rows=rows, teacher_path=found.teacher_path)
     return made, judge_resume(checked.config, made.timetable, content, stream)
 

@@ -6,6 +6,7 @@
 A *micro-step* trains `micro_batch_size` completions on each DP rank. A *slice* is the part of a rollout that one micro-step trains.
 With A micro-steps an optimizer step, W slices a rollout and mu passes: micro-step s belongs to optimizer step s // A and to rollout
 s // (W * mu); rollout r comes in before optimizer step (r * W * mu) // A, which is a *sampling step*. All integer arithmetic.
+Where an epoch ends with a whole rollout (`drops_last`), s // A is counted anew in each, so that its last step may have fewer micro-steps.
 
 A rollout is sampled by the version that is there when it begins. That is the sampling step itself; or, if sampling runs one rollout ahead,
 the sampling step before it, so that it is sampled while the steps between the two are trained.
@@ -13,6 +14,7 @@ the sampling step before it, so that it is sampled while the steps between the t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -58,31 +60,71 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Timetable:
-    """The run as rows. `num_steps` is its length in optimizer steps, None where it is not known (or not limited)."""
+    """The run as rows. `num_steps` is its length in optimizer steps, None where it is not known (or not limited).
+
+    num_prompts: of the data set, where that is known. drops_last: prompts that do not fill a rollout are left out of an epoch, and its last
+    optimizer step has the micro-steps that are left; else rollouts and steps go on into the next epoch.
+    """
 
     sizes: BatchSizes
     num_steps: int | None = None
+    num_prompts: int | None = None
+    drops_last: bool = False
 
     @classmethod
     def of_length(
-        cls, sizes: BatchSizes, *, max_steps: int | None = None, num_train_epochs: float | None = None, num_prompts: int | None = None
-    ) -> Timetable:
-        """The timetable of a run: `max_steps` optimizer steps, or else so many passes (default 1) over `num_prompts` prompts.
+        cls, sizes: BatchSizes, *, max_steps: int | None = None, num_train_epochs: float | None = None,
+        num_prompts: int | None = None, drops_last: bool = False,
+    ) -> Timetable:  # fmt: skip
+        """The timetable of a run: `max_steps` optimizer steps, or else so many epochs (default 1) of `num_prompts` prompts."""
+        table = cls(sizes, max_steps, num_prompts, drops_last)
+        if max_steps is not None or num_prompts is None:
+            return table
+        return replace(table, num_steps=table.steps_of_epochs(num_train_epochs if num_train_epochs is not None else 1))
 
-        Epochs are rounded up to whole optimizer steps: the run ends with the step in which the last of those prompts has been trained
-        `num_iterations` times.
-        """
-        if max_steps is not None:
-            return cls(sizes, max_steps)
-        if num_prompts is None:
-            return cls(sizes)
-        return cls(sizes, steps_for_prompts(sizes, epochs_of_prompts(num_train_epochs if num_train_epochs is not None else 1, num_prompts)))
+    @property
+    def prompts_per_epoch(self) -> int:
+        """Prompts that an epoch draws, but for what dynamic sampling draws besides; 0 where the size of the data set is not known."""
+        each = self.sizes.num_rollout_prompts if self.drops_last else 1
+        return (self.num_prompts or 0) // each * each
+
+    @property
+    def whole_epoch(self) -> tuple[int, int] | None:
+        """(micro-steps, optimizer steps) of an epoch that ends with a whole rollout; None where its end is nothing to the timetable."""
+        if not self.drops_last or not (prompts := self.prompts_per_epoch):
+            return None
+        micro_steps = prompts // self.sizes.num_rollout_prompts * self.sizes.micro_steps_per_rollout * self.sizes.num_iterations
+        return micro_steps, -(-micro_steps // self.sizes.gradient_accumulation_steps)
+
+    def steps_of_epochs(self, epochs: float) -> int:
+        """Optimizer steps until so many epochs are over: until the last of their prompts has been trained `num_iterations` times."""
+        if self.whole_epoch:
+            return math.ceil(epochs * self.whole_epoch[1])  # in floats, as transformers' Trainer rounds a part of an epoch
+        return steps_for_prompts(self.sizes, epochs_of_prompts(epochs, self.num_prompts or 0))
+
+    def ends_epoch(self, row: MicroStep) -> int | None:
+        """The epoch, from 0, whose last completion is trained for the last time in this micro-step."""
+        completions = self.prompts_per_epoch * self.sizes.num_generations
+        if not completions or row.pass_index + 1 < self.sizes.num_iterations:
+            return None
+        before, after = ((row.rollout * self.sizes.generation_batch_size + place) // completions for place in row.rows)
+        return after - 1 if after > before else None
+
+    def step_of(self, s: int) -> int:
+        """The optimizer step of micro-step s."""
+        length, steps = self.whole_epoch or (s + 1, 0)
+        return s // length * steps + s % length // self.sizes.gradient_accumulation_steps
+
+    def first_of(self, k: int) -> int:
+        """The first micro-step of optimizer step k."""
+        length, steps = self.whole_epoch or (0, k + 1)
+        return k // steps * length + k % steps * self.sizes.gradient_accumulation_steps
 
     def micro_step(self, s: int) -> MicroStep:
         """Micro-step s of the run, from 0, whether or not the run is that long."""
         sizes = self.sizes
-        a, w, mu = sizes.gradient_accumulation_steps, sizes.micro_steps_per_rollout, sizes.num_iterations
-        step, rollout = s // a, s // (w * mu)
+        w, mu = sizes.micro_steps_per_rollout, sizes.num_iterations
+        step, rollout = self.step_of(s), s // (w * mu)
         pass_index, slice_index = divmod(s % (w * mu), w)
         sampled_by, fresh_at = self.sampled_by(rollout), self.version_of(rollout)
         size = sizes.completions_per_micro_step
@@ -115,19 +157,16 @@ class Timetable:
 
     def version_of(self, rollout: int) -> int:
         """The number of optimizer steps done before a rollout comes in, to be trained from then on."""
-        sizes = self.sizes
-        return rollout * sizes.micro_steps_per_rollout * sizes.num_iterations // sizes.gradient_accumulation_steps
+        return self.step_of(rollout * self.sizes.micro_steps_per_rollout * self.sizes.num_iterations)
 
     def _step_of_use(self, rollout: int, pass_index: int, slice_index: int) -> int:
-        sizes = self.sizes
-        w, mu = sizes.micro_steps_per_rollout, sizes.num_iterations
-        return (rollout * w * mu + pass_index * w + slice_index) // sizes.gradient_accumulation_steps
+        w, mu = self.sizes.micro_steps_per_rollout, self.sizes.num_iterations
+        return self.step_of(rollout * w * mu + pass_index * w + slice_index)
 
     def new_rollouts(self, k: int) -> range:
         """The rollouts whose first micro-step falls inside optimizer step k: they come in just before it."""
-        sizes = self.sizes
-        a, length = sizes.gradient_accumulation_steps, sizes.micro_steps_per_rollout * sizes.num_iterations
-        return range(-(-k * a // length), -(-(k + 1) * a // length))
+        length = self.sizes.micro_steps_per_rollout * self.sizes.num_iterations
+        return range(-(-self.first_of(k) // length), -(-self.first_of(k + 1) // length))
 
     def needs_anchor(self, rollout: int, slice_index: int) -> bool:
         """Its first use is later than its coming in, so only a forward-only pass at that version can give its log-probs.
@@ -142,10 +181,10 @@ class Timetable:
     def step(self, k: int) -> Step:
         """Optimizer step k, from 0."""
         sizes = self.sizes
-        a, w, mu = sizes.gradient_accumulation_steps, sizes.micro_steps_per_rollout, sizes.num_iterations
+        w, mu = sizes.micro_steps_per_rollout, sizes.num_iterations
         new, is_ahead = self.new_rollouts(k), sizes.async_rollout_depth > 0
         none = range(new.stop, new.stop)
-        micro_steps = tuple(self.micro_step(s) for s in range(k * a, (k + 1) * a))
+        micro_steps = tuple(self.micro_step(s) for s in range(self.first_of(k), self.first_of(k + 1)))
         trained = tuple(dict.fromkeys((m.rollout, m.slice_index) for m in micro_steps))
         anchors = tuple((r, j) for r in new for j in range(w) if self.needs_anchor(r, j))
         last_use = tuple((r, j) for r, j in trained if self._step_of_use(r, mu - 1, j) == k)
@@ -181,8 +220,7 @@ class Timetable:
 
     def is_between_rollouts(self, k: int, num_rollouts: int) -> bool:
         """Whether k optimizer steps are the whole of so many rollouts, all of their passes."""
-        sizes = self.sizes
-        return k * sizes.gradient_accumulation_steps == num_rollouts * sizes.micro_steps_per_rollout * sizes.num_iterations
+        return self.first_of(k) == num_rollouts * self.sizes.micro_steps_per_rollout * self.sizes.num_iterations
 
     def from_step(self, k: int, num_rollouts: int | None = None) -> Iterator[Step]:
         """Optimizer steps k, k+1, ... to the end of the run, as a process that begins there takes them; without end if that is not known.

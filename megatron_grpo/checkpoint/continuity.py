@@ -19,7 +19,7 @@ from megatron_grpo.errors import Problem
 
 _TABLE = {
     "refused": """
-        torch_dtype seed dataset_shuffle streaming shuffle_buffer_size sync_ref_model use_distributed_optimizer
+        torch_dtype seed dataset_shuffle dataset_drop_last streaming shuffle_buffer_size sync_ref_model use_distributed_optimizer
         tuner_type lora_rank lora_alpha use_rslora lora_dtype target_modules target_regex exclude_modules rank_pattern alpha_pattern
         freeze_llm freeze_vit freeze_aligner
         freeze_parameters freeze_parameters_regex trainable_parameters trainable_parameters_regex
@@ -109,7 +109,8 @@ _WHY = {
     "torch_dtype": "the weights and moments of one are not those of the other",
     "use_distributed_optimizer": "the moments are described in another way",
     **dict.fromkeys(
-        ("seed", "dataset_shuffle", "streaming", "shuffle_buffer_size"), "the prompts that are left would come in another order"
+        ("seed", "dataset_shuffle", "dataset_drop_last", "streaming", "shuffle_buffer_size"),
+        "the prompts that are left would come in another order",
     ),
     "sync_ref_model": "only a run whose reference moves keeps it in its checkpoints",
     "beta": "only a run whose reference moves keeps it in its checkpoints",

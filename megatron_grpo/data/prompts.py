@@ -1,7 +1,8 @@
 """Owns the prompts of a run: reading a data set before anything is loaded, and the seeded stream that hands them out and can be resumed.
 
 The order is a function of (seed, epoch) alone, so every rank and every layout derives the same one, and the whole state is one small dict.
-An epoch is a permutation without replacement; the next one continues where it ends, and no prompt is dropped or padded (docs/data.md).
+An epoch is a permutation without replacement; the next one continues where it ends, and no prompt is padded, nor dropped unless
+`dataset_drop_last` leaves out those that do not fill a rollout (docs/data.md).
 """
 
 from __future__ import annotations
@@ -102,7 +103,9 @@ class PromptStream:
         ("seed", "seed", "{}"),
         ("shuffle", "dataset_shuffle", "{}"),
         ("num_rows", "dataset", "{} rows"),
+        ("drops_last", "dataset_drop_last", "{}"),
     )
+    whole = 1  # an epoch ends with its last whole so many prompts (dataset_drop_last)
 
     def __init__(self, rows: PromptRows, encode: Encode, *, seed: int, shuffle: bool = True):
         self.rows, self.encode, self.seed, self.shuffle = rows, encode, seed, shuffle
@@ -110,8 +113,13 @@ class PromptStream:
         self._order: tuple[int, np.ndarray] = (-1, np.empty(0, dtype=np.int64))
 
     def __len__(self) -> int:
-        """Prompts of one epoch."""
+        """Prompts of the data set."""
         return len(self.rows)
+
+    @property
+    def per_epoch(self) -> int:
+        """Prompts of it that an epoch draws."""
+        return len(self) // self.whole * self.whole
 
     @property
     def longest_prompt(self) -> int:
@@ -132,7 +140,8 @@ class PromptStream:
 
     def state(self) -> dict[str, Any]:
         """All there is to know for going on from here, as JSON."""
-        return {"taken": self.taken, "seed": self.seed, "shuffle": self.shuffle, "num_rows": len(self), "fingerprint": self._fingerprint()}
+        found = {"taken": self.taken, "seed": self.seed, "shuffle": self.shuffle, "num_rows": len(self), "fingerprint": self._fingerprint()}
+        return found | ({"drops_last": f"true ({self.per_epoch} prompts an epoch)"} if self.per_epoch < len(self) else {})
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Goes on from a saved state. Raises ConfigError where seed, order or data set are not those it was saved with."""
@@ -168,7 +177,7 @@ another output_dir."
 
     def _found(self, number: int) -> tuple[PromptRows, int, int]:
         """(rows that prompt `number` of the run is among, its index there, the row of the data set with which they begin)."""
-        epoch, place = divmod(number, len(self))
+        epoch, place = divmod(number, self.per_epoch)
         if self._order[0] != epoch:
             self._order = (epoch, permutation(len(self), self.seed, epoch) if self.shuffle else np.arange(len(self)))
         return self.rows, int(self._order[1][place]), 0

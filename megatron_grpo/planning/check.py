@@ -62,7 +62,7 @@ def check_parsed(parsed: Parsed) -> Checked:
         passes=sizes.num_iterations,
     )  # fmt: skip
     if groups:
-        raise ConfigError([_in_typed_names(cfg, problem) for problem in groups])
+        raise ConfigError([in_typed_names(cfg, problem) for problem in groups])
     return Checked(config=_with_sleep(with_adapter(settled(cfg, sizes))), sizes=sizes, shape=shape, parsed=parsed, teacher=teacher)
 
 
@@ -92,7 +92,7 @@ def _settings_problems(parsed: Parsed, shapes: Shapes) -> list[Problem]:
         of_model += teacher_problems(cfg, shape, teacher, longest)
     of_grpo = [*refused_grpo.problems(cfg), *refused_grpo.sampling_problems(cfg)]
     others = [*of_grpo, *of_stages, *of_model, *tuner_problems(cfg, shape), *refused_bits.problems(cfg, shape)]
-    found = [_in_typed_names(cfg, problem) for problem in others if not set(problem.flags) & parsed.unreadable]
+    found = [in_typed_names(cfg, problem) for problem in others if not set(problem.flags) & parsed.unreadable]
     return [*validate(cfg, parsed.unreadable), *found]
 
 
@@ -104,7 +104,7 @@ def _stops(cfg: Config, shape: ModelShape) -> list[Problem]:
     return [Problem(flags=("stop_token_ids",), message=message)] if beyond else []
 
 
-def _in_typed_names(cfg: Config, problem: Problem) -> Problem:
+def in_typed_names(cfg: Config, problem: Problem) -> Problem:
     return Problem(
         flags=tuple(cfg.typed.get(flag, flag) for flag in problem.flags),
         message=problem.message,

@@ -14,6 +14,7 @@ from megatron_grpo.batching.timetable import Timetable
 from megatron_grpo.errors import EXIT_CONFIG, EXIT_DONE, ConfigError
 from megatron_grpo.files import written_whole
 from megatron_grpo.planning.check import Checked, check_parsed
+from megatron_grpo.planning.epochs import as_long_as_there, epoch_problems
 from megatron_grpo.planning.facts import bubble_fraction, native_flags
 from megatron_grpo.planning.output import errors_object, write_plan
 from megatron_grpo.planning.servers import servers_of
@@ -70,14 +71,13 @@ class Plan:
         }
 
     def write_json(self, write: Any, *, num_rollouts: int | None = None) -> None:
-        write_plan(write, self.checked.sizes, num_rollouts=num_rollouts or self.checked.config.plan.plan_rollouts, rest=self.rest())
+        write_plan(write, self.timetable, num_rollouts=num_rollouts or self.checked.config.plan.plan_rollouts, rest=self.rest())
 
     def save(self, path: Path) -> None:
         """The JSON object of the whole run, or of its first MOST_SAVED micro-steps' rollouts where it is longer; whole or not at all."""
-        sizes = self.checked.sizes
+        sizes, steps = self.checked.sizes, self.timetable.num_steps
         per_rollout = sizes.micro_steps_per_rollout * sizes.num_iterations
-        steps = MOST_SAVED // sizes.gradient_accumulation_steps if self.timetable.num_steps is None else self.timetable.num_steps
-        micro_steps = min(steps * sizes.gradient_accumulation_steps, MOST_SAVED)
+        micro_steps = MOST_SAVED if steps is None else min(self.timetable.first_of(steps), MOST_SAVED)
         with written_whole(path) as stream, io.TextIOWrapper(stream, encoding="utf-8") as file:
             self.write_json(file.write, num_rollouts=max(1, -(-micro_steps // per_rollout)))
 
@@ -85,12 +85,19 @@ class Plan:
 def make_plan(checked: Checked, *, num_prompts: int | None = None, pictures: PictureFacts | None = None) -> Plan:
     """The plan of a configuration that passes. num_prompts, pictures: of the data set where the caller knows it.
 
-    Raises ConfigError where the file of lengths cannot be read.
+    Raises ConfigError where the file of lengths cannot be read, and where an epoch does not come out.
     """
     cfg, sizes = checked.config, checked.sizes
     if num_prompts is None:
         num_prompts = cfg.plan.num_prompts
-    timetable = Timetable.of_length(sizes, max_steps=cfg.run.max_steps, num_train_epochs=cfg.run.num_train_epochs, num_prompts=num_prompts)
+    checked, notes = as_long_as_there(checked, num_prompts)
+    cfg = checked.config
+    timetable = Timetable.of_length(
+        sizes, max_steps=cfg.run.max_steps, num_train_epochs=cfg.run.num_train_epochs, num_prompts=num_prompts,
+        drops_last=cfg.data.dataset_drop_last,
+    )  # fmt: skip
+    if problems := epoch_problems(checked, timetable):
+        raise ConfigError(problems)
     sharing = decide(cfg, checked.shape)
     memory, cost, tuning = _estimates(checked, sharing)
     return Plan(
@@ -101,6 +108,7 @@ def make_plan(checked: Checked, *, num_prompts: int | None = None, pictures: Pic
         cost=cost,
         sharing=sharing,
         warnings=[
+            *notes,
             *warnings_of(checked, timetable, memory, cost, tuning.push if tuning else None),
             *(pictures.warnings() if pictures else ()),
         ],

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_grpo.batching.timetable import Timetable
 from megatron_grpo.planning.activations import FP32
 from megatron_grpo.planning.computed import Computed, Step
 from megatron_grpo.planning.facts import most_waiting_rows, old_logprobs_summary
@@ -180,7 +181,7 @@ def _trained(
     taught = of(teacher, Tuning.of(config_of_teacher(cfg, teacher, shape), teacher)).forward if teacher is not None else 0
     rows, sequences = sizes.generation_batch_size, computed.sequences
     period = min(1000, sizes.gradient_accumulation_steps)  # after so many rollouts the timetable repeats
-    summary = old_logprobs_summary(sizes, period)
+    summary = old_logprobs_summary(Timetable(sizes), period)
     recompute = work.forward if cfg.model.recompute_granularity == "full" else 0
     return {
         "old_logprobs": rows * summary["slices_recomputed"] * work.forward // (summary["slices_total"] * sequences),

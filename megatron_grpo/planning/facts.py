@@ -13,17 +13,17 @@ from megatron_grpo.settings.foreign import words_of
 from megatron_grpo.sizing.batch_sizes import BatchSizes
 
 
-def old_logprobs_summary(sizes: BatchSizes, num_rollouts: int) -> dict[str, Any]:
+def old_logprobs_summary(timetable: Timetable, num_rollouts: int) -> dict[str, Any]:
     """rollouts[r]: some slice of it is trained by another version than sampled it. slices_recomputed: forward-only passes, in slices."""
-    timetable = Timetable(sizes)
-    slices, passes, a = sizes.micro_steps_per_rollout, sizes.num_iterations, sizes.gradient_accumulation_steps
-    is_stale = [((r + 1) * slices * passes - 1) // a > timetable.sampled_by(r) for r in range(num_rollouts)]
+    sizes = timetable.sizes
+    slices, passes = sizes.micro_steps_per_rollout, sizes.num_iterations
+    is_stale = [timetable.step_of((r + 1) * slices * passes - 1) > timetable.sampled_by(r) for r in range(num_rollouts)]
     recomputed = 0
     if sizes.old_logprobs != "rollout":
         decides = passes - 1 if sizes.old_logprobs == "always" else 0  # the pass whose uses need it (`Timetable.needs_anchor`)
         for r in range(num_rollouts):
             # Slices are used in order; those from the next optimizer step on need a pass.
-            fresh = (timetable.version_of(r) + 1) * a - (r * passes + decides) * slices
+            fresh = timetable.first_of(timetable.version_of(r) + 1) - (r * passes + decides) * slices
             recomputed += slices - min(max(fresh, 0), slices)
     return {"rollouts": is_stale, "slices_recomputed": recomputed, "slices_total": num_rollouts * slices}
 

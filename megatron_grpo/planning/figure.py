@@ -28,14 +28,14 @@ class Gap:
     micro_steps: range
 
 
-def shown_rows(sizes: BatchSizes, num_rollouts: int, *, most: int = MOST_ROWS) -> list[MicroStep | Gap]:
+def shown_rows(timetable: Timetable, num_rollouts: int, *, most: int = MOST_ROWS) -> list[MicroStep | Gap]:
     """Micro-steps of the first rollouts; of long stretches only the ends, and at most about `most` rows in all."""
-    timetable = Timetable(sizes)
+    sizes = timetable.sizes
     total = num_rollouts * sizes.micro_steps_per_rollout * sizes.num_iterations
     rows: list[MicroStep | Gap] = []
     if total <= most:
         return [timetable.micro_step(s) for s in range(total)]
-    for stretch in _stretches(sizes, total):
+    for stretch in _stretches(timetable, total):
         if len(rows) >= most:
             rows.append(Gap(range(stretch.start, total)))
             break
@@ -48,11 +48,11 @@ def shown_rows(sizes: BatchSizes, num_rollouts: int, *, most: int = MOST_ROWS) -
     return rows
 
 
-def _stretches(sizes: BatchSizes, total: int) -> Iterator[range]:
+def _stretches(timetable: Timetable, total: int) -> Iterator[range]:
     """Runs of micro-steps of one optimizer step and one pass over one rollout."""
-    a, w, begin = sizes.gradient_accumulation_steps, sizes.micro_steps_per_rollout, 0
+    w, begin = timetable.sizes.micro_steps_per_rollout, 0
     while begin < total:
-        end = min(total, (begin // a + 1) * a, (begin // w + 1) * w)
+        end = min(total, timetable.first_of(timetable.step_of(begin) + 1), (begin // w + 1) * w)
         yield range(begin, end)
         begin = end
 
@@ -88,15 +88,16 @@ def colour(prompt: int) -> str:
     return PALETTE[prompt % len(PALETTE)]
 
 
-def draw(sizes: BatchSizes, num_rollouts: int, *, width: int = 80) -> list[Text]:
+def draw(timetable: Timetable, num_rollouts: int, *, width: int = 80) -> list[Text]:
     """The figure as styled lines, none wider than `width` columns."""
     from rich.text import Text
 
-    rows = shown_rows(sizes, num_rollouts)
+    sizes, rows = timetable.sizes, shown_rows(timetable, num_rollouts)
     steps = [row for row in rows if isinstance(row, MicroStep)]
     widest = max(widest_cell(sizes, rows, shown_ranks(sizes.dp_size, MOST_RANKS)), 2) + 1
     left = max(len(f"step {steps[-1].optimizer_step}"), 7) + 3 + 7
-    right = 9 + 13 + max(len(f"rollout {num_rollouts - 1}"), 14) + 2
+    note = ", end of epoch 00" * any(timetable.ends_epoch(row) is not None for row in steps)
+    right = 9 + 13 + max(len(f"rollout {num_rollouts - 1}"), 14) + 2 + len(note)
     ranks = shown_ranks(sizes.dp_size, max(1, (width - left - right) // widest))
     heads = "".join(("…" if rank is None else str(rank)).rjust(widest) for rank in ranks)
     lines = [
@@ -108,21 +109,20 @@ def draw(sizes: BatchSizes, num_rollouts: int, *, width: int = 80) -> list[Text]
             more = f"  … {len(row.micro_steps):,} more, to {row.micro_steps[-1]}"[: len(heads) + 6 + 13 + 1]
             lines.append(Text(f"{'│':<{left - 7}}{'⋮':>6} {more:<{len(heads) + 6 + 2 + 13}}│", style="dim"))
             continue
-        lines.append(_line(sizes, rows, index, row, ranks, widest, left))
+        lines.append(_line(timetable, index, row, ranks, widest, left))
     return lines
 
 
-def _line(
-    sizes: BatchSizes, rows: Sequence[MicroStep | Gap], index: int, row: MicroStep, ranks: Sequence[int | None], widest: int, left: int
-) -> Text:
+def _line(timetable: Timetable, index: int, row: MicroStep, ranks: Sequence[int | None], widest: int, left: int) -> Text:
     from rich.text import Text
 
-    a, length = sizes.gradient_accumulation_steps, sizes.micro_steps_per_rollout * sizes.num_iterations
+    sizes, step = timetable.sizes, row.optimizer_step
+    length = sizes.micro_steps_per_rollout * sizes.num_iterations
     stale = row.staleness > 0
     text = Text()
-    begins, ends = row.micro_step % a == 0, row.micro_step % a == a - 1
+    begins, ends = row.micro_step == timetable.first_of(step), row.micro_step + 1 == timetable.first_of(step + 1)
     bracket = bracket_of(begins, ends)
-    label = f"step {row.optimizer_step}" if begins or index == 0 else ""
+    label = f"step {step}" if begins or index == 0 else ""
     text.append(f"{bracket} {label}".ljust(left - 7), style="bold" if label else "")
     text.append(f"{row.micro_step:>6} ")
     for rank in ranks:
@@ -140,6 +140,8 @@ def _line(
         note = f"rollout {row.rollout} by v{row.sampled_by_version}"
     elif row.slice_index == 0:
         note = f"pass {row.pass_index + 1}"
+    if (epoch := timetable.ends_epoch(row)) is not None:
+        note = f"{note}{', ' if note else ''}end of epoch {epoch}"
     text.append(f"{bracket_of(first, last, right=True)} {note}".rstrip(), style="bold" if first else "")
     if stale:
         text.stylize("on #3a2f00")

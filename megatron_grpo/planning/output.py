@@ -8,6 +8,7 @@ from typing import Any
 
 from megatron_grpo.batching.timetable import Timetable
 from megatron_grpo.errors import Problem
+from megatron_grpo.planning.epochs import epochs_object
 from megatron_grpo.planning.facts import old_logprobs_summary
 from megatron_grpo.sizing.batch_sizes import BatchSizes
 
@@ -32,20 +33,22 @@ def sizes_object(sizes: BatchSizes) -> dict[str, dict[str, Any]]:
     return {"parallel": {name: getattr(sizes.layout, name) for name in parallel}, "batch": {name: getattr(sizes, name) for name in batch}}
 
 
-def write_plan(write: Callable[[str], Any], sizes: BatchSizes, *, num_rollouts: int, rest: Mapping[str, Any]) -> None:
+def write_plan(write: Callable[[str], Any], timetable: Timetable, *, num_rollouts: int, rest: Mapping[str, Any]) -> None:
     """The whole object. `rest` follows the timetable: pipeline, memory, cost, native_flags, warnings."""
-    head = {**sizes_object(sizes), "old_logprobs": old_logprobs_summary(sizes, num_rollouts)}
+    head = {**sizes_object(timetable.sizes), "old_logprobs": old_logprobs_summary(timetable, num_rollouts)}
+    if epochs := epochs_object(timetable):
+        head["epochs"] = epochs
     write(json.dumps(head, separators=COMPACT)[:-1] + ',"timetable":[')
     comma = ""
-    for row in timetable_rows(sizes, num_rollouts):
+    for row in timetable_rows(timetable, num_rollouts):
         write(comma + row)
         comma = ","
     write("]," + json.dumps(rest, separators=COMPACT)[1:] + "\n")
 
 
-def timetable_rows(sizes: BatchSizes, num_rollouts: int) -> Iterator[str]:
+def timetable_rows(timetable: Timetable, num_rollouts: int) -> Iterator[str]:
     """JSON objects, one per micro-step of the first rollouts, in micro-step order."""
-    timetable = Timetable(sizes)
+    sizes = timetable.sizes
     slices, passes, size = sizes.micro_steps_per_rollout, sizes.num_iterations, sizes.micro_batch_size
     rows: dict[int, str] = {}  # by slice: the same in every rollout and pass
     for rollout in range(num_rollouts):

@@ -27,7 +27,7 @@ def draw_png(made: Plan, path: str) -> None:
     from rich.text import Text
 
     sizes, terminal = made.checked.sizes, Console(width=COLUMNS)
-    lines = [*draw(sizes, made.checked.config.plan.plan_rollouts, width=COLUMNS), Text(), *map(Text, legend(sizes))]
+    lines = [*draw(made.timetable, made.checked.config.plan.plan_rollouts, width=COLUMNS), Text(), *map(Text, legend(sizes))]
     columns = max(line.cell_len for line in lines)
     figure = Figure(figsize=((columns + 2) * POINTS * 0.602 / 72, (len(lines) + 2) * POINTS * 1.5 / 72), dpi=130, facecolor=PAPER)
     FigureCanvasAgg(figure)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TextIO
 
+from megatron_grpo.planning.epochs import epoch_in_words, epochs_object
 from megatron_grpo.planning.facts import native_flags, old_logprobs_summary, staleness
 from megatron_grpo.planning.figure import draw, legend
 from megatron_grpo.planning.output import sizes_object
@@ -28,7 +29,7 @@ def print_report(made: Plan, *, file: TextIO | None = None, is_short: bool = Fal
     _sizes(console, made)
     if not is_short:
         console.rule("[bold]timetable", align="left", style="dim")
-        for line in draw(sizes, cfg.plan.plan_rollouts, width=console.width):
+        for line in draw(made.timetable, cfg.plan.plan_rollouts, width=console.width):
             console.print(line, no_wrap=True, overflow="crop")
         for meaning in legend(sizes):
             console.print(meaning, style="dim", markup=False)
@@ -105,11 +106,13 @@ def _size_rows(made: Plan) -> Iterator[tuple[str, str, str]]:
     )
     yield "rollout", f"{sizes.generation_batch_size}", f"completions = {sizes.num_rollout_prompts} prompts x {group}; {each}{passes}"
     if timetable.num_steps is not None:
-        rollouts = -(-timetable.num_steps * a // (sizes.micro_steps_per_rollout * sizes.num_iterations))
+        rollouts = -(-timetable.first_of(timetable.num_steps) // (sizes.micro_steps_per_rollout * sizes.num_iterations))
         data = f" over {made.num_prompts} prompts" if made.num_prompts else ""
         yield "run", f"{timetable.num_steps}", f"optimizer steps, {rollouts} rollouts{data}"
+    if epochs := epochs_object(timetable):
+        yield "epoch", f"{epochs['optimizer_steps']:.4g}", epoch_in_words(epochs, made.checked)
     shown = made.checked.config.plan.plan_rollouts
-    old = old_logprobs_summary(sizes, shown)
+    old = old_logprobs_summary(timetable, shown)
     stale = [str(r) for r, is_stale in enumerate(old["rollouts"]) if is_stale]
     who = "; every row is on-policy"
     if stale:

@@ -103,11 +103,11 @@ def _worst_staleness(timetable: Timetable) -> int:
     """In optimizer steps, over every row that the run trains."""
     sizes, last = timetable.sizes, math.inf if timetable.num_steps is None else timetable.num_steps - 1
     # Staleness repeats after lcm(A, W * mu) micro-steps; the first rollouts show the worst case.
-    length, a = sizes.micro_steps_per_rollout * sizes.num_iterations, sizes.gradient_accumulation_steps
+    length = sizes.micro_steps_per_rollout * sizes.num_iterations
     # Three times as many where sampling runs ahead: the beginning of a run is fresher.
-    num_rollouts = min(a, 1000) * (3 if sizes.async_rollout_depth else 1)
+    num_rollouts = min(sizes.gradient_accumulation_steps, 1000) * (3 if sizes.async_rollout_depth else 1)
     reached = (r for r in range(num_rollouts) if timetable.version_of(r) <= last)
-    return int(max(min(((r + 1) * length - 1) // a, last) - timetable.sampled_by(r) for r in reached))
+    return int(max(min(timetable.step_of((r + 1) * length - 1), last) - timetable.sampled_by(r) for r in reached))
 
 
 def _staleness(cfg: Config, timetable: Timetable) -> Iterator[str]:
@@ -228,7 +228,7 @@ def _run(cfg: Config, timetable: Timetable) -> Iterator[str]:
     if cfg.run.max_steps is not None and cfg.run.num_train_epochs is not None:
         yield f"max_steps ({cfg.run.max_steps}) decides the length of the run; num_train_epochs ({cfg.run.num_train_epochs:g}) is not used."
     shown = cfg.plan.plan_rollouts * sizes.micro_steps_per_rollout * sizes.num_iterations
-    if steps is not None and steps * sizes.gradient_accumulation_steps < shown:
+    if steps is not None and timetable.first_of(steps) < shown:
         yield (
             f"The run ends after {steps} optimizer step{'s' if steps > 1 else ''}: later rows of the timetable, of the "
             f"{cfg.plan.plan_rollouts} "

@@ -206,6 +206,9 @@ class DataConfig:
     enable_thinking: bool | None = setting(None, "handed to the chat template where it knows it")
     chat_template_kwargs: dict[str, Any] = setting({}, "handed to the chat template: name=value, or JSON")
     dataset_shuffle: bool = setting(True, "seeded permutation per epoch; false keeps file order")
+    dataset_drop_last: bool = setting(
+        False, "an epoch ends with its last whole rollout, and an optimizer step with it; false goes on into the next epoch"
+    )
     streaming: bool = setting(False, "rows are read and checked as the run goes, a block at a time, and not all of them before it")
     shuffle_buffer_size: int = setting(1000, "with streaming: rows that are read together, and shuffled among each other", at_least=1)
     load_from_cache_file: bool = setting(True, "tokenise a data set once a machine, into the user's cache directory")

@@ -55,6 +55,7 @@ SAME_AS: Mapping[str, str] = {
     "logger": "report_to", "trainer.logger": "report_to", "random_seed": "seed",
     "train_files": "dataset", "train_data": "dataset", "data_path": "dataset", "train_dataset": "dataset", "train_file": "dataset",
     "val_files": "eval_dataset", "val_data": "eval_dataset", "val_dataset": "eval_dataset", "dataset_path": "dataset",
+    **dict.fromkeys(("drop_last", "dataloader_drop_last"), "dataset_drop_last"),
     "system_prompt": "system", "model_path": "model", "model_name": "model", "pretrained_model_name_or_path": "model", "hf_model": "model",
     "hf_checkpoint": "model", "model.path": "model",
     "teacher": "teacher_model", "teacher_model_path": "teacher_model", "teacher_model_name_or_path": "teacher_model",

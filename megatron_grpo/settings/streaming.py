@@ -24,6 +24,10 @@ def pairs(cfg: Config) -> Iterator[Pair]:
             f"max_steps{_of_prompts(cfg)}.",
             {"streaming": [False]},
         )
+    if data.dataset_drop_last:
+        message = "streaming does not know where an epoch ends before it does, so steps and rollouts go on into the next one. Leave \
+dataset_drop_last out."
+        yield ("dataset_drop_last", "streaming"), message, {"dataset_drop_last": [False], "streaming": [False]}
     if data.max_prompt_length is None:
         yield (
             ("max_prompt_length", "streaming"),

@@ -35,7 +35,7 @@ from megatron_grpo.settings.config import GrpoConfig
 from megatron_grpo.train import Run, agreed, train
 from megatron_grpo.types import Progress, ScoredGroup, Verdict, answered
 from megatron_grpo.weights.update import WeightUpdate
-from tests.unit.batching.test_timetable import Walk, sizes_of
+from tests.unit.batching.test_timetable import Walk, table_of
 from tests.unit.test_rollouts import OneRank, Stream
 
 SAMPLING = SamplingSettings(n=2, max_completion_length=2)
@@ -216,11 +216,12 @@ class Case:
     ends: tuple[tuple[int, str], ...] = ()
     refused: frozenset[int] = frozenset()
     max_skipped_steps: int = 99
+    epoch: int = 0  # rollouts of an epoch, with whose last one an optimizer step ends
 
     @property
     def table(self) -> Timetable:
-        sizes = sizes_of(*self.sizes, old_logprobs=self.old_logprobs)
-        return Timetable(replace(sizes, async_rollout_depth=self.depth), self.num_steps)
+        table = table_of(self.sizes, self.num_steps, epoch=self.epoch, old_logprobs=self.old_logprobs)
+        return replace(table, sizes=replace(table.sizes, async_rollout_depth=self.depth))
 
     @property
     def grpo(self) -> GrpoConfig:
@@ -231,7 +232,7 @@ class Case:
         """Sampling step -> rollouts."""
         found: dict[int, list[int]] = {}
         a, w, mu = self.sizes
-        for rollout, step in Walk(a, w, mu, self.num_steps * a // (w * mu) + 2).sampled_at.items():
+        for rollout, step in Walk(a, w, mu, self.num_steps * a // (w * mu) + 2, self.epoch).sampled_at.items():
             if step < self.num_steps:
                 found.setdefault(step, []).append(rollout)
         return found
@@ -325,14 +326,16 @@ def slowly(case: Case) -> dict:
             rows |= {(number, 2 * place + i): worth[place, i] for place in range(w) for i in range(2)}
             fresh[number], by[number] = step, version
     trained: dict[int, dict] = {}
-    for number, _, j, _, step in Walk(a, w, mu, max(fresh) + 1).rows:
+    walk = Walk(a, w, mu, case.num_steps * a // (w * mu) + 2, case.epoch).rows
+    for number, _, j, _, step in walk:
         if step >= case.num_steps:
             break
         of_sampler = case.old_logprobs == "rollout"
         anchor = by[number] if of_sampler else fresh[number]
         old = None if step == anchor else round(logprob(anchor, case.refused) - 0.5 * of_sampler, 6)
         for row in (2 * j, 2 * j + 1):
-            values = (by[number], logprob(by[number], case.refused), old, 1 / (4 * a), float(np.float32(rows[number, row])))
+            weight = 1 / (4 * sum(row[-1] == step for row in walk))  # two tokens of two rows a micro-step, of those that it has
+            values = (by[number], logprob(by[number], case.refused), old, weight, float(np.float32(rows[number, row])))
             trained.setdefault(step, {}).setdefault((number, row), []).append(values)
     return trained
 
@@ -362,7 +365,7 @@ ends = st.dictionaries(st.integers(0, 7), st.sampled_from(["stop", "drop", "rest
 modes = st.fixed_dictionaries({
     "old_logprobs": st.sampled_from(["auto", "rollout", "always"]), "dynamic": st.booleans(), "ratio": st.sampled_from([1.0, 1.5, 2.5]),
     "depth": st.sampled_from([0, 1, 1]), "save_every": st.integers(0, 3), "eval_every": st.integers(0, 3),
-    "refused": st.frozensets(st.integers(0, 7), max_size=3)})  # fmt: skip
+    "refused": st.frozensets(st.integers(0, 7), max_size=3), "epoch": st.integers(0, 3)})  # fmt: skip
 
 
 @settings(max_examples=60, deadline=None)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from megatron_grpo.settings.foreign import Dialect
 from megatron_grpo.sizing.dialects.cs336 import CS336
-from megatron_grpo.sizing.dialects.explain import explain
+from megatron_grpo.sizing.dialects.explain import explain, length_there
 from megatron_grpo.sizing.dialects.skyrl import SKYRL, SKYRL_DOC
 from megatron_grpo.sizing.dialects.slime import SLIME
 from megatron_grpo.sizing.dialects.swift import SWIFT
@@ -14,7 +14,7 @@ from megatron_grpo.sizing.dialects.trl import TRL
 from megatron_grpo.sizing.dialects.verl import VERL
 from megatron_grpo.sizing.sizes import NATIVE, Product
 
-__all__ = ["DIALECTS", "PRODUCTS", "explain"]
+__all__ = ["DIALECTS", "PRODUCTS", "explain", "length_there"]
 
 # By what --dialect takes; `swift` is short for `swift-megatron`.
 DIALECTS: Mapping[str, Dialect] = {

@@ -12,6 +12,7 @@ from megatron_grpo.sizing.dialects.vocabulary import (
     Given,
     adapted,
     asked_once,
+    drops_last,
     holds_out,
     idle,
     in_steps,
@@ -133,6 +134,7 @@ def _is_same(first: str, second: str) -> bool:
 def _asked(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
     """Prompts, engines and evaluations."""
     yield from of_servers(values, program="SkyRL")
+    yield from drops_last(values, title="SkyRL")
     longest, bound = text_of(given, "max_prompt_length", "512"), text_of(given, "max_input_length", "")
     if {"environment", "tools"} & set(given):
         if bound:

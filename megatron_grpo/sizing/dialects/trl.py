@@ -33,6 +33,7 @@ from megatron_grpo.sizing.dialects.vocabulary import (
     TOKEN,
     Given,
     as_in_training,
+    drops_last,
     holds_out,
     of_servers,
     of_the_hub,
@@ -235,6 +236,7 @@ DEFAULTS: Sequence[Default] = (
 def settle(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
     """What TRL makes of several names together."""
     yield from of_servers(values, program="trl vllm-serve")
+    yield from drops_last(values, title="TRL")
     if values.get("vllm_mode") == "server" and not values.get("vllm_server_host") and not values.get("vllm_server_base_url"):
         yield Change(values={"vllm_server_host": ["127.0.0.1"]}, untyped=("vllm_server_host", "0.0.0.0"))
     if holds_out(values):  # by the generation config of training

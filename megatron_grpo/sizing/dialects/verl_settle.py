@@ -12,6 +12,7 @@ from megatron_grpo.sizing.dialects.vocabulary import (
     Given,
     adapted,
     asked_once,
+    drops_last,
     holds_out,
     idle,
     idle_schedule,
@@ -169,6 +170,7 @@ def _layout(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
 
 
 def _data(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
+    yield from drops_last(values, title="verl")
     how = text_of(given, "truncation", "error")
     strategy = {"error": "raise", "left": "left"}.get(how)
     if is_true(given, "filter_overlong_prompts", "false"):

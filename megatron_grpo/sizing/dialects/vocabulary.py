@@ -329,3 +329,12 @@ def of_the_hub(values: Mapping[str, Any]) -> Iterator[Change]:
     idle = [name for name in ("hub_model_id", "hub_private_repo") if name in values] if not values.get("push_to_hub") else []
     if idle:
         yield Change(values=dict.fromkeys(idle), note=f"{' and '.join(idle)} does nothing without push_to_hub, here as there.")
+
+
+def drops_last(values: Mapping[str, Any], *, title: str) -> Iterator[Change]:
+    """Of a system whose epochs end with their last whole rollout."""
+    if values.get("streaming"):
+        note = f"streaming: {title} leaves out what does not fill a rollout where an epoch ends; here a rollout goes on into the next one."
+        yield Change(values={}, note=note)
+    elif "dataset_drop_last" not in values:
+        yield Change(values={"dataset_drop_last": True}, untyped=("drop_last", "true"))

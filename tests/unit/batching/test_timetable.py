@@ -28,10 +28,18 @@ def sizes_of(accumulation: int, window: int, passes: int, *, unit: int = 2, dp: 
     )
 
 
-class Walk:
-    """What happens when one simply does it: sample when the pending samples run out, train, step every A micro-steps."""
+def table_of(size: tuple[int, int, int], num_steps: int | None = None, *, epoch: int = 0, **others) -> Timetable:
+    """epoch: rollouts that the data set fills, with some prompts more, which are left out; 0: nothing is known of it."""
+    sizes = sizes_of(*size, **others)
+    num_prompts = epoch * sizes.num_rollout_prompts + sizes.num_rollout_prompts // 2
+    return Timetable(sizes, num_steps, num_prompts, drops_last=True) if epoch else Timetable(sizes, num_steps)
 
-    def __init__(self, accumulation: int, window: int, passes: int, num_rollouts: int):
+
+class Walk:
+    """What happens when one simply does it: sample when the pending samples run out, train, step every A micro-steps; and, with an `epoch`
+    of so many rollouts, where one ends."""
+
+    def __init__(self, accumulation: int, window: int, passes: int, num_rollouts: int, epoch: int = 0):
         self.rows, version, done = [], 0, 0
         self.sampled_at: dict[int, int] = {}
         for rollout in range(num_rollouts):
@@ -42,6 +50,8 @@ class Walk:
                     done += 1
                     if done == accumulation:
                         version, done = version + 1, 0
+            if epoch and done and (rollout + 1) % epoch == 0:
+                version, done = version + 1, 0
 
     def straddling(self) -> list[int]:
         return sorted({r for r, _, _, sampled, trained in self.rows if sampled != trained})
@@ -97,37 +107,42 @@ def test_the_worked_check_recomputes_exactly_the_two_stale_slices():
 
 
 sizes = st.tuples(st.integers(1, 9), st.integers(1, 9), st.integers(1, 4))
+epochs = st.integers(0, 5)
 
 
 @settings(max_examples=400)
-@given(sizes, st.integers(1, 12))
-def test_every_row_is_where_the_walk_puts_it(size, num_rollouts):
-    a, w, mu = size
-    table, walk = Timetable(sizes_of(a, w, mu)), Walk(a, w, mu, num_rollouts)
+@given(sizes, st.integers(1, 12), epochs)
+def test_every_row_is_where_the_walk_puts_it(size, num_rollouts, epoch):
+    table, walk = table_of(size, epoch=epoch), Walk(*size, num_rollouts, epoch)
     for s, (rollout, pass_index, slice_index, sampled, trained) in enumerate(walk.rows):
         row = table.micro_step(s)
         assert (row.rollout, row.pass_index, row.slice_index) == (rollout, pass_index, slice_index)
         assert (row.sampled_by_version, row.optimizer_step, row.staleness) == (sampled, trained, trained - sampled)
         assert row.rows == (slice_index * 2, slice_index * 2 + 2)
+        assert table.first_of(trained) <= s < table.first_of(trained + 1)
 
 
 @settings(max_examples=300)
-@given(sizes, st.integers(1, 12))
-def test_forward_only_passes_are_those_that_the_walk_needs_and_no_other(size, num_steps):
+@given(sizes, st.integers(1, 12), epochs)
+def test_forward_only_passes_are_those_that_the_walk_needs_and_no_other(size, num_steps, epoch):
     a, w, mu = size
-    table = Timetable(sizes_of(a, w, mu), num_steps)
-    walk = Walk(a, w, mu, num_steps * a // (w * mu) + 2)
+    table = table_of(size, num_steps, epoch=epoch)
+    walk = Walk(a, w, mu, num_steps * a // (w * mu) + 2, epoch)
     anchors = [anchor for step in table.from_step(0) for anchor in step.anchors]
     assert len(anchors) == len(set(anchors))
     assert set(anchors) == walk.forwards_needed(num_steps)
+    num_rollouts = max(len(walk.sampled_at) - 1, 1)
+    summary = old_logprobs_summary(table, num_rollouts)
+    every = walk.forwards_needed(num_steps + len(walk.rows))
+    assert summary["slices_recomputed"] == len([one for one in every if one[0] < num_rollouts])
+    assert [r for r, is_stale in enumerate(summary["rollouts"]) if is_stale] == [r for r in walk.straddling() if r < num_rollouts]
 
 
 @settings(max_examples=200)
-@given(sizes, st.integers(1, 12))
-def test_where_old_log_probs_are_always_made_every_slice_that_is_ever_stale_has_its_pass_and_none_is_kept(size, num_rollouts):
-    a, w, mu = size
-    timed, walk = sizes_of(a, w, mu, old_logprobs="always"), Walk(a, w, mu, num_rollouts)
-    steps = list(Timetable(timed, len(walk.rows) // a + 1).from_step(0))
+@given(sizes, st.integers(1, 12), epochs)
+def test_where_old_log_probs_are_always_made_every_slice_that_is_ever_stale_has_its_pass_and_none_is_kept(size, num_rollouts, epoch):
+    timed, walk = table_of(size, epoch=epoch, old_logprobs="always"), Walk(*size, num_rollouts, epoch)
+    steps = list(replace(timed, num_steps=walk.rows[-1][-1] + 1).from_step(0))
     stale = {(r, j) for r, _, j, sampled, trained in walk.rows if sampled != trained}
     assert {anchor for step in steps for anchor in step.anchors if anchor[0] < num_rollouts} == stale
     assert not any(step.keeps for step in steps)
@@ -148,22 +163,22 @@ def test_the_most_rows_that_wait_behind_a_step_are_those_of_the_walk(size):
 
 
 @settings(max_examples=300)
-@given(sizes, st.integers(1, 10))
-def test_the_last_step_is_like_any_other_so_that_a_run_can_be_made_longer(size, num_steps):
-    shorter, longer = Timetable(sizes_of(*size), num_steps), Timetable(sizes_of(*size), num_steps + 3)
+@given(sizes, st.integers(1, 10), epochs)
+def test_the_last_step_is_like_any_other_so_that_a_run_can_be_made_longer(size, num_steps, epoch):
+    shorter, longer = (table_of(size, num_steps + more, epoch=epoch) for more in (0, 3))
     for one, other in zip(shorter.from_step(0), longer.from_step(0)):
         assert one == other
 
 
 @settings(max_examples=300)
-@given(sizes, st.integers(1, 10), st.sampled_from(["auto", "rollout"]))
-def test_a_run_that_obeys_the_timetable_never_lacks_a_log_prob_and_keeps_none_too_long(size, num_steps, old_logprobs):
+@given(sizes, st.integers(1, 10), st.sampled_from(["auto", "rollout"]), epochs)
+def test_a_run_that_obeys_the_timetable_never_lacks_a_log_prob_and_keeps_none_too_long(size, num_steps, old_logprobs, epoch):
     """Executes the steps: samples, anchors, keeps, frees; a stale row without stored log-probs fails the walk."""
     a, w, mu = size
-    table = Timetable(sizes_of(a, w, mu, old_logprobs=old_logprobs), num_steps)
+    table = table_of(size, num_steps, epoch=epoch, old_logprobs=old_logprobs)
     pending: dict[tuple[int, int], int] = {}  # slice -> version that sampled it
     stored: dict[tuple[int, int], int] = {}  # slice -> version of its log-probs
-    walk = Walk(a, w, mu, num_steps * a // (w * mu) + 2)  # to the last use of every rollout that the run samples, and beyond
+    walk = Walk(a, w, mu, num_steps * a // (w * mu) + 2, epoch)  # to the last use of every rollout that the run samples, and beyond
     uses = [(r, j, trained) for r, _, j, _, trained in walk.rows]
     sampled_rollouts = 0
     for step in table.from_step(0):
@@ -196,11 +211,11 @@ def test_a_run_that_obeys_the_timetable_never_lacks_a_log_prob_and_keeps_none_to
 
 
 @settings(max_examples=200)
-@given(sizes, st.integers(0, 40), st.sampled_from(["auto", "always", "rollout"]))
-def test_one_ahead_only_who_sampled_is_another(size, s, old_logprobs):
+@given(sizes, st.integers(0, 40), st.sampled_from(["auto", "always", "rollout"]), epochs)
+def test_one_ahead_only_who_sampled_is_another(size, s, old_logprobs, epoch):
     """Where old log-probs come from stays, unless they are the sampler's own: then a row is fresh only to who sampled it."""
-    once = Timetable(sizes_of(*size, old_logprobs=old_logprobs))
-    ahead = Timetable(replace(once.sizes, async_rollout_depth=1))
+    once = table_of(size, epoch=epoch, old_logprobs=old_logprobs)
+    ahead = replace(once, sizes=replace(once.sizes, async_rollout_depth=1))
     one, row = once.micro_step(s), ahead.micro_step(s)
     before = [step for step in sorted({once.version_of(r) for r in range(row.rollout + 1)}) if step < one.sampled_by_version]
     by = before[-1] if before else 0
@@ -211,10 +226,10 @@ def test_one_ahead_only_who_sampled_is_another(size, s, old_logprobs):
     assert list(other.arriving) + list(other.immediate) == list(step.immediate)
 
 
-@given(sizes, st.integers(1, 30))
-def test_between_rollouts_is_where_a_step_ends_and_the_next_one_starts_a_rollout(size, steps):
-    table = Timetable(sizes_of(*size))
-    row = table.micro_step(steps * table.sizes.gradient_accumulation_steps)
+@given(sizes, st.integers(1, 30), epochs)
+def test_between_rollouts_is_where_a_step_ends_and_the_next_one_starts_a_rollout(size, steps, epoch):
+    table = table_of(size, epoch=epoch)
+    row = table.micro_step(table.first_of(steps))
     begins = (row.pass_index, row.slice_index) == (0, 0)
     assert [n for n in range(300) if table.is_between_rollouts(steps, n)] == ([row.rollout] if begins and row.rollout < 300 else [])
 
@@ -238,6 +253,8 @@ def test_an_epoch_ends_with_the_step_that_trains_its_last_prompt_for_the_last_ti
         if r * sizes.num_rollout_prompts + row // 2 < num_prompts
     )
     assert steps_for_prompts(sizes, num_prompts) == last // a + 1
+    table = Timetable(sizes, num_prompts=num_prompts)
+    assert [s for s in range(last + 1) if table.ends_epoch(table.micro_step(s)) == 0] == [last]
 
 
 def test_a_tenth_of_thirty_prompts_is_three():

@@ -143,6 +143,7 @@ def walk(batch: dict, parallel: dict, num_rollouts: int, old_logprobs: str):
 def test_the_timetable_is_what_the_walk_does(dp, mbs, a, w, mu, count, group, old):
     from io import StringIO
 
+    from megatron_grpo.batching.timetable import Timetable
     from megatron_grpo.parallel.layout import Layout
     from megatron_grpo.planning.output import write_plan
     from megatron_grpo.sizing.batch_sizes import BatchSizes
@@ -157,7 +158,7 @@ def test_the_timetable_is_what_the_walk_does(dp, mbs, a, w, mu, count, group, ol
         old_logprobs=old,
     )
     out = StringIO()
-    write_plan(out.write, sizes, num_rollouts=count, rest={"warnings": []})
+    write_plan(out.write, Timetable(sizes), num_rollouts=count, rest={"warnings": []})
     found = json.loads(out.getvalue())
     expected = list(walk(found["batch"], found["parallel"], count, old))
     assert found["timetable"] == expected
