@@ -167,6 +167,9 @@ def test_what_contradicts_the_timetable_is_an_error():
         pending, cut = start(rank, world_size)
         with pytest.raises(ValueError, match="row 0 of rollout 0 was sampled by version 0 .* its rollout come in at version -1"):
             pending.batch(step(3, (0,), cut, staleness=4), weigh=weigh, cut=cut)
+        early = dataclasses.replace(pending, rows={key: dataclasses.replace(row, fresh_at=1) for key, row in pending.rows.items()})
+        with pytest.raises(ValueError, match="by version 0 and is fresh at 1; the timetable has its rollout come in at version 2"):
+            early.batch(step(2, (0,), cut), weigh=weigh, cut=cut)
         with pytest.raises(KeyError):
             pending.batch(step(0, (99,), cut), weigh=weigh, cut=cut)
         with pytest.raises(ValueError, match="trained at version 3 without old log-probs"):

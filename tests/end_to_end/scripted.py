@@ -71,12 +71,14 @@ def expected(flags: list[str], world_size: int, score: Callable[[Completion, Pro
     cfg = resolve(flags, launcher_world_size=world_size)
     stream = open_stream(cfg.data, load_tokenizer(cfg.model.model), seed=cfg.run.seed)
     sizes = BatchSizes.from_config(cfg)
+    table = Timetable(sizes, cfg.run.max_steps, len(stream), cfg.data.dataset_drop_last)
+    stream.whole = sizes.num_rollout_prompts if cfg.data.dataset_drop_last else 1
     answer = answers_of(cfg, cfg.model.model)
 
     def batches(model, frozen) -> Iterator[list[Sample]]:
         rollouts: dict[int, list[Sample]] = {}
         sampling_steps = [0]
-        for step in Timetable(sizes, cfg.run.max_steps).from_step(0):
+        for step in table.from_step(0):
             new = sorted({micro.rollout for micro in step.micro_steps} - rollouts.keys())
             version = sampling_steps[-1] if cfg.rollout.async_rollout_depth else step.index
             for number in new:

@@ -24,6 +24,7 @@ STEPS = 5
 SIZES = ["--num_generations", "2", "--global_batch_size", "8", "--micro_batch_size", "2"]
 TWICE_TWO = ["--steps_per_generation", "2", "--num_iterations", "2"]
 UNALIGNED = ["--allow_unaligned_generation", "true", "--generation_batch_size", "12", "--num_iterations", "2"]
+SHORT = ["--allow_unaligned_generation", "true", "--generation_batch_size", "12", "--dataset_drop_last", "true", "--dataset", "#9"]
 MOVING = ["--beta", "0.1", "--sync_ref_model", "true", "--ref_model_sync_steps", "2"]
 WARM_UP = ["--lr_warmup_iters", "2", "--min_lr", "1e-4"]
 TP2, PP2 = ["--tensor_model_parallel_size", "2"], ["--pipeline_model_parallel_size", "2"]
@@ -34,6 +35,9 @@ LORA = ["--tuner_type", "lora", "--lora_rank", "4", "--rank_pattern", "v_proj=3"
 CASES = {
     "two steps per rollout, two passes": (1, [*TWICE_TWO, "--beta", "0.1", "--kl_estimator", "k2"]),
     "rollouts that straddle steps": (2, [*UNALIGNED, "--loss_type", "dapo", "--lr_decay_style", "linear"]),
+    # 9 prompts: an epoch is a rollout of 6 of them, one optimizer step and half of one.
+    "epochs that end with a short step": (2, [*SHORT, "--loss_type", "dapo", "--lr_decay_style", "linear"]),
+    "a short step under a token budget": (2, [*SHORT, "--max_tokens_per_micro_batch", "40", "--loss_type", "dr_grpo"]),
     "a token budget": (2, [*UNALIGNED, *PP2, "--max_tokens_per_micro_batch", "40", "--importance_sampling_level", "sequence"]),
     "the sampler's own old log-probs": (2, [*UNALIGNED, *TP2, "--old_logprobs", "rollout"]),
     "corrected for the sampler": (2, [*TWICE_TWO, *TP2, "--rollout_importance_sampling_mode", "sequence_truncate", "--loss_type", "cispo"]),
@@ -63,10 +67,16 @@ def weights_of(out: Path) -> dict[str, np.ndarray]:
     return load_file(out / "hf" / "model.safetensors")
 
 
+def with_rows(inputs: list[str], changes: list[str]) -> list[str]:
+    """#9 is so many rows of the data set."""
+    dataset = inputs[inputs.index("--dataset") + 1]
+    return [*inputs, *(dataset + word if word.startswith("#") else word for word in changes)]
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_every_step_is_that_of_transformers_in_float64(inputs, tmp_path, case):
     world_size, changes = CASES[case]
-    flags = [*inputs, *changes, "--output_dir", str(tmp_path / "out")]
+    flags = [*with_rows(inputs, changes), "--output_dir", str(tmp_path / "out")]
     assert run_ranks(scripted.train, world_size, flags) == [0] * world_size
     right, found = scripted.expected(flags, world_size, scripted.even), records(tmp_path / "out" / "metrics.jsonl")
     assert [step["loss"] for step in found] == pytest.approx(right.losses, rel=1e-5, abs=2e-6)
@@ -164,13 +174,14 @@ def test_a_reference_that_has_moved_is_not_forgotten(whole, inputs, tmp_path):
     assert code == 2 and "sync_ref_model is false, and was true" in said and "1 problem" in said
 
 
-@pytest.mark.parametrize("case", ["two steps per rollout, two passes", "rollouts that straddle steps"])
+@pytest.mark.parametrize("case", ["two steps per rollout, two passes", "rollouts that straddle steps", "epochs that end with a short step"])
 def test_a_finished_run_made_longer_is_the_run_that_was_that_long_from_the_start(inputs, whole, tmp_path, case):
-    """Its last rollout is not used up: what is left of it, and its old log-probs, are in the checkpoint."""
+    """Its last rollout is not used up: what is left of it, and its old log-probs, are in the checkpoint. Or it ends inside an epoch, or
+    with one."""
     world_size, changes = CASES[case]
-    flags = [*inputs, *changes, "--lr_decay_style", "constant"]
+    flags = [*with_rows(inputs, changes), "--lr_decay_style", "constant"]
     assert run_ranks(scripted.train, world_size, [*flags, "--output_dir", str(tmp_path / "long")]) == [0] * world_size
-    for steps in (1, 2, STEPS):  # in both cases the first two leave rows behind
+    for steps in (1, 2, STEPS):  # the first two leave rows behind, but for the end of an epoch
         short = [*flags, "--output_dir", str(tmp_path / "short"), "--max_steps", str(steps)]
         assert run_ranks(scripted.train, world_size, short) == [0] * world_size
     long, short = (records(tmp_path / name / "metrics.jsonl") for name in ("long", "short"))

@@ -53,6 +53,24 @@ def test_what_is_right_passes_both_and_plan_says_what_it_left_out(good):
     assert (made.num_prompts, planned.num_prompts, planned.timetable) == (10, 10, made.timetable)
 
 
+@pytest.mark.parametrize("epochs", [1, 2.5])
+def test_who_draws_prompts_leaves_out_those_that_the_timetable_leaves_out(good, epochs, tmp_path):
+    """Ten rows of two sets, four a rollout; three micro-steps an optimizer step, 16 an epoch, the last step of which has one."""
+    more = tmp_path / "more.jsonl"
+    more.write_text("".join(json.dumps({"prompt": f"7 {n}", "answer": n}) + "\n" for n in range(3)))
+    sizes = {"global_batch_size": 6, "generation_batch_size": 16, "micro_batch_size": 2, "allow_unaligned_generation": "true"}
+    mixed = {"dataset": f"{good['dataset']}#7 {more}", "dataset_drop_last": "true", "num_train_epochs": epochs}
+    made, inputs = read_everything(parsed(good | sizes | mixed))
+    close_rewards(inputs.rewards)
+    assert (made.num_prompts, inputs.prompts.per_epoch, made.timetable.prompts_per_epoch) == (10, 8, 8)
+    assert made.timetable.num_steps == {1: 6, 2.5: 15}[epochs]  # 16 micro-steps an epoch
+    drawn = [prompt.row for prompt in inputs.prompts.take(16)]
+    assert len(set(drawn[:8])) == len(set(drawn[8:])) == 8
+    made, inputs = read_everything(parsed(good | sizes | mixed | {"dataset_drop_last": "false"}))
+    close_rewards(inputs.rewards)
+    assert (inputs.prompts.per_epoch, made.timetable.num_steps) == (10, {1: 7, 2.5: 17}[epochs])
+
+
 def write(path, text):
     path.write_text(text)
     return path

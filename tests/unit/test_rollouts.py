@@ -346,6 +346,56 @@ def test_a_rollout_that_was_sampled_ahead_has_its_words_and_its_teachers():
     assert rollouts.collect([1]) == [] and asked == [4]
 
 
+@pytest.mark.parametrize("drained_at", [None, 1, 2])
+def test_log_probs_of_the_penalty_serve_stale_slices_where_the_weights_are_those_of_the_rollouts_own_step(drained_at):
+    """Rollout 1 comes in at step 2 and its second half is trained at step 3. A checkpoint that took it in after step 1 scored it by
+    weights that no ratio is against."""
+    engine = ScriptedEngine(answer)
+    engine.take(WeightUpdate(kind="weights", version=0, tensors=()))
+
+    def penalty(sequences, extents, homes, **where):
+        return dict.fromkeys(extents, 0.0), {key: np.full(len(one.mask), -0.25 - key[1], np.float32) for key, one in sequences.items()}
+
+    table = timetable(steps=2, depth=1)
+    assert (table.version_of(1), table.sampled_by(1)) == (2, 0) and table.step(2).anchors == ((1, 2), (1, 3))
+    rollouts = rollouts_of({0: LIVE, 1: LIVE}, table, engine=engine, penalty=penalty, beta=1.0, kl_in_reward=True)
+    rollouts.launch(1)
+    [found] = rollouts.collect([1]) if drained_at is None else rollouts.drain(drained_at)
+    anchored = [] if drained_at == 1 else [(1, 2), (1, 3)]
+    assert [row.key for row in found.rows if row.is_anchored] == anchored
+    assert [key for key, sample in found.samples.items() if isinstance(sample, AnchoredSample)] == anchored
+    for key in anchored:
+        assert found.samples[key].old_logprobs.tolist() == [0, 0, -0.25 - key[1], -0.25 - key[1]]
+    # And at once, as every rollout is without one ahead.
+    at_once = rollouts_of({0: LIVE, 1: LIVE}, timetable(steps=2), penalty=penalty, answer=answer, beta=1.0, kl_in_reward=True)
+    at_once.asker.sampler.take(WeightUpdate(kind="weights", version=0, tensors=()))
+    [found] = at_once.sample([0])
+    assert [row.key for row in found.rows if row.is_anchored] == [(0, 2), (0, 3)]
+
+
+@pytest.mark.parametrize(
+    ("depth", "version", "said"),
+    [
+        (0, 1, "answered by version 1; by the timetable it is version 2"),
+        (0, 3, "answered by version 3; by the timetable it is version 2"),
+        (1, 1, "answered by version 1; by the timetable it is version 2, or up to 4"),
+        (1, 5, "answered by version 5; by the timetable it is version 2, or up to 4"),
+        (1, 2, ""), (1, 3, ""), (1, 4, ""), (0, 2, ""),
+    ],
+)  # fmt: skip
+def test_a_rollout_of_older_weights_than_planned_or_of_newer_ones_than_its_step_is_no_rollout(depth, version, said):
+    """Of two steps each: rollout 1 comes in at step 2, and rollout 2, sampled from step 2 on, at step 4. Weights that were pushed late
+    look like this."""
+    engine, table = ScriptedEngine(answer), timetable(steps=2, depth=depth)
+    engine.take(WeightUpdate(kind="weights", version=version, tensors=()))
+    rollouts = rollouts_of({0: LIVE, 1: LIVE}, table, engine=engine)
+    if not said:
+        assert {row.version for row in rollouts.sample([1 + depth])[0].rows} == {version}
+        return
+    with pytest.raises(ValueError, match=f"prompt 0 of rollout {1 + depth} was {said}$"):
+        rollouts.sample([1 + depth])
+
+
 def test_a_sample_keeps_what_its_tokens_were_drawn_among_and_one_that_trains_nothing_has_none(caplog):
     def told(prompt, place, version):
         """Completion 1 of prompt 1 is refused."""

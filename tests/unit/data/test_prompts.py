@@ -104,6 +104,34 @@ def test_restoring_under_another_order_is_refused(ten, change, flag, message):
     assert error.value.problems[0].flags == (flag,)
 
 
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_an_epoch_leaves_out_what_fills_no_rollout_and_goes_on_from_any_place(ten, shuffle):
+    """Rollouts of 4 of 10 prompts: the first 8 of each permutation."""
+    source = stream(ten, shuffle=shuffle)
+    source.whole = 4
+    rows = [prompt.row for prompt in source.take(24)]
+    orders = [permutation(10, 7, epoch).tolist() if shuffle else list(range(10)) for epoch in range(3)]
+    assert rows == [row for order in orders for row in order[:8]] and source.row_of(8) == orders[1][0]
+    source.give_back(11)  # 13 are taken: the last of them is in the second epoch
+    again = stream(ten, shuffle=shuffle)
+    again.whole = 4
+    again.restore(source.state())
+    assert [prompt.row for prompt in again.take(11)] == rows[13:]
+
+
+def test_restoring_with_other_ends_of_epochs_is_refused_and_with_the_same_ones_is_not(ten):
+    whole, halves, fours = stream(ten), stream(ten), stream(ten)
+    halves.whole, fours.whole = 5, 4
+    whole.restore(halves.state())  # nothing is left out by either
+    for one, other, said in (
+        (whole, fours, "dataset_drop_last False, and this run has true \\(8 prompts an epoch\\)"),
+        (fours, halves, "dataset_drop_last true \\(8 prompts an epoch\\), and this run has False"),
+    ):
+        with pytest.raises(ConfigError, match=said) as error:
+            other.restore(one.state())
+        assert error.value.problems[0].flags == ("dataset_drop_last",)
+
+
 def test_restoring_on_another_data_set_is_refused(ten, tmp_path):
     fewer = rows_of(tmp_path, [{"prompt": "a"}] * 9, "fewer.jsonl")
     other = rows_of(tmp_path, [{"prompt": chr(65 + n)} for n in range(10)], "other.jsonl")

@@ -1,0 +1,272 @@
+"""Where epochs end: TRL's own trainer counts the steps of a run beside ours; of verl, SkyRL, slime and Megatron-SWIFT, what their code does
+is done here, one rollout after the other."""
+
+from __future__ import annotations
+
+import io
+import json
+from itertools import count
+
+import pytest
+
+from megatron_grpo.batching.timetable import Timetable
+from megatron_grpo.errors import ConfigError
+from megatron_grpo.planning.check import check
+from megatron_grpo.planning.command import Plan, make_plan
+from megatron_grpo.planning.figure import draw
+from megatron_grpo.planning.report import print_report
+from megatron_grpo.settings import schedule
+
+
+def planned(words: str, rows: int | None) -> Plan:
+    return make_plan(check(words.split()), num_prompts=rows)
+
+
+def refusal(words: str, rows: int) -> str:
+    with pytest.raises(ConfigError) as error:
+        planned(words, rows)
+    return str(error.value)
+
+
+def object_of(made: Plan) -> dict:
+    """Of plan --json."""
+    out = io.StringIO()
+    made.write_json(out.write)
+    return json.loads(out.getvalue())
+
+
+def steps_of(timetable: Timetable) -> list[int]:
+    """The optimizer step of each micro-step of the run."""
+    assert timetable.num_steps is not None
+    return [timetable.step_of(s) for s in range(timetable.first_of(timetable.num_steps))]
+
+
+# ---- TRL ---------------------------------------------------------------------------------------------------------------------------------
+
+
+def steps_of_trl(tmp_path, rows: int, words: dict[str, float]) -> tuple[list[int], list[float]]:
+    """(optimizer step of each micro-step, learning rates) of transformers' Trainer with the sampler and the loader of TRL's."""
+    pytest.importorskip("trl", reason="TRL is a test-only dependency: pip install megatron-grpo[dev]")
+    import torch
+    import transformers
+    from trl import GRPOConfig, GRPOTrainer
+
+    class Counting(transformers.Trainer):
+        get_train_dataloader, _get_train_sampler = GRPOTrainer.get_train_dataloader, GRPOTrainer._get_train_sampler
+
+        def _prepare_inputs(self, inputs):
+            return inputs
+
+        def compute_loss(self, model, inputs, **others):
+            found.append(self.state.global_step)
+            if not self.state.global_step or found[-1] != found[-2]:
+                rates.append(self.lr_scheduler.get_last_lr()[0])
+            return model.weight.sum() * 0
+
+    found: list[int] = []
+    rates: list[float] = []
+    args = GRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, report_to="none", save_strategy="no", disable_tqdm=True,
+                      logging_strategy="no", gradient_checkpointing=False, remove_unused_columns=False, **words)  # fmt: skip
+    trainer = Counting(model=torch.nn.Linear(1, 1), args=args, train_dataset=[{"n": n} for n in range(rows)], data_collator=list)
+    trainer.num_generations, trainer.num_iterations, trainer.shuffle_dataset = args.num_generations, args.num_iterations, True
+    trainer.train()
+    return found, rates[:1] + [rate for rate, before in zip(rates[1:], rates) if rate != before]
+
+
+TRL = [  # rows, G, per device, A, W in micro-steps, mu, epochs, max_steps
+    (8, 4, 2, 3, 2, 1, 3, -1),  # an epoch of 8 rollouts, 16 micro-steps: 18 optimizer steps, and 16 if they went on
+    (9, 4, 4, 3, 2, 1, 2, -1),  # a prompt is left over
+    (10, 2, 2, 4, 3, 2, 1, -1),
+    (7, 2, 2, 4, 3, 1, 2.5, -1),  # half an epoch
+    (10, 2, 2, 2, 2, 1, 1.1, -1),  # 1.1 x 10 is 11.000000000000002 for it
+    (3, 2, 2, 8, 2, 1, 3, -1),  # an epoch is shorter than a step
+    (8, 4, 2, 3, 2, 1, 1, 8),  # max_steps: epochs end all the same
+    (16, 4, 4, 2, 4, 1, 2, -1),  # all comes out even
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", TRL, ids=str)
+def test_every_micro_step_is_of_the_optimizer_step_that_it_is_of_in_trl(tmp_path, case):
+    rows, group, size, a, window, passes, epochs, most = case
+    words = {"num_generations": group, "per_device_train_batch_size": size, "gradient_accumulation_steps": a, "num_iterations": passes,
+             "steps_per_generation": window, "num_train_epochs": epochs, "max_steps": most, "learning_rate": 1e-3}  # fmt: skip
+    theirs, rates = steps_of_trl(tmp_path, rows, words)
+    made = planned("--dialect trl " + " ".join(f"--{name} {value}" for name, value in words.items()), rows)
+    assert steps_of(made.timetable) == theirs
+    num_steps, optimizer = made.timetable.num_steps, made.checked.config.optimizer
+    course = schedule.course_of(optimizer, num_steps)
+    assert rates == pytest.approx([1e-3 * (1 - step / course.decay) for step in range(num_steps)])
+
+
+def test_what_trl_drops_is_said_and_shown():
+    words = "--dialect trl --per_device_train_batch_size 4 --gradient_accumulation_steps 3 --steps_per_generation 2 --num_generations 4 "
+    made, told = planned(f"{words} --num_train_epochs 3 --plan_rollouts 4", 9), io.StringIO()
+    found = object_of(made)
+    assert found["epochs"] == {
+        "prompts": 8, "dropped_prompts": 1, "optimizer_steps": 3, "micro_steps_of_last_step": 2, "ends_after_steps": [3, 6, 9]}  # fmt: skip
+    assert [row["optimizer_step"] for row in found["timetable"]] == [0, 0, 0, 1, 1, 1, 2, 2]
+    assert "--dataset_drop_last true" in found["native_flags"]
+    print_report(made, file=told)
+    said = " ".join(told.getvalue().split())
+    assert "9 optimizer steps, 12 rollouts over 9 prompts" in said
+    assert (
+        "3 optimizer steps of 8 prompts, the last with 2 of 3 micro-steps; 1 prompts fill no rollout and are left out; epochs end in"
+        in said
+    )
+    assert "steps 2, 5, 8" in said and "left out, always the last ones" not in said
+    figure = [line.plain for line in draw(made.timetable, 4, width=100)]
+    assert [place for place, line in enumerate(figure) if "end of epoch 0" in line] == [2 + 7]
+    assert figure[-1].startswith("└ ") and max(map(len, figure)) <= 100
+    unshuffled = io.StringIO()
+    print_report(planned(f"{words} --shuffle_dataset false", 9), file=unshuffled)
+    assert "always the last ones" in " ".join(unshuffled.getvalue().split())
+
+
+def test_with_streaming_a_rollout_goes_on_into_the_next_epoch_and_that_is_said():
+    words = "--dialect trl --num_generations 8 --dataset_streaming true --max_prompt_length 9 --max_steps 5"
+    made = planned(words, None)
+    assert not made.checked.config.data.dataset_drop_last
+    assert any(warning.startswith("streaming: TRL leaves out what does not fill a rollout") for warning in made.warnings)
+    said = refusal("--streaming true --max_prompt_length 9 --max_steps 5 --dataset_drop_last true", 8)
+    assert "Leave dataset_drop_last out" in said
+
+
+# ---- the others --------------------------------------------------------------------------------------------------------------------------
+
+
+def verl(rows, batch, mini, n, epochs, most=None) -> int:
+    """RayPPOTrainer of verl and SkyRL: a loader with drop_last=True, whose batches are trained in mini-batches; a batch is a step there."""
+    loader = [range(i, i + batch) for i in range(0, rows, batch) if i + batch <= rows]
+    assert loader, "Train dataloader is empty!"
+    total, rollouts, steps = most or len(loader) * epochs, 0, 0
+    for _ in range(epochs):
+        for prompts in loader:
+            rollouts += 1
+            steps += len(prompts) * n // (mini * n)
+            if rollouts >= total:
+                return steps
+    return steps
+
+
+def slime(rows, batch, mini, n, epochs) -> int:
+    num_rollout = rows // batch * epochs  # get_num_rollout_per_epoch
+    assert num_rollout > 0
+    return sum(batch * n // (mini * n) for _ in range(num_rollout))
+
+
+def swift(rows, batch, mini, n, epochs, *, unit=1) -> int:
+    """init_iters, and cyclic_iter, which ends a run one step after the one that finds the last epoch at its end."""
+    train_iters, iteration, steps = rows // unit * unit * n * epochs // (mini * n), 0, batch // mini
+    state = {"train_iters": train_iters}
+
+    def cyclic():
+        for epoch in count():
+            yield from range(rows // unit * unit)
+            if epoch >= epochs - 1:
+                state["train_iters"] = iteration + 1
+
+    prompts = cyclic()
+    while iteration < state["train_iters"]:
+        if iteration % steps == 0:
+            for _ in range(batch):
+                next(prompts)
+        iteration += 1
+    return iteration
+
+
+SIZES = [  # rows, prompts a rollout, prompts a step, completions a prompt, epochs
+    (1500, 1024, 256, 5, 2), (1024, 1024, 256, 4, 3), (1900, 1024, 256, 2, 1), (2047, 1024, 1024, 2, 3), (2300, 1024, 256, 2, 2),
+    (40, 8, 8, 2, 2), (45, 8, 4, 2, 3), (47, 16, 4, 2, 1),
+]  # fmt: skip
+WORDS = {
+    "verl": lambda batch, mini, n, epochs: (
+        f"data.train_batch_size={batch} actor_rollout_ref.actor.ppo_mini_batch_size={mini} actor_rollout_ref.rollout.n={n} "
+        f"trainer.total_epochs={epochs} trainer.n_gpus_per_node=2 actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=2"
+    ),
+    "skyrl": lambda batch, mini, n, epochs: (
+        f"trainer.train_batch_size={batch} trainer.policy_mini_batch_size={mini} generator.n_samples_per_prompt={n} trainer.epochs={epochs}"
+    ),
+    "slime": lambda batch, mini, n, epochs: (
+        f"--rollout-batch-size {batch} --global-batch-size {mini * n} --n-samples-per-prompt {n} --num-epoch {epochs} "
+        "--actor-num-gpus-per-node 1 --colocate"
+    ),
+    "swift": lambda batch, mini, n, epochs: (
+        f"--steps_per_generation {batch // mini} --global_batch_size {mini * n} --num_generations {n} --num_train_epochs {epochs}"
+    ),
+}
+
+
+def words_of(dialect: str, *sizes: int) -> str:
+    return f"--dialect {dialect} {WORDS[dialect](*sizes)}"
+
+
+@pytest.mark.parametrize("case", SIZES, ids=str)
+@pytest.mark.parametrize(("dialect", "theirs"), [("verl", verl), ("skyrl", verl), ("slime", slime), ("swift", swift)])
+def test_a_run_of_epochs_has_the_steps_that_it_has_there(dialect, theirs, case):
+    rows, *sizes = case
+    made = planned(words_of(dialect, *sizes), rows)
+    assert made.timetable.num_steps == theirs(*case)
+    assert made.timetable.drops_last == (dialect in ("verl", "skyrl"))
+    again = planned(made.rest()["native_flags"], rows)  # the same run, natively: what was worked out stands in it
+    assert again.timetable == made.timetable
+
+
+def test_megatron_swift_leaves_out_what_does_not_fill_its_samplers_micro_batches_and_that_is_said():
+    words = words_of("swift", 8, 4, 2, 3) + " --micro_batch_size 2 --world_size 2"
+    made = planned(words, 45)
+    assert made.timetable.num_steps == swift(45, 8, 4, 2, 3, unit=4) == 33
+    assert any("3 epochs of 44 prompts down to 33 steps; 1 prompts of each it leaves out" in one for one in made.warnings)
+    cut = planned(words_of("swift", 1024, 256, 2, 1), 1900)
+    assert any(
+        "down to 7 steps, schedules over them, but ends with the first step of" in one and "max_steps 5" in one for one in cut.warnings
+    )
+    assert planned(words, None).timetable.num_steps is None
+
+
+@pytest.mark.parametrize(("dialect", "most"), [("verl", "trainer.total_training_steps"), ("skyrl", "trainer.max_training_steps")])
+def test_epochs_end_a_run_that_was_to_have_more_rollouts_than_they_have(dialect, most):
+    """Two epochs of two rollouts, and nine asked for, and three."""
+    words = words_of(dialect, 16, 8, 2, 2)
+    for asked in (9, 3):
+        made = planned(f"{words} {most}={asked}", 45)
+        assert made.timetable.num_steps == verl(45, 16, 8, 2, 2, most=asked) == 2 * min(asked, 4)
+        assert ("2 epochs of 2 rollouts end before the 18 steps" in " ".join(made.warnings)) == (asked == 9)
+    assert planned(f"{words} {most}=9 --dataset_drop_last false", 45).timetable.num_steps == 18
+
+
+@pytest.mark.parametrize("dialect", ["trl", *WORDS])
+def test_a_data_set_that_fills_no_rollout_is_refused_where_it_trains_nothing_or_fails_there(dialect):
+    words = words_of(dialect, 64, 64, 2, 1) if dialect in WORDS else "--dialect trl --per_device_train_batch_size 128 --num_generations 2"
+    assert "Nothing would be trained: the data set has 60 prompts, a rollout takes 64" in refusal(words, 60)
+    planned(words, 64)
+    assert planned("--global_batch_size 128 --num_generations 2", 60).timetable.num_steps == 1, "here it goes on into the next epoch"
+
+
+def test_what_dynamic_sampling_draws_besides_is_said_to_shorten_epochs_there():
+    words = words_of("verl", 16, 8, 2, 2)
+    assert any(
+        "what dynamic_sample draws besides shortens an epoch there" in one for one in planned(f"{words} --dynamic_sample", 45).warnings
+    )
+    assert not any("draws besides" in one for one in planned(words, 45).warnings)
+
+
+def test_the_last_step_of_an_epoch_is_refused_where_interleaved_stages_cannot_take_it():
+    words = "--world_size 2 --pipeline_model_parallel_size 2 --virtual_pipeline_model_parallel_size 2 --num_generations 2 "
+    words += "--micro_batch_size 2 --global_batch_size 8 --generation_batch_size 6 --allow_unaligned_generation true "
+    said = refusal(f"{words} --dataset_drop_last true", 9)
+    assert "has 1 micro-steps, and the interleaved schedule needs a multiple of pipeline_model_parallel_size (2)" in said
+    planned(words, 9)
+    planned(f"{words} --dataset_drop_last true --max_steps 2", 9)  # which does not come to it
+    words += "--dataset_drop_last true"
+    planned(words, 12)
+
+
+def test_where_epochs_go_on_it_is_shown_in_which_steps_they_end():
+    """14 prompts, 4 a step."""
+    made, told = planned("--global_batch_size 8 --num_generations 2 --num_train_epochs 3", 14), io.StringIO()
+    assert object_of(made)["epochs"] == {
+        "prompts": 14, "dropped_prompts": 0, "optimizer_steps": 3.5, "micro_steps_of_last_step": 8,
+        "ends_after_steps": [4, 7, 11]}  # fmt: skip
+    print_report(made, file=told)
+    assert "3.5 optimizer steps of 14 prompts; epochs end in steps 3, 6, 10" in " ".join(told.getvalue().split())
+    assert "epochs" not in object_of(planned("--global_batch_size 8 --num_generations 2", None))
