@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from typing import Literal
 
 from megatron_grpo.sizing.batch_sizes import BatchSizes
@@ -100,7 +101,9 @@ class Timetable:
         """Optimizer steps until so many epochs are over: until the last of their prompts has been trained `num_iterations` times."""
         if self.whole_epoch:
             return math.ceil(epochs * self.whole_epoch[1])  # in floats, as transformers' Trainer rounds a part of an epoch
-        return steps_for_prompts(self.sizes, epochs_of_prompts(epochs, self.num_prompts or 0))
+        prompts = math.ceil(Fraction(str(epochs)) * (self.num_prompts or 0))  # exact in decimals: 0.1 epochs of 30 prompts are 3, not 4
+        rollout, row = divmod(prompts * self.sizes.num_generations - 1, self.sizes.generation_batch_size)
+        return self._step_of_use(rollout, self.sizes.num_iterations - 1, row // self.sizes.completions_per_micro_step) + 1
 
     def ends_epoch(self, row: MicroStep) -> int | None:
         """The epoch, from 0, whose last completion is trained for the last time in this micro-step."""
@@ -241,21 +244,3 @@ class Timetable:
 
 def _from(first: int, rollouts: range) -> range:
     return range(max(first, rollouts.start), max(first, rollouts.stop))
-
-
-def epochs_of_prompts(num_train_epochs: float, num_prompts: int) -> int:
-    """Prompts in so many epochs, rounded up. Exact in decimals: 0.1 epochs of 30 prompts are 3, not 4."""
-    from fractions import Fraction
-
-    prompts = Fraction(str(num_train_epochs)) * num_prompts
-    return -(-prompts.numerator // prompts.denominator)
-
-
-def steps_for_prompts(sizes: BatchSizes, num_prompts: int) -> int:
-    """Optimizer steps until each of the first `num_prompts` prompts of the run has been trained `num_iterations` times."""
-    a, w, mu = sizes.gradient_accumulation_steps, sizes.micro_steps_per_rollout, sizes.num_iterations
-    full, rest = divmod(num_prompts, sizes.num_rollout_prompts)
-    micro_steps = full * w * mu
-    if rest:
-        micro_steps += (mu - 1) * w + -(-rest * sizes.num_generations // sizes.completions_per_micro_step)
-    return -(-micro_steps // a)

@@ -54,13 +54,14 @@ def explain(dialect: str, sizes: BatchSizes, foreign: Mapping[str, int], *, max_
     elif dialect == "slime":
         yield (
             f"{same}. slime counts global_batch_size in samples, as here, and rollout_batch_size in prompts: {sizes.num_rollout_prompts} x "
-            f"{sizes.num_generations} = {sizes.generation_batch_size} completions. One step of num_rollout is one rollout, and an epoch of "
-            "num_epoch as many as its rows fill: so it is here where the number of rows is known (num_prompts, for plan)."
+            f"{sizes.num_generations} = {sizes.generation_batch_size} completions. One step of num_rollout is one rollout; an epoch is "
+            "as many as its rows fill, here too where their number is known (num_prompts)."
         )
     elif dialect == "swift-megatron":
         yield (
-            f"{same}: names and meanings of the sizes are Megatron-SWIFT's. Epochs are rounded down to optimizer steps there, and here "
-            "where the number of rows is known (num_prompts, for plan)."
+            f"{same}: names and meanings of the sizes are Megatron-SWIFT's. It rounds a run of epochs down to optimizer steps, and ends it "
+            "with the first step of a rollout that they do not fill: so it is here where the number of rows is known (num_prompts). What "
+            "differs: rows of an epoch that do not fill micro_batch_size x dp_size are left out there, and drawn here."
         )
     elif dialect == "cs336":
         yield f"{same}. train_batch_size is global_batch_size, and n_grpo_steps is max_steps, counted in optimizer steps."
@@ -72,28 +73,18 @@ def explain(dialect: str, sizes: BatchSizes, foreign: Mapping[str, int], *, max_
             )
 
 
-def length_there(
-    dialect: str, sizes: BatchSizes, rows: int, *, max_steps: int | None, epochs: float, drops_last: bool
-) -> tuple[int, str] | None:
-    """(optimizer steps of a run over so many prompts in that system, how it comes to them); None where they are counted as here.
+def length_there(dialect: str, sizes: BatchSizes, rows: int, *, max_steps: int | None, epochs: float, drops_last: bool) -> int | None:
+    """Optimizer steps of a run over so many rows in that system; None where they are counted as here.
 
     Sources: RayPPOTrainer of verl and SkyRL, `get_num_rollout_per_epoch` of slime, `init_iters` and `cyclic_iter` of Megatron-SWIFT.
     """
     rollout, steps = sizes.num_rollout_prompts, int(sizes.steps_per_generation * sizes.num_iterations)
-    rollouts = rows // rollout
     if dialect in ("verl", "skyrl", "skyrl-doc") and drops_last and max_steps is not None:
-        there = int(epochs * rollouts) * steps
-        why = f"{epochs:g} epochs of {rollouts} rollouts end before the {max_steps} steps that were asked for, and a run with them"
-        return (there, why) if there < max_steps else None
+        return min(max_steps, int(epochs * (rows // rollout)) * steps)
     if dialect == "slime" and max_steps is None:
-        return int(epochs) * rollouts * steps, f"slime takes {rows} // {rollout} = {rollouts} rollouts for an epoch"
+        return int(epochs * (rows // rollout)) * steps
     if dialect == "swift-megatron" and max_steps is None:
         unit = sizes.completions_per_micro_step  # of prompts, in its sampler
         prompts = int(epochs * (rows // unit * unit))
-        floor, whole = prompts * sizes.num_generations // sizes.global_batch_size, prompts // rollout * steps
-        why = f"Megatron-SWIFT rounds {epochs:g} epochs of {rows // unit * unit} prompts down to {floor} steps"
-        why += f", schedules over them, but ends with the first step of the rollout that is cut short by it, {whole + 1}" * (
-            whole + 1 < floor
-        )
-        return min(floor, whole + 1), why + f"; {rows % unit} prompts of each it leaves out, which are drawn here" * (rows % unit > 0)
+        return min(prompts * sizes.num_generations // sizes.global_batch_size, prompts // rollout * steps + 1)
     return None

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_grpo.batching.timetable import Timetable, epochs_of_prompts, steps_for_prompts
+from megatron_grpo.batching.timetable import Timetable
 from megatron_grpo.parallel.layout import Layout
 from megatron_grpo.planning.facts import most_waiting_rows, old_logprobs_summary
 from megatron_grpo.sizing.batch_sizes import BatchSizes
@@ -252,13 +252,12 @@ def test_an_epoch_ends_with_the_step_that_trains_its_last_prompt_for_the_last_ti
         for row in (2 * j, 2 * j + 1)
         if r * sizes.num_rollout_prompts + row // 2 < num_prompts
     )
-    assert steps_for_prompts(sizes, num_prompts) == last // a + 1
     table = Timetable(sizes, num_prompts=num_prompts)
+    assert table.steps_of_epochs(1) == last // a + 1
     assert [s for s in range(last + 1) if table.ends_epoch(table.micro_step(s)) == 0] == [last]
 
 
 def test_a_tenth_of_thirty_prompts_is_three():
-    assert epochs_of_prompts(0.1, 30) == 3
     assert Timetable.of_length(sizes_of(1, 1, 1), num_prompts=30, num_train_epochs=0.1).num_steps == 3
     assert Timetable.of_length(sizes_of(1, 1, 1), num_prompts=30, max_steps=7).num_steps == 7
     assert Timetable.of_length(sizes_of(1, 1, 1)).num_steps is None

@@ -60,7 +60,7 @@ def test_skyrl_and_its_guide_read_the_mini_batch_in_two_ways():
 
 def test_megatron_swift_means_the_same():
     found = told("swift", "--global_batch_size 16 --num_generations 8 --steps_per_generation 2")
-    assert found == (
+    assert found.startswith(
         "Your old setup took 2 optimizer steps per rollout of 32 completions; so does this one: names and meanings of the sizes are "
-        "Megatron-SWIFT's."
+        "Megatron-SWIFT's. It rounds a run of epochs down to optimizer steps"
     )
