@@ -108,8 +108,8 @@ def make_plan(checked: Checked, *, num_prompts: int | None = None, pictures: Pic
         cost=cost,
         sharing=sharing,
         warnings=[
-            *notes,
             *warnings_of(checked, timetable, memory, cost, tuning.push if tuning else None),
+            *notes,
             *(pictures.warnings() if pictures else ()),
         ],
         pictures=pictures,

@@ -8,6 +8,12 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from megatron_grpo.sizing.batch_sizes import BatchSizes
 
+_OF_SWIFT = (
+    "It rounds a run of epochs down to optimizer steps, and ends it with the first step of a rollout that they do not fill: so it is \
+here where the number of rows is known (num_prompts). What differs: rows of an epoch that do not fill micro_batch_size x dp_size are left \
+out there, and drawn here."
+)
+
 
 def explain(dialect: str, sizes: BatchSizes, foreign: Mapping[str, int], *, max_steps: int | None = None) -> Iterator[str]:
     """What is the same under the native names and what differs, in sentences for someone who moves from that system."""
@@ -58,11 +64,7 @@ def explain(dialect: str, sizes: BatchSizes, foreign: Mapping[str, int], *, max_
             "as many as its rows fill, here too where their number is known (num_prompts)."
         )
     elif dialect == "swift-megatron":
-        yield (
-            f"{same}: names and meanings of the sizes are Megatron-SWIFT's. It rounds a run of epochs down to optimizer steps, and ends it "
-            "with the first step of a rollout that they do not fill: so it is here where the number of rows is known (num_prompts). What "
-            "differs: rows of an epoch that do not fill micro_batch_size x dp_size are left out there, and drawn here."
-        )
+        yield f"{same}: names and meanings of the sizes are Megatron-SWIFT's. {_OF_SWIFT}"
     elif dialect == "cs336":
         yield f"{same}. train_batch_size is global_batch_size, and n_grpo_steps is max_steps, counted in optimizer steps."
         per_rollout = steps * sizes.num_iterations
