@@ -329,6 +329,8 @@ _PAIRS: Sequence[tuple[Mapping[str, str], Words]] = (
     ({"vllm_gpu_memory_utilization": "90"}, ("vllm_gpu_memory_utilization (90",)),
     ({"streaming": "true"}, ("max_prompt_length", "streaming")),
     ({"streaming": "true", "max_prompt_length": "20", "split_dataset_ratio": "0.1"}, ("split_dataset_ratio (0.1)", "eval_dataset")),
+    ({"streaming": "true", "max_prompt_length": "20", "dataset_drop_last": "true"}, ("Leave dataset_drop_last out",)),
+    ({"global_batch_size": "4096", "dataset_drop_last": "true"}, ("Nothing would be trained: the data set has", "dataset_drop_last false")),
     ({"shuffle_buffer_size": "5"}, ("shuffle_buffer_size (5)", "streaming true")),
     ({"model": ""}, ("model is missing",)),
     ({"dataset": ""}, ("dataset",)),

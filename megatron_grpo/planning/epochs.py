@@ -19,6 +19,8 @@ def as_long_as_there(checked: Checked, rows: int | None) -> tuple[Checked, list[
     drops_last, epochs, notes = cfg.data.dataset_drop_last, run.num_train_epochs or 1, []
     if cfg.grpo.dynamic_sample and drops_last and dialect in ("verl", "skyrl", "skyrl-doc"):
         notes.append("What differs: what dynamic_sample draws besides shortens an epoch there, and a run of epochs; here it draws on.")
+    if rows is None and drops_last:
+        notes.append("Note: where an epoch ends is not known without num_prompts or a dataset; the timetable is that of one long epoch.")
     steps = length_there(dialect, checked.sizes, rows or 0, max_steps=run.max_steps, epochs=epochs, drops_last=drops_last)
     if rows is None or steps in (None, run.max_steps):
         return checked, notes

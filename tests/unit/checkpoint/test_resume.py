@@ -91,7 +91,8 @@ def test_the_newest_is_continued_and_it_is_said_whether_it_is_good_and_which_one
     assert resume.lines(resume.candidates[0])[1] == "It is good: its weights have sampled and trained since."
 
 
-REFUSED = {"seed": ("42", "43"), "dataset_shuffle": ("true", "false"), "torch_dtype": ("bfloat16", "float32"),
+REFUSED = {"dataset_drop_last": ("false", "true"),
+           "seed": ("42", "43"), "dataset_shuffle": ("true", "false"), "torch_dtype": ("bfloat16", "float32"),
            "use_distributed_optimizer": ("true", "false")}  # fmt: skip
 
 

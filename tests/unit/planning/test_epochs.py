@@ -259,6 +259,11 @@ def test_the_last_step_of_an_epoch_is_refused_where_interleaved_stages_cannot_ta
     planned(words, 12)
 
 
+def test_a_plan_without_a_data_set_says_that_it_does_not_know_where_epochs_end():
+    words = "--global_batch_size 8 --num_generations 2 --max_steps 4 --dataset_drop_last true"
+    assert ["where an epoch ends is not known" in " ".join(planned(words, rows).warnings) for rows in (None, 16)] == [True, False]
+
+
 def test_where_epochs_go_on_it_is_shown_in_which_steps_they_end():
     """14 prompts, 4 a step."""
     made, told = planned("--global_batch_size 8 --num_generations 2 --num_train_epochs 3", 14), io.StringIO()
