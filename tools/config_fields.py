@@ -18,7 +18,12 @@ from megatron_grpo.weights.fields import FILE
 
 # Words of config.json that transformers reads and that no class has as a field: what they take, and what they are where nothing is said.
 PART = "int|float|NoneType"
-BESIDES: dict[str, list[Any]] = {"is_causal": ["bool", True], "per_layer_config": ["NoneType", None], "partial_rotary_factor": [PART, None]}
+BESIDES: dict[str, list[Any]] = {
+    "is_causal": ["bool", True],
+    "per_layer_config": ["NoneType", None],
+    "partial_rotary_factor": [PART, None],
+    "head_dim": ["int|NoneType", None],
+}
 BESIDES_OF = {
     "Glm4MoeForCausalLM": {"partial_rotary_factor": [PART, 0.5]},
     "Gemma3ForCausalLM": {"sliding_window_pattern": ["int", 6]},
@@ -74,7 +79,7 @@ def made() -> dict[str, Any]:
         names = {alias: name for kind in kinds for alias, name in kind.attribute_map.items()}
         pairs = {**names, **{name: alias for alias, name in names.items()}}
         families[family] = {
-            "fields": {name: said for name, said in fields.items() if name not in common} | BESIDES_OF.get(family, {}),
+            "fields": {name: said for name, said in fields.items() if said != common.get(name)} | BESIDES_OF.get(family, {}),
             "aliases": {alias: name for alias, name in pairs.items() if name in fields and alias not in fields},
         }
     return {"every family": common, "families": families}

@@ -61,14 +61,10 @@ FAMILIES: dict[str, Family] = {
     "Gemma3ForCausalLM": Family(traits=traits.gemma3, ropes=traits.gemma3_ropes),
     "Qwen2VLForConditionalGeneration": Family(traits=traits.qwen2, tower=QWEN2_VL),
     "Qwen2_5_VLForConditionalGeneration": Family(traits=traits.qwen2, tower=QWEN2_5_VL),
-    "Qwen3VLForConditionalGeneration": Family(traits=traits.qwen3, rope={"mrope_section": (24, 20, 20)}, tower=QWEN3_VL),
+    "Qwen3VLForConditionalGeneration": Family(traits=traits.qwen3, tower=QWEN3_VL),
 }
-_GATED_DELTA = (
-    "no layer for its linear attention (the gated delta rule) is built here yet"
-)
-_MAMBA = (
-    "its Mamba-2 layers need kernels of a GPU in Megatron-Core (mamba-ssm), so nothing of them can be compared with transformers on a CPU"
-)
+_GATED_DELTA = "no layer for its linear attention (the gated delta rule) is built here yet"
+_MAMBA = "no layer for its Mamba-2 part is built here yet"
 _SPARSE = "its sparse attention (a lightning indexer that chooses keys) is not in the attention over packed streams here"
 _SIZES = "its embeddings of each layer, and its layers that may be left out, are not in Megatron-Core"
 _SEES = "its tower has not been shown to give transformers' gradients here"

@@ -24,8 +24,8 @@ _MAY_BE_ZERO = (
     *("first_k_dense_replace", "n_shared_experts", "max_window_layers", "sliding_window", "rms_norm_eps", "swiglu_alpha", "swiglu_limit"),
 )
 _WORDS = {
-    "int|float": "a number", "int": "a whole number", "float": "a number with a point", "bool": "true or false", "str": "a word", "dict": "named values",
-    "list[int]": "a list of whole numbers", "list[str]": "a list of words", "NoneType": "null",
+    "int|float": "a number", "int": "a whole number", "float": "a number with a point", "bool": "true or false", "str": "a word",
+    "dict": "named values", "list[int]": "a list of whole numbers", "list[str]": "a list of words", "NoneType": "null",
 }  # fmt: skip
 
 
@@ -42,9 +42,7 @@ def as_the_class_reads(config: Config, architecture: str, require: Callable[[boo
     found = dict(config)
     for alias, name in _TABLE["families"].get(architecture, {}).get("aliases", {}).items():
         if alias in config and name not in IDLE:
-            require(
-                config[alias] == config.get(name, config[alias]), f"{alias} is {config[alias]!r}, and {name} is {config.get(name)!r}."
-            )
+            require(config[alias] == config.get(name, config[alias]), f"{alias} is {config[alias]!r}, and {name} is {config.get(name)!r}.")
             found[name] = config[alias]
     for name, (kinds, default) in fields_of(architecture).items():
         require(name in found or name not in _NEEDED, f"{architecture} needs {name}.")
@@ -53,7 +51,7 @@ def as_the_class_reads(config: Config, architecture: str, require: Callable[[boo
         words = _WORDS.get(kinds) or " or ".join(_WORDS[kind] for kind in kinds.split("|"))
         is_taken = any(_is(value, kind) for kind in kinds.split("|")) and (not is_positive or type(value) not in (int, float) or value > 0)
         require(is_taken, f"{name} must be {words.replace('a ', 'a positive ', is_positive)}, it is {value!r}.")
-        is_computed = name not in REFUSED or value == default or not is_taken
+        is_computed = name not in REFUSED or value in (default, None) or not is_taken
         require(is_computed, f"{name} is {value!r}, which is not computed here. Leave it out, or use {json.dumps(default)}.")
     return found
 

@@ -99,12 +99,16 @@ class ModelShape:
         except KeyError as missing:
             raise ConfigError([Problem(flags=("model",), message=f"config.json: {architecture} needs {missing.args[0]}.")]) from missing
         if moe := merged.get("moe"):
-            read.require(moe.topk <= moe.num_experts, f"num_experts_per_tok ({moe.topk}) is more than the experts of a layer ({moe.num_experts}).")
+            read.require(
+                moe.topk <= moe.num_experts, f"num_experts_per_tok ({moe.topk}) is more than the experts of a layer ({moe.num_experts})."
+            )
         windows = merged.get("windows") or (None,) * common["num_layers"]
         read.require(0 not in windows, "sliding_window is 0; a token sees itself at least, so 1 or more, or null.")
         kinds = config.get("layer_types") or [KINDS[window is not None] for window in windows]
-        read.require(kinds == [KINDS[window is not None] for window in windows],
-                     f"layer_types says {kinds!r}, and transformers gives layers of {architecture} windows by other fields. Leave it out.")
+        read.require(
+            kinds == [KINDS[window is not None] for window in windows],
+            f"layer_types says {kinds!r}, and transformers gives layers of {architecture} windows by other fields. Leave it out.",
+        )
         rotated = merged["mla"].qk_pos_emb_head_dim if merged.get("mla") else merged["head_dim"]
         ropes = [rope_from_hf(one, rotated, family, read) for one in (family.ropes(config) if family.ropes else (config,))]
         read.stop_if_wrong()
@@ -244,7 +248,9 @@ def rope_from_hf(config: Mapping[str, Any], channels: int, family: Family, read:
     read.require(not missing, f"rope type {kind!r} needs {', '.join(missing)}.")
     if read.problems:
         return None
-    original = {"original_max_position_embeddings": config["max_position_embeddings"], **given, **config}["original_max_position_embeddings"]
+    original = {"original_max_position_embeddings": config["max_position_embeddings"], **given, **config}[
+        "original_max_position_embeddings"
+    ]
     read.require(original is not None or kind not in ("llama3", "yarn"), f"rope type {kind!r} needs original_max_position_embeddings.")
     if read.problems:
         return None

@@ -68,13 +68,14 @@ def mixtral(config: Config, common: Config) -> dict[str, Any]:
 def deepseek_v3(config: Config, common: Config) -> dict[str, Any]:
     if config["attention_bias"]:
         raise _wrong("attention_bias is true; biases of multi-latent attention are not computed here. DeepSeek-V3 has none.")
-    given = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    nope, rope = config["qk_nope_head_dim"], config["qk_rope_head_dim"]
+    heads, nope, rope = common["num_attention_heads"], config["qk_nope_head_dim"], config["qk_rope_head_dim"]
+    if common["num_query_groups"] != heads or config["head_dim"] not in (None, rope):
+        raise _wrong(f"num_key_value_heads must be num_attention_heads ({heads}), and head_dim, if it is said, qk_rope_head_dim ({rope}).")
+    given = config.get("rope_scaling") or config["rope_parameters"] or {}
     is_stretched = (given.get("rope_type", given.get("type")) or "default") != "default"
     stretch = given.get("mscale_all_dim") if is_stretched else None
     sharper = yarn_mscale(float(given.get("factor") or 1), stretch) if stretch else 1.0
     return {
-        "num_query_groups": common["num_attention_heads"],
         "head_dim": nope + rope,
         "qk_norm": True,
         "mla": MlaShape(
@@ -95,10 +96,14 @@ def _grouped_experts(config: Config, common: Config) -> MoeShape:
     for key in ("n_group", "topk_group", "num_experts_per_tok", "first_k_dense_replace", "v_head_dim"):
         if config.get(key, 0) is None:
             raise _wrong(f"{key} is null, with which transformers computes nothing.")
-    width = config["moe_intermediate_size"]
+    width, experts, groups = config["moe_intermediate_size"], config["n_routed_experts"], config["n_group"]
+    if experts % groups or experts // groups < 2 or config["topk_group"] > groups:
+        raise _wrong(
+            f"{experts} experts (n_routed_experts) must be {groups} groups (n_group) of 2 or more, and topk_group {groups} at most."
+        )
     return MoeShape(
         layers=tuple(i >= config["first_k_dense_replace"] for i in range(common["num_layers"])),
-        num_experts=config["n_routed_experts"],
+        num_experts=experts,
         topk=config["num_experts_per_tok"],
         ffn_hidden_size=width,
         norm_topk_prob=bool(config["norm_topk_prob"]),
@@ -106,7 +111,7 @@ def _grouped_experts(config: Config, common: Config) -> MoeShape:
         has_expert_bias=True,
         scaling_factor=config["routed_scaling_factor"],
         shared_ffn_hidden_size=width * config["n_shared_experts"] or None,
-        num_groups=config["n_group"],
+        num_groups=groups,
         group_topk=config["topk_group"],
     )
 
