@@ -37,8 +37,9 @@ BLOCK = ("router", "experts", "gate up", "act", "down", "residual 2")
 class Operation:
     """One operation's own difference, over the ranks of both sides. cause: why, of the first that is over; empty where it is not known.
 
-    difference: root mean square, relative to that of the sampler's output (of `log-prob`: of the logits, or its own). largest: of one number, absolute.
-    equal: share of numbers that are the same bits. ranks: tensor-parallel ranks whose shard differs by more than the limit.
+    difference: root mean square, relative to that of the sampler's output (of `log-prob`: of the logits, or its own).
+    largest: of one number, absolute. equal: share of numbers that are the same bits. ranks: tensor-parallel ranks whose shard differs by
+    more than the limit.
     """
 
     name: str

@@ -89,7 +89,10 @@ NOT_YET = {
 }
 
 
-_OF_THE_WHOLE = ("text_config", "vision_config", "image_token_id")  # fields of a model that sees, and not of its text model
+# Fields of a model that sees, and not of its text model, whose part of a file may have them too, as null.
+_OF_THE_WHOLE = (
+    *("architectures", "text_config", "vision_config", "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"),
+)
 _ROPES = ("rope_theta", "rope_scaling", "rope_parameters")
 
 
@@ -114,7 +117,7 @@ def text_config(config: Config) -> Config:
     if problems:
         raise ConfigError([Problem(flags=("model",), message=f"config.json: {problem}") for problem in problems])
     # `architectures` says which family it is; the text part may name its own.
-    return {**config, **dict.fromkeys(_ROPES[1:]), **inner, "architectures": config.get("architectures")}
+    return {**config, **dict.fromkeys(_ROPES[1:]), **{key: value for key, value in inner.items() if key not in _OF_THE_WHOLE}}
 
 
 def family_of(config: Config) -> Family:

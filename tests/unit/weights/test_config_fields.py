@@ -110,6 +110,8 @@ def test_beside_text_config_nothing_is_read_that_transformers_does_not_read(tmp_
     inner = config["text_config"]
     right = ModelShape.from_hf(config)
     assert ModelShape.from_hf({**config, "rms_norm_eps": inner["rms_norm_eps"], "some_note": 3}) == right
+    nulls = {"image_token_id": None, "video_token_id": None, "architectures": ["Other"], "sliding_window": None}  # as 4.52 writes them
+    assert ModelShape.from_hf({**config, "sliding_window": 32768, "text_config": {**inner, **nulls}}) == right
     with pytest.raises(ConfigError, match="rms_norm_eps is 0.5, and 1e-06 in its text_config"):
         ModelShape.from_hf({**config, "rms_norm_eps": 0.5})
     for lost, said in (({"rms_norm_eps"}, {"rms_norm_eps": 0.5}), ({"rope_parameters", "rope_theta"}, {"rope_theta": 77.0})):
