@@ -61,6 +61,7 @@ setup(
     license="Apache-2.0",
     license_files=["LICENSE"],
     packages=find_packages(include=["megatron_grpo", "megatron_grpo.*"]),
+    package_data={"megatron_grpo.weights": ["*.json"]},
     python_requires=">=3.11",
     install_requires=REQUIRED,
     extras_require=EXTRAS,

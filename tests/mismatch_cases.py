@@ -17,6 +17,7 @@ MODELS: dict[str, dict[str, Any]] = {  # arguments of `write_tiny`
     "dense": dict(family="qwen3", layers=4, vocab=125, hidden=128, std=0.1),
     "tied": dict(family="qwen3", layers=3, vocab=125, tied=True, std=0.1),
     "biases": dict(family="qwen2", layers=3, vocab=125, std=0.1),
+    "flat": dict(family="llama", layers=1, vocab=125, hidden=32, std=0.003),  # logits are almost 0, and every log-prob is near -5
     "llama": dict(family="llama", layers=3, vocab=125, hidden=128, std=0.1),
     "MoE": dict(family="qwen3_moe", layers=3, vocab=125, std=0.1),
     "mixtral": dict(family="mixtral", layers=3, vocab=125, std=0.1),

@@ -339,7 +339,7 @@ def _corrections(cfg: GrpoConfig) -> list[Problem]:
 def warnings(config: Config) -> list[str]:
     """Legal, and worth a line before the run."""
     cfg = config.grpo
-    found = []
+    found = [*kept.warnings(config.rollout)]
     if cfg.loss_type == "cispo" and cfg.epsilon_high is None:
         found.append(
             "cispo: epsilon_high is not given; 5.0 is used. TRL and Megatron-SWIFT would fall back to epsilon 0.2 here, which bounds every "

@@ -37,8 +37,9 @@ BLOCK = ("router", "experts", "gate up", "act", "down", "residual 2")
 class Operation:
     """One operation's own difference, over the ranks of both sides. cause: why, of the first that is over; empty where it is not known.
 
-    difference: root mean square, relative to that of the sampler's output (of `log-prob`: of the logits). largest: of one number, absolute.
-    equal: share of numbers that are the same bits. ranks: tensor-parallel ranks whose shard differs by more than the limit.
+    difference: root mean square, relative to that of the sampler's output (of `log-prob`: of the logits, or its own).
+    largest: of one number, absolute. equal: share of numbers that are the same bits. ranks: tensor-parallel ranks whose shard differs by
+    more than the limit.
     """
 
     name: str
@@ -155,11 +156,12 @@ def look_at(side: Side, row: Row) -> list[Operation]:
 
 
 def _compared(side: Side, tokens: Sequence[int], opening: int) -> tuple[list[Operation], np.ndarray, float]:
-    """(operations, the sampler's log-probs without a cache, root mean square of its logits)."""
+    """(operations, the sampler's log-probs without a cache, root mean square of its logits, or of these if larger)."""
     model = side.model
     theirs = vllm_traced.trace(side.engine, tokens, opening, temperature=side.temperature)
     logits = theirs["logits"] = _logits_of_all(theirs.get("logits"), len(tokens) - opening)
-    fresh, size = theirs["log-prob"][:, 0].numpy(), float(logits.double().square().mean().sqrt())
+    size = max(float(told.double().square().mean().sqrt()) for told in (logits, theirs["log-prob"]))  # both round; either may be near 0
+    fresh = theirs["log-prob"][:, 0].numpy()
     scored: list[np.ndarray] = []
     forced = {name: rows for name, rows in theirs.items() if name not in ("logits", "log-prob")}
     ours = traced.trace(model, lambda: scored.extend(side.score([sequence_of(tokens, opening)])), forced=forced)

@@ -18,7 +18,7 @@ from megatron_grpo.planning.sharing import Sharing
 from megatron_grpo.planning.teacher import config_of_teacher
 from megatron_grpo.planning.tuning import Adapters, Tuning
 from megatron_grpo.settings.config import Config
-from megatron_grpo.settings.kept import is_cut
+from megatron_grpo.settings.kept import is_cut, words_at_most
 from megatron_grpo.sizing.batch_sizes import BatchSizes
 from megatron_grpo.weights.names import Entry, ShardCut, num_parameters, outer_entries, tower_entries
 from megatron_grpo.weights.shape import ModelShape
@@ -59,7 +59,7 @@ def _experts(shape: ModelShape, moe: MoeShape, sizes: BatchSizes, cfg: Config, l
 
 def _kept(sizes: BatchSizes, cfg: Config, lengths: Lengths | None) -> dict[str, int]:
     """Most bytes of the words that drawn tokens are drawn among: their ids, and where they begin. top_p and min_p leave fewer."""
-    of_token = 8 + 4 * cfg.rollout.top_k
+    of_token = 8 + 4 * words_at_most(cfg.rollout)
     of_row = of_token * sequence_tokens(cfg, lengths, longest=False)[1]
     return {
         "bytes_of_token": of_token,

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from megatron_grpo.settings.config import RolloutConfig
 from megatron_grpo.settings.grammar import sampling_fields_of
-from megatron_grpo.settings.kept import is_cut
+from megatron_grpo.settings.kept import is_cut, words_at_most
 from megatron_grpo.types import Group, Prompt
 from megatron_grpo.types import Sequence as Scored
 from megatron_grpo.weights.update import WeightUpdate
@@ -53,7 +53,7 @@ class SamplingSettings:
     @classmethod
     def of(cls, cfg: RolloutConfig, *, num_generations: int) -> SamplingSettings:
         return cls(n=num_generations, max_completion_length=cfg.max_completion_length, temperature=cfg.temperature, top_p=cfg.top_p,
-                   top_k=cfg.top_k, min_p=cfg.min_p, tells_kept=is_cut(cfg), more=sampling_fields_of(cfg), stop=tuple(cfg.stop),
+                   top_k=words_at_most(cfg), min_p=cfg.min_p, tells_kept=is_cut(cfg), more=sampling_fields_of(cfg), stop=tuple(cfg.stop),
                    stop_token_ids=tuple(cfg.stop_token_ids))  # fmt: skip
 
     def greedy(self) -> SamplingSettings:

@@ -24,7 +24,7 @@ from megatron_grpo.rollout.adapters import LoraPush
 from megatron_grpo.rollout.http import CONNECT, Call, Gone, Refused, Server, run_name, trust_of
 from megatron_grpo.settings.config import Config
 from megatron_grpo.settings.evaluation import longest_completion
-from megatron_grpo.settings.kept import is_cut
+from megatron_grpo.settings.kept import words_at_most
 from megatron_grpo.settings.servers import Address, addresses_of, read_token
 
 SECONDS_BETWEEN_SIGNS = 10.0  # of life, to servers that are ours; and between two words while waiting
@@ -113,7 +113,7 @@ def needs_of(cfg: Config, longest_prompt: int, lora: LoraPush | None, *, eyes: E
         tells_experts=cfg.grpo.router_replay_mode == "R3",
         limit_images=max(1, most_pictures) if eyes else 0,  # one that is probed with
         max_pixels=eyes.max_pixels if eyes else 0,
-        most_kept=cfg.rollout.top_k if is_cut(cfg.rollout) else 0,
+        most_kept=words_at_most(cfg.rollout),
     )
 
 

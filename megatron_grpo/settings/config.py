@@ -249,19 +249,19 @@ class RolloutConfig:
     max_completion_length: int = setting(256, "longest completion", unit="tokens", at_least=1)
     # vLLM takes anything below 0.01 for 0.01 and says so in its log alone; above 2 it refuses the request, after the model has loaded.
     temperature: float = setting(1.0, "sampling temperature; training log-probs use the same", at_least=0.01, at_most=2)
-    top_p: float = setting(1.0, "nucleus sampling; in training with a top_k, whose words it cuts further", above=0, at_most=1)
+    top_p: float = setting(1.0, "nucleus sampling; in training of the top_k likeliest words, or of 256", above=0, at_most=1)
     top_k: int = setting(
         0, "top-k sampling, 0 is off; up to 256 in training, whose softmax runs over what is left", unit="tokens", at_least=0
     )
     min_p: float = setting(
-        0.0, "leaves out words of less than this share of the likeliest one's probability; in training with a top_k", at_least=0, at_most=1
+        0.0, "leaves out words of less than this share of the likeliest one's probability; in training of 256 words", at_least=0, at_most=1
     )
     generation_kwargs: dict[str, Any] = setting(
         {}, "more of vLLM's SamplingParams, of those that leave the distribution as it is, and structured_outputs: name=value, or JSON"
     )
     vllm_structured_outputs_regex: str | None = setting(
         None,
-        "completions are drawn so that they match this regular expression; in training with a top_k (docs/sampling.md)",
+        "completions are drawn so that they match this regular expression; in training by the top_k likeliest words, or by 256",
         aliases=["structured_outputs_regex", "vllm_guided_decoding_regex"],
     )
     stop: list[str] = setting([], "strings that end a completion", aliases=["stop_words"])

@@ -9,17 +9,30 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron_grpo.settings.config import Config, RolloutConfig
-from megatron_grpo.settings.grammar import FIELD, REGEX, flag_of, of_training
+from megatron_grpo.settings.grammar import flag_of, of_training
 from megatron_grpo.settings.tuner import Pair
 
-# The largest top_k: its words are a kilobyte a token, at each place where a row waits or travels.
+# The largest top_k: its words are a kilobyte a token, at each place where a row waits or travels. Other cuts alone come with it.
 MOST = 256
-USUAL = 64  # what is said where a top_k is missing
+USUAL = 64  # what is said in place of a top_k of 1
 
 
 def is_cut(rollout: RolloutConfig) -> bool:
     """Whether training draws from less than the whole vocabulary."""
     return rollout.top_k > 0 or rollout.top_p < 1 or rollout.min_p > 0 or of_training(rollout) is not None
+
+
+def words_at_most(rollout: RolloutConfig) -> int:
+    """The top_k that training draws with; 0 draws from all words."""
+    return rollout.top_k or (MOST if is_cut(rollout) else 0)
+
+
+def warnings(rollout: RolloutConfig) -> Iterator[str]:
+    if is_cut(rollout) and not rollout.top_k:
+        yield (
+            f"Note: {in_words(rollout)} without top_k draws among the {MOST} likeliest words (top_k {MOST}): the ids of the words that are "
+            "left travel with every token, for the trainer's softmax runs over them. Less likely words are never drawn in training."
+        )
 
 
 def in_words(rollout: RolloutConfig) -> str:
@@ -50,14 +63,6 @@ def pairs(cfg: Config) -> Iterator[Pair]:
                 f"{other}.",
                 {"top_k": [USUAL, 0]} if flag == "top_k" else {"min_p": [0.0]},
             )
-    if rollout.top_k == 0:
-        flag, said, nearest = _without_top_k(rollout)
-        yield (
-            (flag, "top_k"),
-            f"{said} without top_k leaves any number of words, and their ids travel with every token, for the trainer's "
-            f"softmax runs over them. Add top_k, at most {MOST}: for example top_k {USUAL}.",
-            {"top_k": [USUAL, MOST]} | nearest,
-        )
     if rollout.rollout_func is not None:
         yield (
             (
@@ -68,11 +73,3 @@ def pairs(cfg: Config) -> Iterator[Pair]:
             f"not which words were left for each. Leave {'them' if of_training(rollout) is not None else 'top_k, top_p and min_p'} out.",
             {},
         )
-
-
-def _without_top_k(rollout: RolloutConfig) -> tuple[str, str, dict[str, list[float]]]:
-    """(the setting that needs one, as it is told, its value without that need)"""
-    if of_training(rollout) is not None:
-        return flag_of(rollout), REGEX if flag_of(rollout) == REGEX else f"{flag_of(rollout)} {FIELD}", {}
-    flag, value, off = ("top_p", rollout.top_p, 1.0) if rollout.top_p < 1 else ("min_p", rollout.min_p, 0.0)
-    return flag, f"{flag} ({value:g})", {flag: [off]}

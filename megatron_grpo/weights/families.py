@@ -11,6 +11,7 @@ from typing import Any
 
 from megatron_grpo.errors import ConfigError, Problem
 from megatron_grpo.weights import traits
+from megatron_grpo.weights.fields import IDLE, fields_of
 from megatron_grpo.weights.towers import QWEN2_5_VL, QWEN2_VL, QWEN3_VL, Tower
 
 Config = Mapping[str, Any]
@@ -21,12 +22,12 @@ class Family:
     """What sets one architecture apart.
 
     traits: (config.json, common fields) -> the fields of `ModelShape` that this family reads in its own way.
-    defaults: what its config class assumes where config.json is silent.
+    rope: what its config class takes for a rope where config.json is silent. Its other defaults are in `fields.py`.
     tower: of a model that sees.
     """
 
     traits: Callable[[Config, Config], dict[str, Any]]
-    defaults: Mapping[str, Any] = field(default_factory=dict)
+    rope: Mapping[str, Any] = field(default_factory=dict)
     moe_block: str = "mlp"
     router: str = "gate"
     # Files, and samplers, have the experts of a layer in one tensor: transposed, a gate's channels and those that it gates side by side.
@@ -35,6 +36,7 @@ class Family:
     # Layers after the last one predict further tokens for speculative decoding. GRPO neither trains nor exports them.
     has_prediction_layers: bool = False
     # config.json -> as layers that see everything read it for their rope, and as layers with a window do; None: all of them alike.
+    turns_a_part: bool = False  # of each head, where config.json says a partial_rotary_factor
     ropes: Callable[[Config], tuple[Config, Config]] | None = None
     tower: Tower | None = None
 
@@ -44,59 +46,25 @@ class Family:
         return self.tower.text_prefix if self.tower else "model."
 
 
-_QWEN2_VL = {"num_key_value_heads": 8, "rope_theta": 1e6, "rms_norm_eps": 1e-5}
 FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": Family(traits=traits.llama),
-    "MistralForCausalLM": Family(traits=traits.mistral, defaults={"num_key_value_heads": 8}),
+    "MistralForCausalLM": Family(traits=traits.mistral),
     "Qwen2ForCausalLM": Family(traits=traits.qwen2),
-    "Qwen3ForCausalLM": Family(traits=traits.qwen3, defaults={"head_dim": 128}),
-    "Qwen3MoeForCausalLM": Family(traits=traits.qwen3_moe, defaults={"num_key_value_heads": 4}),
-    "MixtralForCausalLM": Family(
-        traits=traits.mixtral,
-        defaults={"num_key_value_heads": 8, "rope_theta": 1e6, "rms_norm_eps": 1e-5},
-        moe_block="block_sparse_moe",
-        expert_names=("w1", "w3", "w2"),
-    ),
+    "Qwen3ForCausalLM": Family(traits=traits.qwen3),
+    "Qwen3MoeForCausalLM": Family(traits=traits.qwen3_moe),
+    "MixtralForCausalLM": Family(traits=traits.mixtral, moe_block="block_sparse_moe", expert_names=("w1", "w3", "w2")),
     "DeepseekV3ForCausalLM": Family(traits=traits.deepseek_v3, has_prediction_layers=True),
-    "Glm4MoeForCausalLM": Family(
-        traits=traits.glm4_moe,
-        defaults={"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5},
-        has_prediction_layers=True,
-    ),
-    "GptOssForCausalLM": Family(
-        traits=traits.gpt_oss,
-        defaults={
-            "num_key_value_heads": 8,
-            "head_dim": 64,
-            "rope_theta": 15e4,
-            "rms_norm_eps": 1e-5,
-            "rope_parameters": traits.GPT_OSS_ROPE,
-        },
-        router="router",
-        are_experts_interleaved=True,
-    ),
-    "Olmo2ForCausalLM": Family(traits=traits.olmo2, defaults={"rms_norm_eps": 1e-5}),
-    "Olmo3ForCausalLM": Family(traits=traits.olmo3, defaults={"rms_norm_eps": 1e-5, "rope_theta": 5e5}, ropes=traits.olmo3_ropes),
-    "Gemma3ForCausalLM": Family(
-        traits=traits.gemma3,
-        defaults={"num_key_value_heads": 4, "head_dim": 256, "rope_theta": 1e6, "hidden_act": "gelu_pytorch_tanh"},
-        ropes=traits.gemma3_ropes,
-    ),
-    "Qwen2VLForConditionalGeneration": Family(traits=traits.qwen2, defaults=_QWEN2_VL, tower=QWEN2_VL),
-    "Qwen2_5_VLForConditionalGeneration": Family(traits=traits.qwen2, defaults=_QWEN2_VL, tower=QWEN2_5_VL),
-    "Qwen3VLForConditionalGeneration": Family(
-        traits=traits.qwen3,
-        defaults={"head_dim": 128, "num_key_value_heads": 32, "rope_theta": 5e5, "mrope_section": (24, 20, 20)},
-        tower=QWEN3_VL,
-    ),
+    "Glm4MoeForCausalLM": Family(traits=traits.glm4_moe, has_prediction_layers=True, turns_a_part=True),
+    "GptOssForCausalLM": Family(traits=traits.gpt_oss, rope=traits.GPT_OSS_ROPE, router="router", are_experts_interleaved=True),
+    "Olmo2ForCausalLM": Family(traits=traits.olmo2),
+    "Olmo3ForCausalLM": Family(traits=traits.olmo3, ropes=traits.olmo3_ropes),
+    "Gemma3ForCausalLM": Family(traits=traits.gemma3, ropes=traits.gemma3_ropes),
+    "Qwen2VLForConditionalGeneration": Family(traits=traits.qwen2, tower=QWEN2_VL),
+    "Qwen2_5_VLForConditionalGeneration": Family(traits=traits.qwen2, tower=QWEN2_5_VL),
+    "Qwen3VLForConditionalGeneration": Family(traits=traits.qwen3, tower=QWEN3_VL),
 }
-_GATED_DELTA = (
-    "its linear attention (gated delta rule) needs kernels of a GPU in Megatron-Core (flash-linear-attention), so nothing of it can be "
-    "compared with transformers on a CPU; packed sequences and context parallelism are missing there besides"
-)
-_MAMBA = (
-    "its Mamba-2 layers need kernels of a GPU in Megatron-Core (mamba-ssm), so nothing of them can be compared with transformers on a CPU"
-)
+_GATED_DELTA = "no layer for its linear attention (the gated delta rule) is built here yet"
+_MAMBA = "no layer for its Mamba-2 part is built here yet"
 _SPARSE = "its sparse attention (a lightning indexer that chooses keys) is not in the attention over packed streams here"
 _SIZES = "its embeddings of each layer, and its layers that may be left out, are not in Megatron-Core"
 _SEES = "its tower has not been shown to give transformers' gradients here"
@@ -121,34 +89,35 @@ NOT_YET = {
 }
 
 
-# Of a model that sees, config.json may say what belongs to its text model at its top, in `text_config`, or in both places. Every other word
-# is of the library that wrote it.
-_SAID_TWICE = (
-    *("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size", "vocab_size"),
-    *("max_position_embeddings", "rms_norm_eps", "hidden_act", "attention_bias", "tie_word_embeddings", "rope_theta"),
-    *("use_sliding_window", "sliding_window", "max_window_layers"),
+# Fields of a model that sees, and not of its text model, whose part of a file may have them too, as null.
+_OF_THE_WHOLE = (
+    *("architectures", "text_config", "vision_config", "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"),
 )
+_ROPES = ("rope_theta", "rope_scaling", "rope_parameters")
 
 
 def text_config(config: Config) -> Config:
-    """What a config.json says of the text model. Raises ConfigError where it says two things."""
+    """What a config.json says of the text model: at its top, or in `text_config`, beside which transformers does not read the top.
+
+    Raises ConfigError where the two say different things.
+    """
     inner = config.get("text_config")
     if inner is None:
         return config
     if not isinstance(inner, Mapping):
         raise ConfigError([Problem(flags=("model",), message=f"config.json: text_config must hold named values, it is {inner!r}.")])
-    twice = [key for key in _SAID_TWICE if config.get(key) is not None and inner.get(key) is not None]
-    problems = [
-        Problem(
-            flags=("model",), message=f"config.json: {key} is {config[key]!r}, and {inner[key]!r} in its text_config. Keep one of them."
-        )
-        for key in twice
-        if config[key] != inner[key]
-    ]
+    outer = {key: value for key, value in config.items() if value is not None and key not in IDLE and key not in _OF_THE_WHOLE}
+    problems = []
+    for key, (_, default) in fields_of(config["architectures"][0]).items():
+        here = inner.get(key, outer.get(key) if key in ("tie_word_embeddings", *_ROPES) else default)
+        if key in outer and outer[key] != here and (key not in inner or here is not None):
+            problems.append(f"{key} is {outer[key]!r}, and {here!r} in its text_config. Keep one of them.")
+    if not any(key in inner for key in _ROPES) and (lost := [key for key in _ROPES if key in outer]):
+        problems.append(f"{' and '.join(lost)} must be in text_config too, where transformers reads it.")
     if problems:
-        raise ConfigError(problems)
+        raise ConfigError([Problem(flags=("model",), message=f"config.json: {problem}") for problem in problems])
     # `architectures` says which family it is; the text part may name its own.
-    return {**config, **{key: value for key, value in inner.items() if value is not None}, "architectures": config.get("architectures")}
+    return {**config, **dict.fromkeys(_ROPES[1:]), **{key: value for key, value in inner.items() if key not in _OF_THE_WHOLE}}
 
 
 def family_of(config: Config) -> Family:

@@ -14,7 +14,9 @@ from typing import Any
 
 from megatron_grpo.errors import ConfigError, Problem
 from megatron_grpo.weights.families import FAMILIES, Family, family_of, text_config
+from megatron_grpo.weights.fields import as_the_class_reads
 from megatron_grpo.weights.sizes import Activation, MlaShape, MoeShape, RopeShape, VisionShape, yarn_mscale
+from megatron_grpo.weights.traits import KINDS
 from megatron_grpo.weights.vision import vision_of, with_axes, without_axes
 
 
@@ -62,27 +64,9 @@ class ModelShape:
         family, whole = family_of(config), config
         if family.tower:
             config = without_axes(text_config(whole))
-        read = _Config(config)
-        read.optional_numbers()
-        architecture = config["architectures"][0]
-        heads = read.integer("num_attention_heads")
-        hidden = read.integer("hidden_size")
-        common = {
-            "architecture": architecture,
-            "num_layers": read.integer("num_hidden_layers"),
-            "hidden_size": hidden,
-            "num_attention_heads": heads,
-            "num_query_groups": config.get("num_key_value_heads") or family.defaults.get("num_key_value_heads") or heads,
-            "head_dim": config.get("head_dim") or family.defaults.get("head_dim") or hidden // max(heads, 1),
-            "ffn_hidden_size": read.integer("intermediate_size"),
-            "vocab_size": read.integer("vocab_size"),
-            "max_position_embeddings": config.get("max_position_embeddings") or 0,
-            "norm_epsilon": config.get("rms_norm_eps") or family.defaults.get("rms_norm_eps") or 1e-6,
-            "tied_embeddings": bool(config.get("tie_word_embeddings", False)),
-        }
-        usual = family.defaults.get("hidden_act", "silu")
-        for key in ("hidden_act", "hidden_activation"):
-            read.require(config.get(key) in (None, usual), f"{key} is {config.get(key)!r}; only {usual!r} is supported.")
+        read, architecture = _Config(), config["architectures"][0]
+        config = as_the_class_reads(config, architecture, read.require)
+        read.rope_numbers(config)
         read.require(
             not config.get("quantization_config"),
             "the checkpoint is quantized (quantization_config); training needs one in bfloat16 or float32."
@@ -92,17 +76,39 @@ class ModelShape:
                 else ""
             ),
         )
-        if not read.problems:  # all numbers are numbers
-            read.require(
-                heads % common["num_query_groups"] == 0,
-                f"num_attention_heads ({heads}) must be a multiple of num_key_value_heads ({common['num_query_groups']}).",
-            )
+        read.stop_if_wrong()
+        heads, hidden = config["num_attention_heads"], config["hidden_size"]
+        groups = config["num_key_value_heads"] or heads
+        common = {
+            "architecture": architecture,
+            "num_layers": config["num_hidden_layers"],
+            "hidden_size": hidden,
+            "num_attention_heads": heads,
+            "num_query_groups": groups,
+            "head_dim": config.get("head_dim") or hidden // heads,
+            "ffn_hidden_size": config["intermediate_size"],
+            "vocab_size": config["vocab_size"],
+            "max_position_embeddings": config["max_position_embeddings"],
+            "norm_epsilon": config["rms_norm_eps"],
+            "tied_embeddings": config["tie_word_embeddings"],
+        }
+        read.require(heads % groups == 0, f"num_attention_heads ({heads}) must be a multiple of num_key_value_heads ({groups}).")
         read.stop_if_wrong()
         try:
             merged = {**common, **family.traits(config, common)}
         except KeyError as missing:
             raise ConfigError([Problem(flags=("model",), message=f"config.json: {architecture} needs {missing.args[0]}.")]) from missing
-        read.require(0 not in merged.get("windows", ()), "sliding_window is 0; a token sees itself at least, so 1 or more, or null.")
+        if moe := merged.get("moe"):
+            read.require(
+                moe.topk <= moe.num_experts, f"num_experts_per_tok ({moe.topk}) is more than the experts of a layer ({moe.num_experts})."
+            )
+        windows = merged.get("windows") or (None,) * common["num_layers"]
+        read.require(0 not in windows, "sliding_window is 0; a token sees itself at least, so 1 or more, or null.")
+        kinds = config.get("layer_types") or [KINDS[window is not None] for window in windows]
+        read.require(
+            kinds == [KINDS[window is not None] for window in windows],
+            f"layer_types says {kinds!r}, and transformers gives layers of {architecture} windows by other fields. Leave it out.",
+        )
         rotated = merged["mla"].qk_pos_emb_head_dim if merged.get("mla") else merged["head_dim"]
         ropes = [rope_from_hf(one, rotated, family, read) for one in (family.ropes(config) if family.ropes else (config,))]
         read.stop_if_wrong()
@@ -160,62 +166,35 @@ class ModelShape:
         return self.moe is not None and self.moe.layers[layer]
 
 
-# Numbers of a config.json that may be absent or null. What is used without being needed must be a number all the same.
-_OPTIONAL: tuple[str, ...] = (
-    *("num_key_value_heads", "head_dim", "max_position_embeddings", "original_max_position_embeddings", "sliding_window"),
-    *("num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", "n_shared_experts"),
-    *("decoder_sparse_step", "first_k_dense_replace", "n_group", "topk_group", "max_window_layers"),
-    *("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "sliding_window_pattern"),
-)
-_OPTIONAL_FLOATS: tuple[str, ...] = (
-    *("swiglu_alpha", "swiglu_limit"),
-    *("rms_norm_eps", "rope_theta", "rope_local_base_freq", "partial_rotary_factor", "routed_scaling_factor", "query_pre_attn_scalar"),
-)
-_ROPE_FLOATS: tuple[str, ...] = (
-    *("rope_theta", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings", "beta_fast", "beta_slow"),
-    *("attention_factor", "mscale", "mscale_all_dim", "partial_rotary_factor"),
-)
+_POSITIVE = ("rope_theta", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings", "partial_rotary_factor")
+_ROPE_FLOATS = (*_POSITIVE, "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim")
 
 
 class _Config:
-    """Reads a config.json and remembers what was wrong with it, so that all of it is said at once."""
+    """Remembers what was wrong with a config.json, so that all of it is said at once."""
 
-    def __init__(self, config: Mapping[str, Any]):
-        self.config = config
+    def __init__(self) -> None:
         self.problems: list[Problem] = []
 
     def require(self, condition: bool, message: str) -> None:
         if not condition:
             self.problems.append(Problem(flags=("model",), message=f"config.json: {message}"))
 
-    def integer(self, key: str) -> int:
-        value = self.config.get(key)
-        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
-            return value
-        self.require(False, f"{key} must be a positive whole number, it is {value!r}.")
-        return 0
-
-    def optional_numbers(self) -> None:
-        for key in _OPTIONAL:
-            value = self.config.get(key)
-            whole = isinstance(value, int) and not isinstance(value, bool) and value >= 0
-            self.require(value is None or whole, f"{key} must be a whole number or absent, it is {value!r}.")
-        for name in ("rope_scaling", "rope_parameters"):
-            given = self.config.get(name)
-            self.require(given is None or isinstance(given, Mapping), f"{name} must hold named values, it is {given!r}.")
-        self._numbers("", self.config, _OPTIONAL_FLOATS)
-        self.rope_numbers(self.config)
-
     def rope_numbers(self, config: Mapping[str, Any]) -> None:
+        self._numbers("", {key: value for key, value in config.items() if key == "original_max_position_embeddings"})
         for name in ("rope_scaling", "rope_parameters"):
-            if isinstance(given := config.get(name), Mapping):
-                self._numbers(f"{name}.", given, _ROPE_FLOATS)
+            given = config.get(name)
+            self.require(given is None or isinstance(given, Mapping), f"{name} must hold named values, it is {given!r}.")
+            if isinstance(given, Mapping):
+                self._numbers(f"{name}.", given)
 
-    def _numbers(self, prefix: str, given: Mapping[str, Any], keys: tuple[str, ...]) -> None:
-        for key in keys:
+    def _numbers(self, prefix: str, given: Mapping[str, Any]) -> None:
+        for key in _ROPE_FLOATS:
             value = given.get(key)
-            is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and value >= 0
-            self.require(value is None or is_number, f"{prefix}{key} must be a number or absent, it is {value!r}.")
+            is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and (value > 0 if key in _POSITIVE else value >= 0)
+            is_absent = key not in given or (value is None and key != "rope_theta")
+            number = "a positive number" if key in _POSITIVE else "a number"
+            self.require(is_absent or is_number, f"{prefix}{key} must be {number} or absent, it is {value!r}.")
 
     def stop_if_wrong(self) -> None:
         if self.problems:
@@ -253,23 +232,28 @@ def rope_from_hf(config: Mapping[str, Any], channels: int, family: Family, read:
     read.rope_numbers(config)
     if read.problems:
         return None
-    given = dict(config.get("rope_scaling") or config.get("rope_parameters") or family.defaults.get("rope_parameters") or {})
-    kind = given.get("rope_type", given.get("type")) or "default"
-    theta = float(given.get("rope_theta") or config.get("rope_theta") or family.defaults.get("rope_theta", 10000.0))
-    dim = _rotated_channels(given.get("partial_rotary_factor", config.get("partial_rotary_factor")), kind, channels, family, read)
+    given = config.get("rope_scaling") or config["rope_parameters"]
+    given = family.rope if given is None else given
+    kind = given.get("rope_type", given.get("type", "default"))
+    theta = float(given.get("rope_theta", config.get("rope_theta", 10000.0)))
+    dim = _rotated_channels(given.get("partial_rotary_factor", config["partial_rotary_factor"]), kind, channels, family, read)
     nested = [key for key, value in given.items() if isinstance(value, Mapping)]
     read.require(not nested, f"rope settings that differ by layer type ({', '.join(nested)}) are not supported.")
     known = ("default", "linear", "llama3", "yarn")
     # dynamic and longrope change their frequencies with the length of the batch, so log-probs would depend on what is packed together.
     read.require(kind in known, f"rope type {kind!r} is not supported. Known: {', '.join(known)}.")
     read.require("mrope_section" not in given, "multi-axis rope (mrope_section) is not supported.")
-    needed = {"linear": ["factor"], "llama3": ["factor", "low_freq_factor", "high_freq_factor"]}.get(kind, [])
+    needed = {"linear": ["factor"], "llama3": ["factor", "low_freq_factor", "high_freq_factor"], "yarn": ["factor"]}.get(kind, [])
     missing = [key for key in needed if given.get(key) is None]
     read.require(not missing, f"rope type {kind!r} needs {', '.join(missing)}.")
     if read.problems:
         return None
-    longest = config.get("max_position_embeddings") or 0
-    original = config.get("original_max_position_embeddings") or given.get("original_max_position_embeddings") or longest
+    original = {"original_max_position_embeddings": config["max_position_embeddings"], **given, **config}[
+        "original_max_position_embeddings"
+    ]
+    read.require(original is not None or kind not in ("llama3", "yarn"), f"rope type {kind!r} needs original_max_position_embeddings.")
+    if read.problems:
+        return None
     if kind == "linear":
         return RopeShape(type="linear", dim=dim, theta=theta, factor=float(given["factor"]))
     if kind == "llama3":
@@ -283,11 +267,7 @@ def rope_from_hf(config: Mapping[str, Any], channels: int, family: Family, read:
             high_freq_factor=float(given["high_freq_factor"]),
         )
     if kind == "yarn":
-        read.require(original > 0, "rope type 'yarn' needs original_max_position_embeddings or max_position_embeddings.")
-        if read.problems:
-            return None
-        factor = float(given.get("factor") or longest / original)
-        truncate = given.get("truncate", True)
+        factor = float(given["factor"])
         return RopeShape(
             type="yarn",
             dim=dim,
@@ -296,16 +276,15 @@ def rope_from_hf(config: Mapping[str, Any], channels: int, family: Family, read:
             original_max_position_embeddings=original,
             beta_fast=float(given.get("beta_fast") or 32),
             beta_slow=float(given.get("beta_slow") or 1),
-            truncate=bool(truncate),
+            truncate=bool(given.get("truncate", True)),
             attention_scaling=_yarn_attention_scaling(given, factor),
         )
     return RopeShape(type="default", dim=dim, theta=theta)
 
 
 def _rotated_channels(partial: float | None, kind: str, channels: int, family: Family, read: _Config) -> int:
-    usual = family.defaults.get("partial_rotary_factor")
-    partial = partial or usual or 1.0
-    is_known = partial == 1.0 or usual is not None
+    partial = 1.0 if partial is None else partial
+    is_known = partial == 1.0 or family.turns_a_part
     read.require(is_known, f"partial_rotary_factor is {partial}; only heads that are rotated whole are supported.")
     read.require(partial <= 1.0, f"partial_rotary_factor is {partial}; a head has no more channels than all of them.")
     dim = int(channels * partial)

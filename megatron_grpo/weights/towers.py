@@ -41,6 +41,7 @@ class Tower:
     text_prefix: str
     shape: Callable[[Config, Config], VisionShape]
     tensors: Callable[[VisionShape, int], Sizes]
+    sections: tuple[int, int, int]  # mrope_section where config.json says none
     interleaved_axes: bool = False  # see `RopeShape`
 
     def on_the_hub(self, name: str) -> str:
@@ -162,6 +163,7 @@ QWEN2_VL = Tower(
     text_prefix="model.",
     shape=qwen2_vl,
     tensors=qwen2_vl_tensors,
+    sections=(16, 24, 24),
 )
 QWEN2_5_VL = Tower(
     module="qwen2_5_vl.modeling_qwen2_5_vl.Qwen2_5_VisionTransformerPretrainedModel",
@@ -169,6 +171,7 @@ QWEN2_5_VL = Tower(
     text_prefix="model.",
     shape=qwen2_5_vl,
     tensors=qwen2_5_vl_tensors,
+    sections=(16, 24, 24),
 )
 QWEN3_VL = Tower(
     module="qwen3_vl.modeling_qwen3_vl.Qwen3VLVisionModel",
@@ -176,5 +179,6 @@ QWEN3_VL = Tower(
     text_prefix="model.language_model.",
     shape=qwen3_vl,
     tensors=qwen3_vl_tensors,
+    sections=(24, 20, 20),
     interleaved_axes=True,
 )

@@ -1,7 +1,8 @@
 """How the config.json of each architecture is read: what it says in its own way. No tensors, no torch.
 
-Each function receives the parsed config.json and the fields that all families share (`common`), and returns the fields of `ModelShape` that
-its family reads in its own way. Common ones may be among them.
+Each function receives what config.json says, with what the family's class in transformers says where it is silent (`fields.py`), and the
+fields that all families share (`common`). It returns the fields of `ModelShape` that its family reads in its own way. Common ones may be
+among them.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ Config = Mapping[str, Any]
 
 
 def llama(config: Config, common: Config) -> dict[str, Any]:
-    bias = bool(config.get("attention_bias", False))
-    return {"qkv_bias": bias, "attention_out_bias": bias, "mlp_bias": bool(config.get("mlp_bias", False))}
+    bias = config["attention_bias"]
+    return {"qkv_bias": bias, "attention_out_bias": bias, "mlp_bias": config["mlp_bias"]}
 
 
 def qwen2(config: Config, common: Config) -> dict[str, Any]:
@@ -25,120 +26,114 @@ def qwen2(config: Config, common: Config) -> dict[str, Any]:
 
 
 def qwen3(config: Config, common: Config) -> dict[str, Any]:
-    bias = bool(config.get("attention_bias", False))
+    bias = config["attention_bias"]
     return {"qkv_bias": bias, "attention_out_bias": bias, "qk_norm": True, "windows": _qwen_windows(config, common["num_layers"])}
 
 
 def mistral(config: Config, common: Config) -> dict[str, Any]:
-    return {"windows": (config.get("sliding_window", 4096),) * common["num_layers"]}
+    """With `layer_types` it is what transformers calls Ministral: some layers have the window, and some see everything."""
+    return {"windows": windows_of(config, common["num_layers"], lambda layer: config["sliding_window"] is not None)}
 
 
 def qwen3_moe(config: Config, common: Config) -> dict[str, Any]:
-    bias, layers = bool(config.get("attention_bias", False)), common["num_layers"]
-    step, dense = config.get("decoder_sparse_step") or 1, config.get("mlp_only_layers") or ()
-    experts = config.get("num_experts", config.get("num_local_experts")) or 128
+    bias, layers = config["attention_bias"], common["num_layers"]
+    step, dense = config["decoder_sparse_step"], config["mlp_only_layers"] or ()
     return {
         "qkv_bias": bias,
         "attention_out_bias": bias,
         "qk_norm": True,
-        "windows": (config.get("sliding_window", 4096) if config.get("use_sliding_window") else None,) * layers,
+        "windows": (config["sliding_window"] if config["use_sliding_window"] else None,) * layers,
         "moe": MoeShape(
             layers=tuple(i not in dense and (i + 1) % step == 0 for i in range(layers)),
-            num_experts=experts,
-            topk=config.get("num_experts_per_tok") or 8,
-            ffn_hidden_size=config.get("moe_intermediate_size") or 768,
-            norm_topk_prob=bool(config.get("norm_topk_prob", False)),
+            num_experts=config["num_experts"],
+            topk=config["num_experts_per_tok"],
+            ffn_hidden_size=config["moe_intermediate_size"],
+            norm_topk_prob=config["norm_topk_prob"],
         ),
     }
 
 
 def mixtral(config: Config, common: Config) -> dict[str, Any]:
     return {
-        "windows": (config.get("sliding_window"),) * common["num_layers"],
+        "windows": (config["sliding_window"],) * common["num_layers"],
         "moe": MoeShape(
             layers=(True,) * common["num_layers"],
-            num_experts=config.get("num_local_experts") or 8,
-            topk=config.get("num_experts_per_tok") or 2,
+            num_experts=config["num_local_experts"],
+            topk=config["num_experts_per_tok"],
             ffn_hidden_size=common["ffn_hidden_size"],
         ),
     }
 
 
 def deepseek_v3(config: Config, common: Config) -> dict[str, Any]:
-    if config.get("attention_bias"):
+    if config["attention_bias"]:
         raise _wrong("attention_bias is true; biases of multi-latent attention are not computed here. DeepSeek-V3 has none.")
-    given = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    nope, rope = config["qk_nope_head_dim"], config["qk_rope_head_dim"]
+    heads, nope, rope = common["num_attention_heads"], config["qk_nope_head_dim"], config["qk_rope_head_dim"]
+    if common["num_query_groups"] != heads or config["head_dim"] not in (None, rope):
+        raise _wrong(f"num_key_value_heads must be num_attention_heads ({heads}), and head_dim, if it is said, qk_rope_head_dim ({rope}).")
+    given = config.get("rope_scaling") or config["rope_parameters"] or {}
     is_stretched = (given.get("rope_type", given.get("type")) or "default") != "default"
     stretch = given.get("mscale_all_dim") if is_stretched else None
     sharper = yarn_mscale(float(given.get("factor") or 1), stretch) if stretch else 1.0
-    dense = config.get("first_k_dense_replace", 3) or 0
     return {
-        "num_query_groups": common["num_attention_heads"],
         "head_dim": nope + rope,
         "qk_norm": True,
         "mla": MlaShape(
-            q_lora_rank=config.get("q_lora_rank"),
+            q_lora_rank=config["q_lora_rank"],
             kv_lora_rank=config["kv_lora_rank"],
             qk_head_dim=nope,
             qk_pos_emb_head_dim=rope,
             v_head_dim=config["v_head_dim"],
             softmax_scale=sharper * sharper / (nope + rope) ** 0.5,
-            interleaved=bool(config.get("rope_interleave", True)),
+            interleaved=bool(config["rope_interleave"]),
         ),
-        "moe": MoeShape(
-            layers=tuple(i >= dense for i in range(common["num_layers"])),
-            num_experts=config["n_routed_experts"],
-            topk=config["num_experts_per_tok"],
-            ffn_hidden_size=config["moe_intermediate_size"],
-            norm_topk_prob=bool(config.get("norm_topk_prob", True)),
-            score_function="sigmoid",
-            has_expert_bias=True,
-            scaling_factor=float(config.get("routed_scaling_factor", 2.5) or 1),
-            shared_ffn_hidden_size=config["moe_intermediate_size"] * (config.get("n_shared_experts", 1) or 0) or None,
-            num_groups=config.get("n_group", 8),
-            group_topk=config.get("topk_group", 4),
-        ),
+        "moe": _grouped_experts(config, common),
     }
+
+
+def _grouped_experts(config: Config, common: Config) -> MoeShape:
+    """Chosen by a sigmoid inside the best groups, behind a few dense layers, and beside experts that every token visits."""
+    for key in ("n_group", "topk_group", "num_experts_per_tok", "first_k_dense_replace", "v_head_dim"):
+        if config.get(key, 0) is None:
+            raise _wrong(f"{key} is null, with which transformers computes nothing.")
+    width, experts, groups = config["moe_intermediate_size"], config["n_routed_experts"], config["n_group"]
+    if experts % groups or experts // groups < 2 or config["topk_group"] > groups:
+        raise _wrong(
+            f"{experts} experts (n_routed_experts) must be {groups} groups (n_group) of 2 or more, and topk_group {groups} at most."
+        )
+    return MoeShape(
+        layers=tuple(i >= config["first_k_dense_replace"] for i in range(common["num_layers"])),
+        num_experts=experts,
+        topk=config["num_experts_per_tok"],
+        ffn_hidden_size=width,
+        norm_topk_prob=bool(config["norm_topk_prob"]),
+        score_function="sigmoid",
+        has_expert_bias=True,
+        scaling_factor=config["routed_scaling_factor"],
+        shared_ffn_hidden_size=width * config["n_shared_experts"] or None,
+        num_groups=groups,
+        group_topk=config["topk_group"],
+    )
 
 
 def glm4_moe(config: Config, common: Config) -> dict[str, Any]:
-    dense, width = config.get("first_k_dense_replace", 1) or 0, config["moe_intermediate_size"]
-    shared = config.get("n_shared_experts", 1) or 0
-    return {
-        "qkv_bias": bool(config.get("attention_bias", False)),
-        "qk_norm": bool(config.get("use_qk_norm", False)),
-        "moe": MoeShape(
-            layers=tuple(i >= dense for i in range(common["num_layers"])),
-            num_experts=config["n_routed_experts"],
-            topk=config["num_experts_per_tok"],
-            ffn_hidden_size=width,
-            norm_topk_prob=bool(config.get("norm_topk_prob", True)),
-            score_function="sigmoid",
-            has_expert_bias=True,
-            scaling_factor=float(config.get("routed_scaling_factor", 1.0) or 1),
-            shared_ffn_hidden_size=width * shared or None,
-            num_groups=config.get("n_group", 1),
-            group_topk=config.get("topk_group", 1),
-        ),
-    }
+    return {"qkv_bias": config["attention_bias"], "qk_norm": config["use_qk_norm"], "moe": _grouped_experts(config, common)}
 
 
 def gpt_oss(config: Config, common: Config) -> dict[str, Any]:
-    bias, layers = bool(config.get("attention_bias", True)), common["num_layers"]
-    experts = config.get("num_local_experts", config.get("num_experts"))
+    bias, layers = config["attention_bias"], common["num_layers"]
     return {
         "qkv_bias": bias,
         "attention_out_bias": bias,
         "mlp_bias": True,
         "sinks": True,
         "activation": "clamped",
-        "clamp": (float(config.get("swiglu_alpha") or 1.702), float(config.get("swiglu_limit") or 7.0)),
-        "windows": windows_of(config, layers, config.get("sliding_window", 128), lambda layer: layer % 2 == 0),
+        "clamp": (config["swiglu_alpha"], config["swiglu_limit"]),
+        "windows": windows_of(config, layers, lambda layer: layer % 2 == 0),
         "moe": MoeShape(
             layers=(True,) * layers,
-            num_experts=experts or 128,
-            topk=config.get("num_experts_per_tok") or 4,
+            num_experts=config["num_local_experts"],
+            topk=config["num_experts_per_tok"],
             ffn_hidden_size=common["ffn_hidden_size"],
             has_biases=True,
         ),
@@ -152,96 +147,86 @@ GPT_OSS_ROPE = {
 
 
 def olmo2(config: Config, common: Config) -> dict[str, Any]:
-    bias = bool(config.get("attention_bias", False))
+    bias = config["attention_bias"]
     return {"qkv_bias": bias, "attention_out_bias": bias, "pre_norm": False, "post_norm": True, "qk_norm": True, "qk_norm_is_whole": True}
 
 
 def olmo3(config: Config, common: Config) -> dict[str, Any]:
-    windows = windows_of(config, common["num_layers"], config.get("sliding_window", 4096), lambda layer: (layer + 1) % 4 != 0)
+    windows = windows_of(config, common["num_layers"], lambda layer: (layer + 1) % 4 != 0)
     return {**olmo2(config, common), "windows": windows}
 
 
 def olmo3_ropes(config: Config) -> tuple[Config, Config]:
     """Layers that see everything may stretch their positions; those with a window never do."""
-    if nested := _nested_ropes(config, 5e5, 5e5):
-        return nested
-    if config.get("rope_theta") not in (None, 5e5):
+    if not config["rope_parameters"] and config["rope_theta"] != 5e5:
         raise _wrong(
             f"rope_theta is {config['rope_theta']!r}: versions of transformers read it otherwise for layers with a window, where it is not "
             "500000. Say rope_parameters for full_attention and for sliding_attention."
         )
-    scaling = _read_by_kind(config.get("rope_scaling") or {})
-    plain = {key: value for key, value in config.items() if key not in ROPES}
-    return {**plain, "rope_scaling": scaling}, plain
+    return _ropes_by_kind(config, 5e5)
 
 
 def gemma3(config: Config, common: Config) -> dict[str, Any]:
-    for key in ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"):
-        if config.get(key):
-            raise _wrong(f"{key} is {config[key]!r}, which is not computed here. Gemma 3 has none.")
-    bias, pattern = bool(config.get("attention_bias", False)), config.get("sliding_window_pattern") or 6
+    bias, pattern = config["attention_bias"], config["sliding_window_pattern"]
     return {
         "qkv_bias": bias,
         "attention_out_bias": bias,
-        "tied_embeddings": bool(config.get("tie_word_embeddings", True)),
         "post_norm": True,
         "norms_from_one": True,
         "qk_norm": True,
         "activation": "gelu_tanh",
         "embedding_scale": common["hidden_size"] ** 0.5,
-        "softmax_scale": float(config.get("query_pre_attn_scalar") or 256) ** -0.5,
-        "windows": windows_of(config, common["num_layers"], config.get("sliding_window", 4096), lambda layer: (layer + 1) % pattern != 0),
+        "softmax_scale": config["query_pre_attn_scalar"] ** -0.5,
+        "windows": windows_of(config, common["num_layers"], lambda layer: (layer + 1) % pattern != 0),
     }
 
 
 def gemma3_ropes(config: Config) -> tuple[Config, Config]:
-    if nested := _nested_ropes(config, 1e6, 1e4):
-        return nested
-    plain = {key: value for key, value in config.items() if key not in ROPES}
-    whole = {**plain, "rope_theta": config.get("rope_theta") or 1e6}
-    whole["rope_scaling"] = _read_by_kind(config.get("rope_scaling") or {})
-    return whole, {**plain, "rope_theta": config.get("rope_local_base_freq") or 1e4}
+    return _ropes_by_kind(config, config["rope_local_base_freq"])
 
 
-ROPES = ("rope_scaling", "rope_parameters")
-_KINDS = ("full_attention", "sliding_attention")
+KINDS = ("full_attention", "sliding_attention")
 
 
-def _nested_ropes(config: Config, theta: float, local_theta: float) -> tuple[Config, Config] | None:
-    """The config as each kind of layer reads it, where it says its rope by kind (transformers 5); None where it does not."""
-    given = config.get("rope_parameters") or {}
-    if not any(kind in given for kind in _KINDS):
-        if given:
-            raise _wrong(f"rope_parameters must have {' and '.join(_KINDS)} here, it has {', '.join(given)}.")
-        return None
-    plain = {key: value for key, value in config.items() if key not in (*ROPES, "rope_theta")}
-    return tuple(  # type: ignore[return-value]  # of two
-        {**plain, "rope_theta": default, "rope_parameters": _read_by_kind(given.get(kind) or {})}
-        for kind, default in zip(_KINDS, (theta, local_theta), strict=True)
-    )
+def _ropes_by_kind(config: Config, local_theta: float) -> tuple[Config, Config]:
+    """The config as each kind of layer reads it. rope_theta and rope_scaling are those of layers that see everything."""
+    nested, scaling = config["rope_parameters"] or {}, config.get("rope_scaling") or {}
+    if nested and not any(kind in nested for kind in KINDS):
+        raise _wrong(f"rope_parameters must have {' and '.join(KINDS)} here, it has {', '.join(nested)}.")
+    if nested and scaling:
+        raise _wrong("rope_scaling stands beside rope_parameters. Say both in rope_parameters.full_attention.")
+    if "type" in scaling:
+        raise _wrong("rope_scaling has `type`, which transformers 5 does not read there, and older versions do. Say rope_type.")
+    ropes = []
+    for kind, theta, stretched in zip(KINDS, (config["rope_theta"], local_theta), (scaling, {}), strict=True):
+        rope = {**(nested.get(kind) or {}), **stretched}
+        if rope.get("truncate") is False:
+            raise _wrong("truncate is false in a rope of one kind of layers, where transformers does not read it. Leave it out.")
+        ropes.append({**config, "rope_theta": theta, "rope_scaling": None, "rope_parameters": rope})
+    return ropes[0], ropes[1]
 
 
-def _read_by_kind(rope: Config) -> Config:
-    """What a rope is that layers of one kind have, as transformers 5 reads it."""
-    if isinstance(rope, Mapping) and rope.get("truncate") is False:
-        raise _wrong("truncate is false in a rope of one kind of layers, where transformers does not read it. Leave it out.")
-    return rope
-
-
-def windows_of(config: Config, num_layers: int, window: int | None, has_window: Callable[[int], bool]) -> tuple[int | None, ...]:
+def windows_of(config: Config, num_layers: int, has_window: Callable[[int], bool]) -> tuple[int | None, ...]:
     """How many tokens each layer's tokens see, None for all. has_window: of a layer's number, where config.json has no `layer_types`."""
-    kinds = config.get("layer_types") or [_KINDS[has_window(layer)] for layer in range(num_layers)]
-    if not isinstance(kinds, list) or len(kinds) != num_layers or not set(kinds) <= set(_KINDS):
-        raise _wrong(f"layer_types must name {' or '.join(_KINDS)} for each of {num_layers} layers, it is {kinds!r}.")
+    kinds, window = config.get("layer_types"), config["sliding_window"]
+    if kinds is None:
+        kinds = [KINDS[has_window(layer)] for layer in range(num_layers)]
+    if not isinstance(kinds, list) or len(kinds) != num_layers or not set(kinds) <= set(KINDS):
+        raise _wrong(f"layer_types must name {' or '.join(KINDS)} for each of {num_layers} layers, it is {kinds!r}.")
+    if "sliding_attention" in kinds and window is None:
+        raise _wrong("some layers have sliding_attention, and there is no sliding_window, with which transformers computes nothing.")
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
 def _qwen_windows(config: Config, num_layers: int) -> tuple[int | None, ...]:
-    """Qwen windows only the layers from max_window_layers on, and only when asked to."""
-    if not config.get("use_sliding_window"):
+    """Qwen windows only the layers from max_window_layers on, and only when asked to. Qwen3-VL has no windows."""
+    if "use_sliding_window" not in config:
         return ()
-    first = config.get("max_window_layers", 28)
-    return windows_of(config, num_layers, config.get("sliding_window", 4096), lambda layer: layer >= first)
+    window, first = config["sliding_window"] if config["use_sliding_window"] else None, config["max_window_layers"]
+    if window is not None and first is None:
+        raise _wrong("max_window_layers is null, with which transformers computes nothing.")
+    windows = windows_of({**config, "sliding_window": window}, num_layers, lambda layer: window is not None and layer >= first)
+    return windows if config["use_sliding_window"] else ()
 
 
 def _wrong(message: str) -> ConfigError:

@@ -30,8 +30,8 @@ def with_axes(rope: RopeShape, config: Config, family: Family, require: Require)
     """rope: as read from `without_axes`. config: config.json."""
     assert family.tower is not None
     require(rope.type == "default", f"rope type {rope.type!r} with axes (mrope_section) is not supported; only 'mrope' and 'default' are.")
-    given = _said_once(config, "mrope_section", require) or family.defaults.get("mrope_section")
-    if given is None or not _are_sections(given):
+    given = _said_once(config, "mrope_section", require) or family.tower.sections
+    if not _are_sections(given):
         require(False, f"mrope_section must be three whole numbers, it is {given!r}.")
         return rope
     sections = tuple(given)

@@ -268,12 +268,22 @@ def test_trial_notices_an_engine_that_ignores_adapters(model_path):
         np.testing.assert_allclose(engine.score(engine.probes()), [p[1:] for p in policy.score(sequences(engine))], atol=1e-4)
         assert publisher.publish(1) is None and publisher.publish(2).num_tensors == 2
 
+        # Another engine has taken its place, which ignores adapters: B A is zero, so the scores after the push cannot tell.
+        engine._run = without_adapter(engine)
+        assert publisher.publish(3).logp_difference_max < 1e-4, "the one that was proven is not asked again"
+        engine.prepare = lambda: True
+        with pytest.raises(WeightSyncError, match="or the adapter is ignored"):
+            publisher.publish(4)
+        engine._run = real
+        assert publisher.publish(4).num_tensors == 2 and engine.version == 4
+        engine.prepare = lambda: False
+
         weak = PeftPolicy(model_path, TUNERS["one module of one layer"])
         weak.draw = lambda seed, std=0.0: None
         for _, parameter in weak.adapter_parameters():
             parameter.zero_()
         with pytest.raises(WeightSyncError, match="the trial of the adapter proves nothing: it moves"):
-            Publisher(weak, engine, verify=True).publish(3)
+            Publisher(weak, engine, verify=True).publish(5)
 
         # A run that began with an adapter: the checkpoint, which the engine read by itself, is not its version 0.
         policy.draw(5)

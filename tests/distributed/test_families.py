@@ -17,6 +17,7 @@ from tests import parity_cases as cases
 from tests.ranks import run_ranks
 from tests.tiny_models import hf_logprobs, load_tiny, write_tiny
 
+KINDS = ["sliding_attention", "full_attention"]
 LENGTHS = (5, 9, 2, 40, 9, 1)  # beyond the 16 positions that the stretched ropes began with
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 1e4}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
@@ -64,6 +65,8 @@ MODELS = {
     "olmo3": ("olmo3", {}, ["TP2", "CP2"]),
     "gemma3": ("gemma3_text", {"tied": True, "head_dim": 20, "ffn": 66}, ["TP2 SP", "PP2 VPP2", "CP2"]),
     "mistral, windows of 7": ("mistral", {"sliding_window": 7}, ["CP2"]),
+    "mistral, some windows (Ministral)": ("mistral", {"sliding_window": 7, "layer_types": KINDS * 2}, ["1"]),
+    "norms that add nothing to the mean square": ("qwen3", {"rms_norm_eps": 0.0}, ["1"]),
     "deepseek_v3 with plain queries": ("deepseek_v3", {"q_lora_rank": None, "rope_interleave": False}, ["TP2 SP"]),
 }
 CASES = [(model, layout) for model, (_, _, layouts) in MODELS.items() for layout in layouts]
@@ -133,6 +136,47 @@ def load(path, name: str) -> np.ndarray:
     from megatron_grpo.weights.reader import HfReader
 
     return HfReader(path)(name).numpy()
+
+
+LINEAR = {"rope_type": "linear", "factor": 3.0}
+# Words of config.json that change no size -> their values; None: they are not there.
+READ_AS = {
+    "one theta above ropes by kind, Gemma 3": ("gemma3_text", {"rope_parameters": {KINDS[1]: {}, KINDS[0]: {}}, "rope_theta": 300.0}),
+    "one theta above ropes by kind, OLMo 3": ("olmo3", {"rope_parameters": {KINDS[1]: LINEAR, KINDS[0]: {}}, "rope_theta": 300.0}),
+    "both thetas of Gemma 3": ("gemma3_text", {"rope_parameters": None, "rope_theta": 300.0, "rope_local_base_freq": 50.0}),
+    "a stretched rope of Gemma 3, as older versions write it": ("gemma3_text", {"rope_parameters": None, "rope_scaling": LINEAR}),
+    "a stretched rope of OLMo 3, as older versions write it": ("olmo3", {"rope_parameters": None, "rope_scaling": LINEAR}),
+    "type for rope_type": ("olmo3", {"rope_parameters": {KINDS[1]: {"type": "linear", "factor": 3.0}}}),
+    "a rope that says nothing, of gpt-oss": ("gpt_oss", {"rope_parameters": {}}),
+    "no rope, of gpt-oss": ("gpt_oss", {"rope_parameters": None}),
+    "eps of 0": ("llama", {"rms_norm_eps": 0.0}),
+    "a factor of 0 in a gate": ("gpt_oss", {"swiglu_alpha": 0.0}),
+    "half of each head, which the family's class says": ("glm4_moe", {"rope_parameters": None}),
+    "experts by their other name": ("qwen3_moe", {"num_experts": None, "num_local_experts": 4}),
+    "windows that are not used": ("qwen2", {"sliding_window": 3, "max_window_layers": 0}),
+    "a dropout of nothing": ("mixtral", {"attention_dropout": 0, "router_jitter_noise": 0.0}),
+}
+
+
+def test_config_json_is_read_as_transformers_reads_it(tmp_path):
+    paths, right = {}, {}
+    for name, (family, changes) in READ_AS.items():
+        paths[name] = write_tiny(tmp_path / name.replace(" ", "_"), family, vocab=125, std=0.15)
+        file = paths[name] / "config.json"
+        config = json.loads(file.read_text()) | changes
+        file.write_text(json.dumps({key: value for key, value in config.items() if key not in changes or value is not None}))
+        right[name] = wanted(paths[name], sequences_of(paths[name]), "float64")
+
+    def body(rank, world):
+        parallel = cases.join(cases.settings(), world)
+        return {
+            name: cases.score_tokens(cases.build(path, cases.settings(), world, parallel), sequences_of(path))
+            for name, path in paths.items()
+        }
+
+    [found] = run_ranks(body, 1)
+    apart = {name: max(float(np.abs(a - b).max()) for a, b in zip(found[name], right[name], strict=True)) for name in READ_AS}
+    assert {name: worst for name, worst in apart.items() if not worst < 2e-5} == {}
 
 
 @pytest.mark.parametrize("rope", [YARN, LLAMA3, {"rope_type": "linear", "factor": 2.0}], ids=lambda rope: rope["rope_type"])

@@ -17,6 +17,7 @@ GROUPS = ((3, (5, 1, 4, 8)), (1, (2, 12)), (7, (2, 9)))
 # Entropies and the KL to the reference are of the kept words too, and their gradients.
 LOSS = dict(loss_type="cispo", entropy_coef=0.01, beta=0.05, rollout_importance_sampling_mode="token_truncate")
 CUT = dict(temperature=0.7, top_k=5, top_p=0.9, min_p=0.02)
+NUCLEUS = dict(temperature=0.7, top_p=0.9)
 BOUND = dict(temperature=0.7, top_k=20, vllm_structured_outputs_regex="1[0-9]{3,7}")
 
 
@@ -68,7 +69,7 @@ def test_a_mistake_of_kept_words_is_seen(made, mistake):
 
 def test_the_sampler_and_the_trainer_have_one_softmax(tmp_path):
     """As near as without a cut, where each is the log of a probability among all words. What is left is what transformers' logits say."""
-    path = write_tiny(tmp_path / "model", vocab=125, layers=2, std=0.1)
+    path = write_tiny(tmp_path / "model", vocab=700, layers=2, std=0.1)
 
     def body(rank, world):
         from megatron_grpo.rollout.colocated import ColocatedEngine
@@ -81,8 +82,8 @@ def test_the_sampler_and_the_trainer_have_one_softmax(tmp_path):
         limits = RolloutConfig(vllm_kv_cache_memory_mb=8, vllm_max_num_seqs=32)
         engine = ColocatedEngine.build(limits, model_path=path, dtype="float32", max_model_len=64, seed=0, rank=rank, world_size=world)
         prompts = [Prompt(number=i, row=i, raw="", token_ids=tuple(range(4 + i, 12 + 2 * i)), columns={}) for i in range(3)]
-        model, apart, counts = load_tiny(path), {}, []
-        for name, how in (("cut", CUT), ("bound", BOUND), ("whole", dict(temperature=0.7))):
+        model, apart, counts, beyond = load_tiny(path), {}, [], 0
+        for name, how in (("cut", CUT), ("nucleus", NUCLEUS), ("bound", BOUND), ("whole", dict(temperature=0.7))):
             rollout = RolloutConfig(**how)
             sampling = dataclasses.replace(SamplingSettings.of(rollout, num_generations=3), max_completion_length=16)
             drawn = [one for group in engine.generate(prompts, sampling, seed=1) for one in group.completions]
@@ -94,21 +95,23 @@ def test_the_sampler_and_the_trainer_have_one_softmax(tmp_path):
                 gaps = [np.abs(ours - one.logprobs)[one.sequence.mask] for ours, one in zip(over_all, drawn, strict=True)]
                 apart[f"{name}, mutant"] = float(np.concatenate(gaps).max())
                 for one in drawn:
-                    check(one.sequence, rollout.top_k)
+                    check(one.sequence, sampling.top_k)
                     with torch.no_grad():
                         logits = model(torch.from_numpy(one.sequence.token_ids)[None]).logits[0].double() / 0.7
                     for number, at in enumerate(np.flatnonzero(one.sequence.mask)):
                         words = one.sequence.kept_ids[one.sequence.kept_at[number] : one.sequence.kept_at[number + 1]]
                         before = one.sequence.token_ids[at - number : at]
-                        right = left_of(logits[at - 1]) if name == "cut" else allowed(logits[at - 1], "".join(map(str, before)))
+                        right = allowed(logits[at - 1], "".join(map(str, before))) if name == "bound" else left_of(logits[at - 1], sampling)
                         assert sorted(words.tolist()) == right
                         counts.append(len(words))
-                    assert name == "cut" or (one.ended == "stop" and re.fullmatch("1[0-9]{3,7}", "".join(one.text.split())))
-        return apart, counts
+                        beyond += name == "nucleus" and right != left_of(logits[at - 1], dataclasses.replace(sampling, top_k=700))
+                    assert name != "bound" or (one.ended == "stop" and re.fullmatch("1[0-9]{3,7}", "".join(one.text.split())))
+        return apart, counts, beyond
 
-    [(apart, counts)] = run_ranks(body, 1)
-    assert apart["whole"] < 1e-4 and apart["cut"] < 1e-4 and apart["bound"] < 1e-4, apart
-    assert apart["cut, mutant"] > 0.1 and apart["bound, mutant"] > 0.1 and {*counts} >= {1, 3, 4, 5, 20}, (apart, counts)
+    [(apart, counts, beyond)] = run_ranks(body, 1)
+    assert all(apart[name] < 1e-4 for name in ("whole", "cut", "nucleus", "bound")), apart
+    assert all(apart[f"{name}, mutant"] > 0.1 for name in ("cut", "nucleus", "bound")) and {*counts} >= {1, 4, 5, 20}, (apart, counts)
+    assert beyond and max(counts) <= 256, "the nucleus of all words is larger than what may travel, or other words"
 
 
 def allowed(logits: torch.Tensor, said: str) -> list[int]:
@@ -118,10 +121,10 @@ def allowed(logits: torch.Tensor, said: str) -> list[int]:
     return sorted(sorted(may, key=lambda n: -float(logits[n]))[: BOUND["top_k"]])
 
 
-def left_of(logits: torch.Tensor) -> list[int]:
+def left_of(logits: torch.Tensor, sampling) -> list[int]:
     """min_p first, then top_k, then top_p of what these left: as vLLM does."""
     p = logits.softmax(-1)
-    p = torch.where(p >= CUT["min_p"] * p.max(), p, 0.0)
-    values, ids = p.topk(CUT["top_k"])
+    p = torch.where(p >= sampling.min_p * p.max(), p, 0.0)
+    values, ids = p.topk(sampling.top_k)
     before = (values / values.sum()).cumsum(0) - values / values.sum()
-    return sorted(ids[(values > 0) & (before < CUT["top_p"])].tolist())
+    return sorted(ids[(values > 0) & (before < sampling.top_p)].tolist())

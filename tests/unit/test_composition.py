@@ -42,7 +42,7 @@ MODELS = {
     "DeepseekV3ForCausalLM": dict(
         hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_key_value_heads=32, n_routed_experts=4, num_experts_per_tok=2,
         moe_intermediate_size=32, n_shared_experts=2, n_group=2, topk_group=1, first_k_dense_replace=1, kv_lora_rank=24, q_lora_rank=40,
-        qk_nope_head_dim=12, qk_rope_head_dim=8, v_head_dim=16,
+        qk_nope_head_dim=12, qk_rope_head_dim=8, v_head_dim=16, head_dim=8,
     ),
 }  # fmt: skip
 

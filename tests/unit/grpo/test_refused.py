@@ -10,6 +10,7 @@ import sys
 import pytest
 
 from megatron_grpo.grpo import refused
+from megatron_grpo.rollout.engine import SamplingSettings
 from megatron_grpo.settings.config import Config, GrpoConfig, RewardConfig, RolloutConfig
 
 
@@ -100,8 +101,9 @@ def test_warned_about(settings, says):
     ("rollout", "says", "nearest"),
     [
         ({"top_k": 257}, "top_k (257) is more than 256: the ids of the words that it leaves travel with every token", {"top_k": [256, 0]}),
-        ({"top_p": 0.9}, "top_p (0.9) without top_k leaves any number of words", {"top_k": [64, 256], "top_p": [1.0]}),
-        ({"min_p": 0.1}, "min_p (0.1) without top_k leaves any number of words", {"top_k": [64, 256], "min_p": [0.0]}),
+        ({"top_p": 0.9}, None, {}),
+        ({"min_p": 0.1}, None, {}),
+        ({"vllm_structured_outputs_regex": "a+"}, None, {}),
         ({"min_p": 0.1, "top_k": 4, "rollout_func": "a.py:f"}, "top_k 4 and min_p 0.1 does not go with rollout_func", {}),
         ({"top_k": 1}, "top_k (1) leaves the likeliest word alone", {"top_k": [64, 0]}),
         ({"top_k": 5, "min_p": 1.0}, "min_p (1) leaves the likeliest word alone", {"min_p": [0.0]}),
@@ -112,6 +114,23 @@ def test_what_is_left_of_the_vocabulary_must_be_able_to_travel(rollout, says, ne
     found = refused.sampling_problems(Config(rollout=RolloutConfig(**rollout)))
     assert [says in one.message for one in found] == ([True] if says else []) and all(one.nearest == nearest for one in found)
     assert refused.warnings(Config(rollout=RolloutConfig(top_p=0.9, top_k=5))) == []
+
+
+@pytest.mark.parametrize(
+    ("rollout", "said"),
+    [
+        ({"top_p": 0.9}, "top_p 0.9"),
+        ({"top_p": 0.9, "min_p": 0.1}, "top_p 0.9 and min_p 0.1"),
+        ({"generation_kwargs": {"structured_outputs": {"choice": ["a", "b"]}}}, "structured outputs"),
+    ],
+)
+def test_a_cut_without_top_k_comes_with_the_largest_and_that_is_said(rollout, said):
+    cfg = RolloutConfig(**rollout)
+    (warning,) = refused.warnings(Config(rollout=cfg))
+    assert warning.startswith(f"Note: {said} without top_k draws among the 256 likeliest words (top_k 256)")
+    asked = SamplingSettings.of(cfg, num_generations=2)
+    assert (asked.top_k, asked.top_p, asked.min_p, asked.tells_kept) == (256, cfg.top_p, cfg.min_p, True)
+    assert SamplingSettings.of(RolloutConfig(), num_generations=2).top_k == 0
 
 
 def test_gspo_as_its_paper_has_it_is_quiet():

@@ -288,7 +288,7 @@ class TestKeptWords:
         words = [
             torch.cat([target[None], torch.randint(0, VOCAB, (n % 6,), generator=generator)]).unique() for n, target in enumerate(targets)
         ]
-        words[3] = words[8] = words[3][:0]
+        words[3] = words[5] = words[8] = words[3][:0]  # 5 begins a chunk, whose other positions have some
         counts = [len(ids) for ids in words]
         return vocab.KeptWords.of(np.cumsum([0, *counts]), torch.cat(words).numpy().astype(np.int32), torch.device("cpu"))
 

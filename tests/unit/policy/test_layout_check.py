@@ -11,7 +11,7 @@ from tests.unit.weights.tiny import config_of
 
 PP, VPP = "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"
 FIRST, LAST = "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"
-DENSE = ModelShape.from_hf({**config_of("qwen3"), "num_hidden_layers": 12})
+DENSE = ModelShape.from_hf({**config_of("qwen3"), "num_hidden_layers": 12, "layer_types": None})
 EXPERTS = ModelShape.from_hf(config_of("qwen3_moe"))
 
 

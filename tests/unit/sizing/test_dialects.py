@@ -144,8 +144,6 @@ def test_the_table_of_defaults_is_true(dialect):
         ("trl", "--loss_type vespo --vllm_importance_sampling_mode sequence_mask", "would count it once per token"),
         ("trl", "--optim adafactor", "the optimizer is AdamW"),
         ("trl", "--deepspeed zero3.json", "Megatron shards"),
-        ("trl", "--min_p 0.1", "min_p (0.1) without top_k leaves any number of words"),
-        ("trl", "--vllm_structured_outputs_regex a+", "vllm_structured_outputs_regex without top_k leaves any number of words"),
         ("trl", "--repetition_penalty 1.1", "training log-probs are of the logits alone"),
         ("trl", "--reward_funcs think_format_reward", "(think_format_reward) is a reward function of TRL"),
         ("trl", "--save_strategy epoch", "counted in optimizer steps"),

@@ -95,7 +95,7 @@ def test_layers_with_a_window_have_a_rope_of_their_own(name, kind, older):
     ("gemma3", {"rope_parameters": {"rope_type": "yarn"}}, "rope_parameters must have full_attention and sliding_attention here"),
     ("glm4_moe", {"rope_parameters": {**YARN_OF_SOME, "partial_rotary_factor": 0.5}}, "'yarn' with partial_rotary_factor 0.5 is not"),
     ("glm4_moe", {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 2}}, "no more channels than all of them"),
-    ("gemma3", {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": "many"}}}, "rope_theta must be a number"),
+    ("gemma3", {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": "many"}}}, "theta must be a positive number"),
     ("gemma3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping is 50.0, which is not computed here"),
     ("gemma3", {"layer_types": ["full_attention"] * 3}, "for each of 4 layers"),
     ("olmo3", {"layer_types": ["chunked_attention"] * 4}, "layer_types must name full_attention or sliding_attention"),

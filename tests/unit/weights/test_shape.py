@@ -139,6 +139,12 @@ def test_unknown_architecture_is_refused_by_name_with_the_known_ones():
         ModelShape.from_hf({"hidden_size": 4})
 
 
+def test_a_model_whose_layers_are_not_built_here_is_refused_for_that_reason():
+    for name in ("Qwen3NextForCausalLM", "Qwen3_5MoeForConditionalGeneration"):
+        with pytest.raises(ConfigError, match=rf"{name} is not supported: no layer .*\(the gated delta rule\) is built here yet\.$"):
+            ModelShape.from_hf({**LLAMA, "architectures": [name]})
+
+
 def test_everything_wrong_is_said_at_once():
     config = {**LLAMA, "hidden_act": "gelu", "quantization_config": {"bits": 4}, "vocab_size": None, "num_hidden_layers": 0}
     with pytest.raises(ConfigError) as error:

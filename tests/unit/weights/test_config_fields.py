@@ -1,0 +1,122 @@
+"""Every field of every family's configuration class in transformers is read, changes nothing, or is refused where it says something."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from megatron_grpo.errors import ConfigError
+from megatron_grpo.weights.families import FAMILIES
+from megatron_grpo.weights.fields import FILE, IDLE, REFUSED, fields_of
+from megatron_grpo.weights.shape import ModelShape
+from tests import vision_cases
+from tests.unit.weights.tiny import CHECKPOINTS, config_of
+from tools import config_fields
+
+STRETCHED = {"rope_type": "linear", "factor": 2.0}
+# Other values of a kind of JSON, until one of them is another model or none.
+OTHERS = {
+    "int": (1, 3, 4), "float": (0.03, 0.3), "bool": (True, False), "str": ("gelu",), "NoneType": (), "list[int]": ([0],),
+    "list[str]": (["x"],), "dict": (STRETCHED, {"sliding_attention": STRETCHED}, {}),
+}  # fmt: skip
+WINDOWS = {"use_sliding_window": True, "max_window_layers": 1, "sliding_window": 9}
+
+
+def config_of_family(family: str, folder) -> dict:
+    """In which all that the family can have is there: windows too, and no rope that says what the words above it say."""
+    if family in vision:
+        config = json.loads((vision_cases.write_vlm(folder, vision[family]) / "config.json").read_text())
+        inner = {
+            key: value for key, value in config.pop("text_config").items() if key not in ("rope_parameters", "layer_types", "architectures")
+        }
+        return inner | config | WINDOWS | {"rope_scaling": {"mrope_section": [4, 2, 2] if family.startswith("Qwen3") else [2, 3, 3]}}
+    (name, *_) = [name for name in CHECKPOINTS if config_of(name)["architectures"] == [family]]
+    config = {key: value for key, value in config_of(name).items() if key not in ("rope_parameters", "layer_types", "num_local_experts")}
+    return (
+        config
+        | WINDOWS
+        | {key: config_of(name)[key] for key in ("num_local_experts",) if "num_experts" not in config and key in config_of(name)}
+    )
+
+
+vision = {"Qwen2VLForConditionalGeneration": "qwen2_vl", "Qwen2_5_VLForConditionalGeneration": "qwen2_5_vl",
+          "Qwen3VLForConditionalGeneration": "qwen3_vl"}  # fmt: skip
+
+
+def test_the_table_is_that_of_the_installed_transformers():
+    table, made = json.loads(FILE.read_text()), config_fields.made()
+    differs = [
+        f"{family}.{name}: {said.get(name, 'nothing')} in config_fields.json, {theirs.get(name, 'nothing')} in transformers"
+        for family in FAMILIES
+        for said, theirs in [({**table["every family"], **table["families"].get(family, {}).get("fields", {})},
+                              {**made["every family"], **made["families"][family]["fields"]})]
+        for name in sorted(said.keys() | theirs.keys())
+        if said.get(name) != theirs.get(name)
+    ]  # fmt: skip
+    assert differs == [], "`python tools/config_fields.py` writes it anew; then say of a new field whether it is idle, refused, or read"
+    assert {family: said["aliases"] for family, said in made["families"].items()} == {
+        family: said["aliases"] for family, said in table["families"].items()
+    }
+    assert not IDLE & REFUSED and {*IDLE, *REFUSED} <= {name for family in FAMILIES for name in fields_of(family)}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_field_that_is_not_idle_makes_another_model_or_is_refused(family, tmp_path):
+    config = config_of_family(family, tmp_path)
+    right = ModelShape.from_hf(config)
+    ignored = []
+    for name, (kinds, default) in fields_of(family).items():
+        for other in (value for kind in kinds.split("|") for value in OTHERS[kind] if value != config.get(name, default)):
+            try:
+                if ModelShape.from_hf({**config, name: other}) != right:
+                    break
+            except ConfigError:
+                break
+        else:
+            ignored += [name] if name not in IDLE and kinds != "NoneType" else []
+    assert ignored == [], "read them, or say in config_fields.json that they are idle or refused"
+
+
+@pytest.mark.parametrize(("name", "said", "words"), [
+    ("qwen3", {"attention_dropout": 0.1}, 'attention_dropout is 0.1, which is not computed here. Leave it out, or use 0.0'),
+    ("mixtral", {"router_jitter_noise": 0.2}, "router_jitter_noise is 0.2"),
+    ("llama", {"is_causal": False}, "is_causal is False"),
+    ("llama", {"per_layer_config": {"0": {"rms_norm_eps": 0.5}}}, "per_layer_config"),
+    ("llama", {"rms_norm_eps": 0}, "rms_norm_eps must be a number with a point, it is 0"),  # as transformers refuses it
+    ("llama", {"attention_bias": 1}, "attention_bias must be true or false, it is 1"),
+    ("qwen3_moe", {"num_experts_per_tok": 0}, "num_experts_per_tok must be a positive whole number, it is 0"),
+    ("qwen3_moe", {"num_experts_per_tok": 9}, r"num_experts_per_tok \(9\) is more than the experts of a layer \(4\)"),
+    ("qwen3_moe", {"num_local_experts": 4, "num_experts": 2}, "num_(local_)?experts is ., and num_"),
+    ("qwen3_moe", {"mlp_only_layers": ["0"]}, "mlp_only_layers must be"),
+    ("glm4_moe", {"routed_scaling_factor": 0.0}, "routed_scaling_factor must be a positive number with a point, it is 0.0"),
+    ("deepseek_v3", {"topk_group": None}, "topk_group is null"),
+    ("deepseek_v3", {"v_head_dim": None}, "v_head_dim is null"),
+    ("llama", {"layer_types": ["sliding_attention"] * 2, "sliding_window": 4}, "transformers gives layers of Llama"),
+    ("mistral", {"layer_types": ["sliding_attention"] * 2, "sliding_window": None}, "there is no sliding_window"),
+    ("gemma3", {"rope_scaling": STRETCHED}, "rope_scaling stands beside rope_parameters"),
+    ("olmo3", {"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2.0}}, "has `type`, which transformers 5"),
+    ("llama", {"rope_theta": None, "rope_parameters": None}, "rope_theta must be a positive number, it is None"),
+    ("llama", {"rope_parameters": {"rope_type": "yarn", "original_max_position_embeddings": 16}}, "'yarn' needs factor"),
+    ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 0}}, "rope_parameters.factor must be a positive number"),
+])  # fmt: skip
+def test_what_a_config_says_and_nothing_here_would_do_is_refused(name, said, words):
+    with pytest.raises(ConfigError, match=words):
+        ModelShape.from_hf(config_of(name) | said)
+
+
+def test_beside_text_config_nothing_is_read_that_transformers_does_not_read(tmp_path):
+    config = json.loads((vision_cases.write_vlm(tmp_path, "qwen3_vl") / "config.json").read_text())
+    inner = config["text_config"]
+    right = ModelShape.from_hf(config)
+    assert ModelShape.from_hf({**config, "rms_norm_eps": inner["rms_norm_eps"], "some_note": 3}) == right
+    nulls = {"image_token_id": None, "video_token_id": None, "architectures": ["Other"], "sliding_window": None}  # as 4.52 writes them
+    assert ModelShape.from_hf({**config, "sliding_window": 32768, "text_config": {**inner, **nulls}}) == right
+    with pytest.raises(ConfigError, match="rms_norm_eps is 0.5, and 1e-06 in its text_config"):
+        ModelShape.from_hf({**config, "rms_norm_eps": 0.5})
+    for lost, said in (({"rms_norm_eps"}, {"rms_norm_eps": 0.5}), ({"rope_parameters", "rope_theta"}, {"rope_theta": 77.0})):
+        silent = {key: value for key, value in inner.items() if key not in lost}
+        with pytest.raises(ConfigError, match=f"{next(iter(said))}.* text_config"):
+            ModelShape.from_hf({**config, **said, "text_config": silent})
+    with pytest.raises(ConfigError, match="attention_dropout is 0.1, which is not computed here"):
+        ModelShape.from_hf({**config, "text_config": {**inner, "attention_dropout": 0.1}})

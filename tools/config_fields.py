@@ -1,0 +1,100 @@
+"""Write megatron_grpo/weights/config_fields.json: the fields that a config.json of each family can have. `python tools/config_fields.py`.
+
+They are those of the installed transformers' configuration classes: which JSON each takes, and what it is where config.json is silent. What
+is done with a field is said by hand, in the same file: `idle` ones change nothing that is computed here, `refused` ones must have the value
+that the class gives them, and every other one is read. `tests/unit/weights/test_config_fields.py` holds all of it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import textwrap
+from typing import Any
+
+from megatron_grpo.weights.families import FAMILIES
+from megatron_grpo.weights.fields import FILE
+
+# Words of config.json that transformers reads and that no class has as a field: what they take, and what they are where nothing is said.
+PART = "int|float|NoneType"
+BESIDES: dict[str, list[Any]] = {
+    "is_causal": ["bool", True],
+    "per_layer_config": ["NoneType", None],
+    "partial_rotary_factor": [PART, None],
+    "head_dim": ["int|NoneType", None],
+}
+BESIDES_OF = {
+    "Glm4MoeForCausalLM": {"partial_rotary_factor": [PART, 0.5]},
+    "Gemma3ForCausalLM": {"sliding_window_pattern": ["int", 6]},
+}
+THETAS = {"global": "rope_theta", "local": "rope_local_base_freq"}
+KINDS = ("int", "float", "bool", "str", "list", "dict", "NoneType")
+
+
+def classes() -> dict[str, list[type]]:
+    """{family: its class, and that of its text model before it where it is another one's}"""
+    import transformers
+    from transformers import PreTrainedConfig
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+
+    kinds = {name: kind for kind, name in {**MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, **MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES}.items()}
+    found = {"every family": [PreTrainedConfig]}
+    for family in FAMILIES:
+        whole = CONFIG_MAPPING[kinds[family]] if family != "Gemma3ForCausalLM" else transformers.Gemma3TextConfig
+        found[family] = [*filter(None, [whole.sub_configs.get("text_config")]), whole]
+    return found
+
+
+def fields_of(kinds: list[type]) -> dict[str, list[Any]]:
+    """{field: [the JSON that it takes, its default]}; of the first class, and what others add."""
+    found = {field.name: [_json(str(field.type)), _plain(field.default)] for kind in reversed(kinds) for field in dataclasses.fields(kind)}
+    theta = kinds[0].default_theta if "rope_parameters" in found else {}
+    thetas = theta if isinstance(theta, dict) else {"global": theta}
+    return found | {THETAS[layers]: ["int|float", value] for layers, value in thetas.items()}
+
+
+def _json(annotation: str) -> str:
+    if "Literal" in annotation:
+        return "str|NoneType"
+    outer = re.sub(r"dict\[[^]]*\]", "dict", annotation.replace("typing.Any", "str")).replace("None", "NoneType")
+    lists = re.findall(r"list\[\w+\]", outer)
+    words = re.findall(r"\w+", re.sub(r"(list|tuple)\[[^]]*\]", "", outer))
+    return "|".join([kind for kind in KINDS if kind in words] + lists)
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else None if value is dataclasses.MISSING else value
+
+
+def made() -> dict[str, Any]:
+    """The table as the installed transformers makes it, without what is said by hand."""
+    common, families = {}, {}
+    for family, kinds in classes().items():
+        fields = fields_of(kinds)
+        if family == "every family":
+            common = fields | BESIDES
+            continue
+        names = {alias: name for kind in kinds for alias, name in kind.attribute_map.items()}
+        pairs = {**names, **{name: alias for alias, name in names.items()}}
+        families[family] = {
+            "fields": {name: said for name, said in fields.items() if said != common.get(name)} | BESIDES_OF.get(family, {}),
+            "aliases": {alias: name for alias, name in pairs.items() if name in fields and alias not in fields},
+        }
+    return {"every family": common, "families": families}
+
+
+def written(table: dict[str, Any]) -> str:
+    """As the file has it."""
+    text = json.dumps({key: value for key, value in table.items() if key != "families"}, indent=None)[:-1] + ', "families": {'
+    lines = [*textwrap.wrap(text, 140, break_on_hyphens=False)]
+    for family, said in table["families"].items():
+        last = "" if family == list(table["families"])[-1] else ","
+        lines += textwrap.wrap(f'"{family}": {json.dumps(said)}{last}', 140, break_on_hyphens=False)
+    return "\n".join([*lines, "}}"]) + "\n"
+
+
+if __name__ == "__main__":
+    by_hand = {key: json.loads(FILE.read_text(encoding="utf-8"))[key] for key in ("idle", "refused")}
+    FILE.write_text(written({**by_hand, **made()}), encoding="utf-8")
