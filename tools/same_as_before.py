@@ -1,0 +1,309 @@
+"""Two checkouts, byte for byte: what the program says, plans, translates, trains and writes is what it was.
+
+    python tools/same_as_before.py OLD NEW                       # folders, or git revisions, which are checked out beside each other
+    python tools/same_as_before.py ed38954 . --only plan help    # some kinds: help, plan, sentences, translations, runs
+
+Guards a change that should change nothing, moved files or another cut: whatever is not meant to differ is one line, `plan: 71 of 71 the
+same`, and whatever differs is named with the first place where it does. Ends with 1 if anything differs. It knows the command line and the
+formats of files, and no module of the package: where a list of cases or a scripted sampler is a test's, each side uses its own copy.
+
+Each side runs in processes of its own, both at once, with the packages of the environment that this is called from. Times, places and
+process numbers are masked. The tensors of checkpoints after the first step hold its gradients (`exp_avg`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import importlib
+import io
+import itertools
+import json
+import logging
+import os
+import pickle
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+from safetensors.numpy import load_file
+
+ROOT = Path(__file__).resolve().parent.parent
+Results = Iterator[tuple[str, str]]  # of one kind: name and text
+COMMANDS = ("train", "plan", "rehearse", "eval", "export", "serve", "doctor", "mismatch", "replay", "whatif")
+ENVIRONMENT = {"COLUMNS": "140", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "CUDA_VISIBLE_DEVICES": "",
+               "TOKENIZERS_PARALLELISM": "false", "PYTHONHASHSEED": "0", "PYTHONDONTWRITEBYTECODE": "1", "NO_COLOR": "1"}  # fmt: skip
+ASKED = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
+MASKED = [re.compile(pattern) for pattern in (
+    rf"{tempfile.gettempdir()}/[\w./-]+", r"\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(\.\d+)?", r"\b\d+(\.\d+)? s\b",
+    r"(?<=pid )\d+|(?<=process )\d+|(?<=127\.0\.0\.1:)\d+", r"0x[0-9a-f]{6,}", r"(?m) \d\.\d{3}$",
+    r"megatron_grpo/[\w/]+\.py:\d+", r'(?<=File "TREE/)[^"]*", line \d+', r'"seconds\w*": [\d.]+',
+)]  # fmt: skip
+TIMED = re.compile(r"^time/|seconds|tokens_per_second")  # names in metrics.jsonl whose values are of the clock
+
+
+def write_inputs() -> None:
+    """Models, data and rewards that both sides read, in the working folder; by this tool's own tree."""
+    from tests.chat_models import DROPS, write_chat
+    from tests.seeing import as_bytes, picture, write_seeing
+    from tests.tiny_models import FAMILIES, write_tiny
+    from tests.unit.test_composition import COMMON, MODELS
+
+    for architecture, shape in MODELS.items():
+        Path(f"{architecture}.json").write_text(json.dumps({"architectures": [architecture], **COMMON, **shape, "num_experts": 16}))
+    for family in FAMILIES:
+        write_tiny(family, family)
+    for seed, name in enumerate(("small", "other")):
+        write_tiny(name, tied=True, std=0.1, seed=seed)
+    write_chat("chat", template=DROPS, ends=10.5, layers=1)
+    write_seeing(Path("seeing"))
+    for name in ("0.png", "1.png"):
+        Path(name).write_bytes(as_bytes(picture(60, 70, seed=int(name[0]))))
+    seen = [{"messages": [{"role": "user", "content": f"{'<image>' * (i % 2)}How many {i}?"}], "images": [f"{i // 2}.png"] * (i % 2)}
+            for i in range(4)]  # fmt: skip
+    rows = [{"prompt": " ".join(str(4 + (7 * i + j) % 100) for j in range(3 + i % 4)), "answer": str(i)} for i in range(16)]
+    chats = [{"prompt": [{"role": "user", "content": f"q {i}"}], "answer": i} for i in range(6)]
+    for name, lines in (("rows", rows), ("seen", seen), ("chats", chats)):
+        Path(f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    Path("lengths.txt").write_text("".join(f"{n} {3 * n}\n" for n in range(10, 900, 7)))
+    for name, text in ASKED["files"].items():
+        Path(name).write_text(text)
+
+
+# ---- asking one side ---------------------------------------------------------------------------------------------------------------------
+
+
+def said(*words: str) -> str:
+    """Exit code, output and errors of a command in this process; as a rank that a launcher started where there is one."""
+    from megatron_grpo import cli
+
+    out, err = io.StringIO(), io.StringIO()
+    before, listener = dict(os.environ), logging.StreamHandler(err)
+    logging.getLogger().addHandler(listener)
+    try:
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            code = cli.main(list(words))
+    except SystemExit as error:
+        code = error.code
+    finally:
+        logging.getLogger().removeHandler(listener)
+        os.environ.clear()
+        os.environ.update(before)
+    return f"exit code {code}\n{out.getvalue()}\n{err.getvalue()}"
+
+
+def helps(tree: Path) -> Results:
+    for words in ((), ("--help",), ("--version",), *((command, "--help") for command in COMMANDS)):
+        yield " ".join(words), said(*words)
+
+
+def plans(tree: Path) -> Results:
+    common = ASKED["plan_with"].split()
+    families = [path.parent.name for path in sorted(Path().glob("*/config.json")) if path.parent.name not in ("chat", *ASKED["plans"])]
+    tiny = {family: ["--tensor_model_parallel_size 2 --sequence_parallel true"] for family in families}
+    for model, rows in {**ASKED["plans"], **tiny}.items():
+        for words in rows:
+            yield f"{model} {words}", said("plan", "--json", *common, "--model", model, *words.split())
+    for file in sorted([*tree.glob("examples/qwen3_*/config.yaml"), *tree.glob("docs/recipes/*.yaml")]):
+        more = "--world_size 64" if file.parent.name == "recipes" else ASKED["example_with"]
+        yield f"{file.relative_to(tree)}", said("plan", "--json", "--config", str(file), *more.split())
+
+
+def sentences(tree: Path) -> Results:
+    bad_inputs = importlib.import_module("tests.bad_inputs")
+    good, here = bad_inputs.write_good(Path("good").absolute()), Path("cases").absolute()
+    for number, case in enumerate(bad_inputs.everything()):
+        at = here / str(number)
+        at.mkdir(parents=True)
+        words = bad_inputs.words_of(case, at, good)
+        for command in case.commands if number % 10 == 0 else case.commands[-1:]:  # `plan` and `train` say the same: CI holds that
+            outcome = bad_inputs.run(command, words, case.environ, at)
+            yield f"{command}: {case.name}", f"exit code {outcome.code}\n{outcome.stdout}\n{outcome.stderr}"
+        shutil.rmtree(at)
+
+
+def translations(tree: Path) -> Results:
+    """Every name of the other systems' own lists, with another value than its default; and every row of a test of dialects."""
+    for file in sorted((ROOT / "tools/theirs").glob("*.tsv")):
+        for line in file.read_text().splitlines()[1:]:
+            name, _, default = line.partition("\t")
+            other = {"true": "false", "false": "true", "none": "2"}.get(default, "2" if re.fullmatch(r"[-.\de]+", default) else default)
+            yield f"{file.stem} {name}={other}", said("plan", "--json", "--dialect", file.stem, f"--{name}={other}")
+    for words in rows_of_tests(tree):
+        yield " ".join(words), said("plan", "--print_config", "true", "--dialect", *words)
+
+
+def rows_of_tests(tree: Path) -> Iterator[list[str]]:
+    """What tests are parametrized with that have a `dialect` and `words`."""
+    for file in sorted(tree.glob("tests/unit/*/test_*.py")):
+        if '("dialect", "words"' not in file.read_text():
+            continue
+        module = importlib.import_module(".".join(file.relative_to(tree).with_suffix("").parts))
+        for mark in itertools.chain.from_iterable(getattr(test, "pytestmark", ()) for test in vars(module).values() if callable(test)):
+            if mark.name == "parametrize" and {"dialect", "words"} <= set(mark.args[0]):
+                for row in mark.args[1]:
+                    dialect, words = (getattr(row, "values", row)[mark.args[0].index(name)] for name in ("dialect", "words"))
+                    yield [dialect, *(words.split() if isinstance(words, str) else words)]
+
+
+def runs(tree: Path) -> Results:
+    from tests.end_to_end import runs, scripted, test_pictures
+    from tests.ranks import run_ranks
+    from tests.servers import ASKS, Server
+
+    def placed(words: str) -> list[str]:
+        return [word.replace("@", f"{os.getcwd()}/runs/", 1) if word.startswith("@") else word for word in words.split()]
+
+    def heard(rank: int, world_size: int, by: str, flags: list[str]) -> str:
+        with contextlib.redirect_stderr(io.StringIO()) as err:
+            code = {"images": test_pictures, "vllm": runs}.get(by, scripted).train(rank, world_size, flags)
+        return f"exit code {code}\n{err.getvalue() if code else ''}"
+
+    server = Server(Path("serving").absolute(), Path("small").absolute())
+    try:
+        for name, run in ASKED["runs"].items():
+            flags = placed(f"--model {run.get('model', 'small')} --output_dir @{name} {ASKED['run_with']} {run['flags']}")
+            if "SERVER" in flags:
+                flags[flags.index("SERVER")] = f"@{server.wait().address_file}"
+            yield name, "".join(run_ranks(heard, run["ranks"], run.get("by", "a table"), flags, timeout=300, env=ASKS))
+    finally:
+        server.close()
+    for words in ASKED["after"]:
+        capsule = next(Path("runs").glob("*/capsules/*/capsule.json"), Path("none")).parent.name
+        yield words, run_ranks(lambda _, __, *argv: said(*argv), 1, *placed(words.replace("CAPSULE", capsule)), timeout=300)[0]
+    files = sorted(path for path in Path("runs").rglob("*") if path.is_file())
+    yield "files", "\n".join(map(str, files))
+    for file in files:
+        yield from written(file)
+
+
+def written(file: Path) -> Results:
+    """What of a file of a run is not the clock's."""
+    if file.name.endswith(".jsonl"):
+        lines = [json.loads(line) for line in file.read_text().splitlines()]
+        yield str(file), "\n".join(f"{name}: {value!r}" for line in lines for name, value in line.items() if not TIMED.search(name))
+    elif file.suffix in (".safetensors", ".npz"):
+        for name, tensor in sorted((load_file if file.suffix == ".safetensors" else np.load)(file).items()):
+            if file.name == "rng.npz" and name.startswith(("python/", "numpy/")):
+                continue  # generators of the process that nobody seeded and nothing draws from
+            yield f"{file} {name}", f"{tensor.dtype} {tensor.shape} {hashlib.sha256(tensor.tobytes()).hexdigest()}"
+    elif file.name == ".metadata":
+        for index, part in pickle.loads(file.read_bytes()).storage_data.items():
+            with (file.parent / part.relative_path).open("rb") as stream:
+                stream.seek(part.offset)
+                yield f"{file.parent} {index.fqn} {index.offset}", hashlib.sha256(stream.read(part.length)).hexdigest()
+    elif file.name in ("config.json", "generation_config.json", "adapter_config.json", "config.yaml"):
+        yield str(file), file.read_text()
+
+
+KINDS: dict[str, Callable[[Path], Results]] = {
+    "help": helps, "plan": plans, "sentences": sentences, "translations": translations, "runs": runs,
+}  # fmt: skip
+
+
+def ask(tree: Path, folder: Path, kind: str) -> None:
+    """In a process whose path begins with `tree`: results.jsonl of one kind, with everything masked that is this side's or this hour's."""
+    os.chdir(folder)
+    with open("results.jsonl", "w") as out:
+        for name, text in KINDS[kind](tree):
+            print(json.dumps([masked(name, tree, folder), masked(text, tree, folder)]), file=out, flush=True)
+
+
+def masked(text: Any, tree: Path, folder: Path) -> str:
+    text = str(text).replace(str(folder), "HERE").replace(str(tree), "TREE")
+    for pattern in MASKED:
+        text = pattern.sub("...", text)
+    return text
+
+
+# ---- comparing ---------------------------------------------------------------------------------------------------------------------------
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("old", help="a folder or a git revision"), parser.add_argument("new", help="another")
+    parser.add_argument("--only", nargs="+", choices=KINDS, default=list(KINDS), help="these kinds")
+    parser.add_argument("--ask", nargs=2, help=argparse.SUPPRESS)  # a side's own process: the folder to work in, and a kind or `inputs`
+    asked = parser.parse_args()
+    if asked.ask:
+        folder, kind = Path(asked.ask[0]), asked.ask[1]
+        sys.path[0] = asked.new
+        if kind != "inputs":
+            ask(Path(asked.new), folder, kind)
+        else:
+            os.chdir(folder)
+            write_inputs()
+        return 0
+    with tempfile.TemporaryDirectory(prefix="same_as_before_") as folder, contextlib.ExitStack() as stack:
+        trees = [
+            stack.enter_context(checkout(name, Path(folder) / side)) for name, side in ((asked.old, "old_tree"), (asked.new, "new_tree"))
+        ]
+        inputs = Path(folder) / "inputs"
+        inputs.mkdir()
+        if {"plan", "runs"} & set(asked.only):
+            start(ROOT, inputs, "inputs")
+        same = [compared(kind, trees, Path(folder)) for kind in asked.only]
+    return 0 if all(same) else 1
+
+
+@contextlib.contextmanager
+def checkout(name: str, at: Path) -> Iterator[Path]:
+    """The tree of a folder, or of a revision of this repository in a worktree that goes again."""
+    if Path(name).is_dir():
+        yield Path(name).resolve()
+        return
+    git = ["git", "-C", str(ROOT), "worktree"]
+    subprocess.run([*git, "add", "--quiet", "--detach", str(at), name], check=True)
+    try:
+        yield at
+    finally:
+        subprocess.run([*git, "remove", "--force", str(at)], check=True)
+
+
+def start(tree: Path, folder: Path, kind: str) -> None:
+    environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": str(tree)}
+    command = [sys.executable, str(Path(__file__).resolve()), str(tree), str(tree), "--ask", str(folder), kind]
+    ended = subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace")
+    if ended.returncode:
+        raise SystemExit(f"{kind} of {tree} ended early with {ended.returncode}:\n{ended.stderr[-6000:]}")
+
+
+def compared(kind: str, trees: list[Path], folder: Path) -> bool:
+    """Asks both sides, prints what differs and one line; whether nothing does."""
+    places = [folder / f"{side}_{kind}" for side in ("old", "new")]  # as long as each other: lines wrap alike
+    for place in places:
+        shutil.copytree(folder / "inputs", place)
+    with ThreadPoolExecutor(2) as both:
+        list(both.map(start, trees, places, [kind] * 2))
+    old, new = (dict(map(json.loads, (place / "results.jsonl").open())) for place in places)
+    differ = [name for name in (*old, *(new.keys() - old.keys())) if old.get(name) != new.get(name)]
+    for name in differ[:40]:
+        print(f"{kind}: {name!r}\n" + first_difference(old.get(name), new.get(name)))
+    total = len(old.keys() | new.keys())
+    print(f"{kind}: {total - len(differ)} of {total} the same", flush=True)
+    return not differ and total > 0
+
+
+def first_difference(old: str | None, new: str | None) -> str:
+    if old is None or new is None:
+        return f"  only {'new' if old is None else 'old'} has it"
+    pairs = itertools.zip_longest(old.splitlines(), new.splitlines())
+    number, (one, other) = next((number, pair) for number, pair in enumerate(pairs, 1) if pair[0] != pair[1])
+    at = next((i for i, (a, b) in enumerate(zip(one or "", other or "")) if a != b), 0)
+    shown = [line if line is None else ("..." if at > 60 else "") + line[max(0, at - 60) : at + 100] for line in (one, other)]
+    return f"  line {number}\n  - {shown[0]}\n  + {shown[1]}"
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stdout.flush()
+    os._exit(code)  # a library tells pages about its own leaks at a regular exit
