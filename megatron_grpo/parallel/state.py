@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import socket
 import sys
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -14,12 +17,15 @@ import torch
 import torch.distributed as dist
 
 from megatron_grpo import launcher
-from megatron_grpo.errors import ConfigError, RunError
+from megatron_grpo.errors import EXIT_CONFIG, ConfigError, RunError
 from megatron_grpo.launcher import Launched
 from megatron_grpo.parallel import collectives
+from megatron_grpo.parallel.compared import refuse_differences
 from megatron_grpo.parallel.layout import Layout
 
 SECONDS_BETWEEN_WORDS = 10.0  # of a rank that waits for others
+SECONDS_TO_LEAVE_WORD = 30.0  # of one that does not come
+_starts = itertools.count()  # in one store
 
 
 class ParallelState:
@@ -81,14 +87,18 @@ class ParallelState:
         return collectives.from_rank(value, self.last_stage_rank, self.pp_group)
 
 
-def start(layout: Layout, *, sequence_parallel: bool = False, seed: int = 0, timeout_minutes: float = 10.0) -> ParallelState:
+def start(
+    layout: Layout, *, sequence_parallel: bool = False, seed: int = 0, timeout_minutes: float = 10.0, facts: Mapping[str, str] | None = None
+) -> ParallelState:
     """Joins the launcher's job and builds every group. Call once a process.
 
     A single process without a launcher is a job of one rank. Uses NCCL with a GPU, else gloo and `parallel.cpu`. Says who is missing while
-    it waits; raises RunError where a rank does not come within `timeout_minutes`.
+    it waits; raises RunError where a rank does not come within `timeout_minutes`. facts: what decides of the run, by name; ConfigError on
+    every rank where they are not the same on all, before anything is made of them.
     """
     launched = launcher.read()
     has_gpu = torch.cuda.is_available()
+    facts = {**(facts or {}), "backend of torch.distributed": "nccl" if has_gpu else "gloo"}
     if has_gpu:
         device = torch.device("cuda", gpu_of(launched, torch.cuda.device_count()))
         torch.cuda.set_device(device)
@@ -100,6 +110,7 @@ def start(layout: Layout, *, sequence_parallel: bool = False, seed: int = 0, tim
     if not dist.is_initialized():
         timeout = timedelta(minutes=timeout_minutes)
         store = meet(launched, timeout=timeout)
+        refuse_differences(store, facts, rank=launched.rank, world_size=launched.world_size)
         if has_gpu:
             refuse_shared_gpu(store, launched, f"{torch.cuda.get_device_properties(device).uuid}")
         if not launched.is_launched:
@@ -109,6 +120,9 @@ def start(layout: Layout, *, sequence_parallel: bool = False, seed: int = 0, tim
         dist.init_process_group(
             "nccl" if has_gpu else "gloo", store=store, rank=launched.rank, world_size=launched.world_size, timeout=timeout
         )
+    else:
+        store = dist.PrefixStore(f"start/{next(_starts)}", collectives.store())
+        refuse_differences(store, facts, rank=collectives.rank(), world_size=collectives.num_ranks())
 
     collectives.patient_group()  # made here, where all ranks come at one time
     from megatron.core import parallel_state as mpu
@@ -161,7 +175,7 @@ def meet(
     rank 0 makes up a name for the attempt, and tells it to each rank under a word that only this process of that rank has written.
     """
     arrival = _Arrival(launched, end=time.monotonic() + timeout.total_seconds(), timeout=timeout, every=every, say=say or _say)
-    store = _store_of_the_job(launched, arrival.end, every, arrival.say)
+    arrival.store = store = _store_of_the_job(launched, arrival.end, every, arrival.say)
     store.set_timeout(timeout)
     word = uuid.uuid4().hex
     attempt = word if launched.rank == 0 else arrival.answer_to(word, store)
@@ -171,8 +185,29 @@ def meet(
     return own
 
 
+def leave_word(error: BaseException, code: int) -> None:
+    """Tells the ranks of other machines, which wait in `meet`, that this one ends before the job begins, and why. code: its exit code."""
+    launched, end = launcher.read(), time.monotonic() + SECONDS_TO_LEAVE_WORD
+    if dist.is_initialized() or not launched.has_other_machines:
+        return
+    with suppress(RuntimeError, RunError, ConfigError):  # nobody to tell
+        store = _store_of_the_job(launched, end, SECONDS_TO_LEAVE_WORD, _say)
+        text = f"rank {launched.rank} on {socket.gethostname()} ended before the run began: {error}"
+        store.set(_word_of(launched), json.dumps([code, text]))
+        holds = launched.rank == 0 and not launched.launcher_holds_store
+        while holds and store.add("megatron_grpo/heard", 0) < launched.world_size - 1 and time.monotonic() < end:
+            time.sleep(0.1)
+
+
+def _word_of(launched: Launched) -> str:
+    """Its key: a launcher that goes on with fewer ranks keeps its store."""
+    return f"megatron_grpo/ended/{launched.world_size}"
+
+
 class _Arrival:
     """Ranks that wait for each other. end: of time.monotonic."""
+
+    store: dist.Store  # of the job, once it is reached
 
     def __init__(self, launched: Launched, *, end: float, timeout: timedelta, every: float, say: Callable[[str], None]):
         self.launched, self.end, self.say = launched, end, say
@@ -204,6 +239,10 @@ class _Arrival:
 
     def _pause(self, missing: Callable[[], list[int]], *, speaks: bool) -> None:
         now = time.monotonic()
+        if self.store.check([_word_of(self.launched)]):
+            code, text = json.loads(self.store.get(_word_of(self.launched)))
+            self.store.add("megatron_grpo/heard", 1)
+            raise ConfigError(text) if code == EXIT_CONFIG else RunError(text)
         if now >= self.end:
             minutes = self._timeout.total_seconds() / 60
             waiting = _waiting_for(missing(), self.launched)
