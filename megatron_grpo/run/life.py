@@ -79,7 +79,7 @@ def reported(peers: Peers, watchdog: Watchdog | None) -> Iterator[None]:
     except BaseException as error:
         if watchdog is not None:
             watchdog.hold_if_alarmed()
-        lost = peers.explain(error)
+        lost = peers.explain(error, watchdog.who_is_silent) if watchdog is not None else peers.explain(error)
         peers.report_failure()
         if lost:
             raise RunError(lost) from error

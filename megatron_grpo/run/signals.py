@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from megatron_grpo import activity
-from megatron_grpo.errors import EXIT_INTERRUPTED
-from megatron_grpo.run.failures import PREFIX, note, tell
+from megatron_grpo.errors import Interrupted
+from megatron_grpo.run.failures import note, report
 from megatron_grpo.run.limits import Limit
 
 STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
@@ -42,10 +42,11 @@ def heard_before_the_run() -> Iterator[None]:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
             return
-        text = f"{PREFIX}stopped by {signal.Signals(number).name}; {'the run had ended' if activity.step else 'nothing was trained yet'}"
-        note(text, seconds_later=1)  # torchrun may send it because another rank has failed, which is the reason then
-        tell(text)
-        os._exit(EXIT_INTERRUPTED)
+        when = "the run had ended" if activity.step else "nothing was trained yet"
+        stopped = Interrupted(f"stopped by {signal.Signals(number).name}; {when}")
+        stopped.is_final = number != signal.SIGTERM
+        note(f"{stopped}", seconds_later=1)  # torchrun may send it because another rank has failed, which is the reason then
+        os._exit(report(stopped))
 
     for number in before:
         signal.signal(number, end)
