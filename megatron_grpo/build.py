@@ -476,7 +476,7 @@ def build_servers(cfg: Config, inputs: Looked, parallel: ParallelState, *, lora:
         model_path=inputs.model_path,
         shape=inputs.shape,
         output_dir=Path(cfg.run.output_dir),
-        needs=needs_of(cfg, inputs.longest_prompt, lora, eyes=inputs.eyes, most_pictures=inputs.most_pictures),
+        needs=needs_of(cfg, inputs.shape, inputs.longest_prompt, lora, eyes=inputs.eyes, most_pictures=inputs.most_pictures),
         device=parallel.device,
         lora=lora,
         eyes=inputs.eyes,
