@@ -5,7 +5,6 @@ Exit codes: 0 done; 2 the configuration is wrong and nothing was started; 3 inte
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 import resource
@@ -231,8 +230,9 @@ def _problems_of_process(command: str) -> Iterator[Problem]:
         yield from launcher.read().problems
     files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     if command in ("train", "eval", "serve") and 0 <= files < LEAST_FILES:
-        more = 65536 if most == resource.RLIM_INFINITY else most
-        message = f"this process may have {files} files open, and {command} needs {LEAST_FILES} or more. Say `ulimit -n {more}` before it."
+        message = (
+            f"this process may have {files} files open, and {command} needs more. Say `ulimit -n {max(most, 65536)}` before the command."
+        )
         yield Problem(flags=(), message=message)
 
 
@@ -294,9 +294,8 @@ def main(argv: Sequence[str] | None = None, **parts: Any) -> int:
         from megatron_grpo.run.failures import report
 
         code = report(error)
-        if launcher.read().has_other_machines:
-            with contextlib.suppress(ImportError):  # no torch, and that has been said
-                from megatron_grpo.parallel.state import leave_word
+        if isinstance(error, ConfigError) and launcher.read().has_other_machines:
+            from megatron_grpo.parallel.state import leave_word
 
-                leave_word(error, code)
+            leave_word(error)
         return code

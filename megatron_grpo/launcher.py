@@ -127,15 +127,8 @@ def _shared_file(env: Mapping[str, str]) -> Path | None:
 
 def environment_of(rank: int, *, world_size: int, port: int) -> dict[str, str]:
     """What one of the ranks of a job on this machine alone is to find in its environment; port: a free one, for rank 0's store."""
-    own, size = str(rank), str(world_size)
-    return {
-        "RANK": own,
-        "LOCAL_RANK": own,
-        "WORLD_SIZE": size,
-        "LOCAL_WORLD_SIZE": size,
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
+    ranks = dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)) | dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(world_size))
+    return {**ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
 
 
 def number_asked_for(env: Mapping[str, str] | None = None) -> tuple[str, int] | None:

@@ -93,7 +93,7 @@ _TABLE = {
 VERDICTS: Mapping[str, str] = {name: verdict for verdict, names in _TABLE.items() for name in names.split()}
 # Content -> the setting that names it. Another content is refused; of everything that is not here it is said.
 FLAGS = {"model": "model", "vocabulary": "model", "data set": "dataset", "adapters": "adapters", "ref_adapters": "ref_adapters",
-          "ref_model": "ref_model", "mcore_model": "mcore_model"}  # fmt: skip
+         "ref_model": "ref_model", "mcore_model": "mcore_model"}  # fmt: skip
 CONTENT: Mapping[str, str] = dict.fromkeys(FLAGS, "refused")
 _OTHER_MATRICES = "a checkpoint holds what trains, and that would be something else"
 FREEZING = (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+import hashlib
 import json
 import socket
 import sys
@@ -17,15 +17,13 @@ import torch
 import torch.distributed as dist
 
 from megatron_grpo import launcher
-from megatron_grpo.errors import EXIT_CONFIG, ConfigError, RunError
+from megatron_grpo.errors import ConfigError, Problem, RunError
 from megatron_grpo.launcher import Launched
 from megatron_grpo.parallel import collectives
-from megatron_grpo.parallel.compared import refuse_differences
 from megatron_grpo.parallel.layout import Layout
 
 SECONDS_BETWEEN_WORDS = 10.0  # of a rank that waits for others
 SECONDS_TO_LEAVE_WORD = 30.0  # of one that does not come
-_starts = itertools.count()  # in one store
 
 
 class ParallelState:
@@ -98,7 +96,6 @@ def start(
     """
     launched = launcher.read()
     has_gpu = torch.cuda.is_available()
-    facts = {**(facts or {}), "backend of torch.distributed": "nccl" if has_gpu else "gloo"}
     if has_gpu:
         device = torch.device("cuda", gpu_of(launched, torch.cuda.device_count()))
         torch.cuda.set_device(device)
@@ -110,7 +107,6 @@ def start(
     if not dist.is_initialized():
         timeout = timedelta(minutes=timeout_minutes)
         store = meet(launched, timeout=timeout)
-        refuse_differences(store, facts, rank=launched.rank, world_size=launched.world_size)
         if has_gpu:
             refuse_shared_gpu(store, launched, f"{torch.cuda.get_device_properties(device).uuid}")
         if not launched.is_launched:
@@ -120,11 +116,8 @@ def start(
         dist.init_process_group(
             "nccl" if has_gpu else "gloo", store=store, rank=launched.rank, world_size=launched.world_size, timeout=timeout
         )
-    else:
-        store = dist.PrefixStore(f"start/{next(_starts)}", collectives.store())
-        refuse_differences(store, facts, rank=collectives.rank(), world_size=collectives.num_ranks())
 
-    collectives.patient_group()  # made here, where all ranks come at one time
+    _refuse_differences(facts or {}, collectives.patient_group())  # made here, where all ranks come at one time
     from megatron.core import parallel_state as mpu
     from megatron.core import tensor_parallel
 
@@ -139,6 +132,21 @@ def start(
     )
     tensor_parallel.random.model_parallel_cuda_manual_seed(seed)
     return ParallelState(layout, device=device, sequence_parallel=sequence_parallel)
+
+
+def _refuse_differences(facts: Mapping[str, str], group: collectives.Group) -> None:
+    """Raises one ConfigError on all ranks where a fact is not the same on all: by name, with a rank and both values. Collective."""
+    if len(set(collectives.from_all(hashlib.sha256(json.dumps(dict(facts), sort_keys=True).encode()).digest(), group))) == 1:
+        return
+    ranks, problems = collectives.from_all(dict(facts), group), []
+    for name in dict.fromkeys(name for one in ranks for name in one):
+        found = [one.get(name, "none") for one in ranks]
+        if other := next((rank for rank, value in enumerate(found) if value != found[0]), None):
+            message = (
+                f"{name} is not the same for all ranks: rank 0 has {found[0]}, rank {other} has {found[other]}. Give every rank the same."
+            )
+            problems.append(Problem(flags=(name,), message=message))
+    raise ConfigError(problems)
 
 
 def gpu_of(launched: Launched, visible: int) -> int:
@@ -185,23 +193,22 @@ def meet(
     return own
 
 
-def leave_word(error: BaseException, code: int) -> None:
-    """Tells the ranks of other machines, which wait in `meet`, that this one ends before the job begins, and why. code: its exit code."""
+def leave_word(error: ConfigError) -> None:
+    """Tells the ranks of other machines, which wait in `meet`, why this one does not come."""
     launched, end = launcher.read(), time.monotonic() + SECONDS_TO_LEAVE_WORD
-    if dist.is_initialized() or not launched.has_other_machines:
+    if dist.is_initialized():
         return
     with suppress(RuntimeError, RunError, ConfigError):  # nobody to tell
         store = _store_of_the_job(launched, end, SECONDS_TO_LEAVE_WORD, _say)
-        text = f"rank {launched.rank} on {socket.gethostname()} ended before the run began: {error}"
-        store.set(_word_of(launched), json.dumps([code, text]))
+        store.set(_word_of(launched), f"rank {launched.rank} on {socket.gethostname()} was refused: {error}")
         holds = launched.rank == 0 and not launched.launcher_holds_store
         while holds and store.add("megatron_grpo/heard", 0) < launched.world_size - 1 and time.monotonic() < end:
             time.sleep(0.1)
 
 
 def _word_of(launched: Launched) -> str:
-    """Its key: a launcher that goes on with fewer ranks keeps its store."""
-    return f"megatron_grpo/ended/{launched.world_size}"
+    """Its key: what is refused is refused again, but a launcher that keeps its store may go on with fewer ranks."""
+    return f"megatron_grpo/refused/{launched.world_size}"
 
 
 class _Arrival:
@@ -240,9 +247,9 @@ class _Arrival:
     def _pause(self, missing: Callable[[], list[int]], *, speaks: bool) -> None:
         now = time.monotonic()
         if self.store.check([_word_of(self.launched)]):
-            code, text = json.loads(self.store.get(_word_of(self.launched)))
+            refusal = ConfigError(self.store.get(_word_of(self.launched)).decode())
             self.store.add("megatron_grpo/heard", 1)
-            raise ConfigError(text) if code == EXIT_CONFIG else RunError(text)
+            raise refusal
         if now >= self.end:
             minutes = self._timeout.total_seconds() / 60
             waiting = _waiting_for(missing(), self.launched)

@@ -76,12 +76,9 @@ class Needs:
         """Why a server that is as `state` says cannot sample for this run, as the end of a sentence."""
         if state.is_frozen:
             return "is frozen, and takes no weights of a run: start it without --frozen, or name it as teacher_model_server"
-        if (
-            self.shape
-            and state.shape
-            and (other := [name for name in {**self.shape, **state.shape} if state.shape.get(name) != self.shape.get(name)])
-        ):
-            told = ", ".join(f"{name} {state.shape.get(name)} (the run's: {self.shape.get(name)})" for name in other)
+        theirs, mine = state.shape, self.shape
+        if theirs and mine and (other := [name for name in {**mine, **theirs} if theirs.get(name) != mine.get(name)]):
+            told = ", ".join(f"{name} {theirs.get(name)} (the run's: {mine.get(name)})" for name in other)
             return f"was started with a model ({state.model}) that computes otherwise than the run's: {told}. Start it with the run's"
         if state.max_model_len < self.max_model_len:
             return (

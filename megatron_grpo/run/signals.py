@@ -34,8 +34,7 @@ _NOTICES = (signal.SIGUSR1, signal.SIGHUP)  # a scheduler that will end the job,
 @contextmanager
 def heard_before_the_run() -> Iterator[None]:
     """Around all that a command does: while no `StopSignal` listens, a signal ends this process at once, by a sentence (exit 3)."""
-    handlers = {number: signal.getsignal(number) for number in STOPPING}
-    me, before = os.getpid(), {number: handler for number, handler in handlers.items() if handler not in (None, signal.SIG_IGN)}
+    me, before = os.getpid(), {number: signal.getsignal(number) for number in STOPPING if signal.getsignal(number) != signal.SIG_IGN}
 
     def end(number: int, frame: Any) -> None:
         if os.getpid() != me:  # a forked child, of a reward function perhaps

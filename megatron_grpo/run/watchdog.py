@@ -164,11 +164,12 @@ class Watchdog:
             threading.Event().wait()
 
     def who_is_silent(self) -> list[int]:
-        """Ranks whose pulse stands still, for the main thread where a collective has failed and nobody has. Takes some periods."""
+        """Other ranks whose pulse stands still, for the main thread where a collective has failed and nobody has. Takes some periods."""
         try:
             before = self._pulses()
             time.sleep(3 * self.period)
-            return [rank for rank, pulse in enumerate(self._pulses()) if pulse.beat == before[rank].beat and not pulse.has_left]
+            still = [rank for rank, pulse in enumerate(self._pulses()) if pulse.beat == before[rank].beat and not pulse.has_left]
+            return [rank for rank in still if rank != self.rank]
         except RuntimeError:  # the store has gone
             return []
 

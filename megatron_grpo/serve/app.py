@@ -60,7 +60,7 @@ class App:
     def __init__(
         self, engine: ServedEngine, *, model: str, shape: dict[str, Any], metrics: Metrics, tells_metrics: bool, say: Callable[[str], None]
     ):
-        """shape: of the model, as `weights.shape.flat` has it. tells_metrics: whether /metrics answers. say: tells a person what happens."""
+        """shape: `weights.shape.flat` of the model. tells_metrics: whether /metrics answers. say: tells a person what happens."""
         self.ownership = Ownership()
         self._engine, self._model, self._metrics, self._tells_metrics, self._say = engine, model, metrics, tells_metrics, say
         self._shape, self._boot = shape, secrets.token_hex(8)

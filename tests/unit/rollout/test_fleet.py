@@ -123,7 +123,8 @@ def test_a_later_process_of_the_same_run_takes_over_and_the_earlier_one_ends(ope
         (Needs(max_model_len=64, tells_experts=True), "does not tell which experts it takes, .* --router_replay_mode R3"),
         (
             Needs(max_model_len=64, shape={"hidden_size": 64, "norm_epsilon": 1e-6, "rope.theta": 1e6, "num_layers": 2}),
-            r"a model \(m\) that computes otherwise than the run's: hidden_size 32 \(the run's: 64\), norm_epsilon 1e-05 \(the run's: 1e-06\), "
+            r"a model \(m\) that computes otherwise than the run's: hidden_size 32 \(the run's: 64\), "
+            r"norm_epsilon 1e-05 \(the run's: 1e-06\), "
             r"rope.theta 10000.0 \(the run's: 1000000.0\), windows \[3\] \(the run's: None\)\. Start it with the run's",
         ),
     ],
