@@ -16,7 +16,7 @@ from megatron_grpo import train
 from megatron_grpo.checkpoint.best import Best
 from megatron_grpo.checkpoint.capsule import Capsules
 from megatron_grpo.checkpoint.content import TEACHER
-from megatron_grpo.checkpoint.continuity import between_ranks
+from megatron_grpo.checkpoint.facts import facts_of
 from megatron_grpo.checkpoint.opened import begin_with, copy_weights, load_weights
 from megatron_grpo.checkpoint.resume import settings_of, start_afresh
 from megatron_grpo.checkpoint.saving import Checkpoints
@@ -37,7 +37,8 @@ from megatron_grpo.metrics.drift import DriftWatch
 from megatron_grpo.metrics.journal import Journal
 from megatron_grpo.metrics.rollout import Completions
 from megatron_grpo.metrics.schedule import ScheduleLog
-from megatron_grpo.parallel import collectives
+from megatron_grpo.parallel import collectives, state
+from megatron_grpo.parallel.layout import Layout
 from megatron_grpo.parallel.state import ParallelState
 from megatron_grpo.planning.command import Plan, make_plan
 from megatron_grpo.planning.report import room_in_words
@@ -336,8 +337,6 @@ def penalty_of(cfg: GrpoConfig, policy: Policy) -> KlPenalty | None:
 def open_output(made: Plan, inputs: Inputs, parallel: ParallelState) -> Checkpoints:
     """The checkpoints of a run, with the one to continue chosen; and output_dir as a run begins with it. Collective."""
     cfg, out = made.checked.config, Path(made.checked.config.run.output_dir)
-    if differing := between_ranks(collectives.from_all(dict(inputs.resume.origin.content))):
-        raise ConfigError(differing)
     checkpoints = Checkpoints(
         inputs.resume, save_steps=cfg.run.save_steps, save_interval_seconds=cfg.run.save_interval_seconds,
         save_total_limit=cfg.run.save_total_limit, async_save=cfg.run.async_save, replicas=parallel.dp_cp_group,
@@ -354,6 +353,21 @@ def open_output(made: Plan, inputs: Inputs, parallel: ParallelState) -> Checkpoi
         made.save(out / "plan.json")
     collectives.wait_for_all()
     return checkpoints
+
+
+def start_parallel(cfg: Config, layout: Layout, *, typed: Config | None = None, content: Mapping[str, str] | None = None) -> ParallelState:
+    """Joins the job, on the grid that the plan describes. Collective. Raises ConfigError on all ranks where settings, versions or files
+    differ between them.
+
+    typed: the settings without those that follow from others; `cfg` where none do. content: fingerprints of what they name.
+    """
+    return state.start(
+        layout,
+        sequence_parallel=cfg.parallel.sequence_parallel,
+        seed=cfg.run.seed,
+        timeout_minutes=cfg.parallel.distributed_timeout_minutes,
+        facts=facts_of(typed or cfg, content or {}),
+    )
 
 
 def held_out_prompts(stream: PromptStream, most: int | None) -> list[Prompt]:
@@ -462,7 +476,7 @@ def build_servers(cfg: Config, inputs: Looked, parallel: ParallelState, *, lora:
         model_path=inputs.model_path,
         shape=inputs.shape,
         output_dir=Path(cfg.run.output_dir),
-        needs=needs_of(cfg, inputs.longest_prompt, lora, eyes=inputs.eyes, most_pictures=inputs.most_pictures),
+        needs=needs_of(cfg, inputs.shape, inputs.longest_prompt, lora, eyes=inputs.eyes, most_pictures=inputs.most_pictures),
         device=parallel.device,
         lora=lora,
         eyes=inputs.eyes,

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import math
 import os
+import resource
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from megatron_grpo import __version__, launcher
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from megatron_grpo.settings.config import Config
 
 Command = Callable[..., int]
+LEAST_FILES = 128  # that a process must be allowed to open: a rank that trains a tiny model and samples has some 160
 
 
 def train(argv: list[str], **parts: Any) -> int:
@@ -36,8 +38,7 @@ def train(argv: list[str], **parts: Any) -> int:
         parsed = parse(argv, launcher_world_size=asked[1], dialects=DIALECTS)
     if parsed.print_config:
         return _print_config(check_parsed(parsed).config)
-    parsed.problems.extend(launched.problems)
-    if not launched.is_launched and not launched.problems:
+    if not launched.is_launched:
         parsed.problems.extend(_not_launched(argv, parsed.config, asked))
     from megatron_grpo.run.limits import problems_with_limits
     from megatron_grpo.run.quiet import quiet_libraries
@@ -219,6 +220,22 @@ def _reader() -> Callable[..., Any]:
     return partial(parse, launcher_world_size=launched.world_size if launched.is_launched else None, dialects=DIALECTS)
 
 
+def _problems_of_process(command: str) -> Iterator[Problem]:
+    """What it was started with that no command can work with, whatever it is asked."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        yield Problem(flags=(), message="the directory that this command was started in has been removed. Start it in another one.")
+    if command not in ("serve", "doctor"):
+        yield from launcher.read().problems
+    files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if command in ("train", "eval", "serve") and 0 <= files < LEAST_FILES:
+        message = (
+            f"this process may have {files} files open, and {command} needs more. Say `ulimit -n {max(most, 65536)}` before the command."
+        )
+        yield Problem(flags=(), message=message)
+
+
 def _print_config(config: Config) -> int:
     if launcher.read().rank == 0:
         from megatron_grpo.settings.show import print_config
@@ -258,7 +275,14 @@ def main(argv: Sequence[str] | None = None, **parts: Any) -> int:
 
             print_help(command, COMMANDS[command])
             return EXIT_DONE
-        return COMMANDS[command](rest, **parts)
+        if problems := list(_problems_of_process(command)):
+            raise ConfigError(problems)
+        if command != "train":
+            return COMMANDS[command](rest, **parts)
+        from megatron_grpo.run.signals import heard_before_the_run
+
+        with heard_before_the_run():
+            return train(rest, **parts)
     except KeyboardInterrupt:
         return 128 + 2
     except BrokenPipeError:  # `plan | head`: the reader has seen enough; a training run that loses its reader is a RunError
@@ -269,4 +293,9 @@ def main(argv: Sequence[str] | None = None, **parts: Any) -> int:
             return EXIT_DONE  # rich leaves like this, with standard output put aside
         from megatron_grpo.run.failures import report
 
-        return report(error)
+        code = report(error)
+        if isinstance(error, ConfigError) and launcher.read().has_other_machines:
+            from megatron_grpo.parallel.state import leave_word
+
+            leave_word(error)
+        return code

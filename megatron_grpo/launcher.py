@@ -18,6 +18,7 @@ from megatron_grpo.errors import Problem
 
 # Launchers that start many processes and do not say so in RANK: without RANK each of them would train a whole run of its own.
 _COUNTS = ("WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+_NUMBERS = (*_COUNTS, "NPROC_PER_NODE", "NNODES", "SLURM_NNODES")
 
 # What a scheduler calls a job, which a restart does not change; torchrun without an id of its own says "none". And what counts restarts.
 _JOBS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "TORCHELASTIC_RUN_ID")
@@ -44,7 +45,7 @@ def slurm_job(env: Mapping[str, str]) -> SlurmJob | None:
 
 
 def _time(env: Mapping[str, str], name: str) -> float | None:
-    return float(env[name]) if env.get(name, "").strip().isdigit() and int(env[name]) else None
+    return float(env[name]) if _is_count(env.get(name, "")) and int(env[name]) else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +60,7 @@ class Launched:
     rank: int = 0
     world_size: int = 1
     local_rank: int = 0
+    has_other_machines: bool = False
     is_launched: bool = False
     by_torchrun: bool = False
     address: str = "127.0.0.1"
@@ -82,15 +84,16 @@ def read(env: Mapping[str, str] | None = None) -> Launched:
     ended = said.parent.parent / "megatron_grpo.ended" if said is not None and error_file else None  # beside its attempt_0, attempt_1, ...
     alone = Launched(said=said, ended=ended, error_file=Path(error_file) if error_file else None)
     if "RANK" not in env:
-        return alone
-    wanted = {"RANK": -1, "WORLD_SIZE": -1, "LOCAL_RANK": 0, "MASTER_PORT": 0}
-    numbers, wrong = {}, []
-    for name, default in wanted.items():
-        text = env.get(name, str(default))
-        if not text.strip().lstrip("-").isdigit() or (default == -1 and int(text) < 0):
-            wrong.append(f"{name} is {env[name]!r}" if name in env else f"{name} is not set")
-        else:
+        wrong = [f"{name} is {env[name]!r}" for name in _NUMBERS if env.get(name) and not (_is_count(env[name]) and int(env[name]))]
+        message = f"The environment says how many processes there are, but {'; '.join(wrong)}. Unset it, or start the job with torchrun."
+        return replace(alone, problems=(Problem(flags=(), message=message),)) if wrong else alone
+    numbers, wrong = {"LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": 0}, []
+    for name in ("RANK", "WORLD_SIZE", *numbers):
+        text = env.get(name)
+        if text is not None and _is_count(text) and (name != "MASTER_PORT" or int(text) < 2**16):
             numbers[name] = int(text)
+        elif text is not None or name not in numbers:
+            wrong.append(f"{name} is {text!r}" if text is not None else f"{name} is not set")
     if not wrong and numbers["RANK"] >= numbers["WORLD_SIZE"]:
         wrong.append(f"RANK is {numbers['RANK']} and WORLD_SIZE {numbers['WORLD_SIZE']}: ranks go from 0 to {numbers['WORLD_SIZE'] - 1}")
     if not wrong and numbers["WORLD_SIZE"] > 1:
@@ -103,6 +106,7 @@ def read(env: Mapping[str, str] | None = None) -> Launched:
         rank=numbers["RANK"],
         world_size=numbers["WORLD_SIZE"],
         local_rank=numbers["LOCAL_RANK"],
+        has_other_machines=numbers["WORLD_SIZE"] > numbers["LOCAL_WORLD_SIZE"],
         is_launched=True,
         by_torchrun="TORCHELASTIC_RUN_ID" in env,
         address=env.get("MASTER_ADDR", "127.0.0.1"),
@@ -123,7 +127,8 @@ def _shared_file(env: Mapping[str, str]) -> Path | None:
 
 def environment_of(rank: int, *, world_size: int, port: int) -> dict[str, str]:
     """What one of the ranks of a job on this machine alone is to find in its environment; port: a free one, for rank 0's store."""
-    return {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    ranks = dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)) | dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(world_size))
+    return {**ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
 
 
 def number_asked_for(env: Mapping[str, str] | None = None) -> tuple[str, int] | None:
@@ -190,8 +195,12 @@ def on_device(number: int | None) -> Iterator[None]:
 
 
 def _count(env: Mapping[str, str], name: str) -> int:
-    """1 where it is not a number."""
-    return int(env[name]) if env.get(name, "").strip().isdigit() and int(env[name]) else 1
+    """1 where it is not a number, which `read` refuses."""
+    return int(env[name]) if _is_count(env.get(name, "")) and int(env[name]) else 1
+
+
+def _is_count(text: str) -> bool:
+    return text.strip().isascii() and text.strip().isdigit()
 
 
 def job_ids(env: Mapping[str, str]) -> dict[str, str]:

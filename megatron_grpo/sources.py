@@ -305,7 +305,7 @@ def servers_that_answer(cfg: Config, shape: ModelShape, longest_prompt: int, eye
     from megatron_grpo.rollout.fleet import needs_of, problems_with_servers
 
     lora = lora_push(cfg, shape, on_gpu=None)
-    return problems_with_servers(cfg, needs_of(cfg, longest_prompt, lora, eyes=eyes, most_pictures=most_pictures))
+    return problems_with_servers(cfg, needs_of(cfg, shape, longest_prompt, lora, eyes=eyes, most_pictures=most_pictures))
 
 
 def needs_of_teacher(cfg: Config, shape: ModelShape, tokenizer: Any, longest_prompt: int) -> TeacherNeeds:

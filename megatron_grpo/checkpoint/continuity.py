@@ -10,7 +10,7 @@ What a setting only names (a model, a data set, a reward file) is compared by it
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,9 +92,9 @@ _TABLE = {
 # rows a step trains.
 VERDICTS: Mapping[str, str] = {name: verdict for verdict, names in _TABLE.items() for name in names.split()}
 # Content -> the setting that names it. Another content is refused; of everything that is not here it is said.
-_FLAGS = {"model": "model", "vocabulary": "model", "data set": "dataset", "adapters": "adapters", "ref_adapters": "ref_adapters",
-          "ref_model": "ref_model", "mcore_model": "mcore_model"}  # fmt: skip
-CONTENT: Mapping[str, str] = dict.fromkeys(_FLAGS, "refused")
+FLAGS = {"model": "model", "vocabulary": "model", "data set": "dataset", "adapters": "adapters", "ref_adapters": "ref_adapters",
+         "ref_model": "ref_model", "mcore_model": "mcore_model"}  # fmt: skip
+CONTENT: Mapping[str, str] = dict.fromkeys(FLAGS, "refused")
 _OTHER_MATRICES = "a checkpoint holds what trains, and that would be something else"
 FREEZING = (
     "freeze_llm",
@@ -148,19 +148,6 @@ def changes_since(before: Origin, now: Origin) -> list[Difference]:
     return [*_settings(before, now), *_contents(before, now)]
 
 
-def between_ranks(contents: Sequence[Mapping[str, str]]) -> list[Problem]:
-    """What the ranks of one job have read differently, of `Origin.content`. contents: by rank."""
-    problems = []
-    for name in dict.fromkeys(name for content in contents for name in content):
-        found = [content.get(name, "none") for content in contents]
-        other = next((rank for rank, one in enumerate(found) if one != found[0]), None)
-        if other is not None:
-            message = f"The {name} is not the same for all ranks: rank 0 has {found[0]}, rank {other} has {found[other]}. Give every \
-machine the same files."
-            problems.append(Problem(flags=(_FLAGS.get(name, name),), message=message))
-    return problems
-
-
 def _settings(before: Origin, now: Origin) -> Iterator[Difference]:
     # Sizes are compared as they were worked out: a run may have typed the same ones in other words.
     was, are = {**before.settings, **before.sizes}, {**now.settings, **now.sizes}
@@ -209,7 +196,7 @@ def problems_of(changes: list[Difference], manifest: Manifest, *, is_between_rol
 
 
 def _refusal(change: Difference, manifest: Manifest, typed: Mapping[str, str]) -> Problem:
-    setting = _FLAGS.get(change.name, change.name)
+    setting = FLAGS.get(change.name, change.name)
     name = typed.get(setting, setting)
     if change.name in CONTENT:
         told, use = f"The {change.name} ({change.now}) is not the one of {manifest.directory} ({change.was})", f"Restore it (--{name})"

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_grpo.build import build_loaded
+from megatron_grpo.build import build_loaded, start_parallel
 from megatron_grpo.checkpoint.opened import layout_of
 from megatron_grpo.cleanup import CleanUp
 from megatron_grpo.data.chat import load_tokenizer
@@ -94,7 +94,7 @@ def run_mismatch(argv: Sequence[str], parse: Callable[[Sequence[str]], Parsed]) 
     if not _can_write(picture.parent):
         raise ConfigError([Problem(flags=("output_dir",), message=f"{picture.parent} cannot be written. Name another --output_dir.")])
     with CleanUp() as clean_up:
-        parallel = state.start(layout, sequence_parallel=cfg.parallel.sequence_parallel, seed=cfg.run.seed)
+        parallel = start_parallel(cfg, layout, content={"question": f"{asked.subject.name} {asked.row} {asked.num_rows}"})
         clean_up.add(state.stop)
         found = look(asked, cfg, shape, model_path, parallel, clean_up)
         verdict = found.verdict

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron_grpo.build import build_policy
+from megatron_grpo.build import build_policy, start_parallel
 from megatron_grpo.checkpoint import generators
 from megatron_grpo.checkpoint.capsule import Capsule, marked, rows_of
 from megatron_grpo.checkpoint.opened import layout_of, load_weights, whole_checkpoint
@@ -106,7 +106,7 @@ def replay(capsule: Capsule, cfg: Config, model: Path, checkpoint: Path | None =
         ranks = sorted(missing)[:8]
         raise ConfigError([_problem("replay", f"{len(missing)} of its {len(rows_of(capsule.step))} rows are missing ({ranks}): the "
                                               "ranks that had them hung, and could not write them.")])  # fmt: skip
-    parallel = state.start(layout, sequence_parallel=cfg.parallel.sequence_parallel, seed=cfg.run.seed)
+    parallel = start_parallel(cfg, layout, content={"capsule": capsule.path.name})
     policy = build_policy(cfg, shape, parallel, model_path=model, num_steps=capsule.step.index + 1,
                           reference=lambda *_: Recorded(capsule.forward("references"), parallel))  # fmt: skip
     if checkpoint is not None:

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron_grpo.build import build_policy
+from megatron_grpo.build import build_policy, start_parallel
 from megatron_grpo.checkpoint.opened import layout_of, load_weights
 from megatron_grpo.checkpoint.resume import OURS
 from megatron_grpo.checkpoint.samples import read_samples
@@ -92,7 +92,7 @@ def whatif(asked: Asked) -> list[Told]:
     layout, problems = layout_of(cfg, shape)
     if problems:
         raise ConfigError(problems)
-    parallel = state.start(layout, sequence_parallel=cfg.parallel.sequence_parallel, seed=cfg.run.seed)
+    parallel = start_parallel(cfg, layout, content={"question": "; ".join(variant.name for variant in asked.variants)})
     beta = max(variant.cfg.grpo.beta for variant in asked.variants)  # whether there is a reference at all
     policy = build_policy(cfg.with_values({"beta": beta}), shape, parallel, model_path=model, num_steps=asked.step + 2, guard=AllowsAll())
     policy.optimizer.step = lambda: None  # the weights stay

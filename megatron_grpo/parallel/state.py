@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import socket
 import sys
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -14,12 +17,13 @@ import torch
 import torch.distributed as dist
 
 from megatron_grpo import launcher
-from megatron_grpo.errors import ConfigError, RunError
+from megatron_grpo.errors import ConfigError, Problem, RunError
 from megatron_grpo.launcher import Launched
 from megatron_grpo.parallel import collectives
 from megatron_grpo.parallel.layout import Layout
 
 SECONDS_BETWEEN_WORDS = 10.0  # of a rank that waits for others
+SECONDS_TO_LEAVE_WORD = 30.0  # of one that does not come
 
 
 class ParallelState:
@@ -81,11 +85,14 @@ class ParallelState:
         return collectives.from_rank(value, self.last_stage_rank, self.pp_group)
 
 
-def start(layout: Layout, *, sequence_parallel: bool = False, seed: int = 0, timeout_minutes: float = 10.0) -> ParallelState:
+def start(
+    layout: Layout, *, sequence_parallel: bool = False, seed: int = 0, timeout_minutes: float = 10.0, facts: Mapping[str, str] | None = None
+) -> ParallelState:
     """Joins the launcher's job and builds every group. Call once a process.
 
     A single process without a launcher is a job of one rank. Uses NCCL with a GPU, else gloo and `parallel.cpu`. Says who is missing while
-    it waits; raises RunError where a rank does not come within `timeout_minutes`.
+    it waits; raises RunError where a rank does not come within `timeout_minutes`. facts: what decides of the run, by name; ConfigError on
+    every rank where they are not the same on all, before anything is made of them.
     """
     launched = launcher.read()
     has_gpu = torch.cuda.is_available()
@@ -110,7 +117,7 @@ def start(layout: Layout, *, sequence_parallel: bool = False, seed: int = 0, tim
             "nccl" if has_gpu else "gloo", store=store, rank=launched.rank, world_size=launched.world_size, timeout=timeout
         )
 
-    collectives.patient_group()  # made here, where all ranks come at one time
+    _refuse_differences(facts or {}, collectives.patient_group())  # made here, where all ranks come at one time
     from megatron.core import parallel_state as mpu
     from megatron.core import tensor_parallel
 
@@ -125,6 +132,21 @@ def start(layout: Layout, *, sequence_parallel: bool = False, seed: int = 0, tim
     )
     tensor_parallel.random.model_parallel_cuda_manual_seed(seed)
     return ParallelState(layout, device=device, sequence_parallel=sequence_parallel)
+
+
+def _refuse_differences(facts: Mapping[str, str], group: collectives.Group) -> None:
+    """Raises one ConfigError on all ranks where a fact is not the same on all: by name, with a rank and both values. Collective."""
+    if len(set(collectives.from_all(hashlib.sha256(json.dumps(dict(facts), sort_keys=True).encode()).digest(), group))) == 1:
+        return
+    ranks, problems = collectives.from_all(dict(facts), group), []
+    for name in dict.fromkeys(name for one in ranks for name in one):
+        found = [one.get(name, "none") for one in ranks]
+        if other := next((rank for rank, value in enumerate(found) if value != found[0]), None):
+            message = (
+                f"{name} is not the same for all ranks: rank 0 has {found[0]}, rank {other} has {found[other]}. Give every rank the same."
+            )
+            problems.append(Problem(flags=(name,), message=message))
+    raise ConfigError(problems)
 
 
 def gpu_of(launched: Launched, visible: int) -> int:
@@ -161,7 +183,7 @@ def meet(
     rank 0 makes up a name for the attempt, and tells it to each rank under a word that only this process of that rank has written.
     """
     arrival = _Arrival(launched, end=time.monotonic() + timeout.total_seconds(), timeout=timeout, every=every, say=say or _say)
-    store = _store_of_the_job(launched, arrival.end, every, arrival.say)
+    arrival.store = store = _store_of_the_job(launched, arrival.end, every, arrival.say)
     store.set_timeout(timeout)
     word = uuid.uuid4().hex
     attempt = word if launched.rank == 0 else arrival.answer_to(word, store)
@@ -171,8 +193,28 @@ def meet(
     return own
 
 
+def leave_word(error: ConfigError) -> None:
+    """Tells the ranks of other machines, which wait in `meet`, why this one does not come."""
+    launched, end = launcher.read(), time.monotonic() + SECONDS_TO_LEAVE_WORD
+    if dist.is_initialized():
+        return
+    with suppress(RuntimeError, RunError, ConfigError):  # nobody to tell
+        store = _store_of_the_job(launched, end, SECONDS_TO_LEAVE_WORD, _say)
+        store.set(_word_of(launched), f"rank {launched.rank} on {socket.gethostname()} was refused: {error}")
+        holds = launched.rank == 0 and not launched.launcher_holds_store
+        while holds and store.add("megatron_grpo/heard", 0) < launched.world_size - 1 and time.monotonic() < end:
+            time.sleep(0.1)
+
+
+def _word_of(launched: Launched) -> str:
+    """Its key: what is refused is refused again, but a launcher that keeps its store may go on with fewer ranks."""
+    return f"megatron_grpo/refused/{launched.world_size}"
+
+
 class _Arrival:
     """Ranks that wait for each other. end: of time.monotonic."""
+
+    store: dist.Store  # of the job, once it is reached
 
     def __init__(self, launched: Launched, *, end: float, timeout: timedelta, every: float, say: Callable[[str], None]):
         self.launched, self.end, self.say = launched, end, say
@@ -204,6 +246,10 @@ class _Arrival:
 
     def _pause(self, missing: Callable[[], list[int]], *, speaks: bool) -> None:
         now = time.monotonic()
+        if self.store.check([_word_of(self.launched)]):
+            refusal = ConfigError(self.store.get(_word_of(self.launched)).decode())
+            self.store.add("megatron_grpo/heard", 1)
+            raise refusal
         if now >= self.end:
             minutes = self._timeout.total_seconds() / 60
             waiting = _waiting_for(missing(), self.launched)

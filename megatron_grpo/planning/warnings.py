@@ -68,7 +68,7 @@ def _watch(cfg: Config, sizes: BatchSizes) -> Iterator[str]:
     if sizes.layout.world_size > 1 and seconds >= 60 * minutes:
         yield (
             f"A rank that hangs would not be named: rank_heartbeat_timeout ({seconds:g} s) is no shorter than distributed_timeout_minutes "
-            f"({minutes:g} = {60 * minutes:g} s), after which a collective ends the run without a name."
+            f"({minutes:g} = {60 * minutes:g} s), after which a collective ends the run, and names a rank only if it is stopped."
         )
 
 

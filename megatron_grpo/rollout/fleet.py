@@ -10,11 +10,12 @@ import http.client
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from megatron_grpo import activity
 from megatron_grpo.data.eyes import Eyes
@@ -26,6 +27,7 @@ from megatron_grpo.settings.config import Config
 from megatron_grpo.settings.evaluation import longest_completion
 from megatron_grpo.settings.kept import words_at_most
 from megatron_grpo.settings.servers import Address, addresses_of, read_token
+from megatron_grpo.weights.shape import ModelShape, flat
 
 SECONDS_BETWEEN_SIGNS = 10.0  # of life, to servers that are ours; and between two words while waiting
 SECONDS_BETWEEN_TRIES = 0.25
@@ -63,6 +65,7 @@ class Needs:
     """What a server must have for this run."""
 
     max_model_len: int  # tokens of prompt and completion
+    shape: Mapping[str, Any] = field(default_factory=dict)  # `flat` of the model that is pushed; {}: not compared
     adapter_rank: int = 0  # room for adapters of this rank; 0: none are pushed
     tells_experts: bool = False  # answers come with the experts that their tokens were routed to
     limit_images: int = 0  # pictures of a prompt
@@ -73,6 +76,10 @@ class Needs:
         """Why a server that is as `state` says cannot sample for this run, as the end of a sentence."""
         if state.is_frozen:
             return "is frozen, and takes no weights of a run: start it without --frozen, or name it as teacher_model_server"
+        theirs, mine = state.shape, self.shape
+        if theirs and mine and (other := [name for name in {**mine, **theirs} if theirs.get(name) != mine.get(name)]):
+            told = ", ".join(f"{name} {theirs.get(name)} (the run's: {mine.get(name)})" for name in other)
+            return f"was started with a model ({state.model}) that computes otherwise than the run's: {told}. Start it with the run's"
         if state.max_model_len < self.max_model_len:
             return (
                 f"holds sequences of {state.max_model_len} tokens, and prompt and completion may have {self.max_model_len}: start it with "
@@ -105,10 +112,13 @@ class Needs:
         return None
 
 
-def needs_of(cfg: Config, longest_prompt: int, lora: LoraPush | None, *, eyes: Eyes | None = None, most_pictures: int = 0) -> Needs:
+def needs_of(
+    cfg: Config, shape: ModelShape, longest_prompt: int, lora: LoraPush | None, *, eyes: Eyes | None = None, most_pictures: int = 0
+) -> Needs:
     """longest_prompt: of the data, in tokens. lora: how adapters are pushed. eyes: of a model that sees. most_pictures: of a prompt."""
     return Needs(
         max_model_len=longest_prompt + longest_completion(cfg),
+        shape=flat(shape),
         adapter_rank=lora.slot_rank if lora else 0,
         tells_experts=cfg.grpo.router_replay_mode == "R3",
         limit_images=max(1, most_pictures) if eyes else 0,  # one that is probed with

@@ -183,6 +183,7 @@ class State:
     max_model_len: int  # tokens of prompt and completion
     max_num_seqs: int  # sequences decoded together, by all engines of the server
     adapter_rank: int  # the largest rank that there is room for; 0: no room for adapters
+    shape: dict[str, Any] = field(default_factory=dict)  # `weights.shape.flat` of its model; {}: it does not say
     tells_experts: bool = False  # completions come with the experts that their tokens were routed to
     limit_images: int = 0  # pictures of a prompt; 0: the model sees none
     max_pixels: int = 0  # of a picture

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megatron_grpo.build import ENGINES, answering, build_evaluator, build_loaded
+from megatron_grpo.build import ENGINES, answering, build_evaluator, build_loaded, start_parallel
 from megatron_grpo.checkpoint.manifest import read_manifest
 from megatron_grpo.checkpoint.opened import layout_of, settings_of_checkpoint
 from megatron_grpo.cleanup import CleanUp
@@ -21,7 +21,7 @@ from megatron_grpo.parallel.state import ParallelState
 from megatron_grpo.planning.check_tuner import tuner_problems, with_adapter
 from megatron_grpo.policy.loaded import LoadedModel
 from megatron_grpo.rewards.loading import close_rewards
-from megatron_grpo.run.life import start_parallel, take_output_dir
+from megatron_grpo.run.life import take_output_dir
 from megatron_grpo.settings import Parsed
 from megatron_grpo.settings.checks import validate
 from megatron_grpo.settings.config import Config

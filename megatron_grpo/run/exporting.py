@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megatron_grpo.build import choose_tuner, model_of, sharing_here
+from megatron_grpo.build import choose_tuner, model_of, sharing_here, start_parallel
 from megatron_grpo.checkpoint.manifest import read_manifest
 from megatron_grpo.checkpoint.opened import layout_of, load_weights, settings_of_checkpoint
 from megatron_grpo.errors import EXIT_DONE, ConfigError, Problem
@@ -42,11 +42,11 @@ def run_export(parsed: Parsed) -> int:
 
 def export_checkpoint(cfg: Config, model: Path) -> None:
     """The model of a checkpoint, under the layout of `cfg`, which need not be the one that wrote it. Collective."""
-    p, shape = cfg.parallel, ModelShape.from_pretrained(model)
+    shape = ModelShape.from_pretrained(model)
     layout, problems = layout_of(cfg, shape)
     if problems:
         raise ConfigError(problems)
-    parallel = state.start(layout, sequence_parallel=p.sequence_parallel, seed=cfg.run.seed)
+    parallel = start_parallel(cfg, layout)
     try:
         sharing_here(cfg, shape, parallel)
         exchange, loaded_chunks = model_of(cfg, shape, parallel, model_path=model)

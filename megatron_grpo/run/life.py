@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_grpo import activity, launcher, train
-from megatron_grpo.build import build_run
+from megatron_grpo.build import build_run, start_parallel
 from megatron_grpo.checkpoint.opened import load_weights
 from megatron_grpo.cleanup import CleanUp
 from megatron_grpo.errors import EXIT_CRASH, EXIT_DONE, ConfigError, Interrupted, RunError
@@ -19,7 +19,6 @@ from megatron_grpo.export import export_model, merged_folder
 from megatron_grpo.inputs import Inputs
 from megatron_grpo.metrics.card import Card
 from megatron_grpo.parallel import collectives, state
-from megatron_grpo.parallel.layout import Layout
 from megatron_grpo.parallel.state import ParallelState
 from megatron_grpo.planning.command import Plan
 from megatron_grpo.planning.report import print_report
@@ -43,7 +42,9 @@ def run_training(made: Plan, inputs: Inputs, **parts: Any) -> int:
     cfg = made.checked.config
     limits = limits_of(cfg, launched_at())
     with CleanUp(partial(close_rewards, inputs.rewards)) as clean_up:
-        parallel = start_parallel(cfg, made.checked.sizes.layout)
+        # As typed: sizes that follow from others would be further differences. Paths as they are on this machine.
+        typed = made.checked.parsed.config.with_values({"output_dir": cfg.run.output_dir, "resume": cfg.run.resume})
+        parallel = start_parallel(cfg, made.checked.sizes.layout, typed=typed, content=inputs.resume.origin.content)
         peers = Peers(collectives.store(), rank=parallel.rank, processes=collectives.from_all(Process.mine()))
         signal = StopSignal(
             partial(leave_if_doomed, peers), patience=cfg.run.stop_drain_seconds, limits=limits, others=peers,
@@ -78,7 +79,7 @@ def reported(peers: Peers, watchdog: Watchdog | None) -> Iterator[None]:
     except BaseException as error:
         if watchdog is not None:
             watchdog.hold_if_alarmed()
-        lost = peers.explain(error)
+        lost = peers.explain(error, watchdog.who_is_silent) if watchdog is not None else peers.explain(error)
         peers.report_failure()
         if lost:
             raise RunError(lost) from error
@@ -189,13 +190,3 @@ def leave_if_doomed(peers: Peers) -> None:
     if why:
         tell(f"{PREFIX}{why}")
     os._exit(EXIT_CRASH)
-
-
-def start_parallel(cfg: Config, layout: Layout) -> ParallelState:
-    """Joins the job, on the grid that the plan describes. Collective."""
-    return state.start(
-        layout,
-        sequence_parallel=cfg.parallel.sequence_parallel,
-        seed=cfg.run.seed,
-        timeout_minutes=cfg.parallel.distributed_timeout_minutes,
-    )

@@ -12,6 +12,7 @@ import socket
 from pathlib import Path
 from typing import Any
 
+from megatron_grpo.checkpoint.resume import WRITTEN_BY_A_RUN
 from megatron_grpo.errors import ConfigError, Problem
 from megatron_grpo.run.peers import Process
 
@@ -37,6 +38,9 @@ class OutputLock:
     def take(cls, output_dir: str | Path) -> OutputLock:
         """Makes the folder if need be. Raises ConfigError if another run holds it, or if nothing can be written there."""
         path = Path(output_dir) / NAME
+        ours = (path.parent, *(path.parent / name for name in WRITTEN_BY_A_RUN))
+        if gone := next((one for one in ours if one.is_symlink() and not one.exists()), None):
+            raise _refusal(f"{gone} is a link to {os.readlink(gone)}, which is not there. Remove the link, or make what it names.")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)

@@ -8,7 +8,7 @@ import shutil
 import signal
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -108,8 +108,11 @@ class Peers:
         deaths = self._deaths(has_spoken=lambda rank: any(self._store.check([f"megatron_grpo/{end}/{rank}"]) for end in ("done", "failed")))
         return deaths or ("" if reported else None)
 
-    def explain(self, error: BaseException) -> str | None:
-        """What an error says that only tells of another rank's end: a sentence; None if it is this rank's own."""
+    def explain(self, error: BaseException, who_is_silent: Callable[[], Sequence[int]] = tuple) -> str | None:
+        """What an error says that only tells of another rank's end, or silence: a sentence; None if it is this rank's own.
+
+        who_is_silent: `Watchdog.who_is_silent`, asked where nobody has failed or died.
+        """
         if not isinstance(error, RuntimeError) or not _LOST.search(str(error)):
             return None
         end = time.monotonic() + SECONDS_TO_LEARN
@@ -119,6 +122,10 @@ class Peers:
             return why
         if why == "":
             return f"rank {self._rank} leaves: another rank has failed and says why."
+        if found := who_is_silent():
+            silent = ", ".join(f"rank {rank} (process {self.processes[rank].pid} on {self.processes[rank].host})" for rank in found)
+            return f"{silent} does not answer, and a collective waited longer than it may (distributed_timeout_minutes): it is stopped, or \
+its machine is out of reach. The same command resumes from the last checkpoint."
         others = sorted({process.host for process in self.processes} - {self.processes[self._rank].host})
         if others:
             error.add_note(f"All ranks of this machine live; look at {', '.join(others)}.")

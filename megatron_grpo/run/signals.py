@@ -14,10 +14,14 @@ import select
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from megatron_grpo import activity
+from megatron_grpo.errors import Interrupted
+from megatron_grpo.run.failures import note, report
 from megatron_grpo.run.limits import Limit
 
 STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
@@ -25,6 +29,31 @@ STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 ECHO_SECONDS = 2.0
 SECONDS_TO_TELL = 10.0  # that a rank that failed has, to say why, before the others leave by themselves
 _NOTICES = (signal.SIGUSR1, signal.SIGHUP)  # a scheduler that will end the job, a terminal that has gone: nobody who is impatient
+
+
+@contextmanager
+def heard_before_the_run() -> Iterator[None]:
+    """Around all that a command does: while no `StopSignal` listens, a signal ends this process at once, by a sentence (exit 3)."""
+    me, before = os.getpid(), {number: signal.getsignal(number) for number in STOPPING if signal.getsignal(number) != signal.SIG_IGN}
+
+    def end(number: int, frame: Any) -> None:
+        if os.getpid() != me:  # a forked child, of a reward function perhaps
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+            return
+        when = "the run had ended" if activity.step else "nothing was trained yet"
+        stopped = Interrupted(f"stopped by {signal.Signals(number).name}; {when}")
+        stopped.is_final = number != signal.SIGTERM
+        note(f"{stopped}", seconds_later=1)  # torchrun may send it because another rank has failed, which is the reason then
+        os._exit(report(stopped))
+
+    for number in before:
+        signal.signal(number, end)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @dataclass(frozen=True, slots=True)

@@ -163,6 +163,16 @@ class Watchdog:
         if self._alarm.is_set():
             threading.Event().wait()
 
+    def who_is_silent(self) -> list[int]:
+        """Other ranks whose pulse stands still, for the main thread where a collective has failed and nobody has. Takes some periods."""
+        try:
+            before = self._pulses()
+            time.sleep(3 * self.period)
+            still = [rank for rank, pulse in enumerate(self._pulses()) if pulse.beat == before[rank].beat and not pulse.has_left]
+            return [rank for rank in still if rank != self.rank]
+        except RuntimeError:  # the store has gone
+            return []
+
     def _in_child(self) -> None:
         self._ended.set()  # a forked child (a reward function's) has no threads; should it come to close this, nothing is to be said
 

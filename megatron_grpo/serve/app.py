@@ -57,11 +57,13 @@ class Door:
 class App:
     """One server's state and its routes."""
 
-    def __init__(self, engine: ServedEngine, *, model: str, metrics: Metrics, tells_metrics: bool, say: Callable[[str], None]):
-        """tells_metrics: whether /metrics answers. say: tells a person what happens."""
+    def __init__(
+        self, engine: ServedEngine, *, model: str, shape: dict[str, Any], metrics: Metrics, tells_metrics: bool, say: Callable[[str], None]
+    ):
+        """shape: `weights.shape.flat` of the model. tells_metrics: whether /metrics answers. say: tells a person what happens."""
         self.ownership = Ownership()
         self._engine, self._model, self._metrics, self._tells_metrics, self._say = engine, model, metrics, tells_metrics, say
-        self._boot = secrets.token_hex(8)
+        self._shape, self._boot = shape, secrets.token_hex(8)
         self._pictures = SentPictures()
         self._changing = asyncio.Lock()  # joins, pushes, and what an earlier owner left: one at a time
         self._work: set[asyncio.Task[Any]] = set()  # of this tenure, in the engine
@@ -129,7 +131,7 @@ class App:
             boot=self._boot, version=own.version, has_base=own.has_base, owner=own.owner, running=self.running, model=self._model,
             dtype=engine.dtype, world_size=engine.world_size, max_model_len=engine.max_model_len, max_num_seqs=engine.max_num_seqs,
             adapter_rank=engine.adapter_rank, tells_experts=engine.tells_experts, most_kept=MOST, limit_images=engine.limit_images,
-            max_pixels=engine.max_pixels,
+            max_pixels=engine.max_pixels, shape=self._shape,
         )  # fmt: skip
 
     # ---- weights

@@ -24,6 +24,7 @@ from megatron_grpo.serve.settings import Serving, check_serving
 from megatron_grpo.settings import Parsed, remote_code
 from megatron_grpo.settings.config import ServeConfig
 from megatron_grpo.settings.servers import TOKEN_VARIABLE
+from megatron_grpo.weights.shape import flat
 
 STOPPING = (signal.SIGTERM, signal.SIGINT)
 SAY_EVERY = 10.0  # seconds, while the model loads
@@ -95,7 +96,9 @@ def _app(serving: Serving, engine: Any) -> Any:
     from megatron_grpo.serve.frozen import FrozenApp
     from megatron_grpo.serve.metrics import Metrics
 
-    common: dict[str, Any] = dict(model=str(serving.model_path), metrics=Metrics(), tells_metrics=serving.cfg.serve.metrics, say=_say)
+    common: dict[str, Any] = dict(
+        model=str(serving.model_path), shape=flat(serving.shape), metrics=Metrics(), tells_metrics=serving.cfg.serve.metrics, say=_say
+    )
     if not serving.cfg.serve.frozen:
         return App(engine, **common)
     path = serving.model_path

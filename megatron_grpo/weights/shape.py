@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -168,6 +168,14 @@ class ModelShape:
 
 _POSITIVE = ("rope_theta", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings", "partial_rotary_factor")
 _ROPE_FLOATS = (*_POSITIVE, "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim")
+
+
+def flat(shape: ModelShape) -> dict[str, Any]:
+    """All that decides what a model computes, by name (`rope.theta`), as JSON has it; not for how many positions it was made."""
+    form = json.loads(json.dumps(asdict(replace(shape, max_position_embeddings=0))))
+    inner = {name: value for name, value in form.items() if isinstance(value, dict)}
+    of_inner = {f"{name}.{one}": value for name, parts in inner.items() for one, value in parts.items()}
+    return {name: value for name, value in form.items() if name not in inner} | of_inner
 
 
 class _Config:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -42,6 +44,14 @@ def test_a_process_that_nobody_launched_is_rank_0_of_1():
         ({"RANK": "4"}, "RANK is 4 and WORLD_SIZE 4: ranks go from 0 to 3"),
         ({"MASTER_PORT": None}, "MASTER_PORT is not set"),
         ({"LOCAL_RANK": ""}, "LOCAL_RANK is ''"),
+        ({"LOCAL_RANK": "-1"}, "LOCAL_RANK is '-1'"),
+        ({"RANK": "--3"}, "RANK is '--3'"),
+        ({"WORLD_SIZE": "4²"}, "WORLD_SIZE is '4²'"),
+        ({"LOCAL_WORLD_SIZE": "two"}, "LOCAL_WORLD_SIZE is 'two'"),
+        ({"MASTER_PORT": "70000"}, "MASTER_PORT is '70000'"),
+        ({"RANK": None, "WORLD_SIZE": "abc"}, "how many processes there are, but WORLD_SIZE is 'abc'"),
+        ({"RANK": None, "SLURM_NTASKS": "-2"}, "SLURM_NTASKS is '-2'"),
+        ({"RANK": None, "NPROC_PER_NODE": "gpu", "NNODES": "0"}, "NPROC_PER_NODE is 'gpu'; NNODES is '0'"),
     ],
 )
 def test_a_broken_environment_is_a_problem_and_not_a_traceback(change, said):
@@ -72,6 +82,30 @@ def test_one_process_of_many_is_refused_with_the_line_to_type(monkeypatch, capsy
     assert main(["train", *flags, "--dataset", "my data"]) == 2
     said = capsys.readouterr().err
     assert asked in said and line in said
+
+
+@pytest.mark.parametrize("command", ["train", "plan", "eval", "export", "replay", "whatif", "mismatch", "rehearse"])
+def test_every_command_that_asks_for_ranks_refuses_a_number_that_is_none(monkeypatch, capsys, command):
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setenv("WORLD_SIZE", "abc")
+    assert main([command]) == 2
+    assert "WORLD_SIZE is 'abc'" in capsys.readouterr().err
+
+
+def test_a_directory_that_has_been_removed_is_a_sentence(monkeypatch, capsys, tmp_path):
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert main(["plan", "--world_size", "1"]) == 2
+    assert "the directory that this command was started in has been removed" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("files", [16, 24, 100])
+def test_too_few_files_are_refused_before_anything_is_imported(files):
+    line = f"ulimit -n {files}; exec {sys.executable} -m megatron_grpo train"
+    ended = subprocess.run(["bash", "-c", line], capture_output=True, text=True, cwd=PACKAGE.parent)
+    assert ended.returncode == 2 and "Traceback" not in ended.stderr
+    assert f"this process may have {files} files open, and train needs more. Say `ulimit -n " in ended.stderr
 
 
 def test_one_process_that_was_meant_to_be_one_is_not_refused(monkeypatch, capsys):

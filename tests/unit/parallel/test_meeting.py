@@ -14,7 +14,7 @@ import torch.distributed as dist
 from megatron_grpo.errors import ConfigError, RunError
 from megatron_grpo.launcher import Launched
 from megatron_grpo.parallel.link import _share_a_gpu
-from megatron_grpo.parallel.state import gpu_of, meet, refuse_shared_gpu
+from megatron_grpo.parallel.state import gpu_of, leave_word, meet, refuse_shared_gpu
 
 
 def launched(rank: int, port: int, world_size: int = 2) -> Launched:
@@ -55,6 +55,30 @@ def test_a_late_rank_is_waited_for(port):
     thread.join()
     stores[0].set("key", "value")
     assert missed.is_set() and first.get("key") == b"value"
+
+
+@pytest.mark.parametrize("refused", [0, 1])
+@pytest.mark.parametrize("launcher_holds_store", [True, False])
+def test_a_rank_that_is_refused_on_its_machine_ends_those_that_wait_for_it_elsewhere(port, monkeypatch, refused, launcher_holds_store):
+    agent = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False) if launcher_holds_store else None
+    told = []
+
+    def waits():
+        joined = dataclasses.replace(launched(1 - refused, port), launcher_holds_store=launcher_holds_store)
+        try:
+            meet(joined, timeout=timedelta(seconds=30), every=0.2, say=lambda text: None)
+        except ConfigError as error:
+            told.append(str(error))
+
+    thread = threading.Thread(target=waits)
+    thread.start()
+    own = {"RANK": str(refused), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    for name, value in {**own, "TORCHELASTIC_USE_AGENT_STORE": str(launcher_holds_store)}.items():
+        monkeypatch.setenv(name, value)
+    leave_word(ConfigError("dataset (data.jsonl) does not exist."))
+    thread.join()
+    assert told == [f"rank {refused} on {socket.gethostname()} was refused: dataset (data.jsonl) does not exist."]
+    del agent
 
 
 def test_a_port_that_is_taken_is_a_sentence(port):

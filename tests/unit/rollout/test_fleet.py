@@ -121,10 +121,18 @@ def test_a_later_process_of_the_same_run_takes_over_and_the_earlier_one_ends(ope
         (Needs(max_model_len=65), "holds sequences of 64 tokens, and prompt and completion may have 65: .* --vllm_max_model_len 65"),
         (Needs(max_model_len=64, adapter_rank=8), "has no room for adapters, and the run pushes one of rank 8"),
         (Needs(max_model_len=64, tells_experts=True), "does not tell which experts it takes, .* --router_replay_mode R3"),
+        (
+            Needs(max_model_len=64, shape={"hidden_size": 64, "norm_epsilon": 1e-6, "rope.theta": 1e6, "num_layers": 2}),
+            r"a model \(m\) that computes otherwise than the run's: hidden_size 32 \(the run's: 64\), "
+            r"norm_epsilon 1e-05 \(the run's: 1e-06\), "
+            r"rope.theta 10000.0 \(the run's: 1000000.0\), windows \[3\] \(the run's: None\)\. Start it with the run's",
+        ),
     ],
 )  # fmt: skip
 def test_a_server_that_cannot_serve_the_run_is_named_with_what_it_lacks(opened, fleet_of, needs, sentence):
     server = opened(SmallServer())
+    shape = {"hidden_size": 32, "norm_epsilon": 1e-5, "rope.theta": 1e4, "num_layers": 2, "windows": [3]}
+    server.state = replace(server.state, shape=shape)
     with pytest.raises(ConfigError, match=sentence):
         fleet_of(server, needs=needs).gather()
 

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import subprocess
 import sys
+import threading
 import time
+from dataclasses import asdict
 from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
 
 from megatron_grpo.run.peers import Peers, Process, _stat
+from megatron_grpo.run.watchdog import Pulse, Watchdog
 
 GLOO = RuntimeError("[pair.cc:525] Connection closed by peer [127.0.0.1]:1")
 
@@ -74,6 +78,32 @@ def test_a_rank_that_said_why_it_failed_and_left_has_not_died_without_a_word(job
 @pytest.mark.parametrize("error", [ValueError("Connection closed by peer"), RuntimeError("shapes differ")])
 def test_an_error_of_this_rank_is_its_own(job, error):
     assert job[0].explain(error) is None
+
+
+def test_a_rank_that_is_stopped_is_named_where_a_collective_waited_longer_than_it_may(job, tmp_path):
+    """The other end lives and says nothing; its pulse stands still."""
+    peers, _ = job
+    store = peers._store
+    for rank in (1, 2):
+        store.set(f"watchdog/pulse/{rank}", json.dumps(asdict(Pulse(beat=3))))
+    watchdog = Watchdog(store, rank=0, processes=[*peers.processes, peers.processes[1]], timeout=60.0, output_dir=tmp_path,
+                        wait_for_all=lambda: None, leaves=lambda rank: None)  # fmt: skip
+    ended = threading.Event()
+
+    def beat():
+        while not ended.wait(0.05):
+            store.set("watchdog/pulse/2", json.dumps(asdict(Pulse(beat=time.monotonic_ns()))))
+
+    watchdog.period = 0.3  # with a timeout as short as that it would end this process
+    threading.Thread(target=beat, daemon=True).start()
+    try:
+        told = peers.explain(
+            RuntimeError("[unbound_buffer.cc:81] Timed out waiting 3000ms for recv operation to complete"), watchdog.who_is_silent
+        )
+    finally:
+        ended.set()
+        watchdog.close()
+    assert told.startswith(f"rank 1 (process {peers.processes[1].pid} on ") and "rank 2" not in told and "rank 0" not in told
 
 
 def test_where_shared_memory_is_full_a_death_is_put_down_to_it(job, tmp_path, monkeypatch):

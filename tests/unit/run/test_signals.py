@@ -54,6 +54,22 @@ def rest_of(process: subprocess.Popen, timeout: float = 10) -> tuple[str, int]:
     return process.stdout.read(), process.returncode
 
 
+SLOW = "import pathlib, time\npathlib.Path(__file__).with_name('ready').touch()\ntime.sleep(60)\n"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_run_that_is_asked_to_stop_while_it_imports_says_so_and_leaves_as_one_that_trains(tmp_path, number):
+    (tmp_path / "reward.py").write_text(SLOW)
+    command = [sys.executable, "-m", "megatron_grpo", "train", "--reward_funcs", f"{tmp_path}/reward.py:f"]
+    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    while not (tmp_path / "ready").exists():
+        assert process.poll() is None, process.stderr.read()
+        time.sleep(0.01)
+    process.send_signal(number)
+    told = process.communicate(timeout=10)[1]
+    assert (process.returncode, told) == (3, f"megatron-grpo: stopped by {number.name}; nothing was trained yet\n")
+
+
 def is_alive(pid: int) -> bool:
     """Zombies are dead."""
     try:

@@ -10,7 +10,7 @@ import pytest
 
 from megatron_grpo.errors import ConfigError
 from megatron_grpo.weights.names import hf_shapes, num_parameters
-from megatron_grpo.weights.shape import ModelShape
+from megatron_grpo.weights.shape import ModelShape, flat
 from tests.unit.weights.tiny import CHECKPOINTS, config_of
 
 LLAMA = {
@@ -211,3 +211,19 @@ def test_windows_are_those_of_transformers_layers():
         assert {9, None} == set(windows)
     part = ModelShape.from_hf({**QWEN, "use_sliding_window": True, "max_window_layers": 1})
     assert part.windows == (None, 16)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"hidden_size": 32}, {"hidden_size", "head_dim", "rope.dim"}),
+        ({"rms_norm_eps": 1e-5}, {"norm_epsilon"}),
+        ({"rope_theta": 5e5}, {"rope.theta"}),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, {"rope.type", "rope.factor"}),
+        ({"max_position_embeddings": 8192}, set()),
+    ],
+)
+def test_what_a_server_tells_of_its_model_names_each_number_that_is_another(change, named):
+    mine, other = (flat(ModelShape.from_hf(config)) for config in (LLAMA, LLAMA | change))
+    assert {name for name in {**mine, **other} if mine.get(name) != other.get(name)} == named
+    assert json.loads(json.dumps(other)) == other

@@ -1,0 +1,59 @@
+"""Ranks that differ all hear the same sentence before groups are made; those that have the same go on."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.ranks import run_ranks
+
+SAME = {"lr": "0.001", "seed": "42", "The model": "qwen3 1"}
+CASES = {
+    "same": [SAME, SAME, dict(reversed(SAME.items()))],
+    "another": [SAME, SAME, SAME | {"lr": "0.01"}],
+    "content": [SAME, SAME | {"The model": "qwen3 2"}, SAME | {"The model": "qwen3 2"}],
+    "variable": [SAME, SAME, SAME | {"MAX_PIXELS": "9"}],
+    "several": [SAME | {"MIN_PIXELS": "3"}, SAME | {"seed": "4"}, SAME | {"MIN_PIXELS": "3", "lr": "5"}],
+}
+
+
+def told(rank, world_size, cases):
+    from megatron_grpo.errors import ConfigError
+    from megatron_grpo.parallel import state
+    from megatron_grpo.parallel.layout import Layout
+
+    found = {}
+    for name, facts in cases.items():
+        # A layout that the others do not have would hang, or end in Megatron-Core's own words.
+        layout = Layout(world_size=world_size) if name == "same" else Layout(world_size=world_size, tp=world_size if rank else 1)
+        try:
+            state.start(layout, facts=facts[rank])
+            found[name] = []
+        except ConfigError as error:
+            found[name] = [problem.message for problem in error.problems]
+    return found
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    return run_ranks(told, 3, {name: CASES[name] for name in reversed(CASES)})
+
+
+@pytest.mark.parametrize(
+    ("case", "sentences"),
+    [
+        ("same", []),
+        ("another", ["lr is not the same for all ranks: rank 0 has 0.001, rank 2 has 0.01."]),
+        ("content", ["The model is not the same for all ranks: rank 0 has qwen3 1, rank 1 has qwen3 2."]),
+        ("variable", ["MAX_PIXELS is not the same for all ranks: rank 0 has none, rank 2 has 9."]),
+        (
+            "several",
+            [
+                "lr is not the same for all ranks: rank 0 has 0.001, rank 2 has 5.",
+                "seed is not the same for all ranks: rank 0 has 42, rank 1 has 4.",
+                "MIN_PIXELS is not the same for all ranks: rank 0 has 3, rank 1 has none.",
+            ],
+        ),
+    ],
+)
+def test_a_difference_is_one_sentence_on_all_ranks_with_a_rank_and_both_values(ranks, case, sentences):
+    assert [rank[case] for rank in ranks] == [[f"{sentence} Give every rank the same." for sentence in sentences]] * 3
