@@ -22,6 +22,7 @@ INCARNATION = "X-Incarnation"  # header: the incarnation that claimed the server
 AUTHORIZATION = "Authorization"  # header: "Bearer <token>"
 LEASE_SECONDS = 60.0  # an owner that is not heard of for so long has gone
 BEAT_SECONDS = 2.0  # a stream of answers is never silent for longer: it sends an empty line
+LONGEST_JOIN, MOST_MEMBERS = 120.0, 1 << 16  # seconds that a member of a link waits for another, and members
 STREAM_TYPE = "application/x-ndjson"
 
 Kind = Literal["weights", "merged"]
@@ -53,7 +54,7 @@ class Join:
     first_rank: int
     world: int
     name: str
-    seconds: float  # the longest wait for a member
+    seconds: float  # the longest wait for a member, at most LONGEST_JOIN
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
