@@ -13,6 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from megatron_grpo.errors import said_by
+
 Score = float | None  # None: this reward does not apply to this completion
 # A larger one has no square in a sum of floats, and as an advantage no place in a float32: advantages would be 0, infinite or NaN.
 LARGEST = 1e30
@@ -194,6 +196,5 @@ def as_score(value: Any) -> Score | RowFailure:
     return score
 
 
-def _shown(value: Any, width: int = 80) -> str:
-    text = repr(value)
-    return f"the {type(value).__name__} {text if len(text) <= width else text[:width] + '...'}"
+def _shown(value: Any) -> str:
+    return f"the {type(value).__name__} {said_by(value, repr, 80)}"

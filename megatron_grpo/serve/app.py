@@ -20,6 +20,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
+from megatron_grpo.errors import keep_secret, said_by
 from megatron_grpo.rollout import wire
 from megatron_grpo.serve.engine import PushFailed, ServedEngine
 from megatron_grpo.serve.metrics import Metrics
@@ -37,6 +38,7 @@ class Door:
     def __init__(self, app: Any, token: str, metrics: Metrics, let_in: Callable[[tuple[str, int]], None]):
         """let_in: is told from where the token has come."""
         self._app, self._metrics, self._let_in = app, metrics, let_in
+        keep_secret(token)
         self._wanted = hashlib.sha256(f"Bearer {token}".encode()).digest()
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -105,7 +107,7 @@ class App:
     async def claim(self, request: Request) -> Response:
         claim = await body_of(request, wire.Claim)
         if self.ownership.claim(claim):
-            self._say(f"run {claim.run!r} has the server now")
+            self._say(f"run {said_by(claim.run, repr)} has the server now")
             self._has_orphans = True
             await self._end_tenure()
         if self._has_orphans:
@@ -142,9 +144,9 @@ class App:
         self._require_owner(request)
         join = await body_of(request, wire.Join)
         if not (0 < join.seconds <= wire.LONGEST_JOIN and 0 < join.first_rank < join.world <= wire.MOST_MEMBERS):
-            raise ValueError(  # nobody else gets the server while its workers wait
-                f"Join.seconds ({join.seconds:g}) is above 0 and at most {wire.LONGEST_JOIN:g}, and Join.first_rank ({join.first_rank}) above "
-                f"0 and below Join.world ({join.world}), which is at most {wire.MOST_MEMBERS}"
+            raise ValueError(  # nobody else gets the server meanwhile
+                f"Join.seconds ({join.seconds:g}) is above 0 and at most {wire.LONGEST_JOIN:g}; Join.first_rank ({join.first_rank}) is "
+                f"above 0 and below Join.world ({join.world}), which is at most {wire.MOST_MEMBERS}"
             )
         async with self._changing:
             self._require_owner(request)
@@ -177,7 +179,7 @@ class App:
                 self.ownership.end_push(tenure, version, is_base=is_base)
             except Exception as error:
                 self._metrics.pushes.labels(kind=kind, outcome="failed").inc()
-                self._say(f"a push of {kind} failed: {error}")
+                self._say(f"a push of {kind} failed: {said_by(error, most=wire.LONGEST_REFUSAL)}")
                 raise
         seconds = time.monotonic() - started
         self._metrics.pushes.labels(kind=kind, outcome="came").inc()

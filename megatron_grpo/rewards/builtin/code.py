@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from megatron_grpo.errors import ConfigError, Problem
+from megatron_grpo.errors import ConfigError, Problem, said_by
 from megatron_grpo.rewards.builtin.held import fault_of
 from megatron_grpo.rewards.builtin.jail import NO_LANDLOCK
 from megatron_grpo.rewards.builtin.sandbox import Outcome, run_program, why_unsafe
@@ -44,7 +44,7 @@ class Code:
             snippets, pairs = read_tests(tests)
             snippets = [_called(snippet, entry_point) for snippet in snippets]
         except ValueError as error:
-            return RowFailure(kind="tests", reason=f"cannot read the tests of this row ({error})")
+            return RowFailure(kind="tests", reason=f"cannot read the tests of this row ({said_by(error)})")
         if not snippets and not pairs:
             return None
         if fault := fault_of(snippets):
@@ -76,7 +76,7 @@ class Code:
 
 
 def _unusable(fault: str) -> RowFailure:
-    return RowFailure(kind="tests", reason=f"learns nothing from a test of this row, which {fault},")
+    return RowFailure(kind="tests", reason=f"learns nothing from a test of this row, which {said_by(fault)},")
 
 
 def _called(test: str, entry_point: Any) -> str:
