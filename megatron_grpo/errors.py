@@ -104,6 +104,11 @@ def said_by(value: Any, words: Callable[[Any], str] = str, most: int = 500) -> s
     return "".join(_printable(one) for one in shown).strip()
 
 
+def shown(value: Any) -> str:
+    """A value as a sentence names it."""
+    return f"the {type(value).__name__} {said_by(value, repr, 80)}".strip()
+
+
 def first_line(value: Any) -> str:
     """Of what a value says, for `said_by`."""
     return str(value).strip().partition("\n")[0]

@@ -13,7 +13,7 @@ import pickle
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import fields, is_dataclass
+from dataclasses import is_dataclass
 from enum import Enum
 from pathlib import Path
 from types import SimpleNamespace
@@ -45,14 +45,13 @@ class _Data(pickle._Unpickler):
 
     dispatch = dict(pickle._Unpickler.dispatch)
 
-    def build(self) -> None:
-        thing, state = self.stack[-2:]  # type: ignore[attr-defined]
-        names = {field.name for field in fields(thing)} if is_dataclass(type(thing)) else set()
-        if not names or not (hasattr(thing, "__setstate__") or (isinstance(state, dict) and state.keys() <= names)):
+    def _build(self: Any) -> None:
+        thing, state = self.stack[-2:]
+        if not is_dataclass(type(thing)) or not (hasattr(thing, "__setstate__") or isinstance(state, dict)):
             raise ForeignCode(f".metadata sets what is no field of a description: {said_by(thing, repr, 80)}")
-        self.load_build()  # type: ignore[attr-defined]
+        self.load_build()
 
-    dispatch[pickle.BUILD[0]] = build
+    dispatch[pickle.BUILD[0]] = _build
 
     def find_class(self, module: str, name: str) -> Any:
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_grpo.errors import said_by
+from megatron_grpo.errors import shown
 
 Message = Mapping[str, Any]  # {"role", "content"}, and what the chat template knows besides
 
@@ -119,8 +119,3 @@ def _plain(message: Message, who: str) -> Message:
     except (TypeError, ValueError, RecursionError) as error:
         raise Nonsense(f"{who} returned {shown(message)}, of which {error}: a message holds text, numbers, lists and dicts") from error
     return json.loads(text)
-
-
-def shown(value: Any, width: int = 80) -> str:
-    """A value as a sentence names it."""
-    return f"the {type(value).__name__} {said_by(value, repr, width)}".strip()

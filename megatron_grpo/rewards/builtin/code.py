@@ -47,7 +47,7 @@ class Code:
             return RowFailure(kind="tests", reason=f"cannot read the tests of this row ({said_by(error)})")
         if not snippets and not pairs:
             return None
-        if fault := fault_of(snippets):
+        if fault := next(filter(None, map(fault_of, snippets)), None):
             return _unusable(fault)
         program = program_of(text)
         passed = 0

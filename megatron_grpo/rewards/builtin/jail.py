@@ -13,11 +13,11 @@ It is meant for what a model writes while it learns, not for an attacker with a 
 from __future__ import annotations
 
 import ctypes
-import importlib.util
 import json
 import os
 import platform
 import resource
+import runpy
 import signal
 import struct
 import sys
@@ -91,7 +91,7 @@ def main() -> None:
         os._exit(1)
     with os.fdopen(job_file, "rb") as source:
         job = json.loads(source.read())
-    held = _held() if link >= 0 else None
+    held = runpy.run_path(os.path.join(os.path.dirname(os.path.abspath(__file__)), "held.py")) if link >= 0 else {}
     _limit(job["seconds"], job["memory_bytes"])
     if _LIBC.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0):
         raise OSError(ctypes.get_errno(), "no_new_privs")
@@ -103,7 +103,7 @@ def main() -> None:
     _run(job, link, held)
 
 
-def _run(job: dict, link: int, held: types.ModuleType | None) -> None:
+def _run(job: dict, link: int, held: dict) -> None:
     """Runs the program, then does what tests ask of it; or, in the other process, runs the tests. link: to the other one.
 
     What the program raises ends this process, which says enough.
@@ -111,22 +111,13 @@ def _run(job: dict, link: int, held: types.ModuleType | None) -> None:
     del sys.argv[1:]
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_REAL, job["seconds"])
-    if held is not None and "tests" in job:
-        return held.run_tests(job["tests"], link, job["report"])
+    if "tests" in job:
+        return held["run_tests"](job["tests"], link, job["report"])
     module = types.ModuleType("__main__" if job["as_main"] else "program")
     sys.modules.setdefault(module.__name__, module)  # dataclasses look there
     exec(compile(job["program"], "<program>", "exec"), vars(module))
-    if held is not None:
-        held.Link(link, own=module).serve()
-
-
-def _held() -> types.ModuleType:
-    """held.py, which is read before files can no longer be."""
-    source = importlib.util.spec_from_file_location("held", os.path.join(os.path.dirname(os.path.abspath(__file__)), "held.py"))
-    assert source is not None and source.loader is not None
-    module = importlib.util.module_from_spec(source)
-    source.loader.exec_module(module)
-    return module
+    if held:
+        held["Link"](link, own=module).serve()
 
 
 def _limit(seconds: float, memory_bytes: int) -> None:

@@ -303,6 +303,9 @@ if __name__ == "__main__":
 """
 SHAPES = {
     "HumanEval": HUMANEVAL + "\ncheck(f)", "MBPP": ["assert f(1) == 2", "assert f(2) == 3", "assert math.isclose(f(0.5), 1.5)"],
+    "distances": ["assert abs(f(7) - 8) < 1e-6", "assert not f(7) - 8", "assert isclose(f(7), 8)", "assert f(7) in (8, 9)",
+                  "assert max(f(7), 1) == 8", "assert 8 in [f(7)]", "assert round(f(0.7)) == 2",
+                  "x = f(7)\nx -= 8\nassert x == 0", "assert 8 in f([7])"],
     "unittest": UNITTEST, "pytest": "def test_f():\n    assert f(1) == 2 and isinstance(f(1), int)",
     "with a reference": "def g(n): return n + 1\nfor n in range(5):\n    assert f(n) == g(n)\nassert all(f(n) == g(n) for n in (1, 2))",
 }  # fmt: skip
@@ -342,18 +345,29 @@ for fd in range(3, 64):
     except OSError: pass
 def f(n): return 0
 """,
+    "takes part in arithmetic": """
+class Near:
+    def __sub__(self, other): return 0
+    __rsub__ = __sub__
+    def __round__(self, *_): return 8
+    def __contains__(self, other): return True
+    def __iter__(self): return iter([])
+def f(n): return Near()
+def isclose(*_): return True
+""",
     "leaves with success": "import os\ndef f(n): os._exit(0)", "raises what ends loops": "def f(n): raise StopIteration",
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_an_honest_program_scores_one_whatever_the_shape_of_its_tests(shape):
-    assert code("import math\ndef f(n):\n    return n + 1", SHAPES[shape]) == 1.0
+    assert code("import math\ndef f(n):\n    return n + 1 if not isinstance(n, list) else [n[0] + 1]", SHAPES[shape]) == 1.0
 
 
 @pytest.mark.parametrize("attack", ATTACKS)
 def test_no_program_scores_by_anything_but_its_answers(attack):
-    assert {shape: code(ATTACKS[attack], tests) for shape, tests in SHAPES.items()} == dict.fromkeys(SHAPES, 0.0)
+    tests = [test for shape in SHAPES.values() for test in ([shape] if isinstance(shape, str) else shape)]
+    assert code(ATTACKS[attack], tests) == 0.0
 
 
 # Speaks the language of the link by itself: what stands in `message` comes instead of the first answer.
@@ -389,7 +403,7 @@ def test_a_test_that_holds_nothing_is_named_and_is_never_a_score():
     always = "def f(*_): return True\ndef isclose(*_): return True\ndef check(*_): pass"
     for tests, why in [
         (HUMANEVAL, "asks the program for nothing"), ("f(1)", "compares nothing"), ("import math", "compares nothing"),
-        (["assert f(1)", "assert f(1) =="], "is no Python"), ("assert isclose(f(2), 4.0)", "handed to `isclose`"),
+        (["assert f(1)", "assert f(1) =="], "is no Python"),
         ("class Own: pass\nassert f(Own()) == 1", "an object of type Own"),
         ("def test_f(fixture): assert f(1)", "asks the program for nothing"),
     ]:  # fmt: skip
