@@ -1,4 +1,4 @@
-"""The ways a run ends before its time, and nothing else.
+"""The ways a run ends before its time, and how what others say gets into a sentence.
 
 What is the user's to mend is a `ConfigError`, which carries *all* problems found, so that one run of the program is enough to learn them;
 or, once the run has begun, a `RewardError`. What a machine refused and a sentence explains is a `RunError`. Anything else is a bug and is
@@ -7,9 +7,13 @@ left to crash with its traceback.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)  # in the name of an environment variable
 EXIT_DONE, EXIT_CRASH, EXIT_CONFIG, EXIT_INTERRUPTED = 0, 1, 2, 3
 
 
@@ -72,3 +76,45 @@ class GivenUp(Interrupted):
 
     def __init__(self, message: str = "what was being sampled is given up"):
         super().__init__(message)
+
+
+_secrets: set[str] = set()
+_SHORTEST = 8  # characters of a secret; a shorter one would be found in ordinary words
+
+
+def keep_secret(text: str | None) -> None:
+    """From now on no sentence of `said_by` has it."""
+    if text and len(text) >= _SHORTEST:
+        _secrets.add(text)
+
+
+def said_by(value: Any, words: Callable[[Any], str] = str, most: int = 500) -> str:
+    """What an exception, a server or any object of somebody else's says of itself, fit to be printed: in one line of at most `most`
+    characters, with none that moves a cursor or turns the line round, and without our secrets. "" where it raises instead.
+    """
+    try:
+        text = words(value)
+        shown = text[: 20 * most]
+    except BaseException:  # noqa: BLE001 - a user's code
+        return ""
+    known = _secrets | {held for name, held in os.environ.items() if SECRET.search(name) and len(held) >= _SHORTEST}
+    for secret in sorted(known, key=len, reverse=True):
+        shown = shown.replace(secret, "(a secret)")
+    shown = f"{shown[:most]}..." if len(shown) > most else shown
+    return "".join(_printable(one) for one in shown).strip()
+
+
+def shown(value: Any) -> str:
+    """A value as a sentence names it."""
+    return f"the {type(value).__name__} {said_by(value, repr, 80)}".strip()
+
+
+def first_line(value: Any) -> str:
+    """Of what a value says, for `said_by`."""
+    return str(value).strip().partition("\n")[0]
+
+
+def _printable(character: str) -> str:
+    if character.isprintable():
+        return character
+    return " " if character in "\n\r\t" else character.encode("unicode_escape").decode()

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from megatron_grpo.data.files import is_path
-from megatron_grpo.errors import ConfigError, Problem
+from megatron_grpo.errors import ConfigError, Problem, first_line, said_by
 from megatron_grpo.rewards.loading import check_columns
 from megatron_grpo.rewards.protocol import RewardFunction
 from megatron_grpo.settings.config import Config
@@ -128,7 +128,7 @@ def find_model(name: str, *, flag: str = "model", with_code: bool = False) -> Pa
     try:
         return Path(snapshot_download(name, allow_patterns=[*_FETCHED, *(["*.py"] if with_code else [])]))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        reason = str(error).strip().splitlines()[0]
+        reason = said_by(error, first_line)
         raise ConfigError([Problem(
             flags=(flag,), message=f"{flag} ({name}) is neither a directory here nor a model that can be fetched from the Hub: {reason}"
         )]) from error  # fmt: skip

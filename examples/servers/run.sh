@@ -16,6 +16,18 @@ start() {  # start NAME: a server, in the background; its address lies in a file
     servers[$1]=$!
 }
 
+wait_for_servers() {  # wait_for_servers NAME...: until each answers, however long a busy machine takes; a server that loads says so every 10 s
+    local name
+    for name in "$@"; do
+        until [ -s "$addresses/$name" ]; do
+            kill -0 "${servers[$name]}" 2>/dev/null || failed "server $name ended before it answered, see $logs/$name.log"
+            [ $(($(date +%s) - $(stat -c %Y "$logs/$name.log"))) -lt "${SILENCE:-240}" ] ||
+                failed "server $name has said nothing for ${SILENCE:-240} s, see $logs/$name.log"
+            sleep 0.2
+        done
+    done
+}
+
 stop_all() {  # politely: each ends by itself, and says so with exit code 0
     local name code=0
     for name in "${!servers[@]}"; do
@@ -62,6 +74,7 @@ else
     echo "[servers] 3/5 servers one and two, with a token of this run; their logs are in $logs"
     start one
     start two
+    wait_for_servers one two
 
     number="$(ranks)"
     echo "[servers] 4/5 training: torchrun --nproc_per_node $number -m megatron_grpo train --config $here/config.yaml $*"

@@ -13,6 +13,7 @@ import pickle
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import is_dataclass
 from enum import Enum
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,6 +21,8 @@ from typing import Any, cast
 
 import torch
 from torch.distributed.checkpoint import filesystem  # noqa: TID251 - the file format
+
+from megatron_grpo.errors import said_by
 
 # What describes tensors in `.metadata`: no others were found in a checkpoint of torch 2.6 to 2.13 and Megatron-Core 0.16 to 0.19.
 _METADATA = "torch.distributed.checkpoint.metadata"
@@ -37,7 +40,19 @@ class ForeignCode(ValueError):
     """A file of a checkpoint would run code as it is read."""
 
 
-class _Data(pickle.Unpickler):
+class _Data(pickle._Unpickler):
+    """The reader in Python: that in C has no place to look at what a pickle sets."""
+
+    dispatch = dict(pickle._Unpickler.dispatch)
+
+    def _build(self: Any) -> None:
+        thing, state = self.stack[-2:]
+        if not is_dataclass(type(thing)) or not (hasattr(thing, "__setstate__") or isinstance(state, dict)):
+            raise ForeignCode(f".metadata sets what is no field of a description: {said_by(thing, repr, 80)}")
+        self.load_build()
+
+    dispatch[pickle.BUILD[0]] = _build
+
     def find_class(self, module: str, name: str) -> Any:
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if is_dtype or (module, name) in _NAMES:
@@ -60,6 +75,10 @@ def nothing_runs(directory: Path) -> Iterator[None]:
     Raises ForeignCode where a file asks for more than data.
     """
     _look_at_format(directory)
+    inside = directory.resolve()
+    files = [path.name for path in directory.iterdir() if path.resolve().parent == inside]
+    if outside := {path.name for path in directory.iterdir()}.difference(files):
+        raise ForeignCode(f"{min(outside)} is a link that leads out of the checkpoint; put a copy in its place")
     load, pickles = torch.load, filesystem.pickle
 
     def data_alone(*args: Any, **options: Any) -> Any:
@@ -73,8 +92,8 @@ def nothing_runs(directory: Path) -> Iterator[None]:
     def metadata(stream: Any) -> Any:
         found = _Data(stream).load()
         for part in found.storage_data.values():
-            if Path(part.relative_path).name != part.relative_path:
-                raise ForeignCode(f".metadata leads out of the checkpoint, to {part.relative_path}")
+            if part.relative_path not in files:
+                raise ForeignCode(f".metadata leads out of the checkpoint, to {said_by(part.relative_path)}")
         return found
 
     torch.load = data_alone

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_grpo import launcher
 from megatron_grpo.data.album import TAG, expanded, with_parts
-from megatron_grpo.errors import ConfigError, Problem
+from megatron_grpo.errors import ConfigError, Problem, first_line, said_by
 from megatron_grpo.files import only_one
 from megatron_grpo.settings import remote_code
 
@@ -48,7 +48,7 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False, flag: str = "m
         with _copied_alone() if trust_remote_code else nullcontext():
             tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
     except Exception as error:
-        reason = (str(error).strip().splitlines() or [""])[0]
+        reason = said_by(error, first_line)
         reason = reason if isinstance(error, (OSError, ValueError)) else f"{type(error).__name__}: {reason}"
         raise ConfigError([Problem(flags=(flag,), message=f"{flag} {path!r} has no tokenizer that can be loaded: {reason}")]) from error
     if not tokenizer.get_vocab().keys() - tokenizer.get_added_vocab().keys():  # transformers makes an empty one where its files are missing

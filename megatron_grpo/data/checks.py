@@ -21,7 +21,7 @@ from megatron_grpo.data.eyes import Eyes
 from megatron_grpo.data.files import NAMED_ROWS, Rows, plain_name
 from megatron_grpo.data.pictures import require_pillow
 from megatron_grpo.data.tokens import TokenTable
-from megatron_grpo.errors import ConfigError, Problem
+from megatron_grpo.errors import ConfigError, Problem, said_by
 from megatron_grpo.settings.config import DataConfig
 from megatron_grpo.types import Picture
 
@@ -221,7 +221,7 @@ def tokenised(prompts: PromptRows, encode: Encode, flag: str, *, seconds: float 
                 try:
                     found.append(np.asarray(encoded(prompts, encode, index), dtype=np.int32))
                 except Exception as error:  # noqa: BLE001 - what a template raises is about the row that it was given
-                    why = f"are refused by the model's tokenizer or chat template ({type(error).__name__}: {error})"
+                    why = f"are refused by the model's tokenizer or chat template ({type(error).__name__}: {said_by(error)})"
                     refused.setdefault(why, []).append(index)
         except BaseException as error:  # noqa: BLE001 - raised again below
             unexpected.append(error)

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import psutil
 
-from megatron_grpo.errors import ConfigError, Problem
+from megatron_grpo.errors import ConfigError, Problem, first_line, said_by
 
 SUFFIXES = (".jsonl", ".json", ".parquet")
 NAMED_ROWS = 5  # how many bad rows an error names; the rest are counted
@@ -223,7 +223,7 @@ def read_as_parquet(name: str, flag: str) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError) as error:  # pyarrow's ArrowInvalid is a ValueError
-        raise wrong(flag, f"{name} cannot be read as parquet: {str(error).splitlines()[0]}") from error
+        raise wrong(flag, f"{name} cannot be read as parquet: {said_by(error, first_line)}") from error
 
 
 def pyarrow_parquet(flag: str) -> Any:
@@ -254,5 +254,5 @@ def from_hub(dataset: str, split: str, flag: str, *, streaming: bool = False) ->
     try:
         return datasets.load_dataset(name, subset or None, split=split, **({"streaming": True} if streaming else {}))
     except (OSError, ValueError, RuntimeError) as error:  # not found, offline, unknown split or subset: datasets has no one base for them
-        reason = str(error).strip().splitlines()[0]
+        reason = said_by(error, first_line)
         raise wrong(flag, f"{flag} {dataset!r} is no local path, and the Hub gave: {reason}") from error

@@ -25,6 +25,7 @@ from megatron_grpo.data.files import (
     wrong,
 )
 from megatron_grpo.data.mixing import names_here, with_count
+from megatron_grpo.errors import first_line, said_by
 from megatron_grpo.settings.config import DataConfig
 
 BATCH = 256  # rows of a Parquet file that are decoded together
@@ -128,7 +129,7 @@ def _hub(name: str, open_it: Callable[[], Any], flag: str) -> Source:
             for number, values in enumerate(rows, start=row):
                 yield Read([number + 1, rows.state_dict()], f"{name} row {number}", values)
         except Exception as error:
-            reason = (str(error).strip().splitlines() or [""])[0]
+            reason = said_by(error, first_line)
             raise wrong(flag, f"{name} could not be read from the Hub any further ({type(error).__name__}: {reason}).") from error
 
     return begin

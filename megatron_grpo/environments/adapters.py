@@ -7,8 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from megatron_grpo.environments.protocol import Environment, Message, Nonsense, Reply, Turn, shown
+from megatron_grpo.environments.protocol import Environment, Message, Nonsense, Reply, Turn
 from megatron_grpo.environments.tools import ToolEnvironment, schema_of
+from megatron_grpo.errors import shown
 
 
 def _then(value: Any, go_on: Callable[[Any], Any]) -> Any:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_grpo.errors import ConfigError, Problem
+from megatron_grpo.errors import ConfigError, Problem, said_by
 
 _CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
 
@@ -80,7 +80,7 @@ def reader(name: str, tokenizer: Any, tools: Sequence[Mapping[str, Any]]) -> Rea
     try:
         parser = ToolParserManager.get_tool_parser(name)(tokenizer)
     except Exception as error:
-        raise _problem(f"tool_call_parser ({name}) does not take this model's tokenizer: {error}") from error
+        raise _problem(f"tool_call_parser ({name}) does not take this model's tokenizer: {said_by(error)}") from error
     return _Parser(parser, tools)
 
 

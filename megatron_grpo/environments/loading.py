@@ -15,7 +15,7 @@ from megatron_grpo.environments.play import Play, Rules
 from megatron_grpo.environments.protocol import Environment
 from megatron_grpo.environments.template import ChatTemplate
 from megatron_grpo.environments.tools import UnusableTool, schema_of, tool_set
-from megatron_grpo.errors import ConfigError, Problem
+from megatron_grpo.errors import ConfigError, Problem, said_by
 from megatron_grpo.rewards.loading import user_object
 from megatron_grpo.settings.config import Config
 from megatron_grpo.types import Prompt
@@ -74,7 +74,7 @@ def _environment(spec: str) -> type[Environment]:
     try:
         json.dumps(list(made.tools))
     except (TypeError, ValueError) as error:
-        raise _fail(f"environment {spec}: `tools` is a list of JSON schemas: {error}") from error
+        raise _fail(f"environment {spec}: `tools` is a list of JSON schemas: {said_by(error)}") from error
     return made
 
 

@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol, cast
 
-from megatron_grpo.environments.protocol import Environment, Message, Nonsense, Turn, as_messages, as_reply, in_words
+from megatron_grpo.environments.protocol import Environment, Message, Nonsense, Turn, as_messages, as_reply
 from megatron_grpo.environments.template import ChatTemplate
 from megatron_grpo.environments.transcript import History, Transcript, untold
 from megatron_grpo.environments.workers import Outcome, OutOfTime, Workers
+from megatron_grpo.errors import said_by
 from megatron_grpo.rewards.contained import AskedToEnd
 from megatron_grpo.types import Completion, EpisodeNumbers, EpisodeRecord, Kept, Prompt
 
@@ -186,7 +187,7 @@ class Play:
         except AskedToEnd as asked:
             self._finish(episode, "error", f"{kind} asked the process to end with {asked}")
         except BaseException as raised:  # noqa: BLE001 - a user's code, and a template that refuses what it said
-            said = " ".join(in_words(raised).split())
+            said = said_by(raised)
             self._finish(episode, "error", f"{kind} raised {type(raised).__name__}{': ' * bool(said)}{said}")
 
     def _started(self, episode: _Episode, value: Any) -> None:

@@ -8,7 +8,7 @@ from megatron_grpo.environments.protocol import Environment, Message
 from megatron_grpo.environments.template import ChatTemplate
 from megatron_grpo.environments.tools import ToolEnvironment
 from megatron_grpo.environments.transcript import History
-from megatron_grpo.errors import ConfigError, Problem
+from megatron_grpo.errors import ConfigError, Problem, said_by
 
 _QUESTION: Message = {"role": "user", "content": "What is it?"}
 _ANSWER = "It is the seventh."
@@ -54,7 +54,7 @@ def _rewrites(template: ChatTemplate, role: str, said: str, flag: str) -> bool:
     try:
         full = template.render([_QUESTION, {"role": "assistant", "content": prefill + said}, answer])
     except Exception as error:  # a template raises what it likes
-        raise _problem(flag, f"the chat template refuses a message of role {role}, in which the answers would come: {error}") from error
+        raise _problem(flag, f"the chat template refuses a message of role {role}, of which answers would be: {said_by(error)}") from error
     if _ANSWER not in full:
         raise _problem(
             flag,

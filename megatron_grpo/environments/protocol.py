@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import math
 import numbers
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+from megatron_grpo.errors import shown
 
 Message = Mapping[str, Any]  # {"role", "content"}, and what the chat template knows besides
 
@@ -117,17 +119,3 @@ def _plain(message: Message, who: str) -> Message:
     except (TypeError, ValueError, RecursionError) as error:
         raise Nonsense(f"{who} returned {shown(message)}, of which {error}: a message holds text, numbers, lists and dicts") from error
     return json.loads(text)
-
-
-def shown(value: Any, width: int = 80) -> str:
-    """A value as a sentence names it."""
-    return f"the {type(value).__name__} {in_words(value, repr, width)}".strip()
-
-
-def in_words(value: Any, words: Callable[[Any], str] = str, most: int = 500) -> str:
-    """What a user's object says of itself, which may be anything: no half characters, and no more than so many. "" if it raises."""
-    try:
-        text = words(value)
-    except BaseException:  # noqa: BLE001 - a user's code
-        return ""
-    return (text if len(text) <= most else f"{text[:most]}...").encode("utf-8", "backslashreplace").decode()

@@ -8,7 +8,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from megatron_grpo.environments.calls import ReadCalls, ToolCall, read_hermes
-from megatron_grpo.environments.protocol import Environment, Message, Reply, Turn, in_words
+from megatron_grpo.environments.protocol import Environment, Message, Reply, Turn
+from megatron_grpo.errors import first_line, said_by
 
 Function = Callable[..., Any]
 _UNNAMED = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.VAR_POSITIONAL)
@@ -29,7 +30,7 @@ def schema_of(function: Function) -> dict[str, Any]:
     try:
         return get_json_schema(function)
     except Exception as error:
-        raise UnusableTool(f"has no schema: {error}") from error
+        raise UnusableTool(f"has no schema: {said_by(error)}") from error
 
 
 class ToolEnvironment(Environment):
@@ -116,7 +117,7 @@ def _told(error: BaseException) -> str:
     if isinstance(error, ValidationError):
         wrong = [(".".join(map(str, one["loc"])), one["msg"]) for one in error.errors(include_url=False, include_context=False)]
         return "Error: " + "; ".join(f"{where}: {what}" if where else what for where, what in wrong)
-    first = next(iter(in_words(error).strip().splitlines()), "")
+    first = said_by(error, first_line)
     return f"Error: {type(error).__name__}{': ' * bool(first)}{first}"
 
 
@@ -148,6 +149,6 @@ def tool_set(
     try:
         checked = {name: validate_call(function) for name, function in functions.items()}
     except (PydanticUserError, PydanticUndefinedAnnotation) as error:
-        raise UnusableTool(f"has arguments that cannot be checked: {error}") from error
+        raise UnusableTool(f"has arguments that cannot be checked: {said_by(error)}") from error
     values = {"functions": checked, "tools": [*(inner.tools if inner else ()), *schemas], "inner": inner, "read": staticmethod(read)}
     return type("Tools" if inner is None else f"{inner.__name__}WithTools", (ToolEnvironment,), values)

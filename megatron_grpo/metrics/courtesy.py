@@ -6,6 +6,8 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from megatron_grpo.errors import said_by
+
 logger = logging.getLogger(__name__)
 
 
@@ -22,7 +24,7 @@ class Courtesy:
         except (Exception, SystemExit) as error:  # noqa: BLE001 - drawing libraries and services raise anything; rich exits on a closed pipe
             self.missed[what] = self.missed.get(what, 0) + 1
             if self.missed[what] == 1:
-                self._say(f"{what} failed, and the run goes on without it: {type(error).__name__}: {error}")
+                self._say(f"{what} failed, and the run goes on without it: {type(error).__name__}: {said_by(error)}")
 
     def summary(self) -> None:
         """At the end: how often each of them failed, where it was more than the once that was said."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from megatron_grpo.errors import Problem
+from megatron_grpo.errors import Problem, said_by
 
 logger = logging.getLogger(__name__)
 
@@ -194,7 +194,7 @@ class InBackground:
                     word(reporter)
             reporter.close()
         except (Exception, SystemExit) as error:  # noqa: BLE001 - services raise anything
-            self._give_up(f"{type(error).__name__}: {error}")
+            self._give_up(f"{type(error).__name__}: {said_by(error)}")
 
     def _give_up(self, why: str) -> None:
         if not self._is_off.is_set():

@@ -13,6 +13,8 @@ from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any
 
+from megatron_grpo.errors import said_by
+
 _OUTPUTS = {1: "stdout", 2: "stderr"}
 
 
@@ -59,7 +61,8 @@ class contained:  # in lower case, for it reads as `with contained(...)`
                 change_to(before)
                 self.told.append(f"changed torch's {name} to {now}; it is {before} again")
         if isinstance(error, SystemExit) or (isinstance(error, KeyboardInterrupt) and not self._pressed):
-            raise AskedToEnd(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__) from error
+            said = said_by(error)
+            raise AskedToEnd(f"{type(error).__name__}{': ' * bool(said)}{said}") from error
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
         self._pressed = True
@@ -103,7 +106,7 @@ def _open_again(fd: int, copy: int) -> bool:
 def _end_child(error: BaseException | None) -> None:
     if isinstance(error, SystemExit):
         os._exit(error.code if isinstance(error.code, int) else 0 if error.code is None else 1)
-    how = "returned" if error is None else f"raised {type(error).__name__}: {error}"
+    how = "returned" if error is None else f"raised {type(error).__name__}: {said_by(error)}"
     what = f"megatron-grpo: process {os.getpid()}, which a reward function forked, {how} instead of leaving with os._exit. It ends here.\n"
     try:
         os.write(2, what.encode())

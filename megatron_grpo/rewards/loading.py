@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_grpo.errors import ConfigError, Problem
+from megatron_grpo.errors import ConfigError, Problem, said_by
 from megatron_grpo.rewards.contained import AskedToEnd, contained
 from megatron_grpo.rewards.protocol import RewardFunction, accepted_names, positional_names
 from megatron_grpo.settings.config import Config
@@ -125,7 +125,7 @@ def _load(spec: str, name: str, config: Config, here: Path) -> RewardFunction:
     try:
         inspect.signature(function)
     except ValueError as error:  # some that are written in C
-        raise _fail(f"{spec} does not say which arguments it takes: {error}. Wrap it in a function of your own.") from error
+        raise _fail(f"{spec} does not say which arguments it takes: {said_by(error)}. Wrap it in a function of your own.") from error
     if unusable := positional_names(function):
         raise _fail(f"{spec} takes {', '.join(unusable)} by place alone; a reward function gets its arguments by name. Remove the `/`.")
     if accepted_names(function) == frozenset():
@@ -168,11 +168,11 @@ def _users(call: Callable[[], Any], what: str) -> Any:
         with contained(told):
             return call()
     except AskedToEnd as error:
-        raise _fail(f"{what}: it asks the process to end with {error}.") from error
+        raise _fail(f"{what}: it asks the process to end with {said_by(error)}.") from error
     except KeyboardInterrupt:  # Ctrl-C: the code's own is an AskedToEnd
         raise
     except BaseException as error:
-        raise _fail(f"{what}: {type(error).__name__}: {error}.") from error
+        raise _fail(f"{what}: {type(error).__name__}: {said_by(error)}.") from error
     finally:
         for did in told:
             _LOG.warning("%s %s as it was loaded; it was opened again.", what.partition(" ")[0], did)

@@ -13,6 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from megatron_grpo.errors import shown
+
 Score = float | None  # None: this reward does not apply to this completion
 # A larger one has no square in a sum of floats, and as an advantage no place in a float32: advantages would be 0, infinite or NaN.
 LARGEST = 1e30
@@ -167,7 +169,7 @@ def as_scores(returned: Any, count: int) -> list[Score | RowFailure] | RowFailur
     if hasattr(returned, "tolist"):  # a numpy array or a tensor
         returned = returned.tolist()
     if isinstance(returned, (str, bytes, Mapping)) or not isinstance(returned, Sequence):
-        return RowFailure(kind="type", reason=f"returned {_shown(returned)} where a list of {count} numbers should be")
+        return RowFailure(kind="type", reason=f"returned {shown(returned)} where a list of {count} numbers should be")
     if len(returned) != count:
         given = f"{len(returned)} value{'s' if len(returned) != 1 else ''}"
         return RowFailure(kind="count", reason=f"returned {given} for {count} completion{'s' if count != 1 else ''}")
@@ -182,7 +184,7 @@ def as_score(value: Any) -> Score | RowFailure:
         size = getattr(value, "numel", None)
         value = value.item() if (size() if callable(size) else value.size) == 1 else value
     if not isinstance(value, numbers.Real) and not type(value).__name__ == "bool":  # numpy's bool is registered as no number
-        return RowFailure(kind="type", reason=f"returned {_shown(value)} where a number or None should be")
+        return RowFailure(kind="type", reason=f"returned {shown(value)} where a number or None should be")
     try:
         score = float(value)
     except OverflowError:  # Python's integers have no end
@@ -192,8 +194,3 @@ def as_score(value: Any) -> Score | RowFailure:
     if abs(score) > LARGEST:
         return RowFailure(kind="too large", reason=f"returned {score:g}, which is beyond {LARGEST:g} and cannot be averaged,")
     return score
-
-
-def _shown(value: Any, width: int = 80) -> str:
-    text = repr(value)
-    return f"the {type(value).__name__} {text if len(text) <= width else text[:width] + '...'}"

@@ -19,7 +19,7 @@ from typing import Any
 
 from megatron_grpo import activity
 from megatron_grpo.data.eyes import Eyes
-from megatron_grpo.errors import ConfigError, GivenUp, NobodySamples, Problem, RunError
+from megatron_grpo.errors import ConfigError, GivenUp, NobodySamples, Problem, RunError, said_by
 from megatron_grpo.rollout import wire
 from megatron_grpo.rollout.adapters import LoraPush
 from megatron_grpo.rollout.http import CONNECT, Call, Gone, Refused, Server, run_name, trust_of
@@ -142,8 +142,8 @@ def problems_with_servers(cfg: Config, needs: Needs) -> list[Problem]:
             sentence = needs.problem(state)
             if state.owner not in (None, run):
                 sentence = (
-                    f"belongs to another run, {state.owner!r}. Wait for its end, or name other servers; a run that was killed is forgotten "
-                    f"{wire.LEASE_SECONDS:.0f} s after"
+                    f"belongs to another run, {said_by(state.owner, repr)}. Wait for its end, or name other servers; a run that was "
+                    f"killed is forgotten {wire.LEASE_SECONDS:.0f} s after"
                 )
         except Refused as refusal:
             other_token = ". Its token is another one than this run's" * (refusal.status == http.client.UNAUTHORIZED)

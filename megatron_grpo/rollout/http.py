@@ -12,13 +12,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Generic, TypeVar, cast
 
-from megatron_grpo.errors import ConfigError, Problem
+from megatron_grpo.errors import ConfigError, Problem, keep_secret, said_by
 from megatron_grpo.files import write_whole
 from megatron_grpo.rollout import wire
 from megatron_grpo.settings.servers import Address
 
 SILENCE = 15.0  # seconds: who says nothing for so long, not even an empty line, is given up
 CONNECT = 5.0  # seconds for what a server that lives answers at once
+_REFUSAL = 1 << 16  # bytes of one that are read
 NOT_HTTP = 0  # the status of a refusal that is ours
 RUN_FILE = "server_run"  # in output_dir: the name by which servers know the run
 
@@ -30,7 +31,7 @@ class Gone(Exception):
     """
 
     def __init__(self, why: str, *, is_silent: bool = False):
-        super().__init__(why)
+        super().__init__(said_by(why))
         self.is_silent = is_silent
 
 
@@ -58,6 +59,7 @@ class Server:
     def __init__(self, address: Address, *, token: str, incarnation: str, trust: ssl.SSLContext | None = None):
         """trust: what vouches for servers that speak https (default: what vouches for the web)."""
         self.address, self.name = address, str(address)
+        keep_secret(token)
         self._trust = trust
         self._headers = {wire.AUTHORIZATION: f"Bearer {token}", wire.INCARNATION: incarnation, "Content-Type": "application/json"}
 
@@ -97,7 +99,7 @@ class Server:
             with _as_gone():
                 connection.request(method, path, None if body is None else wire.encode(body), headers)
                 answer = connection.getresponse()
-                refusal = None if answer.status == http.client.OK else wire.decode_error(answer.read())
+                refusal = None if answer.status == http.client.OK else wire.decode_error(answer.read(_REFUSAL))
             if refusal is not None:
                 raise Refused(answer.status, refusal)
             yield answer

@@ -16,12 +16,15 @@ from typing import Any, Literal, TypeVar
 
 import numpy as np
 
+from megatron_grpo.errors import said_by
 from megatron_grpo.types import Kept
 
 INCARNATION = "X-Incarnation"  # header: the incarnation that claimed the server; 409 where another one has it now
 AUTHORIZATION = "Authorization"  # header: "Bearer <token>"
 LEASE_SECONDS = 60.0  # an owner that is not heard of for so long has gone
 BEAT_SECONDS = 2.0  # a stream of answers is never silent for longer: it sends an empty line
+LONGEST_JOIN, MOST_MEMBERS = 120.0, 1 << 16  # seconds that a member of a link waits for another, and members
+LONGEST_REFUSAL = 2000  # characters of a server's sentence that are repeated: it may name many tensors
 STREAM_TYPE = "application/x-ndjson"
 
 Kind = Literal["weights", "merged"]
@@ -29,6 +32,9 @@ Kind = Literal["weights", "merged"]
 
 class Malformed(ValueError):
     """What came is not of the form that was expected. A sentence."""
+
+    def __init__(self, sentence: str):
+        super().__init__(said_by(sentence))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +59,7 @@ class Join:
     first_rank: int
     world: int
     name: str
-    seconds: float  # the longest wait for a member
+    seconds: float  # the longest wait for a member, at most LONGEST_JOIN
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -328,7 +334,7 @@ def decode_line(line: bytes) -> Answer | None:
     try:
         form = json.loads(line)
         if "error" in form:
-            return Answer(key=form["key"], error=str(form["error"]))
+            return Answer(key=form["key"], error=said_by(form["error"], most=LONGEST_REFUSAL))
         if "lacks" in form:
             return Answer(key=form["key"], lacks=tuple(map(str, form["lacks"])))
         return Answer(key=form["key"], completions=tuple(_drawn(one) for one in form["completions"]))
@@ -412,6 +418,6 @@ def encode_error(sentence: str) -> bytes:
 def decode_error(body: bytes) -> str:
     """The sentence, or what came instead of one: another program may listen at that address."""
     try:
-        return str(json.loads(body)["error"])
-    except (ValueError, KeyError, TypeError):
-        return body[:200].decode(errors="replace").strip() or "no reason was given"
+        return said_by(json.loads(body)["error"], most=LONGEST_REFUSAL)
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return said_by(body.decode(errors="replace"), most=200) or "no reason was given"

@@ -20,7 +20,7 @@ from pathlib import Path
 from types import TracebackType
 
 from megatron_grpo import launcher
-from megatron_grpo.errors import EXIT_CONFIG, EXIT_CRASH, EXIT_INTERRUPTED, ConfigError, Interrupted, RewardError, RunError
+from megatron_grpo.errors import EXIT_CONFIG, EXIT_CRASH, EXIT_INTERRUPTED, ConfigError, Interrupted, RewardError, RunError, said_by
 from megatron_grpo.run import attempts
 
 PREFIX = "megatron-grpo: "
@@ -36,7 +36,7 @@ def report(error: BaseException) -> int:
         return code
     trace = traceback.format_exc()
     rank = launcher.read().rank
-    line = f"{PREFIX}rank {rank}: {type(error).__name__}: {error}"
+    line = f"{PREFIX}rank {rank}: {type(error).__name__}: {said_by(error, most=4000)}"
     note(f"{line}\n{trace}")
     print(f"{trace}{line}", file=sys.stderr, flush=True)
     return code

@@ -9,7 +9,7 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_grpo.errors import ConfigError, Problem, RunError
+from megatron_grpo.errors import ConfigError, Problem, RunError, first_line, keep_secret, said_by
 from megatron_grpo.parallel import collectives
 from megatron_grpo.settings.config import Config
 
@@ -43,7 +43,7 @@ def push(repositories: dict[Path, str]) -> None:
             upload_folder(repo_id=repository, folder_path=folder, commit_message="Trained with megatron_grpo")
         except Exception as error:  # noqa: BLE001 - of HTTP, of files, of the client itself: the export is there all the same
             again = shlex.join(["hf", "upload", repository, str(folder.absolute()), "."])
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            reason = said_by(error, first_line) or type(error).__name__
             failures.append(f"{folder} was not uploaded to {repository} ({reason}). It is complete on this disk; upload it with: {again}")
         else:
             print(f"Pushed: {folder} to {repository}", flush=True)
@@ -55,12 +55,13 @@ def _made(cfg: Config, suffix: str) -> str:
     from huggingface_hub import create_repo, get_token
 
     name = (cfg.run.hub_model_id or Path(cfg.run.output_dir).absolute().name) + suffix
-    if not get_token():
+    keep_secret(token := get_token())
+    if not token:
         raise _wrong("push_to_hub true needs a token that may write: set HF_TOKEN, or log in with `hf auth login`.")
     try:
         return create_repo(name, private=cfg.run.hub_private_repo, exist_ok=True).repo_id
     except Exception as error:  # of HTTP, of a name, of a network that is not there
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        reason = said_by(error, first_line) or type(error).__name__
         raise _wrong(f"push_to_hub: the repository {name} can neither be made nor used: {reason}") from error
 
 

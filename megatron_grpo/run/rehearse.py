@@ -25,7 +25,7 @@ from megatron_grpo.data.streamed import rows_to_look_at
 from megatron_grpo.environments.loading import load_environment, template_of
 from megatron_grpo.environments.probe import look_at
 from megatron_grpo.environments.protocol import Environment
-from megatron_grpo.errors import EXIT_CRASH, EXIT_DONE, ConfigError, Problem, RewardError
+from megatron_grpo.errors import EXIT_CRASH, EXIT_DONE, ConfigError, Problem, RewardError, said_by
 from megatron_grpo.judge import as_batch
 from megatron_grpo.rewards.loading import close_rewards, load_rewards
 from megatron_grpo.rewards.protocol import RewardBatch, RewardFunction, Score
@@ -151,7 +151,7 @@ def _look_at_prompts(
             pictures = rows.pictures(index)
             token_ids = encode(rows.raw(index), pictures)
         except Exception as error:  # noqa: BLE001 - a chat template raises what it likes, and that is what is looked for
-            refused[f"{type(error).__name__}: {error}"] += 1
+            refused[f"{type(error).__name__}: {said_by(error)}"] += 1
             continue
         lengths.append(len(token_ids))
         tokens += [num_tokens(one) for one in pictures]

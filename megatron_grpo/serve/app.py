@@ -20,6 +20,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
+from megatron_grpo.errors import keep_secret, said_by
 from megatron_grpo.rollout import wire
 from megatron_grpo.serve.engine import PushFailed, ServedEngine
 from megatron_grpo.serve.metrics import Metrics
@@ -34,8 +35,10 @@ Done = TypeVar("Done")
 class Door:
     """The outermost layer: without the token nothing is answered but 401, whatever the path or the method."""
 
-    def __init__(self, app: Any, token: str, metrics: Metrics):
-        self._app, self._metrics = app, metrics
+    def __init__(self, app: Any, token: str, metrics: Metrics, let_in: Callable[[tuple[str, int]], None]):
+        """let_in: is told from where the token has come."""
+        self._app, self._metrics, self._let_in = app, metrics, let_in
+        keep_secret(token)
         self._wanted = hashlib.sha256(f"Bearer {token}".encode()).digest()
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -50,7 +53,10 @@ class Door:
         given = dict(scope["headers"]).get(b"authorization", b"")
         # Of digests, so that the time tells neither how much of it is right nor how long it is.
         if scope["type"] != "http" or not hmac.compare_digest(hashlib.sha256(given).digest(), self._wanted):
-            return await _error(401, "the token is missing or wrong")(scope, receive, counted)
+            refusal = _error(401, "the token is missing or wrong")
+            refusal.headers["Connection"] = "close"
+            return await refusal(scope, receive, counted)
+        self._let_in(scope["client"])
         await self._app(scope, receive, counted)
 
 
@@ -76,13 +82,13 @@ class App:
         """Requests in the engine."""
         return len(self._work)
 
-    def asgi(self, token: str) -> Door:
+    def asgi(self, token: str, let_in: Callable[[tuple[str, int]], None]) -> Door:
         asked = (self.state, self.metrics)
         routes = [Route(f"/{route.__name__}", route, methods=["GET"]) for route in asked]
         routes += [Route(f"/{route.__name__}", route, methods=["POST"]) for route in self.served()]
         known = (*_STATUS, self._engine.Dead, HTTPException, Exception)
         app = Starlette(routes=routes, exception_handlers={kind: _failed for kind in known})
-        return Door(app, token, self._metrics)
+        return Door(app, token, self._metrics, let_in)
 
     def served(self) -> tuple[Callable[[Request], Awaitable[Response]], ...]:
         """What is asked by POST, by the name of its route."""
@@ -103,7 +109,7 @@ class App:
     async def claim(self, request: Request) -> Response:
         claim = await body_of(request, wire.Claim)
         if self.ownership.claim(claim):
-            self._say(f"run {claim.run!r} has the server now")
+            self._say(f"run {said_by(claim.run, repr)} has the server now")
             self._has_orphans = True
             await self._end_tenure()
         if self._has_orphans:
@@ -139,6 +145,11 @@ class App:
     async def join(self, request: Request) -> Response:
         self._require_owner(request)
         join = await body_of(request, wire.Join)
+        if not (0 < join.seconds <= wire.LONGEST_JOIN and 0 < join.first_rank < join.world <= wire.MOST_MEMBERS):
+            raise ValueError(  # nobody else gets the server meanwhile
+                f"Join.seconds ({join.seconds:g}) is above 0 and at most {wire.LONGEST_JOIN:g}; Join.first_rank ({join.first_rank}) is "
+                f"above 0 and below Join.world ({join.world}), which is at most {wire.MOST_MEMBERS}"
+            )
         async with self._changing:
             self._require_owner(request)
             await self._engine.join(join)
@@ -170,7 +181,7 @@ class App:
                 self.ownership.end_push(tenure, version, is_base=is_base)
             except Exception as error:
                 self._metrics.pushes.labels(kind=kind, outcome="failed").inc()
-                self._say(f"a push of {kind} failed: {error}")
+                self._say(f"a push of {kind} failed: {said_by(error, most=wire.LONGEST_REFUSAL)}")
                 raise
         seconds = time.monotonic() - started
         self._metrics.pushes.labels(kind=kind, outcome="came").inc()

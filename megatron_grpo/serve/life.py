@@ -20,6 +20,7 @@ from megatron_grpo.cleanup import CleanUp
 from megatron_grpo.data.chat import load_tokenizer, vocabulary_of
 from megatron_grpo.errors import EXIT_DONE, ConfigError, Problem, RunError
 from megatron_grpo.files import write_whole
+from megatron_grpo.serve.listener import STRANGERS, Listener, now_and_then
 from megatron_grpo.serve.settings import Serving, check_serving
 from megatron_grpo.settings import Parsed, remote_code
 from megatron_grpo.settings.config import ServeConfig
@@ -59,11 +60,12 @@ def serve(parsed: Parsed) -> int:
     return EXIT_DONE
 
 
-async def _answer(serving: Serving, engine: Any, listener: socket.socket, address: str, clean_up: CleanUp) -> None:
+async def _answer(serving: Serving, engine: Any, listener: Listener, address: str, clean_up: CleanUp) -> None:
     """Returns after a signal. Raises RunError where the engine died."""
     cfg = serving.cfg.serve
     app = _app(serving, engine)
-    server = _http(app.asgi(serving.token), cfg)
+    server = _http(app.asgi(serving.token, listener.has_shown_the_token), cfg)
+    asyncio.get_running_loop().set_exception_handler(now_and_then())
     was_asked = asyncio.Event()
     for number in STOPPING:
         asyncio.get_running_loop().add_signal_handler(number, was_asked.set)
@@ -117,14 +119,15 @@ def _http(app: Any, cfg: ServeConfig) -> Any:
 
     return Quiet(uvicorn.Config(
         app, ssl_certfile=cfg.ssl_certfile, ssl_keyfile=cfg.ssl_keyfile, ws="none", lifespan="off", access_log=False, log_level="error",
-        server_header=False, date_header=False, timeout_graceful_shutdown=2, timeout_keep_alive=30,
+        server_header=False, date_header=False, timeout_graceful_shutdown=2, timeout_keep_alive=30, backlog=STRANGERS,
+        http="h11", proxy_headers=False,  # it bounds a request's head; nobody says for himself from where he comes
     ))  # fmt: skip
 
 
 # ---- where it listens
 
 
-def take_port(cfg: ServeConfig) -> socket.socket:
+def take_port(cfg: ServeConfig) -> Listener:
     """Taken before the model loads, so that a port in use is said at once; nobody is answered before uvicorn listens."""
     try:
         try:
@@ -139,10 +142,10 @@ def take_port(cfg: ServeConfig) -> socket.socket:
             f"host {cfg.host}, port {cfg.port} cannot be listened at: {error.strerror or error}.{use}"))]) from error  # fmt: skip
 
 
-def _bound(cfg: ServeConfig, *, shares: bool) -> socket.socket:
+def _bound(cfg: ServeConfig, *, shares: bool) -> Listener:
     """shares: another socket may have the port too, if it shares it as well and does not listen. A server that loads does not."""
     family, kind, protocol, _, place = socket.getaddrinfo(cfg.host, cfg.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-    listener = socket.socket(family, kind, protocol)
+    listener = Listener(family, kind, protocol)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, shares)
     try:
         listener.bind(place)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import resource
 import select
 import signal
@@ -20,9 +19,9 @@ from pathlib import Path
 from typing import IO, Any
 
 from megatron_grpo.cleanup import die_with_parent
+from megatron_grpo.errors import SECRET
 
 _STARTUP = 120.0  # seconds for importing everything, on a machine that is busy
-_SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)  # in the name of an environment variable
 
 
 class ChildDied(Exception):
@@ -102,7 +101,7 @@ class Child:
 
 def _without_secrets(environ: Mapping[str, str]) -> dict[str, str]:
     """The child reads what a model writes; it has no use for keys."""
-    return {name: value for name, value in environ.items() if not _SECRET.search(name)}
+    return {name: value for name, value in environ.items() if not SECRET.search(name)}
 
 
 def _pipe(stream: IO[bytes] | None) -> IO[bytes]:

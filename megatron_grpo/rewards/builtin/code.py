@@ -1,7 +1,8 @@
 """The reward `code`: the share of a row's tests that the Python program in the completion passes; None where the row has no tests.
 
-The program is the last fenced block of the completion. Tests are snippets with `assert` that run after it in its namespace, or pairs of
-standard input and expected output. Every program runs in a sandbox (sandbox.py) with limits on time, memory, files and network.
+The program is the last fenced block of the completion. Tests are snippets with assertions, which run in a process of their own and call the
+program in its process (held.py), or pairs of standard input and expected output. Both processes are a sandbox (sandbox.py) with limits on
+time, memory, files and network.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from megatron_grpo.errors import ConfigError, Problem
+from megatron_grpo.errors import ConfigError, Problem, said_by
+from megatron_grpo.rewards.builtin.held import fault_of
 from megatron_grpo.rewards.builtin.jail import NO_LANDLOCK
 from megatron_grpo.rewards.builtin.sandbox import Outcome, run_program, why_unsafe
 from megatron_grpo.rewards.protocol import RowFailure, Score, text_of
@@ -33,23 +35,30 @@ class Code:
     def __call__(self, completions: list[Any], **columns: Any) -> list[Score | RowFailure]:
         deadline = time.monotonic() + self.batch_seconds
         tests = next(columns[name] for name in COLUMNS if name in columns)
+        rows = zip(completions, tests, columns.get("entry_point") or [None] * len(completions))
         with ThreadPoolExecutor(self.workers, thread_name_prefix="reward-code") as pool:
-            return list(pool.map(lambda row: self._score(text_of(row[0]), row[1], deadline), zip(completions, tests)))
+            return list(pool.map(lambda row: self._score(text_of(row[0]), row[1], row[2], deadline), rows))
 
-    def _score(self, text: str, tests: Any, deadline: float) -> Score | RowFailure:
+    def _score(self, text: str, tests: Any, entry_point: Any, deadline: float) -> Score | RowFailure:
         try:
             snippets, pairs = read_tests(tests)
+            snippets = [_called(snippet, entry_point) for snippet in snippets]
         except ValueError as error:
-            return RowFailure(kind="tests", reason=f"cannot read the tests of this row ({error})")
+            return RowFailure(kind="tests", reason=f"cannot read the tests of this row ({said_by(error)})")
         if not snippets and not pairs:
             return None
+        if fault := next(filter(None, map(fault_of, snippets)), None):
+            return _unusable(fault)
         program = program_of(text)
         passed = 0
         if snippets:
             left = deadline - time.monotonic()
             if left <= 0:
                 return self._late()
-            passed += sum(self._run(program, left, tests=snippets).passed)
+            verdicts = self._run(program, left, tests=snippets).passed
+            if fault := next((verdict for verdict in verdicts if isinstance(verdict, str)), None):
+                return _unusable(fault)
+            passed += verdicts.count(True)
         for given, expected in pairs:
             left = deadline - time.monotonic()
             if left <= 0:
@@ -64,6 +73,16 @@ class Code:
 
     def _late(self) -> RowFailure:
         return RowFailure(kind="timeout", reason=f"reached its reward_timeout of {self.batch_seconds:g} s before this row,")
+
+
+def _unusable(fault: str) -> RowFailure:
+    return RowFailure(kind="tests", reason=f"learns nothing from a test of this row, which {said_by(fault)},")
+
+
+def _called(test: str, entry_point: Any) -> str:
+    """HumanEval's tests define `check`; what it is called with stands in the column entry_point."""
+    defines, calls = re.search(r"^def check\(", test, re.MULTILINE), re.search(r"^check\(", test, re.MULTILINE)
+    return f"{test}\ncheck({entry_point})\n" if entry_point and defines and not calls else test
 
 
 def program_of(text: str) -> str:

@@ -21,12 +21,13 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
 
+from megatron_grpo.errors import keep_secret, said_by
 from megatron_grpo.rewards.protocol import RowFailure
 
 _LOG = logging.getLogger(__name__)
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 8.0  # seconds between attempts: doubled each time
 _WORTH_A_RETRY = (408, 425, 429, 500, 502, 503, 504)
-_SHOWN = 200  # characters of a refusal that are repeated
+_SHOWN, _READ = 200, 1 << 14  # characters of a refusal that are repeated, and bytes that are looked at
 _LONGEST = 4 << 20  # bytes of an answer
 
 Item = TypeVar("Item")
@@ -35,6 +36,9 @@ Answer = TypeVar("Answer")
 
 class Unanswered(Exception):
     """No usable answer came; the message ends the sentence "reward `name` ..."."""
+
+    def __init__(self, why: str):
+        super().__init__(said_by(why))
 
 
 def ask_all(ask: Callable[[Item, float], Answer], items: Sequence[Item], *, concurrency: int, seconds: float) -> list[Answer | RowFailure]:
@@ -56,15 +60,13 @@ class Key:
 
     def __init__(self, secret: str):
         self._secret = secret
+        keep_secret(secret)
 
     def __repr__(self) -> str:
         return "Key(...)"
 
     def header(self) -> str:
         return f"Bearer {self._secret}"
-
-    def taken_out_of(self, text: str) -> str:
-        return text.replace(self._secret, "(the key)")
 
     def __reduce__(self) -> Any:
         raise TypeError("a key is not written anywhere")
@@ -73,15 +75,8 @@ class Key:
 def post_json(url: str, payload: Any, deadline: float, *, key: Key | None = None) -> Any:
     """What `url` answers to a POST of JSON. Tries again after lost connections and overload, until the deadline (`time.monotonic`).
 
-    Raises Unanswered with the last reason, without the key.
+    Raises Unanswered with the last reason.
     """
-    try:
-        return _post(url, payload, deadline, key)
-    except Unanswered as error:
-        raise Unanswered(key.taken_out_of(str(error)) if key else str(error)) from None
-
-
-def _post(url: str, payload: Any, deadline: float, key: Key | None) -> Any:
     headers = {"Content-Type": "application/json"}
     request = urllib.request.Request(url, data=json.dumps(payload).encode(), headers=headers)
     if key:
@@ -103,7 +98,7 @@ def _post(url: str, payload: Any, deadline: float, key: Key | None) -> Any:
         except (urllib.error.URLError, http.client.HTTPException, OSError) as error:
             reason = f"could not be reached ({getattr(error, 'reason', None) or error})"
         except (ValueError, RecursionError):
-            reason = f"answered something that is not JSON: {content[:_SHOWN].decode(errors='replace')}"
+            reason = f"answered something that is not JSON: {said_by(content[:_READ].decode(errors='replace'), most=_SHOWN)}"
             break
         time.sleep(min(pause, max(0.0, deadline - time.monotonic())))
         pause = min(2 * pause, _LONGEST_PAUSE)
@@ -112,10 +107,10 @@ def _post(url: str, payload: Any, deadline: float, key: Key | None) -> Any:
 
 def _refusal(error: urllib.error.HTTPError) -> str:
     if 300 <= error.code < 400:
-        where = str(error.headers.get("Location", "nowhere"))[:_SHOWN]
+        where = said_by(error.headers.get("Location", "nowhere"))
         return f"answered {error.code}: it sends us on to {where}. Redirects are not followed; give the address that answers"
     try:
-        said = error.read(_SHOWN).decode(errors="replace").strip()
+        said = said_by(error.read(_READ).decode(errors="replace"), most=_SHOWN)
     except (OSError, http.client.HTTPException, TooLong):
         said = ""
     return f"answered {error.code} {error.reason}{': ' + said if said else ''}"

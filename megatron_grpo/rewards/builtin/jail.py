@@ -17,9 +17,11 @@ import json
 import os
 import platform
 import resource
+import runpy
 import signal
 import struct
 import sys
+import types
 
 NO_LANDLOCK = "this kernel has no Landlock"
 _LIBC = ctypes.CDLL(None, use_errno=True)
@@ -29,7 +31,6 @@ _EPERM, _ENOSYS = 1, 38
 _NEWER = 424  # libc falls back where a call from here on is unknown; for older ones a refusal reads better
 _O_WRITES, _O_TMPFILE = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0x400000
 _FILE_BYTES, _OPEN_FILES = 16 << 20, 64
-_LONGEST = 1 << 20  # characters of a value that is compared outside
 
 # Number of each system call: (x86_64, aarch64); None where the architecture lacks it. What can reach another process, or a file that
 # Landlock does not watch, is not here: nor is what is newer than this table.
@@ -83,13 +84,14 @@ _CLONE_THREAD, _CLONE_NEW = 0x00010000, 0x7E020000  # all CLONE_NEW* flags: name
 
 
 def main() -> None:
-    """Arguments: descriptor of the job (JSON), descriptor of the channel to the parent, the parent's process id."""
-    job_file, channel, parent = (int(argument) for argument in sys.argv[1:4])
+    """Arguments: descriptor of the job (JSON), of the link between program and tests (or -1), the parent's process id."""
+    job_file, link, parent = (int(argument) for argument in sys.argv[1:4])
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
     with os.fdopen(job_file, "rb") as source:
         job = json.loads(source.read())
+    held = runpy.run_path(os.path.join(os.path.dirname(os.path.abspath(__file__)), "held.py")) if link >= 0 else {}
     _limit(job["seconds"], job["memory_bytes"])
     if _LIBC.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0):
         raise OSError(ctypes.get_errno(), "no_new_privs")
@@ -98,87 +100,24 @@ def main() -> None:
         raise OSError(_ENOSYS, NO_LANDLOCK)
     _give_up_capabilities()
     _filter_calls(may_write=has_landlock)
-    _run(job, channel)
+    _run(job, link, held)
 
 
-def _run(job: dict, channel: int) -> None:
-    """Runs the program, then each test in its namespace as the parent sends it: before, it is not in this process.
+def _run(job: dict, link: int, held: dict) -> None:
+    """Runs the program, then does what tests ask of it; or, in the other process, runs the tests. link: to the other one.
 
-    What the program raises ends this process, which says enough. A test comes with a word that the verdict on it begins with, so that what
-    a program writes by itself is no verdict.
+    What the program raises ends this process, which says enough.
     """
     del sys.argv[1:]
-    namespace = {"__name__": "__main__" if job["as_main"] else "program", "__builtins__": __builtins__}
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_REAL, job["seconds"])
-    exec(compile(job["program"], "<program>", "exec"), namespace)
-    if not job["has_tests"]:
-        return
-    with os.fdopen(channel, "rb", closefd=False) as answers:
-        _say(channel, "ready")
-        for line in answers:
-            _test(json.loads(line), namespace, channel, answers)
-
-
-def _test(given: dict, namespace: dict, channel: int, answers) -> None:
-    word = given["word"]
-
-    def held(number: int, value) -> bool:
-        """Compares a value with one that only the parent knows. A value without a canonical text is compared here: the parent tells how."""
-        _say(channel, word, "compare", number, exactly(value) if number in given["exact"] else canonical(value))
-        answer = json.loads(answers.readline())
-        if isinstance(answer, bool):
-            return answer
-        return eval(answer["expression"], {"value": value})
-
-    namespace[given["name"]] = held
-    try:
-        exec(compile(given["test"], "<test>", "exec"), namespace)
-        passed = 1
-    except BaseException:  # noqa: BLE001 - a test that exits has not passed either
-        passed = 0
-    _say(channel, word, "passed" if passed else "failed")
-
-
-def _say(channel: int, *words) -> None:
-    os.write(channel, json.dumps(words).encode() + b"\n")
-
-
-def canonical(value) -> str | None:
-    """A text that two values of Python's plain types share just where they are equal; None for a value of any other type.
-
-    A scalar of numpy counts as what it holds.
-    """
-    try:
-        text = _canonical(value)
-        return text if len(text) <= _LONGEST else None
-    except (TypeError, ValueError, RecursionError):  # another type; an integer of too many digits; a list that holds itself
-        return None
-
-
-def _canonical(value) -> str:
-    kind = type(value)
-    if kind.__module__ == "numpy" and hasattr(value, "item") and getattr(value, "shape", None) == ():
-        value = value.item()
-        kind = type(value)
-    if kind in (str, bytes, type(None)):
-        return repr(value)
-    if kind in (bool, int):
-        return str(int(value))
-    if kind is float and value - value == 0:  # not NaN, which equals nothing, nor an infinity
-        return str(int(value)) if value.is_integer() else repr(value)
-    if kind in (list, tuple):
-        return f"{kind.__name__}({', '.join(map(_canonical, value))})"
-    if kind in (set, frozenset):
-        return f"set({', '.join(sorted(map(_canonical, value)))})"
-    if kind is dict:
-        return f"dict({', '.join(sorted(f'{_canonical(key)}: {_canonical(one)}' for key, one in value.items()))})"
-    raise TypeError(kind)
-
-
-def exactly(value) -> str:
-    """For `is`, with None, True or False."""
-    return f"is {value}" if value is None or value is True or value is False else "is another"
+    if "tests" in job:
+        return held["run_tests"](job["tests"], link, job["report"])
+    module = types.ModuleType("__main__" if job["as_main"] else "program")
+    sys.modules.setdefault(module.__name__, module)  # dataclasses look there
+    exec(compile(job["program"], "<program>", "exec"), vars(module))
+    if held:
+        held["Link"](link, own=module).serve()
 
 
 def _limit(seconds: float, memory_bytes: int) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_grpo.errors import ConfigError, Problem
+from megatron_grpo.errors import ConfigError, Problem, said_by
 from megatron_grpo.rewards.builtin.endpoint import Key, Unanswered, ask_all, post_json, url_fault, warn_of_plain
 from megatron_grpo.rewards.protocol import RowFailure, Score, text_of
 from megatron_grpo.settings.config import Config
@@ -68,14 +68,12 @@ class LlmJudge:
         except (KeyError, IndexError, TypeError):
             verdict = answer
         if not isinstance(verdict, str | None):
-            raise self._unusable(f"got an answer without choices[0].message.content from {self.url}: {str(answer)[:200]}")
+            raise Unanswered(f"got an answer without choices[0].message.content from {self.url}: {said_by(answer, most=200)}")
         score = read_score(verdict or "")
         if score is None:
-            raise self._unusable(f"found no `Score: <number>` in the verdict {(verdict or '')[-200:]!r}")
+            end = said_by(verdict or "", most=1 << 20)[-200:]
+            raise Unanswered(f"found no `Score: <number>` in the verdict {end!r}")
         return min(1.0, max(0.0, score / self.max_score))
-
-    def _unusable(self, reason: str) -> Unanswered:
-        return Unanswered(self.key.taken_out_of(reason) if self.key else reason)
 
 
 def read_score(verdict: str) -> float | None:

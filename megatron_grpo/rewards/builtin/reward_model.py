@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from megatron_grpo.errors import ConfigError, Problem
+from megatron_grpo.errors import ConfigError, Problem, first_line, said_by
 from megatron_grpo.rewards.builtin.endpoint import Unanswered, ask_all, post_json, url_fault, warn_of_plain
 from megatron_grpo.rewards.protocol import RowFailure, Score, text_of
 from megatron_grpo.settings.config import Config, RewardConfig
@@ -112,7 +112,7 @@ class RemoteClassifier:
         try:
             scores = self.shape.scores(answer)
         except (KeyError, TypeError, ValueError, IndexError):
-            raise Unanswered(f"got an answer without scores from {self.url}: {str(answer)[:200]}") from None
+            raise Unanswered(f"got an answer without scores from {self.url}: {said_by(answer, most=200)}") from None
         if len(scores) != len(rows):
             raise Unanswered(f"got {len(scores)} scores for {len(rows)} completions from {self.url}")
         return scores
@@ -157,7 +157,7 @@ def _unusable(path: str) -> list[Problem]:
     try:
         outputs = _num_outputs(path)
     except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
+        reason = said_by(error, first_line)
         return [Problem(flags=("reward_model",), message=f"reward_model {path!r} cannot be loaded: {reason}")]
     if Path(path).is_dir() and not any(Path(path).glob("*.safetensors")):
         message = (

@@ -1,7 +1,9 @@
-"""Owns running one untrusted Python program from outside: its process, its directory, its wall clock, its tests, and what it printed.
+"""Owns running one untrusted Python program from outside: its process and that of its tests, its directory, its wall clock, and what it
+printed.
 
-The inside, with all that is taken away from the program, is jail.py. Here is counted what the kernel does not: bytes written by all files
-together, files, threads. A program beyond one of these is killed, a few hundredths of a second later.
+The inside, with all that is taken away from both processes, is jail.py; how they speak to each other is held.py. Here is counted what the
+kernel does not: bytes written by all files together, files, threads. A process beyond one of these is killed, a few hundredths of a second
+later.
 """
 
 from __future__ import annotations
@@ -9,38 +11,33 @@ from __future__ import annotations
 import errno
 import json
 import os
-import secrets
-import select
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-
-from megatron_grpo.rewards.builtin.held import HeldTest, hold
+from typing import Any
 
 _JAIL = Path(__file__).with_name("jail.py")
 _SHOWN = 16 << 20  # bytes of output that are looked at
 _STARTUP = 5.0  # seconds for the interpreter itself, on a machine that is busy
 _LOOK = 0.02  # seconds between two looks at what a program has used
 _BYTES, _ENTRIES, _THREADS = 128 << 20, 1000, 256  # what it may write, leave in its directory, and have
-_LONGEST_LINE = 4 << 20  # bytes of one answer: a value to compare
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """passed: a verdict for each test that came to its end. clean: the program ended by itself, without an error.
-
-    exceeded: what it used too much of, "" for nothing.
+    """passed: a verdict for each test that came to its end, or, as the end of a sentence, why there can be none. clean: the program, or
+    the process of its tests, ended by itself, without an error. exceeded: what one of them used too much of, "" for nothing.
     """
 
-    passed: tuple[bool, ...]
+    passed: tuple[bool | str, ...]
     clean: bool
     output: str
     errors: str
@@ -58,137 +55,60 @@ def run_program(
     memory_mb: int,
     landlock: str = "must",
 ) -> Outcome:
-    """Runs `program`, then each of `tests` in its namespace, in a process that can reach nothing else.
+    """Runs `program` in a process that can reach nothing else, and `tests` in another such process, which calls what the program defines.
 
     as_main: `__name__` is "__main__", for programs that read and print. landlock: "must" runs nothing on a kernel without it, "may" does,
     "never" leaves it out.
     """
-    job = {"program": program, "has_tests": bool(tests), "as_main": as_main, "seconds": seconds, "memory_bytes": memory_mb << 20,
-           "landlock": landlock}  # fmt: skip
-    mine, its = socket.socketpair()
+    limits = {"seconds": seconds, "memory_bytes": memory_mb << 20, "landlock": landlock}
     with (
-        mine,
         _directory() as folder,
-        os.fdopen(os.memfd_create("job"), "w+b") as job_file,
         tempfile.TemporaryFile() as given,
         tempfile.TemporaryFile() as output,
         tempfile.TemporaryFile() as errors,
+        tempfile.TemporaryFile() as report,
+        ExitStack() as started,
     ):
-        job_file.write(json.dumps(job).encode())
         given.write(standard_input.encode())
-        job_file.seek(0)
         given.seek(0)
-        with its:
-            process = subprocess.Popen(
-                # The descriptors stand on the command line; the program's secrets do not, and its tests are not there yet.
-                [sys.executable, "-P", "-s", "-B", str(_JAIL), str(job_file.fileno()), str(its.fileno()), str(os.getpid())],
-                stdin=given,
-                stdout=output,
-                stderr=errors,
-                cwd=folder,
-                env=_environment(folder),
-                pass_fds=(job_file.fileno(), its.fileno()),
-                start_new_session=True,
-            )
-        try:
-            # It ends itself after `seconds`, unless the program turned that off.
-            watched = _Watched(process, mine, folder, [hold(test) for test in tests], time.monotonic() + seconds + _STARTUP)
-            watched.until_it_ends()
-        finally:
-            process.kill()
-            process.wait()
-        timed_out = not watched.exceeded and process.returncode in (-signal.SIGALRM, -signal.SIGXCPU, -signal.SIGKILL)
-        return Outcome(passed=tuple(watched.passed), clean=process.returncode == 0, output=_head(output), errors=_head(errors),
-                       timed_out=timed_out, exceeded=watched.exceeded)  # fmt: skip
+        ends = [started.enter_context(end) for end in (socket.socketpair() if tests else ())]
+        places = [end.fileno() for end in ends] or [-1]
+        job = {**limits, "program": program, "as_main": as_main}
+        processes = [started.enter_context(_started(job, folder, places[0], (), stdin=given, stdout=output, stderr=errors))]
+        if tests:
+            job = {**limits, "tests": list(tests), "report": report.fileno()}
+            nowhere = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
+            processes.append(started.enter_context(_started(job, folder, places[1], (report.fileno(),), **nowhere)))
+        for end in ends:
+            end.close()  # so that either process hears of the other's end
+        exceeded, last, deadline = "", processes[-1], time.monotonic() + seconds + _STARTUP
+        # They end themselves after `seconds`, unless the program turned that off.
+        while last.poll() is None and not exceeded and time.monotonic() < deadline:
+            exceeded = next(filter(None, (_exceeded(one.pid, folder) for one in processes)), "")
+            with suppress(subprocess.TimeoutExpired):
+                last.wait(_LOOK)
+        started.close()
+        timed_out = not exceeded and last.returncode in (-signal.SIGALRM, -signal.SIGXCPU, -signal.SIGKILL)
+        passed = tuple(json.loads(line) for line in _head(report).splitlines())
+        return Outcome(passed=passed, clean=last.returncode == 0, output=_head(output), errors=_head(errors), timed_out=timed_out,
+                       exceeded=exceeded)  # fmt: skip
 
 
-class _Watched:
-    """One process of a program: gives it its tests one by one, and says when it must be killed."""
-
-    def __init__(self, process: subprocess.Popen, channel: socket.socket, folder: str, tests: Sequence[HeldTest], deadline: float):
-        self.process, self.channel, self.folder, self.deadline = process, channel, folder, deadline
-        self.waiting = list(tests)
-        self.passed: list[bool] = []
-        self.exceeded = ""
-        self._test: HeldTest | None = None
-        self._word = ""
-        self._asked: set[int] = set()  # comparisons of the test under way
-        self._held: set[int] = set()  # those that came out right
-        self._unread = b""
-
-    def until_it_ends(self) -> None:
-        """Returns when the process has ended, or must be killed: it is out of time, took too much, or said what it had no reason to say."""
-        self.channel.setblocking(False)
-        heard = select.poll()
-        heard.register(self.channel, select.POLLIN)
-        next_look, is_open = 0.0, True
-        while self.process.poll() is None and (now := time.monotonic()) < self.deadline:
-            if now >= next_look:
-                self.exceeded, next_look = _exceeded(self.process.pid, self.folder), now + _LOOK
-                if self.exceeded:
-                    return
-            if is_open and heard.poll(1000 * _LOOK):
-                is_open = self._hear()
-                if self._unread and not is_open:
-                    return
-            elif not is_open:
-                with suppress(subprocess.TimeoutExpired):
-                    self.process.wait(_LOOK)
-
-    def _hear(self) -> bool:
-        """Reads what there is and answers it; False where the channel has ended, or said too much or something else than was asked."""
-        try:
-            received = self.channel.recv(1 << 16)
-        except ConnectionError:
-            received = b""
-        self._unread += received
-        if not received or len(self._unread) > _LONGEST_LINE:
-            return False
-        while b"\n" in self._unread:
-            line, _, rest = self._unread.partition(b"\n")
-            try:
-                self._answer(json.loads(line))
-            except (ValueError, TypeError, KeyError, IndexError, RecursionError, OSError):
-                return False
-            self._unread = rest
-        return True
-
-    def _answer(self, words: list) -> None:
-        """Raises ValueError for what does not belong to the test under way."""
-        if words == ["ready"] and self._test is None and not self.passed:
-            return self._next()
-        if self._test is None or words[0] != self._word:
-            raise ValueError(words)
-        if words[1] == "compare":
-            return self._compare(*words[2:])
-        sure = {number for number, expected in enumerate(self._test.expected) if expected.is_sure}
-        self.passed.append(words[1] == "passed" and sure <= self._held)
-        self._next()
-
-    def _compare(self, number: int, text: str | None) -> None:
-        assert self._test is not None
-        expected = self._test.expected[number]
-        if expected.is_sure and number in self._asked:
-            raise ValueError("a program that guesses")
-        self._asked.add(number)
-        if text is None or expected.admits(text):
-            self._held.add(number)
-        self._send({"expression": expected.expression} if text is None else expected.admits(text))
-
-    def _next(self) -> None:
-        """The next test; without one the process has nothing to wait for, and ends."""
-        self._test, self._word, self._asked, self._held = None, secrets.token_hex(8), set(), set()
-        if self.waiting:
-            self._test = self.waiting.pop(0)
-            self._send(self._test.message(self._word))
-        else:
-            self.channel.shutdown(socket.SHUT_WR)
-
-    def _send(self, value: object) -> None:
-        self.channel.setblocking(True)
-        self.channel.settimeout(max(0.1, self.deadline - time.monotonic()))
-        self.channel.sendall(json.dumps(value).encode() + b"\n")
-        self.channel.setblocking(False)
+@contextmanager
+def _started(job: Mapping[str, object], folder: str, link: int, kept: tuple[int, ...], **streams: Any) -> Iterator[subprocess.Popen]:
+    """A process of jail.py, which does not outlive the block. link, kept: descriptors that it gets."""
+    with os.fdopen(os.memfd_create("job"), "w+b") as job_file:
+        job_file.write(json.dumps(job).encode())
+        job_file.seek(0)
+        # The descriptors stand on the command line; what the job says does not.
+        command = [sys.executable, "-P", "-s", "-B", str(_JAIL), str(job_file.fileno()), str(link), str(os.getpid())]
+        descriptors = (job_file.fileno(), *kept, *([link] if link >= 0 else []))
+        process = subprocess.Popen(command, cwd=folder, env=_environment(folder), pass_fds=descriptors, start_new_session=True, **streams)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
 
 
 def _exceeded(pid: int, folder: str) -> str:

@@ -138,14 +138,55 @@ def test_a_member_of_an_enumeration_is_read_however_python_has_pickled_it(checkp
     assert found.planner_data is _MEM_FORMAT_ENCODING.TORCH_PRESERVE_FORMAT
 
 
-def test_a_description_leads_to_no_file_outside(checkpoint):
+@pytest.mark.parametrize("path", ["../../elsewhere", "..", ".", "", "/etc/passwd", "../checkpoint/__0_0.distcp", ["__0_0.distcp"]])
+def test_a_description_leads_to_no_file_outside(checkpoint, path):
     def change(metadata):
         for part in metadata.storage_data.values():
-            part.relative_path = "../../elsewhere"
+            part.relative_path = path
 
     change_metadata(checkpoint, change)
     with pytest.raises(ForeignCode, match="leads out of the checkpoint"), nothing_runs(checkpoint):
         dcp.FileSystemReader(checkpoint).read_metadata()
+
+
+@pytest.mark.parametrize("name", ["__0_0.distcp", "common.pt", ".metadata"])
+def test_no_file_of_a_checkpoint_is_a_link_to_one_outside(checkpoint, tmp_path, name):
+    (checkpoint / name).rename(tmp_path / "elsewhere")
+    (checkpoint / name).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ForeignCode, match=f"{name} is a link that leads out"), nothing_runs(checkpoint):
+        read(checkpoint)
+
+
+class Builds:
+    """Pickled as a class whose attributes are set, as a pickle sets those of an object."""
+
+    def __init__(self, kind, **attributes):
+        self.kind, self.attributes = kind, attributes
+
+    def save(self, pickler):
+        for part in (self.kind, (None, self.attributes)):
+            pickler.save(part)
+        pickler.write(pickle.BUILD)
+
+
+class Writer(pickle._Pickler):
+    dispatch = {**pickle._Pickler.dispatch, Builds: lambda self, builds: builds.save(self)}
+
+
+@pytest.mark.parametrize(
+    "builds",
+    [Builds(MetadataIndex, __eq__=torch.Size), Builds(torch.Size, fields=1), Builds(MetadataIndex("a"), __class__=BytesStorageMetadata),
+     Builds(MetadataIndex("a"), unknown=1)],
+)  # fmt: skip
+def test_a_description_sets_nothing_but_fields_of_descriptions(checkpoint, builds):
+    metadata, stream = pickle.loads((checkpoint / ".metadata").read_bytes()), io.BytesIO()
+    metadata.planner_data = builds
+    Writer(stream, 4).dump(metadata)
+    (checkpoint / ".metadata").write_bytes(stream.getvalue())
+    equals = MetadataIndex.__eq__
+    with pytest.raises(ForeignCode, match="sets what is no field"), nothing_runs(checkpoint):
+        dcp.FileSystemReader(checkpoint).read_metadata()
+    assert MetadataIndex.__eq__ is equals
 
 
 @pytest.mark.parametrize("said", [{"sharded_backend": "zarr"}, {"sharded_backend": "torch_dist", "common_backend": "pickle"}, {}])

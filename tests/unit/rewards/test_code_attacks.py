@@ -14,9 +14,9 @@ import time
 
 import pytest
 
-from megatron_grpo.rewards.builtin.held import hold
-from megatron_grpo.rewards.builtin.jail import canonical
+from megatron_grpo.rewards.builtin.code import Code
 from megatron_grpo.rewards.builtin.sandbox import run_program
+from megatron_grpo.rewards.protocol import RowFailure
 
 HERE = ("x86_64", "aarch64").index(platform.machine())
 REFUSED = {errno.EPERM, errno.ENOSYS, errno.EACCES}
@@ -230,7 +230,7 @@ for fd in range(64):
         except (BlockingIOError, OSError):
             pass
         os.set_blocking(fd, True)
-assert len(found) == 4, found  # stdin, stdout, stderr, the channel
+assert len(found) == 4, found  # stdin, stdout, stderr, the link to the tests
 def f(): return 31337
 """
     assert run_program(program, tests=["assert f() == 31337"], seconds=10, memory_mb=512).passed == (True,)
@@ -264,28 +264,153 @@ def test_a_program_finds_no_right_answer_in_its_process():
     at_once = run_program(SPY + "found = seen()\ndef f(n=0): return found", tests=tests, seconds=10, memory_mb=512)
     when_asked = run_program(SPY + "def f(n=0): return seen()", tests=tests, seconds=10, memory_mb=512)
     assert at_once.passed == when_asked.passed == (False,) * 5
-    plain = f"assert f(1) < {right + 1} and f(2) == {right}"
-    shown = run_program(SPY + "def f(n=0): return seen()", tests=[plain], seconds=10, memory_mb=512)
-    assert shown.passed == (True,)  # the spy is one: this assert is no plain comparison, and stands in the program's process
+    others = [f"assert f(1) < {right + 1} and f(2) == {right}", f"for n in (1, 2): assert sorted([f(n)]) == [{right}]"]
+    assert run_program(SPY + "def f(n=0): return seen()", tests=others, seconds=10, memory_mb=512).passed == (False, False)
 
 
-def test_verdicts_cannot_be_written_by_the_program_nor_guessed():
-    forged = """
-import json, os, sys
-def f(*_):
-    frame = sys._getframe(1)
-    while frame and 'given' not in frame.f_locals: frame = frame.f_back
-    word, channel = frame.f_locals['given']['word'], frame.f_locals['channel']
-    for guess in range(9):
-        os.write(channel, json.dumps([word, 'compare', 0, str(guess)]).encode() + b'\\n')
-    os.write(channel, json.dumps([word, 'passed']).encode() + b'\\n')
-    return 0
+def code(program, tests, **columns):
+    """What the reward gives a program."""
+    reward = Code(seconds=10, memory_mb=512, workers=1, all_or_nothing=False, batch_seconds=60, landlock="must")
+    return reward([f"```python\n{program}\n```"], tests=[tests], **{name: [value] for name, value in columns.items()})[0]
+
+
+HUMANEVAL = """
+METADATA = {'author': 'jt'}
+
+def check(candidate):
+    assert candidate(1) == 2, "the message"
+    for given, wanted in [(2, 3), (3, 4)]:
+        assert candidate(given) == wanted
+    import math
+    assert math.isclose(candidate(0.5), 1.5) and abs(candidate(7) - 8) < 1e-6
+    assert True, "said when all is well"
+    with open(__import__("os").devnull) as nothing:
+        assert sorted([candidate(3), candidate(1)]) == [2, 4]
 """
-    assert not any(run_program(forged, tests=["assert f() == 5", "assert f() == 5"], seconds=10, memory_mb=512).passed)
-    only_says = forged.replace("range(9)", "()")
-    assert not any(run_program(only_says, tests=["assert f() == 5"] * 2, seconds=10, memory_mb=512).passed)
-    early = 'import os\nfor fd in range(3, 64):\n    try: os.write(fd, b\'["ready"]\\n["", "passed"]\\n\')\n    except OSError: pass\n'
-    assert not any(run_program(early, tests=["assert False"] * 2, seconds=10, memory_mb=512).passed)
+UNITTEST = """
+import unittest
+class TestF(unittest.TestCase):
+    def setUp(self):
+        self.given = 1
+    def test_values(self):
+        self.assertEqual(f(self.given), 2)
+        self.assertAlmostEqual(f(0.5), 1.5)
+    def test_errors(self):
+        with self.assertRaises(TypeError):
+            f("one")
+if __name__ == "__main__":
+    unittest.main()
+"""
+SHAPES = {
+    "HumanEval": HUMANEVAL + "\ncheck(f)", "MBPP": ["assert f(1) == 2", "assert f(2) == 3", "assert math.isclose(f(0.5), 1.5)"],
+    "distances": ["assert abs(f(7) - 8) < 1e-6", "assert not f(7) - 8", "assert isclose(f(7), 8)", "assert f(7) in (8, 9)",
+                  "assert max(f(7), 1) == 8", "assert 8 in [f(7)]", "assert round(f(0.7)) == 2",
+                  "x = f(7)\nx -= 8\nassert x == 0", "assert 8 in f([7])"],
+    "unittest": UNITTEST, "pytest": "def test_f():\n    assert f(1) == 2 and isinstance(f(1), int)",
+    "with a reference": "def g(n): return n + 1\nfor n in range(5):\n    assert f(n) == g(n)\nassert all(f(n) == g(n) for n in (1, 2))",
+}  # fmt: skip
+ALIKE = """
+class Alike(float):
+    def __eq__(self, other): return True
+    __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __eq__
+    def __sub__(self, other): return self
+    __rsub__ = __add__ = __radd__ = __abs__ = __round__ = __float__ = __sub__
+    def __hash__(self): return 0
+"""
+ATTACKS = {
+    "always equal": ALIKE + "def f(n): return Alike()",
+    "always equal, and no number": ALIKE.replace("(float)", "") + "def f(n): return Alike()",
+    "always equal, deep inside": ALIKE + "class All(list): __eq__ = lambda self, other: True\ndef f(n): return All([Alike()])",
+    "replaces what judges": """
+import builtins, sys
+def check(*_): pass
+def f(n):
+    for module in (sys.modules["__main__"], builtins, sys.modules[__name__]):
+        for name in ("check", "_verdict", "run_tests", "isinstance", "all", "abs", "sorted", "TestF", "test_f", "g"):
+            setattr(module, name, lambda *_, **__: True)
+    return 0
+""",
+    "brings helpers of its own": """
+class math: isclose = staticmethod(lambda *_, **__: True)
+class unittest:
+    class TestCase: pass
+    main = staticmethod(lambda: None)
+abs = sorted = all = isinstance = lambda *_: True
+def f(n): return 0
+""",
+    "writes on every descriptor": """
+import os
+for fd in range(3, 64):
+    try: os.write(fd, b"true\\n" * 9)
+    except OSError: pass
+def f(n): return 0
+""",
+    "takes part in arithmetic": """
+class Near:
+    def __sub__(self, other): return 0
+    __rsub__ = __sub__
+    def __round__(self, *_): return 8
+    def __contains__(self, other): return True
+    def __iter__(self): return iter([])
+def f(n): return Near()
+def isclose(*_): return True
+""",
+    "leaves with success": "import os\ndef f(n): os._exit(0)", "raises what ends loops": "def f(n): raise StopIteration",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_an_honest_program_scores_one_whatever_the_shape_of_its_tests(shape):
+    assert code("import math\ndef f(n):\n    return n + 1 if not isinstance(n, list) else [n[0] + 1]", SHAPES[shape]) == 1.0
+
+
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_no_program_scores_by_anything_but_its_answers(attack):
+    tests = [test for shape in SHAPES.values() for test in ([shape] if isinstance(shape, str) else shape)]
+    assert code(ATTACKS[attack], tests) == 0.0
+
+
+# Speaks the language of the link by itself: what stands in `message` comes instead of the first answer.
+SPEAKS = """
+import os, pickle
+def text(word): return b"\\x8c" + bytes([len(word)]) + word
+def named(module, name): return text(module) + text(name) + b"\\x93"
+def say(message):
+    for fd in range(3, 64):
+        try: os.write(fd, len(message).to_bytes(4, "little") + message)
+        except OSError: pass
+def gave(value): return b"\\x80\\x04" + text(b"gave") + value + b")\\x87."
+"""
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        # A pickle that gives a class another __eq__, names that are no data, a look at the tests' own objects. The last program is honest.
+        'say(gave(named(b"fractions", b"Fraction") + b"N}" + text(b"__eq__") + named(b"builtins", b"complex") + b"s\\x86b"))',
+        'say(gave(named(b"os", b"getcwd") + b")R"))', 'say(gave(named(b"builtins", b"eval")))',
+        'def f(g):\n    say(pickle.dumps(("do", "__getattr__", None, ("__globals__",), {}), 4))\n    return 1',
+        "def f(g):\n    return 7",
+    ],
+)  # fmt: skip
+def test_what_a_program_sends_changes_nothing_where_the_tests_are(program):
+    test = "import fractions, collections\nassert f is not None\nassert fractions.Fraction(1, 2) == 7 or f(lambda n: n) == 7"
+    is_honest = program == "def f(g):\n    return 7"
+    assert run_program(SPEAKS + program, tests=[test], seconds=10, memory_mb=512).passed in (((True,),) if is_honest else ((False,), ()))
+
+
+def test_a_test_that_holds_nothing_is_named_and_is_never_a_score():
+    always = "def f(*_): return True\ndef isclose(*_): return True\ndef check(*_): pass"
+    for tests, why in [
+        (HUMANEVAL, "asks the program for nothing"), ("f(1)", "compares nothing"), ("import math", "compares nothing"),
+        (["assert f(1)", "assert f(1) =="], "is no Python"),
+        ("class Own: pass\nassert f(Own()) == 1", "an object of type Own"),
+        ("def test_f(fixture): assert f(1)", "asks the program for nothing"),
+    ]:  # fmt: skip
+        failure = code(always, tests)
+        assert isinstance(failure, RowFailure) and why in failure.reason, (tests, failure)
+    assert code("def f(n): return n + 1", HUMANEVAL, entry_point="f") == 1.0
+    assert code("def f(n): return []", "for n in f(3): assert n == 1") == 0.0
 
 
 @pytest.mark.parametrize(
@@ -298,11 +423,13 @@ def f(*_):
         ("assert f() == 0.3", "0.1 + 0.2", False), ("assert abs(f() - 0.3) < 1e-9", "0.1 + 0.2", True),
         ("assert abs(f() - 0.3) <= 0", "'0.3'", False), ("assert f() == 5", "__import__('numpy').int64(5)", True),
         ("assert f() == (1, 2)", "__import__('collections').namedtuple('P', 'x y')(1, 2)", True),
-        ("assert f() == {'a': 1}", "__import__('collections').Counter('a')", True),
-        ("assert 2 == f()", "__import__('fractions').Fraction(2)", True),
-        ("assert f() == 1", "float('nan')", False), ("assert f() == [1]", "__import__('numpy').array([1, 2])", False),
-        ("try:\n    assert f() == 1\nexcept AssertionError:\n    pass", "2", True), ("for n in (1, 1): assert f() == 1", "1", True),
-        ("assert f() == 10 ** 2, 'a message'", "100", True), ("assert f() == -1", "-1", True),
+        ("assert f() == {'a': 1}", "__import__('collections').Counter('a')", True), ("assert f() * 1j == -1", "1j", True),
+        ("assert 2 == f()", "__import__('fractions').Fraction(2)", True), ("assert f() == 1", "float('nan')", False),
+        ("assert str(f()) == '0.10'", "__import__('decimal').Decimal('0.10')", True), ("assert f() == -1", "-1", True),
+        ("assert f().year == 2020", "__import__('datetime').date(2020, 1, 1)", True), ("assert f()(3) == 4", "lambda n: n + 1", True),
+        ("assert f() == [1]", "__import__('numpy').array([1, 2])", False), ("assert list(f()) == [0, 1]", "iter(range(2))", True),
+        ("assert (f() == 1).all() and f().shape == (2,)", "__import__('numpy').ones(2)", True),
+        ("for n in (1, 1): assert f() == 1", "1", True), ("assert f() == 10 ** 2, 'a message'", "100", True),
     ],
 )  # fmt: skip
 def test_what_is_compared_outside_is_equal_just_where_python_says_so(test, value, passes):
@@ -315,11 +442,41 @@ def test_what_is_compared_outside_is_equal_just_where_python_says_so(test, value
     except (AssertionError, TypeError, ValueError):
         here = False
     assert here == passes
-    held = hold(test)
-    assert held.expected or "10 ** 2" in test
-    text = canonical(namespace["f"]())
-    if text is not None and held.expected and not held.expected[0].is_identity and held.expected[0].is_sure:
-        assert held.expected[0].admits(text) == passes
+    assert run_program(f"def f(): return {value}", tests=[test], seconds=20, memory_mb=512).passed == (passes,)
+
+
+def test_objects_of_the_program_can_be_used_and_what_it_does_to_a_list_is_seen():
+    program = """
+import dataclasses
+@dataclasses.dataclass
+class Stack:
+    items: "list[int]"
+    def push(self, item): self.items.append(item)
+    def __len__(self): return len(self.items)
+    def __iter__(self): return iter(self.items)
+    def __enter__(self): return self
+    def __exit__(self, *what): self.items.clear()
+class Empty(ValueError): pass
+def in_place(numbers): numbers.sort()
+def clear_all(numbers): numbers.clear(); return []
+def twice(g, n): return g(g(n))
+def fail(target): raise Empty("nothing", target)
+def sum(a, b): return 6
+"""
+    right = [
+        "with Stack([]) as stack:\n    stack.push(3)\n    assert len(stack) == 1 and list(stack) == [3]\nassert stack.items == []",
+        "numbers = [3, 1, 2]\nin_place(numbers)\nassert numbers == [1, 2, 3]",
+        "assert twice(lambda n: n + 1, 3) == 5", "assert sum(10, 15) == 6",
+        "try:\n    fail(target=4)\nexcept ValueError as error:\n    assert error.args == ('nothing', 4)",
+        "try:\n    fail(1)\n    assert False\nexcept ValueError:\n    pass",
+    ]  # fmt: skip
+    wrong = [
+        "numbers = [3, 1, 2]\nassert clear_all(numbers) == sorted(numbers)",
+        "assert Stack([1]) == Stack([1])",
+        "assert sum(1, 2) == len([1] * 6) == 6",
+    ]
+    passed = run_program(program, tests=right + wrong, seconds=10, memory_mb=512).passed
+    assert passed == (True,) * len(right) + (False,) * len(wrong)
 
 
 def test_without_landlock_nothing_runs_unless_the_user_says_so():
@@ -343,7 +500,7 @@ try:
 except ConfigError as error:
     print(error)
 [code] = load_rewards(config.with_values({"code_without_landlock": True}))
-tests = ["assert f() == 1", "open('x', 'w')"]
+tests = ["assert f() == 1", "assert f(1) == 1"]
 print(code.function(completions=["def f(): return 1"], tests=[tests]))
 """
     told = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)

@@ -33,7 +33,7 @@ def test_this_machine_can_hold_programs():
 
 
 def test_the_score_is_the_share_of_tests_passed():
-    tests = ["assert add(1, 2) == 3", "assert add(1, 2) == 4", "add(1)", "assert add('a', 'b') == 'ab'"]
+    tests = ["assert add(1, 2) == 3", "assert add(1, 2) == 4", "assert add(1) == 1", "assert add('a', 'b') == 'ab'"]
     assert code()(completions=[f"Here it is:\n{ADD}\nDone.", "no idea", ADD], tests=[tests, tests, None]) == [0.5, 0, None]
     assert code(code_all_or_nothing=True)(completions=[ADD, ADD], tests=[tests, tests[:1]]) == [0, 1]
 
@@ -74,13 +74,16 @@ def test_a_main_guard_does_not_run_before_tests_of_functions():
 def test_endless_programs_lose_only_what_they_did_not_finish():
     text = "```python\ndef f(n):\n    while n: pass\n    return 0\n```"
     started = time.monotonic()
-    assert code(code_timeout=0.5)(completions=[text, ADD], tests=[["assert f(0) == 0", "f(1)"], ["assert add(1, 1) == 2"]]) == [0.5, 1]
+    assert code(code_timeout=0.5)(completions=[text, ADD], tests=[["assert f(0) == 0", "assert f(1) == 0"], ["assert add(1, 1) == 2"]]) == [
+        0.5,
+        1,
+    ]
     assert time.monotonic() - started < 5
 
 
 @pytest.mark.parametrize("end", ["import os; os._exit(0)", "import sys; sys.exit(0)", "raise SystemExit", "print('1\\n' * 9)", "exit()"])
 def test_leaving_early_or_printing_verdicts_passes_nothing(end):
-    assert code()(completions=[f"```python\n{end}\n```"], tests=[["assert False"]]) == [0]
+    assert code()(completions=[f"```python\n{end}\n```"], tests=[["assert f() == 1"]]) == [0]
 
 
 @pytest.mark.parametrize(
@@ -139,12 +142,14 @@ def test_a_program_may_use_its_own_directory_threads_and_numpy():
 def test_nothing_is_left_behind(monkeypatch, tmp_path):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     before = {child.pid for child in psutil.Process().children(recursive=True)}
-    code(code_timeout=0.3)(completions=["```python\nopen('a', 'w')\nwhile True: pass\n```"] * 3, tests=[["pass"]] * 3)
+    code(code_timeout=0.3)(completions=["```python\nopen('a', 'w')\nwhile True: pass\n```"] * 3, tests=[["assert f() == 1"]] * 3)
     assert {child.pid for child in psutil.Process().children(recursive=True)} == before
     assert list(tmp_path.iterdir()) == []
 
 
 def test_rows_behind_the_timeout_of_the_batch_fail_by_name():
     loop = "```python\nwhile True: pass\n```"
-    scores = code(code_timeout=30.0, reward_timeout=0.5, code_num_workers=1)(completions=[loop, ADD], tests=[["pass"], ["pass"]])
+    scores = code(code_timeout=30.0, reward_timeout=0.5, code_num_workers=1)(
+        completions=[loop, ADD], tests=[["assert f() == 1"], ["assert add(1, 1) == 2"]]
+    )
     assert scores[0] == 0 and isinstance(scores[1], RowFailure)
