@@ -83,7 +83,7 @@ class Metrics:
         for record in self._steps.all():
             self._remember(record["step"], record)
         self._skipped.keep_until(progress.step)
-        self.evaluations.start(progress.step)
+        self.evaluations.start(progress.step or -1)  # where nothing is saved, its first is gone too
         self._remember_evaluations()
         begin = Begin(output_dir=self.output_dir, config=self.config, first_step=progress.step + 1)
         for name in self._services:
@@ -205,7 +205,7 @@ class Metrics:
         self._completions = None
 
     def _remember(self, step: int, record: Mapping[str, Any]) -> None:
-        for name in plots.PLOTTED & record.keys():
+        for name in plots.plotted(record):
             value = plain(record[name])
             if value is not None:
                 self._history.setdefault(name, []).append((step, value))
@@ -215,7 +215,7 @@ class Metrics:
         for name in [name for name in self._history if plots.is_held_out(name)]:
             del self._history[name]
         self._history |= curves
-        self._display.show(**{name: points[-1][1] for name, points in curves.items()})
+        self._display.show(**{name: points[-1][1] for name, points in curves.items() if plots.is_headline(name)})
 
 
 def _mean(values: Sequence[Any]) -> Any:

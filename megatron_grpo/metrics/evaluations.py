@@ -9,8 +9,10 @@ Rank 0 alone writes. docs/evaluation.md says what each number is.
 
 from __future__ import annotations
 
+import logging
 import math
 import re
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,7 +26,9 @@ from megatron_grpo.metrics.courtesy import Courtesy
 from megatron_grpo.metrics.records import Records, plain
 from megatron_grpo.settings.evaluation import ALONE, curve_of, ks
 
+logger = logging.getLogger(__name__)
 Numbers = Mapping[str, Any]
+EACH = "pass@1/"  # of one reward, where there are several
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -38,7 +42,7 @@ class Evaluated:
     question: str  # the same for two evaluations that asked the same of the same prompts
     rows: Sequence[int]  # of each prompt in its data set
     scores: np.ndarray  # float64 [P, n]; NaN where a completion has no score
-    pass_threshold: float
+    pass_threshold: float | np.ndarray  # [P, n]: of each completion
     others: Mapping[str, float] = field(default_factory=dict)  # further means: of every reward, of lengths
     table: Mapping[str, Sequence[Any]] = field(default_factory=dict)  # completions by column, on rank 0
 
@@ -79,13 +83,20 @@ def score_in(record: Numbers) -> tuple[str, float | None]:
 
 
 def curves_in(records: Iterable[Numbers]) -> dict[str, list[tuple[int, float]]]:
-    """{curve: its points (step, score)}, for plots."""
+    """{curve: its points (step, score)}, for plots; of several rewards also those of each, `CURVE: REWARD`."""
     curves: dict[str, list[tuple[int, float]]] = {}
     for record in records:
         name, score = score_in(record)
-        if score is not None:
-            curves.setdefault(curve_of(name), []).append((record["step"], score))
+        each = {f"{curve_of(name)}: {reward}": record.get(reward) for reward in each_in(record)}
+        for curve, value in {curve_of(name): score, **each}.items():
+            if value is not None:
+                curves.setdefault(curve, []).append((record["step"], value))
     return curves
+
+
+def each_in(record: Numbers) -> list[str]:
+    """The rewards of which a line of evaluations.jsonl tells besides its score."""
+    return [name.removeprefix(EACH) for name in record if name.startswith(EACH)]
 
 
 def compared(before: Numbers, after: Numbers) -> list[tuple[str, float, float]]:
@@ -111,8 +122,19 @@ class Evaluations:
     def start(self, step: int | None = None) -> None:
         """Reads what is there; forgets what is beyond so many optimizer steps."""
         if step is None:
-            self.records = self._file.all() if self._file.path.exists() else []
+            self.records = self._file.keep_until(sys.maxsize)
             return
+        self._keep_until(step)
+        for directory in self._directories():
+            there = {record["step"] for record in self.records if score_in(record)[0] == directory.name}
+            lacking = {line["step"] for line in Records(directory / "prompts.jsonl").all()} - there
+            if lacking:
+                logger.warning(
+                    "%s has no line of %s after optimizer steps %s: it was cut or removed. They are not written again.",
+                    self._file.path, directory.name, ", ".join(map(str, sorted(lacking))),
+                )  # fmt: skip
+
+    def _keep_until(self, step: int) -> None:
         self.records = self._file.keep_until(step)
         for directory in self._directories():
             Records(directory / "prompts.jsonl").cut(step)
@@ -125,18 +147,19 @@ class Evaluations:
         """Writes one evaluation; returns its record, as it stands in the file. told: what else the record is to say; `model`, where
         weights are not told apart by steps alone."""
         if self.replaces and any(old["step"] == step and score_in(old)[0] == found.name for old in self.records):
-            self.start(step - 1)
+            self._keep_until(step - 1)
         prompts = Records(self.folder / "evaluations" / found.name / "prompts.jsonl")
+        prompts.cut(step - 1 if self.replaces else sys.maxsize)  # a run that was killed in this very evaluation may have left its line
         numbers = found.numbers()
         record = {"step": step, **numbers, **self._change(prompts, found), **told}
         record = {name: plain(value) for name, value in record.items()}
+        self._file.append(record)  # first: what later evaluations are compared with stands in it
+        self.records.append(record)
         means = [plain(mean) for mean in found.means]
         prompts.append({"step": step, "question": found.question, **told, "rows": list(found.rows), "means": means})
         if self.writes_completions and found.table:
             with self._courtesy(f"the completions of evaluations in {self.folder}"):
                 self._write(prompts.path.parent, step, found.table)
-        self._file.append(record)
-        self.records.append(record)
         return record
 
     def first_and_last(self) -> Iterable[tuple[dict[str, Any], dict[str, Any]]]:
@@ -181,9 +204,14 @@ def in_words(records: Sequence[Numbers]) -> tuple[str, list[str], list[list[str]
     passes = sorted({int(name[5:]) for record in records for name in record if re.fullmatch(r"pass@\d+", name)})
     figures: dict[str, list[str]] = {
         "prompts": [f"{record['num_prompts']:,}" for record in records],
+        "score": [f"{record['score']}" if each_in(record) else "" for record in records],
         "mean": [f"{_mean(record)} ± {_mean(record, '/stderr')}" for record in records],
         "seed alone": [f"± {_mean(record, '/stderr_seed')}" if record["n"] > 1 else "" for record in records],
         **{f"pass@{k}": [_number(record.get(f"pass@{k}")) for record in records] for k in passes},
+        **{
+            reward: [f"{_number(record.get(reward))}, pass@1 {_number(record.get(EACH + reward))}" for record in records]
+            for reward in dict.fromkeys(reward for record in records for reward in each_in(record))
+        },
         f"change{since}": [_change_in_words(record) for record in records],
         "tokens": [_number(record.get("mean_length")) for record in records],
         "unscored": [f"{record['unscored']:,}" if record["unscored"] else "" for record in records],

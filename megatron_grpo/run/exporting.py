@@ -8,7 +8,8 @@ from megatron_grpo.build import choose_tuner, model_of, sharing_here
 from megatron_grpo.checkpoint.manifest import read_manifest
 from megatron_grpo.checkpoint.opened import layout_of, load_weights, settings_of_checkpoint
 from megatron_grpo.errors import EXIT_DONE, ConfigError, Problem
-from megatron_grpo.export import describe, export_model, merge_adapter, merged_folder
+from megatron_grpo.export import describe, export_model, merge_adapter
+from megatron_grpo.files import why_not_replaced
 from megatron_grpo.metrics.card import Card
 from megatron_grpo.parallel import collectives, state
 from megatron_grpo.run import hub
@@ -25,17 +26,20 @@ def run_export(parsed: Parsed) -> int:
     problems = [*parsed.problems, *([] if "output_dir" in cfg.typed else [_problem("output_dir", "export needs --output_dir.")])]
     if problems:
         raise ConfigError(problems)
+    out = Path(cfg.run.output_dir)
+    if wrong := why_not_replaced(out):
+        raise ConfigError([_problem("output_dir", f"output_dir: {wrong}")])
     if cfg.run.resume not in ("auto", "never"):
         cfg = settings_of_checkpoint(cfg, Path(cfg.run.resume))
-        export_checkpoint(cfg, find_model(cfg.model.model, with_code=cfg.model.trust_remote_code))
+        export_checkpoint(cfg, _source(cfg, out))
         return EXIT_DONE
     if not (cfg.tuner.adapters and cfg.tuner.merge_lora and cfg.model.model):
         raise ConfigError([_problem("resume", "export needs --resume CHECKPOINT, or --model, --adapters and --merge_lora true.")])
-    out, model = Path(cfg.run.output_dir), find_model(cfg.model.model, with_code=cfg.model.trust_remote_code)
+    model = _source(cfg, out)
     repositories = hub.open_repositories(cfg, [out])
     merge_adapter(model, cfg.tuner.adapters, out)
     describe(out, Card(kind="merged", cfg=cfg, source=model))
-    print(f"Done: {out.resolve()}", flush=True)
+    print(_done(out, "merged model"), flush=True)
     hub.push(repositories)
     return EXIT_DONE
 
@@ -54,15 +58,28 @@ def export_checkpoint(cfg: Config, model: Path) -> None:
         adapters = choose_tuner(cfg, chunks, exchange)
         load_weights(chunks, Path(cfg.run.resume))
         out, card = Path(cfg.run.output_dir), card_of(Path(cfg.run.resume), model)
-        repositories = hub.open_repositories(cfg, [out, *([merged_folder(out)] if adapters and cfg.tuner.merge_lora else [])])
-        export_model(exchange, exchange.tensors(chunks), adapters, out, cfg=cfg, source=model, card=card)
+        repositories = hub.open_repositories(cfg, [out])
+        export_model(exchange, exchange.tensors(chunks), adapters, out, cfg=cfg, source=model, card=card, merged=out)
         is_first = collectives.rank() == 0
         if is_first:
-            print(f"Done: {out.resolve()}", flush=True)
+            kind = "model" if adapters is None else "merged model" if cfg.tuner.merge_lora else "adapter"
+            print(_done(out, kind), flush=True)
     finally:
         state.stop()
     if is_first:  # the others need not wait for it
         hub.push(repositories)
+
+
+def _source(cfg: Config, out: Path) -> Path:
+    """The model's directory, which the export does not take the place of."""
+    model = find_model(cfg.model.model, with_code=cfg.model.trust_remote_code)
+    if out.resolve() in [Path(one).resolve() for one in (model, cfg.tuner.adapters) if one]:
+        raise ConfigError([_problem("output_dir", f"output_dir ({out}) is what the export is made of. Name another directory.")])
+    return model
+
+
+def _done(out: Path, kind: str) -> str:
+    return f"Done: {out.resolve()} (the {kind})"
 
 
 def card_of(directory: Path, model: Path) -> Card:

@@ -12,11 +12,11 @@ import socket
 from pathlib import Path
 from typing import Any
 
+from megatron_grpo.checkpoint.written import LOCK as NAME
 from megatron_grpo.errors import ConfigError, Problem
 from megatron_grpo.run.peers import Process
 
 logger = logging.getLogger(__name__)
-NAME = "run.lock"
 # Some network file systems have no locks. There the note in the file has to do.
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 

@@ -7,6 +7,7 @@ together, files, threads. A program beyond one of these is killed, a few hundred
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import secrets
@@ -20,6 +21,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import cache
 from itertools import islice
 from pathlib import Path
 
@@ -30,6 +32,7 @@ _SHOWN = 16 << 20  # bytes of output that are looked at
 _STARTUP = 5.0  # seconds for the interpreter itself, on a machine that is busy
 _LOOK = 0.02  # seconds between two looks at what a program has used
 _BYTES, _ENTRIES, _THREADS = 128 << 20, 1000, 256  # what it may write, leave in its directory, and have
+_PREFIX = "megatron_grpo_code_"  # of directories; then the id of the process
 _LONGEST_LINE = 4 << 20  # bytes of one answer: a value to compare
 
 
@@ -245,29 +248,70 @@ print("held")
 
 @contextmanager
 def _directory() -> Iterator[str]:
-    """A directory for one program, removed with whatever is in it."""
-    root = tempfile.mkdtemp(prefix="megatron_grpo_code_")
-    folder = os.path.join(root, "work")
-    os.mkdir(folder)
+    """A directory for one program, removed with whatever is in it; where this process is killed, by the next one that makes some."""
+    _sweep()
+    while True:
+        root = tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}_")
+        try:
+            handle = _locked(root)
+        except (BlockingIOError, FileNotFoundError):  # who sweeps, and does not see this process, was quicker
+            continue
+        except OSError:  # this file system has no locks, so nobody sweeps there
+            handle = os.open(root, os.O_RDONLY)
+        if os.path.isdir(root):
+            break
+        os.close(handle)
     try:
+        folder = os.path.join(root, "work")
+        os.mkdir(folder)
         yield folder
     finally:
-        _remove(root, folder)
+        _remove(root)
+        os.close(handle)
 
 
-def _remove(root: str, folder: str) -> None:
+def _locked(root: str) -> int:
+    """A handle of the directory, which is this process's as long as it is open. Raises OSError where another one has it."""
+    handle = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(handle)
+        raise
+    return handle
+
+
+@cache
+def _sweep() -> None:
+    """Removes directories of this user's processes that were killed: their ids are nobody's, and nobody holds their locks."""
+    for root in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*_*"):
+        owner = root.name.removeprefix(_PREFIX).partition("_")[0]
+        with suppress(OSError):
+            if not owner.isdecimal() or root.lstat().st_uid != os.geteuid():
+                continue
+            with suppress(ProcessLookupError):
+                os.kill(int(owner), 0)
+                continue
+            handle = _locked(str(root))
+            _remove(str(root))
+            os.close(handle)
+
+
+def _remove(root: str) -> None:
     """Level by level: a program can nest directories deeper than a path is long, where shutil.rmtree runs out of stack and descriptors.
 
     What is found inside a directory moves up to `root`, then it is looked into. No link is followed. The program has ended.
     """
-    waiting = [folder]
+    waiting: list[str] = []
+    with suppress(OSError):
+        waiting = [entry.path for entry in os.scandir(root)]
     for directory in waiting:  # grows
         with suppress(OSError):
             os.chmod(directory, 0o700)
             for entry in list(os.scandir(directory)):
                 if entry.is_dir(follow_symlinks=False):
                     os.chmod(entry.path, 0o700)
-                    waiting.append(os.path.join(root, str(len(waiting))))
+                    waiting.append(os.path.join(root, secrets.token_hex(8)))
                     os.rename(entry.path, waiting[-1])
                 else:
                     os.unlink(entry.path)
