@@ -70,7 +70,7 @@ from megatron_grpo.rollout.turns import TurnEngine
 from megatron_grpo.rollouts import Asker, KlPenalty, Rollouts, Teacher
 from megatron_grpo.settings.best import is_greater_better, metric_of
 from megatron_grpo.settings.config import Config, GrpoConfig
-from megatron_grpo.settings.evaluation import PENALTIES, how_evaluated, longest_completion, score_of
+from megatron_grpo.settings.evaluation import how_evaluated, longest_completion, most_of, score_of
 from megatron_grpo.settings.turns import rules_in_words
 from megatron_grpo.settings.write import write_config
 from megatron_grpo.sync import MakesRoom, Publisher, Restoring
@@ -221,7 +221,7 @@ def build_evaluator(cfg: Config, inputs: Looked, sampler: Sampler, judge: Judge,
         sampling=sampling_of(training, how_evaluated(cfg)),
         score=score_of(cfg, judge.names),
         pass_threshold=cfg.eval.eval_pass_threshold,
-        penalties=[name for spec, name in zip(cfg.rewards.reward_funcs, judge.names) if spec in PENALTIES],
+        most=most_of(cfg),
         seed=cfg.eval.eval_seed,
         episodes=rules_in_words(cfg),
     )

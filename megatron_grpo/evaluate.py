@@ -7,7 +7,7 @@ same every time. So a run draws the same whether it is evaluated or not, and two
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -30,8 +30,8 @@ class Question:
     sets: Mapping[str, Sequence[Prompt]]  # by name
     sampling: SamplingSettings
     score: str  # the reward function that counts, or SUM
-    pass_threshold: float | None = None  # a completion is right from it on; None: where rewards are 1, penalties 0
-    penalties: Collection[str] = ()  # rewards of which 0 is the most
+    pass_threshold: float | None = None  # a completion is right from it on; None: from 1, or from the sum of `most`
+    most: Sequence[float] = ()  # of SUM: what each reward that applies adds to that
     seed: int = 0
     episodes: str = ""  # who answers between turns, and by which rules; "" where a prompt gets one answer
 
@@ -86,32 +86,28 @@ class Evaluator:
         mine = {place: Verdict.of(one) for place, one in zip(places, scored, strict=True)}
         found = {place: row for part in collectives.from_all(mine) for place, row in part.items()}
         rows = [found[place] for place in range(len(prompts))]
-        names, score = self.judge.names, self.question.score
+        names, asked = self.judge.names, self.question
         rewards = np.array(
             [[[np.nan if value is None else value for value in one] for one in row.rewards] for row in rows], dtype=np.float64
         ).reshape(len(prompts), n, len(names))
-        scores, threshold = self._scores(rewards)
+        right: float | np.ndarray = 1.0
+        if asked.score == SUM:
+            scores = total_rewards(rewards, self.judge.reward_weights)
+            right = total_rewards(np.where(np.isnan(rewards), np.nan, 1.0), asked.most) - 1e-9
+        else:
+            scores = rewards[:, :, names.index(asked.score)]
         return Evaluated(
             name=name,
             n=n,
-            temperature=self.question.sampling.temperature,
-            score=score,
-            question=self.question.digest(name) + (f" {self.judge.reward_weights}" if score == SUM else ""),
+            temperature=asked.sampling.temperature,
+            score=asked.score,
+            question=asked.digest(name) + (f" {self.judge.reward_weights}" if asked.score == SUM else ""),
             rows=[prompt.row for prompt in prompts],
             scores=scores,
-            pass_threshold=threshold,
-            others=_means(names, rewards, rows, at_least=1.0 if score == SUM else self.question.pass_threshold or 1.0),
+            pass_threshold=right if asked.pass_threshold is None else asked.pass_threshold,
+            others=_means(names, rewards, rows),
             table=self._table(dict(zip(places, scored, strict=True))),
         )
-
-    def _scores(self, rewards: np.ndarray) -> tuple[np.ndarray, float | np.ndarray]:
-        """(what counts, from what on it is right), of rewards [P, n, functions]."""
-        asked, weights = self.question, self.judge.reward_weights
-        if asked.score != SUM:
-            return rewards[:, :, self.judge.names.index(asked.score)], 1.0 if asked.pass_threshold is None else asked.pass_threshold
-        most = [max(0.0, weight) * (name not in asked.penalties) for name, weight in zip(self.judge.names, weights, strict=True)]
-        full = total_rewards(np.where(np.isnan(rewards), np.nan, 1.0), most) - 1e-9
-        return total_rewards(rewards, weights), full if asked.pass_threshold is None else asked.pass_threshold
 
     def _table(self, mine: Mapping[int, ScoredGroup]) -> dict[str, list[Any]]:
         """All completions by column, in the order of the prompts, on rank 0. Collective."""
@@ -127,13 +123,13 @@ class Evaluator:
         return {**said_in(scored.group), **rewards, **counted_in(scored.group)}
 
 
-def _means(names: Sequence[str], rewards: np.ndarray, rows: Sequence[Verdict], at_least: float) -> dict[str, float]:
+def _means(names: Sequence[str], rewards: np.ndarray, rows: Sequence[Verdict]) -> dict[str, float]:
     """Means over completions: of every reward that applies anywhere, of lengths, and of those that ran into their limit. Of episodes also
-    their turns, and how many failed. at_least: of several rewards, from which on one is right."""
+    their turns, and how many failed. Of several rewards also how often each is 1 or more."""
     given = {name: values[~np.isnan(values)] for name, values in zip(names, np.moveaxis(rewards, -1, 0), strict=True)}
     means = {name: float(values.mean()) for name, values in given.items() if len(values)}
     if len(names) > 1:
-        means |= {EACH + name: float((given[name] >= at_least).mean()) for name in means}
+        means |= {EACH + name: float((given[name] >= 1.0).mean()) for name in means}
     means["mean_length"] = float(np.mean([length for row in rows for length in row.num_drawn]))
     means["clipped_ratio"] = float(np.mean([is_cut for row in rows for is_cut in row.is_truncated]))
     episodes = [episode for row in rows for episode in row.episodes]

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 MARK = "megatron_grpo.json"  # in each folder that a command of this program wrote: which command, and what of the folder is its own
-PAINTER, MOST_DRAWN = "megatron_grpo", 1 << 26  # what a picture of ours says of who drew it; bytes, more than one has
+PAINTER = "megatron_grpo"  # what a picture of ours says of who drew it
 
 
 @contextmanager
@@ -60,25 +60,16 @@ def mark_of(folder: Path) -> dict[str, Any]:
 
 def why_not_replaced(folder: Path) -> str | None:
     """What speaks against writing a whole directory in the place of `folder`: only one that `directory_whole` wrote is replaced."""
-    if folder.is_symlink() and not folder.exists():
-        return f"{folder} is a link to {os.readlink(folder)}, which is not there. Restore that, or name another directory."
     if not folder.exists() or (folder.is_dir() and ("files" in mark_of(folder) or not any(folder.iterdir()))):
         return None
-    what = f"holds {min(one.name for one in folder.iterdir())}, which no export of this program wrote" if folder.is_dir() else "is a file"
-    return f"{folder} {what}; it is left alone. Name another directory."
+    what = f"holds {min(os.listdir(folder))}, which no export of this program wrote" if folder.is_dir() else "is a file"
+    return f"output_dir: {folder} {what}; it is left alone. Name another directory."
 
 
 def why_not_drawn(path: Path) -> str | None:
     """What speaks against drawing a picture into this file: only one that this program drew is replaced."""
-    size = path.stat().st_size if path.is_file() else MOST_DRAWN
-    if not path.exists() or not size or (size < MOST_DRAWN and PAINTER.encode() in path.read_bytes()):
-        return None
-    return f"{path} is there, and is no picture that this program drew; it is left alone. Name another file."
-
-
-def painted(path: str | Path) -> dict[str, str]:
-    """What matplotlib's `metadata` of a picture is to say, by the suffix of its file."""
-    return {"Software" if Path(path).suffix in ("", ".png") else "Creator": PAINTER}
+    is_ours = not path.exists() or (path.is_file() and PAINTER.encode() in path.read_bytes())
+    return None if is_ours else f"{path} is there, and is no picture that this program drew; it is left alone. Name another file."
 
 
 @contextmanager

@@ -27,12 +27,12 @@ WRITTEN_BY_A_RUN = {
     "tensorboard": ("events.*",),
     "watchdog": ("*.txt",),
 }  # fmt: skip
-_EXPORTS = ("hf", "hf_merged")
+_NAMES, _EXPORTS = tuple(WRITTEN_BY_A_RUN), ("hf", "hf_merged")
 
 
 def holds_run(output_dir: str | Path) -> bool:
-    """Whether `output_dir` holds what an earlier run wrote, or what a run would replace."""
-    return next(_written(Path(output_dir)), None) is not None
+    """Whether `output_dir` holds what an earlier run wrote of itself."""
+    return next(_written(Path(output_dir), _NAMES[2:]), None) is not None
 
 
 def start_afresh(output_dir: str | Path) -> None:
@@ -50,7 +50,7 @@ def start_afresh(output_dir: str | Path) -> None:
                 emptied.rmdir()
 
 
-def _written(out: Path, names: Collection[str] = tuple(WRITTEN_BY_A_RUN)) -> Iterator[Path]:
+def _written(out: Path, names: Collection[str] = _NAMES) -> Iterator[Path]:
     """What there is by the names of a run; of an export, what its mark lists."""
     for name in names:
         path, patterns = out / name, WRITTEN_BY_A_RUN[name]
@@ -62,7 +62,7 @@ def _written(out: Path, names: Collection[str] = tuple(WRITTEN_BY_A_RUN)) -> Ite
                 yield found
 
 
-def why_not_written(out: Path, command: str = RUN, names: Collection[str] = tuple(WRITTEN_BY_A_RUN)) -> str | None:
+def why_not_written(out: Path, command: str = RUN, names: Collection[str] = _NAMES) -> str | None:
     """What speaks against writing files of these names, as `command` does: what is theirs is replaced only where `command` wrote before."""
     for name in names:
         path, is_folder = out / name, bool(WRITTEN_BY_A_RUN[name])

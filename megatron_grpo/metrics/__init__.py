@@ -215,7 +215,7 @@ class Metrics:
         for name in [name for name in self._history if plots.is_held_out(name)]:
             del self._history[name]
         self._history |= curves
-        self._display.show(**{name: points[-1][1] for name, points in curves.items() if plots.is_headline(name)})
+        self._display.show(**{name: points[-1][1] for name, points in curves.items()})
 
 
 def _mean(values: Sequence[Any]) -> Any:

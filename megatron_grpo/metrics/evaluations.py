@@ -83,20 +83,13 @@ def score_in(record: Numbers) -> tuple[str, float | None]:
 
 
 def curves_in(records: Iterable[Numbers]) -> dict[str, list[tuple[int, float]]]:
-    """{curve: its points (step, score)}, for plots; of several rewards also those of each, `CURVE: REWARD`."""
+    """{curve: its points (step, score)}, for plots."""
     curves: dict[str, list[tuple[int, float]]] = {}
     for record in records:
         name, score = score_in(record)
-        each = {f"{curve_of(name)}: {reward}": record.get(reward) for reward in each_in(record)}
-        for curve, value in {curve_of(name): score, **each}.items():
-            if value is not None:
-                curves.setdefault(curve, []).append((record["step"], value))
+        if score is not None:
+            curves.setdefault(curve_of(name), []).append((record["step"], score))
     return curves
-
-
-def each_in(record: Numbers) -> list[str]:
-    """The rewards of which a line of evaluations.jsonl tells besides its score."""
-    return [name.removeprefix(EACH) for name in record if name.startswith(EACH)]
 
 
 def compared(before: Numbers, after: Numbers) -> list[tuple[str, float, float]]:
@@ -119,20 +112,14 @@ class Evaluations:
         self._file = Records(folder / "evaluations.jsonl")
         self._courtesy = Courtesy()
 
-    def start(self, step: int | None = None) -> None:
-        """Reads what is there; forgets what is beyond so many optimizer steps."""
-        if step is None:
-            self.records = self._file.keep_until(sys.maxsize)
-            return
+    def start(self, step: int = sys.maxsize) -> None:
+        """Reads what is there; forgets what is beyond so many optimizer steps; warns where a line has been lost."""
         self._keep_until(step)
         for directory in self._directories():
             there = {record["step"] for record in self.records if score_in(record)[0] == directory.name}
             lacking = {line["step"] for line in Records(directory / "prompts.jsonl").all()} - there
             if lacking:
-                logger.warning(
-                    "%s has no line of %s after optimizer steps %s: it was cut or removed. They are not written again.",
-                    self._file.path, directory.name, ", ".join(map(str, sorted(lacking))),
-                )  # fmt: skip
+                logger.warning("%s has no line of %s at step %s: it was cut or removed", self._file.path, directory.name, sorted(lacking))
 
     def _keep_until(self, step: int) -> None:
         self.records = self._file.keep_until(step)
@@ -202,16 +189,14 @@ def in_words(records: Sequence[Numbers]) -> tuple[str, list[str], list[list[str]
     first = next((record["change/since"] for record in records if "change/since" in record), "")
     since = f" since step {first}" if isinstance(first, int) else f" from {first}" if first else ""
     passes = sorted({int(name[5:]) for record in records for name in record if re.fullmatch(r"pass@\d+", name)})
+    each = dict.fromkeys(name.removeprefix(EACH) for record in records for name in record if name.startswith(EACH))
     figures: dict[str, list[str]] = {
         "prompts": [f"{record['num_prompts']:,}" for record in records],
-        "score": [f"{record['score']}" if each_in(record) else "" for record in records],
+        "score": [str(record["score"]) if each else "" for record in records],
         "mean": [f"{_mean(record)} ± {_mean(record, '/stderr')}" for record in records],
         "seed alone": [f"± {_mean(record, '/stderr_seed')}" if record["n"] > 1 else "" for record in records],
         **{f"pass@{k}": [_number(record.get(f"pass@{k}")) for record in records] for k in passes},
-        **{
-            reward: [f"{_number(record.get(reward))}, pass@1 {_number(record.get(EACH + reward))}" for record in records]
-            for reward in dict.fromkeys(reward for record in records for reward in each_in(record))
-        },
+        **{one: [f"{_number(record.get(one))}, pass@1 {_number(record.get(EACH + one))}" for record in records] for one in each},
         f"change{since}": [_change_in_words(record) for record in records],
         "tokens": [_number(record.get("mean_length")) for record in records],
         "unscored": [f"{record['unscored']:,}" if record["unscored"] else "" for record in records],

@@ -77,21 +77,16 @@ def plotted(record: Mapping[str, Any]) -> list[str]:
 
 
 def is_held_out(name: str) -> bool:
-    """Whether a curve is of evaluations (`metrics.evaluations.curves_in`)."""
-    return name.startswith("eval")
-
-
-def is_headline(name: str) -> bool:
-    """Whether it is the score of a set, not one of several rewards."""
-    return ": " not in name
+    """Whether a curve is that of evaluations of one set (`metrics.evaluations.curve_of`)."""
+    return name == "eval" or name.startswith("eval/")
 
 
 def _curves(plot: Plot, history: History) -> list[tuple[str, str, Sequence[tuple[int, float]]]]:
     """(name, label, points) of the curves that there are data for."""
     held_out = {name: f"held out{name.removeprefix('eval').replace('/', ': ')}" for name in history if plot.held_out and is_held_out(name)}
     means = {name: name[8:-5] for name in history if plot.held_out and name.startswith("rewards/")}
-    each = means if len(means) > 1 else {}
-    return [(name, label, history[name]) for name, label in {**plot.curves, **each, **held_out}.items() if history.get(name)]
+    curves = {**plot.curves, **(means if len(means) > 1 else {}), **held_out}
+    return [(name, label, history[name]) for name, label in curves.items() if history.get(name)]
 
 
 def _draw(directory: Path, plot: Plot, history: History) -> Path:

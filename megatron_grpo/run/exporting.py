@@ -23,23 +23,21 @@ from megatron_grpo.weights.shape import ModelShape
 def run_export(parsed: Parsed) -> int:
     """Writes to `output_dir`: of a checkpoint (`resume`), or of `model` with `adapters` and `merge_lora`. Returns the exit code."""
     cfg = parsed.config
-    problems = [*parsed.problems, *([] if "output_dir" in cfg.typed else [_problem("output_dir", "export needs --output_dir.")])]
-    if problems:
-        raise ConfigError(problems)
     out = Path(cfg.run.output_dir)
-    if wrong := why_not_replaced(out):
-        raise ConfigError([_problem("output_dir", f"output_dir: {wrong}")])
+    wrong = why_not_replaced(out) if "output_dir" in cfg.typed else "export needs --output_dir."
+    if problems := [*parsed.problems, *([_problem("output_dir", wrong)] if wrong else [])]:
+        raise ConfigError(problems)
     if cfg.run.resume not in ("auto", "never"):
         cfg = settings_of_checkpoint(cfg, Path(cfg.run.resume))
-        export_checkpoint(cfg, _source(cfg, out))
+        export_checkpoint(cfg, find_model(cfg.model.model, with_code=cfg.model.trust_remote_code))
         return EXIT_DONE
     if not (cfg.tuner.adapters and cfg.tuner.merge_lora and cfg.model.model):
         raise ConfigError([_problem("resume", "export needs --resume CHECKPOINT, or --model, --adapters and --merge_lora true.")])
-    model = _source(cfg, out)
+    model = find_model(cfg.model.model, with_code=cfg.model.trust_remote_code)
     repositories = hub.open_repositories(cfg, [out])
     merge_adapter(model, cfg.tuner.adapters, out)
     describe(out, Card(kind="merged", cfg=cfg, source=model))
-    print(_done(out, "merged model"), flush=True)
+    print(f"Done: {out.resolve()} (the merged model)", flush=True)
     hub.push(repositories)
     return EXIT_DONE
 
@@ -63,23 +61,11 @@ def export_checkpoint(cfg: Config, model: Path) -> None:
         is_first = collectives.rank() == 0
         if is_first:
             kind = "model" if adapters is None else "merged model" if cfg.tuner.merge_lora else "adapter"
-            print(_done(out, kind), flush=True)
+            print(f"Done: {out.resolve()} (the {kind})", flush=True)
     finally:
         state.stop()
     if is_first:  # the others need not wait for it
         hub.push(repositories)
-
-
-def _source(cfg: Config, out: Path) -> Path:
-    """The model's directory, which the export does not take the place of."""
-    model = find_model(cfg.model.model, with_code=cfg.model.trust_remote_code)
-    if out.resolve() in [Path(one).resolve() for one in (model, cfg.tuner.adapters) if one]:
-        raise ConfigError([_problem("output_dir", f"output_dir ({out}) is what the export is made of. Name another directory.")])
-    return model
-
-
-def _done(out: Path, kind: str) -> str:
-    return f"Done: {out.resolve()} (the {kind})"
 
 
 def card_of(directory: Path, model: Path) -> Card:

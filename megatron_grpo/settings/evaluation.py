@@ -83,6 +83,12 @@ def longest_completion(cfg: Config) -> int:
     return max(cfg.rollout.max_completion_length, asked or 0)
 
 
+def most_of(cfg: Config) -> list[float]:
+    """What each reward adds to the sum of a completion that is right: its weight, where it can be above 0."""
+    weights = cfg.rewards.reward_weights or [1.0] * len(cfg.rewards.reward_funcs)
+    return [max(0.0, weight) * (spec not in PENALTIES) for spec, weight in zip(cfg.rewards.reward_funcs, weights)]
+
+
 def score_of(cfg: Config, names: Sequence[str]) -> str:
     """What counts: SUM where several rewards train, else the one; "" where there is none, and nothing is evaluated.
 

@@ -250,18 +250,13 @@ print("held")
 def _directory() -> Iterator[str]:
     """A directory for one program, removed with whatever is in it; where this process is killed, by the next one that makes some."""
     _sweep()
-    while True:
-        root = tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}_")
-        try:
-            handle = _locked(root)
-        except (BlockingIOError, FileNotFoundError):  # who sweeps, and does not see this process, was quicker
-            continue
-        except OSError:  # this file system has no locks, so nobody sweeps there
-            handle = os.open(root, os.O_RDONLY)
-        if os.path.isdir(root):
-            break
-        os.close(handle)
+    new = tempfile.mkdtemp(prefix=".megatron_grpo_")
+    handle = os.open(new, os.O_RDONLY)
+    root = os.path.join(os.path.dirname(new), f"{_PREFIX}{os.getpid()}{os.path.basename(new)}")
     try:
+        with suppress(OSError):  # this file system has no locks, so nobody sweeps it
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        os.rename(new, root)
         folder = os.path.join(root, "work")
         os.mkdir(folder)
         yield folder
@@ -270,31 +265,19 @@ def _directory() -> Iterator[str]:
         os.close(handle)
 
 
-def _locked(root: str) -> int:
-    """A handle of the directory, which is this process's as long as it is open. Raises OSError where another one has it."""
-    handle = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(handle)
-        raise
-    return handle
-
-
 @cache
 def _sweep() -> None:
     """Removes directories of this user's processes that were killed: their ids are nobody's, and nobody holds their locks."""
-    for root in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*_*"):
-        owner = root.name.removeprefix(_PREFIX).partition("_")[0]
+    for root in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*.*"):
+        owner = Path("/proc", root.name.removeprefix(_PREFIX).partition(".")[0])
         with suppress(OSError):
-            if not owner.isdecimal() or root.lstat().st_uid != os.geteuid():
-                continue
-            with suppress(ProcessLookupError):
-                os.kill(int(owner), 0)
-                continue
-            handle = _locked(str(root))
-            _remove(str(root))
-            os.close(handle)
+            handle = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if os.fstat(handle).st_uid == os.geteuid() and not owner.exists():
+                    _remove(str(root))
+            finally:
+                os.close(handle)
 
 
 def _remove(root: str) -> None:
