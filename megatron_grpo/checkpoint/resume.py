@@ -18,7 +18,7 @@ from megatron_grpo.checkpoint.continuity import Difference, changes_since, probl
 from megatron_grpo.checkpoint.folder import POINTER, Folder, damage
 from megatron_grpo.checkpoint.manifest import FORMAT, MANIFEST, Manifest, Origin, read_manifest
 from megatron_grpo.checkpoint.samples import files_of_samples, unreadable
-from megatron_grpo.checkpoint.written import holds_run, lost_step, why_not_written
+from megatron_grpo.checkpoint.written import holds_run, why_not_begun_again, why_not_written
 from megatron_grpo.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
@@ -133,21 +133,15 @@ def find_checkpoints(
     if in_the_way:
         where = "is a file" if in_the_way == out else f"cannot be made: {in_the_way} is a file"
         raise _wrong(("output_dir",), f"output_dir ({out}) {where}. Name a folder.")
-    if wrong := why_not_written(out):
+    restart, own = launcher.restart(environ), _written_by(origin.job, out)
+    if wrong := why_not_written(out) or (why_not_begun_again(out) if restart or not overwrites else None):
         raise _wrong(("output_dir",), f"output_dir: {wrong}")
     found = Resume(output_dir=out, origin=origin)
-    restart, own = launcher.restart(environ), _written_by(origin.job, out)
     asked = "" if resume in ("auto", "never") else resume
     if overwrites and asked:
         raise _wrong(
             ("overwrite_output_dir", "resume"),
             f"overwrite_output_dir starts afresh and resume ({resume}) continues. Leave one of them out.",
-        )
-    if (restart or not overwrites) and (lost := lost_step(out)):
-        raise _wrong(
-            ("output_dir", "resume"),
-            f"output_dir ({out}) holds the records of a run that saved step {lost}, and {out / 'checkpoints'} holds no checkpoint. Restore "
-            "(mount) them, or begin again with --resume never --overwrite_output_dir, which removes the records.",
         )
     if overwrites or resume == "never":
         what = "overwrite_output_dir" if overwrites else "resume never"

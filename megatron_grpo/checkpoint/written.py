@@ -90,10 +90,15 @@ def claim(out: Path) -> None:
     mark(out, RUN, saved=max(Folder(out / "checkpoints").steps(), default=None))
 
 
-def lost_step(out: Path) -> int | None:
-    """The step that a run in `out` saved last, where none of its checkpoints is there any more."""
-    found = mark_of(out)
-    return found.get("saved") if found.get("command") == RUN and not Folder(out / "checkpoints").steps() else None
+def why_not_begun_again(out: Path) -> str | None:
+    """What speaks against replacing the records in `out`: their run saved checkpoints, and none of them is there."""
+    saved = mark_of(out).get("saved")
+    if not saved or Folder(out / "checkpoints").steps():
+        return None
+    return (
+        f"{out} holds the records of a run that saved step {saved}, and {out / 'checkpoints'} holds no checkpoint. Restore (mount) "
+        "them, or begin again with --resume never --overwrite_output_dir, which removes the records."
+    )
 
 
 def still_there(out: Path) -> None:

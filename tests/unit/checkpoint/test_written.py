@@ -9,7 +9,15 @@ import pytest
 
 from megatron_grpo.checkpoint.folder import Folder
 from megatron_grpo.checkpoint.resume import find_checkpoints
-from megatron_grpo.checkpoint.written import WRITTEN_BY_A_RUN, claim, holds_run, lost_step, start_afresh, still_there, why_not_written
+from megatron_grpo.checkpoint.written import (
+    WRITTEN_BY_A_RUN,
+    claim,
+    holds_run,
+    start_afresh,
+    still_there,
+    why_not_begun_again,
+    why_not_written,
+)
 from megatron_grpo.errors import ConfigError, RunError
 from megatron_grpo.files import MARK, mark, mark_of
 
@@ -118,7 +126,7 @@ def test_records_of_a_run_whose_checkpoints_are_gone_are_kept(tmp_path, lost):
     """Scratch is not mounted, and the job is started again."""
     as_a_run_leaves_it(tmp_path)
     mark(tmp_path, "train", saved=40)
-    assert lost_step(tmp_path) is None and Folder(tmp_path / "checkpoints").steps() == [100]
+    assert why_not_begun_again(tmp_path) is None and Folder(tmp_path / "checkpoints").steps() == [100]
     os.rename(tmp_path / "checkpoints", tmp_path / "elsewhere")
     if lost == "empty":
         (tmp_path / "checkpoints").mkdir()
