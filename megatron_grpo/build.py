@@ -18,9 +18,10 @@ from megatron_grpo.checkpoint.capsule import Capsules
 from megatron_grpo.checkpoint.content import TEACHER
 from megatron_grpo.checkpoint.facts import facts_of
 from megatron_grpo.checkpoint.opened import begin_with, copy_weights, load_weights
-from megatron_grpo.checkpoint.resume import settings_of, start_afresh
+from megatron_grpo.checkpoint.resume import settings_of
 from megatron_grpo.checkpoint.saving import Checkpoints
 from megatron_grpo.checkpoint.witness import Witness
+from megatron_grpo.checkpoint.written import claim, start_afresh, still_there
 from megatron_grpo.clock import Clock
 from megatron_grpo.data.chat import PromptEncoder
 from megatron_grpo.data.prompts import PromptStream
@@ -70,7 +71,7 @@ from megatron_grpo.rollout.turns import TurnEngine
 from megatron_grpo.rollouts import Asker, KlPenalty, Rollouts, Teacher
 from megatron_grpo.settings.best import is_greater_better, metric_of
 from megatron_grpo.settings.config import Config, GrpoConfig
-from megatron_grpo.settings.evaluation import how_evaluated, longest_completion, score_of
+from megatron_grpo.settings.evaluation import how_evaluated, longest_completion, most_of, score_of
 from megatron_grpo.settings.turns import rules_in_words
 from megatron_grpo.settings.write import write_config
 from megatron_grpo.sync import MakesRoom, Publisher, Restoring
@@ -221,6 +222,7 @@ def build_evaluator(cfg: Config, inputs: Looked, sampler: Sampler, judge: Judge,
         sampling=sampling_of(training, how_evaluated(cfg)),
         score=score_of(cfg, judge.names),
         pass_threshold=cfg.eval.eval_pass_threshold,
+        most=most_of(cfg),
         seed=cfg.eval.eval_seed,
         episodes=rules_in_words(cfg),
     )
@@ -348,7 +350,7 @@ def open_output(made: Plan, inputs: Inputs, parallel: ParallelState) -> Checkpoi
     if parallel.is_main:
         if inputs.resume.wipes:
             start_afresh(out)
-        out.mkdir(parents=True, exist_ok=True)
+        claim(out)
         write_config(cfg, out / "config.yaml")
         made.save(out / "plan.json")
     collectives.wait_for_all()
@@ -406,7 +408,7 @@ def build_journal(
         reward_weights=judge.reward_weights,
         tells_selection=cfg.grpo.dynamic_sample or cfg.grpo.oversample_ratio > 1,
         from_all=partial(collectives.from_all, group=parallel.dp_group),
-        watches=[lambda progress, found: gap(found)],
+        watches=[lambda progress, found: gap(found), *([lambda *_: still_there(out)] if parallel.is_main else [])],
     )
 
 

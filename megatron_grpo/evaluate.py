@@ -13,12 +13,13 @@ from typing import Any
 
 import numpy as np
 
+from megatron_grpo.grpo.advantages import total_rewards
 from megatron_grpo.judge import Judge
-from megatron_grpo.metrics.evaluations import Evaluated
+from megatron_grpo.metrics.evaluations import EACH, Evaluated
 from megatron_grpo.metrics.rollout import counted_in, joined, said_in
 from megatron_grpo.parallel import collectives
 from megatron_grpo.rollout.engine import Sampler, SamplingSettings
-from megatron_grpo.settings.evaluation import HowEvaluated
+from megatron_grpo.settings.evaluation import SUM, HowEvaluated
 from megatron_grpo.types import FAULTS, Group, Prompt, ScoredGroup, Verdict
 
 
@@ -28,8 +29,9 @@ class Question:
 
     sets: Mapping[str, Sequence[Prompt]]  # by name
     sampling: SamplingSettings
-    score: str  # the reward function that counts
-    pass_threshold: float = 1.0
+    score: str  # the reward function that counts, or SUM
+    pass_threshold: float | None = None  # a completion is right from it on; None: from 1, or from the sum of `most`
+    most: Sequence[float] = ()  # of SUM: what each reward that applies adds to that
     seed: int = 0
     episodes: str = ""  # who answers between turns, and by which rules; "" where a prompt gets one answer
 
@@ -84,19 +86,26 @@ class Evaluator:
         mine = {place: Verdict.of(one) for place, one in zip(places, scored, strict=True)}
         found = {place: row for part in collectives.from_all(mine) for place, row in part.items()}
         rows = [found[place] for place in range(len(prompts))]
+        names, asked = self.judge.names, self.question
         rewards = np.array(
             [[[np.nan if value is None else value for value in one] for one in row.rewards] for row in rows], dtype=np.float64
-        ).reshape(len(prompts), n, len(self.judge.names))
+        ).reshape(len(prompts), n, len(names))
+        right: float | np.ndarray = 1.0
+        if asked.score == SUM:
+            scores = total_rewards(rewards, self.judge.reward_weights)
+            right = total_rewards(np.where(np.isnan(rewards), np.nan, 1.0), asked.most) - 1e-9
+        else:
+            scores = rewards[:, :, names.index(asked.score)]
         return Evaluated(
             name=name,
             n=n,
-            temperature=self.question.sampling.temperature,
-            score=self.question.score,
-            question=self.question.digest(name),
+            temperature=asked.sampling.temperature,
+            score=asked.score,
+            question=asked.digest(name) + (f" {self.judge.reward_weights}" if asked.score == SUM else ""),
             rows=[prompt.row for prompt in prompts],
-            scores=rewards[:, :, self.judge.names.index(self.question.score)],
-            pass_threshold=self.question.pass_threshold,
-            others=_means(self.judge.names, rewards, rows),
+            scores=scores,
+            pass_threshold=right if asked.pass_threshold is None else asked.pass_threshold,
+            others=_means(names, rewards, rows),
             table=self._table(dict(zip(places, scored, strict=True))),
         )
 
@@ -116,8 +125,11 @@ class Evaluator:
 
 def _means(names: Sequence[str], rewards: np.ndarray, rows: Sequence[Verdict]) -> dict[str, float]:
     """Means over completions: of every reward that applies anywhere, of lengths, and of those that ran into their limit. Of episodes also
-    their turns, and how many failed."""
-    means = {name: float(np.nanmean(rewards[:, :, k])) for k, name in enumerate(names) if not np.isnan(rewards[:, :, k]).all()}
+    their turns, and how many failed. Of several rewards also how often each is 1 or more."""
+    given = {name: values[~np.isnan(values)] for name, values in zip(names, np.moveaxis(rewards, -1, 0), strict=True)}
+    means = {name: float(values.mean()) for name, values in given.items() if len(values)}
+    if len(names) > 1:
+        means |= {EACH + name: float((given[name] >= 1.0).mean()) for name in means}
     means["mean_length"] = float(np.mean([length for row in rows for length in row.num_drawn]))
     means["clipped_ratio"] = float(np.mean([is_cut for row in rows for is_cut in row.is_truncated]))
     episodes = [episode for row in rows for episode in row.episodes]

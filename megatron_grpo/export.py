@@ -15,7 +15,8 @@ import torch
 from megatron_grpo.checkpoint.content import base_problems, model_fingerprint
 from megatron_grpo.cleanup import CleanUp
 from megatron_grpo.errors import ConfigError
-from megatron_grpo.metrics.card import Card, write_card
+from megatron_grpo.files import mark, mark_of
+from megatron_grpo.metrics.card import CARD, CURVES, Card, write_card
 from megatron_grpo.metrics.courtesy import Courtesy
 from megatron_grpo.parallel import collectives
 from megatron_grpo.policy.exchange import WeightExchange
@@ -71,9 +72,11 @@ def export_model(
     cfg: Config,
     source: str | Path,
     card: Card,
+    merged: Path | None = None,
 ) -> None:
-    """Writes what was trained to `out`: a model, or an adapter; with merge_lora the model that both make goes to `out`_merged. Collective.
+    """Writes what was trained to `out`: a model, or an adapter. Collective.
 
+    merged: where merge_lora puts the model that adapter and base make (default: `out`_merged); where that is `out`, it is written alone.
     tensors: this rank's weights, complete. card: what their model cards say; its kind is filled in here.
     """
     dtype, expected = getattr(torch, cfg.model.torch_dtype), exchange.map.stored_names()
@@ -82,16 +85,16 @@ def export_model(
         export_hf(weights, out, source=source, dtype=dtype, expected=expected, max_shard_size=cfg.run.max_shard_size)
         describe(out, card)
         return
-    export_adapter(adapters.named(), out, source=source, config=adapters.config)
-    describe(out, replace(card, kind="adapter"))
-    lost = peft_leaves_out(adapters.settings, exchange.map.shape)
-    if lost and collectives.rank() == 0:
-        logger.warning("%s: %s", out, lost)
+    if not (cfg.tuner.merge_lora and merged == out):
+        export_adapter(adapters.named(), out, source=source, config=adapters.config)
+        describe(out, replace(card, kind="adapter"))
+        lost = peft_leaves_out(adapters.settings, exchange.map.shape)
+        if lost and collectives.rank() == 0:
+            logger.warning("%s: %s", out, lost)
     if cfg.tuner.merge_lora:
-        merged = exchange.stream(tensors, "merged", prepare=adapters.merged)
-        beside = merged_folder(out)
-        export_hf(merged, beside, source=source, dtype=dtype, expected=expected, max_shard_size=cfg.run.max_shard_size)
-        describe(beside, replace(card, kind="merged"))
+        weights, merged = exchange.stream(tensors, "merged", prepare=adapters.merged), merged or merged_folder(out)
+        export_hf(weights, merged, source=source, dtype=dtype, expected=expected, max_shard_size=cfg.run.max_shard_size)
+        describe(merged, replace(card, kind="merged"))
 
 
 def merged_folder(out: Path) -> Path:
@@ -103,6 +106,7 @@ def describe(out: Path, card: Card) -> None:
     """The model card of an export. The main rank writes; without it an export is whole all the same."""
     if collectives.rank() == 0:
         with Courtesy()(f"the model card in {out}"):
+            mark(out, "export", files=[*mark_of(out)["files"], CARD, CURVES])
             write_card(out, card)
 
 

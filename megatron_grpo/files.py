@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
+
+MARK = "megatron_grpo.json"  # in each folder that a command of this program wrote: which command, and what of the folder is its own
+PAINTER = "megatron_grpo"  # what a picture of ours says of who drew it
 
 
 @contextmanager
@@ -40,20 +44,49 @@ def write_whole(path: str | Path, text: str, *, durable: bool = False) -> None:
         stream.write(text.encode())
 
 
+def mark(folder: Path, command: str, **facts: Any) -> None:
+    """Says in `folder` that `command` wrote what it holds. files: the names, where others may lie beside them."""
+    write_whole(folder / MARK, json.dumps({"command": command, **facts}) + "\n")
+
+
+def mark_of(folder: Path) -> dict[str, Any]:
+    """What `mark` said; {} where there is no mark, or none that can be read."""
+    try:
+        found = json.loads((folder / MARK).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def why_not_replaced(folder: Path) -> str | None:
+    """What speaks against writing a whole directory in the place of `folder`: only one that `directory_whole` wrote is replaced."""
+    if not folder.exists() or (folder.is_dir() and ("files" in mark_of(folder) or not any(folder.iterdir()))):
+        return None
+    what = f"holds {min(os.listdir(folder))}, which no export of this program wrote" if folder.is_dir() else "is a file"
+    return f"output_dir: {folder} {what}; it is left alone. Name another directory."
+
+
+def why_not_drawn(path: Path) -> str | None:
+    """What speaks against drawing a picture into this file: only one that this program drew is replaced."""
+    is_ours = not path.exists() or (path.is_file() and PAINTER.encode() in path.read_bytes())
+    return None if is_ours else f"{path} is there, and is no picture that this program drew; it is left alone. Name another file."
+
+
 @contextmanager
-def directory_whole(path: str | Path, *, marker: str) -> Iterator[Path]:
+def directory_whole(path: str | Path) -> Iterator[Path]:
     """A directory to fill that becomes `path`, on the disk, when the block ends. If the block raises, `path` is what it was before.
 
-    marker: a file that everything of this kind has. FileExistsError where `path` is something else, unless it is an empty directory.
+    FileExistsError where `path` holds what did not come of here. What somebody has put beside files of ours stays.
     """
-    out = Path(path)
-    if out.exists() and (not out.is_dir() or (any(out.iterdir()) and not (out / marker).is_file())):
-        raise FileExistsError(f"{out} exists and has no {marker}; it is left alone. Name another directory.")
+    out = Path(path).resolve()  # a link to another disk stays one
+    if wrong := why_not_replaced(Path(path)):
+        raise FileExistsError(wrong)
     partial = out.parent / f".{out.name}.partial-{os.getpid()}"
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     try:
         yield partial
+        mark(partial, "export", files=sorted(file.name for file in partial.iterdir()))
         for file in partial.iterdir():
             file.chmod(partial.stat().st_mode & 0o666)  # as the user's umask has it: safetensors writes files for their owner alone
             sync(file)
@@ -62,6 +95,9 @@ def directory_whole(path: str | Path, *, marker: str) -> Iterator[Path]:
         if out.exists():
             os.replace(out, old)  # a directory can only be renamed onto an empty one
         os.replace(partial, out)
+        for theirs in set(os.listdir(old)) - {MARK, *mark_of(old).get("files", ())} if old.exists() else ():
+            if not (out / theirs).exists():
+                os.replace(old / theirs, out / theirs)
         sync(out.parent)
         shutil.rmtree(old, ignore_errors=True)
     finally:

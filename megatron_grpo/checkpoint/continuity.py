@@ -2,7 +2,7 @@
 
 refused    the checkpoint cannot be continued with another value
 between    may change where no rollout is under way, and is said; refused where rows wait that were sampled with the old value
-said       may change; printed once, as a difference, for the run is another one from here on
+said       may change; printed once, as a difference, for the run is another one from here on, or is cut for ranks in another way
 free       changes where and how fast the same is computed, or what is written beside it; nothing is said
 
 What a setting only names (a model, a data set, a reward file) is compared by its content.
@@ -59,17 +59,17 @@ _TABLE = {
         eval_pass_threshold eval_seed rollout_func eval_top_p eval_top_k eval_min_p eval_max_completion_length eval_generation_kwargs
         vllm_engine_kwargs megatron_extra_kwargs ref_model cast_lm_head_to_fp32 mcore_model
         teacher_model teacher_model_server teacher_kl_coef
+        world_size tensor_model_parallel_size pipeline_model_parallel_size virtual_pipeline_model_parallel_size
+        account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split pipeline_model_parallel_layout
+        microbatch_group_size_per_vp_stage decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers
+        context_parallel_size expert_model_parallel_size expert_tensor_parallel_size sequence_parallel
     """,
     "free": """
         bf16 async_generate stop_drain_seconds stop_after_minutes stop_before_end_seconds requeue merge_lora
         padded_vocab_multiple recompute_granularity recompute_method recompute_num_layers recompute_modules vit_gradient_checkpointing
         logprob_chunk_size pad_to_multiple_of
         moe_token_dispatcher_type
-        world_size tensor_model_parallel_size pipeline_model_parallel_size virtual_pipeline_model_parallel_size
-        account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split pipeline_model_parallel_layout
-        microbatch_group_size_per_vp_stage
-        decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers context_parallel_size expert_model_parallel_size
-        expert_tensor_parallel_size sequence_parallel distributed_timeout_minutes rank_heartbeat_timeout
+        distributed_timeout_minutes rank_heartbeat_timeout
         cp_comm_type moe_permute_fusion moe_shared_expert_overlap moe_enable_deepep
         micro_batch_size gradient_accumulation_steps steps_per_generation allow_unaligned_generation max_tokens_per_micro_batch
         vllm_tensor_parallel_size vllm_gpu_memory_utilization vllm_kv_cache_memory_mb vllm_max_model_len vllm_max_num_seqs

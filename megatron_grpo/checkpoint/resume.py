@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,6 +18,7 @@ from megatron_grpo.checkpoint.continuity import Difference, changes_since, probl
 from megatron_grpo.checkpoint.folder import POINTER, Folder, damage
 from megatron_grpo.checkpoint.manifest import FORMAT, MANIFEST, Manifest, Origin, read_manifest
 from megatron_grpo.checkpoint.samples import files_of_samples, unreadable
+from megatron_grpo.checkpoint.written import holds_run, why_not_begun_again, why_not_written
 from megatron_grpo.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
@@ -26,21 +26,6 @@ if TYPE_CHECKING:
     from megatron_grpo.settings.config import Config
 
 OURS = "grpo"  # what Megatron-Core knows nothing of lies in this directory of a checkpoint
-WRITTEN_BY_A_RUN = (
-    "checkpoints",
-    "completions",
-    "capsules",
-    "plots",
-    "hf",
-    "hf_merged",
-    "metrics.jsonl",
-    "evaluations.jsonl",
-    "evaluations",
-    "skipped.jsonl",
-    "schedule.jsonl",
-    "untold.json",
-    "tensorboard",
-)
 
 
 class Prompts(Protocol):
@@ -103,8 +88,8 @@ class Resume:
         if chosen.is_good:
             return "It is good: its weights have sampled and trained since."
         others = [one.manifest for one in self.candidates if one.manifest.is_good and one.manifest.step < chosen.step]
-        before = f" The last one that is: {others[0].directory} (--resume takes it)." if others else ""
-        return f"Nothing was trained on what its weights sampled yet, so it is not known to be good.{before}"
+        before = f" The last one of which it is known: {others[0].directory} (--resume takes it)." if others else ""
+        return f"As usual for the newest, it has no step after it yet that shows whether its weights train well.{before}"
 
 
 def judge_resume(
@@ -148,8 +133,10 @@ def find_checkpoints(
     if in_the_way:
         where = "is a file" if in_the_way == out else f"cannot be made: {in_the_way} is a file"
         raise _wrong(("output_dir",), f"output_dir ({out}) {where}. Name a folder.")
-    found = Resume(output_dir=out, origin=origin)
     restart, own = launcher.restart(environ), _written_by(origin.job, out)
+    if wrong := why_not_written(out) or (why_not_begun_again(out) if restart or not overwrites else None):
+        raise _wrong(("output_dir",), f"output_dir: {wrong}")
+    found = Resume(output_dir=out, origin=origin)
     asked = "" if resume in ("auto", "never") else resume
     if overwrites and asked:
         raise _wrong(
@@ -241,21 +228,6 @@ def _problems_inside(manifest: Manifest, prompts: Prompts | None, named: set[str
     except (OSError, ValueError, KeyError, EOFError):
         pass
     return [problem for problem in problems if not set(problem.flags) & (named - {"resume"})]
-
-
-def holds_run(output_dir: str | Path) -> bool:
-    """Whether `output_dir` holds what an earlier run wrote."""
-    return any((Path(output_dir) / name).exists() for name in WRITTEN_BY_A_RUN)
-
-
-def start_afresh(output_dir: str | Path) -> None:
-    """Removes what an earlier run wrote to `output_dir`, and nothing else. For one rank, before anything is built."""
-    for name in WRITTEN_BY_A_RUN:
-        path = Path(output_dir) / name
-        if path.is_dir():
-            shutil.rmtree(path)
-        else:
-            path.unlink(missing_ok=True)
 
 
 def settings_of(cfg: Config) -> dict[str, Any]:

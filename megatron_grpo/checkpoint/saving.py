@@ -28,8 +28,9 @@ from megatron_grpo.checkpoint.manifest import CONFIG, Manifest, facts
 from megatron_grpo.checkpoint.resume import OURS, Candidate, Resume, several, unusable
 from megatron_grpo.checkpoint.samples import file_of, files_of_samples, read_samples
 from megatron_grpo.checkpoint.writing import Task
+from megatron_grpo.checkpoint.written import RUN
 from megatron_grpo.errors import ConfigError, Problem
-from megatron_grpo.files import written_whole
+from megatron_grpo.files import mark, written_whole
 from megatron_grpo.parallel import collectives
 from megatron_grpo.types import Picture, Progress, Row, Sample
 
@@ -243,6 +244,7 @@ class Checkpoints:
         if describe is not None:
             files = describe(self.folder.being_written(save.step))
             self.folder.commit(save.step, save.facts, files)
+            mark(self.resume.output_dir, RUN, saved=save.step)
             if self.best is not None:
                 self.best.published(save.step)
             self.folder.retain(self.save_total_limit, newest=save.step, best=self.best.step if self.best else None)

@@ -15,6 +15,7 @@ from megatron_grpo.checkpoint.opened import layout_of
 from megatron_grpo.cleanup import CleanUp
 from megatron_grpo.data.chat import load_tokenizer
 from megatron_grpo.errors import EXIT_CRASH, EXIT_DONE, ConfigError, Problem
+from megatron_grpo.files import why_not_drawn
 from megatron_grpo.lookback.asked import Asked, Subject, read_asked
 from megatron_grpo.lookback.operations import ASIDE, LIMITS, Operation, Row, Side, alone, first_over, look_at, sequence_of
 from megatron_grpo.lookback.picture import Token, draw, drift_of, quantiles, worst_row, worst_tokens
@@ -93,6 +94,8 @@ def run_mismatch(argv: Sequence[str], parse: Callable[[Sequence[str]], Parsed]) 
     picture = _folder(asked, cfg) / f"step_{asked.subject.step:06d}.png"
     if not _can_write(picture.parent):
         raise ConfigError([Problem(flags=("output_dir",), message=f"{picture.parent} cannot be written. Name another --output_dir.")])
+    if "output_dir" in cfg.typed and (wrong := why_not_drawn(picture)):
+        raise ConfigError([Problem(flags=("output_dir",), message=f"output_dir: {wrong}")])
     with CleanUp() as clean_up:
         parallel = start_parallel(cfg, layout, content={"question": f"{asked.subject.name} {asked.row} {asked.num_rows}"})
         clean_up.add(state.stop)

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_grpo.files import written_whole
+from megatron_grpo.files import PAINTER, written_whole
 from megatron_grpo.lookback.operations import Operation, Row
 
 BINS = 40
@@ -103,7 +103,7 @@ def draw(
         axes.spines[["top", "right"]].set_visible(False)
     path.parent.mkdir(parents=True, exist_ok=True)
     with written_whole(path) as stream:
-        figure.savefig(stream, format="png")
+        figure.savefig(stream, format="png", metadata={"Software": PAINTER})
     return True
 
 

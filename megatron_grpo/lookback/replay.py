@@ -90,7 +90,7 @@ def _settings(capsule: Capsule, typed: Config) -> tuple[Config, Path, Path | Non
 def _read(setting: Setting, value: Any) -> Any:
     """A run's setting as it is read from a file: a capsule may come from a stranger, or from another version."""
     try:
-        return value if value == setting.default else read_value(setting, value)
+        return value if value == setting.default else read_value(setting, () if value == [] else value)
     except BadValue as bad:
         raise ConfigError([_problem("replay", f"of the capsule's settings, {setting.name} {bad}. Copy the capsule anew.")]) from None
 

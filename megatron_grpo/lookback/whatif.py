@@ -24,6 +24,7 @@ from megatron_grpo.checkpoint.resume import OURS
 from megatron_grpo.checkpoint.samples import read_samples
 from megatron_grpo.checkpoint.saving import RECORDED
 from megatron_grpo.errors import EXIT_DONE, ConfigError, Problem
+from megatron_grpo.files import why_not_drawn
 from megatron_grpo.grpo.adaptive import AdaptiveEntropy
 from megatron_grpo.grpo.loss import GrpoLoss
 from megatron_grpo.lookback.poison import finite
@@ -65,6 +66,8 @@ class AllowsAll:
 def run_whatif(argv: Sequence[str], parse: Callable[[Sequence[str]], Parsed]) -> int:
     """Returns the exit code."""
     asked = read_asked(argv, parse)
+    if asked.cfg.plan.png and (wrong := why_not_drawn(Path(asked.cfg.plan.png))):
+        raise ConfigError([Problem(flags=("png",), message=f"png: {wrong}")])
     told = whatif(asked)
     if collectives.rank() == 0:
         recorded = _recorded(asked)

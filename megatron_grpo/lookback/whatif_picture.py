@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_grpo.files import written_whole
+from megatron_grpo.files import PAINTER, written_whole
 
 PANELS = (
     ("cosine with the run's gradient", lambda one: one.cosine or 0.0),
@@ -38,5 +38,5 @@ def draw(told: Sequence[Any], path: Path, step: int) -> str:
     figure.suptitle(f"Optimizer step {step + 1} under other settings", fontsize=11)
     path.parent.mkdir(parents=True, exist_ok=True)
     with written_whole(path) as partial:
-        figure.savefig(partial, format="png", dpi=120)
+        figure.savefig(partial, format="png", dpi=120, metadata={"Software": PAINTER})
     return f"Picture: {path}"

@@ -83,7 +83,7 @@ class Metrics:
         for record in self._steps.all():
             self._remember(record["step"], record)
         self._skipped.keep_until(progress.step)
-        self.evaluations.start(progress.step)
+        self.evaluations.start(progress.step or -1)  # where nothing is saved, its first is gone too
         self._remember_evaluations()
         begin = Begin(output_dir=self.output_dir, config=self.config, first_step=progress.step + 1)
         for name in self._services:
@@ -205,7 +205,7 @@ class Metrics:
         self._completions = None
 
     def _remember(self, step: int, record: Mapping[str, Any]) -> None:
-        for name in plots.PLOTTED & record.keys():
+        for name in plots.plotted(record):
             value = plain(record[name])
             if value is not None:
                 self._history.setdefault(name, []).append((step, value))

@@ -153,7 +153,7 @@ def _records(card: Card, file: str) -> Iterable[dict[str, Any]]:
 def _draw(folder: Path, records: list[dict[str, Any]], evaluations: list[dict[str, Any]]) -> bool:
     history: dict[str, list[tuple[int, float]]] = {}
     for record in records:
-        for name in plots.PLOTTED & record.keys():
+        for name in plots.plotted(record):
             if isinstance(record[name], (int, float)):
                 history.setdefault(name, []).append((record["step"], record[name]))
     history |= curves_in(evaluations)

@@ -9,8 +9,10 @@ Rank 0 alone writes. docs/evaluation.md says what each number is.
 
 from __future__ import annotations
 
+import logging
 import math
 import re
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,7 +26,9 @@ from megatron_grpo.metrics.courtesy import Courtesy
 from megatron_grpo.metrics.records import Records, plain
 from megatron_grpo.settings.evaluation import ALONE, curve_of, ks
 
+logger = logging.getLogger(__name__)
 Numbers = Mapping[str, Any]
+EACH = "pass@1/"  # of one reward, where there are several
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -38,7 +42,7 @@ class Evaluated:
     question: str  # the same for two evaluations that asked the same of the same prompts
     rows: Sequence[int]  # of each prompt in its data set
     scores: np.ndarray  # float64 [P, n]; NaN where a completion has no score
-    pass_threshold: float
+    pass_threshold: float | np.ndarray  # [P, n]: of each completion
     others: Mapping[str, float] = field(default_factory=dict)  # further means: of every reward, of lengths
     table: Mapping[str, Sequence[Any]] = field(default_factory=dict)  # completions by column, on rank 0
 
@@ -108,11 +112,16 @@ class Evaluations:
         self._file = Records(folder / "evaluations.jsonl")
         self._courtesy = Courtesy()
 
-    def start(self, step: int | None = None) -> None:
-        """Reads what is there; forgets what is beyond so many optimizer steps."""
-        if step is None:
-            self.records = self._file.all() if self._file.path.exists() else []
-            return
+    def start(self, step: int = sys.maxsize) -> None:
+        """Reads what is there; forgets what is beyond so many optimizer steps; warns where a line has been lost."""
+        self._keep_until(step)
+        for directory in self._directories():
+            there = {record["step"] for record in self.records if score_in(record)[0] == directory.name}
+            lacking = {line["step"] for line in Records(directory / "prompts.jsonl").all()} - there
+            if lacking:
+                logger.warning("%s has no line of %s at step %s: it was cut or removed", self._file.path, directory.name, sorted(lacking))
+
+    def _keep_until(self, step: int) -> None:
         self.records = self._file.keep_until(step)
         for directory in self._directories():
             Records(directory / "prompts.jsonl").cut(step)
@@ -125,18 +134,19 @@ class Evaluations:
         """Writes one evaluation; returns its record, as it stands in the file. told: what else the record is to say; `model`, where
         weights are not told apart by steps alone."""
         if self.replaces and any(old["step"] == step and score_in(old)[0] == found.name for old in self.records):
-            self.start(step - 1)
+            self._keep_until(step - 1)
         prompts = Records(self.folder / "evaluations" / found.name / "prompts.jsonl")
+        prompts.cut(step - 1 if self.replaces else sys.maxsize)  # a run that was killed in this very evaluation may have left its line
         numbers = found.numbers()
         record = {"step": step, **numbers, **self._change(prompts, found), **told}
         record = {name: plain(value) for name, value in record.items()}
+        self._file.append(record)  # first: what later evaluations are compared with stands in it
+        self.records.append(record)
         means = [plain(mean) for mean in found.means]
         prompts.append({"step": step, "question": found.question, **told, "rows": list(found.rows), "means": means})
         if self.writes_completions and found.table:
             with self._courtesy(f"the completions of evaluations in {self.folder}"):
                 self._write(prompts.path.parent, step, found.table)
-        self._file.append(record)
-        self.records.append(record)
         return record
 
     def first_and_last(self) -> Iterable[tuple[dict[str, Any], dict[str, Any]]]:
@@ -179,11 +189,14 @@ def in_words(records: Sequence[Numbers]) -> tuple[str, list[str], list[list[str]
     first = next((record["change/since"] for record in records if "change/since" in record), "")
     since = f" since step {first}" if isinstance(first, int) else f" from {first}" if first else ""
     passes = sorted({int(name[5:]) for record in records for name in record if re.fullmatch(r"pass@\d+", name)})
+    each = dict.fromkeys(name.removeprefix(EACH) for record in records for name in record if name.startswith(EACH))
     figures: dict[str, list[str]] = {
         "prompts": [f"{record['num_prompts']:,}" for record in records],
+        "score": [str(record["score"]) if each else "" for record in records],
         "mean": [f"{_mean(record)} ± {_mean(record, '/stderr')}" for record in records],
         "seed alone": [f"± {_mean(record, '/stderr_seed')}" if record["n"] > 1 else "" for record in records],
         **{f"pass@{k}": [_number(record.get(f"pass@{k}")) for record in records] for k in passes},
+        **{one: [f"{_number(record.get(one))}, pass@1 {_number(record.get(EACH + one))}" for record in records] for one in each},
         f"change{since}": [_change_in_words(record) for record in records],
         "tokens": [_number(record.get("mean_length")) for record in records],
         "unscored": [f"{record['unscored']:,}" if record["unscored"] else "" for record in records],

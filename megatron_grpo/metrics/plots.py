@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import cycle
 from pathlib import Path
+from typing import Any
 
 from megatron_grpo.files import written_whole
 
@@ -23,14 +26,14 @@ class Plot:
     unit: str
     curves: Mapping[str, str]
     stacked: bool = False
-    held_out: bool = False  # with the scores of evaluations, a dotted curve for each set
+    held_out: bool = False  # with the means of several rewards, and the scores of evaluations, a dotted curve for each set
 
 
 # Every block of the run's clock. They sum to `time/step`.
 PARTS_OF_A_STEP = ("rollout", "reward", "old_logprobs", "ref_logprobs", "teacher", "train", "weight_sync", "eval", "checkpoint", "other")
 
 PLOTS = (
-    Plot(file="reward", title="Reward", unit="reward", curves={"reward": "training (mean of a rollout)"}, held_out=True),
+    Plot(file="reward", title="Reward", unit="reward", curves={"reward": "training (weighted sum, mean of a rollout)"}, held_out=True),
     Plot(
         file="length",
         title="Length of completions",
@@ -52,7 +55,7 @@ PLOTS = (
         curves={f"time/{name}": name.replace("_", " ") for name in PARTS_OF_A_STEP} | {"time/step": "whole step"},
     ),
 )
-PLOTTED = frozenset(name for plot in PLOTS for name in plot.curves)
+_PLOTTED = frozenset(name for plot in PLOTS for name in plot.curves)
 COLOURS = ("#2563a8", "#d1622b", "#3a8f5c", "#8a5aa8", "#b8892b", "#5b6770", "#c2407a", "#2aa5a0", "#c9ced3", "#111111")
 _warned = False
 
@@ -68,6 +71,11 @@ def refresh(output_dir: Path, history: History) -> list[Path]:
     return [_draw(output_dir / "plots", plot, history) for plot in PLOTS if _curves(plot, history)]
 
 
+def plotted(record: Mapping[str, Any]) -> list[str]:
+    """The numbers of an optimizer step that pictures show."""
+    return [name for name in record if name in _PLOTTED or re.fullmatch("rewards/.+/mean", name)]
+
+
 def is_held_out(name: str) -> bool:
     """Whether a curve is that of evaluations of one set (`metrics.evaluations.curve_of`)."""
     return name == "eval" or name.startswith("eval/")
@@ -76,7 +84,9 @@ def is_held_out(name: str) -> bool:
 def _curves(plot: Plot, history: History) -> list[tuple[str, str, Sequence[tuple[int, float]]]]:
     """(name, label, points) of the curves that there are data for."""
     held_out = {name: f"held out{name.removeprefix('eval').replace('/', ': ')}" for name in history if plot.held_out and is_held_out(name)}
-    return [(name, label, history[name]) for name, label in {**plot.curves, **held_out}.items() if history.get(name)]
+    means = {name: name[8:-5] for name in history if plot.held_out and name.startswith("rewards/")}
+    curves = {**plot.curves, **(means if len(means) > 1 else {}), **held_out}
+    return [(name, label, history[name]) for name, label in curves.items() if history.get(name)]
 
 
 def _draw(directory: Path, plot: Plot, history: History) -> Path:
@@ -117,7 +127,7 @@ def _fill(axes, plot: Plot, history: History) -> None:
     if plot.stacked:
         _stack(axes, curves)
     else:
-        for (name, label, points), colour in zip(curves, COLOURS, strict=False):
+        for (name, label, points), colour in zip(curves, cycle(COLOURS)):
             _line(axes, points, label, colour, dotted=is_held_out(name))
     axes.set(title=plot.title, xlabel="optimizer step", ylabel=plot.unit)
     axes.grid(color="#e4e7ea", linewidth=0.8)

@@ -7,7 +7,7 @@ import logging
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,32 +48,44 @@ class Records:
         return self.all()
 
     def all(self) -> list[dict[str, Any]]:
-        """Oldest first; a line that is being written is left out. None without a file."""
+        """Oldest first; a line that is being written is left out, and so is one that cannot be read, which is said. None without a file."""
         if not self.path.exists():
             return []
         with self.path.open("rb") as lines:
-            return [record for line in lines if (record := _parse(line)) is not None]
+            read = [(number, line, _parse(line)) for number, line in enumerate(lines, 1)]
+        self._warn([number for number, line, record in read if record is None and line.endswith(b"\n")])
+        return [record for _, _, record in read if record is not None]
 
     def cut(self, step: int) -> None:
-        """Drops records of steps beyond `step`, and a last line cut short by a kill. Holds one line at a time."""
+        """Drops records of steps beyond `step`, a last line cut short by a kill, and, which is said, lines that cannot be read. Holds one
+        line at a time."""
         self._first = self._last = self._num_steps = 0
         if not self.path.exists():
             return
         kept_until = num_kept = num_bytes = 0
+        garbled = []
         with self.path.open("rb") as lines:
-            for line in lines:
+            for number, line in enumerate(lines, 1):
                 num_bytes += len(line)
                 of = _step_of(line)
+                if of is None and line.endswith(b"\n"):
+                    garbled.append(number)
                 if of is not None and of <= step:
                     num_kept += len(line)
                     kept_until = num_bytes
                     self._count(of)
+        self._warn(garbled)
         if num_kept == kept_until:
             if kept_until < num_bytes:
                 os.truncate(self.path, kept_until)
             return
         with self.path.open("rb") as lines, written_whole(self.path) as stream:
             stream.writelines(line for line in lines if (of := _step_of(line)) is not None and of <= step)
+
+    def _warn(self, garbled: Sequence[int]) -> None:
+        if garbled:
+            numbers = f"{', '.join(map(str, garbled[:5]))}{' ...' if len(garbled) > 5 else ''}"
+            logger.warning("%s: what is on line %s cannot be read, and is left out", self.path, numbers)
 
     def _count(self, step: int) -> None:
         if not self._num_steps:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from megatron_grpo.errors import ConfigError, Problem
+from megatron_grpo.files import PAINTER
 from megatron_grpo.planning.figure import draw, legend
 
 if TYPE_CHECKING:
@@ -40,6 +41,6 @@ def draw_png(made: Plan, path: str) -> None:
             figure.text(*at, segment.text, family="monospace", size=POINTS, weight="bold" if style.bold else None, color=ink, va="center")
             column += segment.cell_length
     try:
-        figure.savefig(path)
+        figure.savefig(path, metadata={"Creator" if path.endswith((".svg", ".pdf", ".ps", ".eps")) else "Software": PAINTER})
     except ValueError as error:
         raise ConfigError([Problem(flags=("png",), message=f"png: {path} cannot be written: {error}.")]) from error

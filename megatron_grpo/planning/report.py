@@ -305,7 +305,7 @@ def _to_paste(flags: str, width: int) -> str:
 def trainable(cost: dict[str, Any]) -> str:
     """How much of the model trains, in a line."""
     some, all_ = cost["trainable_parameters"], cost["parameters"]
-    return f"trainable parameters: {counted(some)} of {counted(all_)} ({100 * some / all_:.2g} %)"
+    return f"trainable parameters: {counted(some)} of {counted(all_)} ({100 * some / all_:.3g} %)"
 
 
 def counted(value: int) -> str:

@@ -10,8 +10,10 @@ from typing import Any
 from megatron_grpo.build import ENGINES, answering, build_evaluator, build_loaded, start_parallel
 from megatron_grpo.checkpoint.manifest import read_manifest
 from megatron_grpo.checkpoint.opened import layout_of, settings_of_checkpoint
+from megatron_grpo.checkpoint.written import why_not_written
 from megatron_grpo.cleanup import CleanUp
 from megatron_grpo.errors import EXIT_DONE, ConfigError, Problem
+from megatron_grpo.files import mark
 from megatron_grpo.inputs import Looked, read_to_evaluate
 from megatron_grpo.judge import Judge
 from megatron_grpo.metrics.display import Display
@@ -29,7 +31,7 @@ from megatron_grpo.settings.evaluation import sets_of
 from megatron_grpo.sync import Publisher, Restoring
 from megatron_grpo.weights.fit import engine_problems
 
-_OF_A_RUN = ("metrics.jsonl", "checkpoints", "plan.json")
+_OF_A_RUN, _EVAL = ("metrics.jsonl", "checkpoints", "plan.json"), "eval"
 
 
 def run_eval(parsed: Parsed) -> int:
@@ -50,6 +52,7 @@ def run_eval(parsed: Parsed) -> int:
         take_output_dir(cfg, parallel, clean_up)
         display = Display() if parallel.is_main else None
         if display is not None:
+            mark(Path(cfg.run.output_dir), _EVAL)
             display.open()
             for note in looked.notes:
                 display.say(note)
@@ -70,6 +73,8 @@ def asked_for(parsed: Parsed) -> Config:
         out = cfg.run.output_dir
         message = f"output_dir ({out}) holds a run ({', '.join(there)}), whose evaluations are its own. Use another one: {out}-eval."
         problems.append(_problem("output_dir", message))
+    elif wrong := why_not_written(Path(cfg.run.output_dir), _EVAL, ("evaluations.jsonl", "evaluations")):
+        problems.append(_problem("output_dir", f"output_dir: {wrong}"))
     if not problems and _is_of_checkpoint(cfg):
         cfg = _without_other_sets(settings_of_checkpoint(cfg, Path(cfg.run.resume)), typed=cfg)
     elif cfg.tuner.adapters:

@@ -8,7 +8,8 @@ from megatron_grpo.build import choose_tuner, model_of, sharing_here, start_para
 from megatron_grpo.checkpoint.manifest import read_manifest
 from megatron_grpo.checkpoint.opened import layout_of, load_weights, settings_of_checkpoint
 from megatron_grpo.errors import EXIT_DONE, ConfigError, Problem
-from megatron_grpo.export import describe, export_model, merge_adapter, merged_folder
+from megatron_grpo.export import describe, export_model, merge_adapter
+from megatron_grpo.files import why_not_replaced
 from megatron_grpo.metrics.card import Card
 from megatron_grpo.parallel import collectives, state
 from megatron_grpo.run import hub
@@ -22,8 +23,9 @@ from megatron_grpo.weights.shape import ModelShape
 def run_export(parsed: Parsed) -> int:
     """Writes to `output_dir`: of a checkpoint (`resume`), or of `model` with `adapters` and `merge_lora`. Returns the exit code."""
     cfg = parsed.config
-    problems = [*parsed.problems, *([] if "output_dir" in cfg.typed else [_problem("output_dir", "export needs --output_dir.")])]
-    if problems:
+    out = Path(cfg.run.output_dir)
+    wrong = why_not_replaced(out) if "output_dir" in cfg.typed else "export needs --output_dir."
+    if problems := [*parsed.problems, *([_problem("output_dir", wrong)] if wrong else [])]:
         raise ConfigError(problems)
     if cfg.run.resume not in ("auto", "never"):
         cfg = settings_of_checkpoint(cfg, Path(cfg.run.resume))
@@ -31,11 +33,11 @@ def run_export(parsed: Parsed) -> int:
         return EXIT_DONE
     if not (cfg.tuner.adapters and cfg.tuner.merge_lora and cfg.model.model):
         raise ConfigError([_problem("resume", "export needs --resume CHECKPOINT, or --model, --adapters and --merge_lora true.")])
-    out, model = Path(cfg.run.output_dir), find_model(cfg.model.model, with_code=cfg.model.trust_remote_code)
+    model = find_model(cfg.model.model, with_code=cfg.model.trust_remote_code)
     repositories = hub.open_repositories(cfg, [out])
     merge_adapter(model, cfg.tuner.adapters, out)
     describe(out, Card(kind="merged", cfg=cfg, source=model))
-    print(f"Done: {out.resolve()}", flush=True)
+    print(f"Done: {out.resolve()} (the merged model)", flush=True)
     hub.push(repositories)
     return EXIT_DONE
 
@@ -54,11 +56,12 @@ def export_checkpoint(cfg: Config, model: Path) -> None:
         adapters = choose_tuner(cfg, chunks, exchange)
         load_weights(chunks, Path(cfg.run.resume))
         out, card = Path(cfg.run.output_dir), card_of(Path(cfg.run.resume), model)
-        repositories = hub.open_repositories(cfg, [out, *([merged_folder(out)] if adapters and cfg.tuner.merge_lora else [])])
-        export_model(exchange, exchange.tensors(chunks), adapters, out, cfg=cfg, source=model, card=card)
+        repositories = hub.open_repositories(cfg, [out])
+        export_model(exchange, exchange.tensors(chunks), adapters, out, cfg=cfg, source=model, card=card, merged=out)
         is_first = collectives.rank() == 0
         if is_first:
-            print(f"Done: {out.resolve()}", flush=True)
+            kind = "model" if adapters is None else "merged model" if cfg.tuner.merge_lora else "adapter"
+            print(f"Done: {out.resolve()} (the {kind})", flush=True)
     finally:
         state.stop()
     if is_first:  # the others need not wait for it

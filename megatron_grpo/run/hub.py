@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_grpo.errors import ConfigError, Problem, RunError, first_line, keep_secret, said_by
+from megatron_grpo.files import MARK
 from megatron_grpo.parallel import collectives
 from megatron_grpo.settings.config import Config
 
@@ -40,7 +41,7 @@ def push(repositories: dict[Path, str]) -> None:
     failures = []
     for folder, repository in repositories.items():
         try:
-            upload_folder(repo_id=repository, folder_path=folder, commit_message="Trained with megatron_grpo")
+            upload_folder(repo_id=repository, folder_path=folder, ignore_patterns=MARK, commit_message="Trained with megatron_grpo")
         except Exception as error:  # noqa: BLE001 - of HTTP, of files, of the client itself: the export is there all the same
             again = shlex.join(["hf", "upload", repository, str(folder.absolute()), "."])
             reason = said_by(error, first_line) or type(error).__name__

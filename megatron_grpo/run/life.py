@@ -13,6 +13,7 @@ from typing import Any
 from megatron_grpo import activity, launcher, train
 from megatron_grpo.build import build_run, start_parallel
 from megatron_grpo.checkpoint.opened import load_weights
+from megatron_grpo.checkpoint.written import still_there
 from megatron_grpo.cleanup import CleanUp
 from megatron_grpo.errors import EXIT_CRASH, EXIT_DONE, ConfigError, Interrupted, RunError
 from megatron_grpo.export import export_model, merged_folder
@@ -125,6 +126,8 @@ def train_and_export(
                     load_weights(policy.chunks, best)
                 export_model(policy.exchange, policy.tensors(), policy.adapters, exports(cfg)[0], cfg=cfg, source=inputs.model_path,
                              card=Card(cfg=cfg, source=inputs.model_path, run=Path(cfg.run.output_dir)))  # fmt: skip
+        if parallel.is_main:
+            still_there(Path(cfg.run.output_dir))
     except Interrupted:
         clean_up.add(run.journal.close)
         raise

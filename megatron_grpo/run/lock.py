@@ -12,12 +12,11 @@ import socket
 from pathlib import Path
 from typing import Any
 
-from megatron_grpo.checkpoint.resume import WRITTEN_BY_A_RUN
+from megatron_grpo.checkpoint.written import LOCK as NAME
 from megatron_grpo.errors import ConfigError, Problem
 from megatron_grpo.run.peers import Process
 
 logger = logging.getLogger(__name__)
-NAME = "run.lock"
 # Some network file systems have no locks. There the note in the file has to do.
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 
@@ -38,9 +37,8 @@ class OutputLock:
     def take(cls, output_dir: str | Path) -> OutputLock:
         """Makes the folder if need be. Raises ConfigError if another run holds it, or if nothing can be written there."""
         path = Path(output_dir) / NAME
-        ours = (path.parent, *(path.parent / name for name in WRITTEN_BY_A_RUN))
-        if gone := next((one for one in ours if one.is_symlink() and not one.exists()), None):
-            raise _refusal(f"{gone} is a link to {os.readlink(gone)}, which is not there. Remove the link, or make what it names.")
+        if (out := path.parent).is_symlink() and not out.exists():
+            raise _refusal(f"output_dir ({out}) is a link to {os.readlink(out)}, which is not there. Remove the link, or make what it names.")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)

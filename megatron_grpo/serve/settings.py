@@ -172,6 +172,8 @@ def _files(serve: ServeConfig) -> Iterator[Problem]:
             yield _problem("address_file", f"address_file ({path}) is a directory. Name a file in it, another one for each server.")
         elif not path.absolute().parent.is_dir() or not os.access(path.absolute().parent, os.W_OK):
             yield _problem("address_file", f"address_file ({path}): {path.absolute().parent} is no directory that can be written to.")
+        elif path.exists() and path.stat().st_size and not path.read_bytes().startswith(b"http"):
+            yield _problem("address_file", f"address_file ({path}) holds something else than an address. Name another file.")
 
 
 def _problem(flag: str, message: str) -> Problem:

@@ -69,11 +69,12 @@ def _rewards(cfg: Config) -> list[str]:
 
 
 def _held_out(cfg: Config) -> Iterator[str]:
-    n = how_evaluated(cfg).n
+    n, rewards = how_evaluated(cfg).n, _rewards(cfg)
+    each = [f"pass@1/{name}" for name in rewards if len(rewards) > 1]
     episodes = ["mean_turns", "failed"] if cfg.turns.plays else []
     for curve in map(curve_of, sets_of(cfg)):
         yield curve
-        for name in (f"mean@{n}", *(f"pass@{k}" for k in ks(n)), *_rewards(cfg), "mean_length", "clipped_ratio", *episodes):
+        for name in (f"mean@{n}", *(f"pass@{k}" for k in ks(n)), *rewards, *each, "mean_length", "clipped_ratio", *episodes):
             yield f"{curve}/{name}"
 
 

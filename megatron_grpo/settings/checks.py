@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_grpo.errors import Problem
+from megatron_grpo.files import why_not_drawn
 from megatron_grpo.settings import (
     ahead,
     begins,
@@ -223,3 +224,5 @@ def _files(cfg: Config) -> Iterator[tuner.Pair]:
         yield ("lengths",), f"lengths: {cfg.plan.lengths} is not a file. It holds a prompt and a completion length a line.", {}
     if cfg.plan.png and not Path(cfg.plan.png).parent.is_dir():
         yield ("png",), f"png: the directory of {cfg.plan.png} does not exist.", {}
+    elif cfg.plan.png and (wrong := why_not_drawn(Path(cfg.plan.png))):
+        yield ("png",), f"png: {wrong}", {}

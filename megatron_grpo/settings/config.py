@@ -98,7 +98,7 @@ class TunerConfig:
     vllm_enable_lora: bool | None = setting(
         None, "push the adapter alone (true) or merged weights (false); default: the adapter where vLLM has LoRA for the model"
     )
-    merge_lora: bool = setting(False, "export_hf writes the merged model besides the adapter")
+    merge_lora: bool = setting(False, "export_hf writes the merged model besides the adapter; `export` writes it alone")
     freeze_llm: bool = setting(False, "full, of a model that sees: its text model does not train")
     freeze_vit: bool = setting(True, "full, of a model that sees: its vision tower does not train, the aligner aside")
     freeze_aligner: bool = setting(True, "full, of a model that sees: what turns the tower's channels into the text model's does not train")
@@ -632,8 +632,10 @@ class EvalConfig:
     eval_generation_kwargs: dict[str, Any] = setting(
         {}, "more of vLLM's SamplingParams for them, penalties and structured_outputs too (default: those of training)"
     )
-    eval_reward: str | None = setting(None, "the reward function that is the score (default: the first)")
-    eval_pass_threshold: float = setting(1.0, "a completion is right, for pass@k, from this score on")
+    eval_reward: str | None = setting(None, "the reward function that is the score (default: the weighted sum of all, as they train)")
+    eval_pass_threshold: float | None = setting(
+        None, "a completion is right, for pass@k, from this score on (default: 1; of a sum, the weights of its rewards)"
+    )
     eval_seed: int = setting(0, "of evaluations alone; the same at each of them", at_least=0, at_most=2**32 - 1)
 
 

@@ -12,6 +12,8 @@ from megatron_grpo.settings.tuner import Pair
 
 ALONE = "eval"  # the set that eval_dataset names
 SPLIT = "split_dataset_ratio"  # holds rows of the data set itself out
+SUM = "weighted sum"  # of the rewards, as they train; no function has such a name
+PENALTIES = ("length", "soft_overlong", "repetition")  # built in, and never above 0
 COMPLETIONS = 8  # of each prompt, where they are drawn and nobody says how many
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 
@@ -81,9 +83,20 @@ def longest_completion(cfg: Config) -> int:
     return max(cfg.rollout.max_completion_length, asked or 0)
 
 
+def most_of(cfg: Config) -> list[float]:
+    """What each reward adds to the sum of a completion that is right: its weight, where it can be above 0."""
+    weights = cfg.rewards.reward_weights or [1.0] * len(cfg.rewards.reward_funcs)
+    return [max(0.0, weight) * (spec not in PENALTIES) for spec, weight in zip(cfg.rewards.reward_funcs, weights)]
+
+
 def score_of(cfg: Config, names: Sequence[str]) -> str:
-    """The reward that counts; "" where there is none, and nothing is evaluated. names: of the functions, in the order of reward_funcs."""
-    asked = cfg.eval.eval_reward or next(iter(names), "")
+    """What counts: SUM where several rewards train, else the one; "" where there is none, and nothing is evaluated.
+
+    names: of the functions, in the order of reward_funcs.
+    """
+    weights = cfg.rewards.reward_weights or [1.0] * len(names)
+    train = [name for name, weight in zip(names, weights) if weight] or list(names[:1])
+    asked = cfg.eval.eval_reward or (SUM if len(train) > 1 else next(iter(train), ""))
     return dict(zip(cfg.rewards.reward_funcs, names)).get(asked, asked)
 
 

@@ -83,7 +83,7 @@ class _Builder:
 
     def hear(self, entry: TypedSetting) -> None:
         """Names that are read together need each other's words, whichever comes first."""
-        if any(UNKNOWN in word for word in words_of(entry.raw)):
+        if entry.raw == () or any(UNKNOWN in word for word in words_of(entry.raw)):
             return
         self.said.add(entry.name)
         if self.dialect:
@@ -97,14 +97,15 @@ class _Builder:
         if self._is_unknown(entry, row):
             return
         if row is not None and not row.native:
-            self._take_foreign(entry, row)
+            if entry.raw != ():  # a list that holds nothing says nothing
+                self._take_foreign(entry, row)
             return
         setting, value, name = self._find(entry, row)
         if setting is None:
             self.unknown.setdefault(entry.source, []).append(entry.name)
             return
         raw = entry.raw
-        if row is not None and row.values:
+        if row is not None and row.values and raw != ():
             raw = [row.values.get(word.lower(), word) for word in words_of(raw)]
         if setting.name == "dataset" and isinstance(raw, list) and len(raw) > 1:  # several words, or a list in a file
             self._set(table()["further_datasets"], [str(word) for word in raw[1:]], source=entry.source, typed=name)

@@ -21,7 +21,7 @@ _REMOVED = re.compile(r"~[A-Za-z_][\w]*(\.\w+)+(=.*)?")  # Hydra's: a name that 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TypedSetting:
-    """One setting as it was typed. `raw` is a list of words from a command line, or whatever YAML made of it."""
+    """One setting as it was typed. `raw`: words of a command line, or what YAML made of it, () of an empty list."""
 
     name: str  # canonical, dots and all: "micro_batch_size", "trainer.train_batch_size"
     raw: Any
@@ -103,7 +103,7 @@ def read_yaml(text: str, *, source: str) -> tuple[list[TypedSetting], list[Probl
                 is_group = not within and name in groups
                 walk(value, "" if is_group else f"{within}{canonical(str(key))}.", f"{within}{canonical(str(key))}.")
             else:
-                entries.append(TypedSetting(name=name, raw=value, source=source))
+                entries.append(TypedSetting(name=name, raw=() if value == [] else value, source=source))
 
     walk(data, "", "")
     return entries, problems

@@ -84,7 +84,7 @@ class BadValue(ValueError):
 def read_value(setting: Setting, raw: Any) -> Any:
     """The value of a setting from what stood after a flag (a list of words) or after a YAML key (anything).
 
-    Raises BadValue with a phrase that completes "<name> ...".
+    No words are `true` after a flag; () is a list that holds nothing. Raises BadValue with a phrase that completes "<name> ...".
     """
     words = list(raw) if isinstance(raw, (list, tuple)) else [raw]
     if setting.is_map:
@@ -97,7 +97,7 @@ def read_value(setting: Setting, raw: Any) -> Any:
                 f"has an empty word among {len(words)}: leave it out" if len(words) > 1 else "is given an empty word: leave it out"
             )
         return [_scalar(setting, word) for word in words]
-    if not words and setting.kind == "bool":
+    if not words and setting.kind == "bool" and raw != ():
         return True
     if len(words) != 1:
         given = " ".join(map(str, words))

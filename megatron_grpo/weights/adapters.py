@@ -122,7 +122,7 @@ def write_adapter(
     base, by name.
     """
     tensors = {PREFIX + name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in named}
-    with checkpoint_directory(Path(directory), marker=CONFIG) as partial:
+    with checkpoint_directory(Path(directory)) as partial:
         save_tensors(tensors, partial / WEIGHTS)
         (partial / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         (partial / BASE).write_text(json.dumps(dict(base), indent=2) + "\n", encoding="utf-8")

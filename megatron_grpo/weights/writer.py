@@ -42,10 +42,10 @@ _FLOAT32 = (".e_score_correction_bias",)  # added to scores that differ in the t
 
 
 @contextmanager
-def checkpoint_directory(out: Path, *, marker: str) -> Iterator[Path]:
+def checkpoint_directory(out: Path) -> Iterator[Path]:
     """`files.directory_whole`, with a ConfigError where `out` is something else."""
     try:
-        with directory_whole(out, marker=marker) as partial:
+        with directory_whole(out) as partial:
             yield partial
     except FileExistsError as error:
         raise ConfigError([Problem(flags=("output_dir",), message=str(error))]) from error
@@ -91,7 +91,7 @@ class HfWriter:
         self._dtypes: dict[torch.dtype, int] = {}
 
     def __enter__(self) -> HfWriter:
-        self._partial = self._stack.enter_context(checkpoint_directory(self.out, marker="config.json"))
+        self._partial = self._stack.enter_context(checkpoint_directory(self.out))
         self._stack.push(lambda kind, *_: None if kind else self._finish())
         return self
 

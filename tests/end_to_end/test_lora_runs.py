@@ -91,7 +91,7 @@ def test_a_run_begins_with_an_adapter_and_continues_only_with_that(whole, tmp_pa
 def export(rank: int, world_size: int, words: list[str]) -> tuple[int, str]:
     from megatron_grpo.cli import main
 
-    with contextlib.redirect_stderr(io.StringIO()) as text:
+    with contextlib.redirect_stderr(io.StringIO()) as text, contextlib.redirect_stdout(text):
         return main(["export", *words]), text.getvalue()
 
 
@@ -102,12 +102,16 @@ def test_a_checkpoint_is_exported_under_any_layout(whole, tmp_path):
     for number, layout in enumerate(([], TP2, PP2)):
         ranks = 2 if layout else 1
         target = tmp_path / str(number)
-        found = run_ranks(export, ranks, [*newest, *layout, "--output_dir", str(target), "--merge_lora", "true"])
+        found = run_ranks(export, ranks, [*newest, *layout, "--output_dir", str(target)])
         assert [code for code, _ in found] == [0] * ranks, found
+        assert f"Done: {target} (the adapter)" in found[0][1]
         assert right.keys() == adapter(target).keys() and all(np.array_equal(right[name], adapter(target)[name]) for name in right)
+    found = run_ranks(export, 2, [*newest, *TP2, "--output_dir", str(tmp_path / "of_ranks"), "--merge_lora", "true"])
+    assert found[0][0] == 0 and f"Done: {tmp_path}/of_ranks (the merged model)" in found[0][1]
     files = ["--model", flags[flags.index("--model") + 1], "--adapters", str(out / "hf"), "--merge_lora", "true"]
     assert run_ranks(export, 1, [*files, "--output_dir", str(tmp_path / "merged")])[0][0] == 0
-    one, other = load_file(tmp_path / "merged" / "model.safetensors"), load_file(tmp_path / "1_merged" / "model.safetensors")
+    one, other = load_file(tmp_path / "merged" / "model.safetensors"), load_file(tmp_path / "of_ranks" / "model.safetensors")
+    assert {path.name for path in tmp_path.iterdir()} == {"0", "1", "2", "of_ranks", "merged"}, "nothing beside what was named"
     assert one.keys() == other.keys() and all(np.allclose(one[name], other[name], atol=1e-7) for name in one)
 
 
@@ -134,12 +138,15 @@ def test_an_export_that_the_hub_does_not_take_is_there_and_ends_with_the_command
         ([], "export needs --output_dir"),
         (["--output_dir", "OUT"], "export needs --resume CHECKPOINT"),
         (["--output_dir", "OUT", "--resume", "OUT"], "manifest.json is missing"),
+        (["--output_dir", "BASE", "--resume", "CKPT"], "holds config.json, which no export of this program wrote; it is left alone"),
         (["--output_dir", "OUT", "--resume", "CKPT", "--tensor_model_parallel_size", "2"], "Start a multiple of 2"),
         (["--output_dir", "OUT", "--resume", "CKPT", "--tensor_model_parallel_size", "3"], "tensor_model_parallel_size"),
     ],
 )
 def test_what_cannot_be_exported_is_said_in_a_sentence(whole, tmp_path, words, says):
-    places = {"OUT": str(tmp_path / "new"), "CKPT": str(whole[0] / "checkpoints" / "iter_0000005")}
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base" / "config.json").write_text("{}")
+    places = {"OUT": str(tmp_path / "new"), "BASE": str(tmp_path / "base"), "CKPT": str(whole[0] / "checkpoints" / "iter_0000005")}
     [(code, text)] = run_ranks(export, 1, [places.get(word, word) for word in words])
     assert code == 2 and says in text and not (tmp_path / "new").exists()
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
+from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from tests.end_to_end import scripted
-from tests.end_to_end.runs import records, write_inputs
+from tests.end_to_end.runs import after_steps, records, write_inputs
 from tests.ranks import run_ranks
 
 
@@ -26,17 +28,20 @@ def small_disk(folder: Path, size: str):
         subprocess.run(["umount", str(folder)], check=True)
 
 
-def train_and_write_down(rank: int, world_size: int, flags: list[str], log: str) -> int:
+def train_and_write_down(rank: int, world_size: int, flags: list[str], log: str, then: Callable[[Path], None] | None) -> int:
+    """then: is called in the first steps."""
+    if then is not None:
+        after_steps(flags, 2, lambda: then(Path(flags[flags.index("--output_dir") + 1])))
     handle = os.open(log, os.O_WRONLY | os.O_CREAT)
     os.dup2(handle, 1)
     os.dup2(handle, 2)
     return scripted.train(rank, world_size, flags, draws=True)
 
 
-def run(folder: Path, out: Path, *more: str) -> tuple[int, str]:
+def run(folder: Path, out: Path, *more: str, then: Callable[[Path], None] | None = None) -> tuple[int, str]:
     """Exit code and what was said."""
     flags = [*write_inputs(folder), *("--output_dir", str(out)), *("--max_steps", "40"), *more]
-    [code] = run_ranks(train_and_write_down, 1, flags, str(folder / "log"), timeout=120)
+    [code] = run_ranks(train_and_write_down, 1, flags, str(folder / "log"), then, timeout=120)
     return code, (folder / "log").read_text()
 
 
@@ -61,14 +66,43 @@ def test_a_full_disk_is_a_sentence(tmp_path, size, said):
 
 
 def test_tables_and_plots_that_cannot_be_written_do_not_end_a_run(tmp_path):
+    """Somebody puts files in the way of the folders while the run goes on."""
+
+    def in_the_way(out):
+        shutil.rmtree(out / "completions")
+        for name in ("completions", "plots"):
+            (out / name).write_text("in the way")
+
     out = tmp_path / "out"
-    out.mkdir()
-    (out / "completions").write_text("in the way")
-    (out / "plots").write_text("in the way")
-    code, told = run(tmp_path, out, "--max_steps", "2", "--resume", "auto")
+    code, told = run(tmp_path, out, "--max_steps", "20", then=in_the_way)
     assert code == 0
-    assert len(records(out / "metrics.jsonl")) == 2
-    assert told.count("and the run goes on without it") == 2
+    assert len(records(out / "metrics.jsonl")) == 20
+    assert "the table of completions in" in told and "plots failed, and the run goes on without it" in told
+
+
+@pytest.mark.parametrize("is_made_again", [False, True])
+def test_an_output_dir_that_is_removed_while_the_run_goes_on_ends_it_with_a_sentence(tmp_path, is_made_again):
+    def removed(out):
+        out.rename(tmp_path / "gone")  # at one moment: the run would write into what is being removed
+        if is_made_again:
+            out.mkdir()
+
+    code, told = run(tmp_path, tmp_path / "out", "--max_steps", "40", then=removed)
+    assert code == 1 and "Done" not in told and "Traceback" not in told
+    assert f"output_dir ({tmp_path}/out) was removed or emptied while the run wrote to it" in told
+
+
+def test_records_of_a_finished_run_stay_where_its_checkpoints_are_gone(tmp_path):
+    out = tmp_path / "out"
+    assert run(tmp_path, out, "--max_steps", "2")[0] == 0
+    before = {path: path.read_bytes() for path in out.glob("*.*")}
+    (out / "checkpoints").rename(tmp_path / "scratch")
+    code, told = run(tmp_path, out, "--max_steps", "2")
+    assert code == 2 and f"holds the records of a run that saved step 2, and {out}/checkpoints holds no checkpoint" in told
+    (out / "checkpoints").symlink_to(tmp_path / "not-mounted")
+    code, told = run(tmp_path, out, "--max_steps", "2")
+    assert code == 2 and "is a link to" in told
+    assert {path: path.read_bytes() for path in out.glob("*.*")} == before
 
 
 def test_an_output_dir_that_is_a_file_is_exit_2(tmp_path):

@@ -9,10 +9,11 @@ import pytest
 
 from megatron_grpo.evaluate import Evaluator, Question, sampling_of
 from megatron_grpo.judge import Judge
+from megatron_grpo.metrics.evaluations import in_words
 from megatron_grpo.rewards.protocol import RewardFunction
 from megatron_grpo.rollout.engine import SamplingSettings, prompt_seed
 from megatron_grpo.rollout.scripted import ScriptedEngine
-from megatron_grpo.settings.evaluation import HowEvaluated, how_evaluated, score_of, sets_of
+from megatron_grpo.settings.evaluation import SUM, HowEvaluated, how_evaluated, most_of, score_of, sets_of
 from megatron_grpo.settings.parse import resolve
 from megatron_grpo.settings.turns import rules_in_words
 from megatron_grpo.types import Prompt, answered
@@ -127,6 +128,40 @@ def test_how_many_are_drawn_and_how(words, sets, n, temperature):
 
 def test_the_score_is_named_by_its_function_or_as_it_stands_in_reward_funcs():
     names = ["format", "good"]
-    for asked, expected in ((None, "format"), ("good", "good"), ("mine.py:good", "good")):
-        cfg = resolve(["--reward_funcs", "format", "mine.py:good", *(["--eval_reward", asked] if asked else [])])
+    for asked, expected in (("format", "format"), ("good", "good"), ("mine.py:good", "good")):
+        cfg = resolve(["--reward_funcs", "format", "mine.py:good", "--eval_reward", asked])
         assert score_of(cfg, names) == expected
+
+
+@pytest.mark.parametrize(("weights", "expected"), [("", SUM), ("1 1", SUM), ("0 1", "good"), ("0.1 0", "format"), ("0 0", "format")])
+def test_the_score_is_what_trains(weights, expected):
+    cfg = resolve(["--reward_funcs", "format", "mine.py:good", *(["--reward_weights", *weights.split()] if weights else [])])
+    assert score_of(cfg, ["format", "good"]) == expected
+
+
+def test_a_reward_that_is_never_above_0_is_not_waited_for():
+    cfg = resolve("--reward_funcs math soft_overlong mine.py:length --reward_weights 2 1 0.5 --soft_cache_length 8".split())
+    assert most_of(cfg) == [2.0, 0.0, 0.5]
+
+
+def of_the_task(completions, **rest):
+    """Does not apply to prompt 0, and is right twice out of four times elsewhere; what is asked first is always right."""
+    return [None if text.startswith("0.") else float(text.endswith(("0", "1"))) for text in completions]
+
+
+def test_of_several_rewards_the_sum_counts_as_it_trains_and_each_is_told():
+    judge = Judge([RewardFunction(name="format", function=lambda completions, **_: [1.0] * len(completions), timeout=60.0),
+                   RewardFunction(name="task", function=of_the_task, timeout=60.0)], [0.5, 2.0])  # fmt: skip
+    question = Question(
+        sets={"a": prompts(3)}, sampling=sampling_of(TRAINING, HowEvaluated(n=4, temperature=1.0)), score=SUM, most=(0.5, 2.0)
+    )
+    [found] = Evaluator(question, ScriptedEngine(answer), judge).run()
+    told = found.numbers()
+    assert (told["score"], told["mean@4"]) == (SUM, pytest.approx((0.5 + 1.5 + 1.5) / 3))
+    assert told["pass@1"] == pytest.approx((1 + 0.5 + 0.5) / 3), "prompt 0 is right by the one reward that applies"
+    assert (told["format"], told["task"], told["pass@1/format"], told["pass@1/task"]) == (1.0, 0.5, 1.0, 0.5)
+    assert {figure: cells for figure, *cells in in_words([told])[2]}["task"] == ["0.500, pass@1 0.500"]
+    [stricter] = Evaluator(replace(question, pass_threshold=3.0), ScriptedEngine(answer), judge).run()
+    judge.reward_weights = [1.0, 1.0]
+    [other] = Evaluator(question, ScriptedEngine(answer), judge).run()
+    assert stricter.numbers()["pass@1"] == 0.0 and other.question != found.question == stricter.question, "other weights are not paired"

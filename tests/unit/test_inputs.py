@@ -84,6 +84,12 @@ def damaged(good, tmp_path):
     return tmp_path
 
 
+def run_in(at):
+    """A folder as a run leaves it."""
+    write(at / "run.lock", "")
+    return write(at / "metrics.jsonl", "{}\n").parent
+
+
 # name: (flags that replace good ones, what is said)
 BAD = {
     "no such model": (lambda good, at: {"model": "/no/such/model"}, "model (/no/such/model) does not exist."),
@@ -104,8 +110,12 @@ BAD = {
     "an unknown service": (lambda good, at: {"report_to": "tensorbord"}, "tensorbord"),
     "heads that vLLM cannot share": (
         lambda good, at: {"world_size": 3, "vllm_tensor_parallel_size": 3, "global_batch_size": 12}, "vllm_tensor_parallel_size (3): "),
-    "a run that is there": (lambda good, at: {"output_dir": (write(at / "metrics.jsonl", "{}\n").parent), "resume": "never"},
+    "a run that is there": (lambda good, at: {"output_dir": run_in(at), "resume": "never"},
                             "holds an earlier run and resume is never"),
+    "a file that no run wrote": (lambda good, at: {"output_dir": write(at / "config.yaml", "{}").parent},
+                                 "config.yaml was not written by `train`, which would replace it"),
+    "an empty list in a file": (lambda good, at: {"config": write(at / "c.yaml", "sequence_parallel: []")},
+                                "sequence_parallel (c.yaml) needs a value"),
     "two ways to begin": (lambda good, at: {"overwrite_output_dir": "true", "resume": str(at)}, "Leave one of them out."),
     "a zero among it all": (lambda good, at: {"micro_batch_size": 0, "dataset": "gone.jsonl", "reward_funcs": "lenght"},
                             "micro_batch_size must be at least 1, not 0"),

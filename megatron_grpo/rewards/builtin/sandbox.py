@@ -9,6 +9,7 @@ later.
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import signal
@@ -20,6 +21,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import cache
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,7 @@ _SHOWN = 16 << 20  # bytes of output that are looked at
 _STARTUP = 5.0  # seconds for the interpreter itself, on a machine that is busy
 _LOOK = 0.02  # seconds between two looks at what a program has used
 _BYTES, _ENTRIES, _THREADS = 128 << 20, 1000, 256  # what it may write, leave in its directory, and have
+_PREFIX = "megatron_grpo_code_"  # of directories; then the id of the process
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,29 +168,53 @@ print("held")
 
 @contextmanager
 def _directory() -> Iterator[str]:
-    """A directory for one program, removed with whatever is in it."""
-    root = tempfile.mkdtemp(prefix="megatron_grpo_code_")
-    folder = os.path.join(root, "work")
-    os.mkdir(folder)
+    """A directory for one program, removed with whatever is in it; where this process is killed, by the next one that makes some."""
+    _sweep()
+    new = tempfile.mkdtemp(prefix=".megatron_grpo_")
+    handle = os.open(new, os.O_RDONLY)
+    root = os.path.join(os.path.dirname(new), f"{_PREFIX}{os.getpid()}{os.path.basename(new)}")
     try:
+        with suppress(OSError):  # this file system has no locks, so nobody sweeps it
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        os.rename(new, root)
+        folder = os.path.join(root, "work")
+        os.mkdir(folder)
         yield folder
     finally:
-        _remove(root, folder)
+        _remove(root)
+        os.close(handle)
 
 
-def _remove(root: str, folder: str) -> None:
+@cache
+def _sweep() -> None:
+    """Removes directories of this user's processes that were killed: their ids are nobody's, and nobody holds their locks."""
+    for root in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*.*"):
+        owner = Path("/proc", root.name.removeprefix(_PREFIX).partition(".")[0])
+        with suppress(OSError):
+            handle = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if os.fstat(handle).st_uid == os.geteuid() and not owner.exists():
+                    _remove(str(root))
+            finally:
+                os.close(handle)
+
+
+def _remove(root: str) -> None:
     """Level by level: a program can nest directories deeper than a path is long, where shutil.rmtree runs out of stack and descriptors.
 
     What is found inside a directory moves up to `root`, then it is looked into. No link is followed. The program has ended.
     """
-    waiting = [folder]
+    waiting: list[str] = []
+    with suppress(OSError):
+        waiting = [entry.path for entry in os.scandir(root)]
     for directory in waiting:  # grows
         with suppress(OSError):
             os.chmod(directory, 0o700)
             for entry in list(os.scandir(directory)):
                 if entry.is_dir(follow_symlinks=False):
                     os.chmod(entry.path, 0o700)
-                    waiting.append(os.path.join(root, str(len(waiting))))
+                    waiting.append(os.path.join(root, secrets.token_hex(8)))
                     os.rename(entry.path, waiting[-1])
                 else:
                     os.unlink(entry.path)

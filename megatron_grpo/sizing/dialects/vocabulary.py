@@ -77,11 +77,8 @@ def _best(words: Sequence[str], given: Given) -> Mapping[str, Any]:
     name = " ".join(words)
     asked = name.removeprefix("eval_")
     by_function = re.fullmatch(r"rewards/(.+?)(/mean)?", asked)
-    functions = given.get("reward_funcs", ())
     if name.lower() in OFF:
         return {}
-    if asked == "reward" and len(functions) > 1:
-        raise BadValue(f"({name}) is the sum of {len(functions)} rewards; an evaluation has each of them: name one, eval_rewards/NAME/mean")
     if asked == "reward" or name == "eval" or name.startswith("eval/"):
         return {"metric_for_best_model": "eval" if asked == "reward" else name}
     if by_function:

@@ -75,7 +75,7 @@ def test_nothing_is_said_of_a_run_that_is_as_it_was(tmp_path):
     assert resume.candidates[0].changes == () and resume.notes == ()
     assert resume.lines(resume.candidates[0]) == [
         f"Resuming from {tmp_path}/checkpoints/iter_0000004: 4 of 9 optimizer steps done.",
-        "Nothing was trained on what its weights sampled yet, so it is not known to be good.",
+        "As usual for the newest, it has no step after it yet that shows whether its weights train well.",
     ]
 
 
@@ -85,7 +85,10 @@ def test_the_newest_is_continued_and_it_is_said_whether_it_is_good_and_which_one
     Folder(tmp_path / "checkpoints").mark_good(2, trained=3)
     resume = judged(tmp_path)
     assert step_of(resume) == 6
-    assert f"The last one that is: {tmp_path}/checkpoints/iter_0000002 (--resume takes it)." in resume.lines(resume.candidates[0])[1]
+    assert (
+        f"The last one of which it is known: {tmp_path}/checkpoints/iter_0000002 (--resume takes it)."
+        in resume.lines(resume.candidates[0])[1]
+    )
     Folder(tmp_path / "checkpoints").mark_good(6, trained=7)
     resume = judged(tmp_path)
     assert resume.lines(resume.candidates[0])[1] == "It is good: its weights have sampled and trained since."
@@ -153,10 +156,14 @@ def test_sizes_and_temperature_may_change_between_rollouts_and_not_while_rows_wa
     assert step_of(judged(tmp_path / "within")) == 5
 
 
-def test_another_layout_is_no_change(tmp_path):
+def test_another_layout_is_said_and_not_refused_and_other_micro_batches_are_no_change(tmp_path):
     saved(tmp_path, 4)
     layout = "--world_size 4 --tensor_model_parallel_size 2 --micro_batch_size 2 --max_tokens_per_micro_batch 900".split()
-    assert judged(tmp_path, *layout).candidates[0].changes == ()
+    resume = judged(tmp_path, *layout)
+    assert resume.lines(resume.candidates[0])[3:] == [
+        "  world_size  1 -> 4",
+        "  tensor_model_parallel_size  1 -> 2",
+    ]
 
 
 def test_a_run_that_has_reached_its_end_says_that_nothing_is_left(tmp_path):
@@ -194,6 +201,7 @@ def test_a_pointer_without_any_checkpoint_is_an_error_and_not_a_fresh_run(tmp_pa
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints" / POINTER).write_text("4")
     (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1}) + "\n")
+    (tmp_path / "run.lock").touch()
     assert "names step 4, and there is no checkpoint beside it" in refusal(judged, tmp_path)
 
 
@@ -221,12 +229,6 @@ def test_what_can_be_seen_of_damage_is_seen_before_anything_starts(tmp_path, har
     assert says in refusal(judged, tmp_path / "new", "--resume", str(tmp_path / "checkpoints" / "iter_0000004"))
     harm(tmp_path / "checkpoints" / "iter_0000002")
     assert "No usable checkpoint" in refusal(judged, tmp_path)
-
-
-def test_a_run_without_checkpoints_says_that_its_records_are_replaced(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1}) + "\n")
-    resume = judged(tmp_path)
-    assert step_of(resume) is None and "holds records of a run and no checkpoint" in resume.notes[0]
 
 
 def test_another_runs_checkpoint_is_not_continued_into_a_folder_that_holds_a_run(tmp_path):

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import json
 from dataclasses import replace
 
 import numpy as np
 import pytest
+from rich.console import Console
 
+from megatron_grpo.metrics import Metrics
 from megatron_grpo.metrics.evaluations import Evaluations, compared, in_words
+from megatron_grpo.types import Progress
 from tests.evaluated import evaluated
 
 
@@ -88,3 +92,49 @@ def test_the_table_says_how_it_was_asked_and_what_seeds_alone_would_change():
     )
     how, _, rows = in_words([evaluated(0.5).numbers()])
     assert how == "greedy" and "seed alone" not in dict(rows)
+
+
+@pytest.mark.parametrize("step", [0, 4], ids=["before the first checkpoint", "after one"])
+def test_a_run_killed_in_an_evaluation_leaves_nothing_to_compare_with(tmp_path, step):
+    """It had written what the prompts scored, and not yet its line. Other answers would give changes another sign."""
+    dead = Evaluations(tmp_path)
+    dead.add(step, evaluated(0.9, 0.9, question="a"))
+    (tmp_path / "evaluations.jsonl").unlink()
+    metrics = Metrics(tmp_path, console=Console(file=io.StringIO()))
+    metrics.start(Progress(step=step))
+    metrics.log_evaluation(Progress(step=step), [evaluated(0.1, 0.1, question="a")])
+    metrics.log_evaluation(Progress(step=step + 1), [evaluated(0.5, 0.5, question="a")])
+    assert [line.get("change") for line in lines(tmp_path)] == [None, 0.4]
+    assert [line["means"] for line in lines(tmp_path, "evaluations/eval/prompts.jsonl")] == [[0.1, 0.1], [0.5, 0.5]]
+
+
+def test_a_run_without_a_checkpoint_forgets_the_first_evaluation_of_the_one_before_it(tmp_path):
+    Evaluations(tmp_path).add(0, replace(evaluated(0.9, name="gone", question="a"), table={"completion": ["x"]}))
+    Metrics(tmp_path, console=Console(file=io.StringIO())).start(Progress())
+    assert not lines(tmp_path) and not lines(tmp_path, "evaluations/gone/prompts.jsonl") and not list(tmp_path.rglob("*.parquet"))
+
+
+def test_evaluations_that_were_cut_short_are_noticed_when_a_run_goes_on(tmp_path, caplog):
+    kept = Evaluations(tmp_path)
+    for step in (0, 2, 4):
+        kept.add(step, evaluated(0.5))
+    whole = (tmp_path / "evaluations.jsonl").read_text()
+    Evaluations(tmp_path).start(4)
+    assert not caplog.messages
+    (tmp_path / "evaluations.jsonl").write_text(whole[: whole.index("\n") + 5])
+    Evaluations(tmp_path).start(4)
+    [said] = caplog.messages
+    assert "evaluations.jsonl has no line of eval at step [2, 4]: it was cut or removed" in said
+
+
+def test_a_command_that_was_killed_in_mid_line_spoils_no_line_of_the_next(tmp_path, caplog):
+    kept = Evaluations(tmp_path, replaces=False)
+    kept.add(0, evaluated(0.5, question="a"), model="base")
+    for name in ("evaluations.jsonl", "evaluations/eval/prompts.jsonl"):
+        with (tmp_path / name).open("a") as file:
+            file.write('{"step": 0, "na')
+    kept = Evaluations(tmp_path, replaces=False)
+    kept.start()
+    kept.add(0, evaluated(0.7, question="a"), model="trained")
+    assert [line["model"] for line in lines(tmp_path)] == ["base", "trained"] and lines(tmp_path)[1]["change"] == pytest.approx(0.2)
+    assert len(lines(tmp_path, "evaluations/eval/prompts.jsonl")) == 2

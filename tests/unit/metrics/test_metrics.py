@@ -594,3 +594,27 @@ def test_the_last_page_is_for_a_run_that_ended_well(tmp_path):
         run(metrics, 1, 1)
         metrics.close(summary=summary, spent=spent)
         assert ("Where the time went" in told_by(metrics)) == summary
+
+
+@pytest.mark.parametrize("reads", [lambda file: file.all(), lambda file: file.keep_until(9)], ids=["a reader", "a run that goes on"])
+def test_a_line_that_cannot_be_read_is_said_with_its_number_and_one_that_is_being_written_is_not(tmp_path, caplog, reads):
+    from megatron_grpo.metrics.records import Records
+
+    (tmp_path / "m.jsonl").write_text('{"step": 1}\n{"st\x00\x00p": 2}\n{"step": 3}\n{"step"')
+    assert reads(Records(tmp_path / "m.jsonl")) == [{"step": 1}, {"step": 3}]
+    assert caplog.messages == [f"{tmp_path}/m.jsonl: what is on line 2 cannot be read, and is left out"]
+
+
+def test_the_plot_of_the_reward_shows_the_sum_and_each_of_several_rewards():
+    from megatron_grpo.metrics.plots import PLOTS, _curves, plotted
+
+    record = {"step": 1, "reward": 1.5, "rewards/format/mean": 1.0, "rewards/task/mean": 0.25, "rewards/task/std": 0.1, "loss": 0.0}
+    history = {name: [(1, record[name])] for name in plotted(record)} | {"eval": [(0, 0.5)]}
+    assert [label for _, label, _ in _curves(PLOTS[0], history)] == [
+        "training (weighted sum, mean of a rollout)",
+        "format",
+        "task",
+        "held out",
+    ]
+    del history["rewards/format/mean"]
+    assert [name for name, _, _ in _curves(PLOTS[0], history)] == ["reward", "eval"], "of one reward it is the same curve"

@@ -381,3 +381,10 @@ def test_repository_has_no_torch_on_the_way_to_a_plan_with_a_model(tmp_path):
         "sys.exit(any(name in sys.modules for name in ('torch', 'transformers', 'megatron', 'vllm')))"
     )
     assert subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL, cwd=Path(__file__).parents[3]).returncode == 0
+
+
+@pytest.mark.parametrize(("some", "told"), [(2000, "100 %"), (1999, "100 %"), (11, "0.55 %")])
+def test_the_share_that_trains_is_a_number_that_people_read(some, told):
+    from megatron_grpo.planning.report import trainable
+
+    assert told in trainable({"trainable_parameters": some, "parameters": 2000})

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -153,3 +156,39 @@ def test_rows_behind_the_timeout_of_the_batch_fail_by_name():
         completions=[loop, ADD], tests=[["assert f() == 1"], ["assert add(1, 1) == 2"]]
     )
     assert scores[0] == 0 and isinstance(scores[1], RowFailure)
+
+
+LEAVES = """
+import os, signal, sys
+from megatron_grpo.rewards.builtin import sandbox
+with sandbox._directory() as folder:
+    os.mkdir(os.path.join(folder, "more"))
+    os.chmod(folder, 0)
+    print(os.path.dirname(folder), flush=True)
+    if sys.argv[1] == "dies":
+        os.kill(os.getpid(), signal.SIGKILL)
+    sys.stdin.read()
+"""
+
+
+def test_directories_of_processes_that_were_killed_are_swept_and_no_others(tmp_path):
+    environ = {**os.environ, "TMPDIR": str(tmp_path)}
+
+    def start(what):
+        return subprocess.Popen([sys.executable, "-c", LEAVES, what], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environ)
+
+    lives, died = start("lives"), start("dies")
+    living, dead = (Path(one.stdout.readline().strip()) for one in (lives, died))
+    died.wait()
+    named = tmp_path / f"megatron_grpo_code_{died.pid}.held"  # of a process that this one cannot see: its lock is what tells
+    named.mkdir()
+    handle = os.open(named, os.O_RDONLY)
+    fcntl.flock(handle, fcntl.LOCK_EX)
+    theirs = tmp_path / "megatron_grpo_code.txt"
+    theirs.write_text("mine")
+    assert dead.is_dir()
+    last, _ = start("lives").communicate("", timeout=30)
+    os.close(handle)
+    assert not dead.exists() and living.is_dir() and named.is_dir() and theirs.is_file() and not Path(last.strip()).exists()
+    lives.communicate("", timeout=30)
+    assert not living.exists()

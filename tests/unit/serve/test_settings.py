@@ -62,6 +62,7 @@ def test_everything_that_is_wrong_is_said_at_once_and_no_token_is_made(model, ho
     ((), "model is missing"), (("--model", "/no/where"), "model (/no/where) does not exist"),
     (("--model", "MODEL", "--ssl_keyfile", "k"), "name that with ssl_certfile"),
     (("--model", "MODEL", "--address_file", "/tmp"), "is a directory"),
+    (("--model", "MODEL", "--address_file", __file__), "holds something else than an address"),
     (("--model", "MODEL", "--vllm_tensor_parallel_size", "0"), "must be at least 1"),
     (("--model", "MODEL", "--vllm_server_port", "1"), "vllm_server_port"),
     (("--model", "MODEL", "--output_dir", "x"), "setting of the run"),

@@ -148,7 +148,6 @@ def test_the_table_of_defaults_is_true(dialect):
         ("trl", "--reward_funcs think_format_reward", "(think_format_reward) is a reward function of TRL"),
         ("trl", "--save_strategy epoch", "counted in optimizer steps"),
         ("trl", "--metric_for_best_model loss", "(loss) is nothing that an evaluation tells here"),
-        ("trl", "--metric_for_best_model eval_reward --reward_funcs accuracy_reward a.b", "(eval_reward) is the sum of 2 rewards"),
         ("trl", "--load_best_model_at_end true", "nothing says which is best"),
         ("skyrl", "trainer.policy.model.lora.rank=8 trainer.policy.model.lora.init_method=zero", "(zero): A begins uniform"),
         ("skyrl", "trainer.algorithm.advantage_estimator=gae", "advantage_estimator (gae)"),
@@ -218,6 +217,8 @@ def test_what_is_not_there_is_refused_by_name_and_feature(dialect, words, said):
                   "generator.inference_engine.enable_return_routed_experts=true", {"router_replay_mode": "R3"}),
         ("trl", "--metric_for_best_model eval_reward --greater_is_better false --eval_strategy steps --eval_dataset x --eval_steps 500",
          {"metric_for_best_model": "eval", "greater_is_better": False}),
+        ("trl", "--metric_for_best_model eval_reward --reward_funcs accuracy_reward p/a.py:b --eval_strategy steps --eval_dataset x "
+                "--eval_steps 500", {"metric_for_best_model": "eval"}),
         ("swift", "--metric_for_best_model rewards/accuracy/mean --val_dataset x --reward_funcs p/a.py:accuracy --eval_steps 500",
          {"metric_for_best_model": "eval/accuracy"}),
         ("swift", "--mcore_model /a --finetune false --no_load_optim true", {"mcore_model": None, "resume": "/a", "no_load_optim": True}),

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from megatron_grpo.errors import ConfigError
+from megatron_grpo.files import MARK
 from megatron_grpo.weights.names import hf_shapes
 from megatron_grpo.weights.reader import HfReader, check_tied_head
 from megatron_grpo.weights.shape import ModelShape
@@ -96,6 +97,7 @@ def test_companion_files_come_along_and_foreign_weights_do_not(tmp_path):
         "tokenizer.model",
         "chat_template.jinja",
         "merges.txt",
+        MARK,
     }
 
 

@@ -1,0 +1,110 @@
+"""What a run writes to output_dir, by name; whether what lies there is a run's own; and its removal. No torch."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Collection, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from megatron_grpo.checkpoint.folder import POINTER, Folder
+from megatron_grpo.errors import RunError
+from megatron_grpo.files import MARK, mark, mark_of, why_not_replaced
+
+RUN, LOCK = "train", "run.lock"
+# Patterns of what is written into a folder; () of a file.
+WRITTEN_BY_A_RUN = {
+    **dict.fromkeys(("config.yaml", "plan.json", "metrics.jsonl", "evaluations.jsonl", "skipped.jsonl", "schedule.jsonl"), ()),
+    "untold.json": (),
+    "checkpoints": ("iter_*", ".*_iter_*", POINTER, "best.json"),
+    "completions": ("step_*", ".step_*"),
+    "evaluations": ("*/prompts.jsonl", "*/step_*.parquet"),
+    "capsules": ("step_*", ".step_*"),
+    "plots": tuple(f"{name}.png" for name in ("reward", "length", "kl", "entropy", "step_time", "whatif")),
+    "hf": ("*",),
+    "hf_merged": ("*",),
+    "tensorboard": ("events.*",),
+    "watchdog": ("*.txt",),
+}  # fmt: skip
+_NAMES, _EXPORTS = tuple(WRITTEN_BY_A_RUN), ("hf", "hf_merged")
+
+
+def holds_run(output_dir: str | Path) -> bool:
+    """Whether `output_dir` holds what an earlier run wrote of itself."""
+    return next(_written(Path(output_dir), _NAMES[2:]), None) is not None
+
+
+def start_afresh(output_dir: str | Path) -> None:
+    """Removes what an earlier run wrote to `output_dir`, and nothing else. For one rank, before anything is built."""
+    for path in list(_written(Path(output_dir))):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+    for folder in (Path(output_dir) / name for name, patterns in WRITTEN_BY_A_RUN.items() if patterns):
+        if [one.name for one in folder.glob("*")] == [MARK]:
+            (folder / MARK).unlink()
+        for emptied in [*folder.glob("*/"), folder]:
+            with suppress(OSError):  # there is more in it, it is a link, or it is not there
+                emptied.rmdir()
+
+
+def _written(out: Path, names: Collection[str] = _NAMES) -> Iterator[Path]:
+    """What there is by the names of a run; of an export, what its mark lists."""
+    for name in names:
+        path, patterns = out / name, WRITTEN_BY_A_RUN[name]
+        if not patterns and path.is_file() and path.stat().st_size:
+            yield path
+        listed = mark_of(path).get("files") if name in _EXPORTS else None
+        for found in [found for pattern in patterns for found in path.glob(pattern)]:
+            if listed is None or found.name in listed:
+                yield found
+
+
+def why_not_written(out: Path, command: str = RUN, names: Collection[str] = _NAMES) -> str | None:
+    """What speaks against writing files of these names, as `command` does: what is theirs is replaced only where `command` wrote before."""
+    for name in names:
+        path, is_folder = out / name, bool(WRITTEN_BY_A_RUN[name])
+        if path.is_symlink() and not path.exists():
+            return f"{path} is a link to {os.readlink(path)}, which is not there. Restore (mount) that, or name another output_dir."
+        if path.exists() and path.is_dir() != is_folder:
+            kind, other = ("a file", "a folder") if is_folder else ("a folder", "a file")
+            return f"{path} is {kind}, where {other} is written. Move it, or name another output_dir."
+    found = mark_of(out).get("command")
+    if found == command:
+        return next(filter(None, (why_not_replaced(out / name) for name in _EXPORTS if name in names)), None)
+    if found is None and ((out / LOCK).is_file() or any(out.glob("checkpoints/iter_*/manifest.json"))):
+        return None  # of a version that left no mark
+    if theirs := next(_written(out, names), None):
+        return f"{theirs} was not written by `{command}`, which would replace it. Move it, or name another output_dir."
+    return None
+
+
+def claim(out: Path) -> None:
+    """Says that `out` is a training run's, and which step it saved last. For one rank, before the run writes anything else there."""
+    out.mkdir(parents=True, exist_ok=True)
+    if not mark_of(out):
+        for export in (out / name for name in _EXPORTS if (out / name).is_dir()):  # of a version that left no mark
+            mark(export, "export", files=os.listdir(export))
+    mark(out, RUN, saved=max(Folder(out / "checkpoints").steps(), default=None))
+
+
+def why_not_begun_again(out: Path) -> str | None:
+    """What speaks against replacing the records in `out`: their run saved checkpoints, and none of them is there."""
+    saved = mark_of(out).get("saved")
+    if not saved or Folder(out / "checkpoints").steps():
+        return None
+    return (
+        f"{out} holds the records of a run that saved step {saved}, and {out / 'checkpoints'} holds no checkpoint. Restore (mount) "
+        "them, or begin again with --resume never --overwrite_output_dir, which removes the records."
+    )
+
+
+def still_there(out: Path) -> None:
+    """Raises RunError where somebody has removed or emptied `out` since `claim`."""
+    if not (out / MARK).exists():
+        raise RunError(
+            f"output_dir ({out}) was removed or emptied while the run wrote to it ({MARK} is gone), and with it what was there before. "
+            "Start the run again, from a checkpoint that lies elsewhere or from the beginning."
+        )

@@ -1,0 +1,158 @@
+"""What in an output_dir is a run's own: only that is replaced or removed; the rest is left alone, with a sentence."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import pytest
+
+from megatron_grpo.checkpoint.folder import Folder
+from megatron_grpo.checkpoint.resume import find_checkpoints
+from megatron_grpo.checkpoint.written import (
+    WRITTEN_BY_A_RUN,
+    claim,
+    holds_run,
+    start_afresh,
+    still_there,
+    why_not_begun_again,
+    why_not_written,
+)
+from megatron_grpo.errors import ConfigError, RunError
+from megatron_grpo.files import MARK, mark, mark_of
+
+FOREIGN = ("config.yaml", "plan.json", "metrics.jsonl", "evaluations.jsonl", "hf/config.json", "hf_merged/notes", "plots/kl.png",
+           "completions/step_000001.parquet", "checkpoints/iter_0000100/mp_rank_00", "evaluations/a/prompts.jsonl")  # fmt: skip
+HOW = ({}, {"resume": "never"}, {"overwrites": True}, {"resume": "never", "overwrites": True})
+
+
+def put(path, text="mine"):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+def refusal(out, **how) -> str:
+    with pytest.raises(ConfigError) as error:
+        find_checkpoints(out, environ={}, **how)
+    return str(error.value)
+
+
+def as_a_run_leaves_it(out) -> None:
+    claim(out)
+    for name in FOREIGN:
+        put(out / name, "ours")
+    for export in ("hf", "hf_merged"):
+        mark(out / export, "export", files=os.listdir(out / export))
+
+
+@pytest.mark.parametrize("how", HOW, ids=str)
+@pytest.mark.parametrize("name", FOREIGN)
+def test_a_file_that_no_run_wrote_is_refused_whatever_was_asked_and_nothing_is_written(tmp_path, name, how):
+    put(tmp_path / name)
+    said = refusal(tmp_path, **how)
+    assert f"{tmp_path}/{name.partition('/')[0]}" in said and "was not written by `train`" in said
+    assert (tmp_path / name).read_text() == "mine" and len(list(tmp_path.iterdir())) == 1
+
+
+def test_what_a_run_or_a_version_without_marks_wrote_is_not_refused(tmp_path):
+    as_a_run_leaves_it(tmp_path / "new")
+    put(tmp_path / "old" / "metrics.jsonl")
+    put(tmp_path / "old" / "run.lock", "")
+    for name in ("new", "old"):
+        assert find_checkpoints(tmp_path / name, overwrites=True, environ={}).wipes
+    for name in ("notes.txt", "plots/mine.png", "checkpoints/readme"):  # beside what a run writes
+        put(tmp_path / "beside" / name)
+    assert find_checkpoints(tmp_path / "beside", overwrites=True, environ={}).wipes
+
+
+def test_the_folder_of_an_evaluation_is_not_a_runs_nor_the_other_way_round(tmp_path):
+    put(tmp_path / "evaluations.jsonl")
+    mark(tmp_path, "eval")
+    assert "was not written by `train`" in refusal(tmp_path)
+    ours = ("evaluations.jsonl", "evaluations")
+    assert why_not_written(tmp_path, "eval", ours) is None
+    claim(tmp_path)
+    assert "was not written by `eval`" in (why_not_written(tmp_path, "eval", ours) or "")
+
+
+@pytest.mark.parametrize("name", WRITTEN_BY_A_RUN)
+def test_a_dangling_link_and_a_file_for_a_folder_are_refused_in_a_runs_own_folder_too(tmp_path, name):
+    claim(tmp_path)
+    (tmp_path / name).symlink_to(tmp_path / "gone")
+    assert f"{tmp_path}/{name} is a link to {tmp_path}/gone, which is not there" in refusal(tmp_path, overwrites=True)
+    (tmp_path / name).unlink()
+    put(tmp_path / name) if WRITTEN_BY_A_RUN[name] else (tmp_path / name).mkdir()
+    assert f"{tmp_path}/{name} is a f" in refusal(tmp_path, overwrites=True)
+
+
+def test_starting_afresh_removes_what_a_run_wrote_and_nothing_beside_it(tmp_path):
+    as_a_run_leaves_it(tmp_path / "out")
+    theirs = ("notes.txt", "checkpoints/best_of_all/weights", "plots/mine.png", "hf/model.gguf", "completions/labelled.csv")
+    for name in theirs:
+        put(tmp_path / "out" / name)
+    start_afresh(tmp_path / "out")
+    kept = {str(path.relative_to(tmp_path / "out")) for path in (tmp_path / "out").rglob("*") if path.is_file()}
+    assert kept == {MARK, f"hf/{MARK}", *theirs} and not holds_run(tmp_path / "out")
+    assert find_checkpoints(tmp_path / "out", environ={}).notes == (), "the next run can write its model beside hf/model.gguf"
+
+
+def test_a_folder_that_is_a_link_is_emptied_and_stays_a_link(tmp_path):
+    (tmp_path / "scratch").mkdir()
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "checkpoints").symlink_to(tmp_path / "scratch")
+    assert find_checkpoints(tmp_path / "out", environ={}).candidates == ()
+    claim(tmp_path / "out")
+    put(tmp_path / "out" / "checkpoints" / "iter_0000001" / "common.pt")
+    start_afresh(tmp_path / "out")
+    assert (tmp_path / "out" / "checkpoints").is_symlink() and not list((tmp_path / "scratch").iterdir())
+
+
+def test_an_hf_that_no_run_wrote_is_refused_before_the_run_and_not_at_its_end(tmp_path):
+    claim(tmp_path)
+    put(tmp_path / "hf" / "config.json")
+    assert "which no export of this program wrote" in refusal(tmp_path)
+
+
+def test_the_exports_of_a_version_without_marks_are_taken_over(tmp_path):
+    put(tmp_path / "run.lock", "")
+    put(tmp_path / "hf" / "config.json")
+    find_checkpoints(tmp_path, environ={})
+    claim(tmp_path)
+    assert mark_of(tmp_path / "hf")["files"] == ["config.json"]
+
+
+@pytest.mark.parametrize("lost", ["absent", "empty"])
+def test_records_of_a_run_whose_checkpoints_are_gone_are_kept(tmp_path, lost):
+    """Scratch is not mounted, and the job is started again."""
+    as_a_run_leaves_it(tmp_path)
+    mark(tmp_path, "train", saved=40)
+    assert why_not_begun_again(tmp_path) is None and Folder(tmp_path / "checkpoints").steps() == [100]
+    os.rename(tmp_path / "checkpoints", tmp_path / "elsewhere")
+    if lost == "empty":
+        (tmp_path / "checkpoints").mkdir()
+    for how in ({}, {"resume": "never"}):
+        assert "records of a run that saved step 40" in refusal(tmp_path, **how)
+    restart = {"TORCHELASTIC_RESTART_COUNT": "1"}
+    with pytest.raises(ConfigError, match="saved step 40"):
+        find_checkpoints(tmp_path, overwrites=True, environ=restart)
+    assert find_checkpoints(tmp_path, overwrites=True, environ={}).wipes, "who says so loses them"
+
+
+def test_records_of_a_run_that_was_killed_before_its_first_checkpoint_are_replaced(tmp_path):
+    claim(tmp_path)
+    put(tmp_path / "metrics.jsonl", json.dumps({"step": 1}) + "\n")
+    assert "the run begins afresh, and replaces them" in find_checkpoints(tmp_path, environ={}).notes[0]
+
+
+def test_a_folder_that_was_removed_and_made_again_is_noticed(tmp_path):
+    claim(tmp_path / "out")
+    still_there(tmp_path / "out")
+    (tmp_path / "out" / MARK).unlink()
+    with pytest.raises(RunError, match="was removed or emptied while the run wrote to it"):
+        still_there(tmp_path / "out")
+
+
+def test_the_pictures_of_a_run_are_in_its_list():
+    from megatron_grpo.metrics.plots import PLOTS
+
+    assert {f"{plot.file}.png" for plot in PLOTS} <= set(WRITTEN_BY_A_RUN["plots"])
