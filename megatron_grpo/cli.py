@@ -22,7 +22,7 @@ Command = Callable[..., int]
 
 
 def train(argv: list[str], **parts: Any) -> int:
-    """The training run. parts: for `build.build_run`."""
+    """Trains a model with GRPO: draws answers with vLLM, scores them with reward functions, learns from them with Megatron-Core."""
     from megatron_grpo.planning.check import check_parsed
     from megatron_grpo.settings import parse
     from megatron_grpo.sizing.dialects import DIALECTS

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import shutil
@@ -10,6 +11,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
+
+
+def read_text(path: str | Path, *, errors: str = "strict", at_most: int = 64 * 2**20) -> str:
+    """The text of a file or pipe that somebody named, in UTF-8. Raises OSError beyond `at_most` characters: a device has no end."""
+    with open(path, encoding="utf-8", errors=errors) as stream:
+        text = stream.read(at_most + 1)
+    if len(text) > at_most:
+        raise OSError(errno.EFBIG, f"it has more than {at_most >> 20} million characters", str(path))
+    return text
 
 
 @contextmanager

@@ -135,6 +135,11 @@ def look_at_everything(parsed: Parsed) -> Plan:
     left_out = _left_out(parsed.config)
     absent = {flag: None for flag in ADAPTERS if flag in left_out}
     parsed = replace(parsed, config=parsed.config.with_values(absent))
+    user_code = [
+        spec for part, specs in _user_code(parsed.config).items() if part not in left_out for spec in specs if spec not in left_out
+    ]
+    if user_code:
+        print(f"plan imports {', '.join(user_code)}, and so runs what stands at the top of those files.", file=sys.stderr)
     with redirect_stdout(sys.stderr):  # a reward function's file may print as it is loaded, and stdout is for the plan
         made, found, _ = _look_at(parsed, left_out)
     close_rewards(found.rewards)
@@ -176,15 +181,33 @@ def _left_out(cfg: Config) -> dict[str, str]:
         parts |= {"dataset": "the data set (none given)"}
     if not rewards.reward_funcs:
         parts |= _left_out_of_teacher(cfg) or {"rewards": "reward functions (none given)"}
-    if _is_guest(cfg, "reward_funcs"):
-        absent = [spec for spec in rewards.reward_funcs if not may_be_here(spec)]
-        parts |= {spec: f"the reward {spec} (not on this machine)" for spec in absent}
-    specs = [spec for spec in (cfg.turns.environment, *cfg.turns.tools) if spec and ":" in spec]
-    if (_is_guest(cfg, "environment") or _is_guest(cfg, "tools")) and not all(map(may_be_here, specs)):
-        parts |= {"environment": f"the environment ({', '.join(specs)} is not on this machine)"}
+    named_code = _user_code(cfg)
+    parts |= {spec: f"the reward {spec} ({why})" for spec in named_code["rewards"] if (why := _not_loaded(cfg, "reward_funcs", spec))}
+    for flag in ("environment", "tools"):
+        if specs := [spec for spec in named_code["environment"] if (why := _not_loaded(cfg, flag, spec))]:
+            parts |= {"environment": f"the environment ({', '.join(specs)}: {_not_loaded(cfg, flag, specs[0])})"}
     if _is_guest(cfg, "report_to"):
         parts |= {"report_to": f"whether {' and '.join(cfg.run.report_to)} can be reported to"}
     return parts
+
+
+def _user_code(cfg: Config) -> dict[str, list[str]]:
+    """Functions and classes of the user's that are imported to be looked at, by part."""
+    named = {
+        "rewards": cfg.rewards.reward_funcs,
+        "environment": [cfg.turns.environment, *cfg.turns.tools],
+        "rollout_func": [cfg.rollout.rollout_func],
+    }
+    return {part: [spec for spec in specs if spec and ":" in spec] for part, specs in named.items()}
+
+
+def _not_loaded(cfg: Config, flag: str, spec: str) -> str:
+    """Why `plan` does not load what a foreign file names; empty where it does."""
+    if not _is_guest(cfg, flag):
+        return ""
+    if Path(spec.rpartition(":")[0]).name == cfg.sources[flag]:
+        return f"{cfg.sources[flag]} is read, not run"
+    return "" if may_be_here(spec) else "not on this machine"
 
 
 def _left_out_of_teacher(cfg: Config) -> dict[str, str]:

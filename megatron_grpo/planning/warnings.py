@@ -198,7 +198,9 @@ def _bubble(cfg: Config, sizes: BatchSizes, sharing: dict[str, Any] | None) -> I
 
 
 def _swift(cfg: Config, sizes: BatchSizes) -> Iterator[str]:
-    """Megatron-SWIFT's own rules about prompts, stricter than the mathematics need."""
+    """Megatron-SWIFT's own rules about prompts, stricter than the mathematics need; nothing to who comes from another system."""
+    if cfg.plan.dialect not in (None, "swift-megatron"):
+        return
     prompts, dp, size = sizes.num_rollout_prompts, sizes.dp_size, sizes.micro_batch_size
     if prompts % dp:
         yield (
