@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_grpo import __version__, launcher
 from megatron_grpo.cleanup import die_with_parent
 from megatron_grpo.errors import EXIT_CONFIG, EXIT_DONE, ConfigError, Problem
+from megatron_grpo.run.terminal import speak_plainly
 
 if TYPE_CHECKING:
     from megatron_grpo.settings.config import Config
@@ -237,6 +238,7 @@ def main(argv: Sequence[str] | None = None, **parts: Any) -> int:
 
         return supervised(lambda: main(sys.argv[1:], **parts))
     words = list(argv)
+    speak_plainly()
     if not words or words[0] in ("-h", "--help", "help"):
         from megatron_grpo.settings.show import print_overview
 

@@ -48,8 +48,12 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False, flag: str = "m
         with _copied_alone() if trust_remote_code else nullcontext():
             tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
     except Exception as error:
-        reason = (str(error).strip().splitlines() or [""])[0]
-        reason = reason if isinstance(error, (OSError, ValueError)) else f"{type(error).__name__}: {reason}"
+        lines = str(error).strip().splitlines() or [""]
+        if type(error).__name__.startswith("StrictDataclass"):  # transformers reads config.json too, and its fields do not go together
+            raise ConfigError(
+                [Problem(flags=(flag,), message=f"{flag} {path!r}: transformers refuses its config.json: {lines[-1].strip()}")]
+            ) from error
+        reason = lines[0] if isinstance(error, (OSError, ValueError)) else f"{type(error).__name__}: {lines[0]}"
         raise ConfigError([Problem(flags=(flag,), message=f"{flag} {path!r} has no tokenizer that can be loaded: {reason}")]) from error
     if not tokenizer.get_vocab().keys() - tokenizer.get_added_vocab().keys():  # transformers makes an empty one where its files are missing
         raise ConfigError(

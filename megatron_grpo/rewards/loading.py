@@ -15,7 +15,7 @@ from typing import Any
 
 from megatron_grpo.errors import ConfigError, Problem
 from megatron_grpo.rewards.contained import AskedToEnd, contained
-from megatron_grpo.rewards.of_others import shown_text, trains_at_import, with_swift
+from megatron_grpo.rewards.of_others import parsed, shown_text, trains_at_import, with_swift
 from megatron_grpo.rewards.protocol import RewardFunction, accepted_names, positional_names
 from megatron_grpo.settings.config import Config
 
@@ -192,7 +192,8 @@ def _module_of_file(path: Path, here: Path) -> Any:
         sys.path.append(str(path.parent))
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None  # the name ends in .py
-    if line := trains_at_import(path.read_text(encoding="utf-8", errors="replace")):
+    program = parsed(path)
+    if line := trains_at_import(program):
         raise _fail(
             f"{path} is a program that trains where it is imported (line {line}), so nothing of it is loaded. Put what trains under "
             'if __name__ == "__main__":, or move the function to a file of its own.'
@@ -200,7 +201,7 @@ def _module_of_file(path: Path, here: Path) -> Any:
     loader, module = spec.loader, importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # before it runs, so that dataclasses and pickles in it find their module
     try:
-        with with_swift():
+        with with_swift(program):
             _users(lambda: loader.exec_module(module), f"{path} cannot be loaded")
     except ConfigError:
         del sys.modules[name]

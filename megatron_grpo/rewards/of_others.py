@@ -9,8 +9,9 @@ import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
+from itertools import accumulate
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -19,23 +20,29 @@ from megatron_grpo.rewards.protocol import text_of
 _REGISTRIES = ("orms", "prms", "rm_plugins", "multi_turns", "envs")
 
 
-def trains_at_import(text: str) -> int | None:
-    """The line that begins a training where a file with this text is imported, if there is one.
+_DEFINES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+
+
+def parsed(path: Path) -> ast.Module:
+    """Empty where it is no Python: whoever imports it says what is wrong with it."""
+    try:
+        return ast.parse(path.read_bytes())
+    except (SyntaxError, ValueError):
+        return ast.Module(body=[], type_ignores=[])
+
+
+def trains_at_import(program: ast.Module) -> int | None:
+    """The line that begins a training where this is imported, if there is one.
 
     It makes a GRPOTrainer or calls `.train()`, by itself or by a function of the file, and `if __name__ == "__main__":` is not above it.
     """
-    try:
-        lines = ast.parse(text).body
-    except (SyntaxError, ValueError):  # whoever imports it says what is wrong with it
-        return None
-    defined = {line.name: _names(line) for line in lines if isinstance(line, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))}
+    defined = {line.name: _names(line) for line in program.body if isinstance(line, _DEFINES)}
     trains, before = {"GRPOTrainer", ".train"}, 0
     while before < len(trains):
         before = len(trains)
         trains |= {name for name, used in defined.items() if used & trains}
-    idle = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom)
-    is_program = (line for line in lines if not isinstance(line, idle) and "__name__" not in _names(getattr(line, "test", line)))
-    return next((line.lineno for line in is_program if _names(line) & trains), None)
+    runs = (line for line in program.body if not isinstance(line, _DEFINES) and "__name__" not in _names(getattr(line, "test", line)))
+    return next((line.lineno for line in runs if _names(line) & trains), None)
 
 
 def _names(node: ast.AST) -> set[str]:
@@ -45,47 +52,25 @@ def _names(node: ast.AST) -> set[str]:
     return methods | {inner.id for inner in ast.walk(node) if isinstance(inner, ast.Name)}
 
 
-class _Module(ModuleType):
-    """Stands for ms-swift's own: a registry takes what is put into it, and any other name is a class that does nothing."""
-
-    __path__: list[str] = []
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        found: Any = {} if name in _REGISTRIES else logging.getLogger if name == "get_logger" else None
-        if found is None:
-            found = type(name, (), {"__init__": lambda self, args=None, **words: None, "__module__": self.__name__})
-        setattr(self, name, found)
-        return found
-
-
-class _Finder:
-    """Finds `swift` and all modules in it; it is its own loader."""
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        return ModuleSpec(name, self, is_package=True) if name.partition(".")[0] == "swift" else None  # type: ignore[arg-type]
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType:
-        return _Module(spec.name)
-
-    def exec_module(self, module: ModuleType) -> None:
-        pass
-
-
 @contextmanager
-def with_swift() -> Iterator[None]:
-    """While a plugin of ms-swift is loaded: where ms-swift is not installed, something stands in its place."""
-    if find_spec("swift") is not None:
-        yield
-        return
-    finder = _Finder()
-    sys.meta_path.append(finder)  # type: ignore[arg-type]
+def with_swift(program: ast.Module) -> Iterator[None]:
+    """While a plugin of ms-swift is loaded where that is not installed: its registries take what is put into them, and what else the plugin
+    imports of it are classes that do nothing."""
+    lines = [line for line in ast.walk(program) if isinstance(line, ast.ImportFrom) and (line.module or "").split(".")[0] == "swift"]
+    made: dict[str, ModuleType] = {}
+    for line in lines if lines and find_spec("swift") is None else ():
+        names = list(accumulate(str(line.module).split("."), "{}.{}".format))
+        made |= {name: ModuleType(name) for name in names if name not in made}
+        for word in line.names:
+            idle = type(word.name, (), {"__init__": lambda self, args=None, **words: None, "__module__": line.module})
+            setattr(
+                made[names[-1]], word.name, {} if word.name in _REGISTRIES else logging.getLogger if word.name == "get_logger" else idle
+            )
+    sys.modules.update(made)
     try:
         yield
     finally:
-        sys.meta_path.remove(finder)  # type: ignore[arg-type]
-        for name in [name for name in sys.modules if name.partition(".")[0] == "swift"]:
+        for name in made:
             del sys.modules[name]
 
 

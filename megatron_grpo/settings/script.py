@@ -102,7 +102,7 @@ class _Shell:
                 "(a space after the backslash, or a comment between two lines, ends it too). Mend that line."
             )
         else:
-            self.found.append(_without_launcher(words, self.variables))
+            self.found += [behind] if (behind := _without_launcher(words, self.variables)) else []
 
     def assign(self, words: list[str]) -> list[str]:
         """Take the assignment that stands first; what is left. In a condition or a loop, what is assigned cannot be known."""
@@ -323,9 +323,10 @@ def _without_launcher(words: list[str], variables: dict[str, str]) -> list[str]:
     wrapper = next((place for place, word in enumerate(words[:3]) if word in _WRAPPERS), None)
     if wrapper is not None:
         inner = _behind_uv(words[wrapper + 1 :]) if words[wrapper] in _UV else words[wrapper + 1 :]
-        programs = (place for place, word in enumerate(inner) if words[wrapper] in _UV or _PROGRAM.match(word.rpartition("/")[2]))
-        start = next(programs, None)
-        return words if start is None else _without_launcher(inner[start:], variables)
+        if words[wrapper] not in _UV:
+            start = next((place for place, word in enumerate(inner) if _PROGRAM.match(word.rpartition("/")[2])), None)
+            inner = words if start is None else inner[start:]
+        return inner if inner is words else _without_launcher(inner, variables)
     if not any(word.rpartition("/")[2] in _LAUNCHERS for word in words[:3]):
         return words
     start = next((place for place, word in enumerate(words) if word == "-m" and place > 2 or word.endswith(".py")), 0)

@@ -90,10 +90,7 @@ FAMILIES: dict[str, Family] = {
         tower=QWEN3_VL,
     ),
 }
-_GATED_DELTA = (
-    "its linear attention (gated delta rule) needs kernels of a GPU in Megatron-Core (flash-linear-attention), so nothing of it can be "
-    "compared with transformers on a CPU; packed sequences and context parallelism are missing there besides"
-)
+_GATED_DELTA = "no layer for its linear attention (the gated delta rule) is built here yet"
 _MAMBA = (
     "its Mamba-2 layers need kernels of a GPU in Megatron-Core (mamba-ssm), so nothing of them can be compared with transformers on a CPU"
 )
@@ -118,6 +115,19 @@ NOT_YET = {
     "Gemma3nForConditionalGeneration": _SIZES,
     "Qwen3VLMoeForConditionalGeneration": "Qwen3-VL with experts has not been shown to give transformers' gradients here; Qwen3-VL without "
     "experts has (Qwen3VLForConditionalGeneration)",
+}
+# Of those, what their makers call them on the Hub (regular expressions): known before config.json is.
+NOT_YET_BY_NAME = {
+    r"Qwen/Qwen3-Next-": "Qwen3NextForCausalLM",
+    r"Qwen/Qwen3\.[56]-": "Qwen3_5ForConditionalGeneration",
+    r"Qwen/Qwen3-VL-\d+B-A\d+B": "Qwen3VLMoeForConditionalGeneration",
+    r"nvidia/(NVIDIA-)?Nemotron-(H|Nano|3)-": "NemotronHForCausalLM",
+    r"deepseek-ai/DeepSeek-V3\.2": "DeepseekV32ForCausalLM",
+    r"zai-org/GLM-5": "GlmMoeDsaForCausalLM",
+    r"zai-org/GLM-4\.7-Flash": "Glm4MoeLiteForCausalLM",
+    r"google/gemma-2-": "Gemma2ForCausalLM",
+    r"google/gemma-3-(4|12|27)b": "Gemma3ForConditionalGeneration",
+    r"google/gemma-3n-": "Gemma3nForConditionalGeneration",
 }
 
 

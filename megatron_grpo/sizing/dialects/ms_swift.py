@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from megatron_grpo.settings.foreign import Change, Default, Dialect, Foreign, aside, default, lacks, not_there, same
+from megatron_grpo.settings.foreign import OFF, Change, Default, Dialect, Foreign, aside, default, lacks, not_there, same
 from megatron_grpo.settings.table import BadValue
 from megatron_grpo.sizing.dialects import features, swift, trl
 from megatron_grpo.sizing.dialects.swift_settle import adapter, of_both
@@ -39,8 +39,7 @@ NAMES: Mapping[str, Foreign] = {
 }
 PATTERNS: Mapping[str, Foreign] = {
     **trl.TRL.patterns,
-    "chord_*": Foreign(why="it does nothing without chord_sft_dataset, which is refused"),
-    "rlsd_*": Foreign(why="it does nothing without advantage_reweight, which is refused"),
+    **{name: Foreign(why="it does nothing without what is refused") for name in ("chord_*", "rlsd_*")},
     "swanlab_*": Foreign(why=features.LOGS),
 }
 
@@ -56,14 +55,11 @@ DEFAULTS: Sequence[Default] = (
 def _settle(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
     """What ms-swift makes of several names together, besides what both of its trainers do."""
     kind = text_of(given, "deepspeed", "none")
-    if kind not in (*_DEEPSPEED, "none", "null"):
+    if kind not in (*_DEEPSPEED, *OFF):
         raise BadValue(f"deepspeed ({kind}) is a file that is not read: {features.SHARDED_ELSEWHERE}. There are: {', '.join(_DEEPSPEED)}")
-    if kind not in ("none", "null", "zero0"):
-        what = "weights, gradients and optimizer state" if kind.startswith("zero3") else "gradients and optimizer state"
-        note = f"deepspeed {kind} shards {what} over all ranks. Here optimizer state is (use_distributed_optimizer), and a rank holds "
-        note += "the weights whole but for tensor_model_parallel_size, pipeline_model_parallel_size and expert_model_parallel_size"
-        note += "; optimizer_cpu_offload keeps optimizer state on the host." if kind.endswith("offload") else "."
-        yield Change(values={}, note=note)
+    if kind not in ("zero0", *OFF):
+        note = f"deepspeed {kind}: optimizer state is sharded here (use_distributed_optimizer, and optimizer_cpu_offload for the host), and a "
+        yield Change(values={}, note=f"{note}rank holds weights whole but for tensor_model_parallel_size and its like.")
     if "tuner_type" not in values:
         yield Change(values={"tuner_type": "lora"}, untyped=("tuner_type", "lora"))
     if values.get("tuner_type", "lora") == "lora":
