@@ -58,7 +58,7 @@ def _settle(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
     if kind not in (*_DEEPSPEED, *OFF):
         raise BadValue(f"deepspeed ({kind}) is a file that is not read: {features.SHARDED_ELSEWHERE}. There are: {', '.join(_DEEPSPEED)}")
     if kind not in ("zero0", *OFF):
-        note = f"deepspeed {kind}: optimizer state is sharded here (use_distributed_optimizer, and optimizer_cpu_offload for the host), and a "
+        note = f"deepspeed {kind}: optimizer state is sharded here (use_distributed_optimizer, optimizer_cpu_offload for the host), and a "
         yield Change(values={}, note=f"{note}rank holds weights whole but for tensor_model_parallel_size and its like.")
     if "tuner_type" not in values:
         yield Change(values={"tuner_type": "lora"}, untyped=("tuner_type", "lora"))
