@@ -78,7 +78,7 @@ def shown_text(cls: type) -> type:
     """A reward class; of one of ms-swift's, which judge text where the completions of a chat are messages here, one that is given text."""
     if not any(base.__module__.partition(".")[0] == "swift" for base in cls.__mro__):
         return cls
-    inner: Callable[..., Any] = cls.__call__  # type: ignore[attr-defined]
+    inner: Callable[..., Any] = cls.__call__
 
     def call(self: Any, completions: Any, **columns: Any) -> Any:
         return inner(self, completions=[text_of(completion) for completion in completions], **columns)
