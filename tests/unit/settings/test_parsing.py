@@ -10,6 +10,7 @@ from dataclasses import fields
 import pytest
 import yaml
 
+from megatron_grpo.cli import COMMANDS
 from megatron_grpo.errors import ConfigError
 from megatron_grpo.planning.check import check
 from megatron_grpo.settings import parse, resolve, table
@@ -249,3 +250,10 @@ def test_a_timetable_has_an_end():
 
 def test_every_setting_has_a_line_of_help():
     assert [name for name, setting in table().items() if not setting.help] == []
+
+
+def test_help_begins_with_what_the_command_does_and_names_no_inner_part():
+    for name, command in COMMANDS.items():
+        first = (command.__doc__ or "").strip().splitlines()[0]
+        assert first.endswith((".", ")")) and "`build" not in first and "parts:" not in first, name
+    assert (COMMANDS["train"].__doc__ or "").startswith("Trains a model with GRPO")
