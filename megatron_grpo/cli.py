@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_grpo import __version__, launcher
 from megatron_grpo.cleanup import die_with_parent
 from megatron_grpo.errors import EXIT_CONFIG, EXIT_DONE, ConfigError, Problem
+from megatron_grpo.run.terminal import speak_plainly
 
 if TYPE_CHECKING:
     from megatron_grpo.settings.config import Config
@@ -24,7 +25,7 @@ LEAST_FILES = 128  # that a process must be allowed to open: a rank that trains 
 
 
 def train(argv: list[str], **parts: Any) -> int:
-    """The training run. parts: for `build.build_run`."""
+    """Trains a model with GRPO: draws answers with vLLM, scores them with reward functions, learns from them with Megatron-Core."""
     from megatron_grpo.planning.check import check_parsed
     from megatron_grpo.settings import parse
     from megatron_grpo.sizing.dialects import DIALECTS
@@ -254,6 +255,7 @@ def main(argv: Sequence[str] | None = None, **parts: Any) -> int:
 
         return supervised(lambda: main(sys.argv[1:], **parts))
     words = list(argv)
+    speak_plainly()
     if not words or words[0] in ("-h", "--help", "help"):
         from megatron_grpo.settings.show import print_overview
 

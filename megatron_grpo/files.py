@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -14,6 +15,15 @@ from typing import Any, BinaryIO
 
 MARK = "megatron_grpo.json"  # in each folder that a command of this program wrote: which command, and what of the folder is its own
 PAINTER = "megatron_grpo"  # what a picture of ours says of who drew it
+
+
+def read_text(path: str | Path, *, errors: str = "strict", at_most: int = 64 * 2**20) -> str:
+    """The text of a file or pipe that somebody named, in UTF-8. Raises OSError beyond `at_most` characters: a device has no end."""
+    with open(path, encoding="utf-8", errors=errors) as stream:
+        text = stream.read(at_most + 1)
+    if len(text) > at_most:
+        raise OSError(errno.EFBIG, f"it has more than {at_most >> 20} million characters", str(path))
+    return text
 
 
 @contextmanager

@@ -135,9 +135,14 @@ def look_at_everything(parsed: Parsed) -> Plan:
     left_out = _left_out(parsed.config)
     absent = {flag: None for flag in ADAPTERS if flag in left_out}
     parsed = replace(parsed, config=parsed.config.with_values(absent))
+    if imports := [spec for part, _, spec in _user_code(parsed.config) if not {part, spec} & set(left_out)]:
+        print(f"plan imports {', '.join(imports)}, and so runs what stands at the top of these files.", file=sys.stderr)
     with redirect_stdout(sys.stderr):  # a reward function's file may print as it is loaded, and stdout is for the plan
         made, found, _ = _look_at(parsed, left_out)
     close_rewards(found.rewards)
+    if made.checked.shape is None and (model := parsed.config.model.model):
+        said = f"{model} is not on this machine, so that nobody looked at it: train says whether its architecture can be trained here."
+        made = replace(made, warnings=[said, *made.warnings])
     return replace(made, not_checked=tuple(left_out.values()))
 
 
@@ -176,15 +181,28 @@ def _left_out(cfg: Config) -> dict[str, str]:
         parts |= {"dataset": "the data set (none given)"}
     if not rewards.reward_funcs:
         parts |= _left_out_of_teacher(cfg) or {"rewards": "reward functions (none given)"}
-    if _is_guest(cfg, "reward_funcs"):
-        absent = [spec for spec in rewards.reward_funcs if not may_be_here(spec)]
-        parts |= {spec: f"the reward {spec} (not on this machine)" for spec in absent}
-    specs = [spec for spec in (cfg.turns.environment, *cfg.turns.tools) if spec and ":" in spec]
-    if (_is_guest(cfg, "environment") or _is_guest(cfg, "tools")) and not all(map(may_be_here, specs)):
-        parts |= {"environment": f"the environment ({', '.join(specs)} is not on this machine)"}
+    for part, flag, spec in _user_code(cfg):
+        if why := _not_loaded(cfg, flag, spec):
+            parts |= {spec if part == "reward" else part: f"the {part} {spec} ({why})"}
     if _is_guest(cfg, "report_to"):
         parts |= {"report_to": f"whether {' and '.join(cfg.run.report_to)} can be reported to"}
     return parts
+
+
+def _user_code(cfg: Config) -> list[tuple[str, str, str]]:
+    """(part, setting, file:name) of all that is imported to be looked at."""
+    turns = [("environment", "environment", cfg.turns.environment), *(("environment", "tools", spec) for spec in cfg.turns.tools)]
+    code = [*(("reward", "reward_funcs", spec) for spec in cfg.rewards.reward_funcs), *turns]
+    return [(part, flag, spec) for part, flag, spec in (*code, ("rollout_func",) * 2 + (cfg.rollout.rollout_func,)) if spec and ":" in spec]
+
+
+def _not_loaded(cfg: Config, flag: str, spec: str) -> str:
+    """Why `plan` does not load what a foreign file names; empty where it does."""
+    if not _is_guest(cfg, flag):
+        return ""
+    if Path(spec.rpartition(":")[0]).name == cfg.sources[flag]:
+        return f"{cfg.sources[flag]} is read, not run"
+    return "" if may_be_here(spec) else "not on this machine"
 
 
 def _left_out_of_teacher(cfg: Config) -> dict[str, str]:

@@ -49,6 +49,11 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False, flag: str = "m
             tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
     except Exception as error:
         reason = said_by(error, first_line)
+        if type(error).__name__.startswith("StrictDataclass"):  # transformers reads config.json too, and its fields do not go together
+            reason = said_by(error).strip().splitlines()[-1].strip()
+            raise ConfigError(
+                [Problem(flags=(flag,), message=f"{flag} {path!r}: transformers refuses its config.json: {reason}")]
+            ) from error
         reason = reason if isinstance(error, (OSError, ValueError)) else f"{type(error).__name__}: {reason}"
         raise ConfigError([Problem(flags=(flag,), message=f"{flag} {path!r} has no tokenizer that can be loaded: {reason}")]) from error
     if not tokenizer.get_vocab().keys() - tokenizer.get_added_vocab().keys():  # transformers makes an empty one where its files are missing

@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_grpo.errors import ConfigError, Problem
+from megatron_grpo.files import read_text
 from megatron_grpo.parallel.layout import sequence_alignment
 from megatron_grpo.policy.fp8 import rank_multiple
 from megatron_grpo.settings.config import Config
@@ -31,7 +31,7 @@ class Lengths:
 def read_lengths(path: str) -> Lengths:
     """Two whole numbers a line, parted by blanks, a tab or a comma; blank lines and # comments are passed over. Raises ConfigError."""
     pairs, bad = [], []
-    for number, line in enumerate(Path(path).read_text(encoding="utf-8", errors="replace").splitlines(), 1):
+    for number, line in enumerate(read_text(path, errors="replace").splitlines(), 1):
         text = line.partition("#")[0].strip()
         if not text:
             continue

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from megatron_grpo.errors import ConfigError, Problem
 from megatron_grpo.sizing.sizes import Model
+from megatron_grpo.weights.families import NOT_YET_BY_NAME
 from megatron_grpo.weights.fit import layout_problems
 from megatron_grpo.weights.shape import ModelShape
 
@@ -37,15 +39,22 @@ def read_shape(model: str) -> tuple[ModelShape | None, list[Problem]]:
     """
     file = find_config(model)
     if file is None:
-        return None, []
+        named = [
+            {"architectures": [found]} for name, found in NOT_YET_BY_NAME.items() if re.match(name, model) and not Path(model).exists()
+        ]
+        return _shape(named[0]) if named else (None, [])
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         return None, [Problem(flags=("model",), message=f"model: {file} is not valid JSON: {error}.")]
     if not isinstance(config, dict):
         return None, [Problem(flags=("model",), message=f"model: {file} does not hold a model's configuration.")]
+    return _shape(_with_architecture(config))
+
+
+def _shape(config: dict[str, Any]) -> tuple[ModelShape | None, list[Problem]]:
     try:
-        return ModelShape.from_hf(_with_architecture(config)), []
+        return ModelShape.from_hf(config), []
     except ConfigError as error:
         return None, list(error.problems)
 

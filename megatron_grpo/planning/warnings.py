@@ -16,6 +16,7 @@ from megatron_grpo.planning.room import in_words
 from megatron_grpo.rollout.adapters import LoraPush
 from megatron_grpo.settings import precision
 from megatron_grpo.settings.config import Config
+from megatron_grpo.settings.schedule import course_of
 from megatron_grpo.settings.servers import addresses_of
 from megatron_grpo.sizing.batch_sizes import BatchSizes
 from megatron_grpo.sizing.dialects import explain
@@ -198,7 +199,9 @@ def _bubble(cfg: Config, sizes: BatchSizes, sharing: dict[str, Any] | None) -> I
 
 
 def _swift(cfg: Config, sizes: BatchSizes) -> Iterator[str]:
-    """Megatron-SWIFT's own rules about prompts, stricter than the mathematics need."""
+    """Megatron-SWIFT's own rules about prompts, stricter than the mathematics need; nothing to who comes from another system."""
+    if cfg.plan.dialect not in (None, "swift-megatron"):
+        return
     prompts, dp, size = sizes.num_rollout_prompts, sizes.dp_size, sizes.micro_batch_size
     if prompts % dp:
         yield (
@@ -225,6 +228,8 @@ def _run(cfg: Config, timetable: Timetable) -> Iterator[str]:
     if cfg.grpo.sync_ref_model and steps is not None and steps < cfg.grpo.ref_model_sync_steps:
         every = cfg.grpo.ref_model_sync_steps
         yield f"sync_ref_model never moves the reference: ref_model_sync_steps ({every}) is more than the run's {steps} optimizer steps."
+    if steps is not None and (warmup := course_of(cfg.optimizer, steps).warmup) >= steps:
+        yield f"The learning rate never reaches lr ({cfg.optimizer.lr:g}): the warm-up takes {warmup} optimizer steps, and the run {steps}."
     if cfg.run.max_steps is not None and cfg.run.num_train_epochs is not None:
         yield f"max_steps ({cfg.run.max_steps}) decides the length of the run; num_train_epochs ({cfg.run.num_train_epochs:g}) is not used."
     shown = cfg.plan.plan_rollouts * sizes.micro_steps_per_rollout * sizes.num_iterations

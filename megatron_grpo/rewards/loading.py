@@ -15,6 +15,7 @@ from typing import Any
 
 from megatron_grpo.errors import ConfigError, Problem, said_by
 from megatron_grpo.rewards.contained import AskedToEnd, contained
+from megatron_grpo.rewards.of_others import parsed, shown_text, trains_at_import, with_swift
 from megatron_grpo.rewards.protocol import RewardFunction, accepted_names, positional_names
 from megatron_grpo.settings.config import Config
 
@@ -158,7 +159,7 @@ def _instance(cls: type, spec: str) -> Callable[..., Any]:
     """A class with `__call__`, as Megatron-SWIFT's plugins are, stands for its instance."""
     if not any("__call__" in vars(base) for base in cls.__mro__):  # every class is callable itself: that makes an instance
         raise _fail(f"{spec} is a class without `__call__`.")
-    return _users(cls, f"{spec} is a class that cannot be made without arguments")
+    return _users(shown_text(cls), f"{spec} is a class that cannot be made without arguments")
 
 
 def _users(call: Callable[[], Any], what: str) -> Any:
@@ -191,10 +192,17 @@ def _module_of_file(path: Path, here: Path) -> Any:
         sys.path.append(str(path.parent))
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None  # the name ends in .py
+    program = parsed(path)
+    if line := trains_at_import(program):
+        raise _fail(
+            f"{path} is a program that trains where it is imported (line {line}), so nothing of it is loaded. Put what trains under "
+            'if __name__ == "__main__":, or move the function to a file of its own.'
+        )
     loader, module = spec.loader, importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # before it runs, so that dataclasses and pickles in it find their module
     try:
-        _users(lambda: loader.exec_module(module), f"{path} cannot be loaded")
+        with with_swift(program):
+            _users(lambda: loader.exec_module(module), f"{path} cannot be loaded")
     except ConfigError:
         del sys.modules[name]
         raise

@@ -65,6 +65,8 @@ def told(error: BaseException) -> tuple[str | None, int]:
         return f"{PREFIX}a reward function failed, and the run ends.\n{error}", EXIT_CRASH
     if isinstance(error, RunError):
         return f"{PREFIX}{error}", EXIT_CRASH
+    if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG and error.filename:
+        return f"{PREFIX}{str(error.filename)[:80]!r}... is no path: a name in it is longer than a file's can be (255 bytes).", EXIT_CONFIG
     if isinstance(error, SystemExit):
         return f"{PREFIX}something called sys.exit({error.code!r}) before the run was done.{_where(error)}", EXIT_CRASH
     sentence = machine_sentence(error)

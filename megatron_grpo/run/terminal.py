@@ -1,7 +1,8 @@
-"""A run that outlives its terminal: what it prints then is lost, and nothing else."""
+"""What a terminal cannot do costs what is printed, and nothing else: one that has gone, and one that knows few signs."""
 
 from __future__ import annotations
 
+import codecs
 import errno
 import io
 import os
@@ -22,6 +23,12 @@ def outlive_terminal() -> None:
             stream.flush()
             raw = io.BufferedWriter(_Terminal(handle, "w", closefd=False))
             setattr(sys, name, io.TextIOWrapper(raw, encoding=stream.encoding, errors=stream.errors, line_buffering=True))
+
+
+def speak_plainly() -> None:
+    """From now on a sign that standard output does not have, in ASCII say, is printed as `?`, and raises nothing."""
+    if isinstance(sys.stdout, io.TextIOWrapper) and codecs.lookup(sys.stdout.encoding).name != "utf-8":
+        sys.stdout.reconfigure(errors="replace")
 
 
 class _Terminal(io.FileIO):

@@ -505,9 +505,9 @@ class OptimizerConfig:
     )
     start_weight_decay: float | None = setting(None, "weight decay at the first step, where it rises", at_least=0)
     end_weight_decay: float | None = setting(None, "weight decay at the last step, where it rises", at_least=0)
-    adam_beta1: float = setting(0.9, "", at_least=0, below=1)
-    adam_beta2: float = setting(0.95, "", at_least=0, below=1)
-    adam_eps: float = setting(1e-8, "", aliases=["adam_epsilon"], above=0)
+    adam_beta1: float = setting(0.9, "decay of Adam's running mean of gradients", at_least=0, below=1)
+    adam_beta2: float = setting(0.95, "decay of its running mean of squared gradients", at_least=0, below=1)
+    adam_eps: float = setting(1e-8, "is added to the root of that mean, by which a step is divided", aliases=["adam_epsilon"], above=0)
     clip_grad: float = setting(1.0, "gradient norm is clipped to this; 0 is off", aliases=["max_grad_norm"], at_least=0)
     skip_grad_norm_above: float | None = setting(
         None, "a step whose gradient norm is above this, before clipping, is skipped; one that is not finite always is",
@@ -643,7 +643,7 @@ class EvalConfig:
 class PlanConfig:
     """Plan (what `plan` prints)"""
 
-    plan_rollouts: int = setting(2, "rollouts the timetable shows", unit="rollouts", at_least=1)
+    plan_rollouts: int = setting(2, "rollouts the timetable shows", unit="rollouts", at_least=1, at_most=1000)
     num_prompts: int | None = setting(None, "size of the data set, when it is not at hand", unit="prompts", at_least=1)
     gpu_memory_gb: float | None = setting(None, "memory of one GPU, to hold the estimate against", unit="GB", above=0)
     lengths: str | None = setting(None, "file with a prompt and a completion length a line", unit="tokens")
@@ -652,7 +652,7 @@ class PlanConfig:
     dialect: str | None = setting(
         None,
         "read names, sizes and defaults as another system means them (docs/configuration.md); swift is swift-megatron",
-        choices=["trl", "skyrl", "skyrl-doc", "swift-megatron", "swift", "verl", "slime", "cs336"],
+        choices=["trl", "skyrl", "skyrl-doc", "swift-megatron", "swift", "ms-swift", "verl", "slime", "cs336"],
     )
 
 

@@ -27,6 +27,7 @@ class Foreign:
     hint: what to type instead, for someone who typed the name without the dialect.
     why: of a name that is set aside: what it is about.
     is_task: what it refuses is another task, of which nothing else needs to be said.
+    is_label: nothing that is trained depends on it: where a script leaves it open, it is left out.
     """
 
     native: str = ""
@@ -38,6 +39,7 @@ class Foreign:
     hint: str = ""
     why: str = ""
     is_task: bool = False
+    is_label: bool = False
 
     @property
     def says(self) -> str:
@@ -140,6 +142,7 @@ class Dialect:
     hides: Sequence[str] = ()  # native names that mean nothing, or something else, in this vocabulary
     prefixes: Sequence[str] = ()  # sections of its files that may stand before the name of a size: "trainer."
     sections: Sequence[str] = ()  # sections that are left out in the keys of `names`
+    heads: Mapping[str, str] = field(default_factory=dict)  # first words of names by section, those that stand in no other
     names: Mapping[str, Foreign] = field(default_factory=dict)
     patterns: Mapping[str, Foreign] = field(default_factory=dict)  # of names that `names` lacks: "ref.*", without sections
     defaults: Sequence[Default] = ()
@@ -149,7 +152,9 @@ class Dialect:
     settle: Sequence[Callable[[Mapping[str, Any], Mapping[str, Sequence[str]]], Iterable[Change]]] = ()
 
     def row(self, name: str) -> tuple[str, Foreign | None]:
-        """A name without its section, and what it is here."""
+        """A name without its section, and what it is here; nothing in a section that is not its own."""
+        if self._is_astray(name):
+            return name, None
         for section in self.sections:
             if name.startswith(section):
                 name = name.removeprefix(section)
@@ -161,9 +166,16 @@ class Dialect:
 
     def size(self, name: str) -> str | None:
         """The name of a size without its section, where it is one."""
+        if self._is_astray(name):
+            return None
         for prefix in self.prefixes:
             name = name.removeprefix(prefix)
         return name if name in self.settings else None
+
+    def _is_astray(self, name: str) -> bool:
+        section = next((section for section in self.sections if name.startswith(section)), "")
+        head = name.removeprefix(section).partition(".")[0]
+        return any(head in words.split() for other, words in self.heads.items() if section and other != section)
 
     def knows(self, name: str) -> bool:
         return self.size(name) is not None or self.row(name)[1] is not None

@@ -124,7 +124,8 @@ class _Builder:
         if not unknown or idle:
             return False
         setting = self._find(entry, row)[0] if row is None or row.native else None
-        if setting is not None and setting.name in _LABELS and entry.name not in self.said:
+        is_label = setting is not None and setting.name in _LABELS or row is not None and row.is_label
+        if is_label and entry.name not in self.said:
             self.parsed.notes.append(f"{entry.source}: {entry.name} {' '.join(unknown)} cannot be known from the script, and is left out.")
         elif entry.name not in self.said:
             self.unknowable.setdefault(entry.source, []).append((entry.name, f"{entry.name} {' '.join(unknown)}"))

@@ -58,7 +58,7 @@ _ENGINE_REASONS = {
     **dict.fromkeys(("override_generation_config", "generation_config", "logits_processors", "watermark_config", "diffusion_config"),
                     "tokens would be drawn from another distribution than the trainer's"),
     **dict.fromkeys(("speculative_config", "spec_method", "spec_model", "spec_tokens"),
-                    "a drafting model is pushed no weights, and nobody has measured here what it does to log-probs"),
+                    "what is drawn would depend on the engine's batch, so that neither a seed nor a resumed run would draw the same again"),
     **dict.fromkeys(("skip_tokenizer_init", "tokens_only"), "rewards read text"),
     **dict.fromkeys(("hf_token",), "it is a secret, and settings are written to files: the environment variable HF_TOKEN holds it"),
     **dict.fromkeys(("runner", "convert", "pooler_config"), "the model samples"),

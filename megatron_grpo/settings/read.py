@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_grpo.errors import Problem
+from megatron_grpo.files import read_text
 from megatron_grpo.settings.table import canonical, names, table
 
 COMMAND_LINE = "command line"
@@ -62,7 +63,7 @@ def read_file(path: str) -> tuple[list[TypedSetting], list[Problem]]:
     """A YAML file, a shell script whose last command holds the flags, or a Python file that builds a configuration of TRL."""
     file = Path(path)
     try:
-        text = file.read_text(encoding="utf-8")
+        text = read_text(file)
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
         return [], [Problem(flags=("config",), message=f"config {path} cannot be read: {reason}.")]

@@ -87,6 +87,7 @@ SAID_WITH: Mapping[str, str] = {
     "n_gpus_per_node": _RANKS,
     "nproc_per_node": _RANKS,
     "nnodes": _RANKS,
+    **{f"beta{n}": f"it is adam_beta{n}." for n in (1, 2)},
     "betas": "they are adam_beta1 and adam_beta2.",
     "use_wandb": "report_to wandb does it.",
     "hub_token": "it is a secret, and settings are written to files: the environment variable HF_TOKEN holds it.",

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from megatron_grpo.errors import Problem
+from megatron_grpo.files import read_text
 
 UNKNOWN = "\x01"  # begins a word, or stands in one, that cannot be known from the script
 _PLAIN_DOLLAR = "\x00"  # a dollar sign that quotes keep from being a variable
@@ -26,7 +27,10 @@ _VARIABLE = re.compile(r"\$\{(\w+)(\[[@*]\])?(?::?([-=])([^{}]*))?\}|\$(\w+)")  
 _ALONE = re.compile(UNKNOWN + r"\$(\w+|\{[^/]*\})")
 _ARITHMETIC = re.compile(r"\$\(\(([^()]*(?:\([^()]*\)[^()]*)*)\)\)")
 _REDIRECTION = re.compile(r"(?:\d+|&)?[<>]+[&|]?[ \t]*[^\s;&|]*")
-_LAUNCHERS, _WRAPPERS = ("torchrun", "accelerate", "torch.distributed.run", "deepspeed"), ("uv", "srun")
+_LAUNCHERS, _WRAPPERS = ("torchrun", "accelerate", "torch.distributed.run", "deepspeed"), ("uv", "uvx", "srun")
+_UV = ("uv", "uvx")
+_OF_UV = (*("--with", "--with-requirements", "--with-editable", "--from", "--extra", "--group", "--package", "--python", "-p"),
+          *("--env-file", "--directory", "--project", "--index", "--index-url"))  # fmt: skip
 _PROGRAM = re.compile(r"(python[\d.]*|bash|sh|torchrun|accelerate|deepspeed|trl|swift|megatron|megatron[-_]grpo|-m|.*\.(py|sh))$")
 _NESTED = 5  # scripts that start scripts, at most
 _OF_LAUNCHERS = {"nproc_per_node": "NPROC_PER_NODE", "nnodes": "NNODES", "num_processes": "NPROC_PER_NODE"}
@@ -98,7 +102,7 @@ class _Shell:
                 "(a space after the backslash, or a comment between two lines, ends it too). Mend that line."
             )
         else:
-            self.found.append(_without_launcher(words, self.variables))
+            self.found += [behind] if (behind := _without_launcher(words, self.variables)) else []
 
     def assign(self, words: list[str]) -> list[str]:
         """Take the assignment that stands first; what is left. In a condition or a loop, what is assigned cannot be known."""
@@ -223,7 +227,7 @@ def text_of_file(name: str, directory: Path) -> tuple[str | None, Path]:
     """A file that a script names, and its folder: from where one stands, from where the script lies, or from a folder above it."""
     for folder in (Path("."), directory, *directory.parents):
         try:
-            return (folder / name).read_text(encoding="utf-8"), (folder / name).absolute().parent
+            return read_text(folder / name), (folder / name).absolute().parent
         except (OSError, UnicodeDecodeError, ValueError):
             continue
     return None, directory
@@ -316,9 +320,13 @@ def _without_launcher(words: list[str], variables: dict[str, str]) -> list[str]:
     """What a launcher is told of itself stands before the program; of torchrun's and accelerate's, the number of ranks is kept."""
     if "--" in words and any(_FLAG.match(word) for word in words[words.index("--") :]):  # ray job submit ... -- python3 train.py ...
         words = words[words.index("--") + 1 :]
-    if words and words[0] in _WRAPPERS:
-        start = next((place for place, word in enumerate(words) if place and _PROGRAM.match(word.rpartition("/")[2])), 0)
-        return _without_launcher(words[start:], variables) if start else words
+    wrapper = next((place for place, word in enumerate(words[:3]) if word in _WRAPPERS), None)
+    if wrapper is not None:
+        inner = _behind_uv(words[wrapper + 1 :]) if words[wrapper] in _UV else words[wrapper + 1 :]
+        if words[wrapper] not in _UV:
+            start = next((place for place, word in enumerate(inner) if _PROGRAM.match(word.rpartition("/")[2])), None)
+            inner = words if start is None else inner[start:]
+        return inner if inner is words else _without_launcher(inner, variables)
     if not any(word.rpartition("/")[2] in _LAUNCHERS for word in words[:3]):
         return words
     start = next((place for place, word in enumerate(words) if word == "-m" and place > 2 or word.endswith(".py")), 0)
@@ -328,6 +336,14 @@ def _without_launcher(words: list[str], variables: dict[str, str]) -> list[str]:
         if variable:
             variables[variable] = value or following
     return words[start:]
+
+
+def _behind_uv(words: list[str]) -> list[str]:
+    """What uv starts: its own options stand before it."""
+    place = 0
+    while place < len(words) and (words[place] == "run" or words[place].startswith("-") and words[place] != "-m"):
+        place += 2 if words[place] in _OF_UV else 1
+    return words[place:]
 
 
 def _program(words: list[str]) -> str:

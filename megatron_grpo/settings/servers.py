@@ -11,6 +11,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from megatron_grpo.errors import ConfigError, Problem
+from megatron_grpo.files import read_text
 from megatron_grpo.settings.config import Config, GrpoConfig, RolloutConfig
 from megatron_grpo.settings.tuner import Pair
 
@@ -88,7 +89,7 @@ def _in_files(path: Path) -> Iterator[Address]:
     try:
         files = sorted(file for file in path.iterdir() if not file.name.startswith(".")) if path.is_dir() else [path]
         for file in files:
-            for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
+            for number, line in enumerate(read_text(file).splitlines(), 1):
                 if line.strip():
                     try:
                         yield Address.of_url(line.strip())
@@ -96,6 +97,8 @@ def _in_files(path: Path) -> Iterator[Address]:
                         raise ValueError(f"{file}, line {number}: {line.strip()[:80]!r} {error}") from error
     except FileNotFoundError:
         return
+    except OSError as error:
+        raise ValueError(f"@{path} cannot be read: {error.strerror}") from error
 
 
 def default_token_file(environment: Mapping[str, str] = os.environ) -> Path:
@@ -118,7 +121,7 @@ def read_token(cfg: RolloutConfig, environment: Mapping[str, str] = os.environ) 
                 f"servers that sample or teach answer to nobody without their token: set the variable {TOKEN_VARIABLE}, or name "
                 "the file in which they keep it with vllm_server_token_file."))])  # fmt: skip
     try:
-        mode, token = Path(path).stat().st_mode, Path(path).read_text(encoding="utf-8").strip()
+        mode, token = Path(path).stat().st_mode, read_text(path).strip()
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not text"
         raise ConfigError([Problem(flags=flags, message=f"vllm_server_token_file ({path}) cannot be read: {reason}.")]) from error

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cache
 from typing import Any
 
+from megatron_grpo.files import read_text
 from megatron_grpo.settings.config import Config
 from megatron_grpo.settings.field import Range
 
@@ -165,7 +167,20 @@ def _scalar(setting: Setting, word: Any) -> Any:
     if setting.choices and text not in setting.choices:
         close = close_to(text, setting.choices)
         raise BadValue(f"cannot be {text!r}. It is one of: {', '.join(setting.choices)}", close)
-    return text
+    return _text_or_file(text) if setting.name == "system" else text
+
+
+def _text_or_file(text: str) -> str:
+    """As in Megatron-SWIFT, a name that ends in .txt is a file, and all else is the text itself."""
+    if not text.endswith(".txt"):
+        if os.path.isfile(text):
+            raise BadValue(f"({text}) is the name of a file, and would be said as it stands: a file is read where its name ends in .txt")
+        return text
+    try:
+        return read_text(text)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
+        raise BadValue(f"({text}) names a file, for it ends in .txt, which cannot be read: {reason}") from None
 
 
 def _number(setting: Setting, word: Any, text: str) -> int | float:

@@ -84,8 +84,24 @@ NOT_YET = {
     "Gemma3ForConditionalGeneration": f"{_SEES}; the text models of Gemma 3 can be trained (Gemma3ForCausalLM)",
     "Gemma3nForCausalLM": _SIZES,
     "Gemma3nForConditionalGeneration": _SIZES,
+    **dict.fromkeys(("Qwen2_5OmniModel", "Qwen3OmniMoeForConditionalGeneration"), "of what models see and hear pictures alone are there"),
     "Qwen3VLMoeForConditionalGeneration": "Qwen3-VL with experts has not been shown to give transformers' gradients here; Qwen3-VL without "
     "experts has (Qwen3VLForConditionalGeneration)",
+}
+# Of those, what their makers call them on the Hub (regular expressions): known before config.json is.
+NOT_YET_BY_NAME = {
+    r"Qwen/Qwen3-Next-": "Qwen3NextForCausalLM",
+    r"Qwen/Qwen3\.[56]-": "Qwen3_5ForConditionalGeneration",
+    r"Qwen/Qwen2\.5-Omni-": "Qwen2_5OmniModel",
+    r"Qwen/Qwen3-Omni-": "Qwen3OmniMoeForConditionalGeneration",
+    r"Qwen/Qwen3-VL-\d+B-A\d+B": "Qwen3VLMoeForConditionalGeneration",
+    r"nvidia/(NVIDIA-)?Nemotron-(H|Nano|3)-": "NemotronHForCausalLM",
+    r"deepseek-ai/DeepSeek-V3\.2": "DeepseekV32ForCausalLM",
+    r"zai-org/GLM-5": "GlmMoeDsaForCausalLM",
+    r"zai-org/GLM-4\.7-Flash": "Glm4MoeLiteForCausalLM",
+    r"google/gemma-2-": "Gemma2ForCausalLM",
+    r"google/gemma-3-(4|12|27)b": "Gemma3ForConditionalGeneration",
+    r"google/gemma-3n-": "Gemma3nForConditionalGeneration",
 }
 
 

@@ -184,3 +184,41 @@ def test_a_word_that_names_no_reference_is_refused_and_a_repository_is_left_to_t
     words = ["plan", "--beta", "0.1", "--global_batch_size", "8", "--num_generations", "4", "--ref_model"]
     assert main([*words, "nowhere"]) == 2 and "ref_model (nowhere) is neither a directory here nor a Hub name" in capsys.readouterr().err
     assert main([*words, "owner/name"]) == 0 and "owner/name is not on" in " ".join(capsys.readouterr().out.split())
+
+
+PROGRAM = """
+open({mark!r}, "w")
+def right(completions): return [1.0 for _ in completions]
+def look(text: str) -> str:
+    "Looks. Args: text: what."
+args = GRPOConfig(per_device_train_batch_size=8)
+trainer = GRPOTrainer(model="someone/model", args=args, reward_funcs=[right], train_dataset="someone/rows", {more})
+{train}
+"""
+
+
+@pytest.mark.parametrize("more", ["", "tools=[look]"])
+@pytest.mark.parametrize("train", ["trainer.train()", ""])
+def test_plan_never_runs_the_program_that_it_is_given(tmp_path, monkeypatch, capfd, more, train):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "train.py", PROGRAM.format(mark=str(tmp_path / "ran"), more=more, train=train))
+    assert main(["plan", "--dialect", "trl", "--config", "train.py"]) == 0
+    said = " ".join(capfd.readouterr().out.split())
+    assert "the reward train.py:right (train.py is read, not run)" in said
+    assert ("the environment train.py:look (train.py is read, not run)" in said) == bool(more)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_plan_says_what_it_imports_before_it_does(good, tmp_path, capfd):
+    file = write(tmp_path / "loud.py", "import sys\nprint('loud', file=sys.stderr)\ndef f(completions): return [0.0] * len(completions)\n")
+    look_at_everything(parsed(good | {"reward_funcs": f"{file}:f"}))
+    told = capfd.readouterr().err
+    assert told.index(f"plan imports {file}:f, and so runs") < told.index("loud\n")
+    look_at_everything(parsed(good | {"reward_funcs": "math"}))
+    assert "imports" not in capfd.readouterr().err
+
+
+def test_plan_says_of_a_model_that_is_elsewhere_that_nobody_looked_at_it(good):
+    found = look_at_everything(parsed({"model": "someone/model"}))
+    assert "someone/model is not on this machine, so that nobody looked at it" in found.warnings[0]
+    assert not any("nobody looked" in warning for warning in look_at_everything(parsed(good)).warnings)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from megatron_grpo.settings.foreign import Dialect
 from megatron_grpo.sizing.dialects.cs336 import CS336
 from megatron_grpo.sizing.dialects.explain import explain, length_there
+from megatron_grpo.sizing.dialects.ms_swift import MS_SWIFT
 from megatron_grpo.sizing.dialects.skyrl import SKYRL, SKYRL_DOC
 from megatron_grpo.sizing.dialects.slime import SLIME
 from megatron_grpo.sizing.dialects.swift import SWIFT
@@ -23,20 +24,23 @@ DIALECTS: Mapping[str, Dialect] = {
     "skyrl-doc": SKYRL_DOC,
     "swift-megatron": SWIFT,
     "swift": SWIFT,
+    "ms-swift": MS_SWIFT,
     "cs336": CS336,
     "verl": VERL,
     "slime": SLIME,
 }
 
+_OF_TRL: Mapping[str, Product] = {
+    "micro": ("per_device_train_batch_size",),
+    "accumulation": ("gradient_accumulation_steps",),
+    "window": ("steps_per_generation",),
+    "generation": ("generation_batch_size",),
+    "group": ("num_generations",),
+    "passes": ("num_iterations",),
+}
 PRODUCTS: Mapping[str, Mapping[str, Product]] = {
-    "trl": {
-        "micro": ("per_device_train_batch_size",),
-        "accumulation": ("gradient_accumulation_steps",),
-        "window": ("steps_per_generation",),
-        "generation": ("generation_batch_size",),
-        "group": ("num_generations",),
-        "passes": ("num_iterations",),
-    },
+    "trl": _OF_TRL,
+    "ms-swift": _OF_TRL,
     # What SkyRL's code does: a mini-batch is counted in prompts.
     "skyrl": {
         "micro": ("micro_train_batch_size_per_gpu",),

@@ -138,7 +138,7 @@ TRL: Mapping[str, Foreign] = {
 _MEGATRON, _LORA, _ENGINE, _ALGORITHM = "policy.megatron_config.", "policy.model.lora.", "inference_engine.", "algorithm."
 SKYRL: Mapping[str, Foreign] = {
     **aside(
-        *("logger", "tags", "log_path", "dump_data_batch", "dump_eval_results", "print_example_interval", "num_logger_eval_samples"),
+        *("tags", "log_path", "dump_data_batch", "dump_eval_results", "print_example_interval", "num_logger_eval_samples"),
         *("num_logger_train_samples", "log_example_interval", "enable_ray_gpu_monitor", f"{_MEGATRON}moe_per_layer_logging"),
         *("sampling_params.logprobs", "eval_sampling_params.logprobs", f"{_ENGINE}enable_ray_prometheus_stats", "policy.record_memory"),
         why=LOGS,
@@ -149,7 +149,7 @@ SKYRL: Mapping[str, Foreign] = {
         why=FILES,
     ),
     **aside(
-        *("micro_forward_batch_size_per_gpu", "use_sample_packing", "remove_microbatch_padding", "flash_attn", "gradient_checkpointing"),
+        *("micro_forward_batch_size_per_gpu", "use_sample_packing", "remove_microbatch_padding", "flash_attn"),
         *("gradient_checkpointing_use_reentrant", "fused_lm_head_logprob", "fused_lm_head_logprob_backend", "policy.use_torch_compile"),
         *(f"{_MEGATRON}{name}" for name in ("moe_grouped_gemm", "moe_router_dtype")),
         f"{_MEGATRON}transformer_config_kwargs.gradient_accumulation_fusion",

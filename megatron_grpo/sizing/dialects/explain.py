@@ -24,15 +24,15 @@ def explain(dialect: str, sizes: BatchSizes, foreign: Mapping[str, int], *, max_
         else f"{steps * sizes.num_iterations:g} optimizer steps ({sizes.num_iterations} passes of {steps:g})"
     )
     same = f"Your old setup took {times} per rollout of {sizes.generation_batch_size} completions; so does this one"
-    if dialect == "trl":
-        w = sizes.micro_steps_per_rollout
+    if dialect in ("trl", "ms-swift"):
+        w, title = sizes.micro_steps_per_rollout, {"trl": "TRL"}.get(dialect, dialect)
         yield (
-            f"{same}. TRL counts steps_per_generation in micro-steps: {w} micro-steps / gradient_accumulation_steps {a} = "
+            f"{same}. {title} counts steps_per_generation in micro-steps: {w} micro-steps / gradient_accumulation_steps {a} = "
             f"{steps:g}, which is "
             "what steps_per_generation means here."
         )
         yield (
-            "What differs from TRL: it shuffles samples after generation, so that a prompt's group is spread over several "
+            f"What differs from {title}: it shuffles samples after generation, so that a prompt's group is spread over several "
             "steps; here groups stay together."
         )
     elif dialect in ("skyrl", "skyrl-doc"):

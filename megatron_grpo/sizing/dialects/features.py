@@ -33,11 +33,15 @@ APART = (
     "rollouts on GPUs of their own are vllm_mode server, beside megatron-grpo serve; async_rollout_depth 1 samples one ahead of training"
 )
 DROPS_TOKENS = "experts take every token here; a capacity that drops some is not there"
-PLUGINS = "plugin files are not loaded; name a reward function as path/to/file.py:function in reward_funcs"
+PLUGINS = "of plugin files reward functions alone are loaded; name one as path/to/file.py:function in reward_funcs"
 SAMPLING = "sampling is by temperature, top_k, top_p and min_p alone, because training log-probs must be those of the sampler"
 PENALTY = (
     "it makes a word's probability depend on which words were said before it, and training log-probs are of the logits alone; "
     "eval_generation_kwargs takes it for evaluation"
+)
+SPECULATES = (
+    "with speculative decoding what is drawn depends on what else is in the engine's batch, so that neither a seed nor a resumed run would "
+    "draw the same tokens again"
 )
 TOKENISED_ELSEWHERE = "prompts are tokenised here, with the model's own template: dataset takes files, directories and Hub names"
 COLUMNS = "columns are never renamed by guessing; columns gives them other names"

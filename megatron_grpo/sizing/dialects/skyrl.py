@@ -15,6 +15,7 @@ from megatron_grpo.sizing.dialects.skyrl_settle import settle
 from megatron_grpo.sizing.dialects.vocabulary import (
     DATASETS,
     HELD_OUT,
+    LOGGERS,
     NATIVE_SIZES,
     OF_THE_OPTIMIZER,
     TEMPLATE_WORDS,
@@ -81,6 +82,8 @@ NAMES: Mapping[str, Foreign] = {
     "policy.model.path": same("model"),
     "project_name": same("project"),
     "run_name": same("run_name"),
+    "logger": LOGGERS,
+    "gradient_checkpointing": together("no `recompute_granularity` where it is false"),
     "policy.optimizer_config.lr": same("lr"),
     "policy.optimizer_config.adam_betas": reads(betas, "adam_beta1 and adam_beta2"),
     "policy.optimizer_config.weight_decay": same("weight_decay"),
@@ -227,7 +230,7 @@ NAMES: Mapping[str, Foreign] = {
         for name in ("pipeline_parallel_size", "expert_parallel_size", "data_parallel_size")
     },
     f"{_ENGINE}enable_return_routed_experts": Foreign(why="router_replay_mode R3 (moe_enable_routing_replay) asks the engine for them"),
-    f"{_ENGINE}speculative_config": lacks("speculative decoding is not there"),
+    f"{_ENGINE}speculative_config": lacks(features.SPECULATES),
     **not_there(
         "of its corrections tis_ratio_type is translated",
         *(
@@ -325,6 +328,20 @@ def _dialect(name: str) -> Dialect:
         hides=NATIVE_SIZES,
         prefixes=("trainer.algorithm.", "trainer.", "generator.sampling_params.", "generator."),
         sections=("trainer.", "generator."),
+        heads={
+            "trainer.": (
+                "algorithm bf16 ckpt_interval critic epochs eval_interval export_path fully_async gradient_checkpointing logger "
+                "logprobs_chunk_size max_ckpts_to_keep max_prompt_length max_tokens_per_microbatch max_training_steps "
+                "micro_train_batch_size_per_gpu mtp placement policy policy_mini_batch_size project_name "
+                "recompute_old_logprobs_per_minibatch ref resume_mode resume_path run_name seed strategy train_batch_size "
+                "update_epochs_per_batch update_ref_every_epoch"
+            ),
+            "generator.": (
+                "apply_overlong_filtering chat_template chat_template_kwargs eval_n_samples_per_prompt eval_sampling_params "
+                "inference_engine max_input_length max_turns n_samples_per_prompt sampling_params step_wise_trajectories "
+                "vision_language_generator zero_reward_on_non_stop"
+            ),
+        },
         names=NAMES,
         patterns=PATTERNS,
         defaults=DEFAULTS,

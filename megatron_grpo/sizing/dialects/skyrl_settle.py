@@ -121,6 +121,8 @@ def _layout(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
         raise BadValue(f"trainer.strategy ({strategy}) is not there. There are: megatron, fsdp, fsdp2")
     elif text_of(given, "policy.sequence_parallel_size", "1") != "1":
         raise BadValue("policy.sequence_parallel_size cuts sequences with FSDP alone, in SkyRL too: give context_parallel_size")
+    if not is_true(given, "gradient_checkpointing", "true"):
+        yield Change(values=dict.fromkeys(("recompute_granularity", "recompute_method", "recompute_num_layers")))
     yield from layout(values, text_of(given, f"{_POLICY}expert_tensor_parallel_size", "none"), shards_norms_by_itself="SkyRL")
 
 
@@ -145,6 +147,8 @@ def _asked(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
             f"max_input_length ({bound}) differs from max_prompt_length ({longest}), which bounds what "
             f"goes in. In one turn they are one number, in SkyRL too: give generator.max_input_length {longest}"
         )
+    if "truncation_strategy" not in values:
+        yield Change(values={"truncation_strategy": "delete"}, untyped=("longer prompts", "dropped"))
     if is_true(given, "vision_language_generator", "false"):
         yield from of_pictures(values, title="SkyRL", says="vision_language_generator")
     for name, of, why in (

@@ -18,6 +18,7 @@ from megatron_grpo.sizing.dialects.vocabulary import (
     DISPATCHER,
     NATIVE_SIZES,
     Given,
+    is_true,
     own_rewards,
     size,
     sizes,
@@ -67,6 +68,11 @@ def _judge(words: Sequence[str], given: Given) -> Mapping[str, Any]:
     return own_rewards("a judge of slime")(words, given)
 
 
+def _services(words: Sequence[str], given: Given) -> Mapping[str, Any]:
+    found = [name for name in ("wandb", "tensorboard") if is_true(given, f"use_{name}", "false")]
+    return {"report_to": found} if found else {}
+
+
 def _column(words: Sequence[str], given: Given) -> Mapping[str, Any]:
     return {} if list(words) in (["prompt"], ["messages"]) else {"columns": {words[0]: "prompt"}}
 
@@ -104,6 +110,8 @@ NAMES: Mapping[str, Foreign] = {
     "hf_checkpoint": same("model"),
     "save": same("output_dir"),
     "save_interval": same("save_steps"),
+    "use_wandb": reads(_services, "`report_to` wandb"),
+    "use_tensorboard": reads(_services, "`report_to` tensorboard"),
     "load": Foreign(why="weights are read from hf_checkpoint, and a run goes on from the checkpoints in its output_dir"),
     "ref_load": Foreign(why="the reference is the model as it was at the start; nothing has to be converted before"),
     "actor_num_nodes": reads(_ranks, "`world_size`, which is nodes times GPUs"),

@@ -54,8 +54,8 @@ NAMES: Mapping[str, Foreign] = {
     **aside("metadata_key", "tool_key", "rollout_task_type", "loss_mask_type", "skip_eval_before_train", why=LOADING),
     **aside("no_save_optim", "no_save_rng", "save_hf", why=FILES),
     **aside(
-        *("use_wandb", "wandb_mode", "wandb_dir", "wandb_host", "wandb_team", "wandb_group", "disable_wandb_random_suffix"),
-        *("wandb_always_use_train_step", "wandb_run_id", "use_tensorboard", "tb_project_name", "tb_experiment_name", "log_multi_turn"),
+        *("wandb_mode", "wandb_dir", "wandb_host", "wandb_team", "wandb_group", "disable_wandb_random_suffix"),
+        *("wandb_always_use_train_step", "wandb_run_id", "tb_project_name", "tb_experiment_name", "log_multi_turn"),
         *("log_passrate", "log_reward_category", "log_correct_samples", "use_rollout_entropy", "get_mismatch_metrics"),
         *("save_debug_rollout_data", "load_debug_rollout_data_subsample", "save_debug_train_data", "dump_details"),
         *("memory_snapshot_dir", "memory_snapshot_num_steps", "profile_target", "memory_recorder", "record_memory_history"),

@@ -5,11 +5,15 @@ Source: its MegatronArguments, RLHFMegatronArgumentsMixin and BaseArguments, and
 
 from __future__ import annotations
 
+import ast
 import json
+import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from megatron_grpo.files import read_text
 from megatron_grpo.settings.foreign import (
     OFF,
     Default,
@@ -39,33 +43,35 @@ _REWARDS = {"accuracy": "math", "format": "format", "cosine": "cosine", "repetit
 _ONLY_OURS = tuple(name for name in BUILT_IN_REWARDS if name not in (*_REWARDS, "math"))  # its `math` is another one
 
 
-def _system(words: Sequence[str], given: Given) -> Mapping[str, Any]:
-    """A name that ends in .txt is a file; in a text, \\n is a line break."""
-    (text,) = words
-    if not text.endswith(".txt"):
-        return {"system": text.replace("\\n", "\n")}
-    try:
-        return {"system": Path(text).read_text(encoding="utf-8")}
-    except OSError as error:
-        raise BadValue(f"({text}) names a file in Megatron-SWIFT, which cannot be read here: {error.strerror}") from None
+def _of_plugins(given: Given) -> dict[str, str]:
+    """path:Class of each reward that a plugin registers as `orms["name"] = Class`, by name. The files are read, not run."""
+    found: dict[str, str] = {}
+    for file in given.get("external_plugins", ()):
+        with suppress(OSError, SyntaxError, ValueError):
+            for line in ast.parse(read_text(file)).body:
+                if isinstance(line, ast.Assign) and isinstance(line.value, ast.Name) and isinstance(of := line.targets[0], ast.Subscript):
+                    found |= {str(ast.literal_eval(of.slice)): f"{file}:{line.value.id}"} if ast.unparse(of.value) == "orms" else {}
+    return found
 
 
 def _reward_funcs(words: Sequence[str], given: Given) -> Mapping[str, Any]:
-    unread = [word for word in words if word not in (*_REWARDS, *_ONLY_OURS) and ":" not in word]
+    of_plugins = _of_plugins(given)
+    unread = [word for word in words if word not in (*_REWARDS, *_ONLY_OURS, *of_plugins) and ":" not in word]
     if unread:
-        plugin = " ".join(given.get("external_plugins", ())) or "path/to/file.py"
+        plugins = given.get("external_plugins", ())
+        where = f"no file of external_plugins ({', '.join(plugins)}) that can be read here registers it as orms['{unread[0]}'] = Class. "
         raise BadValue(
-            f"({', '.join(unread)}) is a reward function of Megatron-SWIFT or of a plugin of its own, and not there. Name a function as "
-            f"{plugin}:function; {', '.join(_REWARDS)} are translated"
+            f"({', '.join(unread)}) is a reward function of Megatron-SWIFT or of a plugin of its own, and not there: "
+            f"{where if plugins else ''}Name a function or a class as {(*plugins, 'path/to/file.py')[0]}:name; {', '.join(_REWARDS)} "
+            "are translated"
         )
-    return {"reward_funcs": [_REWARDS.get(word, word) for word in words]}
+    return {"reward_funcs": [of_plugins.get(word, _REWARDS.get(word, word)) for word in words]}
 
 
 def _plugins(words: Sequence[str], given: Given) -> Mapping[str, Any]:
-    """Refused but where a sentence about what it holds names it already."""
-    of_it = [word for word in given.get("reward_funcs", ()) if word not in (*_REWARDS, *_ONLY_OURS) and ":" not in word]
-    named = [name for name in ("gym_env", "multi_turn_scheduler") if any(":" not in word for word in given.get(name, ()))]
-    if not of_it and not named:
+    """Refused where nothing of it is used; what is named of it and not there has a sentence of its own."""
+    others = [word for word in given.get("reward_funcs", ()) if word not in (*_REWARDS, *_ONLY_OURS)]
+    if not others and not {"gym_env", "multi_turn_scheduler"} & set(given):
         raise BadValue(f"({' '.join(words)}): {features.PLUGINS}")
     return {}
 
@@ -75,11 +81,11 @@ def _dataset(native: str) -> Foreign:
         if len(words) != 1 and native != "dataset":
             raise BadValue(f"({' '.join(words)}) names {len(words)} data sets; give each a name in eval_datasets")
         names = [one if Path(one).exists() else one.removeprefix("hf::").removeprefix("HF::") for one in words]
-        if strange := [one for one in names if ":" in one and not Path(one).exists()]:
-            raise BadValue(f"({strange[0]}) names a hub or a subset; a file, a directory or a plain Hub name is taken here")
+        if strange := [one for one in names if ":" in one and not Path(one).exists() and not re.match(r"[^:/]+/[^:/]+:[^:/]+$", one)]:
+            raise BadValue(f"({strange[0]}) names another hub; a file, a directory, or a Hub name (owner/name:subset) is taken here")
         return {native: names[0]} | ({"further_datasets": names[1:]} if names[1:] else {})
 
-    return reads(read, f"the same names here, {native}, without `:`")
+    return reads(read, f"the same names here, {native}, without a hub before `::`")
 
 
 def _one_adapter(native: str) -> Foreign:
@@ -122,8 +128,8 @@ NAMES: Mapping[str, Foreign] = {
     "dataset": _dataset("dataset"),
     "max_length": same("max_prompt_length"),
     "truncation_strategy": Foreign(native="truncation_strategy"),
-    "system": reads(_system, "system takes the text itself"),
     "reward_funcs": reads(_reward_funcs, "reward_funcs"),
+    "system": reads(lambda words, given: {"system": [" ".join(words).replace("\\n", "\n")]}, "`system`; \\n is a line break"),
     "top_k": same("top_k", {"-1": "0"}),
     "recompute_granularity": same("recompute_granularity"),
     "vllm_max_num_seqs": same("vllm_max_num_seqs"),
@@ -146,7 +152,7 @@ NAMES: Mapping[str, Foreign] = {
     "optimizer": only("adam", features.OTHER_OPTIMIZER),
     "freeze_parameters_ratio": lacks(features.FREEZE_RATIO, "0", "0.0"),
     "repetition_penalty": lacks(features.PENALTY, "1", "1.0"),
-    "loss_scale": only("last_round", "the loss covers the completion, whole and alone"),
+    "loss_scale": only("last_round", "the loss covers the completion, whole and alone", instead=("multi_turn_scheduler", "gym_env")),
     "calculate_per_token_loss": lacks("loss_type says what the loss is averaged over"),
     "moe_router_load_balancing_type": lacks("load-balancing losses depend on the layout"),
     "metric_for_best_model": BEST,

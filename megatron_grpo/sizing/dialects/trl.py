@@ -121,7 +121,7 @@ def _steps(name: str) -> Reader:
     return read
 
 
-def _lowest_lr(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
+def lowest_lr(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
     """lr_scheduler_kwargs of transformers' cosine_with_min_lr, as one mapping or a name each."""
     words = " ".join(given.get("lr_scheduler_kwargs", ["{}"]))
     try:
@@ -202,7 +202,7 @@ NAMES: Mapping[str, Foreign] = {
     **not_there("sampling is by vLLM alone", "use_transformers_continuous_batching", "use_transformers_paged", "cache_implementation"),
     **not_there("sampling is by vLLM alone", "transformers_continuous_batching_config"),
     **not_there("several data sets are the words of dataset, with interleave_prob as their weights", "datasets"),
-    **not_there(features.EPOCH, "auto_find_batch_size"),
+    "auto_find_batch_size": lacks("batch sizes are as they are given; plan says whether they fit into memory"),
     **not_there("optimizers are built in", "optim_args", "optim_target_modules"),
     "model_init_kwargs": reads(_of_model, "`torch_dtype` and `trust_remote_code`; what asks for another model is refused"),
     "bf16_full_eval": lacks("evaluation samples with the weights as they are pushed"),
@@ -291,7 +291,7 @@ TRL = Dialect(
         "gradient_checkpointing_kwargs.*": Foreign(why=features.KERNELS),
         "lr_scheduler_kwargs.*": together("`min_lr`"),
     },
-    settle=(settle, turns.of_trl, _lowest_lr),
+    settle=(settle, turns.of_trl, lowest_lr),
     settings=sizes(
         size("per_device_train_batch_size", 8, "completions in one forward on one DP rank"),
         size("gradient_accumulation_steps", 1, "micro-steps in one optimizer step"),

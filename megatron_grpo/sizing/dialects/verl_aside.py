@@ -16,7 +16,7 @@ _FROM_HF = "weights are read from model.path, the Hugging Face checkpoint, and n
 
 NAMES: Mapping[str, Foreign] = {
     **aside(
-        *("logger", "log_val_generations", "rollout_data_dir", "validation_data_dir", "rollout.disable_log_stats", "disable_log_stats"),
+        *("log_val_generations", "rollout_data_dir", "validation_data_dir", "rollout.disable_log_stats", "disable_log_stats"),
         why=LOGS,
     ),
     **aside(

@@ -77,6 +77,9 @@ def _loss(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
         note=f"loss_mode {mode} with loss_agg_mode {average} is {said} here.",
         untyped=None if typed else ("actor.loss_agg_mode", average),
     )
+    if average == "token-mean" and mode != "gspo" and text_of(given, "use_legacy_worker_impl", "auto") != "disable":
+        note = "verl's legacy workers average token-mean over each micro-batch, then over these; here it is over all tokens of a step."
+        yield Change(values={}, note=note)
     if average == "seq-mean-token-sum-norm" and mode == "vanilla":
         yield Change(
             values={}, note="verl's seq-mean-token-sum-norm does not divide by the number of completions in a micro-batch; dr_grpo does."

@@ -248,6 +248,18 @@ def in_steps(values: Mapping[str, Any], per_rollout: int, names: Mapping[str, st
         )
 
 
+def _loggers(words: Sequence[str], given: Given) -> Mapping[str, Any]:
+    """The terminal and files are told anyway."""
+    found = [name.lower() for word in words for name in listed([word]) if name.lower() not in ("console", "file", *OFF)]
+    if unknown := [name for name in found if name not in SERVICES]:
+        raise BadValue(f"({', '.join(unknown)}) is not there. There are: {', '.join(SERVICES)}")
+    return {"report_to": found} if found else {}
+
+
+SERVICES = ("tensorboard", "wandb", "swanlab", "mlflow")
+LOGGERS = Foreign(read=_loggers, hint="`report_to`, without console and file", is_label=True)
+
+
 def holds_out(values: Mapping[str, Any]) -> bool:
     """Whether any prompts are held out, under whichever of our names."""
     return any(values.get(name) for name in ("eval_dataset", "eval_datasets", "split_dataset_ratio"))

@@ -12,6 +12,7 @@ from megatron_grpo.data.chat import as_completion, encode_prompt, load_tokenizer
 from megatron_grpo.data.prompts import open_stream
 from megatron_grpo.errors import ConfigError
 from megatron_grpo.settings.config import DataConfig
+from tests.tiny_models import write_tiny
 
 WORDS = ["<unk>", "<s>", "</s>", "[system]", "[user]", "[assistant]", "[think]", "be", "brief", "hello", "there", "well", "short"]
 TEMPLATE = """{% for m in messages %}[{{ m.role }}] {{ m.content }} \
@@ -110,3 +111,12 @@ def test_a_saved_tokenizer_is_loaded_as_it_was(tokenizer, tmp_path):
 def test_content_in_text_parts_reads_as_one_string(tokenizer):
     parts = [{"role": "user", "content": [{"type": "text", "text": "hello"}, {"type": "text", "text": "there"}]}]
     assert encode_prompt(tokenizer, parts) == encode_prompt(tokenizer, HELLO)
+
+
+def test_a_config_that_transformers_refuses_is_not_called_a_missing_tokenizer(tmp_path):
+    write_tiny(tmp_path / "model", "qwen3")
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config | {"num_hidden_layers": len(config["layer_types"]) + 1}))
+    with pytest.raises(ConfigError, match="transformers refuses its config.json: .*num_hidden_layers.*layer_types") as error:
+        load_tokenizer(str(tmp_path / "model"))
+    assert "no tokenizer" not in str(error.value)

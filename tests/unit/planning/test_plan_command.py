@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import resource
@@ -15,6 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_grpo.cli import main
+from megatron_grpo.planning.model import read_shape
+from megatron_grpo.weights.families import NOT_YET, NOT_YET_BY_NAME
 
 QWEN3_8B = dict(
     architectures=["Qwen3ForCausalLM"],
@@ -388,3 +391,40 @@ def test_the_share_that_trains_is_a_number_that_people_read(some, told):
     from megatron_grpo.planning.report import trainable
 
     assert told in trainable({"trainable_parameters": some, "parameters": 2000})
+
+
+def test_a_warm_up_as_long_as_the_run_is_said(capsys):
+    said = "The learning rate never reaches lr"
+    assert main(["plan", "--max_steps", "4", "--lr_warmup_iters", "4"]) == 0
+    assert f"{said} (1e-06): the warm-up takes 4 optimizer steps, and the run 4." in " ".join(capsys.readouterr().out.split())
+    assert main(["plan", "--max_steps", "5", "--lr_warmup_iters", "4"]) == 0
+    assert said not in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_terminal_that_knows_ascii_alone_gets_a_plan(monkeypatch):
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", stream)
+    assert main(["plan", "--run_name", "Z\u00fcrich"]) == 0
+    stream.flush()
+    assert b"timetable" in stream.buffer.getvalue()
+
+
+@pytest.mark.parametrize("flag", ["model", "dataset", "output_dir", "lengths", "resume", "png", "reward_funcs"])
+def test_a_path_that_is_too_long_for_a_file_is_a_sentence(capsys, flag):
+    assert main(["plan", f"--{flag}", "./" + "a" * 300 + (".py:f" if flag == "reward_funcs" else "")]) == 2
+    told = capsys.readouterr().err
+    assert "longer than a file's can be (255 bytes)" in told and "Traceback" not in told
+
+
+@pytest.mark.parametrize(
+    ("name", "is_known"),
+    [("Qwen/Qwen3.6-35B-A3B", True), ("google/gemma-2-9b", True), ("Qwen/Qwen3-8B", False), ("me/gemma-2-9", False)],
+)
+def test_a_model_that_is_known_not_to_train_by_its_name_is_refused_before_it_is_fetched(name, is_known):
+    shape, problems = read_shape(name)
+    assert shape is None
+    assert ["is not supported: " in problem.message for problem in problems] == [True] * is_known
+
+
+def test_names_on_the_hub_are_of_architectures_that_have_a_reason():
+    assert set(NOT_YET_BY_NAME.values()) <= set(NOT_YET)

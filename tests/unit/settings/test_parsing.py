@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from dataclasses import fields
@@ -9,6 +10,7 @@ from dataclasses import fields
 import pytest
 import yaml
 
+from megatron_grpo.cli import COMMANDS
 from megatron_grpo.errors import ConfigError
 from megatron_grpo.planning.check import check
 from megatron_grpo.settings import parse, resolve, table
@@ -218,3 +220,40 @@ def test_print_config_shows_values_and_where_they_come_from(capsys, tmp_path):
     lines = {line.split()[0]: line for line in text.splitlines() if line.split()}
     assert "run.yaml" in lines["lr"] and "0.5" in lines["lr"]
     assert "command line" in lines["generation_batch_size"] and "derived" in lines["steps_per_generation"] and "default" in lines["top_p"]
+
+
+def test_a_system_prompt_may_be_a_text_file_and_another_files_name_is_no_text(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "prompt.txt").write_text("Think first.\n")
+    (tmp_path / "prompt.md").write_text("Think first.")
+    assert parse(["--system", "prompt.txt"]).config.data.system == "Think first.\n"
+    assert parse(["--system", "Think."]).config.data.system == "Think."
+    for name, said in (("prompt.md", "is the name of a file"), ("absent.txt", "which cannot be read: No such file")):
+        (problem,) = parse(["--system", name]).problems
+        assert said in problem.message
+
+
+def test_a_config_is_a_file_or_a_pipe_that_ends(tmp_path):
+    (problem,) = parse(["--config", "/dev/zero"]).problems
+    assert problem.message == "config /dev/zero cannot be read: it has more than 64 million characters."
+    read, write = os.pipe()
+    os.write(write, b"num_generations: 4\n")
+    os.close(write)
+    assert parse(["--config", f"/dev/fd/{read}"]).config.batch.num_generations == 4
+    os.close(read)
+
+
+def test_a_timetable_has_an_end():
+    with pytest.raises(ConfigError, match="plan_rollouts .100000000. must be at least 1 and at most 1000"):
+        check(["--plan_rollouts", "1e8"])
+
+
+def test_every_setting_has_a_line_of_help():
+    assert [name for name, setting in table().items() if not setting.help] == []
+
+
+def test_help_begins_with_what_the_command_does_and_names_no_inner_part():
+    for name, command in COMMANDS.items():
+        first = (command.__doc__ or "").strip().splitlines()[0]
+        assert first.endswith((".", ")")) and "`build" not in first and "parts:" not in first, name
+    assert (COMMANDS["train"].__doc__ or "").startswith("Trains a model with GRPO")

@@ -30,6 +30,7 @@ def said(**values) -> list[str]:
         ("vllm_engine_kwargs", {"max_num_batched_tokens": "many"}, "max_num_batched_tokens is int | None in vLLM's EngineArgs, not 'many'"),
         ("vllm_engine_kwargs", {"stream_interval": True}, "stream_interval is int in vLLM's EngineArgs, not True"),
         ("vllm_engine_kwargs", {"gpu_memory_utilization": 0.5}, "is the setting vllm_gpu_memory_utilization here"),
+        ("vllm_engine_kwargs", {"speculative_config": {"method": "ngram"}}, "neither a seed nor a resumed run would draw the same again"),
         ("vllm_engine_kwargs", {"quantization": "fp8"}, "the sampler would not compute with the weights that are pushed"),
         ("vllm_engine_kwargs", {"_api_process_count": 2}, "no field of"),
         ("megatron_extra_kwargs", {"batch_p2p_sync": False}, None),

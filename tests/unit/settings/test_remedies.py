@@ -104,3 +104,9 @@ def test_names_that_no_system_knows_are_still_named_beside_it(tmp_path):
 
 def test_swift_is_short_for_swift_megatron():
     assert parse(["--dialect", "swift"], dialects=DIALECTS).config.plan.dialect == "swift-megatron"
+
+
+@pytest.mark.parametrize("name", ["optimizer.adam.beta2", "optim.beta2", "beta2"])
+def test_adams_beta_is_not_the_one_of_the_kl(name):
+    (message,) = said(f"--{name}", "1")
+    assert "adam_beta2" in message and "Did you mean" not in message

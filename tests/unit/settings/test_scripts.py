@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron_grpo.settings import parse
+from megatron_grpo.settings.read import read_script
 from megatron_grpo.settings.script import read_shell
 from megatron_grpo.sizing.dialects import DIALECTS
 
@@ -183,3 +184,18 @@ def test_a_name_of_a_run_that_cannot_be_known_is_left_out(tmp_path):
     assert [problem.message for problem in parsed.problems] == [
         "run.sh: seed $(x), model $NOWHERE_7 cannot be known from the script. Give them on the command line."
     ]
+
+
+@pytest.mark.parametrize(
+    "start",
+    [
+        "uv run --with datasets python train.py",
+        "uv run --isolated --with skyrl-gym skyrl-train",
+        "uvx --with datasets --python 3.11 trl grpo",
+        "exec uv run --with trl -m main",
+        "srun --nodes 2 python train.py",
+    ],
+)
+def test_options_of_what_starts_a_program_are_not_settings(start):
+    entries, problems = read_script(f"{start} --learning_rate 1e-6", source="run.sh")
+    assert ([entry.name for entry in entries], problems) == (["learning_rate"], [])

@@ -95,3 +95,8 @@ def test_the_token_is_in_a_file_for_its_owner_or_in_the_variable_and_never_print
     file.write_text("\n")
     with pytest.raises(ConfigError, match="is empty"):
         read_token(servers(token_file=str(file)), environment)
+
+
+def test_an_address_file_without_an_end_is_a_sentence():
+    with pytest.raises(ValueError, match="@/dev/zero cannot be read: it has more than 64 million"):
+        addresses_of(Config().with_values({"vllm_server_host": ["@/dev/zero"]}).rollout)

@@ -119,11 +119,11 @@ def test_the_table_of_defaults_is_true(dialect):
         ("swift", "--gym_env my_env --multi_turn_scheduler gym_scheduler", "(my_env) is an environment that Megatron-SWIFT knows by name"),
         ("swift", "--completion_length_limit_scope per_round", "max_completion_length is of the whole episode here"),
         ("swift", "--agent_template react", "agent_template (react): tools are shown by the model's own chat template"),
-        ("swift", "--external_plugins plugin.py", "external_plugins (plugin.py): plugin files are not loaded"),
+        ("swift", "--external_plugins plugin.py", "external_plugins (plugin.py): of plugin files reward functions alone"),
         ("swift", "--reward_funcs my_orm --external_plugins plugin.py", "(my_orm) is a reward function of Megatron-SWIFT"),
         ("swift", "--val_dataset a.jsonl b.jsonl", "names 2 data sets"),
-        ("swift", "--dataset org/name:subset", "names a hub or a subset"),
-        ("swift", "--system /nowhere/prompt.txt", "names a file in Megatron-SWIFT"),
+        ("swift", "--dataset ms::org/name", "names another hub"),
+        ("swift", "--system /nowhere/prompt.txt", "names a file, for it ends in .txt"),
         ("swift", "--teacher_adapters x", "teacher_adapters (x): distillation: one teacher for all rows"),
         ("swift", "--gkd_logits_topk 8", "a teacher is asked for its log-prob of each drawn token"),
         ("swift", "--temperature 1.0 --teacher_model_server [{}]", "'[{}]' is no address like http://host:8000"),
@@ -302,3 +302,82 @@ def test_what_a_run_records_is_native(tmp_path):
     (tmp_path / "config.yaml").write_text(as_yaml(cfg))
     again = check(["--config", str(tmp_path / "config.yaml")]).config
     assert again.plan.dialect is None and again.rewards == cfg.rewards and again.grpo == cfg.grpo and again.optimizer == cfg.optimizer
+
+
+WHERE_METRICS_GO = [
+    ("verl", "trainer.logger=['console','wandb']", ["wandb"]),
+    ("verl", "trainer.logger=console", ["none"]),
+    ("skyrl", "trainer.logger=wandb", ["wandb"]),
+    ("slime", "--n_samples_per_prompt 2 --use_wandb --use_tensorboard", ["wandb", "tensorboard"]),
+    ("slime", "--n_samples_per_prompt 2", ["none"]),
+]
+
+
+@pytest.mark.parametrize(("dialect", "words", "services"), WHERE_METRICS_GO)
+def test_metrics_go_where_the_script_says(dialect, words, services):
+    assert parse(["--dialect", dialect, *words.split()], dialects=DIALECTS).config.run.report_to == services
+
+
+def test_a_tracker_that_is_not_there_is_said_and_one_that_the_script_leaves_open_is_left_out(tmp_path):
+    (message,) = [p.message for p in parse(["--dialect", "verl", "trainer.logger=[console,clearml]"], dialects=DIALECTS).problems]
+    assert "(clearml) is not there. There are: tensorboard, wandb" in message
+    script = tmp_path / "run.sh"
+    script.write_text("python main.py trainer.logger=$LOGGER trainer.policy.model.path=m")
+    left_open = parse(["--dialect", "skyrl", "--config", str(script)], dialects=DIALECTS)
+    assert (left_open.problems, left_open.config.run.report_to) == ([], ["none"])
+
+
+def test_skyrl_drops_prompts_that_are_too_long():
+    assert value(read("skyrl"), "truncation_strategy") == "delete"
+    assert value(read("skyrl", "--truncation_strategy", "raise"), "truncation_strategy") == "raise"
+
+
+@pytest.mark.parametrize("strategy", ["fsdp2", "megatron"])
+def test_gradient_checkpointing_false_of_skyrl_recomputes_nothing(strategy):
+    """megatron_worker.py and fsdp_worker.py both read it."""
+    strategy = f"trainer.strategy={strategy}"
+    assert value(read("skyrl", strategy), "recompute_granularity") == "full"
+    off = read("skyrl", strategy, "trainer.gradient_checkpointing=false")
+    assert [value(off, f"recompute_{name}") for name in ("granularity", "method", "num_layers")] == [None, None, None]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [([], True), (["trainer.use_legacy_worker_impl=disable"], False), (["actor.loss_agg_mode=seq-mean-token-mean"], False)],
+)
+def test_the_token_mean_of_verls_legacy_workers_is_told_apart(words, said):
+    notes = " ".join(parse(["--dialect", "verl", *words], dialects=DIALECTS).notes)
+    assert ("legacy workers average token-mean over each micro-batch" in notes) == said
+
+
+@pytest.mark.parametrize(
+    ("dialect", "name"),
+    [
+        ("verl", "data.save_freq"), ("verl", "trainer.max_prompt_length"), ("verl", "actor_rollout_ref.train_batch_size"),
+        ("skyrl", "generator.policy.optimizer_config.lr"), ("skyrl", "trainer.sampling_params.top_p"),
+        ("skyrl", "generator.train_batch_size"),
+    ],
+)  # fmt: skip
+def test_a_name_in_another_section_than_its_own_is_not_taken(dialect, name):
+    messages = [problem.message for problem in parse(["--dialect", dialect, f"{name}=1"], dialects=DIALECTS).problems]
+    assert [message.startswith(f"{name} is not a setting.") for message in messages] == [True]
+
+
+@pytest.mark.parametrize(("dialect", "system"), [("verl", "verl"), ("skyrl", "skyrl")])
+def test_every_name_of_theirs_stands_in_its_own_section(dialect, system):
+    from tools.arguments import theirs
+
+    names = [name for name in theirs(system)[1] if DIALECTS[dialect].knows(name.partition(".")[2])]
+    assert [name for name in names if not DIALECTS[dialect].knows(name)] == []
+
+
+def test_auto_find_batch_size_is_refused_for_what_it_is():
+    message = refused("trl", "--per_device_train_batch_size", "8", "--auto_find_batch_size", "true")
+    assert "batch sizes are as they are given" in message and "save_steps" not in message
+
+
+def test_rules_of_megatron_swift_are_told_to_nobody_who_comes_from_elsewhere(capsys):
+    assert main(["plan", "--dialect", "trl", "--per_device_train_batch_size", "8"]) == 0
+    assert "Megatron-SWIFT" not in capsys.readouterr().out
+    assert main(["plan", "--micro_batch_size", "8"]) == 0
+    assert "Megatron-SWIFT would refuse" in capsys.readouterr().out

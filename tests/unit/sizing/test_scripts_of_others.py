@@ -49,7 +49,7 @@ SWIFT = {
     "opd_rl": (
         "--world_size 2 --tensor_model_parallel_size 2 --sequence_parallel true --global_batch_size 16 --micro_batch_size 2 "
         "--steps_per_generation 2 --num_generations 1 --teacher_model Qwen/Qwen3.5-9B --temperature 1 --beta 0",
-        (2, 1, 2, 16, 32, 1),
+        "no layer for its linear attention (the gated delta rule)",
     ),
     "dense_colocate, its reward": (
         "--reward_funcs external_r1v_acc format --external_plugins examples/train/grpo/plugin/plugin.py",
@@ -60,7 +60,10 @@ SWIFT = {
         "--external_plugins examples/megatron/grpo/multi_turn/frozen_lake_plugin.py",
         "(frozen_lake) is an environment that Megatron-SWIFT knows by name",
     ),
-    "multi_turn/frozen_lake_server": ("--external_plugins frozen_lake_plugin.py", "external_plugins (frozen_lake_plugin.py): plugin files"),
+    "multi_turn/frozen_lake_server": (
+        "--external_plugins frozen_lake_plugin.py",
+        "(frozen_lake_plugin.py): of plugin files",
+    ),
     "rlhf/dpo/dense": ("--rlhf_type dpo", "only GRPO on a causal language model"),
     "rlhf/gkd/dense": ("--rlhf_type gkd", "only GRPO on a causal language model"),
 }
