@@ -39,7 +39,7 @@ class OutputLock:
         path = Path(output_dir) / NAME
         if (out := path.parent).is_symlink() and not out.exists():
             raise _refusal(
-                f"output_dir ({out}) is a link to {os.readlink(out)}, which is not there. Remove the link, or make what it names."
+                f"output_dir ({out}) is a link to {os.readlink(out)}, which is not there. Remove the link, or make its target."
             )
         try:
             path.parent.mkdir(parents=True, exist_ok=True)

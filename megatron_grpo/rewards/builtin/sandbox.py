@@ -12,6 +12,7 @@ import errno
 import fcntl
 import json
 import os
+import secrets
 import signal
 import socket
 import subprocess
