@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
@@ -248,16 +248,21 @@ def rows_of(prompts: PromptStream | PromptRows | None) -> PromptRows | None:
 
 def look_at_rows(
     cfg: Config, shape: ModelShape | None, rewards: list[RewardFunction], looked: list[tuple[str, PromptRows]], problems: Problems
-) -> None:
-    """Whether rewards find their columns in every set, and prompts their place in the model. looked: (setting, rows)."""
+) -> list[str]:
+    """Whether rewards find their columns in every set, and prompts their place in the model; what is worth knowing of that.
+
+    looked: (setting, rows).
+    """
+    notes: list[str] = []
     for flag, rows in looked:
         if rows.album is not None:
             for why in _blind(cfg):
                 problems.attempt(partial(_check_without_pictures, rows, flag, why))
         if rewards:
-            problems.attempt(partial(_check_columns, cfg, rewards, rows, flag))
+            notes += problems.attempt(partial(find_columns, cfg, rewards, rows, flag)) or []
         if shape:
             problems.add(_lengths_of_data(cfg, shape, rows, flag))
+    return notes
 
 
 def _blind(cfg: Config) -> Iterator[str]:
@@ -274,21 +279,19 @@ def _check_without_pictures(rows: PromptRows, flag: str, why: str) -> None:
     check_without_pictures(rows, flag, why)
 
 
-def _check_columns(cfg: Config, rewards: list[RewardFunction], rows: PromptRows, flag: str) -> None:
+def find_columns(cfg: Config, rewards: list[RewardFunction], rows: PromptRows, flag: str) -> list[str]:
+    """`check_columns`, of the columns of the data and of episodes. Raises ConfigError, also where a name means both."""
     if cfg.rollout.rollout_func is not None:  # which may give them columns that nobody knows yet
-        return
-    check_columns(rewards, _columns(cfg, rows, flag), flag=flag)
-
-
-def _columns(cfg: Config, rows: PromptRows, flag: str) -> tuple[str, ...]:
-    """What rewards can count on: columns of the data, and of episodes. Raises ConfigError where a name means both."""
-    names = rows.column_names()
-    if not cfg.turns.plays:
-        return names
-    if both := [name for name in names if name in EPISODE_COLUMNS]:
+        return []
+    names, of_episodes = rows.column_names(), EPISODE_COLUMNS if cfg.turns.plays else ()
+    if both := [name for name in names if name in of_episodes]:
         message = f"{flag} has the column {', '.join(both)}, and rewards get that name of an episode. Give the column another one."
         raise ConfigError([Problem(flags=(flag,), message=message)])
-    return (*names, *EPISODE_COLUMNS)
+
+    def without(wanted: Sequence[str]) -> str:
+        return "" if set(wanted).intersection(of_episodes) else rows.without(wanted)
+
+    return check_columns(rewards, (*names, *of_episodes), flag=flag, without=without)
 
 
 def _lengths_of_data(cfg: Config, shape: ModelShape, rows: PromptRows, flag: str) -> list[Problem]:

@@ -78,17 +78,34 @@ def close_rewards(functions: Sequence[RewardFunction]) -> None:
         function.close()
 
 
-def check_columns(functions: Sequence[RewardFunction], columns: Sequence[str], *, flag: str = "dataset") -> None:
-    """Raises ConfigError for functions that need a column which the data set lacks."""
-    problems, what = [], "the data set" if flag == "dataset" else f"a set of {flag}"
+def check_columns(
+    functions: Sequence[RewardFunction],
+    columns: Sequence[str],
+    *,
+    flag: str = "dataset",
+    without: Callable[[Sequence[str]], str] = lambda names: "",
+) -> list[str]:
+    """What is worth knowing of functions that can do without a column where rows lack it.
+
+    columns: that some row has. without: rows that have none of some columns, in words. Raises ConfigError for functions that need a column
+    which the data set, or a row of it, lacks.
+    """
+    problems, notes, what = [], [], "the data set" if flag == "dataset" else f"a set of {flag}"
     for function in functions:
-        missing = function.missing_columns(columns)
-        if missing:
-            has = f"has {', '.join(f'`{column}`' for column in columns)}" if columns else "has none besides the prompt"
-            message = f"Reward `{function.name}` needs the column {', '.join(missing)}; {what} {has}."
-            problems.append(Problem(flags=("reward_funcs", flag), message=message))
+        for names in function.needs():
+            needed = f"the column {' or '.join(f'`{name}`' for name in names)}"
+            if not set(names).intersection(columns):
+                has = f"has {', '.join(f'`{column}`' for column in columns)}" if columns else "has none besides the prompt"
+                message = f"Reward `{function.name}` needs {needed}; {what} {has}."
+                problems.append(Problem(flags=("reward_funcs", flag), message=message))
+            elif (lacking := without(names)) and function.scores_without:
+                notes.append(f"Reward `{function.name}` needs {needed}, and gives None for {lacking}, which lack it.")
+            elif lacking:
+                message = f"Reward `{function.name}` needs {needed}, and {lacking} lack it: write it there, null where it does not apply."
+                problems.append(Problem(flags=("reward_funcs", flag), message=message))
     if problems:
         raise ConfigError(problems)
+    return notes
 
 
 def _problem(message: str, nearest: Sequence[str] = ()) -> Problem:

@@ -77,6 +77,13 @@ BAD = {
         lambda good, at: {"reward_funcs": f"{write(at / 'leaves.py', 'import sys; sys.exit(0)')}:f"}, "to end with SystemExit: 0."),
     "a column that is missing": (
         lambda good, at: {"reward_funcs": good["reward_funcs"].replace("good", "wants")}, "needs the column `hint`; the data set"),
+    "a column that rows lack": (
+        lambda good, at: {"dataset": write(at / "d.jsonl", '{"prompt": "5"}\n{"prompt": "6", "answer": 1}\n{"prompt": "7"}\n')},
+        "Reward `good` needs the column `answer`, and 2 of 3 rows (d.jsonl line 1, d.jsonl line 3) lack it: write it there, null where"),
+    "a column that rows of the first block lack": (
+        lambda good, at: {"dataset": write(at / "d.jsonl", '{"prompt": "5"}\n{"prompt": "6", "answer": 1}\n{"prompt": "7"}\n'),
+                          "streaming": "true", "shuffle_buffer_size": 2, "max_steps": 2, "max_prompt_length": 4},
+        "Reward `good` needs the column `answer`, and 1 of 2 rows (d.jsonl line 1) lack it"),
     "weights for fewer functions": (lambda good, at: {"reward_weights": "1 2"}, "reward_weights has 2 values for 1 reward_funcs"),
     "no such data": (lambda good, at: {"dataset": str(at / "gone.jsonl")}, "gone.jsonl' does not exist."),
     "rows that are no prompts": (lambda good, at: {"dataset": write(at / "d.jsonl", '{"text": "a"}\n')}, "neither `prompt` nor `messages`"),
@@ -102,6 +109,14 @@ def test_plan_and_train_refuse_the_same(good, tmp_path, name):
     assert by_plan == by_train
     assert any(said in message for message in by_plan), by_plan
     assert len(by_plan) == {"a zero among it all": 3, "heads that vLLM cannot share": 3}.get(name, 1)  # the latter: by heads, width, groups
+
+
+def test_a_built_in_reward_that_gives_none_where_a_row_has_no_answer_says_of_which_rows_and_nulls_are_no_gaps(good, tmp_path):
+    rows = [{"prompt": "5", "answer": None}, {"prompt": "6", "solution": "6"}, {"prompt": "7"}]
+    data = write(tmp_path / "d.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+    _, inputs = read_everything(parsed(good | {"dataset": data, "reward_funcs": "accuracy length"}))
+    assert inputs.notes == ["Reward `accuracy` needs the column `answer` or `solution`, and gives None for 1 of 3 rows (d.jsonl line 3), "
+                            "which lack it."]  # fmt: skip
 
 
 def test_what_only_the_machine_of_the_run_has_is_left_out_and_named(good, tmp_path):

@@ -14,7 +14,8 @@ class Accuracy:
         self.needs, self.exact = needs, exact
 
     def __call__(self, completions: list[Any], **columns: Any) -> list[Score]:
-        return [self._score(text_of(completion), right) for completion, right in zip(completions, right_answers(columns, self.needs))]
+        rights = right_answers(columns, self.needs, len(completions))
+        return [self._score(text_of(completion), right) for completion, right in zip(completions, rights)]
 
     def _score(self, text: str, right: Any) -> Score:
         answers = alternatives(right)

@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from megatron_grpo.errors import ConfigError, Problem
+from megatron_grpo.rewards.builtin.answers import right_answers
 from megatron_grpo.rewards.builtin.jail import NO_LANDLOCK
 from megatron_grpo.rewards.builtin.sandbox import Outcome, run_program, why_unsafe
 from megatron_grpo.rewards.protocol import RowFailure, Score, text_of
@@ -32,7 +33,7 @@ class Code:
 
     def __call__(self, completions: list[Any], **columns: Any) -> list[Score | RowFailure]:
         deadline = time.monotonic() + self.batch_seconds
-        tests = next(columns[name] for name in COLUMNS if name in columns)
+        tests = right_answers(columns, self.needs, len(completions))
         with ThreadPoolExecutor(self.workers, thread_name_prefix="reward-code") as pool:
             return list(pool.map(lambda row: self._score(text_of(row[0]), row[1], deadline), zip(completions, tests)))
 

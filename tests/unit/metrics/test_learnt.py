@@ -56,7 +56,9 @@ def test_groups_of_equal_rewards_matter_where_advantages_are_differences_within_
 
 
 def test_a_function_that_never_gave_a_number_is_named_at_the_end():
-    assert learnt(APART, APART).warnings(["one", "silent"]) == ["reward `silent` gave None for all completions of 2 steps: it took no part."]
+    assert learnt(APART, APART).warnings(["one", "silent"]) == [
+        "reward `silent` gave None for all completions of 2 steps: it took no part."
+    ]
 
 
 @pytest.mark.parametrize(("config", "is_said"), [({"reward_funcs": ["one"]}, True), ({"reward_funcs": []}, False)])  # a teacher alone
