@@ -22,7 +22,7 @@ Command = Callable[..., int]
 
 
 def train(argv: list[str], **parts: Any) -> int:
-    """The training run. parts: for `build.build_run`."""
+    """The training run."""  # parts: for `build.build_run`
     from megatron_grpo.planning.check import check_parsed
     from megatron_grpo.settings import parse
     from megatron_grpo.sizing.dialects import DIALECTS
@@ -258,6 +258,8 @@ def main(argv: Sequence[str] | None = None, **parts: Any) -> int:
 
             print_help(command, COMMANDS[command])
             return EXIT_DONE
+        if sys.platform != "linux" and command != "plan":
+            raise ConfigError(f"{command} needs Linux, and this is {sys.platform}: here `plan` alone runs (docs/dependencies.md).")
         return COMMANDS[command](rest, **parts)
     except KeyboardInterrupt:
         return 128 + 2

@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass, fields, replace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -179,12 +180,18 @@ def _left_out(cfg: Config) -> dict[str, str]:
     if _is_guest(cfg, "reward_funcs"):
         absent = [spec for spec in rewards.reward_funcs if not may_be_here(spec)]
         parts |= {spec: f"the reward {spec} (not on this machine)" for spec in absent}
-    specs = [spec for spec in (cfg.turns.environment, *cfg.turns.tools) if spec and ":" in spec]
-    if (_is_guest(cfg, "environment") or _is_guest(cfg, "tools")) and not all(map(may_be_here, specs)):
-        parts |= {"environment": f"the environment ({', '.join(specs)} is not on this machine)"}
     if _is_guest(cfg, "report_to"):
         parts |= {"report_to": f"whether {' and '.join(cfg.run.report_to)} can be reported to"}
-    return parts
+    return parts | _left_out_of_turns(cfg)
+
+
+def _left_out_of_turns(cfg: Config) -> dict[str, str]:
+    specs = [spec for spec in (cfg.turns.environment, *cfg.turns.tools) if spec and ":" in spec]
+    if (_is_guest(cfg, "environment") or _is_guest(cfg, "tools")) and not all(map(may_be_here, specs)):
+        return {"environment": f"the environment ({', '.join(specs)} is not on this machine)"}
+    if cfg.turns.tools and find_spec("transformers") is None:
+        return {"environment": "the tools (transformers, which describes them to the model, is not installed)"}
+    return {}
 
 
 def _left_out_of_teacher(cfg: Config) -> dict[str, str]:

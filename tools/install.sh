@@ -16,6 +16,7 @@
 # A finished install leaves a fingerprint in the environment; as long as it fits, calling this again costs nothing.
 set -euo pipefail
 
+[ "$(uname -s)" = Linux ] || { echo "[install] FAILED: this needs Linux. Elsewhere \`megatron-grpo plan\` runs: pip install ." >&2; exit 1; }
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1 PYTHONNOUSERSITE=1
 
