@@ -136,14 +136,20 @@ def serve(argv: list[str]) -> int:
 
 
 def doctor(argv: list[str]) -> int:
-    """Says what is installed, what each absence switches off, and whether it works here. Takes --json and no settings."""
+    """Says what is installed, what each absence switches off, and whether it works here. Takes --json and no settings.
+
+    usage: megatron-grpo doctor [--json]
+    """
     from megatron_grpo.run.doctor import run_doctor
 
     return run_doctor(argv)
 
 
 def rehearse(argv: list[str]) -> int:
-    """Tries data set, chat template and rewards of a training run on a few rows (--rows 8), with the flags of train. Loads no weights."""
+    """Tries data set, chat template and rewards of a training run on a few rows (--rows 8), with the flags of train. Loads no weights.
+
+    usage: megatron-grpo rehearse [--rows 8] [--json] [settings]
+    """
     read = _reader()
     from megatron_grpo.run.rehearse import run_rehearsal
 
@@ -168,7 +174,10 @@ def mismatch(argv: list[str]) -> int:
 
 
 def replay(argv: list[str]) -> int:
-    """Takes a kept step of a run (OUTPUT_DIR/capsules/...) again, in any layout, and says what is wrong with it. Takes --json."""
+    """Takes a kept step of a run (OUTPUT_DIR/capsules/...) again, in any layout, and says what is wrong with it. Takes --json.
+
+    usage: megatron-grpo replay CAPSULE [--json] [settings]
+    """
     from itertools import takewhile
 
     from megatron_grpo.settings import parse
@@ -191,7 +200,10 @@ def replay(argv: list[str]) -> int:
 
 
 def whatif(argv: list[str]) -> int:
-    """What another loss, clip, correction, batch size or staleness would have made of a recorded step (--try "loss_type=dapo" ...)."""
+    """What another loss, clip, correction, batch size or staleness would have made of a recorded step (--try "loss_type=dapo" ...).
+
+    usage: megatron-grpo whatif OUTPUT_DIR [--step N] [--try "NAME=VALUE ..."] [--png FILE] [--json] [settings]
+    """
     if launcher.read().by_torchrun:
         die_with_parent()
     read = _reader()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import shutil
 import sys
 import textwrap
@@ -21,12 +22,19 @@ def print_overview(commands: Mapping[str, Callable]) -> None:
 
 
 def print_help(command: str, function: Callable) -> None:
-    """Every setting by group: name, type, unit, default and one line of help."""
+    """Every setting by group: name, type, unit, default and one line of help. A command that has words of its own says its usage itself."""
     titles = {f.name: (f.default_factory.__doc__ or "").strip() for f in fields(Config) if f.name not in ("sources", "typed", "foreign")}
+    what = inspect.cleandoc(function.__doc__ or "").splitlines()
+    own = [line for line in what if line.startswith("usage: ")]
+    usage = own or [f"usage: megatron-grpo {command} [--config file.yaml ...] [--name value ...]"]
+    said = "\n".join(line for line in what if line not in own).strip().replace("\n\n\n", "\n\n")
+    if own and "[settings]" not in own[0]:  # it takes none
+        print(f"{own[0]}\n\n{said}")
+        return
     lines = [
-        f"usage: megatron-grpo {command} [--config file.yaml ...] [--name value ...]",
+        *usage,
         "",
-        (function.__doc__ or "").strip(),
+        said,
         "",
         "Names may be written with - or _; the command line wins over files, and a later file over an earlier one.",
         "",
@@ -52,10 +60,11 @@ def _entry(setting: Setting) -> list[str]:
     default = "none" if setting.default is None else " ".join(map(str, setting.default)) if several else str(setting.default)
     if setting.kind == "bool" and setting.default is not None:
         default = default.lower()
-    notes = [note for note in (setting.unit, f"default {default or 'empty'}") if note]
-    text = f"{setting.help} ({'; '.join(notes)})" if setting.help else f"({'; '.join(notes)})"
+    is_told = default in ("none", "") and "default" in setting.help  # what it is then
+    notes = [note for note in (setting.unit, "" if is_told else f"default {default or 'empty'}") if note]
+    text = f"{setting.help} ({'; '.join(notes)})" if notes else setting.help
     if setting.aliases:
-        text += f" Also: {', '.join(f'--{alias}' for alias in setting.aliases)}."
+        text += f". Also: {', '.join(f'--{alias}' for alias in setting.aliases)}."
     return [f"  --{setting.name} {kind}", *textwrap.wrap(text.strip(), _width() - 8, initial_indent=" " * 8, subsequent_indent=" " * 8)]
 
 
