@@ -136,20 +136,14 @@ def serve(argv: list[str]) -> int:
 
 
 def doctor(argv: list[str]) -> int:
-    """Says what is installed, what each absence switches off, and whether it works here. Takes --json and no settings.
-
-    usage: megatron-grpo doctor [--json]
-    """
+    """Says what is installed, what each absence switches off, and whether it works here. Takes --json and no settings."""
     from megatron_grpo.run.doctor import run_doctor
 
     return run_doctor(argv)
 
 
 def rehearse(argv: list[str]) -> int:
-    """Tries data set, chat template and rewards of a training run on a few rows (--rows 8), with the flags of train. Loads no weights.
-
-    usage: megatron-grpo rehearse [--rows 8] [--json] [settings]
-    """
+    """Tries data set, chat template and rewards of a training run on a few rows (--rows 8), with the flags of train. Loads no weights."""
     read = _reader()
     from megatron_grpo.run.rehearse import run_rehearsal
 
@@ -158,8 +152,6 @@ def rehearse(argv: list[str]) -> int:
 
 def mismatch(argv: list[str]) -> int:
     """Compares trainer and sampler of a run, a checkpoint or a model, token by token, and names the operation where they part.
-
-    usage: megatron-grpo mismatch OUTPUT_DIR | CHECKPOINT | MODEL [--row N] [--rows 16] [--dtype float32] [--json] [settings]
 
     --row N looks into row N, not into the worst; --rows: so many are compared; --dtype: both sides are loaded in it. Without settings it is
     one process; --tensor_model_parallel_size under torchrun compares shard by shard. Exit codes: 0 nothing differs by more than rounding,
@@ -174,10 +166,7 @@ def mismatch(argv: list[str]) -> int:
 
 
 def replay(argv: list[str]) -> int:
-    """Takes a kept step of a run (OUTPUT_DIR/capsules/...) again, in any layout, and says what is wrong with it. Takes --json.
-
-    usage: megatron-grpo replay CAPSULE [--json] [settings]
-    """
+    """Takes a kept step of a run (OUTPUT_DIR/capsules/...) again, in any layout, and says what is wrong with it. Takes --json."""
     from itertools import takewhile
 
     from megatron_grpo.settings import parse
@@ -200,10 +189,7 @@ def replay(argv: list[str]) -> int:
 
 
 def whatif(argv: list[str]) -> int:
-    """What another loss, clip, correction, batch size or staleness would have made of a recorded step (--try "loss_type=dapo" ...).
-
-    usage: megatron-grpo whatif OUTPUT_DIR [--step N] [--try "NAME=VALUE ..."] [--png FILE] [--json] [settings]
-    """
+    """What another loss, clip, correction, batch size or staleness would have made of a recorded step (--try "loss_type=dapo" ...)."""
     if launcher.read().by_torchrun:
         die_with_parent()
     read = _reader()

@@ -339,7 +339,7 @@ def read_inputs(cfg: Config, left_out: Collection[str] = ()) -> Found:
     own = None if "rollout_func" in left_out else problems.attempt(partial(load_rollout_func, cfg))
     every = [("dataset", prompts), *((flag_of(name, cfg), found) for name, found in held_out.items())]
     looked = [(flag, rows) for flag, found in every if (rows := rows_of(found))]
-    notes = [*notes, *look_at_rows(cfg, shape if tokenizer else None, rewards or [], looked, problems)]
+    look_at_rows(cfg, shape if tokenizer else None, rewards or [], looked, problems)
     longest = max((rows.longest_prompt or 0 for _, rows in looked), default=0)
     if cfg.rollout.vllm_mode == "server" and shape and "servers" not in left_out and launcher.read().rank == 0:
         most = max((rows.most_pictures for _, rows in looked), default=0)

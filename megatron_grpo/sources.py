@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
@@ -248,21 +248,16 @@ def rows_of(prompts: PromptStream | PromptRows | None) -> PromptRows | None:
 
 def look_at_rows(
     cfg: Config, shape: ModelShape | None, rewards: list[RewardFunction], looked: list[tuple[str, PromptRows]], problems: Problems
-) -> list[str]:
-    """Whether rewards find their columns in every set, and prompts their place in the model; what is worth knowing of that.
-
-    looked: (setting, rows).
-    """
-    notes: list[str] = []
+) -> None:
+    """Whether rewards find their columns in every set, and prompts their place in the model. looked: (setting, rows)."""
     for flag, rows in looked:
         if rows.album is not None:
             for why in _blind(cfg):
                 problems.attempt(partial(_check_without_pictures, rows, flag, why))
         if rewards:
-            notes += problems.attempt(partial(find_columns, cfg, rewards, rows, flag)) or []
+            problems.attempt(partial(find_columns, cfg, rewards, rows, flag))
         if shape:
             problems.add(_lengths_of_data(cfg, shape, rows, flag))
-    return notes
 
 
 def _blind(cfg: Config) -> Iterator[str]:
@@ -279,19 +274,16 @@ def _check_without_pictures(rows: PromptRows, flag: str, why: str) -> None:
     check_without_pictures(rows, flag, why)
 
 
-def find_columns(cfg: Config, rewards: list[RewardFunction], rows: PromptRows, flag: str) -> list[str]:
+def find_columns(cfg: Config, rewards: list[RewardFunction], rows: PromptRows, flag: str) -> None:
     """`check_columns`, of the columns of the data and of episodes. Raises ConfigError, also where a name means both."""
     if cfg.rollout.rollout_func is not None:  # which may give them columns that nobody knows yet
-        return []
+        return
     names, of_episodes = rows.column_names(), EPISODE_COLUMNS if cfg.turns.plays else ()
     if both := [name for name in names if name in of_episodes]:
         message = f"{flag} has the column {', '.join(both)}, and rewards get that name of an episode. Give the column another one."
         raise ConfigError([Problem(flags=(flag,), message=message)])
-
-    def without(wanted: Sequence[str]) -> str:
-        return "" if set(wanted).intersection(of_episodes) else rows.without(wanted)
-
-    return check_columns(rewards, (*names, *of_episodes), flag=flag, without=without)
+    without = lambda wanted: "" if set(wanted).intersection(of_episodes) else rows.without(wanted)  # noqa: E731
+    check_columns(rewards, (*names, *of_episodes), flag=flag, without=without)
 
 
 def _lengths_of_data(cfg: Config, shape: ModelShape, rows: PromptRows, flag: str) -> list[Problem]:

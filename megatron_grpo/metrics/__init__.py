@@ -165,11 +165,11 @@ class Metrics:
         if self.tells:
             self._display.say(text)
 
-    def close(self, *, summary: bool = True, spent: TimeSpent | None = None, rewards: Sequence[str] = ()) -> None:
+    def close(self, *, summary: bool = True, spent: TimeSpent | None = None) -> None:
         """The end of the run, good or bad: last plots, and the page at the end: before and after, where there is something to compare, and
         where the time went.
 
-        summary: False for a run that failed: it shows no such page. rewards: names of its functions.
+        summary: False for a run that failed: it shows no such page.
         """
         if not self.tells:
             return
@@ -184,8 +184,8 @@ class Metrics:
         if summary and spent is not None and spent.rows():
             self._display.table("Where the time went", ("seconds", "share"), spent.rows())
             self._display.say(spent.in_words())
-        for warning in self.learnt.warnings(rewards) if summary else ():
-            self._display.say(f"WARNING: {warning}")
+        if summary and (alike := self.learnt.alike()):
+            self._display.say(f"WARNING: {alike}: what was trained came from other terms of the loss.")
         for reporter in self._reporters.values():
             reporter.close()
         self._courtesy.summary()

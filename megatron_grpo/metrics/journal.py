@@ -127,4 +127,4 @@ class Journal:
     def close(self, *, summary: bool = True) -> None:
         """The end of the run. summary: it ended well enough to be compared with its beginning."""
         self._spent.add(self.clock.take())
-        self.metrics.close(summary=summary, spent=self._spent, rewards=self.completions.reward_names)
+        self.metrics.close(summary=summary, spent=self._spent)

@@ -83,29 +83,24 @@ def check_columns(
     columns: Sequence[str],
     *,
     flag: str = "dataset",
-    without: Callable[[Sequence[str]], str] = lambda names: "",
-) -> list[str]:
-    """What is worth knowing of functions that can do without a column where rows lack it.
+    without: Callable[[Sequence[str]], str] = lambda _: "",
+) -> None:
+    """Raises ConfigError for functions that need a column which the data set, or a row of it, lacks.
 
-    columns: that some row has. without: rows that have none of some columns, in words. Raises ConfigError for functions that need a column
-    which the data set, or a row of it, lacks.
+    columns: that some row has. without: rows that have none of these, in words.
     """
-    problems, notes, what = [], [], "the data set" if flag == "dataset" else f"a set of {flag}"
+    problems, what = [], "the data set" if flag == "dataset" else f"a set of {flag}"
     for function in functions:
         for names in function.needs():
-            needed = f"the column {' or '.join(f'`{name}`' for name in names)}"
+            needs = f"Reward `{function.name}` needs the column {' or '.join(f'`{name}`' for name in names)}"
             if not set(names).intersection(columns):
                 has = f"has {', '.join(f'`{column}`' for column in columns)}" if columns else "has none besides the prompt"
-                message = f"Reward `{function.name}` needs {needed}; {what} {has}."
-                problems.append(Problem(flags=("reward_funcs", flag), message=message))
-            elif (lacking := without(names)) and function.scores_without:
-                notes.append(f"Reward `{function.name}` needs {needed}, and gives None for {lacking}, which lack it.")
-            elif lacking:
-                message = f"Reward `{function.name}` needs {needed}, and {lacking} lack it: write it there, null where it does not apply."
+                problems.append(Problem(flags=("reward_funcs", flag), message=f"{needs}; {what} {has}."))
+            elif lacking := without(names):
+                message = f"{needs}, and {lacking} lack it: write it there, null where it does not apply."
                 problems.append(Problem(flags=("reward_funcs", flag), message=message))
     if problems:
         raise ConfigError(problems)
-    return notes
 
 
 def _problem(message: str, nearest: Sequence[str] = ()) -> Problem:

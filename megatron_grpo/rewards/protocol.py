@@ -120,11 +120,6 @@ class RewardFunction:
         accepted = accepted_names(self.function)
         return offered if accepted is None else {name: value for name, value in offered.items() if name in accepted}
 
-    @property
-    def scores_without(self) -> bool:
-        """Whether it says itself what it needs, and gives None where a row has no such column."""
-        return bool(getattr(self.function, "needs", ()))
-
     def needs(self) -> list[Sequence[str]]:
         """Columns of the data that it cannot do without, each with its alternatives: `answer` or `solution`."""
         told: Sequence[Sequence[str]] = getattr(self.function, "needs", ()) or [(name,) for name in required_names(self.function)]

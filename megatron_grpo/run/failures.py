@@ -66,23 +66,14 @@ def told(error: BaseException) -> tuple[str | None, int]:
         return f"{PREFIX}a reward function failed, and the run ends.\n{error}", EXIT_CRASH
     if isinstance(error, RunError):
         return f"{PREFIX}{error}", EXIT_CRASH
-    if isinstance(error, ModuleNotFoundError) and (sentence := absent_sentence(error.name or "")):
-        return f"{PREFIX}{sentence}", EXIT_CONFIG
+    package = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
+    if package in ("torch", "megatron", "transformers", "safetensors", "vllm") and find_spec(package) is None:
+        remedy = "On GPUs: pip install 'megatron-grpo[vllm]'; on CPUs: tools/install.sh of a clone. `plan` does without."
+        return f"{PREFIX}this command needs {package}, which is not installed. {remedy}", EXIT_CONFIG
     if isinstance(error, SystemExit):
         return f"{PREFIX}something called sys.exit({error.code!r}) before the run was done.{_where(error)}", EXIT_CRASH
     sentence = machine_sentence(error)
     return (f"{PREFIX}{sentence}" if sentence else None), EXIT_CRASH
-
-
-def absent_sentence(module: str) -> str | None:
-    """Of a package that every run needs and that is not installed at all; None for any other module."""
-    package = module.partition(".")[0]
-    if package not in ("torch", "megatron", "transformers", "safetensors", "vllm") or find_spec(package) is not None:
-        return None
-    return (
-        f"this command needs {package}, which is not installed. On GPUs: pip install 'megatron-grpo[vllm]'; on CPUs: tools/install.sh of a "
-        "clone. `megatron-grpo doctor` says what else is lacking; `plan` does without."
-    )
 
 
 # -- once a job ---------------------------------------------------------------------------------------------------------------------------

@@ -225,7 +225,7 @@ def _batches(
 
 def _look_at_reward(found: Rehearsal, cfg: Config, rows: PromptRows, batches: Mapping[str, RewardBatch], function: RewardFunction) -> None:
     try:
-        found.notes += find_columns(cfg, [function], rows, "dataset")
+        find_columns(cfg, [function], rows, "dataset")
     except ConfigError as error:
         found.wrong += [problem.message for problem in error.problems]
         return
@@ -255,7 +255,7 @@ def _look_at_reward(found: Rehearsal, cfg: Config, rows: PromptRows, batches: Ma
 def _look_at_all(found: Rehearsal, cfg: Config, batches: Mapping[str, RewardBatch]) -> None:
     """What only all functions together say."""
     if batches and "its answer" not in batches:
-        names = " or ".join(f"`{name}`" for name in _answer_columns(cfg))
+        names = cfg.rewards.answer_column or " or ".join(ANSWERS)
         found.notes.append(f"No row has {names}, so no good completion could be tried: answer_column names the column that holds one.")
     elif found.judged and all(map(_says_nothing, found.judged.values())):
         found.wrong.append(
@@ -286,12 +286,9 @@ def _look_at_speed(found: Rehearsal, cfg: Config, function: RewardFunction, slow
 
 def _answer_of(rows: PromptRows, index: int, cfg: Config) -> str | None:
     row = rows.rows[int(rows.keep[index])]
-    value = next((row[name] for name in _answer_columns(cfg) if row.get(name) is not None), None)
+    names = (cfg.rewards.answer_column,) if cfg.rewards.answer_column else ANSWERS
+    value = next((row[name] for name in names if row.get(name) is not None), None)
     return value if value is None or isinstance(value, str) else json.dumps(value, default=str)
-
-
-def _answer_columns(cfg: Config) -> tuple[str, ...]:
-    return (cfg.rewards.answer_column,) if cfg.rewards.answer_column else ANSWERS
 
 
 def _batch(rows: PromptRows, picked: Sequence[int], texts: Sequence[str | None], tokenizer: Any) -> RewardBatch:

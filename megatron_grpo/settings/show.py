@@ -13,6 +13,14 @@ from megatron_grpo.settings.config import Config
 from megatron_grpo.settings.foreign import shown
 from megatron_grpo.settings.table import Setting, table
 
+WORDS = {  # that some commands take, besides settings
+    "doctor": "[--json]",
+    "rehearse": "[--rows 8] [--json] [settings]",
+    "mismatch": "OUTPUT_DIR | CHECKPOINT | MODEL [--row N] [--rows 16] [--dtype float32] [--json] [settings]",
+    "replay": "CAPSULE [--json] [settings]",
+    "whatif": 'OUTPUT_DIR [--step N] [--try "NAME=VALUE ..."] [--png FILE] [--json] [settings]',
+}
+
 
 def print_overview(commands: Mapping[str, Callable]) -> None:
     print("usage: megatron-grpo <command> [--config file.yaml] [--name value ...]\n\nGRPO on Megatron-Core, sampled by vLLM.\n")
@@ -22,19 +30,14 @@ def print_overview(commands: Mapping[str, Callable]) -> None:
 
 
 def print_help(command: str, function: Callable) -> None:
-    """Every setting by group: name, type, unit, default and one line of help. A command that has words of its own says its usage itself."""
+    """Every setting by group: name, type, unit, default and one line of help."""
     titles = {f.name: (f.default_factory.__doc__ or "").strip() for f in fields(Config) if f.name not in ("sources", "typed", "foreign")}
-    what = inspect.cleandoc(function.__doc__ or "").splitlines()
-    own = [line for line in what if line.startswith("usage: ")]
-    usage = own or [f"usage: megatron-grpo {command} [--config file.yaml ...] [--name value ...]"]
-    said = "\n".join(line for line in what if line not in own).strip().replace("\n\n\n", "\n\n")
-    if own and "[settings]" not in own[0]:  # it takes none
-        print(f"{own[0]}\n\n{said}")
+    words = WORDS.get(command, "[settings]")
+    print(f"usage: megatron-grpo {command} {words.replace('[settings]', '[--config file.yaml ...] [--name value ...]')}\n")
+    print(inspect.cleandoc(function.__doc__ or ""))
+    if "[settings]" not in words:
         return
     lines = [
-        *usage,
-        "",
-        said,
         "",
         "Names may be written with - or _; the command line wins over files, and a later file over an earlier one.",
         "",

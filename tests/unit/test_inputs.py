@@ -111,12 +111,17 @@ def test_plan_and_train_refuse_the_same(good, tmp_path, name):
     assert len(by_plan) == {"a zero among it all": 3, "heads that vLLM cannot share": 3}.get(name, 1)  # the latter: by heads, width, groups
 
 
-def test_a_built_in_reward_that_gives_none_where_a_row_has_no_answer_says_of_which_rows_and_nulls_are_no_gaps(good, tmp_path):
-    rows = [{"prompt": "5", "answer": None}, {"prompt": "6", "solution": "6"}, {"prompt": "7"}]
+def test_a_column_of_null_is_there_and_one_of_several_that_a_function_takes_is_enough(good, tmp_path):
+    rows = [{"prompt": "5", "answer": None}, {"prompt": "6", "answer": 6}]
     data = write(tmp_path / "d.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
-    _, inputs = read_everything(parsed(good | {"dataset": data, "reward_funcs": "accuracy length"}))
-    assert inputs.notes == ["Reward `accuracy` needs the column `answer` or `solution`, and gives None for 1 of 3 rows (d.jsonl line 3), "
-                            "which lack it."]  # fmt: skip
+    assert refused(look_at_everything, good | {"dataset": data}) == []
+    data = write(tmp_path / "e.jsonl", "".join(json.dumps(row) + "\n" for row in [*rows, {"prompt": "7", "solution": "7"}]))
+    assert refused(look_at_everything, good | {"dataset": data, "reward_funcs": "accuracy"}) == []
+    data = write(tmp_path / "f.jsonl", "".join(json.dumps(row) + "\n" for row in [*rows, {"prompt": "7"}]))
+    assert refused(look_at_everything, good | {"dataset": data, "reward_funcs": "accuracy"}) == [
+        "Reward `accuracy` needs the column `answer` or `solution`, and 1 of 3 rows (f.jsonl line 3) lack it: write it there, null where "
+        "it does not apply."
+    ]
 
 
 def test_what_only_the_machine_of_the_run_has_is_left_out_and_named(good, tmp_path):

@@ -14,8 +14,7 @@ class Accuracy:
         self.needs, self.exact = needs, exact
 
     def __call__(self, completions: list[Any], **columns: Any) -> list[Score]:
-        rights = right_answers(columns, self.needs, len(completions))
-        return [self._score(text_of(completion), right) for completion, right in zip(completions, rights)]
+        return [self._score(text_of(completion), right) for completion, right in zip(completions, right_answers(columns, self.needs))]
 
     def _score(self, text: str, right: Any) -> Score:
         answers = alternatives(right)

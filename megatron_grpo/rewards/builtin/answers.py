@@ -21,10 +21,9 @@ def needed_columns(config: Config) -> tuple[tuple[str, ...], ...]:
     return ((config.rewards.answer_column,),) if config.rewards.answer_column else (("answer", "solution"),)
 
 
-def right_answers(columns: Mapping[str, Sequence[Any]], needs: Sequence[Sequence[str]], count: int) -> list[Any]:
-    """What each of `count` rows is judged by, None where it has nothing. Of `answer` and `solution` it is `answer`: the other often holds
-    the way to it."""
-    given = [columns.get(name, [None] * count) for name in needs[0]]
+def right_answers(columns: Mapping[str, Sequence[Any]], needs: Sequence[Sequence[str]]) -> list[Any]:
+    """What each row is judged by. Of `answer` and `solution` it is `answer`: the other often holds the way to it."""
+    given = [columns[name] for name in needs[0] if name in columns]
     return [next((value for value in row if value is not None), None) for row in zip(*given)]
 
 

@@ -33,7 +33,7 @@ class Code:
 
     def __call__(self, completions: list[Any], **columns: Any) -> list[Score | RowFailure]:
         deadline = time.monotonic() + self.batch_seconds
-        tests = right_answers(columns, self.needs, len(completions))
+        tests = right_answers(columns, self.needs)
         with ThreadPoolExecutor(self.workers, thread_name_prefix="reward-code") as pool:
             return list(pool.map(lambda row: self._score(text_of(row[0]), row[1], deadline), zip(completions, tests)))
 

@@ -34,8 +34,7 @@ class Math:
 
     def __call__(self, completions: list[Any], **columns: Any) -> list[Score | RowFailure]:
         deadline = time.monotonic() + self.batch_seconds
-        rights = right_answers(columns, self.needs, len(completions))
-        rows = [(text_of(completion), right) for completion, right in zip(completions, rights)]
+        rows = [(text_of(completion), right) for completion, right in zip(completions, right_answers(columns, self.needs))]
         scores = [self._score(text, right, min(self.row_seconds, _FIRST_LOOK), deadline) for text, right in rows]
         for row, score in enumerate(scores):
             if score is _SLOW:

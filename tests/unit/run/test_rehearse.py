@@ -112,8 +112,7 @@ def test_where_no_row_has_an_answer_no_reward_is_called_wrong_for_want_of_one_an
     code, found = rehearse(more=f"--dataset {folder}/bare.jsonl --reward_funcs format")
     assert (code, found["wrong"]) == (0, [])
     assert found["notes"][-1] == (
-        "No row has `answer` or `solution` or `completion`, so no good completion could be tried: answer_column names the column that "
-        "holds one."
+        "No row has answer or solution or completion, so no good completion could be tried: answer_column names the column that holds one."
     )
 
 
