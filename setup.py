@@ -10,17 +10,18 @@ from setuptools import find_packages, setup
 HERE = Path(__file__).parent
 VERSION = re.search(r'^__version__ = "(.+)"', (HERE / "megatron_grpo" / "__init__.py").read_text(), re.MULTILINE).group(1)
 
+# `plan` needs the first ones alone, and runs anywhere. All else needs Linux: elsewhere pip installs no more than those.
 REQUIRED = [
-    "torch>=2.6",
-    "megatron-core>=0.16.1,<0.20",
-    "transformers>=4.56,<6",
-    "safetensors",
     "numpy",
     "pyyaml",
-    "psutil",  # megatron-core imports it and does not declare it
     "rich",
-    "sentencepiece",
-    "pyarrow",
+    "psutil",  # parquet files; and megatron-core imports it and does not declare it
+    "torch>=2.6; sys_platform == 'linux'",
+    "megatron-core>=0.16.1,<0.20; sys_platform == 'linux'",
+    "transformers>=4.56,<6; sys_platform == 'linux'",
+    "safetensors; sys_platform == 'linux'",
+    "sentencepiece; sys_platform == 'linux'",
+    "pyarrow; sys_platform == 'linux'",
 ]
 
 EXTRAS = {
@@ -63,6 +64,7 @@ setup(
     packages=find_packages(include=["megatron_grpo", "megatron_grpo.*"]),
     package_data={"megatron_grpo.weights": ["*.json"]},
     python_requires=">=3.11",
+    classifiers=["Operating System :: POSIX :: Linux", "Programming Language :: Python :: 3.11", "Programming Language :: Python :: 3.12"],
     install_requires=REQUIRED,
     extras_require=EXTRAS,
     entry_points={"console_scripts": ["megatron-grpo=megatron_grpo.cli:main"]},

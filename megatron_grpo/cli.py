@@ -155,8 +155,6 @@ def rehearse(argv: list[str]) -> int:
 def mismatch(argv: list[str]) -> int:
     """Compares trainer and sampler of a run, a checkpoint or a model, token by token, and names the operation where they part.
 
-    usage: megatron-grpo mismatch OUTPUT_DIR | CHECKPOINT | MODEL [--row N] [--rows 16] [--dtype float32] [--json] [settings]
-
     --row N looks into row N, not into the worst; --rows: so many are compared; --dtype: both sides are loaded in it. Without settings it is
     one process; --tensor_model_parallel_size under torchrun compares shard by shard. Exit codes: 0 nothing differs by more than rounding,
     1 something is named, 2 the question is wrong and nothing was loaded.
@@ -277,6 +275,8 @@ def main(argv: Sequence[str] | None = None, **parts: Any) -> int:
 
             print_help(command, COMMANDS[command])
             return EXIT_DONE
+        if sys.platform != "linux" and command != "plan":
+            raise ConfigError(f"{command} needs Linux, and this is {sys.platform}: here `plan` alone runs (docs/dependencies.md).")
         if problems := list(_problems_of_process(command)):
             raise ConfigError(problems)
         if command != "train":

@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass, fields, replace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -181,11 +182,19 @@ def _left_out(cfg: Config) -> dict[str, str]:
         parts |= {"dataset": "the data set (none given)"}
     if not rewards.reward_funcs:
         parts |= _left_out_of_teacher(cfg) or {"rewards": "reward functions (none given)"}
-    for part, flag, spec in _user_code(cfg):
-        if why := _not_loaded(cfg, flag, spec):
-            parts |= {spec if part == "reward" else part: f"the {part} {spec} ({why})"}
     if _is_guest(cfg, "report_to"):
         parts |= {"report_to": f"whether {' and '.join(cfg.run.report_to)} can be reported to"}
+    return parts | _left_out_of_code(cfg)
+
+
+def _left_out_of_code(cfg: Config) -> dict[str, str]:
+    parts = {
+        spec if part == "reward" else part: f"the {part} {spec} ({why})"
+        for part, flag, spec in _user_code(cfg)
+        if (why := _not_loaded(cfg, flag, spec))
+    }
+    if cfg.turns.tools and find_spec("transformers") is None:
+        parts |= {"environment": "the tools (transformers, which describes them to the model, is not installed)"}
     return parts
 
 

@@ -255,7 +255,7 @@ def look_at_rows(
             for why in _blind(cfg):
                 problems.attempt(partial(_check_without_pictures, rows, flag, why))
         if rewards:
-            problems.attempt(partial(_check_columns, cfg, rewards, rows, flag))
+            problems.attempt(partial(find_columns, cfg, rewards, rows, flag))
         if shape:
             problems.add(_lengths_of_data(cfg, shape, rows, flag))
 
@@ -274,21 +274,16 @@ def _check_without_pictures(rows: PromptRows, flag: str, why: str) -> None:
     check_without_pictures(rows, flag, why)
 
 
-def _check_columns(cfg: Config, rewards: list[RewardFunction], rows: PromptRows, flag: str) -> None:
+def find_columns(cfg: Config, rewards: list[RewardFunction], rows: PromptRows, flag: str) -> None:
+    """`check_columns`, of the columns of the data and of episodes. Raises ConfigError, also where a name means both."""
     if cfg.rollout.rollout_func is not None:  # which may give them columns that nobody knows yet
         return
-    check_columns(rewards, _columns(cfg, rows, flag), flag=flag)
-
-
-def _columns(cfg: Config, rows: PromptRows, flag: str) -> tuple[str, ...]:
-    """What rewards can count on: columns of the data, and of episodes. Raises ConfigError where a name means both."""
-    names = rows.column_names()
-    if not cfg.turns.plays:
-        return names
-    if both := [name for name in names if name in EPISODE_COLUMNS]:
+    names, of_episodes = rows.column_names(), EPISODE_COLUMNS if cfg.turns.plays else ()
+    if both := [name for name in names if name in of_episodes]:
         message = f"{flag} has the column {', '.join(both)}, and rewards get that name of an episode. Give the column another one."
         raise ConfigError([Problem(flags=(flag,), message=message)])
-    return (*names, *EPISODE_COLUMNS)
+    without = lambda wanted: "" if set(wanted).intersection(of_episodes) else rows.without(wanted)  # noqa: E731
+    check_columns(rewards, (*names, *of_episodes), flag=flag, without=without)
 
 
 def _lengths_of_data(cfg: Config, shape: ModelShape, rows: PromptRows, flag: str) -> list[Problem]:

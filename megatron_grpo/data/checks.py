@@ -8,8 +8,9 @@ from __future__ import annotations
 import hashlib
 import json
 import threading
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,7 @@ class PromptRows:
     digest: str | None = None  # the fingerprint, where it is known
     album: Album | None = None  # of the file's rows, where the model sees and some of them show something
     is_beginning: bool = False  # more rows follow, which are read as the run goes
+    named: Mapping[str, int] = field(default_factory=dict)  # how many rows of the file have a column, by its name
 
     def __len__(self) -> int:
         return len(self.keep)
@@ -85,8 +87,15 @@ class PromptRows:
         return f"{first}{len(self.rows)} rows, {self.fingerprint()[:digits]}"
 
     def column_names(self) -> tuple[str, ...]:
-        """Columns of the first row: what rewards can count on."""
-        return tuple(self.columns(0))
+        """Columns that some row has, of those that are handed to the rewards."""
+        return tuple(name for name in self.named if name not in _NOT_COLUMNS)
+
+    def without(self, names: Sequence[str]) -> str:
+        """`20 of 40 rows (data.jsonl line 2, ...)`: those that have none of these columns. Empty where all have one, be it null."""
+        if any(self.named.get(name) == len(self.rows) for name in names):
+            return ""
+        lacking = [int(row) for row in self.keep if not self.rows[int(row)].keys() & set(names)]
+        return f"{len(lacking)} of {len(self)} rows ({_places(self.rows, lacking)})" if lacking else ""
 
 
 def bytes_of(row: Mapping[str, Any]) -> bytes:
@@ -114,9 +123,10 @@ def check_rows(
     """
     is_blind = is_blind and eyes is None
     faults: dict[str, list[int]] = {}
-    num_showing = 0
+    num_showing, named = 0, Counter[str]()
     for index in range(len(rows)):
         row = rows[index]
+        named.update(row.keys())
         fault = _fault(row, is_blind=is_blind) or (None if is_blind else _fault_of_places(row, cfg.limit_images))
         if fault is not None:
             faults.setdefault(fault, []).append(index)
@@ -140,7 +150,7 @@ def check_rows(
         album = Album(rows, eyes, root=Path(root).absolute(), flag=flag)
     if problems:
         raise ConfigError(problems)
-    return PromptRows(rows=rows, keep=np.arange(len(rows)), longest_prompt=None, album=album)
+    return PromptRows(rows=rows, keep=np.arange(len(rows)), longest_prompt=None, album=album, named=named)
 
 
 def check_pictures(prompts: PromptRows, *, at_most: int | None = None) -> None:
@@ -317,8 +327,11 @@ def _content_fault(message: Mapping[str, Any], *, is_blind: bool) -> str | None:
 
 
 def _problem(flag: str, rows: Rows, indices: Sequence[int] | np.ndarray, fault: str) -> Problem:
-    named = ", ".join(rows.place(int(index)) for index in indices[:NAMED_ROWS]) + (", ..." if len(indices) > NAMED_ROWS else "")
-    return Problem(flags=(flag,), message=f"{len(indices)} of {len(rows)} rows {fault}: {named}.")
+    return Problem(flags=(flag,), message=f"{len(indices)} of {len(rows)} rows {fault}: {_places(rows, indices)}.")
+
+
+def _places(rows: Rows, indices: Sequence[int] | np.ndarray) -> str:
+    return ", ".join(rows.place(int(index)) for index in indices[:NAMED_ROWS]) + (", ..." if len(indices) > NAMED_ROWS else "")
 
 
 def check_for_episodes(rows: PromptRows, flag: str) -> None:

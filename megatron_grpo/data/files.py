@@ -13,8 +13,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
-import psutil
-
 from megatron_grpo.errors import ConfigError, Problem, first_line, said_by
 
 SUFFIXES = (".jsonl", ".json", ".parquet")
@@ -134,6 +132,8 @@ def files_of(path: Path, split: str, flag: str) -> list[tuple[Path, str]]:
 def _read_file(file: Path, name: str, flag: str) -> tuple[str, str, Sequence[dict[str, Any]], Sequence[int] | None]:
     if file.suffix == ".parquet":
         parquet = pyarrow_parquet(flag)
+        import psutil  # a plan of other files does without
+
         with read_as_parquet(name, flag):
             return name, "row", _ParquetRows(_table(parquet, file, name, flag, psutil.virtual_memory().available // 2)), None
     if is_json_array(file):

@@ -10,8 +10,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import psutil
-
 from megatron_grpo.data.files import (
     files_of,
     from_hub,
@@ -96,6 +94,8 @@ def _lines(file: Path, name: str, flag: str, before: int, begin: int) -> Iterato
 
 def _parquet(file: Path, name: str, flag: str, begin: int) -> Iterator[Read]:
     """A place: rows before it. Row groups before it are not read."""
+    import psutil
+
     buffers = {"buffer_size": BUFFER, "pre_buffer": False}  # without either, a whole row group is read, which may be the file
     with read_as_parquet(name, flag), pyarrow_parquet(flag).ParquetFile(file, **buffers) as source:
         groups, row = list(range(source.metadata.num_row_groups)), 0

@@ -17,6 +17,7 @@ from megatron_grpo.metrics import plots
 from megatron_grpo.metrics.courtesy import Courtesy
 from megatron_grpo.metrics.display import Display
 from megatron_grpo.metrics.evaluations import Evaluated, Evaluations, compared, curves_in, in_words, score_in
+from megatron_grpo.metrics.learnt import Learnt
 from megatron_grpo.metrics.records import Records, plain
 from megatron_grpo.metrics.reporters import REPORTERS, Begin, InBackground, Table, report_to_problems, services
 from megatron_grpo.metrics.spent import TimeSpent
@@ -65,6 +66,9 @@ class Metrics:
         self.evaluations = Evaluations(self.output_dir, writes_completions=bool(self.config.get("log_completions_steps", 1)))
         self._skipped = Records(self.output_dir / "skipped.jsonl")
         self._history: dict[str, list[tuple[int, float]]] = {}
+        self.learnt = Learnt(
+            compares_groups=bool(self.config.get("reward_funcs")) and self.config.get("advantage_estimator") != "reinforce_plus_plus"
+        )
         self._started = False
         self._num_tokens = 0
         self._untold: list[dict[str, Any]] = []  # steps that no service has heard of
@@ -111,6 +115,8 @@ class Metrics:
         if plain(record.get("reward")) is not None:  # not every optimizer step has a rollout of its own
             self._display.show(reward=plain(record["reward"]))
         self._display.step(progress.step, seconds=seconds)
+        if progress.step == 2 and (alike := self.learnt.alike()):
+            self.say(f"WARNING: {alike}: they teach nothing while that is so.")
         if self.plot_steps and progress.step % self.plot_steps == 0:
             self.refresh_plots()
 
@@ -178,6 +184,8 @@ class Metrics:
         if summary and spent is not None and spent.rows():
             self._display.table("Where the time went", ("seconds", "share"), spent.rows())
             self._display.say(spent.in_words())
+        if summary and (alike := self.learnt.alike()):
+            self._display.say(f"WARNING: {alike}: what was trained came from other terms of the loss.")
         for reporter in self._reporters.values():
             reporter.close()
         self._courtesy.summary()
@@ -205,6 +213,7 @@ class Metrics:
         self._completions = None
 
     def _remember(self, step: int, record: Mapping[str, Any]) -> None:
+        self.learnt.take(record)
         for name in plots.plotted(record):
             value = plain(record[name])
             if value is not None:

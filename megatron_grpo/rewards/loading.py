@@ -79,15 +79,27 @@ def close_rewards(functions: Sequence[RewardFunction]) -> None:
         function.close()
 
 
-def check_columns(functions: Sequence[RewardFunction], columns: Sequence[str], *, flag: str = "dataset") -> None:
-    """Raises ConfigError for functions that need a column which the data set lacks."""
+def check_columns(
+    functions: Sequence[RewardFunction],
+    columns: Sequence[str],
+    *,
+    flag: str = "dataset",
+    without: Callable[[Sequence[str]], str] = lambda _: "",
+) -> None:
+    """Raises ConfigError for functions that need a column which the data set, or a row of it, lacks.
+
+    columns: that some row has. without: rows that have none of these, in words.
+    """
     problems, what = [], "the data set" if flag == "dataset" else f"a set of {flag}"
     for function in functions:
-        missing = function.missing_columns(columns)
-        if missing:
-            has = f"has {', '.join(f'`{column}`' for column in columns)}" if columns else "has none besides the prompt"
-            message = f"Reward `{function.name}` needs the column {', '.join(missing)}; {what} {has}."
-            problems.append(Problem(flags=("reward_funcs", flag), message=message))
+        for names in function.needs():
+            needs = f"Reward `{function.name}` needs the column {' or '.join(f'`{name}`' for name in names)}"
+            if not set(names).intersection(columns):
+                has = f"has {', '.join(f'`{column}`' for column in columns)}" if columns else "has none besides the prompt"
+                problems.append(Problem(flags=("reward_funcs", flag), message=f"{needs}; {what} {has}."))
+            elif lacking := without(names):
+                message = f"{needs}, and {lacking} lack it: write it there, null where it does not apply."
+                problems.append(Problem(flags=("reward_funcs", flag), message=message))
     if problems:
         raise ConfigError(problems)
 

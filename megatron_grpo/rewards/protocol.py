@@ -87,6 +87,9 @@ class Watch:
 ENOUGH_BATCHES, ENOUGH_ROWS = 2, 8  # before anything is said of a function that is always the same
 
 
+GIVEN = frozenset({"prompts", "completions", "completion_ids", "trainer_state"})  # what every function may have, besides columns
+
+
 @dataclass(frozen=True, kw_only=True)
 class RewardFunction:
     """A function that judges, with the name it has in the metrics and how its failures are treated.
@@ -119,11 +122,10 @@ class RewardFunction:
         accepted = accepted_names(self.function)
         return offered if accepted is None else {name: value for name, value in offered.items() if name in accepted}
 
-    def missing_columns(self, columns: Sequence[str]) -> list[str]:
-        """What the function cannot do without and a data set with these columns lacks; alternatives read `answer` or `solution`."""
-        offered = {*columns, "prompts", "completions", "completion_ids", "trainer_state"}
-        needs: Sequence[Sequence[str]] = getattr(self.function, "needs", ()) or [(name,) for name in required_names(self.function)]
-        return [" or ".join(f"`{name}`" for name in names) for names in needs if not offered.intersection(names)]
+    def needs(self) -> list[Sequence[str]]:
+        """Columns of the data that it cannot do without, each with its alternatives: `answer` or `solution`."""
+        told: Sequence[Sequence[str]] = getattr(self.function, "needs", ()) or [(name,) for name in required_names(self.function)]
+        return [names for names in told if not GIVEN.intersection(names)]
 
     def close(self) -> None:
         """Ends what the function keeps running, if it does."""

@@ -16,6 +16,7 @@ import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
 
@@ -67,6 +68,10 @@ def told(error: BaseException) -> tuple[str | None, int]:
         return f"{PREFIX}{error}", EXIT_CRASH
     if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG and error.filename:
         return f"{PREFIX}{str(error.filename)[:80]!r}... is no path: a name in it is longer than a file's can be (255 bytes).", EXIT_CONFIG
+    package = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
+    if package in ("torch", "megatron", "transformers", "safetensors", "vllm") and find_spec(package) is None:
+        remedy = "On GPUs: pip install 'megatron-grpo[vllm]'; on CPUs: tools/install.sh of a clone. `plan` does without."
+        return f"{PREFIX}this command needs {package}, which is not installed. {remedy}", EXIT_CONFIG
     if isinstance(error, SystemExit):
         return f"{PREFIX}something called sys.exit({error.code!r}) before the run was done.{_where(error)}", EXIT_CRASH
     sentence = machine_sentence(error)

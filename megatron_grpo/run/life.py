@@ -34,6 +34,8 @@ from megatron_grpo.run.supervisor import launcher_pid
 from megatron_grpo.run.watchdog import Watchdog
 from megatron_grpo.settings.config import Config
 
+_WHERE_TO_LOOK = "Look at completions/, and try the reward functions with `megatron-grpo rehearse`."
+
 
 def run_training(made: Plan, inputs: Inputs, **parts: Any) -> int:
     """`megatron-grpo train`, on this rank, with settings and inputs that have been checked. Returns the exit code.
@@ -116,7 +118,7 @@ def train_and_export(
     if watchdog is not None:
         watchdog.leaves_behind = run.witness.leave_behind
     try:
-        train.train(run)
+        progress = train.train(run)
         best = best_of(run)
         if cfg.run.export_hf:
             policy = run.policy
@@ -128,6 +130,8 @@ def train_and_export(
                              card=Card(cfg=cfg, source=inputs.model_path, run=Path(cfg.run.output_dir)))  # fmt: skip
         if parallel.is_main:
             still_there(Path(cfg.run.output_dir))
+        if nothing := collectives.from_first(run.journal.metrics.learnt.nothing(progress.step)):
+            raise RunError(f"{nothing} {_WHERE_TO_LOOK} All else that a run writes is in {Path(cfg.run.output_dir).resolve()}.")
     except Interrupted:
         clean_up.add(run.journal.close)
         raise

@@ -38,9 +38,7 @@ class OutputLock:
         """Makes the folder if need be. Raises ConfigError if another run holds it, or if nothing can be written there."""
         path = Path(output_dir) / NAME
         if (out := path.parent).is_symlink() and not out.exists():
-            raise _refusal(
-                f"output_dir ({out}) is a link to {os.readlink(out)}, which is not there. Remove the link, or make its target."
-            )
+            raise _refusal(f"output_dir ({out}) is a link to {os.readlink(out)}, which is not there. Remove the link, or make its target.")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)

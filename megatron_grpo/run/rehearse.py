@@ -33,9 +33,8 @@ from megatron_grpo.rewards.scoring import score
 from megatron_grpo.run.rehearse_turns import play_rows
 from megatron_grpo.settings import Parsed
 from megatron_grpo.settings.config import Config
-from megatron_grpo.settings.turns import EPISODE_COLUMNS
 from megatron_grpo.sizing.batch_sizes import BatchSizes
-from megatron_grpo.sources import find_model
+from megatron_grpo.sources import find_columns, find_model
 
 ROWS = 8
 MOST_LENGTHS = 5000  # rows that are tokenised, evenly spread
@@ -125,6 +124,7 @@ def rehearse(cfg: Config, num_rows: int = ROWS) -> Rehearsal:
         batches = _batches(found, cfg, rows, picked, opened["tokenizer"], opened["environment"])
         for function in opened["rewards"]:
             _look_at_reward(found, cfg, rows, batches, function)
+        _look_at_all(found, cfg, batches)
         return found
     finally:
         close_rewards(opened.get("rewards", []))
@@ -201,9 +201,9 @@ def _batches(
 ) -> dict[str, RewardBatch]:
     """What is judged, by kind of completion; of an environment the episodes in which the model says that at every turn."""
     answers = [_answer_of(rows, index, cfg) for index in picked]
-    kinds = {"nothing": [""] * len(picked), "garbage": [GARBAGE] * len(picked)}
-    if None not in answers:
-        kinds = {"its answer": [answer or "" for answer in answers], **kinds}
+    kinds: dict[str, list[str | None]] = {"nothing": [""] * len(picked), "garbage": [GARBAGE] * len(picked)}
+    if any(answers):
+        kinds = {"its answer": answers, **kinds}
     if environment is None:
         return {kind: _batch(rows, picked, texts, tokenizer) for kind, texts in kinds.items()}
     model_path = find_model(cfg.model.model)
@@ -214,7 +214,8 @@ def _batches(
     except ConfigError as error:
         found.wrong += [problem.message for problem in error.problems]
         return {}
-    played = play_rows(cfg, environment, rows, picked, kinds, tokenizer, model_path)
+    said = {kind: [text or "" for text in texts] for kind, texts in kinds.items()}
+    played = play_rows(cfg, environment, rows, picked, said, tokenizer, model_path)
     for kind, one in played.items():
         found.episodes[kind] = one.in_words()
         found.wrong += [f"The environment, where the model says {kind}: {fault}." for fault in one.faults()]
@@ -223,10 +224,10 @@ def _batches(
 
 
 def _look_at_reward(found: Rehearsal, cfg: Config, rows: PromptRows, batches: Mapping[str, RewardBatch], function: RewardFunction) -> None:
-    offered = (*rows.column_names(), *(EPISODE_COLUMNS if cfg.turns.plays else ()))
-    if missing := function.missing_columns(offered):
-        has = ", ".join(f"`{name}`" for name in rows.column_names()) or "no column besides the prompt"
-        found.wrong.append(f"Reward `{function.name}` needs the column {', '.join(missing)}; the data set has {has}.")
+    try:
+        find_columns(cfg, [function], rows, "dataset")
+    except ConfigError as error:
+        found.wrong += [problem.message for problem in error.problems]
         return
     strict = replace(function, on_error="raise")
     judged = {kind: _judge(strict, batch) for kind, batch in batches.items()}
@@ -238,9 +239,10 @@ def _look_at_reward(found: Rehearsal, cfg: Config, rows: PromptRows, batches: Ma
     given = [value for one in judged.values() for value in one.scores]
     scored = [value for value in given if value is not None]
     if given and not scored:
-        found.wrong.append(f"Reward `{function.name}` gives None for everything: it would take no part in the run.")
-    elif _says_nothing(judged):
-        found.wrong.append(f"Reward `{function.name}` gives {scored[0]:g} to everything, answers and garbage alike: nothing can be learnt.")
+        told = found.wrong if "its answer" in judged else found.notes  # of a good completion nobody knows
+        told.append(f"Reward `{function.name}` gives None for everything that was tried: so it would take no part in the run.")
+    elif _says_nothing(judged):  # as rewards of a format or a length do, which are good all the same
+        found.notes.append(f"Reward `{function.name}` gives {scored[0]:g} to everything that was tried.")
     elif {"its answer", "garbage"} <= judged.keys():
         best, worst = _mean(judged["its answer"]), _mean(judged["garbage"])
         if best is not None and worst is not None and best <= worst:
@@ -248,6 +250,17 @@ def _look_at_reward(found: Rehearsal, cfg: Config, rows: PromptRows, batches: Ma
     if judged:
         slowest = max(judged, key=lambda kind: judged[kind].seconds)
         _look_at_speed(found, cfg, function, judged[slowest], len(batches[slowest]))
+
+
+def _look_at_all(found: Rehearsal, cfg: Config, batches: Mapping[str, RewardBatch]) -> None:
+    """What only all functions together say."""
+    if batches and "its answer" not in batches:
+        names = cfg.rewards.answer_column or " or ".join(ANSWERS)
+        found.notes.append(f"No row has {names}, so no good completion could be tried: answer_column names the column that holds one.")
+    elif found.judged and all(map(_says_nothing, found.judged.values())):
+        found.wrong.append(
+            "No reward tells the data set's answers from garbage: nothing can be learnt, if good completions look like them."
+        )
 
 
 def _says_nothing(judged: Mapping[str, Judged]) -> bool:
@@ -278,15 +291,17 @@ def _answer_of(rows: PromptRows, index: int, cfg: Config) -> str | None:
     return value if value is None or isinstance(value, str) else json.dumps(value, default=str)
 
 
-def _batch(rows: PromptRows, picked: Sequence[int], texts: Sequence[str], tokenizer: Any) -> RewardBatch:
-    columns = [rows.columns(index) for index in picked]
+def _batch(rows: PromptRows, picked: Sequence[int], texts: Sequence[str | None], tokenizer: Any) -> RewardBatch:
+    """Without the rows that have no text."""
+    said = [(index, text) for index, text in zip(picked, texts, strict=True) if text is not None]
+    columns = [rows.columns(index) for index, _ in said]
     names = list(dict.fromkeys(name for row in columns for name in row))
     return RewardBatch(
-        prompts=[rows.raw(index) for index in picked],
-        completions=[as_completion(rows.raw(index), text) for index, text in zip(picked, texts, strict=True)],
-        completion_ids=[tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts],
+        prompts=[rows.raw(index) for index, _ in said],
+        completions=[as_completion(rows.raw(index), text) for index, text in said],
+        completion_ids=[tokenizer(text, add_special_tokens=False)["input_ids"] for _, text in said],
         columns={name: [row.get(name) for row in columns] for name in names},
-        labels=[f"data-set row {int(rows.keep[index])}" for index in picked],
+        labels=[f"data-set row {int(rows.keep[index])}" for index, _ in said],
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import shutil
 import sys
 import textwrap
@@ -11,6 +12,14 @@ from dataclasses import fields
 from megatron_grpo.settings.config import Config
 from megatron_grpo.settings.foreign import shown
 from megatron_grpo.settings.table import Setting, table
+
+WORDS = {  # that some commands take, besides settings
+    "doctor": "[--json]",
+    "rehearse": "[--rows 8] [--json] [settings]",
+    "mismatch": "OUTPUT_DIR | CHECKPOINT | MODEL [--row N] [--rows 16] [--dtype float32] [--json] [settings]",
+    "replay": "CAPSULE [--json] [settings]",
+    "whatif": 'OUTPUT_DIR [--step N] [--try "NAME=VALUE ..."] [--png FILE] [--json] [settings]',
+}
 
 
 def print_overview(commands: Mapping[str, Callable]) -> None:
@@ -23,10 +32,12 @@ def print_overview(commands: Mapping[str, Callable]) -> None:
 def print_help(command: str, function: Callable) -> None:
     """Every setting by group: name, type, unit, default and one line of help."""
     titles = {f.name: (f.default_factory.__doc__ or "").strip() for f in fields(Config) if f.name not in ("sources", "typed", "foreign")}
+    words = WORDS.get(command, "[settings]")
+    print(f"usage: megatron-grpo {command} {words.replace('[settings]', '[--config file.yaml ...] [--name value ...]')}\n")
+    print(inspect.cleandoc(function.__doc__ or ""))
+    if "[settings]" not in words:
+        return
     lines = [
-        f"usage: megatron-grpo {command} [--config file.yaml ...] [--name value ...]",
-        "",
-        (function.__doc__ or "").strip(),
         "",
         "Names may be written with - or _; the command line wins over files, and a later file over an earlier one.",
         "",
@@ -52,10 +63,11 @@ def _entry(setting: Setting) -> list[str]:
     default = "none" if setting.default is None else " ".join(map(str, setting.default)) if several else str(setting.default)
     if setting.kind == "bool" and setting.default is not None:
         default = default.lower()
-    notes = [note for note in (setting.unit, f"default {default or 'empty'}") if note]
-    text = f"{setting.help} ({'; '.join(notes)})" if setting.help else f"({'; '.join(notes)})"
+    is_told = default in ("none", "") and "default" in setting.help  # what it is then
+    notes = [note for note in (setting.unit, "" if is_told else f"default {default or 'empty'}") if note]
+    text = f"{setting.help} ({'; '.join(notes)})" if notes else setting.help
     if setting.aliases:
-        text += f" Also: {', '.join(f'--{alias}' for alias in setting.aliases)}."
+        text += f". Also: {', '.join(f'--{alias}' for alias in setting.aliases)}."
     return [f"  --{setting.name} {kind}", *textwrap.wrap(text.strip(), _width() - 8, initial_indent=" " * 8, subsequent_indent=" " * 8)]
 
 

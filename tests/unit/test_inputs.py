@@ -101,6 +101,13 @@ BAD = {
         lambda good, at: {"reward_funcs": f"{write(at / 'leaves.py', 'import sys; sys.exit(0)')}:f"}, "to end with SystemExit: 0."),
     "a column that is missing": (
         lambda good, at: {"reward_funcs": good["reward_funcs"].replace("good", "wants")}, "needs the column `hint`; the data set"),
+    "a column that rows lack": (
+        lambda good, at: {"dataset": write(at / "d.jsonl", '{"prompt": "5"}\n{"prompt": "6", "answer": 1}\n{"prompt": "7"}\n')},
+        "Reward `good` needs the column `answer`, and 2 of 3 rows (d.jsonl line 1, d.jsonl line 3) lack it: write it there, null where"),
+    "a column that rows of the first block lack": (
+        lambda good, at: {"dataset": write(at / "d.jsonl", '{"prompt": "5"}\n{"prompt": "6", "answer": 1}\n{"prompt": "7"}\n'),
+                          "streaming": "true", "shuffle_buffer_size": 2, "max_steps": 2, "max_prompt_length": 4},
+        "Reward `good` needs the column `answer`, and 1 of 2 rows (d.jsonl line 1) lack it"),
     "weights for fewer functions": (lambda good, at: {"reward_weights": "1 2"}, "reward_weights has 2 values for 1 reward_funcs"),
     "no such data": (lambda good, at: {"dataset": str(at / "gone.jsonl")}, "gone.jsonl' does not exist."),
     "rows that are no prompts": (lambda good, at: {"dataset": write(at / "d.jsonl", '{"text": "a"}\n')}, "neither `prompt` nor `messages`"),
@@ -130,6 +137,19 @@ def test_plan_and_train_refuse_the_same(good, tmp_path, name):
     assert by_plan == by_train
     assert any(said in message for message in by_plan), by_plan
     assert len(by_plan) == {"a zero among it all": 3, "heads that vLLM cannot share": 3}.get(name, 1)  # the latter: by heads, width, groups
+
+
+def test_a_column_of_null_is_there_and_one_of_several_that_a_function_takes_is_enough(good, tmp_path):
+    rows = [{"prompt": "5", "answer": None}, {"prompt": "6", "answer": 6}]
+    data = write(tmp_path / "d.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+    assert refused(look_at_everything, good | {"dataset": data}) == []
+    data = write(tmp_path / "e.jsonl", "".join(json.dumps(row) + "\n" for row in [*rows, {"prompt": "7", "solution": "7"}]))
+    assert refused(look_at_everything, good | {"dataset": data, "reward_funcs": "accuracy"}) == []
+    data = write(tmp_path / "f.jsonl", "".join(json.dumps(row) + "\n" for row in [*rows, {"prompt": "7"}]))
+    assert refused(look_at_everything, good | {"dataset": data, "reward_funcs": "accuracy"}) == [
+        "Reward `accuracy` needs the column `answer` or `solution`, and 1 of 3 rows (f.jsonl line 3) lack it: write it there, null where "
+        "it does not apply."
+    ]
 
 
 def test_what_only_the_machine_of_the_run_has_is_left_out_and_named(good, tmp_path):

@@ -22,9 +22,9 @@ def needed_columns(config: Config) -> tuple[tuple[str, ...], ...]:
 
 
 def right_answers(columns: Mapping[str, Sequence[Any]], needs: Sequence[Sequence[str]]) -> list[Any]:
-    """The column with the right answers. Of `answer` and `solution` it is `answer`: the other often holds the way to it."""
-    name = next(name for name in needs[0] if name in columns)
-    return list(columns[name])
+    """What each row is judged by. Of `answer` and `solution` it is `answer`: the other often holds the way to it."""
+    given = [columns[name] for name in needs[0] if name in columns]
+    return [next((value for value in row if value is not None), None) for row in zip(*given)]
 
 
 def alternatives(right: Any) -> list[str]:

@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from megatron_grpo.errors import ConfigError, Problem, said_by
+from megatron_grpo.rewards.builtin.answers import right_answers
 from megatron_grpo.rewards.builtin.held import fault_of
 from megatron_grpo.rewards.builtin.jail import NO_LANDLOCK
 from megatron_grpo.rewards.builtin.sandbox import Outcome, run_program, why_unsafe
@@ -34,7 +35,7 @@ class Code:
 
     def __call__(self, completions: list[Any], **columns: Any) -> list[Score | RowFailure]:
         deadline = time.monotonic() + self.batch_seconds
-        tests = next(columns[name] for name in COLUMNS if name in columns)
+        tests = right_answers(columns, self.needs)
         rows = zip(completions, tests, columns.get("entry_point") or [None] * len(completions))
         with ThreadPoolExecutor(self.workers, thread_name_prefix="reward-code") as pool:
             return list(pool.map(lambda row: self._score(text_of(row[0]), row[1], row[2], deadline), rows))

@@ -51,6 +51,10 @@ def test_accuracy_is_one_for_the_right_final_answer_and_none_without_one():
     assert accuracy(completions=texts, answer=[7, 7, "7", "6+1 #### 7\n#### 7", 7, None, ["Paris", "Lyon"]]) == [1, 0, 1, 1, 0, None, 1]
 
 
+def test_accuracy_judges_each_row_by_the_column_that_it_has():
+    assert built("accuracy")(completions=["1", "2", "3"], answer=["1", None, None], solution=[None, "2", None]) == [1, 1, None]
+
+
 def test_accuracy_prefers_answer_to_solution_and_obeys_answer_column():
     columns = {"answer": ["1"], "solution": ["2"], "label": ["3"]}
     assert built("accuracy")(completions=["1"], **columns) == [1]

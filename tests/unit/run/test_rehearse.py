@@ -80,8 +80,7 @@ def test_what_is_sound_is_exit_0_with_lengths_scores_and_the_prompt(rehearse):
         ("raises", "On nothing: Reward `raises` raised ZeroDivisionError: division by zero (reward.py line 8, in "),
         ("short", "On garbage: Reward `short` returned 7 values for 8 completions"),
         ("not_a_number", "On its answer: Reward `not_a_number` returned nan"),
-        ("constant", "Reward `constant` gives 0.5 to everything, answers and garbage alike: nothing can be learnt."),
-        ("silent", "Reward `silent` gives None for everything: it would take no part in the run."),
+        ("silent", "Reward `silent` gives None for everything that was tried: so it would take no part in the run."),
         ("needs", "Reward `needs` needs the column `solution`; the data set has `answer`."),
     ],
 )
@@ -90,6 +89,47 @@ def test_what_a_reward_would_end_a_run_with_is_exit_1_and_a_sentence(rehearse, f
     assert code == 1 and not found["passed"]
     assert any(told.startswith(sentence) for told in found["wrong"]), found["wrong"]
     assert found["rewards"]["right"]["its answer"]["scores"] == [1.0] * 8, "the others are judged all the same"
+
+
+def test_a_reward_that_tells_nothing_apart_is_wrong_alone_and_worth_knowing_beside_one_that_does(rehearse):
+    code, found = rehearse("constant")
+    sentence = "No reward tells the data set's answers from garbage: nothing can be learnt, if good completions look like them."
+    assert (code, found["wrong"]) == (1, [sentence])
+    code, found = rehearse("right", "constant")
+    assert (code, found["wrong"]) == (0, []) and "Reward `constant` gives 0.5 to everything that was tried." in found["notes"]
+
+
+def test_rewards_of_a_format_and_of_a_length_are_good_beside_one_of_the_answer(rehearse):
+    code, found = rehearse(more="--reward_funcs accuracy format soft_overlong --soft_cache_length 8 --max_completion_length 64")
+    assert (code, found["wrong"]) == (0, [])
+
+
+def test_where_no_row_has_an_answer_no_reward_is_called_wrong_for_want_of_one_and_that_is_said(folder, rehearse):
+    lines = [{"prompt": f"{4 + i} 5"} for i in range(8)]
+    (folder / "bare.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    code, found = rehearse("silent", more=f"--dataset {folder}/bare.jsonl")
+    assert (code, found["wrong"]) == (0, [])
+    code, found = rehearse(more=f"--dataset {folder}/bare.jsonl --reward_funcs format")
+    assert (code, found["wrong"]) == (0, [])
+    assert found["notes"][-1] == (
+        "No row has answer or solution or completion, so no good completion could be tried: answer_column names the column that holds one."
+    )
+
+
+def test_answers_are_tried_of_the_rows_that_have_one(folder, rehearse):
+    lines = [{"prompt": f"{4 + i} 5", "answer": "4" if i % 2 else None} for i in range(8)]
+    (folder / "half.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    code, found = rehearse("right", more=f"--dataset {folder}/half.jsonl")
+    assert code == 0 and found["rewards"]["right"]["its answer"]["scores"] == [1.0] * 4
+
+
+def test_a_column_that_rows_lack_is_wrong_with_the_rows(folder, rehearse):
+    lines = [{"prompt": f"{4 + i} 5", **({"answer": "4"} if i != 2 else {})} for i in range(8)]
+    (folder / "gap.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    code, found = rehearse("right", more=f"--dataset {folder}/gap.jsonl")
+    assert code == 1 and found["wrong"][0].startswith(
+        "Reward `right` needs the column `answer`, and 1 of 8 rows (gap.jsonl line 3) lack it"
+    )
 
 
 def test_a_reward_that_is_too_slow_for_a_rollout_is_told_with_the_arithmetic(rehearse):

@@ -1,0 +1,70 @@
+"""A run that learns nothing: what is said of it on the way and at its end, and when it counts as failed."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+
+from megatron_grpo.metrics import Metrics
+from megatron_grpo.metrics.learnt import Learnt
+from megatron_grpo.types import Progress
+
+ALIKE = {"grad_norm": 0.0, "frac_reward_zero_std": 1.0, "reward": 1.0, "rewards/one/mean": 1.0}
+NONE = {"grad_norm": 0.0, "frac_reward_zero_std": 1.0}
+APART = {"grad_norm": 0.5, "frac_reward_zero_std": 0.75, "reward": 0.5, "rewards/one/mean": 0.5}
+BY_THE_KL = ALIKE | {"grad_norm": 0.1}
+REFUSED = {"grad_norm": None, "frac_reward_zero_std": 0.0, "reward": 0.5, "skipped_iterations": 1}
+
+
+def learnt(*records, **how) -> Learnt:
+    found = Learnt(**how)
+    for record in records:
+        found.take(record)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("records", "sentence"),
+    [
+        ([ALIKE, ALIKE], "Nothing was trained: no group's rewards differed in 2 of 2 steps."),
+        ([NONE], "Nothing was trained: no group's rewards differed in 1 of 1 steps."),
+        ([REFUSED], "Nothing was trained: every gradient of 1 steps was refused (skipped.jsonl)."),
+        ([{"frac_reward_zero_std": 0.5}] * 3, "Nothing was trained: no gradient in 3 steps."),  # all completions filtered
+        ([ALIKE, {"grad_norm": 0.0}], "Nothing was trained: no group's rewards differed in 1 of 1 steps."),  # the second had no rollout
+        ([ALIKE, APART], ""),
+        ([REFUSED, APART | {"skipped_iterations": 1}], ""),
+        ([BY_THE_KL, BY_THE_KL], ""),
+        ([], ""),
+    ],
+)
+def test_a_run_trained_nothing_if_no_gradient_moved_its_weights(records, sentence):
+    assert learnt(*records).nothing(len(records)) == sentence
+
+
+def test_of_steps_that_are_not_on_record_nothing_is_said():
+    assert learnt(ALIKE, ALIKE).nothing(3) == "", "the first may have learnt"
+
+
+def test_groups_of_equal_rewards_matter_where_advantages_are_differences_within_a_group_alone():
+    assert learnt(BY_THE_KL).alike() == "no group's rewards differed in 1 of 1 steps"
+    assert learnt(BY_THE_KL, compares_groups=False).alike() == learnt(BY_THE_KL, APART).alike() == ""
+
+
+@pytest.mark.parametrize(("config", "is_said"), [({"reward_funcs": ["one"]}, True), ({"reward_funcs": []}, False)])  # a teacher alone
+def test_a_run_says_after_two_steps_and_at_its_end_that_rewards_never_differ_and_a_resumed_one_counts_on(tmp_path, config, is_said):
+    def metrics(*steps):
+        found = Metrics(tmp_path, config=config, console=Console(file=io.StringIO(), width=200))
+        found.start(Progress(step=steps[0] - 1))
+        for step in steps:
+            found.log(Progress(step=step, num_tokens=step), BY_THE_KL | {"time/step": 1.0})
+        found.close()
+        return found.learnt, found._display.console.file.getvalue()
+
+    _, told = metrics(1)
+    assert "they teach nothing while that is so" not in told
+    counted, told = metrics(2, 3)
+    assert counted.num_steps == 3
+    assert ("WARNING: no group's rewards differed in 2 of 2 steps: they teach nothing while that is so." in told) is is_said
+    assert ("WARNING: no group's rewards differed in 3 of 3 steps: what was trained" in told) is is_said
