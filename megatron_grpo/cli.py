@@ -279,12 +279,12 @@ def main(argv: Sequence[str] | None = None, **parts: Any) -> int:
             raise ConfigError(f"{command} needs Linux, and this is {sys.platform}: here `plan` alone runs (docs/dependencies.md).")
         if problems := list(_problems_of_process(command)):
             raise ConfigError(problems)
-        if command != "train":
-            return COMMANDS[command](rest, **parts)
-        from megatron_grpo.run.signals import heard_before_the_run
+        if command == "train":
+            from megatron_grpo.run.signals import heard_before_the_run
 
-        with heard_before_the_run():
-            return train(rest, **parts)
+            with heard_before_the_run():
+                return COMMANDS[command](rest, **parts)
+        return COMMANDS[command](rest, **parts)
     except KeyboardInterrupt:
         return 128 + 2
     except BrokenPipeError:  # `plan | head`: the reader has seen enough; a training run that loses its reader is a RunError

@@ -137,5 +137,5 @@ def test_so_many_in_a_row_end_the_run_with_the_last_good_checkpoint_named_from_w
     assert len(records(out / "metrics.jsonl")) == 7
 
     found = run_ranks(train, 2, flags, (), timeout=240)  # of itself it takes the newest, and says what it is
-    assert [code for code, _ in found] == [0, 0] and f"The last one that is: {good} (--resume takes it)." in found[0][1]
+    assert [code for code, _ in found] == [0, 0] and f"The last one of which it is known: {good} (--resume takes it)." in found[0][1]
     assert [step["skipped_iterations"] for step in steps_of(out)] == [0, 0, 1, 1, 2, 3, 3, 3]

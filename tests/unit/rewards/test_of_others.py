@@ -87,7 +87,7 @@ def test_rewards_of_a_plugin_are_loaded_by_their_names_and_judge_text(tmp_path, 
     starts, _, long = load_rewards(parsed.config)
     chat = [[{"role": "assistant", "content": text}] for text in ("12 is it", "no")]
     assert starts.function(completions=chat, answer=["12", "12"]) == [1.0, 0.0]
-    assert starts.missing_columns(["prompt"]) == ["`answer`"], "its signature is its own"
+    assert starts.needs() == [("answer",)], "its signature is its own"
     assert (long.is_async, asyncio.run(long.function(completions=chat))) == (True, [1.0, 0.0])
     assert not [name for name in sys.modules if name.partition(".")[0] == "swift"]
 
