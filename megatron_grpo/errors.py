@@ -104,6 +104,12 @@ def said_by(value: Any, words: Callable[[Any], str] = str, most: int = 500) -> s
     return "".join(_printable(one) for one in shown).strip()
 
 
+def raised(error: BaseException) -> str:
+    """What an exception is, and what it says if it says anything, as the end of a sentence about who raised it."""
+    said = said_by(error)
+    return f"raised {type(error).__name__}{': ' * bool(said)}{said}"
+
+
 def shown(value: Any) -> str:
     """A value as a sentence names it."""
     return f"the {type(value).__name__} {said_by(value, repr, 80)}".strip()

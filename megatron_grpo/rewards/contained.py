@@ -13,7 +13,7 @@ from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any
 
-from megatron_grpo.errors import said_by
+from megatron_grpo.errors import raised, said_by
 
 _OUTPUTS = {1: "stdout", 2: "stderr"}
 
@@ -106,7 +106,7 @@ def _open_again(fd: int, copy: int) -> bool:
 def _end_child(error: BaseException | None) -> None:
     if isinstance(error, SystemExit):
         os._exit(error.code if isinstance(error.code, int) else 0 if error.code is None else 1)
-    how = "returned" if error is None else f"raised {type(error).__name__}: {said_by(error)}"
+    how = "returned" if error is None else raised(error)
     what = f"megatron-grpo: process {os.getpid()}, which a reward function forked, {how} instead of leaving with os._exit. It ends here.\n"
     try:
         os.write(2, what.encode())

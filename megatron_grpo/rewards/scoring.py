@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from megatron_grpo import activity
-from megatron_grpo.errors import Interrupted, RewardError, said_by
+from megatron_grpo.errors import Interrupted, RewardError, raised, said_by
 from megatron_grpo.rewards import deadline
 from megatron_grpo.rewards.contained import AskedToEnd, contained
 from megatron_grpo.rewards.protocol import RewardBatch, RewardFunction, RowFailure, Score, as_scores, text_of
@@ -117,7 +117,7 @@ def _outcome(function: RewardFunction, batch: RewardBatch, seconds: float, call)
     except AskedToEnd as error:
         return RowFailure(kind="end", reason=f"asked the process to end with {said_by(error)}{_where(error.__cause__ or error)}")
     except BaseException as error:  # noqa: BLE001 - the sandbox: whatever the user's function raises is reported about that function
-        return RowFailure(kind=type(error).__name__, reason=f"raised {type(error).__name__}: {said_by(error)}{_where(error)}")
+        return RowFailure(kind=type(error).__name__, reason=raised(error) + _where(error))
 
 
 def _where(error: BaseException) -> str:

@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any
 
 from megatron_grpo import activity
-from megatron_grpo.errors import RunError, said_by
+from megatron_grpo.errors import RunError, raised
 from megatron_grpo.parallel import collectives
 from megatron_grpo.rollout.engine import SamplingSettings, WeightsLost
 from megatron_grpo.rollout.own_answers import Asked, BadAnswer, Limits, asked_of, completions_of
@@ -243,7 +243,7 @@ class OwnPlayer:
         except BadAnswer as bad:
             return [], str(bad)
         except BaseException as error:  # noqa: BLE001 - a user's code; whatever it raises ends the run with a sentence
-            return [], f"raised {type(error).__name__}: {said_by(error)}{_place(error, self.own.function)}"
+            return [], raised(error) + _place(error, self.own.function)
 
 
 def _place(error: BaseException, function: Any) -> str:

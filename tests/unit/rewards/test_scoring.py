@@ -64,6 +64,12 @@ def swallows(completions):
     return [1.0] * len(completions)
 
 
+def asserts(completions):
+    if BAD in completions:
+        raise AssertionError
+    return [1.0] * len(completions)
+
+
 async def raises_later(completions):
     await asyncio.sleep(0)
     return raises(completions)
@@ -93,6 +99,8 @@ def test_a_row_that_hangs_is_left_behind_and_the_others_are_scored(function):
     [
         (raises, "Reward `raises` raised ValueError: could not convert string to float: 'bad' "
                  f"(test_scoring.py line {raises.__code__.co_firstlineno + 1}, in raises) on row 9, completion 'bad'."),
+        (asserts, "Reward `asserts` raised AssertionError "
+                  f"(test_scoring.py line {asserts.__code__.co_firstlineno + 2}, in asserts) on row 9, completion 'bad'."),
         (miscounts, "Reward `miscounts` returned 15 values for 16 completions; called again for one row alone it returned 0 values for "
                     "1 completion, on row 9, completion 'bad'."),
         (returns_nan, "Reward `returns_nan` returned nan on row 9, completion 'bad'."),
