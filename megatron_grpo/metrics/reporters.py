@@ -145,12 +145,7 @@ class Mlflow:
         self.mlflow.end_run()
 
 
-REPORTERS: dict[str, Callable[[Begin], Reporter]] = {
-    "tensorboard": Tensorboard,
-    "wandb": Wandb,
-    "swanlab": Swanlab,
-    "mlflow": Mlflow,
-}
+REPORTERS: dict[str, Callable[[Begin], Reporter]] = {"tensorboard": Tensorboard, "wandb": Wandb, "swanlab": Swanlab, "mlflow": Mlflow}
 
 
 class InBackground:

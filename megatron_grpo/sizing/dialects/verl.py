@@ -132,10 +132,7 @@ NAMES: Mapping[str, Foreign] = {
     "actor.fsdp_config.seed": same("seed"),
     **{
         f"{_TRANSFORMER}{name}": same(name)
-        for name in (
-            *("recompute_granularity", "recompute_method", "recompute_num_layers", "moe_aux_loss_coeff"),
-            "moe_z_loss_coeff",
-        )
+        for name in (*("recompute_granularity", "recompute_method", "recompute_num_layers", "moe_aux_loss_coeff"), "moe_z_loss_coeff")
     },
     f"{_TRANSFORMER}moe_token_dispatcher_type": DISPATCHER,
     f"{_TRANSFORMER}recompute_modules": reads(lambda words, given: {"recompute_modules": listed(words)}, "`recompute_modules`"),
