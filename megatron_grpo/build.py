@@ -363,13 +363,9 @@ def start_parallel(cfg: Config, layout: Layout, *, typed: Config | None = None, 
 
     typed: the settings without those that follow from others; `cfg` where none do. content: fingerprints of what they name.
     """
-    return state.start(
-        layout,
-        sequence_parallel=cfg.parallel.sequence_parallel,
-        seed=cfg.run.seed,
-        timeout_minutes=cfg.parallel.distributed_timeout_minutes,
-        facts=facts_of(typed or cfg, content or {}),
-    )
+    facts, p = facts_of(typed or cfg, content or {}), cfg.parallel
+    minutes = p.distributed_timeout_minutes
+    return state.start(layout, sequence_parallel=p.sequence_parallel, seed=cfg.run.seed, timeout_minutes=minutes, facts=facts)
 
 
 def held_out_prompts(stream: PromptStream, most: int | None) -> list[Prompt]:

@@ -172,8 +172,7 @@ def not_launched_problem(asked: str, world_size: int, argv: Sequence[str]) -> Pr
 
 def become_single(port: int) -> None:
     """Writes the environment of a job of one rank: libraries read it. port: of this process's own store."""
-    facts = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    for name, value in facts.items():
+    for name, value in environment_of(0, world_size=1, port=port).items():
         os.environ.setdefault(name, value)
 
 
