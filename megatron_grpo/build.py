@@ -219,13 +219,9 @@ def build_evaluator(cfg: Config, inputs: Looked, sampler: Sampler, judge: Judge,
     training = SamplingSettings.of(cfg.rollout, num_generations=cfg.batch.num_generations)
     question = Question(
         sets={name: held_out_prompts(stream, cfg.eval.eval_num_prompts) for name, stream in inputs.held_out.items()},
-        sampling=sampling_of(training, how_evaluated(cfg)),
-        score=score_of(cfg, judge.names),
-        pass_threshold=cfg.eval.eval_pass_threshold,
-        most=most_of(cfg),
-        seed=cfg.eval.eval_seed,
-        episodes=rules_in_words(cfg),
-    )
+        sampling=sampling_of(training, how_evaluated(cfg)), score=score_of(cfg, judge.names), pass_threshold=cfg.eval.eval_pass_threshold,
+        most=most_of(cfg), seed=cfg.eval.eval_seed, episodes=rules_in_words(cfg),
+    )  # fmt: skip
     return Evaluator(question, sampler, judge, every=cfg.eval.eval_steps, last_step=last_step)
 
 
@@ -363,13 +359,9 @@ def start_parallel(cfg: Config, layout: Layout, *, typed: Config | None = None, 
 
     typed: the settings without those that follow from others; `cfg` where none do. content: fingerprints of what they name.
     """
-    return state.start(
-        layout,
-        sequence_parallel=cfg.parallel.sequence_parallel,
-        seed=cfg.run.seed,
-        timeout_minutes=cfg.parallel.distributed_timeout_minutes,
-        facts=facts_of(typed or cfg, content or {}),
-    )
+    facts, p = facts_of(typed or cfg, content or {}), cfg.parallel
+    minutes = p.distributed_timeout_minutes
+    return state.start(layout, sequence_parallel=p.sequence_parallel, seed=cfg.run.seed, timeout_minutes=minutes, facts=facts)
 
 
 def held_out_prompts(stream: PromptStream, most: int | None) -> list[Prompt]:
@@ -474,16 +466,10 @@ def build_servers(cfg: Config, inputs: Looked, parallel: ParallelState, *, lora:
     from megatron_grpo.rollout.servers import ServerEngine
 
     return ServerEngine.build(
-        cfg.rollout,
-        model_path=inputs.model_path,
-        shape=inputs.shape,
-        output_dir=Path(cfg.run.output_dir),
+        cfg.rollout, model_path=inputs.model_path, shape=inputs.shape, output_dir=Path(cfg.run.output_dir),
         needs=needs_of(cfg, inputs.shape, inputs.longest_prompt, lora, eyes=inputs.eyes, most_pictures=inputs.most_pictures),
-        device=parallel.device,
-        lora=lora,
-        eyes=inputs.eyes,
-        trust_remote_code=cfg.model.trust_remote_code,
-    )
+        device=parallel.device, lora=lora, eyes=inputs.eyes, trust_remote_code=cfg.model.trust_remote_code,
+    )  # fmt: skip
 
 
 ENGINES: dict[str, Callable[..., Engine]] = {"colocate": build_colocated, "server": build_servers}  # by vllm_mode

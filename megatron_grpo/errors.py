@@ -47,6 +47,16 @@ class ConfigError(Exception):
         return type(self), (self.problems,)
 
 
+def problem_with(flags: str | Sequence[str], message: str) -> Problem:
+    """flags: one, or several."""
+    return Problem(flags=(flags,) if isinstance(flags, str) else flags, message=message)
+
+
+def config_error(flags: str | Sequence[str], message: str) -> ConfigError:
+    """Of one problem. flags: one, or several."""
+    return ConfigError([problem_with(flags, message)])
+
+
 class RewardError(Exception):
     """A reward function failed and `--reward_on_error raise` is set. The message names function, row and value; every rank raises it."""
 
@@ -101,7 +111,8 @@ def said_by(value: Any, words: Callable[[Any], str] = str, most: int = 500) -> s
     for secret in sorted(known, key=len, reverse=True):
         shown = shown.replace(secret, "(a secret)")
     shown = f"{shown[:most]}..." if len(shown) > most else shown
-    return "".join(_printable(one) for one in shown).strip()
+    plain = (one if one.isprintable() else " " if one in "\n\r\t" else one.encode("unicode_escape").decode() for one in shown)
+    return "".join(plain).strip()
 
 
 def raised(error: BaseException) -> str:
@@ -118,9 +129,3 @@ def shown(value: Any) -> str:
 def first_line(value: Any) -> str:
     """Of what a value says, for `said_by`."""
     return str(value).strip().partition("\n")[0]
-
-
-def _printable(character: str) -> str:
-    if character.isprintable():
-        return character
-    return " " if character in "\n\r\t" else character.encode("unicode_escape").decode()

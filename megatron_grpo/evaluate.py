@@ -97,17 +97,12 @@ class Evaluator:
         else:
             scores = rewards[:, :, names.index(asked.score)]
         return Evaluated(
-            name=name,
-            n=n,
-            temperature=asked.sampling.temperature,
-            score=asked.score,
+            name=name, n=n, temperature=asked.sampling.temperature, score=asked.score,
             question=asked.digest(name) + (f" {self.judge.reward_weights}" if asked.score == SUM else ""),
-            rows=[prompt.row for prompt in prompts],
-            scores=scores,
-            pass_threshold=right if asked.pass_threshold is None else asked.pass_threshold,
-            others=_means(names, rewards, rows),
+            rows=[prompt.row for prompt in prompts], scores=scores,
+            pass_threshold=right if asked.pass_threshold is None else asked.pass_threshold, others=_means(names, rewards, rows),
             table=self._table(dict(zip(places, scored, strict=True))),
-        )
+        )  # fmt: skip
 
     def _table(self, mine: Mapping[int, ScoredGroup]) -> dict[str, list[Any]]:
         """All completions by column, in the order of the prompts, on rank 0. Collective."""

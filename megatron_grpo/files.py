@@ -26,6 +26,15 @@ def read_text(path: str | Path, *, errors: str = "strict", at_most: int = 64 * 2
     return text
 
 
+def read_object(path: Path) -> dict[str, Any]:
+    """A file of named values in JSON; {} where it is not there or cannot be read: who needs it says so."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
 @contextmanager
 def written_whole(path: str | Path, *, durable: bool = False) -> Iterator[BinaryIO]:
     """A stream that becomes `path` when the block ends, by one rename. If the block raises, `path` is what it was before.
@@ -61,11 +70,7 @@ def mark(folder: Path, command: str, **facts: Any) -> None:
 
 def mark_of(folder: Path) -> dict[str, Any]:
     """What `mark` said; {} where there is no mark, or none that can be read."""
-    try:
-        found = json.loads((folder / MARK).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
+    return read_object(folder / MARK)
 
 
 def why_not_replaced(folder: Path) -> str | None:

@@ -102,17 +102,11 @@ def read(env: Mapping[str, str] | None = None) -> Launched:
         message = f"RANK is set, as by a launcher, but {'; '.join(wrong)}. Start the job with torchrun."
         return replace(alone, problems=(Problem(flags=(), message=message),))
     return replace(
-        alone,
-        rank=numbers["RANK"],
-        world_size=numbers["WORLD_SIZE"],
-        local_rank=numbers["LOCAL_RANK"],
-        has_other_machines=numbers["WORLD_SIZE"] > numbers["LOCAL_WORLD_SIZE"],
-        is_launched=True,
-        by_torchrun="TORCHELASTIC_RUN_ID" in env,
-        address=env.get("MASTER_ADDR", "127.0.0.1"),
-        port=numbers["MASTER_PORT"],
+        alone, rank=numbers["RANK"], world_size=numbers["WORLD_SIZE"], local_rank=numbers["LOCAL_RANK"],
+        has_other_machines=numbers["WORLD_SIZE"] > numbers["LOCAL_WORLD_SIZE"], is_launched=True,
+        by_torchrun="TORCHELASTIC_RUN_ID" in env, address=env.get("MASTER_ADDR", "127.0.0.1"), port=numbers["MASTER_PORT"],
         launcher_holds_store=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-    )
+    )  # fmt: skip
 
 
 def _shared_file(env: Mapping[str, str]) -> Path | None:
@@ -172,8 +166,7 @@ def not_launched_problem(asked: str, world_size: int, argv: Sequence[str]) -> Pr
 
 def become_single(port: int) -> None:
     """Writes the environment of a job of one rank: libraries read it. port: of this process's own store."""
-    facts = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    for name, value in facts.items():
+    for name, value in environment_of(0, world_size=1, port=port).items():
         os.environ.setdefault(name, value)
 
 

@@ -252,8 +252,10 @@ def look_at_rows(
     """Whether rewards find their columns in every set, and prompts their place in the model. looked: (setting, rows)."""
     for flag, rows in looked:
         if rows.album is not None:
+            from megatron_grpo.data.checks import check_without_pictures
+
             for why in _blind(cfg):
-                problems.attempt(partial(_check_without_pictures, rows, flag, why))
+                problems.attempt(partial(check_without_pictures, rows, flag, why))
         if rewards:
             problems.attempt(partial(find_columns, cfg, rewards, rows, flag))
         if shape:
@@ -266,12 +268,6 @@ def _blind(cfg: Config) -> Iterator[str]:
         yield "rollout_func does not go with them: what it returns has no place for pictures"
     if flag := cfg.grpo.teacher_flag:
         yield f"{flag} does not go with them: a teacher is shown text alone"
-
-
-def _check_without_pictures(rows: PromptRows, flag: str, why: str) -> None:
-    from megatron_grpo.data.checks import check_without_pictures
-
-    check_without_pictures(rows, flag, why)
 
 
 def find_columns(cfg: Config, rewards: list[RewardFunction], rows: PromptRows, flag: str) -> None:

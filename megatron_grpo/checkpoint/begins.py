@@ -9,7 +9,7 @@ from megatron_grpo.checkpoint.continuity import FREEZING
 from megatron_grpo.checkpoint.folder import POINTER, Folder, damage
 from megatron_grpo.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from megatron_grpo.checkpoint.resume import several
-from megatron_grpo.errors import ConfigError, Problem
+from megatron_grpo.errors import ConfigError, Problem, config_error, problem_with
 from megatron_grpo.settings.config import Config
 
 FLAG = "mcore_model"
@@ -65,13 +65,11 @@ def problems_of_beginning(cfg: Config, model_path: Path | None) -> list[Problem]
                 f"{FLAG} ({path}) was trained with {name} {_plain(theirs)}, and this run has {_plain(ours)}: it holds other weights than "
             )
             problems.append(
-                Problem(
-                    flags=(FLAG, name), message=message + f"are wanted. Use {name} {_plain(theirs)}, or export it and give that as model."
-                )
+                problem_with((FLAG, name), message + f"are wanted. Use {name} {_plain(theirs)}, or export it and give that as model.")
             )
     vocabulary = vocabulary_of(manifest, model_path)
     if vocabulary:
-        problems.append(Problem(flags=(FLAG, "model"), message=f"{FLAG} ({path}) {vocabulary}"))
+        problems.append(problem_with((FLAG, "model"), f"{FLAG} ({path}) {vocabulary}"))
     return problems
 
 
@@ -91,4 +89,4 @@ def _plain(value: object) -> str:
 
 
 def _wrong(message: str) -> ConfigError:
-    return ConfigError([Problem(flags=(FLAG,), message=message)])
+    return config_error(FLAG, message)

@@ -16,7 +16,7 @@ from megatron_grpo.checkpoint.distributed import CheckpointError, read_sharded
 from megatron_grpo.checkpoint.manifest import Manifest, read_manifest
 from megatron_grpo.checkpoint.resume import several
 from megatron_grpo.checkpoint.saving import damage_of
-from megatron_grpo.errors import ConfigError, Problem
+from megatron_grpo.errors import Problem, config_error, problem_with
 from megatron_grpo.parallel.layout import Layout
 from megatron_grpo.policy import sharded_state
 from megatron_grpo.settings import precision
@@ -43,9 +43,9 @@ def whole_checkpoint(directory: Path) -> Manifest:
     """Its manifest. Raises ConfigError where it is damaged, or no checkpoint."""
     manifest = read_manifest(directory)
     if isinstance(manifest, str):
-        raise ConfigError([_problem("resume", f"resume: {manifest}. Name a directory such as OUTPUT_DIR/checkpoints/iter_0000100.")])
+        raise config_error("resume", f"resume: {manifest}. Name a directory such as OUTPUT_DIR/checkpoints/iter_0000100.")
     if faults := folder.damage(directory, manifest.files):
-        raise ConfigError([_problem("resume", f"resume: {directory} is damaged: {several(faults)}.")])
+        raise config_error("resume", f"resume: {directory} is damaged: {several(faults)}.")
     return manifest
 
 
@@ -74,7 +74,7 @@ def layout_of(cfg: Config, shape: ModelShape) -> tuple[Layout, list[Problem]]:
     problems = layout_problems(shape, tp=layout.tp, ep=layout.ep, etp=layout.etp)
     if layout.world_size % ranks:
         message = f"{layout.world_size} ranks cannot hold copies of a model that is cut over {ranks}. Start a multiple of {ranks}."
-        problems.append(_problem("world_size", message))
+        problems.append(problem_with("world_size", message))
     return layout, problems
 
 
@@ -89,12 +89,12 @@ def begin_with(chunks: Sequence[Any], path: str | Path) -> None:
     manifest = beginning_of(path)
     directory = manifest.directory
     if faults := damage_of(manifest):
-        raise ConfigError([_problem("mcore_model", f"mcore_model: {directory} is damaged: {several(faults)}.")])
+        raise config_error("mcore_model", f"mcore_model: {directory} is damaged: {several(faults)}.")
     try:
         load_weights(chunks, directory)
     except CheckpointError as error:
         message = f"mcore_model: {directory} is undamaged but does not fit this model: {error}. Give the model that it was trained from."
-        raise ConfigError([_problem("mcore_model", message)]) from error
+        raise config_error("mcore_model", message) from error
 
 
 def copy_weights(chunks: Sequence[Any], of: Sequence[Any]) -> None:
@@ -105,7 +105,3 @@ def copy_weights(chunks: Sequence[Any], of: Sequence[Any]) -> None:
                 found = dict(getattr(theirs, kind)())
                 for name, tensor in getattr(mine, kind)():
                     tensor.copy_(found[name])
-
-
-def _problem(flag: str, message: str) -> Problem:
-    return Problem(flags=(flag,), message=message)

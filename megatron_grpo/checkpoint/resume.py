@@ -19,7 +19,7 @@ from megatron_grpo.checkpoint.folder import POINTER, Folder, damage
 from megatron_grpo.checkpoint.manifest import FORMAT, MANIFEST, Manifest, Origin, read_manifest
 from megatron_grpo.checkpoint.samples import files_of_samples, unreadable
 from megatron_grpo.checkpoint.written import holds_run, why_not_begun_again, why_not_written
-from megatron_grpo.errors import ConfigError, Problem
+from megatron_grpo.errors import ConfigError, Problem, config_error
 
 if TYPE_CHECKING:
     from megatron_grpo.batching.timetable import Timetable
@@ -132,14 +132,14 @@ def find_checkpoints(
     in_the_way = next((path for path in (out, *out.parents) if path.exists() and not path.is_dir()), None)
     if in_the_way:
         where = "is a file" if in_the_way == out else f"cannot be made: {in_the_way} is a file"
-        raise _wrong(("output_dir",), f"output_dir ({out}) {where}. Name a folder.")
+        raise config_error("output_dir", f"output_dir ({out}) {where}. Name a folder.")
     restart, own = launcher.restart(environ), _written_by(origin.job, out)
     if wrong := why_not_written(out) or (why_not_begun_again(out) if restart or not overwrites else None):
-        raise _wrong(("output_dir",), f"output_dir: {wrong}")
+        raise config_error("output_dir", f"output_dir: {wrong}")
     found = Resume(output_dir=out, origin=origin)
     asked = "" if resume in ("auto", "never") else resume
     if overwrites and asked:
-        raise _wrong(
+        raise config_error(
             ("overwrite_output_dir", "resume"),
             f"overwrite_output_dir starts afresh and resume ({resume}) continues. Leave one of them out.",
         )
@@ -153,7 +153,7 @@ def find_checkpoints(
         if overwrites:
             return replace(found, wipes=True)
         if holds_run(out):
-            raise _wrong(
+            raise config_error(
                 ("output_dir", "resume"),
                 f"output_dir ({out}) holds an earlier run and resume is never. Use --resume auto to continue it, "
                 "--overwrite_output_dir to replace it, or another output_dir.",
@@ -165,7 +165,7 @@ def find_checkpoints(
         return _candidates(replace(found, notes=(note,)))
     found = _candidates(replace(found, asked=asked))
     if newest:
-        raise _wrong(
+        raise config_error(
             ("resume", "output_dir"),
             f"output_dir ({out}) holds {newest.directory}, and resume ({resume}) names a checkpoint of another run. Use --resume auto to "
             "continue the one in output_dir, or another output_dir.",
@@ -177,7 +177,7 @@ def _candidates(resume: Resume) -> Resume:
     """With what lies where `asked` points, or else in output_dir."""
     source = Path(resume.asked) if resume.asked else resume.output_dir
     if source.exists() and not source.is_dir():
-        raise _wrong(("resume" if resume.asked else "output_dir",), f"{source} is a file, where a directory should be.")
+        raise config_error("resume" if resume.asked else "output_dir", f"{source} is a file, where a directory should be.")
     is_checkpoint = bool(resume.asked) and ((source / MANIFEST).exists() or source.name.startswith("iter_"))
     inner = source / "checkpoints"
     folder = Folder(inner if inner.is_dir() or not resume.asked else source)
@@ -192,18 +192,18 @@ def _candidates(resume: Resume) -> Resume:
         else:
             candidates.append(Candidate(manifest=one))
     if isinstance(pointer, str):
-        raise _wrong(("resume",), f"{pointer}. Remove it: the checkpoints beside it are found without.")
+        raise config_error("resume", f"{pointer}. Remove it: the checkpoints beside it are found without.")
     if not candidates and refused:
         raise unusable(refused)
     if not candidates and pointer is not None:
-        raise _wrong(
+        raise config_error(
             ("resume", "output_dir"),
             f"{folder.path / POINTER} names step {pointer}, and there is no checkpoint beside it. Restore {folder.directory(pointer)}, "
             "or begin again with --resume never --overwrite_output_dir.",
         )
     if not candidates and resume.asked:
-        raise _wrong(
-            ("resume",),
+        raise config_error(
+            "resume",
             f"resume ({resume.asked}) holds no checkpoint: expected a directory with {MANIFEST}, or one with iter_* in it. "
             "Use auto to begin afresh where there is none.",
         )
@@ -237,8 +237,8 @@ def settings_of(cfg: Config) -> dict[str, Any]:
 
 def unusable(refused: list[str]) -> ConfigError:
     """Every checkpoint was refused, for these reasons."""
-    return _wrong(
-        ("resume",),
+    return config_error(
+        "resume",
         f"No usable checkpoint to resume from: {'. '.join(refused)}. Restore the files, name another checkpoint with --resume, "
         "or begin again with --resume never --overwrite_output_dir.",
     )
@@ -266,12 +266,8 @@ def _refuse_another_job(found: Resume, restart: str, what: str) -> None:
     theirs = newest.origin.job
     other = next((name for name in job if name in theirs and theirs[name] != job[name]), None)
     if newest and other and not _written_by(job, found.output_dir):
-        raise _wrong(
+        raise config_error(
             ("output_dir", "resume"),
             f"{what} removes nothing at a restart ({restart}), and {newest.directory} was written by another job ({other}="
             f"{theirs[other]}, not {job[other]}). Remove it yourself, or use another output_dir.",
         )
-
-
-def _wrong(flags: tuple[str, ...], message: str) -> ConfigError:
-    return ConfigError([Problem(flags=flags, message=message)])

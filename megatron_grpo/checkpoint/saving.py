@@ -29,7 +29,7 @@ from megatron_grpo.checkpoint.resume import OURS, Candidate, Resume, several, un
 from megatron_grpo.checkpoint.samples import file_of, files_of_samples, read_samples
 from megatron_grpo.checkpoint.writing import Task
 from megatron_grpo.checkpoint.written import RUN
-from megatron_grpo.errors import ConfigError, Problem
+from megatron_grpo.errors import ConfigError, config_error
 from megatron_grpo.files import mark, written_whole
 from megatron_grpo.parallel import collectives
 from megatron_grpo.types import Picture, Progress, Row, Sample
@@ -337,16 +337,10 @@ class Checkpoints:
                 state = read_sharded(described, directory, partly=not with_optimizer)
                 policy.load_sharded_state_dict(state, with_optimizer=with_optimizer)
         except CheckpointError as error:
-            raise ConfigError(
-                [
-                    Problem(
-                        flags=("resume",),
-                        message=(
-                            f"{directory} is undamaged but does not fit this run's model or optimizer: {error}. "
-                            "Resume with the model and optimizer settings in its grpo/config.yaml."
-                        ),
-                    )
-                ]
+            raise config_error(
+                "resume",
+                f"{directory} is undamaged but does not fit this run's model or optimizer: {error}. "
+                "Resume with the model and optimizer settings in its grpo/config.yaml.",
             ) from error
         with agreed(f"reading {directory / OURS}"):
             ours = directory / OURS

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_grpo import launcher
 from megatron_grpo.data.album import TAG, expanded, with_parts
-from megatron_grpo.errors import ConfigError, Problem, first_line, said_by
+from megatron_grpo.errors import ConfigError, Problem, config_error, first_line, said_by
 from megatron_grpo.files import only_one
 from megatron_grpo.settings import remote_code
 
@@ -51,15 +51,11 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False, flag: str = "m
         reason = said_by(error, first_line)
         if type(error).__name__.startswith("StrictDataclass"):  # transformers reads config.json too, and its fields do not go together
             reason = said_by(error).strip().splitlines()[-1].strip()
-            raise ConfigError(
-                [Problem(flags=(flag,), message=f"{flag} {path!r}: transformers refuses its config.json: {reason}")]
-            ) from error
+            raise config_error(flag, f"{flag} {path!r}: transformers refuses its config.json: {reason}") from error
         reason = reason if isinstance(error, (OSError, ValueError)) else f"{type(error).__name__}: {reason}"
-        raise ConfigError([Problem(flags=(flag,), message=f"{flag} {path!r} has no tokenizer that can be loaded: {reason}")]) from error
+        raise config_error(flag, f"{flag} {path!r} has no tokenizer that can be loaded: {reason}") from error
     if not tokenizer.get_vocab().keys() - tokenizer.get_added_vocab().keys():  # transformers makes an empty one where its files are missing
-        raise ConfigError(
-            [Problem(flags=(flag,), message=f"{flag} {path!r} has no tokenizer: its files (tokenizer.json, ...) are missing.")]
-        )
+        raise config_error(flag, f"{flag} {path!r} has no tokenizer: its files (tokenizer.json, ...) are missing.")
     return tokenizer
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from megatron_grpo.checkpoint.folder import Folder
 from megatron_grpo.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from megatron_grpo.checkpoint.opened import settings_of_checkpoint, settings_over
-from megatron_grpo.errors import ConfigError, Problem
+from megatron_grpo.errors import ConfigError, Problem, config_error, problem_with
 from megatron_grpo.settings import Parsed
 from megatron_grpo.settings.config import Config
 
@@ -50,9 +50,7 @@ def read_asked(argv: Sequence[str], parse: Callable[[Sequence[str]], Parsed]) ->
         if word in _NUMBERS:
             least = _NUMBERS[word]
             if not value.isdecimal() or int(value) < least:
-                problems.append(
-                    Problem(flags=(word[2:],), message=f"{word[2:]} ({value or 'nothing'}) must be a whole number, {least} or more.")
-                )
+                problems.append(problem_with(word[2:], f"{word[2:]} ({value or 'nothing'}) must be a whole number, {least} or more."))
             found[word] = int(value) if value.isdecimal() else least
             place += 2
         elif word == "--dtype":
@@ -101,4 +99,4 @@ def _of_checkpoint(directory: Path, typed: Config, *, run: Path | None) -> Subje
 
 
 def _refused(message: str) -> ConfigError:
-    return ConfigError([Problem(flags=("mismatch",), message=f"mismatch: {message}")])
+    return config_error("mismatch", f"mismatch: {message}")

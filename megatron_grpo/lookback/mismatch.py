@@ -14,7 +14,7 @@ from megatron_grpo.build import build_loaded, start_parallel
 from megatron_grpo.checkpoint.opened import layout_of
 from megatron_grpo.cleanup import CleanUp
 from megatron_grpo.data.chat import load_tokenizer
-from megatron_grpo.errors import EXIT_CRASH, EXIT_DONE, ConfigError, Problem
+from megatron_grpo.errors import EXIT_CRASH, EXIT_DONE, ConfigError, Problem, config_error, problem_with
 from megatron_grpo.files import why_not_drawn
 from megatron_grpo.lookback.asked import Asked, Subject, read_asked
 from megatron_grpo.lookback.operations import ASIDE, LIMITS, Operation, Row, Side, alone, first_over, look_at, sequence_of
@@ -93,9 +93,9 @@ def run_mismatch(argv: Sequence[str], parse: Callable[[Sequence[str]], Parsed]) 
         raise ConfigError(problems)
     picture = _folder(asked, cfg) / f"step_{asked.subject.step:06d}.png"
     if not _can_write(picture.parent):
-        raise ConfigError([Problem(flags=("output_dir",), message=f"{picture.parent} cannot be written. Name another --output_dir.")])
+        raise config_error("output_dir", f"{picture.parent} cannot be written. Name another --output_dir.")
     if "output_dir" in cfg.typed and (wrong := why_not_drawn(picture)):
-        raise ConfigError([Problem(flags=("output_dir",), message=f"output_dir: {wrong}")])
+        raise config_error("output_dir", f"output_dir: {wrong}")
     with CleanUp() as clean_up:
         parallel = start_parallel(cfg, layout, content={"question": f"{asked.subject.name} {asked.row} {asked.num_rows}"})
         clean_up.add(state.stop)
@@ -114,7 +114,7 @@ def look(asked: Asked, cfg: Config, shape: ModelShape, model_path: Path, paralle
     rows, prompts, source, notes = _rows_to_compare(asked, cfg, shape, tokenizer)
     number = len(rows or prompts)
     if asked.row is not None and asked.row >= number:
-        raise ConfigError([Problem(flags=("row",), message=f"row ({asked.row}): {number} rows are compared, 0 to {number - 1}.")])
+        raise config_error("row", f"row ({asked.row}): {number} rows are compared, 0 to {number - 1}.")
     longest = max([*(len(row.tokens) for row in rows), *(len(prompt.token_ids) for prompt in prompts)])
     answer = min(cfg.rollout.max_completion_length, LONGEST_ANSWER)
     together = max(cfg.batch.micro_batch_size, TOGETHER)
@@ -241,11 +241,9 @@ def _problems(layout: Layout, shape: ModelShape) -> list[Problem]:
             wrong.append(Problem(flags=(name,), nearest={name: [1]}, message=message))
     if not wrong and layout.world_size > layout.tp:
         message = f"{layout.world_size} ranks hold several copies of a model that is cut over {layout.tp}. Start {layout.tp}."
-        wrong.append(Problem(flags=("world_size", "tensor_model_parallel_size"), message=message))
+        wrong.append(problem_with(("world_size", "tensor_model_parallel_size"), message))
     if shape.vision is not None:
-        wrong.append(
-            Problem(flags=("model",), message="mismatch compares models of text; this one sees pictures, and its tower is not watched.")
-        )
+        wrong.append(problem_with("model", "mismatch compares models of text; this one sees pictures, and its tower is not watched."))
     return wrong
 
 

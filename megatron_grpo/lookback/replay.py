@@ -16,7 +16,7 @@ from megatron_grpo.build import build_policy, start_parallel
 from megatron_grpo.checkpoint import generators
 from megatron_grpo.checkpoint.capsule import Capsule, marked, rows_of
 from megatron_grpo.checkpoint.opened import layout_of, load_weights, whole_checkpoint
-from megatron_grpo.errors import EXIT_DONE, ConfigError, Problem
+from megatron_grpo.errors import EXIT_DONE, ConfigError, config_error, problem_with
 from megatron_grpo.lookback.poison import Row, Told, told
 from megatron_grpo.parallel import collectives, state
 from megatron_grpo.pending import Pending
@@ -41,12 +41,12 @@ def run_replay(words: Sequence[str], parsed: Parsed) -> int:
     """words: what stood on the command line and is no flag. Returns the exit code."""
     problems = list(parsed.problems)
     if len(words) != 1:
-        problems.append(_problem("replay", "replay needs one capsule: megatron-grpo replay OUTPUT_DIR/capsules/step_000012_not_finite"))
+        problems.append(problem_with("replay", "replay needs one capsule: megatron-grpo replay OUTPUT_DIR/capsules/step_000012_not_finite"))
         raise ConfigError(problems)
     try:
         capsule = Capsule(words[0])
     except ValueError as error:
-        raise ConfigError([*problems, _problem("replay", f"{error}. Name a folder of OUTPUT_DIR/capsules.")]) from None
+        raise ConfigError([*problems, problem_with("replay", f"{error}. Name a folder of OUTPUT_DIR/capsules.")]) from None
     if problems:
         raise ConfigError(problems)
     cfg, model, checkpoint = _settings(capsule, parsed.config)
@@ -64,23 +64,23 @@ def _settings(capsule: Capsule, typed: Config) -> tuple[Config, Path, Path | Non
     mine = {name: getattr(section, name) for section in typed.groups().values() for name in vars(section) if name in typed.typed}
     weights, checkpoint = facts["weights"], None
     if facts["pictures"]:
-        raise ConfigError([_problem("replay", "its rows show pictures, which a capsule does not hold: replay takes text alone.")])
+        raise config_error("replay", "its rows show pictures, which a capsule does not hold: replay takes text alone.")
     if facts["settings"].get("beta") and "beta" not in mine and not capsule.forward("references"):
-        raise ConfigError([_problem("replay", "its loss has a KL term (beta), and no log-probs of the reference were kept, for ranks hung. "
-                                              "Type --beta 0 to replay the rest of its loss.")])  # fmt: skip
+        raise config_error("replay", "its loss has a KL term (beta), and no log-probs of the reference were kept, for ranks hung. "
+                           "Type --beta 0 to replay the rest of its loss.")  # fmt: skip
     model = mine.get("model") or (capsule.path / "weights" if weights["folder"] == "weights" else facts["model"])
     if "resume" in mine:
         checkpoint = mine["resume"]
     elif weights["folder"] == "adapter":
         values["adapters"] = str(capsule.path / "adapter")
         if not (capsule.path / "adapter" / "adapter_config.json").is_file():
-            raise ConfigError([_problem("replay", f"{capsule.path / 'adapter'}, the adapter as the step found it, is not here. Copy the "
-                                                  "whole capsule, or name a checkpoint with --resume.")])  # fmt: skip
+            raise config_error("replay", f"{capsule.path / 'adapter'}, the adapter as the step found it, is not here. Copy the "
+                               "whole capsule, or name a checkpoint with --resume.")  # fmt: skip
     elif weights["folder"] is None and "model" not in mine:
         checkpoint = weights.get("checkpoint")
         if checkpoint is not None and not Path(checkpoint).is_dir():
-            raise ConfigError([_problem("resume", f"the capsule holds no weights, and the checkpoint nearest to it, {checkpoint}, is not "
-                                                  "here. Copy it and name it with --resume, or name a model with --model.")])  # fmt: skip
+            raise config_error("resume", f"the capsule holds no weights, and the checkpoint nearest to it, {checkpoint}, is not "
+                               "here. Copy it and name it with --resume, or name a model with --model.")  # fmt: skip
     if checkpoint is not None:
         whole_checkpoint(Path(checkpoint))
     values |= {"offload_model": "false", "offload_optimizer": "false", "micro_batch_size": 1}
@@ -92,7 +92,7 @@ def _read(setting: Setting, value: Any) -> Any:
     try:
         return value if value == setting.default else read_value(setting, () if value == [] else value)
     except BadValue as bad:
-        raise ConfigError([_problem("replay", f"of the capsule's settings, {setting.name} {bad}. Copy the capsule anew.")]) from None
+        raise config_error("replay", f"of the capsule's settings, {setting.name} {bad}. Copy the capsule anew.") from None
 
 
 def replay(capsule: Capsule, cfg: Config, model: Path, checkpoint: Path | None = None) -> Told:
@@ -104,8 +104,8 @@ def replay(capsule: Capsule, cfg: Config, model: Path, checkpoint: Path | None =
     missing = rows_of(capsule.step) - {sample.key for sample in samples}
     if missing:
         ranks = sorted(missing)[:8]
-        raise ConfigError([_problem("replay", f"{len(missing)} of its {len(rows_of(capsule.step))} rows are missing ({ranks}): the "
-                                              "ranks that had them hung, and could not write them.")])  # fmt: skip
+        raise config_error("replay", f"{len(missing)} of its {len(rows_of(capsule.step))} rows are missing ({ranks}): the "
+                           "ranks that had them hung, and could not write them.")  # fmt: skip
     parallel = start_parallel(cfg, layout, content={"capsule": capsule.path.name})
     policy = build_policy(cfg, shape, parallel, model_path=model, num_steps=capsule.step.index + 1,
                           reference=lambda *_: Recorded(capsule.forward("references"), parallel))  # fmt: skip
@@ -115,9 +115,7 @@ def replay(capsule: Capsule, cfg: Config, model: Path, checkpoint: Path | None =
     try:
         _, batch = pending.batch(capsule.step, weigh=policy.loss.token_weights, cut=policy.cut)
     except ValueError as error:
-        raise ConfigError(
-            [_problem("world_size", f"the step does not come out even over these ranks: {error}. Replay it on one.")]
-        ) from None
+        raise config_error("world_size", f"the step does not come out even over these ranks: {error}. Replay it on one.") from None
     policy.restore_entropy(capsule.facts.get("guard", {}))
     if (capsule.path / generators.FILE).exists():
         generators.restore(capsule.path / generators.FILE)
@@ -177,7 +175,7 @@ def _forward(policy: Policy, batch: GlobalBatch) -> tuple[Seen, str | None]:
         except _Enough:
             pass
     if not looks.seen:
-        raise ConfigError([_problem("replay", "nothing in this step trains: all of its rows were filtered.")])
+        raise config_error("replay", "nothing in this step trains: all of its rows were filtered.")
     first = next((found for found in collectives.from_all(names[0] if names else None) if found), None)
     return looks.seen[0], first
 
@@ -279,7 +277,3 @@ def _copies(capsule: Capsule, policy: Policy, batch: GlobalBatch) -> list[dict[s
                 tensor.copy_(kept)
             found.append({"rank": rank, "name": name, "loss": seen.metrics["loss"], "grad_norm": seen.metrics["grad_norm"]})
     return found
-
-
-def _problem(flag: str, message: str) -> Problem:
-    return Problem(flags=(flag,), message=message)

@@ -23,7 +23,7 @@ from megatron_grpo.checkpoint.opened import layout_of, load_weights
 from megatron_grpo.checkpoint.resume import OURS
 from megatron_grpo.checkpoint.samples import read_samples
 from megatron_grpo.checkpoint.saving import RECORDED
-from megatron_grpo.errors import EXIT_DONE, ConfigError, Problem
+from megatron_grpo.errors import EXIT_DONE, ConfigError, config_error
 from megatron_grpo.files import why_not_drawn
 from megatron_grpo.grpo.adaptive import AdaptiveEntropy
 from megatron_grpo.grpo.loss import GrpoLoss
@@ -67,7 +67,7 @@ def run_whatif(argv: Sequence[str], parse: Callable[[Sequence[str]], Parsed]) ->
     """Returns the exit code."""
     asked = read_asked(argv, parse)
     if asked.cfg.plan.png and (wrong := why_not_drawn(Path(asked.cfg.plan.png))):
-        raise ConfigError([Problem(flags=("png",), message=f"png: {wrong}")])
+        raise config_error("png", f"png: {wrong}")
     told = whatif(asked)
     if collectives.rank() == 0:
         recorded = _recorded(asked)
@@ -89,9 +89,7 @@ def whatif(asked: Asked) -> list[Told]:
     cfg, model = asked.cfg, find_model(asked.cfg.model.model)
     shape = ModelShape.from_pretrained(model)
     if shape.vision is not None:
-        raise ConfigError(
-            [Problem(flags=("whatif",), message="whatif: rows are recorded without their pictures. It takes models of text.")]
-        )
+        raise config_error("whatif", "whatif: rows are recorded without their pictures. It takes models of text.")
     layout, problems = layout_of(cfg, shape)
     if problems:
         raise ConfigError(problems)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from megatron_grpo.errors import Problem, said_by
+from megatron_grpo.errors import Problem, problem_with, said_by
 
 logger = logging.getLogger(__name__)
 
@@ -145,12 +145,7 @@ class Mlflow:
         self.mlflow.end_run()
 
 
-REPORTERS: dict[str, Callable[[Begin], Reporter]] = {
-    "tensorboard": Tensorboard,
-    "wandb": Wandb,
-    "swanlab": Swanlab,
-    "mlflow": Mlflow,
-}
+REPORTERS: dict[str, Callable[[Begin], Reporter]] = {"tensorboard": Tensorboard, "wandb": Wandb, "swanlab": Swanlab, "mlflow": Mlflow}
 
 
 class InBackground:
@@ -222,9 +217,8 @@ def report_to_problems(report_to: Sequence[str]) -> list[Problem]:
             problems.append(Problem(flags=("report_to",), message=f"report_to {name} is unknown: {hint}", nearest={"report_to": close}))
         elif not is_installed(name):
             problems.append(
-                Problem(
-                    flags=("report_to",),
-                    message=(f"report_to {name} needs the package {name}, which is not installed: pip install 'megatron-grpo[{name}]'."),
+                problem_with(
+                    "report_to", f"report_to {name} needs the package {name}, which is not installed: pip install 'megatron-grpo[{name}]'."
                 )
             )
     return problems

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from megatron_grpo.errors import ConfigError, Problem
+from megatron_grpo.errors import config_error
 from megatron_grpo.files import read_text
 from megatron_grpo.parallel.layout import sequence_alignment
 from megatron_grpo.policy.fp8 import rank_multiple
@@ -42,18 +42,14 @@ def read_lengths(path: str) -> Lengths:
             bad.append(number)
     if bad:
         lines = ", ".join(map(str, bad[:5])) + (", ..." if len(bad) > 5 else "")
-        raise ConfigError(
-            [
-                Problem(
-                    flags=("lengths",),
-                    message=f"lengths: {len(bad)} line{'s' if len(bad) > 1 else ''} of "
-                    f"{path} do not hold a "
-                    f"prompt and a completion length in tokens: line {lines}.",
-                )
-            ]
+        raise config_error(
+            "lengths",
+            f"lengths: {len(bad)} line{'s' if len(bad) > 1 else ''} of "
+            f"{path} do not hold a "
+            f"prompt and a completion length in tokens: line {lines}.",
         )
     if not pairs:
-        raise ConfigError([Problem(flags=("lengths",), message=f"lengths: {path} holds no lengths.")])
+        raise config_error("lengths", f"lengths: {path} holds no lengths.")
     return Lengths(pairs)
 
 

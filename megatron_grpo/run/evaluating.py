@@ -12,7 +12,7 @@ from megatron_grpo.checkpoint.manifest import read_manifest
 from megatron_grpo.checkpoint.opened import layout_of, settings_of_checkpoint
 from megatron_grpo.checkpoint.written import why_not_written
 from megatron_grpo.cleanup import CleanUp
-from megatron_grpo.errors import EXIT_DONE, ConfigError, Problem
+from megatron_grpo.errors import EXIT_DONE, ConfigError, problem_with
 from megatron_grpo.files import mark
 from megatron_grpo.inputs import Looked, read_to_evaluate
 from megatron_grpo.judge import Judge
@@ -68,20 +68,20 @@ def asked_for(parsed: Parsed) -> Config:
     """The configuration: of a checkpoint, that of its run, with what was typed over it. Raises ConfigError."""
     cfg, problems = parsed.config, list(parsed.problems)
     if "output_dir" not in cfg.typed:
-        problems.append(_problem("output_dir", "eval needs --output_dir."))
+        problems.append(problem_with("output_dir", "eval needs --output_dir."))
     elif there := [name for name in _OF_A_RUN if (Path(cfg.run.output_dir) / name).exists()]:
         out = cfg.run.output_dir
         message = f"output_dir ({out}) holds a run ({', '.join(there)}), whose evaluations are its own. Use another one: {out}-eval."
-        problems.append(_problem("output_dir", message))
+        problems.append(problem_with("output_dir", message))
     elif wrong := why_not_written(Path(cfg.run.output_dir), _EVAL, ("evaluations.jsonl", "evaluations")):
-        problems.append(_problem("output_dir", f"output_dir: {wrong}"))
+        problems.append(problem_with("output_dir", f"output_dir: {wrong}"))
     if not problems and _is_of_checkpoint(cfg):
         cfg = _without_other_sets(settings_of_checkpoint(cfg, Path(cfg.run.resume)), typed=cfg)
     elif cfg.tuner.adapters:
         cfg = with_adapter(cfg.with_values({"tuner_type": "lora"})) if Path(cfg.tuner.adapters).is_dir() else cfg
     if not problems and not sets_of(cfg):
         message = "eval needs something to ask: --eval_datasets name=path ..., or --eval_dataset path."
-        problems.append(_problem("eval_datasets", message))
+        problems.append(problem_with("eval_datasets", message))
     if problems := [*problems, *validate(cfg.with_values({"eval_steps": 0}), parsed.unreadable)]:
         raise ConfigError(problems)
     return cfg.with_values({"output_dir": str(Path(cfg.run.output_dir).absolute())})
@@ -143,7 +143,3 @@ def _without_other_sets(cfg: Config, *, typed: Config) -> Config:
     nothing: dict[str, Any] = {"eval_dataset": "", "eval_datasets": {}, "split_dataset_ratio": 0.0}
     said = {name for name in nothing if name in typed.typed}
     return cfg.with_values({name: value for name, value in nothing.items() if name not in said}) if said else cfg
-
-
-def _problem(flag: str, message: str) -> Problem:
-    return Problem(flags=(flag,), message=message)

@@ -7,7 +7,7 @@ from pathlib import Path
 from megatron_grpo.build import choose_tuner, model_of, sharing_here, start_parallel
 from megatron_grpo.checkpoint.manifest import read_manifest
 from megatron_grpo.checkpoint.opened import layout_of, load_weights, settings_of_checkpoint
-from megatron_grpo.errors import EXIT_DONE, ConfigError, Problem
+from megatron_grpo.errors import EXIT_DONE, ConfigError, config_error, problem_with
 from megatron_grpo.export import describe, export_model, merge_adapter
 from megatron_grpo.files import why_not_replaced
 from megatron_grpo.metrics.card import Card
@@ -25,14 +25,14 @@ def run_export(parsed: Parsed) -> int:
     cfg = parsed.config
     out = Path(cfg.run.output_dir)
     wrong = why_not_replaced(out) if "output_dir" in cfg.typed else "export needs --output_dir."
-    if problems := [*parsed.problems, *([_problem("output_dir", wrong)] if wrong else [])]:
+    if problems := [*parsed.problems, *([problem_with("output_dir", wrong)] if wrong else [])]:
         raise ConfigError(problems)
     if cfg.run.resume not in ("auto", "never"):
         cfg = settings_of_checkpoint(cfg, Path(cfg.run.resume))
         export_checkpoint(cfg, find_model(cfg.model.model, with_code=cfg.model.trust_remote_code))
         return EXIT_DONE
     if not (cfg.tuner.adapters and cfg.tuner.merge_lora and cfg.model.model):
-        raise ConfigError([_problem("resume", "export needs --resume CHECKPOINT, or --model, --adapters and --merge_lora true.")])
+        raise config_error("resume", "export needs --resume CHECKPOINT, or --model, --adapters and --merge_lora true.")
     model = find_model(cfg.model.model, with_code=cfg.model.trust_remote_code)
     repositories = hub.open_repositories(cfg, [out])
     merge_adapter(model, cfg.tuner.adapters, out)
@@ -75,7 +75,3 @@ def card_of(directory: Path, model: Path) -> Card:
     known, beside = table(), directory.absolute().parent.parent
     trained = Config().with_values({name: value for name, value in manifest.origin.settings.items() if name in known})
     return Card(cfg=trained, source=model, run=beside if (beside / "metrics.jsonl").is_file() else None, step=manifest.step)
-
-
-def _problem(flag: str, message: str) -> Problem:
-    return Problem(flags=(flag,), message=message)

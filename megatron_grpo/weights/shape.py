@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megatron_grpo.errors import ConfigError, Problem
+from megatron_grpo.errors import ConfigError, Problem, config_error
 from megatron_grpo.weights.families import FAMILIES, Family, family_of, text_config
 from megatron_grpo.weights.fields import as_the_class_reads
 from megatron_grpo.weights.sizes import Activation, MlaShape, MoeShape, RopeShape, VisionShape, yarn_mscale
@@ -97,7 +97,7 @@ class ModelShape:
         try:
             merged = {**common, **family.traits(config, common)}
         except KeyError as missing:
-            raise ConfigError([Problem(flags=("model",), message=f"config.json: {architecture} needs {missing.args[0]}.")]) from missing
+            raise config_error("model", f"config.json: {architecture} needs {missing.args[0]}.") from missing
         if moe := merged.get("moe"):
             read.require(
                 moe.topk <= moe.num_experts, f"num_experts_per_tok ({moe.topk}) is more than the experts of a layer ({moe.num_experts})."
@@ -214,21 +214,16 @@ def read_config(directory: str | Path) -> dict[str, Any]:
     path = Path(directory) / "config.json"
     if not path.is_file():
         what = "has no config.json" if path.parent.is_dir() else "is not a directory"
-        raise ConfigError(
-            [
-                Problem(
-                    flags=("model",),
-                    message=f"model: {path.parent} {what}. A Hugging Face checkpoint directory holds "
-                    "config.json, tokenizer files and *.safetensors.",
-                )
-            ]
+        raise config_error(
+            "model",
+            f"model: {path.parent} {what}. A Hugging Face checkpoint directory holds config.json, tokenizer files and *.safetensors.",
         )
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ConfigError([Problem(flags=("model",), message=f"model: {path} is not valid JSON: {error}.")]) from error
+        raise config_error("model", f"model: {path} is not valid JSON: {error}.") from error
     if not isinstance(config, dict):
-        raise ConfigError([Problem(flags=("model",), message=f"model: {path} does not hold a model's configuration.")])
+        raise config_error("model", f"model: {path} does not hold a model's configuration.")
     return config
 
 

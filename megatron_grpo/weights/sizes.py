@@ -88,10 +88,6 @@ class VisionShape:
     num_positions: int = 0  # learnt ones
     num_deepstack: int = 0  # so many text layers, from the first on, are each given features of a layer of the tower
 
-    @property
-    def patch_channels(self) -> int:
-        return math.prod(self.patch)
-
 
 def yarn_mscale(factor: float, weight: float = 1.0) -> float:
     """By how much attention is sharpened when a context is stretched `factor` times (YaRN, equation 22)."""

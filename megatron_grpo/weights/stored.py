@@ -19,7 +19,7 @@ def stored_names(directory: str | Path) -> dict[str, str]:
         where = _index(index)
         files = sorted(set(where.values()))
         if absent := [file for file in files if not (directory / file).is_file()]:
-            raise _wrong(f"{index} names {len(files)} files and {len(absent)} are missing: {', '.join(absent[:5])}.")
+            raise wrong(f"{index} names {len(files)} files and {len(absent)} are missing: {', '.join(absent[:5])}.")
         for file in files:
             stored_shapes(directory / file)
         return where
@@ -27,7 +27,7 @@ def stored_names(directory: str | Path) -> dict[str, str]:
     if not single.is_file():
         others = sorted(path.name for path in directory.iterdir() if path.suffix in (".bin", ".pt", ".pth", ".gguf"))
         hint = f" It has {others[0]}: convert it to safetensors first (transformers' save_pretrained does)." if others else ""
-        raise _wrong(f"{directory} has neither {SINGLE} nor {INDEX}.{hint}")
+        raise wrong(f"{directory} has neither {SINGLE} nor {INDEX}.{hint}")
     return dict.fromkeys(stored_shapes(single), SINGLE)
 
 
@@ -35,9 +35,9 @@ def _index(path: Path) -> dict[str, str]:
     try:
         found = dict(json.loads(path.read_text(encoding="utf-8"))["weight_map"])
     except (ValueError, KeyError, TypeError) as error:
-        raise _wrong(f"{path} is not the index of a checkpoint: {type(error).__name__}: {error}.") from error
+        raise wrong(f"{path} is not the index of a checkpoint: {type(error).__name__}: {error}.") from error
     if not found or not all(isinstance(file, str) for file in found.values()):
-        raise _wrong(f"{path} is not the index of a checkpoint: its weight_map names {'a file that is no text' if found else 'no tensor'}.")
+        raise wrong(f"{path} is not the index of a checkpoint: its weight_map names {'a file that is no text' if found else 'no tensor'}.")
     return found
 
 
@@ -57,12 +57,13 @@ def stored_shapes(path: Path, *, flag: str = "model") -> dict[str, tuple[int, ..
             end = max((entry["data_offsets"][1] for entry in tensors.values()), default=0)
             shapes = {name: tuple(entry["shape"]) for name, entry in tensors.items()}
         except (ValueError, AttributeError, KeyError, TypeError, IndexError):
-            raise _wrong(f"{path} cannot be read as safetensors; it is damaged or was not downloaded completely.", flag) from None
+            raise wrong(f"{path} cannot be read as safetensors; it is damaged or was not downloaded completely.", flag) from None
     wanted = 8 + length + end
     if size != wanted:
-        raise _wrong(f"{path} has {size} bytes where its header says {wanted}; it is damaged or was not downloaded completely.", flag)
+        raise wrong(f"{path} has {size} bytes where its header says {wanted}; it is damaged or was not downloaded completely.", flag)
     return shapes
 
 
-def _wrong(message: str, flag: str = "model") -> ConfigError:
+def wrong(message: str, flag: str = "model") -> ConfigError:
+    """Of one file. flag: the setting that names it."""
     return ConfigError([Problem(flags=(flag,), message=f"{flag}: {message}")])

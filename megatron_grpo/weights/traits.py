@@ -102,18 +102,11 @@ def _grouped_experts(config: Config, common: Config) -> MoeShape:
             f"{experts} experts (n_routed_experts) must be {groups} groups (n_group) of 2 or more, and topk_group {groups} at most."
         )
     return MoeShape(
-        layers=tuple(i >= config["first_k_dense_replace"] for i in range(common["num_layers"])),
-        num_experts=experts,
-        topk=config["num_experts_per_tok"],
-        ffn_hidden_size=width,
-        norm_topk_prob=bool(config["norm_topk_prob"]),
-        score_function="sigmoid",
-        has_expert_bias=True,
-        scaling_factor=config["routed_scaling_factor"],
-        shared_ffn_hidden_size=width * config["n_shared_experts"] or None,
-        num_groups=groups,
-        group_topk=config["topk_group"],
-    )
+        layers=tuple(i >= config["first_k_dense_replace"] for i in range(common["num_layers"])), num_experts=experts,
+        topk=config["num_experts_per_tok"], ffn_hidden_size=width, norm_topk_prob=bool(config["norm_topk_prob"]),
+        score_function="sigmoid", has_expert_bias=True, scaling_factor=config["routed_scaling_factor"],
+        shared_ffn_hidden_size=width * config["n_shared_experts"] or None, num_groups=groups, group_topk=config["topk_group"],
+    )  # fmt: skip
 
 
 def glm4_moe(config: Config, common: Config) -> dict[str, Any]:

@@ -192,11 +192,9 @@ def _error(name: str, *, is_next: bool) -> type[Exception]:
 
 def _change(mine: Any, theirs: Any) -> None:
     """What the program did to an argument, done to the tests' own."""
-    if type(mine) is type(theirs) and isinstance(mine, (list, bytearray)):
-        mine[:] = theirs
-    elif type(mine) is type(theirs) and isinstance(mine, (dict, set)):
+    if type(mine) is type(theirs) and isinstance(mine, (list, bytearray, deque, dict, set)):
         mine.clear()
-        mine.update(theirs)
+        (mine.update if isinstance(mine, (dict, set)) else mine.extend)(theirs)
 
 
 class _Distant:

@@ -32,12 +32,7 @@ SWIFT: Mapping[str, Foreign] = {
         *("padding_free", "mlp_padding_free", "packing", "packing_length", "packing_num_proc", "packing_strategy", "padding_side"),
         *("sequence_packing_scheduler", "dataloader_num_workers", "dataloader_pin_memory", "dataloader_persistent_workers"),
         *("dataloader_prefetch_factor", "dataset_num_proc", "download_mode", "lazy_tokenize", "strict", "remove_unused_columns"),
-        *(
-            "train_dataloader_shuffle",
-            "data_sharding",
-            "data_seed",
-            "group_by_length",
-        ),
+        *("train_dataloader_shuffle", "data_sharding", "data_seed", "group_by_length"),
         why=LOADING,
     ),
     **aside(
@@ -54,17 +49,8 @@ SWIFT: Mapping[str, Foreign] = {
         why="how the program and the model are set up: names, seeds of weights that are read, hubs",
     ),
     **aside(
-        *(
-            "save_safetensors",
-            "save_missing_weights",
-            "no_save_optim",
-            "no_save_rng",
-        ),
-        *(
-            "use_persistent_ckpt_worker",
-            "dist_ckpt_save_pre_mcore_014",
-            "dist_ckpt_optim_fully_reshardable",
-        ),
+        *("save_safetensors", "save_missing_weights", "no_save_optim", "no_save_rng"),
+        *("use_persistent_ckpt_worker", "dist_ckpt_save_pre_mcore_014", "dist_ckpt_optim_fully_reshardable"),
         *("distrib_optim_fully_reshardable_mem_efficient", "create_checkpoint_symlink", "add_version"),
         why=FILES,
     ),

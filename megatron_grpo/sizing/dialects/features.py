@@ -58,7 +58,6 @@ EVALUATION = "held-out prompts are asked in their order"
 BUILT = "the model is built as its config.json says: write it there, and give this name as none"
 AHEAD_INSTEAD = ("async_rollout_depth 1",)
 OTHER_MODEL = "it is of a layer that no family of models here has"
-ENGINE_WORDS = "give vllm_engine_kwargs, which hands name=value to vLLM's EngineArgs"
 EVAL_SAMPLING = "give eval_generation_kwargs, which hands name=value to vLLM's SamplingParams for held-out prompts"
 
 # What names that are set aside are about.

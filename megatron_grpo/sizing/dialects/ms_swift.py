@@ -84,8 +84,5 @@ MS_SWIFT = Dialect(
     patterns=PATTERNS,
     defaults=DEFAULTS,
     settle=(*of_both("lora"), _settle, trl.lowest_lr),
-    settings={
-        **trl.TRL.settings,
-        **sizes(size("per_device_train_batch_size", 1, "completions in one forward on one DP rank")),
-    },
+    settings={**trl.TRL.settings, **sizes(size("per_device_train_batch_size", 1, "completions in one forward on one DP rank"))},
 )

@@ -329,18 +329,13 @@ def _dialect(name: str) -> Dialect:
         prefixes=("trainer.algorithm.", "trainer.", "generator.sampling_params.", "generator."),
         sections=("trainer.", "generator."),
         heads={
-            "trainer.": (
-                "algorithm bf16 ckpt_interval critic epochs eval_interval export_path fully_async gradient_checkpointing logger "
-                "logprobs_chunk_size max_ckpts_to_keep max_prompt_length max_tokens_per_microbatch max_training_steps "
-                "micro_train_batch_size_per_gpu mtp placement policy policy_mini_batch_size project_name "
-                "recompute_old_logprobs_per_minibatch ref resume_mode resume_path run_name seed strategy train_batch_size "
-                "update_epochs_per_batch update_ref_every_epoch"
-            ),
-            "generator.": (
-                "apply_overlong_filtering chat_template chat_template_kwargs eval_n_samples_per_prompt eval_sampling_params "
-                "inference_engine max_input_length max_turns n_samples_per_prompt sampling_params step_wise_trajectories "
-                "vision_language_generator zero_reward_on_non_stop"
-            ),
+            "trainer.": """algorithm bf16 ckpt_interval critic epochs eval_interval export_path fully_async gradient_checkpointing logger
+                logprobs_chunk_size max_ckpts_to_keep max_prompt_length max_tokens_per_microbatch max_training_steps mtp placement policy
+                micro_train_batch_size_per_gpu policy_mini_batch_size project_name recompute_old_logprobs_per_minibatch ref resume_mode
+                resume_path run_name seed strategy train_batch_size update_epochs_per_batch update_ref_every_epoch""",
+            "generator.": """apply_overlong_filtering chat_template chat_template_kwargs eval_n_samples_per_prompt eval_sampling_params
+                inference_engine max_input_length max_turns n_samples_per_prompt sampling_params step_wise_trajectories
+                vision_language_generator zero_reward_on_non_stop""",
         },
         names=NAMES,
         patterns=PATTERNS,

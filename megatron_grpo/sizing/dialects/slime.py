@@ -14,17 +14,7 @@ from megatron_grpo.settings.foreign import Default, Dialect, Foreign, default, k
 from megatron_grpo.settings.table import BadValue
 from megatron_grpo.sizing.dialects import features, slime_aside, slime_teacher
 from megatron_grpo.sizing.dialects.slime_settle import PLUGIN, SETTLE
-from megatron_grpo.sizing.dialects.vocabulary import (
-    DISPATCHER,
-    NATIVE_SIZES,
-    Given,
-    is_true,
-    own_rewards,
-    size,
-    sizes,
-    together,
-    whole,
-)
+from megatron_grpo.sizing.dialects.vocabulary import DISPATCHER, NATIVE_SIZES, Given, is_true, own_rewards, size, sizes, together, whole
 
 
 def _ranks(words: Sequence[str], given: Given) -> Mapping[str, Any]:
@@ -137,8 +127,7 @@ NAMES: Mapping[str, Foreign] = {
     "apply_chat_template": together("a note: chat prompts are written by the template here, and a string prompt is taken as it stands"),
     "apply_chat_template_kwargs": same("chat_template_kwargs"),
     "multimodal_keys": reads(
-        _pictures,
-        "`columns`, where pictures are not in images, and `freeze_vit` and `freeze_aligner` false; only image is there",
+        _pictures, "`columns`, where pictures are not in images, and `freeze_vit` and `freeze_aligner` false; only image is there"
     ),
     "train_env_vars": reads(_environment, "variables of its ranks: quantisation in training is refused"),
     "$RUNTIME_ENV_JSON": reads(_environment, "variables of its ranks: quantisation in training is refused"),

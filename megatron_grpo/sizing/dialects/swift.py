@@ -14,30 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from megatron_grpo.files import read_text
-from megatron_grpo.settings.foreign import (
-    OFF,
-    Default,
-    Dialect,
-    Foreign,
-    default,
-    kept,
-    lacks,
-    not_there,
-    only,
-    only_task,
-    reads,
-    same,
-)
+from megatron_grpo.settings.foreign import OFF, Default, Dialect, Foreign, default, kept, lacks, not_there, only, only_task, reads, same
 from megatron_grpo.settings.table import BadValue
 from megatron_grpo.sizing.dialects import aside, features, turns
 from megatron_grpo.sizing.dialects.swift_settle import SETTLE
-from megatron_grpo.sizing.dialects.vocabulary import (
-    BEST,
-    BUILT_IN_REWARDS,
-    DISPATCHER,
-    TOKEN,
-    Given,
-)
+from megatron_grpo.sizing.dialects.vocabulary import BEST, BUILT_IN_REWARDS, DISPATCHER, TOKEN, Given
 
 _REWARDS = {"accuracy": "math", "format": "format", "cosine": "cosine", "repetition": "repetition", "soft_overlong": "soft_overlong"}
 _ONLY_OURS = tuple(name for name in BUILT_IN_REWARDS if name not in (*_REWARDS, "math"))  # its `math` is another one
@@ -192,16 +173,10 @@ NAMES: Mapping[str, Foreign] = {
         *("galore_update_proj_gap", "galore_scale", "galore_proj_type", "galore_optim_per_parameter", "galore_with_embedding"),
     ),
     "vllm_data_parallel_size": lacks(features.ENGINES, "1"),
-    **not_there(
-        features.IMAGES,
-        *("vit_gradient_checkpointing_kwargs", "vit_attn_impl", "vllm_mm_processor_cache_gb", "norm_bbox"),
-    ),
+    **not_there(features.IMAGES, *("vit_gradient_checkpointing_kwargs", "vit_attn_impl", "vllm_mm_processor_cache_gb", "norm_bbox")),
     **not_there(features.TEACHER, "teacher_model_type", "teacher_model_revision", "teacher_tag_key", "teacher_adapters"),
     **not_there(features.GKD, "gkd_logits_topk", "seq_kd", "lmbda", "sft_alpha"),
-    **not_there(
-        features.QUANTIZED,
-        *("fp16", "fp8_param_gather", "fp4_format", "fp4_param_gather", "quant_method", "quant_bits"),
-    ),
+    **not_there(features.QUANTIZED, *("fp16", "fp8_param_gather", "fp4_format", "fp4_param_gather", "quant_method", "quant_bits")),
     **not_there(features.OTHER_LOSS, "rpo_alpha", "reference_free", "enable_dft_loss", "enable_channel_loss"),
     **not_there(features.DROPS_TOKENS, "moe_expert_capacity_factor", "moe_pad_expert_input_to_capacity"),
     **not_there(features.PLUGINS, "custom_register_path", "callbacks", "reward_model_plugin", "custom_dataset_info"),

@@ -106,8 +106,7 @@ def _tuner(values: Mapping[str, Any]) -> Iterator[Change]:
     if "merge_lora" not in values and values.get("export_hf", True):
         yield Change(values={"merge_lora": True}, untyped=("merge_lora", "true"))
     yield Change(
-        values={},
-        note="Megatron-SWIFT has one matrix A for q, k and v, and one for gate and up; here each has its own, as in PEFT.",
+        values={}, note="Megatron-SWIFT has one matrix A for q, k and v, and one for gate and up; here each has its own, as in PEFT."
     )
 
 

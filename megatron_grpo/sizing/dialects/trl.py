@@ -287,10 +287,7 @@ TRL = Dialect(
     implies={"allow_unaligned_generation": True},
     names=NAMES,
     defaults=DEFAULTS,
-    patterns={
-        "gradient_checkpointing_kwargs.*": Foreign(why=features.KERNELS),
-        "lr_scheduler_kwargs.*": together("`min_lr`"),
-    },
+    patterns={"gradient_checkpointing_kwargs.*": Foreign(why=features.KERNELS), "lr_scheduler_kwargs.*": together("`min_lr`")},
     settle=(settle, turns.of_trl, lowest_lr),
     settings=sizes(
         size("per_device_train_batch_size", 8, "completions in one forward on one DP rank"),

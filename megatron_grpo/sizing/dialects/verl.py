@@ -132,10 +132,7 @@ NAMES: Mapping[str, Foreign] = {
     "actor.fsdp_config.seed": same("seed"),
     **{
         f"{_TRANSFORMER}{name}": same(name)
-        for name in (
-            *("recompute_granularity", "recompute_method", "recompute_num_layers", "moe_aux_loss_coeff"),
-            "moe_z_loss_coeff",
-        )
+        for name in (*("recompute_granularity", "recompute_method", "recompute_num_layers", "moe_aux_loss_coeff"), "moe_z_loss_coeff")
     },
     f"{_TRANSFORMER}moe_token_dispatcher_type": DISPATCHER,
     f"{_TRANSFORMER}recompute_modules": reads(lambda words, given: {"recompute_modules": listed(words)}, "`recompute_modules`"),
@@ -300,15 +297,11 @@ VERL = Dialect(
     sections=("actor_rollout_ref.", "data.", "trainer."),
     heads={
         "actor_rollout_ref.": "actor model rollout",
-        "data.": (
-            "apply_chat_template_kwargs custom_cls datagen filter_overlong_prompts gen_batch_size image_key max_prompt_length "
-            "max_response_length prompt_key sampler seed shuffle tokenizer tool_config_path train_batch_size train_files "
-            "train_max_samples truncation trust_remote_code val_files val_max_samples validation_shuffle"
-        ),
-        "trainer.": (
-            "default_local_dir experiment_name logger max_actor_ckpt_to_keep n_gpus_per_node nnodes project_name resume_from_path "
-            "resume_mode save_freq test_freq total_epochs total_training_steps val_only"
-        ),
+        "data.": """apply_chat_template_kwargs custom_cls datagen filter_overlong_prompts gen_batch_size image_key max_prompt_length
+            max_response_length prompt_key sampler seed shuffle tokenizer tool_config_path train_batch_size train_files train_max_samples
+            truncation trust_remote_code val_files val_max_samples validation_shuffle""",
+        "trainer.": """default_local_dir experiment_name logger max_actor_ckpt_to_keep n_gpus_per_node nnodes project_name
+            resume_from_path resume_mode save_freq test_freq total_epochs total_training_steps val_only""",
     },
     names=NAMES,
     patterns=verl_aside.PATTERNS,

@@ -16,8 +16,7 @@ _FROM_HF = "weights are read from model.path, the Hugging Face checkpoint, and n
 
 NAMES: Mapping[str, Foreign] = {
     **aside(
-        *("log_val_generations", "rollout_data_dir", "validation_data_dir", "rollout.disable_log_stats", "disable_log_stats"),
-        why=LOGS,
+        *("log_val_generations", "rollout_data_dir", "validation_data_dir", "rollout.disable_log_stats", "disable_log_stats"), why=LOGS
     ),
     **aside(
         *("esi_redundant_time", "del_local_ckpt_after_load", "default_hdfs_dir", "max_critic_ckpt_to_keep", "actor.checkpoint"),
@@ -46,11 +45,7 @@ NAMES: Mapping[str, Foreign] = {
             for name in (
                 *("attention_backend", "apply_rope_fusion", "masked_softmax_fusion", "bias_activation_fusion", "bias_dropout_fusion"),
                 *("gradient_accumulation_fusion", "deallocate_pipeline_outputs", "persist_layer_norm", "moe_grouped_gemm"),
-                *(
-                    "moe_router_dtype",
-                    "overlap_moe_expert_parallel_comm",
-                    "use_flash_attn",
-                ),
+                *("moe_router_dtype", "overlap_moe_expert_parallel_comm", "use_flash_attn"),
             )
         ),
         why=KERNELS,
