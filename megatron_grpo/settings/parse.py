@@ -145,6 +145,8 @@ class _Builder:
                     self._set(setting, raw if is_text else read_value(setting, raw), source=entry.source, typed=entry.name)
             except BadValue as bad:
                 self._bad(entry.name, entry.name, entry.source, bad)
+            except (TypeError, ValueError, KeyError, AttributeError):
+                self._bad(entry.name, entry.name, entry.source, BadValue(f"({' '.join(words)}) has another form than its system gives it"))
         elif row.refuses(words, self.given):
             self.lacking.setdefault(row.lacks, []).append((entry.name, " ".join(words)))
             self.tasks |= {row.lacks} if row.is_task else set()

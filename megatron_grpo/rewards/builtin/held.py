@@ -95,8 +95,9 @@ class Link:
         kind, value, back = answer
         if kind == "raised":
             raise _error(value, is_next=operation == "__next__")(*back)
-        for mine, theirs in zip(arguments, back):
-            _change(mine, theirs)
+        if value is None:  # a function that returns something could empty what its result is compared with
+            for mine, theirs in zip(arguments, back):
+                _change(mine, theirs)
         return value
 
     def serve(self) -> None:
@@ -209,10 +210,11 @@ class _Distant:
     def __exit__(self, *_: object) -> Any:
         return self._link.ask("__getattr__", self, "__exit__")(None, None, None)
 
-    def _compared(self, _: object) -> bool:
+    def _compared(self, _: object = None) -> bool:
         raise TypeError("an object of the program's own class is compared")
 
     __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _compared
+    __array_interface__ = __array_struct__ = property(_compared)  # an address in this process, if the program could give one
 
 
 def _operation(name: str) -> Any:

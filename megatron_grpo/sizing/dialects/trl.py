@@ -126,7 +126,7 @@ def lowest_lr(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
     words = " ".join(given.get("lr_scheduler_kwargs", ["{}"]))
     try:
         found = {} if words.lower() in OFF else dict(json.loads(words))
-    except ValueError:
+    except (ValueError, TypeError):
         found = dict(word.partition("=")[::2] for word in given["lr_scheduler_kwargs"])
     prefix = "lr_scheduler_kwargs."
     found |= {name.removeprefix(prefix): " ".join(word) for name, word in given.items() if name.startswith(prefix)}

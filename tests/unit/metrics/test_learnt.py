@@ -29,8 +29,9 @@ def learnt(*records, **how) -> Learnt:
     ("records", "sentence"),
     [
         ([ALIKE, ALIKE], "Nothing was trained: no group's rewards differed in 2 of 2 steps."),
-        ([NONE], "Nothing was trained: no group's rewards differed in 1 of 1 steps."),
-        ([REFUSED], "Nothing was trained: every gradient of 1 steps was refused (skipped.jsonl)."),
+        ([NONE, NONE], "Nothing was trained: no group's rewards differed in 2 of 2 steps."),
+        ([REFUSED, REFUSED | {"skipped_iterations": 2}], "Nothing was trained: every gradient of 2 steps was refused (skipped.jsonl)."),
+        ([ALIKE], ""),  # a first try of one step, whose rewards may have been alike by chance
         ([{"frac_reward_zero_std": 0.5}] * 3, "Nothing was trained: no gradient in 3 steps."),  # all completions filtered
         ([ALIKE, {"grad_norm": 0.0}], "Nothing was trained: no group's rewards differed in 1 of 1 steps."),  # the second had no rollout
         ([ALIKE, APART], ""),

@@ -43,7 +43,8 @@ listener.SECONDS = float(sys.argv[1])
 cfg = Config().with_values({"port": 0, "address_file": sys.argv[2], **json.loads(sys.argv[3])})
 scheme = "https" if cfg.serve.ssl_certfile else "http"
 sizes = dict.fromkeys(("num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "head_dim", "ffn_hidden_size"), 1)
-shape = ModelShape(architecture="Qwen3ForCausalLM", vocab_size=9, max_position_embeddings=9, norm_epsilon=1e-6, rope=RopeShape(type="default", dim=2, theta=1e4), **sizes)
+rope = RopeShape(type="default", dim=2, theta=1e4)
+shape = ModelShape(architecture="Qwen3ForCausalLM", vocab_size=9, max_position_embeddings=9, norm_epsilon=1e-6, rope=rope, **sizes)
 serving = SimpleNamespace(cfg=cfg, token=sys.argv[4], token_place="here", model_path="m", scheme=scheme, shape=shape)
 taken = life.take_port(cfg.serve)
 with CleanUp() as clean_up:

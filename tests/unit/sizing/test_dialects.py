@@ -381,3 +381,16 @@ def test_rules_of_megatron_swift_are_told_to_nobody_who_comes_from_elsewhere(cap
     assert "Megatron-SWIFT" not in capsys.readouterr().out
     assert main(["plan", "--micro_batch_size", "8"]) == 0
     assert "Megatron-SWIFT would refuse" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("dialect", "words"),
+    [
+        ("slime", ["--multimodal_keys=2"]),
+        ("slime", ["--update_weight_buffer_size=512 * 1024 ** 2"]),
+        ("trl", ["--lr_scheduler_kwargs=2"]),
+        ("trl", ["--model_init_kwargs=2"]),
+    ],
+)
+def test_a_value_of_another_form_is_refused_by_its_name(dialect, words):
+    assert words[0].lstrip("-").replace("=", " (") in refused(dialect, *words)
