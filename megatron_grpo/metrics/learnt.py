@@ -29,7 +29,10 @@ class Learnt:
         return f"no group's rewards differed in {self.num_alike} of {self.num_alike} steps"
 
     def nothing(self, step: int) -> str:
-        """That nothing was trained, in words; empty where a gradient of the run moved its weights. step: those that it has taken; one alone shows nothing."""
+        """That nothing was trained, in words; empty where a gradient of the run moved its weights.
+
+        step: those that it has taken. One step alone shows nothing: rewards may be alike by chance.
+        """
         if step < 2 or self.num_steps != step or self.num_gradients > self.num_refused:
             return ""
         refused = f"every gradient of {step} steps was refused (skipped.jsonl)" if self.num_refused else f"no gradient in {step} steps"
