@@ -16,7 +16,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the ranks of the tests
 
-from megatron_grpo.settings.config import RunConfig
+from megatron_grpo.config.config import RunConfig
 from tests import parity_cases as cases
 from tests.audit_cases import Looks
 from tests.ranks import run_ranks
@@ -31,7 +31,7 @@ MODELS = {"dense": dict(family="qwen3", layers=4, vocab=8000, hidden=256, std=0.
 
 def measured(path, settings, samples, steps: int):
     def body(rank, world):
-        from megatron_grpo.policy.audit import Audit
+        from megatron_grpo.analysis.audit import Audit
 
         class Timed(Audit):
             seconds = 0.0

@@ -25,10 +25,10 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
-from megatron_grpo.rollout import http, wire
-from megatron_grpo.rollout.asking import Question
-from megatron_grpo.rollout.fleet import Fleet, Needs
-from megatron_grpo.settings.servers import Address
+from megatron_grpo.config.servers import Address
+from megatron_grpo.servers import http, wire
+from megatron_grpo.servers.asking import Question
+from megatron_grpo.servers.fleet import Fleet, Needs
 from megatron_grpo.weights.reader import HfReader
 from tests.servers import TOKEN, Server, Trainer, push
 from tests.tiny_models import write_tiny

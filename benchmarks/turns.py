@@ -34,6 +34,7 @@ def main() -> None:
 
 
 def measure(path: Path, args: argparse.Namespace) -> None:
+    from megatron_grpo.config.config import RolloutConfig
     from megatron_grpo.environments.loading import Stage
     from megatron_grpo.environments.play import Rules
     from megatron_grpo.environments.protocol import Environment
@@ -41,7 +42,6 @@ def measure(path: Path, args: argparse.Namespace) -> None:
     from megatron_grpo.rollout.colocated import ColocatedEngine
     from megatron_grpo.rollout.engine import SamplingSettings
     from megatron_grpo.rollout.turns import EngineTurns, request_seed
-    from megatron_grpo.settings.config import RolloutConfig
     from megatron_grpo.types import Prompt
     from tests.chat_models import chat_tokenizer
 

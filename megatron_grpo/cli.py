@@ -12,13 +12,14 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from megatron_grpo import __version__, launcher
-from megatron_grpo.cleanup import die_with_parent
-from megatron_grpo.errors import EXIT_CONFIG, EXIT_DONE, ConfigError, Problem
+from megatron_grpo import __version__
+from megatron_grpo.base import launcher
+from megatron_grpo.base.cleanup import die_with_parent
+from megatron_grpo.base.errors import EXIT_CONFIG, EXIT_DONE, ConfigError, Problem
 from megatron_grpo.run.terminal import speak_plainly
 
 if TYPE_CHECKING:
-    from megatron_grpo.settings.config import Config
+    from megatron_grpo.config.config import Config
 
 Command = Callable[..., int]
 LEAST_FILES = 128  # that a process must be allowed to open: a rank that trains a tiny model and samples has some 160
@@ -26,9 +27,9 @@ LEAST_FILES = 128  # that a process must be allowed to open: a rank that trains 
 
 def train(argv: list[str], **parts: Any) -> int:
     """Trains a model with GRPO: draws answers with vLLM, scores them with reward functions, learns from them with Megatron-Core."""
+    from megatron_grpo.compat import DIALECTS
+    from megatron_grpo.config import parse
     from megatron_grpo.planning.check import check_parsed
-    from megatron_grpo.settings import parse
-    from megatron_grpo.sizing.dialects import DIALECTS
 
     launched, asked = launcher.read(), launcher.number_asked_for()
     if launched.by_torchrun:
@@ -48,7 +49,7 @@ def train(argv: list[str], **parts: Any) -> int:
     parsed.problems.extend(problems_with_limits(parsed.config))
     outlive_terminal()
     quiet_libraries()
-    from megatron_grpo.inputs import read_everything
+    from megatron_grpo.run.inputs import read_everything
 
     made, inputs = read_everything(parsed, has_sampler="engine" in parts)
     from megatron_grpo.run.life import run_training
@@ -78,8 +79,8 @@ def _not_launched(argv: list[str], config: Config, asked: tuple[str, int] | None
 
 def plan(argv: list[str]) -> int:
     """Checks the whole configuration and prints the timetable, memory and cost of a run. Needs no GPU and no launcher."""
-    from megatron_grpo.inputs import look_at_everything
     from megatron_grpo.planning.command import run_plan
+    from megatron_grpo.run.inputs import look_at_everything
 
     launched = launcher.read()
     return run_plan(argv, look_at_everything, launcher_world_size=launched.world_size if launched.is_launched else None)
@@ -87,8 +88,8 @@ def plan(argv: list[str]) -> int:
 
 def export(argv: list[str]) -> int:
     """Writes a checkpoint of any layout as a Hugging Face model or PEFT adapter; or adds an adapter to its base (--merge_lora true)."""
-    from megatron_grpo.settings import parse
-    from megatron_grpo.sizing.dialects import DIALECTS
+    from megatron_grpo.compat import DIALECTS
+    from megatron_grpo.config import parse
 
     launched = launcher.read()
     parsed = parse(argv, launcher_world_size=launched.world_size if launched.is_launched else None, dialects=DIALECTS)
@@ -104,8 +105,8 @@ def export(argv: list[str]) -> int:
 
 def evaluate(argv: list[str]) -> int:
     """Samples held-out sets with a model, an export, an adapter or a checkpoint (--resume) of any layout, and scores them."""
-    from megatron_grpo.settings import parse
-    from megatron_grpo.sizing.dialects import DIALECTS
+    from megatron_grpo.compat import DIALECTS
+    from megatron_grpo.config import parse
 
     launched = launcher.read()
     if launched.by_torchrun:
@@ -123,8 +124,8 @@ def evaluate(argv: list[str]) -> int:
 
 def serve(argv: list[str]) -> int:
     """A rollout server: one vLLM engine that a run owns, pushes weights to and samples from (train --vllm_mode server)."""
-    from megatron_grpo.settings import parse
-    from megatron_grpo.sizing.dialects import DIALECTS
+    from megatron_grpo.compat import DIALECTS
+    from megatron_grpo.config import parse
 
     parsed = parse(argv, dialects=DIALECTS)
     if parsed.print_config:
@@ -132,7 +133,7 @@ def serve(argv: list[str]) -> int:
     from megatron_grpo.run.quiet import quiet_libraries
 
     quiet_libraries()
-    from megatron_grpo.serve.life import serve as serve_until_stopped
+    from megatron_grpo.servers.serve_life import serve as serve_until_stopped
 
     return serve_until_stopped(parsed)
 
@@ -162,7 +163,7 @@ def mismatch(argv: list[str]) -> int:
     if launcher.read().by_torchrun:
         die_with_parent()
     read = _reader()
-    from megatron_grpo.lookback.mismatch import run_mismatch
+    from megatron_grpo.analysis.mismatch import run_mismatch
 
     return run_mismatch(argv, read)
 
@@ -171,8 +172,8 @@ def replay(argv: list[str]) -> int:
     """Takes a kept step of a run (OUTPUT_DIR/capsules/...) again, in any layout, and says what is wrong with it. Takes --json."""
     from itertools import takewhile
 
-    from megatron_grpo.settings import parse
-    from megatron_grpo.sizing.dialects import DIALECTS
+    from megatron_grpo.compat import DIALECTS
+    from megatron_grpo.config import parse
 
     launched = launcher.read()
     if launched.by_torchrun:
@@ -185,7 +186,7 @@ def replay(argv: list[str]) -> int:
     from megatron_grpo.run.quiet import quiet_libraries
 
     quiet_libraries()
-    from megatron_grpo.lookback.replay import run_replay
+    from megatron_grpo.analysis.replay import run_replay
 
     return run_replay(words, parsed)
 
@@ -195,7 +196,7 @@ def whatif(argv: list[str]) -> int:
     if launcher.read().by_torchrun:
         die_with_parent()
     read = _reader()
-    from megatron_grpo.lookback.whatif import run_whatif
+    from megatron_grpo.analysis.whatif import run_whatif
 
     return run_whatif(argv, read)
 
@@ -210,9 +211,9 @@ def _reader() -> Callable[..., Any]:
     """Reads the settings of a command that has words of its own; libraries are quiet from here on."""
     from functools import partial
 
+    from megatron_grpo.compat import DIALECTS
+    from megatron_grpo.config import parse
     from megatron_grpo.run.quiet import quiet_libraries
-    from megatron_grpo.settings import parse
-    from megatron_grpo.sizing.dialects import DIALECTS
 
     quiet_libraries()
     launched = launcher.read()
@@ -237,7 +238,7 @@ def _problems_of_process(command: str) -> Iterator[Problem]:
 
 def _print_config(config: Config) -> int:
     if launcher.read().rank == 0:
-        from megatron_grpo.settings.show import print_config
+        from megatron_grpo.config.show import print_config
 
         print_config(config)
     return EXIT_DONE
@@ -255,7 +256,7 @@ def main(argv: Sequence[str] | None = None, **parts: Any) -> int:
     words = list(argv)
     speak_plainly()
     if not words or words[0] in ("-h", "--help", "help"):
-        from megatron_grpo.settings.show import print_overview
+        from megatron_grpo.config.show import print_overview
 
         print_overview(COMMANDS)
         return EXIT_DONE if words else EXIT_CONFIG
@@ -265,13 +266,13 @@ def main(argv: Sequence[str] | None = None, **parts: Any) -> int:
     command, rest = words[0], words[1:]
     try:
         if command not in COMMANDS:
-            from megatron_grpo.settings.table import close_to
+            from megatron_grpo.config.table import close_to
 
             close = close_to(command, list(COMMANDS), limit=1)
             hint = f"Did you mean {close[0]}?" if close else f"The commands are: {', '.join(COMMANDS)}."
             raise ConfigError(f"{command!r} is not a command. {hint}")
         if any(word in ("-h", "--help") for word in rest):
-            from megatron_grpo.settings.show import print_help
+            from megatron_grpo.config.show import print_help
 
             print_help(command, COMMANDS[command])
             return EXIT_DONE

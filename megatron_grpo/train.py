@@ -6,9 +6,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from megatron_grpo.errors import GivenUp, Interrupted, NobodySamples, RowsError, RunError
+from megatron_grpo.base.errors import GivenUp, Interrupted, NobodySamples, RowsError, RunError
 from megatron_grpo.parallel import collectives
-from megatron_grpo.pending import Pending
+from megatron_grpo.trainer.pending import Pending
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
     from megatron_grpo.batching.timetable import Step, Timetable
     from megatron_grpo.checkpoint.saving import Checkpoints
     from megatron_grpo.data.prompts import PromptStream
-    from megatron_grpo.evaluate import Evaluator
     from megatron_grpo.metrics.journal import Journal
     from megatron_grpo.parallel.state import ParallelState
     from megatron_grpo.policy.guard import Refusal
     from megatron_grpo.policy.policy import Bystander, Policy, TrainedStep
     from megatron_grpo.rollout.engine import Engine
-    from megatron_grpo.rollouts import Rollouts
-    from megatron_grpo.sync import Publisher
+    from megatron_grpo.trainer.evaluate import Evaluator
+    from megatron_grpo.trainer.rollouts import Rollouts
+    from megatron_grpo.trainer.sync import Publisher
     from megatron_grpo.types import GlobalBatch, Progress, Row, RowKey
 
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_grpo.settings.table import Setting, table
+from megatron_grpo.config.table import Setting, table
 from tests.tiny_models import write_tiny
 
 ACCEPTED = 99  # what `run` gives where `train` found nothing wrong

@@ -28,11 +28,11 @@ def step_of(samples, index: int, rows_per_slice: int) -> Step:
 
 
 def witness_of(policy, cfg, path, folder: Path, *, audit: int = 0, ends_run: bool = True, said: list | None = None):
-    from megatron_grpo.build import gap_of
-    from megatron_grpo.checkpoint.capsule import Capsules
+    from megatron_grpo.analysis.audit import Audit
+    from megatron_grpo.analysis.capsule import Capsules
+    from megatron_grpo.analysis.witness import Witness
     from megatron_grpo.checkpoint.resume import settings_of
-    from megatron_grpo.checkpoint.witness import Witness
-    from megatron_grpo.policy.audit import Audit
+    from megatron_grpo.run.build import gap_of
 
     say = (said if said is not None else []).append
     capsules = Capsules(folder=folder, keep=cfg.run.capsules, weights_gb=cfg.run.capsule_weights_gb, settings=settings_of(cfg),
@@ -42,7 +42,7 @@ def witness_of(policy, cfg, path, folder: Path, *, audit: int = 0, ends_run: boo
 
 def take(policy, witness, samples, index: int):
     """One step, as the loop takes it."""
-    from megatron_grpo.pending import Pending
+    from megatron_grpo.trainer.pending import Pending
 
     pending = Pending(parallel=policy.parallel).restored(samples if policy.parallel.is_main else [], policy.cut)
     step = step_of(samples, index, policy.cut.rows_per_slice)

@@ -16,8 +16,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from megatron_grpo.config.config import Config, GrpoConfig
 from megatron_grpo.grpo import refused
-from megatron_grpo.settings.config import Config, GrpoConfig
 from megatron_grpo.types import Sample
 from tests import parity_cases as cases
 from tests.reference import grpo_reference as reference
@@ -261,8 +261,8 @@ def measure(rank: int, world: int, made: Material, layout: Mapping, runs: Runs, 
 
 def kl_to_reference(policy, samples: Sequence[Sample], *, beta: float) -> np.ndarray:
     """What `--kl_in_reward` subtracts, of each row, as a run computes it. Collective."""
-    from megatron_grpo.pending import Pending
-    from megatron_grpo.rollouts import KlPenalty
+    from megatron_grpo.trainer.pending import Pending
+    from megatron_grpo.trainer.rollouts import KlPenalty
 
     pending = Pending(parallel=policy.parallel).restored(samples if policy.parallel.is_main else [], policy.cut)
     extents, homes = ({key: getattr(row, name) for key, row in pending.rows.items()} for name in ("extent", "home"))

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
-from megatron_grpo.settings.config import Config
+from megatron_grpo.config.config import Config
 from megatron_grpo.weights.adapters import drawn, write_adapter
 from megatron_grpo.weights.lora import PREFIX, LoraSettings, module_of, own_name, own_sizes, peft_name
 from megatron_grpo.weights.shape import ModelShape

@@ -48,7 +48,7 @@ class Bench:
 
     @property
     def theirs(self) -> Any:
-        from megatron_grpo.rollout.vllm_traced import model_runner
+        from megatron_grpo.analysis.vllm_traced import model_runner
 
         return model_runner(self.engine).get_model()
 
@@ -282,8 +282,8 @@ CLEAN = tuple(
 
 def bench_of(paths: Sequence[str | Path], layout: str, rank: int, *, dtype: str = "float32", parallel: Any = None) -> Bench:
     """paths: of the model that the sampler begins with, and of the trainer's. parallel: from `parity_cases.join`. Collective."""
+    from megatron_grpo.config.config import RolloutConfig
     from megatron_grpo.rollout.colocated import ColocatedEngine
-    from megatron_grpo.settings.config import RolloutConfig
     from tests.parity_cases import build, settings
 
     world, sizes = LAYOUTS[layout]
@@ -300,10 +300,10 @@ def look(bench: Bench, fault: Fault, *, seed: int = 0, dtype: str = "float32") -
 
     import numpy as np
 
-    from megatron_grpo.lookback.operations import LIMITS, Row, Side, alone, look_at, sequence_of
+    from megatron_grpo.analysis.operations import LIMITS, Row, Side, alone, look_at, sequence_of
     from megatron_grpo.parallel import collectives
     from megatron_grpo.rollout.engine import SamplingSettings
-    from megatron_grpo.sync import Publisher
+    from megatron_grpo.trainer.sync import Publisher
     from megatron_grpo.types import Prompt
 
     engine, policy, draw = bench.engine, bench.policy, random.Random(seed)
@@ -347,7 +347,7 @@ def look(bench: Bench, fault: Fault, *, seed: int = 0, dtype: str = "float32") -
 
 def found_of(rank: int, world: int, paths: Sequence[str | Path], places: Sequence[int], dtype: str = "float32") -> list[dict[str, Any]]:
     """What is found of each of these of FAULTS + CLEAN, which share model and layout. For `run_ranks`."""
-    from megatron_grpo.lookback.operations import first_over
+    from megatron_grpo.analysis.operations import first_over
     from tests.parity_cases import join, settings
 
     found, parallel = [], None

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron_grpo.errors import ConfigError
+from megatron_grpo.base.errors import ConfigError
 from megatron_grpo.planning.check import check
 from tests import parity_cases as cases
 from tests.odd_draws import LONGEST, SPARSE, draw, forget, older_spelling

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_grpo.settings.config import Config, OptimizerConfig
+from megatron_grpo.config.config import Config, OptimizerConfig
 from megatron_grpo.types import Sample
 from megatron_grpo.weights.towers import part_of
 from megatron_grpo.weights.trains import parameter_trains, trains
@@ -299,7 +299,7 @@ def join(cfg: Config, world: int):
 
 def build(path: str | Path, cfg: Config, world: int, parallel=None):
     """The policy under `cfg`'s layout. parallel: from `join`, where several policies share a process."""
-    from megatron_grpo.build import build_policy
+    from megatron_grpo.run.build import build_policy
     from megatron_grpo.weights.shape import ModelShape
 
     return build_policy(cfg, ModelShape.from_pretrained(path), parallel or join(cfg, world), model_path=path, num_steps=100)
@@ -338,7 +338,7 @@ def train(rank: int, world: int, path: str | Path, cfg: Config, batches: Sequenc
 
 def batch_of(policy, samples: Sequence[Sample], index: int):
     """This rank's share of one global batch of these samples, as the loop cuts it."""
-    from megatron_grpo.pending import Pending
+    from megatron_grpo.trainer.pending import Pending
 
     pending = Pending(parallel=policy.parallel).restored(samples if policy.parallel.is_main else [], policy.cut)
     step = step_of(samples, index, policy.cut.rows_per_slice)

@@ -13,8 +13,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_grpo.parallel.link import LinkSender, Meeting
-from megatron_grpo.rollout import wire
+from megatron_grpo.servers import wire
+from megatron_grpo.servers.link import LinkSender, Meeting
 from tests.ranks import ENVIRONMENT
 
 TOKEN = "the-token-of-these-tests"

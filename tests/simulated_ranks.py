@@ -204,7 +204,7 @@ class OneRank:
         return spread
 
     def journal(self):
-        from megatron_grpo.clock import Clock
+        from megatron_grpo.base.clock import Clock
         from megatron_grpo.metrics import Metrics
         from megatron_grpo.metrics.journal import Journal
         from megatron_grpo.metrics.rollout import Completions
@@ -233,17 +233,17 @@ def a_rollout_and_two_steps(world: World, folder: Any, **sizes: int) -> dict[str
 
     sizes: as `OneRank` takes them.
     """
-    from megatron_grpo import pending as rows_that_wait
+    from megatron_grpo.base.clock import Clock
+    from megatron_grpo.batching.batch_sizes import BatchSizes
     from megatron_grpo.batching.timetable import Timetable
-    from megatron_grpo.clock import Clock
-    from megatron_grpo.judge import Judge
-    from megatron_grpo.pending import Pending
+    from megatron_grpo.config.config import GrpoConfig
     from megatron_grpo.rewards.protocol import RewardFunction
     from megatron_grpo.rollout.engine import SamplingSettings
     from megatron_grpo.rollout.scripted import ScriptedEngine
-    from megatron_grpo.rollouts import Asker, Rollouts
-    from megatron_grpo.settings.config import GrpoConfig
-    from megatron_grpo.sizing.batch_sizes import BatchSizes
+    from megatron_grpo.trainer import pending as rows_that_wait
+    from megatron_grpo.trainer.judge import Judge
+    from megatron_grpo.trainer.pending import Pending
+    from megatron_grpo.trainer.rollouts import Asker, Rollouts
     from megatron_grpo.types import Progress
 
     one = OneRank(world, folder, **sizes)

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_grpo.rollout import wire, wire_scores
-from megatron_grpo.settings.servers import Address
+from megatron_grpo.config.servers import Address
+from megatron_grpo.servers import wire, wire_scores
 
 TOKEN = "the token of these tests"
 STATE = wire.State(

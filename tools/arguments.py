@@ -1,7 +1,7 @@
 """Write docs/arguments.md: every argument of five other systems, and what it is here. `python tools/arguments.py`.
 
 The lists of theirs are `tools/theirs/*.tsv` (made by `tools/their_arguments.py`); what each is here is read from the tables of
-`megatron_grpo/sizing/dialects/`, which `plan` and `train` read too.
+`megatron_grpo/compat/`, which `plan` and `train` read too.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron_grpo.settings.foreign import Dialect, shown
-from megatron_grpo.settings.table import names, table
-from megatron_grpo.sizing.dialects import DIALECTS, PRODUCTS
+from megatron_grpo.compat import DIALECTS, PRODUCTS
+from megatron_grpo.config.foreign import Dialect, shown
+from megatron_grpo.config.table import names, table
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "arguments.md"
@@ -88,7 +88,7 @@ def page() -> str:
 
 HEAD = """# Every argument of five other systems
 
-Made by `python tools/arguments.py` from the tables that `plan` and `train` read (`megatron_grpo/sizing/dialects/`), so that a message
+Made by `python tools/arguments.py` from the tables that `plan` and `train` read (`megatron_grpo/compat/`), so that a message
 and this page cannot disagree. A row says what an argument is here with `--dialect`:
 
 * a setting in backticks: the same under that name; a word of theirs that is spelt otherwise stands behind it. "read: ..." is what it

@@ -18,7 +18,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # this file is run as a script; what it imports of the repository comes after
 
-from megatron_grpo.settings.config import GrpoConfig  # noqa: E402
+from megatron_grpo.config.config import GrpoConfig  # noqa: E402
 from tests.reference import grpo_reference as reference  # noqa: E402
 
 TARGET = ROOT / "tests" / "golden" / "grpo.json"

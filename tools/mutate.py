@@ -29,18 +29,18 @@ STEP, RUNS = "tests/distributed/test_train_step.py", "tests/end_to_end/test_many
 # Tests -> the modules that they mirror.
 ROOMS = {
     "quick": {
-        "tests/unit/metrics -k 'not tensorboard and not pictures and not reader_that'": "clock metrics/__init__ metrics/drift "
+        "tests/unit/metrics -k 'not tensorboard and not pictures and not reader_that'": "base/clock metrics/__init__ metrics/drift "
         "metrics/journal metrics/records metrics/rollout metrics/schedule",  # without what takes seconds
-        "tests/unit/test_rollouts.py": "rollouts",
+        "tests/unit/trainer/test_rollouts.py": "trainer/rollouts",
         "tests/unit/policy/test_guard.py": "policy/guard",
         "tests/unit/grpo/test_metrics.py": "grpo/metrics",
-        "tests/unit/settings tests/unit/sizing": "settings/foreign settings/script settings/remedies sizing/dialects/*",
+        "tests/unit/config tests/unit/compat": "config/foreign config/script config/remedies compat/*",
     },
     "ranks": {
         STEP: "policy/optimizer",
         f"{STEP} tests/distributed/test_step_parity.py": "policy/policy",
         "tests/distributed/test_reference_model.py": "policy/reference",
-        f"{RUNS} -k 'straddle and float64'": "pending",
+        f"{RUNS} -k 'straddle and float64'": "trainer/pending",
         f"{RUNS} -k 'between_two_rollouts or was_that_long'": "train",
     },
 }

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Literal
 
-from megatron_grpo.sizing.batch_sizes import BatchSizes
+from megatron_grpo.batching.batch_sizes import BatchSizes
 
 Label = Literal["on_policy", "recompute", "cached", "rollout"]
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from megatron_grpo.base.errors import ConfigError, Problem, config_error, problem_with
 from megatron_grpo.checkpoint.content import vocabulary_fingerprint
 from megatron_grpo.checkpoint.continuity import FREEZING
 from megatron_grpo.checkpoint.folder import POINTER, Folder, damage
 from megatron_grpo.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from megatron_grpo.checkpoint.resume import several
-from megatron_grpo.errors import ConfigError, Problem, config_error, problem_with
-from megatron_grpo.settings.config import Config
+from megatron_grpo.config.config import Config
 
 FLAG = "mcore_model"
 _ALONE = ("tuner_type", *FREEZING)  # of these a checkpoint holds a part of the model's weights alone, or is read as one that does

@@ -14,8 +14,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from megatron_grpo.base.files import write_whole
 from megatron_grpo.checkpoint.folder import Folder
-from megatron_grpo.files import write_whole
 
 FILE = "best.json"
 

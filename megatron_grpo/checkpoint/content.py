@@ -12,10 +12,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from megatron_grpo.base.errors import Problem
 from megatron_grpo.checkpoint.manifest import MANIFEST
-from megatron_grpo.errors import Problem
-from megatron_grpo.settings.config import Config
-from megatron_grpo.settings.remote_code import files_that_run
+from megatron_grpo.config.config import Config
+from megatron_grpo.config.remote_code import files_that_run
 from megatron_grpo.weights.lora import BASE
 
 VOCABULARY = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt", "merges.txt", "tekken.json")

@@ -14,8 +14,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_grpo.base.errors import Problem
 from megatron_grpo.checkpoint.manifest import Manifest, Origin
-from megatron_grpo.errors import Problem
 
 _TABLE = {
     "refused": """

@@ -25,10 +25,10 @@ from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess, s
 from megatron.core.dist_checkpointing.validation import StrictHandling
 from torch.distributed.checkpoint.api import CheckpointException  # noqa: TID251 - the file format
 
+from megatron_grpo.base.errors import RunError
 from megatron_grpo.checkpoint.pieces import Contents, Piece, Placed, dealt, metadata_of, pieces_of
 from megatron_grpo.checkpoint.strangers import nothing_runs, refuse_extra_state
 from megatron_grpo.checkpoint.writing import Entry, Staging, write_file, write_pieces
-from megatron_grpo.errors import RunError
 from megatron_grpo.parallel import collectives
 
 # What writing and reading may raise. torch's CheckpointException is a BaseException; torch.save reports a full disk as RuntimeError.

@@ -12,8 +12,8 @@ from megatron_grpo import __version__
 from megatron_grpo.checkpoint.content import TEACHER
 from megatron_grpo.checkpoint.continuity import FLAGS
 from megatron_grpo.checkpoint.resume import settings_of
+from megatron_grpo.config.config import Config
 from megatron_grpo.data import eyes
-from megatron_grpo.settings.config import Config
 
 # Other variables that are read say where something lies on a machine, who a rank is, or are secrets of the rank that needs them.
 _VARIABLES = (*eyes.VARIABLES.values(), "TORCHDYNAMO_DISABLE")

@@ -19,8 +19,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from megatron_grpo.base.files import sync, write_whole
 from megatron_grpo.checkpoint.manifest import GOOD, MANIFEST, Manifest, read_manifest, signed
-from megatron_grpo.files import sync, write_whole
 
 POINTER = "latest_checkpointed_iteration.txt"  # Megatron-LM's name for it
 WRITING, TRASH = ".writing_", ".trash_"

@@ -13,17 +13,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from megatron_grpo import launcher
+from megatron_grpo.base import launcher
+from megatron_grpo.base.errors import ConfigError, Problem, config_error
 from megatron_grpo.checkpoint.continuity import Difference, changes_since, problems_of
 from megatron_grpo.checkpoint.folder import POINTER, Folder, damage
 from megatron_grpo.checkpoint.manifest import FORMAT, MANIFEST, Manifest, Origin, read_manifest
 from megatron_grpo.checkpoint.samples import files_of_samples, unreadable
 from megatron_grpo.checkpoint.written import holds_run, why_not_begun_again, why_not_written
-from megatron_grpo.errors import ConfigError, Problem, config_error
 
 if TYPE_CHECKING:
     from megatron_grpo.batching.timetable import Timetable
-    from megatron_grpo.settings.config import Config
+    from megatron_grpo.config.config import Config
 
 OURS = "grpo"  # what Megatron-Core knows nothing of lies in this directory of a checkpoint
 

@@ -18,7 +18,9 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, TypeVar
 
 import torch
 
-from megatron_grpo import activity
+from megatron_grpo.base import activity
+from megatron_grpo.base.errors import ConfigError, config_error
+from megatron_grpo.base.files import mark, written_whole
 from megatron_grpo.checkpoint import folder, generators
 from megatron_grpo.checkpoint.best import Best
 from megatron_grpo.checkpoint.continuity import Difference
@@ -29,8 +31,6 @@ from megatron_grpo.checkpoint.resume import OURS, Candidate, Resume, several, un
 from megatron_grpo.checkpoint.samples import file_of, files_of_samples, read_samples
 from megatron_grpo.checkpoint.writing import Task
 from megatron_grpo.checkpoint.written import RUN
-from megatron_grpo.errors import ConfigError, config_error
-from megatron_grpo.files import mark, written_whole
 from megatron_grpo.parallel import collectives
 from megatron_grpo.types import Picture, Progress, Row, Sample
 
@@ -59,7 +59,7 @@ class ShardedPolicy(Protocol):
 
 
 class RowsToSave(Protocol):
-    """The rows that wait to be trained; `megatron_grpo.pending`."""
+    """The rows that wait to be trained; `megatron_grpo.trainer.pending`."""
 
     @property
     def rows(self) -> Mapping[Any, Row]: ...

@@ -22,7 +22,7 @@ from typing import Any, cast
 import torch
 from torch.distributed.checkpoint import filesystem  # noqa: TID251 - the file format
 
-from megatron_grpo.errors import said_by
+from megatron_grpo.base.errors import said_by
 
 # What describes tensors in `.metadata`: no others were found in a checkpoint of torch 2.6 to 2.13 and Megatron-Core 0.16 to 0.19.
 _METADATA = "torch.distributed.checkpoint.metadata"

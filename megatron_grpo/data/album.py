@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
+from megatron_grpo.base.errors import ConfigError, Problem
 from megatron_grpo.data.eyes import Eyes, Grid, PatchCache
 from megatron_grpo.data.files import NAMED_ROWS, Rows
 from megatron_grpo.data.pictures import PictureFault, Source, decoded, source_of
-from megatron_grpo.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
     import numpy as np

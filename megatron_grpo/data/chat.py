@@ -16,11 +16,11 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_grpo import launcher
+from megatron_grpo.base import launcher
+from megatron_grpo.base.errors import ConfigError, Problem, config_error, first_line, said_by
+from megatron_grpo.base.files import only_one
+from megatron_grpo.config import remote_code
 from megatron_grpo.data.album import TAG, expanded, with_parts
-from megatron_grpo.errors import ConfigError, Problem, config_error, first_line, said_by
-from megatron_grpo.files import only_one
-from megatron_grpo.settings import remote_code
 
 if TYPE_CHECKING:
     from megatron_grpo.data.eyes import Eyes

@@ -16,14 +16,14 @@ from typing import Any
 
 import numpy as np
 
+from megatron_grpo.base.errors import ConfigError, Problem, said_by
+from megatron_grpo.config.config import DataConfig
 from megatron_grpo.data.album import COLUMNS, Album, num_places, shown_by
 from megatron_grpo.data.chat import PromptEncoder, Raw
 from megatron_grpo.data.eyes import Eyes
 from megatron_grpo.data.files import NAMED_ROWS, Rows, plain_name
 from megatron_grpo.data.pictures import require_pillow
 from megatron_grpo.data.tokens import TokenTable
-from megatron_grpo.errors import ConfigError, Problem, said_by
-from megatron_grpo.settings.config import DataConfig
 from megatron_grpo.types import Picture
 
 SLOWEST = 60.0  # seconds for one prompt; the longest take some hundredths

@@ -18,14 +18,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_grpo.base.errors import ConfigError, Problem
 from megatron_grpo.data.pictures import LARGEST_RATIO, PictureFault
-from megatron_grpo.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
     import numpy as np
     from PIL.Image import Image
 
-    from megatron_grpo.settings.config import DataConfig
+    from megatron_grpo.config.config import DataConfig
 
 Grid = tuple[int, int, int]  # frames, rows and columns of patches
 MOST_CACHED = 512 << 20  # bytes of patches that are kept

@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
-from megatron_grpo.errors import ConfigError, Problem, first_line, said_by
+from megatron_grpo.base.errors import ConfigError, Problem, first_line, said_by
 
 SUFFIXES = (".jsonl", ".json", ".parquet")
 NAMED_ROWS = 5  # how many bad rows an error names; the rest are counted

@@ -10,10 +10,10 @@ from typing import Any, Literal
 
 import numpy as np
 
+from megatron_grpo.base.errors import ConfigError, Problem
+from megatron_grpo.config.config import DataConfig
+from megatron_grpo.config.evaluation import SPLIT
 from megatron_grpo.data.files import Rows, plain_name, read_rows, wrong
-from megatron_grpo.errors import ConfigError, Problem
-from megatron_grpo.settings.config import DataConfig
-from megatron_grpo.settings.evaluation import SPLIT
 
 Part = Literal["all", "trained", "held out"]
 _SPLIT_EPOCH = 1 << 62  # of the permutation that holds rows out, so that it is none of the run's own

@@ -15,6 +15,9 @@ from typing import Any
 
 import numpy as np
 
+from megatron_grpo.base.errors import ConfigError, Problem
+from megatron_grpo.config.config import DataConfig
+from megatron_grpo.config.evaluation import SPLIT
 from megatron_grpo.data.album import places
 from megatron_grpo.data.checks import (
     Encode,
@@ -31,9 +34,6 @@ from megatron_grpo.data.checks import (
 from megatron_grpo.data.eyes import Eyes
 from megatron_grpo.data.mixing import part_of_flag, permutation, read_sets
 from megatron_grpo.data.tokens import FEW, TokenTable, key_of, shared
-from megatron_grpo.errors import ConfigError, Problem
-from megatron_grpo.settings.config import DataConfig
-from megatron_grpo.settings.evaluation import SPLIT
 from megatron_grpo.types import Picture, Prompt
 
 __all__ = ["PromptRows", "PromptStream", "check_for_episodes", "check_lengths", "check_pictures", "load_rows", "open_stream"]

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from megatron_grpo.base.errors import first_line, said_by
+from megatron_grpo.config.config import DataConfig
 from megatron_grpo.data.files import (
     files_of,
     from_hub,
@@ -23,8 +25,6 @@ from megatron_grpo.data.files import (
     wrong,
 )
 from megatron_grpo.data.mixing import names_here, with_count
-from megatron_grpo.errors import first_line, said_by
-from megatron_grpo.settings.config import DataConfig
 
 BATCH = 256  # rows of a Parquet file that are decoded together
 BUFFER = 1 << 20  # bytes of each of its columns that are read together

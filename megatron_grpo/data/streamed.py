@@ -20,7 +20,9 @@ from typing import Any
 
 import numpy as np
 
-from megatron_grpo import launcher
+from megatron_grpo.base import launcher
+from megatron_grpo.base.errors import ConfigError, Problem, RowsError, RunError
+from megatron_grpo.config.config import DataConfig
 from megatron_grpo.data.checks import (
     Encode,
     PromptRows,
@@ -38,8 +40,6 @@ from megatron_grpo.data.files import NAMED_ROWS, Rows
 from megatron_grpo.data.mixing import permutation
 from megatron_grpo.data.prompts import PromptStream, load_rows, names_of, open_stream
 from megatron_grpo.data.reading import Read, Source, open_sets
-from megatron_grpo.errors import ConfigError, Problem, RowsError, RunError
-from megatron_grpo.settings.config import DataConfig
 from megatron_grpo.types import Picture, Prompt
 
 logger = logging.getLogger(__name__)

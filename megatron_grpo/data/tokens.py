@@ -20,9 +20,9 @@ from typing import Any
 
 import numpy as np
 
-from megatron_grpo import launcher
+from megatron_grpo.base import launcher
+from megatron_grpo.base.files import only_one
 from megatron_grpo.data.chat import PromptEncoder
-from megatron_grpo.files import only_one
 
 logger = logging.getLogger(__name__)
 

@@ -8,16 +8,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_grpo.base.errors import ConfigError, Problem, said_by
+from megatron_grpo.config.config import Config
 from megatron_grpo.data.chat import opening_of
-from megatron_grpo.environments.adapters import adapted
 from megatron_grpo.environments.calls import reader
+from megatron_grpo.environments.foreign_environments import adapted
 from megatron_grpo.environments.play import Play, Rules
 from megatron_grpo.environments.protocol import Environment
 from megatron_grpo.environments.template import ChatTemplate
 from megatron_grpo.environments.tools import UnusableTool, schema_of, tool_set
-from megatron_grpo.errors import ConfigError, Problem, said_by
 from megatron_grpo.rewards.loading import user_object
-from megatron_grpo.settings.config import Config
 from megatron_grpo.types import Prompt
 
 

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol, cast
 
+from megatron_grpo.base.errors import said_by
 from megatron_grpo.environments.protocol import Environment, Message, Nonsense, Turn, as_messages, as_reply
 from megatron_grpo.environments.template import ChatTemplate
 from megatron_grpo.environments.transcript import History, Transcript, untold
 from megatron_grpo.environments.workers import Outcome, OutOfTime, Workers
-from megatron_grpo.errors import said_by
 from megatron_grpo.rewards.contained import AskedToEnd
 from megatron_grpo.types import Completion, EpisodeNumbers, EpisodeRecord, Kept, Prompt
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megatron_grpo.base.errors import ConfigError, Problem, said_by
 from megatron_grpo.environments.protocol import Environment, Message
 from megatron_grpo.environments.template import ChatTemplate
 from megatron_grpo.environments.tools import ToolEnvironment
 from megatron_grpo.environments.transcript import History
-from megatron_grpo.errors import ConfigError, Problem, said_by
 
 _QUESTION: Message = {"role": "user", "content": "What is it?"}
 _ANSWER = "It is the seventh."

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_grpo.errors import shown
+from megatron_grpo.base.errors import shown
 
 Message = Mapping[str, Any]  # {"role", "content"}, and what the chat template knows besides
 

@@ -7,9 +7,9 @@ import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
+from megatron_grpo.base.errors import first_line, said_by
 from megatron_grpo.environments.calls import ReadCalls, ToolCall, read_hermes
 from megatron_grpo.environments.protocol import Environment, Message, Reply, Turn
-from megatron_grpo.errors import first_line, said_by
 
 Function = Callable[..., Any]
 _UNNAMED = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.VAR_POSITIONAL)

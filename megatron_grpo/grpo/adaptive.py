@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megatron_grpo.settings.config import GrpoConfig
+from megatron_grpo.config.config import GrpoConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_grpo.settings.config import GrpoConfig
+from megatron_grpo.config.config import GrpoConfig
 
 # Added to a std before dividing by it, as TRL and Megatron-SWIFT do.
 STD_EPSILON = 1e-4

@@ -13,6 +13,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from megatron_grpo.config.config import GrpoConfig
 from megatron_grpo.grpo import objectives
 from megatron_grpo.grpo.adaptive import AdaptiveEntropy
 from megatron_grpo.grpo.corrections import Importance, RolloutCorrection, log_rho, off_policy_mask, rollout_correction
@@ -23,7 +24,6 @@ from megatron_grpo.grpo.ratios import RATIOS, Ratio
 from megatron_grpo.grpo.sequences import Sequences, SumOverContext, whole_sequences
 from megatron_grpo.grpo.teacher import teacher_log_ratio
 from megatron_grpo.grpo.token_weights import TokenWeights, token_weights
-from megatron_grpo.settings.config import GrpoConfig
 
 # CISPO bounds the ratio itself; clipping at 1 + 0.2 style values there would flatten every weight.
 CISPO_EPSILON_HIGH = 5.0

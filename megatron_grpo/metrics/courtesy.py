@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from megatron_grpo.errors import said_by
+from megatron_grpo.base.errors import said_by
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from megatron_grpo import activity
+from megatron_grpo.base import activity
 
 SECONDS_BETWEEN_LINES = 10.0  # of optimizer steps, where it is no terminal
 SECONDS_BETWEEN_SIGNS = 30.0  # of a phase that lasts, there

@@ -20,11 +20,11 @@ from typing import Any
 
 import numpy as np
 
-from megatron_grpo.files import written_whole
+from megatron_grpo.base.files import written_whole
+from megatron_grpo.config.evaluation import ALONE, curve_of, ks
 from megatron_grpo.metrics import estimates
 from megatron_grpo.metrics.courtesy import Courtesy
 from megatron_grpo.metrics.records import Records, plain
-from megatron_grpo.settings.evaluation import ALONE, curve_of, ks
 
 logger = logging.getLogger(__name__)
 Numbers = Mapping[str, Any]

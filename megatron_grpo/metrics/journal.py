@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Protocol
 
-from megatron_grpo import activity
-from megatron_grpo.clock import Clock
-from megatron_grpo.files import write_whole
+from megatron_grpo.base import activity
+from megatron_grpo.base.clock import Clock
+from megatron_grpo.base.files import write_whole
 from megatron_grpo.metrics import Metrics
 from megatron_grpo.metrics.evaluations import Evaluated
 from megatron_grpo.metrics.rollout import Completions, JudgedRollout, rollout_stats, selection_stats

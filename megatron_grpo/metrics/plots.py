@@ -11,7 +11,7 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
-from megatron_grpo.files import written_whole
+from megatron_grpo.base.files import written_whole
 
 logger = logging.getLogger(__name__)
 History = Mapping[str, Sequence[tuple[int, float]]]  # metric name -> (step, value), ascending

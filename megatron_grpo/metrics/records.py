@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_grpo.files import written_whole
+from megatron_grpo.base.files import written_whole
 
 logger = logging.getLogger(__name__)
 LONG = 1 << 16  # bytes of a line from which on it is known by its beginning and its end alone: a step's rows on thousands of ranks

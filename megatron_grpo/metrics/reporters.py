@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from megatron_grpo.errors import Problem, problem_with, said_by
+from megatron_grpo.base.errors import Problem, problem_with, said_by
 
 logger = logging.getLogger(__name__)
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from megatron_grpo.base.files import written_whole
 from megatron_grpo.data.album import num_tokens
-from megatron_grpo.files import written_whole
 from megatron_grpo.grpo.advantages import Advantages, mean, reward_metrics, rewards_per_func, total_rewards
 from megatron_grpo.metrics.courtesy import Courtesy
 from megatron_grpo.parallel import collectives

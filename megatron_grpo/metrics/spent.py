@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-from megatron_grpo import activity, launcher
+from megatron_grpo.base import activity, launcher
 
 _PREFIX, _BESIDE = "time/", "time/rollout_overlapped"
 _NO_PARTS = ("time/step", _BESIDE)

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_grpo import launcher
-from megatron_grpo.errors import ConfigError, Problem, RunError
-from megatron_grpo.launcher import Launched
+from megatron_grpo.base import launcher
+from megatron_grpo.base.errors import ConfigError, Problem, RunError
+from megatron_grpo.base.launcher import Launched
 from megatron_grpo.parallel import collectives
 from megatron_grpo.parallel.layout import Layout
 

@@ -6,10 +6,10 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from megatron_grpo.batching.batch_sizes import SCORED_TOKENS, BatchSizes
+from megatron_grpo.config.config import Config
 from megatron_grpo.planning.parameters import chunks_of_stage, padded_vocab
 from megatron_grpo.planning.tuning import BYTES, Tuning
-from megatron_grpo.settings.config import Config
-from megatron_grpo.sizing.batch_sizes import SCORED_TOKENS, BatchSizes
 from megatron_grpo.weights.lora import is_linear
 from megatron_grpo.weights.names import Entry, layer_entries
 from megatron_grpo.weights.shape import ModelShape

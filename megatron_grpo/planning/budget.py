@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from megatron_grpo.batching.batch_sizes import BatchSizes
+from megatron_grpo.config.config import Config
 from megatron_grpo.planning.computed import Computed, Step
 from megatron_grpo.planning.sharing import Sharing, decide
-from megatron_grpo.settings.config import Config
-from megatron_grpo.sizing.batch_sizes import BatchSizes
 from megatron_grpo.weights.shape import ModelShape
 
 FLAG = "max_tokens_per_micro_batch"

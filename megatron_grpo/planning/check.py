@@ -6,21 +6,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megatron_grpo.errors import ConfigError, Problem
+from megatron_grpo.base.errors import ConfigError, Problem
+from megatron_grpo.batching import stages
+from megatron_grpo.batching.batch_sizes import BatchSizes, settled, size_problems
+from megatron_grpo.batching.sizes import Model
+from megatron_grpo.compat import DIALECTS
+from megatron_grpo.config import Parsed, names, parse
+from megatron_grpo.config.checks import validate
+from megatron_grpo.config.config import Config
+from megatron_grpo.config.evaluation import longest_completion
 from megatron_grpo.grpo import refused as refused_grpo
 from megatron_grpo.planning.check_tuner import tuner_problems, with_adapter, with_tower
 from megatron_grpo.planning.model import read_shape, rules_of
 from megatron_grpo.planning.teacher import read_teacher, teacher_problems
 from megatron_grpo.policy import refused as refused_policy
 from megatron_grpo.policy import refused_bits
-from megatron_grpo.settings import Parsed, names, parse
-from megatron_grpo.settings.checks import validate
-from megatron_grpo.settings.config import Config
-from megatron_grpo.settings.evaluation import longest_completion
-from megatron_grpo.sizing import stages
-from megatron_grpo.sizing.batch_sizes import BatchSizes, settled, size_problems
-from megatron_grpo.sizing.dialects import DIALECTS
-from megatron_grpo.sizing.sizes import Model
 from megatron_grpo.weights.fit import engine_problems, length_problems
 from megatron_grpo.weights.shape import ModelShape
 

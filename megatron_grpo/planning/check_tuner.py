@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from megatron_grpo.errors import ConfigError, Problem
+from megatron_grpo.base.errors import ConfigError, Problem
+from megatron_grpo.compat import DIALECTS
+from megatron_grpo.config.config import Config
+from megatron_grpo.config.foreign import shown
+from megatron_grpo.config.parsed import ForeignDefault, Parsed
+from megatron_grpo.config.tuner import are_names_readable
 from megatron_grpo.rollout.adapters import lora_push
-from megatron_grpo.settings.config import Config
-from megatron_grpo.settings.foreign import shown
-from megatron_grpo.settings.parsed import ForeignDefault, Parsed
-from megatron_grpo.settings.tuner import are_names_readable
-from megatron_grpo.sizing.dialects import DIALECTS
 from megatron_grpo.weights import trains
 from megatron_grpo.weights.lora import LoraSettings, linear_modules
 from megatron_grpo.weights.shape import ModelShape

@@ -10,9 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_grpo.base.errors import EXIT_CONFIG, EXIT_DONE, ConfigError
+from megatron_grpo.base.files import written_whole
 from megatron_grpo.batching.timetable import Timetable
-from megatron_grpo.errors import EXIT_CONFIG, EXIT_DONE, ConfigError
-from megatron_grpo.files import written_whole
+from megatron_grpo.compat import DIALECTS
+from megatron_grpo.config import Parsed, parse
 from megatron_grpo.planning.check import Checked, check_parsed
 from megatron_grpo.planning.epochs import as_long_as_there, epoch_problems
 from megatron_grpo.planning.facts import bubble_fraction, native_flags
@@ -20,8 +22,6 @@ from megatron_grpo.planning.output import errors_object, write_plan
 from megatron_grpo.planning.servers import servers_of
 from megatron_grpo.planning.sharing import Sharing, decide
 from megatron_grpo.planning.warnings import defaults_of, warnings_of
-from megatron_grpo.settings import Parsed, parse
-from megatron_grpo.sizing.dialects import DIALECTS
 
 if TYPE_CHECKING:
     from megatron_grpo.planning.lengths import Lengths
@@ -165,7 +165,7 @@ def run_plan(argv: Sequence[str], look_at: Callable[[Parsed], Plan], *, launcher
             parsed = parse(argv, launcher_world_size=launcher_world_size, dialects=DIALECTS)
         as_json = parsed.config.plan.json
         if parsed.print_config:
-            from megatron_grpo.settings.show import print_config
+            from megatron_grpo.config.show import print_config
 
             print_config(check_parsed(parsed).config)
             return EXIT_DONE

@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from megatron_grpo.batching.batch_sizes import BatchSizes
+from megatron_grpo.config.config import Config
 from megatron_grpo.planning.facts import bubble_fraction
 from megatron_grpo.planning.lengths import Lengths, cut_of, extents_of, sequence_tokens
 from megatron_grpo.planning.sharing import Sharing
-from megatron_grpo.settings.config import Config
-from megatron_grpo.sizing.batch_sizes import BatchSizes
 
 if TYPE_CHECKING:
     from megatron_grpo.batching.alignment import Alignment

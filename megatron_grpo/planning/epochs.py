@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from megatron_grpo.base.errors import Problem
 from megatron_grpo.batching.timetable import Timetable
-from megatron_grpo.errors import Problem
+from megatron_grpo.compat import DIALECTS, length_there
 from megatron_grpo.planning.check import Checked, in_typed_names
-from megatron_grpo.sizing.dialects import DIALECTS, length_there
 
 MOST_EPOCHS = 1000  # whose ends are listed
 

@@ -6,11 +6,11 @@ import shlex
 from math import gcd
 from typing import Any
 
+from megatron_grpo.batching.batch_sizes import BatchSizes
 from megatron_grpo.batching.timetable import Timetable
-from megatron_grpo.settings import table
-from megatron_grpo.settings.config import Config
-from megatron_grpo.settings.foreign import words_of
-from megatron_grpo.sizing.batch_sizes import BatchSizes
+from megatron_grpo.config import table
+from megatron_grpo.config.config import Config
+from megatron_grpo.config.foreign import words_of
 
 
 def old_logprobs_summary(timetable: Timetable, num_rollouts: int) -> dict[str, Any]:

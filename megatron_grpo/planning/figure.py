@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from megatron_grpo.batching.batch_sizes import BatchSizes
 from megatron_grpo.batching.timetable import MicroStep, Timetable
-from megatron_grpo.sizing.batch_sizes import BatchSizes
 
 if TYPE_CHECKING:
     from rich.text import Text

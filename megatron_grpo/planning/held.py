@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from megatron_grpo.batching.batch_sizes import BatchSizes
+from megatron_grpo.config.config import Config
 from megatron_grpo.planning.activations import activations_of, logits_bytes
 from megatron_grpo.planning.parameters import Place, parameters_of_chunk
 from megatron_grpo.planning.teacher import config_of_teacher
 from megatron_grpo.planning.tuning import Tuning
-from megatron_grpo.settings.config import Config
-from megatron_grpo.sizing.batch_sizes import BatchSizes
 from megatron_grpo.weights.shape import ModelShape
 
 

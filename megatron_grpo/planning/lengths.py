@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from megatron_grpo.errors import config_error
-from megatron_grpo.files import read_text
+from megatron_grpo.base.errors import config_error
+from megatron_grpo.base.files import read_text
+from megatron_grpo.batching.batch_sizes import BatchSizes
+from megatron_grpo.config.config import Config
 from megatron_grpo.parallel.layout import sequence_alignment
 from megatron_grpo.policy.fp8 import rank_multiple
-from megatron_grpo.settings.config import Config
-from megatron_grpo.sizing.batch_sizes import BatchSizes
 
 if TYPE_CHECKING:
     from megatron_grpo.batching.split import BatchCut, Portion

@@ -11,6 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from megatron_grpo.batching.batch_sizes import BatchSizes
+from megatron_grpo.config.config import Config, OptimizerConfig
+from megatron_grpo.config.precision import BLOCK, BYTES
 from megatron_grpo.planning.activations import FP32, Activations, activations_of, logits_bytes
 from megatron_grpo.planning.cost import checkpoint_bytes
 from megatron_grpo.planning.held import HeldStage, held_stages
@@ -21,9 +24,6 @@ from megatron_grpo.planning.room import LINK, Offload, decide
 from megatron_grpo.planning.sampler import sampler_memory
 from megatron_grpo.planning.tower import TowerPlan, fewer_layers, tower_plan, with_tower
 from megatron_grpo.planning.tuning import Tuning
-from megatron_grpo.settings.config import Config, OptimizerConfig
-from megatron_grpo.settings.precision import BLOCK, BYTES
-from megatron_grpo.sizing.batch_sizes import BatchSizes
 from megatron_grpo.weights.buckets import MIB
 from megatron_grpo.weights.names import tower_entries
 from megatron_grpo.weights.shape import ModelShape

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_grpo.errors import ConfigError, Problem
-from megatron_grpo.sizing.sizes import Model
+from megatron_grpo.base.errors import ConfigError, Problem
+from megatron_grpo.batching.sizes import Model
 from megatron_grpo.weights.families import NOT_YET_BY_NAME
 from megatron_grpo.weights.fit import layout_problems
 from megatron_grpo.weights.shape import ModelShape

@@ -6,11 +6,11 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from megatron_grpo.base.errors import Problem
+from megatron_grpo.batching.batch_sizes import BatchSizes
 from megatron_grpo.batching.timetable import Timetable
-from megatron_grpo.errors import Problem
 from megatron_grpo.planning.epochs import epochs_object
 from megatron_grpo.planning.facts import old_logprobs_summary
-from megatron_grpo.sizing.batch_sizes import BatchSizes
 
 COMPACT = (",", ":")
 

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from enum import Enum
 from itertools import groupby
 
+from megatron_grpo.batching.batch_sizes import BatchSizes
+from megatron_grpo.batching.stages import layer_counts
+from megatron_grpo.config.config import Config
 from megatron_grpo.planning.tuning import Adapters, Tuning
-from megatron_grpo.settings.config import Config
-from megatron_grpo.sizing.batch_sizes import BatchSizes
-from megatron_grpo.sizing.stages import layer_counts
 from megatron_grpo.weights.lora import adapter_entries, is_linear
 from megatron_grpo.weights.names import Entry, ShardCut, layer_entries, outer_entries, tower_entries
 from megatron_grpo.weights.shape import ModelShape

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from megatron_grpo.data.eyes import MANY_TOKENS
 
 if TYPE_CHECKING:
+    from megatron_grpo.batching.batch_sizes import BatchSizes
     from megatron_grpo.data.prompts import PromptRows
-    from megatron_grpo.sizing.batch_sizes import BatchSizes
 
 MOST_ROWS = 2000  # that are looked at, evenly spread
 CHARACTERS_OF_A_TOKEN = 4  # of text, where nobody has tokenised it

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from megatron_grpo.errors import ConfigError, Problem
-from megatron_grpo.files import PAINTER
+from megatron_grpo.base.errors import ConfigError, Problem
+from megatron_grpo.base.files import PAINTER
 from megatron_grpo.planning.figure import draw, legend
 
 if TYPE_CHECKING:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megatron_grpo.batching.batch_sizes import BatchSizes
+from megatron_grpo.config.config import Config
 from megatron_grpo.planning.activations import FP32
 from megatron_grpo.planning.parameters import chunks_of_stage, numel_of, padded_vocab
 from megatron_grpo.planning.tuning import Adapters, Tuning
-from megatron_grpo.settings.config import Config
-from megatron_grpo.sizing.batch_sizes import BatchSizes
 from megatron_grpo.weights.buckets import DEFAULT_BUCKET_MB, MIB, Bucket, Owned, Part, Ranks, fill, most_bytes, num_collectives
 from megatron_grpo.weights.lora import adapter_entries, is_linear
 from megatron_grpo.weights.names import Entry, ShardCut, layer_entries, outer_entries, tower_entries

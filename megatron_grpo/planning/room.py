@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from megatron_grpo.errors import ConfigError
+from megatron_grpo.base.errors import ConfigError
+from megatron_grpo.config.config import Config
 from megatron_grpo.planning.check import Checked, check_parsed
-from megatron_grpo.settings.config import Config
 
 if TYPE_CHECKING:
     from megatron_grpo.planning.memory import Static

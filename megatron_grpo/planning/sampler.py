@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from megatron_grpo.batching.batch_sizes import BatchSizes
+from megatron_grpo.config.config import Config
 from megatron_grpo.planning.tuning import BYTES, Tuning
 from megatron_grpo.rollout.adapters import LoraPush
-from megatron_grpo.settings.config import Config
-from megatron_grpo.sizing.batch_sizes import BatchSizes
 from megatron_grpo.weights.lora import linear_modules
 from megatron_grpo.weights.names import num_parameters
 from megatron_grpo.weights.shape import ModelShape

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_grpo.rollout.dealing import CALLS, chunk_size
-from megatron_grpo.settings.config import Config
-from megatron_grpo.settings.servers import FROM_FILE, addresses_of
-from megatron_grpo.sizing.batch_sizes import BatchSizes
+from megatron_grpo.batching.batch_sizes import BatchSizes
+from megatron_grpo.config.config import Config
+from megatron_grpo.config.servers import FROM_FILE, addresses_of
+from megatron_grpo.servers.dealing import CALLS, chunk_size
 
 
 def servers_of(cfg: Config, sizes: BatchSizes) -> dict[str, Any] | None:

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_grpo.config.config import Config
 from megatron_grpo.planning.lengths import extents_of, read_lengths
 from megatron_grpo.policy.refused import attention_channels, flash_obstacle, sharing_obstacle
-from megatron_grpo.settings.config import Config
 from megatron_grpo.weights.shape import ModelShape
 
 LEAST_SAVING = 1 / 16  # of a group's tokens; on CPU, sharing that saved less was slower than computing them again

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from megatron_grpo.errors import Problem
+from megatron_grpo.base.errors import Problem
+from megatron_grpo.batching import stages
+from megatron_grpo.config.config import Config
 from megatron_grpo.planning.model import read_shape
 from megatron_grpo.policy import refused, refused_bits
-from megatron_grpo.settings.config import Config
-from megatron_grpo.sizing import stages
 from megatron_grpo.weights.fit import length_problems
 from megatron_grpo.weights.shape import ModelShape
 

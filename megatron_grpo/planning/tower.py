@@ -6,10 +6,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_grpo.batching.batch_sizes import BatchSizes
+from megatron_grpo.config.config import Config
 from megatron_grpo.planning.activations import Activations
 from megatron_grpo.planning.tuning import Tuning
-from megatron_grpo.settings.config import Config
-from megatron_grpo.sizing.batch_sizes import BatchSizes
 from megatron_grpo.weights.names import tower_entries
 from megatron_grpo.weights.shape import ModelShape
 from megatron_grpo.weights.sizes import VisionShape

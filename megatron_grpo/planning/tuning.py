@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 
+from megatron_grpo.config.config import Config
 from megatron_grpo.rollout.adapters import LoraPush, lora_push
-from megatron_grpo.settings.config import Config
 from megatron_grpo.weights.lora import LoraSettings, is_linear, lora_of
 from megatron_grpo.weights.names import Entry, layer_entries
 from megatron_grpo.weights.shape import ModelShape

@@ -6,7 +6,13 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+from megatron_grpo.batching.batch_sizes import BatchSizes
 from megatron_grpo.batching.timetable import Timetable
+from megatron_grpo.compat import explain
+from megatron_grpo.config import precision
+from megatron_grpo.config.config import Config
+from megatron_grpo.config.schedule import course_of
+from megatron_grpo.config.servers import addresses_of
 from megatron_grpo.data.eyes import said_of_bounds
 from megatron_grpo.grpo import refused as refused_grpo
 from megatron_grpo.planning.budget import wanted_micro_batches
@@ -14,12 +20,6 @@ from megatron_grpo.planning.check import Checked
 from megatron_grpo.planning.facts import bubble_fraction, staleness
 from megatron_grpo.planning.room import in_words
 from megatron_grpo.rollout.adapters import LoraPush
-from megatron_grpo.settings import precision
-from megatron_grpo.settings.config import Config
-from megatron_grpo.settings.schedule import course_of
-from megatron_grpo.settings.servers import addresses_of
-from megatron_grpo.sizing.batch_sizes import BatchSizes
-from megatron_grpo.sizing.dialects import explain
 from megatron_grpo.weights.lora import lora_of, peft_leaves_out
 from megatron_grpo.weights.shape import ModelShape
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from megatron_grpo.errors import Problem
-from megatron_grpo.settings.config import Config
-from megatron_grpo.settings.read import COMMAND_LINE
+from megatron_grpo.base.errors import Problem
+from megatron_grpo.config.config import Config
+from megatron_grpo.config.read import COMMAND_LINE
 from megatron_grpo.weights.shape import ModelShape
 
 # By fp8_recipe: what Transformer Engine asks of a GPU (compute capability), and of both sides of a matrix (a multiple). Read in 2.9 and

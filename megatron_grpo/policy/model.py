@@ -19,6 +19,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
+from megatron_grpo.config.config import KernelConfig, ModelConfig, ParallelConfig
 from megatron_grpo.parallel.state import ParallelState
 from megatron_grpo.parallel.tensor import copy_to_ranks
 from megatron_grpo.parallel.vocab import Slope, linear_logprobs
@@ -38,7 +39,6 @@ from megatron_grpo.policy.layers import (
 from megatron_grpo.policy.router import replace_routers
 from megatron_grpo.policy.stream import LocalBatch
 from megatron_grpo.policy.vision import Vision
-from megatron_grpo.settings.config import KernelConfig, ModelConfig, ParallelConfig
 from megatron_grpo.weights.rope import rope_inverse_frequencies
 from megatron_grpo.weights.shape import ModelShape
 

@@ -15,12 +15,12 @@ from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.module import MegatronModule
 
+from megatron_grpo.config.config import OptimizerConfig
+from megatron_grpo.config.schedule import course_of
 from megatron_grpo.parallel import collectives
 from megatron_grpo.policy.adamw import AdamW
 from megatron_grpo.policy.lora import Adapters
 from megatron_grpo.policy.sharded_state import rounding, share_rounded
-from megatron_grpo.settings.config import OptimizerConfig
-from megatron_grpo.settings.schedule import course_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -10,7 +10,7 @@ import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_model_config
 
-from megatron_grpo import activity
+from megatron_grpo.base import activity
 from megatron_grpo.parallel.state import ParallelState
 from megatron_grpo.parallel.vocab import Slope
 from megatron_grpo.policy.router import RouterPass, routed, routers

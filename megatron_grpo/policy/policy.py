@@ -14,9 +14,9 @@ from typing import Any, Literal, Protocol, cast
 import numpy as np
 import torch
 
+from megatron_grpo.base.clock import Clock
 from megatron_grpo.batching.alignment import Alignment
 from megatron_grpo.batching.split import BatchCut
-from megatron_grpo.clock import Clock
 from megatron_grpo.grpo.loss import GrpoLoss, LossInputs
 from megatron_grpo.grpo.metrics import combine, finish
 from megatron_grpo.grpo.objectives import Labels

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from importlib.util import find_spec
 
-from megatron_grpo.errors import ConfigError, Problem
+from megatron_grpo.base.errors import ConfigError, Problem
+from megatron_grpo.batching.stages import layer_counts
+from megatron_grpo.config.config import Config
 from megatron_grpo.policy.fp8 import fp8_machine_problems, fp8_problems
 from megatron_grpo.policy.refused_bits import gpu_problem
-from megatron_grpo.settings.config import Config
-from megatron_grpo.sizing.stages import layer_counts
 from megatron_grpo.weights.lora import linear_modules, lora_of
 from megatron_grpo.weights.shape import ModelShape
 from megatron_grpo.weights.sizes import MoeShape, VisionShape, yarn_mscale

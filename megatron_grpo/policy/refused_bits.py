@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron_grpo.errors import Problem
-from megatron_grpo.settings.config import Config
-from megatron_grpo.settings.grammar import flag_of, of_training
-from megatron_grpo.settings.kept import is_cut
+from megatron_grpo.base.errors import Problem
+from megatron_grpo.config.config import Config
+from megatron_grpo.config.grammar import flag_of, of_training
+from megatron_grpo.config.kept import is_cut
 from megatron_grpo.weights.shape import ModelShape
 
 # Compared bit by bit, by tools/same_bits.py.

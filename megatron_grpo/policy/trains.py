@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from megatron.core.models.gpt import GPTModel
 
+from megatron_grpo.config.config import TunerConfig
 from megatron_grpo.policy.exchange import WeightExchange
-from megatron_grpo.settings.config import TunerConfig
 from megatron_grpo.weights.trains import parameter_trains, trains
 
 

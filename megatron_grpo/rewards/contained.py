@@ -13,7 +13,7 @@ from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any
 
-from megatron_grpo.errors import raised, said_by
+from megatron_grpo.base.errors import raised, said_by
 
 _OUTPUTS = {1: "stdout", 2: "stderr"}
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from typing import Any
 
-from megatron_grpo.errors import GivenUp
+from megatron_grpo.base.errors import GivenUp
 
 # Not SIGALRM: math-verify and others set and clear that one themselves, which would clear the deadline.
 SIGNAL = signal.SIGRTMIN + 11

@@ -13,11 +13,11 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_grpo.errors import ConfigError, Problem, said_by
+from megatron_grpo.base.errors import ConfigError, Problem, said_by
+from megatron_grpo.config.config import Config
 from megatron_grpo.rewards.contained import AskedToEnd, contained
 from megatron_grpo.rewards.of_others import parsed, shown_text, trains_at_import, with_swift
 from megatron_grpo.rewards.protocol import RewardFunction, accepted_names, positional_names
-from megatron_grpo.settings.config import Config
 
 _LOG = logging.getLogger(__name__)
 

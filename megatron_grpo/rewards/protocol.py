@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_grpo.errors import shown
+from megatron_grpo.base.errors import shown
 
 Score = float | None  # None: this reward does not apply to this completion
 # A larger one has no square in a sum of floats, and as an advantage no place in a float32: advantages would be 0, infinite or NaN.

@@ -14,8 +14,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from megatron_grpo import activity
-from megatron_grpo.errors import Interrupted, RewardError, raised, said_by
+from megatron_grpo.base import activity
+from megatron_grpo.base.errors import Interrupted, RewardError, raised, said_by
 from megatron_grpo.rewards import deadline
 from megatron_grpo.rewards.contained import AskedToEnd, contained
 from megatron_grpo.rewards.protocol import RewardBatch, RewardFunction, RowFailure, Score, as_scores, text_of

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass
 
-from megatron_grpo.errors import ConfigError, Problem
-from megatron_grpo.settings.config import Config
+from megatron_grpo.base.errors import ConfigError, Problem
+from megatron_grpo.config.config import Config
 from megatron_grpo.weights.lora import AdapterPush, LoraSettings, linear_modules, lora_of
 from megatron_grpo.weights.shape import ModelShape
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from typing import Generic, TypeVar, cast
 
-from megatron_grpo.errors import GivenUp
+from megatron_grpo.base.errors import GivenUp
 from megatron_grpo.parallel import collectives
 from megatron_grpo.rollout.engine import BackgroundSampler, Flight, Sampler, SamplingSettings
 from megatron_grpo.types import Group, Prompt

@@ -19,12 +19,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron_grpo import activity, launcher
-from megatron_grpo.cleanup import CleanUp
+from megatron_grpo.analysis import vllm_same_bits
+from megatron_grpo.base import activity, launcher
+from megatron_grpo.base.cleanup import CleanUp
+from megatron_grpo.base.errors import ConfigError, GivenUp, Problem, RunError
+from megatron_grpo.config.config import RolloutConfig
 from megatron_grpo.data.eyes import Eyes
-from megatron_grpo.errors import ConfigError, GivenUp, Problem, RunError
 from megatron_grpo.parallel import collectives
-from megatron_grpo.rollout import vllm_experts, vllm_patches, vllm_pictures, vllm_same_bits
+from megatron_grpo.rollout import vllm_experts, vllm_patches, vllm_pictures
 from megatron_grpo.rollout.adapters import LoraPush
 from megatron_grpo.rollout.engine import SamplingSettings, WeightSyncError, prompt_seed
 from megatron_grpo.rollout.experts import ExpertLayers, of_group, told
@@ -34,7 +36,6 @@ from megatron_grpo.rollout.vllm_adapters import AdapterSlot, lora_options
 from megatron_grpo.rollout.vllm_options import cpu_options, gpu_options, problem_of
 from megatron_grpo.rollout.vllm_requests import KEPT_OPTIONS, sampled, sampling_params, scores, scoring_requests, take_logprobs_as_they_come
 from megatron_grpo.rollout.vllm_weights import WeightLoader, buffers_of, missing_sentence, refuse_changed
-from megatron_grpo.settings.config import RolloutConfig
 from megatron_grpo.types import Completion, Group, Kept, Prompt, answered
 from megatron_grpo.types import Sequence as Scored
 from megatron_grpo.weights.update import NO_VERSION, WeightUpdate

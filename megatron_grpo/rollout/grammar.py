@@ -8,9 +8,9 @@ from functools import partial
 from importlib.util import find_spec
 from typing import Any, Literal
 
-from megatron_grpo.errors import Problem
-from megatron_grpo.settings.config import Config
-from megatron_grpo.settings.grammar import FIELD, REGEX, asked, fault
+from megatron_grpo.base.errors import Problem
+from megatron_grpo.config.config import Config
+from megatron_grpo.config.grammar import FIELD, REGEX, asked, fault
 
 
 def unreadable(cfg: Config) -> list[Problem]:

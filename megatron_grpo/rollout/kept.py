@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from megatron_grpo.errors import RunError
+from megatron_grpo.base.errors import RunError
 from megatron_grpo.types import Kept
 from megatron_grpo.types import Sequence as Tokens
 

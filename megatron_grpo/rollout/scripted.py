@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from threading import Event
 
-from megatron_grpo import activity
-from megatron_grpo.errors import GivenUp
+from megatron_grpo.base import activity
+from megatron_grpo.base.errors import GivenUp
 from megatron_grpo.parallel import collectives
 from megatron_grpo.rollout.ahead import InThread, wait_together
 from megatron_grpo.rollout.engine import Flight, SamplingSettings, WeightSyncError

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from megatron_grpo.errors import Problem
-from megatron_grpo.settings.config import RolloutConfig
+from megatron_grpo.base.errors import Problem
+from megatron_grpo.config.config import RolloutConfig
 
 CPU_BLOCK_SIZE = 32  # tokens: the smallest that vLLM's CPU attention takes; its default of 128 would share no short prompt
 

@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron_grpo import activity, launcher
-from megatron_grpo.errors import GivenUp
+from megatron_grpo.base import activity, launcher
+from megatron_grpo.base.errors import GivenUp
 
 # Warnings without a consequence, by logger: anything else that vLLM warns of is shown. Filters sit on these loggers and not on a handler,
 # because vLLM replaces its handlers whenever it builds an engine.

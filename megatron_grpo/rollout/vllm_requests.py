@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from megatron_grpo.errors import ConfigError
+from megatron_grpo.base.errors import ConfigError
+from megatron_grpo.config.grammar import FIELD
+from megatron_grpo.config.kept import MOST
 from megatron_grpo.rollout.engine import SamplingSettings
 from megatron_grpo.rollout.kept import TIES, num_asked, whole_or_cut
-from megatron_grpo.settings.grammar import FIELD
-from megatron_grpo.settings.kept import MOST
 from megatron_grpo.types import Kept
 
 KEPT_OPTIONS = {"max_logprobs": MOST + TIES}  # of every engine: it may be asked what was left of the vocabulary

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from contextlib import suppress
 
-from megatron_grpo import launcher
-from megatron_grpo.errors import EXIT_CONFIG, EXIT_INTERRUPTED
+from megatron_grpo.base import launcher
+from megatron_grpo.base.errors import EXIT_CONFIG, EXIT_INTERRUPTED
 
 _WHY = {
     EXIT_CONFIG: "what was refused is refused again with the same number of processes",

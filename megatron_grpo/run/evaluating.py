@@ -7,15 +7,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megatron_grpo.build import ENGINES, answering, build_evaluator, build_loaded, start_parallel
+from megatron_grpo.base.cleanup import CleanUp
+from megatron_grpo.base.errors import EXIT_DONE, ConfigError, problem_with
+from megatron_grpo.base.files import mark
 from megatron_grpo.checkpoint.manifest import read_manifest
-from megatron_grpo.checkpoint.opened import layout_of, settings_of_checkpoint
 from megatron_grpo.checkpoint.written import why_not_written
-from megatron_grpo.cleanup import CleanUp
-from megatron_grpo.errors import EXIT_DONE, ConfigError, problem_with
-from megatron_grpo.files import mark
-from megatron_grpo.inputs import Looked, read_to_evaluate
-from megatron_grpo.judge import Judge
+from megatron_grpo.config import Parsed
+from megatron_grpo.config.checks import validate
+from megatron_grpo.config.config import Config
+from megatron_grpo.config.evaluation import sets_of
 from megatron_grpo.metrics.display import Display
 from megatron_grpo.metrics.evaluations import Evaluated, Evaluations, in_words
 from megatron_grpo.parallel import state
@@ -23,12 +23,12 @@ from megatron_grpo.parallel.state import ParallelState
 from megatron_grpo.planning.check_tuner import tuner_problems, with_adapter
 from megatron_grpo.policy.loaded import LoadedModel
 from megatron_grpo.rewards.loading import close_rewards
+from megatron_grpo.run.build import ENGINES, answering, build_evaluator, build_loaded, start_parallel
+from megatron_grpo.run.inputs import Looked, read_to_evaluate
 from megatron_grpo.run.life import take_output_dir
-from megatron_grpo.settings import Parsed
-from megatron_grpo.settings.checks import validate
-from megatron_grpo.settings.config import Config
-from megatron_grpo.settings.evaluation import sets_of
-from megatron_grpo.sync import Publisher, Restoring
+from megatron_grpo.run.opened import layout_of, settings_of_checkpoint
+from megatron_grpo.trainer.judge import Judge
+from megatron_grpo.trainer.sync import Publisher, Restoring
 from megatron_grpo.weights.fit import engine_problems
 
 _OF_A_RUN, _EVAL = ("metrics.jsonl", "checkpoints", "plan.json"), "eval"

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megatron_grpo.build import choose_tuner, model_of, sharing_here, start_parallel
+from megatron_grpo.base.errors import EXIT_DONE, ConfigError, config_error, problem_with
+from megatron_grpo.base.files import why_not_replaced
 from megatron_grpo.checkpoint.manifest import read_manifest
-from megatron_grpo.checkpoint.opened import layout_of, load_weights, settings_of_checkpoint
-from megatron_grpo.errors import EXIT_DONE, ConfigError, config_error, problem_with
-from megatron_grpo.export import describe, export_model, merge_adapter
-from megatron_grpo.files import why_not_replaced
+from megatron_grpo.config import Parsed
+from megatron_grpo.config.config import Config
+from megatron_grpo.config.table import table
+from megatron_grpo.data.hub import find_model
 from megatron_grpo.metrics.card import Card
 from megatron_grpo.parallel import collectives, state
 from megatron_grpo.run import hub
-from megatron_grpo.settings import Parsed
-from megatron_grpo.settings.config import Config
-from megatron_grpo.settings.table import table
-from megatron_grpo.sources import find_model
+from megatron_grpo.run.build import choose_tuner, model_of, sharing_here, start_parallel
+from megatron_grpo.run.export import describe, export_model, merge_adapter
+from megatron_grpo.run.opened import layout_of, load_weights, settings_of_checkpoint
 from megatron_grpo.weights.shape import ModelShape
 
 

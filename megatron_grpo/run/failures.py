@@ -20,8 +20,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
 
-from megatron_grpo import launcher
-from megatron_grpo.errors import EXIT_CONFIG, EXIT_CRASH, EXIT_INTERRUPTED, ConfigError, Interrupted, RewardError, RunError, said_by
+from megatron_grpo.base import launcher
+from megatron_grpo.base.errors import EXIT_CONFIG, EXIT_CRASH, EXIT_INTERRUPTED, ConfigError, Interrupted, RewardError, RunError, said_by
 from megatron_grpo.run import attempts
 
 PREFIX = "megatron-grpo: "
@@ -143,12 +143,14 @@ _BY_TEXT = {  # how libraries spell them that raise something else than OSError
 _NO_ROOM_ON_GPU = re.compile(r"CUDA ([Ee]rror: )?out of memory|CUBLAS_STATUS_ALLOC_FAILED|Cuda failure 2 ")
 # By the innermost module of ours that the error passed: what was being done, and what takes less.
 _ON_GPU = (
-    ("rollout/vllm_weights|rollout/vllm_table|rollout/vllm_lesson|policy/(buckets|exchange|to_first)|sync.py",
+    ("rollout/vllm_weights|rollout/vllm_table|rollout/vllm_lesson|policy/(buckets|exchange|to_first)|trainer/sync.py",
      "pushing weights", "a lower weight_sync_bucket_mb, offload_model true and offload_optimizer true, or sleep_level 2"),
-    ("rollout/", "sampling or starting vLLM", "a lower vllm_gpu_memory_utilization, vllm_max_num_seqs or vllm_max_model_len, "
+    ("rollout/|analysis/vllm_|servers/vllm_worker",
+     "sampling or starting vLLM", "a lower vllm_gpu_memory_utilization, vllm_max_num_seqs or vllm_max_model_len, "
      "offload_optimizer true and offload_model true"),
     ("parallel/vocab", "computing log-probs", "a lower logprob_chunk_size"),
-    ("policy/|train.py|pending.py", "training", "sleep_level 1, a lower max_tokens_per_micro_batch or micro_batch_size, "
+    ("policy/|analysis/(audit|traced)|train.py|trainer/pending.py",
+     "training", "sleep_level 1, a lower max_tokens_per_micro_batch or micro_batch_size, "
      "recompute_granularity full, more ranks for tensor_model_parallel_size or context_parallel_size, or optimizer_cpu_offload true"),
     ("", "building the model", "more ranks for tensor_model_parallel_size or pipeline_model_parallel_size, or optimizer_cpu_offload true"),
 )  # fmt: skip

@@ -9,10 +9,10 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_grpo.errors import ConfigError, Problem, RunError, first_line, keep_secret, said_by
-from megatron_grpo.files import MARK
+from megatron_grpo.base.errors import ConfigError, Problem, RunError, first_line, keep_secret, said_by
+from megatron_grpo.base.files import MARK
+from megatron_grpo.config.config import Config
 from megatron_grpo.parallel import collectives
-from megatron_grpo.settings.config import Config
 
 
 def open_repositories(cfg: Config, folders: Sequence[Path]) -> dict[Path, str]:

@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_grpo import launcher
+from megatron_grpo.base import launcher
 from megatron_grpo.checkpoint.folder import Folder
 from megatron_grpo.run import stacks
 from megatron_grpo.run.failures import PREFIX, tell

@@ -10,14 +10,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megatron_grpo import activity, launcher, train
-from megatron_grpo.build import build_run, start_parallel
-from megatron_grpo.checkpoint.opened import load_weights
+from megatron_grpo import train
+from megatron_grpo.base import activity, launcher
+from megatron_grpo.base.cleanup import CleanUp
+from megatron_grpo.base.errors import EXIT_CRASH, EXIT_DONE, ConfigError, Interrupted, RunError
 from megatron_grpo.checkpoint.written import still_there
-from megatron_grpo.cleanup import CleanUp
-from megatron_grpo.errors import EXIT_CRASH, EXIT_DONE, ConfigError, Interrupted, RunError
-from megatron_grpo.export import export_model, merged_folder
-from megatron_grpo.inputs import Inputs
+from megatron_grpo.config.config import Config
 from megatron_grpo.metrics.card import Card
 from megatron_grpo.parallel import collectives, state
 from megatron_grpo.parallel.state import ParallelState
@@ -25,14 +23,17 @@ from megatron_grpo.planning.command import Plan
 from megatron_grpo.planning.report import print_report
 from megatron_grpo.rewards.loading import close_rewards
 from megatron_grpo.run import hub, supervisor
+from megatron_grpo.run.build import build_run, start_parallel
+from megatron_grpo.run.export import export_model, merged_folder
 from megatron_grpo.run.failures import PREFIX, tell
+from megatron_grpo.run.inputs import Inputs
 from megatron_grpo.run.limits import age_of, limits_of, requeue
 from megatron_grpo.run.lock import OutputLock
+from megatron_grpo.run.opened import load_weights
 from megatron_grpo.run.peers import Peers, Process
 from megatron_grpo.run.signals import StopSignal
 from megatron_grpo.run.supervisor import launcher_pid
 from megatron_grpo.run.watchdog import Watchdog
-from megatron_grpo.settings.config import Config
 
 _WHERE_TO_LOOK = "Look at completions/, and try the reward functions with `megatron-grpo rehearse`."
 

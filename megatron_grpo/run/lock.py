@@ -12,8 +12,8 @@ import socket
 from pathlib import Path
 from typing import Any
 
+from megatron_grpo.base.errors import ConfigError, Problem
 from megatron_grpo.checkpoint.written import LOCK as NAME
-from megatron_grpo.errors import ConfigError, Problem
 from megatron_grpo.run.peers import Process
 
 logger = logging.getLogger(__name__)

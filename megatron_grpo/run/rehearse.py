@@ -17,24 +17,25 @@ from typing import Any
 
 import numpy as np
 
+from megatron_grpo.base.errors import EXIT_CRASH, EXIT_DONE, ConfigError, Problem, RewardError, said_by
+from megatron_grpo.batching.batch_sizes import BatchSizes
+from megatron_grpo.config import Parsed
+from megatron_grpo.config.config import Config
 from megatron_grpo.data.album import num_tokens
 from megatron_grpo.data.chat import PromptEncoder, as_completion, load_tokenizer
 from megatron_grpo.data.eyes import Eyes, eyes_of
+from megatron_grpo.data.hub import find_model
 from megatron_grpo.data.prompts import PromptRows, check_pictures
 from megatron_grpo.data.streamed import rows_to_look_at
 from megatron_grpo.environments.loading import load_environment, template_of
 from megatron_grpo.environments.probe import look_at
 from megatron_grpo.environments.protocol import Environment
-from megatron_grpo.errors import EXIT_CRASH, EXIT_DONE, ConfigError, Problem, RewardError, said_by
-from megatron_grpo.judge import as_batch
 from megatron_grpo.rewards.loading import close_rewards, load_rewards
 from megatron_grpo.rewards.protocol import RewardBatch, RewardFunction, Score
 from megatron_grpo.rewards.scoring import score
 from megatron_grpo.run.rehearse_turns import play_rows
-from megatron_grpo.settings import Parsed
-from megatron_grpo.settings.config import Config
-from megatron_grpo.sizing.batch_sizes import BatchSizes
-from megatron_grpo.sources import find_columns, find_model
+from megatron_grpo.run.sources import find_columns
+from megatron_grpo.trainer.judge import as_batch
 
 ROWS = 8
 MOST_LENGTHS = 5000  # rows that are tokenised, evenly spread

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_grpo.config.config import Config
 from megatron_grpo.data.chat import PromptEncoder
 from megatron_grpo.data.prompts import PromptRows
 from megatron_grpo.environments.loading import Stage
@@ -16,7 +17,6 @@ from megatron_grpo.environments.play import Play
 from megatron_grpo.environments.protocol import Environment
 from megatron_grpo.environments.tools import ToolEnvironment
 from megatron_grpo.rollout.turns import Drawn, Key
-from megatron_grpo.settings.config import Config
 from megatron_grpo.types import FAULTS, Group, Prompt
 
 MADE_UP: Mapping[str, Any] = {"string": "7", "integer": 7, "number": 0.5, "boolean": True, "array": [], "object": {}}  # by type

@@ -19,8 +19,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from megatron_grpo import activity
-from megatron_grpo.errors import Interrupted
+from megatron_grpo.base import activity
+from megatron_grpo.base.errors import Interrupted
 from megatron_grpo.run.failures import note, report
 from megatron_grpo.run.limits import Limit
 

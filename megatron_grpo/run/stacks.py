@@ -18,7 +18,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from megatron_grpo import activity
+from megatron_grpo.base import activity
 
 SIGNAL = signal.SIGRTMIN + 12  # 11 is the deadline's of a reward function
 _NAME, _PHASE = "megatron_grpo.stacks", "megatron_grpo.phase"

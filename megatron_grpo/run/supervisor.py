@@ -15,9 +15,9 @@ import sys
 import time
 from collections.abc import Callable
 
-from megatron_grpo import launcher
-from megatron_grpo.cleanup import die_with_launcher, die_with_parent
-from megatron_grpo.errors import EXIT_CRASH
+from megatron_grpo.base import launcher
+from megatron_grpo.base.cleanup import die_with_launcher, die_with_parent
+from megatron_grpo.base.errors import EXIT_CRASH
 from megatron_grpo.run import attempts
 from megatron_grpo.run.page import Page
 

@@ -27,8 +27,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megatron_grpo import activity, launcher
-from megatron_grpo.errors import EXIT_CRASH
+from megatron_grpo.base import activity, launcher
+from megatron_grpo.base.errors import EXIT_CRASH
 from megatron_grpo.run import stacks
 from megatron_grpo.run.failures import PREFIX, tell
 from megatron_grpo.run.hung import Account, keep, verdict, where_to_look

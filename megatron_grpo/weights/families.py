@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_grpo.errors import ConfigError, Problem, config_error
+from megatron_grpo.base.errors import ConfigError, Problem, config_error
 from megatron_grpo.weights import traits
 from megatron_grpo.weights.fields import IDLE, fields_of
 from megatron_grpo.weights.towers import QWEN2_5_VL, QWEN2_VL, QWEN3_VL, Tower

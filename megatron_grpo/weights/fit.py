@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 
-from megatron_grpo.errors import Problem
+from megatron_grpo.base.errors import Problem
 from megatron_grpo.weights.shape import ModelShape
 
 TP, EP, ETP = "tensor_model_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size"

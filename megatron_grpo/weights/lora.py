@@ -20,13 +20,13 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from megatron_grpo.errors import ConfigError, Problem, config_error, problem_with
+from megatron_grpo.base.errors import ConfigError, Problem, config_error, problem_with
 from megatron_grpo.weights.families import FAMILIES
 from megatron_grpo.weights.names import Entry, Packing, ShardCut, layer_entries
 from megatron_grpo.weights.shape import ModelShape
 
 if TYPE_CHECKING:
-    from megatron_grpo.settings.config import TunerConfig
+    from megatron_grpo.config.config import TunerConfig
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."  # before the name of a module, in PEFT's files

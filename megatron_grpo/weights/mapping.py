@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from megatron_grpo.errors import ConfigError, Problem, config_error
+from megatron_grpo.base.errors import ConfigError, Problem, config_error
 from megatron_grpo.weights.families import FAMILIES
 from megatron_grpo.weights.interleaved import stored_name
 from megatron_grpo.weights.names import NAMINGS, Entry, Packing, ShardCut, grouped_experts, hf_shapes, layer_entries, outer_entries

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megatron_grpo.errors import ConfigError, Problem, config_error
+from megatron_grpo.base.errors import ConfigError, Problem, config_error
 from megatron_grpo.weights.families import FAMILIES, Family, family_of, text_config
 from megatron_grpo.weights.fields import as_the_class_reads
 from megatron_grpo.weights.sizes import Activation, MlaShape, MoeShape, RopeShape, VisionShape, yarn_mscale

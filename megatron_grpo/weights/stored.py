@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from megatron_grpo.errors import ConfigError, Problem
+from megatron_grpo.base.errors import ConfigError, Problem
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 _LONGEST_HEADER = 100_000_000  # bytes; safetensors' own limit

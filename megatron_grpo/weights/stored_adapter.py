@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from megatron_grpo.errors import ConfigError, Problem
-from megatron_grpo.settings.table import table
-from megatron_grpo.settings.tuner import NO_ADAPTER
+from megatron_grpo.base.errors import ConfigError, Problem
+from megatron_grpo.config.table import table
+from megatron_grpo.config.tuner import NO_ADAPTER
 from megatron_grpo.weights.lora import CONFIG, PREFIX, WEIGHTS, LoraSettings, own_name, own_sizes
 from megatron_grpo.weights.shape import ModelShape
 from megatron_grpo.weights.stored import stored_shapes

@@ -12,13 +12,13 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from megatron_grpo.errors import Problem
+from megatron_grpo.base.errors import Problem
 from megatron_grpo.weights.names import Entry, layer_entries, outer_entries, tower_entries
 from megatron_grpo.weights.shape import ModelShape
 from megatron_grpo.weights.towers import Part, part_of
 
 if TYPE_CHECKING:
-    from megatron_grpo.settings.config import TunerConfig
+    from megatron_grpo.config.config import TunerConfig
 
 Rule = Callable[[str], bool]  # a tensor's Hugging Face name -> whether it trains
 

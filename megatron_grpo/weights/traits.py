@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from megatron_grpo.errors import ConfigError, Problem
+from megatron_grpo.base.errors import ConfigError, Problem
 from megatron_grpo.weights.sizes import MlaShape, MoeShape, yarn_mscale
 
 Config = Mapping[str, Any]

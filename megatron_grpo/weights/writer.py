@@ -15,9 +15,9 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from megatron_grpo.errors import ConfigError, Problem
-from megatron_grpo.files import directory_whole
-from megatron_grpo.settings.remote_code import files_named
+from megatron_grpo.base.errors import ConfigError, Problem
+from megatron_grpo.base.files import directory_whole
+from megatron_grpo.config.remote_code import files_named
 from megatron_grpo.weights.families import family_of
 from megatron_grpo.weights.shape import read_config
 from megatron_grpo.weights.stored import INDEX, SINGLE

@@ -22,8 +22,8 @@ def build(name, model, rank, world_size, tensor_parallel_size=1):
         from tests.end_to_end.scripted import answers
 
         return ScriptedEngine(answers(model, 1.0))
+    from megatron_grpo.config.config import RolloutConfig
     from megatron_grpo.rollout.colocated import ColocatedEngine
-    from megatron_grpo.settings.config import RolloutConfig
 
     cfg = RolloutConfig(vllm_kv_cache_memory_mb=8, vllm_max_num_seqs=32, vllm_tensor_parallel_size=tensor_parallel_size)
     return ColocatedEngine.build(cfg, model_path=model, dtype="float32", max_model_len=128, seed=0, rank=rank, world_size=world_size)
@@ -79,7 +79,7 @@ def test_each_group_is_whole_on_one_rank_in_the_order_of_the_prompts(model, name
 
 
 def test_what_was_begun_is_what_would_have_been_answered_then(model):
-    """By the engine that can answer in the background; servers are held to it in tests/unit/rollout/test_servers.py."""
+    """By the engine that can answer in the background; servers are held to it in tests/unit/servers/test_servers.py."""
 
     def body(rank, world_size):
         engine = build("scripted", model, rank, world_size)
@@ -95,7 +95,7 @@ def test_what_was_begun_is_what_would_have_been_answered_then(model):
 @pytest.mark.parametrize(("name", "tensor_parallel_size"), [("scripted", 1), ("colocated", 1), ("colocated", 2)])
 def test_a_question_is_given_up_on_all_ranks_where_one_has_no_time_left_and_the_next_one_is_answered(model, name, tensor_parallel_size):
     def body(rank, world_size):
-        from megatron_grpo.errors import GivenUp
+        from megatron_grpo.base.errors import GivenUp
 
         engine, asked, steps = build(name, model, rank, world_size, tensor_parallel_size), [], []
         if name == "colocated":

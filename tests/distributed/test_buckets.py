@@ -14,14 +14,14 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from megatron_grpo import sync
+from megatron_grpo.batching.batch_sizes import BatchSizes
 from megatron_grpo.parallel import collectives
 from megatron_grpo.planning import push
 from megatron_grpo.planning.tuning import Tuning
 from megatron_grpo.policy import buckets
 from megatron_grpo.policy import exchange as exchange_module
 from megatron_grpo.policy.exchange import WeightExchange
-from megatron_grpo.sizing.batch_sizes import BatchSizes
+from megatron_grpo.trainer import sync
 from megatron_grpo.weights import adapters as weights_adapters
 from megatron_grpo.weights.adapters import trimmed
 from megatron_grpo.weights.buckets import Part, fill, num_collectives

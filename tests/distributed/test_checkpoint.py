@@ -399,7 +399,7 @@ def assert_same_samples(got, wanted):
 
 def restore_only(rank, world_size, folder, resume="auto"):
     """The step it resumed from, and the lines it said; or the sentence of the ConfigError."""
-    from megatron_grpo.errors import ConfigError
+    from megatron_grpo.base.errors import ConfigError
 
     heard = []
     policy = Policy(world_size, seed=1)
@@ -454,7 +454,7 @@ def test_the_output_dir_of_another_run_can_be_resumed_from(saved):
 
 def test_a_checkpoint_of_another_model_is_refused_with_its_directory(saved):
     def resume_wider(rank, world_size):
-        from megatron_grpo.errors import ConfigError
+        from megatron_grpo.base.errors import ConfigError
 
         with pytest.raises(ConfigError, match="iter_0000004 is undamaged but does not fit"):
             restored(checkpoints(saved), Policy(world_size, hidden=128), Prompts())

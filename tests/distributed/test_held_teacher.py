@@ -73,12 +73,12 @@ def scored(rank: int, world: int, models, samples, settings: dict, teachers: tup
     """{(teacher, which of `more`): {row: what it says}} of the rows whose home this rank is. For `run_ranks`."""
     from dataclasses import replace
 
-    from megatron_grpo.build import build_held_teacher
-    from megatron_grpo.clock import Clock
-    from megatron_grpo.pending import Pending
+    from megatron_grpo.base.clock import Clock
+    from megatron_grpo.batching.batch_sizes import BatchSizes
     from megatron_grpo.planning.held import held_stages
     from megatron_grpo.planning.model import rules_of
-    from megatron_grpo.sizing.batch_sizes import BatchSizes
+    from megatron_grpo.run.build import build_held_teacher
+    from megatron_grpo.trainer.pending import Pending
     from megatron_grpo.weights.shape import ModelShape
 
     parallel, found = cases.join(cases.settings(**settings), world), {}

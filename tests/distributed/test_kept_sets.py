@@ -72,10 +72,10 @@ def test_the_sampler_and_the_trainer_have_one_softmax(tmp_path):
     path = write_tiny(tmp_path / "model", vocab=700, layers=2, std=0.1)
 
     def body(rank, world):
+        from megatron_grpo.config.config import RolloutConfig
         from megatron_grpo.rollout.colocated import ColocatedEngine
         from megatron_grpo.rollout.engine import SamplingSettings
         from megatron_grpo.rollout.kept import check
-        from megatron_grpo.settings.config import RolloutConfig
         from megatron_grpo.types import Prompt
 
         policy = cases.build(path, cases.settings(temperature=0.7), world)

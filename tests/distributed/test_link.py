@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_grpo.parallel.link import GaveUp, LinkError, LinkReceiver, LinkSender, Meeting
+from megatron_grpo.servers.link import GaveUp, LinkError, LinkReceiver, LinkSender, Meeting
 from tests.ranks import run_ranks
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megatron_grpo.errors import ConfigError
+from megatron_grpo.base.errors import ConfigError
 from tests import lora_cases
 from tests import parity_cases as cases
 from tests.ranks import run_ranks
@@ -65,8 +65,8 @@ def worst(one, other) -> float:
 
 def use(rank, world, model, cfg, adapters, out):
     """For each adapter: log-probs of its model; it is exported, and so is the merged model."""
-    from megatron_grpo.export import export_model
     from megatron_grpo.metrics.card import Card
+    from megatron_grpo.run.export import export_model
 
     parallel, found = cases.join(cfg, world), {}
     for kind, adapter in adapters.items():
@@ -133,7 +133,7 @@ def test_adapters_of_other_families_come_in_and_go_out_as_they_are(tmp_path, nam
 
 
 def test_merging_files_is_merging_the_policy(model, tmp_path):
-    from megatron_grpo.export import merge_adapter
+    from megatron_grpo.run.export import merge_adapter
 
     adapter = by_peft(model, tmp_path / "in", **KINDS["patterns"])
     run_ranks(use, 1, model, cases.settings(), {"one": adapter}, tmp_path / "out")
@@ -143,7 +143,7 @@ def test_merging_files_is_merging_the_policy(model, tmp_path):
 
 
 def test_an_adapter_of_another_base_is_refused(model, tmp_path):
-    from megatron_grpo.export import merge_adapter
+    from megatron_grpo.run.export import merge_adapter
 
     run_ranks(use, 1, model, cases.settings(), {"one": by_peft(model, tmp_path / "in", r=2)}, tmp_path / "out")
     other = write_tiny(tmp_path / "other", **cases.MODELS["dense"], seed=1)
@@ -159,12 +159,12 @@ def export_and_listen(rank, world, model, adapters, out):
     said = []
     listener = logging.Handler()
     listener.emit = lambda record: said.append(record.getMessage())
-    logging.getLogger("megatron_grpo.export").addHandler(listener)
+    logging.getLogger("megatron_grpo.run.export").addHandler(listener)
     cfg, heard = cases.settings(), {}
     parallel = cases.join(cfg, world)
     for kind, adapter in adapters.items():
-        from megatron_grpo.export import export_model
         from megatron_grpo.metrics.card import Card
+        from megatron_grpo.run.export import export_model
 
         own = cfg.with_values({"tuner_type": "lora", "adapters": str(adapter)})
         policy = cases.build(model, own, world, parallel)

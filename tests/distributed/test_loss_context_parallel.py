@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_grpo.config.config import GrpoConfig
 from megatron_grpo.grpo.loss import OBJECTIVES, GrpoLoss
 from megatron_grpo.grpo.metrics import finish
 from megatron_grpo.grpo.objectives import Labels
 from megatron_grpo.grpo.ratios import RATIOS
-from megatron_grpo.settings.config import GrpoConfig
 from tests.ranks import run_ranks
 from tests.reference.packing import MAX_COMPLETION_LENGTH, labels_of, pack, random_batch, weigh
 

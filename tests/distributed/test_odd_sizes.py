@@ -7,7 +7,7 @@ import json
 import pytest
 from transformers.utils import logging
 
-from megatron_grpo.errors import ConfigError
+from megatron_grpo.base.errors import ConfigError
 from megatron_grpo.weights.shape import ModelShape
 from tests import odd_sizes as odd
 from tests import parity_cases as cases

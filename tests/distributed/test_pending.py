@@ -58,7 +58,7 @@ def start(rank, world, *, tp: int = 1, pp: int = 1, micro_batch_size: int = 2, m
     from megatron_grpo.batching.split import BatchCut
     from megatron_grpo.parallel.layout import Layout
     from megatron_grpo.parallel.state import start
-    from megatron_grpo.pending import Pending
+    from megatron_grpo.trainer.pending import Pending
 
     parallel = start(Layout(world_size=world, tp=tp, pp=pp))
     cut = BatchCut(dp_size=parallel.dp_size, micro_batch_size=micro_batch_size, max_tokens=max_tokens)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from megatron_grpo.batching.batch_sizes import BatchSizes
+from megatron_grpo.config.config import Config
 from megatron_grpo.planning.cost import checkpoint_bytes
 from megatron_grpo.planning.memory import static_memory
 from megatron_grpo.planning.parameters import Place
 from megatron_grpo.planning.room import Offload
 from megatron_grpo.planning.tuning import Tuning
-from megatron_grpo.settings.config import Config
-from megatron_grpo.sizing.batch_sizes import BatchSizes
 from megatron_grpo.weights.shape import ModelShape
 from tests.lora_cases import ODD, random_adapter
 from tests.parity_cases import join
@@ -27,8 +27,8 @@ def measured(rank, world, path, cfg):
     from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories, is_main_replica
 
-    from megatron_grpo.build import build_policy
     from megatron_grpo.policy.room import ROLES
+    from megatron_grpo.run.build import build_policy
 
     shape = ModelShape.from_pretrained(path)
     policy = build_policy(cfg, shape, join(cfg, world), model_path=path, num_steps=100, offload=ROLES)

@@ -208,7 +208,7 @@ def test_an_audit_finds_a_weight_that_is_not_what_is_kept_of_it(models):
     """Sound runs are audited in tests/end_to_end/test_precision_aware.py."""
 
     def body(rank, world):
-        from megatron_grpo.policy.audit import _rounded
+        from megatron_grpo.analysis.audit import _rounded
         from megatron_grpo.policy.moments import runs_of
 
         policy = cases.build(models["dense"], cases.settings(**OWN, main_params_dtype="fp16"), world)

@@ -11,9 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_grpo.errors import ConfigError, RunError
+from megatron_grpo.base.errors import ConfigError, RunError
+from megatron_grpo.config.config import RolloutConfig
 from megatron_grpo.rollout.engine import SamplingSettings
-from megatron_grpo.settings.config import RolloutConfig
 from megatron_grpo.types import Prompt
 from megatron_grpo.weights.update import WeightUpdate
 from tests.ranks import RanksFailed, run_ranks

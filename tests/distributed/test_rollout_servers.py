@@ -86,10 +86,10 @@ def told_of(groups):
 @contextlib.contextmanager
 def trainer(rank, world, path, named, out, *, timeout=60.0, parallel=None, **changes) -> Iterator:
     """(policy, engine, publisher) of one rank, as `build` makes them. parallel: of the first one in this process."""
-    from megatron_grpo.build import build_publisher
     from megatron_grpo.rollout.adapters import lora_push
-    from megatron_grpo.rollout.fleet import needs_of
-    from megatron_grpo.rollout.servers import ServerEngine
+    from megatron_grpo.run.build import build_publisher
+    from megatron_grpo.servers.fleet import needs_of
+    from megatron_grpo.servers.servers import ServerEngine
     from megatron_grpo.weights.shape import ModelShape
     from tests.parity_cases import build, settings
 
@@ -208,11 +208,11 @@ ENDS = tuple(range(4, 128, 3))
 
 def play_on(engine):
     """A sampler of episodes over this engine; its environment says the number of the turn."""
+    from megatron_grpo.environments.episodes import Episodes
     from megatron_grpo.environments.loading import Stage
     from megatron_grpo.environments.play import Rules
     from megatron_grpo.environments.protocol import Environment
     from megatron_grpo.environments.template import ChatTemplate
-    from megatron_grpo.episodes import Episodes
     from tests.tiny_models import word_tokenizer
 
     class Counts(Environment):
@@ -250,8 +250,8 @@ def play_inside(rank, world, path):
 
 def play_and_lose(rank, world, path, named, out):
     """The same episodes on all servers; then with one whose connection breaks in mid-episode; then with all, which are taken up again."""
-    from megatron_grpo.rollout.http import Gone
-    from megatron_grpo.sync import Restoring
+    from megatron_grpo.servers.http import Gone
+    from megatron_grpo.trainer.sync import Restoring
 
     found = []
     with trainer(rank, world, path, named, out) as (policy, engine, publisher):
@@ -335,7 +335,7 @@ def run_of(rank, world, flags):
     import sys
 
     from megatron_grpo.cli import main
-    from megatron_grpo.rollout import http, pushing
+    from megatron_grpo.servers import http, pushing
 
     if "server" in flags:
         sys.modules["vllm"] = None
@@ -389,7 +389,7 @@ def push_wrong_tensors(rank, world, path, named, out):
     """A tensor that does not come, and one that comes wrong: the run hears which, and of which server; the next push is right."""
     from dataclasses import replace
 
-    from megatron_grpo.sync import WeightSyncError
+    from megatron_grpo.trainer.sync import WeightSyncError
 
     with trainer(rank, world, path, named, out) as (policy, engine, publisher):
         publisher.publish(0)
@@ -417,7 +417,7 @@ def test_what_is_wrong_with_a_push_is_said_with_the_servers_names(models, server
 
 def take_over(rank, world, path, named, out):
     """A second run is refused by name; a later process of the same run takes over, and the earlier one ends."""
-    from megatron_grpo.errors import ConfigError, RunError
+    from megatron_grpo.base.errors import ConfigError, RunError
 
     with trainer(rank, world, path, named, out) as (policy, engine, publisher):
         publisher.publish(0)
@@ -437,7 +437,7 @@ def test_one_run_has_a_server_and_its_latest_process_is_that_run(models, servers
 
 def when_answered(rank, count, act):
     """On rank 0: acts once so many prompts were answered from now on; returns their lines."""
-    from megatron_grpo.rollout import asking
+    from megatron_grpo.servers import asking
 
     heard, decode = [], asking.wire.decode_line
 
@@ -456,7 +456,7 @@ def when_answered(rank, count, act):
 
 def freeze(rank, world, path, named, out, pid):
     """A server stands still in the middle of a question, and thaws: it is used again after the next push."""
-    from megatron_grpo.rollout import fleet, http
+    from megatron_grpo.servers import fleet, http
 
     http.SILENCE, fleet.SECONDS_BETWEEN_SIGNS = 4.0, 0.5
     with trainer(rank, world, path, named, out) as (policy, engine, publisher):
@@ -529,7 +529,7 @@ def test_a_server_killed_in_a_push_costs_that_push_alone(models, servers, tmp_pa
 
 def lose_all(rank, world, path, named, out, pid, address):
     """The only server is killed in the middle of a question, and another writes its address: what was answered is kept."""
-    from megatron_grpo.sync import Restoring
+    from megatron_grpo.trainer.sync import Restoring
 
     with trainer(rank, world, path, named, out) as (policy, engine, publisher):
         publisher.publish(0)
@@ -588,7 +588,7 @@ def ask_rounds(rank, world, paths, named, out, folder):
     from collections import Counter
 
     from megatron_grpo.parallel import collectives
-    from megatron_grpo.sync import Restoring
+    from megatron_grpo.trainer.sync import Restoring
     from megatron_grpo.weights.reader import HfReader
 
     (folder / f"pid_{rank}").write_text(str(os.getpid()))

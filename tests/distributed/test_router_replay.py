@@ -71,7 +71,7 @@ def test_r2_records_what_every_token_took_and_replaying_it_changes_nothing(made,
     layout = cases.LAYOUTS[layout]
 
     def body(rank, world):
-        from megatron_grpo.pending import Pending
+        from megatron_grpo.trainer.pending import Pending
 
         cfg = cases.settings(**layout.settings, micro_batch_size=2, router_replay_mode="R2")
         policy = cases.build(path, cfg, world)
@@ -129,10 +129,10 @@ def test_log_probs_of_policy_and_anchors_replay_and_those_of_the_reference_do_no
 
 def sampled(rank, world, path, *, dtype, tp=1):
     """What vLLM answered to three prompts, one of them beyond a block of its prefix cache, asked twice."""
+    from megatron_grpo.config.config import RolloutConfig
     from megatron_grpo.rollout.colocated import ColocatedEngine
     from megatron_grpo.rollout.engine import SamplingSettings
     from megatron_grpo.rollout.experts import ExpertLayers
-    from megatron_grpo.settings.config import RolloutConfig
     from megatron_grpo.types import Prompt
     from megatron_grpo.weights.shape import ModelShape
 
@@ -193,7 +193,7 @@ def test_replay_brings_the_trainer_nearer_to_the_sampler_in_bfloat16(tmp_path):
 @contextlib.contextmanager
 def experts_otherwise(change):
     """Micro-batches whose experts are `change(experts, batch)`."""
-    from megatron_grpo import pending
+    from megatron_grpo.trainer import pending
 
     right = pending.collate_samples
 

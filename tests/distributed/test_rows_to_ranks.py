@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
-from megatron_grpo.rollout import wire
+from megatron_grpo.servers import wire
 from tests.ranks import run_ranks
 from tests.small_server import TOKEN, SmallServer
 from tests.tiny_models import write_tiny
@@ -62,12 +62,12 @@ def deliver_answers(rank, world, path, groups, length):
 
     from megatron_grpo.parallel.layout import Layout
     from megatron_grpo.parallel.state import start
-    from megatron_grpo.pending import deliver
     from megatron_grpo.rollout.engine import SamplingSettings
-    from megatron_grpo.rollout.fleet import Fleet, Needs
-    from megatron_grpo.rollout.http import Server
-    from megatron_grpo.rollout.pushing import Pusher
-    from megatron_grpo.rollout.servers import ServerEngine
+    from megatron_grpo.servers.fleet import Fleet, Needs
+    from megatron_grpo.servers.http import Server
+    from megatron_grpo.servers.pushing import Pusher
+    from megatron_grpo.servers.servers import ServerEngine
+    from megatron_grpo.trainer.pending import deliver
     from megatron_grpo.types import Prompt
 
     parallel = start(Layout(world_size=world, tp=1, pp=1, vpp=None, cp=1, ep=1, etp=1))

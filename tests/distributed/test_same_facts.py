@@ -17,7 +17,7 @@ CASES = {
 
 
 def told(rank, world_size, cases):
-    from megatron_grpo.errors import ConfigError
+    from megatron_grpo.base.errors import ConfigError
     from megatron_grpo.parallel import state
     from megatron_grpo.parallel.layout import Layout
 

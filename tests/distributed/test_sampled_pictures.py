@@ -33,10 +33,10 @@ def written(at, kind):
 
 
 def opened(folder, **settings):
+    from megatron_grpo.config.config import DataConfig
     from megatron_grpo.data.chat import load_tokenizer
     from megatron_grpo.data.eyes import eyes_of
     from megatron_grpo.data.prompts import open_stream
-    from megatron_grpo.settings.config import DataConfig
 
     cfg = DataConfig(dataset=str(folder / "rows.jsonl"), dataset_shuffle=False, **settings)
     eyes = eyes_of(cfg, folder / "model")
@@ -44,8 +44,8 @@ def opened(folder, **settings):
 
 
 def started(folder, eyes):
+    from megatron_grpo.config.config import RolloutConfig
     from megatron_grpo.rollout.colocated import ColocatedEngine
-    from megatron_grpo.settings.config import RolloutConfig
 
     cfg = RolloutConfig(vllm_max_num_seqs=16, vllm_kv_cache_memory_mb=32)
     return ColocatedEngine.build(cfg, model_path=folder / "model", dtype="float32", max_model_len=192, seed=0, rank=0, world_size=1,
@@ -139,8 +139,8 @@ def told(folder):
 
 def traps(engine, model, folder, prompts, sampling):
     """What each wrong way of asking comes to; a sentence, or a difference in nats."""
+    from megatron_grpo.base.errors import RunError
     from megatron_grpo.data.eyes import Eyes
-    from megatron_grpo.errors import RunError
     from megatron_grpo.rollout import vllm_pictures
 
     found = {}

@@ -30,14 +30,14 @@ def body(rank, world_size, folder, address_file, out):  # noqa: F811
     import torch
     from safetensors.torch import load_file
 
-    from megatron_grpo.errors import RunError
+    from megatron_grpo.base.errors import RunError
+    from megatron_grpo.config.config import RolloutConfig
     from megatron_grpo.parallel.layout import Layout
     from megatron_grpo.parallel.state import start
-    from megatron_grpo.rollout import wire, wire_pictures
     from megatron_grpo.rollout.engine import SamplingSettings
-    from megatron_grpo.rollout.fleet import Needs
-    from megatron_grpo.rollout.servers import ServerEngine
-    from megatron_grpo.settings.config import RolloutConfig
+    from megatron_grpo.servers import wire, wire_pictures
+    from megatron_grpo.servers.fleet import Needs
+    from megatron_grpo.servers.servers import ServerEngine
     from megatron_grpo.weights.shape import ModelShape
     from megatron_grpo.weights.update import WeightUpdate
 

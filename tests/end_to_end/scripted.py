@@ -61,11 +61,11 @@ def train(rank: int, world_size: int, flags: list[str], *, draws: bool = False) 
 
 def expected(flags: list[str], world_size: int, score: Callable[[Completion, Prompt], float]) -> Any:
     """`tests.parity_cases.Trained` of the run that these flags describe, with one reward function: `score`."""
+    from megatron_grpo.batching.batch_sizes import BatchSizes
     from megatron_grpo.batching.timetable import Timetable
+    from megatron_grpo.config.parse import resolve
     from megatron_grpo.data.chat import load_tokenizer
     from megatron_grpo.data.prompts import open_stream
-    from megatron_grpo.settings.parse import resolve
-    from megatron_grpo.sizing.batch_sizes import BatchSizes
     from tests import parity_cases as cases
 
     cfg = resolve(flags, launcher_world_size=world_size)

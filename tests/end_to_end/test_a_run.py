@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_grpo.files import MARK
+from megatron_grpo.base.files import MARK
 from tests.end_to_end.runs import records, train, write_inputs
 from tests.ranks import run_ranks
 from tests.small_hub import SmallHub, use
@@ -104,9 +104,9 @@ def greedy_scores(rank, world_size, path: str, data: str) -> tuple[float, float]
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    from megatron_grpo.config.config import RolloutConfig
     from megatron_grpo.rollout.colocated import ColocatedEngine
     from megatron_grpo.rollout.engine import SamplingSettings
-    from megatron_grpo.settings.config import RolloutConfig
     from megatron_grpo.types import Prompt
 
     def even(ids):
@@ -136,7 +136,7 @@ def test_the_export_scores_what_the_run_said(run):
 
 
 def test_the_resolved_configuration_can_be_used_again(run):
-    from megatron_grpo.settings.parse import resolve
+    from megatron_grpo.config.parse import resolve
 
     again = resolve(["--config", str(run[0] / "config.yaml")], launcher_world_size=2)
     first = resolve([*run[1], *PUSHES], launcher_world_size=2)

@@ -21,7 +21,7 @@ SIZES += ["--logp_difference_warn", "100"]  # the scripted sampler is not the po
 
 def train(rank: int, world_size: int, flags: list[str]):
     """Before the second step a bit of one weight of rank 1 flips. Returns the exit code and all that was said."""
-    from megatron_grpo.policy.audit import tensors_of
+    from megatron_grpo.analysis.audit import tensors_of
     from megatron_grpo.policy.policy import Policy
 
     take = Policy.train_step

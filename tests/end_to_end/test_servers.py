@@ -20,8 +20,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megatron_grpo.parallel.link import LinkError
-from megatron_grpo.rollout import wire
+from megatron_grpo.servers import wire
+from megatron_grpo.servers.link import LinkError
 from tests.servers import TOKEN, Asked, Refusal, Server, Trainer, push
 from tests.small_server import certificate_in
 from tests.tiny_models import hf_logprobs, load_tiny, write_tiny

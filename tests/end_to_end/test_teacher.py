@@ -12,8 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megatron_grpo.rollout import wire
-from megatron_grpo.rollout.wire_scores import ROUTE, PromptLogprobs, decode_scores
+from megatron_grpo.servers import wire
+from megatron_grpo.servers.wire_scores import ROUTE, PromptLogprobs, decode_scores
 from tests.capsule_cases import replayed
 from tests.end_to_end import scripted
 from tests.end_to_end.runs import records, train, write_inputs

@@ -8,13 +8,13 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from megatron_grpo.config.config import GrpoConfig
 from megatron_grpo.grpo.classification import classification
 from megatron_grpo.grpo.entropy import entropy_threshold
 from megatron_grpo.grpo.loss import GrpoLoss, LossInputs
 from megatron_grpo.grpo.metrics import LossLogs, combine
 from megatron_grpo.grpo.objectives import Labels
 from megatron_grpo.grpo.token_weights import TokenWeights
-from megatron_grpo.settings.config import GrpoConfig
 from tests.reference.grpo_reference import Completion
 
 MAX_COMPLETION_LENGTH = 9

@@ -107,9 +107,9 @@ def test_kept_words_are_planned_with_their_bytes(ask):
 
 
 def test_what_is_refused_with_pictures_is_refused_in_the_words_of_the_page(tmp_path):
+    from megatron_grpo.base.errors import ConfigError
+    from megatron_grpo.config.config import DataConfig
     from megatron_grpo.data.prompts import load_rows
-    from megatron_grpo.errors import ConfigError
-    from megatron_grpo.settings.config import DataConfig
     from tests.unit.data.test_pictures import EYES
 
     two = {"prompt": "<image><image>", "images": ["a.png", "b.png"]}

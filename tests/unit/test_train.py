@@ -20,23 +20,23 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_grpo.base.clock import Clock
+from megatron_grpo.base.errors import Interrupted, NobodySamples, RunError
 from megatron_grpo.batching.split import BatchCut
 from megatron_grpo.batching.timetable import Timetable
-from megatron_grpo.clock import Clock
-from megatron_grpo.errors import Interrupted, NobodySamples, RunError
-from megatron_grpo.evaluate import Evaluator, Question
+from megatron_grpo.config.config import GrpoConfig
 from megatron_grpo.grpo.advantages import advantages
 from megatron_grpo.grpo.token_weights import token_weights
 from megatron_grpo.policy.guard import Culprit, Refusal, Skips
 from megatron_grpo.rollout.engine import SamplingSettings
 from megatron_grpo.rollout.scripted import ScriptedEngine
-from megatron_grpo.rollouts import Asker, Rollouts, harvest
-from megatron_grpo.settings.config import GrpoConfig
 from megatron_grpo.train import Run, agreed, train
+from megatron_grpo.trainer.evaluate import Evaluator, Question
+from megatron_grpo.trainer.rollouts import Asker, Rollouts, harvest
 from megatron_grpo.types import Progress, ScoredGroup, Verdict, answered
 from megatron_grpo.weights.update import WeightUpdate
 from tests.unit.batching.test_timetable import Walk, table_of
-from tests.unit.test_rollouts import OneRank, Stream
+from tests.unit.trainer.test_rollouts import OneRank, Stream
 
 SAMPLING = SamplingSettings(n=2, max_completion_length=2)
 

@@ -22,7 +22,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from megatron_grpo import cli, launcher
+from megatron_grpo import cli
+from megatron_grpo.base import launcher
 
 # As they were: a fault may turn the clock, and a reward may empty the environment.
 NOW, LOG, ATTEMPT = time.time, Path(os.environ["TORTURE_LOG"]), os.environ["TORTURE_ATTEMPT"]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from megatron_grpo.config.config import Config
 from megatron_grpo.rewards.builtin.answers import alternatives, final_answer, needed_columns, right_answers, same_answer
 from megatron_grpo.rewards.protocol import Score, text_of
-from megatron_grpo.settings.config import Config
 
 
 class Accuracy:

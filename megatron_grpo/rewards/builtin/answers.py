@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from decimal import Decimal
 from typing import Any
 
-from megatron_grpo.settings.config import Config
+from megatron_grpo.config.config import Config
 
 _TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
 _HASHES = re.compile(r"^####\s*(.+?)\s*$", re.MULTILINE)

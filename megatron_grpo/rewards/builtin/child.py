@@ -18,8 +18,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO, Any
 
-from megatron_grpo.cleanup import die_with_parent
-from megatron_grpo.errors import SECRET
+from megatron_grpo.base.cleanup import die_with_parent
+from megatron_grpo.base.errors import SECRET
 
 _STARTUP = 120.0  # seconds for importing everything, on a machine that is busy
 

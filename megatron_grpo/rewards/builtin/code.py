@@ -14,13 +14,13 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from megatron_grpo.errors import ConfigError, Problem, said_by
+from megatron_grpo.base.errors import ConfigError, Problem, said_by
+from megatron_grpo.config.config import Config
 from megatron_grpo.rewards.builtin.answers import right_answers
 from megatron_grpo.rewards.builtin.held import fault_of
 from megatron_grpo.rewards.builtin.jail import NO_LANDLOCK
 from megatron_grpo.rewards.builtin.sandbox import Outcome, run_program, why_unsafe
 from megatron_grpo.rewards.protocol import RowFailure, Score, text_of
-from megatron_grpo.settings.config import Config
 
 COLUMNS = ("tests", "test_list", "test_cases")
 _FENCE = re.compile(r"```[ \t]*(?:python|py|python3)?[ \t]*\n(.*?)(?:\n```|\Z)", re.DOTALL | re.IGNORECASE)

@@ -9,9 +9,9 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from megatron_grpo.config.config import Config
 from megatron_grpo.rewards.builtin.math import Math, build_math
 from megatron_grpo.rewards.protocol import RowFailure, Score
-from megatron_grpo.settings.config import Config
 
 
 class Cosine:

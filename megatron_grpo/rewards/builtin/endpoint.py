@@ -21,7 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
 
-from megatron_grpo.errors import keep_secret, said_by
+from megatron_grpo.base.errors import keep_secret, said_by
 from megatron_grpo.rewards.protocol import RowFailure
 
 _LOG = logging.getLogger(__name__)

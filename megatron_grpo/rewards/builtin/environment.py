@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from megatron_grpo.settings.config import Config
+from megatron_grpo.config.config import Config
 
 
 def build_environment(config: Config) -> Callable[..., list[float]]:

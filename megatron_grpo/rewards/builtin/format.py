@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from megatron_grpo.errors import ConfigError, Problem
+from megatron_grpo.base.errors import ConfigError, Problem
+from megatron_grpo.config.config import Config
 from megatron_grpo.rewards.protocol import text_of
-from megatron_grpo.settings.config import Config
 
 
 class Format:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_grpo.errors import ConfigError, Problem
-from megatron_grpo.settings.config import Config
+from megatron_grpo.base.errors import ConfigError, Problem
+from megatron_grpo.config.config import Config
 
 
 class Length:

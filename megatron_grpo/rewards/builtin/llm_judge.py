@@ -12,10 +12,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_grpo.errors import ConfigError, Problem, said_by
+from megatron_grpo.base.errors import ConfigError, Problem, said_by
+from megatron_grpo.config.config import Config
 from megatron_grpo.rewards.builtin.endpoint import Key, Unanswered, ask_all, post_json, url_fault, warn_of_plain
 from megatron_grpo.rewards.protocol import RowFailure, Score, text_of
-from megatron_grpo.settings.config import Config
 
 DEFAULT_PROMPT = """Judge how well the response answers the question.
 

@@ -13,11 +13,11 @@ from functools import lru_cache
 from importlib.util import find_spec
 from typing import Any
 
-from megatron_grpo.errors import ConfigError, Problem
+from megatron_grpo.base.errors import ConfigError, Problem
+from megatron_grpo.config.config import Config
 from megatron_grpo.rewards.builtin.answers import alternatives, final_answer, needed_columns, right_answers, same_answer
 from megatron_grpo.rewards.builtin.child import Child, ChildDied, serve
 from megatron_grpo.rewards.protocol import RowFailure, Score, text_of
-from megatron_grpo.settings.config import Config
 
 _FIRST_LOOK = 1.0  # seconds; what takes longer waits until every other row has its score
 _LONGEST_BARE = 200  # characters; a longer text without any mark of an answer is none

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_grpo.settings.config import Config
+from megatron_grpo.config.config import Config
 
 
 class Repetition:

@@ -12,10 +12,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from megatron_grpo.errors import ConfigError, Problem, first_line, said_by
+from megatron_grpo.base.errors import ConfigError, Problem, first_line, said_by
+from megatron_grpo.config.config import Config, RewardConfig
 from megatron_grpo.rewards.builtin.endpoint import Unanswered, ask_all, post_json, url_fault, warn_of_plain
 from megatron_grpo.rewards.protocol import RowFailure, Score, text_of
-from megatron_grpo.settings.config import Config, RewardConfig
 
 
 class LocalClassifier:

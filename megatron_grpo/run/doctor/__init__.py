@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 
-from megatron_grpo.errors import EXIT_CRASH, EXIT_DONE, ConfigError
+from megatron_grpo.base.errors import EXIT_CRASH, EXIT_DONE, ConfigError
 from megatron_grpo.run.doctor.check import Check
 from megatron_grpo.run.doctor.machine import look_at_machine
 from megatron_grpo.run.doctor.packages import look_at_packages

@@ -9,7 +9,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from megatron_grpo import launcher
+from megatron_grpo.base import launcher
 
 _NOTHING = re.compile(r"^(\s|~|\^)*$")
 

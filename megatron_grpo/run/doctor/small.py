@@ -31,9 +31,9 @@ def add() -> str:
 def answer(folder: Path) -> str:
     import torch
 
+    from megatron_grpo.config.config import RolloutConfig
     from megatron_grpo.rollout.colocated import ColocatedEngine
     from megatron_grpo.rollout.engine import SamplingSettings
-    from megatron_grpo.settings.config import RolloutConfig
     from megatron_grpo.types import Prompt
 
     cfg = RolloutConfig(max_completion_length=4)
@@ -50,10 +50,10 @@ def step(folder: Path) -> str:
     """`megatron-grpo train` for one step, on answers from a table: it needs no vLLM."""
     import numpy as np
 
-    from megatron_grpo.inputs import read_everything
+    from megatron_grpo.config import parse
     from megatron_grpo.rollout.scripted import ScriptedEngine
+    from megatron_grpo.run.inputs import read_everything
     from megatron_grpo.run.life import run_training
-    from megatron_grpo.settings import parse
     from megatron_grpo.types import answered
 
     def drawn(prompt, place, version):

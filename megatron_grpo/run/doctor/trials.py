@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from megatron_grpo import launcher
+from megatron_grpo.base import launcher
 from megatron_grpo.run.doctor.check import Check, bad, good
 from megatron_grpo.run.doctor.child import Ended, run, start, wait
 

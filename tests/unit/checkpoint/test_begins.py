@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from megatron_grpo.base.errors import ConfigError
 from megatron_grpo.checkpoint.begins import beginning_of, problems_of_beginning, resolved
 from megatron_grpo.checkpoint.folder import Folder
 from megatron_grpo.checkpoint.manifest import Origin, facts
-from megatron_grpo.errors import ConfigError
-from megatron_grpo.settings.checks import validate
-from megatron_grpo.settings.parse import resolve
+from megatron_grpo.config.checks import validate
+from megatron_grpo.config.parse import resolve
 from megatron_grpo.types import Progress
 
 

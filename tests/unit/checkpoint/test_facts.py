@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from megatron_grpo.checkpoint.facts import facts_of
-from megatron_grpo.settings.config import Config
-from megatron_grpo.settings.table import table
+from megatron_grpo.config.config import Config
+from megatron_grpo.config.table import table
 
 CONTENT = {"model": "qwen3 1", "data set": "2", "teacher": "3", "reward a.py:f": "4"}
 BY_CONTENT = {"model", "dataset", "teacher_model"}

@@ -7,6 +7,8 @@ import os
 
 import pytest
 
+from megatron_grpo.base.errors import ConfigError, RunError
+from megatron_grpo.base.files import MARK, mark, mark_of
 from megatron_grpo.checkpoint.folder import Folder
 from megatron_grpo.checkpoint.resume import find_checkpoints
 from megatron_grpo.checkpoint.written import (
@@ -18,8 +20,6 @@ from megatron_grpo.checkpoint.written import (
     why_not_begun_again,
     why_not_written,
 )
-from megatron_grpo.errors import ConfigError, RunError
-from megatron_grpo.files import MARK, mark, mark_of
 
 FOREIGN = ("config.yaml", "plan.json", "metrics.jsonl", "evaluations.jsonl", "hf/config.json", "hf_merged/notes", "plots/kl.png",
            "completions/step_000001.parquet", "checkpoints/iter_0000100/mp_rank_00", "evaluations/a/prompts.jsonl")  # fmt: skip

@@ -8,10 +8,10 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
+from megatron_grpo.base.errors import ConfigError
+from megatron_grpo.config.config import DataConfig
 from megatron_grpo.data.chat import as_completion, encode_prompt, load_tokenizer
 from megatron_grpo.data.prompts import open_stream
-from megatron_grpo.errors import ConfigError
-from megatron_grpo.settings.config import DataConfig
 from tests.tiny_models import write_tiny
 
 WORDS = ["<unk>", "<s>", "</s>", "[system]", "[user]", "[assistant]", "[think]", "be", "brief", "hello", "there", "well", "short"]

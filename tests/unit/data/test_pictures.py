@@ -10,16 +10,16 @@ import pickle
 import numpy as np
 import pytest
 
+from megatron_grpo.base.errors import ConfigError
+from megatron_grpo.config.config import DataConfig
+from megatron_grpo.config.parse import resolve
 from megatron_grpo.data import pictures
 from megatron_grpo.data.album import Album, expanded, num_places, num_tokens, places, shortened, shown_by, with_parts
 from megatron_grpo.data.eyes import Eyes, PatchCache, eyes_of, resized, said_of_bounds
 from megatron_grpo.data.files import Rows
 from megatron_grpo.data.pictures import PictureFault, Source, decoded, source_of
 from megatron_grpo.data.prompts import check_for_episodes, check_pictures, load_rows, open_stream
-from megatron_grpo.errors import ConfigError
-from megatron_grpo.settings.config import DataConfig
-from megatron_grpo.settings.parse import resolve
-from megatron_grpo.sources import Problems, look_at_rows
+from megatron_grpo.run.sources import Problems, look_at_rows
 from tests.seeing import as_bytes, picture
 
 EYES = Eyes(image_token=9, around=(7, 8), min_pixels=3136, max_pixels=50176, settings={

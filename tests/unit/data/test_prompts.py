@@ -8,10 +8,10 @@ from collections import Counter
 import numpy as np
 import pytest
 
+from megatron_grpo.base.errors import ConfigError
+from megatron_grpo.config.config import DataConfig
 from megatron_grpo.data.mixing import permutation
 from megatron_grpo.data.prompts import PromptStream, check_lengths, load_rows
-from megatron_grpo.errors import ConfigError
-from megatron_grpo.settings.config import DataConfig
 
 
 def rows_of(tmp_path, rows, name="data.jsonl", **settings):

@@ -16,11 +16,11 @@ from typing import ClassVar
 
 import pytest
 
+from megatron_grpo.base.errors import ConfigError
 from megatron_grpo.cli import main
+from megatron_grpo.config.remote_code import files_named, files_that_run, problem_of, warning_of
 from megatron_grpo.data.chat import load_tokenizer
 from megatron_grpo.data.tokens import tokenizer_fingerprint
-from megatron_grpo.errors import ConfigError
-from megatron_grpo.settings.remote_code import files_named, files_that_run, problem_of, warning_of
 from megatron_grpo.weights.reader import HfReader
 from megatron_grpo.weights.writer import HfWriter
 from tests.ranks import run_ranks
@@ -197,8 +197,8 @@ def test_plan_refuses_names_the_files_and_runs_nothing(model, mark, capsys, monk
 
 
 def test_a_checkpoint_does_not_say_that_code_may_run(monkeypatch):
-    from megatron_grpo.checkpoint.opened import settings_over
-    from megatron_grpo.settings.config import Config
+    from megatron_grpo.config.config import Config
+    from megatron_grpo.run.opened import settings_over
 
     assert settings_over(Config(), {"trust_remote_code": True, "seed": 5}).model.trust_remote_code is False
     assert settings_over(Config(), {"trust_remote_code": True, "seed": 5}).run.seed == 5
@@ -210,9 +210,9 @@ def test_ranks_load_it_together_and_vllm_samples_with_it(model):
     def body(rank, world_size):
         import transformers.dynamic_module_utils as theirs
 
+        from megatron_grpo.config.config import RolloutConfig
         from megatron_grpo.data.chat import load_tokenizer
         from megatron_grpo.rollout.colocated import ColocatedEngine
-        from megatron_grpo.settings.config import RolloutConfig
 
         theirs.HF_MODULES_CACHE = str(modules)
         ids = load_tokenizer(str(model), trust_remote_code=True)("8")["input_ids"]
@@ -246,8 +246,8 @@ def test_mismatch_runs_its_code_where_it_is_trusted_and_is_refused_where_not(mod
 
 
 def test_the_card_of_an_export_loads_it_as_it_must_be_loaded(model, plain):
+    from megatron_grpo.config.config import Config
     from megatron_grpo.metrics.card import Card, text_of
-    from megatron_grpo.settings.config import Config
 
     for source, trusts in ((model, True), (plain, False)):
         text = text_of(Card(kind="model", cfg=Config(), source=source), [], name="out", has_curves=False)
@@ -256,7 +256,7 @@ def test_the_card_of_an_export_loads_it_as_it_must_be_loaded(model, plain):
 
 def test_other_code_is_another_content(model):
     from megatron_grpo.checkpoint.content import content_of
-    from megatron_grpo.settings.config import Config, ModelConfig
+    from megatron_grpo.config.config import Config, ModelConfig
 
     name, cfg = "the model's own code", Config(model=ModelConfig(trust_remote_code=True))
     before = content_of(cfg, model_path=model)
@@ -297,7 +297,7 @@ def test_code_is_fetched_from_the_hub_only_where_it_may_run(model, tmp_path):
     server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     program = """
-from megatron_grpo.sources import find_model
+from megatron_grpo.data.hub import find_model
 for with_code in (False, True):
     print(*sorted(path.name for path in find_model('me/own', with_code=with_code).glob('*.py')))
 """

@@ -9,11 +9,11 @@ import threading
 
 import pytest
 
+from megatron_grpo.base.errors import ConfigError
+from megatron_grpo.config.config import DataConfig
 from megatron_grpo.data.chat import load_tokenizer
 from megatron_grpo.data.files import LONGEST_LINE, _table, read_rows
 from megatron_grpo.data.prompts import open_stream, tokenised
-from megatron_grpo.errors import ConfigError
-from megatron_grpo.settings.config import DataConfig
 from tests.unit.data.test_chat import tokenizer as tokenizer  # the fixture
 from tests.unit.data.test_prompts import rows_of
 

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from megatron_grpo.base.errors import ConfigError, RowsError, RunError
+from megatron_grpo.config.config import DataConfig
 from megatron_grpo.data import streamed
 from megatron_grpo.data.prompts import open_stream
 from megatron_grpo.data.reading import open_sets
 from megatron_grpo.data.streamed import REMEMBERED, StreamedPrompts, open_prompts, rows_to_look_at
-from megatron_grpo.errors import ConfigError, RowsError, RunError
-from megatron_grpo.settings.config import DataConfig
 from tests.unit.data.test_pictures import EYES, Words
 
 ROWS = [{"prompt": chr(97 + n % 26) * (1 + n % 5), "answer": n} for n in range(23)]

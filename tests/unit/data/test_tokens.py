@@ -12,11 +12,11 @@ import time
 import numpy as np
 import pytest
 
+from megatron_grpo.config.config import DataConfig
 from megatron_grpo.data import prompts, tokens
 from megatron_grpo.data.chat import PromptEncoder, load_tokenizer
 from megatron_grpo.data.prompts import open_stream
 from megatron_grpo.data.tokens import TokenTable, cache_directory, key_of, read, shared, write
-from megatron_grpo.settings.config import DataConfig
 from tests.tiny_models import write_tiny
 
 

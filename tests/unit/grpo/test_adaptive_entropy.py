@@ -8,11 +8,11 @@ import math
 import pytest
 import torch
 
+from megatron_grpo.config.config import GrpoConfig
+from megatron_grpo.config.parse import resolve
 from megatron_grpo.grpo.adaptive import AdaptiveEntropy
 from megatron_grpo.grpo.loss import GrpoLoss, LossInputs
 from megatron_grpo.grpo.refused import problems
-from megatron_grpo.settings.config import GrpoConfig
-from megatron_grpo.settings.parse import resolve
 
 
 def control(**settings):

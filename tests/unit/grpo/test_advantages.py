@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_grpo.config.config import Config, GrpoConfig
 from megatron_grpo.grpo import refused
 from megatron_grpo.grpo.advantages import ESTIMATORS, advantages, dead_groups, reward_metrics
-from megatron_grpo.settings.config import Config, GrpoConfig
 from tests.reference import grpo_reference as reference
 
 COMBINATIONS = [
@@ -182,8 +182,8 @@ def test_gdpo_learns_from_a_group_in_which_one_function_of_two_tells_completions
 @pytest.mark.parametrize("estimator", ["grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gdpo"])
 def test_the_largest_rewards_that_are_let_in_have_finite_advantages(estimator):
     """The protocol refuses more than LARGEST and the settings weights of more than LARGEST_WEIGHT: their squares still add up."""
+    from megatron_grpo.config.checks import LARGEST_WEIGHT
     from megatron_grpo.rewards.protocol import LARGEST
-    from megatron_grpo.settings.checks import LARGEST_WEIGHT
 
     rewards = np.array([[[LARGEST], [-LARGEST]], [[LARGEST], [1.0]]])
     weights = [LARGEST_WEIGHT]

@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_grpo.config.config import GrpoConfig
 from megatron_grpo.grpo import advantages as ours
 from megatron_grpo.grpo.loss import GrpoLoss
 from megatron_grpo.grpo.metrics import finish
-from megatron_grpo.settings.config import GrpoConfig
 from tests.reference.grpo_reference import Completion
 from tests.reference.packing import MAX_COMPLETION_LENGTH, pack, random_batch, threshold_of, weigh
 

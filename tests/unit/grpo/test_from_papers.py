@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_grpo.config.config import GrpoConfig
 from megatron_grpo.grpo.advantages import advantages
 from megatron_grpo.grpo.loss import OBJECTIVES
-from megatron_grpo.settings.config import GrpoConfig
 from tests.reference.grpo_reference import Completion
 from tests.reference.packing import MAX_COMPLETION_LENGTH, package_loss, random_split
 

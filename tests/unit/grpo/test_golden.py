@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_grpo.config.config import Config, GrpoConfig
 from megatron_grpo.grpo import refused
 from megatron_grpo.grpo.advantages import advantages
-from megatron_grpo.settings.config import Config, GrpoConfig
 from tests.reference.grpo_reference import Completion
 from tests.reference.packing import package_loss
 

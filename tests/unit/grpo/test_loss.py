@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_grpo.config.config import GrpoConfig
 from megatron_grpo.grpo import corrections
 from megatron_grpo.grpo.classification import classification
 from megatron_grpo.grpo.loss import OBJECTIVES, GrpoLoss, LossInputs
@@ -17,7 +18,6 @@ from megatron_grpo.grpo.metrics import finish
 from megatron_grpo.grpo.objectives import Labels
 from megatron_grpo.grpo.ratios import RATIOS
 from megatron_grpo.grpo.sequences import Sequences, whole_sequences
-from megatron_grpo.settings.config import GrpoConfig
 from tests.combinations import KL_MODES, legal, random_others
 from tests.reference import grpo_reference as reference
 from tests.reference.packing import MAX_COMPLETION_LENGTH, in_whole_groups, labels_of, pack, package_loss, random_batch, random_split, weigh

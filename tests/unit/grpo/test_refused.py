@@ -9,9 +9,9 @@ import sys
 
 import pytest
 
+from megatron_grpo.config.config import Config, GrpoConfig, RewardConfig, RolloutConfig
 from megatron_grpo.grpo import refused
 from megatron_grpo.rollout.engine import SamplingSettings
-from megatron_grpo.settings.config import Config, GrpoConfig, RewardConfig, RolloutConfig
 
 
 def config(temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, reward_funcs=(), **grpo):

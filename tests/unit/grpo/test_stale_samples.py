@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from megatron_grpo.batching.collate import collate_samples as collate
+from megatron_grpo.config.config import GrpoConfig
 from megatron_grpo.grpo.loss import GrpoLoss, LossInputs
-from megatron_grpo.settings.config import GrpoConfig
 from megatron_grpo.types import Sample
 
 NAN = float("nan")

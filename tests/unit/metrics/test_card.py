@@ -10,10 +10,10 @@ import pytest
 import yaml
 
 from megatron_grpo import __version__
-from megatron_grpo.export import describe
+from megatron_grpo.config.config import Config
+from megatron_grpo.config.table import table
 from megatron_grpo.metrics.card import Card, base_name, licence_of, public, write_card
-from megatron_grpo.settings.config import Config
-from megatron_grpo.settings.table import table
+from megatron_grpo.run.export import describe
 
 KEY = "sk-" + "x" * 30
 

@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from megatron_grpo import activity
-from megatron_grpo.clock import Clock
-from megatron_grpo.errors import ConfigError
+from megatron_grpo.base import activity
+from megatron_grpo.base.clock import Clock
+from megatron_grpo.base.errors import ConfigError
 from megatron_grpo.grpo.advantages import Advantages
 from megatron_grpo.metrics import Metrics, display, report_to_problems
 from megatron_grpo.metrics.display import phase_in_words
@@ -496,7 +496,7 @@ def wait_until(is_so) -> None:
 def hours(monkeypatch):
     """Turns the clock that phases and estimates go by."""
     now = [1000.0]
-    monkeypatch.setattr("megatron_grpo.activity.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("megatron_grpo.base.activity.time.monotonic", lambda: now[0])
     return lambda seconds: now.__setitem__(0, now[0] + seconds)
 
 

@@ -9,13 +9,13 @@ from itertools import count
 
 import pytest
 
+from megatron_grpo.base.errors import ConfigError
 from megatron_grpo.batching.timetable import Timetable
-from megatron_grpo.errors import ConfigError
+from megatron_grpo.config import schedule
 from megatron_grpo.planning.check import check
 from megatron_grpo.planning.command import Plan, make_plan
 from megatron_grpo.planning.figure import draw
 from megatron_grpo.planning.report import print_report
-from megatron_grpo.settings import schedule
 
 
 def planned(words: str, rows: int | None) -> Plan:

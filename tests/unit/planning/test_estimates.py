@@ -8,7 +8,7 @@ from collections import Counter
 
 import pytest
 
-from megatron_grpo.errors import ConfigError
+from megatron_grpo.base.errors import ConfigError
 from megatron_grpo.planning.check import check
 from megatron_grpo.planning.command import make_plan
 from megatron_grpo.planning.cost import work_of

@@ -146,10 +146,10 @@ def walk(batch: dict, parallel: dict, num_rollouts: int, old_logprobs: str):
 def test_the_timetable_is_what_the_walk_does(dp, mbs, a, w, mu, count, group, old):
     from io import StringIO
 
+    from megatron_grpo.batching.batch_sizes import BatchSizes
     from megatron_grpo.batching.timetable import Timetable
     from megatron_grpo.parallel.layout import Layout
     from megatron_grpo.planning.output import write_plan
-    from megatron_grpo.sizing.batch_sizes import BatchSizes
 
     sizes = BatchSizes(
         layout=Layout(world_size=dp),

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_grpo.base.errors import ConfigError
+from megatron_grpo.batching.batch_sizes import BatchSizes, size_problems
+from megatron_grpo.batching.sizes import Model
 from megatron_grpo.cli import main
-from megatron_grpo.errors import ConfigError
-from megatron_grpo.settings import parse
-from megatron_grpo.sizing.batch_sizes import BatchSizes, size_problems
-from megatron_grpo.sizing.dialects import DIALECTS
-from megatron_grpo.sizing.sizes import Model
+from megatron_grpo.compat import DIALECTS
+from megatron_grpo.config import parse
 
 NAMES = {
     "ws": "world_size",

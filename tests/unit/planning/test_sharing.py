@@ -7,12 +7,12 @@ import json
 import pytest
 
 from megatron_grpo.batching import pack, split
+from megatron_grpo.config.config import Config
 from megatron_grpo.planning.budget import wanted_micro_batches
 from megatron_grpo.planning.check import check
 from megatron_grpo.planning.command import Plan, make_plan
 from megatron_grpo.planning.report import print_report
 from megatron_grpo.planning.sharing import LEAST_SAVING, decide
-from megatron_grpo.settings.config import Config
 
 SMALL = ["--num_generations", "4", "--global_batch_size", "8"]
 

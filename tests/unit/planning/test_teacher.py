@@ -6,8 +6,8 @@ import json
 
 import pytest
 
+from megatron_grpo.base.errors import ConfigError
 from megatron_grpo.cli import main
-from megatron_grpo.errors import ConfigError
 from megatron_grpo.planning.check import check
 from megatron_grpo.planning.command import make_plan
 from megatron_grpo.planning.teacher import config_of_teacher

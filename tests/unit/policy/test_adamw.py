@@ -7,10 +7,10 @@ import itertools
 import pytest
 import torch
 
+from megatron_grpo.config.config import OptimizerConfig
+from megatron_grpo.config.precision import BYTES, lost
 from megatron_grpo.policy import adamw
 from megatron_grpo.policy.adamw import DTYPES, AdamW
-from megatron_grpo.settings.config import OptimizerConfig
-from megatron_grpo.settings.precision import BYTES, lost
 
 GROUP = dict(lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
 FP32 = dict(main_params_dtype="fp32", exp_avg_dtype="fp32", exp_avg_sq_dtype="fp32")

@@ -7,16 +7,16 @@ import json
 
 import pytest
 
-from megatron_grpo.errors import ConfigError
-from megatron_grpo.inputs import read_everything
+from megatron_grpo.base.errors import ConfigError
+from megatron_grpo.config import parse
+from megatron_grpo.config.config import Config
 from megatron_grpo.parallel.layout import Layout, sequence_alignment
 from megatron_grpo.planning.check import check
 from megatron_grpo.planning.sharing import LEAST_SAVING, decide
 from megatron_grpo.policy import refused_bits
 from megatron_grpo.policy.fp8 import rank_multiple
 from megatron_grpo.policy.refused import attention_channels, flash_obstacle, machine_problems, problems, sampler_problems, sharing_problems
-from megatron_grpo.settings import parse
-from megatron_grpo.settings.config import Config
+from megatron_grpo.run.inputs import read_everything
 from megatron_grpo.weights.shape import ModelShape
 from tests.tiny_models import write_tiny
 from tests.unit.weights.tiny import config_of

@@ -13,11 +13,11 @@ from pathlib import Path
 import psutil
 import pytest
 
+from megatron_grpo.config.config import Config
 from megatron_grpo.rewards.builtin.code import program_of, read_tests
 from megatron_grpo.rewards.builtin.sandbox import run_program, why_unsafe
 from megatron_grpo.rewards.loading import load_rewards
 from megatron_grpo.rewards.protocol import RowFailure
-from megatron_grpo.settings.config import Config
 
 ADD = "```python\ndef add(a, b):\n    return a + b\n```"
 

@@ -11,12 +11,12 @@ import textwrap
 
 import pytest
 
-from megatron_grpo.errors import ConfigError, RewardError
+from megatron_grpo.base.errors import ConfigError, RewardError
+from megatron_grpo.config.config import Config
 from megatron_grpo.rewards.contained import AskedToEnd, contained
 from megatron_grpo.rewards.loading import load_rewards
 from megatron_grpo.rewards.protocol import RewardBatch, RewardFunction
 from megatron_grpo.rewards.scoring import score
-from megatron_grpo.settings.config import Config
 
 
 def batch(rows=2):

@@ -12,13 +12,13 @@ from contextlib import contextmanager
 
 import pytest
 
+from megatron_grpo.base.errors import ConfigError, RewardError
 from megatron_grpo.checkpoint.resume import settings_of
-from megatron_grpo.errors import ConfigError, RewardError
+from megatron_grpo.config.checks import validate
+from megatron_grpo.config.config import Config
+from megatron_grpo.config.parse import parse
+from megatron_grpo.config.write import as_yaml
 from megatron_grpo.rewards.scoring import score
-from megatron_grpo.settings.checks import validate
-from megatron_grpo.settings.config import Config
-from megatron_grpo.settings.parse import parse
-from megatron_grpo.settings.write import as_yaml
 from tests.unit.rewards.servers import json_server
 from tests.unit.rewards.test_endpoint_rewards import batch, judge_at, load, said
 

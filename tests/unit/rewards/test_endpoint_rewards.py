@@ -8,12 +8,12 @@ import time
 import pytest
 import torch
 
-from megatron_grpo.errors import ConfigError, RewardError
+from megatron_grpo.base.errors import ConfigError, RewardError
+from megatron_grpo.config.config import Config
 from megatron_grpo.rewards.builtin.llm_judge import read_score
 from megatron_grpo.rewards.loading import load_rewards
 from megatron_grpo.rewards.protocol import RewardBatch, RowFailure
 from megatron_grpo.rewards.scoring import score
-from megatron_grpo.settings.config import Config
 from tests.unit.rewards.servers import json_server
 
 CHAT = [{"role": "user", "content": "10 11"}]

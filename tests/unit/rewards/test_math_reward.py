@@ -13,10 +13,10 @@ import pytest
 
 pytest.importorskip("math_verify")
 
+from megatron_grpo.config.config import Config
 from megatron_grpo.rewards.loading import load_rewards
 from megatron_grpo.rewards.protocol import RewardBatch, RowFailure
 from megatron_grpo.rewards.scoring import score
-from megatron_grpo.settings.config import Config
 
 HANGS = "\\boxed{9^{9^{9^{9}}}}"  # sympy would evaluate it
 

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_grpo.errors import ConfigError
+from megatron_grpo.base.errors import ConfigError
+from megatron_grpo.config.config import Config
 from megatron_grpo.rewards.loading import BUILT_IN, check_columns, load_rewards
 from megatron_grpo.rewards.protocol import RewardBatch, RewardFunction, RowFailure, as_score, as_scores, text_of
 from megatron_grpo.rewards.scoring import score
-from megatron_grpo.settings.config import Config
 
 
 def batch(completions=("a", "b"), **columns):

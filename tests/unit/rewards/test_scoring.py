@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from megatron_grpo.errors import Interrupted, RewardError
+from megatron_grpo.base.errors import Interrupted, RewardError
 from megatron_grpo.rewards.protocol import RewardBatch, RewardFunction
 from megatron_grpo.rewards.scoring import score
 

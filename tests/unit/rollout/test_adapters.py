@@ -6,9 +6,9 @@ import json
 
 import pytest
 
-from megatron_grpo.errors import ConfigError
+from megatron_grpo.base.errors import ConfigError
+from megatron_grpo.config.config import Config, ModelConfig, RolloutConfig, TunerConfig
 from megatron_grpo.rollout.adapters import SLOT_RANKS, lora_push, slot_rank
-from megatron_grpo.settings.config import Config, ModelConfig, RolloutConfig, TunerConfig
 from megatron_grpo.weights.shape import ModelShape
 from tests.unit.weights.tiny import config_of
 

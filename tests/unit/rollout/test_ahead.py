@@ -10,10 +10,10 @@ from megatron_grpo.rollout import ahead
 from megatron_grpo.rollout.ahead import Ahead, InThread, wait_together
 from megatron_grpo.rollout.engine import WeightsLost, WeightSyncError
 from megatron_grpo.rollout.scripted import ScriptedEngine
-from megatron_grpo.sync import Restoring
+from megatron_grpo.trainer.sync import Restoring
 from megatron_grpo.weights.update import WeightUpdate
 from tests.ranks import run_ranks
-from tests.unit.test_rollouts import SAMPLING, Stream, answer
+from tests.unit.trainer.test_rollouts import SAMPLING, Stream, answer
 
 
 def test_work_in_a_thread_is_waited_for_and_its_error_is_raised_where_the_result_is_asked_for():

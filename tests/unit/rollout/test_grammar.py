@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from megatron_grpo.compat import DIALECTS
+from megatron_grpo.config.config import Config
+from megatron_grpo.config.grammar import of_training
+from megatron_grpo.config.parse import parse
 from megatron_grpo.grpo import refused
 from megatron_grpo.rollout.grammar import unreadable, why_unreadable
-from megatron_grpo.settings.config import Config
-from megatron_grpo.settings.grammar import of_training
-from megatron_grpo.settings.parse import parse
-from megatron_grpo.sizing.dialects import DIALECTS
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import re
 import numpy as np
 import pytest
 
-from megatron_grpo.errors import RunError
+from megatron_grpo.base.errors import RunError
 from megatron_grpo.rollout.kept import TIES, WrongKept, check, num_asked, whole_or_cut
 from megatron_grpo.types import Kept, Sequence
 

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_grpo import launcher
+from megatron_grpo.base import launcher
+from megatron_grpo.config.config import RolloutConfig
 from megatron_grpo.rollout import vllm_patches
 from megatron_grpo.rollout.engine import WeightSyncError
 from megatron_grpo.rollout.vllm_options import problem_of
 from megatron_grpo.rollout.vllm_weights import buffers_of, refuse_changed
-from megatron_grpo.settings.config import RolloutConfig
 
 
 def test_no_generator_of_the_trainer_moves_while_vllm_works():

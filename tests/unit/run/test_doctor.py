@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from megatron_grpo.errors import ConfigError
+from megatron_grpo.base.errors import ConfigError
 from megatron_grpo.run.doctor import machine, packages, run_doctor, trials
 from megatron_grpo.run.doctor.check import bad, good
 from megatron_grpo.run.doctor.child import run

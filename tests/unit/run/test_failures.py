@@ -13,15 +13,15 @@ from pathlib import Path
 
 import pytest
 
-from megatron_grpo.errors import ConfigError, Interrupted, RewardError, RunError
+from megatron_grpo.base.errors import ConfigError, Interrupted, RewardError, RunError
+from megatron_grpo.config.config import Config
 from megatron_grpo.run import failures
 from megatron_grpo.run.failures import machine_sentence, report
-from megatron_grpo.settings.config import Config
 
 ROOT = Path(__file__).resolve().parents[3]
 SPEAKER = """
 import sys, time
-from megatron_grpo.errors import ConfigError
+from megatron_grpo.base.errors import ConfigError
 from megatron_grpo.run.failures import report
 sys.exit(report(ConfigError(sys.argv[1])))
 """

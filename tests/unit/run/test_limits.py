@@ -7,8 +7,8 @@ import time
 
 import pytest
 
+from megatron_grpo.config.parse import resolve
 from megatron_grpo.run.limits import age_of, limits_of, problems_with_limits, requeue
-from megatron_grpo.settings.parse import resolve
 
 
 def config(*flags: str):

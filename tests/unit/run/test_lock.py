@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_grpo.errors import ConfigError
+from megatron_grpo.base.errors import ConfigError
 from megatron_grpo.run.lock import NAME, OutputLock
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -193,8 +193,8 @@ def test_of_a_data_set_that_is_read_as_the_run_goes_the_first_block_is_looked_at
 
 def test_an_environment_is_played_without_a_model(tmp_path, monkeypatch):
     """Turns are made up; what the environment does wrong is said, and its episodes are judged."""
+    from megatron_grpo.config import parse
     from megatron_grpo.run.rehearse import rehearse
-    from megatron_grpo.settings import parse
     from tests.chat_models import write_chat
 
     monkeypatch.chdir(tmp_path)

@@ -98,7 +98,7 @@ def test_no_child_outlives_the_program():
 def test_a_command_that_gives_no_sign_of_life_is_named_with_its_stack_and_ended(tmp_path, how, state):
     """Alone it has no other rank that could notice."""
     lines = [
-        "from megatron_grpo import activity",
+        "from megatron_grpo.base import activity",
         "from megatron_grpo.run import stacks, supervisor",
         "stacks.register()",
         "activity.reached(7)",

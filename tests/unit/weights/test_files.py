@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from megatron_grpo.errors import ConfigError
-from megatron_grpo.files import MARK
+from megatron_grpo.base.errors import ConfigError
+from megatron_grpo.base.files import MARK
 from megatron_grpo.weights.names import hf_shapes
 from megatron_grpo.weights.reader import HfReader, check_tied_head
 from megatron_grpo.weights.shape import ModelShape

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_grpo.errors import ConfigError
+from megatron_grpo.base.errors import ConfigError
 from megatron_grpo.weights.fit import layout_problems, length_problems
 from megatron_grpo.weights.mapping import WeightMap
 from megatron_grpo.weights.names import hf_shapes

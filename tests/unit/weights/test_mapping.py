@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_grpo.errors import ConfigError
+from megatron_grpo.base.errors import ConfigError
 from megatron_grpo.weights.mapping import WeightMap, with_global_numbers
 from megatron_grpo.weights.names import ShardCut, hf_shapes
 from megatron_grpo.weights.reader import HfReader

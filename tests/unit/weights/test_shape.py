@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from megatron_grpo.errors import ConfigError
+from megatron_grpo.base.errors import ConfigError
 from megatron_grpo.weights.names import hf_shapes, num_parameters
 from megatron_grpo.weights.shape import ModelShape, flat
 from tests.unit.weights.tiny import CHECKPOINTS, config_of

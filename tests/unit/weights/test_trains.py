@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_grpo.settings.config import TunerConfig
+from megatron_grpo.config.config import TunerConfig
 from megatron_grpo.weights.mapping import WeightMap
 from megatron_grpo.weights.names import hf_shapes
 from megatron_grpo.weights.shape import ModelShape

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megatron_grpo.errors import ConfigError
+from megatron_grpo.base.errors import ConfigError
 from megatron_grpo.weights.adapters import from_file, write_adapter
 from megatron_grpo.weights.families import FAMILIES
 from megatron_grpo.weights.lora import LoraSettings, module_of, own_sizes, peft_name

@@ -1,0 +1,339 @@
+"""`megatron-grpo mismatch`: how far trainer and sampler are apart, and at which operation they part."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_grpo.analysis import traced, vllm_traced
+from megatron_grpo.analysis.asked import Asked, Subject, read_asked
+from megatron_grpo.analysis.operations import ASIDE, LIMITS, Operation, Row, Side, alone, first_over, look_at, sequence_of
+from megatron_grpo.analysis.picture import Token, draw, drift_of, quantiles, worst_row, worst_tokens
+from megatron_grpo.analysis.recorded import Drawn, recorded, spread
+from megatron_grpo.base.cleanup import CleanUp
+from megatron_grpo.base.errors import EXIT_CRASH, EXIT_DONE, ConfigError, Problem, config_error, problem_with
+from megatron_grpo.base.files import why_not_drawn
+from megatron_grpo.config import Parsed, kept
+from megatron_grpo.config.config import Config
+from megatron_grpo.data.chat import load_tokenizer
+from megatron_grpo.data.hub import find_model
+from megatron_grpo.metrics.drift import USUAL
+from megatron_grpo.parallel import collectives, state
+from megatron_grpo.parallel.layout import Layout
+from megatron_grpo.parallel.state import ParallelState
+from megatron_grpo.policy.loaded import LoadedModel
+from megatron_grpo.rollout.colocated import ColocatedEngine
+from megatron_grpo.rollout.engine import SamplingSettings
+from megatron_grpo.rollout.probes import probe_sequences
+from megatron_grpo.run.build import build_loaded, start_parallel
+from megatron_grpo.run.opened import layout_of
+from megatron_grpo.trainer.sync import Publisher, WeightSyncError, check_weights
+from megatron_grpo.types import Prompt
+from megatron_grpo.weights.shape import ModelShape
+
+WORST = 8  # tokens that are listed
+TOGETHER = 4  # rows of a micro-batch where the run had one
+LONGEST_ANSWER = 64  # tokens that are drawn anew, at most
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Found:
+    """Everything that was found. row: the one that was looked into. push: what is wrong with a push of the weights, or nothing."""
+
+    subject: Subject
+    dtype: str
+    limit: float
+    bound: float  # nats
+    num_ranks: int
+    source: str
+    rows: Sequence[Row]
+    tokens: Sequence[Token]
+    row: int
+    operations: Sequence[Operation]
+    drift: Sequence[tuple[int, float, float]]
+    notes: Sequence[str]
+    push: str
+
+    @property
+    def verdict(self) -> str:
+        """What differs by more than rounding, in a sentence."""
+        sentences = []
+        if (first := first_over([one for one in self.operations if one.name not in ASIDE])) is not None:
+            shards = f" (shard of rank {', '.join(map(str, first.ranks))})" if len(first.ranks) < self.num_ranks else ""
+            sentences.append(f"{first.in_words}: {first.difference:.2g} of its size{shards}{first.cause and f'; {first.cause}'}.")
+        sentences += [ASIDE[one.name] for one in self.operations if one.name in ASIDE and one.is_over]
+        if not sentences and self.push:
+            sentences.append("No operation differs by more than rounding, but the check of the push fails.")
+        if not sentences and not self.operations and self.numbers["beyond"]:
+            sentences.append(f"Tokens differ by more than {self.bound:g} nats, and the operations of this model are not watched.")
+        return " ".join(sentences)
+
+    @property
+    def numbers(self) -> dict[str, float]:
+        return quantiles(self.rows, self.bound)
+
+
+def run_mismatch(argv: Sequence[str], parse: Callable[[Sequence[str]], Parsed]) -> int:
+    """Prints what was found, with --json as one object; returns the exit code, 1 where something is named.
+
+    Raises ConfigError, before a model loads, with all that is wrong.
+    """
+    asked = read_asked(argv, parse)
+    cfg = _as_looked_at(asked)
+    model_path = find_model(cfg.model.model, with_code=cfg.model.trust_remote_code)
+    shape = ModelShape.from_pretrained(model_path)
+    layout, problems = layout_of(cfg, shape)
+    if problems := [*problems, *_problems(layout, shape)]:
+        raise ConfigError(problems)
+    picture = _folder(asked, cfg) / f"step_{asked.subject.step:06d}.png"
+    if not _can_write(picture.parent):
+        raise config_error("output_dir", f"{picture.parent} cannot be written. Name another --output_dir.")
+    if "output_dir" in cfg.typed and (wrong := why_not_drawn(picture)):
+        raise config_error("output_dir", f"output_dir: {wrong}")
+    with CleanUp() as clean_up:
+        parallel = start_parallel(cfg, layout, content={"question": f"{asked.subject.name} {asked.row} {asked.num_rows}"})
+        clean_up.add(state.stop)
+        found = look(asked, cfg, shape, model_path, parallel, clean_up)
+        verdict = found.verdict
+        if collectives.rank() == 0:
+            is_drawn = draw(picture, found.rows, found.operations, found.drift, limit=found.limit)
+            print(json.dumps(as_json(found), indent=1) if cfg.plan.json else in_words(found, picture if is_drawn else None), flush=True)
+    return EXIT_CRASH if verdict else EXIT_DONE
+
+
+def look(asked: Asked, cfg: Config, shape: ModelShape, model_path: Path, parallel: ParallelState, clean_up: CleanUp) -> Found:
+    """Collective. clean_up: gets what this opens."""
+    subject, dtype = asked.subject, cfg.model.torch_dtype
+    tokenizer = load_tokenizer(str(model_path), trust_remote_code=cfg.model.trust_remote_code)
+    rows, prompts, source, notes = _rows_to_compare(asked, cfg, shape, tokenizer)
+    number = len(rows or prompts)
+    if asked.row is not None and asked.row >= number:
+        raise config_error("row", f"row ({asked.row}): {number} rows are compared, 0 to {number - 1}.")
+    longest = max([*(len(row.tokens) for row in rows), *(len(prompt.token_ids) for prompt in prompts)])
+    answer = min(cfg.rollout.max_completion_length, LONGEST_ANSWER)
+    together = max(cfg.batch.micro_batch_size, TOGETHER)
+    model = build_loaded(cfg, shape, parallel, model_path=model_path, checkpoint=subject.checkpoint, micro_batch_size=together)
+    engine = ColocatedEngine.build(
+        cfg.rollout, model_path=model_path, dtype=dtype, max_model_len=min(longest + answer + 1, shape.max_position_embeddings),
+        seed=cfg.run.seed, rank=parallel.rank, world_size=parallel.world_size, trust_remote_code=cfg.model.trust_remote_code,
+    )  # fmt: skip
+    clean_up.add(engine.close)
+    sampling = SamplingSettings(n=1, max_completion_length=answer, temperature=cfg.rollout.temperature)
+    asked_for = prompts or [_prompt(number, row.prompt) for number, row in enumerate(rows)]
+    engine.generate(asked_for, replace(sampling, max_completion_length=1), seed=cfg.run.seed)  # so that a cache that is kept shows
+    Publisher(model, engine, verify=False, starts_as_checkpoint=False).publish(subject.step)
+    rows = rows or _drawn(engine, prompts, sampling, seed=cfg.run.seed)
+    scored = model.score([sequence_of(row.tokens.tolist(), int(np.argmax(row.mask))) for row in rows])
+    compared = [
+        Row(
+            tokens=row.tokens,
+            drawn=row.mask,
+            sampler=np.nan_to_num(row.logprobs),
+            trainer=np.where(row.mask, trainer, 0).astype(np.float32),
+        )
+        for row, trainer in zip(rows, scored, strict=True)
+    ]
+    chosen = worst_row(compared) if asked.row is None else asked.row
+    operations: Sequence[Operation] = ()
+    limit = max(LIMITS[dtype], LIMITS[engine.dtype])
+    if why := traced.not_traced(model.chunks[0]) or vllm_traced.not_traced(engine):
+        notes.append(f"The operations of this model are not compared: it {why}.")
+    else:
+        side = Side(engine=engine, model=model.chunks[0], score=alone(model.scorer), temperature=sampling.temperature, limit=limit)
+        operations = look_at(side, compared[chosen])
+    return Found(
+        subject=subject,
+        dtype=dtype,
+        limit=limit,
+        bound=max(USUAL[dtype], USUAL[engine.dtype]),
+        num_ranks=parallel.world_size,
+        source=source,
+        rows=compared,
+        tokens=worst_tokens(compared, tokenizer, WORST),
+        row=chosen,
+        operations=operations,
+        drift=drift_of(subject.run),
+        notes=notes,
+        push=_push_problem(model, engine, subject.step, dtype),
+    )
+
+
+def _push_problem(model: LoadedModel, engine: ColocatedEngine, version: int, dtype: str) -> str:
+    """What a run's own check of a push says of this one."""
+    try:
+        check_weights(model, engine, version=version, is_coarse=dtype != "float32")
+    except WeightSyncError as error:
+        return str(error)
+    return ""
+
+
+# ---- what is compared ------------------------------------------------------------------------------------------------------------------
+
+
+def _rows_to_compare(asked: Asked, cfg: Config, shape: ModelShape, tokenizer: Any) -> tuple[list[Drawn], list[Prompt], str, list[str]]:
+    """(rows that the run recorded with these weights; or the prompts to draw some for; where they come from, in words; notes)."""
+    subject, notes = asked.subject, list[str]()
+    if kept.is_cut(cfg.rollout):
+        notes.append(
+            f"The run samples with {kept.in_words(cfg.rollout)}; here all words stay, for tables of completions do "
+            "not tell those that were left."
+        )
+    if subject.cfg.rollout.same_bits:
+        notes.append("The run computes with the sampler's arithmetic (same_bits); what is compared here is the trainer's own.")
+    is_as_run = asked.dtype is None and not kept.is_cut(cfg.rollout)
+    if subject.run is not None and is_as_run and (rows := recorded(subject.run, version=subject.step)):
+        return spread(rows, asked.num_rows), [], "recorded by the run with these weights", notes
+    if subject.run is not None and (rows := recorded(subject.run)):
+        of_run = list(dict.fromkeys(row.prompt for row in rows))
+        prompts = [of_run[number % len(of_run)] for number in range(asked.num_rows)]
+        return [], [_prompt(number, prompt) for number, prompt in enumerate(prompts)], "drawn anew from prompts of the run", notes
+    probes = probe_sequences(tokenizer, vocab_size=shape.vocab_size, max_model_len=shape.max_position_embeddings)
+    tokens = [probe.token_ids.tolist() for probe in probes]
+    cut = [tokens[i % len(tokens)][: len(tokens[0]) * (i // len(tokens) + 1) // 4 + 1] for i in range(asked.num_rows)]
+    return (
+        [],
+        [_prompt(number, prompt) for number, prompt in enumerate(cut)],
+        "drawn anew from random words, for no prompts are recorded",
+        notes,
+    )
+
+
+def _prompt(number: int, tokens: Sequence[int]) -> Prompt:
+    return Prompt(number=number, row=number, raw="", token_ids=tuple(tokens), columns={})
+
+
+def _drawn(engine: ColocatedEngine, prompts: Sequence[Prompt], sampling: SamplingSettings, *, seed: int) -> list[Drawn]:
+    """Collective; all rows on every rank, in the order of the prompts."""
+    groups = [group for part in collectives.from_all(engine.generate(prompts, sampling, seed=seed)) for group in part]
+    completions = [group.completions[0] for group in sorted(groups, key=lambda group: group.prompt.number)]
+    return [
+        Drawn(version=one.version, tokens=one.sequence.token_ids, logprobs=np.where(one.sequence.mask, one.logprobs, np.nan))
+        for one in completions
+    ]
+
+
+def _as_looked_at(asked: Asked) -> Config:
+    """The run's settings, but for what only training needs, and what keeps operations from being seen."""
+    cfg = asked.subject.cfg
+    values: dict[str, Any] = {
+        "vllm_mode": "colocate", "vllm_tensor_parallel_size": cfg.parallel.tensor_model_parallel_size, "vllm_enforce_eager": True,
+        "sleep_level": 0, "beta": 0.0, "router_replay_mode": "disabled", "share_prompts": "false", "same_bits": False,
+    }  # fmt: skip
+    if "transformer_impl" not in cfg.typed:
+        values["transformer_impl"] = "local"
+    if asked.dtype is not None:
+        values["vllm_dtype"] = None
+    return cfg.with_values(values)
+
+
+def _problems(layout: Layout, shape: ModelShape) -> list[Problem]:
+    wrong = []
+    cut = {"pipeline_model_parallel_size": layout.pp, "context_parallel_size": layout.cp, "expert_model_parallel_size": layout.ep}
+    for name, size in cut.items():
+        if size > 1:
+            message = f"{name} ({size}): mismatch compares whole layers, shard by shard. Leave it out: checkpoints load in any layout."
+            wrong.append(Problem(flags=(name,), nearest={name: [1]}, message=message))
+    if not wrong and layout.world_size > layout.tp:
+        message = f"{layout.world_size} ranks hold several copies of a model that is cut over {layout.tp}. Start {layout.tp}."
+        wrong.append(problem_with(("world_size", "tensor_model_parallel_size"), message))
+    if shape.vision is not None:
+        wrong.append(problem_with("model", "mismatch compares models of text; this one sees pictures, and its tower is not watched."))
+    return wrong
+
+
+def _folder(asked: Asked, cfg: Config) -> Path:
+    if "output_dir" in cfg.typed:
+        return Path(cfg.run.output_dir)
+    subject = asked.subject
+    return subject.run / "mismatch" if subject.run is not None else Path(f"{subject.cfg.model.model}-mismatch")
+
+
+def _can_write(folder: Path) -> bool:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return False
+    return True
+
+
+# ---- telling ---------------------------------------------------------------------------------------------------------------------------
+
+
+def in_words(found: Found, picture: Path | None) -> str:
+    numbers = found.numbers
+    ranks = "one rank" if found.num_ranks == 1 else f"{found.num_ranks} tensor-parallel ranks"
+    lines = [
+        f"{found.subject.name}, step {found.subject.step}, {found.dtype}, {ranks}",
+        f"{len(found.rows)} rows, {numbers['tokens']:,} tokens, {found.source}",
+        "",
+        "|trainer - sampler| in nats: "
+        + ", ".join(f"{name} {numbers[name]:.2g}" for name in ("mean", "median", "90 %", "99 %", "largest"))
+        + f"; beyond {found.bound:g}: {numbers['beyond']:.1%}",
+        "",
+        f"{'row':>5} {'place':>6}  {'sampler':>9} {'trainer':>9} {'difference':>11}  token",
+        *(
+            f"{one.row:>5} {one.place:>6}  {one.sampler:>9.4f} {one.trainer:>9.4f} {one.difference:>11.2e}  {one.text!r}"
+            for one in found.tokens
+        ),
+    ]
+    if found.drift:
+        (first, mean, _), (last, late, _) = found.drift[0], found.drift[-1]
+        step, _, largest = max(found.drift, key=lambda one: one[2])
+        lines += [
+            "",
+            f"While the run trained: mean {mean:.2g} at step {first}, {late:.2g} at step {last}; largest {largest:.2g} at step {step}",
+        ]
+    if found.operations:
+        row = found.rows[found.row]
+        lines += [
+            "",
+            f"Row {found.row} ({row.opening} tokens of prompt, {len(row.tokens) - row.opening} behind it), each operation on the sampler's "
+            f"inputs; over: more than {found.limit:g}",
+            f"{'operation':<24} {'of its size':>11} {'largest':>10} {'equal bits':>11}",
+            *(_line(one) for one in _shortened(found.operations)),
+        ]
+    lines += ["", *found.notes, *([found.push] if found.push else [])]
+    lines.append(found.verdict or "Nothing differs by more than rounding.")
+    return "\n".join([*lines, *([f"Picture: {picture}"] if picture else [])])
+
+
+def _line(one: Operation) -> str:
+    return f"{one.in_words:<24} {one.difference:>11.1e} {one.largest:>10.1e} {one.equal:>11.1%}{'  <- over' if one.is_over else ''}"
+
+
+def _shortened(operations: Sequence[Operation]) -> list[Operation]:
+    """Those over the limit, and of all others the worst layer of each kind."""
+    worst: dict[str, Operation] = {}
+    for one in operations:
+        kind = one.in_words.partition(", ")[2] or one.name
+        if kind not in worst or one.difference > worst[kind].difference:
+            worst[kind] = one
+    kept = {one.name for one in worst.values()} | {one.name for one in operations if one.is_over}
+    return [one for one in operations if one.name in kept]
+
+
+def as_json(found: Found) -> dict[str, Any]:
+    return {
+        "subject": found.subject.name,
+        "step": found.subject.step,
+        "dtype": found.dtype,
+        "ranks": found.num_ranks,
+        "source": found.source,
+        "rows": len(found.rows),
+        "difference": found.numbers,
+        "bound": found.bound,
+        "worst_tokens": [asdict(one) | {"difference": one.difference} for one in found.tokens],
+        "drift": [{"step": step, "mean": mean, "max": largest} for step, mean, largest in found.drift],
+        "row": found.row,
+        "limit": found.limit,
+        "operations": [asdict(one) | {"over": one.is_over} for one in found.operations],
+        "notes": list(found.notes),
+        "push": found.push,
+        "named": [one.name for one in found.operations if one.is_over],
+        "verdict": found.verdict,
+    }

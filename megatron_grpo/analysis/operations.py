@@ -1,0 +1,223 @@
+"""Trainer and sampler side by side, operation by operation, for one sequence: what each makes of the same inputs.
+
+One sequence goes through vLLM, and the output of every operation is kept. The same tokens go through the trainer, where every operation is
+given what the sampler made of those before it. So a difference does not travel: what is found at an operation is its own doing, and the
+first one that differs by more than rounding is where the two part.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from megatron_grpo.analysis import traced, vllm_traced
+from megatron_grpo.analysis.causes import cause_of
+from megatron_grpo.parallel import collectives
+from megatron_grpo.policy.model import PolicyModel
+from megatron_grpo.policy.scorer import ModelScorer
+from megatron_grpo.rollout.colocated import ColocatedEngine
+from megatron_grpo.types import Sequence as Scored
+
+# Root mean square of an operation's own difference, relative to that of its output. Correct ones stay below: 1e-6 by another order of sums,
+# 5e-3 by other roundings to bfloat16 (docs/mismatch.md).
+LIMITS = {"float32": 2e-6, "bfloat16": 8e-3}
+
+ATTENTION = ("norm 1", "qkv", "q norm", "k norm", "rope q", "rope k", "attention", "o proj", "residual 1", "norm 2")
+BLOCK = ("router", "experts", "gate up", "act", "down", "residual 2")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operation:
+    """One operation's own difference, over the ranks of both sides. cause: why, of the first that is over; empty where it is not known.
+
+    difference: root mean square, relative to that of the sampler's output (of `log-prob`: of the logits, or its own).
+    largest: of one number, absolute. equal: share of numbers that are the same bits. ranks: tensor-parallel ranks whose shard differs by
+    more than the limit.
+    """
+
+    name: str
+    difference: float
+    largest: float
+    equal: float
+    ranks: tuple[int, ...] = ()
+    cause: str = ""
+
+    @property
+    def is_over(self) -> bool:
+        return bool(self.ranks)
+
+    @property
+    def in_words(self) -> str:
+        """ "layer 2, q norm"."""
+        layer, _, operation = self.name.partition(" ")
+        return f"layer {layer[1:]}, {operation}" if layer[:1] == "L" and layer[1:].isdecimal() else self.name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Part:
+    """Of one rank: sums over its numbers."""
+
+    squares: float
+    size: float  # sum of squares of the sampler's numbers
+    largest: float
+    num_equal: int
+    num: int
+
+    @property
+    def relative(self) -> float:
+        return math.sqrt(self.squares / self.size) if self.size else math.sqrt(self.squares)
+
+
+def order(num_layers: int) -> list[str]:
+    """Names of all operations there may be, in the order of computation."""
+    layers = [f"L{layer} {name}" for layer in range(num_layers) for name in (*ATTENTION, *BLOCK)]
+    return ["embedding", *layers, "final norm", "logits", "log-prob"]
+
+
+def sequence_of(tokens: Sequence[int], opening: int) -> Scored:
+    """All tokens behind the opening are scored."""
+    token_ids = np.asarray(tokens, dtype=np.int64)
+    return Scored(token_ids=token_ids, mask=np.arange(len(token_ids)) >= opening)
+
+
+Score = Callable[[Sequence[Scored]], list[np.ndarray]]  # log-probs of the masked tokens, at the sampling temperature
+
+# What one sequence alone cannot show, by name.
+RECORDED = "log-probs as drawn"
+CACHED = "prefix cache"
+PACKED = "trainer beside others"
+ASIDE = {  # the sentence about each
+    RECORDED: "The sampler drew this row with other log-probs than it gives now: other weights, or what was sampled beside it.",
+    CACHED: "The prefix cache: through it the sampler answers otherwise than without; it holds keys and values of other weights.",
+    PACKED: "The trainer scores this row otherwise beside others than alone: rows of a micro-batch see each other.",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Row:
+    """One completion, as it was drawn and as it was scored among others. T tokens; log-probs are 0 where nothing was drawn."""
+
+    tokens: np.ndarray  # int64 [T]
+    drawn: np.ndarray  # bool [T]
+    sampler: np.ndarray  # float32 [T]
+    trainer: np.ndarray  # float32 [T]
+
+    @property
+    def opening(self) -> int:
+        """Tokens before the first that was drawn."""
+        return int(np.argmax(self.drawn))
+
+    @property
+    def differences(self) -> np.ndarray:
+        """Trainer less sampler, of the drawn tokens, in nats."""
+        return self.trainer[self.drawn].astype(np.float64) - self.sampler[self.drawn]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Side:
+    """A sampler and a trainer that stand on the same ranks, with the same tensor parallelism. score: by the trainer."""
+
+    engine: ColocatedEngine
+    model: PolicyModel
+    score: Score
+    temperature: float
+    limit: float
+
+
+def alone(scorer: ModelScorer, temperature: float | None = None) -> Score:
+    """Scores one sequence by itself. Where a micro-batch has several, a scorer fills it up with copies, which ranks then share."""
+    cut = replace(scorer.cut, micro_batch_size=1, max_tokens=None)
+    return partial(ModelScorer(scorer.model, scorer.parallel, cut, around=scorer.around).score, temperature=temperature)
+
+
+def look_at(side: Side, row: Row) -> list[Operation]:
+    """Every operation that both have, in the order of computation; then what one sequence alone cannot show. Collective.
+
+    The prefix cache is used as it stands, so whatever filled it must have happened before.
+    """
+    tokens, opening = row.tokens.tolist(), row.opening
+    cached = np.array(vllm_traced.force(side.engine, tokens, opening, temperature=side.temperature))
+    (scored,) = side.score([sequence_of(tokens, opening)])
+    operations, fresh, size = _compared(side, tokens, opening)
+    drawn = row.drawn[opening:]
+    aside = [
+        (RECORDED, row.sampler[opening:][drawn], cached[drawn]),
+        (CACHED, cached, fresh),
+        (PACKED, row.trainer[opening:][drawn], scored[opening:][drawn]),
+    ]
+    return [*operations, *(_aside(name, a, b, size, side.limit) for name, a, b in aside)]
+
+
+def _compared(side: Side, tokens: Sequence[int], opening: int) -> tuple[list[Operation], np.ndarray, float]:
+    """(operations, the sampler's log-probs without a cache, root mean square of its logits, or of these if larger)."""
+    model = side.model
+    theirs = vllm_traced.trace(side.engine, tokens, opening, temperature=side.temperature)
+    logits = theirs["logits"] = _logits_of_all(theirs.get("logits"), len(tokens) - opening)
+    size = max(float(told.double().square().mean().sqrt()) for told in (logits, theirs["log-prob"]))  # both round; either may be near 0
+    fresh = theirs["log-prob"][:, 0].numpy()
+    scored: list[np.ndarray] = []
+    forced = {name: rows for name, rows in theirs.items() if name not in ("logits", "log-prob")}
+    ours = traced.trace(model, lambda: scored.extend(side.score([sequence_of(tokens, opening)])), forced=forced)
+    ours["log-prob"] = traced.Own(0, torch.from_numpy(scored[0][opening:])[:, None])
+    start = model.output_layer.vocab_start
+    theirs["logits"] = logits[:, start : start + ours["logits"].rows.shape[1]]
+    names = [name for name in order(len(model.decoder.layers)) if name in ours and name in theirs]
+    mine = {name: _part(ours[name], theirs[name], size if name == "log-prob" else None) for name in names}
+    everyone: list[Mapping[str, _Part]] = collectives.from_all(mine)
+    operations = [_joined(name, [part[name] for part in everyone], side.limit) for name in names]
+    if (first := first_over(operations)) is not None:
+        causes = collectives.from_all(cause_of(first.name, side.engine, model))
+        cause = next((causes[rank] for rank in first.ranks if causes[rank]), "")
+        operations = [replace(one, cause=cause) if one is first else one for one in operations]
+    return operations, fresh, size
+
+
+def _aside(name: str, a: np.ndarray, b: np.ndarray, size: float, limit: float) -> Operation:
+    """Log-probs of whole models, so the median counts, with ten times the room: a router may flip at a tie, and change a few of them."""
+    differences = np.abs(a.astype(np.float64) - b)
+    middle = collectives.largest(float(np.median(differences)) / max(size, 1e-30))  # ranks may differ in the last bit
+    ranks = () if middle <= 10 * limit else tuple(range(collectives.num_ranks()))
+    return Operation(name=name, difference=middle, largest=float(differences.max()), equal=float((a == b).mean()), ranks=ranks)
+
+
+def first_over(operations: Sequence[Operation]) -> Operation | None:
+    """Where trainer and sampler part."""
+    return next((one for one in operations if one.is_over), None)
+
+
+def _part(own: traced.Own, theirs: torch.Tensor, size: float | None) -> _Part:
+    """size: of a number that the difference is measured by; None for the root mean square of the sampler's."""
+    b = theirs[own.start : own.start + len(own.rows)]  # the sampler never computes the last token
+    a = own.rows[: len(b), : b.shape[1]].to(b.dtype)  # a trainer's head may have rows that are no words
+    difference = (a.double() - b.double()).abs()
+    return _Part(
+        squares=float(difference.square().sum()),
+        size=float(b.double().square().sum()) if size is None else size**2 * b.numel(),
+        largest=float(difference.max()) if b.numel() else 0.0,
+        num_equal=int((a == b).sum()),
+        num=b.numel(),
+    )
+
+
+def _joined(name: str, parts: Sequence[_Part], limit: float) -> Operation:
+    over = tuple(rank for rank, part in enumerate(parts) if not part.relative <= limit)  # NaN is over
+    size, squares = sum(part.size for part in parts), sum(part.squares for part in parts)
+    return Operation(
+        name=name,
+        difference=math.sqrt(squares / size) if size else math.sqrt(squares),
+        largest=max(part.largest for part in parts),
+        equal=sum(part.num_equal for part in parts) / max(sum(part.num for part in parts), 1),
+        ranks=over,
+    )
+
+
+def _logits_of_all(mine: torch.Tensor | None, num: int) -> torch.Tensor:
+    """vLLM may give them to the first rank of an engine alone."""
+    found: list[Any] = collectives.from_all(None if mine is None else mine[-num:].numpy())
+    return torch.from_numpy(next(one for one in found if one is not None))

@@ -1,0 +1,279 @@
+"""`megatron-grpo replay CAPSULE`: takes a step of a run again, on this machine and in any layout, and says what is wrong with it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from megatron_grpo.analysis.audit import tensors_of
+from megatron_grpo.analysis.capsule import Capsule, marked, rows_of
+from megatron_grpo.analysis.poison import Row, Told, told
+from megatron_grpo.base.errors import EXIT_DONE, ConfigError, config_error, problem_with
+from megatron_grpo.checkpoint import generators
+from megatron_grpo.config import Parsed
+from megatron_grpo.config.config import Config, ParallelConfig
+from megatron_grpo.config.precision import OF_THE_OPTIMIZER
+from megatron_grpo.config.table import BadValue, Setting, read_value, table
+from megatron_grpo.data.hub import find_model
+from megatron_grpo.parallel import collectives, state
+from megatron_grpo.policy.culprits import wrong_rows
+from megatron_grpo.policy.policy import Policy, Seen
+from megatron_grpo.run.build import build_policy, start_parallel
+from megatron_grpo.run.opened import layout_of, load_weights, whole_checkpoint
+from megatron_grpo.trainer.pending import Pending
+from megatron_grpo.types import GlobalBatch, MicroBatch, RowKey
+from megatron_grpo.weights.shape import ModelShape
+
+# Of the run's settings these are not wanted: a replay has a layout of its own, trains nothing, and scores every row alone, so that more
+# micro-batches are summed than in the run: in float32.
+_OTHERS = (*vars(ParallelConfig()), "resume", "output_dir", "model", "adapters", "ref_adapters", "share_prompts", "sync_ref_model",
+           "micro_batch_size", "max_tokens_per_micro_batch", "optimizer_cpu_offload", "vllm_mode", *OF_THE_OPTIMIZER)  # fmt: skip
+
+
+def run_replay(words: Sequence[str], parsed: Parsed) -> int:
+    """words: what stood on the command line and is no flag. Returns the exit code."""
+    problems = list(parsed.problems)
+    if len(words) != 1:
+        problems.append(problem_with("replay", "replay needs one capsule: megatron-grpo replay OUTPUT_DIR/capsules/step_000012_not_finite"))
+        raise ConfigError(problems)
+    try:
+        capsule = Capsule(words[0])
+    except ValueError as error:
+        raise ConfigError([*problems, problem_with("replay", f"{error}. Name a folder of OUTPUT_DIR/capsules.")]) from None
+    if problems:
+        raise ConfigError(problems)
+    cfg, model, checkpoint = _settings(capsule, parsed.config)
+    found = replay(capsule, cfg, model, checkpoint)
+    if collectives.rank() == 0:
+        print(json.dumps(found.as_json(), indent=1) if cfg.plan.json else "\n".join(found.lines()), flush=True)
+    state.stop()
+    return EXIT_DONE
+
+
+def _settings(capsule: Capsule, typed: Config) -> tuple[Config, Path, Path | None]:
+    """The run's settings under what was typed; the model; and the checkpoint that its weights are in, if they are not in the capsule."""
+    facts, known = capsule.facts, table()
+    values = {name: _read(known[name], value) for name, value in facts["settings"].items() if name in known and name not in _OTHERS}
+    mine = {name: getattr(section, name) for section in typed.groups().values() for name in vars(section) if name in typed.typed}
+    weights, checkpoint = facts["weights"], None
+    if facts["pictures"]:
+        raise config_error("replay", "its rows show pictures, which a capsule does not hold: replay takes text alone.")
+    if facts["settings"].get("beta") and "beta" not in mine and not capsule.forward("references"):
+        raise config_error("replay", "its loss has a KL term (beta), and no log-probs of the reference were kept, for ranks hung. "
+                           "Type --beta 0 to replay the rest of its loss.")  # fmt: skip
+    model = mine.get("model") or (capsule.path / "weights" if weights["folder"] == "weights" else facts["model"])
+    if "resume" in mine:
+        checkpoint = mine["resume"]
+    elif weights["folder"] == "adapter":
+        values["adapters"] = str(capsule.path / "adapter")
+        if not (capsule.path / "adapter" / "adapter_config.json").is_file():
+            raise config_error("replay", f"{capsule.path / 'adapter'}, the adapter as the step found it, is not here. Copy the "
+                               "whole capsule, or name a checkpoint with --resume.")  # fmt: skip
+    elif weights["folder"] is None and "model" not in mine:
+        checkpoint = weights.get("checkpoint")
+        if checkpoint is not None and not Path(checkpoint).is_dir():
+            raise config_error("resume", f"the capsule holds no weights, and the checkpoint nearest to it, {checkpoint}, is not "
+                               "here. Copy it and name it with --resume, or name a model with --model.")  # fmt: skip
+    if checkpoint is not None:
+        whole_checkpoint(Path(checkpoint))
+    values |= {"offload_model": "false", "offload_optimizer": "false", "micro_batch_size": 1}
+    return typed.with_values(values | {"model": str(model)} | mine), find_model(str(model)), Path(checkpoint) if checkpoint else None
+
+
+def _read(setting: Setting, value: Any) -> Any:
+    """A run's setting as it is read from a file: a capsule may come from a stranger, or from another version."""
+    try:
+        return value if value == setting.default else read_value(setting, () if value == [] else value)
+    except BadValue as bad:
+        raise config_error("replay", f"of the capsule's settings, {setting.name} {bad}. Copy the capsule anew.") from None
+
+
+def replay(capsule: Capsule, cfg: Config, model: Path, checkpoint: Path | None = None) -> Told:
+    """Takes the step as far as its gradient, and every row of it alone. Collective; joins the job. The optimizer does not act."""
+    shape, samples = ModelShape.from_pretrained(model), capsule.samples()
+    layout, misfits = layout_of(cfg, shape)
+    if misfits:
+        raise ConfigError(misfits)
+    missing = rows_of(capsule.step) - {sample.key for sample in samples}
+    if missing:
+        ranks = sorted(missing)[:8]
+        raise config_error("replay", f"{len(missing)} of its {len(rows_of(capsule.step))} rows are missing ({ranks}): the "
+                           "ranks that had them hung, and could not write them.")  # fmt: skip
+    parallel = start_parallel(cfg, layout, content={"capsule": capsule.path.name})
+    policy = build_policy(cfg, shape, parallel, model_path=model, num_steps=capsule.step.index + 1,
+                          reference=lambda *_: Recorded(capsule.forward("references"), parallel))  # fmt: skip
+    if checkpoint is not None:
+        load_weights(policy.chunks, checkpoint)
+    pending = Pending(parallel=parallel).restored(samples if parallel.is_main else [], policy.cut)
+    try:
+        _, batch = pending.batch(capsule.step, weigh=policy.loss.token_weights, cut=policy.cut)
+    except ValueError as error:
+        raise config_error("world_size", f"the step does not come out even over these ranks: {error}. Replay it on one.") from None
+    policy.restore_entropy(capsule.facts.get("guard", {}))
+    if (capsule.path / generators.FILE).exists():
+        generators.restore(capsule.path / generators.FILE)
+    weights = _weights(capsule, policy)
+    seen, first = _forward(policy, batch)
+    rows = _rows(capsule, policy, batch, seen)
+    copies = _copies(capsule, policy, batch)
+    return told(capsule, parallel.layout, seen.metrics, weights, first, rows, copies, {sample.key: sample for sample in samples})
+
+
+class Recorded:
+    """A reference that answers what the run's own did."""
+
+    chunks = saved_chunks = ()
+
+    def __init__(self, logprobs: Mapping[RowKey, np.ndarray], parallel: Any):
+        self._logprobs, self._parallel = logprobs, parallel
+
+    def logprobs(self, micro_batches: Sequence[MicroBatch]) -> list[np.ndarray]:
+        found = []
+        for micro in micro_batches:
+            values = np.zeros(len(micro.targets), dtype=np.float32)
+            for place, row in enumerate(micro.rows):  # type: ignore[attr-defined]  # only what trains is asked for
+                values[micro.sequence == place] = self._logprobs[row]
+            found.append(values)
+        return found
+
+    def last_stage_logprobs(self, micro_batches: Sequence[MicroBatch]) -> list[np.ndarray]:
+        return self.logprobs(micro_batches) if self._parallel.is_last_stage else []
+
+    def after_step(self, step: int, policy: Any) -> None:
+        pass
+
+
+class _Enough(Exception):
+    """The gradient is summed: nothing more is wanted of the step."""
+
+
+@dataclass
+class _Looks:
+    seen: list[Seen] = field(default_factory=list)
+
+    def summed(self, seen: Seen) -> None:
+        self.seen.append(seen)
+        raise _Enough
+
+    def judged(self, seen: Seen, refusal: Any) -> None:
+        raise AssertionError("never reached")
+
+
+def _forward(policy: Policy, batch: GlobalBatch) -> tuple[Seen, str | None]:
+    """What is known of the step when its gradient is summed; and the first module whose output was not finite. Collective."""
+    looks = _Looks()
+    with first_not_finite(policy.chunks) as names:
+        try:
+            policy.train_step(batch, looks)
+        except _Enough:
+            pass
+    if not looks.seen:
+        raise config_error("replay", "nothing in this step trains: all of its rows were filtered.")
+    first = next((found for found in collectives.from_all(names[0] if names else None) if found), None)
+    return looks.seen[0], first
+
+
+@contextmanager
+def first_not_finite(chunks: Sequence[torch.nn.Module]) -> Iterator[list[str]]:
+    """Inside, the names of modules whose output is not finite, in the order in which they ran."""
+    found: list[str] = []
+
+    def watch(name: str) -> Any:
+        def hook(module: Any, args: Any, output: Any) -> None:
+            tensors = output if isinstance(output, tuple) else (output,)
+            if not found and any(isinstance(one, torch.Tensor) and not bool(torch.isfinite(one.detach()).all()) for one in tensors):
+                found.append(name)
+
+        return hook
+
+    parts = [(name, module) for chunk in chunks for name, module in chunk.named_modules() if name and not any(module.children())]
+    handles = [module.register_forward_hook(watch(name)) for name, module in parts]
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _weights(capsule: Capsule, policy: Policy) -> dict[str, Any]:
+    """Whether the weights are those of the run, tensor by tensor; and which of them are not finite. Collective."""
+    recorded: dict[str, str] = capsule.facts["weights"].get("fingerprints", {})
+    marks: dict[str, str] = {}
+    wrong: dict[str, str] = {}
+
+    def looked(stream: Any) -> None:
+        for name, tensor in marked(stream, marks):
+            finite = torch.isfinite(tensor)
+            if not bool(finite.all()):
+                at = torch.nonzero(~finite)[0].tolist()
+                wrong[name] = f"{int((~finite).sum())} of its {tensor.numel()} numbers, the first at {at}: {float(tensor[tuple(at)]):g}"
+
+    looked(policy.exchange.stream(policy.tensors(), "weights"))
+    if policy.adapters is not None:
+        looked(policy.named_adapters())
+    same = [name for name, mark in marks.items() if recorded.get(name) == mark]
+    return {"tensors": len(marks), "recorded": len(recorded), "same": len(same), "not_finite": wrong}
+
+
+def _rows(capsule: Capsule, policy: Policy, batch: GlobalBatch, seen: Seen) -> list[Row]:
+    """Every row of the step, taken alone, on every rank. Collective."""
+    recorded = capsule.forward("logprobs")
+    mine: dict[RowKey, Row] = {}
+    norms: dict[RowKey, float] = {}
+    for micro, logprobs, norm in policy.each_alone(batch):
+        [key] = micro.rows
+        norms[key] = norm
+        if logprobs is not None:
+            _, what = wrong_rows(micro, logprobs, seen.references.get(key))
+            run = recorded.get(key)
+            gap = np.abs(seen.logprobs[key] - micro.sampler_logprobs)
+            mine[key] = Row(
+                key=key, norm=norm, what=what, num_tokens=len(logprobs),
+                forward=None if run is None else _largest(np.abs(seen.logprobs[key] - run))[0],
+                gap=_largest(gap)[0], token=_largest(gap)[1],
+            )  # fmt: skip
+    found: dict[RowKey, Row] = {}
+    for rows, its in collectives.from_all((mine, norms)):
+        for key, row in rows.items():
+            found.setdefault(key, row)
+        for key, norm in its.items():
+            if key in found and not norm <= found[key].norm:
+                found[key] = replace(found[key], norm=norm)
+    return [found[key] for key in sorted(found)]
+
+
+def _largest(values: np.ndarray) -> tuple[float, int]:
+    """The largest number and its place; (0, -1) of none; a NaN says that there is no such number, or is the largest."""
+    if not len(values):
+        return 0.0, -1
+    at = int(np.nanargmax(values)) if not np.isnan(values).all() else 0
+    return float(values[at]), at
+
+
+def _copies(capsule: Capsule, policy: Policy, batch: GlobalBatch) -> list[dict[str, Any]]:
+    """Loss and gradient norm with each rank's own copy of a weight that had parted, where this layout holds it whole. Collective."""
+    found = []
+    held = tensors_of(policy)
+    for rank, copies in sorted(capsule.parted().items()):
+        for label, raw in copies.items():
+            what, dtype, shape = label.split("|")
+            kind, _, name = what.partition(" ")
+            tensor = held.get(name)
+            size = [int(n) for n in shape.split(",")] if shape else []
+            if kind != "weight" or tensor is None or list(tensor.shape) != size:
+                continue
+            kept = tensor.detach().clone()
+            with torch.no_grad():
+                tensor.copy_(torch.from_numpy(raw.copy()).view(getattr(torch, dtype)).view(size))
+            seen, _ = _forward(policy, batch)
+            with torch.no_grad():
+                tensor.copy_(kept)
+            found.append({"rank": rank, "name": name, "loss": seen.metrics["loss"], "grad_norm": seen.metrics["grad_norm"]})
+    return found

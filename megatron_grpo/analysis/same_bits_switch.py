@@ -1,0 +1,190 @@
+"""Puts the sampler's arithmetic into the trainer's forward pass. Its backward stays that of the operations it stands for.
+
+`switch_on` replaces whole functions of `policy`, of `parallel` and of Megatron-Core, for the rest of the process or until `switch_off`.
+What is not replaced (embedding, SwiGLU, additions) has the same bits on both sides already.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.tensor_parallel import layers as linears
+from megatron.core.tensor_parallel import mappings
+from megatron.core.transformer.moe.moe_layer import MoELayer
+
+from megatron_grpo.analysis import same_bits_kernels as kernels
+from megatron_grpo.parallel import collectives
+from megatron_grpo.parallel.vocab import TokenScores
+from megatron_grpo.policy import layers, model
+from megatron_grpo.policy.stream import PackedStream, sequences
+
+
+class _Instead(torch.autograd.Function):
+    """`value` forward, the gradient of `own` backward."""
+
+    @staticmethod
+    def forward(ctx, own: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor):
+        return grad, None
+
+
+def _instead(own: Callable[[], torch.Tensor], value: torch.Tensor) -> torch.Tensor:
+    """own: the operation with a gradient; it is not computed where no gradient is wanted."""
+    return _Instead.apply(own(), value) if torch.is_grad_enabled() else value
+
+
+def _rms_norm(real):
+    def rms_norm(x, weight, epsilon):
+        return _instead(lambda: real(x, weight, epsilon), kernels.rms_norm(x, weight, epsilon))
+
+    return rms_norm
+
+
+def _rotate(real):
+    def rotate(x, rotation):
+        half = x.shape[-1] // 2
+        cos, sin = (table[:, 0].to(x.dtype) for table in (rotation.cos[..., :half], rotation.sin[..., half:]))
+        return _instead(lambda: real(x, rotation), kernels.rotated(x, cos, sin))
+
+    return rotate
+
+
+def _attention(real):
+    def attention(q, k, v, packed: PackedStream, scale, sinks=None):
+        value = _attended(q, k, v, packed, 1 / math.sqrt(q.shape[-1]) if scale is None else scale)
+        return _instead(lambda: real(q, k, v, packed, scale, sinks), value)
+
+    return attention
+
+
+def _attended(q, k, v, packed: PackedStream, scale: float) -> torch.Tensor:
+    q, k, v = (x.detach().contiguous() for x in (q, k, v))
+    out, runs = torch.zeros_like(q), list(sequences(packed))
+    if runs:
+        queries, keys = zip(*runs, strict=True)
+        places = torch.cat(queries)
+        lengths = [len(run) for run in queries]
+        out[places] = kernels.attended(q[places], [k[run] for run in keys], [v[run] for run in keys], lengths, scale)
+    return out
+
+
+def _linear_logprobs(real):
+    """vLLM puts the logits of all ranks together, divides them by the temperature, and takes torch's log_softmax."""
+
+    def linear_logprobs(hidden, weight, targets, *, temperature, num_valid_rows=None, group=None, chunk_size=1024, slope=None, **more):
+        rows = len(weight) if num_valid_rows is None else num_valid_rows
+        asked = dict(temperature=temperature, num_valid_rows=rows, group=group, chunk_size=chunk_size) | more
+        own = real(hidden, weight, targets, **asked)  # without a slope: it would be of other log-probs
+        counts = [rows] if group is None else torch.cat(collectives.of_each(torch.tensor([rows]), group)).tolist()
+        value = torch.empty_like(own.logprobs)
+        for start in range(0, len(targets), chunk_size):
+            part = slice(start, start + chunk_size)
+            logits = kernels.linear(hidden[part], weight[:rows]).float() if rows else hidden.new_empty(len(targets[part]), 0).float()
+            if group is not None:
+                shards = collectives.of_each(F.pad(logits, (0, len(weight) - rows)), group)
+                logits = torch.cat([shard[:, :count] for shard, count in zip(shards, counts, strict=True)], dim=1)
+            logprobs = logits.div_(temperature).log_softmax(dim=-1)
+            value[part] = logprobs.gather(1, targets[part, None])[:, 0]
+        return TokenScores(_instead(lambda: own.logprobs, value), own.entropy)
+
+    return linear_logprobs
+
+
+def _moe_layer(real):
+    def forward(self, hidden_states, *args, **kwargs):
+        value = _expert_layer(self, hidden_states)
+        return _instead(lambda: real(self, hidden_states, *args, **kwargs)[0], value), None
+
+    return forward
+
+
+def _expert_layer(module: MoELayer, hidden: torch.Tensor) -> torch.Tensor:
+    """hidden [t, 1, H] -> [t, 1, H]. The experts of all ranks come here, and each rank computes the slices that the sampler's rank has."""
+    group, cuts_tokens = module.attn_tp_group, module.config.sequence_parallel
+    x = hidden.detach().flatten(0, 1)
+    if cuts_tokens:
+        x = torch.cat(collectives.of_each(x, group))
+    inner, down = ([getattr(one, name).weight.detach() for one in module.experts.local_experts] for name in ("linear_fc1", "linear_fc2"))
+    gate, up = torch.stack(inner).chunk(2, dim=1)
+    slices = module.experts.local_experts[0].linear_fc1.tp_group
+    mine = []
+    for part, cut in ((gate, 1), (up, 1), (torch.stack(down), 2)):
+        whole = torch.cat(collectives.of_each(part, slices), dim=cut)
+        whole = torch.cat(collectives.of_each(whole, module.ep_group))
+        mine.append(whole.chunk(group.size(), dim=cut)[group.rank()])
+    norm_topk = not module.config.moe_router_pre_softmax
+    out = kernels.experts(x, module.router.weight, *mine, k=module.config.moe_router_topk, norm_topk=norm_topk)
+    out = in_rank_order(out, group)
+    return (out.chunk(group.size())[group.rank()] if cuts_tokens else out).view_as(hidden)
+
+
+def in_rank_order(x: torch.Tensor, group: collectives.Group) -> torch.Tensor:
+    """The sum over the group, from its first rank to its last: one order, so one number on all of them."""
+    first, *others = collectives.of_each(x, group)
+    total = first.clone()
+    for other in others:
+        total += other
+    return total
+
+
+def _reduce(real):
+    return lambda x, group: in_rank_order(x, group)
+
+
+def _reduce_scatter(real):
+    def reduce_scatter(x, group=None, input_split_sizes=None, *others):
+        if input_split_sizes is not None:  # of tokens that go home from experts, whose value `_expert_layer` has
+            return real(x, group, input_split_sizes, *others)
+        group = mappings.get_tensor_model_parallel_group_if_none(group)
+        return in_rank_order(x, group).chunk(group.size())[group.rank()].contiguous()
+
+    return reduce_scatter
+
+
+class _Torch(ModuleType):
+    """`torch` with the sampler's matrix product, for the module in which parallel linear layers multiply. Their backward calls methods."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    @staticmethod
+    def matmul(x: torch.Tensor, transposed: torch.Tensor) -> torch.Tensor:
+        return kernels.linear(x, transposed.t())
+
+
+# What stands where, and who makes its replacement, given what stands there.
+_PLACES: tuple[tuple[Any, str, Callable[[Any], Any]], ...] = (
+    (layers, "rms_norm", _rms_norm),
+    (layers, "rotate", _rotate),
+    (layers, "attention", _attention),
+    (linears, "torch", lambda real: _Torch("torch")),
+    (model, "linear_logprobs", _linear_logprobs),
+    (MoELayer, "forward", _moe_layer),
+    # Two ranks add the same two numbers in either order. Of three or more each of vLLM's begins with its own (rollout.vllm_same_bits).
+    (mappings, "_reduce", _reduce),
+    (mappings, "_reduce_scatter_along_first_dim", _reduce_scatter),
+)
+_kept: list[tuple[Any, str, Any]] = []
+
+
+def switch_on() -> None:
+    """From here on the forward passes of this process have the sampler's bits. After vLLM can be imported; twice is once."""
+    if not _kept:
+        torch.cpu._init_amx()  # asks the kernel for the tiles; without an engine in the process nobody has, and an instruction is illegal
+        for where, name, replacement in _PLACES:
+            real = getattr(where, name)
+            _kept.append((where, name, real))
+            setattr(where, name, replacement(real))
+
+
+def switch_off() -> None:
+    while _kept:
+        setattr(*_kept.pop())

@@ -1,0 +1,162 @@
+"""What `whatif` was asked: a run, one of its recorded steps, and the variants to try; all that is wrong, before anything loads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron_grpo.base.errors import ConfigError, Problem
+from megatron_grpo.checkpoint import folder
+from megatron_grpo.checkpoint.folder import Folder
+from megatron_grpo.checkpoint.manifest import Manifest
+from megatron_grpo.checkpoint.samples import read_samples
+from megatron_grpo.checkpoint.saving import RECORDED
+from megatron_grpo.config import Parsed
+from megatron_grpo.config.config import Config
+from megatron_grpo.grpo import refused
+from megatron_grpo.run.opened import settings_over
+from megatron_grpo.types import Sample
+
+# What the loss does with rows that are there. All else decides which rows there are, or what their advantages are.
+TRIED = frozenset(
+    """loss_type epsilon epsilon_high delta importance_sampling_level sapo_temperature_pos sapo_temperature_neg vespo_k_pos vespo_lambda_pos
+    vespo_k_neg vespo_lambda_neg fipo_decay_rate fipo_clip_range fipo_clip_high_only fipo_safety_threshold real_tau beta kl_estimator
+    use_bias_correction_kl entropy_coef top_entropy_quantile overlong_filter exclude_dead_groups rollout_importance_sampling_mode
+    rollout_importance_sampling_threshold rollout_importance_sampling_min rollout_is_geometric off_policy_sequence_mask_delta
+    teacher_kl_coef""".split()
+)
+SIZES = ("global_batch_size", "staleness")
+# Of the run's settings these are not wanted besides those of any checkpoint that is opened: micro-batches suit this job's layout, not that.
+_OTHERS = ("micro_batch_size", "max_tokens_per_micro_batch", "optimizer_cpu_offload", "record_rows", "sync_ref_model")
+OWN = "the run's own"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Variant:
+    name: str
+    cfg: Config
+    num_rows: int
+    staleness: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """step: optimizer steps behind the weights. later: checkpoints of the run by how many steps they are behind this one."""
+
+    run: Path
+    checkpoint: Path
+    step: int
+    cfg: Config
+    variants: tuple[Variant, ...]
+    later: Mapping[int, Path] = field(default_factory=dict)
+
+
+def read_asked(argv: Sequence[str], parse: Callable[[Sequence[str]], Parsed]) -> Asked:
+    """argv: the output_dir of a run, `--step N`, `--try "name=value ..."` as often as wanted, and settings of this job (layout, --json).
+
+    Raises ConfigError with all that is wrong.
+    """
+    words, tries, step, rest = list(argv), list[str](), list[str](), list[str]()
+    if not words or words[0].startswith("-"):
+        raise _refused('whatif needs the output_dir of a run first: megatron-grpo whatif OUTPUT_DIR --try "loss_type=vespo"')
+    run, place = Path(words[0]), 1
+    while place < len(words):
+        name, is_one_word, value = words[place].partition("=")
+        if name in ("--try", "--step"):
+            value, place = (value, place) if is_one_word else (words[place + 1] if place + 1 < len(words) else "", place + 1)
+            (tries if name == "--try" else step).append(value)
+        else:
+            rest.append(words[place])
+        place += 1
+    parsed = parse(rest)
+    manifest, later = _checkpoint(run, step[-1] if step else None)
+    samples = read_samples(manifest.directory / RECORDED)
+    cfg = _settings(parsed.config, manifest)
+    problems = [*parsed.problems, *_moving(cfg, manifest, tries)]
+    variants = [Variant(name=OWN, cfg=cfg, num_rows=len(samples))]
+    for text in tries:
+        variant, wrong = _variant(text, cfg, samples, later, parse)
+        problems += wrong
+        variants += [variant] if variant else []
+    if problems:
+        raise ConfigError(problems)
+    return Asked(run=run, checkpoint=manifest.directory, step=manifest.step, cfg=cfg, variants=tuple(variants), later=later)
+
+
+def _checkpoint(run: Path, step: str | None) -> tuple[Manifest, dict[int, Path]]:
+    whole = {one.step: one for one in Folder(run / "checkpoints").candidates() if isinstance(one, Manifest)}
+    recorded = [number for number in sorted(whole) if (whole[number].directory / RECORDED).is_file()]
+    if not recorded:
+        raise _refused(f"whatif: {run} has no checkpoint with recorded rows. Train with --record_rows true and --save_steps: the rows "
+                       "that a checkpoint's first step trains are kept beside it.")  # fmt: skip
+    if step is not None and (not step.isdecimal() or int(step) not in recorded):
+        raise _refused(f"whatif: step {step} has no recorded rows; {', '.join(map(str, recorded))} have. (Steps behind the weights.)")
+    chosen = whole[recorded[-1] if step is None else int(step)]
+    if faults := folder.damage(chosen.directory, chosen.files):
+        raise _refused(f"whatif: {chosen.directory} is damaged: {faults[0]}.")
+    return chosen, {number - chosen.step: whole[number].directory for number in whole if number > chosen.step}
+
+
+def _settings(typed: Config, manifest: Manifest) -> Config:
+    of_run = {name: value for name, value in manifest.origin.settings.items() if name not in _OTHERS}
+    mine = {} if "micro_batch_size" in typed.typed else {"micro_batch_size": 1}
+    beta = {} if "beta" in typed.typed else {"beta": of_run.get("beta", 0.0)}
+    return settings_over(typed, of_run).with_values({"offload_model": "false", "offload_optimizer": "false"} | mine | beta)
+
+
+def _moving(cfg: Config, manifest: Manifest, tries: Sequence[str]) -> list[Problem]:
+    if manifest.origin.settings.get("sync_ref_model") and (cfg.grpo.beta or any("beta" in text for text in tries)):
+        return [Problem(flags=("sync_ref_model",), message="whatif: the run's reference moves (sync_ref_model), and is not loaded here. "
+                                                           "It takes runs with a fixed reference, or without one.")]  # fmt: skip
+    return []
+
+
+def _variant(
+    text: str, cfg: Config, samples: Sequence[Sample], later: Mapping[int, Path], parse: Callable[[Sequence[str]], Parsed]
+) -> tuple[Variant | None, list[Problem]]:
+    pairs = [word.partition("=") for word in text.split()]
+    if not pairs or not all(equals and value for _, equals, value in pairs):
+        return None, [_said(f'try ({text}) needs name=value, several in one pair of quotes: --try "loss_type=dapo epsilon_high=0.28".')]
+    given = {name.replace("-", "_"): value for name, _, value in pairs}
+    num_rows, staleness, problems = len(samples), 0, list[Problem]()
+    group = cfg.batch.num_generations
+    if "global_batch_size" in given:
+        word = given.pop("global_batch_size")
+        num_rows = int(word) if word.isdecimal() else 0
+        if not 0 < num_rows <= len(samples) or num_rows % group:
+            near = sorted({max(group, min(num_rows, len(samples)) // group * group), len(samples)})
+            problems.append(_said(f"try: global_batch_size ({word}) must be whole groups of {group} of the {len(samples)} rows that the "
+                                  f"step trained, for example {' or '.join(map(str, near))}."))  # fmt: skip
+    if "staleness" in given:
+        word = given.pop("staleness")
+        staleness = int(word) if word.isdecimal() else -1
+        if staleness and staleness not in later:
+            there = ", ".join(map(str, sorted(later))) or "none: there is no later checkpoint"
+            problems.append(_said(f"try: staleness ({word}) needs a checkpoint of the run so many steps later. There is: {there}."))
+    parsed = parse([part for name, value in given.items() for part in (f"--{name}", value)])
+    problems += parsed.problems
+    typed = set(parsed.config.typed)
+    if wrong := sorted(typed - TRIED):
+        problems.append(_said(f"try: {', '.join(wrong)} decides which rows there are or what they are worth, and the rows are those "
+                              f"that the run recorded. What can be tried: {', '.join(sorted({*TRIED, *SIZES}))}."))  # fmt: skip
+    values: dict[str, Any] = {name: getattr(parsed.config.grpo, name) for name in typed & TRIED}
+    changed = cfg.with_values(values)
+    problems += refused.problems(changed)
+    if changed.grpo.kl_in_reward and values.get("beta") is not None:
+        problems.append(_said("try: beta is in the reward of this run (kl_in_reward), so it has made the advantages that were recorded."))
+    if "teacher_kl_coef" in values and cfg.grpo.teacher_flag is None:
+        problems.append(_said("try: teacher_kl_coef weighs what a teacher said of the rows, and this run had no teacher."))
+    keys = {(sample.rollout, sample.prompt_number) for sample in samples[:num_rows]}
+    if changed.grpo.loss_type == "real" and len(keys) * group != num_rows:
+        problems.append(_said("try: loss_type real compares whole groups, and the recorded step cut some."))
+    return (None if problems else Variant(name=" ".join(text.split()), cfg=changed, num_rows=num_rows, staleness=staleness)), problems
+
+
+def _said(message: str) -> Problem:
+    return Problem(flags=("try",), message=message)
+
+
+def _refused(message: str) -> ConfigError:
+    return ConfigError([Problem(flags=("whatif",), message=message)])

@@ -1,0 +1,163 @@
+"""What vLLM's model computes for one sequence: the output of every operation, while it draws tokens that are given. For vLLM 0.32.
+
+Operations are named as in `policy.traced`: `embedding`, `L<i> <operation>`, `final norm`, `logits`, `log-prob`. Rows are tokens: those
+of the prompt come from one call of the model, every further one from a call of its own, as in a run. The last token is never computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from megatron_grpo.base.cleanup import CleanUp
+from megatron_grpo.rollout.colocated import ColocatedEngine
+from megatron_grpo.rollout.vllm_requests import sampled_logprobs
+
+Rows = dict[str, torch.Tensor]  # by operation: [tokens, channels of this rank]
+
+_ATTENTION = ("qkv_proj", "attn", "o_proj")
+_LAYER = ("input_layernorm", "post_attention_layernorm", "self_attn")
+_DENSE, _SPARSE = ("gate_up_proj", "act_fn", "down_proj"), ("gate", "experts")
+
+
+def model_runner(engine: ColocatedEngine) -> Any:
+    """vLLM's, of this rank."""
+    (runner,) = engine._llm.collective_rpc(lambda worker: worker.model_runner)
+    return runner
+
+
+def not_traced(engine: ColocatedEngine) -> str | None:
+    """Why the operations of this model cannot be watched, as the end of a sentence whose subject is the model; None if they can."""
+    model = model_runner(engine).get_model()
+    name = type(model).__name__
+    inner = getattr(model, "model", None)
+    if inner is None or not all(hasattr(inner, part) for part in ("embed_tokens", "layers", "norm")):
+        return f"({name}) is not built as Llama's and Qwen's are in vLLM: embed_tokens, layers, norm"
+    for number, layer in enumerate(inner.layers):
+        lacking = [part for part in _LAYER if not hasattr(layer, part)]
+        lacking += [part for part in _ATTENTION if not hasattr(getattr(layer, "self_attn", None), part)]
+        block = block_of(layer)
+        if lacking := lacking or ([] if block is not None else [" or ".join(map(", ".join, (_DENSE, _SPARSE)))]):
+            return f"({name}) has another kind of layer in vLLM: layer {number} has no {lacking[0]}"
+    return None
+
+
+def force(engine: ColocatedEngine, tokens: Sequence[int], opening: int, *, temperature: float) -> list[float]:
+    """Log-probs of tokens[opening:], each as if it had been drawn behind those before it. Collective over the ranks of the engine.
+
+    The first `opening` tokens are the prompt. The prefix cache is used as it stands.
+    """
+    from vllm import SamplingParams
+
+    drawn = tokens[opening:]
+    params = SamplingParams(
+        temperature=temperature, seed=0, max_tokens=len(drawn), ignore_eos=True, detokenize=False, logprobs=0, flat_logprobs=True,
+    )  # fmt: skip
+    with _drawing(model_runner(engine).sampler, drawn):
+        (answer,) = engine._run([(tuple(tokens[:opening]), (), params)])
+    output = answer.outputs[0]
+    if list(output.token_ids) != list(drawn):
+        raise RuntimeError("vLLM did not take the tokens that it was given")
+    return sampled_logprobs(output)
+
+
+def trace(engine: ColocatedEngine, tokens: Sequence[int], opening: int, *, temperature: float) -> Rows:
+    """The output of every operation while tokens[opening:] are drawn. Nothing comes from the prefix cache. Collective, as `force`.
+
+    Under tensor parallelism each rank has its own shard of what is sharded, and all logits.
+    """
+    found: dict[str, list[torch.Tensor]] = {}
+
+    def keep(name: str, rows: torch.Tensor) -> None:
+        found.setdefault(name, []).append(rows.detach().flatten(1).to("cpu", copy=True))
+
+    engine._llm.reset_prefix_cache()
+    with _watched(model_runner(engine).get_model(), keep):
+        logprobs = force(engine, tokens, opening, temperature=temperature)
+    rows = {name: torch.cat(parts) for name, parts in found.items()}
+    return rows | {"log-prob": torch.tensor(logprobs)[:, None]}
+
+
+@contextmanager
+def _drawing(sampler: Any, tokens: Sequence[int]) -> Iterator[None]:
+    """Inside, vLLM's sampler of one request draws these, one after the other, and tells their log-probs."""
+    sample, left = sampler.sample, iter(tokens)
+
+    def drawn(*args: Any, **kwargs: Any) -> Any:
+        chosen, logprobs = sample(*args, **kwargs)
+        return torch.full_like(chosen, next(left)), logprobs
+
+    sampler.sample = drawn
+    try:
+        yield
+    finally:
+        del sampler.sample  # the class has it
+
+
+@contextmanager
+def _watched(model: Any, keep: Callable[[str, torch.Tensor], None]) -> Iterator[None]:
+    """Inside, keep(name, rows) is called with the output of every operation of every layer."""
+    with CleanUp() as held:
+
+        def on(module: Any, hook: Callable[[Any], None]) -> None:
+            held.add(module.register_forward_hook(lambda _, inputs, output: hook(output)).remove)
+
+        def first(name: str) -> Callable[[Any], None]:
+            return lambda output: keep(name, output[0] if isinstance(output, tuple) else output)
+
+        def norm(name: str, residual: str | None) -> Callable[[Any], None]:
+            """A norm that adds what comes before it gives (normed, sum); the first one of the model only norms."""
+
+            def hook(output: Any) -> None:
+                if isinstance(output, tuple):
+                    normed, total = output
+                    keep(str(residual), total)
+                    keep(name, normed)
+                else:
+                    keep(name, output)
+
+            return hook
+
+        on(model.model.embed_tokens, first("embedding"))
+        for i, layer in enumerate(model.model.layers):
+            attention, block = layer.self_attn, block_of(layer)
+            on(layer.input_layernorm, norm(f"L{i} norm 1", f"L{i - 1} residual 2"))
+            on(attention.qkv_proj, first(f"L{i} qkv"))
+            for letter in "qk" if hasattr(attention, "q_norm") else "":
+                on(getattr(attention, f"{letter}_norm"), first(f"L{i} {letter} norm"))
+            held.add(attention.attn.register_forward_pre_hook(_rotated(f"L{i}", keep)).remove)
+            on(attention.attn, first(f"L{i} attention"))
+            on(attention.o_proj, first(f"L{i} o proj"))
+            on(layer.post_attention_layernorm, norm(f"L{i} norm 2", f"L{i} residual 1"))
+            if hasattr(block, "experts"):
+                on(block.gate, first(f"L{i} router"))
+                on(block, first(f"L{i} experts"))
+            else:
+                on(block.gate_up_proj, first(f"L{i} gate up"))
+                on(block.act_fn, first(f"L{i} act"))
+                on(block.down_proj, first(f"L{i} down"))
+        on(model.model.norm, norm("final norm", f"L{len(model.model.layers) - 1} residual 2"))
+        on(model.logits_processor, lambda output: None if output is None else keep("logits", output.float()))
+        yield
+
+
+def _rotated(layer: str, keep: Callable[[str, torch.Tensor], None]) -> Callable[..., None]:
+    """One rotary module serves all layers, so queries and keys are read where attention takes them."""
+
+    def hook(module: Any, inputs: Any) -> None:
+        keep(f"{layer} rope q", inputs[0])
+        keep(f"{layer} rope k", inputs[1])
+
+    return hook
+
+
+def block_of(layer: Any) -> Any:
+    """What follows the second norm: dense, or with experts. None if it is built in a way that is not known here."""
+    for name in ("mlp", "block_sparse_moe"):
+        block = getattr(layer, name, None)
+        if any(all(hasattr(block, part) for part in parts) for parts in (_DENSE, _SPARSE)):
+            return block
+    return None

@@ -1,0 +1,236 @@
+"""`megatron-grpo whatif RUN --try "loss_type=vespo" --try "epsilon_high=0.28"`: the same rows under other settings, without a sampler.
+
+A run with `--record_rows true` keeps, beside each checkpoint, the rows that its first step trained. Here the policy is loaded from such a
+checkpoint, in any layout, and takes that step's forward and backward once as the run had it, then once for each variant; no weight moves.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+
+from megatron_grpo.analysis.poison import finite
+from megatron_grpo.analysis.tried import Asked, Variant, read_asked
+from megatron_grpo.base.errors import EXIT_DONE, ConfigError, config_error
+from megatron_grpo.base.files import why_not_drawn
+from megatron_grpo.checkpoint.resume import OURS
+from megatron_grpo.checkpoint.samples import read_samples
+from megatron_grpo.checkpoint.saving import RECORDED
+from megatron_grpo.config import Parsed
+from megatron_grpo.data.hub import find_model
+from megatron_grpo.grpo.adaptive import AdaptiveEntropy
+from megatron_grpo.grpo.loss import GrpoLoss
+from megatron_grpo.parallel import collectives, state
+from megatron_grpo.policy.optimizer import gradient_norm
+from megatron_grpo.policy.policy import Policy
+from megatron_grpo.run.build import build_policy, start_parallel
+from megatron_grpo.run.opened import layout_of, load_weights
+from megatron_grpo.trainer.pending import Pending, score_rows
+from megatron_grpo.types import GlobalBatch, RowKey, Sample
+from megatron_grpo.weights.shape import ModelShape
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Told:
+    """What one variant says of the step. kl_sampler: KL(sampler || policy now) by k3, nats per token; ess: share of the tokens that weights
+    policy / sampler leave. cosine: of its gradient with the run's own; None where either is 0."""
+
+    name: str
+    rows: int
+    loss: float
+    grad_norm: float
+    cosine: float | None
+    kl_sampler: float
+    ess: float
+    clip_low: float
+    clip_high: float
+    kl: float | None
+
+
+class AllowsAll:
+    """A guard that refuses no gradient: what one looks like is what is asked."""
+
+    def allows(self, gradient: Any) -> bool:
+        return True
+
+
+def run_whatif(argv: Sequence[str], parse: Callable[[Sequence[str]], Parsed]) -> int:
+    """Returns the exit code."""
+    asked = read_asked(argv, parse)
+    if asked.cfg.plan.png and (wrong := why_not_drawn(Path(asked.cfg.plan.png))):
+        raise config_error("png", f"png: {wrong}")
+    told = whatif(asked)
+    if collectives.rank() == 0:
+        recorded = _recorded(asked)
+        if asked.cfg.plan.json:
+            found = {"step": asked.step, "recorded": recorded, "variants": [asdict(one) for one in told]}
+            print(json.dumps(finite(found), indent=1), flush=True)
+        else:
+            print("\n".join(in_words(asked, told, recorded)), flush=True)
+        from megatron_grpo.analysis.whatif_picture import draw
+
+        line = draw(told, Path(asked.cfg.plan.png or asked.run / "plots" / "whatif.png"), asked.step)
+        print(line, file=sys.stderr if asked.cfg.plan.json else sys.stdout, flush=True)  # with --json, stdout is the object alone
+    state.stop()
+    return EXIT_DONE
+
+
+def whatif(asked: Asked) -> list[Told]:
+    """The run's own settings, then each variant. Collective; joins the job."""
+    cfg, model = asked.cfg, find_model(asked.cfg.model.model)
+    shape = ModelShape.from_pretrained(model)
+    if shape.vision is not None:
+        raise config_error("whatif", "whatif: rows are recorded without their pictures. It takes models of text.")
+    layout, problems = layout_of(cfg, shape)
+    if problems:
+        raise ConfigError(problems)
+    parallel = start_parallel(cfg, layout, content={"question": "; ".join(variant.name for variant in asked.variants)})
+    beta = max(variant.cfg.grpo.beta for variant in asked.variants)  # whether there is a reference at all
+    policy = build_policy(cfg.with_values({"beta": beta}), shape, parallel, model_path=model, num_steps=asked.step + 2, guard=AllowsAll())
+    policy.optimizer.step = lambda: None  # the weights stay
+    samples = read_samples(asked.checkpoint / RECORDED)
+    load_weights(policy.chunks, asked.checkpoint)
+    adaptive, entropy = policy.entropy, _entropy_of(policy, asked.checkpoint)
+    gradient, told = None, list[Told]()
+    stale = {variant.staleness for variant in asked.variants} - {0}
+    anchored = _anchored(policy, samples) if stale else []
+    for staleness in sorted({0, *stale}):
+        if staleness:
+            load_weights(policy.chunks, asked.later[staleness])
+        rows = anchored if staleness else samples
+        for variant in asked.variants:
+            if variant.staleness == staleness:
+                policy.entropy = (
+                    entropy if adaptive and variant.cfg.grpo.entropy_coef == adaptive.coef else None
+                )  # else it is the one tried
+                found, gradient = _take(policy, variant, rows, asked.step + staleness, gradient)
+                told.append(found)
+    order = [variant.name for variant in asked.variants]
+    return sorted(told, key=lambda one: order.index(one.name))
+
+
+def _entropy_of(policy: Policy, checkpoint: Path) -> AdaptiveEntropy | None:
+    """The coefficient that moves, as the checkpoint has it."""
+    guard = checkpoint / OURS / "guard.json"
+    if guard.exists():
+        policy.restore_entropy(json.loads(guard.read_text(encoding="utf-8")))
+    return policy.entropy
+
+
+def _anchored(policy: Policy, samples: Sequence[Sample]) -> list[Sample]:
+    """All of them with log-probs by the weights as they are, on rank 0 (elsewhere none). Collective."""
+    pending = _pending(policy, samples)
+    rows = pending.rows
+    scored = score_rows(
+        pending.samples, {key: row.extent for key, row in rows.items()}, {key: row.home for key, row in rows.items()},
+        score=policy.anchors, cut=policy.cut, parallel=policy.parallel,
+    )  # fmt: skip
+    mine: dict[RowKey, Sample] = {}
+    for key, sample in scored.sequences.items():
+        routed = sample if scored.experts is None else replace(sample, experts=scored.experts[key])
+        mine[key] = sample if hasattr(sample, "old_logprobs") else routed.anchored(scored.logprobs[key], "recompute")
+    found = {key: one for part in collectives.exchange({0: mine if policy.parallel.is_first_of_share else {}}) for key, one in part.items()}
+    return [found[sample.key] for sample in samples] if found else []
+
+
+def _pending(policy: Policy, samples: Sequence[Sample]) -> Pending:
+    return Pending(parallel=policy.parallel).restored(samples if policy.parallel.is_main else [], policy.cut)
+
+
+def _batch(policy: Policy, samples: Sequence[Sample], index: int) -> GlobalBatch:
+    """This rank's share of a step that trains these rows, in their order."""
+    pending = _pending(policy, samples)
+    order = collectives.from_first([sample.key for sample in samples])
+    micro_steps = [SimpleNamespace(rollout=r, rows=(row, row + 1), fresh_at=pending.rows[r, row].fresh_at) for r, row in order]
+    step: Any = SimpleNamespace(index=index, micro_steps=micro_steps)
+    return pending.batch(step, weigh=policy.loss.token_weights, cut=policy.cut)[1]
+
+
+def _take(
+    policy: Policy, variant: Variant, samples: Sequence[Sample], index: int, own: list[torch.Tensor] | None
+) -> tuple[Told, list[torch.Tensor]]:
+    """Forward and backward of one variant; and the run's own gradient, which is that of the first. Collective."""
+    rollout = variant.cfg.rollout
+    policy.loss = GrpoLoss.from_config(
+        variant.cfg.grpo, max_completion_length=rollout.max_completion_length, temperature=rollout.temperature
+    )
+    kept = samples[: variant.num_rows]
+    batch = _batch(policy, kept, index)
+    trained = policy.train_step(batch)
+    norm, buffers = trained.metrics.get("grad_norm", 0.0), list(_buffers(policy))
+    if own is None:
+        own, cosine = [buffer.clone() for buffer in buffers], 1.0 if norm else None
+    else:
+        now = [buffer.clone() for buffer in buffers]
+        cosine = _cosine(policy, buffers, own, now)
+    kl, ess = _off_policy(policy, batch, trained.logprobs)
+    get = trained.metrics.get
+    return Told(
+        name=variant.name, rows=batch.num_sequences, loss=get("loss", 0.0), grad_norm=norm, cosine=cosine, kl_sampler=kl, ess=ess,
+        clip_low=get("clip_ratio/low_mean", 0.0), clip_high=get("clip_ratio/high_mean", 0.0), kl=get("kl"),
+    ), own  # fmt: skip
+
+
+def _buffers(policy: Policy) -> Iterator[torch.Tensor]:
+    for chunk in policy.wrapped:
+        for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
+            yield buffer.grad_data
+
+
+def _cosine(policy: Policy, buffers: list[torch.Tensor], a: list[torch.Tensor], b: list[torch.Tensor]) -> float | None:
+    """By norms of a, b and b - a, which Megatron-Core takes over all ranks, each number once: exactly 1 where the two are equal."""
+    norms = []
+    for values in (a, b, [y - x for x, y in zip(a, b, strict=True)]):
+        for buffer, value in zip(buffers, values, strict=True):
+            buffer.copy_(value)
+        norms.append(gradient_norm(policy.optimizer))
+    of_a, of_b, apart = norms
+    return (of_a**2 + of_b**2 - apart**2) / (2 * of_a * of_b) if of_a and of_b and all(map(math.isfinite, norms)) else None
+
+
+def _off_policy(policy: Policy, batch: GlobalBatch, logprobs: Any) -> tuple[float, float]:
+    """(KL of the policy now from the sampler, effective sample size) over the trained tokens that the sampler gave a log-prob of."""
+    sums = np.zeros(4)
+    for micro in batch.micro_batches if policy.parallel.speaks_for_its_rows else ():
+        for place, row in enumerate(micro.rows):
+            at = (micro.sequence == place) & (micro.token_weights > 0)
+            log_rho = np.asarray(logprobs[row], dtype=np.float64)[at[micro.sequence == place]] - micro.sampler_logprobs[at]
+            log_rho = log_rho[~np.isnan(log_rho)].clip(-20, 20)
+            rho = np.exp(log_rho)
+            sums += [len(rho), (rho - log_rho - 1).sum(), rho.sum(), (rho * rho).sum()]
+    count, kl, first, second = np.sum(collectives.from_all(sums), axis=0)
+    return (float(kl / count), float(first**2 / (count * second))) if count else (0.0, 1.0)
+
+
+def _recorded(asked: Asked) -> dict[str, float] | None:
+    """What the run itself said of the step: loss and gradient norm, from metrics.jsonl."""
+    path = asked.run / "metrics.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+    found = next((line for line in reversed(lines) if line.get("step") == asked.step + 1), None)
+    return {name: found[name] for name in ("loss", "grad_norm") if name in found} if found else None
+
+
+def in_words(asked: Asked, told: Sequence[Told], recorded: dict[str, float] | None) -> list[str]:
+    """The table."""
+    lines = [f"Optimizer step {asked.step + 1} of {asked.run}, rows as recorded, weights of {asked.checkpoint.name}."]
+    if recorded:
+        lines.append("The run itself said: " + ", ".join(f"{name} {value:.6g}" for name, value in recorded.items()) + ".")
+    head = ("", "rows", "loss", "grad_norm", "cosine", "KL sampler", "ESS", "clip low", "clip high", "KL ref")
+    rows = [head]
+    for one in told:
+        share = (f"{one.kl_sampler:.3g}", f"{one.ess:.4f}", f"{one.clip_low:.2%}", f"{one.clip_high:.2%}")
+        cosine = "-" if one.cosine is None else f"{one.cosine:.6f}"
+        of_reference = "-" if one.kl is None else f"{one.kl:.3g}"
+        rows.append((one.name, str(one.rows), f"{one.loss:.5g}", f"{one.grad_norm:.5g}", cosine, *share, of_reference))
+    widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
+    return [*lines, "", *("  ".join(cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True)))
+                          for row in rows)]  # fmt: skip

@@ -1,0 +1,91 @@
+"""Looks on while a step is taken: audits its copies, and keeps a capsule of a step with which something is wrong."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from megatron_grpo.analysis.audit import Audit, Finding
+from megatron_grpo.analysis.capsule import Capsules, Moment, RowsAtHand, layout_of
+from megatron_grpo.base.errors import RunError
+from megatron_grpo.batching.timetable import Step
+from megatron_grpo.parallel import collectives
+from megatron_grpo.policy.guard import Refusal
+from megatron_grpo.policy.policy import Policy, Seen
+
+# Metrics of a step -> what is wrong with its log-probs, if anything; it may remember what it has said.
+Gap = Callable[[Mapping[str, float]], "str | None"]
+
+
+class CopiesParted(RunError):
+    """What must be the same on several ranks is not. Raised on every rank, before the optimizer acts."""
+
+
+class Witness:
+    """One a run. `with witness(step, pending) as beside: policy.train_step(batch, beside)`.
+
+    audit: None for none. ends_run: what an audit finds ends the run; else it is said. gap: see `Gap`.
+    """
+
+    def __init__(self, policy: Policy, capsules: Capsules, *, audit: Audit | None, ends_run: bool, gap: Gap, say: Callable[[str], None]):
+        self.policy, self.capsules, self.audit, self.ends_run = policy, capsules, audit, ends_run
+        self._gap, self._say = gap, say
+        self._now: tuple[Step, RowsAtHand] | None = None  # the step that is being taken
+
+    @contextmanager
+    def __call__(self, step: Step, pending: RowsAtHand) -> Iterator[_AtStep]:
+        """pending: with the step's rows, where they are trained."""
+        self._now = step, pending
+        try:
+            yield _AtStep(self, step, pending)
+        finally:
+            self._now = None
+
+    def leave_behind(self, words: str) -> None:
+        """From the watchdog's thread, when ranks hang in a step: what this rank has of it. No collective."""
+        now = self._now
+        if now is not None and self.capsules.keep:
+            step, pending = now
+            self.capsules.leave_behind(Moment(kind="time_out", words=words, step=step), pending, layout_of(self.policy))
+
+    def keep(self, moment: Moment, pending: RowsAtHand, seen: Seen) -> None:
+        self.capsules.write(moment, pending, self.policy, seen)
+
+    def parted(self, finding: Finding, step: Step, pending: RowsAtHand, seen: Seen) -> None:
+        """Ends the run, or says it."""
+        self.keep(Moment(kind="parted", words=str(finding), step=step, finding=finding), pending, seen)
+        if self.ends_run:
+            raise CopiesParted(
+                f"{finding}. The run ends before the optimizer acts on it, and no checkpoint is written (audit_action stop). "
+                "What was saved before the last audit in which all was equal is sound: --resume goes on from there."
+            )
+        if collectives.rank() == 0:
+            self._say(f"WARNING: {finding}")
+
+
+@dataclass(frozen=True, slots=True)
+class _AtStep:
+    """A `policy.Bystander`."""
+
+    witness: Witness
+    step: Step
+    pending: RowsAtHand
+
+    def summed(self, seen: Seen) -> None:
+        audit = self.witness.audit
+        if audit is not None and audit.is_due(seen.batch.step):
+            finding = audit.look(self.witness.policy, seen.batch, seen.metrics, seen.logprobs)
+            if finding is not None:
+                self.witness.parted(finding, self.step, self.pending, seen)
+
+    def judged(self, seen: Seen, refusal: Refusal | None) -> None:
+        if refusal is not None:
+            kind = "spike" if math.isfinite(seen.metrics["grad_norm"]) else "not_finite"
+            moment = Moment(kind=kind, words=refusal.why, step=self.step, refusal=refusal)
+        elif words := self.witness._gap(seen.metrics):
+            moment = Moment(kind="logp_gap", words=words, step=self.step)
+        else:
+            return
+        self.witness.keep(moment, self.pending, seen)

@@ -1,0 +1,1 @@
+"""What any room may need: errors, files, clock, launcher, cleanup, and what this process is doing."""

@@ -1,0 +1,333 @@
+"""The rules themselves, each with its sentence. docs/batching.md states them in a table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import partial
+
+from megatron_grpo.batching.sizes import (
+    CP,
+    EP,
+    ETP,
+    FIRST,
+    LAST,
+    PP,
+    TP,
+    VLLM_TP,
+    VPP,
+    WORLD,
+    Derived,
+    Fraction,
+    Model,
+    Rule,
+    TypedSizes,
+    derive,
+)
+from megatron_grpo.batching.stages import ACCOUNTS, counted_layers
+from megatron_grpo.batching.words import Words, remainder
+
+
+def minimum(inputs: TypedSizes, flag: str) -> int:
+    """The least value a flag may have. A group of one has nothing to compare with; one chunk a stage is not interleaved."""
+    if flag == VPP:
+        return 2
+    if flag in inputs.products["group"] and inputs.needs_group:
+        return 2
+    return 1
+
+
+def lower_bounds(inputs: TypedSizes) -> Iterator[Rule]:
+    """Python's -32 % 8 == 0 is why these come first, and why nothing else is checked while one is broken."""
+    for flag, value in inputs.values.items():
+        yield _lower_bound(flag, value, minimum(inputs, flag))
+
+
+def _lower_bound(flag: str, value: int, least: int) -> Rule:
+    why = {
+        2: {VPP: " (leave it out for a plain pipeline)"}.get(
+            flag, " (the advantage compares completions of one prompt; only advantage_estimator reinforce_plus_plus needs no group)"
+        )
+    }.get(least, "")
+    return Rule(key=f"least {flag}", flags=(flag,), holds=value >= least, text=lambda: f"{flag} must be at least {least}, not {value}{why}")
+
+
+def rules(inputs: TypedSizes) -> Iterator[Rule]:
+    """Every rule between sizes; assumes that `lower_bounds` hold."""
+    v, d = inputs.values, derive(inputs)
+    words = Words(inputs, d)
+    yield Rule(
+        key="ranks",
+        flags=(WORLD, TP, PP, CP),
+        multiple=v[WORLD],
+        divisor=d.ranks_per_replica,
+        text=lambda: f"{words.flag(WORLD)} must be a multiple of {words.product((TP, PP, CP))}: {remainder(v[WORLD], d.ranks_per_replica)}",
+    )
+    expert = v[ETP] * v[EP] * v[PP]
+    if v[ETP] * v[EP] > 1:  # otherwise "ranks" has said it
+        yield Rule(
+            key="expert ranks",
+            flags=(WORLD, ETP, EP, PP),
+            multiple=v[WORLD],
+            divisor=expert,
+            text=lambda: f"{words.flag(WORLD)} must be a multiple of {words.product((ETP, EP, PP))}: {remainder(v[WORLD], expert)}",
+        )
+    yield Rule(
+        key="engine ranks",
+        flags=(WORLD, VLLM_TP),
+        multiple=v[WORLD],
+        divisor=v[VLLM_TP],
+        text=lambda: (
+            f"{words.flag(WORLD)} must be a multiple of {words.flag(VLLM_TP)}, the ranks that share one engine: "
+            f"{remainder(v[WORLD], v[VLLM_TP])}"
+        ),
+    )
+    yield from _global_batch_rules(inputs, d, words)
+    yield from _rollout_rules(inputs, d, words)
+    yield from _interleaving_rules(inputs, d, words)
+    yield from _layer_rules(inputs, words)
+    yield from _dense_rule(inputs, words)
+    yield from _model_rules(inputs, words, inputs.model, "model")
+    if inputs.model.teacher is not None:
+        yield from _teacher_layer_rule(inputs, words, inputs.model.teacher)
+        yield from _model_rules(inputs, words, inputs.model.teacher, "teacher")
+    yield Rule(
+        key="sequence parallel",
+        flags=("sequence_parallel", TP),
+        holds=inputs.values[TP] > 1 or not inputs.sequence_parallel,
+        text=lambda: f"sequence_parallel needs {TP} above 1: there is nothing to cut a sequence over",
+    )
+
+
+def _cross(a: Fraction, b: Fraction) -> tuple[int, int]:
+    """(multiple, divisor) of the rule that a is a whole multiple of b."""
+    return a.top * b.bottom, a.bottom * b.top
+
+
+def _global_batch_rules(inputs: TypedSizes, d: Derived, words: Words) -> Iterator[Rule]:
+    products, unit, glob = inputs.products, d.unit, d.global_batch
+    if not inputs.given("micro"):
+        yield Rule(
+            key="micro",
+            flags=(*products["global"], *products["accumulation"], WORLD, TP, PP, CP),
+            multiple=d.micro.top,
+            divisor=d.micro.bottom,
+            after=("ranks",),
+            text=lambda: (
+                f"{words.size('global')} must be a multiple of "
+                f"{words.size('accumulation')} x {words.dp()}: a micro-batch would hold {d.micro} completions"
+            ),
+        )
+    elif inputs.given("global") and inputs.given("accumulation"):
+        a, b = _cross(glob, Fraction(inputs.product("accumulation") * unit.top, unit.bottom))
+        yield Rule(
+            key="batch",
+            equal=True,
+            multiple=a,
+            divisor=b,
+            after=("ranks",),
+            flags=(*products["global"], *products["accumulation"], *words.unit_flags()),
+            text=lambda: f"{words.size('global')} must equal {words.accumulated()}. Leave one of the two out, or let them agree",
+        )
+    elif inputs.given("global"):
+        a, b = _cross(glob, unit)
+        yield Rule(
+            key="batch",
+            multiple=a,
+            divisor=b,
+            after=("ranks",),
+            flags=(*products["global"], *words.unit_flags()),
+            text=lambda: f"{words.size('global')} must be a multiple of {words.unit()}: {remainder(glob.whole(), unit.whole())}",
+        )
+
+
+def _rollout_rules(inputs: TypedSizes, d: Derived, words: Words) -> Iterator[Rule]:
+    unit, gen = d.unit, d.generation
+    a, b = _cross(gen, Fraction(d.group))
+    group_after = () if inputs.given("generation") or (inputs.given("global") and not inputs.given("window")) else ("ranks",)
+    yield Rule(
+        key="group",
+        multiple=a,
+        divisor=b,
+        flags=(*words.generation_flags(), *inputs.products["group"]),
+        after=group_after,
+        text=lambda: f"{words.generation()} must be a multiple of {words.size('group')}: {remainder(gen.whole(), d.group)}",
+    )
+    if not inputs.given("generation"):
+        return
+    a, b = _cross(gen, unit)
+    yield Rule(
+        key="window",
+        multiple=a,
+        divisor=b,
+        after=("ranks", "micro"),
+        flags=(*words.generation_flags(), *words.unit_flags()),
+        text=lambda: f"{words.size('generation')} must be a multiple of {words.unit()}: {remainder(gen.whole(), unit.whole())}",
+    )
+    yield from _rollout_of_steps_rules(inputs, d, words)
+
+
+def _rollout_of_steps_rules(inputs: TypedSizes, d: Derived, words: Words) -> Iterator[Rule]:
+    """Between a rollout that is given as such and the optimizer steps that it is trained in."""
+    products, glob, gen = inputs.products, d.global_batch, d.generation
+    a, b = _cross(gen, glob)
+    global_after = () if inputs.given("global") else ("ranks", "micro")
+    if inputs.given("window"):
+        yield Rule(
+            key="conflict",
+            holds=False,
+            needs_removal=True,
+            flags=(*products["generation"], *products["window"]),
+            text=lambda: f"{words.size('generation')} and {words.size('window')} both set the rollout. Keep one of them",
+        )
+    elif inputs.given("steps"):
+        steps = inputs.product("steps")
+        yield Rule(
+            key="steps",
+            equal=True,
+            multiple=a,
+            divisor=b * steps,
+            after=global_after,
+            text=lambda: (
+                f"{words.size('generation')} must equal {words.rollout_of_steps(Fraction(glob.top * steps, glob.bottom))}. "
+                f"Leave one of the two out, or let them agree"
+            ),
+            flags=(*words.generation_flags(), *words.global_flags(), *products["steps"]),
+        )
+    elif inputs.aligned:
+        yield Rule(
+            key="aligned",
+            multiple=a,
+            divisor=b,
+            after=global_after,
+            flags=(*words.generation_flags(), *words.global_flags()),
+            text=lambda: (
+                f"{words.size('generation')} must be a multiple of {words.global_batch()}: "
+                f"{remainder(gen.whole(), glob.whole())}"
+                f" (allow_unaligned_generation lifts this)"
+            ),
+        )
+
+
+def _interleaving_rules(inputs: TypedSizes, d: Derived, words: Words) -> Iterator[Rule]:
+    v = inputs.values
+    if VPP not in v:
+        return
+    yield Rule(
+        key="chunks",
+        flags=(VPP, PP),
+        holds=v[PP] > 1,
+        text=lambda: f"{words.flag(VPP)} needs {words.name(PP)} above 1: one stage has nothing to interleave with",
+    )
+    yield Rule(
+        key="interleave",
+        multiple=d.accumulation.top,
+        divisor=d.accumulation.bottom * v[PP],
+        after=("ranks", "batch", "micro", "chunks"),
+        flags=(*words.global_flags(), *words.unit_flags(), PP, VPP),
+        text=lambda: (
+            f"the interleaved schedule ({words.name(VPP)} {v[VPP]}) needs a number of micro-steps per optimizer step that is a "
+            f"multiple of {words.flag(PP)}; {words.global_batch()} makes {d.accumulation}"
+        ),
+    )
+
+
+def _layer_rules(inputs: TypedSizes, words: Words) -> Iterator[Rule]:
+    """How the model's layers divide into stages and chunks of stages; the ends may be of a size of their own."""
+    v, layers = inputs.values, inputs.model.num_layers
+    if inputs.parallel.pipeline_model_parallel_layout:  # says it all (`sizing.stages`)
+        return
+    if accounts := [name for name in ACCOUNTS if getattr(inputs.parallel, name)]:
+        text = f"{' and '.join(accounts)} {'need' if len(accounts) > 1 else 'needs'} {words.name(PP)} above 1"
+        yield Rule(key="accounts", flags=(*accounts, PP), holds=v[PP] > 1, text=lambda: text)
+    own = layers
+    layers = counted_layers(inputs.parallel, layers) if layers else layers
+    what = f"the model's {own} layers" + (f" and {layers - own} at its ends" if layers and own and layers > own else "")
+    ends, chunks = [flag for flag in (FIRST, LAST) if flag in v], v.get(VPP, 1)
+    if ends:
+        yield Rule(key="ends", flags=(*ends, PP), holds=v[PP] > 1, text=lambda: f"{words.flag(ends[0])} needs {words.name(PP)} above 1")
+    if chunks > 1:
+        yield from (_chunked_end(flag, v[flag], chunks, words) for flag in ends)
+    if not layers:
+        return
+    if not ends:
+        yield _even_layers("layers", what, layers, v, words)
+        return
+    middle, stages = layers - sum(v[flag] for flag in ends), v[PP] - len(ends)
+    fits = middle % (stages * chunks) == 0 and middle > 0 if stages > 0 else middle == 0
+    yield Rule(
+        key="layers",
+        flags=(*ends, PP, VPP),
+        holds=fits,
+        after=("ends",),
+        text=lambda: (
+            f"the model's {layers} layers less {' and '.join(words.flag(flag) for flag in ends)} leave {middle} for {stages} stages"
+            f"{f' of {chunks} chunks' if chunks > 1 else ''}, which does not divide"
+        ),
+    )
+
+
+def _even_layers(key: str, what: str, layers: int, v: Mapping[str, int], words: Words) -> Rule:
+    """The same number of them for each chunk of each stage. what: whose they are, and how many."""
+    chunks = v.get(VPP, 1)
+    return Rule(
+        key=key,
+        flags=(PP, VPP),
+        multiple=layers,
+        divisor=v[PP] * chunks,
+        text=lambda: (
+            f"{what} must be a multiple of {words.product((PP, VPP) if chunks > 1 else (PP,))}: {remainder(layers, v[PP] * chunks)}"
+        ),
+    )
+
+
+def _chunked_end(flag: str, layers: int, chunks: int, words: Words) -> Rule:
+    return Rule(
+        key=f"chunked {flag}",
+        flags=(flag, VPP),
+        multiple=layers,
+        divisor=chunks,
+        text=lambda: f"{words.flag(flag)} must be a multiple of {words.flag(VPP)}: {remainder(layers, chunks)}",
+    )
+
+
+def _teacher_layer_rule(inputs: TypedSizes, words: Words, teacher: Model) -> Iterator[Rule]:
+    layers = teacher.num_layers
+    if layers is not None and layers != inputs.model.num_layers:
+        yield _even_layers("teacher layers", f"the teacher's {layers} layers", layers, inputs.values, words)
+
+
+def _dense_rule(inputs: TypedSizes, words: Words) -> Iterator[Rule]:
+    """Ranks that share out experts need a model that has some."""
+    v, teacher = inputs.values, inputs.model.teacher
+    if inputs.model.num_experts != 0 or (teacher is not None and teacher.num_experts != 0):
+        return
+    whose = "the model has no experts" if teacher is None else "neither the model nor the teacher has experts"
+    yield Rule(
+        key="dense",
+        flags=(EP, ETP),
+        holds=v[EP] == 1 and v[ETP] == 1,
+        text=lambda: f"{words.flag(EP)} and {words.flag(ETP)} must be 1: {whose}",
+    )
+
+
+def _model_rules(inputs: TypedSizes, words: Words, model: Model, name: str) -> Iterator[Rule]:
+    """name: what it is called in sentences, model or teacher."""
+    v, experts = inputs.values, model.num_experts
+    if experts:
+        verb = "trains" if name == "model" else "scores"
+        yield Rule(
+            key=f"{name} experts",
+            flags=(EP,),
+            multiple=experts,
+            divisor=v[EP],
+            text=lambda: f"the {name}'s {experts} experts must be a multiple of {words.flag(EP)}: {remainder(experts, v[EP])}",
+        )
+        yield Rule(
+            key=f"{name} expert sequence",
+            flags=(TP, "sequence_parallel"),
+            holds=v[TP] == 1 or inputs.sequence_parallel,
+            text=lambda: f"a mixture-of-experts {name} with {words.flag(TP)} {verb} with sequence_parallel true only",
+        )
+    for number, (flag, sentence) in enumerate(model.misfits(v[TP], v[EP], v[ETP]) if model.misfits else ()):
+        said = sentence.replace("the model's", f"the {name}'s")
+        yield Rule(key=f"{name} {number}", flags=(flag,), holds=False, text=partial(str, said), after=(f"{name} experts", "dense"))

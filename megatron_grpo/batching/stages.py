@@ -1,0 +1,116 @@
+"""How many layers each model chunk of a pipeline has. The one place that counts them, for the plan and for what is refused. No torch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from megatron_grpo.base.errors import Problem
+from megatron_grpo.config.config import Config, ParallelConfig
+
+LAYOUT = "pipeline_model_parallel_layout"
+ACCOUNTS = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
+_ENDS = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
+OF_ONE_DEPTH = (LAYOUT, *_ENDS)  # what is said in layers, of a model of so many
+_LARGEST = 4096  # characters of a layout that is written out
+
+
+def counted_layers(parallel: ParallelConfig, num_layers: int) -> int:
+    """Layers that are dealt out: the embedding and the loss are one each, where they are accounted for."""
+    return num_layers + sum(getattr(parallel, name) for name in ACCOUNTS)
+
+
+def layer_counts(parallel: ParallelConfig, num_layers: int) -> list[list[int]]:
+    """Layers of each model chunk of each stage: [chunk][stage]. Where they do not come out even, which is refused elsewhere, at least so
+    many."""
+    pp, chunks = max(1, parallel.pipeline_model_parallel_size), max(1, parallel.virtual_pipeline_model_parallel_size or 1)
+    if parallel.pipeline_model_parallel_layout:
+        stages = [piece.count("t") for piece in written_out(parallel.pipeline_model_parallel_layout)]
+        return [stages[first : first + pp] for first in range(0, len(stages), pp)]
+    first, last = (getattr(parallel, name) for name in _ENDS)
+    middle = pp - (first is not None) - (last is not None)
+    each = (counted_layers(parallel, num_layers) - (first or 0) - (last or 0)) // middle if middle > 0 else 0
+    of_stages = [each] * pp
+    if first is not None:
+        of_stages[0] = first
+    if last is not None:
+        of_stages[-1] = last
+    counts = [[count // chunks for count in of_stages] for _ in range(chunks)]
+    counts[0][0] -= parallel.account_for_embedding_in_pipeline_split
+    counts[-1][-1] -= parallel.account_for_loss_in_pipeline_split
+    return counts
+
+
+def written_out(layout: str) -> list[str]:
+    """Stages of a layout in Megatron-Core's language, `E` `t` and `L`, with its products done: `Et*2|(t|)*2L` is Ett, t, t, L.
+
+    Raises ValueError for one that grows too long.
+    """
+    text = layout.replace(",", "").replace(" ", "")
+    for pattern in (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)"):
+        if sum(len(part) * int(times) for part, times in re.findall(pattern, text)) > _LARGEST:
+            raise ValueError(f"it has more than {_LARGEST} layers")
+        text = re.sub(pattern, lambda found: found[1] * int(found[2]), text)
+    return text.split("|")
+
+
+def problems(cfg: Config, num_layers: int | None) -> Iterator[Problem]:
+    """What is wrong with how layers are dealt out, besides divisions (`sizing.rules`). num_layers: of the model, where it is known."""
+    parallel = cfg.parallel
+    pp, layout = parallel.pipeline_model_parallel_size, parallel.pipeline_model_parallel_layout
+    asked = [name for name in ACCOUNTS if getattr(parallel, name)]
+    ends = [name for name in _ENDS if getattr(parallel, name) is not None]
+    if asked and ends:
+        yield _problem(asked[0], f"{asked[0]} and {ends[0]} both say what the ends hold. Keep one of them.", *asked, *ends)
+    if layout is not None:
+        if other := [*asked, *ends]:
+            yield _problem(LAYOUT, f"{LAYOUT} says what every stage holds, and {' and '.join(other)} does not go with it.", *other)
+        elif fault := _layout_fault(parallel, layout, num_layers):
+            yield _problem(LAYOUT, f"{LAYOUT} ({layout}): {fault}")
+    elif asked and num_layers and pp > 1 and min(min(row) for row in layer_counts(parallel, num_layers)) < 0:
+        yield _problem(asked[0], f"{' and '.join(asked)} leaves less than no layer in a model chunk of its end. Use fewer chunks.", *asked)
+    yield from _group(cfg)
+
+
+def _layout_fault(parallel: ParallelConfig, layout: str, num_layers: int | None) -> str | None:
+    pp, chunks = parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_model_parallel_size or 1
+    try:
+        stages = written_out(layout)
+    except ValueError as error:
+        return f"{error}."
+    whole = "".join(stages)
+    if strange := sorted(set(whole) - set("EtL")):
+        known = "multi-token prediction (m) is not trained" if strange == ["m"] else "it is made of E, t, L, |, * and ( )"
+        return f"{' '.join(strange)} has no meaning in it: {known}."
+    if whole.count("E") != 1 or whole.count("L") != 1 or not whole.startswith("E") or not whole.endswith("L"):
+        return "it begins with the one embedding (E) and ends with the one loss (L)."
+    if len(stages) != pp * chunks:
+        fits = f" Use virtual_pipeline_model_parallel_size {len(stages) // pp}." if len(stages) % pp == 0 and len(stages) > pp else ""
+        return f"it has {len(stages)} pieces, for {pp} stages{f' of {chunks} chunks' if chunks > 1 else ''}.{fits}"
+    if pp == 1:
+        return "there is one stage (pipeline_model_parallel_size 1). Leave it out."
+    if "" in stages[1:-1]:
+        return "a piece between the first and the last holds nothing."
+    if num_layers is not None and whole.count("t") != num_layers:
+        return f"it has {whole.count('t')} layers (t), and the model has {num_layers}."
+    return None
+
+
+def _group(cfg: Config) -> Iterator[Problem]:
+    size, pp = cfg.parallel.microbatch_group_size_per_vp_stage, max(1, cfg.parallel.pipeline_model_parallel_size)
+    if size is None:
+        return
+    name = "microbatch_group_size_per_vp_stage"
+    if (cfg.parallel.virtual_pipeline_model_parallel_size or 1) == 1:
+        yield _problem(name, f"{name} ({size}) belongs to the interleaved schedule: give virtual_pipeline_model_parallel_size too.")
+    elif size % pp:
+        below, above = size // pp * pp, -(-size // pp) * pp
+        yield Problem(
+            flags=(name, "pipeline_model_parallel_size"), nearest={name: [near for near in (below, above) if near]},
+            message=f"{name} ({size}) must be a multiple of pipeline_model_parallel_size ({pp}), as the number of micro-batches is. "
+            f"Use {' or '.join(str(near) for near in (below, above) if near)}.",
+        )  # fmt: skip
+
+
+def _problem(flag: str, message: str, *others: str) -> Problem:
+    return Problem(flags=tuple(dict.fromkeys((flag, *others))), message=message)

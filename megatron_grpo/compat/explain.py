@@ -1,0 +1,92 @@
+"""What is the same under the native names, and what differs, in sentences for someone who moves from another system."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from megatron_grpo.batching.batch_sizes import BatchSizes
+
+_OF_SWIFT = (
+    "It rounds a run of epochs down to optimizer steps, and ends it with the first step of a rollout that they do not fill: so it is \
+here where the number of rows is known (num_prompts). What differs: rows of an epoch that do not fill micro_batch_size x dp_size are left \
+out there, and drawn here."
+)
+
+
+def explain(dialect: str, sizes: BatchSizes, foreign: Mapping[str, int], *, max_steps: int | None = None) -> Iterator[str]:
+    """What is the same under the native names and what differs, in sentences for someone who moves from that system."""
+    steps, a = sizes.steps_per_generation, sizes.gradient_accumulation_steps
+    times = (
+        f"{steps:g} optimizer step{'' if steps == 1 else 's'}"
+        if sizes.num_iterations == 1
+        else f"{steps * sizes.num_iterations:g} optimizer steps ({sizes.num_iterations} passes of {steps:g})"
+    )
+    same = f"Your old setup took {times} per rollout of {sizes.generation_batch_size} completions; so does this one"
+    if dialect in ("trl", "ms-swift"):
+        w, title = sizes.micro_steps_per_rollout, {"trl": "TRL"}.get(dialect, dialect)
+        yield (
+            f"{same}. {title} counts steps_per_generation in micro-steps: {w} micro-steps / gradient_accumulation_steps {a} = "
+            f"{steps:g}, which is "
+            "what steps_per_generation means here."
+        )
+        yield (
+            f"What differs from {title}: it shuffles samples after generation, so that a prompt's group is spread over several "
+            "steps; here groups stay together."
+        )
+    elif dialect in ("skyrl", "skyrl-doc"):
+        mini, n, rollout = foreign["policy_mini_batch_size"], sizes.num_generations, sizes.generation_batch_size
+        readings = {"skyrl": ("prompts, as SkyRL's code does", mini * n), "skyrl-doc": ("completions, as SkyRL's guide says", mini)}
+        how, size = readings[dialect]
+        other_how, other = readings["skyrl-doc" if dialect == "skyrl" else "skyrl"]
+        yield (
+            f"{same}. policy_mini_batch_size ({mini}) is read in {how}: {size} completions an optimizer step, with "
+            f"gradient_accumulation_steps {a}. Read in {other_how}, it would be {other} completions and {rollout / other:g} "
+            f"optimizer steps "
+            "per rollout."
+        )
+    elif dialect == "verl":
+        mini, n = foreign["ppo_mini_batch_size"], sizes.num_generations
+        yield (
+            f"{same}. verl counts ppo_mini_batch_size ({mini}) in prompts, and its workers multiply it by rollout.n: {mini} x {n} = "
+            f"{sizes.global_batch_size} completions an optimizer step, with gradient_accumulation_steps {a}. One step of its trainer is "
+            "one rollout."
+        )
+        yield (
+            "What differs from verl: it computes old log-probs of every rollout in a pass of its own; here a pass is made just for what is "
+            "first trained by other weights than sampled it."
+        )
+    elif dialect == "slime":
+        yield (
+            f"{same}. slime counts global_batch_size in samples, as here, and rollout_batch_size in prompts: {sizes.num_rollout_prompts} x "
+            f"{sizes.num_generations} = {sizes.generation_batch_size} completions. One step of num_rollout is one rollout; an epoch is "
+            "as many as its rows fill, here too where their number is known (num_prompts)."
+        )
+    elif dialect == "swift-megatron":
+        yield f"{same}: names and meanings of the sizes are Megatron-SWIFT's. {_OF_SWIFT}"
+    elif dialect == "cs336":
+        yield f"{same}. train_batch_size is global_batch_size, and n_grpo_steps is max_steps, counted in optimizer steps."
+        per_rollout = steps * sizes.num_iterations
+        if max_steps is not None and per_rollout != 1:
+            yield (
+                f"n_grpo_steps ({max_steps}) counts optimizer steps here. With {per_rollout:g} optimizer steps per rollout this is "
+                f"{max_steps / per_rollout:g} rollouts; for {max_steps} rollouts use max_steps {max_steps * per_rollout:g}."
+            )
+
+
+def length_there(dialect: str, sizes: BatchSizes, rows: int, *, max_steps: int | None, epochs: float, drops_last: bool) -> int | None:
+    """Optimizer steps of a run over so many rows in that system; None where they are counted as here.
+
+    Sources: RayPPOTrainer of verl and SkyRL, `get_num_rollout_per_epoch` of slime, `init_iters` and `cyclic_iter` of Megatron-SWIFT.
+    """
+    rollout, steps = sizes.num_rollout_prompts, int(sizes.steps_per_generation * sizes.num_iterations)
+    if dialect in ("verl", "skyrl", "skyrl-doc") and drops_last and max_steps is not None:
+        return min(max_steps, int(epochs * (rows // rollout)) * steps)
+    if dialect == "slime" and max_steps is None:
+        return int(epochs * (rows // rollout)) * steps
+    if dialect == "swift-megatron" and max_steps is None:
+        unit = sizes.completions_per_micro_step  # of prompts, in its sampler
+        prompts = int(epochs * (rows // unit * unit))
+        return min(prompts * sizes.num_generations // sizes.global_batch_size, prompts // rollout * steps + 1)
+    return None

@@ -1,0 +1,130 @@
+"""What slime makes of several names together: its sizes, its loss, its KL, and what it counts in rollouts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from megatron_grpo.compat import slime_teacher
+from megatron_grpo.compat.vocabulary import (
+    Given,
+    asked_once,
+    holds_out,
+    idle,
+    idle_schedule,
+    in_steps,
+    is_true,
+    layout,
+    of_pictures,
+    of_servers,
+    text_of,
+    whole,
+)
+from megatron_grpo.config.foreign import Change
+from megatron_grpo.config.table import BadValue
+
+_KL = {"k1": "k1", "k2": "k2", "k3": "k3", "low_var_kl": "k3"}
+PLUGIN = "functions of one's own are rewards (reward_funcs), environments, tools and rollout_func"
+
+
+def _rest(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
+    """What slime makes of several names together, but for sizes, loss and KL."""
+    yield from of_servers(values, program="slime")
+    yield from idle_schedule(values, given, style="linear")
+    if is_true(given, "use_tis", "false"):
+        low = float(text_of(given, "tis_clip_low", "0"))
+        found = {"rollout_importance_sampling_mode": "token_truncate", "rollout_importance_sampling_min": low or None}
+        yield Change(values=found | {"rollout_importance_sampling_threshold": float(text_of(given, "tis_clip", "2.0"))})
+    else:
+        yield from idle(given, {"tis_clip": "2.0", "tis_clip_low": "0"}, without="use_tis")
+    if is_true(given, "use_opsm", "false"):
+        yield Change(values={"off_policy_sequence_mask_delta": float(text_of(given, "opsm_delta", "1e-4"))})
+    yield from slime_teacher.settle(values, given)
+    yield from layout(values, text_of(given, "expert_tensor_parallel_size", "none"))
+    if not is_true(given, "colocate", "false"):
+        note = "slime samples on GPUs of their own without colocate: here that is vllm_mode server, beside `megatron-grpo serve`."
+        yield Change(values={}, note=note)
+    if text_of(given, "rollout_seed", text_of(given, "seed", "")) != text_of(given, "seed", text_of(given, "rollout_seed", "")):
+        yield Change(values={}, note=f"seed {text_of(given, 'seed', '')} is of prompts and sampling too: rollout_seed is not read.")
+    if "apply_chat_template" in given:
+        yield Change(
+            values={}, note="apply_chat_template: a prompt that is a string is taken as it stands here; write it as chat messages."
+        )
+    if "multimodal_keys" in given:
+        yield from of_pictures(values, title="slime", says="multimodal_keys")
+    if values.get("eval_steps") and not holds_out(values):
+        yield Change(values={"eval_steps": None}, note="eval_interval does nothing without eval_prompt_data.")
+    yield from asked_once(values, eval_temperature=values.get("temperature", 1.0))
+
+
+def _sizes(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
+    prompts, n = whole(given, "rollout_batch_size", 0), whole(given, "n_samples_per_prompt", 1)
+    batch = whole(given, "global_batch_size", 0)
+    if "num_steps_per_rollout" in given and prompts:
+        steps = whole(given, "num_steps_per_rollout", 1)
+        if not steps or prompts * n % steps:
+            raise BadValue(f"num_steps_per_rollout ({steps}) does not divide rollout_batch_size x n_samples_per_prompt = {prompts * n}")
+        if batch and batch != prompts * n // steps:
+            raise BadValue(f"global_batch_size ({batch}) is not {prompts} x {n} / num_steps_per_rollout ({steps}) = {prompts * n // steps}")
+        batch = prompts * n // steps
+        yield Change(values={"global_batch_size": batch})
+    if not batch:
+        ranks = 1
+        for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"):
+            ranks *= values.get(name, 1)
+        batch = whole(given, "micro_batch_size", 1) * max(1, values.get("world_size", 8) // max(1, ranks))
+        yield Change(values={"global_batch_size": batch}, note=f"Megatron-LM's global_batch_size is micro_batch_size x dp_size: {batch}.")
+    names = {"max_steps": "num_rollout", "save_steps": "save_interval", "eval_steps": "eval_interval"}
+    yield from in_steps(values, max(1, prompts * n // batch), names)
+    if "max_steps" in values and "num_train_epochs" in values:
+        yield Change(values={"num_train_epochs": None}, note="num_rollout decides: slime does not read num_epoch where both are given.")
+    if is_true(given, "use_dynamic_batch_size", "false"):
+        tokens = whole(given, "max_tokens_per_gpu", 0) * values.get("context_parallel_size", 1)
+        if not tokens:
+            raise BadValue("use_dynamic_batch_size needs max_tokens_per_gpu, in slime too")
+        note = f"use_dynamic_batch_size: micro-batches of up to {tokens} tokens, and micro_batch_size is not read."
+        yield Change(values={"max_tokens_per_micro_batch": tokens, "micro_batch_size": 1}, note=note)
+    if "over_sampling_batch_size" in given and prompts:
+        yield Change(values={"oversample_ratio": whole(given, "over_sampling_batch_size", prompts) / prompts})
+    if "dynamic_sampling_filter_path" in given:
+        if not text_of(given, "dynamic_sampling_filter_path", "").endswith("check_reward_nonzero_std"):
+            raise BadValue(f"dynamic_sampling_filter_path ({text_of(given, 'dynamic_sampling_filter_path', '')}) is not there: {PLUGIN}")
+        yield Change(values={"dynamic_sample": True}, note="dynamic_sampling_filter_path check_reward_nonzero_std is dynamic_sample.")
+
+
+def _loss(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
+    kind = text_of(given, "advantage_estimator", "grpo")
+    average = "dapo" if is_true(given, "calculate_per_token_loss", "false") else "grpo"
+    high = float(text_of(given, "eps_clip_high", str(values.get("epsilon", 0.2))))
+    found: dict[str, Any] = {"loss_type": average, "epsilon_high": high}
+    if kind == "gspo":
+        found["importance_sampling_level"] = "sequence"
+    elif kind == "cispo":
+        if values.get("epsilon", 0.2) < 1 or average != "dapo":
+            raise BadValue(
+                "advantage_estimator (cispo) bounds the ratio from below by 1 - eps_clip, and is a mean over tokens here, without "
+                "a lower bound. Use eps_clip 1.0 and calculate_per_token_loss"
+            )
+        found = {"loss_type": "cispo", "epsilon_high": 1 + high, "epsilon": None}
+    elif kind != "grpo":
+        raise BadValue(f"advantage_estimator ({kind}) is not there. There are: grpo, gspo, cispo")
+    said = ", ".join(f"{name} {value}" for name, value in found.items() if value is not None)
+    yield Change(
+        values=found, note=f"advantage_estimator {kind}, averaged by {'token' if average == 'dapo' else 'sample'}, is {said} here."
+    )
+
+
+def _kl(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
+    if "beta" in values or not is_true(given, "use_kl_loss", "false"):
+        yield from idle(given, {"kl_loss_coef": "0.0", "kl_loss_type": "k1"}, without="use_kl_loss")
+        return
+    beta, kind = float(text_of(given, "kl_loss_coef", "0")), text_of(given, "kl_loss_type", "k1")
+    if kind not in _KL:
+        raise BadValue(f"kl_loss_type ({kind}) is not there. There are: {', '.join(_KL)}")
+    if beta:
+        yield Change(
+            values={"beta": beta, "kl_estimator": _KL[kind]}, note=f"kl_loss_coef {beta:g} of {kind} is beta with {_KL[kind]} here."
+        )
+
+
+SETTLE = (_sizes, _loss, _kl, _rest)

@@ -1,0 +1,150 @@
+"""What Megatron-SWIFT makes of several names together: its rows, its loss, its adapters, and what it evaluates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+from megatron_grpo.compat import turns
+from megatron_grpo.compat.vocabulary import Given, as_in_training, holds_out, idle_schedule, of_servers, of_the_hub
+from megatron_grpo.config.foreign import Change
+from megatron_grpo.config.table import BadValue
+
+
+def _settle(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
+    """What its Megatron trainer makes of several names together."""
+    if "max_steps" in values and "num_train_epochs" in values and values.get("streaming"):
+        yield Change(values={"num_train_epochs": None}, note="train_iters decides: Megatron-SWIFT does not read epochs with streaming.")
+    elif "max_steps" in values and "num_train_epochs" in values:
+        yield Change(
+            values={"max_steps": None},
+            note=f"num_train_epochs ({values['num_train_epochs']:g}) decides the length of the run: Megatron-SWIFT works train_iters "
+            f"({values['max_steps']}) out anew where both are given.",
+        )
+    if values.get("sequence_parallel") and values.get("tensor_model_parallel_size", 1) == 1:
+        yield Change(values={"sequence_parallel": None}, note="sequence_parallel does nothing without tensor parallelism, here as there.")
+    yield from idle_schedule(values, given, style="cosine")
+    if values.get("weight_decay_incr_style", "constant") != "constant" and "start_weight_decay" in values:
+        note = "weight_decay is not read beside start_weight_decay and end_weight_decay, here as there."
+        yield Change(values={"weight_decay": 0.0}, note=note)
+    idle = [name for name in ("no_load_optim", "no_load_rng") if values.get(name)]
+    if idle and values.get("finetune", True):
+        note = f"{' and '.join(idle)} does nothing unless finetune is false, here as there: a run begins without them anyway."
+        yield Change(values=dict.fromkeys(idle), note=note)
+    yield from _tuner(values)
+
+
+def _of_both(values: Mapping[str, Any], given: Given, *, tuner: str) -> Iterator[Change]:
+    """What both of its trainers make of several names together: rows, evaluation, servers, and the loss. tuner: tuner_type unsaid."""
+    if values.get("shuffle_buffer_size") and not values.get("streaming"):
+        yield Change(values={"shuffle_buffer_size": None}, note="shuffle_buffer_size does nothing without streaming, here as there.")
+    if values.get("interleave_prob") and not values.get("further_datasets"):
+        yield Change(values={"interleave_prob": None}, note="interleave_prob does nothing with one dataset, here as there.")
+    if values.get("eval_steps") and not holds_out(values):
+        yield Change(
+            values={"eval_steps": None},
+            note=f"eval_steps ({values['eval_steps']}) does nothing without a val_dataset or a split_dataset_ratio, here as there.",
+        )
+    room, asked = values.get("vllm_max_model_len"), values.get("max_prompt_length", 0) + values.get("max_completion_length", 512)
+    if room and room < asked and values.get("vllm_mode") != "server" and not values.get("environment"):
+        note = f"vllm_max_model_len ({room}) cuts completions short in ms-swift; here it is max_length + max_completion_length, {asked}."
+        yield Change(values={"vllm_max_model_len": asked}, note=note)
+    if values.get("vllm_enable_lora") is False and values.get("tuner_type", tuner) == "full":
+        yield Change(values={"vllm_enable_lora": None}, note="vllm_enable_lora does nothing with tuner_type full, here as there.")
+    yield from of_servers(values, program="swift rollout")
+    yield from of_the_hub(values)
+    if holds_out(values):  # by the request_config of training
+        yield Change(values=as_in_training(values, 0.9, values.get("num_generations", 8)))
+        if not values.get("eval_steps"):
+            yield Change(values={"eval_steps": values.get("save_steps", 500)}, untyped=("eval_steps", "save_steps"))
+    yield from _loss(values)
+
+
+def _loss(values: Mapping[str, Any]) -> Iterator[Change]:
+    """The loss, its corrections and a teacher."""
+    mode = values.get("rollout_importance_sampling_mode", "none")
+    if mode.startswith("sequence_"):
+        rest = " It then weighs each token by its own ratio; here all tokens carry the sequence's." if mode == "sequence_mask" else ""
+        yield Change(
+            values={"rollout_is_geometric": True},
+            note=f"rollout_importance_sampling_mode {mode} takes the geometric mean over a sequence in Megatron-SWIFT: "
+            f"rollout_is_geometric true.{rest}",
+        )
+    if values.get("loss_type") == "cispo" and values.get("epsilon_high") is None:
+        yield Change(values={"epsilon_high": values.get("epsilon", 0.2)})
+    if values.get("loss_type") == "real":
+        yield Change(
+            values={},
+            note="loss_type real: a completion of just its group's mean reward is wrong in Megatron-SWIFT; here it is on neither side. "
+            "A group may lie in several micro-batches.",
+        )
+    if values.get("teacher_model_server"):
+        said = "is a server of `megatron-grpo serve --frozen true` here, of vLLM's or its own API there"
+        yield Change(values={}, note=f"teacher_model_server {said}.")
+    elif "teacher_kl_coef" in values and not values.get("teacher_model"):
+        yield Change(values={"teacher_kl_coef": None}, note="teacher_kl_coef does nothing without a teacher, here as there.")
+    if "repetition" in values.get("reward_funcs", ()):
+        yield Change(values={}, note="The reward repetition counts n-grams of tokens here, of words in Megatron-SWIFT.")
+
+
+def _tuner(values: Mapping[str, Any]) -> Iterator[Change]:
+    """LoRA with its defaults, and what it makes of an adapter that is given without a word of LoRA."""
+    given = [name for name in ("adapters", "ref_adapters") if values.get(name)]
+    if values.get("tuner_type", "full") != "lora" and given:
+        yield Change(
+            values={"tuner_type": "lora"}, note=f"{' and '.join(given)}: Megatron-SWIFT makes this tuner_type lora; so is done here."
+        )
+    elif values.get("tuner_type", "full") != "lora":
+        if "merge_lora" in values:
+            yield Change(values={"merge_lora": None}, note="merge_lora does nothing with tuner_type full, here as there.")
+        if any(values.get(f"{name}{end}") for name in ("freeze_parameters", "trainable_parameters") for end in ("", "_regex")):
+            said = "compared with Hugging Face's names here, with those of Megatron's modules there, which count layers by pipeline stage"
+            yield Change(values={}, note=f"freeze_parameters and trainable_parameters, and their _regex, are {said}.")
+        return
+    yield from adapter(values)
+    if "merge_lora" not in values and values.get("export_hf", True):
+        yield Change(values={"merge_lora": True}, untyped=("merge_lora", "true"))
+    yield Change(
+        values={}, note="Megatron-SWIFT has one matrix A for q, k and v, and one for gate and up; here each has its own, as in PEFT."
+    )
+
+
+def adapter(values: Mapping[str, Any]) -> Iterator[Change]:
+    """LoRA's defaults."""
+    if values.get("target_regex") and "target_modules" in values:
+        yield Change(values={"target_modules": None}, note="target_regex goes before target_modules in Megatron-SWIFT; so is done here.")
+    if "lr" not in values:
+        yield Change(values={"lr": 1e-4}, untyped=("lr", "0.0001"))
+    if "lora_dropout" not in values:
+        yield Change(values={"lora_dropout": 0.05}, untyped=("lora_dropout", "0.05"))
+    if "vllm_enable_lora" not in values:
+        yield Change(
+            values={},
+            note="vllm_enable_lora is false in Megatron-SWIFT where nobody says it: vLLM gets merged weights, and bfloat16 rounds most of "
+            "the first updates away. Here it gets the adapter.",
+        )
+
+
+def _advantages(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
+    """Its reinforce_plus_plus subtracts the group's mean and divides by the std that scale_rewards names; its guide says `batch`."""
+    estimator, scale = values.get("advantage_estimator"), values.get("scale_rewards")
+    if estimator == "reinforce_plus_plus":
+        if scale in (None, "batch"):
+            to = {"advantage_estimator": "reinforce_plus_plus_baseline", "scale_rewards": "batch"}
+        else:
+            to = {"advantage_estimator": "grpo"}
+        said = ", ".join(f"{name} {value}" for name, value in to.items())
+        yield Change(values=to, note=f"advantage_estimator reinforce_plus_plus of Megatron-SWIFT is {said} here.")
+    elif estimator == "rloo" and scale not in (None, "none"):
+        raise BadValue(
+            f"advantage_estimator rloo with scale_rewards {scale} divides by a std; rloo is not scaled here. Use scale_rewards none"
+        )
+
+
+def of_both(tuner: str) -> tuple[Callable[..., Iterator[Change]], ...]:
+    """tuner: tuner_type, where nobody says it."""
+    return partial(_of_both, tuner=tuner), turns.of_swift, _advantages
+
+
+SETTLE = (_settle, *of_both("full"))

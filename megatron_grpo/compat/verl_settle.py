@@ -1,0 +1,251 @@
+"""What verl makes of several names together: its loss, its KL, its packing, its layout, and what it counts in rollouts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from megatron_grpo.compat import features
+from megatron_grpo.compat.vocabulary import (
+    Given,
+    adapted,
+    asked_once,
+    drops_last,
+    holds_out,
+    idle,
+    idle_schedule,
+    in_steps,
+    is_true,
+    layout,
+    of_pictures,
+    of_servers,
+    of_template,
+    of_vllm,
+    soft_overlong,
+    text_of,
+    whole,
+)
+from megatron_grpo.config.foreign import Change, OtherTask
+from megatron_grpo.config.table import BadValue
+
+_AVERAGED = {
+    "token-mean": "dapo",
+    "seq-mean-token-mean": "grpo",
+    "seq-mean-token-sum": "sequence_sum",
+    "seq-mean-token-sum-norm": "dr_grpo",
+}
+_ESTIMATORS = {
+    "grpo": {},
+    "grpo_vectorized": {},
+    "rloo": {"advantage_estimator": "rloo", "scale_rewards": "none"},
+    "rloo_vectorized": {"advantage_estimator": "rloo", "scale_rewards": "none"},
+}
+_OVER_TOKENS = ("reinforce_plus_plus", "reinforce_plus_plus_baseline")  # ours of these names are other estimators
+_OF_THE_SCHEDULE = {
+    "lr_warmup_iters": "actor.optim.lr_warmup_steps",
+    "lr_decay_iters": "actor.optim.lr_decay_steps",
+    "lr_wsd_decay_iters": "actor.optim.lr_wsd_decay_steps",
+}
+_KL = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
+
+
+def _loss(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
+    mode, average = text_of(given, "actor.policy_loss.loss_mode", "vanilla"), text_of(given, "actor.loss_agg_mode", "token-mean")
+    if average not in _AVERAGED:
+        raise BadValue(f"actor.loss_agg_mode ({average}) is not there. There are: {', '.join(_AVERAGED)}")
+    high = float(text_of(given, "actor.clip_ratio_high", "0.2"))
+    found: dict[str, Any] = {"loss_type": _AVERAGED[average], "epsilon_high": high}
+    if mode == "vanilla":
+        found["delta"] = float(text_of(given, "actor.clip_ratio_c", "3.0"))
+    elif mode == "gspo":  # whatever loss_agg_mode says
+        found |= {"loss_type": "grpo", "importance_sampling_level": "sequence_token"}
+    elif mode == "sapo":
+        found = {"loss_type": "sapo"}
+    elif mode == "cispo":
+        if average != "token-mean" or values.get("epsilon", 0.2) < 1:
+            raise BadValue(
+                "actor.policy_loss.loss_mode (cispo) bounds the ratio from below by 1 - clip_ratio_low, and is a mean over tokens here: "
+                "there is no lower bound here. Use clip_ratio_low 1 and loss_agg_mode token-mean"
+            )
+        found = {"loss_type": "cispo", "epsilon_high": 1 + high, "epsilon": None}
+    else:
+        raise BadValue(f"actor.policy_loss.loss_mode ({mode}) is not there. There are: vanilla, gspo, sapo, cispo")
+    typed = {"actor.policy_loss.loss_mode", "actor.loss_agg_mode"} & set(given)
+    said = ", ".join(f"{name} {value}" for name, value in found.items() if value is not None)
+    yield Change(
+        values=found,
+        note=f"loss_mode {mode} with loss_agg_mode {average} is {said} here.",
+        untyped=None if typed else ("actor.loss_agg_mode", average),
+    )
+    if average == "token-mean" and mode != "gspo" and text_of(given, "use_legacy_worker_impl", "auto") != "disable":
+        note = "verl's legacy workers average token-mean over each micro-batch, then over these; here it is over all tokens of a step."
+        yield Change(values={}, note=note)
+    if average == "seq-mean-token-sum-norm" and mode == "vanilla":
+        yield Change(
+            values={}, note="verl's seq-mean-token-sum-norm does not divide by the number of completions in a micro-batch; dr_grpo does."
+        )
+
+
+def _kl(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
+    if "beta" in values:
+        return
+    in_loss, in_reward = is_true(given, "actor.use_kl_loss", "false"), is_true(given, "algorithm.use_kl_in_reward", "false")
+    loss, reward = float(text_of(given, "actor.kl_loss_coef", "0.001")), float(text_of(given, "algorithm.kl_ctrl.kl_coef", "0.001"))
+    in_loss, in_reward = in_loss and loss > 0, in_reward and reward > 0
+    if in_loss and in_reward:
+        raise BadValue("actor.use_kl_loss and algorithm.use_kl_in_reward are both true; the KL is in the loss or in the reward here")
+    if not in_loss:
+        yield from idle(given, {"actor.kl_loss_coef": "0.001", "actor.kl_loss_type": "low_var_kl"}, without="actor.use_kl_loss")
+    if not in_loss and not in_reward:
+        return
+    name = "algorithm.kl_penalty" if in_reward else "actor.kl_loss_type"
+    kind = text_of(given, name, "kl" if in_reward else "low_var_kl")
+    if kind not in _KL or (in_reward and _KL[kind] != "k1"):
+        raise BadValue(f"{name} ({kind}) is not there. There are: {'kl' if in_reward else ', '.join(_KL)}")
+    beta = reward if in_reward else loss
+    found = {"beta": beta, "kl_in_reward": in_reward} | ({} if in_reward else {"kl_estimator": _KL[kind]})
+    yield Change(values=found, note=f"{name} {kind} with its coefficient is beta {beta:g}, {'in the reward' if in_reward else _KL[kind]}.")
+
+
+def _advantages(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
+    name = text_of(given, "algorithm.adv_estimator", "grpo")
+    if "advantage_estimator" in values and name != "gae":
+        return
+    if name == "gae":
+        raise OtherTask(f"algorithm.adv_estimator (gae): {features.CRITIC}")
+    if name not in _ESTIMATORS:
+        own = f". verl whitens over tokens; advantage_estimator {name} does so over completions" if name in _OVER_TOKENS else ""
+        raise BadValue(f"algorithm.adv_estimator ({name}) is not there. There are: {', '.join(_ESTIMATORS)}{own}")
+    if _ESTIMATORS[name]:
+        yield Change(values=_ESTIMATORS[name])
+
+
+def _correction(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
+    level = text_of(given, "algorithm.rollout_correction.rollout_is", "none")
+    if level in ("token", "sequence"):
+        yield Change(values={"rollout_importance_sampling_mode": f"{level}_truncate"})
+    elif level not in ("none", "null"):
+        raise BadValue(f"algorithm.rollout_correction.rollout_is ({level}) is not there. It is token or sequence")
+
+
+def _packing(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
+    of_all = text_of(given, "actor.ppo_micro_batch_size", "none")
+    if of_all not in ("none", "null"):
+        shared = 1
+        for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"):
+            shared *= values.get(name, 1)
+        ranks = values.get("world_size", 8) // max(1, shared)
+        each = whole(given, "actor.ppo_micro_batch_size", 1) // max(1, ranks)
+        if not each:
+            raise BadValue(f"actor.ppo_micro_batch_size ({of_all}) is divided by the data-parallel size, and {ranks} is more than that")
+        note = f"ppo_micro_batch_size {of_all} is of all {ranks} data-parallel ranks: ppo_micro_batch_size_per_gpu {each}."
+        yield Change(values={"ppo_micro_batch_size_per_gpu": each}, note=note)
+    if not is_true(given, "actor.use_dynamic_bsz", "false"):
+        return
+    tokens = whole(given, "actor.ppo_max_token_len_per_gpu", 16384) * values.get("context_parallel_size", 1)
+    found = {"max_tokens_per_micro_batch": tokens, "ppo_micro_batch_size_per_gpu": 1}
+    if "max_tokens_per_micro_batch" in values:
+        found.pop("max_tokens_per_micro_batch")
+    yield Change(
+        values=found, note=f"use_dynamic_bsz: micro-batches of up to {tokens} tokens, and ppo_micro_batch_size_per_gpu is not read."
+    )
+
+
+def _layout(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
+    yield from layout(values, text_of(given, "actor.megatron.expert_tensor_parallel_size", "none"), shards_norms_by_itself="verl")
+    if "actor.ulysses_sequence_parallel_size" in given and values.get("context_parallel_size", 1) > 1:
+        yield Change(
+            values={}, note="ulysses_sequence_parallel_size is context_parallel_size: attention goes round a ring here, not over heads."
+        )
+    megatron = any(name.startswith("actor.megatron.") for name in given) or "megatron" in (
+        text_of(given, "config_name", "") + text_of(given, "actor.strategy", "")
+    )
+    if megatron:
+        return
+    yield Change(
+        values={},
+        note="Of these names none is of verl's Megatron workers: they shard weights over all ranks with FSDP. Here a rank holds them whole "
+        "but for tensor_model_parallel_size, pipeline_model_parallel_size and expert_model_parallel_size.",
+    )
+    recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    if is_true(given, "model.enable_gradient_checkpointing", "true") and not set(recompute) & set(values):
+        yield Change(values=recompute, untyped=("model.enable_gradient_checkpointing", "true"))
+
+
+def _data(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
+    yield from drops_last(values, title="verl")
+    how = text_of(given, "truncation", "error")
+    strategy = {"error": "raise", "left": "left"}.get(how)
+    if is_true(given, "filter_overlong_prompts", "false"):
+        strategy = "delete"
+    if strategy is None:
+        raise BadValue(f"data.truncation ({how}) is not there. There are: error, left")
+    if "truncation_strategy" not in values and strategy != "raise":
+        yield Change(values={"truncation_strategy": strategy})
+    buffer = "reward_model.reward_kwargs.overlong_buffer_cfg."
+    if is_true(given, f"{buffer}enable", "false"):
+        longest = whole(given, "reward_model.reward_kwargs.max_resp_len", whole(given, "max_response_length", 512))
+        yield from soft_overlong(values, longest, whole(given, f"{buffer}len", 0), "overlong_buffer_cfg")
+    if "image_key" in given:
+        yield from of_pictures(values, title="verl", says="image_key")
+    yield from asked_once(values, eval_temperature=0.0, eval_top_p=1.0, eval_top_k=0)
+    if values.get("eval_steps") and not holds_out(values):
+        yield Change(values={"eval_steps": None}, note="trainer.test_freq does nothing without data.val_files.")
+
+
+def _schedule(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
+    """global_steps of its RayPPOTrainer counts rollouts, and its workers move the learning rate once a rollout."""
+    unread = [change for change in idle_schedule(values, given, style="constant")]
+    yield from unread
+    values = {name: value for name, value in values.items() if not any(name in change.values for change in unread)}
+    prompts = whole(given, "gen_batch_size", whole(given, "train_batch_size", 1024))
+    if prompts != whole(given, "train_batch_size", 1024):
+        raise BadValue(
+            f"data.gen_batch_size ({prompts}) is what verl's loader draws for one rollout, in place of train_batch_size "
+            f"({whole(given, 'train_batch_size', 1024)}): give it as train_batch_size, and leave gen_batch_size out"
+        )
+    rollouts = whole(given, "train_batch_size", 1024) // max(
+        1, whole(given, "actor.ppo_mini_batch_size", whole(given, "ppo_mini_batch_size", 256))
+    )
+    per_rollout = max(1, rollouts) * whole(given, "actor.ppo_epochs", whole(given, "ppo_epochs", 1))
+    names = {"max_steps": "trainer.total_training_steps", "save_steps": "trainer.save_freq", "eval_steps": "trainer.test_freq"}
+    without = {} if holds_out(values) else {"eval_steps"}
+    counted = {native: theirs for native, theirs in names.items() if native not in without}
+    yield from in_steps(values, per_rollout, counted | _OF_THE_SCHEDULE)
+    if values.get("lr_warmup_iters"):
+        yield Change(values={"lr_warmup_fraction": None})
+    if "actor.optim.min_lr_ratio" in given and text_of(given, "actor.optim.min_lr_ratio", "0") not in ("none", "null"):
+        yield Change(values={"min_lr": values.get("lr", 1e-6) * float(text_of(given, "actor.optim.min_lr_ratio", "0"))})
+
+
+def _lora(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
+    if values.get("adapters"):
+        yield Change(values={"tuner_type": "lora"})
+    elif values.get("tuner_type") != "lora":
+        return
+    section = "model.lora." if "model.lora.rank" in given else "model."
+    found: dict[str, Any] = adapted(given, section)
+    if values.get("adapters"):
+        found = {}
+    elif f"{section}alpha" not in given and f"{section}lora_alpha" not in given:
+        found["lora_alpha"] = 32.0 if section == "model.lora." else 16.0
+    if is_true(given, "model.lora.merge", "false"):
+        found["vllm_enable_lora"] = False
+    yield Change(values=found)
+    if section == "model.lora." and text_of(given, "model.lora.type", "lora") != "canonical_lora":
+        yield Change(
+            values={},
+            note="verl's lora.type lora has one matrix A for q, k and v, and one for gate and up; here each has its own, as in PEFT.",
+        )
+
+
+def _engine(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
+    yield from of_servers(values, program="verl")
+    section = "rollout.engine_kwargs.vllm"
+    yield from of_template(values, given, prefix="apply_chat_template_kwargs")
+    yield from of_vllm(values, given, prefix=section, apart=[f"{section}.{name}" for name in PROCESSOR_CACHES])
+
+
+# Words of vLLM's that move where pictures wait.
+PROCESSOR_CACHES = ("disable_mm_preprocessor_cache", "mm_processor_cache_gb")
+SETTLE = (_loss, _kl, _advantages, _correction, _packing, _layout, _data, _schedule, _lora, _engine)

@@ -1,0 +1,200 @@
+"""What a name of another system is here. The tables of the systems stand in `sizing.dialects`; this is what they are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any
+
+from megatron_grpo.config.table import BadValue, Setting
+
+# (words after the name, all foreign names of this run with their words) -> what that is in native settings, not yet read.
+Reader = Callable[[Sequence[str], Mapping[str, Sequence[str]]], Mapping[str, Any]]
+
+
+class OtherTask(BadValue):
+    """Several names together ask for another task than GRPO: this is said, and nothing else."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Foreign:
+    """A name of another system: translated (`native` or `read`), refused (`lacks`), or set aside because it changes nothing (neither).
+
+    values: words that are spelt otherwise here; all others are read as they stand.
+    lacks: the sentence that refuses it, but where its value is one of `off`, or where one of `instead` was typed.
+    instead: what the sentence says to type: a setting, or a setting and its value (`vllm_mode server`).
+    hint: what to type instead, for someone who typed the name without the dialect.
+    why: of a name that is set aside: what it is about.
+    is_task: what it refuses is another task, of which nothing else needs to be said.
+    is_label: nothing that is trained depends on it: where a script leaves it open, it is left out.
+    """
+
+    native: str = ""
+    values: Mapping[str, str] = field(default_factory=dict)
+    read: Reader | None = None
+    lacks: str = ""
+    off: Sequence[str] = ()
+    instead: Sequence[str] = ()
+    hint: str = ""
+    why: str = ""
+    is_task: bool = False
+    is_label: bool = False
+
+    @property
+    def says(self) -> str:
+        """What it is here, as `docs/arguments.md` has it: one sentence."""
+        words = ", ".join(f"`{theirs}` is `{ours}`" for theirs, ours in self.values.items())
+        if self.native:
+            return f"`{self.native}`" + (f"; {words}" if words else "")
+        if self.read is not None:
+            return f"read: {self.hint}"
+        if self.lacks:
+            asked = [word for word in self.off if word not in OFF]
+            said = [f"`{word}`" for word in asked] + [f"`{one}` is given" for one in self.instead]
+            unless = f" (unless {' or '.join(said)})" if said else ""
+            return f"refused{unless}: {self.lacks}"
+        return f"set aside: {self.why or NOTHING}"
+
+    def refuses(self, words: Sequence[str], given: Mapping[str, Sequence[str]]) -> bool:
+        """Whether these words ask for what is not there. given: all names of this run with their words."""
+        asked = [one.split() for one in self.instead]
+        is_said = any(name in given and (not value or list(given[name]) == value) for name, *value in asked)
+        return bool(self.lacks) and " ".join(words).lower() not in self.off and not is_said
+
+
+OFF = ("none", "null", "false", "", "[]", "{}")  # nobody asks for anything with these
+NOTHING = "nothing that is sampled or trained depends on it"
+SET_ASIDE = Foreign()
+
+
+def same(native: str, values: Mapping[str, str] | None = None) -> Foreign:
+    """Another name for `native`."""
+    return Foreign(native=native, values=values or {})
+
+
+def reads(read: Reader, hint: str) -> Foreign:
+    return Foreign(read=read, hint=hint)
+
+
+def lacks(sentence: str, *off: str, instead: Sequence[str] = ()) -> Foreign:
+    """Asks for what is not there, unless its value is one of `off` or of OFF, or one of `instead` was typed."""
+    return Foreign(lacks=sentence, off=(*OFF, *off), instead=instead)
+
+
+def only(value: str, sentence: str, *, instead: Sequence[str] = ()) -> Foreign:
+    """Changes nothing with this value; with every other, `false` and `none` included, the sentence refuses it."""
+    return Foreign(lacks=sentence, off=(value,), instead=instead)
+
+
+def only_task(value: str, sentence: str) -> Foreign:
+    """As `only`; every other value is another task."""
+    return Foreign(lacks=sentence, off=(value,), is_task=True)
+
+
+def aside(*names: str, why: str = NOTHING) -> dict[str, Foreign]:
+    return {name: Foreign(why=why) for name in names}
+
+
+def not_there(sentence: str, *names: str) -> dict[str, Foreign]:
+    return {name: lacks(sentence) for name in names}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Default:
+    """A default of another system that is not ours. With `native` theirs is used, for it is what the user's files rely on; else ours."""
+
+    name: str
+    theirs: str
+    native: Mapping[str, Any] = field(default_factory=dict)
+    ours: str = ""
+
+
+def default(name: str, theirs: Any, **native: Any) -> Default:
+    """theirs: as they write it. native: what that is here; without it, the setting of the same name."""
+    return Default(name=name, theirs=shown(theirs), native=native or {name: theirs})
+
+
+def kept(name: str, theirs: Any, ours: Any) -> Default:
+    """A default that cannot be taken over, or that changes nothing that is trained."""
+    return Default(name=name, theirs=shown(theirs), ours=shown(ours))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """What follows from several names at once: settings to be set (or left at their defaults, with None), and why.
+
+    untyped: (name, their default) where none of those names was typed; it then stands in the table of defaults, on its first setting.
+    """
+
+    values: Mapping[str, Any]
+    note: str = ""
+    untyped: tuple[str, str] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dialect:
+    """Another system's vocabulary: its sizes, whose values end in `Config.foreign` as typed, and all its other names."""
+
+    name: str
+    title: str  # "Megatron-SWIFT"
+    settings: Mapping[str, Setting] = field(default_factory=dict)
+    hides: Sequence[str] = ()  # native names that mean nothing, or something else, in this vocabulary
+    prefixes: Sequence[str] = ()  # sections of its files that may stand before the name of a size: "trainer."
+    sections: Sequence[str] = ()  # sections that are left out in the keys of `names`
+    heads: Mapping[str, str] = field(default_factory=dict)  # first words of names by section, those that stand in no other
+    names: Mapping[str, Foreign] = field(default_factory=dict)
+    patterns: Mapping[str, Foreign] = field(default_factory=dict)  # of names that `names` lacks: "ref.*", without sections
+    defaults: Sequence[Default] = ()
+    implies: Mapping[str, Any] = field(default_factory=dict)  # native settings that it switches on
+    trains_tower: bool = False  # a model that sees trains whole where nobody says otherwise
+    # each (native values, foreign names with their words) -> what changes once everything has been read
+    settle: Sequence[Callable[[Mapping[str, Any], Mapping[str, Sequence[str]]], Iterable[Change]]] = ()
+
+    def row(self, name: str) -> tuple[str, Foreign | None]:
+        """A name without its section, and what it is here; nothing in a section that is not its own."""
+        if self._is_astray(name):
+            return name, None
+        for section in self.sections:
+            if name.startswith(section):
+                name = name.removeprefix(section)
+                break
+        found = self.names.get(name)
+        if found is None:
+            found = next((row for pattern, row in self.patterns.items() if fnmatchcase(name, pattern)), None)
+        return name, found
+
+    def size(self, name: str) -> str | None:
+        """The name of a size without its section, where it is one."""
+        if self._is_astray(name):
+            return None
+        for prefix in self.prefixes:
+            name = name.removeprefix(prefix)
+        return name if name in self.settings else None
+
+    def _is_astray(self, name: str) -> bool:
+        section = next((section for section in self.sections if name.startswith(section)), "")
+        head = name.removeprefix(section).partition(".")[0]
+        return any(head in words.split() for other, words in self.heads.items() if section and other != section)
+
+    def knows(self, name: str) -> bool:
+        return self.size(name) is not None or self.row(name)[1] is not None
+
+
+def words_of(raw: Any) -> list[str]:
+    """What stood after a flag or a YAML key, as words; a mapping is `name=value` words."""
+    if isinstance(raw, dict):
+        return [f"{name}={shown(value)}" for name, value in raw.items()]
+    return [_word(word) for word in raw] if isinstance(raw, (list, tuple)) else [_word(raw)]
+
+
+def shown(value: Any) -> str:
+    """A value as one would type it."""
+    return " ".join(words_of(value))
+
+
+def _word(value: Any) -> str:
+    """A list or mapping inside another is as Python writes it, which ends where one holds itself."""
+    if value is None or value is True or value is False:
+        return {None: "none", True: "true", False: "false"}[value]
+    return str(value)

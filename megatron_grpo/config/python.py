@@ -1,0 +1,140 @@
+"""A Python file that builds TRL's `GRPOConfig(...)`, read without running it: literal values, and constants that the file assigns."""
+
+from __future__ import annotations
+
+import ast
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from megatron_grpo.base.errors import Problem
+from megatron_grpo.config.read import TypedSetting
+from megatron_grpo.config.script import UNKNOWN
+
+# PEFT's words, as TRL's command line has them.
+_LORA = {"r": "lora_r", "lora_alpha": "lora_alpha", "lora_dropout": "lora_dropout", "target_modules": "lora_target_modules",
+         "modules_to_save": "lora_modules_to_save", "use_rslora": "use_rslora", "use_dora": "use_dora",
+         "task_type": "lora_task_type", "rank_pattern": "rank_pattern", "alpha_pattern": "alpha_pattern",
+         "exclude_modules": "exclude_modules"}  # fmt: skip
+_WORDS = ("model_init_kwargs",)  # mappings whose words have names of their own
+_TRAINER = {"model": "model_name_or_path", "reward_funcs": "reward_funcs", "train_dataset": "dataset_name", "eval_dataset": "eval_dataset",
+            "tools": "tools", "environment_factory": "environment_factory", "rollout_func": "rollout_func"}  # fmt: skip
+# What else the two may be given, where it asks for nothing: the configuration itself, the tokenizer of the model, PEFT's own defaults.
+_NOTHING = {"args": None, "processing_class": None, "peft_config": None, "bias": "none", "inference_mode": False, "init_lora_weights": True}
+
+
+def read_python(text: str, *, source: str, path: str = "") -> tuple[list[TypedSetting], list[Problem]]:
+    """The words of GRPOConfig, LoraConfig and GRPOTrainer, under the names of TRL's command line.
+
+    source: the file's name in messages; path: where it is.
+
+    A value that is computed is marked as not known; `parse` says so, unless it is given on the command line or changes nothing.
+    """
+    try:
+        tree = ast.parse(text)
+    except SyntaxError as error:
+        return [], [_problem(f"{source} line {error.lineno} is not Python: {error.msg}.")]
+    bound = Counter(_bound(tree))
+    known = {name: value for line in ast.walk(tree) for name, value in _assigned(line) if bound[name] == 1}
+    calls = [call for call in ast.walk(tree) if isinstance(call, ast.Call)]
+    configs = [call for call in calls if _name(call.func) == "GRPOConfig"]
+    if len(configs) != 1:
+        found = f"{source} builds {len(configs) or 'no'} GRPOConfig"
+        return [], [_problem(f"{found}. Name a file that builds one, or give its values as flags.")]
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    reader = _Reader(source, path or source, known, {node.name for node in ast.walk(tree) if isinstance(node, kinds)})
+    reader.take(configs[0], None)
+    for call in calls:
+        if _name(call.func) == "GRPOTrainer":
+            reader.take(call, _TRAINER)
+        elif _name(call.func) == "LoraConfig":
+            reader.entries.append(TypedSetting(name="use_peft", raw=["true"], source=source))
+            reader.take(call, _LORA)
+    given = {word.arg: word.value for call in calls if _name(call.func) == "GRPOTrainer" for word in call.keywords}
+    if (
+        "use_peft" not in {entry.name for entry in reader.entries}
+        and reader.value(given.get("peft_config", ast.Constant(None))) is not None
+    ):
+        said = ast.unparse(given["peft_config"])
+        reader.problems.append(_problem(f"{source}: GRPOTrainer's peft_config ({said}) cannot be known. Write a LoraConfig in the file."))
+    return reader.entries, reader.problems
+
+
+class _Reader:
+    def __init__(self, source: str, path: str, known: Mapping[str, ast.expr], defined: set[str]):
+        self.source, self.path, self.known, self.defined = source, path, known, defined
+        self.entries: list[TypedSetting] = []
+        self.problems: list[Problem] = []
+
+    def take(self, call: ast.Call, names: Mapping[str, str] | None) -> None:
+        """names: those that are taken, as they are called here; None takes all as they stand."""
+        if names is None and (call.args or any(word.arg is None for word in call.keywords)):
+            said = ", ".join(ast.unparse(word) for word in [*call.args, *(word.value for word in call.keywords if word.arg is None)])
+            self.problems.append(
+                _problem(f"{self.source}: GRPOConfig is given {said}, which cannot be known without running it. Write names.")
+            )
+        for word in call.keywords:
+            name = word.arg if names is None else names.get(word.arg or "")
+            if names is not None and name is None:
+                self._not_taken(call, word)
+            elif name:
+                raw = self.value(word.value)
+                for key, value in raw.items() if isinstance(raw, dict) and name in _WORDS else [("", raw)]:
+                    self.entries.append(TypedSetting(name=f"{name}.{key}" if key else name, raw=value, source=self.source))
+
+    def _not_taken(self, call: ast.Call, word: ast.keyword) -> None:
+        """A word that this system does not read is said, unless it asks for nothing."""
+        value, said = self.value(word.value), _NOTHING.get(word.arg or "", ())
+        if value is not None and value != [] and said is not None and value != said:
+            what = f"{_name(call.func)}'s {word.arg or '**'} ({ast.unparse(word.value)})"
+            self.problems.append(_problem(f"{self.source}: {what} is not read here, and may change what is trained. Take it out."))
+
+    def value(self, node: ast.expr) -> Any:
+        """A literal as it stands; a function or class of this file as file:name; a data set that is loaded by name as that name."""
+        if isinstance(node, ast.Name) and node.id in self.known:
+            return _Reader(self.source, self.path, {n: v for n, v in self.known.items() if n != node.id}, self.defined).value(
+                self.known[node.id]
+            )
+        if isinstance(node, ast.Name) and node.id in self.defined:
+            return f"{self.path}:{node.id}"
+        if isinstance(node, (ast.List, ast.Tuple)):
+            return [self.value(item) for item in node.elts]
+        if isinstance(node, ast.Dict) and all(isinstance(key, ast.Constant) for key in node.keys):
+            return {key.value: self.value(value) for key, value in zip(node.keys, node.values) if isinstance(key, ast.Constant)}
+        if isinstance(node, ast.Call) and _name(node.func) == "load_dataset" and len(node.args) == 1 and _is_train(node.keywords):
+            return self.value(node.args[0])
+        if isinstance(node, ast.Attribute) and ast.unparse(node) in ("torch.bfloat16", "torch.float32"):
+            return node.attr
+        if isinstance(node, ast.Name) and node.id in ("accuracy_reward", "get_soft_overlong_punishment"):
+            return node.id
+        try:
+            return ast.literal_eval(node)
+        except ValueError:
+            return [f"{UNKNOWN}{ast.unparse(node)}"]
+
+
+def _is_train(words: list[ast.keyword]) -> bool:
+    """Of the arguments of load_dataset, that none asks for other rows than a data set's training split."""
+    return all(word.arg == "split" and isinstance(word.value, ast.Constant) and word.value.value == "train" for word in words)
+
+
+def _bound(tree: ast.AST) -> Iterator[str]:
+    """Each place that gives a name a value: what has several has none that can be told without running the file."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
+            yield node.id
+        elif isinstance(node, ast.arg):
+            yield node.arg
+
+
+def _assigned(line: ast.AST) -> Iterator[tuple[str, ast.expr]]:
+    if isinstance(line, ast.Assign) and len(line.targets) == 1 and isinstance(line.targets[0], ast.Name):
+        yield line.targets[0].id, line.value
+
+
+def _name(function: ast.expr) -> str:
+    return ast.unparse(function).rpartition(".")[2]
+
+
+def _problem(message: str) -> Problem:
+    return Problem(flags=("config",), message=message)

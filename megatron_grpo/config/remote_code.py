@@ -1,0 +1,145 @@
+"""Code that lies in a model's folder: which of it `trust_remote_code` lets run, and what cannot be read without it. No torch.
+
+Files are read, none is run. Which classes transformers and vLLM have themselves stands in their sources, as they are installed: importing
+them would take seconds. A model's own layers (`AutoModel...`) never run: families are built here by name.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from megatron_grpo.base.errors import Problem
+from megatron_grpo.base.files import read_object
+
+FLAG = "trust_remote_code"
+TOKENIZER, CONFIG = "tokenizer_config.json", "config.json"
+# What transformers and vLLM load by these files for a model that is trained here.
+_RUN = {
+    TOKENIZER: ("AutoTokenizer", "AutoProcessor"),
+    CONFIG: ("AutoConfig",),
+    "preprocessor_config.json": ("AutoProcessor", "AutoImageProcessor"),
+    "processor_config.json": ("AutoProcessor", "AutoImageProcessor"),
+}
+_CLASS = re.compile(r"([\w-]+)\.\w+")  # of a file in the folder itself; else it is in another repository, or nowhere
+_RELATIVE = re.compile(r"^\s*(?:from\s+\.([\w-]+)\s+import|import\s+\.([\w-]+)\s*$)", re.M)  # as transformers looks for them
+
+
+def files_that_run(folder: Path) -> list[str]:
+    """Names of the files of a model whose code runs with `trust_remote_code true`, those that they import included."""
+    return _with_imported(folder, [found for file in _RUN for found in _classes(folder, file).values()])
+
+
+def files_named(folder: Path) -> list[str]:
+    """The same of all files that the model names, also of those that never run here: who copies a model copies them."""
+    return _with_imported(folder, [found for file in _RUN for found in _auto_map(folder, file).values()])
+
+
+def problem_of(folder: Path, *, is_trusted: bool, flag: str = "model") -> Problem | None:
+    """What is wrong with a model's own code: it is needed and not to run, or it is to run and not here."""
+    return _not_here(folder, flag) if is_trusted else _not_trusted(folder, flag)
+
+
+def warning_of(folder: Path) -> str | None:
+    files = files_that_run(folder)
+    if not files:
+        return None
+    return f"{FLAG}: {_listed(files)} of {folder} {'runs' if len(files) == 1 else 'run'} as you do. Read {_it(files)} first."
+
+
+def _not_trusted(folder: Path, flag: str) -> Problem | None:
+    lacking = {"the tokenizer": _tokenizer_alone_here(folder), "the configuration": _configuration_alone_here(folder)}
+    found = {what: name for what, name in lacking.items() if name}
+    if not found:
+        return None
+    files = files_that_run(folder) or sorted(set(found.values()))
+    message = (
+        f"{flag}: {' and '.join(found)} of {folder} {'is' if len(found) == 1 else 'are'} code of its own ({_listed(files)}), which is not "
+        f"run. Read {_it(files)}; if you trust {_it(files)}, give {FLAG} true."
+    )
+    return Problem(flags=(flag, FLAG), message=message)
+
+
+def _not_here(folder: Path, flag: str) -> Problem | None:
+    for file in _RUN:
+        for name in _classes(folder, file).values():
+            parts = _CLASS.fullmatch(name)
+            if parts is None:
+                where = f"{flag}: {file} of {folder} names code in another place ({name}), which is not fetched."
+                last = name.rpartition("--")[2].rpartition("/")[2]
+                return Problem(flags=(flag, FLAG), message=f"{where} Copy its file into the folder, and write {last} there.")
+            if not (folder / f"{parts[1]}.py").is_file():
+                message = f"{flag}: {file} of {folder} names {parts[1]}.py, and it is not there. Copy it from where the model comes from."
+                return Problem(flags=(flag, FLAG), message=message)
+    return None
+
+
+def _tokenizer_alone_here(folder: Path) -> str | None:
+    """The class of a tokenizer that transformers does not have."""
+    name = _classes(folder, TOKENIZER).get("AutoTokenizer")
+    known = read_object(folder / TOKENIZER).get("tokenizer_class")
+    places = (("transformers", "models/auto/tokenization_auto.py"), ("transformers", "__init__.py"))
+    return None if isinstance(known, str) and any(_is_named(known, *place) for place in places) else name
+
+
+def _configuration_alone_here(folder: Path) -> str | None:
+    """The class of a configuration that neither transformers nor vLLM has: vLLM would not start."""
+    name, kind = _classes(folder, CONFIG).get("AutoConfig"), read_object(folder / CONFIG).get("model_type")
+    places = (("transformers", "models/auto/auto_mappings.py"), ("vllm", "transformers_utils/config.py"))
+    return None if isinstance(kind, str) and any(_is_named(kind, *place) for place in places) else name
+
+
+def _is_named(word: str, package: str, file: str) -> bool:
+    """Whether a source of an installed package names this; of a package that is not installed it is taken to be so."""
+    source, name = _source(package, file), re.escape(word.removesuffix("Fast"))
+    return source is None or re.search(rf"""["']{name}(?:Fast)?["']|^ +{name}=""", source, re.M) is not None
+
+
+@cache
+def _source(package: str, file: str) -> str | None:
+    found = find_spec(package)
+    paths = [Path(folder) / file for folder in (found.submodule_search_locations or ())] if found else []
+    return next((path.read_text(encoding="utf-8") for path in paths if path.is_file()), None)
+
+
+def _classes(folder: Path, file: str) -> dict[str, str]:
+    """Of a file of settings: the classes that run. Processors are asked for by a model that sees."""
+    named, sees = _auto_map(folder, file), "vision_config" in read_object(folder / CONFIG)
+    return {what: named[what] for what in _RUN[file] if what in named and (sees or "Processor" not in what)}
+
+
+def _auto_map(folder: Path, file: str) -> dict[str, str]:
+    """{"AutoTokenizer": "tokenization_x.X"} of a file of settings. Of a slow and a fast tokenizer the one that transformers takes."""
+    found: Any = read_object(folder / file).get("auto_map")
+    named = {"AutoTokenizer": found} if isinstance(found, list) else found if isinstance(found, dict) else {}
+    chosen = {what: next((x for x in reversed(one) if x), None) if isinstance(one, list) else one for what, one in named.items()}
+    return {what: one for what, one in chosen.items() if isinstance(one, str)}
+
+
+def _with_imported(folder: Path, classes: list[str]) -> list[str]:
+    """The files of classes, and those of the folder that they import, as far as they are there."""
+    waiting = [parts[1] for name in classes if (parts := _CLASS.fullmatch(name))]
+    found: dict[str, None] = {}
+    while waiting:
+        path = folder / f"{waiting.pop(0)}.py"
+        if path.name not in found and path.is_file():
+            found[path.name] = None
+            waiting += _imported(path)
+    return list(found)
+
+
+def _imported(path: Path) -> Iterator[str]:
+    for names in _RELATIVE.findall(path.read_text(encoding="utf-8", errors="replace")):
+        yield from filter(None, names)
+
+
+def _listed(names: list[str]) -> str:
+    return " and ".join([", ".join(names[:-1]), names[-1]]) if len(names) > 1 else names[0]
+
+
+def _it(names: list[str]) -> str:
+    return "it" if len(names) == 1 else "them"

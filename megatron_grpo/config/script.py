@@ -1,0 +1,350 @@
+"""The flags of a launch script, read as a shell reads them: `NPROC_PER_NODE=8 megatron rlhf --micro_batch_size 1 ...`.
+
+Only what a list of flags needs of the shell: comments, quotes, continued lines, redirections, arithmetic, arrays and variables that the
+script itself assigns, files that it sources. What a shell would pass on and this cannot know (a variable from outside, `$(...)`, a value
+that depends on a condition) is a problem, never a word left out.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import shlex
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from megatron_grpo.base.errors import Problem
+from megatron_grpo.base.files import read_text
+
+UNKNOWN = "\x01"  # begins a word, or stands in one, that cannot be known from the script
+_PLAIN_DOLLAR = "\x00"  # a dollar sign that quotes keep from being a variable
+_OPEN, _CLOSE = "\x02", "\x03"  # the words of an array stand between them
+_ASSIGNMENT = re.compile(r"[A-Za-z_]\w*\+?=")
+_FLAG = re.compile(r"--[A-Za-z]|\+*[A-Za-z_]\w*(\.\w+)+=")  # --name, or Hydra's section.name=
+_VARIABLE = re.compile(r"\$\{(\w+)(\[[@*]\])?(?::?([-=])([^{}]*))?\}|\$(\w+)")  # the innermost first
+_ALONE = re.compile(UNKNOWN + r"\$(\w+|\{[^/]*\})")
+_ARITHMETIC = re.compile(r"\$\(\(([^()]*(?:\([^()]*\)[^()]*)*)\)\)")
+_REDIRECTION = re.compile(r"(?:\d+|&)?[<>]+[&|]?[ \t]*[^\s;&|]*")
+_LAUNCHERS, _WRAPPERS = ("torchrun", "accelerate", "torch.distributed.run", "deepspeed"), ("uv", "uvx", "srun")
+_UV = ("uv", "uvx")
+_OF_UV = (*("--with", "--with-requirements", "--with-editable", "--from", "--extra", "--group", "--package", "--python", "-p"),
+          *("--env-file", "--directory", "--project", "--index", "--index-url"))  # fmt: skip
+_PROGRAM = re.compile(r"(python[\d.]*|bash|sh|torchrun|accelerate|deepspeed|trl|swift|megatron|megatron[-_]grpo|-m|.*\.(py|sh))$")
+_NESTED = 5  # scripts that start scripts, at most
+_OF_LAUNCHERS = {"nproc_per_node": "NPROC_PER_NODE", "nnodes": "NNODES", "num_processes": "NPROC_PER_NODE"}
+_BEGINS, _ENDS = ("if", "for", "while", "until", "case"), ("fi", "done", "esac")
+_ITS_DIRECTORY = re.compile(r"dirname.*(BASH_SOURCE|\$0)")
+_ARGUMENTS = re.compile(r"\$(?:[@*]|\{[@*](?::(\d+))?\})")  # $@, ${@:2}
+_PART_OF_PATH = re.compile(r"\$\((basename|dirname) +(?:-- +)?([^\s()$`]+)\)")
+_OF_PATH = {"basename": "name", "dirname": "parent"}
+_IN_CASE = re.compile(r"\$\{(\w+)(,,?|\^\^?)\}")  # ${NAME,,} is its value in small letters
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Script:
+    """`words` of the last command that has flags, and the variables as they are at the end. UNKNOWN stands in what cannot be known."""
+
+    words: list[str] = field(default_factory=list)
+    variables: dict[str, str] = field(default_factory=dict)
+    others: list[str] = field(default_factory=list)  # the programs of earlier commands that have flags too
+    problems: list[Problem] = field(default_factory=list)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Shell:
+    """What a script has assigned so far, and the commands with flags that it has come to."""
+
+    source: str
+    directory: Path
+    arguments: list[str] = field(default_factory=list)  # what it was started with, by another script
+    variables: dict[str, str] = field(default_factory=dict)
+    arrays: dict[str, list[str]] = field(default_factory=dict)
+    depth: int = 0  # of conditions and loops
+    found: list[list[str]] = field(default_factory=list)
+    scripts: list[list[str]] = field(default_factory=list)  # that it starts without a flag
+    problems: list[Problem] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)  # files that it sources and that are not there
+
+    def problem(self, message: str) -> None:
+        self.problems.append(Problem(flags=("config",), message=message))
+
+    def read(self, text: str) -> None:
+        for command in commands(text.replace("\r\n", "\n")):
+            try:
+                quoted = shlex.split(command)
+            except ValueError as error:
+                self.problem(f"{self.source} cannot be read as a shell script: {error} in {command.strip()[:60]!r}.")
+                return
+            while quoted and quoted[0] in (*_BEGINS, *_ENDS, "then", "else", "elif", "do", "{", "}", "!"):
+                self.depth += (quoted[0] in _BEGINS) - (quoted[0] in _ENDS)
+                quoted = quoted[1:]
+            self.obey([part for word in quoted for part in self.expanded(word)])
+
+    def obey(self, words: list[str]) -> None:
+        words = [word for word in words if word not in ("export", "declare", "local", "readonly")]
+        while words and _ASSIGNMENT.match(words[0]):
+            words = self.assign(words)
+        if words[:1] in (["source"], ["."]) and len(words) > 1:
+            self.source_file(words[1])
+        elif words[:2] == ["printf", "-v"] and len(words) > 2:
+            self.variables[words[2]] = f"{UNKNOWN}${words[2]}"
+        elif words[:1] == ["shift"]:
+            count = int(words[1]) if len(words) > 1 and words[1].isdigit() else 1
+            self.arguments = self.arguments[count:]
+        elif not any(_FLAG.match(word) for word in words):
+            if started_script(words):
+                self.scripts.append(words)
+        elif _FLAG.match(words[0]):
+            self.problem(
+                f"{self.source}: a shell ends the command before {words[0]}, because the line above it does not end in a backslash "
+                "(a space after the backslash, or a comment between two lines, ends it too). Mend that line."
+            )
+        else:
+            self.found += [behind] if (behind := _without_launcher(words, self.variables)) else []
+
+    def assign(self, words: list[str]) -> list[str]:
+        """Take the assignment that stands first; what is left. In a condition or a loop, what is assigned cannot be known."""
+        name, _, value = words[0].partition("=")
+        name, adds = name.removesuffix("+"), name.endswith("+")
+        if value == _OPEN:
+            end = words.index(_CLOSE) if _CLOSE in words else len(words)
+            items = [*(self.arrays.get(name, []) if adds else []), *words[1:end]]
+            self.arrays[name] = [f"{UNKNOWN}${{{name}[@]}}"] if self.depth > 0 else items
+            return words[end + 1 :]
+        if self.depth > 0 and self.variables.get(name) != value:
+            value = f"{UNKNOWN}${name}"
+        self.variables[name] = self.variables.get(name, "") + value if adds else value
+        return words[1:]
+
+    def source_file(self, name: str) -> None:
+        text = text_of_file(name, self.directory)[0]
+        if text is None:
+            self.missing.append(name.replace(UNKNOWN, ""))
+        else:
+            self.read(text)
+
+    def expanded(self, word: str) -> list[str]:
+        """The word with its variables; an array is several words, and so is ARGS="--tp 2 --pp 2" where it is run."""
+        if rest := _ARGUMENTS.fullmatch(word):
+            return self.arguments[max(0, int(rest[1] or 1) - 1) :]
+        whole = _VARIABLE.fullmatch(word)
+        if whole and whole[2]:
+            return self.arrays.get(whole[1], [f"{UNKNOWN}{word}"])
+
+        def known_value(match: re.Match[str]) -> str:
+            name, instead = match[1] or match[5], match[4]
+            given = self.arguments[int(name) - 1 : int(name)] if name.isdigit() and name != "0" else []
+            known = given[0] if given else self.variables.get(name, os.environ.get(name))
+            if known is None and name in self.arrays:
+                known = " ".join(self.arrays[name])
+            if known is None and instead is not None:
+                known = _VARIABLE.sub(known_value, instead)
+                if match[3] == "=":
+                    self.variables[name] = known
+            return f"{UNKNOWN}{match[0]}" if known is None else known
+
+        def in_case(match: re.Match[str]) -> str:
+            known = self.variables.get(match[1], os.environ.get(match[1]))
+            change = str.upper if "^" in match[2] else str.lower
+            return match[0] if known is None else change(known) if len(match[2]) > 1 else change(known[:1]) + known[1:]
+
+        expanded = _ARITHMETIC.sub(lambda match: self.computed(match[1]), word)
+        before = ""
+        while before != expanded and UNKNOWN not in expanded:
+            before, expanded = expanded, _VARIABLE.sub(known_value, _IN_CASE.sub(in_case, expanded))
+        expanded = expanded.replace("$(pwd)", os.getcwd())
+        expanded = _PART_OF_PATH.sub(lambda match: str(getattr(Path(match[2]), _OF_PATH[match[1]])), expanded)
+        if _ITS_DIRECTORY.search(word):
+            expanded = re.sub(r"\$\(.*\)", lambda _: str(self.directory), expanded)
+        if UNKNOWN not in expanded and ("`" in expanded or "$(" in expanded or "${" in expanded):
+            name, equals, value = expanded.partition("=") if _ASSIGNMENT.match(expanded) else ("", "", expanded)
+            expanded = f"{name}{equals}{UNKNOWN}{value}"
+        return expanded.split() if expanded != word and expanded.lstrip().startswith("--") else [expanded]
+
+    def computed(self, formula: str) -> str:
+        """Arithmetic of whole numbers, with names that have a value."""
+        names = re.sub(r"\$?\{?\b([A-Za-z_]\w*)\b\}?", lambda match: self.variables.get(match[1], os.environ.get(match[1], "?")), formula)
+        try:
+            return str(_number(ast.parse(names.strip(), mode="eval").body))
+        except (SyntaxError, ValueError, ZeroDivisionError):
+            return f"{UNKNOWN}$(({formula}))"
+
+
+def _number(node: ast.expr) -> int:
+    if isinstance(node, ast.Constant) and isinstance(node.value, int):
+        return node.value
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        return -_number(node.operand)
+    if isinstance(node, ast.BinOp):
+        left, right = _number(node.left), _number(node.right)
+        match node.op:
+            case ast.Add():
+                return left + right
+            case ast.Sub():
+                return left - right
+            case ast.Mult():
+                return left * right
+            case ast.Div() | ast.FloorDiv():
+                return int(left / right)  # a shell cuts towards 0
+            case ast.Mod():
+                return left % right
+    raise ValueError
+
+
+def read_shell(text: str, *, source: str, directory: str | Path = ".", arguments: Sequence[str] = (), nested: int = 0) -> Script:
+    """The flags of a script, or of the one that its last command starts.
+
+    source: how its file is called in messages; directory: where it lies, for files that it names; arguments: what it is started with.
+    """
+    shell = _Shell(source=source, directory=Path(directory).absolute(), arguments=list(arguments))  # as `cd` and `pwd` say it
+    shell.read(text)
+    found = shell.found or shell.scripts[-1:]
+    trains = [place for place, words in enumerate(found) if _PROGRAM.match(words[0].rpartition("/")[2])]
+    place = trains[-1] if trains else len(found) - 1
+    last, others = found[place] if found else [], found[: max(place, 0)]
+    if name := started_script(last):
+        inner, folder = text_of_file(name, shell.directory)
+        if inner is not None and nested < _NESTED:
+            rest = last[last.index(name) + 1 :]
+            read = read_shell(inner, source=Path(name).name, directory=folder, arguments=rest, nested=nested + 1)
+            return replace(read, problems=[*shell.problems, *read.problems])
+        shell.problem(f"{source}: it starts {plain(name)}, which is not there. Name that script as config, and give its flags beside it.")
+    stray = [word for before, word in zip(last, last[1:]) if _may_hold_flags(before, word)]
+    if stray:
+        where = f", for it sources {', '.join(shell.missing)}, not there" if shell.missing else ""
+        shell.problem(f"{source}: {', '.join(map(plain, stray))} cannot be known from the script{where}. Write its flags out.")
+    return Script(
+        words=[word.replace(_PLAIN_DOLLAR, "$") for word in last if word not in stray],
+        variables={name: plain(value) for name, value in shell.variables.items()},
+        others=[_program(words) for words in others],
+        problems=shell.problems,
+    )
+
+
+def text_of_file(name: str, directory: Path) -> tuple[str | None, Path]:
+    """A file that a script names, and its folder: from where one stands, from where the script lies, or from a folder above it."""
+    for folder in (Path("."), directory, *directory.parents):
+        try:
+            return read_text(folder / name), (folder / name).absolute().parent
+        except (OSError, UnicodeDecodeError, ValueError):
+            continue
+    return None, directory
+
+
+def started_script(words: list[str]) -> str:
+    """The shell script that a command starts, or nothing."""
+    names = words[1:2] if words and words[0].rpartition("/")[2] in ("bash", "sh") else words[:1]
+    return next((name for name in names if name.endswith((".sh", ".bash"))), "")
+
+
+def _may_hold_flags(before: str, word: str) -> bool:
+    """A variable that cannot be known, where it is not the value of the flag before it. What a program prints is taken for a value."""
+    return bool(_ALONE.fullmatch(word)) and (not before.startswith("--") or "[" in word)
+
+
+def plain(word: str) -> str:
+    return word.replace(_PLAIN_DOLLAR, "$").replace(UNKNOWN, "")
+
+
+def commands(text: str) -> Iterator[str]:
+    """The commands of a script, quotes kept: without comments and redirections, continued lines joined, arrays on one line."""
+    command, place, quote, array = "", 0, "", False
+    while place < len(text):
+        char = text[place]
+        at_word = not command or command[-1].isspace() or command[-1] == _OPEN
+        if quote != "'" and text.startswith(("$(", "${"), place):
+            end = _closing(text, place + 1)
+            inner = text[place:end]
+            # One word for shlex, quotes and all, unless it is a variable or arithmetic, which holds none.
+            command += inner if not set(inner) & set(" \t\n'\"|&;<>") else inner if quote and '"' not in inner else _one_word(inner, quote)
+            place = end
+            continue
+        if quote:
+            if char == "\\" and quote == '"':
+                following = text[place + 1 : place + 2]
+                command += {"\n": "", "$": _PLAIN_DOLLAR}.get(following, char + following)
+                place += 2
+                continue
+            command += _PLAIN_DOLLAR if char == "$" and quote == "'" else char
+            quote = "" if char == quote else quote
+        elif char == "\\":
+            following = text[place + 1 : place + 2]
+            command += {"\n": "", "$": _PLAIN_DOLLAR, "": ""}.get(following, char + following)
+            place += 2
+            continue
+        elif char in "'\"":
+            quote = char
+            command += char
+        elif char == "#" and at_word:
+            place = text.find("\n", place) if "\n" in text[place:] else len(text)
+            continue
+        elif char == "(" and command.endswith("=") and not array:
+            array = True
+            command += f"{_OPEN} "
+        elif char == ")" and array:
+            array = False
+            command += f" {_CLOSE} "
+        elif array and char == "\n":
+            command += " "
+        elif (match := _REDIRECTION.match(text, place)) and (at_word or char in "<>"):
+            place = match.end()
+            continue
+        elif char in "\n;&|" and not array:
+            yield command
+            command = ""
+        else:
+            command += char
+        place += 1
+    yield command
+
+
+def _closing(text: str, start: int) -> int:
+    """The place behind the bracket that closes the one at `start`."""
+    depth = 0
+    for place in range(start, len(text)):
+        depth += (text[place] in "({") - (text[place] in ")}")
+        if depth == 0:
+            return place + 1
+    return len(text)
+
+
+def _one_word(inner: str, quote: str) -> str:
+    """A substitution as one word of shlex: its own quotes are taken out, and its spaces kept."""
+    bare = re.sub(r"[\"'\n]", lambda match: " " if match[0] == "\n" else "", inner)
+    return bare if quote else f'"{bare}"'
+
+
+def _without_launcher(words: list[str], variables: dict[str, str]) -> list[str]:
+    """What a launcher is told of itself stands before the program; of torchrun's and accelerate's, the number of ranks is kept."""
+    if "--" in words and any(_FLAG.match(word) for word in words[words.index("--") :]):  # ray job submit ... -- python3 train.py ...
+        words = words[words.index("--") + 1 :]
+    wrapper = next((place for place, word in enumerate(words[:3]) if word in _WRAPPERS), None)
+    if wrapper is not None:
+        inner = _behind_uv(words[wrapper + 1 :]) if words[wrapper] in _UV else words[wrapper + 1 :]
+        if words[wrapper] not in _UV:
+            start = next((place for place, word in enumerate(inner) if _PROGRAM.match(word.rpartition("/")[2])), None)
+            inner = words if start is None else inner[start:]
+        return inner if inner is words else _without_launcher(inner, variables)
+    if not any(word.rpartition("/")[2] in _LAUNCHERS for word in words[:3]):
+        return words
+    start = next((place for place, word in enumerate(words) if word == "-m" and place > 2 or word.endswith(".py")), 0)
+    for word, following in zip(words[:start], words[1:]):
+        name, _, value = word.partition("=")
+        variable = _OF_LAUNCHERS.get(name.replace("-", "_").strip("_"))
+        if variable:
+            variables[variable] = value or following
+    return words[start:]
+
+
+def _behind_uv(words: list[str]) -> list[str]:
+    """What uv starts: its own options stand before it."""
+    place = 0
+    while place < len(words) and (words[place] == "run" or words[place].startswith("-") and words[place] != "-m"):
+        place += 2 if words[place] in _OF_UV else 1
+    return words[place:]
+
+
+def _program(words: list[str]) -> str:
+    return " ".join(word for word in words[:2] if not word.startswith("--"))

@@ -1,0 +1,224 @@
+"""The settings of `config.py` as a table that a parser can use, and how one value is read. No torch here."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from functools import cache
+from typing import Any
+
+from megatron_grpo.base.files import read_text
+from megatron_grpo.config.config import Config
+from megatron_grpo.config.field import Range
+
+TRUE, FALSE, NONE = ("true", "yes", "on", "1"), ("false", "no", "off", "0"), ("none", "null")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """One row: a flag, and equally a key of a configuration file."""
+
+    name: str
+    group: str
+    kind: str  # "int", "float", "bool" or "str"; of a map also "Any": whatever JSON can say
+    default: Any = None
+    is_list: bool = False
+    is_map: bool = False  # values of `kind` by words
+    optional: bool = False
+    unit: str = ""
+    help: str = ""
+    choices: Sequence[str] = ()
+    aliases: Sequence[str] = ()
+    refused: Mapping[str, str] = field(default_factory=dict)  # value -> why it is not a choice here
+    range: Range = Range()
+
+
+def canonical(name: str) -> str:
+    """`--micro-batch-size` and `micro_batch_size` are one name."""
+    return name.lstrip("-").replace("-", "_")
+
+
+@cache
+def table() -> Mapping[str, Setting]:
+    """Every setting by its name, in the order of `config.py`."""
+    rows = {}
+    for group, section in Config().groups().items():
+        for f in fields(section):
+            meta, type = f.metadata, str(f.type)
+            optional, is_list, is_map = type.endswith("| None"), type.startswith("list["), type.startswith("dict[str, ")
+            kind = type.removeprefix("list[").removeprefix("dict[str, ").removesuffix("| None").strip().removesuffix("]")
+            rows[f.name] = Setting(
+                name=f.name,
+                group=group,
+                kind=kind,
+                default=getattr(section, f.name),
+                is_list=is_list,
+                is_map=is_map,
+                optional=optional,
+                unit=meta["unit"],
+                help=meta["help"],
+                choices=meta["choices"],
+                aliases=meta["aliases"],
+                refused=meta["refused"],
+                range=meta["range"],
+            )
+    return rows
+
+
+@cache
+def names() -> Mapping[str, Setting]:
+    """Every setting by each of its names, aliases too."""
+    return {**table()} | {alias: setting for setting in table().values() for alias in setting.aliases}
+
+
+class BadValue(ValueError):
+    """A value that a setting cannot have. `suggestions` are values that it can have."""
+
+    def __init__(self, message: str, suggestions: Sequence[Any] = ()):
+        super().__init__(message)
+        self.suggestions = list(suggestions)
+
+
+def read_value(setting: Setting, raw: Any) -> Any:
+    """The value of a setting from what stood after a flag (a list of words) or after a YAML key (anything).
+
+    No words are `true` after a flag; () is a list that holds nothing. Raises BadValue with a phrase that completes "<name> ...".
+    """
+    words = list(raw) if isinstance(raw, (list, tuple)) else [raw]
+    if setting.is_map:
+        return _map(setting, words)
+    if setting.is_list:
+        if words in ([None], ["none"]) and "none" not in setting.choices and setting.default != ["none"]:
+            words = []
+        if "" in words:
+            raise BadValue(
+                f"has an empty word among {len(words)}: leave it out" if len(words) > 1 else "is given an empty word: leave it out"
+            )
+        return [_scalar(setting, word) for word in words]
+    if not words and setting.kind == "bool" and raw != ():
+        return True
+    if len(words) != 1:
+        given = " ".join(map(str, words))
+        raise BadValue(f"takes one value, not {len(words)} ({given})" if words else "needs a value")
+    word = words[0]
+    if word is None or (isinstance(word, str) and word.lower() in NONE and word not in setting.choices):
+        if setting.optional:
+            return None
+        if word is None or setting.kind != "str":
+            raise BadValue(f"cannot be none: it needs {_article(setting)}")
+    return _scalar(setting, word)
+
+
+def _map(setting: Setting, words: Sequence[Any]) -> dict[str, Any]:
+    """{"name": value}, from a YAML mapping, from JSON in one word, or from words `name=value`."""
+    if words in ([None], ["none"], ["null"]):
+        return {}
+    found: dict[str, Any] = {}
+    for word in words:
+        if isinstance(word, str) and word.lstrip().startswith("{"):
+            try:
+                word = json.loads(word)
+            except ValueError as error:
+                raise BadValue(f"is not JSON: {error}") from error
+        if not isinstance(word, dict):
+            # A path may hold the sign, and so may a pattern: the one is behind it, the other before.
+            name, equals, value = str(word).partition("=") if setting.kind in ("str", "Any") else str(word).rpartition("=")
+            if not equals or not name:
+                raise BadValue(f"needs name=value, or a mapping as JSON, not {word!r}")
+            word = {name: _as_json(value) if setting.kind == "Any" else value}
+        if twice := found.keys() & word.keys():
+            raise BadValue(f"names {', '.join(sorted(map(str, twice)))} more than once")
+        found.update({str(name): value if setting.kind == "Any" else _scalar(setting, value) for name, value in word.items()})
+    return found
+
+
+def _as_json(word: str) -> Any:
+    """What a word behind `name=` says: JSON where it is JSON (`true`, `3`, `[1, 2]`), else the word."""
+    try:
+        return json.loads(word)
+    except ValueError:
+        return word
+
+
+def _article(setting: Setting) -> str:
+    return {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "a word", "Any": "a mapping"}[setting.kind]
+
+
+def _scalar(setting: Setting, word: Any) -> Any:
+    if isinstance(word, (dict, list, tuple)) or word is None:
+        raise BadValue(f"needs {_article(setting)}, not {word!r}")
+    text = ("true" if word else "false") if isinstance(word, bool) else str(word).strip()
+    if setting.kind == "bool":
+        if text.lower() in TRUE:
+            return True
+        if text.lower() in FALSE:
+            return False
+        raise BadValue(f"needs true or false, not {text!r}", [True, False])
+    if setting.kind in ("int", "float"):
+        return _number(setting, word, text)
+    if not text and setting.default != "" and setting.name != "system":
+        raise BadValue("is given an empty word: leave it out, or name what is meant")
+    if text in setting.refused:
+        raise BadValue(f"cannot be {text!r}: {setting.refused[text]}. It is one of: {', '.join(setting.choices)}")
+    if setting.choices and text not in setting.choices:
+        close = close_to(text, setting.choices)
+        raise BadValue(f"cannot be {text!r}. It is one of: {', '.join(setting.choices)}", close)
+    return _text_or_file(text) if setting.name == "system" else text
+
+
+def _text_or_file(text: str) -> str:
+    """As in Megatron-SWIFT, a name that ends in .txt is a file, and all else is the text itself."""
+    if not text.endswith(".txt"):
+        if os.path.isfile(text):
+            raise BadValue(f"({text}) is the name of a file, and would be said as it stands: a file is read where its name ends in .txt")
+        return text
+    try:
+        return read_text(text)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
+        raise BadValue(f"({text}) names a file, for it ends in .txt, which cannot be read: {reason}") from None
+
+
+def _number(setting: Setting, word: Any, text: str) -> int | float:
+    bad = BadValue(f"needs {_article(setting)}, not {text!r}")
+    if isinstance(word, bool):
+        raise bad
+    try:
+        if setting.kind == "int":
+            try:
+                return int(text)
+            except ValueError:
+                number = float(text)  # 1e3 and 4.0 are whole numbers too
+                if number != int(number):
+                    raise bad from None
+                return int(number)
+        number = float(text)  # PyYAML reads 1e-6 as a string: this is where it becomes a number
+    except (ValueError, OverflowError):
+        raise bad from None
+    if not math.isfinite(number):
+        raise bad
+    return number
+
+
+_UNITS = {"": 1, "b": 1, **{f"{letter}b": 1000**k for k, letter in enumerate("kmgt", 1)},
+          **{f"{letter}ib": 1024**k for k, letter in enumerate("kmgt", 1)}}  # fmt: skip
+
+
+def bytes_of(size: str) -> int | None:
+    """`5GB` is 5 * 1000**3, `5GiB` 5 * 1024**3; None for what is no size above 0."""
+    found = re.fullmatch(r"([\d.]+)\s*([A-Za-z]*)", size.strip())
+    try:
+        return int(float(found[1]) * _UNITS[found[2].lower()]) or None if found else None
+    except (KeyError, ValueError):
+        return None
+
+
+def close_to(word: str, known: Sequence[str], *, limit: int = 3, cutoff: float = 0.6) -> list[str]:
+    """The known names that resemble a word most, best first."""
+    import difflib  # 8 ms that only a mistake costs
+
+    return difflib.get_close_matches(word, known, n=limit, cutoff=cutoff)

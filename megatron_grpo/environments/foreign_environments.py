@@ -1,0 +1,171 @@
+"""Environments that were written for other trainers, as ours: told by their methods, so a class of theirs is named as one of ours is."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from megatron_grpo.base.errors import shown
+from megatron_grpo.environments.protocol import Environment, Message, Nonsense, Reply, Turn
+from megatron_grpo.environments.tools import ToolEnvironment, schema_of
+
+
+def _then(value: Any, go_on: Callable[[Any], Any]) -> Any:
+    """`go_on(value)`; of what is to be awaited a coroutine that does so. So what blocks stays in a thread, and what awaits on the loop."""
+    if not inspect.isawaitable(value):
+        return go_on(value)
+
+    async def later() -> Any:
+        found = go_on(await value)
+        return await found if inspect.isawaitable(found) else found
+
+    return later()
+
+
+class TrlEnvironment(ToolEnvironment):
+    """TRL's `environment_factory`: `reset(**row)` may return a text, which goes behind the prompt's last message; public methods are tools,
+    an object an episode; `get_reward()`, where there is one, is the reward at the end."""
+
+    theirs: type
+
+    def __init__(self, columns: Mapping[str, Any]):
+        from pydantic import validate_call
+
+        super().__init__(columns)
+        self._object = type(self).theirs()
+        self.functions = {name: validate_call(getattr(self._object, name)) for name in public_methods(type(self).theirs)}  # type: ignore[misc]  # set for each class
+
+    def start(self, prompt: Sequence[Message]) -> Any:
+        def opening(said: Any) -> Sequence[Message]:
+            if said is None:
+                return prompt
+            if not isinstance(said, str):
+                raise Nonsense(f"reset returned {shown(said)}, where a string or None should be")
+            return [*prompt[:-1], dict(prompt[-1], content=prompt[-1]["content"] + said)]
+
+        return _then(self._object.reset(prompt=prompt, **self.columns), opening)
+
+    def reply(self, turn: Turn) -> Any:
+        def judged(reply: Reply) -> Any:
+            if not (reply.done or turn.is_last) or not hasattr(self._object, "get_reward"):
+                return reply
+            return _then(self._object.get_reward(), lambda reward: replace(reply, reward=reward))
+
+        return _then(super().reply(turn), judged)
+
+    def close(self) -> Any:
+        return self._object.close() if hasattr(self._object, "close") else None
+
+
+def public_methods(cls: type) -> list[str]:
+    """Those of TRL's environments that are tools."""
+    kept = ("reset", "get_reward", "close")
+    return [name for name, value in inspect.getmembers(cls, inspect.isfunction) if not name.startswith("_") and name not in kept]
+
+
+class SwiftEnvironment(Environment):
+    """Megatron-SWIFT's `Env`: `reset(config) -> (observation, info, system message)`, `step(action) -> (observation, reward, done, info)`
+    of the messages so far, `close()`. Each may be async."""
+
+    theirs: type
+
+    def __init__(self, columns: Mapping[str, Any]):
+        super().__init__(columns)
+        self._object = type(self).theirs(columns.get("env_config") or {})
+
+    def start(self, prompt: Sequence[Message]) -> Any:
+        def opening(told: Any) -> Sequence[Message]:
+            observation, _, system = told
+            own = [message for message in prompt if message["role"] == "system"]
+            head = [{"role": "system", "content": system}] if system else own
+            return [*head, {"role": "user", "content": observation}] if observation else [*head, *prompt[len(own) :]]
+
+        return _then(self._object.reset(_SwiftConfig(self.columns, prompt)), opening)
+
+    def reply(self, turn: Turn) -> Any:
+        def answer(told: Any) -> Reply:
+            observation, reward, done, _ = told
+            return Reply(messages=() if done else ({"role": "user", "content": observation},), reward=reward, done=bool(done))
+
+        return _then(self._object.step([dict(message) for message in turn.messages]), answer)
+
+    def close(self) -> Any:
+        return self._object.close() if hasattr(self._object, "close") else None
+
+
+class _SwiftConfig:
+    """What its `reset` is given: a request with `messages` and `data_dict`."""
+
+    def __init__(self, columns: Mapping[str, Any], prompt: Sequence[Message]):
+        self.messages, self.data_dict = [dict(message) for message in prompt], dict(columns)
+
+
+class VerifiersEnvironment(Environment):
+    """verifiers' `MultiTurnEnv`.
+
+    `env_response(messages, state)` gives messages, or (messages, state); `is_completed(messages, state)` ends.
+    One object for all episodes, as there; an episode has a `state` of its own. Its rubric is not used: name a reward function.
+    """
+
+    theirs: Any
+
+    def __init__(self, columns: Mapping[str, Any]):
+        super().__init__(columns)
+        self._state: dict[str, Any] = {"answer": columns.get("answer", ""), "info": columns.get("info") or {}, "turn": 0, **columns}
+
+    def start(self, prompt: Sequence[Message]) -> Any:
+        def opening(state: Any) -> Sequence[Message]:
+            self._state = state or self._state
+            return prompt
+
+        self._state["prompt"] = list(prompt)
+        return _then(self.theirs.setup_state(self._state) if hasattr(self.theirs, "setup_state") else None, opening)
+
+    def reply(self, turn: Turn) -> Any:
+        self._state["turn"] = turn.number + 1
+        messages = [dict(message) for message in turn.messages]
+
+        def answer(found: Any) -> Reply:
+            if isinstance(found, tuple) and len(found) == 2:
+                found, self._state = found
+            return Reply(messages=[{"role": "user", "content": found}] if isinstance(found, str) else found)
+
+        def unless_completed(is_completed: Any) -> Any:
+            return Reply(done=True) if is_completed else _then(self.theirs.env_response(messages, self._state), answer)
+
+        ends = self.theirs.is_completed(messages, self._state) if hasattr(self.theirs, "is_completed") else False
+        return _then(ends, unless_completed)
+
+
+def adapted(cls: type) -> type[Environment] | None:
+    """Theirs as ours; None for a class of nobody that is known. Raises UnusableTool."""
+    if issubclass(cls, Environment):
+        return cls
+    name = cls.__name__
+    if _has(cls, "env_response"):
+        return type(name, (VerifiersEnvironment,), {"theirs": cls()})
+    if _has(cls, "reset", "step"):
+        return type(name, (SwiftEnvironment,), {"theirs": cls})
+    if _has(cls, "reset"):
+        schemas = [schema_of(_without_self(getattr(cls, method))) for method in public_methods(cls)]
+        return type(name, (TrlEnvironment,), {"theirs": cls, "tools": schemas})
+    return None
+
+
+def _without_self(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method as those who call it see it: its schema has no `self`."""
+    signature = inspect.signature(method)
+
+    def function(*args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError  # read for its schema, and never called
+
+    function.__name__, function.__doc__ = method.__name__, method.__doc__
+    function.__annotations__ = {name: hint for name, hint in inspect.get_annotations(method, eval_str=True).items()}
+    function.__signature__ = signature.replace(parameters=list(signature.parameters.values())[1:])  # type: ignore[attr-defined]  # inspect reads it
+    return function
+
+
+def _has(cls: type, *names: str) -> bool:
+    return all(callable(getattr(cls, name, None)) for name in names)

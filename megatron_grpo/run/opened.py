@@ -1,0 +1,107 @@
+"""A checkpoint opened by another program than the run that goes on from it: its settings, a layout of one's own, its weights."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_grpo.base import launcher
+from megatron_grpo.base.errors import Problem, config_error, problem_with
+from megatron_grpo.checkpoint import folder
+from megatron_grpo.checkpoint.begins import beginning_of
+from megatron_grpo.checkpoint.distributed import CheckpointError, read_sharded
+from megatron_grpo.checkpoint.manifest import Manifest, read_manifest
+from megatron_grpo.checkpoint.resume import several
+from megatron_grpo.checkpoint.saving import damage_of
+from megatron_grpo.config import precision
+from megatron_grpo.config.config import Config, ParallelConfig
+from megatron_grpo.config.table import table
+from megatron_grpo.parallel.layout import Layout
+from megatron_grpo.policy import sharded_state
+from megatron_grpo.weights.fit import layout_problems
+from megatron_grpo.weights.shape import ModelShape
+
+# Of a checkpoint's settings these are not wanted: an export has a layout of its own, needs no reference, and is no run.
+_OTHERS = (
+    *(*vars(ParallelConfig()), "resume", "output_dir", "beta", "ref_adapters", "merge_lora", "share_prompts"),
+    "trust_remote_code",  # who has a checkpoint of a stranger says it himself
+    *("metric_for_best_model", "greater_is_better", "load_best_model_at_end", "finetune", "no_load_optim", "no_load_rng"),
+    *precision.OF_THE_OPTIMIZER,  # and float32 may be typed over the run's bfloat16
+)
+
+
+def settings_of_checkpoint(cfg: Config, directory: Path) -> Config:
+    """What was typed, over what the run was that wrote the checkpoint. Raises ConfigError where it is damaged, or no checkpoint."""
+    return settings_over(cfg, whole_checkpoint(directory).origin.settings)
+
+
+def whole_checkpoint(directory: Path) -> Manifest:
+    """Its manifest. Raises ConfigError where it is damaged, or no checkpoint."""
+    manifest = read_manifest(directory)
+    if isinstance(manifest, str):
+        raise config_error("resume", f"resume: {manifest}. Name a directory such as OUTPUT_DIR/checkpoints/iter_0000100.")
+    if faults := folder.damage(directory, manifest.files):
+        raise config_error("resume", f"resume: {directory} is damaged: {several(faults)}.")
+    return manifest
+
+
+def settings_over(cfg: Config, of_run: Mapping[str, Any]) -> Config:
+    """What was typed, over a run's settings by name, but for those that belong to a run alone."""
+    known = table()
+    values = {name: value for name, value in of_run.items() if name in known and name not in _OTHERS}
+    start = values.get("adapters")
+    if start and not Path(start).is_dir():
+        values["adapters"] = None  # where the run began; ranks and targets stand in its settings too
+    if values.get("mcore_model") and not Path(values["mcore_model"]).is_dir():
+        values["mcore_model"] = None
+    typed = {name: getattr(section, name) for section in cfg.groups().values() for name in vars(section) if name in cfg.typed}
+    return cfg.with_values(values | typed)
+
+
+def layout_of(cfg: Config, shape: ModelShape) -> tuple[Layout, list[Problem]]:
+    """How this job's ranks are arranged, and what forbids it. No sizes of batches enter."""
+    p = cfg.parallel
+    layout = Layout(
+        world_size=launcher.read().world_size, tp=p.tensor_model_parallel_size, pp=p.pipeline_model_parallel_size,
+        vpp=p.virtual_pipeline_model_parallel_size, cp=p.context_parallel_size, ep=p.expert_model_parallel_size,
+        etp=p.expert_tensor_parallel_size,
+    )  # fmt: skip
+    ranks = math.prod((layout.tp, layout.pp, layout.cp))
+    problems = layout_problems(shape, tp=layout.tp, ep=layout.ep, etp=layout.etp)
+    if layout.world_size % ranks:
+        message = f"{layout.world_size} ranks cannot hold copies of a model that is cut over {ranks}. Start a multiple of {ranks}."
+        problems.append(problem_with("world_size", message))
+    return layout, problems
+
+
+def load_weights(chunks: Sequence[Any], directory: Path) -> None:
+    """Puts what a checkpoint holds of the model into `chunks`, adapters too. Collective."""
+    described = sharded_state.sharded_state(chunks, None, None, is_loading=True)
+    sharded_state.load_state(chunks, None, None, read_sharded(described, directory, partly=True))
+
+
+def begin_with(chunks: Sequence[Any], path: str | Path) -> None:
+    """Puts the weights that a run begins with into `chunks`. Collective. Raises ConfigError where they are damaged, or of another shape."""
+    manifest = beginning_of(path)
+    directory = manifest.directory
+    if faults := damage_of(manifest):
+        raise config_error("mcore_model", f"mcore_model: {directory} is damaged: {several(faults)}.")
+    try:
+        load_weights(chunks, directory)
+    except CheckpointError as error:
+        message = f"mcore_model: {directory} is undamaged but does not fit this model: {error}. Give the model that it was trained from."
+        raise config_error("mcore_model", message) from error
+
+
+def copy_weights(chunks: Sequence[Any], of: Sequence[Any]) -> None:
+    """The weights of one model into another one of the same shape on the same ranks."""
+    with torch.no_grad():
+        for mine, theirs in zip(chunks, of, strict=True):
+            for kind in ("named_parameters", "named_buffers"):
+                found = dict(getattr(theirs, kind)())
+                for name, tensor in getattr(mine, kind)():
+                    tensor.copy_(found[name])

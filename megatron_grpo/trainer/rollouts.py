@@ -1,0 +1,416 @@
+"""Rollouts of a run: prompts are answered and judged, and come in as rows that wait to be trained.
+
+What every rank needs travels to every rank: rewards, integers, flags. Tokens and log-probs go to the ranks that will train them.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from typing import Literal, Protocol
+
+import numpy as np
+
+from megatron_grpo.base.clock import Clock
+from megatron_grpo.batching.families import prefix_of
+from megatron_grpo.batching.split import BatchCut
+from megatron_grpo.batching.timetable import Timetable
+from megatron_grpo.config.config import GrpoConfig
+from megatron_grpo.data.prompts import PromptStream
+from megatron_grpo.environments.episodes import check_failures
+from megatron_grpo.grpo.advantages import Advantages, advantages, dead_groups
+from megatron_grpo.metrics.rollout import JudgedRollout
+from megatron_grpo.parallel import collectives
+from megatron_grpo.parallel.state import ParallelState
+from megatron_grpo.rollout.ahead import Ahead
+from megatron_grpo.rollout.engine import Sampler, SamplingSettings
+from megatron_grpo.rollout.experts import ExpertLayers
+from megatron_grpo.rollout.kept import check as check_kept
+from megatron_grpo.rollout.logprobs import refuse_impossible, warning_of
+from megatron_grpo.trainer.judge import Judge
+from megatron_grpo.trainer.pending import Scorer, Scores, at_home, deliver, score_rows
+from megatron_grpo.types import Completion, Extent, Harvest, MicroBatch, Prompt, Rollout, Row, RowKey, Sample, ScoredGroup, Verdict
+from megatron_grpo.types import Sequence as Scored
+
+logger = logging.getLogger(__name__)
+
+
+def harvest(
+    take: Callable[[int], list[Prompt]],
+    give_back: Callable[[int], None],
+    ask: Callable[[Sequence[Prompt]], Iterable[Verdict]],
+    are_dead: Callable[[Sequence[Verdict]], Iterable[bool]],
+    *,
+    num_groups: int,
+    oversample_ratio: float = 1.0,
+    dynamic_sample: bool = False,
+    max_resample_times: int = 3,
+) -> Harvest:
+    """Samples and scores until there are `num_groups` groups to train on. They keep the order of their prompts.
+
+    dynamic_sample: groups whose rewards are all equal are replaced by groups of further prompts, in at most `max_resample_times` rounds
+    (DAPO, arXiv:2503.14476, section 3.2). A live group is never given up for another round; where live ones do not suffice, dead ones fill
+    the rollout, the oldest first. oversample_ratio: every round asks for this many times the prompts it needs. What is beyond `num_groups`
+    is cut, dead groups before live ones; from the first live group that is cut on, prompts go back to the stream, so that they are asked
+    again by the next rollout: none that can teach something is lost.
+    """
+    sampled: list[Verdict] = []
+    live: list[Verdict] = []
+    dead: list[Verdict] = []
+    num_rounds = 0
+    while num_rounds == 0 or (dynamic_sample and len(live) < num_groups and num_rounds <= max_resample_times):
+        found = list(ask(take(num_asked(num_groups - len(live), oversample_ratio))))
+        sampled += found
+        for verdict, is_dead in zip(found, are_dead(found), strict=True):
+            (dead if is_dead else live).append(verdict)
+        num_rounds += 1
+    first_cut = live[num_groups].prompt_number if len(live) > num_groups else sampled[-1].prompt_number + 1
+    num_given_back = sampled[-1].prompt_number + 1 - first_cut
+    give_back(num_given_back)
+    kept = sorted([*live[:num_groups], *dead[: max(0, num_groups - len(live))]], key=lambda verdict: verdict.prompt_number)
+    return Harvest(
+        kept=kept,
+        sampled=sampled,
+        num_rounds=num_rounds,
+        num_given_back=num_given_back,
+        num_dead_dropped=len(sampled) - num_given_back - num_groups,
+    )
+
+
+def num_asked(num_groups: int, oversample_ratio: float) -> int:
+    """Prompts of a round that needs so many groups. Exact in decimals: 1.1 times 10 prompts are 11, not 12."""
+    return math.ceil(num_groups * Fraction(str(oversample_ratio)))
+
+
+class Asker:
+    """Prompts -> verdicts, the same on every rank. Keeps the groups that this rank has judged, until they are taken.
+
+    seed: of the run. clock: told what sampling and judging take. experts: if the sampler must tell which ones it took.
+    most_failed_episodes: the largest share of a rollout's episodes that may fail by their environment's fault. teacher: who scores tokens.
+    """
+
+    def __init__(
+        self,
+        sampler: Sampler,
+        judge: Judge,
+        *,
+        sampling: SamplingSettings,
+        seed: int,
+        clock: Clock,
+        experts: ExpertLayers | None = None,
+        most_failed_episodes: float = 1.0,
+        teacher: Teacher | None = None,
+    ):
+        self.experts, self.most_failed_episodes, self.teacher = experts, most_failed_episodes, teacher
+        self.sampler, self.judge, self.sampling, self.seed, self.clock = sampler, judge, sampling, seed, clock
+        self._ahead = Ahead(sampler)
+        self._held: dict[int, ScoredGroup] = {}  # by the prompt's number
+
+    def begin(self, prompts: Sequence[Prompt]) -> None:
+        """They will be asked for later. Returns at once. Collective."""
+        self._ahead.begin(prompts, self.sampling, seed=self.seed)
+
+    def wait(self, seconds: float | None = None) -> bool:
+        """For what was begun, at most so long; whether all has been answered, the same on every rank. Collective."""
+        began = time.perf_counter()
+        with self.clock("rollout"):
+            took = self._ahead.land(seconds)
+        if took:
+            self.clock.beside("rollout_overlapped", max(0.0, took - (time.perf_counter() - began)))
+        return took is not None
+
+    def forget(self) -> None:
+        """What was begun is no longer wanted. Collective."""
+        self._ahead.forget()
+
+    def __call__(self, prompts: Sequence[Prompt]) -> list[Verdict]:
+        """In the order of the prompts. Collective; raises RewardError, or ImpossibleLogprobs, on every rank."""
+        with self.clock("rollout"):
+            groups, impossible = refuse_impossible(self._ahead.generate(prompts, self.sampling, seed=self.seed))
+            impossible = [sentence for part in collectives.from_all(impossible) for sentence in part]
+            warning = warning_of(impossible, self.sampling.n * len(prompts))
+            if warning and collectives.rank() == 0:
+                logger.warning(warning)
+        if self.experts is not None:
+            for completion in (one for group in groups for one in group.completions):
+                self.experts.check(completion.sequence)
+        if self.sampling.tells_kept:
+            for completion in (one for group in groups for one in group.completions):
+                check_kept(completion.sequence, self.sampling.top_k)
+        groups = [replace(group, prefix=prefix_of(group.completions)) for group in groups]
+        places = {prompt.number: place for place, prompt in enumerate(prompts)}
+        with self.clock("reward"):
+            scored = self.judge(groups, places=[places[group.prompt.number] for group in groups])
+            mine = [Verdict.of(one) for one in scored]
+            verdicts = {verdict.prompt_number: verdict for part in collectives.from_all(mine) for verdict in part}
+        self.judge.warn_of_sameness([row for verdict in verdicts.values() for row in verdict.rewards])
+        self._held |= {one.group.prompt.number: one for one in scored}
+        return [verdicts[prompt.number] for prompt in prompts]
+
+    def take(self, verdicts: Sequence[Verdict]) -> dict[int, ScoredGroup]:
+        """{place among the verdicts: scored group} of those that this rank has judged. What else it held is forgotten."""
+        held, self._held = self._held, {}
+        return {place: held[verdict.prompt_number] for place, verdict in enumerate(verdicts) if verdict.prompt_number in held}
+
+
+class Told(Protocol):
+    """Who hears of rollouts: the journal."""
+
+    def rollout(self, judged: JudgedRollout) -> None: ...
+
+
+class ResidentScorer(Scorer, Protocol):
+    """The policy, as the penalty sees it."""
+
+    def resident(self, part: Literal["reference"]) -> AbstractContextManager[None]: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KlPenalty:
+    """What `kl_in_reward` subtracts, by row: beta * sum over trained tokens of (log p - log p_ref)."""
+
+    policy: ResidentScorer
+    reference: Scorer
+    beta: float
+
+    def __call__(
+        self, sequences: Mapping[RowKey, Scored], extents: Mapping[RowKey, Extent], homes: Mapping[RowKey, int], *, cut: BatchCut,
+        parallel: ParallelState,
+    ) -> tuple[dict[RowKey, float], dict[RowKey, np.ndarray]]:  # fmt: skip
+        """(of every row, on every rank; log p, float32 [T], of the rows whose home this rank is).
+
+        sequences: those that this rank holds. extents, homes: of all rows. Collective.
+        """
+        with self.policy.resident("reference"):
+            scored, held_to = (
+                score_rows(sequences, extents, homes, score=_alone(scorer), cut=cut, parallel=parallel)
+                for scorer in (self.policy, self.reference)
+            )
+        ours, theirs = scored.logprobs, held_to.logprobs
+        mine = {key: self.beta * float((ours[key].astype(np.float64) - theirs[key]).sum()) for key in ours}
+        everyone = collectives.from_all(mine if parallel.is_first_of_share else {})
+        return {key: value for part in everyone for key, value in part.items()}, at_home(ours, scored.homes, homes, parallel)
+
+
+class Teacher(Protocol):
+    """What a teacher says of drawn tokens. `megatron_grpo.trainer.teacher` has two."""
+
+    def __call__(
+        self, sequences: Mapping[RowKey, Scored], extents: Mapping[RowKey, Extent], homes: Mapping[RowKey, int], parallel: ParallelState
+    ) -> dict[RowKey, np.ndarray]:
+        """log p of each masked token given those before it in its context, float32 [T], 0 elsewhere; of the rows whose home this rank is.
+
+        sequences: those that this rank holds. extents, homes: of all rows. Collective.
+        """
+
+
+def _alone(scorer: Scorer) -> Callable[[Sequence[MicroBatch]], Scores]:
+    return lambda micro_batches: (scorer.logprobs(micro_batches), None)
+
+
+class Rollouts:
+    """Samples at once, while training waits; or launches, and collects later what was sampled meanwhile.
+
+    What is under way are answers to the prompts that come next in the stream. The stream itself stays where the rollouts that have come in
+    have left it. So a rollout is chosen as if its prompts were asked only when it is collected, and a launch that is never collected
+    leaves no trace.
+
+    timetable: of the run. journal: hears of every rollout.
+    """
+
+    def __init__(
+        self,
+        asker: Asker,
+        prompts: PromptStream,
+        *,
+        cfg: GrpoConfig,
+        timetable: Timetable,
+        penalty: KlPenalty | None,
+        cut: BatchCut,
+        parallel: ParallelState,
+        journal: Told,
+    ):
+        self.asker, self.prompts, self.cfg, self.timetable, self.penalty = asker, prompts, cfg, timetable, penalty
+        self.cut, self.parallel, self.journal = cut, parallel, journal
+        self.num_groups = timetable.sizes.num_rollout_prompts
+        self._under_way: dict[int, int] = {}  # by rollout: prompts
+        self._drained: set[int] = set()
+
+    def sample(self, numbers: Iterable[int]) -> list[Rollout]:
+        """These rollouts, by the weights that the engine holds now. Collective.
+
+        All are sampled and judged first; then the engine sleeps, and what needs the trainer's weights is computed.
+        """
+        wanted = list(numbers)
+        if not wanted:
+            return []
+        with self.asker.sampler.awake():
+            found = [self._harvest() for _ in wanted]
+        return [self._finish(number, *one, drained_at=None) for number, one in zip(wanted, found, strict=True)]
+
+    def launch(self, number: int) -> None:
+        """Rollout `number` begins to be sampled, by the weights that the engine holds now. Returns at once. Collective."""
+        earlier = sum(self._under_way.values())
+        count = num_asked(self.num_groups, self.cfg.oversample_ratio)
+        self.asker.begin(self.prompts.take(earlier + count)[earlier:])
+        self.prompts.give_back(earlier + count)
+        self._under_way[number] = count
+
+    def collect(self, numbers: Iterable[int]) -> list[Rollout]:
+        """These rollouts, which must be all that were launched; but for those that have been drained. Collective."""
+        wanted = [number for number in numbers if number not in self._drained]
+        if not wanted:
+            return []
+        if wanted != list(self._under_way):
+            raise KeyError(f"rollouts {wanted} are to come in, and {list(self._under_way)} were launched")
+        return self._land(drained_at=None)
+
+    def drain(self, step: int, *, at_most: float | None = None) -> list[Rollout]:
+        """What is under way, after so many optimizer steps: for a checkpoint. `collect` does not give it again. Collective.
+
+        at_most: seconds. What takes longer is dropped, all of it.
+        """
+        numbers = list(self._under_way)
+        if not numbers:
+            return []
+        if at_most is None or self.asker.wait(at_most):
+            self._drained.update(numbers)
+            return self._land(drained_at=step)
+        self._under_way = {}
+        self.asker.forget()
+        if collectives.rank() == 0:
+            logger.warning(
+                "What was being sampled ahead (rollouts %s) needs more than stop_drain_seconds (%g) and is dropped: the resumed run "
+                "samples these prompts again, with newer weights.",
+                ", ".join(map(str, numbers)),
+                at_most,
+            )
+        return []
+
+    def _land(self, *, drained_at: int | None) -> list[Rollout]:
+        self.asker.wait()
+        numbers, self._under_way = list(self._under_way), {}
+        with self.asker.sampler.awake():
+            found = [self._harvest() for _ in numbers]
+        self.asker.forget()
+        return [self._finish(number, *one, drained_at=drained_at) for number, one in zip(numbers, found, strict=True)]
+
+    def _harvest(self) -> tuple[Harvest, dict[int, ScoredGroup]]:
+        cfg = self.cfg
+        reaped = harvest(
+            self.prompts.take,
+            self.prompts.give_back,
+            self.asker,
+            lambda verdicts: dead_groups([verdict.rewards for verdict in verdicts], cfg, self.asker.judge.reward_weights),
+            num_groups=self.num_groups,
+            oversample_ratio=cfg.oversample_ratio,
+            dynamic_sample=cfg.dynamic_sample,
+            max_resample_times=cfg.max_resample_times,
+        )
+        check_failures(reaped.sampled, self.asker.most_failed_episodes)
+        return reaped, self.asker.take(reaped.kept)
+
+    def _finish(self, number: int, reaped: Harvest, mine: Mapping[int, ScoredGroup], *, drained_at: int | None) -> Rollout:
+        """drained_at: optimizer steps done, where the rollout comes in before its own step."""
+        table, kept = self.timetable, reaped.kept
+        _check_versions(number, reaped.sampled, at_least=table.sampled_by(number), at_most=table.version_of(number))
+        group_size = len(kept[0].rewards)
+        extents = {
+            (number, place * group_size + i): Extent(contexts, (number, verdict.prompt_number), verdict.prefix)
+            for place, verdict in enumerate(kept)
+            for i, contexts in enumerate(verdict.contexts)
+        }
+        homes = {key: self.cut.home_of(key[1]) for key in extents}
+        drawn = {
+            (number, place * group_size + i): completion
+            for place, scored in mine.items()
+            for i, completion in enumerate(scored.group.completions)
+        }
+        held = deliver({key: (homes[key], completion) for key, completion in drawn.items()}, self.parallel)
+        penalty, logprobs = None, None
+        if self.penalty is not None:
+            with self.asker.clock("ref_logprobs"):
+                sequences = {key: completion.sequence for key, completion in held.items()}
+                of_rows, logprobs = self.penalty(sequences, extents, homes, cut=self.cut, parallel=self.parallel)
+                penalty = np.array([of_rows[key] for key in extents]).reshape(len(kept), group_size)
+        found = advantages([verdict.rewards for verdict in kept], self.cfg, self.asker.judge.reward_weights, kl_penalty=penalty)
+        taught: Mapping[RowKey, np.ndarray | None] = dict.fromkeys(held)
+        if self.asker.teacher is not None:
+            with self.asker.clock("teacher"):
+                sequences = {key: completion.sequence for key, completion in held.items()}
+                taught = self.asker.teacher(sequences, extents, homes, self.parallel)
+        # Last of what may end the run: a rollout that is asked again is told of once.
+        self.journal.rollout(JudgedRollout(number=number, harvest=reaped, advantages=found, penalty=penalty, held=mine))
+        # The policy's log-probs are those that stale slices need, if the weights are those of the rollout's own step.
+        keeps = logprobs is not None and drained_at in (None, table.version_of(number)) and table.sizes.old_logprobs != "always"
+        anchored = {key for key in extents if keeps and table.needs_anchor(number, key[1] // self.cut.rows_per_slice)}
+        rows = tuple(self._row(key, kept[key[1] // group_size], found, homes[key], key in anchored) for key in extents)
+        samples = {key: self._sample(key, held[key], kept[key[1] // group_size], found, taught[key]) for key in sorted(held)}
+        if logprobs is not None:
+            samples |= {key: samples[key].anchored(logprobs[key] * samples[key].mask, "recompute") for key in samples if key in anchored}
+        return Rollout(number=number, rows=rows, samples=samples, num_prompts=reaped.num_prompts)
+
+    def _fresh_at(self, number: int, verdict: Verdict) -> int:
+        """Against the sampler's own log-probs a ratio is 1 at its weights; else at the weights that are there when the rollout comes in."""
+        return verdict.version if self.timetable.sizes.old_logprobs == "rollout" else self.timetable.version_of(number)
+
+    def _sample(self, key: RowKey, completion: Completion, verdict: Verdict, found: Advantages, of_teacher: np.ndarray | None) -> Sample:
+        place, member = divmod(key[1], len(verdict.rewards))
+        sequence, trains = completion.sequence, verdict.trains[member]
+        sample = Sample(
+            rollout=key[0],
+            row=key[1],
+            prompt_number=verdict.prompt_number,
+            prefix=verdict.prefix,
+            version=verdict.version,
+            fresh_at=self._fresh_at(key[0], verdict),
+            token_ids=sequence.token_ids,
+            mask=sequence.mask & trains,
+            starts=sequence.starts,
+            shown=sequence.shown,
+            experts=sequence.experts,
+            kept_at=sequence.kept_at if trains else None,
+            kept_ids=sequence.kept_ids if trains else None,
+            sampler_logprobs=completion.logprobs if trains else np.zeros_like(completion.logprobs),
+            teacher_logprobs=of_teacher if trains else None,
+            advantage=float(found.advantages[place, member]),
+            is_dead=bool(found.is_dead[place]),
+            is_truncated=completion.ended == "length",
+        )
+        return sample.anchored(sample.sampler_logprobs, "rollout") if self.timetable.sizes.old_logprobs == "rollout" else sample
+
+    def _row(self, key: RowKey, verdict: Verdict, found: Advantages, home: int, is_anchored: bool) -> Row:
+        place, member = divmod(key[1], len(verdict.rewards))
+        return Row(
+            rollout=key[0],
+            row=key[1],
+            prompt_number=verdict.prompt_number,
+            version=verdict.version,
+            fresh_at=self._fresh_at(key[0], verdict),
+            prefix=verdict.prefix,
+            contexts=verdict.contexts[member],
+            num_masked=verdict.num_drawn[member] if verdict.trains[member] else 0,
+            is_dead=bool(found.is_dead[place]),
+            is_truncated=verdict.is_truncated[member],
+            is_anchored=is_anchored,
+            home=home,
+        )
+
+
+def _check_versions(number: int, verdicts: Sequence[Verdict], *, at_least: int, at_most: int) -> None:
+    """Raises ValueError where a group was drawn by other weights than the timetable says.
+
+    They may be newer than planned: a resumed run samples what was dropped, and servers that were lost answer with the weights they get.
+    """
+    for verdict in verdicts:
+        if not at_least <= verdict.version <= at_most:
+            planned = f"version {at_least}" if at_least == at_most else f"version {at_least}, or up to {at_most}"
+            raise ValueError(
+                f"prompt {verdict.prompt_number} of rollout {number} was answered by version {verdict.version}; by the timetable it is "
+                f"{planned}"
+            )

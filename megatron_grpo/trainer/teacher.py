@@ -1,0 +1,103 @@
+"""What a teacher says of the rows of a rollout, wherever they lie: one that servers hold, or one that the training ranks hold.
+
+`rollout.teachers` asks servers, `policy.scorer` computes, `grpo.teacher` uses what is said.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from megatron_grpo.base.clock import Clock
+from megatron_grpo.base.errors import ConfigError, GivenUp, NobodySamples, RunError
+from megatron_grpo.parallel import collectives
+from megatron_grpo.parallel.state import ParallelState
+from megatron_grpo.policy.room import Role, Room
+from megatron_grpo.policy.scorer import ModelScorer
+from megatron_grpo.servers import teachers
+from megatron_grpo.trainer.pending import at_home, deliver, score_rows
+from megatron_grpo.types import Extent, RowKey
+from megatron_grpo.types import Sequence as Scored
+
+TOLD = (ConfigError, RunError, NobodySamples, GivenUp)  # what rank 0 may end with, on behalf of all
+
+
+class ServedTeacher:
+    """Every rank has this object; rank 0 alone speaks to the teacher's servers."""
+
+    def __init__(self, servers: teachers.Teacher | None):
+        """servers: on rank 0. Waits for them: raises what `Teacher.gather` does. Collective."""
+        self._servers = servers
+        collectives.told(self._begin, TOLD)
+        self.fingerprint: str = collectives.from_first(servers.fingerprint if servers else None)  # of the teacher, on every rank
+
+    def __call__(
+        self, sequences: Mapping[RowKey, Scored], extents: Mapping[RowKey, Extent], homes: Mapping[RowKey, int], parallel: ParallelState
+    ) -> dict[RowKey, np.ndarray]:
+        """See `rollouts.Teacher`. At temperature 1, of the whole softmax. Raises what `Teacher.logprobs` does, on every rank."""
+        mine = dict(sequences) if parallel.is_first_of_share else {}
+        held = {key: sequence for part in collectives.exchange({0: mine}) for key, sequence in part.items()}
+        found: dict[RowKey, np.ndarray] = {}
+
+        def ask() -> None:
+            found.update(self._scored(held))
+
+        collectives.told(ask, TOLD)
+        return deliver({key: (homes[key], values) for key, values in found.items()}, parallel)
+
+    def _begin(self) -> None:
+        assert self._servers is not None  # asked on rank 0 alone
+        self._servers.gather()
+
+    def _scored(self, held: Mapping[RowKey, Scored]) -> dict[RowKey, np.ndarray]:
+        assert self._servers is not None
+        found = {key: np.zeros(len(sequence.token_ids), dtype=np.float32) for key, sequence in held.items()}
+        asked, places = [], []
+        for key, sequence in held.items():
+            for begin, end in sequence.contexts:
+                drawn = np.flatnonzero(sequence.mask[begin:end])
+                if len(drawn):
+                    first, last = int(drawn[0]), int(drawn[-1]) + 1
+                    asked.append(teachers.Drawn(ids=tuple(sequence.token_ids[begin : begin + last].tolist()), first=first))
+                    places.append((key, slice(begin + first, begin + last)))
+        for (key, where), logprobs in zip(places, self._servers.logprobs(asked), strict=True):
+            found[key][where] = np.where(held[key].mask[where], logprobs, 0.0)
+        return found
+
+
+class HeldTeacher:
+    """A model that the training ranks hold beside the policy and that nobody trains. It scores as old log-probs are made: by the same pass,
+    over the sampling temperature, among the words that sampling left; experts are its own choice."""
+
+    def __init__(self, name: str, scorer: ModelScorer, clock: Clock, *, leaves: bool):
+        """name: for sentences. leaves: it is on the host between scorings."""
+        self._name, self._scorer = name, scorer
+        movable: tuple[Role, ...] = ("weights",) if leaves else ()
+        self._room = Room(self._tensors, movable, scorer.parallel.device, clock)
+        self._make_room()
+
+    def __call__(
+        self, sequences: Mapping[RowKey, Scored], extents: Mapping[RowKey, Extent], homes: Mapping[RowKey, int], parallel: ParallelState
+    ) -> dict[RowKey, np.ndarray]:
+        """See `rollouts.Teacher`. Raises RunError on every rank where it gives no number."""
+        bare = {key: replace(sequence, experts=None) for key, sequence in sequences.items()}  # routes are of the policy's layers
+        with self._room.resident("weights"):
+            found = score_rows(
+                bare, extents, homes, score=lambda batches: (self._scorer.logprobs(batches), None), cut=self._scorer.cut, parallel=parallel
+            )
+        self._make_room()
+        senseless = sum(not np.isfinite(values).all() for values in found.logprobs.values())
+        if collectives.largest(senseless):
+            raise RunError(f"the teacher ({self._name}) gives a drawn token a log-prob that no distribution has.")
+        return at_home(found.logprobs, found.homes, homes, parallel)
+
+    def _make_room(self) -> None:
+        if self._room.movable:
+            self._room.make()
+
+    def _tensors(self) -> Iterator[tuple[Role, torch.Tensor]]:
+        for chunk in self._scorer.model:
+            yield from (("weights", tensor.data) for tensor in (*chunk.parameters(), *chunk.buffers()))

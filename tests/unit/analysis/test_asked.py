@@ -1,0 +1,115 @@
+"""What `mismatch` is asked: everything wrong is told at once, before anything loads."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from megatron_grpo.analysis.asked import read_asked
+from megatron_grpo.analysis.recorded import recorded, spread
+from megatron_grpo.base.errors import ConfigError
+from megatron_grpo.compat import DIALECTS
+from megatron_grpo.config import parse
+from megatron_grpo.config.write import write_config
+from megatron_grpo.metrics.drift import DriftWatch
+from megatron_grpo.metrics.rollout import drawn_in
+from megatron_grpo.rollout.engine import WeightSyncError
+from megatron_grpo.trainer.sync import Publisher
+from megatron_grpo.types import Completion, Group, Prompt, Sequence, answered
+
+read = partial(read_asked, parse=partial(parse, dialects=DIALECTS))
+
+
+@pytest.mark.parametrize(
+    ("words", "sentences"),
+    [
+        ([], ["mismatch needs a directory first"]),
+        (["--row", "1"], ["mismatch needs a directory first"]),
+        (["/nowhere"], ["/nowhere does not exist"]),
+        (
+            ["/nowhere", "--row", "-1", "--rows=0"],
+            ["row (-1) must be a whole number, 0 or more", "rows (0) must be a whole number, 1 or more", "exist"],
+        ),
+        (["/nowhere", "--row"], ["row (nothing) must be a whole number"]),
+        (["/nowhere", "--dtype", "float8"], ["torch_dtype", "float8", "bfloat16", "float32"]),
+        (["/nowhere", "--rowz", "3"], ["rowz"]),
+    ],
+)
+def test_what_is_wrong_is_told_at_once(words, sentences):
+    with pytest.raises(ConfigError) as error:
+        read(words)
+    for sentence in sentences:
+        assert sentence in str(error.value)
+
+
+def test_a_folder_of_something_else_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"holds no run \(metrics.jsonl\), checkpoint \(manifest.json\) or model \(config.json\)"):
+        read([str(tmp_path)])
+
+
+def test_a_run_without_a_checkpoint_is_the_model_it_began_with_and_what_is_typed_goes_before_its_settings(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text("")
+    with pytest.raises(ConfigError, match="neither a checkpoint nor a config.yaml"):
+        read([str(tmp_path)])
+    cfg = parse(["--model", "somewhere", "--temperature", "0.7", "--tensor_model_parallel_size", "4", "--torch_dtype", "bfloat16"]).config
+    write_config(cfg, tmp_path / "config.yaml")
+    asked = read([str(tmp_path), "--dtype", "float32", "--row", "3"])
+    subject = asked.subject
+    assert (asked.row, asked.num_rows, asked.dtype) == (3, 16, "float32")
+    assert (subject.run, subject.checkpoint, subject.step) == (tmp_path, None, 0)
+    assert (subject.cfg.model.model, subject.cfg.rollout.temperature, subject.cfg.model.torch_dtype) == ("somewhere", 0.7, "float32")
+    assert subject.cfg.parallel.tensor_model_parallel_size == 1  # the command has a layout of its own
+
+
+def test_a_model_is_taken_by_its_files(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({}))
+    subject = read([str(tmp_path)]).subject
+    assert (subject.run, subject.checkpoint, subject.cfg.model.model) == (None, None, str(tmp_path))
+
+
+def completion(length: int) -> Completion:
+    return answered((5, 6, 7), tuple(range(10, 10 + length)), [-0.5] * length, text="", ended="stop", version=4)
+
+
+def test_tokens_and_log_probs_are_recorded_and_read_back(tmp_path):
+    import pyarrow
+    import pyarrow.parquet
+
+    ids = np.arange(6)
+    twice = Completion(sequence=Sequence(token_ids=ids, mask=ids > 3, starts=(0, 3)), logprobs=-np.ones(6, dtype=np.float32), text="",
+                       versions=((4, 4, 6),), ended="stop")  # fmt: skip
+    prompt = Prompt(number=0, row=0, raw="", token_ids=(5, 6, 7), columns={})
+    group = Group(prompt=prompt, completions=(completion(2), twice, completion(5)))
+    (tmp_path / "completions").mkdir()
+    pyarrow.parquet.write_table(pyarrow.table({"version": [4, 4, 4], **drawn_in(group)}), tmp_path / "completions" / "step_000004.parquet")
+    rows = recorded(tmp_path, version=4)
+    assert [row.tokens.tolist() for row in rows] == [[5, 6, 7, 10, 11], [5, 6, 7, 10, 11, 12, 13, 14]]  # that of two contexts is left out
+    assert rows[0].logprobs.tolist()[3:] == [-0.5, -0.5] and rows[0].mask.tolist() == [False, False, False, True, True]
+    assert rows[0].prompt == (5, 6, 7) and rows[0].version == 4
+    assert recorded(tmp_path, version=3) == [] and len(recorded(tmp_path)) == 2
+    assert [row.logprobs.size for row in spread(rows * 8, 4)] == [5, 5, 5, 5] and len(spread(rows, 4)) == 2
+
+
+def test_a_table_of_a_run_that_kept_no_tokens_has_none(tmp_path):
+    import pyarrow
+    import pyarrow.parquet
+
+    (tmp_path / "completions").mkdir()
+    pyarrow.parquet.write_table(pyarrow.table({"version": [0], "completion": ["x"]}), tmp_path / "completions" / "step_000000.parquet")
+    assert recorded(tmp_path) == []
+
+
+def test_a_drift_and_a_failed_push_say_what_to_type():
+    drift = DriftWatch(bound=1.0, dtype="float32", hint="To see: megatron-grpo mismatch out")
+    assert drift.warning({"sampling/logp_difference/max": 2.0}).endswith("not the same. To see: megatron-grpo mismatch out")
+
+    def refuses():
+        raise WeightSyncError("the engine is wrong")
+
+    holder = SimpleNamespace(prepare=refuses, version=0)
+    with pytest.raises(WeightSyncError, match="the engine is wrong\nTo see: megatron-grpo mismatch out"):
+        Publisher(None, holder, verify=True, hint="To see: megatron-grpo mismatch out").publish(1)

@@ -1,0 +1,62 @@
+"""Clean-up runs to its end and never hides why it had to."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_grpo.base.cleanup import CleanUp, _adopts
+
+
+def fails(name):
+    def step():
+        raise ValueError(name)
+
+    return step
+
+
+def test_the_first_error_stays_and_the_others_are_notes_to_it():
+    done = []
+    with pytest.raises(RuntimeError, match="the rollout failed") as caught:
+        with CleanUp(lambda: done.append("last"), fails("sleep")) as clean_up:
+            clean_up.add(lambda: done.append("first"))
+            raise RuntimeError("the rollout failed")
+    assert done == ["first", "last"]
+    assert caught.value.__notes__ == ["Cleaning up after this failed too: ValueError: sleep"]
+
+
+def test_a_clean_up_that_fails_after_a_good_block_is_an_error():
+    done = []
+    with pytest.raises(ValueError, match="close"):
+        with CleanUp(lambda: done.append("last"), fails("close")):
+            pass
+    assert done == ["last"]
+
+
+def test_an_engine_that_fails_and_then_cannot_sleep_names_the_failure(monkeypatch):
+    from megatron_grpo.rollout.colocated import ColocatedEngine
+
+    class Broken:
+        def sleep(self, level):
+            raise RuntimeError("cannot sleep")
+
+    engine = ColocatedEngine(Broken(), rank=0, world_size=1, tensor_parallel_size=1, max_model_len=8, sleep_level=1)
+    with pytest.raises(ValueError, match="no such token"):
+        with engine.awake():
+            raise ValueError("no such token")
+
+
+@pytest.mark.parametrize(
+    ("pid", "name", "command", "adopts"),
+    [
+        (1, "systemd", "/sbin/init", True),
+        (1, "tini", "/usr/bin/tini\0--\0torchrun\0train.py", True),
+        (1, "pt_elastic", "/usr/bin/python3.11\0/usr/bin/torchrun\0train.py", False),  # the first process of a container
+        (900, "systemd", "/lib/systemd/systemd\0--user", True),
+        (900, "bash", "bash\0-c\0torchrun train.py", False),
+    ],
+)
+def test_who_takes_in_orphans_is_no_launcher(tmp_path, pid, name, command, adopts):
+    (tmp_path / str(pid)).mkdir()
+    (tmp_path / str(pid) / "comm").write_text(name + "\n")
+    (tmp_path / str(pid) / "cmdline").write_text(command)
+    assert _adopts(pid, tmp_path) == adopts and not _adopts(7, tmp_path)

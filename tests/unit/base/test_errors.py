@@ -1,0 +1,140 @@
+"""What others say, in our sentences: a server's refusal, an exception of a user's function, a judge, an object. Each really says it."""
+
+from __future__ import annotations
+
+import http.client
+import socket
+import threading
+import time
+from contextlib import contextmanager
+
+import pytest
+
+from megatron_grpo.base.errors import RewardError, first_line, keep_secret, said_by
+from megatron_grpo.config.servers import Address
+from megatron_grpo.rewards.builtin.endpoint import Key, Unanswered, post_json
+from megatron_grpo.rewards.protocol import RewardBatch, RewardFunction
+from megatron_grpo.rewards.scoring import score
+from megatron_grpo.servers import wire
+from megatron_grpo.servers.http import Gone, Refused, Server
+
+TOKEN = "a-token-that-nobody-may-read"
+NASTY = "\x1b[2J\x1b]0;title\x07\x00\u202eback\x9b1m\ud800\n\r\tend"
+
+
+def is_fit(text, most):
+    return all(one.isprintable() for one in text) and TOKEN not in text and len(text) <= most
+
+
+class Silent(Exception):
+    def __str__(self):
+        raise RuntimeError("no words")
+
+    __repr__ = __str__
+
+
+def test_what_others_say_is_one_line_of_a_bounded_length_without_controls_and_secrets(monkeypatch):
+    monkeypatch.setenv("SOME_API_KEY", "sesame-opens-this")
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
+    keep_secret(TOKEN)
+    assert said_by(ValueError(NASTY)) == r"\x1b[2J\x1b]0;title\x07\x00\u202eback\x9b1m\ud800   end"
+    assert said_by(f"{TOKEN}, sesame-opens-this, false") == "(a secret), (a secret), false"
+    assert is_fit(said_by(NASTY * 10**6), 5 * 500) and len(said_by("x" * 10**8)) == 503
+    # One that stands across the end is not cut into a piece that could be read.
+    assert all("a-token" not in said_by("x" * (500 - n) + TOKEN, most=500) for n in range(len(TOKEN)))
+    assert said_by(Silent()) == said_by(Silent(), repr) == "" and said_by("one\ntwo", first_line) == "one"
+
+
+@contextmanager
+def answers(raw):
+    """Listens, and says just this to the next request; `{token}` in it is what came as Authorization."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def answer():
+            with listener.accept()[0] as connection, connection.makefile("rb") as stream:
+                headers = dict(line.decode().strip().split(": ", 1) for line in iter(stream.readline, b"\r\n") if b": " in line)
+                stream.read(int(headers.get("Content-Length", 0)))
+                try:
+                    connection.sendall(raw.replace(b"{token}", headers["Authorization"].encode()))
+                except OSError:
+                    pass  # who asked has heard enough
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        yield listener.getsockname()[1]
+        thread.join()
+
+
+ESCAPES = NASTY.replace("\ud800", "").encode()
+ECHO = b"you came with {token} " + ESCAPES + b"z" * (1 << 20)
+
+
+@pytest.mark.parametrize(
+    ("raw", "kind"),
+    [
+        (b"HTTP/1.1 401 No\r\n\r\n" + ECHO, Refused),
+        (b'HTTP/1.1 500 No\r\n\r\n{"error": "{token} \\u001b[2J' + b"z" * 9999 + b'"}', Refused),
+        (b"HTTP/1.1 401 No\r\n\r\n" + b"[" * 10**6, Refused), (ECHO[:5000], Gone),
+        (b'HTTP/1.1 200 OK\r\n\r\n{"{token} \\u001b[2J' + b"z" * 9999 + b'": 1}', wire.Malformed),
+    ],
+)  # fmt: skip
+def test_what_a_server_answers_shows_no_token_no_escape_and_no_megabyte(raw, kind):
+    with answers(raw) as port, pytest.raises(kind) as caught:
+        Server(Address("127.0.0.1", port), token=TOKEN, incarnation="1").state()
+    assert is_fit(str(caught.value), wire.LONGEST_REFUSAL + 100) and str(caught.value)
+
+
+def test_what_a_judge_answers_shows_no_key_not_even_half_of_one():
+    for length in (150, 160, 170, 180, 190, 200):
+        raw = b"HTTP/1.1 401 " + ESCAPES.replace(b"\n", b"").replace(b"\r", b"") + b"\r\n\r\n" + b"z" * length + b"{token}" + b"z" * 9999
+        with answers(raw) as port, pytest.raises(Unanswered) as caught:
+            post_json(f"http://127.0.0.1:{port}", {}, deadline=time.monotonic() + 20, key=Key(TOKEN))
+        assert is_fit(str(caught.value), 1000) and "401" in str(caught.value) and TOKEN[:7] not in str(caught.value)
+
+
+def test_a_failing_answer_of_a_completion_is_one_line_too():
+    line = b'{"key": "1", "error": "' + TOKEN.encode() + b"\\u001b[2J" + b"z" * 9999 + b'"}\n'
+    keep_secret(TOKEN)
+    assert is_fit(wire.decode_line(line).error, wire.LONGEST_REFUSAL + 100)
+
+
+def loud(completions):
+    raise ValueError(f"{TOKEN} {NASTY}" * 10**6)
+
+
+def mute(completions):
+    raise Silent
+
+
+def leaves(completions):
+    raise SystemExit(f"{TOKEN} {NASTY}" * 10**6)
+
+
+def returns_a_book(completions):
+    return [f"{NASTY}{TOKEN}" * 10**6 for _ in completions]
+
+
+def returns_what_has_no_words(completions):
+    return [Silent() for _ in completions]
+
+
+@pytest.mark.parametrize("function", [loud, mute, leaves, returns_a_book, returns_what_has_no_words])
+def test_a_reward_that_fails_is_named_whatever_it_says(function):
+    keep_secret(TOKEN)
+    batch = RewardBatch(prompts=["p"], completions=["c"], completion_ids=[[1]], columns={}, labels=["row 0"])
+    with pytest.raises(RewardError) as caught:
+        score([RewardFunction(name=function.__name__, function=function, timeout=20.0)], batch)
+    assert f"`{function.__name__}`" in str(caught.value) and "row 0" in str(caught.value)
+    assert is_fit(str(caught.value), 5 * 500)
+
+
+def test_a_line_that_is_no_http_is_told_as_such():
+    """The oracle of what is caught above: http.client puts the line itself into its exception."""
+    with answers(b"\x1b[2J\r\n") as port:
+        connection = http.client.HTTPConnection("127.0.0.1", port)
+        connection.putrequest("GET", "/")
+        connection.putheader("Authorization", "x")
+        connection.endheaders()
+        with pytest.raises(http.client.BadStatusLine, match="\x1b"):
+            connection.getresponse()
+        connection.close()

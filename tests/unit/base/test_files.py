@@ -1,0 +1,115 @@
+"""Writing a file whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+
+from megatron_grpo.base.files import MARK, directory_whole, mark, why_not_drawn, write_whole, written_whole
+
+
+@pytest.mark.parametrize("durable", [False, True])
+def test_a_block_that_fails_leaves_the_old_file_and_nothing_beside_it(tmp_path, durable):
+    write_whole(tmp_path / "file", "old", durable=durable)
+    with pytest.raises(ZeroDivisionError), written_whole(tmp_path / "file", durable=durable) as stream:
+        stream.write(b"half of the n")
+        raise ZeroDivisionError
+    assert (tmp_path / "file").read_text() == "old"
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_writer_killed_in_the_middle_leaves_the_old_file(tmp_path):
+    write_whole(tmp_path / "file", "old")
+    child = os.fork()
+    if child == 0:
+        with written_whole(tmp_path / "file") as stream:
+            stream.write(b"new")
+            stream.flush()
+            os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(child, 0)
+    assert (tmp_path / "file").read_text() == "old"
+    write_whole(tmp_path / "file", "new")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize(("mask", "mode"), [(0o022, 0o644), (0o027, 0o640), (0o077, 0o600)])
+def test_files_of_a_directory_have_the_modes_that_the_umask_leaves(tmp_path, mask, mode):
+    """safetensors makes its files for their owner alone."""
+    before = os.umask(mask)
+    try:
+        with directory_whole(tmp_path / "out") as partial:
+            os.close(os.open(partial / "file", os.O_CREAT | os.O_WRONLY, 0o600))
+    finally:
+        os.umask(before)
+    assert (tmp_path / "out" / "file").stat().st_mode & 0o777 == mode
+
+
+def test_what_stops_the_writing_is_what_is_heard(tmp_path):
+    (tmp_path / "file").mkdir()
+    with pytest.raises(IsADirectoryError):
+        write_whole(tmp_path / "file", "text")
+    with pytest.raises(FileNotFoundError, match="absent"):
+        write_whole(tmp_path / "absent" / "file", "text")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def written(out, *names):
+    with directory_whole(out) as partial:
+        for name in names:
+            (partial / name).write_text("new")
+
+
+@pytest.mark.parametrize("is_run", [False, True], ids=["a model", "a run"])
+def test_a_directory_that_was_not_written_here_is_left_alone_whatever_is_in_it(tmp_path, is_run):
+    """The base model, say: it has a config.json, as every model; and a run's own folder has a mark, of a run."""
+    (tmp_path / "config.json").write_text("mine")
+    if is_run:
+        mark(tmp_path, "train", saved=3)
+    with pytest.raises(FileExistsError, match="holds config.json, which no export of this program wrote; it is left alone"):
+        written(tmp_path, "config.json")
+    assert (tmp_path / "config.json").read_text() == "mine"
+
+
+def test_a_directory_written_again_keeps_what_somebody_put_into_it(tmp_path):
+    written(tmp_path / "out", "a", "b")
+    (tmp_path / "out" / "model.gguf").write_text("mine")
+    written(tmp_path / "out", "b", "c")
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["b", "c", MARK, "model.gguf"]
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_directory_that_is_a_link_is_written_where_it_leads(tmp_path):
+    (tmp_path / "scratch").mkdir()
+    (tmp_path / "out").symlink_to(tmp_path / "scratch")
+    for _ in range(2):
+        written(tmp_path / "out", "a")
+    assert (tmp_path / "out").is_symlink() and (tmp_path / "scratch" / "a").is_file()
+
+
+@pytest.mark.parametrize("suffix", ["png", "svg", "pdf"])
+def test_a_picture_takes_the_place_of_its_like_and_of_nothing_else(tmp_path, suffix):
+    from matplotlib.figure import Figure
+
+    from megatron_grpo.config import parse
+    from megatron_grpo.planning.check import check_parsed
+    from megatron_grpo.planning.command import make_plan
+    from megatron_grpo.planning.png import draw_png
+
+    theirs, ours = tmp_path / f"theirs.{suffix}", tmp_path / f"ours.{suffix}"
+    Figure().savefig(theirs)
+    draw_png(make_plan(check_parsed(parse(["--max_steps", "2"]))), str(ours))
+    assert "no picture that this program drew" in (why_not_drawn(theirs) or "") and why_not_drawn(ours) is None
+    [problem] = parse_problems(["--png", str(theirs)])
+    assert "theirs" in problem and "left alone" in problem
+
+
+def parse_problems(words) -> list[str]:
+    from megatron_grpo.base.errors import ConfigError
+    from megatron_grpo.config import parse
+    from megatron_grpo.planning.check import check_parsed
+
+    with pytest.raises(ConfigError) as error:
+        check_parsed(parse(["--max_steps", "2", *words]))
+    return [problem.message for problem in error.value.problems]

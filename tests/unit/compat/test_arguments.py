@@ -1,0 +1,127 @@
+"""docs/arguments.md is what plan and train do: each argument of five systems has its row, and no row says another thing than a message."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from megatron_grpo.compat import DIALECTS
+from megatron_grpo.config import parse, table
+from megatron_grpo.config.foreign import NOTHING
+from megatron_grpo.config.table import BadValue, names, read_value
+from tools import arguments, their_arguments
+
+SYSTEMS = list(arguments.SYSTEMS)
+
+
+def value(cfg, name: str):
+    return getattr(getattr(cfg, table()[name].group), name)
+
+
+def test_the_page_is_what_the_tables_say():
+    """After a change of a table: `python tools/arguments.py`."""
+    assert arguments.PAGE.read_text(encoding="utf-8") == arguments.page()
+
+
+def test_the_list_of_trl_is_that_of_the_installed_one():
+    """Names and defaults; `python tools/their_arguments.py trl` writes it anew."""
+    assert arguments.theirs("trl")[1] == their_arguments.trl("")[1]
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_no_row_is_empty_and_every_setting_in_it_exists(system):
+    rows = list(arguments.rows(system))
+    assert len(rows) > 150
+    assert [name for name, _, what, _ in rows if not what or what.endswith(": ")] == []
+    dialect = DIALECTS[system]
+    for row in [*dialect.names.values(), *dialect.patterns.values()]:
+        assert not row.native or row.native in table(), row
+    for default in dialect.defaults:
+        assert set(default.native) <= set(table()), default
+
+
+# Names, places and hubs, which are nobody's default here; what is the same in other words; and what `settle` makes where it is asked for.
+OTHERWISE = {
+    "swift-megatron": {"output_dir", "report_to", "swanlab_project", "wandb_project", "global_batch_size", "lora_dropout", "offload_model",
+                       "offload_optimizer", "async_generate", "recompute_modules", "load_from_cache_file", "use_hf", "merge_lora",
+                       "target_modules", "vllm_enable_lora"},
+    "trl": {"project", "vllm_server_host", "bf16"},
+    "verl": {"data.train_files", "data.val_files", "trainer.default_local_dir", "trainer.project_name", "trainer.experiment_name",
+             "actor_rollout_ref.model.path", "actor_rollout_ref.rollout.dtype", "actor_rollout_ref.actor.megatron.sequence_parallel",
+             "actor_rollout_ref.model.lora_alpha", "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes",
+             "actor_rollout_ref.rollout.val_kwargs.n", "actor_rollout_ref.rollout.val_kwargs.temperature"},
+    "skyrl": {"trainer.policy.model.path", "trainer.project_name", "trainer.run_name", "trainer.export_path", "trainer.bf16",
+              "generator.eval_n_samples_per_prompt", "generator.eval_sampling_params.temperature", "trainer.algorithm.eps_clip_high",
+              "generator.inference_engine.model_dtype", "trainer.ckpt_interval", "trainer.epochs", "trainer.eval_interval"},
+    "slime": {"n_samples_per_eval_prompt"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_a_default_of_theirs_that_is_not_ours_is_used(system):
+    """With nothing typed, the configuration holds what their list has, wherever one of their names is one of our settings.
+
+    `none` is no default but what their program works out.
+    """
+    dialect = DIALECTS[system]
+    cfg = parse(["--dialect", system], dialects=DIALECTS).config
+    kept = {each.name for each in dialect.defaults if not each.native}
+    unlike = []
+    for name, default in arguments.theirs(arguments.SYSTEMS[system][0])[1].items():
+        native = arguments.native_of(dialect, name)
+        passed_over = (
+            default == "none"
+            or "val_kwargs" in name
+            or "eval_sampling_params" in name
+            or "$" in default
+            or name in OTHERWISE[system]
+            or {name, name.split(".", 1)[-1]} & kept
+        )
+        if not native or dialect.size(name) is not None or native in dialect.settings or passed_over:
+            continue
+        row, setting = dialect.row(name)[1], table()[native]
+        word = row.values.get(default, default) if row else default
+        try:
+            theirs = read_value(setting, word.strip("[]") or "none" if setting.is_list else word)
+        except BadValue:  # a word of theirs ("auto") that is no value here
+            continue
+        if value(cfg, native) != theirs:
+            unlike.append((name, default, value(cfg, native)))
+    assert unlike == []
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_what_is_refused_is_refused_in_the_words_of_its_row_and_what_is_set_aside_is_listed(system):
+    dialect = DIALECTS[system]
+    rows = {name: dialect.row(name)[1] for name, *_ in arguments.rows(system) if dialect.size(name) is None}
+    tasks = {name for name, row in rows.items() if row is not None and row.is_task}  # of which nothing else is said
+    spoken = {name: row for name, row in rows.items() if row is not None and not (row.native or row.read) and name not in tasks}
+    for name in tasks:
+        alone = parse(["--dialect", system, f"--{name}=something-else", "--lr", "x"], dialects=DIALECTS)
+        assert [problem.message for problem in alone.problems] == [f"{name} (something-else): {rows[name].lacks}."]
+    parsed = parse(["--dialect", system, *(f"--{name}=something-else" for name in spoken)], dialects=DIALECTS)
+    messages = "\n".join(problem.message for problem in parsed.problems)
+    for name, row in spoken.items():
+        assert (row.lacks or row.why or NOTHING) in arguments.here(dialect, name)
+        lines = [line for line in messages.split("\n") if re.search(rf"(^|, ){re.escape(name)} \(something-else\)", line)]
+        assert [line.endswith(f": {row.lacks}.") for line in lines] == ([True] if row.lacks else []), name
+        assert (name in parsed.aside.get("command line", [])) == (not row.lacks), name
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_a_setting_of_ours_is_not_refused_under_its_own_name(system):
+    """Settings that arrive here must leave the tables of what is not there. Named are those that mean another thing in their program."""
+    means_another = {
+        "swift-megatron": {"reward_model", "resume_from_checkpoint", "vllm_data_parallel_size"},
+        "trl": {"rollout_func"},
+        "skyrl": {"max_turns"},
+        "slime": {"load", "loss_type"},
+    }.get(system, set())
+    dialect = DIALECTS[system]
+    refused = {
+        name
+        for name, row in dialect.names.items()
+        if name in names() and not (row.native or row.read or row.values) and row.off != ("true",)
+    }
+    assert refused - means_another == set()

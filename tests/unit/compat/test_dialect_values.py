@@ -1,0 +1,191 @@
+"""What another system's defaults, and names of it that are read together, come to here. The numbers are from its own sources."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_grpo.base.errors import ConfigError
+from megatron_grpo.compat import DIALECTS
+from megatron_grpo.config import parse, table
+from megatron_grpo.config.foreign import shown
+from megatron_grpo.planning.check import check, check_parsed
+
+FULL = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+DEFAULTS = {
+    "swift": dict(beta=0.04, lr=1e-5, lr_decay_style="cosine", weight_decay=0.1, temperature=0.9, max_completion_length=512,
+                  truncation_strategy="left", recompute_granularity="selective", vllm_gpu_memory_utilization=0.9, save_steps=500),
+    "trl": dict(loss_type="dapo", rollout_importance_sampling_mode="sequence_mask", rollout_importance_sampling_threshold=3.0,
+                use_bias_correction_kl=True, lr_decay_style="linear", adam_beta2=0.999, num_train_epochs=3.0, max_completion_length=512,
+                vllm_gpu_memory_utilization=0.3, save_steps=500, save_total_limit=None, num_generations=8, num_iterations=1,
+                micro_batch_size=8, **FULL),
+    "skyrl": dict(weight_decay=0.01, adam_beta2=0.999, max_prompt_length=512, max_completion_length=1024, use_bias_correction_kl=False,
+                  vllm_gpu_memory_utilization=0.8, vllm_max_num_seqs=1024, save_steps=40, save_total_limit=None, num_generations=5,
+                  num_iterations=1, micro_batch_size=1, beta=0.001, kl_in_reward=False, entropy_coef=0.0, **FULL),
+}  # fmt: skip
+
+
+def values(cfg, names) -> dict:
+    return {name: getattr(getattr(cfg, table()[name].group), name) for name in names}
+
+
+@pytest.mark.parametrize("dialect", DEFAULTS)
+def test_defaults_that_nobody_typed_are_those_of_the_system(dialect):
+    cfg = check(["--dialect", dialect]).config
+    assert values(cfg, DEFAULTS[dialect]) == DEFAULTS[dialect]
+
+
+SKYRL_EVALUATES = "--trainer.eval_interval 5"
+TRL_EVALUATES = "--eval_strategy steps --eval_steps 7"
+
+
+@pytest.mark.parametrize(
+    ("dialect", "words", "found"),
+    [
+        ("skyrl", "--policy.optimizer_config.adam_betas 0.8 0.95", dict(adam_beta1=0.8, adam_beta2=0.95)),
+        ("skyrl", "--algorithm.use_entropy_loss true", dict(entropy_coef=0.01)),
+        ("skyrl", "--algorithm.use_entropy_loss true --algorithm.entropy_loss_coef 0.2", dict(entropy_coef=0.2)),
+        ("skyrl", "--algorithm.use_entropy_loss false --algorithm.entropy_loss_coef 0.2", dict(entropy_coef=0.0)),
+        ("skyrl", "--algorithm.use_kl_loss false", dict(beta=0.0, kl_in_reward=False)),
+        ("skyrl", "--algorithm.use_kl_loss false --algorithm.use_kl_in_reward true", dict(beta=0.001, kl_in_reward=True)),
+        ("skyrl", "--algorithm.advantage_estimator rloo", dict(advantage_estimator="rloo", scale_rewards="none")),
+        ("skyrl", SKYRL_EVALUATES, dict(eval_steps=0)),
+        ("skyrl", f"{SKYRL_EVALUATES} --eval_dataset held.jsonl", dict(eval_steps=20)),
+        ("skyrl", "--data.train_data a.jsonl", dict(dataset="a.jsonl")),
+        (
+            "skyrl",
+            "data.val_data=[a.jsonl,b.jsonl] trainer.eval_interval=5",
+            dict(eval_datasets={"a": "a.jsonl", "b": "b.jsonl"}, eval_steps=20, num_generations_eval=1, eval_temperature=0.0),
+        ),
+        (
+            "skyrl",
+            "data.val_data=a.jsonl generator.eval_sampling_params.temperature=1.0 generator.sampling_params.top_p=0.9 "
+            "generator.sampling_params.top_k=20 generator.sampling_params.min_p=0.1",
+            dict(eval_temperature=1.0, eval_top_p=1.0, eval_top_k=0, eval_min_p=0.0, num_generations_eval=1, min_p=0.1),
+        ),
+        ("skyrl", "trainer.policy.megatron_config.transformer_config_kwargs.fp8=e4m3", dict(fp8_format="e4m3")),
+        (
+            "verl",
+            "data.val_files=a.parquet actor_rollout_ref.rollout.n=4 actor_rollout_ref.rollout.val_kwargs.top_k=20",
+            dict(eval_temperature=0.0, eval_top_k=None),
+        ),
+        (
+            "slime",
+            "--eval-prompt-data a.jsonl --rollout-temperature 0.8 --n-samples-per-prompt 4 --rollout-batch-size 2",
+            dict(eval_temperature=0.8, num_generations_eval=1),
+        ),
+        ("swift", "--dataset a.jsonl --split_dataset_ratio 0.01 --eval_steps 50", dict(split_dataset_ratio=0.01, eval_steps=50)),
+        ("trl", "--eval_datasets a=b.jsonl --eval_strategy steps --eval_steps 7", dict(eval_steps=7)),
+        (
+            "swift",
+            "--tuner_type lora",
+            dict(
+                tuner_type="lora",
+                lora_rank=8,
+                lora_alpha=32.0,
+                lora_dropout=0.05,
+                merge_lora=True,
+                target_modules=["all-linear"],
+                vllm_enable_lora=None,
+            ),
+        ),
+        ("swift", "--train_type lora --lora_dropout 0 --merge_lora false", dict(lora_dropout=0.0, merge_lora=False)),
+        ("swift", "--tuner_type lora --target_modules all-linear --target_regex .*q_proj", dict(target_regex=".*q_proj")),
+        ("swift", "--merge_lora true", dict(tuner_type="full", merge_lora=False, lora_dropout=0.0)),
+        (
+            "trl",
+            "--use_peft",
+            dict(tuner_type="lora", lora_rank=16, lora_alpha=32.0, lora_dropout=0.05, target_modules=["q_proj", "v_proj"]),
+        ),
+        ("trl", "--use_peft true --lora_r 4 --lora_target_modules all-linear", dict(lora_rank=4, target_modules=["all-linear"])),
+        ("trl", "--use_peft false", dict(tuner_type="full", lora_rank=8)),
+        (
+            "skyrl",
+            "--trainer.policy.model.lora.rank 32",
+            dict(tuner_type="lora", lora_rank=32, lora_alpha=16.0, lora_dropout=0.0, target_modules=["all-linear"]),
+        ),
+        (
+            "skyrl",
+            "trainer.policy.model.lora.rank=4 trainer.policy.model.lora.alpha=8 trainer.policy.model.lora.target_modules=[q_proj,o_proj]",
+            dict(lora_rank=4, lora_alpha=8.0, target_modules=["q_proj", "o_proj"]),
+        ),
+        ("skyrl", "trainer.policy.model.lora.rank=0", dict(tuner_type="full")),
+        ("skyrl", "data.train_data=['a.jsonl','b.jsonl']", dict(dataset="a.jsonl", further_datasets=["b.jsonl"])),
+        ("skyrl", "trainer.policy.megatron_config.freeze_moe_router=true", dict(freeze_parameters_regex=r"\.gate\.weight$")),
+        ("trl", "--vllm_enable_sleep_mode true", dict(sleep_level=2)),
+        ("trl", "--vllm_enable_sleep_mode false", dict(sleep_level=0)),
+        ("trl", TRL_EVALUATES, dict(eval_steps=0)),
+        ("trl", f"{TRL_EVALUATES} --eval_dataset held.jsonl", dict(eval_steps=7)),
+        ("trl", "--eval_strategy no --eval_steps 7 --eval_dataset held.jsonl", dict(eval_steps=0)),
+        ("trl", "--loss_type cispo", dict(epsilon_high=0.2)),
+        ("trl", "--loss_type cispo --epsilon 0.3", dict(epsilon_high=0.3)),
+        ("trl", "--loss_type cispo --epsilon_high 5.0", dict(epsilon_high=5.0)),
+        ("trl", "--loss_type grpo", dict(epsilon_high=None)),
+    ],
+)
+def test_names_that_are_read_together(dialect, words, found):
+    cfg = check_parsed(parse(["--dialect", dialect, *words.split()], dialects=DIALECTS)).config
+    assert values(cfg, found) == found
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("--policy.optimizer_config.adam_betas 0.8", "needs two numbers, not '0.8'"),
+    ],
+)
+def test_what_skyrl_would_not_take_is_refused(words, says):
+    with pytest.raises(ConfigError) as error:
+        check(["--dialect", "skyrl", *words.split()])
+    assert any(says in problem.message for problem in error.value.problems)
+
+
+@pytest.mark.parametrize(
+    ("dialect", "words", "found"),
+    [
+        ("swift", "--wandb_project ours --wandb_exp_name mine", dict(project="ours", run_name="mine")),
+        ("swift", "--swanlab_project ours --load_from_cache_file false", dict(project="ours", load_from_cache_file=False)),
+        ("trl", "--project ours --run_name mine --report_to all", dict(project="ours", run_name="mine", report_to=["all"])),
+        ("trl", "--push_to_hub --hub_model_id me/a", dict(push_to_hub=True, hub_model_id="me/a")),
+        ("trl", "--hub_model_id me/a --hub_private_repo true", dict(push_to_hub=False, hub_model_id=None, hub_private_repo=None)),
+        ("swift", "--hub_model_id me/a --hub_token none", dict(push_to_hub=False, hub_model_id=None)),
+        ("skyrl", "trainer.project_name=ours trainer.run_name=mine", dict(project="ours", run_name="mine")),
+    ],
+)
+def test_names_of_services_and_of_the_hub(dialect, words, found):
+    parsed = parse(["--dialect", dialect, *words.split()], dialects=DIALECTS)
+    assert parsed.problems == [] and values(parsed.config, found) == found
+    assert ("does nothing without push_to_hub" in " ".join(parsed.notes)) == ("hub_model_id" in found and not found["push_to_hub"])
+
+
+def test_a_kl_that_was_typed_is_no_default():
+    shown = {
+        words: [row.name for row in parse(["--dialect", "skyrl", *words.split()], dialects=DIALECTS).defaults]
+        for words in ("", "--algorithm.kl_loss_coef 0.5")
+    }
+    assert ["beta" in names or "algorithm.kl_loss_coef" in names for names in shown.values()] == [True, False]
+
+
+def test_values_are_shown_as_one_types_them():
+    typed = [shown(value) for value in (None, True, False, 1, 0, 0.5, "False", [1, False, "x"])]
+    assert typed == ["none", "true", "false", "1", "0", "0.5", "False", "1 false x"]
+
+
+TURNS = [
+    ("swift", "--multi_turn_scheduler e.py:E --max_turns 3 --completion_length_limit_scope total", dict(environment="e.py:E", max_turns=3)),
+    ("swift", "--multi_turn_scheduler gym_scheduler --gym_env e.py:E --use_gym_env true --reward_funcs r.py:f",
+     dict(environment="e.py:E", reward_funcs=["r.py:f", "environment"])),
+    ("swift", "--gym_env e.py:E --max_length 100", dict(max_prompt_length=100, truncation_strategy="delete")),
+    ("trl", "--environment_factory e.py:E --max_tool_calling_iterations 3", dict(environment="e.py:E", max_turns=4)),
+    ("trl", "--tools t.py:f t.py:g --max_prompt_length 100", dict(tools=["t.py:f", "t.py:g"], truncation_strategy="delete", max_turns=8)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("dialect", "words", "wanted"), TURNS, ids=[words for _, words, _ in TURNS])
+def test_turns_mean_what_they_mean_there(dialect, words, wanted):
+    """TRL counts rounds of tools: the model speaks once more than that. Megatron-SWIFT's use_gym_env adds a reward."""
+    assert values(check(["--dialect", dialect, *words.split()]).config, wanted) == wanted
+
+
+def test_a_limit_of_length_that_is_of_a_turn_there_is_said():
+    notes = " ".join(parse(["--dialect", "swift", "--gym_env", "e.py:E"], dialects=DIALECTS).notes)
+    assert "completion_length_limit_scope per_round" in notes and "max_turns is without a limit" in notes

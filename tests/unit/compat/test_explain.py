@@ -1,0 +1,66 @@
+"""What a person who comes from another system is told, with the numbers worked out by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_grpo.compat import explain
+from megatron_grpo.planning.check import check
+
+
+def told(dialect: str, words: str) -> str:
+    checked = check(["--dialect", dialect, *words.split()])
+    cfg = checked.config
+    return "\n".join(explain(cfg.plan.dialect, checked.sizes, cfg.foreign, max_steps=cfg.run.max_steps))
+
+
+CS336 = "--train_batch_size 16 --gradient_accumulation_steps 4 --group_size 8"
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("--rollout_batch_size 32", ["took 2 optimizer steps per rollout of 32 completions"]),
+        ("", ["took 1 optimizer step per rollout of 16 completions; so does this one"]),
+        ("--rollout_batch_size 32 --epochs_per_rollout_batch 3", ["took 6 optimizer steps (3 passes of 2) per rollout of 32"]),
+        (
+            "--rollout_batch_size 32 --epochs_per_rollout_batch 3 --n_grpo_steps 12",
+            ["With 6 optimizer steps per rollout this is 2 rollouts; for 12 rollouts use max_steps 72."],
+        ),
+        ("--rollout_batch_size 32 --n_grpo_steps 12", ["With 2 optimizer steps per rollout this is 6 rollouts", "use max_steps 24."]),
+    ],
+)
+def test_cs336_counts_optimizer_steps(words, says):
+    found = told("cs336", f"{CS336} {words}")
+    assert "train_batch_size is global_batch_size, and n_grpo_steps is max_steps" in found
+    assert [part for part in says if part not in found] == []
+    assert ("n_grpo_steps (12) counts optimizer steps here" in found) == ("n_grpo_steps" in words)
+
+
+def test_cs336_has_nothing_to_add_where_each_rollout_is_one_step():
+    assert "counts optimizer steps here" not in told("cs336", f"{CS336} --n_grpo_steps 12")
+
+
+def test_trl_counts_micro_steps():
+    found = told("trl", "--per_device_train_batch_size 4 --gradient_accumulation_steps 2 --steps_per_generation 6 --num_generations 8")
+    assert "took 3 optimizer steps per rollout of 24 completions" in found
+    assert "6 micro-steps / gradient_accumulation_steps 2 = 3" in found and "What differs from TRL: it shuffles samples" in found
+
+
+SKYRL = "--train_batch_size 8 --policy_mini_batch_size 4 --micro_train_batch_size_per_gpu 2 --n_samples_per_prompt 4"
+
+
+def test_skyrl_and_its_guide_read_the_mini_batch_in_two_ways():
+    by_code, by_guide = told("skyrl", SKYRL), told("skyrl-doc", SKYRL)
+    assert "took 2 optimizer steps per rollout of 32 completions" in by_code
+    assert "policy_mini_batch_size (4) is read in prompts, as SkyRL's code does: 16 completions" in by_code
+    assert "gradient_accumulation_steps 8. Read in completions, as SkyRL's guide says, it would be 4 completions and 8 optimizer" in by_code
+    assert "is read in completions, as SkyRL's guide says: 4 completions" in by_guide and "be 16 completions and 2 optimizer" in by_guide
+
+
+def test_megatron_swift_means_the_same():
+    found = told("swift", "--global_batch_size 16 --num_generations 8 --steps_per_generation 2")
+    assert found.startswith(
+        "Your old setup took 2 optimizer steps per rollout of 32 completions; so does this one: names and meanings of the sizes are "
+        "Megatron-SWIFT's. It rounds a run of epochs down to optimizer steps"
+    )

@@ -1,0 +1,47 @@
+"""By which number checkpoints are compared: what a run tells is known before it runs."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_grpo.config.best import is_greater_better, metric_of
+from megatron_grpo.config.checks import validate
+from megatron_grpo.config.parse import resolve
+
+EVAL = "--eval_dataset x --eval_steps 5 --save_steps 10"
+
+
+@pytest.mark.parametrize(
+    ("words", "metric", "greater"),
+    [
+        (f"{EVAL} --metric_for_best_model eval", "eval/mean@1", True),
+        (f"{EVAL} --metric_for_best_model eval/pass@4 --num_generations_eval 8", "eval/pass@4", True),
+        ("--save_steps 10 --eval_steps 10 --eval_datasets a=x --metric_for_best_model eval/a", "eval/a/mean@8", True),
+        ("--save_steps 10 --metric_for_best_model loss", "loss", False),
+        ("--save_interval_seconds 10 --metric_for_best_model kl --beta 0.1 --greater_is_better false", "kl", False),
+        ("--save_steps 10 --metric_for_best_model rewards/fn/mean --reward_funcs a.py:fn", "rewards/fn/mean", True),
+        ("", None, True),
+    ],
+)
+def test_the_name_and_its_direction(words, metric, greater):
+    cfg = resolve(words.split())
+    assert validate(cfg) == []
+    assert (metric_of(cfg), is_greater_better(cfg)) == (metric, greater)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--greater_is_better true", "does nothing without metric_for_best_model"),
+        ("--save_steps 5 --metric_for_best_model rewrad", "is nothing that this run tells. It is one of: reward,"),
+        ("--save_steps 5 --metric_for_best_model kl", "is nothing that this run tells"),
+        ("--save_steps 5 --metric_for_best_model eval", "there is no eval_dataset"),
+        (f"{EVAL} --metric_for_best_model eval/pass@3", "is nothing that this run tells. It is one of: eval, eval/mean@1, eval/pass@1"),
+        ("--eval_dataset x --eval_steps 4 --save_steps 10 --metric_for_best_model eval", "must be a multiple of eval_steps (4)"),
+        ("--eval_dataset x --eval_steps 4 --metric_for_best_model eval", "save_steps (0) must be a multiple"),
+        ("--metric_for_best_model reward", "save_steps 0 writes one alone"),
+    ],
+)
+def test_what_could_not_be_compared_is_refused(words, said):
+    [problem] = validate(resolve(words.split()))
+    assert said in problem.message

@@ -1,0 +1,49 @@
+"""Values that no run can use are refused, each with what was typed."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_grpo.base.errors import ConfigError
+from megatron_grpo.config.table import table
+from megatron_grpo.planning.check import check
+
+
+def problems(*argv):
+    with pytest.raises(ConfigError) as error:
+        check(list(argv))
+    return [problem.message for problem in error.value.problems]
+
+
+@pytest.mark.parametrize("value", ["inf", "-inf", "nan"])
+@pytest.mark.parametrize("name", [name for name, setting in table().items() if setting.kind == "float"])
+def test_no_number_is_without_end(name, value):
+    assert any(message.startswith(name) and value in message for message in problems(f"--{name}={value}"))
+
+
+@pytest.mark.parametrize("weights", [["nan", "1"], ["1", "inf"], ["1e300", "1"]])
+def test_neither_is_a_weight(weights):
+    assert any(
+        message.startswith("reward_weights") for message in problems("--reward_funcs", "length", "format", "--reward_weights", *weights)
+    )
+
+
+def test_a_size_of_files_is_said_as_people_say_it():
+    from megatron_grpo.config.checks import validate
+    from megatron_grpo.config.config import Config
+    from megatron_grpo.config.table import bytes_of
+
+    said = {
+        "5GB": 5 * 10**9,
+        "500 mb": 5 * 10**8,
+        "2GiB": 2 << 30,
+        "1.5KiB": 1536,
+        "7": 7,
+        "0GB": None,
+        "5 apples": None,
+        "": None,
+        "1.2.3GB": None,
+    }
+    assert {text: bytes_of(text) for text in said} == said
+    [problem] = validate(Config().with_values({"max_shard_size": "big"}))
+    assert "max_shard_size (big) is a size above 0" in problem.message

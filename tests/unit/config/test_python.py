@@ -1,0 +1,76 @@
+"""A Python file that builds TRL's GRPOConfig is read, never run; what cannot be known without running it is said."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_grpo.compat import DIALECTS
+from megatron_grpo.config import parse
+from megatron_grpo.config.python import read_python
+
+START = """import os
+from trl import GRPOConfig, GRPOTrainer
+open({mark!r}, "w")
+LR = 3e-6
+NAME = "math.jsonl"
+SEED = 1
+SEED += 1
+def right(completions, **columns): return [1.0 for _ in completions]
+"""
+
+
+def read(config: str, trainer: str = "", more: str = "", mark: str = "/nowhere/mark") -> tuple[dict, list[str]]:
+    text = f"{START.format(mark=mark)}{more}\nargs = GRPOConfig({config})\nGRPOTrainer(args=args, {trainer}).train()\n"
+    entries, problems = read_python(text, source="train.py", path="dir/train.py")
+    return {entry.name: entry.raw for entry in entries}, [problem.message for problem in problems]
+
+
+def test_a_file_is_read_as_the_command_line_of_trl_and_never_run(tmp_path):
+    """Constants, functions of the file, data sets by name, and LoRA: up to the settings that they become here."""
+    file, mark = tmp_path / "train.py", tmp_path / "ran"
+    lora = "from peft import LoraConfig\nlora = LoraConfig(r=4, target_modules=['q_proj'], bias='none')"
+    words = 'learning_rate=LR, beta=-0.0, num_generations=4, chat_template_kwargs={"enable_thinking": False, "effort": 2}'
+    trainer = "model='m', reward_funcs=[right, accuracy_reward], train_dataset=load_dataset(NAME, split='train'), peft_config=lora"
+    file.write_text(f"{START.format(mark=str(mark))}{lora}\nargs = GRPOConfig({words})\nGRPOTrainer(args=args, {trainer}).train()\n")
+    parsed = parse(["--dialect", "trl", "--config", str(file)], dialects=DIALECTS)
+    cfg = parsed.config
+    assert [problem.message for problem in parsed.problems] == []
+    assert (cfg.optimizer.lr, cfg.data.dataset, cfg.rewards.reward_funcs) == (3e-6, "math.jsonl", [f"{file}:right", "math"])
+    assert (cfg.tuner.tuner_type, cfg.tuner.lora_rank, cfg.tuner.target_modules) == ("lora", 4, ["q_proj"])
+    assert cfg.data.chat_template_kwargs == {"enable_thinking": False, "effort": 2}
+    assert not mark.exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "name", "said"),
+    [
+        ("learning_rate=LR * 2", "learning_rate", "LR * 2"),
+        ("seed=SEED", "seed", "SEED"),  # given twice
+        ("output_dir=os.environ['OUT']", "output_dir", "os.environ['OUT']"),
+        ("epsilon=me", "epsilon", "me"),  # me = me
+    ],
+)
+def test_what_is_computed_is_marked_as_not_known(words, name, said):
+    found, problems = read(words, more="me = me")
+    assert (found[name], problems) == ([f"\x01{said}"], [])
+
+
+@pytest.mark.parametrize("data", ["load_dataset('json', data_files='a')", "load_dataset('a', split='test')", "load_dataset('a', 'main')"])
+def test_other_rows_than_the_training_split_of_a_name_are_not_known(data):
+    assert read("", f"train_dataset={data}")[0]["dataset_name"] == [f"\x01{data}"]
+
+
+@pytest.mark.parametrize(
+    ("config", "trainer", "more", "sentence"),
+    [
+        ("**words", "", "", "GRPOConfig is given words, which cannot be known"),
+        ("", "callbacks=[Stop()]", "", "GRPOTrainer's callbacks ([Stop()]) is not read here"),
+        ("", "", "LoraConfig(r=4, bias='all')", "LoraConfig's bias ('all') is not read here"),
+        ("", "peft_config=get_peft_config(a)", "", "GRPOTrainer's peft_config (get_peft_config(a)) cannot be known"),
+        ("", "", "GRPOConfig()", "builds 2 GRPOConfig"),
+        ("", "", "def", "line 9 is not Python"),
+    ],
+)
+def test_what_is_not_read_is_said_in_one_sentence(config, trainer, more, sentence):
+    _, problems = read(config, trainer, more)
+    assert len(problems) == 1 and sentence in problems[0], problems

@@ -1,0 +1,100 @@
+"""Learning rate and weight decay over a run, as Megatron-Core's own scheduler gives them, against their formulas written out."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from megatron_grpo.config.checks import validate
+from megatron_grpo.config.config import Config, OptimizerConfig
+from megatron_grpo.config.schedule import length_problems
+from tests.ranks import run_ranks
+
+STEPS, LR, MIN = 20, 0.5, 0.1
+
+
+def falling(passed: float, style: str) -> float:
+    """1 at the beginning of a decay, 0 at its end (MiniCPM, arXiv 2404.06395, for WSD's shapes as Megatron-Core has them)."""
+    return {
+        "linear": 1 - passed,
+        "cosine": (1 + math.cos(math.pi * passed)) / 2,
+        "exponential": 2 * 0.5**passed - 1,
+        "minus_sqrt": 1 - math.sqrt(passed),
+    }[style]
+
+
+def rate(step: int, *, style: str, warmup: int = 4, end: int = STEPS, anneal: int = 0, shape: str = "") -> float:
+    begin = 0.05
+    if step <= warmup:
+        return begin + (LR - begin) * step / warmup
+    if step > end:
+        return MIN
+    if style == "inverse-square-root":
+        return max(MIN, LR * math.sqrt(warmup / step))
+    if style == "WSD":
+        return MIN + (LR - MIN) * (falling((step - (end - anneal)) / anneal, shape) if step > end - anneal else 1)
+    return MIN + (LR - MIN) * falling((step - warmup) / (end - warmup), style)
+
+
+CASES = [
+    ({"lr_decay_style": "inverse-square-root"}, {"style": "inverse-square-root"}),
+    ({"lr_decay_style": "linear", "lr_decay_iters": 12}, {"style": "linear", "end": 12}),
+    *(
+        ({"lr_decay_style": "WSD", "lr_wsd_decay_iters": 6, "lr_wsd_decay_style": shape}, {"style": "WSD", "anneal": 6, "shape": shape})
+        for shape in ("exponential", "linear", "cosine", "minus_sqrt")
+    ),
+]
+DECAYS = {"linear": lambda x: x, "cosine": lambda x: (1 - math.cos(math.pi * x)) / 2}
+
+
+def test_rates_and_weight_decay_follow_their_formulas_at_every_step():
+    def body(rank, world_size):
+        from types import SimpleNamespace
+
+        from megatron_grpo.policy.optimizer import build_scheduler
+
+        def course(settings):
+            groups = [{}, {"wd_mult": 0.0}, {"max_lr": 0.25, "min_lr": 0.05}]
+            cfg = OptimizerConfig(lr=LR, min_lr=MIN, lr_warmup_iters=4, lr_warmup_init=0.05, **settings)
+            scheduler = build_scheduler(SimpleNamespace(param_groups=groups), cfg, num_steps=STEPS)
+            for _ in range(STEPS):
+                yield [group["lr"] for group in groups], [group["weight_decay"] for group in groups]
+                scheduler.step(1)
+
+        for settings, expected in CASES:
+            found = [rates[0] for rates, _ in course(settings)]
+            assert found == pytest.approx([rate(step, **expected) for step in range(STEPS)], rel=1e-12), settings
+        for style, rising in DECAYS.items():
+            both = course({"weight_decay_incr_style": style, "start_weight_decay": 0.1, "end_weight_decay": 0.3})
+            found = [decays for _, decays in both]
+            assert [one[0] for one in found] == pytest.approx([0.1 + 0.2 * rising(step / STEPS) for step in range(STEPS)], rel=1e-12)
+            assert {one[1] for one in found} == {0.0}, "what does not decay does not begin to"
+
+    run_ranks(body, 1)
+
+
+@pytest.mark.parametrize(
+    ("values", "sentence"),
+    [
+        ({"lr_decay_style": "WSD"}, "lr_decay_style WSD needs lr_wsd_decay_iters"),
+        ({"lr_wsd_decay_iters": 5}, "lr_wsd_decay_iters (5) belongs to lr_decay_style WSD, which is constant"),
+        ({"lr_wsd_decay_style": "linear", "lr_decay_style": "cosine"}, "belongs to lr_decay_style WSD, which is cosine"),
+        ({"lr_decay_iters": 5}, "lr_decay_iters (5) does nothing with lr_decay_style constant"),
+        ({"lr_warmup_init": 1.0}, "lr_warmup_init (1.0) must not be above lr"),
+        ({"end_weight_decay": 0.1}, "belong to weight_decay_incr_style linear or cosine"),
+        ({"weight_decay_incr_style": "linear", "start_weight_decay": 0.1}, "needs start_weight_decay and end_weight_decay"),
+        ({"weight_decay_incr_style": "linear", "start_weight_decay": 0.1, "end_weight_decay": 0.0}, "weight decay rises"),
+        ({"weight_decay_incr_style": "cosine", "start_weight_decay": 0, "end_weight_decay": 1, "weight_decay": 0.3}, "not used beside"),
+    ],
+)  # fmt: skip
+def test_what_does_not_go_together_is_one_sentence(values, sentence):
+    [problem] = validate(Config().with_values(values))
+    assert sentence in problem.message
+
+
+def test_a_last_part_that_is_longer_than_the_run_is_refused_with_what_fits():
+    opt = OptimizerConfig(lr_decay_style="WSD", lr_wsd_decay_iters=10, lr_warmup_iters=4)
+    assert length_problems(opt, 14) == [] and length_problems(opt, None) == []
+    [problem] = length_problems(opt, 12)
+    assert problem.nearest == {"lr_wsd_decay_iters": [8]} and "12 - 4 = 8" in problem.message

@@ -1,0 +1,201 @@
+"""A launch script is read as a shell reads it; what a shell would pass on and a reader cannot know is said, never left out."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_grpo.compat import DIALECTS
+from megatron_grpo.config import parse
+from megatron_grpo.config.read import read_script
+from megatron_grpo.config.script import read_shell
+
+
+def flags(text: str) -> list[str]:
+    script = read_shell(text, source="run.sh")
+    assert not script.problems, script.problems
+    return script.words
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("run --dataset name#10000 --lr 1", ["run", "--dataset", "name#10000", "--lr", "1"]),
+        ("run --dataset 'name#10000' # --lr 1", ["run", "--dataset", "name#10000"]),
+        ("run --a 1 #comment --b 2", ["run", "--a", "1"]),
+        ("run --a 1 \\\n  --b 2 \\", ["run", "--a", "1", "--b", "2"]),
+        ("run --a 1\\\n  --b 2\\\n", ["run", "--a", "1", "--b", "2"]),
+        ("run --a on\\\ne", ["run", "--a", "one"]),
+        ("run --a \"two\nlines\" --b 'x # y' --c a\\ b", ["run", "--a", "two\nlines", "--b", "x # y", "--c", "a b"]),
+        ('run --system """You \\\\boxed{} it"""', ["run", "--system", "You \\boxed{} it"]),
+        ("run --a 1 > out.log 2>&1 &", ["run", "--a", "1"]),
+        ("run --a 1 2>&1 | tee log", ["run", "--a", "1"]),
+        ("run --a 'b > c; d' --e f", ["run", "--a", "b > c; d", "--e", "f"]),
+        ("X=3\nY=${X}4\nrun --a $X --b ${Y} --c ${Z:-5} --d 'it costs $5' --e \\$X", "run --a 3 --b 34 --c 5 --d|it costs $5|--e $X"),
+        ('ARGS="--a 1 --b 2"\nrun $ARGS --c 3', ["run", "--a", "1", "--b", "2", "--c", "3"]),
+        (': "${DIR:="/data"}"\nrun data.train=$DIR/x "$@"', ["run", "data.train=/data/x"]),
+        ("serve --model x &\nuntil curl -s u > /dev/null 2>&1; do sleep 1; done\nrun --a 1", ["run", "--a", "1"]),
+        ("export A=1\nA=2 run --a $A", ["run", "--a", "1"]),
+        ("A=(--a 1 # one\n  --b '2 3'\n)\nrun \"${A[@]}\" --c 4", ["run", "--a", "1", "--b", "2 3", "--c", "4"]),
+        ("A=(--a 1)\nA+=(--b 2)\nrun ${A[@]}", ["run", "--a", "1", "--b", "2"]),
+        ("N=$((1024 * 2))\nrun --a $N --b $(((N + 1) * 3)) --c $((7 / 2))", ["run", "--a", "2048", "--b", "6147", "--c", "3"]),
+        ("ray job submit --address=x \\\n -- python3 train.py --a 1", ["python3", "train.py", "--a", "1"]),
+        ("run a.b=1 +c.d=2 ++e.f=3", ["run", "a.b=1", "+c.d=2", "++e.f=3"]),
+        ("uv run --isolated --extra fsdp --with a -m b.main c.d=1", ["-m", "b.main", "c.d=1"]),
+        ("uv run torchrun --nproc_per_node 2 t.py --a 1", ["t.py", "--a", "1"]),
+        (
+            'A=1 srun --overlap --nodes=1 -w "$NODE_0" apptainer run --nv i.sif python3 -m v.main c.d=1',
+            ["python3", "-m", "v.main", "c.d=1"],
+        ),
+        ('run --a 1 ${@:2} ${@} "$*"', ["run", "--a", "1"]),
+        ("python3 train.py --a 1\npkill -9 ray\nray stop --force", ["python3", "train.py", "--a", "1"]),
+        ("M=org/Big-7B\nrun --a $(basename $M) --b ${M,,} --c $(dirname /x/y)", ["run", "--a", "Big-7B", "--b", "org/big-7b", "--c", "/x"]),
+        ("$PYTHON_OF_NOBODY -m v.main --a 1", ["\x01$PYTHON_OF_NOBODY", "-m", "v.main", "--a", "1"]),
+    ],
+)
+def test_words_are_those_of_a_shell(text, words):
+    if isinstance(words, str):
+        words = [word for part in zip(words.split("|"), (True, False, True)) for word in (part[0].split() if part[1] else [part[0]])]
+    assert flags(text) == words
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("run --reward_funcs math \\ \n  --b 2\n", "a shell ends the command before --b"),
+        ("run --seed 1 \\\n  # --b 2 \\\n  --c 3\n", "a shell ends the command before --c"),
+        ("run --model $NOWHERE_SET_7", "$NOWHERE_SET_7 cannot be known from the script"),
+        ('run "${ARGS[@]}" --seed 1', "${ARGS[@]} cannot be known"),
+        ("run --seed 1 $ARGS_OF_NOBODY", "$ARGS_OF_NOBODY cannot be known"),
+        ("run --seed $(date +%s)", "seed $(date +%s) cannot be known"),
+        ("run --model '/a b'`hostname`", "`hostname` cannot be known"),
+        ("run --a 'x", "cannot be read as a shell script: No closing quotation"),
+        ("N=1\nif true; then N=2; fi\nrun --seed $N", "seed $N cannot be known"),
+        ("for N in 1 2; do M=$N; done\nrun --seed $M", "seed $M cannot be known"),
+        ("run --seed $((1 + NOBODY_KNOWS))", "seed $((1 + NOBODY_KNOWS)) cannot be known"),
+        ("source nowhere.sh\nrun ${ARGS[@]} --seed 1", "for it sources nowhere.sh, not there"),
+    ],
+)
+def test_what_cannot_be_known_is_said(text, said, tmp_path):
+    script = tmp_path / "run.sh"
+    script.write_text(text)
+    problem = parse(["--config", str(script)]).problems[0]
+    assert said in problem.message and "run.sh" in problem.message
+
+
+def test_what_cannot_be_known_is_no_matter_where_it_is_said_again_or_changes_nothing(tmp_path):
+    script = tmp_path / "run.sh"
+    script.write_text("run --seed $(date +%s) --lr 0.5")
+    parsed = parse(["--config", str(script), "--seed", "7"])
+    assert not parsed.problems and (parsed.config.run.seed, parsed.config.optimizer.lr) == (7, 0.5)
+    script.write_text("run --dataloader_num_workers $(nproc) --lr 0.5")
+    parsed = parse(["--config", str(script), "--dialect", "swift"], dialects=DIALECTS)
+    assert not parsed.problems and parsed.config.optimizer.lr == 0.5
+
+
+def test_a_file_that_is_sourced_is_looked_for_where_the_script_lies(tmp_path, monkeypatch):
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "small.sh").write_text("MODEL=(\n  --seed 5  # five\n  --lr 0.5\n)\n")
+    script = tmp_path / "run.sh"
+    here = 'HERE="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" &>/dev/null && pwd)"'
+    script.write_text(f'{here}\nsource "$HERE/models/small.sh"\nrun ${{MODEL[@]}}\n')
+    parsed = parse(["--config", str(script)])
+    assert not parsed.problems and (parsed.config.run.seed, parsed.config.optimizer.lr) == (5, 0.5)
+    monkeypatch.chdir(tmp_path.parent)  # and named from elsewhere
+    assert parse(["--config", f"{tmp_path.name}/{script.name}"]).config.run.seed == 5
+
+
+def test_the_flags_after_a_sample_of_a_data_set_count(tmp_path):
+    """They were taken for a comment, and the run went on with the defaults."""
+    script = tmp_path / "run.sh"
+    script.write_text("megatron_grpo train --dataset 'rows#3' --eval_dataset rows#4 --lr 0.5 --seed 7 \\")
+    parsed = parse(["--config", str(script)])
+    assert not parsed.problems
+    cfg = parsed.config
+    assert (cfg.data.dataset, cfg.eval.eval_dataset, cfg.optimizer.lr, cfg.run.seed) == ("rows#3", "rows#4", 0.5, 7)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "torchrun --nproc_per_node 4 --nnodes=2 --master_port 1 -m megatron_grpo train --lr 0.5",
+        "python -m torch.distributed.run --nproc-per-node=8 train.py --lr 0.5",
+        "NNODES=2 accelerate launch --num_processes 4 train.py --lr 0.5",
+    ],
+)
+def test_a_launcher_gives_the_number_of_ranks_and_none_of_its_flags(tmp_path, command):
+    script = tmp_path / "run.sh"
+    script.write_text(command)
+    parsed = parse(["--config", str(script)])
+    assert not parsed.problems
+    assert (parsed.config.parallel.world_size, parsed.config.optimizer.lr) == (8, 0.5)
+
+
+def test_the_command_that_trains_is_read_and_the_other_one_named(tmp_path):
+    script = tmp_path / "both.sh"
+    script.write_text("swift rollout --model /a --seed 1 &\nmegatron rlhf --model /b --lr 0.5\n")
+    parsed = parse(["--config", str(script), "--dialect", "swift"], dialects=DIALECTS)
+    assert not parsed.problems and parsed.config.model.model == "/b" and parsed.config.run.seed == 42
+    assert parsed.notes == ["both.sh: the flags of its last command are read, not those of swift rollout."]
+
+
+@pytest.mark.parametrize("call", ["bash examples/base.sh", "./examples/base.sh", "uv run bash examples/base.sh"])
+def test_a_script_that_starts_another_one_is_that_one_with_its_own_words_last(tmp_path, call):
+    """They were read as the whole run, and all that the other script says was left out."""
+    (tmp_path / "examples" / "more").mkdir(parents=True)
+    (tmp_path / "examples" / "base.sh").write_text('SEED=$1\nshift\npython3 t.py --seed $SEED --lr 0.5 --micro_batch_size 2 \\\n  "$@"\n')
+    script = tmp_path / "examples" / "more" / "run.sh"  # its paths are from where it is started: two folders above it
+    script.write_text(f'{call} 7 \\\n  --lr 0.25 "$@"\n')
+    parsed = parse(["--config", str(script)])
+    assert not parsed.problems
+    cfg = parsed.config
+    assert (cfg.run.seed, cfg.optimizer.lr, cfg.batch.micro_batch_size) == (7, 0.25, 2)
+    assert parsed.repeated == ["lr stands twice in run.sh: the last is used."]
+    script.write_text("bash nowhere.sh --lr 0.25")
+    assert "run.sh: it starts nowhere.sh, which is not there" in parse(["--config", str(script)]).problems[0].message
+    script.write_text("bash run.sh --lr 0.25")
+    assert "it starts run.sh, which is not there" in parse(["--config", str(script)]).problems[0].message  # itself, without end
+
+
+def test_a_file_that_a_script_names_as_config_is_read_before_its_words(tmp_path):
+    (tmp_path / "values.yaml").write_text("lr: 0.5\nseed: 7\n")
+    script = tmp_path / "run.sh"
+    script.write_text("accelerate launch --config_file zero3.yaml t.py --config values.yaml --seed 8")
+    parsed = parse(["--config", str(script)])
+    assert not parsed.problems and (parsed.config.optimizer.lr, parsed.config.run.seed) == (0.5, 8)
+    script.write_text("t.py --config nowhere.yaml --seed 8")
+    assert "config nowhere.yaml is not there" in parse(["--config", str(script)]).problems[0].message
+
+
+def test_a_script_without_a_flag_is_no_run_of_defaults(tmp_path):
+    script = tmp_path / "run.sh"
+    script.write_text("echo nothing\ncd /tmp\n")
+    assert [problem.message for problem in parse(["--config", str(script)]).problems] == [
+        "run.sh starts nothing with flags that could be read here."
+    ]
+
+
+def test_a_name_of_a_run_that_cannot_be_known_is_left_out(tmp_path):
+    script = tmp_path / "run.sh"
+    script.write_text("run --run_name a-$(date +%s) --lr 0.5 --seed $(x) --model $NOWHERE_7")
+    parsed = parse(["--config", str(script)])
+    assert parsed.config.run.run_name is None and parsed.notes == [
+        "run.sh: run_name a-$(date +%s) cannot be known from the script, and is left out."
+    ]
+    assert [problem.message for problem in parsed.problems] == [
+        "run.sh: seed $(x), model $NOWHERE_7 cannot be known from the script. Give them on the command line."
+    ]
+
+
+@pytest.mark.parametrize(
+    "start",
+    [
+        "uv run --with datasets python train.py",
+        "uv run --isolated --with skyrl-gym skyrl-train",
+        "uvx --with datasets --python 3.11 trl grpo",
+        "exec uv run --with trl -m main",
+        "srun --nodes 2 python train.py",
+    ],
+)
+def test_options_of_what_starts_a_program_are_not_settings(start):
+    entries, problems = read_script(f"{start} --learning_rate 1e-6", source="run.sh")
+    assert ([entry.name for entry in entries], problems) == (["learning_rate"], [])

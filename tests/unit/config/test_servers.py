@@ -1,0 +1,102 @@
+"""Addresses of servers out of settings and files, and the token."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_grpo.base.errors import ConfigError
+from megatron_grpo.config.checks import validate
+from megatron_grpo.config.config import Config, RolloutConfig
+from megatron_grpo.config.servers import OF_THE_ENGINE, Address, addresses_of, read_token
+from megatron_grpo.config.table import table
+
+
+def servers(**settings):
+    return RolloutConfig(vllm_mode="server", **{f"vllm_server_{name}": value for name, value in settings.items()})
+
+
+def said(**values):
+    return " ".join(problem.message for problem in validate(Config().with_values({"vllm_mode": "server", **values})))
+
+
+@pytest.mark.parametrize(
+    ("settings", "urls"),
+    [
+        (dict(host=["a", "b"]), ["http://a:8000", "http://b:8000"]),
+        (dict(host=["a", "b"], port=[1, 2]), ["http://a:1", "http://b:2"]),
+        (dict(host=["a"], port=[1, 2]), ["http://a:1", "http://a:2"]),
+        (dict(host=["a"], ca="c.pem"), ["https://a:8000"]),
+        (dict(base_url=["https://a", "http://b/", "http://[::1]:9"]), ["https://a:443", "http://b:80", "http://[::1]:9"]),
+        (dict(host=["a"], base_url=["http://a:8000", "http://b:8000"]), ["http://a:8000", "http://b:8000"]),
+    ],
+)
+def test_servers_are_named_by_hosts_and_ports_or_by_urls(settings, urls):
+    assert [str(address) for address in addresses_of(servers(**settings))] == urls
+
+
+def test_files_of_addresses_are_read_anew_each_time_and_need_not_be_there_yet(tmp_path):
+    named = servers(host=[f"@{tmp_path}/one", f"@{tmp_path}/many"])
+    assert addresses_of(named) == []
+    (tmp_path / "one").write_text("http://a:1\n")
+    assert addresses_of(named) == [Address("a", 1)]
+    (tmp_path / "many").mkdir()
+    for name, text in (("x", "http://b:2\n\nhttps://c:3\n"), (".half", "http://d:"), ("y", "http://a:1")):
+        (tmp_path / "many" / name).write_text(text)
+    assert addresses_of(named) == [Address("a", 1), Address("b", 2), Address("c", 3, is_https=True)]
+    (tmp_path / "one").unlink()
+    (tmp_path / "many" / "x").write_text("b:2")
+    with pytest.raises(ValueError, match=r"many/x, line 1: 'b:2' is no address like http://host:8000"):
+        addresses_of(named)
+
+
+@pytest.mark.parametrize(
+    ("values", "sentence"),
+    [
+        (dict(vllm_server_base_url=["http://a:8000/v1"]), "http://a:8000/v1|has more in it than scheme, host and port"),
+        (dict(vllm_server_host=["a:8000"]), "(a:8000) is a host alone: its port goes to vllm_server_port"),
+        (dict(vllm_server_host=["http://a"]), "(http://a) is a host alone"),
+        (dict(vllm_server_host=["a"], vllm_server_ca="/nowhere"), "vllm_server_ca (/nowhere) is not a file"),
+        (dict(vllm_server_base_url=["http://a:1"], vllm_server_ca="/nowhere"), "http://a:1 is not. Use https://"),
+        (dict(vllm_server_host=["a"], vllm_server_port=[0]), "vllm_server_port ([0]) must be at least 1 and at most 65535 each"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_with_an_address_is_said(values, sentence):
+    assert all(part in said(**values) for part in sentence.split("|") if part != "http://a:8000/v1")
+
+
+def test_what_an_engine_is_started_with_are_settings_of_the_sampler():
+    assert all(table()[name].group == "rollout" for name in OF_THE_ENGINE)
+
+
+def test_the_token_is_in_a_file_for_its_owner_or_in_the_variable_and_never_printed(tmp_path):
+    file = tmp_path / "token"
+    file.write_text("secret of the file\n")
+    file.chmod(0o600)
+    environment = {"MEGATRON_GRPO_TOKEN": " secret of the variable ", "XDG_CONFIG_HOME": str(tmp_path)}
+    assert read_token(servers(token_file=str(file)), environment) == "secret of the file"
+    assert read_token(servers(), environment) == "secret of the variable"
+    del environment["MEGATRON_GRPO_TOKEN"]
+    with pytest.raises(ConfigError, match="set the variable MEGATRON_GRPO_TOKEN"):
+        read_token(servers(), environment)
+    (tmp_path / "megatron-grpo").mkdir()
+    made = tmp_path / "megatron-grpo" / "token"
+    made.write_text("secret of a server")
+    made.chmod(0o600)
+    assert read_token(servers(), environment) == "secret of a server"
+    for mode in (0o640, 0o604):
+        file.chmod(mode)
+        with pytest.raises(ConfigError, match=rf"can be read by others \(mode {mode:o}\). Say `chmod 600") as error:
+            read_token(servers(token_file=str(file)), environment)
+        assert "secret" not in str(error.value)
+    for path, why in ((tmp_path / "none", "cannot be read"), (tmp_path, "cannot be read")):
+        with pytest.raises(ConfigError, match=why):
+            read_token(servers(token_file=str(path)), environment)
+    file.chmod(0o600)
+    file.write_text("\n")
+    with pytest.raises(ConfigError, match="is empty"):
+        read_token(servers(token_file=str(file)), environment)
+
+
+def test_an_address_file_without_an_end_is_a_sentence():
+    with pytest.raises(ValueError, match="@/dev/zero cannot be read: it has more than 64 million"):
+        addresses_of(Config().with_values({"vllm_server_host": ["@/dev/zero"]}).rollout)

@@ -1,0 +1,213 @@
+"""From episodes to rows: whose fault is whose reward, what trains, what is counted, when a run ends."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from megatron_grpo.base.errors import ConfigError
+from megatron_grpo.config.config import Config
+from megatron_grpo.environments.episodes import EnvironmentsFailed, check_failures
+from megatron_grpo.metrics.rollout import Completions, episode_stats
+from megatron_grpo.rewards.builtin.environment import build_environment
+from megatron_grpo.rewards.protocol import RewardFunction
+from megatron_grpo.trainer.judge import Judge, as_batch
+from megatron_grpo.types import (
+    FAULTS,
+    Completion,
+    EpisodeNumbers,
+    EpisodeRecord,
+    Group,
+    Prompt,
+    ScoredGroup,
+    Sequence,
+    Verdict,
+)  # fmt: skip
+from tests.unit.trainer.test_rollouts import rollout
+
+OPENING = ({"role": "user", "content": "q"},)
+SAID = ({"role": "assistant", "content": "a"}, {"role": "user", "content": "no"}, {"role": "assistant", "content": "b"})
+
+
+def episode(ended="done", *, fault="", rewards=(0.0, 1.0), starts=(0,), seconds=0.5, **metrics) -> Completion:
+    """Two turns: [prompt, prompt, drawn, heard, drawn], or two contexts of them."""
+    mask = np.array([False, False, True, False, True] * len(starts))
+    numbers = EpisodeNumbers(
+        ended=ended, num_turns=2, seconds=seconds, metrics=metrics, fault=fault or ("it did" if ended in FAULTS else "")
+    )
+    return Completion(
+        sequence=Sequence(token_ids=np.arange(4, 4 + len(mask)), mask=mask, starts=starts),
+        logprobs=np.where(mask, -0.5, 0).astype(np.float32), text="[assistant] a", ended=ended, versions=((0, 2, 5),),
+        record=EpisodeRecord(numbers=numbers, messages=(*OPENING, *SAID), num_opening=1, turn_rewards=rewards),
+    )  # fmt: skip
+
+
+def group(*completions: Completion, number: int = 0) -> Group:
+    prompt = Prompt(number=number, row=number, raw=list(OPENING), token_ids=(4, 5), columns={"answer": "x"})
+    return Group(prompt=prompt, completions=completions)
+
+
+def function(call, name="f") -> RewardFunction:
+    return RewardFunction(name=name, function=call, timeout=10.0)
+
+
+def test_rewards_get_whole_episodes_by_name_and_a_failed_one_is_judged_by_nobody():
+    heard = {}
+
+    def reward(completions, messages, turn_rewards, num_turns, ended, answer):
+        heard.update(completions=completions, messages=messages, turn_rewards=turn_rewards, num_turns=num_turns, ended=ended, answer=answer)
+        return [1.0] * len(completions)
+
+    failed = episode("error")
+    [scored] = Judge([function(reward), function(lambda completions: [2.0] * len(completions), "g")])(
+        [group(episode(), failed, episode("max_turns"))]
+    )
+    assert scored.rewards == ((1.0, 2.0), (None, None), (1.0, 2.0))
+    assert heard == {
+        "completions": [list(SAID)] * 2, "messages": [[*OPENING, *SAID]] * 2, "turn_rewards": [[0.0, 1.0]] * 2, "num_turns": [2, 2],
+        "ended": ["done", "max_turns"], "answer": ["x", "x"],
+    }  # fmt: skip
+
+
+def test_a_failed_episode_is_in_no_mean_and_trains_nothing_yet_is_a_row():
+    """Trap 6: scored 0, it would give the other seven an advantage for being there."""
+    flags = iter([True, False, False, False])
+
+    def answer(prompt, place, version):
+        return replace(episode("error" if next(flags) else "done"), versions=((version, 2, 5),))
+
+    rewards = {0: ((None,), (1.0,)), 1: ((1.0,), (0.0,))}
+    samples, stats, rows = rollout(rewards, answer=answer)
+    assert [row.num_masked for row in rows] == [0, 2, 2, 2] and not samples[0].mask.any() and not samples[0].sampler_logprobs.any()
+    assert [sample.advantage for sample in samples[:2]] == [0.0, 0.0] and samples[2].advantage > 0 > samples[3].advantage
+    assert stats["reward"] == pytest.approx(2 / 3) and stats["episodes/failed"] == 1
+
+
+def test_max_turns_is_a_rule_and_length_is_a_cut():
+    verdict = Verdict.of(ScoredGroup(group=group(episode("max_turns"), episode("length")), rewards=((1.0,), (1.0,))))
+    assert verdict.is_truncated == (False, True) and verdict.trains == (True, True)
+
+
+def verdicts(*ended: str) -> list[Verdict]:
+    return [Verdict.of(ScoredGroup(group=group(episode(how)), rewards=((1.0,),))) for how in ended]
+
+
+def test_a_run_whose_episodes_fail_ends_with_the_most_frequent_sentence():
+    check_failures(verdicts("done", "error"), 0.5)
+    check_failures(verdicts("done", "done"), 0.0)
+    check_failures([], 0.5)
+    with pytest.raises(EnvironmentsFailed, match="2 of 3 episodes of a rollout failed by their environment's fault .* alike: it did"):
+        check_failures(verdicts("error", "timeout", "done"), 0.5)
+    with pytest.raises(EnvironmentsFailed, match="2 of 2"):
+        check_failures(verdicts("error", "nonsense"), 1.0)
+    with pytest.raises(EnvironmentsFailed):
+        rollout(
+            {0: ((None,), (None,)), 1: ((None,), (None,))},
+            answer=lambda prompt, place, version: replace(episode("timeout"), versions=((version, 2, 5),)),
+        )
+
+
+def test_the_environments_reward_is_discounted_by_turn_and_summed_over_all():
+    config = Config().with_values({"turn_discount": 0.5})
+    given = build_environment(config)(completions=[0] * 4, turn_rewards=[[1.0, 2.0, 4.0], [None, None, 8.0], [None], []])
+    assert given == [3.0, 2.0, 0.0, 0.0]
+    assert build_environment(Config())(completions=[0], turn_rewards=[[1.0, 2.0, 4.0]]) == [7.0]
+
+
+def test_what_is_counted_of_episodes():
+    scored = ScoredGroup(
+        group=group(episode(tool_calls=2.0, tool_errors=1.0), episode("length", starts=(0, 5), tool_calls=2.0, seconds=1.5)),
+        rewards=((1.0,), (0.0,)),
+    )
+    stats = episode_stats([Verdict.of(scored)])
+    assert stats["episodes/turns"] == stats["episodes/turns_max"] == 2 and stats["episodes/rewritten"] == 0.5
+    assert stats["episodes/drawn_tokens"] == 3.0 and stats["episodes/masked_token_share"] == pytest.approx(1 - 6 / 15)
+    assert stats["episodes/environment_seconds"] == 1.0 and stats["episodes/failed"] == 0
+    assert stats["episodes/ended/length"] == stats["episodes/ended/done"] == 0.5 and stats["episodes/ended/error"] == 0
+    assert stats["environment/tool_calls"] == stats["tools/call_frequency"] == 2.0
+    assert stats["environment/tool_errors"] == 0.5 and stats["tools/failure_frequency"] == 0.25
+
+
+def test_the_table_of_completions_shows_turns_and_cuts_what_is_huge(tmp_path):
+    from types import SimpleNamespace
+
+    huge = episode("error", fault="reply raised KeyError")
+    record = replace(huge.record, messages=(*OPENING, {"role": "tool", "content": "x" * 10_000_000}))
+    scored = ScoredGroup(group=group(replace(huge, record=record)), rewards=((None,),))
+    found = SimpleNamespace(
+        number=0,
+        advantages=SimpleNamespace(rewards=np.array([[np.nan]]), rewards_per_func=np.array([[[np.nan]]]), advantages=np.array([[0.0]])),
+    )
+    columns = Completions(tmp_path, reward_names=["f"])._columns(0, scored, found)
+    [messages] = columns["messages"]
+    assert len(messages) < 200_000 and json.loads(messages)[1]["content"].endswith("(10,000,000 characters)")
+    assert columns["fault"] == ["reply raised KeyError"] and columns["num_turns"] == [2] and columns["completion"] == ["[assistant] a"]
+
+
+def test_completion_ids_are_what_follows_the_opening_in_the_last_context():
+    batch = as_batch([group(episode(starts=(0, 5)))])
+    assert list(batch.completion_ids[0]) == [11, 12, 13]
+
+
+MINE = """
+from megatron_grpo.environments.protocol import Environment
+class Fine(Environment):
+    def reply(self, turn):
+        return [], 0.0, True
+class Mute(Environment):
+    pass
+class Exits:
+    raise_at_import = None
+def bare(x):
+    return x
+"""
+
+
+@pytest.mark.parametrize(
+    ("values", "sentence"),
+    [
+        ({"environment": "mine.py:Nothing"}, "environment: mine.py has no function 'Nothing'"),
+        ({"environment": "mine.py:Mute"}, "environment mine.py:Mute has no `reply`."),
+        ({"environment": "mine.py:bare"}, "environment mine.py:bare is no environment"),
+        ({"environment": "mine"}, "environment (mine) is written path/to/file.py:name, or package.module:name."),
+        ({"tools": ["mine.py:bare"]}, "tools: one of mine.py:bare has no schema: Cannot generate JSON schema for bare because it has no"),
+        ({"tools": ["mine.py:bare", "mine.py:bare"]}, "names two functions of one name"),
+    ],
+)
+def test_what_is_no_environment_and_no_tool_is_said_before_anything_loads(tmp_path, monkeypatch, values, sentence):
+    from megatron_grpo.environments.loading import load_environment
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(MINE)
+    with pytest.raises(ConfigError) as said:
+        load_environment(Config().with_values(values))
+    assert sentence in str(said.value)
+    assert load_environment(Config().with_values({"environment": "mine.py:Fine"})).__name__ == "Fine"
+    assert load_environment(Config()) is None
+
+
+def test_a_template_that_shows_no_tool_is_refused_and_one_that_rewrites_is_told():
+    """Trap 17: the model would answer without ever having seen the result."""
+    from megatron_grpo.environments.probe import look_at
+    from megatron_grpo.environments.protocol import Environment
+    from megatron_grpo.environments.template import ChatTemplate
+    from megatron_grpo.environments.tools import ToolEnvironment
+    from tests.chat_models import DROPS, TEMPLATE, chat_tokenizer
+
+    def look(source, kind, history="template", end_ids=(2,)):
+        return look_at(ChatTemplate(chat_tokenizer(source), end_ids=end_ids), kind, history=history, flag="tools")
+
+    assert look(TEMPLATE, Environment) == look(TEMPLATE, ToolEnvironment) == look(DROPS, Environment, "sampled") == []
+    assert "rewrites a turn once a message of role user has answered it" in look(DROPS, Environment)[0]
+    assert "--stop_token_ids 2 stops it" in look(TEMPLATE, Environment, end_ids=(0,))[0]
+    blind = TEMPLATE.replace("message.content + '\\n</tool_response>", "'</tool_response>")
+    refuses = "{% for m in messages if m.role == 'tool' %}{{ raise_exception('no tools here') }}{% endfor %}" + TEMPLATE
+    for source, sentence in (
+        (blind, "shows nothing of a message of role tool"),
+        (refuses, "refuses a message of role tool.*no tools here"),
+    ):
+        with pytest.raises(ConfigError, match=sentence):
+            look(source, type("T", (ToolEnvironment,), {"tools": [{}]}))

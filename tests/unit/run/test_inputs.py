@@ -1,0 +1,244 @@
+"""`plan` and `train` look at one list: what one refuses the other refuses, in the same words, all of it at once."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from megatron_grpo.base.errors import ConfigError
+from megatron_grpo.cli import main
+from megatron_grpo.compat import DIALECTS
+from megatron_grpo.config import parse
+from megatron_grpo.rewards.loading import close_rewards
+from megatron_grpo.run.inputs import look_at_everything, read_everything
+from tests.tiny_models import write_tiny
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory):
+    """Flags of a run that is right, in a folder of its own: {flag: value}."""
+    folder = tmp_path_factory.mktemp("inputs")
+    model = write_tiny(folder / "model", "qwen3")
+    (folder / "data.jsonl").write_text("".join(json.dumps({"prompt": f"5 {n}", "answer": n}) + "\n" for n in range(6, 16)))
+    (folder / "reward.py").write_text(
+        "def good(completions, answer): return [0.0] * len(completions)\ndef wants(completions, hint): return [0.0] * len(completions)\n"
+    )
+    return {"model": str(model), "dataset": str(folder / "data.jsonl"), "reward_funcs": f"{folder}/reward.py:good",
+            "output_dir": str(folder / "out"), "max_completion_length": "8", "num_generations": "4"}  # fmt: skip
+
+
+def parsed(flags):
+    return parse([word for name, value in flags.items() for word in (f"--{name}", *str(value).split())], dialects=DIALECTS)
+
+
+def refused(look, flags) -> list[str]:
+    try:
+        look(parsed(flags))
+    except ConfigError as error:
+        return [problem.message for problem in error.problems]
+    return []
+
+
+def test_what_is_right_passes_both_and_plan_says_what_it_left_out(good):
+    made, inputs = read_everything(parsed(good))
+    close_rewards(inputs.rewards)
+    planned = look_at_everything(parsed(good))
+    machine = "this machine's GPUs and memory, and whether output_dir can be written"
+    assert planned.not_checked == (machine, "the tokenizer (chat template, prompt lengths in tokens)")
+    assert made.not_checked == ()
+    assert (made.num_prompts, planned.num_prompts, planned.timetable) == (10, 10, made.timetable)
+
+
+@pytest.mark.parametrize("epochs", [1, 2.5])
+def test_who_draws_prompts_leaves_out_those_that_the_timetable_leaves_out(good, epochs, tmp_path):
+    """Ten rows of two sets, four a rollout; three micro-steps an optimizer step, 16 an epoch, the last step of which has one."""
+    more = tmp_path / "more.jsonl"
+    more.write_text("".join(json.dumps({"prompt": f"7 {n}", "answer": n}) + "\n" for n in range(3)))
+    sizes = {"global_batch_size": 6, "generation_batch_size": 16, "micro_batch_size": 2, "allow_unaligned_generation": "true"}
+    mixed = {"dataset": f"{good['dataset']}#7 {more}", "dataset_drop_last": "true", "num_train_epochs": epochs}
+    made, inputs = read_everything(parsed(good | sizes | mixed))
+    close_rewards(inputs.rewards)
+    assert (made.num_prompts, inputs.prompts.per_epoch, made.timetable.prompts_per_epoch) == (10, 8, 8)
+    assert made.timetable.num_steps == {1: 6, 2.5: 15}[epochs]  # 16 micro-steps an epoch
+    drawn = [prompt.row for prompt in inputs.prompts.take(16)]
+    assert len(set(drawn[:8])) == len(set(drawn[8:])) == 8
+    made, inputs = read_everything(parsed(good | sizes | mixed | {"dataset_drop_last": "false"}))
+    close_rewards(inputs.rewards)
+    assert (inputs.prompts.per_epoch, made.timetable.num_steps) == (10, {1: 7, 2.5: 17}[epochs])
+
+
+def write(path, text):
+    path.write_text(text)
+    return path
+
+
+def damaged(good, tmp_path):
+    """A model whose only file of weights ends too early."""
+    for file in os.listdir(good["model"]):
+        content = open(os.path.join(good["model"], file), "rb").read()
+        (tmp_path / file).write_bytes(content[:-10] if file.endswith(".safetensors") else content)
+    return tmp_path
+
+
+def run_in(at):
+    """A folder as a run leaves it."""
+    write(at / "run.lock", "")
+    return write(at / "metrics.jsonl", "{}\n").parent
+
+
+# name: (flags that replace good ones, what is said)
+BAD = {
+    "no such model": (lambda good, at: {"model": "/no/such/model"}, "model (/no/such/model) does not exist."),
+    "a model that is cut short": (lambda good, at: {"model": damaged(good, at)}, "it is damaged or was not downloaded completely."),
+    "no such reward file": (lambda good, at: {"reward_funcs": "gone.py:f"}, "There is no file 'gone.py'"),
+    "no such reward function": (lambda good, at: {"reward_funcs": good["reward_funcs"] + "ly"}, "no function 'goodly'. Did you mean good?"),
+    "no such built-in": (lambda good, at: {"reward_funcs": "lenght"}, "There is no built-in reward 'lenght'. Did you mean length?"),
+    "a file that exits": (
+        lambda good, at: {"reward_funcs": f"{write(at / 'leaves.py', 'import sys; sys.exit(0)')}:f"}, "to end with SystemExit: 0."),
+    "a column that is missing": (
+        lambda good, at: {"reward_funcs": good["reward_funcs"].replace("good", "wants")}, "needs the column `hint`; the data set"),
+    "a column that rows lack": (
+        lambda good, at: {"dataset": write(at / "d.jsonl", '{"prompt": "5"}\n{"prompt": "6", "answer": 1}\n{"prompt": "7"}\n')},
+        "Reward `good` needs the column `answer`, and 2 of 3 rows (d.jsonl line 1, d.jsonl line 3) lack it: write it there, null where"),
+    "a column that rows of the first block lack": (
+        lambda good, at: {"dataset": write(at / "d.jsonl", '{"prompt": "5"}\n{"prompt": "6", "answer": 1}\n{"prompt": "7"}\n'),
+                          "streaming": "true", "shuffle_buffer_size": 2, "max_steps": 2, "max_prompt_length": 4},
+        "Reward `good` needs the column `answer`, and 1 of 2 rows (d.jsonl line 1) lack it"),
+    "weights for fewer functions": (lambda good, at: {"reward_weights": "1 2"}, "reward_weights has 2 values for 1 reward_funcs"),
+    "no such data": (lambda good, at: {"dataset": str(at / "gone.jsonl")}, "gone.jsonl' does not exist."),
+    "rows that are no prompts": (lambda good, at: {"dataset": write(at / "d.jsonl", '{"text": "a"}\n')}, "neither `prompt` nor `messages`"),
+    "rows with images": (
+        lambda good, at: {"dataset": write(at / "d.jsonl", '{"prompt": "a", "images": ["b.png"]}\n')}, "which the model would not see"),
+    "no held-out data": (lambda good, at: {"eval_dataset": str(at / "gone.jsonl")}, "eval_dataset"),
+    "an unknown service": (lambda good, at: {"report_to": "tensorbord"}, "tensorbord"),
+    "heads that vLLM cannot share": (
+        lambda good, at: {"world_size": 3, "vllm_tensor_parallel_size": 3, "global_batch_size": 12}, "vllm_tensor_parallel_size (3): "),
+    "a run that is there": (lambda good, at: {"output_dir": run_in(at), "resume": "never"},
+                            "holds an earlier run and resume is never"),
+    "a file that no run wrote": (lambda good, at: {"output_dir": write(at / "config.yaml", "{}").parent},
+                                 "config.yaml was not written by `train`, which would replace it"),
+    "an empty list in a file": (lambda good, at: {"config": write(at / "c.yaml", "sequence_parallel: []")},
+                                "sequence_parallel (c.yaml) needs a value"),
+    "two ways to begin": (lambda good, at: {"overwrite_output_dir": "true", "resume": str(at)}, "Leave one of them out."),
+    "a zero among it all": (lambda good, at: {"micro_batch_size": 0, "dataset": "gone.jsonl", "reward_funcs": "lenght"},
+                            "micro_batch_size must be at least 1, not 0"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_plan_and_train_refuse_the_same(good, tmp_path, name):
+    change, said = BAD[name]
+    flags = good | change(good, tmp_path)
+    by_plan, by_train = refused(look_at_everything, flags), refused(read_everything, flags)
+    assert by_plan == by_train
+    assert any(said in message for message in by_plan), by_plan
+    assert len(by_plan) == {"a zero among it all": 3, "heads that vLLM cannot share": 3}.get(name, 1)  # the latter: by heads, width, groups
+
+
+def test_a_column_of_null_is_there_and_one_of_several_that_a_function_takes_is_enough(good, tmp_path):
+    rows = [{"prompt": "5", "answer": None}, {"prompt": "6", "answer": 6}]
+    data = write(tmp_path / "d.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+    assert refused(look_at_everything, good | {"dataset": data}) == []
+    data = write(tmp_path / "e.jsonl", "".join(json.dumps(row) + "\n" for row in [*rows, {"prompt": "7", "solution": "7"}]))
+    assert refused(look_at_everything, good | {"dataset": data, "reward_funcs": "accuracy"}) == []
+    data = write(tmp_path / "f.jsonl", "".join(json.dumps(row) + "\n" for row in [*rows, {"prompt": "7"}]))
+    assert refused(look_at_everything, good | {"dataset": data, "reward_funcs": "accuracy"}) == [
+        "Reward `accuracy` needs the column `answer` or `solution`, and 1 of 3 rows (f.jsonl line 3) lack it: write it there, null where "
+        "it does not apply."
+    ]
+
+
+def test_what_only_the_machine_of_the_run_has_is_left_out_and_named(good, tmp_path):
+    foreign = write(
+        tmp_path / "grpo.yaml",
+        "model_name_or_path: /data/models/qwen\nper_device_train_batch_size: 4\nnum_generations: 4\nreport_to: swanlab\n",
+    )
+    found = look_at_everything(parsed({"dialect": "trl", "config": foreign, "dataset": "someone/prompts"}))
+    assert "whether swanlab can be reported to" in found.not_checked
+    assert "the model's weights (/data/models/qwen is not on this machine)" in found.not_checked
+    assert "the rows of dataset (someone/prompts is not on this machine)" in found.not_checked
+
+
+def test_an_adapter_that_only_the_machine_of_the_run_has_is_left_out_and_its_rank_is_that_of_the_settings(good, tmp_path):
+    foreign = write(tmp_path / "run.sh", "megatron rlhf --tuner_type lora --lora_rank 16 --adapters /data/adapter --loss_type grpo")
+    found = look_at_everything(parsed(good | {"dialect": "swift", "config": foreign}))
+    assert "adapters (/data/adapter is not on this machine): ranks and targets are taken from the settings" in found.not_checked
+    assert found.checked.config.tuner.lora_rank == 16
+    (message,) = refused(look_at_everything, good | {"tuner_type": "lora", "adapters": "/data/adapter"})
+    assert message.startswith("adapters: /data/adapter is not an adapter")
+
+
+def test_paths_of_a_run_stay_where_they_were_when_a_reward_changes_the_directory(good, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "moves.py").write_text("import os\nprint('hello')\nos.chdir('/')\ndef f(completions): return []\n")
+    os.symlink(good["model"], tmp_path / "model")
+    write(tmp_path / "lengths", "3 4\n")
+    assert look_at_everything(parsed(good | {"lengths": "lengths", "reward_funcs": "moves.py:f"})).cost is not None
+    assert capsys.readouterr().out == "", "stdout is for the plan"
+    sys.modules.pop(next(name for name in sys.modules if "_reward_moves_" in name))
+    os.chdir(tmp_path)
+    made, inputs = read_everything(parsed(good | {"model": "model", "output_dir": "out", "reward_funcs": "moves.py:f"}))
+    assert os.getcwd() == "/"
+    assert made.checked.config.run.output_dir == str(tmp_path / "out") and made.checked.config.run.resume == "auto"
+    assert inputs.model_path == tmp_path / "model"
+
+
+def test_a_plan_with_everything_named_imports_no_torch(good):
+    good = good | {"report_to": "tensorboard"}
+    program = (
+        "import sys; from megatron_grpo.cli import main; "
+        f"code = main(['plan', '--json', *{[word for name, value in good.items() for word in ('--' + name, value)]!r}]); "
+        "heavy = [name for name in ('torch', 'transformers', 'megatron', 'vllm') if name in sys.modules]; "
+        "sys.exit(f'{code} {heavy}' if code or heavy else 0)"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, timeout=120,
+                           env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})  # fmt: skip
+    assert ended.returncode == 0, ended.stderr
+
+
+def test_a_word_that_names_no_reference_is_refused_and_a_repository_is_left_to_the_run(capsys):
+    words = ["plan", "--beta", "0.1", "--global_batch_size", "8", "--num_generations", "4", "--ref_model"]
+    assert main([*words, "nowhere"]) == 2 and "ref_model (nowhere) is neither a directory here nor a Hub name" in capsys.readouterr().err
+    assert main([*words, "owner/name"]) == 0 and "owner/name is not on" in " ".join(capsys.readouterr().out.split())
+
+
+PROGRAM = """
+open({mark!r}, "w")
+def right(completions): return [1.0 for _ in completions]
+def look(text: str) -> str:
+    "Looks. Args: text: what."
+args = GRPOConfig(per_device_train_batch_size=8)
+trainer = GRPOTrainer(model="someone/model", args=args, reward_funcs=[right], train_dataset="someone/rows", {more})
+{train}
+"""
+
+
+@pytest.mark.parametrize("more", ["", "tools=[look]"])
+@pytest.mark.parametrize("train", ["trainer.train()", ""])
+def test_plan_never_runs_the_program_that_it_is_given(tmp_path, monkeypatch, capfd, more, train):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "train.py", PROGRAM.format(mark=str(tmp_path / "ran"), more=more, train=train))
+    assert main(["plan", "--dialect", "trl", "--config", "train.py"]) == 0
+    said = " ".join(capfd.readouterr().out.split())
+    assert "the reward train.py:right (train.py is read, not run)" in said
+    assert ("the environment train.py:look (train.py is read, not run)" in said) == bool(more)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_plan_says_what_it_imports_before_it_does(good, tmp_path, capfd):
+    file = write(tmp_path / "loud.py", "import sys\nprint('loud', file=sys.stderr)\ndef f(completions): return [0.0] * len(completions)\n")
+    look_at_everything(parsed(good | {"reward_funcs": f"{file}:f"}))
+    told = capfd.readouterr().err
+    assert told.index(f"plan imports {file}:f, and so runs") < told.index("loud\n")
+    look_at_everything(parsed(good | {"reward_funcs": "math"}))
+    assert "imports" not in capfd.readouterr().err
+
+
+def test_plan_says_of_a_model_that_is_elsewhere_that_nobody_looked_at_it(good):
+    found = look_at_everything(parsed({"model": "someone/model"}))
+    assert "someone/model is not on this machine, so that nobody looked at it" in found.warnings[0]
+    assert not any("nobody looked" in warning for warning in look_at_everything(parsed(good)).warnings)

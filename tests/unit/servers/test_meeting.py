@@ -1,0 +1,141 @@
+"""Ranks that wait for each other say for whom."""
+
+from __future__ import annotations
+
+import dataclasses
+import socket
+import threading
+import time
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from megatron_grpo.base.errors import ConfigError, RunError
+from megatron_grpo.base.launcher import Launched
+from megatron_grpo.parallel.state import gpu_of, leave_word, meet, refuse_shared_gpu
+from megatron_grpo.servers.link import _share_a_gpu
+
+
+def launched(rank: int, port: int, world_size: int = 2) -> Launched:
+    return Launched(rank=rank, world_size=world_size, local_rank=rank, is_launched=True, port=port)
+
+
+@pytest.fixture
+def port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def test_a_rank_that_never_comes_is_named_and_then_ends_the_run(port):
+    said = []
+    with pytest.raises(RunError, match=r"waiting for 2 of 3 ranks .* in vain for 0\.01 minutes \(distributed_timeout_minutes\)"):
+        meet(launched(0, port, 3), timeout=timedelta(minutes=0.01), every=0.2, say=said.append)
+    assert f"waiting for 2 of 3 ranks at 127.0.0.1:{port} (ranks 1, 2)" in said
+
+
+def test_the_others_say_it_when_rank_0_is_the_one_that_never_comes(port):
+    said = []
+    with pytest.raises(RunError, match="where rank 0 should be"):
+        meet(launched(1, port), timeout=timedelta(seconds=0.5), every=0.2, say=said.append)
+    assert set(said) == {f"waiting for 1 of 2 ranks at 127.0.0.1:{port} (rank 0): Connection refused"}
+
+
+def test_a_late_rank_is_waited_for(port):
+    missed, stores = threading.Event(), []
+
+    def late():
+        missed.wait(60)
+        stores.append(meet(launched(1, port), timeout=timedelta(seconds=60), every=0.2, say=lambda text: None))
+
+    thread = threading.Thread(target=late)
+    thread.start()
+    first = meet(launched(0, port), timeout=timedelta(seconds=60), every=0.2, say=lambda text: missed.set())
+    thread.join()
+    stores[0].set("key", "value")
+    assert missed.is_set() and first.get("key") == b"value"
+
+
+@pytest.mark.parametrize("refused", [0, 1])
+@pytest.mark.parametrize("launcher_holds_store", [True, False])
+def test_a_rank_that_is_refused_on_its_machine_ends_those_that_wait_for_it_elsewhere(port, monkeypatch, refused, launcher_holds_store):
+    agent = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False) if launcher_holds_store else None
+    told = []
+
+    def waits():
+        joined = dataclasses.replace(launched(1 - refused, port), launcher_holds_store=launcher_holds_store)
+        try:
+            meet(joined, timeout=timedelta(seconds=30), every=0.2, say=lambda text: None)
+        except ConfigError as error:
+            told.append(str(error))
+
+    thread = threading.Thread(target=waits)
+    thread.start()
+    own = {"RANK": str(refused), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    for name, value in {**own, "TORCHELASTIC_USE_AGENT_STORE": str(launcher_holds_store)}.items():
+        monkeypatch.setenv(name, value)
+    leave_word(ConfigError("dataset (data.jsonl) does not exist."))
+    thread.join()
+    assert told == [f"rank {refused} on {socket.gethostname()} was refused: dataset (data.jsonl) does not exist."]
+    del agent
+
+
+def test_a_port_that_is_taken_is_a_sentence(port):
+    with socket.create_server(("127.0.0.1", port)):
+        with pytest.raises(ConfigError, match=f"cannot open port {port} .* Use another MASTER_PORT"):
+            meet(launched(0, port), timeout=timedelta(seconds=5), every=0.2)
+
+
+def test_ranks_of_a_later_attempt_meet_each_other_in_a_store_that_remembers_the_dead(port):
+    """A launcher that starts ranks again keeps its store. Three ranks, then two, then three again, and the first is
+    always the last to come."""
+    store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+
+    def rank(number, world_size, found):
+        time.sleep(0.3 * (number == 0))
+        joined = dataclasses.replace(launched(number, port, world_size), launcher_holds_store=True)
+        met = meet(joined, timeout=timedelta(seconds=60), every=0.2, say=lambda text: None)
+        if number == 0:
+            met.set("address", f"of attempt {len(attempts)}")
+        found[number] = met.get("address").decode()
+
+    attempts = []
+    for world_size in (3, 2, 3):
+        found, threads = {}, []
+        for number in range(world_size):
+            threads.append(threading.Thread(target=rank, args=(number, world_size, found)))
+            threads[-1].start()
+        for thread in threads:
+            thread.join()
+        assert found == dict.fromkeys(range(world_size), f"of attempt {len(attempts)}")
+        attempts.append(found)
+    del store
+
+
+@pytest.mark.parametrize(("local_rank", "visible", "number"), [(0, 8, 0), (5, 8, 5), (5, 1, 0), (0, 1, 0)])
+def test_a_rank_takes_its_gpu_whether_it_sees_all_or_its_own_alone(local_rank, visible, number):
+    assert gpu_of(Launched(rank=local_rank, local_rank=local_rank, world_size=8), visible) == number
+
+
+def test_a_rank_without_a_gpu_of_its_own_is_refused_before_nccl_is():
+    with pytest.raises(ConfigError, match="rank 3 is number 3 of its machine .* sees 2 GPUs"):
+        gpu_of(Launched(rank=3, local_rank=3, world_size=4), 2)
+    store = dist.HashStore()
+    refuse_shared_gpu(store, Launched(rank=0, world_size=3), "GPU-a")
+    refuse_shared_gpu(store, Launched(rank=1, world_size=3), "GPU-b")
+    with pytest.raises(ConfigError, match="rank 2 would share GPU GPU-a with another rank"):
+        refuse_shared_gpu(store, Launched(rank=2, world_size=3), "GPU-a")
+
+
+def test_members_of_a_link_that_share_a_gpu_hear_it_alike():
+    for gpus in (["a", "b", "a"], ["a", "b", "c"]):
+        store, found = dist.HashStore(), []
+
+        def ask(rank, store=store, found=found, gpus=gpus):
+            found.append(_share_a_gpu(store, rank, 3, timedelta(seconds=20), gpus[rank]))
+
+        threads = [threading.Thread(target=ask, args=(rank,)) for rank in range(3)]
+        [thread.start() for thread in threads]
+        [thread.join() for thread in threads]
+        assert found == [len(set(gpus)) < 3] * 3

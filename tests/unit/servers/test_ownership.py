@@ -1,0 +1,149 @@
+"""Claims about who a rollout server belongs to, and of which version it may answer. No engine: a clock that the test moves."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_grpo.servers.serve_ownership import Ownership, Refused
+from megatron_grpo.servers.wire import LEASE_SECONDS, Claim
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+@pytest.fixture
+def own(clock):
+    return Ownership(clock)
+
+
+def pushed(own: Ownership, incarnation: str = "1", version: int = 3) -> None:
+    own.claim(Claim(run="mine", incarnation=incarnation))
+    own.end_push(own.begin_push(keeps_base=False), version, is_base=True)
+
+
+def test_a_server_that_started_holds_no_version_and_answers_nobody(own):
+    with pytest.raises(Refused, match="belongs to nobody; claim it first"):
+        own.require("1")
+    with pytest.raises(Refused, match="holds no weights of a version, and version 0 was asked for"):
+        own.require_version(0)
+    with pytest.raises(Refused):
+        own.require(None)  # no header is not nobody's
+
+
+def test_another_run_is_refused_by_the_owners_name_until_the_lease_is_over(own, clock):
+    pushed(own)
+    clock.now += LEASE_SECONDS - 1
+    with pytest.raises(Refused, match=r"run 'mine' owns this server \(heard of 59 s ago; the server is free 60 s after\)"):
+        own.claim(Claim(run="other", incarnation="9"))
+    own.require("1")  # heard of: the lease begins again
+    clock.now += LEASE_SECONDS - 1
+    with pytest.raises(Refused):
+        own.claim(Claim(run="other", incarnation="9"))
+    clock.now += 1
+    assert own.owner is None
+    assert own.claim(Claim(run="other", incarnation="9"))
+    assert own.owner == "other" and own.version is None and not own.has_base
+    with pytest.raises(Refused, match="belongs to run 'other'"):
+        own.require("1")
+
+
+def test_a_lease_that_is_over_and_that_nobody_took_is_the_owners_again(own, clock):
+    pushed(own)
+    clock.now += 10 * LEASE_SECONDS
+    own.require("1")
+    own.require_version(3)
+
+
+def test_the_same_run_takes_over_from_its_earlier_process_at_once_and_never_back(own):
+    pushed(own, "2026-a")
+    before = own.tenure
+    assert own.claim(Claim(run="mine", incarnation="2026-b"))
+    assert own.version is None and own.tenure != before
+    with pytest.raises(Refused, match="belongs to run 'mine'"):
+        own.require("2026-a")
+    with pytest.raises(Refused, match="a later process of run 'mine' owns this server"):
+        own.claim(Claim(run="mine", incarnation="2026-a"))
+    own.require("2026-b")
+
+
+def test_a_claim_again_changes_nothing(own):
+    pushed(own)
+    before = own.tenure
+    assert not own.claim(Claim(run="mine", incarnation="1"))
+    assert own.version == 3 and own.has_base and own.tenure == before
+
+
+def test_there_is_no_version_from_the_first_byte_of_a_push_to_its_end(own):
+    pushed(own)
+    tenure = own.begin_push(keeps_base=False)
+    with pytest.raises(Refused):
+        own.require_version(3)
+    assert not own.has_base
+    own.end_push(tenure, 4, is_base=False)  # merged weights
+    own.require_version(4)
+    with pytest.raises(Refused, match="holds version 4, and version 3 was asked for"):
+        own.require_version(3)
+    assert not own.has_base
+
+
+def test_a_push_that_fails_leaves_no_version_and_an_adapter_that_fails_leaves_the_base(own):
+    pushed(own)
+    own.begin_push(keeps_base=True)
+    assert own.version is None and own.has_base
+    own.begin_push(keeps_base=False)
+    assert own.version is None and not own.has_base
+
+
+def test_a_base_makes_no_version_before_its_adapter(own):
+    own.claim(Claim(run="mine", incarnation="1"))
+    own.end_push(own.begin_push(keeps_base=False), None, is_base=True)
+    assert own.version is None and own.has_base
+    own.end_push(own.begin_push(keeps_base=True), 7, is_base=True)
+    assert own.version == 7 and own.has_base
+
+
+@pytest.mark.parametrize("change", ["claim", "release", "push"])
+def test_a_push_that_ends_after_the_owner_changed_gives_the_new_one_no_version(own, change):
+    pushed(own)
+    tenure = own.begin_push(keeps_base=False)
+    if change == "claim":
+        own.claim(Claim(run="mine", incarnation="2"))
+    elif change == "release":
+        own.release("1")
+    else:
+        own.begin_push(keeps_base=False)
+    with pytest.raises(Refused, match="claimed anew while the push ran"):
+        own.end_push(tenure, 4, is_base=True)
+    assert own.version is None and not own.has_base
+
+
+def test_a_released_server_goes_to_the_first_claim_and_holds_nothing(own):
+    pushed(own)
+    with pytest.raises(Refused):
+        own.release("2")
+    own.release("1")
+    assert own.owner is None and own.version is None
+    assert own.claim(Claim(run="other", incarnation="0"))
+
+
+def test_a_stream_that_is_read_keeps_the_server_and_one_of_an_earlier_tenure_does_not(own, clock):
+    pushed(own)
+    old = own.tenure
+    for _ in range(5):
+        clock.now += LEASE_SECONDS - 1
+        own.heard(old)
+    assert own.owner == "mine"
+    own.begin_push(keeps_base=False)
+    clock.now += LEASE_SECONDS - 1
+    own.heard(old)
+    clock.now += 1
+    assert own.owner is None

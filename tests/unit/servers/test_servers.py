@@ -1,0 +1,234 @@
+"""Servers as an engine that answers in the background. Over real HTTP, with servers that have no engine."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_grpo.rollout.engine import HolderChanged, SamplingSettings
+from megatron_grpo.rollout.experts import WrongExperts
+from megatron_grpo.servers import pushing, wire
+from megatron_grpo.servers.asking import Question
+from megatron_grpo.servers.fleet import Fleet, Needs
+from megatron_grpo.servers.http import Gone, Server
+from megatron_grpo.servers.server_turns import NoServer, ServerTurns
+from megatron_grpo.servers.servers import ServerEngine
+from megatron_grpo.trainer.sync import Restoring
+from megatron_grpo.types import Prompt
+from megatron_grpo.weights.update import WeightUpdate
+from tests.small_server import TOKEN, Broken, SmallServer, all_at_once, answer
+
+SAMPLING = SamplingSettings(n=2, max_completion_length=4)
+PROMPTS = [Prompt(number=number, row=number, raw="", token_ids=(4, 5), columns={}) for number in range(6)]
+
+
+class Pusher:
+    """A push is a number that the servers are told."""
+
+    def __init__(self, fleet, servers):
+        self.fleet, self.servers = fleet, servers
+
+    def push(self, update):
+        for server in self.servers:
+            server.took(update.version)
+
+    def close(self):
+        pass
+
+
+@pytest.fixture
+def engine_of():
+    opened = []
+
+    def made(*lines, **more):
+        servers = [SmallServer(one) for one in lines]
+        fleet = Fleet(lambda: [server.address for server in servers], partial(Server, token=TOKEN, incarnation="1"), run="ours",
+                      incarnation="1", needs=Needs(max_model_len=64), timeout=5.0, say=lambda line: None)  # fmt: skip
+        engine = ServerEngine(lambda: Pusher(fleet, servers), tokenizer=None, vocab_size=10, **more)
+        pushed(engine, 1)
+        opened.extend([engine, *servers])
+        return engine, servers
+
+    yield made
+    for thing in opened:
+        thing.close()
+
+
+def pushed(engine, version):
+    engine.take(WeightUpdate(kind="weights", version=version, tensors=()))
+
+
+def told(groups):
+    return {group.prompt.number: (group.version, [one.answer_ids for one in group.completions]) for group in groups}
+
+
+def test_answers_come_while_nobody_waits_and_are_those_of_a_question_that_is_waited_for(engine_of):
+    gate = threading.Event()
+
+    def late(server, body):
+        gate.wait()
+        yield from all_at_once(server, body)
+
+    engine, _ = engine_of(late, late)
+    flight = engine.begin(PROMPTS, SAMPLING, seed=7)
+    assert not flight.wait(0.0)
+    gate.set()
+    assert flight.wait() and flight.seconds > 0
+    ahead = told(flight.groups())
+    assert list(ahead) == list(range(6)) and ahead == told(engine.generate(PROMPTS, SAMPLING, seed=7))
+
+
+def test_what_is_left_when_all_servers_are_lost_is_answered_by_the_weights_that_are_pushed_then(engine_of):
+    def dies_after_three(server, body):
+        if server.state.version == 4:
+            yield from all_at_once(server, body)
+            return
+        for request in body.requests:
+            if int(request.key) > 2:
+                raise Broken
+            yield wire.encode_line(answer(request, body.version))
+
+    engine, _ = engine_of(dies_after_three)
+
+    def publish():
+        engine.prepare()
+        pushed(engine, 4)
+
+    flight = Restoring(engine, publish).begin(PROMPTS, SAMPLING, seed=7)
+    assert {number: version for number, (version, _) in told(flight.groups()).items()} == {0: 1, 1: 1, 2: 1, 3: 4, 4: 4, 5: 4}
+
+
+def test_what_nobody_wants_any_more_is_no_longer_asked(engine_of):
+    ended = threading.Event()
+
+    def without_end(server, body):
+        try:
+            while True:
+                yield b"\n"  # it is alive
+                time.sleep(0.01)
+        finally:
+            ended.set()
+
+    engine, servers = engine_of(without_end)
+    flight = engine.begin(PROMPTS, SAMPLING, seed=7)
+    while not servers[0].asked:
+        time.sleep(0.01)
+    assert not flight.wait(0.0)
+    flight.drop()
+    assert ended.wait(60), "the server hears that its connection has ended"
+    servers[0].lines = all_at_once
+    pushed(engine, 2)
+    assert {version for version, _ in told(engine.generate(PROMPTS, SAMPLING, seed=7)).values()} == {2}
+
+
+def test_experts_come_with_the_answers_and_those_of_a_prompt_from_the_first_of_its_group(engine_of):
+    def with_experts(server, body):
+        for request in body.requests:
+            one = answer(request, body.version)
+            routes = [np.full((len(request.ids) + 2, 2, 3), int(request.key), dtype=np.int16), np.full((2, 2, 3), 7, dtype=np.int16)]
+            drawn = tuple(replace(drawn, experts=told) for drawn, told in zip(one.completions, routes, strict=True))
+            yield wire.encode_line(replace(one, completions=drawn))
+
+    engine, _ = engine_of(with_experts, tells_experts=True)
+    for group in engine.generate(PROMPTS, SAMPLING, seed=7):
+        first, second = (one.sequence.experts for one in group.completions)
+        assert first.shape == second.shape == (2 + 3, 2, 3) and first.dtype == np.int16
+        assert (first[:4] == group.prompt.number).all() and (second[:2] == first[:2]).all() and (second[2:4] == 7).all()
+        assert (first[4] == -1).all() and (second[4] == -1).all()  # the last token, which was not run, routes freely
+
+
+def test_a_server_that_leaves_experts_out_is_no_server_to_replay_from(engine_of):
+    engine, _ = engine_of(all_at_once, tells_experts=True)
+    with pytest.raises(WrongExperts, match="without the experts"):
+        engine.generate(PROMPTS, SAMPLING, seed=7)
+
+
+# ---- calls that are in flight as servers are lost, and taken up again ----------------------------------------------------------------
+
+
+def drawn(body):
+    """Answers to turns."""
+    for request in body.requests:
+        yield wire.encode_line(replace(answer(replace(request, key="0"), body.version), key=request.key))
+
+
+def until(is_so):
+    end = time.monotonic() + 60
+    while not is_so():
+        assert time.monotonic() < end
+        time.sleep(0.01)  # nobody tells: what is waited for happens in another thread
+
+
+def test_turns_in_flight_on_a_server_that_was_lost_are_drawn_before_anything_is_pushed(engine_of):
+    gate = threading.Event()
+
+    def one_breaks(server, body):
+        if len(body.requests[0].ids) == 1:
+            raise Broken
+        gate.wait()
+        yield from drawn(body)
+
+    engine, [server] = engine_of(one_breaks)
+    fleet = engine._pusher.fleet
+    turns = ServerTurns(fleet, wire.Sampling(), version=1)
+    for key, ids in (((0, 0), (4, 5)), ((1, 0), (4,))):
+        turns.submit(key, ids, seed=7, max_tokens=3)
+        turns.poll()
+    until(lambda: not fleet.used)
+    assert turns.poll() == []  # a push would end the other one
+    gate.set()
+    found = []
+    until(lambda: found.extend(turns.poll()) or found)
+    assert [key for key, _ in found] == [(0, 0)]
+    with pytest.raises(NoServer):
+        turns.poll()
+    assert turns.num_running == 1
+
+
+@pytest.mark.parametrize("asks", ["prompts", "turns"])
+def test_a_call_that_a_push_has_ended_is_no_loss_of_the_server_that_took_it(engine_of, asks):
+    gate = threading.Event()
+
+    def ends_at_a_push(server, body):
+        gate.wait()
+        yield b"\n"
+
+    engine, [server] = engine_of(ends_at_a_push)
+    fleet = engine._pusher.fleet
+    if asks == "turns":
+        asked = ServerTurns(fleet, wire.Sampling(), version=1)
+        asked.submit((0, 0), (4, 5), seed=7, max_tokens=3)
+        asked.poll()
+    else:
+        asked = Question({0: wire.Request(key="0", ids=(4, 5), seed=7, n=2, max_tokens=3)}, wire.Sampling(), version=1)
+        asked.ask(fleet)
+    until(lambda: server.asked)
+    [member] = fleet.used
+    fleet.lose(member, Gone("another call was cut"))
+    engine.prepare()
+    pushed(engine, 2)
+    gate.set()
+    until(lambda: not (asked._flying if asks == "turns" else asked._open))
+    assert fleet.used == [member] and len(server.asked) == 1  # nor is it asked on by who was told of older weights
+    assert not (asked._deaths if asks == "turns" else asked._dealing.deaths)
+
+
+@pytest.mark.parametrize("job", [
+    lambda pusher: pusher.push(WeightUpdate(kind="weights", version=2, tensors=())),
+    lambda pusher: pusher.scores([], 2),
+], ids=["push", "scores"])  # fmt: skip
+def test_a_push_that_finds_nobody_there_is_made_again_when_somebody_is(engine_of, job):
+    engine, _ = engine_of(all_at_once)
+    fleet = engine._pusher.fleet
+    for member in fleet.used:
+        fleet.lose(member, Gone("its machine has gone"))
+    pusher = pushing.Pusher(fleet, device=torch.device("cpu"), bucket_bytes=1)
+    with pytest.raises(HolderChanged, match="no rollout server is left"):
+        job(pusher)
+    pusher.close()

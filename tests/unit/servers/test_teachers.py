@@ -1,0 +1,210 @@
+"""Claims about how a run asks its teacher's servers: real HTTP and real connections, on servers without an engine."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import time
+from functools import partial
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from megatron_grpo.base.errors import ConfigError, GivenUp, NobodySamples, RunError
+from megatron_grpo.config.config import Config, EvalConfig, RolloutConfig, TurnsConfig
+from megatron_grpo.run.sources import needs_of_teacher
+from megatron_grpo.servers.http import Server
+from megatron_grpo.servers.teachers import Drawn, Needs, Teacher
+from megatron_grpo.servers.wire_scores import encode_scores
+from megatron_grpo.trainer.teacher import ServedTeacher
+from megatron_grpo.types import Sequence
+from tests.small_server import TOKEN, Broken, SmallServer
+from tests.unit.trainer.test_rollouts import OneRank
+
+NEEDS = Needs(max_model_len=64, vocabulary="words", vocab_size=100)
+FROZEN = dict(is_frozen=True, vocabulary="words", vocab_size=100, fingerprint="large", max_num_seqs=3)
+
+
+def told(server, body):
+    """The log-prob of a token tells it and its place: -(id / 100 + place)."""
+    for place, (ids, first) in reversed([*enumerate(zip(body.sequences, body.first, strict=True))]):
+        yield b"\n"
+        yield encode_scores(place, [-(ids[at] / 100 + at) for at in range(first, len(ids))])
+
+
+@pytest.fixture
+def opened():
+    servers: list[SmallServer] = []
+
+    def open_one(lines=told, **state) -> SmallServer:
+        servers.append(SmallServer(lines, **(FROZEN | state)))
+        return servers[-1]
+
+    yield open_one
+    for server in servers:
+        server.close()
+
+
+def teacher_of(*servers, timeout=5.0, **more) -> Teacher:
+    at = partial(Server, token=more.pop("token", TOKEN), incarnation="")
+    return Teacher(lambda: [server.address for server in servers], at, NEEDS, timeout=timeout, say=lambda line: None, **more)
+
+
+DRAWN = [Drawn(ids=tuple(range(10 + i, 15 + 2 * i)), first=1 + i % 3) for i in range(20)]
+RIGHT = [[-(one.ids[at] / 100 + at) for at in range(one.first, len(one.ids))] for one in DRAWN]
+
+
+def is_right(found) -> bool:
+    return len(found) == len(RIGHT) and all(np.allclose(one, right, atol=1e-6) for one, right in zip(found, RIGHT, strict=True))
+
+
+def test_every_sequence_gets_its_own_numbers_whoever_answers_and_in_whatever_order(opened):
+    asked = {}
+
+    def counting(server, body):
+        asked[server.address] = asked.get(server.address, 0) + len(body.sequences)
+        yield from told(server, body)
+
+    servers = [opened(counting), opened(counting)]
+    teacher = teacher_of(*servers)
+    assert is_right(teacher.logprobs(DRAWN)) and len(asked) == 2 and sum(asked.values()) == len(DRAWN)
+    assert teacher.logprobs([]) == []
+
+
+def test_what_a_lost_server_had_is_asked_of_the_others_and_it_is_taken_up_when_it_is_back(opened):
+    calls = []
+
+    def dying(server, body):
+        calls.append(len(body.sequences))
+        if len(calls) < 3:
+            yield encode_scores(0, [-(body.sequences[0][at] / 100 + at) for at in range(body.first[0], len(body.sequences[0]))])
+            raise Broken
+        yield from told(server, body)
+
+    teacher = teacher_of(opened(dying), opened(), timeout=20.0)
+    assert is_right(teacher.logprobs(DRAWN)) and is_right(teacher.logprobs(DRAWN))
+    assert len(calls) > 2
+
+
+def test_a_row_of_several_contexts_is_scored_in_each_of_them_and_where_it_was_drawn_alone(opened):
+    """Two contexts of 6 tokens: places are counted inside each."""
+    mask = np.array([0, 0, 1, 0, 1, 0, 0, 0, 0, 1, 1, 1], dtype=bool)
+    row = Sequence(token_ids=np.arange(20, 32), mask=mask, starts=(0, 6))
+    empty = Sequence(token_ids=np.arange(4), mask=np.zeros(4, dtype=bool))
+    rows = {(0, 3): row, (0, 4): empty}
+    found = ServedTeacher(teacher_of(opened()))(rows, {}, dict.fromkeys(rows, 0), OneRank())
+    wanted = np.where(mask, [-(id_ / 100 + at % 6) for at, id_ in enumerate(range(20, 32))], 0.0)
+    assert np.allclose(found[0, 3], wanted, atol=1e-6) and not found[0, 4].any() and found[0, 3].dtype == np.float32
+
+
+@pytest.mark.parametrize(
+    ("state", "sentence"),
+    [
+        (dict(is_frozen=False), "takes weights of runs, and a teacher keeps its own: start it with --frozen true"),
+        (dict(vocabulary="others"), "whose tokenizer has other words than the policy's"),
+        (dict(vocab_size=99), "knows 99 token ids, and the policy draws from 100"),
+        (dict(max_model_len=63), "start it with --vllm_max_model_len 64"),
+    ],
+)
+def test_a_server_that_cannot_teach_this_run_is_named_before_it_begins(opened, state, sentence):
+    with pytest.raises(ConfigError, match=sentence):
+        teacher_of(opened(**state)).gather()
+    [problem] = teacher_of(opened(**state)).problems()
+    assert sentence in problem.message and problem.flags == ("teacher_model_server",)
+
+
+def test_two_servers_of_two_models_are_no_teacher_and_neither_is_one_with_another_token(opened):
+    with pytest.raises(ConfigError, match="this run's teacher is another model"):
+        teacher_of(opened(), opened(fingerprint="small")).gather()
+    with pytest.raises(ConfigError, match="Its token is another one than this run's"):
+        teacher_of(opened(), token="not the one of these tests").gather()
+
+
+def test_a_server_that_came_back_with_another_model_is_not_asked(opened):
+    first, second = opened(), opened()
+    teacher = teacher_of(first, second)
+    assert is_right(teacher.logprobs(DRAWN))
+    second.state = dataclasses.replace(second.state, fingerprint="small")
+    assert [str(one) for one in teacher.gather()] == [str(first.address)]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("-inf"), 0.5])
+def test_a_number_that_is_no_log_prob_ends_the_run(opened, value):
+    def wrong(server, body):
+        for place, (ids, first) in enumerate(zip(body.sequences, body.first, strict=True)):
+            yield encode_scores(place, [value] * (len(ids) - first))
+
+    with pytest.raises(RunError, match="a log-prob that no distribution has"):
+        teacher_of(opened(wrong)).logprobs(DRAWN)
+
+
+@pytest.mark.parametrize("place", ["1e999", "0"])
+def test_an_answer_that_makes_no_sense_is_asked_for_three_times_and_no_more(opened, place):
+    """Of the right form but for a number that is none; and with a log-prob too few."""
+    calls = []
+
+    def senseless(server, body):
+        calls.append(body)
+        right = encode_scores(0, [-1.0] * (len(body.sequences[0]) - body.first[0] - 1))
+        yield right.replace(b'"place": 0', f'"place": {place}'.encode())
+
+    with pytest.raises(RunError, match="with three of the teacher's servers as they died"):
+        teacher_of(opened(senseless)).logprobs(DRAWN[:1])
+    assert len(calls) == 3
+
+
+def test_what_goes_wrong_in_a_call_by_our_own_fault_ends_the_run(opened):
+    """Not for ever: who asks again and again would hear of it in threads alone. Such an id has no JSON."""
+    with pytest.raises(TypeError, match="int64 is not JSON"):
+        teacher_of(opened()).logprobs([Drawn(ids=(5, np.int64(6)), first=1)])
+
+
+ENVIRONMENT, OWN, LONG = dict(turns=TurnsConfig(environment="e.py:E")), dict(rollout_func="mine.py:f"), dict(vllm_max_model_len=200)
+
+
+@pytest.mark.parametrize(
+    ("parts", "rollout", "wanted"),
+    [
+        ({}, {}, 31),
+        (ENVIRONMENT, {}, 51),
+        ({}, OWN, 51),
+        ({}, OWN | dict(vllm_max_model_len=200), 201),
+        ({}, dict(vllm_max_model_len=200), 31),
+    ],
+)
+def test_the_teacher_has_room_for_contexts_that_begin_with_more_than_a_prompt_of_the_data(parts, rollout, wanted):
+    """Prompts of 10 tokens, completions of 20, of 40 in evaluations: environments and rollout functions may open with what they like."""
+    held_out = EvalConfig(eval_dataset="rows.jsonl", eval_max_completion_length=40)
+    cfg = Config(rollout=RolloutConfig(max_completion_length=20, **rollout), eval=held_out, **parts)
+    shape, tokenizer = SimpleNamespace(vocab_size=7), SimpleNamespace(get_vocab=dict)
+    assert needs_of_teacher(cfg, shape, tokenizer, 10).max_model_len == wanted
+
+
+def test_nobody_there_is_waited_for_and_then_said_and_a_run_that_stops_waits_no_more(opened):
+    gone = opened()
+    gone.close()
+    with pytest.raises(NobodySamples, match=r"no server of the teacher answered within 0\.3 s"):
+        teacher_of(gone, timeout=0.3).gather()
+    with pytest.raises(GivenUp):
+        teacher_of(gone, gives_up=lambda: True).gather()
+    late = teacher_of(gone, timeout=30.0)
+    port = gone.address.port
+    servers = []
+    threading.Timer(0.4, lambda: servers.append(SmallServer(told, port=port, **FROZEN))).start()
+    began = time.monotonic()
+    assert is_right(late.logprobs(DRAWN)) and time.monotonic() - began > 0.3
+    servers[0].close()
+
+
+def alive(server, body):
+    """It says that it lives, and scores nothing."""
+    for _ in range(200):
+        yield b"\n"
+        time.sleep(0.05)  # a sign of life now and then
+
+
+def test_a_server_that_lives_and_scores_nothing_is_waited_for_no_longer_than_any_other(opened):
+    with pytest.raises(NobodySamples, match=r"has scored anything for 0\.3 s \(vllm_server_timeout\): .*it lives, and has scored nothing"):
+        teacher_of(opened(alive), timeout=0.3).logprobs(DRAWN)
+    assert is_right(teacher_of(opened(alive), opened(), timeout=0.3).logprobs(DRAWN))

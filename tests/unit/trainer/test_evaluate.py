@@ -1,0 +1,167 @@
+"""Evaluations: what is asked, with which seeds, and what comes of it, on one rank and on two."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from megatron_grpo.config.evaluation import SUM, HowEvaluated, how_evaluated, most_of, score_of, sets_of
+from megatron_grpo.config.parse import resolve
+from megatron_grpo.config.turns import rules_in_words
+from megatron_grpo.metrics.evaluations import in_words
+from megatron_grpo.rewards.protocol import RewardFunction
+from megatron_grpo.rollout.engine import SamplingSettings, prompt_seed
+from megatron_grpo.rollout.scripted import ScriptedEngine
+from megatron_grpo.trainer.evaluate import Evaluator, Question, sampling_of
+from megatron_grpo.trainer.judge import Judge
+from megatron_grpo.types import Prompt, answered
+from tests.ranks import run_ranks
+
+TRAINING = SamplingSettings(n=16, max_completion_length=8, temperature=0.9, top_p=0.8, stop=("END",))
+
+
+def prompts(count: int) -> list[Prompt]:
+    return [Prompt(number=i, row=10 + i, raw=f"question {i}", token_ids=(4, 5 + i), columns={}) for i in range(count)]
+
+
+def answer(prompt: Prompt, place: int, version: int):
+    length = 1 + (prompt.number + place) % 3
+    return answered(
+        prompt.token_ids, [7] * length, [-1.0] * length, text=f"{prompt.number}.{place}", ended="length" if length == 3 else "stop",
+        version=version,
+    )  # fmt: skip
+
+
+def right(completions, **rest):
+    """Of prompt p the first p of its completions; the second completion of prompt 2 has no score."""
+    numbers = [tuple(map(int, text.split("."))) for text in completions]
+    return [None if (p, i) == (2, 1) else float(i < p) for p, i in numbers]
+
+
+def words(completions, **rest):
+    return [2.0] * len(completions)
+
+
+def evaluator(engine=None, **sets):
+    judge = Judge([RewardFunction(name="words", function=words, timeout=60.0), RewardFunction(name="right", function=right, timeout=60.0)])
+    sampling = sampling_of(TRAINING, HowEvaluated(n=4, temperature=1.0))
+    return Evaluator(Question(sets=sets, sampling=sampling, score="right"), engine or ScriptedEngine(answer), judge)
+
+
+def evaluate(rank: int, world_size: int):
+    return [(one.numbers(), one.means.tolist(), one.table) for one in evaluator(some=prompts(5), few=prompts(2)).run()]
+
+
+def test_two_ranks_come_to_what_one_comes_to_and_the_first_has_the_completions_in_order():
+    [alone] = run_ranks(evaluate, 1)
+    first, second = run_ranks(evaluate, 2)
+    assert repr(first) == repr(alone) and [one[:2] for one in map(repr, second)] == [one[:2] for one in map(repr, first)]
+    assert not second[0][2]
+    (some, means, table), (few, _, _) = alone
+    assert (some["name"], few["name"], some["num_prompts"], few["num_prompts"]) == ("some", "few", 5, 2)
+    assert means == [0.0, 0.25, pytest.approx(1 / 3), 0.75, 1.0] and some["unscored"] == 1
+    assert some["mean@4"] == pytest.approx(np.mean(means)) and some["words"] == 2.0
+    assert some["pass@4"] == pytest.approx(3 / 4), "prompt 2 was not scored four times"
+    assert table["completion"] == [f"{p}.{i}" for p in range(5) for i in range(4)] and table["dataset_row"][::4] == [10, 11, 12, 13, 14]
+    assert table["rewards/right"][8:12] == [1.0, None, 0.0, 0.0]
+    assert some["mean_length"] == pytest.approx(np.mean([1 + (p + i) % 3 for p in range(5) for i in range(4)]))
+
+
+class Heard(ScriptedEngine):
+    def generate(self, prompts, sampling, *, seed):
+        self.heard = [*getattr(self, "heard", []), (len(prompts), sampling, seed)]
+        return super().generate(prompts, sampling, seed=seed)
+
+
+def test_every_evaluation_meets_the_same_random_numbers_and_none_of_them_is_trainings():
+    engine = Heard(answer)
+    asks = evaluator(engine, a=prompts(3), b=prompts(3))
+    for _ in range(2):
+        asks.run()
+    seeds = [seed for _, _, seed in engine.heard]
+    assert seeds[:2] == seeds[2:] and len(set(seeds)) == 2, "each set has its own"
+    training = {prompt_seed(run, number, 16) for run in range(50) for number in range(50)}
+    assert not training & {prompt_seed(seed, number, 4) for seed in seeds for number in range(3)}
+
+
+def test_held_out_prompts_are_drawn_as_trainings_but_for_number_and_temperature():
+    assert sampling_of(TRAINING, HowEvaluated(n=4, temperature=0.5)) == SamplingSettings(
+        n=4, max_completion_length=8, temperature=0.5, top_p=0.8, stop=("END",)
+    )
+    greedy = sampling_of(TRAINING, HowEvaluated(n=1, temperature=0.0))
+    assert (greedy.n, greedy.temperature, greedy.top_p, greedy.stop) == (1, 0.0, 1.0, ("END",))
+
+
+def test_what_is_paired_asked_the_same():
+    asks = evaluator(a=prompts(3)).question
+    digests = {
+        asks.digest("a"),
+        evaluator(a=prompts(4)).question.digest("a"),
+        evaluator(b=prompts(3)).question.digest("b"),
+        Question(sets=asks.sets, sampling=asks.sampling, score="words").digest("a"),
+        Question(sets=asks.sets, sampling=asks.sampling, score="right", seed=1).digest("a"),
+        Question(sets=asks.sets, sampling=sampling_of(TRAINING, HowEvaluated(n=8, temperature=1.0)), score="right").digest("a"),
+        *(replace(asks, episodes=rules_in_words(resolve(words.split()))).digest("a") for words in
+          ("--tools a.py:f", "--tools a.py:f --max_turns 3", "--environment b.py:C", "--rollout_func c.py:g")),
+    }  # fmt: skip
+    assert len(digests) == 10 and evaluator(a=prompts(3)).question.digest("a") in digests
+
+
+@pytest.mark.parametrize(
+    ("words", "sets", "n", "temperature"),
+    [
+        ("--eval_dataset x.jsonl", {"eval": "x.jsonl"}, 1, 0.0),
+        ("--eval_dataset x.jsonl --num_generations_eval 4", {"eval": "x.jsonl"}, 4, 0.7),
+        ("--eval_dataset x.jsonl --tools a.py:f", {"eval": "x.jsonl"}, 8, 0.7),  # trap 18: greedily a model may look learnt at the start
+        ("--eval_dataset x.jsonl --eval_temperature 1", {"eval": "x.jsonl"}, 8, 1.0),
+        ("--eval_datasets a=x.jsonl b=y=1.jsonl", {"a": "x.jsonl", "b": "y=1.jsonl"}, 8, 0.7),
+        ("--eval_datasets a=x.jsonl --eval_temperature 0", {"a": "x.jsonl"}, 1, 0.0),
+        ("--eval_dataset z --eval_datasets a=x.jsonl", {"eval": "z", "a": "x.jsonl"}, 8, 0.7),
+    ],
+)
+def test_how_many_are_drawn_and_how(words, sets, n, temperature):
+    cfg = resolve(["--temperature", "0.7", *words.split()])
+    assert sets_of(cfg) == sets and how_evaluated(cfg) == HowEvaluated(n=n, temperature=temperature)
+
+
+def test_the_score_is_named_by_its_function_or_as_it_stands_in_reward_funcs():
+    names = ["format", "good"]
+    for asked, expected in (("format", "format"), ("good", "good"), ("mine.py:good", "good")):
+        cfg = resolve(["--reward_funcs", "format", "mine.py:good", "--eval_reward", asked])
+        assert score_of(cfg, names) == expected
+
+
+@pytest.mark.parametrize(("weights", "expected"), [("", SUM), ("1 1", SUM), ("0 1", "good"), ("0.1 0", "format"), ("0 0", "format")])
+def test_the_score_is_what_trains(weights, expected):
+    cfg = resolve(["--reward_funcs", "format", "mine.py:good", *(["--reward_weights", *weights.split()] if weights else [])])
+    assert score_of(cfg, ["format", "good"]) == expected
+
+
+def test_a_reward_that_is_never_above_0_is_not_waited_for():
+    cfg = resolve("--reward_funcs math soft_overlong mine.py:length --reward_weights 2 1 0.5 --soft_cache_length 8".split())
+    assert most_of(cfg) == [2.0, 0.0, 0.5]
+
+
+def of_the_task(completions, **rest):
+    """Does not apply to prompt 0, and is right twice out of four times elsewhere; what is asked first is always right."""
+    return [None if text.startswith("0.") else float(text.endswith(("0", "1"))) for text in completions]
+
+
+def test_of_several_rewards_the_sum_counts_as_it_trains_and_each_is_told():
+    judge = Judge([RewardFunction(name="format", function=lambda completions, **_: [1.0] * len(completions), timeout=60.0),
+                   RewardFunction(name="task", function=of_the_task, timeout=60.0)], [0.5, 2.0])  # fmt: skip
+    question = Question(
+        sets={"a": prompts(3)}, sampling=sampling_of(TRAINING, HowEvaluated(n=4, temperature=1.0)), score=SUM, most=(0.5, 2.0)
+    )
+    [found] = Evaluator(question, ScriptedEngine(answer), judge).run()
+    told = found.numbers()
+    assert (told["score"], told["mean@4"]) == (SUM, pytest.approx((0.5 + 1.5 + 1.5) / 3))
+    assert told["pass@1"] == pytest.approx((1 + 0.5 + 0.5) / 3), "prompt 0 is right by the one reward that applies"
+    assert (told["format"], told["task"], told["pass@1/format"], told["pass@1/task"]) == (1.0, 0.5, 1.0, 0.5)
+    assert {figure: cells for figure, *cells in in_words([told])[2]}["task"] == ["0.500, pass@1 0.500"]
+    [stricter] = Evaluator(replace(question, pass_threshold=3.0), ScriptedEngine(answer), judge).run()
+    judge.reward_weights = [1.0, 1.0]
+    [other] = Evaluator(question, ScriptedEngine(answer), judge).run()
+    assert stricter.numbers()["pass@1"] == 0.0 and other.question != found.question == stricter.question, "other weights are not paired"

@@ -1,0 +1,445 @@
+"""Rollouts under dynamic sampling and over-sampling: what is asked, kept, given back; and what becomes of it as samples."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_grpo.base.clock import Clock
+from megatron_grpo.base.errors import NobodySamples
+from megatron_grpo.batching.batch_sizes import BatchSizes
+from megatron_grpo.batching.split import BatchCut
+from megatron_grpo.batching.timetable import Timetable
+from megatron_grpo.config.config import GrpoConfig
+from megatron_grpo.grpo.advantages import dead_groups
+from megatron_grpo.metrics.rollout import rollout_stats, selection_stats
+from megatron_grpo.parallel.layout import Layout
+from megatron_grpo.rollout.engine import SamplingSettings
+from megatron_grpo.rollout.kept import WrongKept
+from megatron_grpo.rollout.logprobs import ImpossibleLogprobs
+from megatron_grpo.rollout.scripted import ScriptedEngine
+from megatron_grpo.trainer.pending import emptied
+from megatron_grpo.trainer.rollouts import Asker, Rollouts
+from megatron_grpo.trainer.rollouts import harvest as collect
+from megatron_grpo.types import AnchoredSample, Extent, Prompt, ScoredGroup, Verdict, answered
+from megatron_grpo.weights.update import WeightUpdate
+
+LIVE, DEAD = ((1.0,), (0.0,)), ((1.0,), (1.0,))
+
+
+class Stream:
+    """Numbered prompts without end, as far as `harvest` and `Rollouts` see the real stream."""
+
+    def __init__(self, taken: int = 0):
+        self.taken, self.asked = taken, []
+
+    def take(self, count):
+        self.asked.append(count)
+        self.taken += count
+        return [
+            Prompt(number=number, row=number, raw="", token_ids=(4, 5 + number), columns={})
+            for number in range(self.taken - count, self.taken)
+        ]
+
+    def give_back(self, count):
+        self.taken -= count
+
+    def row_of(self, number):
+        return 100 + number
+
+    def state(self):
+        return {"taken": self.taken}
+
+    def restore(self, state):
+        self.taken = state["taken"]
+
+
+def answer(prompt, place, version):
+    """Prompt 7's completion 1 is the tokens 71, 72, each of log-prob -0.5; it ran into the limit."""
+    tokens = (10 * prompt.number + place, 10 * prompt.number + place + 1)
+    return answered(prompt.token_ids, tokens, (-0.5, -0.5), text="", ended="length" if place else "stop", version=version)
+
+
+SAMPLING = SamplingSettings(n=2, max_completion_length=2)
+
+
+def scored_by(rewards, groups):
+    return [ScoredGroup(group=group, rewards=rewards[group.prompt.number]) for group in groups]
+
+
+def harvest(stream, rewards, *, num_groups, config=None, **settings):
+    """`harvest` on prompts whose groups get `rewards[number]`, by the package's own rule of what is dead."""
+    engine, weights = ScriptedEngine(answer), [1.0] * len(rewards[0][0])
+    return collect(
+        stream.take,
+        stream.give_back,
+        lambda prompts: [Verdict.of(one) for one in scored_by(rewards, engine.generate(prompts, SAMPLING, seed=0))],
+        lambda verdicts: dead_groups([verdict.rewards for verdict in verdicts], config or GrpoConfig(), weights),
+        num_groups=num_groups,
+        **settings,
+    )
+
+
+def numbers(verdicts):
+    return [verdict.prompt_number for verdict in verdicts]
+
+
+def mixed(pattern: str):
+    """Rewards by prompt number, from a word such as "L..L": live or dead; dead for ever after."""
+    return {number: LIVE if number < len(pattern) and pattern[number] == "L" else DEAD for number in range(1000)}
+
+
+def test_dead_groups_are_replaced_by_further_prompts_and_no_live_one_is_given_up():
+    stream = Stream()
+    found = harvest(stream, mixed(".L.LLL..L"), num_groups=4, dynamic_sample=True)
+    assert stream.asked == [4, 2]  # two of the first four are dead
+    assert numbers(found.kept) == [1, 3, 4, 5]
+    assert (found.num_rounds, found.num_dead_dropped, found.num_given_back, stream.taken) == (2, 2, 0, 6)
+
+
+def test_after_the_last_round_the_oldest_dead_groups_fill_the_rollout():
+    stream = Stream()
+    found = harvest(stream, mixed("...L"), num_groups=3, dynamic_sample=True, max_resample_times=2)
+    assert stream.asked == [3, 3, 2]
+    assert numbers(found.kept) == [0, 1, 3]
+    assert (found.num_rounds, found.num_dead_dropped, stream.taken) == (3, 5, 8)
+
+
+def test_dead_groups_stay_where_nobody_asked_to_replace_them():
+    stream = Stream()
+    assert numbers(harvest(stream, mixed(".L"), num_groups=4).kept) == [0, 1, 2, 3]
+    assert stream.asked == [4]
+
+
+def test_oversampling_alone_prefers_live_groups_in_one_round():
+    stream = Stream()
+    found = harvest(stream, mixed(".L.L.."), num_groups=4, oversample_ratio=1.5)
+    assert stream.asked == [6]
+    assert numbers(found.kept) == [0, 1, 2, 3]  # both live ones, and the oldest dead ones
+    assert (found.num_rounds, found.num_dead_dropped, stream.taken) == (1, 2, 6)
+
+
+def test_prompts_from_the_first_live_group_that_is_cut_are_asked_again():
+    stream = Stream()
+    found = harvest(stream, mixed("L.LLL.L."), num_groups=3, oversample_ratio=2.5)
+    assert stream.asked == [8]
+    assert numbers(found.kept) == [0, 2, 3]
+    assert (found.num_given_back, found.num_dead_dropped, stream.taken) == (4, 1, 4)
+    assert numbers(found.sampled) == list(range(8))
+
+
+def test_the_share_of_further_prompts_is_exact_in_decimals():
+    stream = Stream()
+    harvest(stream, mixed("L" * 20), num_groups=10, oversample_ratio=1.1)
+    assert stream.asked == [11]  # 10 * 1.1 is 11.000000000000002 in binary
+
+
+def test_a_group_that_no_reward_function_applies_to_is_dead_and_so_is_one_with_a_single_judged_completion():
+    rewards = {0: ((None,), (None,)), 1: ((None,), (1.0,)), 2: LIVE, 3: LIVE, **{number: DEAD for number in range(4, 9)}}
+    assert numbers(harvest(Stream(), rewards, num_groups=2, dynamic_sample=True).kept) == [2, 3]
+
+
+def test_gdpo_calls_a_group_live_where_one_of_its_rewards_says_something():
+    """Equal totals, opposite rewards: nothing to learn for grpo, two things for gdpo."""
+    opposite = ((1.0, 0.0), (0.0, 1.0))
+    rewards = {0: opposite, 1: ((1.0, 0.0), (0.0, 0.0)), **{number: ((1.0, 1.0),) * 2 for number in range(2, 9)}}
+    for estimator, kept in (("grpo", [1]), ("gdpo", [0])):
+        config = GrpoConfig(advantage_estimator=estimator)
+        assert numbers(harvest(Stream(), rewards, num_groups=1, config=config, dynamic_sample=True).kept) == kept
+
+
+patterns = st.lists(st.booleans(), max_size=60)
+
+
+@given(patterns, st.integers(1, 7), st.sampled_from([1.0, 1.1, 1.5, 2.0, 3.0]), st.booleans(), st.integers(1, 4), st.integers(1, 6))
+def test_every_rollout_is_full_and_every_live_group_is_trained_exactly_once(alive, num_groups, ratio, dynamic, times, num_rollouts):
+    """Of the prompts that count as used, the live ones are exactly those that were trained: none is lost, none comes twice."""
+    rewards = mixed("".join("L" if one else "." for one in alive))
+    stream, trained = Stream(), []
+    for _ in range(num_rollouts):
+        stream.asked.clear()
+        start = stream.taken
+        found = harvest(stream, rewards, num_groups=num_groups, oversample_ratio=ratio, dynamic_sample=dynamic, max_resample_times=times)
+        kept = numbers(found.kept)
+        assert len(kept) == num_groups and kept == sorted(kept) and set(kept) <= set(range(start, stream.taken))
+        assert len(stream.asked) == found.num_rounds <= (1 + times if dynamic else 1)
+        assert stream.asked[0] == math.ceil(num_groups * Fraction(str(ratio)))
+        is_short = sum(rewards[number] is LIVE for number in kept) < num_groups
+        assert not (is_short and dynamic and found.num_rounds <= times), "stopped before the rounds were used up"
+        assert stream.taken - start == num_groups + found.num_dead_dropped
+        trained += kept
+    live = [number for number in range(stream.taken) if rewards[number] is LIVE]
+    assert [number for number in trained if rewards[number] is LIVE] == live
+    assert len(set(trained)) == len(trained)
+
+
+# ---- samples ---------------------------------------------------------------------------------------------------------------------------
+
+
+class OneRank:
+    """The place of the only rank of a job."""
+
+    layout = Layout(world_size=1)
+    dp_rank, is_first_of_share, is_main = 0, True, True
+
+    def from_last_stage(self, mine):
+        return mine
+
+
+class Heard(list):
+    """A journal that remembers."""
+
+    rollout = list.append
+
+
+class Judge:
+    """Gives what a table says."""
+
+    names, reward_weights = ["r"], [1.0]
+
+    def __init__(self, rewards):
+        self.rewards = rewards
+
+    def __call__(self, groups, *, places):
+        return scored_by(self.rewards, groups)
+
+    def warn_of_sameness(self, rows):
+        assert all(len(row) == 1 for row in rows)
+
+
+def timetable(*, num_groups=2, steps=1, old_logprobs="auto", depth=0):
+    """Groups of two; a rollout of `num_groups` groups is trained in so many steps, a completion a micro-step."""
+    rows = 2 * num_groups
+    return Timetable(BatchSizes(layout=OneRank.layout, global_batch_size=rows // steps, generation_batch_size=rows, num_generations=2,
+                                old_logprobs=old_logprobs, async_rollout_depth=depth))  # fmt: skip
+
+
+def rollouts_of(
+    rewards, table, *, penalty=None, answer=answer, engine=None, stream=None, journal=None, sampling=SAMPLING, teacher=None, **config
+):
+    asker = Asker(engine or ScriptedEngine(answer), Judge(rewards), sampling=sampling, seed=0, clock=Clock(), teacher=teacher)
+    return Rollouts(
+        asker, stream or Stream(), cfg=GrpoConfig(**config), timetable=table, penalty=penalty,
+        cut=BatchCut(dp_size=1, micro_batch_size=1), parallel=OneRank(), journal=Heard() if journal is None else journal,
+    )  # fmt: skip
+
+
+def rollout(rewards, *, penalty=None, old_logprobs="auto", number=0, answer=answer, **config):
+    """(samples in row order, metrics, rows) of one rollout, by the weights of its step."""
+    heard, engine = Heard(), ScriptedEngine(answer)
+    engine.take(WeightUpdate(kind="weights", version=number, tensors=()))
+    rollouts = rollouts_of(rewards, timetable(old_logprobs=old_logprobs), penalty=penalty, engine=engine, journal=heard, **config)
+    (found,) = rollouts.sample([number])
+    assert rollouts.sample([]) == rollouts.collect([]) == rollouts.drain(number) == []
+    cfg = rollouts.cfg
+    stats = rollout_stats(heard, ["r"]) | (selection_stats(heard, [1.0]) if cfg.dynamic_sample else {})
+    assert [row.key for row in found.rows] == list(found.samples)
+    return list(found.samples.values()), stats, found.rows
+
+
+def test_a_sample_is_its_prompt_and_completion_with_its_own_advantage():
+    samples, stats, rows = rollout({0: LIVE, 1: DEAD}, number=5)
+    assert [(s.rollout, s.row, s.prompt_number) for s in samples] == [(5, 0, 0), (5, 1, 0), (5, 2, 1), (5, 3, 1)]
+    second = samples[3]
+    assert second.token_ids.tolist() == [4, 6, 11, 12] and second.mask.tolist() == [False, False, True, True]
+    assert second.sampler_logprobs.tolist() == [0, 0, -0.5, -0.5]
+    assert [s.is_truncated for s in samples] == [False, True, False, True]
+    assert [s.is_dead for s in samples] == [False, False, True, True]
+    assert [s.advantage for s in samples] == pytest.approx([0.5 / (0.5**0.5 + 1e-4), -0.5 / (0.5**0.5 + 1e-4), 0, 0])
+    assert not any(isinstance(s, AnchoredSample) for s in samples)
+    assert [(row.contexts, row.num_masked, row.is_dead, row.is_truncated) for row in rows] == [
+        ((4,), 2, False, False), ((4,), 2, False, True), ((4,), 2, True, False), ((4,), 2, True, True)]  # fmt: skip
+    assert "dynamic_sample/rounds" not in stats
+
+
+def test_a_row_keeps_what_the_teacher_said_of_its_own_tokens_and_one_that_trains_nothing_has_no_word_of_it():
+    """The teacher says the row's number at drawn tokens. Of one completion the sampler's log-probs are impossible."""
+
+    def teacher(sequences, extents, homes, parallel):
+        assert homes == dict.fromkeys(sequences, 0)
+        return {key: np.where(one.mask, -key[1], 0).astype(np.float32) for key, one in sequences.items()}
+
+    def some_wrong(prompt, place, version):
+        right = answer(prompt, place, version)
+        return replace(right, logprobs=np.full_like(right.logprobs, np.inf)) if (prompt.number, place) == (1, 0) else right
+
+    samples, _, _ = rollout({0: LIVE, 1: LIVE}, teacher=teacher, answer=some_wrong)
+    assert [None if s.teacher_logprobs is None else s.teacher_logprobs.tolist() for s in samples] == [
+        [0, 0, 0, 0], [0, 0, -1, -1], None, [0, 0, -3, -3]]  # fmt: skip
+    assert all(s.teacher_logprobs is None for s in rollout({0: LIVE, 1: DEAD})[0])
+
+
+def test_a_rollout_whose_teacher_has_gone_is_told_of_when_it_is_asked_again_and_once():
+    heard, rewards = Heard(), {number: LIVE for number in range(8)}
+
+    def gone(sequences, extents, homes, parallel):
+        raise NobodySamples("no server of the teacher answered")
+
+    with pytest.raises(NobodySamples):
+        rollouts_of(rewards, timetable(), journal=heard, teacher=gone).sample([0])
+    assert heard == []
+    with pytest.raises(KeyError):  # and a row that a teacher forgot does not pass for one that was never to be taught
+        rollouts_of(rewards, timetable(), journal=heard, teacher=lambda *asked: {}).sample([0])
+
+
+def test_every_row_knows_its_group_and_what_the_group_begins_with_and_so_does_who_packs_for_the_penalty():
+    def penalty(sequences, extents, homes, **where):
+        assert list(extents.values()) == [Extent((4,), (3, number), 2) for number in (0, 0, 1, 1)]
+        return dict.fromkeys(extents, 0.0), {}
+
+    samples, _, rows = rollout({0: LIVE, 1: DEAD}, number=3, penalty=penalty, beta=1.0, kl_in_reward=True)
+    assert [row.extent for row in rows] == [Extent((4,), (3, number), 2) for number in (0, 0, 1, 1)]
+    assert [sample.prefix for sample in samples] == [2] * 4
+
+
+def test_a_completion_without_a_reward_trains_nothing_and_moves_no_mean():
+    samples, stats, _ = rollout({0: ((None,), (None,)), 1: LIVE})
+    assert [s.advantage for s in samples[:2]] == [0.0, 0.0] and samples[0].is_dead
+    assert stats["reward"] == 0.5
+
+
+def test_a_completion_with_an_impossible_log_prob_trains_nothing_and_is_counted(caplog):
+    def broken(prompt, place, version):
+        one = answer(prompt, place, version)
+        return replace(one, logprobs=np.float32([0, 0, -0.5, [-math.inf, 0.3][prompt.number]])) if place else one
+
+    for old_logprobs in ("auto", "rollout"):
+        samples, stats, rows = rollout({0: LIVE, 1: LIVE}, old_logprobs=old_logprobs, answer=broken)
+        assert [s.mask.tolist() for s in samples] == [[False, False, True, True], [False] * 4] * 2
+        assert [row.num_masked for row in rows] == [2, 0, 2, 0]
+        assert all(np.isfinite(s.sampler_logprobs).all() for s in samples)
+        assert stats["sampling/refused_completions"] == 2
+    assert "2 of 4 completions have a log-prob that no distribution has (the first: completion 1 of prompt 0" in caplog.text
+    assert rollout({0: LIVE, 1: LIVE})[1]["sampling/refused_completions"] == 0
+
+
+def told_words(prompt, place, version):
+    """Completion 0 among two words and one; completion 1 among three and two."""
+    one = answer(prompt, place, version)
+    first, second = one.answer_ids
+    words = [[first, 8, 9], [second, 8]] if place else [[first, 9], [second]]
+    kept_ids = np.array(sum(words, []), dtype=np.int32)
+    return replace(one, sequence=replace(one.sequence, kept_at=np.cumsum([0, *map(len, words)]), kept_ids=kept_ids))
+
+
+def test_a_rollout_that_was_sampled_ahead_has_its_words_and_its_teachers():
+    engine, asked = ScriptedEngine(told_words), []
+    engine.take(WeightUpdate(kind="weights", version=0, tensors=()))
+
+    def teacher(sequences, extents, homes, parallel):
+        asked.append(len(sequences))
+        return {key: np.where(one.mask, -key[1], 0).astype(np.float32) for key, one in sequences.items()}
+
+    sampling = replace(SAMPLING, top_k=3, tells_kept=True)
+    rollouts = rollouts_of({0: LIVE, 1: LIVE}, timetable(depth=1), engine=engine, sampling=sampling, teacher=teacher)
+    rollouts.launch(1)
+    assert asked == []
+    [found] = rollouts.drain(0)  # a checkpoint asks for it before its own step does
+    assert [sample.kept.ids.tolist() for sample in found.samples.values()] == [[0, 9, 1], [1, 8, 9, 2, 8], [10, 9, 11], [11, 8, 9, 12, 8]]
+    assert [sample.teacher_logprobs.tolist() for sample in found.samples.values()] == [[0, 0, -row, -row] for row in range(4)]
+    assert rollouts.collect([1]) == [] and asked == [4]
+
+
+@pytest.mark.parametrize("drained_at", [None, 1, 2])
+def test_log_probs_of_the_penalty_serve_stale_slices_where_the_weights_are_those_of_the_rollouts_own_step(drained_at):
+    """Rollout 1 comes in at step 2 and its second half is trained at step 3. A checkpoint that took it in after step 1 scored it by
+    weights that no ratio is against."""
+    engine = ScriptedEngine(answer)
+    engine.take(WeightUpdate(kind="weights", version=0, tensors=()))
+
+    def penalty(sequences, extents, homes, **where):
+        return dict.fromkeys(extents, 0.0), {key: np.full(len(one.mask), -0.25 - key[1], np.float32) for key, one in sequences.items()}
+
+    table = timetable(steps=2, depth=1)
+    assert (table.version_of(1), table.sampled_by(1)) == (2, 0) and table.step(2).anchors == ((1, 2), (1, 3))
+    rollouts = rollouts_of({0: LIVE, 1: LIVE}, table, engine=engine, penalty=penalty, beta=1.0, kl_in_reward=True)
+    rollouts.launch(1)
+    [found] = rollouts.collect([1]) if drained_at is None else rollouts.drain(drained_at)
+    anchored = [] if drained_at == 1 else [(1, 2), (1, 3)]
+    assert [row.key for row in found.rows if row.is_anchored] == anchored
+    assert [key for key, sample in found.samples.items() if isinstance(sample, AnchoredSample)] == anchored
+    for key in anchored:
+        assert found.samples[key].old_logprobs.tolist() == [0, 0, -0.25 - key[1], -0.25 - key[1]]
+    # And at once, as every rollout is without one ahead.
+    at_once = rollouts_of({0: LIVE, 1: LIVE}, timetable(steps=2), penalty=penalty, answer=answer, beta=1.0, kl_in_reward=True)
+    at_once.asker.sampler.take(WeightUpdate(kind="weights", version=0, tensors=()))
+    [found] = at_once.sample([0])
+    assert [row.key for row in found.rows if row.is_anchored] == [(0, 2), (0, 3)]
+
+
+@pytest.mark.parametrize(
+    ("depth", "version", "said"),
+    [
+        (0, 1, "answered by version 1; by the timetable it is version 2"),
+        (0, 3, "answered by version 3; by the timetable it is version 2"),
+        (1, 1, "answered by version 1; by the timetable it is version 2, or up to 4"),
+        (1, 5, "answered by version 5; by the timetable it is version 2, or up to 4"),
+        (1, 2, ""), (1, 3, ""), (1, 4, ""), (0, 2, ""),
+    ],
+)  # fmt: skip
+def test_a_rollout_of_older_weights_than_planned_or_of_newer_ones_than_its_step_is_no_rollout(depth, version, said):
+    """Of two steps each: rollout 1 comes in at step 2, and rollout 2, sampled from step 2 on, at step 4. Weights that were pushed late
+    look like this."""
+    engine, table = ScriptedEngine(answer), timetable(steps=2, depth=depth)
+    engine.take(WeightUpdate(kind="weights", version=version, tensors=()))
+    rollouts = rollouts_of({0: LIVE, 1: LIVE}, table, engine=engine)
+    if not said:
+        assert {row.version for row in rollouts.sample([1 + depth])[0].rows} == {version}
+        return
+    with pytest.raises(ValueError, match=f"prompt 0 of rollout {1 + depth} was {said}$"):
+        rollouts.sample([1 + depth])
+
+
+def test_a_sample_keeps_what_its_tokens_were_drawn_among_and_one_that_trains_nothing_has_none(caplog):
+    def told(prompt, place, version):
+        """Completion 1 of prompt 1 is refused."""
+        one = told_words(prompt, place, version)
+        return replace(one, logprobs=np.float32([0, 0, -0.5, 0.3])) if place and prompt.number else one
+
+    sampling = replace(SAMPLING, top_k=3, tells_kept=True)
+    samples, stats, _ = rollout({0: LIVE, 1: LIVE}, answer=told, sampling=sampling)
+    assert [sample.kept and sample.kept.ids.tolist() for sample in samples] == [[0, 9, 1], [1, 8, 9, 2, 8], [10, 9, 11], None]
+    assert (stats["sampling/kept_words"], stats["sampling/kept_words_max"]) == ((3 + 5) * 2 / 8, 3)
+    nothing = emptied(samples[1])
+    assert nothing.kept is None and not nothing.mask.any()
+    assert "sampling/kept_words" not in rollout({0: LIVE, 1: LIVE})[1]
+    with pytest.raises(WrongKept, match="did not say among which words it drew the 2 tokens"):
+        rollout({0: LIVE, 1: LIVE}, sampling=sampling)
+
+
+def test_where_every_completion_is_refused_the_run_ends():
+    def broken(prompt, place, version):
+        return replace(answer(prompt, place, version), logprobs=np.float32([0, 0, math.nan, -1.0]))
+
+    with pytest.raises(ImpossibleLogprobs, match="4 of 4 completions .*completion 0 of prompt 0 .*token 1 of 2: nan.*are broken"):
+        rollout({0: LIVE, 1: LIVE}, answer=broken)
+
+
+def test_samplers_log_probs_are_old_log_probs_where_they_are_asked_for():
+    samples, *_ = rollout({0: LIVE, 1: DEAD}, old_logprobs="rollout")
+    assert all(s.anchored_by == "rollout" and s.old_logprobs.tolist() == s.sampler_logprobs.tolist() for s in samples)
+
+
+def test_a_kl_penalty_is_subtracted_before_the_baseline_and_makes_no_dead_group_live():
+    def penalty(sequences, contexts, homes, **where):
+        assert [one.token_ids.tolist()[-1] for one in sequences.values()] == [1, 2, 11, 12]
+        return dict(zip(contexts, (0.25, 0.0, 0.5, 0.0), strict=True)), {}
+
+    settings = dict(scale_rewards="none", beta=1.0, kl_in_reward=True)
+    samples, stats, _ = rollout({0: LIVE, 1: DEAD}, penalty=penalty, **settings)
+    assert [s.advantage for s in samples] == pytest.approx([0.375, -0.375, -0.25, 0.25])
+    assert [s.is_dead for s in samples] == [False, False, True, True], "dead by their rewards, before the penalty"
+    assert stats["kl_in_reward"] == pytest.approx(0.1875) and stats["reward"] == 0.75
+
+
+def test_the_mean_reward_of_all_that_was_sampled_is_told_beside_that_of_what_was_kept():
+    """Kept: prompts 2 and 3, reward 0.5 each. Sampled: those, and two dead groups of reward 1."""
+    _, stats, _ = rollout({0: DEAD, 1: DEAD, 2: LIVE, 3: LIVE}, dynamic_sample=True)
+    assert (stats["reward"], stats["dynamic_sample/reward"]) == (0.5, 0.75)
+    assert [stats[f"dynamic_sample/{name}"] for name in ("rounds", "groups_sampled", "dead_groups_replaced")] == [2, 4, 2]
