@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 
-from megatron_grpo.base.errors import RunError
 from megatron_grpo.environments.loading import Stage
 from megatron_grpo.environments.play import Play
 from megatron_grpo.rollout.engine import SamplingSettings, WeightsLost
 from megatron_grpo.rollout.turns import TurnEngine, TurnSampler, request_seed
-from megatron_grpo.types import FAULTS, Group, Prompt, Verdict
+from megatron_grpo.types import Group, Prompt
 
 logger = logging.getLogger(__name__)
-
-
-class EnvironmentsFailed(RunError):
-    """Too many of a rollout's episodes ended by the fault of their environment."""
 
 
 class Episodes:
@@ -79,17 +73,3 @@ class _Player:
 
     def close(self) -> None:
         self.play.close()
-
-
-def check_failures(verdicts: Sequence[Verdict], most: float) -> None:
-    """Raises EnvironmentsFailed, with the most frequent sentence, if all episodes failed, or a larger share than `most`."""
-    episodes = [episode for verdict in verdicts for episode in verdict.episodes]
-    faults = Counter(episode.fault for episode in episodes if episode.ended in FAULTS)
-    count = faults.total()
-    if not count or (count < len(episodes) and count <= most * len(episodes)):
-        return
-    sentence, times = faults.most_common(1)[0]
-    raise EnvironmentsFailed(
-        f"{count} of {len(episodes)} episodes of a rollout failed by their environment's fault (max_failed_episodes {most:g}); "
-        f"{times} of them alike: {sentence}."
-    )

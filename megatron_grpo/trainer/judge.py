@@ -6,16 +6,17 @@ What goes wrong on one rank travels to the others as a value and is raised on al
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from megatron_grpo.base import activity
-from megatron_grpo.base.errors import GivenUp, RewardError
+from megatron_grpo.base.errors import GivenUp, RewardError, RunError
 from megatron_grpo.data.chat import as_completion
 from megatron_grpo.parallel import collectives
 from megatron_grpo.rewards.protocol import RewardBatch, RewardFunction, Score
 from megatron_grpo.rewards.scoring import Notice, Scores, score
-from megatron_grpo.types import Completion, EpisodeRecord, Group, Prompt, ScoredGroup
+from megatron_grpo.types import FAULTS, Completion, EpisodeRecord, Group, Prompt, ScoredGroup, Verdict
 
 _LOG = logging.getLogger(__name__)
 
@@ -135,3 +136,21 @@ def _warn_once(functions: Sequence[RewardFunction], notices: Sequence[Notice], *
             warned.add(notice.kind)
             if aloud:
                 _LOG.warning("%s Further failures of this kind (%s) are not reported.", notice.message, notice.kind)
+
+
+class EnvironmentsFailed(RunError):
+    """Too many of a rollout's episodes ended by the fault of their environment."""
+
+
+def check_failures(verdicts: Sequence[Verdict], most: float) -> None:
+    """Raises EnvironmentsFailed, with the most frequent sentence, if all episodes failed, or a larger share than `most`."""
+    episodes = [episode for verdict in verdicts for episode in verdict.episodes]
+    faults = Counter(episode.fault for episode in episodes if episode.ended in FAULTS)
+    count = faults.total()
+    if not count or (count < len(episodes) and count <= most * len(episodes)):
+        return
+    sentence, times = faults.most_common(1)[0]
+    raise EnvironmentsFailed(
+        f"{count} of {len(episodes)} episodes of a rollout failed by their environment's fault (max_failed_episodes {most:g}); "
+        f"{times} of them alike: {sentence}."
+    )

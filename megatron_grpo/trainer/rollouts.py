@@ -22,7 +22,6 @@ from megatron_grpo.batching.split import BatchCut
 from megatron_grpo.batching.timetable import Timetable
 from megatron_grpo.config.config import GrpoConfig
 from megatron_grpo.data.prompts import PromptStream
-from megatron_grpo.environments.episodes import check_failures
 from megatron_grpo.grpo.advantages import Advantages, advantages, dead_groups
 from megatron_grpo.metrics.rollout import JudgedRollout
 from megatron_grpo.parallel import collectives
@@ -32,7 +31,7 @@ from megatron_grpo.rollout.engine import Sampler, SamplingSettings
 from megatron_grpo.rollout.experts import ExpertLayers
 from megatron_grpo.rollout.kept import check as check_kept
 from megatron_grpo.rollout.logprobs import refuse_impossible, warning_of
-from megatron_grpo.trainer.judge import Judge
+from megatron_grpo.trainer.judge import Judge, check_failures
 from megatron_grpo.trainer.pending import Scorer, Scores, at_home, deliver, score_rows
 from megatron_grpo.types import Completion, Extent, Harvest, MicroBatch, Prompt, Rollout, Row, RowKey, Sample, ScoredGroup, Verdict
 from megatron_grpo.types import Sequence as Scored
