@@ -16,6 +16,7 @@ from megatron_grpo.config.config import Config, GrpoConfig, RolloutConfig
 from megatron_grpo.config.tuner import Pair
 
 TOKEN_VARIABLE = "MEGATRON_GRPO_TOKEN"  # environment variable that both sides read the token from
+CALLS = 2  # at a time and server, each able to fill it: so it never runs half empty before the end
 FROM_FILE = "@"  # before the name of a file or directory of addresses
 NAMES = ("vllm_server_host", "vllm_server_base_url")
 # What an engine is started with. Of servers it is theirs: the trainer has no engine.
@@ -225,3 +226,8 @@ def _addresses(rollout: RolloutConfig) -> Iterator[Pair]:
             f"vllm_server_ca vouches for servers that are spoken to by https, and {', '.join(plain)} is not. Use https://.",
             {},
         )
+
+
+def chunk_size(num_prompts: int, *, n: int, num_servers: int, max_num_seqs: int) -> int:
+    """Prompts of one call: as many as fill the server, and no more than its share if all calls of all servers begin at once."""
+    return max(1, min(max_num_seqs // n, -(-num_prompts // (num_servers * CALLS))))

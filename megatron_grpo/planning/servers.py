@@ -6,8 +6,7 @@ from typing import Any
 
 from megatron_grpo.batching.batch_sizes import BatchSizes
 from megatron_grpo.config.config import Config
-from megatron_grpo.config.servers import FROM_FILE, addresses_of
-from megatron_grpo.servers.dealing import CALLS, chunk_size
+from megatron_grpo.config.servers import CALLS, FROM_FILE, addresses_of, chunk_size
 
 
 def servers_of(cfg: Config, sizes: BatchSizes) -> dict[str, Any] | None:

@@ -9,7 +9,8 @@ from typing import Generic, Protocol, TypeVar
 
 from megatron_grpo.base import activity
 from megatron_grpo.base.errors import GivenUp, RunError
-from megatron_grpo.servers.dealing import CALLS, Dealing, chunk_size
+from megatron_grpo.config.servers import CALLS, chunk_size
+from megatron_grpo.servers.dealing import Dealing
 from megatron_grpo.servers.fleet import LOST, Member
 from megatron_grpo.servers.http import Refused
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Generic, TypeVar
 
-CALLS = 2  # at a time and server, each able to fill it: so it never runs half empty before the end
 MOST_DEATHS = 3  # of servers, with the same prompt in flight
 
 Key = TypeVar("Key", bound=Hashable)
@@ -77,8 +76,3 @@ class Dealing(Generic[Key, Answered]):
     def _give_back(self, keys: Iterable[Key]) -> None:
         back = {*keys}
         self._waiting = {key: None for key in self._keys if key in self._waiting or key in back}
-
-
-def chunk_size(num_prompts: int, *, n: int, num_servers: int, max_num_seqs: int) -> int:
-    """Prompts of one call: as many as fill the server, and no more than its share if all calls of all servers begin at once."""
-    return max(1, min(max_num_seqs // n, -(-num_prompts // (num_servers * CALLS))))

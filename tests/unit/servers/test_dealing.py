@@ -7,7 +7,8 @@ from collections import Counter
 
 import pytest
 
-from megatron_grpo.servers.dealing import CALLS, MOST_DEATHS, Dealing, chunk_size
+from megatron_grpo.config.servers import CALLS, chunk_size
+from megatron_grpo.servers.dealing import MOST_DEATHS, Dealing
 
 
 class World:
