@@ -239,6 +239,7 @@ try_companions() {
             [ ${#asked[@]} -gt 0 ] || continue
             where="$trial"
             rm -rf "$trial"
+            # A companion that pip cannot fetch is left out, like one that does not load.
             # shellcheck disable=SC2046  # words
             pip_install --no-deps --target "$trial" ${more_indexes[@]+"${more_indexes[@]}"} $(resolved "${asked[@]}") || true
         fi

@@ -7,7 +7,7 @@ OUTPUT_DIR/capsules/step_000012_not_finite/
     rng.npz         random generators of all ranks
     weights/        the model as the step found it (a Hugging Face checkpoint), or adapter/; neither where it is too large
     parted/         where an audit found copies that differ: each rank's own
-It appears under its name when it is whole. `lookback.replay` reads it.
+It appears under its name when it is whole. `analysis.replay` reads it.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""What any room may need: errors, files, clock, launcher, cleanup, and what this process is doing."""
+"""Parts that any room may need: errors, files, clock, launcher, cleanup, and what this process is doing."""

@@ -53,7 +53,7 @@ def problem_with(flags: str | Sequence[str], message: str) -> Problem:
 
 
 def config_error(flags: str | Sequence[str], message: str) -> ConfigError:
-    """Of one problem. flags: one, or several."""
+    """The error of one problem. flags: one, or several."""
     return ConfigError([problem_with(flags, message)])
 
 
@@ -99,8 +99,8 @@ def keep_secret(text: str | None) -> None:
 
 
 def said_by(value: Any, words: Callable[[Any], str] = str, most: int = 500) -> str:
-    """What an exception, a server or any object of somebody else's says of itself, fit to be printed: in one line of at most `most`
-    characters, with none that moves a cursor or turns the line round, and without our secrets. "" where it raises instead.
+    """The text of an exception, a server's answer or any foreign object, fit to be printed: one line of at most `most` characters, with
+    none that moves a cursor or turns the line round, and without our secrets. "" where it raises instead.
     """
     try:
         text = words(value)
@@ -116,7 +116,7 @@ def said_by(value: Any, words: Callable[[Any], str] = str, most: int = 500) -> s
 
 
 def raised(error: BaseException) -> str:
-    """What an exception is, and what it says if it says anything, as the end of a sentence about who raised it."""
+    """The class and text of an exception, as the end of a sentence about who raised it."""
     said = said_by(error)
     return f"raised {type(error).__name__}{': ' * bool(said)}{said}"
 
@@ -127,5 +127,5 @@ def shown(value: Any) -> str:
 
 
 def first_line(value: Any) -> str:
-    """Of what a value says, for `said_by`."""
+    """The first line of a value's text, for `said_by`."""
     return str(value).strip().partition("\n")[0]

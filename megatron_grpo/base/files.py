@@ -69,12 +69,12 @@ def mark(folder: Path, command: str, **facts: Any) -> None:
 
 
 def mark_of(folder: Path) -> dict[str, Any]:
-    """What `mark` said; {} where there is no mark, or none that can be read."""
+    """The content that `mark` wrote; {} where there is no mark, or none that can be read."""
     return read_object(folder / MARK)
 
 
 def why_not_replaced(folder: Path) -> str | None:
-    """What speaks against writing a whole directory in the place of `folder`: only one that `directory_whole` wrote is replaced."""
+    """The reason not to replace `folder` by a new directory, or None: only one that `directory_whole` wrote is replaced."""
     if not folder.exists() or (folder.is_dir() and ("files" in mark_of(folder) or not any(folder.iterdir()))):
         return None
     what = f"holds {min(os.listdir(folder))}, which no export of this program wrote" if folder.is_dir() else "is a file"
@@ -82,7 +82,7 @@ def why_not_replaced(folder: Path) -> str | None:
 
 
 def why_not_drawn(path: Path) -> str | None:
-    """What speaks against drawing a picture into this file: only one that this program drew is replaced."""
+    """The reason not to draw a picture into this file, or None: only one that this program drew is replaced."""
     is_ours = not path.exists() or (path.is_file() and PAINTER.encode() in path.read_bytes())
     return None if is_ours else f"{path} is there, and is no picture that this program drew; it is left alone. Name another file."
 

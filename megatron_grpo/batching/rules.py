@@ -234,7 +234,7 @@ def _interleaving_rules(inputs: TypedSizes, d: Derived, words: Words) -> Iterato
 def _layer_rules(inputs: TypedSizes, words: Words) -> Iterator[Rule]:
     """How the model's layers divide into stages and chunks of stages; the ends may be of a size of their own."""
     v, layers = inputs.values, inputs.model.num_layers
-    if inputs.parallel.pipeline_model_parallel_layout:  # says it all (`sizing.stages`)
+    if inputs.parallel.pipeline_model_parallel_layout:  # says it all (`batching.stages`)
         return
     if accounts := [name for name in ACCOUNTS if getattr(inputs.parallel, name)]:
         text = f"{' and '.join(accounts)} {'need' if len(accounts) > 1 else 'needs'} {words.name(PP)} above 1"

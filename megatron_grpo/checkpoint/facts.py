@@ -1,4 +1,4 @@
-"""What all ranks of a job must have alike, as text: settings, what they name, variables that decide of a run, versions. No torch."""
+"""Facts that all ranks of a job must have alike, as text: settings, what they name, variables that decide of a run, versions. No torch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _NAMED_BY = {**FLAGS, TEACHER: "teacher_model", "text of llm_judge_prompt": "llm
 
 
 def facts_of(cfg: Config, content: Mapping[str, str], environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """By name. content: fingerprints, as of `content.content_of`. No setting holds a secret (`settings.secrets`)."""
+    """The facts of this rank, by name. content: fingerprints, as of `content.content_of`. No setting holds a secret (`config.secrets`)."""
     elsewhere = {_NAMED_BY.get(name) for name in content}
     settings = {name: json.dumps(value, sort_keys=True) for name, value in settings_of(cfg).items() if name not in elsewhere}
     variables = {name: environ[name] for name in _VARIABLES if name in environ}

@@ -1,4 +1,4 @@
-"""What a run writes to output_dir, by name; whether what lies there is a run's own; and its removal. No torch."""
+"""The files that a run writes to output_dir, by name; whether what lies there is a run's own; and its removal. No torch."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def start_afresh(output_dir: str | Path) -> None:
 
 
 def _written(out: Path, names: Collection[str] = _NAMES) -> Iterator[Path]:
-    """What there is by the names of a run; of an export, what its mark lists."""
+    """Existing paths by the names of a run; of an export, those that its mark lists."""
     for name in names:
         path, patterns = out / name, WRITTEN_BY_A_RUN[name]
         if not patterns and path.is_file() and path.stat().st_size:

@@ -1,4 +1,4 @@
-"""What a name of another system is here. The tables of the systems stand in `sizing.dialects`; this is what they are made of."""
+"""What a name of another system is here. The tables of the systems stand in `compat`; this is what they are made of."""
 
 from __future__ import annotations
 

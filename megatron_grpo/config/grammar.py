@@ -1,6 +1,6 @@
 """What bounds the words of a completion: a regular expression, a JSON schema, a list of answers or a grammar, for vLLM. No torch.
 
-In training they go with a `top_k`, or with the largest: the words that both leave for a token travel with it (`settings.kept`).
+In training they go with a `top_k`, or with the largest: the words that both leave for a token travel with it (`config.kept`).
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ LOSS_TYPES_OVER_TOKENS = ("bnpo", "dapo", "dr_grpo", "cispo", "sequence_sum", "f
 
 
 def problems(config: Config) -> list[Problem]:
-    """Every combination that has no meaning, each with its reason. What a single value may be stands beside it, in `settings.config`."""
+    """Every combination that has no meaning, each with its reason. What a single value may be stands beside it, in `config.config`."""
     cfg = config.grpo
     return [
         *_objective(cfg),

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """The sizes of the grid. `dp_size` is derived, never set. Sizes are checked by `sizing.rules` before this is built."""
+    """The sizes of the grid. `dp_size` is derived, never set. Sizes are checked by `batching.rules` before this is built."""
 
     world_size: int
     tp: int = 1

@@ -203,7 +203,7 @@ def leave_word(error: ConfigError) -> None:
         store.set(_word_of(launched), f"rank {launched.rank} on {socket.gethostname()} was refused: {error}")
         holds = launched.rank == 0 and not launched.launcher_holds_store
         while holds and store.add("megatron_grpo/heard", 0) < launched.world_size - 1 and time.monotonic() < end:
-            time.sleep(0.1)
+            time.sleep(0.1)  # the store lives in this process: it stays until the others have read, or their time is up
 
 
 def _word_of(launched: Launched) -> str:

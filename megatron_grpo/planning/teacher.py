@@ -46,7 +46,7 @@ def config_of_teacher(cfg: Config, teacher: ModelShape, student: ModelShape | No
 
 
 def teacher_problems(cfg: Config, student: ModelShape | None, teacher: ModelShape, longest: int) -> Iterator[Problem]:
-    """What stands between this teacher and this run, besides divisions (`sizing.rules`). longest: tokens of a sequence."""
+    """What stands between this teacher and this run, besides divisions (`batching.rules`). longest: tokens of a sequence."""
     name, own = cfg.grpo.teacher_model, config_of_teacher(cfg, teacher, student)
     if student is not None and teacher.vocab_size < student.vocab_size:
         message = (
