@@ -2,6 +2,7 @@
 
     python tools/same_as_before.py OLD NEW                       # folders, or git revisions, which are checked out beside each other
     python tools/same_as_before.py ed38954 . --only plan help    # some kinds: help, plan, sentences, translations, runs
+    python tools/same_as_before.py ed38954 --keep /tmp/before    # ask one side once; the folder then stands for OLD
 
 Guards a change that should change nothing, moved files or another cut: whatever is not meant to differ is one line, `plan: 71 of 71 the
 same`, and whatever differs is named with the first place where it does. Ends with 1 if anything differs. It knows the command line and the
@@ -230,8 +231,10 @@ def masked(text: Any, tree: Path, folder: Path) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("old", help="a folder or a git revision"), parser.add_argument("new", help="another")
+    parser.add_argument("old", help="a folder, a git revision, or a folder that --keep wrote")
+    parser.add_argument("new", nargs="?", help="a folder or a git revision")
     parser.add_argument("--only", nargs="+", choices=KINDS, default=list(KINDS), help="these kinds")
+    parser.add_argument("--keep", metavar="FOLDER", help="write what OLD says there, and compare nothing")
     parser.add_argument("--ask", nargs=2, help=argparse.SUPPRESS)  # a side's own process: the folder to work in, and a kind or `inputs`
     asked = parser.parse_args()
     if asked.ask:
@@ -244,15 +247,18 @@ def main() -> int:
             write_inputs()
         return 0
     with tempfile.TemporaryDirectory(prefix="same_as_before_") as folder, contextlib.ExitStack() as stack:
-        trees = [
-            stack.enter_context(checkout(name, Path(folder) / side)) for name, side in ((asked.old, "old_tree"), (asked.new, "new_tree"))
-        ]
+        named = {"old": asked.old, **({"new": asked.new} if asked.new else {})}
+        trees = {side: stack.enter_context(checkout(name, Path(folder) / f"{side}_tree")) for side, name in named.items()}
         inputs = Path(folder) / "inputs"
         inputs.mkdir()
         if {"plan", "runs"} & set(asked.only):
             start(ROOT, inputs, "inputs")
-        same = [compared(kind, trees, Path(folder)) for kind in asked.only]
-    return 0 if all(same) else 1
+        if not asked.keep:
+            return 0 if all([compared(kind, trees, Path(folder)) for kind in asked.only]) else 1
+        Path(asked.keep).mkdir(parents=True, exist_ok=True)
+        for kind in asked.only:
+            shutil.copyfile(answers(kind, "old", trees["old"], Path(folder)), Path(asked.keep) / f"{kind}.jsonl")
+    return 0
 
 
 @contextlib.contextmanager
@@ -277,14 +283,21 @@ def start(tree: Path, folder: Path, kind: str) -> None:
         raise SystemExit(f"{kind} of {tree} ended early with {ended.returncode}:\n{ended.stderr[-6000:]}")
 
 
-def compared(kind: str, trees: list[Path], folder: Path) -> bool:
+def answers(kind: str, side: str, tree: Path, folder: Path) -> Path:
+    """The file of what one side says; of a folder that --keep wrote, the one there."""
+    if (tree / f"{kind}.jsonl").is_file():
+        return tree / f"{kind}.jsonl"
+    place = folder / f"{side}_{kind}"  # as long as the other side's: lines wrap alike
+    shutil.copytree(folder / "inputs", place)
+    start(tree, place, kind)
+    return place / "results.jsonl"
+
+
+def compared(kind: str, trees: dict[str, Path], folder: Path) -> bool:
     """Asks both sides, prints what differs and one line; whether nothing does."""
-    places = [folder / f"{side}_{kind}" for side in ("old", "new")]  # as long as each other: lines wrap alike
-    for place in places:
-        shutil.copytree(folder / "inputs", place)
     with ThreadPoolExecutor(2) as both:
-        list(both.map(start, trees, places, [kind] * 2))
-    old, new = (dict(map(json.loads, (place / "results.jsonl").open())) for place in places)
+        files = both.map(lambda side: answers(kind, side, trees[side], folder), trees)
+    old, new = (dict(map(json.loads, file.open())) for file in files)
     differ = [name for name in (*old, *(new.keys() - old.keys())) if old.get(name) != new.get(name)]
     for name in differ[:40]:
         print(f"{kind}: {name!r}\n" + first_difference(old.get(name), new.get(name)))

@@ -20,12 +20,15 @@ LINES = {"loss": 0.1 + 0.2, "time/step": 3.0, "tokens_per_second": 7.0}
 def test_a_word_of_the_help_that_was_changed_is_shown_and_nothing_else(tmp_path):
     shutil.copytree(same_as_before.ROOT / "megatron_grpo", tmp_path / "megatron_grpo", ignore=shutil.ignore_patterns("__pycache__"))
 
-    def compare() -> tuple[int, list[str]]:
-        command = [sys.executable, str(TOOL), str(same_as_before.ROOT), str(tmp_path), "--only", "help"]
-        ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    def ask(*words: object) -> tuple[int, list[str]]:
+        ended = subprocess.run([sys.executable, str(TOOL), *map(str, words), "--only", "help"], capture_output=True, text=True, timeout=120)
         assert ended.stderr == ""
         return ended.returncode, ended.stdout.splitlines()
 
+    def compare() -> tuple[int, list[str]]:
+        return ask(tmp_path / "kept", tmp_path)
+
+    assert ask(same_as_before.ROOT, "--keep", tmp_path / "kept") == (0, [])
     assert compare() == (0, ["help: 13 of 13 the same"])
     cli = tmp_path / "megatron_grpo" / "cli.py"
     cli.write_text(cli.read_text().replace("Takes --json and no settings.", "Takes --json and no setting."))
